@@ -1,0 +1,35 @@
+# Every target sets up what it needs: `make demo` and `make test` work from a clean clone.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+
+# Building Chainer's sdist needs an old setuptools: pip before 25.3 reads PIP_CONSTRAINT in build
+# environments too, later ones read PIP_BUILD_CONSTRAINT.
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
+export PATH := $(BIN):$(PATH)
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test lint bench clean
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[torch,chainer,mpi,cli,dev]'
+	touch $@
+
+demo: $(VENV)/installed  ## train the same network in both frameworks, synchronized and not
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/installed  ## all tests; what this set-up must be able to run may not be skipped
+	$(BIN)/python -m pytest --require torch,chainer,torchrun,mpiexec
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/installed  ## one layer's step as a ratio to the framework's own
+	$(BIN)/python benchmarks/layer.py
+
+clean:
+	rm -rf $(VENV) out

@@ -1,0 +1,25 @@
+"""Batch normalization whose statistics are shared between processes.
+
+This module is the engine, which imports no framework. The layers are in `multibn.torch_backend` and
+`multibn.chainer_backend`.
+"""
+
+from multibn.communicators import Communicator as Communicator
+from multibn.communicators import SingleProcess as SingleProcess
+from multibn.communicators import as_communicator as as_communicator
+from multibn.population import PopulationEstimator as PopulationEstimator
+from multibn.population import running_variance as running_variance
+from multibn.population import update_running as update_running
+from multibn.statistics import BatchStatistics as BatchStatistics
+from multibn.statistics import GradientSums as GradientSums
+from multibn.statistics import Moments as Moments
+from multibn.statistics import aggregate as aggregate
+from multibn.statistics import aggregate_sums as aggregate_sums
+from multibn.statistics import backward_sums as backward_sums
+from multibn.statistics import batch_statistics as batch_statistics
+from multibn.statistics import input_gradient as input_gradient
+from multibn.statistics import local_moments as local_moments
+from multibn.statistics import merge_moments as merge_moments
+from multibn.statistics import normalize as normalize
+
+__version__ = "0.1.0"

@@ -1,0 +1,16 @@
+"""Chainer links whose batch statistics are shared between processes.
+
+Import this package before `chainer`: it makes Chainer 7.8.1 importable on today's NumPy.
+"""
+
+from multibn.chainer_backend import compat
+
+compat.make_importable()
+
+from multibn.chainer_backend.convert import create_mnbn_model as create_mnbn_model  # noqa: E402
+from multibn.chainer_backend.functions import (  # noqa: E402
+    multi_node_batch_normalization as multi_node_batch_normalization,
+)
+from multibn.chainer_backend.links import (  # noqa: E402
+    MultiNodeBatchNormalization as MultiNodeBatchNormalization,
+)

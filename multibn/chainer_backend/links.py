@@ -1,0 +1,211 @@
+"""Batch normalization links for Chainer."""
+
+from typing import Any
+
+import chainer
+import numpy as np
+from chainer import functions as F
+from chainer import initializers
+
+from multibn import population, statistics
+from multibn._typing import RunningVar, Weighting
+from multibn.chainer_backend import functions
+from multibn.communicators import SingleProcess, as_communicator
+from multibn.communicators.chainermn import ChainerMN, select_backend
+from multibn.kernels.generic import num_elements
+from multibn.statistics import BatchStatistics
+
+
+class MultiNodeBatchNormalization(chainer.Link):
+    """Batch normalization over the batches of all ranks of a communicator.
+
+    N ranks give the numbers that one process gives on the concatenated batch, for any split, empty
+    ranks included. Takes the place of chainermn.links.MultiNodeBatchNormalization, with the same
+    parameters, persistent values and npz files.
+
+    With `chainer.config.train`, the call is collective: every rank must make it, with one allreduce
+    of 2C+2 float64 numbers, and one of 2C in the backward pass. Otherwise nothing is communicated.
+
+    Parameters
+    ----------
+    size
+        Channels: an int or the shape of the channel axes. May be None if `axis` is given; it is
+        then taken from the first input.
+    comm
+        Anything that `multibn.as_communicator` takes: a ChainerMN communicator, an mpi4py Comm, a
+        torch ProcessGroup, a multibn Communicator...
+    decay
+        Of the moving averages.
+    eps
+        Added to the variance.
+    dtype
+        Of parameters and persistent values; default `chainer.config.dtype`, float32 for mixed16.
+    use_gamma, use_beta
+        Whether to scale and to shift.
+    initial_gamma, initial_beta
+        Initializers; default 1 and 0.
+    communication_backend
+        `"mpi"`, `"nccl"` or `"auto"`, by ChainerMN's rules: `"nccl"` needs a pure_nccl communicator.
+    axis
+        The axes to reduce, an int or an ascending tuple; by default all but the channel axes, which
+        start at 1.
+    weighting
+        What a rank counts for: `"element"`, its elements per channel (the concatenated batch),
+        `"sample"`, its batch size, or `"rank"`, the same as every other that is not empty (ChainerMN).
+    avg_var
+        The variance kept in the persistent value of this name: `"unbiased_global"`,
+        `"unbiased_local"` (ChainerMN) or `"biased"`, see `multibn.running_variance`.
+
+    Attributes
+    ----------
+    gamma, beta
+        Parameters, or None. Their gradients are means over the ranks.
+    avg_mean, avg_var
+        Moving averages; they start at 0 (as ChainerMN's, other than chainer.links'). The averaged
+        variance is unbiased by the count over all ranks.
+    N
+        Batches seen in fine-tuning, since `start_finetuning`.
+    comm
+        The ChainerMN communicator, if the link was given one, else the multibn Communicator.
+
+    Raises
+    ------
+    ValueError
+        If `communication_backend`, `weighting` or `avg_var` is unknown or does not fit, or neither
+        `size` nor `axis` is given, or `size` has no channels.
+    TypeError
+        If `comm` is no communicator.
+    """
+
+    gamma = None
+    beta = None
+
+    def __init__(
+        self,
+        size: int | tuple[int, ...] | None,
+        comm: Any,
+        decay: float = 0.9,
+        eps: float = 2e-5,
+        dtype: Any = None,
+        use_gamma: bool = True,
+        use_beta: bool = True,
+        initial_gamma: Any = None,
+        initial_beta: Any = None,
+        communication_backend: str = "auto",
+        *,
+        axis: int | tuple[int, ...] | None = None,
+        weighting: Weighting = "element",
+        avg_var: RunningVar = "unbiased_global",
+    ) -> None:
+        super().__init__()
+        if size is None and axis is None:
+            raise ValueError("`size` or `axis` must be given: got None for both.")
+        self._communicator = as_communicator(comm)
+        if isinstance(self._communicator, ChainerMN):
+            self._communicator = ChainerMN(self._communicator.comm, communication_backend)
+        else:
+            select_backend(type(comm), communication_backend)
+        statistics.check_weighting(weighting)
+        population.check_running_var(avg_var)
+        self.weighting, self.avg_var_convention = weighting, avg_var
+        self.decay = decay
+        self.eps = eps
+        self.axis = (axis,) if isinstance(axis, int) else axis
+        self._highprec_dtype = chainer.get_dtype(dtype, map_mixed16=np.float32)
+        self.N = 0
+        self.register_persistent("N")
+        self.avg_mean = None
+        self.register_persistent("avg_mean")
+        self.avg_var = None
+        self.register_persistent("avg_var")
+        with self.init_scope():
+            if use_gamma:
+                self.gamma = self._parameter(1 if initial_gamma is None else initial_gamma)
+            if use_beta:
+                self.beta = self._parameter(0 if initial_beta is None else initial_beta)
+        if size is not None:
+            self._initialize((size,) if isinstance(size, (int, np.integer)) else tuple(size))
+
+    @property
+    def comm(self) -> Any:
+        if isinstance(self._communicator, ChainerMN):
+            return self._communicator.comm
+        return self._communicator
+
+    def forward(self, x: Any, finetune: bool = False) -> chainer.Variable:
+        """Normalize `x`, a Variable or array of shape `(N, C, *spatial)`.
+
+        Parameters
+        ----------
+        x
+            The input, of a real floating-point dtype.
+        finetune
+            In training, average the statistics cumulatively, all batches alike, instead of with
+            `decay`: see `start_finetuning`.
+
+        Raises
+        ------
+        TypeError, ValueError, RuntimeError
+            As `multi_node_batch_normalization`.
+        """
+        axis = self.axis
+        if axis is None:
+            axis = functions.default_axis(x.ndim, self.avg_mean.ndim)
+        communicator = self._communicator if chainer.config.train else SingleProcess()
+        functions.check_input(
+            x, None if self.avg_mean is None else self.avg_mean.shape, axis, communicator
+        )
+        if self.avg_mean is None:
+            self._initialize(tuple(n for i, n in enumerate(x.shape) if i not in axis))
+        if not chainer.config.train:
+            return F.fixed_batch_normalization(
+                x, *self._scale_and_shift(), self.avg_mean, self.avg_var, self.eps, axis
+            )
+        batch = statistics.batch_statistics(
+            chainer.as_array(x), communicator, weighting=self.weighting, axis=axis
+        )
+        self._update_averages(batch, num_elements(x, axis), finetune)
+        return functions.normalize(
+            x, self.gamma, self.beta, batch, communicator, eps=self.eps, axis=axis
+        )
+
+    def start_finetuning(self) -> None:
+        """Forget the batches counted so far; call it before each fine-tuning but the first."""
+        self.N = 0
+
+    def _update_averages(
+        self, batch: BatchStatistics, local_count: int, finetune: bool
+    ) -> None:
+        """The one place that writes the persistent values."""
+        momentum = 1.0 - self.decay
+        if finetune:
+            self.N += int(batch.count > 0)  # N is a number, so a GPU is waited for here
+            momentum = 1.0 / max(self.N, 1)
+        self.avg_mean[...], self.avg_var[...] = population.update_running(
+            self.avg_mean,
+            self.avg_var,
+            batch,
+            momentum=momentum,
+            local_count=local_count,
+            convention=self.avg_var_convention,
+        )
+
+    def _parameter(self, initializer: Any) -> chainer.Parameter:
+        initializer = initializers._get_initializer(initializer)
+        initializer.dtype = self._highprec_dtype
+        return chainer.Parameter(initializer)
+
+    def _initialize(self, channels: tuple[int, ...]) -> None:
+        if 0 in channels:
+            raise ValueError(f"`size` must be positive: got {channels}.")
+        with chainer.using_device(self.device):
+            self.avg_mean = self.xp.zeros(channels, dtype=self._highprec_dtype)
+            self.avg_var = self.xp.zeros(channels, dtype=self._highprec_dtype)
+        for parameter in (self.gamma, self.beta):
+            if parameter is not None:
+                parameter.initialize(channels)
+
+    def _scale_and_shift(self) -> tuple[Any, Any]:
+        gamma = self.xp.ones_like(self.avg_mean) if self.gamma is None else self.gamma
+        beta = self.xp.zeros_like(self.avg_mean) if self.beta is None else self.beta
+        return gamma, beta

@@ -1,0 +1,52 @@
+"""Copies of arrays in host memory, as NumPy arrays that MPI or gloo can move, and back."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from array_api_compat import (
+    array_namespace,
+    device,
+    is_cupy_array,
+    is_numpy_array,
+    is_torch_array,
+    to_device,
+)
+
+from multibn._typing import Array
+
+
+def to_host(x: Array, /) -> np.ndarray[Any, Any]:
+    """`x` as a contiguous NumPy array, which may share its memory.
+
+    16-bit types become float32: MPI has no half precision and NumPy no bfloat16.
+    """
+    if is_torch_array(x):
+        x = x.detach().cpu()
+        if x.dtype.is_floating_point and x.dtype.itemsize < 4:
+            x = x.float()
+        a = x.numpy()
+    elif is_cupy_array(x):
+        a = x.get()
+    else:
+        a = np.asarray(x)
+    if a.dtype == np.float16:
+        a = a.astype(np.float32)
+    return np.ascontiguousarray(a).reshape(a.shape)  # ascontiguousarray makes () into (1,)
+
+
+def from_host(a: np.ndarray[Any, Any], like: Array, /) -> Array:
+    """`a` as an array of the library, dtype and device of `like`."""
+    if is_numpy_array(like):
+        return a.astype(like.dtype, copy=False)
+    xp = array_namespace(like)
+    if is_torch_array(like):
+        return xp.from_numpy(a).to(device=like.device, dtype=like.dtype)
+    return to_device(xp.asarray(a, dtype=like.dtype), device(like))
+
+
+def through_host(
+    x: Array, reduce: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]], /
+) -> Array:
+    """Result of `reduce` on a host copy of `x`, as an array like `x`."""
+    return from_host(reduce(to_host(x)), x)

@@ -1,0 +1,175 @@
+"""Communicator over MPI, by mpi4py: buffers, never pickles.
+
+mpi4py is imported, and MPI thereby initialised, at the first use of a communicator and not before.
+"""
+
+import ctypes
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from array_api_compat import is_cupy_array, is_torch_array
+
+from multibn._typing import Array
+from multibn.communicators import SingleProcess
+from multibn.communicators._handle import Handle
+from multibn.communicators._host import through_host
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm
+
+
+class MPI(Handle):
+    """The processes of an mpi4py communicator.
+
+    Arrays in host memory are reduced where they are. Arrays on a GPU are handed to an MPI that is
+    CUDA-aware, and otherwise go through the host; so do 16-bit types, as float32.
+
+    Parameters
+    ----------
+    comm
+        An mpi4py communicator; default MPI.COMM_WORLD.
+    cuda_aware
+        Whether the MPI library takes pointers to GPU memory; default: ask it.
+
+    Raises
+    ------
+    ValueError
+        If `comm` is MPI.COMM_NULL: this process is not part of it.
+    TypeError
+        If `comm` is an intercommunicator.
+
+    Attributes
+    ----------
+    world_ranks
+        The processes' ranks in MPI.COMM_WORLD, in the order of their ranks here; None for all.
+    """
+
+    def __init__(self, comm: "Comm | None" = None, *, cuda_aware: bool | None = None) -> None:
+        self._comm = comm
+        self.world_ranks: tuple[int, ...] | None = None
+        self._cuda_aware = cuda_aware
+        if comm is None:
+            return
+        from mpi4py import MPI as mpi
+
+        if comm == mpi.COMM_NULL:
+            raise ValueError(
+                "this process is not part of the communicator: got MPI.COMM_NULL on world rank "
+                f"{mpi.COMM_WORLD.rank}. Give each process the communicator it belongs to."
+            )
+        if comm.is_inter:
+            raise TypeError(
+                "the communicator must be an intracommunicator: got an intercommunicator. "
+                "Merge its two groups first: comm.Merge()."
+            )
+        if mpi.Comm.Compare(comm, mpi.COMM_WORLD) not in (mpi.IDENT, mpi.CONGRUENT):
+            self.world_ranks = _ranks_in_world(comm)
+
+    @property
+    def comm(self) -> "Comm":
+        """The mpi4py communicator."""
+        if self._comm is None:
+            self._comm = find_comm(self.world_ranks)
+        return self._comm
+
+    @property
+    def rank(self) -> int:
+        return self.comm.rank
+
+    @property
+    def size(self) -> int:
+        return self.comm.size
+
+    def allreduce(self, x: Array, /) -> Array:
+        if self._takes_device_array(x):
+            return self._allreduce_on_device(x)
+        return through_host(x, self._allreduce_on_host)
+
+    def split(self, color: int, key: int = 0) -> "MPI":
+        return MPI(self.comm.Split(color, key), cuda_aware=self._cuda_aware)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.world_ranks is not None and len(self.world_ranks) == 1:
+            return SingleProcess, ()
+        return _restore, (self.world_ranks, self._cuda_aware)
+
+    def __repr__(self) -> str:
+        ranks = "world" if self.world_ranks is None else list(self.world_ranks)
+        return f"MPI(ranks={ranks})"
+
+    def _allreduce_on_host(self, a: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        out = np.empty_like(a)
+        self.comm.Allreduce(a, out)
+        return out
+
+    def _takes_device_array(self, x: Array) -> bool:
+        on_gpu = is_cupy_array(x) or (is_torch_array(x) and x.device.type == "cuda")
+        if not on_gpu or x.dtype.itemsize < 4:
+            return False
+        return mpi_is_cuda_aware() if self._cuda_aware is None else self._cuda_aware
+
+    def _allreduce_on_device(self, x: Array) -> Array:
+        # MPI knows nothing of streams: what fills `x` must have finished.
+        if is_cupy_array(x):
+            import cupy
+
+            x = cupy.ascontiguousarray(x)
+            out = cupy.empty_like(x)
+            cupy.cuda.get_current_stream().synchronize()
+        else:
+            import torch
+
+            x = x.detach().contiguous()
+            out = torch.empty_like(x)
+            torch.cuda.current_stream(x.device).synchronize()
+        self.comm.Allreduce(x, out)
+        return out
+
+
+@cache
+def find_comm(world_ranks: tuple[int, ...] | None) -> "Comm":
+    """The communicator of these ranks of MPI.COMM_WORLD, None for all of them.
+
+    Collective over those ranks when it is first called for them.
+    """
+    from mpi4py import MPI as mpi
+
+    world = mpi.COMM_WORLD
+    if world_ranks is None:
+        return world
+    if world.rank not in world_ranks:
+        raise RuntimeError(
+            f"the communicator was made for ranks {list(world_ranks)} of MPI.COMM_WORLD, and this is "
+            f"rank {world.rank} of {world.size}. Give the layer another communicator, None for "
+            "this process alone."
+        )
+    return world.Create_group(world.group.Incl(world_ranks))
+
+
+@cache
+def mpi_is_cuda_aware() -> bool:
+    """Whether the MPI library takes pointers to GPU memory, as far as it tells."""
+    from mpi4py import MPI as mpi
+
+    # MPI 4.1: libraries list the kinds of memory that they support.
+    kinds = dict(mpi.COMM_WORLD.Get_info().items()).get("mpi_memory_alloc_kinds", "")
+    if "cuda" in kinds.split(","):
+        return True
+    try:  # Open MPI's extension, in the library that mpi4py has loaded
+        return bool(ctypes.CDLL("libmpi.so.40").MPIX_Query_cuda_support())
+    except (OSError, AttributeError):
+        return False
+
+
+def _ranks_in_world(comm: "Comm") -> tuple[int, ...]:
+    from mpi4py import MPI as mpi
+
+    group = comm.group
+    return tuple(mpi.Group.Translate_ranks(group, range(group.size), mpi.COMM_WORLD.group))
+
+
+def _restore(world_ranks: tuple[int, ...] | None, cuda_aware: bool | None) -> MPI:
+    restored = MPI(cuda_aware=cuda_aware)
+    restored.world_ranks = world_ranks
+    return restored

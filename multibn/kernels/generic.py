@@ -1,0 +1,135 @@
+"""The four passes in the array API standard: the reference, and the fallback for any library.
+
+Shapes: activations `x` and `dy` have any number of dimensions; `axis` names the ones that are
+reduced, and a per-channel array has the shape of the others, `(C,)` for `axis=(0, 2, 3)` of
+`(N, C, H, W)`. Per-channel arrays are wide (see `as_wide`); arithmetic on activations is done in
+their own dtype, 16-bit ones in float32, and results keep the dtype of `x`.
+
+A wide mean is used as a centre of `x`'s arithmetic dtype plus the remainder that rounding left over;
+`x - centre` is then nearly exact in float32 even where mean/std is 1e4, and the remainder goes into
+the (C,)-sized coefficients.
+"""
+
+import math
+from functools import lru_cache
+from typing import Any
+
+from array_api_compat import array_namespace, device, is_torch_namespace, to_device
+
+from multibn._typing import Array
+
+
+def local_moments(x: Array, /, *, axis: tuple[int, ...]) -> tuple[Array, Array]:
+    """Mean and biased variance of `x` over `axis`, both wide; zeros where nothing is reduced.
+
+    Two passes: a mean, then first and second moments about it, so that the error of the mean and the
+    cancellation in the variance are both corrected.
+    """
+    xp = array_namespace(x)
+    x = xp.astype(x, _arithmetic_dtype(xp, x.dtype), copy=False)
+    n = max(num_elements(x, axis), 1)
+    centre = xp.astype(_sum(x, axis) / n, x.dtype)
+    d = x - _per_channel(centre, x, axis)
+    first = _sum(d, axis) / n
+    second = _sum(d * d, axis) / n
+    return as_wide(centre) + first, xp.clip(second - first * first, 0.0, None)
+
+
+def normalize(
+    x: Array, mean: Array, scale: Array, shift: Array, /, *, axis: tuple[int, ...]
+) -> Array:
+    """`(x - mean) * scale + shift`, in the dtype of `x`."""
+    xp = array_namespace(x)
+    dtype = _arithmetic_dtype(xp, x.dtype)
+    centre, remainder = _round(mean, dtype)
+    d = xp.astype(x, dtype, copy=False) - _per_channel(centre, x, axis)
+    y = d * _per_channel(scale, x, axis, dtype)
+    y = y + _per_channel(shift - remainder * scale, x, axis, dtype)
+    return xp.astype(y, x.dtype, copy=False)
+
+
+def backward_sums(
+    dy: Array, x: Array, mean: Array, /, *, axis: tuple[int, ...]
+) -> tuple[Array, Array]:
+    """Sums over `axis` of `dy` and of `dy * (x - mean)`, both wide."""
+    xp = array_namespace(x)
+    dtype = _arithmetic_dtype(xp, x.dtype)
+    centre, remainder = _round(mean, dtype)
+    dy = xp.astype(dy, dtype, copy=False)
+    d = xp.astype(x, dtype, copy=False) - _per_channel(centre, x, axis)
+    sum_dy = _sum(dy, axis)
+    return sum_dy, _sum(dy * d, axis) - remainder * sum_dy
+
+
+def input_gradient(
+    dy: Array,
+    x: Array,
+    mean: Array,
+    dy_scale: Array,
+    x_scale: Array,
+    shift: Array,
+    /,
+    *,
+    axis: tuple[int, ...],
+) -> Array:
+    """`(x - mean) * x_scale + dy * dy_scale + shift`, in the dtype of `x`."""
+    xp = array_namespace(x)
+    dtype = _arithmetic_dtype(xp, x.dtype)
+    centre, remainder = _round(mean, dtype)
+    d = xp.astype(x, dtype, copy=False) - _per_channel(centre, x, axis)
+    dx = d * _per_channel(x_scale, x, axis, dtype)
+    dx = dx + xp.astype(dy, dtype, copy=False) * _per_channel(dy_scale, x, axis, dtype)
+    dx = dx + _per_channel(shift - remainder * x_scale, x, axis, dtype)
+    return xp.astype(dx, x.dtype, copy=False)
+
+
+def as_wide(v: Array, /) -> Array:
+    """`v` in float64; on the host where its device has no float64.
+
+    Only per-channel arrays are made wide, so the copy to the host is small.
+    """
+    xp = array_namespace(v)
+    if not _has_float64(xp, device(v)):
+        host = "cpu" if is_torch_namespace(xp) else xp.__array_namespace_info__().default_device()
+        v = to_device(v, host)
+    return xp.astype(v, xp.float64, copy=False)
+
+
+def num_elements(x: Array, axis: tuple[int, ...]) -> int:
+    """Number of elements of `x` per channel: N*H*W... for images."""
+    return math.prod(x.shape[i] for i in axis)
+
+
+@lru_cache(maxsize=64)
+def _has_float64(xp: Any, on: Any) -> bool:
+    return "float64" in xp.__array_namespace_info__().dtypes(device=on)
+
+
+def _arithmetic_dtype(xp: Any, dtype: Any) -> Any:
+    return xp.float32 if xp.finfo(dtype).bits < 32 else dtype
+
+
+def _round(mean: Array, dtype: Any) -> tuple[Array, Array]:
+    xp = array_namespace(mean)
+    centre = xp.astype(mean, dtype, copy=False)
+    return centre, mean - as_wide(centre)
+
+
+def _per_channel(v: Array, x: Array, axis: tuple[int, ...], dtype: Any = None) -> Array:
+    """`v` with the dtype and on the device of `x`, shaped to broadcast against it."""
+    xp = array_namespace(v)
+    if dtype is not None:
+        v = xp.astype(v, dtype, copy=False)
+    return xp.reshape(
+        to_device(v, device(x)), tuple(1 if i in axis else n for i, n in enumerate(x.shape))
+    )
+
+
+def _sum(v: Array, axis: tuple[int, ...]) -> Array:
+    """Wide sum of `v` over `axis`."""
+    xp = array_namespace(v)
+    # torch adds float32 in a cascade (2e-7 relative at 2M values) and would copy `v` to float64;
+    # NumPy adds outer axes one by one, and a float64 accumulator costs it no copy.
+    if is_torch_namespace(xp) or not _has_float64(xp, device(v)):
+        return as_wide(xp.sum(v, axis=axis))
+    return xp.sum(v, axis=axis, dtype=xp.float64)

@@ -1,0 +1,114 @@
+"""What is kept of the batches: running statistics, and the statistics of a whole population.
+
+One rule covers every framework: `running += momentum * (batch - running)`. torch's momentum is
+1 - Chainer's decay; torch's `momentum=None` and Chainer's fine-tuning are momentum = 1/n at the n-th
+batch, the cumulative average.
+"""
+
+from typing import get_args
+
+from array_api_compat import array_namespace, device, to_device
+
+from multibn._typing import Array, RunningVar
+from multibn.communicators import Communicator, SingleProcess
+from multibn.kernels.generic import as_wide
+from multibn.statistics import (
+    BatchStatistics,
+    Moments,
+    aggregate,
+    empty_moments,
+    merge_moments,
+)
+
+
+def running_variance(
+    batch: BatchStatistics, /, *, local_count: int, convention: RunningVar = "unbiased_global"
+) -> Array:
+    """The variance that a running average keeps, shape `(C,)`, float64.
+
+    Parameters
+    ----------
+    batch
+        Statistics of the whole batch; their variance is biased.
+    local_count
+        This rank's elements per channel; read by `"unbiased_local"` only.
+    convention
+        `"unbiased_global"` multiplies by N/(N-1) with N counted over all ranks (torch);
+        `"unbiased_local"` by m/max(m-1, 1) with m counted on this rank (ChainerMN), so that ranks
+        with different m keep different values; `"biased"` keeps the variance as it is (detectron2,
+        SlowFast, flax).
+
+    Raises
+    ------
+    ValueError
+        If `convention` is none of the three.
+    """
+    check_running_var(convention)
+    if convention == "biased":
+        return batch.var
+    if convention == "unbiased_local":
+        return batch.var * (local_count / max(local_count - 1, 1))
+    xp = array_namespace(batch.count)
+    return batch.var * (batch.count / xp.clip(batch.count - 1, 1.0, None))
+
+
+def update_running(
+    running_mean: Array,
+    running_var: Array,
+    batch: BatchStatistics,
+    /,
+    *,
+    momentum: float | Array,
+    local_count: int,
+    convention: RunningVar = "unbiased_global",
+) -> tuple[Array, Array]:
+    """New running mean and variance, in the dtype and on the device of the old ones. Pure.
+
+    `momentum` is a number, or an array of shape `()` so that a count on a GPU need not be read.
+    Nothing changes if all ranks were empty. The convention of the variance is `running_variance`'s.
+    """
+    xp = array_namespace(batch.count)
+    momentum = momentum * xp.astype(batch.count > 0, batch.count.dtype)
+    var = running_variance(batch, local_count=local_count, convention=convention)
+    return _step(running_mean, batch.mean, momentum), _step(running_var, var, momentum)
+
+
+def check_running_var(convention: object) -> None:
+    """Raise ValueError unless `convention` is one that `running_variance` knows."""
+    if convention not in get_args(RunningVar):
+        raise ValueError(
+            f"`running_var` must be one of {', '.join(map(repr, get_args(RunningVar)))}: "
+            f"got {convention!r}."
+        )
+
+
+class PopulationEstimator:
+    """Exact mean and variance of all data it is shown, batches of unequal sizes included.
+
+    Parameters
+    ----------
+    like
+        Any per-channel array, for its shape and device: a rank that is shown nothing still takes
+        part in `compute`.
+    """
+
+    def __init__(self, like: Array, /) -> None:
+        self._moments = empty_moments(like)
+
+    def update(self, moments: Moments, /) -> None:
+        """Add one batch. Not collective."""
+        self._moments = merge_moments(self._moments, moments)
+
+    def compute(self, communicator: Communicator | None = None, /) -> BatchStatistics:
+        """Statistics of everything that all ranks were shown; the variance is biased.
+
+        Collective over `communicator` (default: this process alone); one allreduce of 2C+2 numbers.
+        """
+        return aggregate(self._moments, SingleProcess() if communicator is None else communicator)
+
+
+def _step(running: Array, new: Array, momentum: float | Array) -> Array:
+    xp = array_namespace(running)
+    wide = as_wide(running)
+    wide = wide + momentum * (new - wide)
+    return to_device(xp.astype(wide, running.dtype, copy=False), device(running))

@@ -1,0 +1,357 @@
+"""The engine: moments of a batch, merged over the ranks that share it, and their gradients.
+
+Everything here is a pure function of arrays of any library in the array API standard. Per-channel
+arrays are float64 and have shape `(C,)`, or more generally the shape of the axes that are not
+reduced (`axis` names the reduced ones; every activation is `(N, C, *spatial)` by default). Variances
+are biased (divided by the count) unless a name says otherwise; counts are elements per channel,
+N*H*W..., not batches.
+
+With rank weights a_i, element counts n_i and e_i = a_i / (n_i * sum a), sums over the ranks of the
+communicator::
+
+    mean = sum(a_i * mean_i) / sum(a_i)     meansqr likewise     var = max(meansqr - mean**2, 0)
+    xhat = (x - mean) * invstd              invstd = 1 / sqrt(var + eps)
+    dx = weight * invstd * (dy - e_i * (sum_dy + xhat * sum_dy_xhat))
+
+This is batch normalization (Ioffe & Szegedy, 2015, arXiv:1502.03167) of the concatenated batch when
+a_i = n_i. There is one allreduce of 2C+2 numbers forward and one of 2C backward, whatever the
+number of ranks. Nothing here makes a GPU wait for the host, except where a rank holds at most one
+value per channel.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, get_args
+
+from array_api_compat import array_namespace, device
+
+from multibn._typing import Array, Weighting
+from multibn.communicators import Communicator
+from multibn.kernels import generic as kernels
+
+_DLPACK_CPU = 1  # kDLCPU of the DLPack header
+
+
+class Moments(NamedTuple):
+    """Moments of one sub-batch, one rank, or one batch of a loader.
+
+    Attributes
+    ----------
+    mean, meansqr
+        Mean and mean of squares per channel, shape `(C,)`, float64.
+    count
+        Elements per channel, N*H*W..., shape `()`, float64.
+    num_samples
+        N, shape `()`, float64; read only by `weighting="sample"`.
+    """
+
+    mean: Array
+    meansqr: Array
+    count: Array
+    num_samples: Array
+
+
+class BatchStatistics(NamedTuple):
+    """Statistics of the whole batch; equal on every rank but for `element_weight`.
+
+    Attributes
+    ----------
+    mean, var
+        Mean and biased variance per channel, shape `(C,)`, float64; the variance is never negative.
+    count
+        Elements per channel over all ranks, shape `()`, float64; 0 if every rank was empty.
+    element_weight
+        Derivative of `mean` with respect to one local element, shape `()`, float64.
+    """
+
+    mean: Array
+    var: Array
+    count: Array
+    element_weight: Array
+
+
+class GradientSums(NamedTuple):
+    """Sums over elements of `dy` and of `dy * xhat`, shape `(C,)`, float64.
+
+    As they come from `backward_sums` they are local; they are also the gradients of bias and weight.
+    """
+
+    sum_dy: Array
+    sum_dy_xhat: Array
+
+
+def reduced_axes(ndim: int, channel_axes: Sequence[int] = (1,)) -> tuple[int, ...]:
+    """All axes of an `ndim`-dimensional activation but the channel axes."""
+    return tuple(i for i in range(ndim) if i not in channel_axes)
+
+
+def local_moments(x: Array, /, *, axis: tuple[int, ...] | None = None) -> Moments:
+    """Moments of `x` over `axis`; all zero for an empty batch.
+
+    Parameters
+    ----------
+    x
+        Activation, `(N, C, *spatial)` by default, real floating-point. 16-bit input is computed in
+        float32.
+    axis
+        The axes to reduce; by default all but 1.
+
+    Raises
+    ------
+    TypeError
+        If `x` is not of a real floating-point dtype.
+    """
+    xp = array_namespace(x)
+    require_floating(x)
+    axis = reduced_axes(x.ndim) if axis is None else axis
+    mean, var = kernels.local_moments(x, axis=axis)
+    return Moments(
+        mean,
+        var + mean * mean,
+        xp.full((), kernels.num_elements(x, axis), dtype=mean.dtype, device=device(mean)),
+        xp.full((), x.shape[axis[0]], dtype=mean.dtype, device=device(mean)),
+    )
+
+
+def empty_moments(like: Array, /) -> Moments:
+    """Moments of no data, for channels shaped like `like`; the neutral element of `merge_moments`."""
+    xp = array_namespace(like)
+    zeros = xp.zeros_like(kernels.as_wide(like))
+    zero = xp.zeros((), dtype=zeros.dtype, device=device(zeros))
+    return Moments(zeros, zeros, zero, zero)
+
+
+def merge_moments(*moments: Moments) -> Moments:
+    """Moments of the concatenation of the batches that `moments` describe (weighted by count)."""
+    xp = array_namespace(moments[0].mean)
+    count = sum(m.count for m in moments)
+    divisor = xp.clip(count, 1.0, None)
+    return Moments(
+        sum(m.mean * (m.count / divisor) for m in moments),
+        sum(m.meansqr * (m.count / divisor) for m in moments),
+        count,
+        sum(m.num_samples for m in moments),
+    )
+
+
+def aggregate(
+    moments: Moments, communicator: Communicator, /, *, weighting: Weighting = "element"
+) -> BatchStatistics:
+    """Statistics of the batch that the ranks of `communicator` hold together.
+
+    Collective: every rank must call it, a rank with an empty batch included; one allreduce of
+    2C+2 float64 numbers.
+
+    Parameters
+    ----------
+    moments
+        This rank's moments.
+    communicator
+        The ranks that share statistics.
+    weighting
+        `"element"` weights a rank by its elements per channel: exactly the statistics of the
+        concatenated batch. `"sample"` weights it by its batch size (detectron2's mode "N"), `"rank"`
+        gives all ranks that are not empty the same weight (ChainerMN). The three agree if all ranks
+        hold equal shapes.
+
+    Raises
+    ------
+    ValueError
+        If `weighting` is none of the three.
+    RuntimeError
+        On every rank, if another rank called `refuse` (host arrays only).
+    """
+    check_weighting(weighting)
+    xp = array_namespace(moments.mean)
+    occupied = xp.astype(moments.count > 0, moments.count.dtype)
+    if weighting == "element":
+        rank_weight = moments.count
+    elif weighting == "sample":
+        rank_weight = moments.num_samples * occupied
+    else:
+        rank_weight = occupied
+    mean, meansqr, total, count = _allreduce(
+        communicator,
+        rank_weight * moments.mean,
+        rank_weight * moments.meansqr,
+        rank_weight,
+        moments.count,
+    )
+    if _on_host(count) and bool(xp.isnan(count)):
+        _raise_for_refusal(communicator, refused=False, like=count)
+    divisor = xp.clip(total, 1.0, None)  # a weight is 0 or at least 1
+    mean = mean / divisor
+    return BatchStatistics(
+        mean,
+        xp.clip(meansqr / divisor - mean * mean, 0.0, None),
+        count,
+        rank_weight / (xp.clip(moments.count, 1.0, None) * divisor),
+    )
+
+
+def batch_statistics(
+    x: Array,
+    communicator: Communicator,
+    /,
+    *,
+    weighting: Weighting = "element",
+    axis: tuple[int, ...] | None = None,
+) -> BatchStatistics:
+    """`local_moments`, `aggregate`, and the check that there is a variance to speak of.
+
+    Collective: every rank must call it; one allreduce of 2C+2 float64 numbers.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        As `local_moments` and `aggregate`.
+    ValueError
+        On every rank, if the ranks hold one value per channel together: its variance is 0, and
+        the output would not depend on the input.
+    """
+    axis = reduced_axes(x.ndim) if axis is None else axis
+    batch = aggregate(local_moments(x, axis=axis), communicator, weighting=weighting)
+    # Every rank holds at most one value if all of them hold one together: only then is the count
+    # read on the host.
+    if kernels.num_elements(x, axis) <= 1 and bool(batch.count == 1):
+        raise ValueError(
+            "training needs more than 1 value per channel over all ranks together: got 1 on "
+            f"{communicator.size} rank(s), with an input of shape {tuple(x.shape)} on rank "
+            f"{communicator.rank}. Use a larger batch, drop the last one, or call eval()."
+        )
+    return batch
+
+
+def refuse(communicator: Communicator, num_channels: int, /, *, like: Array) -> None:
+    """Take part in the other ranks' `aggregate` only to tell them that this rank cannot.
+
+    For a rank that finds its input to be invalid, before it raises its own error: without it the
+    other ranks would wait for this one. Arrays are made beside `like`.
+    Collective: matches one `aggregate` of `num_channels` channels on the other ranks.
+    """
+    if communicator.size == 1:
+        return
+    xp = array_namespace(like)
+    wide = kernels.as_wide(xp.zeros((), dtype=xp.float32, device=device(like)))
+    payload = xp.full(
+        (2 * num_channels + 2,), math.nan, dtype=wide.dtype, device=device(wide)
+    )
+    communicator.allreduce(payload)
+    if _on_host(payload):
+        _raise_for_refusal(communicator, refused=True, like=payload)
+
+
+def invstd(batch: BatchStatistics, /, *, eps: float) -> Array:
+    """`1 / sqrt(var + eps)`, shape `(C,)`, float64."""
+    return (batch.var + eps) ** -0.5
+
+
+def normalize(
+    x: Array,
+    batch: BatchStatistics,
+    /,
+    *,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    eps: float,
+    axis: tuple[int, ...] | None = None,
+) -> Array:
+    """`(x - mean) * invstd * weight + bias`, in the dtype of `x`. Not collective."""
+    axis = reduced_axes(x.ndim) if axis is None else axis
+    scale = _times(invstd(batch, eps=eps), weight)
+    shift = 0.0 * scale if bias is None else kernels.as_wide(bias)
+    return kernels.normalize(x, batch.mean, scale, shift, axis=axis)
+
+
+def backward_sums(
+    dy: Array,
+    x: Array,
+    batch: BatchStatistics,
+    /,
+    *,
+    eps: float,
+    axis: tuple[int, ...] | None = None,
+) -> GradientSums:
+    """This rank's sums of `dy` and `dy * xhat`. Not collective."""
+    axis = reduced_axes(x.ndim) if axis is None else axis
+    sum_dy, sum_dy_xmu = kernels.backward_sums(dy, x, batch.mean, axis=axis)
+    return GradientSums(sum_dy, sum_dy_xmu * invstd(batch, eps=eps))
+
+
+def aggregate_sums(sums: GradientSums, communicator: Communicator, /) -> GradientSums:
+    """Sums over all ranks. Collective: one allreduce of 2C float64 numbers."""
+    return GradientSums(*_allreduce(communicator, *sums))
+
+
+def input_gradient(
+    dy: Array,
+    x: Array,
+    batch: BatchStatistics,
+    sums: GradientSums,
+    /,
+    *,
+    weight: Array | None = None,
+    eps: float,
+    axis: tuple[int, ...] | None = None,
+) -> Array:
+    """Gradient with respect to `x`, in its dtype, from the sums over all ranks. Not collective."""
+    axis = reduced_axes(x.ndim) if axis is None else axis
+    s = invstd(batch, eps=eps)
+    scale = _times(s, weight)
+    pull = -scale * batch.element_weight
+    return kernels.input_gradient(
+        dy, x, batch.mean, scale, pull * s * sums.sum_dy_xhat, pull * sums.sum_dy, axis=axis
+    )
+
+
+def check_weighting(weighting: object) -> None:
+    """Raise ValueError unless `weighting` is one of the three."""
+    if weighting not in get_args(Weighting):
+        raise ValueError(
+            f"`weighting` must be one of {', '.join(map(repr, get_args(Weighting)))}: "
+            f"got {weighting!r}."
+        )
+
+
+def require_floating(x: Array) -> None:
+    """Raise TypeError unless `x` is of a real floating-point dtype."""
+    if not array_namespace(x).isdtype(x.dtype, "real floating"):
+        raise TypeError(
+            f"the input must be of a real floating-point dtype: got {x.dtype}. "
+            "Convert it first, to float32 for example."
+        )
+
+
+def _times(scale: Array, weight: Array | None) -> Array:
+    return scale if weight is None else scale * kernels.as_wide(weight)
+
+
+def _allreduce(communicator: Communicator, *arrays: Array) -> list[Array]:
+    """Sum several arrays over the ranks, packed into one message."""
+    xp = array_namespace(*arrays)
+    summed = communicator.allreduce(xp.concat([xp.reshape(a, (-1,)) for a in arrays]))
+    parts = []
+    start = 0
+    for a in arrays:
+        stop = start + math.prod(a.shape)
+        parts.append(xp.reshape(summed[start:stop], a.shape))
+        start = stop
+    return parts
+
+
+def _on_host(a: Array) -> bool:
+    return int(a.__dlpack_device__()[0]) == _DLPACK_CPU
+
+
+def _raise_for_refusal(communicator: Communicator, *, refused: bool, like: Array) -> None:
+    """Find out together which ranks refused; those that did not raise for them."""
+    xp = array_namespace(like)
+    flags = xp.zeros((communicator.size,), dtype=like.dtype, device=device(like))
+    flags[communicator.rank] = float(refused)
+    flags = communicator.allreduce(flags)
+    if not refused:
+        ranks = [rank for rank in range(communicator.size) if float(flags[rank]) > 0]
+        raise RuntimeError(
+            f"rank {communicator.rank} cannot go on: the input of this layer was refused on "
+            f"rank(s) {ranks} of {communicator.size}. The error raised there says why."
+        )

@@ -1,0 +1,227 @@
+"""Synchronized batch normalization as a differentiable function of tensors."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multibn import statistics
+from multibn._typing import Weighting
+from multibn.communicators import Communicator, as_communicator
+from multibn.statistics import BatchStatistics, GradientSums
+
+
+def sync_batch_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    /,
+    *,
+    process_group: Any = None,
+    eps: float = 1e-5,
+    weighting: Weighting = "element",
+) -> tuple[Tensor, BatchStatistics]:
+    """Normalize `x` by the statistics of the batch that all ranks hold together.
+
+    Collective: every rank of `process_group` must call it, a rank with an empty batch included, and
+    must run the backward pass if any does. One allreduce of 2C+2 float64 numbers forward, one of 2C
+    backward; none backward if `x` needs no gradient.
+
+    Parameters
+    ----------
+    x
+        Shape `(N, C, *spatial)`, floating-point, any memory format. N and the spatial sizes may
+        differ between ranks and may be 0.
+    weight, bias
+        Shape `(C,)`, or None for 1 and 0. Their gradients are this rank's sums, as those of
+        torch.nn.SyncBatchNorm: DistributedDataParallel averages them like any other gradient.
+    process_group
+        Anything that `multibn.as_communicator` takes.
+    eps
+        Added to the variance.
+    weighting
+        What a rank counts for, see `multibn.aggregate`.
+
+    Returns
+    -------
+    y
+        Same shape, dtype and memory format as `x`.
+    batch
+        Mean, biased variance and count of the whole batch, float64, without a gradient.
+
+    Raises
+    ------
+    TypeError
+        If `x` is not floating-point, or `process_group` is no communicator.
+    ValueError
+        If the shapes do not fit, or all ranks hold one value per channel together.
+    RuntimeError
+        On the other ranks, if one rank's input was refused.
+
+    Notes
+    -----
+    Differentiating twice (`create_graph=True`) is exact over ranks; it repeats the forward's
+    collective in the backward pass.
+    """
+    communicator = as_communicator(process_group)
+    num_channels = next((p.numel() for p in (weight, bias) if p is not None), None)
+    check_input(x, num_channels, communicator)
+    batch = batch_statistics(x, communicator, weighting=weighting)
+    return normalize(x, weight, bias, batch, communicator, eps=eps, weighting=weighting), batch
+
+
+def batch_statistics(
+    x: Tensor, communicator: Communicator, /, *, weighting: Weighting = "element"
+) -> BatchStatistics:
+    """Statistics of the whole batch, without a gradient. Collective."""
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        return statistics.batch_statistics(x.detach(), communicator, weighting=weighting)
+
+
+def normalize(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    batch: BatchStatistics,
+    communicator: Communicator,
+    /,
+    *,
+    eps: float,
+    weighting: Weighting = "element",
+) -> Tensor:
+    """Normalize `x` by `batch`, differentiating through the statistics. Collective backward."""
+    y: Tensor = _Normalize.apply(x, weight, bias, batch, communicator, eps, weighting)
+    return y
+
+
+def check_input(x: Any, num_channels: int | None, communicator: Communicator, /) -> None:
+    """Raise unless `x` is a floating-point tensor of shape `(N, num_channels, *spatial)`.
+
+    Then, and only then, collective: the other ranks are told, so that they raise too instead of
+    waiting. `num_channels=None` takes any number but 0.
+    """
+    error = _input_error(x, num_channels)
+    if error is None:
+        return
+    if not num_channels and isinstance(x, Tensor) and x.ndim > 1:
+        num_channels = x.shape[1]
+    if num_channels:
+        like = x if isinstance(x, Tensor) else torch.empty(0)
+        statistics.refuse(communicator, num_channels, like=like)
+    raise error
+
+
+def _input_error(x: Any, num_channels: int | None) -> Exception | None:
+    if not isinstance(x, Tensor):
+        return TypeError(f"the input must be a torch.Tensor: got {type(x).__qualname__}.")
+    shape = tuple(x.shape)
+    if x.ndim < 2:
+        return ValueError(
+            f"the input must have 2 or more dimensions, (N, C, *spatial): got shape {shape}."
+        )
+    if x.shape[1] == 0:
+        return ValueError(f"the input must have channels: got 0 in shape {shape}.")
+    if num_channels is not None and x.shape[1] != num_channels:
+        return ValueError(
+            f"the input must have {num_channels} channels in dimension 1, as many as the layer's "
+            f"`num_features` or the length of `weight` and `bias`: got {x.shape[1]} in shape {shape}."
+        )
+    try:
+        statistics.require_floating(x)
+    except TypeError as error:
+        return error
+    return None
+
+
+class _Normalize(torch.autograd.Function):
+    """The autograd node: the statistics are an input, their gradient is inside."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        batch: BatchStatistics,
+        communicator: Communicator,
+        eps: float,
+        weighting: Weighting,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, bias, *batch)
+        ctx.communicator, ctx.eps, ctx.weighting = communicator, eps, weighting
+        with torch.autocast(x.device.type, enabled=False):
+            return statistics.normalize(x, batch, weight=weight, bias=bias, eps=eps)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = grad_outputs
+        x, weight, bias, *saved = ctx.saved_tensors
+        with torch.autocast(x.device.type, enabled=False):
+            if torch.is_grad_enabled():  # create_graph
+                return (*_differentiable_backward(ctx, dy, x, weight, bias), *[None] * 4)
+            batch = BatchStatistics(*saved)
+            local = statistics.backward_sums(dy, x, batch, eps=ctx.eps)
+            dx = None
+            if ctx.needs_input_grad[0]:
+                sums = statistics.aggregate_sums(local, ctx.communicator)
+                dx = statistics.input_gradient(dy, x, batch, sums, weight=weight, eps=ctx.eps)
+            return (dx, *_parameter_gradients(ctx, local, weight, bias), *[None] * 4)
+
+
+def _parameter_gradients(
+    ctx: Any, local: GradientSums, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    dweight = dbias = None
+    if weight is not None and ctx.needs_input_grad[1]:
+        dweight = local.sum_dy_xhat.to(weight)
+    if bias is not None and ctx.needs_input_grad[2]:
+        dbias = local.sum_dy.to(bias)
+    return dweight, dbias
+
+
+def _differentiable_backward(
+    ctx: Any, dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> list[Tensor | None]:
+    """Gradients as differentiable functions of `dy`, `x` and `weight`.
+
+    The forward pass is run again out of differentiable operations, its collective included, and
+    autograd differentiates that.
+    """
+    communicator = _Differentiable(ctx.communicator)
+    batch = statistics.batch_statistics(x, communicator, weighting=ctx.weighting)
+    y = statistics.normalize(x, batch, weight=weight, bias=bias, eps=ctx.eps)
+    inputs = [x, weight, bias]
+    wanted = [i for i in range(3) if ctx.needs_input_grad[i]]
+    found = torch.autograd.grad(y, [inputs[i] for i in wanted], dy, create_graph=True)
+    gradients: list[Tensor | None] = [None, None, None]
+    for i, gradient in zip(wanted, found, strict=True):
+        gradients[i] = gradient
+    return gradients
+
+
+class _Differentiable:
+    """A communicator whose allreduce autograd can differentiate, any number of times."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self.rank, self.size = communicator.rank, communicator.size
+
+    def allreduce(self, x: Tensor, /) -> Tensor:
+        summed: Tensor = _AllReduce.apply(x, self._communicator)
+        return summed
+
+    def split(self, color: int, key: int = 0) -> Communicator:
+        return _Differentiable(self._communicator.split(color, key))
+
+
+class _AllReduce(torch.autograd.Function):
+    """A sum over ranks; the gradient of the sum of all ranks' losses is again one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, communicator: Communicator) -> Tensor:
+        ctx.communicator = communicator
+        return communicator.allreduce(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return _AllReduce.apply(grad_outputs[0], ctx.communicator), None

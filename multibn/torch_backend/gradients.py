@@ -1,0 +1,39 @@
+"""Averaging gradients over a communicator, for training without DistributedDataParallel."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multibn.communicators import as_communicator
+
+
+@torch.no_grad()
+def average_gradients(parameters: Iterable[Tensor], process_group: Any = None) -> None:
+    """Replace each parameter's gradient by its mean over the ranks.
+
+    What DistributedDataParallel does, over any communicator: MPI without torch.distributed, for
+    example. Call it between backward() and the optimizer's step.
+    Collective: every rank must call it, with the same parameters; one allreduce per dtype and device.
+
+    Parameters
+    ----------
+    parameters
+        `model.parameters()`. Those that need no gradient are left out; a missing gradient counts as
+        zeros, so that a rank that did not use a parameter can take part.
+    process_group
+        Anything that `multibn.as_communicator` takes.
+    """
+    communicator = as_communicator(process_group)
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    for p in parameters:
+        if p.requires_grad:
+            alike[p.dtype, p.device].append(p)
+    for group in alike.values():
+        flat = torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten()
+                          for p in group])
+        mean = communicator.allreduce(flat) / communicator.size
+        for p, part in zip(group, mean.split([p.numel() for p in group]), strict=True):
+            p.grad = part.view_as(p)

@@ -1,0 +1,158 @@
+"""Batch normalization layers for torch."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from multibn import population, statistics
+from multibn._typing import RunningVar, Weighting
+from multibn.communicators import Communicator, SingleProcess, as_communicator
+from multibn.kernels.generic import num_elements
+from multibn.statistics import BatchStatistics, reduced_axes
+from multibn.torch_backend import functional
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch normalization over the batches of all ranks of a process group.
+
+    N ranks give the numbers that one process gives on the concatenated batch, on any device and
+    backend, for any split of the batch, empty ranks included. The layer takes the place of
+    torch.nn.SyncBatchNorm and of nn.BatchNorm1d, 2d and 3d, whose state dicts it shares. It derives
+    from their base class and not from nn.SyncBatchNorm, which DistributedDataParallel refuses on CPU.
+
+    In training, the forward pass is collective: every rank must call it, with one allreduce of 2C+2
+    float64 numbers, and one of 2C in the backward pass. In evaluation nothing is communicated.
+
+    Parameters
+    ----------
+    num_features
+        Channels C of an input of shape `(N, C, *spatial)`.
+    eps, momentum, affine, track_running_stats, device, dtype, bias
+        As torch's batch norms; `momentum=None` keeps the cumulative average.
+    process_group
+        Anything that `multibn.as_communicator` takes: None for the default process group where one
+        is initialised when the layer is first used, else this process alone.
+    weighting
+        What a rank counts for: `"element"`, its elements per channel (the concatenated batch),
+        `"sample"`, its batch size, or `"rank"`, the same as every other that is not empty.
+    running_var
+        The variance kept in the buffer of this name: `"unbiased_global"` (torch), `"unbiased_local"`
+        (ChainerMN) or `"biased"` (detectron2), see `multibn.running_variance`.
+
+    Raises
+    ------
+    ValueError
+        If `num_features` is not positive, or `weighting` or `running_var` is none of those above.
+    TypeError, ValueError
+        If `process_group` is no communicator, or this process is not part of it.
+
+    Notes
+    -----
+    In training, the call raises ValueError or TypeError for an input that does not fit, and
+    RuntimeError on the other ranks; ValueError on all ranks if they hold one value per channel
+    together. An empty batch on all ranks changes nothing.
+    """
+
+    # The class that `convert_sync_batchnorm` found, for `revert_sync_batchnorm`.
+    converted_from: type[_BatchNorm] | None = None
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: Any = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+        weighting: Weighting = "element",
+        running_var: RunningVar = "unbiased_global",
+    ) -> None:
+        if num_features <= 0:
+            raise ValueError(f"`num_features` must be positive: got {num_features}.")
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
+        )
+        if affine and not bias:  # torch before 2.13 has no such argument
+            self.register_parameter("bias", None)
+        self.configure(process_group, weighting=weighting, running_var=running_var)
+
+    def configure(
+        self,
+        process_group: Any = None,
+        *,
+        weighting: Weighting = "element",
+        running_var: RunningVar = "unbiased_global",
+    ) -> None:
+        """Choose who shares statistics, and the conventions; the arguments are the constructor's."""
+        statistics.check_weighting(weighting)
+        population.check_running_var(running_var)
+        self.process_group = process_group
+        self.weighting: Weighting = weighting
+        self.running_var_convention: RunningVar = running_var
+
+    @property
+    def process_group(self) -> Communicator:
+        """The ranks that share statistics, as a communicator."""
+        return self._communicator
+
+    @process_group.setter
+    def process_group(self, obj: Any) -> None:
+        self._communicator = as_communicator(obj)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training and self.running_mean is not None:
+            functional.check_input(input, self.num_features, SingleProcess())
+            return F.batch_norm(
+                input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
+            )
+        communicator = self._communicator if self.training else SingleProcess()
+        functional.check_input(input, self.num_features, communicator)
+        batch = functional.batch_statistics(input, communicator, weighting=self.weighting)
+        if self.training and self.track_running_stats:
+            self._update_running(batch, num_elements(input, reduced_axes(input.ndim)))
+        return functional.normalize(
+            input,
+            self.weight,
+            self.bias,
+            batch,
+            communicator,
+            eps=self.eps,
+            weighting=self.weighting,
+        )
+
+    @torch.no_grad()
+    def _update_running(self, batch: BatchStatistics, local_count: int) -> None:
+        """The one place that writes the buffers; `local_count` is this rank's elements per channel."""
+        if self.running_mean is None or self.running_var is None:
+            return
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_((batch.count > 0).to(self.num_batches_tracked))
+        momentum = self.momentum
+        if momentum is None:  # 1/n, left on the device; nothing is read if all ranks are empty
+            momentum = self.num_batches_tracked.clamp(min=1).double().reciprocal().to(batch.mean)
+        mean, var = population.update_running(
+            self.running_mean,
+            self.running_var,
+            batch,
+            momentum=momentum,
+            local_count=local_count,
+            convention=self.running_var_convention,
+        )
+        self.running_mean.copy_(mean)
+        self.running_var.copy_(var)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        """Any number of dimensions from 2: `forward` checks."""
+
+    def extra_repr(self) -> str:
+        return (
+            f"{super().extra_repr()}, process_group={self.process_group}, "
+            f"weighting={self.weighting!r}, running_var={self.running_var_convention!r}"
+        )
