@@ -1,8 +1,8 @@
 """What is kept of the batches: running statistics, and the statistics of a whole population.
 
 One rule covers every framework: `running += momentum * (batch - running)`. torch's momentum is
-1 - Chainer's decay; torch's `momentum=None` and Chainer's fine-tuning are momentum = 1/n at the n-th
-batch, the cumulative average.
+1 - Chainer's decay; torch's `momentum=None` and Chainer's fine-tuning are momentum = 1/n at the
+n-th batch, the cumulative average.
 """
 
 from typing import get_args

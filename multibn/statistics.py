@@ -2,7 +2,7 @@
 
 Everything here is a pure function of arrays of any library in the array API standard. Per-channel
 arrays are float64 and have shape `(C,)`, or more generally the shape of the axes that are not
-reduced (`axis` names the reduced ones; every activation is `(N, C, *spatial)` by default). Variances
+reduced (`axis` names the reduced ones; an activation is `(N, C, *spatial)` by default). Variances
 are biased (divided by the count) unless a name says otherwise; counts are elements per channel,
 N*H*W..., not batches.
 
@@ -73,7 +73,7 @@ class BatchStatistics(NamedTuple):
 class GradientSums(NamedTuple):
     """Sums over elements of `dy` and of `dy * xhat`, shape `(C,)`, float64.
 
-    As they come from `backward_sums` they are local; they are also the gradients of bias and weight.
+    As they come from `backward_sums` they are local, and the gradients of bias and weight.
     """
 
     sum_dy: Array
@@ -114,7 +114,7 @@ def local_moments(x: Array, /, *, axis: tuple[int, ...] | None = None) -> Moment
 
 
 def empty_moments(like: Array, /) -> Moments:
-    """Moments of no data, for channels shaped like `like`; the neutral element of `merge_moments`."""
+    """Moments of no data for channels shaped like `like`: what `merge_moments` starts from."""
     xp = array_namespace(like)
     zeros = xp.zeros_like(kernels.as_wide(like))
     zero = xp.zeros((), dtype=zeros.dtype, device=device(zeros))
@@ -150,9 +150,9 @@ def aggregate(
         The ranks that share statistics.
     weighting
         `"element"` weights a rank by its elements per channel: exactly the statistics of the
-        concatenated batch. `"sample"` weights it by its batch size (detectron2's mode "N"), `"rank"`
-        gives all ranks that are not empty the same weight (ChainerMN). The three agree if all ranks
-        hold equal shapes.
+        concatenated batch. `"sample"` weights it by its batch size (detectron2's mode "N").
+        `"rank"` gives all ranks that are not empty the same weight (ChainerMN). The three agree if
+        all ranks hold equal shapes.
 
     Raises
     ------
@@ -233,9 +233,7 @@ def refuse(communicator: Communicator, num_channels: int, /, *, like: Array) -> 
         return
     xp = array_namespace(like)
     wide = kernels.as_wide(xp.zeros((), dtype=xp.float32, device=device(like)))
-    payload = xp.full(
-        (2 * num_channels + 2,), math.nan, dtype=wide.dtype, device=device(wide)
-    )
+    payload = xp.full((2 * num_channels + 2,), math.nan, dtype=wide.dtype, device=device(wide))
     communicator.allreduce(payload)
     if _on_host(payload):
         _raise_for_refusal(communicator, refused=True, like=payload)

@@ -2,7 +2,7 @@
 
 Chainer's last release is of 2021. Two things stop `import chainer` today: its environment check
 imports numpy.distutils (gone with Python 3.12) and pkg_resources (gone with setuptools 81), and it
-reads numpy.sctypes (gone with NumPy 2). CuPy 14 no longer has cupy.cuda.cublas, which Chainer imports.
+reads numpy.sctypes (gone with NumPy 2). CuPy 14 has no cupy.cuda.cublas, which Chainer imports.
 """
 
 import sys
@@ -20,7 +20,7 @@ def make_importable() -> None:
     check.check = lambda: None  # type: ignore[attr-defined]
     sys.modules["chainer._environment_check"] = check
     if not hasattr(np, "sctypes"):
-        np.sctypes = {  # type: ignore[attr-defined]
+        np.sctypes = {  # type: ignore[attr-defined]  # noqa: NPY201
             "int": [np.int8, np.int16, np.int32, np.int64],
             "uint": [np.uint8, np.uint16, np.uint32, np.uint64],
             "float": [np.float16, np.float32, np.float64, np.longdouble],
@@ -36,7 +36,7 @@ def _stand_in_for_cublas() -> None:
     except ImportError:
         return
     try:
-        import cupy.cuda.cublas  # noqa: F401
+        import cupy.cuda.cublas
     except ImportError:
         from cupy_backends.cuda.libs import cublas
 

@@ -15,9 +15,9 @@ def create_mnbn_model(
 ) -> chainer.Link:
     """A copy of a model in which every L.BatchNormalization is a `MultiNodeBatchNormalization`.
 
-    Takes the place of chainermn.links.create_mnbn_model. The copy has nothing in common with `link`;
-    what is shared inside `link`, parameters or whole links, is shared inside the copy. Parameters,
-    moving averages, `axis`, `decay` and `eps` carry over. Not collective.
+    Takes the place of chainermn.links.create_mnbn_model. The copy has nothing in common with
+    `link`; what is shared inside `link`, parameters or whole links, is shared inside the copy.
+    Parameters, moving averages, `axis`, `decay` and `eps` carry over. Not collective.
 
     Parameters
     ----------
@@ -82,4 +82,10 @@ def _exchange(link: chainer.Link, comm: Any, communication_backend: str) -> chai
                 setattr(new, name, getattr(link, name))
     for name in ("N", "avg_mean", "avg_var"):
         setattr(new, name, getattr(link, name))
+    if link.avg_mean is None:
+        initial_mean, initial_var = link._initial_avg_mean, link._initial_avg_var
+        new._initial_averages = (
+            0 if initial_mean is None else initial_mean,
+            1 if initial_var is None else initial_var,
+        )
     return new

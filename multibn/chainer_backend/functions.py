@@ -24,8 +24,9 @@ def multi_node_batch_normalization(
 ) -> tuple[Variable, BatchStatistics]:
     """Normalize `x` by the statistics of the batch that all ranks hold together.
 
-    Collective: every rank of `comm` must call it, a rank with an empty batch included, and must run
-    the backward pass if any does. One allreduce of 2C+2 float64 numbers forward, one of 2C backward.
+    Collective: every rank of `comm` must call it, a rank with an empty batch included, and must
+    run the backward pass if any does. One allreduce of 2C+2 float64 numbers forward, one of 2C
+    backward.
 
     Parameters
     ----------

@@ -45,13 +45,15 @@ class MultiNodeBatchNormalization(chainer.Link):
     initial_gamma, initial_beta
         Initializers; default 1 and 0.
     communication_backend
-        `"mpi"`, `"nccl"` or `"auto"`, by ChainerMN's rules: `"nccl"` needs a pure_nccl communicator.
+        `"mpi"`, `"nccl"` or `"auto"`, by ChainerMN's rules: `"nccl"` needs a pure_nccl
+        communicator.
     axis
         The axes to reduce, an int or an ascending tuple; by default all but the channel axes, which
         start at 1.
     weighting
         What a rank counts for: `"element"`, its elements per channel (the concatenated batch),
-        `"sample"`, its batch size, or `"rank"`, the same as every other that is not empty (ChainerMN).
+        `"sample"`, its batch size, or `"rank"`, as much as every other that is not empty
+        (ChainerMN).
     avg_var
         The variance kept in the persistent value of this name: `"unbiased_global"`,
         `"unbiased_local"` (ChainerMN) or `"biased"`, see `multibn.running_variance`.
@@ -77,8 +79,8 @@ class MultiNodeBatchNormalization(chainer.Link):
         If `comm` is no communicator.
     """
 
-    gamma = None
-    beta = None
+    gamma: Any = None
+    beta: Any = None
 
     def __init__(
         self,
@@ -112,11 +114,12 @@ class MultiNodeBatchNormalization(chainer.Link):
         self.eps = eps
         self.axis = (axis,) if isinstance(axis, int) else axis
         self._highprec_dtype = chainer.get_dtype(dtype, map_mixed16=np.float32)
+        self._initial_averages = (0, 0)  # create_mnbn_model brings a lazy link's own
         self.N = 0
         self.register_persistent("N")
-        self.avg_mean = None
+        self.avg_mean: Any = None
         self.register_persistent("avg_mean")
-        self.avg_var = None
+        self.avg_var: Any = None
         self.register_persistent("avg_var")
         with self.init_scope():
             if use_gamma:
@@ -173,9 +176,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         """Forget the batches counted so far; call it before each fine-tuning but the first."""
         self.N = 0
 
-    def _update_averages(
-        self, batch: BatchStatistics, local_count: int, finetune: bool
-    ) -> None:
+    def _update_averages(self, batch: BatchStatistics, local_count: int, finetune: bool) -> None:
         """The one place that writes the persistent values."""
         momentum = 1.0 - self.decay
         if finetune:
@@ -198,9 +199,16 @@ class MultiNodeBatchNormalization(chainer.Link):
     def _initialize(self, channels: tuple[int, ...]) -> None:
         if 0 in channels:
             raise ValueError(f"`size` must be positive: got {channels}.")
-        with chainer.using_device(self.device):
-            self.avg_mean = self.xp.zeros(channels, dtype=self._highprec_dtype)
-            self.avg_var = self.xp.zeros(channels, dtype=self._highprec_dtype)
+        self.avg_mean, self.avg_var = (
+            initializers.generate_array(
+                initializers._get_initializer(initial),
+                channels,
+                self.xp,
+                dtype=self._highprec_dtype,
+                device=self.device,
+            )
+            for initial in self._initial_averages
+        )
         for parameter in (self.gamma, self.beta):
             if parameter is not None:
                 parameter.initialize(channels)

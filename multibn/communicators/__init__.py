@@ -12,6 +12,8 @@ import sys
 import warnings
 from typing import Any, Protocol, runtime_checkable
 
+from array_api_compat import array_namespace
+
 from multibn._typing import Array
 from multibn.communicators._handle import Handle
 
@@ -51,7 +53,8 @@ class SingleProcess(Handle):
     size = 1
 
     def allreduce(self, x: Array, /) -> Array:
-        return x + 0  # a new array in any library, and differentiable in torch
+        # Of the standard's copies the one that torch takes for tensors with a gradient.
+        return array_namespace(x).reshape(x, x.shape, copy=True)
 
     def split(self, color: int, key: int = 0) -> "SingleProcess":
         return self
@@ -150,20 +153,21 @@ def as_communicator(obj: Any = None, /) -> Communicator:
         from multibn.communicators.mpi import MPI
 
         return MPI(obj)
-    if "torch" in libraries or _is_foreign_group(obj):
+    if "torch" in libraries or is_outsiders_marker(obj):
         from multibn.communicators.torch_distributed import TorchDistributed
 
         return TorchDistributed(obj)
     if isinstance(obj, Communicator):
         return obj
     raise TypeError(
-        "a communicator must be None, a torch ProcessGroup or DeviceMesh, an mpi4py Comm, a ChainerMN "
-        f"communicator or a multibn Communicator: got {obj!r} of type {type(obj).__qualname__}."
+        "a communicator must be None, a torch ProcessGroup or DeviceMesh, an mpi4py Comm, a "
+        "ChainerMN communicator or a multibn Communicator: "
+        f"got {obj!r} of type {type(obj).__qualname__}."
     )
 
 
-def _is_foreign_group(obj: Any) -> bool:
-    """Whether `obj` is what `torch.distributed.new_group` returns to processes outside the group."""
+def is_outsiders_marker(obj: Any) -> bool:
+    """Whether `obj` is what torch's new_group returns to processes outside the group."""
     distributed = sys.modules.get("torch.distributed")
     if not distributed or not distributed.is_available():
         return False

@@ -6,7 +6,7 @@ _T = TypeVar("_T", bound="Handle")
 
 
 class Handle:
-    """Names processes rather than owning them: copies are the same handle, pickles find it again."""
+    """Names processes without owning them: copies are the same handle, pickles find it again."""
 
     def __copy__(self: _T) -> _T:
         return self

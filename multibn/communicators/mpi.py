@@ -138,10 +138,10 @@ def find_comm(world_ranks: tuple[int, ...] | None) -> "Comm":
     world = mpi.COMM_WORLD
     if world_ranks is None:
         return world
-    if world.rank not in world_ranks:
+    if world.rank not in world_ranks or max(world_ranks) >= world.size:
         raise RuntimeError(
-            f"the communicator was made for ranks {list(world_ranks)} of MPI.COMM_WORLD, and this is "
-            f"rank {world.rank} of {world.size}. Give the layer another communicator, None for "
+            f"the communicator was made for ranks {list(world_ranks)} of MPI.COMM_WORLD, and this "
+            f"is rank {world.rank} of {world.size}. Give the layer another communicator, None for "
             "this process alone."
         )
     return world.Create_group(world.group.Incl(world_ranks))

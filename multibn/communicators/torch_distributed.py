@@ -8,7 +8,7 @@ import torch.distributed as dist
 from array_api_compat import is_cupy_array, is_torch_array
 
 from multibn._typing import Array
-from multibn.communicators import DefaultCommunicator, SingleProcess
+from multibn.communicators import DefaultCommunicator, SingleProcess, is_outsiders_marker
 from multibn.communicators._handle import Handle
 from multibn.communicators._host import from_host, to_host
 
@@ -16,8 +16,8 @@ from multibn.communicators._host import from_host, to_host
 class TorchDistributed(Handle):
     """The processes of a torch ProcessGroup.
 
-    Tensors are reduced on their own device where the group's backend can, and otherwise on one where
-    it can; NumPy and CuPy arrays become tensors for the way.
+    Tensors are reduced on their own device where the group's backend can, and otherwise on one
+    where it can; NumPy and CuPy arrays become tensors for the way.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ class TorchDistributed(Handle):
                     "Pick one by name, mesh['dp'] for example."
                 )
             group = group.get_group()
-        if group is not None and group == dist.GroupMember.NON_GROUP_MEMBER:
+        if is_outsiders_marker(group):
             raise ValueError(
                 f"this process, rank {dist.get_rank()} of the default group, is not part of the "
                 "process group. Give each process the group it belongs to."
@@ -120,17 +120,22 @@ class TorchDistributed(Handle):
         if device.type in backends:
             return device
         kind = next(iter(backends))
-        return torch.device(kind, torch.cuda.current_device() if kind == "cuda" else None)
+        return (
+            torch.device("cuda", torch.cuda.current_device())
+            if kind == "cuda"
+            else torch.device(kind)
+        )
 
 
-# Groups made here by their sorted ranks (torch gives a group no other order), with the default group they were made under: a new default group voids them.
+# Groups made here, by their sorted ranks (torch gives a group no other order), with the default
+# group they were made under: a new one voids them.
 _groups: dict[tuple[int, ...], tuple[Any, dist.ProcessGroup]] = {}
 
 
 def _find_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     """The process group of these global ranks. Collective over them when first called for them."""
     world = dist.group.WORLD
-    if world is None or dist.get_rank() not in ranks:
+    if world is None or dist.get_rank() not in ranks or max(ranks) >= dist.get_world_size():
         where = (
             "no process group is initialised"
             if world is None

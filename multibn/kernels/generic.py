@@ -5,7 +5,7 @@ reduced, and a per-channel array has the shape of the others, `(C,)` for `axis=(
 `(N, C, H, W)`. Per-channel arrays are wide (see `as_wide`); arithmetic on activations is done in
 their own dtype, 16-bit ones in float32, and results keep the dtype of `x`.
 
-A wide mean is used as a centre of `x`'s arithmetic dtype plus the remainder that rounding left over;
+A wide mean is used as a centre of `x`'s arithmetic dtype plus the remainder that rounding left;
 `x - centre` is then nearly exact in float32 even where mean/std is 1e4, and the remainder goes into
 the (C,)-sized coefficients.
 """
@@ -22,8 +22,8 @@ from multibn._typing import Array
 def local_moments(x: Array, /, *, axis: tuple[int, ...]) -> tuple[Array, Array]:
     """Mean and biased variance of `x` over `axis`, both wide; zeros where nothing is reduced.
 
-    Two passes: a mean, then first and second moments about it, so that the error of the mean and the
-    cancellation in the variance are both corrected.
+    Two passes: a mean, then first and second moments about it, so that the error of the mean and
+    the cancellation in the variance are both corrected.
     """
     xp = array_namespace(x)
     x = xp.astype(x, _arithmetic_dtype(xp, x.dtype), copy=False)

@@ -19,7 +19,7 @@ _KNOWN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 class BatchNorm(_BatchNorm):
     """Batch normalization of this process alone, for any number of dimensions from 2.
 
-    What `revert_sync_batchnorm` makes of a `SyncBatchNorm` that was not converted from another class.
+    What `revert_sync_batchnorm` makes of a `SyncBatchNorm` that was built as one.
     """
 
     def _check_input_dim(self, input: Any) -> None:
@@ -71,8 +71,8 @@ def convert_sync_batchnorm(
         obstacle = _obstacle(layer)
         if obstacle:
             warnings.warn(
-                f"{type(layer).__module__}.{type(layer).__qualname__} is left as it is, its statistics "
-                f"stay local: {obstacle}",
+                f"{type(layer).__module__}.{type(layer).__qualname__} is left as it is, its "
+                f"statistics stay local: {obstacle}",
                 stacklevel=2,
             )
             return layer

@@ -124,7 +124,8 @@ def _input_error(x: Any, num_channels: int | None) -> Exception | None:
     if num_channels is not None and x.shape[1] != num_channels:
         return ValueError(
             f"the input must have {num_channels} channels in dimension 1, as many as the layer's "
-            f"`num_features` or the length of `weight` and `bias`: got {x.shape[1]} in shape {shape}."
+            "`num_features` or the length of `weight` and `bias`: "
+            f"got {x.shape[1]} in shape {shape}."
         )
     try:
         statistics.require_floating(x)
@@ -190,13 +191,13 @@ def _differentiable_backward(
     communicator = _Differentiable(ctx.communicator)
     batch = statistics.batch_statistics(x, communicator, weighting=ctx.weighting)
     y = statistics.normalize(x, batch, weight=weight, bias=bias, eps=ctx.eps)
-    inputs = [x, weight, bias]
-    wanted = [i for i in range(3) if ctx.needs_input_grad[i]]
-    found = torch.autograd.grad(y, [inputs[i] for i in wanted], dy, create_graph=True)
-    gradients: list[Tensor | None] = [None, None, None]
-    for i, gradient in zip(wanted, found, strict=True):
-        gradients[i] = gradient
-    return gradients
+    inputs = [
+        t
+        for t, needed in zip((x, weight, bias), ctx.needs_input_grad, strict=False)
+        if t is not None and needed
+    ]
+    found = iter(torch.autograd.grad(y, inputs, dy, create_graph=True))
+    return [next(found) if needed else None for needed in ctx.needs_input_grad[:3]]
 
 
 class _Differentiable:

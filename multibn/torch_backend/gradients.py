@@ -16,7 +16,8 @@ def average_gradients(parameters: Iterable[Tensor], process_group: Any = None) -
 
     What DistributedDataParallel does, over any communicator: MPI without torch.distributed, for
     example. Call it between backward() and the optimizer's step.
-    Collective: every rank must call it, with the same parameters; one allreduce per dtype and device.
+    Collective: every rank must call it, with the same parameters; one allreduce for each dtype
+    and device.
 
     Parameters
     ----------
@@ -32,8 +33,9 @@ def average_gradients(parameters: Iterable[Tensor], process_group: Any = None) -
         if p.requires_grad:
             alike[p.dtype, p.device].append(p)
     for group in alike.values():
-        flat = torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten()
-                          for p in group])
+        flat = torch.cat(
+            [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in group]
+        )
         mean = communicator.allreduce(flat) / communicator.size
         for p, part in zip(group, mean.split([p.numel() for p in group]), strict=True):
             p.grad = part.view_as(p)

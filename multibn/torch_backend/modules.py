@@ -21,7 +21,8 @@ class SyncBatchNorm(_BatchNorm):
     N ranks give the numbers that one process gives on the concatenated batch, on any device and
     backend, for any split of the batch, empty ranks included. The layer takes the place of
     torch.nn.SyncBatchNorm and of nn.BatchNorm1d, 2d and 3d, whose state dicts it shares. It derives
-    from their base class and not from nn.SyncBatchNorm, which DistributedDataParallel refuses on CPU.
+    from their base class and not from nn.SyncBatchNorm, which DistributedDataParallel refuses on
+    CPU.
 
     In training, the forward pass is collective: every rank must call it, with one allreduce of 2C+2
     float64 numbers, and one of 2C in the backward pass. In evaluation nothing is communicated.
@@ -39,8 +40,8 @@ class SyncBatchNorm(_BatchNorm):
         What a rank counts for: `"element"`, its elements per channel (the concatenated batch),
         `"sample"`, its batch size, or `"rank"`, the same as every other that is not empty.
     running_var
-        The variance kept in the buffer of this name: `"unbiased_global"` (torch), `"unbiased_local"`
-        (ChainerMN) or `"biased"` (detectron2), see `multibn.running_variance`.
+        The variance kept in the buffer of this name: `"unbiased_global"` (torch),
+        `"unbiased_local"` (ChainerMN) or `"biased"` (detectron2), see `multibn.running_variance`.
 
     Raises
     ------
@@ -90,7 +91,7 @@ class SyncBatchNorm(_BatchNorm):
         weighting: Weighting = "element",
         running_var: RunningVar = "unbiased_global",
     ) -> None:
-        """Choose who shares statistics, and the conventions; the arguments are the constructor's."""
+        """Choose who shares statistics, and the conventions; arguments as the constructor's."""
         statistics.check_weighting(weighting)
         population.check_running_var(running_var)
         self.process_group = process_group
@@ -129,12 +130,12 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _update_running(self, batch: BatchStatistics, local_count: int) -> None:
-        """The one place that writes the buffers; `local_count` is this rank's elements per channel."""
+        """Write the buffers; `local_count` is this rank's elements per channel."""
         if self.running_mean is None or self.running_var is None:
             return
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_((batch.count > 0).to(self.num_batches_tracked))
-        momentum = self.momentum
+        momentum: float | Tensor | None = self.momentum
         if momentum is None:  # 1/n, left on the device; nothing is read if all ranks are empty
             momentum = self.num_batches_tracked.clamp(min=1).double().reciprocal().to(batch.mean)
         mean, var = population.update_running(

@@ -1,0 +1,94 @@
+"""Every communicator that the launcher can drive conforms; bad groups are refused."""
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multibn.communicators import Communicator, SingleProcess, as_communicator
+from multibn.communicators.torch_distributed import TorchDistributed
+from tests.helpers import conformance
+
+
+def _under_torchrun(world: Communicator) -> bool:
+    return isinstance(world, TorchDistributed)
+
+
+def check_world_conforms(world: Communicator) -> None:
+    conformance.check_communicator(world)
+
+
+def check_group_conforms(world: Communicator) -> None:
+    conformance.check_communicator(world.split(world.rank // 2))
+
+
+def check_single_process_conforms(world: Communicator) -> None:
+    conformance.check_communicator(SingleProcess())
+
+
+def check_default_conforms(world: Communicator) -> None:
+    """None is the default process group under torchrun."""
+    default = as_communicator(None)
+    if _under_torchrun(world):
+        assert (default.rank, default.size) == (world.rank, world.size)
+        conformance.check_communicator(default)
+
+
+def check_chainermn_conforms(world: Communicator) -> None:
+    if _under_torchrun(world):
+        return
+    from tests.distributed.checks_chainermn import naive
+
+    conformance.check_communicator(as_communicator(naive()))
+
+
+def check_native_objects_are_recognised(world: Communicator) -> None:
+    ones = np.ones(2)
+    if _under_torchrun(world):
+        import torch.distributed as dist
+
+        mesh = dist.init_device_mesh("cpu", (1, world.size), mesh_dim_names=("a", "b"))
+        natives: list[Any] = [dist.group.WORLD, mesh["b"]]
+        with pytest.raises(ValueError, match="must have one dimension: got 2"):
+            as_communicator(mesh)
+        assert "mpi4py.MPI" not in sys.modules
+    else:
+        from mpi4py import MPI
+
+        natives = [MPI.COMM_WORLD, MPI.COMM_WORLD.Dup()]
+        assert as_communicator(MPI.COMM_SELF).size == 1
+        half: Any = MPI.COMM_WORLD.Split(world.rank % 2)
+        inter = half.Create_intercomm(0, MPI.COMM_WORLD, 1 - world.rank % 2)
+        with pytest.raises(TypeError, match="must be an intracommunicator"):
+            as_communicator(inter)
+    for native in natives:
+        communicator = as_communicator(native)
+        assert (communicator.rank, communicator.size) == (world.rank, world.size)
+        assert communicator.allreduce(ones)[0] == world.size
+
+
+def check_a_group_without_this_rank_is_refused(world: Communicator) -> None:
+    if _under_torchrun(world):
+        import torch.distributed as dist
+
+        group = dist.new_group([0])
+    else:
+        from mpi4py import MPI
+
+        group = MPI.COMM_WORLD.Split(0 if world.rank == 0 else MPI.UNDEFINED)
+    if world.rank == 0:
+        assert as_communicator(group).size == 1
+    else:
+        with pytest.raises(ValueError, match=f"rank {world.rank}.*[Gg]ive each process the"):
+            as_communicator(group)
+
+
+def check_other_types_are_refused(world: Communicator) -> None:
+    import torch
+
+    for wrong in ("nccl", 3, object(), [0, 1]):
+        with pytest.raises(TypeError, match="a communicator must be None, a torch ProcessGroup"):
+            as_communicator(wrong)
+    with pytest.raises(TypeError, match="must be a torch ProcessGroup or DeviceMesh"):
+        as_communicator(torch.ones(2))

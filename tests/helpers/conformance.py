@@ -1,0 +1,95 @@
+"""What every communicator promises, checked in one function for all of them."""
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from multibn.communicators import Communicator, as_communicator
+from tests.helpers import require
+
+SHAPES = [(), (1,), (7,), (2, 3), (0,)]
+
+
+def check_communicator(comm: Communicator) -> None:
+    """Check `comm`. Collective: every rank calls it, with the same arrays available."""
+    problems = [
+        *_allreduce(comm),
+        *_split(comm),
+        *_handle(comm),
+    ]
+    assert not problems, problems
+
+
+def _arrays(rank: int) -> Iterator[tuple[str, Any]]:
+    for dtype in ("float16", "float32", "float64", "int64"):
+        for shape in SHAPES:
+            size = int(np.prod(shape))
+            yield f"numpy {dtype} {shape}", np.asarray(np.arange(size).reshape(shape) + rank, dtype)
+    strided = np.arange(12.0).reshape(3, 4)[:, ::2] + rank
+    strided.flags.writeable = False
+    yield "numpy strided and read-only", strided
+    if not require.PROBES["torch"]():
+        return
+    import torch
+
+    for kind in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64):
+        for shape in SHAPES:
+            size = int(np.prod(shape))
+            yield f"{kind} {shape}", (torch.arange(size).reshape(shape) + rank).to(kind)
+    yield "torch transposed", torch.arange(12.0).reshape(3, 4).T + rank
+    yield "torch requires_grad", (torch.arange(3.0) + rank).requires_grad_()
+
+
+def _numpy(x: Any) -> Any:
+    return np.asarray(x.detach().double() if hasattr(x, "detach") else x, dtype=np.float64)
+
+
+def _allreduce(comm: Communicator) -> Iterator[str]:
+    mine = list(_arrays(comm.rank))
+    expected = [
+        np.sum([_numpy(x) for _, x in of_all], axis=0)
+        for of_all in zip(*[_arrays(rank) for rank in range(comm.size)], strict=True)
+    ]
+    before = [_numpy(x).copy() for _, x in mine]
+    sums = [comm.allreduce(x) for _, x in mine]
+    for (name, x), old, want, got in zip(mine, before, expected, sums, strict=True):
+        if type(got) is not type(x) or got.dtype != x.dtype or got.shape != x.shape:
+            yield f"{name}: returned {type(got)} {got.dtype} {got.shape}"
+        elif not np.array_equal(_numpy(got), want):
+            yield f"{name}: {got} instead of {want}"
+        if not np.array_equal(_numpy(x), old):
+            yield f"{name}: the argument was changed"
+        if got is x:
+            yield f"{name}: returned its argument"
+
+
+def _split(comm: Communicator) -> Iterator[str]:
+    """Groups of even and odd ranks, in reversed order; then each rank alone."""
+    group = comm.split(comm.rank % 2, key=-comm.rank)
+    members = [r for r in reversed(range(comm.size)) if r % 2 == comm.rank % 2]
+    total = group.allreduce(np.array([float(comm.rank)]))
+    alone = comm.split(comm.rank)
+    unchanged = alone.allreduce(np.array([3.0]))
+    if (group.size, group.rank) != (len(members), members.index(comm.rank)):
+        yield f"split: rank {group.rank} of {group.size}, members {members}"
+    if total[0] != sum(members):
+        yield f"split: sum {total} over {members}"
+    if (alone.size, alone.rank, unchanged[0]) != (1, 0, 3.0):
+        yield f"split into one: rank {alone.rank} of {alone.size}, sum {unchanged}"
+
+
+def _handle(comm: Communicator) -> Iterator[str]:
+    group = comm.split(comm.rank % 2)
+    for name, handle in (("world", comm), ("group", group)):
+        if as_communicator(handle) is not handle:
+            yield f"{name}: as_communicator made another one of it"
+        for copied in (copy.copy(handle), copy.deepcopy(handle), copy.deepcopy([handle])[0]):
+            if copied is not handle:
+                yield f"{name}: a copy is another handle"
+        found = pickle.loads(pickle.dumps(handle))
+        total = found.allreduce(np.array([1.0]))
+        if (found.rank, found.size, total[0]) != (handle.rank, handle.size, handle.size):
+            yield f"{name}: a pickle found rank {found.rank} of {found.size}, sum {total}"

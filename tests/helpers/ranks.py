@@ -1,0 +1,94 @@
+"""Ranks as threads, for tests of the engine that need no launcher; and a counting communicator."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from multibn.communicators import Communicator
+
+T = TypeVar("T")
+
+
+class _Shared:
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=60)
+        self.slots: list[Any] = [None] * size
+
+
+class ThreadCommunicator:
+    """One of `size` threads of this process."""
+
+    def __init__(self, rank: int, shared: _Shared) -> None:
+        self.rank = rank
+        self.size = len(shared.slots)
+        self._shared = shared
+
+    def allreduce(self, x: Any, /) -> Any:
+        first, *others = self._exchange(x)
+        return sum(others, start=first + 0)
+
+    def split(self, color: int, key: int = 0) -> "ThreadCommunicator":
+        table = self._exchange((color, key, self.rank))
+        members = sorted((k, r) for c, k, r in table if c == color)
+        shareds = self._exchange(_Shared(len(members)))
+        return ThreadCommunicator(members.index((key, self.rank)), shareds[members[0][1]])
+
+    def abort(self) -> None:
+        self._shared.barrier.abort()
+
+    def _exchange(self, value: Any) -> list[Any]:
+        self._shared.slots[self.rank] = value
+        self._shared.barrier.wait()
+        values = list(self._shared.slots)
+        self._shared.barrier.wait()
+        return values
+
+
+def run_ranks(size: int, function: Callable[[ThreadCommunicator], T]) -> list[T]:
+    """Results of `function(communicator)` on each of `size` ranks; the first error is raised."""
+    shared = _Shared(size)
+
+    def run(rank: int) -> T:
+        communicator = ThreadCommunicator(rank, shared)
+        try:
+            return function(communicator)
+        except BaseException:
+            communicator.abort()  # nobody waits for a rank that failed
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(run, rank) for rank in range(size)]
+    errors = [f.exception() for f in futures if f.exception()]
+    for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+        assert error is not None
+        raise error
+    return [f.result() for f in futures]
+
+
+class CountingCommunicator:
+    """Notes the size of every message of another communicator."""
+
+    def __init__(self, inner: Communicator) -> None:
+        self.inner = inner
+        self.messages: list[int] = []
+
+    @property
+    def rank(self) -> int:
+        return self.inner.rank
+
+    @property
+    def size(self) -> int:
+        return self.inner.size
+
+    def allreduce(self, x: Any, /) -> Any:
+        self.messages.append(int(x.size if isinstance(x.size, int) else x.numel()))
+        return self.inner.allreduce(x)
+
+    def split(self, color: int, key: int = 0) -> Communicator:
+        return self.inner.split(color, key)
+
+    def take(self) -> Sequence[int]:
+        """The messages noted since the last call."""
+        taken, self.messages = self.messages, []
+        return taken
