@@ -63,8 +63,10 @@ def multi_node_batch_normalization(
         not supported.
     """
     communicator = as_communicator(comm)
-    parameters = [p for p in (gamma, beta) if p is not None]
-    channels = tuple(parameters[0].shape) if parameters else None
+    shapes = [tuple(p.shape) for p in (gamma, beta) if p is not None]
+    if len(set(shapes)) > 1:
+        raise ValueError(f"`gamma` and `beta` must have the same shape: got {shapes}.")
+    channels = shapes[0] if shapes else None
     if axis is None:
         axis = default_axis(x.ndim, 1 if channels is None else len(channels))
     check_input(x, channels, axis, communicator)

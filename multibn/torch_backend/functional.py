@@ -64,8 +64,10 @@ def sync_batch_norm(
     collective in the backward pass.
     """
     communicator = as_communicator(process_group)
-    num_channels = next((p.numel() for p in (weight, bias) if p is not None), None)
-    check_input(x, num_channels, communicator)
+    shapes = [tuple(p.shape) for p in (weight, bias) if p is not None]
+    if len(set(shapes)) > 1 or any(len(shape) != 1 for shape in shapes):
+        raise ValueError(f"`weight` and `bias` must have the same shape (C,): got {shapes}.")
+    check_input(x, shapes[0][0] if shapes else None, communicator)
     batch = batch_statistics(x, communicator, weighting=weighting)
     return normalize(x, weight, bias, batch, communicator, eps=eps, weighting=weighting), batch
 

@@ -10,7 +10,6 @@ import pytest
 from multibn.chainer_backend import MultiNodeBatchNormalization, create_mnbn_model
 from multibn.communicators import Communicator
 from tests.helpers import reference
-from tests.helpers.ranks import CountingCommunicator
 
 import chainer  # isort: skip (multibn makes it importable)
 from chainer import links as L  # isort: skip
@@ -18,22 +17,6 @@ from chainer import links as L  # isort: skip
 
 def _input(world: Communicator, *shape: int) -> Any:
     return np.random.default_rng(world.rank).normal(size=shape).astype("float32")
-
-
-def check_one_allreduce_each_way(world: Communicator) -> None:
-    counting = CountingCommunicator(world)
-    link = MultiNodeBatchNormalization(7, counting)
-    seen = []
-    for _ in range(3):
-        y = link(chainer.Variable(_input(world, 2, 7, 3, 3)))
-        seen.append(counting.take())
-        y.grad = np.ones_like(y.array)
-        y.backward()
-        seen.append(counting.take())
-    with chainer.using_config("train", False):
-        link(_input(world, 2, 7, 3, 3))
-    assert seen == [[2 * 7 + 2], [2 * 7]] * 3
-    assert counting.take() == []
 
 
 def check_high_mean(world: Communicator) -> None:

@@ -12,7 +12,7 @@ for _framework, _split, _dtype in parity.cases():
         parity.compare_with_oracle, _framework, _split, _dtype
     )
 
-for _framework in parity.SURFACES:
+for _framework in parity.frameworks():
     for _weighting in ("sample", "rank"):
         for _running_var in ("unbiased_local", "biased"):
             globals()[f"check_{_framework}_{_weighting}_{_running_var}"] = functools.partial(
@@ -30,8 +30,10 @@ def check_ordinary_batch_norm_on_the_parts_differs(world: Communicator) -> None:
     ones, zeros = np.ones(parity.CHANNELS), np.zeros(parity.CHANNELS)
     xs, dys = parity.batches("even", world.size, "float64", seed=0)
     expected = reference.batch_norm(xs, dys, ones, zeros, eps=parity.EPS)
-    for surface in parity.SURFACES.values():
-        layer = surface(ones, zeros, SingleProcess(), eps=parity.EPS, momentum=0.1)
+    for framework in parity.frameworks():
+        layer = parity.SURFACES[framework](
+            ones, zeros, SingleProcess(), eps=parity.EPS, momentum=0.1
+        )
         got = layer.train(xs[world.rank], dys[world.rank])
         assert reference.relative_error(got.y, expected.y[world.rank]) > 1e-2
         assert reference.relative_error(got.dx, expected.dx[world.rank]) > 1e-2

@@ -27,7 +27,6 @@ from multibn.torch_backend import (
 )
 from tests.helpers import reference
 from tests.helpers.launch import ROOT
-from tests.helpers.ranks import CountingCommunicator
 
 
 def _model() -> nn.Sequential:
@@ -50,23 +49,6 @@ def _layer(*arguments: Any, **options: Any) -> Any:
 def _equal_on_all_ranks(world: Communicator, *values: torch.Tensor) -> bool:
     flat = torch.cat([v.detach().double().flatten() for v in values])
     return torch.allclose(world.allreduce(flat) / world.size, flat, rtol=1e-12)
-
-
-def check_one_allreduce_each_way(world: Communicator) -> None:
-    counting = CountingCommunicator(world)
-    layer = _layer(7, process_group=counting)
-    seen = []
-    for _ in range(3):
-        y = layer(_input(world, 2, 7, 3, 3).requires_grad_())
-        seen.append(counting.take())
-        y.sum().backward()
-        seen.append(counting.take())
-    layer.eval()(_input(world, 2, 7, 3, 3).requires_grad_()).sum().backward()
-    SyncBatchNorm(7, track_running_stats=False, process_group=counting).eval()(
-        _input(world, 2, 7, 3, 3).requires_grad_()
-    ).sum().backward()
-    assert seen == [[2 * 7 + 2], [2 * 7]] * 3
-    assert counting.take() == []
 
 
 def check_high_mean(world: Communicator) -> None:

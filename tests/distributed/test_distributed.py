@@ -1,38 +1,51 @@
 """Every check of the `checks_*` modules, on real processes under real launchers."""
 
 import importlib
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import pytest
 
 from tests.helpers import launch, require
 
-require.need("torch", "chainer")
 
-# Where each module's checks run: launchers, numbers of ranks.
-RUNS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
-    "checks_parity": (launch.LAUNCHERS, (2, 3, 4)),
-    "checks_chainermn": (("mpiexec",), (2, 3, 4)),
-    "checks_communicators": (launch.LAUNCHERS, (2, 4)),
-    "checks_torch": (launch.LAUNCHERS, (2, 3)),
-    "checks_chainer": (launch.LAUNCHERS, (2, 3)),
-}
+class Run(NamedTuple):
+    """Where the checks of a module run, and what importing it takes."""
+
+    module: str
+    launchers: tuple[str, ...]
+    sizes: tuple[int, ...]
+    needs: tuple[str, ...] = ()
 
 
-def _tests() -> list[tuple[str, int, str, str]]:
-    return [
-        (launcher, size, module, name)
-        for module, (launchers, sizes) in RUNS.items()
-        for launcher in launchers
-        for size in sizes
-        for name in check_names(module)
-    ]
+RUNS = [
+    Run("checks_parity", launch.LAUNCHERS, (2, 3, 4)),
+    Run("checks_communicators", launch.LAUNCHERS, (2, 4)),
+    Run("checks_chainermn", ("mpiexec",), (2, 3, 4), ("chainer",)),
+    Run("checks_chainer", launch.LAUNCHERS, (2, 3), ("chainer",)),
+    Run("checks_torch", launch.LAUNCHERS, (2, 3), ("torch",)),
+    Run("checks_collectives", launch.LAUNCHERS, (2, 8), ("torch", "chainer")),
+]
 
 
-def check_names(module: str) -> list[str]:
-    contents = vars(importlib.import_module(f"tests.distributed.{module}"))
+def _checks(run: Run) -> list[str]:
+    if not require.available(*run.needs):
+        return ["all"]  # a test that says what is missing
+    contents = vars(importlib.import_module(f"tests.distributed.{run.module}"))
     return [name for name in contents if name.startswith("check_")]
 
 
-@pytest.mark.parametrize("launcher, size, module, check", _tests())
-def test_check(launcher: str, size: int, module: str, check: str) -> None:
-    launch.expect_success(launcher, size, module, check)
+def _tests() -> Iterator[object]:
+    for run in RUNS:
+        checks = _checks(run)
+        for launcher in run.launchers:
+            for size in run.sizes:
+                for check in checks:
+                    name = f"{launcher}-{size}-{run.module}-{check}"
+                    yield pytest.param(run, launcher, size, check, id=name)
+
+
+@pytest.mark.parametrize("run, launcher, size, check", list(_tests()))
+def test_check(run: Run, launcher: str, size: int, check: str) -> None:
+    require.need(launcher, *run.needs)
+    launch.expect_success(launcher, size, run.module, check)

@@ -31,7 +31,7 @@ def _arrays(rank: int) -> Iterator[tuple[str, Any]]:
     strided = np.arange(12.0).reshape(3, 4)[:, ::2] + rank
     strided.flags.writeable = False
     yield "numpy strided and read-only", strided
-    if not require.PROBES["torch"]():
+    if not require.available("torch"):
         return
     import torch
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from multibn.communicators import Communicator
-from tests.helpers import reference
+from tests.helpers import reference, require
 from tests.helpers.reference import Array, relative_error
 from tests.helpers.surfaces import SURFACES
 
@@ -95,5 +95,10 @@ def compare_with_oracle(
     assert all(errors[name] <= bounds[name] for name in errors), (errors, bounds)
 
 
+def frameworks() -> list[str]:
+    """Those that are installed."""
+    return [name for name in SURFACES if require.available(name)]
+
+
 def cases() -> list[tuple[str, str, str]]:
-    return list(product(SURFACES, SPLITS, BOUNDS))
+    return list(product(frameworks(), SPLITS, BOUNDS))

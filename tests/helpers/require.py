@@ -37,14 +37,18 @@ def set_required(names: Iterable[str]) -> None:
         _required.add(name)
 
 
+def available(*names: str) -> bool:
+    """Whether all of `names` are here."""
+    try:
+        return all(PROBES[name]() for name in names)
+    except ModuleNotFoundError:  # the parent of a submodule
+        return False
+
+
 def need(*names: str) -> None:
     """Skip the test, or at import the whole module, unless `names` are here."""
     for name in names:
-        try:
-            available = PROBES[name]()
-        except ModuleNotFoundError:  # the parent of a submodule
-            available = False
-        if available:
+        if available(name):
             continue
         if name in _required:
             pytest.fail(f"{name} is required and not available", pytrace=False)

@@ -1,0 +1,222 @@
+"""The Chainer link and create_mnbn_model in one process."""
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multibn import SingleProcess
+from tests.helpers import require
+
+require.need("chainer")
+
+from multibn.chainer_backend import (  # noqa: E402
+    MultiNodeBatchNormalization,
+    create_mnbn_model,
+    multi_node_batch_normalization,
+)
+
+import chainer  # noqa: E402  # isort: skip (multibn makes it importable)
+from chainer import functions as F, links as L  # noqa: E402  # isort: skip
+
+ALONE = SingleProcess()
+
+
+def train(link: Any, x: Any, dy: Any, **arguments: Any) -> list[Any]:
+    link.cleargrads()
+    v = chainer.Variable(x)
+    y = link(v, **arguments)
+    y.grad = dy
+    y.backward()
+    return [y.array, v.grad, *(p.grad for _, p in sorted(link.namedparams()))]
+
+
+@pytest.mark.parametrize("finetune", [False, True])
+@pytest.mark.parametrize("options", [{}, {"use_gamma": False}, {"use_beta": False}, {"eps": 0.1}])
+@pytest.mark.parametrize("shape", [(6, 4), (6, 4, 5), (6, 4, 5, 3), (6, 4, 2, 5, 3)])
+def test_alone_it_is_chainers_batch_normalization(
+    shape: tuple[int, ...], options: dict[str, Any], finetune: bool
+) -> None:
+    rng = np.random.default_rng(0)
+    theirs = L.BatchNormalization(4, dtype=np.float64, initial_avg_var=0, **options)
+    ours = MultiNodeBatchNormalization(4, ALONE, dtype=np.float64, **options)
+    for _ in range(3):
+        x, dy = rng.normal(size=shape), rng.normal(size=shape)
+        for a, b in zip(
+            train(ours, x, dy, finetune=finetune),
+            train(theirs, x, dy, finetune=finetune),
+            strict=True,
+        ):
+            np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11)
+    assert ours.N == theirs.N
+    np.testing.assert_allclose(ours.avg_mean, theirs.avg_mean)
+    np.testing.assert_allclose(ours.avg_var, theirs.avg_var)
+    with chainer.using_config("train", False):
+        np.testing.assert_allclose(ours(x).array, theirs(x).array, rtol=1e-10)
+
+
+def test_differentiating_twice_is_an_error() -> None:
+    x = chainer.Variable(np.random.default_rng(0).normal(size=(4, 3)))
+    y, _ = multi_node_batch_normalization(x, comm=ALONE)
+    (dx,) = chainer.grad([F.sum(y**3)], [x], enable_double_backprop=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        chainer.grad([F.sum(dx**2)], [x])
+
+
+def test_bad_parameters_of_the_function() -> None:
+    with pytest.raises(ValueError, match=r"channels of shape \(4,\).*shape of `gamma` and `beta`"):
+        multi_node_batch_normalization(np.ones((2, 3)), np.ones(4), comm=ALONE)
+    with pytest.raises(ValueError, match=r"same shape: got \[\(3,\), \(4,\)\]"):
+        multi_node_batch_normalization(np.ones((2, 3)), np.ones(3), np.ones(4), comm=ALONE)
+
+
+def test_mixed16() -> None:
+    with chainer.using_config("dtype", chainer.mixed16):
+        link: Any = MultiNodeBatchNormalization(3, ALONE)
+    x = (300 + np.random.default_rng(0).normal(size=(8, 3, 4))).astype(np.float16)
+    y, dx, *gradients = train(link, x, np.ones_like(x))
+    assert y.dtype == dx.dtype == np.float16
+    assert {g.dtype for g in gradients} == {link.avg_var.dtype} == {np.dtype("float32")}
+    np.testing.assert_allclose(link.avg_mean, 0.1 * x.astype("d").mean((0, 2)), rtol=1e-6)
+    assert np.isfinite(y).all()
+
+
+def test_link_hooks_fire() -> None:
+    class Hook(chainer.LinkHook):
+        calls = 0
+
+        def forward_postprocess(self, args: Any) -> None:
+            self.calls += 1
+
+    with Hook() as hook:
+        MultiNodeBatchNormalization(3, ALONE)(np.ones((2, 3), "f"))
+    assert hook.calls == 1
+
+
+def test_deepcopy_keeps_the_communicator_and_honours_the_memo() -> None:
+    a = MultiNodeBatchNormalization(3, ALONE)
+    b: Any = MultiNodeBatchNormalization(3, ALONE, use_gamma=False)
+    with b.init_scope():
+        b.gamma = a.gamma
+    before = dict(a.__dict__)
+    a2, b2 = copy.deepcopy([a, b])
+    assert a2.gamma is b2.gamma
+    assert a2.gamma is not a.gamma
+    assert a2.comm is a.comm is ALONE
+    assert before == a.__dict__
+    assert pickle.loads(pickle.dumps(a)).comm.size == 1
+
+
+def test_npz_and_batch_normalization_share_a_layout() -> None:
+    ours: Any = MultiNodeBatchNormalization(3, ALONE)
+    train(ours, np.random.default_rng(0).normal(size=(4, 3)).astype("f"), np.ones((4, 3), "f"))
+    file = io.BytesIO()
+    chainer.serializers.save_npz(file, ours)
+    file.seek(0)
+    assert sorted(np.load(file)) == ["N", "avg_mean", "avg_var", "beta", "gamma"]
+    theirs = L.BatchNormalization(3)
+    file.seek(0)
+    chainer.serializers.load_npz(file, theirs)
+    np.testing.assert_array_equal(theirs.avg_var, ours.avg_var)
+
+
+def test_bad_arguments() -> None:
+    for options, kind, message in [
+        ({"size": None}, ValueError, "`size` or `axis` must be given"),
+        ({"size": 0}, ValueError, r"`size` must be positive: got \(0,\)"),
+        ({"comm": 3}, TypeError, "a communicator must be None"),
+        ({"weighting": "batch"}, ValueError, "`weighting` must be one of"),
+        ({"avg_var": "n-1"}, ValueError, "`running_var` must be one of"),
+        ({"communication_backend": "nccl"}, ValueError, "needs ChainerMN's pure_nccl comm"),
+        ({"communication_backend": "ib"}, ValueError, "must be 'mpi', 'nccl' or 'auto': got 'ib'"),
+    ]:
+        with pytest.raises(kind, match=message):
+            MultiNodeBatchNormalization(**{"size": 3, "comm": ALONE, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_bad_input(is_training: bool) -> None:
+    link = MultiNodeBatchNormalization(3, ALONE)
+    for bad, kind, message in [
+        (np.ones(3, "f"), ValueError, r"2 or more dimensions.*got shape \(3,\)"),
+        (np.ones((2, 4), "f"), ValueError, r"channels of shape \(3,\).*got \(4,\)"),
+        (np.ones((2, 0), "f"), ValueError, r"must have channels: got \(0,\)"),
+        (np.ones((2, 3), "i"), TypeError, "real floating-point dtype: got int32"),
+    ]:
+        with chainer.using_config("train", is_training), pytest.raises(kind, match=message):
+            link(bad)
+
+
+def test_one_value_per_channel() -> None:
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        MultiNodeBatchNormalization(3, ALONE)(np.ones((1, 3), "f"))
+
+
+def test_create_mnbn_model_in_every_container() -> None:
+    class Net(chainer.Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            with self.init_scope():
+                self.conv = L.Convolution2D(2, 3, 3)
+                self.bn = L.BatchNormalization(3, decay=0.8, eps=0.1)
+
+    class Nets(chainer.ChainList):
+        pass
+
+    model = Nets(
+        Net(),
+        chainer.Sequential(L.Linear(3, 4), L.BatchNormalization(4), F.relu),
+        L.BatchNormalization(5),
+    )
+    model[0].bn.gamma.array[...] = [1, 2, 3]
+    model[0].bn.avg_mean[...] = [4, 5, 6]
+    names = [name for name, _ in sorted(model.namedparams())]
+    new = create_mnbn_model(model, ALONE)
+    assert [name for name, _ in sorted(new.namedparams())] == names
+    assert type(new) is Nets
+    for link in (new[0].bn, new[1][1], new[2]):
+        assert type(link) is MultiNodeBatchNormalization
+    assert (new[0].bn.decay, new[0].bn.eps) == (0.8, 0.1)
+    np.testing.assert_array_equal(new[0].bn.gamma.array, [1, 2, 3])
+    np.testing.assert_array_equal(new[0].bn.avg_mean, [4, 5, 6])
+    assert type(model[0].bn) is L.BatchNormalization
+    assert new[0].bn.gamma is not model[0].bn.gamma
+    assert new[1](np.ones((2, 3), "f")).shape == (2, 4)
+    assert sorted(dict(new.namedlinks())) == sorted(dict(model.namedlinks()))
+
+
+@pytest.mark.parametrize("options", [{"use_gamma": False}, {"use_beta": False}])
+def test_create_mnbn_model_without_a_parameter(options: dict[str, bool]) -> None:
+    """ChainerMN's raises KeyError."""
+    link = L.BatchNormalization(3, **options)
+    new = create_mnbn_model(link, ALONE)
+    assert sorted(n for n, _ in new.namedparams()) == sorted(n for n, _ in link.namedparams())
+    x = np.random.default_rng(0).normal(size=(4, 3)).astype("f")
+    np.testing.assert_allclose(new(x).array, link(x).array, rtol=1e-5, atol=1e-6)
+
+
+def test_create_mnbn_model_keeps_axis() -> None:
+    x = np.random.default_rng(0).normal(size=(4, 5, 6, 3)).astype("f")
+    for link in (
+        L.BatchNormalization(3, axis=(0, 1, 2)),
+        L.BatchNormalization(axis=(0, 1, 2), initial_avg_var=2),  # lazy
+    ):
+        new = create_mnbn_model(link, ALONE)
+        np.testing.assert_allclose(new(x).array, link(x).array, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(new.avg_var, link.avg_var, rtol=1e-6)
+
+
+def test_create_mnbn_model_keeps_what_is_shared() -> None:
+    norm = L.BatchNormalization(3)
+    new = create_mnbn_model(chainer.ChainList(norm, norm), ALONE)
+    assert new[0] is new[1]
+
+
+def test_create_mnbn_model_names_what_it_leaves_alone() -> None:
+    link = L.BatchRenormalization(3)
+    with pytest.warns(UserWarning, match="BatchRenormalization is copied as it is.*forward pass"):
+        new = create_mnbn_model(chainer.ChainList(link), ALONE)
+    assert type(new[0]) is L.BatchRenormalization

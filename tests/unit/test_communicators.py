@@ -1,0 +1,70 @@
+"""Communicators without a launcher."""
+
+import os
+import sys
+import warnings
+
+import numpy as np
+import pytest
+
+from multibn.communicators import DefaultCommunicator, SingleProcess, as_communicator
+from tests.helpers import require
+from tests.helpers.ranks import CountingCommunicator, run_ranks
+
+
+def test_what_stands_for_a_communicator() -> None:
+    alone = SingleProcess()
+    assert as_communicator(alone) is alone
+    counting = CountingCommunicator(alone)
+    assert as_communicator(counting) is counting
+    assert isinstance(as_communicator(), DefaultCommunicator)
+    assert repr(as_communicator()) == "DefaultCommunicator()"
+    with pytest.raises(TypeError, match=r"a communicator must be None.*got 'gloo' of type str"):
+        as_communicator("gloo")
+
+
+def test_a_default_that_stays_local_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(DefaultCommunicator, "_warned", False)
+    default = DefaultCommunicator()
+    for quiet in (None, "1", "many"):
+        if quiet:
+            monkeypatch.setenv("PMI_SIZE", quiet)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert default.size == 1
+    monkeypatch.setenv("PMI_SIZE", "4")
+    with pytest.warns(UserWarning, match=r"the launcher started 4 \(PMI_SIZE=4\).*SingleProcess"):
+        assert default.size == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert default.allreduce(np.ones(1)) == 1
+
+
+def test_a_restored_group_says_what_is_missing() -> None:
+    require.need("torch")
+    from multibn.communicators.torch_distributed import TorchDistributed, _restore
+
+    with pytest.raises(RuntimeError, match=r"made for ranks \[0, 1\] of torch.distributed, and no"):
+        _restore((0, 1)).allreduce(np.ones(1))
+    with pytest.raises(RuntimeError, match=r"no default process group is initialised\. Call"):
+        TorchDistributed().allreduce(np.ones(1))
+
+
+def test_ranks_as_threads() -> None:
+    """The helper that the engine's tests stand on."""
+
+    def work(communicator: object) -> tuple[float, int, int, float]:
+        group = communicator.split(communicator.rank % 2, -communicator.rank)  # type: ignore[attr-defined]
+        total = communicator.allreduce(np.array([float(communicator.rank)]))  # type: ignore[attr-defined]
+        return total[0], group.size, group.rank, group.allreduce(np.ones(1))[0]
+
+    assert run_ranks(3, work) == [(3, 2, 1, 2), (3, 1, 0, 1), (3, 2, 0, 2)]
+
+
+def test_this_process_has_no_mpi_and_no_group() -> None:
+    assert "mpi4py.MPI" not in sys.modules
+    distributed = sys.modules.get("torch.distributed")
+    assert distributed is None or not distributed.is_initialized()
+    assert "RANK" not in os.environ

@@ -1,0 +1,87 @@
+"""What importing brings in, and which room imports which."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import require
+from tests.helpers.launch import ROOT
+
+PACKAGE = ROOT / "multibn"
+
+# Rooms from the bottom up; a module imports only from its own room and from those below.
+ROOMS = [
+    ["multibn._typing"],
+    ["multibn.kernels", "multibn.communicators"],
+    ["multibn.statistics"],
+    ["multibn.population"],
+    ["multibn"],
+    ["multibn.torch_backend", "multibn.chainer_backend"],
+]
+
+
+def _room(module: str) -> int:
+    names = [(name, level) for level, names in enumerate(ROOMS) for name in names]
+    matches = [
+        (len(name), level)
+        for name, level in names
+        if module == name or (module.startswith(name + ".") and name != "multibn")
+    ]
+    assert matches, f"{module} stands in no room"
+    return max(matches)[1]
+
+
+def _modules() -> list[tuple[str, Path]]:
+    return [
+        (".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"), path)
+        for path in sorted(PACKAGE.rglob("*.py"))
+    ]
+
+
+def _imports(path: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found += [
+                f"{node.module}.{alias.name}"
+                if (PACKAGE.parent / node.module.replace(".", "/") / f"{alias.name}.py").exists()
+                else node.module
+                for alias in node.names
+            ]
+    return found
+
+
+@pytest.mark.parametrize("module, path", _modules(), ids=lambda value: str(value))
+def test_imports_point_down(module: str, path: Path) -> None:
+    backends = {"torch_backend", "chainer_backend"}
+    for imported in _imports(path):
+        if imported.split(".")[0] != "multibn":
+            continue
+        assert _room(imported) <= _room(module), f"{module} imports {imported}"
+        other = backends & set(imported.split("."))
+        assert not other or other <= set(module.split(".")), f"{module} imports {imported}"
+
+
+@pytest.mark.parametrize(
+    "module, absent",
+    [
+        ("multibn", ["torch", "chainer", "cupy", "mpi4py", "numpy.random"]),
+        ("multibn.torch_backend", ["chainer", "cupy", "mpi4py"]),
+        ("multibn.chainer_backend", ["torch", "mpi4py.MPI"]),
+    ],
+)
+def test_importing_brings_in_no_other_framework(module: str, absent: list[str]) -> None:
+    backend = module.rpartition(".")[2].partition("_")[0]
+    if backend in ("torch", "chainer"):
+        require.need(backend)
+    code = f"import sys, {module}; print([m for m in {absent} if m in sys.modules])"
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True, text=True, timeout=100, cwd=ROOT,
+    )  # fmt: skip
+    assert (ran.returncode, ran.stdout.strip()) == (0, "[]"), ran.stderr

@@ -1,0 +1,202 @@
+"""The engine over ranks as threads, in several array libraries, against the oracle."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multibn import statistics
+from multibn.communicators import SingleProcess
+from multibn.statistics import (
+    aggregate,
+    aggregate_sums,
+    backward_sums,
+    batch_statistics,
+    empty_moments,
+    input_gradient,
+    local_moments,
+    merge_moments,
+    normalize,
+    refuse,
+)
+from tests.helpers import reference
+from tests.helpers.ranks import CountingCommunicator, ThreadCommunicator, run_ranks
+from tests.helpers.reference import relative_error
+
+EPS = 1e-5
+C = 3
+
+# Shapes of the ranks' batches.
+SPLITS: dict[str, Callable[[int], list[tuple[int, ...]]]] = {
+    "even": lambda size: [(2, C, 4)] * size,
+    "uneven": lambda size: [(2 + rank, C, 2 + rank) for rank in range(size)],
+    "single elements": lambda size: [(5, C, 1)] + [(1, C, 1)] * (size - 1),
+    "some empty": lambda size: [(3 * (rank % 2 == 0), C, 4) for rank in range(size)],
+    "no spatial extent": lambda size: [(2, C, 5 * (rank == 0)) for rank in range(size)],
+}
+
+
+@pytest.fixture(params=["array_api_strict", "numpy", "torch"])
+def xp(request: pytest.FixtureRequest) -> Any:
+    return pytest.importorskip(request.param)
+
+
+def as_numpy(a: Any) -> Any:
+    return np.asarray(a, dtype=np.float64)
+
+
+@pytest.mark.parametrize("dtype, bound", [("float32", 2e-6), ("float64", 1e-12)])
+@pytest.mark.parametrize("weighting", ["element", "sample", "rank"])
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_forward_and_backward(
+    xp: Any, size: int, split: str, weighting: Any, dtype: str, bound: float
+) -> None:
+    rng = np.random.default_rng(size)
+    shapes = SPLITS[split](size)
+    xs = [rng.normal(1, 2, s).astype(dtype) for s in shapes]
+    dys = [rng.normal(size=s).astype(dtype) for s in shapes]
+    weight, bias = (rng.normal(size=C).astype(dtype) for _ in range(2))
+    expected = reference.batch_norm(xs, dys, weight, bias, eps=EPS, weighting=weighting)
+
+    def step(communicator: ThreadCommunicator) -> Any:
+        counting = CountingCommunicator(communicator)
+        x, dy, w, b = (
+            xp.asarray(a) for a in (xs[communicator.rank], dys[communicator.rank], weight, bias)
+        )
+        batch = aggregate(local_moments(x), counting, weighting=weighting)
+        y = normalize(x, batch, weight=w, bias=b, eps=EPS)
+        sums = aggregate_sums(backward_sums(dy, x, batch, eps=EPS), counting)
+        dx = input_gradient(dy, x, batch, sums, weight=w, eps=EPS)
+        assert counting.take() == [2 * C + 2, 2 * C]
+        assert x.dtype == y.dtype == dx.dtype
+        return [as_numpy(a) for a in (y, dx, sums.sum_dy_xhat, sums.sum_dy, *batch[:3])]
+
+    for rank, (y, dx, dweight, dbias, mean, var, count) in enumerate(run_ranks(size, step)):
+        assert relative_error(y, expected.y[rank]) < bound
+        assert relative_error(dx, expected.dx[rank]) < bound
+        assert relative_error(dweight, expected.dweight) < bound
+        assert relative_error(dbias, expected.dbias) < bound
+        assert relative_error(mean, expected.mean) < bound
+        assert relative_error(var, expected.var) < bound
+        assert count == expected.count
+
+
+@pytest.mark.parametrize("weighting", ["element", "sample", "rank"])
+def test_the_oracle_by_finite_differences(weighting: str) -> None:
+    rng = np.random.default_rng(0)
+    xs = [rng.normal(size=(2, 2, 2)), rng.normal(size=(3, 2, 1))]
+    dys = [rng.normal(size=x.shape) for x in xs]
+    weight, bias = rng.normal(size=2), rng.normal(size=2)
+    h = 1e-6
+
+    def loss(xs: list[Any], weight: Any, bias: Any) -> float:
+        result = reference.batch_norm(xs, dys, weight, bias, eps=EPS, weighting=weighting)
+        return float(sum((y * dy).sum() for y, dy in zip(result.y, dys, strict=True)))
+
+    result = reference.batch_norm(xs, dys, weight, bias, eps=EPS, weighting=weighting)
+    for analytic, variable in [*zip(result.dx, xs, strict=True), (result.dweight, weight),
+                               (result.dbias, bias)]:  # fmt: skip
+        for index in np.ndindex(variable.shape):
+            old = variable[index]
+            variable[index] = old + h
+            above = loss(xs, weight, bias)
+            variable[index] = old - h
+            below = loss(xs, weight, bias)
+            variable[index] = old
+            assert abs((above - below) / (2 * h) - analytic[index]) < 1e-7
+
+
+def test_all_ranks_empty(xp: Any) -> None:
+    def step(communicator: ThreadCommunicator) -> Any:
+        x = xp.zeros((0, C, 4))
+        batch = batch_statistics(x, communicator)
+        y = normalize(x, batch, eps=EPS)
+        sums = aggregate_sums(backward_sums(x, x, batch, eps=EPS), communicator)
+        dx = input_gradient(x, x, batch, sums, eps=EPS)
+        assert y.shape == dx.shape == x.shape
+        return [as_numpy(a) for a in (*batch, *sums)]
+
+    for arrays in run_ranks(3, step):
+        assert all((a == 0).all() for a in arrays)
+
+
+@pytest.mark.parametrize("axis", [(0, 1, 2), (0,), (0, 2)])
+def test_any_axes_can_be_channels(xp: Any, axis: tuple[int, ...]) -> None:
+    x = np.random.default_rng(0).normal(size=(4, 3, 2, 5))
+    batch = batch_statistics(xp.asarray(x), SingleProcess(), axis=axis)
+    y = normalize(xp.asarray(x), batch, eps=EPS, axis=axis)
+    mean, var = x.mean(axis, keepdims=True), x.var(axis, keepdims=True)
+    np.testing.assert_allclose(as_numpy(batch.mean), mean.squeeze(axis), rtol=1e-12)
+    np.testing.assert_allclose(as_numpy(y), (x - mean) / np.sqrt(var + EPS), rtol=1e-10)
+
+
+def test_merging_is_concatenating(xp: Any) -> None:
+    rng = np.random.default_rng(0)
+    parts = [rng.normal(3, 1, (n, C, 4)) for n in (1, 0, 5, 2)]
+    merged = merge_moments(*[local_moments(xp.asarray(p)) for p in parts])
+    whole = local_moments(xp.asarray(np.concatenate(parts)))
+    start = empty_moments(xp.zeros(C))
+    for p in parts:
+        start = merge_moments(start, local_moments(xp.asarray(p)))
+    for a, b, c in zip(merged, whole, start, strict=True):
+        np.testing.assert_allclose(as_numpy(a), as_numpy(b), rtol=1e-13)
+        np.testing.assert_allclose(as_numpy(c), as_numpy(b), rtol=1e-13)
+
+
+def test_one_value_per_channel_is_an_error_on_every_rank() -> None:
+    def step(communicator: ThreadCommunicator) -> str:
+        x = np.ones((1 if communicator.rank == 1 else 0, C))
+        with pytest.raises(ValueError, match="more than 1 value per channel") as info:
+            batch_statistics(x, communicator)
+        return str(info.value)
+
+    messages = run_ranks(3, step)
+    assert "got 1 on 3 rank(s), with an input of shape (1, 3) on rank 1" in messages[1]
+    assert "an input of shape (0, 3) on rank 2" in messages[2]
+
+
+def test_a_refusal_reaches_the_other_ranks() -> None:
+    def step(communicator: ThreadCommunicator) -> None:
+        x = np.ones((2, C))
+        if communicator.rank in (0, 2):
+            refuse(communicator, C, like=x)
+        else:
+            with pytest.raises(RuntimeError, match=r"rank 1 cannot go on.*rank\(s\) \[0, 2\] of 3"):
+                batch_statistics(x, communicator)
+
+    run_ranks(3, step)
+    refuse(SingleProcess(), C, like=np.ones(1))  # nobody to tell
+
+
+def test_integers_are_refused(xp: Any) -> None:
+    with pytest.raises(TypeError, match=r"real floating-point dtype: got .*int32"):
+        local_moments(xp.ones((2, 3), dtype=xp.int32))
+
+
+def test_unknown_weighting() -> None:
+    with pytest.raises(ValueError, match="`weighting` must be one of 'element', 'sample', 'rank'"):
+        aggregate(local_moments(np.ones((2, 3))), SingleProcess(), weighting="batch")  # type: ignore[arg-type]
+
+
+def test_float64_moments_keep_the_digits_of_float32_input(xp: Any) -> None:
+    """Mean 1e4, std 1, over ranks: where the same formula in float32 gives -16."""
+    rng = np.random.default_rng(0)
+    xs = [rng.normal(1e4, 1, (1000, 1)).astype("float32") for _ in range(8)]
+    exact = np.concatenate(xs).astype("float64")
+
+    def step(communicator: ThreadCommunicator) -> Any:
+        return batch_statistics(xp.asarray(xs[communicator.rank]), communicator)
+
+    for batch in run_ranks(8, step):
+        np.testing.assert_allclose(as_numpy(batch.var), exact.var(0), rtol=1e-6)
+        np.testing.assert_allclose(as_numpy(batch.mean), exact.mean(0), rtol=1e-12)
+    in_float32 = np.mean([np.square(x).mean() for x in xs]) - np.mean([x.mean() for x in xs]) ** 2
+    assert abs(in_float32 - exact.var()) > 0.1
+
+
+def test_public_names_are_the_engine() -> None:
+    import multibn
+
+    assert multibn.aggregate is statistics.aggregate

@@ -1,0 +1,162 @@
+"""convert_sync_batchnorm and revert_sync_batchnorm."""
+
+import copy
+from typing import Any
+
+import pytest
+
+from multibn import SingleProcess
+from tests.helpers import require
+
+require.need("torch")
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+
+from multibn.torch_backend import (  # noqa: E402
+    BatchNorm,
+    SyncBatchNorm,
+    convert_sync_batchnorm,
+    revert_sync_batchnorm,
+)
+
+
+class Renamed(nn.BatchNorm2d):
+    """A subclass without a forward pass of its own."""
+
+
+class Activated(nn.BatchNorm2d):
+    """A subclass with one, as timm's BatchNormAct2d."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).relu()
+
+
+def test_everything_is_kept() -> None:
+    old: Any = nn.BatchNorm2d(3, eps=0.1, momentum=0.3, dtype=torch.float64)
+    old.eval()
+    old.bias.requires_grad_(False)
+    old.qconfig = "some configuration"
+    calls: list[str] = []
+    handle = old.register_forward_hook(lambda *_: calls.append("hook"))
+    old.register_forward_pre_hook(lambda *_: calls.append("pre-hook"))
+    model = nn.Sequential(nn.Conv2d(1, 3, 1), old)
+    assert convert_sync_batchnorm(model, SingleProcess()) is model
+    new: Any = model[1]
+    assert type(new) is SyncBatchNorm
+    for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
+        assert getattr(new, name) is getattr(old, name)
+    assert (new.eps, new.momentum, new.qconfig) == (0.1, 0.3, "some configuration")
+    assert not new.training
+    assert not new.bias.requires_grad
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    torch.testing.assert_close(new(x), old(x))
+    handle.remove()
+    calls.clear()
+    new(x)
+    assert calls == ["pre-hook"]
+
+
+@pytest.mark.parametrize(
+    "options", [{"affine": False}, {"track_running_stats": False}, {"momentum": None}]
+)
+def test_options_are_kept(options: dict[str, Any]) -> None:
+    old = nn.BatchNorm1d(3, **options)
+    new: Any = convert_sync_batchnorm(copy.deepcopy(old))
+    x = torch.randn(5, 3)
+    torch.testing.assert_close(new(x), old(x))
+    torch.testing.assert_close(new.state_dict(), old.state_dict())
+
+
+@pytest.mark.parametrize("cls", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, Renamed])
+def test_revert_restores_the_class(cls: Any) -> None:
+    old = cls(3)
+    new: Any = convert_sync_batchnorm(nn.Sequential(old), weighting="rank", running_var="biased")
+    assert (new[0].weighting, new[0].running_var_convention) == ("rank", "biased")
+    back: Any = revert_sync_batchnorm(new)[0]
+    assert type(back) is cls
+    assert back.__dict__.keys() == old.__dict__.keys()
+    assert back.weight is old.weight
+
+
+def test_a_bare_layer_is_replaced() -> None:
+    layer = nn.BatchNorm2d(3)
+    new = convert_sync_batchnorm(layer)
+    assert type(layer) is nn.BatchNorm2d
+    assert type(new) is SyncBatchNorm
+    assert type(revert_sync_batchnorm(new)) is nn.BatchNorm2d
+
+
+def test_torchs_sync_batch_norm_there_and_back() -> None:
+    old = nn.SyncBatchNorm(3)
+    new: Any = convert_sync_batchnorm(old)
+    new(torch.randn(4, 3))
+    back: Any = revert_sync_batchnorm(new)
+    assert type(back) is nn.SyncBatchNorm
+    assert back.process_group is None
+
+
+def test_a_layer_built_as_one_reverts_to_any_dimensions() -> None:
+    back: Any = revert_sync_batchnorm(nn.Sequential(SyncBatchNorm(3)))[0]
+    assert type(back) is BatchNorm
+    for shape in ((4, 3), (4, 3, 2), (4, 3, 2, 2), (4, 3, 2, 2, 2)):
+        back(torch.randn(shape))
+    with pytest.raises(ValueError, match=r"2 or more dimensions: got shape \(3,\)"):
+        back(torch.randn(3))
+
+
+def test_converting_again_changes_nothing() -> None:
+    model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)), SingleProcess())
+    layer: Any = model[0]
+    group = layer.process_group
+    assert convert_sync_batchnorm(model)[0] is layer
+    assert layer.process_group is group
+
+
+def test_a_shared_layer_stays_shared() -> None:
+    norm = nn.BatchNorm2d(3)
+    model = nn.ModuleDict({"a": nn.Sequential(norm, nn.ReLU()), "b": norm})
+    new: Any = convert_sync_batchnorm(model)
+    assert new["a"][0] is new["b"]
+    assert type(new["b"]) is SyncBatchNorm
+
+
+def test_other_norms_are_not_touched() -> None:
+    model = nn.Sequential(
+        nn.InstanceNorm2d(3, affine=True, track_running_stats=True),
+        nn.GroupNorm(1, 3),
+        nn.LayerNorm(3),
+    )
+    before = list(model)
+    assert list(convert_sync_batchnorm(model)) == before
+
+
+def test_what_cannot_be_converted_is_named() -> None:
+    parametrized = nn.BatchNorm2d(3)
+    nn.utils.parametrize.register_parametrization(parametrized, "weight", nn.Identity())
+    for layer, message in [
+        (Activated(3), r"test_torch_convert.Activated is left as it is.*forward pass of its own"),
+        (nn.LazyBatchNorm2d(), r"LazyBatchNorm2d is left as it is.*has not seen an input"),
+        (parametrized, r"ParametrizedBatchNorm2d is left as it is.*is parametrized"),
+    ]:
+        model = nn.Sequential(layer, nn.BatchNorm2d(3))
+        with pytest.warns(UserWarning, match=message):
+            convert_sync_batchnorm(model)
+        assert model[0] is layer
+        assert type(model[1]) is SyncBatchNorm
+
+
+def test_modules_that_are_none() -> None:
+    model: Any = nn.Sequential(nn.BatchNorm2d(3))
+    model.register_module("absent", None)
+    assert convert_sync_batchnorm(model).absent is None
+
+
+def test_the_optimizer_goes_on() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    convert_sync_batchnorm(model)
+    before = model[0].weight.detach().clone()
+    model(torch.randn(4, 3)).pow(3).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before)

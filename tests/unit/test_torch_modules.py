@@ -1,0 +1,202 @@
+"""The torch layer in one process."""
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multibn import SingleProcess
+from tests.helpers import require
+
+require.need("torch")
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+
+from multibn.torch_backend import SyncBatchNorm, sync_batch_norm  # noqa: E402
+
+SHAPES = {
+    1: (nn.BatchNorm1d, [(6, 4), (6, 4, 5)]),
+    2: (nn.BatchNorm2d, [(6, 4, 5, 3)]),
+    3: (nn.BatchNorm3d, [(6, 4, 2, 5, 3)]),
+}
+
+
+def make(*arguments: Any, **options: Any) -> Any:
+    return SyncBatchNorm(*arguments, **options)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize(
+    "options", [{}, {"affine": False}, {"track_running_stats": False}, {"eps": 0.1}]
+)
+@pytest.mark.parametrize("dimensions", SHAPES)
+def test_alone_it_is_torchs_batch_norm(
+    dimensions: int, options: dict[str, Any], momentum: float | None
+) -> None:
+    reference_class, shapes = SHAPES[dimensions]
+    for shape in shapes:
+        theirs: Any = reference_class(4, momentum=momentum, dtype=torch.float64, **options)
+        ours = make(4, momentum=momentum, dtype=torch.float64, **options)
+        for training in (True, True, False):
+            x = torch.randn(shape, dtype=torch.float64)
+            dy = torch.randn(shape, dtype=torch.float64)
+            results = []
+            for layer in (theirs, ours):
+                layer.zero_grad()
+                t = x.clone().requires_grad_()
+                y = layer.train(training)(t)
+                y.backward(dy)
+                results.append([y, t.grad, *(p.grad for p in layer.parameters())])
+            torch.testing.assert_close(*results, rtol=1e-9, atol=1e-10)
+            torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
+
+
+@pytest.mark.parametrize("dimensions", SHAPES)
+@pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}])
+def test_state_dicts_interchange(dimensions: int, options: dict[str, Any]) -> None:
+    reference_class, (shape, *_) = SHAPES[dimensions]
+    theirs, ours = reference_class(4, **options), make(4, **options)
+    theirs(torch.randn(shape))
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    again = reference_class(4, **options)
+    again.load_state_dict(ours.state_dict(), strict=True)
+    torch.testing.assert_close(again.state_dict(), theirs.state_dict())
+    assert ours.state_dict()._metadata == theirs.state_dict()._metadata
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_running_var_of_large_planes(memory_format: torch.memory_format) -> None:
+    """torch's own is off by 1e-3 here in channels_last on CPU."""
+    x = torch.randn(8, 16, 512, 512, generator=torch.Generator().manual_seed(0))
+    x = x.to(memory_format=memory_format)
+    layer = make(16, momentum=1.0)
+    assert layer(x).is_contiguous(memory_format=memory_format)
+    exact = x.double().var((0, 2, 3))
+    assert float((layer.running_var / exact - 1).abs().max()) < 1e-6
+
+
+def test_without_bias() -> None:
+    layer = make(4, bias=False)
+    assert layer.bias is None
+    layer(torch.randn(3, 4)).sum().backward()
+    assert layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("requires", [(0,), (1,), (2,), (0, 1), (1, 2), ()])
+def test_only_wanted_gradients(requires: tuple[int, ...]) -> None:
+    tensors = [torch.randn(5, 3), torch.randn(3), torch.randn(3)]
+    for i in requires:
+        tensors[i].requires_grad_()
+    y, _ = sync_batch_norm(*tensors)
+    assert y.requires_grad == bool(requires)
+    if requires:
+        y.square().sum().backward()
+    assert [t.grad is not None for t in tensors] == [i in requires for i in range(3)]
+
+
+def test_gradients_of_any_order() -> None:
+    x = torch.randn(4, 3, 2, dtype=torch.float64, requires_grad=True)
+    w, b = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+
+    def function(*tensors: torch.Tensor) -> torch.Tensor:
+        return sync_batch_norm(*tensors)[0]
+
+    assert torch.autograd.gradcheck(function, (x, w, b))
+    assert torch.autograd.gradgradcheck(function, (x, w, b))
+
+
+def test_two_forwards_before_one_backward() -> None:
+    layer = make(3)
+    a, b = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
+    (layer(a).square().sum() + layer(b).square().sum()).backward()
+    alone = torch.randn(0)
+    alone = a.detach().clone().requires_grad_()
+    make(3)(alone).square().sum().backward()
+    torch.testing.assert_close(a.grad, alone.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_and_half_models(dtype: torch.dtype) -> None:
+    layer = make(4)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), layer)
+    with torch.autocast("cpu", dtype=dtype):
+        y = model(torch.randn(2, 3, 6, 6))
+    assert y.dtype == dtype
+    y.float().sum().backward()
+    assert layer.weight.grad.dtype == layer.running_mean.dtype == torch.float32
+    half = make(4).to(dtype)
+    half(torch.randn(2, 4, 3, dtype=dtype)).sum().backward()
+    assert half.weight.grad.dtype == half.running_var.dtype == dtype
+    assert half.num_batches_tracked.dtype == torch.int64
+
+
+def test_an_empty_batch_in_eval() -> None:
+    layer = make(3).eval()
+    assert layer(torch.zeros(0, 3, 4, 4)).shape == (0, 3, 4, 4)
+
+
+def test_copies_and_pickles() -> None:
+    layer = make(3, process_group=SingleProcess(), weighting="rank", running_var="biased")
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert isinstance(other.process_group, SingleProcess)
+        assert (other.weighting, other.running_var_convention) == ("rank", "biased")
+    assert copy.deepcopy(layer).process_group is layer.process_group
+
+
+def test_the_group_can_be_exchanged() -> None:
+    layer = make(3)
+    alone = SingleProcess()
+    layer.process_group = alone
+    assert layer.process_group is alone
+    with pytest.raises(TypeError, match="a communicator must be None"):
+        layer.process_group = "nccl"
+
+
+def test_repr_names_the_conventions() -> None:
+    text = repr(make(3, process_group=SingleProcess(), weighting="sample"))
+    assert "process_group=SingleProcess(), weighting='sample', running_var='unbiased_glob" in text
+
+
+def test_bad_arguments() -> None:
+    for options, kind, message in [
+        ({"num_features": 0}, ValueError, "`num_features` must be positive: got 0"),
+        ({"weighting": "batch"}, ValueError, "`weighting` must be one of"),
+        ({"running_var": "n-1"}, ValueError, "`running_var` must be one of"),
+        ({"process_group": 3}, TypeError, "a communicator must be None"),
+    ]:
+        with pytest.raises(kind, match=message):
+            make(**{"num_features": 3, **options})
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_bad_input(training: bool) -> None:
+    layer = make(3).train(training)
+    for bad, kind, message in [
+        (torch.ones(3), ValueError, r"2 or more dimensions, \(N, C, \*spatial\)"),
+        (torch.ones(2, 4), ValueError, r"must have 3 channels in dimension 1.*got 4"),
+        (torch.ones(2, 0), ValueError, r"must have channels: got 0 in shape \(2, 0\)"),
+        (torch.ones(2, 3).long(), TypeError, "real floating-point dtype: got torch.int64"),
+        (torch.ones(2, 3).cfloat(), TypeError, "real floating-point dtype: got torch.complex64"),
+        (np.ones((2, 3)), TypeError, "must be a torch.Tensor: got ndarray"),
+    ]:
+        with pytest.raises(kind, match=message):
+            layer(bad)
+
+
+def test_bad_parameters_of_the_function() -> None:
+    with pytest.raises(ValueError, match=r"must have 4 channels.*length of `weight` and `bias`"):
+        sync_batch_norm(torch.ones(2, 3), torch.ones(4))
+    with pytest.raises(ValueError, match=r"same shape \(C,\): got \[\(3,\), \(4,\)\]"):
+        sync_batch_norm(torch.ones(2, 3), torch.ones(3), torch.ones(4))
+
+
+def test_one_value_per_channel() -> None:
+    with pytest.raises(ValueError, match="more than 1 value per channel over all ranks together"):
+        make(3)(torch.ones(1, 3))
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        make(3, track_running_stats=False).eval()(torch.ones(1, 3))
+    make(3).eval()(torch.ones(1, 3))
+    make(3)(torch.ones(1, 3, 2))
