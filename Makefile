@@ -9,6 +9,10 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 export PATH := $(BIN):$(PATH)
 export OMP_NUM_THREADS ?= 1
+# Open MPI refuses root, and more ranks than cores, unless told otherwise.
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 
 .PHONY: demo test lint bench clean
 
@@ -30,6 +34,9 @@ lint: $(VENV)/installed
 
 bench: $(VENV)/installed  ## one layer's step as a ratio to the framework's own
 	$(BIN)/python benchmarks/layer.py
+	$(BIN)/mpiexec -n 2 $(BIN)/python -m mpi4py benchmarks/layer.py --over mpi
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 \
+		benchmarks/layer.py --over gloo
 
 clean:
 	rm -rf $(VENV) out

@@ -8,6 +8,9 @@ their own dtype, 16-bit ones in float32, and results keep the dtype of `x`.
 A wide mean is used as a centre of `x`'s arithmetic dtype plus the remainder that rounding left;
 `x - centre` is then nearly exact in float32 even where mean/std is 1e4, and the remainder goes into
 the (C,)-sized coefficients.
+
+Only sums of products are updated in place: autograd, which differentiates these passes for second
+order, needs their factors and not their value.
 """
 
 import math
@@ -44,7 +47,7 @@ def normalize(
     centre, remainder = _round(mean, dtype)
     d = xp.astype(x, dtype, copy=False) - _per_channel(centre, x, axis)
     y = d * _per_channel(scale, x, axis, dtype)
-    y = y + _per_channel(shift - remainder * scale, x, axis, dtype)
+    y += _per_channel(shift - remainder * scale, x, axis, dtype)
     return xp.astype(y, x.dtype, copy=False)
 
 
@@ -78,8 +81,8 @@ def input_gradient(
     centre, remainder = _round(mean, dtype)
     d = xp.astype(x, dtype, copy=False) - _per_channel(centre, x, axis)
     dx = d * _per_channel(x_scale, x, axis, dtype)
-    dx = dx + xp.astype(dy, dtype, copy=False) * _per_channel(dy_scale, x, axis, dtype)
-    dx = dx + _per_channel(shift - remainder * x_scale, x, axis, dtype)
+    dx += xp.astype(dy, dtype, copy=False) * _per_channel(dy_scale, x, axis, dtype)
+    dx += _per_channel(shift - remainder * x_scale, x, axis, dtype)
     return xp.astype(dx, x.dtype, copy=False)
 
 

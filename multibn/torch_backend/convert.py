@@ -35,7 +35,7 @@ def convert_sync_batchnorm(
     *,
     weighting: Weighting = "element",
     running_var: RunningVar = "unbiased_global",
-) -> nn.Module:
+) -> Any:
     """Replace every nn.BatchNorm1d, 2d, 3d and nn.SyncBatchNorm of a model by `SyncBatchNorm`.
 
     Call it before the optimizer and DistributedDataParallel are built, or after: parameters and
@@ -88,7 +88,7 @@ def convert_sync_batchnorm(
     return _replace(module, convert)
 
 
-def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
+def revert_sync_batchnorm(module: nn.Module) -> Any:
     """Replace every `SyncBatchNorm` by a layer of the class that it was converted from.
 
     For export or single-process use. Keeps what `convert_sync_batchnorm` keeps. A layer that was

@@ -124,7 +124,7 @@ def test_npz_and_batch_normalization_share_a_layout() -> None:
 
 
 def test_bad_arguments() -> None:
-    for options, kind, message in [
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"size": None}, ValueError, "`size` or `axis` must be given"),
         ({"size": 0}, ValueError, r"`size` must be positive: got \(0,\)"),
         ({"comm": 3}, TypeError, "a communicator must be None"),
@@ -132,9 +132,10 @@ def test_bad_arguments() -> None:
         ({"avg_var": "n-1"}, ValueError, "`running_var` must be one of"),
         ({"communication_backend": "nccl"}, ValueError, "needs ChainerMN's pure_nccl comm"),
         ({"communication_backend": "ib"}, ValueError, "must be 'mpi', 'nccl' or 'auto': got 'ib'"),
-    ]:
+    ]
+    for options, kind, message in cases:
         with pytest.raises(kind, match=message):
-            MultiNodeBatchNormalization(**{"size": 3, "comm": ALONE, **options})  # type: ignore[arg-type]
+            MultiNodeBatchNormalization(**{"size": 3, "comm": ALONE, **options})
 
 
 @pytest.mark.parametrize("is_training", [True, False])

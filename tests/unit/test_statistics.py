@@ -1,6 +1,6 @@
 """The engine over ranks as threads, in several array libraries, against the oracle."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ EPS = 1e-5
 C = 3
 
 # Shapes of the ranks' batches.
-SPLITS: dict[str, Callable[[int], list[tuple[int, ...]]]] = {
+SPLITS: dict[str, Callable[[int], Sequence[tuple[int, ...]]]] = {
     "even": lambda size: [(2, C, 4)] * size,
     "uneven": lambda size: [(2 + rank, C, 2 + rank) for rank in range(size)],
     "single elements": lambda size: [(5, C, 1)] + [(1, C, 1)] * (size - 1),

@@ -153,7 +153,7 @@ def test_modules_that_are_none() -> None:
 
 
 def test_the_optimizer_goes_on() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(3))
+    model: Any = nn.Sequential(nn.BatchNorm1d(3))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     convert_sync_batchnorm(model)
     before = model[0].weight.detach().clone()
