@@ -73,11 +73,19 @@ def sync_batch_norm(
 
 
 def batch_statistics(
-    x: Tensor, communicator: Communicator, /, *, weighting: Weighting = "element"
+    x: Tensor,
+    communicator: Communicator,
+    /,
+    *,
+    weighting: Weighting = "element",
+    axis: tuple[int, ...] | None = None,
 ) -> BatchStatistics:
-    """Statistics of the whole batch, without a gradient. Collective."""
+    """Statistics of the whole batch over `axis` (default: all but 1), without a gradient.
+
+    Collective.
+    """
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-        return statistics.batch_statistics(x.detach(), communicator, weighting=weighting)
+        return statistics.batch_statistics(x.detach(), communicator, weighting=weighting, axis=axis)
 
 
 def normalize(
@@ -90,9 +98,13 @@ def normalize(
     *,
     eps: float,
     weighting: Weighting = "element",
+    axis: tuple[int, ...] | None = None,
 ) -> Tensor:
-    """Normalize `x` by `batch`, differentiating through the statistics. Collective backward."""
-    y: Tensor = _Normalize.apply(x, weight, bias, batch, communicator, eps, weighting)
+    """Normalize `x` by `batch`, differentiating through the statistics. Collective backward.
+
+    `weight` and `bias` have the shape of the axes that `axis` leaves: `(C,)` by default.
+    """
+    y: Tensor = _Normalize.apply(x, weight, bias, batch, communicator, eps, weighting, axis)
     return y
 
 
@@ -149,11 +161,12 @@ class _Normalize(torch.autograd.Function):
         communicator: Communicator,
         eps: float,
         weighting: Weighting,
+        axis: tuple[int, ...] | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, bias, *batch)
-        ctx.communicator, ctx.eps, ctx.weighting = communicator, eps, weighting
+        ctx.communicator, ctx.eps, ctx.weighting, ctx.axis = communicator, eps, weighting, axis
         with torch.autocast(x.device.type, enabled=False):
-            return statistics.normalize(x, batch, weight=weight, bias=bias, eps=eps)
+            return statistics.normalize(x, batch, weight=weight, bias=bias, eps=eps, axis=axis)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -161,14 +174,16 @@ class _Normalize(torch.autograd.Function):
         x, weight, bias, *saved = ctx.saved_tensors
         with torch.autocast(x.device.type, enabled=False):
             if torch.is_grad_enabled():  # create_graph
-                return (*_differentiable_backward(ctx, dy, x, weight, bias), *[None] * 4)
+                return (*_differentiable_backward(ctx, dy, x, weight, bias), *[None] * 5)
             batch = BatchStatistics(*saved)
-            local = statistics.backward_sums(dy, x, batch, eps=ctx.eps)
+            local = statistics.backward_sums(dy, x, batch, eps=ctx.eps, axis=ctx.axis)
             dx = None
             if ctx.needs_input_grad[0]:
                 sums = statistics.aggregate_sums(local, ctx.communicator)
-                dx = statistics.input_gradient(dy, x, batch, sums, weight=weight, eps=ctx.eps)
-            return (dx, *_parameter_gradients(ctx, local, weight, bias), *[None] * 4)
+                dx = statistics.input_gradient(
+                    dy, x, batch, sums, weight=weight, eps=ctx.eps, axis=ctx.axis
+                )
+            return (dx, *_parameter_gradients(ctx, local, weight, bias), *[None] * 5)
 
 
 def _parameter_gradients(
@@ -191,8 +206,8 @@ def _differentiable_backward(
     autograd differentiates that.
     """
     communicator = _Differentiable(ctx.communicator)
-    batch = statistics.batch_statistics(x, communicator, weighting=ctx.weighting)
-    y = statistics.normalize(x, batch, weight=weight, bias=bias, eps=ctx.eps)
+    batch = statistics.batch_statistics(x, communicator, weighting=ctx.weighting, axis=ctx.axis)
+    y = statistics.normalize(x, batch, weight=weight, bias=bias, eps=ctx.eps, axis=ctx.axis)
     inputs = [
         t
         for t, needed in zip((x, weight, bias), ctx.needs_input_grad, strict=False)
