@@ -1,0 +1,297 @@
+"""Train the same small ResNet in torch and in Chainer, on one process and on two, and compare.
+
+All runs start from the same weights and see the same batches of 8 images. Two ranks hold 4 images
+each: with plain batch normalization, each normalizes by the statistics of its own 4; with
+multi-node batch normalization, both normalize by those of all 8, as one process does.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from digits import BATCH_SIZE, STEPS_PER_EPOCH
+from matplotlib.figure import Figure
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+EXAMPLES = Path(__file__).resolve().parent
+OUT = EXAMPLES.parent / "out"
+
+# A run follows the reference if none of its losses, which are of the order of 1, differs by more.
+# Three epochs let float32 rounding grow to some 1e-6; statistics of half the batch make 1.
+TOLERANCE = 1e-3
+
+SECONDS_PER_RUN = 300  # more is taken for a deadlock
+
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    # Open MPI refuses to run as root, which is the only user of many containers, and to start more
+    # ranks than there are cores.
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+
+
+@dataclass
+class Run:
+    framework: str
+    launcher: str
+    script: str
+    num_ranks: int
+    norm: str
+    losses: list[float] = field(default_factory=list)
+    accuracy: float = float("nan")
+    seconds: float = float("nan")
+
+    @property
+    def images(self) -> str:
+        return f"{self.num_ranks} x {BATCH_SIZE // self.num_ranks}"
+
+    @property
+    def label(self) -> str:
+        batch_norm = "multi-node" if self.norm == "sync" else "plain"
+        return f"{self.framework}, {self.launcher}, {self.images}, {batch_norm}"
+
+    def command(self, steps: int, dtype: str, output: Path) -> list[str]:
+        if self.launcher == "torchrun":
+            launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            launch += ["--nproc-per-node", str(self.num_ranks)]
+        else:
+            # The wheel of Open MPI puts mpiexec next to python.
+            path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
+            launch = [shutil.which("mpiexec", path=path) or "mpiexec", "-n", str(self.num_ranks)]
+            launch += [sys.executable, "-m", "mpi4py"]
+        options = ["--norm", self.norm, "--steps", str(steps), "--dtype", dtype]
+        return [*launch, str(EXAMPLES / self.script), *options, "--output", str(output)]
+
+    def differences(self, reference: "Run") -> np.ndarray[Any, Any]:
+        """At each step, the largest difference of losses so far."""
+        return np.maximum.accumulate(np.abs(np.subtract(self.losses, reference.losses)))
+
+
+WAYS = {
+    "torch DDP": ("torchrun", "train_torchrun.py"),
+    "torch": ("mpiexec", "train_torch_mpi.py"),
+    "Chainer": ("mpiexec", "train_chainer.py"),
+}
+
+
+def all_runs() -> list[Run]:
+    """The reference, which multibn has no part in, comes first."""
+    alone = [Run(name, *WAYS[name], num_ranks=1, norm="plain") for name in ("torch DDP", "Chainer")]
+    return alone + [
+        Run(name, *way, num_ranks=2, norm=norm)
+        for norm in ("plain", "sync")
+        for name, way in WAYS.items()
+    ]
+
+
+class RunError(Exception):
+    """A run that failed; the arguments are a sentence and the end of its output."""
+
+
+def execute(run: Run, index: int, steps: int, dtype: str, console: Console) -> None:
+    stem = f"{index}-{Path(run.script).stem}-{run.num_ranks}-{run.norm}"
+    printed, written = OUT / "demo" / f"{stem}.txt", OUT / "demo" / f"{stem}.jsonl"
+    printed.parent.mkdir(parents=True, exist_ok=True)
+    written.write_text("")  # a line is appended per step
+    start = time.monotonic()
+    with (
+        Progress(
+            TextColumn(f"{run.label:<38}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[loss]:<11}"),
+            TimeElapsedColumn(),
+            console=console,
+        ) as progress,
+        printed.open("w") as file,
+        launched(run.command(steps, dtype, written), file) as process,
+    ):
+        task = progress.add_task("", total=steps, loss="starting")
+        for entry in follow(written, process, deadline=start + SECONDS_PER_RUN):
+            if "loss" in entry:
+                run.losses.append(entry["loss"])
+                progress.update(task, advance=1, loss=f"loss {entry['loss']:.3f}")
+            else:
+                run.accuracy = entry["accuracy"]
+    run.seconds = time.monotonic() - start
+    if process.returncode:
+        in_time = run.seconds < SECONDS_PER_RUN
+        problem = f"exited with {process.returncode}" if in_time else "did not come to an end"
+        raise RunError(f"{run.label}: {problem}.", printed.read_text()[-4000:])
+
+
+@contextmanager
+def launched(command: list[str], file: IO[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A launcher in a session of its own, ended with its ranks if the block is left early."""
+    process = subprocess.Popen(
+        command,
+        stdout=file,
+        stderr=subprocess.STDOUT,
+        env=ENVIRONMENT,
+        cwd=EXAMPLES.parent,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            # Both launchers put their ranks into other process groups and end them on SIGTERM.
+            os.killpg(process.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def follow(
+    path: Path, process: subprocess.Popen[bytes], deadline: float
+) -> Iterator[dict[str, float]]:
+    """The JSON lines of a file as they are written, until the process has ended."""
+    with path.open() as file:
+        unfinished = ""
+        while True:
+            ended = process.poll() is not None  # asked first, so that nothing is left to read after
+            *lines, unfinished = (unfinished + file.read()).split("\n")
+            yield from map(json.loads, lines)
+            if ended or time.monotonic() > deadline:
+                return
+            time.sleep(0.1)
+
+
+def results(runs: list[Run]) -> Table:
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
+        caption="loss: the mean of the last epoch;\n"
+        "difference: the largest of all steps from the first run, the reference",
+    )
+    for header in ("run", "launcher", "ranks x\nimages", "batch norm"):
+        table.add_column(header, no_wrap=True)
+    for header in ("test\nacc.", "loss", "difference", "time"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for _, group in itertools.groupby(runs, key=lambda run: (run.num_ranks, run.norm)):
+        for run in group:
+            difference = run.differences(runs[0])[-1]
+            table.add_row(
+                run.framework,
+                run.launcher,
+                run.images,
+                "multi-node" if run.norm == "sync" else "plain",
+                f"{run.accuracy:.1%}",
+                f"{np.mean(run.losses[-STEPS_PER_EPOCH:]):.4f}",
+                "" if run is runs[0] else f"{difference:.1e}",
+                f"{run.seconds:.1f} s",
+                style="green" if difference < TOLERANCE else "red",
+            )
+        table.add_section()
+    return table
+
+
+def plot(runs: list[Run], path: Path) -> None:
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    losses, differences = figure.subplots(1, 2)
+    palettes = {
+        (1, "plain"): ["black", "gray"],
+        (2, "plain"): ["firebrick", "tomato", "orange"],
+        (2, "sync"): ["tab:blue", "turquoise", "limegreen"],
+    }
+    width = 25  # steps in a moving average
+    for group, members in itertools.groupby(runs, key=lambda run: (run.num_ranks, run.norm)):
+        for i, (run, color) in enumerate(zip(members, palettes[group], strict=True)):
+            # Curves lie on each other: the reference is wide, the others take turns as dashes.
+            style: dict[str, Any] = {"color": color, "linewidth": 1.8}
+            if run.num_ranks > 1:
+                style["linestyle"] = (4 * i, (4, 8))
+            if run is runs[0]:
+                style |= {"linewidth": 5, "alpha": 0.25}
+            steps = np.arange(len(run.losses))
+            smooth = np.convolve(run.losses, np.full(width, 1 / width), mode="valid")
+            losses.plot(steps[width - 1 :], smooth, label=run.label, **style)
+            if run is not runs[0]:
+                differences.plot(steps, run.differences(runs[0]), **style)
+    losses.set(title=f"Training loss, mean of {width} steps", ylabel="loss")
+    differences.set(title="Largest difference from the reference so far", ylabel="difference")
+    differences.axhline(TOLERANCE, color="gray", linewidth=0.8, linestyle=":")
+    for axes in (losses, differences):
+        axes.set(xlabel="step", yscale="log")
+        axes.grid(alpha=0.25)
+    handles, labels = losses.get_legend_handles_labels()
+    legend = figure.legend(
+        handles[2:] + handles[:2],  # by columns: two ranks plain, two ranks multi-node, alone
+        labels[2:] + labels[:2],
+        loc="outside lower center",
+        ncols=3,
+        frameon=False,
+    )
+    for line in legend.get_lines():
+        line.set_linestyle("-")
+    figure.savefig(path, dpi=150)
+
+
+def verdict(runs: list[Run]) -> tuple[bool, str]:
+    """Whether just those runs follow the reference that should, and a sentence on it."""
+    reference, *others = runs
+    parts = [run for run in others if run.num_ranks > 1 and run.norm == "plain"]
+    largest = max(run.differences(reference)[-1] for run in others if run not in parts)
+    smallest = min(run.differences(reference)[-1] for run in parts)
+    holds = bool(largest < TOLERANCE < smallest)
+    return holds, (
+        f"{'It holds' if holds else 'It does NOT hold'}: over {len(reference.losses)} steps, two "
+        f"ranks with multi-node batch normalization stay within {largest:.1e} of the loss of one "
+        "process that has the whole batch, in torch and in Chainer; with plain batch normalization "
+        f"they depart from it by {smallest:.1e} or more."
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=3 * STEPS_PER_EPOCH, help="default: 3 epochs")
+    parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # run `finally` blocks
+
+    console = Console()
+    runs = all_runs()
+    start = time.monotonic()
+    try:
+        for index, run in enumerate(runs):
+            execute(run, index, args.steps, args.dtype, console)
+    except RunError as error:
+        message, output = error.args
+        console.print(output, markup=False, highlight=False)
+        console.print(f"[bold red]{message}")
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+    console.print(results(runs))
+    plot(runs, OUT / "demo.png")
+    holds, sentence = verdict(runs)
+    console.print(sentence, style="bold green" if holds else "bold red", highlight=False)
+    console.print(f"{time.monotonic() - start:.0f} s; curves: {OUT / 'demo.png'}", highlight=False)
+    return 0 if holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""Train in torch over torch.distributed, with DistributedDataParallel.
+
+torchrun --nproc-per-node 2 examples/train_torchrun.py --norm sync
+"""
+
+import digits
+import torch
+import torch.distributed as dist
+from common import LEARNING_RATE, MOMENTUM, parse_args, write_line
+from resnet_torch import ResNet, accuracy
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from multibn.torch_backend import convert_sync_batchnorm
+
+
+def main() -> None:
+    args = parse_args(__doc__)
+    torch.set_default_dtype(getattr(torch, args.dtype))
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    train, test = (
+        [torch.from_numpy(a) for a in images_and_labels]
+        for images_and_labels in digits.load(args.dtype)
+    )
+
+    model = ResNet()
+    if args.norm == "sync":
+        convert_sync_batchnorm(model)
+    parallel = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+
+    for step, part in enumerate(digits.batches(args.steps, rank, size)):
+        loss = F.cross_entropy(parallel(train[0][part]), train[1][part])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+        loss = loss.detach()
+        dist.all_reduce(loss)
+        if rank == 0:
+            write_line(args.output, step=step, loss=loss.item() / size)
+
+    # All ranks evaluate, not rank 0 alone: a rank that exits right after its last collective may be
+    # aborted by gloo's thread, which still has to let go of the tensor.
+    test_accuracy = accuracy(model, *test)
+    if rank == 0:
+        write_line(args.output, accuracy=test_accuracy)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
