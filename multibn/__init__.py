@@ -5,11 +5,14 @@ This module is the engine, which imports no framework. The layers are in `multib
 """
 
 from multibn.communicators import Communicator as Communicator
+from multibn.communicators import Group as Group
 from multibn.communicators import SingleProcess as SingleProcess
 from multibn.communicators import as_communicator as as_communicator
 from multibn.population import PopulationEstimator as PopulationEstimator
 from multibn.population import running_variance as running_variance
 from multibn.population import update_running as update_running
+from multibn.recompute import recording as recording
+from multibn.recompute import replaying as replaying
 from multibn.statistics import BatchStatistics as BatchStatistics
 from multibn.statistics import GradientSums as GradientSums
 from multibn.statistics import Moments as Moments

@@ -85,6 +85,11 @@ def reduced_axes(ndim: int, channel_axes: Sequence[int] = (1,)) -> tuple[int, ..
     return tuple(i for i in range(ndim) if i not in channel_axes)
 
 
+def channels(x: Array, axis: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the axes of `x` that are not reduced: that of its statistics."""
+    return tuple(n for i, n in enumerate(x.shape) if i not in axis)
+
+
 def local_moments(x: Array, /, *, axis: tuple[int, ...] | None = None) -> Moments:
     """Moments of `x` over `axis`; all zero for an empty batch.
 
@@ -314,10 +319,15 @@ def check_weighting(weighting: object) -> None:
 def require_floating(x: Array) -> None:
     """Raise TypeError unless `x` is of a real floating-point dtype."""
     if not array_namespace(x).isdtype(x.dtype, "real floating"):
-        raise TypeError(
-            f"the input must be of a real floating-point dtype: got {x.dtype}. "
-            "Convert it first, to float32 for example."
-        )
+        raise not_floating(x)
+
+
+def not_floating(x: Array) -> TypeError:
+    """The error for an input of another dtype."""
+    return TypeError(
+        f"the input must be of a real floating-point dtype: got {x.dtype}. "
+        "Convert it first, to float32 for example."
+    )
 
 
 def _times(scale: Array, weight: Array | None) -> Array:

@@ -5,7 +5,7 @@ from typing import Any
 import chainer
 from chainer import FunctionNode, Variable
 
-from multibn import statistics
+from multibn import recompute, statistics
 from multibn._typing import Array, Weighting
 from multibn.communicators import Communicator, as_communicator
 from multibn.statistics import BatchStatistics
@@ -70,10 +70,24 @@ def multi_node_batch_normalization(
     if axis is None:
         axis = default_axis(x.ndim, 1 if channels is None else len(channels))
     check_input(x, channels, axis, communicator)
-    batch = statistics.batch_statistics(
-        chainer.as_array(x), communicator, weighting=weighting, axis=axis
-    )
+    batch = batch_statistics(x, communicator, weighting=weighting, axis=axis)
     return normalize(x, gamma, beta, batch, communicator, eps=eps, axis=axis), batch
+
+
+def batch_statistics(
+    x: Any, communicator: Communicator, /, *, weighting: Weighting, axis: tuple[int, ...]
+) -> BatchStatistics:
+    """Statistics of the whole batch over `axis`.
+
+    Collective, unless they are replayed (see `multibn.recompute`).
+    """
+
+    def compute() -> BatchStatistics:
+        return statistics.batch_statistics(
+            chainer.as_array(x), communicator, weighting=weighting, axis=axis
+        )
+
+    return recompute.taped(compute, statistics.channels(x, axis))
 
 
 def normalize(
@@ -108,7 +122,9 @@ def check_input(
     error = _input_error(x, channels, axis)
     if error is None:
         return
-    size = chainer.utils.size_of_shape(_kept(x, axis) if channels is None else channels)
+    size = chainer.utils.size_of_shape(
+        statistics.channels(x, axis) if channels is None else channels
+    )
     if size > 0:
         statistics.refuse(communicator, size, like=chainer.as_array(x))
     raise error
@@ -122,7 +138,7 @@ def _input_error(
             f"the input must have 2 or more dimensions and all of the axes to reduce, {axis}: "
             f"got shape {x.shape}."
         )
-    kept = _kept(x, axis)
+    kept = statistics.channels(x, axis)
     if 0 in kept:
         return ValueError(f"the input must have channels: got {kept} in shape {x.shape}.")
     if channels is not None and kept != channels:
@@ -135,10 +151,6 @@ def _input_error(
     except TypeError as error:
         return error
     return None
-
-
-def _kept(x: Any, axis: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(n for i, n in enumerate(x.shape) if i not in axis)
 
 
 class _Normalize(FunctionNode):

@@ -7,7 +7,7 @@ import numpy as np
 from chainer import functions as F
 from chainer import initializers
 
-from multibn import population, statistics
+from multibn import population, recompute, statistics
 from multibn._typing import RunningVar, Weighting
 from multibn.chainer_backend import functions
 from multibn.communicators import SingleProcess, as_communicator
@@ -159,15 +159,14 @@ class MultiNodeBatchNormalization(chainer.Link):
             x, None if self.avg_mean is None else self.avg_mean.shape, axis, communicator
         )
         if self.avg_mean is None:
-            self._initialize(tuple(n for i, n in enumerate(x.shape) if i not in axis))
+            self._initialize(statistics.channels(x, axis))
         if not chainer.config.train:
             return F.fixed_batch_normalization(
                 x, *self._scale_and_shift(), self.avg_mean, self.avg_var, self.eps, axis
             )
-        batch = statistics.batch_statistics(
-            chainer.as_array(x), communicator, weighting=self.weighting, axis=axis
-        )
-        self._update_averages(batch, num_elements(x, axis), finetune)
+        batch = functions.batch_statistics(x, communicator, weighting=self.weighting, axis=axis)
+        if not recompute.in_recomputing():
+            self._update_averages(batch, num_elements(x, axis), finetune)
         return functions.normalize(
             x, self.gamma, self.beta, batch, communicator, eps=self.eps, axis=axis
         )

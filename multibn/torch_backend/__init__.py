@@ -1,8 +1,19 @@
 """PyTorch layers whose batch statistics are shared between processes."""
 
+from multibn.torch_backend.checkpointing import checkpoint_contexts as checkpoint_contexts
+from multibn.torch_backend.checkpointing import recomputed as recomputed
+from multibn.torch_backend.config import get_norm as get_norm
 from multibn.torch_backend.convert import BatchNorm as BatchNorm
 from multibn.torch_backend.convert import convert_sync_batchnorm as convert_sync_batchnorm
 from multibn.torch_backend.convert import revert_sync_batchnorm as revert_sync_batchnorm
 from multibn.torch_backend.functional import sync_batch_norm as sync_batch_norm
 from multibn.torch_backend.gradients import average_gradients as average_gradients
 from multibn.torch_backend.modules import SyncBatchNorm as SyncBatchNorm
+from multibn.torch_backend.naive import NaiveSyncBatchNorm1d as NaiveSyncBatchNorm1d
+from multibn.torch_backend.naive import NaiveSyncBatchNorm2d as NaiveSyncBatchNorm2d
+from multibn.torch_backend.naive import NaiveSyncBatchNorm3d as NaiveSyncBatchNorm3d
+from multibn.torch_backend.precise_bn import sync_running_stats as sync_running_stats
+from multibn.torch_backend.precise_bn import update_bn_stats as update_bn_stats
+from multibn.torch_backend.sub_batch_norm import SubBatchNorm1d as SubBatchNorm1d
+from multibn.torch_backend.sub_batch_norm import SubBatchNorm2d as SubBatchNorm2d
+from multibn.torch_backend.sub_batch_norm import SubBatchNorm3d as SubBatchNorm3d

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multibn import statistics
+from multibn import recompute, statistics
 from multibn._typing import Weighting
 from multibn.communicators import Communicator, as_communicator
 from multibn.statistics import BatchStatistics, GradientSums
@@ -67,7 +67,23 @@ def sync_batch_norm(
     shapes = [tuple(p.shape) for p in (weight, bias) if p is not None]
     if len(set(shapes)) > 1 or any(len(shape) != 1 for shape in shapes):
         raise ValueError(f"`weight` and `bias` must have the same shape (C,): got {shapes}.")
-    check_input(x, shapes[0][0] if shapes else None, communicator)
+    num_channels = shapes[0][0] if shapes else None
+    return forward(x, weight, bias, num_channels, communicator, eps=eps, weighting=weighting)
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    num_channels: int | None,
+    communicator: Communicator,
+    /,
+    *,
+    eps: float,
+    weighting: Weighting,
+) -> tuple[Tensor, BatchStatistics]:
+    """`check_input`, `batch_statistics` and `normalize`. Collective."""
+    check_input(x, num_channels, communicator)
     batch = batch_statistics(x, communicator, weighting=weighting)
     return normalize(x, weight, bias, batch, communicator, eps=eps, weighting=weighting), batch
 
@@ -82,10 +98,17 @@ def batch_statistics(
 ) -> BatchStatistics:
     """Statistics of the whole batch over `axis` (default: all but 1), without a gradient.
 
-    Collective.
+    Collective, unless they are replayed (see `multibn.recompute`).
     """
-    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-        return statistics.batch_statistics(x.detach(), communicator, weighting=weighting, axis=axis)
+    axis = statistics.reduced_axes(x.ndim) if axis is None else axis
+
+    def compute() -> BatchStatistics:
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            return statistics.batch_statistics(
+                x.detach(), communicator, weighting=weighting, axis=axis
+            )
+
+    return recompute.taped(compute, statistics.channels(x, axis))
 
 
 def normalize(
@@ -106,6 +129,34 @@ def normalize(
     """
     y: Tensor = _Normalize.apply(x, weight, bias, batch, communicator, eps, weighting, axis)
     return y
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    batch: BatchStatistics,
+    communicator: Communicator,
+    /,
+    *,
+    eps: float,
+    needs_dx: bool,
+    axis: tuple[int, ...] | None = None,
+) -> tuple[Tensor | None, GradientSums]:
+    """Gradient of `x`, and this rank's sums. Collective if `needs_dx`."""
+    local = statistics.backward_sums(dy, x, batch, eps=eps, axis=axis)
+    if not needs_dx:
+        return None, local
+    sums = statistics.aggregate_sums(local, communicator)
+    return (
+        statistics.input_gradient(dy, x, batch, sums, weight=weight, eps=eps, axis=axis),
+        local,
+    )
+
+
+def in_recomputing() -> bool:
+    """Whether this forward pass is one that runs again (see `multibn.recompute`)."""
+    return recompute.in_recomputing()
 
 
 def check_input(x: Any, num_channels: int | None, communicator: Communicator, /) -> None:
@@ -141,10 +192,8 @@ def _input_error(x: Any, num_channels: int | None) -> Exception | None:
             "`num_features` or the length of `weight` and `bias`: "
             f"got {x.shape[1]} in shape {shape}."
         )
-    try:
-        statistics.require_floating(x)
-    except TypeError as error:
-        return error
+    if not x.dtype.is_floating_point:
+        return statistics.not_floating(x)
     return None
 
 
@@ -175,26 +224,20 @@ class _Normalize(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             if torch.is_grad_enabled():  # create_graph
                 return (*_differentiable_backward(ctx, dy, x, weight, bias), *[None] * 5)
-            batch = BatchStatistics(*saved)
-            local = statistics.backward_sums(dy, x, batch, eps=ctx.eps, axis=ctx.axis)
-            dx = None
-            if ctx.needs_input_grad[0]:
-                sums = statistics.aggregate_sums(local, ctx.communicator)
-                dx = statistics.input_gradient(
-                    dy, x, batch, sums, weight=weight, eps=ctx.eps, axis=ctx.axis
-                )
-            return (dx, *_parameter_gradients(ctx, local, weight, bias), *[None] * 5)
-
-
-def _parameter_gradients(
-    ctx: Any, local: GradientSums, weight: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    dweight = dbias = None
-    if weight is not None and ctx.needs_input_grad[1]:
-        dweight = local.sum_dy_xhat.to(weight)
-    if bias is not None and ctx.needs_input_grad[2]:
-        dbias = local.sum_dy.to(bias)
-    return dweight, dbias
+            needs_dx, needs_dweight, needs_dbias, *_ = ctx.needs_input_grad
+            dx, local = backward(
+                dy,
+                x,
+                weight,
+                BatchStatistics(*saved),
+                ctx.communicator,
+                eps=ctx.eps,
+                needs_dx=needs_dx,
+                axis=ctx.axis,
+            )
+            dweight = local.sum_dy_xhat.to(weight) if needs_dweight else None
+            dbias = local.sum_dy.to(bias) if needs_dbias else None
+            return (dx, dweight, dbias, *[None] * 5)
 
 
 def _differentiable_backward(

@@ -10,9 +10,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from multibn import population, statistics
 from multibn._typing import RunningVar, Weighting
 from multibn.communicators import Communicator, SingleProcess, as_communicator
-from multibn.kernels.generic import num_elements
-from multibn.statistics import BatchStatistics, reduced_axes
-from multibn.torch_backend import functional
+from multibn.statistics import BatchStatistics
+from multibn.torch_backend import compiled, functional
+
+_ALONE = SingleProcess()
+compiled.register(_ALONE)
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -106,27 +108,31 @@ class SyncBatchNorm(_BatchNorm):
     @process_group.setter
     def process_group(self, obj: Any) -> None:
         self._communicator = as_communicator(obj)
+        compiled.register(self._communicator)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        compiled.register(self._communicator)
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training and self.running_mean is not None:
-            functional.check_input(input, self.num_features, SingleProcess())
+            functional.check_input(input, self.num_features, _ALONE)
             return F.batch_norm(
                 input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
             )
-        communicator = self._communicator if self.training else SingleProcess()
-        functional.check_input(input, self.num_features, communicator)
-        batch = functional.batch_statistics(input, communicator, weighting=self.weighting)
-        if self.training and self.track_running_stats:
-            self._update_running(batch, num_elements(input, reduced_axes(input.ndim)))
-        return functional.normalize(
+        backend = compiled if torch.compiler.is_compiling() else functional
+        y, batch = backend.forward(
             input,
             self.weight,
             self.bias,
-            batch,
-            communicator,
+            self.num_features,
+            self._communicator if self.training else _ALONE,
             eps=self.eps,
             weighting=self.weighting,
         )
+        if self.training and self.track_running_stats and not backend.in_recomputing():
+            self._update_running(batch, input.numel() // self.num_features)
+        return y
 
     @torch.no_grad()
     def _update_running(self, batch: BatchStatistics, local_count: int) -> None:
@@ -138,7 +144,8 @@ class SyncBatchNorm(_BatchNorm):
         momentum: float | Tensor | None = self.momentum
         if momentum is None:  # 1/n, left on the device; nothing is read if all ranks are empty
             momentum = self.num_batches_tracked.clamp(min=1).double().reciprocal().to(batch.mean)
-        mean, var = population.update_running(
+        update = compiled if torch.compiler.is_compiling() else population
+        mean, var = update.update_running(
             self.running_mean,
             self.running_var,
             batch,

@@ -17,7 +17,7 @@ ROOMS = [
     ["multibn._typing"],
     ["multibn.kernels", "multibn.communicators"],
     ["multibn.statistics"],
-    ["multibn.population"],
+    ["multibn.population", "multibn.recompute"],
     ["multibn"],
     ["multibn.torch_backend", "multibn.chainer_backend"],
 ]

@@ -1,0 +1,102 @@
+"""Batch statistics of a first pass, reused when the pass runs again.
+
+An activation-checkpointed or reversible block runs its forward pass twice. What is wrapped in
+`recording` keeps each layer's batch statistics on a tape that belongs to that one call, and
+`replaying` hands them back in order: the second pass communicates nothing, updates nothing, and
+gives the numbers of the first bit for bit.
+
+Both may be nested, in themselves and in each other: a checkpoint inside a checkpoint records anew
+while the outer one replays. They belong to the thread that enters them.
+"""
+
+import threading
+from collections.abc import Callable
+
+from multibn.statistics import BatchStatistics
+
+
+class Tape:
+    """The batch statistics of one forward pass, in the order of its layers."""
+
+    def __init__(self) -> None:
+        self.entries: list[BatchStatistics] = []
+
+
+class _Pass:
+    """A context that stands on its thread's stack while it is entered."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+
+    def __enter__(self) -> Tape:
+        _stack().append(self)
+        return self.tape
+
+    def __exit__(self, *exception: object) -> None:
+        _stack().remove(self)
+
+
+class recording(_Pass):  # noqa: N801 (read as a verb: `with recording() as tape`)
+    """Context manager of a first pass; yields the `Tape` that it fills."""
+
+    def __init__(self) -> None:
+        super().__init__(Tape())
+
+
+class replaying(_Pass):  # noqa: N801
+    """Context manager of a pass that runs again, from the start of `tape`; can be entered again."""
+
+    def __enter__(self) -> Tape:
+        self.position = 0
+        return super().__enter__()
+
+    def next(self, channels: tuple[int, ...]) -> BatchStatistics:
+        if self.position == len(self.tape.entries):
+            raise RuntimeError(
+                f"the recomputation has met more batch norms than the first pass, which had "
+                f"{self.position}. A recomputed block must do the same both times."
+            )
+        batch = self.tape.entries[self.position]
+        self.position += 1
+        if tuple(batch.mean.shape) != channels:
+            raise RuntimeError(
+                f"batch norm {self.position} of the recomputation has channels {channels} where "
+                f"the first pass had {tuple(batch.mean.shape)}. A recomputed block must do the "
+                "same both times."
+            )
+        return batch
+
+
+def in_recomputing() -> bool:
+    """Whether this pass runs again, so that nothing may be updated."""
+    return any(isinstance(p, replaying) for p in _stack())
+
+
+def taped(compute: Callable[[], BatchStatistics], channels: tuple[int, ...]) -> BatchStatistics:
+    """Statistics from the tape that is replayed, else from `compute`; noted on those that record.
+
+    `channels` is the shape of the statistics, `(C,)`.
+    """
+    recorders = []
+    for current in reversed(_stack()):
+        if isinstance(current, replaying):
+            batch = current.next(channels)
+            break
+        recorders.append(current)
+    else:
+        batch = compute()
+    for recorder in recorders:
+        recorder.tape.entries.append(batch)
+    return batch
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[_Pass] = []
+
+
+_local = _Local()
+
+
+def _stack() -> list[_Pass]:
+    return _local.stack

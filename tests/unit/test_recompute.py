@@ -1,0 +1,162 @@
+"""Statistics of a first pass, replayed: the tape, torch's checkpointing, and Chainer links."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multibn import BatchStatistics, SingleProcess, recording, replaying
+from multibn.recompute import Tape, in_recomputing, taped
+from tests.helpers import require
+from tests.helpers.ranks import CountingCommunicator
+
+ONES = np.ones(3)
+
+
+def batch(value: float) -> BatchStatistics:
+    return BatchStatistics(value * ONES, ONES, np.array(1.0), np.array(1.0))
+
+
+def never() -> BatchStatistics:
+    raise AssertionError("computed again")
+
+
+def test_replayed_in_order_and_again() -> None:
+    with recording() as tape:
+        for value in (1.0, 2.0):
+            taped(lambda value=value: batch(value), (3,))  # type: ignore[misc]
+        assert not in_recomputing()
+    replay = replaying(tape)
+    for _ in range(2):  # a backward pass with retain_graph may come twice
+        with replay:
+            assert in_recomputing()
+            assert [taped(never, (3,)).mean[0] for _ in range(2)] == [1, 2]
+    assert not in_recomputing()
+    assert taped(lambda: batch(3.0), (3,)).mean[0] == 3
+    assert len(tape.entries) == 2
+
+
+def test_a_checkpoint_inside_a_checkpoint() -> None:
+    """The inner block's first pass is part of both; the outer's second feeds a new inner one."""
+    with recording() as outer, recording() as inner:
+        taped(lambda: batch(1.0), (3,))
+    assert outer.entries == inner.entries
+    with replaying(outer), recording() as again:
+        taped(never, (3,))
+    assert again.entries == outer.entries
+    with recording() as around:
+        with replaying(inner):
+            taped(never, (3,))
+        taped(lambda: batch(2.0), (3,))
+    assert [b.mean[0] for b in around.entries] == [2]
+
+
+def test_a_pass_that_differs_is_an_error() -> None:
+    tape = Tape()
+    tape.entries.append(batch(1.0))
+    with replaying(tape):
+        with pytest.raises(RuntimeError, match=r"has channels \(4,\) where the first pass had \(3"):
+            taped(never, (4,))
+        with pytest.raises(RuntimeError, match="met more batch norms than the first pass, which h"):
+            taped(never, (3,))
+
+
+def test_the_stack_is_restored_after_an_error() -> None:
+    with pytest.raises(KeyError), recording(), replaying(Tape()):
+        raise KeyError
+    assert not in_recomputing()
+
+
+def chain_of_links(communicator: Any) -> Any:
+    require.need("chainer")
+    from multibn.chainer_backend import MultiNodeBatchNormalization
+
+    return MultiNodeBatchNormalization(3, communicator)
+
+
+def test_a_chainer_link_replays() -> None:
+    counting = CountingCommunicator(SingleProcess())
+    link = chain_of_links(counting)
+    x = np.random.default_rng(0).normal(size=(4, 3)).astype("f")
+    with recording() as tape:
+        first = link(x).array
+    kept = link.avg_var.copy()
+    with replaying(tape):
+        np.testing.assert_array_equal(link(x).array, first)
+    np.testing.assert_array_equal(link.avg_var, kept)
+    assert counting.take() == [8]
+
+
+@pytest.fixture
+def torch() -> Any:
+    require.need("torch")
+    import torch
+
+    return torch
+
+
+def build(torch: Any, communicator: Any, foreign: bool) -> Any:
+    from multibn.torch_backend import SyncBatchNorm
+
+    torch.manual_seed(0)
+    norm = torch.nn.BatchNorm2d(4) if foreign else SyncBatchNorm(4, process_group=communicator)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3),
+        SyncBatchNorm(4, process_group=communicator),
+        torch.nn.ReLU(),
+        norm,
+        torch.nn.ReLU(),
+        torch.nn.Dropout(0.5),
+        SyncBatchNorm(4, momentum=None, process_group=communicator),
+    )
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_torch_checkpoint_equals_the_stored_run(
+    torch: Any, use_reentrant: bool, foreign: bool, depth: int
+) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    from multibn.torch_backend import checkpoint_contexts, recomputed
+
+    counting = CountingCommunicator(SingleProcess())
+    stored, model = (build(torch, counting, foreign) for _ in range(2))
+
+    def checkpointed(function: Any, x: Any) -> Any:
+        if use_reentrant:
+            return checkpoint(recomputed(function), x, use_reentrant=True)
+        return checkpoint(function, x, use_reentrant=False, context_fn=checkpoint_contexts)
+
+    def run(x: Any) -> Any:
+        return model(x) if depth == 1 else checkpointed(model, x)
+
+    for seed in range(3):
+        results = []
+        for step in (stored, lambda x: checkpointed(run, x)):
+            torch.manual_seed(seed)
+            x = torch.randn(2, 3, 6, 6, requires_grad=True)
+            counting.take()
+            y = step(x)
+            forward = counting.take()
+            y.square().sum().backward()
+            results.append((y, x.grad, forward, counting.take()))
+        (y, dx, *messages), (y_again, dx_again, *messages_again) = results
+        assert torch.equal(y, y_again)
+        assert torch.equal(dx, dx_again)
+        assert messages == messages_again
+    for (name, a), b in zip(stored.state_dict().items(), model.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+    for a, b in zip(stored.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_torchs_own_checkpoint_updates_twice(torch: Any) -> None:
+    """The negative control."""
+    from torch.utils.checkpoint import checkpoint
+
+    model = build(torch, SingleProcess(), foreign=True)
+    x = torch.randn(2, 3, 6, 6, requires_grad=True)
+    checkpoint(model, x, use_reentrant=False).sum().backward()
+    assert int(model[1].num_batches_tracked) == int(model[3].num_batches_tracked) == 2
