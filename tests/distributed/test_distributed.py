@@ -24,6 +24,7 @@ RUNS = [
     Run("checks_chainermn", ("mpiexec",), (2, 3, 4), ("chainer",)),
     Run("checks_chainer", launch.LAUNCHERS, (2, 3), ("chainer",)),
     Run("checks_torch", launch.LAUNCHERS, (2, 3), ("torch",)),
+    Run("checks_torch_features", launch.LAUNCHERS, (2, 4), ("torch",)),
     Run("checks_collectives", launch.LAUNCHERS, (2, 8), ("torch", "chainer")),
 ]
 

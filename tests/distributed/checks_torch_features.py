@@ -1,0 +1,146 @@
+"""The layer inside what torch wraps around models: compilation, checkpoints, sharding, join."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from multibn.communicators import Communicator
+from multibn.communicators.torch_distributed import TorchDistributed
+from multibn.torch_backend import (
+    SyncBatchNorm,
+    checkpoint_contexts,
+    convert_sync_batchnorm,
+    recomputed,
+)
+from tests.helpers.ranks import CountingCommunicator
+
+
+def _parts(world: Communicator, *shape: int) -> list[torch.Tensor]:
+    """All ranks' inputs, of equal shape."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).double() for _ in range(world.size)]
+
+
+def _network(**options: Any) -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4, **options),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 3),
+        nn.BatchNorm2d(4, **options),
+        nn.Flatten(),
+        nn.Linear(4 * 4 * 4, 2),
+    ).double()
+
+
+def check_compiled_with_fullgraph(world: Communicator) -> None:
+    import warnings
+
+    for momentum in (0.1, None):
+        eager = convert_sync_batchnorm(_network(momentum=momentum), world)
+        torch._dynamo.reset()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of its imports
+            compiled = torch.compile(copy.deepcopy(eager), fullgraph=True)
+            results = []
+            for net in (eager, compiled):
+                for step in range(3):
+                    x = (_parts(world, 2, 3, 8, 8)[world.rank] + step).requires_grad_()
+                    y = net(x)
+                    y.square().sum().backward()
+                    results.append((y, x.grad))
+        torch.testing.assert_close(results[:3], results[3:], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            list(compiled.state_dict().values()), list(eager.state_dict().values())
+        )
+
+
+def check_collectives_of_twenty_layers(world: Communicator) -> None:
+    counting = CountingCommunicator(world)
+    layers = [nn.Sequential(SyncBatchNorm(4, process_group=counting), nn.ReLU()) for _ in range(20)]
+    forward, backward = [2 * 4 + 2] * 20, [2 * 4] * 20
+
+    def stored(x: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    def context(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(stored, x, use_reentrant=False, context_fn=checkpoint_contexts)
+
+    def reentrant(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(recomputed(stored), x, use_reentrant=True)
+
+    outputs, state = [], copy.deepcopy([layer.state_dict() for layer in layers])
+    for run in (stored, context, reentrant):
+        for layer, before in zip(layers, state, strict=True):
+            layer.load_state_dict(before)
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(world.rank)).requires_grad_()
+        y = run(x)
+        assert counting.take() == forward
+        y.square().sum().backward()
+        assert counting.take() == backward
+        outputs.append([y, x.grad, *[v for layer in layers for v in layer.state_dict().values()]])
+    for output in outputs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(outputs[0], output, strict=True))
+
+
+def _train(net: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(net.parameters(), 0.05)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def check_sharded(world: Communicator) -> None:
+    """FSDP and FSDP2 on CPU train like one process on the whole batch."""
+    if not isinstance(world, TorchDistributed):
+        return
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    parts = _parts(world, 4, 3, 8, 8)
+    whole = _network()
+    expected = torch.stack(_train(whole, torch.cat(parts)))
+    mesh = dist.init_device_mesh("cpu", (world.size,))
+
+    def shard2(net: nn.Module) -> nn.Module:
+        return fully_shard(net, mesh=mesh)
+
+    def shard1(net: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(net, device_id=torch.device("cpu"))
+
+    for shard in (shard2, shard1):
+        net = shard(convert_sync_batchnorm(_network()))
+        losses = world.allreduce(torch.stack(_train(net, parts[world.rank]))) / world.size
+        torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-11)
+        buffers = dict(whole.named_buffers())
+        for name, buffer in net.named_buffers():
+            torch.testing.assert_close(buffer, buffers[name.removeprefix("_fsdp_wrapped_module.")])
+
+
+def check_join_fails_cleanly(world: Communicator) -> None:
+    """Uneven data under DDP's join: an error on every rank, no abort and no hang."""
+    if not isinstance(world, TorchDistributed):
+        return
+    from torch.nn.parallel import DistributedDataParallel
+
+    net = DistributedDataParallel(convert_sync_batchnorm(_network()))
+    x = _parts(world, 2, 3, 8, 8)[world.rank]
+    message = ""
+    try:
+        with net.join(throw_on_early_termination=True):
+            for _ in range(2 + world.rank):
+                net(x).sum().backward()
+    except RuntimeError as error:
+        message = str(error)
+    assert "exhausted" in message
