@@ -109,6 +109,7 @@ class PopulationEstimator:
 
 def _step(running: Array, new: Array, momentum: float | Array) -> Array:
     xp = array_namespace(running)
-    wide = as_wide(running)
-    wide = wide + momentum * (new - wide)
+    # Not running + momentum * (new - running), which keeps rounding errors of the old value even
+    # where momentum is 1.
+    wide = (1 - momentum) * as_wide(running) + momentum * new
     return to_device(xp.astype(wide, running.dtype, copy=False), device(running))

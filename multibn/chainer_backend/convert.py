@@ -1,6 +1,7 @@
 """Exchange the batch normalization links of a model for multi-node ones."""
 
 import copy
+import itertools
 import warnings
 from typing import Any
 
@@ -8,6 +9,16 @@ import chainer
 from chainer import links as L
 
 from multibn.chainer_backend.links import MultiNodeBatchNormalization
+
+# What a class may define and still behave like L.BatchNormalization.
+_HARMLESS = {
+    "__annotations__",
+    "__doc__",
+    "__firstlineno__",
+    "__init__",
+    "__module__",
+    "__static_attributes__",
+}
 
 
 def create_mnbn_model(
@@ -29,63 +40,48 @@ def create_mnbn_model(
     Warns
     -----
     UserWarning
-        For a link derived from L.BatchNormalization with a forward pass of its own, such as
+        For a link whose class overrides more of L.BatchNormalization than its constructor, such as
         L.BatchRenormalization: it is copied as it is.
     """
-    done: dict[int, chainer.Link] = {}
-
-    def visit(old: chainer.Link) -> chainer.Link:
-        if id(old) not in done:
-            done[id(old)] = new = _exchange(old, comm, communication_backend)
-            if isinstance(new, chainer.Chain):
-                for name in new._children:
-                    new.__dict__[name] = visit(new.__dict__[name])
-            elif isinstance(new, chainer.ChainList):
-                new._children[:] = [visit(child) for child in new._children]
-            # A Sequential also keeps functions, and its links a second time.
-            if isinstance(new, chainer.Sequential):
-                new._layers[:] = [
-                    visit(layer) if isinstance(layer, chainer.Link) else layer
-                    for layer in new._layers
-                ]
-        return done[id(old)]
-
-    return visit(copy.deepcopy(link))
+    # A deep copy that finds a new link in the memo wherever the old one stands: as a child, as a
+    # layer of a Sequential, or in any other attribute.
+    memo: dict[int, Any] = {}
+    for old in link.links():
+        if isinstance(old, L.BatchNormalization) and not _obstructed(old):
+            memo[id(old)] = _convert(old, comm, communication_backend, memo)
+    return copy.deepcopy(link, memo)
 
 
-def _exchange(link: chainer.Link, comm: Any, communication_backend: str) -> chainer.Link:
-    if not isinstance(link, L.BatchNormalization):
-        return link
-    if type(link).forward is not L.BatchNormalization.forward:
-        warnings.warn(
-            f"{type(link).__module__}.{type(link).__qualname__} is copied as it is, its statistics "
-            "stay local: the class has a forward pass of its own, which conversion would drop.",
-            stacklevel=4,
-        )
-        return link
-    new = MultiNodeBatchNormalization(
-        None if link.avg_mean is None else link.avg_mean.shape,
-        comm,
-        link.decay,
-        link.eps,
-        link._highprec_dtype,
-        use_gamma=False,
-        use_beta=False,
-        communication_backend=communication_backend,
-        axis=link.axis,
+def _obstructed(link: L.BatchNormalization) -> bool:
+    """Warn and return True if the link's class is more than L.BatchNormalization."""
+    cls = type(link)
+    derived = itertools.takewhile(lambda base: base is not L.BatchNormalization, cls.__mro__)
+    overridden = sorted({name for base in derived for name in vars(base)} - _HARMLESS)
+    if not overridden:
+        return False
+    warnings.warn(
+        f"{cls.__module__}.{cls.__qualname__} is copied as it is, its statistics stay local: its "
+        f"class overrides {', '.join(overridden)}, which would be lost.",
+        stacklevel=3,
     )
-    new.name = link.name
-    new.to_device(link.device)
-    with new.init_scope():  # the very parameters of the copy, which other links may share
-        for name in ("gamma", "beta"):
-            if getattr(link, name) is not None:
-                setattr(new, name, getattr(link, name))
-    for name in ("N", "avg_mean", "avg_var"):
-        setattr(new, name, getattr(link, name))
-    if link.avg_mean is None:
-        initial_mean, initial_var = link._initial_avg_mean, link._initial_avg_var
+    return True
+
+
+def _convert(
+    old: L.BatchNormalization, comm: Any, communication_backend: str, memo: dict[int, Any]
+) -> MultiNodeBatchNormalization:
+    new = MultiNodeBatchNormalization(
+        None if old.avg_mean is None else old.avg_mean.shape,
+        comm,
+        dtype=old._highprec_dtype,
+        communication_backend=communication_backend,
+        axis=old.axis,
+    )
+    # Everything that the old link has, hooks included; the memo keeps shared parameters shared.
+    new.__dict__.update(copy.deepcopy(old.__dict__, memo))
+    if old.avg_mean is None:  # a lazy link has its initial averages still to come
         new._initial_averages = (
-            0 if initial_mean is None else initial_mean,
-            1 if initial_var is None else initial_var,
+            0 if old._initial_avg_mean is None else old._initial_avg_mean,
+            1 if old._initial_avg_var is None else old._initial_avg_var,
         )
     return new

@@ -1,8 +1,10 @@
 """Multi-node batch normalization as a Chainer function."""
 
-from typing import Any
+import math
+from typing import Any, NoReturn
 
 import chainer
+import numpy as np
 from chainer import FunctionNode, Variable
 
 from multibn import recompute, statistics
@@ -65,11 +67,9 @@ def multi_node_batch_normalization(
     communicator = as_communicator(comm)
     shapes = [tuple(p.shape) for p in (gamma, beta) if p is not None]
     if len(set(shapes)) > 1:
-        raise ValueError(f"`gamma` and `beta` must have the same shape: got {shapes}.")
-    channels = shapes[0] if shapes else None
-    if axis is None:
-        axis = default_axis(x.ndim, 1 if channels is None else len(channels))
-    check_input(x, channels, axis, communicator)
+        error = ValueError(f"`gamma` and `beta` must have the same shape: got {shapes}.")
+        _refuse(error, x, shapes[0], communicator)
+    axis = check_input(x, shapes[0] if shapes else None, axis, communicator)
     batch = batch_statistics(x, communicator, weighting=weighting, axis=axis)
     return normalize(x, gamma, beta, batch, communicator, eps=eps, axis=axis), batch
 
@@ -106,33 +106,49 @@ def normalize(
     return function.apply([v for v in (x, gamma, beta) if v is not None])[0]
 
 
-def default_axis(ndim: int, channel_ndim: int) -> tuple[int, ...]:
-    """Chainer's rule: the channel axes start at 1, all others are reduced."""
-    return statistics.reduced_axes(ndim, range(1, 1 + channel_ndim))
-
-
 def check_input(
-    x: Any, channels: tuple[int, ...] | None, axis: tuple[int, ...], communicator: Communicator, /
-) -> None:
-    """Raise unless `x` is floating-point and its axes that are not reduced are `channels`.
+    x: Any,
+    channels: tuple[int, ...] | None,
+    axis: tuple[int, ...] | None,
+    communicator: Communicator,
+    /,
+) -> tuple[int, ...]:
+    """The axes to reduce; raises unless `x` is floating-point and its other axes are `channels`.
 
-    Then, and only then, collective: the other ranks are told, so that they raise too instead of
-    waiting. `channels=None` takes any channels but none.
+    If it raises, and only then, collective: the other ranks are told, so that they raise too
+    instead of waiting. `channels=None` takes any channels but none. `axis=None` is Chainer's rule: the
+    channel axes start at 1, all others are reduced.
     """
+    if axis is None:
+        num_channel_axes = 1 if channels is None else len(channels)
+        axis = statistics.reduced_axes(getattr(x, "ndim", 0), range(1, 1 + num_channel_axes))
     error = _input_error(x, channels, axis)
-    if error is None:
-        return
-    size = chainer.utils.size_of_shape(
-        statistics.channels(x, axis) if channels is None else channels
-    )
-    if size > 0:
-        statistics.refuse(communicator, size, like=chainer.as_array(x))
+    if error is not None:
+        if channels is None and getattr(x, "ndim", 0) > max(axis, default=0):
+            channels = statistics.channels(x, axis)
+        _refuse(error, x, channels, communicator)
+    return axis
+
+
+def _refuse(
+    error: Exception, x: Any, channels: tuple[int, ...] | None, communicator: Communicator
+) -> NoReturn:
+    """Raise `error` once the other ranks know; they cannot if the channels are not known here."""
+    if channels is not None and 0 not in channels:
+        like = chainer.as_array(x) if isinstance(x, _arrays()) else np.zeros(())
+        statistics.refuse(communicator, math.prod(channels), like=like)
     raise error
+
+
+def _arrays() -> tuple[type, ...]:
+    return (Variable, *chainer.get_array_types())
 
 
 def _input_error(
     x: Any, channels: tuple[int, ...] | None, axis: tuple[int, ...]
 ) -> Exception | None:
+    if not isinstance(x, _arrays()):
+        return TypeError(f"the input must be a Variable or an array: got {type(x).__qualname__}.")
     if not axis or max(axis) >= x.ndim or x.ndim < 2:
         return ValueError(
             f"the input must have 2 or more dimensions and all of the axes to reduce, {axis}: "
@@ -146,10 +162,8 @@ def _input_error(
             f"the input must have channels of shape {channels}, the link's `size` or the shape of "
             f"`gamma` and `beta`: got {kept} in shape {x.shape} with axes {axis} reduced."
         )
-    try:
-        statistics.require_floating(chainer.as_array(x))
-    except TypeError as error:
-        return error
+    if x.dtype.kind != "f":
+        return statistics.not_floating(x)
     return None
 
 

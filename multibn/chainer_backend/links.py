@@ -1,5 +1,6 @@
 """Batch normalization links for Chainer."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import chainer
@@ -73,8 +74,8 @@ class MultiNodeBatchNormalization(chainer.Link):
     Raises
     ------
     ValueError
-        If `communication_backend`, `weighting` or `avg_var` is unknown or does not fit, or neither
-        `size` nor `axis` is given, or `size` has no channels.
+        If `communication_backend`, `weighting` or `avg_var` is unknown or does not fit, neither
+        `size` nor `axis` is given, `size` is not positive, or `axis` is not ascending.
     TypeError
         If `comm` is no communicator.
     """
@@ -112,7 +113,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         self.weighting, self.avg_var_convention = weighting, avg_var
         self.decay = decay
         self.eps = eps
-        self.axis = (axis,) if isinstance(axis, int) else axis
+        self.axis = None if axis is None else _checked_axis(axis)
         self._highprec_dtype = chainer.get_dtype(dtype, map_mixed16=np.float32)
         self._initial_averages = (0, 0)  # create_mnbn_model brings a lazy link's own
         self.N = 0
@@ -127,7 +128,7 @@ class MultiNodeBatchNormalization(chainer.Link):
             if use_beta:
                 self.beta = self._parameter(0 if initial_beta is None else initial_beta)
         if size is not None:
-            self._initialize((size,) if isinstance(size, (int, np.integer)) else tuple(size))
+            self._initialize(_checked_size(size))
 
     @property
     def comm(self) -> Any:
@@ -151,13 +152,9 @@ class MultiNodeBatchNormalization(chainer.Link):
         TypeError, ValueError, RuntimeError
             As `multi_node_batch_normalization`.
         """
-        axis = self.axis
-        if axis is None:
-            axis = functions.default_axis(x.ndim, self.avg_mean.ndim)
         communicator = self._communicator if chainer.config.train else SingleProcess()
-        functions.check_input(
-            x, None if self.avg_mean is None else self.avg_mean.shape, axis, communicator
-        )
+        channels = None if self.avg_mean is None else self.avg_mean.shape
+        axis = functions.check_input(x, channels, self.axis, communicator)
         if self.avg_mean is None:
             self._initialize(statistics.channels(x, axis))
         if not chainer.config.train:
@@ -196,8 +193,6 @@ class MultiNodeBatchNormalization(chainer.Link):
         return chainer.Parameter(initializer)
 
     def _initialize(self, channels: tuple[int, ...]) -> None:
-        if 0 in channels:
-            raise ValueError(f"`size` must be positive: got {channels}.")
         self.avg_mean, self.avg_var = (
             initializers.generate_array(
                 initializers._get_initializer(initial),
@@ -216,3 +211,20 @@ class MultiNodeBatchNormalization(chainer.Link):
         gamma = self.xp.ones_like(self.avg_mean) if self.gamma is None else self.gamma
         beta = self.xp.zeros_like(self.avg_mean) if self.beta is None else self.beta
         return gamma, beta
+
+
+def _checked_size(size: Any) -> tuple[int, ...]:
+    channels = tuple(size) if isinstance(size, Sequence) else (size,)
+    if not channels or not all(isinstance(n, (int, np.integer)) and n > 0 for n in channels):
+        raise ValueError(f"`size` must be a positive int or a tuple of them: got {size!r}.")
+    return channels
+
+
+def _checked_axis(axis: Any) -> tuple[int, ...]:
+    axes = tuple(axis) if isinstance(axis, Sequence) else (axis,)
+    valid = axes and all(isinstance(i, (int, np.integer)) and i >= 0 for i in axes)
+    if not valid or list(axes) != sorted(set(axes)):
+        raise ValueError(
+            f"`axis` must be an axis counted from 0 or an ascending tuple of them: got {axis!r}."
+        )
+    return axes

@@ -1,11 +1,13 @@
 """Communicator over one of ChainerMN's, with its rules for the communication backend."""
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 from array_api_compat import is_cupy_array, is_torch_array
 
 from multibn._typing import Array
+from multibn.communicators import SingleProcess
 from multibn.communicators._handle import Handle
 from multibn.communicators._host import through_host
 
@@ -37,10 +39,7 @@ class ChainerMN(Handle):
         """The ChainerMN communicator."""
         if self._comm is None:
             assert self._recipe is not None
-            from multibn.communicators.mpi import find_comm
-
-            cls, world_ranks = self._recipe
-            self._comm = cls(mpi_comm=find_comm(world_ranks))
+            self._comm = _find_comm(*self._recipe)
         return self._comm
 
     @property
@@ -64,6 +63,8 @@ class ChainerMN(Handle):
             from multibn.communicators.mpi import MPI
 
             self._recipe = type(self._comm), MPI(self._comm.mpi_comm).world_ranks
+        if self._recipe[1] is not None and len(self._recipe[1]) == 1:
+            return SingleProcess, ()
         return _restore, (*self._recipe, self.communication_backend)
 
     def __repr__(self) -> str:
@@ -115,6 +116,17 @@ def select_backend(comm_type: type, communication_backend: str) -> str:
     if communication_backend == "auto":
         return "nccl" if is_nccl else "mpi"
     return communication_backend
+
+
+@cache
+def _find_comm(cls: type, world_ranks: tuple[int, ...] | None) -> Any:
+    """A communicator of `cls` over these ranks of MPI.COMM_WORLD, None for all of them.
+
+    Collective over those ranks when it is first called for them.
+    """
+    from multibn.communicators.mpi import find_comm
+
+    return cls(mpi_comm=find_comm(world_ranks))
 
 
 def _restore(cls: type, world_ranks: tuple[int, ...] | None, backend: str) -> ChainerMN:

@@ -63,7 +63,9 @@ class MPI(Handle):
                 "the communicator must be an intracommunicator: got an intercommunicator. "
                 "Merge its two groups first: comm.Merge()."
             )
-        if mpi.Comm.Compare(comm, mpi.COMM_WORLD) not in (mpi.IDENT, mpi.CONGRUENT):
+        # A world of one process is congruent to COMM_SELF, which must stay this process alone.
+        is_world = mpi.Comm.Compare(comm, mpi.COMM_WORLD) in (mpi.IDENT, mpi.CONGRUENT)
+        if not is_world or comm == mpi.COMM_SELF:
             self.world_ranks = _ranks_in_world(comm)
 
     @property

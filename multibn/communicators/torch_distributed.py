@@ -53,6 +53,7 @@ class TorchDistributed(Handle):
         self._group: dist.ProcessGroup | None = group
         # Global ranks in the order of the ranks here; None for the default group.
         self._ranks: tuple[int, ...] | None = None
+        self._made_under = dist.group.WORLD
         if group is not None and group is not dist.group.WORLD:
             self._ranks = tuple(dist.get_process_group_ranks(group))
 
@@ -67,9 +68,17 @@ class TorchDistributed(Handle):
                     "torch.distributed.init_process_group() first, or pass None as communicator."
                 )
             return dist.group.WORLD
-        if self._group is None:
-            self._group = _find_group(self._ranks)
-        return self._group
+        known = self.known_group
+        if known is None:
+            self._made_under, self._group = dist.group.WORLD, _find_group(self._ranks)
+            return self._group
+        return known
+
+    @property
+    def known_group(self) -> dist.ProcessGroup | None:
+        """The ProcessGroup if it can be told without communication, None for the default one."""
+        # A new default process group voids those that were made under another.
+        return self._group if self._made_under is dist.group.WORLD else None
 
     @property
     def rank(self) -> int:

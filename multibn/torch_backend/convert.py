@@ -1,6 +1,8 @@
 """Exchange the batch norm layers of a model for synchronized ones, and back."""
 
+import itertools
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -12,8 +14,18 @@ from multibn.torch_backend.modules import SyncBatchNorm
 
 _M = TypeVar("_M", bound=nn.Module)
 
-# The forward passes that SyncBatchNorm stands for.
-_KNOWN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+# What a class may define and still behave like the batch norm that it derives from.
+_HARMLESS = {
+    "__annotations__",
+    "__constants__",
+    "__doc__",
+    "__firstlineno__",
+    "__init__",
+    "__module__",
+    "__static_attributes__",
+    "_check_input_dim",
+    "extra_repr",
+}
 
 
 class BatchNorm(_BatchNorm):
@@ -40,13 +52,15 @@ def convert_sync_batchnorm(
 
     Call it before the optimizer and DistributedDataParallel are built, or after: parameters and
     buffers stay the same objects. Dtype, device, training mode, requires_grad, hooks, qconfig and
-    every other attribute stay too, and a layer used in several places stays one layer. Converting
-    again changes nothing. Not collective.
+    every other attribute stay too, and a layer used in several places stays one layer. Layers are
+    found as children of modules, not in plain lists and dictionaries. Converting again changes
+    nothing. Not collective.
 
     Parameters
     ----------
     module
-        The model, changed in place; or a batch norm layer, which is not.
+        The model, changed in place; or a batch norm layer, whose parameters, buffers and hooks the
+        new layer takes over.
     process_group
         Who shares statistics: anything that `multibn.as_communicator` takes. A converted
         nn.SyncBatchNorm keeps its own group where None is given.
@@ -58,23 +72,24 @@ def convert_sync_batchnorm(
     torch.nn.Module
         `module`, or the new layer if it is a batch norm itself.
 
+    Raises
+    ------
+    TypeError, ValueError
+        As `SyncBatchNorm`, for the arguments that they share.
+
     Warns
     -----
     UserWarning
-        For a batch norm class with a forward pass of its own, a parametrized layer, or a lazy one
-        that has seen no input: it is left as it is.
+        For a batch norm whose class overrides more than its constructor (a forward pass of its own,
+        for example), a parametrized layer, or a lazy one that has seen no input: it is left as it
+        is.
     """
+    SyncBatchNorm(1, process_group=process_group, weighting=weighting, running_var=running_var)
 
     def convert(layer: nn.Module) -> nn.Module:
         if isinstance(layer, SyncBatchNorm) or not isinstance(layer, _BatchNorm):
             return layer
-        obstacle = _obstacle(layer)
-        if obstacle:
-            warnings.warn(
-                f"{type(layer).__module__}.{type(layer).__qualname__} is left as it is, its "
-                f"statistics stay local: {obstacle}",
-                stacklevel=2,
-            )
+        if _obstructed(layer, _BatchNorm.__module__, "its statistics stay local"):
             return layer
         group = process_group
         if group is None and isinstance(layer, nn.SyncBatchNorm):
@@ -92,16 +107,25 @@ def revert_sync_batchnorm(module: nn.Module) -> Any:
     """Replace every `SyncBatchNorm` by a layer of the class that it was converted from.
 
     For export or single-process use. Keeps what `convert_sync_batchnorm` keeps. A layer that was
-    built as a `SyncBatchNorm` becomes a `BatchNorm` for any number of dimensions. Not collective.
+    built as a `SyncBatchNorm` becomes a `BatchNorm` for any number of dimensions. A process group
+    that is not known in this process (the model was saved elsewhere) is forgotten. Not collective.
 
     Returns
     -------
     torch.nn.Module
         `module`, changed in place, or the new layer if it is a `SyncBatchNorm` itself.
+
+    Warns
+    -----
+    UserWarning
+        For a `SyncBatchNorm` that `convert_sync_batchnorm` would not touch if it were torch's: it
+        is left as it is.
     """
 
     def revert(layer: nn.Module) -> nn.Module:
         if not isinstance(layer, SyncBatchNorm):
+            return layer
+        if _obstructed(layer, SyncBatchNorm.__module__, "it stays synchronized"):
             return layer
         original = layer.converted_from or BatchNorm
         new = _with_class(layer, original)
@@ -109,21 +133,30 @@ def revert_sync_batchnorm(module: nn.Module) -> Any:
         for name in ("weighting", "running_var_convention", "converted_from"):
             new.__dict__.pop(name, None)
         if issubclass(original, nn.SyncBatchNorm):
-            new.__dict__["process_group"] = getattr(communicator, "group", None)
+            new.__dict__["process_group"] = getattr(communicator, "known_group", None)
         return new
 
     return _replace(module, revert)
 
 
-def _obstacle(layer: _BatchNorm) -> str | None:
+def _obstructed(layer: nn.Module, home: str, consequence: str) -> bool:
+    """Warn and return True if `layer` is more than its base class from the module `home`."""
     cls = type(layer)
+    derived = itertools.takewhile(lambda base: base.__module__ != home, cls.__mro__)
+    overridden = sorted({name for base in derived for name in vars(base)} - _HARMLESS)
     if hasattr(layer, "parametrizations"):
-        return "it is parametrized. Remove the parametrizations, convert, and register them again."
-    if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
-        return "it has not seen an input yet. Run the model once, then convert."
-    if cls.forward not in _KNOWN_FORWARDS:
-        return "the class has a forward pass of its own, which conversion would drop."
-    return None
+        why = "it is parametrized. Remove the parametrizations, convert, and register them again."
+    elif isinstance(layer, nn.modules.lazy.LazyModuleMixin):
+        why = "it has not seen an input yet. Run the model once, then convert."
+    elif overridden:
+        why = f"its class overrides {', '.join(overridden)}, which would be lost."
+    elif "forward" in vars(layer):
+        why = "it has a forward pass of its own, which would be lost."
+    else:
+        return False
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    warnings.warn(f"{name} is left as it is, {consequence}: {why}", stacklevel=4)
+    return True
 
 
 def _with_class(layer: nn.Module, cls: type[_M]) -> _M:
@@ -132,6 +165,9 @@ def _with_class(layer: nn.Module, cls: type[_M]) -> _M:
     # The very dictionaries of parameters, buffers and hooks: handles that remove a hook, and
     # whoever holds on to the old layer, go on working.
     new.__dict__.update(layer.__dict__)
+    for hook in new._load_state_dict_pre_hooks.values():
+        if hook.with_module:  # torch keeps a weak reference to the module it was registered on
+            hook.module = weakref.ref(new)
     return new
 
 

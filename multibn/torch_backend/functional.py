@@ -1,9 +1,10 @@
 """Synchronized batch normalization as a differentiable function of tensors."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from multibn import recompute, statistics
 from multibn._typing import Weighting
@@ -61,12 +62,14 @@ def sync_batch_norm(
     Notes
     -----
     Differentiating twice (`create_graph=True`) is exact over ranks; it repeats the forward's
-    collective in the backward pass.
+    collective in the backward pass. `x` must need a gradient on all ranks or on none: ranks where it
+    does wait for the others in the backward pass.
     """
     communicator = as_communicator(process_group)
     shapes = [tuple(p.shape) for p in (weight, bias) if p is not None]
     if len(set(shapes)) > 1 or any(len(shape) != 1 for shape in shapes):
-        raise ValueError(f"`weight` and `bias` must have the same shape (C,): got {shapes}.")
+        error = ValueError(f"`weight` and `bias` must have the same shape (C,): got {shapes}.")
+        _refuse(error, x, None, communicator)
     num_channels = shapes[0][0] if shapes else None
     return forward(x, weight, bias, num_channels, communicator, eps=eps, weighting=weighting)
 
@@ -131,6 +134,25 @@ def normalize(
     return y
 
 
+def normalize_by_running(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    /,
+    *,
+    eps: float,
+) -> Tensor:
+    """Normalize `x` by running statistics, as in evaluation. Not collective."""
+    if all(t is None or t.dtype == x.dtype for t in (weight, bias, running_mean)):
+        return F.batch_norm(x, running_mean, running_var, weight, bias, eps=eps)
+    # Dtypes that training takes and torch's function does not.
+    mean, var = running_mean.double(), running_var.double()
+    batch = BatchStatistics(mean, var, count=mean.new_zeros(()), element_weight=mean.new_zeros(()))
+    return statistics.normalize(x, batch, weight=weight, bias=bias, eps=eps)
+
+
 def backward(
     dy: Tensor,
     x: Tensor,
@@ -166,19 +188,30 @@ def check_input(x: Any, num_channels: int | None, communicator: Communicator, /)
     waiting. `num_channels=None` takes any number but 0.
     """
     error = _input_error(x, num_channels)
-    if error is None:
-        return
-    if not num_channels and isinstance(x, Tensor) and x.ndim > 1:
+    if error is not None:
+        _refuse(error, x, num_channels, communicator)
+
+
+def _refuse(
+    error: Exception, x: Any, num_channels: int | None, communicator: Communicator
+) -> NoReturn:
+    """Raise `error` once the other ranks know; they cannot if the channels are not known here."""
+    if num_channels is None and isinstance(x, Tensor) and x.ndim > 1:
         num_channels = x.shape[1]
     if num_channels:
-        like = x if isinstance(x, Tensor) else torch.empty(0)
-        statistics.refuse(communicator, num_channels, like=like)
+        on = x.device if isinstance(x, Tensor) and not x.is_meta else None
+        statistics.refuse(communicator, num_channels, like=torch.empty(0, device=on))
     raise error
 
 
 def _input_error(x: Any, num_channels: int | None) -> Exception | None:
     if not isinstance(x, Tensor):
         return TypeError(f"the input must be a torch.Tensor: got {type(x).__qualname__}.")
+    if x.layout != torch.strided or x.is_meta:
+        return TypeError(
+            f"the input must be a dense tensor with data: got layout {x.layout} on {x.device}. "
+            "Call to_dense() on a sparse tensor."
+        )
     shape = tuple(x.shape)
     if x.ndim < 2:
         return ValueError(
@@ -202,7 +235,6 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
@@ -212,10 +244,13 @@ class _Normalize(torch.autograd.Function):
         weighting: Weighting,
         axis: tuple[int, ...] | None,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, bias, *batch)
-        ctx.communicator, ctx.eps, ctx.weighting, ctx.axis = communicator, eps, weighting, axis
         with torch.autocast(x.device.type, enabled=False):
             return statistics.normalize(x, batch, weight=weight, bias=bias, eps=eps, axis=axis)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, bias, batch, ctx.communicator, ctx.eps, ctx.weighting, ctx.axis = inputs
+        ctx.save_for_backward(x, weight, bias, *batch)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -248,6 +283,9 @@ def _differentiable_backward(
     The forward pass is run again out of differentiable operations, its collective included, and
     autograd differentiates that.
     """
+    # Other tensors than those of the outer graph: a parameter that also `x` depends on (a layer used
+    # twice) would otherwise be differentiated through `x`, which the outer graph does already.
+    x, weight, bias = (None if t is None else t.view_as(t) for t in (x, weight, bias))
     communicator = _Differentiable(ctx.communicator)
     batch = statistics.batch_statistics(x, communicator, weighting=ctx.weighting, axis=ctx.axis)
     y = statistics.normalize(x, batch, weight=weight, bias=bias, eps=ctx.eps, axis=ctx.axis)
@@ -279,9 +317,12 @@ class _AllReduce(torch.autograd.Function):
     """A sum over ranks; the gradient of the sum of all ranks' losses is again one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, communicator: Communicator) -> Tensor:
-        ctx.communicator = communicator
+    def forward(x: Tensor, communicator: Communicator) -> Tensor:
         return communicator.allreduce(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.communicator = inputs
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:

@@ -22,20 +22,31 @@ def average_gradients(parameters: Iterable[Tensor], process_group: Any = None) -
     Parameters
     ----------
     parameters
-        `model.parameters()`. Those that need no gradient are left out; a missing gradient counts as
-        zeros, so that a rank that did not use a parameter can take part.
+        `model.parameters()`. Those that need no gradient are left out. A missing gradient counts as
+        zeros, so that a rank that did not use a parameter can take part, and becomes a gradient of
+        zeros if no rank used it.
     process_group
         Anything that `multibn.as_communicator` takes.
+
+    Raises
+    ------
+    TypeError
+        If a gradient is sparse.
     """
     communicator = as_communicator(process_group)
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
     for p in parameters:
+        if p.grad is not None and p.grad.layout != torch.strided:
+            raise TypeError(
+                f"gradients must be dense: got layout {p.grad.layout} for a parameter of shape "
+                f"{tuple(p.shape)}. Create the embedding with sparse=False."
+            )
         if p.requires_grad:
             alike[p.dtype, p.device].append(p)
     for group in alike.values():
         flat = torch.cat(
             [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in group]
         )
-        mean = communicator.allreduce(flat) / communicator.size
+        mean = communicator.allreduce(flat / communicator.size)  # first: 16 bits overflow early
         for p, part in zip(group, mean.split([p.numel() for p in group]), strict=True):
             p.grad = part.view_as(p)

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn import population, statistics
@@ -115,10 +114,10 @@ class SyncBatchNorm(_BatchNorm):
         compiled.register(self._communicator)
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training and self.running_mean is not None:
+        if not self.training and self.running_mean is not None and self.running_var is not None:
             functional.check_input(input, self.num_features, _ALONE)
-            return F.batch_norm(
-                input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
+            return functional.normalize_by_running(
+                input, self.weight, self.bias, self.running_mean, self.running_var, eps=self.eps
             )
         backend = compiled if torch.compiler.is_compiling() else functional
         y, batch = backend.forward(
@@ -139,11 +138,12 @@ class SyncBatchNorm(_BatchNorm):
         """Write the buffers; `local_count` is this rank's elements per channel."""
         if self.running_mean is None or self.running_var is None:
             return
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked.add_((batch.count > 0).to(self.num_batches_tracked))
-        momentum: float | Tensor | None = self.momentum
-        if momentum is None:  # 1/n, left on the device; nothing is read if all ranks are empty
-            momentum = self.num_batches_tracked.clamp(min=1).double().reciprocal().to(batch.mean)
+        momentum: float | Tensor = self.momentum or 0.0
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_((batch.count > 0).to(self.num_batches_tracked))
+            if self.momentum is None:  # 1/n, left on the device
+                momentum = self.num_batches_tracked.clamp(min=1).double().reciprocal()
+                momentum = momentum.to(batch.mean)
         update = compiled if torch.compiler.is_compiling() else population
         mean, var = update.update_running(
             self.running_mean,

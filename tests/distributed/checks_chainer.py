@@ -88,6 +88,7 @@ def check_bad_input_on_one_rank_is_an_error_on_all(world: Communicator) -> None:
         (good[:, :2], ValueError, r"channels of shape \(3,\).*got \(2,\) in shape \(2, 2, 4\)"),
         (good[:, :0], ValueError, r"must have channels: got \(0,\) in shape \(2, 0, 4\)"),
         (good.astype("int32"), TypeError, "real floating-point dtype: got int32"),
+        (None, TypeError, "must be a Variable or an array: got NoneType"),
     ]
     link = MultiNodeBatchNormalization(3, world)
     for bad, kind, message in cases:

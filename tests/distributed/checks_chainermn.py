@@ -4,6 +4,7 @@ chainermn is imported by the checks, not here: importing it initialises MPI.
 """
 
 import functools
+import pickle
 import warnings
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from multibn.chainer_backend import MultiNodeBatchNormalization, create_mnbn_model
-from multibn.communicators import Communicator
+from multibn.communicators import Communicator, SingleProcess
 from multibn.communicators.chainermn import ChainerMN
 from tests.helpers import parity
 
@@ -126,6 +127,16 @@ def check_link_returns_the_communicator_it_was_given(world: Communicator) -> Non
     assert copy.deepcopy(link).comm is naive()
     assert link.copy().comm is naive()
     assert link.copy("init").comm is naive()
+
+
+def check_pickles_find_one_communicator(world: Communicator) -> None:
+    """Layers that shared a communicator share the one that is made for them when they load."""
+    links = [MultiNodeBatchNormalization(3, naive()) for _ in range(2)]
+    found = pickle.loads(pickle.dumps(links))
+    assert found[0].comm is found[1].comm
+    assert (found[0].comm.rank, found[0].comm.size) == (world.rank, world.size)
+    alone = pickle.loads(pickle.dumps(ChainerMN(naive()).split(world.rank)))
+    assert isinstance(alone, SingleProcess)
 
 
 def check_backend_rules(world: Communicator) -> None:

@@ -84,13 +84,14 @@ def test_mixed16() -> None:
     assert np.isfinite(y).all()
 
 
+class Hook(chainer.LinkHook):
+    calls = 0
+
+    def forward_postprocess(self, args: Any) -> None:
+        self.calls += 1
+
+
 def test_link_hooks_fire() -> None:
-    class Hook(chainer.LinkHook):
-        calls = 0
-
-        def forward_postprocess(self, args: Any) -> None:
-            self.calls += 1
-
     with Hook() as hook:
         MultiNodeBatchNormalization(3, ALONE)(np.ones((2, 3), "f"))
     assert hook.calls == 1
@@ -126,8 +127,14 @@ def test_npz_and_batch_normalization_share_a_layout() -> None:
 def test_bad_arguments() -> None:
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"size": None}, ValueError, "`size` or `axis` must be given"),
-        ({"size": 0}, ValueError, r"`size` must be positive: got \(0,\)"),
-        ({"comm": 3}, TypeError, "a communicator must be None"),
+        ({"size": 0}, ValueError, "`size` must be a positive int or a tuple of them: got 0"),
+        ({"size": (3, -1)}, ValueError, r"`size` must be a positive int.*got \(3, -1\)"),
+        ({"size": 2.5}, ValueError, "`size` must be a positive int.*got 2.5"),
+        ({"size": ()}, ValueError, r"`size` must be a positive int.*got \(\)"),
+        ({"axis": (2, 0)}, ValueError, r"`axis` must be an axis.*ascending.*got \(2, 0\)"),
+        ({"axis": -1}, ValueError, "`axis` must be an axis counted from 0.*got -1"),
+        ({"axis": ()}, ValueError, "`axis` must be an axis"),
+        ({"comm": "mpi"}, TypeError, "a communicator must be None"),
         ({"weighting": "batch"}, ValueError, "`weighting` must be one of"),
         ({"avg_var": "n-1"}, ValueError, "`running_var` must be one of"),
         ({"communication_backend": "nccl"}, ValueError, "needs ChainerMN's pure_nccl comm"),
@@ -146,6 +153,8 @@ def test_bad_input(is_training: bool) -> None:
         (np.ones((2, 4), "f"), ValueError, r"channels of shape \(3,\).*got \(4,\)"),
         (np.ones((2, 0), "f"), ValueError, r"must have channels: got \(0,\)"),
         (np.ones((2, 3), "i"), TypeError, "real floating-point dtype: got int32"),
+        (None, TypeError, "must be a Variable or an array: got NoneType"),
+        ([[1.0]], TypeError, "must be a Variable or an array: got list"),
     ]:
         with chainer.using_config("train", is_training), pytest.raises(kind, match=message):
             link(bad)
@@ -212,12 +221,21 @@ def test_create_mnbn_model_keeps_axis() -> None:
 
 def test_create_mnbn_model_keeps_what_is_shared() -> None:
     norm = L.BatchNormalization(3)
-    new = create_mnbn_model(chainer.ChainList(norm, norm), ALONE)
-    assert new[0] is new[1]
+    norm.add_hook(Hook())
+    norm.note = "kept"
+    model = chainer.ChainList(norm, norm)
+    model.alias = [norm]
+    new = create_mnbn_model(model, ALONE)
+    assert new[0] is new[1] is new.alias[0]
+    assert type(new[0]) is MultiNodeBatchNormalization
+    assert new[0].note == "kept"
+    assert list(new[0].local_link_hooks) == ["LinkHook"]
 
 
 def test_create_mnbn_model_names_what_it_leaves_alone() -> None:
     link = L.BatchRenormalization(3)
-    with pytest.warns(UserWarning, match="BatchRenormalization is copied as it is.*forward pass"):
+    with pytest.warns(
+        UserWarning, match="BatchRenormalization is copied as it is.*overrides.*forward"
+    ):
         new = create_mnbn_model(chainer.ChainList(link), ALONE)
     assert type(new[0]) is L.BatchRenormalization

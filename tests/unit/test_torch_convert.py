@@ -32,6 +32,18 @@ class Activated(nn.BatchNorm2d):
         return super().forward(input).relu()
 
 
+class Frozen(nn.BatchNorm2d):
+    """A subclass that never trains."""
+
+    def train(self, mode: bool = True) -> "Frozen":
+        return super().train(False)
+
+
+class OwnSync(SyncBatchNorm):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).relu()
+
+
 def test_everything_is_kept() -> None:
     old: Any = nn.BatchNorm2d(3, eps=0.1, momentum=0.3, dtype=torch.float64)
     old.eval()
@@ -134,8 +146,12 @@ def test_other_norms_are_not_touched() -> None:
 def test_what_cannot_be_converted_is_named() -> None:
     parametrized = nn.BatchNorm2d(3)
     nn.utils.parametrize.register_parametrization(parametrized, "weight", nn.Identity())
+    patched = nn.BatchNorm2d(3)
+    patched.forward = patched.forward  # type: ignore[method-assign]
     for layer, message in [
-        (Activated(3), r"test_torch_convert.Activated is left as it is.*forward pass of its own"),
+        (Activated(3), r"convert.Activated is left as it is, its stat.*overrides forward, which"),
+        (Frozen(3), r"test_torch_convert.Frozen is left as it is.*class overrides train, which"),
+        (patched, r"BatchNorm2d is left as it is.*forward pass of its own"),
         (nn.LazyBatchNorm2d(), r"LazyBatchNorm2d is left as it is.*has not seen an input"),
         (parametrized, r"ParametrizedBatchNorm2d is left as it is.*is parametrized"),
     ]:
@@ -144,6 +160,35 @@ def test_what_cannot_be_converted_is_named() -> None:
             convert_sync_batchnorm(model)
         assert model[0] is layer
         assert type(model[1]) is SyncBatchNorm
+
+
+def test_what_cannot_be_reverted_is_named() -> None:
+    parametrized = SyncBatchNorm(3)
+    nn.utils.parametrize.register_parametrization(parametrized, "weight", nn.Identity())
+    for layer, message in [
+        (OwnSync(3), r"OwnSync is left as it is, it stays synchronized: its class overrides forw"),
+        (parametrized, r"ParametrizedSyncBatchNorm is left as it is.*is parametrized"),
+    ]:
+        model = nn.Sequential(layer)
+        with pytest.warns(UserWarning, match=message):
+            revert_sync_batchnorm(model)
+        assert model[0] is layer
+
+
+def test_load_hooks_go_on() -> None:
+    model: Any = nn.Sequential(nn.BatchNorm2d(3))
+    seen: list[Any] = []
+    model[0].register_load_state_dict_pre_hook(lambda module, *_: seen.append(module))
+    convert_sync_batchnorm(model)
+    model.load_state_dict(model.state_dict())
+    assert seen == [model[0]]
+
+
+def test_arguments_are_checked_without_a_layer_to_convert() -> None:
+    with pytest.raises(ValueError, match="`weighting` must be one of"):
+        convert_sync_batchnorm(nn.ReLU(), weighting="batch")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a communicator must be None"):
+        convert_sync_batchnorm(nn.ReLU(), "nccl")
 
 
 def test_modules_that_are_none() -> None:

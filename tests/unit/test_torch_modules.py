@@ -108,6 +108,41 @@ def test_gradients_of_any_order() -> None:
     assert torch.autograd.gradgradcheck(function, (x, w, b))
 
 
+def test_create_graph_changes_no_first_gradient() -> None:
+    """Also where a parameter is reached through the input: a layer that is used twice."""
+    layer = make(3, dtype=torch.float64)
+    x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    out = layer(torch.tanh(layer(x)) * torch.arange(3)).pow(3).sum()
+    inputs = [x, *layer.parameters()]
+    plain = torch.autograd.grad(out, inputs, retain_graph=True)
+    with_graph = torch.autograd.grad(out, inputs, create_graph=True)
+    torch.testing.assert_close(plain, with_graph)
+
+
+def test_torch_func() -> None:
+    x = torch.randn(5, 3, dtype=torch.float64)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return sync_batch_norm(x)[0].pow(3).sum()
+
+    expected = torch.autograd.functional.jacobian(loss, x)
+    torch.testing.assert_close(torch.func.grad(loss)(x), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("layer_dtype", [torch.float16, torch.float32, torch.float64])
+def test_evaluation_takes_the_dtypes_that_training_takes(
+    dtype: torch.dtype, layer_dtype: torch.dtype
+) -> None:
+    layer = make(3, dtype=layer_dtype, momentum=1.0)
+    x = torch.randn(64, 3).to(dtype)
+    for training in (True, False):
+        y = layer.train(training)(x)
+        assert y.dtype == dtype
+        expected = torch.nn.functional.batch_norm(x.double(), None, None, training=True)
+        torch.testing.assert_close(y.double(), expected, atol=0.05, rtol=0.05)
+
+
 def test_two_forwards_before_one_backward() -> None:
     layer = make(3)
     a, b = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
@@ -165,7 +200,7 @@ def test_bad_arguments() -> None:
         ({"num_features": 0}, ValueError, "`num_features` must be positive: got 0"),
         ({"weighting": "batch"}, ValueError, "`weighting` must be one of"),
         ({"running_var": "n-1"}, ValueError, "`running_var` must be one of"),
-        ({"process_group": 3}, TypeError, "a communicator must be None"),
+        ({"process_group": 3.0}, TypeError, "a communicator must be None"),
     ]
     for options, kind, message in cases:
         with pytest.raises(kind, match=message):
@@ -186,6 +221,8 @@ def test_bad_input(training: bool) -> None:
             "real floating-point dtype: got torch.complex64",
         ),
         (np.ones((2, 3)), TypeError, "must be a torch.Tensor: got ndarray"),
+        (torch.ones(2, 3).to_sparse(), TypeError, r"dense tensor with data: got layout torch.spa"),
+        (torch.ones(2, 3, device="meta"), TypeError, r"dense tensor with data: got .* on meta"),
     ]:
         with pytest.raises(kind, match=message):
             layer(bad)
