@@ -162,7 +162,8 @@ class MultiNodeBatchNormalization(chainer.Link):
                 x, *self._scale_and_shift(), self.avg_mean, self.avg_var, self.eps, axis
             )
         batch = functions.batch_statistics(x, communicator, weighting=self.weighting, axis=axis)
-        if not recompute.in_recomputing():
+        # F.forget sets Chainer's flag, and has no tape: there the statistics are computed again.
+        if not (chainer.config.in_recomputing or recompute.in_recomputing()):
             self._update_averages(batch, num_elements(x, axis), finetune)
         return functions.normalize(
             x, self.gamma, self.beta, batch, communicator, eps=self.eps, axis=axis

@@ -84,6 +84,17 @@ def test_mixed16() -> None:
     assert np.isfinite(y).all()
 
 
+def test_forget_updates_once() -> None:
+    link = MultiNodeBatchNormalization(3, ALONE, dtype=np.float64)
+    x = chainer.Variable(np.random.default_rng(0).normal(size=(4, 3)))
+    F.sum(F.forget(lambda v: link(v, finetune=True), x) ** 3).backward()
+    assert link.N == 1
+    np.testing.assert_allclose(link.avg_mean, x.array.mean(0))
+    again = chainer.Variable(x.array)
+    F.sum(MultiNodeBatchNormalization(3, ALONE, dtype=np.float64)(again) ** 3).backward()
+    np.testing.assert_allclose(x.grad, again.grad)
+
+
 class Hook(chainer.LinkHook):
     calls = 0
 
