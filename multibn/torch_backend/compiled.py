@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from multibn import population
+from multibn import population, statistics
 from multibn._typing import RunningVar, Weighting
 from multibn.communicators import Communicator
 from multibn.statistics import BatchStatistics
@@ -42,9 +42,11 @@ def forward(
     *,
     eps: float,
     weighting: Weighting,
+    axis: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, BatchStatistics]:
     """As `functional.forward`, in one operator."""
-    y, *batch = _forward(x, weight, bias, num_channels, id(communicator), eps, weighting)
+    axis = statistics.reduced_axes(x.ndim) if axis is None else axis
+    y, *batch = _forward(x, weight, bias, num_channels, id(communicator), eps, weighting, axis)
     return y, BatchStatistics(*batch)
 
 
@@ -73,6 +75,7 @@ def _forward(
     communicator: int,
     eps: float,
     weighting: str,
+    axis: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     y, batch = functional.forward(
         x,
@@ -82,6 +85,7 @@ def _forward(
         _communicators[communicator],
         eps=eps,
         weighting=cast(Weighting, weighting),
+        axis=tuple(axis),
     )
     # The statistics are parts of one message; an operator's outputs must not share memory.
     return (y, *(part.clone() for part in batch))
@@ -96,8 +100,11 @@ def _(
     communicator: int,
     eps: float,
     weighting: str,
+    axis: Sequence[int],
 ) -> tuple[Tensor, ...]:
-    per_channel = x.new_empty((num_channels,), dtype=torch.float64)
+    # Not x's own number of channels: the operator is to refuse another, not the compiler.
+    expected = x.new_empty((x.shape[0], num_channels, *x.shape[2:]))
+    per_channel = x.new_empty(statistics.channels(expected, tuple(axis)), dtype=torch.float64)
     scalar = x.new_empty((), dtype=torch.float64)
     return (
         torch.empty_like(x),
@@ -117,6 +124,7 @@ def _backward(
     communicator: int,
     eps: float,
     needs_dx: bool,
+    axis: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx, sums = functional.backward(
         dy,
@@ -126,6 +134,7 @@ def _backward(
         _communicators[communicator],
         eps=eps,
         needs_dx=needs_dx,
+        axis=tuple(axis),
     )
     return torch.empty_like(x) if dx is None else dx, sums.sum_dy_xhat, sums.sum_dy
 
@@ -139,12 +148,13 @@ def _(
     communicator: int,
     eps: float,
     needs_dx: bool,
+    axis: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(batch[0]), torch.empty_like(batch[0])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, bias, _, ctx.communicator, ctx.eps, _ = inputs
+    x, weight, bias, _, ctx.communicator, ctx.eps, _, ctx.axis = inputs
     ctx.save_for_backward(x, weight, bias, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
 
@@ -152,12 +162,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _differentiate(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
     x, weight, bias, *batch = ctx.saved_tensors
     needs_dx, needs_dweight, needs_dbias, *_ = ctx.needs_input_grad
-    dx, dweight, dbias = _backward(dy, x, weight, batch, ctx.communicator, ctx.eps, needs_dx)
+    dx, dweight, dbias = _backward(
+        dy, x, weight, batch, ctx.communicator, ctx.eps, needs_dx, ctx.axis
+    )
     return (
         dx if needs_dx else None,
         dweight.to(weight.dtype) if needs_dweight else None,
         dbias.to(bias.dtype) if needs_dbias else None,
-        *[None] * 4,
+        *[None] * 5,
     )
 
 

@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn._typing import RunningVar, Weighting
 from multibn.torch_backend.modules import SyncBatchNorm
+from multibn.torch_backend.sub_batch_norm import _SubBatchNorm
 
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -107,8 +108,9 @@ def revert_sync_batchnorm(module: nn.Module) -> Any:
     """Replace every `SyncBatchNorm` by a layer of the class that it was converted from.
 
     For export or single-process use. Keeps what `convert_sync_batchnorm` keeps. A layer that was
-    built as a `SyncBatchNorm` becomes a `BatchNorm` for any number of dimensions. A process group
-    that is not known in this process (the model was saved elsewhere) is forgotten. Not collective.
+    built as a `SyncBatchNorm` becomes a `BatchNorm` for any number of dimensions, and one that was
+    built as a `NaiveSyncBatchNorm2d` an nn.BatchNorm2d. A process group that is not known in this
+    process (the model was saved elsewhere) is forgotten. Not collective.
 
     Returns
     -------
@@ -125,7 +127,7 @@ def revert_sync_batchnorm(module: nn.Module) -> Any:
     def revert(layer: nn.Module) -> nn.Module:
         if not isinstance(layer, SyncBatchNorm):
             return layer
-        if _obstructed(layer, SyncBatchNorm.__module__, "it stays synchronized"):
+        if _obstructed(layer, __package__, "it stays synchronized"):
             return layer
         original = layer.converted_from or BatchNorm
         new = _with_class(layer, original)
@@ -140,9 +142,9 @@ def revert_sync_batchnorm(module: nn.Module) -> Any:
 
 
 def _obstructed(layer: nn.Module, home: str, consequence: str) -> bool:
-    """Warn and return True if `layer` is more than its base class from the module `home`."""
+    """Warn and return True if `layer` is more than its base class from `home`, a module or package."""
     cls = type(layer)
-    derived = itertools.takewhile(lambda base: base.__module__ != home, cls.__mro__)
+    derived = itertools.takewhile(lambda base: not base.__module__.startswith(home), cls.__mro__)
     overridden = sorted({name for base in derived for name in vars(base)} - _HARMLESS)
     if hasattr(layer, "parametrizations"):
         why = "it is parametrized. Remove the parametrizations, convert, and register them again."
@@ -179,7 +181,8 @@ def _replace(module: nn.Module, exchange: Callable[[nn.Module], nn.Module]) -> n
         if id(old) not in done:
             done[id(old)] = new = exchange(old)
             for name, child in list(new._modules.items()):
-                if child is not None:
+                # Who shares statistics in a SubBatchNorm was chosen when it was built.
+                if child is not None and not isinstance(new, _SubBatchNorm):
                     new._modules[name] = visit(child)
         return done[id(old)]
 

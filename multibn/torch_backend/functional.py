@@ -84,11 +84,13 @@ def forward(
     *,
     eps: float,
     weighting: Weighting,
+    axis: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, BatchStatistics]:
     """`check_input`, `batch_statistics` and `normalize`. Collective."""
     check_input(x, num_channels, communicator)
-    batch = batch_statistics(x, communicator, weighting=weighting)
-    return normalize(x, weight, bias, batch, communicator, eps=eps, weighting=weighting), batch
+    batch = batch_statistics(x, communicator, weighting=weighting, axis=axis)
+    y = normalize(x, weight, bias, batch, communicator, eps=eps, weighting=weighting, axis=axis)
+    return y, batch
 
 
 def batch_statistics(

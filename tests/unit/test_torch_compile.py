@@ -101,7 +101,7 @@ def test_operators_keep_torchs_rules(affine: bool) -> None:
         if affine
         else [None, None]
     )
-    torch.library.opcheck(compiled._forward, (x, w, b, 3, id(alone), 1e-5, "element"))
+    torch.library.opcheck(compiled._forward, (x, w, b, 3, id(alone), 1e-5, "element", (0, 2)))
     c = torch.rand(3, dtype=torch.float64)
     torch.library.opcheck(
         compiled._update_running,

@@ -15,6 +15,7 @@ from torch import nn  # noqa: E402
 
 from multibn.torch_backend import (  # noqa: E402
     BatchNorm,
+    SubBatchNorm2d,
     SyncBatchNorm,
     convert_sync_batchnorm,
     revert_sync_batchnorm,
@@ -138,9 +139,10 @@ def test_other_norms_are_not_touched() -> None:
         nn.InstanceNorm2d(3, affine=True, track_running_stats=True),
         nn.GroupNorm(1, 3),
         nn.LayerNorm(3),
+        SubBatchNorm2d(2, 3),
     )
-    before = list(model)
-    assert list(convert_sync_batchnorm(model)) == before
+    before = list(model.modules())
+    assert list(convert_sync_batchnorm(model).modules()) == before
 
 
 def test_what_cannot_be_converted_is_named() -> None:

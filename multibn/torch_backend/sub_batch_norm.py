@@ -1,0 +1,394 @@
+"""Batch normalization of parts of the batch, each by its own statistics (sub-batch, ghost BN)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from multibn import population, statistics
+from multibn._typing import RunningVar, Weighting
+from multibn.communicators import Communicator, SingleProcess, as_communicator
+from multibn.kernels import generic as kernels
+from multibn.statistics import BatchStatistics, reduced_axes
+from multibn.torch_backend import compiled, functional
+
+_ALONE = SingleProcess()
+compiled.register(_ALONE)
+_STATISTICS = ("running_mean", "running_var")
+
+
+class _SubBatchNorm(nn.Module):
+    """What the layers for one, two and three dimensions have in common."""
+
+    _batch_norm: type[_BatchNorm]
+    _shapes: dict[int, str]  # number of dimensions -> what they are
+
+    weight: Tensor | None
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        num_splits: int,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: Any = _ALONE,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+        weighting: Weighting = "element",
+        running_var: RunningVar = "unbiased_global",
+    ) -> None:
+        _check_num_splits(num_splits)
+        if num_features <= 0:
+            raise ValueError(f"`num_features` must be positive: got {num_features}.")
+        super().__init__()
+        self.num_splits = num_splits
+        self.num_features = num_features
+        self.affine = affine
+        for name, wanted in (("weight", affine), ("bias", affine and bias)):
+            values = torch.empty(num_features, device=device, dtype=dtype) if wanted else None
+            self.register_parameter(name, None if values is None else nn.Parameter(values))
+
+        def make(features: int) -> Any:
+            return self._batch_norm(
+                features, eps, momentum, False, track_running_stats, device=device, dtype=dtype
+            )
+
+        self.bn = make(num_features)
+        self.split_bn = make(num_features * num_splits)
+        self.configure(process_group, weighting=weighting, running_var=running_var)
+        self.reset_parameters()
+
+    def configure(
+        self,
+        process_group: Any = _ALONE,
+        *,
+        weighting: Weighting = "element",
+        running_var: RunningVar = "unbiased_global",
+    ) -> None:
+        """Choose who shares statistics, and the conventions; arguments as the constructor's."""
+        statistics.check_weighting(weighting)
+        population.check_running_var(running_var)
+        self.process_group = process_group
+        self.weighting: Weighting = weighting
+        self.running_var_convention: RunningVar = running_var
+
+    @property
+    def process_group(self) -> Communicator:
+        """The ranks that share each split's statistics, as a communicator."""
+        return self._communicator
+
+    @process_group.setter
+    def process_group(self, obj: Any) -> None:
+        self._communicator = as_communicator(obj)
+        compiled.register(self._communicator)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        compiled.register(self._communicator)
+
+    def reset_parameters(self) -> None:
+        """Set weight to 1, bias to 0, and all statistics to those of a new layer."""
+        for parameter, value in ((self.weight, 1.0), (self.bias, 0.0)):
+            if parameter is not None:
+                nn.init.constant_(parameter, value)
+        self.bn.reset_running_stats()
+        self.split_bn.reset_running_stats()
+
+    def forward(self, input: Tensor) -> Tensor:
+        # Loops that freeze the batch norms of a model find `split_bn` only.
+        if not (self.training and self.split_bn.training):
+            return self._evaluate(input)
+        communicator = self._communicator
+        self._check_input(input, communicator)
+        # A view, whatever the strides: sample i is element i % num_splits of axis 1.
+        parts = input.unflatten(0, (len(input) // self.num_splits, self.num_splits))
+        axis = reduced_axes(parts.ndim, channel_axes=(1, 2))
+        local_count = input.numel() // (self.num_splits * self.num_features)
+        backend = compiled if torch.compiler.is_compiling() else functional
+        try:
+            y, batch = backend.forward(
+                parts,
+                self._of_each_split(self.weight),
+                self._of_each_split(self.bias),
+                self.num_splits,  # the size of axis 1 of `parts`
+                communicator,
+                eps=self.split_bn.eps,
+                weighting=self.weighting,
+                axis=axis,
+            )
+        except ValueError as error:
+            if local_count > 1:
+                raise
+            raise ValueError(
+                "training needs more than 1 value per channel in each of the "
+                f"{self.num_splits} splits: got 1 over {communicator.size} rank(s) together, with "
+                f"an input of shape {tuple(input.shape)} on rank {communicator.rank}. Use a larger "
+                "batch or a smaller `num_splits`, drop the last batch, or call eval()."
+            ) from error
+        if self.split_bn.track_running_stats and not backend.in_recomputing():
+            self._update_running(batch, local_count)
+        return y.flatten(0, 1)
+
+    @torch.no_grad()
+    def aggregate_stats(self) -> None:
+        """Make `bn`'s running statistics those of the whole population, by `split_bn`'s.
+
+        Every training step ends with it, so it is needed only after the buffers of `split_bn` were
+        written from outside. Not collective.
+
+        By the law of total variance, for splits that count the same::
+
+            mean = mean over splits of mean_k
+            var  = mean over splits of var_k + biased variance over splits of mean_k
+
+        This is what `multibn.merge_moments` gives for moments with equal counts, and SlowFast's
+        formula, and the splits of a batch do have equal counts. With `running_var="biased"` and
+        momentum 1 the result is exactly the biased variance of the whole batch. By default var_k is
+        unbiased as in SlowFast, which adds 1/(n-1) of the mean biased var_k, for n elements per
+        channel and split. `num_batches_tracked` is copied, too.
+        """
+        if self.split_bn.running_mean is None:
+            return
+        shape = (self.num_splits, self.num_features)
+        mean, var = _total(
+            self.split_bn.running_mean.view(shape), self.split_bn.running_var.view(shape)
+        )
+        self.bn.running_mean.copy_(mean)
+        self.bn.running_var.copy_(var)
+        self.bn.num_batches_tracked.copy_(self.split_bn.num_batches_tracked)
+
+    @torch.no_grad()
+    def set_num_splits(self, num_splits: int) -> None:
+        """Divide the batch into another number of splits from now on, as multigrid schedules do.
+
+        Each new split starts from the statistics of the whole population, those in `bn`; the number
+        of batches tracked goes on. Evaluation therefore does not change, and neither do optimizers
+        and DistributedDataParallel, whose parameters and buffers stay the same objects. The same
+        number of splits changes nothing. Not collective; every rank must call it.
+
+        Raises
+        ------
+        ValueError
+            If `num_splits` is not a positive integer.
+        """
+        _check_num_splits(num_splits)
+        if num_splits == self.num_splits:
+            return
+        self.num_splits = num_splits
+        self.split_bn.num_features = num_splits * self.num_features
+        if self.split_bn.running_mean is not None:
+            for name in _STATISTICS:
+                # `.data`: the size changes, but whoever holds the buffer must not lose it.
+                getattr(self.split_bn, name).data = getattr(self.bn, name).repeat(num_splits)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.num_features}, num_splits={self.num_splits}, affine={self.affine}, "
+            f"process_group={self.process_group}, weighting={self.weighting!r}, "
+            f"running_var={self.running_var_convention!r}"
+        )
+
+    def _evaluate(self, input: Tensor) -> Tensor:
+        self._check_input(input, _ALONE, splits=1)
+        bn = self.bn
+        if bn.running_mean is not None:
+            return functional.normalize_by_running(
+                input, self.weight, self.bias, bn.running_mean, bn.running_var, eps=bn.eps
+            )
+        backend = compiled if torch.compiler.is_compiling() else functional
+        y, _ = backend.forward(
+            input,
+            self.weight,
+            self.bias,
+            self.num_features,
+            _ALONE,
+            eps=bn.eps,
+            weighting="element",
+        )
+        return y
+
+    @torch.no_grad()
+    def _update_running(self, batch: BatchStatistics, local_count: int) -> None:
+        """Write the buffers; `local_count` is this rank's elements per channel and split."""
+        split_bn, shape = self.split_bn, batch.mean.shape
+        split_bn.num_batches_tracked.add_((batch.count > 0).to(split_bn.num_batches_tracked))
+        momentum = split_bn.momentum
+        if momentum is None:  # 1/n, left on the device; nothing is read if all ranks are empty
+            momentum = split_bn.num_batches_tracked.clamp(min=1).double().reciprocal()
+            momentum = momentum.to(batch.mean)
+        update = compiled if torch.compiler.is_compiling() else population
+        mean, var = update.update_running(
+            split_bn.running_mean.view(shape),
+            split_bn.running_var.view(shape),
+            batch,
+            momentum=momentum,
+            local_count=local_count,
+            convention=self.running_var_convention,
+        )
+        split_bn.running_mean.copy_(mean.flatten())
+        split_bn.running_var.copy_(var.flatten())
+        self.aggregate_stats()
+
+    def _of_each_split(self, parameter: Tensor | None) -> Tensor | None:
+        """Shape `(num_splits, C)`; autograd adds up the splits' gradients."""
+        return None if parameter is None else parameter.expand(self.num_splits, -1)
+
+    def _check_input(
+        self, input: Any, communicator: Communicator, splits: int | None = None
+    ) -> None:
+        """As `functional.check_input`, and for the number of dimensions and of splits."""
+        splits = self.num_splits if splits is None else splits
+        try:
+            functional.check_input(input, self.num_features, _ALONE)
+            if input.ndim not in self._shapes:
+                raise ValueError(
+                    f"the input of {type(self).__name__} must have "
+                    f"{' or '.join(map(str, self._shapes))} dimensions, "
+                    f"{' or '.join(self._shapes.values())}: got shape {tuple(input.shape)}."
+                )
+            _check_divides(splits, len(input), communicator)
+        except (TypeError, ValueError):
+            on = input.device if isinstance(input, Tensor) and not input.is_meta else None
+            size = splits * self.num_features
+            statistics.refuse(communicator, size, like=torch.empty(0, device=on))
+            raise
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        if self.bn.running_mean is not None:
+            self._adapt(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+    def _adapt(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Rewrite the state of a plain batch norm, or of another number of splits, into this one's.
+
+        As after `set_num_splits`, each split starts from the statistics of the population.
+        """
+        for name in (*_STATISTICS, "num_batches_tracked"):
+            whole, split = f"{prefix}bn.{name}", f"{prefix}split_bn.{name}"
+            plain = state_dict.pop(prefix + name, None)
+            if plain is not None:
+                state_dict[whole], state_dict[split] = plain, plain.clone()
+            if name in _STATISTICS and {whole, split} <= state_dict.keys():
+                size = len(state_dict[split])
+                if size != self.split_bn.num_features and size % self.num_features == 0:
+                    state_dict[split] = state_dict[whole].repeat(self.num_splits)
+
+
+class SubBatchNorm1d(_SubBatchNorm):
+    """`SubBatchNorm3d` for an input of shape `(N, C)` or `(N, C, L)`."""
+
+    _batch_norm = nn.BatchNorm1d
+    _shapes = {2: "(N, C)", 3: "(N, C, L)"}
+
+
+class SubBatchNorm2d(_SubBatchNorm):
+    """`SubBatchNorm3d` for an input of shape `(N, C, H, W)`."""
+
+    _batch_norm = nn.BatchNorm2d
+    _shapes = {4: "(N, C, H, W)"}
+
+
+class SubBatchNorm3d(_SubBatchNorm):
+    """Batch normalization in which each of `num_splits` parts of the batch has its own statistics.
+
+    For training with large batches per device as if they were small (multigrid training,
+    arXiv:1912.00998; ghost batch normalization, arXiv:1705.08741). Sample i belongs to split
+    i % num_splits. Weight and bias are common to all splits. Evaluation uses the statistics of the
+    whole population, which every training step brings up to date. The layer takes the place of
+    SlowFast's class of this name: its arguments, numbers, `aggregate_stats` and state dict are the
+    same.
+
+    Parameters
+    ----------
+    num_splits
+        Number of parts, which divides every batch; 1 is plain batch normalization.
+    num_features
+        Channels C of an input of shape `(N, C, D, H, W)`, of any memory format, which is kept.
+    eps, momentum, affine, track_running_stats, device, dtype, bias
+        As torch's batch norms; `momentum=None` keeps the cumulative average. Without running
+        statistics, evaluation normalizes the batch as a whole.
+    process_group
+        Who shares statistics: by default this process alone; else anything that
+        `multibn.as_communicator` takes, None for the default process group. Split k of all ranks
+        has common statistics then, which makes it split k of the global batch.
+    weighting
+        What a rank counts for, see `multibn.aggregate`.
+    running_var
+        The variance kept for each split, see `multibn.running_variance`; the number of elements
+        per channel that makes it unbiased is that of one split.
+
+    Attributes
+    ----------
+    weight, bias
+        Shape `(C,)`, or None.
+    split_bn
+        Batch norm without weight and bias, whose buffers are the splits' running statistics, shape
+        `(num_splits * C,)`, split after split. Its momentum is the layer's, and its eval mode
+        freezes the layer.
+    bn
+        The same, of the whole population, shape `(C,)`. See `aggregate_stats`.
+
+    Raises
+    ------
+    ValueError
+        If `num_splits` is not a positive integer, `num_features` is not positive, or `weighting` or
+        `running_var` is unknown.
+    TypeError, ValueError
+        If `process_group` is no communicator, or this process is not part of it.
+
+    Notes
+    -----
+    In training, the call raises ValueError for a batch that `num_splits` does not divide, or whose
+    splits have one value per channel, and ValueError or TypeError for any other input that does not
+    fit. An empty batch changes nothing.
+
+    In training with a process group, the call is collective: every rank must make it, an empty
+    batch included, with one allreduce of 2C*num_splits+2 float64 numbers, and one of
+    2C*num_splits in the backward pass. An input that one rank refuses raises RuntimeError on the
+    others. In evaluation nothing is communicated.
+
+    `load_state_dict` also takes the state of a plain batch norm, or of a layer with another number
+    of splits: each split then starts from the statistics of the population. Statistics that were
+    loaded are used as they are until the next training step.
+    """
+
+    _batch_norm = nn.BatchNorm3d
+    _shapes = {5: "(N, C, D, H, W)"}
+
+
+# An operator, for torch.compile to take it whole.
+@torch.library.custom_op("multibn::total_statistics", mutates_args=())
+def _total(means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance over axis 0 as well, by the law of total variance."""
+    mean, between = kernels.local_moments(kernels.as_wide(means), axis=(0,))
+    return mean.to(means), (kernels.as_wide(variances).mean(0) + between).to(variances)
+
+
+@_total.register_fake
+def _(means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(means[0]), torch.empty_like(variances[0])
+
+
+def _check_num_splits(num_splits: object) -> None:
+    if not isinstance(num_splits, int) or isinstance(num_splits, bool) or num_splits < 1:
+        raise ValueError(f"`num_splits` must be a positive integer: got {num_splits!r}.")
+
+
+def _check_divides(num_splits: int, batch_size: int, communicator: Communicator) -> None:
+    if batch_size % num_splits == 0:
+        return
+    *others, last = (str(d) for d in range(1, batch_size + 1) if batch_size % d == 0)
+    where = f" on rank {communicator.rank}" if communicator.size > 1 else ""
+    fitting = f"{', '.join(others)} or {last}" if others else last
+    raise ValueError(
+        f"`num_splits` must divide the batch size: got {num_splits} splits for a batch of "
+        f"{batch_size}{where}. Drop the last batch or pass num_splits={fitting}."
+    )

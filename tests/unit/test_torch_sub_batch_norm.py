@@ -1,0 +1,632 @@
+"""Sub-batch norm in one process, against the formulas of SlowFast's layer and the oracle."""
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multibn import Moments, SingleProcess, merge_moments
+from tests.helpers import reference, require
+from tests.helpers.ranks import run_ranks
+
+require.need("torch")
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from multibn.torch_backend import (  # noqa: E402
+    SubBatchNorm1d,
+    SubBatchNorm2d,
+    SubBatchNorm3d,
+    checkpoint_contexts,
+)
+
+C = 3
+# For an even number of samples, per class: torch's own class and a shape.
+DIMENSIONS: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
+    "1d": (SubBatchNorm1d, nn.BatchNorm1d, (12, C)),
+    "1d-long": (SubBatchNorm1d, nn.BatchNorm1d, (12, C, 7)),
+    "2d": (SubBatchNorm2d, nn.BatchNorm2d, (12, C, 5, 4)),
+    "3d": (SubBatchNorm3d, nn.BatchNorm3d, (12, C, 2, 5, 4)),
+}
+LAYOUTS = {
+    "contiguous": lambda x: x.contiguous(),
+    "channels_last": lambda x: x.contiguous(
+        memory_format=torch.channels_last_3d if x.ndim == 5 else torch.channels_last
+    ),
+    "transposed": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "batch innermost": lambda x: x.movedim(0, -1).contiguous().movedim(-1, 0),
+    "strided": lambda x: torch.stack([x, x], dim=-1)[..., 0],
+    "expanded": lambda x: x[..., :1].expand(x.shape),
+}
+
+
+def make(*arguments: Any, cls: Any = SubBatchNorm3d, **options: Any) -> Any:
+    """A layer whose parameters and buffers need not be checked against None by the type checker."""
+    return cls(*arguments, **options)
+
+
+def trained(steps: int = 3, num_splits: int = 2, **options: Any) -> Any:
+    layer = make(num_splits, C, **options)
+    for step in range(steps):
+        torch.manual_seed(step)
+        layer((1 + torch.arange(8.0).view(8, 1, 1, 1, 1)) * torch.randn(8, C, 2, 3, 3) + 5)
+    return layer
+
+
+class SlowFast(nn.Module):
+    """SlowFast's arithmetic, from its definition: a batch norm over the contiguous batch viewed as
+    (N / splits, splits * C, ...), and running statistics that are averaged over the splits.
+    """
+
+    def __init__(self, cls: Any, num_splits: int, num_features: int, **options: Any) -> None:
+        super().__init__()
+        affine = options.pop("affine", True)
+        self.num_splits = num_splits
+        self.weight = nn.Parameter(torch.ones(num_features).double()) if affine else None
+        self.bias = nn.Parameter(torch.zeros(num_features).double()) if affine else None
+        options |= {"affine": False, "dtype": torch.float64}
+        self.bn = cls(num_features, **options)
+        self.split_bn = cls(num_splits * num_features, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            n, c, *spatial = x.shape
+            viewed = x.contiguous().view(n // self.num_splits, self.num_splits * c, *spatial)
+            y = self.split_bn(viewed).view(x.shape)
+        else:
+            y = self.bn(x)
+        if self.weight is None or self.bias is None:
+            return y
+        shape = (1, -1) + (1,) * (x.ndim - 2)
+        return y * self.weight.view(shape) + self.bias.view(shape)
+
+    def aggregate_stats(self) -> None:
+        if not self.split_bn.track_running_stats:
+            return
+        means = self.split_bn.running_mean.view(self.num_splits, -1)
+        variances = self.split_bn.running_var.view(self.num_splits, -1)
+        mean = sum(means) / self.num_splits
+        self.bn.running_mean.copy_(mean)
+        self.bn.running_var.copy_(
+            sum(variances) / self.num_splits + sum((m - mean) ** 2 for m in means) / self.num_splits
+        )
+        self.bn.num_batches_tracked.copy_(self.split_bn.num_batches_tracked)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"affine": False},
+    {"momentum": None},
+    {"track_running_stats": False},
+    {"eps": 0.1, "momentum": 1.0},
+]
+
+
+@pytest.mark.parametrize("given", OPTIONS, ids=str)
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 12])
+@pytest.mark.parametrize("dimension", DIMENSIONS)
+def test_slowfasts_numbers(dimension: str, num_splits: int, given: dict[str, Any]) -> None:
+    """Training, aggregation and evaluation, with all gradients and the state."""
+    cls, theirs_cls, shape = DIMENSIONS[dimension]
+    if shape == (12, C) and num_splits == 12:
+        shape = (24, C)
+    theirs = SlowFast(theirs_cls, num_splits, C, **given)
+    ours = make(num_splits, C, cls=cls, dtype=torch.float64, **given)
+    if ours.affine:
+        theirs.load_state_dict(
+            {"weight": torch.randn(C).double(), "bias": torch.randn(C).double()}, strict=False
+        )
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    for training in (True, True, True, False):
+        x = torch.randn(shape).double() * torch.rand(shape[:1] + (1,) * (len(shape) - 1))
+        dy = torch.randn(shape).double()
+        results = []
+        for layer in (theirs, ours):
+            if layer is theirs and not training:
+                theirs.aggregate_stats()
+            layer.zero_grad()
+            t = x.clone().requires_grad_()
+            y = layer.train(training)(t)
+            y.backward(dy)
+            results.append([y, t.grad, *(p.grad for p in layer.parameters())])
+        torch.testing.assert_close(*results, rtol=1e-9, atol=1e-10)
+        theirs.aggregate_stats()  # ours needs no reminder
+        torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dimension", ["2d", "3d"])
+def test_against_the_oracle_in_every_layout(dimension: str, layout: str) -> None:
+    """Each split against the oracle, in float32; the layout of x is that of y and dx."""
+    num_splits = 2
+    cls, _, shape = DIMENSIONS[dimension]
+    layer = make(num_splits, C, cls=cls, momentum=1.0)
+    weight, bias = torch.rand(C) + 0.5, torch.randn(C)
+    layer.load_state_dict({"weight": weight, "bias": bias}, strict=False)
+    x = LAYOUTS[layout](3 + 2 * torch.randn(shape)).requires_grad_()
+    dy = torch.randn(shape)
+    y = layer(x)
+    (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+    y.backward(dy)
+
+    dweight, dbias = np.zeros(C), np.zeros(C)
+    for k in range(num_splits):
+        of_split = slice(k, None, num_splits)
+        expected = reference.batch_norm(
+            [x.detach().numpy()[of_split]],
+            [dy.numpy()[of_split]],
+            weight.numpy(),
+            bias.numpy(),
+            eps=1e-5,
+        )
+        assert reference.relative_error(y.detach().numpy()[of_split], expected.y[0]) < 1e-6
+        assert reference.relative_error(dx.numpy()[of_split], expected.dx[0]) < 1e-6
+        channels = slice(k * C, (k + 1) * C)
+        unbiased = expected.var * expected.count / (expected.count - 1)
+        running = layer.split_bn.running_mean[channels], layer.split_bn.running_var[channels]
+        assert reference.relative_error(running[0], expected.mean) < 1e-6
+        assert reference.relative_error(running[1], unbiased) < 1e-6
+        dweight += expected.dweight
+        dbias += expected.dbias
+    assert reference.relative_error(layer.weight.grad, dweight) < 1e-6
+    assert reference.relative_error(layer.bias.grad, dbias) < 1e-6
+    if layout in ("contiguous", "channels_last", "transposed", "batch innermost"):
+        assert y.stride() == dx.stride() == x.stride()
+
+
+@pytest.mark.parametrize("shape", [(6, C, 1, 1, 1), (2, C, 2, 3, 3), (6, 1, 2, 3, 3)])
+def test_memory_formats_that_look_alike_are_kept(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape).to(memory_format=torch.channels_last_3d)
+    if shape[0] == 6:
+        x = torch.cat([x, x])
+    layer = make(2, shape[1])
+    for training in (True, False):
+        y = layer.train(training)(x)
+        assert y.is_contiguous(memory_format=torch.channels_last_3d)
+
+
+def test_one_split_is_a_plain_batch_norm() -> None:
+    theirs: Any = nn.BatchNorm3d(C).double()
+    ours = make(1, C).double()
+    for training in (True, True, False):
+        x = torch.randn(5, C, 2, 3, 3).double()
+        torch.testing.assert_close(ours.train(training)(x), theirs.train(training)(x))
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        torch.testing.assert_close(getattr(ours.bn, name), getattr(theirs, name))
+
+
+def test_the_state_is_laid_out_as_slowfasts() -> None:
+    buffers = ["running_mean", "running_var", "num_batches_tracked"]
+    inner = [f"{bn}.{name}" for bn in ("bn", "split_bn") for name in buffers]
+    layer = trained(num_splits=4)
+    assert list(layer.state_dict()) == ["weight", "bias", *inner]
+    assert layer.state_dict()["split_bn.running_var"].shape == (4 * C,)
+    assert list(make(2, C, affine=False).state_dict()) == inner
+    assert list(make(2, C, bias=False).state_dict()) == ["weight", *inner]
+    assert list(make(2, C, track_running_stats=False).state_dict()) == ["weight", "bias"]
+    assert all(isinstance(bn, nn.BatchNorm3d) and not bn.affine for bn in layer.children())
+
+
+def test_aggregation_is_the_engines_merge() -> None:
+    """Of the splits' running statistics with equal counts, to the last digits."""
+    layer = trained(num_splits=4, dtype=torch.float32)
+    means, variances = (
+        buffer.double().view(4, C)
+        for buffer in (layer.split_bn.running_mean, layer.split_bn.running_var)
+    )
+    one = torch.ones((), dtype=torch.float64)
+    merged = merge_moments(
+        *(Moments(m, v + m * m, one, one) for m, v in zip(means, variances, strict=True))
+    )
+    torch.testing.assert_close(layer.bn.running_mean.double(), merged.mean, rtol=1e-7, atol=0)
+    torch.testing.assert_close(
+        layer.bn.running_var.double(), merged.meansqr - merged.mean**2, rtol=1e-6, atol=0
+    )
+
+
+def test_biased_aggregation_is_exact() -> None:
+    """momentum 1: the variance of the whole batch, where SlowFast's comes out larger."""
+    torch.manual_seed(0)
+    x = torch.randn(8, C, 2, 3, 3).double() * 3 + torch.arange(8.0).view(8, 1, 1, 1, 1)
+    exact = make(2, C, momentum=1.0, running_var="biased", dtype=torch.float64)
+    slowfasts = make(2, C, momentum=1.0, dtype=torch.float64)
+    exact(x)
+    slowfasts(x)
+    dims = (0, 2, 3, 4)
+    torch.testing.assert_close(exact.bn.running_mean, x.mean(dims), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        exact.bn.running_var, x.var(dims, correction=0), rtol=1e-12, atol=1e-12
+    )
+    n = 4 * 2 * 3 * 3
+    within = exact.split_bn.running_var.view(2, C).mean(0)
+    torch.testing.assert_close(
+        slowfasts.bn.running_var - exact.bn.running_var, within / (n - 1), rtol=1e-9, atol=1e-12
+    )
+
+
+def test_aggregation_loses_no_digits() -> None:
+    """Mean 1e4, standard deviation 1, in float32, whose buffers round such a mean by 5e-4."""
+    layer = make(2, C, momentum=1.0, running_var="biased")
+    torch.manual_seed(0)
+    x = torch.randn(64, C, 4, 4, 4) + 1e4
+    layer(x)
+    exact = x.double().var((0, 2, 3, 4), correction=0)
+    assert float((layer.bn.running_var / exact - 1).abs().max()) < 2e-5
+    means, variances = (
+        getattr(layer.split_bn, name).double().view(2, C)
+        for name in ("running_mean", "running_var")
+    )
+    of_buffers = variances.mean(0) + means.var(0, correction=0)
+    torch.testing.assert_close(layer.bn.running_var.double(), of_buffers, rtol=1e-7, atol=0)
+
+
+def test_evaluation_needs_no_reminder() -> None:
+    layer = trained()
+    x = torch.randn(3, C, 2, 3, 3)  # the batch need not be divisible
+    reminded = copy.deepcopy(layer)
+    reminded.aggregate_stats()
+    torch.testing.assert_close(layer.state_dict(), reminded.state_dict(), rtol=0, atol=0)
+    before = copy.deepcopy(layer.state_dict())
+    y = layer.eval()(x)
+    torch.testing.assert_close(y, reminded.eval()(x))
+    shape = (1, C, 1, 1, 1)
+    mean, var = (getattr(layer.bn, name).view(shape) for name in ("running_mean", "running_var"))
+    torch.testing.assert_close(y, (x - mean) / (var + 1e-5).sqrt())
+    torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
+    assert int(layer.bn.num_batches_tracked) == int(layer.split_bn.num_batches_tracked) == 3
+
+
+def test_loaded_statistics_are_used_as_they_are() -> None:
+    """A checkpoint's own population, precise batch norm's for example, until training goes on."""
+    state = trained().state_dict()
+    state["bn.running_mean"] = torch.full((C,), 7.0)
+    layer = make(2, C)
+    layer.load_state_dict(state, strict=True)
+    for other in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        y = other.eval()(torch.full((1, C, 1, 1, 1), 7.0))
+        torch.testing.assert_close(y, torch.zeros_like(y), rtol=0, atol=1e-6)
+        torch.testing.assert_close(other.state_dict(), state, rtol=0, atol=0)
+        other.train()(torch.randn(4, C, 2, 3, 3))
+        assert float((other.bn.running_mean - 7).abs().min()) > 0.5
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 4])
+def test_the_state_of_a_plain_batch_norm_loads(num_splits: int) -> None:
+    """What SlowFast saves: its checkpoints hold plain batch norms."""
+    plain: Any = nn.BatchNorm3d(C)
+    plain(torch.randn(8, C, 2, 3, 3) + 5)
+    model = nn.Sequential(make(num_splits, C))
+    for assign in (False, True):
+        model.load_state_dict(nn.Sequential(plain).state_dict(), strict=True, assign=assign)
+    layer: Any = model[0]
+    x = torch.randn(4, C, 2, 3, 3)
+    torch.testing.assert_close(layer.eval()(x), plain.eval()(x))
+    torch.testing.assert_close(
+        layer.split_bn.running_mean.view(num_splits, C), plain.running_mean.expand(num_splits, C)
+    )
+    assert layer.split_bn.num_batches_tracked is not layer.bn.num_batches_tracked
+    layer.train()(x)
+    assert int(layer.bn.num_batches_tracked) == int(layer.split_bn.num_batches_tracked) == 2
+
+
+def test_the_state_of_other_numbers_of_splits_loads() -> None:
+    source = trained(num_splits=4)
+    for num_splits in (1, 2, 8):
+        layer = make(num_splits, C)
+        layer.load_state_dict(source.state_dict(), strict=True)
+        torch.testing.assert_close(layer.bn.state_dict(), source.bn.state_dict())
+        torch.testing.assert_close(
+            layer.split_bn.running_var, source.bn.running_var.repeat(num_splits)
+        )
+
+
+def test_a_state_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"size mismatch for split_bn\.running_mean"):
+        make(2, C).load_state_dict(make(2, C + 1).state_dict())
+    with pytest.raises(RuntimeError, match=r"Missing key.*split_bn\.running_mean"):
+        make(2, C).load_state_dict(
+            {k: v for k, v in make(2, C).state_dict().items() if not k.startswith("split_bn")}
+        )
+
+
+def test_set_num_splits() -> None:
+    layer = trained(num_splits=4)
+    x = torch.randn(8, C, 2, 3, 3)
+    buffers = dict(layer.named_buffers())
+    before = copy.deepcopy(layer.bn.state_dict())
+    evaluated = layer.eval()(x)
+    for num_splits in (2, 8, 1, 4):
+        layer.set_num_splits(num_splits)
+        assert layer.num_splits == num_splits
+        torch.testing.assert_close(layer.eval()(x), evaluated, rtol=0, atol=0)
+        for name in ("running_mean", "running_var"):
+            torch.testing.assert_close(
+                getattr(layer.split_bn, name), before[name].repeat(num_splits), rtol=0, atol=0
+            )
+        layer.aggregate_stats()
+        torch.testing.assert_close(layer.bn.state_dict(), before)
+    assert {k: id(v) for k, v in layer.named_buffers()} == {k: id(v) for k, v in buffers.items()}
+    assert layer.split_bn.num_features == 4 * C
+
+    layer.set_num_splits(2)
+    fresh = make(2, C)
+    fresh.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(layer.train()(x), fresh.train()(x))
+    torch.testing.assert_close(layer.state_dict(), fresh.state_dict())
+    assert int(layer.split_bn.num_batches_tracked) == 4
+
+    layer.set_num_splits(2)  # the same number: the splits keep what is their own
+    torch.testing.assert_close(layer.state_dict(), fresh.state_dict(), rtol=0, atol=0)
+    untracked = make(2, C, track_running_stats=False)
+    untracked.set_num_splits(4)
+    assert untracked(x).shape == x.shape
+
+
+def test_momentum_and_mode_are_split_bns() -> None:
+    """Loops over a model's batch norms, for momentum schedules and for freezing, reach it."""
+    layer = trained()
+    state = copy.deepcopy(layer.state_dict())
+    for m in layer.modules():
+        if isinstance(m, nn.BatchNorm3d):
+            m.momentum = 0.0
+    x = torch.randn(4, C, 2, 3, 3)
+    layer(x)
+    torch.testing.assert_close(layer.split_bn.running_mean, state["split_bn.running_mean"])
+    for m in layer.modules():
+        if isinstance(m, nn.BatchNorm3d):
+            m.eval()
+    counted = int(layer.split_bn.num_batches_tracked)
+    frozen = layer(x)
+    assert layer.training
+    assert int(layer.split_bn.num_batches_tracked) == counted
+    torch.testing.assert_close(frozen, layer.eval()(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_and_half_models(dtype: torch.dtype) -> None:
+    x = torch.randn(4, 2, 4, 6, 6)
+    layer = make(2, C)
+    model = nn.Sequential(nn.Conv3d(2, C, 3), layer)
+    with torch.autocast("cpu", dtype=dtype):
+        y = model(x)
+        assert model.eval()(x).dtype == dtype
+    assert y.dtype == dtype
+    y.float().sum().backward()
+    assert layer.weight.grad.dtype == layer.bn.running_mean.dtype == torch.float32
+
+    half = make(2, C).to(dtype)
+    inputs = (5 + torch.randn(64, C, 4, 10, 10)).to(dtype)  # more elements than float16 counts
+    half(inputs).float().square().mean().backward()
+    assert half.weight.grad.dtype == half.bn.running_var.dtype == dtype
+    assert half.split_bn.num_batches_tracked.dtype == torch.int64
+    whole = make(2, C, dtype=torch.float64)
+    assert make(2, C, dtype=dtype).weight.dtype == dtype
+    torch.testing.assert_close(
+        half.train()(inputs).double(), whole(inputs.double()), rtol=0, atol=4 * 2**-7
+    )
+
+
+def test_mixed_dtypes() -> None:
+    layer = trained()
+    x = torch.randn(4, C, 2, 3, 3)
+    for training in (False, True):
+        layer.train(training)
+        expected = copy.deepcopy(layer)(x)
+        for dtype, tolerance in ((torch.float64, 1e-5), (torch.bfloat16, 0.05)):
+            y = copy.deepcopy(layer)(x.to(dtype))
+            assert y.dtype == dtype
+            torch.testing.assert_close(y.float(), expected, rtol=0, atol=tolerance)
+
+
+def test_an_empty_batch_changes_nothing() -> None:
+    layer = trained()
+    state = copy.deepcopy(layer.state_dict())
+    x = torch.zeros(0, C, 2, 3, 3, requires_grad=True)
+    for training in (True, False):
+        y = layer.train(training)(x)
+        assert y.shape == x.shape
+        y.sum().backward()
+    assert x.grad is not None
+    assert not layer.weight.grad.any()
+    torch.testing.assert_close(layer.state_dict(), state, rtol=0, atol=1e-6)
+    assert int(make(2, C, momentum=None)(x).numel()) == 0
+
+
+def test_two_forwards_before_one_backward() -> None:
+    layer = make(2, C)
+    a, b = (torch.randn(4, C, 2, 3, 3, requires_grad=True) for _ in range(2))
+    (layer(a).pow(3).sum() + layer(b).pow(3).sum()).backward()
+    alone = a.detach().clone().requires_grad_()
+    make(2, C)(alone).pow(3).sum().backward()
+    torch.testing.assert_close(a.grad, alone.grad)
+
+
+def test_a_recomputed_block_is_counted_once() -> None:
+    """torch.utils.checkpoint: the numbers of the stored run, bit for bit, and one update."""
+    x = torch.randn(4, C, 2, 3, 3)
+    results = []
+    for recomputing in (False, True):
+        layer, t = make(2, C), x.clone().requires_grad_()
+        if recomputing:
+            y = checkpoint(layer, t, use_reentrant=False, context_fn=checkpoint_contexts)
+        else:
+            y = layer(t)
+        y.pow(3).sum().backward()
+        results.append([y, t.grad, layer.weight.grad, *layer.state_dict().values()])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+def test_gradients_of_any_order() -> None:
+    layer = make(2, 2, cls=SubBatchNorm1d, dtype=torch.float64)
+    x = torch.randn(4, 2, 3, dtype=torch.float64, requires_grad=True)
+    w, b = (torch.randn(2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+
+    def function(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Any:
+        return torch.func.functional_call(layer, {"weight": w, "bias": b}, (x,))
+
+    assert torch.autograd.gradcheck(function, (x, w, b))
+    assert torch.autograd.gradgradcheck(function, (x, w, b))
+
+
+def test_copies_and_pickles() -> None:
+    alone = SingleProcess()
+    layer = trained(process_group=alone, weighting="rank", running_var="biased")
+    x = torch.randn(4, C, 2, 3, 3)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert isinstance(other.process_group, SingleProcess)
+        assert (other.weighting, other.running_var_convention) == ("rank", "biased")
+        other.set_num_splits(4)
+        torch.testing.assert_close(other.eval()(x), layer.eval()(x))
+    assert layer.num_splits == 2
+    assert copy.deepcopy(layer).process_group is alone
+
+
+def test_reset_parameters() -> None:
+    layer = trained()
+    layer.reset_parameters()
+    torch.testing.assert_close(layer.state_dict(), make(2, C).state_dict())
+    with torch.device("meta"):
+        deferred = make(2, C)
+    deferred.to_empty(device="cpu").reset_parameters()
+    torch.testing.assert_close(deferred.state_dict(), make(2, C).state_dict())
+
+
+def test_repr_names_the_splits_and_the_conventions() -> None:
+    text = repr(make(2, C, weighting="sample"))
+    assert "3, num_splits=2, affine=True, process_group=SingleProcess(), weighting='sample'" in text
+    assert "running_var='unbiased_global'" in text
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (2, 6), (0, 4, 2), (8, 0)])
+def test_ranks_together_are_one_process(sizes: tuple[int, ...]) -> None:
+    """The splits of the concatenated batch; with the same convention for each rank's weight."""
+    torch.manual_seed(0)
+    parts = [torch.randn(n, C, 2, 3, 2).double() * (1 + n) + n for n in sizes]
+    dys = [torch.randn(x.shape).double() for x in parts]
+
+    def train(x: torch.Tensor, dy: torch.Tensor, group: Any) -> tuple[Any, ...]:
+        layer = make(2, C, process_group=group, dtype=torch.float64)
+        t = x.clone().requires_grad_()
+        y = layer(t)
+        y.backward(dy)
+        return layer, y, t.grad
+
+    whole, y, dx = train(torch.cat(parts), torch.cat(dys), SingleProcess())
+    ranks = run_ranks(len(sizes), lambda comm: train(parts[comm.rank], dys[comm.rank], comm))
+    torch.testing.assert_close(torch.cat([r[1] for r in ranks]), y)
+    torch.testing.assert_close(torch.cat([r[2] for r in ranks]), dx)
+    torch.testing.assert_close(sum(r[0].weight.grad for r in ranks), whole.weight.grad)
+    torch.testing.assert_close(sum(r[0].bias.grad for r in ranks), whole.bias.grad)
+    for layer, *_ in ranks:
+        torch.testing.assert_close(dict(layer.named_buffers()), dict(whole.named_buffers()))
+
+
+def test_bad_arguments() -> None:
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"num_splits": 0}, ValueError, "`num_splits` must be a positive integer: got 0"),
+        ({"num_splits": 2.0}, ValueError, r"`num_splits` must be a positive integer: got 2\.0"),
+        ({"num_splits": True}, ValueError, "`num_splits` must be a positive integer: got True"),
+        ({"num_features": 0}, ValueError, "`num_features` must be positive: got 0"),
+        ({"weighting": "batch"}, ValueError, "`weighting` must be one of"),
+        ({"running_var": "n-1"}, ValueError, "`running_var` must be one of"),
+        ({"process_group": object()}, TypeError, "a communicator must be None"),
+    ]
+    for given, kind, message in cases:
+        with pytest.raises(kind, match=message):
+            make(**{"num_splits": 2, "num_features": C, **given})
+    with pytest.raises(ValueError, match="`num_splits` must be a positive integer: got -1"):
+        make(2, C).set_num_splits(-1)
+
+
+def test_a_batch_that_cannot_be_split() -> None:
+    for num_splits, batch, message in [
+        (2, 7, "got 2 splits for a batch of 7. Drop the last batch or pass num_splits=1 or 7."),
+        (
+            4,
+            6,
+            "got 4 splits for a batch of 6. Drop the last batch or pass num_splits=1, 2, 3 or 6",
+        ),
+        (2, 1, "got 2 splits for a batch of 1. Drop the last batch or pass num_splits=1."),
+    ]:
+        layer = make(num_splits, C)
+        x = torch.randn(batch, C, 2, 3, 3)
+        with pytest.raises(ValueError, match="`num_splits` must divide the batch size: " + message):
+            layer(x)
+        assert int(layer.split_bn.num_batches_tracked) == 0
+        layer.eval()(x)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_bad_input(training: bool) -> None:
+    for cls, bad, kind, message in [
+        (SubBatchNorm3d, torch.ones(3), ValueError, r"2 or more dimensions, \(N, C, \*spatial\)"),
+        (
+            SubBatchNorm3d,
+            torch.ones(2, 4),
+            ValueError,
+            "must have 3 channels in dimension 1.*got 4",
+        ),
+        (
+            SubBatchNorm3d,
+            torch.ones(2, C).int(),
+            TypeError,
+            "floating-point dtype: got torch.int32",
+        ),
+        (SubBatchNorm3d, np.ones((2, C)), TypeError, "must be a torch.Tensor: got ndarray"),
+        (
+            SubBatchNorm3d,
+            torch.ones(2, C, 4, 4),
+            ValueError,
+            r"SubBatchNorm3d must have 5 dimensions, \(N, C, D, H, W\): got shape \(2, 3, 4, 4\)",
+        ),
+        (
+            SubBatchNorm2d,
+            torch.ones(2, C),
+            ValueError,
+            r"SubBatchNorm2d must have 4 dimensions, \(N, C, H, W\): got shape \(2, 3\)",
+        ),
+        (
+            SubBatchNorm1d,
+            torch.ones(2, C, 4, 4),
+            ValueError,
+            r"SubBatchNorm1d must have 2 or 3 dimensions, \(N, C\) or \(N, C, L\): got shape",
+        ),
+    ]:
+        with pytest.raises(kind, match=message):
+            make(2, C, cls=cls).train(training)(bad)
+
+
+def test_one_value_per_channel_and_split() -> None:
+    message = (
+        r"more than 1 value per channel in each of the 2 splits: got 1 over 1 rank\(s\) together, "
+        r"with an input of shape \(2, 3\) on rank 0\. Use a larger batch or a smaller `num_splits`"
+    )
+    layer = make(2, C, cls=SubBatchNorm1d)
+    with pytest.raises(ValueError, match=message):
+        layer(torch.ones(2, C))
+    layer(torch.ones(2, C, 2))
+    layer.eval()(torch.ones(1, C))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of its imports
+@pytest.mark.parametrize("given", [{}, {"momentum": None}, {"track_running_stats": False}], ids=str)
+def test_compiled_with_fullgraph(given: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    eager = make(2, C, cls=SubBatchNorm2d, **given)
+    compiled: Any = torch.compile(copy.deepcopy(eager), backend="aot_eager", fullgraph=True)
+    for training in (True, True, False):
+        for memory_format in (torch.contiguous_format, torch.channels_last):
+            x = torch.randn(8, C, 5, 4).to(memory_format=memory_format)
+            results = []
+            for layer in (eager, compiled):
+                t = x.clone().requires_grad_()
+                layer.zero_grad()
+                y = layer.train(training)(t)
+                y.pow(3).sum().backward()
+                results.append([y, t.grad, layer.weight.grad, *layer.state_dict().values()])
+            torch.testing.assert_close(*results)
+            assert results[0][0].stride() == results[1][0].stride() == x.stride()
