@@ -18,14 +18,14 @@ export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[torch,chainer,mpi,cli,dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[torch,chainer,mpi,cli,lightning,mmengine,dev]'
 	touch $@
 
 demo: $(VENV)/installed  ## train the same network in both frameworks, synchronized and not
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/installed  ## all tests; what this set-up must be able to run may not be skipped
-	$(BIN)/python -m pytest --require torch,chainer,torchrun,mpiexec
+	$(BIN)/python -m pytest --require torch,chainer,torchrun,mpiexec,mmengine,lightning
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -23,6 +23,8 @@ PROBES: dict[str, Callable[[], bool]] = {
     "torch": _importable("torch"),
     "chainer": _importable("chainer"),
     "torchrun": _importable("torch.distributed.run"),
+    "mmengine": _importable("mmengine"),
+    "lightning": _importable("lightning"),
     "mpiexec": lambda: mpiexec() is not None and _importable("mpi4py")(),
 }
 

@@ -20,6 +20,7 @@ ROOMS = [
     ["multibn.population", "multibn.recompute"],
     ["multibn"],
     ["multibn.torch_backend", "multibn.chainer_backend"],
+    ["multibn.torch_backend.integrations"],
 ]
 
 

@@ -1,0 +1,1 @@
+"""multibn in training frameworks: one file for each, which imports it; nothing imports these."""

@@ -1,0 +1,121 @@
+"""Lightning: a plugin that synchronizes layers, and a callback for precise batch norm::
+
+Trainer(plugins=[MultiBNLayerSync()], callbacks=[PreciseBN(num_samples=8192)], ...)
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import LayerSync
+from torch import nn
+
+from multibn._typing import RunningVar, Weighting
+from multibn.torch_backend.convert import convert_sync_batchnorm, revert_sync_batchnorm
+from multibn.torch_backend.integrations._data_loader import second_reader
+from multibn.torch_backend.precise_bn import Estimator, update_bn_stats
+
+
+class MultiBNLayerSync(LayerSync):
+    """Synchronizes the batch norms of a model while it is fitted; on CPU, too.
+
+    For strategies that apply layer plugins, DDPStrategy and FSDPStrategy. After fitting, the layers
+    have their original classes again (a `SyncBatchNorm` that the model had before becomes a
+    `BatchNorm`). Do not pass `sync_batchnorm=True` beside it.
+
+    Parameters
+    ----------
+    process_group, weighting, running_var
+        As `multibn.torch_backend.convert_sync_batchnorm`.
+    """
+
+    def __init__(
+        self,
+        process_group: Any = None,
+        *,
+        weighting: Weighting = "element",
+        running_var: RunningVar = "unbiased_global",
+    ) -> None:
+        self.process_group = process_group
+        self.weighting: Weighting = weighting
+        self.running_var: RunningVar = running_var
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        converted: nn.Module = convert_sync_batchnorm(
+            model, self.process_group, weighting=self.weighting, running_var=self.running_var
+        )
+        return converted
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        reverted: nn.Module = revert_sync_batchnorm(model)
+        return reverted
+
+
+class PreciseBN(Callback):
+    """Replaces running statistics by those of training data under the current weights.
+
+    Runs after the last batch of an epoch, before the validation and the checkpoints of that epoch,
+    on the batches of `trainer.train_dataloader`, a single loader, which come to the device and to
+    the precision of the trainer as in training. `limit_train_batches` does not limit them.
+    Collective: every rank runs it at the same time.
+
+    Parameters
+    ----------
+    num_samples, num_iters, estimator, progress
+        As `multibn.torch_backend.update_bn_stats`; `num_samples` is over all ranks.
+    every_n_epochs
+        Every so many epochs, and after the last one that the trainer is allowed.
+    forward_fn
+        Called as `forward_fn(pl_module, batch)`. Default: `pl_module(batch)`, or
+        `pl_module(batch[0])` for a tuple or list.
+
+    Raises
+    ------
+    ValueError
+        If `every_n_epochs` is not positive.
+    """
+
+    def __init__(
+        self,
+        num_samples: int | None = None,
+        num_iters: int | None = None,
+        every_n_epochs: int = 1,
+        estimator: Estimator = "population",
+        forward_fn: Callable[[Any, Any], object] | None = None,
+        progress: bool = True,
+    ) -> None:
+        if every_n_epochs <= 0:
+            raise ValueError(f"`every_n_epochs` must be positive: got {every_n_epochs}.")
+        self.every_n_epochs = every_n_epochs
+        self.options: dict[str, Any] = {
+            "num_samples": num_samples,
+            "num_iters": num_iters,
+            "estimator": estimator,
+            "forward_fn": forward_fn,
+            "progress": progress,
+        }
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        # Not on_train_epoch_end, which comes after the epoch's validation. The number of batches
+        # is infinite for a loader without a length; the loop then knows its last batch.
+        is_last = (
+            batch_idx + 1 == trainer.num_training_batches
+            or trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        )
+        epoch = trainer.current_epoch + 1
+        if is_last and (epoch % self.every_n_epochs == 0 or epoch == trainer.max_epochs):
+            self.update(trainer, pl_module)
+
+    def update(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Run precise batch norm now. Collective."""
+
+        def batches() -> Any:
+            for batch in second_reader(trainer.train_dataloader):
+                batch = trainer.precision_plugin.convert_input(batch)
+                batch = pl_module.on_before_batch_transfer(batch, 0)
+                yield trainer.strategy.batch_to_device(batch)
+
+        with trainer.precision_plugin.train_step_context():
+            update_bn_stats(pl_module, batches(), **self.options)
