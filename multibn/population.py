@@ -5,11 +5,9 @@ One rule covers every framework: `running += momentum * (batch - running)`. torc
 n-th batch, the cumulative average.
 """
 
-from typing import get_args
-
 from array_api_compat import array_namespace, device, to_device
 
-from multibn._typing import Array, RunningVar
+from multibn._typing import Array, RunningVar, check_choice
 from multibn.communicators import Communicator, SingleProcess
 from multibn.kernels.generic import as_wide
 from multibn.statistics import (
@@ -43,7 +41,7 @@ def running_variance(
     ValueError
         If `convention` is none of the three.
     """
-    check_running_var(convention)
+    check_choice("running_var", convention, RunningVar)
     if convention == "biased":
         return batch.var
     if convention == "unbiased_local":
@@ -71,15 +69,6 @@ def update_running(
     momentum = momentum * xp.astype(batch.count > 0, batch.count.dtype)
     var = running_variance(batch, local_count=local_count, convention=convention)
     return _step(running_mean, batch.mean, momentum), _step(running_var, var, momentum)
-
-
-def check_running_var(convention: object) -> None:
-    """Raise ValueError unless `convention` is one that `running_variance` knows."""
-    if convention not in get_args(RunningVar):
-        raise ValueError(
-            f"`running_var` must be one of {', '.join(map(repr, get_args(RunningVar)))}: "
-            f"got {convention!r}."
-        )
 
 
 class PopulationEstimator:

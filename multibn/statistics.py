@@ -21,11 +21,11 @@ value per channel.
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from array_api_compat import array_namespace, device
 
-from multibn._typing import Array, Weighting
+from multibn._typing import Array, Weighting, check_choice
 from multibn.communicators import Communicator
 from multibn.kernels import generic as kernels
 
@@ -166,7 +166,7 @@ def aggregate(
     RuntimeError
         On every rank, if another rank called `refuse` (host arrays only).
     """
-    check_weighting(weighting)
+    check_choice("weighting", weighting, Weighting)
     xp = array_namespace(moments.mean)
     occupied = xp.astype(moments.count > 0, moments.count.dtype)
     if weighting == "element":
@@ -305,15 +305,6 @@ def input_gradient(
     return kernels.input_gradient(
         dy, x, batch.mean, scale, pull * s * sums.sum_dy_xhat, pull * sums.sum_dy, axis=axis
     )
-
-
-def check_weighting(weighting: object) -> None:
-    """Raise ValueError unless `weighting` is one of the three."""
-    if weighting not in get_args(Weighting):
-        raise ValueError(
-            f"`weighting` must be one of {', '.join(map(repr, get_args(Weighting)))}: "
-            f"got {weighting!r}."
-        )
 
 
 def require_floating(x: Array) -> None:

@@ -116,8 +116,8 @@ def check_input(
     """The axes to reduce; raises unless `x` is floating-point and its other axes are `channels`.
 
     If it raises, and only then, collective: the other ranks are told, so that they raise too
-    instead of waiting. `channels=None` takes any channels but none. `axis=None` is Chainer's rule: the
-    channel axes start at 1, all others are reduced.
+    instead of waiting. `channels=None` takes any channels but none. `axis=None` is Chainer's rule:
+    the channel axes start at 1, all others are reduced.
     """
     if axis is None:
         num_channel_axes = 1 if channels is None else len(channels)

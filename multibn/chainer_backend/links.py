@@ -9,7 +9,7 @@ from chainer import functions as F
 from chainer import initializers
 
 from multibn import population, recompute, statistics
-from multibn._typing import RunningVar, Weighting
+from multibn._typing import RunningVar, Weighting, check_choice
 from multibn.chainer_backend import functions
 from multibn.communicators import SingleProcess, as_communicator
 from multibn.communicators.chainermn import ChainerMN, select_backend
@@ -108,8 +108,8 @@ class MultiNodeBatchNormalization(chainer.Link):
             self._communicator = ChainerMN(self._communicator.comm, communication_backend)
         else:
             select_backend(type(comm), communication_backend)
-        statistics.check_weighting(weighting)
-        population.check_running_var(avg_var)
+        check_choice("weighting", weighting, Weighting)
+        check_choice("avg_var", avg_var, RunningVar)
         self.weighting, self.avg_var_convention = weighting, avg_var
         self.decay = decay
         self.eps = eps

@@ -12,8 +12,8 @@ from multibn.torch_backend.modules import SyncBatchNorm as SyncBatchNorm
 from multibn.torch_backend.naive import NaiveSyncBatchNorm1d as NaiveSyncBatchNorm1d
 from multibn.torch_backend.naive import NaiveSyncBatchNorm2d as NaiveSyncBatchNorm2d
 from multibn.torch_backend.naive import NaiveSyncBatchNorm3d as NaiveSyncBatchNorm3d
-from multibn.torch_backend.precise_bn import sync_running_stats as sync_running_stats
 from multibn.torch_backend.precise_bn import update_bn_stats as update_bn_stats
+from multibn.torch_backend.running_stats import sync_running_stats as sync_running_stats
 from multibn.torch_backend.sub_batch_norm import SubBatchNorm1d as SubBatchNorm1d
 from multibn.torch_backend.sub_batch_norm import SubBatchNorm2d as SubBatchNorm2d
 from multibn.torch_backend.sub_batch_norm import SubBatchNorm3d as SubBatchNorm3d

@@ -142,7 +142,7 @@ def revert_sync_batchnorm(module: nn.Module) -> Any:
 
 
 def _obstructed(layer: nn.Module, home: str, consequence: str) -> bool:
-    """Warn and return True if `layer` is more than its base class from `home`, a module or package."""
+    """Warn and return True if `layer` is more than its base class from the package `home`."""
     cls = type(layer)
     derived = itertools.takewhile(lambda base: not base.__module__.startswith(home), cls.__mro__)
     overridden = sorted({name for base in derived for name in vars(base)} - _HARMLESS)

@@ -62,8 +62,8 @@ def sync_batch_norm(
     Notes
     -----
     Differentiating twice (`create_graph=True`) is exact over ranks; it repeats the forward's
-    collective in the backward pass. `x` must need a gradient on all ranks or on none: ranks where it
-    does wait for the others in the backward pass.
+    collective in the backward pass. `x` must need a gradient on all ranks or on none: ranks where
+    it does wait for the others in the backward pass.
     """
     communicator = as_communicator(process_group)
     shapes = [tuple(p.shape) for p in (weight, bias) if p is not None]
@@ -285,8 +285,8 @@ def _differentiable_backward(
     The forward pass is run again out of differentiable operations, its collective included, and
     autograd differentiates that.
     """
-    # Other tensors than those of the outer graph: a parameter that also `x` depends on (a layer used
-    # twice) would otherwise be differentiated through `x`, which the outer graph does already.
+    # Other tensors than those of the outer graph: a parameter that also `x` depends on (a layer
+    # used twice) would otherwise be differentiated through `x`, which the outer graph does already.
     x, weight, bias = (None if t is None else t.view_as(t) for t in (x, weight, bias))
     communicator = _Differentiable(ctx.communicator)
     batch = statistics.batch_statistics(x, communicator, weighting=ctx.weighting, axis=ctx.axis)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from multibn import population, statistics
-from multibn._typing import RunningVar, Weighting
+from multibn import population
+from multibn._typing import RunningVar, Weighting, check_choice
 from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.statistics import BatchStatistics
 from multibn.torch_backend import compiled, functional
@@ -93,8 +93,8 @@ class SyncBatchNorm(_BatchNorm):
         running_var: RunningVar = "unbiased_global",
     ) -> None:
         """Choose who shares statistics, and the conventions; arguments as the constructor's."""
-        statistics.check_weighting(weighting)
-        population.check_running_var(running_var)
+        check_choice("weighting", weighting, Weighting)
+        check_choice("running_var", running_var, RunningVar)
         self.process_group = process_group
         self.weighting: Weighting = weighting
         self.running_var_convention: RunningVar = running_var

@@ -1,4 +1,4 @@
-"""Running statistics from whole passes over data: precise batch norm; and agreement over ranks.
+"""Running statistics from whole passes over data: precise batch norm.
 
 "Precise" batch norm (Wu & Johnson, 2021, arXiv:2105.07576, section 3) replaces the running averages
 of training, which lag behind the weights, by statistics of many batches under the final weights.
@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from operator import length_hint
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from multibn._typing import check_choice
 from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.kernels.generic import as_wide
 from multibn.population import PopulationEstimator, running_variance
@@ -24,7 +25,6 @@ from multibn.torch_backend.modules import SyncBatchNorm
 from multibn.torch_backend.sub_batch_norm import _SubBatchNorm
 
 Estimator: TypeAlias = Literal["population", "mean_of_var"]
-How: TypeAlias = Literal["broadcast", "pool"]
 
 
 def update_bn_stats(
@@ -103,7 +103,7 @@ def update_bn_stats(
     A loader with augmentations gives statistics of augmented data. A model whose forward pass
     communicates in other ways (FSDP) needs equally many batches on every rank.
     """
-    _check_choice("estimator", estimator, Estimator)
+    check_choice("estimator", estimator, Estimator)
     for name, value in (("num_samples", num_samples), ("num_iters", num_iters)):
         if value is not None and value <= 0:
             raise ValueError(f"`{name}` must be positive, or None for no limit: got {value}.")
@@ -154,50 +154,6 @@ def update_bn_stats(
             "running statistics. Freeze them with eval(), or pass a `forward_fn` that uses them.",
             stacklevel=2,
         )
-
-
-@torch.no_grad()
-def sync_running_stats(model: nn.Module, group: Any = None, how: How = "broadcast") -> None:
-    """Make the running statistics of all ranks equal.
-
-    For layers that kept statistics of their own rank, before evaluating or saving.
-    Collective: every rank must call it, with the same model; one allreduce.
-
-    Parameters
-    ----------
-    model
-        Every `_BatchNorm` in it that has running statistics, in any mode.
-    group
-        Anything that `multibn.as_communicator` takes; default as there.
-    how
-        `"broadcast"`: rank 0's, its counter `num_batches_tracked` included. `"pool"`: those of the
-        ranks' data together if all had equally much: the mean of the means, and by the law of total
-        variance the mean of the variances plus the variance of the means (biased, divided by the
-        number of ranks); counters stay.
-
-    Raises
-    ------
-    ValueError
-        If `how` is neither.
-    """
-    _check_choice("how", how, How)
-    communicator = as_communicator(group)
-    layers = [m for m in model.modules() if isinstance(m, _BatchNorm)]
-    means = [m.running_mean for m in layers if m.running_mean is not None]
-    variances = [m.running_var for m in layers if m.running_var is not None]
-    counters = [m.num_batches_tracked for m in layers if m.num_batches_tracked is not None]
-    if not means:
-        return
-    if how == "broadcast":
-        buffers = [*means, *variances, *counters]
-        packed = _pack(buffers)
-        # Rank 0's plus zeros; not plus zero times the others', which may be NaN.
-        mine = packed if communicator.rank == 0 else torch.zeros_like(packed)
-        _unpack(communicator.allreduce(mine), buffers)
-        return
-    mean, var = _pack(means), _pack(variances)
-    mean, meansqr = communicator.allreduce(torch.stack([mean, var + mean**2])) / communicator.size
-    _unpack(torch.cat([mean, (meansqr - mean**2).clamp(min=0)]), [*means, *variances])
 
 
 class _Estimate(NamedTuple):
@@ -493,21 +449,3 @@ def _progress(
     total = min(known) if known and num_samples is None else None
     with tqdm(total=total, desc="precise batch norm", unit="batch") as bar:
         yield bar.update
-
-
-def _pack(buffers: Sequence[Tensor]) -> Tensor:
-    """All values in one float64 vector."""
-    wide = [as_wide(b).flatten() for b in buffers]
-    return torch.cat([w.to(wide[0].device) for w in wide])
-
-
-def _unpack(packed: Tensor, buffers: Sequence[Tensor]) -> None:
-    for buffer, part in zip(buffers, packed.split([b.numel() for b in buffers]), strict=True):
-        buffer.copy_(part.view(buffer.shape))
-
-
-def _check_choice(name: str, value: object, choices: Any) -> None:
-    if value not in get_args(choices):
-        raise ValueError(
-            f"`{name}` must be one of {', '.join(map(repr, get_args(choices)))}: got {value!r}."
-        )

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn import population, statistics
-from multibn._typing import RunningVar, Weighting
+from multibn._typing import RunningVar, Weighting, check_choice
 from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.kernels import generic as kernels
 from multibn.statistics import BatchStatistics, reduced_axes
@@ -72,8 +72,8 @@ class _SubBatchNorm(nn.Module):
         running_var: RunningVar = "unbiased_global",
     ) -> None:
         """Choose who shares statistics, and the conventions; arguments as the constructor's."""
-        statistics.check_weighting(weighting)
-        population.check_running_var(running_var)
+        check_choice("weighting", weighting, Weighting)
+        check_choice("running_var", running_var, RunningVar)
         self.process_group = process_group
         self.weighting: Weighting = weighting
         self.running_var_convention: RunningVar = running_var

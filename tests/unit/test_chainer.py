@@ -147,7 +147,7 @@ def test_bad_arguments() -> None:
         ({"axis": ()}, ValueError, "`axis` must be an axis"),
         ({"comm": "mpi"}, TypeError, "a communicator must be None"),
         ({"weighting": "batch"}, ValueError, "`weighting` must be one of"),
-        ({"avg_var": "n-1"}, ValueError, "`running_var` must be one of"),
+        ({"avg_var": "n-1"}, ValueError, "`avg_var` must be one of"),
         ({"communication_backend": "nccl"}, ValueError, "needs ChainerMN's pure_nccl comm"),
         ({"communication_backend": "ib"}, ValueError, "must be 'mpi', 'nccl' or 'auto': got 'ib'"),
     ]
