@@ -140,7 +140,7 @@ def _refuse(
     raise error
 
 
-def _arrays() -> tuple[type, ...]:
+def _arrays() -> Any:
     return (Variable, *chainer.get_array_types())
 
 

@@ -167,6 +167,7 @@ def _with_class(layer: nn.Module, cls: type[_M]) -> _M:
     # The very dictionaries of parameters, buffers and hooks: handles that remove a hook, and
     # whoever holds on to the old layer, go on working.
     new.__dict__.update(layer.__dict__)
+    hook: Any
     for hook in new._load_state_dict_pre_hooks.values():
         if hook.with_module:  # torch keeps a weak reference to the module it was registered on
             hook.module = weakref.ref(new)

@@ -287,7 +287,8 @@ def _differentiable_backward(
     """
     # Other tensors than those of the outer graph: a parameter that also `x` depends on (a layer
     # used twice) would otherwise be differentiated through `x`, which the outer graph does already.
-    x, weight, bias = (None if t is None else t.view_as(t) for t in (x, weight, bias))
+    x = x.view_as(x)
+    weight, bias = (None if t is None else t.view_as(t) for t in (weight, bias))
     communicator = _Differentiable(ctx.communicator)
     batch = statistics.batch_statistics(x, communicator, weighting=ctx.weighting, axis=ctx.axis)
     y = statistics.normalize(x, batch, weight=weight, bias=bias, eps=ctx.eps, axis=ctx.axis)

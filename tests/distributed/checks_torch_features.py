@@ -45,7 +45,7 @@ def check_compiled_with_fullgraph(world: Communicator) -> None:
         torch._dynamo.reset()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of its imports
-            compiled = torch.compile(copy.deepcopy(eager), fullgraph=True)
+            compiled: Any = torch.compile(copy.deepcopy(eager), fullgraph=True)
             results = []
             for net in (eager, compiled):
                 for step in range(3):
@@ -113,7 +113,7 @@ def check_sharded(world: Communicator) -> None:
     expected = torch.stack(_train(whole, torch.cat(parts)))
     mesh = dist.init_device_mesh("cpu", (world.size,))
 
-    def shard2(net: nn.Module) -> nn.Module:
+    def shard2(net: nn.Module) -> Any:
         return fully_shard(net, mesh=mesh)
 
     def shard1(net: nn.Module) -> nn.Module:

@@ -49,7 +49,7 @@ def build(**options: Any) -> nn.Sequential:
 )
 def test_compiled_equals_eager(options: dict[str, Any], backend: str) -> None:
     model = build(**options)
-    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend=backend)
+    compiled: Any = torch.compile(copy.deepcopy(model), fullgraph=True, backend=backend)
     for step in range(3):
         results = []
         for net in (model, compiled):
@@ -69,7 +69,7 @@ def test_compiled_equals_eager(options: dict[str, Any], backend: str) -> None:
 
 def test_sizes_may_change_without_compiling_again() -> None:
     model = build()
-    compiled = torch.compile(
+    compiled: Any = torch.compile(
         copy.deepcopy(model), fullgraph=True, backend="aot_eager", dynamic=True
     )
     with torch._dynamo.config.patch(error_on_recompile=True):
