@@ -10,14 +10,14 @@ processes again, which happens at the first use. Importing this package imports 
 import os
 import sys
 import warnings
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 from array_api_compat import array_namespace
 
 from multibn._typing import Array
 from multibn.communicators._handle import Handle
 
-__all__ = ["Communicator", "DefaultCommunicator", "SingleProcess", "as_communicator"]
+__all__ = ["Communicator", "DefaultCommunicator", "Group", "SingleProcess", "as_communicator"]
 
 
 @runtime_checkable
@@ -87,7 +87,7 @@ class DefaultCommunicator(Handle):
         return self._find().split(color, key)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return DefaultCommunicator, ()
+        return as_communicator, ()
 
     @staticmethod
     def _find() -> Communicator:
@@ -124,6 +124,9 @@ class DefaultCommunicator(Handle):
         )
 
 
+_DEFAULT = DefaultCommunicator()
+
+
 def as_communicator(obj: Any = None, /) -> Communicator:
     """The communicator that `obj` stands for.
 
@@ -131,18 +134,23 @@ def as_communicator(obj: Any = None, /) -> Communicator:
     ----------
     obj
         None for torch's default process group where one is initialised when the communicator is
-        used, else this process alone; a torch ProcessGroup or one-dimensional DeviceMesh; an mpi4py
-        Comm; a ChainerMN communicator; or a `Communicator`, which is returned as it is.
+        used, else this process alone; of those processes, `"machine"` for the ones on this host, an
+        int k for k consecutive ones, or a list of ranks, see `Group`; a torch ProcessGroup or
+        one-dimensional DeviceMesh; an mpi4py Comm; a ChainerMN communicator; or a `Communicator`,
+        which is returned as it is.
 
     Raises
     ------
     TypeError
         If `obj` is none of these.
     ValueError
-        If this process is not part of the group, or a DeviceMesh has several dimensions.
+        If this process is not part of the group, a DeviceMesh has several dimensions, k is below 1,
+        or the list is empty or has negative or repeated ranks.
     """
     if obj is None:
-        return DefaultCommunicator()
+        return _DEFAULT
+    if isinstance(obj, Handle):  # before anything reads its rank, which may be collective
+        return cast(Communicator, obj)
     # The library that an object's class comes from is known without importing that library.
     libraries = {cls.__module__.partition(".")[0] for cls in type(obj).__mro__}
     if "chainermn" in libraries:
@@ -157,11 +165,16 @@ def as_communicator(obj: Any = None, /) -> Communicator:
         from multibn.communicators.torch_distributed import TorchDistributed
 
         return TorchDistributed(obj)
+    if (isinstance(obj, str) and obj == "machine") or (
+        isinstance(obj, int | list | tuple) and not isinstance(obj, bool)
+    ):
+        return Group(None, obj)
     if isinstance(obj, Communicator):
         return obj
     raise TypeError(
         "a communicator must be None, a torch ProcessGroup or DeviceMesh, an mpi4py Comm, a "
-        "ChainerMN communicator or a multibn Communicator: "
+        "ChainerMN communicator, a multibn Communicator, 'machine', a number of consecutive ranks "
+        "or a list of ranks: "
         f"got {obj!r} of type {type(obj).__qualname__}."
     )
 
@@ -173,3 +186,7 @@ def is_outsiders_marker(obj: Any) -> bool:
         return False
     marker = distributed.GroupMember.NON_GROUP_MEMBER
     return type(obj) is type(marker) and obj == marker
+
+
+# Made of what stands above.
+from multibn.communicators.groups import Group as Group  # noqa: E402

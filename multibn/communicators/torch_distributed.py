@@ -8,7 +8,7 @@ import torch.distributed as dist
 from array_api_compat import is_cupy_array, is_torch_array
 
 from multibn._typing import Array
-from multibn.communicators import DefaultCommunicator, SingleProcess, is_outsiders_marker
+from multibn.communicators import SingleProcess, as_communicator, is_outsiders_marker
 from multibn.communicators._handle import Handle
 from multibn.communicators._host import from_host, to_host
 
@@ -107,7 +107,7 @@ class TorchDistributed(Handle):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._ranks is None:
-            return DefaultCommunicator, ()
+            return as_communicator, ()
         if len(self._ranks) == 1:
             return SingleProcess, ()
         return _restore, (self._ranks,)

@@ -1,5 +1,6 @@
 """Every communicator that the launcher can drive conforms; bad groups are refused."""
 
+import pickle
 import sys
 from typing import Any
 
@@ -56,7 +57,8 @@ def check_native_objects_are_recognised(world: Communicator) -> None:
         from mpi4py import MPI
 
         natives = [MPI.COMM_WORLD, MPI.COMM_WORLD.Dup()]
-        assert as_communicator(MPI.COMM_SELF).size == 1
+        alone = as_communicator(MPI.COMM_SELF)
+        assert alone.size == pickle.loads(pickle.dumps(alone)).size == 1
         half: Any = MPI.COMM_WORLD.Split(world.rank % 2)
         inter = half.Create_intercomm(0, MPI.COMM_WORLD, 1 - world.rank % 2)
         with pytest.raises(TypeError, match="must be an intracommunicator"):
@@ -84,7 +86,7 @@ def check_a_group_without_this_rank_is_refused(world: Communicator) -> None:
 
 
 def check_other_types_are_refused(world: Communicator) -> None:
-    for wrong in ("nccl", 3, object(), [0, 1]):
+    for wrong in ("nccl", 3.0, True, object(), {0, 1}):
         with pytest.raises(TypeError, match="a communicator must be None, a torch ProcessGroup"):
             as_communicator(wrong)
     if not require.available("torch"):

@@ -1,0 +1,88 @@
+"""The normalization layer that a PySlowFast config names."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from multibn.torch_backend.modules import SyncBatchNorm
+from multibn.torch_backend.naive import (
+    NaiveSyncBatchNorm1d,
+    NaiveSyncBatchNorm2d,
+    NaiveSyncBatchNorm3d,
+)
+from multibn.torch_backend.sub_batch_norm import SubBatchNorm1d, SubBatchNorm2d, SubBatchNorm3d
+
+_KNOWN = "'batchnorm', 'sub_batchnorm', 'sync_batchnorm' or 'sync_batchnorm_apex'"
+_MISSING = object()
+
+# By the number of dimensions that are neither batch nor channels.
+_BATCH_NORM = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+_SUB_BATCH_NORM = {1: SubBatchNorm1d, 2: SubBatchNorm2d, 3: SubBatchNorm3d}
+_NAIVE_SYNC_BATCH_NORM = {1: NaiveSyncBatchNorm1d, 2: NaiveSyncBatchNorm2d, 3: NaiveSyncBatchNorm3d}
+
+
+def get_norm(cfg: Any, dim: int = 3) -> Callable[..., nn.Module]:
+    """The layer that `cfg.BN` names, as PySlowFast's function of this name.
+
+    ========================  ======================================================================
+    `cfg.BN.NORM_TYPE`        what `norm(num_features=..., **bn_args)` makes
+    ========================  ======================================================================
+    `"batchnorm"`             nn.BatchNorm1d, 2d or 3d
+    `"sub_batchnorm"`         SubBatchNorm1d, 2d or 3d with `num_splits=NUM_SPLITS`
+    `"sync_batchnorm"`        NaiveSyncBatchNorm1d, 2d or 3d with `global_sync=GLOBAL_SYNC` and
+                              `num_sync_devices=NUM_SYNC_DEVICES`; GLOBAL_SYNC wins
+    `"sync_batchnorm_apex"`   SyncBatchNorm over NUM_SYNC_DEVICES consecutive ranks, 0 for all, as
+                              PySlowFast called apex, which has no such layer any more
+    ========================  ======================================================================
+
+    Parameters
+    ----------
+    cfg
+        A yacs CfgNode, an OmegaConf config, a dict, or an object with attributes (a dataclass),
+        with a node BN of any of these kinds. Only NORM_TYPE is required; the others have
+        PySlowFast's defaults: NUM_SPLITS 1, NUM_SYNC_DEVICES 1, GLOBAL_SYNC False.
+    dim
+        1, 2 or 3: whether the input is `(N, C, L)` (or `(N, C)`), `(N, C, H, W)` or
+        `(N, C, T, H, W)`.
+
+    Returns
+    -------
+    callable
+        A class, or a functools.partial of one. PySlowFast calls it with `num_features` by name, and
+        so should you: the classes differ in their first positional argument.
+
+    Raises
+    ------
+    ValueError
+        If `cfg` has no BN or BN no NORM_TYPE, NORM_TYPE is none of the four, or `dim` is not 1, 2
+        or 3.
+    """
+    if dim not in (1, 2, 3):
+        raise ValueError(f"`dim` must be 1, 2 or 3: got {dim!r}.")
+    bn = _get(cfg, "BN", _MISSING)
+    norm_type = _MISSING if bn is _MISSING else _get(bn, "NORM_TYPE", _MISSING)
+    if norm_type is _MISSING:
+        missing = "BN" if bn is _MISSING else "BN.NORM_TYPE"
+        raise ValueError(f"`cfg` must have {missing}: got {cfg!r}. Set BN.NORM_TYPE to {_KNOWN}.")
+    if norm_type == "batchnorm":
+        return _BATCH_NORM[dim]
+    if norm_type == "sub_batchnorm":
+        return partial(_SUB_BATCH_NORM[dim], num_splits=_get(bn, "NUM_SPLITS", 1))
+    if norm_type == "sync_batchnorm":
+        return partial(
+            _NAIVE_SYNC_BATCH_NORM[dim],
+            num_sync_devices=_get(bn, "NUM_SYNC_DEVICES", 1),
+            global_sync=_get(bn, "GLOBAL_SYNC", False),
+        )
+    if norm_type == "sync_batchnorm_apex":
+        return partial(SyncBatchNorm, process_group=_get(bn, "NUM_SYNC_DEVICES", 1) or None)
+    raise ValueError(f"`cfg.BN.NORM_TYPE` must be one of {_KNOWN}: got {norm_type!r}.")
+
+
+def _get(node: Any, key: str, default: Any) -> Any:
+    """Entry or attribute of a config node."""
+    if isinstance(node, Mapping):  # yacs nodes and OmegaConf's too
+        return node.get(key, default)
+    return getattr(node, key, default)

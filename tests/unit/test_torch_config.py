@@ -1,0 +1,135 @@
+"""`get_norm` over every kind of config."""
+
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.helpers import require
+
+require.need("torch")
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+
+from multibn.torch_backend import (  # noqa: E402
+    NaiveSyncBatchNorm1d,
+    NaiveSyncBatchNorm2d,
+    NaiveSyncBatchNorm3d,
+    SubBatchNorm1d,
+    SubBatchNorm2d,
+    SubBatchNorm3d,
+    SyncBatchNorm,
+    get_norm,
+)
+
+SHAPES = {1: (4, 3, 5), 2: (4, 3, 5, 2), 3: (4, 3, 2, 5, 2)}
+CLASSES: dict[str, Any] = {
+    "batchnorm": (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+    "sub_batchnorm": (SubBatchNorm1d, SubBatchNorm2d, SubBatchNorm3d),
+    "sync_batchnorm": (NaiveSyncBatchNorm1d, NaiveSyncBatchNorm2d, NaiveSyncBatchNorm3d),
+    "sync_batchnorm_apex": (SyncBatchNorm, SyncBatchNorm, SyncBatchNorm),
+}
+
+
+@dataclass
+class Bn:
+    NORM_TYPE: str = "sub_batchnorm"
+    NUM_SPLITS: int = 2
+    NUM_SYNC_DEVICES: int = 1
+    GLOBAL_SYNC: bool = False
+
+
+@dataclass
+class Config:
+    BN: Bn = field(default_factory=Bn)
+
+
+def _dict(**bn: Any) -> Any:
+    return {"BN": bn}
+
+
+def _attributes(**bn: Any) -> Any:
+    return SimpleNamespace(BN=SimpleNamespace(**bn))
+
+
+def _yacs(**bn: Any) -> Any:
+    config = pytest.importorskip("yacs.config")
+    return config.CfgNode({"BN": bn})
+
+
+def _omegaconf(**bn: Any) -> Any:
+    omegaconf = pytest.importorskip("omegaconf")
+    return omegaconf.OmegaConf.create({"BN": bn})
+
+
+def _omegaconf_struct(**bn: Any) -> Any:
+    """One whose missing keys raise."""
+    cfg = _omegaconf(**bn)
+    pytest.importorskip("omegaconf").OmegaConf.set_struct(cfg, True)
+    return cfg
+
+
+KINDS = pytest.mark.parametrize("kind", [_dict, _attributes, _yacs, _omegaconf, _omegaconf_struct])
+
+
+@KINDS
+@pytest.mark.parametrize("dim", SHAPES)
+@pytest.mark.parametrize("norm_type", CLASSES)
+def test_every_type_trains_with_the_defaults(norm_type: str, dim: int, kind: Any) -> None:
+    norm = get_norm(kind(NORM_TYPE=norm_type), dim)
+    layer = norm(num_features=3, eps=1e-3, momentum=0.2)
+    assert type(layer) is CLASSES[norm_type][dim - 1]
+    x = torch.randn(SHAPES[dim])
+    y = layer(x)
+    y.sum().backward()
+    torch.testing.assert_close(y, nn.functional.batch_norm(x, None, None, training=True, eps=1e-3))
+
+
+@KINDS
+def test_the_keys_are_read(kind: Any) -> None:
+    bn = {"NUM_SPLITS": 2, "NUM_SYNC_DEVICES": 4, "GLOBAL_SYNC": False}
+    norm = get_norm(kind(NORM_TYPE="sub_batchnorm", **bn))
+    assert norm(num_features=3).num_splits == 2
+    norm = get_norm(kind(NORM_TYPE="sync_batchnorm", **bn))
+    assert isinstance(norm, partial)
+    assert norm.keywords == {"num_sync_devices": 4, "global_sync": False}
+    assert repr(norm(num_features=3).process_group).endswith("'machine'), 4)")
+    norm = get_norm(kind(NORM_TYPE="sync_batchnorm", NUM_SYNC_DEVICES=None))
+    assert repr(norm(num_features=3).process_group).endswith(", 'machine')")
+
+
+@KINDS
+def test_global_sync_wins(kind: Any) -> None:
+    """pytorchvideo refuses both, so that PySlowFast's GLOBAL_SYNC fails with its own default."""
+    norm = get_norm(kind(NORM_TYPE="sync_batchnorm", NUM_SYNC_DEVICES=1, GLOBAL_SYNC=True))
+    assert repr(norm(num_features=3).process_group) == "DefaultCommunicator()"
+
+
+def test_dataclasses() -> None:
+    assert get_norm(Config())(num_features=3).num_splits == 2
+    omegaconf = pytest.importorskip("omegaconf")
+    assert get_norm(omegaconf.OmegaConf.structured(Config))(num_features=3).num_splits == 2
+
+
+@KINDS
+def test_what_is_wrong_is_named(kind: Any) -> None:
+    known = "'batchnorm', 'sub_batchnorm', 'sync_batchnorm' or 'sync_batchnorm_apex'"
+    with pytest.raises(ValueError, match=f"BN.NORM_TYPE` must be one of {known}: got 'layernorm'"):
+        get_norm(kind(NORM_TYPE="layernorm"))
+    with pytest.raises(
+        ValueError, match=f"must have BN.NORM_TYPE: got .*Set BN.NORM_TYPE to {known}"
+    ):
+        get_norm(kind(NUM_SPLITS=2))
+
+
+def test_no_bn_and_no_such_dimension() -> None:
+    nothing: list[Any] = [{}, SimpleNamespace(), None]
+    for cfg in nothing:
+        with pytest.raises(ValueError, match=r"`cfg` must have BN: got .*Set BN.NORM_TYPE to"):
+            get_norm(cfg)
+    for dim in (0, 4, "2d"):
+        with pytest.raises(ValueError, match=f"`dim` must be 1, 2 or 3: got {dim!r}"):
+            get_norm(_dict(NORM_TYPE="batchnorm"), dim)  # type: ignore[arg-type]

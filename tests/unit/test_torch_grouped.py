@@ -1,0 +1,294 @@
+"""Groups of ranks, and the layers with them, without a launcher."""
+
+import copy
+import pickle
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multibn import Group, SingleProcess, as_communicator
+from multibn.communicators import Communicator, groups
+from tests.helpers import require
+from tests.helpers.ranks import ThreadCommunicator, run_ranks
+
+require.need("torch")
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+
+from multibn.torch_backend import (  # noqa: E402
+    NaiveSyncBatchNorm1d,
+    NaiveSyncBatchNorm2d,
+    NaiveSyncBatchNorm3d,
+    SyncBatchNorm,
+    convert_sync_batchnorm,
+    revert_sync_batchnorm,
+)
+
+LAYERS: list[tuple[Any, Any, list[tuple[int, ...]]]] = [
+    (NaiveSyncBatchNorm1d, nn.BatchNorm1d, [(6, 4), (6, 4, 5)]),
+    (NaiveSyncBatchNorm2d, nn.BatchNorm2d, [(6, 4, 5, 3)]),
+    (NaiveSyncBatchNorm3d, nn.BatchNorm3d, [(6, 4, 2, 5, 3)]),
+]
+
+
+@pytest.fixture(autouse=True)
+def _forget_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "_found", {})
+
+
+@pytest.fixture
+def hosts(monkeypatch: pytest.MonkeyPatch) -> threading.local:
+    """Where each rank, a thread, says on which machine it is."""
+    here = threading.local()
+    monkeypatch.setattr(groups, "host", lambda: here.name)
+    return here
+
+
+class Untouchable:
+    """A communicator that nobody may use."""
+
+    allreduce = split = None
+
+    @property
+    def rank(self) -> int:
+        raise AssertionError
+
+    size = rank
+
+
+def test_machines_of_any_placement(hosts: threading.local) -> None:
+    names = ["b", "a", "b", "b", "a", "c"]
+
+    def work(world: ThreadCommunicator) -> tuple[int, int, float]:
+        hosts.name = names[world.rank]
+        machine = Group(world, "machine")
+        return machine.rank, machine.size, machine.allreduce(np.array([10.0**world.rank]))[0]
+
+    b, a, c = 1101, 10010, 100000
+    assert run_ranks(6, work) == [
+        (0, 3, b), (0, 2, a), (1, 3, b), (2, 3, b), (1, 2, a), (0, 1, c)
+    ]  # fmt: skip
+
+
+def test_consecutive_ranks_inside_a_machine(hosts: threading.local) -> None:
+    def work(world: ThreadCommunicator) -> float:
+        hosts.name = "even" if world.rank % 2 == 0 else "odd"
+        pairs = Group(Group(world, "machine"), 2)
+        total: float = pairs.allreduce(np.array([10.0**world.rank]))[0]
+        return total
+
+    low, high = (101, 1010), (1010000, 10100000)
+    assert run_ranks(8, work) == [*low, *low, *high, *high]
+
+
+def test_a_machine_that_the_number_does_not_divide(hosts: threading.local) -> None:
+    """The error is on the ranks of that machine, with both numbers and a way out."""
+
+    def work(world: ThreadCommunicator) -> str:
+        hosts.name = "small" if world.rank < 2 else "large"
+        try:
+            return str(Group(Group(world, "machine"), 3).size)
+        except ValueError as error:
+            return str(error)
+
+    small, _, *large = run_ranks(5, work)
+    assert "groups of 3 consecutive ranks need a number of ranks that 3 divides: got 2 in" in small
+    assert small.endswith("'machine'), on its rank 0. Use 1 or 2.")
+    assert large == ["3", "3", "3"]
+
+
+def test_what_names_a_group() -> None:
+    for obj, text in (
+        ("machine", "Group(DefaultCommunicator(), 'machine')"),
+        (3, "Group(DefaultCommunicator(), 3)"),
+        ([1, 0], "Group(DefaultCommunicator(), [1, 0])"),
+        ((1, 0), "Group(DefaultCommunicator(), [1, 0])"),
+        (Group(SingleProcess(), 1), "Group(SingleProcess(), 1)"),
+    ):
+        assert repr(as_communicator(obj)) == text
+    assert as_communicator("machine").size == as_communicator(1).size == 1
+    assert as_communicator([0]).rank == 0
+
+
+def test_what_names_no_group() -> None:
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (0, ValueError, "1 or more consecutive ranks: got 0. Pass 'machine' for the ranks on the"),
+        (-2, ValueError, "1 or more consecutive ranks: got -2"),
+        ([], ValueError, r"must name 1 or more, none below 0 and none twice: got \[\]"),
+        ([0, -1], ValueError, r"none below 0 and none twice: got \[0, -1\]"),
+        ((1, 1), ValueError, r"none twice: got \(1, 1\)"),
+        (
+            [0, "1"],
+            TypeError,
+            r"a group must be 'machine', a number .*: got \[0, '1'\] of type list",
+        ),
+        ([True], TypeError, r"or a list of ranks: got \[True\] of type list"),
+        (True, TypeError, "a communicator must be None.*got True of type bool"),
+        ("nccl", TypeError, "'machine', a number of consecutive ranks or a list.*got 'nccl'"),
+    ]
+    for obj, kind, message in cases:
+        with pytest.raises(kind, match=message):
+            as_communicator(obj)
+    with pytest.raises(TypeError, match=r"a group must be 'machine'.*got True of type bool"):
+        Group(None, True)
+    with pytest.raises(TypeError, match=r"a group must be 'machine'.*got 'node' of type str"):
+        Group(None, "node")
+    with pytest.raises(TypeError, match="a communicator must be None"):
+        Group("gloo", 2)
+
+
+def test_too_few_ranks() -> None:
+    with pytest.raises(
+        ValueError, match=r"groups of 2 consecutive ranks .* 2 divides: got 1 in Def"
+    ):
+        as_communicator(2).allreduce(np.ones(1))
+    with pytest.raises(ValueError, match=r"must name ranks below 1.*got \[0, 1\] on rank 0"):
+        as_communicator([0, 1]).allreduce(np.ones(1))
+
+
+def test_nothing_is_looked_up_before_the_first_use() -> None:
+    group = Group(Group(SingleProcess(), "machine"), 2)
+    group.parent.parent = Untouchable()  # type: ignore[attr-defined]
+    layer = SyncBatchNorm(3, process_group=group)
+    assert as_communicator(group) is group
+    assert copy.deepcopy(layer).process_group is group
+    assert "process_group=Group(Group(" in repr(layer)
+    layer.eval()(torch.randn(2, 3))
+
+
+def test_pickles_record_parent_and_spec() -> None:
+    for spec in ("machine", 1, (0,)):
+        group = pickle.loads(pickle.dumps(Group(Group(None, "machine"), spec)))
+        assert repr(group) == repr(Group(Group(None, "machine"), spec))
+        assert (group.rank, group.size, group.allreduce(np.ones(1))[0]) == (0, 1, 1)
+
+
+def test_the_list_of_another_machine_is_refused_once_and_again() -> None:
+    class Counting(ThreadCommunicator):
+        def split(self, color: int, key: int = 0) -> Any:
+            splits[self.rank] += 1
+            return super().split(color, key)
+
+    splits = [0, 0, 0]
+
+    def work(world: ThreadCommunicator) -> list[str]:
+        group = Group(Counting(world.rank, world._shared), [2, 0])
+        said = []
+        for _ in range(3):
+            try:
+                said.append(f"rank {group.rank} of {group.size}")
+            except ValueError as error:
+                said.append(str(error))
+        return said
+
+    zero, one, two = run_ranks(3, work)
+    assert zero == ["rank 1 of 2"] * 3
+    assert two == ["rank 0 of 2"] * 3
+    assert one[0].startswith("this process, rank 1 of 3, is not in the list of ranks: got Group(")
+    assert one[0].endswith("[2, 0]). Give each process a group that it belongs to.")
+    assert one == one[:1] * 3
+    assert splits == [1, 1, 1]
+
+
+def test_groups_split() -> None:
+    def work(world: ThreadCommunicator) -> tuple[int, int]:
+        part: Communicator = Group(world, 2).split(0, -world.rank)
+        return part.rank, part.size
+
+    assert run_ranks(4, work) == [(1, 2), (0, 2)] * 2
+
+
+def test_the_host_is_named() -> None:
+    assert groups.host() == groups.host()
+    assert len(groups.host()) > 2
+
+
+@pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}])
+@pytest.mark.parametrize("layer_class, original, shapes", LAYERS)
+def test_alone_it_is_torchs_batch_norm(
+    layer_class: Any, original: Any, shapes: list[tuple[int, ...]], options: dict[str, Any]
+) -> None:
+    for shape in shapes:
+        ours = layer_class(num_features=4, dtype=torch.float64, **options)
+        theirs = original(4, dtype=torch.float64, **options)
+        for training in (True, True, False):
+            x = torch.randn(shape, dtype=torch.float64)
+            torch.testing.assert_close(ours.train(training)(x), theirs.train(training)(x))
+        torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
+        theirs.load_state_dict(ours.state_dict(), strict=True)
+
+
+@pytest.mark.parametrize("layer_class, original, shapes", LAYERS)
+def test_it_reverts_to_its_own_class(
+    layer_class: Any, original: Any, shapes: list[tuple[int, ...]]
+) -> None:
+    layer = layer_class(2, num_features=4, eps=0.1, momentum=None)
+    model = nn.Sequential(layer, nn.ReLU())
+    assert convert_sync_batchnorm(model)[0] is layer
+    plain = revert_sync_batchnorm(model)[0]
+    assert type(plain) is original
+    assert plain.weight is layer.weight
+    assert (plain.eps, plain.momentum) == (0.1, None)
+    assert vars(plain).keys() == vars(original(4)).keys()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_number_of_dimensions(training: bool) -> None:
+    wants = {
+        NaiveSyncBatchNorm1d: r"2 or 3 dimensions, \(N, C\) or \(N, C, L\): got shape",
+        NaiveSyncBatchNorm2d: r"4 dimensions, \(N, C, H, W\): got shape",
+        NaiveSyncBatchNorm3d: r"5 dimensions, \(N, C, T, H, W\): got shape",
+    }
+    for layer_class, _, shapes in LAYERS:
+        layer = layer_class(num_features=4).train(training)
+        for _, _, others in LAYERS:
+            for shape in others:
+                if shape in shapes:
+                    layer(torch.randn(shape))
+                    continue
+                message = f"{layer_class.__name__} must have {wants[layer_class]}.*SyncBatchNorm"
+                with pytest.raises(ValueError, match=message):
+                    layer(torch.randn(shape))
+        with pytest.raises(TypeError, match=r"must be a torch\.Tensor: got list"):
+            layer([1.0])
+
+
+def test_which_group() -> None:
+    machine = "Group(DefaultCommunicator(), 'machine')"
+    for options, text in (
+        ({}, machine),
+        ({"num_sync_devices": None}, machine),
+        ({"num_sync_devices": 0}, machine),
+        ({"num_sync_devices": -1}, machine),
+        ({"num_sync_devices": 4}, f"Group({machine}, 4)"),
+        ({"global_sync": True}, "DefaultCommunicator()"),
+        ({"global_sync": True, "num_sync_devices": 4}, "DefaultCommunicator()"),
+        ({"process_group": SingleProcess()}, "Group(SingleProcess(), 'machine')"),
+    ):
+        layer = NaiveSyncBatchNorm2d(num_features=3, **options)
+        assert repr(layer.process_group) == text
+
+
+def test_bad_arguments() -> None:
+    for wrong in ("4", 2.0, True):
+        with pytest.raises(TypeError, match=f"`num_sync_devices` must be an int, .* got {wrong!r}"):
+            NaiveSyncBatchNorm3d(wrong, num_features=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="keyword-only argument: 'num_features'"):
+        NaiveSyncBatchNorm3d(2)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="`num_features` must be positive: got 0"):
+        NaiveSyncBatchNorm3d(2, num_features=0)
+    with pytest.raises(ValueError, match="`weighting` must be one of"):
+        NaiveSyncBatchNorm3d(2, num_features=3, weighting="naive")
+
+
+def test_one_process_evaluates_what_needs_more_to_train() -> None:
+    layer = pickle.loads(pickle.dumps(NaiveSyncBatchNorm2d(8, num_features=3)))
+    x = torch.randn(2, 3, 4, 4)
+    assert layer.eval()(x).shape == x.shape
+    with pytest.raises(ValueError, match=r"groups of 8 consecutive ranks .*: got 1 in .*Use 1\."):
+        layer.train()(x)
+    layer.process_group = None
+    layer(x)
