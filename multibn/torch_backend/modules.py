@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn import population
@@ -16,7 +16,68 @@ _ALONE = SingleProcess()
 compiled.register(_ALONE)
 
 
-class SyncBatchNorm(_BatchNorm):
+class Synchronized(nn.Module):
+    """What all layers have in common that share statistics: with whom, and their conventions."""
+
+    def configure(
+        self,
+        process_group: Any,
+        *,
+        weighting: Weighting = "element",
+        running_var: RunningVar = "unbiased_global",
+    ) -> None:
+        """Choose who shares statistics, and the conventions; arguments as the constructor's.
+
+        Not collective.
+        """
+        check_choice("weighting", weighting, Weighting)
+        check_choice("running_var", running_var, RunningVar)
+        self.process_group = process_group
+        self.weighting: Weighting = weighting
+        self.running_var_convention: RunningVar = running_var
+
+    @property
+    def process_group(self) -> Communicator:
+        """The ranks that share statistics, as a communicator."""
+        return self._communicator
+
+    @process_group.setter
+    def process_group(self, obj: Any) -> None:
+        self._communicator = as_communicator(obj)
+        compiled.register(self._communicator)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        compiled.register(self._communicator)
+
+
+@torch.no_grad()
+def update_buffers(
+    bn: _BatchNorm, batch: BatchStatistics, local_count: int, convention: RunningVar
+) -> None:
+    """Write the running statistics of `bn`; `local_count` is this rank's elements per channel."""
+    if bn.running_mean is None or bn.running_var is None:
+        return
+    momentum: float | Tensor = bn.momentum or 0.0
+    if bn.num_batches_tracked is not None:
+        bn.num_batches_tracked.add_((batch.count > 0).to(bn.num_batches_tracked))
+        if bn.momentum is None:  # 1/n, left on the device; nothing is read if all ranks are empty
+            momentum = bn.num_batches_tracked.clamp(min=1).double().reciprocal().to(batch.mean)
+    update = compiled if torch.compiler.is_compiling() else population
+    shape = batch.mean.shape
+    mean, var = update.update_running(
+        bn.running_mean.view(shape),
+        bn.running_var.view(shape),
+        batch,
+        momentum=momentum,
+        local_count=local_count,
+        convention=convention,
+    )
+    bn.running_mean.copy_(mean.flatten())
+    bn.running_var.copy_(var.flatten())
+
+
+class SyncBatchNorm(Synchronized, _BatchNorm):
     """Batch normalization over the batches of all ranks of a process group.
 
     N ranks give the numbers that one process gives on the concatenated batch, on any device and
@@ -85,34 +146,6 @@ class SyncBatchNorm(_BatchNorm):
             self.register_parameter("bias", None)
         self.configure(process_group, weighting=weighting, running_var=running_var)
 
-    def configure(
-        self,
-        process_group: Any = None,
-        *,
-        weighting: Weighting = "element",
-        running_var: RunningVar = "unbiased_global",
-    ) -> None:
-        """Choose who shares statistics, and the conventions; arguments as the constructor's."""
-        check_choice("weighting", weighting, Weighting)
-        check_choice("running_var", running_var, RunningVar)
-        self.process_group = process_group
-        self.weighting: Weighting = weighting
-        self.running_var_convention: RunningVar = running_var
-
-    @property
-    def process_group(self) -> Communicator:
-        """The ranks that share statistics, as a communicator."""
-        return self._communicator
-
-    @process_group.setter
-    def process_group(self, obj: Any) -> None:
-        self._communicator = as_communicator(obj)
-        compiled.register(self._communicator)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        compiled.register(self._communicator)
-
     def forward(self, input: Tensor) -> Tensor:
         if not self.training and self.running_mean is not None and self.running_var is not None:
             functional.check_input(input, self.num_features, _ALONE)
@@ -130,31 +163,9 @@ class SyncBatchNorm(_BatchNorm):
             weighting=self.weighting,
         )
         if self.training and self.track_running_stats and not backend.in_recomputing():
-            self._update_running(batch, input.numel() // self.num_features)
+            local_count = input.numel() // self.num_features
+            update_buffers(self, batch, local_count, self.running_var_convention)
         return y
-
-    @torch.no_grad()
-    def _update_running(self, batch: BatchStatistics, local_count: int) -> None:
-        """Write the buffers; `local_count` is this rank's elements per channel."""
-        if self.running_mean is None or self.running_var is None:
-            return
-        momentum: float | Tensor = self.momentum or 0.0
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_((batch.count > 0).to(self.num_batches_tracked))
-            if self.momentum is None:  # 1/n, left on the device
-                momentum = self.num_batches_tracked.clamp(min=1).double().reciprocal()
-                momentum = momentum.to(batch.mean)
-        update = compiled if torch.compiler.is_compiling() else population
-        mean, var = update.update_running(
-            self.running_mean,
-            self.running_var,
-            batch,
-            momentum=momentum,
-            local_count=local_count,
-            convention=self.running_var_convention,
-        )
-        self.running_mean.copy_(mean)
-        self.running_var.copy_(var)
 
     def _check_input_dim(self, input: Tensor) -> None:
         """Any number of dimensions from 2: `forward` checks."""

@@ -6,19 +6,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from multibn import population, statistics
-from multibn._typing import RunningVar, Weighting, check_choice
-from multibn.communicators import Communicator, SingleProcess, as_communicator
+from multibn import statistics
+from multibn._typing import RunningVar, Weighting
+from multibn.communicators import Communicator, SingleProcess
 from multibn.kernels import generic as kernels
-from multibn.statistics import BatchStatistics, reduced_axes
+from multibn.statistics import reduced_axes
 from multibn.torch_backend import compiled, functional
+from multibn.torch_backend.modules import Synchronized, update_buffers
 
 _ALONE = SingleProcess()
 compiled.register(_ALONE)
 _STATISTICS = ("running_mean", "running_var")
 
 
-class _SubBatchNorm(nn.Module):
+class _SubBatchNorm(Synchronized):
     """What the layers for one, two and three dimensions have in common."""
 
     _batch_norm: type[_BatchNorm]
@@ -64,34 +65,6 @@ class _SubBatchNorm(nn.Module):
         self.configure(process_group, weighting=weighting, running_var=running_var)
         self.reset_parameters()
 
-    def configure(
-        self,
-        process_group: Any = _ALONE,
-        *,
-        weighting: Weighting = "element",
-        running_var: RunningVar = "unbiased_global",
-    ) -> None:
-        """Choose who shares statistics, and the conventions; arguments as the constructor's."""
-        check_choice("weighting", weighting, Weighting)
-        check_choice("running_var", running_var, RunningVar)
-        self.process_group = process_group
-        self.weighting: Weighting = weighting
-        self.running_var_convention: RunningVar = running_var
-
-    @property
-    def process_group(self) -> Communicator:
-        """The ranks that share each split's statistics, as a communicator."""
-        return self._communicator
-
-    @process_group.setter
-    def process_group(self, obj: Any) -> None:
-        self._communicator = as_communicator(obj)
-        compiled.register(self._communicator)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        compiled.register(self._communicator)
-
     def reset_parameters(self) -> None:
         """Set weight to 1, bias to 0, and all statistics to those of a new layer."""
         for parameter, value in ((self.weight, 1.0), (self.bias, 0.0)):
@@ -132,7 +105,8 @@ class _SubBatchNorm(nn.Module):
                 "batch or a smaller `num_splits`, drop the last batch, or call eval()."
             ) from error
         if self.split_bn.track_running_stats and not backend.in_recomputing():
-            self._update_running(batch, local_count)
+            update_buffers(self.split_bn, batch, local_count, self.running_var_convention)
+            self.aggregate_stats()
         return y.flatten(0, 1)
 
     @torch.no_grad()
@@ -212,28 +186,6 @@ class _SubBatchNorm(nn.Module):
             weighting="element",
         )
         return y
-
-    @torch.no_grad()
-    def _update_running(self, batch: BatchStatistics, local_count: int) -> None:
-        """Write the buffers; `local_count` is this rank's elements per channel and split."""
-        split_bn, shape = self.split_bn, batch.mean.shape
-        split_bn.num_batches_tracked.add_((batch.count > 0).to(split_bn.num_batches_tracked))
-        momentum = split_bn.momentum
-        if momentum is None:  # 1/n, left on the device; nothing is read if all ranks are empty
-            momentum = split_bn.num_batches_tracked.clamp(min=1).double().reciprocal()
-            momentum = momentum.to(batch.mean)
-        update = compiled if torch.compiler.is_compiling() else population
-        mean, var = update.update_running(
-            split_bn.running_mean.view(shape),
-            split_bn.running_var.view(shape),
-            batch,
-            momentum=momentum,
-            local_count=local_count,
-            convention=self.running_var_convention,
-        )
-        split_bn.running_mean.copy_(mean.flatten())
-        split_bn.running_var.copy_(var.flatten())
-        self.aggregate_stats()
 
     def _of_each_split(self, parameter: Tensor | None) -> Tensor | None:
         """Shape `(num_splits, C)`; autograd adds up the splits' gradients."""
