@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 from array_api_compat import array_namespace
 
 from multibn._typing import Array
-from multibn.communicators._handle import Handle
+from multibn.communicators._handle import Forwarding, Handle
 
 __all__ = ["Communicator", "DefaultCommunicator", "Group", "SingleProcess", "as_communicator"]
 
@@ -63,7 +63,7 @@ class SingleProcess(Handle):
         return SingleProcess, ()
 
 
-class DefaultCommunicator(Handle):
+class DefaultCommunicator(Forwarding):
     """torch's default process group where one is initialised, else this process alone.
 
     Looked up at each use, so that a layer may be built, or loaded, before the group. If there is no
@@ -71,20 +71,6 @@ class DefaultCommunicator(Handle):
     """
 
     _warned = False
-
-    @property
-    def rank(self) -> int:
-        return self._find().rank
-
-    @property
-    def size(self) -> int:
-        return self._find().size
-
-    def allreduce(self, x: Array, /) -> Array:
-        return self._find().allreduce(x)
-
-    def split(self, color: int, key: int = 0) -> Communicator:
-        return self._find().split(color, key)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return as_communicator, ()

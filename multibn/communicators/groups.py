@@ -7,19 +7,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from multibn._typing import Array
 from multibn.communicators import (
     Communicator,
     DefaultCommunicator,
     SingleProcess,
     as_communicator,
 )
-from multibn.communicators._handle import Handle
+from multibn.communicators._handle import Forwarding, Handle
 
 Spec: TypeAlias = str | int | tuple[int, ...]
 
 
-class Group(Handle):
+class Group(Forwarding):
     """The group of `parent`'s ranks that this process belongs to.
 
     The first use, reading `rank` or `size` included, is collective over `parent`: each of its ranks
@@ -52,20 +51,6 @@ class Group(Handle):
         self.parent = as_communicator(parent)
         self.spec = _check_spec(spec)
         self._key = _identity(self.parent), self.spec
-
-    @property
-    def rank(self) -> int:
-        return self._find().rank
-
-    @property
-    def size(self) -> int:
-        return self._find().size
-
-    def allreduce(self, x: Array, /) -> Array:
-        return self._find().allreduce(x)
-
-    def split(self, color: int, key: int = 0) -> Communicator:
-        return self._find().split(color, key)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Group, (self.parent, self.spec)
