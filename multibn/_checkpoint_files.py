@@ -1,0 +1,288 @@
+"""Files of arrays: read without executing anything, written whole or not at all."""
+
+import math
+import os
+import pickle
+import secrets
+import shutil
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from multibn._typing import Array
+
+# A suffix says who reads the file.
+FRAMEWORKS = {".npz": "chainer", ".pt": "torch", ".pth": "torch", ".safetensors": "torch"}
+SEPARATORS = {"chainer": "/", "torch": "."}
+
+# Arrays of zeros compress a thousandfold, so a small file may hold much more than its size; but not
+# more than this, or it was made to fill the memory.
+_ALWAYS_ALLOWED = 2**30
+_MAX_EXPANSION = 100
+
+_END_OF_ZIP = 22  # bytes of the record that ends a zip archive, without the archive's comment
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be converted; the message names the file, the problem, and a way out."""
+
+
+def framework(path: Path) -> str:
+    """`"chainer"` or `"torch"`, by the suffix."""
+    suffix = path.suffix.lower()
+    if suffix not in FRAMEWORKS:
+        raise CheckpointError(
+            f"the suffix must be one of {', '.join(FRAMEWORKS)}: got {suffix or 'none'!r}. Rename "
+            "the file: the suffix says which format it has."
+        )
+    return FRAMEWORKS[suffix]
+
+
+def read(path: Path, prefix: str) -> dict[str, Any]:
+    """The arrays (npz) or tensors of a file whose keys are below `prefix`, which they lose."""
+    framework(path)
+    if not path.exists():
+        raise CheckpointError("no such file. Check the path.")
+    if not path.is_file():
+        raise CheckpointError("not a regular file. Name the checkpoint file itself.")
+    suffix = path.suffix.lower()
+    reader = {".npz": _read_npz, ".safetensors": _read_safetensors}.get(suffix, _read_pt)
+    try:
+        return reader(path, prefix)
+    except CheckpointError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            "holds Python objects that are no tensors, or is damaged; none of it was executed. "
+            "Save `model.state_dict()` again where the file comes from."
+        ) from error
+    except Exception as error:  # what parsers raise for bytes that were made up has no end
+        line = (str(error).splitlines() or [""])[0][:200].rstrip(".")
+        reason = "".join(c if c.isprintable() else "?" for c in line)
+        raise CheckpointError(
+            f"cannot be read as {suffix}, it is damaged or another format: "
+            f"{type(error).__name__}: {reason}. Copy it again from where it was saved."
+        ) from error
+
+
+def write(path: Path, state: Mapping[str, Any]) -> None:
+    """Put a file in the place of `path` once it is complete; a link's target is what is written."""
+    framework(path)
+    path = Path(os.path.realpath(path))
+    suffix = path.suffix.lower()
+    writer = {".npz": _write_npz, ".safetensors": _write_safetensors}.get(suffix, _write_pt)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with temporary.open("xb") as file:
+            writer(file, state)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            shutil.copymode(path, temporary)
+        os.replace(temporary, path)
+    except CheckpointError:
+        raise
+    except Exception as error:  # torch makes a RuntimeError of a full disk
+        raise CheckpointError(
+            f"cannot be written: {getattr(error, 'strerror', None) or error}. Choose another "
+            "place, or make room."
+        ) from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+
+
+def _select(keys: Iterable[str], prefix: str, separator: str) -> dict[str, str]:
+    """New key -> key, for the keys below `prefix`."""
+    keys = list(keys)
+    start = prefix.rstrip(separator) + separator if prefix else ""
+    selected = {key[len(start) :]: key for key in keys if key.startswith(start)}
+    if not selected:
+        found = sorted({key.partition(separator)[0] for key in keys})
+        raise CheckpointError(
+            f"no key is below `prefix` {prefix!r}: found {', '.join(map(repr, found[:8])) or 'no'} "
+            "at the top. Pass one of these as `prefix`, or none."
+        )
+    return selected
+
+
+def _check_expansion(size: int, path: Path) -> None:
+    if size > max(_ALWAYS_ALLOWED, _MAX_EXPANSION * path.stat().st_size):
+        raise CheckpointError(
+            f"declares {size} bytes in a file of {path.stat().st_size}, which must be at most "
+            f"{_MAX_EXPANSION} times as much: it would fill the memory. Save it uncompressed if it "
+            "is really yours."
+        )
+
+
+def _check_complete(archive: zipfile.ZipFile, path: Path) -> None:
+    """A length that is damaged can hide members from zipfile, which does not count them."""
+    with path.open("rb") as file:
+        file.seek(-_END_OF_ZIP - len(archive.comment), os.SEEK_END)
+        count = int.from_bytes(file.read(_END_OF_ZIP)[10:12], "little")
+    if count not in (len(archive.infolist()), 0xFFFF):  # the latter stands for any larger number
+        raise CheckpointError(
+            f"the archive must have {count} members: {len(archive.infolist())} are found. Copy it "
+            "again from where it was saved."
+        )
+
+
+def _read_npz(path: Path, prefix: str) -> dict[str, Array]:
+    with zipfile.ZipFile(path) as archive:
+        _check_complete(archive, path)
+        members: dict[str, zipfile.ZipInfo] = {}
+        for info in archive.infolist():
+            key = info.filename.removesuffix(".npy")
+            if key == info.filename or key in members:
+                raise CheckpointError(
+                    f"an npz file must hold arrays with distinct names: found {info.filename!r}"
+                    f"{' twice' if key in members else ''}. If it is a torch file, name it .pt."
+                )
+            members[key] = info
+        models = sorted({k.split("/")[1] for k in members if k.startswith("updater/model:")})
+        if models and not prefix:
+            raise CheckpointError(
+                f"is the snapshot of a trainer and holds {', '.join(models)} among other things. "
+                f"Pass prefix='updater/{models[0]}'."
+            )
+        selected = _select(members, prefix, "/")
+        _check_expansion(sum(members[old].file_size for old in selected.values()), path)
+        # `read` compares the checksum.
+        return {new: _parse_npy(old, archive.read(members[old])) for new, old in selected.items()}
+
+
+def _parse_npy(key: str, data: bytes) -> Array:
+    import io
+
+    import numpy as np
+    from numpy.lib import format as npy
+
+    file = io.BytesIO(data)
+    version = npy.read_magic(file)
+    read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+    shape, fortran, dtype = read_header(file)
+    if dtype.hasobject:
+        raise CheckpointError(
+            f"{key!r} must be an array of numbers: it is a pickled object, which is not loaded. "
+            "Chainer saves a parameter so that was not initialised yet: call the model once on "
+            "data, and save it again."
+        )
+    if dtype.kind not in "fiub" or dtype.itemsize > 8:
+        raise CheckpointError(
+            f"{key!r} must be an array of floating-point numbers or integers up to 64 bits: got "
+            f"{dtype}. Select the model alone with `prefix`."
+        )
+    size = math.prod(shape) * dtype.itemsize
+    if min(shape, default=0) < 0 or size != len(data) - file.tell():
+        raise CheckpointError(
+            f"{key!r} must hold {size} bytes for its shape {shape}: got {len(data) - file.tell()}. "
+            "Copy the file again from where it was saved."
+        )
+    array = np.frombuffer(data, dtype, offset=file.tell())
+    array = array.reshape(shape, order="F" if fortran else "C")
+    return array.astype(dtype.newbyteorder("="))
+
+
+def _read_pt(path: Path, prefix: str) -> dict[str, Any]:
+    import torch
+
+    if zipfile.is_zipfile(path):  # what torch wrote before 1.6 is none
+        with zipfile.ZipFile(path) as archive:
+            _check_complete(archive, path)
+            _check_expansion(sum(info.file_size for info in archive.infolist()), path)
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise CheckpointError(
+                f"the checksum of {damaged!r} must fit its contents: it does not. Copy the file "
+                "again from where it was saved."
+            )
+    loaded = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(loaded, Mapping):
+        raise CheckpointError(
+            f"must hold a dict of tensors: got {type(loaded).__name__}. Save `model.state_dict()`."
+        )
+    return _checked(dict(_flatten(loaded)), prefix, path)
+
+
+def _read_safetensors(path: Path, prefix: str) -> dict[str, Any]:
+    return _checked(_safetensors().load_file(path), prefix, path)
+
+
+def _flatten(nested: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Training scripts save the state of the model as one entry of several."""
+    for key, value in nested.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
+
+
+def _checked(values: Mapping[str, Any], prefix: str, path: Path) -> dict[str, Any]:
+    import torch
+
+    tensors = {}
+    for new, old in _select(values, prefix, ".").items():
+        value = values[old]
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"{old!r} must be a tensor: got {type(value).__name__}. Select the model alone "
+                "with `prefix`."
+            )
+        if value.layout != torch.strided or value.is_quantized or value.is_meta or value.is_nested:
+            raise CheckpointError(
+                f"{old!r} must be a dense tensor with values: it is sparse, quantized, nested or "
+                "on the meta device. Save it as a dense one."
+            )
+        tensors[new] = value.detach().resolve_conj().resolve_neg()
+    # A tensor may be much larger than its storage, by strides of 0.
+    _check_expansion(sum(t.numel() * t.element_size() for t in tensors.values()), path)
+    return tensors
+
+
+def _write_npz(file: IO[bytes], state: Mapping[str, Any]) -> None:
+    import numpy as np
+
+    # Not numpy.savez, which takes keys for its own arguments. A ZipInfo has a constant date, so
+    # that the same state always makes the same file.
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for key, array in state.items():
+            info = zipfile.ZipInfo(f"{key}.npy")
+            info.compress_type = zipfile.ZIP_DEFLATED
+            with archive.open(info, "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, np.asarray(array), allow_pickle=False)
+
+
+def _write_pt(file: IO[bytes], state: Mapping[str, Any]) -> None:
+    import torch
+
+    torch.save(_tensors(state), file)
+
+
+def _write_safetensors(file: IO[bytes], state: Mapping[str, Any]) -> None:
+    file.write(_safetensors().save(_tensors(state)))
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Contiguous copies, none of which shares memory with another."""
+    import numpy as np
+    import torch
+
+    return {
+        key: value.clone(memory_format=torch.contiguous_format)
+        if isinstance(value, torch.Tensor)
+        else torch.from_numpy(np.array(value, order="C"))
+        for key, value in state.items()
+    }
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise CheckpointError(
+            "needs the library safetensors, which cannot be imported. Run "
+            "`pip install safetensors`, or use a .pt file."
+        ) from error
+    return safetensors.torch

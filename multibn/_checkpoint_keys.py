@@ -1,0 +1,160 @@
+"""The keys of a checkpoint: layers and their arrays, and how they are renamed."""
+
+import difflib
+import json
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from multibn._checkpoint_files import SEPARATORS, CheckpointError
+
+# Old prefix or key -> new prefix or key, or None to leave it out.
+Names: TypeAlias = Mapping[str, str | None]
+
+
+class Converted(NamedTuple):
+    """A model's state under its new names, and what could not be carried over, as sentences."""
+
+    state: dict[str, Any]
+    notes: tuple[str, ...]
+
+
+def load_names(path: str | os.PathLike[str]) -> dict[str, str | None]:
+    """The `names` of `convert` from a JSON file: an object of strings, or null for what to leave.
+
+    Raises
+    ------
+    CheckpointError
+        If the file cannot be read or holds anything else.
+    """
+    wanted = 'must be a JSON object of names, such as {"predictor/bn": "norm"}'
+    try:
+        names = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: {wanted}: {error}. Write one, or leave it out.") from error
+    if not isinstance(names, dict) or not all(
+        value is None or isinstance(value, str) for value in names.values()
+    ):
+        raise CheckpointError(
+            f"{path}: {wanted}: got something else. Names are strings, or null for what to leave "
+            "out."
+        )
+    return names
+
+
+def join(separator: str, *parts: str) -> str:
+    """The parts that are not empty."""
+    return separator.join(part for part in parts if part)
+
+
+def layers(state: Mapping[str, Any], separator: str) -> dict[str, dict[str, Any]]:
+    """Layer -> last part of its keys -> value."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in state.items():
+        layer, _, leaf = key.rpartition(separator)
+        found.setdefault(layer, {})[leaf] = value
+    return found
+
+
+def numbered(state: Mapping[str, Any], names: Names | None, source: str) -> list[str]:
+    """A note on the layers whose children have numbers for names, which `names` does not settle."""
+    separator = SEPARATORS[source]
+    found: dict[str, None] = {}
+    for key in state:
+        *parts, _ = key.split(separator)
+        for i, part in enumerate(parts):
+            container = join(separator, *parts[:i])
+            if part.isdecimal() and not any(_follows(n, container, separator) for n in names or {}):
+                found[container] = None
+    if not found:
+        return []
+    return [
+        f"the numbers of the layers in {_some(list(found))} are carried as they are, which is "
+        "right for a ChainList. A chainer.Sequential numbers its links in another order and does "
+        "not count functions: name them in `names`, as docs/guides/from-chainermn-to-torch.md says."
+    ]
+
+
+def leave_out(
+    state: Mapping[str, Any], names: Names | None, source: str, notes: list[str]
+) -> dict[str, Any]:
+    """The state without what `names` maps to None; each of `names` must match something."""
+    names = names or {}
+    separator = SEPARATORS[source]
+    rules = {key: _rule(key, names, separator) for key in state}
+    for name in names:
+        if any(_follows(key, name, separator) for key in state):
+            continue
+        near = difflib.get_close_matches(name, [*state, *layers(state, separator)], 1)
+        raise CheckpointError(
+            f"every entry of `names` must match a key or a prefix: {name!r} matches none"
+            f"{f', the nearest is {near[0]!r}' if near else ''}. Correct it, or remove it."
+        )
+    left_out = [key for key, rule in rules.items() if rule is not None and names[rule] is None]
+    if left_out:
+        notes.append(f"left out by `names`: {_some(left_out)}.")
+    return {key: value for key, value in state.items() if key not in left_out}
+
+
+def rename(
+    state: Mapping[str, Any],
+    source: str,
+    target: str,
+    leaf_names: Callable[[Mapping[str, Any]], Mapping[str, str]],
+    names: Names | None,
+    skip_unknown: bool,
+    notes: Iterable[str],
+) -> Converted:
+    """Give every key its new name; `leaf_names` translates the last parts of a layer's keys."""
+    old_sep, new_sep = SEPARATORS[source], SEPARATORS[target]
+    names, notes, unknown = names or {}, list(notes), []
+    renamed: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for layer, leaves in layers(state, old_sep).items():
+        known = leaf_names(leaves)
+        for leaf, value in leaves.items():
+            key = join(old_sep, layer, leaf)
+            rule = _rule(key, names, old_sep)
+            new = (None if rule is None else names[rule]) or ""
+            if rule != key:
+                rest = layer[len(rule or "") :].strip(old_sep)
+                if leaf not in known or (new_sep != old_sep and new_sep in rest):
+                    unknown.append(key)
+                    continue
+                new = join(new_sep, new, rest.replace(old_sep, new_sep), known[leaf])
+            if not new or not new.isprintable() or new in renamed:
+                raise CheckpointError(
+                    f"every key must get a name of its own: {key!r} becomes {new!r}"
+                    f"{f', as {origin[new]!r} does' if new in origin else ''}. Pass another name "
+                    "in `names`."
+                )
+            renamed[new], origin[new] = value, key
+    if unknown and not skip_unknown:
+        optimizer = " It looks like an optimizer's file." if {"t", "epoch"} & set(unknown) else ""
+        raise CheckpointError(
+            f"every key must have a place in {target}: {_some(unknown)} "
+            f"{'has' if len(unknown) == 1 else 'have'} none.{optimizer} Name them in `names` (None "
+            "leaves one out), select the model with `prefix`, or pass skip_unknown=True."
+        )
+    if not renamed:
+        raise CheckpointError("holds nothing to convert. Check `prefix` and `names`.")
+    if unknown:
+        notes.append(f"unknown, and left out: {_some(unknown)}.")
+    return Converted(renamed, tuple(notes))
+
+
+def _rule(key: str, names: Collection[str], separator: str) -> str | None:
+    """The entry of `names` that `key` follows: itself, or the longest prefix."""
+    if key in names:
+        return key
+    return max((n for n in names if _follows(key, n, separator)), key=len, default=None)
+
+
+def _follows(key: str, name: str, separator: str) -> bool:
+    return not name or key == name or key.startswith(name + separator)
+
+
+def _some(keys: list[str], most: int = 6) -> str:
+    more = f" and {len(keys) - most} more" if len(keys) > most else ""
+    return ", ".join(map(repr, keys[:most])) + more

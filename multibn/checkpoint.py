@@ -1,0 +1,425 @@
+"""The same model's state in each framework's words: Chainer's npz <-> torch's state_dict.
+
+Names and layouts are translated; values are never changed, unless another count for the running
+variance is asked for. What a file cannot say is in the notes. Nothing in a file is executed.
+"""
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from multibn import _checkpoint_files as files
+from multibn import _checkpoint_keys as keys
+from multibn._checkpoint_files import CheckpointError as CheckpointError
+from multibn._checkpoint_keys import Converted as Converted
+from multibn._checkpoint_keys import Names as Names
+from multibn._checkpoint_keys import load_names as load_names
+from multibn._typing import Array
+
+# Elements per channel that made the variance unbiased, and those that shall; for all layers, or for
+# each by its name.
+Counts: TypeAlias = tuple[float, float] | Mapping[str, tuple[float, float]]
+
+_WRAPPERS = ("module.", "_orig_mod.")  # of DistributedDataParallel and of torch.compile
+
+
+class _Words(NamedTuple):
+    separator: str
+    mean: str
+    var: str
+    counter: str
+    scale: str
+    shift: str
+
+
+_CHAINER = _Words("/", "avg_mean", "avg_var", "N", "gamma", "beta")
+_TORCH = _Words(".", "running_mean", "running_var", "num_batches_tracked", "weight", "bias")
+
+
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    names: Names | None = None,
+    prefix: str = "",
+    skip_unknown: bool = False,
+    num_batches_tracked: int = 0,
+    avg_var_count: Counts | None = None,
+) -> Converted:
+    """Write the model of one checkpoint file as another, with the names of its framework.
+
+    The suffix says what a file is: .npz Chainer's, .pt and .pth (torch.save) and .safetensors
+    torch's. Between two files of one framework only the format changes, and names on request.
+
+    `dst` is replaced when the new file is complete on disk, and stays as it is on any error.
+    Nothing is unpickled but tensors (`weights_only=True`, `allow_pickle=False`).
+
+    Parameters
+    ----------
+    src, dst
+        Paths of different files. The folder of `dst` must exist.
+    names
+        See `chainer_to_torch`; the keys are those below `prefix`.
+    prefix
+        Take only what is below this: `"updater/model:main"` of the snapshot of a Chainer trainer,
+        `"model"` or `"state_dict"` of the dict that a training script saves with torch.
+    skip_unknown
+        As `chainer_to_torch`'s.
+    num_batches_tracked
+        As `chainer_to_torch`'s; only from Chainer to torch.
+    avg_var_count
+        As `chainer_to_torch`'s.
+
+    Returns
+    -------
+    Converted
+        What was written, and the notes.
+
+    Raises
+    ------
+    CheckpointError
+        If a file cannot be read, converted or written: the message begins with its name.
+    ValueError
+        If an option is not valid; `CheckpointError` is one.
+    """
+    source, target = Path(src), Path(dst)
+    try:
+        if target.is_dir() or not target.parent.is_dir():
+            raise CheckpointError("must be a file in a folder that exists. Make the folder first.")
+        if os.path.realpath(source) == os.path.realpath(target) or (
+            source.exists() and target.exists() and source.samefile(target)
+        ):
+            raise CheckpointError(f"must be another file than {source}. Choose another name.")
+        to = files.framework(target)
+    except CheckpointError as error:
+        raise CheckpointError(f"{target}: {error}") from error.__cause__
+    try:
+        state = files.read(source, prefix)
+        options: dict[str, Any] = {"names": names, "skip_unknown": skip_unknown}
+        direction = files.framework(source), to
+        if avg_var_count is not None:
+            _check_direction("avg_var_count", direction[0] != to, source, target)
+            options["avg_var_count"] = avg_var_count
+        if num_batches_tracked:
+            wanted = direction == ("chainer", "torch")
+            _check_direction("num_batches_tracked", wanted, source, target)
+            options["num_batches_tracked"] = num_batches_tracked
+        if direction[0] == to:
+            converted = _copy(state, to, names)
+        else:
+            translate = chainer_to_torch if to == "torch" else torch_to_chainer
+            converted = translate(state, **options)
+    except CheckpointError as error:
+        raise CheckpointError(f"{source}: {error}") from error.__cause__
+    try:
+        files.write(target, converted.state)
+    except CheckpointError as error:
+        raise CheckpointError(f"{target}: {error}") from error.__cause__
+    return converted
+
+
+def chainer_to_torch(
+    arrays: Mapping[str, Array],
+    /,
+    *,
+    names: Names | None = None,
+    skip_unknown: bool = False,
+    num_batches_tracked: int = 0,
+    avg_var_count: Counts | None = None,
+) -> Converted:
+    """The state of a Chainer model in torch's words.
+
+    `predictor/bn/gamma` becomes `predictor.bn.weight`, and likewise beta and b bias, W weight,
+    avg_mean running_mean, avg_var running_var. The layouts of Linear, EmbedID, convolutions and
+    deconvolutions are the same in both frameworks.
+
+    Parameters
+    ----------
+    arrays
+        By their names in the npz file, `a/b/W`.
+    names
+        What to call a layer or a single array otherwise: prefixes, `{"predictor": ""}`, or whole
+        keys, `{"bn/gamma": "norm.weight"}`, from the words of the source to those of the target;
+        None leaves it out. The longest match counts.
+    skip_unknown
+        Leave out what has no place in the other framework, with a note, instead of raising.
+    num_batches_tracked
+        The counter of every batch normalization layer. A file of Chainer does not have it.
+    avg_var_count
+        Make the running variance unbiased by another count: elements per channel that it is
+        unbiased by in the source, and those wanted; math.inf is the biased variance. One pair, or
+        a dict from names of layers in the source to pairs, because the count of a convolutional
+        layer depends on the size of its input.
+
+    Returns
+    -------
+    Converted
+        NumPy arrays by torch's names, `a.b.weight`, with dtypes as they were.
+
+    Raises
+    ------
+    CheckpointError
+        If a key is unknown, a shape does not fit, two keys get one name, or an entry of `names`
+        or `avg_var_count` matches nothing.
+    ValueError
+        If `num_batches_tracked` or a count is not valid.
+    """
+    import numpy as np
+
+    if not isinstance(num_batches_tracked, int) or num_batches_tracked < 0:
+        raise ValueError(
+            f"`num_batches_tracked` must be a number of batches from 0: got {num_batches_tracked}."
+        )
+    notes: list[str] = []
+    arrays = keys.leave_out(arrays, names, "chainer", notes)
+    state = {key: _as_array(key, value)[0] for key, value in arrays.items()}
+    notes += keys.numbered(state, names, "chainer")
+    norms = _batch_norms(state, _CHAINER)
+    counted = []
+    for layer in norms:
+        counter = keys.join("/", layer, "N")
+        counted.append(int(state.get(counter, 0)))
+        if counter not in (names or {}):
+            state[counter] = np.asarray(num_batches_tracked, np.int64)
+    if norms:
+        notes += [
+            f"N counts the batches of fine-tuning (here up to {max(counted)}) and is left out: it "
+            f"is not num_batches_tracked, which is set to {num_batches_tracked} in "
+            f"{len(norms)} layer(s). It matters with momentum=None only.",
+            "eps and decay are not in the file: build the layers with momentum = 1 - decay and the "
+            "eps of the links, which is 2e-5 by default in Chainer and 1e-5 in torch.",
+        ]
+        notes += _recount(state, norms, _CHAINER, avg_var_count)
+
+    def leaf_names(leaves: Mapping[str, Array]) -> dict[str, str]:
+        known = dict(zip(_CHAINER[4:], _TORCH[4:], strict=True)) | {"W": "weight", "b": "bias"}
+        if "avg_mean" in leaves:
+            known |= dict(zip(_CHAINER[1:4], _TORCH[1:4], strict=True))
+        return known
+
+    return keys.rename(state, "chainer", "torch", leaf_names, names, skip_unknown, notes)
+
+
+def torch_to_chainer(
+    state: Mapping[str, Any],
+    /,
+    *,
+    names: Names | None = None,
+    skip_unknown: bool = False,
+    avg_var_count: Counts | None = None,
+) -> Converted:
+    """The state of a torch model in Chainer's words: the way back from `chainer_to_torch`.
+
+    Takes plain, synchronized and sub-batch layers. Of a SubBatchNorm, the statistics of the whole
+    population are kept. A prefix that all keys have from DistributedDataParallel or torch.compile
+    is removed first. A one-dimensional weight with a bias, but no running statistics, is taken for
+    gamma of a normalization; without a bias it must be in `names`.
+
+    Parameters
+    ----------
+    state
+        Tensors, or arrays, by their names in the state_dict.
+    names, skip_unknown, avg_var_count
+        As `chainer_to_torch`'s, from torch's words to Chainer's.
+
+    Returns
+    -------
+    Converted
+        NumPy arrays by Chainer's names. Dtypes are as they were, but for bfloat16, which NumPy
+        does not have and which becomes float32.
+
+    Raises
+    ------
+    CheckpointError, ValueError
+        As `chainer_to_torch`.
+    """
+    import numpy as np
+
+    notes: list[str] = []
+    state = _without_splits(_unwrapped(state, notes), notes)
+    state = keys.leave_out(state, names, "torch", notes)
+    pairs = {key: _as_array(key, value) for key, value in state.items()}
+    arrays = {key: array for key, (array, _) in pairs.items()}
+    if widened := sum(widened for _, widened in pairs.values()):
+        notes.append(f"{widened} array(s) of bfloat16 became float32, which holds the same values.")
+    notes += keys.numbered(arrays, names, "torch")
+    norms = _batch_norms(arrays, _TORCH)
+    tracked = []
+    for layer in norms:
+        counter = keys.join(".", layer, "num_batches_tracked")
+        tracked.append(int(arrays.get(counter, 0)))
+        if counter not in (names or {}):
+            arrays[counter] = np.asarray(0, np.int64)
+    if norms:
+        notes += [
+            f"num_batches_tracked (here up to {max(tracked)}) is left out: N, which counts the "
+            f"batches of fine-tuning, is set to 0 in {len(norms)} layer(s).",
+            "eps and momentum are not in the file: build the links with decay = 1 - momentum and "
+            "the eps of the layers, which is 1e-5 by default in torch and 2e-5 in Chainer.",
+        ]
+        notes += _recount(arrays, norms, _TORCH, avg_var_count)
+    scaled: list[str] = []
+
+    def leaf_names(leaves: Mapping[str, Array]) -> dict[str, str]:
+        weight = leaves.get("weight")
+        if "running_mean" in leaves:
+            return dict(zip(_TORCH[1:], _CHAINER[1:], strict=True))
+        bias = leaves.get("bias")
+        like_bias = weight is not None and bias is not None and weight.shape == bias.shape
+        if weight is None or (weight.ndim > 1 and not like_bias):
+            return {"weight": "W", "bias": "b"}
+        if weight.ndim == 1 and like_bias:
+            scaled.append("weight")
+            return {"weight": "gamma", "bias": "beta"}
+        return {"bias": "b"}  # PReLU, RMSNorm, LayerNorm over two axes...: which, cannot be known
+
+    converted = keys.rename(arrays, "torch", "chainer", leaf_names, names, skip_unknown, notes)
+    if scaled:
+        note = (
+            f"{len(scaled)} layer(s) have one-dimensional weights and no running statistics: taken "
+            "for gamma and beta of a normalization. Name them in `names` if they are not."
+        )
+        return Converted(converted.state, (*converted.notes, note))
+    return converted
+
+
+def _as_array(key: str, value: Any) -> tuple[Array, bool]:
+    """`value` as a NumPy array, and whether it had to be widened from bfloat16."""
+    import numpy as np
+
+    widen = str(getattr(value, "dtype", "")) == "torch.bfloat16"
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+        value = value.float() if widen else value
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{key!r} must be of a dtype of NumPy: {error}. Cast it.") from error
+    if array.dtype.kind not in "fiub":
+        raise CheckpointError(
+            f"{key!r} must be an array of real numbers: got {array.dtype}. Leave it out with "
+            f"names={{{key!r}: None}}, or call an uninitialised model once before it is saved."
+        )
+    return array, widen
+
+
+def _batch_norms(state: Mapping[str, Array], words: _Words) -> list[str]:
+    """The layers that have running statistics, with all shapes and counters checked."""
+    import numpy as np
+
+    norms = []
+    for layer, leaves in keys.layers(state, words.separator).items():
+        if not {words.mean, words.var} & leaves.keys():
+            continue
+        arrays = {k: leaves.get(k) for k in words[1:3]}
+        arrays |= {k: leaves[k] for k in words[4:] if k in leaves}
+        shapes = {k: None if a is None else a.shape for k, a in arrays.items()}
+        shape = next(iter(shapes.values()))
+        if shape is None or len(shape) != 1 or set(shapes.values()) != {shape}:
+            raise CheckpointError(
+                f"the arrays of the batch normalization {layer!r} must have one shape (C,): got "
+                f"{', '.join(f'{k} {s}' for k, s in shapes.items())}. Save the model again, or "
+                "leave the layer out with `names`."
+            )
+        for name, array in arrays.items():
+            if array is not None and array.dtype.kind != "f":
+                raise CheckpointError(
+                    f"{keys.join(words.separator, layer, name)!r} must be floating-point: got "
+                    f"{array.dtype}. Save the model again."
+                )
+        counter = leaves.get(words.counter, np.zeros((), np.int64))
+        if counter.shape != () or counter.dtype.kind not in "iu" or counter < 0:
+            name = keys.join(words.separator, layer, words.counter)
+            raise CheckpointError(
+                f"{name!r} must be one number of batches: got {counter!r}. Save the model again."
+            )
+        norms.append(layer)
+    return norms
+
+
+def _recount(
+    state: dict[str, Array], norms: list[str], words: _Words, counts: Counts | None
+) -> list[str]:
+    """Rescale the variances in `state`, and say what is done or not."""
+    per_layer = counts if isinstance(counts, Mapping) else dict.fromkeys(norms, counts)
+    if unknown := per_layer.keys() - set(norms):
+        raise CheckpointError(
+            f"`avg_var_count` must name batch normalizations of the file: got {sorted(unknown)}, "
+            f"found {norms}."
+        )
+    notes = []
+    for layer, pair in per_layer.items():
+        if pair is None:
+            continue
+        valid = isinstance(pair, (tuple, list)) and len(pair) == 2
+        if not valid or not all(isinstance(n, (int, float)) and n >= 1 for n in pair):
+            raise ValueError(
+                "`avg_var_count` must be two counts of elements from 1, in the file and wanted: "
+                f"got {pair!r}. Pass math.inf for the biased variance."
+            )
+        factor = _bessel(pair[1]) / _bessel(pair[0])
+        key = keys.join(words.separator, layer, words.var)
+        state[key] = (state[key].astype("float64") * factor).astype(state[key].dtype)
+        notes.append(f"{key!r} is multiplied by {factor:.6g}, from count {pair[0]} to {pair[1]}.")
+    if kept := len(norms) - len(notes):
+        notes.append(
+            f"{words.var} of {kept} layer(s) is carried as it is. A file does not say by which "
+            "count it is unbiased: the elements per channel of one rank (ChainerMN, chainer.links, "
+            "nn.BatchNorm), of all ranks (multibn, nn.SyncBatchNorm), or none (NaiveSyncBatchNorm)."
+            " Pass `avg_var_count` to change it."
+        )
+    return notes
+
+
+def _bessel(count: float) -> float:
+    return 1.0 if math.isinf(count) else count / max(count - 1, 1)
+
+
+def _check_direction(option: str, fits: bool, source: Path, target: Path) -> None:
+    if not fits:
+        raise ValueError(
+            f"`{option}` has no meaning from {source.suffix} to {target.suffix}: it must be left "
+            "out."
+        )
+
+
+def _copy(state: Mapping[str, Any], framework: str, names: Names | None) -> Converted:
+    """The same arrays, renamed if asked for; no key is unknown."""
+    notes: list[str] = []
+    state = keys.leave_out(state, names, framework, notes)
+    return keys.rename(
+        state, framework, framework, lambda leaves: {k: k for k in leaves}, names, False, notes
+    )
+
+
+def _unwrapped(state: Mapping[str, Any], notes: list[str]) -> Mapping[str, Any]:
+    for wrapper in _WRAPPERS * 2:  # either around the other
+        if state and all(key.startswith(wrapper) for key in state):
+            state = {key.removeprefix(wrapper): value for key, value in state.items()}
+            notes.append(f"all keys began with {wrapper!r}, from a wrapper: it is removed.")
+    return state
+
+
+def _without_splits(state: Mapping[str, Any], notes: list[str]) -> Mapping[str, Any]:
+    """The state of each SubBatchNorm as that of a plain batch norm, with the aggregated buffers."""
+    marks = [key.rpartition(".running_mean")[0] for key in state if key.endswith(".running_mean")]
+    splits = [name for name in marks if name.rpartition(".")[2] == "split_bn"]
+    for split in splits:
+        layer = split.rpartition(".")[0]
+        whole = keys.join(".", layer, "bn")
+        if f"{whole}.running_mean" not in state or keys.join(".", layer, "running_mean") in state:
+            continue
+        renamed = {}
+        for key, value in state.items():
+            if key.startswith(f"{whole}."):
+                key = keys.join(".", layer, key.removeprefix(f"{whole}."))
+            if not key.startswith(f"{split}."):
+                renamed[key] = value
+        state = renamed
+        notes.append(
+            f"{layer!r} is a SubBatchNorm: the statistics of the population (bn) are "
+            "kept, those of each split (split_bn) are left out."
+        )
+    return state

@@ -1,0 +1,391 @@
+"""Checkpoints: names, layouts, what is said, and what is refused."""
+
+import json
+import math
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers import launch, require
+
+require.need("torch", "chainer")
+pytest.importorskip("safetensors")
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+
+import multibn.chainer_backend as mbc  # noqa: E402
+
+# isort: split
+import chainer  # noqa: E402
+from chainer import functions as F  # noqa: E402
+from chainer import links as L  # noqa: E402
+
+import multibn.torch_backend as mbt  # noqa: E402
+from multibn import SingleProcess  # noqa: E402
+from multibn.checkpoint import (  # noqa: E402
+    CheckpointError,
+    chainer_to_torch,
+    convert,
+    load_names,
+    torch_to_chainer,
+)
+
+DTYPES = ["float16", "float32", "float64"]
+SUFFIXES = [".pt", ".pth", ".safetensors"]
+
+
+class Predictor(chainer.Chain):
+    """Every kind of link whose layout is the same in torch."""
+
+    def __init__(self, dtype: str = "float32") -> None:
+        super().__init__()
+        with chainer.using_config("dtype", np.dtype(dtype)), self.init_scope():
+            self.embed = L.EmbedID(5, 3)
+            self.conv = L.Convolution2D(3, 4, 3, groups=1)
+            self.deconv = L.Deconvolution2D(4, 2, 2)
+            self.bn = mbc.MultiNodeBatchNormalization(4, SingleProcess())
+            self.blocks = chainer.Sequential(
+                L.BatchNormalization(2),
+                F.relu,
+                L.Linear(2, 6),
+                L.BatchNormalization(6, use_beta=False),
+            )
+
+
+def torch_model() -> nn.ModuleDict:
+    return nn.ModuleDict(
+        {
+            "embed": nn.Embedding(5, 3),
+            "conv": nn.Conv2d(3, 4, 3),
+            "deconv": nn.ConvTranspose2d(4, 2, 2),
+            "bn": mbt.SyncBatchNorm(4),
+            "blocks": nn.Sequential(
+                nn.BatchNorm1d(2), nn.ReLU(), nn.Linear(2, 6), mbt.SyncBatchNorm(6, bias=False)
+            ),
+        }
+    )
+
+
+def sequential_names() -> dict[str, str]:
+    """As the guide has it: a Sequential numbers its links in an order of its own."""
+    model = Predictor()
+    text = (launch.ROOT / "docs/guides/from-chainermn-to-torch.md").read_text()
+    code = textwrap.dedent(text.split("```python\n", 1)[1].split("```")[0])
+    scope: dict[str, Any] = {"model": model, "chainer": chainer}
+    exec(code, scope)
+    names: dict[str, str] = scope["names"]
+    assert names == {"blocks/0": "blocks.0", "blocks/2": "blocks.2", "blocks/1": "blocks.3"}
+    return names
+
+
+def inverse(names: dict[str, str]) -> dict[str, str]:
+    return {new: old for old, new in names.items()}
+
+
+def chainer_arrays(dtype: str = "float32", *, wrapped: bool = True) -> dict[str, Any]:
+    """What save_npz writes, with random values everywhere."""
+    model: Any = Predictor(dtype)
+    if wrapped:
+        model = L.Classifier(model)
+    serializer = chainer.serializers.DictionarySerializer()
+    serializer.save(model)
+    rng = np.random.default_rng(0)
+    return {
+        key: np.asarray(value)
+        if key.endswith("/N")
+        else rng.normal(size=value.shape).astype(value.dtype)
+        for key, value in serializer.target.items()
+    }
+
+
+def save(path: Path, arrays: dict[str, Any]) -> Path:
+    np.savez(path, **arrays)
+    return path
+
+
+def load(path: Path) -> dict[str, Any]:
+    with np.load(path, allow_pickle=False) as file:
+        return dict(file)
+
+
+def check_equal(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Bit for bit, whichever library holds them."""
+    assert got.keys() == expected.keys()
+    for key in got:
+        a, b = (np.asarray(side[key]) for side in (got, expected))
+        assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()), key
+
+
+def check_note(converted: Any, text: str) -> None:
+    assert any(text in note for note in converted.notes), converted.notes
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_there_and_back(dtype: str, suffix: str, tmp_path: Path) -> None:
+    """A model's file, through torch's words, back to the same bits."""
+    arrays = chainer_arrays(dtype)
+    source = save(tmp_path / "model.npz", arrays)
+    middle, back = tmp_path / f"model{suffix}", tmp_path / "back.npz"
+    convert(source, middle, names={"predictor": ""})
+    convert(middle, back, names={"": "predictor"})
+    check_equal(load(back), arrays)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_both_frameworks_load_the_result(dtype: str, tmp_path: Path) -> None:
+    arrays = chainer_arrays(dtype, wrapped=False)
+    names = sequential_names()
+    convert(save(tmp_path / "a.npz", arrays), tmp_path / "a.pt", names=names, num_batches_tracked=7)
+    model = torch_model().to(getattr(torch, dtype))
+    model.load_state_dict(torch.load(tmp_path / "a.pt", weights_only=True))
+    state = model.state_dict()
+    assert state["bn.num_batches_tracked"] == 7
+    assert np.array_equal(state["bn.running_var"].numpy(), arrays["bn/avg_var"])
+    assert np.array_equal(state["deconv.weight"].numpy(), arrays["deconv/W"])
+    torch.save(state, tmp_path / "b.pt")
+    convert(tmp_path / "b.pt", tmp_path / "b.npz", names=inverse(names))
+    link = Predictor(dtype)
+    chainer.serializers.load_npz(str(tmp_path / "b.npz"), link)
+    assert np.array_equal(link.bn.avg_mean, arrays["bn/avg_mean"])
+    assert np.array_equal(link.blocks[3].gamma.array, arrays["blocks/1/gamma"])
+    assert link.bn.N == 0
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.BatchNorm2d(3),
+        nn.SyncBatchNorm(3),
+        mbt.SyncBatchNorm(3),
+        mbt.NaiveSyncBatchNorm2d(num_features=3),
+        nn.BatchNorm1d(3, affine=False),
+        mbt.SyncBatchNorm(3, bias=False),
+    ],
+    ids=lambda layer: f"{type(layer).__name__} {'affine' if layer.affine else ''}",
+)
+@pytest.mark.parametrize("name", ["", "norm"])
+def test_every_layer_there_and_back(layer: nn.Module, name: str) -> None:
+    model = nn.ModuleDict({name: layer}) if name else layer
+    state = model.state_dict()
+    there = torch_to_chainer(state)
+    assert {key.rpartition("/")[2] for key in there.state} <= {
+        "gamma", "beta", "avg_mean", "avg_var", "N",
+    }  # fmt: skip
+    check_equal(chainer_to_torch(there.state).state, state)
+
+
+@pytest.mark.parametrize("name", ["", "block.norm"])
+def test_sub_batch_norm(name: str) -> None:
+    layer = mbt.SubBatchNorm2d(2, 3)
+    layer(torch.randn(4, 3, 5, 5))
+    start = f"{name}." if name else ""
+    state = {f"{start}{key}": value for key, value in layer.state_dict().items()}
+    there = torch_to_chainer(state)
+    check_note(there, "is a SubBatchNorm: the statistics of the population (bn) are kept")
+    path = name.replace(".", "/") + "/" if name else ""
+    assert np.array_equal(there.state[f"{path}avg_var"], layer.bn.running_var)
+    assert len(there.state) == 5
+    back = chainer_to_torch(there.state, names={path.rstrip("/"): ""} if name else None).state
+    other = mbt.SubBatchNorm2d(4, 3)
+    other.load_state_dict({key: torch.from_numpy(value) for key, value in back.items()})
+    x = torch.randn(4, 3, 5, 5)
+    assert torch.equal(other.eval()(x), layer.eval()(x))
+
+
+def test_a_layer_called_bn_is_not_a_sub_batch_norm() -> None:
+    there = torch_to_chainer(nn.ModuleDict({"bn": nn.BatchNorm1d(2)}).state_dict())
+    assert "bn/avg_mean" in there.state
+
+
+def test_what_is_said_from_chainer() -> None:
+    arrays = chainer_arrays()
+    arrays["predictor/bn/N"] = np.asarray(12)
+    converted = chainer_to_torch(arrays, num_batches_tracked=3)
+    check_note(converted, "N counts the batches of fine-tuning (here up to 12) and is left out")
+    check_note(converted, "num_batches_tracked, which is set to 3 in 3 layer(s)")
+    check_note(converted, "eps and decay are not in the file")
+    check_note(converted, "avg_var of 3 layer(s) is carried as it is")
+    assert converted.state["predictor.bn.num_batches_tracked"] == 3
+
+
+def test_what_is_said_from_torch() -> None:
+    layer = nn.BatchNorm1d(2)
+    layer(torch.randn(4, 2))
+    converted = torch_to_chainer(layer.state_dict())
+    check_note(converted, "num_batches_tracked (here up to 1) is left out: N, which counts the")
+    check_note(converted, "eps and momentum are not in the file")
+    check_note(converted, "running_var of 1 layer(s) is carried as it is")
+
+
+def test_numbers_are_carried_with_a_word() -> None:
+    arrays = {"a/0/W": np.zeros((1, 1)), "a/1/0/W": np.zeros((1, 1)), "b/W": np.zeros((1, 1))}
+    converted = chainer_to_torch(arrays)
+    assert list(converted.state) == ["a.0.weight", "a.1.0.weight", "b.weight"]
+    check_note(converted, "the numbers of the layers in 'a', 'a/1' are carried as they are")
+    assert not chainer_to_torch(arrays, names={"a/0": "x", "a/1": "y", "a/1/0": "z"}).notes
+    check_note(torch_to_chainer(converted.state), "the numbers of the layers in 'a', 'a.1'")
+
+
+def test_nothing_is_said_without_batch_norm() -> None:
+    assert torch_to_chainer(nn.Linear(2, 3).state_dict()).notes == ()
+
+
+def test_bfloat16_becomes_float32(tmp_path: Path) -> None:
+    layer = nn.Linear(2, 3, dtype=torch.bfloat16)
+    converted = torch_to_chainer(layer.state_dict())
+    check_note(converted, "2 array(s) of bfloat16 became float32")
+    assert np.array_equal(converted.state["W"], layer.weight.detach().float().numpy())
+    torch.save(layer.state_dict(), tmp_path / "a.pt")  # but stays itself within torch
+    same = convert(tmp_path / "a.pt", tmp_path / "a.safetensors").state
+    assert same["weight"].dtype is torch.bfloat16
+
+
+def test_wrappers_are_removed() -> None:
+    state = nn.Linear(2, 3).state_dict()
+    wrapped = {f"module._orig_mod.fc.{key}": value for key, value in state.items()}
+    converted = torch_to_chainer(wrapped)
+    assert list(converted.state) == ["fc/W", "fc/b"]
+    check_note(converted, "all keys began with 'module.'")
+    check_note(converted, "all keys began with '_orig_mod.'")
+
+
+def test_a_normalization_without_statistics() -> None:
+    converted = torch_to_chainer(nn.LayerNorm(3).state_dict())
+    assert list(converted.state) == ["gamma", "beta"]
+    check_note(converted, "taken for gamma and beta of a normalization")
+    with pytest.raises(CheckpointError, match=r"a place in chainer: 'weight' has none"):
+        torch_to_chainer(nn.PReLU().state_dict())
+    with pytest.raises(CheckpointError, match=r"a place in chainer: 'weight' has none"):
+        torch_to_chainer(nn.LayerNorm((3, 2)).state_dict())
+
+
+@pytest.mark.parametrize("direction", ["chainer", "torch"])
+def test_the_count_of_the_variance(direction: str) -> None:
+    state = {"a/avg_mean": np.zeros(2, "f4"), "a/avg_var": np.full(2, 3.0, "f4")}
+    translate: Any = chainer_to_torch
+    name, new = "a", "a.running_var"
+    if direction == "torch":
+        state = {"a.running_mean": state["a/avg_mean"], "a.running_var": state["a/avg_var"]}
+        translate, new = torch_to_chainer, "a/avg_var"
+    for counts in ((4, 8), {name: (4, 8)}):
+        converted = translate(state, avg_var_count=counts)
+        np.testing.assert_allclose(converted.state[new], 3 * (8 / 7) / (4 / 3), rtol=1e-7)
+        assert converted.state[new].dtype == np.float32
+        check_note(converted, "is multiplied by 0.857143, from count 4 to 8")
+        assert not any("carried as it is" in note for note in converted.notes)
+    biased = translate(state, avg_var_count=(4, math.inf)).state[new]
+    np.testing.assert_allclose(biased, 3 * 3 / 4)
+    with pytest.raises(CheckpointError, match="must name batch normalizations of the file"):
+        translate(state, avg_var_count={"b": (4, 8)})
+    for wrong in ((4,), (0, 8), (4, math.nan), ("4", 8), 4):
+        with pytest.raises(ValueError, match="`avg_var_count` must be two counts of elements"):
+            translate(state, avg_var_count=wrong)
+
+
+def test_names() -> None:
+    arrays = {"a/b/W": np.zeros((1, 1)), "a/b/b": np.zeros(1), "a/c/W": np.zeros((2, 2))}
+    assert list(chainer_to_torch(arrays).state) == ["a.b.weight", "a.b.bias", "a.c.weight"]
+    for names, expected in (
+        ({"a": "x.y"}, ["x.y.b.weight", "x.y.b.bias", "x.y.c.weight"]),
+        ({"a": ""}, ["b.weight", "b.bias", "c.weight"]),
+        ({"": "m"}, ["m.a.b.weight", "m.a.b.bias", "m.a.c.weight"]),
+        ({"a": "x", "a/b": "y"}, ["y.weight", "y.bias", "x.c.weight"]),
+        ({"a/b/W": "k", "a/b": "y"}, ["k", "y.bias", "a.c.weight"]),
+        ({"a/b": None}, ["a.c.weight"]),
+    ):
+        converted = chainer_to_torch(arrays, names=names)
+        assert list(converted.state) == expected
+    check_note(converted, "left out by `names`: 'a/b/W', 'a/b/b'")
+    for wrong, message in (
+        ({"a/d": "x"}, r"match a key or a prefix: 'a/d' matches none, the nearest is 'a/"),
+        ({"a/b": "a/c", "a/c": "a/c"}, "'a/c/W' becomes 'a/c.weight', as 'a/b/W' does"),
+        ({"a/b/W": ""}, "'a/b/W' becomes ''"),
+        ({"a": None}, "holds nothing to convert"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            chainer_to_torch(arrays, names=wrong)
+
+
+def test_a_counter_that_is_named_is_carried() -> None:
+    arrays = {"avg_mean": np.zeros(1), "avg_var": np.ones(1), "N": np.asarray(5)}
+    assert chainer_to_torch(arrays, names={"N": "count"}).state["count"] == 5
+
+
+def test_names_from_json(tmp_path: Path) -> None:
+    path = tmp_path / "names.json"
+    path.write_text(json.dumps({"a": "b", "c": None}))
+    assert load_names(path) == {"a": "b", "c": None}
+    for wrong in ("[1]", '{"a": 1}', "{", "[" * 100000):
+        path.write_text(wrong)
+        with pytest.raises(CheckpointError, match=r"names\.json: must be a JSON object of names"):
+            load_names(path)
+    with pytest.raises(CheckpointError, match="No such file"):
+        load_names(tmp_path / "none.json")
+
+
+def test_unknown_keys() -> None:
+    arrays = {"l/W": np.zeros((1, 1)), "l/V1": np.zeros(1), "N": np.asarray(0)}
+    with pytest.raises(CheckpointError, match=r"place in torch: 'l/V1', 'N' have none\. Name them"):
+        chainer_to_torch(arrays)
+    converted = chainer_to_torch(arrays, skip_unknown=True)
+    assert list(converted.state) == ["l.weight"]
+    check_note(converted, "unknown, and left out: 'l/V1', 'N'.")
+    lstm = nn.LSTM(2, 3).state_dict()
+    with pytest.raises(CheckpointError, match="'weight_ih_l0', 'weight_hh_l0', 'bias_ih_l0'"):
+        torch_to_chainer(lstm)
+    with pytest.raises(CheckpointError, match="looks like an optimizer's file"):
+        chainer_to_torch({"t": np.asarray(1), "epoch": np.asarray(1), "l/W/v": np.zeros(1)})
+    with pytest.raises(CheckpointError, match=r"'a/b\.weight' has none"):
+        torch_to_chainer({"a/b.weight": torch.zeros(1, 1)})
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"gamma": np.zeros(3, "f4")}, r"must have one shape \(C,\): got .*gamma \(3,\)"),
+        ({"avg_var": None}, r"one shape \(C,\): got avg_mean \(2,\), avg_var None"),
+        ({"avg_mean": None}, r"got avg_mean None, avg_var \(2,\)"),
+        ({"avg_var": np.zeros(2, "i4")}, "'bn/avg_var' must be floating-point: got int32"),
+        ({"N": np.zeros(2, "i8")}, "'bn/N' must be one number of batches: got array"),
+        ({"N": np.asarray(-1)}, "'bn/N' must be one number of batches"),
+        ({"beta": np.asarray(["a", "b"])}, "'bn/beta' must be an array of real numbers: got <U1"),
+    ],
+)
+def test_batch_norms_that_are_none(change: dict[str, Any], message: str) -> None:
+    layer = {"gamma": np.ones(2, "f4"), "beta": np.zeros(2, "f4"), "avg_mean": np.zeros(2, "f4")}
+    layer |= {"avg_var": np.ones(2, "f4"), "N": np.asarray(0)} | change
+    arrays = {f"bn/{key}": value for key, value in layer.items() if value is not None}
+    arrays["l/W"] = np.zeros((1, 1))
+    with pytest.raises(CheckpointError, match=message):
+        chainer_to_torch(arrays)
+    # What the message advises.
+    assert list(chainer_to_torch(arrays, names={"bn": None}).state) == ["l.weight"]
+
+
+def test_channels_in_two_axes() -> None:
+    arrays = {"avg_mean": np.zeros((2, 3)), "avg_var": np.ones((2, 3))}
+    with pytest.raises(CheckpointError, match=r"one shape \(C,\): got avg_mean \(2, 3\)"):
+        chainer_to_torch(arrays)
+
+
+def test_dtypes_that_numpy_does_not_have() -> None:
+    with pytest.raises(CheckpointError, match="'weight' must be of a dtype of NumPy"):
+        torch_to_chainer({"weight": torch.zeros(2, 2).to(torch.float8_e5m2)})
+
+
+def test_a_number_of_batches_that_is_none() -> None:
+    for wrong in (-1, 1.5):
+        with pytest.raises(ValueError, match="`num_batches_tracked` must be a number of batches"):
+            chainer_to_torch({}, num_batches_tracked=wrong)  # type: ignore[arg-type]
+
+
+def test_momentum_follows_the_names_of_its_parameters() -> None:
+    velocity = {"bn/gamma": np.ones(2), "bn/beta": np.ones(2), "l/W": np.ones((2, 2))}
+    converted = chainer_to_torch(velocity)
+    assert list(converted.state) == ["bn.weight", "bn.bias", "l.weight"]
+    assert converted.notes == ()
