@@ -1,28 +1,48 @@
-"""Exchange the batch normalization links of a model for multi-node ones."""
+"""Exchange the batch normalization links of a model for multi-node ones, and back."""
 
 import copy
 import itertools
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import chainer
 from chainer import links as L
 
-from multibn.chainer_backend.links import MultiNodeBatchNormalization
+from multibn._typing import RunningVar, Weighting
+from multibn.chainer_backend.links import Conventions, MultiNodeBatchNormalization
 
-# What a class may define and still behave like L.BatchNormalization.
+# What a class may define and still behave like the one that it derives from.
 _HARMLESS = {
+    "__abstractmethods__",
     "__annotations__",
     "__doc__",
     "__firstlineno__",
     "__init__",
     "__module__",
     "__static_attributes__",
+    "_abc_impl",
+}
+
+# Attributes of MultiNodeBatchNormalization that L.BatchNormalization has no use for.
+_MULTI_NODE = {
+    "_communicator",
+    "weighting",
+    "avg_var_convention",
+    "_initial_averages",
+    "_single_node_class",
 }
 
 
 def create_mnbn_model(
-    link: chainer.Link, comm: Any, communication_backend: str = "auto"
+    link: chainer.Link,
+    comm: Any,
+    communication_backend: str = "auto",
+    *,
+    conventions: Conventions | None = None,
+    weighting: Weighting | None = None,
+    avg_var: RunningVar | None = None,
 ) -> chainer.Link:
     """A copy of a model in which every L.BatchNormalization is a `MultiNodeBatchNormalization`.
 
@@ -34,8 +54,13 @@ def create_mnbn_model(
     ----------
     link
         A Chain, ChainList, Sequential, or a bare link.
-    comm, communication_backend
+    comm, communication_backend, conventions, weighting, avg_var
         As `MultiNodeBatchNormalization`'s.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `MultiNodeBatchNormalization`, for the arguments that they share.
 
     Warns
     -----
@@ -43,45 +68,84 @@ def create_mnbn_model(
         For a link whose class overrides more of L.BatchNormalization than its constructor, such as
         L.BatchRenormalization: it is copied as it is.
     """
-    # A deep copy that finds a new link in the memo wherever the old one stands: as a child, as a
-    # layer of a Sequential, or in any other attribute.
+    make = partial(
+        MultiNodeBatchNormalization,
+        comm=comm,
+        communication_backend=communication_backend,
+        conventions=conventions,
+        weighting=weighting,
+        avg_var=avg_var,
+    )
+    make(1)  # wrong arguments are an error in a model without batch normalization, too
+
+    def convert(old: Any) -> Any:
+        size = None if old.avg_mean is None else old.avg_mean.shape
+        new = make(size, dtype=old._highprec_dtype, axis=old.axis)
+        if old.avg_mean is None:  # a lazy link has its initial averages still to come
+            new._initial_averages = (
+                0 if old._initial_avg_mean is None else old._initial_avg_mean,
+                1 if old._initial_avg_var is None else old._initial_avg_var,
+            )
+        if type(old) is not L.BatchNormalization:
+            new._single_node_class = type(old)
+        return new
+
+    return _copy_with(link, L.BatchNormalization, convert, "its statistics stay local")
+
+
+def revert_mnbn_model(link: chainer.Link) -> chainer.Link:
+    """A copy of a model in which every `MultiNodeBatchNormalization` is an L.BatchNormalization.
+
+    The way back from `create_mnbn_model`: a link is of the class again that it was made from. For
+    evaluation, for training in one process, and for files that are to be read without multibn. What
+    is said there of the copy holds here, too. `weighting` and `avg_var` are lost. Not collective.
+
+    Warns
+    -----
+    UserWarning
+        For a link whose class overrides more of MultiNodeBatchNormalization than its constructor:
+        it is copied as it is.
+    """
+
+    def revert(old: Any) -> Any:
+        new = old._single_node_class.__new__(old._single_node_class)
+        initial = old._initial_averages if old.avg_mean is None else (None, None)
+        new._initial_avg_mean, new._initial_avg_var = initial
+        return new
+
+    return _copy_with(
+        link, MultiNodeBatchNormalization, revert, "it goes on sharing its statistics"
+    )
+
+
+def _copy_with(
+    link: chainer.Link, cls: type, convert: Callable[[Any], Any], consequence: str
+) -> chainer.Link:
+    """A deep copy that finds a new link in its memo wherever a link of `cls` stands.
+
+    As a child, as a layer of a Sequential, or in any other attribute. `convert` makes the new link,
+    which is given everything that the old one has; the memo keeps shared parameters shared.
+    """
     memo: dict[int, Any] = {}
     for old in link.links():
-        if isinstance(old, L.BatchNormalization) and not _obstructed(old):
-            memo[id(old)] = _convert(old, comm, communication_backend, memo)
+        if not isinstance(old, cls) or _obstructed(old, cls, consequence):
+            continue
+        new = memo[id(old)] = convert(old)
+        attributes = {k: v for k, v in old.__dict__.items() if k not in _MULTI_NODE}
+        new.__dict__.update(copy.deepcopy(attributes, memo))
     return copy.deepcopy(link, memo)
 
 
-def _obstructed(link: L.BatchNormalization) -> bool:
-    """Warn and return True if the link's class is more than L.BatchNormalization."""
+def _obstructed(link: chainer.Link, base: type, consequence: str) -> bool:
+    """Warn and return True if the link's class is more than `base`."""
     cls = type(link)
-    derived = itertools.takewhile(lambda base: base is not L.BatchNormalization, cls.__mro__)
-    overridden = sorted({name for base in derived for name in vars(base)} - _HARMLESS)
+    derived = itertools.takewhile(lambda other: other is not base, cls.__mro__)
+    overridden = sorted({name for other in derived for name in vars(other)} - _HARMLESS)
     if not overridden:
         return False
     warnings.warn(
-        f"{cls.__module__}.{cls.__qualname__} is copied as it is, its statistics stay local: its "
-        f"class overrides {', '.join(overridden)}, which would be lost.",
-        stacklevel=3,
+        f"{cls.__module__}.{cls.__qualname__} is copied as it is, {consequence}: its class "
+        f"overrides {', '.join(overridden)}, which would be lost.",
+        stacklevel=4,
     )
     return True
-
-
-def _convert(
-    old: L.BatchNormalization, comm: Any, communication_backend: str, memo: dict[int, Any]
-) -> MultiNodeBatchNormalization:
-    new = MultiNodeBatchNormalization(
-        None if old.avg_mean is None else old.avg_mean.shape,
-        comm,
-        dtype=old._highprec_dtype,
-        communication_backend=communication_backend,
-        axis=old.axis,
-    )
-    # Everything that the old link has, hooks included; the memo keeps shared parameters shared.
-    new.__dict__.update(copy.deepcopy(old.__dict__, memo))
-    if old.avg_mean is None:  # a lazy link has its initial averages still to come
-        new._initial_averages = (
-            0 if old._initial_avg_mean is None else old._initial_avg_mean,
-            1 if old._initial_avg_var is None else old._initial_avg_var,
-        )
-    return new

@@ -6,9 +6,11 @@ from typing import Any, NoReturn
 import chainer
 import numpy as np
 from chainer import FunctionNode, Variable
+from chainer import functions as F
 
 from multibn import recompute, statistics
 from multibn._typing import Array, Weighting
+from multibn.chainer_backend import forgetting
 from multibn.communicators import Communicator, as_communicator
 from multibn.statistics import BatchStatistics
 
@@ -61,8 +63,15 @@ def multi_node_batch_normalization(
     ValueError
         If the shapes do not fit, or all ranks hold one value per channel together.
     RuntimeError
-        On the other ranks, if one rank's input was refused; and by differentiating twice, which is
-        not supported.
+        On the other ranks, if one rank's input was refused.
+
+    Notes
+    -----
+    Differentiating twice (`enable_double_backprop=True`) is exact over ranks. At every order,
+    gradients are those of the sum of all ranks' losses: with respect to this rank's `x`, and
+    divided by the number of ranks with respect to `gamma` and `beta`, of which each rank has a
+    copy. With a graph, the backward pass repeats the forward's collective, and each of its own
+    collectives has another in the pass that differentiates it. It computes in float64.
     """
     communicator = as_communicator(comm)
     shapes = [tuple(p.shape) for p in (gamma, beta) if p is not None]
@@ -70,21 +79,31 @@ def multi_node_batch_normalization(
         error = ValueError(f"`gamma` and `beta` must have the same shape: got {shapes}.")
         _refuse(error, x, shapes[0], communicator)
     axis = check_input(x, shapes[0] if shapes else None, axis, communicator)
-    batch = batch_statistics(x, communicator, weighting=weighting, axis=axis)
+    batch = batch_statistics(x, communicator, given_as=comm, weighting=weighting, axis=axis)
     return normalize(x, gamma, beta, batch, communicator, eps=eps, axis=axis), batch
 
 
 def batch_statistics(
-    x: Any, communicator: Communicator, /, *, weighting: Weighting, axis: tuple[int, ...]
+    x: Any,
+    communicator: Communicator,
+    /,
+    *,
+    given_as: object,
+    weighting: Weighting,
+    axis: tuple[int, ...],
 ) -> BatchStatistics:
     """Statistics of the whole batch over `axis`.
 
-    Collective, unless they are replayed (see `multibn.recompute`).
+    Collective, unless they are replayed (see `multibn.recompute`) or remembered (see
+    `forgetting.remembering`, also for `given_as`).
     """
 
     def compute() -> BatchStatistics:
         return statistics.batch_statistics(
-            chainer.as_array(x), communicator, weighting=weighting, axis=axis
+            chainer.as_array(x),
+            forgetting.remembering(communicator, given_as=given_as),
+            weighting=weighting,
+            axis=axis,
         )
 
     return recompute.taped(compute, statistics.channels(x, axis))
@@ -119,15 +138,26 @@ def check_input(
     instead of waiting. `channels=None` takes any channels but none. `axis=None` is Chainer's rule:
     the channel axes start at 1, all others are reduced.
     """
-    if axis is None:
-        num_channel_axes = 1 if channels is None else len(channels)
-        axis = statistics.reduced_axes(getattr(x, "ndim", 0), range(1, 1 + num_channel_axes))
+    axis = _reduced_axes(x, channels) if axis is None else axis
     error = _input_error(x, channels, axis)
     if error is not None:
         if channels is None and getattr(x, "ndim", 0) > max(axis, default=0):
             channels = statistics.channels(x, axis)
         _refuse(error, x, channels, communicator)
     return axis
+
+
+def fitting_axes(
+    x: Any, channels: tuple[int, ...], axis: tuple[int, ...] | None, /
+) -> tuple[int, ...] | None:
+    """The axes to reduce, or None where `check_input` would raise. Never collective."""
+    axis = _reduced_axes(x, channels) if axis is None else axis
+    return axis if _input_error(x, channels, axis) is None else None
+
+
+def _reduced_axes(x: Any, channels: tuple[int, ...] | None) -> tuple[int, ...]:
+    num_channel_axes = 1 if channels is None else len(channels)
+    return statistics.reduced_axes(getattr(x, "ndim", 0), range(1, 1 + num_channel_axes))
 
 
 def _refuse(
@@ -199,11 +229,14 @@ class _Normalize(FunctionNode):
     def backward(
         self, indexes: tuple[int, ...], grad_outputs: tuple[Variable]
     ) -> tuple[Variable, ...]:
-        return _NormalizeGrad(self).apply((*self.get_retained_inputs(), *grad_outputs))
+        inputs = (*self.get_retained_inputs(), *grad_outputs)
+        if chainer.config.enable_backprop:  # a graph of the gradients is asked for
+            return _differentiable_gradients(self, *inputs)
+        return _NormalizeGrad(self).apply(inputs)
 
 
 class _NormalizeGrad(FunctionNode):
-    """Gradients of `_Normalize`, one for each of its inputs."""
+    """Gradients of `_Normalize`, one for each of its inputs, which cannot be differentiated."""
 
     def __init__(self, of: _Normalize) -> None:
         super().__init__()
@@ -228,8 +261,72 @@ class _NormalizeGrad(FunctionNode):
             gradients.append((sums.sum_dy / size).astype(beta_dtype, copy=False))
         return tuple(gradients)
 
-    def backward(self, indexes: tuple[int, ...], grad_outputs: tuple[Variable, ...]) -> None:
-        raise RuntimeError(
-            "multi_node_batch_normalization cannot be differentiated twice. Use the layer of "
-            "multibn.torch_backend, or take the gradient without enable_double_backprop."
-        )
+
+def _differentiable_gradients(of: _Normalize, x: Variable, *rest: Variable) -> tuple[Variable, ...]:
+    """What `_NormalizeGrad` computes, out of functions that can be differentiated, several times.
+
+    The statistics are computed again, as functions of `x`.
+    """
+    *gamma, dy = rest
+    axis, size = of.axis, of.communicator.size
+    channels = statistics.channels(x, axis)
+    broadcastable = tuple(1 if i in axis else n for i, n in enumerate(x.shape))
+
+    def per_channel(v: Any) -> Variable:
+        return F.broadcast_to(F.reshape(v, broadcastable), x.shape)
+
+    def sums(*vs: Variable) -> list[Variable]:
+        packed = F.stack([F.sum(v, axis) for v in vs])
+        (summed,) = _AllReduce(of.communicator).apply((packed,))
+        return [F.reshape(v, channels) for v in F.separate(summed)]
+
+    e = float(of.batch.element_weight)
+    # About the mean, as a constant, nothing cancels in the variance.
+    d = F.cast(x, np.float64) - per_channel(of.batch.mean)
+    dy = F.cast(dy, np.float64)
+    mean, meansqr = sums(e * d, e * d * d)
+    invstd = (meansqr - mean * mean + of.eps) ** -0.5
+    xhat = (d - per_channel(mean)) * per_channel(invstd)
+    sum_dy, sum_dy_xhat = sums(dy, dy * xhat)
+    dx = dy - e * (per_channel(sum_dy) + xhat * per_channel(sum_dy_xhat))
+    scale = invstd
+    gradients = []
+    if of.has_gamma:
+        (copied,) = _Copied(of.communicator).apply(gamma)
+        scale = scale * F.cast(copied, np.float64)
+        gradients.append(F.cast(sum_dy_xhat / size, gamma[0].dtype))
+    if of.has_beta:
+        gradients.append(F.cast(sum_dy / size, of.inputs[-1].dtype))
+    return (F.cast(dx * per_channel(scale), x.dtype), *gradients)
+
+
+class _AllReduce(FunctionNode):
+    """A sum over ranks, times `scale`; so is the gradient of the sum of all ranks' losses."""
+
+    def __init__(self, communicator: Communicator, scale: float = 1.0) -> None:
+        super().__init__()
+        self.communicator, self.scale = communicator, scale
+
+    def forward(self, inputs: tuple[Array, ...]) -> tuple[Array]:
+        return (self.communicator.allreduce(inputs[0]) * inputs[0].dtype.type(self.scale),)
+
+    def backward(
+        self, indexes: tuple[int, ...], grad_outputs: tuple[Variable]
+    ) -> tuple[Variable, ...]:
+        return _AllReduce(self.communicator, self.scale).apply(grad_outputs)
+
+
+class _Copied(FunctionNode):
+    """A parameter as one rank uses it; its gradient is the mean over ranks."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        super().__init__()
+        self.communicator = communicator
+
+    def forward(self, inputs: tuple[Array, ...]) -> tuple[Array]:
+        return (inputs[0].copy(),)
+
+    def backward(
+        self, indexes: tuple[int, ...], grad_outputs: tuple[Variable]
+    ) -> tuple[Variable, ...]:
+        return _AllReduce(self.communicator, 1 / self.communicator.size).apply(grad_outputs)

@@ -1,12 +1,13 @@
 """Batch normalization links for Chainer."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import chainer
 import numpy as np
 from chainer import functions as F
 from chainer import initializers
+from chainer import links as L
 
 from multibn import population, recompute, statistics
 from multibn._typing import RunningVar, Weighting, check_choice
@@ -15,6 +16,14 @@ from multibn.communicators import SingleProcess, as_communicator
 from multibn.communicators.chainermn import ChainerMN, select_backend
 from multibn.kernels.generic import num_elements
 from multibn.statistics import BatchStatistics
+
+Conventions: TypeAlias = Literal["exact", "chainermn"]
+
+# What each of them says `weighting` and `avg_var` are.
+_CONVENTIONS: dict[str, tuple[Weighting, RunningVar]] = {
+    "exact": ("element", "unbiased_global"),
+    "chainermn": ("rank", "unbiased_local"),
+}
 
 
 class MultiNodeBatchNormalization(chainer.Link):
@@ -51,6 +60,10 @@ class MultiNodeBatchNormalization(chainer.Link):
     axis
         The axes to reduce, an int or an ascending tuple; by default all but the channel axes, which
         start at 1.
+    conventions
+        Short for the two that follow: `"exact"`, which is the default, for `"element"` and
+        `"unbiased_global"`; `"chainermn"`, which gives ChainerMN's numbers, for `"rank"` and
+        `"unbiased_local"`.
     weighting
         What a rank counts for: `"element"`, its elements per channel (the concatenated batch),
         `"sample"`, its batch size, or `"rank"`, as much as every other that is not empty
@@ -65,7 +78,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         Parameters, or None. Their gradients are means over the ranks.
     avg_mean, avg_var
         Moving averages; they start at 0 (as ChainerMN's, other than chainer.links'). The averaged
-        variance is unbiased by the count over all ranks.
+        variance is unbiased by the count over all ranks unless the parameter says otherwise.
     N
         Batches seen in fine-tuning, since `start_finetuning`.
     comm
@@ -74,14 +87,17 @@ class MultiNodeBatchNormalization(chainer.Link):
     Raises
     ------
     ValueError
-        If `communication_backend`, `weighting` or `avg_var` is unknown or does not fit, neither
-        `size` nor `axis` is given, `size` is not positive, or `axis` is not ascending.
+        If `communication_backend`, `conventions`, `weighting` or `avg_var` is unknown or does not
+        fit, `weighting` or `avg_var` is given beside `conventions`, neither `size` nor `axis` is
+        given, `size` is not positive, or `axis` is not ascending.
     TypeError
         If `comm` is no communicator.
     """
 
     gamma: Any = None
     beta: Any = None
+    # What `revert_mnbn_model` makes of it; create_mnbn_model notes what it was.
+    _single_node_class: Any = L.BatchNormalization
 
     def __init__(
         self,
@@ -97,8 +113,9 @@ class MultiNodeBatchNormalization(chainer.Link):
         communication_backend: str = "auto",
         *,
         axis: int | tuple[int, ...] | None = None,
-        weighting: Weighting = "element",
-        avg_var: RunningVar = "unbiased_global",
+        conventions: Conventions | None = None,
+        weighting: Weighting | None = None,
+        avg_var: RunningVar | None = None,
     ) -> None:
         super().__init__()
         if size is None and axis is None:
@@ -108,9 +125,7 @@ class MultiNodeBatchNormalization(chainer.Link):
             self._communicator = ChainerMN(self._communicator.comm, communication_backend)
         else:
             select_backend(type(comm), communication_backend)
-        check_choice("weighting", weighting, Weighting)
-        check_choice("avg_var", avg_var, RunningVar)
-        self.weighting, self.avg_var_convention = weighting, avg_var
+        self.weighting, self.avg_var_convention = _resolved(conventions, weighting, avg_var)
         self.decay = decay
         self.eps = eps
         self.axis = None if axis is None else _checked_axis(axis)
@@ -161,8 +176,10 @@ class MultiNodeBatchNormalization(chainer.Link):
             return F.fixed_batch_normalization(
                 x, *self._scale_and_shift(), self.avg_mean, self.avg_var, self.eps, axis
             )
-        batch = functions.batch_statistics(x, communicator, weighting=self.weighting, axis=axis)
-        # F.forget sets Chainer's flag, and has no tape: there the statistics are computed again.
+        batch = functions.batch_statistics(
+            x, communicator, given_as=communicator, weighting=self.weighting, axis=axis
+        )
+        # F.forget sets Chainer's flag, tapes are multibn's.
         if not (chainer.config.in_recomputing or recompute.in_recomputing()):
             self._update_averages(batch, num_elements(x, axis), finetune)
         return functions.normalize(
@@ -212,6 +229,25 @@ class MultiNodeBatchNormalization(chainer.Link):
         gamma = self.xp.ones_like(self.avg_mean) if self.gamma is None else self.gamma
         beta = self.xp.zeros_like(self.avg_mean) if self.beta is None else self.beta
         return gamma, beta
+
+
+def _resolved(
+    conventions: Any, weighting: Weighting | None, avg_var: RunningVar | None
+) -> tuple[Weighting, RunningVar]:
+    if conventions is not None:
+        check_choice("conventions", conventions, Conventions)
+        for name, value in (("weighting", weighting), ("avg_var", avg_var)):
+            if value is not None:
+                raise ValueError(
+                    f"`conventions` says what `{name}` is: got conventions={conventions!r} and "
+                    f"{name}={value!r}. Pass one or the other."
+                )
+    default_weighting, default_avg_var = _CONVENTIONS[conventions or "exact"]
+    weighting = default_weighting if weighting is None else weighting
+    avg_var = default_avg_var if avg_var is None else avg_var
+    check_choice("weighting", weighting, Weighting)
+    check_choice("avg_var", avg_var, RunningVar)
+    return weighting, avg_var
 
 
 def _checked_size(size: Any) -> tuple[int, ...]:

@@ -3,11 +3,8 @@
 from functools import cache
 from typing import Any
 
-import numpy as np
-from array_api_compat import is_cupy_array, is_torch_array
-
 from multibn._typing import Array
-from multibn.communicators import SingleProcess
+from multibn.communicators import SingleProcess, nccl
 from multibn.communicators._handle import Handle
 from multibn.communicators._host import through_host
 
@@ -21,7 +18,8 @@ class ChainerMN(Handle):
         Any communicator of `chainermn.create_communicator`, or one derived from its classes.
     communication_backend
         `"mpi"`, `"nccl"` or `"auto"`, which is NCCL with a pure_nccl communicator and MPI with any
-        other. Over MPI, arrays that are not NumPy's go through the host.
+        other. Arrays in host memory go over MPI in any case, and over MPI, arrays on a GPU go
+        through the host.
 
     Raises
     ------
@@ -51,8 +49,9 @@ class ChainerMN(Handle):
         return self.comm.size
 
     def allreduce(self, x: Array, /) -> Array:
-        if self.communication_backend == "nccl" and not isinstance(x, np.ndarray):
-            return self._allreduce_by_nccl(x)
+        if self.communication_backend == "nccl" and nccl.is_on_gpu(x):
+            self.comm._init_comms()  # ChainerMN makes its NCCL communicator when it is first needed
+            return nccl.allreduce(self.comm.nccl_comm, x)
         return through_host(x, self.comm.allreduce)
 
     def split(self, color: int, key: int = 0) -> "ChainerMN":
@@ -69,34 +68,6 @@ class ChainerMN(Handle):
 
     def __repr__(self) -> str:
         return f"ChainerMN(communication_backend={self.communication_backend!r})"
-
-    def _allreduce_by_nccl(self, x: Array) -> Array:
-        import cupy
-        from cupy.cuda import nccl
-
-        if is_torch_array(x):
-            import torch
-
-            return torch.from_dlpack(self._allreduce_by_nccl(cupy.from_dlpack(x.detach())))
-        if not is_cupy_array(x):
-            return through_host(x, self.comm.allreduce)
-        types = {
-            "float16": nccl.NCCL_FLOAT16,
-            "float32": nccl.NCCL_FLOAT32,
-            "float64": nccl.NCCL_FLOAT64,
-        }
-        x = cupy.ascontiguousarray(x)
-        out = cupy.empty_like(x)
-        self.comm._init_comms()  # ChainerMN makes its NCCL communicator when it is first needed
-        self.comm.nccl_comm.allReduce(
-            x.data.ptr,
-            out.data.ptr,
-            x.size,
-            types[x.dtype.name],
-            nccl.NCCL_SUM,
-            cupy.cuda.get_current_stream().ptr,
-        )
-        return out
 
 
 def select_backend(comm_type: type, communication_backend: str) -> str:

@@ -4,6 +4,7 @@ chainermn is imported by the checks, not here: importing it initialises MPI.
 """
 
 import functools
+import math
 import pickle
 import warnings
 from typing import Any
@@ -41,10 +42,12 @@ def _peers(**options: Any) -> tuple[Any, Any]:
 
     with pytest.warns(FutureWarning):  # ChainerMN calls its own link experimental
         theirs = chainermn.links.MultiNodeBatchNormalization(parity.CHANNELS, naive(), **options)
-    ours = MultiNodeBatchNormalization(
-        parity.CHANNELS, naive(), **options, weighting="rank", avg_var="unbiased_local"
-    )
+    ours = MultiNodeBatchNormalization(parity.CHANNELS, naive(), **options, conventions="chainermn")
     return theirs, ours
+
+
+def _whole_mean(xs: list[Any]) -> Any:
+    return np.concatenate([np.moveaxis(x, 1, 0).reshape(x.shape[1], -1) for x in xs], 1).mean(1)
 
 
 def _train(link: Any, x: Any, dy: Any, **arguments: Any) -> list[Any]:
@@ -61,11 +64,13 @@ def _train(link: Any, x: Any, dy: Any, **arguments: Any) -> list[Any]:
     return [y.array, v.grad, *(p.grad for _, p in sorted(link.namedparams()))]
 
 
-def _compare_with_chainermn(world: Communicator, *, finetune: bool = False, **options: Any) -> None:
+def _compare_with_chainermn(
+    world: Communicator, *, split: str = "even", finetune: bool = False, **options: Any
+) -> None:
     theirs, ours = _peers(dtype=np.float64, **options)
     pairs: list[tuple[Any, Any]] = []
     for step in range(3):
-        xs, dys = parity.batches("even", world.size, "float64", seed=step)
+        xs, dys = parity.batches(split, world.size, "float64", seed=step)
         arguments = {"finetune": True} if finetune else {}
         pairs += zip(
             *[
@@ -86,6 +91,28 @@ def check_equals_chainermn(world: Communicator) -> None:
 
 def check_equals_chainermn_in_finetuning(world: Communicator) -> None:
     _compare_with_chainermn(world, finetune=True)
+
+
+def check_equals_chainermn_on_uneven_batches(world: Communicator) -> None:
+    """Where its numbers are not those of the whole batch."""
+    for split in ("uneven", "spatial"):
+        for finetune in (False, True):
+            _compare_with_chainermn(world, split=split, finetune=finetune)
+
+
+def check_equals_chainermn_after_create_mnbn_model(world: Communicator) -> None:
+    import chainermn
+    from chainer import links as L
+
+    plain = L.BatchNormalization(parity.CHANNELS, dtype=np.float64)
+    with pytest.warns(FutureWarning):
+        theirs = chainermn.links.create_mnbn_model(plain, naive())
+    ours = create_mnbn_model(plain, naive(), conventions="chainermn")
+    xs, dys = parity.batches("uneven", world.size, "float64", seed=0)
+    pairs = [_train(link, xs[world.rank], dys[world.rank]) for link in (theirs, ours)]
+    for expected, got in zip(*pairs, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(ours.avg_var, theirs.avg_var, rtol=1e-9)
 
 
 def check_equals_chainermn_without_gamma(world: Communicator) -> None:
@@ -169,6 +196,126 @@ def check_multi_node_optimizer_trains(world: Communicator) -> None:
         optimizer.update()
     values = world.allreduce(model[1].gamma.array.astype(np.float64))
     np.testing.assert_allclose(values / world.size, model[1].gamma.array, rtol=1e-6)
+
+
+def check_chainermns_link_updates_twice_in_forgotten_blocks(world: Communicator) -> None:
+    """The negative control: ours updates once, be it forgotten by Chainer's function or ours."""
+    import chainer
+    from chainer import functions as F
+
+    from multibn.chainer_backend import forget
+
+    xs, _ = parity.batches("even", world.size, "float64", seed=0)
+    updates = []
+    for how in (F.forget, forget):
+        for link in _peers(dtype=np.float64):
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Link._device_id", DeprecationWarning)
+                F.sum(how(link, chainer.Variable(xs[world.rank])) ** 2).backward()
+            updates.append(link.avg_mean / _whole_mean(xs))
+    for update, expected in zip(updates, (0.19, 0.1, 0.19, 0.1), strict=True):
+        np.testing.assert_allclose(update, expected, rtol=1e-9)
+
+
+def check_groups_of_chainermn(world: Communicator) -> None:
+    """A communicator that comm.split made."""
+    group = naive().split(world.rank % 2, world.rank)
+    xs, _ = parity.batches("uneven", world.size, "float64", seed=0)
+    link = MultiNodeBatchNormalization(parity.CHANNELS, group, dtype=np.float64)
+    link(xs[world.rank])
+    world.allreduce(np.zeros(1))
+    assert link.comm is group
+    mean = _whole_mean(xs[world.rank % 2 :: 2])
+    np.testing.assert_allclose(link.avg_mean, 0.1 * mean, rtol=1e-10)
+
+
+def check_allreduce_persistent(world: Communicator) -> None:
+    """Averages that are equal stay as they are; those of ChainerMN's convention become equal."""
+    from chainermn.extensions import AllreducePersistent
+
+    xs, _ = parity.batches("uneven", world.size, "float64", seed=0)
+    found = []
+    for conventions in ("exact", "chainermn"):
+        link = MultiNodeBatchNormalization(
+            parity.CHANNELS, naive(), dtype=np.float64, conventions=conventions
+        )
+        link(xs[world.rank])
+        before = link.avg_var.copy()
+        sums = world.allreduce(before)
+        AllreducePersistent(link, naive())()
+        found.append((before, sums / world.size, link.avg_var))
+    (before, _, after), (_, mean, averaged) = found
+    np.testing.assert_allclose(after, before, rtol=1e-14)
+    np.testing.assert_allclose(averaged, mean, rtol=1e-14)
+
+
+def check_trainer_with_every_extension(world: Communicator) -> None:
+    """A trainer of two epochs: optimizer, evaluator, AllreducePersistent, and fine-tuning."""
+    import tempfile
+
+    import chainer
+    import chainermn
+    from chainer import links as L
+    from chainer import training
+
+    from multibn.chainer_backend import FinetunePopulationStatistics, revert_mnbn_model
+
+    rng = np.random.default_rng(0)
+    xs = rng.normal(3, 2, (14, 4)).astype("f")
+    labels = (xs.sum(1) > 12).astype("i")
+    mine = slice(world.rank, None, world.size)  # unequal numbers on three ranks
+    pairs = chainer.datasets.TupleDataset(xs[mine], labels[mine])
+    predictor = chainer.Sequential(
+        L.BatchNormalization(4), L.Linear(4, 2, initialW=np.eye(2, 4) * 0.3)
+    )
+    model = L.Classifier(create_mnbn_model(predictor, naive()))
+    optimizer = chainermn.create_multi_node_optimizer(chainer.optimizers.SGD(0.1), naive())
+    optimizer.setup(model)
+
+    def iterator(size: int, **options: Any) -> Any:
+        return chainer.iterators.SerialIterator(pairs, size, shuffle=False, **options)
+
+    updater = training.StandardUpdater(iterator(2), optimizer)
+    evaluator = training.extensions.Evaluator(iterator(3, repeat=False), model)
+    observations: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as directory:
+        trainer = training.Trainer(updater, (6, "iteration"), out=directory)
+        for extension in (
+            FinetunePopulationStatistics(iterator(2, repeat=False), model, progress=False),
+            chainermn.extensions.AllreducePersistent(model, naive()),
+            chainermn.create_multi_node_evaluator(evaluator, naive()),
+        ):
+            trainer.extend(extension, trigger=(3, "iteration"))
+        trainer.extend(
+            lambda t: observations.append(dict(t.observation)),
+            name="note",
+            trigger=(3, "iteration"),
+        )
+        trainer.run()
+    norm = model.predictor[0]
+    parameters = np.concatenate([p.array.ravel() for _, p in sorted(model.namedparams())])
+    total = world.allreduce(parameters.astype(np.float64))
+    np.testing.assert_allclose(norm.avg_mean, xs.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(norm.avg_var, xs.var(0, ddof=1), rtol=1e-5)
+    np.testing.assert_allclose(total / world.size, parameters, rtol=1e-5, atol=1e-7)
+    np.testing.assert_equal(norm.N, math.ceil(len(xs[:: world.size]) / 2))
+    assert len(observations) == 2
+    # the evaluator averages ranks' means; one process finds the same over the ranks' data
+    alone = revert_mnbn_model(model)
+    means = []
+    with chainer.using_config("train", False), chainer.no_backprop_mode():
+        for rank in range(world.size):
+            part = slice(rank, None, world.size)
+            batches = range(0, len(xs[part]), 3)
+            means.append(
+                np.mean(
+                    [
+                        float(alone(xs[part][i : i + 3], labels[part][i : i + 3]).array)
+                        for i in batches
+                    ]
+                )
+            )
+    np.testing.assert_allclose(observations[-1]["validation/main/loss"], np.mean(means), rtol=1e-5)
 
 
 def _small_model() -> Any:

@@ -23,6 +23,7 @@ RUNS = [
     Run("checks_communicators", launch.LAUNCHERS, (2, 4)),
     Run("checks_chainermn", ("mpiexec",), (2, 3, 4), ("chainer",)),
     Run("checks_chainer", launch.LAUNCHERS, (2, 3), ("chainer",)),
+    Run("checks_chainer_extensions", launch.LAUNCHERS, (2, 3), ("chainer",)),
     Run("checks_torch", launch.LAUNCHERS, (2, 3), ("torch",)),
     Run("checks_sub_batch_norm", launch.LAUNCHERS, (1, 2, 4), ("torch",)),
     Run("checks_torch_features", launch.LAUNCHERS, (2, 4), ("torch",)),

@@ -1,0 +1,165 @@
+"""Communicator over NCCL, by CuPy 13 or newer."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from array_api_compat import is_cupy_array, is_torch_array
+
+from multibn._typing import Array
+from multibn.communicators import Communicator, as_communicator
+from multibn.communicators._handle import Handle
+from multibn.communicators._host import from_host, to_host
+
+# NCCL's unique id, in bytes.
+_ID_SIZE = 128
+
+
+class NCCL(Handle):
+    """The processes of another communicator, each with a GPU of its own, over NCCL.
+
+    CuPy arrays and torch tensors on a GPU are reduced there, in the order of CuPy's and torch's
+    current streams; arrays in host memory go through CuPy's current device. That device must be
+    another one on each rank, and is the one that is current when the communicator is first used.
+
+    Parameters
+    ----------
+    parent
+        Anything that `multibn.as_communicator` takes, over host memory: it says who takes part,
+        carries the unique id that NCCL begins with, and is what `split` splits.
+    unique_id
+        The id, `cupy.cuda.nccl.get_unique_id()` of one rank, where all ranks have it already;
+        default: rank 0 makes one, and the first use, which is collective in any case, exchanges it
+        over `parent`.
+
+    Raises
+    ------
+    ImportError
+        If there is no CuPy, or one that finds no NCCL.
+    ValueError
+        If `unique_id` is not of 128 numbers.
+    TypeError
+        If `parent` is no communicator.
+    """
+
+    def __init__(self, parent: Any = None, *, unique_id: Sequence[int] | None = None) -> None:
+        self._parent = as_communicator(parent)
+        if unique_id is not None and len(unique_id) != _ID_SIZE:
+            raise ValueError(
+                f"`unique_id` must be of {_ID_SIZE} numbers: got {len(unique_id)}. Pass what "
+                "cupy.cuda.nccl.get_unique_id() returned on one of the ranks."
+            )
+        _library()
+        self._unique_id = unique_id
+        self._comm: Any = None
+
+    @property
+    def comm(self) -> Any:
+        """CuPy's NcclCommunicator. Collective over all ranks at its first use."""
+        if self._comm is None:
+            nccl = _library()
+            unique_id = self._unique_id
+            if unique_id is None:
+                unique_id = _made_on_rank_0(self._parent)
+            self._comm = nccl.NcclCommunicator(self.size, tuple(unique_id), self.rank)
+        return self._comm
+
+    @property
+    def rank(self) -> int:
+        return self._parent.rank
+
+    @property
+    def size(self) -> int:
+        return self._parent.size
+
+    def allreduce(self, x: Array, /) -> Array:
+        if is_on_gpu(x):
+            return allreduce(self.comm, x)
+        import cupy
+
+        return from_host(allreduce(self.comm, cupy.asarray(to_host(x))).get(), x)
+
+    def split(self, color: int, key: int = 0) -> "NCCL":
+        return NCCL(self._parent.split(color, key))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (self._parent,)
+
+    def __repr__(self) -> str:
+        return f"NCCL({self._parent!r})"
+
+
+def is_on_gpu(x: Array) -> bool:
+    """Whether `allreduce` takes `x`."""
+    return is_cupy_array(x) or (is_torch_array(x) and x.device.type == "cuda")
+
+
+def allreduce(comm: Any, x: Array, /) -> Array:
+    """Sum `x`, a CuPy array or a torch tensor on a GPU, over the ranks of an NcclCommunicator.
+
+    Collective. Returns a new array like `x`. Nothing waits for the host.
+
+    Raises
+    ------
+    TypeError
+        If `x` is of another dtype than 16- to 64-bit floating-point and 32- and 64-bit integers.
+    """
+    import cupy
+
+    if is_torch_array(x):
+        import torch
+
+        # CuPy has no bfloat16. Both exchanges make the consumer's stream wait for the producer's.
+        exchanged = x.detach().float() if x.dtype == torch.bfloat16 else x.detach()
+        return torch.from_dlpack(allreduce(comm, cupy.from_dlpack(exchanged))).to(x.dtype)
+    nccl = _library()
+    types = {
+        "float16": nccl.NCCL_FLOAT16,
+        "float32": nccl.NCCL_FLOAT32,
+        "float64": nccl.NCCL_FLOAT64,
+        "int32": nccl.NCCL_INT32,
+        "int64": nccl.NCCL_INT64,
+    }
+    if x.dtype.name not in types:
+        raise TypeError(
+            f"an array that NCCL sums must be of dtype {', '.join(types)} or bfloat16: "
+            f"got {x.dtype}. Convert it first."
+        )
+    with x.device:
+        x = cupy.ascontiguousarray(x).reshape(x.shape)  # ascontiguousarray makes () into (1,)
+        out = cupy.empty_like(x)
+        stream = cupy.cuda.get_current_stream()
+        comm.allReduce(
+            x.data.ptr, out.data.ptr, x.size, types[x.dtype.name], nccl.NCCL_SUM, stream.ptr
+        )
+    return out
+
+
+def _library() -> Any:
+    """CuPy's binding of NCCL."""
+    try:
+        from cupy.cuda import nccl
+    except ImportError as e:
+        raise ImportError(
+            "NCCL needs CuPy: not found here. Install it for your version of CUDA, for CUDA 12 as "
+            "pip install 'multibn[cupy]'."
+        ) from e
+    if not nccl.available:
+        raise ImportError(
+            "NCCL is not found by CuPy. Install it, for CUDA 12 as pip install nvidia-nccl-cu12."
+        )
+    return nccl
+
+
+def _made_on_rank_0(parent: Communicator) -> tuple[int, ...]:
+    """A new unique id, on all ranks of `parent`. Collective over them."""
+    shared = np.zeros(_ID_SIZE, dtype=np.int64)
+    if parent.rank == 0:
+        shared[:] = _library().get_unique_id()
+    return tuple(parent.allreduce(shared).tolist())
+
+
+def _restore(parent: Communicator) -> NCCL:
+    restored = NCCL.__new__(NCCL)  # without CuPy until it communicates
+    restored._parent, restored._unique_id, restored._comm = parent, None, None
+    return restored

@@ -1,0 +1,158 @@
+"""revert_mnbn_model, and the conventions of links, in one process."""
+
+import pickle
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multibn import SingleProcess
+from tests.helpers import require
+
+require.need("chainer")
+
+from multibn.chainer_backend import (  # noqa: E402
+    MultiNodeBatchNormalization,
+    create_mnbn_model,
+    revert_mnbn_model,
+)
+
+import chainer  # noqa: E402  # isort: skip (multibn makes it importable)
+from chainer import functions as F, links as L  # noqa: E402  # isort: skip
+
+ALONE = SingleProcess()
+
+
+class Named(L.BatchNormalization):
+    """Only its constructor is its own."""
+
+    def __init__(self, size: int, note: str) -> None:
+        super().__init__(size)
+        self.note = note
+
+
+def model() -> Any:
+    norm = Named(3, "kept")
+    rest = chainer.Sequential(L.Linear(3, 4), L.BatchNormalization(4, eps=0.1, decay=0.8), F.relu)
+    m = chainer.ChainList(norm, rest, norm, L.BatchNormalization(axis=0, initial_avg_var=2))
+    m.alias = [norm]
+    return m
+
+
+def everything(link: Any) -> dict[str, Any]:
+    file: dict[str, Any] = {}
+    chainer.serializers.DictionarySerializer(file).save(link)
+    return file
+
+
+def test_revert_is_the_way_back() -> None:
+    first = model()
+    shared = create_mnbn_model(first, ALONE)
+    x = np.random.default_rng(0).normal(size=(6, 3)).astype("f")
+    shared[1](shared[0](x))
+    before = everything(shared)
+    back = revert_mnbn_model(shared)
+    assert [type(link) for link in back.links()] == [type(link) for link in first.links()]
+    assert back[0] is back[2] is back.alias[0]
+    assert back[0].note == "kept"
+    assert (back[1][1].eps, back[1][1].decay) == (0.1, 0.8)
+    after = everything(back)
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        np.testing.assert_array_equal(after[name], value)
+    assert back[0].gamma is not shared[0].gamma
+    assert set(back[1][1].__dict__) == set(first[1][1].__dict__)
+    assert type(shared[0]) is MultiNodeBatchNormalization
+    np.testing.assert_allclose(back[1](back[0](x)).array, shared[1](shared[0](x)).array, atol=1e-6)
+    again = create_mnbn_model(back, ALONE)
+    assert type(again[0]) is MultiNodeBatchNormalization
+
+
+def test_revert_of_links_that_were_built_as_such() -> None:
+    for options in ({}, {"use_gamma": False}, {"use_beta": False}, {"axis": (0, 2)}):
+        link = MultiNodeBatchNormalization(3, ALONE, **options)
+        x = np.random.default_rng(0).normal(size=(6, 3, 2)).astype("f")
+        link(x)
+        back = pickle.loads(pickle.dumps(revert_mnbn_model(link)))
+        assert type(back) is L.BatchNormalization
+        with chainer.using_config("train", False):
+            np.testing.assert_array_equal(back(x).array, link(x).array)
+
+
+def test_lazy_links_keep_their_initial_averages() -> None:
+    x = np.random.default_rng(0).normal(size=(6, 3)).astype("f")
+    for link, start in (
+        (create_mnbn_model(L.BatchNormalization(axis=0, initial_avg_var=2), ALONE), 2.0),
+        (MultiNodeBatchNormalization(None, ALONE, axis=0), 0.0),
+    ):
+        back = revert_mnbn_model(link)
+        assert back.avg_mean is None
+        back(x)
+        expected = 0.9 * start + 0.1 * x.var(0, ddof=1)
+        np.testing.assert_allclose(back.avg_var, expected, rtol=1e-5)
+
+
+def test_revert_names_what_it_leaves_alone() -> None:
+    class Own(MultiNodeBatchNormalization):
+        def forward(self, x: Any, finetune: bool = False) -> Any:
+            return super().forward(2 * x, finetune)
+
+    with pytest.warns(UserWarning, match=r"Own is copied as it is, it goes on.*overrides forward"):
+        back = revert_mnbn_model(chainer.ChainList(Own(3, ALONE)))
+    assert type(back[0]) is Own
+
+
+def test_models_without_any() -> None:
+    link = L.Linear(2, 2)
+    for other in (revert_mnbn_model(link), create_mnbn_model(link, ALONE)):
+        assert type(other) is L.Linear
+        assert other.W is not link.W
+    with pytest.raises(TypeError, match="a communicator must be None"):
+        create_mnbn_model(link, "mpi")
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({}, ("element", "unbiased_global")),
+        ({"conventions": "exact"}, ("element", "unbiased_global")),
+        ({"conventions": "chainermn"}, ("rank", "unbiased_local")),
+        ({"weighting": "sample"}, ("sample", "unbiased_global")),
+        ({"avg_var": "biased"}, ("element", "biased")),
+    ],
+)
+def test_conventions(options: dict[str, Any], expected: tuple[str, str]) -> None:
+    for link in (
+        MultiNodeBatchNormalization(3, ALONE, **options),
+        create_mnbn_model(L.BatchNormalization(3), ALONE, **options),
+    ):
+        assert (link.weighting, link.avg_var_convention) == expected
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"conventions": "torch"}, "`conventions` must be one of 'exact', 'chainermn': got 'to"),
+        (
+            {"conventions": "chainermn", "weighting": "rank"},
+            "`conventions` says what `weighting` is: got conventions='chainermn' and weighting='ra",
+        ),
+        (
+            {"conventions": "exact", "avg_var": "biased"},
+            "`conventions` says what `avg_var` is: got conventions='exact'.*Pass one or the other",
+        ),
+    ],
+)
+def test_conflicting_conventions(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MultiNodeBatchNormalization(3, ALONE, **options)
+    with pytest.raises(ValueError, match=message):
+        create_mnbn_model(L.BatchNormalization(3), ALONE, **options)
+
+
+def test_warnings_name_this_file() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        create_mnbn_model(L.BatchRenormalization(3), ALONE)
+    assert [w.filename for w in caught] == [__file__]

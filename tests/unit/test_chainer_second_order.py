@@ -1,0 +1,123 @@
+"""Chainer's function differentiated twice, in one process and over ranks as threads."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multibn import SingleProcess
+from tests.helpers import require
+from tests.helpers.ranks import CountingCommunicator, ThreadCommunicator, run_ranks
+
+require.need("chainer")
+
+from multibn.chainer_backend import (  # noqa: E402
+    MultiNodeBatchNormalization,
+    forget,
+    multi_node_batch_normalization,
+)
+from tests.helpers import second_order  # noqa: E402
+from tests.helpers.second_order import composed, data, parameters  # noqa: E402
+
+import chainer  # noqa: E402  # isort: skip (multibn makes it importable)
+from chainer import functions as F  # noqa: E402  # isort: skip
+
+EPS = second_order.EPS
+C = second_order.C
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_equals_one_process_on_the_whole_batch(size: int) -> None:
+    def rank(world: ThreadCommunicator) -> None:
+        second_order.compare_with_one_process(world)
+
+    run_ranks(size, rank)
+
+
+@pytest.mark.parametrize("has_gamma, has_beta", [(True, True), (False, False), (True, False)])
+def test_by_finite_differences(has_gamma: bool, has_beta: bool) -> None:
+    gamma, beta = parameters()
+    x, dy = data(2)
+    given = [gamma] * has_gamma + [beta] * has_beta
+
+    rng = np.random.default_rng(0)
+    arrays = [x, *given]
+    weights, direction = ([rng.normal(size=a.shape) for a in arrays] for _ in range(2))
+
+    def first_order(t: float) -> Any:
+        """A function of the gradients at a point, and that point."""
+        point = [chainer.Variable(a + t * d) for a, d in zip(arrays, direction, strict=True)]
+        y, _ = multi_node_batch_normalization(
+            point[0],
+            point[1] if has_gamma else None,
+            point[-1] if has_beta else None,
+            comm=SingleProcess(),
+            eps=EPS,
+        )
+        grads = chainer.grad([F.tanh(y)], point, [dy], enable_double_backprop=True)
+        return sum(F.sum(g * w) for g, w in zip(grads, weights, strict=True)), point
+
+    value, point = first_order(0.0)
+    analytic = sum(
+        float((g.array * d).sum())
+        for g, d in zip(chainer.grad([value], point), direction, strict=True)
+    )
+    step = 1e-5
+    numeric = float((first_order(step)[0] - first_order(-step)[0]).array) / (2 * step)
+    np.testing.assert_allclose(analytic, numeric, rtol=1e-6)
+
+
+def test_third_order() -> None:
+    gamma, beta = parameters()
+    x, target = data(2)
+    results = []
+    for function in (
+        composed,
+        lambda *a: multi_node_batch_normalization(*a, comm=SingleProcess(), eps=EPS)[0],
+    ):
+        v, g = chainer.Variable(x), chainer.Variable(gamma)
+        value = F.sum(F.tanh(function(v, g, beta)) * target)
+        for _ in range(3):
+            dx, dg = chainer.grad([value], [v, g], enable_double_backprop=True)
+            value = F.sum(dx**2) + F.sum(dg**2)
+        results.append((dx.array, dg.array))
+    for ours, expected in zip(*results, strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-7)
+
+
+def test_first_order_is_the_same_with_a_graph() -> None:
+    for dtype, rtol in ((np.float64, 1e-11), (np.float32, 1e-5), (np.float16, 1e-2)):
+        x, dy = data(2, dtype)
+        gamma, beta = parameters(np.float32 if dtype == np.float16 else dtype)
+        results = []
+        for enable in (False, True):
+            variables = [chainer.Variable(a) for a in (x, gamma, beta)]
+            y, _ = multi_node_batch_normalization(*variables, comm=SingleProcess(), eps=EPS)
+            grads = chainer.grad([y], variables, [dy], enable_double_backprop=enable)
+            assert [g.dtype for g in grads] == [v.dtype for v in variables]
+            results.append([g.array.astype(np.float64) for g in grads])
+        for a, b in zip(*results, strict=True):
+            np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol)
+
+
+def test_messages() -> None:
+    """A graph takes one message more; without one nothing changes."""
+    counting = CountingCommunicator(SingleProcess())
+    link = MultiNodeBatchNormalization(C, counting, dtype=np.float64)
+    x = chainer.Variable(data(2)[0])
+    loss = F.sum(F.tanh(link(x)))
+    assert counting.take() == [2 * C + 2]
+    loss.backward()
+    assert counting.take() == [2 * C]
+    (dx,) = chainer.grad([loss], [x], enable_double_backprop=True)
+    assert counting.take() == [2 * C, 2 * C]
+    chainer.grad([F.sum(dx**2)], [x])
+    assert set(counting.take()) == {2 * C}
+
+
+def test_forgotten_blocks_are_differentiated_once() -> None:
+    link = MultiNodeBatchNormalization(C, SingleProcess(), dtype=np.float64)
+    x = chainer.Variable(data(2)[0])
+    y = F.sum(forget(link, x) ** 2)
+    with pytest.raises(RuntimeError, match="double backpropagation"):
+        chainer.grad([y], [x], enable_double_backprop=True)
