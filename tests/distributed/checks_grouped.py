@@ -500,7 +500,7 @@ class CountingGroups(CountingCommunicator):
         part.messages = self.messages
         return part
 
-    def take(self) -> Sequence[int]:
+    def take(self) -> list[int]:
         taken = list(self.messages)
         self.messages.clear()  # the groups go on writing to it
         return taken

@@ -11,36 +11,14 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
+from multibn.parity.launch import environment, launch_command
 from tests.helpers import require
 
 ROOT = Path(__file__).parents[2]
 LAUNCHERS = ("torchrun", "mpiexec")
-
-
-def command(launcher: str, size: int, *arguments: str) -> list[str]:
-    """The command that starts `python *arguments` on `size` ranks."""
-    if launcher == "torchrun":
-        distributed = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-        return [sys.executable, *distributed, *arguments]
-    # -m mpi4py: an exception on one rank ends them all.
-    return [str(require.mpiexec()), "-n", str(size), sys.executable, "-m", "mpi4py", *arguments]
-
-
-def environment() -> dict[str, str]:
-    return os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        # Open MPI refuses root, and more ranks than cores, unless told otherwise.
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        # More ranks than cores: a rank that waits must let the others run.
-        "OMPI_MCA_mpi_yield_when_idle": "1",
-    }
 
 
 def run(
@@ -49,9 +27,9 @@ def run(
     """Start `python *arguments` on `size` ranks and wait; all processes are killed at `timeout`."""
     require.need(launcher)
     process = subprocess.Popen(
-        command(launcher, size, *arguments),
+        launch_command(launcher, size, arguments),
         cwd=ROOT,
-        env=environment(),
+        env=environment() | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,11 +1,11 @@
 """Ranks as threads, for tests of the engine that need no launcher; and a counting communicator."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from multibn.communicators import Communicator
+from multibn.parity.worker import CountingCommunicator as CountingCommunicator
 
 T = TypeVar("T")
 
@@ -64,31 +64,3 @@ def run_ranks(size: int, function: Callable[[ThreadCommunicator], T]) -> list[T]
         assert error is not None
         raise error
     return [f.result() for f in futures]
-
-
-class CountingCommunicator:
-    """Notes the size of every message of another communicator."""
-
-    def __init__(self, inner: Communicator) -> None:
-        self.inner = inner
-        self.messages: list[int] = []
-
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def size(self) -> int:
-        return self.inner.size
-
-    def allreduce(self, x: Any, /) -> Any:
-        self.messages.append(int(x.size if isinstance(x.size, int) else x.numel()))
-        return self.inner.allreduce(x)
-
-    def split(self, color: int, key: int = 0) -> Communicator:
-        return self.inner.split(color, key)
-
-    def take(self) -> Sequence[int]:
-        """The messages noted since the last call."""
-        taken, self.messages = self.messages, []
-        return taken

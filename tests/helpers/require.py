@@ -1,31 +1,18 @@
 """Frameworks and launchers that tests need: skipped without them, failed if they were required."""
 
-import importlib.util
-import shutil
-import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import pytest
 
-
-def _importable(name: str) -> Callable[[], bool]:
-    return lambda: importlib.util.find_spec(name) is not None
-
-
-def mpiexec() -> str | None:
-    """Path of mpiexec, this environment's own first."""
-    own = Path(sys.executable).parent / "mpiexec"
-    return str(own) if own.exists() else shutil.which("mpiexec")
-
+from multibn._environment import find_command, importable
 
 PROBES: dict[str, Callable[[], bool]] = {
-    "torch": _importable("torch"),
-    "chainer": _importable("chainer"),
-    "torchrun": _importable("torch.distributed.run"),
-    "mmengine": _importable("mmengine"),
-    "lightning": _importable("lightning"),
-    "mpiexec": lambda: mpiexec() is not None and _importable("mpi4py")(),
+    "torch": lambda: importable("torch"),
+    "chainer": lambda: importable("chainer"),
+    "torchrun": lambda: importable("torch.distributed.run"),
+    "mmengine": lambda: importable("mmengine"),
+    "lightning": lambda: importable("lightning"),
+    "mpiexec": lambda: find_command("mpiexec") is not None and importable("mpi4py"),
 }
 
 _required: set[str] = set()
@@ -41,10 +28,7 @@ def set_required(names: Iterable[str]) -> None:
 
 def available(*names: str) -> bool:
     """Whether all of `names` are here."""
-    try:
-        return all(PROBES[name]() for name in names)
-    except ModuleNotFoundError:  # the parent of a submodule
-        return False
+    return all(PROBES[name]() for name in names)
 
 
 def need(*names: str) -> None:

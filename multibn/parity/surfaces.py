@@ -1,0 +1,148 @@
+"""The layers behind one small interface, in NumPy's terms.
+
+Frameworks are imported by the constructors, in the workers, and not before.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from multibn.communicators import Communicator
+from multibn.parity.cases import CHANNELS, EPS, MOMENTUM, Case, NDArrayAny
+
+
+class Step(NamedTuple):
+    """One rank's arrays of a training step.
+
+    Gradients of the parameters are what the framework hands to the optimizer, before they are
+    averaged over the ranks.
+    """
+
+    y: NDArrayAny
+    dx: NDArrayAny
+    dweight: NDArrayAny
+    dbias: NDArrayAny
+
+
+class Surface(Protocol):
+    """A layer whose running mean starts at 0 and running variance at 1."""
+
+    def train(self, x: NDArrayAny, dy: NDArrayAny) -> Step:
+        """Forward, backward and the update of the running statistics."""
+
+    def evaluate(self, x: NDArrayAny) -> NDArrayAny:
+        """Normalize by the running statistics."""
+
+    def running(self) -> tuple[NDArrayAny, NDArrayAny]:
+        """Copies of the running mean and variance."""
+
+
+class TorchSurface:
+    """multibn's torch layer, or another with the interface of torch's."""
+
+    def __init__(
+        self, case: Case, layer: Any, contexts: Any = None, *, device: str = "cpu"
+    ) -> None:
+        import torch
+        from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+        self.torch = torch
+        weight, bias = map(torch.from_numpy, case.parameters())
+        self.device = device
+        self.layer = layer.to(device, weight.dtype)
+        self.layer.load_state_dict({"weight": weight, "bias": bias}, strict=False)
+        self.call: Callable[[Any], Any] = self.layer
+        if case.recompute:
+            context_fn = contexts or noop_context_fn
+            self.call = lambda x: checkpoint(
+                self.layer, x, use_reentrant=False, context_fn=context_fn
+            )
+
+    def train(self, x: NDArrayAny, dy: NDArrayAny) -> Step:
+        t = self._tensor(x).requires_grad_()
+        self.layer.train().zero_grad()
+        y = self.call(t)
+        y.backward(self._tensor(dy))
+        results = y, t.grad, self.layer.weight.grad, self.layer.bias.grad
+        return Step(*(a.detach().cpu().numpy() for a in results))
+
+    def evaluate(self, x: NDArrayAny) -> NDArrayAny:
+        with self.torch.no_grad():
+            return np.asarray(self.layer.eval()(self._tensor(x)).cpu())
+
+    def running(self) -> tuple[NDArrayAny, NDArrayAny]:
+        mean, var = self.layer.running_mean, self.layer.running_var
+        return mean.cpu().numpy().copy(), var.cpu().numpy().copy()
+
+    def _tensor(self, a: NDArrayAny) -> Any:
+        return self.torch.from_numpy(a).to(self.device)
+
+
+class ChainerSurface:
+    """multibn's Chainer link, or another with the interface of ChainerMN's."""
+
+    def __init__(self, case: Case, link: Any) -> None:
+        self.case, self.link = case, link
+        self.link.gamma.array[...], self.link.beta.array[...] = case.parameters()
+        self.link.avg_var[...] = 1
+
+    def train(self, x: NDArrayAny, dy: NDArrayAny) -> Step:
+        import chainer
+        from chainer import functions as F
+
+        v = chainer.Variable(x)
+        self.link.cleargrads()
+        y = F.forget(self._call, v) if self.case.recompute else self._call(v)
+        y.grad = dy
+        y.backward()
+        return Step(y.array, v.grad, self.link.gamma.grad.copy(), self.link.beta.grad.copy())
+
+    def evaluate(self, x: NDArrayAny) -> NDArrayAny:
+        import chainer
+
+        with chainer.using_config("train", False):
+            return np.asarray(self.link(x).array)
+
+    def running(self) -> tuple[NDArrayAny, NDArrayAny]:
+        return self.link.avg_mean.copy(), self.link.avg_var.copy()
+
+    def _call(self, v: Any) -> Any:
+        return self.link(v, finetune=True) if self.case.cumulative else self.link(v)
+
+
+def torch_layer(case: Case, communicator: Communicator) -> Surface:
+    """multibn.torch_backend.SyncBatchNorm."""
+    from multibn.torch_backend import SyncBatchNorm, checkpoint_contexts
+
+    layer = SyncBatchNorm(
+        CHANNELS,
+        EPS,
+        None if case.cumulative else MOMENTUM,
+        process_group=communicator,
+        weighting=case.weighting,
+        running_var=case.running_var,
+    )
+    return TorchSurface(case, layer, checkpoint_contexts)
+
+
+def chainer_link(case: Case, communicator: Communicator) -> Surface:
+    """multibn.chainer_backend.MultiNodeBatchNormalization."""
+    from multibn.chainer_backend import MultiNodeBatchNormalization
+
+    link = MultiNodeBatchNormalization(
+        CHANNELS,
+        communicator,
+        1 - MOMENTUM,
+        EPS,
+        case.parameters().weight.dtype,
+        weighting=case.weighting,
+        avg_var=case.running_var,
+    )
+    return ChainerSurface(case, link)
+
+
+SURFACES: dict[str, Callable[[Case, Communicator], Surface]] = {
+    "torch": torch_layer,
+    "chainer": chainer_link,
+}
