@@ -1,0 +1,178 @@
+"""What each kind of batch norm costs, and what it gives: docs/guides/which-batch-norm.md's table.
+
+python examples/which_batch_norm.py
+
+Launches itself under torchrun with 1, 2 and 4 ranks: about five minutes on two cores. The kinds
+take turns, step by step, so that all see the same machine.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import digits
+import numpy as np
+import torch
+import torch.distributed as dist
+from common import LEARNING_RATE, MOMENTUM
+from resnet_torch import ResNet, accuracy
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from multibn import Communicator, Group, as_communicator
+from multibn.torch_backend import (
+    SubBatchNorm2d,
+    average_gradients,
+    convert_sync_batchnorm,
+    sync_running_stats,
+    update_bn_stats,
+)
+
+NUM_STEPS = 3 * digits.STEPS_PER_EPOCH
+SEEDS = range(3)
+
+
+class Counting:
+    """A communicator that notes the size of each message."""
+
+    def __init__(self, communicator: Communicator, sizes: list[int]) -> None:
+        self.communicator, self.sizes = communicator, sizes
+        self.rank, self.size = communicator.rank, communicator.size
+
+    def allreduce(self, x: Any, /) -> Any:
+        self.sizes.append(x.numel())
+        return self.communicator.allreduce(x)
+
+    def split(self, color: int, key: int = 0) -> "Counting":
+        return Counting(self.communicator.split(color, key), self.sizes)
+
+
+def sub_batch(module: nn.Module, group: Any) -> None:
+    for name, child in module.named_children():
+        if isinstance(child, nn.BatchNorm2d):
+            setattr(module, name, SubBatchNorm2d(2, child.num_features))
+        sub_batch(child, group)
+
+
+def plain(model: nn.Module, group: Any) -> None:
+    pass
+
+
+def grouped(model: nn.Module, group: Any) -> None:
+    convert_sync_batchnorm(model, Group(group, 2))
+
+
+# By number of ranks.
+KINDS: dict[int, dict[str, Callable[[nn.Module, Any], object]]] = {
+    1: {"plain": plain, "sub-batch, 2 parts": sub_batch},
+    2: {"plain": plain, "synchronized": convert_sync_batchnorm},
+    4: {"plain": plain, "grouped, 2 ranks": grouped},
+}
+
+
+class Training:
+    def __init__(self, convert: Callable[[nn.Module, Any], object], seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = ResNet()
+        for weight in self.model.parameters():
+            if weight.ndim > 1:
+                nn.init.kaiming_normal_(weight)
+        self.sizes: list[int] = []
+        convert(self.model, Counting(as_communicator(None), self.sizes))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), LEARNING_RATE, MOMENTUM)
+        self.losses: list[Tensor] = []
+        self.seconds: list[float] = []
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        dist.barrier()  # ranks start together
+        self.sizes.clear()
+        start = time.perf_counter()
+        loss = F.cross_entropy(self.model(x), y)
+        self.optimizer.zero_grad()
+        loss.backward()
+        average_gradients(self.model.parameters())
+        self.optimizer.step()
+        self.seconds.append(time.perf_counter() - start)
+        self.losses.append(loss.detach())
+
+
+def measure(seed: int) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    (x, y), test = ([torch.from_numpy(a) for a in images] for images in digits.load("float32"))
+    order = np.random.default_rng(seed).permutation(digits.NUM_TRAIN)  # other batches per seed
+    x, y = x[order], y[order]
+    trainings = {name: Training(convert, seed) for name, convert in KINDS[size].items()}
+    for part in digits.batches(NUM_STEPS, rank, size):
+        for training in trainings.values():
+            training.step(x[part], y[part])
+
+    loader = [x[part] for part in digits.batches(digits.STEPS_PER_EPOCH, rank, size)]
+    unit = statistics.median(trainings["plain"].seconds)
+    for name, training in trainings.items():
+        model, sizes = training.model, training.sizes
+        loss = torch.stack(training.losses[-digits.STEPS_PER_EPOCH :]).mean()
+        dist.all_reduce(loss)
+
+        def report(what: str, seconds: float) -> None:
+            # All ranks evaluate, with the statistics that they have; rank 0's accuracy counts.
+            row = {"name": f"{name}{what}", "accuracy": accuracy(model, *test)}  # noqa: B023
+            row |= {"ranks": size, "loss": loss.item() / size, "time": seconds / unit}  # noqa: B023
+            if rank == 0:
+                print(json.dumps(row | {"sizes": sizes}), flush=True)  # noqa: B023
+
+        report("", statistics.median(training.seconds))
+        counting = Counting(as_communicator(None), sizes)
+        if size != 2:
+            continue
+        if name == "plain":
+            sizes.clear()
+            start = time.perf_counter()
+            sync_running_stats(model, counting, "pool")
+            report(" + pool", time.perf_counter() - start)
+        sizes.clear()
+        model.train()
+        start = time.perf_counter()
+        update_bn_stats(model, loader, group=counting, progress=False)
+        report(" + precise", time.perf_counter() - start)
+
+
+def launch(size: int) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(size), __file__, "--rank"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+
+
+def main() -> None:
+    print("| batch norm | ranks x images | test accuracy | loss | time | messages | numbers |")
+    print("|---|---|---|---|---|---|---|")
+    for size in KINDS:
+        rows = launch(size)
+        for name in dict.fromkeys(row["name"] for row in rows):
+            runs = [row for row in rows if row["name"] == name]
+            percent = [100 * run["accuracy"] for run in runs]
+            loss = statistics.mean(run["loss"] for run in runs)
+            ratio = statistics.median(run["time"] for run in runs)
+            sizes = runs[0]["sizes"]
+            print(
+                f"| {name} | {size} x {digits.BATCH_SIZE // size} "
+                f"| {statistics.mean(percent):.1f} % ({min(percent):.1f} to {max(percent):.1f}) "
+                f"| {loss:.3f} | {ratio:.1f} | {len(sizes)} | {sum(sizes):,} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    if "--rank" in sys.argv:
+        dist.init_process_group("gloo")
+        for seed in SEEDS:
+            measure(seed)
+        dist.destroy_process_group()
+    else:
+        main()
