@@ -25,7 +25,7 @@ demo: $(VENV)/installed  ## train the same network in both frameworks, synchroni
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/installed  ## all tests; what this set-up must be able to run may not be skipped
-	$(BIN)/python -m pytest --require torch,chainer,torchrun,mpiexec,mmengine,lightning
+	$(BIN)/python -m pytest --require torch,chainer,torchrun,mpiexec,mmengine,lightning,cli
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

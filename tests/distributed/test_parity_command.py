@@ -15,7 +15,7 @@ CASES = ["uneven", "empty-rank", "mean-1e4", "recompute"]
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    require.need("torch", "chainer", "torchrun", "mpiexec")
+    require.need("cli", "torch", "chainer", "torchrun", "mpiexec")
     path: Path = tmp_path_factory.mktemp("parity") / "out.json"
     status = cli.main(
         ["parity", "--ranks", "2", "--cases", ",".join(CASES), "--peers", "--json", str(path)]
@@ -54,7 +54,7 @@ def test_weak_spots_of_chainermn_show(rows: list[dict[str, Any]]) -> None:
 
 
 def test_a_pair_of_models(tmp_path: Path) -> None:
-    require.need("torch", "chainer", "mpiexec")
+    require.need("cli", "torch", "chainer", "mpiexec")
     path = tmp_path / "out.json"
     assert cli.main(["parity", "--model", "tests.helpers.models:pair", "--json", str(path)]) == 0
     rows = json.loads(path.read_text())["rows"]
@@ -67,5 +67,5 @@ def test_a_pair_of_models(tmp_path: Path) -> None:
 
 
 def test_a_pair_that_cannot_be_imported() -> None:
-    require.need("torch", "chainer", "mpiexec")
+    require.need("cli", "torch", "chainer", "mpiexec")
     assert cli.main(["parity", "--model", "no_such_module:pair"]) == 2

@@ -12,6 +12,7 @@ PROBES: dict[str, Callable[[], bool]] = {
     "torchrun": lambda: importable("torch.distributed.run"),
     "mmengine": lambda: importable("mmengine"),
     "lightning": lambda: importable("lightning"),
+    "cli": lambda: importable("rich") and importable("matplotlib"),
     "mpiexec": lambda: find_command("mpiexec") is not None and importable("mpi4py"),
 }
 

@@ -9,12 +9,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multibn import SingleProcess, cli
-from multibn.parity import cases, command, compare, launch, model, oracle, report, worker
-from multibn.parity.cases import BOUNDS, CASES, EPS, MOMENTUM, Case
-from multibn.parity.compare import Row
-from multibn.parity.launch import Job, WorkerError, Written
 from tests.helpers import reference, require
+
+require.need("cli")
+
+from multibn import SingleProcess, cli  # noqa: E402
+from multibn.parity import (  # noqa: E402
+    cases,
+    command,
+    compare,
+    launch,
+    model,
+    oracle,
+    report,
+    worker,
+)
+from multibn.parity.cases import BOUNDS, CASES, EPS, MOMENTUM, Case  # noqa: E402
+from multibn.parity.compare import Row  # noqa: E402
+from multibn.parity.launch import Job, WorkerError, Written  # noqa: E402
 
 UNEVEN = next(case for case in CASES if case.name == "uneven")
 
