@@ -9,7 +9,7 @@ import pytest
 from multibn import cli
 from tests.helpers import require
 
-pytest.importorskip("rich")
+require.need("cli")
 CASES = ["uneven", "empty-rank", "mean-1e4", "recompute"]
 
 

@@ -191,7 +191,6 @@ def test_what_cannot_run_says_why(monkeypatch: Any) -> None:
 
 
 def test_nothing_can_run(monkeypatch: Any, capsys: Any) -> None:
-    pytest.importorskip("rich")
     monkeypatch.setattr(command, "importable", lambda name: False)
     for arguments in ([], ["--model", "a:b"]):
         assert cli.main(["parity", "--ranks", "1", *arguments]) == 2
@@ -204,8 +203,6 @@ def test_a_shape_that_differs_is_an_infinite_error() -> None:
 
 
 def test_json_table_and_plot(tmp_path: Path) -> None:
-    pytest.importorskip("rich")
-    pytest.importorskip("matplotlib")
     from multibn.parity import plot
 
     rows = rows_of("torch", "chainer")
@@ -235,7 +232,6 @@ def test_json_table_and_plot(tmp_path: Path) -> None:
 
 
 def test_a_file_is_replaced_when_it_is_complete(tmp_path: Path) -> None:
-    pytest.importorskip("rich")
     path = tmp_path / "file"
     path.write_text("old")
 
