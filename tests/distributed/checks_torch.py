@@ -135,6 +135,54 @@ def check_second_order(world: Communicator) -> None:
     torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-10)
 
 
+class _Replicate(torch.autograd.Function):
+    """The same tensor on all ranks, whose gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, world: Communicator) -> torch.Tensor:
+        ctx.world = world
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _Reduce.apply(gradients[0], ctx.world), None
+
+
+class _Reduce(torch.autograd.Function):
+    """The sum of the ranks' tensors, the same on all of them; the other's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, world: Communicator) -> torch.Tensor:
+        ctx.world = world
+        return world.allreduce(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _Replicate.apply(gradients[0], ctx.world), None
+
+
+def check_gradcheck_and_gradgradcheck(world: Communicator) -> None:
+    """Of the whole batch as a function that all ranks know, each of them normalizing its part."""
+    sizes = [2 + rank for rank in range(world.size)]
+    before, after = sum(sizes[: world.rank]), sum(sizes[world.rank + 1 :])
+
+    def function(*replicated: torch.Tensor) -> torch.Tensor:
+        whole, weight, bias = (_Replicate.apply(t, world) for t in replicated)
+        mine = whole[before : before + sizes[world.rank]]
+        y, _ = sync_batch_norm(mine, weight, bias, process_group=world, eps=0.1)
+        padded: torch.Tensor = nn.functional.pad(y, (0, 0, before, after))
+        return _Reduce.apply(padded, world)
+
+    generator = torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in ((sum(sizes), 2), (2,), (2,))
+    ]
+    assert torch.autograd.gradcheck(function, inputs)
+    grad_outputs = torch.randn(sum(sizes), 2, generator=generator, dtype=torch.float64)
+    assert torch.autograd.gradgradcheck(function, inputs, grad_outputs.requires_grad_())
+
+
 def check_copies_share_the_group(world: Communicator) -> None:
     """deepcopy, pickle, torch.save and AveragedModel of a model with a sub-world communicator."""
     group = world.split(world.rank % 2)
