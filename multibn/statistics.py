@@ -25,9 +25,9 @@ from typing import NamedTuple
 
 from array_api_compat import array_namespace, device
 
+from multibn import kernels
 from multibn._typing import Array, Weighting, check_choice
 from multibn.communicators import Communicator
-from multibn.kernels import generic as kernels
 
 _DLPACK_CPU = 1  # kDLCPU of the DLPack header
 

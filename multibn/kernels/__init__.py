@@ -1,6 +1,85 @@
-"""The passes that touch the whole activation, one file per array library, the same four names.
+"""The passes that touch the whole activation, one file per kind of array, the same four names.
 
 `local_moments`, `normalize`, `backward_sums` and `input_gradient` see an activation and per-channel
-coefficients; they know nothing of processes, weights or gradients. `generic` is the reference and
-works for every library of the array API standard.
+coefficients; they know nothing of processes, weights or gradients. `generic` is the reference,
+works for every library of the array API standard, and says what each pass does. `host` (NumPy
+arrays and torch tensors in host memory), `cuda` (torch tensors on a GPU) and `cupy` compute the
+same faster, where the library that compiles them is installed. The array that comes in says which
+one is used.
 """
+
+import importlib
+import os
+import sys
+from functools import cache
+from typing import Any
+
+from array_api_compat import is_cupy_array, is_numpy_array, is_torch_array
+
+from multibn._typing import Array
+from multibn.kernels import generic
+from multibn.kernels.generic import as_wide as as_wide
+from multibn.kernels.generic import num_elements as num_elements
+
+
+def local_moments(x: Array, /, *, axis: tuple[int, ...]) -> tuple[Array, Array]:
+    """As `generic.local_moments`."""
+    moments: tuple[Array, Array] = _select(x).local_moments(x, axis=axis)
+    return moments
+
+
+def normalize(
+    x: Array, mean: Array, scale: Array, shift: Array, /, *, axis: tuple[int, ...]
+) -> Array:
+    """As `generic.normalize`."""
+    return _select(x, mean, scale, shift).normalize(x, mean, scale, shift, axis=axis)
+
+
+def backward_sums(
+    dy: Array, x: Array, mean: Array, /, *, axis: tuple[int, ...]
+) -> tuple[Array, Array]:
+    """As `generic.backward_sums`."""
+    sums: tuple[Array, Array] = _select(x, dy, mean).backward_sums(dy, x, mean, axis=axis)
+    return sums
+
+
+def input_gradient(
+    dy: Array,
+    x: Array,
+    mean: Array,
+    dy_scale: Array,
+    x_scale: Array,
+    shift: Array,
+    /,
+    *,
+    axis: tuple[int, ...],
+) -> Array:
+    """As `generic.input_gradient`."""
+    kernels = _select(x, dy, mean, dy_scale, x_scale, shift)
+    return kernels.input_gradient(dy, x, mean, dy_scale, x_scale, shift, axis=axis)
+
+
+def _select(x: Array, *others: Array) -> Any:
+    """The file for arrays like `x`."""
+    if is_torch_array(x):
+        torch = sys.modules["torch"]
+        # What autograd differentiates must be made of torch's own operations.
+        if torch.is_grad_enabled() and any(a.requires_grad for a in (x, *others)):
+            return generic
+        if type(x) in (torch.Tensor, torch.nn.Parameter):
+            return _native({"cpu": "host", "cuda": "cuda"}.get(x.device.type, "generic"))
+        return generic
+    if is_numpy_array(x):
+        return _native("host")
+    return _native("cupy") if is_cupy_array(x) else generic
+
+
+@cache
+def _native(name: str) -> Any:
+    """The module; `generic` where that is asked for, or its compiler is not installed."""
+    if os.environ.get("MULTIBN_KERNELS") == "generic":
+        return generic
+    try:
+        return importlib.import_module(f"multibn.kernels.{name}")
+    except ImportError:
+        return generic

@@ -51,9 +51,10 @@ def _imports(path: Path) -> list[str]:
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
+            parent = ROOT / node.module.replace(".", "/")
             found += [
                 f"{node.module}.{alias.name}"
-                if (PACKAGE.parent / node.module.replace(".", "/") / f"{alias.name}.py").exists()
+                if (parent / f"{alias.name}.py").exists() or (parent / alias.name).is_dir()
                 else node.module
                 for alias in node.names
             ]
