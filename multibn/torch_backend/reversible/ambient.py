@@ -1,0 +1,135 @@
+"""What the result of a module depends on besides its inputs, kept from a first pass to the next."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from multibn.torch_backend.checkpointing import checkpoint_contexts
+from multibn.torch_backend.modules import Synchronized
+
+
+class Ambient:
+    """Random numbers, autocast, training flags and batch statistics of one pass of `module`.
+
+    `recording` is entered once and around the first pass; `replaying` around each that follows. The
+    user's random number generators are read and put back, never seeded.
+
+    Parameters
+    ----------
+    name
+        What to call the module in errors.
+    module
+        The module that runs again.
+    device
+        Where its inputs are.
+
+    Raises
+    ------
+    RuntimeError
+        By `recording`, if the module has changed its own buffers, batch norms excepted; by
+        `replaying`, if parameters or buffers are no longer what they were.
+    """
+
+    def __init__(self, name: str, module: nn.Module, device: torch.device) -> None:
+        self._name = name
+        self._training = [(part, part.training) for part in module.modules()]
+        self._read = [(label, t, t._version) for label, t in _read_by(module)]
+        self._device = None if device.type in ("cpu", "meta") else device
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in dict.fromkeys(["cpu", device.type])
+            if torch.amp.is_autocast_available(kind)
+        ]
+        self._first, self._again = checkpoint_contexts()
+        self._rng: list[Tensor] | None = None
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Context of the first pass."""
+        before = self._rng_states()
+        with self._first, self._autocasting():
+            yield
+        if not all(map(torch.equal, before, self._rng_states())):
+            self._rng = before  # else nothing was drawn, and nothing has to be put back
+        changed = self._changed()
+        if changed is not None:
+            raise RuntimeError(
+                f"{self._name} changes its own `{changed}` when it is called, and would find "
+                'another value there when it runs again. Use `mode="stored"`.'
+            )
+
+    @contextlib.contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Context of a pass that runs again."""
+        changed = self._changed()
+        if changed is not None:
+            raise RuntimeError(
+                f"`{changed}` of {self._name} has been modified since the forward pass, which "
+                "would have to run again with its old value. Call backward before what modifies "
+                "it: an optimizer's step, or, for a buffer, DistributedDataParallel's next forward "
+                "pass unless `broadcast_buffers=False`."
+            )
+        with self._again, self._training_flags(), self._random_numbers(), self._autocasting():
+            yield
+
+    def _changed(self) -> str | None:
+        return next((label for label, t, version in self._read if t._version != version), None)
+
+    def _rng_states(self) -> list[Tensor]:
+        """Of the CPU's generator and, if the inputs are elsewhere, of that device's."""
+        if self._device is None:
+            return [torch.get_rng_state()]
+        accelerator = torch.get_device_module(self._device)
+        return [torch.get_rng_state(), accelerator.get_rng_state(self._device)]
+
+    @contextlib.contextmanager
+    def _random_numbers(self) -> Iterator[None]:
+        if self._rng is None:
+            yield
+            return
+        if self._device is None:
+            with torch.random.fork_rng([]):
+                torch.set_rng_state(*self._rng)
+                yield
+            return
+        with torch.random.fork_rng([self._device.index], device_type=self._device.type):
+            torch.set_rng_state(self._rng[0])
+            torch.get_device_module(self._device).set_rng_state(self._rng[1], self._device)
+            yield
+
+    @contextlib.contextmanager
+    def _autocasting(self) -> Iterator[None]:
+        # Without the cache, which would keep the cast weights of all blocks until the user's
+        # autocast ends, and on some versions of torch hand one that was cast without a gradient to
+        # whoever uses the weight next.
+        with contextlib.ExitStack() as stack:
+            for kind, enabled, dtype in self._autocast:
+                if enabled or torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
+            yield
+
+    @contextlib.contextmanager
+    def _training_flags(self) -> Iterator[None]:
+        changed = [part for part, training in self._training if part.training != training]
+        try:
+            for part in changed:
+                part.training = not part.training
+            yield
+        finally:
+            for part in changed:
+                part.training = not part.training
+
+
+def _read_by(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers that must keep their values; norms in training write theirs."""
+    written = {
+        buffer
+        for part in module.modules()
+        if part.training and isinstance(part, _NormBase | Synchronized)
+        for buffer in part.buffers()
+    }
+    yield from module.named_parameters()
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if buffer not in written)

@@ -1,0 +1,253 @@
+"""What a reversible MViT is made of: the keys of SlowFast's configs that its model reads."""
+
+import ast
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from multibn._typing import check_choice
+
+DropPathMode = Literal["residual_branch", "whole"]
+
+_SECTIONS = ("DATA", "MODEL", "MVIT", "DETECTION")
+_LEAF = (Sequence, int, float, type(None))  # bool is an int, str a Sequence
+
+# Keys of MVIT that nothing reads: those that SlowFast's reversible model does not read either,
+# and what is said elsewhere.
+_UNREAD = {
+    "MVIT.CLS_EMBED_ON",
+    "MVIT.LAYER_SCALE_INIT_VALUE",
+    "MVIT.DIM_MUL_IN_ATT",
+    "MVIT.REV.ENABLE",
+}
+
+
+def _key(key: str, default: Any) -> Any:
+    return field(default=default, metadata={"key": key})
+
+
+@dataclass(frozen=True)
+class RevMViTConfig:
+    """Options of a reversible MViT, under the names of SlowFast's keys in lower case.
+
+    Defaults are SlowFast's, but for the cls token, which no reversible model has. Lists of layers
+    are SlowFast's, too: `dim_mul=((1, 2.0),)` doubles the width in layer 1, and
+    `pool_q_stride=((1, 1, 2, 2),)` pools the queries of layer 1 by (1, 2, 2).
+
+    Parameters
+    ----------
+    crop_size, num_frames, in_channels
+        Rows and columns, frames, and channels of the input (DATA.TRAIN_CROP_SIZE, NUM_FRAMES and
+        the first of INPUT_CHANNEL_NUM).
+    num_classes, head_dropout_rate, head_act, detach_final_fc
+        Of the classifier (MODEL.NUM_CLASSES, DROPOUT_RATE, HEAD_ACT, DETACH_FINAL_FC). In
+        evaluation the head ends with `head_act`: `"softmax"`, `"sigmoid"` or `"none"`.
+    pool_mode
+        How tokens are pooled (MVIT.MODE), see `MultiScaleAttention`.
+    patch_2d, patch_kernel, patch_stride, patch_padding
+        Of the patch embedding: two numbers each for images, three for video.
+    embed_dim, num_heads, depth, mlp_ratio, qkv_bias, dim_mul, head_mul
+        Width and heads of layer 0, layers, width of the MLPs, and where widths and heads multiply.
+    pool_q_stride, pool_kv_stride, pool_kv_stride_adaptive, pool_kvq_kernel
+        Pooling by layers. The adaptive stride is that of keys and values in layer 0, divided by
+        each stride of the queries; it takes the place of `pool_kv_stride`. Without
+        `pool_kvq_kernel`, a kernel is one wider than its stride.
+    pool_first, separate_qkv, residual_pooling, rel_pos_spatial, rel_pos_temporal, rel_pos_zero_init
+        Of the attention, see `MultiScaleAttention`.
+    use_abs_pos, sep_pos_embed, use_fixed_sincos_pos
+        Whether there are position embeddings; one of space and one of time; fixed sines and cosines
+        in their place.
+    norm
+        `"layernorm"`, `"batchnorm"` or `"sync_batchnorm"`, see `RevMViT`.
+    norm_stem, use_mean_pooling
+        A norm before the first layer; the mean over tokens before the last norm, not after it.
+    dropout_rate, droppath_rate
+        Dropout of the embedding, of the attention's output and behind the last layer; stochastic
+        depth of the last layer, to which it rises from 0.
+    zero_decay_pos_cls
+        Whether `RevMViT.no_weight_decay` names the positions.
+    respath_fuse, pre_q_fusion
+        Fusions behind the last layer, and before a stage transition, see `TwoStreamFusion`.
+    buffer_layers
+        The stage transitions: not reversible, so that grid and width can change.
+    res_path
+        How the residual of a stage transition is pooled: `"conv"`, as the queries, or `"max"`.
+    drop_path_mode
+        Stochastic depth of stage transitions, not a key of SlowFast: `"residual_branch"` skips
+        attention and MLP; `"whole"` zeroes the output of dropped samples, as SlowFast does.
+    tied_drop_path
+        See `reversible`; not a key of SlowFast, where it is so.
+
+    Raises
+    ------
+    ValueError
+        If an option does not fit. What concerns several layers is checked when the model is made.
+    """
+
+    crop_size: int = _key("DATA.TRAIN_CROP_SIZE", 224)
+    num_frames: int = _key("DATA.NUM_FRAMES", 8)
+    in_channels: int = _key("DATA.INPUT_CHANNEL_NUM", 3)
+    num_classes: int = _key("MODEL.NUM_CLASSES", 400)
+    head_dropout_rate: float = _key("MODEL.DROPOUT_RATE", 0.5)
+    head_act: Literal["softmax", "sigmoid", "none"] = _key("MODEL.HEAD_ACT", "softmax")
+    detach_final_fc: bool = _key("MODEL.DETACH_FINAL_FC", False)
+    pool_mode: Literal["conv", "conv_unshared", "avg", "max"] = _key("MVIT.MODE", "conv")
+    pool_first: bool = _key("MVIT.POOL_FIRST", False)
+    patch_2d: bool = _key("MVIT.PATCH_2D", False)
+    patch_kernel: Sequence[int] = _key("MVIT.PATCH_KERNEL", (3, 7, 7))
+    patch_stride: Sequence[int] = _key("MVIT.PATCH_STRIDE", (2, 4, 4))
+    patch_padding: Sequence[int] = _key("MVIT.PATCH_PADDING", (2, 4, 4))
+    embed_dim: int = _key("MVIT.EMBED_DIM", 96)
+    num_heads: int = _key("MVIT.NUM_HEADS", 1)
+    depth: int = _key("MVIT.DEPTH", 16)
+    mlp_ratio: float = _key("MVIT.MLP_RATIO", 4.0)
+    qkv_bias: bool = _key("MVIT.QKV_BIAS", True)
+    dim_mul: Sequence[Sequence[float]] = _key("MVIT.DIM_MUL", ())
+    head_mul: Sequence[Sequence[float]] = _key("MVIT.HEAD_MUL", ())
+    pool_q_stride: Sequence[Sequence[int]] = _key("MVIT.POOL_Q_STRIDE", ())
+    pool_kv_stride: Sequence[Sequence[int]] = _key("MVIT.POOL_KV_STRIDE", ())
+    pool_kv_stride_adaptive: Sequence[int] | None = _key("MVIT.POOL_KV_STRIDE_ADAPTIVE", None)
+    pool_kvq_kernel: Sequence[int] | None = _key("MVIT.POOL_KVQ_KERNEL", None)
+    separate_qkv: bool = _key("MVIT.SEPARATE_QKV", False)
+    residual_pooling: bool = _key("MVIT.RESIDUAL_POOLING", False)
+    rel_pos_spatial: bool = _key("MVIT.REL_POS_SPATIAL", False)
+    rel_pos_temporal: bool = _key("MVIT.REL_POS_TEMPORAL", False)
+    rel_pos_zero_init: bool = _key("MVIT.REL_POS_ZERO_INIT", False)
+    use_abs_pos: bool = _key("MVIT.USE_ABS_POS", True)
+    sep_pos_embed: bool = _key("MVIT.SEP_POS_EMBED", False)
+    use_fixed_sincos_pos: bool = _key("MVIT.USE_FIXED_SINCOS_POS", False)
+    norm: str = _key("MVIT.NORM", "layernorm")
+    norm_stem: bool = _key("MVIT.NORM_STEM", False)
+    use_mean_pooling: bool = _key("MVIT.USE_MEAN_POOLING", False)
+    dropout_rate: float = _key("MVIT.DROPOUT_RATE", 0.0)
+    droppath_rate: float = _key("MVIT.DROPPATH_RATE", 0.1)
+    head_init_scale: float = _key("MVIT.HEAD_INIT_SCALE", 1.0)
+    zero_decay_pos_cls: bool = _key("MVIT.ZERO_DECAY_POS_CLS", True)
+    respath_fuse: str = _key("MVIT.REV.RESPATH_FUSE", "concat")
+    pre_q_fusion: str = _key("MVIT.REV.PRE_Q_FUSION", "avg")
+    buffer_layers: Sequence[int] = _key("MVIT.REV.BUFFER_LAYERS", ())
+    res_path: Literal["conv", "max"] = _key("MVIT.REV.RES_PATH", "conv")
+    drop_path_mode: DropPathMode = "residual_branch"
+    tied_drop_path: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (f.name for f in fields(self)):
+            object.__setattr__(self, name, _as_tuple(getattr(self, name)))
+        for name, choices in (
+            ("head_act", Literal["softmax", "sigmoid", "none"]),
+            ("pool_mode", Literal["conv", "conv_unshared", "avg", "max"]),
+            ("res_path", Literal["conv", "max"]),
+            ("drop_path_mode", DropPathMode),
+        ):
+            check_choice(name, getattr(self, name), choices)
+        for name in ("dropout_rate", "droppath_rate", "head_dropout_rate"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be in [0, 1): got {getattr(self, name)!r}.")
+        axes = 2 if self.patch_2d else 3
+        for name in ("patch_kernel", "patch_stride", "patch_padding"):
+            if len(getattr(self, name)) != axes:
+                raise ValueError(
+                    f"`{name}` must hold {axes} numbers with patch_2d={self.patch_2d}: got "
+                    f"{getattr(self, name)!r}."
+                )
+        if self.patch_2d and self.num_frames != 1:
+            raise ValueError(
+                "`patch_2d` embeds images, which have `num_frames` 1: got "
+                f"{self.num_frames}. Set DATA.NUM_FRAMES to 1, or PATCH_2D to False."
+            )
+        if self.pool_mode == "conv_unshared" and not self.pool_first:
+            raise ValueError(
+                "`pool_mode` 'conv_unshared' pools the input of the attention: got "
+                "pool_first=False. Set pool_first=True, or take 'conv'."
+            )
+        if self.use_fixed_sincos_pos and self.embed_dim % 16:
+            raise ValueError(
+                "`embed_dim` must be a multiple of 16 with `use_fixed_sincos_pos`: got "
+                f"{self.embed_dim}."
+            )
+
+    @classmethod
+    def from_slowfast(cls, cfg: Any, **options: Any) -> "RevMViTConfig":
+        """The options in one of SlowFast's configs.
+
+        Parameters
+        ----------
+        cfg
+            Path of a yaml file (needs PyYAML), or what such a file holds: a dict, a yacs
+            CfgNode, an OmegaConf config, or an object with attributes. Keys that are missing have
+            SlowFast's defaults; those outside MVIT that are not of the model are not read.
+        **options
+            Fields that replace what `cfg` says.
+
+        Raises
+        ------
+        ValueError
+            If MVIT has a key that SlowFast has not, MVIT.REV.ENABLE is not True, DETECTION.ENABLE
+            is, or an option does not fit.
+
+        Warns
+        -----
+        UserWarning
+            If MVIT.CLS_EMBED_ON is True, as in a published file: the token is left out.
+        """
+        found = _flatten(_read_yaml(cfg) if isinstance(cfg, str | Path) else cfg)
+        keys = {f.metadata["key"]: f.name for f in fields(cls) if f.metadata}
+        unknown = [k for k in found if k.startswith("MVIT.") and k not in _UNREAD | set(keys)]
+        if unknown:
+            raise ValueError(f"`cfg` has keys that no reversible MViT reads: {', '.join(unknown)}.")
+        if found.get("MVIT.REV.ENABLE") is not True:
+            raise ValueError(
+                "`cfg.MVIT.REV.ENABLE` must be True: got "
+                f"{found.get('MVIT.REV.ENABLE')!r}, which is another model."
+            )
+        if found.get("DETECTION.ENABLE"):
+            raise ValueError("`cfg.DETECTION.ENABLE` must be False: this is a classifier.")
+        if found.get("MVIT.CLS_EMBED_ON"):
+            warnings.warn(
+                "`cfg.MVIT.CLS_EMBED_ON` is True, and a reversible model has no cls token: it is "
+                "left out.",
+                stacklevel=2,
+            )
+        read = {name: found[key] for key, name in keys.items() if key in found}
+        if "in_channels" in read:  # one number per pathway, of which this model has one
+            read["in_channels"] = read["in_channels"][0]
+        return cls(**{**read, **options})
+
+
+def _as_tuple(value: Any) -> Any:
+    """Lists as tuples, whatever is in them."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(map(_as_tuple, value))
+    return value
+
+
+def _flatten(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Leaves of a config under their dotted keys."""
+    entries = node if isinstance(node, Mapping) else vars(node)
+    leaves: dict[str, Any] = {}
+    for key, value in entries.items():
+        if not prefix and key not in _SECTIONS:
+            continue
+        if isinstance(value, Mapping) or not isinstance(value, _LEAF):
+            leaves |= _flatten(value, f"{prefix}{key}.")
+        else:
+            leaves[prefix + key] = _literal(value)
+    return leaves
+
+
+def _literal(value: Any) -> Any:
+    """What yacs makes of a value: yaml has no tuples, so `(3, 7, 7)` comes as a string."""
+    if isinstance(value, str):
+        try:
+            return ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            return value
+    return value
+
+
+def _read_yaml(path: str | Path) -> Any:
+    import yaml  # of this function alone
+
+    return yaml.safe_load(Path(path).read_text(encoding="utf-8"))

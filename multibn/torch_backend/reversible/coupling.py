@@ -1,0 +1,212 @@
+"""Half a block as one node of autograd's graph, which keeps nothing and is run again backward."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from multibn.torch_backend.reversible.ambient import Ambient
+
+
+class Half:
+    """F or G of one block in one call: what it adds to a stream, given the other."""
+
+    def __init__(
+        self, block: int, into: int, module: nn.Module, seen: torch.dtype, scale: Tensor | None
+    ) -> None:
+        self.block, self.into, self.module = block, into, module
+        self.seen, self.scale = seen, scale
+        self.parameters = dict(module.named_parameters())
+
+    def __str__(self) -> str:
+        return f"{'FG'[self.into]} of block {self.block}"
+
+    def __call__(
+        self,
+        here: Tensor,
+        there: Tensor,
+        cond: Sequence[Any],
+        parameters: dict[str, Tensor] | None = None,
+    ) -> Tensor:
+        """What is added to `here`; by the module with other `parameters`, if there are any."""
+        args = (there.to(self.seen), *cond)
+        added = functional_call(self.module, parameters, args) if parameters else self.module(*args)
+        if added.shape != here.shape:
+            raise ValueError(
+                f"{self} must return the shape of stream {self.into + 1}, {tuple(here.shape)}: "
+                f"got {tuple(added.shape)}."
+            )
+        added = added.to(here.dtype)
+        if self.scale is None:
+            return added
+        return added * self.scale.view(-1, *[1] * (here.ndim - 1))
+
+
+_TENSOR = object()
+
+
+class Run:
+    """One call: what its halves were and, in the backward pass, the streams where it stands.
+
+    The streams and the tensors of `cond` are in the keeping of autograd, by the anchors, which
+    checks and frees them; here they are from the anchor to the first half only.
+    """
+
+    def __init__(self, cond: Sequence[Any]) -> None:
+        self.halves: list[tuple[Half, Ambient]] = []
+        self._first: int | None = None  # of those that autograd calls
+        self._template = [_TENSOR if isinstance(c, Tensor) else c for c in cond]
+        self._position = 0
+        self.streams: list[Tensor] = []
+        self._tensors: list[Tensor] = []
+
+    def couple(self, half: Half, here: Tensor, there: Tensor, cond: Sequence[Any]) -> Tensor:
+        """Stream `half.into` after `half`, as a node of the graph."""
+        inputs = (here, there, *tensors(cond), *half.parameters.values())
+        added_to: Tensor = _Couple.apply(self, half, *inputs)
+        if added_to.requires_grad and self._first is None:
+            self._first = len(self.halves) - 1
+        return added_to
+
+    def anchor(self, streams: Sequence[Tensor], cond: Sequence[Any]) -> list[Tensor]:
+        """The streams, kept here."""
+        return list(_Anchor.apply(self, len(self.halves), *streams, *tensors(cond)))
+
+    def first_pass(self, half: Half, here: Tensor, there: Tensor, cond: Sequence[Any]) -> Tensor:
+        ambient = Ambient(str(half), half.module, here.device)
+        inputs = [there, *tensors(cond)]
+        versions = [t._version for t in inputs]
+        with ambient.recording():
+            added = half(here, there, cond)
+        if [t._version for t in inputs] != versions:
+            raise RuntimeError(
+                f"{half} changes its input in place, and could not be run again on it. Clone the "
+                "input there, or take an operation that is not in place."
+            )
+        self.halves.append((half, ambient))
+        return here + added
+
+    def restore(self, position: int, kept: Sequence[Tensor]) -> None:
+        """Stand after `position` halves, where an anchor has kept the streams."""
+        self._position, self.streams, self._tensors = position, list(kept[:2]), list(kept[2:])
+
+    def rewind(self, position: int) -> None:
+        """Undo halves until `position` of them are left."""
+        while self._position > position:
+            half, ambient = self.halves[self._position - 1]
+            here, there = self.streams[half.into], self.streams[1 - half.into]
+            with torch.no_grad(), ambient.replaying():
+                added = half(here, there, self.cond(self._tensors))
+            self._undo(half, added)
+
+    def gradients(self, index: int, dy: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
+        """Gradients of half `index` where `needed` of its stream, `cond` and parameters; undo it.
+
+        `dy` is the gradient of the stream after it.
+        """
+        self.rewind(index + 1)
+        half, ambient = self.halves[index]
+        here, there = self.streams[half.into], self.streams[1 - half.into]
+        # Aliases: on the parameters themselves the user's hooks would run here, and again when
+        # autograd has summed their gradients.
+        inputs = [
+            t.detach().requires_grad_(need)
+            for t, need in zip(
+                (there, *self._tensors, *half.parameters.values()), needed, strict=True
+            )
+        ]
+        count = 1 + len(self._tensors)
+        parameters = dict(zip(half.parameters, inputs[count:], strict=True))
+        with torch.enable_grad(), ambient.replaying():
+            added = half(here, inputs[0], self.cond(inputs[1:count]), parameters)
+        _refuse_foreign(half, added, inputs)
+        wanted = [t for t in inputs if t.requires_grad] if added.requires_grad else []
+        found = iter(torch.autograd.grad(added, wanted, dy, allow_unused=True) if wanted else ())
+        gradients = [next(found, None) if t.requires_grad else None for t in inputs]
+        if index != self._first:
+            self._undo(half, added.detach())
+        return gradients
+
+    def release(self, index: int) -> None:
+        """Let go of the streams if no half before `index` needs them."""
+        if index == self._first:
+            self.streams, self._tensors = [], []
+
+    def cond(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """The modules' further arguments, with `tensors` for those that are tensors."""
+        following = iter(tensors)
+        return [next(following) if c is _TENSOR else c for c in self._template]
+
+    def _undo(self, half: Half, added: Tensor) -> None:
+        self.streams[half.into] = self.streams[half.into] - added
+        self._position -= 1
+
+
+class _Couple(torch.autograd.Function):
+    """A stream and what half a block adds to it. Keeps nothing."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: Run, half: Half, here: Tensor, there: Tensor, *others: Tensor
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.run, ctx.index = run, len(run.halves)
+        cond = run.cond([t.detach() for t in others])
+        return run.first_pass(half, here, there.detach(), cond)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        (dy,) = grad_outputs
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "reversible blocks cannot be differentiated twice, which `create_graph=True` asks "
+                'for. Use `mode="stored"`.'
+            )
+        needed = ctx.needs_input_grad[3:]
+        gradients: list[Tensor | None] = [None] * len(needed)
+        if dy is not None and any(needed):
+            gradients = ctx.run.gradients(ctx.index, dy, needed)
+        ctx.run.release(ctx.index)
+        return None, None, dy, *gradients
+
+
+class _Anchor(torch.autograd.Function):
+    """The streams as they are: the one place where they are kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: Run, position: int, first: Tensor, second: Tensor, *cond: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.run, ctx.position, ctx.others = run, position, len(cond)
+        ctx.save_for_backward(first, second, *cond)
+        return first, second
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.run.restore(ctx.position, ctx.saved_tensors)
+        return None, None, *grad_outputs, *[None] * ctx.others
+
+
+def tensors(cond: Sequence[Any]) -> list[Tensor]:
+    return [c for c in cond if isinstance(c, Tensor)]
+
+
+def _refuse_foreign(half: Half, added: Tensor, inputs: Sequence[Tensor]) -> None:
+    """Raise if the module needs gradients for tensors that autograd does not know it reads."""
+    own = {id(t) for t in inputs}
+    seen: set[Any] = set()
+    waiting: list[Any] = [added.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad" and id(node.variable) not in own:
+            raise RuntimeError(
+                f"{half} reads a tensor of shape {tuple(node.variable.shape)} that needs a "
+                "gradient and is neither among its parameters nor in `cond`. Pass it in `cond`."
+            )
+        waiting += [following for following, _ in node.next_functions]

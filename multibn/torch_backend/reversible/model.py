@@ -1,0 +1,293 @@
+"""Reversible multi-scale vision transformers (Mangalam et al., CVPR 2022)."""
+
+import math
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from multibn._typing import check_choice
+from multibn.torch_backend.reversible.attention import Grid
+from multibn.torch_backend.reversible.config import RevMViTConfig
+from multibn.torch_backend.reversible.engine import Mode, reversible
+from multibn.torch_backend.reversible.fusion import TwoStreamFusion, keeps_width
+from multibn.torch_backend.reversible.layers import ReversibleBlock, StageTransitionBlock
+from multibn.torch_backend.reversible.layout import Geometry, Parent, plan
+from multibn.torch_backend.reversible.norms import norm_factory, normalize_last_axis
+from multibn.torch_backend.reversible.stem import PatchEmbed, resize_positions, sincos_positions
+
+_POSITIONS = (
+    "pos_embed",
+    "pos_embed_spatial",
+    "pos_embed_temporal",
+    "rel_pos_h",
+    "rel_pos_w",
+    "rel_pos_t",
+)
+
+
+class ReversibleMViT(nn.Module):
+    """The layers of a reversible MViT: two streams that nothing keeps between stage transitions.
+
+    Parameters
+    ----------
+    config
+        A `RevMViTConfig`, or what `RevMViTConfig.from_slowfast` takes.
+    model
+        The module around it, or anything with the attributes patch_dims, pool_q, pool_kv, stride_q
+        and stride_kv: the grid of its tokens, and kernels and strides of the pooling by layers.
+        None computes them from `config`.
+    norm
+        See `RevMViT`.
+    mode
+        `"reversible"` or `"stored"`, see `reversible`. An attribute, which can be changed.
+
+    Raises
+    ------
+    ValueError
+        If an option does not fit, or the layers do not fit each other.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        model: Parent | None = None,
+        *,
+        norm: Any = None,
+        mode: Mode = "reversible",
+    ) -> None:
+        super().__init__()
+        check_choice("mode", mode, Mode)
+        if not isinstance(config, RevMViTConfig):
+            config = RevMViTConfig.from_slowfast(config)
+        make_norm = norm_factory(config.norm if norm is None else norm)
+        layers = plan(config, Geometry(config) if model is None else model)
+        kinds = {True: StageTransitionBlock, False: ReversibleBlock}
+        self.grid = layers[0].grid
+        self.dim_out = layers[-1].dim_out
+        self.mode: Mode = mode
+        self.dropout = config.dropout_rate
+        self.tied_drop_path = config.tied_drop_path
+        self.layers = nn.ModuleList(
+            kinds[layer.transition](layer, config, make_norm) for layer in layers
+        )
+
+    def forward(self, x: Tensor, thw: Grid | None = None) -> Tensor:
+        """Run all layers.
+
+        Parameters
+        ----------
+        x
+            Tokens, shape `(B, T*H*W, embed_dim)`.
+        thw
+            Their grid, by default the configured one.
+
+        Returns
+        -------
+        Tensor
+            Both streams side by side, shape `(B, T'*H'*W', 2*dim_out)`.
+
+        Raises
+        ------
+        ValueError
+            If `x` does not hold the tokens of the grid.
+        """
+        thw = self.grid if thw is None else thw
+        if x.shape[1] != math.prod(thw):
+            raise ValueError(
+                f"`x` must hold a token for each place of the grid {thw}: got shape "
+                f"{tuple(x.shape)}. Pass its own grid as `thw`."
+            )
+        for kind, run in groupby(self.layers, type):
+            if kind is StageTransitionBlock:
+                for layer in run:  # no two of them are neighbours
+                    x, thw = layer(x, thw)
+                continue
+            blocks: list[Any] = list(run)
+            streams = reversible(
+                [(block.F, block.G) for block in blocks],
+                x,
+                x,
+                thw,
+                mode=self.mode,
+                drop_path=[block.drop_path for block in blocks],
+                tied_drop_path=self.tied_drop_path,
+            )
+            x = torch.cat(streams, dim=-1)
+        return F.dropout(x, self.dropout, self.training)
+
+
+class TransformerHead(nn.Module):
+    """Dropout and a linear layer; in evaluation, probabilities of it."""
+
+    def __init__(self, dim: int, config: RevMViTConfig) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(config.head_dropout_rate)
+        self.projection = nn.Linear(dim, config.num_classes)
+        self.act = config.head_act
+        self.detach = config.detach_final_fc
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.dropout(x)
+        x = self.projection(x.detach() if self.detach else x)
+        if self.training or self.act == "none":
+            return x
+        return x.softmax(dim=1) if self.act == "softmax" else x.sigmoid()
+
+
+class RevMViT(nn.Module):
+    """Reversible multi-scale vision transformer for images or video.
+
+    State dicts are those of SlowFast's reversible MViT with the same options, so that published
+    checkpoints load: `model.load_state_dict(torch.load(path)["model_state"])`.
+
+    Parameters
+    ----------
+    config
+        The options. A depth without `buffer_layers` is a reversible ViT.
+    norm
+        Every norm of the model: `"layernorm"`, as published; `"batchnorm"`, nn.BatchNorm1d;
+        `"sync_batchnorm"`, `SyncBatchNorm` over the default process group; or a function (dim,
+        role) -> nn.Module, whose roles are `"block"` (before attention and MLP), `"pool"` (of
+        queries, keys and values), `"residual"` (beside the queries, where norms have buffers),
+        `"fuse"`, `"stem"` and `"final"`. Modules made from torch's batch norms or multibn's
+        normalize the last axis of `(B, ..., C)`, too; use those for `(N, C, L)`. None is
+        `config.norm`.
+    mode
+        `"reversible"` recomputes activations in the backward pass, `"stored"` keeps them; an
+        attribute of `rev_backbone`.
+
+    Raises
+    ------
+    ValueError
+        If an option does not fit, or the layers do not fit each other.
+
+    Notes
+    -----
+    Collective where its norms are.
+
+    References
+    ----------
+    Mangalam et al., "Reversible Vision Transformers", CVPR 2022.
+    """
+
+    def __init__(
+        self, config: RevMViTConfig, *, norm: Any = None, mode: Mode = "reversible"
+    ) -> None:
+        super().__init__()
+        self.config = config
+        make_norm = norm_factory(config.norm if norm is None else norm)
+        dim = config.embed_dim
+        geometry = Geometry(config)
+        t, h, w = geometry.patch_dims
+        if config.use_fixed_sincos_pos:
+            positions = sincos_positions(dim, (t, h, w)).to(torch.get_default_dtype())
+            self.pos_embed = nn.Parameter(positions, requires_grad=False)
+        elif config.use_abs_pos and config.sep_pos_embed:
+            self.pos_embed_spatial = _learned_positions(h * w, dim)
+            self.pos_embed_temporal = _learned_positions(t, dim)
+        elif config.use_abs_pos:
+            self.pos_embed = _learned_positions(t * h * w, dim)
+
+        self.patch_embed = PatchEmbed(config)
+        self.pos_drop = nn.Dropout(config.dropout_rate)
+        self.norm_stem = make_norm(dim, "stem") if config.norm_stem else None
+        self.rev_backbone = ReversibleMViT(config, geometry, norm=make_norm, mode=mode)
+        width = 2 * self.rev_backbone.dim_out
+        self.fuse = TwoStreamFusion(config.respath_fuse, width, make_norm)
+        self.fuse_last = keeps_width(config.respath_fuse) and not config.use_mean_pooling
+        width = width if keeps_width(config.respath_fuse) else width // 2
+        self.norm = make_norm(width, "final")
+        self.head = TransformerHead(width, config)
+
+        self.apply(_init_weights)
+        with torch.no_grad():
+            for parameter in self.head.projection.parameters():
+                parameter.mul_(config.head_init_scale)
+
+    @classmethod
+    def from_config(
+        cls, cfg: Any, *, norm: Any = None, mode: Mode = "reversible", **options: Any
+    ) -> "RevMViT":
+        """Make the model of a SlowFast config.
+
+        Parameters
+        ----------
+        cfg, **options
+            See `RevMViTConfig.from_slowfast`: a yaml file as published, a dict, a yacs CfgNode or
+            an OmegaConf config; fields of `RevMViTConfig` that replace what it says.
+        norm, mode
+            See `RevMViT`.
+        """
+        return cls(RevMViTConfig.from_slowfast(cfg, **options), norm=norm, mode=mode)
+
+    def forward(self, x: Any) -> Tensor:
+        """Classify.
+
+        Parameters
+        ----------
+        x
+            Images `(B, C, H, W)` or video `(B, C, T, H, W)`, of any size: position embeddings are
+            interpolated. SlowFast's list of one such tensor is taken, too.
+
+        Returns
+        -------
+        Tensor
+            Logits `(B, num_classes)` in training, probabilities in evaluation.
+
+        Raises
+        ------
+        ValueError
+            If `x` has another number of dimensions.
+        """
+        if isinstance(x, list | tuple):
+            (x,) = x
+        x, thw = self.patch_embed(x)
+        positions = self._positions()
+        if positions is not None:
+            x = x + resize_positions(positions, self.rev_backbone.grid, thw)
+        x = self.pos_drop(x)
+        if self.norm_stem is not None:
+            x = normalize_last_axis(self.norm_stem, x)
+        return self.head(self._pool(self.rev_backbone(x, thw)))
+
+    def no_weight_decay(self) -> list[str]:
+        """Names of the position embeddings, if `zero_decay_pos_cls` says to exempt them."""
+        if not self.config.zero_decay_pos_cls:
+            return []
+        return [n for n, _ in self.named_parameters() if n.rpartition(".")[2] in _POSITIONS]
+
+    def _positions(self) -> Tensor | None:
+        """Position embeddings of the configured grid, shape `(1, T*H*W, C)`."""
+        if not (self.config.use_abs_pos or self.config.use_fixed_sincos_pos):
+            return None
+        if self.config.use_fixed_sincos_pos or not self.config.sep_pos_embed:
+            return self.pos_embed
+        return (self.pos_embed_temporal[:, :, None] + self.pos_embed_spatial[:, None]).flatten(1, 2)
+
+    def _pool(self, x: Tensor) -> Tensor:
+        """Both streams `(B, N, 2C)` as one vector for each sample."""
+        if self.fuse_last:
+            return self.fuse(normalize_last_axis(self.norm, x)).mean(1)
+        x = self.fuse(x)
+        if self.config.use_mean_pooling:
+            return normalize_last_axis(self.norm, x.mean(1))
+        return normalize_last_axis(self.norm, x).mean(1)
+
+
+def _learned_positions(count: int, dim: int) -> nn.Parameter:
+    return nn.Parameter(nn.init.trunc_normal_(torch.empty(1, count, dim), std=0.02))
+
+
+def _init_weights(module: nn.Module) -> None:
+    """The start of the published models; batch norms keep torch's."""
+    if isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.constant_(module.bias, 0.02)
+    elif isinstance(module, nn.LayerNorm):
+        for parameter, value in ((module.weight, 1.0), (module.bias, 0.02)):
+            if parameter is not None:
+                nn.init.constant_(parameter, value)

@@ -1,0 +1,63 @@
+"""The norms of a reversible MViT, made by role, all of them over the last axis."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from multibn.torch_backend.modules import SyncBatchNorm, Synchronized
+
+Role = Literal["block", "pool", "residual", "fuse", "stem", "final"]
+NormFactory = Callable[[int, Role], nn.Module]
+
+
+def layer_norm(dim: int, role: Role) -> nn.Module:
+    """nn.LayerNorm as in the published models: eps 1e-6, but torch's 1e-5 before a fusion's MLP."""
+    return nn.LayerNorm(dim, eps=1e-5 if role == "fuse" else 1e-6)
+
+
+def _batch_norm(dim: int, role: Role) -> nn.Module:
+    return nn.BatchNorm1d(dim)
+
+
+def _sync_batch_norm(dim: int, role: Role) -> nn.Module:
+    return SyncBatchNorm(dim)
+
+
+_BY_NAME: dict[str, NormFactory] = {
+    "layernorm": layer_norm,
+    "batchnorm": _batch_norm,
+    "sync_batchnorm": _sync_batch_norm,
+}
+
+
+def norm_factory(norm: Any) -> NormFactory:
+    """The factory that `norm` is, or names."""
+    if callable(norm):
+        return norm
+    if isinstance(norm, str) and norm in _BY_NAME:
+        return _BY_NAME[norm]
+    known = ", ".join(map(repr, _BY_NAME))
+    raise ValueError(
+        f"`norm` must be one of {known} or a function (dim, role) -> nn.Module: got {norm!r}. "
+        "Other batch norms go in as functions: norm=lambda dim, role: SubBatchNorm1d(4, dim)."
+    )
+
+
+def normalize_last_axis(norm: nn.Module, x: Tensor) -> Tensor:
+    """`norm` over the channels of `(B, ..., C)`.
+
+    Torch's batch norms and multibn's take channels at axis 1: they see `(B, C, L)`, L all that
+    is between, or `(B, C)`, so that what splits the batch splits it by samples. Any other module
+    sees `x` as it is.
+    """
+    if x.ndim == 2 or not isinstance(norm, (_NormBase, Synchronized)):
+        return norm(x)
+    flat: Tensor = norm(x.flatten(1, -2).transpose(1, 2))
+    return flat.transpose(1, 2).reshape(x.shape)
+
+
+def has_state(norm: nn.Module) -> bool:
+    """Whether `norm` keeps something of the batches it sees, which two places must not mix."""
+    return next(norm.buffers(), None) is not None

@@ -1,0 +1,96 @@
+"""The published reversible models, by name (Mangalam et al., CVPR 2022, tables 1 and 2)."""
+
+from typing import Any
+
+from multibn.torch_backend.reversible.config import RevMViTConfig
+from multibn.torch_backend.reversible.engine import Mode
+from multibn.torch_backend.reversible.model import RevMViT
+
+_IMAGENET: dict[str, Any] = {
+    "num_frames": 1,
+    "num_classes": 1000,
+    "head_dropout_rate": 0.0,
+    "patch_2d": True,
+    "separate_qkv": True,
+    "zero_decay_pos_cls": False,
+}
+_VIT: dict[str, Any] = {
+    **_IMAGENET,
+    "depth": 12,
+    "patch_kernel": (16, 16),
+    "patch_stride": (16, 16),
+    "patch_padding": (0, 0),
+}
+_STAGES: dict[str, Any] = {
+    "dim_mul": ((1, 2.0), (3, 2.0), (14, 2.0)),
+    "head_mul": ((1, 2.0), (3, 2.0), (14, 2.0)),
+    "pool_q_stride": ((1, 1, 2, 2), (3, 1, 2, 2), (14, 1, 2, 2)),
+    "buffer_layers": (1, 3, 14),
+}
+_MVIT_B: dict[str, Any] = {
+    **_IMAGENET,
+    **_STAGES,
+    "patch_kernel": (7, 7),
+    "patch_stride": (4, 4),
+    "patch_padding": (3, 3),
+    "pool_kvq_kernel": (1, 3, 3),
+    "pool_kv_stride_adaptive": (1, 4, 4),
+    "pre_q_fusion": "concat_linear_2",
+}
+_MVIT_B_16X4: dict[str, Any] = {
+    **_STAGES,
+    "num_frames": 16,
+    "patch_padding": (1, 3, 3),
+    "pool_kvq_kernel": (3, 3, 3),
+    "pool_kv_stride_adaptive": (1, 8, 8),
+    "qkv_bias": False,
+    "sep_pos_embed": True,
+    "droppath_rate": 0.05,
+    "zero_decay_pos_cls": False,
+}
+
+
+def rev_vit_s(*, norm: Any = None, mode: Mode = "reversible", **options: Any) -> RevMViT:
+    """Rev-ViT-S for ImageNet: 22 M parameters, 4.6 G multiply-adds.
+
+    Parameters
+    ----------
+    norm, mode
+        See `RevMViT`.
+    **options
+        Fields of `RevMViTConfig` that replace the published ones.
+    """
+    config = {**_VIT, "embed_dim": 384, "num_heads": 6}
+    return _make(config, norm, mode, options)
+
+
+def rev_vit_b(*, norm: Any = None, mode: Mode = "reversible", **options: Any) -> RevMViT:
+    """Rev-ViT-B for ImageNet: 87 M parameters, 17.5 G multiply-adds; as `rev_vit_s`."""
+    config = {**_VIT, "embed_dim": 768, "num_heads": 12, "droppath_rate": 0.2}
+    return _make(config, norm, mode, options)
+
+
+def rev_vit_l(*, norm: Any = None, mode: Mode = "reversible", **options: Any) -> RevMViT:
+    """Rev-ViT-L for ImageNet: 305 M parameters, 61.2 G multiply-adds; as `rev_vit_s`.
+
+    Its config is not published; stochastic depth is that of Rev-ViT-B.
+    """
+    config = {**_VIT, "embed_dim": 1024, "num_heads": 16, "depth": 24, "droppath_rate": 0.2}
+    return _make(config, norm, mode, options)
+
+
+def rev_mvit_b(*, norm: Any = None, mode: Mode = "reversible", **options: Any) -> RevMViT:
+    """Rev-MViT-B for ImageNet: 39.7 M parameters, 8.6 G multiply-adds; as `rev_vit_s`."""
+    return _make(_MVIT_B, norm, mode, options)
+
+
+def rev_mvit_b_16x4(*, norm: Any = None, mode: Mode = "reversible", **options: Any) -> RevMViT:
+    """Rev-MViT-B for Kinetics-400, 16 frames: 35 M parameters, 63.7 G multiply-adds per clip.
+
+    Otherwise as `rev_vit_s`.
+    """
+    return _make(_MVIT_B_16X4, norm, mode, options)
+
+
+def _make(config: dict[str, Any], norm: Any, mode: Mode, options: dict[str, Any]) -> RevMViT:
+    return RevMViT(RevMViTConfig(**{**config, **options}), norm=norm, mode=mode)

@@ -1,0 +1,89 @@
+"""A chain of reversible blocks as a module."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multibn._typing import check_choice
+from multibn.torch_backend.reversible import engine
+from multibn.torch_backend.reversible.engine import Block, Drift, Mode
+
+
+class ReversibleSequence(nn.Module):
+    """Blocks `y1 = x1 + F(x2); y2 = x2 + G(y1)` whose memory does not grow with their number.
+
+    Autograd keeps the outputs of the last block; the backward pass computes the inputs of each from
+    them and runs F and G again (Gomez et al. 2017, Mangalam et al. 2022). To everything outside the
+    modules, it is the ordinary chain: to DistributedDataParallel, hooks, frozen and shared
+    parameters, random numbers, autocast, and to batch norms, which count each batch once.
+
+    Parameters
+    ----------
+    blocks
+        Pairs `(F, G)` of modules, called `layers.{i}.F` and `layers.{i}.G` in the state dict.
+    mode
+        `"reversible"`, or `"stored"`: the same numbers from ordinary autograd.
+    drop_path
+        Probability in [0, 1) that a sample skips F, and G, in training; one for all blocks, or one
+        for each.
+    tied_drop_path, buffer_after, stream_dtype
+        As for `multibn.torch_backend.reversible.reversible`, which says what is raised, too.
+    """
+
+    def __init__(
+        self,
+        blocks: Iterable[Block],
+        *,
+        mode: Mode = "reversible",
+        drop_path: float | Sequence[float] = 0.0,
+        tied_drop_path: bool = False,
+        buffer_after: Sequence[int] = (),
+        stream_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_choice("mode", mode, Mode)
+        self.layers = nn.ModuleList(nn.ModuleDict({"F": f, "G": g}) for f, g in blocks)
+        count = len(self.layers)
+        self.mode: Mode = mode
+        self.drop_path = list(drop_path) if isinstance(drop_path, Sequence) else [drop_path] * count
+        self.tied_drop_path = tied_drop_path
+        self.buffer_after = tuple(buffer_after)
+        self.stream_dtype = stream_dtype
+
+    def forward(self, x1: Tensor, x2: Tensor, *cond: Any) -> tuple[Tensor, Tensor]:
+        """The streams behind the last block; `cond` goes to every F and G."""
+        return engine.reversible(self._blocks(), x1, x2, *cond, mode=self.mode, **self._options())
+
+    def inverse(self, y1: Tensor, y2: Tensor, *cond: Any) -> tuple[Tensor, Tensor]:
+        """The inputs that `forward` has made `y1` and `y2` of, in evaluation mode; no gradient.
+
+        Raises
+        ------
+        RuntimeError
+            In training: what it drew, and the statistics of its batch, are gone.
+        """
+        return engine.inverse(self._blocks(), y1, y2, *cond, stream_dtype=self.stream_dtype)
+
+    def drift(self, x1: Tensor, x2: Tensor, *cond: Any) -> list[Drift]:
+        """How far the inputs of each block, computed back from the end, are from what they were.
+
+        A forward pass like any other: in training, batch norms count it, collectively where they
+        are. It keeps the streams before each block.
+        """
+        return engine.drift(self._blocks(), x1, x2, *cond, **self._options())
+
+    def extra_repr(self) -> str:
+        return f"mode={self.mode!r}, drop_path={self.drop_path}, buffer_after={self.buffer_after}"
+
+    def _blocks(self) -> list[Block]:
+        return [(layer["F"], layer["G"]) for layer in self.layers]  # type: ignore[index]
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "drop_path": self.drop_path,
+            "tied_drop_path": self.tied_drop_path,
+            "buffer_after": self.buffer_after,
+            "stream_dtype": self.stream_dtype,
+        }

@@ -1,0 +1,750 @@
+"""Reversible blocks against the same blocks under ordinary autograd.
+
+Tests called `test_defect_NN` hold what other reversible implementations get wrong.
+"""
+
+import copy
+import functools
+import gc
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+
+from multibn import SingleProcess
+from tests.helpers import require
+from tests.helpers.ranks import CountingCommunicator
+
+require.need("torch")
+
+import torch  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from multibn.torch_backend import SyncBatchNorm, checkpoint_contexts, recomputed  # noqa: E402
+from multibn.torch_backend.reversible import ReversibleSequence, reversible  # noqa: E402
+from multibn.torch_backend.reversible.engine import Mode  # noqa: E402
+
+MODES: tuple[Mode, ...] = ("stored", "reversible")
+
+
+class Attention(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(dim), nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        y: Tensor = self.out(nn.functional.scaled_dot_product_attention(q, k, v))
+        return y
+
+
+class Mlp(nn.Module):
+    """Perceptron of (B, N, dim), with what a test puts between."""
+
+    def __init__(self, dim: int, *between: nn.Module, out: int | None = None) -> None:
+        super().__init__()
+        self.norm, self.fc1 = nn.LayerNorm(dim), nn.Linear(dim, 2 * dim)
+        self.between = nn.Sequential(nn.GELU(), *between)
+        self.fc2 = nn.Linear(2 * dim, out or dim)
+
+    def forward(self, x: Tensor, shift: Tensor | float = 0.0) -> Tensor:
+        y: Tensor = self.fc2(self.between(self.fc1(self.norm(x)) + shift))
+        return y
+
+
+class ChannelsFirst(nn.Module):
+    """A norm of channels on (B, N, C)."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        return y
+
+
+class Constant(nn.Module):
+    """Ones: what a drop path makes of them is its mask."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ones_like(x)
+
+
+def attention_and_mlp(dim: int = 8) -> tuple[nn.Module, nn.Module]:
+    return Attention(dim), Mlp(dim)
+
+
+def random_pair(dim: int = 8) -> tuple[nn.Module, nn.Module]:
+    return Mlp(dim, nn.Dropout(0.3)), Mlp(dim, nn.Dropout(0.5))
+
+
+def norm_pair(norm: Callable[[int], nn.Module], dim: int = 8) -> tuple[nn.Module, nn.Module]:
+    first, second = (Mlp(dim, ChannelsFirst(norm(2 * dim))) for _ in range(2))
+    return first, second
+
+
+def build(
+    mode: Mode,
+    pair: Callable[[], tuple[nn.Module, nn.Module]] = attention_and_mlp,
+    depth: int = 3,
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
+) -> Any:
+    torch.manual_seed(0)
+    blocks = [pair() for _ in range(depth)]
+    return ReversibleSequence(blocks, mode=mode, **options).to(dtype)
+
+
+def inputs(dtype: torch.dtype = torch.float64, dim: int = 8, seed: int = 1) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(
+        torch.randn(4, 6, dim, dtype=dtype, generator=generator).requires_grad_() for _ in range(2)
+    )
+
+
+def loss_of(y1: Tensor, y2: Tensor) -> Tensor:
+    return y1.square().mean() + y2.pow(3).mean() + (y1 * y2).mean()
+
+
+class Result(NamedTuple):
+    outputs: list[Tensor]
+    gradients: list[Tensor | None]
+    buffers: list[Tensor]
+    rng: Tensor
+
+
+def result(model: nn.Module, xs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Result:
+    return Result(
+        [y.detach() for y in outputs],
+        [t.grad for t in (*xs, *model.parameters())],
+        [buffer.clone() for buffer in model.buffers()],
+        torch.get_rng_state(),
+    )
+
+
+def train(model: Any, *, seed: int = 2) -> Result:
+    xs = inputs()
+    torch.manual_seed(seed)
+    ys = model(*xs)
+    loss_of(*ys).backward()
+    return result(model, xs, ys)
+
+
+def error(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float:
+    """Of the gradients' global norm; which of them are None must be equal."""
+    assert [g is None for g in found] == [g is None for g in expected]
+    pairs = [(a, b) for a, b in zip(found, expected, strict=True) if a is not None]
+    flat, true = (torch.cat([g.double().flatten() for g in gs]) for gs in zip(*pairs, strict=True))
+    return float((flat - true).norm() / true.norm())
+
+
+def expect_equal(found: Result, expected: Result, tolerance: float = 1e-13) -> None:
+    assert all(map(torch.equal, found.outputs, expected.outputs))
+    assert all(map(torch.equal, found.buffers, expected.buffers))
+    assert torch.equal(found.rng, expected.rng)
+    assert error(found.gradients, expected.gradients) < tolerance
+
+
+# Against the stored run
+
+
+@pytest.mark.parametrize("depth", [1, 4, 12])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.float32, 2e-6)])
+def test_equals_the_stored_run(depth: int, dtype: torch.dtype, tolerance: float) -> None:
+    results = []
+    for mode in MODES:
+        model = build(mode, depth=depth, dtype=dtype)
+        xs = inputs(dtype)
+        ys = model(*xs)
+        loss_of(*ys).backward()
+        results.append(result(model, xs, ys))
+    stored, found = results
+    assert all(map(torch.equal, found.outputs, stored.outputs))
+    assert error(found.gradients, stored.gradients) < tolerance
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    model = build("reversible", depth=2, pair=lambda: (Mlp(3), Mlp(3)))
+    shift = torch.full((6,), 0.1, dtype=torch.float64, requires_grad=True)
+    x1, x2 = (x[:2, :2].detach().requires_grad_() for x in inputs(dim=3))
+    assert torch.autograd.gradcheck(model, (x1, x2, shift))
+
+
+def _saved_bytes(model: nn.Module, step: Callable[[], Any]) -> int:
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    storages: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in own:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        kept_alive = step()
+    del kept_alive
+    return sum(storages.values())
+
+
+def test_what_is_kept_does_not_grow_with_depth() -> None:
+    x1, x2 = inputs()
+    kept = {
+        mode: [
+            _saved_bytes(model, lambda m=model: m(x1, x2))  # type: ignore[misc]
+            for model in (build(mode, depth=depth) for depth in (4, 12, 24))
+        ]
+        for mode in MODES
+    }
+    streams = 2 * x1.nbytes
+    assert kept["reversible"] == [streams] * 3
+    four, twelve, twentyfour = kept["stored"]
+    assert four > 20 * streams
+    # The streams at the two ends are those of any depth.
+    assert abs(twentyfour - twelve - 12 / 8 * (twelve - four)) < streams
+
+
+# Defects of other implementations
+
+
+def test_defect_01_the_global_generator_is_not_seeded() -> None:
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    model, xs = build("reversible"), inputs()
+    torch.manual_seed(7)
+    loss_of(*model(*xs)).backward()
+    assert torch.equal(torch.get_rng_state(), before)  # nothing random inside
+    random = {
+        mode: train(build(mode, pair=random_pair, drop_path=[0.0, 0.3, 0.5])) for mode in MODES
+    }
+    expect_equal(random["reversible"], random["stored"])
+    assert not torch.equal(random["stored"].rng, before)
+
+
+def test_defect_02_a_seed_makes_drop_path_reproducible() -> None:
+    model = build("reversible", drop_path=0.5)
+    first, again, other = (train(copy.deepcopy(model), seed=seed) for seed in (3, 3, 4))
+    expect_equal(first, again, tolerance=1e-15)
+    assert not torch.equal(first.outputs[0], other.outputs[0])
+
+
+@pytest.mark.parametrize("pair", [random_pair, attention_and_mlp])
+def test_defect_03_two_forwards_before_backward(
+    pair: Callable[[], tuple[nn.Module, nn.Module]],
+) -> None:
+    results = []
+    for mode in MODES:
+        model = build(mode, pair=pair, drop_path=0.5)
+        xs, others = inputs(), inputs(seed=5)
+        torch.manual_seed(0)
+        first, second = model(*xs), model(*others)
+        (loss_of(*first) * loss_of(*second)).backward()
+        results.append(result(model, [*xs, *others], [*first, *second]))
+    expect_equal(results[1], results[0])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_defect_04_what_f_and_g_drop_is_independent_unless_tied(mode: Mode) -> None:
+    torch.manual_seed(0)
+    zeros = torch.zeros(64, 2, 3)
+    masks = []
+    for tied in (False, True):
+        model = ReversibleSequence(
+            [(Constant(), Constant())], mode=mode, drop_path=0.25, tied_drop_path=tied
+        )
+        masks.append(model(zeros, zeros))
+    for f, g in masks:
+        for mask in (f, g):
+            assert (mask == mask[:, :1, :1]).all()  # a sample as a whole
+            torch.testing.assert_close(mask.unique(), torch.tensor([0, 1 / 0.75]))
+            assert 3 < int((mask[:, 0, 0] == 0).sum()) < 32
+    assert not torch.equal(*masks[0])
+    assert torch.equal(*masks[1])
+
+
+def test_defect_05_a_sample_that_is_dropped_passes_unchanged() -> None:
+    model = build("reversible", depth=1, drop_path=0.6)
+    torch.manual_seed(0)
+    xs = torch.randn(2, 64, 3, 8, dtype=torch.float64)
+    passed = [(y == x).flatten(1).all(1) for y, x in zip(model(*xs), xs, strict=True)]
+    assert [20 < int(p.sum()) < 60 for p in passed] == [True, True]
+    model.eval()
+    assert not any((y == x).flatten(1).all(1).any() for y, x in zip(model(*xs), xs, strict=True))
+
+
+@pytest.mark.parametrize("depth", [4, 12, 24])
+def test_defect_06_autocast_is_that_of_the_forward_pass(depth: int) -> None:
+    """Half precision streams from a layer before, and a backward pass outside autocast."""
+    results = []
+    for mode in (*MODES, "outside"):
+        model = build(
+            "reversible" if mode == "reversible" else "stored", depth=depth, dtype=torch.float32
+        )
+        stem = nn.Linear(8, 8)
+        stem.load_state_dict(
+            model.layers[0]["G"].fc1.state_dict() | {"weight": torch.eye(8), "bias": torch.zeros(8)}
+        )
+        xs = inputs(torch.float32)
+        with torch.autocast("cpu", torch.bfloat16, enabled=mode != "outside"):
+            half = [stem(x) for x in xs]
+            ys = model(*half)
+        if mode != "outside":
+            assert half[0].dtype == torch.bfloat16
+        assert ys[0].dtype == torch.float32
+        loss_of(*ys).backward()
+        results.append(result(model, xs, ys))
+    stored, found, outside = results
+    assert all(map(torch.equal, found.outputs, stored.outputs))
+    assert error(found.gradients, stored.gradients) < 1e-3
+    assert error(outside.gradients, stored.gradients) > 2e-3  # what autocast itself changes
+
+
+def test_defect_06_a_weight_used_again_under_the_same_autocast_gets_its_gradient() -> None:
+    """autocast caches casts of weights, and one made without gradients serves whoever comes."""
+    results = []
+    for mode in MODES:
+        model = build(mode, dtype=torch.float32)
+        xs = inputs(torch.float32)
+        with torch.autocast("cpu", torch.bfloat16):
+            y1, y2 = model(*xs)
+            y1 = model.layers[1]["F"].out(y1)
+        (y1.float().square().sum() + y2.square().sum()).backward()
+        results.append(result(model, xs, (y1, y2)))
+    # The stored run adds the gradients of both uses in bfloat16.
+    assert error(results[1].gradients, results[0].gradients) < 5e-3
+
+
+def test_defect_07_eval_between_forward_and_backward() -> None:
+    results = []
+    for mode in MODES:
+        model = build(mode, pair=random_pair, drop_path=0.3)
+        xs = inputs()
+        ys = model(*xs)
+        model.eval()
+        loss_of(*ys).backward()
+        assert not any(part.training for part in model.modules())
+        results.append(result(model, xs, ys))
+    expect_equal(results[1], results[0])
+
+
+def test_defect_08_a_parameter_that_was_modified_is_an_error() -> None:
+    model = build("reversible")
+    loss = loss_of(*model(*inputs()))
+    with torch.no_grad():
+        model.layers[1]["G"].fc1.weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"`fc1.weight` of G of block 1 has been modified since"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("power", [1, 2])
+def test_defect_09_second_order_is_an_error(power: int) -> None:
+    xs = inputs()
+    y1, y2 = build("reversible")(*xs)
+    with pytest.raises(RuntimeError, match=r'cannot be differentiated twice.*mode="stored"'):
+        torch.autograd.grad((y1 + y2).pow(power).sum(), xs, create_graph=True)
+
+
+def test_defect_10_autograd_grad_has_no_side_effects() -> None:
+    gradients = []
+    for mode in MODES:
+        model, xs = build(mode), inputs()
+        parameters = list(model.parameters())
+        loss = loss_of(*model(*xs))
+        some = torch.autograd.grad(loss, parameters[5:7], retain_graph=True)
+        gradients.append([*some, *torch.autograd.grad(loss, [*xs, *parameters])])
+        assert all(t.grad is None for t in (*xs, *parameters))
+    assert error(gradients[1], gradients[0]) < 1e-13
+
+
+def test_defect_11_inputs_that_need_no_gradient() -> None:
+    results = []
+    for mode in MODES:
+        model = build(mode)
+        xs = [x.detach() for x in inputs()]
+        ys = model(*xs)
+        loss_of(*ys).backward()
+        results.append(result(model, xs, ys))
+    assert results[1].gradients[2:] != [None] * len(results[1].gradients[2:])
+    expect_equal(results[1], results[0])
+
+
+def foreign(channels: int) -> nn.Module:
+    return nn.BatchNorm1d(channels)
+
+
+def own(channels: int) -> nn.Module:
+    return SyncBatchNorm(channels, process_group=SingleProcess())
+
+
+@pytest.mark.parametrize("norm", [foreign, own])
+@pytest.mark.parametrize("one_stream", [False, True])
+def test_defect_12_batch_norms_count_a_batch_once(
+    norm: Callable[[int], nn.Module], one_stream: bool
+) -> None:
+    """Also when a half is only undone, since its stream is not part of the loss."""
+    results = []
+    for mode in MODES:
+        model = build(mode, pair=lambda: norm_pair(norm))
+        for seed in range(2):
+            xs = inputs(seed=seed)
+            ys = model(*xs)
+            (ys[0].square().sum() if one_stream else loss_of(*ys)).backward()
+        results.append(result(model, xs, ys))
+        assert {int(b) for n, b in model.named_buffers() if "num" in n} == {2}
+    expect_equal(results[1], results[0], tolerance=1e-12)
+
+
+def test_defect_12_no_batch_norm_communicates_again() -> None:
+    counts = []
+    for mode in MODES:
+        counting = CountingCommunicator(SingleProcess())
+        make = functools.partial(SyncBatchNorm, process_group=counting)
+        model = build(mode, pair=functools.partial(norm_pair, make))
+        ys = model(*inputs())
+        forward = len(counting.take())
+        loss_of(*ys).backward()
+        counts.append((forward, len(counting.take())))
+    assert counts == [(6, 6), (6, 6)]
+
+
+class _Packed:
+    """A saved tensor; counts the bytes of those alive."""
+
+    alive = peak = 0
+
+    def __init__(self, t: Tensor) -> None:
+        self.t = t
+        type(self).alive += t.nbytes
+        type(self).peak = max(self.peak, self.alive)
+
+    def __del__(self) -> None:
+        type(self).alive -= self.t.nbytes
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_defect_14_one_half_at_a_time_is_in_memory(retain: bool) -> None:
+    def peak(step: Callable[[], Any]) -> int:
+        _Packed.alive = _Packed.peak = 0
+        with torch.autograd.graph.saved_tensors_hooks(_Packed, lambda packed: packed.t):
+            step()
+        return _Packed.peak
+
+    def train_once(depth: int) -> int:
+        model = build("reversible", depth=depth)
+        return peak(lambda: loss_of(*model(*xs)).backward(retain_graph=retain))
+
+    xs = inputs()
+    f, g = attention_and_mlp()
+    largest = max(peak(lambda m=m: m.double()(xs[0])) for m in (f, g))  # type: ignore[misc]
+    of_the_loss = peak(lambda: loss_of(*xs))
+    streams = 2 * xs[0].nbytes
+    assert train_once(2) == train_once(8) <= largest + of_the_loss + streams
+
+
+def test_defect_16_the_streams_are_not_swapped() -> None:
+    """Against the equations, for streams of different widths."""
+    torch.manual_seed(0)
+    f, g = Mlp(5, out=3).double(), Mlp(3, out=5).double()
+    x1, x2 = inputs(dim=3)[0], inputs(dim=5)[1]
+    y1 = x1 + f(x2)
+    y2 = x2 + g(y1)
+    parameters = [x1, x2, *f.parameters(), *g.parameters()]
+    expected = torch.autograd.grad(y1.square().sum() + y2.pow(3).sum(), parameters)
+    for mode in MODES:
+        z1, z2 = reversible([(f, g)], x1, x2, mode=mode)
+        assert torch.equal(z1, y1)
+        assert torch.equal(z2, y2)
+        found = torch.autograd.grad(z1.square().sum() + z2.pow(3).sum(), parameters)
+        assert error(found, expected) < 1e-13
+
+
+@pytest.mark.parametrize("buffer_after", [[2], [0, 3], [0, 1, 2, 3, 4, 5]])
+def test_defect_17_streams_are_kept_where_asked(buffer_after: list[int]) -> None:
+    model = build("reversible", depth=6, drop_path=0.2, buffer_after=buffer_after)
+    expect_equal(train(model), train(build("stored", depth=6, drop_path=0.2)))
+    x1, x2 = inputs()
+    kept = _saved_bytes(model, lambda: model(x1, x2))
+    assert kept == 2 * x1.nbytes * len({*buffer_after, 5})
+
+
+# What autograd promises
+
+
+def test_hooks_of_parameters_run_once() -> None:
+    model = build("reversible")
+    calls: list[str] = []
+    for name, p in model.named_parameters():
+        p.register_hook(lambda g, name=name: calls.append(name))
+        p.register_post_accumulate_grad_hook(lambda p, name=name: calls.append(name))
+    loss_of(*model(*inputs())).backward()
+    assert sorted(calls) == sorted(2 * [name for name, _ in model.named_parameters()])
+
+
+def test_modules_shared_between_blocks() -> None:
+    results = []
+    for mode in MODES:
+        torch.manual_seed(0)
+        f, g = attention_and_mlp()
+        model = ReversibleSequence([(f, g), (f, g), (g, f)], mode=mode).double()
+        results.append(train(model))
+    expect_equal(results[1], results[0])
+
+
+def test_parameters_that_are_frozen_or_unused_get_none() -> None:
+    results = []
+    for mode in MODES:
+        model = build(mode, depth=4)
+        model.layers[1].requires_grad_(False)
+        model.layers[2]["F"].requires_grad_(False)
+        model.layers[2]["G"].unused = nn.Parameter(torch.zeros(3))
+        results.append(train(model))
+    assert sum(g is None for g in results[0].gradients) == 19
+    expect_equal(results[1], results[0])
+
+
+def test_trained_behind_frozen_blocks() -> None:
+    """Nothing before the first trained half is run again."""
+    model = build("reversible", depth=4)
+    model.layers[:2].requires_grad_(False)
+    calls: list[int] = []
+    for index, layer in enumerate(model.layers):
+        layer["F"].register_forward_hook(lambda *_, index=index: calls.append(index))
+    loss_of(*model(*(x.detach() for x in inputs()))).backward()
+    assert calls == [0, 1, 2, 3, 3, 2]
+
+
+def test_backward_twice_with_retain_graph() -> None:
+    results = []
+    for mode in MODES:
+        model = build(mode, pair=random_pair, drop_path=0.3)
+        xs = inputs()
+        ys = model(*xs)
+        loss = loss_of(*ys)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        results.append(result(model, xs, ys))
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+    expect_equal(results[1], results[0])
+
+
+def test_no_stream_is_left_after_backward() -> None:
+    shape = (5, 7, 8)
+    model = build("reversible")
+    xs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    ys = model(*xs)
+    loss_of(*ys).backward()
+    tensors = [t for t in gc.get_objects() if type(t) is Tensor and t.shape == shape]
+    known = {t.data_ptr() for t in (*xs, *ys, *(x.grad for x in xs))}
+    assert {t.data_ptr() for t in tensors} <= known
+
+
+@pytest.mark.parametrize("stream", [0, 1])
+def test_a_loss_on_one_stream(stream: int) -> None:
+    results = []
+    for mode in MODES:
+        model = build(mode, pair=random_pair, drop_path=0.3)
+        xs = inputs()
+        ys = model(*xs)
+        ys[stream].square().sum().backward()
+        results.append(result(model, xs, ys))
+    expect_equal(results[1], results[0])
+
+
+def test_conditions_get_gradients_and_other_arguments_pass() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = Mlp(8)
+
+        def forward(self, x: Tensor, grid: list[int], shift: Tensor, index: Tensor) -> Tensor:
+            y: Tensor = self.mlp(x, shift) * grid[0] + shift.mean() * index
+            return y
+
+    gradients = []
+    for mode in MODES:
+        model = build(mode, pair=lambda: (Scaled(), Scaled()))
+        leaf = torch.linspace(0, 1, 16, dtype=torch.float64, requires_grad=True)
+        loss = loss_of(*model(*inputs(), [2, 3], leaf.exp(), torch.tensor(3)))
+        gradients.append(torch.autograd.grad(loss, [leaf, *model.parameters()]))
+    assert error(gradients[1], gradients[0]) < 1e-13
+
+
+def test_a_condition_that_was_modified_is_an_error() -> None:
+    model = build("reversible", pair=lambda: (Mlp(8), Mlp(8)))
+    shift = torch.zeros(16, dtype=torch.float64)
+    loss = loss_of(*model(*inputs(), shift))
+    shift.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, module: nn.Module, context_fn: Any) -> None:
+        super().__init__()
+        self.module, self.context_fn = module, context_fn
+
+    def forward(self, *xs: Tensor) -> Any:
+        return checkpoint(self.module, *xs, use_reentrant=False, context_fn=self.context_fn)
+
+
+@pytest.mark.parametrize("norm", [foreign, own])
+@pytest.mark.parametrize("where", ["inside", "around", "around reentrant"])
+def test_with_checkpoints(where: str, norm: Callable[[int], nn.Module]) -> None:
+    def pair() -> tuple[nn.Module, nn.Module]:
+        f, g = (Mlp(8, ChannelsFirst(norm(16)), nn.Dropout(0.3)) for _ in range(2))
+        if where == "inside":
+            return Checkpointed(f, checkpoint_contexts), g
+        return f, g
+
+    results = []
+    for mode in MODES:
+        model = run = build(mode, pair=pair, drop_path=0.2)
+        if mode == "reversible" and where == "around":
+            run = Checkpointed(model, checkpoint_contexts)
+        xs = inputs()
+        torch.manual_seed(0)
+        if mode == "reversible" and where == "around reentrant":
+            ys = checkpoint(recomputed(model), *xs, use_reentrant=True)
+        else:
+            ys = run(*xs)
+        loss_of(*ys).backward()
+        results.append(result(model, xs, ys))
+    expect_equal(results[1], results[0], tolerance=1e-12)
+
+
+def test_compiled_modules_inside() -> None:
+    stored = train(build("stored"))
+    model = build("reversible")
+    for layer in model.layers:
+        layer["G"].compile(backend="eager")
+    expect_equal(train(model), stored)
+
+
+# What would be wrong in silence
+
+
+def test_a_tensor_that_autograd_does_not_know_of_is_an_error() -> None:
+    class Closure(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * secret
+
+    secret = torch.ones(8, dtype=torch.float64, requires_grad=True)
+    y1, _ = ReversibleSequence([(Closure(), Closure())])(*inputs())
+    with pytest.raises(RuntimeError, match=r"of shape \(8,\) that needs .* Pass it in `cond`"):
+        y1.sum().backward()
+
+
+def test_a_module_that_changes_its_input_is_an_error() -> None:
+    model = build("reversible", pair=lambda: (nn.ReLU(inplace=True), Mlp(8)))
+    with pytest.raises(RuntimeError, match="F of block 0 changes its input in place"):
+        model(*(x.detach() for x in inputs()))
+
+
+def test_a_module_that_changes_its_buffers_is_an_error() -> None:
+    f = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)).double()
+    model = ReversibleSequence([(f, Mlp(8).double())])
+    with pytest.raises(
+        RuntimeError, match=r"F of block 0 changes its own `.*_u` when it is called"
+    ):
+        model(*inputs())
+    model.eval()
+    loss_of(*model(*inputs())).backward()
+
+
+def test_a_buffer_that_was_modified_is_an_error() -> None:
+    model = build("reversible", pair=lambda: norm_pair(foreign)).eval()
+    loss = loss_of(*model(*inputs()))
+    model.train()
+    model(*inputs())
+    with pytest.raises(RuntimeError, match=r"` of G of block 2 has been modified"):
+        loss.backward()
+
+
+# Inverse, drift, options
+
+
+def test_inverse() -> None:
+    model = build("reversible", pair=lambda: norm_pair(own), depth=6, drop_path=0.5)
+    model(*inputs())
+    model.eval()
+    xs = inputs()
+    found = model.inverse(*model(*xs))
+    for x, y in zip(xs, found, strict=True):
+        torch.testing.assert_close(y, x.detach(), rtol=0, atol=1e-12)
+    model.train()
+    with pytest.raises(RuntimeError, match=r"G of block 5 is in training.*Call eval\(\) first"):
+        model.inverse(*xs)
+
+
+def test_drift_is_what_computing_back_costs() -> None:
+    model = build("reversible", pair=random_pair, depth=8, drop_path=0.2, dtype=torch.float32)
+    xs = inputs(torch.float32)
+    torch.manual_seed(0)
+    report = model.drift(*xs)
+    assert [d.block for d in report] == list(range(8))
+    assert 0 < report[0].max_abs < 1e-5
+    assert 0 < report[0].relative < 1e-5
+    model.buffer_after = range(8)
+    torch.manual_seed(0)
+    assert model.drift(*xs)[0].max_abs < report[0].max_abs
+    exact = build("reversible", pair=lambda: (Constant(), Constant()), depth=2)
+    assert {d.max_abs for d in exact.drift(*(x.round() for x in inputs()))} == {0}
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    model, xs = build("reversible"), inputs()
+    expected = model(*xs)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            assert all(map(torch.equal, model(*xs), expected))
+
+
+@pytest.mark.parametrize(
+    "dtype, wide", [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)]
+)
+def test_streams_wider_than_what_modules_see(dtype: torch.dtype, wide: torch.dtype) -> None:
+    """The recomputation then sees the numbers of the first pass, and what is left is rounding."""
+    results = []
+    for mode, stream_dtype in [("stored", wide), ("reversible", wide), ("reversible", None)]:
+        model = build(mode, depth=12, dtype=dtype, stream_dtype=stream_dtype)  # type: ignore[arg-type]
+        xs = inputs(dtype)
+        ys = model(*xs)
+        assert ys[0].dtype == dtype
+        loss_of(*ys).backward()
+        results.append(result(model, xs, ys))
+    stored, wider, narrow = results
+    assert all(map(torch.equal, wider.outputs, stored.outputs))
+    assert all(map(torch.equal, wider.gradients, stored.gradients))  # type: ignore[arg-type]
+    assert error(narrow.gradients, stored.gradients) > 0
+
+
+def test_copies_and_pickles_after_a_forward_pass() -> None:
+    model = build("reversible", drop_path=0.1)
+    model(*inputs())
+    expected = train(copy.deepcopy(model))
+    expect_equal(train(pickle.loads(pickle.dumps(model))), expected, tolerance=1e-15)
+    assert {name.rpartition(".F.")[0] for name in model.state_dict() if ".F." in name} == {
+        f"layers.{i}" for i in range(3)
+    }
+
+
+def test_options_that_do_not_fit() -> None:
+    blocks = [attention_and_mlp()]
+    x = torch.zeros(2, 3, 8)
+    with pytest.raises(ValueError, match="`mode` must be one of 'reversible', 'stored': got 'rev'"):
+        ReversibleSequence(blocks, mode="rev")  # type: ignore[arg-type]
+    for rates in ([1.0], [0.1, 0.1]):
+        with pytest.raises(ValueError, match=r"`drop_path` must be a probability .* 1 blocks: got"):
+            ReversibleSequence(blocks, drop_path=rates)(x, x)
+    with pytest.raises(ValueError, match=r"`buffer_after` must be indices of the 1 blocks: got \["):
+        ReversibleSequence(blocks, buffer_after=[1])(x, x)
+    with pytest.raises(
+        TypeError, match=r"second stream must be a floating-point tensor: got torch"
+    ):
+        ReversibleSequence(blocks)(x, x.long())
+    with pytest.raises(ValueError, match=r"F of block 0 must return the shape of stream 1, \(2, 3"):
+        ReversibleSequence([(nn.Linear(8, 4), Mlp(8))])(x, x)
