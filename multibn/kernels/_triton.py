@@ -1,0 +1,250 @@
+"""The four passes as Triton kernels; `cuda` launches them.
+
+An activation is seen as it lies in memory: `(outer, channels, inner)`, where inner is 1 if the
+channels come last. A tile is ROWS x COLS elements: of (outer, inner) for one channel, or of
+(outer, channels) if CHANNELS_LAST. Per-channel values are `(1, 1)` in the former case and
+`(1, COLS)` in the latter, and broadcast against a tile in both.
+
+A program works on one block of channels, and there on `tiles_per_program` tiles in a row, its
+split. Sums are kept for each element of the tile in DTYPE and added up in float64 at the end, so
+that an element of the tile sees as many additions as there are tiles. Offsets are 64 bits wide.
+"""
+
+# mypy: disallow-untyped-defs=False, check-untyped-defs=False
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def moments(
+    x,
+    partials,  # (3, channels, splits), float64: count, mean and sum of squares about it
+    outer,
+    channels,
+    inner,
+    blocks,
+    tiles_per_program,
+    splits,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Moments of each split, from sums about the mean of its first tile.
+
+    The variance is good to as many roundings as there are tiles, whatever the data are: where that
+    mean is far from the others, the first tile makes up that much of the variance itself.
+    """
+    block, split, channel, exists = _place(channels, blocks, COLS, CHANNELS_LAST)
+    first = split * tiles_per_program
+    offsets, inside, count = _tile(first, block, outer, channels, inner, ROWS, COLS, CHANNELS_LAST)
+    centre = _sum(tl.load(x + offsets, inside, 0.0).to(DTYPE), CHANNELS_LAST)
+    centre /= count.to(DTYPE)
+    sum_d = tl.zeros((ROWS, COLS), DTYPE)
+    sum_dd = tl.zeros((ROWS, COLS), DTYPE)
+    total = tl.zeros((), tl.int64)
+    for i in range(tiles_per_program):
+        offsets, inside, count = _tile(
+            first + i, block, outer, channels, inner, ROWS, COLS, CHANNELS_LAST
+        )
+        d = tl.where(inside, tl.load(x + offsets, inside, 0.0).to(DTYPE) - centre, 0.0)
+        sum_d += d
+        sum_dd += d * d
+        total += count
+    n = total.to(tl.float64)
+    difference = _sum(sum_d.to(tl.float64), CHANNELS_LAST) / n
+    squares = _sum(sum_dd.to(tl.float64), CHANNELS_LAST) - n * difference * difference
+    out = partials + channel * splits + split
+    tl.store(out, n, exists)
+    tl.store(out + channels * splits, centre.to(tl.float64) + difference, exists)
+    tl.store(out + 2 * channels * splits, squares, exists)
+
+
+@triton.jit
+def merge_moments(partials, mean, var, channels, splits, BLOCK: tl.constexpr):
+    """Mean and biased variance of a channel from those of its splits (Chan et al., 1979)."""
+    channel = tl.program_id(0).to(tl.int64)
+    counts = partials + channel * splits
+    means = counts + channels * splits
+    squares = means + channels * splits
+    n = tl.zeros((BLOCK,), tl.float64)
+    weighted = tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, splits, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        count = tl.load(counts + i, i < splits, 0.0)
+        n += count
+        weighted += count * tl.load(means + i, i < splits, 0.0)
+    total = tl.sum(n)
+    merged = tl.sum(weighted) / total
+    m2 = tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, splits, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        d = tl.load(means + i, i < splits, 0.0) - merged
+        m2 += tl.load(squares + i, i < splits, 0.0) + tl.load(counts + i, i < splits, 0.0) * d * d
+    v = tl.sum(m2) / total
+    tl.store(mean + channel, merged)
+    tl.store(var + channel, tl.where(v < 0.0, 0.0, v))  # a NaN stays
+
+
+@triton.jit
+def normalize(
+    x,
+    mean,
+    scale,
+    shift,
+    residual,  # or None
+    y,
+    outer,
+    channels,
+    inner,
+    blocks,
+    tiles_per_program,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
+    DTYPE: tl.constexpr,
+    RELU: tl.constexpr,
+):
+    block, split, channel, exists = _place(channels, blocks, COLS, CHANNELS_LAST)
+    centre, remainder = _round(tl.load(mean + channel, exists, 0.0), DTYPE)
+    a = tl.load(scale + channel, exists, 0.0)
+    b = (tl.load(shift + channel, exists, 0.0) - remainder * a).to(DTYPE)
+    a = a.to(DTYPE)
+    for i in range(tiles_per_program):
+        offsets, inside, _ = _tile(
+            split * tiles_per_program + i, block, outer, channels, inner, ROWS, COLS, CHANNELS_LAST
+        )
+        d = tl.load(x + offsets, inside).to(DTYPE) - centre
+        v = d * a + b
+        if residual is not None:
+            v += tl.load(residual + offsets, inside).to(DTYPE)
+        if RELU:
+            v = tl.where(v < 0.0, 0.0, v)  # a NaN stays
+        tl.store(y + offsets, v, inside)
+
+
+@triton.jit
+def backward_sums(
+    dy,
+    x,
+    mean,
+    partials,  # (2, channels, splits), float64
+    outer,
+    channels,
+    inner,
+    blocks,
+    tiles_per_program,
+    splits,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Each split's sums of `dy` and of `dy * (x - mean)`."""
+    block, split, channel, exists = _place(channels, blocks, COLS, CHANNELS_LAST)
+    centre, remainder = _round(tl.load(mean + channel, exists, 0.0), DTYPE)
+    sum_dy = tl.zeros((ROWS, COLS), DTYPE)
+    sum_dy_d = tl.zeros((ROWS, COLS), DTYPE)
+    for i in range(tiles_per_program):
+        offsets, inside, _ = _tile(
+            split * tiles_per_program + i, block, outer, channels, inner, ROWS, COLS, CHANNELS_LAST
+        )
+        g = tl.load(dy + offsets, inside, 0.0).to(DTYPE)
+        d = tl.where(inside, tl.load(x + offsets, inside, 0.0).to(DTYPE) - centre, 0.0)
+        sum_dy += g
+        sum_dy_d += g * d
+    first = _sum(sum_dy.to(tl.float64), CHANNELS_LAST)
+    second = _sum(sum_dy_d.to(tl.float64), CHANNELS_LAST) - remainder * first
+    out = partials + channel * splits + split
+    tl.store(out, first, exists)
+    tl.store(out + channels * splits, second, exists)
+
+
+@triton.jit
+def input_gradient(
+    dy,
+    x,
+    mean,
+    dy_scale,
+    x_scale,
+    shift,
+    dx,
+    outer,
+    channels,
+    inner,
+    blocks,
+    tiles_per_program,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    block, split, channel, exists = _place(channels, blocks, COLS, CHANNELS_LAST)
+    centre, remainder = _round(tl.load(mean + channel, exists, 0.0), DTYPE)
+    of_dy = tl.load(dy_scale + channel, exists, 0.0).to(DTYPE)
+    of_x = tl.load(x_scale + channel, exists, 0.0)
+    b = (tl.load(shift + channel, exists, 0.0) - remainder * of_x).to(DTYPE)
+    of_x = of_x.to(DTYPE)
+    for i in range(tiles_per_program):
+        offsets, inside, _ = _tile(
+            split * tiles_per_program + i, block, outer, channels, inner, ROWS, COLS, CHANNELS_LAST
+        )
+        g = tl.load(dy + offsets, inside).to(DTYPE)
+        d = tl.load(x + offsets, inside).to(DTYPE) - centre
+        tl.store(dx + offsets, d * of_x + g * of_dy + b, inside)
+
+
+@triton.jit
+def _place(channels, blocks, COLS: tl.constexpr, CHANNELS_LAST: tl.constexpr):
+    """Block and split of this program, its channels, and which of them there are."""
+    program = tl.program_id(0).to(tl.int64)
+    block = program % blocks
+    if CHANNELS_LAST:
+        channel = block * COLS + tl.arange(0, COLS)[None, :]
+    else:
+        channel = block + tl.zeros((1, 1), tl.int64)
+    return block, program // blocks, channel, channel < channels
+
+
+@triton.jit
+def _tile(
+    number,
+    block,
+    outer,
+    channels,
+    inner,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
+):
+    """Offsets of a tile, which of them are inside the activation, and how many per channel."""
+    if CHANNELS_LAST:
+        row = number * ROWS
+        col = block * COLS
+        start, width, stride = 0, channels, channels
+    else:
+        across = tl.cdiv(inner, COLS)
+        row = number // across * ROWS
+        col = number % across * COLS
+        start, width, stride = block * inner, inner, channels * inner
+    rows = row + tl.arange(0, ROWS)[:, None]
+    cols = col + tl.arange(0, COLS)[None, :]
+    count = tl.minimum(tl.maximum(outer - row, 0), ROWS)
+    if not CHANNELS_LAST:
+        count *= tl.minimum(inner - col, COLS)
+    return start + rows * stride + cols, (rows < outer) & (cols < width), count
+
+
+@triton.jit
+def _sum(v, CHANNELS_LAST: tl.constexpr):
+    """Per-channel sums of a tile."""
+    v = tl.sum(v, 0, keep_dims=True)
+    return v if CHANNELS_LAST else tl.sum(v, 1, keep_dims=True)
+
+
+@triton.jit
+def _round(mean, DTYPE: tl.constexpr):
+    """A float64 mean as a value of DTYPE and the remainder, see `generic`."""
+    centre = mean.to(DTYPE)
+    return centre, mean - centre.to(tl.float64)

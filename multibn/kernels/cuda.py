@@ -1,0 +1,212 @@
+"""The four passes for torch tensors on a GPU, as Triton kernels: one or two launches each.
+
+For tensors that fill their memory and have their channels together in it: contiguous and
+channels-last formats of any number of dimensions. Everything else goes to `generic`. Nothing waits
+for the GPU, and what is launched depends on shapes, strides and dtypes only: the passes can be
+captured in a CUDA graph once they have run, and been compiled, outside of it. Results do not depend
+on the order in which programs run.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from multibn.kernels import _triton, generic
+
+_ARITHMETIC = {
+    torch.float16: tl.float32,
+    torch.bfloat16: tl.float32,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+_OPTIONS = {"enable_fp_fusion": True}  # as is the default, of which Triton 3.9 warns
+_TILE = 2048  # elements: 16 for each thread of Triton's 4 warps
+_PROGRAMS = 1024  # enough to fill any GPU, few enough for their partial sums to be small
+_MAX_TILES = 64  # per program; bounds the rounding error, see `_triton.moments`
+_MERGED = 1024  # partial sums that a program reads at a time
+
+
+def local_moments(x: Tensor, /, *, axis: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """As `generic.local_moments`; two launches."""
+    plan = _plan(x, axis)
+    if plan is None:
+        return generic.local_moments(x, axis=axis)
+    partials = _wide(x, (3, plan.channels, plan.splits))
+    mean, var = _wide(x, (2, *_channels(x, axis)))
+    with torch.cuda.device_of(x):
+        _triton.moments[plan.grid](x, partials, *plan.sizes, plan.splits, **plan.constants)
+        _triton.merge_moments[plan.channels,](
+            partials,
+            mean,
+            var,
+            plan.channels,
+            plan.splits,
+            BLOCK=min(triton.next_power_of_2(plan.splits), _MERGED),
+            **_OPTIONS,
+        )
+    return mean, var
+
+
+def normalize(
+    x: Tensor,
+    mean: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    /,
+    *,
+    axis: tuple[int, ...],
+    residual: Tensor | None = None,
+    relu: bool = False,
+) -> Tensor:
+    """As `generic.normalize`, then plus `residual`, then ReLU; one launch.
+
+    `residual` has the shape of `x`; it is added before the sum is rounded to the dtype of `x`.
+    """
+    plan = _plan(x, axis)
+    if plan is None:
+        y: Tensor = generic.normalize(x, mean, scale, shift, axis=axis)
+        y = y if residual is None else y + residual.to(y.dtype)
+        return y.relu_() if relu else y
+    y = torch.empty_like(x)
+    coefficients = (v.contiguous() for v in (mean, scale, shift))
+    residual = None if residual is None else _laid_out_as(x, residual)
+    with torch.cuda.device_of(x):
+        _triton.normalize[plan.grid](
+            x, *coefficients, residual, y, *plan.sizes, RELU=relu, **plan.constants
+        )
+    return y
+
+
+def backward_sums(
+    dy: Tensor, x: Tensor, mean: Tensor, /, *, axis: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """As `generic.backward_sums`; two launches."""
+    plan = _plan(x, axis)
+    if plan is None:
+        return generic.backward_sums(dy, x, mean, axis=axis)
+    partials = _wide(x, (2, plan.channels, plan.splits))
+    with torch.cuda.device_of(x):
+        _triton.backward_sums[plan.grid](
+            _laid_out_as(x, dy),
+            x,
+            mean.contiguous(),
+            partials,
+            *plan.sizes,
+            plan.splits,
+            **plan.constants,
+        )
+    sum_dy, sum_dy_xmu = partials.sum(2).view(2, *_channels(x, axis))
+    return sum_dy, sum_dy_xmu
+
+
+def input_gradient(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    dy_scale: Tensor,
+    x_scale: Tensor,
+    shift: Tensor,
+    /,
+    *,
+    axis: tuple[int, ...],
+) -> Tensor:
+    """As `generic.input_gradient`; one launch."""
+    plan = _plan(x, axis)
+    if plan is None:
+        dx: Tensor = generic.input_gradient(dy, x, mean, dy_scale, x_scale, shift, axis=axis)
+        return dx
+    dx = torch.empty_like(x)
+    coefficients = (v.contiguous() for v in (mean, dy_scale, x_scale, shift))
+    with torch.cuda.device_of(x):
+        _triton.input_gradient[plan.grid](
+            _laid_out_as(x, dy), x, *coefficients, dx, *plan.sizes, **plan.constants
+        )
+    return dx
+
+
+class _Plan(NamedTuple):
+    """How a pass over an activation is divided among programs, see `_triton`."""
+
+    outer: int
+    channels: int
+    inner: int
+    blocks: int
+    tiles_per_program: int
+    splits: int
+    constants: dict[str, Any]
+
+    @property
+    def grid(self) -> tuple[int]:
+        return (self.blocks * self.splits,)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self[:5]
+
+
+def _plan(x: Tensor, axis: tuple[int, ...]) -> _Plan | None:
+    """The plan for `x`; None if it is empty or not laid out as (outer, channels, inner)."""
+    in_memory = _in_memory(x)
+    if in_memory is None or x.numel() == 0 or x.dtype not in _ARITHMETIC:
+        return None
+    kept = [k for k, i in enumerate(in_memory) if i not in axis]
+    first, stop = (kept[0], kept[-1] + 1) if kept else (0, 0)
+    together = in_memory[first:stop]
+    if len(together) > len(kept) or together != sorted(together):
+        return None
+    outer, channels, inner = (
+        math.prod(x.shape[i] for i in part)
+        for part in (in_memory[:first], together, in_memory[stop:])
+    )
+    last = inner == 1 and channels > 1
+    width = channels if last else inner
+    cols = min(triton.next_power_of_2(width), 64 if last else 512)
+    rows = min(triton.next_power_of_2(outer), _TILE // cols)
+    blocks = triton.cdiv(channels, cols) if last else channels
+    tiles = triton.cdiv(outer, rows) * (1 if last else triton.cdiv(inner, cols))
+    per_program = min(max(tiles * blocks // _PROGRAMS, 1), tiles, _MAX_TILES)
+    return _Plan(
+        outer,
+        channels,
+        inner,
+        blocks,
+        per_program,
+        triton.cdiv(tiles, per_program),
+        {
+            "ROWS": rows,
+            "COLS": cols,
+            "CHANNELS_LAST": last,
+            "DTYPE": _ARITHMETIC[x.dtype],
+            **_OPTIONS,
+        },
+    )
+
+
+def _in_memory(x: Tensor) -> list[int] | None:
+    """Dimensions of size above 1, from large stride to small; None if `x` has gaps."""
+    strides = x.stride()
+    dims = sorted((i for i, n in enumerate(x.shape) if n != 1), key=lambda i: -strides[i])
+    expected = 1
+    for i in reversed(dims):
+        if strides[i] != expected:
+            return None
+        expected *= x.shape[i]
+    return dims
+
+
+def _laid_out_as(x: Tensor, dy: Tensor) -> Tensor:
+    """`dy`, copied if it does not lie in memory as `x` does: an expanded gradient, for example."""
+    same = all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), dy.stride(), strict=True))
+    return dy if same else torch.empty_like(x, dtype=dy.dtype).copy_(dy)
+
+
+def _channels(x: Tensor, axis: tuple[int, ...]) -> list[int]:
+    return [n for i, n in enumerate(x.shape) if i not in axis]
+
+
+def _wide(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return torch.empty(shape, dtype=torch.float64, device=x.device)

@@ -1,0 +1,118 @@
+"""The four passes for CuPy arrays: reduction and elementwise kernels, any layout.
+
+They make no temporary of the size of an activation. Arithmetic is in float64, but only in
+registers: activations are moved in their own dtype, and moving them is what takes the time.
+"""
+
+import cupy
+
+from multibn._typing import Array
+from multibn.kernels import generic
+
+_DTYPES = ("float16", "float32", "float64")
+
+_sum = cupy.ReductionKernel(
+    "T x",
+    "float64 s",
+    "static_cast<double>(x)",
+    "a + b",
+    "s = a",
+    "0",
+    "multibn_sum",
+)
+_sum_of_squares = cupy.ReductionKernel(
+    "T x, float64 mean",
+    "float64 s",
+    "(static_cast<double>(x) - mean) * (static_cast<double>(x) - mean)",
+    "a + b",
+    "s = a",
+    "0",
+    "multibn_sum_of_squares",
+)
+_sum_of_products = cupy.ReductionKernel(
+    "G dy, T x, float64 mean",
+    "float64 s",
+    "static_cast<double>(dy) * (static_cast<double>(x) - mean)",
+    "a + b",
+    "s = a",
+    "0",
+    "multibn_sum_of_products",
+)
+_normalize = cupy.ElementwiseKernel(
+    "T x, float64 mean, float64 scale, float64 shift",
+    "T y",
+    "y = static_cast<T>((static_cast<double>(x) - mean) * scale + shift)",
+    "multibn_normalize",
+)
+_input_gradient = cupy.ElementwiseKernel(
+    "G dy, T x, float64 mean, float64 dy_scale, float64 x_scale, float64 shift",
+    "T dx",
+    """
+    dx = static_cast<T>(
+        (static_cast<double>(x) - mean) * x_scale + static_cast<double>(dy) * dy_scale + shift)
+    """,
+    "multibn_input_gradient",
+)
+
+
+def local_moments(x: Array, /, *, axis: tuple[int, ...]) -> tuple[Array, Array]:
+    """As `generic.local_moments`."""
+    if x.dtype.name not in _DTYPES:
+        return generic.local_moments(x, axis=axis)
+    n = max(generic.num_elements(x, axis), 1)
+    mean = _reduce(_sum, x, axis=axis) / n
+    return mean, _reduce(_sum_of_squares, x, _beside(x, mean, axis), axis=axis) / n
+
+
+def normalize(
+    x: Array, mean: Array, scale: Array, shift: Array, /, *, axis: tuple[int, ...]
+) -> Array:
+    """As `generic.normalize`."""
+    if x.dtype.name not in _DTYPES:
+        return generic.normalize(x, mean, scale, shift, axis=axis)
+    coefficients = (_beside(x, v, axis) for v in (mean, scale, shift))
+    return _normalize(x, *coefficients, cupy.empty_like(x))
+
+
+def backward_sums(
+    dy: Array, x: Array, mean: Array, /, *, axis: tuple[int, ...]
+) -> tuple[Array, Array]:
+    """As `generic.backward_sums`."""
+    if x.dtype.name not in _DTYPES or dy.dtype.name not in _DTYPES:
+        return generic.backward_sums(dy, x, mean, axis=axis)
+    sum_dy_xmu = _reduce(_sum_of_products, dy, x, _beside(x, mean, axis), axis=axis)
+    return _reduce(_sum, dy, axis=axis), sum_dy_xmu
+
+
+def input_gradient(
+    dy: Array,
+    x: Array,
+    mean: Array,
+    dy_scale: Array,
+    x_scale: Array,
+    shift: Array,
+    /,
+    *,
+    axis: tuple[int, ...],
+) -> Array:
+    """As `generic.input_gradient`."""
+    if x.dtype.name not in _DTYPES or dy.dtype.name not in _DTYPES:
+        return generic.input_gradient(dy, x, mean, dy_scale, x_scale, shift, axis=axis)
+    coefficients = (_beside(x, v, axis) for v in (mean, dy_scale, x_scale, shift))
+    return _input_gradient(dy, x, *coefficients, cupy.empty_like(x))
+
+
+def _beside(x: Array, v: Array, axis: tuple[int, ...]) -> Array:
+    """A per-channel array, shaped to broadcast against `x`."""
+    return v.reshape(tuple(1 if i in axis else n for i, n in enumerate(x.shape)))
+
+
+def _reduce(kernel: cupy.ReductionKernel, *arrays: Array, axis: tuple[int, ...]) -> Array:
+    """`kernel` over the spatial axes, then a sum over the batch.
+
+    CuPy has one block add up one result: of these there are N*C in place of C.
+    """
+    batch, *spatial = sorted(axis)
+    if not spatial:
+        return kernel(*arrays, axis=batch)
+    return kernel(*arrays, axis=tuple(spatial)).sum(axis=batch)
