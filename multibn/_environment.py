@@ -3,11 +3,22 @@
 import importlib.util
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
 import sysconfig
+from functools import cache
+from pathlib import Path
 from typing import Any
+
+
+@cache
+def host() -> str:
+    """What the processes of one machine have in common, and no other machine's have."""
+    # Names repeat where nobody chose them (localhost); the kernel's boot id does not.
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    return f"{platform.node()} {boot_id.read_text() if boot_id.exists() else ''}"
 
 
 def importable(name: str) -> bool:

@@ -15,21 +15,20 @@ communicator::
 
 This is batch normalization (Ioffe & Szegedy, 2015, arXiv:1502.03167) of the concatenated batch when
 a_i = n_i. There is one allreduce of 2C+2 numbers forward and one of 2C backward, whatever the
-number of ranks. Nothing here makes a GPU wait for the host, except where a rank holds at most one
-value per channel.
+number of ranks; a layer's messages have 2C+4 both ways, see `communicators.checked`. Nothing here
+makes a GPU wait for the host, except where a rank holds at most one value per channel.
 """
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from array_api_compat import array_namespace, device
 
 from multibn import kernels
 from multibn._typing import Array, Weighting, check_choice
-from multibn.communicators import Communicator
-
-_DLPACK_CPU = 1  # kDLCPU of the DLPack header
+from multibn.communicators import Communicator, checked
+from multibn.communicators._host import is_on_host
 
 
 class Moments(NamedTuple):
@@ -165,6 +164,8 @@ def aggregate(
         If `weighting` is none of the three.
     RuntimeError
         On every rank, if another rank called `refuse` (host arrays only).
+    FloatingPointError
+        On every rank, if the moments of one are not finite (host arrays only).
     """
     check_choice("weighting", weighting, Weighting)
     xp = array_namespace(moments.mean)
@@ -182,8 +183,12 @@ def aggregate(
         rank_weight,
         moments.count,
     )
-    if _on_host(count) and bool(xp.isnan(count)):
-        _raise_for_refusal(communicator, refused=False, like=count)
+    if is_on_host(count):
+        if bool(xp.isnan(count)):
+            _raise_for_refusal(communicator, refused=False)
+        if not bool(xp.isfinite(xp.sum(meansqr))):
+            finite = bool(xp.isfinite(xp.sum(moments.meansqr)))
+            _raise_for_non_finite(communicator, finite)
     divisor = xp.clip(total, 1.0, None)  # a weight is 0 or at least 1
     mean = mean / divisor
     return BatchStatistics(
@@ -239,9 +244,9 @@ def refuse(communicator: Communicator, num_channels: int, /, *, like: Array) -> 
     xp = array_namespace(like)
     wide = kernels.as_wide(xp.zeros((), dtype=xp.float32, device=device(like)))
     payload = xp.full((2 * num_channels + 2,), math.nan, dtype=wide.dtype, device=device(wide))
-    communicator.allreduce(payload)
-    if _on_host(payload):
-        _raise_for_refusal(communicator, refused=True, like=payload)
+    checked.during(communicator, "forward", like.dtype).allreduce(payload)
+    if is_on_host(payload):
+        _raise_for_refusal(communicator, refused=True)
 
 
 def invstd(batch: BatchStatistics, /, *, eps: float) -> Array:
@@ -338,19 +343,22 @@ def _allreduce(communicator: Communicator, *arrays: Array) -> list[Array]:
     return parts
 
 
-def _on_host(a: Array) -> bool:
-    return int(a.__dlpack_device__()[0]) == _DLPACK_CPU
-
-
-def _raise_for_refusal(communicator: Communicator, *, refused: bool, like: Array) -> None:
+def _raise_for_refusal(communicator: Communicator, *, refused: bool) -> None:
     """Find out together which ranks refused; those that did not raise for them."""
-    xp = array_namespace(like)
-    flags = xp.zeros((communicator.size,), dtype=like.dtype, device=device(like))
-    flags[communicator.rank] = float(refused)
-    flags = communicator.allreduce(flags)
+    ranks = checked.find_ranks(communicator, refused)
     if not refused:
-        ranks = [rank for rank in range(communicator.size) if float(flags[rank]) > 0]
         raise RuntimeError(
-            f"rank {communicator.rank} cannot go on: the input of this layer was refused on "
-            f"rank(s) {ranks} of {communicator.size}. The error raised there says why."
+            f"rank {communicator.rank} cannot go on: the input of {checked.name_of(communicator)} "
+            f"was refused on rank(s) {ranks} of {communicator.size}. The error raised there says "
+            "why."
         )
+
+
+def _raise_for_non_finite(communicator: Communicator, finite: bool) -> NoReturn:
+    """Find out together on which ranks the moments are not finite, and raise on all of them."""
+    ranks = checked.find_ranks(communicator, not finite)
+    raise FloatingPointError(
+        f"the batch statistics of {checked.name_of(communicator)} are not finite: the input has "
+        f"NaN, infinity or too large values on rank(s) {ranks} of {communicator.size}. Look for "
+        "what made them in the layers before it."
+    )

@@ -76,12 +76,12 @@ class _Remembering:
     """A communicator that answers a recomputation from memory."""
 
     def __init__(self, communicator: Communicator, given_as: object) -> None:
-        self._communicator, self._given_as = communicator, given_as
+        self.wrapped, self._given_as = communicator, given_as
         self.rank, self.size = communicator.rank, communicator.size
 
     def allreduce(self, x: Array, /) -> Array:
         if not isinstance(x, np.ndarray):
-            return self._communicator.allreduce(x)
+            return self.wrapped.allreduce(x)
         key = id(self._given_as), x.tobytes()
         if chainer.config.in_recomputing:
             if key not in _sums:
@@ -92,7 +92,7 @@ class _Remembering:
                     "multibn.chainer_backend.forget in place of chainer.functions.forget."
                 )
             return _sums[key][1].copy()
-        summed = self._communicator.allreduce(x)
+        summed = self.wrapped.allreduce(x)
         _sums[key] = self._given_as, summed.copy()
         _sums.move_to_end(key)
         while len(_sums) > _CAPACITY:
@@ -100,4 +100,4 @@ class _Remembering:
         return summed
 
     def split(self, color: int, key: int = 0) -> Communicator:
-        return self._communicator.split(color, key)
+        return self.wrapped.split(color, key)

@@ -12,6 +12,7 @@ from multibn import recompute, statistics
 from multibn._typing import Array, Weighting
 from multibn.chainer_backend import forgetting
 from multibn.communicators import Communicator, as_communicator
+from multibn.communicators.checked import Checked, during
 from multibn.statistics import BatchStatistics
 
 
@@ -29,8 +30,7 @@ def multi_node_batch_normalization(
     """Normalize `x` by the statistics of the batch that all ranks hold together.
 
     Collective: every rank of `comm` must call it, a rank with an empty batch included, and must
-    run the backward pass if any does. One allreduce of 2C+2 float64 numbers forward, one of 2C
-    backward.
+    run the backward pass if any does. One allreduce of 2C+4 float64 numbers each way.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ def multi_node_batch_normalization(
     copy. With a graph, the backward pass repeats the forward's collective, and each of its own
     collectives has another in the pass that differentiates it. It computes in float64.
     """
-    communicator = as_communicator(comm)
+    communicator = Checked(as_communicator(comm), lambda: "multi_node_batch_normalization")
     shapes = [tuple(p.shape) for p in (gamma, beta) if p is not None]
     if len(set(shapes)) > 1:
         error = ValueError(f"`gamma` and `beta` must have the same shape: got {shapes}.")
@@ -101,7 +101,7 @@ def batch_statistics(
     def compute() -> BatchStatistics:
         return statistics.batch_statistics(
             chainer.as_array(x),
-            forgetting.remembering(communicator, given_as=given_as),
+            forgetting.remembering(during(communicator, "forward", x.dtype), given_as=given_as),
             weighting=weighting,
             axis=axis,
         )
@@ -246,7 +246,7 @@ class _NormalizeGrad(FunctionNode):
         of = self.of
         x, *gamma, dy = inputs
         local = statistics.backward_sums(dy, x, of.batch, eps=of.eps, axis=of.axis)
-        sums = statistics.aggregate_sums(local, of.communicator)
+        sums = statistics.aggregate_sums(local, during(of.communicator, "backward", x.dtype))
         weight = gamma[0] if gamma else None
         gradients = [
             statistics.input_gradient(

@@ -1,7 +1,9 @@
 """Batch normalization links for Chainer."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
+from weakref import WeakKeyDictionary
 
 import chainer
 import numpy as np
@@ -14,6 +16,7 @@ from multibn._typing import RunningVar, Weighting, check_choice
 from multibn.chainer_backend import functions
 from multibn.communicators import SingleProcess, as_communicator
 from multibn.communicators.chainermn import ChainerMN, select_backend
+from multibn.communicators.checked import Checked, find_path
 from multibn.kernels.generic import num_elements
 from multibn.statistics import BatchStatistics
 
@@ -34,7 +37,8 @@ class MultiNodeBatchNormalization(chainer.Link):
     parameters, persistent values and npz files.
 
     With `chainer.config.train`, the call is collective: every rank must make it, with one allreduce
-    of 2C+2 float64 numbers, and one of 2C in the backward pass. Otherwise nothing is communicated.
+    of 2C+4 float64 numbers, and one in the backward pass; the first call has one more, of a fixed
+    size. Otherwise nothing is communicated.
 
     Parameters
     ----------
@@ -167,7 +171,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         TypeError, ValueError, RuntimeError
             As `multi_node_batch_normalization`.
         """
-        communicator = self._communicator if chainer.config.train else SingleProcess()
+        communicator = _checked(self) if chainer.config.train else SingleProcess()
         channels = None if self.avg_mean is None else self.avg_mean.shape
         axis = functions.check_input(x, channels, self.axis, communicator)
         if self.avg_mean is None:
@@ -229,6 +233,24 @@ class MultiNodeBatchNormalization(chainer.Link):
         gamma = self.xp.ones_like(self.avg_mean) if self.gamma is None else self.gamma
         beta = self.xp.zeros_like(self.avg_mean) if self.beta is None else self.beta
         return gamma, beta
+
+
+# Beside the links and not in them: a copy of a link makes its own.
+_all_checked: WeakKeyDictionary[chainer.Link, Checked] = WeakKeyDictionary()
+
+
+def _checked(link: MultiNodeBatchNormalization) -> Checked:
+    """The link's communicator, as the link uses it."""
+    if link not in _all_checked:
+        own = weakref.ref(link)
+        _all_checked[link] = Checked(link._communicator, lambda: _name(own()))
+    return _all_checked[link]
+
+
+def _name(link: chainer.Link | None) -> str:
+    """Where a link stands in its model, as far as the running forward pass tells."""
+    path = find_path(link, chainer.Link, lambda model: model.namedlinks(skipself=True))
+    return path.strip("/").replace("/", ".") or type(link).__qualname__
 
 
 def _resolved(

@@ -21,6 +21,48 @@ class Handle:
         return f"{type(self).__name__}()"
 
 
+class Watched(Handle, ABC):
+    """A communicator that waits for the other ranks with a deadline.
+
+    Its messages travel in channels, which keep those apart that must not be taken for each other:
+    a message of one channel never meets one of another.
+
+    Attributes
+    ----------
+    timeout
+        Seconds that a collective may take.
+    """
+
+    timeout: float
+
+    @property
+    @abstractmethod
+    def rank(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def size(self) -> int: ...
+
+    @abstractmethod
+    def split(self, color: int, key: int = 0) -> Any: ...
+
+    def allreduce(self, x: Array, /) -> Array:
+        text = f"a sum of {x.dtype} numbers of shape {tuple(x.shape)}"
+        return self.allreduce_in(x, channel=0, place=text, text=text)
+
+    @abstractmethod
+    def allreduce_in(self, x: Array, /, *, channel: int, place: str, text: str) -> Array:
+        """As `allreduce`. A channel is opened at its first use, by all ranks at the same time.
+
+        Channel 0 is for anything. `place` is equal on ranks that are to meet, `text` describes it.
+        """
+
+    @property
+    @abstractmethod
+    def agreements(self) -> dict[Any, Any]:
+        """What the ranks have found out to be equal, kept for all handles of these processes."""
+
+
 class Forwarding(Handle, ABC):
     """Stands for another communicator, which is looked up at each use."""
 
@@ -37,6 +79,11 @@ class Forwarding(Handle, ABC):
 
     def split(self, color: int, key: int = 0) -> Any:
         return self._find().split(color, key)
+
+    def resolve(self) -> Any:
+        """The communicator that this one stands for at the moment."""
+        found = self._find()
+        return found.resolve() if isinstance(found, Forwarding) else found
 
     @abstractmethod
     def _find(self) -> Any:

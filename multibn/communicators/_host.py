@@ -15,6 +15,13 @@ from array_api_compat import (
 
 from multibn._typing import Array
 
+_DLPACK_CPU = 1  # kDLCPU of the DLPack header
+
+
+def is_on_host(x: Array, /) -> bool:
+    """Whether `x` is in host memory."""
+    return is_numpy_array(x) or int(x.__dlpack_device__()[0]) == _DLPACK_CPU
+
 
 def to_host(x: Array, /) -> np.ndarray[Any, Any]:
     """`x` as a contiguous NumPy array, which may share its memory.
@@ -50,3 +57,18 @@ def through_host(
 ) -> Array:
     """Result of `reduce` on a host copy of `x`, as an array like `x`."""
     return from_host(reduce(to_host(x)), x)
+
+
+def allgather_bytes(
+    allreduce: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]],
+    rank: int,
+    size: int,
+    data: bytes,
+    /,
+) -> list[bytes]:
+    """What each rank passed as `data`, cut to 512 bytes. Collective."""
+    table = np.zeros((size, 512 // 8), dtype=np.int64)
+    own = table[rank].view(np.uint8)
+    data = data[: own.size]
+    own[: len(data)] = np.frombuffer(data, dtype=np.uint8)
+    return [row.tobytes().rstrip(b"\0") for row in allreduce(table)]

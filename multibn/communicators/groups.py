@@ -1,12 +1,11 @@
 """Part of a communicator's ranks, named by what they have in common and found at the first use."""
 
 import hashlib
-import platform
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from multibn._environment import host
 from multibn.communicators import (
     Communicator,
     DefaultCommunicator,
@@ -81,13 +80,6 @@ class _Found(NamedTuple):
 
 # By the identity of the parent and the spec.
 _found: dict[tuple[object, Spec], _Found] = {}
-
-
-def host() -> str:
-    """What the processes of one machine have in common, and no other machine's have."""
-    # Names repeat where nobody chose them (localhost); the kernel's boot id does not.
-    boot_id = Path("/proc/sys/kernel/random/boot_id")
-    return f"{platform.node()} {boot_id.read_text() if boot_id.exists() else ''}"
 
 
 def _check_spec(spec: Any) -> Spec:

@@ -3,27 +3,33 @@
 mpi4py is imported, and MPI thereby initialised, at the first use of a communicator and not before.
 """
 
+import atexit
 import ctypes
+import sys
+import time
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from array_api_compat import is_cupy_array, is_torch_array
 
 from multibn._typing import Array
 from multibn.communicators import SingleProcess
-from multibn.communicators._handle import Handle
-from multibn.communicators._host import through_host
+from multibn.communicators._handle import Watched
+from multibn.communicators._host import allgather_bytes, through_host
+from multibn.communicators._watch import Notice, Watch, check_timeout, default_timeout
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Comm
+    from mpi4py.MPI import Comm, Request
 
 
-class MPI(Handle):
+class MPI(Watched):
     """The processes of an mpi4py communicator.
 
     Arrays in host memory are reduced where they are. Arrays on a GPU are handed to an MPI that is
-    CUDA-aware, and otherwise go through the host; so do 16-bit types, as float32.
+    CUDA-aware, which then knows no deadline, and otherwise go through the host; so do 16-bit types,
+    as float32. Messages travel in duplicates of the communicator, where no other message can be
+    taken for theirs.
 
     Parameters
     ----------
@@ -31,11 +37,14 @@ class MPI(Handle):
         An mpi4py communicator; default MPI.COMM_WORLD.
     cuda_aware
         Whether the MPI library takes pointers to GPU memory; default: ask it.
+    timeout
+        Seconds that a collective may take; default: MULTIBN_TIMEOUT, or 300. MPI itself would wait
+        for ever.
 
     Raises
     ------
     ValueError
-        If `comm` is MPI.COMM_NULL: this process is not part of it.
+        If `comm` is MPI.COMM_NULL: this process is not part of it; or `timeout` is not positive.
     TypeError
         If `comm` is an intercommunicator.
 
@@ -45,8 +54,15 @@ class MPI(Handle):
         The processes' ranks in MPI.COMM_WORLD, in the order of their ranks here; None for all.
     """
 
-    def __init__(self, comm: "Comm | None" = None, *, cuda_aware: bool | None = None) -> None:
+    def __init__(
+        self,
+        comm: "Comm | None" = None,
+        *,
+        cuda_aware: bool | None = None,
+        timeout: float | None = None,
+    ) -> None:
         self._comm = comm
+        self.timeout = default_timeout() if timeout is None else check_timeout(timeout)
         self.world_ranks: tuple[int, ...] | None = None
         self._cuda_aware = cuda_aware
         if comm is None:
@@ -83,27 +99,39 @@ class MPI(Handle):
     def size(self) -> int:
         return self.comm.size
 
-    def allreduce(self, x: Array, /) -> Array:
+    def allreduce_in(self, x: Array, /, *, channel: int, place: str, text: str) -> Array:
         if self._takes_device_array(x):
             return self._allreduce_on_device(x)
-        return through_host(x, self._allreduce_on_host)
+        links = _links(self.comm, self.timeout)
+        return through_host(x, lambda a: links.allreduce(a, channel, place, text, self.timeout))
+
+    @property
+    def agreements(self) -> dict[Any, Any]:
+        return _links(self.comm, self.timeout).agreements
 
     def split(self, color: int, key: int = 0) -> "MPI":
-        return MPI(self.comm.Split(color, key), cuda_aware=self._cuda_aware)
+        comm = self.comm.Split(color, key)
+        return MPI(comm, cuda_aware=self._cuda_aware, timeout=self.timeout)
+
+    def shrink(self) -> "MPI":
+        """Communicator of the ranks that are left after others have died. Collective over those.
+
+        For MPI libraries with ULFM, where the launcher lets the survivors go on: Open MPI's under
+        `mpiexec --with-ft ulfm`. Call it after a ConnectionError, and give the layers what it
+        returns: `layer.process_group = shrunk`.
+        """
+        links = _links(self.comm, self.timeout)
+        links.revoke()
+        return MPI(self.comm.Shrink(), cuda_aware=self._cuda_aware, timeout=self.timeout)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.world_ranks is not None and len(self.world_ranks) == 1:
             return SingleProcess, ()
-        return _restore, (self.world_ranks, self._cuda_aware)
+        return _restore, (self.world_ranks, self._cuda_aware, self.timeout)
 
     def __repr__(self) -> str:
         ranks = "world" if self.world_ranks is None else list(self.world_ranks)
         return f"MPI(ranks={ranks})"
-
-    def _allreduce_on_host(self, a: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        out = np.empty_like(a)
-        self.comm.Allreduce(a, out)
-        return out
 
     def _takes_device_array(self, x: Array) -> bool:
         on_gpu = is_cupy_array(x) or (is_torch_array(x) and x.device.type == "cuda")
@@ -127,6 +155,132 @@ class MPI(Handle):
             torch.cuda.current_stream(x.device).synchronize()
         self.comm.Allreduce(x, out)
         return out
+
+
+class _Links:
+    """What all handles of one mpi4py communicator have in common: its duplicates and its watch."""
+
+    def __init__(self, comm: "Comm", timeout: float) -> None:
+        self.watch = Watch(comm.rank, comm.size)
+        self.agreements: dict[Any, Any] = {}
+        self._channels: dict[int, Comm] = {}
+        # Notices have a duplicate of their own; the others are made of it, out of reach of what the
+        # program does with `comm` meanwhile.
+        self._notices = self._duplicate(comm, timeout)
+        self.watch.introduce(
+            lambda data: allgather_bytes(
+                lambda a: self.allreduce(a, 0, "", "the first exchange", timeout),
+                comm.rank,
+                comm.size,
+                data,
+            ),
+            lambda _: _Board(self._notices),
+        )
+
+    def allreduce(
+        self, a: np.ndarray[Any, Any], channel: int, place: str, text: str, timeout: float
+    ) -> np.ndarray[Any, Any]:
+        if channel not in self._channels:
+            self._channels[channel] = self._duplicate(self._notices, timeout)
+        out = np.empty_like(a)
+        self._wait(self._channels[channel].Iallreduce(a, out), place, text, timeout)
+        return out
+
+    def revoke(self) -> None:
+        """Interrupt whoever still waits in a message; this communicator is not used again."""
+        for comm in (self._notices, *self._channels.values()):
+            comm.Revoke()
+        _watches.remove(self.watch)
+
+    def _duplicate(self, comm: "Comm", timeout: float) -> "Comm":
+        duplicate, request = comm.Idup()
+        self._wait(request, "duplicate", "the opening of a channel", timeout)
+        return duplicate
+
+    def _wait(self, request: "Request", place: str, text: str, timeout: float) -> None:
+        self.watch.wait(lambda seconds: _test(request, seconds), place, text, timeout)
+
+
+class _Board:
+    """Notices as messages to every other rank; only ranks that have waited long send any."""
+
+    def __init__(self, comm: "Comm") -> None:
+        self._comm = comm
+        self._notices: dict[int, Notice] = {}
+        self._sent: list[Any] = []  # requests and what they send, which must stay in memory
+
+    def publish(self, notice: Notice, /) -> None:
+        data = notice.encode()
+        for rank in range(self._comm.size):
+            if rank != self._comm.rank:
+                self._sent.append((self._comm.Isend(data, rank), data))
+
+    def read(self) -> dict[int, Notice]:
+        from mpi4py import MPI as mpi
+
+        status = mpi.Status()
+        while self._comm.Iprobe(status=status):
+            data = bytearray(status.count)
+            self._comm.Recv(data, status.source)
+            self._notices[status.source] = Notice.decode(bytes(data))
+        self._sent = [pair for pair in self._sent if not pair[0].Test()]
+        return self._notices
+
+
+# What to tell others at exit.
+_watches: list[Watch] = []
+
+
+def _links(comm: "Comm", timeout: float) -> _Links:
+    """Collective over `comm` when it is first called for it."""
+    links: Any = comm.Get_attr(_keyval())
+    if links is None:
+        links = _Links(comm, timeout)
+        comm.Set_attr(_keyval(), links)
+        _watches.append(links.watch)
+    return cast(_Links, links)
+
+
+@cache
+def _keyval() -> int:
+    """Key under which MPI keeps our links with the communicator, and lets go of them with it."""
+    from mpi4py import MPI as mpi
+
+    atexit.register(_leave)
+    return mpi.Comm.Create_keyval()
+
+
+def _test(request: "Request", seconds: float) -> bool:
+    """Whether a request completes within that time."""
+    start = time.monotonic()
+    if request.Test():
+        return True
+    while (waited := time.monotonic() - start) < seconds:
+        # Other ranks may need this core: give it away, after a while for longer.
+        time.sleep(0.0 if waited < 0.005 else 5e-5)
+        if request.Test():
+            return True
+    return False
+
+
+def _leave() -> None:
+    """At exit, before MPI's own: nobody may be left to wait for this process."""
+    # `last_type` is where Python keeps an exception that has ended the program. MPI would wait for
+    # the other ranks now, and they for this one; nor can it end with a message under way.
+    failed = any(watch.failure for watch in _watches)
+    if failed or getattr(sys, "last_type", None) is not None:
+        _abort()
+    for watch in _watches:
+        watch.leave()
+
+
+def _abort() -> None:
+    from mpi4py import MPI as mpi
+
+    if mpi.COMM_WORLD.size > 1 and not mpi.Is_finalized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        mpi.COMM_WORLD.Abort(1)
 
 
 @cache
@@ -171,7 +325,7 @@ def _ranks_in_world(comm: "Comm") -> tuple[int, ...]:
     return tuple(mpi.Group.Translate_ranks(group, range(group.size), mpi.COMM_WORLD.group))
 
 
-def _restore(world_ranks: tuple[int, ...] | None, cuda_aware: bool | None) -> MPI:
-    restored = MPI(cuda_aware=cuda_aware)
+def _restore(world_ranks: tuple[int, ...] | None, cuda_aware: bool | None, timeout: float) -> MPI:
+    restored = MPI(cuda_aware=cuda_aware, timeout=timeout)
     restored.world_ranks = world_ranks
     return restored

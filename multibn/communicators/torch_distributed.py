@@ -1,6 +1,9 @@
 """Communicator over torch.distributed: gloo, nccl, or any other backend."""
 
+import atexit
+import contextlib
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -9,30 +12,37 @@ from array_api_compat import is_cupy_array, is_torch_array
 
 from multibn._typing import Array
 from multibn.communicators import SingleProcess, as_communicator, is_outsiders_marker
-from multibn.communicators._handle import Handle
-from multibn.communicators._host import from_host, to_host
+from multibn.communicators._handle import Watched
+from multibn.communicators._host import allgather_bytes, from_host, to_host
+from multibn.communicators._watch import Notice, Watch, check_timeout, default_timeout
 
 
-class TorchDistributed(Handle):
+class TorchDistributed(Watched):
     """The processes of a torch ProcessGroup.
 
     Tensors are reduced on their own device where the group's backend can, and otherwise on one
-    where it can; NumPy and CuPy arrays become tensors for the way.
+    where it can; NumPy and CuPy arrays become tensors for the way. What gloo moves travels in
+    groups of its own, of the same ranks, where no other message can be taken for it.
 
     Parameters
     ----------
     group
         A ProcessGroup, a one-dimensional DeviceMesh, or None for the default process group.
+    timeout
+        Seconds that a collective over gloo may take; default: MULTIBN_TIMEOUT, or 300. Other
+        backends have a watchdog of their own, with the group's timeout.
 
     Raises
     ------
     ValueError
-        If this process is not part of the group, or a DeviceMesh has several dimensions.
+        If this process is not part of the group, a DeviceMesh has several dimensions, or `timeout`
+        is not positive.
     TypeError
         If `group` is another object.
     """
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: Any = None, *, timeout: float | None = None) -> None:
+        self.timeout = default_timeout() if timeout is None else check_timeout(timeout)
         if isinstance(group, dist.DeviceMesh):
             if group.ndim != 1:
                 raise ValueError(
@@ -90,55 +100,177 @@ class TorchDistributed(Handle):
     def size(self) -> int:
         return dist.get_world_size(self.group)
 
-    def allreduce(self, x: Array, /) -> Array:
+    def allreduce_in(self, x: Array, /, *, channel: int, place: str, text: str) -> Array:
         if is_torch_array(x):
-            return self._allreduce(x)
+            return self._allreduce(x, channel, place, text)
         if is_cupy_array(x):
             import cupy
 
-            return cupy.from_dlpack(self._allreduce(torch.from_dlpack(x)))
-        return from_host(self._allreduce(torch.tensor(to_host(x))).numpy(), x)
+            tensor = torch.from_dlpack(x)
+            return cupy.from_dlpack(self._allreduce(tensor, channel, place, text))
+        tensor = torch.tensor(to_host(x))  # a copy: the array may be read-only
+        return from_host(self._allreduce(tensor, channel, place, text).numpy(), x)
+
+    @property
+    def agreements(self) -> dict[Any, Any]:
+        return _links(self.group, self.timeout).agreements
 
     def split(self, color: int, key: int = 0) -> "TorchDistributed":
         table = torch.zeros((self.size, 3), dtype=torch.int64)
         table[self.rank] = torch.tensor([color, key, dist.get_rank()])
-        rows = sorted(self._allreduce(table).tolist(), key=lambda row: row[1])
-        return _restore(tuple(rank for c, _, rank in rows if c == color))
+        rows = sorted(self.allreduce(table).tolist(), key=lambda row: row[1])
+        members = {c: tuple(r for d, _, r in rows if d == c) for c in sorted({c for c, *_ in rows})}
+        if self._ranks is None:
+            for ranks in members.values():
+                _make_group(ranks)
+        return _restore(members[color], self.timeout)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._ranks is None:
             return as_communicator, ()
         if len(self._ranks) == 1:
             return SingleProcess, ()
-        return _restore, (self._ranks,)
+        return _restore, (self._ranks, self.timeout)
 
     def __repr__(self) -> str:
         ranks = "world" if self._ranks is None else list(self._ranks)
         return f"TorchDistributed(ranks={ranks})"
 
-    def _allreduce(self, x: torch.Tensor) -> torch.Tensor:
-        out = x.detach().to(self._transport_device(x.device), copy=True).contiguous()
-        dist.all_reduce(out, group=self.group)
+    def _allreduce(self, x: torch.Tensor, channel: int, place: str, text: str) -> torch.Tensor:
+        links = _links(self.group, self.timeout)
+        device = links.transport_device(x.device)
+        out = x.detach().to(device, copy=True).contiguous()
+        if device.type == "cpu" and links.backends["cpu"] == "gloo":
+            links.allreduce_(out, channel, place, text, self.timeout)
+        else:
+            dist.all_reduce(out, group=self.group)
         return out.to(x.device)
 
-    def _transport_device(self, device: torch.device) -> torch.device:
+
+class _Links:
+    """What all handles of one process group have in common: its channels and its watch."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
         # "cpu:gloo,cuda:nccl" for a group with a backend per device
-        backends = dict(
-            entry.split(":") for entry in dist.get_backend_config(self.group).split(",")
+        self.backends = dict(
+            entry.split(":") for entry in dist.get_backend_config(group).split(",")
         )
-        if device.type in backends:
+        self.watch = Watch(dist.get_rank(group), dist.get_world_size(group))
+        self.agreements: dict[Any, Any] = {}
+        self._name = f"multibn/{group.group_name}"
+        self._channels: dict[int, dist.ProcessGroupGloo] = {}
+        self._in_use: dict[int, Any] = {}
+        if self.backends.get("cpu") == "gloo":
+            self.watch.introduce(
+                lambda data: allgather_bytes(
+                    lambda a: self._sum(a, timeout), self.watch.rank, self.watch.size, data
+                ),
+                lambda name: _Board(f"{self._name}/{name}", self.watch.rank, self.watch.size),
+            )
+
+    def transport_device(self, device: torch.device) -> torch.device:
+        """Where the group can reduce what lies on `device`."""
+        if device.type in self.backends:
             return device
-        kind = next(iter(backends))
+        kind = next(iter(self.backends))
         return (
             torch.device("cuda", torch.cuda.current_device())
             if kind == "cuda"
             else torch.device(kind)
         )
 
+    def allreduce_(
+        self, x: torch.Tensor, channel: int, place: str, text: str, timeout: float
+    ) -> None:
+        """Sum `x` in place, over gloo."""
+        if channel not in self._channels:
+            # Made without torch's register of groups, whose names depend on what other groups a
+            # rank is in. Its own timeout is after ours, which says more.
+            self._channels[channel] = dist.ProcessGroupGloo(
+                dist.PrefixStore(f"{self._name}/{channel}", _store()),
+                self.watch.rank,
+                self.watch.size,
+                timedelta(seconds=timeout + 60),
+            )
+        work = self._channels[channel].allreduce([x])  # type: ignore[attr-defined]
+        # Were gloo's thread the last to let go of a tensor, it would need the interpreter for it,
+        # and a process that is ending by then is aborted.
+        self._in_use[channel] = work, x
+
+        def done(seconds: float) -> bool:
+            try:
+                work.wait(timedelta(seconds=max(seconds, 1e-3)))  # 0 means for ever
+            except RuntimeError:
+                if not work.is_completed():
+                    return False
+                work.wait()  # raises what has ended it
+            return True
+
+        self.watch.wait(done, place, text, timeout)
+
+    def _sum(self, a: Any, timeout: float) -> Any:
+        x = torch.from_numpy(a)
+        self.allreduce_(x, 0, "introduction", "the first exchange", timeout)
+        return a
+
+
+class _Board:
+    """Notices as entries of the store that the process group was made with."""
+
+    def __init__(self, name: str, rank: int, size: int) -> None:
+        self._store = dist.PrefixStore(name, _store())
+        self._rank, self._size = rank, size
+
+    def publish(self, notice: Notice, /) -> None:
+        with contextlib.suppress(RuntimeError):  # the process that keeps the store has ended
+            self._store.set(str(self._rank), notice.encode().decode())
+
+    def read(self) -> dict[int, Notice]:
+        found = {}
+        with contextlib.suppress(RuntimeError):
+            for rank in range(self._size):
+                if rank != self._rank and self._store.check([str(rank)]):
+                    found[rank] = Notice.decode(self._store.get(str(rank)))
+        return found
+
+
+def _store() -> dist.Store:
+    """Where the processes of the default group have found each other."""
+    return dist.distributed_c10d._get_default_store()
+
+
+# By process group, with the default group they were made under: a new one voids them.
+_all_links: dict[dist.ProcessGroup, tuple[Any, _Links]] = {}
+
+
+def _links(group: dist.ProcessGroup, timeout: float) -> _Links:
+    """Collective over `group` when it is first called for it."""
+    world = dist.group.WORLD
+    made_under, links = _all_links.get(group, (None, None))
+    if links is None or made_under is not world:
+        if not _all_links:
+            atexit.register(_leave)
+        for other in [g for g, (under, _) in _all_links.items() if under is not world]:
+            del _all_links[other]
+        links = _Links(group, timeout)
+        _all_links[group] = world, links
+    return links
+
+
+def _leave() -> None:
+    """At exit: nobody may be left to wait for this process, and no thread of gloo may be left."""
+    for _, links in _all_links.values():
+        links.watch.leave()
+    # A process that ends with gloo's threads running is aborted now and then (3 of 24 in a trial).
+    _all_links.clear()
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.destroy_process_group()
+
 
 # Groups made here, by their sorted ranks (torch gives a group no other order), with the default
 # group they were made under: a new one voids them.
 _groups: dict[tuple[int, ...], tuple[Any, dist.ProcessGroup]] = {}
+_made_together: dict[tuple[int, ...], Any] = {}
 
 
 def _find_group(ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -157,12 +289,22 @@ def _find_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     key = tuple(sorted(ranks))
     made_under, group = _groups.get(key, (None, None))
     if group is None or made_under is not world:
+        # torch names it after the number of groups that a rank is in, which must be the same.
         group = dist.new_group(list(key), use_local_synchronization=True)
         _groups[key] = world, group
     return group
 
 
-def _restore(ranks: tuple[int, ...]) -> TorchDistributed:
-    restored = TorchDistributed()
+def _make_group(ranks: Sequence[int]) -> None:
+    """Make the process group of these global ranks known. Collective over all ranks."""
+    key = tuple(sorted(ranks))
+    # Not asked of `_groups`, which may know more on a rank inside of the group.
+    if _made_together.get(key) is not dist.group.WORLD:
+        _made_together[key] = dist.group.WORLD
+        _groups[key] = dist.group.WORLD, dist.new_group(list(key))
+
+
+def _restore(ranks: tuple[int, ...], timeout: float) -> TorchDistributed:
+    restored = TorchDistributed(timeout=timeout)
     restored._ranks = ranks
     return restored

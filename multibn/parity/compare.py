@@ -12,8 +12,13 @@ from multibn.parity.cases import CHANNELS, Case, NDArrayAny
 from multibn.parity.launch import Written
 from multibn.parity.oracle import Arrays
 
-# What one training step puts on the wire: an allreduce of 2C+2 numbers forward, one of 2C backward.
-MESSAGES = [2 * CHANNELS + 2, 2 * CHANNELS]
+
+def messages(num_ranks: int) -> list[int]:
+    """What one training step puts on the wire: an allreduce forward and one backward.
+
+    Between several ranks they say which layer they are of.
+    """
+    return [2 * CHANNELS + 4] * 2 if num_ranks > 1 else [2 * CHANNELS + 2, 2 * CHANNELS]
 
 
 class Worst(NamedTuple):
@@ -219,7 +224,7 @@ def _unexpected(row: Row, ranks: Sequence[Written], case: Case) -> list[list[int
     """The messages of the first rank that sent others than it should."""
     for written in ranks:
         notes = written.notes[f"{row.surface}/{row.communicator}/{case.name}"]
-        messages: list[list[int]] = notes["messages"]
-        if messages != [MESSAGES] * case.steps + [[]]:
-            return messages
+        found: list[list[int]] = notes["messages"]
+        if found != [messages(len(ranks))] * case.steps + [[]]:
+            return found
     return []

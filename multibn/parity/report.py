@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 import multibn
-from multibn.parity.compare import MESSAGES, Outcome, Row, exit_status
+from multibn.parity.compare import Outcome, Row, exit_status, messages
 
 _WIDTH = 116  # where the output is no terminal
 
@@ -130,7 +130,7 @@ def write_json(rows: Sequence[Row], path: Path) -> None:
         "multibn": multibn.__version__,
         "exit_status": exit_status(rows),
         "summary": summary(rows),
-        "expected_messages": MESSAGES,
+        "expected_messages": {row.size: messages(row.size) for row in rows},
         "rows": [_as_dict(row) for row in rows],
     }
     with replacing(path) as temporary:
@@ -192,7 +192,7 @@ def _in_words(name: str, outcome: Outcome) -> str:
 
 def _messages(row: Row) -> str:
     wrong = [outcome.messages for outcome in row.outcomes.values() if outcome.messages]
-    return " + ".join(map(str, wrong[0][0] if wrong else MESSAGES))
+    return " + ".join(map(str, wrong[0][0] if wrong else messages(row.size)))
 
 
 def _style(row: Row) -> str:

@@ -8,6 +8,7 @@ its layer has registered it.
 
 from collections.abc import Sequence
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -18,8 +19,8 @@ from multibn.communicators import Communicator
 from multibn.statistics import BatchStatistics
 from multibn.torch_backend import functional
 
-# Kept alive, so that no number is given twice; there are as many as groups of processes.
-_communicators: dict[int, Communicator] = {}
+# As long as their layers live: a compiled graph ends with its layers, too.
+_communicators: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
 
 
 def register(communicator: Communicator, /) -> None:

@@ -131,7 +131,7 @@ def revert_sync_batchnorm(module: nn.Module) -> Any:
             return layer
         original = layer.converted_from or BatchNorm
         new = _with_class(layer, original)
-        communicator = new.__dict__.pop("_communicator")
+        communicator = new.__dict__.pop("_communicator").wrapped
         for name in ("weighting", "running_var_convention", "converted_from"):
             new.__dict__.pop(name, None)
         if issubclass(original, nn.SyncBatchNorm):

@@ -3,12 +3,13 @@
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from multibn import recompute, statistics
 from multibn._typing import Weighting
 from multibn.communicators import Communicator, as_communicator
+from multibn.communicators.checked import Checked, during
 from multibn.statistics import BatchStatistics, GradientSums
 
 
@@ -25,8 +26,8 @@ def sync_batch_norm(
     """Normalize `x` by the statistics of the batch that all ranks hold together.
 
     Collective: every rank of `process_group` must call it, a rank with an empty batch included, and
-    must run the backward pass if any does. One allreduce of 2C+2 float64 numbers forward, one of 2C
-    backward; none backward if `x` needs no gradient.
+    must run the backward pass if any does. One allreduce of 2C+4 float64 numbers each way, none
+    backward if `x` needs no gradient.
 
     Parameters
     ----------
@@ -65,7 +66,7 @@ def sync_batch_norm(
     collective in the backward pass. `x` must need a gradient on all ranks or on none: ranks where
     it does wait for the others in the backward pass.
     """
-    communicator = as_communicator(process_group)
+    communicator = Checked(as_communicator(process_group), lambda: "sync_batch_norm")
     shapes = [tuple(p.shape) for p in (weight, bias) if p is not None]
     if len(set(shapes)) > 1 or any(len(shape) != 1 for shape in shapes):
         error = ValueError(f"`weight` and `bias` must have the same shape (C,): got {shapes}.")
@@ -87,6 +88,7 @@ def forward(
     axis: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, BatchStatistics]:
     """`check_input`, `batch_statistics` and `normalize`. Collective."""
+    _refuse_ddp_join(communicator)
     check_input(x, num_channels, communicator)
     batch = batch_statistics(x, communicator, weighting=weighting, axis=axis)
     y = normalize(x, weight, bias, batch, communicator, eps=eps, weighting=weighting, axis=axis)
@@ -110,7 +112,10 @@ def batch_statistics(
     def compute() -> BatchStatistics:
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             return statistics.batch_statistics(
-                x.detach(), communicator, weighting=weighting, axis=axis
+                x.detach(),
+                during(communicator, "forward", x.dtype),
+                weighting=weighting,
+                axis=axis,
             )
 
     return recompute.taped(compute, statistics.channels(x, axis))
@@ -171,7 +176,7 @@ def backward(
     local = statistics.backward_sums(dy, x, batch, eps=eps, axis=axis)
     if not needs_dx:
         return None, local
-    sums = statistics.aggregate_sums(local, communicator)
+    sums = statistics.aggregate_sums(local, during(communicator, "backward", x.dtype))
     return (
         statistics.input_gradient(dy, x, batch, sums, weight=weight, eps=eps, axis=axis),
         local,
@@ -192,6 +197,25 @@ def check_input(x: Any, num_channels: int | None, communicator: Communicator, /)
     error = _input_error(x, num_channels)
     if error is not None:
         _refuse(error, x, num_channels, communicator)
+
+
+def _refuse_ddp_join(communicator: Communicator) -> None:
+    """Raise inside DistributedDataParallel.join, on all ranks, before anything is communicated.
+
+    A rank that has run out of data answers the collectives of DistributedDataParallel only, and
+    would answer a layer's with one of those.
+    """
+    ddp: Any = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    joining = None if ddp is None else ddp._join_config
+    if joining and joining.enable and not joining.throw_on_early_termination:
+        if communicator.size == 1:
+            return
+        raise RuntimeError(
+            "layers that share statistics cannot be trained inside DistributedDataParallel.join: "
+            f"it does not know of their communication, over {communicator.size} ranks. Use "
+            "multibn.torch_backend.join, or join(throw_on_early_termination=True), which ends "
+            "with the first rank that runs out of data."
+        )
 
 
 def _refuse(
@@ -289,7 +313,7 @@ def _differentiable_backward(
     # used twice) would otherwise be differentiated through `x`, which the outer graph does already.
     x = x.view_as(x)
     weight, bias = (None if t is None else t.view_as(t) for t in (weight, bias))
-    communicator = _Differentiable(ctx.communicator)
+    communicator = _Differentiable(during(ctx.communicator, "second order", x.dtype))
     batch = statistics.batch_statistics(x, communicator, weighting=ctx.weighting, axis=ctx.axis)
     y = statistics.normalize(x, batch, weight=weight, bias=bias, eps=ctx.eps, axis=ctx.axis)
     inputs = [
@@ -305,15 +329,15 @@ class _Differentiable:
     """A communicator whose allreduce autograd can differentiate, any number of times."""
 
     def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
+        self.wrapped = communicator
         self.rank, self.size = communicator.rank, communicator.size
 
     def allreduce(self, x: Tensor, /) -> Tensor:
-        summed: Tensor = _AllReduce.apply(x, self._communicator)
+        summed: Tensor = _AllReduce.apply(x, self.wrapped)
         return summed
 
     def split(self, color: int, key: int = 0) -> Communicator:
-        return _Differentiable(self._communicator.split(color, key))
+        return _Differentiable(self.wrapped.split(color, key))
 
 
 class _AllReduce(torch.autograd.Function):

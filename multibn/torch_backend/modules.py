@@ -1,5 +1,6 @@
 """Batch normalization layers for torch."""
 
+import weakref
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from multibn import population
 from multibn._typing import RunningVar, Weighting, check_choice
 from multibn.communicators import Communicator, SingleProcess, as_communicator
+from multibn.communicators.checked import Checked, find_path
 from multibn.statistics import BatchStatistics
 from multibn.torch_backend import compiled, functional
 
@@ -39,16 +41,31 @@ class Synchronized(nn.Module):
     @property
     def process_group(self) -> Communicator:
         """The ranks that share statistics, as a communicator."""
-        return self._communicator
+        return self._communicator.wrapped
 
     @process_group.setter
     def process_group(self, obj: Any) -> None:
-        self._communicator = as_communicator(obj)
+        # Held by the layer only, and holding it in no way: a copy of the layer makes its own.
+        layer = weakref.ref(self)
+        self._communicator = Checked(as_communicator(obj), lambda: _name(layer()))
         compiled.register(self._communicator)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_communicator": self.process_group}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        compiled.register(self._communicator)
+        self.process_group = self.__dict__.pop("_communicator")
+
+
+def _name(layer: nn.Module | None) -> str:
+    """What its model's state dict calls a layer, as far as the running forward pass tells."""
+    if layer is None:
+        return "a layer"
+    path = find_path(layer, nn.Module, lambda model: model.named_modules())
+    # What DistributedDataParallel and torch.compile add.
+    steps = [step for step in path.split(".") if step not in ("module", "_orig_mod")]
+    return ".".join(steps) or type(layer).__qualname__
 
 
 @torch.no_grad()
@@ -86,8 +103,10 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
     from their base class and not from nn.SyncBatchNorm, which DistributedDataParallel refuses on
     CPU.
 
-    In training, the forward pass is collective: every rank must call it, with one allreduce of 2C+2
-    float64 numbers, and one of 2C in the backward pass. In evaluation nothing is communicated.
+    In training, the forward pass is collective: every rank must call it, with one allreduce of 2C+4
+    float64 numbers, and one in the backward pass: the moments or sums, and what tells whether all
+    ranks are in the same place. A layer's first call has one more, of a fixed size. In evaluation
+    nothing is communicated.
 
     Parameters
     ----------

@@ -38,7 +38,7 @@ class _NaiveSyncBatchNorm(SyncBatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         if not isinstance(input, Tensor) or input.ndim in self._shapes:
             return  # what is no tensor is refused by `forward`
-        communicator = self.process_group if self.training else SingleProcess()
+        communicator = self._communicator if self.training else SingleProcess()
         statistics.refuse(communicator, self.num_features, like=input)
         numbers = " or ".join(map(str, self._shapes))
         raise ValueError(

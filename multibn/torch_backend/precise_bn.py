@@ -18,11 +18,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn._typing import check_choice
 from multibn.communicators import Communicator, SingleProcess, as_communicator
+from multibn.communicators.checked import during
 from multibn.kernels.generic import as_wide
 from multibn.population import PopulationEstimator, running_variance
 from multibn.statistics import Moments, aggregate, local_moments
-from multibn.torch_backend.modules import SyncBatchNorm
-from multibn.torch_backend.sub_batch_norm import _SubBatchNorm
+from multibn.torch_backend.modules import Synchronized
 
 Estimator: TypeAlias = Literal["population", "mean_of_var"]
 
@@ -190,7 +190,8 @@ class _MeanOfVar:
         self._shared_by = shared_by
 
     def update(self, moments: Moments, /) -> None:
-        batch = aggregate(moments, self._shared_by)
+        # In the place of a forward pass, which on another rank may be one that is refused.
+        batch = aggregate(moments, during(self._shared_by, "forward", moments.mean.dtype))
         var = running_variance(batch, local_count=0, convention="unbiased_global")
         occupied = (moments.count > 0).to(self._sums.dtype)
         self._sums += occupied * torch.stack([batch.mean, var])
@@ -225,8 +226,10 @@ class _Layer:
 
     @property
     def communicator(self) -> Communicator:
-        """Who shares the layer's batch statistics."""
-        if isinstance(self.module, (SyncBatchNorm, nn.SyncBatchNorm, _SubBatchNorm)):
+        """Who shares the layer's batch statistics, as the layer itself asks them."""
+        if isinstance(self.module, Synchronized):
+            return self.module._communicator
+        if isinstance(self.module, nn.SyncBatchNorm):
             return as_communicator(self.module.process_group)
         return SingleProcess()
 

@@ -303,8 +303,8 @@ class SubBatchNorm3d(_SubBatchNorm):
     fit. An empty batch changes nothing.
 
     In training with a process group, the call is collective: every rank must make it, an empty
-    batch included, with one allreduce of 2C*num_splits+2 float64 numbers, and one of
-    2C*num_splits in the backward pass. An input that one rank refuses raises RuntimeError on the
+    batch included, with one allreduce of 2C*num_splits+4 float64 numbers, and one in the
+    backward pass. An input that one rank refuses raises RuntimeError on the
     others. In evaluation nothing is communicated.
 
     `load_state_dict` also takes the state of a plain batch norm, or of a layer with another number

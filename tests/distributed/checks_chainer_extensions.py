@@ -62,7 +62,7 @@ def _forgotten_step(world: Communicator, how: Any) -> Any:
 def check_forgotten_blocks_communicate_and_update_once(world: Communicator) -> None:
     expected, *messages = _forgotten_step(world, lambda func, *xs: func(*xs))
     found = [_forgotten_step(world, how) for how in (forget, F.forget)]
-    assert messages == [[2 * C + 2] * 5, [2 * C] * 5]
+    assert messages == [[2 * C + 4] * 5, [2 * C + 4] * 5]
     for numbers, *counted in found:
         assert counted == messages
         for got, want in zip(numbers, expected, strict=True):

@@ -62,7 +62,7 @@ def check_compiled_with_fullgraph(world: Communicator) -> None:
 def check_collectives_of_twenty_layers(world: Communicator) -> None:
     counting = CountingCommunicator(world)
     layers = [nn.Sequential(SyncBatchNorm(4, process_group=counting), nn.ReLU()) for _ in range(20)]
-    forward, backward = [2 * 4 + 2] * 20, [2 * 4] * 20
+    forward, backward = [2 * 4 + 4] * 20, [2 * 4 + 4] * 20
 
     def stored(x: torch.Tensor) -> torch.Tensor:
         for layer in layers:

@@ -47,7 +47,7 @@ def test_a_restored_group_says_what_is_missing() -> None:
     from multibn.communicators.torch_distributed import TorchDistributed, _restore
 
     with pytest.raises(RuntimeError, match=r"made for ranks \[0, 1\] of torch.distributed, and no"):
-        _restore((0, 1)).allreduce(np.ones(1))
+        _restore((0, 1), 300).allreduce(np.ones(1))
     with pytest.raises(RuntimeError, match=r"no default process group is initialised\. Call"):
         TorchDistributed().allreduce(np.ones(1))
 

@@ -1,0 +1,240 @@
+"""Waiting for the other ranks: with a deadline, and with a word about who did not come.
+
+A rank that has waited for half a second tells the others what it waits for, and reads what they
+say. Two ranks that wait for different things, or one that has left, will never meet: that is an
+error at once. Nothing is said while everybody comes in time.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+from multibn._environment import host
+
+PATIENCE = 0.5  # seconds of waiting before anything is said
+_FIRST_LOOK, _LAST_LOOK = 0.02, 1.0  # seconds between two looks at the board, doubling
+
+
+class Notice(NamedTuple):
+    """What a rank tells the others."""
+
+    state: str  # "waits", "failed" or "left"
+    completed: int  # collectives that it has behind it
+    place: str  # what it waits for, equal on ranks that will meet
+    text: str  # the same for people, or what went wrong
+
+    def encode(self) -> bytes:
+        return json.dumps(self).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> "Notice":
+        return cls(*json.loads(data))
+
+
+class Board(Protocol):
+    """Where ranks leave notices for each other; never blocks."""
+
+    def publish(self, notice: Notice, /) -> None: ...
+
+    def read(self) -> dict[int, Notice]:
+        """The latest notice of each rank that has left one."""
+
+
+class Watch:
+    """The collectives of one group of processes, as one rank sees them.
+
+    Attributes
+    ----------
+    completed
+        Collectives that are behind this rank, and behind all others too, or nearly so.
+    failure
+        What went wrong, once something has: no other collective can be trusted then.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.completed = 0
+        self.failure: str | None = None
+        self._board: Board | None = None
+        self._peers: list[tuple[str, int]] = []  # host and pid of each rank
+        self._last, self._last_at = "the start", time.monotonic()
+
+    def introduce(
+        self, allgather: Callable[[bytes], list[bytes]], make_board: Callable[[str], Board]
+    ) -> None:
+        """Learn every rank's host and pid, and set up the board. Collective.
+
+        `make_board` is given a name that no other board has had.
+        """
+        mine = json.dumps([host(), os.getpid(), time.time_ns()]).encode()
+        answers = [json.loads(text) for text in allgather(mine)]
+        self._peers = [(where, pid) for where, pid, _ in answers]
+        self._board = make_board(str(answers[0][2]))
+
+    def wait(self, done: Callable[[float], bool], place: str, text: str, timeout: float) -> None:
+        """Return when a collective is done.
+
+        Parameters
+        ----------
+        done
+            Waits for that many seconds at most and says whether the collective is done.
+        place, text
+            See `Notice`.
+        timeout
+            Seconds that the collective may take.
+
+        Raises
+        ------
+        TimeoutError
+            If it is not done before the deadline.
+        ConnectionError
+            If a rank was lost, or has left.
+        RuntimeError
+            If another rank waits for something else, or after an earlier failure.
+        """
+        if self.failure is not None:
+            raise RuntimeError(
+                f"rank {self.rank} cannot communicate any more, at {text}: {self.failure}"
+            )
+        try:
+            if not done(PATIENCE):
+                self._wait_long(done, place, text, timeout)
+        except RuntimeError as error:
+            if self.failure is not None:
+                raise
+            self._lost(text, error)
+        self.completed += 1
+        self._last, self._last_at = text, time.monotonic()
+
+    def leave(self) -> None:
+        """Tell the others that this process ends."""
+        if self.failure is None:
+            self._publish("left", "", self._last)
+
+    def _publish(self, state: str, place: str, text: str) -> None:
+        if self._board is not None:
+            self._board.publish(Notice(state, self.completed, place, text))
+
+    def _wait_long(
+        self, done: Callable[[float], bool], place: str, text: str, timeout: float
+    ) -> None:
+        deadline = time.monotonic() + timeout - PATIENCE
+        self._publish("waits", place, text)
+        pause = _FIRST_LOOK
+        while not done(min(pause, max(deadline - time.monotonic(), 0.0))):
+            notices = self._notices()
+            self._look(notices, place, text)
+            if time.monotonic() >= deadline:
+                self._miss(notices, text, timeout)
+            pause = min(2 * pause, _LAST_LOOK)
+
+    def _notices(self) -> dict[int, Notice]:
+        """What the others say of the collective that is waited for; older notices are left out."""
+        board = self._board.read() if self._board is not None else {}
+        return {r: n for r, n in board.items() if n.completed == self.completed}
+
+    def _check_for_left(self, notices: dict[int, Notice], text: str) -> None:
+        left = [r for r, n in notices.items() if n.state == "left"]
+        if left:
+            self._fail(
+                ConnectionError,
+                f"rank {self.rank} waits in {text} for rank(s) {left}, whose program ended before "
+                f"it came there: {self._describe(left, 'left')}. All ranks must take the same number "
+                "of steps; see `join` for data of unequal length.",
+            )
+
+    def _look(self, notices: dict[int, Notice], place: str, text: str) -> None:
+        self._check_for_left(notices, text)
+        for rank, notice in notices.items():
+            if notice.state == "failed":
+                self._fail(RuntimeError, f"rank {rank} has failed: {notice.text}")
+        elsewhere = {r: n for r, n in notices.items() if n.place != place}
+        if elsewhere:
+            others = "; ".join(f"rank {r} is in {n.text}" for r, n in elsewhere.items())
+            self._fail(
+                RuntimeError,
+                f"the ranks are in different places: rank {self.rank} is in {text}; {others}. All "
+                "ranks must run the same layers in the same order, in training or not.",
+            )
+
+    def _miss(self, notices: dict[int, Notice], text: str, timeout: float) -> NoReturn:
+        absent = [r for r in range(self.size) if r != self.rank and r not in notices]
+        self._fail(
+            TimeoutError,
+            f"rank {self.rank} has waited {timeout:g} s in {text} for rank(s) {absent}: "
+            f"{self._describe(absent)}. Find out what keeps it, or allow for more time: "
+            "MULTIBN_TIMEOUT, or the communicator's `timeout`.",
+        )
+
+    def _lost(self, text: str, error: RuntimeError) -> NoReturn:
+        others = [r for r in range(self.size) if r != self.rank]
+        gone: list[int] = []
+        for _ in range(5):  # what ends a connection may be a little ahead of what can be seen of it
+            self._check_for_left(self._notices(), text)
+            gone = [r for r in others if self._state(r) == "has ended"]
+            if gone:
+                break
+            time.sleep(0.01)
+        gone = gone or others
+        self._fail(
+            ConnectionError,
+            f"rank {self.rank} lost the connection in {text}: {self._describe(gone)}. "
+            f"The transport says: {error}",
+            error,
+        )
+
+    def _fail(
+        self, kind: type[Exception], message: str, cause: BaseException | None = None
+    ) -> NoReturn:
+        self.failure = message
+        # At once: a launcher that sees one process end stops the others before they can print.
+        os.write(2, f"multibn: {message}\n".encode())
+        self._publish("failed", "", message)
+        raise kind(message) from cause
+
+    def _describe(self, ranks: list[int], how: str = "") -> str:
+        seen = f"last seen {time.monotonic() - self._last_at:.1f} s ago in {self._last}"
+        if not self._peers:
+            return seen
+        return "; ".join(
+            f"rank {r} (host {self._peers[r][0].split()[0]}, pid {self._peers[r][1]}) "
+            f"{how or self._state(r)}, {seen}"
+            for r in ranks
+        )
+
+    def _state(self, rank: int) -> str:
+        """What the operating system says of a process of this host."""
+        where, pid = self._peers[rank] if self._peers else ("", 0)
+        if where != host() or not Path("/proc/self/stat").exists():
+            return "is on another host" if self._peers else "is not known"
+        try:
+            # pid (name) state: the name may hold anything, brackets too.
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return "has ended"
+        return {"T": "is stopped", "Z": "has ended", "X": "has ended"}.get(state, "is running")
+
+
+def default_timeout() -> float:
+    """Seconds that a collective may take: MULTIBN_TIMEOUT, or 300.
+
+    Raises
+    ------
+    ValueError
+        If MULTIBN_TIMEOUT is not a positive number.
+    """
+    return check_timeout(os.environ.get("MULTIBN_TIMEOUT", "300"), "MULTIBN_TIMEOUT")
+
+
+def check_timeout(value: Any, name: str = "`timeout`") -> float:
+    """`value` as seconds; ValueError unless it is a positive number."""
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = 0.0
+    if not seconds > 0:
+        raise ValueError(f"{name} must be a positive number of seconds: got {value!r}.")
+    return seconds

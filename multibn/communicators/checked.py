@@ -1,0 +1,307 @@
+"""The messages of one layer, which carry what tells whether all ranks are in the same layer.
+
+Sums of unlike things are silent wrong numbers where the sizes agree; where they do not, they end
+the process inside of the transport. So a layer's first message has the size that every first
+message has, and compares what the layers are; each later one carries a fingerprint v of what the
+rank is doing, and v**2: all ranks have sent the same v if and only if W * sum(v**2) = sum(v)**2.
+Every rank finds that alike from the sums, so that all of them go on to ask each other.
+"""
+
+import json
+import sys
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import numpy as np
+from array_api_compat import is_torch_array
+
+from multibn._typing import Array
+from multibn.communicators import Communicator
+from multibn.communicators._handle import Forwarding, Handle, Watched
+from multibn.communicators._host import allgather_bytes, from_host, is_on_host, to_host
+
+# A backward message has two numbers fewer than a forward one. With as many in all, ranks in
+# different phases of a layer can be told from what the message says.
+_NUM_LANES = {"forward": 2, "backward": 4}
+_FIRST_MESSAGES = -1  # a channel of their own
+
+
+class Checked(Handle):
+    """A communicator as one layer uses it.
+
+    Parameters
+    ----------
+    communicator
+        The processes.
+    find_name
+        What the layer is called, the same on all ranks; asked for when it first communicates.
+    """
+
+    def __init__(self, communicator: Communicator, find_name: Callable[[], str]) -> None:
+        self.wrapped = communicator
+        self._find_name = find_name
+        self._name: str | None = None
+        self._phases: dict[tuple[str, Any], _Phase] = {}
+
+    @property
+    def rank(self) -> int:
+        return self.wrapped.rank
+
+    @property
+    def size(self) -> int:
+        return self.wrapped.size
+
+    def allreduce(self, x: Array, /) -> Array:
+        """As the communicator's own, unchecked."""
+        return self.wrapped.allreduce(x)
+
+    def split(self, color: int, key: int = 0) -> Communicator:
+        return self.wrapped.split(color, key)
+
+    @property
+    def name(self) -> str:
+        """What the layer is called."""
+        if self._name is None:
+            self._name = self._find_name()
+        return self._name
+
+    def during(self, phase: str, dtype: Any) -> Communicator:
+        """The communicator for messages about activations of `dtype` in a phase of the layer."""
+        found = self._phases.get((phase, dtype))
+        if found is None:
+            found = self._phases[phase, dtype] = _Phase(self, phase, dtype)
+        return found
+
+
+def during(communicator: Communicator, phase: str, dtype: Any, /) -> Communicator:
+    """`Checked.during` of a layer's communicator; any other communicator as it is."""
+    return communicator.during(phase, dtype) if isinstance(communicator, Checked) else communicator
+
+
+def name_of(communicator: Any, /) -> str:
+    """What the layer is called that uses the communicator."""
+    while not isinstance(communicator, Checked):
+        if not hasattr(communicator, "wrapped"):
+            return "a layer"
+        communicator = communicator.wrapped
+    return communicator.name
+
+
+def find_ranks(communicator: Any, flag: bool, /) -> list[int]:
+    """The ranks that passed True. Collective, and no message of a layer.
+
+    For the way to an error: its message has as many numbers as there are ranks.
+    """
+    while hasattr(communicator, "wrapped"):
+        communicator = communicator.wrapped
+    flags = np.zeros(communicator.size)
+    flags[communicator.rank] = flag
+    return [int(rank) for rank in np.flatnonzero(communicator.allreduce(flags))]
+
+
+def find_path(
+    part: object, kind: type, named_parts: Callable[[Any], Iterable[tuple[str, object]]], /
+) -> str:
+    """Where `part` stands in the outermost model of a `kind` whose methods are running now.
+
+    "" if none of them has it; `named_parts(model)` are its parts and where they stand.
+    """
+    frame = sys._getframe(1)
+    running = []
+    while frame is not None:
+        candidate = frame.f_locals.get("self")
+        if isinstance(candidate, kind) and candidate is not part:
+            running.append(candidate)
+        frame = frame.f_back  # type: ignore[assignment]
+    for model in reversed(running):
+        for path, found in named_parts(model):
+            if found is part:
+                return path
+    return ""
+
+
+class _Phase:
+    """A layer's communicator in one phase."""
+
+    def __init__(self, layer: Checked, phase: str, dtype: Any) -> None:
+        self.wrapped = layer
+        self._phase, self._dtype = phase, str(dtype).rpartition(".")[2]
+        self._num_lanes = _NUM_LANES.get(phase, 2)
+        self._calls = 0
+        # By name: it is agreed on once per communicator, and the same from then on.
+        self._fingerprints: dict[str, float] = {}
+        self._unread = _Unread(self)
+
+    @property
+    def rank(self) -> int:
+        return self.wrapped.rank
+
+    @property
+    def size(self) -> int:
+        return self.wrapped.size
+
+    def split(self, color: int, key: int = 0) -> Communicator:
+        return self.wrapped.split(color, key)
+
+    def allreduce(self, x: Array, /) -> Array:
+        communicator = self.wrapped.wrapped
+        if isinstance(communicator, Forwarding):
+            communicator = communicator.resolve()
+        if communicator.size == 1:
+            return communicator.allreduce(x)
+        self._calls += 1
+        length = x.shape[0] + self._num_lanes
+        name = self._agreed_name(communicator, length)
+        fingerprint = self._fingerprint(name)
+        if is_on_host(x):
+            a = to_host(x)
+            n = a.size
+            payload = np.zeros(length, dtype=a.dtype)
+            payload[:n] = a
+            payload[n], payload[n + 1] = fingerprint, fingerprint * fingerprint
+            summed = self._send(communicator, payload, name)
+            # A rank that has refused its input is told from its NaN in the last number.
+            if self._phase != "forward" or summed[n - 1] == summed[n - 1]:
+                self.check(communicator, summed[n], summed[n + 1])
+            return from_host(summed[:n], x)
+        if is_torch_array(x):
+            return self._unread.allreduce(communicator, x, fingerprint, name)
+        return communicator.allreduce(x)
+
+    def check(self, communicator: Communicator, total: Any, total_of_squares: Any) -> None:
+        """Raise on all ranks if their fingerprints differ; collective then."""
+        if communicator.size * int(total_of_squares) == int(total) ** 2:
+            return
+        said = _ask(communicator, str(self))
+        raise RuntimeError(
+            f"the ranks are in different places: {_by_answer(said)}. All ranks must run the same "
+            "layers in the same order, with the same dtype, in training or not."
+        )
+
+    def __str__(self) -> str:
+        return f"{self.wrapped.name} ({self._phase}, {self._dtype}, call {self._calls})"
+
+    def _send(self, communicator: Communicator, payload: Array, name: str) -> Array:
+        if not isinstance(communicator, Watched):
+            return communicator.allreduce(payload)
+        place = f"{name} {self._phase}"
+        return communicator.allreduce_in(
+            payload, channel=payload.shape[0], place=place, text=str(self)
+        )
+
+    def _fingerprint(self, name: str) -> float:
+        if name not in self._fingerprints:
+            text = f"{name} {self._phase} {self._dtype}"
+            self._fingerprints[name] = float(zlib.crc32(text.encode()) >> 12)
+        return self._fingerprints[name]
+
+    def _agreed_name(self, communicator: Communicator, length: int) -> str:
+        """The layer's name, once all ranks are known to be in a layer like this; collective then.
+
+        Where the transport is not ours, nothing is compared beforehand.
+        """
+        if not isinstance(communicator, Watched):
+            return self.wrapped.name
+        agreements = communicator.agreements
+        key = self.wrapped.name, length
+        if key not in agreements:
+            agreements[key] = self._agree(communicator, length)
+        return agreements[key]
+
+    def _agree(self, communicator: Watched, length: int) -> str:
+        about = np.array(
+            [
+                zlib.crc32(f"{what}".encode()) >> 12
+                for what in (self.wrapped.name, length, _version())
+            ]
+        )
+        summed = communicator.allreduce_in(
+            np.concatenate([about, about * about]),
+            channel=_FIRST_MESSAGES,
+            place="first message",
+            text=f"the first message of {self}",
+        )
+        size = communicator.size
+        if all(size * int(q) == int(s) ** 2 for s, q in zip(summed[:3], summed[3:], strict=True)):
+            return self.wrapped.name
+        num_channels = (length - 4) // 2
+        said = _ask(communicator, json.dumps([self.wrapped.name, num_channels, _version()]))
+        names, nums, versions = zip(*(json.loads(text) for text in said), strict=True)
+        if len(set(versions)) > 1:
+            raise RuntimeError(
+                f"the ranks must run the same version of multibn: {_by_answer(versions)}. Install "
+                "one version everywhere."
+            )
+        shortest = min(names, key=len)
+        # One rank may have the model inside of another module.
+        if not all(name == shortest or name.endswith("." + shortest) for name in names):
+            raise RuntimeError(
+                f"the ranks are in different places: {_by_answer(names)}. All ranks must run the "
+                "same layers in the same order."
+            )
+        if len(set(nums)) > 1:
+            answers = _by_answer([f"{n} channels" for n in nums])
+            raise ValueError(
+                f"the ranks have built {shortest} differently: {answers}. Build the same model on "
+                "all ranks."
+            )
+        return str(shortest)
+
+
+class _Unread:
+    """Fingerprints that are on a GPU, and are looked at once they have come to the host.
+
+    Nothing waits for them: a mistake is found at a later message of the same layer and phase.
+    """
+
+    def __init__(self, phase: _Phase) -> None:
+        self._phase = phase
+        self._copies: deque[tuple[Any, Any]] = deque()
+        self._lanes: dict[Any, Any] = {}
+
+    def allreduce(self, communicator: Communicator, x: Any, fingerprint: float, name: str) -> Any:
+        import torch
+
+        capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+        while not capturing and self._copies and self._copies[0][0].query():
+            self._phase.check(communicator, *self._copies.popleft()[1].tolist())
+        key = x.device, fingerprint
+        if key not in self._lanes:
+            lanes = [fingerprint, fingerprint * fingerprint]
+            padding = [0.0] * (self._phase._num_lanes - 2)
+            self._lanes[key] = torch.tensor(lanes + padding, dtype=x.dtype, device=x.device)
+        summed = self._phase._send(communicator, torch.cat([x, self._lanes[key]]), name)
+        n = x.shape[0]
+        if x.is_cuda and not capturing:
+            copy = torch.empty(2, dtype=x.dtype, pin_memory=True)
+            copy.copy_(summed[n : n + 2], non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._copies.append((event, copy))
+        return summed[:n]
+
+
+@cache
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("multibn")
+
+
+def _ask(communicator: Communicator, answer: str) -> list[str]:
+    """Every rank's answer. Collective."""
+    said = allgather_bytes(
+        communicator.allreduce, communicator.rank, communicator.size, answer.encode()
+    )
+    return [text.decode(errors="replace") for text in said]
+
+
+def _by_answer(answers: Iterable[str]) -> str:
+    """Which ranks have given which answer, for people."""
+    ranks: dict[str, list[int]] = {}
+    for rank, answer in enumerate(answers):
+        ranks.setdefault(answer, []).append(rank)
+    return "; ".join(f"rank(s) {who} in {answer}" for answer, who in ranks.items())
