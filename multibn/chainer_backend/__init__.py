@@ -22,3 +22,8 @@ from multibn.chainer_backend.functions import (  # noqa: E402
 from multibn.chainer_backend.links import (  # noqa: E402
     MultiNodeBatchNormalization as MultiNodeBatchNormalization,
 )
+from multibn.chainer_backend.reversible import (  # noqa: E402
+    ReversibleSequence as ReversibleSequence,
+)
+from multibn.chainer_backend.synchrony import check_sync as check_sync  # noqa: E402
+from multibn.chainer_backend.uneven import join as join  # noqa: E402

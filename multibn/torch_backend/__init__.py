@@ -17,3 +17,5 @@ from multibn.torch_backend.running_stats import sync_running_stats as sync_runni
 from multibn.torch_backend.sub_batch_norm import SubBatchNorm1d as SubBatchNorm1d
 from multibn.torch_backend.sub_batch_norm import SubBatchNorm2d as SubBatchNorm2d
 from multibn.torch_backend.sub_batch_norm import SubBatchNorm3d as SubBatchNorm3d
+from multibn.torch_backend.synchrony import check_sync as check_sync
+from multibn.torch_backend.uneven import join as join

@@ -18,10 +18,16 @@ ROOMS = [
     ["multibn._checkpoint_keys"],
     ["multibn.kernels", "multibn.communicators"],
     ["multibn.statistics"],
-    ["multibn.population", "multibn.recompute", "multibn.checkpoint"],
+    [
+        "multibn.population",
+        "multibn.recompute",
+        "multibn.checkpoint",
+        "multibn.lockstep",
+        "multibn.synchrony",
+    ],
     ["multibn"],
     ["multibn.torch_backend", "multibn.chainer_backend"],
-    ["multibn.torch_backend.integrations"],
+    ["multibn.torch_backend.integrations", "multibn.torch_backend.reversible"],
     ["multibn.parity", "multibn.info"],
     ["multibn.cli", "multibn.__main__"],
 ]
@@ -78,10 +84,10 @@ def test_imports_point_down(module: str, path: Path) -> None:
     "module, absent",
     [
         ("multibn.cli", ["torch", "chainer", "cupy", "mpi4py", "rich", "matplotlib"]),
-        ("multibn", ["torch", "chainer", "cupy", "mpi4py", "numpy.random"]),
+        ("multibn", ["torch", "chainer", "cupy", "mpi4py", "numpy.random", "numba"]),
         ("multibn.checkpoint", ["torch", "chainer", "safetensors", "numpy.random"]),
-        ("multibn.torch_backend", ["chainer", "cupy", "mpi4py"]),
-        ("multibn.chainer_backend", ["torch", "mpi4py.MPI"]),
+        ("multibn.torch_backend", ["chainer", "cupy", "mpi4py", "numba"]),
+        ("multibn.chainer_backend", ["torch", "mpi4py.MPI", "numba"]),
     ],
 )
 def test_importing_brings_in_no_other_framework(module: str, absent: list[str]) -> None:

@@ -1,0 +1,262 @@
+"""Loops over the ranks' own batches that proceed step by step together, until all have run out.
+
+What is collective in the body of such a loop finds every rank there: one that has no batch left
+takes part with an empty one.
+"""
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from multibn.communicators import Communicator
+from multibn.communicators._objects import broadcast
+
+#: What `Lockstep` gives in place of a batch on a rank that has none left.
+END: Any = object()
+
+
+class Step(NamedTuple):
+    """One step: this rank's batch or `END`; and of all ranks, which have one, and their amounts."""
+
+    batch: Any
+    occupied: npt.NDArray[np.bool_]
+    amount: int
+
+
+class Lockstep(Iterator[Step]):
+    """Steps of this rank, as many as the rank with most batches has.
+
+    Each `next` is collective, one allreduce of 3W+1 numbers for W ranks.
+
+    Parameters
+    ----------
+    batches
+        This rank's data; iterated over from the first `next` on.
+    communicator
+        The ranks that proceed together.
+    source
+        What may raise while a batch is made, as an error message names it.
+    amount
+        How much a batch counts for in `Step.amount`; default 0.
+
+    Raises
+    ------
+    RuntimeError
+        In `next`: on the other ranks, if one rank's `batches` or `amount` raised, or one called
+        `leave` while others had a batch; on that one, `leave` raises it.
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[Any],
+        communicator: Communicator,
+        *,
+        source: str,
+        amount: Callable[[Any], int] = lambda batch: 0,
+    ) -> None:
+        self._batches = batches
+        self._iterator: Iterator[Any] | None = None
+        self._communicator = communicator
+        self._source = source
+        self._amount = amount
+        self._exhausted = self._over = False
+
+    def __next__(self) -> Step:
+        if self._over:
+            raise StopIteration
+        batch, amount, error = END, 0, None
+        try:
+            if not self._exhausted:
+                self._iterator = iter(self._batches) if self._iterator is None else self._iterator
+                batch = next(self._iterator, END)
+            if batch is not END:
+                amount = self._amount(batch)
+        except Exception as e:
+            error = e
+        self._exhausted = batch is END
+        try:
+            occupied, total = self._exchange(batch is not END, amount, error=error)
+        except BaseException:
+            self._over = True
+            raise
+        if not occupied.any():
+            self._over = True
+            raise StopIteration
+        return Step(batch, occupied, total)
+
+    def leave(self) -> None:
+        """Tell the other ranks, in their next step, that this one takes none; nothing if all do.
+
+        Collective with the `next` or `leave` of the other ranks, unless all have run out already.
+        """
+        if not self._over:
+            self._over = True
+            self._exchange(False, 0, left=True)
+
+    def _exchange(
+        self, occupied: bool, amount: int, *, error: Exception | None = None, left: bool = False
+    ) -> tuple[npt.NDArray[np.bool_], int]:
+        """Which ranks have a batch, and the sum of their amounts; raises what there is to raise."""
+        rank, size = self._communicator.rank, self._communicator.size
+        state = np.zeros(3 * size + 1)
+        state[[rank, size + rank, 2 * size + rank]] = error is not None, left, occupied
+        state[-1] = amount
+        state = self._communicator.allreduce(state)
+        failed, gone, having = (state[:-1] > 0).reshape(3, size)
+        if error is not None:
+            raise error
+        if failed.any():
+            raise RuntimeError(
+                f"rank {rank} cannot go on: {self._source} raised on rank(s) "
+                f"{np.flatnonzero(failed).tolist()} of {size}. The error raised there says why."
+            )
+        if gone.any() and having.any():
+            raise RuntimeError(
+                f"rank {rank} cannot go on: rank(s) {np.flatnonzero(gone).tolist()} of {size} left "
+                "the loop before it ended, and others have batches. Leave it on all ranks in the "
+                "same step, or on none."
+            )
+        return having, int(state[-1])
+
+
+class Joined:
+    """Loops over uneven data, in step, and losses to go with them; what the backends' `join` gives.
+
+    Parameters
+    ----------
+    communicator
+        The ranks that proceed together.
+    stand_in
+        Makes of a batch what a rank without one is given.
+
+    Attributes
+    ----------
+    communicator
+        As above.
+    absent
+        Whether this rank has no batch in the present step.
+    """
+
+    def __init__(self, communicator: Communicator, stand_in: Callable[[Any], Any]) -> None:
+        self.communicator = communicator
+        self.absent = False
+        self._stand_in = stand_in
+        self._steps: Lockstep | None = None
+
+    def __call__(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """This rank's batches, then stand-ins for as long as another rank has any.
+
+        Each step is collective, one allreduce of 3W+1 numbers for W ranks; the first one has two
+        more if a rank has no batch at all, for it to learn what one looks like. Another loop may
+        follow when this one has ended.
+
+        Parameters
+        ----------
+        batches
+            This rank's data, as many batches as there are.
+
+        Raises
+        ------
+        TypeError
+            If no stand-in can be made of a batch, or none be sent to a rank without any.
+        ValueError
+            On all ranks, if no rank has a batch.
+        RuntimeError
+            On the other ranks, if one rank's iterator raised; on all ranks, if some left the loop
+            while others had batches.
+        """
+        self.leave()
+        stand_in: list[Any] = []  # once one is known
+
+        def watched() -> Iterator[Any]:
+            for batch in batches:
+                if not stand_in:  # here, because an error is told to the other ranks
+                    stand_in.append(self._stand_in(batch))
+                yield batch
+
+        self._steps = Lockstep(watched(), self.communicator, source="the iterator of the batches")
+        return self._run(self._steps, stand_in)
+
+    def leave(self) -> None:
+        """End the loop, if it has not ended: `break` on all ranks in the same step is no error."""
+        self.absent = False
+        if self._steps is not None:
+            self._steps.leave()
+
+    def scale(self, count: int) -> float:
+        """What to multiply a sum over `count` local values by, for gradients that are averaged.
+
+        The mean over ranks of the scaled sums is the mean of all ranks' values, those of stand-ins
+        left out. Collective: one allreduce of one number.
+        """
+        count = 0 if self.absent else count
+        total = self.communicator.allreduce(np.array([count], dtype=np.float64))
+        return 0.0 if self.absent else self.communicator.size / max(float(total[0]), 1.0)
+
+    def _portable(self, batch: Any) -> Any:
+        """`batch` as it is pickled for another rank."""
+        return batch
+
+    def _run(self, steps: Lockstep, stand_in: list[Any]) -> Iterator[Any]:
+        first = next(steps, None)
+        if first is None:
+            raise ValueError(
+                "a rank must have a batch: got none on any of "
+                f"{self.communicator.size} rank(s). A generator can be used once only; pass what "
+                "it was made from."
+            )
+        if not first.occupied.all():
+            root = int(first.occupied.argmax())
+            mine = self._portable(stand_in[0]) if self.communicator.rank == root else None
+            theirs = broadcast(mine, self.communicator, root=root)
+            stand_in = stand_in or [theirs]
+        for step in itertools.chain([first], steps):
+            self.absent = step.batch is END
+            yield stand_in[0] if self.absent else step.batch
+        self.absent = False
+
+
+def shortened(
+    batch: Any, shorten: Callable[[Any], Any], array_types: Any, *, otherwise: str
+) -> Any:
+    """`batch` with `shorten` of the arrays in it, those in tuples, lists and mappings included.
+
+    Raises
+    ------
+    TypeError
+        If there is no array with a first axis in `batch`; the message ends with `otherwise`.
+    """
+    found = False
+
+    def visit(x: Any) -> Any:
+        nonlocal found
+        if x.ndim == 0:
+            return x
+        found = True
+        return shorten(x)
+
+    result = map_arrays(visit, batch, array_types)
+    if not found:
+        raise TypeError(
+            "a batch must have an array in it, with the samples on its first axis: got "
+            f"{type(batch).__qualname__}. {otherwise}"
+        )
+    return result
+
+
+def map_arrays(function: Callable[[Any], Any], batch: Any, array_types: Any) -> Any:
+    """`batch` with each array in it replaced by `function` of it."""
+    if isinstance(batch, array_types):
+        return function(batch)
+    if isinstance(batch, MutableMapping):
+        mapping = copy.copy(batch)
+        mapping.update({k: map_arrays(function, v, array_types) for k, v in batch.items()})
+        return mapping
+    if isinstance(batch, (list, tuple)):
+        items = [map_arrays(function, item, array_types) for item in batch]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    return batch

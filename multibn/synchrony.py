@@ -1,0 +1,140 @@
+"""Whether arrays that should be equal on all ranks are."""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from multibn._typing import Array
+from multibn.communicators import Communicator
+from multibn.communicators._host import to_host
+from multibn.communicators._objects import broadcast, gather
+
+_LANES = 8  # of 16 bits, which make a digest
+# How many things of a kind a message lists.
+_AT_MOST = 8
+
+
+def check_equal(
+    arrays: Mapping[str, Array | None], communicator: Communicator, *, ignore: Iterable[str] = ()
+) -> None:
+    """Raise on all ranks unless the arrays are the same on all of them, bit for bit.
+
+    Digests of 128 bits are compared, of copies in host memory. Collective: one allreduce of 32
+    numbers if all is well, whatever there is to compare. Otherwise a few more, among them one of
+    the size of each array that differs, to find out what the matter is.
+
+    Parameters
+    ----------
+    arrays
+        By name, in any order; of any library, on any device. None is an array that has no value
+        yet.
+    communicator
+        The ranks that should agree.
+    ignore
+        Names of arrays to leave out, with wildcards: `"*.running_*"`, for example.
+
+    Raises
+    ------
+    RuntimeError
+        On all ranks, if they have other names, shapes or dtypes, or other values.
+    """
+    ignore = list(ignore)
+    chosen = [
+        (name, arrays[name])
+        for name in sorted(arrays)
+        if not any(fnmatchcase(name, pattern) for pattern in ignore)
+    ]
+    described = [_described(name, a) for name, a in chosen]
+    hosts = [np.zeros(0) if a is None else to_host(a) for _, a in chosen]
+    digests = [_digest(a.tobytes()) for a in hosts]
+    alike_built, alike = _agree(
+        [_digest("\n".join(described).encode()), _digest(b"".join(digests))], communicator
+    )
+    if not alike_built:
+        raise RuntimeError(_how_built(described, communicator))
+    if not alike:
+        names = [name for name, _ in chosen]
+        raise RuntimeError(_how_different(names, hosts, digests, communicator))
+
+
+def _described(name: str, array: Array | None) -> str:
+    if array is None:
+        return f"{name} (no value yet)"
+    return f"{name} of shape {tuple(array.shape)} and dtype {array.dtype}"
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=2 * _LANES).digest()
+
+
+def _agree(digests: Sequence[bytes], communicator: Communicator) -> npt.NDArray[np.bool_]:
+    """Which of the digests are the same on all ranks. Collective: one allreduce.
+
+    W numbers v are equal if and only if (sum v)**2 == W * sum v**2 (Cauchy-Schwarz). Sums of 16-bit
+    numbers and of their squares are exact in float64; the rest is in Python's integers.
+    """
+    v = np.frombuffer(b"".join(digests), dtype=np.uint16).astype(np.float64)
+    sums = communicator.allreduce(np.stack([v, v**2]))
+    equal = [
+        int(total) ** 2 == communicator.size * int(squares)
+        for total, squares in zip(*sums.tolist(), strict=True)
+    ]
+    return np.all(np.reshape(equal, (-1, _LANES)), axis=1)
+
+
+def _how_built(described: Sequence[str], communicator: Communicator) -> str:
+    """What each rank has that rank 0 has not, and the other way round. Collective."""
+    first = broadcast(described, communicator, root=0)
+    extra = [f"has {line}" for line in described if line not in first]
+    missing = [f"lacks {line}" for line in first if line not in described]
+    lines = [
+        f"rank {rank} {_shortened(findings)}"
+        for rank, findings in enumerate(gather([*extra, *missing][: _AT_MOST + 1], communicator))
+        if findings
+    ]
+    return (
+        f"the model must be built alike on all {communicator.size} ranks. Compared with rank 0, "
+        f"{_shortened(lines, '; ')}. Build it from the same configuration, and call it once on "
+        "every rank if it initialises in its first call."
+    )
+
+
+def _how_different(
+    names: Sequence[str],
+    hosts: Sequence[npt.NDArray[Any]],
+    digests: Sequence[bytes],
+    communicator: Communicator,
+) -> str:
+    """Which arrays differ from rank 0's, where, and by how much. Collective."""
+    firsts = broadcast(digests, communicator, root=0)
+    differing = np.flatnonzero(~_agree(digests, communicator)).tolist()
+    distances = {i: _distance_from_rank_0(hosts[i], communicator) for i in differing}
+    by_rank = gather(
+        [d if digests[i] != firsts[i] else None for i, d in distances.items()], communicator
+    )
+    lines = []
+    for i, on_ranks in zip(differing, zip(*by_rank, strict=True), strict=True):
+        far = [f"{d:.3g} on rank {rank}" for rank, d in enumerate(on_ranks) if d is not None]
+        lines.append(f"{names[i]} by up to {_shortened(far)}")
+    return (
+        f"{len(differing)} of {len(names)} arrays are not the same on all {communicator.size} "
+        f"ranks. They differ from rank 0's: {_shortened(lines, '; ')}. Broadcast them from one "
+        "rank, or leave out by `ignore` what is each rank's own."
+    )
+
+
+def _distance_from_rank_0(mine: npt.NDArray[Any], communicator: Communicator) -> float:
+    """The largest absolute difference. Collective: one allreduce of the array's size."""
+    mine = mine.reshape(-1)
+    wide = (mine.view(mine.real.dtype) if np.iscomplexobj(mine) else mine).astype(np.float64)
+    first = communicator.allreduce(wide if communicator.rank == 0 else np.zeros_like(wide))
+    with np.errstate(invalid="ignore"):  # inf - inf
+        return float(np.abs(wide - first).max(initial=0))
+
+
+def _shortened(items: Sequence[str], separator: str = ", ") -> str:
+    return separator.join(items[:_AT_MOST]) + " and more" * (len(items) > _AT_MOST)

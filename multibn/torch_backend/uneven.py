@@ -1,0 +1,124 @@
+"""Training on uneven data: ranks that have run out take part with empty batches."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from multibn import lockstep
+from multibn.communicators import Communicator, as_communicator
+from multibn.torch_backend.modules import Synchronized
+
+
+class Joined(lockstep.Joined):
+    """What `join` gives: called with this rank's data, it makes a loop over it."""
+
+    def mean(self, losses: Tensor) -> Tensor:
+        """This rank's part of the mean of all ranks' losses.
+
+        Averaged over the ranks, as DistributedDataParallel and `average_gradients` do, its gradient
+        is that of the mean over all elements of all ranks, however they are distributed; so is its
+        value. It is 0 for an empty batch, where a mean would be NaN. Collective: every rank must
+        call it, in each step; one allreduce of one number.
+
+        Parameters
+        ----------
+        losses
+            One number for each sample, pixel..., of any shape but `()`: pass `reduction="none"` to
+            the loss function.
+
+        Returns
+        -------
+        Tensor
+            Shape `()`.
+
+        Raises
+        ------
+        ValueError
+            If `losses` is a single number, which is reduced already.
+        """
+        if losses.ndim == 0:
+            raise ValueError(
+                "`losses` must have a number for each sample: got shape (), which is reduced "
+                'already. Pass reduction="none" to the loss function.'
+            )
+        return losses.sum() * self.scale(losses.numel())
+
+    def _portable(self, batch: Any) -> Any:
+        return lockstep.map_arrays(Tensor.cpu, batch, Tensor)
+
+
+@contextmanager
+def join(
+    model: nn.Module, process_group: Any = None, *, empty: Callable[[Any], Any] | None = None
+) -> Iterator[Joined]:
+    """Let ranks with unequal numbers of batches train a model together, with exact statistics.
+
+    A context manager for a training loop in which every rank makes as many steps as the one with
+    most batches. A rank that has run out is given empty batches, shape `(0, ...)`: forward and
+    backward pass, DistributedDataParallel's included, communicate as ever, and it counts for
+    nothing. Unlike DistributedDataParallel's own join it takes care of synchronized layers, whose
+    statistics are those of the batches that there are. Example::
+
+        with join(model) as joined:
+            for x, target in joined(loader):
+                optimizer.zero_grad()
+                losses = F.cross_entropy(model(x), target, reduction="none")
+                joined.mean(losses).backward()
+                optimizer.step()
+
+    Without DistributedDataParallel, `average_gradients` goes before the optimizer's step.
+
+    Parameters
+    ----------
+    model
+        Tells which ranks take part; it is not changed.
+    process_group
+        The ranks that take part, anything that `multibn.as_communicator` takes. Default: those of a
+        DistributedDataParallel model, else those of the model's largest group of synchronized
+        layers, else as there.
+    empty
+        Makes an empty batch of a batch. Default: every tensor in it, in tuples, lists and
+        dictionaries too, loses its samples, which are the first dimension; all else stays.
+
+    Yields
+    ------
+    Joined
+        `joined(loader)` is the loop, `joined.mean(losses)` the loss.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        As `Joined`'s methods. On leaving the context: RuntimeError on all ranks, if some broke off
+        the loop while others had batches. All may break off in the same step.
+
+    Notes
+    -----
+    A rank that raises in the body of the loop cannot tell the others, which may wait for it in the
+    forward pass: let the launcher end them. The model must take an empty batch: `x.flatten(1)`
+    does, where `x.view(len(x), -1)` cannot tell what -1 is. A rank without any batch is given
+    tensors on the CPU.
+    """
+    joined = Joined(_participants(model, process_group), _empty if empty is None else empty)
+    yield joined
+    joined.leave()  # not after an exception, when the other ranks may be anywhere
+
+
+def _participants(model: nn.Module, process_group: Any) -> Communicator:
+    if process_group is None and isinstance(model, DistributedDataParallel):
+        return as_communicator(model.process_group)
+    if process_group is None:
+        groups = [m.process_group for m in model.modules() if isinstance(m, Synchronized)]
+        return max(groups, key=lambda group: group.size, default=as_communicator())
+    return as_communicator(process_group)
+
+
+def _empty(batch: Any) -> Any:
+    return lockstep.shortened(
+        batch,
+        lambda x: x.new_empty((0, *x.shape[1:])),
+        Tensor,
+        otherwise="Pass `empty`, which makes an empty batch of a batch.",
+    )

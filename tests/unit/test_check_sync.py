@@ -1,0 +1,64 @@
+"""The comparison of ranks' arrays, over ranks as threads."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multibn.communicators import Communicator
+from multibn.synchrony import check_equal
+from tests.helpers.ranks import CountingCommunicator, run_ranks
+
+
+def _arrays(rank: int) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    return {f"{i:02}": rng.normal(size=(3, i)) for i in range(12)}
+
+
+def test_one_small_collective_if_all_is_well() -> None:
+    def counts(world: Communicator) -> list[int]:
+        counting = CountingCommunicator(world)
+        check_equal(_arrays(world.rank), counting)
+        check_equal(dict(reversed(_arrays(world.rank).items())), counting)  # in any order
+        check_equal({}, counting)
+        return counting.take()
+
+    assert run_ranks(3, counts) == [[32] * 3] * 3
+
+
+def test_every_rank_says_the_same_and_not_too_much() -> None:
+    def message(world: Communicator) -> str:
+        arrays = _arrays(world.rank)
+        for a in arrays.values():
+            a += 0.25 * world.rank
+        with pytest.raises(RuntimeError) as caught:
+            check_equal(arrays, world)
+        return str(caught.value)
+
+    messages = run_ranks(3, message)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith("11 of 12 arrays are not the same on all 3 ranks.")
+    assert "01 by up to 0.25 on rank 1, 0.5 on rank 2; 02 by" in messages[0]
+    assert "08 by up to 0.25 on rank 1, 0.5 on rank 2 and more. Broadcast them" in messages[0]
+
+
+def test_complex_numbers_and_what_is_ignored() -> None:
+    def check(world: Communicator) -> None:
+        arrays = {"z": np.full(2, 1j * world.rank), "n": np.asarray(world.rank)}
+        with pytest.raises(RuntimeError, match=r"1 of 1 .* z by up to 1 on rank 1\."):
+            check_equal(arrays, world, ignore=["[a-n]"])
+        check_equal(arrays, world, ignore=["z", "n*"])
+
+    run_ranks(2, check)
+
+
+def test_models_that_are_not_built_alike() -> None:
+    def check(world: Communicator) -> None:
+        arrays: dict[str, Any] = {"w": np.zeros((2, 2 + world.rank)), "lazy": None}
+        with pytest.raises(
+            RuntimeError,
+            match=r"rank 0, rank 1 has w of shape \(2, 3\) and dtype float64, lacks w of",
+        ):
+            check_equal(arrays, world)
+
+    run_ranks(2, check)

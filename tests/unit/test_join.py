@@ -1,0 +1,107 @@
+"""Loops in step, over ranks as threads, and what stands in for a missing batch."""
+
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multibn import SingleProcess
+from multibn.communicators import Communicator
+from multibn.lockstep import END, Joined, Lockstep
+from tests.helpers import require
+from tests.helpers.ranks import run_ranks
+
+require.need("torch")
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+
+from multibn.torch_backend import join  # noqa: E402
+
+
+def test_steps_and_amounts() -> None:
+    def steps(world: Communicator) -> list[Any]:
+        data = [[3, 1], [], [4]][world.rank]
+        return list(Lockstep(data, world, source="the data", amount=int))
+
+    of_ranks = run_ranks(3, steps)
+    assert [[s.batch for s in steps] for steps in of_ranks] == [[3, 1], [END, END], [4, END]]
+    for found in of_ranks:
+        assert [s.amount for s in found] == [7, 1]
+        assert [s.occupied.tolist() for s in found] == [[True, False, True], [True, False, False]]
+
+
+def test_the_scale_leaves_stand_ins_out() -> None:
+    def scales(world: Communicator) -> list[tuple[bool, float]]:
+        joined = Joined(world, lambda batch: batch)
+        return [
+            (joined.absent, joined.scale(len(batch)))
+            for batch in joined([[1, 2], [3]][world.rank :])
+        ]
+
+    assert run_ranks(2, scales) == [
+        [(False, 2 / 3), (False, 2.0)],
+        [(False, 2 / 3), (True, 0.0)],
+    ]
+
+
+Pair = namedtuple("Pair", "a b")
+
+
+def test_empty_batches_of_all_structures() -> None:
+    x = torch.ones(2, 3)
+    batch = Pair([x, {"x": x.int(), "name": "n"}], OrderedDict(scalar=torch.tensor(1.0)))
+
+    def last(world: Communicator) -> Any:
+        with join(nn.Flatten(), world) as joined:
+            return list(joined([batch] * (2 - world.rank)))[-1]
+
+    whole, empty = run_ranks(2, last)
+    assert whole is batch
+    assert isinstance(empty, Pair)
+    assert isinstance(empty.b, OrderedDict)
+    assert empty.a[0].shape == empty.a[1]["x"].shape == (0, 3)
+    assert (empty.a[1]["x"].dtype, empty.a[1]["name"]) == (torch.int32, "n")
+    assert empty.b["scalar"] == 1
+    assert x.shape == batch.a[0].shape == (2, 3)
+
+
+def test_an_empty_batch_of_ones_own_making() -> None:
+    def last(world: Communicator) -> Any:
+        with join(nn.Flatten(), world, empty=lambda batch: "nothing") as joined:
+            return list(joined(["a", "b"][world.rank :]))[-1]
+
+    assert run_ranks(2, last) == ["b", "nothing"]
+
+
+def test_an_exception_in_the_loop_is_not_communicated() -> None:
+    def failing(world: Communicator) -> None:
+        with join(nn.Flatten(), world) as joined:
+            for _ in joined([torch.ones(1)]):
+                raise KeyError("the user's")
+
+    with pytest.raises(KeyError, match="the user's"):
+        run_ranks(2, failing)
+
+
+def test_losses_that_are_reduced_already() -> None:
+    with join(nn.Flatten(), SingleProcess()) as joined:
+        for _ in joined([torch.ones(1)]):
+            with pytest.raises(ValueError, match=r'got shape \(\).*Pass reduction="none"'):
+                joined.mean(torch.tensor(1.0))
+            np.testing.assert_allclose(joined.mean(torch.tensor([1.0, 2.0])), 1.5)
+
+
+def test_chainer_refuses_what_never_ends_and_reduced_losses() -> None:
+    require.need("chainer")
+    from multibn.chainer_backend import join as join_chainer
+
+    import chainer  # isort: skip (multibn makes it importable)
+
+    data = [np.ones(2, dtype=np.float32)]
+    with join_chainer(chainer.links.Linear(2), SingleProcess()) as joined:
+        with pytest.raises(ValueError, match=r"got an iterator that repeats. Make it with"):
+            joined(chainer.iterators.SerialIterator(data, 1))
+        with pytest.raises(ValueError, match=r'got shape \(\).*Pass reduce="no"'):
+            joined.mean(np.ones(()))
