@@ -18,25 +18,22 @@ export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[torch,chainer,mpi,cli,lightning,mmengine,dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[torch,chainer,mpi,cli,fast,lightning,mmengine,dev]'
 	touch $@
 
 demo: $(VENV)/installed  ## train the same network in both frameworks, synchronized and not
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/installed  ## all tests; what this set-up must be able to run may not be skipped
-	$(BIN)/python -m pytest --require torch,chainer,torchrun,mpiexec,mmengine,lightning,cli
+	$(BIN)/python -m pytest --require torch,chainer,numba,torchrun,mpiexec,mmengine,lightning,cli
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/installed  ## one layer's step as a ratio to the framework's own
-	$(BIN)/python benchmarks/layer.py
-	$(BIN)/mpiexec -n 2 $(BIN)/python -m mpi4py benchmarks/layer.py --over mpi
-	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 \
-		benchmarks/layer.py --over gloo
+bench: $(VENV)/installed  ## what a layer, a network and a message cost beside their peers: benchmarks/results
+	$(BIN)/python -m benchmarks
 
 clean:
 	rm -rf $(VENV) out

@@ -1,94 +1,126 @@
-"""Forward and backward of one layer, as a ratio to nn.BatchNorm2d on the same rank's batch.
+"""Forward and backward of one layer, float32, beside its peers on the same rank's batch."""
 
-    python benchmarks/layer.py
-    mpiexec -n 2 python -m mpi4py benchmarks/layer.py --over mpi
-    torchrun --nproc-per-node 2 benchmarks/layer.py --over gloo
-
-Layers take turns, so that both see the same machine; times are medians, one thread a rank.
-"""
-
-import argparse
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from rich.console import Console
-from rich.table import Table
-from torch import nn
+import numpy as np
 
-from multibn import Communicator, SingleProcess, as_communicator
-from multibn.torch_backend import SyncBatchNorm
+from benchmarks.timing import Seconds, Step, take_turns
+from multibn import Communicator, kernels
 
-SHAPES = [(32, 64, 56, 56), (32, 256, 28, 28), (8, 256, 56, 56), (32, 2048, 7, 7), (4, 64, 56, 56)]
-
-
-def step(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Callable[[], None]:
-    def run() -> None:
-        x.grad = None
-        layer.zero_grad()
-        layer(x).backward(dy)
-
-    return run
+SHAPES = [
+    (32, 64, 56, 56),
+    (32, 256, 28, 28),
+    (8, 256, 56, 56),
+    (32, 2048, 7, 7),
+    (4, 64, 56, 56),
+    (2, 64, 16, 56, 56),
+    (256, 1024),
+]
+OURS, LOCAL, NAIVE, COPIES, CHAINERMN = "multibn", "nn.BatchNorm", "naive", "copies", "ChainerMN"
+NUM_COPIES = 8
 
 
-def seconds(function: Callable[[], None], communicator: Communicator) -> float:
-    communicator.allreduce(torch.zeros(1))  # ranks start together
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
+def layouts(shape: Sequence[int]) -> list[str]:
+    return ["NCHW", "channels_last"] if len(shape) > 2 else ["NC"]
 
 
-def compare(
-    shape: tuple[int, ...], memory_format: torch.memory_format, communicator: Communicator, n: int
-) -> tuple[float, float]:
-    """Median seconds a step of the local layer and of the synchronized one."""
-    x = torch.randn(shape).to(memory_format=memory_format).requires_grad_()
-    dy = torch.randn(shape).to(memory_format=memory_format)
-    local = step(nn.BatchNorm2d(shape[1]), x, dy)
-    synchronized = step(SyncBatchNorm(shape[1], process_group=communicator), x, dy)
-    local(), synchronized()
-    times = [(seconds(local, communicator), seconds(synchronized, communicator)) for _ in range(n)]
-    medians = [statistics.median(column) for column in zip(*times, strict=True)]
-    return medians[0], medians[1]
+def key(shape: Sequence[int], variant: str, name: str) -> str:
+    return f"{'x'.join(map(str, shape))}/{variant}/{name}"
 
 
-def join(over: str) -> Communicator:
-    if over == "none":
-        return SingleProcess()
-    if over == "mpi":
-        from mpi4py import MPI
+def measure_torch(
+    communicator: Communicator, shapes: Sequence[Sequence[int]], seconds: float
+) -> tuple[dict[str, Seconds], dict[str, Any]]:
+    """Times by `key(shape, layout, name)`; `seconds` for each shape and layout."""
+    import torch
 
-        return as_communicator(MPI.COMM_WORLD)
-    torch.distributed.init_process_group(over)
-    return as_communicator(torch.distributed.group.WORLD)
+    times: dict[str, Seconds] = {}
+    for shape in shapes:
+        for layout in layouts(shape):
+            torch.manual_seed(communicator.rank)
+            found = take_turns(_torch_steps(shape, layout, communicator), communicator,
+                               seconds=seconds)  # fmt: skip
+            times |= {key(shape, layout, name): t for name, t in found.items()}
+    return times, {"kernels": kernels._select(torch.zeros(1)).__name__}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--over", choices=["none", "mpi", "gloo"], default="none")
-    parser.add_argument("--repeat", type=int, default=15, help="steps of each layer")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    communicator = join(arguments.over)
-    table = Table(title=f"{communicator.size} rank(s), {communicator}, torch {torch.__version__}")
-    for column in ("shape", "layout", "nn.BatchNorm2d ms", "SyncBatchNorm ms", "ratio"):
-        table.add_column(column, justify="right")
-    layouts: dict[str, Any] = {
-        "NCHW": torch.contiguous_format,
-        "channels_last": torch.channels_last,
+def _torch_steps(
+    shape: Sequence[int], layout: str, communicator: Communicator
+) -> Mapping[str, Step]:
+    import torch
+    from torch import nn
+
+    from benchmarks.peers import NaiveFormula
+    from multibn.torch_backend import SyncBatchNorm
+
+    memory_format = torch.contiguous_format
+    if layout == "channels_last":
+        memory_format = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+    x = torch.randn(*shape).to(memory_format=memory_format).requires_grad_()
+    dy = torch.randn(*shape).to(memory_format=memory_format)
+    local = {2: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[len(shape)]
+    copy = torch.empty_like(x)
+
+    def step(layer: nn.Module) -> Step:
+        def run() -> None:
+            x.grad = None
+            layer.zero_grad()
+            layer(x).backward(dy)
+
+        return run
+
+    def copies() -> None:
+        for _ in range(NUM_COPIES):
+            copy.copy_(dy)
+
+    return {
+        OURS: step(SyncBatchNorm(shape[1], process_group=communicator)),
+        LOCAL: step(local(shape[1])),
+        NAIVE: step(NaiveFormula(shape[1], communicator)),
+        COPIES: copies,
     }
-    for shape in SHAPES:
-        for name, memory_format in layouts.items():
-            local, sync = compare(shape, memory_format, communicator, arguments.repeat)
-            row = [f"{local * 1e3:.1f}", f"{sync * 1e3:.1f}", f"{sync / local:.2f}"]
-            table.add_row(str(shape), name, *row)
-    if communicator.rank == 0:
-        Console().print(table)
-    if arguments.over == "gloo":
-        torch.distributed.destroy_process_group()
 
 
-if __name__ == "__main__":
-    main()
+def measure_chainer(
+    communicator: Any, shapes: Sequence[Sequence[int]], seconds: float
+) -> tuple[dict[str, Seconds], dict[str, Any]]:
+    """As `measure_torch`, over a communicator of ChainerMN's, for an even and an uneven split."""
+    times: dict[str, Seconds] = {}
+    for shape in shapes:
+        for split in ("even", "uneven"):
+            mine = list(shape)
+            if split == "uneven":  # three quarters of two ranks' batch on the first
+                mine[0] += mine[0] // 2 if communicator.rank == 0 else -(mine[0] // 2)
+            steps = _chainer_steps(mine, communicator)
+            found = take_turns(steps, communicator, seconds=seconds)
+            times |= {key(shape, split, name): t for name, t in found.items()}
+    return times, {"kernels": kernels._select(np.zeros(1)).__name__}
+
+
+def _chainer_steps(shape: Sequence[int], communicator: Any) -> Mapping[str, Step]:
+    from multibn.chainer_backend import MultiNodeBatchNormalization  # before chainer
+
+    # isort: split
+    import chainer
+
+    from benchmarks.peers import chainermn_link
+
+    rng = np.random.default_rng(communicator.rank)
+    x = chainer.Variable(rng.standard_normal(shape, np.float32))
+    dy = rng.standard_normal(shape, np.float32)
+
+    def step(link: Any) -> Step:
+        def run() -> None:
+            x.cleargrad()
+            link.cleargrads()
+            y = link(x)
+            y.grad = dy
+            y.backward()
+
+        return run
+
+    return {
+        OURS: step(MultiNodeBatchNormalization(shape[1], communicator)),
+        CHAINERMN: step(chainermn_link(shape[1], communicator.comm)),
+    }

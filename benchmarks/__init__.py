@@ -1,0 +1,1 @@
+"""What multibn costs, beside the layers it takes the place of: `python -m benchmarks`."""

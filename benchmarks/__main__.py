@@ -1,0 +1,72 @@
+"""Measures what multibn costs beside the layers that it takes the place of.
+
+Everything is a ratio: the layers take turns on this machine, one thread a rank, and a ratio is the
+median over the turns. Writes bench.json, layer.png and scaling.png.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine, parts, plots, report
+from multibn.parity.launch import WorkerError
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--parts", default=",".join(parts.PARTS), metavar="NAME,...",
+                        help="default: all; the others keep what the file says")  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: only that it runs")
+    parser.add_argument("--output", type=Path, metavar="DIRECTORY",
+                        help="default: benchmarks/results; with --quick, out/bench")  # fmt: skip
+    arguments = parser.parse_args(argv)
+    output = arguments.output or (Path("out/bench") if arguments.quick else RESULTS)
+    names = arguments.parts.split(",")
+    if unknown := set(names) - set(parts.PARTS):
+        parser.error(f"--parts must be of {', '.join(parts.PARTS)}: got {', '.join(unknown)}")
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / "bench.json"
+    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    results["machine"] = machine.describe()
+    failed = _measure(names, parts.QUICK if arguments.quick else parts.Settings(), results)
+    results["targets"] = parts.targets(results)
+    report.show_targets(results["targets"])
+    path.write_text(json.dumps(_rounded(results), indent=1) + "\n")
+    plots.draw_layer(results, output / "layer.png")
+    plots.draw_scaling(results, output / "scaling.png")
+    return int(failed)
+
+
+def _measure(names: list[str], settings: parts.Settings, results: dict[str, Any]) -> bool:
+    """Fill in the results of the parts called `names`; whether one failed."""
+    failed = False
+    for name in names:
+        start = time.perf_counter()
+        try:
+            results[name] = parts.PARTS[name](settings)
+        except WorkerError as error:
+            failed = True
+            results[name] = [{"not_run": error.reason}]
+            print(f"{error}\n{error.output}", file=sys.stderr)
+        report.show(name, results[name])
+        print(f"{name}: {time.perf_counter() - start:.0f} s\n", file=sys.stderr, flush=True)
+    return failed
+
+
+def _rounded(value: Any) -> Any:
+    """Four digits: more is noise."""
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, dict):
+        return {name: _rounded(v) for name, v in value.items()}
+    return [_rounded(v) for v in value] if isinstance(value, list) else value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""The messages of one layer's forward pass, timed: one allreduce against one all_gather.
+
+Four ways to share the statistics of C channels: "allreduce" and "all_gather" over all ranks,
+"grouped" (allreduce over every two ranks) and "hierarchical" (to the first rank of every two,
+allreduce over those, and back).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.scaling import CHECK_NUMBERS, GROUP
+from benchmarks.timing import Seconds, Step, take_turns
+from multibn import Communicator
+
+# Calls a timed step: one takes microseconds.
+_REPEAT = {"mpi": 20, "gloo": 2}
+
+
+def measure(
+    communicator: Communicator, over: str, channels: Sequence[int], seconds: float
+) -> tuple[dict[str, Seconds], dict[str, Any]]:
+    """Seconds a call by "C/way"; `over` is "mpi" or "gloo"."""
+    times: dict[str, Seconds] = {}
+    make = {"mpi": _mpi_steps, "gloo": _gloo_steps}[over](communicator.rank)
+    for C in channels:
+        steps = {name: _repeated(step, _REPEAT[over]) for name, step in make(C).items()}
+        found = take_turns(steps, communicator, seconds=seconds)
+        times |= {f"{C}/{name}": t / _REPEAT[over] for name, t in found.items()}
+    return times, {}
+
+
+def _repeated(step: Step, n: int) -> Step:
+    def run() -> None:
+        for _ in range(n):
+            step()
+
+    return run
+
+
+def _mpi_steps(rank: int) -> Callable[[int], dict[str, Step]]:
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    group = world.Split(rank // GROUP)
+    leaders = world.Split(rank % GROUP)
+
+    def steps(C: int) -> dict[str, Step]:
+        sums = np.zeros(2 * C + 2 + CHECK_NUMBERS)
+        total = np.empty_like(sums)
+        moments = np.zeros(2 * C + 1, np.float32)
+        gathered = np.empty((world.size, 2 * C + 1), np.float32)
+
+        def hierarchical() -> None:
+            group.Reduce(sums, total)
+            if group.rank == 0:
+                leaders.Allreduce(MPI.IN_PLACE, total)
+            group.Bcast(total)
+
+        return {
+            "allreduce": lambda: world.Allreduce(sums, total),
+            "all_gather": lambda: world.Allgather(moments, gathered),
+            "grouped": lambda: group.Allreduce(sums, total),
+            "hierarchical": hierarchical,
+        }
+
+    return steps
+
+
+def _gloo_steps(rank: int) -> Callable[[int], dict[str, Step]]:
+    import torch
+    import torch.distributed as dist
+
+    size = dist.get_world_size()
+    # As MPI's Split: all ranks are in as many groups.
+    groups = [dist.new_group(list(range(i, i + GROUP))) for i in range(0, size, GROUP)]
+    peers = [dist.new_group(list(range(i, size, GROUP))) for i in range(GROUP)]
+    group, first, leaders = groups[rank // GROUP], rank - rank % GROUP, peers[0]
+
+    def steps(C: int) -> dict[str, Step]:
+        sums = torch.zeros(2 * C + 2 + CHECK_NUMBERS, dtype=torch.float64)
+        moments = torch.zeros(2 * C + 1)
+        gathered = [torch.empty_like(moments) for _ in range(size)]
+
+        def hierarchical() -> None:
+            dist.reduce(sums, first, group=group)
+            if rank == first:
+                dist.all_reduce(sums, group=leaders)
+            dist.broadcast(sums, first, group=group)
+
+        return {
+            "allreduce": lambda: dist.all_reduce(sums),
+            "all_gather": lambda: dist.all_gather(gathered, moments),
+            "grouped": lambda: dist.all_reduce(sums, group=group),
+            "hierarchical": hierarchical,
+        }
+
+    return steps

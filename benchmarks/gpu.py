@@ -1,0 +1,63 @@
+"""One layer's step on GPUs, over NCCL, beside nn.SyncBatchNorm.
+
+With one GPU there is one rank; nn.SyncBatchNorm, which would fall back to the local batch norm, is
+then entered where it would be on several: its autograd function.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.layer import OURS, key, layouts
+from benchmarks.timing import Seconds, Step, take_turns
+from multibn import Communicator
+from multibn.torch_backend import SyncBatchNorm
+
+PEER = "nn.SyncBatchNorm"
+
+
+class _AlwaysSynchronized(nn.SyncBatchNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        from torch.nn.modules._functions import SyncBatchNorm as Function
+
+        group = dist.group.WORLD
+        y: Tensor = Function.apply(
+            input, self.weight, self.bias, self.running_mean, self.running_var,
+            self.eps, self.momentum, group, dist.get_world_size(),
+        )  # fmt: skip
+        return y
+
+
+def measure(
+    communicator: Communicator, shapes: Sequence[Sequence[int]], seconds: float
+) -> tuple[dict[str, Seconds], dict[str, Any]]:
+    """Times by `layer.key(shape, layout, name)`; the device's name in the notes."""
+    times: dict[str, Seconds] = {}
+    device = torch.device("cuda", torch.cuda.current_device())
+    for shape in shapes:
+        for layout in layouts(shape):
+            memory_format = torch.contiguous_format
+            if layout == "channels_last":
+                memory_format = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+            x = torch.randn(*shape, device=device).to(memory_format=memory_format)
+            dy = torch.randn(*shape, device=device).to(memory_format=memory_format)
+            steps = {
+                OURS: _step(SyncBatchNorm(shape[1], device=device), x.requires_grad_(), dy),
+                PEER: _step(_AlwaysSynchronized(shape[1], device=device), x, dy),
+            }
+            found = take_turns(steps, communicator, seconds=seconds)
+            times |= {key(shape, layout, name): t for name, t in found.items()}
+    return times, {"device": torch.cuda.get_device_name(device)}
+
+
+def _step(layer: nn.Module, x: Tensor, dy: Tensor) -> Step:
+    def run() -> None:
+        x.grad = None
+        layer.zero_grad()
+        layer(x).backward(dy)
+        torch.cuda.synchronize()
+
+    return run

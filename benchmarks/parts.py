@@ -1,0 +1,234 @@
+"""The parts of the benchmark: how each is launched, and what becomes of the times."""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from benchmarks import layer, resnet, scaling
+from benchmarks.machine import num_gpus
+from benchmarks.timing import Seconds, geometric_mean, median_ms, ratio, slowest
+from multibn.parity import launch
+
+Row = dict[str, Any]
+_TIMEOUT = 240.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is measured; `seconds` for each comparison."""
+
+    shapes: Sequence[tuple[int, ...]] = tuple(layer.SHAPES)
+    seconds: float = 5.5
+    growth_shape: tuple[int, ...] = (4, 64, 56, 56)
+    blocks: tuple[int, ...] = resnet.BLOCKS
+    images: tuple[int, ...] = (8, 3, 112, 112)
+    resnet_seconds: float = 30.0
+    memory_shape: tuple[int, ...] = (64, 64, 64, 64)
+    worlds: tuple[int, ...] = (2, 4, 8)
+    collective_channels: tuple[int, ...] = (64, 256, 2048)
+    collective_seconds: float = 1.5
+
+
+# Seconds instead of minutes: that everything runs, and no numbers to quote.
+QUICK = Settings(
+    shapes=((2, 3, 4, 4), (8, 4)),
+    seconds=0.0,
+    growth_shape=(2, 3, 4, 4),
+    blocks=(1,),
+    images=(2, 3, 16, 16),
+    resnet_seconds=0.0,
+    worlds=(2,),
+    collective_channels=(1, 8),
+    collective_seconds=0.0,
+)
+
+
+@dataclass(frozen=True)
+class _Launch(launch.Job):
+    part: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.part}, {self.size} rank(s)"
+
+    def command(self, directory: Path) -> list[str]:
+        worker = ["-m", "benchmarks.worker", self.part, json.dumps(self.options), str(directory)]
+        return launch.launch_command(self.launcher, self.size, worker)
+
+
+def _run(part: str, launcher: str, size: int, **options: Any) -> tuple[dict[str, Seconds], Any]:
+    """Times of the slowest rank, and the notes of the first. Raises launch.WorkerError."""
+    job = _Launch(launcher, size, (), part=part, options=options)
+    with tempfile.TemporaryDirectory() as directory:
+        written = launch.run(job, Path(directory), timeout=_TIMEOUT)
+        return slowest([dict(rank.arrays) for rank in written]), written[0].notes
+
+
+def torch_layer(settings: Settings) -> list[Row]:
+    times, notes = _run("layer torch", "mpiexec", 2, shapes=settings.shapes,
+                        seconds=settings.seconds)  # fmt: skip
+    return _layer_rows(times, notes, settings.shapes)
+
+
+def chainer_layer(settings: Settings) -> list[Row]:
+    times, notes = _run("layer chainer", "mpiexec", 2, shapes=settings.shapes,
+                        seconds=settings.seconds)  # fmt: skip
+    return _layer_rows(times, notes, settings.shapes)
+
+
+def growth(settings: Settings) -> list[Row]:
+    """The layer's step on more ranks; those beyond the cores take turns on them."""
+    rows = []
+    for size in settings.worlds:
+        shapes = [settings.growth_shape]
+        times, notes = _run("layer torch", "mpiexec", size, shapes=shapes,
+                            seconds=settings.seconds)  # fmt: skip
+        rows += [{"ranks": size, **row} for row in _layer_rows(times, notes, shapes)]
+    return rows
+
+
+def network(settings: Settings) -> list[Row]:
+    times, notes = _run("resnet", "mpiexec", 2, blocks=settings.blocks, batch=settings.images,
+                        seconds=settings.resnet_seconds)  # fmt: skip
+    rows = []
+    for layout in ("NCHW", "channels_last"):
+        ours, local = times[f"{layout}/synchronized"], times[f"{layout}/local"]
+        rows.append({
+            "layout": layout, **notes, "rounds": len(ours),
+            "milliseconds": {"synchronized": median_ms(ours), "local": median_ms(local)},
+            "ratio": ratio(ours, local),
+        })  # fmt: skip
+    return rows
+
+
+def memory(settings: Settings) -> list[Row]:
+    """In units of the input, which is not counted, nor is the output."""
+    if not Path("/proc/self/clear_refs").exists():
+        return [{"not_run": "needs Linux's /proc"}]
+    return [
+        {"layer": name, **row}
+        for part in ("memory torch", "memory chainer")
+        for name, row in _run(part, "mpiexec", 2, shape=settings.memory_shape)[1].items()
+    ]
+
+
+def first_call(settings: Settings) -> dict[str, Row]:
+    """Seconds in a new process: where nothing was compiled before, and where it was."""
+    with tempfile.TemporaryDirectory() as cache:
+        return {
+            state: _run("first call", "", 1, shape=settings.growth_shape, cache=cache)[1]
+            for state in ("nothing compiled before", "compiled before")
+        }
+
+
+def collectives(settings: Settings) -> list[Row]:
+    """Measured, and what the model says that was fitted to the allreduce of two ranks."""
+    rows = []
+    for over, launcher in (("mpi", "mpiexec"), ("gloo", "torchrun")):
+        microseconds = {}
+        for W in settings.worlds:
+            times, _ = _run(f"collectives {over}", launcher, W, over=over,
+                            channels=settings.collective_channels,
+                            seconds=settings.collective_seconds)  # fmt: skip
+            microseconds[W] = {name: 1e3 * median_ms(t) for name, t in times.items()}
+        channels = settings.collective_channels
+        pair = {C: microseconds[2][f"{C}/allreduce"] for C in channels}
+        host = scaling.Host.fitted(over, os.cpu_count() or 1, pair)
+        ways = ("allreduce", "all_gather", "grouped", "hierarchical")
+        for W, C, way in product(settings.worlds, channels, ways):
+            measured = microseconds[W][f"{C}/{way}"]
+            rows.append({"over": over, "ranks": W, "channels": C, "way": way,
+                         "microseconds": measured, "model": host.predict(way, W, C)})  # fmt: skip
+    return rows
+
+
+def model(settings: Settings) -> list[Row]:
+    return scaling.table(scaling.Cluster(), scaling.RESNET50)
+
+
+def gpu(settings: Settings) -> list[Row]:
+    size = num_gpus()
+    if not size:
+        return [{"not_run": "no GPU here"}]
+    times, notes = _run("gpu", "torchrun", size, shapes=settings.shapes,
+                        seconds=settings.seconds)  # fmt: skip
+    return [{**row, "ranks": size} for row in _layer_rows(times, notes, settings.shapes)]
+
+
+# In the order of the report.
+PARTS: dict[str, Callable[[Settings], Any]] = {
+    "torch": torch_layer,
+    "chainer": chainer_layer,
+    "resnet": network,
+    "memory": memory,
+    "first_call": first_call,
+    "growth": growth,
+    "collectives": collectives,
+    "model": model,
+    "gpu": gpu,
+}
+
+
+def _layer_rows(
+    times: Mapping[str, Seconds], notes: Row, shapes: Sequence[tuple[int, ...]]
+) -> list[Row]:
+    """One row for each shape and variant: a layout, or a split of the batch."""
+    variants = dict.fromkeys(name.rpartition("/")[0] for name in times)
+    rows = []
+    for shape, variant in product(shapes, ("NCHW", "channels_last", "NC", "even", "uneven")):
+        prefix = layer.key(shape, variant, "").rstrip("/")
+        if prefix not in variants:
+            continue
+        found = {name.rpartition("/")[2]: t for name, t in times.items()
+                 if name.startswith(prefix + "/")}  # fmt: skip
+        ours = found[layer.OURS]
+        rows.append({
+            "shape": list(shape), "variant": variant, "megabytes": 4e-6 * prod(shape), **notes,
+            "rounds": len(ours),
+            "milliseconds": {name: median_ms(t) for name, t in found.items()},
+            # Ours to each peer's.
+            "ratio": {name: ratio(ours, t) for name, t in found.items() if t is not ours},
+        })  # fmt: skip
+    return rows
+
+
+def targets(results: Mapping[str, Any]) -> list[Row]:
+    """What the numbers are judged by, as far as it was measured: {what, value, bound}."""
+    found: list[Row] = []
+
+    def judge(what: str, bound: float, values: Sequence[float], pick: Any) -> None:
+        if values:
+            value = float(pick(values))
+            found.append({"what": what, "value": value, "bound": bound, "met": value <= bound})
+
+    rows = [row for row in results.get("torch", []) if "ratio" in row]
+    for names, bound in ((("NCHW", "NC"), 0.55), (("channels_last",), 0.95)):
+        to_local = [r["ratio"][layer.LOCAL] for r in rows if r["variant"] in names]
+        what = f"{names[0]}: step / {layer.LOCAL}'s, geometric mean"
+        judge(what, bound, to_local, geometric_mean)
+    judge("25 MB: step / eight copies, worst", 1.6,
+          [r["ratio"][layer.COPIES] for r in rows if r["megabytes"] > 25], max)  # fmt: skip
+    judge("step / the naive formula's, geometric mean", 1 / 4,
+          [r["ratio"][layer.NAIVE] for r in rows], geometric_mean)  # fmt: skip
+    for split in ("even", "uneven"):
+        to_peer = [r["ratio"][layer.CHAINERMN] for r in results.get("chainer", [])
+                   if r.get("variant") == split]  # fmt: skip
+        judge(f"Chainer, {split} split: step / ChainerMN's, geometric mean", 1 / 4.5, to_peer,
+              geometric_mean)  # fmt: skip
+    judge("network: step / with local batch norms, worst", 1.0,
+          [r["ratio"] for r in results.get("resnet", []) if "ratio" in r], max)  # fmt: skip
+    ours = [r for r in results.get("memory", []) if r.get("layer", "").startswith(layer.OURS)]
+    judge("saved beside the input / input, worst", 0.01, [r["saved"] for r in ours], max)
+    judge("temporaries / output, worst", 1.01,
+          [max(r["forward"], r["backward"]) for r in ours], max)  # fmt: skip
+    judge("GPU: step / nn.SyncBatchNorm's, geometric mean", 1.0,
+          [r["ratio"]["nn.SyncBatchNorm"] for r in results.get("gpu", []) if "ratio" in r],
+          geometric_mean)  # fmt: skip
+    return found

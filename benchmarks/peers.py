@@ -1,0 +1,62 @@
+"""The layers that multibn takes the place of: the real thing where it runs here."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multibn import Communicator
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, communicator: Communicator) -> Tensor:
+        ctx.communicator = communicator
+        summed: Tensor = communicator.allreduce(x)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return ctx.communicator.allreduce(grad_outputs[0]), None
+
+
+class NaiveFormula(nn.Module):
+    """The formula of detectron2's and TimeSformer's NaiveSyncBatchNorm, in plain autograd.
+
+    Means of x and of x*x, averaged over the ranks by one differentiable message in float32. Theirs
+    gathers and adds; a sum is the cheaper of the two.
+    """
+
+    def __init__(self, num_features: int, communicator: Communicator) -> None:
+        super().__init__()
+        self.communicator = communicator
+        self.weight = nn.Parameter(torch.ones(num_features))
+        self.bias = nn.Parameter(torch.zeros(num_features))
+        self.register_buffer("running_mean", torch.zeros(num_features))
+        self.register_buffer("running_var", torch.ones(num_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        axis = [0, *range(2, x.ndim)]
+        local = torch.cat([torch.mean(x, axis), torch.mean(x * x, axis)])
+        mean, mean_sqr = (
+            _SumOverRanks.apply(local, self.communicator) / self.communicator.size
+        ).chunk(2)
+        var = mean_sqr - mean * mean
+        with torch.no_grad():
+            self.running_mean += 0.1 * (mean - self.running_mean)
+            self.running_var += 0.1 * (var - self.running_var)
+        scale = self.weight * torch.rsqrt(var + 1e-5)
+        shift = self.bias - mean * scale
+        shape = (1, -1) + (1,) * (x.ndim - 2)
+        return x * scale.view(shape) + shift.view(shape)
+
+
+def chainermn_link(num_channels: int, comm: Any) -> Any:
+    """ChainerMN's link over its own communicator `comm`; silences what it says of itself."""
+    import chainermn
+
+    # It calls itself experimental, and asks for its device number, which Chainer 7 deprecates.
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", "Link._device_id", DeprecationWarning)
+    return chainermn.links.MultiNodeBatchNormalization(num_channels, comm)

@@ -1,0 +1,125 @@
+"""The results as tables in the terminal."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import layer
+
+_WIDTH = 110  # where the output is no terminal
+
+
+def console() -> Console:
+    made = Console(highlight=False)
+    return made if made.is_terminal else Console(highlight=False, width=_WIDTH)
+
+
+def show(name: str, found: Any) -> None:
+    """Print the results of one part."""
+    out = console()
+    rows = found if isinstance(found, list) else [found]
+    for reason in (row["not_run"] for row in rows if "not_run" in row):
+        out.print(f"{name}: not run: {reason}\n", markup=False)
+        return
+    out.print(_TABLES[name](found))
+
+
+def show_targets(targets: Sequence[Mapping[str, Any]]) -> None:
+    rows = [
+        (t["what"], f"{t['value']:.3f}", f"{t['bound']:.3f}", "yes" if t["met"] else "NO")
+        for t in targets
+    ]
+    console().print(_table("Judged by", ("", "value", "at most", "met"), rows))
+
+
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    made = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
+    for i, column in enumerate(columns):
+        made.add_column(column, justify="right" if i else "left")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def _layer(title: str) -> Callable[[Any], Table]:
+    def table(rows: Sequence[Mapping[str, Any]]) -> Table:
+        peers = list(rows[0]["ratio"])
+        columns = ["shape", "", "MB", "multibn ms", *(f"/ {name}" for name in peers)]
+        lines = [
+            [
+                f"{row['ranks']} ranks, {_shape(row)}" if "ranks" in row else _shape(row),
+                row["variant"],
+                f"{row['megabytes']:.1f}",
+                f"{row['milliseconds'][layer.OURS]:.2f}",
+                *(f"{row['ratio'][name]:.2f}" for name in peers),
+            ]
+            for row in rows
+        ]
+        return _table(title, columns, lines)
+
+    return table
+
+
+def _shape(row: Mapping[str, Any]) -> str:
+    return "x".join(map(str, row["shape"]))
+
+
+def _network(rows: Sequence[Mapping[str, Any]]) -> Table:
+    lines = [
+        [row["layout"], *(f"{ms:.0f}" for ms in row["milliseconds"].values()),
+         f"{row['ratio']:.3f}"]
+        for row in rows
+    ]  # fmt: skip
+    title = f"A step of a network like ResNet-50, 2 ranks, each {_shape(rows[0])}"
+    return _table(title, ("", "synchronized ms", "local ms", "ratio"), lines)
+
+
+def _memory(rows: Sequence[Mapping[str, Any]]) -> Table:
+    lines = [
+        [row["layer"], *(f"{row[column]:.2f}" for column in ("saved", "forward", "backward")),
+         f"{row['saved_beside_input_bytes']:,}" if "saved_beside_input_bytes" in row else ""]
+        for row in rows
+    ]  # fmt: skip
+    columns = ("in units of the input", "saved", "temporary, forward", "backward",
+               "saved by autograd, bytes")  # fmt: skip
+    return _table("Memory beside input, output and their gradients", columns, lines)
+
+
+def _first_call(states: Mapping[str, Mapping[str, float]]) -> Table:
+    names = list(next(iter(states.values())))
+    lines = [[name, *(f"{1e3 * state[name]:.1f}" for state in states.values())] for name in names]
+    return _table("The first call of a process, ms", ("", *states), lines)
+
+
+def _collectives(rows: Sequence[Mapping[str, Any]]) -> Table:
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        name = f"{row['over']}, {row['ranks']} ranks, C={row['channels']}"
+        cell = f"{row['microseconds']:,.0f} ({row['microseconds'] / row['model']:.1f})"
+        lines.setdefault(name, [name]).append(cell)
+    title = "Messages of one forward pass: us (measured / model fitted at 2 ranks)"
+    return _table(title, ("", *ways), lines.values())
+
+
+def _model(rows: Sequence[Mapping[str, float]]) -> Table:
+    ways = [name for name in rows[0] if name != "ranks"]
+    lines = [[str(row["ranks"]), *(f"{row[way] / 1e3:.2f}" for way in ways)] for row in rows]
+    title = "Model: forward messages of ResNet-50's 53 layers on a cluster, ms"
+    return _table(title, ("ranks", *ways), lines)
+
+
+_TABLES: dict[str, Callable[[Any], Table]] = {
+    "torch": _layer("torch, one layer's step on 2 ranks over MPI"),
+    "chainer": _layer("Chainer, one layer's step on 2 ranks over MPI"),
+    "resnet": _network,
+    "memory": _memory,
+    "first_call": _first_call,
+    "growth": _layer("Growth with ranks"),
+    "collectives": _collectives,
+    "model": _model,
+    "gpu": _layer("GPU, one layer's step over NCCL"),
+}

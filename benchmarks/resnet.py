@@ -1,0 +1,75 @@
+"""A step of a network like ResNet-50, synchronized and with local batch norms."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.timing import Seconds, Step, take_turns
+from multibn import Communicator
+from multibn.torch_backend import convert_sync_batchnorm
+
+BLOCKS = (3, 4, 6, 3)
+
+
+class Bottleneck(nn.Module):
+    def __init__(self, num_in: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(num_in, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+            nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+            nn.Conv2d(width, 4 * width, 1, bias=False), nn.BatchNorm2d(4 * width),
+        )  # fmt: skip
+        self.shortcut = nn.Sequential()
+        if num_in != 4 * width:
+            self.shortcut.append(nn.Conv2d(num_in, 4 * width, 1, stride, bias=False))
+            self.shortcut.append(nn.BatchNorm2d(4 * width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.body(x) + self.shortcut(x))
+
+
+def network(blocks: Sequence[int] = BLOCKS, width: int = 64) -> nn.Sequential:
+    """The layers of ResNet-50, in its order, with weights drawn from the default generator."""
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+        nn.MaxPool2d(3, 2, 1),
+    ]  # fmt: skip
+    num_in = width
+    for stage, depth in enumerate(blocks):
+        for i in range(depth):
+            layers.append(Bottleneck(num_in, width << stage, 2 if stage and not i else 1))
+            num_in = 4 * (width << stage)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(num_in, 1000))
+
+
+def measure(
+    communicator: Communicator, blocks: Sequence[int], batch: Sequence[int], seconds: float
+) -> tuple[dict[str, Seconds], dict[str, Any]]:
+    """Times by "layout/name" of forward, loss and backward on a `batch` of images a rank."""
+    times: dict[str, Seconds] = {}
+    for layout, memory_format in {
+        "NCHW": torch.contiguous_format,
+        "channels_last": torch.channels_last,
+    }.items():
+        torch.manual_seed(0)
+        local = network(blocks).to(memory_format=memory_format)  # type: ignore[call-overload]
+        synchronized = network(blocks).to(memory_format=memory_format)  # type: ignore[call-overload]
+        synchronized = convert_sync_batchnorm(synchronized, communicator)
+        x = torch.randn(*batch).to(memory_format=memory_format)
+        labels = torch.arange(len(x))
+
+        def step(model: nn.Module, x: Tensor = x, labels: Tensor = labels) -> Step:
+            def run() -> None:
+                model.zero_grad()
+                F.cross_entropy(model(x), labels).backward()
+
+            return run
+
+        steps = {"synchronized": step(synchronized), "local": step(local)}
+        found = take_turns(steps, communicator, seconds=seconds)
+        times |= {f"{layout}/{name}": t for name, t in found.items()}
+    num_layers = sum(isinstance(m, nn.BatchNorm2d) for m in local.modules())
+    return times, {"num_batch_norms": num_layers, "shape": list(batch)}

@@ -1,0 +1,156 @@
+"""What sharing the statistics costs on W ranks: alpha-beta models, in microseconds and bytes.
+
+docs/scaling.md explains the formulas and says where each constant is from.
+"""
+
+from dataclasses import dataclass
+from math import ceil, log2
+from statistics import median
+
+# Beside sums, squares, count and weight, a layer's message says which layer it is of.
+CHECK_NUMBERS = 2
+# Ranks of a group in the measured grouped and hierarchical variants.
+GROUP = 2
+
+# Channels of ResNet-50's 53 batch norms.
+RESNET50 = [64] + [
+    channels
+    for width, depth in ((64, 3), (128, 4), (256, 6), (512, 3))
+    for channels in [width, width, 4 * width] * depth + [4 * width]
+]
+WORLDS = [2**i for i in range(3, 14)]
+
+
+def allreduce_bytes(C: int) -> int:
+    """Bytes of the one message of this library's forward pass: float64."""
+    return 8 * (2 * C + 2 + CHECK_NUMBERS)
+
+
+def all_gather_bytes(C: int) -> int:
+    """Bytes that each rank gives to torch.nn.SyncBatchNorm's all_gather: float32."""
+    return 4 * (2 * C + 1)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """GPUs in nodes, and NCCL's own latencies of its low-latency protocol (us, bytes/us).
+
+    Methods return microseconds for W ranks, a power of two, and a message of n bytes: for
+    `all_gather` that of each rank, for the others that of all.
+    """
+
+    per_node: int = 8
+    tree_base: float = 6.8
+    ring_base: float = 6.6
+    intra: float = 0.6  # a hop over NVLink
+    tree_inter: float = 5.0  # ... and over the network
+    ring_inter: float = 2.7
+    bandwidth: float = 40e3  # of a GPU's share of the network
+    mpi_latency: float = 1.5  # of a message between hosts over InfiniBand
+
+    def tree_allreduce(self, W: int, n: float) -> float:
+        """Up a tree and down again: along each node, by halves over the nodes."""
+        nodes, per_node = self._nodes(W)
+        hops = (per_node - 1) * self.intra + log2(nodes) * self.tree_inter
+        return self.tree_base + 2 * hops + 2 * n / self.bandwidth
+
+    def ring_allreduce(self, W: int, n: float) -> float:
+        """Twice around the ring, W-th parts of the message at a time."""
+        return self.ring_base + 2 * self._round(W) + 2 * (W - 1) / W * n / self.bandwidth
+
+    def allreduce(self, W: int, n: float) -> float:
+        """Whichever is faster, as NCCL chooses."""
+        return min(self.tree_allreduce(W, n), self.ring_allreduce(W, n))
+
+    def all_gather(self, W: int, n: float) -> float:
+        """Once around the ring, everybody's message at each hop; NCCL has no tree for it."""
+        return self.ring_base + self._round(W) + (W - 1) * n / self.bandwidth
+
+    def grouped(self, W: int, n: float) -> float:
+        """An allreduce inside every node."""
+        return self.allreduce(min(W, self.per_node), n)
+
+    def hierarchical(self, W: int, n: float) -> float:
+        """Three collectives: to one rank of each node, over those, and back."""
+        nodes, per_node = self._nodes(W)
+        inside = self.tree_base + (per_node - 1) * self.intra + n / self.bandwidth
+        over = self.tree_base + 2 * log2(nodes) * self.tree_inter + 2 * n / self.bandwidth
+        return 2 * inside + (over if nodes > 1 else 0.0)
+
+    def mpi_allreduce(self, W: int, n: float) -> float:
+        """Recursive doubling over MPI, between hosts."""
+        return log2(W) * (self.mpi_latency + n / self.bandwidth)
+
+    def _nodes(self, W: int) -> tuple[int, int]:
+        nodes = ceil(W / self.per_node)
+        return nodes, W // nodes
+
+    def _round(self, W: int) -> float:
+        nodes, _ = self._nodes(W)
+        crossings = nodes - 1
+        return (W - 1 - crossings) * self.intra + crossings * self.ring_inter
+
+
+@dataclass(frozen=True)
+class Host:
+    """Ranks on one machine over "mpi" or "gloo": the small end, which can be measured.
+
+    Attributes
+    ----------
+    over
+        MPI halves: log2(W) steps, and a waiting rank polls, so that ranks beyond the cores slow
+        all down. gloo goes around a ring, and waits asleep.
+    latency, per_byte
+        Microseconds of a step, and of each of its bytes.
+    """
+
+    over: str
+    latency: float
+    per_byte: float
+    cores: int
+
+    @classmethod
+    def fitted(cls, over: str, cores: int, measured: dict[int, float]) -> "Host":
+        """That which explains the allreduce of two ranks, microseconds by C.
+
+        Over gloo, messages of this size take as long as empty ones.
+        """
+        if over == "gloo":
+            return cls(over, median(measured.values()) / 2, 0.0, cores)
+        few, many = min(measured), max(measured)
+        slope = (measured[many] - measured[few]) / (allreduce_bytes(many) - allreduce_bytes(few))
+        slope = max(slope, 0.0)
+        return cls(over, max(measured[few] - slope * allreduce_bytes(few), 0.0), slope, cores)
+
+    def predict(self, way: str, W: int, C: int) -> float:
+        """Microseconds of one of the ways of benchmarks/collectives.py."""
+        n, m = allreduce_bytes(C), all_gather_bytes(C)
+        step = self.latency + n * self.per_byte
+        leaders = self._allreduce(W // GROUP, n)
+        times = {
+            "allreduce": self._allreduce(W, n),
+            "all_gather": (log2(W) if self.over == "mpi" else W - 1) * self.latency
+            + (W - 1) * m * self.per_byte,
+            "grouped": self._allreduce(GROUP, n),
+            "hierarchical": 2 * step + leaders,
+        }
+        return times[way] * (max(W / self.cores, 1.0) if self.over == "mpi" else 1.0)
+
+    def _allreduce(self, W: int, n: float) -> float:
+        if self.over == "mpi":
+            return log2(W) * (self.latency + n * self.per_byte)
+        return 2 * (W - 1) * (self.latency + n / W * self.per_byte)
+
+
+def table(cluster: Cluster, channels: list[int]) -> list[dict[str, float]]:
+    """One row for each W of `WORLDS`: microseconds of the forward messages of these layers."""
+    rows = []
+    for W in WORLDS:
+        row: dict[str, float] = {"ranks": W}
+        for way in (
+            "tree_allreduce", "ring_allreduce", "grouped", "hierarchical", "mpi_allreduce",
+        ):  # fmt: skip
+            row[way] = sum(getattr(cluster, way)(W, allreduce_bytes(C)) for C in channels)
+        row["all_gather"] = sum(cluster.all_gather(W, all_gather_bytes(C)) for C in channels)
+        rows.append(row)
+    return rows

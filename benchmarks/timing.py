@@ -1,0 +1,70 @@
+"""Steps that take turns, so that all of them see the same machine."""
+
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from multibn import Communicator
+
+Step: TypeAlias = Callable[[], object]
+Seconds: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
+
+_FEWEST_ROUNDS = 5
+_MOST_ROUNDS = 101
+
+
+def take_turns(
+    steps: Mapping[str, Step], communicator: Communicator, *, seconds: float
+) -> dict[str, Seconds]:
+    """Time of each step in every round, on this rank; about `seconds` in all.
+
+    Collective. Ranks start each step together; every round begins with another step.
+    """
+    for _ in range(2):  # the first compiles and fills caches
+        _together(communicator)
+        start = time.perf_counter()
+        for step in steps.values():
+            step()
+        round_seconds = time.perf_counter() - start
+    mean = float(communicator.allreduce(np.array([round_seconds]))[0]) / communicator.size
+    rounds = int(np.clip(seconds / mean, _FEWEST_ROUNDS, _MOST_ROUNDS))
+    names = list(steps)
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    gc.collect()
+    gc.disable()
+    try:
+        for i in range(rounds):
+            first = i % len(names)
+            for name in names[first:] + names[:first]:
+                _together(communicator)
+                start = time.perf_counter()
+                steps[name]()
+                taken[name].append(time.perf_counter() - start)
+    finally:
+        gc.enable()
+    return {name: np.array(times) for name, times in taken.items()}
+
+
+def slowest(ranks: Sequence[Mapping[str, Seconds]]) -> dict[str, Seconds]:
+    """Time of every step in every round: that of the rank that took longest."""
+    return {name: np.max([rank[name] for rank in ranks], axis=0) for name in ranks[0]}
+
+
+def median_ms(times: Seconds) -> float:
+    return float(np.median(times)) * 1e3
+
+
+def ratio(times: Seconds, others: Seconds) -> float:
+    """Median over the rounds of `times` to `others`, which were taken side by side."""
+    return float(np.median(times / others))
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    return float(np.exp(np.mean(np.log(values))))
+
+
+def _together(communicator: Communicator) -> None:
+    communicator.allreduce(np.zeros(1))

@@ -1,0 +1,57 @@
+"""One rank of a part: `python -m benchmarks.worker PART OPTIONS DIRECTORY`, OPTIONS being JSON.
+
+Writes `NNN.npz`, the times, and `NNN.json`, the notes. Nothing is compared here.
+"""
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+
+# Read when the libraries are loaded.
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
+os.environ.update(dict.fromkeys(_THREADS, "1"))
+
+import numpy as np  # noqa: E402
+
+from multibn.parity import worker  # noqa: E402
+
+# What each part calls, and the communicator that it is given.
+PARTS = {
+    "layer torch": ("layer", "measure_torch", "mpi"),
+    "layer chainer": ("layer", "measure_chainer", "chainermn naive"),
+    "resnet": ("resnet", "measure", "mpi"),
+    "memory torch": ("memory", "measure_torch", "mpi"),
+    "memory chainer": ("memory", "measure_chainer", "chainermn naive"),
+    "first call": ("memory", "measure_first_call", "single process"),
+    "collectives mpi": ("collectives", "measure", "mpi"),
+    "collectives gloo": ("collectives", "measure", "gloo"),
+    "gpu": ("gpu", "measure", "nccl"),
+}
+
+
+def main(part: str, options: str, directory: str) -> None:
+    module, function, over = PARTS[part]
+    if over == "nccl":
+        import torch
+        import torch.distributed as dist
+
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+        over = "gloo"
+    communicator = worker.join(over)
+    # One core for each rank, as long as there is one.
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if communicator.size <= (os.cpu_count() or 1) and over != "gloo" and len(cores) > 1:
+        os.sched_setaffinity(0, {cores[communicator.rank % len(cores)]})
+    measure = getattr(importlib.import_module(f"benchmarks.{module}"), function)
+    times, notes = measure(communicator, **json.loads(options))
+    out = Path(directory, f"{communicator.rank:03}")
+    np.savez(out.with_suffix(".npz"), **times)
+    out.with_suffix(".json").write_text(json.dumps(notes))
+    worker.leave()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

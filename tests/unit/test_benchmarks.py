@@ -1,0 +1,201 @@
+"""The benchmark's command, and its cost model against numbers worked out by hand."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.helpers import require
+
+require.need("cli", "torch")
+
+import benchmarks.__main__ as benchmarks  # noqa: E402
+from benchmarks import layer, machine, memory, parts, peers, resnet, scaling, timing  # noqa: E402
+from benchmarks.scaling import Cluster, Host, all_gather_bytes  # noqa: E402
+from multibn import SingleProcess  # noqa: E402
+
+CLUSTER = Cluster()
+
+
+# NCCL's constants by hand: 6.8 + 2 (7*0.6 + 3*5.0), 6.6 + 2 (56*0.6 + 7*2.7) and so on.
+@pytest.mark.parametrize(
+    "ranks, tree, ring, all_gather, with_payload",
+    [
+        (8, 15.2, 15.0, 10.8, 13.7),
+        (16, 25.2, 28.8, 17.7, 23.8),
+        (64, 45.2, 111.6, 59.1, 84.9),
+        (1024, 85.2, 1767.6, 887.1, 1306.2),
+        (8192, 115.2, 14132.4, 7069.5, 10425.4),
+    ],
+)
+def test_latencies_of_a_cluster(
+    ranks: int, tree: float, ring: float, all_gather: float, with_payload: float
+) -> None:
+    assert CLUSTER.tree_allreduce(ranks, 0) == pytest.approx(tree, abs=0.05)
+    assert CLUSTER.ring_allreduce(ranks, 0) == pytest.approx(ring, abs=0.05)
+    assert CLUSTER.allreduce(ranks, 0) == pytest.approx(min(tree, ring), abs=0.05)
+    assert CLUSTER.all_gather(ranks, 0) == pytest.approx(all_gather, abs=0.05)
+    n = all_gather_bytes(2048)
+    assert n == 16388
+    assert CLUSTER.all_gather(ranks, n) == pytest.approx(with_payload, abs=0.05)
+
+
+def test_payloads_and_variants_of_a_cluster() -> None:
+    # 40,000 bytes take a microsecond; a tree moves them twice, a ring of 8 twice 7/8.
+    assert CLUSTER.tree_allreduce(64, 40e3) - CLUSTER.tree_allreduce(64, 0) == pytest.approx(2)
+    assert CLUSTER.ring_allreduce(8, 40e3) - CLUSTER.ring_allreduce(8, 0) == pytest.approx(1.75)
+    assert CLUSTER.grouped(8192, 0) == pytest.approx(15.0)
+    # Three times 6.8, 7 hops of 0.6 each way, and 2 log2(8) hops of 5 over the network.
+    assert CLUSTER.hierarchical(64, 0) == pytest.approx(20.4 + 8.4 + 30)
+    assert CLUSTER.hierarchical(8, 0) == pytest.approx(13.6 + 8.4)
+    assert CLUSTER.mpi_allreduce(1024, 40e3) == pytest.approx(25)
+    assert scaling.allreduce_bytes(64) == 8 * (2 * 64 + 2 + scaling.CHECK_NUMBERS)
+
+
+def test_resnet50_on_all_ranks() -> None:
+    assert (len(scaling.RESNET50), sum(scaling.RESNET50)) == (53, 26560)
+    rows = {row["ranks"]: row for row in scaling.table(CLUSTER, scaling.RESNET50)}
+    assert list(rows) == [2**i for i in range(3, 14)]
+    assert rows[8192]["tree_allreduce"] == pytest.approx(6130, rel=0.01)
+    assert rows[8192]["all_gather"] == pytest.approx(418e3, rel=0.01)
+
+
+def test_host_is_fitted_to_two_ranks_and_predicts_the_others() -> None:
+    few, many = (scaling.allreduce_bytes(C) for C in (64, 2048))
+    mpi = Host.fitted("mpi", 2, {64: 2 + few / 1e3, 2048: 2 + many / 1e3})
+    assert (mpi.latency, mpi.per_byte) == pytest.approx((2, 1e-3))
+    assert mpi.predict("allreduce", 2, 64) == pytest.approx(2 + few / 1e3)
+    # Three steps, on ranks that have a quarter of a core.
+    assert mpi.predict("allreduce", 8, 64) == pytest.approx(12 * (2 + few / 1e3))
+    assert mpi.predict("grouped", 8, 64) == pytest.approx(4 * (2 + few / 1e3))
+    assert mpi.predict("hierarchical", 8, 64) == pytest.approx(16 * (2 + few / 1e3))
+    assert mpi.predict("all_gather", 8, 64) == pytest.approx(4 * (6 + 7 * 516 / 1e3))
+    gloo = Host.fitted("gloo", 2, {64: 900, 256: 1000, 2048: 1300})
+    assert (gloo.latency, gloo.per_byte) == (500, 0)
+    assert gloo.predict("allreduce", 8, 64) == 14 * 500
+    assert gloo.predict("all_gather", 8, 64) == 7 * 500
+    assert gloo.predict("hierarchical", 8, 64) == (2 + 6) * 500
+
+
+def test_take_turns_counts_rounds_and_the_slowest_rank_counts() -> None:
+    calls: list[str] = []
+    steps = {name: (lambda name=name: calls.append(name)) for name in "ab"}
+    times = timing.take_turns(steps, SingleProcess(), seconds=0)
+    assert {name: len(t) for name, t in times.items()} == {"a": 5, "b": 5}
+    assert "".join(calls) == "abab" + "abbaabbaab"  # two to warm up; each round begins elsewhere
+    slow = timing.slowest([{"a": np.array([1.0, 5])}, {"a": np.array([3.0, 2])}])
+    assert slow["a"].tolist() == [3, 5]
+    assert timing.ratio(np.array([1.0, 2, 30]), np.array([2.0, 4, 6])) == 0.5
+
+
+def test_the_naive_formula_is_batch_norm_in_one_process() -> None:
+    import torch
+
+    x = torch.randn(8, 3, 5, dtype=torch.float64, requires_grad=True)
+    dy = torch.randn(8, 3, 5, dtype=torch.float64)
+    gradients: list[torch.Tensor] = []
+    outputs = []
+    for module in (peers.NaiveFormula(3, SingleProcess()), torch.nn.BatchNorm1d(3)):
+        y = module.double()(x)
+        outputs.append(y)
+        gradients += torch.autograd.grad(y, [x, *module.parameters()], dy)
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(gradients[:3], gradients[3:], rtol=1e-9, atol=1e-9)
+
+
+def test_the_network_is_resnet50() -> None:
+    import torch
+
+    with torch.device("meta"):
+        network = resnet.network()
+        assert network(torch.empty(2, 3, 64, 64)).shape == (2, 1000)
+    channels = [m.num_features for m in network.modules() if isinstance(m, torch.nn.BatchNorm2d)]
+    assert sorted(channels) == sorted(scaling.RESNET50)
+    assert sum(p.numel() for p in network.parameters()) == 25_557_032  # as torchvision counts
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is measured on Linux only")
+def test_memory_sees_what_a_layer_keeps_and_what_it_borrows() -> None:
+    num_bytes = 2**26
+    kept: list[np.ndarray] = []
+
+    def forward() -> np.ndarray:
+        kept[:] = [np.ones(num_bytes // 2, np.uint8)]  # half as much as the output, till backward
+        np.ones(2 * num_bytes, np.uint8)  # borrowed
+        return np.ones(num_bytes, np.uint8)
+
+    def backward(y: np.ndarray) -> None:
+        kept.append(np.ones(num_bytes, np.uint8))  # the input's gradient
+        np.ones(num_bytes // 4, np.uint8)
+
+    found = memory._step_memory(forward, backward, kept.clear, num_bytes)
+    assert found["saved"] == pytest.approx(0.5, abs=0.05)
+    assert found["forward"] == pytest.approx(1.5, abs=0.05)  # 0.5 + 2, less the output's 1
+    assert found["backward"] == pytest.approx(0.25, abs=0.05)
+
+
+def test_targets_are_of_what_was_measured() -> None:
+    row = {"variant": "NCHW", "megabytes": 25.7,
+           "ratio": {"nn.BatchNorm": 0.5, "naive": 0.3, "copies": 1.7}}  # fmt: skip
+    found = {t["what"]: t["met"] for t in parts.targets({"torch": [row]})}
+    assert found == {
+        "NCHW: step / nn.BatchNorm's, geometric mean": True,
+        "25 MB: step / eight copies, worst": False,
+        "step / the naive formula's, geometric mean": False,
+    }
+    assert parts.targets({"torch": [{"not_run": "why"}]}) == []
+
+
+def test_machine_has_no_name() -> None:
+    import platform
+
+    text = json.dumps(machine.describe())
+    assert platform.node() not in text
+    assert str(Path.home()) not in text
+    assert json.loads(text)["versions"]["torch"]
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One part on real ranks, and those that need none; the others are launched alike."""
+    require.need("mpiexec")
+    names = ["torch", "model", "gpu"]
+    options = ["--quick", "--parts", ",".join(names), "--output", str(tmp_path)]
+    assert benchmarks.main(options) == 0
+    results = json.loads((tmp_path / "bench.json").read_text())
+    assert set(results) == {"machine", "targets", *names}
+    assert [row["variant"] for row in results["torch"]] == ["NCHW", "channels_last", "NC"]
+    for row in results["torch"]:
+        assert set(row["ratio"]) == {"nn.BatchNorm", "naive", "copies"}
+        assert all(math.isfinite(value) and value > 0 for value in row["ratio"].values())
+    printed = capsys.readouterr().out
+    assert "torch, one layer's step on 2 ranks over MPI" in printed
+    if not machine.num_gpus():
+        assert results["gpu"] == [{"not_run": "no GPU here"}]
+        assert "gpu: not run: no GPU here" in printed
+    assert (tmp_path / "layer.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_command_says_which_part_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "QUICK", parts.Settings(growth_shape=(2, 3)))
+    options = ["--quick", "--parts", "first_call", "--output", str(tmp_path)]
+    assert benchmarks.main(options) == 1
+    assert "first_call: not run: ValueError" in capsys.readouterr().out
+
+
+def test_command_refuses_unknown_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        benchmarks.main(["--parts", "all"])
+    assert "--parts must be of torch, chainer, resnet" in capsys.readouterr().err
+
+
+def test_committed_results_hold_every_part() -> None:
+    results = json.loads((benchmarks.RESULTS / "bench.json").read_text())
+    assert set(results) == {"machine", "targets", *parts.PARTS}
+    shapes = {tuple(row["shape"]) for row in results["torch"]}
+    assert shapes == set(layer.SHAPES)
+    assert {row["ranks"] for row in results["collectives"]} == {2, 4, 8}
