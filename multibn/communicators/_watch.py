@@ -142,8 +142,8 @@ class Watch:
             self._fail(
                 ConnectionError,
                 f"rank {self.rank} waits in {text} for rank(s) {left}, whose program ended before "
-                f"it came there: {self._describe(left, 'left')}. All ranks must take the same number "
-                "of steps; see `join` for data of unequal length.",
+                f"it came there: {self._describe(left, 'left')}. All ranks must take the same "
+                "number of steps; see `join` for data of unequal length.",
             )
 
     def _look(self, notices: dict[int, Notice], place: str, text: str) -> None:
