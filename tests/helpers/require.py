@@ -9,6 +9,7 @@ from multibn._environment import find_command, importable
 PROBES: dict[str, Callable[[], bool]] = {
     "torch": lambda: importable("torch"),
     "chainer": lambda: importable("chainer"),
+    "numba": lambda: importable("numba"),
     "torchrun": lambda: importable("torch.distributed.run"),
     "mmengine": lambda: importable("mmengine"),
     "lightning": lambda: importable("lightning"),

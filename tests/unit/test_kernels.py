@@ -1,5 +1,6 @@
 """Accuracy and dtypes of the four passes."""
 
+import importlib
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,21 @@ from tests.helpers import require
 AXIS = (0, 2, 3)
 
 
-def moments(x: Any) -> tuple[Any, Any]:
-    return tuple(np.asarray(a) for a in generic.local_moments(x, axis=AXIS))  # type: ignore[return-value]
+@pytest.fixture(params=["generic", "host"])
+def kernels(request: pytest.FixtureRequest) -> Any:
+    if request.param == "host":
+        require.need("numba")
+    return importlib.import_module(f"multibn.kernels.{request.param}")
+
+
+def moments(kernels: Any, x: Any) -> tuple[Any, Any]:
+    mean, var = kernels.local_moments(x, axis=AXIS)
+    return np.asarray(mean), np.asarray(var)
 
 
 @pytest.mark.parametrize("mean", [0.0, 100.0, 1e4])
 @pytest.mark.parametrize("memory_format", ["contiguous_format", "channels_last"])
-def test_large_planes_in_torch(memory_format: str, mean: float) -> None:
+def test_large_planes_in_torch(kernels: Any, memory_format: str, mean: float) -> None:
     """torch's own batch norm has an error of 1e-3 to 280 here, in channels_last."""
     require.need("torch")
     import torch
@@ -26,35 +35,35 @@ def test_large_planes_in_torch(memory_format: str, mean: float) -> None:
     x = (mean + torch.randn(8, 16, 512, 512, generator=generator)).to(
         memory_format=getattr(torch, memory_format)
     )
-    got_mean, got_var = moments(x)
+    got_mean, got_var = moments(kernels, x)
     exact = x.double()
     np.testing.assert_allclose(got_mean, exact.mean(AXIS), rtol=0, atol=1e-6)
     np.testing.assert_allclose(got_var, exact.var(AXIS, unbiased=False), rtol=1e-6)
 
 
 @pytest.mark.parametrize("layout", ["C", "F"])
-def test_long_columns_in_numpy(layout: Any) -> None:
+def test_long_columns_in_numpy(kernels: Any, layout: Any) -> None:
     """A million values along an outer axis, where NumPy adds one by one."""
     x = np.random.default_rng(0).normal(3, 1, (1 << 20, 4, 1, 1)).astype("float32", order=layout)
-    got_mean, got_var = moments(x)
+    got_mean, got_var = moments(kernels, x)
     np.testing.assert_allclose(got_mean, x.mean(AXIS, dtype="float64"), rtol=1e-10)
     np.testing.assert_allclose(got_var, x.var(AXIS, dtype="float64"), rtol=1e-7)
 
 
 @pytest.mark.parametrize("scale", [1e-18, 1e-4, 1e15])
-def test_small_and_large_variances(scale: float) -> None:
+def test_small_and_large_variances(kernels: Any, scale: float) -> None:
     x = (np.random.default_rng(0).normal(size=(64, 2, 3, 3)) * scale).astype("float32")
-    np.testing.assert_allclose(moments(x)[1], x.astype("float64").var(AXIS), rtol=1e-5)
+    np.testing.assert_allclose(moments(kernels, x)[1], x.astype("float64").var(AXIS), rtol=1e-5)
 
 
-def test_a_constant_has_no_variance() -> None:
-    mean, var = moments(np.full((5, 2, 3, 3), 0.1, "float32"))
+def test_a_constant_has_no_variance(kernels: Any) -> None:
+    mean, var = moments(kernels, np.full((5, 2, 3, 3), 0.1, "float32"))
     assert (var == 0).all()
     np.testing.assert_array_equal(mean, np.float32(0.1).astype("float64"))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_sixteen_bits_are_computed_in_float32(dtype: str) -> None:
+def test_sixteen_bits_are_computed_in_float32(kernels: Any, dtype: str) -> None:
     """Squares above 65504 and counts above 2048 are nothing special."""
     require.need("torch")
     import torch
@@ -63,18 +72,18 @@ def test_sixteen_bits_are_computed_in_float32(dtype: str) -> None:
         getattr(torch, dtype)
     )
     exact = x.double()
-    got_mean, got_var = generic.local_moments(x, axis=AXIS)
+    got_mean, got_var = kernels.local_moments(x, axis=AXIS)
     assert got_mean.dtype == got_var.dtype == torch.float64
     np.testing.assert_allclose(got_mean, exact.mean(AXIS), rtol=1e-7)
     np.testing.assert_allclose(got_var, exact.var(AXIS, unbiased=False), rtol=1e-5)
-    y = generic.normalize(x, got_mean, got_var**-0.5, 0 * got_mean, axis=AXIS)
-    dx = generic.input_gradient(y, x, got_mean, got_var, got_var, got_var, axis=AXIS)
-    sums = generic.backward_sums(y, x, got_mean, axis=AXIS)
+    y = kernels.normalize(x, got_mean, got_var**-0.5, 0 * got_mean, axis=AXIS)
+    dx = kernels.input_gradient(y, x, got_mean, got_var, got_var, got_var, axis=AXIS)
+    sums = kernels.backward_sums(y, x, got_mean, axis=AXIS)
     assert y.dtype == dx.dtype == x.dtype
     assert sums[0].dtype == torch.float64
 
 
-def test_memory_format_is_kept() -> None:
+def test_memory_format_is_kept(kernels: Any) -> None:
     require.need("torch")
     import torch
 
@@ -85,8 +94,8 @@ def test_memory_format_is_kept() -> None:
         x = torch.randn(shape).to(memory_format=memory_format)
         axis = tuple(i for i in range(x.ndim) if i != 1)
         c = torch.ones(3, dtype=torch.float64)
-        assert generic.normalize(x, c, c, c, axis=axis).is_contiguous(memory_format=memory_format)
-        dx = generic.input_gradient(torch.ones(shape), x, c, c, c, c, axis=axis)
+        assert kernels.normalize(x, c, c, c, axis=axis).is_contiguous(memory_format=memory_format)
+        dx = kernels.input_gradient(torch.ones(shape), x, c, c, c, c, axis=axis)
         assert dx.is_contiguous(memory_format=memory_format)
 
 
@@ -107,12 +116,12 @@ def test_a_device_without_float64_uses_the_host() -> None:
     np.testing.assert_allclose(np.asarray(sum_dy), 0, atol=1e-3)
 
 
-def test_the_argument_is_left_unchanged() -> None:
+def test_the_argument_is_left_unchanged(kernels: Any) -> None:
     x = np.random.default_rng(0).normal(size=(2, 3, 4, 4))
     before = x.copy()
     c = np.ones(3)
-    generic.local_moments(x, axis=AXIS)
-    generic.normalize(x, c, c, c, axis=AXIS)
-    generic.backward_sums(x, x, c, axis=AXIS)
-    generic.input_gradient(x, x, c, c, c, c, axis=AXIS)
+    kernels.local_moments(x, axis=AXIS)
+    kernels.normalize(x, c, c, c, axis=AXIS)
+    kernels.backward_sums(x, x, c, axis=AXIS)
+    kernels.input_gradient(x, x, c, c, c, c, axis=AXIS)
     np.testing.assert_array_equal(x, before)

@@ -1,0 +1,317 @@
+"""The four passes for host memory, NumPy arrays and torch tensors alike, compiled by numba.
+
+`generic` says what each pass does. Compiled loops see an array as an address and three sizes in the
+order of memory, (N, C, S), of which N and S are reduced. Contiguous and channels-last activations
+of any number of dimensions are such, and are not copied. Other strides and 16-bit dtypes are first
+copied to dense memory of the arithmetic dtype. What has no (N, C, S), `generic` does.
+
+Large arrays are shared between threads: as many as torch is set to use, or as OMP_NUM_THREADS says
+where torch is not loaded. How a sum is cut into parts depends on the shape alone, and so its value
+does not depend on the number of threads.
+"""
+
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from multibn._typing import Array
+from multibn.kernels import _loops, generic
+
+_SHARE = 1 << 19  # elements that are worth a thread
+_WIDE = 1 << 16  # elements of a sample from which on channels are shared out, and not samples
+_PARTS = 64  # of a sum over samples, at most
+
+
+def local_moments(x: Array, /, *, axis: tuple[int, ...]) -> tuple[Array, Array]:
+    """As `generic.local_moments`."""
+    given = _prepare(axis, (x,))
+    if given is None:
+        return generic.local_moments(x, axis=axis)
+    sums = _sums("moments", given)
+    of, (dense,) = given.library, given.activations
+    mean, var = of.zeros(given.shape, like=x), of.zeros(given.shape, like=x)
+    addresses = map(of.address, (dense, sums, mean, var))
+    _loop("finish_moments", dense.itemsize)(*addresses, *given.sizes, sums.shape[0])
+    return mean, var
+
+
+def normalize(
+    x: Array, mean: Array, scale: Array, shift: Array, /, *, axis: tuple[int, ...]
+) -> Array:
+    """As `generic.normalize`."""
+    given = _prepare(axis, (x,), mean, scale, shift)
+    if given is None:
+        return generic.normalize(x, mean, scale, shift, axis=axis)
+    return _elementwise("normalize", given, _name(x))
+
+
+def backward_sums(
+    dy: Array, x: Array, mean: Array, /, *, axis: tuple[int, ...]
+) -> tuple[Array, Array]:
+    """As `generic.backward_sums`."""
+    given = _prepare(axis, (x, dy), mean)
+    if given is None:
+        return generic.backward_sums(dy, x, mean, axis=axis)
+    sums = _sums("backward_sums", given)
+    whole = sums.sum(0) if sums.shape[0] > 1 else sums
+    sum_dy, sum_dy_xmu = whole.reshape((2, *given.shape))
+    return sum_dy, sum_dy_xmu
+
+
+def input_gradient(
+    dy: Array,
+    x: Array,
+    mean: Array,
+    dy_scale: Array,
+    x_scale: Array,
+    shift: Array,
+    /,
+    *,
+    axis: tuple[int, ...],
+) -> Array:
+    """As `generic.input_gradient`."""
+    given = _prepare(axis, (x, dy), mean, dy_scale, x_scale, shift)
+    if given is None:
+        return generic.input_gradient(dy, x, mean, dy_scale, x_scale, shift, axis=axis)
+    return _elementwise("input_gradient", given, _name(x))
+
+
+class _NumPy:
+    """What the passes ask of NumPy."""
+
+    @staticmethod
+    def is_memory(a: Array) -> bool:
+        """Whether the elements of `a` are what lies at its address."""
+        return type(a) is np.ndarray and a.flags.aligned
+
+    @staticmethod
+    def address(a: Array) -> int:
+        return int(a.__array_interface__["data"][0])
+
+    @staticmethod
+    def strides(a: Array) -> tuple[int, ...]:
+        """In elements; those of an aligned array are whole."""
+        size = a.itemsize
+        return tuple([s // size for s in a.strides])
+
+    @staticmethod
+    def cast(a: Array, dtype: str) -> Array:
+        """In dense memory if it is another dtype, in the order of the old one."""
+        return a.astype(dtype, order="K", copy=False)
+
+    @staticmethod
+    def empty_like(a: Array, content: Array | None = None) -> Array:
+        """Dense, in the order of `a`, and with the elements of `content`."""
+        made = np.empty_like(a)
+        if content is not None:
+            made[...] = content
+        return made
+
+    @staticmethod
+    def wide(a: Array) -> Array:
+        return np.ascontiguousarray(a, dtype=np.float64)
+
+    @staticmethod
+    def zeros(shape: tuple[int, ...], like: Array) -> Array:
+        return np.zeros(shape)
+
+
+class _Torch:
+    """What the passes ask of torch, as above."""
+
+    @staticmethod
+    def is_memory(a: Array) -> bool:
+        torch = sys.modules["torch"]
+        if type(a) not in (torch.Tensor, torch.nn.Parameter) or a.is_neg():
+            return False
+        try:
+            return a.is_cpu and a.data_ptr() != 0
+        except RuntimeError:  # torch.func transforms it
+            return False
+
+    @staticmethod
+    def address(a: Array) -> int:
+        return int(a.data_ptr())
+
+    @staticmethod
+    def strides(a: Array) -> tuple[int, ...]:
+        return tuple(a.stride())
+
+    @staticmethod
+    def cast(a: Array, dtype: str) -> Array:
+        return a.to(getattr(sys.modules["torch"], dtype))
+
+    @staticmethod
+    def empty_like(a: Array, content: Array | None = None) -> Array:
+        made = sys.modules["torch"].empty_like(a)
+        return made if content is None else made.copy_(content)
+
+    @staticmethod
+    def wide(a: Array) -> Array:
+        return a.double().contiguous()
+
+    @staticmethod
+    def zeros(shape: tuple[int, ...], like: Array) -> Array:
+        return like.new_zeros(shape, dtype=sys.modules["torch"].float64)
+
+
+class _Given(NamedTuple):
+    """The arguments of a pass as the loops take them."""
+
+    library: Any
+    sizes: tuple[int, int, int]
+    activations: list[Array]  # dense, of the arithmetic dtype, in the order of the first, `x`
+    per_channel: list[Array]  # float64
+    shape: tuple[int, ...]  # of a per-channel array
+
+
+def _prepare(
+    axis: tuple[int, ...], activations: tuple[Array, ...], *per_channel: Array
+) -> _Given | None:
+    """None if the loops cannot take them."""
+    x = activations[0]
+    of = _NumPy if isinstance(x, np.ndarray) else _Torch
+    dtype = _ARITHMETIC.get(_name(x))
+    shape = tuple([n for i, n in enumerate(x.shape) if i not in axis])
+    if (
+        dtype is None
+        or any(a.dtype != x.dtype or a.shape != x.shape for a in activations[1:])
+        or any(v.shape != shape for v in per_channel)
+        or not all(map(of.is_memory, (*activations, *per_channel)))
+        or 0 in x.shape
+    ):
+        return None
+    dense = x if _name(x) == dtype else of.cast(x, dtype)
+    sizes = _sizes(dense.shape, of.strides(dense), axis)
+    if sizes is None:
+        dense = of.empty_like(dense, content=dense)
+        sizes = _sizes(dense.shape, of.strides(dense), axis)
+        if sizes is None:
+            return None
+    alike = [dense]
+    for a in activations[1:]:
+        same = a.dtype == dense.dtype and of.strides(a) == of.strides(dense)
+        alike.append(a if same else of.empty_like(dense, content=a))
+    return _Given(of, sizes, alike, [of.wide(v) for v in per_channel], shape)
+
+
+_ARITHMETIC = {
+    "float16": "float32",
+    "bfloat16": "float32",
+    "float32": "float32",
+    "float64": "float64",
+}
+
+
+def _name(a: Array) -> str:
+    return str(a.dtype).removeprefix("torch.")
+
+
+@lru_cache(maxsize=1024)
+def _sizes(
+    shape: tuple[int, ...], strides: tuple[int, ...], axis: tuple[int, ...]
+) -> tuple[int, int, int] | None:
+    """(N, C, S) of an array with these strides; None if it is not dense, or has none."""
+    blocks = [(True, 1)]  # from the last in memory: whether it is reduced, and its size
+    kept = []
+    expected = 1
+    for stride, i in sorted((strides[i], i) for i, n in enumerate(shape) if n != 1):
+        if stride != expected:
+            return None
+        expected *= shape[i]
+        reduced = i in axis
+        if not reduced:
+            kept.append(i)
+        if blocks[-1][0] == reduced:
+            blocks[-1] = (reduced, blocks[-1][1] * shape[i])
+        else:
+            blocks.append((reduced, shape[i]))
+    if len(blocks) > 3 or kept != sorted(kept, reverse=True):
+        return None
+    S, C, N = [size for _, size in blocks] + [1] * (3 - len(blocks))
+    return N, C, S
+
+
+def _sums(name: str, given: _Given) -> Array:
+    """Two sums per channel, of each part of the samples: shape `(parts, 2, C)`."""
+    x = given.activations[0]
+    C = given.sizes[1]
+    threads = _num_threads(x)
+    tasks = _tasks(*given.sizes, threads, parts=_PARTS)
+    sums = given.library.zeros((tasks[-1][0] + 1, 2, C), like=x)
+    _run(name, given, sums, 2 * C * sums.itemsize, tasks, threads)
+    return sums
+
+
+def _elementwise(name: str, given: _Given, dtype: str) -> Array:
+    """An array like `x`, in the dtype of that name."""
+    x = given.activations[0]
+    y = given.library.empty_like(x)
+    threads = _num_threads(x)
+    _run(name, given, y, 0, _tasks(*given.sizes, threads, parts=threads), threads)
+    return given.library.cast(y, dtype)
+
+
+@lru_cache(maxsize=1024)
+def _tasks(N: int, C: int, S: int, threads: int, *, parts: int) -> list[tuple[int, ...]]:
+    """Tasks `(part, n0, n1, c0, c1)`: for as many threads, or at most `parts` of the samples."""
+    worth = max(N * C * S // _SHARE, 1)
+    if C * S >= _WIDE:
+        return [(0, 0, N, a, b) for a, b in _cuts(C, min(threads, worth))]
+    return [(i, a, b, 0, C) for i, (a, b) in enumerate(_cuts(N, min(parts, worth)))]
+
+
+def _cuts(n: int, parts: int) -> list[tuple[int, int]]:
+    """`range(n)` in so many parts, none of them empty."""
+    parts = min(n, parts)
+    return [(n * i // parts, n * (i + 1) // parts) for i in range(parts)]
+
+
+def _run(
+    name: str, given: _Given, out: Array, step: int, tasks: list[tuple[int, ...]], threads: int
+) -> None:
+    """Run the loop for each task; part i of the samples writes to byte `i * step` of `out`."""
+    address = given.library.address
+    arrays = [address(a) for a in (*given.activations, *given.per_channel)]
+    start = address(out)
+    loop = _loop(name, given.activations[0].itemsize)
+
+    def run(share: list[tuple[int, ...]]) -> None:
+        for part, *ranges in share:
+            loop(*arrays, start + part * step, *given.sizes[1:], *ranges)
+
+    threads = min(threads, len(tasks))
+    others = [_pool().submit(run, tasks[i::threads]) for i in range(1, threads)]
+    run(tasks[::threads])
+    for other in others:
+        other.result()
+
+
+@cache
+def _loop(name: str, itemsize: int) -> Any:
+    return _loops.compiled(name, f"float{8 * itemsize}")
+
+
+def _num_threads(x: Array) -> int:
+    """Threads to use for an array like `x`."""
+    if x.nbytes < 2 * _SHARE * x.itemsize:
+        return 1
+    if "torch" in sys.modules:
+        return int(sys.modules["torch"].get_num_threads())
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return max(int(asked), 1) if asked.isdigit() else os.cpu_count() or 1
+
+
+# Threads of our own and not numba's: ranks may be threads, and autograd has some, while the one of
+# numba's layers that is always there ends the process if two threads enter it.
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="multibn")
+
+
+if hasattr(os, "register_at_fork"):  # a forked process would find the pool without its threads
+    os.register_at_fork(after_in_child=_pool.cache_clear)
