@@ -5,8 +5,9 @@ One rule covers every framework: `running += momentum * (batch - running)`. torc
 n-th batch, the cumulative average.
 """
 
-from array_api_compat import array_namespace, device, to_device
+from array_api_compat import to_device
 
+from multibn._arrays import array_namespace, device
 from multibn._typing import Array, RunningVar, check_choice
 from multibn.communicators import Communicator, SingleProcess
 from multibn.kernels.generic import as_wide
@@ -14,6 +15,7 @@ from multibn.statistics import (
     BatchStatistics,
     Moments,
     aggregate,
+    at_least_one,
     empty_moments,
     merge_moments,
 )
@@ -46,8 +48,7 @@ def running_variance(
         return batch.var
     if convention == "unbiased_local":
         return batch.var * (local_count / max(local_count - 1, 1))
-    xp = array_namespace(batch.count)
-    return batch.var * (batch.count / xp.clip(batch.count - 1, 1.0, None))
+    return batch.var * (batch.count / at_least_one(batch.count - 1))
 
 
 def update_running(

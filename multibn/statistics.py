@@ -23,9 +23,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
-from array_api_compat import array_namespace, device
-
 from multibn import kernels
+from multibn._arrays import array_namespace, device
 from multibn._typing import Array, Weighting, check_choice
 from multibn.communicators import Communicator, checked
 from multibn.communicators._host import is_on_host
@@ -169,13 +168,11 @@ def aggregate(
     """
     check_choice("weighting", weighting, Weighting)
     xp = array_namespace(moments.mean)
-    occupied = xp.astype(moments.count > 0, moments.count.dtype)
-    if weighting == "element":
-        rank_weight = moments.count
-    elif weighting == "sample":
-        rank_weight = moments.num_samples * occupied
-    else:
-        rank_weight = occupied
+    rank_weight = moments.count
+    if weighting != "element":
+        rank_weight = xp.astype(moments.count > 0, moments.count.dtype)
+    if weighting == "sample":
+        rank_weight = rank_weight * moments.num_samples
     mean, meansqr, total, count = _allreduce(
         communicator,
         rank_weight * moments.mean,
@@ -184,18 +181,17 @@ def aggregate(
         moments.count,
     )
     if is_on_host(count):
-        if bool(xp.isnan(count)):
+        if math.isnan(count):
             _raise_for_refusal(communicator, refused=False)
-        if not bool(xp.isfinite(xp.sum(meansqr))):
-            finite = bool(xp.isfinite(xp.sum(moments.meansqr)))
-            _raise_for_non_finite(communicator, finite)
-    divisor = xp.clip(total, 1.0, None)  # a weight is 0 or at least 1
+        if not math.isfinite(xp.sum(meansqr)):
+            _raise_for_non_finite(communicator, math.isfinite(xp.sum(moments.meansqr)))
+    divisor = at_least_one(total)  # a weight is 0 or at least 1
     mean = mean / divisor
     return BatchStatistics(
         mean,
         xp.clip(meansqr / divisor - mean * mean, 0.0, None),
         count,
-        rank_weight / (xp.clip(moments.count, 1.0, None) * divisor),
+        rank_weight / (at_least_one(moments.count) * divisor),
     )
 
 
@@ -326,19 +322,28 @@ def not_floating(x: Array) -> TypeError:
     )
 
 
+def at_least_one(v: Array) -> Array | float:
+    """`max(v, 1)`, shape `()`: a number where reading `v` costs nothing, else an array."""
+    if is_on_host(v) and not getattr(v, "requires_grad", False):
+        return max(float(v), 1.0)
+    return array_namespace(v).clip(v, 1.0, None)
+
+
 def _times(scale: Array, weight: Array | None) -> Array:
     return scale if weight is None else scale * kernels.as_wide(weight)
 
 
 def _allreduce(communicator: Communicator, *arrays: Array) -> list[Array]:
     """Sum several arrays over the ranks, packed into one message."""
-    xp = array_namespace(*arrays)
-    summed = communicator.allreduce(xp.concat([xp.reshape(a, (-1,)) for a in arrays]))
+    xp = array_namespace(arrays[0])
+    packed = [a if a.ndim == 1 else xp.reshape(a, (-1,)) for a in arrays]
+    summed = communicator.allreduce(xp.concat(packed))
     parts = []
     start = 0
     for a in arrays:
         stop = start + math.prod(a.shape)
-        parts.append(xp.reshape(summed[start:stop], a.shape))
+        part = summed[start:stop]
+        parts.append(part if a.ndim == 1 else xp.reshape(part, a.shape))
         start = stop
     return parts
 

@@ -20,7 +20,9 @@ _DLPACK_CPU = 1  # kDLCPU of the DLPack header
 
 def is_on_host(x: Array, /) -> bool:
     """Whether `x` is in host memory."""
-    return is_numpy_array(x) or int(x.__dlpack_device__()[0]) == _DLPACK_CPU
+    if isinstance(x, np.ndarray | np.generic):
+        return True
+    return int(x.__dlpack_device__()[0]) == _DLPACK_CPU
 
 
 def to_host(x: Array, /) -> np.ndarray[Any, Any]:

@@ -5,6 +5,7 @@ mpi4py is imported, and MPI thereby initialised, at the first use of a communica
 
 import atexit
 import ctypes
+import os
 import sys
 import time
 from functools import cache
@@ -253,14 +254,16 @@ def _keyval() -> int:
 def _test(request: "Request", seconds: float) -> bool:
     """Whether a request completes within that time."""
     start = time.monotonic()
-    if request.Test():
-        return True
-    while (waited := time.monotonic() - start) < seconds:
+    while not request.Test():
+        waited = time.monotonic() - start
+        if waited >= seconds:
+            return False
         # Other ranks may need this core: give it away, after a while for longer.
-        time.sleep(0.0 if waited < 0.005 else 5e-5)
-        if request.Test():
-            return True
-    return False
+        if waited < 0.005:
+            os.sched_yield()
+        else:
+            time.sleep(5e-5)
+    return True
 
 
 def _leave() -> None:

@@ -17,8 +17,9 @@ import math
 from functools import lru_cache
 from typing import Any
 
-from array_api_compat import array_namespace, device, is_torch_namespace, to_device
+from array_api_compat import is_torch_namespace, to_device
 
+from multibn._arrays import array_namespace, device
 from multibn._typing import Array
 
 

@@ -1,5 +1,7 @@
 """Synchronized batch normalization as a differentiable function of tensors."""
 
+import inspect
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -110,7 +112,7 @@ def batch_statistics(
     axis = statistics.reduced_axes(x.ndim) if axis is None else axis
 
     def compute() -> BatchStatistics:
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        with torch.no_grad(), _without_autocast(x):
             return statistics.batch_statistics(
                 x.detach(),
                 during(communicator, "forward", x.dtype),
@@ -270,7 +272,7 @@ class _Normalize(torch.autograd.Function):
         weighting: Weighting,
         axis: tuple[int, ...] | None,
     ) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
+        with _without_autocast(x):
             return statistics.normalize(x, batch, weight=weight, bias=bias, eps=eps, axis=axis)
 
     @staticmethod
@@ -282,7 +284,7 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grad_outputs
         x, weight, bias, *saved = ctx.saved_tensors
-        with torch.autocast(x.device.type, enabled=False):
+        with _without_autocast(x):
             if torch.is_grad_enabled():  # create_graph
                 return (*_differentiable_backward(ctx, dy, x, weight, bias), *[None] * 5)
             needs_dx, needs_dweight, needs_dbias, *_ = ctx.needs_input_grad
@@ -299,6 +301,17 @@ class _Normalize(torch.autograd.Function):
             dweight = local.sum_dy_xhat.to(weight) if needs_dweight else None
             dbias = local.sum_dy.to(bias) if needs_dbias else None
             return (dx, dweight, dbias, *[None] * 5)
+
+
+# torch binds arguments by the signature, which Python would otherwise make anew at each call.
+_Normalize.forward.__signature__ = inspect.signature(_Normalize.forward)  # type: ignore[attr-defined]
+
+
+def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
 
 
 def _differentiable_backward(

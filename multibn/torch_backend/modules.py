@@ -77,7 +77,7 @@ def update_buffers(
         return
     momentum: float | Tensor = bn.momentum or 0.0
     if bn.num_batches_tracked is not None:
-        bn.num_batches_tracked.add_((batch.count > 0).to(bn.num_batches_tracked))
+        bn.num_batches_tracked.add_(batch.count > 0)
         if bn.momentum is None:  # 1/n, left on the device; nothing is read if all ranks are empty
             momentum = bn.num_batches_tracked.clamp(min=1).double().reciprocal().to(batch.mean)
     update = compiled if torch.compiler.is_compiling() else population

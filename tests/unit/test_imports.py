@@ -14,7 +14,7 @@ PACKAGE = ROOT / "multibn"
 
 # Rooms from the bottom up; a module imports only from its own room and from those below.
 ROOMS = [
-    ["multibn._typing", "multibn._environment", "multibn._checkpoint_files"],
+    ["multibn._typing", "multibn._arrays", "multibn._environment", "multibn._checkpoint_files"],
     ["multibn._checkpoint_keys"],
     ["multibn.kernels", "multibn.communicators"],
     ["multibn.statistics"],
