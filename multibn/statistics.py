@@ -181,10 +181,11 @@ def aggregate(
         moments.count,
     )
     if is_on_host(count):
-        if math.isnan(count):
+        if bool(xp.isnan(count)):
             _raise_for_refusal(communicator, refused=False)
-        if not math.isfinite(xp.sum(meansqr)):
-            _raise_for_non_finite(communicator, math.isfinite(xp.sum(moments.meansqr)))
+        if not bool(xp.isfinite(xp.sum(meansqr))):
+            finite = bool(xp.isfinite(xp.sum(moments.meansqr)))
+            _raise_for_non_finite(communicator, finite)
     divisor = at_least_one(total)  # a weight is 0 or at least 1
     mean = mean / divisor
     return BatchStatistics(
@@ -259,12 +260,17 @@ def normalize(
     bias: Array | None = None,
     eps: float,
     axis: tuple[int, ...] | None = None,
+    residual: Array | None = None,
+    relu: bool = False,
 ) -> Array:
-    """`(x - mean) * invstd * weight + bias`, in the dtype of `x`. Not collective."""
+    """`(x - mean) * invstd * weight + bias`, in the dtype of `x`. Not collective.
+
+    Then plus `residual`, of the shape and dtype of `x`, then ReLU, where asked for.
+    """
     axis = reduced_axes(x.ndim) if axis is None else axis
     scale = _times(invstd(batch, eps=eps), weight)
     shift = 0.0 * scale if bias is None else kernels.as_wide(bias)
-    return kernels.normalize(x, batch.mean, scale, shift, axis=axis)
+    return kernels.normalize(x, batch.mean, scale, shift, axis=axis, residual=residual, relu=relu)
 
 
 def backward_sums(

@@ -16,6 +16,7 @@ from typing import Any
 
 from array_api_compat import is_cupy_array, is_numpy_array, is_torch_array
 
+from multibn._arrays import array_namespace
 from multibn._typing import Array
 from multibn.kernels import generic
 from multibn.kernels.generic import as_wide as as_wide
@@ -29,10 +30,26 @@ def local_moments(x: Array, /, *, axis: tuple[int, ...]) -> tuple[Array, Array]:
 
 
 def normalize(
-    x: Array, mean: Array, scale: Array, shift: Array, /, *, axis: tuple[int, ...]
+    x: Array,
+    mean: Array,
+    scale: Array,
+    shift: Array,
+    /,
+    *,
+    axis: tuple[int, ...],
+    residual: Array | None = None,
+    relu: bool = False,
 ) -> Array:
-    """As `generic.normalize`."""
-    return _select(x, mean, scale, shift).normalize(x, mean, scale, shift, axis=axis)
+    """As `generic.normalize`, then plus `residual`, an array like `x`, then ReLU."""
+    kernels = _select(x, mean, scale, shift)
+    if residual is None and not relu:
+        return kernels.normalize(x, mean, scale, shift, axis=axis)
+    if hasattr(kernels, "normalize_add_relu"):
+        return kernels.normalize_add_relu(x, mean, scale, shift, residual, relu, axis=axis)
+    y = kernels.normalize(x, mean, scale, shift, axis=axis)
+    if residual is not None:
+        y += residual
+    return array_namespace(y).clip(y, 0.0, None) if relu else y
 
 
 def backward_sums(

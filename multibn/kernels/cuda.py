@@ -52,17 +52,24 @@ def local_moments(x: Tensor, /, *, axis: tuple[int, ...]) -> tuple[Tensor, Tenso
 
 
 def normalize(
+    x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, /, *, axis: tuple[int, ...]
+) -> Tensor:
+    """As `generic.normalize`; one launch."""
+    return normalize_add_relu(x, mean, scale, shift, None, False, axis=axis)
+
+
+def normalize_add_relu(
     x: Tensor,
     mean: Tensor,
     scale: Tensor,
     shift: Tensor,
+    residual: Tensor | None,
+    relu: bool,
     /,
     *,
     axis: tuple[int, ...],
-    residual: Tensor | None = None,
-    relu: bool = False,
 ) -> Tensor:
-    """As `generic.normalize`, then plus `residual`, then ReLU; one launch.
+    """`normalize`, then plus `residual`, then ReLU; one launch.
 
     `residual` has the shape of `x`; it is added before the sum is rounded to the dtype of `x`.
     """

@@ -44,11 +44,13 @@ def forward(
     eps: float,
     weighting: Weighting,
     axis: tuple[int, ...] | None = None,
+    residual: Tensor | None = None,
+    relu: bool = False,
 ) -> tuple[Tensor, BatchStatistics]:
-    """As `functional.forward`, in one operator."""
+    """As `functional.forward`, in one operator, and what the compiler can fuse itself."""
     axis = statistics.reduced_axes(x.ndim) if axis is None else axis
     y, *batch = _forward(x, weight, bias, num_channels, id(communicator), eps, weighting, axis)
-    return y, BatchStatistics(*batch)
+    return functional.add_relu(y, residual, relu), BatchStatistics(*batch)
 
 
 def update_running(

@@ -120,8 +120,8 @@ def revert_sync_batchnorm(module: nn.Module) -> Any:
     Warns
     -----
     UserWarning
-        For a `SyncBatchNorm` that `convert_sync_batchnorm` would not touch if it were torch's: it
-        is left as it is.
+        For a `SyncBatchNorm` that `convert_sync_batchnorm` would not touch if it were torch's, or
+        that has a ReLU inside: it is left as it is.
     """
 
     def revert(layer: nn.Module) -> nn.Module:
@@ -132,7 +132,7 @@ def revert_sync_batchnorm(module: nn.Module) -> Any:
         original = layer.converted_from or BatchNorm
         new = _with_class(layer, original)
         communicator = new.__dict__.pop("_communicator").wrapped
-        for name in ("weighting", "running_var_convention", "converted_from"):
+        for name in ("weighting", "running_var_convention", "fuse_relu", "converted_from"):
             new.__dict__.pop(name, None)
         if issubclass(original, nn.SyncBatchNorm):
             new.__dict__["process_group"] = getattr(communicator, "known_group", None)
@@ -152,6 +152,8 @@ def _obstructed(layer: nn.Module, home: str, consequence: str) -> bool:
         why = "it has not seen an input yet. Run the model once, then convert."
     elif overridden:
         why = f"its class overrides {', '.join(overridden)}, which would be lost."
+    elif getattr(layer, "fuse_relu", False):
+        why = "it has a ReLU inside, which would be lost."
     elif "forward" in vars(layer):
         why = "it has a forward pass of its own, which would be lost."
     else:

@@ -88,12 +88,27 @@ def forward(
     eps: float,
     weighting: Weighting,
     axis: tuple[int, ...] | None = None,
+    residual: Tensor | None = None,
+    relu: bool = False,
 ) -> tuple[Tensor, BatchStatistics]:
     """`check_input`, `batch_statistics` and `normalize`. Collective."""
     _refuse_ddp_join(communicator)
     check_input(x, num_channels, communicator)
+    if residual is not None:
+        _check_residual(residual, x, communicator)
     batch = batch_statistics(x, communicator, weighting=weighting, axis=axis)
-    y = normalize(x, weight, bias, batch, communicator, eps=eps, weighting=weighting, axis=axis)
+    y = normalize(
+        x,
+        weight,
+        bias,
+        batch,
+        communicator,
+        eps=eps,
+        weighting=weighting,
+        axis=axis,
+        residual=residual,
+        relu=relu,
+    )
     return y, batch
 
 
@@ -134,12 +149,17 @@ def normalize(
     eps: float,
     weighting: Weighting = "element",
     axis: tuple[int, ...] | None = None,
+    residual: Tensor | None = None,
+    relu: bool = False,
 ) -> Tensor:
     """Normalize `x` by `batch`, differentiating through the statistics. Collective backward.
 
-    `weight` and `bias` have the shape of the axes that `axis` leaves: `(C,)` by default.
+    `weight` and `bias` have the shape of the axes that `axis` leaves: `(C,)` by default. Then plus
+    `residual`, a tensor like `x`, then ReLU, where asked for.
     """
-    y: Tensor = _Normalize.apply(x, weight, bias, batch, communicator, eps, weighting, axis)
+    y: Tensor = _Normalize.apply(
+        x, weight, bias, residual, batch, communicator, eps, weighting, axis, relu
+    )
     return y
 
 
@@ -160,6 +180,12 @@ def normalize_by_running(
     mean, var = running_mean.double(), running_var.double()
     batch = BatchStatistics(mean, var, count=mean.new_zeros(()), element_weight=mean.new_zeros(()))
     return statistics.normalize(x, batch, weight=weight, bias=bias, eps=eps)
+
+
+def add_relu(y: Tensor, residual: Tensor | None, relu: bool, /) -> Tensor:
+    """`y` plus `residual`, then ReLU, where asked for, as operations of their own."""
+    y = y if residual is None else y + residual
+    return y.relu() if relu else y
 
 
 def backward(
@@ -232,6 +258,22 @@ def _refuse(
     raise error
 
 
+def _check_residual(residual: Any, x: Tensor, communicator: Communicator) -> None:
+    """Raise unless `residual` is like `x`; collective then, as `check_input`."""
+    if not isinstance(residual, Tensor):
+        error: Exception = TypeError(
+            f"`residual` must be a torch.Tensor: got {type(residual).__qualname__}."
+        )
+    elif residual.shape != x.shape or residual.dtype != x.dtype:
+        error = ValueError(
+            f"`residual` must have the shape and dtype of the input, {tuple(x.shape)} and "
+            f"{x.dtype}: got {tuple(residual.shape)} and {residual.dtype}."
+        )
+    else:
+        return
+    _refuse(error, x, x.shape[1], communicator)
+
+
 def _input_error(x: Any, num_channels: int | None) -> Exception | None:
     if not isinstance(x, Tensor):
         return TypeError(f"the input must be a torch.Tensor: got {type(x).__qualname__}.")
@@ -266,28 +308,43 @@ class _Normalize(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
+        residual: Tensor | None,
         batch: BatchStatistics,
         communicator: Communicator,
         eps: float,
         weighting: Weighting,
         axis: tuple[int, ...] | None,
+        relu: bool,
     ) -> Tensor:
         with _without_autocast(x):
-            return statistics.normalize(x, batch, weight=weight, bias=bias, eps=eps, axis=axis)
+            return statistics.normalize(
+                x,
+                batch,
+                weight=weight,
+                bias=bias,
+                eps=eps,
+                axis=axis,
+                residual=residual,
+                relu=relu,
+            )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, bias, batch, ctx.communicator, ctx.eps, ctx.weighting, ctx.axis = inputs
-        ctx.save_for_backward(x, weight, bias, *batch)
+        x, weight, bias, _, batch, ctx.communicator, ctx.eps, ctx.weighting, ctx.axis, relu = inputs
+        ctx.save_for_backward(x, weight, bias, output if relu else None, *batch)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grad_outputs
-        x, weight, bias, *saved = ctx.saved_tensors
+        x, weight, bias, rectified, *saved = ctx.saved_tensors
+        if rectified is not None:
+            dy = torch.where(rectified.detach() > 0, dy, 0.0)
         with _without_autocast(x):
+            needs_dx, needs_dweight, needs_dbias, needs_dresidual, *_ = ctx.needs_input_grad
+            dresidual = dy if needs_dresidual else None
             if torch.is_grad_enabled():  # create_graph
-                return (*_differentiable_backward(ctx, dy, x, weight, bias), *[None] * 5)
-            needs_dx, needs_dweight, needs_dbias, *_ = ctx.needs_input_grad
+                gradients = _differentiable_backward(ctx, dy, x, weight, bias)
+                return (*gradients, dresidual, *[None] * 6)
             dx, local = backward(
                 dy,
                 x,
@@ -300,7 +357,7 @@ class _Normalize(torch.autograd.Function):
             )
             dweight = local.sum_dy_xhat.to(weight) if needs_dweight else None
             dbias = local.sum_dy.to(bias) if needs_dbias else None
-            return (dx, dweight, dbias, *[None] * 5)
+            return (dx, dweight, dbias, dresidual, *[None] * 6)
 
 
 # torch binds arguments by the signature, which Python would otherwise make anew at each call.

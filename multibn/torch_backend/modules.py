@@ -123,6 +123,10 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
     running_var
         The variance kept in the buffer of this name: `"unbiased_global"` (torch),
         `"unbiased_local"` (ChainerMN) or `"biased"` (detectron2), see `multibn.running_variance`.
+    fuse_relu
+        Whether a ReLU follows inside of the layer; `layer(input, residual)` adds a tensor like the
+        input before it. On a GPU both cost no pass of their own. Nothing else needs the values
+        before the ReLU, so they are not kept.
 
     Raises
     ------
@@ -140,6 +144,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
 
     # The class that `convert_sync_batchnorm` found, for `revert_sync_batchnorm`.
     converted_from: type[_BatchNorm] | None = None
+    fuse_relu = False  # of layers that were converted, or saved by an older version
 
     def __init__(
         self,
@@ -155,6 +160,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         bias: bool = True,
         weighting: Weighting = "element",
         running_var: RunningVar = "unbiased_global",
+        fuse_relu: bool = False,
     ) -> None:
         if num_features <= 0:
             raise ValueError(f"`num_features` must be positive: got {num_features}.")
@@ -164,13 +170,15 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         if affine and not bias:  # torch before 2.13 has no such argument
             self.register_parameter("bias", None)
         self.configure(process_group, weighting=weighting, running_var=running_var)
+        self.fuse_relu = fuse_relu
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         if not self.training and self.running_mean is not None and self.running_var is not None:
             functional.check_input(input, self.num_features, _ALONE)
-            return functional.normalize_by_running(
+            y = functional.normalize_by_running(
                 input, self.weight, self.bias, self.running_mean, self.running_var, eps=self.eps
             )
+            return functional.add_relu(y, residual, self.fuse_relu)
         backend = compiled if torch.compiler.is_compiling() else functional
         y, batch = backend.forward(
             input,
@@ -180,6 +188,8 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
             self._communicator if self.training else _ALONE,
             eps=self.eps,
             weighting=self.weighting,
+            residual=residual,
+            relu=self.fuse_relu,
         )
         if self.training and self.track_running_stats and not backend.in_recomputing():
             local_count = input.numel() // self.num_features
@@ -193,4 +203,5 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         return (
             f"{super().extra_repr()}, process_group={self.process_group}, "
             f"weighting={self.weighting!r}, running_var={self.running_var_convention!r}"
+            f"{', fuse_relu=True' if self.fuse_relu else ''}"
         )

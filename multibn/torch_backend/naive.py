@@ -31,9 +31,9 @@ class _NaiveSyncBatchNorm(SyncBatchNorm):
         group = everyone if global_sync else _inside_machine(everyone, num_sync_devices)
         super().__init__(num_features, process_group=group, **bn_args)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         self._check_input_dim(input)
-        return super().forward(input)
+        return super().forward(input, residual)
 
     def _check_input_dim(self, input: Tensor) -> None:
         if not isinstance(input, Tensor) or input.ndim in self._shapes:

@@ -172,7 +172,7 @@ def test_residual_and_relu(layout: str, native: bool, relu: bool) -> None:
     plain = cuda.normalize(x, c, c, -c, axis=AXIS)
     for added, given in ((residual, residual), (0, None)):
         expected = (plain + added).relu() if relu else plain + added
-        got = cuda.normalize(x, c, c, -c, axis=AXIS, residual=given, relu=relu)
+        got = cuda.normalize_add_relu(x, c, c, -c, given, relu, axis=AXIS)
         assert got.stride() == plain.stride()
         torch.testing.assert_close(got, expected, equal_nan=True)
 

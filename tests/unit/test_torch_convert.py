@@ -170,6 +170,7 @@ def test_what_cannot_be_reverted_is_named() -> None:
     for layer, message in [
         (OwnSync(3), r"OwnSync is left as it is, it stays synchronized: its class overrides forw"),
         (parametrized, r"ParametrizedSyncBatchNorm is left as it is.*is parametrized"),
+        (SyncBatchNorm(3, fuse_relu=True), "it has a ReLU inside, which would be lost"),
     ]:
         model = nn.Sequential(layer)
         with pytest.warns(UserWarning, match=message):

@@ -242,3 +242,53 @@ def test_one_value_per_channel() -> None:
         make(3, track_running_stats=False).eval()(torch.ones(1, 3))
     make(3).eval()(torch.ones(1, 3))
     make(3)(torch.ones(1, 3, 2))
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("mode", ["training", "evaluation", "compiled", "float16"])
+def test_fused_relu_and_residual(mode: str, with_residual: bool) -> None:
+    """The numbers and gradients of operations of their own, and the same statistics."""
+    fused, plain = (SyncBatchNorm(3, fuse_relu=fuse) for fuse in (True, False))
+    generator = torch.Generator().manual_seed(0)
+    dtype = torch.float16 if mode == "float16" else torch.float32
+    data = torch.randn(3, 4, 3, 5, 5, generator=generator).to(dtype)
+    if mode == "evaluation":
+        fused.eval(), plain.eval()
+    run = torch.compile(fused, backend="aot_eager") if mode == "compiled" else fused
+    results = []
+    for layer in (run, plain):
+        x, residual = (data[i].clone().requires_grad_() for i in (0, 1))
+        y = layer(x, residual if with_residual else None)
+        y = y if layer is run else y.relu()
+        y.backward(data[2])
+        gradients = [x.grad, fused.weight.grad if layer is run else plain.weight.grad]
+        results.append([y, *gradients, *([residual.grad] if with_residual else [])])
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(
+            got, expected, rtol=1e-5, atol=2e-3 if mode == "float16" else 1e-6
+        )
+    torch.testing.assert_close(fused.state_dict(), plain.state_dict())
+
+
+def test_fused_relu_of_second_order() -> None:
+    layer = SyncBatchNorm(2, fuse_relu=True, dtype=torch.float64)
+    x, residual = (
+        torch.randn(3, 2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(i))
+        .requires_grad_()
+        for i in (0, 1)
+    )  # fmt: skip
+    assert torch.autograd.gradcheck(layer, (x, residual))
+    assert torch.autograd.gradgradcheck(layer, (x, residual))
+
+
+@pytest.mark.parametrize(
+    "residual, error, message",
+    [
+        (torch.zeros(4, 3, 1), ValueError, r"shape and dtype of the input, \(4, 3, 2\).*\(4, 3, 1"),
+        (torch.zeros(4, 3, 2).half(), ValueError, "torch.float32: got .* torch.float16"),
+        (1.0, TypeError, "`residual` must be a torch.Tensor: got float"),
+    ],
+)
+def test_a_residual_that_does_not_fit(residual: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        SyncBatchNorm(3)(torch.randn(4, 3, 2), residual)
