@@ -10,7 +10,6 @@ Every rank finds that alike from the sums, so that all of them go on to ask each
 import json
 import sys
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
@@ -128,8 +127,8 @@ class _Phase:
 
     def __init__(self, layer: Checked, phase: str, dtype: Any) -> None:
         self.wrapped = layer
-        self._phase, self._dtype = phase, str(dtype).rpartition(".")[2]
-        self._num_lanes = _NUM_LANES.get(phase, 2)
+        self.name, self._dtype = phase, str(dtype).rpartition(".")[2]
+        self.num_lanes = _NUM_LANES.get(phase, 2)
         self._calls = 0
         # By name: it is agreed on once per communicator, and the same from then on.
         self._fingerprints: dict[str, float] = {}
@@ -153,7 +152,7 @@ class _Phase:
         if communicator.size == 1:
             return communicator.allreduce(x)
         self._calls += 1
-        length = x.shape[0] + self._num_lanes
+        length = x.shape[0] + self.num_lanes
         name = self._agreed_name(communicator, length)
         fingerprint = self._fingerprint(name)
         if is_on_host(x):
@@ -162,9 +161,9 @@ class _Phase:
             payload = np.zeros(length, dtype=a.dtype)
             payload[:n] = a
             payload[n], payload[n + 1] = fingerprint, fingerprint * fingerprint
-            summed = self._send(communicator, payload, name)
+            summed = self.send(communicator, payload, name)
             # A rank that has refused its input is told from its NaN in the last number.
-            if self._phase != "forward" or summed[n - 1] == summed[n - 1]:
+            if self.name != "forward" or summed[n - 1] == summed[n - 1]:
                 self.check(communicator, summed[n], summed[n + 1])
             return from_host(summed[:n], x)
         if is_torch_array(x):
@@ -182,19 +181,19 @@ class _Phase:
         )
 
     def __str__(self) -> str:
-        return f"{self.wrapped.name} ({self._phase}, {self._dtype}, call {self._calls})"
+        return f"{self.wrapped.name} ({self.name}, {self._dtype}, call {self._calls})"
 
-    def _send(self, communicator: Communicator, payload: Array, name: str) -> Array:
+    def send(self, communicator: Communicator, payload: Array, name: str) -> Array:
         if not isinstance(communicator, Watched):
             return communicator.allreduce(payload)
-        place = f"{name} {self._phase}"
+        place = f"{name} {self.name}"
         return communicator.allreduce_in(
             payload, channel=payload.shape[0], place=place, text=str(self)
         )
 
     def _fingerprint(self, name: str) -> float:
         if name not in self._fingerprints:
-            text = f"{name} {self._phase} {self._dtype}"
+            text = f"{name} {self.name} {self._dtype}"
             self._fingerprints[name] = float(zlib.crc32(text.encode()) >> 12)
         return self._fingerprints[name]
 
@@ -252,36 +251,53 @@ class _Phase:
 
 
 class _Unread:
-    """Fingerprints that are on a GPU, and are looked at once they have come to the host.
+    """The latest message from a GPU, looked at before the next of the same layer and phase is sent.
 
-    Nothing waits for them: a mistake is found at a later message of the same layer and phase.
+    By then it has long come to the host, so that nothing waits for it; and all ranks look at the
+    same moment, so that they can go on to ask each other.
     """
 
     def __init__(self, phase: _Phase) -> None:
         self._phase = phase
-        self._copies: deque[tuple[Any, Any]] = deque()
+        self._latest: tuple[Any, Any] | None = None  # an event, and what is there after it
         self._lanes: dict[Any, Any] = {}
 
     def allreduce(self, communicator: Communicator, x: Any, fingerprint: float, name: str) -> Any:
         import torch
 
-        capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
-        while not capturing and self._copies and self._copies[0][0].query():
-            self._phase.check(communicator, *self._copies.popleft()[1].tolist())
+        observed = x.is_cuda and not torch.cuda.is_current_stream_capturing()
+        if observed and self._latest is not None:
+            (event, copy), self._latest = self._latest, None
+            event.synchronize()
+            self._look(communicator, copy.numpy())
         key = x.device, fingerprint
         if key not in self._lanes:
             lanes = [fingerprint, fingerprint * fingerprint]
-            padding = [0.0] * (self._phase._num_lanes - 2)
+            padding = [0.0] * (self._phase.num_lanes - 2)
             self._lanes[key] = torch.tensor(lanes + padding, dtype=x.dtype, device=x.device)
-        summed = self._phase._send(communicator, torch.cat([x, self._lanes[key]]), name)
-        n = x.shape[0]
-        if x.is_cuda and not capturing:
-            copy = torch.empty(2, dtype=x.dtype, pin_memory=True)
-            copy.copy_(summed[n : n + 2], non_blocking=True)
+        summed = self._phase.send(communicator, torch.cat([x, self._lanes[key]]), name)
+        if observed:
+            copy = torch.empty(summed.shape, dtype=summed.dtype, pin_memory=True)
+            copy.copy_(summed, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-            self._copies.append((event, copy))
-        return summed[:n]
+            self._latest = event, copy
+        return summed[: x.shape[0]]
+
+    def _look(self, communicator: Communicator, summed: np.ndarray[Any, Any]) -> None:
+        n = summed.size - self._phase.num_lanes
+        if self._phase.name == "forward" and not np.isfinite(summed).all():
+            where = f"in the previous call of {self._phase}"
+            if np.isnan(summed[n - 1]):
+                raise RuntimeError(
+                    f"rank {communicator.rank} cannot go on: {where}, the input was refused on "
+                    "another rank. The error raised there says why."
+                )
+            raise FloatingPointError(
+                f"the batch statistics were not finite {where}: the input had NaN, infinity or too "
+                "large values on some rank. Look for what made them in the layers before it."
+            )
+        self._phase.check(communicator, summed[n], summed[n + 1])
 
 
 @cache
