@@ -12,6 +12,7 @@ from multibn._typing import Array
 from multibn.communicators import Communicator
 from multibn.communicators._host import to_host
 from multibn.communicators._objects import broadcast, gather
+from multibn.communicators.checked import all_equal
 
 _LANES = 8  # of 16 bits, which make a digest
 # How many things of a kind a message lists.
@@ -72,16 +73,11 @@ def _digest(content: bytes) -> bytes:
 
 
 def _agree(digests: Sequence[bytes], communicator: Communicator) -> npt.NDArray[np.bool_]:
-    """Which of the digests are the same on all ranks. Collective: one allreduce.
-
-    W numbers v are equal if and only if (sum v)**2 == W * sum v**2 (Cauchy-Schwarz). Sums of 16-bit
-    numbers and of their squares are exact in float64; the rest is in Python's integers.
-    """
+    """Which of the digests are the same on all ranks. Collective: one allreduce."""
     v = np.frombuffer(b"".join(digests), dtype=np.uint16).astype(np.float64)
     sums = communicator.allreduce(np.stack([v, v**2]))
     equal = [
-        int(total) ** 2 == communicator.size * int(squares)
-        for total, squares in zip(*sums.tolist(), strict=True)
+        all_equal(total, squares, communicator.size) for total, squares in zip(*sums, strict=True)
     ]
     return np.all(np.reshape(equal, (-1, _LANES)), axis=1)
 

@@ -7,7 +7,6 @@ rank is doing, and v**2: all ranks have sent the same v if and only if W * sum(v
 Every rank finds that alike from the sums, so that all of them go on to ask each other.
 """
 
-import json
 import sys
 import zlib
 from collections.abc import Callable, Iterable
@@ -20,7 +19,8 @@ from array_api_compat import is_torch_array
 from multibn._typing import Array
 from multibn.communicators import Communicator
 from multibn.communicators._handle import Forwarding, Handle, Watched
-from multibn.communicators._host import allgather_bytes, from_host, is_on_host, to_host
+from multibn.communicators._host import from_host, is_on_host, to_host
+from multibn.communicators._objects import gather
 
 # A backward message has two numbers fewer than a forward one. With as many in all, ranks in
 # different phases of a layer can be told from what the message says.
@@ -78,6 +78,14 @@ class Checked(Handle):
 def during(communicator: Communicator, phase: str, dtype: Any, /) -> Communicator:
     """`Checked.during` of a layer's communicator; any other communicator as it is."""
     return communicator.during(phase, dtype) if isinstance(communicator, Checked) else communicator
+
+
+def all_equal(total: Any, total_of_squares: Any, size: int, /) -> bool:
+    """Whether `size` whole numbers with these sums are equal (Cauchy-Schwarz).
+
+    For numbers below 2**20, whose sums are exact in float64 for up to 8192 ranks.
+    """
+    return size * int(total_of_squares) == int(total) ** 2
 
 
 def name_of(communicator: Any, /) -> str:
@@ -172,9 +180,9 @@ class _Phase:
 
     def check(self, communicator: Communicator, total: Any, total_of_squares: Any) -> None:
         """Raise on all ranks if their fingerprints differ; collective then."""
-        if communicator.size * int(total_of_squares) == int(total) ** 2:
+        if all_equal(total, total_of_squares, communicator.size):
             return
-        said = _ask(communicator, str(self))
+        said = gather(str(self), communicator)
         raise RuntimeError(
             f"the ranks are in different places: {_by_answer(said)}. All ranks must run the same "
             "layers in the same order, with the same dtype, in training or not."
@@ -223,12 +231,12 @@ class _Phase:
             place="first message",
             text=f"the first message of {self}",
         )
-        size = communicator.size
-        if all(size * int(q) == int(s) ** 2 for s, q in zip(summed[:3], summed[3:], strict=True)):
+        sums = zip(*summed.reshape(2, -1), strict=True)
+        if all(all_equal(total, squares, communicator.size) for total, squares in sums):
             return self.wrapped.name
         num_channels = (length - 4) // 2
-        said = _ask(communicator, json.dumps([self.wrapped.name, num_channels, _version()]))
-        names, nums, versions = zip(*(json.loads(text) for text in said), strict=True)
+        said = gather((self.wrapped.name, num_channels, _version()), communicator)
+        names, nums, versions = zip(*said, strict=True)
         if len(set(versions)) > 1:
             raise RuntimeError(
                 f"the ranks must run the same version of multibn: {_by_answer(versions)}. Install "
@@ -305,14 +313,6 @@ def _version() -> str:
     from importlib.metadata import version
 
     return version("multibn")
-
-
-def _ask(communicator: Communicator, answer: str) -> list[str]:
-    """Every rank's answer. Collective."""
-    said = allgather_bytes(
-        communicator.allreduce, communicator.rank, communicator.size, answer.encode()
-    )
-    return [text.decode(errors="replace") for text in said]
 
 
 def _by_answer(answers: Iterable[str]) -> str:
