@@ -14,18 +14,21 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 
-.PHONY: demo test lint bench clean
+.PHONY: demo video test lint bench clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[torch,chainer,mpi,cli,fast,lightning,mmengine,dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[torch,chainer,mpi,cli,fast,lightning,mmengine,video,dev]'
 	touch $@
 
 demo: $(VENV)/installed  ## train the same network in both frameworks, synchronized and not
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/installed  ## all tests; what this set-up must be able to run may not be skipped
-	$(BIN)/python -m pytest --require torch,chainer,numba,torchrun,mpiexec,mmengine,lightning,cli
+	$(BIN)/python -m pytest --require torch,chainer,numba,torchrun,mpiexec,mmengine,lightning,video,cli,dev
+
+video: $(VENV)/installed  ## train a reversible MViT on real video, on two ranks
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/video.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

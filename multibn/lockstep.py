@@ -7,6 +7,7 @@ takes part with an empty one.
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,10 +28,19 @@ class Step(NamedTuple):
     amount: int
 
 
+class _State(IntEnum):
+    """What a rank tells the others in a step: a batch, none left, an error, or that it goes."""
+
+    OUT = 0
+    BATCH = 1
+    FAILED = 2
+    GONE = 3
+
+
 class Lockstep(Iterator[Step]):
     """Steps of this rank, as many as the rank with most batches has.
 
-    Each `next` is collective, one allreduce of 3W+1 numbers for W ranks.
+    Each `next` is collective, one allreduce of W+1 numbers for W ranks.
 
     Parameters
     ----------
@@ -39,12 +49,14 @@ class Lockstep(Iterator[Step]):
     communicator
         The ranks that proceed together.
     source
-        What may raise while a batch is made, as an error message names it.
+        Where batches come from, as an error message names it.
     amount
-        How much a batch counts for in `Step.amount`; default 0.
+        How much a batch counts for in `Step.amount`. Default: nothing.
 
     Raises
     ------
+    ValueError
+        In the first `next`, on all ranks, if none has a batch.
     RuntimeError
         In `next`: on the other ranks, if one rank's `batches` or `amount` raised, or one called
         `leave` while others had a batch; on that one, `leave` raises it.
@@ -56,57 +68,60 @@ class Lockstep(Iterator[Step]):
         communicator: Communicator,
         *,
         source: str,
-        amount: Callable[[Any], int] = lambda batch: 0,
+        amount: Callable[[Any], int] | None = None,
     ) -> None:
-        self._batches = batches
-        self._iterator: Iterator[Any] | None = None
+        # Its iterator is made in the first step, where an error is told to the other ranks, and is
+        # not asked again after its end.
+        self._batches = itertools.chain.from_iterable([batches])
         self._communicator = communicator
         self._source = source
         self._amount = amount
-        self._exhausted = self._over = False
+        self._has_begun = self._is_over = False
 
     def __next__(self) -> Step:
-        if self._over:
+        if self._is_over:
             raise StopIteration
         batch, amount, error = END, 0, None
         try:
-            if not self._exhausted:
-                self._iterator = iter(self._batches) if self._iterator is None else self._iterator
-                batch = next(self._iterator, END)
-            if batch is not END:
+            batch = next(self._batches, END)
+            if batch is not END and self._amount is not None:
                 amount = self._amount(batch)
         except Exception as e:
             error = e
-        self._exhausted = batch is END
-        try:
-            occupied, total = self._exchange(batch is not END, amount, error=error)
-        except BaseException:
-            self._over = True
-            raise
-        if not occupied.any():
-            self._over = True
-            raise StopIteration
-        return Step(batch, occupied, total)
+        self._is_over = True  # unless there is a step
+        state = _State.OUT if batch is END else _State.BATCH
+        occupied, total = self._exchange(state, amount, error=error)
+        if occupied.any():
+            self._has_begun, self._is_over = True, False
+            return Step(batch, occupied, total)
+        if not self._has_begun:
+            raise ValueError(
+                f"there must be at least one batch: got none on any of {len(occupied)} rank(s) "
+                f"from {self._source}. An iterator can be used once only; pass what it was made "
+                "from."
+            )
+        raise StopIteration
 
     def leave(self) -> None:
         """Tell the other ranks, in their next step, that this one takes none; nothing if all do.
 
         Collective with the `next` or `leave` of the other ranks, unless all have run out already.
         """
-        if not self._over:
-            self._over = True
-            self._exchange(False, 0, left=True)
+        if not self._is_over:
+            self._is_over = True
+            self._exchange(_State.GONE)
 
     def _exchange(
-        self, occupied: bool, amount: int, *, error: Exception | None = None, left: bool = False
+        self, state: _State, amount: int = 0, *, error: Exception | None = None
     ) -> tuple[npt.NDArray[np.bool_], int]:
         """Which ranks have a batch, and the sum of their amounts; raises what there is to raise."""
         rank, size = self._communicator.rank, self._communicator.size
-        state = np.zeros(3 * size + 1)
-        state[[rank, size + rank, 2 * size + rank]] = error is not None, left, occupied
-        state[-1] = amount
-        state = self._communicator.allreduce(state)
-        failed, gone, having = (state[:-1] > 0).reshape(3, size)
+        message = np.zeros(size + 1)
+        message[rank] = state if error is None else _State.FAILED
+        message[-1] = amount
+        message = self._communicator.allreduce(message)
+        states, total = message[:-1], int(message[-1])
+        failed, gone, occupied = (states == s for s in (_State.FAILED, _State.GONE, _State.BATCH))
         if error is not None:
             raise error
         if failed.any():
@@ -114,13 +129,13 @@ class Lockstep(Iterator[Step]):
                 f"rank {rank} cannot go on: {self._source} raised on rank(s) "
                 f"{np.flatnonzero(failed).tolist()} of {size}. The error raised there says why."
             )
-        if gone.any() and having.any():
+        if gone.any() and occupied.any():
             raise RuntimeError(
                 f"rank {rank} cannot go on: rank(s) {np.flatnonzero(gone).tolist()} of {size} left "
                 "the loop before it ended, and others have batches. Leave it on all ranks in the "
                 "same step, or on none."
             )
-        return having, int(state[-1])
+        return occupied, total
 
 
 class Joined:
@@ -150,7 +165,7 @@ class Joined:
     def __call__(self, batches: Iterable[Any]) -> Iterator[Any]:
         """This rank's batches, then stand-ins for as long as another rank has any.
 
-        Each step is collective, one allreduce of 3W+1 numbers for W ranks; the first one has two
+        Each step is collective, one allreduce of W+1 numbers for W ranks; the first one has two
         more if a rank has no batch at all, for it to learn what one looks like. Another loop may
         follow when this one has ended.
 
@@ -202,19 +217,12 @@ class Joined:
         return batch
 
     def _run(self, steps: Lockstep, stand_in: list[Any]) -> Iterator[Any]:
-        first = next(steps, None)
-        if first is None:
-            raise ValueError(
-                "a rank must have a batch: got none on any of "
-                f"{self.communicator.size} rank(s). A generator can be used once only; pass what "
-                "it was made from."
-            )
-        if not first.occupied.all():
-            root = int(first.occupied.argmax())
-            mine = self._portable(stand_in[0]) if self.communicator.rank == root else None
-            theirs = broadcast(mine, self.communicator, root=root)
-            stand_in = stand_in or [theirs]
-        for step in itertools.chain([first], steps):
+        for number, step in enumerate(steps):
+            if number == 0 and not step.occupied.all():
+                root = int(step.occupied.argmax())
+                mine = self._portable(stand_in[0]) if self.communicator.rank == root else None
+                theirs = broadcast(mine, self.communicator, root=root)
+                stand_in = stand_in or [theirs]
             self.absent = step.batch is END
             yield stand_in[0] if self.absent else step.batch
         self.absent = False

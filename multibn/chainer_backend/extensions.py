@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import chainer
 import numpy as np
+import numpy.typing as npt
 from chainer import links as L
 from chainer import training
 from chainer.dataset import concat_examples
@@ -20,6 +21,7 @@ from chainer.dataset import concat_examples
 from multibn.chainer_backend import functions
 from multibn.chainer_backend.links import MultiNodeBatchNormalization
 from multibn.communicators import Communicator, SingleProcess, as_communicator
+from multibn.lockstep import END, Lockstep
 from multibn.population import PopulationEstimator, running_variance
 from multibn.statistics import local_moments
 
@@ -141,12 +143,15 @@ def finetune_population_statistics(
         for norm in norms:
             norm.link.start_finetuning()
         batches = (convert(batch) for _ in range(num_passes) for batch in _one_pass(iterator))
-        for arrays in _in_step(batches, communicator, norms):
-            if arrays is _END:
+        steps = Lockstep(batches, communicator, source="`iterator` or `converter`")
+        for number, step in enumerate(steps):
+            if number == 0 and not step.occupied.all():
+                _require_local(norms, step.occupied)
+            if step.batch is END:
                 watch.take_part()
             else:
                 watch.visits.clear()
-                call(arrays)
+                call(step.batch)
             advance()
         populations = [norm.estimator.compute(communicator) for norm in norms]
     for norm, population in zip(norms, populations, strict=True):
@@ -242,58 +247,18 @@ class _Watch(chainer.LinkHook):
             self._taking_part = False
 
 
-_END = object()
-
-
 def _one_pass(iterator: Any) -> Iterator[Any]:
     if hasattr(iterator, "reset"):
         iterator.reset()
     return iter(iterator)
 
 
-def _in_step(
-    batches: Iterator[Any], communicator: Communicator, norms: Sequence[_Norm]
-) -> Iterator[Any]:
-    """This rank's batches, then `_END` for as long as other ranks have some."""
-    rank, size = communicator.rank, communicator.size
-    batch: Any = None
-    is_first = True
-    while True:
-        error = None
-        try:
-            batch = _END if batch is _END else next(batches, _END)
-        except Exception as e:
-            error = e
-        # Ranks whose iterators raised, and ranks that have a batch.
-        state = np.zeros((2, size))
-        state[:, rank] = error is not None, batch is not _END
-        failed, occupied = communicator.allreduce(state) > 0
-        if error is not None:
-            raise error
-        if failed.any():
-            raise RuntimeError(
-                f"rank {rank} cannot go on: `iterator` or `converter` raised on rank(s) "
-                f"{np.flatnonzero(failed).tolist()} of {size}. The error raised there says why."
-            )
-        if is_first:
-            _require_batches(occupied, norms)
-            is_first = False
-        if not occupied.any():
-            return
-        yield batch
-
-
-def _require_batches(occupied: np.ndarray[Any, Any], norms: Sequence[_Norm]) -> None:
-    """Raise if there is no data, or if multi-node links would wait for a rank that has none.
+def _require_local(norms: Sequence[_Norm], occupied: npt.NDArray[np.bool_]) -> None:
+    """Raise if multi-node links would wait for a rank without any batch.
 
     Which links there are to take part in, and in which order, shows in a first pass only.
     """
-    if not occupied.any():
-        raise ValueError(
-            f"`iterator` must give at least one batch: got none on any of {len(occupied)} rank(s). "
-            "A generator can be used once only; pass what it was made from."
-        )
-    if not occupied.all() and any(norm.communicator.size > 1 for norm in norms):
+    if any(norm.communicator.size > 1 for norm in norms):
         raise ValueError(
             "`iterator` must give at least one batch on every rank of a model with multi-node "
             f"links: got none on rank(s) {np.flatnonzero(~occupied).tolist()} of {len(occupied)}. "

@@ -8,23 +8,22 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib.util import find_spec
+from itertools import islice
 from operator import length_hint
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn._typing import check_choice
-from multibn.communicators import Communicator, SingleProcess, as_communicator
-from multibn.communicators.checked import during
-from multibn.kernels.generic import as_wide
-from multibn.population import PopulationEstimator, running_variance
-from multibn.statistics import Moments, aggregate, local_moments
-from multibn.torch_backend.modules import Synchronized
-
-Estimator: TypeAlias = Literal["population", "mean_of_var"]
+from multibn.communicators import as_communicator
+from multibn.lockstep import END, Lockstep, Step
+from multibn.torch_backend._estimators import Estimator
+from multibn.torch_backend._watched import Layer, layers_in_training
 
 
 def update_bn_stats(
@@ -109,7 +108,7 @@ def update_bn_stats(
             raise ValueError(f"`{name}` must be positive, or None for no limit: got {value}.")
     communicator = as_communicator(group)
     model = _innermost(model)
-    layers = list(_layers_in_training(model, estimator))
+    layers = list(layers_in_training(model, estimator))
     kept = [layer for layer in layers if layer.keepers]
     if not kept:
         warnings.warn(
@@ -127,16 +126,18 @@ def update_bn_stats(
         advance = hooks.enter_context(
             _progress(progress and communicator.rank == 0, data_loader, num_samples, num_iters)
         )
-        shortage = _run_batches(
-            model,
+        steps = Lockstep(
             data_loader,
-            _forward if forward_fn is None else forward_fn,
             communicator,
+            source="`data_loader`",
+            amount=None if num_samples is None else _batch_size,
+        )
+        used = _run_batches(
+            _limited(steps, num_samples, num_iters),
+            partial(_forward if forward_fn is None else forward_fn, model),
             layers,
             visits,
-            num_samples=num_samples,
-            num_iters=num_iters,
-            advance=advance,
+            advance,
         )
         estimates = [layer.estimate.compute(communicator) for layer in kept]
     unseen = []
@@ -146,6 +147,7 @@ def update_bn_stats(
         else:
             unseen.append(layer.name)
     # Warnings may be errors, on one rank only: what is collective has been done by now.
+    shortage = _shortage(used, communicator.rank, num_samples, num_iters)
     if shortage:
         warnings.warn(f"{shortage} The batches that came were used.", stacklevel=2)
     if unseen:
@@ -154,145 +156,6 @@ def update_bn_stats(
             "running statistics. Freeze them with eval(), or pass a `forward_fn` that uses them.",
             stacklevel=2,
         )
-
-
-class _Estimate(NamedTuple):
-    """What becomes of running mean and variance, if there was data."""
-
-    mean: Tensor
-    var: Tensor
-    any_data: Tensor
-
-
-class _Estimating(Protocol):
-    def update(self, moments: Moments, /) -> None: ...
-    def compute(self, communicator: Communicator, /) -> _Estimate: ...
-
-
-class _Population:
-    def __init__(self, like: Tensor, /) -> None:
-        self._estimator = PopulationEstimator(like)
-
-    def update(self, moments: Moments, /) -> None:
-        self._estimator.update(moments)
-
-    def compute(self, communicator: Communicator, /) -> _Estimate:
-        batch = self._estimator.compute(communicator)
-        var = running_variance(batch, local_count=0, convention="unbiased_global")
-        return _Estimate(batch.mean, var, batch.count > 0)
-
-
-class _MeanOfVar:
-    def __init__(self, like: Tensor, shared_by: Communicator, /) -> None:
-        zeros = torch.zeros_like(as_wide(like))
-        self._sums = torch.stack([zeros, zeros])  # of means and of variances
-        self._num_batches = zeros.new_zeros(())
-        self._shared_by = shared_by
-
-    def update(self, moments: Moments, /) -> None:
-        # In the place of a forward pass, which on another rank may be one that is refused.
-        batch = aggregate(moments, during(self._shared_by, "forward", moments.mean.dtype))
-        var = running_variance(batch, local_count=0, convention="unbiased_global")
-        occupied = (moments.count > 0).to(self._sums.dtype)
-        self._sums += occupied * torch.stack([batch.mean, var])
-        self._num_batches += occupied
-
-    def compute(self, communicator: Communicator, /) -> _Estimate:
-        packed = communicator.allreduce(torch.cat([self._sums.flatten(), self._num_batches[None]]))
-        mean, var = (packed[:-1] / packed[-1].clamp(min=1)).chunk(2)
-        return _Estimate(mean, var, packed[-1] > 0)
-
-
-class _Layer:
-    """A batch norm in training mode: what it is shown, and where its running statistics are.
-
-    `keepers` are the modules with the running statistics: the layer itself, or the two parts of a
-    sub-batch norm, or none.
-    """
-
-    def __init__(
-        self, name: str, module: nn.Module, keepers: Sequence[_BatchNorm], estimator: Estimator
-    ) -> None:
-        self.name = name or type(module).__name__
-        self.module = module
-        self.num_features = keepers[0].num_features
-        # Without running statistics it is watched all the same: it may communicate in training.
-        self.keepers = [keeper for keeper in keepers if keeper.running_mean is not None]
-        like = next((k.running_mean for k in self.keepers), None)
-        like = torch.zeros(self.num_features) if like is None else like
-        self.estimate: _Estimating = (
-            _Population(like) if estimator == "population" else _MeanOfVar(like, self.communicator)
-        )
-
-    @property
-    def communicator(self) -> Communicator:
-        """Who shares the layer's batch statistics, as the layer itself asks them."""
-        if isinstance(self.module, Synchronized):
-            return self.module._communicator
-        if isinstance(self.module, nn.SyncBatchNorm):
-            return as_communicator(self.module.process_group)
-        return SingleProcess()
-
-    @contextmanager
-    def watched(self, visits: list[tuple[nn.Module, Tensor]]) -> Iterator[None]:
-        """Note the moments of each input, and in `visits` an empty batch shaped like it."""
-
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x: Any = next(iter((*args, *kwargs.values())), None)
-            if not self._fits(x):
-                return  # the layer will say so, and tell the other ranks
-            visits.append((module, x.new_empty((0, *x.shape[1:]))))
-            if self.keepers:
-                with torch.autocast(x.device.type, enabled=False):
-                    self.estimate.update(local_moments(x.detach()))
-
-        handle = self.module.register_forward_pre_hook(note, with_kwargs=True)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    def _fits(self, x: Any) -> bool:
-        return (
-            isinstance(x, Tensor)
-            and x.is_floating_point()
-            and x.ndim > 1
-            and x.shape[1] == self.num_features
-        )
-
-    def write(self, new: _Estimate) -> None:
-        """Keep `new`; each split of a sub-batch norm is given the whole batch's statistics."""
-        for keeper in self.keepers:
-            num_splits = keeper.num_features // self.num_features
-            for running, value in (
-                (keeper.running_mean, new.mean),
-                (keeper.running_var, new.var),
-            ):
-                assert running is not None
-                running.copy_(value.repeat(num_splits))
-
-
-def _layers_in_training(model: nn.Module, estimator: Estimator) -> Iterator[_Layer]:
-    parts: set[Any] = set()
-    module: Any
-    for name, module in model.named_modules():
-        if _is_sub_batch_norm(module):
-            keepers = [module.bn, module.split_bn]
-            parts.update(keepers)
-            # `split_bn` is what loops that freeze batch norms find.
-            if module.training and module.split_bn.training:
-                yield _Layer(name, module, keepers, estimator)
-        elif isinstance(module, _BatchNorm) and module.training and module not in parts:
-            yield _Layer(name, module, [module], estimator)
-
-
-def _is_sub_batch_norm(module: Any) -> bool:
-    """Also SlowFast's own: known by its parts, of which only one sees data in training."""
-    return (
-        isinstance(getattr(module, "bn", None), _BatchNorm)
-        and isinstance(getattr(module, "split_bn", None), _BatchNorm)
-        and hasattr(module, "aggregate_stats")
-    )
 
 
 def _innermost(model: nn.Module) -> nn.Module:
@@ -310,79 +173,66 @@ def _forward(model: nn.Module, batch: Any) -> None:
     model(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
 
-_END = object()
+def _limited(
+    steps: Iterable[Step], num_samples: int | None, num_iters: int | None
+) -> Iterator[Step]:
+    """`steps`, as many as are needed; no batch is loaded after that."""
+    samples = 0
+    for step in islice(steps, num_iters):
+        yield step
+        samples += step.amount
+        if num_samples is not None and samples >= num_samples:
+            return
+
+
+class _Used(NamedTuple):
+    """How many steps there were, batches of this rank, and samples of all ranks."""
+
+    steps: int
+    batches: int
+    samples: int
 
 
 def _run_batches(
-    model: nn.Module,
-    data_loader: Iterable[Any],
-    forward_fn: Callable[[Any, Any], object],
-    communicator: Communicator,
-    layers: Sequence[_Layer],
+    steps: Iterable[Step],
+    forward: Callable[[Any], object],
+    layers: Sequence[Layer],
     visits: list[tuple[nn.Module, Tensor]],
-    *,
-    num_samples: int | None,
-    num_iters: int | None,
     advance: Callable[[], object],
-) -> str:
-    """Run the model on the ranks' batches in step; what was missing at the end, in words."""
-    rank, size = communicator.rank, communicator.size
-    steps = samples = own = 0
-    iterator: Iterator[Any] | None = None
-    batch: Any = None
-    while steps != num_iters and (num_samples is None or samples < num_samples):
-        new_samples, error = 0, None
-        try:
-            if batch is not _END:
-                iterator = iter(data_loader) if iterator is None else iterator
-                batch = next(iterator, _END)
-            if num_samples is not None and batch is not _END:
-                new_samples = _batch_size(batch)
-        except Exception as e:
-            error = e
-        # Ranks whose loaders raised, ranks that have a batch, and the samples of all of them.
-        state = torch.zeros(2 * size + 1, dtype=torch.float64)
-        state[rank] = error is not None
-        state[size + rank] = batch is not _END
-        state[-1] = new_samples
-        state = communicator.allreduce(state)
-        failed, occupied = state[:-1].bool().chunk(2)
-        if error is not None:
-            raise error
-        if failed.any():
-            raise RuntimeError(
-                f"rank {rank} cannot go on: `data_loader` raised on rank(s) "
-                f"{failed.nonzero().flatten().tolist()} of {size}. The error raised there says why."
-            )
-        if not occupied.any():
-            break
-        if steps == 0 and not occupied.all():
-            _require_local(layers, occupied)
+) -> _Used:
+    """Run the model on this rank's batches, or, without one, its synchronized layers."""
+    num_steps = num_batches = num_samples = 0
+    for step in steps:
+        if num_steps == 0 and not step.occupied.all():
+            _require_local(layers, step.occupied)
         last_pass = visits.copy()
         visits.clear()
-        if batch is not _END:
-            forward_fn(model, batch)
-            own += 1
-        else:
+        if step.batch is END:
             # The others' synchronized layers wait for this rank, in the order of the last pass.
             for module, empty in last_pass:
                 module(empty)
-        steps += 1
-        samples += int(state[-1])
+        else:
+            forward(step.batch)
+            num_batches += 1
+        num_steps += 1
+        num_samples += step.amount
         advance()
-    if steps == 0:
-        raise ValueError(
-            f"`data_loader` must give at least one batch: got none on any of {size} rank(s). An "
-            "iterator can be used once only; pass what it was made from."
-        )
-    if num_iters is not None and own < num_iters and batch is _END:
-        return f"`num_iters` is {num_iters}: `data_loader` ended after {own} on rank {rank}."
-    if num_samples is not None and samples < num_samples and steps != num_iters:
-        return f"`num_samples` is {num_samples}: `data_loader` ended after {samples} on all ranks."
+    return _Used(num_steps, num_batches, num_samples)
+
+
+def _shortage(used: _Used, rank: int, num_samples: int | None, num_iters: int | None) -> str:
+    """What was missing at the end, in words."""
+    enough = num_samples is not None and used.samples >= num_samples
+    if num_iters is not None and used.batches < (used.steps if enough else num_iters):
+        ended = f"`data_loader` ended after {used.batches} on rank {rank}"
+        return f"`num_iters` is {num_iters}: {ended}."
+    if num_samples is not None and not enough and used.steps != num_iters:
+        ended = f"`data_loader` ended after {used.samples} on all ranks"
+        return f"`num_samples` is {num_samples}: {ended}."
     return ""
 
 
-def _require_local(layers: Sequence[_Layer], occupied: Tensor) -> None:
+def _require_local(layers: Sequence[Layer], occupied: npt.NDArray[np.bool_]) -> None:
     """Raise if a rank without any batch would be missed by a synchronized layer.
 
     Which layers there are to take part in, and in which order, shows in a first pass only.
@@ -390,7 +240,7 @@ def _require_local(layers: Sequence[_Layer], occupied: Tensor) -> None:
     if any(layer.communicator.size > 1 for layer in layers):
         raise ValueError(
             "`data_loader` must give at least one batch on every rank of a model with synchronized "
-            f"layers: got none on rank(s) {(~occupied).nonzero().flatten().tolist()} of "
+            f"layers: got none on rank(s) {np.flatnonzero(~occupied).tolist()} of "
             f"{len(occupied)}. Share the data among fewer ranks, or freeze the layers with eval()."
         )
 

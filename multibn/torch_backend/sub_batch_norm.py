@@ -8,14 +8,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn import statistics
 from multibn._typing import RunningVar, Weighting
-from multibn.communicators import Communicator, SingleProcess
+from multibn.communicators import Communicator
 from multibn.kernels import generic as kernels
 from multibn.statistics import reduced_axes
 from multibn.torch_backend import compiled, functional
-from multibn.torch_backend.modules import Synchronized, update_buffers
+from multibn.torch_backend.modules import _ALONE, Synchronized, update_buffers
 
-_ALONE = SingleProcess()
-compiled.register(_ALONE)
 _STATISTICS = ("running_mean", "running_var")
 
 

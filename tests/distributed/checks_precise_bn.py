@@ -282,7 +282,7 @@ def check_messages(world: Communicator) -> None:
     counting = CountingCommunicator(world)
     update_bn_stats(_model(world, "plain"), _loader(world.rank), group=counting, progress=False)
     steps = world.size + 1  # the longest loader's batches, and its end
-    assert counting.take() == [2 * world.size + 1] * steps + [2 * C + 2, 2 * D + 2]
+    assert counting.take() == [world.size + 1] * steps + [2 * C + 2, 2 * D + 2]
 
 
 def check_sync_running_stats(world: Communicator) -> None:

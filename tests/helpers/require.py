@@ -6,6 +6,9 @@ import pytest
 
 from multibn._environment import find_command, importable
 
+# What pytest.importorskip may find missing. Required, it is missed before the first test.
+DEV = ("array_api_strict", "omegaconf", "safetensors", "tqdm", "yacs.config")
+
 PROBES: dict[str, Callable[[], bool]] = {
     "torch": lambda: importable("torch"),
     "chainer": lambda: importable("chainer"),
@@ -13,6 +16,8 @@ PROBES: dict[str, Callable[[], bool]] = {
     "torchrun": lambda: importable("torch.distributed.run"),
     "mmengine": lambda: importable("mmengine"),
     "lightning": lambda: importable("lightning"),
+    "dev": lambda: all(map(importable, DEV)),
+    "video": lambda: importable("av") and importable("skvideo"),
     "cli": lambda: importable("rich") and importable("matplotlib"),
     "mpiexec": lambda: find_command("mpiexec") is not None and importable("mpi4py"),
 }
@@ -21,11 +26,14 @@ _required: set[str] = set()
 
 
 def set_required(names: Iterable[str]) -> None:
+    names = set(names)
+    for name in names - PROBES.keys():
+        raise pytest.UsageError(f"--require knows {', '.join(PROBES)}: got {name!r}")
+    if "dev" in names and not available("dev"):
+        missing = [module for module in DEV if not importable(module)]
+        raise pytest.UsageError(f"--require dev: {', '.join(missing)} cannot be imported")
     _required.clear()
-    for name in names:
-        if name not in PROBES:
-            raise pytest.UsageError(f"--require knows {', '.join(PROBES)}: got {name!r}")
-        _required.add(name)
+    _required.update(names)
 
 
 def available(*names: str) -> bool:

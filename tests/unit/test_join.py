@@ -32,6 +32,31 @@ def test_steps_and_amounts() -> None:
         assert [s.occupied.tolist() for s in found] == [[True, False, True], [True, False, False]]
 
 
+def test_an_amount_that_cannot_be_told_is_an_error_on_all_ranks() -> None:
+    def steps(world: Communicator) -> None:
+        found = Lockstep([1, "one"][world.rank :], world, source="the data", amount=int)
+        kind, message = (
+            (ValueError, "invalid literal")
+            if world.rank == 1
+            else (RuntimeError, r"rank 0 cannot go on: the data raised on rank\(s\) \[1\] of 2")
+        )
+        with pytest.raises(kind, match=message):
+            next(found)
+        assert list(found) == []
+
+    run_ranks(2, steps)
+
+
+def test_no_batch_at_all_is_an_error_on_all_ranks() -> None:
+    def steps(world: Communicator) -> None:
+        found = Lockstep(iter([]), world, source="`data`")
+        with pytest.raises(ValueError, match=r"one batch: got none on any of 2 rank\(s\) from `da"):
+            next(found)
+        assert list(found) == []
+
+    run_ranks(2, steps)
+
+
 def test_the_scale_leaves_stand_ins_out() -> None:
     def scales(world: Communicator) -> list[tuple[bool, float]]:
         joined = Joined(world, lambda batch: batch)

@@ -517,7 +517,7 @@ def test_messages() -> None:
     """One number exchange a batch and one at the end for each layer, whatever the layers are."""
     counting = CountingCommunicator(SingleProcess())
     precise(Net(), batches(), group=counting)
-    assert counting.take() == [3] * 4 + [2 * 3 + 2, 2 * 4 + 2]
+    assert counting.take() == [2] * 4 + [2 * 3 + 2, 2 * 4 + 2]
 
 
 def test_ranks_whose_loaders_differ() -> None:
