@@ -22,6 +22,8 @@ SEPARATORS = {"chainer": "/", "torch": "."}
 _ALWAYS_ALLOWED = 2**30
 _MAX_EXPANSION = 100
 
+_MAX_NAME = 500  # characters, which errors repeat
+
 _END_OF_ZIP = 22  # bytes of the record that ends a zip archive, without the archive's comment
 
 
@@ -97,6 +99,12 @@ def write(path: Path, state: Mapping[str, Any]) -> None:
 def _select(keys: Iterable[str], prefix: str, separator: str) -> dict[str, str]:
     """New key -> key, for the keys below `prefix`."""
     keys = list(keys)
+    longest = max(keys, key=len, default="")
+    if len(longest) > _MAX_NAME:
+        raise CheckpointError(
+            f"names must have at most {_MAX_NAME} characters: got one of {len(longest)}, "
+            f"{longest[:40]!r}... Copy the file again from where it was saved."
+        )
     start = prefix.rstrip(separator) + separator if prefix else ""
     selected = {key[len(start) :]: key for key in keys if key.startswith(start)}
     if not selected:
@@ -137,7 +145,8 @@ def _read_npz(path: Path, prefix: str) -> dict[str, Array]:
             key = info.filename.removesuffix(".npy")
             if key == info.filename or key in members:
                 raise CheckpointError(
-                    f"an npz file must hold arrays with distinct names: found {info.filename!r}"
+                    "an npz file must hold arrays with distinct names: found "
+                    f"{info.filename[:_MAX_NAME]!r}"
                     f"{' twice' if key in members else ''}. If it is a torch file, name it .pt."
                 )
             members[key] = info
@@ -177,8 +186,8 @@ def _parse_npy(key: str, data: bytes) -> Array:
     size = math.prod(shape) * dtype.itemsize
     if min(shape, default=0) < 0 or size != len(data) - file.tell():
         raise CheckpointError(
-            f"{key!r} must hold {size} bytes for its shape {shape}: got {len(data) - file.tell()}. "
-            "Copy the file again from where it was saved."
+            f"{key!r} must hold {size} bytes for its shape {str(shape)[:200]}: got "
+            f"{len(data) - file.tell()}. Copy the file again from where it was saved."
         )
     array = np.frombuffer(data, dtype, offset=file.tell())
     array = array.reshape(shape, order="F" if fortran else "C")
@@ -203,20 +212,37 @@ def _read_pt(path: Path, prefix: str) -> dict[str, Any]:
         raise CheckpointError(
             f"must hold a dict of tensors: got {type(loaded).__name__}. Save `model.state_dict()`."
         )
-    return _checked(dict(_flatten(loaded)), prefix, path)
+    return _checked(_flatten(loaded, path), prefix, path)
 
 
 def _read_safetensors(path: Path, prefix: str) -> dict[str, Any]:
     return _checked(_safetensors().load_file(path), prefix, path)
 
 
-def _flatten(nested: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(loaded: Mapping[Any, Any], path: Path) -> dict[str, Any]:
     """Training scripts save the state of the model as one entry of several."""
-    for key, value in nested.items():
+    # A dict that is in two others, and so on, has more entries than there is time for.
+    left = _MAX_EXPANSION * path.stat().st_size
+    values = {}
+    for key, value in _nested(loaded):
+        left -= len(key) + 1
+        if left < 0:
+            raise CheckpointError(
+                f"the names in it must be at most {_MAX_EXPANSION} times as long as the file: "
+                "they are longer, since it repeats dicts inside of dicts. Save "
+                "`model.state_dict()`."
+            )
+        if not isinstance(value, Mapping):
+            values[key] = value
+    return values
+
+
+def _nested(loaded: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """All entries, and those of the dicts among them."""
+    for key, value in loaded.items():
+        yield f"{path}{key}", value
         if isinstance(value, Mapping):
-            yield from _flatten(value, f"{path}{key}.")
-        else:
-            yield f"{path}{key}", value
+            yield from _nested(value, f"{path}{key}.")
 
 
 def _checked(values: Mapping[str, Any], prefix: str, path: Path) -> dict[str, Any]:

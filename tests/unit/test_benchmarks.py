@@ -129,12 +129,12 @@ def test_memory_sees_what_a_layer_keeps_and_what_it_borrows() -> None:
 
     def backward(y: np.ndarray) -> None:
         kept.append(np.ones(num_bytes, np.uint8))  # the input's gradient
-        np.ones(num_bytes // 4, np.uint8)
+        np.ones(num_bytes // 4 * 3, np.uint8)  # less than 33 MB might come from what is at hand
 
     found = memory._step_memory(forward, backward, kept.clear, num_bytes)
     assert found["saved"] == pytest.approx(0.5, abs=0.05)
     assert found["forward"] == pytest.approx(1.5, abs=0.05)  # 0.5 + 2, less the output's 1
-    assert found["backward"] == pytest.approx(0.25, abs=0.05)
+    assert found["backward"] == pytest.approx(0.75, abs=0.05)
 
 
 def test_targets_are_of_what_was_measured() -> None:

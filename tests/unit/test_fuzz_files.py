@@ -1,0 +1,309 @@
+"""Checkpoint files spoiled in ways that reach further than their bytes: headers, archives, pickles.
+
+`make fuzz` spoils 2,000 of them (the mutations of test_checkpoint_files.py among them); the file is
+refused with one message, or means what it did. A writer that is killed leaves the old file.
+"""
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+import zipfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multibn.checkpoint import convert
+from tests.helpers import require
+
+require.need("torch")
+pytest.importorskip("safetensors")
+
+import torch  # noqa: E402
+
+from tests.unit import test_checkpoint_files as plain  # noqa: E402
+
+MANY = "MULTIBN_FUZZ" in os.environ
+FILES = int(os.environ.get("MULTIBN_FUZZ", "900")) // 5
+SECONDS, BYTES = 10, 1.5 * 2**30  # what one file may cost: see _ALWAYS_ALLOWED
+
+Mutation = Callable[[Path, random.Random, Path], None]
+
+
+def members(path: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(path) as archive:
+        return {info.filename: archive.read(info) for info in archive.infolist()}
+
+
+def rewrite(path: Path, contents: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> None:
+    """With checksums that fit."""
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, data in contents.items():
+            archive.writestr(name, data)
+
+
+def edit_bytes(data: bytes, rng: random.Random, stop: int | None = None) -> bytes:
+    """Change, insert, remove or repeat a few bytes before `stop`."""
+    edited = bytearray(data)
+    for _ in range(rng.choice([1, 1, 2, 8])):
+        at = rng.randrange(max(min(stop or len(edited), len(edited)), 1))
+        some = rng.choice(
+            [rng.randbytes(1), b"\xff" * 4, b"\x00" * 4, b"(", b"9" * 20, edited[at : at + 9]]
+        )
+        cut = rng.choice([0, 1, len(some)])
+        edited[at : at + cut] = some
+    return bytes(edited)
+
+
+def zip_records(path: Path, rng: random.Random, marker: Path) -> None:
+    """Numbers in the headers of members, and in the directory: sizes, offsets, methods, flags."""
+    data = bytearray(path.read_bytes())
+    starts = [
+        i for mark in (b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06", b"PK\x06\x06")
+        for i in range(len(data)) if data.startswith(mark, i)
+    ]  # fmt: skip
+    for _ in range(rng.choice([1, 2, 5])):
+        at = rng.choice(starts) + rng.randrange(4, 46)
+        value = rng.choice([0, 1, 8, 12, 0xFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, rng.getrandbits(32)])
+        size = rng.choice([1, 2, 4])
+        data[at : at + size] = (value & (256**size - 1)).to_bytes(size, "little")
+    path.write_bytes(data)
+
+
+def zip_members(path: Path, rng: random.Random, marker: Path) -> None:
+    """Members that are compressed, gone, renamed, swapped, or one more."""
+    contents = members(path)
+    names = list(contents)
+    one, other = rng.choice(names), rng.choice(names)
+    what = rng.randrange(6)
+    if what == 0:
+        del contents[one]
+    elif what == 1:
+        new = rng.choice(
+            ["../../x.npy", "/x.npy", "a/b.npy", "\N{SNOWMAN}.npy", ".npy", "x" * 60000]
+        )
+        contents[new] = contents.pop(one)
+    elif what == 2:
+        contents[one], contents[other] = contents[other], contents[one]
+    elif what == 3:
+        contents["bn/extra.npy"] = contents[one]
+    elif what == 4:
+        contents[one] = edit_bytes(contents[one], rng)
+    rewrite(
+        path, contents, rng.choice([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA])
+    )
+
+
+def headers(path: Path, rng: random.Random, marker: Path) -> None:
+    """What describes the numbers: npy headers, the pickle of torch, the JSON of safetensors."""
+    if path.suffix == ".safetensors":
+        data = path.read_bytes()
+        (size,) = struct.unpack("<Q", data[:8])
+        header = edit_bytes(data[8 : 8 + size], rng)
+        path.write_bytes(struct.pack("<Q", len(header)) + header + data[8 + size :])
+        return
+    contents = members(path)
+    wanted = "data.pkl" if path.suffix == ".pt" else ".npy"
+    name = rng.choice([name for name in contents if name.endswith(wanted)])
+    stop = None if path.suffix == ".pt" else 128
+    contents[name] = edit_bytes(contents[name], rng, stop)
+    rewrite(path, contents)
+
+
+def npy(header: str) -> bytes:
+    data = header.encode() + b"\n"
+    return b"\x93NUMPY\x02\x00" + struct.pack("<I", len(data)) + data + bytes(16)
+
+
+def absurd(path: Path, rng: random.Random, marker: Path) -> None:
+    """Sizes that nobody has, nesting without end, and what is referred to again and again."""
+    depth = rng.choice([50, 900, 5000, 100_000])
+    if path.suffix == ".npz":
+        shape = rng.choice(
+            ["(" * depth + ")" * depth, "(2**62,)", f"({10**30},)", "(4611686018427387904, 4)",
+             "(0, 10**30)", f"({'1,' * depth})", "(1.5,)", "('4',)", "None", "__import__('os')"]
+        )  # fmt: skip
+        descr = rng.choice(["'<f4'", "'|O'", "[('a', '|O')]", "'<f4,|O'", "'V9999999999'", "5"])
+        text = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}}}"
+        rewrite(path, members(path) | {"bn/gamma.npy": npy(text)})
+    elif path.suffix == ".safetensors":
+        entry = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+        entry |= rng.choice(
+            [{"shape": [2**62, 4]}, {"shape": [-4]}, {"data_offsets": [0, 2**63]}, {"dtype": "F99"},
+             {"data_offsets": [16, 0]}, {"shape": [10**30]}, {"shape": "4"}, {"shape": [2**33, 0]}]
+        )  # fmt: skip
+        header = json.dumps({"fc.weight": entry}).encode()
+        if rng.random() < 0.3:
+            header = b'{"a":' * depth + b"0" + b"}" * depth
+        path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
+    else:
+        made: Any = {"weight": torch.zeros(4)}
+        kind = rng.randrange(4)
+        if kind == 0:
+            for _ in range(rng.choice([50, 300])):
+                made = {"a": made}
+        elif kind == 1:  # each twice in the next
+            for _ in range(rng.choice([20, 60])):
+                made = {"a": made, "b": made}
+        elif kind == 2:
+            made["itself"] = made
+        else:
+            made = {f"{i}.weight": torch.zeros(1).expand(2**29) for i in range(100)}
+        torch.save(made, path)
+
+
+def dangerous_opcodes(path: Path, rng: random.Random, marker: Path) -> None:
+    """Pickles by hand that call what makes a folder, in each way there is to say so."""
+    name = str(marker).encode()
+    text = b"X" + struct.pack("<I", len(name)) + name
+    call = rng.choice(
+        [
+            b"cos\nmkdir\n" + text + b"\x85R",
+            b"(" + text + b"ios\nmkdir\n",
+            b"(cos\nmkdir\n" + text + b"o",
+            b"\x8c\x02os\x8c\x05mkdir\x93" + text + b"\x85R",
+            b"cos\nmkdir\n" + text + b"\x85\x81",
+            b"cbuiltins\neval\nX\x13\x00\x00\x00__import__('os').abR",
+            b"ctorch.serialization\nload\n" + text + b"\x85R",
+            b"cnumpy\nload\n" + text + b"\x85R",
+            b"cbuiltins\ngetattr\n" + text + b"\x85R",
+        ]
+    )
+    data = b"\x80\x02" + call + b"."
+    if path.suffix == ".npz":
+        text_ = "{'descr': '|O', 'fortran_order': False, 'shape': ()}"
+        rewrite(path, members(path) | {"bn/gamma.npy": npy(text_)[:-16] + data})
+    elif path.suffix == ".pt" and rng.random() < 0.7:
+        contents = members(path)
+        inside = next(name for name in contents if name.endswith("data.pkl"))
+        rewrite(path, contents | {inside: data})
+    else:
+        path.write_bytes(data)
+
+
+MUTATIONS: list[Mutation] = [
+    zip_records, zip_members, headers, headers, headers, absurd, dangerous_opcodes,
+    *plain.MUTATIONS,
+]  # fmt: skip
+# Their changes can be to what nothing depends on, or make other names and numbers, with checksums.
+MAY_PASS = {plain.flip_bits, plain.overwrite, zip_records, zip_members, headers, absurd}
+ON_ZIPS = {zip_records, zip_members}
+UNCHANGED = {plain.flip_bits, plain.overwrite, zip_records}
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.filterwarnings("ignore:Duplicate name:UserWarning")
+def test_mutated_files(tmp_path: Path) -> None:
+    marker = tmp_path / "executed"
+    sound, meant = {}, {}
+    for suffix in plain.SUFFIXES:
+        sound[suffix] = plain.make(tmp_path / f"sound{suffix}")
+        target = plain.destination(sound[suffix])
+        meant[suffix] = convert(sound[suffix], target).state
+    start = 0 if not MANY else random.SystemRandom().randrange(2**32)
+    counts: Counter[str] = Counter()
+    for number in range(FILES):
+        rng = random.Random(start + number)
+        suffix = plain.SUFFIXES[number % 3]
+        mutate = rng.choice([m for m in MUTATIONS if suffix != ".safetensors" or m not in ON_ZIPS])
+        which = f"{mutate.__name__} {suffix}, seed {start + number}"
+        folder = tmp_path / "each"
+        folder.mkdir()
+        source = Path(shutil.copy(sound[suffix], folder / f"src{suffix}"))
+        mutate(source, rng, marker)
+        target = plain.destination(source)
+        there = {path.name for path in folder.iterdir()}
+        peak, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+        state, message = plain.outcome(source, target)
+        if message:
+            assert message.startswith(f"{source}: "), which
+            assert message.endswith("."), (which, message)
+            assert len(message) < 2000, (which, message)
+            assert target.read_bytes() == plain.BEFORE, which
+            counts["refused"] += 1
+        else:
+            assert mutate in MAY_PASS, which
+            same = list(state) == list(meant[suffix]) and all(
+                np.array_equal(state[key], value) for key, value in meant[suffix].items()
+            )
+            # safetensors has no checksum, for names as for values
+            assert same or mutate not in UNCHANGED or suffix == ".safetensors", which
+            counts["the same" if same else "other names or numbers, that are sound"] += 1
+        assert time.monotonic() - began < SECONDS, which
+        grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak)
+        assert grown < BYTES, (which, grown)
+        assert {path.name for path in folder.iterdir()} == there, which
+        assert not marker.exists(), which
+        shutil.rmtree(folder)
+    print(counts)
+    assert counts["refused"] > FILES / 2
+
+
+WRITE_FOR_EVER = """
+import sys
+from multibn.checkpoint import convert
+for i in range(10**9):
+    convert(sys.argv[1 + i % 2], sys.argv[3])
+    if i == 1:
+        print("twice", flush=True)
+"""
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".pt", ".safetensors"])
+def test_a_writer_that_is_killed(suffix: str, tmp_path: Path) -> None:
+    """At any moment, the target is whole: what one source makes of it, or the other."""
+    other = ".npz" if suffix != ".npz" else ".pt"
+    sources = []
+    for i in range(2):
+        source = tmp_path / f"{i}{other}"
+        rng = np.random.default_rng(i)
+        arrays: dict[str, Any] = {"fc/W": rng.normal(size=(400, 400)), "fc/b": rng.normal(size=400)}
+        if other == ".npz":
+            np.savez(source, **arrays)
+        else:
+            named = {"fc.weight": arrays["fc/W"], "fc.bias": arrays["fc/b"]}
+            torch.save({k: torch.from_numpy(v) for k, v in named.items()}, source)
+        sources.append(source)
+    target = tmp_path / f"target{suffix}"
+    whole = set()
+    for source in sources:
+        convert(source, target)
+        whole.add(target.read_bytes())
+    rng_ = random.Random(0)
+    for _ in range(40 if MANY else 2):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITE_FOR_EVER, *map(str, sources), str(target)],
+            stdout=subprocess.PIPE,
+        )
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"twice\n"
+        time.sleep(rng_.uniform(0, 0.05))
+        writer.send_signal(signal.SIGKILL)
+        assert writer.wait() == -signal.SIGKILL
+        writer.stdout.close()
+        assert target.read_bytes() in whole
+    convert(sources[0], target)  # what a killed writer leaves behind is in nobody's way
+
+
+def test_dicts_that_are_repeated(tmp_path: Path) -> None:
+    """Two to the power of 60 entries, in a file of 2 kB."""
+    nested: dict[str, Any] = {"weight": torch.zeros(4)}
+    for _ in range(60):
+        nested = {"a": nested, "b": nested}
+    torch.save(nested, tmp_path / "a.pt")
+    plain.refused(tmp_path / "a.pt", "the names in it must be at most 100 times as long as the f")
+
+
+def test_names_that_are_too_long(tmp_path: Path) -> None:
+    plain.make(tmp_path / "a.npz", {"x" * 60_000: np.zeros(4)})
+    plain.refused(tmp_path / "a.npz", "names must have at most 500 characters: got one of 60000")
