@@ -38,5 +38,8 @@ lint: $(VENV)/installed
 bench: $(VENV)/installed  ## what a layer, a network and a message cost beside their peers: benchmarks/results
 	$(BIN)/python -m benchmarks
 
+fuzz: $(VENV)/installed  ## 10,000 layer calls in each framework and 2,000 spoiled files, at random
+	MULTIBN_FUZZ=10000 $(BIN)/python -m pytest -s tests/unit/test_fuzz_layers.py tests/unit/test_fuzz_files.py
+
 clean:
 	rm -rf $(VENV) out

@@ -33,6 +33,12 @@ class Settings:
     worlds: tuple[int, ...] = (2, 4, 8)
     collective_channels: tuple[int, ...] = (64, 256, 2048)
     collective_seconds: float = 1.5
+    reversible_size: int = 224
+    reversible_models: tuple[str, ...] = (
+        "rev_vit_s", "rev_vit_b", "rev_vit_l", "rev_mvit_b", "4 blocks", "12 blocks", "24 blocks",
+    )  # fmt: skip
+    reversible_timed: tuple[tuple[str, int], ...] = (("rev_vit_s", 8), ("rev_mvit_b", 2))
+    reversible_rounds: int = 7
 
 
 # Seconds instead of minutes: that everything runs, and no numbers to quote.
@@ -46,6 +52,10 @@ QUICK = Settings(
     worlds=(2,),
     collective_channels=(1, 8),
     collective_seconds=0.0,
+    reversible_size=32,
+    reversible_models=("1 blocks",),
+    reversible_timed=(("1 blocks", 2),),
+    reversible_rounds=2,
 )
 
 
@@ -153,6 +163,28 @@ def model(settings: Settings) -> list[Row]:
     return scaling.table(scaling.Cluster(), scaling.RESNET50)
 
 
+def reversible_memory(settings: Settings) -> list[Row]:
+    options = {"models": settings.reversible_models, "pixels": settings.reversible_size, "batch": 2}
+    rows: list[Row] = _run("reversible memory", "", 1, **options)[1]["rows"]
+    for row in rows:
+        row["ratio"] = {what: row["stored"][what] / row["reversible"][what]
+                        for what in row["stored"]}  # fmt: skip
+    return rows
+
+
+def reversible_time(settings: Settings) -> list[Row]:
+    rows = []
+    for model, batch in settings.reversible_timed:
+        times, _ = _run("reversible time", "", 1, model=model, pixels=settings.reversible_size,
+                        batch=batch, rounds=settings.reversible_rounds)  # fmt: skip
+        rows.append({
+            "model": model, "batch": batch, "rounds": len(times["stored"]),
+            "milliseconds": {mode: median_ms(taken) for mode, taken in times.items()},
+            "ratio": ratio(times["reversible"], times["stored"]),
+        })  # fmt: skip
+    return rows
+
+
 def gpu(settings: Settings) -> list[Row]:
     size = num_gpus()
     if not size:
@@ -172,6 +204,8 @@ PARTS: dict[str, Callable[[Settings], Any]] = {
     "growth": growth,
     "collectives": collectives,
     "model": model,
+    "reversible_memory": reversible_memory,
+    "reversible_time": reversible_time,
     "gpu": gpu,
 }
 
@@ -228,6 +262,14 @@ def targets(results: Mapping[str, Any]) -> list[Row]:
     judge("saved beside the input / input, worst", 0.01, [r["saved"] for r in ours], max)
     judge("temporaries / output, worst", 1.01,
           [max(r["forward"], r["backward"]) for r in ours], max)  # fmt: skip
+    least = {"rev_vit_s": 8.9, "rev_vit_b": 7.9, "rev_vit_l": 14.2, "rev_mvit_b": 2.0}
+    for row in results.get("reversible_memory", []):
+        if row.get("model") in least:
+            what = f"{row['model']}, {row['attention']} attention: peak / the stored run's"
+            judge(what, 1 / least[row["model"]], [1 / row["ratio"]["peak"]], max)
+    judge("reversible: step / the stored run's, worst", 1.35,
+          [r["ratio"] for r in results.get("reversible_time", []) if "ratio" in r],
+          max)  # fmt: skip
     judge("GPU: step / nn.SyncBatchNorm's, geometric mean", 1.0,
           [r["ratio"]["nn.SyncBatchNorm"] for r in results.get("gpu", []) if "ratio" in r],
           geometric_mean)  # fmt: skip

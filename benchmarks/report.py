@@ -112,6 +112,28 @@ def _model(rows: Sequence[Mapping[str, float]]) -> Table:
     return _table(title, ("ranks", *ways), lines)
 
 
+def _reversible_memory(rows: Sequence[Mapping[str, Any]]) -> Table:
+    lines = [
+        [f"{row['model']}, {row['attention']} attention",
+         *(f"{row[mode][what] / row['batch'] / 2**20:.1f}"
+           for what in ("saved", "peak") for mode in ("stored", "reversible")),
+         f"{row['ratio']['peak']:.1f}"]
+        for row in rows
+    ]  # fmt: skip
+    columns = ("MiB an image", "saved, stored", "reversible", "peak, stored", "reversible", "ratio")
+    return _table("Memory of a reversible model's step", columns, lines)
+
+
+def _reversible_time(rows: Sequence[Mapping[str, Any]]) -> Table:
+    lines = [
+        [f"{row['model']}, {row['batch']} images",
+         *(f"{ms:.0f}" for ms in row["milliseconds"].values()), f"{row['ratio']:.3f}"]
+        for row in rows
+    ]  # fmt: skip
+    title = "A step of a reversible model, ms of the processor"
+    return _table(title, ("", "stored", "reversible", "ratio"), lines)
+
+
 _TABLES: dict[str, Callable[[Any], Table]] = {
     "torch": _layer("torch, one layer's step on 2 ranks over MPI"),
     "chainer": _layer("Chainer, one layer's step on 2 ranks over MPI"),
@@ -121,5 +143,7 @@ _TABLES: dict[str, Callable[[Any], Table]] = {
     "growth": _layer("Growth with ranks"),
     "collectives": _collectives,
     "model": _model,
+    "reversible_memory": _reversible_memory,
+    "reversible_time": _reversible_time,
     "gpu": _layer("GPU, one layer's step over NCCL"),
 }

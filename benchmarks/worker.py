@@ -27,6 +27,8 @@ PARTS = {
     "first call": ("memory", "measure_first_call", "single process"),
     "collectives mpi": ("collectives", "measure", "mpi"),
     "collectives gloo": ("collectives", "measure", "gloo"),
+    "reversible memory": ("reversible", "measure_memory_of", "single process"),
+    "reversible time": ("reversible", "measure_time", "single process"),
     "gpu": ("gpu", "measure", "nccl"),
 }
 

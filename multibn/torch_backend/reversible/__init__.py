@@ -7,6 +7,8 @@ from multibn.torch_backend.reversible.engine import drift as drift
 from multibn.torch_backend.reversible.engine import inverse as inverse
 from multibn.torch_backend.reversible.engine import reversible as reversible
 from multibn.torch_backend.reversible.fusion import TwoStreamFusion as TwoStreamFusion
+from multibn.torch_backend.reversible.memory import Memory as Memory
+from multibn.torch_backend.reversible.memory import measure_memory as measure_memory
 from multibn.torch_backend.reversible.model import ReversibleMViT as ReversibleMViT
 from multibn.torch_backend.reversible.model import RevMViT as RevMViT
 from multibn.torch_backend.reversible.published import rev_mvit_b as rev_mvit_b

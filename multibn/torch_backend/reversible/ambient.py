@@ -1,7 +1,8 @@
 """What the result of a module depends on besides its inputs, kept from a first pass to the next."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +11,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from multibn.torch_backend.checkpointing import checkpoint_contexts
 from multibn.torch_backend.modules import Synchronized
 
+_NORMS = (_NormBase, Synchronized)
+
 
 class Ambient:
-    """Random numbers, autocast, training flags and batch statistics of one pass of `module`.
+    """Random numbers, autocast, training flags and batch statistics of one pass of a module.
 
     `recording` is entered once and around the first pass; `replaying` around each that follows. The
     user's random number generators are read and put back, never seeded.
@@ -21,8 +24,8 @@ class Ambient:
     ----------
     name
         What to call the module in errors.
-    module
-        The module that runs again.
+    parts
+        The module that runs again, and all modules in it: `list(module.modules())`.
     device
         Where its inputs are.
 
@@ -33,10 +36,10 @@ class Ambient:
         `replaying`, if parameters or buffers are no longer what they were.
     """
 
-    def __init__(self, name: str, module: nn.Module, device: torch.device) -> None:
-        self._name = name
-        self._training = [(part, part.training) for part in module.modules()]
-        self._read = [(label, t, t._version) for label, t in _read_by(module)]
+    def __init__(self, name: str, parts: Sequence[nn.Module], device: torch.device) -> None:
+        self._name, self._parts = name, parts
+        self._training = [part.training for part in parts]
+        self._read = [(t, t._version) for t in _read_by(parts)]
         self._device = None if device.type in ("cpu", "meta") else device
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -76,7 +79,12 @@ class Ambient:
             yield
 
     def _changed(self) -> str | None:
-        return next((label for label, t, version in self._read if t._version != version), None)
+        changed = next((t for t, version in self._read if t._version != version), None)
+        if changed is None:
+            return None
+        module = self._parts[0]
+        named = chain(module.named_parameters(), module.named_buffers())
+        return next((label for label, t in named if t is changed), "a tensor")
 
     def _rng_states(self) -> list[Tensor]:
         """Of the CPU's generator and, if the inputs are elsewhere, of that device's."""
@@ -113,7 +121,8 @@ class Ambient:
 
     @contextlib.contextmanager
     def _training_flags(self) -> Iterator[None]:
-        changed = [part for part, training in self._training if part.training != training]
+        flags = zip(self._parts, self._training, strict=True)
+        changed = [part for part, training in flags if part.training != training]
         try:
             for part in changed:
                 part.training = not part.training
@@ -123,13 +132,15 @@ class Ambient:
                 part.training = not part.training
 
 
-def _read_by(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _read_by(parts: Sequence[nn.Module]) -> Iterator[Tensor]:
     """Parameters and buffers that must keep their values; norms in training write theirs."""
     written = {
-        buffer
-        for part in module.modules()
-        if part.training and isinstance(part, _NormBase | Synchronized)
+        id(buffer)
+        for part in parts
+        if part.training and isinstance(part, _NORMS)
         for buffer in part.buffers()
     }
-    yield from module.named_parameters()
-    yield from ((name, buffer) for name, buffer in module.named_buffers() if buffer not in written)
+    for part in parts:
+        for t in chain(part._parameters.values(), part._buffers.values()):
+            if t is not None and id(t) not in written:
+                yield t

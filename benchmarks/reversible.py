@@ -1,0 +1,75 @@
+"""What reversible blocks save in memory, and what running them again costs."""
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.timing import Seconds
+from multibn import Communicator
+from multibn.torch_backend import reversible
+from multibn.torch_backend.reversible import RevMViT, RevMViTConfig, measure_memory
+from multibn.torch_backend.reversible.engine import Mode
+
+Found = tuple[dict[str, Seconds], dict[str, Any]]
+
+MODES: tuple[Mode, ...] = ("stored", "reversible")
+# Attention by the kernel that torch picks, and by its formula, with all scores in memory.
+ATTENTION: dict[str, Callable[[], Any]] = {
+    "default": contextlib.nullcontext,
+    "explicit": lambda: sdpa_kernel(SDPBackend.MATH),
+}
+
+
+def measure_memory_of(
+    communicator: Communicator, models: Sequence[str], pixels: int, batch: int
+) -> Found:
+    """Notes: bytes of a step in both modes, for each model and kind of attention."""
+    rows = []
+    x = torch.randn(batch, 3, pixels, pixels)
+    for name in models:
+        for attention, context in ATTENTION.items():
+            row: dict[str, Any] = {"model": name, "attention": attention, "batch": batch}
+            for mode in MODES:
+                model = _make(name, pixels, mode)
+                with context():
+                    found = measure_memory(lambda m=model: m(x).sum(), model.parameters())  # type: ignore[misc]
+                row[mode] = found._asdict()
+            rows.append(row)
+    return {}, {"rows": rows}
+
+
+def measure_time(
+    communicator: Communicator, model: str, pixels: int, batch: int, rounds: int
+) -> Found:
+    """Time that the processor spends on a step in each mode; the modes take turns."""
+    x = torch.randn(batch, 3, pixels, pixels)
+    models = {mode: _make(model, pixels, mode) for mode in MODES}
+    taken: dict[str, list[float]] = {mode: [] for mode in MODES}
+    for _ in range(1 + rounds):
+        for mode, made in models.items():
+            made.zero_grad()
+            start = time.process_time()
+            loss: Tensor = made(x).square().mean()
+            loss.backward()
+            taken[mode].append(time.process_time() - start)
+    return {mode: np.array(times[1:]) for mode, times in taken.items()}, {}  # less the first
+
+
+def _make(name: str, pixels: int, mode: Mode) -> RevMViT:
+    """A published model by its name, or a ViT of width 192: "12 blocks"."""
+    torch.manual_seed(0)
+    if not name.endswith(" blocks"):
+        made: RevMViT = getattr(reversible, name)(mode=mode)
+        return made
+    config = RevMViTConfig(
+        crop_size=pixels, num_frames=1, num_classes=10, head_dropout_rate=0.0, patch_2d=True,
+        patch_kernel=(16, 16), patch_stride=(16, 16), patch_padding=(0, 0), embed_dim=192,
+        num_heads=3, depth=int(name.split()[0]),
+    )  # fmt: skip
+    return RevMViT(config, mode=mode)
