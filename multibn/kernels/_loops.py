@@ -8,9 +8,10 @@ Long planes are passed over with their coefficients in registers. Of short ones,
 and several samples where a sample is short too, stand side by side as the columns of a tile, and
 the coefficients are written out for each column.
 
-Sums are float64. Moments are taken about the channel's first value. A value is never farther from
-the mean of n values than sqrt(n) standard deviations, so that cancellation costs at most a factor n
-of the 1e-16 of float64; and a constant has no variance at all.
+Sums are of x's dtype for some dozen values in a row, and these are added up in float64. Moments are
+taken about the mean of the channel's first values, so that a constant has no variance at all. If
+that was far from the mean of all, they are taken again, about the latter: of `n` standard
+deviations between the two, cancellation makes an error n**2 times as large.
 """
 
 import ctypes
@@ -23,8 +24,11 @@ if config.DISABLE_JIT:  # type: ignore[attr-defined]
     raise ImportError("NUMBA_DISABLE_JIT is set: numba compiles nothing")
 
 _LONG = 128  # elements of a long plane
-_COLUMNS = 1024  # of a tile: coefficients and sums of so many stay in the first-level cache
-_ROWS = 8  # of a tile that are added up before its sums are touched
+_COLUMNS = 2048  # of a tile: coefficients and sums of so many stay in the nearest caches
+_ROWS = 8  # of a tile that are added up before its sums are touched; half as many of two arrays
+_RUN = 16  # rows that are added up in x's dtype, and 16 times as many values of a long plane
+_FEW = 8  # values that the centre is the mean of
+_FAR = 4  # standard deviations between centre and mean
 _LINE = 64  # bytes of a cache line
 
 # Sums may be reordered, to be vectors; no flag here says that there are no NaN or infinities.
@@ -42,8 +46,8 @@ def _width(C: int, S: int, n0: int, n1: int, c0: int, c1: int) -> tuple[int, int
 
 @njit
 def _columns(dtype: Any, n: int) -> Any:
-    """Memory for `n` columns; it begins with a cache line, so that no vector lies in two."""
-    memory = np.empty(n + _LINE // 4, dtype)
+    """Zeros for `n` columns; they begin with a cache line, so that no vector lies in two."""
+    memory = np.zeros(n + _LINE // 4, dtype)
     start = (-memory.ctypes.data % _LINE) // memory.itemsize
     return memory[start : start + n]
 
@@ -66,7 +70,7 @@ def _spread(of_channel: Any, a: int, b: int, S: int, times: int, columns: Any) -
 
 @njit(fastmath=_SUMS)
 def _gather(columns: Any, a: int, b: int, S: int, times: int, sums: Any, at: int) -> None:
-    """Add the columns of the channels `a:b` to their sums."""
+    """Add the columns of the channels `a:b` to their sums, and set them to zero."""
     j = 0
     for _ in range(times):
         if S == 1:
@@ -80,66 +84,88 @@ def _gather(columns: Any, a: int, b: int, S: int, times: int, sums: Any, at: int
                 total += columns[j + i]
             sums[at + c] += total
             j += S
+    columns[:] = 0
 
 
-def _moments(x: Any, sums: Any, C: int, S: int, n0: int, n1: int, c0: int, c1: int) -> None:
-    """Add the sums of `x - centre` and of its square, `centre` the channel's first value."""
-    centre = np.empty(C)
+def _centre(x: Any, mean: Any, N: int, C: int, S: int) -> None:
+    """The mean of each channel's first values; exact if they are equal."""
+    n = min(_FEW, N * S)
+    for c in range(C):
+        centre = np.float64(x[c * S])
+        rest = 0.0
+        for i in range(1, n):
+            rest += x[(i // S * C + c) * S + i % S] - centre
+        mean[c] = centre + rest / n
+
+
+def _moments(
+    x: Any, mean: Any, sums: Any, C: int, S: int, n0: int, n1: int, c0: int, c1: int
+) -> None:
+    """Add the sums of `x - centre` and of its square, `centre` the mean rounded to x's dtype."""
+    own = carray(x, 1).dtype
+    zero = own.type(0)
+    centre = np.empty(C, own)
     for c in range(c0, c1):
-        centre[c] = x[c * S]
+        centre[c] = mean[c]
     if S >= _LONG:
         for n in range(n0, n1):
             for c in range(c0, c1):
                 at = (n * C + c) * S
-                first = 0.0
-                second = 0.0
-                for i in range(S):
-                    d = np.float64(x[at + i]) - centre[c]
-                    first += d
-                    second += d * d
-                sums[c] += first
-                sums[C + c] += second
+                m = centre[c]
+                for start in range(at, at + S, 16 * _RUN):
+                    first = zero
+                    second = zero
+                    for i in range(start, min(start + 16 * _RUN, at + S)):
+                        d = x[i] - m
+                        first += d
+                        second += d * d
+                    sums[c] += first
+                    sums[C + c] += second
         return
     width, times = _width(C, S, n0, n1, c0, c1)
-    of_column = _columns(np.float64, width * S * times)
-    first_of = _columns(np.float64, width * S * times)
-    second_of = _columns(np.float64, width * S * times)
+    of_column = _columns(own, width * S * times)
+    first_of = _columns(own, width * S * times)
+    second_of = _columns(own, width * S * times)
     for a in range(c0, c1, width):
         b = min(a + width, c1)
         _spread(centre, a, b, S, times, of_column)
-        first_of[:] = 0.0
-        second_of[:] = 0.0
         row = times * C * S
-        columns = times * (b - a) * S
-        n = n0
-        while n + _ROWS * times <= n1:
-            at = (n * C + a) * S
-            for j in range(columns):
-                first = 0.0
-                second = 0.0
-                for k in range(_ROWS):
-                    d = np.float64(x[at + k * row + j]) - of_column[j]
-                    first += d
-                    second += d * d
-                first_of[j] += first
-                second_of[j] += second
-            n += _ROWS * times
-        while n < n1:
-            at = (n * C + a) * S
-            rest = min(times, n1 - n)
-            for j in range(rest * (b - a) * S):
-                d = np.float64(x[at + j]) - of_column[j]
-                first_of[j] += d
-                second_of[j] += d * d
-            n += rest
-        _gather(first_of, a, b, S, times, sums, 0)
-        _gather(second_of, a, b, S, times, sums, C)
+        for start in range(n0, n1, _RUN * times):
+            stop = min(start + _RUN * times, n1)
+            n = start
+            while n + _ROWS * times <= stop:
+                at = (n * C + a) * S
+                for j in range(times * (b - a) * S):
+                    first = zero
+                    second = zero
+                    for k in range(_ROWS):
+                        d = x[at + k * row + j] - of_column[j]
+                        first += d
+                        second += d * d
+                    first_of[j] += first
+                    second_of[j] += second
+                n += _ROWS * times
+            while n < stop:
+                at = (n * C + a) * S
+                for j in range(min(times, stop - n) * (b - a) * S):
+                    d = x[at + j] - of_column[j]
+                    first_of[j] += d
+                    second_of[j] += d * d
+                n += times
+            _gather(first_of, a, b, S, times, sums, 0)
+            _gather(second_of, a, b, S, times, sums, C)
 
 
 def _finish_moments(
     x: Any, sums: Any, mean: Any, var: Any, N: int, C: int, S: int, parts: int
-) -> None:
-    """Mean and variance from the sums of all parts."""
+) -> int:
+    """Mean, in place of the centre, and variance from the sums of all parts.
+
+    Returns the number of channels whose centre was far from the mean.
+    """
+    own = carray(x, 1).dtype
+    centre = np.empty(1, own)
+    far = 0
     for c in range(C):
         first = 0.0
         second = 0.0
@@ -148,62 +174,70 @@ def _finish_moments(
             second += sums[(2 * p + 1) * C + c]
         first /= N * S
         difference = second / (N * S) - first * first
-        mean[c] = x[c * S] + first
+        centre[0] = mean[c]
+        mean[c] = centre[0] + first
         var[c] = 0.0 if difference < 0.0 else difference  # NaN stays
+        far += first * first > _FAR * _FAR * var[c]
+    return far
 
 
 def _backward_sums(
     x: Any, dy: Any, mean: Any, sums: Any, C: int, S: int, n0: int, n1: int, c0: int, c1: int
 ) -> None:
-    """Add the sums of `dy` and of `dy * (x - mean)`."""
+    """Add the sums of `dy` and of `dy * (x - mean)`; what rounding left of the mean comes last."""
+    own = carray(x, 1).dtype
+    zero = own.type(0)
+    centre = np.empty(C, own)
+    for c in range(c0, c1):
+        centre[c] = mean[c]
     if S >= _LONG:
         for n in range(n0, n1):
             for c in range(c0, c1):
                 at = (n * C + c) * S
-                centre = mean[c]
-                first = 0.0
-                second = 0.0
-                for i in range(S):
-                    g = np.float64(dy[at + i])
-                    first += g
-                    second += g * (np.float64(x[at + i]) - centre)
-                sums[c] += first
-                sums[C + c] += second
-        return
-    width, times = _width(C, S, n0, n1, c0, c1)
-    of_column = _columns(np.float64, width * S * times)
-    first_of = _columns(np.float64, width * S * times)
-    second_of = _columns(np.float64, width * S * times)
-    for a in range(c0, c1, width):
-        b = min(a + width, c1)
-        _spread(mean, a, b, S, times, of_column)
-        first_of[:] = 0.0
-        second_of[:] = 0.0
-        row = times * C * S
-        columns = times * (b - a) * S
-        n = n0
-        while n + _ROWS * times <= n1:
-            at = (n * C + a) * S
-            for j in range(columns):
-                first = 0.0
-                second = 0.0
-                for k in range(_ROWS):
-                    g = np.float64(dy[at + k * row + j])
-                    first += g
-                    second += g * (np.float64(x[at + k * row + j]) - of_column[j])
-                first_of[j] += first
-                second_of[j] += second
-            n += _ROWS * times
-        while n < n1:
-            at = (n * C + a) * S
-            rest = min(times, n1 - n)
-            for j in range(rest * (b - a) * S):
-                g = np.float64(dy[at + j])
-                first_of[j] += g
-                second_of[j] += g * (np.float64(x[at + j]) - of_column[j])
-            n += rest
-        _gather(first_of, a, b, S, times, sums, 0)
-        _gather(second_of, a, b, S, times, sums, C)
+                m = centre[c]
+                for start in range(at, at + S, 16 * _RUN):
+                    first = zero
+                    second = zero
+                    for i in range(start, min(start + 16 * _RUN, at + S)):
+                        first += dy[i]
+                        second += dy[i] * (x[i] - m)
+                    sums[c] += first
+                    sums[C + c] += second
+    else:
+        width, times = _width(C, S, n0, n1, c0, c1)
+        of_column = _columns(own, width * S * times)
+        first_of = _columns(own, width * S * times)
+        second_of = _columns(own, width * S * times)
+        for a in range(c0, c1, width):
+            b = min(a + width, c1)
+            _spread(centre, a, b, S, times, of_column)
+            row = times * C * S
+            for start in range(n0, n1, _RUN * times):
+                stop = min(start + _RUN * times, n1)
+                n = start
+                while n + _ROWS // 2 * times <= stop:
+                    at = (n * C + a) * S
+                    for j in range(times * (b - a) * S):
+                        first = zero
+                        second = zero
+                        for k in range(_ROWS // 2):
+                            g = dy[at + k * row + j]
+                            first += g
+                            second += g * (x[at + k * row + j] - of_column[j])
+                        first_of[j] += first
+                        second_of[j] += second
+                    n += _ROWS // 2 * times
+                while n < stop:
+                    at = (n * C + a) * S
+                    for j in range(min(times, stop - n) * (b - a) * S):
+                        g = dy[at + j]
+                        first_of[j] += g
+                        second_of[j] += g * (x[at + j] - of_column[j])
+                    n += times
+                _gather(first_of, a, b, S, times, sums, 0)
+                _gather(second_of, a, b, S, times, sums, C)
+    for c in range(c0, c1):
+        sums[C + c] -= (mean[c] - np.float64(centre[c])) * sums[c]
 
 
 def _normalize(
@@ -300,13 +334,15 @@ def _input_gradient(
                 )
 
 
-# Each loop's arrays, "x" of the activation's dtype and "w" of float64, and its number of integers.
-_LOOPS: dict[str, tuple[Any, str, int, set[str]]] = {
-    "moments": (_moments, "xw", 6, _SUMS),
-    "finish_moments": (_finish_moments, "xwww", 4, _ELEMENTWISE),
-    "backward_sums": (_backward_sums, "xxww", 6, _SUMS),
-    "normalize": (_normalize, "xwwwx", 6, _ELEMENTWISE),
-    "input_gradient": (_input_gradient, "xxwwwwx", 6, _ELEMENTWISE),
+# Each loop's arrays, "x" of the activation's dtype and "w" of float64, its number of integers, and
+# whether it returns one.
+_LOOPS: dict[str, tuple[Any, str, int, bool, set[str]]] = {
+    "centre": (_centre, "xw", 3, False, _ELEMENTWISE),
+    "moments": (_moments, "xww", 6, False, _SUMS),
+    "finish_moments": (_finish_moments, "xwww", 4, True, _ELEMENTWISE),
+    "backward_sums": (_backward_sums, "xxww", 6, False, _SUMS),
+    "normalize": (_normalize, "xwwwx", 6, False, _ELEMENTWISE),
+    "input_gradient": (_input_gradient, "xxwwwwx", 6, False, _ELEMENTWISE),
 }
 
 
@@ -315,15 +351,16 @@ def compiled(name: str, dtype: str) -> Any:
 
     It is read from numba's cache on disk if that has it, and runs without the interpreter's lock.
     """
-    function, arrays, integers, fastmath = _LOOPS[name]
+    function, arrays, integers, returns, fastmath = _LOOPS[name]
     kinds = {"x": types.CPointer(getattr(types, dtype)), "w": types.CPointer(types.float64)}
-    signature = types.void(*(kinds[a] for a in arrays), *[types.int64] * integers)
+    result = types.int64 if returns else types.void
+    signature = result(*(kinds[a] for a in arrays), *[types.int64] * integers)
     options: dict[str, Any] = {"error_model": "numpy", "fastmath": fastmath}
     try:
         native: Any = cfunc(signature, cache=True, **options)(function)
     except (RuntimeError, OSError):  # there is no place where the cache can be written
         native = cfunc(signature, **options)(function)
     arguments = [*[ctypes.c_void_p] * len(arrays), *[ctypes.c_int64] * integers]
-    call: Any = ctypes.CFUNCTYPE(None, *arguments)(native.address)
+    call: Any = ctypes.CFUNCTYPE(ctypes.c_int64 if returns else None, *arguments)(native.address)
     call.keeps = native  # its code lives as long as it does
     return call

@@ -31,11 +31,17 @@ def local_moments(x: Array, /, *, axis: tuple[int, ...]) -> tuple[Array, Array]:
     given = _prepare(axis, (x,))
     if given is None:
         return generic.local_moments(x, axis=axis)
-    sums = _sums("moments", given)
-    of, (dense,) = given.library, given.activations
-    mean, var = of.zeros(given.shape, like=x), of.zeros(given.shape, like=x)
-    addresses = map(of.address, (dense, sums, mean, var))
-    _loop("finish_moments", dense.itemsize)(*addresses, *given.sizes, sums.shape[0])
+    plan, of = given.plan, given.library
+    mean, var = of.zeros(plan.shape, like=x), of.zeros(plan.shape, like=x)
+    (x_at,), mean_at, var_at = given.addresses, of.address(mean), of.address(var)
+    _loop("centre", plan.dtype)(x_at, mean_at, *given.sizes)
+    for _ in range(2):  # again if the centre was far from the mean, which is the centre now
+        sums = _sums("moments", given, mean_at)
+        far = _loop("finish_moments", plan.dtype)(
+            x_at, of.address(sums), mean_at, var_at, *given.sizes, sums.shape[0]
+        )
+        if not far:
+            break
     return mean, var
 
 
@@ -46,7 +52,7 @@ def normalize(
     given = _prepare(axis, (x,), mean, scale, shift)
     if given is None:
         return generic.normalize(x, mean, scale, shift, axis=axis)
-    return _elementwise("normalize", given, _name(x))
+    return _elementwise("normalize", given, x)
 
 
 def backward_sums(
@@ -57,9 +63,8 @@ def backward_sums(
     if given is None:
         return generic.backward_sums(dy, x, mean, axis=axis)
     sums = _sums("backward_sums", given)
-    whole = sums.sum(0) if sums.shape[0] > 1 else sums
-    sum_dy, sum_dy_xmu = whole.reshape((2, *given.shape))
-    return sum_dy, sum_dy_xmu
+    whole = sums.sum(0) if sums.shape[0] > 1 else sums[0]
+    return whole[0], whole[1]
 
 
 def input_gradient(
@@ -77,7 +82,7 @@ def input_gradient(
     given = _prepare(axis, (x, dy), mean, dy_scale, x_scale, shift)
     if given is None:
         return generic.input_gradient(dy, x, mean, dy_scale, x_scale, shift, axis=axis)
-    return _elementwise("input_gradient", given, _name(x))
+    return _elementwise("input_gradient", given, x)
 
 
 class _NumPy:
@@ -99,7 +104,7 @@ class _NumPy:
         return tuple([s // size for s in a.strides])
 
     @staticmethod
-    def cast(a: Array, dtype: str) -> Array:
+    def cast(a: Array, dtype: Any) -> Array:
         """In dense memory if it is another dtype, in the order of the old one."""
         return a.astype(dtype, order="K", copy=False)
 
@@ -142,8 +147,8 @@ class _Torch:
         return tuple(a.stride())
 
     @staticmethod
-    def cast(a: Array, dtype: str) -> Array:
-        return a.to(getattr(sys.modules["torch"], dtype))
+    def cast(a: Array, dtype: Any) -> Array:
+        return a.to(getattr(sys.modules["torch"], dtype) if isinstance(dtype, str) else dtype)
 
     @staticmethod
     def empty_like(a: Array, content: Array | None = None) -> Array:
@@ -159,14 +164,23 @@ class _Torch:
         return like.new_zeros(shape, dtype=sys.modules["torch"].float64)
 
 
+class _Plan(NamedTuple):
+    """What is known of a pass before its arrays are."""
+
+    shape: tuple[int, ...]  # of a per-channel array
+    dtype: str  # that the arithmetic is done in
+    is_dtype: bool  # whether it is that of the activation
+    sizes: tuple[int, int, int] | None  # None if it must be copied to have them
+
+
 class _Given(NamedTuple):
     """The arguments of a pass as the loops take them."""
 
     library: Any
-    sizes: tuple[int, int, int]
-    activations: list[Array]  # dense, of the arithmetic dtype, in the order of the first, `x`
-    per_channel: list[Array]  # float64
-    shape: tuple[int, ...]  # of a per-channel array
+    plan: _Plan
+    sizes: tuple[int, int, int]  # (N, C, S)
+    arrays: list[Array]  # activations dense and in the order of the first, `x`; coefficients wide
+    addresses: list[int]
 
 
 def _prepare(
@@ -174,29 +188,37 @@ def _prepare(
 ) -> _Given | None:
     """None if the loops cannot take them."""
     x = activations[0]
-    of = _NumPy if isinstance(x, np.ndarray) else _Torch
-    dtype = _ARITHMETIC.get(_name(x))
-    shape = tuple([n for i, n in enumerate(x.shape) if i not in axis])
-    if (
-        dtype is None
-        or any(a.dtype != x.dtype or a.shape != x.shape for a in activations[1:])
-        or any(v.shape != shape for v in per_channel)
-        or not all(map(of.is_memory, (*activations, *per_channel)))
-        or 0 in x.shape
-    ):
-        return None
-    dense = x if _name(x) == dtype else of.cast(x, dtype)
-    sizes = _sizes(dense.shape, of.strides(dense), axis)
-    if sizes is None:
-        dense = of.empty_like(dense, content=dense)
-        sizes = _sizes(dense.shape, of.strides(dense), axis)
-        if sizes is None:
+    of: Any = _NumPy if isinstance(x, np.ndarray) else _Torch
+    for a in (*activations, *per_channel):
+        if not of.is_memory(a):
             return None
-    alike = [dense]
+    strides = of.strides(x)
+    plan = _plan(x.dtype, x.shape, strides, axis)
+    if plan is None:
+        return None
+    for a in activations:
+        if a.dtype != x.dtype or a.shape != x.shape:
+            return None
+    for v in per_channel:
+        if v.shape != plan.shape:
+            return None
+    sizes = plan.sizes
+    if sizes is None or not plan.is_dtype:
+        x = of.cast(x, plan.dtype)
+        sizes = _sizes(x.shape, of.strides(x), axis)
+        if sizes is None:
+            x = of.empty_like(x, content=x)
+            sizes = _sizes(x.shape, of.strides(x), axis)
+            if sizes is None:
+                return None
+        strides = of.strides(x)
+    arrays = [x]
     for a in activations[1:]:
-        same = a.dtype == dense.dtype and of.strides(a) == of.strides(dense)
-        alike.append(a if same else of.empty_like(dense, content=a))
-    return _Given(of, sizes, alike, [of.wide(v) for v in per_channel], shape)
+        same = a.dtype == x.dtype and of.strides(a) == strides
+        arrays.append(a if same else of.empty_like(x, content=a))
+    for v in per_channel:
+        arrays.append(of.wide(v))
+    return _Given(of, plan, sizes, arrays, [of.address(a) for a in arrays])
 
 
 _ARITHMETIC = {
@@ -207,11 +229,19 @@ _ARITHMETIC = {
 }
 
 
-def _name(a: Array) -> str:
-    return str(a.dtype).removeprefix("torch.")
-
-
 @lru_cache(maxsize=1024)
+def _plan(
+    dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...], axis: tuple[int, ...]
+) -> _Plan | None:
+    """For such an activation; None if it is empty, or of a dtype that the loops do not know."""
+    name = str(dtype).removeprefix("torch.")
+    arithmetic = _ARITHMETIC.get(name)
+    if arithmetic is None or 0 in shape:
+        return None
+    per_channel = tuple(n for i, n in enumerate(shape) if i not in axis)
+    return _Plan(per_channel, arithmetic, name == arithmetic, _sizes(shape, strides, axis))
+
+
 def _sizes(
     shape: tuple[int, ...], strides: tuple[int, ...], axis: tuple[int, ...]
 ) -> tuple[int, int, int] | None:
@@ -236,28 +266,29 @@ def _sizes(
     return N, C, S
 
 
-def _sums(name: str, given: _Given) -> Array:
-    """Two sums per channel, of each part of the samples: shape `(parts, 2, C)`."""
-    x = given.activations[0]
-    C = given.sizes[1]
-    threads = _num_threads(x)
-    tasks = _tasks(*given.sizes, threads, parts=_PARTS)
-    sums = given.library.zeros((tasks[-1][0] + 1, 2, C), like=x)
-    _run(name, given, sums, 2 * C * sums.itemsize, tasks, threads)
+def _sums(name: str, given: _Given, *others: int) -> Array:
+    """Two sums per channel, of each part of the samples: shape `(parts, 2, C)`, C as it came."""
+    N, C, S = given.sizes
+    threads = _num_threads(N * C * S)
+    tasks = _tasks(N, C, S, threads, _PARTS)
+    sums = given.library.zeros((tasks[-1][0] + 1, 2, *given.plan.shape), like=given.arrays[0])
+    _run(name, given, [*others, given.library.address(sums)], 2 * C * 8, tasks, threads)
     return sums
 
 
-def _elementwise(name: str, given: _Given, dtype: str) -> Array:
-    """An array like `x`, in the dtype of that name."""
-    x = given.activations[0]
-    y = given.library.empty_like(x)
-    threads = _num_threads(x)
-    _run(name, given, y, 0, _tasks(*given.sizes, threads, parts=threads), threads)
-    return given.library.cast(y, dtype)
+def _elementwise(name: str, given: _Given, x: Array) -> Array:
+    """An array like `x`, in its dtype."""
+    dense = given.arrays[0]
+    y = given.library.empty_like(dense)
+    N, C, S = given.sizes
+    threads = _num_threads(N * C * S)
+    tasks = _tasks(N, C, S, threads, threads)
+    _run(name, given, [given.library.address(y)], 0, tasks, threads)
+    return y if y.dtype == x.dtype else given.library.cast(y, x.dtype)
 
 
 @lru_cache(maxsize=1024)
-def _tasks(N: int, C: int, S: int, threads: int, *, parts: int) -> list[tuple[int, ...]]:
+def _tasks(N: int, C: int, S: int, threads: int, parts: int) -> list[tuple[int, ...]]:
     """Tasks `(part, n0, n1, c0, c1)`: for as many threads, or at most `parts` of the samples."""
     worth = max(N * C * S // _SHARE, 1)
     if C * S >= _WIDE:
@@ -272,33 +303,31 @@ def _cuts(n: int, parts: int) -> list[tuple[int, int]]:
 
 
 def _run(
-    name: str, given: _Given, out: Array, step: int, tasks: list[tuple[int, ...]], threads: int
-) -> None:
-    """Run the loop for each task; part i of the samples writes to byte `i * step` of `out`."""
-    address = given.library.address
-    arrays = [address(a) for a in (*given.activations, *given.per_channel)]
-    start = address(out)
-    loop = _loop(name, given.activations[0].itemsize)
+    name: str, given: _Given, others: list[int], step: int, tasks: list[tuple[int, ...]],
+    threads: int,
+) -> None:  # fmt: skip
+    """Run the loop for each task; part i of the samples writes from byte `i * step` of the last."""
+    loop = _loop(name, given.plan.dtype)
+    _, C, S = given.sizes
+    *arrays, start = *given.addresses, *others
 
     def run(share: list[tuple[int, ...]]) -> None:
         for part, *ranges in share:
-            loop(*arrays, start + part * step, *given.sizes[1:], *ranges)
+            loop(*arrays, start + part * step, C, S, *ranges)
 
     threads = min(threads, len(tasks))
-    others = [_pool().submit(run, tasks[i::threads]) for i in range(1, threads)]
+    waited = [_pool().submit(run, tasks[i::threads]) for i in range(1, threads)]
     run(tasks[::threads])
-    for other in others:
+    for other in waited:
         other.result()
 
 
-@cache
-def _loop(name: str, itemsize: int) -> Any:
-    return _loops.compiled(name, f"float{8 * itemsize}")
+_loop = cache(_loops.compiled)
 
 
-def _num_threads(x: Array) -> int:
-    """Threads to use for an array like `x`."""
-    if x.nbytes < 2 * _SHARE * x.itemsize:
+def _num_threads(elements: int) -> int:
+    """Threads to use for an array of so many."""
+    if elements < 2 * _SHARE:
         return 1
     if "torch" in sys.modules:
         return int(sys.modules["torch"].get_num_threads())
