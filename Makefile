@@ -14,7 +14,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 
-.PHONY: demo video test lint bench clean
+.PHONY: demo video test lint bench faults clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -40,6 +40,9 @@ bench: $(VENV)/installed  ## what a layer, a network and a message cost beside t
 
 fuzz: $(VENV)/installed  ## 10,000 layer calls in each framework and 2,000 spoiled files, at random
 	MULTIBN_FUZZ=10000 $(BIN)/python -m pytest -s tests/unit/test_fuzz_layers.py tests/unit/test_fuzz_files.py
+
+faults: $(VENV)/installed  ## what goes wrong in training, done on purpose: docs/faults.md, faults/results
+	$(BIN)/python -m faults
 
 clean:
 	rm -rf $(VENV) out

@@ -10,7 +10,7 @@ while the outer one replays. They belong to the thread that enters them.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from multibn.statistics import BatchStatistics
 
@@ -77,17 +77,24 @@ def taped(compute: Callable[[], BatchStatistics], channels: tuple[int, ...]) -> 
 
     `channels` is the shape of the statistics, `(C,)`.
     """
+    return all_taped(lambda: [compute()], [channels])[0]
+
+
+def all_taped(
+    compute: Callable[[], list[BatchStatistics]], channels: Sequence[tuple[int, ...]]
+) -> list[BatchStatistics]:
+    """`taped` of several layers whose statistics are computed together."""
     recorders = []
     for current in reversed(_stack()):
         if isinstance(current, replaying):
-            batch = current.next(channels)
+            batches = [current.next(c) for c in channels]
             break
         recorders.append(current)
     else:
-        batch = compute()
+        batches = compute()
     for recorder in recorders:
-        recorder.tape.entries.append(batch)
-    return batch
+        recorder.tape.entries += batches
+    return batches
 
 
 class _Local(threading.local):

@@ -15,8 +15,9 @@ communicator::
 
 This is batch normalization (Ioffe & Szegedy, 2015, arXiv:1502.03167) of the concatenated batch when
 a_i = n_i. There is one allreduce of 2C+2 numbers forward and one of 2C backward, whatever the
-number of ranks; a layer's messages have 2C+4 both ways, see `communicators.checked`. Nothing here
-makes a GPU wait for the host, except where a rank holds at most one value per channel.
+number of ranks; a layer's messages have 2C+4 both ways, see `communicators.checked`. Layers that
+are ready at the same time share them: the functions of "all" take several. Nothing here makes a
+GPU wait for the host, except where a rank holds at most one value per channel.
 """
 
 import math
@@ -166,34 +167,54 @@ def aggregate(
     FloatingPointError
         On every rank, if the moments of one are not finite (host arrays only).
     """
+    return aggregate_all([moments], communicator, weighting=weighting)[0]
+
+
+def aggregate_all(
+    parts: Sequence[Moments], communicator: Communicator, /, *, weighting: Weighting = "element"
+) -> list[BatchStatistics]:
+    """`aggregate` of each of several moments, those of different layers, in one message.
+
+    Collective: every rank must call it, with as many moments of as many channels; one allreduce of
+    2C+2 float64 numbers for each.
+
+    Raises
+    ------
+    ValueError, RuntimeError, FloatingPointError
+        As `aggregate`.
+    """
     check_choice("weighting", weighting, Weighting)
-    xp = array_namespace(moments.mean)
-    rank_weight = moments.count
-    if weighting != "element":
-        rank_weight = xp.astype(moments.count > 0, moments.count.dtype)
-    if weighting == "sample":
-        rank_weight = rank_weight * moments.num_samples
-    mean, meansqr, total, count = _allreduce(
-        communicator,
-        rank_weight * moments.mean,
-        rank_weight * moments.meansqr,
-        rank_weight,
-        moments.count,
-    )
-    if is_on_host(count):
-        if bool(xp.isnan(count)):
-            _raise_for_refusal(communicator, refused=False)
-        if not bool(xp.isfinite(xp.sum(meansqr))):
-            finite = bool(xp.isfinite(xp.sum(moments.meansqr)))
-            _raise_for_non_finite(communicator, finite)
-    divisor = at_least_one(total)  # a weight is 0 or at least 1
-    mean = mean / divisor
-    return BatchStatistics(
-        mean,
-        xp.clip(meansqr / divisor - mean * mean, 0.0, None),
-        count,
-        rank_weight / (at_least_one(moments.count) * divisor),
-    )
+    xp = array_namespace(parts[0].mean)
+    rank_weights = []
+    arrays = []
+    for part in parts:
+        rank_weight = part.count
+        if weighting != "element":
+            rank_weight = xp.astype(part.count > 0, part.count.dtype)
+        if weighting == "sample":
+            rank_weight = rank_weight * part.num_samples
+        rank_weights.append(rank_weight)
+        arrays += [rank_weight * part.mean, rank_weight * part.meansqr, rank_weight, part.count]
+    summed = _allreduce(communicator, *arrays)
+    batches = []
+    for i, (part, rank_weight) in enumerate(zip(parts, rank_weights, strict=True)):
+        mean, meansqr, total, count = summed[4 * i : 4 * i + 4]
+        if is_on_host(count):
+            if bool(xp.isnan(count)):
+                _raise_for_refusal(communicator, refused=False)
+            if not bool(xp.isfinite(xp.sum(meansqr))):
+                finite = bool(xp.isfinite(xp.sum(part.meansqr)))
+                _raise_for_non_finite(communicator, finite)
+        divisor = at_least_one(total)  # a weight is 0 or at least 1
+        mean = mean / divisor
+        batch = BatchStatistics(
+            mean,
+            xp.clip(meansqr / divisor - mean * mean, 0.0, None),
+            count,
+            rank_weight / (at_least_one(part.count) * divisor),
+        )
+        batches.append(batch)
+    return batches
 
 
 def batch_statistics(
@@ -217,30 +238,49 @@ def batch_statistics(
         the output would not depend on the input.
     """
     axis = reduced_axes(x.ndim) if axis is None else axis
-    batch = aggregate(local_moments(x, axis=axis), communicator, weighting=weighting)
-    # Every rank holds at most one value if all of them hold one together: only then is the count
-    # read on the host.
-    if kernels.num_elements(x, axis) <= 1 and bool(batch.count == 1):
-        raise ValueError(
-            "training needs more than 1 value per channel over all ranks together: got 1 on "
-            f"{communicator.size} rank(s), with an input of shape {tuple(x.shape)} on rank "
-            f"{communicator.rank}. Use a larger batch, drop the last one, or call eval()."
-        )
-    return batch
+    return all_batch_statistics([x], communicator, weighting=weighting, axes=[axis])[0]
 
 
-def refuse(communicator: Communicator, num_channels: int, /, *, like: Array) -> None:
+def all_batch_statistics(
+    xs: Sequence[Array],
+    communicator: Communicator,
+    /,
+    *,
+    weighting: Weighting = "element",
+    axes: Sequence[tuple[int, ...]],
+) -> list[BatchStatistics]:
+    """`batch_statistics` of each of several inputs over its axes, in one message.
+
+    Collective and raises as `batch_statistics`; see `aggregate_all`.
+    """
+    parts = [local_moments(x, axis=axis) for x, axis in zip(xs, axes, strict=True)]
+    batches = aggregate_all(parts, communicator, weighting=weighting)
+    for x, axis, batch in zip(xs, axes, batches, strict=True):
+        # Every rank holds at most one value if all of them hold one together: only then is the
+        # count read on the host.
+        if kernels.num_elements(x, axis) <= 1 and bool(batch.count == 1):
+            raise ValueError(
+                "training needs more than 1 value per channel over all ranks together: got 1 on "
+                f"{communicator.size} rank(s), with an input of shape {tuple(x.shape)} on rank "
+                f"{communicator.rank}. Use a larger batch, drop the last one, or call eval()."
+            )
+    return batches
+
+
+def refuse(communicator: Communicator, /, *num_channels: int, like: Array) -> None:
     """Take part in the other ranks' `aggregate` only to tell them that this rank cannot.
 
     For a rank that finds its input to be invalid, before it raises its own error: without it the
     other ranks would wait for this one. Arrays are made beside `like`.
-    Collective: matches one `aggregate` of `num_channels` channels on the other ranks.
+    Collective: matches one `aggregate` of `num_channels` channels on the other ranks, or one
+    `aggregate_all` where several numbers are given.
     """
     if communicator.size == 1:
         return
     xp = array_namespace(like)
     wide = kernels.as_wide(xp.zeros((), dtype=xp.float32, device=device(like)))
-    payload = xp.full((2 * num_channels + 2,), math.nan, dtype=wide.dtype, device=device(wide))
+    length = sum(2 * n + 2 for n in num_channels)
+    payload = xp.full((length,), math.nan, dtype=wide.dtype, device=device(wide))
     checked.during(communicator, "forward", like.dtype).allreduce(payload)
     if is_on_host(payload):
         _raise_for_refusal(communicator, refused=True)
@@ -290,7 +330,15 @@ def backward_sums(
 
 def aggregate_sums(sums: GradientSums, communicator: Communicator, /) -> GradientSums:
     """Sums over all ranks. Collective: one allreduce of 2C float64 numbers."""
-    return GradientSums(*_allreduce(communicator, *sums))
+    return aggregate_all_sums([sums], communicator)[0]
+
+
+def aggregate_all_sums(
+    parts: Sequence[GradientSums], communicator: Communicator, /
+) -> list[GradientSums]:
+    """`aggregate_sums` of several, those of different layers, in one message. Collective."""
+    summed = _allreduce(communicator, *(a for part in parts for a in part))
+    return [GradientSums(*summed[2 * i : 2 * i + 2]) for i in range(len(parts))]
 
 
 def input_gradient(

@@ -22,9 +22,6 @@ from multibn.communicators._handle import Forwarding, Handle, Watched
 from multibn.communicators._host import from_host, is_on_host, to_host
 from multibn.communicators._objects import gather
 
-# A backward message has two numbers fewer than a forward one. With as many in all, ranks in
-# different phases of a layer can be told from what the message says.
-_NUM_LANES = {"forward": 2, "backward": 4}
 _FIRST_MESSAGES = -1  # a channel of their own
 
 
@@ -37,10 +34,15 @@ class Checked(Handle):
         The processes.
     find_name
         What the layer is called, the same on all ranks; asked for when it first communicates.
+    num_layers
+        How many layers' moments its messages have.
     """
 
-    def __init__(self, communicator: Communicator, find_name: Callable[[], str]) -> None:
+    def __init__(
+        self, communicator: Communicator, find_name: Callable[[], str], *, num_layers: int = 1
+    ) -> None:
         self.wrapped = communicator
+        self.num_layers = num_layers
         self._find_name = find_name
         self._name: str | None = None
         self._phases: dict[tuple[str, Any], _Phase] = {}
@@ -136,7 +138,9 @@ class _Phase:
     def __init__(self, layer: Checked, phase: str, dtype: Any) -> None:
         self.wrapped = layer
         self.name, self._dtype = phase, str(dtype).rpartition(".")[2]
-        self.num_lanes = _NUM_LANES.get(phase, 2)
+        # Sums of gradients are two numbers fewer than moments. With as many in all, ranks in
+        # different phases of a layer can be told from what the message says.
+        self.num_lanes = 2 + 2 * layer.num_layers * (phase == "backward")
         self._calls = 0
         # By name: it is agreed on once per communicator, and the same from then on.
         self._fingerprints: dict[str, float] = {}
@@ -234,7 +238,7 @@ class _Phase:
         sums = zip(*summed.reshape(2, -1), strict=True)
         if all(all_equal(total, squares, communicator.size) for total, squares in sums):
             return self.wrapped.name
-        num_channels = (length - 4) // 2
+        num_channels = (length - 2) // 2 - self.wrapped.num_layers
         said = gather((self.wrapped.name, num_channels, _version()), communicator)
         names, nums, versions = zip(*said, strict=True)
         if len(set(versions)) > 1:

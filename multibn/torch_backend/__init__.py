@@ -18,4 +18,5 @@ from multibn.torch_backend.sub_batch_norm import SubBatchNorm1d as SubBatchNorm1
 from multibn.torch_backend.sub_batch_norm import SubBatchNorm2d as SubBatchNorm2d
 from multibn.torch_backend.sub_batch_norm import SubBatchNorm3d as SubBatchNorm3d
 from multibn.torch_backend.synchrony import check_sync as check_sync
+from multibn.torch_backend.together import normalize_together as normalize_together
 from multibn.torch_backend.uneven import join as join

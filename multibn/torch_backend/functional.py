@@ -1,7 +1,6 @@
 """Synchronized batch normalization as a differentiable function of tensors."""
 
-import inspect
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -11,8 +10,10 @@ from torch.nn import functional as F
 from multibn import recompute, statistics
 from multibn._typing import Weighting
 from multibn.communicators import Communicator, as_communicator
-from multibn.communicators.checked import Checked, during
+from multibn.communicators.checked import Checked
 from multibn.statistics import BatchStatistics, GradientSums
+from multibn.torch_backend import _autograd
+from multibn.torch_backend._autograd import Gradient, Input
 
 
 def sync_batch_norm(
@@ -72,7 +73,7 @@ def sync_batch_norm(
     shapes = [tuple(p.shape) for p in (weight, bias) if p is not None]
     if len(set(shapes)) > 1 or any(len(shape) != 1 for shape in shapes):
         error = ValueError(f"`weight` and `bias` must have the same shape (C,): got {shapes}.")
-        _refuse(error, x, None, communicator)
+        refuse(error, [x], [None], communicator)
     num_channels = shapes[0][0] if shapes else None
     return forward(x, weight, bias, num_channels, communicator, eps=eps, weighting=weighting)
 
@@ -91,76 +92,32 @@ def forward(
     residual: Tensor | None = None,
     relu: bool = False,
 ) -> tuple[Tensor, BatchStatistics]:
-    """`check_input`, `batch_statistics` and `normalize`. Collective."""
+    """`forward_all` of one input."""
+    inputs = [Input(x, weight, bias, eps, axis, residual, relu)]
+    return forward_all(inputs, [num_channels], communicator, weighting=weighting)[0]
+
+
+def forward_all(
+    inputs: Sequence[Input],
+    num_channels: Sequence[int | None],
+    communicator: Communicator,
+    /,
+    *,
+    weighting: Weighting,
+) -> list[tuple[Tensor, BatchStatistics]]:
+    """Check several inputs and normalize them, with one message each way. Collective.
+
+    `num_channels` are the channels that they must have, see `check_input`.
+    """
     _refuse_ddp_join(communicator)
-    check_input(x, num_channels, communicator)
-    if residual is not None:
-        _check_residual(residual, x, communicator)
-    batch = batch_statistics(x, communicator, weighting=weighting, axis=axis)
-    y = normalize(
-        x,
-        weight,
-        bias,
-        batch,
-        communicator,
-        eps=eps,
-        weighting=weighting,
-        axis=axis,
-        residual=residual,
-        relu=relu,
-    )
-    return y, batch
-
-
-def batch_statistics(
-    x: Tensor,
-    communicator: Communicator,
-    /,
-    *,
-    weighting: Weighting = "element",
-    axis: tuple[int, ...] | None = None,
-) -> BatchStatistics:
-    """Statistics of the whole batch over `axis` (default: all but 1), without a gradient.
-
-    Collective, unless they are replayed (see `multibn.recompute`).
-    """
-    axis = statistics.reduced_axes(x.ndim) if axis is None else axis
-
-    def compute() -> BatchStatistics:
-        with torch.no_grad(), _without_autocast(x):
-            return statistics.batch_statistics(
-                x.detach(),
-                during(communicator, "forward", x.dtype),
-                weighting=weighting,
-                axis=axis,
-            )
-
-    return recompute.taped(compute, statistics.channels(x, axis))
-
-
-def normalize(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    batch: BatchStatistics,
-    communicator: Communicator,
-    /,
-    *,
-    eps: float,
-    weighting: Weighting = "element",
-    axis: tuple[int, ...] | None = None,
-    residual: Tensor | None = None,
-    relu: bool = False,
-) -> Tensor:
-    """Normalize `x` by `batch`, differentiating through the statistics. Collective backward.
-
-    `weight` and `bias` have the shape of the axes that `axis` leaves: `(C,)` by default. Then plus
-    `residual`, a tensor like `x`, then ReLU, where asked for.
-    """
-    y: Tensor = _Normalize.apply(
-        x, weight, bias, residual, batch, communicator, eps, weighting, axis, relu
-    )
-    return y
+    for i, n in zip(inputs, num_channels, strict=True):
+        error = _input_error(i.x, n) or _residual_error(i.residual, i.x)
+        if error is not None:
+            xs = [i.x for i in inputs]
+            refuse(error, xs, num_channels, communicator)
+    batches = _autograd.batch_statistics(inputs, communicator, weighting)
+    ys = _autograd.normalize(inputs, batches, communicator, weighting)
+    return list(zip(ys, batches, strict=True))
 
 
 def normalize_by_running(
@@ -201,14 +158,8 @@ def backward(
     axis: tuple[int, ...] | None = None,
 ) -> tuple[Tensor | None, GradientSums]:
     """Gradient of `x`, and this rank's sums. Collective if `needs_dx`."""
-    local = statistics.backward_sums(dy, x, batch, eps=eps, axis=axis)
-    if not needs_dx:
-        return None, local
-    sums = statistics.aggregate_sums(local, during(communicator, "backward", x.dtype))
-    return (
-        statistics.input_gradient(dy, x, batch, sums, weight=weight, eps=eps, axis=axis),
-        local,
-    )
+    gradient = Gradient(dy, Input(x, weight, None, eps, axis), batch, needs_dx)
+    return _autograd.backward([gradient], communicator)[0]
 
 
 def in_recomputing() -> bool:
@@ -224,7 +175,7 @@ def check_input(x: Any, num_channels: int | None, communicator: Communicator, /)
     """
     error = _input_error(x, num_channels)
     if error is not None:
-        _refuse(error, x, num_channels, communicator)
+        refuse(error, [x], [num_channels], communicator)
 
 
 def _refuse_ddp_join(communicator: Communicator) -> None:
@@ -246,32 +197,34 @@ def _refuse_ddp_join(communicator: Communicator) -> None:
         )
 
 
-def _refuse(
-    error: Exception, x: Any, num_channels: int | None, communicator: Communicator
+def refuse(
+    error: Exception,
+    xs: Sequence[Any],
+    num_channels: Sequence[int | None],
+    communicator: Communicator,
 ) -> NoReturn:
     """Raise `error` once the other ranks know; they cannot if the channels are not known here."""
-    if num_channels is None and isinstance(x, Tensor) and x.ndim > 1:
-        num_channels = x.shape[1]
-    if num_channels:
-        on = x.device if isinstance(x, Tensor) and not x.is_meta else None
-        statistics.refuse(communicator, num_channels, like=torch.empty(0, device=on))
+    known = [
+        n or (x.shape[1] if isinstance(x, Tensor) and x.ndim > 1 else 0)
+        for x, n in zip(xs, num_channels, strict=True)
+    ]
+    if all(known):
+        on = next((x.device for x in xs if isinstance(x, Tensor) and not x.is_meta), None)
+        statistics.refuse(communicator, *known, like=torch.empty(0, device=on))
     raise error
 
 
-def _check_residual(residual: Any, x: Tensor, communicator: Communicator) -> None:
-    """Raise unless `residual` is like `x`; collective then, as `check_input`."""
+def _residual_error(residual: Any, x: Tensor) -> Exception | None:
+    if residual is None:
+        return None
     if not isinstance(residual, Tensor):
-        error: Exception = TypeError(
-            f"`residual` must be a torch.Tensor: got {type(residual).__qualname__}."
-        )
-    elif residual.shape != x.shape or residual.dtype != x.dtype:
-        error = ValueError(
+        return TypeError(f"`residual` must be a torch.Tensor: got {type(residual).__qualname__}.")
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        return ValueError(
             f"`residual` must have the shape and dtype of the input, {tuple(x.shape)} and "
             f"{x.dtype}: got {tuple(residual.shape)} and {residual.dtype}."
         )
-    else:
-        return
-    _refuse(error, x, x.shape[1], communicator)
+    return None
 
 
 def _input_error(x: Any, num_channels: int | None) -> Exception | None:
@@ -298,129 +251,3 @@ def _input_error(x: Any, num_channels: int | None) -> Exception | None:
     if not x.dtype.is_floating_point:
         return statistics.not_floating(x)
     return None
-
-
-class _Normalize(torch.autograd.Function):
-    """The autograd node: the statistics are an input, their gradient is inside."""
-
-    @staticmethod
-    def forward(
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        batch: BatchStatistics,
-        communicator: Communicator,
-        eps: float,
-        weighting: Weighting,
-        axis: tuple[int, ...] | None,
-        relu: bool,
-    ) -> Tensor:
-        with _without_autocast(x):
-            return statistics.normalize(
-                x,
-                batch,
-                weight=weight,
-                bias=bias,
-                eps=eps,
-                axis=axis,
-                residual=residual,
-                relu=relu,
-            )
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, bias, _, batch, ctx.communicator, ctx.eps, ctx.weighting, ctx.axis, relu = inputs
-        ctx.save_for_backward(x, weight, bias, output if relu else None, *batch)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (dy,) = grad_outputs
-        x, weight, bias, rectified, *saved = ctx.saved_tensors
-        if rectified is not None:
-            dy = torch.where(rectified.detach() > 0, dy, 0.0)
-        with _without_autocast(x):
-            needs_dx, needs_dweight, needs_dbias, needs_dresidual, *_ = ctx.needs_input_grad
-            dresidual = dy if needs_dresidual else None
-            if torch.is_grad_enabled():  # create_graph
-                gradients = _differentiable_backward(ctx, dy, x, weight, bias)
-                return (*gradients, dresidual, *[None] * 6)
-            dx, local = backward(
-                dy,
-                x,
-                weight,
-                BatchStatistics(*saved),
-                ctx.communicator,
-                eps=ctx.eps,
-                needs_dx=needs_dx,
-                axis=ctx.axis,
-            )
-            dweight = local.sum_dy_xhat.to(weight) if needs_dweight else None
-            dbias = local.sum_dy.to(bias) if needs_dbias else None
-            return (dx, dweight, dbias, dresidual, *[None] * 6)
-
-
-# torch binds arguments by the signature, which Python would otherwise make anew at each call.
-_Normalize.forward.__signature__ = inspect.signature(_Normalize.forward)  # type: ignore[attr-defined]
-
-
-def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return nullcontext()
-
-
-def _differentiable_backward(
-    ctx: Any, dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> list[Tensor | None]:
-    """Gradients as differentiable functions of `dy`, `x` and `weight`.
-
-    The forward pass is run again out of differentiable operations, its collective included, and
-    autograd differentiates that.
-    """
-    # Other tensors than those of the outer graph: a parameter that also `x` depends on (a layer
-    # used twice) would otherwise be differentiated through `x`, which the outer graph does already.
-    x = x.view_as(x)
-    weight, bias = (None if t is None else t.view_as(t) for t in (weight, bias))
-    communicator = _Differentiable(during(ctx.communicator, "second order", x.dtype))
-    batch = statistics.batch_statistics(x, communicator, weighting=ctx.weighting, axis=ctx.axis)
-    y = statistics.normalize(x, batch, weight=weight, bias=bias, eps=ctx.eps, axis=ctx.axis)
-    inputs = [
-        t
-        for t, needed in zip((x, weight, bias), ctx.needs_input_grad, strict=False)
-        if t is not None and needed
-    ]
-    found = iter(torch.autograd.grad(y, inputs, dy, create_graph=True))
-    return [next(found) if needed else None for needed in ctx.needs_input_grad[:3]]
-
-
-class _Differentiable:
-    """A communicator whose allreduce autograd can differentiate, any number of times."""
-
-    def __init__(self, communicator: Communicator) -> None:
-        self.wrapped = communicator
-        self.rank, self.size = communicator.rank, communicator.size
-
-    def allreduce(self, x: Tensor, /) -> Tensor:
-        summed: Tensor = _AllReduce.apply(x, self.wrapped)
-        return summed
-
-    def split(self, color: int, key: int = 0) -> Communicator:
-        return _Differentiable(self.wrapped.split(color, key))
-
-
-class _AllReduce(torch.autograd.Function):
-    """A sum over ranks; the gradient of the sum of all ranks' losses is again one."""
-
-    @staticmethod
-    def forward(x: Tensor, communicator: Communicator) -> Tensor:
-        return communicator.allreduce(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.communicator = inputs
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        return _AllReduce.apply(grad_outputs[0], ctx.communicator), None

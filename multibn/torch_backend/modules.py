@@ -191,10 +191,15 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
             residual=residual,
             relu=self.fuse_relu,
         )
-        if self.training and self.track_running_stats and not backend.in_recomputing():
+        if not backend.in_recomputing():
+            self.track(batch, input)
+        return y
+
+    def track(self, batch: BatchStatistics, input: Tensor) -> None:
+        """Update the running statistics, if they are to be, by those of the batch of `input`."""
+        if self.training and self.track_running_stats:
             local_count = input.numel() // self.num_features
             update_buffers(self, batch, local_count, self.running_var_convention)
-        return y
 
     def _check_input_dim(self, input: Tensor) -> None:
         """Any number of dimensions from 2: `forward` checks."""

@@ -41,8 +41,8 @@ class Frozen(nn.BatchNorm2d):
 
 
 class OwnSync(SyncBatchNorm):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return super().forward(input).relu()
+    def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(input, residual).relu()
 
 
 def test_everything_is_kept() -> None:

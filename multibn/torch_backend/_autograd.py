@@ -1,0 +1,260 @@
+"""Batch normalization of several inputs as one node of autograd's graph: one message each way."""
+
+import inspect
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import compress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from multibn import recompute, statistics
+from multibn._typing import Weighting
+from multibn.communicators import Communicator
+from multibn.communicators.checked import during
+from multibn.statistics import BatchStatistics, GradientSums
+
+
+class Input(NamedTuple):
+    """What is normalized by statistics of its own: the input of one layer, and what goes with it.
+
+    `weight` and `bias` have the shape of the axes that `axis` leaves: `(C,)` by default, where it
+    is all but 1. Then plus `residual`, a tensor like `x`, then ReLU, where asked for.
+    """
+
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    axis: tuple[int, ...] | None = None
+    residual: Tensor | None = None
+    relu: bool = False
+
+
+class Gradient(NamedTuple):
+    """What arrives backward at one output, what it was made of, and whether its `x` needs it."""
+
+    dy: Tensor
+    input: Input
+    batch: BatchStatistics
+    needs_dx: bool
+
+
+def batch_statistics(
+    inputs: Sequence[Input], communicator: Communicator, weighting: Weighting
+) -> list[BatchStatistics]:
+    """Statistics of each whole batch, without a gradient.
+
+    Collective, unless they are replayed (see `multibn.recompute`).
+    """
+    xs = [i.x for i in inputs]
+    axes = _axes(inputs)
+
+    def compute() -> list[BatchStatistics]:
+        with torch.no_grad(), _without_autocast(xs[0]):
+            return statistics.all_batch_statistics(
+                [x.detach() for x in xs],
+                during(communicator, "forward", _dtypes(xs)),
+                weighting=weighting,
+                axes=axes,
+            )
+
+    channels = [statistics.channels(x, axis) for x, axis in zip(xs, axes, strict=True)]
+    return recompute.all_taped(compute, channels)
+
+
+def normalize(
+    inputs: Sequence[Input],
+    batches: Sequence[BatchStatistics],
+    communicator: Communicator,
+    weighting: Weighting,
+) -> tuple[Tensor, ...]:
+    """Normalize each input by its batch, differentiating through the statistics.
+
+    Collective backward.
+    """
+    tensors = [t for i in inputs for t in (i.x, i.weight, i.bias, i.residual)]
+    options = [(i.eps, i.axis, i.relu) for i in inputs]
+    ys: tuple[Tensor, ...] = _Normalize.apply(batches, communicator, weighting, options, *tensors)
+    return ys
+
+
+def backward(
+    gradients: Sequence[Gradient], communicator: Communicator
+) -> list[tuple[Tensor | None, GradientSums]]:
+    """Gradient of each `x`, and this rank's sums. Collective if any `needs_dx`."""
+    local = [
+        statistics.backward_sums(dy, i.x, batch, eps=i.eps, axis=i.axis)
+        for dy, i, batch, _ in gradients
+    ]
+    wanted = [g.needs_dx for g in gradients]
+    if not any(wanted):
+        return [(None, sums) for sums in local]
+    xs = list(compress((g.input.x for g in gradients), wanted))
+    communicator = during(communicator, "backward", _dtypes(xs))
+    summed = iter(statistics.aggregate_all_sums(list(compress(local, wanted)), communicator))
+    return [
+        (_input_gradient(g, next(summed)) if g.needs_dx else None, sums)
+        for g, sums in zip(gradients, local, strict=True)
+    ]
+
+
+def _input_gradient(of: Gradient, sums: GradientSums) -> Tensor:
+    dy, i, batch, _ = of
+    dx: Tensor = statistics.input_gradient(
+        dy, i.x, batch, sums, weight=i.weight, eps=i.eps, axis=i.axis
+    )
+    return dx
+
+
+class _Normalize(torch.autograd.Function):
+    """The autograd node: the statistics are inputs, their gradients are inside."""
+
+    @staticmethod
+    def forward(
+        batches: Sequence[BatchStatistics],
+        communicator: Communicator,
+        weighting: Weighting,
+        options: Sequence[tuple[float, tuple[int, ...] | None, bool]],
+        *tensors: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        x: Any
+        ys = []
+        with _without_autocast(tensors[0]):
+            for i, (batch, (eps, axis, relu)) in enumerate(zip(batches, options, strict=True)):
+                x, weight, bias, residual = tensors[4 * i : 4 * i + 4]
+                y = statistics.normalize(
+                    x,
+                    batch,
+                    weight=weight,
+                    bias=bias,
+                    eps=eps,
+                    axis=axis,
+                    residual=residual,
+                    relu=relu,
+                )
+                ys.append(y)
+        return tuple(ys)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        batches, ctx.communicator, ctx.weighting, ctx.options, *tensors = inputs
+        saved: list[Tensor | None] = []
+        for i, (batch, y, (_, _, relu)) in enumerate(
+            zip(batches, output, ctx.options, strict=True)
+        ):
+            saved += [*tensors[4 * i : 4 * i + 3], y if relu else None, *batch]
+        ctx.save_for_backward(*saved)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        needed = ctx.needs_input_grad[4:]
+        gradients = []
+        dresiduals = []
+        for k, (dy, (eps, axis, _)) in enumerate(zip(grad_outputs, ctx.options, strict=True)):
+            x, weight, bias, rectified, *batch = saved[8 * k : 8 * k + 8]
+            if rectified is not None:
+                dy = torch.where(rectified.detach() > 0, dy, 0.0)
+            i = Input(x, weight, bias, eps, axis)
+            gradients.append(Gradient(dy, i, BatchStatistics(*batch), needed[4 * k]))
+            dresiduals.append(dy if needed[4 * k + 3] else None)
+        results: list[Tensor | None] = [None] * 4
+        with _without_autocast(saved[0]):
+            if torch.is_grad_enabled():  # create_graph
+                found = _differentiable_backward(ctx, gradients)
+                for k, dresidual in enumerate(dresiduals):
+                    results += [*found[3 * k : 3 * k + 3], dresidual]
+                return tuple(results)
+            for k, (dx, sums) in enumerate(backward(gradients, ctx.communicator)):
+                _, i, *_ = gradients[k]
+                dweight = sums.sum_dy_xhat.to(i.weight) if needed[4 * k + 1] else None
+                dbias = sums.sum_dy.to(i.bias) if needed[4 * k + 2] else None
+                results += [dx, dweight, dbias, dresiduals[k]]
+        return tuple(results)
+
+
+# torch binds arguments by the signature, which Python would otherwise make anew at each call.
+_Normalize.forward.__signature__ = inspect.signature(_Normalize.forward)  # type: ignore[attr-defined]
+
+
+def _differentiable_backward(ctx: Any, gradients: Sequence[Gradient]) -> list[Tensor | None]:
+    """Gradients of each x, weight and bias as differentiable functions of each dy and of them.
+
+    The forward pass is run again out of differentiable operations, its collective included, and
+    autograd differentiates that.
+    """
+    # Other tensors than those of the outer graph: a parameter that also `x` depends on (a layer
+    # used twice) would otherwise be differentiated through `x`, which the outer graph does already.
+    inputs = [
+        i._replace(
+            x=i.x.view_as(i.x),
+            weight=None if i.weight is None else i.weight.view_as(i.weight),
+            bias=None if i.bias is None else i.bias.view_as(i.bias),
+        )
+        for _, i, *_ in gradients
+    ]
+    xs = [i.x for i in inputs]
+    communicator = _Differentiable(during(ctx.communicator, "second order", _dtypes(xs)))
+    batches = statistics.all_batch_statistics(
+        xs, communicator, weighting=ctx.weighting, axes=_axes(inputs)
+    )
+    ys = [
+        statistics.normalize(i.x, batch, weight=i.weight, bias=i.bias, eps=i.eps, axis=i.axis)
+        for i, batch in zip(inputs, batches, strict=True)
+    ]
+    tensors = [t for i in inputs for t in (i.x, i.weight, i.bias)]
+    needed = [n for k, n in enumerate(ctx.needs_input_grad[4:]) if k % 4 < 3]
+    sources = [t for t, n in zip(tensors, needed, strict=True) if t is not None and n]
+    found = iter(torch.autograd.grad(ys, sources, [g.dy for g in gradients], create_graph=True))
+    return [next(found) if n else None for n in needed]
+
+
+class _Differentiable:
+    """A communicator whose allreduce autograd can differentiate, any number of times."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.wrapped = communicator
+        self.rank, self.size = communicator.rank, communicator.size
+
+    def allreduce(self, x: Tensor, /) -> Tensor:
+        summed: Tensor = _AllReduce.apply(x, self.wrapped)
+        return summed
+
+    def split(self, color: int, key: int = 0) -> Communicator:
+        return _Differentiable(self.wrapped.split(color, key))
+
+
+class _AllReduce(torch.autograd.Function):
+    """A sum over ranks; the gradient of the sum of all ranks' losses is again one."""
+
+    @staticmethod
+    def forward(x: Tensor, communicator: Communicator) -> Tensor:
+        return communicator.allreduce(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.communicator = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return _AllReduce.apply(grad_outputs[0], ctx.communicator), None
+
+
+def _axes(inputs: Sequence[Input]) -> list[tuple[int, ...]]:
+    return [statistics.reduced_axes(i.x.ndim) if i.axis is None else i.axis for i in inputs]
+
+
+def _dtypes(xs: Sequence[Tensor]) -> Any:
+    """What messages about `xs` are of: a dtype, or the names of several."""
+    if len(xs) == 1:
+        return xs[0].dtype
+    return ", ".join(str(x.dtype).rpartition(".")[2] for x in xs)
+
+
+def _without_autocast(x: Any) -> AbstractContextManager[Any]:
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()

@@ -1,0 +1,225 @@
+"""Layers normalized together in one process: the numbers of the same layers one by one."""
+
+import copy
+from typing import Any
+
+import pytest
+
+from multibn import SingleProcess
+from tests.helpers import require
+from tests.helpers.ranks import CountingCommunicator
+
+require.need("torch")
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from multibn.communicators.groups import Group  # noqa: E402
+from multibn.torch_backend import (  # noqa: E402
+    SyncBatchNorm,
+    checkpoint_contexts,
+    normalize_together,
+    update_bn_stats,
+)
+
+SHAPES = [(4, 3, 5, 5), (6, 2), (2, 4, 3)]
+
+
+def _layers(**options: Any) -> Any:
+    return nn.ModuleList(
+        SyncBatchNorm(shape[1], dtype=torch.float64, fuse_relu=k == 1, **options)
+        for k, shape in enumerate(SHAPES)
+    )
+
+
+def _inputs(dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    xs = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+    return [x.to(dtype).requires_grad_() for x in xs]
+
+
+def _one_by_one(layers: Any, xs: Any) -> list[torch.Tensor]:
+    return [layer(x) for layer, x in zip(layers, xs, strict=True)]
+
+
+def _train(normalize: Any, layers: Any, xs: list[torch.Tensor]) -> list[Any]:
+    ys = normalize(layers, xs)
+    sum(y.double().pow(3).sum() for y in ys).backward()
+    gradients = [t.grad for t in (*xs, *layers.parameters())]
+    return [*ys, *gradients, *layers.state_dict().values()]
+
+
+@pytest.mark.parametrize("case", ["plain", "unlike dtypes", "frozen", "evaluation", "autocast"])
+def test_it_is_the_layers_one_by_one(case: str) -> None:
+    layers = _layers(momentum=None if case == "plain" else 0.3)
+    if case in ("frozen", "evaluation"):
+        (layers[1] if case == "frozen" else layers).eval()
+    results = []
+    for normalize in (normalize_together, _one_by_one):
+        xs = _inputs()
+        if case == "unlike dtypes":
+            dtypes = (torch.float32, torch.float64, torch.float16)
+            xs = [x.detach().to(d).requires_grad_() for x, d in zip(xs, dtypes, strict=True)]
+        with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
+            results.append(_train(normalize, copy.deepcopy(layers), xs))
+    assert [t.dtype for t in results[0]] == [t.dtype for t in results[1]]
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+def test_what_comes_after_may_work_in_place() -> None:
+    def block(normalize: Any) -> list[Any]:
+        layers, (x, *_) = _layers(), _inputs()
+        y, shortcut = normalize([layers[0], layers[0]], [x, 2 * x])
+        y += shortcut
+        y.relu_().sum().backward()
+        return [y, x.grad, *layers[0].state_dict().values()]
+
+    torch.testing.assert_close(block(normalize_together), block(_one_by_one), rtol=0, atol=0)
+
+
+def test_gradients_of_any_order() -> None:
+    model, xs = _Together(_layers(track_running_stats=False)[:2]), _inputs()[:2]
+    xs = [x[:3, :, ..., :1, :1].detach().requires_grad_() if x.ndim > 2 else x for x in xs]
+    names = [name for name, _ in model.named_parameters()]
+
+    def function(*tensors: torch.Tensor) -> Any:
+        parameters = dict(zip(names, tensors[2:], strict=True))
+        return torch.func.functional_call(model, parameters, (tensors[:2],))
+
+    assert torch.autograd.gradcheck(function, [*xs, *model.parameters()])
+    assert torch.autograd.gradgradcheck(function, [*xs, *model.parameters()])
+
+
+class _Together(nn.Module):
+    def __init__(self, layers: Any) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, xs: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(normalize_together(self.layers, xs))
+
+
+def test_create_graph_changes_no_first_gradient() -> None:
+    layers, xs = _layers(), _inputs()
+    inputs = [*xs, *layers.parameters()]
+    out = torch.stack([y.pow(3).sum() for y in normalize_together(layers, xs)]).sum()
+    plain = torch.autograd.grad(out, inputs, retain_graph=True)
+    with_graph = torch.autograd.grad(out, inputs, create_graph=True)
+    torch.testing.assert_close(plain, with_graph)
+
+
+@pytest.mark.parametrize("wanted", [(), (0,), (1, 2)])
+def test_only_wanted_gradients(wanted: tuple[int, ...]) -> None:
+    counting = CountingCommunicator(SingleProcess())
+    layers = _layers(process_group=counting)
+    xs = [x.requires_grad_(k in wanted) for k, x in enumerate(_inputs())]
+    _train(normalize_together, layers, xs)
+    assert [x.grad is not None for x in xs] == [k in wanted for k in range(3)]
+    channels = [layer.num_features for layer in layers]
+    assert counting.take()[1:] == ([sum(2 * channels[k] for k in wanted)] if wanted else [])
+
+
+def test_an_output_that_is_not_used() -> None:
+    layers, xs = _layers(), _inputs()
+    normalize_together(layers, xs)[0].pow(3).sum().backward()
+    expected = _inputs()
+    _layers()[0](expected[0]).pow(3).sum().backward()
+    assert torch.equal(xs[0].grad, expected[0].grad)  # type: ignore[arg-type]
+    assert not any(x.grad.any() for x in xs[1:])  # type: ignore[union-attr]
+
+
+def test_checkpointed() -> None:
+    results = []
+    for recomputing in (True, False):
+        counting = CountingCommunicator(SingleProcess())
+        layers, xs = _layers(process_group=counting), _inputs()
+
+        def run(*xs: torch.Tensor, layers: Any = layers) -> list[torch.Tensor]:
+            return normalize_together(layers, xs)
+
+        def twice(layers: Any, xs: Any, run: Any = run) -> Any:
+            return checkpoint(run, *xs, use_reentrant=False, context_fn=checkpoint_contexts)
+
+        results.append(_train(twice if recomputing else normalize_together, layers, xs))
+        assert len(counting.take()) == 2
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+def test_compiled() -> None:
+    results: list[list[Any]] = []
+    for layers in (_layers(), _layers()):
+        run = normalize_together
+        if results:
+            torch._dynamo.reset()
+            run = torch.compile(run, fullgraph=True, backend="aot_eager")
+        results.append(_train(run, layers, _inputs()))
+    torch.testing.assert_close(*results)
+
+
+def test_layers_with_hooks_are_called() -> None:
+    """Those of `update_bn_stats` among them."""
+    seen = []
+    layers, xs = _layers(), _inputs()
+    layers[2].register_forward_hook(lambda *_: seen.append(1))
+    normalize_together(layers, xs)
+    assert seen == [1]
+    model = _Together(_layers())
+    update_bn_stats(model, [(xs,)], num_iters=1, progress=False)
+    for layer, x in zip(model.layers, xs, strict=True):
+        torch.testing.assert_close(layer.running_mean, x.mean([0, *range(2, x.ndim)]))
+
+
+class _Own(SyncBatchNorm):
+    def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return input
+
+
+@pytest.mark.parametrize(
+    "layers, num_inputs, error, message",
+    [
+        (
+            [nn.BatchNorm2d(3)],
+            1,
+            TypeError,
+            "must be multibn.*SyncBatchNorm layers: got BatchNorm2",
+        ),
+        ([_Own(3)], 1, TypeError, "must be multibn.*SyncBatchNorm layers: got _Own"),
+        ([], 0, ValueError, "`layers` must be one or more.*got 0 layers and 0 inputs"),
+        ([SyncBatchNorm(3)], 2, ValueError, "`inputs` one for each: got 1 layers and 2 inputs"),
+        (
+            [SyncBatchNorm(3), SyncBatchNorm(3, weighting="rank")],
+            2,
+            ValueError,
+            "the same `weighting`: got 'element' and 'rank'",
+        ),
+        (
+            [SyncBatchNorm(3), SyncBatchNorm(3, process_group=SingleProcess())],
+            2,
+            ValueError,
+            r"the same `process_group`: got DefaultCommunicator\(\) and SingleProcess\(\)",
+        ),
+    ],
+)
+def test_layers_that_do_not_fit(layers: Any, num_inputs: int, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        normalize_together(layers, [torch.ones(2, 3, 4, 4)] * num_inputs)
+
+
+@pytest.mark.parametrize("position", [0, 1])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_inputs_that_do_not_fit(position: int, frozen: bool) -> None:
+    layers = _layers()[:2]
+    layers[1].train(not frozen)
+    xs: list[Any] = _inputs()[:2]
+    xs[position] = torch.ones(2, 7)
+    with pytest.raises(ValueError, match=r"must have [23] channels.*got 7"):
+        normalize_together(layers, xs)
+    xs[position] = None
+    with pytest.raises(TypeError, match=r"must be a torch\.Tensor: got NoneType"):
+        normalize_together(layers, xs)
+
+
+def test_groups_are_equal_that_name_the_same_ranks() -> None:
+    layers = [SyncBatchNorm(3, process_group=Group(None, 1)) for _ in range(2)]
+    assert len(normalize_together(layers, [torch.ones(2, 3)] * 2)) == 2
