@@ -10,6 +10,7 @@ from array_api_compat import to_device
 from multibn._arrays import array_namespace, device
 from multibn._typing import Array, RunningVar, check_choice
 from multibn.communicators import Communicator, SingleProcess
+from multibn.communicators._host import is_on_host
 from multibn.kernels.generic import as_wide
 from multibn.statistics import (
     BatchStatistics,
@@ -66,8 +67,11 @@ def update_running(
     `momentum` is a number, or an array of shape `()` so that a count on a GPU need not be read.
     Nothing changes if all ranks were empty. The convention of the variance is `running_variance`'s.
     """
-    xp = array_namespace(batch.count)
-    momentum = momentum * xp.astype(batch.count > 0, batch.count.dtype)
+    if is_on_host(batch.count):  # a number is faster than an array of one
+        momentum = momentum if bool(batch.count > 0) else 0.0
+    else:
+        xp = array_namespace(batch.count)
+        momentum = momentum * xp.astype(batch.count > 0, batch.count.dtype)
     var = running_variance(batch, local_count=local_count, convention=convention)
     return _step(running_mean, batch.mean, momentum), _step(running_var, var, momentum)
 
