@@ -5,6 +5,7 @@ say. Two ranks that wait for different things, or one that has left, will never 
 error at once. Nothing is said while everybody comes in time.
 """
 
+import contextlib
 import json
 import os
 import time
@@ -58,6 +59,7 @@ class Watch:
         self.rank, self.size = rank, size
         self.completed = 0
         self.failure: str | None = None
+        self._launcher = _launcher()
         self._board: Board | None = None
         self._peers: list[tuple[str, int]] = []  # host and pid of each rank
         self._last, self._last_at = "the start", time.monotonic()
@@ -98,6 +100,12 @@ class Watch:
         if self.failure is not None:
             raise RuntimeError(
                 f"rank {self.rank} cannot communicate any more, at {text}: {self.failure}"
+            )
+        if self._launcher and os.getppid() != self._launcher:
+            self._fail(
+                ConnectionError,
+                f"the launcher of rank {self.rank} (pid {self._launcher}) has ended: nobody would "
+                f"end this process if another rank failed. It ends in {text}.",
             )
         try:
             if not done(PATIENCE):
@@ -191,7 +199,8 @@ class Watch:
     ) -> NoReturn:
         self.failure = message
         # At once: a launcher that sees one process end stops the others before they can print.
-        os.write(2, f"multibn: {message}\n".encode())
+        with contextlib.suppress(OSError):  # who reads it may have ended
+            os.write(2, f"multibn: {message}\n".encode())
         self._publish("failed", "", message)
         raise kind(message) from cause
 
@@ -216,6 +225,15 @@ class Watch:
         except OSError:
             return "has ended"
         return {"T": "is stopped", "Z": "has ended", "X": "has ended"}.get(state, "is running")
+
+
+def _launcher() -> int:
+    """The process that has started this one as a rank; 0 where that is not certain.
+
+    A shell that starts ranks in the background may end before them; these launchers may not.
+    """
+    known = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+    return os.getppid() if any(name in os.environ for name in known) else 0
 
 
 def default_timeout() -> float:

@@ -8,6 +8,7 @@ import ctypes
 import os
 import sys
 import time
+from contextlib import AbstractContextManager, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -207,25 +208,36 @@ class _Board:
 
     def __init__(self, comm: "Comm") -> None:
         self._comm = comm
+        self._others = [rank for rank in range(comm.size) if rank != comm.rank]
         self._notices: dict[int, Notice] = {}
         self._sent: list[Any] = []  # requests and what they send, which must stay in memory
 
     def publish(self, notice: Notice, /) -> None:
         data = notice.encode()
-        for rank in range(self._comm.size):
-            if rank != self._comm.rank:
+        for rank in self._others:
+            with _if_alive():
                 self._sent.append((self._comm.Isend(data, rank), data))
 
     def read(self) -> dict[int, Notice]:
         from mpi4py import MPI as mpi
 
         status = mpi.Status()
-        while self._comm.Iprobe(status=status):
-            data = bytearray(status.count)
-            self._comm.Recv(data, status.source)
-            self._notices[status.source] = Notice.decode(bytes(data))
-        self._sent = [pair for pair in self._sent if not pair[0].Test()]
+        for rank in self._others:
+            with _if_alive():
+                while self._comm.Iprobe(rank, status=status):
+                    data = bytearray(status.count)
+                    self._comm.Recv(data, rank)
+                    self._notices[rank] = Notice.decode(bytes(data))
+        for pair in list(self._sent):
+            with _if_alive():
+                if pair[0].Test():
+                    self._sent.remove(pair)
         return self._notices
+
+
+def _if_alive() -> AbstractContextManager[None]:
+    """For what an MPI with ULFM refuses to do with a rank that has died, by mpi4py's exception."""
+    return suppress(RuntimeError)
 
 
 # What to tell others at exit.

@@ -2,7 +2,8 @@
 
 import atexit
 import contextlib
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,8 @@ from multibn.communicators import SingleProcess, as_communicator, is_outsiders_m
 from multibn.communicators._handle import Watched
 from multibn.communicators._host import allgather_bytes, from_host, to_host
 from multibn.communicators._watch import Notice, Watch, check_timeout, default_timeout
+
+_ANSWER = 0.3  # seconds that a store may take
 
 
 class TorchDistributed(Watched):
@@ -215,23 +218,39 @@ class _Links:
 
 
 class _Board:
-    """Notices as entries of the store that the process group was made with."""
+    """Notices as entries of the store that the process group was made with.
+
+    In a thread, because a store beyond a broken network gives no answer, and knows no deadline.
+    """
 
     def __init__(self, name: str, rank: int, size: int) -> None:
         self._store = dist.PrefixStore(name, _store())
-        self._rank, self._size = rank, size
+        self._others = [r for r in range(size) if r != rank]
+        self._rank = rank
+        self._notices: dict[int, Notice] = {}
+        self._thread: threading.Thread | None = None
 
     def publish(self, notice: Notice, /) -> None:
-        with contextlib.suppress(RuntimeError):  # the process that keeps the store has ended
-            self._store.set(str(self._rank), notice.encode().decode())
+        self._attempt(lambda: self._store.set(str(self._rank), notice.encode().decode()))
 
     def read(self) -> dict[int, Notice]:
-        found = {}
-        with contextlib.suppress(RuntimeError):
-            for rank in range(self._size):
-                if rank != self._rank and self._store.check([str(rank)]):
-                    found[rank] = Notice.decode(self._store.get(str(rank)))
-        return found
+        self._attempt(self._read)
+        return dict(self._notices)
+
+    def _read(self) -> None:
+        for rank in self._others:
+            if self._store.check([str(rank)]):
+                self._notices[rank] = Notice.decode(self._store.get(str(rank)))
+
+    def _attempt(self, task: Callable[[], object]) -> None:
+        def run() -> None:
+            with contextlib.suppress(RuntimeError):  # the process that keeps the store has ended
+                task()
+
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=run, daemon=True)
+            self._thread.start()
+            self._thread.join(_ANSWER)
 
 
 def _store() -> dist.Store:

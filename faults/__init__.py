@@ -1,0 +1,1 @@
+"""What goes wrong in distributed training, done on purpose: `python -m faults`."""

@@ -1,0 +1,48 @@
+"""Tries out what goes wrong in distributed training, and reports what the user sees of it.
+
+Real processes under real launchers. Writes faults.json and docs/faults.md; the exit status is 1 if
+a fault was not met as it should be.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine
+from faults import parts, report
+
+ROOT = Path(__file__).parents[1]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m faults", description=__doc__)
+    parser.add_argument("--parts", default=",".join(parts.PARTS), metavar="NAME,...",
+                        help="default: all; the others keep what the file says")  # fmt: skip
+    parser.add_argument("--output", type=Path, metavar="DIRECTORY",
+                        help="default: faults/results, and docs/faults.md")  # fmt: skip
+    arguments = parser.parse_args(argv)
+    names = arguments.parts.split(",")
+    if unknown := set(names) - set(parts.PARTS):
+        parser.error(f"--parts must be of {', '.join(parts.PARTS)}: got {', '.join(unknown)}")
+    output = arguments.output or ROOT / "faults/results"
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / "faults.json"
+    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    results["machine"] = machine.describe()
+    for name in names:
+        start = time.monotonic()
+        results[name] = parts.PARTS[name](report.show)
+        print(f"{name}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    page = (arguments.output or ROOT / "docs") / "faults.md"
+    page.write_text(report.page(results))
+    report.summarize(results)
+    return int(any(row["complaint"] for name in names for row in results[name]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

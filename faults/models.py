@@ -1,0 +1,174 @@
+"""The network that the faults befall, in each framework, over multibn's layers or their peers'."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+FEATURES, CHANNELS = 6, 4
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
+MakeNorm: TypeAlias = Callable[[int, Any], Any]
+
+
+def batch(step: int, rank: int, count: int) -> Array:
+    """What a rank has in a step: `count` samples, the same numbers wherever they are asked for."""
+    return np.random.default_rng([step, rank]).normal(rank, 1 + rank, size=(count, FEATURES))
+
+
+def make_torch(make_norm: MakeNorm, communicator: Any, channels: int = CHANNELS) -> Any:
+    """A network of torch with six batch norms, "layer1.0.bn1" and so on, in float64."""
+    import torch
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn1 = make_norm(channels, communicator)
+            self.bn2 = make_norm(channels, communicator)
+            self.swapped = self.skipped = False
+
+        def forward(self, x: Any) -> Any:
+            first, second = (self.bn2, self.bn1) if self.swapped else (self.bn1, self.bn2)
+            x = first(x)
+            return torch.tanh(x if self.skipped else second(x))
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Linear(FEATURES, channels)
+            self.layer1 = nn.Sequential(Block(), Block())
+            self.layer2 = nn.Sequential(Block())
+            self.embeds, self.recomputes = True, False
+
+        def forward(self, x: Any) -> Any:
+            x = self.stem(x) if self.embeds else x
+            if self.recomputes:
+                return self.layer2(checkpoint(self.layer1, x, use_reentrant=False))
+            return self.layer2(self.layer1(x))
+
+    torch.manual_seed(0)
+    return Network().double()
+
+
+def make_chainer(make_norm: MakeNorm, communicator: Any, channels: int = CHANNELS) -> Any:
+    """The same in Chainer."""
+    import chainer
+    from chainer import functions as F
+    from chainer import links as L
+
+    class Block(chainer.Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.swapped = self.skipped = self.evaluates = False
+            with self.init_scope():
+                self.bn1 = make_norm(channels, communicator)
+                self.bn2 = make_norm(channels, communicator)
+
+        def forward(self, x: Any) -> Any:
+            first, second = (self.bn2, self.bn1) if self.swapped else (self.bn1, self.bn2)
+            with chainer.using_config("train", chainer.config.train and not self.evaluates):
+                x = first(x)
+            return F.tanh(x if self.skipped else second(x))
+
+    class Network(chainer.Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embeds, self.recomputes = True, False
+            weight = np.random.default_rng(0).normal(size=(channels, FEATURES))
+            with self.init_scope():
+                self.stem = L.Linear(FEATURES, channels, initialW=weight)
+                self.layer1 = chainer.Sequential(Block(), Block())
+                self.layer2 = chainer.Sequential(Block())
+
+        def forward(self, x: Any) -> Any:
+            return self.layer2(self.layer1(self.stem(x) if self.embeds else x))
+
+    return Network()
+
+
+class Torch:
+    """Takes steps with a network of torch."""
+
+    make = staticmethod(make_torch)
+
+    def __init__(self, network: Any) -> None:
+        self.network = network
+
+    def step(self, x: Array, *, backward: bool = True) -> Array:
+        """Forward and backward pass; the input's gradient."""
+        import torch
+
+        dtype = next(self.network.parameters()).dtype
+        t = torch.tensor(x, dtype=dtype, requires_grad=True)
+        if not backward:
+            with torch.no_grad():
+                self.network(t)
+            return np.zeros_like(x)
+        (self.network(t) ** 2).sum().backward()
+        assert t.grad is not None
+        return t.grad.numpy()
+
+    def statistics(self) -> Array:
+        """All running statistics."""
+        buffers = self.network.state_dict().items()
+        return np.concatenate([b.double().numpy().ravel() for k, b in buffers if "running_" in k])
+
+    def norms(self) -> Sequence[Any]:
+        return [m for name, m in self.network.named_modules() if ".bn" in name]
+
+    def evaluate(self) -> None:
+        """Switch the network to evaluation."""
+        self.network.eval()
+
+    def evaluate_layer(self) -> None:
+        """Switch layer1.0.bn1 to evaluation."""
+        self.network.layer1[0].bn1.eval()
+
+    def single_precision(self) -> None:
+        self.network.float()
+
+
+class Chainer:
+    """Takes steps with a network of Chainer."""
+
+    make = staticmethod(make_chainer)
+
+    def __init__(self, network: Any) -> None:
+        self.network = network
+        self._dtype: Any = np.float64
+        self._train = True
+
+    def step(self, x: Array, *, backward: bool = True) -> Array:
+        import chainer
+        from chainer import functions as F
+
+        self.network.cleargrads()
+        v = chainer.Variable(x.astype(self._dtype))
+        with chainer.using_config("train", self._train):
+            if not backward:
+                with chainer.no_backprop_mode():
+                    self.network(v)
+                return np.zeros_like(x)
+            F.sum(self.network(v) ** 2).backward()
+        return v.grad
+
+    def statistics(self) -> Array:
+        values = [getattr(link, name) for link in self.norms() for name in ("avg_mean", "avg_var")]
+        return np.concatenate([v.ravel() for v in values])
+
+    def norms(self) -> Sequence[Any]:
+        return [link for path, link in sorted(self.network.namedlinks()) if "/bn" in path]
+
+    def evaluate(self) -> None:
+        self._train = False
+
+    def evaluate_layer(self) -> None:
+        self.network.layer1[0].evaluates = True
+
+    def single_precision(self) -> None:
+        self._dtype = np.float32
+        for parameter in self.network.params():
+            parameter.array = parameter.array.astype(np.float32)
+            parameter.cleargrad()

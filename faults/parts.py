@@ -1,0 +1,121 @@
+"""The parts of the report: which faults are tried over what."""
+
+import tempfile
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from faults import hosts
+from faults.launch import Job, Outcome
+from faults.scenarios import SCENARIOS
+from multibn.parity import launch
+
+Row = dict[str, Any]
+
+OVER = ("gloo", "mpi")
+FRAMEWORKS = ("torch", "chainer")
+# Beside multibn over gloo in torch, and over MPI in Chainer.
+PEERS = (("gloo", "torch"), ("mpi", "chainer"))
+
+
+def _jobs(library: str, over: str, framework: str) -> list[Job]:
+    chosen = [
+        s
+        for s in SCENARIOS.values()
+        if not s.hosts
+        and over in s.over
+        and framework in s.frameworks
+        and (library == "multibn" or s.today)
+    ]
+    together = [s.name for s in chosen if not s.ends]
+    # How processes end depends on torch or Chainer in nothing.
+    ends = (over, framework) != ("gloo", "chainer")
+    alone = [[s.name] for s in chosen if s.ends and ends]
+    return [Job(library, over, framework, names) for names in [together, *alone]]
+
+
+def multibn(show: Callable[[Row], None]) -> list[Row]:
+    """Every fault over every transport in both frameworks."""
+    rows = []
+    for over in OVER:
+        for framework in FRAMEWORKS:
+            for job in _jobs("multibn", over, framework):
+                for outcome in job.run():
+                    rows.append(_row(outcome))
+                    show(rows[-1])
+    return rows
+
+
+def today(show: Callable[[Row], None]) -> list[Row]:
+    """The same over the peers, which wait more than they compute: several at a time."""
+    jobs = []
+    for over, framework in PEERS:
+        for job in _jobs("today", over, framework):
+            half = (len(job.scenarios) + 1) // 2
+            parts = [job.scenarios[:half], job.scenarios[half:]]
+            jobs += [Job("today", over, framework, part) for part in parts if part]
+    rows = []
+    with ThreadPoolExecutor(4) as pool:
+        for outcomes in pool.map(lambda job: list(job.run()), jobs):
+            for outcome in outcomes:
+                rows.append(_row(outcome) | {"complaint": "", "today": outcome.today()})
+                show(rows[-1])
+    return rows
+
+
+def two_hosts(show: Callable[[Row], None]) -> list[Row]:
+    """Across two network namespaces."""
+    return _shown(hosts.rows(), show)
+
+
+def cost(show: Callable[[Row], None]) -> list[Row]:
+    """What the checks cost in a step of a network like ResNet-50 on 2 ranks."""
+    rows = []
+    for over in OVER:
+        job = _Cost({"gloo": "torchrun", "mpi": "mpiexec"}[over], 2, (over,))
+        with tempfile.TemporaryDirectory() as directory:
+            written = launch.run(job, Path(directory), timeout=240.0)
+        notes = written[0].notes
+        # What the messages take more, alone, is the surer number on a machine that is not quiet.
+        complaint = "more than 2 % of the step" * (notes["messages_extra"] > 0.02)
+        rows.append({"over": over, "seconds": 1e-3 * notes["checked_ms"],
+                     "seen": f"{100 * notes['messages_extra']:.2f} % of the step",
+                     "complaint": complaint, **notes})  # fmt: skip
+    return _shown(rows, show)
+
+
+class _Cost(launch.Job):
+    def command(self, directory: Path) -> list[str]:
+        seconds = "25"
+        arguments = ["-m", "faults.cost", self.communicators[0], seconds, str(directory)]
+        return launch.launch_command(self.launcher, self.size, arguments)
+
+
+PARTS: dict[str, Callable[[Callable[[Row], None]], list[Row]]] = {
+    "multibn": multibn,
+    "today": today,
+    "two hosts": two_hosts,
+    "cost": cost,
+}
+
+
+def _shown(rows: Iterable[Row], show: Callable[[Row], None]) -> list[Row]:
+    found = []
+    for row in rows:
+        show(row)
+        found.append(row)
+    return found
+
+
+def _row(outcome: Outcome) -> Row:
+    return {
+        "scenario": outcome.scenario,
+        "over": outcome.over,
+        "framework": outcome.framework,
+        "seen": outcome.seen[:600],
+        "seconds": round(outcome.seconds, 2),
+        "ranks": [r.how for r in outcome.ranks],
+        "exit_status": outcome.exit_status,
+        "complaint": outcome.complaint(),
+    }

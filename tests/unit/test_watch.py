@@ -1,0 +1,200 @@
+"""Waiting with a deadline, over ranks as threads: what is said when the others do not come."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from multibn.communicators._watch import (
+    Notice,
+    Watch,
+    check_timeout,
+    default_timeout,
+)
+from tests.helpers.ranks import ThreadCommunicator, run_ranks
+
+
+class Board:
+    """Notices of threads."""
+
+    def __init__(self, notices: dict[int, Notice], rank: int) -> None:
+        self._notices, self._rank = notices, rank
+
+    def publish(self, notice: Notice, /) -> None:
+        self._notices[self._rank] = notice
+
+    def read(self) -> dict[int, Notice]:
+        others = dict(self._notices)
+        others.pop(self._rank, None)
+        return {r: Notice.decode(n.encode()) for r, n in others.items()}
+
+
+def _introduced(world: ThreadCommunicator, notices: dict[int, Notice], pid: int = 0) -> Watch:
+    watch = Watch(world.rank, world.size)
+    watch.introduce(world._exchange, lambda name: Board(notices, world.rank))
+    if pid:
+        watch._peers[1] = watch._peers[1][0], pid
+    return watch
+
+
+def _never(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
+def _says(function: Callable[..., Any], *arguments: Any) -> Exception:
+    try:
+        function(*arguments)
+    except Exception as error:
+        return error
+    raise AssertionError("no error")
+
+
+def test_ranks_in_different_places(capfd: pytest.CaptureFixture[str]) -> None:
+    notices: dict[int, Notice] = {}
+
+    def wait(world: ThreadCommunicator) -> tuple[str, str]:
+        watch = _introduced(world, notices)
+        place = f"layer{world.rank % 2}"
+        first = _says(watch.wait, _never, place, f"{place} (forward)", 10.0)
+        assert isinstance(first, RuntimeError)
+        return str(first), str(_says(watch.wait, _never, "b", "b (forward)", 10.0))
+
+    start = time.monotonic()
+    of_ranks = run_ranks(2, wait)
+    assert time.monotonic() - start < 2.0
+    printed = capfd.readouterr().err
+    for rank, (first, later) in enumerate(of_ranks):
+        told = (
+            f"the ranks are in different places: rank {rank} is in layer{rank} (forward); rank "
+            f"{1 - rank} is in layer{1 - rank} (forward). All ranks must run the same layers in "
+            "the same order, in training or not."
+        )
+        assert first in (told, f"rank {1 - rank} has failed: " + _of_other(told, rank))
+        assert later == f"rank {rank} cannot communicate any more, at b (forward): {first}"
+        assert f"multibn: {first}\n" in printed
+
+
+def _of_other(told: str, rank: int) -> str:
+    """The same sentence, as the other rank says it."""
+    swap = {"0": "1", "1": "0"}
+    return re.sub(r"(rank |layer)(\d)", lambda m: m[1] + swap[m[2]], told)
+
+
+def test_a_rank_that_has_failed() -> None:
+    notices: dict[int, Notice] = {}
+
+    def wait(world: ThreadCommunicator) -> str:
+        watch = _introduced(world, notices)
+        if world.rank == 1:
+            Board(notices, 1).publish(Notice("failed", 0, "", "a reason"))
+            return ""
+        return str(_says(watch.wait, _never, "a", "a", 10.0))
+
+    assert run_ranks(2, wait)[0] == "rank 1 has failed: a reason"
+
+
+@pytest.mark.parametrize("state", ["is running", "is stopped", "has ended", "is on another host"])
+def test_a_deadline(state: str) -> None:
+    """The message says who did not come, and what can be seen of its process."""
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    if state == "is stopped":
+        os.kill(other.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, other.pid, os.WSTOPPED | os.WNOWAIT)
+    if state == "has ended":
+        other.kill()
+        other.wait()
+
+    def wait(world: ThreadCommunicator) -> Exception | None:
+        watch = _introduced(world, {}, other.pid)
+        if world.rank == 1:
+            return None
+        if state == "is on another host":
+            watch._peers[1] = "elsewhere boot", other.pid
+        return _says(watch.wait, _never, "a", "layer1.0.bn1 (forward, float32, call 7)", 0.7)
+
+    error = run_ranks(2, wait)[0]
+    other.kill()
+    other.communicate()
+    assert isinstance(error, TimeoutError)
+    assert re.fullmatch(
+        r"rank 0 has waited 0\.7 s in layer1\.0\.bn1 \(forward, float32, call 7\) for rank\(s\) "
+        rf"\[1\]: rank 1 \(host \S+, pid {other.pid}\) {state}, last seen 0\.[67] s ago in the "
+        r"start\. Find out what keeps it, or allow for more time: MULTIBN_TIMEOUT, or the "
+        r"communicator's `timeout`\.",
+        str(error),
+    )
+
+
+def test_a_connection_that_is_lost() -> None:
+    def wait(world: ThreadCommunicator) -> Exception | None:
+        watch = _introduced(world, {})
+
+        def broken(seconds: float) -> bool:
+            raise RuntimeError("reset by peer")
+
+        return _says(watch.wait, broken, "a", "a (forward)", 10.0) if world.rank == 0 else None
+
+    error = run_ranks(2, wait)[0]
+    assert isinstance(error, ConnectionError)
+    assert re.fullmatch(
+        r"rank 0 lost the connection in a \(forward\): rank 1 \(host \S+, pid \d+\) is running, "
+        r"last seen 0\.\d s ago in the start\. The transport says: reset by peer",
+        str(error),
+    )
+
+
+def test_a_rank_that_has_left() -> None:
+    notices: dict[int, Notice] = {}
+    gone = threading.Event()
+
+    def wait(world: ThreadCommunicator) -> Exception | None:
+        watch = _introduced(world, notices)
+        watch.wait(lambda seconds: True, "a", "a (forward)", 10.0)
+        if world.rank == 1:
+            watch.leave()
+            gone.set()
+            return None
+        gone.wait(10)
+        return _says(watch.wait, _never, "b", "b (forward)", 10.0)
+
+    error = run_ranks(2, wait)[0]
+    assert isinstance(error, ConnectionError)
+    assert re.fullmatch(
+        r"rank 0 waits in b \(forward\) for rank\(s\) \[1\], whose program ended before it came "
+        r"there: rank 1 \(host \S+, pid \d+\) left, last seen \d\.\d s ago in a \(forward\)\. All "
+        r"ranks must take the same number of steps; see `join` for data of unequal length\.",
+        str(error),
+    )
+
+
+def test_before_the_ranks_know_each_other() -> None:
+    error = _says(Watch(0, 2).wait, _never, "", "the first exchange", 0.6)
+    assert re.match(
+        r"rank 0 has waited 0\.6 s in the first exchange for rank\(s\) \[1\]: last seen 0\.[56] s "
+        r"ago in the start\.",
+        str(error),
+    )
+
+
+def test_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MULTIBN_TIMEOUT", raising=False)
+    assert default_timeout() == 300
+    monkeypatch.setenv("MULTIBN_TIMEOUT", "1.5")
+    assert default_timeout() == check_timeout("1.5") == 1.5
+    for wrong in ("soon", "0", "-1", "nan"):
+        monkeypatch.setenv("MULTIBN_TIMEOUT", wrong)
+        with pytest.raises(
+            ValueError,
+            match=f"MULTIBN_TIMEOUT must be a positive number of seconds: got '{wrong}'",
+        ):
+            default_timeout()
+    with pytest.raises(ValueError, match=r"`timeout` must be a positive number .* got None"):
+        check_timeout(None)
