@@ -1,6 +1,8 @@
 """Steps that take turns, so that all of them see the same machine."""
 
+import ctypes
 import gc
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -12,8 +14,24 @@ from multibn import Communicator
 Step: TypeAlias = Callable[[], object]
 Seconds: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+
 _FEWEST_ROUNDS = 5
 _MOST_ROUNDS = 101
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what is freed, for all that is measured alike.
+
+    Otherwise each step may give its memory back to the system and fault it in again, page by page,
+    depending on what other steps have freed: more time than any layer's own, and at random.
+    """
+    if sys.platform != "linux":
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 1 << 25)  # the most that it takes
+        mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 def take_turns(

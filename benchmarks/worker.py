@@ -15,6 +15,7 @@ os.environ.update(dict.fromkeys(_THREADS, "1"))
 
 import numpy as np  # noqa: E402
 
+from benchmarks.timing import keep_freed_memory  # noqa: E402
 from multibn.parity import worker  # noqa: E402
 
 # What each part calls, and the communicator that it is given.
@@ -47,6 +48,8 @@ def main(part: str, options: str, directory: str) -> None:
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if communicator.size <= (os.cpu_count() or 1) and over != "gloo" and len(cores) > 1:
         os.sched_setaffinity(0, {cores[communicator.rank % len(cores)]})
+    if function != "measure_memory_of" and module != "memory":
+        keep_freed_memory()
     measure = getattr(importlib.import_module(f"benchmarks.{module}"), function)
     times, notes = measure(communicator, **json.loads(options))
     out = Path(directory, f"{communicator.rank:03}")
