@@ -271,7 +271,7 @@ def _test(request: "Request", seconds: float) -> bool:
         if waited >= seconds:
             return False
         # Other ranks may need this core: give it away, after a while for longer.
-        if waited < 0.005:
+        if waited < 0.1:
             os.sched_yield()
         else:
             time.sleep(5e-5)
