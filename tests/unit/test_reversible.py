@@ -298,7 +298,8 @@ def test_defect_06_autocast_is_that_of_the_forward_pass(depth: int) -> None:
         results.append(result(model, xs, ys))
     stored, found, outside = results
     assert all(map(torch.equal, found.outputs, stored.outputs))
-    assert error(found.gradients, stored.gradients) < 1e-3
+    # The bound is 1e-3; with float32 streams some seeds exceed it, with float64 none comes near.
+    assert error(found.gradients, stored.gradients) < 1e-6
     assert error(outside.gradients, stored.gradients) > 2e-3  # what autocast itself changes
 
 

@@ -58,10 +58,10 @@ def reversible(
         Indices of blocks after which the streams are kept, so that the error of computing them back
         starts from zero there.
     stream_dtype
-        Type in which the streams are added up. None is the type that the modules see them in: the
-        wider of the inputs', and at least float32 under autocast. A wider one makes what is
-        computed back round to the very numbers that the modules saw: float32 for a model in half
-        precision, float64 where float32 drifts.
+        Type in which the streams are added up. None is the type that the modules see them in, the
+        wider of the inputs', and float64 under autocast, where modules see at least float32. A
+        wider one makes what is computed back round to the very numbers that the modules saw:
+        float32 for a model in half precision, float64 where float32 drifts.
 
     Returns
     -------
@@ -219,6 +219,9 @@ def _streams(
     kind = x1.device.type  # "meta" has no autocast, and no answer to whether it is on
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         seen = torch.promote_types(seen, torch.float32)
+        # A last bit of float32 that is computed back otherwise may flip a rounding to bfloat16, and
+        # of many blocks some do. MPS has no float64.
+        stream_dtype = stream_dtype or (seen if kind == "mps" else torch.float64)
     return [x.to(stream_dtype or seen) for x in (x1, x2)], seen
 
 
