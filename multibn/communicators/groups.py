@@ -49,7 +49,7 @@ class Group(Forwarding):
     def __init__(self, parent: Any, spec: Any, /) -> None:
         self.parent = as_communicator(parent)
         self.spec = _check_spec(spec)
-        self._key = _identity(self.parent), self.spec
+        self._key = identity(self.parent), self.spec
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Group, (self.parent, self.spec)
@@ -106,7 +106,7 @@ def _check_spec(spec: Any) -> Spec:
     )
 
 
-def _identity(communicator: Communicator) -> object:
+def identity(communicator: Communicator) -> object:
     """Equal for communicators of the same processes, as far as one can tell."""
     if isinstance(communicator, Group):
         return Group, *communicator._key

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from multibn.communicators.checked import Checked
-from multibn.communicators.groups import _identity
+from multibn.communicators.groups import identity
 from multibn.torch_backend import functional
 from multibn.torch_backend._autograd import Input
 from multibn.torch_backend.modules import SyncBatchNorm
@@ -104,7 +104,7 @@ def _check(layers: Sequence[SyncBatchNorm], inputs: Sequence[Tensor]) -> None:
                 f"{first.weighting!r} and {other.weighting!r}. Call them one by one."
             )
         mine, theirs = first.process_group, other.process_group
-        if mine is not theirs and _identity(mine) != _identity(theirs):
+        if mine is not theirs and identity(mine) != identity(theirs):
             raise ValueError(
                 f"`layers` must have the same `process_group`: got {mine!r} and {theirs!r}. Call "
                 "them one by one."
