@@ -4,38 +4,23 @@ Names and layouts are translated; values are never changed, unless another count
 variance is asked for. What a file cannot say is in the notes. Nothing in a file is executed.
 """
 
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 from multibn import _checkpoint_files as files
 from multibn import _checkpoint_keys as keys
+from multibn import _checkpoint_norms as norms
 from multibn._checkpoint_files import CheckpointError as CheckpointError
 from multibn._checkpoint_keys import Converted as Converted
 from multibn._checkpoint_keys import Names as Names
 from multibn._checkpoint_keys import load_names as load_names
+from multibn._checkpoint_norms import CHAINER, TORCH
+from multibn._checkpoint_norms import Counts as Counts
 from multibn._typing import Array
 
-# Elements per channel that made the variance unbiased, and those that shall; for all layers, or for
-# each by its name.
-Counts: TypeAlias = tuple[float, float] | Mapping[str, tuple[float, float]]
-
 _WRAPPERS = ("module.", "_orig_mod.")  # of DistributedDataParallel and of torch.compile
-
-
-class _Words(NamedTuple):
-    separator: str
-    mean: str
-    var: str
-    counter: str
-    scale: str
-    shift: str
-
-
-_CHAINER = _Words("/", "avg_mean", "avg_var", "N", "gamma", "beta")
-_TORCH = _Words(".", "running_mean", "running_var", "num_batches_tracked", "weight", "bias")
 
 
 def convert(
@@ -98,15 +83,15 @@ def convert(
     try:
         state = files.read(source, prefix)
         options: dict[str, Any] = {"names": names, "skip_unknown": skip_unknown}
-        direction = files.framework(source), to
+        came_from = files.framework(source)
         if avg_var_count is not None:
-            _check_direction("avg_var_count", direction[0] != to, source, target)
+            _check_direction("avg_var_count", came_from != to, source, target)
             options["avg_var_count"] = avg_var_count
         if num_batches_tracked:
-            wanted = direction == ("chainer", "torch")
-            _check_direction("num_batches_tracked", wanted, source, target)
+            fits = came_from == "chainer" and to == "torch"
+            _check_direction("num_batches_tracked", fits, source, target)
             options["num_batches_tracked"] = num_batches_tracked
-        if direction[0] == to:
+        if came_from == to:
             converted = _copy(state, to, names)
         else:
             translate = chainer_to_torch if to == "torch" else torch_to_chainer
@@ -166,8 +151,6 @@ def chainer_to_torch(
     ValueError
         If `num_batches_tracked` or a count is not valid.
     """
-    import numpy as np
-
     if not isinstance(num_batches_tracked, int) or num_batches_tracked < 0:
         raise ValueError(
             f"`num_batches_tracked` must be a number of batches from 0: got {num_batches_tracked}."
@@ -176,28 +159,21 @@ def chainer_to_torch(
     arrays = keys.leave_out(arrays, names, "chainer", notes)
     state = {key: _as_array(key, value)[0] for key, value in arrays.items()}
     notes += keys.numbered(state, names, "chainer")
-    norms = _batch_norms(state, _CHAINER)
-    counted = []
-    for layer in norms:
-        counter = keys.join("/", layer, "N")
-        counted.append(int(state.get(counter, 0)))
-        if counter not in (names or {}):
-            state[counter] = np.asarray(num_batches_tracked, np.int64)
-    if norms:
+    layers = norms.found(state, CHAINER)
+    largest = norms.set_counters(state, layers, CHAINER, num_batches_tracked, names)
+    if layers:
         notes += [
-            f"N counts the batches of fine-tuning (here up to {max(counted)}) and is left out: it "
-            f"is not num_batches_tracked, which is set to {num_batches_tracked} in "
-            f"{len(norms)} layer(s). It matters with momentum=None only.",
+            f"N counts the batches of fine-tuning (here up to {largest}) and is left out: it is "
+            f"not num_batches_tracked, which is set to {num_batches_tracked} in {len(layers)} "
+            "layer(s). It matters with momentum=None only.",
             "eps and decay are not in the file: build the layers with momentum = 1 - decay and the "
             "eps of the links, which is 2e-5 by default in Chainer and 1e-5 in torch.",
         ]
-        notes += _recount(state, norms, _CHAINER, avg_var_count)
+        notes += norms.recount(state, layers, CHAINER, avg_var_count)
 
     def leaf_names(leaves: Mapping[str, Array]) -> dict[str, str]:
-        known = dict(zip(_CHAINER[4:], _TORCH[4:], strict=True)) | {"W": "weight", "b": "bias"}
-        if "avg_mean" in leaves:
-            known |= dict(zip(_CHAINER[1:4], _TORCH[1:4], strict=True))
-        return known
+        known = {"W": "weight", "b": "bias", "gamma": "weight", "beta": "bias"}
+        return norms.translation(CHAINER, TORCH) | known if "avg_mean" in leaves else known
 
     return keys.rename(state, "chainer", "torch", leaf_names, names, skip_unknown, notes)
 
@@ -235,8 +211,6 @@ def torch_to_chainer(
     CheckpointError, ValueError
         As `chainer_to_torch`.
     """
-    import numpy as np
-
     notes: list[str] = []
     state = _without_splits(_unwrapped(state, notes), notes)
     state = keys.leave_out(state, names, "torch", notes)
@@ -245,27 +219,22 @@ def torch_to_chainer(
     if widened := sum(widened for _, widened in pairs.values()):
         notes.append(f"{widened} array(s) of bfloat16 became float32, which holds the same values.")
     notes += keys.numbered(arrays, names, "torch")
-    norms = _batch_norms(arrays, _TORCH)
-    tracked = []
-    for layer in norms:
-        counter = keys.join(".", layer, "num_batches_tracked")
-        tracked.append(int(arrays.get(counter, 0)))
-        if counter not in (names or {}):
-            arrays[counter] = np.asarray(0, np.int64)
-    if norms:
+    layers = norms.found(arrays, TORCH)
+    largest = norms.set_counters(arrays, layers, TORCH, 0, names)
+    if layers:
         notes += [
-            f"num_batches_tracked (here up to {max(tracked)}) is left out: N, which counts the "
-            f"batches of fine-tuning, is set to 0 in {len(norms)} layer(s).",
+            f"num_batches_tracked (here up to {largest}) is left out: N, which counts the "
+            f"batches of fine-tuning, is set to 0 in {len(layers)} layer(s).",
             "eps and momentum are not in the file: build the links with decay = 1 - momentum and "
             "the eps of the layers, which is 1e-5 by default in torch and 2e-5 in Chainer.",
         ]
-        notes += _recount(arrays, norms, _TORCH, avg_var_count)
+        notes += norms.recount(arrays, layers, TORCH, avg_var_count)
     scaled: list[str] = []
 
     def leaf_names(leaves: Mapping[str, Array]) -> dict[str, str]:
         weight = leaves.get("weight")
         if "running_mean" in leaves:
-            return dict(zip(_TORCH[1:], _CHAINER[1:], strict=True))
+            return norms.translation(TORCH, CHAINER)
         bias = leaves.get("bias")
         like_bias = weight is not None and bias is not None and weight.shape == bias.shape
         if weight is None or (weight.ndim > 1 and not like_bias):
@@ -303,78 +272,6 @@ def _as_array(key: str, value: Any) -> tuple[Array, bool]:
             f"names={{{key!r}: None}}, or call an uninitialised model once before it is saved."
         )
     return array, widen
-
-
-def _batch_norms(state: Mapping[str, Array], words: _Words) -> list[str]:
-    """The layers that have running statistics, with all shapes and counters checked."""
-    import numpy as np
-
-    norms = []
-    for layer, leaves in keys.layers(state, words.separator).items():
-        if not {words.mean, words.var} & leaves.keys():
-            continue
-        arrays = {k: leaves.get(k) for k in words[1:3]}
-        arrays |= {k: leaves[k] for k in words[4:] if k in leaves}
-        shapes = {k: None if a is None else a.shape for k, a in arrays.items()}
-        shape = next(iter(shapes.values()))
-        if shape is None or len(shape) != 1 or set(shapes.values()) != {shape}:
-            raise CheckpointError(
-                f"the arrays of the batch normalization {layer!r} must have one shape (C,): got "
-                f"{', '.join(f'{k} {s}' for k, s in shapes.items())}. Save the model again, or "
-                "leave the layer out with `names`."
-            )
-        for name, array in arrays.items():
-            if array is not None and array.dtype.kind != "f":
-                raise CheckpointError(
-                    f"{keys.join(words.separator, layer, name)!r} must be floating-point: got "
-                    f"{array.dtype}. Save the model again."
-                )
-        counter = leaves.get(words.counter, np.zeros((), np.int64))
-        if counter.shape != () or counter.dtype.kind not in "iu" or counter < 0:
-            name = keys.join(words.separator, layer, words.counter)
-            raise CheckpointError(
-                f"{name!r} must be one number of batches: got {counter!r}. Save the model again."
-            )
-        norms.append(layer)
-    return norms
-
-
-def _recount(
-    state: dict[str, Array], norms: list[str], words: _Words, counts: Counts | None
-) -> list[str]:
-    """Rescale the variances in `state`, and say what is done or not."""
-    per_layer = counts if isinstance(counts, Mapping) else dict.fromkeys(norms, counts)
-    if unknown := per_layer.keys() - set(norms):
-        raise CheckpointError(
-            f"`avg_var_count` must name batch normalizations of the file: got {sorted(unknown)}, "
-            f"found {norms}."
-        )
-    notes = []
-    for layer, pair in per_layer.items():
-        if pair is None:
-            continue
-        valid = isinstance(pair, (tuple, list)) and len(pair) == 2
-        if not valid or not all(isinstance(n, (int, float)) and n >= 1 for n in pair):
-            raise ValueError(
-                "`avg_var_count` must be two counts of elements from 1, in the file and wanted: "
-                f"got {pair!r}. Pass math.inf for the biased variance."
-            )
-        factor = _bessel(pair[1]) / _bessel(pair[0])
-        key = keys.join(words.separator, layer, words.var)
-        state[key] = (state[key].astype("float64") * factor).astype(state[key].dtype)
-        notes.append(f"{key!r} is multiplied by {factor:.6g}, from count {pair[0]} to {pair[1]}.")
-    if kept := len(norms) - len(notes):
-        notes.append(
-            f"{words.var} of {kept} layer(s) is carried as it is. A file does not say by which "
-            "count it is unbiased: the elements per channel of one rank (ChainerMN, chainer.links, "
-            "nn.BatchNorm), of all ranks (multibn, nn.SyncBatchNorm), or none (NaiveSyncBatchNorm)."
-            " Pass `avg_var_count` to change it."
-        )
-    return notes
-
-
-def _bessel(count: float) -> float:
-    return 1.0 if math.isinf(count) else count / max(count - 1, 1)
 
 
 def _check_direction(option: str, fits: bool, source: Path, target: Path) -> None:

@@ -44,13 +44,32 @@ class recording(_Pass):  # noqa: N801 (read as a verb: `with recording() as tape
 
 
 class replaying(_Pass):  # noqa: N801
-    """Context manager of a pass that runs again, from the start of `tape`; can be entered again."""
+    """Context manager of a pass that runs again, from the start of `tape`; can be entered again.
+
+    Raises
+    ------
+    RuntimeError
+        If the pass meets more batch norms than the first one, or other channels; on leaving it
+        without an exception, if it has met fewer.
+    """
 
     def __enter__(self) -> Tape:
         self.position = 0
         return super().__enter__()
 
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        # A pass may end early by an exception: torch.utils.checkpoint raises one when it has all
+        # the tensors that it needs.
+        if not any(exception) and self.position < len(self.tape.entries):
+            raise RuntimeError(
+                f"the recomputation has met {self.position} of the {len(self.tape.entries)} batch "
+                "norms of the first pass. A recomputed block must do the same both times: switch "
+                "between training and evaluation after the backward pass."
+            )
+
     def next(self, channels: tuple[int, ...]) -> BatchStatistics:
+        """What the tape has next, which must be of these channels."""
         if self.position == len(self.tape.entries):
             raise RuntimeError(
                 f"the recomputation has met more batch norms than the first pass, which had "

@@ -2,9 +2,9 @@
 
 Chainer sets `chainer.config._will_recompute` in the first pass of a forgotten block and
 `in_recomputing` in the second, and nothing tells to which first pass a second one belongs. `forget`
-gives each call a tape of its own. Under Chainer's own F.forget, a message of the second pass is
-answered as the same message was in the first: a recomputed block does the same both times, so its
-local moments are the same bit for bit.
+gives each call a tape of its own. Under Chainer's own F.forget, around `forget` or in it too, a
+message of the second pass is answered as the same message was in the first: a recomputed block does
+the same both times, so its local moments are the same bit for bit.
 """
 
 from collections import OrderedDict
@@ -47,12 +47,22 @@ def forget(func: Callable[..., Any], *xs: Any) -> Any:
     first = recompute.recording()
     again = recompute.replaying(first.tape)
     passes = [first]
+    # Not in a block of Chainer's own, which will look for the messages of this one.
+    mark = chainer.config._will_recompute or _TAPED
 
     def run(*inputs: Any) -> Any:
-        with passes.pop() if passes else again:
+        if not passes:
+            with again:
+                return func(*inputs)
+        with passes.pop(), chainer.using_config("_will_recompute", mark):
             return func(*inputs)
 
     return F.forget(run, *xs)
+
+
+# What `_will_recompute` is where all blocks around have tapes. To Chainer it is as good as True,
+# which it sets again in a block of its own.
+_TAPED = "taped"
 
 
 def remembering(communicator: Communicator, /, *, given_as: object) -> Communicator:
@@ -60,7 +70,7 @@ def remembering(communicator: Communicator, /, *, given_as: object) -> Communica
 
     `given_as` is the object that stands for the communicator in both passes.
     """
-    if chainer.config.in_recomputing or chainer.config._will_recompute:
+    if chainer.config.in_recomputing or chainer.config._will_recompute not in (False, _TAPED):
         return _Remembering(communicator, given_as)
     return communicator
 

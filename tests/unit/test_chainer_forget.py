@@ -112,14 +112,18 @@ def test_over_ranks(how: Any) -> None:
             np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("how, inner", list(itertools.permutations([forget, F.forget])))
-def test_blocks_of_both_kinds_in_each_other(how: Any, inner: Any) -> None:
-    def block(net: Any, forgetting: Any, x: Any) -> tuple[Any, int]:
-        outer, within = (plainly, plainly) if forgetting is plainly else (how, inner)
-        return outer(lambda v: net.b(within(net.a, v * 2) ** 2), x), 2
+@pytest.mark.parametrize("kinds", list(itertools.product([forget, F.forget], repeat=3)))
+def test_blocks_of_both_kinds_in_each_other(kinds: Any) -> None:
+    def block(net: Any, how: Any, x: Any) -> tuple[Any, int]:
+        outer, middle, inner = [plainly] * 3 if how is plainly else kinds
+
+        def within(v: Any) -> Any:
+            return net.a(inner(net.b, v) * 2)
+
+        return outer(lambda v: net.b(middle(within, v * 2) ** 2), x), 3
 
     x = np.random.default_rng(0).normal(size=(5, C))
-    numbers, forward, backward, _ = run(block, how, SingleProcess(), x)
+    numbers, forward, backward, _ = run(block, forget, SingleProcess(), x)
     expected, *messages, _ = run(block, plainly, SingleProcess(), x)
     assert [forward, backward] == messages
     for got, want in zip(numbers, expected, strict=True):
@@ -220,8 +224,9 @@ def test_memory_has_an_end(monkeypatch: Any) -> None:
         ys[0].backward()
 
 
-def test_nothing_is_remembered_outside_of_blocks() -> None:
-    forgetting._sums.clear()
-    link = MultiNodeBatchNormalization(C, SingleProcess(), dtype=np.float64)
-    F.sum(link(np.random.default_rng(0).normal(size=(4, C)))).backward()
-    assert not forgetting._sums
+@pytest.mark.parametrize("how, remembered", [(plainly, 0), (forget, 0), (F.forget, 1)])
+def test_remembered_only_where_there_is_no_tape(how: Any, remembered: int) -> None:
+    for block in BLOCKS:
+        forgetting._sums.clear()
+        messages = run(block, how, SingleProcess(), np.random.default_rng(0).normal(size=(5, C)))[1]
+        assert len(forgetting._sums) == remembered * len(messages)

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from tests.helpers import fuzz, require
-from tests.helpers.fuzz import Activation, Call, Step
+from tests.helpers import fuzz, judging, require
+from tests.helpers.fuzz import Activation, Call
+from tests.helpers.judging import Step
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
 require.need("torch", "chainer")
@@ -156,7 +157,7 @@ TORCH = fuzz.calls(("float32", "float64", "float16", "bfloat16"))
 @several
 @given(TORCH)
 def test_torch(call: Call) -> None:
-    OUTCOMES["torch: " + fuzz.verdict(call, steps(call, torch_step), False)] += 1
+    OUTCOMES["torch: " + judging.verdict(call, steps(call, torch_step), False)] += 1
 
 
 def chainer_step(call: Call, rank: int, communicator: ThreadCommunicator) -> Step:
@@ -233,4 +234,4 @@ CHAINER = fuzz.calls(("float32", "float64", "float16"))
 @several
 @given(CHAINER)
 def test_chainer(call: Call) -> None:
-    OUTCOMES["chainer: " + fuzz.verdict(call, steps(call, chainer_step), True)] += 1
+    OUTCOMES["chainer: " + judging.verdict(call, steps(call, chainer_step), True)] += 1

@@ -16,6 +16,7 @@ PACKAGE = ROOT / "multibn"
 ROOMS = [
     ["multibn._typing", "multibn._arrays", "multibn._environment", "multibn._checkpoint_files"],
     ["multibn._checkpoint_keys"],
+    ["multibn._checkpoint_norms"],
     ["multibn.kernels", "multibn.communicators"],
     ["multibn.statistics"],
     [

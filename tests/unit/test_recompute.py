@@ -61,8 +61,22 @@ def test_a_pass_that_differs_is_an_error() -> None:
             taped(never, (3,))
 
 
+def test_a_pass_that_meets_fewer_is_an_error() -> None:
+    tape = Tape()
+    tape.entries += [batch(1.0), batch(2.0)]
+    with (
+        pytest.raises(RuntimeError, match=r"met 1 of the 2 batch norms.*after the backward pass\."),
+        replaying(tape),
+    ):
+        taped(never, (3,))
+    assert not in_recomputing()
+
+
 def test_the_stack_is_restored_after_an_error() -> None:
-    with pytest.raises(KeyError), recording(), replaying(Tape()):
+    """Which comes through, also with batch norms left."""
+    tape = Tape()
+    tape.entries.append(batch(1.0))
+    with pytest.raises(KeyError), recording(), replaying(tape):
         raise KeyError
     assert not in_recomputing()
 
@@ -150,6 +164,43 @@ def test_torch_checkpoint_equals_the_stored_run(
         assert torch.equal(a, b), name
     for a, b in zip(stored.parameters(), model.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
+
+
+def test_evaluation_before_the_backward_pass_is_an_error(torch: Any) -> None:
+    """Which would give other gradients. The variant that is not reentrant counts tensors itself."""
+    from torch.utils.checkpoint import checkpoint
+
+    from multibn.torch_backend import recomputed
+
+    model = build(torch, SingleProcess(), foreign=True)
+    x = torch.randn(2, 3, 6, 6, requires_grad=True)
+    y = checkpoint(recomputed(model), x, use_reentrant=True)
+    model.eval()
+    with pytest.raises(RuntimeError, match="met 0 of the 2 batch norms of the first pass"):
+        y.sum().backward()
+
+
+def test_a_pass_that_torch_ends_early_is_not_an_error(torch: Any) -> None:
+    """As soon as it has what the backward pass needs, which may be before a batch norm."""
+    from torch.utils.checkpoint import checkpoint
+
+    from multibn.torch_backend import checkpoint_contexts
+
+    norm = build(torch, SingleProcess(), foreign=False)[1]
+    begun, ended = [], []
+
+    def block(x: Any) -> Any:
+        begun.append(x)
+        y = x.sin()
+        with torch.no_grad():
+            norm(x)
+        ended.append(x)
+        return y
+
+    x = torch.randn(2, 4, 3, 3, requires_grad=True)
+    checkpoint(block, x, use_reentrant=False, context_fn=checkpoint_contexts).sum().backward()
+    assert torch.equal(x.grad, x.detach().cos())
+    assert (len(begun), len(ended), int(norm.num_batches_tracked)) == (2, 1, 1)
 
 
 def test_torchs_own_checkpoint_updates_twice(torch: Any) -> None:

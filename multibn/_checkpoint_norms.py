@@ -1,0 +1,121 @@
+"""The batch normalization layers in a model's state: what their arrays are called, and hold."""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple, TypeAlias
+
+from multibn import _checkpoint_keys as keys
+from multibn._checkpoint_files import CheckpointError
+from multibn._checkpoint_keys import Names
+from multibn._typing import Array
+
+# Elements per channel that made the variance unbiased, and those that shall; for all layers, or for
+# each by its name.
+Counts: TypeAlias = tuple[float, float] | Mapping[str, tuple[float, float]]
+
+
+class Words(NamedTuple):
+    """What a framework calls the arrays of a batch normalization."""
+
+    separator: str
+    mean: str
+    var: str
+    counter: str
+    scale: str
+    shift: str
+
+
+CHAINER = Words("/", "avg_mean", "avg_var", "N", "gamma", "beta")
+TORCH = Words(".", "running_mean", "running_var", "num_batches_tracked", "weight", "bias")
+
+
+def translation(source: Words, target: Words) -> dict[str, str]:
+    """Name in the source -> name in the target, of each array of a layer."""
+    return dict(zip(source[1:], target[1:], strict=True))
+
+
+def found(state: Mapping[str, Array], words: Words) -> list[str]:
+    """The layers that have running statistics, with all shapes and counters checked."""
+    import numpy as np
+
+    norms = []
+    for layer, leaves in keys.layers(state, words.separator).items():
+        if not {words.mean, words.var} & leaves.keys():
+            continue
+        arrays = {k: leaves.get(k) for k in (words.mean, words.var)}
+        arrays |= {k: leaves[k] for k in (words.scale, words.shift) if k in leaves}
+        shapes = {k: None if a is None else a.shape for k, a in arrays.items()}
+        shape = next(iter(shapes.values()))
+        if shape is None or len(shape) != 1 or set(shapes.values()) != {shape}:
+            raise CheckpointError(
+                f"the arrays of the batch normalization {layer!r} must have one shape (C,): got "
+                f"{', '.join(f'{k} {s}' for k, s in shapes.items())}. Save the model again, or "
+                "leave the layer out with `names`."
+            )
+        for name, array in arrays.items():
+            if array is not None and array.dtype.kind != "f":
+                raise CheckpointError(
+                    f"{keys.join(words.separator, layer, name)!r} must be floating-point: got "
+                    f"{array.dtype}. Save the model again."
+                )
+        counter = leaves.get(words.counter, np.zeros((), np.int64))
+        if counter.shape != () or counter.dtype.kind not in "iu" or counter < 0:
+            name = keys.join(words.separator, layer, words.counter)
+            raise CheckpointError(
+                f"{name!r} must be one number of batches: got {counter!r}. Save the model again."
+            )
+        norms.append(layer)
+    return norms
+
+
+def set_counters(
+    state: dict[str, Array], norms: list[str], words: Words, value: int, names: Names | None
+) -> int:
+    """Set every layer's counter in `state`, but for those in `names`; the largest there was."""
+    import numpy as np
+
+    largest = 0
+    for layer in norms:
+        counter = keys.join(words.separator, layer, words.counter)
+        largest = max(largest, int(state.get(counter, 0)))
+        if counter not in (names or {}):
+            state[counter] = np.asarray(value, np.int64)
+    return largest
+
+
+def recount(
+    state: dict[str, Array], norms: list[str], words: Words, counts: Counts | None
+) -> list[str]:
+    """Rescale the variances in `state`, and say what is done or not."""
+    per_layer = counts if isinstance(counts, Mapping) else dict.fromkeys(norms, counts)
+    if unknown := per_layer.keys() - set(norms):
+        raise CheckpointError(
+            f"`avg_var_count` must name batch normalizations of the file: got {sorted(unknown)}, "
+            f"found {norms}."
+        )
+    notes = []
+    for layer, pair in per_layer.items():
+        if pair is None:
+            continue
+        valid = isinstance(pair, (tuple, list)) and len(pair) == 2
+        if not valid or not all(isinstance(n, (int, float)) and n >= 1 for n in pair):
+            raise ValueError(
+                "`avg_var_count` must be two counts of elements from 1, in the file and wanted: "
+                f"got {pair!r}. Pass math.inf for the biased variance."
+            )
+        factor = _bessel(pair[1]) / _bessel(pair[0])
+        key = keys.join(words.separator, layer, words.var)
+        state[key] = (state[key].astype("float64") * factor).astype(state[key].dtype)
+        notes.append(f"{key!r} is multiplied by {factor:.6g}, from count {pair[0]} to {pair[1]}.")
+    if kept := len(norms) - len(notes):
+        notes.append(
+            f"{words.var} of {kept} layer(s) is carried as it is. A file does not say by which "
+            "count it is unbiased: the elements per channel of one rank (ChainerMN, chainer.links, "
+            "nn.BatchNorm), of all ranks (multibn, nn.SyncBatchNorm), or none (NaiveSyncBatchNorm)."
+            " Pass `avg_var_count` to change it."
+        )
+    return notes
+
+
+def _bessel(count: float) -> float:
+    return 1.0 if math.isinf(count) else count / max(count - 1, 1)
