@@ -5,18 +5,14 @@ One rule covers every framework: `running += momentum * (batch - running)`. torc
 n-th batch, the cumulative average.
 """
 
-from array_api_compat import to_device
-
-from multibn._arrays import array_namespace, device
+from multibn import kernels
+from multibn._arrays import array_namespace, is_on_host
 from multibn._typing import Array, RunningVar, check_choice
 from multibn.communicators import Communicator, SingleProcess
-from multibn.communicators._host import is_on_host
-from multibn.kernels.generic import as_wide
 from multibn.statistics import (
     BatchStatistics,
     Moments,
     aggregate,
-    at_least_one,
     empty_moments,
     merge_moments,
 )
@@ -44,12 +40,7 @@ def running_variance(
     ValueError
         If `convention` is none of the three.
     """
-    check_choice("running_var", convention, RunningVar)
-    if convention == "biased":
-        return batch.var
-    if convention == "unbiased_local":
-        return batch.var * (local_count / max(local_count - 1, 1))
-    return batch.var * (batch.count / at_least_one(batch.count - 1))
+    return batch.var * _variance_factor(batch.count, local_count, convention)
 
 
 def update_running(
@@ -67,13 +58,13 @@ def update_running(
     `momentum` is a number, or an array of shape `()` so that a count on a GPU need not be read.
     Nothing changes if all ranks were empty. The convention of the variance is `running_variance`'s.
     """
+    factor = _variance_factor(batch.count, local_count, convention)
     if is_on_host(batch.count):  # a number is faster than an array of one
-        momentum = momentum if bool(batch.count > 0) else 0.0
+        momentum = float(momentum) if batch.count > 0 else 0.0
     else:
         xp = array_namespace(batch.count)
         momentum = momentum * xp.astype(batch.count > 0, batch.count.dtype)
-    var = running_variance(batch, local_count=local_count, convention=convention)
-    return _step(running_mean, batch.mean, momentum), _step(running_var, var, momentum)
+    return kernels.move_averages(running_mean, running_var, batch.mean, batch.var, momentum, factor)
 
 
 class PopulationEstimator:
@@ -101,9 +92,12 @@ class PopulationEstimator:
         return aggregate(self._moments, SingleProcess() if communicator is None else communicator)
 
 
-def _step(running: Array, new: Array, momentum: float | Array) -> Array:
-    xp = array_namespace(running)
-    # Not running + momentum * (new - running), which keeps rounding errors of the old value even
-    # where momentum is 1.
-    wide = (1 - momentum) * as_wide(running) + momentum * new
-    return to_device(xp.astype(wide, running.dtype, copy=False), device(running))
+def _variance_factor(count: Array, local_count: int, convention: RunningVar) -> float | Array:
+    check_choice("running_var", convention, RunningVar)
+    if convention == "biased":
+        return 1.0
+    if convention == "unbiased_local":
+        return local_count / max(local_count - 1, 1)
+    if is_on_host(count):
+        return float(count) / max(float(count) - 1.0, 1.0)
+    return count / array_namespace(count).clip(count - 1.0, 1.0, None)

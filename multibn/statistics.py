@@ -22,13 +22,13 @@ GPU wait for the host, except where a rank holds at most one value per channel.
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from functools import cache
+from typing import Any, NamedTuple, NoReturn
 
 from multibn import kernels
-from multibn._arrays import array_namespace, device
+from multibn._arrays import array_namespace, device, is_on_host
 from multibn._typing import Array, Weighting, check_choice
 from multibn.communicators import Communicator, checked
-from multibn.communicators._host import is_on_host
 
 
 class Moments(NamedTuple):
@@ -39,15 +39,15 @@ class Moments(NamedTuple):
     mean, meansqr
         Mean and mean of squares per channel, shape `(C,)`, float64.
     count
-        Elements per channel, N*H*W..., shape `()`, float64.
+        Elements per channel, N*H*W...
     num_samples
-        N, shape `()`, float64; read only by `weighting="sample"`.
+        N; read only by `weighting="sample"`.
     """
 
     mean: Array
     meansqr: Array
-    count: Array
-    num_samples: Array
+    count: float  # type: ignore[assignment]  # a tuple's method, which nobody calls
+    num_samples: float
 
 
 class BatchStatistics(NamedTuple):
@@ -105,31 +105,23 @@ def local_moments(x: Array, /, *, axis: tuple[int, ...] | None = None) -> Moment
     TypeError
         If `x` is not of a real floating-point dtype.
     """
-    xp = array_namespace(x)
     require_floating(x)
     axis = reduced_axes(x.ndim) if axis is None else axis
     mean, var = kernels.local_moments(x, axis=axis)
-    return Moments(
-        mean,
-        var + mean * mean,
-        xp.full((), kernels.num_elements(x, axis), dtype=mean.dtype, device=device(mean)),
-        xp.full((), x.shape[axis[0]], dtype=mean.dtype, device=device(mean)),
-    )
+    count = float(kernels.num_elements(x, axis))
+    return Moments(mean, var + mean * mean, count, float(x.shape[axis[0]]))
 
 
 def empty_moments(like: Array, /) -> Moments:
     """Moments of no data for channels shaped like `like`: what `merge_moments` starts from."""
-    xp = array_namespace(like)
-    zeros = xp.zeros_like(kernels.as_wide(like))
-    zero = xp.zeros((), dtype=zeros.dtype, device=device(zeros))
-    return Moments(zeros, zeros, zero, zero)
+    zeros = array_namespace(like).zeros_like(kernels.as_wide(like))
+    return Moments(zeros, zeros, 0.0, 0.0)
 
 
 def merge_moments(*moments: Moments) -> Moments:
     """Moments of the concatenation of the batches that `moments` describe (weighted by count)."""
-    xp = array_namespace(moments[0].mean)
     count = sum(m.count for m in moments)
-    divisor = xp.clip(count, 1.0, None)
+    divisor = max(count, 1.0)
     return Moments(
         sum(m.mean * (m.count / divisor) for m in moments),
         sum(m.meansqr * (m.count / divisor) for m in moments),
@@ -184,37 +176,29 @@ def aggregate_all(
         As `aggregate`.
     """
     check_choice("weighting", weighting, Weighting)
-    xp = array_namespace(parts[0].mean)
-    rank_weights = []
-    arrays = []
-    for part in parts:
-        rank_weight = part.count
-        if weighting != "element":
-            rank_weight = xp.astype(part.count > 0, part.count.dtype)
-        if weighting == "sample":
-            rank_weight = rank_weight * part.num_samples
-        rank_weights.append(rank_weight)
-        arrays += [rank_weight * part.mean, rank_weight * part.meansqr, rank_weight, part.count]
-    summed = _allreduce(communicator, *arrays)
+    weights = [_rank_weight(part, weighting) for part in parts]
+    messages = [
+        kernels.pack(part.mean, part.meansqr, weight, part.count)
+        for part, weight in zip(parts, weights, strict=True)
+    ]
     batches = []
-    for i, (part, rank_weight) in enumerate(zip(parts, rank_weights, strict=True)):
-        mean, meansqr, total, count = summed[4 * i : 4 * i + 4]
-        if is_on_host(count):
-            if bool(xp.isnan(count)):
-                _raise_for_refusal(communicator, refused=False)
-            if not bool(xp.isfinite(xp.sum(meansqr))):
-                finite = bool(xp.isfinite(xp.sum(part.meansqr)))
-                _raise_for_non_finite(communicator, finite)
-        divisor = at_least_one(total)  # a weight is 0 or at least 1
-        mean = mean / divisor
-        batch = BatchStatistics(
-            mean,
-            xp.clip(meansqr / divisor - mean * mean, 0.0, None),
-            count,
-            rank_weight / (at_least_one(part.count) * divisor),
-        )
-        batches.append(batch)
+    for part, weight, summed in zip(
+        parts, weights, _allreduce(communicator, messages), strict=True
+    ):
+        *batch, refused, finite = kernels.unpack(summed, part.mean.shape, weight, part.count)
+        if refused:
+            _raise_for_refusal(communicator, refused=False)
+        if not finite:
+            xp = array_namespace(part.mean)
+            _raise_for_non_finite(communicator, bool(xp.isfinite(xp.sum(part.meansqr))))
+        batches.append(BatchStatistics(*batch))
     return batches
+
+
+def _rank_weight(part: Moments, weighting: Weighting) -> float:
+    if weighting == "element" or part.count == 0:
+        return part.count
+    return part.num_samples if weighting == "sample" else 1.0
 
 
 def batch_statistics(
@@ -231,7 +215,7 @@ def batch_statistics(
 
     Raises
     ------
-    TypeError, ValueError, RuntimeError
+    TypeError, ValueError, RuntimeError, FloatingPointError
         As `local_moments` and `aggregate`.
     ValueError
         On every rank, if the ranks hold one value per channel together: its variance is 0, and
@@ -260,9 +244,10 @@ def all_batch_statistics(
         # count read on the host.
         if kernels.num_elements(x, axis) <= 1 and bool(batch.count == 1):
             raise ValueError(
-                "training needs more than 1 value per channel over all ranks together: got 1 on "
-                f"{communicator.size} rank(s), with an input of shape {tuple(x.shape)} on rank "
-                f"{communicator.rank}. Use a larger batch, drop the last one, or call eval()."
+                "normalizing by the statistics of a batch needs more than 1 value per channel over "
+                f"all ranks together: got 1 on {communicator.size} rank(s), with an input of shape "
+                f"{tuple(x.shape)} on rank {communicator.rank}. Use a larger batch, drop the last "
+                "one, or evaluate with running statistics."
             )
     return batches
 
@@ -286,11 +271,6 @@ def refuse(communicator: Communicator, /, *num_channels: int, like: Array) -> No
         _raise_for_refusal(communicator, refused=True)
 
 
-def invstd(batch: BatchStatistics, /, *, eps: float) -> Array:
-    """`1 / sqrt(var + eps)`, shape `(C,)`, float64."""
-    return (batch.var + eps) ** -0.5
-
-
 def normalize(
     x: Array,
     batch: BatchStatistics,
@@ -308,8 +288,7 @@ def normalize(
     Then plus `residual`, of the shape and dtype of `x`, then ReLU, where asked for.
     """
     axis = reduced_axes(x.ndim) if axis is None else axis
-    scale = _times(invstd(batch, eps=eps), weight)
-    shift = 0.0 * scale if bias is None else kernels.as_wide(bias)
+    scale, shift = kernels.affine(batch.var, weight, bias, eps=eps)
     return kernels.normalize(x, batch.mean, scale, shift, axis=axis, residual=residual, relu=relu)
 
 
@@ -325,7 +304,7 @@ def backward_sums(
     """This rank's sums of `dy` and `dy * xhat`. Not collective."""
     axis = reduced_axes(x.ndim) if axis is None else axis
     sum_dy, sum_dy_xmu = kernels.backward_sums(dy, x, batch.mean, axis=axis)
-    return GradientSums(sum_dy, sum_dy_xmu * invstd(batch, eps=eps))
+    return GradientSums(sum_dy, kernels.over_std(sum_dy_xmu, batch.var, eps=eps))
 
 
 def aggregate_sums(sums: GradientSums, communicator: Communicator, /) -> GradientSums:
@@ -337,7 +316,7 @@ def aggregate_all_sums(
     parts: Sequence[GradientSums], communicator: Communicator, /
 ) -> list[GradientSums]:
     """`aggregate_sums` of several, those of different layers, in one message. Collective."""
-    summed = _allreduce(communicator, *(a for part in parts for a in part))
+    summed = _allreduce(communicator, [a for part in parts for a in part])
     return [GradientSums(*summed[2 * i : 2 * i + 2]) for i in range(len(parts))]
 
 
@@ -354,18 +333,21 @@ def input_gradient(
 ) -> Array:
     """Gradient with respect to `x`, in its dtype, from the sums over all ranks. Not collective."""
     axis = reduced_axes(x.ndim) if axis is None else axis
-    s = invstd(batch, eps=eps)
-    scale = _times(s, weight)
-    pull = -scale * batch.element_weight
-    return kernels.input_gradient(
-        dy, x, batch.mean, scale, pull * s * sums.sum_dy_xhat, pull * sums.sum_dy, axis=axis
+    coefficients = kernels.gradient_coefficients(
+        batch.var, weight, batch.element_weight, *sums, eps=eps
     )
+    return kernels.input_gradient(dy, x, batch.mean, *coefficients, axis=axis)
 
 
 def require_floating(x: Array) -> None:
     """Raise TypeError unless `x` is of a real floating-point dtype."""
-    if not array_namespace(x).isdtype(x.dtype, "real floating"):
+    if not _is_floating(array_namespace(x), x.dtype):
         raise not_floating(x)
+
+
+@cache
+def _is_floating(xp: Any, dtype: Any) -> bool:
+    return bool(xp.isdtype(dtype, "real floating"))
 
 
 def not_floating(x: Array) -> TypeError:
@@ -376,19 +358,10 @@ def not_floating(x: Array) -> TypeError:
     )
 
 
-def at_least_one(v: Array) -> Array | float:
-    """`max(v, 1)`, shape `()`: a number where reading `v` costs nothing, else an array."""
-    if is_on_host(v) and not getattr(v, "requires_grad", False):
-        return max(float(v), 1.0)
-    return array_namespace(v).clip(v, 1.0, None)
-
-
-def _times(scale: Array, weight: Array | None) -> Array:
-    return scale if weight is None else scale * kernels.as_wide(weight)
-
-
-def _allreduce(communicator: Communicator, *arrays: Array) -> list[Array]:
+def _allreduce(communicator: Communicator, arrays: Sequence[Array]) -> list[Array]:
     """Sum several arrays over the ranks, packed into one message."""
+    if len(arrays) == 1:
+        return [communicator.allreduce(arrays[0])]
     xp = array_namespace(arrays[0])
     packed = [a if a.ndim == 1 else xp.reshape(a, (-1,)) for a in arrays]
     summed = communicator.allreduce(xp.concat(packed))

@@ -47,8 +47,7 @@ def forget(func: Callable[..., Any], *xs: Any) -> Any:
     first = recompute.recording()
     again = recompute.replaying(first.tape)
     passes = [first]
-    # Not in a block of Chainer's own, which will look for the messages of this one.
-    mark = chainer.config._will_recompute or _TAPED
+    mark = first_pass_mark()
 
     def run(*inputs: Any) -> Any:
         if not passes:
@@ -63,6 +62,12 @@ def forget(func: Callable[..., Any], *xs: Any) -> Any:
 # What `_will_recompute` is where all blocks around have tapes. To Chainer it is as good as True,
 # which it sets again in a block of its own.
 _TAPED = "taped"
+
+
+def first_pass_mark() -> Any:
+    """What to set `_will_recompute` to in a block that has a tape; call it outside of the block."""
+    # In a block of Chainer's own as it is: that will look for the messages of this one, too.
+    return chainer.config._will_recompute or _TAPED
 
 
 def remembering(communicator: Communicator, /, *, given_as: object) -> Communicator:

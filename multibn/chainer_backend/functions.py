@@ -63,7 +63,10 @@ def multi_node_batch_normalization(
     ValueError
         If the shapes do not fit, or all ranks hold one value per channel together.
     RuntimeError
-        On the other ranks, if one rank's input was refused.
+        On the other ranks, if one rank's input was refused; on all, if they are in different
+        layers, or in different phases of one.
+    FloatingPointError
+        On all ranks, if the statistics of one are not finite (on a GPU one call later).
 
     Notes
     -----

@@ -13,6 +13,7 @@ from chainer.backends import cuda
 
 from multibn import recompute
 from multibn._typing import Array, check_choice
+from multibn.chainer_backend import forgetting
 
 Mode: TypeAlias = Literal["reversible", "stored"]
 
@@ -200,7 +201,7 @@ class _Pass:
         x = variables[self.coupling.source]
         with (
             chainer.using_device(x.device),
-            chainer.using_config("_will_recompute", True),
+            chainer.using_config("_will_recompute", forgetting.first_pass_mark()),
             recompute.recording() as tape,
             self._random.noted(x.array),
         ):

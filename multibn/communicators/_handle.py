@@ -51,10 +51,12 @@ class Watched(Handle, ABC):
         return self.allreduce_in(x, channel=0, place=text, text=text)
 
     @abstractmethod
-    def allreduce_in(self, x: Array, /, *, channel: int, place: str, text: str) -> Array:
+    def allreduce_in(self, x: Array, /, *, channel: int, place: str, text: object) -> Array:
         """As `allreduce`. A channel is opened at its first use, by all ranks at the same time.
 
-        Channel 0 is for anything. `place` is equal on ranks that are to meet, `text` describes it.
+        Channel 0 is for anything; in a channel above that all messages have as many numbers as it
+        says, of one dtype. `place` is equal on ranks that are to meet, `text` describes it: what it
+        says is asked for when somebody is to read it.
         """
 
     @property

@@ -4,25 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from array_api_compat import (
-    array_namespace,
-    device,
-    is_cupy_array,
-    is_numpy_array,
-    is_torch_array,
-    to_device,
-)
+from array_api_compat import is_cupy_array, is_numpy_array, is_torch_array, to_device
 
+from multibn._arrays import array_namespace, device
 from multibn._typing import Array
-
-_DLPACK_CPU = 1  # kDLCPU of the DLPack header
-
-
-def is_on_host(x: Array, /) -> bool:
-    """Whether `x` is in host memory."""
-    if isinstance(x, np.ndarray | np.generic):
-        return True
-    return int(x.__dlpack_device__()[0]) == _DLPACK_CPU
 
 
 def to_host(x: Array, /) -> np.ndarray[Any, Any]:
@@ -30,7 +15,9 @@ def to_host(x: Array, /) -> np.ndarray[Any, Any]:
 
     16-bit types become float32: MPI has no half precision and NumPy no bfloat16.
     """
-    if is_torch_array(x):
+    if type(x) is np.ndarray:
+        a = x
+    elif is_torch_array(x):
         x = x.detach().cpu()
         if x.dtype.is_floating_point and x.dtype.itemsize < 4:
             x = x.float()
@@ -41,7 +28,8 @@ def to_host(x: Array, /) -> np.ndarray[Any, Any]:
         a = np.asarray(x)
     if a.dtype == np.float16:
         a = a.astype(np.float32)
-    return np.ascontiguousarray(a).reshape(a.shape)  # ascontiguousarray makes () into (1,)
+    # ascontiguousarray makes () into (1,)
+    return a if a.flags.c_contiguous else np.ascontiguousarray(a).reshape(a.shape)
 
 
 def from_host(a: np.ndarray[Any, Any], like: Array, /) -> Array:
@@ -50,7 +38,8 @@ def from_host(a: np.ndarray[Any, Any], like: Array, /) -> Array:
         return a.astype(like.dtype, copy=False)
     xp = array_namespace(like)
     if is_torch_array(like):
-        return xp.from_numpy(a).to(device=like.device, dtype=like.dtype)
+        t = xp.from_numpy(a)
+        return t if t.dtype == like.dtype and like.is_cpu else t.to(like.device, like.dtype)
     return to_device(xp.asarray(a, dtype=like.dtype), device(like))
 
 

@@ -62,7 +62,8 @@ class Watch:
         self._launcher = _launcher()
         self._board: Board | None = None
         self._peers: list[tuple[str, int]] = []  # host and pid of each rank
-        self._last, self._last_at = "the start", time.monotonic()
+        self._last: object = "the start"  # as a text
+        self._last_at = time.monotonic()
 
     def introduce(
         self, allgather: Callable[[bytes], list[bytes]], make_board: Callable[[str], Board]
@@ -76,15 +77,22 @@ class Watch:
         self._peers = [(where, pid) for where, pid, _ in answers]
         self._board = make_board(str(answers[0][2]))
 
-    def wait(self, done: Callable[[float], bool], place: str, text: str, timeout: float) -> None:
-        """Return when a collective is done.
+    def wait(
+        self,
+        begin: Callable[[], Callable[[float], bool]],
+        place: str,
+        text: object,
+        timeout: float,
+    ) -> None:
+        """Begin a collective, and return when it is done.
 
         Parameters
         ----------
-        done
-            Waits for that many seconds at most and says whether the collective is done.
+        begin
+            Begins it and returns a function that waits for that many seconds at most and says
+            whether it is done.
         place, text
-            See `Notice`.
+            See `Notice`; `text` is made a text when it is needed.
         timeout
             Seconds that the collective may take.
 
@@ -108,19 +116,20 @@ class Watch:
                 f"end this process if another rank failed. It ends in {text}.",
             )
         try:
+            done = begin()
             if not done(PATIENCE):
-                self._wait_long(done, place, text, timeout)
+                self._wait_long(done, place, str(text), timeout)
         except RuntimeError as error:
             if self.failure is not None:
                 raise
-            self._lost(text, error)
+            self._lost(str(text), error)
         self.completed += 1
         self._last, self._last_at = text, time.monotonic()
 
     def leave(self) -> None:
         """Tell the others that this process ends."""
         if self.failure is None:
-            self._publish("left", "", self._last)
+            self._publish("left", "", str(self._last))
 
     def _publish(self, state: str, place: str, text: str) -> None:
         if self._board is not None:

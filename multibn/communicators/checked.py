@@ -11,15 +11,16 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from array_api_compat import is_torch_array
 
+from multibn._arrays import is_on_host
 from multibn._typing import Array
 from multibn.communicators import Communicator
 from multibn.communicators._handle import Forwarding, Handle, Watched
-from multibn.communicators._host import from_host, is_on_host, to_host
+from multibn.communicators._host import from_host, to_host
 from multibn.communicators._objects import gather
 
 _FIRST_MESSAGES = -1  # a channel of their own
@@ -137,13 +138,13 @@ class _Phase:
 
     def __init__(self, layer: Checked, phase: str, dtype: Any) -> None:
         self.wrapped = layer
-        self.name, self._dtype = phase, str(dtype).rpartition(".")[2]
+        self.name, self.dtype = phase, str(dtype).rpartition(".")[2]
         # Sums of gradients are two numbers fewer than moments. With as many in all, ranks in
         # different phases of a layer can be told from what the message says.
         self.num_lanes = 2 + 2 * layer.num_layers * (phase == "backward")
         self._calls = 0
-        # By name: it is agreed on once per communicator, and the same from then on.
-        self._fingerprints: dict[str, float] = {}
+        # Fingerprint and place by name: it is agreed on once per communicator, and then the same.
+        self._known: dict[str, tuple[float, str]] = {}
         self._unread = _Unread(self)
 
     @property
@@ -161,31 +162,33 @@ class _Phase:
         communicator = self.wrapped.wrapped
         if isinstance(communicator, Forwarding):
             communicator = communicator.resolve()
-        if communicator.size == 1:
+        size = communicator.size
+        if size == 1:
             return communicator.allreduce(x)
         self._calls += 1
         length = x.shape[0] + self.num_lanes
         name = self._agreed_name(communicator, length)
-        fingerprint = self._fingerprint(name)
+        fingerprint, place = self._known.get(name) or self._learn(name)
         if is_on_host(x):
             a = to_host(x)
             n = a.size
             payload = np.zeros(length, dtype=a.dtype)
             payload[:n] = a
             payload[n], payload[n + 1] = fingerprint, fingerprint * fingerprint
-            summed = self.send(communicator, payload, name)
-            # A rank that has refused its input is told from its NaN in the last number.
-            if self.name != "forward" or summed[n - 1] == summed[n - 1]:
-                self.check(communicator, summed[n], summed[n + 1])
+            summed = self.send(communicator, payload, place)
+            total, total_of_squares = summed[n : n + 2].tolist()
+            if not all_equal(total, total_of_squares, size) and not (
+                # A rank that has refused its input is told from its NaN in the last number.
+                self.name == "forward" and np.isnan(summed[n - 1])
+            ):
+                self.raise_for_places(communicator)
             return from_host(summed[:n], x)
         if is_torch_array(x):
-            return self._unread.allreduce(communicator, x, fingerprint, name)
+            return self._unread.allreduce(communicator, x, fingerprint, place)
         return communicator.allreduce(x)
 
-    def check(self, communicator: Communicator, total: Any, total_of_squares: Any) -> None:
-        """Raise on all ranks if their fingerprints differ; collective then."""
-        if all_equal(total, total_of_squares, communicator.size):
-            return
+    def raise_for_places(self, communicator: Communicator) -> NoReturn:
+        """Ask each other where they are, and raise on all ranks. Collective."""
         said = gather(str(self), communicator)
         raise RuntimeError(
             f"the ranks are in different places: {_by_answer(said)}. All ranks must run the same "
@@ -193,21 +196,19 @@ class _Phase:
         )
 
     def __str__(self) -> str:
-        return f"{self.wrapped.name} ({self.name}, {self._dtype}, call {self._calls})"
+        return str(_Call(self, self._calls))
 
-    def send(self, communicator: Communicator, payload: Array, name: str) -> Array:
+    def send(self, communicator: Communicator, payload: Array, place: str) -> Array:
         if not isinstance(communicator, Watched):
             return communicator.allreduce(payload)
-        place = f"{name} {self.name}"
         return communicator.allreduce_in(
-            payload, channel=payload.shape[0], place=place, text=str(self)
+            payload, channel=payload.shape[0], place=place, text=_Call(self, self._calls)
         )
 
-    def _fingerprint(self, name: str) -> float:
-        if name not in self._fingerprints:
-            text = f"{name} {self.name} {self._dtype}"
-            self._fingerprints[name] = float(zlib.crc32(text.encode()) >> 12)
-        return self._fingerprints[name]
+    def _learn(self, name: str) -> tuple[float, str]:
+        text = f"{name} {self.name} {self.dtype}"
+        found = self._known[name] = float(zlib.crc32(text.encode()) >> 12), f"{name} {self.name}"
+        return found
 
     def _agreed_name(self, communicator: Communicator, length: int) -> str:
         """The layer's name, once all ranks are known to be in a layer like this; collective then.
@@ -262,6 +263,17 @@ class _Phase:
         return str(shortest)
 
 
+class _Call(NamedTuple):
+    """One call of a layer in one phase; for people."""
+
+    phase: _Phase
+    number: int
+
+    def __str__(self) -> str:
+        of = self.phase
+        return f"{of.wrapped.name} ({of.name}, {of.dtype}, call {self.number})"
+
+
 class _Unread:
     """The latest message from a GPU, looked at before the next of the same layer and phase is sent.
 
@@ -274,7 +286,7 @@ class _Unread:
         self._latest: tuple[Any, Any] | None = None  # an event, and what is there after it
         self._lanes: dict[Any, Any] = {}
 
-    def allreduce(self, communicator: Communicator, x: Any, fingerprint: float, name: str) -> Any:
+    def allreduce(self, communicator: Communicator, x: Any, fingerprint: float, place: str) -> Any:
         import torch
 
         observed = x.is_cuda and not torch.cuda.is_current_stream_capturing()
@@ -287,7 +299,7 @@ class _Unread:
             lanes = [fingerprint, fingerprint * fingerprint]
             padding = [0.0] * (self._phase.num_lanes - 2)
             self._lanes[key] = torch.tensor(lanes + padding, dtype=x.dtype, device=x.device)
-        summed = self._phase.send(communicator, torch.cat([x, self._lanes[key]]), name)
+        summed = self._phase.send(communicator, torch.cat([x, self._lanes[key]]), place)
         if observed:
             copy = torch.empty(summed.shape, dtype=summed.dtype, pin_memory=True)
             copy.copy_(summed, non_blocking=True)
@@ -309,7 +321,8 @@ class _Unread:
                 f"the batch statistics were not finite {where}: the input had NaN, infinity or too "
                 "large values on some rank. Look for what made them in the layers before it."
             )
-        self._phase.check(communicator, summed[n], summed[n + 1])
+        if not all_equal(summed[n], summed[n + 1], communicator.size):
+            self._phase.raise_for_places(communicator)
 
 
 @cache

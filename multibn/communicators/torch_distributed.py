@@ -103,7 +103,7 @@ class TorchDistributed(Watched):
     def size(self) -> int:
         return dist.get_world_size(self.group)
 
-    def allreduce_in(self, x: Array, /, *, channel: int, place: str, text: str) -> Array:
+    def allreduce_in(self, x: Array, /, *, channel: int, place: str, text: object) -> Array:
         if is_torch_array(x):
             return self._allreduce(x, channel, place, text)
         if is_cupy_array(x):
@@ -111,7 +111,7 @@ class TorchDistributed(Watched):
 
             tensor = torch.from_dlpack(x)
             return cupy.from_dlpack(self._allreduce(tensor, channel, place, text))
-        tensor = torch.tensor(to_host(x))  # a copy: the array may be read-only
+        tensor = torch.from_numpy(to_host(x).copy())  # it may be read-only
         return from_host(self._allreduce(tensor, channel, place, text).numpy(), x)
 
     @property
@@ -139,7 +139,7 @@ class TorchDistributed(Watched):
         ranks = "world" if self._ranks is None else list(self._ranks)
         return f"TorchDistributed(ranks={ranks})"
 
-    def _allreduce(self, x: torch.Tensor, channel: int, place: str, text: str) -> torch.Tensor:
+    def _allreduce(self, x: torch.Tensor, channel: int, place: str, text: object) -> torch.Tensor:
         links = _links(self.group, self.timeout)
         device = links.transport_device(x.device)
         out = x.detach().to(device, copy=True).contiguous()
@@ -183,7 +183,7 @@ class _Links:
         )
 
     def allreduce_(
-        self, x: torch.Tensor, channel: int, place: str, text: str, timeout: float
+        self, x: torch.Tensor, channel: int, place: str, text: object, timeout: float
     ) -> None:
         """Sum `x` in place, over gloo."""
         if channel not in self._channels:
@@ -195,26 +195,32 @@ class _Links:
                 self.watch.size,
                 timedelta(seconds=timeout + 60),
             )
-        work = self._channels[channel].allreduce([x])  # type: ignore[attr-defined]
-        # Were gloo's thread the last to let go of a tensor, it would need the interpreter for it,
-        # and a process that is ending by then is aborted.
-        self._in_use[channel] = work, x
+        gloo: Any = self._channels[channel]
 
-        def done(seconds: float) -> bool:
-            try:
-                work.wait(timedelta(seconds=max(seconds, 1e-3)))  # 0 means for ever
-            except RuntimeError:
-                if not work.is_completed():
-                    return False
-                work.wait()  # raises what has ended it
-            return True
+        def begin() -> Callable[[float], bool]:
+            work = gloo.allreduce([x])
+            # Were gloo's thread the last to let go of a tensor, it would need the interpreter for
+            # it, and a process that is ending by then is aborted.
+            self._in_use[channel] = work, x
+            return lambda seconds: _wait(work, seconds)
 
-        self.watch.wait(done, place, text, timeout)
+        self.watch.wait(begin, place, text, timeout)
 
     def _sum(self, a: Any, timeout: float) -> Any:
         x = torch.from_numpy(a)
         self.allreduce_(x, 0, "introduction", "the first exchange", timeout)
         return a
+
+
+def _wait(work: Any, seconds: float) -> bool:
+    """Whether it completes within that time."""
+    try:
+        work.wait(timedelta(seconds=max(seconds, 1e-3)))  # 0 means for ever
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # raises what has ended it
+    return True
 
 
 class _Board:

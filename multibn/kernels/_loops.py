@@ -15,7 +15,7 @@ deviations between the two, cancellation makes an error n**2 times as large.
 """
 
 import ctypes
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import carray, cfunc, config, njit, types
@@ -32,8 +32,8 @@ _FAR = 4  # standard deviations between centre and mean
 _LINE = 64  # bytes of a cache line
 
 # Sums may be reordered, to be vectors; no flag here says that there are no NaN or infinities.
-_SUMS = {"contract", "reassoc"}
-_ELEMENTWISE = {"contract"}
+SUMS = {"contract", "reassoc"}
+ELEMENTWISE = {"contract"}
 
 
 @njit
@@ -52,7 +52,7 @@ def _columns(dtype: Any, n: int) -> Any:
     return memory[start : start + n]
 
 
-@njit(fastmath=_ELEMENTWISE)
+@njit(fastmath=ELEMENTWISE)
 def _spread(of_channel: Any, a: int, b: int, S: int, times: int, columns: Any) -> None:
     """Write the values of the channels `a:b` to their columns."""
     j = 0
@@ -68,7 +68,7 @@ def _spread(of_channel: Any, a: int, b: int, S: int, times: int, columns: Any) -
             j += S
 
 
-@njit(fastmath=_SUMS)
+@njit(fastmath=SUMS)
 def _gather(columns: Any, a: int, b: int, S: int, times: int, sums: Any, at: int) -> None:
     """Add the columns of the channels `a:b` to their sums, and set them to zero."""
     j = 0
@@ -334,33 +334,49 @@ def _input_gradient(
                 )
 
 
-# Each loop's arrays, "x" of the activation's dtype and "w" of float64, its number of integers, and
-# whether it returns one.
-_LOOPS: dict[str, tuple[Any, str, int, bool, set[str]]] = {
-    "centre": (_centre, "xw", 3, False, _ELEMENTWISE),
-    "moments": (_moments, "xww", 6, False, _SUMS),
-    "finish_moments": (_finish_moments, "xwww", 4, True, _ELEMENTWISE),
-    "backward_sums": (_backward_sums, "xxww", 6, False, _SUMS),
-    "normalize": (_normalize, "xwwwx", 6, False, _ELEMENTWISE),
-    "input_gradient": (_input_gradient, "xxwwwwx", 6, False, _ELEMENTWISE),
+class Loop(NamedTuple):
+    """A function to compile.
+
+    Its arguments are arrays, "x" of the activation's dtype and "w" of float64, then so many
+    integers, then so many floats.
+    """
+
+    function: Any
+    arrays: str
+    integers: int
+    fastmath: set[str]
+    floats: int = 0
+    returns: bool = False  # an integer
+
+
+LOOPS: dict[str, Loop] = {
+    "centre": Loop(_centre, "xw", 3, ELEMENTWISE),
+    "moments": Loop(_moments, "xww", 6, SUMS),
+    "finish_moments": Loop(_finish_moments, "xwww", 4, ELEMENTWISE, returns=True),
+    "backward_sums": Loop(_backward_sums, "xxww", 6, SUMS),
+    "normalize": Loop(_normalize, "xwwwx", 6, ELEMENTWISE),
+    "input_gradient": Loop(_input_gradient, "xxwwwwx", 6, ELEMENTWISE),
 }
 
 
-def compiled(name: str, dtype: str) -> Any:
-    """The loop `name` for activations of `dtype`, as a C function of addresses and integers.
+def compiled(loop: Loop, dtype: str) -> Any:
+    """A loop for activations of `dtype`, as a C function of addresses and numbers.
 
     It is read from numba's cache on disk if that has it, and runs without the interpreter's lock.
     """
-    function, arrays, integers, returns, fastmath = _LOOPS[name]
     kinds = {"x": types.CPointer(getattr(types, dtype)), "w": types.CPointer(types.float64)}
-    result = types.int64 if returns else types.void
-    signature = result(*(kinds[a] for a in arrays), *[types.int64] * integers)
-    options: dict[str, Any] = {"error_model": "numpy", "fastmath": fastmath}
+    numbers = [types.int64] * loop.integers + [types.float64] * loop.floats
+    result = types.int64 if loop.returns else types.void
+    signature = result(*(kinds[a] for a in loop.arrays), *numbers)
+    options: dict[str, Any] = {"error_model": "numpy", "fastmath": loop.fastmath}
     try:
-        native: Any = cfunc(signature, cache=True, **options)(function)
+        native: Any = cfunc(signature, cache=True, **options)(loop.function)
     except (RuntimeError, OSError):  # there is no place where the cache can be written
-        native = cfunc(signature, **options)(function)
-    arguments = [*[ctypes.c_void_p] * len(arrays), *[ctypes.c_int64] * integers]
-    call: Any = ctypes.CFUNCTYPE(ctypes.c_int64 if returns else None, *arguments)(native.address)
+        native = cfunc(signature, **options)(loop.function)
+    arguments: list[Any] = [ctypes.c_void_p] * len(loop.arrays)
+    arguments += [ctypes.c_int64] * loop.integers + [ctypes.c_double] * loop.floats
+    call: Any = ctypes.CFUNCTYPE(ctypes.c_int64 if loop.returns else None, *arguments)(
+        native.address
+    )
     call.keeps = native  # its code lives as long as it does
     return call

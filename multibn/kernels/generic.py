@@ -1,4 +1,4 @@
-"""The four passes in the array API standard: the reference, and the fallback for any library.
+"""The passes and the steps in the array API standard: the reference, for any library.
 
 Shapes: activations `x` and `dy` have any number of dimensions; `axis` names the ones that are
 reduced, and a per-channel array has the shape of the others, `(C,)` for `axis=(0, 2, 3)` of
@@ -15,11 +15,11 @@ order, needs their factors and not their value.
 
 import math
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from array_api_compat import is_torch_namespace, to_device
 
-from multibn._arrays import array_namespace, device
+from multibn._arrays import array_namespace, device, is_on_host
 from multibn._typing import Array
 
 
@@ -87,6 +87,92 @@ def input_gradient(
     return xp.astype(dx, x.dtype, copy=False)
 
 
+class Unpacked(NamedTuple):
+    """What `unpack` finds; the last two are looked at where that costs nothing, in host memory."""
+
+    mean: Array
+    var: Array
+    count: Array
+    element_weight: Array
+    refused: bool
+    finite: bool
+
+
+def pack(mean: Array, meansqr: Array, weight: float, count: float, /) -> Array:
+    """`weight` times both moments, `weight` and `count`: what is summed over ranks, one vector."""
+    xp = array_namespace(mean)
+    numbers = [xp.full((1,), v, dtype=mean.dtype, device=device(mean)) for v in (weight, count)]
+    moments = [xp.reshape(weight * v, (-1,)) for v in (mean, meansqr)]
+    return xp.concat([*moments, *numbers])
+
+
+def unpack(summed: Array, shape: tuple[int, ...], weight: float, count: float, /) -> Unpacked:
+    """Statistics from the sum of all ranks' packed moments; `weight` and `count` are this rank's.
+
+    Per-channel arrays have that `shape`. A rank has refused its input if the counts add up to NaN.
+    """
+    xp = array_namespace(summed)
+    C = math.prod(shape)
+    meansqr, total, of_all = summed[C : 2 * C], summed[2 * C], summed[2 * C + 1]
+    refused, finite = False, True
+    if is_on_host(summed):
+        refused = bool(xp.isnan(of_all))
+        finite = bool(xp.isfinite(xp.sum(meansqr)))
+    divisor = xp.clip(total, 1.0, None)  # a weight is 0 or at least 1
+    mean = summed[:C] / divisor
+    return Unpacked(
+        xp.reshape(mean, shape),
+        xp.reshape(xp.clip(meansqr / divisor - mean * mean, 0.0, None), shape),
+        of_all,
+        weight / (max(count, 1.0) * divisor),
+        refused,
+        finite,
+    )
+
+
+def affine(
+    var: Array, weight: Array | None, bias: Array | None, /, *, eps: float
+) -> tuple[Array, Array]:
+    """`weight / sqrt(var + eps)` and `bias`, both wide; None stands for 1 and 0."""
+    scale = _times(_invstd(var, eps), weight)
+    return scale, 0.0 * scale if bias is None else as_wide(bias)
+
+
+def over_std(v: Array, var: Array, /, *, eps: float) -> Array:
+    """`v / sqrt(var + eps)`."""
+    return v * _invstd(var, eps)
+
+
+def gradient_coefficients(
+    var: Array,
+    weight: Array | None,
+    element_weight: Array,
+    sum_dy: Array,
+    sum_dy_xhat: Array,
+    /,
+    *,
+    eps: float,
+) -> tuple[Array, Array, Array]:
+    """What `input_gradient` is given: factors of `dy` and of `x - mean`, and what is added."""
+    s = _invstd(var, eps)
+    scale = _times(s, weight)
+    pull = -scale * element_weight
+    return scale, pull * s * sum_dy_xhat, pull * sum_dy
+
+
+def move_averages(
+    running_mean: Array,
+    running_var: Array,
+    mean: Array,
+    var: Array,
+    momentum: float | Array,
+    factor: float | Array,
+    /,
+) -> tuple[Array, Array]:
+    """`running += momentum * (new - running)` of both, new arrays; `factor` times `var` is new."""
+    return _move(running_mean, mean, momentum), _move(running_var, var * factor, momentum)
+
+
 def as_wide(v: Array, /) -> Array:
     """`v` in float64; on the host where its device has no float64.
 
@@ -137,3 +223,19 @@ def _sum(v: Array, axis: tuple[int, ...]) -> Array:
     if is_torch_namespace(xp) or not _has_float64(xp, device(v)):
         return as_wide(xp.sum(v, axis=axis))
     return xp.sum(v, axis=axis, dtype=xp.float64)
+
+
+def _invstd(var: Array, eps: float) -> Array:
+    return 1.0 / array_namespace(var).sqrt(var + eps)
+
+
+def _times(scale: Array, weight: Array | None) -> Array:
+    return scale if weight is None else scale * as_wide(weight)
+
+
+def _move(running: Array, new: Array, momentum: float | Array) -> Array:
+    xp = array_namespace(running)
+    # Not running + momentum * (new - running), which keeps rounding errors of the old value even
+    # where momentum is 1.
+    wide = (1 - momentum) * as_wide(running) + momentum * new
+    return to_device(xp.astype(wide, running.dtype, copy=False), device(running))

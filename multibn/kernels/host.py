@@ -16,10 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from multibn._typing import Array
 from multibn.kernels import _loops, generic
+from multibn.kernels._memory import library
 
 _SHARE = 1 << 19  # elements that are worth a thread
 _WIDE = 1 << 16  # elements of a sample from which on channels are shared out, and not samples
@@ -32,8 +31,8 @@ def local_moments(x: Array, /, *, axis: tuple[int, ...]) -> tuple[Array, Array]:
     if given is None:
         return generic.local_moments(x, axis=axis)
     plan, of = given.plan, given.library
-    mean, var = of.zeros(plan.shape, like=x), of.zeros(plan.shape, like=x)
-    (x_at,), mean_at, var_at = given.addresses, of.address(mean), of.address(var)
+    (mean, var), (mean_at, var_at) = of.new(2, plan.shape, of.float64)
+    (x_at,) = given.addresses
     _loop("centre", plan.dtype)(x_at, mean_at, *given.sizes)
     for _ in range(2):  # again if the centre was far from the mean, which is the centre now
         sums = _sums("moments", given, mean_at)
@@ -85,85 +84,6 @@ def input_gradient(
     return _elementwise("input_gradient", given, x)
 
 
-class _NumPy:
-    """What the passes ask of NumPy."""
-
-    @staticmethod
-    def is_memory(a: Array) -> bool:
-        """Whether the elements of `a` are what lies at its address."""
-        return type(a) is np.ndarray and a.flags.aligned
-
-    @staticmethod
-    def address(a: Array) -> int:
-        return int(a.__array_interface__["data"][0])
-
-    @staticmethod
-    def strides(a: Array) -> tuple[int, ...]:
-        """In elements; those of an aligned array are whole."""
-        size = a.itemsize
-        return tuple([s // size for s in a.strides])
-
-    @staticmethod
-    def cast(a: Array, dtype: Any) -> Array:
-        """In dense memory if it is another dtype, in the order of the old one."""
-        return a.astype(dtype, order="K", copy=False)
-
-    @staticmethod
-    def empty_like(a: Array, content: Array | None = None) -> Array:
-        """Dense, in the order of `a`, and with the elements of `content`."""
-        made = np.empty_like(a)
-        if content is not None:
-            made[...] = content
-        return made
-
-    @staticmethod
-    def wide(a: Array) -> Array:
-        return np.ascontiguousarray(a, dtype=np.float64)
-
-    @staticmethod
-    def zeros(shape: tuple[int, ...], like: Array) -> Array:
-        return np.zeros(shape)
-
-
-class _Torch:
-    """What the passes ask of torch, as above."""
-
-    @staticmethod
-    def is_memory(a: Array) -> bool:
-        torch = sys.modules["torch"]
-        if type(a) not in (torch.Tensor, torch.nn.Parameter) or a.is_neg():
-            return False
-        try:
-            return a.is_cpu and a.data_ptr() != 0
-        except RuntimeError:  # torch.func transforms it
-            return False
-
-    @staticmethod
-    def address(a: Array) -> int:
-        return int(a.data_ptr())
-
-    @staticmethod
-    def strides(a: Array) -> tuple[int, ...]:
-        return tuple(a.stride())
-
-    @staticmethod
-    def cast(a: Array, dtype: Any) -> Array:
-        return a.to(getattr(sys.modules["torch"], dtype) if isinstance(dtype, str) else dtype)
-
-    @staticmethod
-    def empty_like(a: Array, content: Array | None = None) -> Array:
-        made = sys.modules["torch"].empty_like(a)
-        return made if content is None else made.copy_(content)
-
-    @staticmethod
-    def wide(a: Array) -> Array:
-        return a.double().contiguous()
-
-    @staticmethod
-    def zeros(shape: tuple[int, ...], like: Array) -> Array:
-        return like.new_zeros(shape, dtype=sys.modules["torch"].float64)
-
-
 class _Plan(NamedTuple):
     """What is known of a pass before its arrays are."""
 
@@ -179,7 +99,7 @@ class _Given(NamedTuple):
     library: Any
     plan: _Plan
     sizes: tuple[int, int, int]  # (N, C, S)
-    arrays: list[Array]  # activations dense and in the order of the first, `x`; coefficients wide
+    arrays: list[Array]  # activations dense and in the order of the first, `x`; what must be kept
     addresses: list[int]
 
 
@@ -188,21 +108,14 @@ def _prepare(
 ) -> _Given | None:
     """None if the loops cannot take them."""
     x = activations[0]
-    of: Any = _NumPy if isinstance(x, np.ndarray) else _Torch
-    for a in (*activations, *per_channel):
-        if not of.is_memory(a):
-            return None
+    of = library(x)
+    if not of.address(x):
+        return None
     strides = of.strides(x)
     plan = _plan(x.dtype, x.shape, strides, axis)
     if plan is None:
         return None
-    for a in activations:
-        if a.dtype != x.dtype or a.shape != x.shape:
-            return None
-    for v in per_channel:
-        if v.shape != plan.shape:
-            return None
-    sizes = plan.sizes
+    dtype, sizes = x.dtype, plan.sizes
     if sizes is None or not plan.is_dtype:
         x = of.cast(x, plan.dtype)
         sizes = _sizes(x.shape, of.strides(x), axis)
@@ -212,13 +125,22 @@ def _prepare(
             if sizes is None:
                 return None
         strides = of.strides(x)
-    arrays = [x]
+    arrays, addresses = [x], [of.address(x)]
     for a in activations[1:]:
-        same = a.dtype == x.dtype and of.strides(a) == strides
-        arrays.append(a if same else of.empty_like(x, content=a))
+        if a.dtype != dtype or a.shape != x.shape or not of.address(a):
+            return None
+        if not plan.is_dtype or of.strides(a) != strides:
+            a = of.empty_like(x, content=a)
+        arrays.append(a)
+        addresses.append(of.address(a))
     for v in per_channel:
-        arrays.append(of.wide(v))
-    return _Given(of, plan, sizes, arrays, [of.address(a) for a in arrays])
+        if not of.address(v) or v.shape != plan.shape:
+            return None
+        if v.dtype != of.float64 or not of.is_dense(v):
+            v = of.wide(v)
+            arrays.append(v)
+        addresses.append(of.address(v))
+    return _Given(of, plan, sizes, arrays, addresses)
 
 
 _ARITHMETIC = {
@@ -271,7 +193,7 @@ def _sums(name: str, given: _Given, *others: int) -> Array:
     N, C, S = given.sizes
     threads = _num_threads(N * C * S)
     tasks = _tasks(N, C, S, threads, _PARTS)
-    sums = given.library.zeros((tasks[-1][0] + 1, 2, *given.plan.shape), like=given.arrays[0])
+    sums = given.library.zeros((tasks[-1][0] + 1, 2, *given.plan.shape))
     _run(name, given, [*others, given.library.address(sums)], 2 * C * 8, tasks, threads)
     return sums
 
@@ -322,7 +244,9 @@ def _run(
         other.result()
 
 
-_loop = cache(_loops.compiled)
+@cache
+def _loop(name: str, dtype: str) -> Any:
+    return _loops.compiled(_loops.LOOPS[name], dtype)
 
 
 def _num_threads(elements: int) -> int:

@@ -52,7 +52,7 @@ def batch_statistics(
     axes = _axes(inputs)
 
     def compute() -> list[BatchStatistics]:
-        with torch.no_grad(), _without_autocast(xs[0]):
+        with _without_autocast(xs[0]):
             return statistics.all_batch_statistics(
                 [x.detach() for x in xs],
                 during(communicator, "forward", _dtypes(xs)),

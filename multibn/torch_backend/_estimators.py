@@ -51,7 +51,7 @@ class MeanOfVar:
         # In the place of a forward pass, which on another rank may be one that is refused.
         batch = aggregate(moments, during(self._shared_by, "forward", moments.mean.dtype))
         var = running_variance(batch, local_count=0, convention="unbiased_global")
-        occupied = (moments.count > 0).to(self._sums.dtype)
+        occupied = float(moments.count > 0)
         self._sums += occupied * torch.stack([batch.mean, var])
         self._num_batches += occupied
 

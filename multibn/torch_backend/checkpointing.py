@@ -65,11 +65,11 @@ class _Recomputation:
 
     def __exit__(self, *exception: object) -> None:
         self._hook.remove()
-        self._replay.__exit__(*exception)
         for buffer, before in self._held.items():
             # By .data: torch's batch norm saves its buffers for the backward pass, and this writes
             # the values that they had then.
             buffer.data.copy_(before)
+        self._replay.__exit__(*exception)  # may raise
 
     def _hold(self, module: nn.Module, _: Any) -> None:
         if isinstance(module, _NormBase) and threading.get_ident() == self._thread:

@@ -29,7 +29,7 @@ def register(communicator: Communicator, /) -> None:
 
 
 def in_recomputing() -> bool:
-    """No block is recomputed while it is compiled: the compiler has its own way to save memory."""
+    """Not known while a block is compiled, so `forward` leaves nothing to update when it is."""
     return False
 
 
@@ -90,6 +90,8 @@ def _forward(
         weighting=cast(Weighting, weighting),
         axis=tuple(axis),
     )
+    if functional.in_recomputing():  # nothing is updated where all ranks were empty
+        batch = batch._replace(count=torch.zeros_like(batch.count))
     # The statistics are parts of one message; an operator's outputs must not share memory.
     return (y, *(part.clone() for part in batch))
 

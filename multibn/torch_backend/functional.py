@@ -61,7 +61,10 @@ def sync_batch_norm(
     ValueError
         If the shapes do not fit, or all ranks hold one value per channel together.
     RuntimeError
-        On the other ranks, if one rank's input was refused.
+        On the other ranks, if one rank's input was refused; on all, if they are in different
+        layers, or in different phases of one.
+    FloatingPointError
+        On all ranks, if the statistics of one are not finite (on a GPU one call later).
 
     Notes
     -----
@@ -111,7 +114,9 @@ def forward_all(
     """
     _refuse_ddp_join(communicator)
     for i, n in zip(inputs, num_channels, strict=True):
-        error = _input_error(i.x, n) or _residual_error(i.residual, i.x)
+        error = _input_error(i.x, n)
+        if error is None and i.residual is not None:
+            error = _residual_error(i.residual, i.x)
         if error is not None:
             xs = [i.x for i in inputs]
             refuse(error, xs, num_channels, communicator)
@@ -215,8 +220,6 @@ def refuse(
 
 
 def _residual_error(residual: Any, x: Tensor) -> Exception | None:
-    if residual is None:
-        return None
     if not isinstance(residual, Tensor):
         return TypeError(f"`residual` must be a torch.Tensor: got {type(residual).__qualname__}.")
     if residual.shape != x.shape or residual.dtype != x.dtype:
@@ -236,17 +239,17 @@ def _input_error(x: Any, num_channels: int | None) -> Exception | None:
             "Call to_dense() on a sparse tensor."
         )
     shape = tuple(x.shape)
-    if x.ndim < 2:
+    if len(shape) < 2:
         return ValueError(
             f"the input must have 2 or more dimensions, (N, C, *spatial): got shape {shape}."
         )
-    if x.shape[1] == 0:
+    if shape[1] == 0:
         return ValueError(f"the input must have channels: got 0 in shape {shape}.")
-    if num_channels is not None and x.shape[1] != num_channels:
+    if num_channels is not None and shape[1] != num_channels:
         return ValueError(
             f"the input must have {num_channels} channels in dimension 1, as many as the layer's "
             "`num_features` or the length of `weight` and `bias`: "
-            f"got {x.shape[1]} in shape {shape}."
+            f"got {shape[1]} in shape {shape}."
         )
     if not x.dtype.is_floating_point:
         return statistics.not_floating(x)

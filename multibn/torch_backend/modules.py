@@ -68,7 +68,6 @@ def _name(layer: nn.Module | None) -> str:
     return ".".join(steps) or type(layer).__qualname__
 
 
-@torch.no_grad()
 def update_buffers(
     bn: _BatchNorm, batch: BatchStatistics, local_count: int, convention: RunningVar
 ) -> None:
@@ -138,8 +137,9 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
     Notes
     -----
     In training, the call raises ValueError or TypeError for an input that does not fit, and
-    RuntimeError on the other ranks; ValueError on all ranks if they hold one value per channel
-    together. An empty batch on all ranks changes nothing.
+    RuntimeError on the other ranks; on all ranks ValueError if they hold one value per channel
+    together, FloatingPointError if the statistics are not finite, and RuntimeError if the ranks are
+    in different layers. An empty batch on all ranks changes nothing.
     """
 
     # The class that `convert_sync_batchnorm` found, for `revert_sync_batchnorm`.

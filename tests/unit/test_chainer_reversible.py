@@ -396,7 +396,7 @@ def test_nothing_is_noted_without_backprop() -> None:
     noted = []
 
     def function(v: Any) -> Any:
-        noted.append(chainer.config._will_recompute)
+        noted.append(bool(chainer.config._will_recompute))
         return F.sin(v)
 
     net = ReversibleSequence([(function, function)])

@@ -12,8 +12,14 @@ require.need("torch")
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from multibn.torch_backend import SyncBatchNorm  # noqa: E402
+from multibn.torch_backend import (  # noqa: E402
+    SubBatchNorm1d,
+    SyncBatchNorm,
+    checkpoint_contexts,
+    recomputed,
+)
 
 # Dynamo and inductor warn of their own deprecated imports.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -107,3 +113,33 @@ def test_operators_keep_torchs_rules(affine: bool) -> None:
         compiled._update_running,
         (torch.zeros(3), torch.ones(3), c, c, c.sum(), c.sum(), c.sum(), 7, "biased"),
     )
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch asks itself
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_compiled_block_in_a_checkpoint_updates_once(
+    use_reentrant: bool, momentum: float | None
+) -> None:
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(
+            nn.Linear(4, 4),
+            SyncBatchNorm(4, momentum=momentum, process_group=SingleProcess()),
+            nn.Tanh(),
+            nn.Linear(4, 4),
+            SubBatchNorm1d(2, 4, momentum=momentum),
+        )
+        if compiled:
+            net.compile(backend="eager")
+        x = torch.randn(6, 4, requires_grad=True)
+        for _ in range(2):
+            if use_reentrant:
+                y: Any = checkpoint(recomputed(net), x, use_reentrant=True)
+            else:
+                y = checkpoint(net, x, use_reentrant=False, context_fn=checkpoint_contexts)
+            y.square().sum().backward()
+        found.append([*net.buffers(), x.grad])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)

@@ -218,9 +218,8 @@ def test_aggregation_is_the_engines_merge() -> None:
         buffer.double().view(4, C)
         for buffer in (layer.split_bn.running_mean, layer.split_bn.running_var)
     )
-    one = torch.ones((), dtype=torch.float64)
     merged = merge_moments(
-        *(Moments(m, v + m * m, one, one) for m, v in zip(means, variances, strict=True))
+        *(Moments(m, v + m * m, 1.0, 1.0) for m, v in zip(means, variances, strict=True))
     )
     torch.testing.assert_close(layer.bn.running_mean.double(), merged.mean, rtol=1e-7, atol=0)
     torch.testing.assert_close(

@@ -44,6 +44,10 @@ def _introduced(world: ThreadCommunicator, notices: dict[int, Notice], pid: int 
     return watch
 
 
+def _begin() -> Callable[[float], bool]:
+    return _never
+
+
 def _never(seconds: float) -> bool:
     time.sleep(seconds)
     return False
@@ -63,9 +67,9 @@ def test_ranks_in_different_places(capfd: pytest.CaptureFixture[str]) -> None:
     def wait(world: ThreadCommunicator) -> tuple[str, str]:
         watch = _introduced(world, notices)
         place = f"layer{world.rank % 2}"
-        first = _says(watch.wait, _never, place, f"{place} (forward)", 10.0)
+        first = _says(watch.wait, _begin, place, f"{place} (forward)", 10.0)
         assert isinstance(first, RuntimeError)
-        return str(first), str(_says(watch.wait, _never, "b", "b (forward)", 10.0))
+        return str(first), str(_says(watch.wait, _begin, "b", "b (forward)", 10.0))
 
     start = time.monotonic()
     of_ranks = run_ranks(2, wait)
@@ -96,7 +100,7 @@ def test_a_rank_that_has_failed() -> None:
         if world.rank == 1:
             Board(notices, 1).publish(Notice("failed", 0, "", "a reason"))
             return ""
-        return str(_says(watch.wait, _never, "a", "a", 10.0))
+        return str(_says(watch.wait, _begin, "a", "a", 10.0))
 
     assert run_ranks(2, wait)[0] == "rank 1 has failed: a reason"
 
@@ -118,7 +122,7 @@ def test_a_deadline(state: str) -> None:
             return None
         if state == "is on another host":
             watch._peers[1] = "elsewhere boot", other.pid
-        return _says(watch.wait, _never, "a", "layer1.0.bn1 (forward, float32, call 7)", 0.7)
+        return _says(watch.wait, _begin, "a", "layer1.0.bn1 (forward, float32, call 7)", 0.7)
 
     error = run_ranks(2, wait)[0]
     other.kill()
@@ -140,7 +144,7 @@ def test_a_connection_that_is_lost() -> None:
         def broken(seconds: float) -> bool:
             raise RuntimeError("reset by peer")
 
-        return _says(watch.wait, broken, "a", "a (forward)", 10.0) if world.rank == 0 else None
+        return _says(watch.wait, lambda: broken, "a", "a (forward)", 10.0) if world.rank == 0 else None
 
     error = run_ranks(2, wait)[0]
     assert isinstance(error, ConnectionError)
@@ -157,13 +161,13 @@ def test_a_rank_that_has_left() -> None:
 
     def wait(world: ThreadCommunicator) -> Exception | None:
         watch = _introduced(world, notices)
-        watch.wait(lambda seconds: True, "a", "a (forward)", 10.0)
+        watch.wait(lambda: lambda seconds: True, "a", "a (forward)", 10.0)
         if world.rank == 1:
             watch.leave()
             gone.set()
             return None
         gone.wait(10)
-        return _says(watch.wait, _never, "b", "b (forward)", 10.0)
+        return _says(watch.wait, _begin, "b", "b (forward)", 10.0)
 
     error = run_ranks(2, wait)[0]
     assert isinstance(error, ConnectionError)
@@ -176,7 +180,7 @@ def test_a_rank_that_has_left() -> None:
 
 
 def test_before_the_ranks_know_each_other() -> None:
-    error = _says(Watch(0, 2).wait, _never, "", "the first exchange", 0.6)
+    error = _says(Watch(0, 2).wait, _begin, "", "the first exchange", 0.6)
     assert re.match(
         r"rank 0 has waited 0\.6 s in the first exchange for rank\(s\) \[1\]: last seen 0\.[56] s "
         r"ago in the start\.",

@@ -1,0 +1,119 @@
+"""What compiled loops need of the arrays of NumPy and of torch in host memory: where they lie."""
+
+import sys
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from multibn._typing import Array
+
+
+class NumPy:
+    """What the passes and steps ask of NumPy."""
+
+    float64 = np.dtype(np.float64)
+
+    def address(self, a: Array) -> int:
+        """Where the elements of `a` lie; 0 if it is not memory alone that says what they are."""
+        if type(a) is not np.ndarray or not a.flags.aligned or not a.size:
+            return 0
+        return int(a.__array_interface__["data"][0])
+
+    def is_dense(self, a: Array) -> bool:
+        """Whether the elements lie side by side, in the order of the axes."""
+        return bool(a.flags.c_contiguous)
+
+    def strides(self, a: Array) -> tuple[int, ...]:
+        """In elements; those of an aligned array are whole."""
+        size = a.itemsize
+        return tuple([s // size for s in a.strides])
+
+    def cast(self, a: Array, dtype: Any) -> Array:
+        """In dense memory if it is another dtype, in the order of the old one."""
+        return a.astype(dtype, order="K", copy=False)
+
+    def empty_like(self, a: Array, content: Array | None = None) -> Array:
+        """Dense, in the order of `a`, and with the elements of `content`."""
+        made = np.empty_like(a)
+        if content is not None:
+            made[...] = content
+        return made
+
+    def wide(self, a: Array) -> Array:
+        """Dense, of float64."""
+        return np.ascontiguousarray(a, dtype=np.float64)
+
+    def zeros(self, shape: tuple[int, ...]) -> Array:
+        return np.zeros(shape)
+
+    def new(self, n: int, shape: tuple[int, ...], dtype: Any) -> tuple[list[Array], list[int]]:
+        """So many arrays of one shape, and their addresses."""
+        made = np.empty((n, *shape), dtype)
+        first, step = made.__array_interface__["data"][0], made.strides[0]
+        return [made[i, ...] for i in range(n)], [first + i * step for i in range(n)]
+
+
+class Torch:
+    """What the passes and steps ask of torch, as above."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self._plain = (torch.Tensor, torch.nn.Parameter)
+        self.float64 = torch.float64
+
+    def address(self, a: Array) -> int:
+        if type(a) not in self._plain or not a.is_cpu or a.is_neg():
+            return 0
+        try:
+            return int(a.data_ptr())
+        except RuntimeError:  # torch.func transforms it
+            return 0
+
+    def is_dense(self, a: Array) -> bool:
+        return bool(a.is_contiguous())
+
+    def strides(self, a: Array) -> tuple[int, ...]:
+        return tuple(a.stride())
+
+    def cast(self, a: Array, dtype: Any) -> Array:
+        return a.to(getattr(self._torch, dtype) if isinstance(dtype, str) else dtype)
+
+    def empty_like(self, a: Array, content: Array | None = None) -> Array:
+        made = self._torch.empty_like(a)
+        return made if content is None else made.copy_(content)
+
+    def wide(self, a: Array) -> Array:
+        return a.double().contiguous()
+
+    def zeros(self, shape: tuple[int, ...]) -> Array:
+        return self._torch.zeros(shape, dtype=self.float64)
+
+    def new(self, n: int, shape: tuple[int, ...], dtype: Any) -> tuple[list[Array], list[int]]:
+        made = [self._torch.empty(shape, dtype=dtype) for _ in range(n)]
+        return made, [a.data_ptr() for a in made]
+
+
+_NUMPY = NumPy()
+
+
+def library(a: Array) -> Any:
+    """Of an array that is one of the two libraries'."""
+    return _NUMPY if isinstance(a, np.ndarray) else _torch()
+
+
+def wide_addresses(of: Any, arrays: Sequence[Array]) -> list[int] | None:
+    """Addresses of arrays that are dense and of float64; None if one of them is not."""
+    addresses = []
+    for a in arrays:
+        address = of.address(a)
+        if not address or a.dtype != of.float64 or not of.is_dense(a):
+            return None
+        addresses.append(address)
+    return addresses
+
+
+@cache
+def _torch() -> Torch:
+    return Torch(sys.modules["torch"])

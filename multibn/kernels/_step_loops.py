@@ -1,0 +1,115 @@
+"""The loops of the steps between the passes, compiled by numba; `generic` says what each does.
+
+Per-channel arrays come as addresses of `C` numbers side by side.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from multibn.kernels._loops import ELEMENTWISE, Loop
+
+REFUSED, NOT_FINITE = 1, 2  # what `unpack` returns
+
+
+def _pack(mean: Any, meansqr: Any, packed: Any, C: int, weight: float, count: float) -> None:
+    for c in range(C):
+        packed[c] = weight * mean[c]
+        packed[C + c] = weight * meansqr[c]
+    packed[2 * C] = weight
+    packed[2 * C + 1] = count
+
+
+def _unpack(
+    summed: Any,
+    mean: Any,
+    var: Any,
+    of_all: Any,
+    element_weight: Any,
+    C: int,
+    weight: float,
+    count: float,
+) -> int:
+    divisor = max(summed[2 * C], 1.0)
+    finite = True
+    for c in range(C):
+        mean[c] = summed[c] / divisor
+        difference = summed[C + c] / divisor - mean[c] * mean[c]
+        var[c] = 0.0 if difference < 0.0 else difference  # NaN stays
+        finite &= np.isfinite(summed[C + c])
+    of_all[0] = summed[2 * C + 1]
+    element_weight[0] = weight / (max(count, 1.0) * divisor)
+    if np.isnan(of_all[0]):
+        return REFUSED
+    return 0 if finite else NOT_FINITE
+
+
+def _affine(
+    var: Any,
+    weight: Any,
+    bias: Any,
+    scale: Any,
+    shift: Any,
+    C: int,
+    has_weight: int,
+    has_bias: int,
+    eps: float,
+) -> None:
+    for c in range(C):
+        invstd = 1.0 / np.sqrt(var[c] + eps)
+        scale[c] = invstd * weight[c] if has_weight else invstd
+        shift[c] = bias[c] if has_bias else 0.0
+
+
+def _over_std(v: Any, var: Any, quotient: Any, C: int, eps: float) -> None:
+    for c in range(C):
+        quotient[c] = v[c] / np.sqrt(var[c] + eps)
+
+
+def _gradient_coefficients(
+    var: Any,
+    sum_dy: Any,
+    sum_dy_xhat: Any,
+    weight: Any,
+    dy_scale: Any,
+    x_scale: Any,
+    shift: Any,
+    C: int,
+    has_weight: int,
+    eps: float,
+    element_weight: float,
+) -> None:
+    for c in range(C):
+        invstd = 1.0 / np.sqrt(var[c] + eps)
+        scale = invstd * weight[c] if has_weight else invstd
+        pull = -scale * element_weight
+        dy_scale[c] = scale
+        x_scale[c] = pull * invstd * sum_dy_xhat[c]
+        shift[c] = pull * sum_dy[c]
+
+
+def _move_averages(
+    running_mean: Any,
+    running_var: Any,
+    mean: Any,
+    var: Any,
+    moved_mean: Any,
+    moved_var: Any,
+    C: int,
+    momentum: float,
+    factor: float,
+) -> None:
+    for c in range(C):
+        moved_mean[c] = (1.0 - momentum) * running_mean[c] + momentum * mean[c]
+        moved_var[c] = (1.0 - momentum) * running_var[c] + momentum * (var[c] * factor)
+
+
+# "x" is the dtype of parameters and running statistics.
+LOOPS: dict[str, Loop] = {
+    "pack": Loop(_pack, "www", 1, ELEMENTWISE, floats=2),
+    "unpack": Loop(_unpack, "wwwww", 1, ELEMENTWISE, floats=2, returns=True),
+    "affine": Loop(_affine, "wxxww", 3, ELEMENTWISE, floats=1),
+    "over_std": Loop(_over_std, "www", 1, ELEMENTWISE, floats=1),
+    "gradient_coefficients": Loop(_gradient_coefficients, "wwwxwww", 2, ELEMENTWISE, floats=2),
+    "move_averages": Loop(_move_averages, "xxwwxx", 1, ELEMENTWISE, floats=2),
+}
