@@ -10,6 +10,7 @@ processes again, which happens at the first use. Importing this package imports 
 import os
 import sys
 import warnings
+from functools import cache
 from typing import Any, Protocol, cast, runtime_checkable
 
 from array_api_compat import array_namespace
@@ -79,9 +80,7 @@ class DefaultCommunicator(Forwarding):
     def _find() -> Communicator:
         distributed = sys.modules.get("torch.distributed")
         if distributed and distributed.is_available() and distributed.is_initialized():
-            from multibn.communicators.torch_distributed import TorchDistributed
-
-            return TorchDistributed()
+            return _default_group()
         DefaultCommunicator._warn_if_launched()
         return SingleProcess()
 
@@ -108,6 +107,14 @@ class DefaultCommunicator(Forwarding):
             f"To share them, {fix}; to keep them local, pass multibn.SingleProcess().",
             stacklevel=2,
         )
+
+
+@cache
+def _default_group() -> Communicator:
+    """The same handle each time: it looks the group up itself, and holds none."""
+    from multibn.communicators.torch_distributed import TorchDistributed
+
+    return TorchDistributed()
 
 
 _DEFAULT = DefaultCommunicator()

@@ -66,7 +66,7 @@ class TorchDistributed(Watched):
         self._group: dist.ProcessGroup | None = group
         # Global ranks in the order of the ranks here; None for the default group.
         self._ranks: tuple[int, ...] | None = None
-        self._made_under = dist.group.WORLD
+        self._made_under = None if group is None else dist.group.WORLD
         if group is not None and group is not dist.group.WORLD:
             self._ranks = tuple(dist.get_process_group_ranks(group))
 
