@@ -79,6 +79,10 @@ class GradientSums(NamedTuple):
     sum_dy_xhat: Array
 
 
+class OneValueError(ValueError):
+    """All ranks together hold one value per channel, which has no variance."""
+
+
 def reduced_axes(ndim: int, channel_axes: Sequence[int] = (1,)) -> tuple[int, ...]:
     """All axes of an `ndim`-dimensional activation but the channel axes."""
     return tuple(i for i in range(ndim) if i not in channel_axes)
@@ -217,9 +221,9 @@ def batch_statistics(
     ------
     TypeError, ValueError, RuntimeError, FloatingPointError
         As `local_moments` and `aggregate`.
-    ValueError
+    OneValueError
         On every rank, if the ranks hold one value per channel together: its variance is 0, and
-        the output would not depend on the input.
+        the output would not depend on the input. A ValueError.
     """
     axis = reduced_axes(x.ndim) if axis is None else axis
     return all_batch_statistics([x], communicator, weighting=weighting, axes=[axis])[0]
@@ -243,7 +247,7 @@ def all_batch_statistics(
         # Every rank holds at most one value if all of them hold one together: only then is the
         # count read on the host.
         if kernels.num_elements(x, axis) <= 1 and bool(batch.count == 1):
-            raise ValueError(
+            raise OneValueError(
                 "normalizing by the statistics of a batch needs more than 1 value per channel over "
                 f"all ranks together: got 1 on {communicator.size} rank(s), with an input of shape "
                 f"{tuple(x.shape)} on rank {communicator.rank}. Use a larger batch, drop the last "

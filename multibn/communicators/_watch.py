@@ -195,7 +195,7 @@ class Watch:
             if gone:
                 break
             time.sleep(0.01)
-        gone = gone or others
+        gone = gone or others  # any of them may be, as far as is known
         self._fail(
             ConnectionError,
             f"rank {self.rank} lost the connection in {text}: {self._describe(gone)}. "

@@ -295,7 +295,8 @@ def _leave() -> None:
 # Groups made here, by their sorted ranks (torch gives a group no other order), with the default
 # group they were made under: a new one voids them.
 _groups: dict[tuple[int, ...], tuple[Any, dist.ProcessGroup]] = {}
-_made_together: dict[tuple[int, ...], Any] = {}
+# The default group under which all of its ranks last made a group of these ranks together.
+_split_under: dict[tuple[int, ...], Any] = {}
 
 
 def _find_group(ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -324,8 +325,8 @@ def _make_group(ranks: Sequence[int]) -> None:
     """Make the process group of these global ranks known. Collective over all ranks."""
     key = tuple(sorted(ranks))
     # Not asked of `_groups`, which may know more on a rank inside of the group.
-    if _made_together.get(key) is not dist.group.WORLD:
-        _made_together[key] = dist.group.WORLD
+    if _split_under.get(key) is not dist.group.WORLD:
+        _split_under[key] = dist.group.WORLD
         _groups[key] = dist.group.WORLD, dist.new_group(list(key))
 
 

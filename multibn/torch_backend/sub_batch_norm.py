@@ -10,7 +10,7 @@ from multibn import statistics
 from multibn._typing import RunningVar, Weighting
 from multibn.communicators import Communicator
 from multibn.kernels import generic as kernels
-from multibn.statistics import reduced_axes
+from multibn.statistics import OneValueError, reduced_axes
 from multibn.torch_backend import compiled, functional
 from multibn.torch_backend.modules import _ALONE, Synchronized, update_buffers
 
@@ -93,10 +93,8 @@ class _SubBatchNorm(Synchronized):
                 weighting=self.weighting,
                 axis=axis,
             )
-        except ValueError as error:
-            if local_count > 1:
-                raise
-            raise ValueError(
+        except OneValueError as error:
+            raise OneValueError(
                 "training needs more than 1 value per channel in each of the "
                 f"{self.num_splits} splits: got 1 over {communicator.size} rank(s) together, with "
                 f"an input of shape {tuple(input.shape)} on rank {communicator.rank}. Use a larger "
