@@ -109,7 +109,8 @@ def _prepare(
     """None if the loops cannot take them."""
     x = activations[0]
     of = library(x)
-    if not of.address(x):
+    address = of.address(x)
+    if not address:
         return None
     strides = of.strides(x)
     plan = _plan(x.dtype, x.shape, strides, axis)
@@ -124,22 +125,26 @@ def _prepare(
             sizes = _sizes(x.shape, of.strides(x), axis)
             if sizes is None:
                 return None
-        strides = of.strides(x)
-    arrays, addresses = [x], [of.address(x)]
+        address, strides = of.address(x), of.strides(x)
+    arrays, addresses = [x], [address]
     for a in activations[1:]:
-        if a.dtype != dtype or a.shape != x.shape or not of.address(a):
+        address = of.address(a)
+        if a.dtype != dtype or a.shape != x.shape or not address:
             return None
         if not plan.is_dtype or of.strides(a) != strides:
             a = of.empty_like(x, content=a)
+            address = of.address(a)
         arrays.append(a)
-        addresses.append(of.address(a))
+        addresses.append(address)
     for v in per_channel:
-        if not of.address(v) or v.shape != plan.shape:
+        address = of.address(v)
+        if not address or v.shape != plan.shape:
             return None
         if v.dtype != of.float64 or not of.is_dense(v):
             v = of.wide(v)
+            address = of.address(v)
             arrays.append(v)
-        addresses.append(of.address(v))
+        addresses.append(address)
     return _Given(of, plan, sizes, arrays, addresses)
 
 
@@ -232,6 +237,9 @@ def _run(
     loop = _loop(name, given.plan.dtype)
     _, C, S = given.sizes
     *arrays, start = *given.addresses, *others
+    if len(tasks) == 1:
+        loop(*arrays, start, C, S, *tasks[0][1:])
+        return
 
     def run(share: list[tuple[int, ...]]) -> None:
         for part, *ranges in share:
