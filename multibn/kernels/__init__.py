@@ -138,9 +138,9 @@ def move_averages(
 
 
 def _select_steps(first: Array, *others: Array) -> Any:
-    """The file with steps for arrays like `first`: there are compiled ones for the host only."""
-    compiled = _select(first, *others) is _native("host")
-    return _native("host_steps") if compiled else generic
+    """The file with steps for arrays like `first`."""
+    name = _select(first, *others).__name__.rpartition(".")[2]
+    return _native(f"{name}_steps" if name in ("host", "cuda") else "generic")
 
 
 def _select(x: Array, *others: Array) -> Any:

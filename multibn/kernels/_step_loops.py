@@ -30,7 +30,7 @@ def _unpack(
     weight: float,
     count: float,
 ) -> int:
-    divisor = max(summed[2 * C], 1.0)
+    divisor = 1.0 if summed[2 * C] < 1.0 else summed[2 * C]  # NaN stays
     finite = True
     for c in range(C):
         mean[c] = summed[c] / divisor

@@ -1,0 +1,147 @@
+"""The steps between the passes as Triton kernels; `cuda_steps` launches them.
+
+A program works on BLOCK of the C channels; what there is once, the first program does. Everything
+is float64, whatever the dtype of parameters and running statistics is.
+
+Triton would pass a Python float in float32, so a number comes as the int64 of its bits, or as the
+address of an array of one.
+"""
+
+# mypy: disallow-untyped-defs=False, check-untyped-defs=False
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["weight", "count"])
+def pack(mean, meansqr, packed, weight: tl.int64, count: tl.int64, C, BLOCK: tl.constexpr):
+    c, exists = _channels(C, BLOCK)
+    w = _number(weight)
+    tl.store(packed + c, w * tl.load(mean + c, exists), exists)
+    tl.store(packed + C + c, w * tl.load(meansqr + c, exists), exists)
+    if tl.program_id(0) == 0:
+        tl.store(packed + 2 * C, w)
+        tl.store(packed + 2 * C + 1, _number(count))
+
+
+@triton.jit(do_not_specialize=["weight", "count"])
+def unpack(
+    summed,
+    mean,
+    var,
+    of_all,
+    element_weight,
+    weight: tl.int64,
+    count: tl.int64,  # 1 for none
+    C,
+    BLOCK: tl.constexpr,
+):
+    c, exists = _channels(C, BLOCK)
+    total = tl.load(summed + 2 * C)
+    divisor = tl.where(total < 1.0, 1.0, total)  # a NaN stays
+    m = tl.load(summed + c, exists) / divisor
+    difference = tl.load(summed + C + c, exists) / divisor - m * m
+    tl.store(mean + c, m, exists)
+    tl.store(var + c, tl.where(difference < 0.0, 0.0, difference), exists)  # a NaN stays
+    if tl.program_id(0) == 0:
+        tl.store(of_all, tl.load(summed + 2 * C + 1))
+        tl.store(element_weight, _number(weight) / (_number(count) * divisor))
+
+
+@triton.jit(do_not_specialize=["eps"])
+def affine(
+    var,
+    weight,  # or None
+    bias,  # or None
+    scale,
+    shift,
+    eps: tl.int64,
+    C,
+    BLOCK: tl.constexpr,
+):
+    c, exists = _channels(C, BLOCK)
+    s = _invstd(var, c, exists, eps)
+    if weight is not None:
+        s *= tl.load(weight + c, exists).to(tl.float64)
+    b = tl.zeros((BLOCK,), tl.float64)
+    if bias is not None:
+        b = tl.load(bias + c, exists).to(tl.float64)
+    tl.store(scale + c, s, exists)
+    tl.store(shift + c, b, exists)
+
+
+@triton.jit(do_not_specialize=["eps"])
+def over_std(v, var, quotient, eps: tl.int64, C, BLOCK: tl.constexpr):
+    c, exists = _channels(C, BLOCK)
+    tl.store(quotient + c, tl.load(v + c, exists) * _invstd(var, c, exists, eps), exists)
+
+
+@triton.jit(do_not_specialize=["element_weight", "eps"])
+def gradient_coefficients(
+    var,
+    weight,  # or None
+    element_weight,
+    sum_dy,
+    sum_dy_xhat,
+    dy_scale,
+    x_scale,
+    shift,
+    eps: tl.int64,
+    C,
+    BLOCK: tl.constexpr,
+):
+    c, exists = _channels(C, BLOCK)
+    invstd = _invstd(var, c, exists, eps)
+    scale = invstd
+    if weight is not None:
+        scale *= tl.load(weight + c, exists).to(tl.float64)
+    pull = -scale * _number(element_weight)
+    tl.store(dy_scale + c, scale, exists)
+    tl.store(x_scale + c, pull * invstd * tl.load(sum_dy_xhat + c, exists), exists)
+    tl.store(shift + c, pull * tl.load(sum_dy + c, exists), exists)
+
+
+@triton.jit(do_not_specialize=["momentum", "factor"])
+def move_averages(
+    running_mean,
+    running_var,
+    mean,
+    var,
+    moved_mean,
+    moved_var,
+    momentum,
+    factor,
+    C,
+    BLOCK: tl.constexpr,
+):
+    c, exists = _channels(C, BLOCK)
+    a = _number(momentum)
+    _move(running_mean + c, tl.load(mean + c, exists), moved_mean + c, exists, a)
+    new = tl.load(var + c, exists) * _number(factor)
+    _move(running_var + c, new, moved_var + c, exists, a)
+
+
+@triton.jit
+def _channels(C, BLOCK: tl.constexpr):
+    """This program's channels, and which of them there are."""
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    return c, c < C
+
+
+@triton.jit
+def _number(v):
+    # A Python int of a parameter without annotation may have come in 32 bits.
+    return tl.load(v) if v.dtype.is_ptr() else v.to(tl.int64).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _invstd(var, c, exists, eps):
+    return 1.0 / tl.sqrt(tl.load(var + c, exists, 1.0) + _number(eps))
+
+
+@triton.jit
+def _move(running, new, moved, exists, momentum):
+    wide = (1.0 - momentum) * tl.load(running, exists).to(tl.float64) + momentum * new
+    if moved.dtype.element_ty != tl.float64:
+        wide = wide.to(tl.float32)  # by way of which torch rounds to 16 bits, too
+    tl.store(moved, wide.to(moved.dtype.element_ty), exists)
