@@ -1,13 +1,16 @@
 """Two hosts on one machine: network namespaces joined by a pair of virtual Ethernet devices.
 
-Needs Linux and the right to make them. `python -m faults.hosts LAUNCHER ARGUMENT...` starts
-`python ARGUMENT...` on a rank in each, once `made()` is entered.
+Or by a line that takes its time, see `delay_line`. Needs Linux and the right to make them.
+`python -m faults.hosts LAUNCHER ARGUMENT...` starts `python ARGUMENT...` on a rank in each, once
+`made()` is entered.
 """
 
 import contextlib
+import functools
 import os
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from faults.launch import Job
+from faults import delay_line
+from faults.launch import Job, Outcome
 from faults.scenarios import SCENARIOS
 from multibn._environment import find_command
 
@@ -29,7 +33,7 @@ class HostsJob(Job):
 
     size = 2
 
-    def _launched(self, arguments: list[str]) -> list[str]:
+    def _launched(self, arguments: list[str], size: int) -> list[str]:
         return [sys.executable, "-m", "faults.hosts", self.launcher, *arguments]
 
 
@@ -40,36 +44,46 @@ def rows() -> Iterator[dict[str, Any]]:
     for over in ("gloo", "mpi"):
         for chosen in SCENARIOS.values():
             if chosen.hosts:
-                with made():
-                    outcomes = list(HostsJob("multibn", over, "torch", [chosen.name]).run())
-                for outcome in outcomes:
-                    yield {
-                        "what": chosen.what,
-                        "scenario": chosen.name,
-                        "over": over,
-                        "seconds": outcome.seconds,
-                        "seen": outcome.seen,
-                        "complaint": outcome.complaint(),
-                    }
+                outcome = run(chosen.name, over)
+                yield {
+                    "what": chosen.what,
+                    "scenario": chosen.name,
+                    "over": over,
+                    "seconds": outcome.seconds,
+                    "seen": outcome.seen,
+                    "complaint": outcome.complaint(),
+                }
 
 
+def run(name: str, over: str) -> Outcome:
+    """What becomes of a scenario of two hosts."""
+    with made(SCENARIOS[name].delay):
+        (outcome,) = HostsJob("multibn", over, "torch", [name]).run()
+    return outcome
+
+
+@functools.cache
 def possible() -> bool:
-    """Whether this process may make network namespaces."""
+    """Whether this process may make network namespaces, and devices in them."""
     tools = ("ip", "unshare", "setpriv", "hostname")
     if not all(shutil.which(tool) for tool in tools) or os.geteuid() != 0:
         return False
-    tried = ["ip", "netns", "add", "mbtrial"]
-    if subprocess.run(tried, capture_output=True, check=False).returncode != 0:
+    if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
         return False
-    subprocess.run(["ip", "netns", "del", "mbtrial"], check=True)
+    trial = f"mbtrial{os.getpid()}"
+    added = subprocess.run(["ip", "netns", "add", trial], capture_output=True, check=False)
+    if added.returncode != 0:
+        return False
+    _ip("netns", "del", trial)
     return True
 
 
 @contextlib.contextmanager
-def made() -> Iterator[None]:
-    """Two hosts, for as long as the context lasts."""
+def made(delay: float = 0.0) -> Iterator[None]:
+    """Two hosts, for as long as the context lasts; the line between them takes `delay` seconds."""
     _remove()
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(_remove)
         for host in HOSTS:
             _ip("netns", "add", host)
             names = Path("/etc/netns", host)
@@ -77,19 +91,27 @@ def made() -> Iterator[None]:
             lines = [f"{a} {h}" for a, h in zip(_ADDRESSES, HOSTS, strict=True)]
             (names / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
         first, second = HOSTS
-        _ip("link", "add", "eth0", "netns", first, "type", "veth",
-            "peer", "name", "eth0", "netns", second)  # fmt: skip
+        if delay:
+            line = delay_line.start(delay, [(host, "eth0") for host in HOSTS])
+            stack.callback(line.wait)
+            stack.callback(line.kill)
+        else:
+            _ip("link", "add", "eth0", "netns", first, "type", "veth",
+                "peer", "name", "eth0", "netns", second)  # fmt: skip
         for host, address in zip(HOSTS, _ADDRESSES, strict=True):
             _ip("-n", host, "address", "add", f"{address}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 _ip("-n", host, "link", "set", device, "up")
         yield
-    finally:
-        _remove()
 
 
 def _remove() -> None:
     for host in HOSTS:
+        # mpiexec's daemon on the other host outlives it when the line is down.
+        listed = subprocess.run(["ip", "netns", "pids", host], capture_output=True, check=False)
+        for pid in listed.stdout.split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
         subprocess.run(["ip", "netns", "del", host], capture_output=True, check=False)
         shutil.rmtree(Path("/etc/netns", host), ignore_errors=True)
 

@@ -9,15 +9,16 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from faults.scenarios import DEADLINE, SCENARIOS
+from faults.scenarios import SCENARIOS
 from multibn.parity.launch import environment, launch_command
 
-_START = 60.0  # seconds for ranks to start
-_TODAY = 3.0  # seconds after the fault: a peer that has not ended by then hangs
+_START, _END = 60.0, 6.0  # seconds for ranks to start, and to end
+# Seconds after the fault: a peer that has not ended by then hangs. Launchers take longer.
+_TODAY, _TODAY_ENDS = 3.0, 6.0
 
 
 @dataclass
@@ -34,6 +35,8 @@ class Rank:
         From the fault to the end.
     off, digest
         Of a rank that is ok: the largest error of its numbers, and what tells them from others.
+    ended
+        Whether its process has ended.
     """
 
     how: str
@@ -41,6 +44,7 @@ class Rank:
     seconds: float = 0.0
     off: float = 0.0
     digest: str = ""
+    ended: bool = False
 
 
 @dataclass
@@ -52,8 +56,7 @@ class Outcome:
     over: str
     framework: str
     ranks: list[Rank] = field(default_factory=list)
-    exit_status: int | None = None
-    ended_after: float | None = None  # seconds from the fault to the end of the launcher
+    exit_status: int | None = None  # of the launcher; None if it had to be ended
     output: str = ""
 
     @property
@@ -90,6 +93,8 @@ class Outcome:
             return f"rank(s) {fine} saw no error"
         if self.seconds_of(bystanders) > chosen.seconds + slack:
             return f"took {self.seconds_of(bystanders):.2f} s"
+        if chosen.ends and not all(self.ranks[r].ended for r in bystanders):
+            return "the processes have not ended"
         if chosen.ends and self.exit_status == 0:
             return "exit status 0"
         return ""
@@ -106,7 +111,7 @@ class Outcome:
         if any(r.how == "error" for r in others):
             return "error"
         if all(r.how == "ended" for r in others):
-            return "ended by the launcher"
+            return {"gloo": "ended by torchrun", "mpi": "ended by MPI"}[self.over]
         fine = all(r.off < 1e-4 for r in others) and len({r.digest for r in others}) == 1
         return "as it should be" if fine else "silent wrong numbers"
 
@@ -143,42 +148,56 @@ class Job:
     def run(self) -> Iterator[Outcome]:
         """What became of each scenario; launches again after one that ends the ranks."""
         left = list(self.scenarios)
-        while left:
-            found = self._launch(left)
-            yield from found
-            left = left[len(found) :]
+        with tempfile.TemporaryDirectory() as files:
+            self._launch_earlier(files)
+            while left:
+                found = self._launch(left, files)
+                yield from found
+                left = left[len(found) :]
 
-    def _launch(self, names: list[str]) -> list[Outcome]:
+    def _launch_earlier(self, files: str) -> None:
+        """The launches that have to be over when the scenarios begin."""
+        before = [SCENARIOS[n] for n in self.scenarios if SCENARIOS[n].earlier]
+        for size in sorted({s.earlier_size for s in before}):
+            names = [s.name for s in before if s.earlier_size == size]
+            with tempfile.TemporaryDirectory() as name:
+                output = Path(name, "output")
+                arguments = self._arguments(names, name, files, earlier=True)
+                with _started(self._launched(arguments, size), output, {}) as process:
+                    status = process.wait(_START)
+                # What a peer has not left behind, it will not find.
+                if status != 0 and self.library == "multibn":
+                    raise RuntimeError(f"{self}: {names} on {size} ranks\n{output.read_text()}")
+
+    def _launch(self, names: list[str], files: str) -> list[Outcome]:
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
             deadline = {"MULTIBN_TIMEOUT": f"{SCENARIOS[names[0]].deadline:g}"}
-            command = self._command(names, name)
+            command = self._launched(self._arguments(names, name, files), self.size)
+            if SCENARIOS[names[0]].plain:
+                at = command.index("mpi4py")
+                del command[at - 1 : at + 1]
             with _started(command, directory / "output", deadline) as process:
                 reached = self._wait(process, directory, names)
-                ended_at = time.monotonic()
+                status = process.poll()
                 states = [_state(pid) for pid in _pids(directory)]
             text = (directory / "output").read_text(errors="replace")
             if len(states) < self.size:
                 raise RuntimeError(f"{self}: the ranks did not start.\n{text[-4000:]}")
             found = [self._outcome(n, directory, states) for n in names[: reached + 1]]
             last = found[-1]
-            last.output = text
-            last.exit_status = process.returncode if process.returncode != -signal.SIGKILL else None
-            fault = _events(directory, 1, last.scenario).get("fault", {"at": ended_at})
-            last.ended_after = ended_at - fault["at"]
+            last.output, last.exit_status = text, status
             return found
 
-    def _command(self, names: list[str], directory: str) -> list[str]:
+    def _arguments(
+        self, names: list[str], directory: str, files: str, *, earlier: bool = False
+    ) -> list[str]:
         spec = {"library": self.library, "over": self.over, "framework": self.framework,
-                "scenarios": names}  # fmt: skip
-        command = self._launched(["-m", "faults.worker", json.dumps(spec), directory])
-        if SCENARIOS[names[0]].plain:
-            at = command.index("mpi4py")
-            del command[at - 1 : at + 1]
-        return command
+                "scenarios": names, "files": files, "earlier": earlier}  # fmt: skip
+        return ["-m", "faults.worker", json.dumps(spec), directory]
 
-    def _launched(self, arguments: list[str]) -> list[str]:
-        return launch_command(self.launcher, self.size, arguments)
+    def _launched(self, arguments: list[str], size: int) -> list[str]:
+        return launch_command(self.launcher, size, arguments)
 
     def _wait(self, process: subprocess.Popen[bytes], directory: Path, names: list[str]) -> int:
         """Wait for the end of the launch, or until time is up; how many scenarios are behind."""
@@ -187,15 +206,24 @@ class Job:
         while time.monotonic() < limit:
             chosen = SCENARIOS[names[behind]]
             gone = process.poll() is not None
-            if gone and not any(_state(pid) for pid in _pids(directory)):
+            states = {pid: _state(pid) for pid in _pids(directory)}
+            living = [pid for pid, state in states.items() if state]
+            if gone and not living:
                 break
+            if all(states[pid] == "T" for pid in living):
+                # The others have ended. torchrun would give stopped ranks 30 s more to do so.
+                for pid in living:
+                    _kill(pid)
             if behind < len(names) - 1 and self._is_done(directory, chosen.name):
                 behind += 1
                 limit = time.monotonic() + _START
                 continue
             events = [_events(directory, rank, chosen.name) for rank in range(self.size)]
             marks = [e["fault"]["at"] for e in events if "fault" in e]
-            patience = chosen.seconds + DEADLINE if self.library == "multibn" else _TODAY
+            if self.library == "multibn":
+                patience = chosen.seconds + _END
+            else:
+                patience = _TODAY_ENDS if chosen.ends else _TODAY
             limit = min([limit, *(mark + patience for mark in marks)])
             time.sleep(0.02)
         return behind
@@ -208,8 +236,8 @@ class Job:
         # Nothing can be found out before the last rank has come there.
         start = max((e["fault"]["at"] for e in events if "fault" in e), default=0.0)
         ranks = [
-            _became(directory, rank, found, start, states[rank])
-            for rank, found in enumerate(events)
+            replace(_became(directory, rank, found, start, state), ended=not state)
+            for rank, (found, state) in enumerate(zip(events, states, strict=True))
         ]
         return Outcome(name, self.library, self.over, self.framework, ranks)
 
@@ -250,9 +278,13 @@ def _started(
     finally:
         # By their numbers: ranks are in groups of their own, and may be deaf, or orphans.
         for pid in [process.pid, *_pids(output.parent)]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            _kill(pid)
         process.wait()
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def _pids(directory: Path) -> list[int]:

@@ -1,11 +1,13 @@
 """The network that the faults befall, in each framework, over multibn's layers or their peers'."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
 FEATURES, CHANNELS = 6, 4
+_PATHS = [f"layer{i}.{j}.bn{k}" for i, j in ((1, 0), (1, 1), (2, 0)) for k in (1, 2)]
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 MakeNorm: TypeAlias = Callable[[int, Any], Any]
@@ -118,6 +120,21 @@ class Torch:
     def norms(self) -> Sequence[Any]:
         return [m for name, m in self.network.named_modules() if ".bn" in name]
 
+    def set_norms(self, norms: Sequence[Any]) -> None:
+        for path, norm in zip(_PATHS, norms, strict=True):
+            self.network.set_submodule(path, norm)
+
+    def save(self, path: Path) -> None:
+        """Write the state, as a program would."""
+        import torch
+
+        torch.save(self.network.state_dict(), path)
+
+    def load(self, path: Path) -> None:
+        import torch
+
+        self.network.load_state_dict(torch.load(path))
+
     def evaluate(self) -> None:
         """Switch the network to evaluation."""
         self.network.eval()
@@ -161,6 +178,25 @@ class Chainer:
     def norms(self) -> Sequence[Any]:
         return [link for path, link in sorted(self.network.namedlinks()) if "/bn" in path]
 
+    def set_norms(self, norms: Sequence[Any]) -> None:
+        for path, norm in zip(_PATHS, norms, strict=True):
+            layer, block, name = path.split(".")
+            chain = self.network[layer][int(block)]
+            delattr(chain, name)
+            chain.add_link(name, norm)
+
+    def save(self, path: Path) -> None:
+        from chainer import serializers
+
+        with path.open("wb") as file:
+            serializers.save_npz(file, self.network)
+
+    def load(self, path: Path) -> None:
+        from chainer import serializers
+
+        with path.open("rb") as file:
+            serializers.load_npz(file, self.network)
+
     def evaluate(self) -> None:
         self._train = False
 
@@ -172,3 +208,11 @@ class Chainer:
         for parameter in self.network.params():
             parameter.array = parameter.array.astype(np.float32)
             parameter.cleargrad()
+
+
+class ChainerMN(Chainer):
+    """The same over ChainerMN's link."""
+
+    def statistics(self) -> Array:
+        # Its variances are meant for a rank's own count: never those of the whole batch.
+        return np.concatenate([link.avg_mean for link in self.norms()])

@@ -1,7 +1,7 @@
 """The parts of the report: which faults are tried over what."""
 
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,31 +37,27 @@ def _jobs(library: str, over: str, framework: str) -> list[Job]:
 
 def multibn(show: Callable[[Row], None]) -> list[Row]:
     """Every fault over every transport in both frameworks."""
-    rows = []
-    for over in OVER:
-        for framework in FRAMEWORKS:
-            for job in _jobs("multibn", over, framework):
-                for outcome in job.run():
-                    rows.append(_row(outcome))
-                    show(rows[-1])
-    return rows
+    jobs = [job for o in OVER for f in FRAMEWORKS for job in _jobs("multibn", o, f)]
+    return _shown((_row(outcome) for outcome in _outcomes(jobs, at_once=2)), show)
 
 
 def today(show: Callable[[Row], None]) -> list[Row]:
-    """The same over the peers, which wait more than they compute: several at a time."""
+    """The same over the peers, which wait more than they compute."""
     jobs = []
     for over, framework in PEERS:
         for job in _jobs("today", over, framework):
             half = (len(job.scenarios) + 1) // 2
             parts = [job.scenarios[:half], job.scenarios[half:]]
             jobs += [Job("today", over, framework, part) for part in parts if part]
-    rows = []
-    with ThreadPoolExecutor(4) as pool:
+    outcomes = _outcomes(jobs, at_once=4)
+    return _shown((_row(o) | {"complaint": "", "today": o.today()} for o in outcomes), show)
+
+
+def _outcomes(jobs: list[Job], *, at_once: int) -> Iterator[Outcome]:
+    """What becomes of them, in their order; so many at once, as most of the time is waiting."""
+    with ThreadPoolExecutor(at_once) as pool:
         for outcomes in pool.map(lambda job: list(job.run()), jobs):
-            for outcome in outcomes:
-                rows.append(_row(outcome) | {"complaint": "", "today": outcome.today()})
-                show(rows[-1])
-    return rows
+            yield from outcomes
 
 
 def two_hosts(show: Callable[[Row], None]) -> list[Row]:

@@ -1,4 +1,4 @@
-"""One rank: `python -m faults.worker SPEC DIRECTORY`, SPEC being JSON.
+"""One rank: `python -m faults.worker SPEC DIRECTORY`, SPEC being JSON, see `Job`.
 
 Writes a line of JSON to `DIRECTORY/RANK.jsonl` when a scenario starts, at the fault, and at its
 end; `DIRECTORY/RANK.crash` holds what a signal has ended.
@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from faults import worlds
-from faults.scenarios import SCENARIOS, Trial
+from faults.scenarios import SCENARIOS
+from faults.trial import Trial
 
 
 class Record:
@@ -30,9 +31,15 @@ class Record:
 
 def main(spec: str, directory: str) -> None:
     options = json.loads(spec)
-    names = options.pop("scenarios")
+    names, earlier = options.pop("scenarios"), options.pop("earlier")
     world = worlds.enter(**options, count=len(names))
     record = Record(Path(directory), world.rank)
+    if earlier:
+        record.write("start", scenario="")
+        for name, communicator in zip(names, world.communicators, strict=True):
+            if run := SCENARIOS[name].earlier:
+                run(Trial(world, communicator, lambda: None))
+        return
     crash = Path(directory, f"{world.rank}.crash").open("w")  # noqa: SIM115 (until the end)
     faulthandler.enable(crash)  # after MPI's own handlers
     Trial(world, world.alone, lambda: None).warm_up()

@@ -1,6 +1,7 @@
 """What a rank trains over: multibn's layers, or those that are in use without it."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,12 @@ class World:
         Makes a layer of so many channels over a communicator.
     communicators
         Different ones, of all ranks: a fault leaves the others usable.
+    everybody
+        What a program would name all ranks by: the default group, or MPI's world.
     alone
         A communicator of this process only.
+    files
+        A directory that later launches have too.
     """
 
     rank: int
@@ -30,12 +35,15 @@ class World:
     trainee: Any
     make_norm: models.MakeNorm
     communicators: list[Any]
+    everybody: Any
     alone: Any
+    files: Path
 
 
-def enter(library: str, over: str, framework: str, count: int) -> World:
+def enter(library: str, over: str, framework: str, files: str, count: int) -> World:
     """Join the others; `count` communicators."""
     world = World()
+    world.files = Path(files)
     world.trainee = models.Torch if framework == "torch" else models.Chainer
     if framework == "chainer":
         from multibn.chainer_backend import compat
@@ -63,6 +71,7 @@ def enter(library: str, over: str, framework: str, count: int) -> World:
         from benchmarks.peers import chainermn_link
 
         make: Callable[[Any], Any] = lambda c: chainermn.create_communicator("naive", c)  # noqa: E731
+        world.trainee = models.ChainerMN
         world.communicators = [make(comm) for comm in world.communicators]
         world.alone = make(MPI.COMM_SELF)
         world.make_norm = chainermn_link
@@ -74,7 +83,8 @@ def _enter_gloo(world: World, count: int) -> None:
 
     dist.init_process_group("gloo")
     world.rank, world.size = dist.get_rank(), dist.get_world_size()
-    world.communicators = [dist.group.WORLD] * (count == 1) or [
+    world.everybody = dist.group.WORLD
+    world.communicators = [world.everybody] * (count == 1) or [
         dist.new_group(list(range(world.size))) for _ in range(count)
     ]
 
@@ -82,7 +92,7 @@ def _enter_gloo(world: World, count: int) -> None:
 def _enter_mpi(world: World, count: int) -> None:
     from mpi4py import MPI
 
-    comm = MPI.COMM_WORLD
+    world.everybody = comm = MPI.COMM_WORLD
     world.rank, world.size = comm.rank, comm.size
     world.communicators = [comm] * (count == 1) or [comm.Dup() for _ in range(count)]
 

@@ -127,8 +127,9 @@ class MPI(Watched):
         """Communicator of the ranks that are left after others have died. Collective over those.
 
         For MPI libraries with ULFM, where the launcher lets the survivors go on: Open MPI's under
-        `mpiexec --with-ft ulfm`. Call it after a ConnectionError, and give the layers what it
-        returns: `layer.process_group = shrunk`.
+        `mpiexec --with-ft ulfm --mca async_mpi_finalize 1`; without the second, the barrier in
+        MPI_Finalize now and then waits for the dead for ever. Call it after a ConnectionError, and
+        give the layers what it returns: `layer.process_group = shrunk`.
         """
         self._found_links().revoke()
         return MPI(self.comm.Shrink(), cuda_aware=self._cuda_aware, timeout=self.timeout)

@@ -18,6 +18,7 @@ from multibn.communicators._host import allgather_bytes, from_host, to_host
 from multibn.communicators._watch import Notice, Watch, check_timeout, default_timeout
 
 _ANSWER = 0.3  # seconds that a store may take
+_LAST_ANSWER = 15.0  # before this process ends: TCP is slow to find out that a network is back
 
 
 class TorchDistributed(Watched):
@@ -159,6 +160,7 @@ class _Links:
             entry.split(":") for entry in dist.get_backend_config(group).split(",")
         )
         self.watch = Watch(dist.get_rank(group), dist.get_world_size(group))
+        self.board: _Board | None = None
         self.agreements: dict[Any, Any] = {}
         self._name = f"multibn/{group.group_name}"
         self._channels: dict[int, dist.ProcessGroupGloo] = {}
@@ -168,8 +170,12 @@ class _Links:
                 lambda data: allgather_bytes(
                     lambda a: self._sum(a, timeout), self.watch.rank, self.watch.size, data
                 ),
-                lambda name: _Board(f"{self._name}/{name}", self.watch.rank, self.watch.size),
+                self._open_board,
             )
+
+    def _open_board(self, name: str) -> "_Board":
+        self.board = _Board(f"{self._name}/{name}", self.watch.rank, self.watch.size)
+        return self.board
 
     def transport_device(self, device: torch.device) -> torch.device:
         """Where the group can reduce what lies on `device`."""
@@ -188,12 +194,13 @@ class _Links:
         """Sum `x` in place, over gloo."""
         if channel not in self._channels:
             # Made without torch's register of groups, whose names depend on what other groups a
-            # rank is in. Its own timeout is after ours, which says more.
+            # rank is in. Its own timeout is after ours, which says more, but only a little: gloo's
+            # threads wait until then, and keep a process that has given up from ending.
             self._channels[channel] = dist.ProcessGroupGloo(
                 dist.PrefixStore(f"{self._name}/{channel}", _store()),
                 self.watch.rank,
                 self.watch.size,
-                timedelta(seconds=timeout + 60),
+                timedelta(seconds=timeout + 1),
             )
         gloo: Any = self._channels[channel]
 
@@ -243,6 +250,15 @@ class _Board:
         self._attempt(self._read)
         return dict(self._notices)
 
+    def finish(self) -> None:
+        """Wait for what the store has been asked.
+
+        Python lets a thread unwind that comes back while the interpreter ends, which C++ takes for
+        an error: it aborts the process.
+        """
+        if self._thread is not None:
+            self._thread.join(_LAST_ANSWER)
+
     def _read(self) -> None:
         for rank in self._others:
             if self._store.check([str(rank)]):
@@ -285,7 +301,10 @@ def _links(group: dist.ProcessGroup, timeout: float) -> _Links:
 def _leave() -> None:
     """At exit: nobody may be left to wait for this process, and no thread of gloo may be left."""
     for _, links in _all_links.values():
-        links.watch.leave()
+        if links.board is not None and links.watch.failure is None:
+            links.board.finish()
+            links.watch.leave()
+            links.board.finish()
     # A process that ends with gloo's threads running is aborted now and then (3 of 24 in a trial).
     _all_links.clear()
     if dist.is_initialized() and dist.get_backend() == "gloo":

@@ -79,18 +79,19 @@ def update_buffers(
         bn.num_batches_tracked.add_(batch.count > 0)
         if bn.momentum is None:  # 1/n, left on the device; nothing is read if all ranks are empty
             momentum = bn.num_batches_tracked.clamp(min=1).double().reciprocal().to(batch.mean)
+    if batch.mean.ndim > 1:
+        batch = batch._replace(mean=batch.mean.flatten(), var=batch.var.flatten())
     update = compiled if torch.compiler.is_compiling() else population
-    shape = batch.mean.shape
     mean, var = update.update_running(
-        bn.running_mean.view(shape),
-        bn.running_var.view(shape),
+        bn.running_mean,
+        bn.running_var,
         batch,
         momentum=momentum,
         local_count=local_count,
         convention=convention,
     )
-    bn.running_mean.copy_(mean.flatten())
-    bn.running_var.copy_(var.flatten())
+    bn.running_mean.copy_(mean)
+    bn.running_var.copy_(var)
 
 
 class SyncBatchNorm(Synchronized, _BatchNorm):

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
+from faults import hosts
 from multibn._environment import find_command, importable
 
 # What pytest.importorskip may find missing. Required, it is missed before the first test.
@@ -20,6 +21,7 @@ PROBES: dict[str, Callable[[], bool]] = {
     "video": lambda: importable("av") and importable("skvideo"),
     "cli": lambda: importable("rich") and importable("matplotlib"),
     "mpiexec": lambda: find_command("mpiexec") is not None and importable("mpi4py"),
+    "netns": hosts.possible,
 }
 
 _required: set[str] = set()

@@ -144,7 +144,9 @@ def test_a_connection_that_is_lost() -> None:
         def broken(seconds: float) -> bool:
             raise RuntimeError("reset by peer")
 
-        return _says(watch.wait, lambda: broken, "a", "a (forward)", 10.0) if world.rank == 0 else None
+        return (
+            _says(watch.wait, lambda: broken, "a", "a (forward)", 10.0) if world.rank == 0 else None
+        )
 
     error = run_ranks(2, wait)[0]
     assert isinstance(error, ConnectionError)
