@@ -131,28 +131,29 @@ def move_averages(
 
 def _parameters(
     of: Any, shape: tuple[int, ...], *arrays: Array | None
-) -> tuple[str, list[int], list[Array | None]] | None:
+) -> tuple[str, list[int], tuple[Array | None, ...]] | None:
     """Their dtype, their addresses, 0 for None, and what must be kept as long as these are used.
 
     None if the loops cannot take them.
     """
     dtype = None
     as_they_are = True
+    addresses = []
     for a in arrays:
         if a is None:
+            addresses.append(0)
             continue
-        if library(a) is not of or a.shape != shape:
+        address = of.address(a)
+        if not address or a.shape != shape:
             return None
-        dtype = dtype or a.dtype
-        as_they_are &= a.dtype == dtype and of.is_dense(a)
-    name = _name(dtype or of.float64)
-    kept = list(arrays)
-    if name not in ("float32", "float64") or not as_they_are:
-        name, kept = "float64", [None if a is None else of.wide(a) for a in arrays]
-    addresses = [0 if a is None else of.address(a) for a in kept]
-    if any(a is not None and not address for a, address in zip(kept, addresses, strict=True)):
-        return None
-    return name, addresses, kept
+        dtype = a.dtype if dtype is None else dtype
+        as_they_are = as_they_are and a.dtype == dtype and of.is_dense(a)
+        addresses.append(address)
+    name = _name(of.float64 if dtype is None else dtype)
+    if as_they_are and name in ("float32", "float64"):
+        return name, addresses, arrays
+    kept = tuple(None if a is None else of.wide(a) for a in arrays)
+    return "float64", [0 if a is None else of.address(a) for a in kept], kept
 
 
 @cache

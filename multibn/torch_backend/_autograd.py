@@ -112,14 +112,9 @@ class _Normalize(torch.autograd.Function):
     """The autograd node: the statistics are inputs, their gradients are inside."""
 
     @staticmethod
-    def forward(
-        batches: Sequence[BatchStatistics],
-        communicator: Communicator,
-        weighting: Weighting,
-        options: Sequence[tuple[float, tuple[int, ...] | None, bool]],
-        *tensors: Tensor | None,
-    ) -> tuple[Tensor, ...]:
-        x: Any
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:
+        """Of what `setup_context` names; torch binds arguments to one name faster than to many."""
+        batches, _, _, options, *tensors = inputs
         ys = []
         with _without_autocast(tensors[0]):
             for i, (batch, (eps, axis, relu)) in enumerate(zip(batches, options, strict=True)):

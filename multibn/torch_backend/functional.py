@@ -120,6 +120,9 @@ def forward_all(
         if error is not None:
             xs = [i.x for i in inputs]
             refuse(error, xs, num_channels, communicator)
+    inputs = [
+        i._replace(axis=statistics.reduced_axes(i.x.ndim)) if i.axis is None else i for i in inputs
+    ]
     batches = _autograd.batch_statistics(inputs, communicator, weighting)
     ys = _autograd.normalize(inputs, batches, communicator, weighting)
     return list(zip(ys, batches, strict=True))
