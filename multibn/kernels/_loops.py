@@ -25,6 +25,7 @@ if config.DISABLE_JIT:  # type: ignore[attr-defined]
 
 _LONG = 128  # elements of a long plane
 _COLUMNS = 2048  # of a tile: coefficients and sums of so many stay in the nearest caches
+_BESIDE = 512  # columns up to which short samples are put side by side
 _ROWS = 8  # of a tile that are added up before its sums are touched; half as many of two arrays
 _RUN = 16  # rows that are added up in x's dtype, and 16 times as many values of a long plane
 _FEW = 8  # values that the centre is the mean of
@@ -40,7 +41,7 @@ ELEMENTWISE = {"contract"}
 def _width(C: int, S: int, n0: int, n1: int, c0: int, c1: int) -> tuple[int, int]:
     """Channels, and samples side by side, in the columns of a tile."""
     channels = min(max(_COLUMNS // S, 1), c1 - c0)
-    samples = min(max(_COLUMNS // (C * S), 1), n1 - n0) if channels == C else 1
+    samples = min(max(_BESIDE // (C * S), 1), n1 - n0) if channels == C else 1
     return channels, samples
 
 
