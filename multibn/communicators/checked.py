@@ -44,6 +44,7 @@ class Checked(Handle):
     ) -> None:
         self.wrapped = communicator
         self.num_layers = num_layers
+        self._forwarding = communicator if isinstance(communicator, Forwarding) else None
         self._find_name = find_name
         self._name: str | None = None
         self._phases: dict[tuple[str, Any], _Phase] = {}
@@ -62,6 +63,10 @@ class Checked(Handle):
 
     def split(self, color: int, key: int = 0) -> Communicator:
         return self.wrapped.split(color, key)
+
+    def current(self) -> Any:
+        """The communicator that it stands for at the moment."""
+        return self.wrapped if self._forwarding is None else self._forwarding.resolve()
 
     @property
     def name(self) -> str:
@@ -143,8 +148,7 @@ class _Phase:
         # different phases of a layer can be told from what the message says.
         self.num_lanes = 2 + 2 * layer.num_layers * (phase == "backward")
         self._calls = 0
-        # Fingerprint and place by name: it is agreed on once per communicator, and then the same.
-        self._known: dict[str, tuple[float, str]] = {}
+        self._agreed: _Agreed | None = None
         self._unread = _Unread(self)
 
     @property
@@ -159,16 +163,17 @@ class _Phase:
         return self.wrapped.split(color, key)
 
     def allreduce(self, x: Array, /) -> Array:
-        communicator = self.wrapped.wrapped
-        if isinstance(communicator, Forwarding):
-            communicator = communicator.resolve()
+        communicator = self.wrapped.current()
         size = communicator.size
         if size == 1:
             return communicator.allreduce(x)
         self._calls += 1
         length = x.shape[0] + self.num_lanes
-        name = self._agreed_name(communicator, length)
-        fingerprint, place = self._known.get(name) or self._learn(name)
+        agreements = communicator.agreements if isinstance(communicator, Watched) else None
+        agreed = self._agreed
+        if agreed is None or agreed.agreements is not agreements or agreed.length != length:
+            agreed = self._agreed = self._agree(communicator, length)
+        fingerprint, place = agreed.fingerprint, agreed.place
         if is_on_host(x):
             a = to_host(x)
             n = a.size
@@ -205,25 +210,25 @@ class _Phase:
             payload, channel=payload.shape[0], place=place, text=_Call(self, self._calls)
         )
 
-    def _learn(self, name: str) -> tuple[float, str]:
-        text = f"{name} {self.name} {self.dtype}"
-        found = self._known[name] = float(zlib.crc32(text.encode()) >> 12), f"{name} {self.name}"
-        return found
-
-    def _agreed_name(self, communicator: Communicator, length: int) -> str:
-        """The layer's name, once all ranks are known to be in a layer like this; collective then.
+    def _agree(self, communicator: Communicator, length: int) -> "_Agreed":
+        """Learn that all ranks are in a layer like this; collective where that is not known yet.
 
         Where the transport is not ours, nothing is compared beforehand.
         """
-        if not isinstance(communicator, Watched):
-            return self.wrapped.name
-        agreements = communicator.agreements
-        key = self.wrapped.name, length
-        if key not in agreements:
-            agreements[key] = self._agree(communicator, length)
-        return agreements[key]
+        name = self.wrapped.name
+        agreements = None
+        if isinstance(communicator, Watched):
+            agreements = communicator.agreements
+            key = name, length
+            if key not in agreements:
+                agreements[key] = self._compare(communicator, length)
+            name = agreements[key]
+        text = f"{name} {self.name} {self.dtype}"
+        fingerprint = float(zlib.crc32(text.encode()) >> 12)
+        return _Agreed(agreements, length, fingerprint, f"{name} {self.name}")
 
-    def _agree(self, communicator: Watched, length: int) -> str:
+    def _compare(self, communicator: Watched, length: int) -> str:
+        """The layer's name, once it is known to be the same layer on all ranks."""
         about = np.array(
             [
                 zlib.crc32(f"{what}".encode()) >> 12
@@ -261,6 +266,15 @@ class _Phase:
                 "all ranks."
             )
         return str(shortest)
+
+
+class _Agreed(NamedTuple):
+    """What goes with a layer's messages of one phase and `length`, among some processes."""
+
+    agreements: dict[Any, Any] | None  # of these processes
+    length: int
+    fingerprint: float
+    place: str
 
 
 class _Call(NamedTuple):

@@ -20,7 +20,7 @@ from multibn._arrays import is_on_host
 from multibn._typing import Array
 from multibn.communicators import SingleProcess
 from multibn.communicators._handle import Watched
-from multibn.communicators._host import allgather_bytes, through_host
+from multibn.communicators._host import allgather_bytes, from_host, to_host
 from multibn.communicators._watch import Notice, Watch, check_timeout, default_timeout
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class MPI(Watched):
         if not is_on_host(x) and self._takes_device_array(x):
             return self._allreduce_on_device(x)
         links = self._found_links()
-        return through_host(x, lambda a: links.allreduce(a, channel, place, text, self.timeout))
+        return from_host(links.allreduce(to_host(x), channel, place, text, self.timeout), x)
 
     @property
     def agreements(self) -> dict[Any, Any]:
@@ -193,7 +193,13 @@ class _Links:
         line = self._lines.get(channel)
         if line is None:
             line = self._lines[channel] = _Line(self._duplicate(self._notices, timeout), channel)
-        return line.allreduce(a, lambda start: self._wait(start, place, text, timeout))
+        if line.request is not None and a.dtype == line.sent.dtype:
+            line.sent[:] = a
+            self.watch.wait(line.begin, place, text, timeout)
+            return line.received.copy()
+        out = np.empty_like(a)
+        self._wait(lambda: line.comm.Iallreduce(a, out), place, text, timeout)
+        return out
 
     def revoke(self) -> None:
         """Interrupt whoever still waits in a message; this communicator is not used again."""
@@ -231,27 +237,18 @@ class _Line:
 
     def __init__(self, comm: "Comm", channel: int) -> None:
         self.comm = comm
-        self._request: Any = None
+        self.request: Any = None
         if channel > 0:
-            self._sent, self._received = np.empty(channel), np.empty(channel)
+            self.sent, self.received = np.empty(channel), np.empty(channel)
             with suppress(NotImplementedError):
-                self._request = comm.Allreduce_init(self._sent, self._received)
+                self.request = comm.Allreduce_init(self.sent, self.received)
 
-    def allreduce(
-        self, a: np.ndarray[Any, Any], wait: Callable[[Callable[[], "Request"]], None]
-    ) -> np.ndarray[Any, Any]:
-        """Sum `a`; `wait` is given what starts a request, and returns when that is complete."""
-        if self._request is None or a.dtype != self._sent.dtype:
-            out = np.empty_like(a)
-            wait(lambda: self.comm.Iallreduce(a, out))
-            return out
-        self._sent[:] = a
-        wait(self._start)
-        return self._received.copy()
+    def begin(self) -> Callable[[float], bool]:
+        self.request.Start()
+        return self._done
 
-    def _start(self) -> "Request":
-        self._request.Start()
-        return cast("Request", self._request)
+    def _done(self, seconds: float) -> bool:
+        return _test(self.request, seconds)
 
 
 class _Board:
