@@ -369,7 +369,7 @@ def compiled(loop: Loop, dtype: str) -> Any:
     numbers = [types.int64] * loop.integers + [types.float64] * loop.floats
     result = types.int64 if loop.returns else types.void
     signature = result(*(kinds[a] for a in loop.arrays), *numbers)
-    options: dict[str, Any] = {"error_model": "numpy", "fastmath": loop.fastmath}
+    options: dict[str, Any] = {"error_model": "numpy", "fastmath": loop.fastmath or False}
     try:
         native: Any = cfunc(signature, cache=True, **options)(loop.function)
     except (RuntimeError, OSError):  # there is no place where the cache can be written

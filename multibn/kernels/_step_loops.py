@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from multibn.kernels._loops import ELEMENTWISE, Loop
+from multibn.kernels._loops import Loop
 
+_EXACT: set[str] = set()  # one operation, one rounding: equal moments then leave no variance
 REFUSED, NOT_FINITE = 1, 2  # what `unpack` returns
 
 
@@ -106,10 +107,10 @@ def _move_averages(
 
 # "x" is the dtype of parameters and running statistics.
 LOOPS: dict[str, Loop] = {
-    "pack": Loop(_pack, "www", 1, ELEMENTWISE, floats=2),
-    "unpack": Loop(_unpack, "wwwww", 1, ELEMENTWISE, floats=2, returns=True),
-    "affine": Loop(_affine, "wxxww", 3, ELEMENTWISE, floats=1),
-    "over_std": Loop(_over_std, "www", 1, ELEMENTWISE, floats=1),
-    "gradient_coefficients": Loop(_gradient_coefficients, "wwwxwww", 2, ELEMENTWISE, floats=2),
-    "move_averages": Loop(_move_averages, "xxwwxx", 1, ELEMENTWISE, floats=2),
+    "pack": Loop(_pack, "www", 1, _EXACT, floats=2),
+    "unpack": Loop(_unpack, "wwwww", 1, _EXACT, floats=2, returns=True),
+    "affine": Loop(_affine, "wxxww", 3, _EXACT, floats=1),
+    "over_std": Loop(_over_std, "www", 1, _EXACT, floats=1),
+    "gradient_coefficients": Loop(_gradient_coefficients, "wwwxwww", 2, _EXACT, floats=2),
+    "move_averages": Loop(_move_averages, "xxwwxx", 1, _EXACT, floats=2),
 }

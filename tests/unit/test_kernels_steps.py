@@ -130,6 +130,13 @@ def test_a_rounding_error_makes_no_negative_variance() -> None:
         assert steps.unpack(summed, (1,), 1.0, 1.0).var == 0.0
 
 
+def test_a_constant_has_no_variance_over_ranks() -> None:
+    mean = np.random.default_rng(0).normal(size=1000)
+    for steps in (host_steps, generic):
+        packed = steps.pack(mean, mean * mean, 4.0, 4.0)
+        assert not steps.unpack(packed + packed, mean.shape, 4.0, 4.0).var.any()
+
+
 def test_tensors_that_need_a_gradient_are_differentiated() -> None:
     require.need("torch")
     import torch
