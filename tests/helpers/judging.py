@@ -42,7 +42,7 @@ class Step:
     changed: str = ""  # what was passed in and is not as it was
 
 
-def kind(error: BaseException) -> type[BaseException]:
+def kind(error: BaseException | None) -> Any:
     """Its documented type."""
     return ValueError if isinstance(error, OneValueError) else type(error)
 
