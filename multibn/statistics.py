@@ -180,29 +180,42 @@ def aggregate_all(
         As `aggregate`.
     """
     check_choice("weighting", weighting, Weighting)
-    weights = [_rank_weight(part, weighting) for part in parts]
-    messages = [
-        kernels.pack(part.mean, part.meansqr, weight, part.count)
-        for part, weight in zip(parts, weights, strict=True)
-    ]
+    packed = []
+    for mean, meansqr, count, num_samples in parts:
+        weight = _rank_weight(count, num_samples, weighting)
+        message = kernels.pack(mean, meansqr, weight, count)
+        packed.append(_Packed(message, mean.shape, weight, count))
+    return _aggregate(packed, communicator)
+
+
+class _Packed(NamedTuple):
+    """Moments as they are sent, and what they are unpacked with."""
+
+    message: Array
+    channels: tuple[int, ...]
+    weight: float
+    count: float  # type: ignore[assignment]  # as in `Moments`
+
+
+def _aggregate(packed: Sequence[_Packed], communicator: Communicator) -> list[BatchStatistics]:
+    """Collective."""
     batches = []
-    for part, weight, summed in zip(
-        parts, weights, _allreduce(communicator, messages), strict=True
-    ):
-        *batch, refused, finite = kernels.unpack(summed, part.mean.shape, weight, part.count)
+    messages = _allreduce(communicator, [part.message for part in packed])
+    for part, summed in zip(packed, messages, strict=True):
+        *batch, refused, finite = kernels.unpack(summed, *part[1:])
         if refused:
             _raise_for_refusal(communicator, refused=False)
         if not finite:
-            xp = array_namespace(part.mean)
-            _raise_for_non_finite(communicator, bool(xp.isfinite(xp.sum(part.meansqr))))
+            xp = array_namespace(part.message)
+            _raise_for_non_finite(communicator, bool(xp.isfinite(xp.sum(part.message))))
         batches.append(BatchStatistics(*batch))
     return batches
 
 
-def _rank_weight(part: Moments, weighting: Weighting) -> float:
-    if weighting == "element" or part.count == 0:
-        return part.count
-    return part.num_samples if weighting == "sample" else 1.0
+def _rank_weight(count: float, num_samples: float, weighting: Weighting) -> float:
+    if weighting == "element" or count == 0:
+        return count
+    return num_samples if weighting == "sample" else 1.0
 
 
 def batch_statistics(
@@ -241,12 +254,19 @@ def all_batch_statistics(
 
     Collective and raises as `batch_statistics`; see `aggregate_all`.
     """
-    parts = [local_moments(x, axis=axis) for x, axis in zip(xs, axes, strict=True)]
-    batches = aggregate_all(parts, communicator, weighting=weighting)
-    for x, axis, batch in zip(xs, axes, batches, strict=True):
+    check_choice("weighting", weighting, Weighting)
+    packed = []
+    for x, axis in zip(xs, axes, strict=True):
+        require_floating(x)
+        count = float(kernels.num_elements(x, axis))
+        weight = _rank_weight(count, float(x.shape[axis[0]]), weighting)
+        message = kernels.packed_moments(x, weight, count, axis=axis)
+        packed.append(_Packed(message, channels(x, axis), weight, count))
+    batches = _aggregate(packed, communicator)
+    for x, part, batch in zip(xs, packed, batches, strict=True):
         # Every rank holds at most one value if all of them hold one together: only then is the
         # count read on the host.
-        if kernels.num_elements(x, axis) <= 1 and bool(batch.count == 1):
+        if part.count <= 1 and bool(batch.count == 1):
             raise OneValueError(
                 "normalizing by the statistics of a batch needs more than 1 value per channel over "
                 f"all ranks together: got 1 on {communicator.size} rank(s), with an input of shape "
@@ -292,8 +312,17 @@ def normalize(
     Then plus `residual`, of the shape and dtype of `x`, then ReLU, where asked for.
     """
     axis = reduced_axes(x.ndim) if axis is None else axis
-    scale, shift = kernels.affine(batch.var, weight, bias, eps=eps)
-    return kernels.normalize(x, batch.mean, scale, shift, axis=axis, residual=residual, relu=relu)
+    return kernels.normalize(
+        x,
+        batch.mean,
+        batch.var,
+        weight,
+        bias,
+        eps=eps,
+        axis=axis,
+        residual=residual,
+        relu=relu,
+    )
 
 
 def backward_sums(
@@ -307,8 +336,7 @@ def backward_sums(
 ) -> GradientSums:
     """This rank's sums of `dy` and `dy * xhat`. Not collective."""
     axis = reduced_axes(x.ndim) if axis is None else axis
-    sum_dy, sum_dy_xmu = kernels.backward_sums(dy, x, batch.mean, axis=axis)
-    return GradientSums(sum_dy, kernels.over_std(sum_dy_xmu, batch.var, eps=eps))
+    return GradientSums(*kernels.backward_sums(dy, x, batch.mean, batch.var, eps=eps, axis=axis))
 
 
 def aggregate_sums(sums: GradientSums, communicator: Communicator, /) -> GradientSums:
@@ -337,10 +365,10 @@ def input_gradient(
 ) -> Array:
     """Gradient with respect to `x`, in its dtype, from the sums over all ranks. Not collective."""
     axis = reduced_axes(x.ndim) if axis is None else axis
-    coefficients = kernels.gradient_coefficients(
-        batch.var, weight, batch.element_weight, *sums, eps=eps
+    mean, var, _, element_weight = batch
+    return kernels.input_gradient(
+        dy, x, mean, var, weight, element_weight, *sums, eps=eps, axis=axis
     )
-    return kernels.input_gradient(dy, x, batch.mean, *coefficients, axis=axis)
 
 
 def require_floating(x: Array) -> None:

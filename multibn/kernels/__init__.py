@@ -1,9 +1,9 @@
 """Arithmetic on activations, and on per-channel arrays between: one file per kind of array.
 
-The passes `local_moments`, `normalize`, `backward_sums` and `input_gradient` touch the whole
-activation; they see it and per-channel coefficients. The steps `pack`, `unpack`, `affine`,
-`over_std`, `gradient_coefficients` and `move_averages` turn the ones into the others. `generic` is
-the reference, works for every library of the array API standard, and says what each of them does.
+The passes `local_moments`, `packed_moments`, `normalize`, `backward_sums` and `input_gradient`
+touch the whole activation; the steps `pack`, `unpack` and `move_averages` only per-channel arrays,
+beside the message and the running statistics. `generic` is the reference, works for every library
+of the array API standard, and says what each of them does.
 `host` (NumPy arrays and torch tensors in host memory), `cuda` (torch tensors on a GPU) and `cupy`
 compute the same faster, where the library that compiles them is installed. The array that comes in
 says which one is used. Nothing here knows of processes.
@@ -15,7 +15,8 @@ import sys
 from functools import cache
 from typing import Any
 
-from array_api_compat import is_cupy_array, is_numpy_array, is_torch_array
+import numpy as np
+from array_api_compat import is_cupy_array, is_torch_array
 
 from multibn._arrays import array_namespace
 from multibn._typing import Array
@@ -31,34 +32,47 @@ def local_moments(x: Array, /, *, axis: tuple[int, ...]) -> tuple[Array, Array]:
     return moments
 
 
+def packed_moments(x: Array, weight: float, count: float, /, *, axis: tuple[int, ...]) -> Array:
+    """As `generic.packed_moments`."""
+    kernels = _select(x)
+    if hasattr(kernels, "packed_moments"):
+        return kernels.packed_moments(x, weight, count, axis=axis)
+    mean, var = kernels.local_moments(x, axis=axis)
+    return pack(mean, var + mean * mean, weight, count)
+
+
 def normalize(
     x: Array,
     mean: Array,
-    scale: Array,
-    shift: Array,
+    var: Array,
+    weight: Array | None,
+    bias: Array | None,
     /,
     *,
+    eps: float,
     axis: tuple[int, ...],
     residual: Array | None = None,
     relu: bool = False,
 ) -> Array:
     """As `generic.normalize`, then plus `residual`, an array like `x`, then ReLU."""
-    kernels = _select(x, mean, scale, shift)
+    kernels = _select(x, mean, var, weight, bias)
+    given = x, mean, var, weight, bias
     if residual is None and not relu:
-        return kernels.normalize(x, mean, scale, shift, axis=axis)
+        return kernels.normalize(*given, eps=eps, axis=axis)
     if hasattr(kernels, "normalize_add_relu"):
-        return kernels.normalize_add_relu(x, mean, scale, shift, residual, relu, axis=axis)
-    y = kernels.normalize(x, mean, scale, shift, axis=axis)
+        return kernels.normalize_add_relu(*given, residual, relu, eps=eps, axis=axis)
+    y = kernels.normalize(*given, eps=eps, axis=axis)
     if residual is not None:
         y += residual
     return array_namespace(y).clip(y, 0.0, None) if relu else y
 
 
 def backward_sums(
-    dy: Array, x: Array, mean: Array, /, *, axis: tuple[int, ...]
+    dy: Array, x: Array, mean: Array, var: Array, /, *, eps: float, axis: tuple[int, ...]
 ) -> tuple[Array, Array]:
     """As `generic.backward_sums`."""
-    sums: tuple[Array, Array] = _select(x, dy, mean).backward_sums(dy, x, mean, axis=axis)
+    kernels = _select(x, dy, mean, var)
+    sums: tuple[Array, Array] = kernels.backward_sums(dy, x, mean, var, eps=eps, axis=axis)
     return sums
 
 
@@ -66,16 +80,19 @@ def input_gradient(
     dy: Array,
     x: Array,
     mean: Array,
-    dy_scale: Array,
-    x_scale: Array,
-    shift: Array,
+    var: Array,
+    weight: Array | None,
+    element_weight: Array,
+    sum_dy: Array,
+    sum_dy_xhat: Array,
     /,
     *,
+    eps: float,
     axis: tuple[int, ...],
 ) -> Array:
     """As `generic.input_gradient`."""
-    kernels = _select(x, dy, mean, dy_scale, x_scale, shift)
-    return kernels.input_gradient(dy, x, mean, dy_scale, x_scale, shift, axis=axis)
+    statistics = mean, var, weight, element_weight, sum_dy, sum_dy_xhat
+    return _select(x, dy, *statistics).input_gradient(dy, x, *statistics, eps=eps, axis=axis)
 
 
 def pack(mean: Array, meansqr: Array, weight: float, count: float, /) -> Array:
@@ -87,38 +104,6 @@ def unpack(summed: Array, shape: tuple[int, ...], weight: float, count: float, /
     """As `generic.unpack`."""
     unpacked: Unpacked = _select_steps(summed).unpack(summed, shape, weight, count)
     return unpacked
-
-
-def affine(
-    var: Array, weight: Array | None, bias: Array | None, /, *, eps: float
-) -> tuple[Array, Array]:
-    """As `generic.affine`."""
-    arrays = [v for v in (weight, bias) if v is not None]
-    found: tuple[Array, Array] = _select_steps(var, *arrays).affine(var, weight, bias, eps=eps)
-    return found
-
-
-def over_std(v: Array, var: Array, /, *, eps: float) -> Array:
-    """As `generic.over_std`."""
-    return _select_steps(v, var).over_std(v, var, eps=eps)
-
-
-def gradient_coefficients(
-    var: Array,
-    weight: Array | None,
-    element_weight: Array,
-    sum_dy: Array,
-    sum_dy_xhat: Array,
-    /,
-    *,
-    eps: float,
-) -> tuple[Array, Array, Array]:
-    """As `generic.gradient_coefficients`."""
-    arrays = [sum_dy, sum_dy_xhat] if weight is None else [sum_dy, sum_dy_xhat, weight]
-    found: tuple[Array, Array, Array] = _select_steps(var, *arrays).gradient_coefficients(
-        var, weight, element_weight, sum_dy, sum_dy_xhat, eps=eps
-    )
-    return found
 
 
 def move_averages(
@@ -137,25 +122,31 @@ def move_averages(
     return moved
 
 
-def _select_steps(first: Array, *others: Array) -> Any:
+def _select_steps(first: Array, *others: Any) -> Any:
     """The file with steps for arrays like `first`."""
-    name = _select(first, *others).__name__.rpartition(".")[2]
+    name = _find(first, others)
     return _native(f"{name}_steps" if name in ("host", "cuda") else "generic")
 
 
-def _select(x: Array, *others: Array) -> Any:
-    """The file for arrays like `x`."""
+def _select(x: Array, *others: Any) -> Any:
+    """The file for arrays like `x`; `others` are what else goes into it, numbers and None too."""
+    return _native(_find(x, others))
+
+
+def _find(x: Array, others: tuple[Any, ...]) -> str:
+    if isinstance(x, np.ndarray):
+        return "host"
     if is_torch_array(x):
         torch = sys.modules["torch"]
         # What autograd differentiates must be made of torch's own operations.
-        if torch.is_grad_enabled() and any(a.requires_grad for a in (x, *others)):
-            return generic
-        if type(x) in (torch.Tensor, torch.nn.Parameter):
-            return _native({"cpu": "host", "cuda": "cuda"}.get(x.device.type, "generic"))
-        return generic
-    if is_numpy_array(x):
-        return _native("host")
-    return _native("cupy") if is_cupy_array(x) else generic
+        if torch.is_grad_enabled() and any(
+            getattr(a, "requires_grad", False) for a in (x, *others)
+        ):
+            return "generic"
+        if type(x) not in (torch.Tensor, torch.nn.Parameter):
+            return "generic"
+        return "host" if x.is_cpu else "cuda" if x.is_cuda else "generic"
+    return "cupy" if is_cupy_array(x) else "generic"
 
 
 @cache

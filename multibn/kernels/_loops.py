@@ -23,11 +23,12 @@ from numba import carray, cfunc, config, njit, types
 if config.DISABLE_JIT:  # type: ignore[attr-defined]
     raise ImportError("NUMBA_DISABLE_JIT is set: numba compiles nothing")
 
-_LONG = 128  # elements of a long plane
+_LONG = 16  # elements of a long plane
+_LONG_TO_ADD = 32  # of one that is added up by itself, which takes longer to begin and to end
 _COLUMNS = 2048  # of a tile: coefficients and sums of so many stay in the nearest caches
 _BESIDE = 512  # columns up to which short samples are put side by side
-_ROWS = 8  # of a tile that are added up before its sums are touched; half as many of two arrays
-_RUN = 16  # rows that are added up in x's dtype, and 16 times as many values of a long plane
+_RUN = 16  # rows that are added up in x's dtype
+_VALUES = 256  # of a plane that are, side by side in vectors
 _FEW = 8  # values that the centre is the mean of
 _FAR = 4  # standard deviations between centre and mean
 _LINE = 64  # bytes of a cache line
@@ -88,6 +89,14 @@ def _gather(columns: Any, a: int, b: int, S: int, times: int, sums: Any, at: int
     columns[:] = 0
 
 
+@njit(fastmath=SUMS)
+def _widen(columns: Any, wide: Any) -> None:
+    """Add columns to those of float64, and set them to zero."""
+    for j in range(columns.size):
+        wide[j] += columns[j]
+    columns[:] = 0
+
+
 def _centre(x: Any, mean: Any, N: int, C: int, S: int) -> None:
     """The mean of each channel's first values; exact if they are equal."""
     n = min(_FEW, N * S)
@@ -99,7 +108,8 @@ def _centre(x: Any, mean: Any, N: int, C: int, S: int) -> None:
         mean[c] = centre + rest / n
 
 
-def _moments(
+@njit(fastmath=SUMS, error_model="numpy")
+def _moments_of_part(
     x: Any, mean: Any, sums: Any, C: int, S: int, n0: int, n1: int, c0: int, c1: int
 ) -> None:
     """Add the sums of `x - centre` and of its square, `centre` the mean rounded to x's dtype."""
@@ -108,15 +118,15 @@ def _moments(
     centre = np.empty(C, own)
     for c in range(c0, c1):
         centre[c] = mean[c]
-    if S >= _LONG:
+    if S >= _LONG_TO_ADD:
         for n in range(n0, n1):
             for c in range(c0, c1):
                 at = (n * C + c) * S
                 m = centre[c]
-                for start in range(at, at + S, 16 * _RUN):
+                for start in range(at, at + S, _VALUES):
                     first = zero
                     second = zero
-                    for i in range(start, min(start + 16 * _RUN, at + S)):
+                    for i in range(start, min(start + _VALUES, at + S)):
                         d = x[i] - m
                         first += d
                         second += d * d
@@ -127,34 +137,44 @@ def _moments(
     of_column = _columns(own, width * S * times)
     first_of = _columns(own, width * S * times)
     second_of = _columns(own, width * S * times)
+    wide_first = _columns(np.float64, width * S * times)
+    wide_second = _columns(np.float64, width * S * times)
+    run = _RUN * times
     for a in range(c0, c1, width):
         b = min(a + width, c1)
         _spread(centre, a, b, S, times, of_column)
-        row = times * C * S
-        for start in range(n0, n1, _RUN * times):
-            stop = min(start + _RUN * times, n1)
-            n = start
-            while n + _ROWS * times <= stop:
-                at = (n * C + a) * S
-                for j in range(times * (b - a) * S):
-                    first = zero
-                    second = zero
-                    for k in range(_ROWS):
-                        d = x[at + k * row + j] - of_column[j]
-                        first += d
-                        second += d * d
-                    first_of[j] += first
-                    second_of[j] += second
-                n += _ROWS * times
-            while n < stop:
+        for start in range(n0, n1, run):
+            stop = min(start + run, n1)
+            for n in range(start, stop, times):
                 at = (n * C + a) * S
                 for j in range(min(times, stop - n) * (b - a) * S):
                     d = x[at + j] - of_column[j]
                     first_of[j] += d
                     second_of[j] += d * d
-                n += times
-            _gather(first_of, a, b, S, times, sums, 0)
-            _gather(second_of, a, b, S, times, sums, C)
+            _widen(first_of, wide_first)
+            _widen(second_of, wide_second)
+        _gather(wide_first, a, b, S, times, sums, 0)
+        _gather(wide_second, a, b, S, times, sums, C)
+
+
+def _moments(
+    x: Any,
+    mean: Any,
+    sums: Any,
+    N: int,
+    C: int,
+    S: int,
+    parts: int,
+    first: int,
+    step: int,
+    c0: int,
+    c1: int,
+) -> None:
+    """The sums of every `step`th part of the samples, from the `first` on."""
+    of_parts = carray(sums, 2 * parts * C)
+    for p in range(first, parts, step):
+        of_part = of_parts[2 * p * C : 2 * (p + 1) * C]
+        _moments_of_part(x, mean, of_part, C, S, N * p // parts, N * (p + 1) // parts, c0, c1)
 
 
 def _finish_moments(
@@ -182,7 +202,8 @@ def _finish_moments(
     return far
 
 
-def _backward_sums(
+@njit(fastmath=SUMS, error_model="numpy")
+def _backward_sums_of_part(
     x: Any, dy: Any, mean: Any, sums: Any, C: int, S: int, n0: int, n1: int, c0: int, c1: int
 ) -> None:
     """Add the sums of `dy` and of `dy * (x - mean)`; what rounding left of the mean comes last."""
@@ -191,15 +212,15 @@ def _backward_sums(
     centre = np.empty(C, own)
     for c in range(c0, c1):
         centre[c] = mean[c]
-    if S >= _LONG:
+    if S >= _LONG_TO_ADD:
         for n in range(n0, n1):
             for c in range(c0, c1):
                 at = (n * C + c) * S
                 m = centre[c]
-                for start in range(at, at + S, 16 * _RUN):
+                for start in range(at, at + S, _VALUES):
                     first = zero
                     second = zero
-                    for i in range(start, min(start + 16 * _RUN, at + S)):
+                    for i in range(start, min(start + _VALUES, at + S)):
                         first += dy[i]
                         second += dy[i] * (x[i] - m)
                     sums[c] += first
@@ -209,36 +230,50 @@ def _backward_sums(
         of_column = _columns(own, width * S * times)
         first_of = _columns(own, width * S * times)
         second_of = _columns(own, width * S * times)
+        wide_first = _columns(np.float64, width * S * times)
+        wide_second = _columns(np.float64, width * S * times)
+        run = _RUN * times
         for a in range(c0, c1, width):
             b = min(a + width, c1)
             _spread(centre, a, b, S, times, of_column)
-            row = times * C * S
-            for start in range(n0, n1, _RUN * times):
-                stop = min(start + _RUN * times, n1)
-                n = start
-                while n + _ROWS // 2 * times <= stop:
-                    at = (n * C + a) * S
-                    for j in range(times * (b - a) * S):
-                        first = zero
-                        second = zero
-                        for k in range(_ROWS // 2):
-                            g = dy[at + k * row + j]
-                            first += g
-                            second += g * (x[at + k * row + j] - of_column[j])
-                        first_of[j] += first
-                        second_of[j] += second
-                    n += _ROWS // 2 * times
-                while n < stop:
+            for start in range(n0, n1, run):
+                stop = min(start + run, n1)
+                for n in range(start, stop, times):
                     at = (n * C + a) * S
                     for j in range(min(times, stop - n) * (b - a) * S):
                         g = dy[at + j]
+                        # Before anything is written: what that changes would be read again.
+                        product = g * (x[at + j] - of_column[j])
                         first_of[j] += g
-                        second_of[j] += g * (x[at + j] - of_column[j])
-                    n += times
-                _gather(first_of, a, b, S, times, sums, 0)
-                _gather(second_of, a, b, S, times, sums, C)
+                        second_of[j] += product
+                _widen(first_of, wide_first)
+                _widen(second_of, wide_second)
+            _gather(wide_first, a, b, S, times, sums, 0)
+            _gather(wide_second, a, b, S, times, sums, C)
     for c in range(c0, c1):
         sums[C + c] -= (mean[c] - np.float64(centre[c])) * sums[c]
+
+
+def _backward_sums(
+    x: Any,
+    dy: Any,
+    mean: Any,
+    sums: Any,
+    N: int,
+    C: int,
+    S: int,
+    parts: int,
+    first: int,
+    step: int,
+    c0: int,
+    c1: int,
+) -> None:
+    """As `_moments`."""
+    of_parts = carray(sums, 2 * parts * C)
+    for p in range(first, parts, step):
+        n0, n1 = N * p // parts, N * (p + 1) // parts
+        of_part = of_parts[2 * p * C : 2 * (p + 1) * C]
+        _backward_sums_of_part(x, dy, mean, of_part, C, S, n0, n1, c0, c1)
 
 
 def _normalize(
@@ -352,9 +387,9 @@ class Loop(NamedTuple):
 
 LOOPS: dict[str, Loop] = {
     "centre": Loop(_centre, "xw", 3, ELEMENTWISE),
-    "moments": Loop(_moments, "xww", 6, SUMS),
+    "moments": Loop(_moments, "xww", 8, SUMS),
     "finish_moments": Loop(_finish_moments, "xwww", 4, ELEMENTWISE, returns=True),
-    "backward_sums": Loop(_backward_sums, "xxww", 6, SUMS),
+    "backward_sums": Loop(_backward_sums, "xxww", 8, SUMS),
     "normalize": Loop(_normalize, "xwwwx", 6, ELEMENTWISE),
     "input_gradient": Loop(_input_gradient, "xxwwwwx", 6, ELEMENTWISE),
 }

@@ -21,6 +21,14 @@ def _pack(mean: Any, meansqr: Any, packed: Any, C: int, weight: float, count: fl
     packed[2 * C + 1] = count
 
 
+def _pack_moments(mean: Any, var: Any, packed: Any, C: int, weight: float, count: float) -> None:
+    for c in range(C):
+        packed[c] = weight * mean[c]
+        packed[C + c] = weight * (var[c] + mean[c] * mean[c])
+    packed[2 * C] = weight
+    packed[2 * C + 1] = count
+
+
 def _unpack(
     summed: Any,
     mean: Any,
@@ -62,9 +70,18 @@ def _affine(
         shift[c] = bias[c] if has_bias else 0.0
 
 
-def _over_std(v: Any, var: Any, quotient: Any, C: int, eps: float) -> None:
+def _finish_backward_sums(
+    sums: Any, var: Any, sum_dy: Any, sum_dy_xhat: Any, C: int, parts: int, eps: float
+) -> None:
     for c in range(C):
-        quotient[c] = v[c] / np.sqrt(var[c] + eps)
+        sum_dy[c] = 0.0
+        sum_dy_xhat[c] = 0.0
+    for p in range(parts):
+        for c in range(C):
+            sum_dy[c] += sums[2 * p * C + c]
+            sum_dy_xhat[c] += sums[(2 * p + 1) * C + c]
+    for c in range(C):
+        sum_dy_xhat[c] /= np.sqrt(var[c] + eps)
 
 
 def _gradient_coefficients(
@@ -108,9 +125,10 @@ def _move_averages(
 # "x" is the dtype of parameters and running statistics.
 LOOPS: dict[str, Loop] = {
     "pack": Loop(_pack, "www", 1, _EXACT, floats=2),
+    "pack_moments": Loop(_pack_moments, "www", 1, _EXACT, floats=2),
     "unpack": Loop(_unpack, "wwwww", 1, _EXACT, floats=2, returns=True),
     "affine": Loop(_affine, "wxxww", 3, _EXACT, floats=1),
-    "over_std": Loop(_over_std, "www", 1, _EXACT, floats=1),
+    "finish_backward_sums": Loop(_finish_backward_sums, "wwww", 2, _EXACT, floats=1),
     "gradient_coefficients": Loop(_gradient_coefficients, "wwwxwww", 2, _EXACT, floats=2),
     "move_averages": Loop(_move_averages, "xxwwxx", 1, _EXACT, floats=2),
 }

@@ -1,4 +1,4 @@
-"""The four passes as Triton kernels; `cuda` launches them.
+"""The passes as Triton kernels; `cuda` launches them.
 
 An activation is seen as it lies in memory: `(outer, channels, inner)`, where inner is 1 if the
 channels come last. A tile is ROWS x COLS elements: of (outer, inner) for one channel, or of
@@ -8,12 +8,17 @@ channels come last. A tile is ROWS x COLS elements: of (outer, inner) for one ch
 A program works on one block of channels, and there on `tiles_per_program` tiles in a row, its
 split. Sums are kept for each element of the tile in DTYPE and added up in float64 at the end, so
 that an element of the tile sees as many additions as there are tiles. Offsets are 64 bits wide.
+
+What is computed of per-channel values alone is float64, whatever the dtype of weight and bias is; a
+number comes as in `_triton_steps`.
 """
 
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
 
 import triton
 import triton.language as tl
+
+from multibn.kernels._triton_steps import number, store_packed
 
 
 @triton.jit
@@ -63,38 +68,30 @@ def moments(
 
 @triton.jit
 def merge_moments(partials, mean, var, channels, splits, BLOCK: tl.constexpr):
-    """Mean and biased variance of a channel from those of its splits (Chan et al., 1979)."""
-    channel = tl.program_id(0).to(tl.int64)
-    counts = partials + channel * splits
-    means = counts + channels * splits
-    squares = means + channels * splits
-    n = tl.zeros((BLOCK,), tl.float64)
-    weighted = tl.zeros((BLOCK,), tl.float64)
-    for start in range(0, splits, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        count = tl.load(counts + i, i < splits, 0.0)
-        n += count
-        weighted += count * tl.load(means + i, i < splits, 0.0)
-    total = tl.sum(n)
-    merged = tl.sum(weighted) / total
-    m2 = tl.zeros((BLOCK,), tl.float64)
-    for start in range(0, splits, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        d = tl.load(means + i, i < splits, 0.0) - merged
-        m2 += tl.load(squares + i, i < splits, 0.0) + tl.load(counts + i, i < splits, 0.0) * d * d
-    v = tl.sum(m2) / total
-    tl.store(mean + channel, merged)
-    tl.store(var + channel, tl.where(v < 0.0, 0.0, v))  # a NaN stays
+    channel, m, v = _merged_moments(partials, channels, splits, BLOCK)
+    tl.store(mean + channel, m)
+    tl.store(var + channel, v)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["weight", "count"])
+def merge_and_pack_moments(
+    partials, packed, weight: tl.int64, count: tl.int64, channels, splits, BLOCK: tl.constexpr
+):
+    """`merge_moments` and `_triton_steps.pack` of mean and mean of squares."""
+    channel, m, v = _merged_moments(partials, channels, splits, BLOCK)
+    store_packed(packed, channel, m, v + m * m, weight, count, channels)
+
+
+@triton.jit(do_not_specialize=["eps"])
 def normalize(
     x,
     mean,
-    scale,
-    shift,
+    var,
+    weight,  # or None
+    bias,  # or None
     residual,  # or None
     y,
+    eps: tl.int64,
     outer,
     channels,
     inner,
@@ -108,9 +105,12 @@ def normalize(
 ):
     block, split, channel, exists = _place(channels, blocks, COLS, CHANNELS_LAST)
     centre, remainder = _round(tl.load(mean + channel, exists, 0.0), DTYPE)
-    a = tl.load(scale + channel, exists, 0.0)
-    b = (tl.load(shift + channel, exists, 0.0) - remainder * a).to(DTYPE)
+    a = _times(_invstd(var, channel, exists, eps), weight, channel, exists)
+    b = -remainder * a
+    if bias is not None:
+        b += tl.load(bias + channel, exists, 0.0).to(tl.float64)
     a = a.to(DTYPE)
+    b = b.to(DTYPE)
     for i in range(tiles_per_program):
         offsets, inside, _ = _tile(
             split * tiles_per_program + i, block, outer, channels, inner, ROWS, COLS, CHANNELS_LAST
@@ -161,15 +161,36 @@ def backward_sums(
     tl.store(out + channels * splits, second, exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["eps"])
+def merge_sums(
+    partials, var, sum_dy, sum_dy_xhat, eps: tl.int64, channels, splits, BLOCK: tl.constexpr
+):
+    """Sums over the splits of a channel, that of `dy * (x - mean)` over the standard deviation."""
+    channel = tl.program_id(0).to(tl.int64)
+    sums = partials + channel * splits
+    first = tl.zeros((BLOCK,), tl.float64)
+    second = tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, splits, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        first += tl.load(sums + i, i < splits, 0.0)
+        second += tl.load(sums + channels * splits + i, i < splits, 0.0)
+    tl.store(sum_dy + channel, tl.sum(first))
+    invstd = _invstd(var, channel, channel < channels, eps)
+    tl.store(sum_dy_xhat + channel, tl.sum(second) * invstd)
+
+
+@triton.jit(do_not_specialize=["element_weight", "eps"])
 def input_gradient(
     dy,
     x,
     mean,
-    dy_scale,
-    x_scale,
-    shift,
+    var,
+    weight,  # or None
+    element_weight,
+    sum_dy,
+    sum_dy_xhat,
     dx,
+    eps: tl.int64,
     outer,
     channels,
     inner,
@@ -182,9 +203,12 @@ def input_gradient(
 ):
     block, split, channel, exists = _place(channels, blocks, COLS, CHANNELS_LAST)
     centre, remainder = _round(tl.load(mean + channel, exists, 0.0), DTYPE)
-    of_dy = tl.load(dy_scale + channel, exists, 0.0).to(DTYPE)
-    of_x = tl.load(x_scale + channel, exists, 0.0)
-    b = (tl.load(shift + channel, exists, 0.0) - remainder * of_x).to(DTYPE)
+    invstd = _invstd(var, channel, exists, eps)
+    scale = _times(invstd, weight, channel, exists)
+    pull = -scale * number(element_weight)
+    of_x = pull * invstd * tl.load(sum_dy_xhat + channel, exists, 0.0)
+    b = (pull * tl.load(sum_dy + channel, exists, 0.0) - remainder * of_x).to(DTYPE)
+    of_dy = scale.to(DTYPE)
     of_x = of_x.to(DTYPE)
     for i in range(tiles_per_program):
         offsets, inside, _ = _tile(
@@ -234,6 +258,43 @@ def _tile(
     if not CHANNELS_LAST:
         count *= tl.minimum(inner - col, COLS)
     return start + rows * stride + cols, (rows < outer) & (cols < width), count
+
+
+@triton.jit
+def _merged_moments(partials, channels, splits, BLOCK: tl.constexpr):
+    """This program's channel; its mean and biased variance from its splits (Chan et al., 1979)."""
+    channel = tl.program_id(0).to(tl.int64)
+    counts = partials + channel * splits
+    means = counts + channels * splits
+    squares = means + channels * splits
+    n = tl.zeros((BLOCK,), tl.float64)
+    weighted = tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, splits, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        count = tl.load(counts + i, i < splits, 0.0)
+        n += count
+        weighted += count * tl.load(means + i, i < splits, 0.0)
+    total = tl.sum(n)
+    mean = tl.sum(weighted) / total
+    m2 = tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, splits, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        d = tl.load(means + i, i < splits, 0.0) - mean
+        m2 += tl.load(squares + i, i < splits, 0.0) + tl.load(counts + i, i < splits, 0.0) * d * d
+    var = tl.sum(m2) / total
+    return channel, mean, tl.where(var < 0.0, 0.0, var)  # a NaN stays
+
+
+@triton.jit
+def _invstd(var, channel, exists, eps):
+    return 1.0 / tl.sqrt(tl.load(var + channel, exists, 1.0) + number(eps))
+
+
+@triton.jit
+def _times(scale, weight, channel, exists):
+    if weight is not None:
+        scale *= tl.load(weight + channel, exists, 0.0).to(tl.float64)
+    return scale
 
 
 @triton.jit

@@ -16,12 +16,9 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["weight", "count"])
 def pack(mean, meansqr, packed, weight: tl.int64, count: tl.int64, C, BLOCK: tl.constexpr):
     c, exists = _channels(C, BLOCK)
-    w = _number(weight)
-    tl.store(packed + c, w * tl.load(mean + c, exists), exists)
-    tl.store(packed + C + c, w * tl.load(meansqr + c, exists), exists)
-    if tl.program_id(0) == 0:
-        tl.store(packed + 2 * C, w)
-        tl.store(packed + 2 * C + 1, _number(count))
+    store_packed(
+        packed, c, tl.load(mean + c, exists), tl.load(meansqr + c, exists), weight, count, C
+    )
 
 
 @triton.jit(do_not_specialize=["weight", "count"])
@@ -45,60 +42,7 @@ def unpack(
     tl.store(var + c, tl.where(difference < 0.0, 0.0, difference), exists)  # a NaN stays
     if tl.program_id(0) == 0:
         tl.store(of_all, tl.load(summed + 2 * C + 1))
-        tl.store(element_weight, _number(weight) / (_number(count) * divisor))
-
-
-@triton.jit(do_not_specialize=["eps"])
-def affine(
-    var,
-    weight,  # or None
-    bias,  # or None
-    scale,
-    shift,
-    eps: tl.int64,
-    C,
-    BLOCK: tl.constexpr,
-):
-    c, exists = _channels(C, BLOCK)
-    s = _invstd(var, c, exists, eps)
-    if weight is not None:
-        s *= tl.load(weight + c, exists).to(tl.float64)
-    b = tl.zeros((BLOCK,), tl.float64)
-    if bias is not None:
-        b = tl.load(bias + c, exists).to(tl.float64)
-    tl.store(scale + c, s, exists)
-    tl.store(shift + c, b, exists)
-
-
-@triton.jit(do_not_specialize=["eps"])
-def over_std(v, var, quotient, eps: tl.int64, C, BLOCK: tl.constexpr):
-    c, exists = _channels(C, BLOCK)
-    tl.store(quotient + c, tl.load(v + c, exists) * _invstd(var, c, exists, eps), exists)
-
-
-@triton.jit(do_not_specialize=["element_weight", "eps"])
-def gradient_coefficients(
-    var,
-    weight,  # or None
-    element_weight,
-    sum_dy,
-    sum_dy_xhat,
-    dy_scale,
-    x_scale,
-    shift,
-    eps: tl.int64,
-    C,
-    BLOCK: tl.constexpr,
-):
-    c, exists = _channels(C, BLOCK)
-    invstd = _invstd(var, c, exists, eps)
-    scale = invstd
-    if weight is not None:
-        scale *= tl.load(weight + c, exists).to(tl.float64)
-    pull = -scale * _number(element_weight)
-    tl.store(dy_scale + c, scale, exists)
-    tl.store(x_scale + c, pull * invstd * tl.load(sum_dy_xhat + c, exists), exists)
-    tl.store(shift + c, pull * tl.load(sum_dy + c, exists), exists)
+        tl.store(element_weight, number(weight) / (number(count) * divisor))
 
 
 @triton.jit(do_not_specialize=["momentum", "factor"])
@@ -115,10 +59,27 @@ def move_averages(
     BLOCK: tl.constexpr,
 ):
     c, exists = _channels(C, BLOCK)
-    a = _number(momentum)
+    a = number(momentum)
     _move(running_mean + c, tl.load(mean + c, exists), moved_mean + c, exists, a)
-    new = tl.load(var + c, exists) * _number(factor)
+    new = tl.load(var + c, exists) * number(factor)
     _move(running_var + c, new, moved_var + c, exists, a)
+
+
+@triton.jit
+def store_packed(packed, c, mean, meansqr, weight, count, C):
+    """What channels `c` are in the message; its last two numbers from the first program."""
+    w = number(weight)
+    tl.store(packed + c, w * mean, c < C)
+    tl.store(packed + C + c, w * meansqr, c < C)
+    if tl.program_id(0) == 0:
+        tl.store(packed + 2 * C, w)
+        tl.store(packed + 2 * C + 1, number(count))
+
+
+@triton.jit
+def number(v):
+    # A Python int of a parameter without annotation may have come in 32 bits.
+    return tl.load(v) if v.dtype.is_ptr() else v.to(tl.int64).to(tl.float64, bitcast=True)
 
 
 @triton.jit
@@ -126,17 +87,6 @@ def _channels(C, BLOCK: tl.constexpr):
     """This program's channels, and which of them there are."""
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     return c, c < C
-
-
-@triton.jit
-def _number(v):
-    # A Python int of a parameter without annotation may have come in 32 bits.
-    return tl.load(v) if v.dtype.is_ptr() else v.to(tl.int64).to(tl.float64, bitcast=True)
-
-
-@triton.jit
-def _invstd(var, c, exists, eps):
-    return 1.0 / tl.sqrt(tl.load(var + c, exists, 1.0) + _number(eps))
 
 
 @triton.jit

@@ -1,7 +1,8 @@
-"""The four passes for torch tensors on a GPU, as Triton kernels: one or two launches each.
+"""The passes for torch tensors on a GPU, as Triton kernels: one or two launches each.
 
 For tensors that fill their memory and have their channels together in it: contiguous and
-channels-last formats of any number of dimensions. Everything else goes to `generic`. Nothing waits
+channels-last formats of any number of dimensions, and per-channel tensors as `cuda_steps` takes
+them. Everything else goes to `generic`. Nothing waits
 for the GPU, and what is launched depends on shapes, strides and dtypes only: the passes can be
 captured in a CUDA graph once they have run, and been compiled, outside of it. Results do not depend
 on the order in which programs run.
@@ -16,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from multibn.kernels import _triton, generic
+from multibn.kernels.cuda_steps import bits, fit, number, wide
 
 _ARITHMETIC = {
     torch.float16: tl.float32,
@@ -35,103 +37,108 @@ def local_moments(x: Tensor, /, *, axis: tuple[int, ...]) -> tuple[Tensor, Tenso
     plan = _plan(x, axis)
     if plan is None:
         return generic.local_moments(x, axis=axis)
-    partials = _wide(x, (3, plan.channels, plan.splits))
-    mean, var = _wide(x, (2, *_channels(x, axis)))
-    with torch.cuda.device_of(x):
-        _triton.moments[plan.grid](x, partials, *plan.sizes, plan.splits, **plan.constants)
-        _triton.merge_moments[plan.channels,](
-            partials,
-            mean,
-            var,
-            plan.channels,
-            plan.splits,
-            BLOCK=min(triton.next_power_of_2(plan.splits), _MERGED),
-            **_OPTIONS,
-        )
+    shape = _channels(x, axis)
+    mean, var = wide(x, shape), wide(x, shape)
+    _merge(_triton.merge_moments, plan, _split_moments(x, plan), mean, var)
     return mean, var
 
 
+def packed_moments(x: Tensor, weight: float, count: float, /, *, axis: tuple[int, ...]) -> Tensor:
+    """As `generic.packed_moments`; two launches."""
+    plan = _plan(x, axis)
+    if plan is None:
+        return generic.packed_moments(x, weight, count, axis=axis)
+    packed = wide(x, (2 * plan.channels + 2,))
+    partials = _split_moments(x, plan)
+    _merge(_triton.merge_and_pack_moments, plan, partials, packed, bits(weight), bits(count))
+    return packed
+
+
 def normalize(
-    x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, /, *, axis: tuple[int, ...]
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    /,
+    *,
+    eps: float,
+    axis: tuple[int, ...],
 ) -> Tensor:
     """As `generic.normalize`; one launch."""
-    return normalize_add_relu(x, mean, scale, shift, None, False, axis=axis)
+    return normalize_add_relu(x, mean, var, weight, bias, None, False, eps=eps, axis=axis)
 
 
 def normalize_add_relu(
     x: Tensor,
     mean: Tensor,
-    scale: Tensor,
-    shift: Tensor,
+    var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
     residual: Tensor | None,
     relu: bool,
     /,
     *,
+    eps: float,
     axis: tuple[int, ...],
 ) -> Tensor:
     """`normalize`, then plus `residual`, then ReLU; one launch.
 
     `residual` has the shape of `x`; it is added before the sum is rounded to the dtype of `x`.
     """
-    plan = _plan(x, axis)
+    plan = _plan(x, axis, mean, var, parameters=(weight, bias))
     if plan is None:
-        y: Tensor = generic.normalize(x, mean, scale, shift, axis=axis)
+        y: Tensor = generic.normalize(x, mean, var, weight, bias, eps=eps, axis=axis)
         y = y if residual is None else y + residual.to(y.dtype)
         return y.relu_() if relu else y
     y = torch.empty_like(x)
-    coefficients = (v.contiguous() for v in (mean, scale, shift))
     residual = None if residual is None else _laid_out_as(x, residual)
-    with torch.cuda.device_of(x):
-        _triton.normalize[plan.grid](
-            x, *coefficients, residual, y, *plan.sizes, RELU=relu, **plan.constants
-        )
+    given = x, mean, var, weight, bias, residual, y, bits(eps), *plan.sizes
+    _launch(_triton.normalize, plan.programs, *given, like=x, RELU=relu, **plan.constants)
     return y
 
 
 def backward_sums(
-    dy: Tensor, x: Tensor, mean: Tensor, /, *, axis: tuple[int, ...]
+    dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, /, *, eps: float, axis: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
     """As `generic.backward_sums`; two launches."""
-    plan = _plan(x, axis)
+    plan = _plan(x, axis, mean, var)
     if plan is None:
-        return generic.backward_sums(dy, x, mean, axis=axis)
-    partials = _wide(x, (2, plan.channels, plan.splits))
-    with torch.cuda.device_of(x):
-        _triton.backward_sums[plan.grid](
-            _laid_out_as(x, dy),
-            x,
-            mean.contiguous(),
-            partials,
-            *plan.sizes,
-            plan.splits,
-            **plan.constants,
-        )
-    sum_dy, sum_dy_xmu = partials.sum(2).view(2, *_channels(x, axis))
-    return sum_dy, sum_dy_xmu
+        return generic.backward_sums(dy, x, mean, var, eps=eps, axis=axis)
+    partials = wide(x, (2, plan.channels, plan.splits))
+    given = _laid_out_as(x, dy), x, mean, partials, *plan.sizes, plan.splits
+    _launch(_triton.backward_sums, plan.programs, *given, like=x, **plan.constants)
+    sum_dy, sum_dy_xhat = wide(x, mean.shape), wide(x, mean.shape)
+    _merge(_triton.merge_sums, plan, partials, var, sum_dy, sum_dy_xhat, bits(eps))
+    return sum_dy, sum_dy_xhat
 
 
 def input_gradient(
     dy: Tensor,
     x: Tensor,
     mean: Tensor,
-    dy_scale: Tensor,
-    x_scale: Tensor,
-    shift: Tensor,
+    var: Tensor,
+    weight: Tensor | None,
+    element_weight: Tensor | float,
+    sum_dy: Tensor,
+    sum_dy_xhat: Tensor,
     /,
     *,
+    eps: float,
     axis: tuple[int, ...],
 ) -> Tensor:
     """As `generic.input_gradient`; one launch."""
-    plan = _plan(x, axis)
-    if plan is None:
-        dx: Tensor = generic.input_gradient(dy, x, mean, dy_scale, x_scale, shift, axis=axis)
+    plan = _plan(x, axis, mean, var, sum_dy, sum_dy_xhat, parameters=(weight,))
+    factor = number(element_weight, x)
+    if plan is None or factor is None:
+        dx: Tensor = generic.input_gradient(
+            dy, x, mean, var, weight, element_weight, sum_dy, sum_dy_xhat, eps=eps, axis=axis
+        )
         return dx
     dx = torch.empty_like(x)
-    coefficients = (v.contiguous() for v in (mean, dy_scale, x_scale, shift))
-    with torch.cuda.device_of(x):
-        _triton.input_gradient[plan.grid](
-            _laid_out_as(x, dy), x, *coefficients, dx, *plan.sizes, **plan.constants
-        )
+    statistics = mean, var, weight, factor, sum_dy, sum_dy_xhat
+    given = _laid_out_as(x, dy), x, *statistics, dx, bits(eps), *plan.sizes
+    _launch(_triton.input_gradient, plan.programs, *given, like=x, **plan.constants)
     return dx
 
 
@@ -147,16 +154,51 @@ class _Plan(NamedTuple):
     constants: dict[str, Any]
 
     @property
-    def grid(self) -> tuple[int]:
-        return (self.blocks * self.splits,)
+    def programs(self) -> int:
+        return self.blocks * self.splits
 
     @property
     def sizes(self) -> tuple[int, ...]:
         return self[:5]
 
 
-def _plan(x: Tensor, axis: tuple[int, ...]) -> _Plan | None:
-    """The plan for `x`; None if it is empty or not laid out as (outer, channels, inner)."""
+def _split_moments(x: Tensor, plan: _Plan) -> Tensor:
+    """The partial sums that `merge_moments` merges; one launch."""
+    partials = wide(x, (3, plan.channels, plan.splits))
+    given = x, partials, *plan.sizes, plan.splits
+    _launch(_triton.moments, plan.programs, *given, like=x, **plan.constants)
+    return partials
+
+
+def _merge(kernel: Any, plan: _Plan, partials: Tensor, *arguments: Tensor | int) -> None:
+    block = min(triton.next_power_of_2(plan.splits), _MERGED)
+    given = partials, *arguments, plan.channels, plan.splits
+    # Products and sums are rounded one by one, as `generic` and the steps do.
+    options = {"BLOCK": block, "enable_fp_fusion": False}
+    _launch(kernel, plan.channels, *given, like=partials, **options)
+
+
+def _launch(kernel: Any, programs: int, *arguments: Any, like: Tensor, **constants: Any) -> None:
+    with torch.cuda.device_of(like):
+        kernel[programs,](*arguments, **constants)
+
+
+def _plan(
+    x: Tensor,
+    axis: tuple[int, ...],
+    *per_channel: Tensor,
+    parameters: tuple[Tensor | None, ...] = (),
+) -> _Plan | None:
+    """The plan for `x`; None if it is empty or not laid out as (outer, channels, inner).
+
+    None too if per-channel tensors are given that the kernels cannot take, or not of its channels.
+    """
+    if per_channel:
+        given = per_channel[0]
+        if given.device != x.device or given.shape != _channels(x, axis):
+            return None
+        if not fit(*per_channel, parameters=parameters):
+            return None
     in_memory = _in_memory(x)
     if in_memory is None or x.numel() == 0 or x.dtype not in _ARITHMETIC:
         return None
@@ -211,9 +253,5 @@ def _laid_out_as(x: Tensor, dy: Tensor) -> Tensor:
     return dy if same else torch.empty_like(x, dtype=dy.dtype).copy_(dy)
 
 
-def _channels(x: Tensor, axis: tuple[int, ...]) -> list[int]:
-    return [n for i, n in enumerate(x.shape) if i not in axis]
-
-
-def _wide(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return torch.empty(shape, dtype=torch.float64, device=x.device)
+def _channels(x: Tensor, axis: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(n for i, n in enumerate(x.shape) if i not in axis)

@@ -7,6 +7,7 @@ GPU, and all of them can be captured in a CUDA graph as the passes of `cuda` can
 """
 
 import struct
+import sys
 from math import prod
 from typing import Any
 
@@ -23,20 +24,20 @@ _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def pack(mean: Tensor, meansqr: Tensor, weight: float, count: float, /) -> Tensor:
     """As `generic.pack`."""
-    if not _fit(mean, meansqr):
+    if not fit(mean, meansqr):
         packed: Tensor = generic.pack(mean, meansqr, weight, count)
         return packed
-    packed = _wide(mean, (2 * mean.numel() + 2,))
-    _launch(_triton_steps.pack, mean, meansqr, packed, _bits(weight), _bits(count), like=mean)
+    packed = wide(mean, (2 * mean.numel() + 2,))
+    _launch(_triton_steps.pack, mean, meansqr, packed, bits(weight), bits(count), like=mean)
     return packed
 
 
 def unpack(summed: Tensor, shape: tuple[int, ...], weight: float, count: float, /) -> Unpacked:
     """As `generic.unpack`."""
-    if not _fit(summed) or not prod(shape):
+    if not fit(summed) or not prod(shape):
         return generic.unpack(summed, shape, weight, count)
-    mean, var = _wide(summed, shape), _wide(summed, shape)
-    of_all, element_weight = _wide(summed, ()), _wide(summed, ())
+    mean, var = wide(summed, shape), wide(summed, shape)
+    of_all, element_weight = wide(summed, ()), wide(summed, ())
     _launch(
         _triton_steps.unpack,
         summed,
@@ -44,65 +45,11 @@ def unpack(summed: Tensor, shape: tuple[int, ...], weight: float, count: float, 
         var,
         of_all,
         element_weight,
-        _bits(weight),
-        _bits(max(count, 1.0)),
+        bits(weight),
+        bits(max(count, 1.0)),
         like=mean,
     )
     return Unpacked(mean, var, of_all, element_weight, refused=False, finite=True)
-
-
-def affine(
-    var: Tensor, weight: Tensor | None, bias: Tensor | None, /, *, eps: float
-) -> tuple[Tensor, Tensor]:
-    """As `generic.affine`."""
-    if not _fit(var, parameters=(weight, bias)):
-        return generic.affine(var, weight, bias, eps=eps)
-    scale, shift = _wide(var, var.shape), _wide(var, var.shape)
-    _launch(_triton_steps.affine, var, weight, bias, scale, shift, _bits(eps), like=var)
-    return scale, shift
-
-
-def over_std(v: Tensor, var: Tensor, /, *, eps: float) -> Tensor:
-    """As `generic.over_std`."""
-    if not _fit(var, v):
-        quotient: Tensor = generic.over_std(v, var, eps=eps)
-        return quotient
-    quotient = _wide(var, var.shape)
-    _launch(_triton_steps.over_std, v, var, quotient, _bits(eps), like=var)
-    return quotient
-
-
-def gradient_coefficients(
-    var: Tensor,
-    weight: Tensor | None,
-    element_weight: Tensor | float,
-    sum_dy: Tensor,
-    sum_dy_xhat: Tensor,
-    /,
-    *,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `generic.gradient_coefficients`."""
-    number = _number(element_weight, var)
-    if number is None or not _fit(var, sum_dy, sum_dy_xhat, parameters=(weight,)):
-        return generic.gradient_coefficients(
-            var, weight, element_weight, sum_dy, sum_dy_xhat, eps=eps
-        )
-    dy_scale, x_scale, shift = (_wide(var, var.shape) for _ in range(3))
-    _launch(
-        _triton_steps.gradient_coefficients,
-        var,
-        weight,
-        number,
-        sum_dy,
-        sum_dy_xhat,
-        dy_scale,
-        x_scale,
-        shift,
-        _bits(eps),
-        like=var,
-    )
-    return dy_scale, x_scale, shift
 
 
 def move_averages(
@@ -115,9 +62,9 @@ def move_averages(
     /,
 ) -> tuple[Tensor, Tensor]:
     """As `generic.move_averages`."""
-    numbers = _number(momentum, mean), _number(factor, mean)
-    fit = _fit(mean, var, parameters=(running_mean, running_var))
-    if not fit or any(number is None for number in numbers):
+    numbers = number(momentum, mean), number(factor, mean)
+    parameters = running_mean, running_var
+    if not fit(mean, var, parameters=parameters) or any(v is None for v in numbers):
         return generic.move_averages(running_mean, running_var, mean, var, momentum, factor)
     moved_mean, moved_var = torch.empty_like(running_mean), torch.empty_like(running_var)
     _launch(
@@ -134,7 +81,7 @@ def move_averages(
     return moved_mean, moved_var
 
 
-def _fit(first: Tensor, *others: Tensor, parameters: tuple[Tensor | None, ...] = ()) -> bool:
+def fit(first: Tensor, *others: Tensor, parameters: tuple[Tensor | None, ...] = ()) -> bool:
     """Whether the kernels can take these: wide ones, and `parameters` that may not be wide."""
     given = [v for v in parameters if v is not None]
     return (
@@ -151,21 +98,21 @@ def _fit(first: Tensor, *others: Tensor, parameters: tuple[Tensor | None, ...] =
     )
 
 
-def _number(v: float | Tensor, like: Tensor) -> int | Tensor | None:
+def number(v: float | Tensor, like: Tensor) -> int | Tensor | None:
     """What a kernel is given for `v`; None if it cannot be, without waiting for another device."""
     if not isinstance(v, Tensor):
-        return _bits(v)
+        return bits(v)
     fits = type(v) is Tensor and v.ndim == 0 and v.dtype == torch.float64
     return v if fits and v.device == like.device else None
 
 
-def _bits(v: float) -> int:
+def bits(v: float) -> int:
     """Those of `v` in float64, exact where Triton's float32 is not."""
-    (bits,) = struct.unpack("=q", struct.pack("=d", v))
-    return int(bits)
+    return int.from_bytes(struct.pack("=d", v), sys.byteorder, signed=True)
 
 
-def _wide(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+def wide(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Memory for float64 results beside `like`."""
     return torch.empty(shape, dtype=torch.float64, device=like.device)
 
 

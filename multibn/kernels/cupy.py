@@ -1,4 +1,4 @@
-"""The four passes for CuPy arrays: reduction and elementwise kernels, any layout.
+"""The passes for CuPy arrays: reduction and elementwise kernels, any layout.
 
 They make no temporary of the size of an activation. Arithmetic is in float64, but only in
 registers: activations are moved in their own dtype, and moving them is what takes the time.
@@ -65,40 +65,60 @@ def local_moments(x: Array, /, *, axis: tuple[int, ...]) -> tuple[Array, Array]:
 
 
 def normalize(
-    x: Array, mean: Array, scale: Array, shift: Array, /, *, axis: tuple[int, ...]
+    x: Array,
+    mean: Array,
+    var: Array,
+    weight: Array | None,
+    bias: Array | None,
+    /,
+    *,
+    eps: float,
+    axis: tuple[int, ...],
 ) -> Array:
     """As `generic.normalize`."""
     if x.dtype.name not in _DTYPES:
-        return generic.normalize(x, mean, scale, shift, axis=axis)
+        return generic.normalize(x, mean, var, weight, bias, eps=eps, axis=axis)
+    scale = 1.0 / cupy.sqrt(var + eps)
+    if weight is not None:
+        scale *= weight
+    shift = cupy.zeros_like(scale) if bias is None else generic.as_wide(bias)
     coefficients = (_beside(x, v, axis) for v in (mean, scale, shift))
     return _normalize(x, *coefficients, cupy.empty_like(x))
 
 
 def backward_sums(
-    dy: Array, x: Array, mean: Array, /, *, axis: tuple[int, ...]
+    dy: Array, x: Array, mean: Array, var: Array, /, *, eps: float, axis: tuple[int, ...]
 ) -> tuple[Array, Array]:
     """As `generic.backward_sums`."""
     if x.dtype.name not in _DTYPES or dy.dtype.name not in _DTYPES:
-        return generic.backward_sums(dy, x, mean, axis=axis)
+        return generic.backward_sums(dy, x, mean, var, eps=eps, axis=axis)
     sum_dy_xmu = _reduce(_sum_of_products, dy, x, _beside(x, mean, axis), axis=axis)
-    return _reduce(_sum, dy, axis=axis), sum_dy_xmu
+    return _reduce(_sum, dy, axis=axis), sum_dy_xmu / cupy.sqrt(var + eps)
 
 
 def input_gradient(
     dy: Array,
     x: Array,
     mean: Array,
-    dy_scale: Array,
-    x_scale: Array,
-    shift: Array,
+    var: Array,
+    weight: Array | None,
+    element_weight: Array | float,
+    sum_dy: Array,
+    sum_dy_xhat: Array,
     /,
     *,
+    eps: float,
     axis: tuple[int, ...],
 ) -> Array:
     """As `generic.input_gradient`."""
     if x.dtype.name not in _DTYPES or dy.dtype.name not in _DTYPES:
-        return generic.input_gradient(dy, x, mean, dy_scale, x_scale, shift, axis=axis)
-    coefficients = (_beside(x, v, axis) for v in (mean, dy_scale, x_scale, shift))
+        return generic.input_gradient(
+            dy, x, mean, var, weight, element_weight, sum_dy, sum_dy_xhat, eps=eps, axis=axis
+        )
+    of_both = generic.gradient_coefficients(
+        var, weight, element_weight, sum_dy, sum_dy_xhat, eps=eps
+    )
+    coefficients = (_beside(x, v, axis) for v in (mean, *of_both))
     return _input_gradient(dy, x, *coefficients, cupy.empty_like(x))
 
 

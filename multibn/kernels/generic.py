@@ -39,52 +39,94 @@ def local_moments(x: Array, /, *, axis: tuple[int, ...]) -> tuple[Array, Array]:
     return as_wide(centre) + first, xp.clip(second - first * first, 0.0, None)
 
 
+def packed_moments(x: Array, weight: float, count: float, /, *, axis: tuple[int, ...]) -> Array:
+    """`pack` of the moments of `x` over `axis`."""
+    mean, var = local_moments(x, axis=axis)
+    return pack(mean, var + mean * mean, weight, count)
+
+
 def normalize(
-    x: Array, mean: Array, scale: Array, shift: Array, /, *, axis: tuple[int, ...]
+    x: Array,
+    mean: Array,
+    var: Array,
+    weight: Array | None,
+    bias: Array | None,
+    /,
+    *,
+    eps: float,
+    axis: tuple[int, ...],
 ) -> Array:
-    """`(x - mean) * scale + shift`, in the dtype of `x`."""
+    """`(x - mean) / sqrt(var + eps) * weight + bias`, in the dtype of `x`."""
     xp = array_namespace(x)
     dtype = _arithmetic_dtype(xp, x.dtype)
     centre, remainder = _round(mean, dtype)
+    scale = _times(_invstd(var, eps), weight)
+    shift = -remainder * scale if bias is None else as_wide(bias) - remainder * scale
     d = xp.astype(x, dtype, copy=False) - _per_channel(centre, x, axis)
     y = d * _per_channel(scale, x, axis, dtype)
-    y += _per_channel(shift - remainder * scale, x, axis, dtype)
+    y += _per_channel(shift, x, axis, dtype)
     return xp.astype(y, x.dtype, copy=False)
 
 
 def backward_sums(
-    dy: Array, x: Array, mean: Array, /, *, axis: tuple[int, ...]
+    dy: Array, x: Array, mean: Array, var: Array, /, *, eps: float, axis: tuple[int, ...]
 ) -> tuple[Array, Array]:
-    """Sums over `axis` of `dy` and of `dy * (x - mean)`, both wide."""
+    """Sums over `axis` of `dy` and of `dy * (x - mean) / sqrt(var + eps)`, both wide."""
     xp = array_namespace(x)
     dtype = _arithmetic_dtype(xp, x.dtype)
     centre, remainder = _round(mean, dtype)
     dy = xp.astype(dy, dtype, copy=False)
     d = xp.astype(x, dtype, copy=False) - _per_channel(centre, x, axis)
     sum_dy = _sum(dy, axis)
-    return sum_dy, _sum(dy * d, axis) - remainder * sum_dy
+    return sum_dy, (_sum(dy * d, axis) - remainder * sum_dy) * _invstd(var, eps)
 
 
 def input_gradient(
     dy: Array,
     x: Array,
     mean: Array,
-    dy_scale: Array,
-    x_scale: Array,
-    shift: Array,
+    var: Array,
+    weight: Array | None,
+    element_weight: Array,
+    sum_dy: Array,
+    sum_dy_xhat: Array,
     /,
     *,
+    eps: float,
     axis: tuple[int, ...],
 ) -> Array:
-    """`(x - mean) * x_scale + dy * dy_scale + shift`, in the dtype of `x`."""
+    """`weight * invstd * (dy - element_weight * (sum_dy + xhat * sum_dy_xhat))`, like `x`.
+
+    With `invstd` for `1 / sqrt(var + eps)` and `xhat` for `(x - mean) * invstd`.
+    """
     xp = array_namespace(x)
     dtype = _arithmetic_dtype(xp, x.dtype)
     centre, remainder = _round(mean, dtype)
+    dy_scale, x_scale, shift = gradient_coefficients(
+        var, weight, element_weight, sum_dy, sum_dy_xhat, eps=eps
+    )
     d = xp.astype(x, dtype, copy=False) - _per_channel(centre, x, axis)
     dx = d * _per_channel(x_scale, x, axis, dtype)
     dx += xp.astype(dy, dtype, copy=False) * _per_channel(dy_scale, x, axis, dtype)
     dx += _per_channel(shift - remainder * x_scale, x, axis, dtype)
     return xp.astype(dx, x.dtype, copy=False)
+
+
+def gradient_coefficients(
+    var: Array,
+    weight: Array | None,
+    element_weight: Array,
+    sum_dy: Array,
+    sum_dy_xhat: Array,
+    /,
+    *,
+    eps: float,
+) -> tuple[Array, Array, Array]:
+    """What an input's gradient is made of: factors of `dy` and of `x - mean`, and what is added."""
+    s = _invstd(var, eps)
+    scale = _times(s, weight)
+    pull = -scale * element_weight
+    return scale, pull * s * sum_dy_xhat, pull * sum_dy
 
 
 class Unpacked(NamedTuple):
@@ -128,36 +170,6 @@ def unpack(summed: Array, shape: tuple[int, ...], weight: float, count: float, /
         refused,
         finite,
     )
-
-
-def affine(
-    var: Array, weight: Array | None, bias: Array | None, /, *, eps: float
-) -> tuple[Array, Array]:
-    """`weight / sqrt(var + eps)` and `bias`, both wide; None stands for 1 and 0."""
-    scale = _times(_invstd(var, eps), weight)
-    return scale, 0.0 * scale if bias is None else as_wide(bias)
-
-
-def over_std(v: Array, var: Array, /, *, eps: float) -> Array:
-    """`v / sqrt(var + eps)`."""
-    return v * _invstd(var, eps)
-
-
-def gradient_coefficients(
-    var: Array,
-    weight: Array | None,
-    element_weight: Array,
-    sum_dy: Array,
-    sum_dy_xhat: Array,
-    /,
-    *,
-    eps: float,
-) -> tuple[Array, Array, Array]:
-    """What `input_gradient` is given: factors of `dy` and of `x - mean`, and what is added."""
-    s = _invstd(var, eps)
-    scale = _times(s, weight)
-    pull = -scale * element_weight
-    return scale, pull * s * sum_dy_xhat, pull * sum_dy
 
 
 def move_averages(

@@ -1,4 +1,4 @@
-"""The four passes for host memory, NumPy arrays and torch tensors alike, compiled by numba.
+"""The passes for host memory, NumPy arrays and torch tensors alike, compiled by numba.
 
 `generic` says what each pass does. Compiled loops see an array as an address and three sizes in the
 order of memory, (N, C, S), of which N and S are reduced. Contiguous and channels-last activations
@@ -12,17 +12,20 @@ does not depend on the number of threads.
 
 import os
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 from multibn._typing import Array
 from multibn.kernels import _loops, generic
-from multibn.kernels._memory import library
+from multibn.kernels._memory import Parameters, library, parameters_of, scratch
+from multibn.kernels.host_steps import step
 
 _SHARE = 1 << 19  # elements that are worth a thread
 _WIDE = 1 << 16  # elements of a sample from which on channels are shared out, and not samples
 _PARTS = 64  # of a sum over samples, at most
+_FLOAT64 = 8  # bytes
 
 
 def local_moments(x: Array, /, *, axis: tuple[int, ...]) -> tuple[Array, Array]:
@@ -30,58 +33,98 @@ def local_moments(x: Array, /, *, axis: tuple[int, ...]) -> tuple[Array, Array]:
     given = _prepare(axis, (x,))
     if given is None:
         return generic.local_moments(x, axis=axis)
-    plan, of = given.plan, given.library
-    (mean, var), (mean_at, var_at) = of.new(2, plan.shape, of.float64)
-    (x_at,) = given.addresses
-    _loop("centre", plan.dtype)(x_at, mean_at, *given.sizes)
-    for _ in range(2):  # again if the centre was far from the mean, which is the centre now
-        sums = _sums("moments", given, mean_at)
-        far = _loop("finish_moments", plan.dtype)(
-            x_at, of.address(sums), mean_at, var_at, *given.sizes, sums.shape[0]
-        )
-        if not far:
-            break
+    of = given.library
+    (mean, var), made = of.new(2, given.plan.shape, of.float64)
+    _moments(given, *made)
     return mean, var
 
 
+def packed_moments(x: Array, weight: float, count: float, /, *, axis: tuple[int, ...]) -> Array:
+    """As `generic.packed_moments`."""
+    given = _prepare(axis, (x,))
+    if given is None:
+        return generic.packed_moments(x, weight, count, axis=axis)
+    of = given.library
+    _, C, _ = given.sizes
+    (packed,), (packed_at,) = of.new(1, (2 * C + 2,), of.float64)
+    _kept, mean_at = scratch(2 * C)
+    var_at = mean_at + C * _FLOAT64
+    _moments(given, mean_at, var_at)
+    step("pack_moments")(mean_at, var_at, packed_at, C, weight, count)
+    return packed
+
+
 def normalize(
-    x: Array, mean: Array, scale: Array, shift: Array, /, *, axis: tuple[int, ...]
+    x: Array,
+    mean: Array,
+    var: Array,
+    weight: Array | None,
+    bias: Array | None,
+    /,
+    *,
+    eps: float,
+    axis: tuple[int, ...],
 ) -> Array:
     """As `generic.normalize`."""
-    given = _prepare(axis, (x,), mean, scale, shift)
+    given = _prepare(axis, (x,), (mean, var), (weight, bias))
     if given is None:
-        return generic.normalize(x, mean, scale, shift, axis=axis)
-    return _elementwise("normalize", given, x)
+        return generic.normalize(x, mean, var, weight, bias, eps=eps, axis=axis)
+    _, C, _ = given.sizes
+    mean_at, var_at = given.wide
+    weight_at, bias_at = given.parameters.addresses
+    _kept, scale_at = scratch(2 * C)
+    shift_at = scale_at + C * _FLOAT64
+    step("affine", given.parameters.dtype)(
+        var_at, weight_at, bias_at, scale_at, shift_at, C, weight_at != 0, bias_at != 0, eps
+    )
+    return _elementwise("normalize", given, x, [mean_at, scale_at, shift_at])
 
 
 def backward_sums(
-    dy: Array, x: Array, mean: Array, /, *, axis: tuple[int, ...]
+    dy: Array, x: Array, mean: Array, var: Array, /, *, eps: float, axis: tuple[int, ...]
 ) -> tuple[Array, Array]:
     """As `generic.backward_sums`."""
-    given = _prepare(axis, (x, dy), mean)
+    given = _prepare(axis, (x, dy), (mean, var))
     if given is None:
-        return generic.backward_sums(dy, x, mean, axis=axis)
-    sums = _sums("backward_sums", given)
-    whole = sums.sum(0) if sums.shape[0] > 1 else sums[0]
-    return whole[0], whole[1]
+        return generic.backward_sums(dy, x, mean, var, eps=eps, axis=axis)
+    of = given.library
+    _, C, _ = given.sizes
+    mean_at, var_at = given.wide
+    _kept, sums_at, parts = _sums("backward_sums", given, mean_at)
+    (sum_dy, sum_dy_xhat), made = of.new(2, given.plan.shape, of.float64)
+    step("finish_backward_sums")(sums_at, var_at, *made, C, parts, eps)
+    return sum_dy, sum_dy_xhat
 
 
 def input_gradient(
     dy: Array,
     x: Array,
     mean: Array,
-    dy_scale: Array,
-    x_scale: Array,
-    shift: Array,
+    var: Array,
+    weight: Array | None,
+    element_weight: Array,
+    sum_dy: Array,
+    sum_dy_xhat: Array,
     /,
     *,
+    eps: float,
     axis: tuple[int, ...],
 ) -> Array:
     """As `generic.input_gradient`."""
-    given = _prepare(axis, (x, dy), mean, dy_scale, x_scale, shift)
+    given = _prepare(axis, (x, dy), (mean, var, sum_dy, sum_dy_xhat), (weight,))
     if given is None:
-        return generic.input_gradient(dy, x, mean, dy_scale, x_scale, shift, axis=axis)
-    return _elementwise("input_gradient", given, x)
+        return generic.input_gradient(
+            dy, x, mean, var, weight, element_weight, sum_dy, sum_dy_xhat, eps=eps, axis=axis
+        )
+    _, C, _ = given.sizes
+    mean_at, *others = given.wide
+    (weight_at,) = given.parameters.addresses
+    _kept, first = scratch(3 * C)
+    coefficients = [first, first + C * _FLOAT64, first + 2 * C * _FLOAT64]
+    step("gradient_coefficients", given.parameters.dtype)(
+        *others, weight_at, *coefficients, C, weight_at != 0, eps, float(element_weight)
+    )
+    return _elementwise("input_gradient", given, x, [mean_at, *coefficients])
 
 
 class _Plan(NamedTuple):
@@ -94,17 +137,26 @@ class _Plan(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """The arguments of a pass as the loops take them."""
+    """The arguments of a pass as the loops take them: addresses."""
 
     library: Any
     plan: _Plan
     sizes: tuple[int, int, int]  # (N, C, S)
-    arrays: list[Array]  # activations dense and in the order of the first, `x`; what must be kept
-    addresses: list[int]
+    like: Array  # the first activation, dense
+    activations: list[int]  # in the order of the first
+    wide: list[int]
+    parameters: Parameters
+    kept: list[Array]  # whose memory is used
+
+
+_NONE = Parameters("float64", [], ())
 
 
 def _prepare(
-    axis: tuple[int, ...], activations: tuple[Array, ...], *per_channel: Array
+    axis: tuple[int, ...],
+    activations: Sequence[Array],
+    wide: Sequence[Array] = (),
+    parameters: Sequence[Array | None] = (),
 ) -> _Given | None:
     """None if the loops cannot take them."""
     x = activations[0]
@@ -126,7 +178,7 @@ def _prepare(
             if sizes is None:
                 return None
         address, strides = of.address(x), of.strides(x)
-    arrays, addresses = [x], [address]
+    kept, addresses = [x], [address]
     for a in activations[1:]:
         address = of.address(a)
         if a.dtype != dtype or a.shape != x.shape or not address:
@@ -134,18 +186,22 @@ def _prepare(
         if not plan.is_dtype or of.strides(a) != strides:
             a = of.empty_like(x, content=a)
             address = of.address(a)
-        arrays.append(a)
+        kept.append(a)
         addresses.append(address)
-    for v in per_channel:
+    wide_addresses = []
+    for v in wide:
         address = of.address(v)
         if not address or v.shape != plan.shape:
             return None
         if v.dtype != of.float64 or not of.is_dense(v):
             v = of.wide(v)
             address = of.address(v)
-            arrays.append(v)
-        addresses.append(address)
-    return _Given(of, plan, sizes, arrays, addresses)
+            kept.append(v)
+        wide_addresses.append(address)
+    found = parameters_of(of, plan.shape, parameters) if parameters else _NONE
+    if found is None:
+        return None
+    return _Given(of, plan, sizes, x, addresses, wide_addresses, found, kept)
 
 
 _ARITHMETIC = {
@@ -193,34 +249,63 @@ def _sizes(
     return N, C, S
 
 
-def _sums(name: str, given: _Given, *others: int) -> Array:
-    """Two sums per channel, of each part of the samples: shape `(parts, 2, C)`, C as it came."""
+def _moments(given: _Given, mean_at: int, var_at: int) -> None:
+    """Write the mean and the variance of the activation."""
+    N, C, S = given.sizes
+    (x_at,) = given.activations
+    _loop("centre", given.plan.dtype)(x_at, mean_at, N, C, S)
+    for _ in range(2):  # again if the centre was far from the mean, which is the centre now
+        _kept, sums_at, parts = _sums("moments", given, mean_at)
+        far = _loop("finish_moments", given.plan.dtype)(
+            x_at, sums_at, mean_at, var_at, N, C, S, parts
+        )
+        if not far:
+            break
+
+
+def _sums(name: str, given: _Given, mean_at: int) -> tuple[Any, int, int]:
+    """Two sums per channel, of each part of the samples: scratch memory `(parts, 2, C)`.
+
+    Returns what must be kept, the address and the number of parts.
+    """
     N, C, S = given.sizes
     threads = _num_threads(N * C * S)
-    tasks = _tasks(N, C, S, threads, _PARTS)
-    sums = given.library.zeros((tasks[-1][0] + 1, 2, *given.plan.shape))
-    _run(name, given, [*others, given.library.address(sums)], 2 * C * 8, tasks, threads)
-    return sums
+    tasks = _sum_tasks(N, C, S, threads)
+    parts = tasks[0][0]
+    kept, address = scratch(parts * 2 * C)
+    _run(name, given, [mean_at, address], (N, C, S), tasks)
+    return kept, address, parts
 
 
-def _elementwise(name: str, given: _Given, x: Array) -> Array:
+def _elementwise(name: str, given: _Given, x: Array, coefficients: list[int]) -> Array:
     """An array like `x`, in its dtype."""
-    dense = given.arrays[0]
-    y = given.library.empty_like(dense)
+    of = given.library
+    y = of.empty_like(given.like)
     N, C, S = given.sizes
     threads = _num_threads(N * C * S)
-    tasks = _tasks(N, C, S, threads, threads)
-    _run(name, given, [given.library.address(y)], 0, tasks, threads)
-    return y if y.dtype == x.dtype else given.library.cast(y, x.dtype)
+    tasks = _tasks(N, C, S, threads)
+    _run(name, given, [*coefficients, of.address(y)], (C, S), tasks)
+    return y if given.plan.is_dtype else of.cast(y, x.dtype)
 
 
 @lru_cache(maxsize=1024)
-def _tasks(N: int, C: int, S: int, threads: int, parts: int) -> list[tuple[int, ...]]:
-    """Tasks `(part, n0, n1, c0, c1)`: for as many threads, or at most `parts` of the samples."""
+def _sum_tasks(N: int, C: int, S: int, threads: int) -> list[tuple[int, ...]]:
+    """Tasks `(parts, first, step, c0, c1)`, at most one for each thread."""
     worth = max(N * C * S // _SHARE, 1)
     if C * S >= _WIDE:
-        return [(0, 0, N, a, b) for a, b in _cuts(C, min(threads, worth))]
-    return [(i, a, b, 0, C) for i, (a, b) in enumerate(_cuts(N, min(parts, worth)))]
+        return [(1, 0, 1, a, b) for a, b in _cuts(C, min(threads, worth))]
+    parts = min(_PARTS, worth, N)
+    step = min(threads, parts)
+    return [(parts, first, step, 0, C) for first in range(step)]
+
+
+@lru_cache(maxsize=1024)
+def _tasks(N: int, C: int, S: int, threads: int) -> list[tuple[int, ...]]:
+    """Tasks `(n0, n1, c0, c1)`, at most one for each thread."""
+    shares = min(threads, max(N * C * S // _SHARE, 1))
+    if C * S >= _WIDE:
+        return [(0, N, a, b) for a, b in _cuts(C, shares)]
+    return [(a, b, 0, C) for a, b in _cuts(N, shares)]
 
 
 def _cuts(n: int, parts: int) -> list[tuple[int, int]]:
@@ -230,24 +315,20 @@ def _cuts(n: int, parts: int) -> list[tuple[int, int]]:
 
 
 def _run(
-    name: str, given: _Given, others: list[int], step: int, tasks: list[tuple[int, ...]],
-    threads: int,
-) -> None:  # fmt: skip
-    """Run the loop for each task; part i of the samples writes from byte `i * step` of the last."""
+    name: str,
+    given: _Given,
+    others: list[int],
+    sizes: tuple[int, ...],
+    tasks: list[tuple[int, ...]],
+) -> None:
+    """Run the loop for each task, on threads if there are several."""
     loop = _loop(name, given.plan.dtype)
-    _, C, S = given.sizes
-    *arrays, start = *given.addresses, *others
     if len(tasks) == 1:
-        loop(*arrays, start, C, S, *tasks[0][1:])
+        loop(*given.activations, *others, *sizes, *tasks[0])
         return
-
-    def run(share: list[tuple[int, ...]]) -> None:
-        for part, *ranges in share:
-            loop(*arrays, start + part * step, C, S, *ranges)
-
-    threads = min(threads, len(tasks))
-    waited = [_pool().submit(run, tasks[i::threads]) for i in range(1, threads)]
-    run(tasks[::threads])
+    first, *rest = tasks
+    waited = [_pool().submit(loop, *given.activations, *others, *sizes, *task) for task in rest]
+    loop(*given.activations, *others, *sizes, *first)
     for other in waited:
         other.result()
 

@@ -41,63 +41,72 @@ def test_the_checks(where: str) -> None:
     assert " passed" in run.stdout
 
 
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32", "fp64", None])
 @pytest.mark.parametrize("channels_last", [True, False])
 def test_they_compile_for_a_gpu(
-    channels_last: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    channels_last: bool, dtype: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The compiler is stricter than the interpreter, and needs no GPU."""
+    """The compiler is stricter than the interpreter, and needs no GPU; `dtype` of parameters."""
     triton = pytest.importorskip("triton")
 
     from multibn.kernels import _triton
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    constants = {"ROWS": 16, "COLS": 128, "CHANNELS_LAST": channels_last, "RELU": True}
-    constants |= {"DTYPE": triton.language.float32, "BLOCK": 1024, "tiles_per_program": 1}
+    constants: dict[str, Any] = {"ROWS": 16, "COLS": 128, "CHANNELS_LAST": channels_last}
+    constants |= {"DTYPE": triton.language.float32, "RELU": True, "tiles_per_program": 1}
     activations = ("x", "y", "dy", "dx", "residual")
-    wide = ("partials", "mean", "var", "scale", "shift", "dy_scale", "x_scale")
-    types = dict.fromkeys(activations, "*bf16") | dict.fromkeys(wide, "*fp64")
-    for kernel in (
-        _triton.moments,
-        _triton.merge_moments,
-        _triton.normalize,
-        _triton.backward_sums,
-        _triton.input_gradient,
-    ):
-        compile_for_a_gpu(kernel, types, constants, fused=True)
+    types: dict[str, Any] = dict.fromkeys(activations, "*bf16") | {"eps": "i64"}
+    types |= dict.fromkeys(("partials", "mean", "var", "sum_dy", "sum_dy_xhat"), "*fp64")
+    types["element_weight"] = "*fp64" if dtype else "i64"
+    parameters = dict.fromkeys(("weight", "bias"), f"*{dtype}" if dtype else None)
+    constants |= {n: None for n, v in parameters.items() if v is None}
+    for kernel in (_triton.normalize, _triton.input_gradient):
+        ptx = compile_for_a_gpu(kernel, types | parameters, constants, fused=True)
+        assert "sqrt.rn.f64" in ptx
+        assert not re.search(r"\b(div|sqrt|rsqrt)\S*f32", ptx)
+    if dtype is None:
+        for kernel in (_triton.moments, _triton.backward_sums):
+            compile_for_a_gpu(kernel, types, constants, fused=True)
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32", "fp64", None])
+def test_the_merges_compile_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+
+    from multibn.kernels import _triton
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    wide = ("partials", "mean", "var", "packed", "sum_dy", "sum_dy_xhat")
+    types = dict.fromkeys(wide, "*fp64") | dict.fromkeys(("weight", "count", "eps"), "i64")
+    for kernel in (_triton.merge_moments, _triton.merge_and_pack_moments, _triton.merge_sums):
+        for block in (1, 1024):
+            check_rounding(compile_for_a_gpu(kernel, types, {"BLOCK": block}, fused=False))
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32", "fp64"])
 def test_the_steps_compile_for_a_gpu(
-    dtype: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`dtype` is that of parameters, where there are any, and of running statistics."""
+    """`dtype` is that of running statistics."""
     pytest.importorskip("triton")
 
     from multibn.kernels import _triton_steps
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    wide = (
-        *("mean", "meansqr", "packed", "summed", "var", "of_all", "v", "quotient", "scale"),
-        *("shift", "sum_dy", "sum_dy_xhat", "dy_scale", "x_scale"),
-    )
-    types = dict.fromkeys(wide, "*fp64") | dict.fromkeys(("count", "eps", "factor"), "i64")
-    types |= dict.fromkeys(("element_weight", "momentum"), "*fp64")
+    wide = ("mean", "meansqr", "packed", "summed", "var", "of_all", "element_weight", "momentum")
+    types = dict.fromkeys(wide, "*fp64") | dict.fromkeys(("weight", "count", "factor"), "i64")
     moving = ("running_mean", "running_var", "moved_mean", "moved_var")
-    types |= dict.fromkeys(moving, f"*{dtype or 'fp64'}")
-    parameters: dict[str, Any] = dict.fromkeys(("weight", "bias"), f"*{dtype}" if dtype else None)
-    steps = [
-        (_triton_steps.affine, parameters),
-        (_triton_steps.gradient_coefficients, parameters),
-        (_triton_steps.move_averages, {}),
-    ]
-    if dtype is None:
-        steps += [(_triton_steps.over_std, {}), (_triton_steps.pack, {"weight": "i64"})]
-        steps += [(_triton_steps.unpack, {"weight": "i64"})]
-    for kernel, more in steps:
-        constants = {"BLOCK": 256} | {n: None for n, v in more.items() if v is None}
-        ptx = compile_for_a_gpu(kernel, types | more, constants, fused=False)
-        assert "f64" in ptx
-        assert not re.search(r"\bfma|\b(add|sub|mul|div|sqrt)\S*f32", ptx)
+    types |= dict.fromkeys(moving, f"*{dtype}")
+    steps = [_triton_steps.move_averages]
+    if dtype == "fp64":
+        steps += [_triton_steps.pack, _triton_steps.unpack]
+    for kernel in steps:
+        check_rounding(compile_for_a_gpu(kernel, types, {"BLOCK": 256}, fused=False))
+
+
+def check_rounding(ptx: str) -> None:
+    """Arithmetic is float64, and each operation is rounded."""
+    assert "f64" in ptx
+    assert not re.search(r"\bfma|\b(add|sub|mul|div|sqrt)\S*f32", ptx)
 
 
 def compile_for_a_gpu(
