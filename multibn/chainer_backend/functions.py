@@ -235,38 +235,30 @@ class _Normalize(FunctionNode):
         inputs = (*self.get_retained_inputs(), *grad_outputs)
         if chainer.config.enable_backprop:  # a graph of the gradients is asked for
             return _differentiable_gradients(self, *inputs)
-        return _NormalizeGrad(self).apply(inputs)
+        found = _gradients(self, *map(chainer.as_array, inputs))
+        return tuple(Variable(gradient, requires_grad=False) for gradient in found)
 
 
-class _NormalizeGrad(FunctionNode):
-    """Gradients of `_Normalize`, one for each of its inputs, which cannot be differentiated."""
-
-    def __init__(self, of: _Normalize) -> None:
-        super().__init__()
-        self.of = of
-
-    def forward(self, inputs: tuple[Array, ...]) -> tuple[Array, ...]:
-        of = self.of
-        x, *gamma, dy = inputs
-        local = statistics.backward_sums(dy, x, of.batch, eps=of.eps, axis=of.axis)
-        sums = statistics.aggregate_sums(local, during(of.communicator, "backward", x.dtype))
-        weight = gamma[0] if gamma else None
-        gradients = [
-            statistics.input_gradient(
-                dy, x, of.batch, sums, weight=weight, eps=of.eps, axis=of.axis
-            )
-        ]
-        size = of.communicator.size
-        if of.has_gamma:
-            gradients.append((sums.sum_dy_xhat / size).astype(gamma[0].dtype, copy=False))
-        if of.has_beta:
-            beta_dtype = of.inputs[-1].dtype
-            gradients.append((sums.sum_dy / size).astype(beta_dtype, copy=False))
-        return tuple(gradients)
+def _gradients(of: _Normalize, x: Array, *rest: Array) -> list[Array]:
+    """One for each input of `_Normalize`."""
+    *gamma, dy = rest
+    local = statistics.backward_sums(dy, x, of.batch, eps=of.eps, axis=of.axis)
+    sums = statistics.aggregate_sums(local, during(of.communicator, "backward", x.dtype))
+    weight = gamma[0] if gamma else None
+    gradients = [
+        statistics.input_gradient(dy, x, of.batch, sums, weight=weight, eps=of.eps, axis=of.axis)
+    ]
+    size = of.communicator.size
+    if of.has_gamma:
+        gradients.append((sums.sum_dy_xhat / size).astype(gamma[0].dtype, copy=False))
+    if of.has_beta:
+        beta_dtype = of.inputs[-1].dtype
+        gradients.append((sums.sum_dy / size).astype(beta_dtype, copy=False))
+    return gradients
 
 
 def _differentiable_gradients(of: _Normalize, x: Variable, *rest: Variable) -> tuple[Variable, ...]:
-    """What `_NormalizeGrad` computes, out of functions that can be differentiated, several times.
+    """What `_gradients` computes, out of functions that can be differentiated, several times.
 
     The statistics are computed again, as functions of `x`.
     """
