@@ -40,7 +40,7 @@ def running_variance(
     ValueError
         If `convention` is none of the three.
     """
-    return batch.var * _variance_factor(batch.count, local_count, convention)
+    return batch.var * _variance_factor(_on_host(batch.count), local_count, convention)
 
 
 def update_running(
@@ -58,12 +58,13 @@ def update_running(
     `momentum` is a number, or an array of shape `()` so that a count on a GPU need not be read.
     Nothing changes if all ranks were empty. The convention of the variance is `running_variance`'s.
     """
-    factor = _variance_factor(batch.count, local_count, convention)
-    if is_on_host(batch.count):  # a number is faster than an array of one
-        momentum = float(momentum) if batch.count > 0 else 0.0
+    count = _on_host(batch.count)
+    if isinstance(count, float):
+        momentum = float(momentum) if count > 0 else 0.0
     else:
-        xp = array_namespace(batch.count)
-        momentum = momentum * xp.astype(batch.count > 0, batch.count.dtype)
+        xp = array_namespace(count)
+        momentum = momentum * xp.astype(count > 0, count.dtype)
+    factor = _variance_factor(count, local_count, convention)
     return kernels.move_averages(running_mean, running_var, batch.mean, batch.var, momentum, factor)
 
 
@@ -92,12 +93,17 @@ class PopulationEstimator:
         return aggregate(self._moments, SingleProcess() if communicator is None else communicator)
 
 
-def _variance_factor(count: Array, local_count: int, convention: RunningVar) -> float | Array:
+def _on_host(count: Array) -> float | Array:
+    """A number, which is faster than an array of one, unless it would have to be waited for."""
+    return float(count) if isinstance(count, float) or is_on_host(count) else count
+
+
+def _variance_factor(
+    count: float | Array, local_count: int, convention: RunningVar
+) -> float | Array:
+    if convention == "unbiased_global":
+        if isinstance(count, float):
+            return count / max(count - 1.0, 1.0)
+        return count / array_namespace(count).clip(count - 1.0, 1.0, None)
     check_choice("running_var", convention, RunningVar)
-    if convention == "biased":
-        return 1.0
-    if convention == "unbiased_local":
-        return local_count / max(local_count - 1, 1)
-    if is_on_host(count):
-        return float(count) / max(float(count) - 1.0, 1.0)
-    return count / array_namespace(count).clip(count - 1.0, 1.0, None)
+    return 1.0 if convention == "biased" else local_count / max(local_count - 1, 1)

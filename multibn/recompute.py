@@ -96,17 +96,18 @@ def taped(compute: Callable[[], BatchStatistics], channels: tuple[int, ...]) -> 
 
     `channels` is the shape of the statistics, `(C,)`.
     """
-    return all_taped(lambda: [compute()], [channels])[0]
+    return all_taped(lambda: [compute()], lambda: [channels])[0]
 
 
 def all_taped(
-    compute: Callable[[], list[BatchStatistics]], channels: Sequence[tuple[int, ...]]
+    compute: Callable[[], list[BatchStatistics]],
+    channels: Callable[[], Sequence[tuple[int, ...]]],
 ) -> list[BatchStatistics]:
     """`taped` of several layers whose statistics are computed together."""
     recorders = []
     for current in reversed(_stack()):
         if isinstance(current, replaying):
-            batches = [current.next(c) for c in channels]
+            batches = [current.next(c) for c in channels()]
             break
         recorders.append(current)
     else:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from array_api_compat import is_cupy_array, is_numpy_array, is_torch_array, to_device
+from array_api_compat import is_cupy_array, is_torch_array, to_device
 
 from multibn._arrays import array_namespace, device
 from multibn._typing import Array
@@ -18,7 +18,7 @@ def to_host(x: Array, /) -> np.ndarray[Any, Any]:
     if type(x) is np.ndarray:
         a = x
     elif is_torch_array(x):
-        x = x.detach().cpu()
+        x = x.detach() if x.is_cpu else x.detach().cpu()
         if x.dtype.is_floating_point and x.dtype.itemsize < 4:
             x = x.float()
         a = x.numpy()
@@ -34,8 +34,8 @@ def to_host(x: Array, /) -> np.ndarray[Any, Any]:
 
 def from_host(a: np.ndarray[Any, Any], like: Array, /) -> Array:
     """`a` as an array of the library, dtype and device of `like`."""
-    if is_numpy_array(like):
-        return a.astype(like.dtype, copy=False)
+    if isinstance(like, np.ndarray | np.generic):
+        return a if a.dtype == like.dtype else a.astype(like.dtype)
     xp = array_namespace(like)
     if is_torch_array(like):
         t = xp.from_numpy(a)

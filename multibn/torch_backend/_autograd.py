@@ -1,6 +1,5 @@
 """Batch normalization of several inputs as one node of autograd's graph: one message each way."""
 
-import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import compress
@@ -60,7 +59,9 @@ def batch_statistics(
                 axes=axes,
             )
 
-    channels = [statistics.channels(x, axis) for x, axis in zip(xs, axes, strict=True)]
+    def channels() -> list[tuple[int, ...]]:
+        return [statistics.channels(x, axis) for x, axis in zip(xs, axes, strict=True)]
+
     return recompute.all_taped(compute, channels)
 
 
@@ -76,7 +77,8 @@ def normalize(
     """
     tensors = [t for i in inputs for t in (i.x, i.weight, i.bias, i.residual)]
     options = [(i.eps, i.axis, i.relu) for i in inputs]
-    ys: tuple[Tensor, ...] = _Normalize.apply(batches, communicator, weighting, options, *tensors)
+    node = _Transformed if _are_transformed(tensors) else _Normalize
+    ys: tuple[Tensor, ...] = node.apply(batches, communicator, weighting, options, *tensors)
     return ys
 
 
@@ -112,35 +114,10 @@ class _Normalize(torch.autograd.Function):
     """The autograd node: the statistics are inputs, their gradients are inside."""
 
     @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, ...]:
-        """Of what `setup_context` names; torch binds arguments to one name faster than to many."""
-        batches, _, _, options, *tensors = inputs
-        ys = []
-        with _without_autocast(tensors[0]):
-            for i, (batch, (eps, axis, relu)) in enumerate(zip(batches, options, strict=True)):
-                x, weight, bias, residual = tensors[4 * i : 4 * i + 4]
-                y = statistics.normalize(
-                    x,
-                    batch,
-                    weight=weight,
-                    bias=bias,
-                    eps=eps,
-                    axis=axis,
-                    residual=residual,
-                    relu=relu,
-                )
-                ys.append(y)
-        return tuple(ys)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        batches, ctx.communicator, ctx.weighting, ctx.options, *tensors = inputs
-        saved: list[Tensor | None] = []
-        for i, (batch, y, (_, _, relu)) in enumerate(
-            zip(batches, output, ctx.options, strict=True)
-        ):
-            saved += [*tensors[4 * i : 4 * i + 3], y if relu else None, *batch]
-        ctx.save_for_backward(*saved)
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        ys = _forward(*inputs)
+        _set_up(ctx, inputs, ys)
+        return ys
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -170,8 +147,62 @@ class _Normalize(torch.autograd.Function):
         return tuple(results)
 
 
-# torch binds arguments by the signature, which Python would otherwise make anew at each call.
-_Normalize.forward.__signature__ = inspect.signature(_Normalize.forward)  # type: ignore[attr-defined]
+class _Transformed(_Normalize):
+    """What torch.func takes, and takes longer to call: forward apart from its context."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:
+        return _forward(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _set_up(ctx, inputs, output)
+
+
+def _are_transformed(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether torch.func transforms one of them, and hides its memory."""
+    try:
+        for t in tensors:
+            if t is not None:
+                t.data_ptr()
+    except RuntimeError:
+        return True
+    return False
+
+
+def _forward(
+    batches: Sequence[BatchStatistics],
+    communicator: Communicator,
+    weighting: Weighting,
+    options: Sequence[tuple[float, tuple[int, ...] | None, bool]],
+    *tensors: Any,
+) -> tuple[Tensor, ...]:
+    """The normalized inputs, from what the node is given."""
+    ys = []
+    with _without_autocast(tensors[0]):
+        for i, (batch, (eps, axis, relu)) in enumerate(zip(batches, options, strict=True)):
+            x, weight, bias, residual = tensors[4 * i : 4 * i + 4]
+            y = statistics.normalize(
+                x,
+                batch,
+                weight=weight,
+                bias=bias,
+                eps=eps,
+                axis=axis,
+                residual=residual,
+                relu=relu,
+            )
+            ys.append(y)
+    return tuple(ys)
+
+
+def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Keep what the backward pass needs."""
+    batches, ctx.communicator, ctx.weighting, ctx.options, *tensors = inputs
+    saved: list[Tensor | None] = []
+    for i, (batch, y, (_, _, relu)) in enumerate(zip(batches, output, ctx.options, strict=True)):
+        saved += [*tensors[4 * i : 4 * i + 3], y if relu else None, *batch]
+    ctx.save_for_backward(*saved)
 
 
 def _differentiable_backward(ctx: Any, gradients: Sequence[Gradient]) -> list[Tensor | None]:
@@ -249,7 +280,7 @@ def _dtypes(xs: Sequence[Tensor]) -> Any:
 
 
 def _without_autocast(x: Any) -> AbstractContextManager[Any]:
-    kind = x.device.type
+    kind = "cpu" if x.is_cpu else x.device.type
     if torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
     return nullcontext()

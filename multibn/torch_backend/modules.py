@@ -74,14 +74,19 @@ def update_buffers(
     """Write the running statistics of `bn`; `local_count` is this rank's elements per channel."""
     if bn.running_mean is None or bn.running_var is None:
         return
+    update = compiled if torch.compiler.is_compiling() else population
+    if update is population and batch.count.is_cpu:  # numbers are faster than tensors of one
+        batch = batch._replace(count=batch.count.item())
+        counted: Any = int(batch.count > 0)
+    else:
+        counted = batch.count > 0
     momentum: float | Tensor = bn.momentum or 0.0
     if bn.num_batches_tracked is not None:
-        bn.num_batches_tracked.add_(batch.count > 0)
+        bn.num_batches_tracked.add_(counted)
         if bn.momentum is None:  # 1/n, left on the device; nothing is read if all ranks are empty
             momentum = bn.num_batches_tracked.clamp(min=1).double().reciprocal().to(batch.mean)
     if batch.mean.ndim > 1:
         batch = batch._replace(mean=batch.mean.flatten(), var=batch.var.flatten())
-    update = compiled if torch.compiler.is_compiling() else population
     mean, var = update.update_running(
         bn.running_mean,
         bn.running_var,
