@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.layer import OURS, key, layouts
-from benchmarks.timing import Seconds, Step, take_turns
+from benchmarks.layer import OURS, in_pairs, key, layouts
+from benchmarks.timing import Seconds, Step
 from multibn import Communicator
 from multibn.torch_backend import SyncBatchNorm
 
@@ -48,7 +48,7 @@ def measure(
                 OURS: _step(SyncBatchNorm(shape[1], device=device), x.requires_grad_(), dy),
                 PEER: _step(_AlwaysSynchronized(shape[1], device=device), x, dy),
             }
-            found = take_turns(steps, communicator, seconds=seconds)
+            found = in_pairs(steps, communicator, seconds=seconds)
             times |= {key(shape, layout, name): t for name, t in found.items()}
     return times, {"device": torch.cuda.get_device_name(device)}
 

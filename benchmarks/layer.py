@@ -25,6 +25,28 @@ def layouts(shape: Sequence[int]) -> list[str]:
     return ["NCHW", "channels_last"] if len(shape) > 2 else ["NC"]
 
 
+def beside(name: str) -> str:
+    """What our layer's times are called that took turns with a peer."""
+    return f"{OURS} beside {name}"
+
+
+def in_pairs(
+    steps: Mapping[str, Step], communicator: Communicator, *, seconds: float
+) -> dict[str, Seconds]:
+    """Times of each peer, and of ours `beside` it; about `seconds` in all. Collective.
+
+    Peers do not meet each other: one whose temporary arrays empty the caches would make the step
+    after it slower.
+    """
+    times: dict[str, Seconds] = {}
+    peers = [name for name in steps if name != OURS]
+    for name in peers:
+        pair = {OURS: steps[OURS], name: steps[name]}
+        found = take_turns(pair, communicator, seconds=seconds / len(peers))
+        times |= {name: found[name], beside(name): found[OURS]}
+    return times
+
+
 def key(shape: Sequence[int], variant: str, name: str) -> str:
     return f"{'x'.join(map(str, shape))}/{variant}/{name}"
 
@@ -39,8 +61,8 @@ def measure_torch(
     for shape in shapes:
         for layout in layouts(shape):
             torch.manual_seed(communicator.rank)
-            found = take_turns(_torch_steps(shape, layout, communicator), communicator,
-                               seconds=seconds)  # fmt: skip
+            steps = _torch_steps(shape, layout, communicator)
+            found = in_pairs(steps, communicator, seconds=seconds)
             times |= {key(shape, layout, name): t for name, t in found.items()}
     return times, {"kernels": kernels._select(torch.zeros(1)).__name__}
 
@@ -93,7 +115,7 @@ def measure_chainer(
             if split == "uneven":  # three quarters of two ranks' batch on the first
                 mine[0] += mine[0] // 2 if communicator.rank == 0 else -(mine[0] // 2)
             steps = _chainer_steps(mine, communicator)
-            found = take_turns(steps, communicator, seconds=seconds)
+            found = in_pairs(steps, communicator, seconds=seconds)
             times |= {key(shape, split, name): t for name, t in found.items()}
     return times, {"kernels": kernels._select(np.zeros(1)).__name__}
 

@@ -222,13 +222,17 @@ def _layer_rows(
             continue
         found = {name.rpartition("/")[2]: t for name, t in times.items()
                  if name.startswith(prefix + "/")}  # fmt: skip
-        ours = found[layer.OURS]
+        ours = {name: found[layer.beside(name)] for name in found if layer.beside(name) in found}
+        peers = {name: found[name] for name in ours}
         rows.append({
             "shape": list(shape), "variant": variant, "megabytes": 4e-6 * prod(shape), **notes,
-            "rounds": len(ours),
-            "milliseconds": {name: median_ms(t) for name, t in found.items()},
+            "rounds": {name: len(t) for name, t in peers.items()},
+            "milliseconds": {
+                layer.OURS: median_ms(next(iter(ours.values()))),
+                **{name: median_ms(t) for name, t in peers.items()},
+            },
             # Ours to each peer's.
-            "ratio": {name: ratio(ours, t) for name, t in found.items() if t is not ours},
+            "ratio": {name: ratio(ours[name], t) for name, t in peers.items()},
         })  # fmt: skip
     return rows
 

@@ -179,7 +179,6 @@ def aggregate_all(
     ValueError, RuntimeError, FloatingPointError
         As `aggregate`.
     """
-    check_choice("weighting", weighting, Weighting)
     packed = []
     for mean, meansqr, count, num_samples in parts:
         weight = _rank_weight(count, num_samples, weighting)
@@ -213,8 +212,11 @@ def _aggregate(packed: Sequence[_Packed], communicator: Communicator) -> list[Ba
 
 
 def _rank_weight(count: float, num_samples: float, weighting: Weighting) -> float:
-    if weighting == "element" or count == 0:
+    if weighting == "element":
         return count
+    check_choice("weighting", weighting, Weighting)
+    if count == 0:
+        return 0.0
     return num_samples if weighting == "sample" else 1.0
 
 
@@ -254,7 +256,6 @@ def all_batch_statistics(
 
     Collective and raises as `batch_statistics`; see `aggregate_all`.
     """
-    check_choice("weighting", weighting, Weighting)
     packed = []
     for x, axis in zip(xs, axes, strict=True):
         require_floating(x)

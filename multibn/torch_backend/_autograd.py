@@ -279,8 +279,11 @@ def _dtypes(xs: Sequence[Tensor]) -> Any:
     return ", ".join(str(x.dtype).rpartition(".")[2] for x in xs)
 
 
+_NOTHING = nullcontext()
+
+
 def _without_autocast(x: Any) -> AbstractContextManager[Any]:
     kind = "cpu" if x.is_cpu else x.device.type
     if torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
-    return nullcontext()
+    return _NOTHING
