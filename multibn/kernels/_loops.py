@@ -27,7 +27,8 @@ _LONG = 16  # elements of a long plane
 _LONG_TO_ADD = 32  # of one that is added up by itself, which takes longer to begin and to end
 _COLUMNS = 2048  # of a tile: coefficients and sums of so many stay in the nearest caches
 _BESIDE = 512  # columns up to which short samples are put side by side
-_RUN = 16  # rows that are added up in x's dtype
+_RUN = 16  # rows that are added up in x's dtype, at least
+_LONG_RUN = 64  # and at most: more where there are so many runs that their errors average out
 _VALUES = 256  # of a plane that are, side by side in vectors
 _FEW = 8  # values that the centre is the mean of
 _FAR = 4  # standard deviations between centre and mean
@@ -44,6 +45,12 @@ def _width(C: int, S: int, n0: int, n1: int, c0: int, c1: int) -> tuple[int, int
     channels = min(max(_COLUMNS // S, 1), c1 - c0)
     samples = min(max(_BESIDE // (C * S), 1), n1 - n0) if channels == C else 1
     return channels, samples
+
+
+@njit
+def _run(samples: int, times: int) -> int:
+    """How many samples are added up in x's dtype, `times` of them beside each other."""
+    return times * min(max(samples // (_RUN * times), _RUN), _LONG_RUN)
 
 
 @njit
@@ -139,7 +146,7 @@ def _moments_of_part(
     second_of = _columns(own, width * S * times)
     wide_first = _columns(np.float64, width * S * times)
     wide_second = _columns(np.float64, width * S * times)
-    run = _RUN * times
+    run = _run(n1 - n0, times)
     for a in range(c0, c1, width):
         b = min(a + width, c1)
         _spread(centre, a, b, S, times, of_column)
@@ -232,7 +239,7 @@ def _backward_sums_of_part(
         second_of = _columns(own, width * S * times)
         wide_first = _columns(np.float64, width * S * times)
         wide_second = _columns(np.float64, width * S * times)
-        run = _RUN * times
+        run = _run(n1 - n0, times)
         for a in range(c0, c1, width):
             b = min(a + width, c1)
             _spread(centre, a, b, S, times, of_column)
