@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from multibn.parity.launch import environment, launch_command
@@ -21,11 +22,22 @@ ROOT = Path(__file__).parents[2]
 LAUNCHERS = ("torchrun", "mpiexec")
 
 
+# What mpiexec now and then says of itself on a busy machine, before it starts any rank.
+_NOT_STARTED = "listener thread failed to start"
+
+
 def run(
     launcher: str, size: int, *arguments: str, timeout: float = 120
 ) -> subprocess.CompletedProcess[str]:
     """Start `python *arguments` on `size` ranks and wait; all processes are killed at `timeout`."""
     require.need(launcher)
+    result = _run(launcher, size, arguments, timeout)
+    return _run(launcher, size, arguments, timeout) if _NOT_STARTED in result.stdout else result
+
+
+def _run(
+    launcher: str, size: int, arguments: Sequence[str], timeout: float
+) -> subprocess.CompletedProcess[str]:
     process = subprocess.Popen(
         launch_command(launcher, size, arguments),
         cwd=ROOT,
