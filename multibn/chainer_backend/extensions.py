@@ -7,7 +7,6 @@ and weighs small batches as much as large ones. Here the population is exact.
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from operator import length_hint
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from chainer import links as L
 from chainer import training
 from chainer.dataset import concat_examples
 
+from multibn._progress import progress as show_progress
 from multibn.chainer_backend import functions
 from multibn.chainer_backend.links import MultiNodeBatchNormalization
 from multibn.communicators import Communicator, SingleProcess, as_communicator
@@ -138,7 +138,9 @@ def finetune_population_statistics(
         chainer.using_config("train", True),
         chainer.no_backprop_mode(),
         watch,
-        _progress(progress and communicator.rank == 0, iterator, num_passes) as advance,
+        show_progress(
+            progress and communicator.rank == 0, "fine-tuning", _num_batches(iterator, num_passes)
+        ) as advance,
     ):
         for norm in norms:
             norm.link.start_finetuning()
@@ -289,18 +291,6 @@ def _unchanged(target: chainer.Link, eval_func: Any) -> Iterator[None]:
             link.__dict__[name] = value
             if isinstance(value, chainer.get_array_types()):
                 value[...] = before
-
-
-@contextmanager
-def _progress(show: bool, iterator: Any, num_passes: int) -> Iterator[Callable[[], object]]:
-    """What to call after each batch."""
-    if not show or find_spec("tqdm") is None:
-        yield lambda: None
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=_num_batches(iterator, num_passes), desc="fine-tuning", unit="batch") as bar:
-        yield bar.update
 
 
 def _num_batches(iterator: Iterable[Any], num_passes: int) -> int | None:

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib.util import find_spec
 from itertools import islice
 from operator import length_hint
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from multibn._progress import progress as show_progress
 from multibn._typing import check_choice
 from multibn.communicators import as_communicator
 from multibn.lockstep import END, Lockstep, Step
@@ -124,7 +124,11 @@ def update_bn_stats(
         for layer in layers:
             hooks.enter_context(layer.watched(visits))
         advance = hooks.enter_context(
-            _progress(progress and communicator.rank == 0, data_loader, num_samples, num_iters)
+            show_progress(
+                progress and communicator.rank == 0,
+                "precise batch norm",
+                _num_batches(data_loader, num_samples, num_iters),
+            )
         )
         steps = Lockstep(
             data_loader,
@@ -288,17 +292,9 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(value)
 
 
-@contextmanager
-def _progress(
-    show: bool, data_loader: Iterable[Any], num_samples: int | None, num_iters: int | None
-) -> Iterator[Callable[[], object]]:
-    """What to call after each batch."""
-    if not show or find_spec("tqdm") is None:
-        yield lambda: None
-        return
-    from tqdm import tqdm
-
+def _num_batches(
+    data_loader: Iterable[Any], num_samples: int | None, num_iters: int | None
+) -> int | None:
+    """As far as it is known beforehand."""
     known = [n for n in (num_iters, length_hint(data_loader)) if n]
-    total = min(known) if known and num_samples is None else None
-    with tqdm(total=total, desc="precise batch norm", unit="batch") as bar:
-        yield bar.update
+    return min(known) if known and num_samples is None else None

@@ -343,7 +343,7 @@ def test_progress_bar(capsys: Any, monkeypatch: Any) -> None:
     model = L.Classifier(L.BatchNormalization(C))
     finetune_population_statistics(chainer.iterators.SerialIterator(pairs, 4, repeat=False), model)
     assert "3/3" in capsys.readouterr().err
-    module = sys.modules["multibn.chainer_backend.extensions"]
+    module = sys.modules["multibn._progress"]
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     finetune(batches(), shared(), progress=True)
     assert capsys.readouterr().err == ""

@@ -14,7 +14,13 @@ PACKAGE = ROOT / "multibn"
 
 # Rooms from the bottom up; a module imports only from its own room and from those below.
 ROOMS = [
-    ["multibn._typing", "multibn._arrays", "multibn._environment", "multibn._checkpoint_files"],
+    [
+        "multibn._typing",
+        "multibn._arrays",
+        "multibn._environment",
+        "multibn._progress",
+        "multibn._checkpoint_files",
+    ],
     ["multibn._checkpoint_keys"],
     ["multibn._checkpoint_norms"],
     ["multibn.kernels", "multibn.communicators"],

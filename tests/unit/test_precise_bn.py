@@ -434,7 +434,7 @@ def test_progress_bar(capsys: Any, monkeypatch: Any) -> None:
     assert "3/3" in shown
     update_bn_stats(nn.BatchNorm2d(3), batches(), progress=False)
     assert capsys.readouterr().err == ""
-    module = sys.modules["multibn.torch_backend.precise_bn"]
+    module = sys.modules["multibn._progress"]
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     update_bn_stats(nn.BatchNorm2d(3), batches())
     assert capsys.readouterr().err == ""
