@@ -9,6 +9,7 @@ on the order in which programs run.
 """
 
 import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -37,8 +38,7 @@ def local_moments(x: Tensor, /, *, axis: tuple[int, ...]) -> tuple[Tensor, Tenso
     plan = _plan(x, axis)
     if plan is None:
         return generic.local_moments(x, axis=axis)
-    shape = _channels(x, axis)
-    mean, var = wide(x, shape), wide(x, shape)
+    mean, var = wide(x, plan.shape), wide(x, plan.shape)
     _merge(_triton.merge_moments, plan, _split_moments(x, plan), mean, var)
     return mean, var
 
@@ -152,6 +152,7 @@ class _Plan(NamedTuple):
     tiles_per_program: int
     splits: int
     constants: dict[str, Any]
+    shape: tuple[int, ...]  # of a per-channel tensor
 
     @property
     def programs(self) -> int:
@@ -193,14 +194,21 @@ def _plan(
 
     None too if per-channel tensors are given that the kernels cannot take, or not of its channels.
     """
-    if per_channel:
-        given = per_channel[0]
-        if given.device != x.device or given.shape != _channels(x, axis):
-            return None
-        if not fit(*per_channel, parameters=parameters):
-            return None
-    in_memory = _in_memory(x)
-    if in_memory is None or x.numel() == 0 or x.dtype not in _ARITHMETIC:
+    plan = _plan_of(x.shape, x.stride(), x.dtype, axis)
+    if plan is None or not per_channel:
+        return plan
+    given = per_channel[0]
+    if given.device != x.device or given.shape != plan.shape:
+        return None
+    return plan if fit(*per_channel, parameters=parameters) else None
+
+
+@lru_cache(maxsize=1024)
+def _plan_of(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, axis: tuple[int, ...]
+) -> _Plan | None:
+    in_memory = _in_memory(shape, strides)
+    if in_memory is None or 0 in shape or dtype not in _ARITHMETIC:
         return None
     kept = [k for k, i in enumerate(in_memory) if i not in axis]
     first, stop = (kept[0], kept[-1] + 1) if kept else (0, 0)
@@ -208,7 +216,7 @@ def _plan(
     if len(together) > len(kept) or together != sorted(together):
         return None
     outer, channels, inner = (
-        math.prod(x.shape[i] for i in part)
+        math.prod(shape[i] for i in part)
         for part in (in_memory[:first], together, in_memory[stop:])
     )
     last = inner == 1 and channels > 1
@@ -229,21 +237,21 @@ def _plan(
             "ROWS": rows,
             "COLS": cols,
             "CHANNELS_LAST": last,
-            "DTYPE": _ARITHMETIC[x.dtype],
+            "DTYPE": _ARITHMETIC[dtype],
             **_OPTIONS,
         },
+        tuple(n for i, n in enumerate(shape) if i not in axis),
     )
 
 
-def _in_memory(x: Tensor) -> list[int] | None:
-    """Dimensions of size above 1, from large stride to small; None if `x` has gaps."""
-    strides = x.stride()
-    dims = sorted((i for i, n in enumerate(x.shape) if n != 1), key=lambda i: -strides[i])
+def _in_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int] | None:
+    """Dimensions of size above 1, from large stride to small; None if there are gaps."""
+    dims = sorted((i for i, n in enumerate(shape) if n != 1), key=lambda i: -strides[i])
     expected = 1
     for i in reversed(dims):
         if strides[i] != expected:
             return None
-        expected *= x.shape[i]
+        expected *= shape[i]
     return dims
 
 
@@ -251,7 +259,3 @@ def _laid_out_as(x: Tensor, dy: Tensor) -> Tensor:
     """`dy`, copied if it does not lie in memory as `x` does: an expanded gradient, for example."""
     same = all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), dy.stride(), strict=True))
     return dy if same else torch.empty_like(x, dtype=dy.dtype).copy_(dy)
-
-
-def _channels(x: Tensor, axis: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(n for i, n in enumerate(x.shape) if i not in axis)

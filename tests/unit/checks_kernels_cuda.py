@@ -20,8 +20,9 @@ layouts = pytest.mark.parametrize("layout", ["contiguous_format", "channels_last
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _afresh() -> None:
     GENERATOR.manual_seed(0)
+    cuda._plan_of.cache_clear()  # of what other tests changed the constants to
 
 
 @pytest.fixture
