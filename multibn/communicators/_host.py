@@ -18,7 +18,8 @@ def to_host(x: Array, /) -> np.ndarray[Any, Any]:
     if type(x) is np.ndarray:
         a = x
     elif is_torch_array(x):
-        x = x.detach() if x.is_cpu else x.detach().cpu()
+        x = x.detach() if x.requires_grad else x
+        x = x if x.is_cpu else x.cpu()
         if x.dtype.is_floating_point and x.dtype.itemsize < 4:
             x = x.float()
         a = x.numpy()
