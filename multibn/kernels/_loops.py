@@ -116,10 +116,23 @@ def _centre(x: Any, mean: Any, N: int, C: int, S: int) -> None:
 
 
 @njit(fastmath=SUMS, error_model="numpy")
-def _moments_of_part(
-    x: Any, mean: Any, sums: Any, C: int, S: int, n0: int, n1: int, c0: int, c1: int
+def _sums_of_part(
+    x: Any,
+    dy: Any,
+    mean: Any,
+    sums: Any,
+    C: int,
+    S: int,
+    n0: int,
+    n1: int,
+    c0: int,
+    c1: int,
+    moments: bool,
 ) -> None:
-    """Add the sums of `x - centre` and of its square, `centre` the mean rounded to x's dtype."""
+    """Add the sums of `dy` and of `dy * d`, with `d = x - centre`; `moments`: of `d` and `d * d`.
+
+    The centre is the mean rounded to x's dtype.
+    """
     own = carray(x, 1).dtype
     zero = own.type(0)
     centre = np.empty(C, own)
@@ -135,8 +148,9 @@ def _moments_of_part(
                     second = zero
                     for i in range(start, min(start + _VALUES, at + S)):
                         d = x[i] - m
-                        first += d
-                        second += d * d
+                        g = d if moments else dy[i]
+                        first += g
+                        second += g * d
                     sums[c] += first
                     sums[C + c] += second
         return
@@ -156,8 +170,10 @@ def _moments_of_part(
                 at = (n * C + a) * S
                 for j in range(min(times, stop - n) * (b - a) * S):
                     d = x[at + j] - of_column[j]
-                    first_of[j] += d
-                    second_of[j] += d * d
+                    g = d if moments else dy[at + j]
+                    product = g * d  # before anything is written: `x` would be read again
+                    first_of[j] += g
+                    second_of[j] += product
             _widen(first_of, wide_first)
             _widen(second_of, wide_second)
         _gather(wide_first, a, b, S, times, sums, 0)
@@ -180,8 +196,35 @@ def _moments(
     """The sums of every `step`th part of the samples, from the `first` on."""
     of_parts = carray(sums, 2 * parts * C)
     for p in range(first, parts, step):
+        n0, n1 = N * p // parts, N * (p + 1) // parts
         of_part = of_parts[2 * p * C : 2 * (p + 1) * C]
-        _moments_of_part(x, mean, of_part, C, S, N * p // parts, N * (p + 1) // parts, c0, c1)
+        _sums_of_part(x, x, mean, of_part, C, S, n0, n1, c0, c1, True)
+
+
+def _backward_sums(
+    x: Any,
+    dy: Any,
+    mean: Any,
+    sums: Any,
+    N: int,
+    C: int,
+    S: int,
+    parts: int,
+    first: int,
+    step: int,
+    c0: int,
+    c1: int,
+) -> None:
+    """As `_moments`; what rounding left of the mean comes last."""
+    of_parts = carray(sums, 2 * parts * C)
+    for p in range(first, parts, step):
+        n0, n1 = N * p // parts, N * (p + 1) // parts
+        of_part = of_parts[2 * p * C : 2 * (p + 1) * C]
+        _sums_of_part(x, dy, mean, of_part, C, S, n0, n1, c0, c1, False)
+        centre = np.empty(1, carray(x, 1).dtype)
+        for c in range(c0, c1):
+            centre[0] = mean[c]
+            of_part[C + c] -= (mean[c] - np.float64(centre[0])) * of_part[c]
 
 
 def _finish_moments(
@@ -207,80 +250,6 @@ def _finish_moments(
         var[c] = 0.0 if difference < 0.0 else difference  # NaN stays
         far += first * first > _FAR * _FAR * var[c]
     return far
-
-
-@njit(fastmath=SUMS, error_model="numpy")
-def _backward_sums_of_part(
-    x: Any, dy: Any, mean: Any, sums: Any, C: int, S: int, n0: int, n1: int, c0: int, c1: int
-) -> None:
-    """Add the sums of `dy` and of `dy * (x - mean)`; what rounding left of the mean comes last."""
-    own = carray(x, 1).dtype
-    zero = own.type(0)
-    centre = np.empty(C, own)
-    for c in range(c0, c1):
-        centre[c] = mean[c]
-    if S >= _LONG_TO_ADD:
-        for n in range(n0, n1):
-            for c in range(c0, c1):
-                at = (n * C + c) * S
-                m = centre[c]
-                for start in range(at, at + S, _VALUES):
-                    first = zero
-                    second = zero
-                    for i in range(start, min(start + _VALUES, at + S)):
-                        first += dy[i]
-                        second += dy[i] * (x[i] - m)
-                    sums[c] += first
-                    sums[C + c] += second
-    else:
-        width, times = _width(C, S, n0, n1, c0, c1)
-        of_column = _columns(own, width * S * times)
-        first_of = _columns(own, width * S * times)
-        second_of = _columns(own, width * S * times)
-        wide_first = _columns(np.float64, width * S * times)
-        wide_second = _columns(np.float64, width * S * times)
-        run = _run(n1 - n0, times)
-        for a in range(c0, c1, width):
-            b = min(a + width, c1)
-            _spread(centre, a, b, S, times, of_column)
-            for start in range(n0, n1, run):
-                stop = min(start + run, n1)
-                for n in range(start, stop, times):
-                    at = (n * C + a) * S
-                    for j in range(min(times, stop - n) * (b - a) * S):
-                        g = dy[at + j]
-                        # Before anything is written: what that changes would be read again.
-                        product = g * (x[at + j] - of_column[j])
-                        first_of[j] += g
-                        second_of[j] += product
-                _widen(first_of, wide_first)
-                _widen(second_of, wide_second)
-            _gather(wide_first, a, b, S, times, sums, 0)
-            _gather(wide_second, a, b, S, times, sums, C)
-    for c in range(c0, c1):
-        sums[C + c] -= (mean[c] - np.float64(centre[c])) * sums[c]
-
-
-def _backward_sums(
-    x: Any,
-    dy: Any,
-    mean: Any,
-    sums: Any,
-    N: int,
-    C: int,
-    S: int,
-    parts: int,
-    first: int,
-    step: int,
-    c0: int,
-    c1: int,
-) -> None:
-    """As `_moments`."""
-    of_parts = carray(sums, 2 * parts * C)
-    for p in range(first, parts, step):
-        n0, n1 = N * p // parts, N * (p + 1) // parts
-        of_part = of_parts[2 * p * C : 2 * (p + 1) * C]
-        _backward_sums_of_part(x, dy, mean, of_part, C, S, n0, n1, c0, c1)
 
 
 def _normalize(
