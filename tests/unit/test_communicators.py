@@ -68,3 +68,16 @@ def test_this_process_has_no_mpi_and_no_group() -> None:
     distributed = sys.modules.get("torch.distributed")
     assert distributed is None or not distributed.is_initialized()
     assert "RANK" not in os.environ
+
+
+def test_gloo_uses_the_interfaces_that_torch_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    require.need("torch")
+    from multibn.communicators.torch_distributed import _gloo_devices
+
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert len(_gloo_devices()) == 1
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
+    assert len(_gloo_devices()) == 2
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no such interface")
+    with pytest.raises(RuntimeError, match="no such interface"):
+        _gloo_devices()
