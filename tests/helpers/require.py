@@ -1,6 +1,7 @@
 """Frameworks and launchers that tests need: skipped without them, failed if they were required."""
 
 from collections.abc import Callable, Iterable
+from importlib import import_module
 
 import pytest
 
@@ -10,10 +11,19 @@ from multibn._environment import find_command, importable
 # What pytest.importorskip may find missing. Required, it is missed before the first test.
 DEV = ("array_api_strict", "omegaconf", "safetensors", "tqdm", "yacs.config")
 
+
+def _gpu(module: str) -> bool:
+    """Whether `module`, torch or cupy, finds a GPU."""
+    return importable(module) and bool(import_module(module).cuda.is_available())
+
+
 PROBES: dict[str, Callable[[], bool]] = {
     "torch": lambda: importable("torch"),
     "chainer": lambda: importable("chainer"),
     "numba": lambda: importable("numba"),
+    "triton": lambda: importable("triton"),
+    "gpu": lambda: _gpu("torch"),
+    "cupy": lambda: _gpu("cupy"),
     "torchrun": lambda: importable("torch.distributed.run"),
     "mmengine": lambda: importable("mmengine"),
     "lightning": lambda: importable("lightning"),

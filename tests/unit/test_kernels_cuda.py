@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from multibn._environment import importable
 from tests.helpers import require
 
 HERE = Path(__file__).parent
@@ -21,13 +20,7 @@ CHECKS = [str(HERE / name) for name in ("checks_kernels_cuda.py", "checks_kernel
 
 @pytest.mark.parametrize("where", ["interpreter", "gpu"])
 def test_the_checks(where: str) -> None:
-    require.need("torch")
-    import torch
-
-    if not importable("triton"):
-        pytest.skip("triton is not available")
-    if where == "gpu" and not torch.cuda.is_available():
-        pytest.skip("no GPU is available")
+    require.need("torch", "triton", *(["gpu"] if where == "gpu" else []))
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *CHECKS],
         cwd=HERE.parents[1],
@@ -47,7 +40,8 @@ def test_they_compile_for_a_gpu(
     channels_last: bool, dtype: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The compiler is stricter than the interpreter, and needs no GPU; `dtype` of parameters."""
-    triton = pytest.importorskip("triton")
+    require.need("triton")
+    import triton
 
     from multibn.kernels import _triton
 
@@ -70,7 +64,7 @@ def test_they_compile_for_a_gpu(
 
 
 def test_the_merges_compile_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
+    require.need("triton")
 
     from multibn.kernels import _triton
 
@@ -87,7 +81,7 @@ def test_the_steps_compile_for_a_gpu(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`dtype` is that of running statistics."""
-    pytest.importorskip("triton")
+    require.need("triton")
 
     from multibn.kernels import _triton_steps
 
