@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from benchmarks.resnet import network
 from benchmarks.timing import Seconds, Step, take_turns
 from multibn import Communicator
-from multibn.communicators.checked import Checked
+from multibn.communicators.conversation import Conversation
 from multibn.parity import worker
 from multibn.torch_backend import SyncBatchNorm, convert_sync_batchnorm
 
@@ -79,7 +79,7 @@ def _messages(
     channels = {m.num_features for m in layers}
     forward = {n: torch.ones(2 * n + 2, dtype=torch.float64) for n in channels}
     backward = {n: torch.ones(2 * n, dtype=torch.float64) for n in channels}
-    own = [Checked(communicator, f"layer {i}".__str__) for i, _ in enumerate(layers)]
+    own = [Conversation(communicator, f"layer {i}".__str__) for i, _ in enumerate(layers)]
     dtype = torch.float32  # of the activations
 
     def checked_messages() -> None:

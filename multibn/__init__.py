@@ -4,6 +4,7 @@ This module is the engine, which imports no framework. The layers are in `multib
 `multibn.chainer_backend`.
 """
 
+from multibn._version import __version__ as __version__
 from multibn.communicators import Communicator as Communicator
 from multibn.communicators import Group as Group
 from multibn.communicators import SingleProcess as SingleProcess
@@ -24,5 +25,3 @@ from multibn.statistics import input_gradient as input_gradient
 from multibn.statistics import local_moments as local_moments
 from multibn.statistics import merge_moments as merge_moments
 from multibn.statistics import normalize as normalize
-
-__version__ = "0.1.0"

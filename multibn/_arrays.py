@@ -1,9 +1,10 @@
-"""What array_api_compat says of an array, but faster: a layer's step asks dozens of times."""
+"""Questions about arrays, answered faster than by array_api_compat; and arrays in host memory."""
 
 from typing import Any
 
 import array_api_compat
 import numpy as np
+from array_api_compat import is_cupy_array, is_torch_array, to_device
 
 from multibn._typing import Array
 
@@ -13,10 +14,10 @@ _DLPACK_CPU = 1  # kDLCPU of the DLPack header
 
 def array_namespace(x: Array, /) -> Any:
     """The namespace of `x` in the array API standard."""
-    found = _namespaces.get(type(x))
-    if found is None:
-        found = _namespaces[type(x)] = array_api_compat.array_namespace(x)
-    return found
+    xp = _namespaces.get(type(x))
+    if xp is None:
+        xp = _namespaces[type(x)] = array_api_compat.array_namespace(x)
+    return xp
 
 
 def device(x: Array, /) -> Any:
@@ -30,3 +31,37 @@ def is_on_host(x: Array, /) -> bool:
         return True
     is_cpu = getattr(x, "is_cpu", None)  # torch's, which is faster than what follows
     return int(x.__dlpack_device__()[0]) == _DLPACK_CPU if is_cpu is None else bool(is_cpu)
+
+
+def to_host(x: Array, /) -> np.ndarray[Any, Any]:
+    """`x` as a contiguous NumPy array, which may share its memory.
+
+    16-bit types become float32: MPI has no half precision and NumPy no bfloat16.
+    """
+    if type(x) is np.ndarray:
+        a = x
+    elif is_torch_array(x):
+        x = x.detach() if x.requires_grad else x
+        x = x if x.is_cpu else x.cpu()
+        if x.dtype.is_floating_point and x.dtype.itemsize < 4:
+            x = x.float()
+        a = x.numpy()
+    elif is_cupy_array(x):
+        a = x.get()
+    else:
+        a = np.asarray(x)
+    if a.dtype == np.float16:
+        a = a.astype(np.float32)
+    # ascontiguousarray makes () into (1,)
+    return a if a.flags.c_contiguous else np.ascontiguousarray(a).reshape(a.shape)
+
+
+def from_host(a: np.ndarray[Any, Any], like: Array, /) -> Array:
+    """`a` as an array of the library, dtype and device of `like`."""
+    if isinstance(like, np.ndarray | np.generic):
+        return a if a.dtype == like.dtype else a.astype(like.dtype)
+    xp = array_namespace(like)
+    if is_torch_array(like):
+        t = xp.from_numpy(a)
+        return t if t.dtype == like.dtype and like.is_cpu else t.to(like.device, like.dtype)
+    return to_device(xp.asarray(a, dtype=like.dtype), device(like))

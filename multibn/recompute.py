@@ -96,10 +96,10 @@ def taped(compute: Callable[[], BatchStatistics], channels: tuple[int, ...]) -> 
 
     `channels` is the shape of the statistics, `(C,)`.
     """
-    return all_taped(lambda: [compute()], lambda: [channels])[0]
+    return taped_all(lambda: [compute()], lambda: [channels])[0]
 
 
-def all_taped(
+def taped_all(
     compute: Callable[[], list[BatchStatistics]],
     channels: Callable[[], Sequence[tuple[int, ...]]],
 ) -> list[BatchStatistics]:

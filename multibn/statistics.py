@@ -14,21 +14,23 @@ communicator::
     dx = weight * invstd * (dy - e_i * (sum_dy + xhat * sum_dy_xhat))
 
 This is batch normalization (Ioffe & Szegedy, 2015, arXiv:1502.03167) of the concatenated batch when
-a_i = n_i. There is one allreduce of 2C+2 numbers forward and one of 2C backward, whatever the
-number of ranks; a layer's messages have 2C+4 both ways, see `communicators.checked`. Layers that
-are ready at the same time share them: the functions of "all" take several. Nothing here makes a
-GPU wait for the host, except where a rank holds at most one value per channel.
+a_i = n_i. There is one allreduce each way, whatever the number of ranks: of 2C+4 numbers as the
+layers use a communicator (see `multibn.message`), of 2C+2 forward and 2C backward over a bare one.
+Layers that are ready at the same time share a message: the functions that end in `_all` take
+several. Nothing here makes a GPU wait for the host, except where a rank holds at most one value per
+channel.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-from multibn import kernels
+from multibn import kernels, message
 from multibn._arrays import array_namespace, device, is_on_host
 from multibn._typing import Array, Weighting, check_choice
-from multibn.communicators import Communicator, checked
+from multibn.communicators import Communicator, conversation
+from multibn.communicators.conversation import Phase
 
 
 class Moments(NamedTuple):
@@ -179,34 +181,59 @@ def aggregate_all(
     ValueError, RuntimeError, FloatingPointError
         As `aggregate`.
     """
-    packed = []
-    for mean, meansqr, count, num_samples in parts:
-        weight = _rank_weight(count, num_samples, weighting)
-        message = kernels.pack(mean, meansqr, weight, count)
-        packed.append(_Packed(message, mean.shape, weight, count))
-    return _aggregate(packed, communicator)
+    shares = [
+        _Share(m.mean, m.mean.shape, _rank_weight(m.count, m.num_samples, weighting), m.count)
+        for m in parts
+    ]
+
+    def pack(i: int, out: Array | None) -> Array:
+        mean, meansqr, *_ = parts[i]
+        return kernels.pack(mean, meansqr, shares[i].weight, shares[i].count, out=out)
+
+    return _aggregate(shares, pack, communicator)
 
 
-class _Packed(NamedTuple):
-    """Moments as they are sent, and what they are unpacked with."""
+class _Share(NamedTuple):
+    """What a rank has of a batch, beside the moments; `like` is an array of its library."""
 
-    message: Array
+    like: Array
     channels: tuple[int, ...]
     weight: float
     count: float  # type: ignore[assignment]  # as in `Moments`
 
+    @property
+    def length(self) -> int:
+        return message.forward_payload(math.prod(self.channels))
 
-def _aggregate(packed: Sequence[_Packed], communicator: Communicator) -> list[BatchStatistics]:
-    """Collective."""
+
+def _aggregate(
+    shares: Sequence[_Share],
+    pack: Callable[[int, Array | None], Array],
+    communicator: Communicator,
+) -> list[BatchStatistics]:
+    """Collective. `pack(i, out)` packs the moments of the i-th share, into `out` if given."""
+    lengths = [share.length for share in shares]
+    memory = None
+    if isinstance(communicator, Phase) and is_on_host(shares[0].like):
+        memory = communicator.buffer(sum(lengths))
+    if memory is None:
+        packed = [pack(i, None) for i in range(len(shares))]
+        payload = packed[0] if len(packed) == 1 else message.concat(packed)
+    else:
+        payload = memory
+        for i, out in enumerate(message.split(memory, lengths)):
+            pack(i, out)
+    summed = message.split(communicator.allreduce(payload), lengths)
     batches = []
-    messages = _allreduce(communicator, [part.message for part in packed])
-    for part, summed in zip(packed, messages, strict=True):
-        *batch, refused, finite = kernels.unpack(summed, *part[1:])
+    for i, (part, (like, shape, weight, count)) in enumerate(zip(summed, shares, strict=True)):
+        *batch, refused, finite = kernels.unpack(part, shape, weight, count, like=like)
         if refused:
-            _raise_for_refusal(communicator, refused=False)
+            conversation.raise_for_refusal(communicator, refused=False)
         if not finite:
-            xp = array_namespace(part.message)
-            _raise_for_non_finite(communicator, bool(xp.isfinite(xp.sum(part.message))))
+            # Packed again: the sum may have taken the place of this rank's own numbers.
+            xp = array_namespace(like)
+            mine = bool(xp.isfinite(xp.sum(pack(i, None))))
+            conversation.raise_for_non_finite(communicator, mine)
         batches.append(BatchStatistics(*batch))
     return batches
 
@@ -241,10 +268,10 @@ def batch_statistics(
         the output would not depend on the input. A ValueError.
     """
     axis = reduced_axes(x.ndim) if axis is None else axis
-    return all_batch_statistics([x], communicator, weighting=weighting, axes=[axis])[0]
+    return batch_statistics_all([x], communicator, weighting=weighting, axes=[axis])[0]
 
 
-def all_batch_statistics(
+def batch_statistics_all(
     xs: Sequence[Array],
     communicator: Communicator,
     /,
@@ -256,18 +283,22 @@ def all_batch_statistics(
 
     Collective and raises as `batch_statistics`; see `aggregate_all`.
     """
-    packed = []
+    shares = []
     for x, axis in zip(xs, axes, strict=True):
         require_floating(x)
         count = float(kernels.num_elements(x, axis))
         weight = _rank_weight(count, float(x.shape[axis[0]]), weighting)
-        message = kernels.packed_moments(x, weight, count, axis=axis)
-        packed.append(_Packed(message, channels(x, axis), weight, count))
-    batches = _aggregate(packed, communicator)
-    for x, part, batch in zip(xs, packed, batches, strict=True):
+        shares.append(_Share(x, channels(x, axis), weight, count))
+
+    def pack(i: int, out: Array | None) -> Array:
+        share = shares[i]
+        return kernels.packed_moments(xs[i], share.weight, share.count, axis=axes[i], out=out)
+
+    batches = _aggregate(shares, pack, communicator)
+    for x, share, batch in zip(xs, shares, batches, strict=True):
         # Every rank holds at most one value if all of them hold one together: only then is the
         # count read on the host.
-        if part.count <= 1 and bool(batch.count == 1):
+        if share.count <= 1 and bool(batch.count == 1):
             raise OneValueError(
                 "normalizing by the statistics of a batch needs more than 1 value per channel over "
                 f"all ranks together: got 1 on {communicator.size} rank(s), with an input of shape "
@@ -289,11 +320,11 @@ def refuse(communicator: Communicator, /, *num_channels: int, like: Array) -> No
         return
     xp = array_namespace(like)
     wide = kernels.as_wide(xp.zeros((), dtype=xp.float32, device=device(like)))
-    length = sum(2 * n + 2 for n in num_channels)
-    payload = xp.full((length,), math.nan, dtype=wide.dtype, device=device(wide))
-    checked.during(communicator, "forward", like.dtype).allreduce(payload)
+    length = sum(map(message.forward_payload, num_channels))
+    payload = xp.full((length,), message.REFUSED, dtype=wide.dtype, device=device(wide))
+    conversation.during(communicator, "forward", like.dtype).allreduce(payload)
     if is_on_host(payload):
-        _raise_for_refusal(communicator, refused=True)
+        conversation.raise_for_refusal(communicator, refused=True)
 
 
 def normalize(
@@ -342,14 +373,18 @@ def backward_sums(
 
 def aggregate_sums(sums: GradientSums, communicator: Communicator, /) -> GradientSums:
     """Sums over all ranks. Collective: one allreduce of 2C float64 numbers."""
-    return aggregate_all_sums([sums], communicator)[0]
+    return aggregate_sums_all([sums], communicator)[0]
 
 
-def aggregate_all_sums(
+def aggregate_sums_all(
     parts: Sequence[GradientSums], communicator: Communicator, /
 ) -> list[GradientSums]:
     """`aggregate_sums` of several, those of different layers, in one message. Collective."""
-    summed = _allreduce(communicator, [a for part in parts for a in part])
+    arrays = [a for part in parts for a in part]
+    lengths = [math.prod(a.shape) for a in arrays]
+    summed = message.split(communicator.allreduce(message.concat(arrays)), lengths)
+    xp = array_namespace(arrays[0])
+    summed = [xp.reshape(s, a.shape) for s, a in zip(summed, arrays, strict=True)]
     return [GradientSums(*summed[2 * i : 2 * i + 2]) for i in range(len(parts))]
 
 
@@ -388,42 +423,4 @@ def not_floating(x: Array) -> TypeError:
     return TypeError(
         f"the input must be of a real floating-point dtype: got {x.dtype}. "
         "Convert it first, to float32 for example."
-    )
-
-
-def _allreduce(communicator: Communicator, arrays: Sequence[Array]) -> list[Array]:
-    """Sum several arrays over the ranks, packed into one message."""
-    if len(arrays) == 1:
-        return [communicator.allreduce(arrays[0])]
-    xp = array_namespace(arrays[0])
-    packed = [a if a.ndim == 1 else xp.reshape(a, (-1,)) for a in arrays]
-    summed = communicator.allreduce(xp.concat(packed))
-    parts = []
-    start = 0
-    for a in arrays:
-        stop = start + math.prod(a.shape)
-        part = summed[start:stop]
-        parts.append(part if a.ndim == 1 else xp.reshape(part, a.shape))
-        start = stop
-    return parts
-
-
-def _raise_for_refusal(communicator: Communicator, *, refused: bool) -> None:
-    """Find out together which ranks refused; those that did not raise for them."""
-    ranks = checked.find_ranks(communicator, refused)
-    if not refused:
-        raise RuntimeError(
-            f"rank {communicator.rank} cannot go on: the input of {checked.name_of(communicator)} "
-            f"was refused on rank(s) {ranks} of {communicator.size}. The error raised there says "
-            "why."
-        )
-
-
-def _raise_for_non_finite(communicator: Communicator, finite: bool) -> NoReturn:
-    """Find out together on which ranks the moments are not finite, and raise on all of them."""
-    ranks = checked.find_ranks(communicator, not finite)
-    raise FloatingPointError(
-        f"the batch statistics of {checked.name_of(communicator)} are not finite: the input has "
-        f"NaN, infinity or too large values on rank(s) {ranks} of {communicator.size}. Look for "
-        "what made them in the layers before it."
     )

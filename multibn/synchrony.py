@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from multibn._arrays import to_host
 from multibn._typing import Array
 from multibn.communicators import Communicator
-from multibn.communicators._host import to_host
 from multibn.communicators._objects import broadcast, gather
-from multibn.communicators.checked import all_equal
+from multibn.message import all_equal
 
 _LANES = 8  # of 16 bits, which make a digest
 # How many things of a kind a message lists.

@@ -12,7 +12,7 @@ from multibn import recompute, statistics
 from multibn._typing import Array, Weighting
 from multibn.chainer_backend import forgetting
 from multibn.communicators import Communicator, as_communicator
-from multibn.communicators.checked import Checked, during
+from multibn.communicators.conversation import Conversation, during
 from multibn.statistics import BatchStatistics
 
 
@@ -76,7 +76,7 @@ def multi_node_batch_normalization(
     copy. With a graph, the backward pass repeats the forward's collective, and each of its own
     collectives has another in the pass that differentiates it. It computes in float64.
     """
-    communicator = Checked(as_communicator(comm), lambda: "multi_node_batch_normalization")
+    communicator = Conversation(as_communicator(comm), lambda: "multi_node_batch_normalization")
     shapes = [tuple(p.shape) for p in (gamma, beta) if p is not None]
     if len(set(shapes)) > 1:
         error = ValueError(f"`gamma` and `beta` must have the same shape: got {shapes}.")

@@ -16,7 +16,7 @@ from multibn._typing import RunningVar, Weighting, check_choice
 from multibn.chainer_backend import functions
 from multibn.communicators import SingleProcess, as_communicator
 from multibn.communicators.chainermn import ChainerMN, select_backend
-from multibn.communicators.checked import Checked, find_path
+from multibn.communicators.conversation import Conversation, find_path
 from multibn.kernels.generic import num_elements
 from multibn.statistics import BatchStatistics
 
@@ -236,14 +236,14 @@ class MultiNodeBatchNormalization(chainer.Link):
 
 
 # Beside the links and not in them: a copy of a link makes its own.
-_all_checked: WeakKeyDictionary[chainer.Link, Checked] = WeakKeyDictionary()
+_all_checked: WeakKeyDictionary[chainer.Link, Conversation] = WeakKeyDictionary()
 
 
-def _checked(link: MultiNodeBatchNormalization) -> Checked:
+def _checked(link: MultiNodeBatchNormalization) -> Conversation:
     """The link's communicator, as the link uses it."""
     if link not in _all_checked:
         own = weakref.ref(link)
-        _all_checked[link] = Checked(link._communicator, lambda: _name(own()))
+        _all_checked[link] = Conversation(link._communicator, lambda: _name(own()))
     return _all_checked[link]
 
 

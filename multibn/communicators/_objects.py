@@ -1,12 +1,13 @@
-"""Python objects for other ranks, pickled: for first steps and for messages, not for every step."""
+"""Python objects and bytes for other ranks: for first steps and error messages, not every step."""
 
 import contextlib
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from multibn.communicators import Communicator
+from multibn.communicators.base import Communicator
 
 
 def broadcast(obj: Any, communicator: Communicator, *, root: int) -> Any:
@@ -59,3 +60,18 @@ def _pickled(obj: Any) -> bytes:
     with contextlib.suppress(Exception):
         return pickle.dumps(obj)
     return b""
+
+
+def allgather_bytes(
+    allreduce: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]],
+    rank: int,
+    size: int,
+    data: bytes,
+    /,
+) -> list[bytes]:
+    """What each rank passed as `data`, cut to 512 bytes. Collective."""
+    table = np.zeros((size, 512 // 8), dtype=np.int64)
+    own = table[rank].view(np.uint8)
+    data = data[: own.size]
+    own[: len(data)] = np.frombuffer(data, dtype=np.uint8)
+    return [row.tobytes().rstrip(b"\0") for row in allreduce(table)]

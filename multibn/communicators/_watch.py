@@ -1,31 +1,35 @@
 """Waiting for the other ranks: with a deadline, and with a word about who did not come.
 
-A rank that has waited for half a second tells the others what it waits for, and reads what they
-say. Two ranks that wait for different things, or one that has left, will never meet: that is an
-error at once. Nothing is said while everybody comes in time.
+A rank that has waited for half a second tells the others in which call it waits, and reads their
+notices. Two ranks that wait in different calls, or for a rank that has left, will never meet: that
+is an error at once. Nothing is sent while all ranks come in time.
 """
 
 import contextlib
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 from multibn._environment import host
 
-PATIENCE = 0.5  # seconds of waiting before anything is said
+PATIENCE = 0.5  # seconds of waiting before a rank sends a notice
 _FIRST_LOOK, _LAST_LOOK = 0.02, 1.0  # seconds between two looks at the board, doubling
+
+# Waits so many seconds at most, and says whether the collective is done.
+Done: TypeAlias = Callable[[float], bool]
 
 
 class Notice(NamedTuple):
     """What a rank tells the others."""
 
     state: str  # "waits", "failed" or "left"
-    completed: int  # collectives that it has behind it
-    place: str  # what it waits for, equal on ranks that will meet
-    text: str  # the same for people, or what went wrong
+    completed: int  # how many collectives the rank has completed
+    place: str  # where the rank waits, equal on ranks that will meet
+    text: str  # the place for people, or what went wrong
 
     def encode(self) -> bytes:
         return json.dumps(self).encode()
@@ -36,12 +40,15 @@ class Notice(NamedTuple):
 
 
 class Board(Protocol):
-    """Where ranks leave notices for each other; never blocks."""
+    """Where ranks leave notices for each other; never blocks for long."""
 
     def publish(self, notice: Notice, /) -> None: ...
 
     def read(self) -> dict[int, Notice]:
-        """The latest notice of each rank that has left one."""
+        """The latest notice of each other rank that has left one."""
+
+    def close(self) -> None:
+        """Finish publishing before the process ends."""
 
 
 class Watch:
@@ -49,61 +56,54 @@ class Watch:
 
     Attributes
     ----------
+    rank, size
+        Of this process among the group.
+    board
+        Where the notices are; None until the transport has one.
     completed
-        Collectives that are behind this rank, and behind all others too, or nearly so.
+        How many collectives this rank has completed. A collective needs every rank, so the other
+        ranks are at most one ahead or behind.
     failure
-        What went wrong, once something has: no other collective can be trusted then.
+        The error message of the first failure, None before: no later collective can be trusted.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
+        self.board: Board | None = None
         self.completed = 0
         self.failure: str | None = None
         self._launcher = _launcher()
-        self._board: Board | None = None
-        self._peers: list[tuple[str, int]] = []  # host and pid of each rank
-        self._last: object = "the start"  # as a text
+        self._peers: list[tuple[str, int]] = []  # machine and pid of each rank
+        self._last: object = "the start"  # str() gives the text
         self._last_at = time.monotonic()
 
-    def introduce(
-        self, allgather: Callable[[bytes], list[bytes]], make_board: Callable[[str], Board]
-    ) -> None:
-        """Learn every rank's host and pid, and set up the board. Collective.
+    def introduce(self, allgather: Callable[[bytes], list[bytes]]) -> None:
+        """Learn every rank's machine and pid. Collective."""
+        answers = allgather(json.dumps([host(), os.getpid()]).encode())
+        self._peers = [tuple(json.loads(text)) for text in answers]
 
-        `make_board` is given a name that no other board has had.
-        """
-        mine = json.dumps([host(), os.getpid(), time.time_ns()]).encode()
-        answers = [json.loads(text) for text in allgather(mine)]
-        self._peers = [(where, pid) for where, pid, _ in answers]
-        self._board = make_board(str(answers[0][2]))
-
-    def wait(
-        self,
-        begin: Callable[[], Callable[[float], bool]],
-        place: str,
-        text: object,
-        timeout: float,
-    ) -> None:
+    def wait(self, begin: Callable[[], Done], place: str, text: object, timeout: float) -> None:
         """Begin a collective, and return when it is done.
 
         Parameters
         ----------
         begin
-            Begins it and returns a function that waits for that many seconds at most and says
-            whether it is done.
-        place, text
-            See `Notice`; `text` is made a text when it is needed.
+            Begins the collective.
+        place
+            Where this rank is, equal on ranks that will meet.
+        text
+            The place for people; `str(text)` is computed only where somebody is to read it.
         timeout
             Seconds that the collective may take.
 
         Raises
         ------
         TimeoutError
-            If it is not done before the deadline.
+            If the collective is not done before the deadline.
         ConnectionError
             If a rank was lost, or has left.
         RuntimeError
-            If another rank waits for something else, or after an earlier failure.
+            If another rank waits in another place, or after an earlier failure.
         """
         if self.failure is not None:
             raise RuntimeError(
@@ -130,14 +130,14 @@ class Watch:
         """Tell the others that this process ends."""
         if self.failure is None:
             self._publish("left", "", str(self._last))
+        if self.board is not None:
+            self.board.close()
 
     def _publish(self, state: str, place: str, text: str) -> None:
-        if self._board is not None:
-            self._board.publish(Notice(state, self.completed, place, text))
+        if self.board is not None:
+            self.board.publish(Notice(state, self.completed, place, text))
 
-    def _wait_long(
-        self, done: Callable[[float], bool], place: str, text: str, timeout: float
-    ) -> None:
+    def _wait_long(self, done: Done, place: str, text: str, timeout: float) -> None:
         deadline = time.monotonic() + timeout - PATIENCE
         self._publish("waits", place, text)
         pause = _FIRST_LOOK
@@ -149,8 +149,8 @@ class Watch:
             pause = min(2 * pause, _LAST_LOOK)
 
     def _notices(self) -> dict[int, Notice]:
-        """What the others say of the collective that is waited for; older notices are left out."""
-        board = self._board.read() if self._board is not None else {}
+        """The others' notices about the collective that this rank waits in, older ones left out."""
+        board = self.board.read() if self.board is not None else {}
         return {r: n for r, n in board.items() if n.completed == self.completed}
 
     def _check_for_left(self, notices: dict[int, Notice], text: str) -> None:
@@ -189,13 +189,13 @@ class Watch:
     def _lost(self, text: str, error: RuntimeError) -> NoReturn:
         others = [r for r in range(self.size) if r != self.rank]
         gone: list[int] = []
-        for _ in range(5):  # what ends a connection may be a little ahead of what can be seen of it
+        for _ in range(5):  # a connection may break a little before its process is seen to end
             self._check_for_left(self._notices(), text)
             gone = [r for r in others if self._state(r) == "has ended"]
             if gone:
                 break
             time.sleep(0.01)
-        gone = gone or others  # any of them may be, as far as is known
+        gone = gone or others  # any of the others may be lost
         self._fail(
             ConnectionError,
             f"rank {self.rank} lost the connection in {text}: {self._describe(gone)}. "
@@ -207,33 +207,63 @@ class Watch:
         self, kind: type[Exception], message: str, cause: BaseException | None = None
     ) -> NoReturn:
         self.failure = message
-        # At once: a launcher that sees one process end stops the others before they can print.
-        with contextlib.suppress(OSError):  # who reads it may have ended
-            os.write(2, f"multibn: {message}\n".encode())
+        # First of all: a launcher that sees one process end stops the others before they can print.
+        error = announced(kind(message))
         self._publish("failed", "", message)
-        raise kind(message) from cause
+        raise error from cause
 
     def _describe(self, ranks: list[int], how: str = "") -> str:
         seen = f"last seen {time.monotonic() - self._last_at:.1f} s ago in {self._last}"
         if not self._peers:
-            return seen
+            return f"no rank was heard of before, {seen}"
         return "; ".join(
-            f"rank {r} (host {self._peers[r][0].split()[0]}, pid {self._peers[r][1]}) "
+            f"rank {r} (machine {self._peers[r][0].split()[0]}, pid {self._peers[r][1]}) "
             f"{how or self._state(r)}, {seen}"
             for r in ranks
         )
 
     def _state(self, rank: int) -> str:
-        """What the operating system says of a process of this host."""
-        where, pid = self._peers[rank] if self._peers else ("", 0)
-        if where != host() or not Path("/proc/self/stat").exists():
-            return "is on another host" if self._peers else "is not known"
+        """What the operating system says of a process of this machine."""
+        machine, pid = self._peers[rank] if self._peers else ("", 0)
+        if machine != host() or not Path("/proc/self/stat").exists():
+            return "is on another machine" if self._peers else "is not known"
         try:
             # pid (name) state: the name may hold anything, brackets too.
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
             return "has ended"
         return {"T": "is stopped", "Z": "has ended", "X": "has ended"}.get(state, "is running")
+
+
+# The messages of `announced`: of errors that end the program, one is printed again at its end.
+_announced: set[str] = set()
+
+
+def announced(error: Exception) -> Exception:
+    """`error`, whose message is now a line on standard error.
+
+    The traceback of the error may be long, and stand among those of other ranks. The line that
+    tells a person what happened is therefore the first one that a rank prints, and, where the error
+    ends the program, the last one (see `announce_end`).
+    """
+    _announced.add(str(error))
+    _print(str(error))
+    return error
+
+
+def announce_end() -> None:
+    """Print the message of an announced error again, if the program ends with that error."""
+    error = getattr(sys, "last_value", None)  # the exception that has ended the program
+    while error is not None and str(error) not in _announced:
+        error = error.__cause__ or error.__context__
+    if error is not None:
+        _print(str(error))
+
+
+def _print(message: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # the reader may have ended
+        sys.stderr.flush()
+        os.write(2, f"multibn: {message}\n".encode())
 
 
 def _launcher() -> int:

@@ -4,13 +4,18 @@ from functools import cache
 from typing import Any
 
 from multibn._typing import Array
-from multibn.communicators import SingleProcess, nccl
-from multibn.communicators._handle import Handle
-from multibn.communicators._host import through_host
+from multibn.communicators import nccl
+from multibn.communicators._lines import HostArray, LineCommunicator, Lines
+from multibn.communicators.base import SingleProcess
+from multibn.communicators.mpi import MPI, find_comm
 
 
-class ChainerMN(Handle):
+class ChainerMN(LineCommunicator):
     """The processes of a ChainerMN communicator.
+
+    Arrays in host memory travel as `MPI(comm.mpi_comm)` sends them, with its checks and deadlines;
+    those on a GPU by NCCL, or through host memory. Where the class of `comm` overrides `allreduce`,
+    that method sums the arrays in host memory: without a deadline.
 
     Parameters
     ----------
@@ -18,56 +23,73 @@ class ChainerMN(Handle):
         Any communicator of `chainermn.create_communicator`, or one derived from its classes.
     communication_backend
         `"mpi"`, `"nccl"` or `"auto"`, which is NCCL with a pure_nccl communicator and MPI with any
-        other. Arrays in host memory go over MPI in any case, and over MPI, arrays on a GPU go
-        through the host.
+        other.
+    timeout
+        Seconds that a collective over MPI may take; default: MULTIBN_TIMEOUT, or 300.
 
     Raises
     ------
     ValueError
-        If `communication_backend` is none of the three, or is `"nccl"` and `comm` is not pure_nccl.
+        If `communication_backend` is none of the three, or is `"nccl"` and `comm` is not pure_nccl;
+        or if `timeout` is not positive.
     """
 
-    def __init__(self, comm: Any, communication_backend: str = "auto") -> None:
+    def __init__(
+        self, comm: Any, communication_backend: str = "auto", *, timeout: float | None = None
+    ) -> None:
         self._comm = comm
-        self._recipe: tuple[type, tuple[int, ...] | None] | None = None
+        self._class = type(comm)
+        self._mpi = MPI(comm.mpi_comm, timeout=timeout)
+        self.timeout = self._mpi.timeout
         self.communication_backend = select_backend(type(comm), communication_backend)
 
     @property
     def comm(self) -> Any:
         """The ChainerMN communicator."""
         if self._comm is None:
-            assert self._recipe is not None
-            self._comm = _find_comm(*self._recipe)
+            self._comm = _find_comm(self._class, self._mpi.world_ranks)
         return self._comm
 
     @property
     def rank(self) -> int:
-        return self.comm.rank
+        return self._mpi.rank
 
     @property
     def size(self) -> int:
-        return self.comm.size
+        return self._mpi.size
 
-    def allreduce(self, x: Array, /) -> Array:
-        if self.communication_backend == "nccl" and nccl.is_on_gpu(x):
-            self.comm._init_comms()  # ChainerMN makes its NCCL communicator when it is first needed
-            return nccl.allreduce(self.comm.nccl_comm, x)
-        return through_host(x, self.comm.allreduce)
+    @property
+    def lines(self) -> Lines | None:
+        return None if self._overrides_allreduce() else self._mpi.lines
+
+    def takes(self, x: Array, /) -> bool:
+        return self.communication_backend == "nccl" and nccl.is_on_gpu(x)
+
+    def allreduce_on_device(self, x: Array, /) -> Array:
+        self.comm._init_comms()  # ChainerMN makes its NCCL communicator when it is first needed
+        return nccl.allreduce(self.comm.nccl_comm, x)
+
+    def allreduce_host(self, a: HostArray, /) -> HostArray:
+        if self._overrides_allreduce():
+            summed: HostArray = self.comm.allreduce(a)
+            return summed
+        return super().allreduce_host(a)
 
     def split(self, color: int, key: int = 0) -> "ChainerMN":
-        return ChainerMN(self.comm.split(color, key), self.communication_backend)
+        comm = self.comm.split(color, key)
+        return ChainerMN(comm, self.communication_backend, timeout=self.timeout)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self._recipe is None:
-            from multibn.communicators.mpi import MPI
-
-            self._recipe = type(self._comm), MPI(self._comm.mpi_comm).world_ranks
-        if self._recipe[1] is not None and len(self._recipe[1]) == 1:
+        if self._mpi.world_ranks is not None and len(self._mpi.world_ranks) == 1:
             return SingleProcess, ()
-        return _restore, (*self._recipe, self.communication_backend)
+        return _restore, (self._class, self._mpi, self.communication_backend)
 
     def __repr__(self) -> str:
         return f"ChainerMN(communication_backend={self.communication_backend!r})"
+
+    def _overrides_allreduce(self) -> bool:
+        home = next(cls for cls in self._class.__mro__ if "allreduce" in vars(cls))
+        return home.__module__.partition(".")[0] != "chainermn"
 
 
 def select_backend(comm_type: type, communication_backend: str) -> str:
@@ -95,14 +117,12 @@ def _find_comm(cls: type, world_ranks: tuple[int, ...] | None) -> Any:
 
     Collective over those ranks when it is first called for them.
     """
-    from multibn.communicators.mpi import find_comm
-
     return cls(mpi_comm=find_comm(world_ranks))
 
 
-def _restore(cls: type, world_ranks: tuple[int, ...] | None, backend: str) -> ChainerMN:
+def _restore(cls: type, mpi: MPI, backend: str) -> ChainerMN:
     restored = ChainerMN.__new__(ChainerMN)
     restored._comm = None
-    restored._recipe = cls, world_ranks
+    restored._class, restored._mpi, restored.timeout = cls, mpi, mpi.timeout
     restored.communication_backend = backend
     return restored

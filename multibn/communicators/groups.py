@@ -1,93 +1,32 @@
-"""Part of a communicator's ranks, named by what they have in common and found at the first use."""
+"""Parts of a communicator: the ranks of one machine, consecutive ranks, a list of ranks."""
 
 import hashlib
-import sys
 from collections.abc import Iterable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from multibn._environment import host
-from multibn.communicators import (
-    Communicator,
-    DefaultCommunicator,
-    SingleProcess,
-    as_communicator,
-)
-from multibn.communicators._handle import Forwarding, Handle
+from multibn.communicators.base import Communicator, SingleProcess
 
 Spec: TypeAlias = str | int | tuple[int, ...]
 
 
-class Group(Forwarding):
-    """The group of `parent`'s ranks that this process belongs to.
-
-    The first use, reading `rank` or `size` included, is collective over `parent`: each of its ranks
-    must make it, with the same `spec` or, for lists of ranks, with its own list out of several that
-    have no rank in common. Until then nothing is communicated, so that layers can be built before
-    the process group exists. Groups of the same `parent` and `spec` share one communicator, however
-    many layers have one. They are found anew after torch's default process group was made anew.
-
-    Parameters
-    ----------
-    parent
-        Anything that `multibn.as_communicator` takes, another group included:
-        `Group(Group(None, "machine"), 4)` are 4 consecutive ranks inside a machine.
-    spec
-        `"machine"` for the ranks on the same host; an int k for k consecutive ranks, where k must
-        divide the number of `parent`'s ranks; or a list of `parent`'s ranks, in the order that
-        they have in the group.
+def check_spec(spec: Any, /) -> Spec:
+    """`spec` as `split_by` takes it: "machine", a number of consecutive ranks, or their tuple.
 
     Raises
     ------
     TypeError
-        If `spec` is none of these, or `parent` is no communicator.
+        If `spec` is none of these.
     ValueError
-        If `spec` is an int below 1, or a list that is empty or has negative or repeated ranks.
-        At each use: if k does not divide the number of ranks, on all of them; if the list has a
-        rank that `parent` has not; or if this process is not in the list.
+        If a number is below 1, or a list is empty or has negative or repeated ranks.
     """
-
-    def __init__(self, parent: Any, spec: Any, /) -> None:
-        self.parent = as_communicator(parent)
-        self.spec = _check_spec(spec)
-        self._key = identity(self.parent), self.spec
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Group, (self.parent, self.spec)
-
-    def __repr__(self) -> str:
-        spec = list(self.spec) if isinstance(self.spec, tuple) else self.spec
-        return f"Group({self.parent!r}, {spec!r})"
-
-    def _find(self) -> Communicator:
-        found = _found.get(self._key)
-        default_group = _default_group_under(self.parent)
-        if found is None or found.default_group is not default_group:
-            communicator = _resolve(self.parent, self.spec)
-            found = _found[self._key] = _Found(communicator, self.parent, default_group)
-        if found.communicator is None:
-            raise ValueError(
-                f"this process, rank {self.parent.rank} of {self.parent.size}, is not in the list "
-                f"of ranks: got {self!r}. Give each process a group that it belongs to."
-            )
-        return found.communicator
-
-
-class _Found(NamedTuple):
-    communicator: Communicator | None  # None for a process outside the list of ranks
-    parent: Communicator  # kept, so that its id stays its own
-    default_group: object
-
-
-# By the identity of the parent and the spec.
-_found: dict[tuple[object, Spec], _Found] = {}
-
-
-def _check_spec(spec: Any) -> Spec:
     if isinstance(spec, int) and not isinstance(spec, bool):
         if spec < 1:
             raise ValueError(
                 f"a group must have 1 or more consecutive ranks: got {spec}. "
-                "Pass 'machine' for the ranks on the same host, None for all."
+                "Pass 'machine' for the ranks on the same machine, None for all."
             )
         return spec
     if isinstance(spec, str) and spec == "machine":
@@ -106,35 +45,22 @@ def _check_spec(spec: Any) -> Spec:
     )
 
 
-def identity(communicator: Communicator) -> object:
-    """Equal for communicators of the same processes, as far as one can tell."""
-    if isinstance(communicator, Group):
-        return Group, *communicator._key
-    if isinstance(communicator, Handle):
-        return communicator.__reduce__()  # where a pickle would find the processes
-    return id(communicator)
+def split_by(parent: Communicator, spec: Spec, /) -> Communicator | None:
+    """This process's group, None if the list of ranks leaves this process out.
 
+    Collective over `parent`.
 
-def _default_group_under(parent: Communicator) -> object:
-    """The default process group of torch, None where `parent` does not stand on it."""
-    while isinstance(parent, Group):
-        parent = parent.parent
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available():
-        return None
-    from multibn.communicators.torch_distributed import TorchDistributed
-
-    stands = isinstance(parent, DefaultCommunicator | TorchDistributed)
-    return distributed.group.WORLD if stands else None
-
-
-def _resolve(parent: Communicator, spec: Spec) -> Communicator | None:
-    """This process's group, None if it has none. Collective over `parent`."""
+    Raises
+    ------
+    ValueError
+        If k consecutive ranks are asked for and k does not divide the number of ranks, or a list
+        names a rank that `parent` has not.
+    """
     if isinstance(spec, tuple):
         return _listed(parent, spec)
     if isinstance(spec, int):
         return _consecutive(parent, spec)
-    return _on_same_host(parent)
+    return _on_same_machine(parent)
 
 
 def _consecutive(parent: Communicator, k: int) -> Communicator:
@@ -160,23 +86,21 @@ def _listed(parent: Communicator, ranks: tuple[int, ...]) -> Communicator | None
     if ranks == tuple(range(size)):
         return parent
     if rank not in ranks:
-        parent.split(size)  # a color of no list; those in the list wait for all of `parent`
+        parent.split(size)  # no list has this color; the ranks in lists wait for all of `parent`
         return None
     return parent.split(min(ranks), ranks.index(rank))
 
 
-def _on_same_host(parent: Communicator) -> Communicator:
-    import numpy as np
-
+def _on_same_machine(parent: Communicator) -> Communicator:
     rank, size = parent.rank, parent.size
     if size == 1:
         return parent
     table = np.zeros(size, dtype=np.int64)
-    # Equal on all processes, which Python's own hash of a text is not; positive in 64 bits.
+    # Python's own hash of a text differs between processes. Shifted, to be positive in 64 bits.
     table[rank] = int.from_bytes(hashlib.sha256(host().encode()).digest()[:8], "big") >> 1
-    hosts = parent.allreduce(table).tolist()
-    first = hosts.index(hosts[rank])
-    return parent if len(set(hosts)) == 1 else parent.split(first, rank)
+    machines = parent.allreduce(table).tolist()
+    first = machines.index(machines[rank])
+    return parent if len(set(machines)) == 1 else parent.split(first, rank)
 
 
 def _enumerate(numbers: Iterable[int]) -> str:

@@ -3,31 +3,26 @@
 mpi4py is imported, and MPI thereby initialised, at the first use of a communicator and not before.
 """
 
-import atexit
 import ctypes
 import os
 import sys
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 from array_api_compat import is_cupy_array, is_torch_array
 
-from multibn._arrays import is_on_host
 from multibn._typing import Array
-from multibn.communicators import SingleProcess
-from multibn.communicators._handle import Watched
-from multibn.communicators._host import allgather_bytes, from_host, to_host
-from multibn.communicators._watch import Notice, Watch, check_timeout, default_timeout
+from multibn.communicators._lines import HostArray, LineCommunicator, Lines, Transport
+from multibn.communicators._watch import Done, Notice, check_timeout, default_timeout
+from multibn.communicators.base import SingleProcess
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm, Request
 
 
-class MPI(Watched):
+class MPI(LineCommunicator):
     """The processes of an mpi4py communicator.
 
     Arrays in host memory are reduced where they are. Arrays on a GPU are handed to an MPI that is
@@ -69,7 +64,7 @@ class MPI(Watched):
         self.timeout = default_timeout() if timeout is None else check_timeout(timeout)
         self.world_ranks: tuple[int, ...] | None = None
         self._cuda_aware = cuda_aware
-        self._links: _Links | None = None
+        self._lines: Lines | None = None
         if comm is None:
             return
         from mpi4py import MPI as mpi
@@ -104,53 +99,20 @@ class MPI(Watched):
     def size(self) -> int:
         return self.comm.size
 
-    def allreduce_in(self, x: Array, /, *, channel: int, place: str, text: object) -> Array:
-        if not is_on_host(x) and self._takes_device_array(x):
-            return self._allreduce_on_device(x)
-        links = self._found_links()
-        return from_host(links.allreduce(to_host(x), channel, place, text, self.timeout), x)
-
     @property
-    def agreements(self) -> dict[Any, Any]:
-        return self._found_links().agreements
+    def lines(self) -> Lines:
+        if self._lines is None:
+            self._lines = _lines_of(self.comm)
+        return self._lines
 
-    def _found_links(self) -> "_Links":
-        if self._links is None:
-            self._links = _links(self.comm, self.timeout)
-        return self._links
-
-    def split(self, color: int, key: int = 0) -> "MPI":
-        comm = self.comm.Split(color, key)
-        return MPI(comm, cuda_aware=self._cuda_aware, timeout=self.timeout)
-
-    def shrink(self) -> "MPI":
-        """Communicator of the ranks that are left after others have died. Collective over those.
-
-        For MPI libraries with ULFM, where the launcher lets the survivors go on: Open MPI's under
-        `mpiexec --with-ft ulfm --mca async_mpi_finalize 1`; without the second, the barrier in
-        MPI_Finalize now and then waits for the dead for ever. Call it after a ConnectionError, and
-        give the layers what it returns: `layer.process_group = shrunk`.
-        """
-        self._found_links().revoke()
-        return MPI(self.comm.Shrink(), cuda_aware=self._cuda_aware, timeout=self.timeout)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self.world_ranks is not None and len(self.world_ranks) == 1:
-            return SingleProcess, ()
-        return _restore, (self.world_ranks, self._cuda_aware, self.timeout)
-
-    def __repr__(self) -> str:
-        ranks = "world" if self.world_ranks is None else list(self.world_ranks)
-        return f"MPI(ranks={ranks})"
-
-    def _takes_device_array(self, x: Array) -> bool:
+    def takes(self, x: Array, /) -> bool:
         on_gpu = is_cupy_array(x) or (is_torch_array(x) and x.device.type == "cuda")
         if not on_gpu or x.dtype.itemsize < 4:
             return False
         return mpi_is_cuda_aware() if self._cuda_aware is None else self._cuda_aware
 
-    def _allreduce_on_device(self, x: Array) -> Array:
-        # MPI knows nothing of streams: what fills `x` must have finished.
+    def allreduce_on_device(self, x: Array, /) -> Array:
+        # MPI knows nothing of streams: the kernels that fill `x` must have ended.
         if is_cupy_array(x):
             import cupy
 
@@ -166,89 +128,109 @@ class MPI(Watched):
         self.comm.Allreduce(x, out)
         return out
 
+    def split(self, color: int, key: int = 0) -> "MPI":
+        comm = self.comm.Split(color, key)
+        return MPI(comm, cuda_aware=self._cuda_aware, timeout=self.timeout)
 
-class _Links:
-    """What all handles of one mpi4py communicator have in common: its duplicates and its watch."""
+    def shrink(self) -> "MPI":
+        """Communicator of the ranks that are left after others have died. Collective over those.
 
-    def __init__(self, comm: "Comm", timeout: float) -> None:
-        self.watch = Watch(comm.rank, comm.size)
-        self.agreements: dict[Any, Any] = {}
-        self._lines: dict[int, _Line] = {}
-        # Notices have a duplicate of their own; the others are made of it, out of reach of what the
-        # program does with `comm` meanwhile.
-        self._notices = self._duplicate(comm, timeout)
-        self.watch.introduce(
-            lambda data: allgather_bytes(
-                lambda a: self.allreduce(a, 0, "", "the first exchange", timeout),
-                comm.rank,
-                comm.size,
-                data,
-            ),
-            lambda _: _Board(self._notices),
-        )
-
-    def allreduce(
-        self, a: np.ndarray[Any, Any], channel: int, place: str, text: object, timeout: float
-    ) -> np.ndarray[Any, Any]:
-        line = self._lines.get(channel)
-        if line is None:
-            line = self._lines[channel] = _Line(self._duplicate(self._notices, timeout), channel)
-        if line.request is not None and a.dtype == line.sent.dtype:
-            line.sent[:] = a
-            self.watch.wait(line.begin, place, text, timeout)
-            return line.received.copy()
-        out = np.empty_like(a)
-        self._wait(lambda: line.comm.Iallreduce(a, out), place, text, timeout)
-        return out
-
-    def revoke(self) -> None:
-        """Interrupt whoever still waits in a message; this communicator is not used again."""
-        for comm in (self._notices, *(line.comm for line in self._lines.values())):
+        For MPI libraries with ULFM, where the launcher lets the survivors go on: Open MPI's under
+        `mpiexec --with-ft ulfm --mca async_mpi_finalize 1`; without the second, the barrier in
+        MPI_Finalize now and then waits for the dead for ever. Call it after a ConnectionError, and
+        give the layers what it returns: `layer.process_group = shrunk`.
+        """
+        transport = self.lines.transport
+        assert isinstance(transport, _Transport)
+        for comm in transport.duplicates:  # interrupts the ranks that still wait in a message
             comm.Revoke()
-        _watches.remove(self.watch)
+        self.lines.abandon()
+        return MPI(self.comm.Shrink(), cuda_aware=self._cuda_aware, timeout=self.timeout)
 
-    def _duplicate(self, comm: "Comm", timeout: float) -> "Comm":
-        made: list[Comm] = []
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.world_ranks is not None and len(self.world_ranks) == 1:
+            return SingleProcess, ()
+        return _restore, (self.world_ranks, self._cuda_aware, self.timeout)
 
-        def start() -> "Request":
-            duplicate, request = comm.Idup()
-            made.append(duplicate)
-            return request
+    def __repr__(self) -> str:
+        ranks = "world" if self.world_ranks is None else list(self.world_ranks)
+        return f"MPI(ranks={ranks})"
 
-        self._wait(start, "duplicate", "the opening of a channel", timeout)
-        return made[0]
 
-    def _wait(
-        self, start: Callable[[], "Request"], place: str, text: object, timeout: float
-    ) -> None:
-        def begin() -> Callable[[float], bool]:
-            request = start()
-            return lambda seconds: _test(request, seconds)
+class _Transport(Transport):
+    """Duplicates of an mpi4py communicator, out of reach of the program's other messages."""
 
-        self.watch.wait(begin, place, text, timeout)
+    def __init__(self, comm: "Comm") -> None:
+        self.rank, self.size = comm.rank, comm.size
+        self.duplicates: list[Comm] = []
+        self._comm = comm
+        self._board: _Board | None = None
+
+    def open_line(self, number: int, buffer: HostArray | None, timeout: float) -> "_Line":
+        # After the first, duplicates of a duplicate: the program may use `comm` meanwhile.
+        source = self.duplicates[0] if self.duplicates else self._comm
+        duplicate, request = source.Idup()
+        self.duplicates.append(duplicate)
+        return _Line(duplicate, request, buffer)
+
+    @property
+    def board(self) -> "_Board | None":
+        # Collectives and point-to-point messages of one communicator do not meet.
+        if self._board is None and self.duplicates:
+            self._board = _Board(self.duplicates[0])
+        return self._board
+
+    def abort(self) -> None:
+        # MPI_Finalize would wait for the other ranks, and they for this one; nor can MPI be
+        # finalized with a message under way.
+        from mpi4py import MPI as mpi
+
+        if mpi.COMM_WORLD.size > 1 and not mpi.Is_finalized():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            mpi.COMM_WORLD.Abort(1)
+
+    def close(self) -> None:
+        """MPI_Finalize, which mpi4py calls, lets go of the duplicates."""
 
 
 class _Line:
-    """A channel's duplicate of the communicator.
+    """A duplicate of the communicator.
 
-    Messages that are all alike have a persistent request where MPI knows such (since 4.0): half of
-    the time of a small one goes into making another.
+    Messages that are sent from one buffer have a persistent request where MPI knows such (since
+    4.0): making a new request takes half of the time of a small message.
     """
 
-    def __init__(self, comm: "Comm", channel: int) -> None:
-        self.comm = comm
-        self.request: Any = None
-        if channel > 0:
-            self.sent, self.received = np.empty(channel), np.empty(channel)
-            with suppress(NotImplementedError):
-                self.request = comm.Allreduce_init(self.sent, self.received)
+    def __init__(self, comm: "Comm", duplication: "Request", buffer: HostArray | None) -> None:
+        self._comm = comm
+        self._duplication = duplication
+        self._buffer = buffer
+        self._request: Any = None
 
-    def begin(self) -> Callable[[float], bool]:
-        self.request.Start()
-        return self._done
+    def opened(self, seconds: float) -> bool:
+        if not _test(self._duplication, seconds):
+            return False
+        if self._buffer is not None:
+            with suppress(NotImplementedError):
+                self._request = self._comm.Allreduce_init(_in_place(), self._buffer)
+        return True
+
+    def begin(self, a: HostArray) -> Done:
+        if a is self._buffer and self._request is not None:
+            self._request.Start()
+            return self._done
+        request = self._comm.Iallreduce(_in_place(), a)
+        return lambda seconds: _test(request, seconds)
 
     def _done(self, seconds: float) -> bool:
-        return _test(self.request, seconds)
+        return _test(self._request, seconds)
+
+
+@cache
+def _in_place() -> Any:
+    from mpi4py import MPI as mpi
+
+    return mpi.IN_PLACE
 
 
 class _Board:
@@ -259,6 +241,9 @@ class _Board:
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
         self._notices: dict[int, Notice] = {}
         self._sent: list[Any] = []  # requests and what they send, which must stay in memory
+
+    def close(self) -> None:
+        """MPI delivers what was sent."""
 
     def publish(self, notice: Notice, /) -> None:
         data = notice.encode()
@@ -288,26 +273,20 @@ def _if_alive() -> AbstractContextManager[None]:
     return suppress(RuntimeError)
 
 
-# What to tell others at exit.
-_watches: list[Watch] = []
-
-
-def _links(comm: "Comm", timeout: float) -> _Links:
-    """Collective over `comm` when it is first called for it."""
-    links: Any = comm.Get_attr(_keyval())
-    if links is None:
-        links = _Links(comm, timeout)
-        comm.Set_attr(_keyval(), links)
-        _watches.append(links.watch)
-    return cast(_Links, links)
+def _lines_of(comm: "Comm") -> Lines:
+    """The lines of all handles of one mpi4py communicator."""
+    lines: Any = comm.Get_attr(_keyval())
+    if lines is None:
+        lines = Lines(_Transport(comm))
+        comm.Set_attr(_keyval(), lines)
+    return cast(Lines, lines)
 
 
 @cache
 def _keyval() -> int:
-    """Key under which MPI keeps our links with the communicator, and lets go of them with it."""
+    """The key under which MPI keeps the lines with the communicator, and lets go of both."""
     from mpi4py import MPI as mpi
 
-    atexit.register(_leave)
     return mpi.Comm.Create_keyval()
 
 
@@ -316,36 +295,33 @@ def _test(request: "Request", seconds: float) -> bool:
     if request.Test():
         return True
     start = time.monotonic()
+    nap = _SHORTEST_NAP
     while not request.Test():
         waited = time.monotonic() - start
         if waited >= seconds:
             return False
-        # Other ranks may need this core: give it away, after a while for longer.
-        if waited < 0.1:
+        # Other ranks may need this core: offer it, and after a while leave it to them.
+        if waited < _yielding():
             os.sched_yield()
         else:
-            time.sleep(5e-5)
+            time.sleep(nap)
+            nap = min(1.1 * nap, _LONGEST_NAP)
     return True
 
 
-def _leave() -> None:
-    """At exit, before MPI's own: nobody may be left to wait for this process."""
-    # `last_type` is where Python keeps an exception that has ended the program. MPI would wait for
-    # the other ranks now, and they for this one; nor can it end with a message under way.
-    failed = any(watch.failure for watch in _watches)
-    if failed or getattr(sys, "last_type", None) is not None:
-        _abort()
-    for watch in _watches:
-        watch.leave()
+_SHORTEST_NAP, _LONGEST_NAP = 5e-5, 1e-3  # seconds
 
 
-def _abort() -> None:
-    from mpi4py import MPI as mpi
+@cache
+def _yielding() -> float:
+    """Seconds in which a waiting rank only offers its core, and wakes without delay.
 
-    if mpi.COMM_WORLD.size > 1 and not mpi.Is_finalized():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        mpi.COMM_WORLD.Abort(1)
+    Few where ranks outnumber the cores: the kernel would spend its time on their offers.
+    """
+    # Open MPI's name, MPICH's and Intel MPI's.
+    names = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+    ranks = max(int(os.environ.get(name, "1")) for name in names)
+    return 2e-4 if ranks > len(os.sched_getaffinity(0)) else 0.1
 
 
 @cache

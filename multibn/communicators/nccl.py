@@ -7,26 +7,28 @@ import numpy as np
 from array_api_compat import is_cupy_array, is_torch_array
 
 from multibn._typing import Array
-from multibn.communicators import Communicator, as_communicator
-from multibn.communicators._handle import Handle
-from multibn.communicators._host import from_host, to_host
+from multibn.communicators._lines import HostArray, LineCommunicator, Lines
+from multibn.communicators._watch import default_timeout
+from multibn.communicators.base import Communicator, Forwarding
+from multibn.communicators.lookup import as_communicator
 
 # NCCL's unique id, in bytes.
 _ID_SIZE = 128
 
 
-class NCCL(Handle):
+class NCCL(LineCommunicator):
     """The processes of another communicator, each with a GPU of its own, over NCCL.
 
     CuPy arrays and torch tensors on a GPU are reduced there, in the order of CuPy's and torch's
-    current streams; arrays in host memory go through CuPy's current device. That device must be
-    another one on each rank, and is the one that is current when the communicator is first used.
+    current streams; arrays in host memory go over `parent`. The GPU must be another one on each
+    rank, and is the one that is current when the communicator is first used.
 
     Parameters
     ----------
     parent
-        Anything that `multibn.as_communicator` takes, over host memory: it says who takes part,
-        carries the unique id that NCCL begins with, and is what `split` splits.
+        Anything that `multibn.as_communicator` takes, over host memory: names the processes,
+        carries the unique id that NCCL begins with and the first messages of layers, and is split
+        by `split`.
     unique_id
         The id, `cupy.cuda.nccl.get_unique_id()` of one rank, where all ranks have it already;
         default: rank 0 makes one, and the first use, which is collective in any case, exchanges it
@@ -72,12 +74,25 @@ class NCCL(Handle):
     def size(self) -> int:
         return self._parent.size
 
-    def allreduce(self, x: Array, /) -> Array:
-        if is_on_gpu(x):
-            return allreduce(self.comm, x)
-        import cupy
+    @property
+    def timeout(self) -> float:  # type: ignore[override]
+        parent = self._host_communicator()
+        return parent.timeout if isinstance(parent, LineCommunicator) else default_timeout()
 
-        return from_host(allreduce(self.comm, cupy.asarray(to_host(x))).get(), x)
+    @property
+    def lines(self) -> Lines | None:
+        parent = self._host_communicator()
+        return parent.lines if isinstance(parent, LineCommunicator) else None
+
+    def takes(self, x: Array, /) -> bool:
+        return is_on_gpu(x)
+
+    def allreduce_on_device(self, x: Array, /) -> Array:
+        return allreduce(self.comm, x)
+
+    def allreduce_host(self, a: HostArray, /) -> HostArray:
+        summed: HostArray = self._parent.allreduce(a)
+        return summed
 
     def split(self, color: int, key: int = 0) -> "NCCL":
         return NCCL(self._parent.split(color, key))
@@ -87,6 +102,9 @@ class NCCL(Handle):
 
     def __repr__(self) -> str:
         return f"NCCL({self._parent!r})"
+
+    def _host_communicator(self) -> Communicator:
+        return self._parent.resolve() if isinstance(self._parent, Forwarding) else self._parent
 
 
 def is_on_gpu(x: Array) -> bool:

@@ -1,10 +1,12 @@
 """Communicator over torch.distributed: gloo, nccl, or any other backend."""
 
-import atexit
 import contextlib
+import functools
 import os
+import queue
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,16 +15,16 @@ import torch.distributed as dist
 from array_api_compat import is_cupy_array, is_torch_array
 
 from multibn._typing import Array
-from multibn.communicators import SingleProcess, as_communicator, is_outsiders_marker
-from multibn.communicators._handle import Watched
-from multibn.communicators._host import allgather_bytes, from_host, to_host
-from multibn.communicators._watch import Notice, Watch, check_timeout, default_timeout
+from multibn.communicators._lines import HostArray, Line, LineCommunicator, Lines, Transport
+from multibn.communicators._watch import Done, Notice, check_timeout, default_timeout
+from multibn.communicators.base import SingleProcess
+from multibn.communicators.default import default_communicator, is_outsiders_marker
 
 _ANSWER = 0.3  # seconds that a store may take
 _LAST_ANSWER = 15.0  # before this process ends: TCP is slow to find out that a network is back
 
 
-class TorchDistributed(Watched):
+class TorchDistributed(LineCommunicator):
     """The processes of a torch ProcessGroup.
 
     Tensors are reduced on their own device where the group's backend can, and otherwise on one
@@ -68,7 +70,7 @@ class TorchDistributed(Watched):
         self._group: dist.ProcessGroup | None = group
         # Global ranks in the order of the ranks here; None for the default group.
         self._ranks: tuple[int, ...] | None = None
-        self._made_under = None if group is None else dist.group.WORLD
+        self._known_under = None if group is None else dist.group.WORLD
         if group is not None and group is not dist.group.WORLD:
             self._ranks = tuple(dist.get_process_group_ranks(group))
 
@@ -85,7 +87,7 @@ class TorchDistributed(Watched):
             return dist.group.WORLD
         known = self.known_group
         if known is None:
-            self._made_under, self._group = dist.group.WORLD, _find_group(self._ranks)
+            self._known_under, self._group = dist.group.WORLD, _world().find_group(self._ranks)
             return self._group
         return known
 
@@ -93,7 +95,7 @@ class TorchDistributed(Watched):
     def known_group(self) -> dist.ProcessGroup | None:
         """The ProcessGroup if it can be told without communication, None for the default one."""
         # A new default process group voids those that were made under another.
-        return self._group if self._made_under is dist.group.WORLD else None
+        return self._group if self._known_under is dist.group.WORLD else None
 
     @property
     def rank(self) -> int:
@@ -105,20 +107,27 @@ class TorchDistributed(Watched):
     def size(self) -> int:
         return dist.get_world_size(self.group)
 
-    def allreduce_in(self, x: Array, /, *, channel: int, place: str, text: object) -> Array:
-        if is_torch_array(x):
-            return self._allreduce(x, channel, place, text)
+    @property
+    def default_group(self) -> object:
+        return dist.group.WORLD
+
+    @property
+    def lines(self) -> Lines:
+        return _world().lines_of(self.group)
+
+    def takes(self, x: Array, /) -> bool:
+        kind = "cuda" if is_cupy_array(x) else x.device.type if is_torch_array(x) else "cpu"
+        # gloo, too, copies CUDA tensors to host memory, but would wait without a deadline.
+        return kind != "cpu" and _backends(self.group).get(kind, "gloo") != "gloo"
+
+    def allreduce_on_device(self, x: Array, /) -> Array:
         if is_cupy_array(x):
             import cupy
 
-            tensor = torch.from_dlpack(x)
-            return cupy.from_dlpack(self._allreduce(tensor, channel, place, text))
-        tensor = torch.from_numpy(to_host(x).copy())  # it may be read-only
-        return from_host(self._allreduce(tensor, channel, place, text).numpy(), x)
-
-    @property
-    def agreements(self) -> dict[Any, Any]:
-        return _links(self.group, self.timeout).agreements
+            return cupy.from_dlpack(self.allreduce_on_device(torch.from_dlpack(x)))
+        out = x.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(out, group=self.group)
+        return out
 
     def split(self, color: int, key: int = 0) -> "TorchDistributed":
         table = torch.zeros((self.size, 3), dtype=torch.int64)
@@ -126,13 +135,12 @@ class TorchDistributed(Watched):
         rows = sorted(self.allreduce(table).tolist(), key=lambda row: row[1])
         members = {c: tuple(r for d, _, r in rows if d == c) for c in sorted({c for c, *_ in rows})}
         if self._ranks is None:
-            for ranks in members.values():
-                _make_group(ranks)
+            _world().make_groups(members.values())
         return _restore(members[color], self.timeout)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._ranks is None:
-            return as_communicator, ()
+            return default_communicator, ()
         if len(self._ranks) == 1:
             return SingleProcess, ()
         return _restore, (self._ranks, self.timeout)
@@ -141,91 +149,127 @@ class TorchDistributed(Watched):
         ranks = "world" if self._ranks is None else list(self._ranks)
         return f"TorchDistributed(ranks={ranks})"
 
-    def _allreduce(self, x: torch.Tensor, channel: int, place: str, text: object) -> torch.Tensor:
-        links = _links(self.group, self.timeout)
-        device = links.transport_device(x.device)
-        out = x.detach().to(device, copy=True).contiguous()
-        if device.type == "cpu" and links.backends["cpu"] == "gloo":
-            links.allreduce_(out, channel, place, text, self.timeout)
-        else:
-            dist.all_reduce(out, group=self.group)
-        return out.to(x.device)
+
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """The backend for each kind of device: "cpu:gloo,cuda:nccl" is such a group's description."""
+    entries = dist.get_backend_config(group).split(",")
+    return dict(entry.split(":") for entry in entries)
 
 
-class _Links:
-    """What all handles of one process group have in common: its channels and its watch."""
+class _Transport(Transport):
+    """The processes of one group: gloo's connections of its own, or the group itself."""
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
-        # "cpu:gloo,cuda:nccl" for a group with a backend per device
-        self.backends = dict(
-            entry.split(":") for entry in dist.get_backend_config(group).split(",")
-        )
-        self.watch = Watch(dist.get_rank(group), dist.get_world_size(group))
-        self.board: _Board | None = None
-        self.agreements: dict[Any, Any] = {}
-        self._name = f"multibn/{group.group_name}"
-        self._channels: dict[int, dist.ProcessGroupGloo] = {}
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._group = group
+        self._backends = _backends(group)
         self._devices: list[Any] = []
-        self._in_use: dict[int, Any] = {}
-        if self.backends.get("cpu") == "gloo":
-            self.watch.introduce(
-                lambda data: allgather_bytes(
-                    lambda a: self._sum(a, timeout), self.watch.rank, self.watch.size, data
-                ),
-                self._open_board,
-            )
+        self._board: _Board | None = None
 
-    def _open_board(self, name: str) -> "_Board":
-        self.board = _Board(f"{self._name}/{name}", self.watch.rank, self.watch.size)
-        return self.board
+    @property
+    def board(self) -> "_Board":
+        if self._board is None:
+            self._board = _Board(self._store, self.rank, self.size)
+        return self._board
 
-    def transport_device(self, device: torch.device) -> torch.device:
-        """Where the group can reduce what lies on `device`."""
-        if device.type in self.backends:
-            return device
-        kind = next(iter(self.backends))
-        return (
-            torch.device("cuda", torch.cuda.current_device())
-            if kind == "cuda"
-            else torch.device(kind)
-        )
+    @functools.cached_property
+    def _store(self) -> dist.Store:
+        """A part of the store in which the default group's processes have met, used by no other."""
+        name = f"multibn/{self._group.group_name}"
+        store = dist.distributed_c10d._get_default_store()
+        # A later default group may use the same store, and give its groups the same names.
+        number = dist.PrefixStore(name, store).add(f"uses by {self.rank}", 1)
+        return dist.PrefixStore(f"{name}/{number}", store)
 
-    def allreduce_(
-        self, x: torch.Tensor, channel: int, place: str, text: object, timeout: float
-    ) -> None:
-        """Sum `x` in place, over gloo."""
-        if channel not in self._channels:
-            self._channels[channel] = self._open_channel(channel, timeout)
-        gloo: Any = self._channels[channel]
-
-        def begin() -> Callable[[float], bool]:
-            work = gloo.allreduce([x])
-            # Were gloo's thread the last to let go of a tensor, it would need the interpreter for
-            # it, and a process that is ending by then is aborted.
-            self._in_use[channel] = work, x
-            return lambda seconds: _wait(work, seconds)
-
-        self.watch.wait(begin, place, text, timeout)
-
-    def _open_channel(self, channel: int, timeout: float) -> Any:
-        # Threads that have slept for a while wake up slowly: with three of its own for each
-        # channel, as torch makes them, a network's step takes 3 to 5 % longer.
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices = self._devices = self._devices or _gloo_devices()
-        options._threads = 1  # a channel has one message at a time
-        # Its own timeout is after ours, which says more, but only a little: gloo's threads wait
-        # until then, and keep a process that has given up from ending.
+    def open_line(self, number: int, buffer: HostArray | None, timeout: float) -> Line:
+        if self._backends.get("cpu") != "gloo":
+            return _GroupLine(self._group, self._device())
+        self._devices = self._devices or _gloo_devices()
+        options: Any = dist.ProcessGroupGloo._Options()
+        options._devices = self._devices
+        # A line has one message at a time. Threads that have slept for a while wake up slowly: with
+        # three for each line, as torch makes them, a network's step takes 3 to 5 % longer.
+        options._threads = 1
+        # A little longer than the deadline, whose message says more. Not much: gloo's threads wait
+        # so long, and keep a process that has given up from ending.
         options._timeout = timedelta(seconds=timeout + 1)
-        # Made without torch's register of groups, whose names depend on what other groups a rank is
-        # in.
-        store = dist.PrefixStore(f"{self._name}/{channel}", _store())
-        return gloo(store, self.watch.rank, self.watch.size, options)
+        store = dist.PrefixStore(f"line {number}", self._store)
+        return _GlooLine(store, self.rank, self.size, options, buffer)
 
-    def _sum(self, a: Any, timeout: float) -> Any:
-        x = torch.from_numpy(a)
-        self.allreduce_(x, 0, "introduction", "the first exchange", timeout)
-        return a
+    def _device(self) -> torch.device:
+        """Where the group can sum."""
+        kind = "cpu" if "cpu" in self._backends else next(iter(self._backends))
+        if kind == "cuda":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device(kind)
+
+    def abort(self) -> None:
+        """Torchrun ends the other ranks when it sees that this process has failed."""
+
+    def close(self) -> None:
+        # A process that ends with gloo's threads running is aborted now and then (3 of 24 in a
+        # trial).
+        global _latest_world
+        _latest_world = None
+        if dist.is_initialized() and dist.get_backend() == "gloo":
+            dist.destroy_process_group()
+
+
+class _GroupLine:
+    """The user's own group, over a backend of which no second group is made."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+
+    def opened(self, seconds: float) -> bool:
+        return True
+
+    def begin(self, a: HostArray) -> Done:
+        host = torch.from_numpy(a)
+        x = host.to(self._device)
+        work: Any = dist.all_reduce(x, group=self._group, async_op=True)
+
+        def done(seconds: float) -> bool:
+            # `work.wait` knows no deadline over some backends, and over NCCL the host does not
+            # wait in it.
+            if not _poll(work.is_completed, seconds):
+                return False
+            work.wait()
+            host.copy_(x)
+            return True
+
+        return done
+
+
+class _GlooLine:
+    """A gloo group of its own: what DistributedDataParallel sends cannot be taken for a message."""
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, options: Any, buffer: HostArray | None
+    ) -> None:
+        self._store, self._rank, self._size, self._options = store, rank, size, options
+        self._buffer = buffer
+        self._tensor = None if buffer is None else torch.from_numpy(buffer)
+        self._gloo: Any = None
+        self._store.add("ranks here", 1)
+
+    def opened(self, seconds: float) -> bool:
+        # Without this, connecting to a rank that does not come would end in an error of the store,
+        # which does not say who is missing.
+        if not _poll(lambda: self._store.add("ranks here", 0) >= self._size, seconds):
+            return False
+        # Not by new_group: torch names groups after the number of groups that a rank is in.
+        gloo: Any = dist.ProcessGroupGloo
+        self._gloo = gloo(self._store, self._rank, self._size, self._options)
+        return True
+
+    def begin(self, a: HostArray) -> Done:
+        x = self._tensor if a is self._buffer else torch.from_numpy(a)
+        work = self._gloo.allreduce([x])
+        # Were gloo's thread the last to let go of a tensor, it would need the interpreter for that,
+        # and a process that is ending by then is aborted.
+        self._in_use = work, x
+        return functools.partial(_wait, work)
 
 
 def _gloo_devices() -> list[Any]:
@@ -238,133 +282,152 @@ def _gloo_devices() -> list[Any]:
 
 
 def _wait(work: Any, seconds: float) -> bool:
-    """Whether it completes within that time."""
+    """Whether gloo's work completes within that time."""
     try:
         work.wait(timedelta(seconds=max(seconds, 1e-3)))  # 0 means for ever
     except RuntimeError:
         if not work.is_completed():
             return False
-        work.wait()  # raises what has ended it
+        work.wait()  # raises the error that has ended the work
+    return True
+
+
+def _poll(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether `condition` becomes true within that time."""
+    deadline = time.monotonic() + seconds
+    nap = 1e-4
+    while not condition():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(nap)
+        nap = min(1.5 * nap, 0.02)
     return True
 
 
 class _Board:
-    """Notices as entries of the store that the process group was made with.
+    """Notices as entries of a store."""
 
-    In a thread, because a store beyond a broken network gives no answer, and knows no deadline.
-    """
-
-    def __init__(self, name: str, rank: int, size: int) -> None:
-        self._store = dist.PrefixStore(name, _store())
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self._store = store
         self._others = [r for r in range(size) if r != rank]
         self._rank = rank
         self._notices: dict[int, Notice] = {}
-        self._thread: threading.Thread | None = None
 
     def publish(self, notice: Notice, /) -> None:
-        self._attempt(lambda: self._store.set(str(self._rank), notice.encode().decode()))
+        text = notice.encode().decode()
+        _messenger().ask(lambda: self._store.set(f"notice of {self._rank}", text), must=True)
 
     def read(self) -> dict[int, Notice]:
-        self._attempt(self._read)
+        _messenger().ask(self._read)
         return dict(self._notices)
 
-    def finish(self) -> None:
-        """Wait for what the store has been asked.
-
-        Python lets a thread unwind that comes back while the interpreter ends, which C++ takes for
-        an error: it aborts the process.
-        """
-        if self._thread is not None:
-            self._thread.join(_LAST_ANSWER)
+    def close(self) -> None:
+        _messenger().finish()
 
     def _read(self) -> None:
         for rank in self._others:
-            if self._store.check([str(rank)]):
-                self._notices[rank] = Notice.decode(self._store.get(str(rank)))
+            key = f"notice of {rank}"
+            if self._store.check([key]):
+                self._notices[rank] = Notice.decode(self._store.get(key))
 
-    def _attempt(self, task: Callable[[], object]) -> None:
-        def run() -> None:
+
+class _Messenger:
+    """A thread that asks stores: one beyond a broken network gives no answer, without a deadline.
+
+    The thread lives as long as the process. While the interpreter ends, Python starts no thread
+    (since 3.12), and a thread that came back from the store then would abort the process.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._unanswered = 0
+        self._changed = threading.Condition()
+        threading.Thread(target=self._run, daemon=True, name="multibn-store").start()
+
+    def ask(self, task: Callable[[], object], *, must: bool = False) -> None:
+        """Run `task` and wait a little for its end. While another waits, only if it `must`."""
+        with self._changed:
+            if self._unanswered and not must:
+                return
+            self._unanswered += 1
+            self._tasks.put(task)
+            self._changed.wait_for(lambda: not self._unanswered, _ANSWER)
+
+    def finish(self) -> None:
+        """Wait for all answers."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._unanswered, _LAST_ANSWER)
+
+    def _run(self) -> None:
+        while True:
+            task = self._tasks.get()
             with contextlib.suppress(RuntimeError):  # the process that keeps the store has ended
                 task()
-
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=run, daemon=True)
-            self._thread.start()
-            self._thread.join(_ANSWER)
-
-
-def _store() -> dist.Store:
-    """Where the processes of the default group have found each other."""
-    return dist.distributed_c10d._get_default_store()
+            del task
+            with self._changed:
+                self._unanswered -= 1
+                self._changed.notify_all()
 
 
-# By process group, with the default group they were made under: a new one voids them.
-_all_links: dict[dist.ProcessGroup, tuple[Any, _Links]] = {}
+@functools.cache
+def _messenger() -> _Messenger:
+    return _Messenger()
 
 
-def _links(group: dist.ProcessGroup, timeout: float) -> _Links:
-    """Collective over `group` when it is first called for it."""
-    world = dist.group.WORLD
-    made_under, links = _all_links.get(group, (None, None))
-    if links is None or made_under is not world:
-        if not _all_links:
-            atexit.register(_leave)
-        for other in [g for g, (under, _) in _all_links.items() if under is not world]:
-            del _all_links[other]
-        links = _Links(group, timeout)
-        _all_links[group] = world, links
-    return links
+class _World:
+    """What is known under one default process group; with another, all is found out anew."""
+
+    def __init__(self) -> None:
+        self.default_group = dist.group.WORLD
+        self.lines: dict[dist.ProcessGroup, Lines] = {}
+        # Groups made here, by their sorted ranks: torch gives a group no other order.
+        self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        # Those among them that all ranks of the default group have made together.
+        self.split: set[tuple[int, ...]] = set()
+
+    def lines_of(self, group: dist.ProcessGroup) -> Lines:
+        """The lines of all handles of one process group."""
+        if group not in self.lines:
+            self.lines[group] = Lines(_Transport(group))
+        return self.lines[group]
+
+    def find_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """The group of these global ranks. Collective over them when first called for them."""
+        rank, size = dist.get_rank(), dist.get_world_size()
+        if self.default_group is None or rank not in ranks or max(ranks) >= size:
+            where = (
+                "no process group is initialised"
+                if self.default_group is None
+                else f"this is rank {rank} of {size}"
+            )
+            raise RuntimeError(
+                f"the communicator was made for ranks {list(ranks)} of torch.distributed, and "
+                f"{where}. Give the layer another communicator, None for the default one."
+            )
+        key = tuple(sorted(ranks))
+        if key not in self.groups:
+            # torch numbers such groups by how many groups a rank is in: equal numbers are needed.
+            self.groups[key] = dist.new_group(list(key), use_local_synchronization=True)
+        return self.groups[key]
+
+    def make_groups(self, members: Iterable[tuple[int, ...]]) -> None:
+        """Make groups of global ranks. Collective over the default group."""
+        for ranks in members:
+            key = tuple(sorted(ranks))
+            # Not `key in self.groups`: a rank inside the group may know the group from elsewhere.
+            if key not in self.split:
+                self.split.add(key)
+                self.groups[key] = dist.new_group(list(key))
 
 
-def _leave() -> None:
-    """At exit: nobody may be left to wait for this process, and no thread of gloo may be left."""
-    for _, links in _all_links.values():
-        if links.board is not None and links.watch.failure is None:
-            links.board.finish()
-            links.watch.leave()
-            links.board.finish()
-    # A process that ends with gloo's threads running is aborted now and then (3 of 24 in a trial).
-    _all_links.clear()
-    if dist.is_initialized() and dist.get_backend() == "gloo":
-        dist.destroy_process_group()
+_latest_world: _World | None = None
 
 
-# Groups made here, by their sorted ranks (torch gives a group no other order), with the default
-# group they were made under: a new one voids them.
-_groups: dict[tuple[int, ...], tuple[Any, dist.ProcessGroup]] = {}
-# The default group under which all of its ranks last made a group of these ranks together.
-_split_under: dict[tuple[int, ...], Any] = {}
-
-
-def _find_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """The process group of these global ranks. Collective over them when first called for them."""
-    world = dist.group.WORLD
-    if world is None or dist.get_rank() not in ranks or max(ranks) >= dist.get_world_size():
-        where = (
-            "no process group is initialised"
-            if world is None
-            else f"this is rank {dist.get_rank()} of {dist.get_world_size()}"
-        )
-        raise RuntimeError(
-            f"the communicator was made for ranks {list(ranks)} of torch.distributed, and {where}. "
-            "Give the layer another communicator, None for the default one."
-        )
-    key = tuple(sorted(ranks))
-    made_under, group = _groups.get(key, (None, None))
-    if group is None or made_under is not world:
-        # torch names it after the number of groups that a rank is in, which must be the same.
-        group = dist.new_group(list(key), use_local_synchronization=True)
-        _groups[key] = world, group
-    return group
-
-
-def _make_group(ranks: Sequence[int]) -> None:
-    """Make the process group of these global ranks known. Collective over all ranks."""
-    key = tuple(sorted(ranks))
-    # Not asked of `_groups`, which may know more on a rank inside of the group.
-    if _split_under.get(key) is not dist.group.WORLD:
-        _split_under[key] = dist.group.WORLD
-        _groups[key] = dist.group.WORLD, dist.new_group(list(key))
+def _world() -> _World:
+    global _latest_world
+    if _latest_world is None or _latest_world.default_group is not dist.group.WORLD:
+        _latest_world = _World()
+    return _latest_world
 
 
 def _restore(ranks: tuple[int, ...], timeout: float) -> TorchDistributed:

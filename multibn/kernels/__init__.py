@@ -32,13 +32,20 @@ def local_moments(x: Array, /, *, axis: tuple[int, ...]) -> tuple[Array, Array]:
     return moments
 
 
-def packed_moments(x: Array, weight: float, count: float, /, *, axis: tuple[int, ...]) -> Array:
-    """As `generic.packed_moments`."""
+def packed_moments(
+    x: Array,
+    weight: float,
+    count: float,
+    /,
+    *,
+    axis: tuple[int, ...],
+    out: np.ndarray[Any, Any] | None = None,
+) -> Array:
+    """As `generic.packed_moments`. `out` is for arrays in host memory only."""
     kernels = _select(x)
-    if hasattr(kernels, "packed_moments"):
+    if out is None:
         return kernels.packed_moments(x, weight, count, axis=axis)
-    mean, var = kernels.local_moments(x, axis=axis)
-    return pack(mean, var + mean * mean, weight, count)
+    return kernels.packed_moments(x, weight, count, axis=axis, out=out)
 
 
 def normalize(
@@ -56,12 +63,13 @@ def normalize(
 ) -> Array:
     """As `generic.normalize`, then plus `residual`, an array like `x`, then ReLU."""
     kernels = _select(x, mean, var, weight, bias)
-    given = x, mean, var, weight, bias
     if residual is None and not relu:
-        return kernels.normalize(*given, eps=eps, axis=axis)
+        return kernels.normalize(x, mean, var, weight, bias, eps=eps, axis=axis)
     if hasattr(kernels, "normalize_add_relu"):
-        return kernels.normalize_add_relu(*given, residual, relu, eps=eps, axis=axis)
-    y = kernels.normalize(*given, eps=eps, axis=axis)
+        return kernels.normalize_add_relu(
+            x, mean, var, weight, bias, residual, relu, eps=eps, axis=axis
+        )
+    y = kernels.normalize(x, mean, var, weight, bias, eps=eps, axis=axis)
     if residual is not None:
         y += residual
     return array_namespace(y).clip(y, 0.0, None) if relu else y
@@ -95,14 +103,30 @@ def input_gradient(
     return _select(x, dy, *statistics).input_gradient(dy, x, *statistics, eps=eps, axis=axis)
 
 
-def pack(mean: Array, meansqr: Array, weight: float, count: float, /) -> Array:
-    """As `generic.pack`."""
-    return _select_steps(mean, meansqr).pack(mean, meansqr, weight, count)
+def pack(
+    mean: Array,
+    meansqr: Array,
+    weight: float,
+    count: float,
+    /,
+    *,
+    out: np.ndarray[Any, Any] | None = None,
+) -> Array:
+    """As `generic.pack`. `out` is for arrays in host memory only."""
+    kernels = _select_steps(mean, meansqr)
+    if out is None:
+        return kernels.pack(mean, meansqr, weight, count)
+    return kernels.pack(mean, meansqr, weight, count, out=out)
 
 
-def unpack(summed: Array, shape: tuple[int, ...], weight: float, count: float, /) -> Unpacked:
-    """As `generic.unpack`."""
-    unpacked: Unpacked = _select_steps(summed).unpack(summed, shape, weight, count)
+def unpack(
+    summed: Array, shape: tuple[int, ...], weight: float, count: float, /, *, like: Array
+) -> Unpacked:
+    """As `generic.unpack`; `like` is needed where `summed` is memory of the transport."""
+    if type(summed) is np.ndarray:
+        unpacked: Unpacked = _select_steps(like).unpack(summed, shape, weight, count, like=like)
+    else:
+        unpacked = _select_steps(summed).unpack(summed, shape, weight, count)
     return unpacked
 
 

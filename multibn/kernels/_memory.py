@@ -114,6 +114,14 @@ def wide_addresses(of: Any, arrays: Sequence[Array]) -> list[int] | None:
     return addresses
 
 
+def vector(of: Any, n: int, out: np.ndarray[Any, Any] | None) -> tuple[Array, int]:
+    """`out`, else a new array of `n` numbers of float64, and its address."""
+    if out is not None:
+        return out, _NUMPY.address(out)
+    (array,), (address,) = of.new(1, (n,), of.float64)
+    return array, address
+
+
 class Parameters(NamedTuple):
     """Parameters or running statistics, all of one dtype."""
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from multibn.kernels._loops import Loop
+from multibn.message import COUNT, WEIGHT
 
 _EXACT: set[str] = set()  # one operation, one rounding: equal moments then leave no variance
 REFUSED, NOT_FINITE = 1, 2  # what `unpack` returns
@@ -17,38 +18,39 @@ def _pack(mean: Any, meansqr: Any, packed: Any, C: int, weight: float, count: fl
     for c in range(C):
         packed[c] = weight * mean[c]
         packed[C + c] = weight * meansqr[c]
-    packed[2 * C] = weight
-    packed[2 * C + 1] = count
+    packed[2 * C + WEIGHT] = weight
+    packed[2 * C + COUNT] = count
 
 
 def _pack_moments(mean: Any, var: Any, packed: Any, C: int, weight: float, count: float) -> None:
     for c in range(C):
         packed[c] = weight * mean[c]
         packed[C + c] = weight * (var[c] + mean[c] * mean[c])
-    packed[2 * C] = weight
-    packed[2 * C + 1] = count
+    packed[2 * C + WEIGHT] = weight
+    packed[2 * C + COUNT] = count
 
 
 def _unpack(
     summed: Any,
     mean: Any,
     var: Any,
-    of_all: Any,
+    total_count: Any,
     element_weight: Any,
     C: int,
     weight: float,
     count: float,
 ) -> int:
-    divisor = 1.0 if summed[2 * C] < 1.0 else summed[2 * C]  # NaN stays
+    total_weight = summed[2 * C + WEIGHT]
+    divisor = 1.0 if total_weight == 0.0 else total_weight
     finite = True
     for c in range(C):
         mean[c] = summed[c] / divisor
         difference = summed[C + c] / divisor - mean[c] * mean[c]
         var[c] = 0.0 if difference < 0.0 else difference  # NaN stays
         finite &= np.isfinite(summed[C + c])
-    of_all[0] = summed[2 * C + 1]
+    total_count[0] = summed[2 * C + COUNT]
     element_weight[0] = weight / (max(count, 1.0) * divisor)
-    if np.isnan(of_all[0]):
+    if np.isnan(total_count[0]):
         return REFUSED
     return 0 if finite else NOT_FINITE
 

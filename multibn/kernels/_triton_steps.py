@@ -12,6 +12,10 @@ address of an array of one.
 import triton
 import triton.language as tl
 
+from multibn import message
+
+WEIGHT, COUNT = tl.constexpr(message.WEIGHT), tl.constexpr(message.COUNT)
+
 
 @triton.jit(do_not_specialize=["weight", "count"])
 def pack(mean, meansqr, packed, weight: tl.int64, count: tl.int64, C, BLOCK: tl.constexpr):
@@ -26,7 +30,7 @@ def unpack(
     summed,
     mean,
     var,
-    of_all,
+    total_count,
     element_weight,
     weight: tl.int64,
     count: tl.int64,  # 1 for none
@@ -34,14 +38,14 @@ def unpack(
     BLOCK: tl.constexpr,
 ):
     c, exists = _channels(C, BLOCK)
-    total = tl.load(summed + 2 * C)
-    divisor = tl.where(total < 1.0, 1.0, total)  # a NaN stays
+    total_weight = tl.load(summed + 2 * C + WEIGHT)
+    divisor = tl.where(total_weight == 0.0, 1.0, total_weight)
     m = tl.load(summed + c, exists) / divisor
     difference = tl.load(summed + C + c, exists) / divisor - m * m
     tl.store(mean + c, m, exists)
     tl.store(var + c, tl.where(difference < 0.0, 0.0, difference), exists)  # a NaN stays
     if tl.program_id(0) == 0:
-        tl.store(of_all, tl.load(summed + 2 * C + 1))
+        tl.store(total_count, tl.load(summed + 2 * C + COUNT))
         tl.store(element_weight, number(weight) / (number(count) * divisor))
 
 
@@ -72,8 +76,8 @@ def store_packed(packed, c, mean, meansqr, weight, count, C):
     tl.store(packed + c, w * mean, c < C)
     tl.store(packed + C + c, w * meansqr, c < C)
     if tl.program_id(0) == 0:
-        tl.store(packed + 2 * C, w)
-        tl.store(packed + 2 * C + 1, number(count))
+        tl.store(packed + 2 * C + WEIGHT, w)
+        tl.store(packed + 2 * C + COUNT, number(count))
 
 
 @triton.jit

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from multibn import message
 from multibn.kernels import _triton, generic
 from multibn.kernels.cuda_steps import bits, fit, number, wide
 
@@ -48,7 +49,7 @@ def packed_moments(x: Tensor, weight: float, count: float, /, *, axis: tuple[int
     plan = _plan(x, axis)
     if plan is None:
         return generic.packed_moments(x, weight, count, axis=axis)
-    packed = wide(x, (2 * plan.channels + 2,))
+    packed = wide(x, (message.forward_payload(plan.channels),))
     partials = _split_moments(x, plan)
     _merge(_triton.merge_and_pack_moments, plan, partials, packed, bits(weight), bits(count))
     return packed

@@ -15,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from multibn import message
 from multibn.kernels import _triton_steps, generic
 from multibn.kernels.generic import Unpacked
 
@@ -27,7 +28,7 @@ def pack(mean: Tensor, meansqr: Tensor, weight: float, count: float, /) -> Tenso
     if not fit(mean, meansqr):
         packed: Tensor = generic.pack(mean, meansqr, weight, count)
         return packed
-    packed = wide(mean, (2 * mean.numel() + 2,))
+    packed = wide(mean, (message.forward_payload(mean.numel()),))
     _launch(_triton_steps.pack, mean, meansqr, packed, bits(weight), bits(count), like=mean)
     return packed
 
@@ -37,19 +38,19 @@ def unpack(summed: Tensor, shape: tuple[int, ...], weight: float, count: float, 
     if not fit(summed) or not prod(shape):
         return generic.unpack(summed, shape, weight, count)
     mean, var = wide(summed, shape), wide(summed, shape)
-    of_all, element_weight = wide(summed, ()), wide(summed, ())
+    total_count, element_weight = wide(summed, ()), wide(summed, ())
     _launch(
         _triton_steps.unpack,
         summed,
         mean,
         var,
-        of_all,
+        total_count,
         element_weight,
         bits(weight),
         bits(max(count, 1.0)),
         like=mean,
     )
-    return Unpacked(mean, var, of_all, element_weight, refused=False, finite=True)
+    return Unpacked(mean, var, total_count, element_weight, refused=False, finite=True)
 
 
 def move_averages(

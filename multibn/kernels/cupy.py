@@ -64,6 +64,12 @@ def local_moments(x: Array, /, *, axis: tuple[int, ...]) -> tuple[Array, Array]:
     return mean, _reduce(_sum_of_squares, x, _beside(x, mean, axis), axis=axis) / n
 
 
+def packed_moments(x: Array, weight: float, count: float, /, *, axis: tuple[int, ...]) -> Array:
+    """As `generic.packed_moments`."""
+    mean, var = local_moments(x, axis=axis)
+    return generic.pack(mean, var + mean * mean, weight, count)
+
+
 def normalize(
     x: Array,
     mean: Array,

@@ -17,9 +17,11 @@ import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 from array_api_compat import is_torch_namespace, to_device
 
-from multibn._arrays import array_namespace, device, is_on_host
+from multibn import message
+from multibn._arrays import array_namespace, device, is_on_host, to_host
 from multibn._typing import Array
 
 
@@ -39,10 +41,18 @@ def local_moments(x: Array, /, *, axis: tuple[int, ...]) -> tuple[Array, Array]:
     return as_wide(centre) + first, xp.clip(second - first * first, 0.0, None)
 
 
-def packed_moments(x: Array, weight: float, count: float, /, *, axis: tuple[int, ...]) -> Array:
+def packed_moments(
+    x: Array,
+    weight: float,
+    count: float,
+    /,
+    *,
+    axis: tuple[int, ...],
+    out: np.ndarray[Any, Any] | None = None,
+) -> Array:
     """`pack` of the moments of `x` over `axis`."""
     mean, var = local_moments(x, axis=axis)
-    return pack(mean, var + mean * mean, weight, count)
+    return pack(mean, var + mean * mean, weight, count, out=out)
 
 
 def normalize(
@@ -130,7 +140,7 @@ def gradient_coefficients(
 
 
 class Unpacked(NamedTuple):
-    """What `unpack` finds; the last two are looked at where that costs nothing, in host memory."""
+    """The statistics of a summed message; the last two are looked at in host memory only."""
 
     mean: Array
     var: Array
@@ -140,32 +150,55 @@ class Unpacked(NamedTuple):
     finite: bool
 
 
-def pack(mean: Array, meansqr: Array, weight: float, count: float, /) -> Array:
-    """`weight` times both moments, `weight` and `count`: what is summed over ranks, one vector."""
+def pack(
+    mean: Array,
+    meansqr: Array,
+    weight: float,
+    count: float,
+    /,
+    *,
+    out: np.ndarray[Any, Any] | None = None,
+) -> Array:
+    """A layer's part of a message, see `multibn.message`; one vector, written to `out` if given."""
     xp = array_namespace(mean)
     numbers = [xp.full((1,), v, dtype=mean.dtype, device=device(mean)) for v in (weight, count)]
-    moments = [xp.reshape(weight * v, (-1,)) for v in (mean, meansqr)]
-    return xp.concat([*moments, *numbers])
+    packed = message.concat([weight * mean, weight * meansqr, *numbers])
+    if out is None:
+        return packed
+    out[:] = to_host(packed)
+    return out
 
 
-def unpack(summed: Array, shape: tuple[int, ...], weight: float, count: float, /) -> Unpacked:
-    """Statistics from the sum of all ranks' packed moments; `weight` and `count` are this rank's.
+def unpack(
+    summed: Array,
+    shape: tuple[int, ...],
+    weight: float,
+    count: float,
+    /,
+    *,
+    like: Array | None = None,
+) -> Unpacked:
+    """Statistics from the sum of all ranks' `pack`; `weight` and `count` are this rank's.
 
-    Per-channel arrays have that `shape`. A rank has refused its input if the counts add up to NaN.
+    Per-channel arrays have that `shape`, and are of the library of `like` where `summed` is memory
+    of NumPy that a transport uses again.
     """
+    if like is not None:
+        summed = array_namespace(like).asarray(summed.copy())
     xp = array_namespace(summed)
     C = math.prod(shape)
-    meansqr, total, of_all = summed[C : 2 * C], summed[2 * C], summed[2 * C + 1]
+    meansqr = summed[C : 2 * C]
+    total_weight, total_count = summed[2 * C + message.WEIGHT], summed[2 * C + message.COUNT]
     refused, finite = False, True
     if is_on_host(summed):
-        refused = bool(xp.isnan(of_all))
+        refused = bool(xp.isnan(total_count))
         finite = bool(xp.isfinite(xp.sum(meansqr)))
-    divisor = xp.clip(total, 1.0, None)  # a weight is 0 or at least 1
+    divisor = xp.where(total_weight == 0.0, xp.ones_like(total_weight), total_weight)
     mean = summed[:C] / divisor
     return Unpacked(
         xp.reshape(mean, shape),
         xp.reshape(xp.clip(meansqr / divisor - mean * mean, 0.0, None), shape),
-        of_all,
+        total_count,
         weight / (max(count, 1.0) * divisor),
         refused,
         finite,

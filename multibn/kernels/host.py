@@ -17,9 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from multibn import message
 from multibn._typing import Array
 from multibn.kernels import _loops, generic
-from multibn.kernels._memory import Parameters, library, parameters_of, scratch
+from multibn.kernels._memory import Parameters, library, parameters_of, scratch, vector
 from multibn.kernels.host_steps import step
 
 _SHARE = 1 << 19  # elements that are worth a thread
@@ -39,14 +42,21 @@ def local_moments(x: Array, /, *, axis: tuple[int, ...]) -> tuple[Array, Array]:
     return mean, var
 
 
-def packed_moments(x: Array, weight: float, count: float, /, *, axis: tuple[int, ...]) -> Array:
+def packed_moments(
+    x: Array,
+    weight: float,
+    count: float,
+    /,
+    *,
+    axis: tuple[int, ...],
+    out: np.ndarray[Any, Any] | None = None,
+) -> Array:
     """As `generic.packed_moments`."""
     given = _prepare(axis, (x,))
     if given is None:
-        return generic.packed_moments(x, weight, count, axis=axis)
-    of = given.library
+        return generic.packed_moments(x, weight, count, axis=axis, out=out)
     _, C, _ = given.sizes
-    (packed,), (packed_at,) = of.new(1, (2 * C + 2,), of.float64)
+    packed, packed_at = vector(given.library, message.forward_payload(C), out)
     _kept, mean_at = scratch(2 * C)
     var_at = mean_at + C * _FLOAT64
     _moments(given, mean_at, var_at)

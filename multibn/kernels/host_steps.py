@@ -9,35 +9,54 @@ from functools import cache
 from math import prod
 from typing import Any
 
+import numpy as np
+
+from multibn import message
 from multibn._typing import Array
 from multibn.kernels import _loops, _step_loops, generic
-from multibn.kernels._memory import library, parameters_of, wide_addresses
+from multibn.kernels._memory import library, parameters_of, vector, wide_addresses
 from multibn.kernels._step_loops import NOT_FINITE, REFUSED
 from multibn.kernels.generic import Unpacked
 
 
-def pack(mean: Array, meansqr: Array, weight: float, count: float, /) -> Array:
+def pack(
+    mean: Array,
+    meansqr: Array,
+    weight: float,
+    count: float,
+    /,
+    *,
+    out: np.ndarray[Any, Any] | None = None,
+) -> Array:
     """As `generic.pack`."""
     of = library(mean)
     given = wide_addresses(of, (mean, meansqr))
     if given is None:
-        return generic.pack(mean, meansqr, weight, count)
+        return generic.pack(mean, meansqr, weight, count, out=out)
     C = prod(mean.shape)
-    (packed,), made = of.new(1, (2 * C + 2,), of.float64)
-    step("pack")(*given, *made, C, weight, count)
+    packed, address = vector(of, message.forward_payload(C), out)
+    step("pack")(*given, address, C, weight, count)
     return packed
 
 
-def unpack(summed: Array, shape: tuple[int, ...], weight: float, count: float, /) -> Unpacked:
+def unpack(
+    summed: Array,
+    shape: tuple[int, ...],
+    weight: float,
+    count: float,
+    /,
+    *,
+    like: Array | None = None,
+) -> Unpacked:
     """As `generic.unpack`."""
-    of = library(summed)
-    given = wide_addresses(of, (summed,))
+    given = wide_addresses(library(summed), (summed,))
     if given is None:
-        return generic.unpack(summed, shape, weight, count)
+        return generic.unpack(summed, shape, weight, count, like=like)
+    of = library(summed if like is None else like)
     (mean, var), made = of.new(2, shape, of.float64)
-    (of_all, element_weight), more = of.new(2, (), of.float64)
+    (total_count, element_weight), more = of.new(2, (), of.float64)
     found = step("unpack")(*given, *made, *more, prod(shape), weight, count)
-    return Unpacked(mean, var, of_all, element_weight, found == REFUSED, found != NOT_FINITE)
+    return Unpacked(mean, var, total_count, element_weight, found == REFUSED, found != NOT_FINITE)
 
 
 def move_averages(

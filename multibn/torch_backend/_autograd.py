@@ -11,7 +11,7 @@ from torch import Tensor
 from multibn import recompute, statistics
 from multibn._typing import Weighting
 from multibn.communicators import Communicator
-from multibn.communicators.checked import during
+from multibn.communicators.conversation import during
 from multibn.statistics import BatchStatistics, GradientSums
 
 
@@ -52,7 +52,7 @@ def batch_statistics(
 
     def compute() -> list[BatchStatistics]:
         with _without_autocast(xs[0]):
-            return statistics.all_batch_statistics(
+            return statistics.batch_statistics_all(
                 [x.detach() for x in xs],
                 during(communicator, "forward", _dtypes(xs)),
                 weighting=weighting,
@@ -62,7 +62,7 @@ def batch_statistics(
     def channels() -> list[tuple[int, ...]]:
         return [statistics.channels(x, axis) for x, axis in zip(xs, axes, strict=True)]
 
-    return recompute.all_taped(compute, channels)
+    return recompute.taped_all(compute, channels)
 
 
 def normalize(
@@ -95,7 +95,7 @@ def backward(
         return [(None, sums) for sums in local]
     xs = list(compress((g.input.x for g in gradients), wanted))
     communicator = during(communicator, "backward", _dtypes(xs))
-    summed = iter(statistics.aggregate_all_sums(list(compress(local, wanted)), communicator))
+    summed = iter(statistics.aggregate_sums_all(list(compress(local, wanted)), communicator))
     return [
         (_input_gradient(g, next(summed)) if g.needs_dx else None, sums)
         for g, sums in zip(gradients, local, strict=True)
@@ -223,7 +223,7 @@ def _differentiable_backward(ctx: Any, gradients: Sequence[Gradient]) -> list[Te
     ]
     xs = [i.x for i in inputs]
     communicator = _Differentiable(during(ctx.communicator, "second order", _dtypes(xs)))
-    batches = statistics.all_batch_statistics(
+    batches = statistics.batch_statistics_all(
         xs, communicator, weighting=ctx.weighting, axes=_axes(inputs)
     )
     ys = [

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from multibn.communicators import Communicator
-from multibn.communicators.checked import during
+from multibn.communicators.conversation import during
 from multibn.kernels.generic import as_wide
 from multibn.population import PopulationEstimator, running_variance
 from multibn.statistics import Moments, aggregate

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from multibn import recompute, statistics
 from multibn._typing import Weighting
 from multibn.communicators import Communicator, as_communicator
-from multibn.communicators.checked import Checked
+from multibn.communicators.conversation import Conversation
 from multibn.statistics import BatchStatistics, GradientSums
 from multibn.torch_backend import _autograd
 from multibn.torch_backend._autograd import Gradient, Input
@@ -72,7 +72,7 @@ def sync_batch_norm(
     collective in the backward pass. `x` must need a gradient on all ranks or on none: ranks where
     it does wait for the others in the backward pass.
     """
-    communicator = Checked(as_communicator(process_group), lambda: "sync_batch_norm")
+    communicator = Conversation(as_communicator(process_group), lambda: "sync_batch_norm")
     shapes = [tuple(p.shape) for p in (weight, bias) if p is not None]
     if len(set(shapes)) > 1 or any(len(shape) != 1 for shape in shapes):
         error = ValueError(f"`weight` and `bias` must have the same shape (C,): got {shapes}.")

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from multibn import population
 from multibn._typing import RunningVar, Weighting, check_choice
 from multibn.communicators import Communicator, SingleProcess, as_communicator
-from multibn.communicators.checked import Checked, find_path
+from multibn.communicators.conversation import Conversation, find_path
 from multibn.statistics import BatchStatistics
 from multibn.torch_backend import compiled, functional
 
@@ -47,7 +47,7 @@ class Synchronized(nn.Module):
     def process_group(self, obj: Any) -> None:
         # Held by the layer only, and holding it in no way: a copy of the layer makes its own.
         layer = weakref.ref(self)
-        self._communicator = Checked(as_communicator(obj), lambda: _name(layer()))
+        self._communicator = Conversation(as_communicator(obj), lambda: _name(layer()))
         compiled.register(self._communicator)
 
     def __getstate__(self) -> dict[str, Any]:

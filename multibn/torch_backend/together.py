@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 
-from multibn.communicators.checked import Checked
-from multibn.communicators.groups import identity
+from multibn.communicators.base import identity
+from multibn.communicators.conversation import Conversation
 from multibn.torch_backend import functional
 from multibn.torch_backend._autograd import Input
 from multibn.torch_backend.modules import SyncBatchNorm
@@ -122,10 +122,10 @@ def _has_hooks(layer: SyncBatchNorm) -> bool:
 
 # By the communicator of the first layer; what is made of several must outlive a step, in which
 # their ranks are compared, and end with the layers.
-_merged: WeakKeyDictionary[Checked, dict[tuple[Any, ...], Checked]] = WeakKeyDictionary()
+_merged: WeakKeyDictionary[Conversation, dict[tuple[Any, ...], Conversation]] = WeakKeyDictionary()
 
 
-def _communicator(layers: Sequence[SyncBatchNorm]) -> Checked:
+def _communicator(layers: Sequence[SyncBatchNorm]) -> Conversation:
     """Who shares the statistics of all `layers`, as a communicator that names them."""
     parts = [layer._communicator for layer in layers]
     if len(parts) == 1:
@@ -134,7 +134,7 @@ def _communicator(layers: Sequence[SyncBatchNorm]) -> Checked:
     key = tuple(ref(part) for part in parts[1:])
     if key not in known:
         names = _together([part.name for part in parts])
-        known[key] = Checked(parts[0].wrapped, lambda: names, num_layers=len(parts))
+        known[key] = Conversation(parts[0].wrapped, lambda: names, num_layers=len(parts))
     return known[key]
 
 

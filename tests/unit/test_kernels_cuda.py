@@ -86,7 +86,16 @@ def test_the_steps_compile_for_a_gpu(
     from multibn.kernels import _triton_steps
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    wide = ("mean", "meansqr", "packed", "summed", "var", "of_all", "element_weight", "momentum")
+    wide = (
+        "mean",
+        "meansqr",
+        "packed",
+        "summed",
+        "var",
+        "total_count",
+        "element_weight",
+        "momentum",
+    )
     types = dict.fromkeys(wide, "*fp64") | dict.fromkeys(("weight", "count", "factor"), "i64")
     moving = ("running_mean", "running_var", "moved_mean", "moved_var")
     types |= dict.fromkeys(moving, f"*{dtype}")

@@ -1,0 +1,210 @@
+"""Lines: the ways of messages in host memory, the same for every transport.
+
+A line is a way between all ranks of a group for messages of one length, so that unlike messages
+never meet, neither with each other nor with what else the program sends. A transport opens lines
+and moves bytes. All else stands here once: which lines are open, what the ranks agree on, deadlines
+and notices (see `_watch`), and the end of the program.
+"""
+
+import atexit
+import sys
+from abc import ABC, abstractmethod
+from functools import cache
+from typing import Any, Protocol, TypeAlias
+from weakref import WeakSet
+
+import numpy as np
+
+from multibn._arrays import from_host, to_host
+from multibn._typing import Array
+from multibn.communicators._objects import allgather_bytes
+from multibn.communicators._watch import Board, Done, Watch, announce_end
+from multibn.communicators.base import Handle
+
+HostArray: TypeAlias = np.ndarray[Any, Any]
+
+# Lines that are not named by the length of their messages.
+_ANY = 0  # carries arrays of any length and dtype
+FIRST_MESSAGES = -1  # carries the first messages of layers, whose length is fixed
+
+
+class Line(Protocol):
+    """A way for messages between all ranks; one message at a time."""
+
+    def opened(self, seconds: float) -> bool:
+        """Whether all ranks have opened the line; waits so many seconds at most."""
+
+    def begin(self, a: HostArray) -> Done:
+        """Begin to sum `a` over the ranks, in place."""
+
+
+class Transport(ABC):
+    """What differs between the libraries that move bytes, for one group of processes."""
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def open_line(self, number: int, buffer: HostArray | None, timeout: float) -> Line:
+        """Begin to open a line. Collective: all ranks open the same lines in the same order.
+
+        All messages of the line are sent from `buffer`, unless that is None. `timeout` is the
+        deadline of the messages, in seconds.
+        """
+
+    @property
+    @abstractmethod
+    def board(self) -> Board | None:
+        """Where notices are left; None until the first line is open."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """The program ends by an error: end the other ranks where they would wait for ever."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """The program ends: let go of threads and connections."""
+
+
+class Lines:
+    """The lines of one group of processes, which all handles of the group share.
+
+    Attributes
+    ----------
+    agreements
+        What the layers of these ranks have compared already, see `conversation`.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        _leave_at_exit()
+        self.transport = transport
+        self.rank, self.size = transport.rank, transport.size
+        self.watch = Watch(self.rank, self.size)
+        self.agreements: dict[Any, Any] = {}
+        self._open: dict[int, Line] = {}
+        self._buffers: dict[int, HostArray] = {}
+        _all_lines.add(self)
+
+    def sum(
+        self, a: HostArray, place: str, text: object, timeout: float, *, number: int = _ANY
+    ) -> HostArray:
+        """The sum of `a` over the ranks, a new array; arguments as `Watch.wait`. Collective."""
+        total = a.copy()
+        if self.size > 1:
+            line = self._open.get(number) or self._opened(number, None, text, timeout)
+            self.watch.wait(lambda: line.begin(total), place, text, timeout)
+        return total
+
+    def buffer(self, length: int, text: object, timeout: float) -> HostArray:
+        """Memory of `length` float64 numbers, of which `exchange` makes their sums.
+
+        Collective when first called for this length: opens the line.
+        """
+        if length not in self._buffers:
+            buffer = np.zeros(length)
+            self._opened(length, buffer, text, timeout)
+            self._buffers[length] = buffer
+        return self._buffers[length]
+
+    def exchange(self, buffer: HostArray, place: str, text: object, timeout: float) -> None:
+        """Sum what stands in the buffer of a line over the ranks, in place. Collective."""
+        line = self._open[buffer.size]
+        self.watch.wait(lambda: line.begin(buffer), place, text, timeout)
+
+    def abandon(self) -> None:
+        """No rank waits for these lines any more; the end of the program need not mention them."""
+        _all_lines.discard(self)
+
+    def _opened(self, number: int, buffer: HostArray | None, text: object, timeout: float) -> Line:
+        if number != _ANY and _ANY not in self._open:
+            self._opened(_ANY, None, text, timeout)
+        line = None
+
+        def begin() -> Done:
+            nonlocal line
+            line = self.transport.open_line(number, buffer, timeout)
+            return line.opened
+
+        self.watch.board = self.transport.board
+        self.watch.wait(begin, f"open {number}", text, timeout)
+        self.watch.board = self.transport.board
+        assert line is not None
+        self._open[number] = line
+        if number == _ANY:
+            self.watch.introduce(
+                lambda data: allgather_bytes(
+                    lambda a: self.sum(a, "introduction", text, timeout), self.rank, self.size, data
+                )
+            )
+        return line
+
+
+class LineCommunicator(Handle, ABC):
+    """A communicator whose messages in host memory travel in lines.
+
+    Attributes
+    ----------
+    timeout
+        Seconds that a collective may take.
+    """
+
+    timeout: float
+
+    @property
+    @abstractmethod
+    def rank(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def size(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def lines(self) -> Lines | None:
+        """None if a user's own class moves the bytes."""
+
+    @abstractmethod
+    def split(self, color: int, key: int = 0) -> Any: ...
+
+    def allreduce(self, x: Array, /) -> Array:
+        if self.takes(x):
+            return self.allreduce_on_device(x)
+        return from_host(self.allreduce_host(to_host(x)), x)
+
+    def takes(self, x: Array, /) -> bool:
+        """Whether `x` is summed on its device; otherwise `x` goes through host memory."""
+        return False
+
+    def allreduce_on_device(self, x: Array, /) -> Array:
+        """As `allreduce`, of what the communicator `takes`. Without a deadline."""
+        raise TypeError(f"{self!r} sums arrays in host memory: got {type(x).__qualname__}.")
+
+    def allreduce_host(self, a: HostArray, /) -> HostArray:
+        """As `allreduce`, of a contiguous array in host memory."""
+        assert self.lines is not None
+        text = f"a sum of {a.dtype} numbers of shape {a.shape}"
+        return self.lines.sum(a, text, text, self.timeout)
+
+
+_all_lines: WeakSet[Lines] = WeakSet()
+
+
+@cache
+def _leave_at_exit() -> None:
+    # At the first use and not before: handlers run last in, first out, and this one needs the
+    # libraries that move bytes.
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    """At exit: no rank may be left to wait for this process."""
+    announce_end()
+    every = list(_all_lines)
+    # `last_type` is where Python keeps an exception that has ended the program.
+    if any(lines.watch.failure for lines in every) or getattr(sys, "last_type", None) is not None:
+        for lines in every:
+            lines.transport.abort()
+    for lines in every:
+        lines.watch.leave()
+    for lines in every:
+        lines.transport.close()

@@ -1,0 +1,111 @@
+"""The communicator: processes that share batch statistics, and the handles that name them."""
+
+from abc import ABC, abstractmethod
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from multibn._arrays import array_namespace
+from multibn._typing import Array
+
+_T = TypeVar("_T", bound="Handle")
+
+
+@runtime_checkable
+class Communicator(Protocol):
+    """Processes that share batch statistics. Names and meaning are MPI's."""
+
+    @property
+    def rank(self) -> int:
+        """This process's number among the `size` processes."""
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+
+    def allreduce(self, x: Array, /) -> Array:
+        """Sum `x` over the ranks.
+
+        Collective: every rank must call it, with the same shape and dtype. Returns a new array of
+        the same library, dtype and device as `x`, which is left unchanged.
+        """
+
+    def split(self, color: int, key: int = 0) -> "Communicator":
+        """Communicator of the ranks that passed the same `color`, ordered by `key`, then by rank.
+
+        Collective: every rank must call it.
+        """
+
+
+class Handle:
+    """Names processes without owning them: a copy is the same handle, a pickle finds it again."""
+
+    def __copy__(self: _T) -> _T:
+        return self
+
+    def __deepcopy__(self: _T, memo: dict[int, Any]) -> _T:
+        return self
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+    @property
+    def identity(self) -> object:
+        """Equal for handles of the same processes, as far as pickles can tell."""
+        return self.__reduce__()
+
+    @property
+    def default_group(self) -> object:
+        """The default process group of torch that the handle stands on; None if it needs none.
+
+        The processes are looked up anew where torch's default process group was made anew.
+        """
+        return None
+
+
+class SingleProcess(Handle):
+    """This process alone."""
+
+    rank = 0
+    size = 1
+
+    def allreduce(self, x: Array, /) -> Array:
+        if hasattr(x, "clone"):  # torch: autograd differentiates a clone, not an asarray
+            return x.clone()
+        return array_namespace(x).asarray(x, copy=True)
+
+    def split(self, color: int, key: int = 0) -> "SingleProcess":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SingleProcess, ()
+
+
+class Forwarding(Handle, ABC):
+    """Stands for another communicator, which is looked up at each use."""
+
+    @property
+    def rank(self) -> int:
+        return int(self._look_up().rank)
+
+    @property
+    def size(self) -> int:
+        return int(self._look_up().size)
+
+    def allreduce(self, x: Array, /) -> Array:
+        return self._look_up().allreduce(x)
+
+    def split(self, color: int, key: int = 0) -> Any:
+        return self._look_up().split(color, key)
+
+    def resolve(self) -> Any:
+        """The communicator that this one stands for at present."""
+        target = self._look_up()
+        return target.resolve() if isinstance(target, Forwarding) else target
+
+    @abstractmethod
+    def _look_up(self) -> Any:
+        """The communicator that this one stands for; may itself be `Forwarding`."""
+
+
+def identity(communicator: Communicator, /) -> object:
+    """Equal for communicators of the same processes, as far as one can tell."""
+    return communicator.identity if isinstance(communicator, Handle) else id(communicator)

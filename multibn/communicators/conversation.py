@@ -1,0 +1,455 @@
+"""The messages of one layer, which tell whether all ranks are in the same layer.
+
+A sum of unlike messages is a silent wrong number where their lengths agree; where not, the sum ends
+the process inside the transport. So a layer's first message has the same length for all layers, and
+compares the layers' names, sizes and versions; each later message carries a fingerprint of what the
+rank is doing (see `multibn.message`). All ranks see the same sums, so that all of them turn to ask
+each other in the same moment.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any, NamedTuple, NoReturn
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from array_api_compat import is_cupy_array, is_torch_array
+
+from multibn import _version, message
+from multibn._arrays import device, from_host, is_on_host, to_host
+from multibn._typing import Array
+from multibn.communicators._lines import FIRST_MESSAGES, HostArray, LineCommunicator, Lines
+from multibn.communicators._objects import gather
+from multibn.communicators._watch import announced
+from multibn.communicators.base import Communicator, Forwarding, Handle
+
+
+class Conversation(Handle):
+    """A communicator as one layer uses it.
+
+    Parameters
+    ----------
+    communicator
+        The processes.
+    find_name
+        Returns the name of the layer, the same on all ranks; called when the layer first
+        communicates.
+    num_layers
+        How many layers share each message.
+    """
+
+    def __init__(
+        self, communicator: Communicator, find_name: Callable[[], str], *, num_layers: int = 1
+    ) -> None:
+        self.wrapped = communicator
+        self.num_layers = num_layers
+        self._forwarding = communicator if isinstance(communicator, Forwarding) else None
+        self._find_name = find_name
+        self._name: str | None = None
+        self._phases: dict[tuple[str, Any], Phase] = {}
+
+    @property
+    def rank(self) -> int:
+        return self.wrapped.rank
+
+    @property
+    def size(self) -> int:
+        return self.wrapped.size
+
+    def allreduce(self, x: Array, /) -> Array:
+        """As the communicator's own, unchecked."""
+        return self.wrapped.allreduce(x)
+
+    def split(self, color: int, key: int = 0) -> Communicator:
+        return self.wrapped.split(color, key)
+
+    def current(self) -> Any:
+        """The communicator that `wrapped` stands for at present."""
+        return self.wrapped if self._forwarding is None else self._forwarding.resolve()
+
+    @property
+    def name(self) -> str:
+        """The name of the layer."""
+        if self._name is None:
+            self._name = self._find_name()
+        return self._name
+
+    def during(self, phase: str, dtype: Any) -> "Phase":
+        """The communicator for messages about activations of `dtype` in a phase of the layer."""
+        known = self._phases.get((phase, dtype))
+        if known is None:
+            known = self._phases[phase, dtype] = Phase(self, phase, dtype)
+        return known
+
+
+def during(communicator: Communicator, phase: str, dtype: Any, /) -> Communicator:
+    """`Conversation.during` of a layer's communicator; any other communicator as it is."""
+    if isinstance(communicator, Conversation):
+        return communicator.during(phase, dtype)
+    return communicator
+
+
+class Phase:
+    """A layer's communicator in one phase."""
+
+    def __init__(self, layer: Conversation, phase: str, dtype: Any) -> None:
+        self.wrapped = layer
+        self.name, self.dtype = phase, str(dtype).rpartition(".")[2]
+        self._num_lanes = message.num_lanes(phase, layer.num_layers)
+        self._calls = 0
+        self._agreed: _Agreed | None = None
+        self._unread: Callable[[], HostArray] | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.wrapped.rank
+
+    @property
+    def size(self) -> int:
+        return self.wrapped.size
+
+    def split(self, color: int, key: int = 0) -> Communicator:
+        return self.wrapped.split(color, key)
+
+    def buffer(self, n: int) -> HostArray | None:
+        """Memory for a payload of `n` numbers, which `allreduce` sends without a copy.
+
+        None where the communicator has no lines. Collective at the first call.
+        """
+        agreed = self._agree(n)
+        if agreed.lines is None or agreed.size == 1:
+            return None
+        return agreed.open(_Call(self, self._calls + 1))
+
+    def allreduce(self, x: Array, /) -> Array:
+        """Sum a payload over the ranks, and raise on all of them if they are in different places.
+
+        What `buffer` returned is summed in place, and stays valid until the next message.
+        """
+        agreed = self._agreed
+        if agreed is None or x is not agreed.payload:
+            agreed = self._agree(x.shape[0])
+        if agreed.size == 1:
+            return agreed.communicator.allreduce(x)
+        self._calls += 1
+        if agreed.lines is None or agreed.communicator.takes(x):
+            return self._allreduce_array(agreed, x)
+        call = _Call(self, self._calls)
+        payload = agreed.open(call)
+        if x is not payload:
+            payload[:] = to_host(x)
+        buffer = agreed.buffer
+        buffer[agreed.num_numbers :] = agreed.lanes
+        agreed.lines.exchange(buffer, agreed.place, call, agreed.communicator.timeout)
+        self._check(buffer, agreed.size)
+        return payload if x is payload else from_host(payload.copy(), x)
+
+    def __str__(self) -> str:
+        return str(_Call(self, self._calls))
+
+    def _allreduce_array(self, agreed: "_Agreed", x: Array) -> Array:
+        """Over a communicator that is handed arrays: a GPU's transport, or a user's own class."""
+        on_host = is_on_host(x)
+        numbers = to_host(x) if on_host else x
+        if self._unread is not None:
+            unread, self._unread = self._unread, None
+            self._check(unread(), agreed.size, latest=False)
+        summed = agreed.communicator.allreduce(
+            message.concat([numbers, agreed.lanes_like(numbers)])
+        )
+        if on_host:
+            self._check(summed, agreed.size)
+            return from_host(summed[: x.shape[0]], x)
+        self._unread = _copy_to_host(summed)
+        return summed[: x.shape[0]]
+
+    def _check(self, summed: HostArray, size: int, *, latest: bool = True) -> None:
+        """Raise on all ranks unless the sum of a message is one of messages that belong together.
+
+        The latest message is returned to the caller, who looks at the numbers; an earlier one from
+        a GPU is looked at here, in the next call.
+        """
+        v, square = summed[-2:].tolist()
+        if latest and self.name == "forward" and message.is_refusal(summed, self._num_lanes):
+            return
+        if not latest and self.name == "forward" and not np.isfinite(summed).all():
+            self._raise_for_previous(message.is_refusal(summed, self._num_lanes))
+        if not message.all_equal(v, square, size):
+            self._raise_for_places()
+
+    def _raise_for_places(self) -> NoReturn:
+        """Ask each other where the ranks are, and raise on all of them. Collective."""
+        answers = gather(str(self), self.wrapped.wrapped)
+        raise announced(
+            RuntimeError(
+                f"the ranks are in different places: {_by_answer(answers)}. All ranks must run the "
+                "same layers in the same order, with the same dtype, in training or not."
+            )
+        )
+
+    def _raise_for_previous(self, refused: bool) -> NoReturn:
+        where = f"in the previous call of {self}"
+        if refused:
+            raise announced(
+                RuntimeError(
+                    f"rank {self.rank} cannot go on: {where}, the input was refused on another "
+                    "rank. The error raised there says why."
+                )
+            )
+        raise announced(
+            FloatingPointError(
+                f"the batch statistics were not finite {where}: the input had NaN, infinity or too "
+                "large values on some rank. Look for their origin in the layers before this one."
+            )
+        )
+
+    def _agree(self, n: int) -> "_Agreed":
+        """Learn that all ranks are in a layer like this one; collective where that is not known."""
+        communicator = self.wrapped.current()
+        agreed = self._agreed
+        if agreed is None or not agreed.holds_for(communicator, n):
+            agreed = self._agreed = self._make_agreement(communicator, n)
+        return agreed
+
+    def _make_agreement(self, communicator: Any, n: int) -> "_Agreed":
+        lines = communicator.lines if isinstance(communicator, LineCommunicator) else None
+        size = communicator.size
+        if size == 1:
+            return _Agreed(communicator, lines, 1, n, "", [])
+        agreements = _agreements_of(communicator) if lines is None else lines.agreements
+        length = n + self._num_lanes
+        name = self.wrapped.name
+        if (name, length) not in agreements:
+            agreements[name, length] = self._compare(communicator, lines, length)
+        name = agreements[name, length]
+        fingerprint = message.fingerprint(f"{name} {self.name} {self.dtype}")
+        lanes = message.lanes(self.name, fingerprint, self.wrapped.num_layers)
+        return _Agreed(communicator, lines, size, n, f"{name} {self.name}", lanes)
+
+    def _compare(self, communicator: Any, lines: Lines | None, length: int) -> str:
+        """The layer's name, once all ranks are known to be in the same layer. Collective."""
+        layer = self.wrapped
+        facts = layer.name, length, _version.__version__
+        prints = np.array([message.fingerprint(str(fact)) for fact in facts])
+        numbers = np.concatenate([prints, prints**2])
+        if lines is None:
+            summed = to_host(communicator.allreduce(numbers))
+        else:
+            text = f"the first message of {_Call(self, 1)}"
+            summed = lines.sum(
+                numbers, "first message", text, communicator.timeout, number=FIRST_MESSAGES
+            )
+        pairs = zip(*summed.reshape(2, -1), strict=True)
+        if all(message.all_equal(v, square, communicator.size) for v, square in pairs):
+            return layer.name
+        num_channels = message.num_channels(length, layer.num_layers)
+        answers = gather((layer.name, num_channels, _version.__version__), communicator)
+        names, nums, versions = zip(*answers, strict=True)
+        if len(set(versions)) > 1:
+            raise announced(
+                RuntimeError(
+                    "the ranks must run the same version of multibn: "
+                    f"{_by_answer(versions)}. Install one version everywhere."
+                )
+            )
+        shortest = min(names, key=len)
+        # One rank may have the model inside another module.
+        if not all(name == shortest or name.endswith("." + shortest) for name in names):
+            raise announced(
+                RuntimeError(
+                    "the ranks are in different places: "
+                    f"{_by_answer(map(_for_people, names))}. All ranks must run the same layers in "
+                    "the same order."
+                )
+            )
+        if len(set(nums)) > 1:
+            answer = _by_answer([f"{n} channels" for n in nums])
+            raise announced(
+                ValueError(
+                    f"the ranks have built {_for_people(shortest)} differently: {answer}. Build "
+                    "the same model on all ranks."
+                )
+            )
+        return str(shortest)
+
+
+class _Agreed:
+    """What goes with a layer's messages of `num_numbers` in one phase, among some processes."""
+
+    def __init__(
+        self,
+        communicator: Any,
+        lines: Lines | None,
+        size: int,
+        num_numbers: int,
+        place: str,
+        lanes: list[float],
+    ) -> None:
+        self.communicator, self.lines, self.size = communicator, lines, size
+        self.num_numbers, self.place = num_numbers, place
+        self.lanes = np.array(lanes)
+        self.buffer: HostArray = np.empty(0)  # of the line, when the line is open
+        self.payload: HostArray | None = None  # the first `num_numbers` of the buffer
+        self._lanes_on_devices: dict[Any, Array] = {}
+
+    def holds_for(self, communicator: Any, num_numbers: int) -> bool:
+        return (
+            communicator is self.communicator
+            and num_numbers == self.num_numbers
+            # torch's default process group may have been made anew.
+            and (self.lines is None or communicator.lines is self.lines)
+        )
+
+    def open(self, call: "_Call") -> HostArray:
+        """The payload's memory. Collective at the first call for this length."""
+        if self.payload is None:
+            assert self.lines is not None
+            length = self.num_numbers + self.lanes.size
+            self.buffer = self.lines.buffer(length, call, self.communicator.timeout)
+            self.payload = self.buffer[: self.num_numbers]
+        return self.payload
+
+    def lanes_like(self, x: Array) -> Array:
+        key = type(x), device(x)
+        if key not in self._lanes_on_devices:
+            self._lanes_on_devices[key] = from_host(self.lanes, x)
+        return self._lanes_on_devices[key]
+
+
+class _Call(NamedTuple):
+    """One call of a layer in one phase; for people."""
+
+    phase: Phase
+    number: int
+
+    def __str__(self) -> str:
+        phase = self.phase
+        name = _for_people(phase.wrapped.name)
+        return f"{name} ({phase.name}, {phase.dtype}, call {self.number})"
+
+
+# What the ranks have compared over communicators that have no lines, by the communicator.
+_compared: WeakKeyDictionary[Any, dict[Any, str]] = WeakKeyDictionary()
+
+
+def _agreements_of(communicator: Any) -> MutableMapping[Any, str]:
+    try:
+        return _compared.setdefault(communicator, {})
+    except TypeError:  # no hash, or no weak references: each layer compares for itself
+        return {}
+
+
+def _copy_to_host(summed: Array) -> Callable[[], HostArray] | None:
+    """Begin to copy a message from a GPU, and return what waits for the copy.
+
+    The copy is looked at before the next message of the same layer and phase is sent. By then it
+    has long arrived, so that nothing waits; and all ranks look at the same moment, so that they can
+    go on to ask each other. None while a CUDA graph is captured, in which no copy can be looked at.
+    """
+    if is_torch_array(summed) and summed.is_cuda:
+        import torch
+
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        tensor = torch.empty(summed.shape, dtype=summed.dtype, pin_memory=True)
+        tensor.copy_(summed, non_blocking=True)
+        copy, event = tensor.numpy(), torch.cuda.Event()
+        event.record()
+    elif is_cupy_array(summed):
+        import cupy
+        import cupyx
+
+        if cupy.cuda.get_current_stream().is_capturing():
+            return None
+        copy, event = cupyx.empty_pinned(summed.shape, summed.dtype), cupy.cuda.Event()
+        summed.get(out=copy, blocking=False)
+        event.record()
+    else:
+        copied = to_host(summed)
+        return lambda: copied
+
+    def wait() -> HostArray:
+        event.synchronize()
+        return copy
+
+    return wait
+
+
+def name_of(communicator: Any, /) -> str:
+    """The name of the layer that uses the communicator, for people."""
+    while not isinstance(communicator, Conversation):
+        if not hasattr(communicator, "wrapped"):
+            return "a layer"
+        communicator = communicator.wrapped
+    return _for_people(communicator.name)
+
+
+def find_ranks(communicator: Any, flag: bool, /) -> list[int]:
+    """The ranks that passed True. Collective, and no message of a layer.
+
+    For the way to an error: the message has as many numbers as there are ranks.
+    """
+    while hasattr(communicator, "wrapped"):
+        communicator = communicator.wrapped
+    flags = np.zeros(communicator.size)
+    flags[communicator.rank] = flag
+    return [int(rank) for rank in np.flatnonzero(communicator.allreduce(flags))]
+
+
+def raise_for_refusal(communicator: Communicator, *, refused: bool) -> None:
+    """Find out together which ranks refused their input; the others raise. Collective."""
+    ranks = find_ranks(communicator, refused)
+    if not refused:
+        raise announced(
+            RuntimeError(
+                f"rank {communicator.rank} cannot go on: the input of {name_of(communicator)} was "
+                f"refused on rank(s) {ranks} of {communicator.size}. The error raised there says "
+                "why."
+            )
+        )
+
+
+def raise_for_non_finite(communicator: Communicator, finite: bool) -> NoReturn:
+    """Find out together on which ranks the moments are not finite, and raise. Collective."""
+    ranks = find_ranks(communicator, not finite)
+    raise announced(
+        FloatingPointError(
+            f"the batch statistics of {name_of(communicator)} are not finite: the input has NaN, "
+            f"infinity or too large values on rank(s) {ranks} of {communicator.size}. Look for "
+            "their origin in the layers before."
+        )
+    )
+
+
+def find_path(
+    part: object, kind: type, named_parts: Callable[[Any], Iterable[tuple[str, object]]], /
+) -> str:
+    """The path of `part` in the outermost model of a `kind` whose methods are running now.
+
+    "" if no running model has the part; `named_parts(model)` are its parts with their paths.
+    """
+    frame = sys._getframe(1)
+    running = []
+    while frame is not None:
+        candidate = frame.f_locals.get("self")
+        if isinstance(candidate, kind) and candidate is not part:
+            running.append(candidate)
+        frame = frame.f_back  # type: ignore[assignment]
+    for model in reversed(running):
+        for path, candidate in named_parts(model):
+            if candidate is part:
+                return path
+    return ""
+
+
+def _for_people(name: str) -> str:
+    """A layer's name, which in an nn.Sequential is a bare number, read as a layer's."""
+    return f"layer {name}" if name[:1].isdigit() else name
+
+
+def _by_answer(answers: Iterable[str]) -> str:
+    """Which ranks have given which answer, for people."""
+    ranks: dict[str, list[int]] = {}
+    for rank, answer in enumerate(answers):
+        ranks.setdefault(answer, []).append(rank)
+    return "; ".join(f"rank(s) {members} in {answer}" for answer, members in ranks.items())

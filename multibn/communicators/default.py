@@ -1,0 +1,87 @@
+"""The communicator that None stands for: torch's default process group, else this process."""
+
+import os
+import sys
+import warnings
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from multibn.communicators.base import Communicator, Forwarding, SingleProcess
+
+
+class DefaultCommunicator(Forwarding):
+    """torch's default process group where one is initialised, else this process alone.
+
+    Looked up at each use, so that a layer may be built, or loaded, before the group. If there is no
+    group although a launcher started several processes, the first use warns.
+    """
+
+    _warned = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return default_communicator, ()
+
+    @property
+    def default_group(self) -> object:
+        distributed = sys.modules.get("torch.distributed")
+        return distributed.group.WORLD if distributed and distributed.is_available() else None
+
+    def _look_up(self) -> Communicator:
+        if self.default_group is not None:
+            return _default_group()
+        self._warn_if_launched()
+        return SingleProcess()
+
+    @classmethod
+    def _warn_if_launched(cls) -> None:
+        name, size = launched_processes()
+        if cls._warned or size == 1:
+            return
+        cls._warned = True
+        fix = (
+            "call torch.distributed.init_process_group() before the first training step"
+            if name == "WORLD_SIZE"
+            else "pass a communicator, mpi4py.MPI.COMM_WORLD for example"
+        )
+        warnings.warn(
+            f"batch statistics stay local to this process although the launcher started {size} "
+            f"({name}={size}): no communicator was given and torch.distributed is not initialised. "
+            f"To share them, {fix}; to keep them local, pass multibn.SingleProcess().",
+            stacklevel=2,
+        )
+
+
+def launched_processes() -> tuple[str, int]:
+    """How many processes a launcher has started, and the environment variable that says so.
+
+    ("", 1) where no launcher is known.
+    """
+    # OMPI_COMM_WORLD_SIZE: Open MPI; PMI_SIZE: MPICH, Intel MPI; WORLD_SIZE: torchrun.
+    names = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
+    sizes = {name: int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()}
+    name, size = max(sizes.items(), key=lambda item: item[1], default=("", 1))
+    return (name, size) if size > 1 else ("", 1)
+
+
+@cache
+def default_communicator() -> DefaultCommunicator:
+    """The one handle of the default communicator."""
+    return DefaultCommunicator()
+
+
+@cache
+def _default_group() -> Communicator:
+    # By name: torch_distributed stands above this file and imports it.
+    module = import_module("multibn.communicators.torch_distributed")
+    communicator: Communicator = module.TorchDistributed()
+    return communicator
+
+
+def is_outsiders_marker(obj: Any, /) -> bool:
+    """Whether `obj` is what torch's new_group returns to processes outside the group."""
+    distributed = sys.modules.get("torch.distributed")
+    if not distributed or not distributed.is_available():
+        return False
+    marker = distributed.GroupMember.NON_GROUP_MEMBER
+    return type(obj) is type(marker) and obj == marker

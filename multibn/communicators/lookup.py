@@ -1,0 +1,136 @@
+"""Which communicator an object stands for: `as_communicator`, and `Group` for a part of one."""
+
+from importlib import import_module
+from typing import Any, NamedTuple, cast
+
+from multibn.communicators.base import Communicator, Forwarding, Handle, identity
+from multibn.communicators.default import default_communicator, is_outsiders_marker
+from multibn.communicators.groups import Spec, check_spec, split_by
+
+# The library that an object's class comes from, and the file and class that wrap such an object. In
+# this order: a ChainerMN communicator may derive from classes of the libraries after.
+_WRAPPERS = {
+    "chainermn": ("chainermn", "ChainerMN"),
+    "mpi4py": ("mpi", "MPI"),
+    "torch": ("torch_distributed", "TorchDistributed"),
+}
+
+
+def as_communicator(obj: Any = None, /) -> Communicator:
+    """The communicator that `obj` stands for.
+
+    Parameters
+    ----------
+    obj
+        None for torch's default process group where one is initialised when the communicator is
+        used, else this process alone; of those processes, `"machine"` for the ones on this machine,
+        an int k for k consecutive ones, or a list of ranks, see `Group`; a torch ProcessGroup or
+        one-dimensional DeviceMesh; an mpi4py Comm; a ChainerMN communicator; or a `Communicator`,
+        which is returned as it is.
+
+    Raises
+    ------
+    TypeError
+        If `obj` is none of these.
+    ValueError
+        If this process is not part of the group, a DeviceMesh has several dimensions, k is below 1,
+        or the list is empty or has negative or repeated ranks.
+    """
+    if obj is None:
+        return default_communicator()
+    if isinstance(obj, Handle):  # before anything reads the rank, which may be collective
+        return cast(Communicator, obj)
+    # The class says which library the object comes from, without importing that library.
+    libraries = {cls.__module__.partition(".")[0] for cls in type(obj).__mro__}
+    if is_outsiders_marker(obj):
+        libraries.add("torch")
+    for library, (file, name) in _WRAPPERS.items():
+        if library in libraries:
+            wrapper = getattr(import_module(f"multibn.communicators.{file}"), name)
+            return cast(Communicator, wrapper(obj))
+    if (isinstance(obj, str) and obj == "machine") or (
+        isinstance(obj, int | list | tuple) and not isinstance(obj, bool)
+    ):
+        return Group(None, obj)
+    if isinstance(obj, Communicator):
+        return obj
+    raise TypeError(
+        "a communicator must be None, a torch ProcessGroup or DeviceMesh, an mpi4py Comm, a "
+        "ChainerMN communicator, a multibn Communicator, 'machine', a number of consecutive ranks "
+        "or a list of ranks: "
+        f"got {obj!r} of type {type(obj).__qualname__}."
+    )
+
+
+class Group(Forwarding):
+    """The group of `parent`'s ranks that this process belongs to.
+
+    The first use, reading `rank` or `size` included, is collective over `parent`: each of its ranks
+    must make it, with the same `spec` or, for lists of ranks, with its own list out of several that
+    have no rank in common. Until then nothing is communicated, so that layers can be built before
+    the process group exists. Groups of the same `parent` and `spec` share one communicator, however
+    many layers have one. They are looked up anew after torch's default process group was made anew.
+
+    Parameters
+    ----------
+    parent
+        Anything that `multibn.as_communicator` takes, another group included:
+        `Group(Group(None, "machine"), 4)` are 4 consecutive ranks inside a machine.
+    spec
+        `"machine"` for the ranks on the same machine; an int k for k consecutive ranks, where k
+        must divide the number of `parent`'s ranks; or a list of `parent`'s ranks, in the order that
+        they have in the group.
+
+    Raises
+    ------
+    TypeError
+        If `spec` is none of these, or `parent` is no communicator.
+    ValueError
+        If `spec` is an int below 1, or a list that is empty or has negative or repeated ranks.
+        At each use: if k does not divide the number of ranks, on all of them; if the list has a
+        rank that `parent` has not; or if this process is not in the list.
+    """
+
+    def __init__(self, parent: Any, spec: Any, /) -> None:
+        self.parent = as_communicator(parent)
+        self.spec = check_spec(spec)
+        self._key = identity(self.parent), self.spec
+
+    @property
+    def identity(self) -> object:
+        return Group, *self._key
+
+    @property
+    def default_group(self) -> object:
+        return self.parent.default_group if isinstance(self.parent, Handle) else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Group, (self.parent, self.spec)
+
+    def __repr__(self) -> str:
+        spec = list(self.spec) if isinstance(self.spec, tuple) else self.spec
+        return f"Group({self.parent!r}, {spec!r})"
+
+    def _look_up(self) -> Communicator:
+        resolved = _resolved.get(self._key)
+        default_group = self.default_group
+        if resolved is None or resolved.default_group is not default_group:
+            communicator = split_by(self.parent, self.spec)
+            resolved = _Resolved(communicator, self.parent, default_group)
+            _resolved[self._key] = resolved
+        if resolved.communicator is None:
+            raise ValueError(
+                f"this process, rank {self.parent.rank} of {self.parent.size}, is not in the list "
+                f"of ranks: got {self!r}. Give each process a group that it belongs to."
+            )
+        return resolved.communicator
+
+
+class _Resolved(NamedTuple):
+    communicator: Communicator | None  # None for a process outside the list of ranks
+    parent: Communicator  # a reference, so that no other object gets its id
+    default_group: object
+
+
+# The groups of this process, by the identity of the parent and the spec.
+_resolved: dict[tuple[object, Spec], _Resolved] = {}

@@ -1,0 +1,93 @@
+"""The layout of the messages in which the ranks share a layer's statistics.
+
+A message is one vector of float64 numbers, whose sum over the ranks is all that is exchanged. Of a
+layer with C channels, the payload is
+
+- forward, 2C+2 numbers: `weight * mean`, `weight * meansqr`, `weight`, `count`, where `weight` is
+  what the rank counts for;
+- backward, 2C numbers: `sum_dy`, `sum_dy_xhat`.
+
+Layers that share a message stand one after the other. Lanes follow the payload: zeros that make
+backward messages as long as forward ones, then a fingerprint v and v**2. The fingerprint stands for
+the layer's name, the phase and the dtype: all of W ranks have sent the same v if and only if
+W * sum(v**2) = sum(v)**2 (Cauchy and Schwarz). Equal lengths let ranks in different phases of a
+layer meet, and find that out from the fingerprints.
+"""
+
+import math
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+from multibn._arrays import array_namespace
+from multibn._typing import Array
+
+# Places in a layer's forward payload, after the 2C numbers of the moments.
+WEIGHT, COUNT = 0, 1
+# The whole forward payload of a rank that refuses its input. A count is never NaN otherwise.
+REFUSED = math.nan
+_NUM_SCALARS = 2  # a layer's weight and count
+_NUM_FINGERPRINTS = 2  # v and v**2
+# Fingerprints are below 2**20: their squares are then summed exactly in float64 by 8192 ranks.
+_FINGERPRINT_BITS = 20
+
+
+def forward_payload(num_channels: int, /) -> int:
+    """How many numbers a layer of so many channels sends forward, beside the lanes."""
+    return 2 * num_channels + _NUM_SCALARS
+
+
+def length(*num_channels: int) -> int:
+    """How many numbers a message has in which layers of so many channels share, in either phase."""
+    return sum(map(forward_payload, num_channels)) + _NUM_FINGERPRINTS
+
+
+def num_lanes(phase: str, num_layers: int = 1) -> int:
+    """How many numbers follow the payload of `num_layers` layers."""
+    padding = num_layers * _NUM_SCALARS if phase == "backward" else 0
+    return padding + _NUM_FINGERPRINTS
+
+
+def num_channels(length: int, num_layers: int = 1) -> int:
+    """How many channels the layers have together whose message has this length."""
+    return (length - _NUM_FINGERPRINTS - num_layers * _NUM_SCALARS) // 2
+
+
+def lanes(phase: str, fingerprint: float, num_layers: int = 1) -> list[float]:
+    """The numbers that follow the payload."""
+    padding = [0.0] * (num_lanes(phase, num_layers) - _NUM_FINGERPRINTS)
+    return [*padding, fingerprint, fingerprint * fingerprint]
+
+
+def fingerprint(text: str, /) -> float:
+    """A whole number that stands for `text`, the same on all ranks."""
+    return float(zlib.crc32(text.encode()) >> (32 - _FINGERPRINT_BITS))
+
+
+def all_equal(total: Any, total_of_squares: Any, size: int, /) -> bool:
+    """Whether `size` fingerprints are equal, from their sum and the sum of their squares."""
+    return size * int(total_of_squares) == int(total) ** 2
+
+
+def is_refusal(summed: Array, num_lanes: int = 0, /) -> bool:
+    """Whether the sum of forward messages has the NaN of a rank that refused its input.
+
+    The count is the last number of a payload.
+    """
+    return math.isnan(summed[-1 - num_lanes])
+
+
+def split(payload: Array, lengths: Sequence[int], /) -> list[Array]:
+    """The parts of a payload, one after the other, as views where the library has views."""
+    parts = []
+    start = 0
+    for n in lengths:
+        parts.append(payload[start : start + n])
+        start += n
+    return parts
+
+
+def concat(arrays: Sequence[Array], /) -> Array:
+    """Arrays of one library as one vector, in the order of their elements."""
+    xp = array_namespace(arrays[0])
+    return xp.concat([a if a.ndim == 1 else xp.reshape(a, (-1,)) for a in arrays])
