@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from multibn.torch_backend.reversible.attention import Grid
-from multibn.torch_backend.reversible.config import RevMViTConfig
-from multibn.torch_backend.reversible.fusion import keeps_width
+from multibn.torch_backend.reversible.mvit.attention import Grid
+from multibn.torch_backend.reversible.mvit.config import RevMViTConfig
+from multibn.torch_backend.reversible.mvit.fusion import keeps_width
 
 Triples = list[Sequence[int]]  # by layer; empty where nothing is pooled
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from multibn.torch_backend.reversible.norms import NormFactory, layer_norm, normalize_last_axis
+from multibn.torch_backend.reversible.mvit.norms import NormFactory, layer_norm, normalize_last_axis
 
 
 def _average(a: Tensor, b: Tensor) -> Tensor:

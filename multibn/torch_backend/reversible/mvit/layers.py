@@ -5,17 +5,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from multibn.torch_backend.reversible.attention import (
+from multibn.torch_backend.reversible.mvit.attention import (
     Grid,
     MultiScaleAttention,
     merge_heads,
     pool_tokens,
     split_heads,
 )
-from multibn.torch_backend.reversible.config import RevMViTConfig
-from multibn.torch_backend.reversible.fusion import Mlp, TwoStreamFusion
-from multibn.torch_backend.reversible.layout import Layer, skip_pooling
-from multibn.torch_backend.reversible.norms import NormFactory, has_state, normalize_last_axis
+from multibn.torch_backend.reversible.mvit.config import RevMViTConfig
+from multibn.torch_backend.reversible.mvit.fusion import Mlp, TwoStreamFusion
+from multibn.torch_backend.reversible.mvit.layout import Layer, skip_pooling
+from multibn.torch_backend.reversible.mvit.norms import NormFactory, has_state, normalize_last_axis
 
 
 class AttentionSubBlock(nn.Module):
