@@ -19,10 +19,10 @@ ROOMS = [
         "multibn._arrays",
         "multibn._environment",
         "multibn._progress",
-        "multibn._checkpoint_files",
+        "multibn.checkpoint.files",
     ],
-    ["multibn._checkpoint_keys"],
-    ["multibn._checkpoint_norms"],
+    ["multibn.checkpoint.keys"],
+    ["multibn.checkpoint.norms"],
     ["multibn.kernels", "multibn.communicators"],
     ["multibn.statistics"],
     [

@@ -4,10 +4,10 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
-from multibn import _checkpoint_keys as keys
-from multibn._checkpoint_files import CheckpointError
-from multibn._checkpoint_keys import Names
 from multibn._typing import Array
+from multibn.checkpoint import keys
+from multibn.checkpoint.files import CheckpointError
+from multibn.checkpoint.keys import Names
 
 # Elements per channel that made the variance unbiased, and those that shall; for all layers, or for
 # each by its name.

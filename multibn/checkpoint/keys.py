@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from multibn._checkpoint_files import SEPARATORS, CheckpointError
+from multibn.checkpoint.files import SEPARATORS, CheckpointError
 
 # Old prefix or key -> new prefix or key, or None to leave it out.
 Names: TypeAlias = Mapping[str, str | None]

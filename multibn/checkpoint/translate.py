@@ -9,16 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from multibn import _checkpoint_files as files
-from multibn import _checkpoint_keys as keys
-from multibn import _checkpoint_norms as norms
-from multibn._checkpoint_files import CheckpointError as CheckpointError
-from multibn._checkpoint_keys import Converted as Converted
-from multibn._checkpoint_keys import Names as Names
-from multibn._checkpoint_keys import load_names as load_names
-from multibn._checkpoint_norms import CHAINER, TORCH
-from multibn._checkpoint_norms import Counts as Counts
 from multibn._typing import Array
+from multibn.checkpoint import files, keys, norms
+from multibn.checkpoint.files import CheckpointError
+from multibn.checkpoint.keys import Converted, Names
+from multibn.checkpoint.norms import CHAINER, TORCH, Counts
 
 _WRAPPERS = ("module.", "_orig_mod.")  # of DistributedDataParallel and of torch.compile
 
