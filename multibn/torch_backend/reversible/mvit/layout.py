@@ -50,8 +50,8 @@ class Geometry:
 
 
 @dataclass(frozen=True)
-class Layer:
-    """A layer: reversible, or a stage transition, which takes both streams fused and returns one.
+class LayerSizes:
+    """Sizes of a layer: reversible, or a transition, which fuses both streams and returns one.
 
     Attributes
     ----------
@@ -75,7 +75,7 @@ class Layer:
     drop_path: float
 
 
-def plan(config: RevMViTConfig, parent: Parent) -> list[Layer]:
+def plan(config: RevMViTConfig, parent: Parent) -> list[LayerSizes]:
     """The layers of a reversible MViT.
 
     Raises
@@ -90,7 +90,7 @@ def plan(config: RevMViTConfig, parent: Parent) -> list[Layer]:
     fused = 2 if keeps_width(config.pre_q_fusion) else 1
     keeps_width(config.respath_fuse)
 
-    layers: list[Layer] = []
+    layers: list[LayerSizes] = []
     width, heads = config.embed_dim, config.num_heads
     grid = cast(Grid, tuple(parent.patch_dims))
     for i in range(depth):
@@ -100,7 +100,7 @@ def plan(config: RevMViTConfig, parent: Parent) -> list[Layer]:
         before = layers[-1].dim_out if layers else config.embed_dim
         _check_width(i, dim, before, dim_out, heads)
         transition = i in transitions
-        layer = Layer(
+        layer = LayerSizes(
             transition=transition,
             dim=dim * fused if transition else dim,
             dim_out=dim_out,
@@ -161,7 +161,7 @@ def _check_width(i: int, dim: int, before: int, dim_out: int, heads: int) -> Non
         )
 
 
-def _check_layer(i: int, layer: Layer, config: RevMViTConfig) -> Grid:
+def _check_layer(i: int, layer: LayerSizes, config: RevMViTConfig) -> Grid:
     """Grid behind the layer."""
     if config.pool_mode == "avg" and any(
         size < k

@@ -22,8 +22,8 @@ from multibn._progress import progress as show_progress
 from multibn._typing import check_choice
 from multibn.communicators import as_communicator
 from multibn.lockstep import END, Lockstep, Step
-from multibn.torch_backend._estimators import Estimator
-from multibn.torch_backend._watched import Layer, layers_in_training
+from multibn.torch_backend.precise_bn.estimators import Estimator
+from multibn.torch_backend.precise_bn.watched import WatchedNorm, layers_in_training
 
 
 def update_bn_stats(
@@ -200,7 +200,7 @@ class _Used(NamedTuple):
 def _run_batches(
     steps: Iterable[Step],
     forward: Callable[[Any], object],
-    layers: Sequence[Layer],
+    layers: Sequence[WatchedNorm],
     visits: list[tuple[nn.Module, Tensor]],
     advance: Callable[[], object],
 ) -> _Used:
@@ -236,7 +236,7 @@ def _shortage(used: _Used, rank: int, num_samples: int | None, num_iters: int | 
     return ""
 
 
-def _require_local(layers: Sequence[Layer], occupied: npt.NDArray[np.bool_]) -> None:
+def _require_local(layers: Sequence[WatchedNorm], occupied: npt.NDArray[np.bool_]) -> None:
     """Raise if a rank without any batch would be missed by a synchronized layer.
 
     Which layers there are to take part in, and in which order, shows in a first pass only.

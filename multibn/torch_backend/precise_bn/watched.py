@@ -10,17 +10,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.statistics import local_moments
-from multibn.torch_backend._estimators import (
+from multibn.torch_backend.modules import Synchronized
+from multibn.torch_backend.precise_bn.estimators import (
     Estimate,
     Estimating,
     Estimator,
     MeanOfVar,
     Population,
 )
-from multibn.torch_backend.modules import Synchronized
 
 
-class Layer:
+class WatchedNorm:
     """A batch norm in training mode: what it is shown, and where its running statistics are.
 
     `keepers` are the modules with the running statistics: the layer itself, or the two parts of a
@@ -89,7 +89,7 @@ class Layer:
                 running.copy_(value.repeat(num_splits))
 
 
-def layers_in_training(model: nn.Module, estimator: Estimator) -> Iterator[Layer]:
+def layers_in_training(model: nn.Module, estimator: Estimator) -> Iterator[WatchedNorm]:
     parts: set[Any] = set()
     module: Any
     for name, module in model.named_modules():
@@ -98,9 +98,9 @@ def layers_in_training(model: nn.Module, estimator: Estimator) -> Iterator[Layer
             parts.update(keepers)
             # `split_bn` is what loops that freeze batch norms find.
             if module.training and module.split_bn.training:
-                yield Layer(name, module, keepers, estimator)
+                yield WatchedNorm(name, module, keepers, estimator)
         elif isinstance(module, _BatchNorm) and module.training and module not in parts:
-            yield Layer(name, module, [module], estimator)
+            yield WatchedNorm(name, module, [module], estimator)
 
 
 def _is_sub_batch_norm(module: Any) -> bool:
