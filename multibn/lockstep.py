@@ -138,6 +138,59 @@ class Lockstep(Iterator[Step]):
         return occupied, total
 
 
+def run(
+    steps: Iterable[Step],
+    forward: Callable[[Any], object],
+    visits: list[Callable[[], object]],
+    communicators: Iterable[Communicator],
+    *,
+    source: str,
+    layers: str,
+    otherwise: str,
+) -> Iterator[Step]:
+    """Run a model without gradients on this rank's batches, or its shared layers on empty ones.
+
+    Parameters
+    ----------
+    steps
+        A `Lockstep`, or its first steps. Each is yielded when it is done.
+    forward
+        Runs the model on a batch and appends to `visits`, for each layer that it passes, a call
+        which shows that layer an empty batch.
+    visits
+        On a rank without a batch, the calls of its last batch are repeated: the layers of the
+        other ranks wait for this rank, in the order of a forward pass.
+    communicators
+        Of all layers of the model.
+    source, layers, otherwise
+        Parts of the error message: where batches come from, what shared layers are called, and
+        what to do instead of using fewer ranks.
+
+    Raises
+    ------
+    ValueError
+        On all ranks, if one never has a batch and layers are shared: which layers it must take part
+        in, and in which order, only a forward pass shows.
+    """
+    shared = any(communicator.size > 1 for communicator in communicators)
+    for number, step in enumerate(steps):
+        if number == 0 and shared and not step.occupied.all():
+            raise ValueError(
+                f"{source} must give at least one batch on every rank of a model with {layers}: "
+                f"got none on rank(s) {np.flatnonzero(~step.occupied).tolist()} of "
+                f"{len(step.occupied)}. Share the data among fewer ranks, {otherwise}."
+            )
+        last_pass = visits.copy()
+        visits.clear()
+        if step.batch is END:
+            for visit in last_pass:
+                visit()
+            visits[:] = last_pass
+        else:
+            forward(step.batch)
+        yield step
+
+
 class Joined:
     """Loops over uneven data, in step, and losses to go with them; what the backends' `join` gives.
 

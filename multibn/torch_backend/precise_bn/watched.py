@@ -1,7 +1,8 @@
 """Batch norms of a model in training mode: what a pass shows them, and what is kept of it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,14 +52,14 @@ class WatchedNorm:
         return SingleProcess()
 
     @contextmanager
-    def watched(self, visits: list[tuple[nn.Module, Tensor]]) -> Iterator[None]:
-        """Note the moments of each input, and in `visits` an empty batch shaped like it."""
+    def watched(self, visits: list[Callable[[], object]]) -> Iterator[None]:
+        """Note the moments of each input, and in `visits` a call on an empty batch shaped alike."""
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x: Any = next(iter((*args, *kwargs.values())), None)
             if not self._fits(x):
                 return  # the layer will say so, and tell the other ranks
-            visits.append((module, x.new_empty((0, *x.shape[1:]))))
+            visits.append(partial(module, x.new_empty((0, *x.shape[1:]))))
             if self.keepers:
                 with torch.autocast(x.device.type, enabled=False):
                     self.estimate.update(local_moments(x.detach()))
