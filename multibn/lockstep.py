@@ -6,15 +6,18 @@ takes part with an empty one.
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from multibn.communicators import Communicator
 from multibn.communicators._objects import broadcast
+
+Losses = TypeVar("Losses")  # a backend's tensor
 
 #: What `Lockstep` gives in place of a batch on a rank that has none left.
 END: Any = object()
@@ -191,7 +194,7 @@ def run(
         yield step
 
 
-class Joined:
+class Joined(Generic[Losses]):
     """Loops over uneven data, in step, and losses to go with them; what the backends' `join` gives.
 
     Parameters
@@ -208,6 +211,10 @@ class Joined:
     absent
         Whether this rank has no batch in the present step.
     """
+
+    # A backend's sum of losses, and the argument with which its loss functions do not reduce.
+    _sum: Callable[[Losses], Losses]
+    _unreduced: str
 
     def __init__(self, communicator: Communicator, stand_in: Callable[[Any], Any]) -> None:
         self.communicator = communicator
@@ -254,6 +261,39 @@ class Joined:
         self.absent = False
         if self._steps is not None:
             self._steps.leave()
+
+    def mean(self, losses: Losses) -> Losses:
+        """This rank's part of the mean of all ranks' losses.
+
+        Averaged over the ranks, as DistributedDataParallel, `average_gradients` and ChainerMN's
+        optimizers do, its gradient is that of the mean over all elements of all ranks, however they
+        are distributed; so is its value. It is 0 for a stand-in. Collective: every rank must call
+        it, in each step; one allreduce of one number.
+
+        Parameters
+        ----------
+        losses
+            One number for each sample, pixel..., of any shape but `()`: pass `reduction="none"`
+            (torch) or `reduce="no"` (Chainer) to the loss function.
+
+        Returns
+        -------
+        Tensor or chainer.Variable
+            Shape `()`.
+
+        Raises
+        ------
+        ValueError
+            If `losses` is a single number, which is reduced already.
+        """
+        array: Any = losses
+        if array.ndim == 0:
+            raise ValueError(
+                "`losses` must have a number for each sample: got shape (), which is reduced "
+                f"already. Pass {self._unreduced} to the loss function."
+            )
+        scaled: Any = type(self)._sum(losses)
+        return scaled * self.scale(math.prod(array.shape))
 
     def scale(self, count: int) -> float:
         """What to multiply a sum over `count` local values by, for gradients that are averaged.
