@@ -1,4 +1,4 @@
-"""The layer's passes as operators that torch.compile takes whole.
+"""A layer's passes, which code that torch.compile compiles calls as operators taken whole.
 
 What is inside, communication included, runs as it does without compilation; the compiler sees
 tensors in and tensors out, so that a model compiles with `fullgraph=True` over any communicator.
@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from multibn import population, statistics
+from multibn import population, recompute, statistics
 from multibn._typing import RunningVar, Weighting
 from multibn.communicators import Communicator
 from multibn.statistics import BatchStatistics
@@ -26,11 +26,6 @@ _communicators: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
 def register(communicator: Communicator, /) -> None:
     """Make a communicator known to the operators, under its id."""
     _communicators[id(communicator)] = communicator
-
-
-def in_recomputing() -> bool:
-    """Not known while a block is compiled, so `forward` leaves nothing to update when it is."""
-    return False
 
 
 def forward(
@@ -47,7 +42,10 @@ def forward(
     residual: Tensor | None = None,
     relu: bool = False,
 ) -> tuple[Tensor, BatchStatistics]:
-    """As `functional.forward`, in one operator, and what the compiler can fuse itself."""
+    """`functional.forward`; in compiled code, one operator and what the compiler can fuse."""
+    if not torch.compiler.is_compiling():
+        inputs = [functional.Input(x, weight, bias, eps, axis, residual, relu)]
+        return functional.forward_all(inputs, [num_channels], communicator, weighting=weighting)[0]
     axis = statistics.reduced_axes(x.ndim) if axis is None else axis
     y, *batch = _forward(x, weight, bias, num_channels, id(communicator), eps, weighting, axis)
     return functional.add_relu(y, residual, relu), BatchStatistics(*batch)
@@ -90,7 +88,7 @@ def _forward(
         weighting=cast(Weighting, weighting),
         axis=tuple(axis),
     )
-    if functional.in_recomputing():  # nothing is updated where all ranks were empty
+    if recompute.in_recomputing():  # nothing is updated where all ranks were empty
         batch = batch._replace(count=torch.zeros_like(batch.count))
     # The statistics are parts of one message; an operator's outputs must not share memory.
     return (y, *(part.clone() for part in batch))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from multibn import recompute, statistics
+from multibn import statistics
 from multibn._typing import Weighting
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.checked import Checked
@@ -168,11 +168,6 @@ def backward(
     """Gradient of `x`, and this rank's sums. Collective if `needs_dx`."""
     gradient = Gradient(dy, Input(x, weight, None, eps, axis), batch, needs_dx)
     return _autograd.backward([gradient], communicator)[0]
-
-
-def in_recomputing() -> bool:
-    """Whether this forward pass is one that runs again (see `multibn.recompute`)."""
-    return recompute.in_recomputing()
 
 
 def check_input(x: Any, num_channels: int | None, communicator: Communicator, /) -> None:

@@ -81,9 +81,8 @@ class _SubBatchNorm(Synchronized):
         parts = input.unflatten(0, (len(input) // self.num_splits, self.num_splits))
         axis = reduced_axes(parts.ndim, channel_axes=(1, 2))
         local_count = input.numel() // (self.num_splits * self.num_features)
-        backend = compiled if torch.compiler.is_compiling() else functional
         try:
-            y, batch = backend.forward(
+            y, batch = compiled.forward(
                 parts,
                 self._of_each_split(self.weight),
                 self._of_each_split(self.bias),
@@ -100,8 +99,9 @@ class _SubBatchNorm(Synchronized):
                 f"an input of shape {tuple(input.shape)} on rank {communicator.rank}. Use a larger "
                 "batch or a smaller `num_splits`, drop the last batch, or call eval()."
             ) from error
-        if self.split_bn.track_running_stats and not backend.in_recomputing():
-            update_buffers(self.split_bn, batch, local_count, self.running_var_convention)
+        if self.split_bn.track_running_stats and update_buffers(
+            self.split_bn, batch, local_count, self.running_var_convention
+        ):
             self.aggregate_stats()
         return y.flatten(0, 1)
 
@@ -171,8 +171,7 @@ class _SubBatchNorm(Synchronized):
             return functional.normalize_by_running(
                 input, self.weight, self.bias, bn.running_mean, bn.running_var, eps=bn.eps
             )
-        backend = compiled if torch.compiler.is_compiling() else functional
-        y, _ = backend.forward(
+        y, _ = compiled.forward(
             input,
             self.weight,
             self.bias,

@@ -75,9 +75,8 @@ def normalize_together(layers: Sequence[SyncBatchNorm], inputs: Sequence[Tensor]
         communicator,
         weighting=layers[0].weighting,
     )
-    if not functional.in_recomputing():
-        for (layer, x), (_, batch) in zip(sharing, found, strict=True):
-            layer.track(batch, x)
+    for (layer, x), (_, batch) in zip(sharing, found, strict=True):
+        layer.track(batch, x)
     trained = iter([y for y, _ in found])
     return [next(trained if layer.training else evaluated) for layer in layers]
 

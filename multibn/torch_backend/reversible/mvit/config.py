@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from multibn._typing import check_choice
+from multibn.torch_backend.reversible.mvit.fusion import parse_mode
 
 DropPathMode = Literal["residual_branch", "whole"]
 
@@ -142,6 +143,8 @@ class RevMViTConfig:
             ("drop_path_mode", DropPathMode),
         ):
             check_choice(name, getattr(self, name), choices)
+        parse_mode(self.respath_fuse)
+        parse_mode(self.pre_q_fusion)
         for name in ("dropout_rate", "droppath_rate", "head_dropout_rate"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be in [0, 1): got {getattr(self, name)!r}.")

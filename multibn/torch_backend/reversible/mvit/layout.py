@@ -88,7 +88,6 @@ def plan(config: RevMViTConfig, parent: Parent) -> list[LayerSizes]:
     dim_mul = _multipliers("dim_mul", config.dim_mul, depth)
     head_mul = _multipliers("head_mul", config.head_mul, depth)
     fused = 2 if keeps_width(config.pre_q_fusion) else 1
-    keeps_width(config.respath_fuse)
 
     layers: list[LayerSizes] = []
     width, heads = config.embed_dim, config.num_heads
