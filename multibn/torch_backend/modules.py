@@ -13,6 +13,7 @@ from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.communicators.checked import Checked, find_path
 from multibn.statistics import BatchStatistics
 from multibn.torch_backend import compiled, functional
+from multibn.torch_backend._autograd import Input
 
 _ALONE = SingleProcess()
 compiled.register(_ALONE)
@@ -193,15 +194,10 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
             )
             return functional.add_relu(y, residual, self.fuse_relu)
         y, batch = compiled.forward(
-            input,
-            self.weight,
-            self.bias,
+            Input(input, self.weight, self.bias, self.eps, residual=residual, relu=self.fuse_relu),
             self.num_features,
             self._communicator if self.training else _ALONE,
-            eps=self.eps,
             weighting=self.weighting,
-            residual=residual,
-            relu=self.fuse_relu,
         )
         self.track(batch, input)
         return y

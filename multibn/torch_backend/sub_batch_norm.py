@@ -12,6 +12,7 @@ from multibn.communicators import Communicator
 from multibn.kernels import generic as kernels
 from multibn.statistics import OneValueError, reduced_axes
 from multibn.torch_backend import compiled, functional
+from multibn.torch_backend._autograd import Input
 from multibn.torch_backend.modules import _ALONE, Synchronized, update_buffers
 
 _STATISTICS = ("running_mean", "running_var")
@@ -83,14 +84,16 @@ class _SubBatchNorm(Synchronized):
         local_count = input.numel() // (self.num_splits * self.num_features)
         try:
             y, batch = compiled.forward(
-                parts,
-                self._of_each_split(self.weight),
-                self._of_each_split(self.bias),
+                Input(
+                    parts,
+                    self._of_each_split(self.weight),
+                    self._of_each_split(self.bias),
+                    self.split_bn.eps,
+                    axis,
+                ),
                 self.num_splits,  # the size of axis 1 of `parts`
                 communicator,
-                eps=self.split_bn.eps,
                 weighting=self.weighting,
-                axis=axis,
             )
         except OneValueError as error:
             raise OneValueError(
@@ -171,15 +174,8 @@ class _SubBatchNorm(Synchronized):
             return functional.normalize_by_running(
                 input, self.weight, self.bias, bn.running_mean, bn.running_var, eps=bn.eps
             )
-        y, _ = compiled.forward(
-            input,
-            self.weight,
-            self.bias,
-            self.num_features,
-            _ALONE,
-            eps=bn.eps,
-            weighting="element",
-        )
+        whole = Input(input, self.weight, self.bias, bn.eps)
+        y, _ = compiled.forward(whole, self.num_features, _ALONE, weighting="element")
         return y
 
     def _of_each_split(self, parameter: Tensor | None) -> Tensor | None:
