@@ -13,10 +13,10 @@ _DLPACK_CPU = 1  # kDLCPU of the DLPack header
 
 def array_namespace(x: Array, /) -> Any:
     """The namespace of `x` in the array API standard."""
-    found = _namespaces.get(type(x))
-    if found is None:
-        found = _namespaces[type(x)] = array_api_compat.array_namespace(x)
-    return found
+    namespace = _namespaces.get(type(x))
+    if namespace is None:
+        namespace = _namespaces[type(x)] = array_api_compat.array_namespace(x)
+    return namespace
 
 
 def device(x: Array, /) -> Any:

@@ -331,17 +331,17 @@ def shortened(
     TypeError
         If there is no array with a first axis in `batch`; the message ends with `otherwise`.
     """
-    found = False
+    any_array = False
 
     def visit(x: Any) -> Any:
-        nonlocal found
+        nonlocal any_array
         if x.ndim == 0:
             return x
-        found = True
+        any_array = True
         return shorten(x)
 
     result = map_arrays(visit, batch, array_types)
-    if not found:
+    if not any_array:
         raise TypeError(
             "a batch must have an array in it, with the samples on its first axis: got "
             f"{type(batch).__qualname__}. {otherwise}"

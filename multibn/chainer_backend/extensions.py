@@ -246,7 +246,7 @@ def _one_pass(iterator: Any) -> Iterator[Any]:
 @contextmanager
 def _unchanged(target: chainer.Link, eval_func: Any) -> Iterator[None]:
     """Put back persistent values, arrays in place, and NumPy's random state; keep reports out."""
-    kept = [
+    persistent = [
         (link, name, value, copy.deepcopy(value))
         for link in target.links()
         for name in sorted(link._persistent)
@@ -262,7 +262,7 @@ def _unchanged(target: chainer.Link, eval_func: Any) -> Iterator[None]:
             yield
     finally:
         np.random.set_state(random_state)  # noqa: NPY002
-        for link, name, value, before in kept:
+        for link, name, value, before in persistent:
             link.__dict__[name] = value
             if isinstance(value, chainer.get_array_types()):
                 value[...] = before

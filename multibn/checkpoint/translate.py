@@ -154,7 +154,7 @@ def chainer_to_torch(
     arrays = keys.leave_out(arrays, names, "chainer", notes)
     state = {key: _as_array(key, value)[0] for key, value in arrays.items()}
     notes += keys.numbered(state, names, "chainer")
-    layers = norms.found(state, CHAINER)
+    layers = norms.checked_layers(state, CHAINER)
     largest = norms.set_counters(state, layers, CHAINER, num_batches_tracked, names)
     if layers:
         notes += [
@@ -214,7 +214,7 @@ def torch_to_chainer(
     if widened := sum(widened for _, widened in pairs.values()):
         notes.append(f"{widened} array(s) of bfloat16 became float32, which holds the same values.")
     notes += keys.numbered(arrays, names, "torch")
-    layers = norms.found(arrays, TORCH)
+    layers = norms.checked_layers(arrays, TORCH)
     largest = norms.set_counters(arrays, layers, TORCH, 0, names)
     if layers:
         notes += [

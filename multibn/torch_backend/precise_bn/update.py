@@ -108,8 +108,8 @@ def update_bn_stats(
     rank = communicator.rank
     model = _innermost(model)
     layers = list(layers_in_training(model, estimator))
-    kept = [layer for layer in layers if layer.keepers]
-    if not kept:
+    tracked = [layer for layer in layers if layer.keepers]
+    if not tracked:
         warnings.warn(
             "`model` has no batch norm layer in training mode with running statistics: nothing to "
             "update. Call model.train() first.",
@@ -151,9 +151,9 @@ def update_bn_stats(
             advance()
             if num_samples is not None and samples >= num_samples:
                 break
-        estimates = [layer.estimate.compute(communicator) for layer in kept]
+        estimates = [layer.estimate.compute(communicator) for layer in tracked]
     unseen = []
-    for layer, new in zip(kept, estimates, strict=True):
+    for layer, new in zip(tracked, estimates, strict=True):
         if new.any_data:
             layer.write(new)
         else:

@@ -131,16 +131,16 @@ def skip_pooling(stride: Sequence[int]) -> tuple[Sequence[int], Sequence[int], S
 
 
 def _transitions(config: RevMViTConfig) -> set[int]:
-    found = set(config.buffer_layers)
-    _check_index("buffer_layers", found, config.depth)
-    if 0 in found:
+    transitions = set(config.buffer_layers)
+    _check_index("buffer_layers", transitions, config.depth)
+    if 0 in transitions:
         problem = "layer 0, which has one stream to read and not two"
-    elif config.depth - 1 in found:
+    elif config.depth - 1 in transitions:
         problem = f"the last layer, {config.depth - 1}, which has two streams to return and not one"
-    elif adjacent := [i for i in found if i + 1 in found]:
+    elif adjacent := [i for i in transitions if i + 1 in transitions]:
         problem = f"neighbours, {adjacent[0]} and {adjacent[0] + 1}"
     else:
-        return found
+        return transitions
     raise ValueError(
         "`buffer_layers` must have a reversible layer on either side of each stage transition: got "
         f"{problem}."
