@@ -14,10 +14,10 @@ _DLPACK_CPU = 1  # kDLCPU of the DLPack header
 
 def array_namespace(x: Array, /) -> Any:
     """The namespace of `x` in the array API standard."""
-    xp = _namespaces.get(type(x))
-    if xp is None:
-        xp = _namespaces[type(x)] = array_api_compat.array_namespace(x)
-    return xp
+    namespace = _namespaces.get(type(x))
+    if namespace is None:
+        namespace = _namespaces[type(x)] = array_api_compat.array_namespace(x)
+    return namespace
 
 
 def device(x: Array, /) -> Any:

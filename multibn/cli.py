@@ -37,20 +37,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"multibn {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    made = commands.add_parser(
+    command = commands.add_parser(
         "info", help="what is installed here, and which communicators would work"
     )
-    info.add_arguments(made)
-    made.set_defaults(run=info.run)
-    made = commands.add_parser(
+    info.add_arguments(command)
+    command.set_defaults(run=info.run)
+    command = commands.add_parser(
         "convert",
         help="rewrite a checkpoint of Chainer as one of torch, or the other way",
         description="The suffix says what a file is: .npz is Chainer's, .pt, .pth and .safetensors "
         "are torch's. DST is replaced only when it is complete. What cannot carry over is said.",
     )
-    _add_convert_arguments(made)
-    made.set_defaults(run=_convert)
-    made = commands.add_parser(
+    _add_convert_arguments(command)
+    command.set_defaults(run=_convert)
+    command = commands.add_parser(
         "parity",
         help="compare both frameworks, over every communicator, with exact results",
         description="Train the layers of both frameworks over every communicator that works here, "
@@ -60,8 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     if importable("numpy"):  # without it `info` still runs, and `parity` says what it needs
         from multibn.parity import command as parity
 
-        parity.add_arguments(made)
-        made.set_defaults(run=parity.run)
+        parity.add_arguments(command)
+        command.set_defaults(run=parity.run)
     return parser
 
 

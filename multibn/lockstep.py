@@ -6,15 +6,18 @@ takes part with an empty one.
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from multibn.communicators import Communicator
 from multibn.communicators._objects import broadcast
+
+Losses = TypeVar("Losses")  # a backend's tensor
 
 #: What `Lockstep` gives in place of a batch on a rank that has none left.
 END: Any = object()
@@ -138,7 +141,60 @@ class Lockstep(Iterator[Step]):
         return occupied, total
 
 
-class Joined:
+def run(
+    steps: Iterable[Step],
+    forward: Callable[[Any], object],
+    visits: list[Callable[[], object]],
+    communicators: Iterable[Communicator],
+    *,
+    source: str,
+    layers: str,
+    otherwise: str,
+) -> Iterator[Step]:
+    """Run a model without gradients on this rank's batches, or its shared layers on empty ones.
+
+    Parameters
+    ----------
+    steps
+        A `Lockstep`, or its first steps. Each is yielded when it is done.
+    forward
+        Runs the model on a batch and appends to `visits`, for each layer that it passes, a call
+        which shows that layer an empty batch.
+    visits
+        On a rank without a batch, the calls of its last batch are repeated: the layers of the
+        other ranks wait for this rank, in the order of a forward pass.
+    communicators
+        Of all layers of the model.
+    source, layers, otherwise
+        Parts of the error message: where batches come from, what shared layers are called, and
+        what to do instead of using fewer ranks.
+
+    Raises
+    ------
+    ValueError
+        On all ranks, if one never has a batch and layers are shared: which layers it must take part
+        in, and in which order, only a forward pass shows.
+    """
+    shared = any(communicator.size > 1 for communicator in communicators)
+    for number, step in enumerate(steps):
+        if number == 0 and shared and not step.occupied.all():
+            raise ValueError(
+                f"{source} must give at least one batch on every rank of a model with {layers}: "
+                f"got none on rank(s) {np.flatnonzero(~step.occupied).tolist()} of "
+                f"{len(step.occupied)}. Share the data among fewer ranks, {otherwise}."
+            )
+        last_pass = visits.copy()
+        visits.clear()
+        if step.batch is END:
+            for visit in last_pass:
+                visit()
+            visits[:] = last_pass
+        else:
+            forward(step.batch)
+        yield step
+
+
+class Joined(Generic[Losses]):
     """Loops over uneven data, in step, and losses to go with them; what the backends' `join` gives.
 
     Parameters
@@ -155,6 +211,10 @@ class Joined:
     absent
         Whether this rank has no batch in the present step.
     """
+
+    # A backend's sum of losses, and the argument with which its loss functions do not reduce.
+    _sum: Callable[[Losses], Losses]
+    _unreduced: str
 
     def __init__(self, communicator: Communicator, stand_in: Callable[[Any], Any]) -> None:
         self.communicator = communicator
@@ -202,6 +262,39 @@ class Joined:
         if self._steps is not None:
             self._steps.leave()
 
+    def mean(self, losses: Losses) -> Losses:
+        """This rank's part of the mean of all ranks' losses.
+
+        Averaged over the ranks, as DistributedDataParallel, `average_gradients` and ChainerMN's
+        optimizers do, its gradient is that of the mean over all elements of all ranks, however they
+        are distributed; so is its value. It is 0 for a stand-in. Collective: every rank must call
+        it, in each step; one allreduce of one number.
+
+        Parameters
+        ----------
+        losses
+            One number for each sample, pixel..., of any shape but `()`: pass `reduction="none"`
+            (torch) or `reduce="no"` (Chainer) to the loss function.
+
+        Returns
+        -------
+        Tensor or chainer.Variable
+            Shape `()`.
+
+        Raises
+        ------
+        ValueError
+            If `losses` is a single number, which is reduced already.
+        """
+        array: Any = losses
+        if array.ndim == 0:
+            raise ValueError(
+                "`losses` must have a number for each sample: got shape (), which is reduced "
+                f"already. Pass {self._unreduced} to the loss function."
+            )
+        scaled: Any = type(self)._sum(losses)
+        return scaled * self.scale(math.prod(array.shape))
+
     def scale(self, count: int) -> float:
         """What to multiply a sum over `count` local values by, for gradients that are averaged.
 
@@ -238,17 +331,17 @@ def shortened(
     TypeError
         If there is no array with a first axis in `batch`; the message ends with `otherwise`.
     """
-    found = False
+    any_array = False
 
     def visit(x: Any) -> Any:
-        nonlocal found
+        nonlocal any_array
         if x.ndim == 0:
             return x
-        found = True
+        any_array = True
         return shorten(x)
 
     result = map_arrays(visit, batch, array_types)
-    if not found:
+    if not any_array:
         raise TypeError(
             "a batch must have an array in it, with the samples on its first axis: got "
             f"{type(batch).__qualname__}. {otherwise}"

@@ -91,19 +91,14 @@ def in_recomputing() -> bool:
     return any(isinstance(p, replaying) for p in _stack())
 
 
-def taped(compute: Callable[[], BatchStatistics], channels: tuple[int, ...]) -> BatchStatistics:
-    """Statistics from the tape that is replayed, else from `compute`; noted on those that record.
-
-    `channels` is the shape of the statistics, `(C,)`.
-    """
-    return taped_all(lambda: [compute()], lambda: [channels])[0]
-
-
 def taped_all(
     compute: Callable[[], list[BatchStatistics]],
     channels: Callable[[], Sequence[tuple[int, ...]]],
 ) -> list[BatchStatistics]:
-    """`taped` of several layers whose statistics are computed together."""
+    """Statistics of several layers: from the tape that is replayed, else computed together.
+
+    Tapes that are recording note them. `channels` gives the shape of each, `(C,)`.
+    """
     recorders = []
     for current in reversed(_stack()):
         if isinstance(current, replaying):

@@ -7,21 +7,21 @@ and weighs small batches as much as large ones. Here the population is exact.
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import length_hint
-from typing import Any, NamedTuple
+from typing import Any
 
 import chainer
 import numpy as np
-import numpy.typing as npt
 from chainer import links as L
 from chainer import training
 from chainer.dataset import concat_examples
 
+from multibn import lockstep
 from multibn._progress import progress as show_progress
 from multibn.chainer_backend import functions
 from multibn.chainer_backend.links import MultiNodeBatchNormalization
 from multibn.communicators import Communicator, SingleProcess, as_communicator
-from multibn.lockstep import END, Lockstep
 from multibn.population import PopulationEstimator, running_variance
 from multibn.statistics import local_moments
 
@@ -145,15 +145,16 @@ def finetune_population_statistics(
         for norm in norms:
             norm.link.start_finetuning()
         batches = (convert(batch) for _ in range(num_passes) for batch in _one_pass(iterator))
-        steps = Lockstep(batches, communicator, source="`iterator` or `converter`")
-        for number, step in enumerate(steps):
-            if number == 0 and not step.occupied.all():
-                _require_local(norms, step.occupied)
-            if step.batch is END:
-                watch.take_part()
-            else:
-                watch.visits.clear()
-                call(step.batch)
+        steps = lockstep.Lockstep(batches, communicator, source="`iterator` or `converter`")
+        for _ in lockstep.run(
+            steps,
+            call,
+            watch.visits,
+            [norm.communicator for norm in norms],
+            source="`iterator`",
+            layers="multi-node links",
+            otherwise="chainermn.scatter_dataset for example",
+        ):
             advance()
         populations = [norm.estimator.compute(communicator) for norm in norms]
     for norm, population in zip(norms, populations, strict=True):
@@ -201,14 +202,6 @@ def _largest(norms: Sequence[_Norm]) -> Communicator:
     return max((norm.communicator for norm in norms), key=lambda communicator: communicator.size)
 
 
-class _Visit(NamedTuple):
-    """A call of a link, and an empty batch like the one that it was given."""
-
-    norm: _Norm
-    empty: Any
-    kwargs: dict[str, Any]
-
-
 class _Watch(chainer.LinkHook):
     """Notes the moments of what links are shown, and the calls of the latest pass."""
 
@@ -217,13 +210,12 @@ class _Watch(chainer.LinkHook):
     def __init__(self, norms: Sequence[_Norm]) -> None:
         super().__init__()
         self._norms = {id(norm.link): norm for norm in norms}
-        self.visits: list[_Visit] = []
-        self._taking_part = False
+        self.visits: list[Callable[[], object]] = []
 
     def forward_preprocess(self, args: Any) -> None:
         norm = self._norms.get(id(args.link))
         x = next(iter((*args.args, *args.kwargs.values())), None)
-        if norm is None or self._taking_part:
+        if norm is None:
             return
         channels = norm.link.avg_mean.shape
         axis = functions.fitting_axes(x, channels, norm.link.axis)
@@ -235,18 +227,14 @@ class _Watch(chainer.LinkHook):
         shape = tuple(0 if i == axis[0] else n for i, n in enumerate(x.shape))
         empty = chainer.backend.get_array_module(x).empty(shape, x.dtype)
         kwargs = {k: v for k, v in args.kwargs.items() if k == "finetune"}
-        self.visits.append(_Visit(norm, empty, kwargs))
+        self.visits.append(partial(_visit, norm, empty, kwargs))
 
-    def take_part(self) -> None:
-        """Call multi-node links, for which other ranks wait, in the order of the latest pass."""
-        self._taking_part = True
-        try:
-            for norm, empty, kwargs in self.visits:
-                norm.num_calls += 1
-                if norm.communicator.size > 1:
-                    norm.link(empty, **kwargs)
-        finally:
-            self._taking_part = False
+
+def _visit(norm: _Norm, empty: Any, kwargs: dict[str, Any]) -> None:
+    if norm.communicator.size > 1:
+        norm.link(empty, **kwargs)
+    else:  # Chainer's own link refuses an empty batch, and nobody waits for this rank
+        norm.num_calls += 1
 
 
 def _one_pass(iterator: Any) -> Iterator[Any]:
@@ -255,23 +243,10 @@ def _one_pass(iterator: Any) -> Iterator[Any]:
     return iter(iterator)
 
 
-def _require_local(norms: Sequence[_Norm], occupied: npt.NDArray[np.bool_]) -> None:
-    """Raise if multi-node links would wait for a rank without any batch.
-
-    Which links there are to take part in, and in which order, shows in a first pass only.
-    """
-    if any(norm.communicator.size > 1 for norm in norms):
-        raise ValueError(
-            "`iterator` must give at least one batch on every rank of a model with multi-node "
-            f"links: got none on rank(s) {np.flatnonzero(~occupied).tolist()} of {len(occupied)}. "
-            "Share the data among fewer ranks, chainermn.scatter_dataset for example."
-        )
-
-
 @contextmanager
 def _unchanged(target: chainer.Link, eval_func: Any) -> Iterator[None]:
     """Put back persistent values, arrays in place, and NumPy's random state; keep reports out."""
-    kept = [
+    persistent = [
         (link, name, value, copy.deepcopy(value))
         for link in target.links()
         for name in sorted(link._persistent)
@@ -287,7 +262,7 @@ def _unchanged(target: chainer.Link, eval_func: Any) -> Iterator[None]:
             yield
     finally:
         np.random.set_state(random_state)  # noqa: NPY002
-        for link, name, value, before in kept:
+        for link, name, value, before in persistent:
             link.__dict__[name] = value
             if isinstance(value, chainer.get_array_types()):
                 value[...] = before

@@ -101,15 +101,15 @@ def batch_statistics(
     `forgetting.remembering`, also for `given_as`).
     """
 
-    def compute() -> BatchStatistics:
-        return statistics.batch_statistics(
-            chainer.as_array(x),
-            forgetting.remembering(during(communicator, "forward", x.dtype), given_as=given_as),
-            weighting=weighting,
-            axis=axis,
+    def compute() -> list[BatchStatistics]:
+        sharing = forgetting.remembering(
+            during(communicator, "forward", x.dtype), given_as=given_as
         )
+        array = chainer.as_array(x)
+        return [statistics.batch_statistics(array, sharing, weighting=weighting, axis=axis)]
 
-    return recompute.taped(compute, statistics.channels(x, axis))
+    (batch,) = recompute.taped_all(compute, lambda: [statistics.channels(x, axis)])
+    return batch
 
 
 def normalize(
@@ -187,13 +187,13 @@ def _input_error(
             f"the input must have 2 or more dimensions and all of the axes to reduce, {axis}: "
             f"got shape {x.shape}."
         )
-    kept = statistics.channels(x, axis)
-    if 0 in kept:
-        return ValueError(f"the input must have channels: got {kept} in shape {x.shape}.")
-    if channels is not None and kept != channels:
+    actual = statistics.channels(x, axis)
+    if 0 in actual:
+        return ValueError(f"the input must have channels: got {actual} in shape {x.shape}.")
+    if channels is not None and actual != channels:
         return ValueError(
             f"the input must have channels of shape {channels}, the link's `size` or the shape of "
-            f"`gamma` and `beta`: got {kept} in shape {x.shape} with axes {axis} reduced."
+            f"`gamma` and `beta`: got {actual} in shape {x.shape} with axes {axis} reduced."
         )
     if x.dtype.kind != "f":
         return statistics.not_floating(x)
@@ -235,35 +235,37 @@ class _Normalize(FunctionNode):
         inputs = (*self.get_retained_inputs(), *grad_outputs)
         if chainer.config.enable_backprop:  # a graph of the gradients is asked for
             return _differentiable_gradients(self, *inputs)
-        found = _gradients(self, *map(chainer.as_array, inputs))
-        return tuple(Variable(gradient, requires_grad=False) for gradient in found)
+        gradients = _gradients(self, *map(chainer.as_array, inputs))
+        return tuple(Variable(gradient, requires_grad=False) for gradient in gradients)
 
 
-def _gradients(of: _Normalize, x: Array, *rest: Array) -> list[Array]:
+def _gradients(node: _Normalize, x: Array, *rest: Array) -> list[Array]:
     """One for each input of `_Normalize`."""
     *gamma, dy = rest
-    local = statistics.backward_sums(dy, x, of.batch, eps=of.eps, axis=of.axis)
-    sums = statistics.aggregate_sums(local, during(of.communicator, "backward", x.dtype))
+    axis, size = node.axis, node.communicator.size
+    local = statistics.backward_sums(dy, x, node.batch, eps=node.eps, axis=axis)
+    sums = statistics.aggregate_sums(local, during(node.communicator, "backward", x.dtype))
     weight = gamma[0] if gamma else None
     gradients = [
-        statistics.input_gradient(dy, x, of.batch, sums, weight=weight, eps=of.eps, axis=of.axis)
+        statistics.input_gradient(dy, x, node.batch, sums, weight=weight, eps=node.eps, axis=axis)
     ]
-    size = of.communicator.size
-    if of.has_gamma:
+    if node.has_gamma:
         gradients.append((sums.sum_dy_xhat / size).astype(gamma[0].dtype, copy=False))
-    if of.has_beta:
-        beta_dtype = of.inputs[-1].dtype
+    if node.has_beta:
+        beta_dtype = node.inputs[-1].dtype
         gradients.append((sums.sum_dy / size).astype(beta_dtype, copy=False))
     return gradients
 
 
-def _differentiable_gradients(of: _Normalize, x: Variable, *rest: Variable) -> tuple[Variable, ...]:
+def _differentiable_gradients(
+    node: _Normalize, x: Variable, *rest: Variable
+) -> tuple[Variable, ...]:
     """What `_gradients` computes, out of functions that can be differentiated, several times.
 
     The statistics are computed again, as functions of `x`.
     """
     *gamma, dy = rest
-    axis, size = of.axis, of.communicator.size
+    axis, size = node.axis, node.communicator.size
     channels = statistics.channels(x, axis)
     broadcastable = tuple(1 if i in axis else n for i, n in enumerate(x.shape))
 
@@ -272,26 +274,26 @@ def _differentiable_gradients(of: _Normalize, x: Variable, *rest: Variable) -> t
 
     def sums(*vs: Variable) -> list[Variable]:
         packed = F.stack([F.sum(v, axis) for v in vs])
-        (summed,) = _AllReduce(of.communicator).apply((packed,))
+        (summed,) = _AllReduce(node.communicator).apply((packed,))
         return [F.reshape(v, channels) for v in F.separate(summed)]
 
-    e = float(of.batch.element_weight)
+    e = float(node.batch.element_weight)
     # About the mean, as a constant, nothing cancels in the variance.
-    d = F.cast(x, np.float64) - per_channel(of.batch.mean)
+    d = F.cast(x, np.float64) - per_channel(node.batch.mean)
     dy = F.cast(dy, np.float64)
     mean, meansqr = sums(e * d, e * d * d)
-    invstd = (meansqr - mean * mean + of.eps) ** -0.5
+    invstd = (meansqr - mean * mean + node.eps) ** -0.5
     xhat = (d - per_channel(mean)) * per_channel(invstd)
     sum_dy, sum_dy_xhat = sums(dy, dy * xhat)
     dx = dy - e * (per_channel(sum_dy) + xhat * per_channel(sum_dy_xhat))
     scale = invstd
     gradients = []
-    if of.has_gamma:
-        (copied,) = _Copied(of.communicator).apply(gamma)
+    if node.has_gamma:
+        (copied,) = _Copied(node.communicator).apply(gamma)
         scale = scale * F.cast(copied, np.float64)
         gradients.append(F.cast(sum_dy_xhat / size, gamma[0].dtype))
-    if of.has_beta:
-        gradients.append(F.cast(sum_dy / size, of.inputs[-1].dtype))
+    if node.has_beta:
+        gradients.append(F.cast(sum_dy / size, node.inputs[-1].dtype))
     return (F.cast(dx * per_channel(scale), x.dtype), *gradients)
 
 

@@ -131,13 +131,14 @@ class ReversibleSequence(chainer.Chain):
         return streams[0], streams[1]
 
     def _couplings(self) -> list["_Coupling"]:
-        found = []
+        couplings = []
         for k, function in enumerate(self._functions):
             if isinstance(function, tuple):
                 i, name = function
                 function = getattr(self.layers[i], name)
-            found.append(_Coupling(f"{'FG'[k % 2]} of block {k // 2}", function, 1 - k % 2, k % 2))
-        return found
+            name = f"{'FG'[k % 2]} of block {k // 2}"
+            couplings.append(_Coupling(name, function, 1 - k % 2, k % 2))
+        return couplings
 
 
 def _checked_pair(i: int, pair: Any) -> tuple[Any, Any]:

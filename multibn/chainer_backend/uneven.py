@@ -16,8 +16,11 @@ from multibn.chainer_backend.links import MultiNodeBatchNormalization
 from multibn.communicators import Communicator, SingleProcess, as_communicator
 
 
-class Joined(lockstep.Joined):
+class Joined(lockstep.Joined[chainer.Variable]):
     """What `join` gives: called with this rank's iterator, it makes a loop over its batches."""
+
+    _sum = staticmethod(F.sum)
+    _unreduced = 'reduce="no"'
 
     def __init__(
         self,
@@ -29,25 +32,10 @@ class Joined(lockstep.Joined):
         self._convert = convert
 
     def __call__(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """This rank's batches, converted, then stand-ins for as long as another rank has any.
+        """As `multibn.lockstep.Joined`, of batches that are converted first.
 
-        Each step is collective, as in `multibn.torch_backend.join`.
-
-        Parameters
-        ----------
-        batches
-            A Chainer iterator with `repeat=False`, which is reset first, or any iterable of
-            batches: this rank's data.
-
-        Raises
-        ------
-        ValueError
-            If `batches` is an iterator that repeats for ever.
-        TypeError
-            If there is no array in a batch.
-        ValueError, RuntimeError
-            On all ranks, if no rank has a batch; on the other ranks, if one rank's iterator raised;
-            on all ranks, if some left the loop while others had batches.
+        `batches` is any iterable, or a Chainer iterator, which is reset first. Raises ValueError if
+        the iterator repeats for ever.
         """
         if getattr(batches, "repeat", False):
             raise ValueError(
@@ -57,36 +45,6 @@ class Joined(lockstep.Joined):
         if hasattr(batches, "reset"):
             batches.reset()
         return super().__call__(map(self._convert, batches))
-
-    def mean(self, losses: Any) -> chainer.Variable:
-        """This rank's part of the mean of all ranks' losses.
-
-        Averaged over the ranks, as ChainerMN's optimizers do, its gradient is that of the mean over
-        all elements of all ranks, however they are distributed; so is its value. It is 0 for a
-        stand-in. Collective: every rank must call it, in each step; one allreduce of one number.
-
-        Parameters
-        ----------
-        losses
-            One number for each sample, pixel..., of any shape but `()`: pass `reduce="no"` to the
-            loss function.
-
-        Returns
-        -------
-        chainer.Variable
-            Shape `()`.
-
-        Raises
-        ------
-        ValueError
-            If `losses` is a single number, which is reduced already.
-        """
-        if losses.ndim == 0:
-            raise ValueError(
-                "`losses` must have a number for each sample: got shape (), which is reduced "
-                'already. Pass reduce="no" to the loss function.'
-            )
-        return F.sum(losses) * self.scale(losses.size)
 
 
 @contextmanager

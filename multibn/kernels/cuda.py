@@ -8,7 +8,6 @@ captured in a CUDA graph once they have run, and been compiled, outside of it. R
 on the order in which programs run.
 """
 
-import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from multibn import message
 from multibn.kernels import _triton, generic
+from multibn.kernels._layout import sizes_in_memory
 from multibn.kernels.cuda_steps import bits, fit, number, wide
 
 _ARITHMETIC = {
@@ -208,18 +208,10 @@ def _plan(
 def _plan_of(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, axis: tuple[int, ...]
 ) -> _Plan | None:
-    in_memory = _in_memory(shape, strides)
-    if in_memory is None or 0 in shape or dtype not in _ARITHMETIC:
+    sizes = sizes_in_memory(shape, strides, axis)
+    if sizes is None or 0 in shape or dtype not in _ARITHMETIC:
         return None
-    kept = [k for k, i in enumerate(in_memory) if i not in axis]
-    first, stop = (kept[0], kept[-1] + 1) if kept else (0, 0)
-    together = in_memory[first:stop]
-    if len(together) > len(kept) or together != sorted(together):
-        return None
-    outer, channels, inner = (
-        math.prod(shape[i] for i in part)
-        for part in (in_memory[:first], together, in_memory[stop:])
-    )
+    outer, channels, inner = sizes
     last = inner == 1 and channels > 1
     width = channels if last else inner
     cols = min(triton.next_power_of_2(width), 64 if last else 512)
@@ -243,17 +235,6 @@ def _plan_of(
         },
         tuple(n for i, n in enumerate(shape) if i not in axis),
     )
-
-
-def _in_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int] | None:
-    """Dimensions of size above 1, from large stride to small; None if there are gaps."""
-    dims = sorted((i for i, n in enumerate(shape) if n != 1), key=lambda i: -strides[i])
-    expected = 1
-    for i in reversed(dims):
-        if strides[i] != expected:
-            return None
-        expected *= shape[i]
-    return dims
 
 
 def _laid_out_as(x: Tensor, dy: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ import numpy as np
 from multibn import message
 from multibn._typing import Array
 from multibn.kernels import _loops, generic
+from multibn.kernels._layout import sizes_in_memory
 from multibn.kernels._memory import Parameters, library, parameters_of, scratch, vector
 from multibn.kernels.host_steps import step
 
@@ -181,10 +182,10 @@ def _prepare(
     dtype, sizes = x.dtype, plan.sizes
     if sizes is None or not plan.is_dtype:
         x = of.cast(x, plan.dtype)
-        sizes = _sizes(x.shape, of.strides(x), axis)
+        sizes = sizes_in_memory(x.shape, of.strides(x), axis)
         if sizes is None:
             x = of.empty_like(x, content=x)
-            sizes = _sizes(x.shape, of.strides(x), axis)
+            sizes = sizes_in_memory(x.shape, of.strides(x), axis)
             if sizes is None:
                 return None
         address, strides = of.address(x), of.strides(x)
@@ -232,31 +233,7 @@ def _plan(
     if arithmetic is None or 0 in shape:
         return None
     per_channel = tuple(n for i, n in enumerate(shape) if i not in axis)
-    return _Plan(per_channel, arithmetic, name == arithmetic, _sizes(shape, strides, axis))
-
-
-def _sizes(
-    shape: tuple[int, ...], strides: tuple[int, ...], axis: tuple[int, ...]
-) -> tuple[int, int, int] | None:
-    """(N, C, S) of an array with these strides; None if it is not dense, or has none."""
-    blocks = [(True, 1)]  # from the last in memory: whether it is reduced, and its size
-    kept = []
-    expected = 1
-    for stride, i in sorted((strides[i], i) for i, n in enumerate(shape) if n != 1):
-        if stride != expected:
-            return None
-        expected *= shape[i]
-        reduced = i in axis
-        if not reduced:
-            kept.append(i)
-        if blocks[-1][0] == reduced:
-            blocks[-1] = (reduced, blocks[-1][1] * shape[i])
-        else:
-            blocks.append((reduced, shape[i]))
-    if len(blocks) > 3 or kept != sorted(kept, reverse=True):
-        return None
-    S, C, N = [size for _, size in blocks] + [1] * (3 - len(blocks))
-    return N, C, S
+    return _Plan(per_channel, arithmetic, name == arithmetic, sizes_in_memory(shape, strides, axis))
 
 
 def _moments(given: _Given, mean_at: int, var_at: int) -> None:

@@ -107,8 +107,8 @@ class Row:
 
     def worst(self, what: str = "error") -> tuple[str, Worst]:
         """The case with the worst `"error"` or `"difference"`, and that."""
-        found = {name: getattr(outcome, what) for name, outcome in self.outcomes.items()}
-        return max(found.items(), key=lambda item: item[1].ratio)
+        by_case = {name: getattr(outcome, what) for name, outcome in self.outcomes.items()}
+        return max(by_case.items(), key=lambda item: item[1].ratio)
 
 
 def exit_status(rows: Sequence[Row]) -> int:
@@ -140,8 +140,8 @@ def compare(
     running_var
         By surface, the convention of peers that have only their own.
     """
-    found = [_averaged(row, ranks, case) for row, ranks in zip(rows, results, strict=True)]
-    for row, ranks, got in zip(rows, results, found, strict=True):
+    averaged = [_averaged(row, ranks, case) for row, ranks in zip(rows, results, strict=True)]
+    for row, ranks, got in zip(rows, results, averaged, strict=True):
         convention = (running_var or {}).get(row.surface)
         expected = oracle.train(case, row.size, running_var=convention)
         errors = _largest(got, expected, expected)
@@ -149,7 +149,7 @@ def compare(
         if not row.peer:
             outcome.messages = _unexpected(row, ranks, case)
         row.outcomes[case.name] = outcome
-    ours = [(row, got) for row, got in zip(rows, found, strict=True) if not row.peer]
+    ours = [(row, got) for row, got in zip(rows, averaged, strict=True) if not row.peer]
     if len(ours) < 2:
         return
     expected = oracle.train(case, rows[0].size)
@@ -195,16 +195,16 @@ def _averaged(row: Row, ranks: Sequence[Written], case: Case) -> list[Arrays]:
     torch's are sums of each rank, and Chainer's are means already.
     """
     prefix = f"{row.surface}/{row.communicator}/{case.name}/"
-    found = [
+    by_rank = [
         {key.removeprefix(prefix): w.arrays[key] for key in w.arrays if key.startswith(prefix)}
         for w in ranks
     ]
-    for key in found[0]:
+    for key in by_rank[0]:
         if key.endswith(("/dweight", "/dbias")):
-            mean = np.asarray(np.mean([a[key] for a in found], axis=0, dtype=np.float64))
-            for arrays in found:
+            mean = np.asarray(np.mean([a[key] for a in by_rank], axis=0, dtype=np.float64))
+            for arrays in by_rank:
                 arrays[key] = mean
-    return found
+    return by_rank
 
 
 def _largest(
@@ -224,7 +224,7 @@ def _unexpected(row: Row, ranks: Sequence[Written], case: Case) -> list[list[int
     """The messages of the first rank that sent others than it should."""
     for written in ranks:
         notes = written.notes[f"{row.surface}/{row.communicator}/{case.name}"]
-        found: list[list[int]] = notes["messages"]
-        if found != [messages(len(ranks))] * case.steps + [[]]:
-            return found
+        sent: list[list[int]] = notes["messages"]
+        if sent != [messages(len(ranks))] * case.steps + [[]]:
+            return sent
     return []

@@ -72,18 +72,18 @@ def load(spec: str) -> tuple[Any, Any, NDArrayAny]:
             "Write a function that returns a torch model, a Chainer model and an input."
         )
     _seed()  # ranks and runs must begin with the same weights
-    found = function()
-    if not isinstance(found, tuple) or len(found) != 3 or not isinstance(found[2], np.ndarray):
+    result = function()
+    if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[2], np.ndarray):
         raise TypeError(
-            f"{spec} must return a torch model, a Chainer model and a NumPy array: got {found!r}."
+            f"{spec} must return a torch model, a Chainer model and a NumPy array: got {result!r}."
         )
-    x = found[2]
+    x = result[2]
     if x.ndim < 1 or len(x) < max(SIZES) or x.dtype.name not in BOUNDS:
         raise ValueError(
             f"{spec} must return an input of float32 or float64 with {max(SIZES)} or more samples: "
             f"got {x.dtype} of shape {x.shape}."
         )
-    return found
+    return result
 
 
 def _seed() -> None:

@@ -22,8 +22,8 @@ _WIDTH = 116  # where the output is no terminal
 
 def console(*, stderr: bool = False) -> Console:
     """A console wide enough for the table."""
-    made = Console(stderr=stderr, highlight=False)
-    return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=_WIDTH)
+    out = Console(stderr=stderr, highlight=False)
+    return out if out.is_terminal else Console(stderr=stderr, highlight=False, width=_WIDTH)
 
 
 @contextlib.contextmanager
@@ -53,7 +53,7 @@ def show(rows: Sequence[Row]) -> None:
 
 def table(rows: Sequence[Row]) -> Table:
     """One row a combination, by surface; the peers come last."""
-    made = Table(
+    grid = Table(
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         padding=0,
@@ -63,18 +63,18 @@ def table(rows: Sequence[Row]) -> Table:
         "bound.\nallreduce: numbers in each message of a step, forward + backward.",
     )
     for header in ("surface", "communicator"):
-        made.add_column(header, no_wrap=True)
+        grid.add_column(header, no_wrap=True)
     for header in ("ranks", "error", "bound"):
-        made.add_column(header, justify="right", no_wrap=True)
-    made.add_column("quantity, case")  # what wraps if the terminal is narrow
+        grid.add_column(header, justify="right", no_wrap=True)
+    grid.add_column("quantity, case")  # what wraps if the terminal is narrow
     for header in ("apart", "allreduce", "µs/step"):
-        made.add_column(header, justify="right", no_wrap=True)
-    made.add_column("verdict", no_wrap=True)
+        grid.add_column(header, justify="right", no_wrap=True)
+    grid.add_column("verdict", no_wrap=True)
     for _, group in groupby(ordered(rows), key=lambda row: (row.peer, row.surface)):
         for row in group:
-            made.add_row(*_cells(row), style=_style(row))
-        made.add_section()
-    return made
+            grid.add_row(*_cells(row), style=_style(row))
+        grid.add_section()
+    return grid
 
 
 def ordered(rows: Sequence[Row]) -> list[Row]:

@@ -125,8 +125,8 @@ def main(spec: str, directory: str) -> None:
                 if case.name not in job["cases"]:
                     continue
                 key = f"{surface}/{name}/{case.name}"
-                found, notes[key] = train(surface, case, communicator)
-                arrays |= {f"{key}/{k}": a for k, a in found.items()}
+                results, notes[key] = train(surface, case, communicator)
+                arrays |= {f"{key}/{k}": a for k, a in results.items()}
     out = Path(directory, f"{communicator.rank:03}")
     np.savez(out.with_suffix(".npz"), **arrays)  # type: ignore[arg-type]
     out.with_suffix(".json").write_text(json.dumps(notes))

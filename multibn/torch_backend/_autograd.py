@@ -102,8 +102,8 @@ def backward(
     ]
 
 
-def _input_gradient(of: Gradient, sums: GradientSums) -> Tensor:
-    dy, i, batch, _ = of
+def _input_gradient(gradient: Gradient, sums: GradientSums) -> Tensor:
+    dy, i, batch, _ = gradient
     dx: Tensor = statistics.input_gradient(
         dy, i.x, batch, sums, weight=i.weight, eps=i.eps, axis=i.axis
     )
@@ -135,9 +135,9 @@ class _Normalize(torch.autograd.Function):
         results: list[Tensor | None] = [None] * 4
         with _without_autocast(saved[0]):
             if torch.is_grad_enabled():  # create_graph
-                found = _differentiable_backward(ctx, gradients)
+                grads = _differentiable_backward(ctx, gradients)
                 for k, dresidual in enumerate(dresiduals):
-                    results += [*found[3 * k : 3 * k + 3], dresidual]
+                    results += [*grads[3 * k : 3 * k + 3], dresidual]
                 return tuple(results)
             for k, (dx, sums) in enumerate(backward(gradients, ctx.communicator)):
                 _, i, *_ = gradients[k]
@@ -233,8 +233,8 @@ def _differentiable_backward(ctx: Any, gradients: Sequence[Gradient]) -> list[Te
     tensors = [t for i in inputs for t in (i.x, i.weight, i.bias)]
     needed = [n for k, n in enumerate(ctx.needs_input_grad[4:]) if k % 4 < 3]
     sources = [t for t, n in zip(tensors, needed, strict=True) if t is not None and n]
-    found = iter(torch.autograd.grad(ys, sources, [g.dy for g in gradients], create_graph=True))
-    return [next(found) if n else None for n in needed]
+    grads = iter(torch.autograd.grad(ys, sources, [g.dy for g in gradients], create_graph=True))
+    return [next(grads) if n else None for n in needed]
 
 
 class _Differentiable:

@@ -1,4 +1,4 @@
-"""The layer's passes as operators that torch.compile takes whole.
+"""A layer's passes, which code that torch.compile compiles calls as operators taken whole.
 
 What is inside, communication included, runs as it does without compilation; the compiler sees
 tensors in and tensors out, so that a model compiles with `fullgraph=True` over any communicator.
@@ -13,11 +13,12 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from multibn import population, statistics
+from multibn import population, recompute, statistics
 from multibn._typing import RunningVar, Weighting
 from multibn.communicators import Communicator
 from multibn.statistics import BatchStatistics
-from multibn.torch_backend import functional
+from multibn.torch_backend import _autograd, functional
+from multibn.torch_backend._autograd import Gradient, Input
 
 # As long as their layers live: a compiled graph ends with its layers, too.
 _communicators: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
@@ -28,26 +29,16 @@ def register(communicator: Communicator, /) -> None:
     _communicators[id(communicator)] = communicator
 
 
-def in_recomputing() -> bool:
-    """Not known while a block is compiled, so `forward` leaves nothing to update when it is."""
-    return False
-
-
 def forward(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    num_channels: int,
-    communicator: Communicator,
-    /,
-    *,
-    eps: float,
-    weighting: Weighting,
-    axis: tuple[int, ...] | None = None,
-    residual: Tensor | None = None,
-    relu: bool = False,
+    input: Input, num_channels: int, communicator: Communicator, /, *, weighting: Weighting
 ) -> tuple[Tensor, BatchStatistics]:
-    """As `functional.forward`, in one operator, and what the compiler can fuse itself."""
+    """`functional.forward_all` of one input, which in compiled code is one operator.
+
+    The compiler can fuse what follows the normalization itself.
+    """
+    if not torch.compiler.is_compiling():
+        return functional.forward_all([input], [num_channels], communicator, weighting=weighting)[0]
+    x, weight, bias, eps, axis, residual, relu = input
     axis = statistics.reduced_axes(x.ndim) if axis is None else axis
     y, *batch = _forward(x, weight, bias, num_channels, id(communicator), eps, weighting, axis)
     return functional.add_relu(y, residual, relu), BatchStatistics(*batch)
@@ -80,17 +71,13 @@ def _forward(
     weighting: str,
     axis: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    y, batch = functional.forward(
-        x,
-        weight,
-        bias,
-        num_channels,
+    ((y, batch),) = functional.forward_all(
+        [Input(x, weight, bias, eps, tuple(axis))],
+        [num_channels],
         _communicators[communicator],
-        eps=eps,
         weighting=cast(Weighting, weighting),
-        axis=tuple(axis),
     )
-    if functional.in_recomputing():  # nothing is updated where all ranks were empty
+    if recompute.in_recomputing():  # nothing is updated where all ranks were empty
         batch = batch._replace(count=torch.zeros_like(batch.count))
     # The statistics are parts of one message; an operator's outputs must not share memory.
     return (y, *(part.clone() for part in batch))
@@ -131,16 +118,9 @@ def _backward(
     needs_dx: bool,
     axis: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx, sums = functional.backward(
-        dy,
-        x,
-        weight,
-        BatchStatistics(*batch),
-        _communicators[communicator],
-        eps=eps,
-        needs_dx=needs_dx,
-        axis=tuple(axis),
-    )
+    i = Input(x, weight, None, eps, tuple(axis))
+    gradient = Gradient(dy, i, BatchStatistics(*batch), needs_dx)
+    ((dx, sums),) = _autograd.backward([gradient], _communicators[communicator])
     return torch.empty_like(x) if dx is None else dx, sums.sum_dy_xhat, sums.sum_dy
 
 

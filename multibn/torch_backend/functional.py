@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from multibn import recompute, statistics
+from multibn import statistics
 from multibn._typing import Weighting
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.conversation import Conversation
-from multibn.statistics import BatchStatistics, GradientSums
+from multibn.statistics import BatchStatistics
 from multibn.torch_backend import _autograd
-from multibn.torch_backend._autograd import Gradient, Input
+from multibn.torch_backend._autograd import Input
 
 
 def sync_batch_norm(
@@ -78,25 +78,7 @@ def sync_batch_norm(
         error = ValueError(f"`weight` and `bias` must have the same shape (C,): got {shapes}.")
         refuse(error, [x], [None], communicator)
     num_channels = shapes[0][0] if shapes else None
-    return forward(x, weight, bias, num_channels, communicator, eps=eps, weighting=weighting)
-
-
-def forward(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    num_channels: int | None,
-    communicator: Communicator,
-    /,
-    *,
-    eps: float,
-    weighting: Weighting,
-    axis: tuple[int, ...] | None = None,
-    residual: Tensor | None = None,
-    relu: bool = False,
-) -> tuple[Tensor, BatchStatistics]:
-    """`forward_all` of one input."""
-    inputs = [Input(x, weight, bias, eps, axis, residual, relu)]
+    inputs = [Input(x, weight, bias, eps)]
     return forward_all(inputs, [num_channels], communicator, weighting=weighting)[0]
 
 
@@ -151,28 +133,6 @@ def add_relu(y: Tensor, residual: Tensor | None, relu: bool, /) -> Tensor:
     """`y` plus `residual`, then ReLU, where asked for, as operations of their own."""
     y = y if residual is None else y + residual
     return y.relu() if relu else y
-
-
-def backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    batch: BatchStatistics,
-    communicator: Communicator,
-    /,
-    *,
-    eps: float,
-    needs_dx: bool,
-    axis: tuple[int, ...] | None = None,
-) -> tuple[Tensor | None, GradientSums]:
-    """Gradient of `x`, and this rank's sums. Collective if `needs_dx`."""
-    gradient = Gradient(dy, Input(x, weight, None, eps, axis), batch, needs_dx)
-    return _autograd.backward([gradient], communicator)[0]
-
-
-def in_recomputing() -> bool:
-    """Whether this forward pass is one that runs again (see `multibn.recompute`)."""
-    return recompute.in_recomputing()
 
 
 def check_input(x: Any, num_channels: int | None, communicator: Communicator, /) -> None:

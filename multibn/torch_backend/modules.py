@@ -7,12 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from multibn import population
+from multibn import population, recompute
 from multibn._typing import RunningVar, Weighting, check_choice
 from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.communicators.conversation import Conversation, find_path
 from multibn.statistics import BatchStatistics
 from multibn.torch_backend import compiled, functional
+from multibn.torch_backend._autograd import Input
 
 _ALONE = SingleProcess()
 compiled.register(_ALONE)
@@ -70,12 +71,18 @@ def _name(layer: nn.Module | None) -> str:
 
 def update_buffers(
     bn: _BatchNorm, batch: BatchStatistics, local_count: int, convention: RunningVar
-) -> None:
-    """Write the running statistics of `bn`; `local_count` is this rank's elements per channel."""
+) -> bool:
+    """Write the running statistics of `bn`; `local_count` is this rank's elements per channel.
+
+    Returns False, and writes nothing, in a pass that runs again. Compiled code does not know
+    whether it runs in one: `batch.count` is 0 there, so that the values written are the old ones.
+    """
     if bn.running_mean is None or bn.running_var is None:
-        return
-    update = compiled if torch.compiler.is_compiling() else population
-    if update is population and batch.count.is_cpu:  # numbers are faster than tensors of one
+        return False
+    compiling = torch.compiler.is_compiling()
+    if not compiling and recompute.in_recomputing():
+        return False
+    if not compiling and batch.count.is_cpu:  # numbers are faster than tensors of one
         batch = batch._replace(count=batch.count.item())
         counted: Any = int(batch.count > 0)
     else:
@@ -87,7 +94,7 @@ def update_buffers(
             momentum = bn.num_batches_tracked.clamp(min=1).double().reciprocal().to(batch.mean)
     if batch.mean.ndim > 1:
         batch = batch._replace(mean=batch.mean.flatten(), var=batch.var.flatten())
-    mean, var = update.update_running(
+    mean, var = (compiled if compiling else population).update_running(
         bn.running_mean,
         bn.running_var,
         batch,
@@ -97,6 +104,7 @@ def update_buffers(
     )
     bn.running_mean.copy_(mean)
     bn.running_var.copy_(var)
+    return True
 
 
 class SyncBatchNorm(Synchronized, _BatchNorm):
@@ -185,20 +193,13 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
                 input, self.weight, self.bias, self.running_mean, self.running_var, eps=self.eps
             )
             return functional.add_relu(y, residual, self.fuse_relu)
-        backend = compiled if torch.compiler.is_compiling() else functional
-        y, batch = backend.forward(
-            input,
-            self.weight,
-            self.bias,
+        y, batch = compiled.forward(
+            Input(input, self.weight, self.bias, self.eps, residual=residual, relu=self.fuse_relu),
             self.num_features,
             self._communicator if self.training else _ALONE,
-            eps=self.eps,
             weighting=self.weighting,
-            residual=residual,
-            relu=self.fuse_relu,
         )
-        if not backend.in_recomputing():
-            self.track(batch, input)
+        self.track(batch, input)
         return y
 
     def track(self, batch: BatchStatistics, input: Tensor) -> None:

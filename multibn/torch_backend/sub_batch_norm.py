@@ -12,6 +12,7 @@ from multibn.communicators import Communicator
 from multibn.kernels import generic as kernels
 from multibn.statistics import OneValueError, reduced_axes
 from multibn.torch_backend import compiled, functional
+from multibn.torch_backend._autograd import Input
 from multibn.torch_backend.modules import _ALONE, Synchronized, update_buffers
 
 _STATISTICS = ("running_mean", "running_var")
@@ -81,17 +82,18 @@ class _SubBatchNorm(Synchronized):
         parts = input.unflatten(0, (len(input) // self.num_splits, self.num_splits))
         axis = reduced_axes(parts.ndim, channel_axes=(1, 2))
         local_count = input.numel() // (self.num_splits * self.num_features)
-        backend = compiled if torch.compiler.is_compiling() else functional
         try:
-            y, batch = backend.forward(
-                parts,
-                self._of_each_split(self.weight),
-                self._of_each_split(self.bias),
+            y, batch = compiled.forward(
+                Input(
+                    parts,
+                    self._of_each_split(self.weight),
+                    self._of_each_split(self.bias),
+                    self.split_bn.eps,
+                    axis,
+                ),
                 self.num_splits,  # the size of axis 1 of `parts`
                 communicator,
-                eps=self.split_bn.eps,
                 weighting=self.weighting,
-                axis=axis,
             )
         except OneValueError as error:
             raise OneValueError(
@@ -100,8 +102,9 @@ class _SubBatchNorm(Synchronized):
                 f"an input of shape {tuple(input.shape)} on rank {communicator.rank}. Use a larger "
                 "batch or a smaller `num_splits`, drop the last batch, or call eval()."
             ) from error
-        if self.split_bn.track_running_stats and not backend.in_recomputing():
-            update_buffers(self.split_bn, batch, local_count, self.running_var_convention)
+        if self.split_bn.track_running_stats and update_buffers(
+            self.split_bn, batch, local_count, self.running_var_convention
+        ):
             self.aggregate_stats()
         return y.flatten(0, 1)
 
@@ -171,16 +174,8 @@ class _SubBatchNorm(Synchronized):
             return functional.normalize_by_running(
                 input, self.weight, self.bias, bn.running_mean, bn.running_var, eps=bn.eps
             )
-        backend = compiled if torch.compiler.is_compiling() else functional
-        y, _ = backend.forward(
-            input,
-            self.weight,
-            self.bias,
-            self.num_features,
-            _ALONE,
-            eps=bn.eps,
-            weighting="element",
-        )
+        whole = Input(input, self.weight, self.bias, bn.eps)
+        y, _ = compiled.forward(whole, self.num_features, _ALONE, weighting="element")
         return y
 
     def _of_each_split(self, parameter: Tensor | None) -> Tensor | None:

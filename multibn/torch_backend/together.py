@@ -69,16 +69,15 @@ def normalize_together(layers: Sequence[SyncBatchNorm], inputs: Sequence[Tensor]
         evaluated = iter([layer(x) for layer, x in pairs if not layer.training])
     except (TypeError, ValueError) as error:  # before the other ranks wait for this one
         functional.refuse(error, [x for _, x in sharing], num_features, communicator)
-    found = functional.forward_all(
+    outputs = functional.forward_all(
         [Input(x, bn.weight, bn.bias, bn.eps, relu=bn.fuse_relu) for bn, x in sharing],
         num_features,
         communicator,
         weighting=layers[0].weighting,
     )
-    if not functional.in_recomputing():
-        for (layer, x), (_, batch) in zip(sharing, found, strict=True):
-            layer.track(batch, x)
-    trained = iter([y for y, _ in found])
+    for (layer, x), (_, batch) in zip(sharing, outputs, strict=True):
+        layer.track(batch, x)
+    trained = iter([y for y, _ in outputs])
     return [next(trained if layer.training else evaluated) for layer in layers]
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -12,39 +13,11 @@ from multibn.communicators import Communicator, as_communicator
 from multibn.torch_backend.modules import Synchronized
 
 
-class Joined(lockstep.Joined):
+class Joined(lockstep.Joined[Tensor]):
     """What `join` gives: called with this rank's data, it makes a loop over it."""
 
-    def mean(self, losses: Tensor) -> Tensor:
-        """This rank's part of the mean of all ranks' losses.
-
-        Averaged over the ranks, as DistributedDataParallel and `average_gradients` do, its gradient
-        is that of the mean over all elements of all ranks, however they are distributed; so is its
-        value. It is 0 for an empty batch, where a mean would be NaN. Collective: every rank must
-        call it, in each step; one allreduce of one number.
-
-        Parameters
-        ----------
-        losses
-            One number for each sample, pixel..., of any shape but `()`: pass `reduction="none"` to
-            the loss function.
-
-        Returns
-        -------
-        Tensor
-            Shape `()`.
-
-        Raises
-        ------
-        ValueError
-            If `losses` is a single number, which is reduced already.
-        """
-        if losses.ndim == 0:
-            raise ValueError(
-                "`losses` must have a number for each sample: got shape (), which is reduced "
-                'already. Pass reduction="none" to the loss function.'
-            )
-        return losses.sum() * self.scale(losses.numel())
+    _sum = staticmethod(torch.sum)
+    _unreduced = 'reduction="none"'
 
     def _portable(self, batch: Any) -> Any:
         return lockstep.map_arrays(Tensor.cpu, batch, Tensor)

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multibn import _checkpoint_files as files
-from multibn.checkpoint import CheckpointError, convert
+from multibn.checkpoint import CheckpointError, convert, files
 from tests.helpers import require
 
 require.need("torch")

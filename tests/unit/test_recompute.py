@@ -1,16 +1,22 @@
 """Statistics of a first pass, replayed: the tape, torch's checkpointing, and Chainer links."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from multibn import BatchStatistics, SingleProcess, recording, replaying
-from multibn.recompute import Tape, in_recomputing, taped
+from multibn.recompute import Tape, in_recomputing, taped_all
 from tests.helpers import require
 from tests.helpers.ranks import CountingCommunicator
 
 ONES = np.ones(3)
+
+
+def taped(compute: Callable[[], BatchStatistics], channels: tuple[int, ...]) -> BatchStatistics:
+    (batch,) = taped_all(lambda: [compute()], lambda: [channels])
+    return batch
 
 
 def batch(value: float) -> BatchStatistics:

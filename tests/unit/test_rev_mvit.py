@@ -23,7 +23,7 @@ from multibn.torch_backend import (  # noqa: E402
     convert_sync_batchnorm,
 )
 from multibn.torch_backend.reversible import RevMViT  # noqa: E402
-from multibn.torch_backend.reversible.layers import StageTransitionBlock  # noqa: E402
+from multibn.torch_backend.reversible.mvit.layers import StageTransitionBlock  # noqa: E402
 from tests.helpers import rev_mvit  # noqa: E402
 from tests.helpers.rev_mvit import REFERENCE, VIDEO, images, small  # noqa: E402
 

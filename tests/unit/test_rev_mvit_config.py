@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from multibn.torch_backend import reversible  # noqa: E402
 from multibn.torch_backend.reversible import ReversibleMViT, RevMViT, RevMViTConfig  # noqa: E402
-from multibn.torch_backend.reversible.layout import Geometry  # noqa: E402
+from multibn.torch_backend.reversible.mvit.layout import Geometry  # noqa: E402
 from tests.helpers.rev_mvit import DATA, REFERENCE, SMALL, VIDEO, slowfast_config  # noqa: E402
 
 # Parameters, and multiply-adds for one image or clip.

@@ -13,10 +13,10 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 from multibn.torch_backend import SubBatchNorm1d, SyncBatchNorm  # noqa: E402
-from multibn.torch_backend.reversible.attention import relative_position_bias  # noqa: E402
-from multibn.torch_backend.reversible.fusion import TwoStreamFusion  # noqa: E402
-from multibn.torch_backend.reversible.norms import normalize_last_axis  # noqa: E402
-from multibn.torch_backend.reversible.stem import (  # noqa: E402
+from multibn.torch_backend.reversible.mvit.attention import relative_position_bias  # noqa: E402
+from multibn.torch_backend.reversible.mvit.fusion import TwoStreamFusion  # noqa: E402
+from multibn.torch_backend.reversible.mvit.norms import normalize_last_axis  # noqa: E402
+from multibn.torch_backend.reversible.mvit.stem import (  # noqa: E402
     resize_positions,
     sincos_positions,
 )

@@ -105,9 +105,9 @@ class Run:
         self.halves.append((half, ambient))
         return here + added
 
-    def restore(self, position: int, kept: Sequence[Tensor]) -> None:
-        """Stand after `position` halves, where an anchor has kept the streams."""
-        self._position, self.streams, self._tensors = position, list(kept[:2]), list(kept[2:])
+    def restore(self, position: int, saved: Sequence[Tensor]) -> None:
+        """Stand after `position` halves, where an anchor has saved the streams."""
+        self._position, self.streams, self._tensors = position, list(saved[:2]), list(saved[2:])
 
     def rewind(self, position: int) -> None:
         """Undo halves until `position` of them are left."""
@@ -141,8 +141,8 @@ class Run:
             self._undo(half, added.detach())
         del here, there, added  # the peak of the memory is in what follows
         wanted = [t for t in inputs if t.requires_grad] if ends else []
-        found = iter(torch.autograd.grad(ends, wanted, dy, allow_unused=True) if wanted else ())
-        return [next(found, None) if t.requires_grad else None for t in inputs]
+        grads = iter(torch.autograd.grad(ends, wanted, dy, allow_unused=True) if wanted else ())
+        return [next(grads, None) if t.requires_grad else None for t in inputs]
 
     def release(self, index: int) -> None:
         """Let go of the streams if no half before `index` needs them."""

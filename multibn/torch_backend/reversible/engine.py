@@ -91,7 +91,7 @@ def reversible(
     recomputation puts their states back. Autocast and training flags are those of the forward pass.
     """
     check_choice("mode", mode, Mode)
-    kept = _kept(blocks, buffer_after)
+    buffered = _buffered(blocks, buffer_after)
     streams, seen = _streams(x1, x2, stream_dtype)
     # What autograd will not differentiate, it does not keep.
     run = Run(cond) if mode == "reversible" and torch.is_grad_enabled() else None
@@ -101,7 +101,7 @@ def reversible(
             streams[half.into] = here + half(here, there, cond)
             continue
         streams[half.into] = run.couple(half, here, there, cond)
-        if half.into == 1 and half.block in kept:
+        if half.into == 1 and half.block in buffered:
             streams = run.anchor(streams, cond)
     return streams[0].to(seen), streams[1].to(seen)
 
@@ -177,7 +177,7 @@ def drift(
     list of Drift
         One for each block, in their order.
     """
-    kept = _kept(blocks, buffer_after)
+    buffered = _buffered(blocks, buffer_after)
     run = Run(cond)
     streams, seen = _streams(x1, x2, stream_dtype)
     stations = [list(streams)]
@@ -185,19 +185,19 @@ def drift(
         streams[half.into] = run.first_pass(half, streams[half.into], streams[1 - half.into], cond)
         if half.into == 1:
             stations.append(list(streams))
-    found = []
+    drifts = []
     for block in reversed(range(len(blocks))):
-        if block in kept:
+        if block in buffered:
             run.restore(2 * (block + 1), [*stations[block + 1], *tensors(cond)])
         run.rewind(2 * block)
         true = stations[block]
         error = max(float((a - b).abs().max()) for a, b in zip(run.streams, true, strict=True))
         size = max(float(t.abs().max()) for t in true)
-        found.append(Drift(block, error, error / size if size else 0.0))
-    return found[::-1]
+        drifts.append(Drift(block, error, error / size if size else 0.0))
+    return drifts[::-1]
 
 
-def _kept(blocks: Sequence[Block], buffer_after: Collection[int]) -> set[int]:
+def _buffered(blocks: Sequence[Block], buffer_after: Collection[int]) -> set[int]:
     """Indices of blocks after which streams are kept: those asked for, and the last."""
     wrong = [index for index in buffer_after if not 0 <= index < len(blocks)]
     if wrong:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from multibn._checkpoint_files import SEPARATORS, CheckpointError
+from multibn.checkpoint.files import SEPARATORS, CheckpointError
 
 # Old prefix or key -> new prefix or key, or None to leave it out.
 Names: TypeAlias = Mapping[str, str | None]
@@ -50,27 +50,27 @@ def join(separator: str, *parts: str) -> str:
 
 def layers(state: Mapping[str, Any], separator: str) -> dict[str, dict[str, Any]]:
     """Layer -> last part of its keys -> value."""
-    found: dict[str, dict[str, Any]] = {}
+    by_layer: dict[str, dict[str, Any]] = {}
     for key, value in state.items():
         layer, _, leaf = key.rpartition(separator)
-        found.setdefault(layer, {})[leaf] = value
-    return found
+        by_layer.setdefault(layer, {})[leaf] = value
+    return by_layer
 
 
 def numbered(state: Mapping[str, Any], names: Names | None, source: str) -> list[str]:
     """A note on the layers whose children have numbers for names, which `names` does not settle."""
     separator = SEPARATORS[source]
-    found: dict[str, None] = {}
+    containers: dict[str, None] = {}
     for key in state:
         *parts, _ = key.split(separator)
         for i, part in enumerate(parts):
             container = join(separator, *parts[:i])
             if part.isdecimal() and not any(_follows(n, container, separator) for n in names or {}):
-                found[container] = None
-    if not found:
+                containers[container] = None
+    if not containers:
         return []
     return [
-        f"the numbers of the layers in {_some(list(found))} are carried as they are, which is "
+        f"the numbers of the layers in {_some(list(containers))} are carried as they are, which is "
         "right for a ChainList. A chainer.Sequential numbers its links in another order and does "
         "not count functions: name them in `names`, as docs/guides/from-chainermn-to-torch.md says."
     ]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from multibn.torch_backend.reversible.norms import NormFactory, layer_norm, normalize_last_axis
+from multibn.torch_backend.reversible.mvit.norms import NormFactory, layer_norm, normalize_last_axis
 
 
 def _average(a: Tensor, b: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class TwoStreamFusion(nn.Module):
     def __init__(self, mode: str, dim: int, norm: NormFactory = layer_norm) -> None:
         super().__init__()
         self.mode = mode
-        linear = _parse(mode)
+        linear = parse_mode(mode)
         if linear is not None:
             width, drop_rate = linear
             mlp = Mlp(dim, int(dim * width), drop_rate)
@@ -81,12 +81,17 @@ class TwoStreamFusion(nn.Module):
 
 def keeps_width(mode: str) -> bool:
     """Whether a fusion of this mode gives a tensor as wide as both streams together."""
-    _parse(mode)
     return mode not in _ELEMENTWISE
 
 
-def _parse(mode: str) -> tuple[float, float] | None:
-    """Width factor and dropout rate of the MLP, or None where there is none."""
+def parse_mode(mode: str) -> tuple[float, float] | None:
+    """Width factor and dropout rate of the MLP, or None if the mode has no MLP.
+
+    Raises
+    ------
+    ValueError
+        If there is no such mode.
+    """
     if mode in _ELEMENTWISE or mode == "concat":
         return None
     numbers = _LINEAR.fullmatch(mode)

@@ -9,14 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multibn._typing import check_choice
-from multibn.torch_backend.reversible.attention import Grid
-from multibn.torch_backend.reversible.config import RevMViTConfig
 from multibn.torch_backend.reversible.engine import Mode, reversible
-from multibn.torch_backend.reversible.fusion import TwoStreamFusion, keeps_width
-from multibn.torch_backend.reversible.layers import ReversibleBlock, StageTransitionBlock
-from multibn.torch_backend.reversible.layout import Geometry, Parent, plan
-from multibn.torch_backend.reversible.norms import norm_factory, normalize_last_axis
-from multibn.torch_backend.reversible.stem import PatchEmbed, resize_positions, sincos_positions
+from multibn.torch_backend.reversible.mvit.attention import Grid
+from multibn.torch_backend.reversible.mvit.config import RevMViTConfig
+from multibn.torch_backend.reversible.mvit.fusion import TwoStreamFusion, keeps_width
+from multibn.torch_backend.reversible.mvit.layers import ReversibleBlock, StageTransitionBlock
+from multibn.torch_backend.reversible.mvit.layout import Geometry, Parent, plan
+from multibn.torch_backend.reversible.mvit.norms import norm_factory, normalize_last_axis
+from multibn.torch_backend.reversible.mvit.stem import (
+    PatchEmbed,
+    resize_positions,
+    sincos_positions,
+)
 
 _POSITIONS = (
     "pos_embed",

@@ -9,16 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from multibn import _checkpoint_files as files
-from multibn import _checkpoint_keys as keys
-from multibn import _checkpoint_norms as norms
-from multibn._checkpoint_files import CheckpointError as CheckpointError
-from multibn._checkpoint_keys import Converted as Converted
-from multibn._checkpoint_keys import Names as Names
-from multibn._checkpoint_keys import load_names as load_names
-from multibn._checkpoint_norms import CHAINER, TORCH
-from multibn._checkpoint_norms import Counts as Counts
 from multibn._typing import Array
+from multibn.checkpoint import files, keys, norms
+from multibn.checkpoint.files import CheckpointError
+from multibn.checkpoint.keys import Converted, Names
+from multibn.checkpoint.norms import CHAINER, TORCH, Counts
 
 _WRAPPERS = ("module.", "_orig_mod.")  # of DistributedDataParallel and of torch.compile
 
@@ -159,7 +154,7 @@ def chainer_to_torch(
     arrays = keys.leave_out(arrays, names, "chainer", notes)
     state = {key: _as_array(key, value)[0] for key, value in arrays.items()}
     notes += keys.numbered(state, names, "chainer")
-    layers = norms.found(state, CHAINER)
+    layers = norms.checked_layers(state, CHAINER)
     largest = norms.set_counters(state, layers, CHAINER, num_batches_tracked, names)
     if layers:
         notes += [
@@ -219,7 +214,7 @@ def torch_to_chainer(
     if widened := sum(widened for _, widened in pairs.values()):
         notes.append(f"{widened} array(s) of bfloat16 became float32, which holds the same values.")
     notes += keys.numbered(arrays, names, "torch")
-    layers = norms.found(arrays, TORCH)
+    layers = norms.checked_layers(arrays, TORCH)
     largest = norms.set_counters(arrays, layers, TORCH, 0, names)
     if layers:
         notes += [

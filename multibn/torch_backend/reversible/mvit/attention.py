@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multibn.torch_backend.reversible.norms import NormFactory, layer_norm, normalize_last_axis
+from multibn.torch_backend.reversible.mvit.norms import NormFactory, layer_norm, normalize_last_axis
 
 Grid = tuple[int, int, int]  # frames, rows and columns of tokens
 _POOLS: dict[str, Any] = {"avg": nn.AvgPool3d, "max": nn.MaxPool3d}

@@ -1,7 +1,8 @@
 """Batch norms of a model in training mode: what a pass shows them, and what is kept of it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,17 +11,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.statistics import local_moments
-from multibn.torch_backend._estimators import (
+from multibn.torch_backend.modules import Synchronized
+from multibn.torch_backend.precise_bn.estimators import (
     Estimate,
     Estimating,
     Estimator,
     MeanOfVar,
     Population,
 )
-from multibn.torch_backend.modules import Synchronized
 
 
-class Layer:
+class WatchedNorm:
     """A batch norm in training mode: what it is shown, and where its running statistics are.
 
     `keepers` are the modules with the running statistics: the layer itself, or the two parts of a
@@ -51,14 +52,14 @@ class Layer:
         return SingleProcess()
 
     @contextmanager
-    def watched(self, visits: list[tuple[nn.Module, Tensor]]) -> Iterator[None]:
-        """Note the moments of each input, and in `visits` an empty batch shaped like it."""
+    def watched(self, visits: list[Callable[[], object]]) -> Iterator[None]:
+        """Note the moments of each input, and in `visits` a call on an empty batch shaped alike."""
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x: Any = next(iter((*args, *kwargs.values())), None)
             if not self._fits(x):
                 return  # the layer will say so, and tell the other ranks
-            visits.append((module, x.new_empty((0, *x.shape[1:]))))
+            visits.append(partial(module, x.new_empty((0, *x.shape[1:]))))
             if self.keepers:
                 with torch.autocast(x.device.type, enabled=False):
                     self.estimate.update(local_moments(x.detach()))
@@ -89,7 +90,7 @@ class Layer:
                 running.copy_(value.repeat(num_splits))
 
 
-def layers_in_training(model: nn.Module, estimator: Estimator) -> Iterator[Layer]:
+def layers_in_training(model: nn.Module, estimator: Estimator) -> Iterator[WatchedNorm]:
     parts: set[Any] = set()
     module: Any
     for name, module in model.named_modules():
@@ -98,9 +99,9 @@ def layers_in_training(model: nn.Module, estimator: Estimator) -> Iterator[Layer
             parts.update(keepers)
             # `split_bn` is what loops that freeze batch norms find.
             if module.training and module.split_bn.training:
-                yield Layer(name, module, keepers, estimator)
+                yield WatchedNorm(name, module, keepers, estimator)
         elif isinstance(module, _BatchNorm) and module.training and module not in parts:
-            yield Layer(name, module, [module], estimator)
+            yield WatchedNorm(name, module, [module], estimator)
 
 
 def _is_sub_batch_norm(module: Any) -> bool:

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from multibn.torch_backend.reversible.config import RevMViTConfig
 from multibn.torch_backend.reversible.engine import Mode
-from multibn.torch_backend.reversible.model import RevMViT
+from multibn.torch_backend.reversible.mvit.config import RevMViTConfig
+from multibn.torch_backend.reversible.mvit.model import RevMViT
 
 _IMAGENET: dict[str, Any] = {
     "num_frames": 1,

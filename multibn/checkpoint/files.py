@@ -108,9 +108,9 @@ def _select(keys: Iterable[str], prefix: str, separator: str) -> dict[str, str]:
     start = prefix.rstrip(separator) + separator if prefix else ""
     selected = {key[len(start) :]: key for key in keys if key.startswith(start)}
     if not selected:
-        found = sorted({key.partition(separator)[0] for key in keys})
+        tops = sorted({key.partition(separator)[0] for key in keys})
         raise CheckpointError(
-            f"no key is below `prefix` {prefix!r}: found {', '.join(map(repr, found[:8])) or 'no'} "
+            f"no key is below `prefix` {prefix!r}: found {', '.join(map(repr, tops[:8])) or 'no'} "
             "at the top. Pass one of these as `prefix`, or none."
         )
     return selected

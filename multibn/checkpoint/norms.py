@@ -4,10 +4,10 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
-from multibn import _checkpoint_keys as keys
-from multibn._checkpoint_files import CheckpointError
-from multibn._checkpoint_keys import Names
 from multibn._typing import Array
+from multibn.checkpoint import keys
+from multibn.checkpoint.files import CheckpointError
+from multibn.checkpoint.keys import Names
 
 # Elements per channel that made the variance unbiased, and those that shall; for all layers, or for
 # each by its name.
@@ -34,7 +34,7 @@ def translation(source: Words, target: Words) -> dict[str, str]:
     return dict(zip(source[1:], target[1:], strict=True))
 
 
-def found(state: Mapping[str, Array], words: Words) -> list[str]:
+def checked_layers(state: Mapping[str, Array], words: Words) -> list[str]:
     """The layers that have running statistics, with all shapes and counters checked."""
     import numpy as np
 
@@ -107,9 +107,9 @@ def recount(
         key = keys.join(words.separator, layer, words.var)
         state[key] = (state[key].astype("float64") * factor).astype(state[key].dtype)
         notes.append(f"{key!r} is multiplied by {factor:.6g}, from count {pair[0]} to {pair[1]}.")
-    if kept := len(norms) - len(notes):
+    if same := len(norms) - len(notes):
         notes.append(
-            f"{words.var} of {kept} layer(s) is carried as it is. A file does not say by which "
+            f"{words.var} of {same} layer(s) is carried as it is. A file does not say by which "
             "count it is unbiased: the elements per channel of one rank (ChainerMN, chainer.links, "
             "nn.BatchNorm), of all ranks (multibn, nn.SyncBatchNorm), or none (NaiveSyncBatchNorm)."
             " Pass `avg_var_count` to change it."

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multibn.torch_backend.reversible.attention import Grid
-from multibn.torch_backend.reversible.config import RevMViTConfig
+from multibn.torch_backend.reversible.mvit.attention import Grid
+from multibn.torch_backend.reversible.mvit.config import RevMViTConfig
 
 
 class PatchEmbed(nn.Module):

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from multibn.torch_backend.reversible.attention import Grid
-from multibn.torch_backend.reversible.config import RevMViTConfig
-from multibn.torch_backend.reversible.fusion import keeps_width
+from multibn.torch_backend.reversible.mvit.attention import Grid
+from multibn.torch_backend.reversible.mvit.config import RevMViTConfig
+from multibn.torch_backend.reversible.mvit.fusion import keeps_width
 
 Triples = list[Sequence[int]]  # by layer; empty where nothing is pooled
 
@@ -50,8 +50,8 @@ class Geometry:
 
 
 @dataclass(frozen=True)
-class Layer:
-    """A layer: reversible, or a stage transition, which takes both streams fused and returns one.
+class LayerSizes:
+    """Sizes of a layer: reversible, or a transition, which fuses both streams and returns one.
 
     Attributes
     ----------
@@ -75,7 +75,7 @@ class Layer:
     drop_path: float
 
 
-def plan(config: RevMViTConfig, parent: Parent) -> list[Layer]:
+def plan(config: RevMViTConfig, parent: Parent) -> list[LayerSizes]:
     """The layers of a reversible MViT.
 
     Raises
@@ -88,9 +88,8 @@ def plan(config: RevMViTConfig, parent: Parent) -> list[Layer]:
     dim_mul = _multipliers("dim_mul", config.dim_mul, depth)
     head_mul = _multipliers("head_mul", config.head_mul, depth)
     fused = 2 if keeps_width(config.pre_q_fusion) else 1
-    keeps_width(config.respath_fuse)
 
-    layers: list[Layer] = []
+    layers: list[LayerSizes] = []
     width, heads = config.embed_dim, config.num_heads
     grid = cast(Grid, tuple(parent.patch_dims))
     for i in range(depth):
@@ -100,7 +99,7 @@ def plan(config: RevMViTConfig, parent: Parent) -> list[Layer]:
         before = layers[-1].dim_out if layers else config.embed_dim
         _check_width(i, dim, before, dim_out, heads)
         transition = i in transitions
-        layer = Layer(
+        layer = LayerSizes(
             transition=transition,
             dim=dim * fused if transition else dim,
             dim_out=dim_out,
@@ -132,16 +131,16 @@ def skip_pooling(stride: Sequence[int]) -> tuple[Sequence[int], Sequence[int], S
 
 
 def _transitions(config: RevMViTConfig) -> set[int]:
-    found = set(config.buffer_layers)
-    _check_index("buffer_layers", found, config.depth)
-    if 0 in found:
+    transitions = set(config.buffer_layers)
+    _check_index("buffer_layers", transitions, config.depth)
+    if 0 in transitions:
         problem = "layer 0, which has one stream to read and not two"
-    elif config.depth - 1 in found:
+    elif config.depth - 1 in transitions:
         problem = f"the last layer, {config.depth - 1}, which has two streams to return and not one"
-    elif adjacent := [i for i in found if i + 1 in found]:
+    elif adjacent := [i for i in transitions if i + 1 in transitions]:
         problem = f"neighbours, {adjacent[0]} and {adjacent[0] + 1}"
     else:
-        return found
+        return transitions
     raise ValueError(
         "`buffer_layers` must have a reversible layer on either side of each stage transition: got "
         f"{problem}."
@@ -161,7 +160,7 @@ def _check_width(i: int, dim: int, before: int, dim_out: int, heads: int) -> Non
         )
 
 
-def _check_layer(i: int, layer: Layer, config: RevMViTConfig) -> Grid:
+def _check_layer(i: int, layer: LayerSizes, config: RevMViTConfig) -> Grid:
     """Grid behind the layer."""
     if config.pool_mode == "avg" and any(
         size < k

@@ -5,23 +5,23 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from multibn.torch_backend.reversible.attention import (
+from multibn.torch_backend.reversible.mvit.attention import (
     Grid,
     MultiScaleAttention,
     merge_heads,
     pool_tokens,
     split_heads,
 )
-from multibn.torch_backend.reversible.config import RevMViTConfig
-from multibn.torch_backend.reversible.fusion import Mlp, TwoStreamFusion
-from multibn.torch_backend.reversible.layout import Layer, skip_pooling
-from multibn.torch_backend.reversible.norms import NormFactory, has_state, normalize_last_axis
+from multibn.torch_backend.reversible.mvit.config import RevMViTConfig
+from multibn.torch_backend.reversible.mvit.fusion import Mlp, TwoStreamFusion
+from multibn.torch_backend.reversible.mvit.layout import LayerSizes, skip_pooling
+from multibn.torch_backend.reversible.mvit.norms import NormFactory, has_state, normalize_last_axis
 
 
 class AttentionSubBlock(nn.Module):
     """Norm, then attention."""
 
-    def __init__(self, layer: Layer, config: RevMViTConfig, norm: NormFactory) -> None:
+    def __init__(self, layer: LayerSizes, config: RevMViTConfig, norm: NormFactory) -> None:
         super().__init__()
         self.norm = norm(layer.dim, "block")
         self.attn = MultiScaleAttention(
@@ -65,7 +65,7 @@ class MlpSubBlock(nn.Module):
 class ReversibleBlock(nn.Module):
     """The functions F and G of a reversible block, which `reversible` runs."""
 
-    def __init__(self, layer: Layer, config: RevMViTConfig, norm: NormFactory) -> None:
+    def __init__(self, layer: LayerSizes, config: RevMViTConfig, norm: NormFactory) -> None:
         super().__init__()
         self.drop_path = layer.drop_path
         self.F = AttentionSubBlock(layer, config, norm)
@@ -80,7 +80,7 @@ class StageTransitionBlock(nn.Module):
     statistics of its input, which is another here: then the residual has its own, `norm_res`.
     """
 
-    def __init__(self, layer: Layer, config: RevMViTConfig, norm: NormFactory) -> None:
+    def __init__(self, layer: LayerSizes, config: RevMViTConfig, norm: NormFactory) -> None:
         super().__init__()
         self.drop_path = layer.drop_path
         self.drop_path_mode = config.drop_path_mode

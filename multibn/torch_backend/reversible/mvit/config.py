@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from multibn._typing import check_choice
+from multibn.torch_backend.reversible.mvit.fusion import parse_mode
 
 DropPathMode = Literal["residual_branch", "whole"]
 
@@ -142,6 +143,8 @@ class RevMViTConfig:
             ("drop_path_mode", DropPathMode),
         ):
             check_choice(name, getattr(self, name), choices)
+        parse_mode(self.respath_fuse)
+        parse_mode(self.pre_q_fusion)
         for name in ("dropout_rate", "droppath_rate", "head_dropout_rate"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be in [0, 1): got {getattr(self, name)!r}.")
@@ -192,25 +195,25 @@ class RevMViTConfig:
         UserWarning
             If MVIT.CLS_EMBED_ON is True, as in a published file: the token is left out.
         """
-        found = _flatten(_read_yaml(cfg) if isinstance(cfg, str | Path) else cfg)
+        values = _flatten(_read_yaml(cfg) if isinstance(cfg, str | Path) else cfg)
         keys = {f.metadata["key"]: f.name for f in fields(cls) if f.metadata}
-        unknown = [k for k in found if k.startswith("MVIT.") and k not in _UNREAD | set(keys)]
+        unknown = [k for k in values if k.startswith("MVIT.") and k not in _UNREAD | set(keys)]
         if unknown:
             raise ValueError(f"`cfg` has keys that no reversible MViT reads: {', '.join(unknown)}.")
-        if found.get("MVIT.REV.ENABLE") is not True:
+        if values.get("MVIT.REV.ENABLE") is not True:
             raise ValueError(
                 "`cfg.MVIT.REV.ENABLE` must be True: got "
-                f"{found.get('MVIT.REV.ENABLE')!r}, which is another model."
+                f"{values.get('MVIT.REV.ENABLE')!r}, which is another model."
             )
-        if found.get("DETECTION.ENABLE"):
+        if values.get("DETECTION.ENABLE"):
             raise ValueError("`cfg.DETECTION.ENABLE` must be False: this is a classifier.")
-        if found.get("MVIT.CLS_EMBED_ON"):
+        if values.get("MVIT.CLS_EMBED_ON"):
             warnings.warn(
                 "`cfg.MVIT.CLS_EMBED_ON` is True, and a reversible model has no cls token: it is "
                 "left out.",
                 stacklevel=2,
             )
-        read = {name: found[key] for key, name in keys.items() if key in found}
+        read = {name: values[key] for key, name in keys.items() if key in values}
         if "in_channels" in read:  # one number per pathway, of which this model has one
             read["in_channels"] = read["in_channels"][0]
         return cls(**{**read, **options})

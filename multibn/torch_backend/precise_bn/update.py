@@ -6,24 +6,22 @@ of training, which lag behind the weights, by statistics of many batches under t
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
 from operator import length_hint
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from multibn import lockstep
 from multibn._progress import progress as show_progress
 from multibn._typing import check_choice
 from multibn.communicators import as_communicator
-from multibn.lockstep import END, Lockstep, Step
-from multibn.torch_backend._estimators import Estimator
-from multibn.torch_backend._watched import Layer, layers_in_training
+from multibn.torch_backend.precise_bn.estimators import Estimator
+from multibn.torch_backend.precise_bn.watched import layers_in_training
 
 
 def update_bn_stats(
@@ -107,17 +105,19 @@ def update_bn_stats(
         if value is not None and value <= 0:
             raise ValueError(f"`{name}` must be positive, or None for no limit: got {value}.")
     communicator = as_communicator(group)
+    rank = communicator.rank
     model = _innermost(model)
     layers = list(layers_in_training(model, estimator))
-    kept = [layer for layer in layers if layer.keepers]
-    if not kept:
+    tracked = [layer for layer in layers if layer.keepers]
+    if not tracked:
         warnings.warn(
             "`model` has no batch norm layer in training mode with running statistics: nothing to "
             "update. Call model.train() first.",
             stacklevel=2,
         )
         return
-    visits: list[tuple[nn.Module, Tensor]] = []
+    visits: list[Callable[[], object]] = []
+    num_steps = num_batches = samples = 0
     with _unchanged(model), torch.no_grad(), ExitStack() as hooks:
         if "torch._dynamo" in sys.modules:  # compiled code does not see new hooks
             hooks.enter_context(torch.compiler.set_stance("force_eager"))
@@ -125,35 +125,50 @@ def update_bn_stats(
             hooks.enter_context(layer.watched(visits))
         advance = hooks.enter_context(
             show_progress(
-                progress and communicator.rank == 0,
+                progress and rank == 0,
                 "precise batch norm",
                 _num_batches(data_loader, num_samples, num_iters),
             )
         )
-        steps = Lockstep(
+        steps = lockstep.Lockstep(
             data_loader,
             communicator,
             source="`data_loader`",
             amount=None if num_samples is None else _batch_size,
         )
-        used = _run_batches(
-            _limited(steps, num_samples, num_iters),
+        for step in lockstep.run(
+            islice(steps, num_iters),
             partial(_forward if forward_fn is None else forward_fn, model),
-            layers,
             visits,
-            advance,
-        )
-        estimates = [layer.estimate.compute(communicator) for layer in kept]
+            [layer.communicator for layer in layers],
+            source="`data_loader`",
+            layers="synchronized layers",
+            otherwise="or freeze the layers with eval()",
+        ):
+            num_steps += 1
+            num_batches += step.batch is not lockstep.END
+            samples += step.amount
+            advance()
+            if num_samples is not None and samples >= num_samples:
+                break
+        estimates = [layer.estimate.compute(communicator) for layer in tracked]
     unseen = []
-    for layer, new in zip(kept, estimates, strict=True):
+    for layer, new in zip(tracked, estimates, strict=True):
         if new.any_data:
             layer.write(new)
         else:
             unseen.append(layer.name)
     # Warnings may be errors, on one rank only: what is collective has been done by now.
-    shortage = _shortage(used, communicator.rank, num_samples, num_iters)
-    if shortage:
-        warnings.warn(f"{shortage} The batches that came were used.", stacklevel=2)
+    enough = num_samples is not None and samples >= num_samples
+    ended = ""
+    if num_iters is not None and num_batches < (num_steps if enough else num_iters):
+        ended = (
+            f"`num_iters` is {num_iters}: `data_loader` ended after {num_batches} on rank {rank}"
+        )
+    elif num_samples is not None and not enough and num_steps != num_iters:
+        ended = f"`num_samples` is {num_samples}: `data_loader` ended after {samples} on all ranks"
+    if ended:
+        warnings.warn(f"{ended}. The batches that came were used.", stacklevel=2)
     if unseen:
         warnings.warn(
             f"batch norm layer(s) {', '.join(unseen)} saw no data on any rank and keep their "
@@ -175,78 +190,6 @@ def _innermost(model: nn.Module) -> nn.Module:
 
 def _forward(model: nn.Module, batch: Any) -> None:
     model(batch[0] if isinstance(batch, (tuple, list)) else batch)
-
-
-def _limited(
-    steps: Iterable[Step], num_samples: int | None, num_iters: int | None
-) -> Iterator[Step]:
-    """`steps`, as many as are needed; no batch is loaded after that."""
-    samples = 0
-    for step in islice(steps, num_iters):
-        yield step
-        samples += step.amount
-        if num_samples is not None and samples >= num_samples:
-            return
-
-
-class _Used(NamedTuple):
-    """How many steps there were, batches of this rank, and samples of all ranks."""
-
-    steps: int
-    batches: int
-    samples: int
-
-
-def _run_batches(
-    steps: Iterable[Step],
-    forward: Callable[[Any], object],
-    layers: Sequence[Layer],
-    visits: list[tuple[nn.Module, Tensor]],
-    advance: Callable[[], object],
-) -> _Used:
-    """Run the model on this rank's batches, or, without one, its synchronized layers."""
-    num_steps = num_batches = num_samples = 0
-    for step in steps:
-        if num_steps == 0 and not step.occupied.all():
-            _require_local(layers, step.occupied)
-        last_pass = visits.copy()
-        visits.clear()
-        if step.batch is END:
-            # The others' synchronized layers wait for this rank, in the order of the last pass.
-            for module, empty in last_pass:
-                module(empty)
-        else:
-            forward(step.batch)
-            num_batches += 1
-        num_steps += 1
-        num_samples += step.amount
-        advance()
-    return _Used(num_steps, num_batches, num_samples)
-
-
-def _shortage(used: _Used, rank: int, num_samples: int | None, num_iters: int | None) -> str:
-    """What was missing at the end, in words."""
-    enough = num_samples is not None and used.samples >= num_samples
-    if num_iters is not None and used.batches < (used.steps if enough else num_iters):
-        ended = f"`data_loader` ended after {used.batches} on rank {rank}"
-        return f"`num_iters` is {num_iters}: {ended}."
-    if num_samples is not None and not enough and used.steps != num_iters:
-        ended = f"`data_loader` ended after {used.samples} on all ranks"
-        return f"`num_samples` is {num_samples}: {ended}."
-    return ""
-
-
-def _require_local(layers: Sequence[Layer], occupied: npt.NDArray[np.bool_]) -> None:
-    """Raise if a rank without any batch would be missed by a synchronized layer.
-
-    Which layers there are to take part in, and in which order, shows in a first pass only.
-    """
-    if any(layer.communicator.size > 1 for layer in layers):
-        raise ValueError(
-            "`data_loader` must give at least one batch on every rank of a model with synchronized "
-            f"layers: got none on rank(s) {np.flatnonzero(~occupied).tolist()} of "
-            f"{len(occupied)}. Share the data among fewer ranks, or freeze the layers with eval()."
-        )
 
 
 def _batch_size(batch: Any) -> int:

@@ -1,0 +1,1 @@
+"""The reversible MViT, built of reversible blocks."""
