@@ -58,7 +58,7 @@ def update_running(
     `momentum` is a number, or an array of shape `()` so that a count on a GPU need not be read.
     Nothing changes if all ranks were empty. The convention of the variance is `running_variance`'s.
     """
-    count = _on_host(batch.count)
+    count = batch.count if isinstance(batch.count, float) else _on_host(batch.count)
     if isinstance(count, float):
         momentum = float(momentum) if count > 0 else 0.0
     else:

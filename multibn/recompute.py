@@ -29,11 +29,11 @@ class _Pass:
         self.tape = tape
 
     def __enter__(self) -> Tape:
-        _stack().append(self)
+        _local.stack.append(self)
         return self.tape
 
     def __exit__(self, *exception: object) -> None:
-        _stack().remove(self)
+        _local.stack.remove(self)
 
 
 class recording(_Pass):  # noqa: N801 (read as a verb: `with recording() as tape`)
@@ -88,7 +88,8 @@ class replaying(_Pass):  # noqa: N801
 
 def in_recomputing() -> bool:
     """Whether this pass runs again, so that nothing may be updated."""
-    return any(isinstance(p, replaying) for p in _stack())
+    stack = _local.stack
+    return bool(stack) and any(isinstance(entered, replaying) for entered in stack)
 
 
 def taped_all(
@@ -100,7 +101,7 @@ def taped_all(
     Tapes that are recording note them. `channels` gives the shape of each, `(C,)`.
     """
     recorders = []
-    for current in reversed(_stack()):
+    for current in reversed(_local.stack):
         if isinstance(current, replaying):
             batches = [current.next(c) for c in channels()]
             break
@@ -118,7 +119,3 @@ class _Local(threading.local):
 
 
 _local = _Local()
-
-
-def _stack() -> list[_Pass]:
-    return _local.stack

@@ -23,7 +23,7 @@ channel.
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from multibn import kernels, message
@@ -85,6 +85,7 @@ class OneValueError(ValueError):
     """All ranks together hold one value per channel, which has no variance."""
 
 
+@lru_cache(maxsize=64)
 def reduced_axes(ndim: int, channel_axes: Sequence[int] = (1,)) -> tuple[int, ...]:
     """All axes of an `ndim`-dimensional activation but the channel axes."""
     return tuple(i for i in range(ndim) if i not in channel_axes)
@@ -92,7 +93,16 @@ def reduced_axes(ndim: int, channel_axes: Sequence[int] = (1,)) -> tuple[int, ..
 
 def channels(x: Array, axis: tuple[int, ...]) -> tuple[int, ...]:
     """Shape of the axes of `x` that are not reduced: that of its statistics."""
-    return tuple(n for i, n in enumerate(x.shape) if i not in axis)
+    return _shape_and_count(tuple(x.shape), axis)[0]
+
+
+@lru_cache(maxsize=1024)
+def _shape_and_count(
+    shape: tuple[int, ...], axis: tuple[int, ...]
+) -> tuple[tuple[int, ...], float]:
+    """Shape of the statistics of an input of `shape`, and elements per channel."""
+    reduced = [shape[i] for i in axis]
+    return tuple(n for i, n in enumerate(shape) if i not in axis), float(math.prod(reduced))
 
 
 def local_moments(x: Array, /, *, axis: tuple[int, ...] | None = None) -> Moments:
@@ -114,7 +124,7 @@ def local_moments(x: Array, /, *, axis: tuple[int, ...] | None = None) -> Moment
     require_floating(x)
     axis = reduced_axes(x.ndim) if axis is None else axis
     mean, var = kernels.local_moments(x, axis=axis)
-    count = float(kernels.num_elements(x, axis))
+    _, count = _shape_and_count(tuple(x.shape), axis)
     return Moments(mean, var + mean * mean, count, float(x.shape[axis[0]]))
 
 
@@ -194,16 +204,12 @@ def aggregate_all(
 
 
 class _Share(NamedTuple):
-    """What a rank has of a batch, beside the moments; `like` is an array of its library."""
+    """A rank's share of a batch, beside the moments."""
 
-    like: Array
+    like: Array  # of the library that the statistics are to be of
     channels: tuple[int, ...]
     weight: float
     count: float  # type: ignore[assignment]  # as in `Moments`
-
-    @property
-    def length(self) -> int:
-        return message.forward_payload(math.prod(self.channels))
 
 
 def _aggregate(
@@ -212,18 +218,19 @@ def _aggregate(
     communicator: Communicator,
 ) -> list[BatchStatistics]:
     """Collective. `pack(i, out)` packs the moments of the i-th share, into `out` if given."""
-    lengths = [share.length for share in shares]
+    lengths = []
+    for share in shares:
+        lengths.append(_payload_length(share.channels))
     memory = None
     if isinstance(communicator, Phase) and is_on_host(shares[0].like):
         memory = communicator.buffer(sum(lengths))
-    if memory is None:
-        packed = [pack(i, None) for i in range(len(shares))]
-        payload = packed[0] if len(packed) == 1 else message.concat(packed)
+    if len(shares) == 1:
+        summed = [communicator.allreduce(pack(0, memory))]
     else:
-        payload = memory
-        for i, out in enumerate(message.split(memory, lengths)):
-            pack(i, out)
-    summed = message.split(communicator.allreduce(payload), lengths)
+        outs = [None] * len(shares) if memory is None else message.split(memory, lengths)
+        packed = [pack(i, out) for i, out in enumerate(outs)]
+        payload = message.concat(packed) if memory is None else memory
+        summed = message.split(communicator.allreduce(payload), lengths)
     batches = []
     for i, (part, (like, shape, weight, count)) in enumerate(zip(summed, shares, strict=True)):
         *batch, refused, finite = kernels.unpack(part, shape, weight, count, like=like)
@@ -236,6 +243,11 @@ def _aggregate(
             conversation.raise_for_non_finite(communicator, mine)
         batches.append(BatchStatistics(*batch))
     return batches
+
+
+@lru_cache(maxsize=1024)
+def _payload_length(channels: tuple[int, ...]) -> int:
+    return message.forward_payload(math.prod(channels))
 
 
 def _rank_weight(count: float, num_samples: float, weighting: Weighting) -> float:
@@ -286,9 +298,11 @@ def batch_statistics_all(
     shares = []
     for x, axis in zip(xs, axes, strict=True):
         require_floating(x)
-        count = float(kernels.num_elements(x, axis))
-        weight = _rank_weight(count, float(x.shape[axis[0]]), weighting)
-        shares.append(_Share(x, channels(x, axis), weight, count))
+        shape, count = _shape_and_count(tuple(x.shape), axis)
+        weight = count
+        if weighting != "element":
+            weight = _rank_weight(count, float(x.shape[axis[0]]), weighting)
+        shares.append(_Share(x, shape, weight, count))
 
     def pack(i: int, out: Array | None) -> Array:
         share = shares[i]
@@ -409,13 +423,14 @@ def input_gradient(
 
 def require_floating(x: Array) -> None:
     """Raise TypeError unless `x` is of a real floating-point dtype."""
-    if not _is_floating(array_namespace(x), x.dtype):
-        raise not_floating(x)
+    if x.dtype not in _floating:
+        if not array_namespace(x).isdtype(x.dtype, "real floating"):
+            raise not_floating(x)
+        _floating.add(x.dtype)
 
 
-@cache
-def _is_floating(xp: Any, dtype: Any) -> bool:
-    return bool(xp.isdtype(dtype, "real floating"))
+# Dtypes of any library that are known to be real and floating-point.
+_floating: set[Any] = set()
 
 
 def not_floating(x: Array) -> TypeError:

@@ -9,7 +9,7 @@ and notices (see `_watch`), and the end of the program.
 import atexit
 import sys
 from abc import ABC, abstractmethod
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol, TypeAlias
 from weakref import WeakSet
 
@@ -109,7 +109,7 @@ class Lines:
     def exchange(self, buffer: HostArray, place: str, text: object, timeout: float) -> None:
         """Sum what stands in the buffer of a line over the ranks, in place. Collective."""
         line = self._open[buffer.size]
-        self.watch.wait(lambda: line.begin(buffer), place, text, timeout)
+        self.watch.wait(partial(line.begin, buffer), place, text, timeout)
 
     def abandon(self) -> None:
         """No rank waits for these lines any more; the end of the program need not mention them."""

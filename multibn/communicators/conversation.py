@@ -119,7 +119,7 @@ class Phase:
         agreed = self._agree(n)
         if agreed.lines is None or agreed.size == 1:
             return None
-        return agreed.open(_Call(self, self._calls + 1))
+        return agreed.payload if agreed.payload is not None else agreed.open(self._next_call())
 
     def allreduce(self, x: Array, /) -> Array:
         """Sum a payload over the ranks, and raise on all of them if they are in different places.
@@ -132,11 +132,12 @@ class Phase:
         if agreed.size == 1:
             return agreed.communicator.allreduce(x)
         self._calls += 1
-        if agreed.lines is None or agreed.communicator.takes(x):
-            return self._allreduce_array(agreed, x)
         call = _Call(self, self._calls)
-        payload = agreed.open(call)
-        if x is not payload:
+        payload = agreed.payload
+        if payload is None or x is not payload:
+            if agreed.lines is None or agreed.communicator.takes(x):
+                return self._allreduce_array(agreed, x)
+            payload = agreed.open(call)
             payload[:] = to_host(x)
         buffer = agreed.buffer
         buffer[agreed.num_numbers :] = agreed.lanes
@@ -146,6 +147,9 @@ class Phase:
 
     def __str__(self) -> str:
         return str(_Call(self, self._calls))
+
+    def _next_call(self) -> "_Call":
+        return _Call(self, self._calls + 1)
 
     def _allreduce_array(self, agreed: "_Agreed", x: Array) -> Array:
         """Over a communicator that is handed arrays: a GPU's transport, or a user's own class."""
@@ -169,12 +173,13 @@ class Phase:
         The latest message is returned to the caller, who looks at the numbers; an earlier one from
         a GPU is looked at here, in the next call.
         """
-        v, square = summed[-2:].tolist()
-        if latest and self.name == "forward" and message.is_refusal(summed, self._num_lanes):
-            return
         if not latest and self.name == "forward" and not np.isfinite(summed).all():
             self._raise_for_previous(message.is_refusal(summed, self._num_lanes))
-        if not message.all_equal(v, square, size):
+        v, square = summed[-2:].tolist()
+        if not message.all_equal(v, square, size) and not (
+            # The refused input may be of another dtype, which the fingerprint tells.
+            self.name == "forward" and message.is_refusal(summed, self._num_lanes)
+        ):
             self._raise_for_places()
 
     def _raise_for_places(self) -> NoReturn:
@@ -207,7 +212,13 @@ class Phase:
         """Learn that all ranks are in a layer like this one; collective where that is not known."""
         communicator = self.wrapped.current()
         agreed = self._agreed
-        if agreed is None or not agreed.holds_for(communicator, n):
+        if (
+            agreed is None
+            or agreed.communicator is not communicator
+            or agreed.num_numbers != n
+            # torch's default process group may have been made anew.
+            or (agreed.lines is not None and agreed.lines is not communicator.lines)
+        ):
             agreed = self._agreed = self._make_agreement(communicator, n)
         return agreed
 
@@ -235,7 +246,7 @@ class Phase:
         if lines is None:
             summed = to_host(communicator.allreduce(numbers))
         else:
-            text = f"the first message of {_Call(self, 1)}"
+            text = f"the first message of {self._next_call()}"
             summed = lines.sum(
                 numbers, "first message", text, communicator.timeout, number=FIRST_MESSAGES
             )
@@ -291,14 +302,6 @@ class _Agreed:
         self.buffer: HostArray = np.empty(0)  # of the line, when the line is open
         self.payload: HostArray | None = None  # the first `num_numbers` of the buffer
         self._lanes_on_devices: dict[Any, Array] = {}
-
-    def holds_for(self, communicator: Any, num_numbers: int) -> bool:
-        return (
-            communicator is self.communicator
-            and num_numbers == self.num_numbers
-            # torch's default process group may have been made anew.
-            and (self.lines is None or communicator.lines is self.lines)
-        )
 
     def open(self, call: "_Call") -> HostArray:
         """The payload's memory. Collective at the first call for this length."""

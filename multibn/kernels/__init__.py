@@ -148,27 +148,29 @@ def move_averages(
 
 def _select_steps(first: Array, *others: Any) -> Any:
     """The file with steps for arrays like `first`."""
-    name = _find(first, others)
-    return _native(f"{name}_steps" if name in ("host", "cuda") else "generic")
+    return _native(_STEPS.get(_kind(first, others), "generic"))
 
 
 def _select(x: Array, *others: Any) -> Any:
-    """The file for arrays like `x`; `others` are what else goes into it, numbers and None too."""
-    return _native(_find(x, others))
+    """The file for arrays like `x`; `others` go into the pass too, numbers and None included."""
+    return _native(_kind(x, others))
 
 
-def _find(x: Array, others: tuple[Any, ...]) -> str:
+_STEPS = {"host": "host_steps", "cuda": "cuda_steps"}
+
+
+def _kind(x: Array, others: tuple[Any, ...]) -> str:
     if isinstance(x, np.ndarray):
         return "host"
     if is_torch_array(x):
         torch = sys.modules["torch"]
-        # What autograd differentiates must be made of torch's own operations.
-        if torch.is_grad_enabled() and any(
-            getattr(a, "requires_grad", False) for a in (x, *others)
-        ):
-            return "generic"
         if type(x) not in (torch.Tensor, torch.nn.Parameter):
             return "generic"
+        if torch.is_grad_enabled():
+            # Autograd can differentiate torch's own operations only.
+            for a in (x, *others):
+                if getattr(a, "requires_grad", False):
+                    return "generic"
         return "host" if x.is_cpu else "cuda" if x.is_cuda else "generic"
     return "cupy" if is_cupy_array(x) else "generic"
 

@@ -8,56 +8,68 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from multibn import message
 from multibn._typing import Array
 
 
 class NumPy:
-    """What the passes and steps ask of NumPy."""
+    """The operations on memory for arrays of NumPy."""
 
     float64 = np.dtype(np.float64)
 
     def address(self, a: Array) -> int:
-        """Where the elements of `a` lie; 0 if it is not memory alone that says what they are."""
+        """Address of the first element; 0 if `a` is empty, a subclass or misaligned."""
         if type(a) is not np.ndarray or not a.size:
             return 0
         flags = a.flags
-        if flags.carray:  # a third of the time of what any array takes
+        if flags.carray:  # takes a third of the time of the way below
             return ctypes.addressof(ctypes.c_char.from_buffer(a.data))
         return int(a.__array_interface__["data"][0]) if flags.aligned else 0
 
-    def is_dense(self, a: Array) -> bool:
-        """Whether the elements lie side by side, in the order of the axes."""
-        return bool(a.flags.c_contiguous)
+    def dense_addresses(self, arrays: Sequence[Array | None], dtype: Any) -> list[int] | None:
+        """Addresses of dense arrays of `dtype`, 0 for None; None if an array is none such."""
+        addresses = []
+        for a in arrays:
+            address = 0 if a is None else self.address(a)
+            if a is not None and (not address or a.dtype != dtype or not a.flags.c_contiguous):
+                return None
+            addresses.append(address)
+        return addresses
 
-    def strides(self, a: Array) -> tuple[int, ...]:
-        """In elements; those of an aligned array are whole."""
+    def locate(self, a: Array) -> tuple[int, tuple[int, ...]]:
+        """Address and strides in elements, which of an aligned array are whole numbers."""
         size = a.itemsize
-        return tuple([s // size for s in a.strides])
+        return self.address(a), tuple([s // size for s in a.strides])
 
     def cast(self, a: Array, dtype: Any) -> Array:
-        """In dense memory if it is another dtype, in the order of the old one."""
+        """`a` if of `dtype`, else a copy in dense memory, in the order of `a`."""
         return a.astype(dtype, order="K", copy=False)
 
     def empty_like(self, a: Array, content: Array | None = None) -> Array:
-        """Dense, in the order of `a`, and with the elements of `content`."""
-        made = np.empty_like(a)
+        """A dense array in the order of `a`, with the elements of `content`."""
+        array = np.empty_like(a)
         if content is not None:
-            made[...] = content
-        return made
+            array[...] = content
+        return array
+
+    def new_like(self, a: Array) -> tuple[Array, int]:
+        """A dense array in the order of `a`, and its address."""
+        array = np.empty_like(a)
+        return array, self.address(array)
 
     def wide(self, a: Array) -> Array:
-        """Dense, of float64."""
+        """`a` in dense memory of float64."""
         return np.ascontiguousarray(a, dtype=np.float64)
 
     def new(self, n: int, shape: tuple[int, ...], dtype: Any) -> tuple[list[Array], list[int]]:
-        """So many arrays of one shape, and their addresses."""
-        made = np.empty((n, *shape), dtype)
-        first, step = made.__array_interface__["data"][0], made.strides[0]
-        return [made[i, ...] for i in range(n)], [first + i * step for i in range(n)]
+        """`n` arrays of one shape, and their addresses."""
+        arrays = np.empty((n, *shape), dtype)
+        first, step = arrays.__array_interface__["data"][0], arrays.strides[0]
+        return [arrays[i, ...] for i in range(n)], [first + i * step for i in range(n)]
 
 
 class Torch:
-    """What the passes and steps ask of torch, as above."""
+    """The operations on memory for tensors of torch; see `NumPy`."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
@@ -65,60 +77,70 @@ class Torch:
         self.float64 = torch.float64
 
     def address(self, a: Array) -> int:
-        if type(a) not in self._plain or not a.is_cpu or a.is_neg():
-            return 0
+        """Address of the first element; 0 if `a` is empty, lazy, negated or a subclass."""
+        return self.locate(a)[0]
+
+    def dense_addresses(self, arrays: Sequence[Array | None], dtype: Any) -> list[int] | None:
+        addresses = []
         try:
-            return int(a.data_ptr())
-        except RuntimeError:  # torch.func transforms it
-            return 0
+            for a in arrays:
+                if a is None:
+                    addresses.append(0)
+                    continue
+                if type(a) not in self._plain or a.dtype != dtype or not a.is_cpu or a.is_neg():
+                    return None
+                address = a.data_ptr()
+                if not address or not a.is_contiguous():
+                    return None
+                addresses.append(address)
+        except RuntimeError:  # torch.func transforms one of them
+            return None
+        return addresses
 
-    def is_dense(self, a: Array) -> bool:
-        return bool(a.is_contiguous())
-
-    def strides(self, a: Array) -> tuple[int, ...]:
-        return tuple(a.stride())
+    def locate(self, a: Array) -> tuple[int, tuple[int, ...]]:
+        if type(a) not in self._plain or not a.is_cpu or a.is_neg():
+            return 0, ()
+        try:
+            return int(a.data_ptr()), a.stride()
+        except RuntimeError:  # torch.func transforms `a`
+            return 0, ()
 
     def cast(self, a: Array, dtype: Any) -> Array:
         return a.to(getattr(self._torch, dtype) if isinstance(dtype, str) else dtype)
 
     def empty_like(self, a: Array, content: Array | None = None) -> Array:
-        made = self._torch.empty_like(a)
-        return made if content is None else made.copy_(content)
+        tensor = self._torch.empty_like(a)
+        return tensor if content is None else tensor.copy_(content)
+
+    def new_like(self, a: Array) -> tuple[Array, int]:
+        tensor = self._torch.empty_like(a)
+        return tensor, tensor.data_ptr()
 
     def wide(self, a: Array) -> Array:
         return a.double().contiguous()
 
     def new(self, n: int, shape: tuple[int, ...], dtype: Any) -> tuple[list[Array], list[int]]:
-        made = [self._torch.empty(shape, dtype=dtype)]
-        while len(made) < n:
-            made.append(self._torch.empty_like(made[0]))  # faster than another by shape and dtype
-        return made, [a.data_ptr() for a in made]
+        tensors = [self._torch.empty(shape, dtype=dtype)]
+        addresses = [tensors[0].data_ptr()]
+        while len(tensors) < n:
+            tensors.append(self._torch.empty_like(tensors[0]))  # faster than by shape and dtype
+            addresses.append(tensors[-1].data_ptr())
+        return tensors, addresses
 
 
 _NUMPY = NumPy()
 
 
 def library(a: Array) -> Any:
-    """Of an array that is one of the two libraries'."""
+    """`NumPy` or `Torch`, by the library of an array in host memory."""
     return _NUMPY if isinstance(a, np.ndarray) else _torch()
 
 
-def wide_addresses(of: Any, arrays: Sequence[Array]) -> list[int] | None:
-    """Addresses of arrays that are dense and of float64; None if one of them is not."""
-    addresses = []
-    for a in arrays:
-        address = of.address(a)
-        if not address or a.dtype != of.float64 or not of.is_dense(a):
-            return None
-        addresses.append(address)
-    return addresses
-
-
-def vector(of: Any, n: int, out: np.ndarray[Any, Any] | None) -> tuple[Array, int]:
-    """`out`, else a new array of `n` numbers of float64, and its address."""
+def payload(of: Any, C: int, out: np.ndarray[Any, Any] | None) -> tuple[Array, int]:
+    """`out`, else a new array for the forward payload of C channels, and its address."""
     if out is not None:
         return out, _NUMPY.address(out)
-    (array,), (address,) = of.new(1, (n,), of.float64)
+    (array,), (address,) = of.new(1, (message.forward_payload(C),), of.float64)
     return array, address
 
 
@@ -127,37 +149,34 @@ class Parameters(NamedTuple):
 
     dtype: str
     addresses: list[int]  # 0 for None
-    kept: Sequence[Array | None]  # whose memory it is
-    as_they_are: bool = True  # or copies in float64
+    arrays: Sequence[Array | None]  # whose memory the addresses are of
+    are_copies: bool = False  # in float64
 
 
 def parameters_of(
     of: Any, shape: tuple[int, ...], arrays: Sequence[Array | None]
 ) -> Parameters | None:
-    """None if one of them has another shape, or the loops cannot take it."""
+    """None if one of the arrays has another shape, or the loops cannot take it."""
     dtype = None
-    as_they_are = True
-    addresses = []
     for a in arrays:
-        if a is None:
-            addresses.append(0)
-            continue
-        address = of.address(a)
-        if not address or a.shape != shape:
-            return None
-        dtype = a.dtype if dtype is None else dtype
-        as_they_are = as_they_are and a.dtype == dtype and of.is_dense(a)
-        addresses.append(address)
-    name = _name(of.float64 if dtype is None else dtype)
-    if as_they_are and name in ("float32", "float64"):
-        return Parameters(name, addresses, arrays)
-    kept = [None if a is None else of.wide(a) for a in arrays]
-    addresses = [0 if a is None else of.address(a) for a in kept]
-    return Parameters("float64", addresses, kept, as_they_are=False)
+        if a is not None:
+            if a.shape != shape:
+                return None
+            dtype = dtype or a.dtype
+    name = _name(dtype or of.float64)
+    if name in ("float32", "float64"):
+        addresses = of.dense_addresses(arrays, dtype)
+        if addresses is not None:
+            return Parameters(name, addresses, arrays)
+    if not all(a is None or of.address(a) for a in arrays):
+        return None
+    copies = [None if a is None else of.wide(a) for a in arrays]
+    addresses = [0 if a is None else of.address(a) for a in copies]
+    return Parameters("float64", addresses, copies, are_copies=True)
 
 
 def scratch(n: int) -> tuple[Any, int]:
-    """Memory of `n` zeros of float64, to be kept as long as it is used, and its address."""
+    """Memory of `n` zeros of float64, to be referred to as long as it is used, and its address."""
     memory = (ctypes.c_double * n)()  # a sixth of the time that NumPy's takes
     return memory, ctypes.addressof(memory)
 

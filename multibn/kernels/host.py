@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from multibn import message
 from multibn._typing import Array
 from multibn.kernels import _loops, generic
 from multibn.kernels._layout import sizes_in_memory
-from multibn.kernels._memory import Parameters, library, parameters_of, scratch, vector
+from multibn.kernels._memory import Parameters, library, parameters_of, payload, scratch
 from multibn.kernels.host_steps import step
 
 _SHARE = 1 << 19  # elements that are worth a thread
@@ -34,12 +33,12 @@ _FLOAT64 = 8  # bytes
 
 def local_moments(x: Array, /, *, axis: tuple[int, ...]) -> tuple[Array, Array]:
     """As `generic.local_moments`."""
-    given = _prepare(axis, (x,))
-    if given is None:
+    operands = _prepare(axis, (x,))
+    if operands is None:
         return generic.local_moments(x, axis=axis)
-    of = given.library
-    (mean, var), made = of.new(2, given.plan.shape, of.float64)
-    _moments(given, *made)
+    of = operands.library
+    (mean, var), addresses = of.new(2, operands.plan.shape, of.float64)
+    _moments(operands, *addresses)
     return mean, var
 
 
@@ -53,14 +52,14 @@ def packed_moments(
     out: np.ndarray[Any, Any] | None = None,
 ) -> Array:
     """As `generic.packed_moments`."""
-    given = _prepare(axis, (x,))
-    if given is None:
+    operands = _prepare(axis, (x,))
+    if operands is None:
         return generic.packed_moments(x, weight, count, axis=axis, out=out)
-    _, C, _ = given.sizes
-    packed, packed_at = vector(given.library, message.forward_payload(C), out)
-    _kept, mean_at = scratch(2 * C)
+    _, C, _ = operands.sizes
+    packed, packed_at = payload(operands.library, C, out)
+    _memory, mean_at = scratch(2 * C)
     var_at = mean_at + C * _FLOAT64
-    _moments(given, mean_at, var_at)
+    _moments(operands, mean_at, var_at)
     step("pack_moments")(mean_at, var_at, packed_at, C, weight, count)
     return packed
 
@@ -77,33 +76,33 @@ def normalize(
     axis: tuple[int, ...],
 ) -> Array:
     """As `generic.normalize`."""
-    given = _prepare(axis, (x,), (mean, var), (weight, bias))
-    if given is None:
+    operands = _prepare(axis, (x,), (mean, var), (weight, bias))
+    if operands is None:
         return generic.normalize(x, mean, var, weight, bias, eps=eps, axis=axis)
-    _, C, _ = given.sizes
-    mean_at, var_at = given.wide
-    weight_at, bias_at = given.parameters.addresses
-    _kept, scale_at = scratch(2 * C)
+    _, C, _ = operands.sizes
+    mean_at, var_at = operands.wide
+    weight_at, bias_at = operands.parameters.addresses
+    _memory, scale_at = scratch(2 * C)
     shift_at = scale_at + C * _FLOAT64
-    step("affine", given.parameters.dtype)(
+    step("affine", operands.parameters.dtype)(
         var_at, weight_at, bias_at, scale_at, shift_at, C, weight_at != 0, bias_at != 0, eps
     )
-    return _elementwise("normalize", given, x, [mean_at, scale_at, shift_at])
+    return _elementwise("normalize", operands, x, [mean_at, scale_at, shift_at])
 
 
 def backward_sums(
     dy: Array, x: Array, mean: Array, var: Array, /, *, eps: float, axis: tuple[int, ...]
 ) -> tuple[Array, Array]:
     """As `generic.backward_sums`."""
-    given = _prepare(axis, (x, dy), (mean, var))
-    if given is None:
+    operands = _prepare(axis, (x, dy), (mean, var))
+    if operands is None:
         return generic.backward_sums(dy, x, mean, var, eps=eps, axis=axis)
-    of = given.library
-    _, C, _ = given.sizes
-    mean_at, var_at = given.wide
-    _kept, sums_at, parts = _sums("backward_sums", given, mean_at)
-    (sum_dy, sum_dy_xhat), made = of.new(2, given.plan.shape, of.float64)
-    step("finish_backward_sums")(sums_at, var_at, *made, C, parts, eps)
+    of = operands.library
+    _, C, _ = operands.sizes
+    mean_at, var_at = operands.wide
+    _memory, sums_at, parts = _sums("backward_sums", operands, mean_at)
+    (sum_dy, sum_dy_xhat), results = of.new(2, operands.plan.shape, of.float64)
+    step("finish_backward_sums")(sums_at, var_at, *results, C, parts, eps)
     return sum_dy, sum_dy_xhat
 
 
@@ -122,20 +121,20 @@ def input_gradient(
     axis: tuple[int, ...],
 ) -> Array:
     """As `generic.input_gradient`."""
-    given = _prepare(axis, (x, dy), (mean, var, sum_dy, sum_dy_xhat), (weight,))
-    if given is None:
+    operands = _prepare(axis, (x, dy), (mean, var, sum_dy, sum_dy_xhat), (weight,))
+    if operands is None:
         return generic.input_gradient(
             dy, x, mean, var, weight, element_weight, sum_dy, sum_dy_xhat, eps=eps, axis=axis
         )
-    _, C, _ = given.sizes
-    mean_at, *others = given.wide
-    (weight_at,) = given.parameters.addresses
-    _kept, first = scratch(3 * C)
+    _, C, _ = operands.sizes
+    mean_at, *others = operands.wide
+    (weight_at,) = operands.parameters.addresses
+    _memory, first = scratch(3 * C)
     coefficients = [first, first + C * _FLOAT64, first + 2 * C * _FLOAT64]
-    step("gradient_coefficients", given.parameters.dtype)(
+    step("gradient_coefficients", operands.parameters.dtype)(
         *others, weight_at, *coefficients, C, weight_at != 0, eps, float(element_weight)
     )
-    return _elementwise("input_gradient", given, x, [mean_at, *coefficients])
+    return _elementwise("input_gradient", operands, x, [mean_at, *coefficients])
 
 
 class _Plan(NamedTuple):
@@ -147,7 +146,7 @@ class _Plan(NamedTuple):
     sizes: tuple[int, int, int] | None  # None if it must be copied to have them
 
 
-class _Given(NamedTuple):
+class _Operands(NamedTuple):
     """The arguments of a pass as the loops take them: addresses."""
 
     library: Any
@@ -157,7 +156,7 @@ class _Given(NamedTuple):
     activations: list[int]  # in the order of the first
     wide: list[int]
     parameters: Parameters
-    kept: list[Array]  # whose memory is used
+    alive: list[Array]  # whose memory the addresses are of
 
 
 _NONE = Parameters("float64", [], ())
@@ -168,51 +167,51 @@ def _prepare(
     activations: Sequence[Array],
     wide: Sequence[Array] = (),
     parameters: Sequence[Array | None] = (),
-) -> _Given | None:
+) -> _Operands | None:
     """None if the loops cannot take them."""
     x = activations[0]
     of = library(x)
-    address = of.address(x)
+    address, strides = of.locate(x)
     if not address:
         return None
-    strides = of.strides(x)
     plan = _plan(x.dtype, x.shape, strides, axis)
     if plan is None:
         return None
     dtype, sizes = x.dtype, plan.sizes
     if sizes is None or not plan.is_dtype:
         x = of.cast(x, plan.dtype)
-        sizes = sizes_in_memory(x.shape, of.strides(x), axis)
+        address, strides = of.locate(x)
+        sizes = sizes_in_memory(x.shape, strides, axis)
         if sizes is None:
             x = of.empty_like(x, content=x)
-            sizes = sizes_in_memory(x.shape, of.strides(x), axis)
+            address, strides = of.locate(x)
+            sizes = sizes_in_memory(x.shape, strides, axis)
             if sizes is None:
                 return None
-        address, strides = of.address(x), of.strides(x)
-    kept, addresses = [x], [address]
+    alive, addresses = [x], [address]
     for a in activations[1:]:
-        address = of.address(a)
+        address, strides_of_a = of.locate(a)
         if a.dtype != dtype or a.shape != x.shape or not address:
             return None
-        if not plan.is_dtype or of.strides(a) != strides:
+        if not plan.is_dtype or strides_of_a != strides:
             a = of.empty_like(x, content=a)
             address = of.address(a)
-        kept.append(a)
+        alive.append(a)
         addresses.append(address)
-    wide_addresses = []
     for v in wide:
-        address = of.address(v)
-        if not address or v.shape != plan.shape:
+        if v.shape != plan.shape:
             return None
-        if v.dtype != of.float64 or not of.is_dense(v):
-            v = of.wide(v)
-            address = of.address(v)
-            kept.append(v)
-        wide_addresses.append(address)
-    found = parameters_of(of, plan.shape, parameters) if parameters else _NONE
-    if found is None:
+    wide_addresses = of.dense_addresses(wide, of.float64) if wide else []
+    if wide_addresses is None:
+        if not all(of.address(v) for v in wide):
+            return None
+        copies = [of.wide(v) for v in wide]
+        wide_addresses = [of.address(v) for v in copies]
+        alive += copies
+    located = parameters_of(of, plan.shape, parameters) if parameters else _NONE
+    if located is None:
         return None
-    return _Given(of, plan, sizes, x, addresses, wide_addresses, found, kept)
+    return _Operands(of, plan, sizes, x, addresses, wide_addresses, located, alive)
 
 
 _ARITHMETIC = {
@@ -236,43 +235,43 @@ def _plan(
     return _Plan(per_channel, arithmetic, name == arithmetic, sizes_in_memory(shape, strides, axis))
 
 
-def _moments(given: _Given, mean_at: int, var_at: int) -> None:
+def _moments(operands: _Operands, mean_at: int, var_at: int) -> None:
     """Write the mean and the variance of the activation."""
-    N, C, S = given.sizes
-    (x_at,) = given.activations
-    _loop("centre", given.plan.dtype)(x_at, mean_at, N, C, S)
+    N, C, S = operands.sizes
+    (x_at,) = operands.activations
+    _loop("centre", operands.plan.dtype)(x_at, mean_at, N, C, S)
     for _ in range(2):  # again if the centre was far from the mean, which is the centre now
-        _kept, sums_at, parts = _sums("moments", given, mean_at)
-        far = _loop("finish_moments", given.plan.dtype)(
+        _memory, sums_at, parts = _sums("moments", operands, mean_at)
+        far = _loop("finish_moments", operands.plan.dtype)(
             x_at, sums_at, mean_at, var_at, N, C, S, parts
         )
         if not far:
             break
 
 
-def _sums(name: str, given: _Given, mean_at: int) -> tuple[Any, int, int]:
+def _sums(name: str, operands: _Operands, mean_at: int) -> tuple[Any, int, int]:
     """Two sums per channel, of each part of the samples: scratch memory `(parts, 2, C)`.
 
-    Returns what must be kept, the address and the number of parts.
+    Returns the memory, which must stay referred to, its address, and the number of parts.
     """
-    N, C, S = given.sizes
-    threads = _num_threads(N * C * S)
+    N, C, S = operands.sizes
+    threads = _num_threads() if N * C * S >= 2 * _SHARE else 1
     tasks = _sum_tasks(N, C, S, threads)
     parts = tasks[0][0]
-    kept, address = scratch(parts * 2 * C)
-    _run(name, given, [mean_at, address], (N, C, S), tasks)
-    return kept, address, parts
+    memory, address = scratch(parts * 2 * C)
+    _run(name, operands, [mean_at, address], (N, C, S), tasks)
+    return memory, address, parts
 
 
-def _elementwise(name: str, given: _Given, x: Array, coefficients: list[int]) -> Array:
+def _elementwise(name: str, operands: _Operands, x: Array, coefficients: list[int]) -> Array:
     """An array like `x`, in its dtype."""
-    of = given.library
-    y = of.empty_like(given.like)
-    N, C, S = given.sizes
-    threads = _num_threads(N * C * S)
+    of = operands.library
+    y, y_at = of.new_like(operands.like)
+    N, C, S = operands.sizes
+    threads = _num_threads() if N * C * S >= 2 * _SHARE else 1
     tasks = _tasks(N, C, S, threads)
-    _run(name, given, [*coefficients, of.address(y)], (C, S), tasks)
-    return y if given.plan.is_dtype else of.cast(y, x.dtype)
+    _run(name, operands, [*coefficients, y_at], (C, S), tasks)
+    return y if operands.plan.is_dtype else of.cast(y, x.dtype)
 
 
 @lru_cache(maxsize=1024)
@@ -303,19 +302,19 @@ def _cuts(n: int, parts: int) -> list[tuple[int, int]]:
 
 def _run(
     name: str,
-    given: _Given,
+    operands: _Operands,
     others: list[int],
     sizes: tuple[int, ...],
     tasks: list[tuple[int, ...]],
 ) -> None:
     """Run the loop for each task, on threads if there are several."""
-    loop = _loop(name, given.plan.dtype)
+    loop = _loop(name, operands.plan.dtype)
     if len(tasks) == 1:
-        loop(*given.activations, *others, *sizes, *tasks[0])
+        loop(*operands.activations, *others, *sizes, *tasks[0])
         return
     first, *rest = tasks
-    waited = [_pool().submit(loop, *given.activations, *others, *sizes, *task) for task in rest]
-    loop(*given.activations, *others, *sizes, *first)
+    waited = [_pool().submit(loop, *operands.activations, *others, *sizes, *task) for task in rest]
+    loop(*operands.activations, *others, *sizes, *first)
     for other in waited:
         other.result()
 
@@ -325,10 +324,8 @@ def _loop(name: str, dtype: str) -> Any:
     return _loops.compiled(_loops.LOOPS[name], dtype)
 
 
-def _num_threads(elements: int) -> int:
-    """Threads to use for an array of so many."""
-    if elements < 2 * _SHARE:
-        return 1
+def _num_threads() -> int:
+    """Threads to use for a large array."""
     if "torch" in sys.modules:
         return int(sys.modules["torch"].get_num_threads())
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()

@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from multibn import message
 from multibn._typing import Array
 from multibn.kernels import _loops, _step_loops, generic
-from multibn.kernels._memory import library, parameters_of, vector, wide_addresses
+from multibn.kernels._memory import library, parameters_of, payload
 from multibn.kernels._step_loops import NOT_FINITE, REFUSED
 from multibn.kernels.generic import Unpacked
 
@@ -30,12 +29,12 @@ def pack(
 ) -> Array:
     """As `generic.pack`."""
     of = library(mean)
-    given = wide_addresses(of, (mean, meansqr))
-    if given is None:
+    addresses = of.dense_addresses((mean, meansqr), of.float64)
+    if addresses is None:
         return generic.pack(mean, meansqr, weight, count, out=out)
     C = prod(mean.shape)
-    packed, address = vector(of, message.forward_payload(C), out)
-    step("pack")(*given, address, C, weight, count)
+    packed, address = payload(of, C, out)
+    step("pack")(*addresses, address, C, weight, count)
     return packed
 
 
@@ -49,14 +48,15 @@ def unpack(
     like: Array | None = None,
 ) -> Unpacked:
     """As `generic.unpack`."""
-    given = wide_addresses(library(summed), (summed,))
-    if given is None:
+    source = library(summed)
+    addresses = source.dense_addresses((summed,), source.float64)
+    if addresses is None:
         return generic.unpack(summed, shape, weight, count, like=like)
-    of = library(summed if like is None else like)
-    (mean, var), made = of.new(2, shape, of.float64)
-    (total_count, element_weight), more = of.new(2, (), of.float64)
-    found = step("unpack")(*given, *made, *more, prod(shape), weight, count)
-    return Unpacked(mean, var, total_count, element_weight, found == REFUSED, found != NOT_FINITE)
+    of = source if like is None else library(like)
+    (mean, var), results = of.new(2, shape, of.float64)
+    (total_count, element_weight), scalars = of.new(2, (), of.float64)
+    state = step("unpack")(*addresses, *results, *scalars, prod(shape), weight, count)
+    return Unpacked(mean, var, total_count, element_weight, state == REFUSED, state != NOT_FINITE)
 
 
 def move_averages(
@@ -70,13 +70,13 @@ def move_averages(
 ) -> tuple[Array, Array]:
     """As `generic.move_averages`."""
     of = library(mean)
-    given = wide_addresses(of, (mean, var))
+    addresses = of.dense_addresses((mean, var), of.float64)
     running = parameters_of(of, mean.shape, (running_mean, running_var))
-    if given is None or running is None or not running.as_they_are:
+    if addresses is None or running is None or running.are_copies:
         return generic.move_averages(running_mean, running_var, mean, var, momentum, factor)
-    (new_mean, new_var), made = of.new(2, mean.shape, running_mean.dtype)
+    (new_mean, new_var), results = of.new(2, mean.shape, running_mean.dtype)
     step("move_averages", running.dtype)(
-        *running.addresses, *given, *made, prod(mean.shape), float(momentum), float(factor)
+        *running.addresses, *addresses, *results, prod(mean.shape), float(momentum), float(factor)
     )
     return new_mean, new_var
 

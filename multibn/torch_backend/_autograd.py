@@ -47,13 +47,15 @@ def batch_statistics(
 
     Collective, unless they are replayed (see `multibn.recompute`).
     """
-    xs = [i.x for i in inputs]
-    axes = _axes(inputs)
+    xs, axes = [], []
+    for i in inputs:
+        xs.append(i.x.detach())
+        axes.append(i.axis)
 
     def compute() -> list[BatchStatistics]:
         with _without_autocast(xs[0]):
             return statistics.batch_statistics_all(
-                [x.detach() for x in xs],
+                xs,
                 during(communicator, "forward", _dtypes(xs)),
                 weighting=weighting,
                 axes=axes,
@@ -75,8 +77,11 @@ def normalize(
 
     Collective backward.
     """
-    tensors = [t for i in inputs for t in (i.x, i.weight, i.bias, i.residual)]
-    options = [(i.eps, i.axis, i.relu) for i in inputs]
+    tensors: list[Tensor | None] = []
+    options = []
+    for x, weight, bias, eps, axis, residual, relu in inputs:
+        tensors += (x, weight, bias, residual)
+        options.append((eps, axis, relu))
     node = _Transformed if _are_transformed(tensors) else _Normalize
     ys: tuple[Tensor, ...] = node.apply(batches, communicator, weighting, options, *tensors)
     return ys
@@ -224,7 +229,7 @@ def _differentiable_backward(ctx: Any, gradients: Sequence[Gradient]) -> list[Te
     xs = [i.x for i in inputs]
     communicator = _Differentiable(during(ctx.communicator, "second order", _dtypes(xs)))
     batches = statistics.batch_statistics_all(
-        xs, communicator, weighting=ctx.weighting, axes=_axes(inputs)
+        xs, communicator, weighting=ctx.weighting, axes=[i.axis for i in inputs]
     )
     ys = [
         statistics.normalize(i.x, batch, weight=i.weight, bias=i.bias, eps=i.eps, axis=i.axis)
@@ -266,10 +271,6 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         return _AllReduce.apply(grad_outputs[0], ctx.communicator), None
-
-
-def _axes(inputs: Sequence[Input]) -> list[tuple[int, ...]]:
-    return [statistics.reduced_axes(i.x.ndim) if i.axis is None else i.axis for i in inputs]
 
 
 def _dtypes(xs: Sequence[Tensor]) -> Any:

@@ -95,6 +95,7 @@ def forward_all(
     `num_channels` are the channels that they must have, see `check_input`.
     """
     _refuse_ddp_join(communicator)
+    checked = []
     for i, n in zip(inputs, num_channels, strict=True):
         error = _input_error(i.x, n)
         if error is None and i.residual is not None:
@@ -102,11 +103,10 @@ def forward_all(
         if error is not None:
             xs = [i.x for i in inputs]
             refuse(error, xs, num_channels, communicator)
-    inputs = [
-        i._replace(axis=statistics.reduced_axes(i.x.ndim)) if i.axis is None else i for i in inputs
-    ]
-    batches = _autograd.batch_statistics(inputs, communicator, weighting)
-    ys = _autograd.normalize(inputs, batches, communicator, weighting)
+        axis = statistics.reduced_axes(i.x.ndim) if i.axis is None else i.axis
+        checked.append(i._replace(axis=axis))
+    batches = _autograd.batch_statistics(checked, communicator, weighting)
+    ys = _autograd.normalize(checked, batches, communicator, weighting)
     return list(zip(ys, batches, strict=True))
 
 
