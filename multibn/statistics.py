@@ -423,14 +423,15 @@ def input_gradient(
 
 def require_floating(x: Array) -> None:
     """Raise TypeError unless `x` is of a real floating-point dtype."""
-    if x.dtype not in _floating:
+    kind = type(x), x.dtype
+    if kind not in _floating:
         if not array_namespace(x).isdtype(x.dtype, "real floating"):
             raise not_floating(x)
-        _floating.add(x.dtype)
+        _floating.add(kind)
 
 
-# Dtypes of any library that are known to be real and floating-point.
-_floating: set[Any] = set()
+# Types of arrays and dtypes that are known to be real and floating-point.
+_floating: set[tuple[type, Any]] = set()
 
 
 def not_floating(x: Array) -> TypeError:

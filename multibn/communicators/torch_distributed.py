@@ -393,13 +393,14 @@ class _World:
 
     def find_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         """The group of these global ranks. Collective over them when first called for them."""
-        rank, size = dist.get_rank(), dist.get_world_size()
-        if self.default_group is None or rank not in ranks or max(ranks) >= size:
-            where = (
-                "no process group is initialised"
-                if self.default_group is None
-                else f"this is rank {rank} of {size}"
-            )
+        where = "no process group is initialised"
+        if self.default_group is not None:
+            where = f"this is rank {dist.get_rank()} of {dist.get_world_size()}"
+        if (
+            self.default_group is None
+            or dist.get_rank() not in ranks
+            or max(ranks) >= dist.get_world_size()
+        ):
             raise RuntimeError(
                 f"the communicator was made for ranks {list(ranks)} of torch.distributed, and "
                 f"{where}. Give the layer another communicator, None for the default one."

@@ -120,10 +120,16 @@ def pack(
 
 
 def unpack(
-    summed: Array, shape: tuple[int, ...], weight: float, count: float, /, *, like: Array
+    summed: Array,
+    shape: tuple[int, ...],
+    weight: float,
+    count: float,
+    /,
+    *,
+    like: Array | None = None,
 ) -> Unpacked:
-    """As `generic.unpack`; `like` is needed where `summed` is memory of the transport."""
-    if type(summed) is np.ndarray:
+    """As `generic.unpack`; `like` matters where `summed` is memory of the transport."""
+    if like is not None and type(summed) is np.ndarray:
         unpacked: Unpacked = _select_steps(like).unpack(summed, shape, weight, count, like=like)
     else:
         unpacked = _select_steps(summed).unpack(summed, shape, weight, count)

@@ -45,11 +45,10 @@ class NumPy:
         """`a` if of `dtype`, else a copy in dense memory, in the order of `a`."""
         return a.astype(dtype, order="K", copy=False)
 
-    def empty_like(self, a: Array, content: Array | None = None) -> Array:
-        """A dense array in the order of `a`, with the elements of `content`."""
-        array = np.empty_like(a)
-        if content is not None:
-            array[...] = content
+    def dense_copy(self, a: Array, like: Array) -> Array:
+        """The elements of `a` in a dense array in the order of `like`."""
+        array = np.empty_like(like)
+        array[...] = a
         return array
 
     def new_like(self, a: Array) -> tuple[Array, int]:
@@ -108,9 +107,8 @@ class Torch:
     def cast(self, a: Array, dtype: Any) -> Array:
         return a.to(getattr(self._torch, dtype) if isinstance(dtype, str) else dtype)
 
-    def empty_like(self, a: Array, content: Array | None = None) -> Array:
-        tensor = self._torch.empty_like(a)
-        return tensor if content is None else tensor.copy_(content)
+    def dense_copy(self, a: Array, like: Array) -> Array:
+        return self._torch.empty_like(like).copy_(a)
 
     def new_like(self, a: Array) -> tuple[Array, int]:
         tensor = self._torch.empty_like(a)

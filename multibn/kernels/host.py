@@ -183,7 +183,7 @@ def _prepare(
         address, strides = of.locate(x)
         sizes = sizes_in_memory(x.shape, strides, axis)
         if sizes is None:
-            x = of.empty_like(x, content=x)
+            x = of.dense_copy(x, like=x)
             address, strides = of.locate(x)
             sizes = sizes_in_memory(x.shape, strides, axis)
             if sizes is None:
@@ -194,7 +194,7 @@ def _prepare(
         if a.dtype != dtype or a.shape != x.shape or not address:
             return None
         if not plan.is_dtype or strides_of_a != strides:
-            a = of.empty_like(x, content=a)
+            a = of.dense_copy(a, like=x)
             address = of.address(a)
         alive.append(a)
         addresses.append(address)

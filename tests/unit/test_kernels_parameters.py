@@ -212,13 +212,26 @@ def test_results_have_memory_of_their_own(kernels: Any) -> None:
         assert not any(np.shares_memory(value, v) for v in (*others, *found[i + 1 :], *c))
 
 
-def test_packed_moments_are_made_of_others_where_a_file_has_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize("kernels", [generic, host], ids=["generic", "host"])
+def test_packed_moments_are_written_where_they_are_sent(kernels: Any) -> None:
     x = data(SHAPE)
-    right = host.packed_moments(x, 3.0, 5.0, axis=AXIS)
-    monkeypatch.delattr(host, "packed_moments")
-    np.testing.assert_allclose(selection.packed_moments(x, 3.0, 5.0, axis=AXIS), right, rtol=1e-15)
+    expected = kernels.packed_moments(x, 3.0, 5.0, axis=AXIS)
+    memory = np.full(expected.size + 2, 7.0)
+    out = memory[:-2]
+    for library, like in (("numpy", x), ("torch", x)):
+        if library == "torch":
+            require.need("torch")
+            import torch
+
+            like = torch.from_numpy(x)
+        out[:] = 0.0
+        assert selection.packed_moments(like, 3.0, 5.0, axis=AXIS, out=out) is out
+        np.testing.assert_allclose(out, expected, rtol=1e-6)
+        np.testing.assert_array_equal(memory[-2:], 7.0)
+        unpacked = selection.unpack(out, (5,), 3.0, 5.0, like=like)
+        assert type(unpacked.mean) is type(like)
+        out[:] = 0.0  # the transport's next message
+        assert unpacked.var[0] > 0
 
 
 @pytest.mark.parametrize("relu", [False, True])
