@@ -7,7 +7,7 @@ import secrets
 import shutil
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -75,15 +75,11 @@ def write(path: Path, state: Mapping[str, Any]) -> None:
     path = Path(os.path.realpath(path))
     suffix = path.suffix.lower()
     writer = {".npz": _write_npz, ".safetensors": _write_safetensors}.get(suffix, _write_pt)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with temporary.open("xb") as file:
+        with replacing(path) as temporary, temporary.open("xb") as file:
             writer(file, state)
             file.flush()
             os.fsync(file.fileno())
-        if path.exists():
-            shutil.copymode(path, temporary)
-        os.replace(temporary, path)
     except CheckpointError:
         raise
     except Exception as error:  # torch makes a RuntimeError of a full disk
@@ -91,6 +87,17 @@ def write(path: Path, state: Mapping[str, Any]) -> None:
             f"cannot be written: {getattr(error, 'strerror', None) or error}. Choose another "
             "place, or make room."
         ) from error
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write, which takes the place of `path` if the block ends without an exception."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        yield temporary
+        if path.exists():
+            shutil.copymode(path, temporary)
+        os.replace(temporary, path)
     finally:
         with suppress(OSError):
             temporary.unlink()

@@ -11,8 +11,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import Colormap, ListedColormap
 from matplotlib.figure import Figure
 
+from multibn.checkpoint.files import replacing
 from multibn.parity.compare import Row
-from multibn.parity.report import error_in_words, ordered, replacing, summary
+from multibn.parity.report import error_in_words, ordered, summary
 
 # Colours run over powers of ten of error/bound, and jump from green to red where it is 1.
 _RANGE = 4
