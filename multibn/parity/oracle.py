@@ -17,10 +17,7 @@ Arrays = dict[str, NDArrayAny]
 
 
 def train(case: Case, size: int, *, running_var: str | None = None) -> list[Arrays]:
-    """What each of `size` ranks should get in every step of `case`.
-
-    `running_var` takes the place of the case's, for peers that know only their own convention.
-    """
+    """What each of `size` ranks should get in every step of `case`, whose `running_var` may be replaced."""
     results: list[Arrays] = [{} for _ in range(size)]
     mean = [np.zeros(CHANNELS) for _ in range(size)]
     var = [np.ones(CHANNELS) for _ in range(size)]

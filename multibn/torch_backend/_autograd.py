@@ -183,14 +183,7 @@ def _forward(
         for i, (batch, (eps, axis, relu)) in enumerate(zip(batches, options, strict=True)):
             x, weight, bias, residual = tensors[4 * i : 4 * i + 4]
             y = statistics.normalize(
-                x,
-                batch,
-                weight=weight,
-                bias=bias,
-                eps=eps,
-                axis=axis,
-                residual=residual,
-                relu=relu,
+                x, batch, weight=weight, bias=bias, eps=eps, axis=axis, residual=residual, relu=relu
             )
             ys.append(y)
     return tuple(ys)

@@ -82,10 +82,7 @@ class WatchedNorm:
         """Keep `new`; each split of a sub-batch norm is given the whole batch's statistics."""
         for keeper in self.keepers:
             num_splits = keeper.num_features // self.num_features
-            for running, value in (
-                (keeper.running_mean, new.mean),
-                (keeper.running_var, new.var),
-            ):
+            for running, value in ((keeper.running_mean, new.mean), (keeper.running_var, new.var)):
                 assert running is not None
                 running.copy_(value.repeat(num_splits))
 

@@ -85,13 +85,7 @@ def keeps_width(mode: str) -> bool:
 
 
 def parse_mode(mode: str) -> tuple[float, float] | None:
-    """Width factor and dropout rate of the MLP, or None if the mode has no MLP.
-
-    Raises
-    ------
-    ValueError
-        If there is no such mode.
-    """
+    """Width factor and dropout rate of the MLP, None without one; ValueError for other modes."""
     if mode in _ELEMENTWISE or mode == "concat":
         return None
     numbers = _LINEAR.fullmatch(mode)
