@@ -17,7 +17,10 @@ Arrays = dict[str, NDArrayAny]
 
 
 def train(case: Case, size: int, *, running_var: str | None = None) -> list[Arrays]:
-    """What each of `size` ranks should get in every step of `case`, whose `running_var` may be replaced."""
+    """What each of `size` ranks should get in every step of `case`.
+
+    `running_var` replaces the convention of the case.
+    """
     results: list[Arrays] = [{} for _ in range(size)]
     mean = [np.zeros(CHANNELS) for _ in range(size)]
     var = [np.ones(CHANNELS) for _ in range(size)]
