@@ -8,14 +8,9 @@ from torch import Tensor, nn
 
 from multibn.torch_backend.reversible.mvit.norms import NormFactory, layer_norm, normalize_last_axis
 
-
-def _average(a: Tensor, b: Tensor) -> Tensor:
-    return (a + b) / 2
-
-
 _ELEMENTWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": torch.add,
-    "avg": _average,
+    "avg": lambda a, b: (a + b) / 2,
     "max": torch.maximum,
     "min": torch.minimum,
 }
