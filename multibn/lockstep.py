@@ -43,18 +43,9 @@ class _State(IntEnum):
 class Lockstep(Iterator[Step]):
     """Steps of this rank, as many as the rank with most batches has.
 
-    Each `next` is collective, one allreduce of W+1 numbers for W ranks.
-
-    Parameters
-    ----------
-    batches
-        This rank's data; iterated over from the first `next` on.
-    communicator
-        The ranks that proceed together.
-    source
-        Where batches come from, as an error message names it.
-    amount
-        How much a batch counts for in `Step.amount`. Default: nothing.
+    Each `next` is collective: one allreduce of W+1 numbers for W ranks. The iterator of `batches`
+    is made in the first `next`. `source` is what error messages call it, and `amount` what a batch
+    counts for in `Step.amount`.
 
     Raises
     ------
@@ -153,27 +144,16 @@ def run(
 ) -> Iterator[Step]:
     """Run a model without gradients on this rank's batches, or its shared layers on empty ones.
 
-    Parameters
-    ----------
-    steps
-        A `Lockstep`, or its first steps. Each is yielded when it is done.
-    forward
-        Runs the model on a batch and appends to `visits`, for each layer that it passes, a call
-        which shows that layer an empty batch.
-    visits
-        On a rank without a batch, the calls of its last batch are repeated: the layers of the
-        other ranks wait for this rank, in the order of a forward pass.
-    communicators
-        Of all layers of the model.
-    source, layers, otherwise
-        Parts of the error message: where batches come from, what shared layers are called, and
-        what to do instead of using fewer ranks.
+    `forward` runs the model on a batch and appends to `visits`, for each layer, a call that shows
+    the layer an empty batch. A rank without a batch repeats the calls of its last batch: the layers
+    of the other ranks wait for it, in the order of a forward pass. Each step is yielded when it is
+    done. `communicators` are those of all layers; the rest are parts of the error message.
 
     Raises
     ------
     ValueError
-        On all ranks, if one never has a batch and layers are shared: which layers it must take part
-        in, and in which order, only a forward pass shows.
+        On all ranks, if one never has a batch and layers are shared: only a forward pass shows
+        which layers that rank must take part in.
     """
     shared = any(communicator.size > 1 for communicator in communicators)
     for number, step in enumerate(steps):
@@ -197,19 +177,12 @@ def run(
 class Joined(Generic[Losses]):
     """Loops over uneven data, in step, and losses to go with them; what the backends' `join` gives.
 
-    Parameters
-    ----------
-    communicator
-        The ranks that proceed together.
-    stand_in
-        Makes of a batch what a rank without one is given.
-
     Attributes
     ----------
     communicator
-        As above.
+        The ranks that proceed together.
     absent
-        Whether this rank has no batch in the present step.
+        Whether this rank has no batch in the present step, but a stand-in.
     """
 
     # A backend's sum of losses, and the argument with which its loss functions do not reduce.
@@ -326,10 +299,8 @@ def shortened(
 ) -> Any:
     """`batch` with `shorten` of the arrays in it, those in tuples, lists and mappings included.
 
-    Raises
-    ------
-    TypeError
-        If there is no array with a first axis in `batch`; the message ends with `otherwise`.
+    Raises TypeError, with a message that ends with `otherwise`, if there is no array with a first
+    axis in `batch`.
     """
     any_array = False
 

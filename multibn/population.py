@@ -9,13 +9,7 @@ from multibn import kernels
 from multibn._arrays import array_namespace, is_on_host
 from multibn._typing import Array, RunningVar, check_choice
 from multibn.communicators import Communicator, SingleProcess
-from multibn.statistics import (
-    BatchStatistics,
-    Moments,
-    aggregate,
-    empty_moments,
-    merge_moments,
-)
+from multibn.statistics import BatchStatistics, Moments, aggregate, empty_moments, merge_moments
 
 
 def running_variance(

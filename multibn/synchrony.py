@@ -22,26 +22,14 @@ _AT_MOST = 8
 def check_equal(
     arrays: Mapping[str, Array | None], communicator: Communicator, *, ignore: Iterable[str] = ()
 ) -> None:
-    """Raise on all ranks unless the arrays are the same on all of them, bit for bit.
+    """Raise RuntimeError on all ranks unless they hold the same arrays, bit for bit.
 
     Digests of 128 bits are compared, of copies in host memory. Collective: one allreduce of 32
     numbers if all is well, whatever there is to compare. Otherwise a few more, among them one of
     the size of each array that differs, to find out what the matter is.
 
-    Parameters
-    ----------
-    arrays
-        By name, in any order; of any library, on any device. None is an array that has no value
-        yet.
-    communicator
-        The ranks that should agree.
-    ignore
-        Names of arrays to leave out, with wildcards: `"*.running_*"`, for example.
-
-    Raises
-    ------
-    RuntimeError
-        On all ranks, if they have other names, shapes or dtypes, or other values.
+    `arrays` are by name, of any library and device; None is one without a value yet. Names that
+    match a pattern of `ignore`, `"*.running_*"` for example, are left out.
     """
     ignore = list(ignore)
     chosen = [

@@ -184,8 +184,7 @@ def _reversible(couplings: Sequence[_Coupling], inputs: Sequence[Variable]) -> t
         streams[coupling.target] = streams[coupling.target] + first.run(streams)
         passes.append(first)
     leaves = list({id(v): v for p in passes for v in p.leaves}.values())
-    outputs: tuple[Variable, ...] = _Reversible(passes, leaves, streams).apply((*inputs, *leaves))
-    return outputs
+    return _Reversible(passes, leaves, streams).apply((*inputs, *leaves))
 
 
 class _Pass:

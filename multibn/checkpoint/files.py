@@ -7,7 +7,7 @@ import secrets
 import shutil
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -50,9 +50,11 @@ def read(path: Path, prefix: str) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError("not a regular file. Name the checkpoint file itself.")
     suffix = path.suffix.lower()
-    reader = {".npz": _read_npz, ".safetensors": _read_safetensors}.get(suffix, _read_pt)
     try:
-        return reader(path, prefix)
+        if suffix == ".npz":
+            return _read_npz(path, prefix)
+        values = _safetensors().load_file(path) if suffix == ".safetensors" else _read_pt(path)
+        return _checked(values, prefix, path)
     except CheckpointError:
         raise
     except pickle.UnpicklingError as error:
@@ -74,16 +76,18 @@ def write(path: Path, state: Mapping[str, Any]) -> None:
     framework(path)
     path = Path(os.path.realpath(path))
     suffix = path.suffix.lower()
-    writer = {".npz": _write_npz, ".safetensors": _write_safetensors}.get(suffix, _write_pt)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with temporary.open("xb") as file:
-            writer(file, state)
+        with replacing(path) as temporary, temporary.open("xb") as file:
+            if suffix == ".npz":
+                _write_npz(file, state)
+            elif suffix == ".safetensors":
+                file.write(_safetensors().save(_tensors(state)))
+            else:
+                import torch
+
+                torch.save(_tensors(state), file)
             file.flush()
             os.fsync(file.fileno())
-        if path.exists():
-            shutil.copymode(path, temporary)
-        os.replace(temporary, path)
     except CheckpointError:
         raise
     except Exception as error:  # torch makes a RuntimeError of a full disk
@@ -91,6 +95,17 @@ def write(path: Path, state: Mapping[str, Any]) -> None:
             f"cannot be written: {getattr(error, 'strerror', None) or error}. Choose another "
             "place, or make room."
         ) from error
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write, which takes the place of `path` if the block ends without an exception."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        yield temporary
+        if path.exists():
+            shutil.copymode(path, temporary)
+        os.replace(temporary, path)
     finally:
         with suppress(OSError):
             temporary.unlink()
@@ -194,7 +209,7 @@ def _parse_npy(key: str, data: bytes) -> Array:
     return array.astype(dtype.newbyteorder("="))
 
 
-def _read_pt(path: Path, prefix: str) -> dict[str, Any]:
+def _read_pt(path: Path) -> dict[str, Any]:
     import torch
 
     if zipfile.is_zipfile(path):  # what torch wrote before 1.6 is none
@@ -212,11 +227,7 @@ def _read_pt(path: Path, prefix: str) -> dict[str, Any]:
         raise CheckpointError(
             f"must hold a dict of tensors: got {type(loaded).__name__}. Save `model.state_dict()`."
         )
-    return _checked(_flatten(loaded, path), prefix, path)
-
-
-def _read_safetensors(path: Path, prefix: str) -> dict[str, Any]:
-    return _checked(_safetensors().load_file(path), prefix, path)
+    return _flatten(loaded, path)
 
 
 def _flatten(loaded: Mapping[Any, Any], path: Path) -> dict[str, Any]:
@@ -278,16 +289,6 @@ def _write_npz(file: IO[bytes], state: Mapping[str, Any]) -> None:
             info.compress_type = zipfile.ZIP_DEFLATED
             with archive.open(info, "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, np.asarray(array), allow_pickle=False)
-
-
-def _write_pt(file: IO[bytes], state: Mapping[str, Any]) -> None:
-    import torch
-
-    torch.save(_tensors(state), file)
-
-
-def _write_safetensors(file: IO[bytes], state: Mapping[str, Any]) -> None:
-    file.write(_safetensors().save(_tensors(state)))
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, Any]:

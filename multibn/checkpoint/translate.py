@@ -40,17 +40,12 @@ def convert(
     ----------
     src, dst
         Paths of different files. The folder of `dst` must exist.
-    names
-        See `chainer_to_torch`; the keys are those below `prefix`.
     prefix
         Take only what is below this: `"updater/model:main"` of the snapshot of a Chainer trainer,
         `"model"` or `"state_dict"` of the dict that a training script saves with torch.
-    skip_unknown
-        As `chainer_to_torch`'s.
-    num_batches_tracked
-        As `chainer_to_torch`'s; only from Chainer to torch.
-    avg_var_count
-        As `chainer_to_torch`'s.
+    names, skip_unknown, num_batches_tracked, avg_var_count
+        As `chainer_to_torch`'s. The keys in `names` are those below `prefix`;
+        `num_batches_tracked` can be set only from Chainer to torch.
 
     Returns
     -------

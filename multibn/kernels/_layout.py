@@ -6,21 +6,10 @@ def sizes_in_memory(
 ) -> tuple[int, int, int] | None:
     """Sizes (N, C, S) of an array without empty axes, of which the passes reduce N and S.
 
-    C is the product of the axes that are not in `axis`, N of the reduced axes with larger strides
-    and S of those with smaller ones: S is 1 if the channels come last in memory.
-
-    Parameters
-    ----------
-    strides
-        In elements.
-    axis
-        The axes that are reduced.
-
-    Returns
-    -------
-    tuple or None
-        None if there are gaps between the elements, if a reduced axis lies between two axes of
-        channels, or if the axes of channels are not in their order.
+    C is the product of the axes that are not in `axis`, N of the reduced axes with larger strides,
+    S of those with smaller ones; S is 1 if the channels come last. Strides are in elements. None if
+    there are gaps between elements, if a reduced axis lies between axes of channels, or if the axes
+    of channels are in another order.
     """
     blocks = [(True, 1)]  # from the last in memory: whether the axes are reduced, and their size
     channel_axes = []

@@ -47,49 +47,21 @@ class Parameters(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A few steps of training, and one of evaluation.
+    """A few steps of training, and one of evaluation."""
 
-    Attributes
-    ----------
-    name
-        Of the case, without spaces.
-    dtype
-        Of the activation: float16, float32 or float64. Parameters are at least float32.
-    layout
-        `"contiguous"` or `"channels_last"`.
-    split
-        How the batch is spread over the ranks, a key of `SPLITS`.
-    spatial
-        Sizes of the spatial axes on rank 0.
-    mean, std
-        Of the data; every channel adds an offset of the order of `std` to the mean.
-    steps
-        Of training.
-    cumulative
-        Whether running statistics are the average of all steps (torch's `momentum=None`, Chainer's
-        fine-tuning) instead of moving ones.
-    recompute
-        Whether the forward pass is run again in the backward pass (torch's checkpoint, Chainer's
-        F.forget).
-    weighting, running_var
-        The layers' arguments of these names; `avg_var` in Chainer.
-    bounds
-        Where the case's differ from those of its dtype.
-    """
-
-    name: str
-    dtype: str = "float32"
-    layout: str = "contiguous"
-    split: str = "even"
-    spatial: tuple[int, ...] = (6, 7)
-    mean: float = 0.0
+    name: str  # without spaces
+    dtype: str = "float32"  # of the activation; parameters are at least float32
+    layout: str = "contiguous"  # or "channels_last"
+    split: str = "even"  # how the batch is spread over the ranks, a key of `SPLITS`
+    spatial: tuple[int, ...] = (6, 7)  # sizes of the spatial axes on rank 0
+    mean: float = 0.0  # of the data; each channel adds an offset of the order of `std`
     std: float = 2.0
-    steps: int = 3
-    cumulative: bool = False
-    recompute: bool = False
+    steps: int = 3  # of training
+    cumulative: bool = False  # running statistics are the average of all steps, not moving ones
+    recompute: bool = False  # the backward pass runs the forward pass again
     weighting: Weighting = "element"
     running_var: RunningVar = "unbiased_global"
-    bounds: dict[str, float] = field(default_factory=dict, hash=False)
+    bounds: dict[str, float] = field(default_factory=dict, hash=False)  # where others than BOUNDS
 
     def bound(self, quantity: str) -> float:
         """The largest error allowed for `quantity`, relative to the largest entry."""
@@ -157,13 +129,7 @@ CASES = [
 
 
 def select(pattern: str) -> list[Case]:
-    """The cases whose names match one of the comma-separated shell-style patterns.
-
-    Raises
-    ------
-    ValueError
-        If there are none.
-    """
+    """The cases whose names match one of the comma-separated shell-style patterns."""
     chosen = [c for c in CASES if any(fnmatchcase(c.name, p) for p in pattern.split(","))]
     if not chosen:
         raise ValueError(

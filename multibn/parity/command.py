@@ -174,8 +174,8 @@ def run_and_compare(
     for case in chosen:
         say(f"comparing {case.name}")
         ran = [row for row in rows if (id(row), case.name) in results]
-        written = [results[id(row), case.name] for row in ran]
-        compare.compare(ran, written, case, running_var=RUNNING_VAR)
+        by_row = [results[id(row), case.name] for row in ran]
+        compare.compare(ran, by_row, case, running_var=RUNNING_VAR)
     for row in rows:
         row.outcomes = {c.name: row.outcomes[c.name] for c in chosen if c.name in row.outcomes}
 

@@ -31,25 +31,15 @@ class Worst(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What came of one case.
+    """What came of one case. Errors are relative to the largest entry; NaN counts as infinite."""
 
-    Attributes
-    ----------
-    bounds, errors, differences
-        By quantity: the largest allowed, from the oracle, and from the other combinations with as
-        many ranks, which are empty for peers. Relative to the largest entry; NaN counts as
-        infinite.
-    messages
-        What each step, and last the evaluation, put on the wire, where it is not what it must be.
-    crash
-        Why there are no numbers, of a peer that cannot do this; its errors are infinite.
-    """
-
-    bounds: dict[str, float]
-    errors: dict[str, float]
+    bounds: dict[str, float]  # by quantity, the largest error allowed
+    errors: dict[str, float]  # from the oracle
+    # From the other combinations with as many ranks; empty for peers.
     differences: dict[str, float] = field(default_factory=dict)
+    # Messages of each step and of the evaluation, if they are not those expected.
     messages: list[list[int]] = field(default_factory=list)
-    crash: str = ""
+    crash: str = ""  # why a peer has no numbers; its errors are infinite
 
     @property
     def error(self) -> Worst:
@@ -73,32 +63,16 @@ class Outcome:
 
 @dataclass
 class Row:
-    """A combination of a surface, a communicator and a number of ranks, and what came of it.
-
-    Attributes
-    ----------
-    surface, communicator, size
-        The combination.
-    peer
-        Whether the surface is another library's, whose errors are shown and do not count.
-    not_run
-        Why there are no results; empty if there are.
-    failed
-        Whether it could have run, and the workers failed.
-    outcomes
-        By case.
-    us_per_step
-        Microseconds per training step: the median over all steps and ranks.
-    """
+    """A combination of a surface, a communicator and a number of ranks, and what came of it."""
 
     surface: str
     communicator: str
     size: int
-    peer: bool = False
-    not_run: str = ""
-    failed: bool = False
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
-    us_per_step: float = math.nan
+    peer: bool = False  # the surface is another library's, whose errors are shown and do not count
+    not_run: str = ""  # why there are no results
+    failed: bool = False  # the workers failed
+    outcomes: dict[str, Outcome] = field(default_factory=dict)  # by case
+    us_per_step: float = math.nan  # microseconds per training step: median over steps and ranks
 
     @property
     def broken(self) -> bool:
@@ -129,16 +103,8 @@ def compare(
 ) -> None:
     """Compare the results of `case` with the oracle and, but for peers, with each other.
 
-    Parameters
-    ----------
-    rows
-        Combinations with one number of ranks; their outcomes of the case are set.
-    results
-        What the ranks of each row wrote.
-    case
-        The case.
-    running_var
-        By surface, the convention of peers that have only their own.
+    Sets the outcomes of `rows`, which have one number of ranks; `results` are what the ranks of
+    each wrote, `running_var` the convention of each surface that has only its own.
     """
     averaged = [_averaged(row, ranks, case) for row, ranks in zip(rows, results, strict=True)]
     for row, ranks, got in zip(rows, results, averaged, strict=True):

@@ -35,12 +35,8 @@ def train(spec: str, communicator: Communicator) -> tuple[Arrays, dict[str, Any]
     """One training step and an evaluation of both models, in a worker.
 
     Collective over `communicator`: each rank has its part of the example input, and if there are
-    several, batch normalization is synchronized.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If `spec` does not name a function, or what it returns does not fit.
+    several, batch normalization is synchronized. Raises TypeError or ValueError if `spec` does not
+    name a function, or what the function returns does not fit.
     """
     from multibn.chainer_backend import create_mnbn_model
     from multibn.torch_backend import convert_sync_batchnorm
@@ -64,6 +60,8 @@ def train(spec: str, communicator: Communicator) -> tuple[Arrays, dict[str, Any]
 
 def load(spec: str) -> tuple[Any, Any, NDArrayAny]:
     """What the function `spec` returns: a torch model, a Chainer model and an input."""
+    import torch
+
     module, _, name = spec.partition(":")
     function = getattr(importlib.import_module(module), name, None) if name else None
     if not callable(function):
@@ -71,7 +69,9 @@ def load(spec: str) -> tuple[Any, Any, NDArrayAny]:
             f"`--model` must be MODULE:FUNCTION, a function that can be imported: got {spec!r}. "
             "Write a function that returns a torch model, a Chainer model and an input."
         )
-    _seed()  # ranks and runs must begin with the same weights
+    # Ranks and runs must begin with the same weights.
+    torch.manual_seed(0)
+    np.random.seed(0)  # noqa: NPY002 (Chainer's initializers use this one)
     result = function()
     if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[2], np.ndarray):
         raise TypeError(
@@ -84,13 +84,6 @@ def load(spec: str) -> tuple[Any, Any, NDArrayAny]:
             f"got {x.dtype} of shape {x.shape}."
         )
     return result
-
-
-def _seed() -> None:
-    import torch
-
-    torch.manual_seed(0)
-    np.random.seed(0)  # noqa: NPY002 (Chainer's initializers use this one)
 
 
 def carry_over(chainer_model: Any, torch_model: Any) -> None:
@@ -127,12 +120,8 @@ def differing_settings(torch_model: Any, chainer_model: Any) -> list[str]:
 def run(spec: str, communicator: str, *, timeout: float) -> tuple[list[Row], list[str]]:
     """Launch the models on one process, and on two ranks over `communicator`.
 
-    Returns
-    -------
-    rows
-        For the report: the frameworks against each other, and two ranks against one process.
-    notes
-        What else is to be said.
+    Returns rows for the report, the frameworks against each other and two ranks against one
+    process, and notes, sentences to print.
     """
     over = [("single process", ""), (communicator, launch.LAUNCHERS[communicator])]
     rows: list[Row] = []

@@ -19,7 +19,7 @@ Arrays = dict[str, NDArrayAny]
 def train(case: Case, size: int, *, running_var: str | None = None) -> list[Arrays]:
     """What each of `size` ranks should get in every step of `case`.
 
-    `running_var` takes the place of the case's, for peers that know only their own convention.
+    `running_var` replaces the convention of the case.
     """
     results: list[Arrays] = [{} for _ in range(size)]
     mean = [np.zeros(CHANNELS) for _ in range(size)]

@@ -11,8 +11,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import Colormap, ListedColormap
 from matplotlib.figure import Figure
 
+from multibn.checkpoint.files import replacing
 from multibn.parity.compare import Row
-from multibn.parity.report import error_in_words, ordered, replacing, summary
+from multibn.parity.report import error_in_words, ordered, summary
 
 # Colours run over powers of ten of error/bound, and jump from green to red where it is 1.
 _RANGE = 4
@@ -70,7 +71,9 @@ def _draw(ax: Any, rows: Sequence[Row], cases: Sequence[str]) -> Any:
                 ax.text(j, i, text, ha="center", va="center", fontsize=6,
                         color="white" if light else "black")  # fmt: skip
     ax.set_xticks(range(len(cases)), cases, rotation=50, ha="right", rotation_mode="anchor")
-    ax.set_yticks(range(len(rows)), [_label(row) for row in rows])
+    ax.set_yticks(
+        range(len(rows)), [f"{row.surface} · {row.communicator} · {row.size}" for row in rows]
+    )
     ax.tick_params(length=0, labelsize=8.5)
     ax.set_xticks(np.arange(0.5, len(cases) - 1), minor=True)
     ax.set_yticks(np.arange(0.5, len(rows) - 1), minor=True)
@@ -104,7 +107,3 @@ def _exponent(ratio: float) -> float:
     if not math.isfinite(ratio):
         return _RANGE
     return float(np.clip(math.log10(max(ratio, 1e-30)), -_RANGE, _RANGE))
-
-
-def _label(row: Row) -> str:
-    return f"{row.surface} · {row.communicator} · {row.size}"

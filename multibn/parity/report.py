@@ -3,8 +3,6 @@
 import contextlib
 import json
 import math
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -15,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import multibn
+from multibn.checkpoint.files import replacing
 from multibn.parity.compare import Outcome, Row, exit_status, messages
 
 _WIDTH = 116  # where the output is no terminal
@@ -135,20 +134,6 @@ def write_json(rows: Sequence[Row], path: Path) -> None:
     }
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A file to write that takes the place of `path` once the block is through, and only then."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=path.suffix)
-    os.close(handle)
-    try:
-        yield Path(name)
-        os.chmod(name, 0o644)  # mkstemp's are private
-        os.replace(name, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
 
 
 def _cells(row: Row) -> list[str]:

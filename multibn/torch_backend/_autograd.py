@@ -83,8 +83,7 @@ def normalize(
         tensors += (x, weight, bias, residual)
         options.append((eps, axis, relu))
     node = _Transformed if _are_transformed(tensors) else _Normalize
-    ys: tuple[Tensor, ...] = node.apply(batches, communicator, weighting, options, *tensors)
-    return ys
+    return node.apply(batches, communicator, weighting, options, *tensors)
 
 
 def backward(
@@ -101,18 +100,15 @@ def backward(
     xs = list(compress((g.input.x for g in gradients), wanted))
     communicator = during(communicator, "backward", _dtypes(xs))
     summed = iter(statistics.aggregate_sums_all(list(compress(local, wanted)), communicator))
-    return [
-        (_input_gradient(g, next(summed)) if g.needs_dx else None, sums)
-        for g, sums in zip(gradients, local, strict=True)
+    dxs = [
+        statistics.input_gradient(
+            dy, i.x, batch, next(summed), weight=i.weight, eps=i.eps, axis=i.axis
+        )
+        if needs_dx
+        else None
+        for dy, i, batch, needs_dx in gradients
     ]
-
-
-def _input_gradient(gradient: Gradient, sums: GradientSums) -> Tensor:
-    dy, i, batch, _ = gradient
-    dx: Tensor = statistics.input_gradient(
-        dy, i.x, batch, sums, weight=i.weight, eps=i.eps, axis=i.axis
-    )
-    return dx
+    return list(zip(dxs, local, strict=True))
 
 
 class _Normalize(torch.autograd.Function):
@@ -188,14 +184,7 @@ def _forward(
         for i, (batch, (eps, axis, relu)) in enumerate(zip(batches, options, strict=True)):
             x, weight, bias, residual = tensors[4 * i : 4 * i + 4]
             y = statistics.normalize(
-                x,
-                batch,
-                weight=weight,
-                bias=bias,
-                eps=eps,
-                axis=axis,
-                residual=residual,
-                relu=relu,
+                x, batch, weight=weight, bias=bias, eps=eps, axis=axis, residual=residual, relu=relu
             )
             ys.append(y)
     return tuple(ys)
@@ -250,8 +239,7 @@ class _Differentiable:
         self.rank, self.size = communicator.rank, communicator.size
 
     def allreduce(self, x: Tensor, /) -> Tensor:
-        summed: Tensor = _AllReduce.apply(x, self.wrapped)
-        return summed
+        return _AllReduce.apply(x, self.wrapped)
 
     def split(self, color: int, key: int = 0) -> Communicator:
         return _Differentiable(self.wrapped.split(color, key))

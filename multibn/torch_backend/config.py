@@ -15,7 +15,6 @@ from multibn.torch_backend.naive import (
 from multibn.torch_backend.sub_batch_norm import SubBatchNorm1d, SubBatchNorm2d, SubBatchNorm3d
 
 _KNOWN = "'batchnorm', 'sub_batchnorm', 'sync_batchnorm' or 'sync_batchnorm_apex'"
-_MISSING = object()
 
 # By the number of dimensions that are neither batch nor channels.
 _BATCH_NORM = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
@@ -61,10 +60,10 @@ def get_norm(cfg: Any, dim: int = 3) -> Callable[..., nn.Module]:
     """
     if dim not in (1, 2, 3):
         raise ValueError(f"`dim` must be 1, 2 or 3: got {dim!r}.")
-    bn = _get(cfg, "BN", _MISSING)
-    norm_type = _MISSING if bn is _MISSING else _get(bn, "NORM_TYPE", _MISSING)
-    if norm_type is _MISSING:
-        missing = "BN" if bn is _MISSING else "BN.NORM_TYPE"
+    bn = _get(cfg, "BN", None)
+    norm_type = None if bn is None else _get(bn, "NORM_TYPE", None)
+    if norm_type is None:
+        missing = "BN" if bn is None else "BN.NORM_TYPE"
         raise ValueError(f"`cfg` must have {missing}: got {cfg!r}. Set BN.NORM_TYPE to {_KNOWN}.")
     if norm_type == "batchnorm":
         return _BATCH_NORM[dim]

@@ -291,12 +291,10 @@ class SubBatchNorm3d(_SubBatchNorm):
     -----
     In training, the call raises ValueError for a batch that `num_splits` does not divide, or whose
     splits have one value per channel, and ValueError or TypeError for any other input that does not
-    fit. An empty batch changes nothing.
-
-    In training with a process group, the call is collective: every rank must make it, an empty
-    batch included, with one allreduce of 2C*num_splits+4 float64 numbers, and one in the
-    backward pass. An input that one rank refuses raises RuntimeError on the
-    others. In evaluation nothing is communicated.
+    fit. An empty batch changes nothing. With a process group, the call is collective: every rank
+    must make it, an empty batch included, with one allreduce of 2C*num_splits+4 float64 numbers,
+    and one in the backward pass. An input that one rank refuses raises RuntimeError on the others.
+    In evaluation nothing is communicated.
 
     `load_state_dict` also takes the state of a plain batch norm, or of a layer with another number
     of splits: each split then starts from the statistics of the population. Statistics that were

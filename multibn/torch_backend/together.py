@@ -14,6 +14,8 @@ from multibn.torch_backend import functional
 from multibn.torch_backend._autograd import Input
 from multibn.torch_backend.modules import SyncBatchNorm
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 
 def normalize_together(layers: Sequence[SyncBatchNorm], inputs: Sequence[Tensor]) -> list[Tensor]:
     """`[layer(x) for layer, x in zip(layers, inputs)]` with one message each way.
@@ -57,7 +59,7 @@ def normalize_together(layers: Sequence[SyncBatchNorm], inputs: Sequence[Tensor]
         For an input that does not fit, on this rank and the others, as the layers do.
     """
     _check(layers, inputs)
-    if torch.compiler.is_compiling() or any(_has_hooks(layer) for layer in layers):
+    if torch.compiler.is_compiling() or any(getattr(layer, h) for h in _HOOKS for layer in layers):
         return [layer(x) for layer, x in zip(layers, inputs, strict=True)]
     pairs = list(zip(layers, inputs, strict=True))
     sharing = [(layer, x) for layer, x in pairs if layer.training]
@@ -108,15 +110,6 @@ def _check(layers: Sequence[SyncBatchNorm], inputs: Sequence[Tensor]) -> None:
                 f"`layers` must have the same `process_group`: got {mine!r} and {theirs!r}. Call "
                 "them one by one."
             )
-
-
-def _has_hooks(layer: SyncBatchNorm) -> bool:
-    return bool(
-        layer._forward_hooks
-        or layer._forward_pre_hooks
-        or layer._backward_hooks
-        or layer._backward_pre_hooks
-    )
 
 
 # By the communicator of the first layer; what is made of several must outlive a step, in which

@@ -16,9 +16,11 @@ PACKAGE = ROOT / "multibn"
 ROOMS = [
     [
         "multibn._typing",
+        "multibn._version",
         "multibn._arrays",
         "multibn._environment",
         "multibn._progress",
+        "multibn.message",
         "multibn.checkpoint.files",
     ],
     ["multibn.checkpoint.keys"],

@@ -41,14 +41,12 @@ class MultiBNLayerSync(LayerSync):
         self.running_var: RunningVar = running_var
 
     def apply(self, model: nn.Module) -> nn.Module:
-        converted: nn.Module = convert_sync_batchnorm(
+        return convert_sync_batchnorm(
             model, self.process_group, weighting=self.weighting, running_var=self.running_var
         )
-        return converted
 
     def revert(self, model: nn.Module) -> nn.Module:
-        reverted: nn.Module = revert_sync_batchnorm(model)
-        return reverted
+        return revert_sync_batchnorm(model)
 
 
 class PreciseBN(Callback):

@@ -1,6 +1,6 @@
 """What running mean and variance become of the batches of a pass: `update_bn_stats`' estimators."""
 
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,20 +22,9 @@ class Estimate(NamedTuple):
     any_data: Tensor
 
 
-class Estimating(Protocol):
-    def update(self, moments: Moments, /) -> None: ...
-    def compute(self, communicator: Communicator, /) -> Estimate: ...
-
-
-class Population:
-    def __init__(self, like: Tensor, /) -> None:
-        self._estimator = PopulationEstimator(like)
-
-    def update(self, moments: Moments, /) -> None:
-        self._estimator.update(moments)
-
-    def compute(self, communicator: Communicator, /) -> Estimate:
-        batch = self._estimator.compute(communicator)
+class Population(PopulationEstimator):
+    def estimate(self, communicator: Communicator, /) -> Estimate:
+        batch = self.compute(communicator)
         var = running_variance(batch, local_count=0, convention="unbiased_global")
         return Estimate(batch.mean, var, batch.count > 0)
 
@@ -55,7 +44,7 @@ class MeanOfVar:
         self._sums += occupied * torch.stack([batch.mean, var])
         self._num_batches += occupied
 
-    def compute(self, communicator: Communicator, /) -> Estimate:
+    def estimate(self, communicator: Communicator, /) -> Estimate:
         packed = communicator.allreduce(torch.cat([self._sums.flatten(), self._num_batches[None]]))
         mean, var = (packed[:-1] / packed[-1].clamp(min=1)).chunk(2)
         return Estimate(mean, var, packed[-1] > 0)

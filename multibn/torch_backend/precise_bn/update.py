@@ -151,7 +151,7 @@ def update_bn_stats(
             advance()
             if num_samples is not None and samples >= num_samples:
                 break
-        estimates = [layer.estimate.compute(communicator) for layer in tracked]
+        estimates = [layer.estimator.estimate(communicator) for layer in tracked]
     unseen = []
     for layer, new in zip(tracked, estimates, strict=True):
         if new.any_data:

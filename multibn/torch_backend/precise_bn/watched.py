@@ -14,7 +14,6 @@ from multibn.statistics import local_moments
 from multibn.torch_backend.modules import Synchronized
 from multibn.torch_backend.precise_bn.estimators import (
     Estimate,
-    Estimating,
     Estimator,
     MeanOfVar,
     Population,
@@ -38,7 +37,7 @@ class WatchedNorm:
         self.keepers = [keeper for keeper in keepers if keeper.running_mean is not None]
         like = next((k.running_mean for k in self.keepers), None)
         like = torch.zeros(self.num_features) if like is None else like
-        self.estimate: Estimating = (
+        self.estimator: Population | MeanOfVar = (
             Population(like) if estimator == "population" else MeanOfVar(like, self.communicator)
         )
 
@@ -62,7 +61,7 @@ class WatchedNorm:
             visits.append(partial(module, x.new_empty((0, *x.shape[1:]))))
             if self.keepers:
                 with torch.autocast(x.device.type, enabled=False):
-                    self.estimate.update(local_moments(x.detach()))
+                    self.estimator.update(local_moments(x.detach()))
 
         handle = self.module.register_forward_pre_hook(note, with_kwargs=True)
         try:
@@ -82,10 +81,7 @@ class WatchedNorm:
         """Keep `new`; each split of a sub-batch norm is given the whole batch's statistics."""
         for keeper in self.keepers:
             num_splits = keeper.num_features // self.num_features
-            for running, value in (
-                (keeper.running_mean, new.mean),
-                (keeper.running_var, new.var),
-            ):
+            for running, value in ((keeper.running_mean, new.mean), (keeper.running_var, new.var)):
                 assert running is not None
                 running.copy_(value.repeat(num_splits))
 

@@ -18,22 +18,11 @@ class Ambient:
     """Random numbers, autocast, training flags and batch statistics of one pass of a module.
 
     `recording` is entered once and around the first pass; `replaying` around each that follows. The
-    user's random number generators are read and put back, never seeded.
+    user's random number generators are read and put back, never seeded. `name` is what errors call
+    the module, `parts` are the module and all modules in it, `device` is that of its inputs.
 
-    Parameters
-    ----------
-    name
-        What to call the module in errors.
-    parts
-        The module that runs again, and all modules in it: `list(module.modules())`.
-    device
-        Where its inputs are.
-
-    Raises
-    ------
-    RuntimeError
-        By `recording`, if the module has changed its own buffers, batch norms excepted; by
-        `replaying`, if parameters or buffers are no longer what they were.
+    `recording` raises RuntimeError if the module has changed its own buffers, batch norms excepted;
+    `replaying` does if parameters or buffers are no longer what they were.
     """
 
     def __init__(self, name: str, parts: Sequence[nn.Module], device: torch.device) -> None:

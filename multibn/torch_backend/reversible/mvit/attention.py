@@ -32,21 +32,10 @@ def relative_position_bias(
 ) -> Tensor:
     """What relative positions add to the attention: `q` times a vector per distance, axis by axis.
 
-    Parameters
-    ----------
-    q
-        Queries, shape `(B, heads, prod(q_thw), C)`.
-    q_thw, k_thw
-        Grids of the queries and of the keys. Along an axis where they differ, distances count in
-        steps of the finer one.
-    tables
-        For each of the axes T, H and W, vectors of shape `(distances, C)`, resized linearly
-        where this is not twice the longer side less 1; or None.
-
-    Returns
-    -------
-    Tensor
-        Shape `(B, heads, prod(q_thw), prod(k_thw))`.
+    `(B, heads, prod(q_thw), prod(k_thw))` for queries `(B, heads, prod(q_thw), C)`. Where the grids
+    of queries and keys differ, distances count in steps of the finer one. `tables` are, for the
+    axes T, H and W, None or vectors `(distances, C)`, which are resized linearly unless there are
+    twice the longer side less 1.
     """
     q = q.unflatten(2, q_thw)
     bias = q.new_zeros(1)

@@ -195,7 +195,11 @@ class RevMViTConfig:
         UserWarning
             If MVIT.CLS_EMBED_ON is True, as in a published file: the token is left out.
         """
-        values = _flatten(_read_yaml(cfg) if isinstance(cfg, str | Path) else cfg)
+        if isinstance(cfg, str | Path):
+            import yaml  # PyYAML is needed here only
+
+            cfg = yaml.safe_load(Path(cfg).read_text(encoding="utf-8"))
+        values = _flatten(cfg)
         keys = {f.metadata["key"]: f.name for f in fields(cls) if f.metadata}
         unknown = [k for k in values if k.startswith("MVIT.") and k not in _UNREAD | set(keys)]
         if unknown:
@@ -248,9 +252,3 @@ def _literal(value: Any) -> Any:
         except (ValueError, SyntaxError):
             return value
     return value
-
-
-def _read_yaml(path: str | Path) -> Any:
-    import yaml  # of this function alone
-
-    return yaml.safe_load(Path(path).read_text(encoding="utf-8"))

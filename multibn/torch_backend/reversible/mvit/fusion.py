@@ -8,14 +8,9 @@ from torch import Tensor, nn
 
 from multibn.torch_backend.reversible.mvit.norms import NormFactory, layer_norm, normalize_last_axis
 
-
-def _average(a: Tensor, b: Tensor) -> Tensor:
-    return (a + b) / 2
-
-
 _ELEMENTWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": torch.add,
-    "avg": _average,
+    "avg": lambda a, b: (a + b) / 2,
     "max": torch.maximum,
     "min": torch.minimum,
 }
@@ -85,13 +80,7 @@ def keeps_width(mode: str) -> bool:
 
 
 def parse_mode(mode: str) -> tuple[float, float] | None:
-    """Width factor and dropout rate of the MLP, or None if the mode has no MLP.
-
-    Raises
-    ------
-    ValueError
-        If there is no such mode.
-    """
+    """Width factor and dropout rate of the MLP, None without one; ValueError for other modes."""
     if mode in _ELEMENTWISE or mode == "concat":
         return None
     numbers = _LINEAR.fullmatch(mode)

@@ -51,38 +51,22 @@ class Geometry:
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Sizes of a layer: reversible, or a transition, which fuses both streams and returns one.
-
-    Attributes
-    ----------
-    dim, dim_out
-        Width of its input, fused, and of its output.
-    grid
-        Frames, rows and columns of its input at the configured resolution.
-    drop_path
-        Probability that a sample skips a branch.
-    """
+    """Sizes of a layer: reversible, or a transition, which fuses both streams and returns one."""
 
     transition: bool
-    dim: int
+    dim: int  # of the input, fused
     dim_out: int
     num_heads: int
-    grid: Grid
+    grid: Grid  # of the input, at the configured resolution
     kernel_q: Sequence[int]
     stride_q: Sequence[int]
     kernel_kv: Sequence[int]
     stride_kv: Sequence[int]
-    drop_path: float
+    drop_path: float  # probability that a sample skips a branch
 
 
 def plan(config: RevMViTConfig, parent: Parent) -> list[LayerSizes]:
-    """The layers of a reversible MViT.
-
-    Raises
-    ------
-    ValueError
-        If no such layers fit each other.
-    """
+    """The layers of a reversible MViT; ValueError if they do not fit each other."""
     depth = config.depth
     transitions = _transitions(config)
     dim_mul = _multipliers("dim_mul", config.dim_mul, depth)

@@ -79,24 +79,10 @@ class ReversibleMViT(nn.Module):
         )
 
     def forward(self, x: Tensor, thw: Grid | None = None) -> Tensor:
-        """Run all layers.
+        """Tokens `(B, T*H*W, embed_dim)` to both streams side by side, `(B, T'*H'*W', 2*dim_out)`.
 
-        Parameters
-        ----------
-        x
-            Tokens, shape `(B, T*H*W, embed_dim)`.
-        thw
-            Their grid, by default the configured one.
-
-        Returns
-        -------
-        Tensor
-            Both streams side by side, shape `(B, T'*H'*W', 2*dim_out)`.
-
-        Raises
-        ------
-        ValueError
-            If `x` does not hold the tokens of the grid.
+        `thw` is the grid of the tokens, by default the configured one. Raises ValueError if `x`
+        does not hold the tokens of the grid.
         """
         thw = self.grid if thw is None else thw
         if x.shape[1] != math.prod(thw):
@@ -228,23 +214,11 @@ class RevMViT(nn.Module):
         return cls(RevMViTConfig.from_slowfast(cfg, **options), norm=norm, mode=mode)
 
     def forward(self, x: Any) -> Tensor:
-        """Classify.
+        """Classify images `(B, C, H, W)` or video `(B, C, T, H, W)`, of any size.
 
-        Parameters
-        ----------
-        x
-            Images `(B, C, H, W)` or video `(B, C, T, H, W)`, of any size: position embeddings are
-            interpolated. SlowFast's list of one such tensor is taken, too.
-
-        Returns
-        -------
-        Tensor
-            Logits `(B, num_classes)` in training, probabilities in evaluation.
-
-        Raises
-        ------
-        ValueError
-            If `x` has another number of dimensions.
+        Position embeddings are interpolated. SlowFast's list of one such tensor is taken, too.
+        Returns logits `(B, num_classes)` in training, probabilities in evaluation. Raises
+        ValueError if `x` has another number of dimensions.
         """
         if isinstance(x, list | tuple):
             (x,) = x

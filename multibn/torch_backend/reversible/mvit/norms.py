@@ -17,18 +17,10 @@ def layer_norm(dim: int, role: Role) -> nn.Module:
     return nn.LayerNorm(dim, eps=1e-5 if role == "fuse" else 1e-6)
 
 
-def _batch_norm(dim: int, role: Role) -> nn.Module:
-    return nn.BatchNorm1d(dim)
-
-
-def _sync_batch_norm(dim: int, role: Role) -> nn.Module:
-    return SyncBatchNorm(dim)
-
-
 _BY_NAME: dict[str, NormFactory] = {
     "layernorm": layer_norm,
-    "batchnorm": _batch_norm,
-    "sync_batchnorm": _sync_batch_norm,
+    "batchnorm": lambda dim, role: nn.BatchNorm1d(dim),
+    "sync_batchnorm": lambda dim, role: SyncBatchNorm(dim),
 }
 
 
