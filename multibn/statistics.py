@@ -93,7 +93,7 @@ def reduced_axes(ndim: int, channel_axes: Sequence[int] = (1,)) -> tuple[int, ..
 
 def channels(x: Array, axis: tuple[int, ...]) -> tuple[int, ...]:
     """Shape of the axes of `x` that are not reduced: that of its statistics."""
-    return _shape_and_count(tuple(x.shape), axis)[0]
+    return tuple(n for i, n in enumerate(x.shape) if i not in axis)
 
 
 @lru_cache(maxsize=1024)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from multibn import Group, SingleProcess, as_communicator
-from multibn.communicators import Communicator, groups
+from multibn.communicators import Communicator, groups, lookup
 from tests.helpers import require
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
@@ -36,14 +36,14 @@ LAYERS: list[tuple[Any, Any, list[tuple[int, ...]]]] = [
 
 @pytest.fixture(autouse=True)
 def _forget_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "_found", {})
+    monkeypatch.setattr(lookup, "_resolved", {})
 
 
 @pytest.fixture
-def hosts(monkeypatch: pytest.MonkeyPatch) -> threading.local:
+def machines(monkeypatch: pytest.MonkeyPatch) -> threading.local:
     """Where each rank, a thread, says on which machine it is."""
     here = threading.local()
-    monkeypatch.setattr(groups, "host", lambda: here.name)
+    monkeypatch.setattr(groups, "machine", lambda: here.name)
     return here
 
 
@@ -59,11 +59,11 @@ class Untouchable:
     size = rank
 
 
-def test_machines_of_any_placement(hosts: threading.local) -> None:
+def test_machines_of_any_placement(machines: threading.local) -> None:
     names = ["b", "a", "b", "b", "a", "c"]
 
     def work(world: ThreadCommunicator) -> tuple[int, int, float]:
-        hosts.name = names[world.rank]
+        machines.name = names[world.rank]
         machine = Group(world, "machine")
         return machine.rank, machine.size, machine.allreduce(np.array([10.0**world.rank]))[0]
 
@@ -73,9 +73,9 @@ def test_machines_of_any_placement(hosts: threading.local) -> None:
     ]  # fmt: skip
 
 
-def test_consecutive_ranks_inside_a_machine(hosts: threading.local) -> None:
+def test_consecutive_ranks_inside_a_machine(machines: threading.local) -> None:
     def work(world: ThreadCommunicator) -> float:
-        hosts.name = "even" if world.rank % 2 == 0 else "odd"
+        machines.name = "even" if world.rank % 2 == 0 else "odd"
         pairs = Group(Group(world, "machine"), 2)
         total: float = pairs.allreduce(np.array([10.0**world.rank]))[0]
         return total
@@ -84,11 +84,11 @@ def test_consecutive_ranks_inside_a_machine(hosts: threading.local) -> None:
     assert run_ranks(8, work) == [*low, *low, *high, *high]
 
 
-def test_a_machine_that_the_number_does_not_divide(hosts: threading.local) -> None:
+def test_a_machine_that_the_number_does_not_divide(machines: threading.local) -> None:
     """The error is on the ranks of that machine, with both numbers and a way out."""
 
     def work(world: ThreadCommunicator) -> str:
-        hosts.name = "small" if world.rank < 2 else "large"
+        machines.name = "small" if world.rank < 2 else "large"
         try:
             return str(Group(Group(world, "machine"), 3).size)
         except ValueError as error:
@@ -201,9 +201,9 @@ def test_groups_split() -> None:
     assert run_ranks(4, work) == [(1, 2), (0, 2)] * 2
 
 
-def test_the_host_is_named() -> None:
-    assert groups.host() == groups.host()
-    assert len(groups.host()) > 2
+def test_the_machine_is_named() -> None:
+    assert groups.machine() == groups.machine()
+    assert len(groups.machine()) > 2
 
 
 @pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}])

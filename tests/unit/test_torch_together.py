@@ -15,7 +15,7 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from multibn.communicators.groups import Group  # noqa: E402
+from multibn.communicators.lookup import Group  # noqa: E402
 from multibn.torch_backend import (  # noqa: E402
     SyncBatchNorm,
     checkpoint_contexts,

@@ -35,10 +35,14 @@ class Board:
         others.pop(self._rank, None)
         return {r: Notice.decode(n.encode()) for r, n in others.items()}
 
+    def close(self) -> None:
+        """Threads need no end."""
+
 
 def _introduced(world: ThreadCommunicator, notices: dict[int, Notice], pid: int = 0) -> Watch:
     watch = Watch(world.rank, world.size)
-    watch.introduce(world._exchange, lambda name: Board(notices, world.rank))
+    watch.board = Board(notices, world.rank)
+    watch.introduce(world._exchange)
     if pid:
         watch._peers[1] = watch._peers[1][0], pid
     return watch
@@ -105,7 +109,7 @@ def test_a_rank_that_has_failed() -> None:
     assert run_ranks(2, wait)[0] == "rank 1 has failed: a reason"
 
 
-@pytest.mark.parametrize("state", ["is running", "is stopped", "has ended", "is on another host"])
+@pytest.mark.parametrize("state", ["is running", "is stopped", "has ended", "is on another machine"])
 def test_a_deadline(state: str) -> None:
     """The message says who did not come, and what can be seen of its process."""
     other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -120,7 +124,7 @@ def test_a_deadline(state: str) -> None:
         watch = _introduced(world, {}, other.pid)
         if world.rank == 1:
             return None
-        if state == "is on another host":
+        if state == "is on another machine":
             watch._peers[1] = "elsewhere boot", other.pid
         return _says(watch.wait, _begin, "a", "layer1.0.bn1 (forward, float32, call 7)", 0.7)
 
@@ -130,7 +134,7 @@ def test_a_deadline(state: str) -> None:
     assert isinstance(error, TimeoutError)
     assert re.fullmatch(
         r"rank 0 has waited 0\.7 s in layer1\.0\.bn1 \(forward, float32, call 7\) for rank\(s\) "
-        rf"\[1\]: rank 1 \(host \S+, pid {other.pid}\) {state}, last seen 0\.[67] s ago in the "
+        rf"\[1\]: rank 1 \(machine \S+, pid {other.pid}\) {state}, last seen 0\.[67] s ago in the "
         r"start\. Find out what keeps it, or allow for more time: MULTIBN_TIMEOUT, or the "
         r"communicator's `timeout`\.",
         str(error),
@@ -151,7 +155,7 @@ def test_a_connection_that_is_lost() -> None:
     error = run_ranks(2, wait)[0]
     assert isinstance(error, ConnectionError)
     assert re.fullmatch(
-        r"rank 0 lost the connection in a \(forward\): rank 1 \(host \S+, pid \d+\) is running, "
+        r"rank 0 lost the connection in a \(forward\): rank 1 \(machine \S+, pid \d+\) is running, "
         r"last seen 0\.\d s ago in the start\. The transport says: reset by peer",
         str(error),
     )
@@ -175,7 +179,7 @@ def test_a_rank_that_has_left() -> None:
     assert isinstance(error, ConnectionError)
     assert re.fullmatch(
         r"rank 0 waits in b \(forward\) for rank\(s\) \[1\], whose program ended before it came "
-        r"there: rank 1 \(host \S+, pid \d+\) left, last seen \d\.\d s ago in a \(forward\)\. All "
+        r"there: rank 1 \(machine \S+, pid \d+\) left, last seen \d\.\d s ago in a \(forward\)\. All "
         r"ranks must take the same number of steps; see `join` for data of unequal length\.",
         str(error),
     )
@@ -184,10 +188,38 @@ def test_a_rank_that_has_left() -> None:
 def test_before_the_ranks_know_each_other() -> None:
     error = _says(Watch(0, 2).wait, _begin, "", "the first exchange", 0.6)
     assert re.match(
-        r"rank 0 has waited 0\.6 s in the first exchange for rank\(s\) \[1\]: last seen 0\.[56] s "
-        r"ago in the start\.",
+        r"rank 0 has waited 0\.6 s in the first exchange for rank\(s\) \[1\]: no rank "
+        r"was heard of before, last seen 0\.[56] s ago in the start\.",
         str(error),
     )
+
+
+def test_the_line_that_matters_is_the_first_and_the_last() -> None:
+    """Also where a trainer has raised its own error from ours, and not where the program went on."""
+    program = (
+        "import atexit\n"
+        "from multibn.communicators._watch import announce_end, announced\n"
+        "atexit.register(announce_end)\n"
+        "try:\n    raise announced(TimeoutError('rank 1 is late'))\n"
+        "except TimeoutError as error:\n    {then}\n"
+    )
+    for then, last in (
+        ("raise", "multibn: rank 1 is late"),
+        ("raise KeyError('a trainer') from error", "multibn: rank 1 is late"),
+        ("raise KeyError('a trainer')", "multibn: rank 1 is late"),
+        ("pass", "multibn: rank 1 is late"),
+        ("print('caught', flush=True)\nraise SystemExit('another reason')", "another reason"),
+    ):
+        ran = subprocess.run(
+            [sys.executable, "-c", program.format(then=then)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        lines = ran.stdout.splitlines()
+        assert lines[0] == "multibn: rank 1 is late"
+        assert lines[-1] == last, ran.stdout
+        assert lines.count(lines[0]) == (2 if "raise" in then.partition("(")[0][:5] else 1)
 
 
 def test_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
