@@ -14,7 +14,7 @@ from typing import Any
 
 
 @cache
-def host() -> str:
+def this_machine() -> str:
     """What the processes of one machine have in common, and no other machine's have."""
     # Names repeat where nobody chose them (localhost); the kernel's boot id does not.
     boot_id = Path("/proc/sys/kernel/random/boot_id")

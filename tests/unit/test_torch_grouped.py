@@ -202,8 +202,8 @@ def test_groups_split() -> None:
 
 
 def test_the_host_is_named() -> None:
-    assert groups.host() == groups.host()
-    assert len(groups.host()) > 2
+    assert groups.this_machine() == groups.this_machine()
+    assert len(groups.this_machine()) > 2
 
 
 @pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}])
