@@ -14,8 +14,8 @@ from typing import Any
 
 
 @cache
-def machine() -> str:
-    """A text that all processes of this machine have in common, and those of no other machine."""
+def this_machine() -> str:
+    """What the processes of one machine have in common, and no other machine's have."""
     # Names repeat where nobody chose them (localhost); the kernel's boot id does not.
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     return f"{platform.node()} {boot_id.read_text() if boot_id.exists() else ''}"

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
-from multibn._environment import machine
+from multibn._environment import this_machine
 
 PATIENCE = 0.5  # seconds of waiting before a rank sends a notice
 _FIRST_LOOK, _LAST_LOOK = 0.02, 1.0  # seconds between two looks at the board, doubling
@@ -79,7 +79,7 @@ class Watch:
 
     def introduce(self, allgather: Callable[[bytes], list[bytes]]) -> None:
         """Learn every rank's machine and pid. Collective."""
-        answers = allgather(json.dumps([machine(), os.getpid()]).encode())
+        answers = allgather(json.dumps([this_machine(), os.getpid()]).encode())
         self._peers = [tuple(json.loads(text)) for text in answers]
 
     def wait(self, begin: Callable[[], Done], place: str, text: object, timeout: float) -> None:
@@ -224,8 +224,8 @@ class Watch:
 
     def _state(self, rank: int) -> str:
         """What the operating system says of a process of this machine."""
-        of_peer, pid = self._peers[rank] if self._peers else ("", 0)
-        if of_peer != machine() or not Path("/proc/self/stat").exists():
+        machine, pid = self._peers[rank] if self._peers else ("", 0)
+        if machine != this_machine() or not Path("/proc/self/stat").exists():
             return "is on another machine" if self._peers else "is not known"
         try:
             # pid (name) state: the name may hold anything, brackets too.

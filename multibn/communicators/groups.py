@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from multibn._environment import machine
+from multibn._environment import this_machine
 from multibn.communicators.base import Communicator, SingleProcess
 
 Spec: TypeAlias = str | int | tuple[int, ...]
@@ -97,7 +97,7 @@ def _on_same_machine(parent: Communicator) -> Communicator:
         return parent
     table = np.zeros(size, dtype=np.int64)
     # Python's own hash of a text differs between processes. Shifted, to be positive in 64 bits.
-    table[rank] = int.from_bytes(hashlib.sha256(machine().encode()).digest()[:8], "big") >> 1
+    table[rank] = int.from_bytes(hashlib.sha256(this_machine().encode()).digest()[:8], "big") >> 1
     machines = parent.allreduce(table).tolist()
     first = machines.index(machines[rank])
     return parent if len(set(machines)) == 1 else parent.split(first, rank)

@@ -135,15 +135,14 @@ def add_relu(y: Tensor, residual: Tensor | None, relu: bool, /) -> Tensor:
     return y.relu() if relu else y
 
 
-def check_input(x: Any, num_channels: int | None, communicator: Communicator, /) -> None:
+def check_input(x: Any, num_channels: int | None, /) -> None:
     """Raise unless `x` is a floating-point tensor of shape `(N, num_channels, *spatial)`.
 
-    Then, and only then, collective: the other ranks are told, so that they raise too instead of
-    waiting. `num_channels=None` takes any number but 0.
+    `num_channels=None` takes any number but 0. Not collective: see `refuse`.
     """
     error = _input_error(x, num_channels)
     if error is not None:
-        refuse(error, [x], [num_channels], communicator)
+        raise error
 
 
 def _refuse_ddp_join(communicator: Communicator) -> None:

@@ -188,7 +188,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         if not self.training and self.running_mean is not None and self.running_var is not None:
-            functional.check_input(input, self.num_features, _ALONE)
+            functional.check_input(input, self.num_features)
             y = functional.normalize_by_running(
                 input, self.weight, self.bias, self.running_mean, self.running_var, eps=self.eps
             )

@@ -188,7 +188,7 @@ class _SubBatchNorm(Synchronized):
         """As `functional.check_input`, and for the number of dimensions and of splits."""
         splits = self.num_splits if splits is None else splits
         try:
-            functional.check_input(input, self.num_features, _ALONE)
+            functional.check_input(input, self.num_features)
             if input.ndim not in self._shapes:
                 raise ValueError(
                     f"the input of {type(self).__name__} must have "

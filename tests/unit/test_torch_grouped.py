@@ -43,7 +43,7 @@ def _forget_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 def machines(monkeypatch: pytest.MonkeyPatch) -> threading.local:
     """Where each rank, a thread, says on which machine it is."""
     here = threading.local()
-    monkeypatch.setattr(groups, "machine", lambda: here.name)
+    monkeypatch.setattr(groups, "this_machine", lambda: here.name)
     return here
 
 
@@ -201,9 +201,9 @@ def test_groups_split() -> None:
     assert run_ranks(4, work) == [(1, 2), (0, 2)] * 2
 
 
-def test_the_machine_is_named() -> None:
-    assert groups.machine() == groups.machine()
-    assert len(groups.machine()) > 2
+def test_the_host_is_named() -> None:
+    assert groups.this_machine() == groups.this_machine()
+    assert len(groups.this_machine()) > 2
 
 
 @pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}])
