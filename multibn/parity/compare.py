@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from multibn._launch import Written
 from multibn.parity import oracle
 from multibn.parity.cases import CHANNELS, Case, NDArrayAny
-from multibn.parity.launch import Written
 from multibn.parity.oracle import Arrays
 
 
