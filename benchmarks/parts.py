@@ -4,7 +4,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks import layer, resnet, scaling
 from benchmarks.machine import num_gpus
 from benchmarks.timing import Seconds, geometric_mean, median_ms, ratio, slowest
-from multibn.parity import launch
+from multibn._launch import run_workers
 
 Row = dict[str, Any]
 _TIMEOUT = 240.0
@@ -59,26 +59,11 @@ QUICK = Settings(
 )
 
 
-@dataclass(frozen=True)
-class _Launch(launch.Job):
-    part: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        return f"{self.part}, {self.size} rank(s)"
-
-    def command(self, directory: Path) -> list[str]:
-        worker = ["-m", "benchmarks.worker", self.part, json.dumps(self.options), str(directory)]
-        return launch.launch_command(self.launcher, self.size, worker)
-
-
 def _run(part: str, launcher: str, size: int, **options: Any) -> tuple[dict[str, Seconds], Any]:
-    """Times of the slowest rank, and the notes of the first. Raises launch.WorkerError."""
-    job = _Launch(launcher, size, (), part=part, options=options)
-    with tempfile.TemporaryDirectory() as directory:
-        written = launch.run(job, Path(directory), timeout=_TIMEOUT)
-        return slowest([dict(rank.arrays) for rank in written]), written[0].notes
+    """Times of the slowest rank, and the notes of the first. Raises WorkerError."""
+    worker = ["-m", "benchmarks.worker", part, json.dumps(options)]
+    written = run_workers(f"{part}, {size} rank(s)", launcher, size, worker, timeout=_TIMEOUT)
+    return slowest([dict(rank.arrays) for rank in written]), written[0].notes
 
 
 def torch_layer(settings: Settings) -> list[Row]:

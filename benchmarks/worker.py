@@ -1,22 +1,19 @@
 """One rank of a part: `python -m benchmarks.worker PART OPTIONS DIRECTORY`, OPTIONS being JSON.
 
-Writes `NNN.npz`, the times, and `NNN.json`, the notes. Nothing is compared here.
+The results are times and notes. Nothing is compared here.
 """
 
 import importlib
 import json
 import os
 import sys
-from pathlib import Path
 
 # Read when the libraries are loaded.
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 os.environ.update(dict.fromkeys(_THREADS, "1"))
 
-import numpy as np  # noqa: E402
-
 from benchmarks.timing import keep_freed_memory  # noqa: E402
-from multibn.parity import worker  # noqa: E402
+from multibn._launch import Written, enter_world, leave_world, write  # noqa: E402
 
 # What each part calls, and the communicator that it is given.
 PARTS = {
@@ -43,7 +40,7 @@ def main(part: str, options: str, directory: str) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("cpu:gloo,cuda:nccl")
         over = "gloo"
-    communicator = worker.join(over)
+    communicator = enter_world(over)
     # One core for each rank, as long as there is one.
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if communicator.size <= (os.cpu_count() or 1) and over != "gloo" and len(cores) > 1:
@@ -52,10 +49,8 @@ def main(part: str, options: str, directory: str) -> None:
         keep_freed_memory()
     measure = getattr(importlib.import_module(f"benchmarks.{module}"), function)
     times, notes = measure(communicator, **json.loads(options))
-    out = Path(directory, f"{communicator.rank:03}")
-    np.savez(out.with_suffix(".npz"), **times)
-    out.with_suffix(".json").write_text(json.dumps(notes))
-    worker.leave()
+    write(directory, communicator.rank, Written(times, notes))
+    leave_world()
 
 
 if __name__ == "__main__":

@@ -4,9 +4,7 @@ A step of a network like ResNet-50 with multibn's messages takes turns with the 
 ones, and so do the step's messages alone, which says more where the machine is not quiet.
 """
 
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +14,8 @@ from torch.nn import functional as F
 from benchmarks.resnet import network
 from benchmarks.timing import Seconds, Step, take_turns
 from multibn import Communicator
+from multibn._launch import Written, enter_world, leave_world, write
 from multibn.communicators.conversation import Conversation
-from multibn.parity import worker
 from multibn.torch_backend import SyncBatchNorm, convert_sync_batchnorm
 
 _IMAGES = (8, 3, 112, 112)
@@ -41,7 +39,7 @@ class _Bare:
 
 
 def main(over: str, seconds: str, directory: str) -> None:
-    communicator = worker.join(over)
+    communicator = enter_world(over)
     bare: Any = _Bare(communicator)
     networks = {"checked": network(), "bare": network()}
     for net in networks.values():
@@ -63,13 +61,9 @@ def main(over: str, seconds: str, directory: str) -> None:
     steps = {name: step(net) for name, net in networks.items()}
     times = take_turns(steps, communicator, seconds=float(seconds))
     messages = take_turns(_messages(layers, communicator, bare), communicator, seconds=5.0)
-    if communicator.rank == 0:
-        notes = _notes(times, messages) | {"layers": len(layers)}
-        Path(directory, "000.json").write_text(json.dumps(notes))
-    else:
-        Path(directory, f"{communicator.rank:03}.json").write_text("{}")
-    np.savez(Path(directory, f"{communicator.rank:03}.npz"), **times)  # type: ignore[arg-type]
-    worker.leave()
+    notes = _notes(times, messages) | {"layers": len(layers)}
+    write(directory, communicator.rank, Written(times, notes))
+    leave_world()
 
 
 def _messages(

@@ -6,7 +6,6 @@ Or by a line that takes its time, see `delay_line`. Needs Linux and the right to
 """
 
 import contextlib
-import functools
 import os
 import shlex
 import shutil
@@ -23,6 +22,7 @@ from faults import delay_line
 from faults.launch import Job, Outcome
 from faults.scenarios import SCENARIOS
 from multibn._environment import find_command
+from tests.helpers import require
 
 HOSTS = ("mbhost1", "mbhost2")
 _ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -39,7 +39,7 @@ class HostsJob(Job):
 
 def rows() -> Iterator[dict[str, Any]]:
     """What became of the scenarios of two hosts; nothing where they cannot be made."""
-    if not possible():
+    if not require.available("netns"):
         return
     for over in ("gloo", "mpi"):
         for chosen in SCENARIOS.values():
@@ -60,22 +60,6 @@ def run(name: str, over: str) -> Outcome:
     with made(SCENARIOS[name].delay):
         (outcome,) = HostsJob("multibn", over, "torch", [name]).run()
     return outcome
-
-
-@functools.cache
-def possible() -> bool:
-    """Whether this process may make network namespaces, and devices in them."""
-    tools = ("ip", "unshare", "setpriv", "hostname")
-    if not all(shutil.which(tool) for tool in tools) or os.geteuid() != 0:
-        return False
-    if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
-        return False
-    trial = f"mbtrial{os.getpid()}"
-    added = subprocess.run(["ip", "netns", "add", trial], capture_output=True, check=False)
-    if added.returncode != 0:
-        return False
-    _ip("netns", "del", trial)
-    return True
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from faults.scenarios import SCENARIOS
-from multibn.parity.launch import environment, launch_command
+from multibn._launch import LAUNCHERS, launch_command, started
 
 _START, _END = 60.0, 6.0  # seconds for ranks to start, and to end
 # Seconds after the fault: a peer that has not ended by then hangs. Launchers take longer.
@@ -143,7 +143,7 @@ class Job:
 
     @property
     def launcher(self) -> str:
-        return {"gloo": "torchrun", "mpi": "mpiexec"}[self.over]
+        return LAUNCHERS[self.over]
 
     def run(self) -> Iterator[Outcome]:
         """What became of each scenario; launches again after one that ends the ranks."""
@@ -199,7 +199,7 @@ class Job:
     def _launched(self, arguments: list[str], size: int) -> list[str]:
         return launch_command(self.launcher, size, arguments)
 
-    def _wait(self, process: subprocess.Popen[bytes], directory: Path, names: list[str]) -> int:
+    def _wait(self, process: subprocess.Popen[str], directory: Path, names: list[str]) -> int:
         """Wait for the end of the launch, or until time is up; how many scenarios are behind."""
         behind = 0
         limit = time.monotonic() + _START
@@ -262,24 +262,18 @@ def _became(
 @contextlib.contextmanager
 def _started(
     command: list[str], output: Path, variables: Mapping[str, str]
-) -> Iterator[subprocess.Popen[bytes]]:
+) -> Iterator[subprocess.Popen[str]]:
     """A launcher, ended with its ranks however the block is left."""
-    with output.open("w") as file:
-        process = subprocess.Popen(
-            command,
-            env={**environment(), **variables},
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        yield process
-    finally:
-        # By their numbers: ranks are in groups of their own, and may be deaf, or orphans.
-        for pid in [process.pid, *_pids(output.parent)]:
-            _kill(pid)
-        process.wait()
+    with (
+        output.open("w") as file,
+        started(command, output=file, variables=variables) as process,
+    ):
+        try:
+            yield process
+        finally:
+            # By their numbers: they may be stopped, or orphans, and take no signal from a launcher.
+            for pid in _pids(output.parent):
+                _kill(pid)
 
 
 def _kill(pid: int) -> None:

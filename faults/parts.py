@@ -1,15 +1,13 @@
 """The parts of the report: which faults are tried over what."""
 
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from faults import hosts
 from faults.launch import Job, Outcome
 from faults.scenarios import SCENARIOS
-from multibn.parity import launch
+from multibn._launch import LAUNCHERS, run_workers
 
 Row = dict[str, Any]
 
@@ -69,9 +67,8 @@ def cost(show: Callable[[Row], None]) -> list[Row]:
     """What the checks cost in a step of a network like ResNet-50 on 2 ranks."""
     rows = []
     for over in OVER:
-        job = _Cost({"gloo": "torchrun", "mpi": "mpiexec"}[over], 2, (over,))
-        with tempfile.TemporaryDirectory() as directory:
-            written = launch.run(job, Path(directory), timeout=240.0)
+        worker = ["-m", "faults.cost", over, "25"]  # seconds
+        written = run_workers(f"cost over {over}", LAUNCHERS[over], 2, worker, timeout=240.0)
         notes = written[0].notes
         # What the messages take more, alone, is the surer number on a machine that is not quiet.
         complaint = "more than 2 % of the step" * (notes["messages_extra"] > 0.02)
@@ -79,13 +76,6 @@ def cost(show: Callable[[Row], None]) -> list[Row]:
                      "seen": f"{100 * notes['messages_extra']:.2f} % of the step",
                      "complaint": complaint, **notes})  # fmt: skip
     return _shown(rows, show)
-
-
-class _Cost(launch.Job):
-    def command(self, directory: Path) -> list[str]:
-        seconds = "25"
-        arguments = ["-m", "faults.cost", self.communicators[0], seconds, str(directory)]
-        return launch.launch_command(self.launcher, self.size, arguments)
 
 
 PARTS: dict[str, Callable[[Callable[[Row], None]], list[Row]]] = {

@@ -37,9 +37,32 @@ def forward_payload(num_channels: int, /) -> int:
     return 2 * num_channels + _NUM_SCALARS
 
 
+def backward_payload(num_channels: int, /) -> int:
+    """How many numbers a layer of so many channels sends backward, beside the lanes."""
+    return 2 * num_channels
+
+
 def length(*num_channels: int) -> int:
     """How many numbers a message has in which layers of so many channels share, in either phase."""
     return sum(map(forward_payload, num_channels)) + _NUM_FINGERPRINTS
+
+
+_NUM_FACTS = 3
+FIRST_LENGTH = _NUM_FACTS * _NUM_FINGERPRINTS
+
+
+def first(name: str, length: int, version: str, /) -> list[float]:
+    """The first message of a layer: it compares the layer, the length of the later messages, and
+    the version of this package.
+    """
+    prints = [fingerprint(fact) for fact in (name, str(length), version)]
+    return prints + [v * v for v in prints]
+
+
+def first_agrees(summed: Array, size: int, /) -> bool:
+    """Whether all of `size` ranks have sent the same first message, from the sum of all."""
+    pairs = zip(summed[:_NUM_FACTS], summed[_NUM_FACTS:], strict=True)
+    return all(all_equal(v, square, size) for v, square in pairs)
 
 
 def num_lanes(phase: str, num_layers: int = 1) -> int:

@@ -240,9 +240,7 @@ class Phase:
     def _compare(self, communicator: Any, lines: Lines | None, length: int) -> str:
         """The layer's name, once all ranks are known to be in the same layer. Collective."""
         layer = self.wrapped
-        facts = layer.name, length, _version.__version__
-        prints = np.array([message.fingerprint(str(fact)) for fact in facts])
-        numbers = np.concatenate([prints, prints**2])
+        numbers = np.array(message.first(layer.name, length, _version.__version__))
         if lines is None:
             summed = to_host(communicator.allreduce(numbers))
         else:
@@ -250,8 +248,7 @@ class Phase:
             summed = lines.sum(
                 numbers, "first message", text, communicator.timeout, number=FIRST_MESSAGES
             )
-        pairs = zip(*summed.reshape(2, -1), strict=True)
-        if all(message.all_equal(v, square, communicator.size) for v, square in pairs):
+        if message.first_agrees(summed, communicator.size):
             return layer.name
         num_channels = message.num_channels(length, layer.num_layers)
         answers = gather((layer.name, num_channels, _version.__version__), communicator)

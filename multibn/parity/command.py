@@ -3,16 +3,16 @@
 import argparse
 import math
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
 from multibn._environment import ask, find_command, importable
-from multibn.parity import cases, compare, launch
+from multibn._launch import LAUNCHERS, WorkerError, Written
+from multibn.parity import cases, compare
 from multibn.parity.cases import Case
 from multibn.parity.compare import Outcome, Row
-from multibn.parity.launch import LAUNCHERS, Job, WorkerError, Written
+from multibn.parity.launch import Job
 from multibn.parity.peers import RUNNING_VAR
 
 # The communicators that each surface is trained over.
@@ -88,13 +88,9 @@ def run(args: argparse.Namespace) -> int:
         rows = _run_model(args)
     else:
         rows = plan(args.ranks, peers=args.peers)
-        with (
-            tempfile.TemporaryDirectory(prefix="multibn-parity-") as directory,
-            report.progress() as say,
-        ):
-            for size, of_size in groupby(rows, key=lambda row: row.size):
-                target = Path(directory, str(size))
-                run_and_compare(list(of_size), args.cases, target, args.timeout, say)
+        with report.progress() as say:
+            for _, of_size in groupby(rows, key=lambda row: row.size):
+                run_and_compare(list(of_size), args.cases, args.timeout, say)
     report.show(rows)
     if args.json:
         report.write_json(rows, args.json)
@@ -153,18 +149,15 @@ def missing(*, gpu: bool = False) -> dict[str, str]:
 def run_and_compare(
     rows: Sequence[Row],
     chosen: Sequence[Case],
-    directory: Path,
     timeout: float,
     say: Callable[[str], None],
 ) -> None:
     """Fill in `rows`, combinations with one number of ranks, by running those that can be."""
     results: dict[tuple[int, str], list[Written]] = {}
-    for number, (job, of_job) in enumerate(_jobs(rows, chosen)):
+    for job, of_job in _jobs(rows, chosen):
         say(job.name)
-        target = directory / str(number)
-        target.mkdir(parents=True)
         try:
-            written = launch.run(job, target, timeout=timeout)
+            written = job.run(timeout=timeout)
         except WorkerError as error:
             _note_failure(job, of_job, error, say)
             continue

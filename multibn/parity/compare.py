@@ -7,18 +7,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from multibn import message
+from multibn._launch import Written
 from multibn.parity import oracle
 from multibn.parity.cases import CHANNELS, Case, NDArrayAny
-from multibn.parity.launch import Written
 from multibn.parity.oracle import Arrays
 
 
 def messages(num_ranks: int) -> list[int]:
-    """What one training step puts on the wire: an allreduce forward and one backward.
-
-    Between several ranks they say which layer they are of.
-    """
-    return [2 * CHANNELS + 4] * 2 if num_ranks > 1 else [2 * CHANNELS + 2, 2 * CHANNELS]
+    """The lengths of a training step's messages: an allreduce forward and one backward."""
+    if num_ranks == 1:  # without lanes: a single rank compares itself with none
+        return [message.forward_payload(CHANNELS), message.backward_payload(CHANNELS)]
+    return [message.length(CHANNELS)] * 2
 
 
 class Worst(NamedTuple):
@@ -188,9 +188,12 @@ def _largest(
 
 def _unexpected(row: Row, ranks: Sequence[Written], case: Case) -> list[list[int]]:
     """The messages of the first rank that sent others than it should."""
+    expected = [messages(len(ranks)) for _ in range(case.steps)]
+    if len(ranks) > 1:
+        expected[0].insert(0, message.FIRST_LENGTH)
     for written in ranks:
         notes = written.notes[f"{row.surface}/{row.communicator}/{case.name}"]
         sent: list[list[int]] = notes["messages"]
-        if sent != [messages(len(ranks))] * case.steps + [[]]:
+        if sent != [*expected, []]:
             return sent
     return []

@@ -7,18 +7,17 @@ return one array with an entry per sample, and have nothing random (dropout) in 
 """
 
 import importlib
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from multibn._launch import LAUNCHERS, WorkerError, Written
 from multibn.communicators import Communicator
-from multibn.parity import compare, launch
+from multibn.parity import compare
 from multibn.parity.cases import NDArrayAny
 from multibn.parity.compare import Outcome, Row
-from multibn.parity.launch import Job, WorkerError, Written
+from multibn.parity.launch import Job
 
 # Rounding grows with depth: these are for models, not layers.
 BOUNDS = {
@@ -123,33 +122,28 @@ def run(spec: str, communicator: str, *, timeout: float) -> tuple[list[Row], lis
     Returns rows for the report, the frameworks against each other and two ranks against one
     process, and notes, sentences to print.
     """
-    over = [("single process", ""), (communicator, launch.LAUNCHERS[communicator])]
+    over = [("single process", ""), (communicator, LAUNCHERS[communicator])]
     rows: list[Row] = []
     notes: list[str] = []
     alone: list[Written] = []
-    with tempfile.TemporaryDirectory(prefix="multibn-parity-") as directory:
-        for size, (name, launcher) in zip(SIZES, over, strict=True):
-            target = Path(directory, str(size))
-            target.mkdir()
-            both = Row("torch, chainer", name, size)
-            rows.append(both)
-            try:
-                written = launch.run(
-                    Job(launcher, size, (name,), model=spec), target, timeout=timeout
-                )
-            except WorkerError as error:
-                notes.append(error.output)
-                both.not_run, both.failed = error.reason, True
-                continue
-            notes += [n for n in written[0].notes["notes"] if n not in notes]
-            both.outcomes["each other"] = _compare(written, "torch", written, "chainer")
-            if size == 1:
-                alone = written
-            elif alone:
-                for framework in FRAMEWORKS:
-                    row = Row(framework, name, size)
-                    row.outcomes["one process"] = _compare(written, framework, alone, framework)
-                    rows.append(row)
+    for size, (name, launcher) in zip(SIZES, over, strict=True):
+        both = Row("torch, chainer", name, size)
+        rows.append(both)
+        try:
+            written = Job(launcher, size, (name,), model=spec).run(timeout=timeout)
+        except WorkerError as error:
+            notes.append(error.output)
+            both.not_run, both.failed = error.reason, True
+            continue
+        notes += [n for n in written[0].notes["notes"] if n not in notes]
+        both.outcomes["each other"] = _compare(written, "torch", written, "chainer")
+        if size == 1:
+            alone = written
+        elif alone:
+            for framework in FRAMEWORKS:
+                row = Row(framework, name, size)
+                row.outcomes["one process"] = _compare(written, framework, alone, framework)
+                rows.append(row)
     return rows, notes
 
 

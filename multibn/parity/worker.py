@@ -1,85 +1,23 @@
 """One rank: trains every surface over every communicator of its launcher, and writes it down.
 
-python -m multibn.parity.worker SPEC DIRECTORY, where SPEC is the JSON of `launch.Job.spec`. Writes
-`NNN.npz`, the arrays, and `NNN.json`, messages and times. Nothing is compared here, so that no rank
-leaves the others waiting in a collective.
+python -m multibn.parity.worker SPEC DIRECTORY, where SPEC is the JSON of `launch.Job.spec`. The
+results are arrays, messages and times. Nothing is compared here, so that no rank leaves the others
+waiting in a collective.
 """
 
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from multibn.communicators import Communicator, SingleProcess
+from multibn._launch import Written, enter_world, leave_world, write
+from multibn.communicators import Communicator
+from multibn.communicators.counting import CountingCommunicator
 from multibn.parity.cases import CASES, Case, NDArrayAny
 from multibn.parity.peers import PEERS
 from multibn.parity.surfaces import SURFACES
-
-
-class CountingCommunicator:
-    """Notes the size of every message of another communicator."""
-
-    def __init__(self, inner: Communicator) -> None:
-        self.inner = inner
-        self.messages: list[int] = []
-
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def size(self) -> int:
-        return self.inner.size
-
-    def allreduce(self, x: Any, /) -> Any:
-        self.messages.append(int(np.prod(x.shape)))
-        return self.inner.allreduce(x)
-
-    def split(self, color: int, key: int = 0) -> Communicator:
-        return self.inner.split(color, key)
-
-    def take(self) -> list[int]:
-        """The sizes noted since the last call."""
-        taken, self.messages = self.messages, []
-        return taken
-
-
-def join(communicator: str) -> Communicator:
-    """The communicator of this name over all ranks."""
-    if communicator == "gloo":
-        import torch.distributed as dist
-
-        from multibn.communicators.torch_distributed import TorchDistributed
-
-        if not dist.is_initialized():
-            dist.init_process_group("gloo")
-        return TorchDistributed()
-    if communicator == "mpi":
-        from multibn.communicators.mpi import MPI
-
-        return MPI()
-    if communicator == "chainermn naive":
-        from multibn.chainer_backend import compat
-        from multibn.communicators.chainermn import ChainerMN
-
-        compat.make_importable()
-        import chainermn
-
-        return ChainerMN(chainermn.create_communicator("naive"))
-    return SingleProcess()
-
-
-def leave() -> None:
-    """End torch's process group, if there is one."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed and distributed.is_initialized():
-        distributed.destroy_process_group()
-        # gloo's thread lets go of its last tensor a little later, and a process that is finalizing
-        # by then is aborted.
-        time.sleep(0.5)
 
 
 def train(
@@ -102,10 +40,9 @@ def train(
         mean, var = layer.running()
         quantities = {**result._asdict(), "running_mean": mean, "running_var": var}
         arrays |= {f"{step}/{name}": np.array(a) for name, a in quantities.items()}
-        messages.append(counting.messages)
-        counting.messages = []
+        messages.append(counting.take())
     arrays[f"{step}/eval"] = layer.evaluate(xs[rank])
-    messages.append(counting.messages)
+    messages.append(counting.take())
     return arrays, {"messages": messages, "seconds": seconds}
 
 
@@ -115,7 +52,7 @@ def main(spec: str, directory: str) -> None:
     arrays: dict[str, NDArrayAny] = {}
     notes: dict[str, Any] = {}
     for name in job["communicators"]:
-        communicator = join(name)
+        communicator = enter_world(name)
         if job["model"]:
             from multibn.parity import model
 
@@ -127,10 +64,8 @@ def main(spec: str, directory: str) -> None:
                 key = f"{surface}/{name}/{case.name}"
                 results, notes[key] = train(surface, case, communicator)
                 arrays |= {f"{key}/{k}": a for k, a in results.items()}
-    out = Path(directory, f"{communicator.rank:03}")
-    np.savez(out.with_suffix(".npz"), **arrays)  # type: ignore[arg-type]
-    out.with_suffix(".json").write_text(json.dumps(notes))
-    leave()
+    write(directory, communicator.rank, Written(arrays, notes))
+    leave_world()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ import chainer  # isort: skip (multibn makes it importable)
 
 C = 7
 STEPS = 3
-EXPECTED = [[2 * C + 4], [2 * C + 4]] * STEPS
+# The first message compares layers: 3 facts, and the squares of their fingerprints.
+EXPECTED = [[6, 2 * C + 4], [2 * C + 4]] + [[2 * C + 4], [2 * C + 4]] * (STEPS - 1)
 
 
 def check_torch(world: Communicator) -> None:
@@ -37,7 +38,7 @@ def check_torch_without_input_gradient(world: Communicator) -> None:
     counting = CountingCommunicator(world)
     layer = SyncBatchNorm(C, process_group=counting)
     layer(torch.randn(2, C)).sum().backward()
-    assert counting.take() == [2 * C + 4]
+    assert counting.take() == [6, 2 * C + 4]
 
 
 def check_chainer(world: Communicator) -> None:

@@ -54,11 +54,15 @@ def _tests() -> Iterator[object]:
         for launcher in run.launchers:
             for size in run.sizes:
                 for check in checks:
+                    mark = pytest.mark.check(
+                        launcher, size, f"tests.distributed.{run.module}:{check}", run.needs
+                    )
                     name = f"{launcher}-{size}-{run.module}-{check}"
-                    yield pytest.param(run, launcher, size, check, id=name)
+                    yield pytest.param((launcher, *run.needs), id=name, marks=mark)
 
 
-@pytest.mark.parametrize("run, launcher, size, check", list(_tests()))
-def test_check(run: Run, launcher: str, size: int, check: str) -> None:
-    require.need(launcher, *run.needs)
-    launch.expect_success(launcher, size, run.module, check)
+@pytest.mark.parametrize("needs", list(_tests()))
+def test_check(needs: tuple[str, ...], request: pytest.FixtureRequest) -> None:
+    require.need(*needs)
+    complaint = request.getfixturevalue("complaint")
+    assert not complaint, complaint

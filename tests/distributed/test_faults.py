@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from multibn._environment import find_command
-from multibn.parity.launch import environment
+from multibn._launch import environment
 from tests.helpers import require
 
 require.need("torch")

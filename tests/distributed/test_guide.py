@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from multibn._launch import environment
 from tests.helpers import launch, require
 
 GUIDE = launch.ROOT / "docs/guides/from-chainermn-to-torch.md"
@@ -35,7 +36,7 @@ def test_training_goes_on_in_torch(tmp_path: Path) -> None:
     assert trained.returncode == 0, trained.stdout
     changed = subprocess.run(
         [sys.executable, "-W", "error", str(tmp_path / "change.py")],
-        capture_output=True, text=True, timeout=100, env=launch.environment(),
+        capture_output=True, text=True, timeout=100, env=environment(),
     )  # fmt: skip
     assert changed.returncode == 0, changed.stderr
     assert "num_batches_tracked, which is set to 0" in changed.stdout

@@ -59,13 +59,13 @@ def test_a_group_made_after_the_layer_is_found(tmp_path: Path) -> None:
         import torch
         import torch.distributed as dist
         from multibn.torch_backend import SyncBatchNorm
-        from tests.distributed.worker import leave_world
+        from multibn._launch import leave_world
 
         layer = SyncBatchNorm(3)
         dist.init_process_group("gloo")
         layer(torch.full((2, 3), float(dist.get_rank())))
         torch.testing.assert_close(layer.running_mean, torch.full((3,), 0.05))
-        leave_world("torchrun")
+        leave_world()
         """,
     )
     assert returncode == 0, output
@@ -73,6 +73,7 @@ def test_a_group_made_after_the_layer_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("launcher", launch.LAUNCHERS)
 def test_an_error_on_one_rank_ends_the_job(launcher: str, tmp_path: Path) -> None:
+    over = {"torchrun": "gloo", "mpiexec": "mpi"}[launcher]
     start = time.monotonic()
     returncode, output = run_script(
         launcher,
@@ -81,9 +82,9 @@ def test_an_error_on_one_rank_ends_the_job(launcher: str, tmp_path: Path) -> Non
         f"""
         import torch
         from multibn.torch_backend import SyncBatchNorm
-        from tests.distributed.worker import join_world
+        from multibn._launch import enter_world
 
-        world = join_world({launcher!r})
+        world = enter_world({over!r})
         layer = SyncBatchNorm(3, process_group=world)
         layer(torch.randn(4, 3 + world.rank))
         """,

@@ -1,63 +1,64 @@
-"""One rank: runs the checks of a module and writes down what became of them.
+"""One rank: runs checks one after the other, and writes down how each of them ends.
 
-python tests/distributed/worker.py LAUNCHER MODULE DIRECTORY
+python -m tests.distributed.worker LAUNCHER DIRECTORY, see tests/helpers/checks.py
 """
 
+import faulthandler
 import importlib
 import json
+import os
 import sys
 import time
 import traceback
 import warnings
 from pathlib import Path
-from types import ModuleType
 
+from multibn._launch import enter_world, leave_world
 from multibn.communicators import Communicator
+from tests.helpers.checks import End, Ranks
 
 
-def join_world(launcher: str) -> Communicator:
-    if launcher == "torchrun":
-        import torch.distributed as dist
-
-        from multibn.communicators.torch_distributed import TorchDistributed
-
-        dist.init_process_group("gloo")
-        return TorchDistributed()
-    from multibn.communicators.mpi import MPI
-
-    return MPI()
-
-
-def leave_world(launcher: str) -> None:
-    if launcher == "torchrun":
-        import torch.distributed as dist
-
-        dist.destroy_process_group()
-        # gloo's thread lets go of its last tensor a little later, and a process that is finalizing
-        # by then is aborted ("terminate called without an active exception").
-        time.sleep(0.5)
-
-
-def run_checks(module: ModuleType, world: Communicator) -> dict[str, str]:
-    said = {}
-    for name, check in list(vars(module).items()):
-        if not name.startswith("check_"):
-            continue
-        try:
-            check(world)
-            said[name] = ""
-        except AssertionError:
-            # Checks assert when their collectives are done, so the ranks are still in step.
-            said[name] = traceback.format_exc()
-    return said
-
-
-def main(launcher: str, module: str, directory: str) -> None:
+def main(launcher: str, directory: str) -> None:
     warnings.simplefilter("error")
-    world = join_world(launcher)
-    said = run_checks(importlib.import_module(f"tests.distributed.{module}"), world)
-    Path(directory, f"{world.rank:03}.json").write_text(json.dumps(said))
-    leave_world(launcher)
+    world = enter_world({"torchrun": "gloo", "mpiexec": "mpi"}[launcher])
+    names, deadline = json.loads(Path(directory, "spec").read_text())
+    ranks = Ranks(Path(directory), world.size)
+    printed = os.open(ranks.printed(world.rank), os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(printed, stream)
+    ranks.progress[world.rank] = 0
+    for number, name in enumerate(names):
+        _meet(ranks, number)
+        os.ftruncate(printed, 0)
+        faulthandler.dump_traceback_later(max(deadline - 1, 1))  # says where a rank hangs
+        end = _run(name, world)
+        faulthandler.cancel_dump_traceback_later()
+        if end.error:
+            end = end._replace(error=end.error + ranks.printed(world.rank).read_text())
+        ranks.note(world.rank, end)
+        if end.in_step:
+            ranks.progress[world.rank] = number + 1
+    _meet(ranks, len(names))
+    leave_world()
+
+
+def _meet(ranks: Ranks, number: int) -> None:
+    """Wait until all ranks have so many checks behind them; those out of step are ended here."""
+    while ranks.progress.min() < number:
+        time.sleep(0.0005)
+
+
+def _run(name: str, world: Communicator) -> End:
+    module, _, check = name.partition(":")
+    try:
+        with warnings.catch_warnings():
+            getattr(importlib.import_module(module), check)(world)
+    except AssertionError:
+        # Checks assert when their collectives are done.
+        return End(traceback.format_exc(), in_step=True)
+    except BaseException:
+        return End(traceback.format_exc(), in_step=False)
+    return End("", in_step=True)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from multibn.parity.worker import CountingCommunicator as CountingCommunicator
+from multibn.communicators.counting import CountingCommunicator as CountingCommunicator
 
 T = TypeVar("T")
 

@@ -1,11 +1,14 @@
 """Frameworks and launchers that tests need: skipped without them, failed if they were required."""
 
+import os
+import shutil
+import subprocess
 from collections.abc import Callable, Iterable
+from functools import cache
 from importlib import import_module
 
 import pytest
 
-from faults import hosts
 from multibn._environment import find_command, importable
 
 # What pytest.importorskip may find missing. Required, it is missed before the first test.
@@ -15,6 +18,21 @@ DEV = ("array_api_strict", "omegaconf", "safetensors", "tqdm", "yacs.config")
 def _gpu(module: str) -> bool:
     """Whether `module`, torch or cupy, finds a GPU."""
     return importable(module) and bool(import_module(module).cuda.is_available())
+
+
+@cache
+def _namespaces() -> bool:
+    """Whether this process may make network namespaces, and devices in them."""
+    tools = ("ip", "unshare", "setpriv", "hostname")
+    if not all(shutil.which(tool) for tool in tools) or os.geteuid() != 0:
+        return False
+    if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
+        return False
+    name = f"mbtrial{os.getpid()}"
+    added = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False)
+    if added.returncode == 0:
+        subprocess.run(["ip", "netns", "del", name], check=True)
+    return added.returncode == 0
 
 
 PROBES: dict[str, Callable[[], bool]] = {
@@ -31,7 +49,7 @@ PROBES: dict[str, Callable[[], bool]] = {
     "video": lambda: importable("av") and importable("skvideo"),
     "cli": lambda: importable("rich") and importable("matplotlib"),
     "mpiexec": lambda: find_command("mpiexec") is not None and importable("mpi4py"),
-    "netns": hosts.possible,
+    "netns": _namespaces,
 }
 
 _required: set[str] = set()

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from multibn import __version__, cli, info
+from multibn._launch import environment
 from tests.helpers import require
-from tests.helpers.launch import ROOT, environment
+from tests.helpers.launch import ROOT
 
 
 def multibn(*arguments: str) -> subprocess.CompletedProcess[str]:

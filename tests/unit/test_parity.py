@@ -14,11 +14,11 @@ from tests.helpers import reference, require
 require.need("cli")
 
 from multibn import SingleProcess, cli  # noqa: E402
+from multibn._launch import WorkerError, Written  # noqa: E402
 from multibn.parity import (  # noqa: E402
     cases,
     command,
     compare,
-    launch,
     model,
     oracle,
     report,
@@ -26,7 +26,7 @@ from multibn.parity import (  # noqa: E402
 )
 from multibn.parity.cases import BOUNDS, CASES, EPS, MOMENTUM, Case  # noqa: E402
 from multibn.parity.compare import Row  # noqa: E402
-from multibn.parity.launch import Job, WorkerError, Written  # noqa: E402
+from multibn.parity.launch import Job  # noqa: E402
 
 UNEVEN = next(case for case in CASES if case.name == "uneven")
 
@@ -246,13 +246,13 @@ def test_a_file_is_replaced_when_it_is_complete(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_workers_that_fail_or_hang_are_errors(tmp_path: Path) -> None:
+def test_workers_that_fail_or_hang_are_errors() -> None:
     job = Job("", 1, ("single process",), ("no such surface",), ("float32",))
     with pytest.raises(WorkerError, match=r"exit status 1, and 0 of 1 ranks") as raised:
-        launch.run(job, tmp_path, timeout=60)
+        job.run(timeout=60)
     assert raised.value.reason == "KeyError: 'no such surface'"
     with pytest.raises(WorkerError, match=r"no result within 0.2 s. Pass a larger --timeout"):
-        launch.run(dataclasses.replace(job, surfaces=("torch",)), tmp_path, timeout=0.2)
+        dataclasses.replace(job, surfaces=("torch",)).run(timeout=0.2)
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,9 @@ def test_a_rank_that_has_failed() -> None:
     assert run_ranks(2, wait)[0] == "rank 1 has failed: a reason"
 
 
-@pytest.mark.parametrize("state", ["is running", "is stopped", "has ended", "is on another machine"])
+@pytest.mark.parametrize(
+    "state", ["is running", "is stopped", "has ended", "is on another machine"]
+)
 def test_a_deadline(state: str) -> None:
     """The message says who did not come, and what can be seen of its process."""
     other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)

@@ -1,0 +1,230 @@
+"""Ranks under torchrun and mpiexec: starting and ending them, their communicator, their results."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+import multibn
+from multibn._environment import find_command
+from multibn.communicators import Communicator, SingleProcess
+
+# The launcher of each communicator; "" is none.
+LAUNCHERS = {
+    "single process": "",
+    "gloo": "torchrun",
+    "mpi": "mpiexec",
+    "chainermn naive": "mpiexec",
+}
+
+
+def launch_command(launcher: str, size: int, arguments: Sequence[str]) -> list[str]:
+    """The command that starts `python *arguments` on `size` ranks."""
+    if launcher == "torchrun":
+        torchrun = ["-m", "torch.distributed.run", "--standalone"]
+        return [sys.executable, *torchrun, f"--nproc-per-node={size}", *arguments]
+    if launcher == "mpiexec":
+        # -m mpi4py: an exception on one rank ends them all.
+        mpiexec = [find_command("mpiexec") or "mpiexec", "-n", str(size)]
+        return [*mpiexec, sys.executable, "-m", "mpi4py", *arguments]
+    return [sys.executable, *arguments]
+
+
+def environment() -> dict[str, str]:
+    """The variables of launched ranks: this process's own, and those for a small machine."""
+    # The user's models may be in the working directory, which a console script does not search.
+    path = [os.path.dirname(multibn.__path__[0]), os.getcwd(), os.environ.get("PYTHONPATH", "")]
+    return {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(p for p in path if p),
+        # Open MPI refuses root, and more ranks than cores, unless told otherwise.
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        # More ranks than cores: a rank that waits must let the others run.
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+    }
+
+
+@contextlib.contextmanager
+def started(
+    command: Sequence[str],
+    *,
+    output: int | IO[str] = subprocess.PIPE,
+    variables: Mapping[str, str] | None = None,
+) -> Iterator[subprocess.Popen[str]]:
+    """A launcher in a session of its own, ended with its ranks however the block is left.
+
+    Parameters
+    ----------
+    output
+        Where the launcher and its ranks write what they print.
+    variables
+        Environment variables beside those of `environment`.
+    """
+    process = subprocess.Popen(
+        command,
+        env=environment() | dict(variables or {}),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        end(process)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """End a launcher that `started` has started, and its ranks."""
+    if process.poll() is None:
+        # Both launchers put their ranks into other process groups and end them on SIGTERM.
+        _signal(process, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+    _signal(process, signal.SIGKILL)
+    process.wait()
+
+
+def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+def run(
+    command: Sequence[str], *, timeout: float, variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Start a launcher and wait for its end; `stdout` is all that it and its ranks printed.
+
+    Raises
+    ------
+    subprocess.TimeoutExpired
+        After `timeout` seconds, when all processes have been ended. `output` is what they printed.
+    """
+    with started(command, variables=variables) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired as expired:
+            end(process)
+            expired.output, _ = process.communicate()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, output)
+
+
+def enter_world(name: str) -> Communicator:
+    """The communicator over all ranks whose name is one of `LAUNCHERS`; collective."""
+    if name == "gloo":
+        import torch.distributed as dist
+
+        from multibn.communicators.torch_distributed import TorchDistributed
+
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        return TorchDistributed()
+    if name == "mpi":
+        from multibn.communicators.mpi import MPI
+
+        return MPI()
+    if name == "chainermn naive":
+        from multibn.chainer_backend import compat
+        from multibn.communicators.chainermn import ChainerMN
+
+        compat.make_importable()
+        import chainermn
+
+        return ChainerMN(chainermn.create_communicator("naive"))
+    return SingleProcess()
+
+
+def leave_world() -> None:
+    """End torch's process group, if there is one."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed and distributed.is_initialized():
+        distributed.destroy_process_group()
+        # gloo's thread lets go of its last tensor a little later, and a process that is finalizing
+        # by then is aborted ("terminate called without an active exception").
+        time.sleep(0.5)
+
+
+@dataclass
+class Written:
+    """The results of one rank: arrays by name, and notes."""
+
+    arrays: Mapping[str, Any]
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+class WorkerError(Exception):
+    """Workers that failed.
+
+    Attributes
+    ----------
+    output
+        The end of what they printed.
+    reason
+        The first error in it, as far as can be told, in one line.
+    """
+
+    def __init__(self, message: str, output: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.output = output[-4000:]
+        # The last line of a traceback: "ZeroDivisionError: ..."
+        errors = re.findall(r"^(?:\[rank\d+\]: )?(\w[\w.]*(?:Error|Exception)\b.*)$", output, re.M)
+        self.reason = reason or (errors[0] if errors else message)
+
+
+def run_workers(
+    name: str, launcher: str, size: int, arguments: Sequence[str], *, timeout: float
+) -> list[Written]:
+    """Start `python *arguments DIRECTORY` on `size` ranks; what each `write`s to DIRECTORY.
+
+    Raises
+    ------
+    WorkerError
+        If the workers took more than `timeout` seconds, which ends them, or failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="multibn-") as directory:
+        command = launch_command(launcher, size, [*arguments, directory])
+        try:
+            ran = run(command, timeout=timeout)
+        except subprocess.TimeoutExpired as expired:
+            raise WorkerError(
+                f"{name}: no result within {timeout:g} s. Pass a larger --timeout, or fewer "
+                "--cases, if the machine is slow.",
+                expired.output,
+                f"no result within {timeout:g} s",
+            ) from None
+        paths = sorted(Path(directory).glob("*.json"))
+        if ran.returncode or len(paths) != size:
+            raise WorkerError(
+                f"{name}: exit status {ran.returncode}, and {len(paths)} of {size} ranks wrote "
+                "their results. What they printed says why.",
+                ran.stdout,
+            )
+        return [_read(path) for path in paths]
+
+
+def _read(path: Path) -> Written:
+    with np.load(path.with_suffix(".npz")) as arrays:
+        return Written(dict(arrays), json.loads(path.read_text()))
+
+
+def write(directory: str, rank: int, written: Written) -> None:
+    """Leave this rank's results where `run_workers` looks for them."""
+    path = Path(directory, f"{rank:03}")
+    np.savez(path.with_suffix(".npz"), **written.arrays)
+    path.with_suffix(".json").write_text(json.dumps(written.notes))

@@ -1,0 +1,68 @@
+"""A communicator that notes the size of every message."""
+
+from math import prod
+from typing import Any
+
+from multibn._typing import Array
+from multibn.communicators._lines import HostArray, LineCommunicator, Lines
+from multibn.communicators.base import Communicator
+
+
+class CountingCommunicator(LineCommunicator):
+    """Another communicator, and the sizes of the messages that pass through, all kinds included."""
+
+    def __init__(self, inner: Communicator) -> None:
+        self.inner = inner
+        self.messages: list[int] = []
+        self._counting: _CountingLines | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.inner.rank
+
+    @property
+    def size(self) -> int:
+        return self.inner.size
+
+    @property
+    def timeout(self) -> float:  # type: ignore[override]
+        return self.inner.timeout if isinstance(self.inner, LineCommunicator) else 0.0
+
+    @property
+    def lines(self) -> Any:
+        if not isinstance(self.inner, LineCommunicator) or self.inner.lines is None:
+            return None
+        if self._counting is None:
+            self._counting = _CountingLines(self.inner.lines, self.messages)
+        return self._counting
+
+    def allreduce(self, x: Array, /) -> Array:
+        self.messages.append(prod(x.shape))
+        return self.inner.allreduce(x)
+
+    def split(self, color: int, key: int = 0) -> Communicator:
+        return self.inner.split(color, key)
+
+    def take(self) -> list[int]:
+        """The sizes noted since the last call."""
+        taken = list(self.messages)
+        self.messages.clear()
+        return taken
+
+
+class _CountingLines:
+    """The lines of the inner communicator. Layers compare themselves anew over these."""
+
+    def __init__(self, inner: Lines, messages: list[int]) -> None:
+        self._inner, self._messages = inner, messages
+        self.size = inner.size
+        self.agreements: dict[Any, Any] = {}
+        self.buffer = inner.buffer
+
+    def sum(self, a: HostArray, *arguments: Any, **options: Any) -> HostArray:
+        self._messages.append(a.size)
+        return self._inner.sum(a, *arguments, **options)
+
+    def exchange(self, buffer: HostArray, *arguments: Any) -> None:
+        self._messages.append(buffer.size)
+        self._inner.exchange(buffer, *arguments)
