@@ -21,7 +21,7 @@ from multibn._progress import progress as show_progress
 from multibn._typing import check_choice
 from multibn.communicators import as_communicator
 from multibn.torch_backend.precise_bn.estimators import Estimator
-from multibn.torch_backend.precise_bn.watched import layers_in_training
+from multibn.torch_backend.precise_bn.watched import WatchedNorm, layers_in_training
 
 
 def update_bn_stats(
@@ -116,26 +116,21 @@ def update_bn_stats(
             stacklevel=2,
         )
         return
-    visits: list[Callable[[], object]] = []
+    steps = lockstep.Lockstep(
+        data_loader,
+        communicator,
+        source="`data_loader`",
+        amount=None if num_samples is None else _batch_size,
+    )
     num_steps = num_batches = samples = 0
-    with _unchanged(model), torch.no_grad(), ExitStack() as hooks:
-        if "torch._dynamo" in sys.modules:  # compiled code does not see new hooks
-            hooks.enter_context(torch.compiler.set_stance("force_eager"))
-        for layer in layers:
-            hooks.enter_context(layer.watched(visits))
-        advance = hooks.enter_context(
-            show_progress(
-                progress and rank == 0,
-                "precise batch norm",
-                _num_batches(data_loader, num_samples, num_iters),
-            )
-        )
-        steps = lockstep.Lockstep(
-            data_loader,
-            communicator,
-            source="`data_loader`",
-            amount=None if num_samples is None else _batch_size,
-        )
+    with (
+        _watched(model, layers) as visits,
+        show_progress(
+            progress and rank == 0,
+            "precise batch norm",
+            _num_batches(data_loader, num_samples, num_iters),
+        ) as advance,
+    ):
         for step in lockstep.run(
             islice(steps, num_iters),
             partial(_forward if forward_fn is None else forward_fn, model),
@@ -210,6 +205,23 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
     elif isinstance(batch, (list, tuple)):
         for value in batch:
             yield from _tensors(value)
+
+
+@contextmanager
+def _watched(
+    model: nn.Module, layers: Iterable[WatchedNorm]
+) -> Iterator[list[Callable[[], object]]]:
+    """Context in which `layers` note what they are shown, and in which the model stays as it is.
+
+    Yields the list in which they note their visits, see `lockstep.run`.
+    """
+    visits: list[Callable[[], object]] = []
+    with _unchanged(model), torch.no_grad(), ExitStack() as hooks:
+        if "torch._dynamo" in sys.modules:  # compiled code does not see new hooks
+            hooks.enter_context(torch.compiler.set_stance("force_eager"))
+        for layer in layers:
+            hooks.enter_context(layer.watched(visits))
+        yield visits
 
 
 @contextmanager
