@@ -13,26 +13,19 @@ from multibn.parity import cases, compare
 from multibn.parity.cases import Case
 from multibn.parity.compare import Outcome, Row
 from multibn.parity.launch import Job
-from multibn.parity.peers import RUNNING_VAR
+from multibn.parity.peers import PEERS
 
-# The communicators that each surface is trained over.
+# The communicators that each surface of ours is trained over.
 OURS = dict.fromkeys(("torch", "chainer"), tuple(LAUNCHERS))
-PEERS = {
-    "ChainerMN's link": ("chainermn naive",),
-    "nn.BatchNorm": ("single process",),
-    "nn.SyncBatchNorm": ("gloo",),
-}
 # What surfaces and communicators take.
 NEEDS = {
     "torch": ["torch"],
     "chainer": ["chainer"],
-    "ChainerMN's link": ["chainer"],
-    "nn.BatchNorm": ["torch"],
-    "nn.SyncBatchNorm": ["torch", "GPU"],
     "single process": [],
     "gloo": ["torch"],
     "mpi": ["mpi4py", "mpiexec"],
     "chainermn naive": ["chainer", "mpi4py", "mpiexec"],
+    **{name: peer.needs for name, peer in PEERS.items()},
 }
 
 
@@ -120,10 +113,11 @@ def _run_model(args: argparse.Namespace) -> list[Row]:
 def plan(sizes: Iterable[int], *, peers: bool) -> list[Row]:
     """All combinations by number of ranks; those that cannot be run say why."""
     absent = missing(gpu=peers)
+    theirs = {name: (peer.communicator,) for name, peer in PEERS.items()}
     return [
         Row(surface, communicator, size, peer, not_run=_reason(surface, communicator, absent))
         for size in sizes
-        for peer, surfaces in ((False, OURS), (True, PEERS if peers else {}))
+        for peer, surfaces in ((False, OURS), (True, theirs if peers else {}))
         for surface, communicators in surfaces.items()
         for communicator in communicators
         if size == 1 or LAUNCHERS[communicator]
@@ -168,7 +162,7 @@ def run_and_compare(
         say(f"comparing {case.name}")
         ran = [row for row in rows if (id(row), case.name) in results]
         by_row = [results[id(row), case.name] for row in ran]
-        compare.compare(ran, by_row, case, running_var=RUNNING_VAR)
+        compare.compare(ran, by_row, case)
     for row in rows:
         row.outcomes = {c.name: row.outcomes[c.name] for c in chosen if c.name in row.outcomes}
 

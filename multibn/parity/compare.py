@@ -12,6 +12,7 @@ from multibn._launch import Written
 from multibn.parity import oracle
 from multibn.parity.cases import CHANNELS, Case, NDArrayAny
 from multibn.parity.oracle import Arrays
+from multibn.parity.peers import PEERS
 
 
 def messages(num_ranks: int) -> list[int]:
@@ -94,21 +95,15 @@ def exit_status(rows: Sequence[Row]) -> int:
     return 2 if not ran or any(row.failed for row in ours) else 0
 
 
-def compare(
-    rows: Sequence[Row],
-    results: Sequence[Sequence[Written]],
-    case: Case,
-    *,
-    running_var: dict[str, str] | None = None,
-) -> None:
+def compare(rows: Sequence[Row], results: Sequence[Sequence[Written]], case: Case) -> None:
     """Compare the results of `case` with the oracle and, but for peers, with each other.
 
     Sets the outcomes of `rows`, which have one number of ranks; `results` are what the ranks of
-    each wrote, `running_var` the convention of each surface that has only its own.
+    each wrote.
     """
     averaged = [_averaged(row, ranks, case) for row, ranks in zip(rows, results, strict=True)]
     for row, ranks, got in zip(rows, results, averaged, strict=True):
-        convention = (running_var or {}).get(row.surface)
+        convention = PEERS[row.surface].running_var if row.surface in PEERS else None
         expected = oracle.train(case, row.size, running_var=convention)
         errors = _largest(got, expected, expected)
         outcome = Outcome({name: case.bound(name) for name in errors}, errors)

@@ -1,38 +1,22 @@
 """The launches of the parity command."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from multibn._launch import Written, run_workers
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one launch of workers runs.
+    """What one launch of workers runs: each surface is trained over each communicator."""
 
-    Attributes
-    ----------
-    launcher
-        `"torchrun"`, `"mpiexec"`, or `""` for a process of its own.
-    size
-        Number of ranks.
-    communicators, surfaces
-        Each surface is trained over each communicator.
-    cases
-        Names of cases.
-    model
-        `module:function` of a user's pair of models, which takes the place of surfaces and cases.
-    risky
-        Whether workers that fail are a result.
-    """
-
-    launcher: str
-    size: int
+    launcher: str  # "torchrun", "mpiexec", or "" for a process of its own
+    size: int  # number of ranks
     communicators: tuple[str, ...]
     surfaces: tuple[str, ...] = ()
-    cases: tuple[str, ...] = ()
-    model: str = ""
-    risky: bool = False
+    cases: tuple[str, ...] = ()  # their names
+    model: str = ""  # a user's `module:function`, in place of surfaces and cases
+    risky: bool = False  # workers that fail are a result
 
     @property
     def name(self) -> str:
@@ -40,19 +24,7 @@ class Job:
         ranks = f"{self.size} rank{'s' * (self.size > 1)}"
         return f"{self.launcher or 'no launcher'}, {ranks}: {', '.join(self.surfaces)}{self.model}"
 
-    @property
-    def spec(self) -> str:
-        """For the worker."""
-        return json.dumps(
-            {
-                "communicators": self.communicators,
-                "surfaces": self.surfaces,
-                "cases": self.cases,
-                "model": self.model,
-            }
-        )
-
     def run(self, *, timeout: float) -> list[Written]:
         """What each rank wrote. Raises WorkerError after `timeout` seconds, or if workers fail."""
-        worker = ["-m", "multibn.parity.worker", self.spec]
+        worker = ["-m", "multibn.parity.worker", json.dumps(asdict(self))]
         return run_workers(self.name, self.launcher, self.size, worker, timeout=timeout)

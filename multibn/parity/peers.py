@@ -7,7 +7,7 @@ of the case being multibn's; all else is expected of them as of multibn.
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from multibn.communicators import Communicator
 from multibn.parity.cases import CHANNELS, EPS, MOMENTUM, Case, NDArrayAny
@@ -69,15 +69,17 @@ def torch_sync_batch_norm(case: Case, communicator: Communicator) -> Surface:
     return TorchSurface(case, layer, device=device)
 
 
-PEERS: dict[str, Callable[[Case, Any], Surface]] = {
-    "ChainerMN's link": ChainerMNSurface,
-    "nn.BatchNorm": torch_batch_norm,
-    "nn.SyncBatchNorm": torch_sync_batch_norm,
-}
+class Peer(NamedTuple):
+    """An original: how to make it, over which communicator, what it needs, and what it keeps."""
 
-# The variance that each keeps, whatever the case says.
-RUNNING_VAR = {
-    "ChainerMN's link": "unbiased_local",
-    "nn.BatchNorm": "unbiased_global",
-    "nn.SyncBatchNorm": "unbiased_global",
+    make: Callable[[Case, Any], Surface]
+    communicator: str
+    needs: list[str]
+    running_var: str  # whatever the case says
+
+
+PEERS = {
+    "ChainerMN's link": Peer(ChainerMNSurface, "chainermn naive", ["chainer"], "unbiased_local"),
+    "nn.BatchNorm": Peer(torch_batch_norm, "single process", ["torch"], "unbiased_global"),
+    "nn.SyncBatchNorm": Peer(torch_sync_batch_norm, "gloo", ["torch", "GPU"], "unbiased_global"),
 }

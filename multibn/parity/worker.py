@@ -1,6 +1,6 @@
 """One rank: trains every surface over every communicator of its launcher, and writes it down.
 
-python -m multibn.parity.worker SPEC DIRECTORY, where SPEC is the JSON of `launch.Job.spec`. The
+python -m multibn.parity.worker SPEC DIRECTORY, where SPEC is a `launch.Job` as JSON. The
 results are arrays, messages and times. Nothing is compared here, so that no rank leaves the others
 waiting in a collective.
 """
@@ -28,7 +28,8 @@ def train(
     Collective over `communicator`. The last entry of the messages is the evaluation's.
     """
     counting = CountingCommunicator(communicator)
-    layer = (SURFACES | PEERS)[surface](case, counting)
+    make = PEERS[surface].make if surface in PEERS else SURFACES[surface]
+    layer = make(case, counting)
     arrays: dict[str, NDArrayAny] = {}
     messages, seconds = [], []
     rank, size = communicator.rank, communicator.size
