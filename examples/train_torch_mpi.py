@@ -31,7 +31,7 @@ def main() -> None:
         loss = F.cross_entropy(model(train[0][part]), train[1][part])
         optimizer.zero_grad()
         loss.backward()
-        average_gradients(model.parameters(), comm)
+        average_gradients(model, comm)
         optimizer.step()
 
         mean_loss = comm.allreduce(loss.item()) / comm.size

@@ -137,7 +137,7 @@ def measure(seed: int) -> None:
         sizes.clear()
         model.train()
         start = time.perf_counter()
-        update_bn_stats(model, loader, group=counting, progress=False)
+        update_bn_stats(model, loader, process_group=counting, progress=False)
         report(" + precise", time.perf_counter() - start)
 
 

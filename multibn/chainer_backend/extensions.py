@@ -21,7 +21,8 @@ from multibn import lockstep
 from multibn._progress import progress as show_progress
 from multibn.chainer_backend import functions
 from multibn.chainer_backend.links import MultiNodeBatchNormalization
-from multibn.communicators import Communicator, SingleProcess, as_communicator
+from multibn.chainer_backend.participants import participants
+from multibn.communicators import Communicator, SingleProcess
 from multibn.population import PopulationEstimator, running_variance
 from multibn.statistics import local_moments
 
@@ -78,9 +79,9 @@ def finetune_population_statistics(
         The model, as an Evaluator's. Its batch normalization links, multi-node or not, are those
         that are changed.
     comm
-        The ranks whose data is pooled, anything that `multibn.as_communicator` takes. Default: the
-        communicator of the model's multi-node links, the largest one if they differ, and without
-        such links this process alone. It should contain the communicators of all of them.
+        The ranks whose data is pooled, anything that `multibn.as_communicator` takes. It should
+        contain the communicators of all multi-node links of the model. Default: the largest of
+        them.
     num_passes
         How often to go through the data; more than once is of use where it is augmented.
     converter
@@ -98,7 +99,8 @@ def finetune_population_statistics(
     ValueError
         If `num_passes` is not positive, `iterator` repeats for ever, or `target` has no batch
         normalization link or one that has no size yet. On all ranks, if no rank has a batch, or if
-        a rank has none and there are multi-node links.
+        a rank has none and there are multi-node links. If `comm` is None and a launcher started
+        several processes, but the model's links tell of none other than this one.
     RuntimeError
         On the other ranks, if one rank's iterator or converter raised.
 
@@ -117,7 +119,7 @@ def finetune_population_statistics(
             "`iterator` must end after one pass: got one that repeats. Make it with repeat=False."
         )
     norms = _norms(target)
-    communicator = _largest(norms) if comm is None else as_communicator(comm)
+    communicator = participants(target, comm)
     device = target.device if device is None else device
 
     def convert(batch: Any) -> Any:
@@ -196,10 +198,6 @@ def _norms(target: chainer.Link) -> list[_Norm]:
     if not norms:
         raise ValueError("`target` must have a batch normalization link: got none.")
     return norms
-
-
-def _largest(norms: Sequence[_Norm]) -> Communicator:
-    return max((norm.communicator for norm in norms), key=lambda communicator: communicator.size)
 
 
 class _Watch(chainer.LinkHook):

@@ -6,7 +6,7 @@ from typing import Any
 import chainer
 import numpy as np
 
-from multibn.communicators import as_communicator
+from multibn.chainer_backend.participants import participants
 from multibn.synchrony import check_equal
 
 
@@ -23,13 +23,17 @@ def check_sync(model: chainer.Link, comm: Any = None, *, ignore: Iterable[str] =
         Its parameters and persistent values are compared, under names as `"/bn/avg_mean"`. What is
         no array or number is left out.
     comm
-        Anything that `multibn.as_communicator` takes.
+        The ranks that are compared, anything that `multibn.as_communicator` takes. Default: the
+        largest group of the model's multi-node links.
     ignore
         Names to leave out, with wildcards: `["*/avg_*"]` for batch normalization that does not
         share statistics.
 
     Raises
     ------
+    ValueError
+        If `comm` is None and a launcher started several processes, but the model's links tell of
+        none other than this one.
     RuntimeError
         On all ranks: with the names, ranks and largest differences from rank 0, if values differ;
         with what is there and what is missing, if the models are not built alike.
@@ -42,4 +46,4 @@ def check_sync(model: chainer.Link, comm: Any = None, *, ignore: Iterable[str] =
                 value = np.asarray(value)
             if value is None or isinstance(value, chainer.get_array_types()):
                 arrays[f"{path.rstrip('/')}/{name}"] = value
-    check_equal(arrays, as_communicator(comm), ignore=ignore)
+    check_equal(arrays, participants(model, comm), ignore=ignore)

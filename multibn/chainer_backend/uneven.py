@@ -13,7 +13,8 @@ from chainer.dataset import concat_examples
 from multibn import lockstep, statistics
 from multibn.chainer_backend import functions
 from multibn.chainer_backend.links import MultiNodeBatchNormalization
-from multibn.communicators import Communicator, SingleProcess, as_communicator
+from multibn.chainer_backend.participants import participants
+from multibn.communicators import Communicator, SingleProcess
 
 
 class Joined(lockstep.Joined[chainer.Variable]):
@@ -77,8 +78,8 @@ def join(
     model
         The model to train. Inside the context its batch normalization links behave as said.
     comm
-        The ranks that take part, anything that `multibn.as_communicator` takes. Default: those of
-        the model's largest group of multi-node links, and without such links as there.
+        The ranks that take part, anything that `multibn.as_communicator` takes. Default: the
+        largest group of the model's multi-node links.
     converter
         Makes arrays of a batch, `converter(batch, device)`; None if batches are arrays already. The
         arrays, in tuples, lists and dictionaries too, have the samples on their first axis.
@@ -93,6 +94,9 @@ def join(
 
     Raises
     ------
+    ValueError
+        If `comm` is None and a launcher started several processes, but the model's links tell of
+        none other than this one.
     TypeError, ValueError, RuntimeError
         As `Joined`'s methods. On leaving the context: RuntimeError on all ranks, if some broke off
         the loop while others had batches. All may break off in the same step.
@@ -107,7 +111,7 @@ def join(
     def convert(batch: Any) -> Any:
         return batch if converter is None else converter(batch, device)
 
-    joined = Joined(_participants(model, comm), _two_samples, convert)
+    joined = Joined(participants(model, comm), _two_samples, convert)
     # A link in two places of the model comes twice.
     norms: dict[Any, None] = dict.fromkeys(m for m in model.links() if isinstance(m, _NORMS))
     try:
@@ -149,14 +153,6 @@ def _forward(
     weight, bias = map(chainer.as_array, link._scale_and_shift())
     own = statistics.normalize(x.array, batch, weight=weight, bias=bias, eps=link.eps, axis=axis)
     return F.concat([empty, own], axis=batch_axis)
-
-
-def _participants(model: chainer.Link, comm: Any) -> Communicator:
-    if comm is not None:
-        return as_communicator(comm)
-    links = [m for m in model.links() if isinstance(m, MultiNodeBatchNormalization)]
-    groups = [link._communicator for link in links]
-    return max(groups, key=lambda group: group.size, default=as_communicator())
 
 
 def _two_samples(batch: Any) -> Any:

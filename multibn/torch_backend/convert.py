@@ -8,9 +8,11 @@ from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
 from multibn._typing import RunningVar, Weighting
-from multibn.torch_backend.modules import SyncBatchNorm
+from multibn.torch_backend import _data_parallel
+from multibn.torch_backend.modules import SyncBatchNorm, Synchronized
 from multibn.torch_backend.sub_batch_norm import _SubBatchNorm
 
 _M = TypeVar("_M", bound=nn.Module)
@@ -52,10 +54,12 @@ def convert_sync_batchnorm(
     """Replace every nn.BatchNorm1d, 2d, 3d and nn.SyncBatchNorm of a model by `SyncBatchNorm`.
 
     Call it before the optimizer and DistributedDataParallel are built, or after: parameters and
-    buffers stay the same objects. Dtype, device, training mode, requires_grad, hooks, qconfig and
-    every other attribute stay too, and a layer used in several places stays one layer. Layers are
-    found as children of modules, not in plain lists and dictionaries. Converting again changes
-    nothing. Not collective.
+    buffers stay the same objects. DistributedDataParallel then leaves the running statistics that
+    all ranks have in common out of its broadcast of buffers, at once or after the first training
+    forward pass. Dtype, device, training mode, requires_grad, hooks, qconfig and every other
+    attribute stay too, and a layer used in several places stays one layer. Layers are found as
+    children of modules, not in plain lists and dictionaries. Converting again changes nothing. Not
+    collective.
 
     Parameters
     ----------
@@ -101,7 +105,11 @@ def convert_sync_batchnorm(
         new.converted_from = type(layer)
         return new
 
-    return _replace(module, convert)
+    converted = _replace(module, convert)
+    for part in converted.modules():
+        if isinstance(part, DistributedDataParallel):
+            _data_parallel.watch(part, Synchronized)
+    return converted
 
 
 def revert_sync_batchnorm(module: nn.Module) -> Any:

@@ -5,13 +5,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from multibn.communicators import as_communicator
+from multibn.torch_backend.participants import participants
 
 
 @torch.no_grad()
-def average_gradients(parameters: Iterable[Tensor], process_group: Any = None) -> None:
+def average_gradients(parameters: nn.Module | Iterable[Tensor], process_group: Any = None) -> None:
     """Replace each parameter's gradient by its mean over the ranks.
 
     What DistributedDataParallel does, over any communicator: MPI without torch.distributed, for
@@ -22,20 +22,26 @@ def average_gradients(parameters: Iterable[Tensor], process_group: Any = None) -
     Parameters
     ----------
     parameters
-        `model.parameters()`. Those that need no gradient are left out. A missing gradient counts as
-        zeros, so that a rank that did not use a parameter can take part, and becomes a gradient of
-        zeros if no rank used it.
+        The model, or `model.parameters()`. Those that need no gradient are left out. A missing
+        gradient counts as zeros, so that a rank that did not use a parameter can take part, and
+        becomes a gradient of zeros if no rank used it.
     process_group
-        Anything that `multibn.as_communicator` takes.
+        The ranks that train together, anything that `multibn.as_communicator` takes. Default: the
+        largest group of a model's synchronized layers, or torch's default process group if that is
+        larger. Parameters do not tell of layers: for them it is torch's default process group.
 
     Raises
     ------
+    ValueError
+        If `process_group` is None and a launcher started several processes, but neither the model's
+        layers nor torch.distributed tell of any other than this one.
     TypeError
         If a gradient is sparse.
     """
-    communicator = as_communicator(process_group)
+    model = parameters if isinstance(parameters, nn.Module) else nn.Module()
+    communicator = participants(model, process_group)
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
-    for p in parameters:
+    for p in model.parameters() if model is parameters else parameters:
         if p.grad is not None and p.grad.layout != torch.strided:
             raise TypeError(
                 f"gradients must be dense: got layout {p.grad.layout} for a parameter of shape "

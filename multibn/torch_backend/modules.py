@@ -12,7 +12,7 @@ from multibn._typing import RunningVar, Weighting, check_choice
 from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.communicators.conversation import Conversation, find_path
 from multibn.statistics import BatchStatistics
-from multibn.torch_backend import compiled, functional
+from multibn.torch_backend import _data_parallel, compiled, functional
 from multibn.torch_backend._autograd import Input
 
 _ALONE = SingleProcess()
@@ -80,8 +80,10 @@ def update_buffers(
     if bn.running_mean is None or bn.running_var is None:
         return False
     compiling = torch.compiler.is_compiling()
-    if not compiling and recompute.in_recomputing():
-        return False
+    if not compiling:
+        if recompute.in_recomputing():
+            return False
+        _data_parallel.watch_active(Synchronized)
     if not compiling and batch.count.is_cpu:  # numbers are faster than tensors of one
         batch = batch._replace(count=batch.count.item())
         counted: Any = int(batch.count > 0)

@@ -8,14 +8,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn._typing import check_choice
-from multibn.communicators import as_communicator
 from multibn.kernels.generic import as_wide
+from multibn.torch_backend.participants import participants
 
 How: TypeAlias = Literal["broadcast", "pool"]
 
 
 @torch.no_grad()
-def sync_running_stats(model: nn.Module, group: Any = None, how: How = "broadcast") -> None:
+def sync_running_stats(model: nn.Module, process_group: Any = None, how: How = "broadcast") -> None:
     """Make the running statistics of all ranks equal.
 
     For layers that kept statistics of their own rank, before evaluating or saving.
@@ -25,8 +25,10 @@ def sync_running_stats(model: nn.Module, group: Any = None, how: How = "broadcas
     ----------
     model
         Every `_BatchNorm` in it that has running statistics, in any mode.
-    group
-        Anything that `multibn.as_communicator` takes; default as there.
+    process_group
+        The ranks that are to agree, anything that `multibn.as_communicator` takes. Default: those
+        of a DistributedDataParallel in the model; else the largest group of its synchronized
+        layers, or torch's default process group if that is larger.
     how
         `"broadcast"`: rank 0's, its counter `num_batches_tracked` included. `"pool"`: those of the
         ranks' data together if all had equally much: the mean of the means, and by the law of total
@@ -36,16 +38,17 @@ def sync_running_stats(model: nn.Module, group: Any = None, how: How = "broadcas
     Raises
     ------
     ValueError
-        If `how` is neither.
+        If `how` is neither. If `process_group` is None and a launcher started several processes,
+        but neither the model's layers nor torch.distributed tell of any other than this one.
     """
     check_choice("how", how, How)
-    communicator = as_communicator(group)
     layers = [m for m in model.modules() if isinstance(m, _BatchNorm)]
     means = [m.running_mean for m in layers if m.running_mean is not None]
     variances = [m.running_var for m in layers if m.running_var is not None]
     counters = [m.num_batches_tracked for m in layers if m.num_batches_tracked is not None]
     if not means:
         return
+    communicator = participants(model, process_group)
     if how == "broadcast":
         buffers = [*means, *variances, *counters]
         packed = _pack(buffers)

@@ -6,11 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from multibn import lockstep
-from multibn.communicators import Communicator, as_communicator
-from multibn.torch_backend.modules import Synchronized
+from multibn.torch_backend.participants import participants
 
 
 class Joined(lockstep.Joined[Tensor]):
@@ -50,8 +48,8 @@ def join(
         Tells which ranks take part; it is not changed.
     process_group
         The ranks that take part, anything that `multibn.as_communicator` takes. Default: those of a
-        DistributedDataParallel model, else those of the model's largest group of synchronized
-        layers, else as there.
+        DistributedDataParallel in the model; else the largest group of its synchronized layers, or
+        torch's default process group if that is larger.
     empty
         Makes an empty batch of a batch. Default: every tensor in it, in tuples, lists and
         dictionaries too, loses its samples, which are the first dimension; all else stays.
@@ -63,6 +61,9 @@ def join(
 
     Raises
     ------
+    ValueError
+        If `process_group` is None and a launcher started several processes, but neither the model's
+        layers nor torch.distributed tell of any other than this one.
     TypeError, ValueError, RuntimeError
         As `Joined`'s methods. On leaving the context: RuntimeError on all ranks, if some broke off
         the loop while others had batches. All may break off in the same step.
@@ -74,18 +75,9 @@ def join(
     does, where `x.view(len(x), -1)` cannot tell what -1 is. A rank without any batch is given
     tensors on the CPU.
     """
-    joined = Joined(_participants(model, process_group), _empty if empty is None else empty)
+    joined = Joined(participants(model, process_group), _empty if empty is None else empty)
     yield joined
     joined.leave()  # not after an exception, when the other ranks may be anywhere
-
-
-def _participants(model: nn.Module, process_group: Any) -> Communicator:
-    if process_group is None and isinstance(model, DistributedDataParallel):
-        return as_communicator(model.process_group)
-    if process_group is None:
-        groups = [m.process_group for m in model.modules() if isinstance(m, Synchronized)]
-        return max(groups, key=lambda group: group.size, default=as_communicator())
-    return as_communicator(process_group)
 
 
 def _empty(batch: Any) -> Any:

@@ -1,6 +1,7 @@
 """Training on uneven data in torch, and whether ranks agree, on real processes."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,12 +10,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from multibn.communicators import Communicator
+from multibn.communicators import Communicator, Group
 from multibn.communicators.torch_distributed import TorchDistributed
 from multibn.torch_backend import (
     average_gradients,
     convert_sync_batchnorm,
     join,
+    sync_running_stats,
+    update_bn_stats,
 )
 from multibn.torch_backend import check_sync as expect_in_sync  # not a check of its own
 from tests.helpers.ranks import CountingCommunicator
@@ -204,7 +207,62 @@ def check_who_takes_part(world: Communicator) -> None:
         assert joined.communicator is counting
     with join(model, alone) as joined:
         assert joined.communicator is alone
+    in_parts = convert_sync_batchnorm(_network(), Group(world, 1))
+    with join(in_parts) as joined:
+        assert joined.communicator is world
     world.allreduce(torch.zeros(1))  # nobody leaves while another group still works
+
+
+def check_every_helper_knows_who_takes_part(world: Communicator) -> None:
+    """As the README calls them, without a communicator, on torch.distributed and on MPI."""
+    norm = nn.BatchNorm1d(1, momentum=1.0, dtype=torch.float64)
+    model = convert_sync_batchnorm(nn.Sequential(norm), world)
+    layer, mean = model[0], (world.size - 1) / 2
+    x = torch.full((2, 1), float(world.rank), dtype=torch.float64)
+    layer.running_mean.fill_(world.rank)
+    with pytest.raises(RuntimeError, match=r"1 of 5 .* 0\.running_mean by up to 1 on rank 1"):
+        expect_in_sync(model)
+    sync_running_stats(model)
+    assert float(layer.running_mean) == 0
+    update_bn_stats(model.train(), [x], progress=False)
+    assert float(layer.running_mean) == mean
+    expect_in_sync(model)
+    layer.weight.grad = torch.full((1,), float(world.rank), dtype=torch.float64)
+    average_gradients(model)
+    assert layer.weight.grad.tolist() == [mean]
+
+
+def check_no_helper_takes_one_rank_for_all(world: Communicator) -> None:
+    """A model without synchronized layers tells of no other rank; torch's default group does."""
+    model = nn.BatchNorm1d(1)
+    model.weight.grad = torch.full((1,), float(world.rank))
+    x = torch.full((2, 1), float(world.rank))
+
+    def enter_join() -> None:
+        with join(model):
+            pass
+
+    helpers: list[Callable[[], object]] = [
+        lambda: expect_in_sync(model),
+        lambda: sync_running_stats(model),
+        lambda: update_bn_stats(model, [x], progress=False),
+        lambda: average_gradients(model),
+        lambda: average_gradients(model.parameters()),
+        enter_join,
+    ]
+    for helper in helpers:
+        if isinstance(world, TorchDistributed):
+            helper()
+            continue
+        with pytest.raises(
+            ValueError,
+            match=r"`process_group` must say which ranks take part: got None, but the launcher "
+            rf"started {world.size} processes \(OMPI_COMM_WORLD_SIZE={world.size}\), the model has "
+            "no layer that .* Pass a communicator, .* alone, pass multibn.SingleProcess",
+        ):
+            helper()
+    if isinstance(world, TorchDistributed):
+        assert float(model.running_mean) == model.weight.grad.item() == (world.size - 1) / 2  # type: ignore[arg-type]
 
 
 def check_a_perturbed_element_is_found(world: Communicator) -> None:

@@ -1,11 +1,17 @@
 """Training on uneven data in Chainer, and whether ranks agree, on real processes."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from multibn.chainer_backend import MultiNodeBatchNormalization, create_mnbn_model, join
+from multibn.chainer_backend import (
+    MultiNodeBatchNormalization,
+    create_mnbn_model,
+    finetune_population_statistics,
+    join,
+)
 from multibn.chainer_backend import check_sync as expect_in_sync  # not a check of its own
 from multibn.communicators import Communicator, SingleProcess
 from tests.helpers.ranks import CountingCommunicator
@@ -158,6 +164,40 @@ def check_a_perturbed_element_is_found(world: Communicator) -> None:
     ):
         assert words in str(caught.value)
     expect_in_sync(model, world, ignore=["*/avg_var", "*/N"])
+
+
+def check_every_helper_knows_who_takes_part(world: Communicator) -> None:
+    """As the README calls them, without a communicator."""
+    model = chainer.Sequential(MultiNodeBatchNormalization(1, world, dtype=np.float64))
+    data = [np.full((2, 1), float(world.rank))]
+    finetune_population_statistics(data, model, converter=None, progress=False)
+    assert model[0].avg_mean.tolist() == [(world.size - 1) / 2]
+    expect_in_sync(model)
+    model[0].avg_mean += world.rank
+    with pytest.raises(RuntimeError, match=r"/0/avg_mean by up to 1 on rank 1"):
+        expect_in_sync(model)
+
+
+def check_no_helper_takes_one_rank_for_all(world: Communicator) -> None:
+    model = L.BatchNormalization(1)
+    data = [np.ones((2, 1), dtype=np.float32)]
+
+    def enter_join() -> None:
+        with join(model):
+            pass
+
+    def finetune(comm: Any = None) -> None:
+        finetune_population_statistics(data, model, comm, converter=None, progress=False)
+
+    helpers: list[Callable[[], object]] = [lambda: expect_in_sync(model), finetune, enter_join]
+    for helper in helpers:
+        with pytest.raises(
+            ValueError,
+            match=r"`comm` must say which ranks take part: got None, but the launcher started "
+            rf"{world.size} processes \(OMPI_COMM_WORLD_SIZE={world.size}\)",
+        ):
+            helper()
+    finetune(SingleProcess())
 
 
 def check_a_link_that_one_rank_never_called(world: Communicator) -> None:

@@ -106,7 +106,7 @@ def _running(layer: Any) -> tuple[Array, Array]:
 
 
 def _precise(model: Any, data: Any, world: Communicator, **options: Any) -> None:
-    update_bn_stats(model, data, group=world, progress=False, **options)
+    update_bn_stats(model, data, process_group=world, progress=False, **options)
 
 
 def _unchanged_but_statistics(before: dict[str, Any], after: dict[str, Any]) -> bool:
@@ -280,7 +280,8 @@ def check_ddp(world: Communicator) -> None:
 def check_messages(world: Communicator) -> None:
     """One number exchange a batch, one at the end for each layer."""
     counting = CountingCommunicator(world)
-    update_bn_stats(_model(world, "plain"), _loader(world.rank), group=counting, progress=False)
+    model, loader = _model(world, "plain"), _loader(world.rank)
+    update_bn_stats(model, loader, process_group=counting, progress=False)
     steps = world.size + 1  # the longest loader's batches, and its end
     assert counting.take() == [world.size + 1] * steps + [2 * C + 2, 2 * D + 2]
 

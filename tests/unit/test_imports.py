@@ -32,6 +32,7 @@ ROOMS = [
         "multibn.recompute",
         "multibn.checkpoint",
         "multibn.lockstep",
+        "multibn.participants",
         "multibn.synchrony",
     ],
     ["multibn"],

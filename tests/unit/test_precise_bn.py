@@ -386,7 +386,7 @@ def test_bad_arguments() -> None:
         ({"estimator": "median"}, ValueError, "`estimator` must be one of 'population', 'mean_of"),
         ({"num_samples": 0}, ValueError, "`num_samples` must be positive, or None for no limit: g"),
         ({"num_iters": -1}, ValueError, "`num_iters` must be positive.*got -1"),
-        ({"group": 1.5}, TypeError, "a communicator must be None"),
+        ({"process_group": 1.5}, TypeError, "a communicator must be None"),
     ]
     for options, kind, message in cases:
         with pytest.raises(kind, match=message):
@@ -516,7 +516,7 @@ def test_sub_batch_norms_that_are_frozen_are_left_alone() -> None:
 def test_messages() -> None:
     """One number exchange a batch and one at the end for each layer, whatever the layers are."""
     counting = CountingCommunicator(SingleProcess())
-    precise(Net(), batches(), group=counting)
+    precise(Net(), batches(), process_group=counting)
     assert counting.take() == [2] * 4 + [2 * 3 + 2, 2 * 4 + 2]
 
 
@@ -527,7 +527,7 @@ def test_ranks_whose_loaders_differ() -> None:
     def run(estimator: str) -> Any:
         def rank(world: ThreadCommunicator) -> Any:
             layer = nn.BatchNorm2d(3)
-            precise(layer, data[world.rank], group=world, estimator=estimator)
+            precise(layer, data[world.rank], process_group=world, estimator=estimator)
             return kept(layer)
 
         return run_ranks(3, rank)

@@ -181,8 +181,8 @@ def test_a_rank_that_has_left() -> None:
     assert isinstance(error, ConnectionError)
     assert re.fullmatch(
         r"rank 0 waits in b \(forward\) for rank\(s\) \[1\], whose program ended before it came "
-        r"there: rank 1 \(machine \S+, pid \d+\) left, last seen \d\.\d s ago in a \(forward\)\. All "
-        r"ranks must take the same number of steps; see `join` for data of unequal length\.",
+        r"there: rank 1 \(machine \S+, pid \d+\) left, last seen \d\.\d s ago in a \(forward\)\. "
+        r"All ranks must take the same number of steps; see `join` for data of unequal length\.",
         str(error),
     )
 
@@ -197,7 +197,7 @@ def test_before_the_ranks_know_each_other() -> None:
 
 
 def test_the_line_that_matters_is_the_first_and_the_last() -> None:
-    """Also where a trainer has raised its own error from ours, and not where the program went on."""
+    """Also where a trainer has raised its own error from ours; once where the program goes on."""
     program = (
         "import atexit\n"
         "from multibn.communicators._watch import announce_end, announced\n"

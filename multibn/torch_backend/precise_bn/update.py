@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from multibn import lockstep
 from multibn._progress import progress as show_progress
 from multibn._typing import check_choice
-from multibn.communicators import as_communicator
+from multibn.torch_backend.participants import participants
 from multibn.torch_backend.precise_bn.estimators import Estimator
 from multibn.torch_backend.precise_bn.watched import WatchedNorm, layers_in_training
 
@@ -32,7 +32,7 @@ def update_bn_stats(
     num_iters: int | None = None,
     estimator: Estimator = "population",
     forward_fn: Callable[[Any, Any], object] | None = None,
-    group: Any = None,
+    process_group: Any = None,
     progress: bool = True,
 ) -> None:
     """Replace the running statistics of a model's batch norms by statistics of the loader's data.
@@ -43,10 +43,10 @@ def update_bn_stats(
     modes, hooks and the state of torch's random numbers are as before, and after an exception the
     running statistics are too.
 
-    Collective: every rank of `group` must call it, with the same arguments but for the data. Ranks
-    proceed batch by batch together (one small allreduce each), so loaders may differ in length; a
-    rank that has run out takes part in the others' synchronized layers with empty batches. At the
-    end there is one allreduce of 2C+2 numbers for each layer of C channels.
+    Collective: every rank of `process_group` must call it, with the same arguments but for the
+    data. Ranks proceed batch by batch together (one small allreduce each), so loaders may differ in
+    length; a rank that has run out takes part in the others' synchronized layers with empty
+    batches. At the end there is one allreduce of 2C+2 numbers for each layer of C channels.
 
     Parameters
     ----------
@@ -72,10 +72,11 @@ def update_bn_stats(
     forward_fn
         Called as `forward_fn(model, batch)`. Default: `model(batch)`, or `model(batch[0])` for a
         tuple or list.
-    group
-        The ranks whose data is pooled, anything that `multibn.as_communicator` takes: None for
-        torch's default process group where one is initialised. It should contain the groups of
-        the model's synchronized layers.
+    process_group
+        The ranks whose data is pooled, anything that `multibn.as_communicator` takes. It should
+        contain the groups of the model's synchronized layers. Default: those of a
+        DistributedDataParallel in the model; else the largest group of its synchronized layers, or
+        torch's default process group if that is larger.
     progress
         Show a progress bar on rank 0, if tqdm is installed.
 
@@ -83,7 +84,9 @@ def update_bn_stats(
     ------
     ValueError
         On all ranks, if no rank's loader gave a batch, or if a rank's loader gave none and the
-        model has synchronized layers. If an argument has another value than those above.
+        model has synchronized layers. If an argument has another value than those above. If
+        `process_group` is None and a launcher started several processes, but neither the model's
+        layers nor torch.distributed tell of any other than this one.
     TypeError
         If `num_samples` is given and a batch has no tensor in it.
     RuntimeError
@@ -104,9 +107,7 @@ def update_bn_stats(
     for name, value in (("num_samples", num_samples), ("num_iters", num_iters)):
         if value is not None and value <= 0:
             raise ValueError(f"`{name}` must be positive, or None for no limit: got {value}.")
-    communicator = as_communicator(group)
-    rank = communicator.rank
-    model = _innermost(model)
+    wrapped, model = model, _innermost(model)
     layers = list(layers_in_training(model, estimator))
     tracked = [layer for layer in layers if layer.keepers]
     if not tracked:
@@ -116,6 +117,8 @@ def update_bn_stats(
             stacklevel=2,
         )
         return
+    communicator = participants(wrapped, process_group)
+    rank = communicator.rank
     steps = lockstep.Lockstep(
         data_loader,
         communicator,

@@ -1,0 +1,152 @@
+"""Models under DistributedDataParallel: what it goes on to broadcast, and who waits for whom."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from multibn.communicators import Communicator
+from multibn.torch_backend import SubBatchNorm2d, _data_parallel, convert_sync_batchnorm
+from multibn.torch_backend import check_sync as expect_in_sync  # not a check of its own
+from tests.helpers.ranks import CountingCommunicator
+
+STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 4, 1)
+        self.bn1, self.bn2 = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.bn2(self.bn1(self.conv(x)).relu())
+
+
+class _WithBuffer(_Net):
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(value))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+def _train(model: Any, world: Communicator, num_steps: int = 3) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    generator = torch.Generator().manual_seed(world.rank)
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        model(torch.randn(2, 3, 4, 4, generator=generator)).square().mean().backward()
+        optimizer.step()
+    return model
+
+
+def _broadcast(ddp: Any) -> set[str]:
+    ddp._assign_modules_buffers()  # as before each broadcast
+    assert len(ddp.modules_buffers) == len(ddp.named_module_buffers)
+    return set(ddp.named_module_buffers)
+
+
+def _meetings(ddp: Any) -> CountingCommunicator:
+    """Counts the messages before forward passes from now on."""
+    counting = CountingCommunicator(_data_parallel._meetings[ddp])
+    _data_parallel._meetings[ddp] = counting
+    return counting
+
+
+def check_equal_statistics_leave_the_broadcast(world: Communicator) -> None:
+    """After the first forward pass; at once, if the model is converted inside the wrapper."""
+    ddp = DistributedDataParallel(convert_sync_batchnorm(_Net()))
+    assert len(_broadcast(ddp)) == 6
+    _train(ddp, world, 1)
+    assert not _broadcast(ddp)
+    ddp = convert_sync_batchnorm(DistributedDataParallel(_Net()))
+    assert not _broadcast(ddp)
+    # One message before each forward pass until the gradients' order is agreed on; none after that.
+    counting = _meetings(ddp)
+    _train(ddp, world, 4)
+    assert len(counting.take()) == 2
+    expect_in_sync(ddp)
+
+
+def check_other_buffers_are_broadcast_as_ever(world: Communicator) -> None:
+    """After a message in which the ranks meet, in training only."""
+    ddp = DistributedDataParallel(convert_sync_batchnorm(_WithBuffer(1.0 + world.rank)))
+    _train(ddp, world, 1)
+    assert _broadcast(ddp) == {"scale"}
+    ddp.module.scale.fill_(3.0 + world.rank)
+    counting = _meetings(ddp)
+    _train(ddp, world, 3)
+    assert len(counting.take()) == 3
+    assert float(ddp.module.scale) == 3.0
+    with torch.no_grad():
+        ddp(torch.ones(1, 3, 4, 4))
+        ddp.eval()(torch.ones(1, 3, 4, 4))
+    assert not counting.take()
+
+
+def check_a_checkpoint_of_rank_0_reaches_all_ranks(world: Communicator) -> None:
+    """The constructor broadcasts, for training and for evaluation without any training."""
+    for train in (True, False):
+        net = _Net()
+        if world.rank == 0:
+            net.bn1.running_mean.fill_(5.0)  # type: ignore[union-attr]
+        ddp = DistributedDataParallel(convert_sync_batchnorm(net))
+        if train:
+            _train(ddp, world, 2)
+            assert float(ddp.module.bn1.running_mean.min()) > 3
+        else:
+            ddp.eval()(torch.ones(1, 3, 4, 4))
+        expect_in_sync(ddp)
+
+
+def check_statistics_of_fewer_ranks_stay_in_the_broadcast(world: Communicator) -> None:
+    """Those of a part of the ranks, those with this rank's own count, those of plain layers."""
+    net = _Net()
+    net.bn1 = convert_sync_batchnorm(net.bn1, running_var="unbiased_local")
+    net.bn2 = convert_sync_batchnorm(net.bn2, world.split(world.rank))
+    net.add_module("plain", nn.BatchNorm2d(4))
+    net.add_module("parts", SubBatchNorm2d(1, 4))
+    net.add_module("shared", SubBatchNorm2d(1, 4, process_group=None))
+    ddp = _train(DistributedDataParallel(net, find_unused_parameters=True), world, 2)
+    layers = ("bn1", "bn2", "plain", "parts.bn", "parts.split_bn")
+    assert _broadcast(ddp) == {f"{layer}.{name}" for layer in layers for name in STATISTICS}
+
+
+def check_one_rank_may_evaluate(world: Communicator) -> None:
+    """No broadcast is left for which the others would have to be there."""
+    ddp = _train(DistributedDataParallel(convert_sync_batchnorm(_Net())), world)
+    if world.rank == 0:
+        with torch.no_grad():
+            ddp.eval()(torch.ones(1, 3, 4, 4))
+    ddp.train()
+    _train(ddp, world)
+    expect_in_sync(ddp)
+
+
+def check_copies_and_compiled_models_train(world: Communicator) -> None:
+    ddp = _train(DistributedDataParallel(convert_sync_batchnorm(_WithBuffer(1.0))), world, 1)
+    copied = copy.deepcopy(ddp)
+    compiled = torch.compile(copy.deepcopy(ddp), backend="eager")
+    _train(ddp, world)
+    for other in (copied, compiled):
+        _train(other, world)
+        torch.testing.assert_close(
+            list(other.state_dict().values()), list(ddp.state_dict().values())
+        )
+
+
+def check_another_version_of_torch_is_left_alone(world: Communicator) -> None:
+    """One without the private parts that this takes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_data_parallel, "_PRIVATE", ("no_such_part",))
+        ddp = DistributedDataParallel(convert_sync_batchnorm(_Net()))
+        _train(ddp, world)
+    assert len(_broadcast(ddp)) == 6
+    assert not ddp._forward_pre_hooks
+    expect_in_sync(ddp)
