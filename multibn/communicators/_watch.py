@@ -207,10 +207,10 @@ class Watch:
         self, kind: type[Exception], message: str, cause: BaseException | None = None
     ) -> NoReturn:
         self.failure = message
-        # First of all: a launcher that sees one process end stops the others before they can print.
-        error = announced(kind(message))
+        # Before all else: a launcher that sees one process end stops the others at once.
+        _announce(message)
         self._publish("failed", "", message)
-        raise error from cause
+        raise kind(message) from cause
 
     def _describe(self, ranks: list[int], how: str = "") -> str:
         seen = f"last seen {time.monotonic() - self._last_at:.1f} s ago in {self._last}"
@@ -235,25 +235,27 @@ class Watch:
         return {"T": "is stopped", "Z": "has ended", "X": "has ended"}.get(state, "is running")
 
 
-# The messages of `announced`: of errors that end the program, one is printed again at its end.
+def fail(kind: type[Exception], message: str) -> NoReturn:
+    """Raise an error that tells a person about the ranks, with its message as a line on stderr.
+
+    The traceback may be long, and stand among those of other ranks. So the message is also the
+    first line that a rank prints, and, where the error ends the program, the last one.
+    """
+    _announce(message)
+    raise kind(message)
+
+
 _announced: set[str] = set()
 
 
-def announced(error: Exception) -> Exception:
-    """`error`, whose message is now a line on standard error.
-
-    The traceback of the error may be long, and stand among those of other ranks. The line that
-    tells a person what happened is therefore the first one that a rank prints, and, where the error
-    ends the program, the last one (see `announce_end`).
-    """
-    _announced.add(str(error))
-    _print(str(error))
-    return error
+def _announce(message: str) -> None:
+    _announced.add(message)
+    _print(message)
 
 
 def announce_end() -> None:
-    """Print the message of an announced error again, if the program ends with that error."""
-    error = getattr(sys, "last_value", None)  # the exception that has ended the program
+    """Print an announced message again, if its error ends the program."""
+    error = getattr(sys, "last_value", None)
     while error is not None and str(error) not in _announced:
         error = error.__cause__ or error.__context__
     if error is not None:

@@ -112,7 +112,7 @@ def select_backend(comm_type: type, communication_backend: str) -> str:
 
 
 @cache
-def _find_comm(cls: type, world_ranks: tuple[int, ...] | None) -> Any:
+def _find_comm(cls: Any, world_ranks: tuple[int, ...] | None) -> Any:
     """A communicator of `cls` over these ranks of MPI.COMM_WORLD, None for all of them.
 
     Collective over those ranks when it is first called for them.

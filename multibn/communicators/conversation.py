@@ -20,7 +20,7 @@ from multibn._arrays import device, from_host, is_on_host, to_host
 from multibn._typing import Array
 from multibn.communicators._lines import FIRST_MESSAGES, HostArray, LineCommunicator, Lines
 from multibn.communicators._objects import gather
-from multibn.communicators._watch import announced
+from multibn.communicators._watch import fail
 from multibn.communicators.base import Communicator, Forwarding, Handle
 
 
@@ -139,6 +139,7 @@ class Phase:
                 return self._allreduce_array(agreed, x)
             payload = agreed.open(call)
             payload[:] = to_host(x)
+        assert agreed.lines is not None
         buffer = agreed.buffer
         buffer[agreed.num_numbers :] = agreed.lanes
         agreed.lines.exchange(buffer, agreed.place, call, agreed.communicator.timeout)
@@ -180,32 +181,36 @@ class Phase:
             # The refused input may be of another dtype, which the fingerprint tells.
             self.name == "forward" and message.is_refusal(summed, self._num_lanes)
         ):
-            self._raise_for_places()
+            self._raise_for_places(latest)
 
-    def _raise_for_places(self) -> NoReturn:
+    def _raise_for_places(self, latest: bool) -> NoReturn:
         """Ask each other where the ranks are, and raise on all of them. Collective."""
-        answers = gather(str(self), self.wrapped.wrapped)
-        raise announced(
-            RuntimeError(
-                f"the ranks are in different places: {_by_answer(answers)}. All ranks must run the "
-                "same layers in the same order, with the same dtype, in training or not."
+        if not latest:  # the ranks have gone on since, and may be in the same layer again
+            fail(
+                RuntimeError,
+                f"the ranks were in different places in the previous call of {self}, on rank "
+                f"{self.rank}: another rank was in another layer, or in another dtype. All ranks "
+                "must run the same layers in the same order, in training or not.",
             )
+        answers = gather(str(self), self.wrapped.wrapped)
+        fail(
+            RuntimeError,
+            f"the ranks are in different places: {_by_answer(answers)}. All ranks must run the "
+            "same layers in the same order, with the same dtype, in training or not.",
         )
 
     def _raise_for_previous(self, refused: bool) -> NoReturn:
         where = f"in the previous call of {self}"
         if refused:
-            raise announced(
-                RuntimeError(
-                    f"rank {self.rank} cannot go on: {where}, the input was refused on another "
-                    "rank. The error raised there says why."
-                )
+            fail(
+                RuntimeError,
+                f"rank {self.rank} cannot go on: {where}, the input was refused on another "
+                "rank. The error raised there says why.",
             )
-        raise announced(
-            FloatingPointError(
-                f"the batch statistics were not finite {where}: the input had NaN, infinity or too "
-                "large values on some rank. Look for their origin in the layers before this one."
-            )
+        fail(
+            FloatingPointError,
+            f"the batch statistics were not finite {where}: the input had NaN, infinity or too "
+            "large values on some rank. Look for their origin in the layers before this one.",
         )
 
     def _agree(self, n: int) -> "_Agreed":
@@ -254,29 +259,26 @@ class Phase:
         answers = gather((layer.name, num_channels, _version.__version__), communicator)
         names, nums, versions = zip(*answers, strict=True)
         if len(set(versions)) > 1:
-            raise announced(
-                RuntimeError(
-                    "the ranks must run the same version of multibn: "
-                    f"{_by_answer(versions)}. Install one version everywhere."
-                )
+            fail(
+                RuntimeError,
+                "the ranks must run the same version of multibn: "
+                f"{_by_answer(versions)}. Install one version everywhere.",
             )
         shortest = min(names, key=len)
         # One rank may have the model inside another module.
         if not all(name == shortest or name.endswith("." + shortest) for name in names):
-            raise announced(
-                RuntimeError(
-                    "the ranks are in different places: "
-                    f"{_by_answer(map(_for_people, names))}. All ranks must run the same layers in "
-                    "the same order."
-                )
+            fail(
+                RuntimeError,
+                "the ranks are in different places: "
+                f"{_by_answer(map(_for_people, names))}. All ranks must run the same layers in "
+                "the same order.",
             )
         if len(set(nums)) > 1:
             answer = _by_answer([f"{n} channels" for n in nums])
-            raise announced(
-                ValueError(
-                    f"the ranks have built {_for_people(shortest)} differently: {answer}. Build "
-                    "the same model on all ranks."
-                )
+            fail(
+                ValueError,
+                f"the ranks have built {_for_people(shortest)} differently: {answer}. Build "
+                "the same model on all ranks.",
             )
         return str(shortest)
 
@@ -400,24 +402,22 @@ def raise_for_refusal(communicator: Communicator, *, refused: bool) -> None:
     """Find out together which ranks refused their input; the others raise. Collective."""
     ranks = find_ranks(communicator, refused)
     if not refused:
-        raise announced(
-            RuntimeError(
-                f"rank {communicator.rank} cannot go on: the input of {name_of(communicator)} was "
-                f"refused on rank(s) {ranks} of {communicator.size}. The error raised there says "
-                "why."
-            )
+        fail(
+            RuntimeError,
+            f"rank {communicator.rank} cannot go on: the input of {name_of(communicator)} was "
+            f"refused on rank(s) {ranks} of {communicator.size}. The error raised there says "
+            "why.",
         )
 
 
 def raise_for_non_finite(communicator: Communicator, finite: bool) -> NoReturn:
     """Find out together on which ranks the moments are not finite, and raise. Collective."""
     ranks = find_ranks(communicator, not finite)
-    raise announced(
-        FloatingPointError(
-            f"the batch statistics of {name_of(communicator)} are not finite: the input has NaN, "
-            f"infinity or too large values on rank(s) {ranks} of {communicator.size}. Look for "
-            "their origin in the layers before."
-        )
+    fail(
+        FloatingPointError,
+        f"the batch statistics of {name_of(communicator)} are not finite: the input has NaN, "
+        f"infinity or too large values on rank(s) {ranks} of {communicator.size}. Look for "
+        "their origin in the layers before.",
     )
 
 

@@ -185,7 +185,8 @@ class _Transport(Transport):
         if self._backends.get("cpu") != "gloo":
             return _GroupLine(self._group, self._device())
         self._devices = self._devices or _gloo_devices()
-        options: Any = dist.ProcessGroupGloo._Options()
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
         options._devices = self._devices
         # A line has one message at a time. Threads that have slept for a while wake up slowly: with
         # three for each line, as torch makes them, a network's step takes 3 to 5 % longer.

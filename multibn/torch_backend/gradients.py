@@ -41,7 +41,8 @@ def average_gradients(parameters: nn.Module | Iterable[Tensor], process_group: A
     model = parameters if isinstance(parameters, nn.Module) else nn.Module()
     communicator = participants(model, process_group)
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
-    for p in model.parameters() if model is parameters else parameters:
+    tensors = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
+    for p in tensors:
         if p.grad is not None and p.grad.layout != torch.strided:
             raise TypeError(
                 f"gradients must be dense: got layout {p.grad.layout} for a parameter of shape "

@@ -200,9 +200,9 @@ def test_the_line_that_matters_is_the_first_and_the_last() -> None:
     """Also where a trainer has raised its own error from ours; once where the program goes on."""
     program = (
         "import atexit\n"
-        "from multibn.communicators._watch import announce_end, announced\n"
+        "from multibn.communicators._watch import announce_end, fail\n"
         "atexit.register(announce_end)\n"
-        "try:\n    raise announced(TimeoutError('rank 1 is late'))\n"
+        "try:\n    fail(TimeoutError, 'rank 1 is late')\n"
         "except TimeoutError as error:\n    {then}\n"
     )
     for then, last in (

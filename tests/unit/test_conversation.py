@@ -1,0 +1,158 @@
+"""What a layer's messages tell over communicators that have no lines: a user's own, and GPUs'."""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multibn import message
+from multibn.communicators.conversation import Conversation, Phase
+from multibn.communicators.nccl import NCCL
+from multibn.statistics import Moments, aggregate
+from tests.helpers import standin_cupy
+from tests.helpers.ranks import ThreadCommunicator, run_ranks
+
+C = 3
+
+
+def _errors(size: int, work: Callable[[ThreadCommunicator], object]) -> list[Exception]:
+    """The error of each rank; all of them must raise, and none may wait for another."""
+
+    def run(world: ThreadCommunicator) -> Exception:
+        try:
+            work(world)
+        except Exception as error:
+            return error
+        raise AssertionError(f"no error on rank {world.rank}")
+
+    return run_ranks(size, run)
+
+
+def _phase(communicator: Any, name: str, phase: str = "forward") -> Phase:
+    return Conversation(communicator, lambda: name).during(phase, np.dtype("float32"))
+
+
+@pytest.fixture(params=["numpy", "cupy", "cupy over NCCL"])
+def transport(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A user's own communicator and arrays for it; CuPy arrays also over NCCL."""
+    if request.param == "numpy":
+        yield lambda world: world, np.ones
+        return
+    if importlib.util.find_spec("cupy") is not None:
+        pytest.skip("the stand-in is for machines without CuPy")
+    with standin_cupy.installed() as cupy:
+
+        def make(world: ThreadCommunicator) -> Any:
+            if request.param == "cupy":
+                return world
+            standin_cupy.NcclCommunicator.meet[world.rank] = lambda a: world.allreduce(a.copy())
+            return NCCL(world)
+
+        yield make, lambda n: cupy.asarray(np.ones(n))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_unlike_layers_are_named_on_all_ranks_at_the_first_message(
+    transport: Any, size: int
+) -> None:
+    make, ones = transport
+
+    def work(world: ThreadCommunicator) -> None:
+        name = "layer1.bn2" if world.rank == 1 else "layer1.bn1"
+        _phase(make(world), name).allreduce(ones(2 * C + 2))
+
+    for error in _errors(size, work):
+        assert isinstance(error, RuntimeError)
+        assert "the ranks are in different places: rank(s) [0" in str(error)
+        assert "rank(s) [1] in layer1.bn2. All ranks must run the same layers" in str(error)
+
+
+def test_unlike_channels_are_named_before_messages_of_unlike_sizes(transport: Any) -> None:
+    make, ones = transport
+
+    def work(world: ThreadCommunicator) -> None:
+        _phase(make(world), "0").allreduce(ones(2 * (C + world.rank) + 2))
+
+    for error in _errors(2, work):
+        assert isinstance(error, ValueError)
+        assert str(error) == (
+            "the ranks have built layer 0 differently: rank(s) [0] in 3 channels; rank(s) [1] in 4 "
+            "channels. Build the same model on all ranks."
+        )
+
+
+def test_unlike_layers_are_named_later(transport: Any) -> None:
+    """On a GPU one call later: the host looks at a message when the next one is sent."""
+    make, ones = transport
+
+    def work(world: ThreadCommunicator) -> None:
+        communicator = make(world)
+        layers = [_phase(communicator, name) for name in ("bn1", "bn2")]
+        for layer in layers:
+            summed = layer.allreduce(ones(2 * C + 2))
+            host = summed.get() if hasattr(summed, "get") else summed
+            np.testing.assert_array_equal(host, [2.0] * (2 * C + 2))
+        for layer in reversed(layers) if world.rank == 1 else layers:
+            layer.allreduce(ones(2 * C + 2))
+        for layer in layers:
+            layer.allreduce(ones(2 * C + 2))
+
+    for rank, error in enumerate(_errors(2, work)):
+        assert isinstance(error, RuntimeError)
+        if isinstance(ones(1), np.ndarray):
+            expected = (
+                "the ranks are in different places: rank(s) [0] in bn1 (forward, float32, call 2); "
+                "rank(s) [1] in bn2 (forward, float32, call 2). All ranks must run"
+            )
+        else:
+            expected = (
+                "the ranks were in different places in the previous call of bn1 (forward, float32, "
+                f"call 3), on rank {rank}: another rank was in another layer"
+            )
+        assert str(error).startswith(expected)
+
+
+@pytest.mark.parametrize("transport", ["cupy", "cupy over NCCL"], indirect=True)
+def test_infinity_on_a_gpu_is_an_error_one_call_later(transport: Any) -> None:
+    make, ones = transport
+
+    def work(world: ThreadCommunicator) -> None:
+        layer = _phase(make(world), "bn")
+        numbers = ones(2 * C + 2)
+        if world.rank == 1:
+            numbers = numbers + np.inf
+        layer.allreduce(numbers)
+        layer.allreduce(ones(2 * C + 2))
+
+    for error in _errors(2, work):
+        assert isinstance(error, FloatingPointError)
+        assert "were not finite in the previous call of bn (forward, float32, call" in str(error)
+
+
+@pytest.mark.parametrize("scale", [0.25, 1e-3, 1.0, 1e6])
+def test_any_positive_weight(scale: float) -> None:
+    """Weights count in relation to each other: a common factor changes nothing."""
+    batches = [np.array([1.0, 2.0, 6.0]), np.array([5.0])]
+    weights = [3.0 * scale, 1.0 * scale]
+
+    def work(world: ThreadCommunicator) -> Any:
+        x = batches[world.rank]
+        moments = Moments(
+            np.array([x.mean()]), np.array([(x**2).mean()]), len(x), weights[world.rank]
+        )
+        return aggregate(moments, world, weighting="sample")
+
+    for batch in run_ranks(2, work):
+        np.testing.assert_allclose(batch.mean, [3.5], rtol=1e-15)
+        np.testing.assert_allclose(batch.var, [66 / 4 - 3.5**2], rtol=1e-14)
+        assert batch.count == 4
+
+
+def test_the_length_of_messages() -> None:
+    assert message.length(C) == 2 * C + 4
+    assert message.length(C, 5) == 2 * C + 2 + 2 * 5 + 2 + 2
+    for phase, payload in (("forward", 2 * C + 2), ("backward", 2 * C)):
+        assert payload + message.num_lanes(phase) == message.length(C)
+    assert message.num_channels(message.length(C, 5), 2) == C + 5
