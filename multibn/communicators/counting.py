@@ -4,17 +4,25 @@ from math import prod
 from typing import Any
 
 from multibn._typing import Array
-from multibn.communicators._lines import HostArray, LineCommunicator, Lines
+from multibn.communicators._lines import FIRST_MESSAGES, HostArray, LineCommunicator, Lines
 from multibn.communicators.base import Communicator
 
 
 class CountingCommunicator(LineCommunicator):
-    """Another communicator, and the sizes of the messages that pass through, all kinds included."""
+    """Another communicator, and the sizes of the messages that pass through.
+
+    First messages, one for each layer and length, are counted apart where `inner` has lines.
+    """
 
     def __init__(self, inner: Communicator) -> None:
         self.inner = inner
         self.messages: list[int] = []
+        self.first_messages: list[int] = []
         self._counting: _CountingLines | None = None
+
+    @property
+    def identity(self) -> object:
+        return id(self)
 
     @property
     def rank(self) -> int:
@@ -33,7 +41,7 @@ class CountingCommunicator(LineCommunicator):
         if not isinstance(self.inner, LineCommunicator) or self.inner.lines is None:
             return None
         if self._counting is None:
-            self._counting = _CountingLines(self.inner.lines, self.messages)
+            self._counting = _CountingLines(self.inner.lines, self)
         return self._counting
 
     def allreduce(self, x: Array, /) -> Array:
@@ -45,24 +53,25 @@ class CountingCommunicator(LineCommunicator):
 
     def take(self) -> list[int]:
         """The sizes noted since the last call."""
-        taken = list(self.messages)
-        self.messages.clear()
+        taken, self.messages = self.messages, []
         return taken
 
 
 class _CountingLines:
     """The lines of the inner communicator. Layers compare themselves anew over these."""
 
-    def __init__(self, inner: Lines, messages: list[int]) -> None:
-        self._inner, self._messages = inner, messages
+    def __init__(self, inner: Lines, counting: CountingCommunicator) -> None:
+        self._inner, self._counting = inner, counting
         self.size = inner.size
         self.agreements: dict[Any, Any] = {}
         self.buffer = inner.buffer
 
     def sum(self, a: HostArray, *arguments: Any, **options: Any) -> HostArray:
-        self._messages.append(a.size)
+        is_first = options.get("number") == FIRST_MESSAGES
+        counting = self._counting
+        (counting.first_messages if is_first else counting.messages).append(a.size)
         return self._inner.sum(a, *arguments, **options)
 
     def exchange(self, buffer: HostArray, *arguments: Any) -> None:
-        self._messages.append(buffer.size)
+        self._counting.messages.append(buffer.size)
         self._inner.exchange(buffer, *arguments)

@@ -183,12 +183,9 @@ def _largest(
 
 def _unexpected(row: Row, ranks: Sequence[Written], case: Case) -> list[list[int]]:
     """The messages of the first rank that sent others than it should."""
-    expected = [messages(len(ranks)) for _ in range(case.steps)]
-    if len(ranks) > 1:
-        expected[0].insert(0, message.FIRST_LENGTH)
     for written in ranks:
         notes = written.notes[f"{row.surface}/{row.communicator}/{case.name}"]
         sent: list[list[int]] = notes["messages"]
-        if sent != [*expected, []]:
+        if sent != [messages(len(ranks))] * case.steps + [[]]:
             return sent
     return []

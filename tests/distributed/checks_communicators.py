@@ -2,6 +2,7 @@
 
 import pickle
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,52 @@ def check_chainermn_conforms(world: Communicator) -> None:
     conformance.check_communicator(as_communicator(naive()))
 
 
+def check_deadlines(world: Communicator) -> None:
+    """Of every transport of the launcher."""
+    for comm in _with_timeout(world):
+        conformance.check_deadline(comm, world)
+
+
+def _with_timeout(world: Communicator) -> Iterator[Any]:
+    if _under_torchrun(world):
+        import torch.distributed as dist
+
+        from multibn.communicators.torch_distributed import TorchDistributed
+
+        yield TorchDistributed(dist.new_group(list(range(world.size))), timeout=0.8)
+        yield TorchDistributed(_of_another_backend(world.size), timeout=0.8)
+        return
+    from mpi4py import MPI as mpi
+
+    from multibn.communicators.mpi import MPI
+
+    yield MPI(mpi.COMM_WORLD.Dup(), timeout=0.8)
+    if require.available("chainer"):
+        import chainermn
+
+        from multibn.communicators.chainermn import ChainerMN
+
+        yield ChainerMN(chainermn.create_communicator("naive", mpi.COMM_WORLD.Dup()), timeout=0.8)
+
+
+def _of_another_backend(size: int) -> Any:
+    """A group over a backend of which multibn knows nothing."""
+    import torch.distributed as dist
+
+    name = "another"
+    if name.upper() not in dir(dist.Backend):
+        gloo: Any = dist.ProcessGroupGloo
+        dist.Backend.register_backend(
+            name, lambda store, rank, size, timeout: gloo(store, rank, size, timeout), devices="cpu"
+        )
+    return dist.new_group(list(range(size)), backend=name)
+
+
+def check_another_backend_conforms(world: Communicator) -> None:
+    if _under_torchrun(world):
+        conformance.check_communicator(as_communicator(_of_another_backend(world.size)))
+
+
 def check_native_objects_are_recognised(world: Communicator) -> None:
     ones = np.ones(2)
     if _under_torchrun(world):
@@ -59,10 +106,11 @@ def check_native_objects_are_recognised(world: Communicator) -> None:
         natives = [MPI.COMM_WORLD, MPI.COMM_WORLD.Dup()]
         alone = as_communicator(MPI.COMM_SELF)
         assert alone.size == pickle.loads(pickle.dumps(alone)).size == 1
-        half: Any = MPI.COMM_WORLD.Split(world.rank % 2)
-        inter = half.Create_intercomm(0, MPI.COMM_WORLD, 1 - world.rank % 2)
-        with pytest.raises(TypeError, match="must be an intracommunicator"):
-            as_communicator(inter)
+        if world.size > 1:
+            half: Any = MPI.COMM_WORLD.Split(world.rank % 2)
+            inter = half.Create_intercomm(0, MPI.COMM_WORLD, 1 - world.rank % 2)
+            with pytest.raises(TypeError, match="must be an intracommunicator"):
+                as_communicator(inter)
     for native in natives:
         communicator = as_communicator(native)
         assert (communicator.rank, communicator.size) == (world.rank, world.size)

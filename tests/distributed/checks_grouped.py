@@ -63,7 +63,7 @@ def _mates(world: Communicator, k: int) -> range:
 def machines(world: Communicator, ranks_in_each: int) -> Iterator[None]:
     """Let the ranks be on machines with so many ranks each."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups, "host", lambda: f"machine {world.rank // ranks_in_each}")
+        patch.setattr(groups, "this_machine", lambda: f"machine {world.rank // ranks_in_each}")
         patch.setattr(groups, "_found", {})
         yield
 
@@ -115,7 +115,7 @@ def check_members(world: Communicator) -> None:
 def check_machines_whose_ranks_are_not_consecutive(world: Communicator) -> None:
     """Round-robin placement, as `mpiexec --map-by node` makes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups, "host", lambda: f"machine {world.rank % 2}")
+        patch.setattr(groups, "this_machine", lambda: f"machine {world.rank % 2}")
         patch.setattr(groups, "_found", {})
         machine = _members(world, Group(world, "machine"))
         alone = _members(world, Group(Group(world, "machine"), 1))
@@ -125,7 +125,7 @@ def check_machines_whose_ranks_are_not_consecutive(world: Communicator) -> None:
 
 def check_machines_of_different_sizes(world: Communicator) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups, "host", lambda: f"machine {world.rank == 0}")
+        patch.setattr(groups, "this_machine", lambda: f"machine {world.rank == 0}")
         patch.setattr(groups, "_found", {})
         members = _members(world, Group(world, "machine"))
     assert members == ([0] if world.rank == 0 else list(range(1, world.size)))

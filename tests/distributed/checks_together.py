@@ -171,7 +171,7 @@ def check_errors_name_all_layers(world: Communicator) -> None:
     x = _block_input(world.rank)
     x[0] = torch.inf if world.rank == 1 else 0
     with pytest.raises(
-        FloatingPointError, match=r"of 0\.\[bn, shortcut_bn\] are not finite.*rank\(s\) \[1\]"
+        FloatingPointError, match=r"of layer 0\.\[bn, shortcut_bn\] are not finite.*rank\(s\) \[1\]"
     ):
         model(x)
     copied: Any = copy.deepcopy(model)  # with names and messages of its own

@@ -20,7 +20,7 @@ class Run(NamedTuple):
 
 RUNS = [
     Run("checks_parity", launch.LAUNCHERS, (2, 3, 4)),
-    Run("checks_communicators", launch.LAUNCHERS, (2, 4)),
+    Run("checks_communicators", launch.LAUNCHERS, (1, 2, 3, 4)),
     Run("checks_chainermn", ("mpiexec",), (2, 3, 4), ("chainer",)),
     Run("checks_chainer", launch.LAUNCHERS, (2, 3), ("chainer",)),
     Run("checks_chainer_extensions", launch.LAUNCHERS, (2, 3), ("chainer",)),

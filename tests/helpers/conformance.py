@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,33 @@ def check_communicator(comm: Communicator) -> None:
         *_handle(comm),
     ]
     assert not problems, problems
+
+
+def check_deadline(comm: Any, everybody: Communicator) -> None:
+    """Check that `comm`, whose timeout is 0.8 s and which is not used again, has a deadline.
+
+    Collective over `everybody`, the same ranks. The last rank comes late by more than the timeout.
+    """
+    late = comm.rank == comm.size - 1
+    said = ""
+    comm.allreduce(np.zeros(1))
+    if late:
+        time.sleep(1.3)
+    start = time.monotonic()
+    try:
+        comm.allreduce(np.zeros(1))
+    except TimeoutError as error:
+        said = str(error)
+    except RuntimeError as error:  # of the ranks that have given up
+        said = "" if late else str(error)
+    seconds = time.monotonic() - start
+    comm.lines.abandon()  # the end of the program need not mention this failure
+    everybody.allreduce(np.zeros(1))
+    if comm.size == 1 or late:
+        return
+    assert f"rank {comm.rank} has waited 0.8 s in a sum of float64 numbers of shape (1,)" in said
+    assert f"for rank(s) [{comm.size - 1}]: rank {comm.size - 1} (machine " in said
+    assert 0.7 < seconds < 1.3 + 0.8
 
 
 def _arrays(rank: int) -> Iterator[tuple[str, Any]]:
