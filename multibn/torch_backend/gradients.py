@@ -38,11 +38,12 @@ def average_gradients(parameters: nn.Module | Iterable[Tensor], process_group: A
     TypeError
         If a gradient is sparse.
     """
-    model = parameters if isinstance(parameters, nn.Module) else nn.Module()
+    model = nn.Module()
+    if isinstance(parameters, nn.Module):
+        model, parameters = parameters, parameters.parameters()
     communicator = participants(model, process_group)
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
-    tensors = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
-    for p in tensors:
+    for p in parameters:
         if p.grad is not None and p.grad.layout != torch.strided:
             raise TypeError(
                 f"gradients must be dense: got layout {p.grad.layout} for a parameter of shape "

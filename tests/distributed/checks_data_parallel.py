@@ -28,6 +28,8 @@ class _Net(nn.Module):
 
 
 class _WithBuffer(_Net):
+    scale: torch.Tensor
+
     def __init__(self, value: float) -> None:
         super().__init__()
         self.register_buffer("scale", torch.tensor(value))
@@ -134,6 +136,7 @@ def check_copies_and_compiled_models_train(world: Communicator) -> None:
     copied = copy.deepcopy(ddp)
     compiled = torch.compile(copy.deepcopy(ddp), backend="eager")
     _train(ddp, world)
+    other: Any
     for other in (copied, compiled):
         _train(other, world)
         torch.testing.assert_close(

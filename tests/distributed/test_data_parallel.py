@@ -35,9 +35,9 @@ _SCRIPT = """
     print("nothing happened", flush=True)
 """
 _SAID = {
-    "killed": "rank 0 lost the connection in {place}: rank 1 (host ",
+    "killed": "rank 0 lost the connection in {place}: rank 1 (machine ",
     "ended": "rank 0 waits in {place} for rank(s) [1], whose program ended before",
-    "late": "rank 0 has waited 3 s in {place} for rank(s) [1]: rank 1 (host ",
+    "late": "rank 0 has waited 3 s in {place} for rank(s) [1]: rank 1 (machine ",
 }
 
 
