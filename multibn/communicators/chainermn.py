@@ -38,7 +38,7 @@ class ChainerMN(LineCommunicator):
         self, comm: Any, communication_backend: str = "auto", *, timeout: float | None = None
     ) -> None:
         self._comm = comm
-        self._class = type(comm)
+        self._class: Any = type(comm)
         self._mpi = MPI(comm.mpi_comm, timeout=timeout)
         self.timeout = self._mpi.timeout
         self.communication_backend = select_backend(type(comm), communication_backend)

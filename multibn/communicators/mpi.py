@@ -25,10 +25,9 @@ if TYPE_CHECKING:
 class MPI(LineCommunicator):
     """The processes of an mpi4py communicator.
 
-    Arrays in host memory are reduced where they are. Arrays on a GPU are handed to an MPI that is
-    CUDA-aware, which then knows no deadline, and otherwise go through the host; so do 16-bit types,
-    as float32. Messages travel in duplicates of the communicator, where no other message can be
-    taken for theirs.
+    Messages travel in duplicates of the communicator, so that no message of the program can be
+    taken for one of multibn's. Arrays on a GPU are handed to an MPI that is CUDA-aware, without a
+    deadline, and go through host memory otherwise; 16-bit arrays always do, as float32.
 
     Parameters
     ----------

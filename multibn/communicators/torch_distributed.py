@@ -20,24 +20,25 @@ from multibn.communicators._watch import Done, Notice, check_timeout, default_ti
 from multibn.communicators.base import SingleProcess
 from multibn.communicators.default import default_communicator, is_outsiders_marker
 
-_ANSWER = 0.3  # seconds that a store may take
-_LAST_ANSWER = 15.0  # before this process ends: TCP is slow to find out that a network is back
+_ANSWER = 0.3  # seconds to wait for a store's answer
+_LAST_ANSWER = 15.0  # at the end of the process: TCP is slow to notice that a network is back
 
 
 class TorchDistributed(LineCommunicator):
     """The processes of a torch ProcessGroup.
 
-    Tensors are reduced on their own device where the group's backend can, and otherwise on one
-    where it can; NumPy and CuPy arrays become tensors for the way. What gloo moves travels in
-    groups of its own, of the same ranks, where no other message can be taken for it.
+    Arrays on a GPU are summed there by a backend for GPUs, NCCL for example; over gloo they go
+    through host memory. Arrays in host memory travel over gloo in groups of multibn's own, so that
+    no message of the program can be taken for one of multibn's, and over another backend in the
+    group itself.
 
     Parameters
     ----------
     group
         A ProcessGroup, a one-dimensional DeviceMesh, or None for the default process group.
     timeout
-        Seconds that a collective over gloo may take; default: MULTIBN_TIMEOUT, or 300. Other
-        backends have a watchdog of their own, with the group's timeout.
+        Seconds that a collective of arrays in host memory may take; default: MULTIBN_TIMEOUT, or
+        300. For arrays on a GPU, the backend's watchdog counts, with the group's timeout.
 
     Raises
     ------
@@ -68,7 +69,7 @@ class TorchDistributed(LineCommunicator):
                 f"got {group!r} of type {type(group).__qualname__}."
             )
         self._group: dist.ProcessGroup | None = group
-        # Global ranks in the order of the ranks here; None for the default group.
+        # Global ranks in the order of the group's ranks; None for the default group.
         self._ranks: tuple[int, ...] | None = None
         self._known_under = None if group is None else dist.group.WORLD
         if group is not None and group is not dist.group.WORLD:
@@ -78,7 +79,7 @@ class TorchDistributed(LineCommunicator):
     def group(self) -> dist.ProcessGroup:
         """The ProcessGroup."""
         if self._ranks is None:
-            # The default group may have been made anew since the last use.
+            # init_process_group may have run again since the last use.
             if dist.group.WORLD is None:
                 raise RuntimeError(
                     "no default process group is initialised. Call "
@@ -93,8 +94,8 @@ class TorchDistributed(LineCommunicator):
 
     @property
     def known_group(self) -> dist.ProcessGroup | None:
-        """The ProcessGroup if it can be told without communication, None for the default one."""
-        # A new default process group voids those that were made under another.
+        """The ProcessGroup where this process knows one already, without communication."""
+        # Groups end with the default process group under which they were made.
         return self._group if self._known_under is dist.group.WORLD else None
 
     @property
