@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -46,7 +47,8 @@ def check_deadline(comm: Any, everybody: Communicator) -> None:
     everybody.allreduce(np.zeros(1))
     if comm.size == 1 or late:
         return
-    assert f"rank {comm.rank} has waited 0.8 s in a sum of float64 numbers of shape (1,)" in said
+    # One rank gives up first; the others may read that in its notice.
+    assert re.search(r"rank \d has waited 0\.8 s in a sum of float64 numbers of shape \(1,\)", said)
     assert f"for rank(s) [{comm.size - 1}]: rank {comm.size - 1} (machine " in said
     assert 0.7 < seconds < 1.3 + 0.8
 
