@@ -65,9 +65,11 @@ def _with_timeout(world: Communicator) -> Iterator[Any]:
 
     yield MPI(mpi.COMM_WORLD.Dup(), timeout=0.8)
     if require.available("chainer"):
-        import chainermn
-
+        from multibn.chainer_backend import compat
         from multibn.communicators.chainermn import ChainerMN
+
+        compat.make_importable()
+        import chainermn
 
         yield ChainerMN(chainermn.create_communicator("naive", mpi.COMM_WORLD.Dup()), timeout=0.8)
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from multibn import Group, as_communicator
-from multibn.communicators import Communicator, groups
+from multibn.communicators import Communicator, groups, lookup
 from multibn.communicators.torch_distributed import TorchDistributed
 from multibn.torch_backend import (
     NaiveSyncBatchNorm1d,
@@ -64,7 +64,7 @@ def machines(world: Communicator, ranks_in_each: int) -> Iterator[None]:
     """Let the ranks be on machines with so many ranks each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(groups, "this_machine", lambda: f"machine {world.rank // ranks_in_each}")
-        patch.setattr(groups, "_found", {})
+        patch.setattr(lookup, "_resolved", {})
         yield
 
 
@@ -116,7 +116,7 @@ def check_machines_whose_ranks_are_not_consecutive(world: Communicator) -> None:
     """Round-robin placement, as `mpiexec --map-by node` makes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(groups, "this_machine", lambda: f"machine {world.rank % 2}")
-        patch.setattr(groups, "_found", {})
+        patch.setattr(lookup, "_resolved", {})
         machine = _members(world, Group(world, "machine"))
         alone = _members(world, Group(Group(world, "machine"), 1))
     assert machine == list(range(world.rank % 2, world.size, 2))
@@ -126,7 +126,7 @@ def check_machines_whose_ranks_are_not_consecutive(world: Communicator) -> None:
 def check_machines_of_different_sizes(world: Communicator) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(groups, "this_machine", lambda: f"machine {world.rank == 0}")
-        patch.setattr(groups, "_found", {})
+        patch.setattr(lookup, "_resolved", {})
         members = _members(world, Group(world, "machine"))
     assert members == ([0] if world.rank == 0 else list(range(1, world.size)))
 
