@@ -15,8 +15,9 @@ from multibn import population, recompute, statistics
 from multibn._typing import RunningVar, Weighting, check_choice
 from multibn.chainer_backend import functions
 from multibn.communicators import SingleProcess, as_communicator
+from multibn.communicators._names import find_path
 from multibn.communicators.chainermn import ChainerMN, select_backend
-from multibn.communicators.conversation import Conversation, find_path
+from multibn.communicators.conversation import Conversation
 from multibn.kernels.generic import num_elements
 from multibn.statistics import BatchStatistics
 

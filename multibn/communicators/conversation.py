@@ -7,18 +7,18 @@ rank is doing (see `multibn.message`). All ranks see the same sums, so that all 
 each other in the same moment.
 """
 
-import sys
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from array_api_compat import is_cupy_array, is_torch_array
 
-from multibn import _version, message
-from multibn._arrays import device, from_host, is_on_host, to_host
+from multibn import message
+from multibn._arrays import from_host, is_on_host, to_host
 from multibn._typing import Array
-from multibn.communicators._lines import FIRST_MESSAGES, HostArray, LineCommunicator, Lines
+from multibn.communicators._agreement import Agreement
+from multibn.communicators._lines import HostArray
+from multibn.communicators._names import by_answer, for_people
 from multibn.communicators._objects import gather
 from multibn.communicators._watch import fail
 from multibn.communicators.base import Communicator, Forwarding, Handle
@@ -43,7 +43,7 @@ class Conversation(Handle):
     ) -> None:
         self.wrapped = communicator
         self.num_layers = num_layers
-        self._forwarding = communicator if isinstance(communicator, Forwarding) else None
+        self.forwarding = communicator if isinstance(communicator, Forwarding) else None
         self._find_name = find_name
         self._name: str | None = None
         self._phases: dict[tuple[str, Any], Phase] = {}
@@ -62,10 +62,6 @@ class Conversation(Handle):
 
     def split(self, color: int, key: int = 0) -> Communicator:
         return self.wrapped.split(color, key)
-
-    def current(self) -> Any:
-        """The communicator that `wrapped` stands for at present."""
-        return self.wrapped if self._forwarding is None else self._forwarding.resolve()
 
     @property
     def name(self) -> str:
@@ -95,9 +91,9 @@ class Phase:
     def __init__(self, layer: Conversation, phase: str, dtype: Any) -> None:
         self.wrapped = layer
         self.name, self.dtype = phase, str(dtype).rpartition(".")[2]
-        self._num_lanes = message.num_lanes(phase, layer.num_layers)
+        self.num_lanes = message.num_lanes(phase, layer.num_layers)
         self._calls = 0
-        self._agreed: _Agreed | None = None
+        self._agreed: Agreement | None = None
         self._unread: Callable[[], HostArray] | None = None
 
     @property
@@ -119,7 +115,7 @@ class Phase:
         agreed = self._agree(n)
         if agreed.lines is None or agreed.size == 1:
             return None
-        return agreed.payload if agreed.payload is not None else agreed.open(self._next_call())
+        return agreed.payload if agreed.payload is not None else agreed.open(self.next_call())
 
     def allreduce(self, x: Array, /) -> Array:
         """Sum a payload over the ranks, and raise on all of them if they are in different places.
@@ -149,10 +145,10 @@ class Phase:
     def __str__(self) -> str:
         return str(_Call(self, self._calls))
 
-    def _next_call(self) -> "_Call":
+    def next_call(self) -> "_Call":
         return _Call(self, self._calls + 1)
 
-    def _allreduce_array(self, agreed: "_Agreed", x: Array) -> Array:
+    def _allreduce_array(self, agreed: Agreement, x: Array) -> Array:
         """Over a communicator that is handed arrays: a GPU's transport, or a user's own class."""
         on_host = is_on_host(x)
         numbers = to_host(x) if on_host else x
@@ -175,11 +171,11 @@ class Phase:
         a GPU is looked at here, in the next call.
         """
         if not latest and self.name == "forward" and not np.isfinite(summed).all():
-            self._raise_for_previous(message.is_refusal(summed, self._num_lanes))
+            self._raise_for_previous(message.is_refusal(summed, self.num_lanes))
         v, square = summed[-2:].tolist()
         if not message.all_equal(v, square, size) and not (
             # The refused input may be of another dtype, which the fingerprint tells.
-            self.name == "forward" and message.is_refusal(summed, self._num_lanes)
+            self.name == "forward" and message.is_refusal(summed, self.num_lanes)
         ):
             self._raise_for_places(latest)
 
@@ -195,7 +191,7 @@ class Phase:
         answers = gather(str(self), self.wrapped.wrapped)
         fail(
             RuntimeError,
-            f"the ranks are in different places: {_by_answer(answers)}. All ranks must run the "
+            f"the ranks are in different places: {by_answer(answers)}. All ranks must run the "
             "same layers in the same order, with the same dtype, in training or not.",
         )
 
@@ -213,10 +209,12 @@ class Phase:
             "large values on some rank. Look for their origin in the layers before this one.",
         )
 
-    def _agree(self, n: int) -> "_Agreed":
+    def _agree(self, n: int) -> Agreement:
         """Learn that all ranks are in a layer like this one; collective where that is not known."""
-        communicator = self.wrapped.current()
-        agreed = self._agreed
+        layer, agreed = self.wrapped, self._agreed
+        communicator: Any = (
+            layer.wrapped if layer.forwarding is None else layer.forwarding.resolve()
+        )
         if (
             agreed is None
             or agreed.communicator is not communicator
@@ -224,98 +222,8 @@ class Phase:
             # torch's default process group may have been made anew.
             or (agreed.lines is not None and agreed.lines is not communicator.lines)
         ):
-            agreed = self._agreed = self._make_agreement(communicator, n)
+            agreed = self._agreed = Agreement.make(self, communicator, n)
         return agreed
-
-    def _make_agreement(self, communicator: Any, n: int) -> "_Agreed":
-        lines = communicator.lines if isinstance(communicator, LineCommunicator) else None
-        size = communicator.size
-        if size == 1:
-            return _Agreed(communicator, lines, 1, n, "", [])
-        agreements = _agreements_of(communicator) if lines is None else lines.agreements
-        length = n + self._num_lanes
-        name = self.wrapped.name
-        if (name, length) not in agreements:
-            agreements[name, length] = self._compare(communicator, lines, length)
-        name = agreements[name, length]
-        fingerprint = message.fingerprint(f"{name} {self.name} {self.dtype}")
-        lanes = message.lanes(self.name, fingerprint, self.wrapped.num_layers)
-        return _Agreed(communicator, lines, size, n, f"{name} {self.name}", lanes)
-
-    def _compare(self, communicator: Any, lines: Lines | None, length: int) -> str:
-        """The layer's name, once all ranks are known to be in the same layer. Collective."""
-        layer = self.wrapped
-        numbers = np.array(message.first(layer.name, length, _version.__version__))
-        if lines is None:
-            summed = to_host(communicator.allreduce(numbers))
-        else:
-            text = f"the first message of {self._next_call()}"
-            summed = lines.sum(
-                numbers, "first message", text, communicator.timeout, number=FIRST_MESSAGES
-            )
-        if message.first_agrees(summed, communicator.size):
-            return layer.name
-        num_channels = message.num_channels(length, layer.num_layers)
-        answers = gather((layer.name, num_channels, _version.__version__), communicator)
-        names, nums, versions = zip(*answers, strict=True)
-        if len(set(versions)) > 1:
-            fail(
-                RuntimeError,
-                "the ranks must run the same version of multibn: "
-                f"{_by_answer(versions)}. Install one version everywhere.",
-            )
-        shortest = min(names, key=len)
-        # One rank may have the model inside another module.
-        if not all(name == shortest or name.endswith("." + shortest) for name in names):
-            fail(
-                RuntimeError,
-                "the ranks are in different places: "
-                f"{_by_answer(map(_for_people, names))}. All ranks must run the same layers in "
-                "the same order.",
-            )
-        if len(set(nums)) > 1:
-            answer = _by_answer([f"{n} channels" for n in nums])
-            fail(
-                ValueError,
-                f"the ranks have built {_for_people(shortest)} differently: {answer}. Build "
-                "the same model on all ranks.",
-            )
-        return str(shortest)
-
-
-class _Agreed:
-    """What goes with a layer's messages of `num_numbers` in one phase, among some processes."""
-
-    def __init__(
-        self,
-        communicator: Any,
-        lines: Lines | None,
-        size: int,
-        num_numbers: int,
-        place: str,
-        lanes: list[float],
-    ) -> None:
-        self.communicator, self.lines, self.size = communicator, lines, size
-        self.num_numbers, self.place = num_numbers, place
-        self.lanes = np.array(lanes)
-        self.buffer: HostArray = np.empty(0)  # of the line, when the line is open
-        self.payload: HostArray | None = None  # the first `num_numbers` of the buffer
-        self._lanes_on_devices: dict[Any, Array] = {}
-
-    def open(self, call: "_Call") -> HostArray:
-        """The payload's memory. Collective at the first call for this length."""
-        if self.payload is None:
-            assert self.lines is not None
-            length = self.num_numbers + self.lanes.size
-            self.buffer = self.lines.buffer(length, call, self.communicator.timeout)
-            self.payload = self.buffer[: self.num_numbers]
-        return self.payload
-
-    def lanes_like(self, x: Array) -> Array:
-        key = type(x), device(x)
-        if key not in self._lanes_on_devices:
-            self._lanes_on_devices[key] = from_host(self.lanes, x)
-        return self._lanes_on_devices[key]
 
 
 class _Call(NamedTuple):
@@ -326,19 +234,8 @@ class _Call(NamedTuple):
 
     def __str__(self) -> str:
         phase = self.phase
-        name = _for_people(phase.wrapped.name)
+        name = for_people(phase.wrapped.name)
         return f"{name} ({phase.name}, {phase.dtype}, call {self.number})"
-
-
-# What the ranks have compared over communicators that have no lines, by the communicator.
-_compared: WeakKeyDictionary[Any, dict[Any, str]] = WeakKeyDictionary()
-
-
-def _agreements_of(communicator: Any) -> MutableMapping[Any, str]:
-    try:
-        return _compared.setdefault(communicator, {})
-    except TypeError:  # no hash, or no weak references: each layer compares for itself
-        return {}
 
 
 def _copy_to_host(summed: Array) -> Callable[[], HostArray] | None:
@@ -383,7 +280,7 @@ def name_of(communicator: Any, /) -> str:
         if not hasattr(communicator, "wrapped"):
             return "a layer"
         communicator = communicator.wrapped
-    return _for_people(communicator.name)
+    return for_people(communicator.name)
 
 
 def find_ranks(communicator: Any, flag: bool, /) -> list[int]:
@@ -419,37 +316,3 @@ def raise_for_non_finite(communicator: Communicator, finite: bool) -> NoReturn:
         f"infinity or too large values on rank(s) {ranks} of {communicator.size}. Look for "
         "their origin in the layers before.",
     )
-
-
-def find_path(
-    part: object, kind: type, named_parts: Callable[[Any], Iterable[tuple[str, object]]], /
-) -> str:
-    """The path of `part` in the outermost model of a `kind` whose methods are running now.
-
-    "" if no running model has the part; `named_parts(model)` are its parts with their paths.
-    """
-    frame = sys._getframe(1)
-    running = []
-    while frame is not None:
-        candidate = frame.f_locals.get("self")
-        if isinstance(candidate, kind) and candidate is not part:
-            running.append(candidate)
-        frame = frame.f_back  # type: ignore[assignment]
-    for model in reversed(running):
-        for path, candidate in named_parts(model):
-            if candidate is part:
-                return path
-    return ""
-
-
-def _for_people(name: str) -> str:
-    """A layer's name, which in an nn.Sequential is a bare number, read as a layer's."""
-    return f"layer {name}" if name[:1].isdigit() else name
-
-
-def _by_answer(answers: Iterable[str]) -> str:
-    """Which ranks have given which answer, for people."""
-    ranks: dict[str, list[int]] = {}
-    for rank, answer in enumerate(answers):
-        ranks.setdefault(answer, []).append(rank)
-    return "; ".join(f"rank(s) {members} in {answer}" for answer, members in ranks.items())

@@ -10,7 +10,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from multibn import population, recompute
 from multibn._typing import RunningVar, Weighting, check_choice
 from multibn.communicators import Communicator, SingleProcess, as_communicator
-from multibn.communicators.conversation import Conversation, find_path
+from multibn.communicators._names import find_path
+from multibn.communicators.conversation import Conversation
 from multibn.statistics import BatchStatistics
 from multibn.torch_backend import _data_parallel, compiled, functional
 from multibn.torch_backend._autograd import Input

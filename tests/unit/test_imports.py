@@ -25,7 +25,17 @@ ROOMS = [
     ],
     ["multibn.checkpoint.keys"],
     ["multibn.checkpoint.norms"],
-    ["multibn.kernels", "multibn.communicators"],
+    ["multibn.communicators.base"],
+    [
+        *("multibn.communicators._names", "multibn.communicators._objects"),
+        *("multibn.communicators._watch", "multibn.communicators.default"),
+        "multibn.communicators.groups",
+    ],
+    ["multibn.communicators._lines", "multibn.communicators.lookup"],
+    ["multibn.communicators._agreement", "multibn.communicators.mpi"],
+    ["multibn.communicators.nccl", "multibn.communicators.torch_distributed"],
+    ["multibn.communicators.chainermn", "multibn.communicators.conversation"],
+    ["multibn.communicators", "multibn.kernels"],
     ["multibn.statistics"],
     [
         "multibn.population",

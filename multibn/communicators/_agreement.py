@@ -1,0 +1,124 @@
+"""What the ranks agree on before a layer's messages: that all of them are in the same layer."""
+
+from collections.abc import MutableMapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from multibn import _version, message
+from multibn._arrays import device, from_host, to_host
+from multibn._typing import Array
+from multibn.communicators._lines import FIRST_MESSAGES, HostArray, LineCommunicator, Lines
+from multibn.communicators._names import by_answer, for_people
+from multibn.communicators._objects import gather
+from multibn.communicators._watch import fail
+
+
+class Agreement:
+    """What goes with a layer's messages of `num_numbers` in one phase, among some processes."""
+
+    def __init__(
+        self,
+        communicator: Any,
+        lines: Lines | None,
+        size: int,
+        num_numbers: int,
+        place: str,
+        lanes: list[float],
+    ) -> None:
+        self.communicator, self.lines, self.size = communicator, lines, size
+        self.num_numbers, self.place = num_numbers, place
+        self.lanes = np.array(lanes)
+        self.buffer: HostArray = np.empty(0)  # of the line, when the line is open
+        self.payload: HostArray | None = None  # the first `num_numbers` of the buffer
+        self._lanes_on_devices: dict[Any, Array] = {}
+
+    @classmethod
+    def make(cls, phase: Any, communicator: Any, n: int) -> "Agreement":
+        """The agreement about messages of `n` numbers of a layer's `Phase`.
+
+        Collective where these ranks have not compared such a layer yet.
+        """
+        layer = phase.wrapped
+        lines = communicator.lines if isinstance(communicator, LineCommunicator) else None
+        size = communicator.size
+        if size == 1:
+            return cls(communicator, lines, 1, n, "", [])
+        agreements = _agreements_of(communicator) if lines is None else lines.agreements
+        length = n + phase.num_lanes
+        name = layer.name
+        if (name, length) not in agreements:
+            agreements[name, length] = _compare(
+                layer, communicator, lines, length, phase.next_call()
+            )
+        name = agreements[name, length]
+        fingerprint = message.fingerprint(f"{name} {phase.name} {phase.dtype}")
+        lanes = message.lanes(phase.name, fingerprint, layer.num_layers)
+        return cls(communicator, lines, size, n, f"{name} {phase.name}", lanes)
+
+    def open(self, call: object) -> HostArray:
+        """The payload's memory. Collective at the first call for this length."""
+        if self.payload is None:
+            assert self.lines is not None
+            length = self.num_numbers + self.lanes.size
+            self.buffer = self.lines.buffer(length, call, self.communicator.timeout)
+            self.payload = self.buffer[: self.num_numbers]
+        return self.payload
+
+    def lanes_like(self, x: Array) -> Array:
+        key = type(x), device(x)
+        if key not in self._lanes_on_devices:
+            self._lanes_on_devices[key] = from_host(self.lanes, x)
+        return self._lanes_on_devices[key]
+
+
+def _compare(layer: Any, communicator: Any, lines: Lines | None, length: int, call: object) -> str:
+    """The layer's name, once all ranks are known to be in the same layer. Collective."""
+    numbers = np.array(message.first(layer.name, length, _version.__version__))
+    if lines is None:
+        summed = to_host(communicator.allreduce(numbers))
+    else:
+        text = f"the first message of {call}"
+        summed = lines.sum(
+            numbers, "first message", text, communicator.timeout, number=FIRST_MESSAGES
+        )
+    if message.first_agrees(summed, communicator.size):
+        return layer.name
+    num_channels = message.num_channels(length, layer.num_layers)
+    answers = gather((layer.name, num_channels, _version.__version__), communicator)
+    names, nums, versions = zip(*answers, strict=True)
+    if len(set(versions)) > 1:
+        fail(
+            RuntimeError,
+            "the ranks must run the same version of multibn: "
+            f"{by_answer(versions)}. Install one version everywhere.",
+        )
+    shortest = min(names, key=len)
+    # One rank may have the model inside another module.
+    if not all(name == shortest or name.endswith("." + shortest) for name in names):
+        fail(
+            RuntimeError,
+            "the ranks are in different places: "
+            f"{by_answer(map(for_people, names))}. All ranks must run the same layers in "
+            "the same order.",
+        )
+    if len(set(nums)) > 1:
+        answer = by_answer([f"{n} channels" for n in nums])
+        fail(
+            ValueError,
+            f"the ranks have built {for_people(shortest)} differently: {answer}. Build "
+            "the same model on all ranks.",
+        )
+    return str(shortest)
+
+
+# What the ranks have compared over communicators that have no lines, by the communicator.
+_compared: WeakKeyDictionary[Any, dict[Any, str]] = WeakKeyDictionary()
+
+
+def _agreements_of(communicator: Any) -> MutableMapping[Any, str]:
+    try:
+        return _compared.setdefault(communicator, {})
+    except TypeError:  # no hash, or no weak references: each layer compares for itself
+        return {}
