@@ -29,7 +29,15 @@ MAX_LAUNCHES = 12  # for the same checks
 
 
 class Checks:
-    """Checks, "module:function" each, for a launcher and a number of ranks."""
+    """Checks for a launcher and a number of ranks.
+
+    Parameters
+    ----------
+    names
+        "module:function" of each check.
+    deadline
+        Seconds for each check.
+    """
 
     def __init__(
         self, launcher: str, size: int, names: Iterable[str], *, deadline: float = DEADLINE
@@ -46,7 +54,7 @@ class Checks:
         """Run all checks."""
         try:
             for _ in range(MAX_LAUNCHES):
-                if names := self._unfinished():
+                if (names := self._unfinished()) and not self._stop.is_set():
                     self._launch(names)
             text = f"not run: {MAX_LAUNCHES} launches were ended by checks before this one"
         except Exception as error:
