@@ -25,6 +25,8 @@ from tests.helpers import launch
 START = 120.0  # seconds for all ranks to start
 DEADLINE = 100.0  # seconds for a check, and for the ranks to end
 GRACE = 5.0  # seconds for the other ranks when a check has failed on one
+# Unbuffered, so that what a rank has printed is there when it hangs.
+VARIABLES = launch.VARIABLES | {"PYTHONUNBUFFERED": "1"}
 MAX_LAUNCHES = 12  # for the same checks
 
 
@@ -83,7 +85,7 @@ class Checks:
             output = Path(directory, "output")
             with (
                 output.open("w") as file,
-                _launch.started(command, output=file, variables=launch.VARIABLES) as process,
+                _launch.started(command, output=file, variables=VARIABLES) as process,
             ):
                 why = self._follow(process, ranks, names)
             behind = int(ranks.progress.min())
