@@ -22,7 +22,7 @@ import numpy as np
 from multibn import _launch
 from tests.helpers import launch
 
-START = 120.0  # seconds for all ranks to start
+START = 240.0  # seconds for all ranks to start
 DEADLINE = 100.0  # seconds for a check, and for the ranks to end
 GRACE = 5.0  # seconds for the other ranks when a check has failed on one
 # Unbuffered, so that what a rank has printed is there when it hangs.
