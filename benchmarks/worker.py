@@ -13,7 +13,7 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA
 os.environ.update(dict.fromkeys(_THREADS, "1"))
 
 from benchmarks.timing import keep_freed_memory  # noqa: E402
-from multibn._launch import Written, enter_world, leave_world, write  # noqa: E402
+from multibn._launch import enter_world, leave_world, write  # noqa: E402
 
 # What each part calls, and the communicator that it is given.
 PARTS = {
@@ -49,7 +49,7 @@ def main(part: str, options: str, directory: str) -> None:
         keep_freed_memory()
     measure = getattr(importlib.import_module(f"benchmarks.{module}"), function)
     times, notes = measure(communicator, **json.loads(options))
-    write(directory, communicator.rank, Written(times, notes))
+    write(directory, communicator.rank, times, notes)
     leave_world()
 
 

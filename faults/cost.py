@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from benchmarks.resnet import network
 from benchmarks.timing import Seconds, Step, take_turns
 from multibn import Communicator
-from multibn._launch import Written, enter_world, leave_world, write
+from multibn._launch import enter_world, leave_world, write
 from multibn.communicators.conversation import Conversation
 from multibn.torch_backend import SyncBatchNorm, convert_sync_batchnorm
 
@@ -62,7 +62,7 @@ def main(over: str, seconds: str, directory: str) -> None:
     times = take_turns(steps, communicator, seconds=float(seconds))
     messages = take_turns(_messages(layers, communicator, bare), communicator, seconds=5.0)
     notes = _notes(times, messages) | {"layers": len(layers)}
-    write(directory, communicator.rank, Written(times, notes))
+    write(directory, communicator.rank, times, notes)
     leave_world()
 
 

@@ -65,15 +65,7 @@ def started(
     output: int | IO[str] = subprocess.PIPE,
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[subprocess.Popen[str]]:
-    """A launcher in a session of its own, ended with its ranks however the block is left.
-
-    Parameters
-    ----------
-    output
-        Where the launcher and its ranks write what they print.
-    variables
-        Environment variables beside those of `environment`.
-    """
+    """A launcher that prints to `output`, ended with its ranks however the block is left."""
     process = subprocess.Popen(
         command,
         env=environment() | dict(variables or {}),
@@ -90,30 +82,20 @@ def started(
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """End a launcher that `started` has started, and its ranks."""
-    if process.poll() is None:
-        # Both launchers put their ranks into other process groups and end them on SIGTERM.
-        _signal(process, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
+    """End a launcher and its ranks."""
+    # Both launchers put their ranks into other process groups and end them on SIGTERM.
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, number)
             process.wait(10)
-    _signal(process, signal.SIGKILL)
-    process.wait()
-
-
-def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
 
 
 def run(
     command: Sequence[str], *, timeout: float, variables: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Start a launcher and wait for its end; `stdout` is all that it and its ranks printed.
+    """Start a launcher and wait for its end; its ranks' output is in its own.
 
-    Raises
-    ------
-    subprocess.TimeoutExpired
-        After `timeout` seconds, when all processes have been ended. `output` is what they printed.
+    Raises subprocess.TimeoutExpired after `timeout` seconds, when all processes have been ended.
     """
     with started(command, variables=variables) as process:
         try:
@@ -169,15 +151,7 @@ class Written:
 
 
 class WorkerError(Exception):
-    """Workers that failed.
-
-    Attributes
-    ----------
-    output
-        The end of what they printed.
-    reason
-        The first error in it, as far as can be told, in one line.
-    """
+    """Workers that failed; `output` ends what they printed, `reason` is the first error in it."""
 
     def __init__(self, message: str, output: str, reason: str = "") -> None:
         super().__init__(message)
@@ -215,16 +189,13 @@ def run_workers(
                 "their results. What they printed says why.",
                 ran.stdout,
             )
-        return [_read(path) for path in paths]
+        return [
+            Written(dict(np.load(p.with_suffix(".npz"))), json.loads(p.read_text())) for p in paths
+        ]
 
 
-def _read(path: Path) -> Written:
-    with np.load(path.with_suffix(".npz")) as arrays:
-        return Written(dict(arrays), json.loads(path.read_text()))
-
-
-def write(directory: str, rank: int, written: Written) -> None:
+def write(directory: str, rank: int, arrays: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
     """Leave this rank's results where `run_workers` looks for them."""
     path = Path(directory, f"{rank:03}")
-    np.savez(path.with_suffix(".npz"), **written.arrays)
-    path.with_suffix(".json").write_text(json.dumps(written.notes))
+    np.savez(path.with_suffix(".npz"), **arrays)
+    path.with_suffix(".json").write_text(json.dumps(notes))

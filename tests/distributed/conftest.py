@@ -9,36 +9,42 @@ import pytest
 from tests.helpers import require
 from tests.helpers.checks import Checks
 
-_LAUNCHES = pytest.StashKey[dict[tuple[str, int], Checks]]()
-AT_ONCE = 1  # launches
+Launch = tuple[str, int]  # launcher and number of ranks
+_LAUNCHES = pytest.StashKey[dict[Launch, Checks]]()
+
+
+def _check(item: pytest.Item) -> pytest.Mark | None:
+    return item.get_closest_marker("check")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Checks after the tests that they run beside, then the tests that run alone."""
+    """Checks after the tests that they run beside, launch by launch, then what runs alone."""
+    launches = list(dict.fromkeys(mark.args[:2] for item in items if (mark := _check(item))))
 
-    def turn(item: pytest.Item) -> int:
-        marks = [item.get_closest_marker(name) is not None for name in ("check", "alone")]
-        return marks[0] + 2 * marks[1]
+    def turn(item: pytest.Item) -> tuple[bool, int]:
+        mark = _check(item)
+        alone = item.get_closest_marker("alone") is not None
+        return alone, 1 + launches.index(mark.args[:2]) if mark else 0
 
     items.sort(key=turn)
 
 
-def _launches(items: Sequence[pytest.Item]) -> dict[tuple[str, int], Checks]:
-    """The selected checks that can run here, by launcher and number of ranks."""
-    names: dict[tuple[str, int], list[str]] = {}
+def _launches(items: Sequence[pytest.Item]) -> dict[Launch, Checks]:
+    """The selected checks that can run here."""
+    names: dict[Launch, list[str]] = {}
     for item in items:
-        if mark := item.get_closest_marker("check"):
+        if mark := _check(item):
             launcher, size, name, needs = mark.args
             if require.available(launcher, *needs):
                 names.setdefault((launcher, size), []).append(name)
-    return {key: Checks(*key, names[key]) for key in names}
+    return {launch: Checks(*launch, names[launch]) for launch in names}
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop(session: pytest.Session) -> Iterator[Any]:
     launches = {} if session.config.option.collectonly else _launches(session.items)
     session.stash[_LAUNCHES] = launches
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(1) as pool:  # one launch at a time: it has more ranks than one
         for checks in launches.values():
             pool.submit(checks.run)
         try:
@@ -51,5 +57,7 @@ def pytest_runtestloop(session: pytest.Session) -> Iterator[Any]:
 @pytest.fixture
 def complaint(request: pytest.FixtureRequest) -> str:
     """What the ranks of this check have to say: "" if it passed on all of them."""
-    launcher, size, name, _ = request.node.get_closest_marker("check").args
+    mark = _check(request.node)
+    assert mark
+    launcher, size, name, _ = mark.args
     return request.session.stash[_LAUNCHES][launcher, size].complaint(name)

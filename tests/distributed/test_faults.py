@@ -20,6 +20,8 @@ from faults import hosts  # noqa: E402
 from faults.launch import Job, Outcome  # noqa: E402
 from faults.scenarios import SCENARIOS  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 _TOGETHER = [
     *("channels", "dtype", "order_first", "order", "left_out", "layer_in_eval", "network_in_eval"),
     *("no_gradient", "recomputed", "empty", "one_value", "nan", "refused", "diverged", "version"),

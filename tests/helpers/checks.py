@@ -22,14 +22,24 @@ import numpy as np
 from multibn import _launch
 from tests.helpers import launch
 
-START = 120.0  # seconds for all ranks to start
+START = 240.0  # seconds for all ranks to start
 DEADLINE = 100.0  # seconds for a check, and for the ranks to end
 GRACE = 5.0  # seconds for the other ranks when a check has failed on one
+# Unbuffered, so that what a rank has printed is there when it hangs.
+VARIABLES = launch.VARIABLES | {"PYTHONUNBUFFERED": "1"}
 MAX_LAUNCHES = 12  # for the same checks
 
 
 class Checks:
-    """Checks, "module:function" each, for a launcher and a number of ranks."""
+    """Checks for a launcher and a number of ranks.
+
+    Parameters
+    ----------
+    names
+        "module:function" of each check.
+    deadline
+        Seconds for each check.
+    """
 
     def __init__(
         self, launcher: str, size: int, names: Iterable[str], *, deadline: float = DEADLINE
@@ -46,7 +56,7 @@ class Checks:
         """Run all checks."""
         try:
             for _ in range(MAX_LAUNCHES):
-                if names := self._unfinished():
+                if (names := self._unfinished()) and not self._stop.is_set():
                     self._launch(names)
             text = f"not run: {MAX_LAUNCHES} launches were ended by checks before this one"
         except Exception as error:
@@ -75,7 +85,7 @@ class Checks:
             output = Path(directory, "output")
             with (
                 output.open("w") as file,
-                _launch.started(command, output=file, variables=launch.VARIABLES) as process,
+                _launch.started(command, output=file, variables=VARIABLES) as process,
             ):
                 why = self._follow(process, ranks, names)
             behind = int(ranks.progress.min())

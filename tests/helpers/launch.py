@@ -9,7 +9,8 @@ from tests.helpers import require
 
 ROOT = Path(__file__).parents[2]
 LAUNCHERS = ("torchrun", "mpiexec")
-VARIABLES = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+# Buffered, so that the lines of two ranks do not mix.
+VARIABLES = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
 
 # What mpiexec now and then says of itself on a busy machine, before it starts any rank.
 NOT_STARTED = "listener thread failed to start"

@@ -20,6 +20,8 @@ from multibn.communicators._watch import (
 )
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
+pytestmark = pytest.mark.alone
+
 
 class Board:
     """Notices of threads."""

@@ -1,0 +1,93 @@
+"""One check that goes wrong on one rank fails alone, by name, with what the ranks printed."""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import checks, require
+
+MODULE = """
+    import os, signal, sys, time
+    import numpy as np
+
+    def check_that_passes(world):
+        assert world.allreduce(np.ones(1)).item() == world.size
+
+    check_between = check_after = check_last = check_that_passes
+
+    def check_that_asserts(world):
+        check_that_passes(world)
+        print("before the assertion")
+        assert world.rank == 0, "asserted"
+
+    def check_that_asserts_too_early(world):
+        assert world.rank == 0, "out of step"
+        check_that_passes(world)
+
+    def check_that_raises(world):
+        if world.rank == 1:
+            raise KeyError("raised")
+        check_that_passes(world)
+
+    def check_that_kills(world):
+        if world.rank == 1:
+            print("about to be killed")
+            os.kill(os.getpid(), signal.SIGKILL)
+        check_that_passes(world)
+
+    def check_that_hangs(world):
+        if world.rank == 1:
+            os.write(2, b"about to hang")
+            time.sleep(1000)
+        check_that_passes(world)
+
+    def check_that_exits(world):
+        if world.rank == 1:
+            sys.exit(3)
+"""
+
+DEADLINE = 10.0  # seconds for each of them, on a busy machine
+
+# What is said of each check, in the order in which they run.
+SAID = {
+    "check_that_passes": [],
+    "check_that_asserts": ["rank 0: passed", "AssertionError: asserted", "before the assertion"],
+    "check_between": [],
+    "check_that_asserts_too_early": ["AssertionError: out of step", "rank 0: no end"],
+    "check_that_raises": ["KeyError: 'raised'", "rank 0: no end"],
+    "check_that_kills": ["rank 1: no end", "about to be killed"],
+    "check_after": [],
+    "check_that_hangs": [
+        f"not over within {DEADLINE:g} s",
+        "rank 1: no end",
+        "about to hang",
+        "Timeout (",
+    ],
+    "check_that_exits": ["SystemExit: 3"],
+    "check_last": [],
+}
+
+
+# Every kind under the launcher that starts fast, and those that a launcher sees under the other.
+CHOSEN = {
+    "mpiexec": list(SAID),
+    "torchrun": ["check_that_kills", "check_between", "check_that_hangs", "check_last"],
+}
+
+
+@pytest.mark.parametrize("launcher", CHOSEN)
+def test_a_check_that_goes_wrong_fails_alone(
+    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require.need(launcher)
+    (tmp_path / "throw_away.py").write_text(textwrap.dedent(MODULE))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    names = {name: f"throw_away:{name}" for name in CHOSEN[launcher]}
+    several = checks.Checks(launcher, 2, names.values(), deadline=DEADLINE)
+    several.run()
+    for name in names:
+        complaint = several.complaint(names[name])
+        assert bool(complaint) == bool(SAID[name]), f"{name}: {complaint}"
+        for text in SAID[name]:
+            assert text in complaint, f"{name}: {complaint}"
