@@ -140,7 +140,10 @@ class TorchDistributed(LineCommunicator):
         return _restore(members[color], self.timeout)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self._ranks is None:
+        # A group of all ranks would be made again only where all are in equally many groups.
+        if self._ranks is None or (
+            dist.is_initialized() and self._ranks == tuple(range(dist.get_world_size()))
+        ):
             return default_communicator, ()
         if len(self._ranks) == 1:
             return SingleProcess, ()
