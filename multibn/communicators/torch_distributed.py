@@ -1,10 +1,7 @@
 """Communicator over torch.distributed: gloo, nccl, or any other backend."""
 
-import contextlib
 import functools
 import os
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -16,12 +13,10 @@ from array_api_compat import is_cupy_array, is_torch_array
 
 from multibn._typing import Array
 from multibn.communicators._lines import HostArray, Line, LineCommunicator, Lines, Transport
-from multibn.communicators._watch import Done, Notice, check_timeout, default_timeout
+from multibn.communicators._store import StoreBoard
+from multibn.communicators._watch import Done, check_timeout, default_timeout
 from multibn.communicators.base import SingleProcess
 from multibn.communicators.default import default_communicator, is_outsiders_marker
-
-_ANSWER = 0.3  # seconds to wait for a store's answer
-_LAST_ANSWER = 15.0  # at the end of the process: TCP is slow to notice that a network is back
 
 
 class TorchDistributed(LineCommunicator):
@@ -168,12 +163,12 @@ class _Transport(Transport):
         self._group = group
         self._backends = _backends(group)
         self._devices: list[Any] = []
-        self._board: _Board | None = None
+        self._board: StoreBoard | None = None
 
     @property
-    def board(self) -> "_Board":
+    def board(self) -> StoreBoard:
         if self._board is None:
-            self._board = _Board(self._store, self.rank, self.size)
+            self._board = StoreBoard(self._store, self.rank, self.size)
         return self._board
 
     @functools.cached_property
@@ -307,76 +302,6 @@ def _poll(condition: Callable[[], bool], seconds: float) -> bool:
         time.sleep(nap)
         nap = min(1.5 * nap, 0.02)
     return True
-
-
-class _Board:
-    """Notices as entries of a store."""
-
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self._store = store
-        self._others = [r for r in range(size) if r != rank]
-        self._rank = rank
-        self._notices: dict[int, Notice] = {}
-
-    def publish(self, notice: Notice, /) -> None:
-        text = notice.encode().decode()
-        _messenger().ask(lambda: self._store.set(f"notice of {self._rank}", text), must=True)
-
-    def read(self) -> dict[int, Notice]:
-        _messenger().ask(self._read)
-        return dict(self._notices)
-
-    def close(self) -> None:
-        _messenger().finish()
-
-    def _read(self) -> None:
-        for rank in self._others:
-            key = f"notice of {rank}"
-            if self._store.check([key]):
-                self._notices[rank] = Notice.decode(self._store.get(key))
-
-
-class _Messenger:
-    """A thread that asks stores: one beyond a broken network gives no answer, without a deadline.
-
-    The thread lives as long as the process. While the interpreter ends, Python starts no thread
-    (since 3.12), and a thread that came back from the store then would abort the process.
-    """
-
-    def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._unanswered = 0
-        self._changed = threading.Condition()
-        threading.Thread(target=self._run, daemon=True, name="multibn-store").start()
-
-    def ask(self, task: Callable[[], object], *, must: bool = False) -> None:
-        """Run `task` and wait a little for its end. While another waits, only if it `must`."""
-        with self._changed:
-            if self._unanswered and not must:
-                return
-            self._unanswered += 1
-            self._tasks.put(task)
-            self._changed.wait_for(lambda: not self._unanswered, _ANSWER)
-
-    def finish(self) -> None:
-        """Wait for all answers."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._unanswered, _LAST_ANSWER)
-
-    def _run(self) -> None:
-        while True:
-            task = self._tasks.get()
-            with contextlib.suppress(RuntimeError):  # the process that keeps the store has ended
-                task()
-            del task
-            with self._changed:
-                self._unanswered -= 1
-                self._changed.notify_all()
-
-
-@functools.cache
-def _messenger() -> _Messenger:
-    return _Messenger()
 
 
 class _World:

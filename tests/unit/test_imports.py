@@ -31,7 +31,10 @@ ROOMS = [
         *("multibn.communicators._watch", "multibn.communicators.default"),
         "multibn.communicators.groups",
     ],
-    ["multibn.communicators._lines", "multibn.communicators.lookup"],
+    [
+        *("multibn.communicators._lines", "multibn.communicators._store"),
+        "multibn.communicators.lookup",
+    ],
     ["multibn.communicators._agreement", "multibn.communicators.mpi"],
     ["multibn.communicators.nccl", "multibn.communicators.torch_distributed"],
     ["multibn.communicators.chainermn", "multibn.communicators.conversation"],
