@@ -12,8 +12,8 @@ from multibn._launch import LAUNCHERS, WorkerError, Written
 from multibn.parity import cases, compare
 from multibn.parity.cases import Case
 from multibn.parity.compare import Outcome, Row
+from multibn.parity.job import Job
 from multibn.parity.peers import PEERS
-from multibn.parity.worker import Job
 
 # The communicators that each surface of ours is trained over.
 OURS = dict.fromkeys(("torch", "chainer"), tuple(LAUNCHERS))

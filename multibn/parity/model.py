@@ -17,7 +17,7 @@ from multibn.communicators import Communicator
 from multibn.parity import compare
 from multibn.parity.cases import NDArrayAny
 from multibn.parity.compare import Outcome, Row
-from multibn.parity.worker import Job
+from multibn.parity.job import Job
 
 # Rounding grows with depth: these are for models, not layers.
 BOUNDS = {
