@@ -92,6 +92,26 @@ def check_another_backend_conforms(world: Communicator) -> None:
         conformance.check_communicator(as_communicator(_of_another_backend(world.size)))
 
 
+def check_gpu_tensors_go_through_watched_lines(world: Communicator) -> None:
+    """Over gloo, and over an MPI that is not CUDA-aware: no GPU is needed to see the way."""
+    if not require.available("torch"):
+        return
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    transport: Any = world
+    with FakeTensorMode():
+        on_gpu = torch.empty(3, device="cuda")
+    assert on_gpu.device.type == "cuda"
+    assert not transport.takes(on_gpu)
+    assert not transport.takes(torch.ones(3))
+    if not _under_torchrun(world):
+        from multibn.communicators.mpi import MPI
+
+        assert MPI(cuda_aware=True).takes(on_gpu)
+        assert not MPI(cuda_aware=True).takes(on_gpu.half())
+
+
 def check_native_objects_are_recognised(world: Communicator) -> None:
     ones = np.ones(2)
     if _under_torchrun(world):
