@@ -152,19 +152,8 @@ class LineCommunicator(Handle, ABC):
 
     @property
     @abstractmethod
-    def rank(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def size(self) -> int: ...
-
-    @property
-    @abstractmethod
     def lines(self) -> Lines | None:
         """None if a user's own class moves the bytes."""
-
-    @abstractmethod
-    def split(self, color: int, key: int = 0) -> Any: ...
 
     def allreduce(self, x: Array, /) -> Array:
         if self.takes(x):

@@ -21,10 +21,10 @@ from multibn.communicators._lines import HostArray
 from multibn.communicators._names import by_answer, for_people
 from multibn.communicators._objects import gather
 from multibn.communicators._watch import fail
-from multibn.communicators.base import Communicator, Forwarding, Handle
+from multibn.communicators.base import Communicator, Forwarding
 
 
-class Conversation(Handle):
+class Conversation(Forwarding):
     """A communicator as one layer uses it.
 
     Parameters
@@ -49,26 +49,14 @@ class Conversation(Handle):
         self._phases: dict[tuple[str, Any], Phase] = {}
 
     @property
-    def rank(self) -> int:
-        return self.wrapped.rank
-
-    @property
-    def size(self) -> int:
-        return self.wrapped.size
-
-    def allreduce(self, x: Array, /) -> Array:
-        """As the communicator's own, unchecked."""
-        return self.wrapped.allreduce(x)
-
-    def split(self, color: int, key: int = 0) -> Communicator:
-        return self.wrapped.split(color, key)
-
-    @property
     def name(self) -> str:
         """The name of the layer."""
         if self._name is None:
             self._name = self._find_name()
         return self._name
+
+    def _look_up(self) -> Communicator:
+        return self.wrapped
 
     def during(self, phase: str, dtype: Any) -> "Phase":
         """The communicator for messages about activations of `dtype` in a phase of the layer."""
@@ -85,7 +73,7 @@ def during(communicator: Communicator, phase: str, dtype: Any, /) -> Communicato
     return communicator
 
 
-class Phase:
+class Phase(Forwarding):
     """A layer's communicator in one phase."""
 
     def __init__(self, layer: Conversation, phase: str, dtype: Any) -> None:
@@ -96,16 +84,8 @@ class Phase:
         self._agreed: Agreement | None = None
         self._unread: Callable[[], HostArray] | None = None
 
-    @property
-    def rank(self) -> int:
-        return self.wrapped.rank
-
-    @property
-    def size(self) -> int:
-        return self.wrapped.size
-
-    def split(self, color: int, key: int = 0) -> Communicator:
-        return self.wrapped.split(color, key)
+    def _look_up(self) -> Conversation:
+        return self.wrapped
 
     def buffer(self, n: int) -> HostArray | None:
         """Memory for a payload of `n` numbers, which `allreduce` sends without a copy.
