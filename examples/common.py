@@ -1,4 +1,4 @@
-"""What the training scripts share: options, hyperparameters, initial weights, and the log."""
+"""Options, hyperparameters, initial weights and log of the training scripts."""
 
 import argparse
 import json
@@ -30,7 +30,7 @@ def parse_args(description: str | None) -> argparse.Namespace:
 
 
 def initial_weight(name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """He-normal weight of the layer called `name`, whatever was drawn before it."""
+    """He-normal weight that depends only on the layer's name and the shape."""
     rng = np.random.default_rng(crc32(name.encode()))
     fan_in = math.prod(shape[1:])
     return rng.normal(scale=math.sqrt(2 / fan_in), size=shape)

@@ -1,8 +1,8 @@
 """Train the same small ResNet in torch and in Chainer, on one process and on two, and compare.
 
-All runs start from the same weights and see the same batches of 8 images. Two ranks hold 4 images
-each: with plain batch normalization, each normalizes by the statistics of its own 4; with
-multi-node batch normalization, both normalize by those of all 8, as one process does.
+All runs start from the same weights and use the same batches of 8 images. Two ranks hold 4 images
+each: with plain batch normalization, each rank normalizes by the statistics of its own 4 images;
+with multi-node batch normalization, both normalize by those of all 8, as one process does.
 """
 
 import argparse
@@ -32,17 +32,17 @@ from rich.table import Table
 EXAMPLES = Path(__file__).resolve().parent
 OUT = EXAMPLES.parent / "out"
 
-# A run follows the reference if none of its losses, which are of the order of 1, differs by more.
-# Three epochs let float32 rounding grow to some 1e-6; statistics of half the batch make 1.
+# A run follows the reference if no loss, which is of order 1, differs by more. After three epochs,
+# float32 rounding makes a difference of about 1e-6, statistics of half the batch of about 1.
 TOLERANCE = 1e-3
 
-SECONDS_PER_RUN = 300  # more is taken for a deadlock
+SECONDS_PER_RUN = 300  # a longer run counts as a deadlock
 
 ENVIRONMENT = {
     **os.environ,
     "OMP_NUM_THREADS": "1",
-    # Open MPI refuses to run as root, which is the only user of many containers, and to start more
-    # ranks than there are cores.
+    # By default Open MPI does not run as root, the only user of many containers, and does not start
+    # more ranks than the machine has cores.
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
@@ -94,7 +94,7 @@ WAYS = {
 
 
 def all_runs() -> list[Run]:
-    """The reference, which multibn has no part in, comes first."""
+    """All runs, the reference first: one process without multibn."""
     alone = [Run(name, *WAYS[name], num_ranks=1, norm="plain") for name in ("torch DDP", "Chainer")]
     return alone + [
         Run(name, *way, num_ranks=2, norm=norm)
@@ -104,7 +104,7 @@ def all_runs() -> list[Run]:
 
 
 class RunError(Exception):
-    """A run that failed; the arguments are a sentence and the end of its output."""
+    """A run failed. Arguments: a sentence, and the end of the run's output."""
 
 
 def execute(run: Run, index: int, steps: int, dtype: str, console: Console) -> None:
@@ -141,7 +141,7 @@ def execute(run: Run, index: int, steps: int, dtype: str, console: Console) -> N
 
 @contextmanager
 def launched(command: list[str], file: IO[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A launcher in a session of its own, ended with its ranks if the block is left early."""
+    """A launcher in its own process session; an early exit from the block ends it and its ranks."""
     process = subprocess.Popen(
         command,
         stdout=file,
@@ -154,7 +154,7 @@ def launched(command: list[str], file: IO[str]) -> Iterator[subprocess.Popen[byt
         yield process
     finally:
         if process.poll() is None:
-            # Both launchers put their ranks into other process groups and end them on SIGTERM.
+            # Both launchers end their ranks on SIGTERM; the ranks are in other process groups.
             os.killpg(process.pid, signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(10)
@@ -166,11 +166,11 @@ def launched(command: list[str], file: IO[str]) -> Iterator[subprocess.Popen[byt
 def follow(
     path: Path, process: subprocess.Popen[bytes], deadline: float
 ) -> Iterator[dict[str, float]]:
-    """The JSON lines of a file as they are written, until the process has ended."""
+    """Yield the JSON lines that the process writes to a file, until the process ends."""
     with path.open() as file:
         unfinished = ""
         while True:
-            ended = process.poll() is not None  # asked first, so that nothing is left to read after
+            ended = process.poll() is not None  # before the read, which then sees all lines
             *lines, unfinished = (unfinished + file.read()).split("\n")
             yield from map(json.loads, lines)
             if ended or time.monotonic() > deadline:
@@ -219,7 +219,7 @@ def plot(runs: list[Run], path: Path) -> None:
     width = 25  # steps in a moving average
     for group, members in itertools.groupby(runs, key=lambda run: (run.num_ranks, run.norm)):
         for i, (run, color) in enumerate(zip(members, palettes[group], strict=True)):
-            # Curves lie on each other: the reference is wide, the others take turns as dashes.
+            # Equal curves must all be visible: the reference is wide, the others have dashes.
             style: dict[str, Any] = {"color": color, "linewidth": 1.8}
             if run.num_ranks > 1:
                 style["linestyle"] = (4 * i, (4, 8))
@@ -250,7 +250,7 @@ def plot(runs: list[Run], path: Path) -> None:
 
 
 def verdict(runs: list[Run]) -> tuple[bool, str]:
-    """Whether just those runs follow the reference that should, and a sentence on it."""
+    """Whether exactly the synchronized runs follow the reference, and a sentence about it."""
     reference, *others = runs
     parts = [run for run in others if run.num_ranks > 1 and run.norm == "plain"]
     largest = max(run.differences(reference)[-1] for run in others if run not in parts)

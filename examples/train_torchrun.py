@@ -41,8 +41,8 @@ def main() -> None:
         if rank == 0:
             write_line(args.output, step=step, loss=loss.item() / size)
 
-    # All ranks evaluate, not rank 0 alone: a rank that exits right after its last collective may be
-    # aborted by gloo's thread, which still has to let go of the tensor.
+    # All ranks evaluate, not rank 0 alone: if a rank exits right after its last collective, gloo's
+    # thread, which still holds the tensor, may abort the process.
     test_accuracy = accuracy(model, *test)
     if rank == 0:
         write_line(args.output, accuracy=test_accuracy)

@@ -2,8 +2,8 @@
 
 python -m torch.distributed.run --standalone --nproc-per-node 2 examples/video.py
 
-Prints the accuracy on the last quarter of each film, which was not trained on, and what a step
-keeps in memory beside the same model with stored activations.
+Prints the accuracy on the last quarter of each film, which is not in the training set, and the
+memory of a training step, compared with the same model with stored activations.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from multibn.torch_backend.reversible import RevMViT, RevMViTConfig, measure_memory
 
-BATCH_SIZE = 4  # of each rank; few, so that the statistics of one rank would be poor
+BATCH_SIZE = 4  # of each rank; small, so that the statistics of one rank would be poor
 CONFIG = RevMViTConfig(
     crop_size=SIZE,
     num_frames=FRAMES,
@@ -69,15 +69,14 @@ def main() -> None:
         for film, good, count in zip(FILMS, right, total, strict=True):
             print(f"{film}: {good} of {count} test clips")
         print(f"accuracy: {100 * sum(right) / sum(total):.1f} %")
-        for name, stored, kept in zip(("saved", "peak"), *memory.values(), strict=True):
-            mib = [f"{count / 2**20:.1f} MiB" for count in (stored, kept)]
-            print(f"{name}: {mib[1]}, with stored activations {mib[0]}: 1/{stored / kept:.1f}")
+        for name, stored, used in zip(("saved", "peak"), *memory.values(), strict=True):
+            mib = [f"{count / 2**20:.1f} MiB" for count in (stored, used)]
+            print(f"{name}: {mib[1]}, with stored activations {mib[0]}: 1/{stored / used:.1f}")
         print(f"{time.perf_counter() - start:.0f} s on {size} ranks")
     dist.destroy_process_group()
 
 
 def train(model: nn.Module, clips: Clips, epochs: int) -> None:
-    """Train on this rank's share of the clips."""
     parallel = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
     sampler: DistributedSampler[tuple[Tensor, int]] = DistributedSampler(clips, drop_last=True)
@@ -98,7 +97,7 @@ def train(model: nn.Module, clips: Clips, epochs: int) -> None:
 
 @torch.no_grad()
 def test(model: nn.Module, clips: Clips, rank: int, size: int) -> tuple[list[int], list[int]]:
-    """Of each film, clips that were recognized, and clips; every rank looks at its share."""
+    """For each film, the number of recognized clips and of all clips, over all ranks."""
     model.eval()
     counts = torch.zeros(2, len(FILMS), dtype=torch.int64)
     for index in range(rank, len(clips), size):

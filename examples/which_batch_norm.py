@@ -1,9 +1,9 @@
-"""What each kind of batch norm costs, and what it gives: docs/guides/which-batch-norm.md's table.
+"""Cost and accuracy of each kind of batch norm: the table of docs/guides/which-batch-norm.md.
 
 python examples/which_batch_norm.py
 
 Launches itself under torchrun with 1, 2 and 4 ranks: about five minutes on two cores. The kinds
-take turns, step by step, so that all see the same machine.
+take turns, step by step, so that a change of the machine's load meets all of them.
 """
 
 import json
@@ -38,7 +38,7 @@ SEEDS = range(3)
 
 
 class Counting:
-    """A communicator that notes the size of each message."""
+    """A communicator that records the size of each message."""
 
     def __init__(self, communicator: Communicator, sizes: list[int]) -> None:
         self.communicator, self.sizes = communicator, sizes
@@ -118,9 +118,9 @@ def measure(seed: int) -> None:
         loss = torch.stack(training.losses[-digits.STEPS_PER_EPOCH :]).mean()
         dist.all_reduce(loss)
 
-        def report(what: str, seconds: float) -> None:
-            # All ranks evaluate, with the statistics that they have; rank 0's accuracy counts.
-            row = {"name": f"{name}{what}", "accuracy": accuracy(model, *test)}  # noqa: B023
+        def report(suffix: str, seconds: float) -> None:
+            # All ranks evaluate with their own statistics; rank 0's accuracy counts.
+            row = {"name": f"{name}{suffix}", "accuracy": accuracy(model, *test)}  # noqa: B023
             row |= {"ranks": size, "loss": loss.item() / size, "time": seconds / unit}  # noqa: B023
             if rank == 0:
                 print(json.dumps(row | {"sizes": sizes}), flush=True)  # noqa: B023

@@ -1,4 +1,4 @@
-"""Draw who shares batch statistics with whom: docs/guides/who-shares.png.
+"""Draw which ranks share batch statistics: docs/guides/who-shares.png.
 
 python examples/who_shares.py
 """

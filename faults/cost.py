@@ -47,7 +47,7 @@ def main(over: str, seconds: str, directory: str) -> None:
     layers = [m for m in networks["checked"].modules() if isinstance(m, SyncBatchNorm)]
     for layer in networks["bare"].modules():
         if isinstance(layer, SyncBatchNorm):
-            layer._communicator = bare
+            layer.conversation = bare
     x = torch.randn(_IMAGES)
     labels = torch.arange(len(x))
 

@@ -1,4 +1,4 @@
-"""Which ranks act on a model together, where the caller does not say."""
+"""The ranks that act on a model together, if the caller does not name them."""
 
 from collections.abc import Iterable
 
@@ -7,24 +7,18 @@ from multibn.communicators.default import launched_processes
 
 
 def largest(groups: Iterable[Communicator], /, *, parameter: str) -> Communicator:
-    """The one of `groups` with most ranks.
+    """The largest of `groups`, the communicators of a model's layers. Not collective.
 
-    Not collective. A `Group` counts as the communicator that it is a part of, because ranks that
-    share statistics in parts still train one model.
-
-    Parameters
-    ----------
-    groups
-        The communicators of a model's layers, and others that come into question.
-    parameter
-        What the caller's parameter for a communicator is called, for the error message.
-
-    Raises
-    ------
-    ValueError
-        If none of `groups` names any process but this one, although a launcher started several.
+    A `Group` counts as its parent: ranks that share statistics in parts still train one model.
+    Raises ValueError if every one of `groups` is this process alone, although a launcher started
+    several; `parameter` is the name of the caller's argument, for the message.
     """
-    candidates = [whole for group in groups if not _is_alone(whole := _whole(group))]
+    candidates = []
+    for group in groups:
+        while isinstance(group, Group):
+            group = group.parent
+        if not _is_alone(group):
+            candidates.append(group)
     if candidates:
         return max(candidates, key=lambda c: c.size)
     name, size = launched_processes()
@@ -39,14 +33,7 @@ def largest(groups: Iterable[Communicator], /, *, parameter: str) -> Communicato
     return SingleProcess()
 
 
-def _whole(group: Communicator) -> Communicator:
-    while isinstance(group, Group):
-        group = group.parent
-    return group
-
-
 def _is_alone(communicator: Communicator) -> bool:
-    """Whether it stands for this process alone, whatever the launcher started."""
-    if isinstance(communicator, DefaultCommunicator):  # its `size` would warn
+    if isinstance(communicator, DefaultCommunicator):  # whose `size` would warn
         return communicator.default_group is None
     return isinstance(communicator, SingleProcess)

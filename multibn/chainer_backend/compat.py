@@ -1,8 +1,8 @@
-"""What makes Chainer 7.8.1 importable on today's NumPy, setuptools and CuPy.
+"""Stand-ins that make Chainer 7.8.1 (2021) importable with today's NumPy, setuptools and CuPy.
 
-Chainer's last release is of 2021. Two things stop `import chainer` today: its environment check
-imports numpy.distutils (gone with Python 3.12) and pkg_resources (gone with setuptools 81), and it
-reads numpy.sctypes (gone with NumPy 2). CuPy 14 has no cupy.cuda.cublas, which Chainer imports.
+Chainer's environment check imports numpy.distutils (removed in Python 3.12) and pkg_resources
+(removed in setuptools 81). Chainer also reads numpy.sctypes (removed in NumPy 2) and imports
+cupy.cuda.cublas (removed in CuPy 14).
 """
 
 import sys
@@ -12,10 +12,10 @@ import numpy as np
 
 
 def make_importable() -> None:
-    """Put stand-ins where Chainer looks for what is gone; nothing if Chainer is loaded already."""
+    """Install the stand-ins, unless Chainer is imported already."""
     if "chainer" in sys.modules:
         return
-    # The check only warns, of Chainer versions and libraries that no longer exist.
+    # Nothing is lost: the check only warns about versions that no longer exist.
     check = types.ModuleType("chainer._environment_check")
     check.check = lambda: None  # type: ignore[attr-defined]
     sys.modules["chainer._environment_check"] = check
@@ -40,5 +40,4 @@ def _stand_in_for_cublas() -> None:
     except ImportError:
         from cupy_backends.cuda.libs import cublas
 
-        sys.modules["cupy.cuda.cublas"] = cublas
-        cupy.cuda.cublas = cublas
+        sys.modules["cupy.cuda.cublas"] = cupy.cuda.cublas = cublas

@@ -13,7 +13,7 @@ from chainer import links as L
 from multibn._typing import RunningVar, Weighting
 from multibn.chainer_backend.links import Conventions, MultiNodeBatchNormalization
 
-# What a class may define and still behave like the one that it derives from.
+# A class that defines only these names behaves like its base class.
 _HARMLESS = {
     "__abstractmethods__",
     "__annotations__",
@@ -25,7 +25,7 @@ _HARMLESS = {
     "_abc_impl",
 }
 
-# Attributes of MultiNodeBatchNormalization that L.BatchNormalization has no use for.
+# Attributes that L.BatchNormalization does not have.
 _MULTI_NODE = {
     "_communicator",
     "weighting",
@@ -46,9 +46,9 @@ def create_mnbn_model(
 ) -> chainer.Link:
     """A copy of a model in which every L.BatchNormalization is a `MultiNodeBatchNormalization`.
 
-    Takes the place of chainermn.links.create_mnbn_model. The copy has nothing in common with
-    `link`; what is shared inside `link`, parameters or whole links, is shared inside the copy.
-    Parameters, moving averages, `axis`, `decay` and `eps` carry over. Not collective.
+    Takes the place of chainermn.links.create_mnbn_model. A deep copy: it shares no array with
+    `link`, and shares inside of itself the parameters and links that `link` does. Parameters,
+    moving averages, `axis`, `decay` and `eps` carry over. Not collective.
 
     Parameters
     ----------
@@ -60,13 +60,13 @@ def create_mnbn_model(
     Raises
     ------
     TypeError, ValueError
-        As `MultiNodeBatchNormalization`, for the arguments that they share.
+        As `MultiNodeBatchNormalization`.
 
     Warns
     -----
     UserWarning
-        For a link whose class overrides more of L.BatchNormalization than its constructor, such as
-        L.BatchRenormalization: it is copied as it is.
+        For a link that is copied as it is, because its class overrides more than the constructor,
+        as L.BatchRenormalization does.
     """
     make = partial(
         MultiNodeBatchNormalization,
@@ -76,12 +76,12 @@ def create_mnbn_model(
         weighting=weighting,
         avg_var=avg_var,
     )
-    make(1)  # wrong arguments are an error in a model without batch normalization, too
+    make(1)  # raises for wrong arguments, even if the model has no batch normalization
 
     def convert(old: Any) -> Any:
         size = None if old.avg_mean is None else old.avg_mean.shape
         new = make(size, dtype=old._highprec_dtype, axis=old.axis)
-        if old.avg_mean is None:  # a lazy link has its initial averages still to come
+        if old.avg_mean is None:  # a lazy link, whose averages begin at its first input
             new._initial_averages = (
                 0 if old._initial_avg_mean is None else old._initial_avg_mean,
                 1 if old._initial_avg_var is None else old._initial_avg_var,
@@ -96,15 +96,14 @@ def create_mnbn_model(
 def revert_mnbn_model(link: chainer.Link) -> chainer.Link:
     """A copy of a model in which every `MultiNodeBatchNormalization` is an L.BatchNormalization.
 
-    The way back from `create_mnbn_model`: a link is of the class again that it was made from. For
-    evaluation, for training in one process, and for files that are to be read without multibn. What
-    is said there of the copy holds here, too. `weighting` and `avg_var` are lost. Not collective.
+    The inverse of `create_mnbn_model`: a converted link gets its old class back. For evaluation,
+    for training in one process, and for files that a reader without multibn can load. `weighting`
+    and `avg_var` are lost. Not collective.
 
     Warns
     -----
     UserWarning
-        For a link whose class overrides more of MultiNodeBatchNormalization than its constructor:
-        it is copied as it is.
+        As `create_mnbn_model`.
     """
 
     def revert(old: Any) -> Any:
@@ -121,10 +120,10 @@ def revert_mnbn_model(link: chainer.Link) -> chainer.Link:
 def _copy_with(
     link: chainer.Link, cls: type, convert: Callable[[Any], Any], consequence: str
 ) -> chainer.Link:
-    """A deep copy that finds a new link in its memo wherever a link of `cls` stands.
+    """A deep copy of `link` in which `convert` replaces all links of `cls`.
 
-    As a child, as a layer of a Sequential, or in any other attribute. `convert` makes the new link,
-    which is given everything that the old one has; the memo keeps shared parameters shared.
+    The memo of the deep copy holds the new links, so that they replace the old ones in children,
+    Sequentials and any other attributes, and shared parameters stay shared.
     """
     memo: dict[int, Any] = {}
     for old in link.links():
@@ -137,7 +136,7 @@ def _copy_with(
 
 
 def _obstructed(link: chainer.Link, base: type, consequence: str) -> bool:
-    """Warn and return True if the link's class is more than `base`."""
+    """Warn and return True if the link's class does more than `base`."""
     cls = type(link)
     derived = itertools.takewhile(lambda other: other is not base, cls.__mro__)
     overridden = sorted({name for other in derived for name in vars(other)} - _HARMLESS)

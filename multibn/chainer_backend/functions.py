@@ -30,24 +30,20 @@ def multi_node_batch_normalization(
     """Normalize `x` by the statistics of the batch that all ranks hold together.
 
     Collective: every rank of `comm` must call it, a rank with an empty batch included, and must
-    run the backward pass if any does. One allreduce of 2C+4 float64 numbers each way.
+    run the backward pass if any rank does. One allreduce of 2C+4 float64 numbers each way.
 
     Parameters
     ----------
     x
-        Variable or array, shape `(N, C, *spatial)` unless `axis` says otherwise. N and the spatial
-        sizes may differ between ranks and may be 0.
+        Floating-point Variable or array, `(N, C, *spatial)` for the default of `axis`. N and the
+        spatial sizes may differ between ranks and may be 0.
     gamma, beta
-        Variables or arrays of the shape of the axes that are kept, `(C,)`; None for 1 and 0. Their
+        Variables or arrays, shape `(C,)` or that of the axes not in `axis`; None for 1 and 0. Their
         gradients are means over the ranks, as ChainerMN's: averaging them again changes nothing.
-    comm
-        Anything that `multibn.as_communicator` takes.
-    eps
-        Added to the variance.
+    comm, eps, weighting
+        As `MultiNodeBatchNormalization`.
     axis
         The axes to reduce; by default all but those of `gamma`, counted from 1.
-    weighting
-        What a rank counts for, see `multibn.aggregate`.
 
     Returns
     -------
@@ -58,23 +54,21 @@ def multi_node_batch_normalization(
 
     Raises
     ------
-    TypeError
-        If `x` is not floating-point, or `comm` is no communicator.
-    ValueError
-        If the shapes do not fit, or all ranks hold one value per channel together.
+    TypeError, ValueError
+        If `x` is not floating-point, the shapes do not fit, or `comm` is no communicator.
+        ValueError if all ranks hold one value per channel together.
     RuntimeError
-        On the other ranks, if one rank's input was refused; on all, if they are in different
-        layers, or in different phases of one.
+        On the other ranks, if one rank's input was refused. On all ranks, if they are in different
+        layers, or in different phases of one layer.
     FloatingPointError
-        On all ranks, if the statistics of one are not finite (on a GPU one call later).
+        On all ranks, if the moments of one rank are not finite (on a GPU one call later).
 
     Notes
     -----
-    Differentiating twice (`enable_double_backprop=True`) is exact over ranks. At every order,
-    gradients are those of the sum of all ranks' losses: with respect to this rank's `x`, and
-    divided by the number of ranks with respect to `gamma` and `beta`, of which each rank has a
-    copy. With a graph, the backward pass repeats the forward's collective, and each of its own
-    collectives has another in the pass that differentiates it. It computes in float64.
+    Second derivatives (`enable_double_backprop=True`) are exact over ranks. At every order,
+    gradients are those of the sum of all ranks' losses, divided by the number of ranks for `gamma`
+    and `beta`. A backward pass with a graph computes in float64 and repeats the forward pass's
+    allreduce; each of its allreduces has another one in the next derivative.
     """
     communicator = Conversation(as_communicator(comm), lambda: "multi_node_batch_normalization")
     shapes = [tuple(p.shape) for p in (gamma, beta) if p is not None]
@@ -82,7 +76,7 @@ def multi_node_batch_normalization(
         error = ValueError(f"`gamma` and `beta` must have the same shape: got {shapes}.")
         _refuse(error, x, shapes[0], communicator)
     axis = check_input(x, shapes[0] if shapes else None, axis, communicator)
-    batch = batch_statistics(x, communicator, given_as=comm, weighting=weighting, axis=axis)
+    batch = batch_statistics(x, communicator, owner=comm, weighting=weighting, axis=axis)
     return normalize(x, gamma, beta, batch, communicator, eps=eps, axis=axis), batch
 
 
@@ -91,20 +85,18 @@ def batch_statistics(
     communicator: Communicator,
     /,
     *,
-    given_as: object,
+    owner: object,
     weighting: Weighting,
     axis: tuple[int, ...],
 ) -> BatchStatistics:
     """Statistics of the whole batch over `axis`.
 
-    Collective, unless they are replayed (see `multibn.recompute`) or remembered (see
-    `forgetting.remembering`, also for `given_as`).
+    Collective, unless `multibn.recompute` replays the statistics or `forgetting.remembering`, which
+    explains `owner`, remembers them.
     """
 
     def compute() -> list[BatchStatistics]:
-        sharing = forgetting.remembering(
-            during(communicator, "forward", x.dtype), given_as=given_as
-        )
+        sharing = forgetting.remembering(during(communicator, "forward", x.dtype), owner=owner)
         array = chainer.as_array(x)
         return [statistics.batch_statistics(array, sharing, weighting=weighting, axis=axis)]
 
@@ -123,7 +115,7 @@ def normalize(
     eps: float,
     axis: tuple[int, ...],
 ) -> Variable:
-    """Normalize `x` by `batch`, differentiating through the statistics. Collective backward."""
+    """Normalize `x` by `batch`, differentiably through it. Only the backward pass is collective."""
     function = _Normalize(batch, communicator, eps, axis, gamma is not None, beta is not None)
     return function.apply([v for v in (x, gamma, beta) if v is not None])[0]
 
@@ -137,36 +129,26 @@ def check_input(
 ) -> tuple[int, ...]:
     """The axes to reduce; raises unless `x` is floating-point and its other axes are `channels`.
 
-    If it raises, and only then, collective: the other ranks are told, so that they raise too
-    instead of waiting. `channels=None` takes any channels but none. `axis=None` is Chainer's rule:
-    the channel axes start at 1, all others are reduced.
+    Collective only if it raises: then the other ranks raise, too. `channels=None` accepts any shape
+    without 0. `axis=None` is Chainer's rule: the channel axes start at 1, all others are reduced.
     """
-    axis = _reduced_axes(x, channels) if axis is None else axis
-    error = _input_error(x, channels, axis)
-    if error is not None:
-        if channels is None and getattr(x, "ndim", 0) > max(axis, default=0):
+    ndim = getattr(x, "ndim", 0)
+    if axis is None:
+        num_channel_axes = 1 if channels is None else len(channels)
+        axis = statistics.reduced_axes(ndim, range(1, 1 + num_channel_axes))
+    try:
+        _check(x, channels, axis)
+    except (TypeError, ValueError) as error:
+        if channels is None and ndim > max(axis, default=0):
             channels = statistics.channels(x, axis)
         _refuse(error, x, channels, communicator)
     return axis
 
 
-def fitting_axes(
-    x: Any, channels: tuple[int, ...], axis: tuple[int, ...] | None, /
-) -> tuple[int, ...] | None:
-    """The axes to reduce, or None where `check_input` would raise. Never collective."""
-    axis = _reduced_axes(x, channels) if axis is None else axis
-    return axis if _input_error(x, channels, axis) is None else None
-
-
-def _reduced_axes(x: Any, channels: tuple[int, ...] | None) -> tuple[int, ...]:
-    num_channel_axes = 1 if channels is None else len(channels)
-    return statistics.reduced_axes(getattr(x, "ndim", 0), range(1, 1 + num_channel_axes))
-
-
 def _refuse(
     error: Exception, x: Any, channels: tuple[int, ...] | None, communicator: Communicator
 ) -> NoReturn:
-    """Raise `error` once the other ranks know; they cannot if the channels are not known here."""
+    """Raise `error`, and let the other ranks raise too. Collective if the channels are known."""
     if channels is not None and 0 not in channels:
         like = chainer.as_array(x) if isinstance(x, _arrays()) else np.zeros(())
         statistics.refuse(communicator, math.prod(channels), like=like)
@@ -177,31 +159,28 @@ def _arrays() -> Any:
     return (Variable, *chainer.get_array_types())
 
 
-def _input_error(
-    x: Any, channels: tuple[int, ...] | None, axis: tuple[int, ...]
-) -> Exception | None:
+def _check(x: Any, channels: tuple[int, ...] | None, axis: tuple[int, ...]) -> None:
     if not isinstance(x, _arrays()):
-        return TypeError(f"the input must be a Variable or an array: got {type(x).__qualname__}.")
+        raise TypeError(f"the input must be a Variable or an array: got {type(x).__qualname__}.")
     if not axis or max(axis) >= x.ndim or x.ndim < 2:
-        return ValueError(
+        raise ValueError(
             f"the input must have 2 or more dimensions and all of the axes to reduce, {axis}: "
             f"got shape {x.shape}."
         )
     actual = statistics.channels(x, axis)
     if 0 in actual:
-        return ValueError(f"the input must have channels: got {actual} in shape {x.shape}.")
+        raise ValueError(f"the input must have channels: got {actual} in shape {x.shape}.")
     if channels is not None and actual != channels:
-        return ValueError(
+        raise ValueError(
             f"the input must have channels of shape {channels}, the link's `size` or the shape of "
             f"`gamma` and `beta`: got {actual} in shape {x.shape} with axes {axis} reduced."
         )
     if x.dtype.kind != "f":
-        return statistics.not_floating(x)
-    return None
+        raise statistics.not_floating(x)
 
 
 class _Normalize(FunctionNode):
-    """The statistics are given, their gradient is inside."""
+    """Normalization by `batch`. The gradient of x includes the one through the statistics."""
 
     def __init__(
         self,
@@ -218,9 +197,8 @@ class _Normalize(FunctionNode):
 
     def forward(self, inputs: tuple[Array, ...]) -> tuple[Array]:
         self.retain_inputs((0, 1) if self.has_gamma else (0,))
-        x = inputs[0]
         y = statistics.normalize(
-            x,
+            inputs[0],
             self.batch,
             weight=inputs[1] if self.has_gamma else None,
             bias=inputs[-1] if self.has_beta else None,
@@ -233,14 +211,14 @@ class _Normalize(FunctionNode):
         self, indexes: tuple[int, ...], grad_outputs: tuple[Variable]
     ) -> tuple[Variable, ...]:
         inputs = (*self.get_retained_inputs(), *grad_outputs)
-        if chainer.config.enable_backprop:  # a graph of the gradients is asked for
+        if chainer.config.enable_backprop:  # enable_double_backprop=True
             return _differentiable_gradients(self, *inputs)
         gradients = _gradients(self, *map(chainer.as_array, inputs))
         return tuple(Variable(gradient, requires_grad=False) for gradient in gradients)
 
 
 def _gradients(node: _Normalize, x: Array, *rest: Array) -> list[Array]:
-    """One for each input of `_Normalize`."""
+    """Gradients of x, gamma and beta, those of the latter two only if the node has them."""
     *gamma, dy = rest
     axis, size = node.axis, node.communicator.size
     local = statistics.backward_sums(dy, x, node.batch, eps=node.eps, axis=axis)
@@ -252,18 +230,14 @@ def _gradients(node: _Normalize, x: Array, *rest: Array) -> list[Array]:
     if node.has_gamma:
         gradients.append((sums.sum_dy_xhat / size).astype(gamma[0].dtype, copy=False))
     if node.has_beta:
-        beta_dtype = node.inputs[-1].dtype
-        gradients.append((sums.sum_dy / size).astype(beta_dtype, copy=False))
+        gradients.append((sums.sum_dy / size).astype(node.inputs[-1].dtype, copy=False))
     return gradients
 
 
 def _differentiable_gradients(
     node: _Normalize, x: Variable, *rest: Variable
 ) -> tuple[Variable, ...]:
-    """What `_gradients` computes, out of functions that can be differentiated, several times.
-
-    The statistics are computed again, as functions of `x`.
-    """
+    """`_gradients` from differentiable functions; computes the statistics again, from `x`."""
     *gamma, dy = rest
     axis, size = node.axis, node.communicator.size
     channels = statistics.channels(x, axis)
@@ -278,7 +252,7 @@ def _differentiable_gradients(
         return [F.reshape(v, channels) for v in F.separate(summed)]
 
     e = float(node.batch.element_weight)
-    # About the mean, as a constant, nothing cancels in the variance.
+    # Minus the mean, as a constant: otherwise the variance would lose digits to cancellation.
     d = F.cast(x, np.float64) - per_channel(node.batch.mean)
     dy = F.cast(dy, np.float64)
     mean, meansqr = sums(e * d, e * d * d)
@@ -289,7 +263,7 @@ def _differentiable_gradients(
     scale = invstd
     gradients = []
     if node.has_gamma:
-        (copied,) = _Copied(node.communicator).apply(gamma)
+        (copied,) = _Copied(node.communicator, 1 / size).apply(gamma)
         scale = scale * F.cast(copied, np.float64)
         gradients.append(F.cast(sum_dy_xhat / size, gamma[0].dtype))
     if node.has_beta:
@@ -298,7 +272,7 @@ def _differentiable_gradients(
 
 
 class _AllReduce(FunctionNode):
-    """A sum over ranks, times `scale`; so is the gradient of the sum of all ranks' losses."""
+    """y = scale * sum over ranks of x. The backward pass is the same operation."""
 
     def __init__(self, communicator: Communicator, scale: float = 1.0) -> None:
         super().__init__()
@@ -313,17 +287,8 @@ class _AllReduce(FunctionNode):
         return _AllReduce(self.communicator, self.scale).apply(grad_outputs)
 
 
-class _Copied(FunctionNode):
-    """A parameter as one rank uses it; its gradient is the mean over ranks."""
-
-    def __init__(self, communicator: Communicator) -> None:
-        super().__init__()
-        self.communicator = communicator
+class _Copied(_AllReduce):
+    """y = x. The backward pass is that of `_AllReduce`."""
 
     def forward(self, inputs: tuple[Array, ...]) -> tuple[Array]:
         return (inputs[0].copy(),)
-
-    def backward(
-        self, indexes: tuple[int, ...], grad_outputs: tuple[Variable]
-    ) -> tuple[Variable, ...]:
-        return _AllReduce(self.communicator, 1 / self.communicator.size).apply(grad_outputs)

@@ -23,7 +23,7 @@ from multibn.statistics import BatchStatistics
 
 Conventions: TypeAlias = Literal["exact", "chainermn"]
 
-# What each of them says `weighting` and `avg_var` are.
+# The values of `weighting` and `avg_var`.
 _CONVENTIONS: dict[str, tuple[Weighting, RunningVar]] = {
     "exact": ("element", "unbiased_global"),
     "chainermn": ("rank", "unbiased_local"),
@@ -37,71 +37,54 @@ class MultiNodeBatchNormalization(chainer.Link):
     ranks included. Takes the place of chainermn.links.MultiNodeBatchNormalization, with the same
     parameters, persistent values and npz files.
 
-    With `chainer.config.train`, the call is collective: every rank must make it, with one allreduce
-    of 2C+4 float64 numbers, and one in the backward pass; the first call has one more, of a fixed
-    size. Otherwise nothing is communicated.
+    With `chainer.config.train`, the call is collective: every rank must make it. It has one
+    allreduce of 2C+4 float64 numbers, and so has the backward pass; a link's first call has one
+    more, of a fixed size. In evaluation the link does not communicate.
 
     Parameters
     ----------
     size
-        Channels: an int or the shape of the channel axes. May be None if `axis` is given; it is
-        then taken from the first input.
+        Channels: an int or the shape of the channel axes. None, which needs `axis`, takes them from
+        the first input.
     comm
-        Anything that `multibn.as_communicator` takes: a ChainerMN communicator, an mpi4py Comm, a
-        torch ProcessGroup, a multibn Communicator...
-    decay
-        Of the moving averages.
-    eps
-        Added to the variance.
-    dtype
-        Of parameters and persistent values; default `chainer.config.dtype`, float32 for mixed16.
-    use_gamma, use_beta
-        Whether to scale and to shift.
-    initial_gamma, initial_beta
-        Initializers; default 1 and 0.
-    communication_backend
-        `"mpi"`, `"nccl"` or `"auto"`, by ChainerMN's rules: `"nccl"` needs a pure_nccl
-        communicator.
+        Anything that `multibn.as_communicator` takes, a ChainerMN communicator for example.
+    decay, eps, dtype, use_gamma, use_beta, initial_gamma, initial_beta, communication_backend
+        As those of chainermn.links.MultiNodeBatchNormalization.
     axis
         The axes to reduce, an int or an ascending tuple; by default all but the channel axes, which
         start at 1.
     conventions
-        Short for the two that follow: `"exact"`, which is the default, for `"element"` and
-        `"unbiased_global"`; `"chainermn"`, which gives ChainerMN's numbers, for `"rank"` and
+        Sets both `weighting` and `avg_var`: `"exact"` (default) to `"element"` and
+        `"unbiased_global"`; `"chainermn"`, for ChainerMN's numbers, to `"rank"` and
         `"unbiased_local"`.
     weighting
-        What a rank counts for: `"element"`, its elements per channel (the concatenated batch),
-        `"sample"`, its batch size, or `"rank"`, as much as every other that is not empty
-        (ChainerMN).
+        The weight of a rank: `"element"`, its elements per channel (the concatenated batch),
+        `"sample"`, its batch size, or `"rank"`, the same for every rank that is not empty.
     avg_var
-        The variance kept in the persistent value of this name: `"unbiased_global"`,
-        `"unbiased_local"` (ChainerMN) or `"biased"`, see `multibn.running_variance`.
+        The variance in the persistent value of this name: `"unbiased_global"`, `"unbiased_local"`
+        or `"biased"`, see `multibn.running_variance`.
 
     Attributes
     ----------
     gamma, beta
         Parameters, or None. Their gradients are means over the ranks.
     avg_mean, avg_var
-        Moving averages; they start at 0 (as ChainerMN's, other than chainer.links'). The averaged
-        variance is unbiased by the count over all ranks unless the parameter says otherwise.
+        Moving averages; both start at 0, as ChainerMN's do.
     N
-        Batches seen in fine-tuning, since `start_finetuning`.
+        Number of fine-tuning batches since `start_finetuning`.
     comm
-        The ChainerMN communicator, if the link was given one, else the multibn Communicator.
+        The ChainerMN communicator if the constructor got one, else the multibn Communicator.
 
     Raises
     ------
-    ValueError
-        If `communication_backend`, `conventions`, `weighting` or `avg_var` is unknown or does not
-        fit, `weighting` or `avg_var` is given beside `conventions`, neither `size` nor `axis` is
-        given, `size` is not positive, or `axis` is not ascending.
-    TypeError
-        If `comm` is no communicator.
+    TypeError, ValueError
+        If an argument is not as above: TypeError for `comm`, ValueError for all others, also if
+        `weighting` or `avg_var` is passed together with `conventions`.
     """
 
     gamma: Any = None
     beta: Any = None
-    # What `revert_mnbn_model` makes of it; create_mnbn_model notes what it was.
+    # The class before `create_mnbn_model`, for `revert_mnbn_model`.
     _single_node_class: Any = L.BatchNormalization
 
     def __init__(
@@ -133,22 +116,27 @@ class MultiNodeBatchNormalization(chainer.Link):
         self.weighting, self.avg_var_convention = _resolved(conventions, weighting, avg_var)
         self.decay = decay
         self.eps = eps
-        self.axis = None if axis is None else _checked_axis(axis)
+        self.axis = None if axis is None else _axes(axis)
         self._highprec_dtype = chainer.get_dtype(dtype, map_mixed16=np.float32)
-        self._initial_averages = (0, 0)  # create_mnbn_model brings a lazy link's own
-        self.N = 0
-        self.register_persistent("N")
-        self.avg_mean: Any = None
-        self.register_persistent("avg_mean")
-        self.avg_var: Any = None
-        self.register_persistent("avg_var")
+        self._initial_averages = (0, 0)  # `create_mnbn_model` sets those of a lazy link
+        self.add_persistent("N", 0)
+        self.add_persistent("avg_mean", None)
+        self.add_persistent("avg_var", None)
         with self.init_scope():
             if use_gamma:
                 self.gamma = self._parameter(1 if initial_gamma is None else initial_gamma)
             if use_beta:
                 self.beta = self._parameter(0 if initial_beta is None else initial_beta)
         if size is not None:
-            self._initialize(_checked_size(size))
+            self._initialize(_channels(size))
+
+    @property
+    def conversation(self) -> Conversation:
+        """The link's communicator, under the name that the link has in its model."""
+        if self not in _conversations:
+            own = weakref.ref(self)
+            _conversations[self] = Conversation(self._communicator, lambda: _name(own()))
+        return _conversations[self]
 
     @property
     def comm(self) -> Any:
@@ -172,7 +160,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         TypeError, ValueError, RuntimeError
             As `multi_node_batch_normalization`.
         """
-        communicator = _checked(self) if chainer.config.train else SingleProcess()
+        communicator = self.conversation if chainer.config.train else SingleProcess()
         channels = None if self.avg_mean is None else self.avg_mean.shape
         axis = functions.check_input(x, channels, self.axis, communicator)
         if self.avg_mean is None:
@@ -182,9 +170,9 @@ class MultiNodeBatchNormalization(chainer.Link):
                 x, *self._scale_and_shift(), self.avg_mean, self.avg_var, self.eps, axis
             )
         batch = functions.batch_statistics(
-            x, communicator, given_as=communicator, weighting=self.weighting, axis=axis
+            x, communicator, owner=communicator, weighting=self.weighting, axis=axis
         )
-        # F.forget sets Chainer's flag, tapes are multibn's.
+        # F.forget sets Chainer's flag, `forgetting.forget` replays multibn's tapes.
         if not (chainer.config.in_recomputing or recompute.in_recomputing()):
             self._update_averages(batch, num_elements(x, axis), finetune)
         return functions.normalize(
@@ -192,14 +180,13 @@ class MultiNodeBatchNormalization(chainer.Link):
         )
 
     def start_finetuning(self) -> None:
-        """Forget the batches counted so far; call it before each fine-tuning but the first."""
+        """Set `N` to 0; call it before each fine-tuning but the first."""
         self.N = 0
 
     def _update_averages(self, batch: BatchStatistics, local_count: int, finetune: bool) -> None:
-        """The one place that writes the persistent values."""
         momentum = 1.0 - self.decay
         if finetune:
-            self.N += int(batch.count > 0)  # N is a number, so a GPU is waited for here
+            self.N += int(batch.count > 0)  # waits for a GPU: npz files need N as a number
             momentum = 1.0 / max(self.N, 1)
         self.avg_mean[...], self.avg_var[...] = population.update_running(
             self.avg_mean,
@@ -236,20 +223,12 @@ class MultiNodeBatchNormalization(chainer.Link):
         return gamma, beta
 
 
-# Beside the links and not in them: a copy of a link makes its own.
-_all_checked: WeakKeyDictionary[chainer.Link, Conversation] = WeakKeyDictionary()
-
-
-def _checked(link: MultiNodeBatchNormalization) -> Conversation:
-    """The link's communicator, as the link uses it."""
-    if link not in _all_checked:
-        own = weakref.ref(link)
-        _all_checked[link] = Conversation(link._communicator, lambda: _name(own()))
-    return _all_checked[link]
+# Not attributes of the links: a copy of a link needs its own conversation, with its own name.
+_conversations: WeakKeyDictionary[chainer.Link, Conversation] = WeakKeyDictionary()
 
 
 def _name(link: chainer.Link | None) -> str:
-    """Where a link stands in its model, as far as the running forward pass tells."""
+    """The link's name in the model whose forward pass is running."""
     path = find_path(link, chainer.Link, lambda model: model.namedlinks(skipself=True))
     return path.strip("/").replace("/", ".") or type(link).__qualname__
 
@@ -262,7 +241,7 @@ def _resolved(
         for name, value in (("weighting", weighting), ("avg_var", avg_var)):
             if value is not None:
                 raise ValueError(
-                    f"`conventions` says what `{name}` is: got conventions={conventions!r} and "
+                    f"`conventions` sets `{name}`: got conventions={conventions!r} and "
                     f"{name}={value!r}. Pass one or the other."
                 )
     default_weighting, default_avg_var = _CONVENTIONS[conventions or "exact"]
@@ -273,14 +252,14 @@ def _resolved(
     return weighting, avg_var
 
 
-def _checked_size(size: Any) -> tuple[int, ...]:
+def _channels(size: Any) -> tuple[int, ...]:
     channels = tuple(size) if isinstance(size, Sequence) else (size,)
     if not channels or not all(isinstance(n, (int, np.integer)) and n > 0 for n in channels):
         raise ValueError(f"`size` must be a positive int or a tuple of them: got {size!r}.")
     return channels
 
 
-def _checked_axis(axis: Any) -> tuple[int, ...]:
+def _axes(axis: Any) -> tuple[int, ...]:
     axes = tuple(axis) if isinstance(axis, Sequence) else (axis,)
     valid = axes and all(isinstance(i, (int, np.integer)) and i >= 0 for i in axes)
     if not valid or list(axes) != sorted(set(axes)):

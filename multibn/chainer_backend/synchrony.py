@@ -1,4 +1,4 @@
-"""Whether the ranks' models are still the same."""
+"""Equal models on all ranks: a check, and the ranks that act on a model together."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,25 +6,34 @@ from typing import Any
 import chainer
 import numpy as np
 
-from multibn.chainer_backend.participants import participants
+from multibn.chainer_backend.links import MultiNodeBatchNormalization
+from multibn.communicators import Communicator, as_communicator
+from multibn.participants import largest
 from multibn.synchrony import check_equal
+
+
+def participants(model: chainer.Link, comm: Any, /) -> Communicator:
+    """The ranks of `comm`, or of the model by the rule of `check_sync`. Not collective."""
+    if comm is not None:
+        return as_communicator(comm)
+    links = [link for link in model.links() if isinstance(link, MultiNodeBatchNormalization)]
+    groups = [link.conversation.wrapped for link in links] or [as_communicator()]
+    return largest(groups, parameter="comm")
 
 
 def check_sync(model: chainer.Link, comm: Any = None, *, ignore: Iterable[str] = ()) -> None:
     """Raise on all ranks unless they hold the same model, bit for bit.
 
-    Collective: every rank must call it, with one allreduce of 32 numbers if all is well, whatever
-    the size of the model. Copies the model to host memory, so call it once an epoch rather than in
-    every step.
+    Collective: every rank must call it, with one allreduce of 32 numbers if all models are equal.
+    Call it before saving, or once an epoch: it copies the model to host memory.
 
     Parameters
     ----------
     model
-        Its parameters and persistent values are compared, under names as `"/bn/avg_mean"`. What is
-        no array or number is left out.
+        Parameters and persistent arrays and numbers are compared, under names as `"/bn/avg_mean"`.
     comm
-        The ranks that are compared, anything that `multibn.as_communicator` takes. Default: the
-        largest group of the model's multi-node links.
+        The ranks to compare, anything that `multibn.as_communicator` takes. Default: the largest
+        group of the model's multi-node links; without such links, torch's default process group.
     ignore
         Names to leave out, with wildcards: `["*/avg_*"]` for batch normalization that does not
         share statistics.
@@ -32,11 +41,11 @@ def check_sync(model: chainer.Link, comm: Any = None, *, ignore: Iterable[str] =
     Raises
     ------
     ValueError
-        If `comm` is None and a launcher started several processes, but the model's links tell of
-        none other than this one.
+        If `comm` is None and a launcher started several processes, but the model's links name no
+        process but this one.
     RuntimeError
-        On all ranks: with the names, ranks and largest differences from rank 0, if values differ;
-        with what is there and what is missing, if the models are not built alike.
+        On all ranks. If values differ, the message has names, ranks and largest differences from
+        rank 0; if the models are built differently, the additional and the missing names.
     """
     arrays = {name: parameter.array for name, parameter in model.namedparams()}
     for path, link in model.namedlinks():

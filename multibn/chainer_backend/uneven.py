@@ -1,4 +1,4 @@
-"""Training on uneven data: ranks that have run out take part with what counts for nothing."""
+"""Training on uneven data: ranks without data left take part with stand-ins of no weight."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,12 +13,12 @@ from chainer.dataset import concat_examples
 from multibn import lockstep, statistics
 from multibn.chainer_backend import functions
 from multibn.chainer_backend.links import MultiNodeBatchNormalization
-from multibn.chainer_backend.participants import participants
+from multibn.chainer_backend.synchrony import participants
 from multibn.communicators import Communicator, SingleProcess
 
 
 class Joined(lockstep.Joined[chainer.Variable]):
-    """What `join` gives: called with this rank's iterator, it makes a loop over its batches."""
+    """The object that `join` yields; a call makes a loop over this rank's batches."""
 
     _sum = staticmethod(F.sum)
     _unreduced = 'reduce="no"'
@@ -33,10 +33,10 @@ class Joined(lockstep.Joined[chainer.Variable]):
         self._convert = convert
 
     def __call__(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """As `multibn.lockstep.Joined`, of batches that are converted first.
+        """As `multibn.lockstep.Joined`, with the arrays that `converter` makes of each batch.
 
-        `batches` is any iterable, or a Chainer iterator, which is reset first. Raises ValueError if
-        the iterator repeats for ever.
+        `batches` is any iterable. A Chainer iterator is reset first. Raises ValueError if the
+        iterator never ends.
         """
         if getattr(batches, "repeat", False):
             raise ValueError(
@@ -59,11 +59,11 @@ def join(
     """Let ranks with unequal numbers of batches train a model together, with exact statistics.
 
     A context manager for a training loop in which every rank makes as many steps as the one with
-    most batches. A rank that has run out is given two samples as a stand-in, because Chainer's
-    functions refuse empty batches (max pooling among them). It counts for nothing: the multi-node
-    links are shown an empty batch and pass no gradient on, others keep their moving averages, and
-    `Joined.mean`, which the loss must be made with, leaves it out. Example, with an optimizer of
-    chainermn.create_multi_node_optimizer::
+    most batches. A rank without data left gets two samples as a stand-in, because some of Chainer's
+    functions (max pooling, for example) refuse empty batches. The stand-in has no weight:
+    multi-node links use an empty batch in its place and return no gradient, other links keep their
+    moving averages, and `Joined.mean`, which the loss needs, leaves it out. Example, with an
+    optimizer of chainermn.create_multi_node_optimizer::
 
         with join(model, comm) as joined:
             for x, target in joined(iterator):
@@ -76,35 +76,27 @@ def join(
     Parameters
     ----------
     model
-        The model to train. Inside the context its batch normalization links behave as said.
+        The model to train. Until the end of the context, its batch normalization links have another
+        `forward`.
     comm
-        The ranks that take part, anything that `multibn.as_communicator` takes. Default: the
-        largest group of the model's multi-node links.
+        The ranks that take part, as in `check_sync`.
     converter
         Makes arrays of a batch, `converter(batch, device)`; None if batches are arrays already. The
         arrays, in tuples, lists and dictionaries too, have the samples on their first axis.
     device
-        Where to; default: that of `model`.
-
-    Yields
-    ------
-    Joined
-        `joined(iterator)` is the loop, `joined.mean(losses)` the loss, and `joined.absent` whether
-        the batch is a stand-in.
+        The device for `converter`; default: that of `model`.
 
     Raises
     ------
-    ValueError
-        If `comm` is None and a launcher started several processes, but the model's links tell of
-        none other than this one.
     TypeError, ValueError, RuntimeError
-        As `Joined`'s methods. On leaving the context: RuntimeError on all ranks, if some broke off
-        the loop while others had batches. All may break off in the same step.
+        For `comm` as `check_sync`, in the loop as `multibn.lockstep.Joined`. At the end of the
+        context RuntimeError on all ranks, if some left the loop while others had batches. All ranks
+        may leave the loop in the same step.
 
     Notes
     -----
-    A rank that raises in the body of the loop cannot tell the others, which may wait for it in the
-    forward pass: start scripts as `python -m mpi4py`, which ends them.
+    A rank that raises in the body of the loop cannot tell the others, which may wait for it: start
+    scripts as `python -m mpi4py`, which ends them.
     """
     device = model.device if device is None else device
 
@@ -118,7 +110,7 @@ def join(
         for link in norms:
             link.forward = partial(_forward, link, link.forward, joined)
         yield joined
-        joined.leave()  # not after an exception, when the other ranks may be anywhere
+        joined.leave()  # not after an exception: the other ranks may be in another collective
     finally:
         for link in norms:
             del link.forward
@@ -131,22 +123,19 @@ _NORMS = MultiNodeBatchNormalization, L.BatchNormalization
 def _forward(
     link: Any, forward: Callable[..., Any], joined: Joined, x: Any, **options: Any
 ) -> chainer.Variable:
-    """What `link` makes of `x`, and, of a stand-in, what lets the rest of the model go on.
-
-    That is normalized by its own statistics, so that a deep model stays in range.
-    """
+    """`forward(x)`; a stand-in is normalized by itself, so that deep models stay in range."""
     if not (joined.absent and chainer.config.train):
         return forward(x, **options)
     if isinstance(link, L.BatchNormalization):
-        decay, link.decay = link.decay, 1.0  # which keeps the moving averages
+        decay, link.decay = link.decay, 1.0  # with decay 1 the moving averages stay
         try:
             return forward(x)
         finally:
             link.decay = decay
     x = chainer.as_variable(x)
     batch_axis = 0 if link.axis is None else link.axis[0]
-    # An empty part of the graph, for what is collective in its forward and backward passes, beside
-    # one that ends here.
+    # Call the link on an empty slice, for its collectives forward and backward. Append a constant,
+    # so that the next layers get a batch.
     empty = forward(x[(slice(None),) * batch_axis + (slice(0),)], **options)
     axis = functions.check_input(x, link.avg_mean.shape, link.axis, _ALONE)
     batch = statistics.aggregate(statistics.local_moments(x.array, axis=axis), _ALONE)
@@ -158,7 +147,7 @@ def _forward(
 def _two_samples(batch: Any) -> Any:
     return lockstep.shortened(
         batch,
-        lambda x: x[:2].copy(),  # one makes L.BatchNormalization warn
+        lambda x: x[:2].copy(),  # of one sample, L.BatchNormalization would warn
         chainer.get_array_types(),
         otherwise="Pass a `converter` that makes arrays.",
     )

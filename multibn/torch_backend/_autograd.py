@@ -1,4 +1,4 @@
-"""Batch normalization of several inputs as one node of autograd's graph: one message each way."""
+"""Batch normalization of several inputs as one autograd node: one message each way."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,23 +16,24 @@ from multibn.statistics import BatchStatistics, GradientSums
 
 
 class Input(NamedTuple):
-    """What is normalized by statistics of its own: the input of one layer, and what goes with it.
+    """The input of one layer, with the layer's parameters and options.
 
-    `weight` and `bias` have the shape of the axes that `axis` leaves: `(C,)` by default, where it
-    is all but 1. Then plus `residual`, a tensor like `x`, then ReLU, where asked for.
+    `axis` names the axes to reduce; `()` stands for all but 1 until `functional.forward_all` fills
+    them in. `weight` and `bias` have the shape of the other axes, `(C,)`. `residual`, a tensor like
+    `x`, is added to the normalized input; `relu` follows the addition.
     """
 
     x: Tensor
     weight: Tensor | None
     bias: Tensor | None
     eps: float
-    axis: tuple[int, ...] | None = None
+    axis: tuple[int, ...] = ()
     residual: Tensor | None = None
     relu: bool = False
 
 
 class Gradient(NamedTuple):
-    """What arrives backward at one output, what it was made of, and whether its `x` needs it."""
+    """The gradient of one output, the values that made the output, and whether `x` needs one."""
 
     dy: Tensor
     input: Input
@@ -45,7 +46,7 @@ def batch_statistics(
 ) -> list[BatchStatistics]:
     """Statistics of each whole batch, without a gradient.
 
-    Collective, unless they are replayed (see `multibn.recompute`).
+    Collective, unless `multibn.recompute` replays the statistics.
     """
     xs, axes = [], []
     for i in inputs:
@@ -73,9 +74,9 @@ def normalize(
     communicator: Communicator,
     weighting: Weighting,
 ) -> tuple[Tensor, ...]:
-    """Normalize each input by its batch, differentiating through the statistics.
+    """Normalize each input by its batch, differentiably through the statistics.
 
-    Collective backward.
+    Not collective; the backward pass is.
     """
     tensors: list[Tensor | None] = []
     options = []
@@ -89,7 +90,7 @@ def normalize(
 def backward(
     gradients: Sequence[Gradient], communicator: Communicator
 ) -> list[tuple[Tensor | None, GradientSums]]:
-    """Gradient of each `x`, and this rank's sums. Collective if any `needs_dx`."""
+    """Gradient of each `x`, and this rank's sums. Collective if any `x` needs a gradient."""
     local = [
         statistics.backward_sums(dy, i.x, batch, eps=i.eps, axis=i.axis)
         for dy, i, batch, _ in gradients
@@ -112,7 +113,7 @@ def backward(
 
 
 class _Normalize(torch.autograd.Function):
-    """The autograd node: the statistics are inputs, their gradients are inside."""
+    """The autograd node. Gradients through the statistics, which are inputs, are part of dx."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
@@ -149,7 +150,7 @@ class _Normalize(torch.autograd.Function):
 
 
 class _Transformed(_Normalize):
-    """What torch.func takes, and takes longer to call: forward apart from its context."""
+    """`_Normalize` in the form that torch.func accepts, which takes longer to call."""
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, ...]:
@@ -161,7 +162,7 @@ class _Transformed(_Normalize):
 
 
 def _are_transformed(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether torch.func transforms one of them, and hides its memory."""
+    """Whether torch.func transforms one of the tensors; such a tensor has no memory of its own."""
     try:
         for t in tensors:
             if t is not None:
@@ -178,7 +179,6 @@ def _forward(
     options: Sequence[tuple[float, tuple[int, ...] | None, bool]],
     *tensors: Any,
 ) -> tuple[Tensor, ...]:
-    """The normalized inputs, from what the node is given."""
     ys = []
     with _without_autocast(tensors[0]):
         for i, (batch, (eps, axis, relu)) in enumerate(zip(batches, options, strict=True)):
@@ -191,7 +191,6 @@ def _forward(
 
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Keep what the backward pass needs."""
     batches, ctx.communicator, ctx.weighting, ctx.options, *tensors = inputs
     saved: list[Tensor | None] = []
     for i, (batch, y, (_, _, relu)) in enumerate(zip(batches, output, ctx.options, strict=True)):
@@ -200,13 +199,13 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> No
 
 
 def _differentiable_backward(ctx: Any, gradients: Sequence[Gradient]) -> list[Tensor | None]:
-    """Gradients of each x, weight and bias as differentiable functions of each dy and of them.
+    """Gradients of each x, weight and bias, as differentiable functions of each dy, x and weight.
 
-    The forward pass is run again out of differentiable operations, its collective included, and
-    autograd differentiates that.
+    Runs the forward pass again from differentiable operations, its collective included, and lets
+    autograd differentiate the result.
     """
-    # Other tensors than those of the outer graph: a parameter that also `x` depends on (a layer
-    # used twice) would otherwise be differentiated through `x`, which the outer graph does already.
+    # Views, which are new tensors: if `x` depends on a parameter (a layer used twice), autograd
+    # would otherwise differentiate through `x` too, which the outer graph does already.
     inputs = [
         i._replace(
             x=i.x.view_as(i.x),
@@ -246,7 +245,7 @@ class _Differentiable:
 
 
 class _AllReduce(torch.autograd.Function):
-    """A sum over ranks; the gradient of the sum of all ranks' losses is again one."""
+    """y = sum over ranks of x. The backward pass is the same operation."""
 
     @staticmethod
     def forward(x: Tensor, communicator: Communicator) -> Tensor:
@@ -262,7 +261,7 @@ class _AllReduce(torch.autograd.Function):
 
 
 def _dtypes(xs: Sequence[Tensor]) -> Any:
-    """What messages about `xs` are of: a dtype, or the names of several."""
+    """The dtype that a message about `xs` announces: one dtype, or the names of several."""
     if len(xs) == 1:
         return xs[0].dtype
     return ", ".join(str(x.dtype).rpartition(".")[2] for x in xs)

@@ -1,10 +1,10 @@
-"""DistributedDataParallel's own messages, which name no layer and have no deadline of multibn's.
+"""Deadlines for DistributedDataParallel's own messages, which have none and name no layer.
 
-Before a forward pass DistributedDataParallel broadcasts rank 0's buffers, and before its second one
-it agrees on the order of the gradients. A lost or late rank would be met there first, as gloo's
-"Connection closed by peer", or after the process group's timeout of 30 minutes. So the running
-statistics that all ranks have in common are taken out of the broadcast; before what is left of
-these messages, the ranks meet in one that has a deadline and names who is missing.
+DistributedDataParallel (DDP) broadcasts rank 0's buffers before a forward pass, and agrees on the
+order of the gradients before its second one. A lost or late rank would appear there first, as
+gloo's "Connection closed by peer", or after the process group's timeout of 30 minutes. So multibn
+takes the running statistics that are equal on all ranks out of the broadcast. Before DDP's other
+messages, multibn sends a message with a deadline, whose error names the missing rank.
 """
 
 from typing import Any
@@ -19,8 +19,7 @@ from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.base import identity
 from multibn.communicators.conversation import Conversation
 
-# Private parts of DistributedDataParallel, the same in torch 2.6 to 2.13. Where one is missing,
-# DistributedDataParallel is left as it is.
+# Private parts of DDP, the same in torch 2.6 to 2.13. If one is missing, DDP stays as it is.
 _PRIVATE = (
     "_assign_modules_buffers",
     "_has_rebuilt_buckets",
@@ -33,14 +32,14 @@ _meetings: WeakKeyDictionary[nn.Module, Communicator] = WeakKeyDictionary()
 
 
 def watch_active(kind: type[nn.Module], /) -> None:
-    """`watch` the DistributedDataParallel whose forward pass is running, if there is one."""
+    """`watch` the DDP whose forward pass is running, if any."""
     ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if ddp is not None and ddp not in _meetings:
         watch(ddp, kind)
 
 
 def watch(ddp: Any, kind: type[nn.Module], /) -> None:
-    """Let a message of multibn's be the first of every training forward pass of `ddp`.
+    """Make a message of multibn's the first of every training forward pass of `ddp`.
 
     Not collective; every rank must call it before the same forward pass. `kind` is the class of the
     layers that share statistics.
@@ -60,25 +59,25 @@ def watch(ddp: Any, kind: type[nn.Module], /) -> None:
     ddp.parameters_to_ignore = {*ddp.parameters_to_ignore, *names}
     ddp._assign_modules_buffers()
     device = next(ddp.parameters()).device.type
-    # Other backends have no deadline here, and a watchdog of their own.
+    # Of DDP's backends only gloo has multibn's deadline; NCCL has a watchdog of its own.
     is_gloo = f"{device}:gloo" in dist.get_backend_config(ddp.process_group).split(",")
     if is_gloo and _meet not in ddp._forward_pre_hooks.values():
         ddp.register_forward_pre_hook(_meet)
 
 
 def _has_equal_buffers(layer: Any, group: Communicator) -> bool:
-    """Whether the layer's running statistics are those of all ranks of `group`, on all of them."""
-    # This convention multiplies the variance by n/(n-1) for n elements of the rank's own.
+    """Whether the layer's running statistics are equal on all ranks of `group`."""
+    # "unbiased_local" multiplies the variance by n/(n-1), where n counts this rank's elements only.
     is_local = layer.running_var_convention == "unbiased_local"
     return not is_local and identity(layer.process_group) == identity(group)
 
 
 def _meet(ddp: Any, inputs: Any) -> None:
-    """Wait for all ranks, if DistributedDataParallel is to communicate before the layers do."""
+    """Wait for all ranks if DDP will communicate before the layers do."""
     if torch.compiler.is_compiling() or not (ddp.training and torch.is_grad_enabled()):
         return
     rebuilds = ddp.static_graph or not ddp.find_unused_parameters
     if ddp.will_sync_module_buffers() or (rebuilds and not ddp._has_rebuilt_buckets):
         meeting = _meetings.get(ddp)
-        if meeting is not None:  # `ddp` is no copy of one
+        if meeting is not None:  # a copy of a watched DDP has the hook and no meeting
             meeting.allreduce(torch.zeros(2, dtype=torch.float64))

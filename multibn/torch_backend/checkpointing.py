@@ -1,8 +1,8 @@
 """Activation checkpointing that updates and communicates batch statistics once.
 
-torch.utils.checkpoint runs a block a second time in the backward pass, and a batch norm inside
-updates its running statistics, and communicates, again (pytorch/pytorch#96136). Here the second
-pass replays the statistics of the first.
+torch.utils.checkpoint runs a block again in the backward pass. A batch norm inside would update
+its running statistics, and communicate, a second time (pytorch/pytorch#96136). Here the second pass
+replays the statistics of the first.
 """
 
 import functools
@@ -25,9 +25,9 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
     """Contexts of the first pass and of its recomputation, for torch.utils.checkpoint.
 
     `checkpoint(function, x, use_reentrant=False, context_fn=checkpoint_contexts)` gives the numbers
-    of `function(x)` bit for bit. Layers of multibn communicate once forward and once backward and
-    update their running statistics once. Other batch norms inside update theirs once, too; those
-    that communicate do so again.
+    of `function(x)` bit for bit. All batch norms inside update their running statistics once.
+    Layers of multibn communicate once forward and once backward; nn.SyncBatchNorm communicates
+    again in the recomputation.
     """
     first = recompute.recording()
     return first, _Recomputation(first.tape)
@@ -36,9 +36,10 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
 def recomputed(function: Callable[P, R]) -> Callable[P, R]:
     """`function` for one call of torch.utils.checkpoint with `use_reentrant=True`.
 
-    `checkpoint(recomputed(function), x, use_reentrant=True)` is to the reentrant variant, which
-    takes no contexts, what `checkpoint_contexts` is to the other. The first call of the result is
-    the first pass, all others run it again: make a new one for each call of checkpoint.
+    `checkpoint(recomputed(function), x, use_reentrant=True)` has the effect of
+    `checkpoint_contexts`, which the reentrant checkpoint does not accept. The first call of the
+    returned function is the first pass, every other call is a recomputation. So make a new one for
+    each call of checkpoint.
     """
     first, again = checkpoint_contexts()
     contexts = [first]
@@ -52,26 +53,26 @@ def recomputed(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class _Recomputation:
-    """Replays a tape, and holds the buffers of norms that know nothing of it."""
+    """Replays a tape, and restores the buffers of batch norms that have no tape."""
 
     def __init__(self, tape: recompute.Tape) -> None:
         self._replay = recompute.replaying(tape)
 
     def __enter__(self) -> None:
-        self._thread = threading.get_ident()  # other threads' modules pass the hook, too
-        self._held: dict[Tensor, Tensor] = {}
+        self._thread = threading.get_ident()  # the hook runs for modules of all threads
+        self._before: dict[Tensor, Tensor] = {}
         self._replay.__enter__()
-        self._hook = register_module_forward_pre_hook(self._hold)
+        self._hook = register_module_forward_pre_hook(self._copy_buffers)
 
     def __exit__(self, *exception: object) -> None:
         self._hook.remove()
-        for buffer, before in self._held.items():
-            # By .data: torch's batch norm saves its buffers for the backward pass, and this writes
-            # the values that they had then.
+        for buffer, before in self._before.items():
+            # `.data` keeps the version counter: autograd has saved the buffer with these values,
+            # and a higher version would be an error in the backward pass.
             buffer.data.copy_(before)
         self._replay.__exit__(*exception)  # may raise
 
-    def _hold(self, module: nn.Module, _: Any) -> None:
+    def _copy_buffers(self, module: nn.Module, _: Any) -> None:
         if isinstance(module, _NormBase) and threading.get_ident() == self._thread:
             for buffer in module.buffers(recurse=False):
-                self._held.setdefault(buffer, buffer.detach().clone())
+                self._before.setdefault(buffer, buffer.detach().clone())

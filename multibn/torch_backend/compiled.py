@@ -1,9 +1,8 @@
-"""A layer's passes, which code that torch.compile compiles calls as operators taken whole.
+"""A layer's passes as operators that torch.compile calls without looking inside.
 
-What is inside, communication included, runs as it does without compilation; the compiler sees
-tensors in and tensors out, so that a model compiles with `fullgraph=True` over any communicator.
-An operator takes numbers, strings and tensors only: a communicator goes by the number under which
-its layer has registered it.
+Inside an operator the pass, its communication included, runs as without compilation. The compiler
+sees tensors in and tensors out, so a model compiles with `fullgraph=True` over any communicator.
+An operator takes only tensors, numbers and strings, so a communicator is passed as its id.
 """
 
 from collections.abc import Sequence
@@ -20,26 +19,26 @@ from multibn.statistics import BatchStatistics
 from multibn.torch_backend import _autograd, functional
 from multibn.torch_backend._autograd import Gradient, Input
 
-# As long as their layers live: a compiled graph ends with its layers, too.
+# Weak: a communicator ends with its layer, and so does the graph compiled for the layer.
 _communicators: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
 
 
 def register(communicator: Communicator, /) -> None:
-    """Make a communicator known to the operators, under its id."""
+    """Let the operators find a communicator by its id."""
     _communicators[id(communicator)] = communicator
 
 
 def forward(
     input: Input, num_channels: int, communicator: Communicator, /, *, weighting: Weighting
 ) -> tuple[Tensor, BatchStatistics]:
-    """`functional.forward_all` of one input, which in compiled code is one operator.
+    """`functional.forward_all` of one input; one operator in compiled code.
 
-    The compiler can fuse what follows the normalization itself.
+    There, residual and ReLU stay outside the operator, so that the compiler can fuse them.
     """
     if not torch.compiler.is_compiling():
         return functional.forward_all([input], [num_channels], communicator, weighting=weighting)[0]
     x, weight, bias, eps, axis, residual, relu = input
-    axis = statistics.reduced_axes(x.ndim) if axis is None else axis
+    axis = axis or statistics.reduced_axes(x.ndim)
     y, *batch = _forward(x, weight, bias, num_channels, id(communicator), eps, weighting, axis)
     return functional.add_relu(y, residual, relu), BatchStatistics(*batch)
 
@@ -57,7 +56,7 @@ def update_running(
     """As `population.update_running`, in one operator."""
     if not isinstance(momentum, Tensor):
         momentum = torch.full((), momentum, dtype=torch.float64, device=batch.mean.device)
-    return _update_running(running_mean, running_var, *batch, momentum, local_count, convention)
+    return _update_running(running_mean, running_var, batch, momentum, local_count, convention)
 
 
 @torch.library.custom_op("multibn::sync_batch_norm", mutates_args=())
@@ -77,34 +76,20 @@ def _forward(
         _communicators[communicator],
         weighting=cast(Weighting, weighting),
     )
-    if recompute.in_recomputing():  # nothing is updated where all ranks were empty
+    if recompute.in_recomputing():  # a count of 0 makes `update_running` keep the old values
         batch = batch._replace(count=torch.zeros_like(batch.count))
-    # The statistics are parts of one message; an operator's outputs must not share memory.
+    # Cloned: an operator's outputs must not share memory, and these are parts of one message.
     return (y, *(part.clone() for part in batch))
 
 
 @_forward.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    num_channels: int,
-    communicator: int,
-    eps: float,
-    weighting: str,
-    axis: Sequence[int],
-) -> tuple[Tensor, ...]:
-    # Not x's own number of channels: the operator is to refuse another, not the compiler.
+def _(x: Tensor, weight: Any, bias: Any, num_channels: int, *options: Any) -> tuple[Tensor, ...]:
+    *_, axis = options
+    # Not x's own number of channels: the operator, and not the compiler, refuses a wrong one.
     expected = x.new_empty((x.shape[0], num_channels, *x.shape[2:]))
-    per_channel = x.new_empty(statistics.channels(expected, tuple(axis)), dtype=torch.float64)
-    scalar = x.new_empty((), dtype=torch.float64)
-    return (
-        torch.empty_like(x),
-        per_channel,
-        torch.empty_like(per_channel),
-        scalar,
-        torch.empty_like(scalar),
-    )
+    shape = statistics.channels(expected, tuple(axis))
+    shapes: list[tuple[int, ...]] = [shape, shape, (), ()]
+    return torch.empty_like(x), *(x.new_empty(s, dtype=torch.float64) for s in shapes)
 
 
 @torch.library.custom_op("multibn::sync_batch_norm_backward", mutates_args=())
@@ -126,14 +111,7 @@ def _backward(
 
 @_backward.register_fake
 def _(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    batch: Sequence[Tensor],
-    communicator: int,
-    eps: float,
-    needs_dx: bool,
-    axis: Sequence[int],
+    dy: Tensor, x: Tensor, weight: Any, batch: Sequence[Tensor], *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(batch[0]), torch.empty_like(batch[0])
 
@@ -165,10 +143,7 @@ _forward.register_autograd(_differentiate, setup_context=_setup_context)
 def _update_running(
     running_mean: Tensor,
     running_var: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    count: Tensor,
-    element_weight: Tensor,
+    batch: Sequence[Tensor],
     momentum: Tensor,
     local_count: int,
     convention: str,
@@ -176,7 +151,7 @@ def _update_running(
     return population.update_running(
         running_mean,
         running_var,
-        BatchStatistics(mean, var, count, element_weight),
+        BatchStatistics(*batch),
         momentum=momentum,
         local_count=local_count,
         convention=cast(RunningVar, convention),

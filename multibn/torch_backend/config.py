@@ -14,49 +14,43 @@ from multibn.torch_backend.naive import (
 )
 from multibn.torch_backend.sub_batch_norm import SubBatchNorm1d, SubBatchNorm2d, SubBatchNorm3d
 
-_KNOWN = "'batchnorm', 'sub_batchnorm', 'sync_batchnorm' or 'sync_batchnorm_apex'"
+_TYPES = "'batchnorm', 'sub_batchnorm', 'sync_batchnorm' or 'sync_batchnorm_apex'"
 
-# By the number of dimensions that are neither batch nor channels.
+# Keys: number of spatial dimensions.
 _BATCH_NORM = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 _SUB_BATCH_NORM = {1: SubBatchNorm1d, 2: SubBatchNorm2d, 3: SubBatchNorm3d}
 _NAIVE_SYNC_BATCH_NORM = {1: NaiveSyncBatchNorm1d, 2: NaiveSyncBatchNorm2d, 3: NaiveSyncBatchNorm3d}
 
 
 def get_norm(cfg: Any, dim: int = 3) -> Callable[..., nn.Module]:
-    """The layer that `cfg.BN` names, as PySlowFast's function of this name.
+    """The layer that `cfg.BN` names; takes the place of PySlowFast's `get_norm`.
 
-    ========================  ======================================================================
-    `cfg.BN.NORM_TYPE`        what `norm(num_features=..., **bn_args)` makes
-    ========================  ======================================================================
-    `"batchnorm"`             nn.BatchNorm1d, 2d or 3d
-    `"sub_batchnorm"`         SubBatchNorm1d, 2d or 3d with `num_splits=NUM_SPLITS`
-    `"sync_batchnorm"`        NaiveSyncBatchNorm1d, 2d or 3d with `global_sync=GLOBAL_SYNC` and
-                              `num_sync_devices=NUM_SYNC_DEVICES`; GLOBAL_SYNC wins
-    `"sync_batchnorm_apex"`   SyncBatchNorm over NUM_SYNC_DEVICES consecutive ranks, 0 for all, as
-                              PySlowFast called apex, which has no such layer any more
-    ========================  ======================================================================
+    `cfg.BN.NORM_TYPE` is one of
+
+    - `"batchnorm"`: nn.BatchNorm1d, 2d or 3d;
+    - `"sub_batchnorm"`: SubBatchNorm1d, 2d or 3d with `num_splits=NUM_SPLITS`;
+    - `"sync_batchnorm"`: NaiveSyncBatchNorm1d, 2d or 3d with `global_sync=GLOBAL_SYNC`, which wins,
+      and `num_sync_devices=NUM_SYNC_DEVICES`;
+    - `"sync_batchnorm_apex"`: SyncBatchNorm over NUM_SYNC_DEVICES consecutive ranks, 0 for all, in
+      the place of apex's layer, which no longer exists.
+
+    Call the result with `num_features` by name, as PySlowFast does: the classes differ in their
+    first positional argument.
 
     Parameters
     ----------
     cfg
         A yacs CfgNode, an OmegaConf config, a dict, or an object with attributes (a dataclass),
-        with a node BN of any of these kinds. Only NORM_TYPE is required; the others have
+        with a node BN of any of these kinds. Only NORM_TYPE is required. The other entries have
         PySlowFast's defaults: NUM_SPLITS 1, NUM_SYNC_DEVICES 1, GLOBAL_SYNC False.
     dim
         1, 2 or 3: whether the input is `(N, C, L)` (or `(N, C)`), `(N, C, H, W)` or
         `(N, C, T, H, W)`.
 
-    Returns
-    -------
-    callable
-        A class, or a functools.partial of one. PySlowFast calls it with `num_features` by name, and
-        so should you: the classes differ in their first positional argument.
-
     Raises
     ------
     ValueError
-        If `cfg` has no BN or BN no NORM_TYPE, NORM_TYPE is none of the four, or `dim` is not 1, 2
-        or 3.
+        If `cfg` lacks BN or BN.NORM_TYPE, NORM_TYPE is none of the four, or `dim` is not 1, 2 or 3.
     """
     if dim not in (1, 2, 3):
         raise ValueError(f"`dim` must be 1, 2 or 3: got {dim!r}.")
@@ -64,7 +58,7 @@ def get_norm(cfg: Any, dim: int = 3) -> Callable[..., nn.Module]:
     norm_type = None if bn is None else _get(bn, "NORM_TYPE", None)
     if norm_type is None:
         missing = "BN" if bn is None else "BN.NORM_TYPE"
-        raise ValueError(f"`cfg` must have {missing}: got {cfg!r}. Set BN.NORM_TYPE to {_KNOWN}.")
+        raise ValueError(f"`cfg` must have {missing}: got {cfg!r}. Set BN.NORM_TYPE to {_TYPES}.")
     if norm_type == "batchnorm":
         return _BATCH_NORM[dim]
     if norm_type == "sub_batchnorm":
@@ -77,11 +71,10 @@ def get_norm(cfg: Any, dim: int = 3) -> Callable[..., nn.Module]:
         )
     if norm_type == "sync_batchnorm_apex":
         return partial(SyncBatchNorm, process_group=_get(bn, "NUM_SYNC_DEVICES", 1) or None)
-    raise ValueError(f"`cfg.BN.NORM_TYPE` must be one of {_KNOWN}: got {norm_type!r}.")
+    raise ValueError(f"`cfg.BN.NORM_TYPE` must be one of {_TYPES}: got {norm_type!r}.")
 
 
 def _get(node: Any, key: str, default: Any) -> Any:
-    """Entry or attribute of a config node."""
-    if isinstance(node, Mapping):  # yacs nodes and OmegaConf's too
+    if isinstance(node, Mapping):  # as nodes of yacs and OmegaConf are
         return node.get(key, default)
     return getattr(node, key, default)

@@ -17,7 +17,7 @@ from multibn.torch_backend.sub_batch_norm import _SubBatchNorm
 
 _M = TypeVar("_M", bound=nn.Module)
 
-# What a class may define and still behave like the batch norm that it derives from.
+# A class that defines only these names behaves like the batch norm that it derives from.
 _HARMLESS = {
     "__annotations__",
     "__constants__",
@@ -34,7 +34,7 @@ _HARMLESS = {
 class BatchNorm(_BatchNorm):
     """Batch normalization of this process alone, for any number of dimensions from 2.
 
-    What `revert_sync_batchnorm` makes of a `SyncBatchNorm` that was built as one.
+    `revert_sync_batchnorm` returns one for a `SyncBatchNorm` that was never converted.
     """
 
     def _check_input_dim(self, input: Any) -> None:
@@ -53,41 +53,33 @@ def convert_sync_batchnorm(
 ) -> Any:
     """Replace every nn.BatchNorm1d, 2d, 3d and nn.SyncBatchNorm of a model by `SyncBatchNorm`.
 
-    Call it before the optimizer and DistributedDataParallel are built, or after: parameters and
-    buffers stay the same objects. DistributedDataParallel then leaves the running statistics that
-    all ranks have in common out of its broadcast of buffers, at once or after the first training
-    forward pass. Dtype, device, training mode, requires_grad, hooks, qconfig and every other
-    attribute stay too, and a layer used in several places stays one layer. Layers are found as
-    children of modules, not in plain lists and dictionaries. Converting again changes nothing. Not
-    collective.
+    Returns `module`, or the new layer if `module` is a batch norm itself. Call it before or after
+    the construction of the optimizer and DistributedDataParallel (DDP): parameters and buffers stay
+    the same objects. So do all other attributes, hooks among them, and a layer used in several
+    places stays one layer. From the first training forward pass on, at the latest, DDP leaves
+    running statistics that are equal on all ranks out of its broadcast of buffers. Layers in plain
+    lists and dictionaries stay unchanged. Not collective.
 
     Parameters
     ----------
     module
-        The model, changed in place; or a batch norm layer, whose parameters, buffers and hooks the
-        new layer takes over.
+        The model, changed in place.
     process_group
-        Who shares statistics: anything that `multibn.as_communicator` takes. A converted
-        nn.SyncBatchNorm keeps its own group where None is given.
+        The ranks that share statistics: anything that `multibn.as_communicator` takes. With None,
+        an nn.SyncBatchNorm keeps its own group.
     weighting, running_var
         As `SyncBatchNorm`'s.
-
-    Returns
-    -------
-    torch.nn.Module
-        `module`, or the new layer if it is a batch norm itself.
 
     Raises
     ------
     TypeError, ValueError
-        As `SyncBatchNorm`, for the arguments that they share.
+        As `SyncBatchNorm`.
 
     Warns
     -----
     UserWarning
-        For a batch norm whose class overrides more than its constructor (a forward pass of its own,
-        for example), a parametrized layer, or a lazy one that has seen no input: it is left as it
-        is.
+        For a layer that stays as it is: its class overrides more than the constructor, or the layer
+        is parametrized, or lazy and without an input so far.
     """
     SyncBatchNorm(1, process_group=process_group, weighting=weighting, running_var=running_var)
 
@@ -115,21 +107,16 @@ def convert_sync_batchnorm(
 def revert_sync_batchnorm(module: nn.Module) -> Any:
     """Replace every `SyncBatchNorm` by a layer of the class that it was converted from.
 
-    For export or single-process use. Keeps what `convert_sync_batchnorm` keeps. A layer that was
-    built as a `SyncBatchNorm` becomes a `BatchNorm` for any number of dimensions, and one that was
-    built as a `NaiveSyncBatchNorm2d` an nn.BatchNorm2d. A process group that is not known in this
-    process (the model was saved elsewhere) is forgotten. Not collective.
-
-    Returns
-    -------
-    torch.nn.Module
-        `module`, changed in place, or the new layer if it is a `SyncBatchNorm` itself.
+    For export or single-process use. Changes `module` in place and returns the same as
+    `convert_sync_batchnorm`. A layer that was built as a `SyncBatchNorm` becomes a `BatchNorm`, a
+    `NaiveSyncBatchNorm2d` an nn.BatchNorm2d. An nn.SyncBatchNorm gets its process group back, if
+    this process knows the group. Not collective.
 
     Warns
     -----
     UserWarning
-        For a `SyncBatchNorm` that `convert_sync_batchnorm` would not touch if it were torch's, or
-        that has a ReLU inside: it is left as it is.
+        For a layer that stays as it is, for the reasons of `convert_sync_batchnorm` or because it
+        ends in a ReLU.
     """
 
     def revert(layer: nn.Module) -> nn.Module:
@@ -139,7 +126,7 @@ def revert_sync_batchnorm(module: nn.Module) -> Any:
             return layer
         original = layer.converted_from or BatchNorm
         new = _with_class(layer, original)
-        communicator = new.__dict__.pop("_communicator").wrapped
+        communicator = new.__dict__.pop("conversation").wrapped
         for name in ("weighting", "running_var_convention", "fuse_relu", "converted_from"):
             new.__dict__.pop(name, None)
         if issubclass(original, nn.SyncBatchNorm):
@@ -150,7 +137,7 @@ def revert_sync_batchnorm(module: nn.Module) -> Any:
 
 
 def _obstructed(layer: nn.Module, home: str, consequence: str) -> bool:
-    """Warn and return True if `layer` is more than its base class from the package `home`."""
+    """Warn and return True if `layer` does more than its first base class in the module `home`."""
     cls = type(layer)
     derived = itertools.takewhile(lambda base: not base.__module__.startswith(home), cls.__mro__)
     overridden = sorted({name for base in derived for name in vars(base)} - _HARMLESS)
@@ -172,27 +159,27 @@ def _obstructed(layer: nn.Module, home: str, consequence: str) -> bool:
 
 
 def _with_class(layer: nn.Module, cls: type[_M]) -> _M:
-    """A module of `cls` with everything that `layer` has, as the same objects."""
+    """A module of `cls` with the same attributes as `layer`."""
     new = cls.__new__(cls)
-    # The very dictionaries of parameters, buffers and hooks: handles that remove a hook, and
-    # whoever holds on to the old layer, go on working.
+    # The same dictionaries of parameters, buffers and hooks: a handle can still remove its hook,
+    # and references to the old layer stay in use.
     new.__dict__.update(layer.__dict__)
     hook: Any
     for hook in new._load_state_dict_pre_hooks.values():
-        if hook.with_module:  # torch keeps a weak reference to the module it was registered on
+        if hook.with_module:  # torch has a weak reference to the old layer here
             hook.module = weakref.ref(new)
     return new
 
 
 def _replace(module: nn.Module, exchange: Callable[[nn.Module], nn.Module]) -> nn.Module:
-    """Apply `exchange` to `module` and all modules below, once to each."""
+    """Apply `exchange` once to `module` and once to each module below it."""
     done: dict[int, nn.Module] = {}
 
     def visit(old: nn.Module) -> nn.Module:
         if id(old) not in done:
             done[id(old)] = new = exchange(old)
             for name, child in list(new._modules.items()):
-                # Who shares statistics in a SubBatchNorm was chosen when it was built.
+                # A SubBatchNorm, with its parts, keeps the ranks that its constructor got.
                 if child is not None and not isinstance(new, _SubBatchNorm):
                     new._modules[name] = visit(child)
         return done[id(old)]

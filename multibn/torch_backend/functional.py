@@ -1,6 +1,6 @@
 """Synchronized batch normalization as a differentiable function of tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -29,8 +29,8 @@ def sync_batch_norm(
     """Normalize `x` by the statistics of the batch that all ranks hold together.
 
     Collective: every rank of `process_group` must call it, a rank with an empty batch included, and
-    must run the backward pass if any does. One allreduce of 2C+4 float64 numbers each way, none
-    backward if `x` needs no gradient.
+    must run the backward pass if any rank does. One allreduce of 2C+4 float64 numbers each way;
+    none backward if `x` needs no gradient.
 
     Parameters
     ----------
@@ -38,14 +38,10 @@ def sync_batch_norm(
         Shape `(N, C, *spatial)`, floating-point, any memory format. N and the spatial sizes may
         differ between ranks and may be 0.
     weight, bias
-        Shape `(C,)`, or None for 1 and 0. Their gradients are this rank's sums, as those of
+        Shape `(C,)`, or None for 1 and 0. Their gradients are this rank's sums, as with
         torch.nn.SyncBatchNorm: DistributedDataParallel averages them like any other gradient.
-    process_group
-        Anything that `multibn.as_communicator` takes.
-    eps
-        Added to the variance.
-    weighting
-        What a rank counts for, see `multibn.aggregate`.
+    process_group, eps, weighting
+        As `SyncBatchNorm`.
 
     Returns
     -------
@@ -56,30 +52,29 @@ def sync_batch_norm(
 
     Raises
     ------
-    TypeError
-        If `x` is not floating-point, or `process_group` is no communicator.
-    ValueError
-        If the shapes do not fit, or all ranks hold one value per channel together.
+    TypeError, ValueError
+        If `x` is not floating-point, the shapes do not fit, or `process_group` is no communicator.
+        ValueError if all ranks hold one value per channel together.
     RuntimeError
-        On the other ranks, if one rank's input was refused; on all, if they are in different
-        layers, or in different phases of one.
+        On the other ranks, if one rank's input was refused. On all ranks, if they are in different
+        layers, or in different phases of one layer.
     FloatingPointError
-        On all ranks, if the statistics of one are not finite (on a GPU one call later).
+        On all ranks, if the moments of one rank are not finite (on a GPU one call later).
 
     Notes
     -----
-    Differentiating twice (`create_graph=True`) is exact over ranks; it repeats the forward's
-    collective in the backward pass. `x` must need a gradient on all ranks or on none: ranks where
-    it does wait for the others in the backward pass.
+    Second derivatives (`create_graph=True`) are exact over ranks; the backward pass then repeats
+    the forward pass's allreduce. `x` must need a gradient on all ranks or on none: in the backward
+    pass, ranks that need one wait for all others.
     """
     communicator = Conversation(as_communicator(process_group), lambda: "sync_batch_norm")
     shapes = [tuple(p.shape) for p in (weight, bias) if p is not None]
     if len(set(shapes)) > 1 or any(len(shape) != 1 for shape in shapes):
         error = ValueError(f"`weight` and `bias` must have the same shape (C,): got {shapes}.")
         refuse(error, [x], [None], communicator)
-    num_channels = shapes[0][0] if shapes else None
-    inputs = [Input(x, weight, bias, eps)]
-    return forward_all(inputs, [num_channels], communicator, weighting=weighting)[0]
+    num_channels = [shapes[0][0] if shapes else None]
+    i = Input(x, weight, bias, eps)
+    return forward_all([i], num_channels, communicator, weighting=weighting)[0]
 
 
 def forward_all(
@@ -92,21 +87,20 @@ def forward_all(
 ) -> list[tuple[Tensor, BatchStatistics]]:
     """Check several inputs and normalize them, with one message each way. Collective.
 
-    `num_channels` are the channels that they must have, see `check_input`.
+    `num_channels` has the required channels of each input, see `check_input`.
     """
     _refuse_ddp_join(communicator)
-    checked = []
+    complete = []
     for i, n in zip(inputs, num_channels, strict=True):
-        error = _input_error(i.x, n)
-        if error is None and i.residual is not None:
-            error = _residual_error(i.residual, i.x)
-        if error is not None:
-            xs = [i.x for i in inputs]
-            refuse(error, xs, num_channels, communicator)
-        axis = statistics.reduced_axes(i.x.ndim) if i.axis is None else i.axis
-        checked.append(i._replace(axis=axis))
-    batches = _autograd.batch_statistics(checked, communicator, weighting)
-    ys = _autograd.normalize(checked, batches, communicator, weighting)
+        try:
+            check_input(i.x, n)
+            if i.residual is not None:
+                _check_residual(i.residual, i.x)
+        except (TypeError, ValueError) as error:
+            refuse(error, [i.x for i in inputs], num_channels, communicator)
+        complete.append(i if i.axis else i._replace(axis=statistics.reduced_axes(i.x.ndim)))
+    batches = _autograd.batch_statistics(complete, communicator, weighting)
+    ys = _autograd.normalize(complete, batches, communicator, weighting)
     return list(zip(ys, batches, strict=True))
 
 
@@ -120,17 +114,17 @@ def normalize_by_running(
     *,
     eps: float,
 ) -> Tensor:
-    """Normalize `x` by running statistics, as in evaluation. Not collective."""
+    """Normalize `x` by running statistics. Not collective."""
     if all(t is None or t.dtype == x.dtype for t in (weight, bias, running_mean)):
         return F.batch_norm(x, running_mean, running_var, weight, bias, eps=eps)
-    # Dtypes that training takes and torch's function does not.
+    # F.batch_norm refuses this mixture of dtypes, which training accepts.
     mean, var = running_mean.double(), running_var.double()
     batch = BatchStatistics(mean, var, count=mean.new_zeros(()), element_weight=mean.new_zeros(()))
     return statistics.normalize(x, batch, weight=weight, bias=bias, eps=eps)
 
 
 def add_relu(y: Tensor, residual: Tensor | None, relu: bool, /) -> Tensor:
-    """`y` plus `residual`, then ReLU, where asked for, as operations of their own."""
+    """Add `residual`, if any, to `y`, then apply ReLU if `relu`."""
     y = y if residual is None else y + residual
     return y.relu() if relu else y
 
@@ -138,27 +132,56 @@ def add_relu(y: Tensor, residual: Tensor | None, relu: bool, /) -> Tensor:
 def check_input(x: Any, num_channels: int | None, /) -> None:
     """Raise unless `x` is a floating-point tensor of shape `(N, num_channels, *spatial)`.
 
-    `num_channels=None` takes any number but 0. Not collective: see `refuse`.
+    `num_channels=None` accepts any number but 0. Not collective: see `refuse`.
     """
-    error = _input_error(x, num_channels)
-    if error is not None:
-        raise error
+    if not isinstance(x, Tensor):
+        raise TypeError(f"the input must be a torch.Tensor: got {type(x).__qualname__}.")
+    if x.layout != torch.strided or x.is_meta:
+        raise TypeError(
+            f"the input must be a dense tensor with data: got layout {x.layout} on {x.device}. "
+            "Call to_dense() on a sparse tensor."
+        )
+    shape = tuple(x.shape)
+    if len(shape) < 2:
+        raise ValueError(
+            f"the input must have 2 or more dimensions, (N, C, *spatial): got shape {shape}."
+        )
+    if shape[1] == 0:
+        raise ValueError(f"the input must have channels: got 0 in shape {shape}.")
+    if num_channels is not None and shape[1] != num_channels:
+        raise ValueError(
+            f"the input must have {num_channels} channels in dimension 1, as many as the layer's "
+            "`num_features` or the length of `weight` and `bias`: "
+            f"got {shape[1]} in shape {shape}."
+        )
+    if not x.dtype.is_floating_point:
+        raise statistics.not_floating(x)
+
+
+def _check_residual(residual: Any, x: Tensor) -> None:
+    if not isinstance(residual, Tensor):
+        raise TypeError(f"`residual` must be a torch.Tensor: got {type(residual).__qualname__}.")
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        raise ValueError(
+            f"`residual` must have the shape and dtype of the input, {tuple(x.shape)} and "
+            f"{x.dtype}: got {tuple(residual.shape)} and {residual.dtype}."
+        )
 
 
 def _refuse_ddp_join(communicator: Communicator) -> None:
-    """Raise inside DistributedDataParallel.join, on all ranks, before anything is communicated.
+    """Raise inside DistributedDataParallel.join, on all ranks, before any communication.
 
-    A rank that has run out of data answers the collectives of DistributedDataParallel only, and
-    would answer a layer's with one of those.
+    There, a rank without data runs the collectives of DistributedDataParallel only, which the other
+    ranks would take for a layer's.
     """
     ddp: Any = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
     joining = None if ddp is None else ddp._join_config
-    if joining and joining.enable and not joining.throw_on_early_termination:
-        if communicator.size == 1:
-            return
+    if not (joining and joining.enable) or joining.throw_on_early_termination:
+        return
+    if communicator.size > 1:
         raise RuntimeError(
             "layers that share statistics cannot be trained inside DistributedDataParallel.join: "
-            f"it does not know of their communication, over {communicator.size} ranks. Use "
+            f"that join does not know of their communication over {communicator.size} ranks. Use "
             "multibn.torch_backend.join, or join(throw_on_early_termination=True), which ends "
             "with the first rank that runs out of data."
         )
@@ -170,49 +193,25 @@ def refuse(
     num_channels: Sequence[int | None],
     communicator: Communicator,
 ) -> NoReturn:
-    """Raise `error` once the other ranks know; they cannot if the channels are not known here."""
+    """Raise `error`, and let the other ranks raise too. Collective if the channels are known.
+
+    The message that the other ranks expect has a length that depends on the channels. Without them
+    this rank raises alone.
+    """
     known = [
         n or (x.shape[1] if isinstance(x, Tensor) and x.ndim > 1 else 0)
         for x, n in zip(xs, num_channels, strict=True)
     ]
     if all(known):
-        on = next((x.device for x in xs if isinstance(x, Tensor) and not x.is_meta), None)
-        statistics.refuse(communicator, *known, like=torch.empty(0, device=on))
+        device = next((x.device for x in xs if isinstance(x, Tensor) and not x.is_meta), None)
+        statistics.refuse(communicator, *known, like=torch.empty(0, device=device))
     raise error
 
 
-def _residual_error(residual: Any, x: Tensor) -> Exception | None:
-    if not isinstance(residual, Tensor):
-        return TypeError(f"`residual` must be a torch.Tensor: got {type(residual).__qualname__}.")
-    if residual.shape != x.shape or residual.dtype != x.dtype:
-        return ValueError(
-            f"`residual` must have the shape and dtype of the input, {tuple(x.shape)} and "
-            f"{x.dtype}: got {tuple(residual.shape)} and {residual.dtype}."
-        )
-    return None
-
-
-def _input_error(x: Any, num_channels: int | None) -> Exception | None:
-    if not isinstance(x, Tensor):
-        return TypeError(f"the input must be a torch.Tensor: got {type(x).__qualname__}.")
-    if x.layout != torch.strided or x.is_meta:
-        return TypeError(
-            f"the input must be a dense tensor with data: got layout {x.layout} on {x.device}. "
-            "Call to_dense() on a sparse tensor."
-        )
-    shape = tuple(x.shape)
-    if len(shape) < 2:
-        return ValueError(
-            f"the input must have 2 or more dimensions, (N, C, *spatial): got shape {shape}."
-        )
-    if shape[1] == 0:
-        return ValueError(f"the input must have channels: got 0 in shape {shape}.")
-    if num_channels is not None and shape[1] != num_channels:
-        return ValueError(
-            f"the input must have {num_channels} channels in dimension 1, as many as the layer's "
-            "`num_features` or the length of `weight` and `bias`: "
-            f"got {shape[1]} in shape {shape}."
-        )
-    if not x.dtype.is_floating_point:
-        return statistics.not_floating(x)
-    return None
+def dimensions_error(layer: nn.Module, x: Tensor, shapes: Mapping[int, str], /) -> ValueError:
+    """The error for an `x` whose number of dimensions is not among `shapes`, number: text."""
+    return ValueError(
+        f"the input of {type(layer).__name__} must have {' or '.join(map(str, shapes))} "
+        f"dimensions, {' or '.join(shapes.values())}: got shape {tuple(x.shape)}. Use the 1d, 2d "
+        "or 3d class that fits."
+    )

@@ -16,12 +16,15 @@ from multibn.statistics import BatchStatistics
 from multibn.torch_backend import _data_parallel, compiled, functional
 from multibn.torch_backend._autograd import Input
 
-_ALONE = SingleProcess()
-compiled.register(_ALONE)
+#: This process alone, known to compiled code.
+ALONE = SingleProcess()
+compiled.register(ALONE)
 
 
 class Synchronized(nn.Module):
-    """What all layers have in common that share statistics: with whom, and their conventions."""
+    """Base class of the layers that share statistics: the ranks, and the conventions."""
+
+    conversation: Conversation  # the layer's communicator, with the layer's name in its model
 
     def configure(
         self,
@@ -30,10 +33,7 @@ class Synchronized(nn.Module):
         weighting: Weighting = "element",
         running_var: RunningVar = "unbiased_global",
     ) -> None:
-        """Choose who shares statistics, and the conventions; arguments as the constructor's.
-
-        Not collective.
-        """
+        """Set the ranks and the conventions, see `SyncBatchNorm`. Not collective."""
         check_choice("weighting", weighting, Weighting)
         check_choice("running_var", running_var, RunningVar)
         self.process_group = process_group
@@ -43,29 +43,29 @@ class Synchronized(nn.Module):
     @property
     def process_group(self) -> Communicator:
         """The ranks that share statistics, as a communicator."""
-        return self._communicator.wrapped
+        return self.conversation.wrapped
 
     @process_group.setter
     def process_group(self, obj: Any) -> None:
-        # Held by the layer only, and holding it in no way: a copy of the layer makes its own.
+        # A weak reference: the conversation must not keep its layer alive.
         layer = weakref.ref(self)
-        self._communicator = Conversation(as_communicator(obj), lambda: _name(layer()))
-        compiled.register(self._communicator)
+        self.conversation = Conversation(as_communicator(obj), lambda: _name(layer()))
+        compiled.register(self.conversation)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_communicator": self.process_group}
+        return {**self.__dict__, "conversation": self.process_group}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.process_group = self.__dict__.pop("_communicator")
+        self.process_group = self.__dict__.pop("conversation")  # a copy has its own name
 
 
 def _name(layer: nn.Module | None) -> str:
-    """What its model's state dict calls a layer, as far as the running forward pass tells."""
+    """The layer's name in the state dict of the model whose forward pass is running."""
     if layer is None:
         return "a layer"
     path = find_path(layer, nn.Module, lambda model: model.named_modules())
-    # What DistributedDataParallel and torch.compile add.
+    # DistributedDataParallel adds "module" to the path, torch.compile adds "_orig_mod".
     steps = [step for step in path.split(".") if step not in ("module", "_orig_mod")]
     return ".".join(steps) or type(layer).__qualname__
 
@@ -73,10 +73,10 @@ def _name(layer: nn.Module | None) -> str:
 def update_buffers(
     bn: _BatchNorm, batch: BatchStatistics, local_count: int, convention: RunningVar
 ) -> bool:
-    """Write the running statistics of `bn`; `local_count` is this rank's elements per channel.
+    """Update the running statistics of `bn`; `local_count` is this rank's elements per channel.
 
-    Returns False, and writes nothing, in a pass that runs again. Compiled code does not know
-    whether it runs in one: `batch.count` is 0 there, so that the values written are the old ones.
+    Returns False, and writes nothing, in a recomputation. Compiled code cannot tell whether it runs
+    in a recomputation. There, `batch.count` is 0, which makes `update_running` keep the old values.
     """
     if bn.running_mean is None or bn.running_var is None:
         return False
@@ -85,7 +85,7 @@ def update_buffers(
         if recompute.in_recomputing():
             return False
         _data_parallel.watch_active(Synchronized)
-    if not compiling and batch.count.is_cpu:  # numbers are faster than tensors of one
+    if not compiling and batch.count.is_cpu:  # Python numbers are faster than tensors of shape ()
         batch = batch._replace(count=batch.count.item())
         counted: Any = int(batch.count > 0)
     else:
@@ -93,7 +93,7 @@ def update_buffers(
     momentum: float | Tensor = bn.momentum or 0.0
     if bn.num_batches_tracked is not None:
         bn.num_batches_tracked.add_(counted)
-        if bn.momentum is None:  # 1/n, left on the device; nothing is read if all ranks are empty
+        if bn.momentum is None:  # 1/n; a tensor, so that nothing waits for a GPU
             momentum = bn.num_batches_tracked.clamp(min=1).double().reciprocal().to(batch.mean)
     if batch.mean.ndim > 1:
         batch = batch._replace(mean=batch.mean.flatten(), var=batch.var.flatten())
@@ -115,14 +115,13 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
 
     N ranks give the numbers that one process gives on the concatenated batch, on any device and
     backend, for any split of the batch, empty ranks included. The layer takes the place of
-    torch.nn.SyncBatchNorm and of nn.BatchNorm1d, 2d and 3d, whose state dicts it shares. It derives
-    from their base class and not from nn.SyncBatchNorm, which DistributedDataParallel refuses on
-    CPU.
+    torch.nn.SyncBatchNorm and of nn.BatchNorm1d, 2d and 3d, and its state dicts are theirs. Its
+    base class is not nn.SyncBatchNorm, which DistributedDataParallel refuses on CPU.
 
-    In training, the forward pass is collective: every rank must call it, with one allreduce of 2C+4
-    float64 numbers, and one in the backward pass: the moments or sums, and what tells whether all
-    ranks are in the same place. A layer's first call has one more, of a fixed size. In evaluation
-    nothing is communicated.
+    In training, the forward pass is collective: every rank must call it. It has one allreduce of
+    2C+4 float64 numbers, and so has the backward pass: moments or sums, and a fingerprint by which
+    the ranks see that they are in the same layer. A layer's first call has one more allreduce, of a
+    fixed size. In evaluation the layer does not communicate.
 
     Parameters
     ----------
@@ -131,37 +130,30 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
     eps, momentum, affine, track_running_stats, device, dtype, bias
         As torch's batch norms; `momentum=None` keeps the cumulative average.
     process_group
-        Anything that `multibn.as_communicator` takes: None for the default process group where one
-        is initialised when the layer is first used, else this process alone.
+        Anything that `multibn.as_communicator` takes. None stands for the default process group if
+        one is initialised when the layer is first used, else for this process alone.
     weighting
-        What a rank counts for: `"element"`, its elements per channel (the concatenated batch),
-        `"sample"`, its batch size, or `"rank"`, the same as every other that is not empty.
+        The weight of a rank: `"element"`, its elements per channel (the concatenated batch),
+        `"sample"`, its batch size, or `"rank"`, the same for every rank that is not empty.
     running_var
-        The variance kept in the buffer of this name: `"unbiased_global"` (torch),
-        `"unbiased_local"` (ChainerMN) or `"biased"` (detectron2), see `multibn.running_variance`.
+        The variance in the buffer of this name: `"unbiased_global"` (torch), `"unbiased_local"`
+        (ChainerMN) or `"biased"` (detectron2), see `multibn.running_variance`.
     fuse_relu
-        Whether a ReLU follows inside of the layer; `layer(input, residual)` adds a tensor like the
-        input before it. On a GPU both cost no pass of their own. Nothing else needs the values
-        before the ReLU, so they are not kept.
+        Whether the layer ends in a ReLU; `layer(input, residual)` adds a tensor like the input
+        before the ReLU. On a GPU neither costs a pass of its own, and the values before the ReLU
+        take no memory.
 
     Raises
     ------
-    ValueError
-        If `num_features` is not positive, or `weighting` or `running_var` is none of those above.
     TypeError, ValueError
-        If `process_group` is no communicator, or this process is not part of it.
-
-    Notes
-    -----
-    In training, the call raises ValueError or TypeError for an input that does not fit, and
-    RuntimeError on the other ranks; on all ranks ValueError if they hold one value per channel
-    together, FloatingPointError if the statistics are not finite, and RuntimeError if the ranks are
-    in different layers. An empty batch on all ranks changes nothing.
+        If `process_group` is no communicator, or this process is not part of it. ValueError if
+        `num_features` is not positive, or `weighting` or `running_var` is unknown. A call raises as
+        `sync_batch_norm`.
     """
 
-    # The class that `convert_sync_batchnorm` found, for `revert_sync_batchnorm`.
+    # The class before `convert_sync_batchnorm`, for `revert_sync_batchnorm`.
     converted_from: type[_BatchNorm] | None = None
-    fuse_relu = False  # of layers that were converted, or saved by an older version
+    fuse_relu = False  # the value in layers that were converted
 
     def __init__(
         self,
@@ -199,20 +191,20 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         y, batch = compiled.forward(
             Input(input, self.weight, self.bias, self.eps, residual=residual, relu=self.fuse_relu),
             self.num_features,
-            self._communicator if self.training else _ALONE,
+            self.conversation if self.training else ALONE,
             weighting=self.weighting,
         )
         self.track(batch, input)
         return y
 
     def track(self, batch: BatchStatistics, input: Tensor) -> None:
-        """Update the running statistics, if they are to be, by those of the batch of `input`."""
+        """In training, update the running statistics by those of the batch of `input`."""
         if self.training and self.track_running_stats:
             local_count = input.numel() // self.num_features
             update_buffers(self, batch, local_count, self.running_var_convention)
 
     def _check_input_dim(self, input: Tensor) -> None:
-        """Any number of dimensions from 2: `forward` checks."""
+        """Accept every input: `forward` checks it."""
 
     def extra_repr(self) -> str:
         return (

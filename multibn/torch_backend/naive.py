@@ -1,22 +1,21 @@
 """Grouped synchronization under the names of detectron2, PySlowFast, pytorchvideo and TimeSformer.
 
-Their layers average the ranks' means and means of squares in float32 and keep the biased variance;
-"naive" is what they call that. Here the statistics are exact, and `weighting="rank"` with
-`running_var="biased"` gives their numbers.
+Those "naive" layers average the ranks' means and means of squares in float32 and keep the biased
+variance. Here the statistics are exact, and `weighting="rank"` with `running_var="biased"` gives
+the numbers of the naive layers.
 """
 
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from multibn import statistics
-from multibn.communicators import Communicator, Group, SingleProcess, as_communicator
-from multibn.torch_backend.modules import SyncBatchNorm
+from multibn.communicators import Communicator, Group, as_communicator
+from multibn.torch_backend import functional
+from multibn.torch_backend.modules import ALONE, SyncBatchNorm
 
 
 class _NaiveSyncBatchNorm(SyncBatchNorm):
-    # Number of dimensions of the input, each with its name in the error message.
-    _shapes: ClassVar[dict[int, str]]
+    _shapes: ClassVar[dict[int, str]]  # number of dimensions of the input: text for errors
 
     def __init__(
         self,
@@ -36,57 +35,40 @@ class _NaiveSyncBatchNorm(SyncBatchNorm):
         return super().forward(input, residual)
 
     def _check_input_dim(self, input: Tensor) -> None:
-        if not isinstance(input, Tensor) or input.ndim in self._shapes:
-            return  # what is no tensor is refused by `forward`
-        communicator = self._communicator if self.training else SingleProcess()
-        statistics.refuse(communicator, self.num_features, like=input)
-        numbers = " or ".join(map(str, self._shapes))
-        raise ValueError(
-            f"the input of {type(self).__name__} must have {numbers} dimensions, "
-            f"{' or '.join(self._shapes.values())}: got shape {tuple(input.shape)} on rank "
-            f"{communicator.rank} of its group. SyncBatchNorm takes any number from 2."
-        )
+        if isinstance(input, Tensor) and input.ndim not in self._shapes:
+            communicator = self.conversation if self.training else ALONE
+            error = functional.dimensions_error(self, input, self._shapes)
+            functional.refuse(error, [input], [self.num_features], communicator)
 
 
 class NaiveSyncBatchNorm1d(_NaiveSyncBatchNorm):
     """Batch normalization of `(N, C)` or `(N, C, L)` over groups of ranks inside a machine.
 
-    A `SyncBatchNorm` with the constructor of PySlowFast's layer. State dicts are those of
-    nn.BatchNorm1d, which `revert_sync_batchnorm` makes of it. Communicates as `SyncBatchNorm` does,
-    within the group; the first training step also finds the group, and is collective over all ranks
-    of `process_group`.
+    A `SyncBatchNorm` with the constructor of PySlowFast's layer. `revert_sync_batchnorm` turns it
+    into an nn.BatchNorm1d. Collective as `SyncBatchNorm` within the group; the first training step
+    forms the groups and is collective over all ranks of `process_group`.
 
     Parameters
     ----------
     num_sync_devices
-        Ranks in a group: consecutive ones of the same machine, whose number of ranks it must
-        divide. None, 0 or less: all ranks of the machine.
+        Number of consecutive ranks in a group, a divisor of the number of ranks on the machine.
+        None, 0 or less: all ranks of the machine.
     global_sync
-        Share statistics with all ranks of all machines; `num_sync_devices` is then not read.
-    num_features
-        Channels C of the input.
+        Share statistics with all ranks of all machines, whatever `num_sync_devices` is.
     process_group
-        The ranks that are grouped: anything that `multibn.as_communicator` takes. None for the
-        default process group where one is initialised when the layer is first used, else this
-        process alone.
-    **bn_args
-        The other arguments of `SyncBatchNorm`: eps, momentum, affine, track_running_stats, device,
-        dtype, bias, weighting, running_var. The statistics are those of the group's concatenated
-        batch by default; `weighting="rank", running_var="biased"` gives the numbers of PySlowFast,
-        TimeSformer and detectron2.
+        The ranks that are divided into groups, as in `SyncBatchNorm`. For other groups use a
+        `SyncBatchNorm` with a `multibn.Group`.
+    num_features, **bn_args
+        As `SyncBatchNorm`, with its defaults: the statistics of the group's concatenated batch.
+        `weighting="rank", running_var="biased"` gives the numbers of PySlowFast, TimeSformer and
+        detectron2.
 
     Raises
     ------
-    TypeError
-        If `num_sync_devices` is neither an int nor None, or as `SyncBatchNorm` raises it.
-    ValueError
-        As `SyncBatchNorm`; in the first training step, if `num_sync_devices` does not divide the
-        number of the machine's ranks. In each call, if the input has another number of dimensions;
-        in training the other ranks of the group then raise RuntimeError.
-
-    See Also
-    --------
-    multibn.Group : other groups, for `SyncBatchNorm(..., process_group=...)`.
+    TypeError, ValueError, RuntimeError
+        As `SyncBatchNorm`. TypeError if `num_sync_devices` is neither an int nor None. ValueError
+        in the first training step, if `num_sync_devices` does not divide the number of the
+        machine's ranks, and in each call, if the input has another number of dimensions.
     """
 
     converted_from = nn.BatchNorm1d
@@ -94,29 +76,21 @@ class NaiveSyncBatchNorm1d(_NaiveSyncBatchNorm):
 
 
 class NaiveSyncBatchNorm2d(_NaiveSyncBatchNorm):
-    """Batch normalization of `(N, C, H, W)` over groups of ranks inside a machine.
-
-    As `NaiveSyncBatchNorm1d`, in relation to nn.BatchNorm2d.
-    """
+    """As `NaiveSyncBatchNorm1d`, for inputs `(N, C, H, W)` and nn.BatchNorm2d."""
 
     converted_from = nn.BatchNorm2d
     _shapes = {4: "(N, C, H, W)"}
 
 
 class NaiveSyncBatchNorm3d(_NaiveSyncBatchNorm):
-    """Batch normalization of `(N, C, T, H, W)` over groups of ranks inside a machine.
-
-    As `NaiveSyncBatchNorm1d`, in relation to nn.BatchNorm3d.
-    """
+    """As `NaiveSyncBatchNorm1d`, for inputs `(N, C, T, H, W)` and nn.BatchNorm3d."""
 
     converted_from = nn.BatchNorm3d
     _shapes = {5: "(N, C, T, H, W)"}
 
 
 def _inside_machine(everyone: Communicator, num_sync_devices: int | None) -> Communicator:
-    if num_sync_devices is not None and (
-        not isinstance(num_sync_devices, int) or isinstance(num_sync_devices, bool)
-    ):
+    if isinstance(num_sync_devices, bool) or not isinstance(num_sync_devices, int | None):
         raise TypeError(
             "`num_sync_devices` must be an int, or None for all ranks of the machine: got "
             f"{num_sync_devices!r} of type {type(num_sync_devices).__qualname__}."

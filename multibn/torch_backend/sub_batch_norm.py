@@ -1,4 +1,4 @@
-"""Batch normalization of parts of the batch, each by its own statistics (sub-batch, ghost BN)."""
+"""Batch normalization of each part of a batch by its own statistics (sub-batch, ghost BN)."""
 
 from typing import Any
 
@@ -6,23 +6,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from multibn import statistics
 from multibn._typing import RunningVar, Weighting
 from multibn.communicators import Communicator
-from multibn.kernels import generic as kernels
+from multibn.kernels import generic
 from multibn.statistics import OneValueError, reduced_axes
 from multibn.torch_backend import compiled, functional
 from multibn.torch_backend._autograd import Input
-from multibn.torch_backend.modules import _ALONE, Synchronized, update_buffers
+from multibn.torch_backend.modules import ALONE, Synchronized, update_buffers
 
 _STATISTICS = ("running_mean", "running_var")
 
 
 class _SubBatchNorm(Synchronized):
-    """What the layers for one, two and three dimensions have in common."""
-
     _batch_norm: type[_BatchNorm]
-    _shapes: dict[int, str]  # number of dimensions -> what they are
+    _shapes: dict[int, str]  # number of dimensions of the input: text for errors
 
     weight: Tensor | None
     bias: Tensor | None
@@ -35,7 +32,7 @@ class _SubBatchNorm(Synchronized):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
-        process_group: Any = _ALONE,
+        process_group: Any = ALONE,
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
@@ -73,28 +70,19 @@ class _SubBatchNorm(Synchronized):
         self.split_bn.reset_running_stats()
 
     def forward(self, input: Tensor) -> Tensor:
-        # Loops that freeze the batch norms of a model find `split_bn` only.
+        # Loops that freeze all batch norms of a model find `split_bn`, and not this layer.
         if not (self.training and self.split_bn.training):
             return self._evaluate(input)
-        communicator = self._communicator
-        self._check_input(input, communicator)
-        # A view, whatever the strides: sample i is element i % num_splits of axis 1.
+        communicator = self.conversation
+        self._check_input(input, self.num_splits, communicator)
+        # A view for any strides; sample i is in split i % num_splits, on axis 1.
         parts = input.unflatten(0, (len(input) // self.num_splits, self.num_splits))
         axis = reduced_axes(parts.ndim, channel_axes=(1, 2))
         local_count = input.numel() // (self.num_splits * self.num_features)
-        try:
-            y, batch = compiled.forward(
-                Input(
-                    parts,
-                    self._of_each_split(self.weight),
-                    self._of_each_split(self.bias),
-                    self.split_bn.eps,
-                    axis,
-                ),
-                self.num_splits,  # the size of axis 1 of `parts`
-                communicator,
-                weighting=self.weighting,
-            )
+        weight, bias = self._per_split(self.weight), self._per_split(self.bias)
+        i = Input(parts, weight, bias, self.split_bn.eps, axis)
+        try:  # to `compiled.forward`, the splits are the channels of axis 1
+            y, batch = compiled.forward(i, self.num_splits, communicator, weighting=self.weighting)
         except OneValueError as error:
             raise OneValueError(
                 "training needs more than 1 value per channel in each of the "
@@ -110,21 +98,19 @@ class _SubBatchNorm(Synchronized):
 
     @torch.no_grad()
     def aggregate_stats(self) -> None:
-        """Make `bn`'s running statistics those of the whole population, by `split_bn`'s.
+        """Compute `bn`'s running statistics, those of the population, from `split_bn`'s.
 
-        Every training step ends with it, so it is needed only after the buffers of `split_bn` were
-        written from outside. Not collective.
+        Every training step ends with this call, so call it only after writing to the buffers of
+        `split_bn`. Copies `num_batches_tracked`, too. Not collective.
 
-        By the law of total variance, for splits that count the same::
+        By the law of total variance, for splits of equal weight::
 
             mean = mean over splits of mean_k
             var  = mean over splits of var_k + biased variance over splits of mean_k
 
-        This is what `multibn.merge_moments` gives for moments with equal counts, and SlowFast's
-        formula, and the splits of a batch do have equal counts. With `running_var="biased"` and
-        momentum 1 the result is exactly the biased variance of the whole batch. By default var_k is
-        unbiased as in SlowFast, which adds 1/(n-1) of the mean biased var_k, for n elements per
-        channel and split. `num_batches_tracked` is copied, too.
+        This is SlowFast's formula. With `running_var="biased"` and momentum 1 the result is exactly
+        the biased variance of the whole batch. By default var_k is unbiased as in SlowFast, which
+        adds 1/(n-1) of the mean biased var_k, for n elements per channel and split.
         """
         if self.split_bn.running_mean is None:
             return
@@ -138,12 +124,12 @@ class _SubBatchNorm(Synchronized):
 
     @torch.no_grad()
     def set_num_splits(self, num_splits: int) -> None:
-        """Divide the batch into another number of splits from now on, as multigrid schedules do.
+        """Divide each batch into another number of splits from now on, for multigrid schedules.
 
-        Each new split starts from the statistics of the whole population, those in `bn`; the number
-        of batches tracked goes on. Evaluation therefore does not change, and neither do optimizers
-        and DistributedDataParallel, whose parameters and buffers stay the same objects. The same
-        number of splits changes nothing. Not collective; every rank must call it.
+        Each new split starts from the statistics of the population, those in `bn`, and the number
+        of batches tracked stays. So evaluation gives the same numbers as before. Parameters and
+        buffers stay the same objects, for optimizers and DistributedDataParallel. Not collective;
+        every rank must call it.
 
         Raises
         ------
@@ -157,7 +143,7 @@ class _SubBatchNorm(Synchronized):
         self.split_bn.num_features = num_splits * self.num_features
         if self.split_bn.running_mean is not None:
             for name in _STATISTICS:
-                # `.data`: the size changes, but whoever holds the buffer must not lose it.
+                # `.data` changes the size of the same object: other references stay valid.
                 getattr(self.split_bn, name).data = getattr(self.bn, name).repeat(num_splits)
 
     def extra_repr(self) -> str:
@@ -168,53 +154,37 @@ class _SubBatchNorm(Synchronized):
         )
 
     def _evaluate(self, input: Tensor) -> Tensor:
-        self._check_input(input, _ALONE, splits=1)
+        self._check_input(input, 1, ALONE)
         bn = self.bn
         if bn.running_mean is not None:
             return functional.normalize_by_running(
                 input, self.weight, self.bias, bn.running_mean, bn.running_var, eps=bn.eps
             )
         whole = Input(input, self.weight, self.bias, bn.eps)
-        y, _ = compiled.forward(whole, self.num_features, _ALONE, weighting="element")
+        y, _ = compiled.forward(whole, self.num_features, ALONE, weighting="element")
         return y
 
-    def _of_each_split(self, parameter: Tensor | None) -> Tensor | None:
+    def _per_split(self, parameter: Tensor | None) -> Tensor | None:
         """Shape `(num_splits, C)`; autograd adds up the splits' gradients."""
         return None if parameter is None else parameter.expand(self.num_splits, -1)
 
-    def _check_input(
-        self, input: Any, communicator: Communicator, splits: int | None = None
-    ) -> None:
-        """As `functional.check_input`, and for the number of dimensions and of splits."""
-        splits = self.num_splits if splits is None else splits
+    def _check_input(self, input: Any, num_splits: int, communicator: Communicator) -> None:
+        """As `functional.check_input`; also checks the number of dimensions and the batch size."""
         try:
             functional.check_input(input, self.num_features)
             if input.ndim not in self._shapes:
-                raise ValueError(
-                    f"the input of {type(self).__name__} must have "
-                    f"{' or '.join(map(str, self._shapes))} dimensions, "
-                    f"{' or '.join(self._shapes.values())}: got shape {tuple(input.shape)}."
-                )
-            _check_divides(splits, len(input), communicator)
-        except (TypeError, ValueError):
-            on = input.device if isinstance(input, Tensor) and not input.is_meta else None
-            size = splits * self.num_features
-            statistics.refuse(communicator, size, like=torch.empty(0, device=on))
-            raise
+                raise functional.dimensions_error(self, input, self._shapes)
+            _check_divides(num_splits, len(input), communicator)
+        except (TypeError, ValueError) as error:
+            functional.refuse(error, [input], [num_splits * self.num_features], communicator)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        if self.bn.running_mean is not None:
-            self._adapt(state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
-
-    def _adapt(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Rewrite the state of a plain batch norm, or of another number of splits, into this one's.
-
-        As after `set_num_splits`, each split starts from the statistics of the population.
-        """
-        for name in (*_STATISTICS, "num_batches_tracked"):
+        # In the state of a plain batch norm, or of another number of splits, each split starts from
+        # the statistics of the population.
+        tracked = (*_STATISTICS, "num_batches_tracked") if self.bn.running_mean is not None else ()
+        for name in tracked:
             whole, split = f"{prefix}bn.{name}", f"{prefix}split_bn.{name}"
             plain = state_dict.pop(prefix + name, None)
             if plain is not None:
@@ -223,6 +193,7 @@ class _SubBatchNorm(Synchronized):
                 size = len(state_dict[split])
                 if size != self.split_bn.num_features and size % self.num_features == 0:
                     state_dict[split] = state_dict[whole].repeat(self.num_splits)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 
 class SubBatchNorm1d(_SubBatchNorm):
@@ -244,73 +215,62 @@ class SubBatchNorm3d(_SubBatchNorm):
 
     For training with large batches per device as if they were small (multigrid training,
     arXiv:1912.00998; ghost batch normalization, arXiv:1705.08741). Sample i belongs to split
-    i % num_splits. Weight and bias are common to all splits. Evaluation uses the statistics of the
-    whole population, which every training step brings up to date. The layer takes the place of
-    SlowFast's class of this name: its arguments, numbers, `aggregate_stats` and state dict are the
-    same.
+    i % num_splits. All splits have the same `weight` and `bias`, shape `(C,)`. Evaluation uses the
+    statistics of the whole population, which every training step updates. The layer takes the place
+    of SlowFast's: arguments, numbers, `aggregate_stats` and state dict are the same.
 
     Parameters
     ----------
     num_splits
-        Number of parts, which divides every batch; 1 is plain batch normalization.
+        Number of parts, a divisor of every batch size; 1 is plain batch normalization.
     num_features
-        Channels C of an input of shape `(N, C, D, H, W)`, of any memory format, which is kept.
+        Channels C of an input of shape `(N, C, D, H, W)`; the output has its memory format.
     eps, momentum, affine, track_running_stats, device, dtype, bias
-        As torch's batch norms; `momentum=None` keeps the cumulative average. Without running
-        statistics, evaluation normalizes the batch as a whole.
-    process_group
-        Who shares statistics: by default this process alone; else anything that
-        `multibn.as_communicator` takes, None for the default process group. Split k of all ranks
-        has common statistics then, which makes it split k of the global batch.
-    weighting
-        What a rank counts for, see `multibn.aggregate`.
+        As `SyncBatchNorm`. Without running statistics, evaluation normalizes by the statistics of
+        the whole batch.
+    process_group, weighting
+        As `SyncBatchNorm`, but by default this process alone. Otherwise split k of all ranks has
+        common statistics: it is split k of the global batch.
     running_var
-        The variance kept for each split, see `multibn.running_variance`; the number of elements
-        per channel that makes it unbiased is that of one split.
+        The variance in the buffers, see `multibn.running_variance`; the unbiased variances are so
+        by the number of elements per channel in one split.
 
     Attributes
     ----------
-    weight, bias
-        Shape `(C,)`, or None.
     split_bn
         Batch norm without weight and bias, whose buffers are the splits' running statistics, shape
-        `(num_splits * C,)`, split after split. Its momentum is the layer's, and its eval mode
-        freezes the layer.
+        `(num_splits * C,)`, split after split. Its eval mode freezes the layer.
     bn
-        The same, of the whole population, shape `(C,)`. See `aggregate_stats`.
+        The same for the whole population, shape `(C,)`. See `aggregate_stats`.
 
     Raises
     ------
-    ValueError
-        If `num_splits` is not a positive integer, `num_features` is not positive, or `weighting` or
-        `running_var` is unknown.
     TypeError, ValueError
-        If `process_group` is no communicator, or this process is not part of it.
+        As `SyncBatchNorm`. ValueError if `num_splits` is not a positive integer.
 
     Notes
     -----
-    In training, the call raises ValueError for a batch that `num_splits` does not divide, or whose
-    splits have one value per channel, and ValueError or TypeError for any other input that does not
-    fit. An empty batch changes nothing. With a process group, the call is collective: every rank
-    must make it, an empty batch included, with one allreduce of 2C*num_splits+4 float64 numbers,
-    and one in the backward pass. An input that one rank refuses raises RuntimeError on the others.
-    In evaluation nothing is communicated.
+    In training, the call raises as `sync_batch_norm`, and ValueError for a batch that `num_splits`
+    does not divide, or whose splits have one value per channel. With a process group, the call is
+    collective: every rank must make it, with an empty batch too, with one allreduce of
+    2C*num_splits+4 float64 numbers, and one in the backward pass. In evaluation the layer does not
+    communicate.
 
-    `load_state_dict` also takes the state of a plain batch norm, or of a layer with another number
-    of splits: each split then starts from the statistics of the population. Statistics that were
-    loaded are used as they are until the next training step.
+    `load_state_dict` also accepts the state of a plain batch norm, or of a layer with another
+    number of splits: each split then starts from the statistics of the population. `bn` keeps the
+    loaded statistics until the next training step.
     """
 
     _batch_norm = nn.BatchNorm3d
     _shapes = {5: "(N, C, D, H, W)"}
 
 
-# An operator, for torch.compile to take it whole.
+# An operator, so that torch.compile does not look inside.
 @torch.library.custom_op("multibn::total_statistics", mutates_args=())
 def _total(means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance over axis 0 as well, by the law of total variance."""
-    mean, between = kernels.local_moments(kernels.as_wide(means), axis=(0,))
-    return mean.to(means), (kernels.as_wide(variances).mean(0) + between).to(variances)
+    """Mean and variance over all splits (axis 0), by the law of total variance."""
+    mean, between = generic.local_moments(generic.as_wide(means), axis=(0,))
+    return mean.to(means), (generic.as_wide(variances).mean(0) + between).to(variances)
 
 
 @_total.register_fake
@@ -328,8 +288,8 @@ def _check_divides(num_splits: int, batch_size: int, communicator: Communicator)
         return
     *others, last = (str(d) for d in range(1, batch_size + 1) if batch_size % d == 0)
     where = f" on rank {communicator.rank}" if communicator.size > 1 else ""
-    fitting = f"{', '.join(others)} or {last}" if others else last
+    divisors = f"{', '.join(others)} or {last}" if others else last
     raise ValueError(
         f"`num_splits` must divide the batch size: got {num_splits} splits for a batch of "
-        f"{batch_size}{where}. Drop the last batch or pass num_splits={fitting}."
+        f"{batch_size}{where}. Drop the last batch or pass num_splits={divisors}."
     )

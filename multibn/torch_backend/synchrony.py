@@ -1,34 +1,55 @@
-"""Whether the ranks' models are still the same."""
+"""Equal models on all ranks: a check, and means over ranks of gradients and running statistics."""
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from multibn._typing import check_choice
+from multibn.communicators import Communicator, as_communicator
+from multibn.kernels.generic import as_wide
+from multibn.participants import largest
 from multibn.synchrony import check_equal
-from multibn.torch_backend.participants import participants
+from multibn.torch_backend.modules import Synchronized
+
+How: TypeAlias = Literal["broadcast", "pool"]
+
+
+def participants(model: nn.Module, process_group: Any, /) -> Communicator:
+    """The ranks of `process_group`, or of the model by the rule of `check_sync`. Not collective."""
+    if process_group is not None:
+        return as_communicator(process_group)
+    modules = list(model.modules())
+    for module in modules:
+        if isinstance(module, DistributedDataParallel):
+            return as_communicator(module.process_group)
+    groups = [module.process_group for module in modules if isinstance(module, Synchronized)]
+    return largest([*groups, as_communicator()], parameter="process_group")
 
 
 def check_sync(model: nn.Module, process_group: Any = None, *, ignore: Iterable[str] = ()) -> None:
     """Raise on all ranks unless they hold the same model, bit for bit.
 
-    After data-parallel training every rank has the same parameters and, where batch statistics are
-    shared, the same buffers; what is left of a difference is found here, before it is saved.
-    Collective: every rank must call it, with one allreduce of 32 numbers if all is well, whatever
-    the size of the model. Copies the model to host memory, so call it once an epoch rather than in
-    every step.
+    After data-parallel training every rank should have the same parameters and, if the layers share
+    batch statistics, the same buffers. Call this function before saving, or once an epoch: it
+    copies the model to host memory.
+    Collective: every rank must call it, with one allreduce of 32 numbers if all models are equal.
 
     Parameters
     ----------
     model
-        Its parameters and buffers are compared, under the names of its state dict. They must not
-        be sharded.
+        Parameters and buffers are compared, under the names of the state dict. They must not be
+        sharded.
     process_group
-        The ranks that are compared, anything that `multibn.as_communicator` takes. Default: those
-        of a DistributedDataParallel in the model; else the largest group of its synchronized
-        layers, or torch's default process group if that is larger.
+        The ranks to compare, anything that `multibn.as_communicator` takes. Default: the ranks of a
+        DistributedDataParallel in the model; else the largest group of its synchronized layers, or
+        torch's default process group if that is larger.
     ignore
         Names to leave out, with wildcards: `["*.running_*", "*.num_batches_tracked"]` for batch
         norms that do not share statistics.
@@ -37,15 +58,113 @@ def check_sync(model: nn.Module, process_group: Any = None, *, ignore: Iterable[
     ------
     ValueError
         If `process_group` is None and a launcher started several processes, but neither the model's
-        layers nor torch.distributed tell of any other than this one.
+        layers nor torch.distributed name any process but this one.
     RuntimeError
-        On all ranks: with the names, ranks and largest differences from rank 0, if values differ;
-        with what is there and what is missing, if the models are not built alike.
-
-    See Also
-    --------
-    sync_running_stats : makes running statistics equal.
+        On all ranks. If values differ, the message has names, ranks and largest differences from
+        rank 0; if the models are built differently, the additional and the missing names.
     """
     named = chain(model.named_parameters(), model.named_buffers())
     arrays = {name: None if is_lazy(t) else t for name, t in named}
     check_equal(arrays, participants(model, process_group), ignore=ignore)
+
+
+@torch.no_grad()
+def sync_running_stats(model: nn.Module, process_group: Any = None, how: How = "broadcast") -> None:
+    """Make the running statistics of all ranks equal.
+
+    For layers with statistics of their own rank, before evaluating or saving.
+    Collective: every rank must call it, with the same model; one allreduce.
+
+    Parameters
+    ----------
+    model
+        Every `_BatchNorm` in it that has running statistics, in any mode.
+    process_group
+        The ranks whose statistics become equal, as in `check_sync`.
+    how
+        `"broadcast"`: rank 0's statistics and counters `num_batches_tracked`. `"pool"`: statistics
+        of the ranks' data together, if all ranks had equally much data: the mean of the means, and
+        by the law of total variance the mean of the variances plus the biased variance (divided by
+        the number of ranks) of the means; counters stay.
+
+    Raises
+    ------
+    ValueError
+        If `how` is neither; for `process_group` as `check_sync`.
+    """
+    check_choice("how", how, How)
+    layers = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+    means = [m.running_mean for m in layers if m.running_mean is not None]
+    variances = [m.running_var for m in layers if m.running_var is not None]
+    counters = [m.num_batches_tracked for m in layers if m.num_batches_tracked is not None]
+    if not means:
+        return
+    communicator = participants(model, process_group)
+    if how == "broadcast":
+        buffers = [*means, *variances, *counters]
+        packed = _pack(buffers)
+        # Zeros, and not zero times the other ranks' buffers, which may hold NaN.
+        mine = packed if communicator.rank == 0 else torch.zeros_like(packed)
+        _unpack(communicator.allreduce(mine), buffers)
+        return
+    mean, var = _pack(means), _pack(variances)
+    mean, meansqr = communicator.allreduce(torch.stack([mean, var + mean**2])) / communicator.size
+    _unpack(torch.cat([mean, (meansqr - mean**2).clamp(min=0)]), [*means, *variances])
+
+
+def _pack(buffers: Sequence[Tensor]) -> Tensor:
+    wide = [as_wide(b).flatten() for b in buffers]
+    return torch.cat([w.to(wide[0].device) for w in wide])
+
+
+def _unpack(packed: Tensor, buffers: Sequence[Tensor]) -> None:
+    for buffer, part in zip(buffers, packed.split([b.numel() for b in buffers]), strict=True):
+        buffer.copy_(part.view(buffer.shape))
+
+
+@torch.no_grad()
+def average_gradients(parameters: nn.Module | Iterable[Tensor], process_group: Any = None) -> None:
+    """Replace each parameter's gradient by its mean over the ranks.
+
+    Does the work of DistributedDataParallel over any communicator, for example MPI without
+    torch.distributed. Call it between backward() and the optimizer's step.
+    Collective: every rank must call it, with the same parameters; one allreduce for each dtype
+    and device.
+
+    Parameters
+    ----------
+    parameters
+        The model, or `model.parameters()`. Parameters that need no gradient are left out. A missing
+        gradient counts as zeros, and becomes zeros if no rank used the parameter.
+    process_group
+        The ranks that train together, as in `check_sync`. For `model.parameters()`, which do not
+        tell the layers, the default is torch's default process group.
+
+    Raises
+    ------
+    ValueError
+        For `process_group` as `check_sync`.
+    TypeError
+        If a gradient is sparse.
+    """
+    model = nn.Module()
+    if isinstance(parameters, nn.Module):
+        model, parameters = parameters, parameters.parameters()
+    communicator = participants(model, process_group)
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    for p in parameters:
+        if p.grad is not None and p.grad.layout != torch.strided:
+            raise TypeError(
+                f"gradients must be dense: got layout {p.grad.layout} for a parameter of shape "
+                f"{tuple(p.shape)}. Create the embedding with sparse=False."
+            )
+        if p.requires_grad:
+            alike[p.dtype, p.device].append(p)
+    for group in alike.values():
+        flat = torch.cat(
+            [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in group]
+        )
+        # Divided before the sum, which may overflow in 16 bits.
+        mean = communicator.allreduce(flat / communicator.size)
+        for p, part in zip(group, mean.split([p.numel() for p in group]), strict=True):
+            p.grad = part.view_as(p)

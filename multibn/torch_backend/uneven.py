@@ -1,4 +1,4 @@
-"""Training on uneven data: ranks that have run out take part with empty batches."""
+"""Training on uneven data: ranks without data left take part with empty batches."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from multibn import lockstep
-from multibn.torch_backend.participants import participants
+from multibn.torch_backend.synchrony import participants
 
 
 class Joined(lockstep.Joined[Tensor]):
-    """What `join` gives: called with this rank's data, it makes a loop over it."""
+    """The object that `join` yields; a call makes a loop over this rank's data."""
 
     _sum = staticmethod(torch.sum)
     _unreduced = 'reduction="none"'
@@ -28,10 +28,11 @@ def join(
     """Let ranks with unequal numbers of batches train a model together, with exact statistics.
 
     A context manager for a training loop in which every rank makes as many steps as the one with
-    most batches. A rank that has run out is given empty batches, shape `(0, ...)`: forward and
-    backward pass, DistributedDataParallel's included, communicate as ever, and it counts for
-    nothing. Unlike DistributedDataParallel's own join it takes care of synchronized layers, whose
-    statistics are those of the batches that there are. Example::
+    most batches. A rank without data left gets empty batches, shape `(0, ...)`, which have no
+    weight in statistics and losses; its forward and backward passes, DistributedDataParallel's
+    included, communicate as before. DistributedDataParallel's own join does not support
+    synchronized layers. Without DistributedDataParallel, call `average_gradients` before the
+    optimizer's step. Example::
 
         with join(model) as joined:
             for x, target in joined(loader):
@@ -40,44 +41,32 @@ def join(
                 joined.mean(losses).backward()
                 optimizer.step()
 
-    Without DistributedDataParallel, `average_gradients` goes before the optimizer's step.
-
     Parameters
     ----------
     model
-        Tells which ranks take part; it is not changed.
+        The model to train; it is not changed.
     process_group
-        The ranks that take part, anything that `multibn.as_communicator` takes. Default: those of a
-        DistributedDataParallel in the model; else the largest group of its synchronized layers, or
-        torch's default process group if that is larger.
+        The ranks that take part, as in `check_sync`.
     empty
-        Makes an empty batch of a batch. Default: every tensor in it, in tuples, lists and
-        dictionaries too, loses its samples, which are the first dimension; all else stays.
-
-    Yields
-    ------
-    Joined
-        `joined(loader)` is the loop, `joined.mean(losses)` the loss.
+        Returns an empty batch like its argument, a batch. Default: the first dimension of every
+        tensor in the batch, in tuples, lists and dictionaries too, becomes 0.
 
     Raises
     ------
-    ValueError
-        If `process_group` is None and a launcher started several processes, but neither the model's
-        layers nor torch.distributed tell of any other than this one.
     TypeError, ValueError, RuntimeError
-        As `Joined`'s methods. On leaving the context: RuntimeError on all ranks, if some broke off
-        the loop while others had batches. All may break off in the same step.
+        For `process_group` as `check_sync`, in the loop as `multibn.lockstep.Joined`. At the end of
+        the context RuntimeError on all ranks, if some left the loop while others had batches. All
+        ranks may leave the loop in the same step.
 
     Notes
     -----
-    A rank that raises in the body of the loop cannot tell the others, which may wait for it in the
-    forward pass: let the launcher end them. The model must take an empty batch: `x.flatten(1)`
-    does, where `x.view(len(x), -1)` cannot tell what -1 is. A rank without any batch is given
-    tensors on the CPU.
+    A rank that raises in the body of the loop cannot tell the others, which may wait for it: let
+    the launcher end them. The model must accept an empty batch: `x.flatten(1)` does,
+    `x.view(len(x), -1)` raises. A rank that never had a batch gets tensors on the CPU.
     """
     joined = Joined(participants(model, process_group), _empty if empty is None else empty)
     yield joined
-    joined.leave()  # not after an exception, when the other ranks may be anywhere
+    joined.leave()  # not after an exception: the other ranks may be in another collective
 
 
 def _empty(batch: Any) -> Any:
@@ -85,5 +74,5 @@ def _empty(batch: Any) -> Any:
         batch,
         lambda x: x.new_empty((0, *x.shape[1:])),
         Tensor,
-        otherwise="Pass `empty`, which makes an empty batch of a batch.",
+        otherwise="Pass `empty`, a function that returns an empty batch like its argument.",
     )

@@ -136,11 +136,11 @@ def test_conventions(options: dict[str, Any], expected: tuple[str, str]) -> None
         ({"conventions": "torch"}, "`conventions` must be one of 'exact', 'chainermn': got 'to"),
         (
             {"conventions": "chainermn", "weighting": "rank"},
-            "`conventions` says what `weighting` is: got conventions='chainermn' and weighting='ra",
+            "`conventions` sets `weighting`: got conventions='chainermn' and weighting='ra",
         ),
         (
             {"conventions": "exact", "avg_var": "biased"},
-            "`conventions` says what `avg_var` is: got conventions='exact'.*Pass one or the other",
+            "`conventions` sets `avg_var`: got conventions='exact'.*Pass one or the other",
         ),
     ],
 )

@@ -111,7 +111,7 @@ def test_operators_keep_torchs_rules(affine: bool) -> None:
     c = torch.rand(3, dtype=torch.float64)
     torch.library.opcheck(
         compiled._update_running,
-        (torch.zeros(3), torch.ones(3), c, c, c.sum(), c.sum(), c.sum(), 7, "biased"),
+        (torch.zeros(3), torch.ones(3), [c, c, c.sum(), c.sum()], c.sum(), 7, "biased"),
     )
 
 

@@ -249,7 +249,7 @@ def test_the_number_of_dimensions(training: bool) -> None:
                 if shape in shapes:
                     layer(torch.randn(shape))
                     continue
-                message = f"{layer_class.__name__} must have {wants[layer_class]}.*SyncBatchNorm"
+                message = f"{layer_class.__name__} must have {wants[layer_class]}.*Use the 1d, 2d"
                 with pytest.raises(ValueError, match=message):
                     layer(torch.randn(shape))
         with pytest.raises(TypeError, match=r"must be a torch\.Tensor: got list"):

@@ -1,1 +1,1 @@
-"""multibn in training frameworks: one file for each, which imports it; nothing imports these."""
+"""multibn in training frameworks. Only a user imports these files, and each its framework."""

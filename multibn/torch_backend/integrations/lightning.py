@@ -12,21 +12,17 @@ from torch import nn
 
 from multibn._typing import RunningVar, Weighting
 from multibn.torch_backend.convert import convert_sync_batchnorm, revert_sync_batchnorm
-from multibn.torch_backend.integrations._data_loader import second_reader
-from multibn.torch_backend.precise_bn import Estimator, update_bn_stats
+from multibn.torch_backend.precise_bn import Estimator, second_reader, update_bn_stats
 
 
 class MultiBNLayerSync(LayerSync):
-    """Synchronizes the batch norms of a model while it is fitted; on CPU, too.
+    """Synchronizes the batch norms of a model during `fit`, on CPU, too.
 
-    For strategies that apply layer plugins, DDPStrategy and FSDPStrategy. After fitting, the layers
+    For strategies that apply layer plugins: DDPStrategy and FSDPStrategy. After fitting, the layers
     have their original classes again (a `SyncBatchNorm` that the model had before becomes a
-    `BatchNorm`). Do not pass `sync_batchnorm=True` beside it.
+    `BatchNorm`). Do not pass `sync_batchnorm=True` to the trainer as well.
 
-    Parameters
-    ----------
-    process_group, weighting, running_var
-        As `multibn.torch_backend.convert_sync_batchnorm`.
+    The parameters are those of `multibn.torch_backend.convert_sync_batchnorm`.
     """
 
     def __init__(
@@ -36,14 +32,11 @@ class MultiBNLayerSync(LayerSync):
         weighting: Weighting = "element",
         running_var: RunningVar = "unbiased_global",
     ) -> None:
+        self.options: dict[str, Any] = {"weighting": weighting, "running_var": running_var}
         self.process_group = process_group
-        self.weighting: Weighting = weighting
-        self.running_var: RunningVar = running_var
 
     def apply(self, model: nn.Module) -> nn.Module:
-        return convert_sync_batchnorm(
-            model, self.process_group, weighting=self.weighting, running_var=self.running_var
-        )
+        return convert_sync_batchnorm(model, self.process_group, **self.options)
 
     def revert(self, model: nn.Module) -> nn.Module:
         return revert_sync_batchnorm(model)
@@ -52,9 +45,9 @@ class MultiBNLayerSync(LayerSync):
 class PreciseBN(Callback):
     """Replaces running statistics by those of training data under the current weights.
 
-    Runs after the last batch of an epoch, before the validation and the checkpoints of that epoch,
-    on the batches of `trainer.train_dataloader`, a single loader, which come to the device and to
-    the precision of the trainer as in training. `limit_train_batches` does not limit them.
+    Runs after the last batch of an epoch, before the validation and the checkpoints of that epoch.
+    The batches are those of `trainer.train_dataloader`, a single loader, on the trainer's device
+    and in its precision; `limit_train_batches` does not limit them.
     Collective: every rank runs it at the same time.
 
     Parameters
@@ -62,7 +55,7 @@ class PreciseBN(Callback):
     num_samples, num_iters, estimator, progress
         As `multibn.torch_backend.update_bn_stats`; `num_samples` is over all ranks.
     every_n_epochs
-        Every so many epochs, and after the last one that the trainer is allowed.
+        Runs every this many epochs, and after epoch `max_epochs`.
     forward_fn
         Called as `forward_fn(pl_module, batch)`. Default: `pl_module(batch)`, or
         `pl_module(batch[0])` for a tuple or list.
@@ -96,8 +89,8 @@ class PreciseBN(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # Not on_train_epoch_end, which comes after the epoch's validation. The number of batches
-        # is infinite for a loader without a length; the loop then knows its last batch.
+        # Not on_train_epoch_end, which comes after the epoch's validation. For a loader without a
+        # length, num_training_batches is infinite, and the loop marks its last batch.
         is_last = (
             batch_idx + 1 == trainer.num_training_batches
             or trainer.fit_loop.epoch_loop.batch_progress.is_last_batch

@@ -6,8 +6,8 @@ Importing this module registers them::
     norm_cfg = dict(type="MultiBN")
     custom_hooks = [dict(type="PreciseBNHook", num_samples=8192)]
 
-The types are MultiBN, MultiBN1d, MultiBN2d and MultiBN3d, all of them `SyncBatchNorm`, whose other
-arguments may stand beside `type`: process_group="machine" shares statistics inside each machine.
+The types MultiBN, MultiBN1d, MultiBN2d and MultiBN3d are all `SyncBatchNorm`. Its other arguments
+may follow `type`: process_group="machine" shares statistics inside each machine.
 """
 
 from contextlib import nullcontext
@@ -18,9 +18,8 @@ from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapper
 from mmengine.registry import HOOKS, MODELS
 
-from multibn.torch_backend.integrations._data_loader import second_reader
 from multibn.torch_backend.modules import SyncBatchNorm
-from multibn.torch_backend.precise_bn import Estimator, update_bn_stats
+from multibn.torch_backend.precise_bn import Estimator, second_reader, update_bn_stats
 
 MODELS.register_module(
     name=["MultiBN", "MultiBN1d", "MultiBN2d", "MultiBN3d"], module=SyncBatchNorm
@@ -31,26 +30,24 @@ MODELS.register_module(
 class PreciseBNHook(Hook):
     """Replaces running statistics by those of training data under the current weights.
 
-    Runs after the last iteration of an epoch, or after an iteration, before EMAHook copies buffers
-    and CheckpointHook saves; and after the last one of training in any case. The batches are those
-    of `runner.train_dataloader`, in IterBasedTrainLoop the next ones of its endless stream; they go
-    through `model.data_preprocessor(batch, training=False)`, that is without batch augmentations.
-    The model is run as in training, with mode="loss" and in the optimizer wrapper's precision.
+    Runs after an epoch or iteration, and at the end of training in any case, before EMAHook copies
+    buffers and CheckpointHook saves. The batches are those of `runner.train_dataloader`, in
+    IterBasedTrainLoop the next ones of its endless stream. They pass through
+    `model.data_preprocessor(batch, training=False)`, without batch augmentations. The model runs
+    as in training, with mode="loss" and in the optimizer wrapper's precision.
     Collective: every rank runs it at the same time.
 
     Parameters
     ----------
     num_samples, num_iters, estimator, progress
         As `multibn.torch_backend.update_bn_stats`; `num_samples` is over all ranks.
-    interval
-        Every so many epochs or iterations.
-    by_epoch
-        Whether `interval` counts epochs; False for IterBasedTrainLoop.
+    interval, by_epoch
+        Runs every `interval` epochs; iterations if `by_epoch` is False, for IterBasedTrainLoop.
 
     Raises
     ------
     ValueError
-        If `interval` is not positive, or with `by_epoch=False` neither limit is given.
+        If `interval` is not positive, or `by_epoch` is False and both limits are None.
     """
 
     priority = "ABOVE_NORMAL"

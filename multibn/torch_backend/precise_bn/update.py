@@ -1,9 +1,10 @@
-"""Running statistics from whole passes over data: precise batch norm.
+"""Precise batch norm: running statistics from whole passes over data.
 
-"Precise" batch norm (Wu & Johnson, 2021, arXiv:2105.07576, section 3) replaces the running averages
+Precise batch norm (Wu & Johnson, 2021, arXiv:2105.07576, section 3) replaces the running averages
 of training, which lag behind the weights, by statistics of many batches under the final weights.
 """
 
+import copy
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,13 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from multibn import lockstep
 from multibn._progress import progress as show_progress
 from multibn._typing import check_choice
-from multibn.torch_backend.participants import participants
-from multibn.torch_backend.precise_bn.estimators import Estimator
-from multibn.torch_backend.precise_bn.watched import WatchedNorm, layers_in_training
+from multibn.torch_backend.precise_bn.watched import Estimator, WatchedNorm, layers_in_training
+from multibn.torch_backend.synchrony import participants
 
 
 def update_bn_stats(
@@ -37,71 +38,59 @@ def update_bn_stats(
 ) -> None:
     """Replace the running statistics of a model's batch norms by statistics of the loader's data.
 
-    The model runs forward on the batches without gradients, each layer in its present mode, so that
-    deeper layers see what they see in training; synchronized layers go on sharing their statistics.
-    Nothing but the running mean and variance of the layers is changed: other buffers, counters,
-    modes, hooks and the state of torch's random numbers are as before, and after an exception the
-    running statistics are too.
+    The model runs forward on the batches without gradients. Each layer stays in its present mode,
+    so that deeper layers get the same inputs as in training, and synchronized layers share their
+    statistics. Only running means and variances change: other buffers, counters, modes, hooks and
+    the state of torch's random numbers are as before. After an exception everything is as before.
 
     Collective: every rank of `process_group` must call it, with the same arguments but for the
-    data. Ranks proceed batch by batch together (one small allreduce each), so loaders may differ in
-    length; a rank that has run out takes part in the others' synchronized layers with empty
-    batches. At the end there is one allreduce of 2C+2 numbers for each layer of C channels.
+    data. Each batch has one small allreduce, and each layer of C channels one of 2C+2 numbers at
+    the end. Loaders may differ in length: a rank without data left takes part in synchronized
+    layers with empty batches, but a model that communicates in other ways (FSDP) needs equally many
+    batches on every rank.
 
     Parameters
     ----------
     model
-        Layers that are trained here: any `_BatchNorm` in training mode with running statistics
-        (plain, synchronized, naive), and sub-batch norms. Those in eval mode, and those without
-        running statistics, are left alone. Of a DistributedDataParallel or compiled model, the
-        module within is run.
+        Its batch norms in training mode with running statistics (plain, synchronized, naive,
+        sub-batch) are updated. A DistributedDataParallel or a compiled model runs without its
+        wrapper.
     data_loader
         Any iterable of batches, this rank's share of the data.
-    num_samples
-        Stop as soon as the ranks together have seen so many samples, in whole batches; a batch's
-        samples are the first dimension of the first tensor in it. Default: no limit.
-    num_iters
-        Stop after so many batches on each rank. Default: no limit.
+    num_samples, num_iters
+        Stop after this many samples on all ranks together, in whole batches, or after this many
+        batches on each rank. The first tensor of a batch has the samples on its first dimension.
     estimator
-        `"population"`: exact mean and variance of all elements that all ranks' layers were shown,
-        batches and ranks of unequal sizes included; the variance is unbiased, times N/(N-1) with N
-        the number of elements per channel of all of them. `"mean_of_var"`: the mean over batches
-        of their means and of their unbiased variances, and the mean over ranks of that
-        (mmpretrain); it leaves out the variance between batches, and all batches weigh the same.
-        A batch of a synchronized layer is that of all its ranks.
+        `"population"`: exact mean and variance of all elements of the layer's inputs on all ranks,
+        for batches of any sizes; the variance is unbiased, times N/(N-1) with N these elements per
+        channel. `"mean_of_var"` (mmpretrain): the means over batches and ranks of the batches'
+        means and unbiased variances; it leaves out the variance between batches, and all batches
+        have the same weight. A batch of a synchronized layer is that of all its ranks.
     forward_fn
         Called as `forward_fn(model, batch)`. Default: `model(batch)`, or `model(batch[0])` for a
         tuple or list.
     process_group
-        The ranks whose data is pooled, anything that `multibn.as_communicator` takes. It should
-        contain the groups of the model's synchronized layers. Default: those of a
-        DistributedDataParallel in the model; else the largest group of its synchronized layers, or
-        torch's default process group if that is larger.
+        The ranks whose data is pooled, as in `check_sync`. It should contain the groups of the
+        model's synchronized layers.
     progress
         Show a progress bar on rank 0, if tqdm is installed.
 
     Raises
     ------
     ValueError
-        On all ranks, if no rank's loader gave a batch, or if a rank's loader gave none and the
-        model has synchronized layers. If an argument has another value than those above. If
-        `process_group` is None and a launcher started several processes, but neither the model's
-        layers nor torch.distributed tell of any other than this one.
+        On all ranks, if no rank's loader had a batch, or if a rank's loader had none and the
+        model has synchronized layers. If an argument has another value than those above; for
+        `process_group` as `check_sync`.
     TypeError
-        If `num_samples` is given and a batch has no tensor in it.
+        If `num_samples` is an int and a batch contains no tensor.
     RuntimeError
         On the other ranks, if one rank's loader raised.
 
     Warns
     -----
     UserWarning
-        If the loader ended before `num_samples` or `num_iters`; the batches that came are used.
-        For a layer that was shown no data; it keeps its statistics. If no layer was found.
-
-    Notes
-    -----
-    A loader with augmentations gives statistics of augmented data. A model whose forward pass
-    communicates in other ways (FSDP) needs equally many batches on every rank.
+        If the loader ended before `num_samples` or `num_iters`, a layer had no input and keeps its
+        statistics, or there is no layer to update.
     """
     check_choice("estimator", estimator, Estimator)
     for name, value in (("num_samples", num_samples), ("num_iters", num_iters)):
@@ -109,7 +98,7 @@ def update_bn_stats(
             raise ValueError(f"`{name}` must be positive, or None for no limit: got {value}.")
     wrapped, model = model, _innermost(model)
     layers = list(layers_in_training(model, estimator))
-    tracked = [layer for layer in layers if layer.keepers]
+    tracked = [layer for layer in layers if layer.tracking]
     if not tracked:
         warnings.warn(
             "`model` has no batch norm layer in training mode with running statistics: nothing to "
@@ -119,20 +108,14 @@ def update_bn_stats(
         return
     communicator = participants(wrapped, process_group)
     rank = communicator.rank
-    steps = lockstep.Lockstep(
-        data_loader,
-        communicator,
-        source="`data_loader`",
-        amount=None if num_samples is None else _batch_size,
-    )
+    amount = None if num_samples is None else _batch_size
+    steps = lockstep.Lockstep(data_loader, communicator, source="`data_loader`", amount=amount)
+    known = [n for n in (num_iters, length_hint(data_loader)) if n]
+    total = min(known) if known and num_samples is None else None
     num_steps = num_batches = samples = 0
     with (
         _watched(model, layers) as visits,
-        show_progress(
-            progress and rank == 0,
-            "precise batch norm",
-            _num_batches(data_loader, num_samples, num_iters),
-        ) as advance,
+        show_progress(progress and rank == 0, "precise batch norm", total) as advance,
     ):
         for step in lockstep.run(
             islice(steps, num_iters),
@@ -151,12 +134,12 @@ def update_bn_stats(
                 break
         estimates = [layer.estimator.estimate(communicator) for layer in tracked]
     unseen = []
-    for layer, new in zip(tracked, estimates, strict=True):
-        if new.any_data:
-            layer.write(new)
+    for layer, (mean, var, any_data) in zip(tracked, estimates, strict=True):
+        if any_data:
+            layer.write(mean, var)
         else:
             unseen.append(layer.name)
-    # Warnings may be errors, on one rank only: what is collective has been done by now.
+    # Last, after all that is collective: where warnings are errors, one rank alone may raise here.
     enough = num_samples is not None and samples >= num_samples
     ended = ""
     if num_iters is not None and num_batches < (num_steps if enough else num_iters):
@@ -176,14 +159,11 @@ def update_bn_stats(
 
 
 def _innermost(model: nn.Module) -> nn.Module:
-    """`model` without its wrappers: those of torch's data parallelism communicate, too."""
-    while True:
-        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):  # torch.compile's
-            model = model._orig_mod  # type: ignore[assignment]
-        else:
-            return model
+    """`model` without its wrappers, of which torch's data parallelism would communicate, too."""
+    wrappers = nn.parallel.DistributedDataParallel, nn.DataParallel
+    # torch.compile names the module "_orig_mod".
+    inner = model.module if isinstance(model, wrappers) else getattr(model, "_orig_mod", None)
+    return _innermost(inner) if isinstance(inner, nn.Module) else model
 
 
 def _forward(model: nn.Module, batch: Any) -> None:
@@ -202,11 +182,8 @@ def _batch_size(batch: Any) -> int:
 def _tensors(batch: Any) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
         yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _tensors(value)
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
+    elif isinstance(batch, (list, tuple, Mapping)):
+        for value in batch.values() if isinstance(batch, Mapping) else batch:
             yield from _tensors(value)
 
 
@@ -214,10 +191,7 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 def _watched(
     model: nn.Module, layers: Iterable[WatchedNorm]
 ) -> Iterator[list[Callable[[], object]]]:
-    """Context in which `layers` note what they are shown, and in which the model stays as it is.
-
-    Yields the list in which they note their visits, see `lockstep.run`.
-    """
+    """Watch `layers`, and leave `model` unchanged. Yields the visits for `lockstep.run`."""
     visits: list[Callable[[], object]] = []
     with _unchanged(model), torch.no_grad(), ExitStack() as hooks:
         if "torch._dynamo" in sys.modules:  # compiled code does not see new hooks
@@ -229,7 +203,7 @@ def _watched(
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Put back modes, all buffers, which are the same objects, and random states."""
+    """Restore modes, buffers (in place) and random states."""
     modes = [(m, m.training) for m in model.modules()]
     buffers = [
         (m, name, b, None if b is None else b.clone())
@@ -250,9 +224,14 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(value)
 
 
-def _num_batches(
-    data_loader: Iterable[Any], num_samples: int | None, num_iters: int | None
-) -> int | None:
-    """As far as it is known beforehand."""
-    known = [n for n in (num_iters, length_hint(data_loader)) if n]
-    return min(known) if known and num_samples is None else None
+def second_reader(data_loader: Any, /) -> Any:
+    """A loader of the same data with its own workers, for a pass during another one.
+
+    A DataLoader with persistent workers has only one iterator. A second loop over the same loader
+    would restart the first loop's iterator.
+    """
+    if not isinstance(data_loader, DataLoader):
+        return data_loader
+    reader = copy.copy(data_loader)
+    reader._iterator = None
+    return reader

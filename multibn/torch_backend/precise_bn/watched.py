@@ -1,65 +1,93 @@
-"""Batch norms of a model in training mode: what a pass shows them, and what is kept of it."""
+"""Batch norms in training mode, and estimators of their running statistics."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn.communicators import Communicator, SingleProcess, as_communicator
-from multibn.statistics import local_moments
+from multibn.communicators.conversation import during
+from multibn.kernels.generic import as_wide
+from multibn.population import PopulationEstimator, running_variance
+from multibn.statistics import Moments, aggregate, local_moments
+from multibn.torch_backend import functional
 from multibn.torch_backend.modules import Synchronized
-from multibn.torch_backend.precise_bn.estimators import (
-    Estimate,
-    Estimator,
-    MeanOfVar,
-    Population,
-)
+
+Estimator: TypeAlias = Literal["population", "mean_of_var"]
+
+
+# New running mean and variance, and whether any rank had data.
+Estimate: TypeAlias = tuple[Tensor, Tensor, Tensor]
+
+
+class Population(PopulationEstimator):
+    def estimate(self, communicator: Communicator, /) -> Estimate:
+        batch = self.compute(communicator)
+        return batch.mean, running_variance(batch, local_count=0), batch.count > 0
+
+
+class MeanOfVar:
+    def __init__(self, like: Tensor, shared_by: Communicator, /) -> None:
+        zeros = torch.zeros_like(as_wide(like))
+        self._sums = torch.stack([zeros, zeros])  # of means and of variances
+        self._num_batches = zeros.new_zeros(())
+        self._shared_by = shared_by
+
+    def update(self, moments: Moments, /) -> None:
+        # In the phase "forward": on another rank this message may meet a layer's refusal.
+        batch = aggregate(moments, during(self._shared_by, "forward", moments.mean.dtype))
+        occupied = float(moments.count > 0)
+        var = running_variance(batch, local_count=0)
+        self._sums += occupied * torch.stack([batch.mean, var])
+        self._num_batches += occupied
+
+    def estimate(self, communicator: Communicator, /) -> Estimate:
+        packed = communicator.allreduce(torch.cat([self._sums.flatten(), self._num_batches[None]]))
+        mean, var = (packed[:-1] / packed[-1].clamp(min=1)).chunk(2)
+        return mean, var, packed[-1] > 0
 
 
 class WatchedNorm:
-    """A batch norm in training mode: what it is shown, and where its running statistics are.
+    """A batch norm in training mode, with an estimator of its running statistics.
 
-    `keepers` are the modules with the running statistics: the layer itself, or the two parts of a
-    sub-batch norm, or none.
+    `norms` are the modules that may have running statistics: the layer itself, or the two parts of
+    a sub-batch norm. `tracking` are those that do. A layer that has none is watched, too: in
+    training it may communicate.
     """
 
     def __init__(
-        self, name: str, module: nn.Module, keepers: Sequence[_BatchNorm], estimator: Estimator
+        self, name: str, module: nn.Module, norms: Sequence[_BatchNorm], estimator: Estimator
     ) -> None:
         self.name = name or type(module).__name__
         self.module = module
-        self.num_features = keepers[0].num_features
-        # Without running statistics it is watched all the same: it may communicate in training.
-        self.keepers = [keeper for keeper in keepers if keeper.running_mean is not None]
-        like = next((k.running_mean for k in self.keepers), None)
-        like = torch.zeros(self.num_features) if like is None else like
+        self.communicator: Communicator = SingleProcess()
+        if isinstance(module, Synchronized):
+            self.communicator = module.conversation
+        elif isinstance(module, nn.SyncBatchNorm):
+            self.communicator = as_communicator(module.process_group)
+        self.num_features = norms[0].num_features
+        self.tracking: list[Any] = [norm for norm in norms if norm.running_mean is not None]
+        like = self.tracking[0].running_mean if self.tracking else torch.zeros(self.num_features)
         self.estimator: Population | MeanOfVar = (
             Population(like) if estimator == "population" else MeanOfVar(like, self.communicator)
         )
 
-    @property
-    def communicator(self) -> Communicator:
-        """Who shares the layer's batch statistics, as the layer itself asks them."""
-        if isinstance(self.module, Synchronized):
-            return self.module._communicator
-        if isinstance(self.module, nn.SyncBatchNorm):
-            return as_communicator(self.module.process_group)
-        return SingleProcess()
-
     @contextmanager
     def watched(self, visits: list[Callable[[], object]]) -> Iterator[None]:
-        """Note the moments of each input, and in `visits` a call on an empty batch shaped alike."""
+        """Record the moments of each input, and in `visits` a call with such an empty input."""
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x: Any = next(iter((*args, *kwargs.values())), None)
-            if not self._fits(x):
-                return  # the layer will say so, and tell the other ranks
+            try:
+                functional.check_input(x, self.num_features)
+            except (TypeError, ValueError):
+                return  # the layer will raise, and tell the other ranks
             visits.append(partial(module, x.new_empty((0, *x.shape[1:]))))
-            if self.keepers:
+            if self.tracking:
                 with torch.autocast(x.device.type, enabled=False):
                     self.estimator.update(local_moments(x.detach()))
 
@@ -69,21 +97,12 @@ class WatchedNorm:
         finally:
             handle.remove()
 
-    def _fits(self, x: Any) -> bool:
-        return (
-            isinstance(x, Tensor)
-            and x.is_floating_point()
-            and x.ndim > 1
-            and x.shape[1] == self.num_features
-        )
-
-    def write(self, new: Estimate) -> None:
-        """Keep `new`; each split of a sub-batch norm is given the whole batch's statistics."""
-        for keeper in self.keepers:
-            num_splits = keeper.num_features // self.num_features
-            for running, value in ((keeper.running_mean, new.mean), (keeper.running_var, new.var)):
-                assert running is not None
-                running.copy_(value.repeat(num_splits))
+    def write(self, mean: Tensor, var: Tensor) -> None:
+        """Write running statistics; all splits of a sub-batch norm get the same ones."""
+        for norm in self.tracking:
+            num_splits = norm.num_features // self.num_features
+            norm.running_mean.copy_(mean.repeat(num_splits))
+            norm.running_var.copy_(var.repeat(num_splits))
 
 
 def layers_in_training(model: nn.Module, estimator: Estimator) -> Iterator[WatchedNorm]:
@@ -91,17 +110,16 @@ def layers_in_training(model: nn.Module, estimator: Estimator) -> Iterator[Watch
     module: Any
     for name, module in model.named_modules():
         if _is_sub_batch_norm(module):
-            keepers = [module.bn, module.split_bn]
-            parts.update(keepers)
-            # `split_bn` is what loops that freeze batch norms find.
-            if module.training and module.split_bn.training:
-                yield WatchedNorm(name, module, keepers, estimator)
+            norms = [module.bn, module.split_bn]
+            parts.update(norms)
+            if module.training and module.split_bn.training:  # see `SubBatchNorm3d.split_bn`
+                yield WatchedNorm(name, module, norms, estimator)
         elif isinstance(module, _BatchNorm) and module.training and module not in parts:
             yield WatchedNorm(name, module, [module], estimator)
 
 
 def _is_sub_batch_norm(module: Any) -> bool:
-    """Also SlowFast's own: known by its parts, of which only one sees data in training."""
+    # By its parts, so that SlowFast's own class counts, too.
     return (
         isinstance(getattr(module, "bn", None), _BatchNorm)
         and isinstance(getattr(module, "split_bn", None), _BatchNorm)
