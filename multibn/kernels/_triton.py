@@ -1,16 +1,16 @@
 """The passes as Triton kernels; `cuda` launches them.
 
-An activation is seen as it lies in memory: `(outer, channels, inner)`, where inner is 1 if the
-channels come last. A tile is ROWS x COLS elements: of (outer, inner) for one channel, or of
-(outer, channels) if CHANNELS_LAST. Per-channel values are `(1, 1)` in the former case and
-`(1, COLS)` in the latter, and broadcast against a tile in both.
+The kernels see an activation as it lies in memory: `(outer, channels, inner)`, where inner is 1 if
+the channels come last. A tile is ROWS x COLS elements: of (outer, inner) for one channel, or of
+(outer, channels) if CHANNELS_LAST. A per-channel value broadcasts against a tile: its shape is
+`(1, 1)`, or `(1, COLS)` if CHANNELS_LAST.
 
-A program works on one block of channels, and there on `tiles_per_program` tiles in a row, its
-split. Sums are kept for each element of the tile in DTYPE and added up in float64 at the end, so
-that an element of the tile sees as many additions as there are tiles. Offsets are 64 bits wide.
+A program handles one block of channels, and in this block `tiles_per_program` tiles in a row, its
+split. Each element of the tile has its own sum in DTYPE, of one addition per tile; these sums are
+added up in float64 at the end. Offsets are 64 bits wide.
 
-What is computed of per-channel values alone is float64, whatever the dtype of weight and bias is; a
-number comes as in `_triton_steps`.
+Arithmetic on per-channel values is float64, whatever the dtype of weight and bias; numbers come as
+in `_triton_steps`.
 """
 
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
@@ -38,8 +38,8 @@ def moments(
 ):
     """Moments of each split, from sums about the mean of its first tile.
 
-    The variance is good to as many roundings as there are tiles, whatever the data are: where that
-    mean is far from the others, the first tile makes up that much of the variance itself.
+    The relative error of the variance is at most one rounding per tile for any data: if the first
+    tile's mean is far from the other tiles' means, the distance itself is part of the variance.
     """
     block, split, channel, exists = _place(channels, blocks, COLS, CHANNELS_LAST)
     first = split * tiles_per_program
@@ -165,7 +165,7 @@ def backward_sums(
 def merge_sums(
     partials, var, sum_dy, sum_dy_xhat, eps: tl.int64, channels, splits, BLOCK: tl.constexpr
 ):
-    """Sums over the splits of a channel, that of `dy * (x - mean)` over the standard deviation."""
+    """A channel's sums over its splits; the sum of `dy * (x - mean)` times 1 / sqrt(var + eps)."""
     channel = tl.program_id(0).to(tl.int64)
     sums = partials + channel * splits
     first = tl.zeros((BLOCK,), tl.float64)
@@ -206,22 +206,22 @@ def input_gradient(
     invstd = _invstd(var, channel, exists, eps)
     scale = _times(invstd, weight, channel, exists)
     pull = -scale * number(element_weight)
-    of_x = pull * invstd * tl.load(sum_dy_xhat + channel, exists, 0.0)
-    b = (pull * tl.load(sum_dy + channel, exists, 0.0) - remainder * of_x).to(DTYPE)
-    of_dy = scale.to(DTYPE)
-    of_x = of_x.to(DTYPE)
+    x_scale = pull * invstd * tl.load(sum_dy_xhat + channel, exists, 0.0)
+    shift = (pull * tl.load(sum_dy + channel, exists, 0.0) - remainder * x_scale).to(DTYPE)
+    dy_scale = scale.to(DTYPE)
+    x_scale = x_scale.to(DTYPE)
     for i in range(tiles_per_program):
         offsets, inside, _ = _tile(
             split * tiles_per_program + i, block, outer, channels, inner, ROWS, COLS, CHANNELS_LAST
         )
         g = tl.load(dy + offsets, inside).to(DTYPE)
         d = tl.load(x + offsets, inside).to(DTYPE) - centre
-        tl.store(dx + offsets, d * of_x + g * of_dy + b, inside)
+        tl.store(dx + offsets, d * x_scale + g * dy_scale + shift, inside)
 
 
 @triton.jit
 def _place(channels, blocks, COLS: tl.constexpr, CHANNELS_LAST: tl.constexpr):
-    """Block and split of this program, its channels, and which of them there are."""
+    """Block and split of this program, its channels, and which of these exist."""
     program = tl.program_id(0).to(tl.int64)
     block = program % blocks
     if CHANNELS_LAST:
@@ -242,7 +242,7 @@ def _tile(
     COLS: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
 ):
-    """Offsets of a tile, which of them are inside the activation, and how many per channel."""
+    """Offsets of a tile, which are inside the activation, and how many per channel are inside."""
     if CHANNELS_LAST:
         row = number * ROWS
         col = block * COLS
@@ -306,6 +306,6 @@ def _sum(v, CHANNELS_LAST: tl.constexpr):
 
 @triton.jit
 def _round(mean, DTYPE: tl.constexpr):
-    """A float64 mean as a value of DTYPE and the remainder, see `generic`."""
+    """A float64 mean as a centre in DTYPE and a remainder, see `generic`."""
     centre = mean.to(DTYPE)
     return centre, mean - centre.to(tl.float64)
