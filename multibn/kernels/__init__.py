@@ -5,7 +5,9 @@ the whole activation; the steps `pack`, `unpack` and `move_averages` read per-ch
 message and the running statistics. `generic` says what each function does, and works for every
 library of the array API standard. `host` (NumPy arrays and torch tensors in host memory), `cuda`
 (torch tensors on a GPU) and `cupy` compute the same faster, if their compiler is installed. The
-type and the place of the first array decide which file is used. Nothing here knows of processes.
+type and the place of the first array decide which file is used. All functions take the arguments
+that `generic` names, and pass them on to `generic` where no loop is compiled for them. Nothing here
+knows of processes.
 """
 
 import importlib
@@ -42,26 +44,20 @@ def packed_moments(
 
 def normalize(
     x: Array,
-    mean: Array,
-    var: Array,
-    weight: Array | None,
-    bias: Array | None,
     /,
-    *,
+    *statistics: Any,
     eps: float,
     axis: tuple[int, ...],
     residual: Array | None = None,
     relu: bool = False,
 ) -> Array:
     """As `generic.normalize`, then plus `residual`, an array like `x`, then ReLU if `relu`."""
-    kernels = _select(x, mean, var, weight, bias)
+    kernels = _select(x, *statistics)
     if residual is None and not relu:
-        return kernels.normalize(x, mean, var, weight, bias, eps=eps, axis=axis)
+        return kernels.normalize(x, *statistics, eps=eps, axis=axis)
     if hasattr(kernels, "normalize_add_relu"):
-        return kernels.normalize_add_relu(
-            x, mean, var, weight, bias, residual, relu, eps=eps, axis=axis
-        )
-    y = kernels.normalize(x, mean, var, weight, bias, eps=eps, axis=axis)
+        return kernels.normalize_add_relu(x, *statistics, residual, relu, eps=eps, axis=axis)
+    y = kernels.normalize(x, *statistics, eps=eps, axis=axis)
     if residual is not None:
         y += residual
     return array_namespace(y).clip(y, 0.0, None) if relu else y
@@ -76,21 +72,9 @@ def backward_sums(
 
 
 def input_gradient(
-    dy: Array,
-    x: Array,
-    mean: Array,
-    var: Array,
-    weight: Array | None,
-    element_weight: Array,
-    sum_dy: Array,
-    sum_dy_xhat: Array,
-    /,
-    *,
-    eps: float,
-    axis: tuple[int, ...],
+    dy: Array, x: Array, /, *statistics: Any, eps: float, axis: tuple[int, ...]
 ) -> Array:
     """As `generic.input_gradient`."""
-    statistics = mean, var, weight, element_weight, sum_dy, sum_dy_xhat
     return _select(x, dy, *statistics).input_gradient(dy, x, *statistics, eps=eps, axis=axis)
 
 
@@ -104,33 +88,16 @@ def pack(
     return kernels.pack(mean, meansqr, weight, count, out=out)
 
 
-def unpack(
-    summed: Array,
-    shape: tuple[int, ...],
-    weight: float,
-    count: float,
-    /,
-    *,
-    like: Array | None = None,
-) -> Unpacked:
+def unpack(summed: Array, /, *share: Any, like: Array | None = None) -> Unpacked:
     """As `generic.unpack`; `like` is read only if `summed` is an array of NumPy."""
     if like is None or type(summed) is not np.ndarray:
-        return _select_steps(summed).unpack(summed, shape, weight, count)
-    return _select_steps(like).unpack(summed, shape, weight, count, like=like)
+        return _select_steps(summed).unpack(summed, *share)
+    return _select_steps(like).unpack(summed, *share, like=like)
 
 
-def move_averages(
-    running_mean: Array,
-    running_var: Array,
-    mean: Array,
-    var: Array,
-    momentum: float | Array,
-    factor: float | Array,
-    /,
-) -> tuple[Array, Array]:
+def move_averages(*arguments: Any) -> tuple[Array, Array]:
     """As `generic.move_averages`."""
-    arrays = running_mean, running_var, mean, var
-    return _select_steps(*arrays).move_averages(*arrays, momentum, factor)
+    return _select_steps(*arguments[:4]).move_averages(*arguments)
 
 
 def _select_steps(first: Array, *others: Any) -> Any:

@@ -329,5 +329,5 @@ def compiled(loop: Loop, dtype: str) -> Any:
     call: Any = ctypes.CFUNCTYPE(ctypes.c_int64 if loop.returns else None, *arguments)(
         native.address
     )
-    call.native = native  # which owns the machine code
+    call.native = native  # keeps the machine code alive
     return call

@@ -151,7 +151,7 @@ class Parameters(NamedTuple):
     are_copies: bool = False  # whether the arrays are float64 copies
 
 
-def locate_parameters(
+def parameters_of(
     library: Any, shape: tuple[int, ...], arrays: Sequence[Array | None]
 ) -> Parameters | None:
     """`arrays` for the loops; None if one has another shape, or no address."""

@@ -17,26 +17,20 @@ in `_triton_steps`.
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from multibn.kernels._triton_steps import number, store_packed
 
 
 @triton.jit
 def moments(
-    x,
-    partials,  # (3, channels, splits), float64: count, mean and sum of squares about it
-    outer,
-    channels,
-    inner,
-    blocks,
-    tiles_per_program,
-    splits,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
+    x, partials,
+    outer, channels, inner, blocks, tiles_per_program, splits,
+    ROWS: constexpr, COLS: constexpr, CHANNELS_LAST: constexpr, DTYPE: constexpr,
+):  # fmt: skip
     """Moments of each split, from sums about the mean of its first tile.
+
+    `partials`, `(3, channels, splits)` in float64, are count, mean, and sum of squares about it.
 
     The relative error of the variance is at most one rounding per tile for any data: if the first
     tile's mean is far from the other tiles' means, the distance itself is part of the variance.
@@ -67,7 +61,7 @@ def moments(
 
 
 @triton.jit
-def merge_moments(partials, mean, var, channels, splits, BLOCK: tl.constexpr):
+def merge_moments(partials, mean, var, channels, splits, BLOCK: constexpr):
     channel, m, v = _merged_moments(partials, channels, splits, BLOCK)
     tl.store(mean + channel, m)
     tl.store(var + channel, v)
@@ -75,7 +69,7 @@ def merge_moments(partials, mean, var, channels, splits, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["weight", "count"])
 def merge_and_pack_moments(
-    partials, packed, weight: tl.int64, count: tl.int64, channels, splits, BLOCK: tl.constexpr
+    partials, packed, weight: tl.int64, count: tl.int64, channels, splits, BLOCK: constexpr
 ):
     """`merge_moments` and `_triton_steps.pack` of mean and mean of squares."""
     channel, m, v = _merged_moments(partials, channels, splits, BLOCK)
@@ -84,25 +78,11 @@ def merge_and_pack_moments(
 
 @triton.jit(do_not_specialize=["eps"])
 def normalize(
-    x,
-    mean,
-    var,
-    weight,  # or None
-    bias,  # or None
-    residual,  # or None
-    y,
-    eps: tl.int64,
-    outer,
-    channels,
-    inner,
-    blocks,
-    tiles_per_program,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr,
-    DTYPE: tl.constexpr,
-    RELU: tl.constexpr,
-):
+    x, mean, var, weight, bias, residual, y, eps: tl.int64,
+    outer, channels, inner, blocks, tiles_per_program,
+    ROWS: constexpr, COLS: constexpr, CHANNELS_LAST: constexpr, DTYPE: constexpr, RELU: constexpr,
+):  # fmt: skip
+    """`weight`, `bias` and `residual` may be None."""
     block, split, channel, exists = _place(channels, blocks, COLS, CHANNELS_LAST)
     centre, remainder = _round(tl.load(mean + channel, exists, 0.0), DTYPE)
     a = _times(_invstd(var, channel, exists, eps), weight, channel, exists)
@@ -126,22 +106,11 @@ def normalize(
 
 @triton.jit
 def backward_sums(
-    dy,
-    x,
-    mean,
-    partials,  # (2, channels, splits), float64
-    outer,
-    channels,
-    inner,
-    blocks,
-    tiles_per_program,
-    splits,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """Each split's sums of `dy` and of `dy * (x - mean)`."""
+    dy, x, mean, partials,
+    outer, channels, inner, blocks, tiles_per_program, splits,
+    ROWS: constexpr, COLS: constexpr, CHANNELS_LAST: constexpr, DTYPE: constexpr,
+):  # fmt: skip
+    """Each split's sums of `dy` and of `dy * (x - mean)`: `partials`, `(2, channels, splits)`."""
     block, split, channel, exists = _place(channels, blocks, COLS, CHANNELS_LAST)
     centre, remainder = _round(tl.load(mean + channel, exists, 0.0), DTYPE)
     sum_dy = tl.zeros((ROWS, COLS), DTYPE)
@@ -163,7 +132,7 @@ def backward_sums(
 
 @triton.jit(do_not_specialize=["eps"])
 def merge_sums(
-    partials, var, sum_dy, sum_dy_xhat, eps: tl.int64, channels, splits, BLOCK: tl.constexpr
+    partials, var, sum_dy, sum_dy_xhat, eps: tl.int64, channels, splits, BLOCK: constexpr
 ):
     """A channel's sums over its splits; the sum of `dy * (x - mean)` times 1 / sqrt(var + eps)."""
     channel = tl.program_id(0).to(tl.int64)
@@ -181,26 +150,11 @@ def merge_sums(
 
 @triton.jit(do_not_specialize=["element_weight", "eps"])
 def input_gradient(
-    dy,
-    x,
-    mean,
-    var,
-    weight,  # or None
-    element_weight,
-    sum_dy,
-    sum_dy_xhat,
-    dx,
-    eps: tl.int64,
-    outer,
-    channels,
-    inner,
-    blocks,
-    tiles_per_program,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
+    dy, x, mean, var, weight, element_weight, sum_dy, sum_dy_xhat, dx, eps: tl.int64,
+    outer, channels, inner, blocks, tiles_per_program,
+    ROWS: constexpr, COLS: constexpr, CHANNELS_LAST: constexpr, DTYPE: constexpr,
+):  # fmt: skip
+    """`weight` may be None."""
     block, split, channel, exists = _place(channels, blocks, COLS, CHANNELS_LAST)
     centre, remainder = _round(tl.load(mean + channel, exists, 0.0), DTYPE)
     invstd = _invstd(var, channel, exists, eps)
@@ -220,7 +174,7 @@ def input_gradient(
 
 
 @triton.jit
-def _place(channels, blocks, COLS: tl.constexpr, CHANNELS_LAST: tl.constexpr):
+def _place(channels, blocks, COLS: constexpr, CHANNELS_LAST: constexpr):
     """Block and split of this program, its channels, and which of these exist."""
     program = tl.program_id(0).to(tl.int64)
     block = program % blocks
@@ -233,24 +187,17 @@ def _place(channels, blocks, COLS: tl.constexpr, CHANNELS_LAST: tl.constexpr):
 
 @triton.jit
 def _tile(
-    number,
-    block,
-    outer,
-    channels,
-    inner,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr,
+    tile, block, outer, channels, inner, ROWS: constexpr, COLS: constexpr, CHANNELS_LAST: constexpr
 ):
     """Offsets of a tile, which are inside the activation, and how many per channel are inside."""
     if CHANNELS_LAST:
-        row = number * ROWS
+        row = tile * ROWS
         col = block * COLS
         start, width, stride = 0, channels, channels
     else:
         across = tl.cdiv(inner, COLS)
-        row = number // across * ROWS
-        col = number % across * COLS
+        row = tile // across * ROWS
+        col = tile % across * COLS
         start, width, stride = block * inner, inner, channels * inner
     rows = row + tl.arange(0, ROWS)[:, None]
     cols = col + tl.arange(0, COLS)[None, :]
@@ -261,7 +208,7 @@ def _tile(
 
 
 @triton.jit
-def _merged_moments(partials, channels, splits, BLOCK: tl.constexpr):
+def _merged_moments(partials, channels, splits, BLOCK: constexpr):
     """This program's channel; its mean and biased variance from its splits (Chan et al., 1979)."""
     channel = tl.program_id(0).to(tl.int64)
     counts = partials + channel * splits
@@ -298,14 +245,14 @@ def _times(scale, weight, channel, exists):
 
 
 @triton.jit
-def _sum(v, CHANNELS_LAST: tl.constexpr):
+def _sum(v, CHANNELS_LAST: constexpr):
     """Per-channel sums of a tile."""
     v = tl.sum(v, 0, keep_dims=True)
     return v if CHANNELS_LAST else tl.sum(v, 1, keep_dims=True)
 
 
 @triton.jit
-def _round(mean, DTYPE: tl.constexpr):
+def _round(mean, DTYPE: constexpr):
     """A float64 mean as a centre in DTYPE and a remainder, see `generic`."""
     centre = mean.to(DTYPE)
     return centre, mean - centre.to(tl.float64)

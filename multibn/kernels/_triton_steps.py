@@ -27,16 +27,10 @@ def pack(mean, meansqr, packed, weight: tl.int64, count: tl.int64, C, BLOCK: tl.
 
 @triton.jit(do_not_specialize=["weight", "count"])
 def unpack(
-    summed,
-    mean,
-    var,
-    total_count,
-    element_weight,
-    weight: tl.int64,
-    count: tl.int64,  # at least 1
-    C,
-    BLOCK: tl.constexpr,
-):
+    summed, mean, var, total_count, element_weight,
+    weight: tl.int64, count: tl.int64, C, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`count` is at least 1."""
     c, exists = _channels(C, BLOCK)
     total_weight = tl.load(summed + 2 * C + WEIGHT)
     divisor = tl.where(total_weight == 0.0, 1.0, total_weight)
@@ -51,17 +45,9 @@ def unpack(
 
 @triton.jit(do_not_specialize=["momentum", "factor"])
 def move_averages(
-    running_mean,
-    running_var,
-    mean,
-    var,
-    moved_mean,
-    moved_var,
-    momentum,
-    factor,
-    C,
-    BLOCK: tl.constexpr,
-):
+    running_mean, running_var, mean, var, moved_mean, moved_var, momentum, factor,
+    C, BLOCK: tl.constexpr,
+):  # fmt: skip
     c, exists = _channels(C, BLOCK)
     a = number(momentum)
     _move(running_mean + c, tl.load(mean + c, exists), moved_mean + c, exists, a)

@@ -49,46 +49,27 @@ def packed_moments(x: Tensor, weight: float, count: float, /, *, axis: tuple[int
     return packed
 
 
-def normalize(
-    x: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    /,
-    *,
-    eps: float,
-    axis: tuple[int, ...],
-) -> Tensor:
+def normalize(x: Tensor, /, *statistics: Any, eps: float, axis: tuple[int, ...]) -> Tensor:
     """As `generic.normalize`; one launch."""
-    return normalize_add_relu(x, mean, var, weight, bias, None, False, eps=eps, axis=axis)
+    return normalize_add_relu(x, *statistics, None, False, eps=eps, axis=axis)
 
 
-def normalize_add_relu(
-    x: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    relu: bool,
-    /,
-    *,
-    eps: float,
-    axis: tuple[int, ...],
-) -> Tensor:
+def normalize_add_relu(x: Tensor, /, *arguments: Any, eps: float, axis: tuple[int, ...]) -> Tensor:
     """`normalize`, then plus `residual`, then ReLU; one launch.
 
-    `residual` has the shape of `x`; it is added before the sum is rounded to the dtype of `x`.
+    The last two arguments are `residual`, None or of the shape of `x`, and whether to apply ReLU.
+    The sum is rounded once, to the dtype of `x`.
     """
+    *statistics, residual, relu = arguments
+    mean, var, weight, bias = statistics
     plan = _plan(x, axis, mean, var, parameters=(weight, bias))
     if plan is None:
-        y: Tensor = generic.normalize(x, mean, var, weight, bias, eps=eps, axis=axis)
+        y: Tensor = generic.normalize(x, *statistics, eps=eps, axis=axis)
         y = y if residual is None else y + residual.to(y.dtype)
         return y.relu_() if relu else y
     y = torch.empty_like(x)
     residual = None if residual is None else _laid_out_as(x, residual)
-    arguments = x, mean, var, weight, bias, residual, y, bits(eps), *plan.sizes
+    arguments = x, *statistics, residual, y, bits(eps), *plan.sizes
     _launch(_triton.normalize, plan.programs, *arguments, like=x, RELU=relu, **plan.constants)
     return y
 
@@ -109,29 +90,17 @@ def backward_sums(
 
 
 def input_gradient(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    weight: Tensor | None,
-    element_weight: Tensor | float,
-    sum_dy: Tensor,
-    sum_dy_xhat: Tensor,
-    /,
-    *,
-    eps: float,
-    axis: tuple[int, ...],
+    dy: Tensor, x: Tensor, /, *statistics: Any, eps: float, axis: tuple[int, ...]
 ) -> Tensor:
     """As `generic.input_gradient`; one launch."""
+    mean, var, weight, element_weight, sum_dy, sum_dy_xhat = statistics
     plan = _plan(x, axis, mean, var, sum_dy, sum_dy_xhat, parameters=(weight,))
     factor = number(element_weight, x)
     if plan is None or factor is None:
-        return generic.input_gradient(
-            dy, x, mean, var, weight, element_weight, sum_dy, sum_dy_xhat, eps=eps, axis=axis
-        )
+        return generic.input_gradient(dy, x, *statistics, eps=eps, axis=axis)
     dx = torch.empty_like(x)
-    statistics = mean, var, weight, factor, sum_dy, sum_dy_xhat
-    arguments = _laid_out_as(x, dy), x, *statistics, dx, bits(eps), *plan.sizes
+    inputs = _laid_out_as(x, dy), x, mean, var, weight, factor, sum_dy, sum_dy_xhat
+    arguments = *inputs, dx, bits(eps), *plan.sizes
     _launch(_triton.input_gradient, plan.programs, *arguments, like=x, **plan.constants)
     return dx
 
@@ -220,7 +189,7 @@ def _plan_of(
             "COLS": cols,
             "CHANNELS_LAST": last,
             "DTYPE": _ARITHMETIC[dtype],
-            "enable_fp_fusion": True,  # Triton's default, which Triton 3.9 warns about if not said
+            "enable_fp_fusion": True,  # the default, but Triton 3.9 warns without it
         },
         tuple(n for i, n in enumerate(shape) if i not in axis),
     )

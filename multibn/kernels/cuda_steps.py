@@ -44,20 +44,13 @@ def unpack(summed: Tensor, shape: tuple[int, ...], weight: float, count: float, 
     return Unpacked(*outputs, refused=False, finite=True)
 
 
-def move_averages(
-    running_mean: Tensor,
-    running_var: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    momentum: float | Tensor,
-    factor: float | Tensor,
-    /,
-) -> tuple[Tensor, Tensor]:
+def move_averages(*arguments: Any) -> tuple[Tensor, Tensor]:
     """As `generic.move_averages`."""
+    running_mean, running_var, mean, var, momentum, factor = arguments
     numbers = number(momentum, mean), number(factor, mean)
     parameters = running_mean, running_var
     if not fit(mean, var, parameters=parameters) or any(v is None for v in numbers):
-        return generic.move_averages(running_mean, running_var, mean, var, momentum, factor)
+        return generic.move_averages(*arguments)
     moved = torch.empty_like(running_mean), torch.empty_like(running_var)
     _launch(_triton_steps.move_averages, *parameters, mean, var, *moved, *numbers, like=mean)
     return moved

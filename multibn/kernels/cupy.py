@@ -4,6 +4,8 @@ No pass makes a temporary of the size of an activation. Arithmetic is in float64
 activations are read and written in their own dtype, and reading and writing takes the time.
 """
 
+from typing import Any
+
 import cupy
 
 from multibn._typing import Array
@@ -51,20 +53,11 @@ def packed_moments(x: Array, weight: float, count: float, /, *, axis: tuple[int,
     return generic.pack(mean, var + mean * mean, weight, count)
 
 
-def normalize(
-    x: Array,
-    mean: Array,
-    var: Array,
-    weight: Array | None,
-    bias: Array | None,
-    /,
-    *,
-    eps: float,
-    axis: tuple[int, ...],
-) -> Array:
+def normalize(x: Array, /, *statistics: Any, eps: float, axis: tuple[int, ...]) -> Array:
     """As `generic.normalize`."""
+    mean, var, weight, bias = statistics
     if x.dtype.name not in _DTYPES:
-        return generic.normalize(x, mean, var, weight, bias, eps=eps, axis=axis)
+        return generic.normalize(x, *statistics, eps=eps, axis=axis)
     scale = 1.0 / cupy.sqrt(var + eps)
     if weight is not None:
         scale *= weight
@@ -84,26 +77,13 @@ def backward_sums(
 
 
 def input_gradient(
-    dy: Array,
-    x: Array,
-    mean: Array,
-    var: Array,
-    weight: Array | None,
-    element_weight: Array | float,
-    sum_dy: Array,
-    sum_dy_xhat: Array,
-    /,
-    *,
-    eps: float,
-    axis: tuple[int, ...],
+    dy: Array, x: Array, /, *statistics: Any, eps: float, axis: tuple[int, ...]
 ) -> Array:
     """As `generic.input_gradient`."""
     if x.dtype.name not in _DTYPES or dy.dtype.name not in _DTYPES:
-        return generic.input_gradient(
-            dy, x, mean, var, weight, element_weight, sum_dy, sum_dy_xhat, eps=eps, axis=axis
-        )
-    statistics = var, weight, element_weight, sum_dy, sum_dy_xhat
-    coefficients = mean, *generic.gradient_coefficients(*statistics, eps=eps)
+        return generic.input_gradient(dy, x, *statistics, eps=eps, axis=axis)
+    mean, *others = statistics
+    coefficients = mean, *generic.gradient_coefficients(*others, eps=eps)
     columns = (_beside(x, v, axis) for v in coefficients)
     return _input_gradient(dy, x, *columns, cupy.empty_like(x))
 

@@ -20,13 +20,7 @@ from typing import Any, NamedTuple
 from multibn._typing import Array
 from multibn.kernels import _loops, generic
 from multibn.kernels._layout import sizes_in_memory
-from multibn.kernels._memory import (
-    Parameters,
-    library_of,
-    locate_parameters,
-    payload,
-    scratch,
-)
+from multibn.kernels._memory import Parameters, library_of, parameters_of, payload, scratch
 from multibn.kernels.host_steps import step
 
 _SHARE = 1 << 19  # elements that are worth a thread
@@ -62,21 +56,12 @@ def packed_moments(
     return packed
 
 
-def normalize(
-    x: Array,
-    mean: Array,
-    var: Array,
-    weight: Array | None,
-    bias: Array | None,
-    /,
-    *,
-    eps: float,
-    axis: tuple[int, ...],
-) -> Array:
+def normalize(x: Array, /, *statistics: Any, eps: float, axis: tuple[int, ...]) -> Array:
     """As `generic.normalize`."""
+    mean, var, weight, bias = statistics
     operands = _prepare(axis, (x,), (mean, var), (weight, bias))
     if operands is None:
-        return generic.normalize(x, mean, var, weight, bias, eps=eps, axis=axis)
+        return generic.normalize(x, *statistics, eps=eps, axis=axis)
     _, C, _ = operands.sizes
     mean_at, var_at = operands.wide
     weight_at, bias_at = operands.parameters.addresses
@@ -105,25 +90,13 @@ def backward_sums(
 
 
 def input_gradient(
-    dy: Array,
-    x: Array,
-    mean: Array,
-    var: Array,
-    weight: Array | None,
-    element_weight: Array,
-    sum_dy: Array,
-    sum_dy_xhat: Array,
-    /,
-    *,
-    eps: float,
-    axis: tuple[int, ...],
+    dy: Array, x: Array, /, *statistics: Any, eps: float, axis: tuple[int, ...]
 ) -> Array:
     """As `generic.input_gradient`."""
+    mean, var, weight, element_weight, sum_dy, sum_dy_xhat = statistics
     operands = _prepare(axis, (x, dy), (mean, var, sum_dy, sum_dy_xhat), (weight,))
     if operands is None:
-        return generic.input_gradient(
-            dy, x, mean, var, weight, element_weight, sum_dy, sum_dy_xhat, eps=eps, axis=axis
-        )
+        return generic.input_gradient(dy, x, *statistics, eps=eps, axis=axis)
     _, C, _ = operands.sizes
     mean_at, *others = operands.wide
     (weight_at,) = operands.parameters.addresses
@@ -206,7 +179,7 @@ def _prepare(
         copies = [library.wide(v) for v in wide]
         wide_addresses = [library.address(v) for v in copies]
         alive += copies
-    located = locate_parameters(library, plan.shape, parameters) if parameters else _NONE
+    located = parameters_of(library, plan.shape, parameters) if parameters else _NONE
     if located is None:
         return None
     return _Operands(library, plan, sizes, x, addresses, wide_addresses, located, alive)
