@@ -55,12 +55,9 @@ def run(args: argparse.Namespace) -> int:
 def collect() -> dict[str, Any]:
     """The facts as a dict that JSON can hold.
 
-    Returns
-    -------
-    dict
-        `versions` and `launchers` (None if not installed), `torch`, `mpi` and `cupy` (None if not
-        installed, a dict with `error` if they cannot be imported), `gpus`, and `communicators`:
-        None for each that would work here, else the next thing to install or set.
+    None stands for a version, launcher or library that is not installed; a library that cannot be
+    imported is a dict with `error`. In `communicators`, None stands for one that would work here;
+    else the entry is the next thing to install or set.
     """
     facts: dict[str, Any] = {
         "versions": _versions(),

@@ -44,16 +44,10 @@ class Lockstep(Iterator[Step]):
     """Steps of this rank, as many as the rank with most batches has.
 
     Each `next` is collective: one allreduce of W+1 numbers for W ranks. The first `next` makes the
-    iterator of `batches`. Error messages call the iterator `source`; `amount` says how much a batch
-    adds to `Step.amount`.
-
-    Raises
-    ------
-    ValueError
-        In the first `next`, on all ranks, if none has a batch.
-    RuntimeError
-        In `next` of the other ranks, if `batches` or `amount` raised on one rank; in `next` and
-        `leave`, on all ranks, if one called `leave` while another had a batch.
+    iterator of `batches`, which error messages call `source`; `amount` says how much a batch adds
+    to `Step.amount`. The first `next` raises ValueError on all ranks if none has a batch. Other
+    ranks raise RuntimeError if `batches` or `amount` raises on one rank; all do, in `next` or
+    `leave`, if one rank leaves while another has a batch.
     """
 
     def __init__(
@@ -82,7 +76,7 @@ class Lockstep(Iterator[Step]):
                 amount = self._amount(batch)
         except Exception as e:
             error = e
-        self._is_over = True  # unless there is a step
+        self._is_over = True  # until the exchange below shows a batch
         state = _State.OUT if batch is END else _State.BATCH
         occupied, total = self._exchange(state, amount, error=error)
         if occupied.any():
@@ -97,10 +91,9 @@ class Lockstep(Iterator[Step]):
         raise StopIteration
 
     def leave(self) -> None:
-        """Tell the other ranks in their next step that this rank takes no more steps.
+        """Tell the other ranks in their next `next` or `leave` that this rank takes no more steps.
 
-        Collective with the `next` or `leave` of the other ranks, unless all have run out already.
-        No error if all ranks leave in the same step.
+        Collective, unless all ranks have run out of batches.
         """
         if not self._is_over:
             self._is_over = True
@@ -114,9 +107,10 @@ class Lockstep(Iterator[Step]):
         message = np.zeros(size + 1)
         message[rank] = state if error is None else _State.FAILED
         message[-1] = amount
-        message = self._communicator.allreduce(message)
-        states, total = message[:-1], int(message[-1])
-        failed, gone, occupied = (states == s for s in (_State.FAILED, _State.GONE, _State.BATCH))
+        *states, total = self._communicator.allreduce(message)
+        failed, gone, occupied = (
+            np.equal(states, s) for s in (_State.FAILED, _State.GONE, _State.BATCH)
+        )
         if error is not None:
             raise error
         if failed.any():
@@ -130,7 +124,7 @@ class Lockstep(Iterator[Step]):
                 "the loop before it ended, and others have batches. Leave it on all ranks in the "
                 "same step, or on none."
             )
-        return occupied, total
+        return occupied, int(total)
 
 
 def run(
@@ -146,16 +140,12 @@ def run(
     """Run a model without gradients on this rank's batches, or its shared layers on empty ones.
 
     `forward` runs the model on a batch and appends to `visits`, for each layer, a call that shows
-    the layer an empty batch. A rank without a batch repeats the calls of its last batch, because
-    the other ranks' layers wait for this rank, in the order of a forward pass. Yields each step
-    after its run. `communicators` are those of all layers; the other arguments are parts of the
-    error message.
+    the layer an empty batch. A rank without a batch repeats the calls of its last batch, for which
+    the other ranks' layers wait. Yields each step after its run. `communicators` are those of all
+    layers; `source`, `layers` and `otherwise` are parts of the error message.
 
-    Raises
-    ------
-    ValueError
-        On all ranks, if one never has a batch and layers are shared: only a forward pass shows
-        in which order that rank must visit the layers.
+    Raises ValueError on all ranks if layers are shared and one rank never has a batch: only a
+    forward pass shows in which order that rank must visit the layers.
     """
     shared = any(communicator.size > 1 for communicator in communicators)
     for number, step in enumerate(steps):
@@ -238,7 +228,7 @@ class Joined(Generic[Losses]):
             self._steps.leave()
 
     def mean(self, losses: Losses) -> Losses:
-        """This rank's part of the mean of all ranks' losses; 0 for a stand-in.
+        """This rank's part of the mean of all ranks' losses, of shape `()`; 0 for a stand-in.
 
         The average of this part over the ranks, and of its gradient as DistributedDataParallel,
         `average_gradients` and ChainerMN's optimizers compute it, is exactly the mean over all
@@ -250,11 +240,6 @@ class Joined(Generic[Losses]):
         losses
             One number for each sample, pixel..., of any shape but `()`: pass `reduction="none"`
             (torch) or `reduce="no"` (Chainer) to the loss function.
-
-        Returns
-        -------
-        Tensor or chainer.Variable
-            Shape `()`.
 
         Raises
         ------
@@ -304,17 +289,16 @@ def shortened(
     Raises TypeError, with a message that ends with `otherwise`, if no array in `batch` has a first
     axis.
     """
-    any_array = False
+    arrays = []
 
     def visit(x: Any) -> Any:
-        nonlocal any_array
         if x.ndim == 0:
             return x
-        any_array = True
+        arrays.append(x)
         return shorten(x)
 
     result = map_arrays(visit, batch, array_types)
-    if not any_array:
+    if not arrays:
         raise TypeError(
             "a batch must have an array in it, with the samples on its first axis: got "
             f"{type(batch).__qualname__}. {otherwise}"
