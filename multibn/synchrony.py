@@ -63,7 +63,7 @@ def _agree(digests: Sequence[bytes], communicator: Communicator) -> npt.NDArray[
     """Which of the digests are the same on all ranks. Collective: one allreduce."""
     v = np.frombuffer(b"".join(digests), dtype=np.uint16).astype(np.float64)
     sums = communicator.allreduce(np.stack([v, v**2]))
-    equal = [all_equal(*pair, communicator.size) for pair in zip(*sums, strict=True)]
+    equal = [all_equal(a, b, communicator.size) for a, b in zip(*sums, strict=True)]
     return np.all(np.reshape(equal, (-1, _LANES)), axis=1)
 
 
