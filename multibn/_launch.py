@@ -1,4 +1,4 @@
-"""Ranks under torchrun and mpiexec: starting and ending them, their communicator, their results."""
+"""Starts and ends ranks under torchrun and mpiexec; their communicator and their results."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ import multibn
 from multibn._environment import find_command
 from multibn.communicators import Communicator, SingleProcess
 
-# The launcher of each communicator; "" is none.
+# The launcher of each communicator; "" starts one process without a launcher.
 LAUNCHERS = {
     "single process": "",
     "gloo": "torchrun",
@@ -42,8 +42,8 @@ def launch_command(launcher: str, size: int, arguments: Sequence[str]) -> list[s
 
 
 def environment() -> dict[str, str]:
-    """The variables of launched ranks: this process's own, and those for a small machine."""
-    # The user's models may be in the working directory, which a console script does not search.
+    """Environment of launched ranks: this process's own, adapted to a small machine."""
+    # The user's models may be in the working directory, which is not on a console script's path.
     path = [os.path.dirname(multibn.__path__[0]), os.getcwd(), os.environ.get("PYTHONPATH", "")]
     return {
         "OMP_NUM_THREADS": "1",
@@ -65,7 +65,10 @@ def started(
     output: int | IO[str] = subprocess.PIPE,
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[subprocess.Popen[str]]:
-    """A launcher that prints to `output`, ended with its ranks however the block is left."""
+    """Run a launcher that prints to `output`; end launcher and ranks when the block is left.
+
+    `variables` are added to those of `environment`.
+    """
     process = subprocess.Popen(
         command,
         env=environment() | dict(variables or {}),
@@ -83,7 +86,7 @@ def started(
 
 def end(process: subprocess.Popen[str]) -> None:
     """End a launcher and its ranks."""
-    # Both launchers put their ranks into other process groups and end them on SIGTERM.
+    # Both launchers put their ranks into other process groups, and end them on SIGTERM.
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, number)
@@ -93,9 +96,9 @@ def end(process: subprocess.Popen[str]) -> None:
 def run(
     command: Sequence[str], *, timeout: float, variables: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Start a launcher and wait for its end; its ranks' output is in its own.
+    """Run a launcher to its end; `stdout` of the result is all that it and its ranks printed.
 
-    Raises subprocess.TimeoutExpired after `timeout` seconds, when all processes have been ended.
+    After `timeout` seconds, ends all processes and raises TimeoutExpired with their `output`.
     """
     with started(command, variables=variables) as process:
         try:
@@ -108,7 +111,7 @@ def run(
 
 
 def enter_world(name: str) -> Communicator:
-    """The communicator over all ranks whose name is one of `LAUNCHERS`; collective."""
+    """The communicator over all ranks with this name, a key of `LAUNCHERS`. Collective."""
     if name == "gloo":
         import torch.distributed as dist
 
@@ -133,12 +136,12 @@ def enter_world(name: str) -> Communicator:
 
 
 def leave_world() -> None:
-    """End torch's process group, if there is one."""
+    """Destroy torch's default process group, if it exists."""
     distributed = sys.modules.get("torch.distributed")
     if distributed and distributed.is_initialized():
         distributed.destroy_process_group()
-        # gloo's thread lets go of its last tensor a little later, and a process that is finalizing
-        # by then is aborted ("terminate called without an active exception").
+        # gloo's thread frees its last tensor a little later, and a process that is finalizing by
+        # then is aborted ("terminate called without an active exception").
         time.sleep(0.5)
 
 
@@ -151,12 +154,12 @@ class Written:
 
 
 class WorkerError(Exception):
-    """Workers that failed; `output` ends what they printed, `reason` is the first error in it."""
+    """Workers failed: `output` is the end of all they printed, `reason` their first error."""
 
     def __init__(self, message: str, output: str, reason: str = "") -> None:
         super().__init__(message)
         self.output = output[-4000:]
-        # The last line of a traceback: "ZeroDivisionError: ..."
+        # A last line of a traceback: "ZeroDivisionError: ..."
         errors = re.findall(r"^(?:\[rank\d+\]: )?(\w[\w.]*(?:Error|Exception)\b.*)$", output, re.M)
         self.reason = reason or (errors[0] if errors else message)
 
@@ -164,12 +167,9 @@ class WorkerError(Exception):
 def run_workers(
     name: str, launcher: str, size: int, arguments: Sequence[str], *, timeout: float
 ) -> list[Written]:
-    """Start `python *arguments DIRECTORY` on `size` ranks; what each `write`s to DIRECTORY.
+    """Start `python *arguments DIRECTORY` on `size` ranks; returns each rank's `write` there.
 
-    Raises
-    ------
-    WorkerError
-        If the workers took more than `timeout` seconds, which ends them, or failed.
+    Raises WorkerError if the workers fail, or after `timeout` seconds, when it ends them.
     """
     with tempfile.TemporaryDirectory(prefix="multibn-") as directory:
         command = launch_command(launcher, size, [*arguments, directory])
@@ -186,7 +186,7 @@ def run_workers(
         if ran.returncode or len(paths) != size:
             raise WorkerError(
                 f"{name}: exit status {ran.returncode}, and {len(paths)} of {size} ranks wrote "
-                "their results. What they printed says why.",
+                "their results. Their output says why.",
                 ran.stdout,
             )
         return [
@@ -195,7 +195,7 @@ def run_workers(
 
 
 def write(directory: str, rank: int, arrays: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
-    """Leave this rank's results where `run_workers` looks for them."""
+    """Write this rank's results to the directory of `run_workers`."""
     path = Path(directory, f"{rank:03}")
     np.savez(path.with_suffix(".npz"), **arrays)
     path.with_suffix(".json").write_text(json.dumps(notes))

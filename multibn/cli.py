@@ -10,7 +10,7 @@ from multibn._environment import importable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv`, by default this process's; returns the exit status."""
+    """Run the command line `argv`, by default this process's own; returns the exit status."""
     args = _parser().parse_args(argv)
     needed = ["numpy", "rich"] if args.command == "parity" else []
     if getattr(args, "plot", None):
@@ -21,13 +21,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.command,
             f"{' and '.join(absent)} must be installed: got none. Run pip install 'multibn[cli]'.",
         )
-    if argv is None:  # the process is ours: end it in a way that runs `finally` blocks
+    if argv is None:  # a process of the command's own: SIGTERM must run `finally` blocks
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        status: int = args.run(args)
+        return args.run(args)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -38,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"multibn {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     command = commands.add_parser(
-        "info", help="what is installed here, and which communicators would work"
+        "info", help="show the installed versions, and which communicators would work"
     )
     info.add_arguments(command)
     command.set_defaults(run=info.run)
@@ -46,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         "convert",
         help="rewrite a checkpoint of Chainer as one of torch, or the other way",
         description="The suffix says what a file is: .npz is Chainer's, .pt, .pth and .safetensors "
-        "are torch's. DST is replaced only when it is complete. What cannot carry over is said.",
+        "are torch's. DST is replaced only when the new file is complete. Notes name what is lost.",
     )
     _add_convert_arguments(command)
     command.set_defaults(run=_convert)
@@ -57,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         "on real processes, and compare them with a float64 oracle and with each other. Exit "
         "status: 0 all within bounds, 1 a bound is broken, 2 it could not be run.",
     )
-    if importable("numpy"):  # without it `info` still runs, and `parity` says what it needs
+    if importable("numpy"):  # without NumPy, `main` says that `parity` needs it
         from multibn.parity import command as parity
 
         parity.add_arguments(command)
@@ -69,9 +68,9 @@ def _add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("src", metavar="SRC", help="file to read")
     add("dst", metavar="DST", help="file to write")
-    add("--names", metavar="FILE.json", help="what to call layers or arrays, old names to new ones")
-    add("--prefix", default="", metavar="P", help="take only what is below this name in SRC")
-    add("--skip-unknown", action="store_true", help="leave out what has no place in DST")
+    add("--names", metavar="FILE.json", help="JSON object: old to new names of layers or arrays")
+    add("--prefix", default="", metavar="P", help="convert only the keys below this name in SRC")
+    add("--skip-unknown", action="store_true", help="leave out arrays that have no place in DST")
     add(
         "--num-batches-tracked",
         type=int,

@@ -1,12 +1,11 @@
-"""`multibn info`: what is here, and which communicators would work.
+"""`multibn info`: installed versions, and which communicators would work.
 
-Frameworks and MPI are imported by other processes, so that this one initialises nothing.
+Other processes import the frameworks and MPI, so that this process initialises nothing.
 """
 
 import argparse
 import json
 import platform
-import shutil
 import subprocess
 from importlib import metadata
 from typing import Any
@@ -47,38 +46,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what is here; returns the exit status, 0."""
+    """Print the facts; returns the exit status, 0."""
     facts = collect()
     print(json.dumps(facts, indent=1) if args.json else text(facts))
     return 0
 
 
 def collect() -> dict[str, Any]:
-    """What is here, as a dict that JSON can hold.
+    """The facts as a dict that JSON can hold.
 
-    Returns
-    -------
-    dict
-        `versions` (None for what is not installed), `launchers`, `torch`, `mpi` and `cupy` (None if
-        not installed, a dict with `error` if they cannot be imported), `gpus`, and `communicators`:
-        for each, None if it would work here, else the one thing to install or set.
+    None stands for a version, launcher or library that is not installed; a library that cannot be
+    imported is a dict with `error`. In `communicators`, None stands for one that would work here;
+    else the entry is the next thing to install or set.
     """
     facts: dict[str, Any] = {
         "versions": _versions(),
-        "launchers": {
-            "torchrun": _launcher("torchrun", "--version"),
-            "mpiexec": _launcher("mpiexec", "--version"),
-        },
+        "launchers": {name: _launcher(name) for name in ("torchrun", "mpiexec")},
         "torch": ask(_ASK_TORCH) if importable("torch") else None,
         "mpi": ask(_ASK_MPI) if importable("mpi4py") else None,
         "cupy": ask(_ASK_CUPY) if importable("cupy") else None,
-        "gpus": _gpus(),
+        "gpus": [s for s in _output("nvidia-smi", "-L").splitlines() if s.startswith("GPU ")],
     }
     return facts | {"communicators": _communicators(facts)}
 
 
 def text(facts: dict[str, Any]) -> str:
-    """The same for people."""
+    """The facts of `collect` as text for people."""
     launchers = {
         name: f"{where['version']}, {where['path']}" if where else None
         for name, where in facts["launchers"].items()
@@ -116,32 +109,26 @@ def _versions() -> dict[str, str | None]:
     }
 
 
-def _launcher(name: str, *arguments: str) -> dict[str, str] | None:
+def _launcher(name: str) -> dict[str, str] | None:
     path = find_command(name)
     if path is None:
         return None
-    if name == "torchrun":  # it comes with torch, has no version, and takes seconds to say so
+    if name == "torchrun":  # has torch's version, and takes seconds to start
         return {"path": path, "version": f"torch {_versions()['torch']}"}
+    return {"path": path, "version": _output(path, "--version").partition("\n")[0] or "unknown"}
+
+
+def _output(*command: str) -> str:
+    """Output of a command, or the reason why it cannot be run."""
     try:
-        ran = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=20)
-        said = (ran.stdout.strip() or ran.stderr.strip()).splitlines()
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired) as error:
-        said = [str(error)]
-    return {"path": path, "version": said[0] if said else "version unknown"}
-
-
-def _gpus() -> list[str]:
-    if shutil.which("nvidia-smi") is None:
-        return []
-    try:
-        ran = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return [line.strip() for line in ran.stdout.splitlines() if line.startswith("GPU ")]
+        return str(error)
+    return ran.stdout.strip() or ran.stderr.strip()
 
 
 def _communicators(facts: dict[str, Any]) -> dict[str, str | None]:
-    """By communicator, the first thing that is missing, None if nothing is."""
+    """By communicator, advice on the first thing that is missing, or None."""
     torch, mpi, cupy = (facts[name] or {} for name in ("torch", "mpi", "cupy"))
     backends = torch.get("backends", {})
     has_torch = (facts["torch"] is not None, "pip install 'multibn[torch]'")

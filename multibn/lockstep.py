@@ -1,6 +1,6 @@
 """Loops over the ranks' own batches that proceed step by step together, until all have run out.
 
-What is collective in the body of such a loop finds every rank there: one that has no batch left
+Collective operations in the body of such a loop meet every rank: a rank that has no batch left
 takes part with an empty one.
 """
 
@@ -19,41 +19,35 @@ from multibn.communicators._objects import broadcast
 
 Losses = TypeVar("Losses")  # a backend's tensor
 
-#: What `Lockstep` gives in place of a batch on a rank that has none left.
+#: `Step.batch` on a rank that has no batch left.
 END: Any = object()
 
 
 class Step(NamedTuple):
-    """One step: this rank's batch or `END`; and of all ranks, which have one, and their amounts."""
+    """One step of a `Lockstep`."""
 
-    batch: Any
-    occupied: npt.NDArray[np.bool_]
-    amount: int
+    batch: Any  # this rank's, or `END`
+    occupied: npt.NDArray[np.bool_]  # which ranks have a batch
+    amount: int  # sum over the ranks' batches
 
 
 class _State(IntEnum):
-    """What a rank tells the others in a step: a batch, none left, an error, or that it goes."""
+    """The number by which a rank tells the others how it stands."""
 
-    OUT = 0
+    OUT = 0  # no batch left
     BATCH = 1
-    FAILED = 2
-    GONE = 3
+    FAILED = 2  # its iterator raised
+    GONE = 3  # it has left the loop
 
 
 class Lockstep(Iterator[Step]):
     """Steps of this rank, as many as the rank with most batches has.
 
-    Each `next` is collective: one allreduce of W+1 numbers for W ranks. The iterator of `batches`
-    is made in the first `next`. `source` is what error messages call it, and `amount` what a batch
-    counts for in `Step.amount`.
-
-    Raises
-    ------
-    ValueError
-        In the first `next`, on all ranks, if none has a batch.
-    RuntimeError
-        In `next`: on the other ranks, if one rank's `batches` or `amount` raised, or one called
-        `leave` while others had a batch; on that one, `leave` raises it.
+    Each `next` is collective: one allreduce of W+1 numbers for W ranks. The first `next` makes the
+    iterator of `batches`, which error messages call `source`; `amount` says how much a batch adds
+    to `Step.amount`. The first `next` raises ValueError on all ranks if none has a batch. Other
+    ranks raise RuntimeError if `batches` or `amount` raises on one rank; all do, in `next` or
+    `leave`, if one rank leaves while another has a batch.
     """
 
     def __init__(
@@ -64,8 +58,8 @@ class Lockstep(Iterator[Step]):
         source: str,
         amount: Callable[[Any], int] | None = None,
     ) -> None:
-        # Its iterator is made in the first step, where an error is told to the other ranks, and is
-        # not asked again after its end.
+        # `chain` makes the iterator in the first step, which tells the other ranks of an error, and
+        # does not ask the iterator again after its end.
         self._batches = itertools.chain.from_iterable([batches])
         self._communicator = communicator
         self._source = source
@@ -82,7 +76,7 @@ class Lockstep(Iterator[Step]):
                 amount = self._amount(batch)
         except Exception as e:
             error = e
-        self._is_over = True  # unless there is a step
+        self._is_over = True  # until the exchange below shows a batch
         state = _State.OUT if batch is END else _State.BATCH
         occupied, total = self._exchange(state, amount, error=error)
         if occupied.any():
@@ -91,15 +85,15 @@ class Lockstep(Iterator[Step]):
         if not self._has_begun:
             raise ValueError(
                 f"there must be at least one batch: got none on any of {len(occupied)} rank(s) "
-                f"from {self._source}. An iterator can be used once only; pass what it was made "
-                "from."
+                f"from {self._source}. An iterator can be used once only; pass the iterable that "
+                "it came from."
             )
         raise StopIteration
 
     def leave(self) -> None:
-        """Tell the other ranks, in their next step, that this one takes none; nothing if all do.
+        """Tell the other ranks in their next `next` or `leave` that this rank takes no more steps.
 
-        Collective with the `next` or `leave` of the other ranks, unless all have run out already.
+        Collective, unless all ranks have run out of batches.
         """
         if not self._is_over:
             self._is_over = True
@@ -108,14 +102,15 @@ class Lockstep(Iterator[Step]):
     def _exchange(
         self, state: _State, amount: int = 0, *, error: Exception | None = None
     ) -> tuple[npt.NDArray[np.bool_], int]:
-        """Which ranks have a batch, and the sum of their amounts; raises what there is to raise."""
+        """Which ranks have a batch, and the sum of their amounts. Raises as the class says."""
         rank, size = self._communicator.rank, self._communicator.size
         message = np.zeros(size + 1)
         message[rank] = state if error is None else _State.FAILED
         message[-1] = amount
-        message = self._communicator.allreduce(message)
-        states, total = message[:-1], int(message[-1])
-        failed, gone, occupied = (states == s for s in (_State.FAILED, _State.GONE, _State.BATCH))
+        *states, total = self._communicator.allreduce(message)
+        failed, gone, occupied = (
+            np.equal(states, s) for s in (_State.FAILED, _State.GONE, _State.BATCH)
+        )
         if error is not None:
             raise error
         if failed.any():
@@ -129,7 +124,7 @@ class Lockstep(Iterator[Step]):
                 "the loop before it ended, and others have batches. Leave it on all ranks in the "
                 "same step, or on none."
             )
-        return occupied, total
+        return occupied, int(total)
 
 
 def run(
@@ -145,15 +140,12 @@ def run(
     """Run a model without gradients on this rank's batches, or its shared layers on empty ones.
 
     `forward` runs the model on a batch and appends to `visits`, for each layer, a call that shows
-    the layer an empty batch. A rank without a batch repeats the calls of its last batch: the layers
-    of the other ranks wait for it, in the order of a forward pass. Each step is yielded when it is
-    done. `communicators` are those of all layers; the rest are parts of the error message.
+    the layer an empty batch. A rank without a batch repeats the calls of its last batch, for which
+    the other ranks' layers wait. Yields each step after its run. `communicators` are those of all
+    layers; `source`, `layers` and `otherwise` are parts of the error message.
 
-    Raises
-    ------
-    ValueError
-        On all ranks, if one never has a batch and layers are shared: only a forward pass shows
-        which layers that rank must take part in.
+    Raises ValueError on all ranks if layers are shared and one rank never has a batch: only a
+    forward pass shows in which order that rank must visit the layers.
     """
     shared = any(communicator.size > 1 for communicator in communicators)
     for number, step in enumerate(steps):
@@ -175,17 +167,17 @@ def run(
 
 
 class Joined(Generic[Losses]):
-    """Loops over uneven data, in step, and losses to go with them; what the backends' `join` gives.
+    """Loops over uneven data, in step, and the losses for them; the backends' `join` returns one.
 
     Attributes
     ----------
     communicator
         The ranks that proceed together.
     absent
-        Whether this rank has no batch in the present step, but a stand-in.
+        Whether this rank has a stand-in in the present step, because it has no batch left.
     """
 
-    # A backend's sum of losses, and the argument with which its loss functions do not reduce.
+    # The backend's sum of losses, and the argument that keeps its loss functions from reducing.
     _sum: Callable[[Losses], Losses]
     _unreduced: str
 
@@ -198,19 +190,19 @@ class Joined(Generic[Losses]):
     def __call__(self, batches: Iterable[Any]) -> Iterator[Any]:
         """This rank's batches, then stand-ins for as long as another rank has any.
 
-        Each step is collective, one allreduce of W+1 numbers for W ranks; the first one has two
-        more if a rank has no batch at all, for it to learn what one looks like. Another loop may
-        follow when this one has ended.
+        Each step is collective: one allreduce of W+1 numbers for W ranks, and two more in the first
+        step if a rank has no batch at all and must be sent a stand-in. Another loop may follow
+        after the end of this one.
 
         Parameters
         ----------
         batches
-            This rank's data, as many batches as there are.
+            This rank's data, any number of batches.
 
         Raises
         ------
         TypeError
-            If no stand-in can be made of a batch, or none be sent to a rank without any.
+            If no stand-in can be made of a batch, or no stand-in can be sent to another rank.
         ValueError
             On all ranks, if no rank has a batch.
         RuntimeError
@@ -218,11 +210,11 @@ class Joined(Generic[Losses]):
             while others had batches.
         """
         self.leave()
-        stand_in: list[Any] = []  # once one is known
+        stand_in: list[Any] = []  # empty until the first batch
 
         def watched() -> Iterator[Any]:
             for batch in batches:
-                if not stand_in:  # here, because an error is told to the other ranks
+                if not stand_in:  # inside the iterator: Lockstep tells the other ranks of an error
                     stand_in.append(self._stand_in(batch))
                 yield batch
 
@@ -230,18 +222,18 @@ class Joined(Generic[Losses]):
         return self._run(self._steps, stand_in)
 
     def leave(self) -> None:
-        """End the loop, if it has not ended: `break` on all ranks in the same step is no error."""
+        """End a loop that was left by `break`: no error if all ranks left in the same step."""
         self.absent = False
         if self._steps is not None:
             self._steps.leave()
 
     def mean(self, losses: Losses) -> Losses:
-        """This rank's part of the mean of all ranks' losses.
+        """This rank's part of the mean of all ranks' losses, of shape `()`; 0 for a stand-in.
 
-        Averaged over the ranks, as DistributedDataParallel, `average_gradients` and ChainerMN's
-        optimizers do, its gradient is that of the mean over all elements of all ranks, however they
-        are distributed; so is its value. It is 0 for a stand-in. Collective: every rank must call
-        it, in each step; one allreduce of one number.
+        The average of this part over the ranks, and of its gradient as DistributedDataParallel,
+        `average_gradients` and ChainerMN's optimizers compute it, is exactly the mean over all
+        elements of all ranks, and its gradient. Collective: every rank must call this method in
+        each step; one allreduce of one number.
 
         Parameters
         ----------
@@ -249,15 +241,10 @@ class Joined(Generic[Losses]):
             One number for each sample, pixel..., of any shape but `()`: pass `reduction="none"`
             (torch) or `reduce="no"` (Chainer) to the loss function.
 
-        Returns
-        -------
-        Tensor or chainer.Variable
-            Shape `()`.
-
         Raises
         ------
         ValueError
-            If `losses` is a single number, which is reduced already.
+            If `losses` is a single number, so already reduced.
         """
         array: Any = losses
         if array.ndim == 0:
@@ -269,17 +256,17 @@ class Joined(Generic[Losses]):
         return scaled * self.scale(math.prod(array.shape))
 
     def scale(self, count: int) -> float:
-        """What to multiply a sum over `count` local values by, for gradients that are averaged.
+        """The factor of a sum over `count` local values, for gradients that are averaged.
 
-        The mean over ranks of the scaled sums is the mean of all ranks' values, those of stand-ins
-        left out. Collective: one allreduce of one number.
+        The mean over ranks of the scaled sums is the mean of all ranks' values; stand-ins do not
+        count. Collective: one allreduce of one number.
         """
         count = 0 if self.absent else count
         total = self.communicator.allreduce(np.array([count], dtype=np.float64))
         return 0.0 if self.absent else self.communicator.size / max(float(total[0]), 1.0)
 
     def _portable(self, batch: Any) -> Any:
-        """`batch` as it is pickled for another rank."""
+        """`batch` in the form in which it is pickled for another rank."""
         return batch
 
     def _run(self, steps: Lockstep, stand_in: list[Any]) -> Iterator[Any]:
@@ -297,22 +284,21 @@ class Joined(Generic[Losses]):
 def shortened(
     batch: Any, shorten: Callable[[Any], Any], array_types: Any, *, otherwise: str
 ) -> Any:
-    """`batch` with `shorten` of the arrays in it, those in tuples, lists and mappings included.
+    """`batch` with each array replaced by `shorten` of it, also in tuples, lists and mappings.
 
-    Raises TypeError, with a message that ends with `otherwise`, if there is no array with a first
-    axis in `batch`.
+    Raises TypeError, with a message that ends with `otherwise`, if no array in `batch` has a first
+    axis.
     """
-    any_array = False
+    arrays = []
 
     def visit(x: Any) -> Any:
-        nonlocal any_array
         if x.ndim == 0:
             return x
-        any_array = True
+        arrays.append(x)
         return shorten(x)
 
     result = map_arrays(visit, batch, array_types)
-    if not any_array:
+    if not arrays:
         raise TypeError(
             "a batch must have an array in it, with the samples on its first axis: got "
             f"{type(batch).__qualname__}. {otherwise}"
@@ -321,7 +307,7 @@ def shortened(
 
 
 def map_arrays(function: Callable[[Any], Any], batch: Any, array_types: Any) -> Any:
-    """`batch` with each array in it replaced by `function` of it."""
+    """`batch` with each array replaced by `function` of it."""
     if isinstance(batch, array_types):
         return function(batch)
     if isinstance(batch, MutableMapping):

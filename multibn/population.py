@@ -1,8 +1,8 @@
-"""What is kept of the batches: running statistics, and the statistics of a whole population.
+"""Running statistics, and the statistics of a whole population.
 
 One rule covers every framework: `running += momentum * (batch - running)`. torch's momentum is
-1 - Chainer's decay; torch's `momentum=None` and Chainer's fine-tuning are momentum = 1/n at the
-n-th batch, the cumulative average.
+1 - Chainer's decay; torch's `momentum=None` and Chainer's fine-tuning are the cumulative average,
+momentum = 1/n at the n-th batch.
 """
 
 from multibn import kernels
@@ -15,7 +15,7 @@ from multibn.statistics import BatchStatistics, Moments, aggregate, empty_moment
 def running_variance(
     batch: BatchStatistics, /, *, local_count: int, convention: RunningVar = "unbiased_global"
 ) -> Array:
-    """The variance that a running average keeps, shape `(C,)`, float64.
+    """The variance that goes into a running average, shape `(C,)`, float64.
 
     Parameters
     ----------
@@ -26,8 +26,7 @@ def running_variance(
     convention
         `"unbiased_global"` multiplies by N/(N-1) with N counted over all ranks (torch);
         `"unbiased_local"` by m/max(m-1, 1) with m counted on this rank (ChainerMN), so that ranks
-        with different m keep different values; `"biased"` keeps the variance as it is (detectron2,
-        SlowFast, flax).
+        with different m get different values; `"biased"` by 1 (detectron2, SlowFast, flax).
 
     Raises
     ------
@@ -49,8 +48,8 @@ def update_running(
 ) -> tuple[Array, Array]:
     """New running mean and variance, in the dtype and on the device of the old ones. Pure.
 
-    `momentum` is a number, or an array of shape `()` so that a count on a GPU need not be read.
-    Nothing changes if all ranks were empty. The convention of the variance is `running_variance`'s.
+    `momentum` is a number, or an array of shape `()` on the GPU that nobody need wait for. Nothing
+    changes if all ranks were empty. `convention` is that of `running_variance`.
     """
     count = batch.count if isinstance(batch.count, float) else _on_host(batch.count)
     if isinstance(count, float):
@@ -63,13 +62,13 @@ def update_running(
 
 
 class PopulationEstimator:
-    """Exact mean and variance of all data it is shown, batches of unequal sizes included.
+    """Exact mean and variance of all batches shown by `update`, also of unequal sizes.
 
     Parameters
     ----------
     like
-        Any per-channel array, for its shape and device: a rank that is shown nothing still takes
-        part in `compute`.
+        Any per-channel array, for its shape and device: a rank without a batch takes part in
+        `compute`, too.
     """
 
     def __init__(self, like: Array, /) -> None:
@@ -80,7 +79,7 @@ class PopulationEstimator:
         self._moments = merge_moments(self._moments, moments)
 
     def compute(self, communicator: Communicator | None = None, /) -> BatchStatistics:
-        """Statistics of everything that all ranks were shown; the variance is biased.
+        """Statistics of all batches of all ranks; the variance is biased.
 
         Collective over `communicator` (default: this process alone); one allreduce of 2C+2 numbers.
         """
@@ -88,7 +87,7 @@ class PopulationEstimator:
 
 
 def _on_host(count: Array) -> float | Array:
-    """A number, which is faster than an array of one, unless it would have to be waited for."""
+    """`count` as a number, which is faster, unless this process would have to wait for a GPU."""
     return float(count) if isinstance(count, float) or is_on_host(count) else count
 
 

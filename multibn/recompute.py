@@ -1,12 +1,12 @@
 """Batch statistics of a first pass, reused when the pass runs again.
 
-An activation-checkpointed or reversible block runs its forward pass twice. What is wrapped in
-`recording` keeps each layer's batch statistics on a tape that belongs to that one call, and
-`replaying` hands them back in order: the second pass communicates nothing, updates nothing, and
-gives the numbers of the first bit for bit.
+An activation-checkpointed or reversible block runs its forward pass twice. In the first pass,
+`recording` puts each layer's batch statistics on a tape of this one call; in the second pass
+`replaying` returns them in the same order. So the second pass communicates nothing, updates
+nothing, and computes the numbers of the first bit for bit.
 
-Both may be nested, in themselves and in each other: a checkpoint inside a checkpoint records anew
-while the outer one replays. They belong to the thread that enters them.
+The two contexts may be nested in any way: a checkpoint inside a checkpoint records anew while the
+outer one replays. A context is in force in the thread that enters it.
 """
 
 import threading
@@ -23,7 +23,7 @@ class Tape:
 
 
 class _Pass:
-    """A context that stands on its thread's stack while it is entered."""
+    """A context manager that is on its thread's stack from enter to exit."""
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
@@ -37,20 +37,20 @@ class _Pass:
 
 
 class recording(_Pass):  # noqa: N801 (read as a verb: `with recording() as tape`)
-    """Context manager of a first pass; yields the `Tape` that it fills."""
+    """Context manager for a first pass; yields the `Tape` that the pass fills."""
 
     def __init__(self) -> None:
         super().__init__(Tape())
 
 
 class replaying(_Pass):  # noqa: N801
-    """Context manager of a pass that runs again, from the start of `tape`; can be entered again.
+    """Context manager for a pass that runs again, from the start of `tape`; can be entered again.
 
     Raises
     ------
     RuntimeError
-        If the pass meets more batch norms than the first one, or other channels; on leaving it
-        without an exception, if it has met fewer.
+        If the pass meets more batch norms than the first pass, or batch norms of other channels;
+        on leaving the context without an exception, if the pass has met fewer.
     """
 
     def __enter__(self) -> Tape:
@@ -59,8 +59,8 @@ class replaying(_Pass):  # noqa: N801
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
-        # A pass may end early by an exception: torch.utils.checkpoint raises one when it has all
-        # the tensors that it needs.
+        # torch.utils.checkpoint ends a pass early, by an exception, when it has recomputed all the
+        # tensors that it needs.
         if not any(exception) and self.position < len(self.tape.entries):
             raise RuntimeError(
                 f"the recomputation has met {self.position} of the {len(self.tape.entries)} batch "
@@ -69,7 +69,7 @@ class replaying(_Pass):  # noqa: N801
             )
 
     def next(self, channels: tuple[int, ...]) -> BatchStatistics:
-        """What the tape has next, which must be of these channels."""
+        """The next statistics on the tape, which must have shape `channels`."""
         if self.position == len(self.tape.entries):
             raise RuntimeError(
                 f"the recomputation has met more batch norms than the first pass, which had "
@@ -87,7 +87,7 @@ class replaying(_Pass):  # noqa: N801
 
 
 def in_recomputing() -> bool:
-    """Whether this pass runs again, so that nothing may be updated."""
+    """Whether this pass runs again, so that running statistics must not be updated."""
     stack = _local.stack
     return bool(stack) and any(isinstance(entered, replaying) for entered in stack)
 
@@ -96,9 +96,10 @@ def taped_all(
     compute: Callable[[], list[BatchStatistics]],
     channels: Callable[[], Sequence[tuple[int, ...]]],
 ) -> list[BatchStatistics]:
-    """Statistics of several layers: from the tape that is replayed, else computed together.
+    """Statistics of several layers: from the innermost replayed tape, else from `compute`.
 
-    Tapes that are recording note them. `channels` gives the shape of each, `(C,)`.
+    All tapes that record inside of that replay get the statistics, too. `channels` returns their
+    shapes, `(C,)` each.
     """
     recorders = []
     for current in reversed(_local.stack):

@@ -1,4 +1,4 @@
-"""Whether arrays that should be equal on all ranks are."""
+"""Comparison of arrays that should be equal on all ranks."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,9 +14,8 @@ from multibn.communicators import Communicator
 from multibn.communicators._objects import broadcast, gather
 from multibn.message import all_equal
 
-_LANES = 8  # of 16 bits, which make a digest
-# How many things of a kind a message lists.
-_AT_MOST = 8
+_LANES = 8  # 16-bit parts of a digest: sums of their squares are exact in float64
+_AT_MOST = 8  # names, arrays or ranks that an error message lists
 
 
 def check_equal(
@@ -24,12 +23,12 @@ def check_equal(
 ) -> None:
     """Raise RuntimeError on all ranks unless they hold the same arrays, bit for bit.
 
-    Digests of 128 bits are compared, of copies in host memory. Collective: one allreduce of 32
-    numbers if all is well, whatever there is to compare. Otherwise a few more, among them one of
-    the size of each array that differs, to find out what the matter is.
+    Compares 128-bit digests of copies in host memory. Collective: one allreduce of 32 numbers for
+    any number of equal arrays. If arrays differ, a few more allreduces describe the difference, one
+    of them as large as each array that differs.
 
-    `arrays` are by name, of any library and device; None is one without a value yet. Names that
-    match a pattern of `ignore`, `"*.running_*"` for example, are left out.
+    `arrays` maps names to arrays of any library and device, or to None for an array without a value
+    yet. Names that match a pattern of `ignore`, `"*.running_*"` for example, are not compared.
     """
     ignore = list(ignore)
     chosen = [
@@ -38,8 +37,8 @@ def check_equal(
         if not any(fnmatchcase(name, pattern) for pattern in ignore)
     ]
     described = [_described(name, a) for name, a in chosen]
-    hosts = [np.zeros(0) if a is None else to_host(a) for _, a in chosen]
-    digests = [_digest(a.tobytes()) for a in hosts]
+    copies = [np.zeros(0) if a is None else to_host(a) for _, a in chosen]
+    digests = [_digest(a.tobytes()) for a in copies]
     alike_built, alike = _agree(
         [_digest("\n".join(described).encode()), _digest(b"".join(digests))], communicator
     )
@@ -47,7 +46,7 @@ def check_equal(
         raise RuntimeError(_how_built(described, communicator))
     if not alike:
         names = [name for name, _ in chosen]
-        raise RuntimeError(_how_different(names, hosts, digests, communicator))
+        raise RuntimeError(_how_different(names, copies, digests, communicator))
 
 
 def _described(name: str, array: Array | None) -> str:
@@ -64,14 +63,12 @@ def _agree(digests: Sequence[bytes], communicator: Communicator) -> npt.NDArray[
     """Which of the digests are the same on all ranks. Collective: one allreduce."""
     v = np.frombuffer(b"".join(digests), dtype=np.uint16).astype(np.float64)
     sums = communicator.allreduce(np.stack([v, v**2]))
-    equal = [
-        all_equal(total, squares, communicator.size) for total, squares in zip(*sums, strict=True)
-    ]
+    equal = [all_equal(a, b, communicator.size) for a, b in zip(*sums, strict=True)]
     return np.all(np.reshape(equal, (-1, _LANES)), axis=1)
 
 
 def _how_built(described: Sequence[str], communicator: Communicator) -> str:
-    """What each rank has that rank 0 has not, and the other way round. Collective."""
+    """Which arrays each rank has and rank 0 lacks, and the other way round. Collective."""
     first = broadcast(described, communicator, root=0)
     extra = [f"has {line}" for line in described if line not in first]
     missing = [f"lacks {line}" for line in first if line not in described]
@@ -89,14 +86,14 @@ def _how_built(described: Sequence[str], communicator: Communicator) -> str:
 
 def _how_different(
     names: Sequence[str],
-    hosts: Sequence[npt.NDArray[Any]],
+    copies: Sequence[npt.NDArray[Any]],
     digests: Sequence[bytes],
     communicator: Communicator,
 ) -> str:
     """Which arrays differ from rank 0's, where, and by how much. Collective."""
     firsts = broadcast(digests, communicator, root=0)
     differing = np.flatnonzero(~_agree(digests, communicator)).tolist()
-    distances = {i: _distance_from_rank_0(hosts[i], communicator) for i in differing}
+    distances = {i: _distance_from_rank_0(copies[i], communicator) for i in differing}
     by_rank = gather(
         [d if digests[i] != firsts[i] else None for i, d in distances.items()], communicator
     )

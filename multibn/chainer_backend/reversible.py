@@ -1,4 +1,4 @@
-"""Reversible blocks of Chainer links: their activations are computed again from their outputs."""
+"""Reversible blocks of Chainer links: backpropagation recomputes their activations."""
 
 import functools
 import pickle
@@ -19,22 +19,21 @@ Mode: TypeAlias = Literal["reversible", "stored"]
 
 
 class ReversibleSequence(chainer.Chain):
-    """Blocks `y1 = x1 + F(x2); y2 = x2 + G(y1)`, of which backpropagation keeps the last outputs.
+    """Blocks `y1 = x1 + F(x2); y2 = x2 + G(y1)` whose memory does not grow with their number.
 
-    The backward pass goes from the last block to the first and runs F and G once more, for their
-    gradients and for the inputs of the block (Gomez et al. 2017), so that the memory of the
-    activations does not grow with the number of blocks. Gradients are those of the same blocks
-    stored, up to the rounding of the inputs that are computed back.
+    Stores the outputs of the last block only. The backward pass goes from the last block to the
+    first and runs F and G once more, for their gradients and for the inputs of the block (Gomez et
+    al. 2017). Gradients are those of `"stored"` up to the rounding of the recomputed inputs.
 
-    Collective if F and G are. `MultiNodeBatchNormalization` links in them communicate once in the
-    forward pass, not again when they are run again, and once in the backward pass.
+    Collective if F and G are. `MultiNodeBatchNormalization` links in F and G communicate once in
+    the forward pass and once in the backward pass, and not when F and G run again.
 
     Parameters
     ----------
     blocks
-        Pairs (F, G) of links or other callables, each from one Variable to one. F gives the shape
-        and dtype of the first stream, G those of the second. A link that stands in several places
-        shares its weights.
+        Pairs (F, G) of links or other callables, each from one Variable to one. F returns the shape
+        and dtype of the first stream, G those of the second. A link may occur several times and
+        then shares its weights.
     mode
         `"reversible"`, or `"stored"` for Chainer's ordinary graph of the same blocks.
 
@@ -42,10 +41,10 @@ class ReversibleSequence(chainer.Chain):
     ----------
     layers
         ChainList of a Chain for each block, with the links `F` and `G`: the parameters are
-        `/layers/0/F/...`. A link that stands in several places is found in the first of them.
-        Callables that are no links are not found here; what they use gets its gradients as well.
+        `/layers/0/F/...`. A link that occurs several times is stored at its first place only. Other
+        callables are not stored here; their parameters get gradients, too.
     mode
-        As given; may be changed.
+        May be changed.
 
     Raises
     ------
@@ -56,13 +55,13 @@ class ReversibleSequence(chainer.Chain):
 
     Notes
     -----
-    F and G are run again with `chainer.config.in_recomputing`, with the `train` and `dtype` of the
-    first pass, and with its random numbers; the generators are then where they were, and nothing is
-    ever seeded. Parameters, and averages in evaluation, must not have been changed in between.
+    F and G run again with `chainer.config.in_recomputing`, and with the `train`, `dtype` and random
+    numbers of the first pass; afterwards the generators' states are restored, and no generator of
+    the user is seeded. Parameters, and averages in evaluation, must not change between the passes.
 
-    Generators of CuPy do not tell their state: on a GPU, each F and G that draws random numbers
-    gets one of its own, seeded from the user's. cuDNN's drop-out draws from states of its own,
-    which are not repeated: `chainer.config.use_cudnn = "never"` avoids it.
+    CuPy's generators do not reveal their state: on a GPU, each F and G that draws random numbers
+    gets a generator of its own, seeded from the user's. cuDNN's drop-out has further states, which
+    are not repeated: set `chainer.config.use_cudnn = "never"`.
     """
 
     def __init__(self, blocks: Iterable[tuple[Any, Any]], *, mode: Mode = "reversible") -> None:
@@ -74,7 +73,7 @@ class ReversibleSequence(chainer.Chain):
         self.mode: Mode = mode
         with self.init_scope():
             self.layers = chainer.ChainList(*(chainer.Chain() for _ in pairs))
-        # A registered link stands for itself by its place, so that copies find their own.
+        # Links are stored by their place in `layers`, so that a copy calls its own links.
         self._functions: list[Any] = []
         places: dict[int, tuple[int, str]] = {}
         for i, pair in enumerate(pairs):
@@ -92,15 +91,15 @@ class ReversibleSequence(chainer.Chain):
         Parameters
         ----------
         x1, x2
-            Variables or arrays of any shapes that F and G are for.
+            Variables or arrays of any shapes that F and G take.
 
         Raises
         ------
         TypeError, ValueError
-            If F or G does not return a Variable of the shape and dtype of what it is added to.
+            If F or G does not return a Variable of the shape and dtype of its stream.
         RuntimeError
-            In the backward pass, if F or G meets other links the second time, or if it is to be
-            differentiated twice, which `mode="stored"` can be.
+            In the backward pass, if F or G calls other links the second time, or with
+            `enable_double_backprop=True`: use `mode="stored"`.
         """
         streams = [chainer.as_variable(x) for x in (x1, x2)]
         if self.mode == "reversible" and chainer.config.enable_backprop:
@@ -111,17 +110,17 @@ class ReversibleSequence(chainer.Chain):
         return streams[0], streams[1]
 
     def inverse(self, y1: Any, y2: Any) -> tuple[Variable, Variable]:
-        """The inputs `(x1, x2)` of which `forward` gives `y1` and `y2` in evaluation; no gradient.
+        """The inputs `(x1, x2)` of `forward` from its outputs, in evaluation; no gradient.
 
         Raises
         ------
         RuntimeError
-            With `chainer.config.train`: what was drawn, and the statistics of the batch, are gone.
+            With `chainer.config.train`: random numbers and batch statistics are not known.
         """
         if chainer.config.train:
             raise RuntimeError(
-                "`inverse` is for evaluation: got chainer.config.train = True, and what was random "
-                "or of the batch in the forward pass cannot be undone after it. Call it within "
+                "`inverse` is for evaluation: got chainer.config.train = True, and the random "
+                "numbers and batch statistics of the forward pass are not known. Call it within "
                 'chainer.using_config("train", False).'
             )
         streams = [chainer.as_variable(y) for y in (y1, y2)]
@@ -162,7 +161,7 @@ class _Coupling(NamedTuple):
     target: int
 
     def added(self, streams: Sequence[Variable]) -> Variable:
-        """`function(streams[source])`, which fits what it is added to."""
+        """`function(streams[source])`, with the shape and dtype of `streams[target]`."""
         added = self.function(streams[self.source])
         if not isinstance(added, Variable):
             raise TypeError(f"{self.name} must return a Variable: got {type(added).__qualname__}.")
@@ -176,7 +175,7 @@ class _Coupling(NamedTuple):
 
 
 def _reversible(couplings: Sequence[_Coupling], inputs: Sequence[Variable]) -> tuple[Variable, ...]:
-    """The first pass, which leaves one function in the graph for all couplings."""
+    """The first pass, as one function in the graph for all couplings."""
     streams = [v.array for v in inputs]
     passes = []
     for coupling in couplings:
@@ -188,7 +187,7 @@ def _reversible(couplings: Sequence[_Coupling], inputs: Sequence[Variable]) -> t
 
 
 class _Pass:
-    """The pass of one coupling in one call: how it ran, what it used, and how to run it again."""
+    """One coupling's pass in one call, and the state to run it again."""
 
     def __init__(self, coupling: _Coupling) -> None:
         self.coupling = coupling
@@ -196,7 +195,7 @@ class _Pass:
         self._random = _RandomNumbers()
 
     def run(self, streams: Sequence[Array]) -> Array:
-        """What is added, the first time."""
+        """Run the coupling's function; returns the array that the target stream adds."""
         variables = [Variable(x) for x in streams]
         x = variables[self.coupling.source]
         with (
@@ -207,12 +206,12 @@ class _Pass:
         ):
             added = self.coupling.added(variables)
         self._again = recompute.replaying(tape)
-        # The graph of this one coupling says which variables it is a function of.
+        # The variables that `added` depends on: parameters above all.
         self.leaves = [v for v in _leaves(added) if v is not x]
         return added.array
 
     def run_again(self, streams: Sequence[Array]) -> tuple[Variable, Variable]:
-        """A new Variable of the source and what is added, as a function of it."""
+        """Run the function again on a new Variable of the source; returns this Variable and y."""
         x = Variable(streams[self.coupling.source])
         with ExitStack() as stack:
             for name, value in self._config.items():
@@ -250,21 +249,21 @@ class _Reversible(FunctionNode):
             )
         streams = [y.array for y in self.get_retained_outputs()]
         gradients = list(grad_outputs)
-        of_leaves: dict[int, Variable | None] = {id(v): None for v in self._leaves}
-        for each in reversed(self._passes):
-            _step_back(each, streams, gradients, of_leaves)
-        return (*gradients, *of_leaves.values())
+        leaf_gradients: dict[int, Variable | None] = {id(v): None for v in self._leaves}
+        for step in reversed(self._passes):
+            _step_back(step, streams, gradients, leaf_gradients)
+        return (*gradients, *leaf_gradients.values())
 
 
 def _step_back(
     step: _Pass,
     streams: list[Array],
     gradients: list[Variable | None],
-    of_leaves: dict[int, Variable | None],
+    leaf_gradients: dict[int, Variable | None],
 ) -> None:
-    """Take `streams` and their `gradients` from behind a coupling to before it.
+    """Turn `streams` and their `gradients` after a coupling into those before it.
 
-    A function of its own: the graph of the coupling goes when it returns.
+    Must stay a function: when it returns, the graph of the coupling is freed.
     """
     source, target = step.coupling.source, step.coupling.target
     x, added = step.run_again(streams)
@@ -275,18 +274,18 @@ def _step_back(
     gx, *others = chainer.grad([added], [x, *step.leaves], [gradient])
     gradients[source] = _sum(gradients[source], gx)
     for leaf, g in zip(step.leaves, others, strict=True):
-        of_leaves[id(leaf)] = _sum(of_leaves[id(leaf)], g)
+        leaf_gradients[id(leaf)] = _sum(leaf_gradients[id(leaf)], g)
 
 
 def _sum(a: Variable | None, b: Variable | None) -> Variable | None:
-    """Nothing is None, as it is for a variable that has no part in a loss."""
+    """`a + b`, where None stands for the zero gradient of a variable without part in the loss."""
     if a is None or b is None:
         return a if b is None else b
     return a + b
 
 
 def _leaves(y: Variable) -> Iterator[Variable]:
-    """The variables at the start of the graph of `y` that are still in use."""
+    """The variables at the start of the graph of `y` that somebody still refers to."""
     nodes = [y.node] if y.requires_grad else []
     seen = set(nodes)
     while nodes:
@@ -300,7 +299,7 @@ def _leaves(y: Variable) -> Iterator[Variable]:
 
 
 class _RandomNumbers:
-    """What a pass draws from the generators of NumPy and CuPy, to be drawn a second time."""
+    """The states of the generators of NumPy and CuPy, to draw the same numbers a second time."""
 
     def __init__(self) -> None:
         self._numpy: Any = None
@@ -308,7 +307,7 @@ class _RandomNumbers:
 
     @contextmanager
     def noted(self, x: Array) -> Iterator[None]:
-        """The first pass, on arrays like `x`. Nothing is kept of a generator it does not use."""
+        """Context of the first pass, on arrays like `x`; stores states only if they change."""
         before = _numpy_state()
         if isinstance(x, np.ndarray):
             yield
@@ -322,7 +321,7 @@ class _RandomNumbers:
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
-        """A pass that draws the same; behind it, the generators are where they were."""
+        """Context of a pass that draws the same numbers; restores the generators afterwards."""
         with ExitStack() as stack:
             if self._numpy is not None:
                 stack.callback(_set_numpy_state, _numpy_state())
@@ -340,7 +339,7 @@ _set_numpy_state = np.random.set_state
 
 @contextmanager
 def _cupy_generator(seed: Callable[[], int]) -> Iterator[Any]:
-    """A generator of its own for the current device, seeded when it is first used."""
+    """Give the current device another generator, which is seeded at its first use."""
     random = cuda.cupy.random
     user = random.get_random_state()
     generator = _generator_class()(seed)
@@ -361,7 +360,7 @@ def _generator_class() -> Any:
             self.seeded_with: int | None = None
 
         def __getattr__(self, name: str) -> Any:
-            """Reached by what `base` keeps, until it is made."""
+            """Create the generator at the first access to one of its attributes."""
             if self.seeded_with is not None:
                 raise AttributeError(name)
             self.seeded_with = self.seed_of_first_use()

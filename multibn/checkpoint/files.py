@@ -1,4 +1,4 @@
-"""Files of arrays: read without executing anything, written whole or not at all."""
+"""Files of arrays: reading executes nothing, and writing is atomic."""
 
 import math
 import os
@@ -13,22 +13,22 @@ from typing import IO, Any
 
 from multibn._typing import Array
 
-# A suffix says who reads the file.
+# The framework that reads a file, by its suffix.
 FRAMEWORKS = {".npz": "chainer", ".pt": "torch", ".pth": "torch", ".safetensors": "torch"}
 SEPARATORS = {"chainer": "/", "torch": "."}
 
-# Arrays of zeros compress a thousandfold, so a small file may hold much more than its size; but not
-# more than this, or it was made to fill the memory.
+# Arrays of zeros compress a thousandfold, so a small file may hold much more than its size. A file
+# that declares more than these limits is refused: it may be an attack that fills the memory.
 _ALWAYS_ALLOWED = 2**30
 _MAX_EXPANSION = 100
 
-_MAX_NAME = 500  # characters, which errors repeat
+_MAX_NAME = 500  # characters; error messages repeat names
 
 _END_OF_ZIP = 22  # bytes of the record that ends a zip archive, without the archive's comment
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be converted; the message names the file, the problem, and a way out."""
+    """A checkpoint cannot be converted; the message names the file, the problem and a solution."""
 
 
 def framework(path: Path) -> str:
@@ -43,7 +43,7 @@ def framework(path: Path) -> str:
 
 
 def read(path: Path, prefix: str) -> dict[str, Any]:
-    """The arrays (npz) or tensors of a file whose keys are below `prefix`, which they lose."""
+    """The arrays (npz) or tensors of a file whose keys start with `prefix`, without `prefix`."""
     framework(path)
     if not path.exists():
         raise CheckpointError("no such file. Check the path.")
@@ -59,10 +59,10 @@ def read(path: Path, prefix: str) -> dict[str, Any]:
         raise
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            "holds Python objects that are no tensors, or is damaged; none of it was executed. "
-            "Save `model.state_dict()` again where the file comes from."
+            "holds Python objects that are no tensors, or is damaged; nothing was executed. Save "
+            "`model.state_dict()` again where the file comes from."
         ) from error
-    except Exception as error:  # what parsers raise for bytes that were made up has no end
+    except Exception as error:  # parsers raise any exception for invalid bytes
         line = (str(error).splitlines() or [""])[0][:200].rstrip(".")
         reason = "".join(c if c.isprintable() else "?" for c in line)
         raise CheckpointError(
@@ -72,7 +72,7 @@ def read(path: Path, prefix: str) -> dict[str, Any]:
 
 
 def write(path: Path, state: Mapping[str, Any]) -> None:
-    """Put a file in the place of `path` once it is complete; a link's target is what is written."""
+    """Replace `path`, or the target of the link `path`, by a new file when this is complete."""
     framework(path)
     path = Path(os.path.realpath(path))
     suffix = path.suffix.lower()
@@ -90,7 +90,7 @@ def write(path: Path, state: Mapping[str, Any]) -> None:
             os.fsync(file.fileno())
     except CheckpointError:
         raise
-    except Exception as error:  # torch makes a RuntimeError of a full disk
+    except Exception as error:  # torch raises RuntimeError for a full disk
         raise CheckpointError(
             f"cannot be written: {getattr(error, 'strerror', None) or error}. Choose another "
             "place, or make room."
@@ -99,7 +99,7 @@ def write(path: Path, state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file to write, which takes the place of `path` if the block ends without an exception."""
+    """Path of a temporary file, which replaces `path` if the block ends without an exception."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         yield temporary
@@ -112,7 +112,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _select(keys: Iterable[str], prefix: str, separator: str) -> dict[str, str]:
-    """New key -> key, for the keys below `prefix`."""
+    """Map from key without `prefix` to key, for the keys below `prefix`."""
     keys = list(keys)
     longest = max(keys, key=len, default="")
     if len(longest) > _MAX_NAME:
@@ -134,18 +134,18 @@ def _select(keys: Iterable[str], prefix: str, separator: str) -> dict[str, str]:
 def _check_expansion(size: int, path: Path) -> None:
     if size > max(_ALWAYS_ALLOWED, _MAX_EXPANSION * path.stat().st_size):
         raise CheckpointError(
-            f"declares {size} bytes in a file of {path.stat().st_size}, which must be at most "
-            f"{_MAX_EXPANSION} times as much: it would fill the memory. Save it uncompressed if it "
-            "is really yours."
+            f"declares {size} bytes in a file of {path.stat().st_size}, and must declare at most "
+            f"{_MAX_EXPANSION} times as many: it would fill the memory. Save the file "
+            "uncompressed if you trust it."
         )
 
 
 def _check_complete(archive: zipfile.ZipFile, path: Path) -> None:
-    """A length that is damaged can hide members from zipfile, which does not count them."""
+    """Raise if a damaged length hides members: zipfile does not check their number."""
     with path.open("rb") as file:
         file.seek(-_END_OF_ZIP - len(archive.comment), os.SEEK_END)
         count = int.from_bytes(file.read(_END_OF_ZIP)[10:12], "little")
-    if count not in (len(archive.infolist()), 0xFFFF):  # the latter stands for any larger number
+    if count not in (len(archive.infolist()), 0xFFFF):  # 0xFFFF: the number has its own record
         raise CheckpointError(
             f"the archive must have {count} members: {len(archive.infolist())} are found. Copy it "
             "again from where it was saved."
@@ -160,9 +160,9 @@ def _read_npz(path: Path, prefix: str) -> dict[str, Array]:
             key = info.filename.removesuffix(".npy")
             if key == info.filename or key in members:
                 raise CheckpointError(
-                    "an npz file must hold arrays with distinct names: found "
-                    f"{info.filename[:_MAX_NAME]!r}"
-                    f"{' twice' if key in members else ''}. If it is a torch file, name it .pt."
+                    "an npz file must hold arrays with distinct names: got "
+                    f"{info.filename[:_MAX_NAME]!r}{' twice' if key in members else ''}. Name a "
+                    "torch file .pt."
                 )
             members[key] = info
         models = sorted({k.split("/")[1] for k in members if k.startswith("updater/model:")})
@@ -190,8 +190,8 @@ def _parse_npy(key: str, data: bytes) -> Array:
     if dtype.hasobject:
         raise CheckpointError(
             f"{key!r} must be an array of numbers: it is a pickled object, which is not loaded. "
-            "Chainer saves a parameter so that was not initialised yet: call the model once on "
-            "data, and save it again."
+            "Chainer pickles parameters that are not initialised: call the model once on data, and "
+            "save it again."
         )
     if dtype.kind not in "fiub" or dtype.itemsize > 8:
         raise CheckpointError(
@@ -212,7 +212,7 @@ def _parse_npy(key: str, data: bytes) -> Array:
 def _read_pt(path: Path) -> dict[str, Any]:
     import torch
 
-    if zipfile.is_zipfile(path):  # what torch wrote before 1.6 is none
+    if zipfile.is_zipfile(path):  # torch before 1.6 wrote no zip files
         with zipfile.ZipFile(path) as archive:
             _check_complete(archive, path)
             _check_expansion(sum(info.file_size for info in archive.infolist()), path)
@@ -231,8 +231,8 @@ def _read_pt(path: Path) -> dict[str, Any]:
 
 
 def _flatten(loaded: Mapping[Any, Any], path: Path) -> dict[str, Any]:
-    """Training scripts save the state of the model as one entry of several."""
-    # A dict that is in two others, and so on, has more entries than there is time for.
+    """All entries of nested dicts under dotted keys: training scripts save more than the model."""
+    # The limit stops dicts that hold the same dict twice, many levels deep: 2**levels entries.
     left = _MAX_EXPANSION * path.stat().st_size
     values = {}
     for key, value in _nested(loaded):
@@ -249,7 +249,7 @@ def _flatten(loaded: Mapping[Any, Any], path: Path) -> dict[str, Any]:
 
 
 def _nested(loaded: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """All entries, and those of the dicts among them."""
+    """All entries, also those of nested dicts, with dotted keys."""
     for key, value in loaded.items():
         yield f"{path}{key}", value
         if isinstance(value, Mapping):
@@ -273,7 +273,7 @@ def _checked(values: Mapping[str, Any], prefix: str, path: Path) -> dict[str, An
                 "on the meta device. Save it as a dense one."
             )
         tensors[new] = value.detach().resolve_conj().resolve_neg()
-    # A tensor may be much larger than its storage, by strides of 0.
+    # A tensor with strides of 0 may be much larger than its storage.
     _check_expansion(sum(t.numel() * t.element_size() for t in tensors.values()), path)
     return tensors
 
@@ -281,8 +281,8 @@ def _checked(values: Mapping[str, Any], prefix: str, path: Path) -> dict[str, An
 def _write_npz(file: IO[bytes], state: Mapping[str, Any]) -> None:
     import numpy as np
 
-    # Not numpy.savez, which takes keys for its own arguments. A ZipInfo has a constant date, so
-    # that the same state always makes the same file.
+    # numpy.savez would take keys such as "file" for its own arguments. A ZipInfo has a constant
+    # date, so the same state always gives the same file.
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for key, array in state.items():
             info = zipfile.ZipInfo(f"{key}.npy")
@@ -292,7 +292,7 @@ def _write_npz(file: IO[bytes], state: Mapping[str, Any]) -> None:
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Contiguous copies, none of which shares memory with another."""
+    """Contiguous copies that share no memory."""
     import numpy as np
     import torch
 

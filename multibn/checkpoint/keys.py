@@ -1,4 +1,4 @@
-"""The keys of a checkpoint: layers and their arrays, and how they are renamed."""
+"""The keys of a checkpoint: names of layers and their arrays, and renaming."""
 
 import difflib
 import json
@@ -9,47 +9,46 @@ from typing import Any, NamedTuple, TypeAlias
 
 from multibn.checkpoint.files import SEPARATORS, CheckpointError
 
-# Old prefix or key -> new prefix or key, or None to leave it out.
+# Old prefix or key -> new prefix or key, or None to leave the arrays out.
 Names: TypeAlias = Mapping[str, str | None]
 
 
 class Converted(NamedTuple):
-    """A model's state under its new names, and what could not be carried over, as sentences."""
+    """A model's state under its new names, and notes: sentences on what is not carried over."""
 
     state: dict[str, Any]
     notes: tuple[str, ...]
 
 
 def load_names(path: str | os.PathLike[str]) -> dict[str, str | None]:
-    """The `names` of `convert` from a JSON file: an object of strings, or null for what to leave.
+    """The `names` of `convert` from a JSON file: an object of strings, or null to leave out.
 
     Raises
     ------
     CheckpointError
         If the file cannot be read or holds anything else.
     """
-    wanted = 'must be a JSON object of names, such as {"predictor/bn": "norm"}'
     try:
         names = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: {wanted}: {error}. Write one, or leave it out.") from error
-    if not isinstance(names, dict) or not all(
-        value is None or isinstance(value, str) for value in names.values()
-    ):
+        if not isinstance(names, dict) or not all(
+            value is None or isinstance(value, str) for value in names.values()
+        ):
+            raise TypeError("a value is neither a string nor null")
+    except (OSError, ValueError, RecursionError, TypeError) as error:
         raise CheckpointError(
-            f"{path}: {wanted}: got something else. Names are strings, or null for what to leave "
-            "out."
-        )
+            f'{path}: must be a JSON object of names, such as {{"predictor/bn": "norm"}}: {error}. '
+            "Write one, or leave it out."
+        ) from error
     return names
 
 
 def join(separator: str, *parts: str) -> str:
-    """The parts that are not empty."""
+    """Join the parts that are not empty."""
     return separator.join(part for part in parts if part)
 
 
 def layers(state: Mapping[str, Any], separator: str) -> dict[str, dict[str, Any]]:
-    """Layer -> last part of its keys -> value."""
+    """Map from layer to a map from the last part of its keys to the value."""
     by_layer: dict[str, dict[str, Any]] = {}
     for key, value in state.items():
         layer, _, leaf = key.rpartition(separator)
@@ -58,7 +57,7 @@ def layers(state: Mapping[str, Any], separator: str) -> dict[str, dict[str, Any]
 
 
 def numbered(state: Mapping[str, Any], names: Names | None, source: str) -> list[str]:
-    """A note on the layers whose children have numbers for names, which `names` does not settle."""
+    """A note on layers whose children have numbers as names, unless `names` renames them."""
     separator = SEPARATORS[source]
     containers: dict[str, None] = {}
     for key in state:
@@ -79,7 +78,7 @@ def numbered(state: Mapping[str, Any], names: Names | None, source: str) -> list
 def leave_out(
     state: Mapping[str, Any], names: Names | None, source: str, notes: list[str]
 ) -> dict[str, Any]:
-    """The state without what `names` maps to None; each of `names` must match something."""
+    """The state without the keys that `names` maps to None. Raises if a name matches no key."""
     names = names or {}
     separator = SEPARATORS[source]
     rules = {key: _rule(key, names, separator) for key in state}
@@ -145,7 +144,7 @@ def rename(
 
 
 def _rule(key: str, names: Collection[str], separator: str) -> str | None:
-    """The entry of `names` that `key` follows: itself, or the longest prefix."""
+    """The entry of `names` that applies to `key`: the key itself, or the longest prefix."""
     if key in names:
         return key
     return max((n for n in names if _follows(key, n, separator)), key=len, default=None)

@@ -1,4 +1,4 @@
-"""The batch normalization layers in a model's state: what their arrays are called, and hold."""
+"""The batch normalization layers in a model's state: names and contents of their arrays."""
 
 import math
 from collections.abc import Mapping
@@ -9,13 +9,13 @@ from multibn.checkpoint import keys
 from multibn.checkpoint.files import CheckpointError
 from multibn.checkpoint.keys import Names
 
-# Elements per channel that made the variance unbiased, and those that shall; for all layers, or for
-# each by its name.
+# Elements per channel by which the variance is unbiased, in the file and wanted; or such a pair by
+# layer.
 Counts: TypeAlias = tuple[float, float] | Mapping[str, tuple[float, float]]
 
 
 class Words(NamedTuple):
-    """What a framework calls the arrays of a batch normalization."""
+    """A framework's names of the arrays of a batch normalization."""
 
     separator: str
     mean: str
@@ -30,12 +30,12 @@ TORCH = Words(".", "running_mean", "running_var", "num_batches_tracked", "weight
 
 
 def translation(source: Words, target: Words) -> dict[str, str]:
-    """Name in the source -> name in the target, of each array of a layer."""
+    """Map from a source's to a target's name of each array of a layer."""
     return dict(zip(source[1:], target[1:], strict=True))
 
 
 def checked_layers(state: Mapping[str, Array], words: Words) -> list[str]:
-    """The layers that have running statistics, with all shapes and counters checked."""
+    """Names of the layers with running statistics. Raises if a shape or a counter is not valid."""
     import numpy as np
 
     norms = []
@@ -60,9 +60,9 @@ def checked_layers(state: Mapping[str, Array], words: Words) -> list[str]:
                 )
         counter = leaves.get(words.counter, np.zeros((), np.int64))
         if counter.shape != () or counter.dtype.kind not in "iu" or counter < 0:
-            name = keys.join(words.separator, layer, words.counter)
             raise CheckpointError(
-                f"{name!r} must be one number of batches: got {counter!r}. Save the model again."
+                f"{keys.join(words.separator, layer, words.counter)!r} must be one number of "
+                f"batches: got {counter!r}. Save the model again."
             )
         norms.append(layer)
     return norms
@@ -71,7 +71,7 @@ def checked_layers(state: Mapping[str, Array], words: Words) -> list[str]:
 def set_counters(
     state: dict[str, Array], norms: list[str], words: Words, value: int, names: Names | None
 ) -> int:
-    """Set every layer's counter in `state`, but for those in `names`; the largest there was."""
+    """Set each layer's counter in `state`, unless in `names`; returns the largest old counter."""
     import numpy as np
 
     largest = 0
@@ -86,12 +86,12 @@ def set_counters(
 def recount(
     state: dict[str, Array], norms: list[str], words: Words, counts: Counts | None
 ) -> list[str]:
-    """Rescale the variances in `state`, and say what is done or not."""
+    """Rescale the variances in `state`; returns notes."""
     per_layer = counts if isinstance(counts, Mapping) else dict.fromkeys(norms, counts)
     if unknown := per_layer.keys() - set(norms):
         raise CheckpointError(
-            f"`avg_var_count` must name batch normalizations of the file: got {sorted(unknown)}, "
-            f"found {norms}."
+            f"`avg_var_count` must name batch normalizations of the file, {norms}: got "
+            f"{sorted(unknown)}."
         )
     notes = []
     for layer, pair in per_layer.items():

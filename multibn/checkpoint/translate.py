@@ -1,11 +1,12 @@
-"""The same model's state in each framework's words: Chainer's npz <-> torch's state_dict.
+"""Translates a model's state between Chainer's npz and torch's state_dict.
 
-Names and layouts are translated; values are never changed, unless another count for the running
-variance is asked for. What a file cannot say is in the notes. Nothing in a file is executed.
+Translates names; values never change, unless the caller asks for another count for the running
+variance. Notes say what a file does not contain. Nothing in a file is executed.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,39 +29,39 @@ def convert(
     num_batches_tracked: int = 0,
     avg_var_count: Counts | None = None,
 ) -> Converted:
-    """Write the model of one checkpoint file as another, with the names of its framework.
+    """Convert the model in one checkpoint file to another file, of this or the other framework.
 
-    The suffix says what a file is: .npz Chainer's, .pt and .pth (torch.save) and .safetensors
+    The suffix gives the format: .npz is Chainer's; .pt, .pth (torch.save) and .safetensors are
     torch's. Between two files of one framework only the format changes, and names on request.
 
-    `dst` is replaced when the new file is complete on disk, and stays as it is on any error.
-    Nothing is unpickled but tensors (`weights_only=True`, `allow_pickle=False`).
+    `dst` is replaced when the new file is complete on disk, and unchanged after any error. Only
+    tensors are unpickled (`weights_only=True`, `allow_pickle=False`).
 
     Parameters
     ----------
     src, dst
         Paths of different files. The folder of `dst` must exist.
     prefix
-        Take only what is below this: `"updater/model:main"` of the snapshot of a Chainer trainer,
-        `"model"` or `"state_dict"` of the dict that a training script saves with torch.
+        Convert only the keys below this one: `"updater/model:main"` of the snapshot of a Chainer
+        trainer, `"model"` or `"state_dict"` of the dict that a training script saves with torch.
     names, skip_unknown, num_batches_tracked, avg_var_count
-        As `chainer_to_torch`'s. The keys in `names` are those below `prefix`;
-        `num_batches_tracked` can be set only from Chainer to torch.
+        As `chainer_to_torch`. The keys in `names` are without `prefix`; `num_batches_tracked` can
+        be set only from Chainer to torch.
 
     Returns
     -------
     Converted
-        What was written, and the notes.
+        The arrays written, and the notes.
 
     Raises
     ------
     CheckpointError
         If a file cannot be read, converted or written: the message begins with its name.
     ValueError
-        If an option is not valid; `CheckpointError` is one.
+        If an option is not valid. `CheckpointError` is a ValueError, too.
     """
     source, target = Path(src), Path(dst)
-    try:
+    with _about(target):
         if target.is_dir() or not target.parent.is_dir():
             raise CheckpointError("must be a file in a folder that exists. Make the folder first.")
         if os.path.realpath(source) == os.path.realpath(target) or (
@@ -68,31 +69,36 @@ def convert(
         ):
             raise CheckpointError(f"must be another file than {source}. Choose another name.")
         to = files.framework(target)
-    except CheckpointError as error:
-        raise CheckpointError(f"{target}: {error}") from error.__cause__
-    try:
+    with _about(source):
         state = files.read(source, prefix)
-        options: dict[str, Any] = {"names": names, "skip_unknown": skip_unknown}
         came_from = files.framework(source)
-        if avg_var_count is not None:
-            _check_direction("avg_var_count", came_from != to, source, target)
-            options["avg_var_count"] = avg_var_count
-        if num_batches_tracked:
-            fits = came_from == "chainer" and to == "torch"
-            _check_direction("num_batches_tracked", fits, source, target)
-            options["num_batches_tracked"] = num_batches_tracked
+        if avg_var_count is not None and came_from == to:
+            raise _meaningless("avg_var_count", source, target)
+        if num_batches_tracked and (came_from, to) != ("chainer", "torch"):
+            raise _meaningless("num_batches_tracked", source, target)
+        options: Any = {
+            "names": names,
+            "skip_unknown": skip_unknown,
+            "avg_var_count": avg_var_count,
+        }
         if came_from == to:
             converted = _copy(state, to, names)
+        elif to == "torch":
+            converted = chainer_to_torch(state, num_batches_tracked=num_batches_tracked, **options)
         else:
-            translate = chainer_to_torch if to == "torch" else torch_to_chainer
-            converted = translate(state, **options)
-    except CheckpointError as error:
-        raise CheckpointError(f"{source}: {error}") from error.__cause__
-    try:
+            converted = torch_to_chainer(state, **options)
+    with _about(target):
         files.write(target, converted.state)
-    except CheckpointError as error:
-        raise CheckpointError(f"{target}: {error}") from error.__cause__
     return converted
+
+
+@contextmanager
+def _about(path: Path) -> Iterator[None]:
+    """Start the message of any CheckpointError with the name of the file."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error.__cause__
 
 
 def chainer_to_torch(
@@ -104,7 +110,7 @@ def chainer_to_torch(
     num_batches_tracked: int = 0,
     avg_var_count: Counts | None = None,
 ) -> Converted:
-    """The state of a Chainer model in torch's words.
+    """Translate the state of a Chainer model to torch's names.
 
     `predictor/bn/gamma` becomes `predictor.bn.weight`, and likewise beta and b bias, W weight,
     avg_mean running_mean, avg_var running_var. The layouts of Linear, EmbedID, convolutions and
@@ -115,29 +121,29 @@ def chainer_to_torch(
     arrays
         By their names in the npz file, `a/b/W`.
     names
-        What to call a layer or a single array otherwise: prefixes, `{"predictor": ""}`, or whole
-        keys, `{"bn/gamma": "norm.weight"}`, from the words of the source to those of the target;
-        None leaves it out. The longest match counts.
+        Other names of layers or single arrays: prefixes, `{"predictor": ""}`, or whole keys,
+        `{"bn/gamma": "norm.weight"}`, from the source's names to the target's; None leaves the
+        arrays out. The longest match counts.
     skip_unknown
-        Leave out what has no place in the other framework, with a note, instead of raising.
+        Leave out arrays without a counterpart in the other framework, with a note; else raise.
     num_batches_tracked
-        The counter of every batch normalization layer. A file of Chainer does not have it.
+        The counter of every batch normalization layer. A file of Chainer does not have one.
     avg_var_count
-        Make the running variance unbiased by another count: elements per channel that it is
-        unbiased by in the source, and those wanted; math.inf is the biased variance. One pair, or
-        a dict from names of layers in the source to pairs, because the count of a convolutional
-        layer depends on the size of its input.
+        Rescale the running variance, unbiased by a number of elements per channel, to another
+        number: the pair (number in the source, number wanted), where math.inf stands for the biased
+        variance. Or a dict from names of layers in the source to pairs, because the number of a
+        convolutional layer depends on the size of its input.
 
     Returns
     -------
     Converted
-        NumPy arrays by torch's names, `a.b.weight`, with dtypes as they were.
+        NumPy arrays of unchanged dtypes by torch's names, `a.b.weight`.
 
     Raises
     ------
     CheckpointError
-        If a key is unknown, a shape does not fit, two keys get one name, or an entry of `names`
-        or `avg_var_count` matches nothing.
+        If a key is unknown, a shape is not valid, two keys get one name, or an entry of `names`
+        or `avg_var_count` matches no key.
     ValueError
         If `num_batches_tracked` or a count is not valid.
     """
@@ -176,11 +182,11 @@ def torch_to_chainer(
     skip_unknown: bool = False,
     avg_var_count: Counts | None = None,
 ) -> Converted:
-    """The state of a torch model in Chainer's words: the way back from `chainer_to_torch`.
+    """Translate the state of a torch model to Chainer's names; the inverse of `chainer_to_torch`.
 
-    Takes plain, synchronized and sub-batch layers. Of a SubBatchNorm, the statistics of the whole
-    population are kept. A prefix that all keys have from DistributedDataParallel or torch.compile
-    is removed first. A one-dimensional weight with a bias, but no running statistics, is taken for
+    Plain, synchronized and sub-batch layers: of a SubBatchNorm, the statistics of the whole
+    population are carried over. A prefix of all keys from DistributedDataParallel or torch.compile
+    is removed first. A one-dimensional weight with a bias, but without running statistics, becomes
     gamma of a normalization; without a bias it must be in `names`.
 
     Parameters
@@ -188,13 +194,13 @@ def torch_to_chainer(
     state
         Tensors, or arrays, by their names in the state_dict.
     names, skip_unknown, avg_var_count
-        As `chainer_to_torch`'s, from torch's words to Chainer's.
+        As `chainer_to_torch`, from torch's names to Chainer's.
 
     Returns
     -------
     Converted
-        NumPy arrays by Chainer's names. Dtypes are as they were, but for bfloat16, which NumPy
-        does not have and which becomes float32.
+        NumPy arrays by Chainer's names. Dtypes are unchanged, but bfloat16, which NumPy does not
+        have, becomes float32.
 
     Raises
     ------
@@ -232,7 +238,7 @@ def torch_to_chainer(
         if weight.ndim == 1 and like_bias:
             scaled.append("weight")
             return {"weight": "gamma", "bias": "beta"}
-        return {"bias": "b"}  # PReLU, RMSNorm, LayerNorm over two axes...: which, cannot be known
+        return {"bias": "b"}  # the weight may be of PReLU, RMSNorm, LayerNorm over two axes...
 
     converted = keys.rename(arrays, "torch", "chainer", leaf_names, names, skip_unknown, notes)
     if scaled:
@@ -245,7 +251,7 @@ def torch_to_chainer(
 
 
 def _as_array(key: str, value: Any) -> tuple[Array, bool]:
-    """`value` as a NumPy array, and whether it had to be widened from bfloat16."""
+    """`value` as a NumPy array, and whether it was widened from bfloat16."""
     import numpy as np
 
     widen = str(getattr(value, "dtype", "")) == "torch.bfloat16"
@@ -264,16 +270,13 @@ def _as_array(key: str, value: Any) -> tuple[Array, bool]:
     return array, widen
 
 
-def _check_direction(option: str, fits: bool, source: Path, target: Path) -> None:
-    if not fits:
-        raise ValueError(
-            f"`{option}` has no meaning from {source.suffix} to {target.suffix}: it must be left "
-            "out."
-        )
+def _meaningless(option: str, source: Path, target: Path) -> ValueError:
+    suffixes = f"from {source.suffix} to {target.suffix}"
+    return ValueError(f"`{option}` has no meaning {suffixes}: it must be left out.")
 
 
 def _copy(state: Mapping[str, Any], framework: str, names: Names | None) -> Converted:
-    """The same arrays, renamed if asked for; no key is unknown."""
+    """The same arrays, renamed by `names`; no key is unknown."""
     notes: list[str] = []
     state = keys.leave_out(state, names, framework, notes)
     return keys.rename(
@@ -282,7 +285,7 @@ def _copy(state: Mapping[str, Any], framework: str, names: Names | None) -> Conv
 
 
 def _unwrapped(state: Mapping[str, Any], notes: list[str]) -> Mapping[str, Any]:
-    for wrapper in _WRAPPERS * 2:  # either around the other
+    for wrapper in _WRAPPERS * 2:  # each may wrap the other
         if state and all(key.startswith(wrapper) for key in state):
             state = {key.removeprefix(wrapper): value for key, value in state.items()}
             notes.append(f"all keys began with {wrapper!r}, from a wrapper: it is removed.")
@@ -290,7 +293,7 @@ def _unwrapped(state: Mapping[str, Any], notes: list[str]) -> Mapping[str, Any]:
 
 
 def _without_splits(state: Mapping[str, Any], notes: list[str]) -> Mapping[str, Any]:
-    """The state of each SubBatchNorm as that of a plain batch norm, with the aggregated buffers."""
+    """The state with each SubBatchNorm as a plain batch norm, with the aggregated buffers."""
     marks = [key.rpartition(".running_mean")[0] for key in state if key.endswith(".running_mean")]
     splits = [name for name in marks if name.rpartition(".")[2] == "split_bn"]
     for split in splits:

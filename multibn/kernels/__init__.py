@@ -1,12 +1,13 @@
-"""Arithmetic on activations, and on per-channel arrays between: one file per kind of array.
+"""Arithmetic on activations and per-channel arrays: one file per kind of array.
 
-The passes `local_moments`, `packed_moments`, `normalize`, `backward_sums` and `input_gradient`
-touch the whole activation; the steps `pack`, `unpack` and `move_averages` only per-channel arrays,
-beside the message and the running statistics. `generic` is the reference, works for every library
-of the array API standard, and says what each of them does.
-`host` (NumPy arrays and torch tensors in host memory), `cuda` (torch tensors on a GPU) and `cupy`
-compute the same faster, where the library that compiles them is installed. The array that comes in
-says which one is used. Nothing here knows of processes.
+The passes `local_moments`, `packed_moments`, `normalize`, `backward_sums` and `input_gradient` read
+the whole activation; the steps `pack`, `unpack` and `move_averages` read per-channel arrays, the
+message and the running statistics. `generic` says what each function does, and works for every
+library of the array API standard. `host` (NumPy arrays and torch tensors in host memory), `cuda`
+(torch tensors on a GPU) and `cupy` compute the same faster, if their compiler is installed. The
+type and the place of the first array decide which file is used. All functions take the arguments
+that `generic` names, and pass them on to `generic` where no loop is compiled for them. Nothing here
+knows of processes.
 """
 
 import importlib
@@ -28,20 +29,13 @@ from multibn.kernels.generic import num_elements as num_elements
 
 def local_moments(x: Array, /, *, axis: tuple[int, ...]) -> tuple[Array, Array]:
     """As `generic.local_moments`."""
-    moments: tuple[Array, Array] = _select(x).local_moments(x, axis=axis)
-    return moments
+    return _select(x).local_moments(x, axis=axis)
 
 
 def packed_moments(
-    x: Array,
-    weight: float,
-    count: float,
-    /,
-    *,
-    axis: tuple[int, ...],
-    out: np.ndarray[Any, Any] | None = None,
+    x: Array, weight: float, count: float, /, *, axis: tuple[int, ...], out: Array | None = None
 ) -> Array:
-    """As `generic.packed_moments`. `out` is for arrays in host memory only."""
+    """As `generic.packed_moments`; `out` is for arrays in host memory only."""
     kernels = _select(x)
     if out is None:
         return kernels.packed_moments(x, weight, count, axis=axis)
@@ -50,26 +44,20 @@ def packed_moments(
 
 def normalize(
     x: Array,
-    mean: Array,
-    var: Array,
-    weight: Array | None,
-    bias: Array | None,
     /,
-    *,
+    *statistics: Any,
     eps: float,
     axis: tuple[int, ...],
     residual: Array | None = None,
     relu: bool = False,
 ) -> Array:
-    """As `generic.normalize`, then plus `residual`, an array like `x`, then ReLU."""
-    kernels = _select(x, mean, var, weight, bias)
+    """As `generic.normalize`, then plus `residual`, an array like `x`, then ReLU if `relu`."""
+    kernels = _select(x, *statistics)
     if residual is None and not relu:
-        return kernels.normalize(x, mean, var, weight, bias, eps=eps, axis=axis)
+        return kernels.normalize(x, *statistics, eps=eps, axis=axis)
     if hasattr(kernels, "normalize_add_relu"):
-        return kernels.normalize_add_relu(
-            x, mean, var, weight, bias, residual, relu, eps=eps, axis=axis
-        )
-    y = kernels.normalize(x, mean, var, weight, bias, eps=eps, axis=axis)
+        return kernels.normalize_add_relu(x, *statistics, residual, relu, eps=eps, axis=axis)
+    y = kernels.normalize(x, *statistics, eps=eps, axis=axis)
     if residual is not None:
         y += residual
     return array_namespace(y).clip(y, 0.0, None) if relu else y
@@ -80,85 +68,45 @@ def backward_sums(
 ) -> tuple[Array, Array]:
     """As `generic.backward_sums`."""
     kernels = _select(x, dy, mean, var)
-    sums: tuple[Array, Array] = kernels.backward_sums(dy, x, mean, var, eps=eps, axis=axis)
-    return sums
+    return kernels.backward_sums(dy, x, mean, var, eps=eps, axis=axis)
 
 
 def input_gradient(
-    dy: Array,
-    x: Array,
-    mean: Array,
-    var: Array,
-    weight: Array | None,
-    element_weight: Array,
-    sum_dy: Array,
-    sum_dy_xhat: Array,
-    /,
-    *,
-    eps: float,
-    axis: tuple[int, ...],
+    dy: Array, x: Array, /, *statistics: Any, eps: float, axis: tuple[int, ...]
 ) -> Array:
     """As `generic.input_gradient`."""
-    statistics = mean, var, weight, element_weight, sum_dy, sum_dy_xhat
     return _select(x, dy, *statistics).input_gradient(dy, x, *statistics, eps=eps, axis=axis)
 
 
 def pack(
-    mean: Array,
-    meansqr: Array,
-    weight: float,
-    count: float,
-    /,
-    *,
-    out: np.ndarray[Any, Any] | None = None,
+    mean: Array, meansqr: Array, weight: float, count: float, /, *, out: Array | None = None
 ) -> Array:
-    """As `generic.pack`. `out` is for arrays in host memory only."""
+    """As `generic.pack`; `out` is for arrays in host memory only."""
     kernels = _select_steps(mean, meansqr)
     if out is None:
         return kernels.pack(mean, meansqr, weight, count)
     return kernels.pack(mean, meansqr, weight, count, out=out)
 
 
-def unpack(
-    summed: Array,
-    shape: tuple[int, ...],
-    weight: float,
-    count: float,
-    /,
-    *,
-    like: Array | None = None,
-) -> Unpacked:
-    """As `generic.unpack`; `like` matters where `summed` is memory of the transport."""
-    if like is not None and type(summed) is np.ndarray:
-        unpacked: Unpacked = _select_steps(like).unpack(summed, shape, weight, count, like=like)
-    else:
-        unpacked = _select_steps(summed).unpack(summed, shape, weight, count)
-    return unpacked
+def unpack(summed: Array, /, *share: Any, like: Array | None = None) -> Unpacked:
+    """As `generic.unpack`; `like` is read only if `summed` is an array of NumPy."""
+    if like is None or type(summed) is not np.ndarray:
+        return _select_steps(summed).unpack(summed, *share)
+    return _select_steps(like).unpack(summed, *share, like=like)
 
 
-def move_averages(
-    running_mean: Array,
-    running_var: Array,
-    mean: Array,
-    var: Array,
-    momentum: float | Array,
-    factor: float | Array,
-    /,
-) -> tuple[Array, Array]:
+def move_averages(*arguments: Any) -> tuple[Array, Array]:
     """As `generic.move_averages`."""
-    moved: tuple[Array, Array] = _select_steps(running_mean, running_var, mean, var).move_averages(
-        running_mean, running_var, mean, var, momentum, factor
-    )
-    return moved
+    return _select_steps(*arguments[:4]).move_averages(*arguments)
 
 
 def _select_steps(first: Array, *others: Any) -> Any:
-    """The file with steps for arrays like `first`."""
+    """The module with the steps for arrays like `first`."""
     return _native(_STEPS.get(_kind(first, others), "generic"))
 
 
 def _select(x: Array, *others: Any) -> Any:
-    """The file for arrays like `x`; `others` go into the pass too, numbers and None included."""
+    """The module with the passes for arrays like `x`; `others` are the other arguments."""
     return _native(_kind(x, others))
 
 
@@ -173,7 +121,7 @@ def _kind(x: Array, others: tuple[Any, ...]) -> str:
         if type(x) not in (torch.Tensor, torch.nn.Parameter):
             return "generic"
         if torch.is_grad_enabled():
-            # Autograd can differentiate torch's own operations only.
+            # Autograd differentiates torch's own operations only, so no compiled loop.
             for a in (x, *others):
                 if getattr(a, "requires_grad", False):
                     return "generic"
@@ -183,7 +131,7 @@ def _kind(x: Array, others: tuple[Any, ...]) -> str:
 
 @cache
 def _native(name: str) -> Any:
-    """The module; `generic` where that is asked for, or its compiler is not installed."""
+    """The module `name`; `generic` if MULTIBN_KERNELS says so, or its compiler is missing."""
     if os.environ.get("MULTIBN_KERNELS") == "generic":
         return generic
     try:

@@ -1,17 +1,17 @@
-"""How an activation lies in memory: (N, C, S), whatever the order of its axes."""
+"""The sizes (N, C, S) of an activation as it lies in memory, whatever the order of its axes."""
 
 
 def sizes_in_memory(
     shape: tuple[int, ...], strides: tuple[int, ...], axis: tuple[int, ...]
 ) -> tuple[int, int, int] | None:
-    """Sizes (N, C, S) of an array without empty axes, of which the passes reduce N and S.
+    """Sizes (N, C, S) of an array without empty axes; the passes reduce N and S, the axes `axis`.
 
-    C is the product of the axes that are not in `axis`, N of the reduced axes with larger strides,
-    S of those with smaller ones; S is 1 if the channels come last. Strides are in elements. None if
-    there are gaps between elements, if a reduced axis lies between axes of channels, or if the axes
-    of channels are in another order.
+    C is the product of the channel axes, N of the reduced axes with larger strides, S of the
+    reduced axes with smaller strides; S is 1 if the channels come last. `strides` count elements.
+    None if memory has gaps between elements, a reduced axis lies between channel axes, or the
+    channel axes are not in order.
     """
-    blocks = [(True, 1)]  # from the last in memory: whether the axes are reduced, and their size
+    blocks = [(True, 1)]  # last in memory first: are the axes reduced, and their size
     channel_axes = []
     expected = 1
     for stride, i in sorted((strides[i], i) for i, n in enumerate(shape) if n != 1):

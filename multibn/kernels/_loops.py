@@ -1,18 +1,21 @@
 """The loops of the host kernels, compiled by numba.
 
-Arrays come as addresses of dense memory in the order (N, C, S), of which N and S are reduced: the
-plane of channel `c` of sample `n` is S elements from `(n * C + c) * S` on. In channels-last memory
-S is 1. A loop works on the samples `n0:n1` of the channels `c0:c1`.
+A loop takes arrays as addresses of dense memory in the order (N, C, S), of which N and S are
+reduced: the plane of channel `c` of sample `n` is the S elements from `(n * C + c) * S` on. S is 1
+in channels-last memory. A loop handles the samples `n0:n1` of the channels `c0:c1`.
 
-Long planes are passed over with their coefficients in registers. Of short ones, several channels,
-and several samples where a sample is short too, stand side by side as the columns of a tile, and
-the coefficients are written out for each column.
+In a long plane the channel's coefficients stay in registers. Short planes are handled in tiles: the
+columns of a tile are the planes of several channels side by side, and of several samples where a
+sample is short too; each column has its own copy of the coefficients.
 
-Sums are of x's dtype for some dozen values in a row, and these are added up in float64. Moments are
-taken about the mean of the channel's first values, so that a constant has no variance at all. If
-that was far from the mean of all, they are taken again, about the latter: of `n` standard
-deviations between the two, cancellation makes an error n**2 times as large.
+A few dozen values in a row are summed in x's dtype, and these sums are added up in float64. Moments
+are taken about the mean of the channel's first values, so that a constant has no variance at all.
+If this centre turns out to be far from the mean of all values, the moments are taken again about
+the mean: cancellation multiplies the error by n**2 for a centre n standard deviations away.
 """
+
+# mypy: disallow-untyped-defs=False, check-untyped-defs=False
+# `Loop` and its tables give the types of the loops' arguments.
 
 import ctypes
 from typing import Any, NamedTuple
@@ -23,63 +26,64 @@ from numba import carray, cfunc, config, njit, types
 if config.DISABLE_JIT:  # type: ignore[attr-defined]
     raise ImportError("NUMBA_DISABLE_JIT is set: numba compiles nothing")
 
-_LONG = 16  # elements of a long plane
-_LONG_TO_ADD = 32  # of one that is added up by itself, which takes longer to begin and to end
-_COLUMNS = 2048  # of a tile: coefficients and sums of so many stay in the nearest caches
-_BESIDE = 512  # columns up to which short samples are put side by side
-_RUN = 16  # rows that are added up in x's dtype, at least
-_LONG_RUN = 64  # and at most: more where there are so many runs that their errors average out
-_VALUES = 256  # of a plane that are, side by side in vectors
-_FEW = 8  # values that the centre is the mean of
-_FAR = 4  # standard deviations between centre and mean
+# Planes of at least so many elements are long: they are handled without a tile.
+_LONG = 16
+_LONG_TO_SUM = 32  # a sum has its start and end to pay for, too
+_VALUES = 256  # elements of a long plane summed in x's dtype before the sum moves to float64
+_COLUMNS = 2048  # of a tile: the coefficients and sums of so many stay in the nearest caches
+_BESIDE = 512  # up to so many columns, short samples stand side by side
+# Rows of a tile summed in x's dtype: more where so many sums follow that their errors average out.
+_RUN, _LONG_RUN = 16, 64
+_FEW = 8  # values whose mean is the first centre
+_FAR = 4  # standard deviations between centre and mean from which the moments are taken again
 _LINE = 64  # bytes of a cache line
 
-# Sums may be reordered, to be vectors; no flag here says that there are no NaN or infinities.
+# The compiler may reorder sums to vectorize them; no flag here lets it ignore NaN or infinities.
 SUMS = {"contract", "reassoc"}
 ELEMENTWISE = {"contract"}
 
 
 @njit
-def _width(C: int, S: int, n0: int, n1: int, c0: int, c1: int) -> tuple[int, int]:
-    """Channels, and samples side by side, in the columns of a tile."""
+def _width(C, S, n0, n1, c0, c1):
+    """How many channels, and how many samples side by side, a tile has as its columns."""
     channels = min(max(_COLUMNS // S, 1), c1 - c0)
     samples = min(max(_BESIDE // (C * S), 1), n1 - n0) if channels == C else 1
     return channels, samples
 
 
 @njit
-def _run(samples: int, times: int) -> int:
-    """How many samples are added up in x's dtype, `times` of them beside each other."""
+def _run(samples, times):
+    """Samples to sum in x's dtype, where `times` of them stand side by side."""
     return times * min(max(samples // (_RUN * times), _RUN), _LONG_RUN)
 
 
 @njit
-def _columns(dtype: Any, n: int) -> Any:
-    """Zeros for `n` columns; they begin with a cache line, so that no vector lies in two."""
+def _columns(dtype, n):
+    """Zeros for `n` columns, from the start of a cache line: no vector then crosses two lines."""
     memory = np.zeros(n + _LINE // 4, dtype)
     start = (-memory.ctypes.data % _LINE) // memory.itemsize
     return memory[start : start + n]
 
 
 @njit(fastmath=ELEMENTWISE)
-def _spread(of_channel: Any, a: int, b: int, S: int, times: int, columns: Any) -> None:
-    """Write the values of the channels `a:b` to their columns."""
+def _spread(values, a, b, S, times, columns):
+    """Copy the values of the channels `a:b` to each of their columns."""
     j = 0
     for _ in range(times):
         if S == 1:
             for c in range(b - a):
-                columns[j + c] = of_channel[a + c]
+                columns[j + c] = values[a + c]
             j += b - a
             continue
         for c in range(a, b):
             for i in range(S):
-                columns[j + i] = of_channel[c]
+                columns[j + i] = values[c]
             j += S
 
 
 @njit(fastmath=SUMS)
-def _gather(columns: Any, a: int, b: int, S: int, times: int, sums: Any, at: int) -> None:
-    """Add the columns of the channels `a:b` to their sums, and set them to zero."""
+def _gather(columns, a, b, S, times, sums, at):
+    """Add the columns of the channels `a:b` to the channels' sums, and set the columns to zero."""
     j = 0
     for _ in range(times):
         if S == 1:
@@ -97,15 +101,15 @@ def _gather(columns: Any, a: int, b: int, S: int, times: int, sums: Any, at: int
 
 
 @njit(fastmath=SUMS)
-def _widen(columns: Any, wide: Any) -> None:
-    """Add columns to those of float64, and set them to zero."""
+def _widen(columns, wide):
+    """Add the columns to the float64 columns `wide`, and set them to zero."""
     for j in range(columns.size):
         wide[j] += columns[j]
     columns[:] = 0
 
 
-def _centre(x: Any, mean: Any, N: int, C: int, S: int) -> None:
-    """The mean of each channel's first values; exact if they are equal."""
+def _centre(x, mean, N, C, S):
+    """The mean of each channel's first values; exact if these are equal."""
     n = min(_FEW, N * S)
     for c in range(C):
         centre = np.float64(x[c * S])
@@ -116,29 +120,17 @@ def _centre(x: Any, mean: Any, N: int, C: int, S: int) -> None:
 
 
 @njit(fastmath=SUMS, error_model="numpy")
-def _sums_of_part(
-    x: Any,
-    dy: Any,
-    mean: Any,
-    sums: Any,
-    C: int,
-    S: int,
-    n0: int,
-    n1: int,
-    c0: int,
-    c1: int,
-    moments: bool,
-) -> None:
-    """Add the sums of `dy` and of `dy * d`, with `d = x - centre`; `moments`: of `d` and `d * d`.
+def _add_sums(x, dy, mean, sums, C, S, n0, n1, c0, c1, moments):
+    """Add the sums of `g` and of `g * d` to `sums`, where `d = x - mean`, with a rounded mean.
 
-    The centre is the mean rounded to x's dtype.
+    `g` is `dy`, or `d` for moments.
     """
     own = carray(x, 1).dtype
     zero = own.type(0)
     centre = np.empty(C, own)
     for c in range(c0, c1):
         centre[c] = mean[c]
-    if S >= _LONG_TO_ADD:
+    if S >= _LONG_TO_SUM:
         for n in range(n0, n1):
             for c in range(c0, c1):
                 at = (n * C + c) * S
@@ -155,84 +147,57 @@ def _sums_of_part(
                     sums[C + c] += second
         return
     width, times = _width(C, S, n0, n1, c0, c1)
-    of_column = _columns(own, width * S * times)
-    first_of = _columns(own, width * S * times)
-    second_of = _columns(own, width * S * times)
+    centres = _columns(own, width * S * times)
+    firsts = _columns(own, width * S * times)
+    seconds = _columns(own, width * S * times)
     wide_first = _columns(np.float64, width * S * times)
     wide_second = _columns(np.float64, width * S * times)
     run = _run(n1 - n0, times)
     for a in range(c0, c1, width):
         b = min(a + width, c1)
-        _spread(centre, a, b, S, times, of_column)
+        _spread(centre, a, b, S, times, centres)
         for start in range(n0, n1, run):
             stop = min(start + run, n1)
             for n in range(start, stop, times):
                 at = (n * C + a) * S
                 for j in range(min(times, stop - n) * (b - a) * S):
-                    d = x[at + j] - of_column[j]
+                    d = x[at + j] - centres[j]
                     g = d if moments else dy[at + j]
-                    product = g * d  # before anything is written: `x` would be read again
-                    first_of[j] += g
-                    second_of[j] += product
-            _widen(first_of, wide_first)
-            _widen(second_of, wide_second)
+                    product = g * d  # computed here: after the next line, x would be read again
+                    firsts[j] += g
+                    seconds[j] += product
+            _widen(firsts, wide_first)
+            _widen(seconds, wide_second)
         _gather(wide_first, a, b, S, times, sums, 0)
         _gather(wide_second, a, b, S, times, sums, C)
 
 
-def _moments(
-    x: Any,
-    mean: Any,
-    sums: Any,
-    N: int,
-    C: int,
-    S: int,
-    parts: int,
-    first: int,
-    step: int,
-    c0: int,
-    c1: int,
-) -> None:
-    """The sums of every `step`th part of the samples, from the `first` on."""
-    of_parts = carray(sums, 2 * parts * C)
+def _moments(x, mean, sums, N, C, S, parts, first, step, c0, c1):
+    """Sums of `d` and `d * d`, of every `step`th of the `parts` of the samples from `first` on."""
+    all_sums = carray(sums, 2 * parts * C)
     for p in range(first, parts, step):
         n0, n1 = N * p // parts, N * (p + 1) // parts
-        of_part = of_parts[2 * p * C : 2 * (p + 1) * C]
-        _sums_of_part(x, x, mean, of_part, C, S, n0, n1, c0, c1, True)
+        part_sums = all_sums[2 * p * C : 2 * (p + 1) * C]
+        _add_sums(x, x, mean, part_sums, C, S, n0, n1, c0, c1, True)
 
 
-def _backward_sums(
-    x: Any,
-    dy: Any,
-    mean: Any,
-    sums: Any,
-    N: int,
-    C: int,
-    S: int,
-    parts: int,
-    first: int,
-    step: int,
-    c0: int,
-    c1: int,
-) -> None:
-    """As `_moments`; what rounding left of the mean comes last."""
-    of_parts = carray(sums, 2 * parts * C)
+def _backward_sums(x, dy, mean, sums, N, C, S, parts, first, step, c0, c1):
+    """As `_moments`, of `dy` and `dy * (x - mean)`, where the mean is not rounded."""
+    all_sums = carray(sums, 2 * parts * C)
     for p in range(first, parts, step):
         n0, n1 = N * p // parts, N * (p + 1) // parts
-        of_part = of_parts[2 * p * C : 2 * (p + 1) * C]
-        _sums_of_part(x, dy, mean, of_part, C, S, n0, n1, c0, c1, False)
+        part_sums = all_sums[2 * p * C : 2 * (p + 1) * C]
+        _add_sums(x, dy, mean, part_sums, C, S, n0, n1, c0, c1, False)
         centre = np.empty(1, carray(x, 1).dtype)
         for c in range(c0, c1):
             centre[0] = mean[c]
-            of_part[C + c] -= (mean[c] - np.float64(centre[0])) * of_part[c]
+            part_sums[C + c] -= (mean[c] - np.float64(centre[0])) * part_sums[c]
 
 
-def _finish_moments(
-    x: Any, sums: Any, mean: Any, var: Any, N: int, C: int, S: int, parts: int
-) -> int:
-    """Mean, in place of the centre, and variance from the sums of all parts.
+def _finish_moments(x, sums, mean, var, N, C, S, parts):
+    """Write the variance from the sums of all parts, and the mean in place of the centre.
 
-    Returns the number of channels whose centre was far from the mean.
+    Returns how many channels had a centre that was far from the mean.
     """
     own = carray(x, 1).dtype
     centre = np.empty(1, own)
@@ -252,20 +217,8 @@ def _finish_moments(
     return far
 
 
-def _normalize(
-    x: Any,
-    mean: Any,
-    scale: Any,
-    shift: Any,
-    y: Any,
-    C: int,
-    S: int,
-    n0: int,
-    n1: int,
-    c0: int,
-    c1: int,
-) -> None:
-    """`(x - mean) * scale + shift`; what rounding left of the mean goes into the shift."""
+def _normalize(x, mean, scale, shift, y, C, S, n0, n1, c0, c1):
+    """`(x - mean) * scale + shift`; the rounding error of the mean is put into the shift."""
     own = carray(x, 1).dtype
     centre, factor, offset = np.empty(C, own), np.empty(C, own), np.empty(C, own)
     for c in range(c0, c1):
@@ -295,22 +248,8 @@ def _normalize(
                 y[at + j] = (x[at + j] - means[j]) * factors[j] + offsets[j]
 
 
-def _input_gradient(
-    x: Any,
-    dy: Any,
-    mean: Any,
-    dy_scale: Any,
-    x_scale: Any,
-    shift: Any,
-    dx: Any,
-    C: int,
-    S: int,
-    n0: int,
-    n1: int,
-    c0: int,
-    c1: int,
-) -> None:
-    """`(x - mean) * x_scale + dy * dy_scale + shift`, the mean as in `_normalize`."""
+def _input_gradient(x, dy, mean, dy_scale, x_scale, shift, dx, C, S, n0, n1, c0, c1):
+    """`(x - mean) * x_scale + dy * dy_scale + shift`, with the mean as in `_normalize`."""
     own = carray(x, 1).dtype
     centre, factor, offset = np.empty(C, own), np.empty(C, own), np.empty(C, own)
     slope = np.empty(C, own)
@@ -347,10 +286,10 @@ def _input_gradient(
 
 
 class Loop(NamedTuple):
-    """A function to compile.
+    """A function to compile, with the types of its arguments.
 
-    Its arguments are arrays, "x" of the activation's dtype and "w" of float64, then so many
-    integers, then so many floats.
+    First come the arrays, "x" in the activation's dtype and "w" in float64, then the integers, then
+    the floats.
     """
 
     function: Any
@@ -358,7 +297,7 @@ class Loop(NamedTuple):
     integers: int
     fastmath: set[str]
     floats: int = 0
-    returns: bool = False  # an integer
+    returns: bool = False  # whether the function returns an integer
 
 
 LOOPS: dict[str, Loop] = {
@@ -372,9 +311,9 @@ LOOPS: dict[str, Loop] = {
 
 
 def compiled(loop: Loop, dtype: str) -> Any:
-    """A loop for activations of `dtype`, as a C function of addresses and numbers.
+    """The loop for activations of `dtype`, as a C function of addresses and numbers.
 
-    It is read from numba's cache on disk if that has it, and runs without the interpreter's lock.
+    numba reads it from its cache on disk where possible; calls release the interpreter's lock.
     """
     kinds = {"x": types.CPointer(getattr(types, dtype)), "w": types.CPointer(types.float64)}
     numbers = [types.int64] * loop.integers + [types.float64] * loop.floats
@@ -383,12 +322,12 @@ def compiled(loop: Loop, dtype: str) -> Any:
     options: dict[str, Any] = {"error_model": "numpy", "fastmath": loop.fastmath or False}
     try:
         native: Any = cfunc(signature, cache=True, **options)(loop.function)
-    except (RuntimeError, OSError):  # there is no place where the cache can be written
+    except (RuntimeError, OSError):  # no folder for the cache can be written to
         native = cfunc(signature, **options)(loop.function)
     arguments: list[Any] = [ctypes.c_void_p] * len(loop.arrays)
     arguments += [ctypes.c_int64] * loop.integers + [ctypes.c_double] * loop.floats
     call: Any = ctypes.CFUNCTYPE(ctypes.c_int64 if loop.returns else None, *arguments)(
         native.address
     )
-    call.keeps = native  # its code lives as long as it does
+    call.native = native  # keeps the machine code alive
     return call

@@ -1,4 +1,4 @@
-"""What compiled loops need of the arrays of NumPy and of torch in host memory: where they lie."""
+"""Addresses of NumPy arrays and of torch tensors in host memory, for the compiled loops."""
 
 import ctypes
 import sys
@@ -13,7 +13,7 @@ from multibn._typing import Array
 
 
 class NumPy:
-    """The operations on memory for arrays of NumPy."""
+    """Addresses and copies of NumPy arrays."""
 
     float64 = np.dtype(np.float64)
 
@@ -22,12 +22,12 @@ class NumPy:
         if type(a) is not np.ndarray or not a.size:
             return 0
         flags = a.flags
-        if flags.carray:  # takes a third of the time of the way below
+        if flags.carray:  # in a third of the time of __array_interface__
             return ctypes.addressof(ctypes.c_char.from_buffer(a.data))
         return int(a.__array_interface__["data"][0]) if flags.aligned else 0
 
     def dense_addresses(self, arrays: Sequence[Array | None], dtype: Any) -> list[int] | None:
-        """Addresses of dense arrays of `dtype`, 0 for None; None if an array is none such."""
+        """Addresses of `arrays`, 0 for None; None unless all are dense and of `dtype`."""
         addresses = []
         for a in arrays:
             address = 0 if a is None else self.address(a)
@@ -37,38 +37,38 @@ class NumPy:
         return addresses
 
     def locate(self, a: Array) -> tuple[int, tuple[int, ...]]:
-        """Address and strides in elements, which of an aligned array are whole numbers."""
+        """Address and strides in elements; an aligned array's strides are whole elements."""
         size = a.itemsize
         return self.address(a), tuple([s // size for s in a.strides])
 
     def cast(self, a: Array, dtype: Any) -> Array:
-        """`a` if of `dtype`, else a copy in dense memory, in the order of `a`."""
+        """`a` in `dtype`: `a` itself, or a dense copy in the memory order of `a`."""
         return a.astype(dtype, order="K", copy=False)
 
     def dense_copy(self, a: Array, like: Array) -> Array:
-        """The elements of `a` in a dense array in the order of `like`."""
+        """A dense copy of `a` in the memory order of `like`."""
         array = np.empty_like(like)
         array[...] = a
         return array
 
     def new_like(self, a: Array) -> tuple[Array, int]:
-        """A dense array in the order of `a`, and its address."""
+        """An uninitialised dense array in the memory order of `a`, and its address."""
         array = np.empty_like(a)
         return array, self.address(array)
 
     def wide(self, a: Array) -> Array:
-        """`a` in dense memory of float64."""
+        """`a` as a dense float64 array."""
         return np.ascontiguousarray(a, dtype=np.float64)
 
     def new(self, n: int, shape: tuple[int, ...], dtype: Any) -> tuple[list[Array], list[int]]:
-        """`n` arrays of one shape, and their addresses."""
+        """`n` uninitialised arrays of one shape, and their addresses."""
         arrays = np.empty((n, *shape), dtype)
         first, step = arrays.__array_interface__["data"][0], arrays.strides[0]
         return [arrays[i, ...] for i in range(n)], [first + i * step for i in range(n)]
 
 
 class Torch:
-    """The operations on memory for tensors of torch; see `NumPy`."""
+    """The methods of `NumPy` for torch tensors."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
@@ -76,7 +76,7 @@ class Torch:
         self.float64 = torch.float64
 
     def address(self, a: Array) -> int:
-        """Address of the first element; 0 if `a` is empty, lazy, negated or a subclass."""
+        """Address of the first element; 0 if `a` is empty, lazily negated or a subclass."""
         return self.locate(a)[0]
 
     def dense_addresses(self, arrays: Sequence[Array | None], dtype: Any) -> list[int] | None:
@@ -92,7 +92,7 @@ class Torch:
                 if not address or not a.is_contiguous():
                     return None
                 addresses.append(address)
-        except RuntimeError:  # torch.func transforms one of them
+        except RuntimeError:  # a tensor that torch.func transforms has no address
             return None
         return addresses
 
@@ -101,7 +101,7 @@ class Torch:
             return 0, ()
         try:
             return int(a.data_ptr()), a.stride()
-        except RuntimeError:  # torch.func transforms `a`
+        except RuntimeError:  # as above
             return 0, ()
 
     def cast(self, a: Array, dtype: Any) -> Array:
@@ -129,16 +129,16 @@ class Torch:
 _NUMPY = NumPy()
 
 
-def library(a: Array) -> Any:
-    """`NumPy` or `Torch`, by the library of an array in host memory."""
+def library_of(a: Array) -> Any:
+    """The `NumPy` or `Torch` object for an array in host memory."""
     return _NUMPY if isinstance(a, np.ndarray) else _torch()
 
 
-def payload(of: Any, C: int, out: np.ndarray[Any, Any] | None) -> tuple[Array, int]:
-    """`out`, else a new array for the forward payload of C channels, and its address."""
+def payload(library: Any, C: int, out: Array | None) -> tuple[Array, int]:
+    """`out`, or a new array for the forward payload of C channels; and its address."""
     if out is not None:
         return out, _NUMPY.address(out)
-    (array,), (address,) = of.new(1, (message.forward_payload(C),), of.float64)
+    (array,), (address,) = library.new(1, (message.forward_payload(C),), library.float64)
     return array, address
 
 
@@ -147,35 +147,35 @@ class Parameters(NamedTuple):
 
     dtype: str
     addresses: list[int]  # 0 for None
-    arrays: Sequence[Array | None]  # whose memory the addresses are of
-    are_copies: bool = False  # in float64
+    arrays: Sequence[Array | None]  # referred to, so that their memory is not freed
+    are_copies: bool = False  # whether the arrays are float64 copies
 
 
 def parameters_of(
-    of: Any, shape: tuple[int, ...], arrays: Sequence[Array | None]
+    library: Any, shape: tuple[int, ...], arrays: Sequence[Array | None]
 ) -> Parameters | None:
-    """None if one of the arrays has another shape, or the loops cannot take it."""
+    """`arrays` for the loops; None if one has another shape, or no address."""
     dtype = None
     for a in arrays:
         if a is not None:
             if a.shape != shape:
                 return None
             dtype = dtype or a.dtype
-    name = _name(dtype or of.float64)
+    name = _name(dtype or library.float64)
     if name in ("float32", "float64"):
-        addresses = of.dense_addresses(arrays, dtype)
+        addresses = library.dense_addresses(arrays, dtype)
         if addresses is not None:
             return Parameters(name, addresses, arrays)
-    if not all(a is None or of.address(a) for a in arrays):
+    if not all(a is None or library.address(a) for a in arrays):
         return None
-    copies = [None if a is None else of.wide(a) for a in arrays]
-    addresses = [0 if a is None else of.address(a) for a in copies]
+    copies = [None if a is None else library.wide(a) for a in arrays]
+    addresses = [0 if a is None else library.address(a) for a in copies]
     return Parameters("float64", addresses, copies, are_copies=True)
 
 
 def scratch(n: int) -> tuple[Any, int]:
-    """Memory of `n` zeros of float64, to be referred to as long as it is used, and its address."""
-    memory = (ctypes.c_double * n)()  # a sixth of the time that NumPy's takes
+    """`n` float64 zeros and their address; the caller must hold the memory while it is used."""
+    memory = (ctypes.c_double * n)()  # in a sixth of the time of numpy.zeros
     return memory, ctypes.addressof(memory)
 
 

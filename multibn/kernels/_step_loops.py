@@ -1,20 +1,21 @@
-"""The loops of the steps between the passes, compiled by numba; `generic` says what each does.
+"""The loops of the steps between the passes, compiled by numba; `generic` says what each step does.
 
 Per-channel arrays come as addresses of `C` numbers side by side.
 """
 
-from typing import Any
+# mypy: disallow-untyped-defs=False, check-untyped-defs=False
 
 import numpy as np
 
 from multibn.kernels._loops import Loop
 from multibn.message import COUNT, WEIGHT
 
-_EXACT: set[str] = set()  # one operation, one rounding: equal moments then leave no variance
-REFUSED, NOT_FINITE = 1, 2  # what `unpack` returns
+# No fused operations: each result is rounded, so that equal moments leave a variance of exactly 0.
+_EXACT: set[str] = set()
+REFUSED, NOT_FINITE = 1, 2  # what `unpack` returns for such a message
 
 
-def _pack(mean: Any, meansqr: Any, packed: Any, C: int, weight: float, count: float) -> None:
+def _pack(mean, meansqr, packed, C, weight, count):
     for c in range(C):
         packed[c] = weight * mean[c]
         packed[C + c] = weight * meansqr[c]
@@ -22,7 +23,7 @@ def _pack(mean: Any, meansqr: Any, packed: Any, C: int, weight: float, count: fl
     packed[2 * C + COUNT] = count
 
 
-def _pack_moments(mean: Any, var: Any, packed: Any, C: int, weight: float, count: float) -> None:
+def _pack_moments(mean, var, packed, C, weight, count):
     for c in range(C):
         packed[c] = weight * mean[c]
         packed[C + c] = weight * (var[c] + mean[c] * mean[c])
@@ -30,16 +31,7 @@ def _pack_moments(mean: Any, var: Any, packed: Any, C: int, weight: float, count
     packed[2 * C + COUNT] = count
 
 
-def _unpack(
-    summed: Any,
-    mean: Any,
-    var: Any,
-    total_count: Any,
-    element_weight: Any,
-    C: int,
-    weight: float,
-    count: float,
-) -> int:
+def _unpack(summed, mean, var, total_count, element_weight, C, weight, count):
     total_weight = summed[2 * C + WEIGHT]
     divisor = 1.0 if total_weight == 0.0 else total_weight
     finite = True
@@ -55,26 +47,14 @@ def _unpack(
     return 0 if finite else NOT_FINITE
 
 
-def _affine(
-    var: Any,
-    weight: Any,
-    bias: Any,
-    scale: Any,
-    shift: Any,
-    C: int,
-    has_weight: int,
-    has_bias: int,
-    eps: float,
-) -> None:
+def _affine(var, weight, bias, scale, shift, C, has_weight, has_bias, eps):
     for c in range(C):
         invstd = 1.0 / np.sqrt(var[c] + eps)
         scale[c] = invstd * weight[c] if has_weight else invstd
         shift[c] = bias[c] if has_bias else 0.0
 
 
-def _finish_backward_sums(
-    sums: Any, var: Any, sum_dy: Any, sum_dy_xhat: Any, C: int, parts: int, eps: float
-) -> None:
+def _finish_backward_sums(sums, var, sum_dy, sum_dy_xhat, C, parts, eps):
     for c in range(C):
         sum_dy[c] = 0.0
         sum_dy_xhat[c] = 0.0
@@ -87,18 +67,8 @@ def _finish_backward_sums(
 
 
 def _gradient_coefficients(
-    var: Any,
-    sum_dy: Any,
-    sum_dy_xhat: Any,
-    weight: Any,
-    dy_scale: Any,
-    x_scale: Any,
-    shift: Any,
-    C: int,
-    has_weight: int,
-    eps: float,
-    element_weight: float,
-) -> None:
+    var, sum_dy, sum_dy_xhat, weight, dy_scale, x_scale, shift, C, has_weight, eps, element_weight
+):
     for c in range(C):
         invstd = 1.0 / np.sqrt(var[c] + eps)
         scale = invstd * weight[c] if has_weight else invstd
@@ -109,16 +79,8 @@ def _gradient_coefficients(
 
 
 def _move_averages(
-    running_mean: Any,
-    running_var: Any,
-    mean: Any,
-    var: Any,
-    moved_mean: Any,
-    moved_var: Any,
-    C: int,
-    momentum: float,
-    factor: float,
-) -> None:
+    running_mean, running_var, mean, var, moved_mean, moved_var, C, momentum, factor
+):
     for c in range(C):
         moved_mean[c] = (1.0 - momentum) * running_mean[c] + momentum * mean[c]
         moved_var[c] = (1.0 - momentum) * running_var[c] + momentum * (var[c] * factor)

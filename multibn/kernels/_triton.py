@@ -1,45 +1,39 @@
 """The passes as Triton kernels; `cuda` launches them.
 
-An activation is seen as it lies in memory: `(outer, channels, inner)`, where inner is 1 if the
-channels come last. A tile is ROWS x COLS elements: of (outer, inner) for one channel, or of
-(outer, channels) if CHANNELS_LAST. Per-channel values are `(1, 1)` in the former case and
-`(1, COLS)` in the latter, and broadcast against a tile in both.
+The kernels see an activation as it lies in memory: `(outer, channels, inner)`, where inner is 1 if
+the channels come last. A tile is ROWS x COLS elements: of (outer, inner) for one channel, or of
+(outer, channels) if CHANNELS_LAST. A per-channel value broadcasts against a tile: its shape is
+`(1, 1)`, or `(1, COLS)` if CHANNELS_LAST.
 
-A program works on one block of channels, and there on `tiles_per_program` tiles in a row, its
-split. Sums are kept for each element of the tile in DTYPE and added up in float64 at the end, so
-that an element of the tile sees as many additions as there are tiles. Offsets are 64 bits wide.
+A program handles one block of channels, and in this block `tiles_per_program` tiles in a row, its
+split. Each element of the tile has its own sum in DTYPE, of one addition per tile; these sums are
+added up in float64 at the end. Offsets are 64 bits wide.
 
-What is computed of per-channel values alone is float64, whatever the dtype of weight and bias is; a
-number comes as in `_triton_steps`.
+Arithmetic on per-channel values is float64, whatever the dtype of weight and bias; numbers come as
+in `_triton_steps`.
 """
 
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from multibn.kernels._triton_steps import number, store_packed
 
 
 @triton.jit
 def moments(
-    x,
-    partials,  # (3, channels, splits), float64: count, mean and sum of squares about it
-    outer,
-    channels,
-    inner,
-    blocks,
-    tiles_per_program,
-    splits,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
+    x, partials,
+    outer, channels, inner, blocks, tiles_per_program, splits,
+    ROWS: constexpr, COLS: constexpr, CHANNELS_LAST: constexpr, DTYPE: constexpr,
+):  # fmt: skip
     """Moments of each split, from sums about the mean of its first tile.
 
-    The variance is good to as many roundings as there are tiles, whatever the data are: where that
-    mean is far from the others, the first tile makes up that much of the variance itself.
+    `partials`, `(3, channels, splits)` in float64, are count, mean, and sum of squares about it.
+
+    The relative error of the variance is at most one rounding per tile for any data: if the first
+    tile's mean is far from the other tiles' means, the distance itself is part of the variance.
     """
     block, split, channel, exists = _place(channels, blocks, COLS, CHANNELS_LAST)
     first = split * tiles_per_program
@@ -67,7 +61,7 @@ def moments(
 
 
 @triton.jit
-def merge_moments(partials, mean, var, channels, splits, BLOCK: tl.constexpr):
+def merge_moments(partials, mean, var, channels, splits, BLOCK: constexpr):
     channel, m, v = _merged_moments(partials, channels, splits, BLOCK)
     tl.store(mean + channel, m)
     tl.store(var + channel, v)
@@ -75,7 +69,7 @@ def merge_moments(partials, mean, var, channels, splits, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["weight", "count"])
 def merge_and_pack_moments(
-    partials, packed, weight: tl.int64, count: tl.int64, channels, splits, BLOCK: tl.constexpr
+    partials, packed, weight: tl.int64, count: tl.int64, channels, splits, BLOCK: constexpr
 ):
     """`merge_moments` and `_triton_steps.pack` of mean and mean of squares."""
     channel, m, v = _merged_moments(partials, channels, splits, BLOCK)
@@ -84,25 +78,11 @@ def merge_and_pack_moments(
 
 @triton.jit(do_not_specialize=["eps"])
 def normalize(
-    x,
-    mean,
-    var,
-    weight,  # or None
-    bias,  # or None
-    residual,  # or None
-    y,
-    eps: tl.int64,
-    outer,
-    channels,
-    inner,
-    blocks,
-    tiles_per_program,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr,
-    DTYPE: tl.constexpr,
-    RELU: tl.constexpr,
-):
+    x, mean, var, weight, bias, residual, y, eps: tl.int64,
+    outer, channels, inner, blocks, tiles_per_program,
+    ROWS: constexpr, COLS: constexpr, CHANNELS_LAST: constexpr, DTYPE: constexpr, RELU: constexpr,
+):  # fmt: skip
+    """`weight`, `bias` and `residual` may be None."""
     block, split, channel, exists = _place(channels, blocks, COLS, CHANNELS_LAST)
     centre, remainder = _round(tl.load(mean + channel, exists, 0.0), DTYPE)
     a = _times(_invstd(var, channel, exists, eps), weight, channel, exists)
@@ -126,22 +106,11 @@ def normalize(
 
 @triton.jit
 def backward_sums(
-    dy,
-    x,
-    mean,
-    partials,  # (2, channels, splits), float64
-    outer,
-    channels,
-    inner,
-    blocks,
-    tiles_per_program,
-    splits,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """Each split's sums of `dy` and of `dy * (x - mean)`."""
+    dy, x, mean, partials,
+    outer, channels, inner, blocks, tiles_per_program, splits,
+    ROWS: constexpr, COLS: constexpr, CHANNELS_LAST: constexpr, DTYPE: constexpr,
+):  # fmt: skip
+    """Each split's sums of `dy` and of `dy * (x - mean)`: `partials`, `(2, channels, splits)`."""
     block, split, channel, exists = _place(channels, blocks, COLS, CHANNELS_LAST)
     centre, remainder = _round(tl.load(mean + channel, exists, 0.0), DTYPE)
     sum_dy = tl.zeros((ROWS, COLS), DTYPE)
@@ -163,9 +132,9 @@ def backward_sums(
 
 @triton.jit(do_not_specialize=["eps"])
 def merge_sums(
-    partials, var, sum_dy, sum_dy_xhat, eps: tl.int64, channels, splits, BLOCK: tl.constexpr
+    partials, var, sum_dy, sum_dy_xhat, eps: tl.int64, channels, splits, BLOCK: constexpr
 ):
-    """Sums over the splits of a channel, that of `dy * (x - mean)` over the standard deviation."""
+    """A channel's sums over its splits; the sum of `dy * (x - mean)` times 1 / sqrt(var + eps)."""
     channel = tl.program_id(0).to(tl.int64)
     sums = partials + channel * splits
     first = tl.zeros((BLOCK,), tl.float64)
@@ -181,47 +150,32 @@ def merge_sums(
 
 @triton.jit(do_not_specialize=["element_weight", "eps"])
 def input_gradient(
-    dy,
-    x,
-    mean,
-    var,
-    weight,  # or None
-    element_weight,
-    sum_dy,
-    sum_dy_xhat,
-    dx,
-    eps: tl.int64,
-    outer,
-    channels,
-    inner,
-    blocks,
-    tiles_per_program,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
+    dy, x, mean, var, weight, element_weight, sum_dy, sum_dy_xhat, dx, eps: tl.int64,
+    outer, channels, inner, blocks, tiles_per_program,
+    ROWS: constexpr, COLS: constexpr, CHANNELS_LAST: constexpr, DTYPE: constexpr,
+):  # fmt: skip
+    """`weight` may be None."""
     block, split, channel, exists = _place(channels, blocks, COLS, CHANNELS_LAST)
     centre, remainder = _round(tl.load(mean + channel, exists, 0.0), DTYPE)
     invstd = _invstd(var, channel, exists, eps)
     scale = _times(invstd, weight, channel, exists)
     pull = -scale * number(element_weight)
-    of_x = pull * invstd * tl.load(sum_dy_xhat + channel, exists, 0.0)
-    b = (pull * tl.load(sum_dy + channel, exists, 0.0) - remainder * of_x).to(DTYPE)
-    of_dy = scale.to(DTYPE)
-    of_x = of_x.to(DTYPE)
+    x_scale = pull * invstd * tl.load(sum_dy_xhat + channel, exists, 0.0)
+    shift = (pull * tl.load(sum_dy + channel, exists, 0.0) - remainder * x_scale).to(DTYPE)
+    dy_scale = scale.to(DTYPE)
+    x_scale = x_scale.to(DTYPE)
     for i in range(tiles_per_program):
         offsets, inside, _ = _tile(
             split * tiles_per_program + i, block, outer, channels, inner, ROWS, COLS, CHANNELS_LAST
         )
         g = tl.load(dy + offsets, inside).to(DTYPE)
         d = tl.load(x + offsets, inside).to(DTYPE) - centre
-        tl.store(dx + offsets, d * of_x + g * of_dy + b, inside)
+        tl.store(dx + offsets, d * x_scale + g * dy_scale + shift, inside)
 
 
 @triton.jit
-def _place(channels, blocks, COLS: tl.constexpr, CHANNELS_LAST: tl.constexpr):
-    """Block and split of this program, its channels, and which of them there are."""
+def _place(channels, blocks, COLS: constexpr, CHANNELS_LAST: constexpr):
+    """Block and split of this program, its channels, and which of these exist."""
     program = tl.program_id(0).to(tl.int64)
     block = program % blocks
     if CHANNELS_LAST:
@@ -233,24 +187,17 @@ def _place(channels, blocks, COLS: tl.constexpr, CHANNELS_LAST: tl.constexpr):
 
 @triton.jit
 def _tile(
-    number,
-    block,
-    outer,
-    channels,
-    inner,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr,
+    tile, block, outer, channels, inner, ROWS: constexpr, COLS: constexpr, CHANNELS_LAST: constexpr
 ):
-    """Offsets of a tile, which of them are inside the activation, and how many per channel."""
+    """Offsets of a tile, which are inside the activation, and how many per channel are inside."""
     if CHANNELS_LAST:
-        row = number * ROWS
+        row = tile * ROWS
         col = block * COLS
         start, width, stride = 0, channels, channels
     else:
         across = tl.cdiv(inner, COLS)
-        row = number // across * ROWS
-        col = number % across * COLS
+        row = tile // across * ROWS
+        col = tile % across * COLS
         start, width, stride = block * inner, inner, channels * inner
     rows = row + tl.arange(0, ROWS)[:, None]
     cols = col + tl.arange(0, COLS)[None, :]
@@ -261,7 +208,7 @@ def _tile(
 
 
 @triton.jit
-def _merged_moments(partials, channels, splits, BLOCK: tl.constexpr):
+def _merged_moments(partials, channels, splits, BLOCK: constexpr):
     """This program's channel; its mean and biased variance from its splits (Chan et al., 1979)."""
     channel = tl.program_id(0).to(tl.int64)
     counts = partials + channel * splits
@@ -298,14 +245,14 @@ def _times(scale, weight, channel, exists):
 
 
 @triton.jit
-def _sum(v, CHANNELS_LAST: tl.constexpr):
+def _sum(v, CHANNELS_LAST: constexpr):
     """Per-channel sums of a tile."""
     v = tl.sum(v, 0, keep_dims=True)
     return v if CHANNELS_LAST else tl.sum(v, 1, keep_dims=True)
 
 
 @triton.jit
-def _round(mean, DTYPE: tl.constexpr):
-    """A float64 mean as a value of DTYPE and the remainder, see `generic`."""
+def _round(mean, DTYPE: constexpr):
+    """A float64 mean as a centre in DTYPE and a remainder, see `generic`."""
     centre = mean.to(DTYPE)
     return centre, mean - centre.to(tl.float64)

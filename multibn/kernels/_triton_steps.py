@@ -1,10 +1,10 @@
 """The steps between the passes as Triton kernels; `cuda_steps` launches them.
 
-A program works on BLOCK of the C channels; what there is once, the first program does. Everything
-is float64, whatever the dtype of parameters and running statistics is.
+A program handles BLOCK of the C channels; the first program writes the scalars, too. Arithmetic is
+float64, whatever the dtype of parameters and running statistics.
 
-Triton would pass a Python float in float32, so a number comes as the int64 of its bits, or as the
-address of an array of one.
+Triton would pass a Python float in float32, so a number comes as its 64 bits in an int64, or as the
+address of a tensor with one element.
 """
 
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
@@ -27,16 +27,10 @@ def pack(mean, meansqr, packed, weight: tl.int64, count: tl.int64, C, BLOCK: tl.
 
 @triton.jit(do_not_specialize=["weight", "count"])
 def unpack(
-    summed,
-    mean,
-    var,
-    total_count,
-    element_weight,
-    weight: tl.int64,
-    count: tl.int64,  # 1 for none
-    C,
-    BLOCK: tl.constexpr,
-):
+    summed, mean, var, total_count, element_weight,
+    weight: tl.int64, count: tl.int64, C, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`count` is at least 1."""
     c, exists = _channels(C, BLOCK)
     total_weight = tl.load(summed + 2 * C + WEIGHT)
     divisor = tl.where(total_weight == 0.0, 1.0, total_weight)
@@ -51,17 +45,9 @@ def unpack(
 
 @triton.jit(do_not_specialize=["momentum", "factor"])
 def move_averages(
-    running_mean,
-    running_var,
-    mean,
-    var,
-    moved_mean,
-    moved_var,
-    momentum,
-    factor,
-    C,
-    BLOCK: tl.constexpr,
-):
+    running_mean, running_var, mean, var, moved_mean, moved_var, momentum, factor,
+    C, BLOCK: tl.constexpr,
+):  # fmt: skip
     c, exists = _channels(C, BLOCK)
     a = number(momentum)
     _move(running_mean + c, tl.load(mean + c, exists), moved_mean + c, exists, a)
@@ -71,7 +57,7 @@ def move_averages(
 
 @triton.jit
 def store_packed(packed, c, mean, meansqr, weight, count, C):
-    """What channels `c` are in the message; its last two numbers from the first program."""
+    """Store the part of channels `c` of a payload; the first program stores weight and count."""
     w = number(weight)
     tl.store(packed + c, w * mean, c < C)
     tl.store(packed + C + c, w * meansqr, c < C)
@@ -82,13 +68,13 @@ def store_packed(packed, c, mean, meansqr, weight, count, C):
 
 @triton.jit
 def number(v):
-    # A Python int of a parameter without annotation may have come in 32 bits.
+    # Triton passes a small Python int in 32 bits if the parameter has no annotation.
     return tl.load(v) if v.dtype.is_ptr() else v.to(tl.int64).to(tl.float64, bitcast=True)
 
 
 @triton.jit
 def _channels(C, BLOCK: tl.constexpr):
-    """This program's channels, and which of them there are."""
+    """This program's channels, and which of these exist."""
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     return c, c < C
 
@@ -97,5 +83,5 @@ def _channels(C, BLOCK: tl.constexpr):
 def _move(running, new, moved, exists, momentum):
     wide = (1.0 - momentum) * tl.load(running, exists).to(tl.float64) + momentum * new
     if moved.dtype.element_ty != tl.float64:
-        wide = wide.to(tl.float32)  # by way of which torch rounds to 16 bits, too
+        wide = wide.to(tl.float32)  # torch rounds to 16 bits by way of float32, too
     tl.store(moved, wide.to(moved.dtype.element_ty), exists)

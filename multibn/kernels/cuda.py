@@ -1,11 +1,10 @@
 """The passes for torch tensors on a GPU, as Triton kernels: one or two launches each.
 
-For tensors that fill their memory and have their channels together in it: contiguous and
-channels-last formats of any number of dimensions, and per-channel tensors as `cuda_steps` takes
-them. Everything else goes to `generic`. Nothing waits
-for the GPU, and what is launched depends on shapes, strides and dtypes only: the passes can be
-captured in a CUDA graph once they have run, and been compiled, outside of it. Results do not depend
-on the order in which programs run.
+The kernels take activations that have sizes (N, C, S), see `_layout`: contiguous and channels-last
+formats of any number of dimensions. They take per-channel tensors as `cuda_steps` does. Everything
+else goes to `generic`. Nothing waits for the GPU, and the launches depend on shapes, strides and
+dtypes only: a CUDA graph can capture a pass that has been compiled by an earlier run outside of it.
+Results do not depend on the order in which programs run.
 """
 
 from functools import lru_cache
@@ -21,15 +20,10 @@ from multibn.kernels import _triton, generic
 from multibn.kernels._layout import sizes_in_memory
 from multibn.kernels.cuda_steps import bits, fit, number, wide
 
-_ARITHMETIC = {
-    torch.float16: tl.float32,
-    torch.bfloat16: tl.float32,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-}
-_OPTIONS = {"enable_fp_fusion": True}  # as is the default, of which Triton 3.9 warns
+_ARITHMETIC = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), tl.float32)
+_ARITHMETIC[torch.float64] = tl.float64
 _TILE = 2048  # elements: 16 for each thread of Triton's 4 warps
-_PROGRAMS = 1024  # enough to fill any GPU, few enough for their partial sums to be small
+_PROGRAMS = 1024  # enough to fill any GPU, and few enough for small arrays of partial sums
 _MAX_TILES = 64  # per program; bounds the rounding error, see `_triton.moments`
 _MERGED = 1024  # partial sums that a program reads at a time
 
@@ -55,47 +49,28 @@ def packed_moments(x: Tensor, weight: float, count: float, /, *, axis: tuple[int
     return packed
 
 
-def normalize(
-    x: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    /,
-    *,
-    eps: float,
-    axis: tuple[int, ...],
-) -> Tensor:
+def normalize(x: Tensor, /, *statistics: Any, eps: float, axis: tuple[int, ...]) -> Tensor:
     """As `generic.normalize`; one launch."""
-    return normalize_add_relu(x, mean, var, weight, bias, None, False, eps=eps, axis=axis)
+    return normalize_add_relu(x, *statistics, None, False, eps=eps, axis=axis)
 
 
-def normalize_add_relu(
-    x: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    relu: bool,
-    /,
-    *,
-    eps: float,
-    axis: tuple[int, ...],
-) -> Tensor:
+def normalize_add_relu(x: Tensor, /, *arguments: Any, eps: float, axis: tuple[int, ...]) -> Tensor:
     """`normalize`, then plus `residual`, then ReLU; one launch.
 
-    `residual` has the shape of `x`; it is added before the sum is rounded to the dtype of `x`.
+    The last two arguments are `residual`, None or of the shape of `x`, and whether to apply ReLU.
+    The sum is rounded once, to the dtype of `x`.
     """
+    *statistics, residual, relu = arguments
+    mean, var, weight, bias = statistics
     plan = _plan(x, axis, mean, var, parameters=(weight, bias))
     if plan is None:
-        y: Tensor = generic.normalize(x, mean, var, weight, bias, eps=eps, axis=axis)
+        y: Tensor = generic.normalize(x, *statistics, eps=eps, axis=axis)
         y = y if residual is None else y + residual.to(y.dtype)
         return y.relu_() if relu else y
     y = torch.empty_like(x)
     residual = None if residual is None else _laid_out_as(x, residual)
-    given = x, mean, var, weight, bias, residual, y, bits(eps), *plan.sizes
-    _launch(_triton.normalize, plan.programs, *given, like=x, RELU=relu, **plan.constants)
+    arguments = x, *statistics, residual, y, bits(eps), *plan.sizes
+    _launch(_triton.normalize, plan.programs, *arguments, like=x, RELU=relu, **plan.constants)
     return y
 
 
@@ -107,39 +82,26 @@ def backward_sums(
     if plan is None:
         return generic.backward_sums(dy, x, mean, var, eps=eps, axis=axis)
     partials = wide(x, (2, plan.channels, plan.splits))
-    given = _laid_out_as(x, dy), x, mean, partials, *plan.sizes, plan.splits
-    _launch(_triton.backward_sums, plan.programs, *given, like=x, **plan.constants)
+    arguments = _laid_out_as(x, dy), x, mean, partials, *plan.sizes, plan.splits
+    _launch(_triton.backward_sums, plan.programs, *arguments, like=x, **plan.constants)
     sum_dy, sum_dy_xhat = wide(x, mean.shape), wide(x, mean.shape)
     _merge(_triton.merge_sums, plan, partials, var, sum_dy, sum_dy_xhat, bits(eps))
     return sum_dy, sum_dy_xhat
 
 
 def input_gradient(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    weight: Tensor | None,
-    element_weight: Tensor | float,
-    sum_dy: Tensor,
-    sum_dy_xhat: Tensor,
-    /,
-    *,
-    eps: float,
-    axis: tuple[int, ...],
+    dy: Tensor, x: Tensor, /, *statistics: Any, eps: float, axis: tuple[int, ...]
 ) -> Tensor:
     """As `generic.input_gradient`; one launch."""
+    mean, var, weight, element_weight, sum_dy, sum_dy_xhat = statistics
     plan = _plan(x, axis, mean, var, sum_dy, sum_dy_xhat, parameters=(weight,))
     factor = number(element_weight, x)
     if plan is None or factor is None:
-        dx: Tensor = generic.input_gradient(
-            dy, x, mean, var, weight, element_weight, sum_dy, sum_dy_xhat, eps=eps, axis=axis
-        )
-        return dx
+        return generic.input_gradient(dy, x, *statistics, eps=eps, axis=axis)
     dx = torch.empty_like(x)
-    statistics = mean, var, weight, factor, sum_dy, sum_dy_xhat
-    given = _laid_out_as(x, dy), x, *statistics, dx, bits(eps), *plan.sizes
-    _launch(_triton.input_gradient, plan.programs, *given, like=x, **plan.constants)
+    inputs = _laid_out_as(x, dy), x, mean, var, weight, factor, sum_dy, sum_dy_xhat
+    arguments = *inputs, dx, bits(eps), *plan.sizes
+    _launch(_triton.input_gradient, plan.programs, *arguments, like=x, **plan.constants)
     return dx
 
 
@@ -165,19 +127,19 @@ class _Plan(NamedTuple):
 
 
 def _split_moments(x: Tensor, plan: _Plan) -> Tensor:
-    """The partial sums that `merge_moments` merges; one launch."""
+    """The splits' moments, which `merge_moments` merges; one launch."""
     partials = wide(x, (3, plan.channels, plan.splits))
-    given = x, partials, *plan.sizes, plan.splits
-    _launch(_triton.moments, plan.programs, *given, like=x, **plan.constants)
+    arguments = x, partials, *plan.sizes, plan.splits
+    _launch(_triton.moments, plan.programs, *arguments, like=x, **plan.constants)
     return partials
 
 
 def _merge(kernel: Any, plan: _Plan, partials: Tensor, *arguments: Tensor | int) -> None:
     block = min(triton.next_power_of_2(plan.splits), _MERGED)
-    given = partials, *arguments, plan.channels, plan.splits
-    # Products and sums are rounded one by one, as `generic` and the steps do.
+    arguments = partials, *arguments, plan.channels, plan.splits
+    # Without fused operations products and sums are rounded one by one, as in `generic`.
     options = {"BLOCK": block, "enable_fp_fusion": False}
-    _launch(kernel, plan.channels, *given, like=partials, **options)
+    _launch(kernel, plan.channels, *arguments, like=partials, **options)
 
 
 def _launch(kernel: Any, programs: int, *arguments: Any, like: Tensor, **constants: Any) -> None:
@@ -191,15 +153,11 @@ def _plan(
     *per_channel: Tensor,
     parameters: tuple[Tensor | None, ...] = (),
 ) -> _Plan | None:
-    """The plan for `x`; None if it is empty or not laid out as (outer, channels, inner).
-
-    None too if per-channel tensors are given that the kernels cannot take, or not of its channels.
-    """
+    """The plan for `x`; None if the kernels cannot take `x` or the per-channel tensors."""
     plan = _plan_of(x.shape, x.stride(), x.dtype, axis)
     if plan is None or not per_channel:
         return plan
-    given = per_channel[0]
-    if given.device != x.device or given.shape != plan.shape:
+    if per_channel[0].device != x.device or per_channel[0].shape != plan.shape:
         return None
     return plan if fit(*per_channel, parameters=parameters) else None
 
@@ -231,13 +189,13 @@ def _plan_of(
             "COLS": cols,
             "CHANNELS_LAST": last,
             "DTYPE": _ARITHMETIC[dtype],
-            **_OPTIONS,
+            "enable_fp_fusion": True,  # the default, but Triton 3.9 warns without it
         },
         tuple(n for i, n in enumerate(shape) if i not in axis),
     )
 
 
 def _laid_out_as(x: Tensor, dy: Tensor) -> Tensor:
-    """`dy`, copied if it does not lie in memory as `x` does: an expanded gradient, for example."""
+    """`dy` in the memory order of `x`; a copy if need be, of an expanded gradient for example."""
     same = all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), dy.stride(), strict=True))
     return dy if same else torch.empty_like(x, dtype=dy.dtype).copy_(dy)

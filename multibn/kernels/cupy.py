@@ -1,8 +1,10 @@
-"""The passes for CuPy arrays: reduction and elementwise kernels, any layout.
+"""The passes for CuPy arrays: reduction and elementwise kernels, for any memory layout.
 
-They make no temporary of the size of an activation. Arithmetic is in float64, but only in
-registers: activations are moved in their own dtype, and moving them is what takes the time.
+No pass makes a temporary of the size of an activation. Arithmetic is in float64, in registers only:
+activations are read and written in their own dtype, and reading and writing takes the time.
 """
+
+from typing import Any
 
 import cupy
 
@@ -11,46 +13,27 @@ from multibn.kernels import generic
 
 _DTYPES = ("float16", "float32", "float64")
 
-_sum = cupy.ReductionKernel(
-    "T x",
-    "float64 s",
-    "static_cast<double>(x)",
-    "a + b",
-    "s = a",
-    "0",
-    "multibn_sum",
-)
-_sum_of_squares = cupy.ReductionKernel(
-    "T x, float64 mean",
-    "float64 s",
-    "(static_cast<double>(x) - mean) * (static_cast<double>(x) - mean)",
-    "a + b",
-    "s = a",
-    "0",
-    "multibn_sum_of_squares",
-)
-_sum_of_products = cupy.ReductionKernel(
-    "G dy, T x, float64 mean",
-    "float64 s",
-    "static_cast<double>(dy) * (static_cast<double>(x) - mean)",
-    "a + b",
-    "s = a",
-    "0",
-    "multibn_sum_of_products",
+
+def _sum_kernel(arguments: str, term: str, name: str) -> cupy.ReductionKernel:
+    return cupy.ReductionKernel(arguments, "float64 s", term, "a + b", "s = a", "0", name)
+
+
+_D = "(static_cast<double>(x) - mean)"
+_sum = _sum_kernel("T x", "static_cast<double>(x)", "multibn_sum")
+_sum_of_squares = _sum_kernel("T x, float64 mean", f"{_D} * {_D}", "multibn_sum_of_squares")
+_sum_of_products = _sum_kernel(
+    "G dy, T x, float64 mean", f"static_cast<double>(dy) * {_D}", "multibn_sum_of_products"
 )
 _normalize = cupy.ElementwiseKernel(
     "T x, float64 mean, float64 scale, float64 shift",
     "T y",
-    "y = static_cast<T>((static_cast<double>(x) - mean) * scale + shift)",
+    f"y = static_cast<T>({_D} * scale + shift)",
     "multibn_normalize",
 )
 _input_gradient = cupy.ElementwiseKernel(
     "G dy, T x, float64 mean, float64 dy_scale, float64 x_scale, float64 shift",
     "T dx",
-    """
-    dx = static_cast<T>(
-        (static_cast<double>(x) - mean) * x_scale + static_cast<double>(dy) * dy_scale + shift)
-    """,
+    f"dx = static_cast<T>({_D} * x_scale + static_cast<double>(dy) * dy_scale + shift)",
     "multibn_input_gradient",
 )
 
@@ -70,20 +53,11 @@ def packed_moments(x: Array, weight: float, count: float, /, *, axis: tuple[int,
     return generic.pack(mean, var + mean * mean, weight, count)
 
 
-def normalize(
-    x: Array,
-    mean: Array,
-    var: Array,
-    weight: Array | None,
-    bias: Array | None,
-    /,
-    *,
-    eps: float,
-    axis: tuple[int, ...],
-) -> Array:
+def normalize(x: Array, /, *statistics: Any, eps: float, axis: tuple[int, ...]) -> Array:
     """As `generic.normalize`."""
+    mean, var, weight, bias = statistics
     if x.dtype.name not in _DTYPES:
-        return generic.normalize(x, mean, var, weight, bias, eps=eps, axis=axis)
+        return generic.normalize(x, *statistics, eps=eps, axis=axis)
     scale = 1.0 / cupy.sqrt(var + eps)
     if weight is not None:
         scale *= weight
@@ -103,40 +77,26 @@ def backward_sums(
 
 
 def input_gradient(
-    dy: Array,
-    x: Array,
-    mean: Array,
-    var: Array,
-    weight: Array | None,
-    element_weight: Array | float,
-    sum_dy: Array,
-    sum_dy_xhat: Array,
-    /,
-    *,
-    eps: float,
-    axis: tuple[int, ...],
+    dy: Array, x: Array, /, *statistics: Any, eps: float, axis: tuple[int, ...]
 ) -> Array:
     """As `generic.input_gradient`."""
     if x.dtype.name not in _DTYPES or dy.dtype.name not in _DTYPES:
-        return generic.input_gradient(
-            dy, x, mean, var, weight, element_weight, sum_dy, sum_dy_xhat, eps=eps, axis=axis
-        )
-    of_both = generic.gradient_coefficients(
-        var, weight, element_weight, sum_dy, sum_dy_xhat, eps=eps
-    )
-    coefficients = (_beside(x, v, axis) for v in (mean, *of_both))
-    return _input_gradient(dy, x, *coefficients, cupy.empty_like(x))
+        return generic.input_gradient(dy, x, *statistics, eps=eps, axis=axis)
+    mean, *others = statistics
+    coefficients = mean, *generic.gradient_coefficients(*others, eps=eps)
+    columns = (_beside(x, v, axis) for v in coefficients)
+    return _input_gradient(dy, x, *columns, cupy.empty_like(x))
 
 
 def _beside(x: Array, v: Array, axis: tuple[int, ...]) -> Array:
-    """A per-channel array, shaped to broadcast against `x`."""
+    """Per-channel array `v`, shaped to broadcast against `x`."""
     return v.reshape(tuple(1 if i in axis else n for i, n in enumerate(x.shape)))
 
 
 def _reduce(kernel: cupy.ReductionKernel, *arrays: Array, axis: tuple[int, ...]) -> Array:
     """`kernel` over the spatial axes, then a sum over the batch.
 
-    CuPy has one block add up one result: of these there are N*C in place of C.
+    CuPy computes each result by one block: this way N*C blocks run instead of C.
     """
     batch, *spatial = sorted(axis)
     if not spatial:

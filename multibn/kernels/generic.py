@@ -1,23 +1,22 @@
 """The passes and the steps in the array API standard: the reference, for any library.
 
-Shapes: activations `x` and `dy` have any number of dimensions; `axis` names the ones that are
-reduced, and a per-channel array has the shape of the others, `(C,)` for `axis=(0, 2, 3)` of
-`(N, C, H, W)`. Per-channel arrays are wide (see `as_wide`); arithmetic on activations is done in
-their own dtype, 16-bit ones in float32, and results keep the dtype of `x`.
+Activations `x` and `dy` have any number of dimensions; `axis` names the reduced axes, and a
+per-channel array has the shape of the other axes, `(C,)` for `axis=(0, 2, 3)` of `(N, C, H, W)`.
+Per-channel arrays are wide (see `as_wide`). Arithmetic on activations is done in their own dtype,
+or in float32 for 16-bit dtypes, and results have the dtype of `x`.
 
-A wide mean is used as a centre of `x`'s arithmetic dtype plus the remainder that rounding left;
+A wide mean is split into a centre, the mean rounded to the arithmetic dtype, and the remainder:
 `x - centre` is then nearly exact in float32 even where mean/std is 1e4, and the remainder goes into
 the (C,)-sized coefficients.
 
-Only sums of products are updated in place: autograd, which differentiates these passes for second
-order, needs their factors and not their value.
+`+=` is allowed only on sums of products: autograd, which differentiates these passes for second
+order, saves the factors of `a * b` but never the result.
 """
 
 import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
 from array_api_compat import is_torch_namespace, to_device
 
 from multibn import message
@@ -26,10 +25,10 @@ from multibn._typing import Array
 
 
 def local_moments(x: Array, /, *, axis: tuple[int, ...]) -> tuple[Array, Array]:
-    """Mean and biased variance of `x` over `axis`, both wide; zeros where nothing is reduced.
+    """Mean and biased variance of `x` over `axis`, both wide; zeros for an empty `x`.
 
-    Two passes: a mean, then first and second moments about it, so that the error of the mean and
-    the cancellation in the variance are both corrected.
+    Two passes: a rounded mean, then first and second moments about it, which correct the rounding
+    error of the mean and avoid cancellation in the variance.
     """
     xp = array_namespace(x)
     x = xp.astype(x, _arithmetic_dtype(xp, x.dtype), copy=False)
@@ -42,13 +41,7 @@ def local_moments(x: Array, /, *, axis: tuple[int, ...]) -> tuple[Array, Array]:
 
 
 def packed_moments(
-    x: Array,
-    weight: float,
-    count: float,
-    /,
-    *,
-    axis: tuple[int, ...],
-    out: np.ndarray[Any, Any] | None = None,
+    x: Array, weight: float, count: float, /, *, axis: tuple[int, ...], out: Array | None = None
 ) -> Array:
     """`pack` of the moments of `x` over `axis`."""
     mean, var = local_moments(x, axis=axis)
@@ -107,7 +100,7 @@ def input_gradient(
 ) -> Array:
     """`weight * invstd * (dy - element_weight * (sum_dy + xhat * sum_dy_xhat))`, like `x`.
 
-    With `invstd` for `1 / sqrt(var + eps)` and `xhat` for `(x - mean) * invstd`.
+    Here `invstd = 1 / sqrt(var + eps)` and `xhat = (x - mean) * invstd`.
     """
     xp = array_namespace(x)
     dtype = _arithmetic_dtype(xp, x.dtype)
@@ -132,7 +125,7 @@ def gradient_coefficients(
     *,
     eps: float,
 ) -> tuple[Array, Array, Array]:
-    """What an input's gradient is made of: factors of `dy` and of `x - mean`, and what is added."""
+    """The input's gradient is linear in `dy` and `x - mean`: the two slopes and the intercept."""
     s = _invstd(var, eps)
     scale = _times(s, weight)
     pull = -scale * element_weight
@@ -140,7 +133,10 @@ def gradient_coefficients(
 
 
 class Unpacked(NamedTuple):
-    """The statistics of a summed message; the last two are looked at in host memory only."""
+    """The statistics of a summed message.
+
+    On a GPU, where reading would wait, `refused` is always False and `finite` always True.
+    """
 
     mean: Array
     var: Array
@@ -151,15 +147,9 @@ class Unpacked(NamedTuple):
 
 
 def pack(
-    mean: Array,
-    meansqr: Array,
-    weight: float,
-    count: float,
-    /,
-    *,
-    out: np.ndarray[Any, Any] | None = None,
+    mean: Array, meansqr: Array, weight: float, count: float, /, *, out: Array | None = None
 ) -> Array:
-    """A layer's part of a message, see `multibn.message`; one vector, written to `out` if given."""
+    """A layer's forward payload, see `multibn.message`: a new vector, or `out`."""
     xp = array_namespace(mean)
     numbers = [xp.full((1,), v, dtype=mean.dtype, device=device(mean)) for v in (weight, count)]
     packed = message.concat([weight * mean, weight * meansqr, *numbers])
@@ -178,10 +168,10 @@ def unpack(
     *,
     like: Array | None = None,
 ) -> Unpacked:
-    """Statistics from the sum of all ranks' `pack`; `weight` and `count` are this rank's.
+    """Statistics from the sum of all ranks' payloads; `weight` and `count` are this rank's.
 
-    Per-channel arrays have that `shape`, and are of the library of `like` where `summed` is memory
-    of NumPy that a transport uses again.
+    Per-channel arrays get `shape`. Pass `like` if `summed` is NumPy memory that the transport will
+    use again: the results are then copies, of the library of `like`.
     """
     if like is not None:
         summed = array_namespace(like).asarray(summed.copy())
@@ -214,19 +204,16 @@ def move_averages(
     factor: float | Array,
     /,
 ) -> tuple[Array, Array]:
-    """`running += momentum * (new - running)` of both, new arrays; `factor` times `var` is new."""
+    """New arrays `running + momentum * (new - running)`; the new variance is `factor * var`."""
     return _move(running_mean, mean, momentum), _move(running_var, var * factor, momentum)
 
 
 def as_wide(v: Array, /) -> Array:
-    """`v` in float64; on the host where its device has no float64.
-
-    Only per-channel arrays are made wide, so the copy to the host is small.
-    """
+    """Per-channel array `v` in float64; in host memory if its device has no float64."""
     xp = array_namespace(v)
     if not _has_float64(xp, device(v)):
-        host = "cpu" if is_torch_namespace(xp) else xp.__array_namespace_info__().default_device()
-        v = to_device(v, host)
+        cpu = "cpu" if is_torch_namespace(xp) else xp.__array_namespace_info__().default_device()
+        v = to_device(v, cpu)
     return xp.astype(v, xp.float64, copy=False)
 
 
@@ -236,8 +223,8 @@ def num_elements(x: Array, axis: tuple[int, ...]) -> int:
 
 
 @lru_cache(maxsize=64)
-def _has_float64(xp: Any, on: Any) -> bool:
-    return "float64" in xp.__array_namespace_info__().dtypes(device=on)
+def _has_float64(xp: Any, where: Any) -> bool:
+    return "float64" in xp.__array_namespace_info__().dtypes(device=where)
 
 
 def _arithmetic_dtype(xp: Any, dtype: Any) -> Any:
@@ -263,8 +250,8 @@ def _per_channel(v: Array, x: Array, axis: tuple[int, ...], dtype: Any = None) -
 def _sum(v: Array, axis: tuple[int, ...]) -> Array:
     """Wide sum of `v` over `axis`."""
     xp = array_namespace(v)
-    # torch adds float32 in a cascade (2e-7 relative at 2M values) and would copy `v` to float64;
-    # NumPy adds outer axes one by one, and a float64 accumulator costs it no copy.
+    # torch sums float32 in a cascade (relative error 2e-7 at 2M values), and dtype=float64 would
+    # make it copy `v`; NumPy sums outer axes one by one, and dtype=float64 costs it no copy.
     if is_torch_namespace(xp) or not _has_float64(xp, device(v)):
         return as_wide(xp.sum(v, axis=axis))
     return xp.sum(v, axis=axis, dtype=xp.float64)
@@ -280,7 +267,6 @@ def _times(scale: Array, weight: Array | None) -> Array:
 
 def _move(running: Array, new: Array, momentum: float | Array) -> Array:
     xp = array_namespace(running)
-    # Not running + momentum * (new - running), which keeps rounding errors of the old value even
-    # where momentum is 1.
+    # running + momentum * (new - running) would keep rounding errors of `running` at momentum 1.
     wide = (1 - momentum) * as_wide(running) + momentum * new
     return to_device(xp.astype(wide, running.dtype, copy=False), device(running))

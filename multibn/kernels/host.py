@@ -1,13 +1,13 @@
 """The passes for host memory, NumPy arrays and torch tensors alike, compiled by numba.
 
-`generic` says what each pass does. Compiled loops see an array as an address and three sizes in the
-order of memory, (N, C, S), of which N and S are reduced. Contiguous and channels-last activations
-of any number of dimensions are such, and are not copied. Other strides and 16-bit dtypes are first
-copied to dense memory of the arithmetic dtype. What has no (N, C, S), `generic` does.
+Compiled loops see an array as an address and its sizes (N, C, S), see `_layout`. Contiguous and
+channels-last activations of any number of dimensions have such sizes and are not copied. Other
+strides and 16-bit dtypes are first copied to dense memory of the arithmetic dtype. An activation
+without (N, C, S) goes to `generic`.
 
-Large arrays are shared between threads: as many as torch is set to use, or as OMP_NUM_THREADS says
-where torch is not loaded. How a sum is cut into parts depends on the shape alone, and so its value
-does not depend on the number of threads.
+Large arrays are divided among threads: torch's number of threads, or OMP_NUM_THREADS where torch is
+not loaded. How a sum is cut into parts depends on the shape alone, so its value does not depend on
+the number of threads.
 """
 
 import os
@@ -17,17 +17,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from multibn._typing import Array
 from multibn.kernels import _loops, generic
 from multibn.kernels._layout import sizes_in_memory
-from multibn.kernels._memory import Parameters, library, parameters_of, payload, scratch
+from multibn.kernels._memory import Parameters, library_of, parameters_of, payload, scratch
 from multibn.kernels.host_steps import step
 
 _SHARE = 1 << 19  # elements that are worth a thread
-_WIDE = 1 << 16  # elements of a sample from which on channels are shared out, and not samples
-_PARTS = 64  # of a sum over samples, at most
+_WIDE = 1 << 16  # elements of a sample from which threads divide the channels, not the samples
+_PARTS = 64  # a sum over samples has at most so many parts
 _FLOAT64 = 8  # bytes
 
 
@@ -36,20 +34,14 @@ def local_moments(x: Array, /, *, axis: tuple[int, ...]) -> tuple[Array, Array]:
     operands = _prepare(axis, (x,))
     if operands is None:
         return generic.local_moments(x, axis=axis)
-    of = operands.library
-    (mean, var), addresses = of.new(2, operands.plan.shape, of.float64)
+    library = operands.library
+    (mean, var), addresses = library.new(2, operands.plan.shape, library.float64)
     _moments(operands, *addresses)
     return mean, var
 
 
 def packed_moments(
-    x: Array,
-    weight: float,
-    count: float,
-    /,
-    *,
-    axis: tuple[int, ...],
-    out: np.ndarray[Any, Any] | None = None,
+    x: Array, weight: float, count: float, /, *, axis: tuple[int, ...], out: Array | None = None
 ) -> Array:
     """As `generic.packed_moments`."""
     operands = _prepare(axis, (x,))
@@ -64,21 +56,12 @@ def packed_moments(
     return packed
 
 
-def normalize(
-    x: Array,
-    mean: Array,
-    var: Array,
-    weight: Array | None,
-    bias: Array | None,
-    /,
-    *,
-    eps: float,
-    axis: tuple[int, ...],
-) -> Array:
+def normalize(x: Array, /, *statistics: Any, eps: float, axis: tuple[int, ...]) -> Array:
     """As `generic.normalize`."""
+    mean, var, weight, bias = statistics
     operands = _prepare(axis, (x,), (mean, var), (weight, bias))
     if operands is None:
-        return generic.normalize(x, mean, var, weight, bias, eps=eps, axis=axis)
+        return generic.normalize(x, *statistics, eps=eps, axis=axis)
     _, C, _ = operands.sizes
     mean_at, var_at = operands.wide
     weight_at, bias_at = operands.parameters.addresses
@@ -97,35 +80,23 @@ def backward_sums(
     operands = _prepare(axis, (x, dy), (mean, var))
     if operands is None:
         return generic.backward_sums(dy, x, mean, var, eps=eps, axis=axis)
-    of = operands.library
+    library = operands.library
     _, C, _ = operands.sizes
     mean_at, var_at = operands.wide
     _memory, sums_at, parts = _sums("backward_sums", operands, mean_at)
-    (sum_dy, sum_dy_xhat), results = of.new(2, operands.plan.shape, of.float64)
+    (sum_dy, sum_dy_xhat), results = library.new(2, operands.plan.shape, library.float64)
     step("finish_backward_sums")(sums_at, var_at, *results, C, parts, eps)
     return sum_dy, sum_dy_xhat
 
 
 def input_gradient(
-    dy: Array,
-    x: Array,
-    mean: Array,
-    var: Array,
-    weight: Array | None,
-    element_weight: Array,
-    sum_dy: Array,
-    sum_dy_xhat: Array,
-    /,
-    *,
-    eps: float,
-    axis: tuple[int, ...],
+    dy: Array, x: Array, /, *statistics: Any, eps: float, axis: tuple[int, ...]
 ) -> Array:
     """As `generic.input_gradient`."""
+    mean, var, weight, element_weight, sum_dy, sum_dy_xhat = statistics
     operands = _prepare(axis, (x, dy), (mean, var, sum_dy, sum_dy_xhat), (weight,))
     if operands is None:
-        return generic.input_gradient(
-            dy, x, mean, var, weight, element_weight, sum_dy, sum_dy_xhat, eps=eps, axis=axis
-        )
+        return generic.input_gradient(dy, x, *statistics, eps=eps, axis=axis)
     _, C, _ = operands.sizes
     mean_at, *others = operands.wide
     (weight_at,) = operands.parameters.addresses
@@ -138,25 +109,25 @@ def input_gradient(
 
 
 class _Plan(NamedTuple):
-    """What is known of a pass before its arrays are."""
+    """How a pass treats all activations of one dtype, shape and strides."""
 
     shape: tuple[int, ...]  # of a per-channel array
-    dtype: str  # that the arithmetic is done in
-    is_dtype: bool  # whether it is that of the activation
-    sizes: tuple[int, int, int] | None  # None if it must be copied to have them
+    dtype: str  # of the arithmetic
+    is_dtype: bool  # whether the activation has the dtype of the arithmetic
+    sizes: tuple[int, int, int] | None  # (N, C, S); None if only a copy has such sizes
 
 
 class _Operands(NamedTuple):
-    """The arguments of a pass as the loops take them: addresses."""
+    """The arguments of a pass as addresses."""
 
     library: Any
     plan: _Plan
     sizes: tuple[int, int, int]  # (N, C, S)
     like: Array  # the first activation, dense
-    activations: list[int]  # in the order of the first
+    activations: list[int]  # all in the memory order of the first
     wide: list[int]
     parameters: Parameters
-    alive: list[Array]  # whose memory the addresses are of
+    alive: list[Array]  # referred to, so that their memory is not freed
 
 
 _NONE = Parameters("float64", [], ())
@@ -168,10 +139,10 @@ def _prepare(
     wide: Sequence[Array] = (),
     parameters: Sequence[Array | None] = (),
 ) -> _Operands | None:
-    """None if the loops cannot take them."""
+    """Operands of a pass, copied where needed; None if the loops cannot take them."""
     x = activations[0]
-    of = library(x)
-    address, strides = of.locate(x)
+    library = library_of(x)
+    address, strides = library.locate(x)
     if not address:
         return None
     plan = _plan(x.dtype, x.shape, strides, axis)
@@ -179,54 +150,49 @@ def _prepare(
         return None
     dtype, sizes = x.dtype, plan.sizes
     if sizes is None or not plan.is_dtype:
-        x = of.cast(x, plan.dtype)
-        address, strides = of.locate(x)
+        x = library.cast(x, plan.dtype)
+        address, strides = library.locate(x)
         sizes = sizes_in_memory(x.shape, strides, axis)
         if sizes is None:
-            x = of.dense_copy(x, like=x)
-            address, strides = of.locate(x)
+            x = library.dense_copy(x, like=x)
+            address, strides = library.locate(x)
             sizes = sizes_in_memory(x.shape, strides, axis)
             if sizes is None:
                 return None
     alive, addresses = [x], [address]
     for a in activations[1:]:
-        address, strides_of_a = of.locate(a)
+        address, own_strides = library.locate(a)
         if a.dtype != dtype or a.shape != x.shape or not address:
             return None
-        if not plan.is_dtype or strides_of_a != strides:
-            a = of.dense_copy(a, like=x)
-            address = of.address(a)
+        if not plan.is_dtype or own_strides != strides:
+            a = library.dense_copy(a, like=x)
+            address = library.address(a)
         alive.append(a)
         addresses.append(address)
     for v in wide:
         if v.shape != plan.shape:
             return None
-    wide_addresses = of.dense_addresses(wide, of.float64) if wide else []
+    wide_addresses = library.dense_addresses(wide, library.float64) if wide else []
     if wide_addresses is None:
-        if not all(of.address(v) for v in wide):
+        if not all(library.address(v) for v in wide):
             return None
-        copies = [of.wide(v) for v in wide]
-        wide_addresses = [of.address(v) for v in copies]
+        copies = [library.wide(v) for v in wide]
+        wide_addresses = [library.address(v) for v in copies]
         alive += copies
-    located = parameters_of(of, plan.shape, parameters) if parameters else _NONE
+    located = parameters_of(library, plan.shape, parameters) if parameters else _NONE
     if located is None:
         return None
-    return _Operands(of, plan, sizes, x, addresses, wide_addresses, located, alive)
+    return _Operands(library, plan, sizes, x, addresses, wide_addresses, located, alive)
 
 
-_ARITHMETIC = {
-    "float16": "float32",
-    "bfloat16": "float32",
-    "float32": "float32",
-    "float64": "float64",
-}
+_ARITHMETIC = dict.fromkeys(("float16", "bfloat16", "float32"), "float32") | {"float64": "float64"}
 
 
 @lru_cache(maxsize=1024)
 def _plan(
     dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...], axis: tuple[int, ...]
 ) -> _Plan | None:
-    """For such an activation; None if it is empty, or of a dtype that the loops do not know."""
+    """The plan of an activation; None if it is empty or the loops do not know its dtype."""
     name = str(dtype).removeprefix("torch.")
     arithmetic = _ARITHMETIC.get(name)
     if arithmetic is None or 0 in shape:
@@ -240,7 +206,7 @@ def _moments(operands: _Operands, mean_at: int, var_at: int) -> None:
     N, C, S = operands.sizes
     (x_at,) = operands.activations
     _loop("centre", operands.plan.dtype)(x_at, mean_at, N, C, S)
-    for _ in range(2):  # again if the centre was far from the mean, which is the centre now
+    for _ in range(2):  # a second time, about the mean, if the first centre was far from it
         _memory, sums_at, parts = _sums("moments", operands, mean_at)
         far = _loop("finish_moments", operands.plan.dtype)(
             x_at, sums_at, mean_at, var_at, N, C, S, parts
@@ -250,13 +216,12 @@ def _moments(operands: _Operands, mean_at: int, var_at: int) -> None:
 
 
 def _sums(name: str, operands: _Operands, mean_at: int) -> tuple[Any, int, int]:
-    """Two sums per channel, of each part of the samples: scratch memory `(parts, 2, C)`.
+    """Two sums per channel of each part of the samples: memory `(parts, 2, C)`, its address, parts.
 
-    Returns the memory, which must stay referred to, its address, and the number of parts.
+    The caller must hold the memory while the sums are read.
     """
     N, C, S = operands.sizes
-    threads = _num_threads() if N * C * S >= 2 * _SHARE else 1
-    tasks = _sum_tasks(N, C, S, threads)
+    tasks = _sum_tasks(N, C, S, _num_threads() if N * C * S >= 2 * _SHARE else 1)
     parts = tasks[0][0]
     memory, address = scratch(parts * 2 * C)
     _run(name, operands, [mean_at, address], (N, C, S), tasks)
@@ -264,14 +229,12 @@ def _sums(name: str, operands: _Operands, mean_at: int) -> tuple[Any, int, int]:
 
 
 def _elementwise(name: str, operands: _Operands, x: Array, coefficients: list[int]) -> Array:
-    """An array like `x`, in its dtype."""
-    of = operands.library
-    y, y_at = of.new_like(operands.like)
+    """A new array like `x`, in the dtype of `x`."""
+    y, y_at = operands.library.new_like(operands.like)
     N, C, S = operands.sizes
-    threads = _num_threads() if N * C * S >= 2 * _SHARE else 1
-    tasks = _tasks(N, C, S, threads)
+    tasks = _tasks(N, C, S, _num_threads() if N * C * S >= 2 * _SHARE else 1)
     _run(name, operands, [*coefficients, y_at], (C, S), tasks)
-    return y if operands.plan.is_dtype else of.cast(y, x.dtype)
+    return y if operands.plan.is_dtype else operands.library.cast(y, x.dtype)
 
 
 @lru_cache(maxsize=1024)
@@ -295,7 +258,7 @@ def _tasks(N: int, C: int, S: int, threads: int) -> list[tuple[int, ...]]:
 
 
 def _cuts(n: int, parts: int) -> list[tuple[int, int]]:
-    """`range(n)` in so many parts, none of them empty."""
+    """Starts and ends of at most `parts` parts of `range(n)`, none of them empty."""
     parts = min(n, parts)
     return [(n * i // parts, n * (i + 1) // parts) for i in range(parts)]
 
@@ -307,15 +270,15 @@ def _run(
     sizes: tuple[int, ...],
     tasks: list[tuple[int, ...]],
 ) -> None:
-    """Run the loop for each task, on threads if there are several."""
+    """Run the loop for each task, on one thread per task."""
     loop = _loop(name, operands.plan.dtype)
     if len(tasks) == 1:
         loop(*operands.activations, *others, *sizes, *tasks[0])
         return
     first, *rest = tasks
-    waited = [_pool().submit(loop, *operands.activations, *others, *sizes, *task) for task in rest]
+    running = [_pool().submit(loop, *operands.activations, *others, *sizes, *task) for task in rest]
     loop(*operands.activations, *others, *sizes, *first)
-    for other in waited:
+    for other in running:
         other.result()
 
 
@@ -332,12 +295,12 @@ def _num_threads() -> int:
     return max(int(asked), 1) if asked.isdigit() else os.cpu_count() or 1
 
 
-# Threads of our own and not numba's: ranks may be threads, and autograd has some, while the one of
-# numba's layers that is always there ends the process if two threads enter it.
+# Not numba's threads: workqueue, the threading layer that numba always has, ends the process if
+# two threads enter it, and ranks and autograd may be threads.
 @cache
 def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="multibn")
 
 
-if hasattr(os, "register_at_fork"):  # a forked process would find the pool without its threads
+if hasattr(os, "register_at_fork"):  # a forked process has the pool but not its threads
     os.register_at_fork(after_in_child=_pool.cache_clear)

@@ -1,80 +1,57 @@
 """The steps between the passes for host memory, compiled by numba: one call each.
 
-A layer's step has dozens of operations on a few numbers, which would take longer one by one than
-the passes over a small activation. `generic` says what each step does, and does it for arrays that
-the loops cannot take.
+A step is dozens of operations on C numbers: one by one, they would take longer than the passes over
+a small activation. Arrays without an address, and other dtypes, go to `generic`.
 """
 
 from functools import cache
 from math import prod
 from typing import Any
 
-import numpy as np
-
 from multibn._typing import Array
 from multibn.kernels import _loops, _step_loops, generic
-from multibn.kernels._memory import library, parameters_of, payload
+from multibn.kernels._memory import library_of, parameters_of, payload
 from multibn.kernels._step_loops import NOT_FINITE, REFUSED
 from multibn.kernels.generic import Unpacked
 
 
 def pack(
-    mean: Array,
-    meansqr: Array,
-    weight: float,
-    count: float,
-    /,
-    *,
-    out: np.ndarray[Any, Any] | None = None,
+    mean: Array, meansqr: Array, weight: float, count: float, /, *, out: Array | None = None
 ) -> Array:
     """As `generic.pack`."""
-    of = library(mean)
-    addresses = of.dense_addresses((mean, meansqr), of.float64)
+    library = library_of(mean)
+    addresses = library.dense_addresses((mean, meansqr), library.float64)
     if addresses is None:
         return generic.pack(mean, meansqr, weight, count, out=out)
     C = prod(mean.shape)
-    packed, address = payload(of, C, out)
+    packed, address = payload(library, C, out)
     step("pack")(*addresses, address, C, weight, count)
     return packed
 
 
-def unpack(
-    summed: Array,
-    shape: tuple[int, ...],
-    weight: float,
-    count: float,
-    /,
-    *,
-    like: Array | None = None,
-) -> Unpacked:
+def unpack(summed: Array, /, *share: Any, like: Array | None = None) -> Unpacked:
     """As `generic.unpack`."""
-    source = library(summed)
+    shape, weight, count = share
+    source = library_of(summed)
     addresses = source.dense_addresses((summed,), source.float64)
     if addresses is None:
-        return generic.unpack(summed, shape, weight, count, like=like)
-    of = source if like is None else library(like)
-    (mean, var), results = of.new(2, shape, of.float64)
-    (total_count, element_weight), scalars = of.new(2, (), of.float64)
+        return generic.unpack(summed, *share, like=like)
+    library = source if like is None else library_of(like)
+    (mean, var), results = library.new(2, shape, library.float64)
+    (total_count, element_weight), scalars = library.new(2, (), library.float64)
     state = step("unpack")(*addresses, *results, *scalars, prod(shape), weight, count)
     return Unpacked(mean, var, total_count, element_weight, state == REFUSED, state != NOT_FINITE)
 
 
-def move_averages(
-    running_mean: Array,
-    running_var: Array,
-    mean: Array,
-    var: Array,
-    momentum: float | Array,
-    factor: float | Array,
-    /,
-) -> tuple[Array, Array]:
+def move_averages(*arguments: Any) -> tuple[Array, Array]:
     """As `generic.move_averages`."""
-    of = library(mean)
-    addresses = of.dense_addresses((mean, var), of.float64)
-    running = parameters_of(of, mean.shape, (running_mean, running_var))
+    running_mean, running_var, mean, var, momentum, factor = arguments
+    library = library_of(mean)
+    addresses = library.dense_addresses((mean, var), library.float64)
+    running = parameters_of(library, mean.shape, (running_mean, running_var))
     if addresses is None or running is None or running.are_copies:
-        return generic.move_averages(running_mean, running_var, mean, var, momentum, factor)
-    (new_mean, new_var), results = of.new(2, mean.shape, running_mean.dtype)
+        return generic.move_averages(*arguments)
+    (new_mean, new_var), results = library.new(2, mean.shape, running_mean.dtype)
     step("move_averages", running.dtype)(
         *running.addresses, *addresses, *results, prod(mean.shape), float(momentum), float(factor)
     )
@@ -83,5 +60,5 @@ def move_averages(
 
 @cache
 def step(name: str, dtype: str = "float64") -> Any:
-    """The compiled loop of a step, for parameters of `dtype`."""
+    """The compiled loop of a step for parameters of `dtype`."""
     return _loops.compiled(_step_loops.LOOPS[name], dtype)

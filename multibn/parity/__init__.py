@@ -1,6 +1,6 @@
-"""The surfaces of both frameworks against a float64 oracle and against each other.
+"""Compares the layers of both frameworks with a float64 oracle and with each other.
 
-`multibn parity` is the command; `multibn.parity.command` runs it. The ranks are processes under
-torchrun and mpiexec that only train and write arrays down; the comparison is made afterwards, in
-the process that launched them, which imports no framework.
+`multibn.parity.command` is the command `multibn parity`. Its ranks are processes under torchrun and
+mpiexec that only train and write arrays to files. The process that launched them compares the
+arrays afterwards, and imports no framework.
 """

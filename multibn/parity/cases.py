@@ -1,4 +1,4 @@
-"""What is compared: every case is a line of data."""
+"""The cases to compare, each a line of data."""
 
 import zlib
 from collections.abc import Callable
@@ -17,11 +17,11 @@ CHANNELS = 5
 EPS = 1e-5
 MOMENTUM = 0.2
 
-# Largest error of each quantity, relative to the largest entry of what was expected.
+# Largest error of each quantity, relative to its largest expected entry.
 BOUNDS: dict[str, dict[str, float]] = {
     dtype: dict.fromkeys(("y", "dx", "running_mean", "running_var", "eval"), bound)
-    | dict.fromkeys(("dweight", "dbias"), bound_of_sums)
-    for dtype, bound, bound_of_sums in [
+    | dict.fromkeys(("dweight", "dbias"), sum_bound)
+    for dtype, bound, sum_bound in [
         ("float16", 5e-3, 5e-3),
         ("float32", 2e-6, 1e-5),
         ("float64", 1e-11, 1e-11),
@@ -39,7 +39,7 @@ SPLITS: dict[str, Callable[[int, int, tuple[int, ...]], tuple[int, tuple[int, ..
 
 
 class Parameters(NamedTuple):
-    """Of the layer, `(C,)`, in the case's parameter dtype."""
+    """A layer's parameters, `(C,)`."""
 
     weight: NDArrayAny
     bias: NDArrayAny
@@ -52,16 +52,16 @@ class Case:
     name: str  # without spaces
     dtype: str = "float32"  # of the activation; parameters are at least float32
     layout: str = "contiguous"  # or "channels_last"
-    split: str = "even"  # how the batch is spread over the ranks, a key of `SPLITS`
+    split: str = "even"  # a key of `SPLITS`
     spatial: tuple[int, ...] = (6, 7)  # sizes of the spatial axes on rank 0
     mean: float = 0.0  # of the data; each channel adds an offset of the order of `std`
     std: float = 2.0
     steps: int = 3  # of training
-    cumulative: bool = False  # running statistics are the average of all steps, not moving ones
+    cumulative: bool = False  # running statistics average all steps alike
     recompute: bool = False  # the backward pass runs the forward pass again
     weighting: Weighting = "element"
     running_var: RunningVar = "unbiased_global"
-    bounds: dict[str, float] = field(default_factory=dict, hash=False)  # where others than BOUNDS
+    bounds: dict[str, float] = field(default_factory=dict, hash=False)  # replace BOUNDS
 
     def bound(self, quantity: str) -> float:
         """The largest error allowed for `quantity`, relative to the largest entry."""
@@ -94,8 +94,8 @@ class Case:
         return a
 
 
-# Moments of float64 keep the variance to 1e-16 * (mean / std)**2, which is 1e-8 here: all digits of
-# float32, but not all of float64.
+# The variance from float64 moments has a relative error of 1e-16 * (mean / std)**2, here 1e-8: all
+# digits of float32, but not of float64.
 _FAR_FLOAT64 = dict.fromkeys(("y", "dx", "dweight", "running_var", "eval"), 1e-7)
 
 CASES = [

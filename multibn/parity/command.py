@@ -1,4 +1,4 @@
-"""`multibn parity`: plans the launches, runs them, and reports."""
+"""`multibn parity`: plans the launches, runs them, and reports the comparison."""
 
 import argparse
 import math
@@ -15,9 +15,9 @@ from multibn.parity.compare import Outcome, Row
 from multibn.parity.job import Job
 from multibn.parity.peers import PEERS
 
-# The communicators that each surface of ours is trained over.
+# The communicators of each of multibn's surfaces.
 OURS = dict.fromkeys(("torch", "chainer"), tuple(LAUNCHERS))
-# What surfaces and communicators take.
+# What surfaces and communicators need: modules, commands, a GPU.
 NEEDS = {
     "torch": ["torch"],
     "chainer": ["chainer"],
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=120,
         metavar="SECONDS",
-        help="for each launch, default 120; its processes are ended then",
+        help="end the processes of a launch after this time; default 120",
     )
 
 
@@ -72,8 +72,8 @@ def run(args: argparse.Namespace) -> int:
     for path in (args.json, args.plot):
         if path and (path.is_dir() or not path.parent.is_dir()):
             print(
-                f"multibn parity: {path} must be in a folder that exists, and not be one. "
-                "Make the folder first.",
+                f"multibn parity: {path} must be a file in a folder that exists. Make the "
+                "folder first.",
                 file=sys.stderr,
             )
             return 2
@@ -82,8 +82,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         rows = plan(args.ranks, peers=args.peers)
         with report.progress() as say:
-            for _, of_size in groupby(rows, key=lambda row: row.size):
-                run_and_compare(list(of_size), args.cases, args.timeout, say)
+            for _, equal_sizes in groupby(rows, key=lambda row: row.size):
+                run_and_compare(list(equal_sizes), args.cases, args.timeout, say)
     report.show(rows)
     if args.json:
         report.write_json(rows, args.json)
@@ -111,7 +111,7 @@ def _run_model(args: argparse.Namespace) -> list[Row]:
 
 
 def plan(sizes: Iterable[int], *, peers: bool) -> list[Row]:
-    """All combinations by number of ranks; those that cannot be run say why."""
+    """All combinations by number of ranks; `not_run` is set if one cannot be run here."""
     absent = missing(gpu=peers)
     theirs = {name: (peer.communicator,) for name, peer in PEERS.items()}
     return [
@@ -125,7 +125,7 @@ def plan(sizes: Iterable[int], *, peers: bool) -> list[Row]:
 
 
 def missing(*, gpu: bool = False) -> dict[str, str]:
-    """Of `NEEDS`, those that are not here, with a sentence each. GPUs are looked for if asked."""
+    """The needs that this machine lacks, with a sentence each; looks for a GPU only if `gpu`."""
     absent = {
         name: f"{name} is not installed"
         for name in ("torch", "chainer", "mpi4py")
@@ -141,22 +141,19 @@ def missing(*, gpu: bool = False) -> dict[str, str]:
 
 
 def run_and_compare(
-    rows: Sequence[Row],
-    chosen: Sequence[Case],
-    timeout: float,
-    say: Callable[[str], None],
+    rows: Sequence[Row], chosen: Sequence[Case], timeout: float, say: Callable[[str], None]
 ) -> None:
-    """Fill in `rows`, combinations with one number of ranks, by running those that can be."""
+    """Run the combinations `rows`, all with one number of ranks, and fill in their outcomes."""
     results: dict[tuple[int, str], list[Written]] = {}
-    for job, of_job in _jobs(rows, chosen):
+    for job, job_rows in _jobs(rows, chosen):
         say(job.name)
         try:
             written = job.run(timeout=timeout)
         except WorkerError as error:
-            _note_failure(job, of_job, error, say)
+            _note_failure(job, job_rows, error, say)
             continue
-        results |= {(id(row), case): written for row in of_job for case in job.cases}
-        for row in of_job:
+        results |= {(id(row), case): written for row in job_rows for case in job.cases}
+        for row in job_rows:
             compare.time_steps(row, written)
     for case in chosen:
         say(f"comparing {case.name}")
@@ -170,8 +167,8 @@ def run_and_compare(
 def _jobs(rows: Sequence[Row], chosen: Sequence[Case]) -> list[tuple[Job, list[Row]]]:
     """Launches for all rows that can run.
 
-    Peers have launches of their own, and others for batches that they may not be able to take, so
-    that what one of them does to its ranks touches nothing else.
+    Peers have launches of their own, and separate ones for cases that may crash them, so that a
+    crash of their ranks loses no other result.
     """
     groups: dict[tuple[bool, str], list[Row]] = {}
     for row in rows:
@@ -186,14 +183,9 @@ def _jobs(rows: Sequence[Row], chosen: Sequence[Case]) -> list[tuple[Job, list[R
         able = [case for case in chosen if not (peer and case.weighting == "sample")]
         risky = [case.name for case in able if peer and case.split == "empty" and size > 1]
         usual = [case.name for case in able if case.name not in risky]
-        jobs += [
-            (
-                Job(launcher, size, communicators, surfaces, tuple(names), risky=names is risky),
-                group,
-            )
-            for names in (usual, risky)
-            if names
-        ]
+        for names in filter(None, (usual, risky)):
+            job = Job(launcher, size, communicators, surfaces, tuple(names), risky=names is risky)
+            jobs.append((job, group))
     return jobs
 
 
@@ -222,7 +214,7 @@ def _ranks(text: str) -> list[int]:
         sizes = [0]
     if sizes[0] < 1:
         raise argparse.ArgumentTypeError(
-            f"`--ranks` must be positive numbers with commas between: got {text!r}. "
+            f"`--ranks` must be positive numbers separated by commas: got {text!r}. "
             "Try --ranks 1,2."
         )
     return sizes

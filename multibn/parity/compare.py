@@ -1,4 +1,4 @@
-"""Results of workers against the oracle and against each other: numbers, and what they mean."""
+"""Errors of the workers' results against the oracle and each other, and their verdict."""
 
 import math
 from collections.abc import Sequence
@@ -32,13 +32,13 @@ class Worst(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What came of one case. Errors are relative to the largest entry; NaN counts as infinite."""
+    """The result of one case. Errors are relative to the largest entry; NaN counts as infinite."""
 
     bounds: dict[str, float]  # by quantity, the largest error allowed
     errors: dict[str, float]  # from the oracle
-    # From the other combinations with as many ranks; empty for peers.
+    # From the other combinations with the same number of ranks; empty for peers.
     differences: dict[str, float] = field(default_factory=dict)
-    # Messages of each step and of the evaluation, if they are not those expected.
+    # Messages of each step and of the evaluation, if other than expected.
     messages: list[list[int]] = field(default_factory=list)
     crash: str = ""  # why a peer has no numbers; its errors are infinite
 
@@ -54,7 +54,7 @@ class Outcome:
 
     @property
     def broken(self) -> bool:
-        """Whether a bound is broken, or there are messages that should not be."""
+        """Whether a bound is broken, or the messages are not the expected ones."""
         return max(self.error.ratio, self.difference.ratio) > 1 or bool(self.messages)
 
     def _worst(self, errors: dict[str, float]) -> Worst:
@@ -64,30 +64,30 @@ class Outcome:
 
 @dataclass
 class Row:
-    """A combination of a surface, a communicator and a number of ranks, and what came of it."""
+    """A combination of a surface, a communicator and a number of ranks, with its outcomes."""
 
     surface: str
     communicator: str
     size: int
-    peer: bool = False  # the surface is another library's, whose errors are shown and do not count
-    not_run: str = ""  # why there are no results
+    peer: bool = False  # another library's surface: its errors are shown but do not count
+    not_run: str = ""  # why the row has no results
     failed: bool = False  # the workers failed
     outcomes: dict[str, Outcome] = field(default_factory=dict)  # by case
     us_per_step: float = math.nan  # microseconds per training step: median over steps and ranks
 
     @property
     def broken(self) -> bool:
-        """Whether any case is."""
+        """Whether any outcome is broken."""
         return any(outcome.broken for outcome in self.outcomes.values())
 
     def worst(self, what: str = "error") -> tuple[str, Worst]:
-        """The case with the worst `"error"` or `"difference"`, and that."""
+        """The case with the worst `"error"` or `"difference"`, and this worst value."""
         by_case = {name: getattr(outcome, what) for name, outcome in self.outcomes.items()}
         return max(by_case.items(), key=lambda item: item[1].ratio)
 
 
 def exit_status(rows: Sequence[Row]) -> int:
-    """0 if all is well, 1 if a bound is broken, 2 if workers failed or nothing was run."""
+    """0 for success, 1 if a bound is broken, 2 if workers failed or nothing was run."""
     ours = [row for row in rows if not row.peer]
     if any(row.broken for row in ours):
         return 1
@@ -96,10 +96,9 @@ def exit_status(rows: Sequence[Row]) -> int:
 
 
 def compare(rows: Sequence[Row], results: Sequence[Sequence[Written]], case: Case) -> None:
-    """Compare the results of `case` with the oracle and, but for peers, with each other.
+    """Set the outcomes of `case` by comparison with the oracle and, but for peers, each other.
 
-    Sets the outcomes of `rows`, which have one number of ranks; `results` are what the ranks of
-    each wrote.
+    All `rows` have the same number of ranks; `results` holds each row's list of ranks' results.
     """
     averaged = [_averaged(row, ranks, case) for row, ranks in zip(rows, results, strict=True)]
     for row, ranks, got in zip(rows, results, averaged, strict=True):
@@ -114,10 +113,10 @@ def compare(rows: Sequence[Row], results: Sequence[Sequence[Written]], case: Cas
     if len(ours) < 2:
         return
     expected = oracle.train(case, rows[0].size)
-    # The largest difference from any other is that from the smallest or the largest of all.
-    for extreme_of in (np.minimum, np.maximum):
+    # The largest difference from any other value is that from the minimum or the maximum of all.
+    for ufunc in (np.minimum, np.maximum):
         extreme = [
-            {key: extreme_of.reduce([got[rank][key] for _, got in ours]) for key in arrays}
+            {key: ufunc.reduce([got[rank][key] for _, got in ours]) for key in arrays}
             for rank, arrays in enumerate(expected)
         ]
         for row, got in ours:
@@ -127,16 +126,10 @@ def compare(rows: Sequence[Row], results: Sequence[Sequence[Written]], case: Cas
 
 
 def time_steps(row: Row, ranks: Sequence[Written]) -> None:
-    """Set the time of a step from what the ranks noted."""
+    """Set the time of a step from the ranks' notes."""
     prefix = f"{row.surface}/{row.communicator}/"
-    seconds = [
-        s
-        for written in ranks
-        for key, notes in written.notes.items()
-        if key.startswith(prefix)
-        for s in notes["seconds"]
-    ]
-    row.us_per_step = float(np.median(seconds)) * 1e6
+    notes = [w.notes[key] for w in ranks for key in w.notes if key.startswith(prefix)]
+    row.us_per_step = float(np.median([s for note in notes for s in note["seconds"]])) * 1e6
 
 
 def relative_error(got: NDArrayAny, expected: NDArrayAny, scale: NDArrayAny) -> float:
@@ -151,9 +144,9 @@ def relative_error(got: NDArrayAny, expected: NDArrayAny, scale: NDArrayAny) -> 
 
 
 def _averaged(row: Row, ranks: Sequence[Written], case: Case) -> list[Arrays]:
-    """The ranks' arrays by "step/quantity", gradients of parameters averaged as optimizers do.
+    """The ranks' arrays by "step/quantity", gradients of parameters averaged over the ranks.
 
-    torch's are sums of each rank, and Chainer's are means already.
+    So do optimizers. torch's gradients are each rank's sums; Chainer's are means already.
     """
     prefix = f"{row.surface}/{row.communicator}/{case.name}/"
     by_rank = [
@@ -173,16 +166,16 @@ def _largest(
 ) -> dict[str, float]:
     """By quantity, the largest error over ranks and steps."""
     largest: dict[str, float] = {}
-    for of_rank, want, scales in zip(got, expected, scale, strict=True):
+    for have, want, scales in zip(got, expected, scale, strict=True):
         for key in want:
             quantity = key.rpartition("/")[2]
-            error = relative_error(of_rank[key], want[key], scales[key])
+            error = relative_error(have[key], want[key], scales[key])
             largest[quantity] = max(largest.get(quantity, 0.0), error)
     return largest
 
 
 def _unexpected(row: Row, ranks: Sequence[Written], case: Case) -> list[list[int]]:
-    """The messages of the first rank that sent others than it should."""
+    """The messages of the first rank whose messages are not the expected ones."""
     for written in ranks:
         notes = written.notes[f"{row.surface}/{row.communicator}/{case.name}"]
         sent: list[list[int]] = notes["messages"]

@@ -9,39 +9,23 @@ from multibn._launch import Written, run_workers
 
 @dataclass(frozen=True)
 class Job:
-    """What one launch runs.
+    """One launch of workers: each surface is trained over each communicator."""
 
-    Attributes
-    ----------
-    launcher
-        `"torchrun"`, `"mpiexec"`, or `""` for a process of its own.
-    size
-        Number of ranks.
-    communicators, surfaces
-        Each surface is trained over each communicator.
-    cases
-        Names of cases.
-    model
-        `module:function` of a user's pair of models, which takes the place of surfaces and cases.
-    risky
-        Whether workers that fail are a result.
-    """
-
-    launcher: str
-    size: int
+    launcher: str  # a value of `LAUNCHERS`
+    size: int  # number of ranks
     communicators: Sequence[str]
     surfaces: Sequence[str] = ()
-    cases: Sequence[str] = ()
-    model: str = ""
-    risky: bool = False
+    cases: Sequence[str] = ()  # their names
+    model: str = ""  # a user's `module:function`, instead of surfaces and cases
+    risky: bool = False  # a crash of the workers is a result
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name for people."""
         ranks = f"{self.size} rank{'s' * (self.size > 1)}"
         return f"{self.launcher or 'no launcher'}, {ranks}: {', '.join(self.surfaces)}{self.model}"
 
     def run(self, *, timeout: float) -> list[Written]:
-        """What each rank wrote. Raises WorkerError after `timeout` seconds, or if workers fail."""
+        """The ranks' results. Raises WorkerError after `timeout` seconds, or if workers fail."""
         worker = ["-m", "multibn.parity.worker", json.dumps(asdict(self))]
         return run_workers(self.name, self.launcher, self.size, worker, timeout=timeout)

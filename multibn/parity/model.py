@@ -3,7 +3,7 @@
 The function takes no arguments and returns a torch model, the Chainer model with the same layers
 and names, and an example input: a NumPy array `(N, ...)` with N of 2 or more. It must return the
 same on every call; torch's and NumPy's global random generators are seeded before. The models
-return one array with an entry per sample, and have nothing random (dropout) in them.
+must return one array with an entry per sample, and draw no random numbers (dropout).
 """
 
 import importlib
@@ -19,12 +19,11 @@ from multibn.parity.cases import NDArrayAny
 from multibn.parity.compare import Outcome, Row
 from multibn.parity.job import Job
 
-# Rounding grows with depth: these are for models, not layers.
+# Wider than the bounds of single layers: rounding errors grow with depth.
 BOUNDS = {
     "float32": {"y": 1e-4, "dx": 1e-3, "eval": 1e-4},
     "float64": {"y": 1e-10, "dx": 1e-9, "eval": 1e-10},
 }
-FRAMEWORKS = ("torch", "chainer")
 SIZES = (1, 2)
 
 Arrays = dict[str, NDArrayAny]
@@ -33,9 +32,8 @@ Arrays = dict[str, NDArrayAny]
 def train(spec: str, communicator: Communicator) -> tuple[Arrays, dict[str, Any]]:
     """One training step and an evaluation of both models, in a worker.
 
-    Collective over `communicator`: each rank has its part of the example input, and if there are
-    several, batch normalization is synchronized. Raises TypeError or ValueError if `spec` does not
-    name a function, or what the function returns does not fit.
+    Collective over `communicator`: each of several ranks has its part of the example input, and
+    batch normalization is synchronized. Raises TypeError or ValueError as `load`.
     """
     from multibn.chainer_backend import create_mnbn_model
     from multibn.torch_backend import convert_sync_batchnorm
@@ -46,19 +44,14 @@ def train(spec: str, communicator: Communicator) -> tuple[Arrays, dict[str, Any]
     if communicator.size > 1:
         torch_model = convert_sync_batchnorm(torch_model, communicator)
         chainer_model = create_mnbn_model(chainer_model, communicator)
-    arrays = {
-        f"{framework}/{name}": a
-        for framework, step, model in (
-            ("torch", _torch_step, torch_model),
-            ("chainer", _chainer_step, chainer_model),
-        )
-        for name, a in step(model, x, communicator).items()
-    }
-    return arrays, {"notes": notes}
+    torch_arrays = _torch_step(torch_model, x, communicator)
+    chainer_arrays = _chainer_step(chainer_model, x, communicator)
+    arrays = {f"torch/{name}": a for name, a in torch_arrays.items()}
+    return arrays | {f"chainer/{name}": a for name, a in chainer_arrays.items()}, {"notes": notes}
 
 
 def load(spec: str) -> tuple[Any, Any, NDArrayAny]:
-    """What the function `spec` returns: a torch model, a Chainer model and an input."""
+    """Call the function `spec`; returns a torch model, a Chainer model and an input."""
     import torch
 
     module, _, name = spec.partition(":")
@@ -68,7 +61,7 @@ def load(spec: str) -> tuple[Any, Any, NDArrayAny]:
             f"`--model` must be MODULE:FUNCTION, a function that can be imported: got {spec!r}. "
             "Write a function that returns a torch model, a Chainer model and an input."
         )
-    # Ranks and runs must begin with the same weights.
+    # All ranks and runs must start with the same weights.
     torch.manual_seed(0)
     np.random.seed(0)  # noqa: NPY002 (Chainer's initializers use this one)
     result = function()
@@ -103,14 +96,14 @@ def differing_settings(torch_model: Any, chainer_model: Any) -> list[str]:
     layers = [m for m in torch_model.modules() if hasattr(m, "running_mean")]
     links = [link for link in chainer_model.links() if hasattr(link, "avg_mean")]
     notes = []
-    for name, of_torch, of_chainer in (
+    for name, torchs, chainers in (
         ("eps", {m.eps for m in layers}, {link.eps for link in links}),
         ("momentum", {m.momentum for m in layers}, {round(1 - k.decay, 12) for k in links}),
     ):
-        if of_torch != of_chainer:
+        if torchs != chainers:
             notes.append(
-                f"{name} of batch normalization should be equal: torch has {sorted(of_torch)}, "
-                f"Chainer {sorted(of_chainer)}. Set it where the models are made "
+                f"{name} of batch normalization should be equal: torch has {sorted(torchs)}, "
+                f"Chainer {sorted(chainers)}. Set it where the models are built "
                 "(momentum is 1 - decay)."
             )
     return notes
@@ -119,8 +112,8 @@ def differing_settings(torch_model: Any, chainer_model: Any) -> list[str]:
 def run(spec: str, communicator: str, *, timeout: float) -> tuple[list[Row], list[str]]:
     """Launch the models on one process, and on two ranks over `communicator`.
 
-    Returns rows for the report, the frameworks against each other and two ranks against one
-    process, and notes, sentences to print.
+    Returns notes to print, and rows for the report: the frameworks against each other, and two
+    ranks against one process.
     """
     over = [("single process", ""), (communicator, LAUNCHERS[communicator])]
     rows: list[Row] = []
@@ -140,7 +133,7 @@ def run(spec: str, communicator: str, *, timeout: float) -> tuple[list[Row], lis
         if size == 1:
             alone = written
         elif alone:
-            for framework in FRAMEWORKS:
+            for framework in ("torch", "chainer"):
                 row = Row(framework, name, size)
                 row.outcomes["one process"] = _compare(written, framework, alone, framework)
                 rows.append(row)
@@ -150,20 +143,12 @@ def run(spec: str, communicator: str, *, timeout: float) -> tuple[list[Row], lis
 def _compare(
     ranks: Sequence[Written], framework: str, others: Sequence[Written], other: str
 ) -> Outcome:
-    got, expected = _whole(ranks, framework), _whole(others, other)
-    bounds = BOUNDS[expected["y"].dtype.name]
-    errors = {
-        name: compare.relative_error(got[name], expected[name], expected[name]) for name in bounds
-    }
-    return Outcome(bounds, errors)
-
-
-def _whole(ranks: Sequence[Written], framework: str) -> Arrays:
-    """The arrays of all samples, from those of each rank's."""
-    return {
-        name: np.concatenate([written.arrays[f"{framework}/{name}"] for written in ranks])
-        for name in ("y", "dx", "eval")
-    }
+    errors = {}
+    for name in ("y", "dx", "eval"):
+        got = np.concatenate([rank.arrays[f"{framework}/{name}"] for rank in ranks])
+        expected = np.concatenate([rank.arrays[f"{other}/{name}"] for rank in others])
+        errors[name] = compare.relative_error(got, expected, expected)
+    return Outcome(BOUNDS[expected.dtype.name], errors)
 
 
 def _part(a: NDArrayAny, communicator: Communicator) -> NDArrayAny:
@@ -171,12 +156,12 @@ def _part(a: NDArrayAny, communicator: Communicator) -> NDArrayAny:
 
 
 def _output_gradient(y: Any, x: NDArrayAny, communicator: Communicator) -> NDArrayAny:
-    """This rank's part of a gradient that is the same for any number of ranks."""
+    """This rank's part of a gradient that does not depend on the number of ranks."""
     if not hasattr(y, "shape") or y.shape[:1] != _part(x, communicator).shape[:1]:
         raise TypeError(
             "the models must return one array with an entry per sample: got "
             f"{getattr(y, 'shape', type(y).__qualname__)} for an input of shape "
-            f"{_part(x, communicator).shape}. Wrap them in one that does."
+            f"{_part(x, communicator).shape}. Wrap them in a model that does."
         )
     dy = np.random.default_rng(0).normal(size=(len(x), *y.shape[1:])).astype(x.dtype)
     return _part(dy, communicator)

@@ -1,11 +1,11 @@
-"""What is expected: batch normalization of the whole batch in NumPy and float64.
+"""The expected results: batch normalization of the whole batch in NumPy and float64.
 
 Every element x_i of the batch has a share p_i in the statistics, with sum(p) = 1::
 
     mean = sum(p * x)    var = sum(p * (x - mean)**2)    xhat = (x - mean) / sqrt(var + eps)
     dx = weight / sqrt(var + eps) * (dy - p * (sum(dy) + xhat * sum(dy * xhat)))
 
-which is Ioffe & Szegedy (2015) if all shares are equal. Shares come from the weighting.
+With equal shares this is Ioffe & Szegedy (2015). The weighting determines the shares.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ Arrays = dict[str, NDArrayAny]
 
 
 def train(case: Case, size: int, *, running_var: str | None = None) -> list[Arrays]:
-    """What each of `size` ranks should get in every step of `case`.
+    """What each of `size` ranks should compute in every step of `case`.
 
     `running_var` replaces the convention of the case.
     """
@@ -26,9 +26,9 @@ def train(case: Case, size: int, *, running_var: str | None = None) -> list[Arra
     var = [np.ones(CHANNELS) for _ in range(size)]
     for step in range(case.steps):
         xs, dys = case.batches(size, step)
-        of_step, batch_mean, batch_var = _step(case, xs, dys)
+        step_arrays, batch_mean, batch_var = _step(case, xs, dys)
         momentum = 1 / (step + 1) if case.cumulative else MOMENTUM
-        for rank, arrays in enumerate(of_step):
+        for rank, arrays in enumerate(step_arrays):
             factor = _factor(running_var or case.running_var, xs, rank)
             mean[rank] = (1 - momentum) * mean[rank] + momentum * batch_mean
             var[rank] = (1 - momentum) * var[rank] + momentum * factor * batch_var
@@ -46,7 +46,7 @@ def _step(
 ) -> tuple[list[Arrays], NDArrayAny, NDArrayAny]:
     """Each rank's arrays of one step, and mean and biased variance of the batch."""
     weight, bias = (a.astype(np.float64) for a in case.parameters())
-    x, dy = (np.concatenate([_rows(a) for a in of_ranks]) for of_ranks in (xs, dys))
+    x, dy = (np.concatenate([_rows(a) for a in arrays]) for arrays in (xs, dys))
     p = _shares(case.weighting, xs)[:, None]
     mean = (p * x).sum(0)
     var = (p * (x - mean) ** 2).sum(0)
@@ -56,32 +56,23 @@ def _step(
     y = weight * xhat + bias
     dx = weight / std * (dy - p * (dbias + xhat * dweight))
     stops = np.cumsum([len(_rows(a)) for a in xs])[:-1]
-    arrays = [
-        {
-            "y": _unrows(y_of_rank, like),
-            "dx": _unrows(dx_of_rank, like),
-            "dweight": dweight / len(xs),
-            "dbias": dbias / len(xs),
-        }
-        for y_of_rank, dx_of_rank, like in zip(
-            np.split(y, stops), np.split(dx, stops), xs, strict=True
-        )
-    ]
-    return arrays, mean, var
+    parts = zip(np.split(y, stops), np.split(dx, stops), xs, strict=True)
+    sums = {"dweight": dweight / len(xs), "dbias": dbias / len(xs)}
+    return [{"y": _unrows(a, x), "dx": _unrows(b, x), **sums} for a, b, x in parts], mean, var
 
 
 def _shares(weighting: str, xs: list[NDArrayAny]) -> NDArrayAny:
     counts = [len(_rows(x)) for x in xs]
     shares = []
     for x, count in zip(xs, counts, strict=True):
-        of_rank = {"element": count, "sample": len(x), "rank": 1}[weighting] if count else 0
-        shares.append(np.full(count, of_rank / max(count, 1)))
+        weight = {"element": count, "sample": len(x), "rank": 1}[weighting] if count else 0
+        shares.append(np.full(count, weight / max(count, 1)))
     p = np.concatenate(shares)
     return p / p.sum()
 
 
 def _factor(running_var: str, xs: list[NDArrayAny], rank: int) -> float:
-    """What makes the biased variance that of the convention."""
+    """The factor from the biased variance to that of the convention."""
     if running_var == "biased":
         return 1.0
     counts = [len(_rows(x)) for x in xs]

@@ -1,7 +1,7 @@
-"""The originals, which multibn is compared with: same interface, other layers.
+"""The originals, for comparison with multibn: the same interface around other layers.
 
-Their running variance is compared with the oracle's in the convention that they have, `running_var`
-of the case being multibn's; all else is expected of them as of multibn.
+The oracle expects of them the same as of multibn, but for the running variance, which each original
+has in its own convention.
 """
 
 import contextlib
@@ -10,8 +10,19 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from multibn.communicators import Communicator
-from multibn.parity.cases import CHANNELS, EPS, MOMENTUM, Case, NDArrayAny
-from multibn.parity.surfaces import ChainerSurface, Step, Surface, TorchSurface
+from multibn.parity.cases import CHANNELS, EPS, MOMENTUM, Case
+from multibn.parity.surfaces import ChainerSurface, Surface, TorchSurface
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppress the warnings of ChainerMN's link: the report shows the errors as numbers."""
+    with warnings.catch_warnings():
+        # The link asks for its device number, which Chainer 7 deprecates.
+        warnings.filterwarnings("ignore", "Link._device_id", DeprecationWarning)
+        # Square roots of negative variances, means of empty batches.
+        warnings.filterwarnings("ignore", category=RuntimeWarning)
+        yield
 
 
 class ChainerMNSurface(ChainerSurface):
@@ -21,35 +32,19 @@ class ChainerMNSurface(ChainerSurface):
         import chainermn
 
         with warnings.catch_warnings():
-            # ChainerMN calls its own link experimental.
+            # ChainerMN warns that its own link is experimental.
             warnings.filterwarnings("ignore", category=FutureWarning)
             link = chainermn.links.MultiNodeBatchNormalization(
                 CHANNELS,
-                communicator.inner.comm,  # ChainerMN's own, inside the one that counts
+                communicator.inner.comm,  # ChainerMN's own, inside the CountingCommunicator
                 1 - MOMENTUM,
                 EPS,
                 case.parameters().weight.dtype,
             )
         super().__init__(case, link)
 
-    def train(self, x: NDArrayAny, dy: NDArrayAny) -> Step:
-        with _quiet():
-            return super().train(x, dy)
-
-    def evaluate(self, x: NDArrayAny) -> NDArrayAny:
-        with _quiet():
-            return super().evaluate(x)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the warnings of ChainerMN's link: they are what the report shows, as numbers."""
-    with warnings.catch_warnings():
-        # It asks for its device number, which Chainer 7 deprecates.
-        warnings.filterwarnings("ignore", "Link._device_id", DeprecationWarning)
-        # Square roots of negative variances, means of empty batches.
-        warnings.filterwarnings("ignore", category=RuntimeWarning)
-        yield
+    train = _quiet()(ChainerSurface.train)
+    evaluate = _quiet()(ChainerSurface.evaluate)
 
 
 def torch_batch_norm(case: Case, communicator: Communicator) -> Surface:
@@ -70,12 +65,12 @@ def torch_sync_batch_norm(case: Case, communicator: Communicator) -> Surface:
 
 
 class Peer(NamedTuple):
-    """An original: how to make it, over which communicator, what it needs, and what it keeps."""
+    """An original, with its communicator and its needs, see `command.NEEDS`."""
 
     make: Callable[[Case, Any], Surface]
     communicator: str
     needs: list[str]
-    running_var: str  # whatever the case says
+    running_var: str  # its convention, whatever the case says
 
 
 PEERS = {

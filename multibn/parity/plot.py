@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +16,17 @@ from multibn.checkpoint.files import replacing
 from multibn.parity.compare import Row
 from multibn.parity.report import error_in_words, ordered, summary
 
-# Colours run over powers of ten of error/bound, and jump from green to red where it is 1.
+# The colour scale is logarithmic in error/bound, and jumps from green to red at 1.
 _RANGE = 4
 _STEPS = 128
 _INCHES_PER_CELL = 0.36
 
 
 def write(rows: Sequence[Row], path: Path) -> None:
-    """Draw `rows`, those of peers apart from the others, into the PNG file `path`."""
-    blocks = [
-        (title, ordered(block))
-        for title, block in (
-            ("multibn", [row for row in rows if not row.peer]),
-            ("the originals, for comparison", [row for row in rows if row.peer]),
-        )
-        if block
-    ]
+    """Draw `rows` into the PNG file `path`; peers have a block of their own."""
+    titles = {False: "multibn", True: "the originals, for comparison"}
+    by_peer = groupby(ordered(rows), key=lambda row: row.peer)
+    blocks = [(titles[peer], list(block)) for peer, block in by_peer]
     cases = list(dict.fromkeys(name for row in rows for name in row.outcomes))
     size = (
         3.8 + _INCHES_PER_CELL * max(len(cases), 12),
@@ -42,8 +38,8 @@ def write(rows: Sequence[Row], path: Path) -> None:
     axes = figure.subplots(len(blocks), 1, squeeze=False, height_ratios=heights)[:, 0]
     for ax, (title, block) in zip(axes, blocks, strict=True):
         image = _draw(ax, block, cases)
-        title = f"{title}: layer · communicator · ranks"
-        ax.set_title(title, loc="left", fontweight="bold", fontsize=10)
+        words = f"{title}: layer · communicator · ranks"
+        ax.set_title(words, loc="left", fontweight="bold", fontsize=10)
     for ax in axes[:-1]:
         ax.set_xticklabels([])
     figure.suptitle(f"Largest error against its bound: {summary(rows)}", fontsize=11)
@@ -57,7 +53,8 @@ def _draw(ax: Any, rows: Sequence[Row], cases: Sequence[str]) -> Any:
     for i, row in enumerate(rows):
         for j, case in enumerate(cases):
             if case in row.outcomes:
-                grid[i, j] = _exponent(row.outcomes[case].error.ratio)
+                grid[i, j] = math.log10(max(row.outcomes[case].error.ratio, 1e-30))
+    grid = grid.clip(-_RANGE, _RANGE)
     image = ax.imshow(grid, cmap=_colours(), vmin=-_RANGE, vmax=_RANGE, aspect="auto")
     ax.set_facecolor("0.92")
     for i, row in enumerate(rows):
@@ -101,9 +98,3 @@ def _colours() -> Colormap:
     return ListedColormap(
         np.concatenate([within, beyond]), name="error against bound"
     ).with_extremes(bad=(0, 0, 0, 0))
-
-
-def _exponent(ratio: float) -> float:
-    if not math.isfinite(ratio):
-        return _RANGE
-    return float(np.clip(math.log10(max(ratio, 1e-30)), -_RANGE, _RANGE))

@@ -16,18 +16,21 @@ import multibn
 from multibn.checkpoint.files import replacing
 from multibn.parity.compare import Outcome, Row, exit_status, messages
 
-_WIDTH = 116  # where the output is no terminal
+_STYLES = dict.fromkeys(("failed", "BROKEN"), "bold red")
+_STYLES |= {"not run": "dim", "off": "yellow", "ok": "green"}
+_WIDTH = 116  # columns of the table, if the output is no terminal
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console wide enough for the table."""
     out = Console(stderr=stderr, highlight=False)
-    return out if out.is_terminal else Console(stderr=stderr, highlight=False, width=_WIDTH)
+    if not out.is_terminal:
+        out.width = _WIDTH
+    return out
 
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """A line on stderr that says what is being done; text of several lines is printed to stay."""
+    """A status line on stderr; text of several lines is printed above the line, and stays."""
     out = console(stderr=True)
     with out.status("starting") as status:
 
@@ -41,7 +44,7 @@ def progress() -> Iterator[Callable[[str], None]]:
 
 
 def show(rows: Sequence[Row]) -> None:
-    """Print the table, what is to be said about single rows, and the sentence that sums it up."""
+    """Print the table, the `details` and the `summary`."""
     out = console()
     out.print(table(rows))
     for line in details(rows):
@@ -51,27 +54,27 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """One row a combination, by surface; the peers come last."""
+    """One line per combination, in the order of `ordered`."""
     grid = Table(
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         padding=0,
         caption_justify="left",
-        caption="error: the one that is largest for its bound, relative to the largest entry that "
-        "is expected.\napart: from the other combinations with as many ranks, in units of the "
-        "bound.\nallreduce: numbers in each message of a step, forward + backward.",
+        caption="error: the largest one for its bound, relative to the largest expected entry.\n"
+        "apart: from the other combinations with as many ranks, in units of the bound.\n"
+        "allreduce: numbers in each message of a step, forward + backward.",
     )
     for header in ("surface", "communicator"):
         grid.add_column(header, no_wrap=True)
     for header in ("ranks", "error", "bound"):
         grid.add_column(header, justify="right", no_wrap=True)
-    grid.add_column("quantity, case")  # what wraps if the terminal is narrow
+    grid.add_column("quantity, case")  # the column that wraps in a narrow terminal
     for header in ("apart", "allreduce", "µs/step"):
         grid.add_column(header, justify="right", no_wrap=True)
     grid.add_column("verdict", no_wrap=True)
     for _, group in groupby(ordered(rows), key=lambda row: (row.peer, row.surface)):
         for row in group:
-            grid.add_row(*_cells(row), style=_style(row))
+            grid.add_row(*_cells(row), style=_STYLES[verdict(row)])
         grid.add_section()
     return grid
 
@@ -82,7 +85,7 @@ def ordered(rows: Sequence[Row]) -> list[Row]:
 
 
 def verdict(row: Row) -> str:
-    """What became of `row`, in a word or two."""
+    """The outcome of `row` in a word or two."""
     if row.not_run:
         return "failed" if row.failed else "not run"
     if not row.broken:
@@ -91,7 +94,7 @@ def verdict(row: Row) -> str:
 
 
 def details(rows: Sequence[Row]) -> list[str]:
-    """A line for each row that is not as it should be; equal ones are joined."""
+    """A line for each row that is not ok; one line for rows with the same problem."""
     sizes: dict[tuple[str, str, str, str], list[int]] = {}
     for row in ordered(rows):
         if verdict(row) != "ok":
@@ -101,13 +104,13 @@ def details(rows: Sequence[Row]) -> list[str]:
             key = (row.surface, row.communicator, verdict(row), text)
             sizes.setdefault(key, []).append(row.size)
     return [
-        f"{surface}, {communicator}, ranks {', '.join(map(str, of_line))}: {word}: {text}"
-        for (surface, communicator, word, text), of_line in sizes.items()
+        f"{surface}, {communicator}, ranks {', '.join(map(str, ranks))}: {word}: {text}"
+        for (surface, communicator, word, text), ranks in sizes.items()
     ]
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """A sentence on all of `rows` but the peers."""
+    """A sentence about all rows but the peers."""
     ours = [row for row in rows if not row.peer]
     ran = [row for row in ours if row.outcomes]
     good = sum(not row.broken for row in ran)
@@ -124,7 +127,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def write_json(rows: Sequence[Row], path: Path) -> None:
-    """Write everything to `path`. Errors that are not finite, NaN among them, become null."""
+    """Write everything to `path`; NaN and infinite errors become null."""
     document = {
         "multibn": multibn.__version__,
         "exit_status": exit_status(rows),
@@ -158,7 +161,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def error_in_words(outcome: Outcome) -> str:
-    """The worst error in a few characters: NaN stands for all that is not finite."""
+    """The worst error in a few characters; "NaN" also for an infinite error."""
     if outcome.crash:
         return "crash"
     error = outcome.error.error
@@ -178,14 +181,6 @@ def _in_words(name: str, outcome: Outcome) -> str:
 def _messages(row: Row) -> str:
     wrong = [outcome.messages for outcome in row.outcomes.values() if outcome.messages]
     return " + ".join(map(str, wrong[0][0] if wrong else messages(row.size)))
-
-
-def _style(row: Row) -> str:
-    if row.not_run:
-        return "bold red" if row.failed else "dim"
-    if row.peer:
-        return "yellow" if row.broken else ""
-    return "bold red" if row.broken else "green"
 
 
 def _as_dict(row: Row) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""The layers behind one small interface, in NumPy's terms.
+"""The layers behind one small interface of NumPy arrays.
 
-Frameworks are imported by the constructors, in the workers, and not before.
+Only constructors import frameworks, so only workers do.
 """
 
 from collections.abc import Callable
@@ -13,11 +13,7 @@ from multibn.parity.cases import CHANNELS, EPS, MOMENTUM, Case, NDArrayAny
 
 
 class Step(NamedTuple):
-    """One rank's arrays of a training step.
-
-    Gradients of the parameters are what the framework hands to the optimizer, before they are
-    averaged over the ranks.
-    """
+    """One rank's arrays of a training step; gradients as the framework returns them."""
 
     y: NDArrayAny
     dx: NDArrayAny
@@ -39,7 +35,7 @@ class Surface(Protocol):
 
 
 class TorchSurface:
-    """multibn's torch layer, or another with the interface of torch's."""
+    """multibn's torch layer, or another layer with the interface of nn.BatchNorm2d."""
 
     def __init__(
         self, case: Case, layer: Any, contexts: Any = None, *, device: str = "cpu"
@@ -54,10 +50,8 @@ class TorchSurface:
         self.layer.load_state_dict({"weight": weight, "bias": bias}, strict=False)
         self.call: Callable[[Any], Any] = self.layer
         if case.recompute:
-            context_fn = contexts or noop_context_fn
-            self.call = lambda x: checkpoint(
-                self.layer, x, use_reentrant=False, context_fn=context_fn
-            )
+            options: Any = {"use_reentrant": False, "context_fn": contexts or noop_context_fn}
+            self.call = lambda x: checkpoint(self.layer, x, **options)
 
     def train(self, x: NDArrayAny, dy: NDArrayAny) -> Step:
         t = self._tensor(x).requires_grad_()
@@ -80,7 +74,7 @@ class TorchSurface:
 
 
 class ChainerSurface:
-    """multibn's Chainer link, or another with the interface of ChainerMN's."""
+    """multibn's Chainer link, or another link with the interface of ChainerMN's."""
 
     def __init__(self, case: Case, link: Any) -> None:
         self.case, self.link = case, link

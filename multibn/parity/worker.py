@@ -1,7 +1,8 @@
 """One rank of a launch of the parity command: `python -m multibn.parity.worker JOB DIRECTORY`.
 
-The rank trains every surface over every communicator of its launcher. Nothing is compared here, so
-that no rank leaves the others waiting in a collective.
+JOB is a `Job` as JSON. The rank trains every surface over every communicator of its launcher, and
+writes arrays, messages and times to DIRECTORY. It compares nothing, so that it cannot fail and
+leave the other ranks waiting in a collective.
 """
 
 import json
@@ -23,9 +24,9 @@ from multibn.parity.surfaces import SURFACES
 def train(
     surface: str, case: Case, communicator: Communicator
 ) -> tuple[dict[str, NDArrayAny], dict[str, Any]]:
-    """Arrays by "step/quantity", and messages and seconds of every step, of this rank.
+    """This rank's arrays by "step/quantity", and notes: messages and seconds of every step.
 
-    Collective over `communicator`. The last entry of the messages is the evaluation's.
+    Collective over `communicator`. The last entry of the messages is that of the evaluation.
     """
     counting = CountingCommunicator(communicator)
     make = PEERS[surface].make if surface in PEERS else SURFACES[surface]
@@ -48,7 +49,7 @@ def train(
 
 
 def main(spec: str, directory: str) -> None:
-    """Run the job of which `spec` is the JSON and write the results to `directory`."""
+    """Run the job `spec` and write this rank's results to `directory`."""
     job = Job(**json.loads(spec))
     arrays: dict[str, NDArrayAny] = {}
     notes: dict[str, Any] = {}
@@ -59,9 +60,7 @@ def main(spec: str, directory: str) -> None:
 
             arrays, notes = model.train(job.model, communicator)
         for surface in job.surfaces:
-            for case in CASES:
-                if case.name not in job.cases:
-                    continue
+            for case in (case for case in CASES if case.name in job.cases):
                 key = f"{surface}/{name}/{case.name}"
                 trained, notes[key] = train(surface, case, communicator)
                 arrays |= {f"{key}/{k}": a for k, a in trained.items()}

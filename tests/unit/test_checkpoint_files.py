@@ -267,7 +267,10 @@ def test_complex_numbers(tmp_path: Path) -> None:
 
 def test_executables(tmp_path: Path) -> None:
     pickled(tmp_path / "a.pt", random.Random(0), tmp_path / "marker")
-    refused(tmp_path / "a.pt", "holds Python objects that are no tensors, or is damaged; none of ")
+    refused(
+        tmp_path / "a.pt",
+        "holds Python objects that are no tensors, or is damaged; nothing was executed",
+    )
 
 
 def test_checksums(tmp_path: Path) -> None:
@@ -291,7 +294,10 @@ def test_an_archive_with_hidden_members(tmp_path: Path) -> None:
 def test_archives_that_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_ALWAYS_ALLOWED", 10_000)
     make(tmp_path / "a.npz", {"fc/W": np.zeros((1000, 1000))})
-    refused(tmp_path / "a.npz", r"declares 8000128 bytes in a file of \d+, which must be at most 1")
+    refused(
+        tmp_path / "a.npz",
+        r"declares 8000128 bytes in a file of \d+, and must declare at most 100 times",
+    )
     torch.save({"fc.weight": torch.zeros(1).expand(1000, 1000)}, tmp_path / "a.pt")
     refused(tmp_path / "a.pt", "declares 4000000 bytes")
 
@@ -309,7 +315,7 @@ def test_a_name_that_is_there_twice(tmp_path: Path) -> None:
     make(tmp_path / "a.npz")
     with zipfile.ZipFile(tmp_path / "a.npz", "a") as archive, pytest.warns(match="Duplicate"):
         archive.writestr("fc/W.npy", b"")
-    refused(tmp_path / "a.npz", r"arrays with distinct names: found 'fc/W\.npy' twice")
+    refused(tmp_path / "a.npz", r"arrays with distinct names: got 'fc/W\.npy' twice")
 
 
 def test_paths(tmp_path: Path) -> None:

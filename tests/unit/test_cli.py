@@ -124,7 +124,7 @@ def test_parity_without_numpy(monkeypatch: Any, capsys: Any) -> None:
 def test_files_that_cannot_be_written_are_refused_first(tmp_path: Path, capsys: Any) -> None:
     require.need("cli")
     assert cli.main(["parity", "--json", str(tmp_path / "no" / "a.json")]) == 2
-    assert "must be in a folder that exists" in capsys.readouterr().err
+    assert "must be a file in a folder that exists" in capsys.readouterr().err
 
 
 def test_convert(tmp_path: Path, capsys: Any) -> None:

@@ -1,4 +1,4 @@
-"""Reversible blocks, whose activations are computed back instead of kept."""
+"""Reversible blocks: the backward pass recomputes activations instead of storing them."""
 
 from multibn.torch_backend.reversible.engine import Drift as Drift
 from multibn.torch_backend.reversible.engine import drift as drift

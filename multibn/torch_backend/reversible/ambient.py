@@ -1,4 +1,4 @@
-"""What the result of a module depends on besides its inputs, kept from a first pass to the next."""
+"""The state that a module's result depends on besides its inputs, restored for a second pass."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -17,12 +17,12 @@ _NORMS = (_NormBase, Synchronized)
 class Ambient:
     """Random numbers, autocast, training flags and batch statistics of one pass of a module.
 
-    `recording` is entered once and around the first pass; `replaying` around each that follows. The
-    user's random number generators are read and put back, never seeded. `name` is what errors call
-    the module, `parts` are the module and all modules in it, `device` is that of its inputs.
+    Enter `recording` around the first pass, and `replaying` around each later pass. They read and
+    restore the states of the user's random number generators and never seed them. Errors call the
+    module `name`; `parts` are the module and all modules in it, `device` is that of its inputs.
 
-    `recording` raises RuntimeError if the module has changed its own buffers, batch norms excepted;
-    `replaying` does if parameters or buffers are no longer what they were.
+    `recording` raises RuntimeError if the module has changed its own buffers (batch norms may);
+    `replaying` raises it if parameters or buffers have changed since the first pass.
     """
 
     def __init__(self, name: str, parts: Sequence[nn.Module], device: torch.device) -> None:
@@ -40,12 +40,11 @@ class Ambient:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Context of the first pass."""
         before = self._rng_states()
         with self._first, self._autocasting():
             yield
         if not all(map(torch.equal, before, self._rng_states())):
-            self._rng = before  # else nothing was drawn, and nothing has to be put back
+            self._rng = before  # None if the pass draws nothing: no state to restore
         changed = self._changed()
         if changed is not None:
             raise RuntimeError(
@@ -55,7 +54,6 @@ class Ambient:
 
     @contextlib.contextmanager
     def replaying(self) -> Iterator[None]:
-        """Context of a pass that runs again."""
         changed = self._changed()
         if changed is not None:
             raise RuntimeError(
@@ -76,7 +74,7 @@ class Ambient:
         return next((label for label, t in named if t is changed), "a tensor")
 
     def _rng_states(self) -> list[Tensor]:
-        """Of the CPU's generator and, if the inputs are elsewhere, of that device's."""
+        """States of the CPU's generator and of the inputs' device, if this is another."""
         if self._device is None:
             return [torch.get_rng_state()]
         accelerator = torch.get_device_module(self._device)
@@ -87,21 +85,19 @@ class Ambient:
         if self._rng is None:
             yield
             return
-        if self._device is None:
-            with torch.random.fork_rng([]):
-                torch.set_rng_state(*self._rng)
-                yield
-            return
-        with torch.random.fork_rng([self._device.index], device_type=self._device.type):
+        device = self._device
+        forked = [] if device is None else [device.index]
+        with torch.random.fork_rng(forked, device_type=device.type if device else "cuda"):
             torch.set_rng_state(self._rng[0])
-            torch.get_device_module(self._device).set_rng_state(self._rng[1], self._device)
+            if device is not None:
+                torch.get_device_module(device).set_rng_state(self._rng[1], device)
             yield
 
     @contextlib.contextmanager
     def _autocasting(self) -> Iterator[None]:
-        # Without the cache, which would keep the cast weights of all blocks until the user's
-        # autocast ends, and on some versions of torch hand one that was cast without a gradient to
-        # whoever uses the weight next.
+        # Autocast's cache would hold the cast weights of all blocks until the user's autocast ends,
+        # and some versions of torch reuse a weight that was cast without a gradient where a later
+        # operation needs the gradient.
         with contextlib.ExitStack() as stack:
             for kind, enabled, dtype in self._autocast:
                 if enabled or torch.is_autocast_enabled(kind):
@@ -122,7 +118,7 @@ class Ambient:
 
 
 def _read_by(parts: Sequence[nn.Module]) -> Iterator[Tensor]:
-    """Parameters and buffers that must keep their values; norms in training write theirs."""
+    """Parameters and buffers that must not change: all but those that norms in training write."""
     written = {
         id(buffer)
         for part in parts

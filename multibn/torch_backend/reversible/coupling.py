@@ -1,4 +1,4 @@
-"""Half a block as one node of autograd's graph, which keeps nothing and is run again backward."""
+"""Half a block as one node of autograd's graph: saves nothing, and runs again in backward."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,11 @@ from multibn.torch_backend.reversible.ambient import Ambient
 
 
 class Half:
-    """F or G of one block in one call: what it adds to a stream, given the other."""
+    """F or G of one block in one call: a function of one stream, whose result the other adds.
+
+    `into` is the index of the stream that is added to, `seen` the dtype of the module's input, and
+    `scale` multiplies each sample's result (stochastic depth).
+    """
 
     def __init__(
         self, block: int, into: int, module: nn.Module, seen: torch.dtype, scale: Tensor | None
@@ -32,7 +36,7 @@ class Half:
         return f"{'FG'[self.into]} of block {self.block}"
 
     def __call__(self, here: Tensor, there: Tensor, cond: Sequence[Any]) -> Tensor:
-        """What is added to `here`."""
+        """The function of stream `there` that stream `here` adds."""
         added: Tensor = self.module(there.to(self.seen), *cond)
         if added.shape != here.shape:
             raise ValueError(
@@ -46,10 +50,7 @@ class Half:
 
     @contextlib.contextmanager
     def with_parameters(self, parameters: Sequence[Tensor]) -> Iterator[None]:
-        """Context in which the module has these in the place of `self.parameters`.
-
-        As torch.func.functional_call does, at a fraction of its time.
-        """
+        """Replace `self.parameters`, as torch.func.functional_call would in much more time."""
         others = {id(p): other for p, other in zip(self.parameters, parameters, strict=True)}
         before = [values[name] for values, name, _ in self._places]
         try:
@@ -65,10 +66,11 @@ _TENSOR = object()
 
 
 class Run:
-    """One call: what its halves were and, in the backward pass, the streams where it stands.
+    """One call of `reversible`: its halves, and in the backward pass the present streams.
 
-    The streams and the tensors of `cond` are in the keeping of autograd, by the anchors, which
-    checks and frees them; here they are from the anchor to the first half only.
+    Between forward and backward only `_Anchor` holds streams and the tensors of `cond`, by
+    save_for_backward: autograd checks and frees them. `restore` fills `streams`, `release` empties
+    them.
     """
 
     def __init__(self, cond: Sequence[Any]) -> None:
@@ -81,14 +83,13 @@ class Run:
 
     def couple(self, half: Half, here: Tensor, there: Tensor, cond: Sequence[Any]) -> Tensor:
         """Stream `half.into` after `half`, as a node of the graph."""
-        inputs = (here, there, *tensors(cond), *half.parameters)
-        added_to: Tensor = _Couple.apply(self, half, *inputs)
-        if added_to.requires_grad and self._first is None:
+        y: Tensor = _Couple.apply(self, half, here, there, *tensors(cond), *half.parameters)
+        if y.requires_grad and self._first is None:
             self._first = len(self.halves) - 1
-        return added_to
+        return y
 
     def anchor(self, streams: Sequence[Tensor], cond: Sequence[Any]) -> list[Tensor]:
-        """The streams, kept here."""
+        """The streams, saved at this point of the graph."""
         return list(_Anchor.apply(self, len(self.halves), *streams, *tensors(cond)))
 
     def first_pass(self, half: Half, here: Tensor, there: Tensor, cond: Sequence[Any]) -> Tensor:
@@ -106,11 +107,11 @@ class Run:
         return here + added
 
     def restore(self, position: int, saved: Sequence[Tensor]) -> None:
-        """Stand after `position` halves, where an anchor has saved the streams."""
+        """Continue from the streams `saved` by the anchor after `position` halves."""
         self._position, self.streams, self._tensors = position, list(saved[:2]), list(saved[2:])
 
     def rewind(self, position: int) -> None:
-        """Undo halves until `position` of them are left."""
+        """Undo all halves from index `position` on."""
         while self._position > position:
             half, ambient = self.halves[self._position - 1]
             here, there = self.streams[half.into], self.streams[1 - half.into]
@@ -119,15 +120,15 @@ class Run:
             self._undo(half, added)
 
     def gradients(self, index: int, dy: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
-        """Gradients of half `index` where `needed` of its stream, `cond` and parameters; undo it.
+        """Gradients of half `index`, for its stream, `cond` and parameters; then undo the half.
 
-        `dy` is the gradient of the stream after it.
+        `dy` is the gradient of the stream after the half, `needed` says which gradients to compute.
         """
         self.rewind(index + 1)
         half, ambient = self.halves[index]
         here, there = self.streams[half.into], self.streams[1 - half.into]
-        # Aliases: on the parameters themselves the user's hooks would run here, and again when
-        # autograd has summed their gradients.
+        # Aliases of the parameters: the user's hooks on the parameters would run here, and a second
+        # time when autograd has summed the gradients.
         inputs = [
             t.detach().requires_grad_(need)
             for t, need in zip((there, *self._tensors, *half.parameters), needed, strict=True)
@@ -139,18 +140,18 @@ class Run:
         ends = [get_gradient_edge(added)] if added.requires_grad else []
         if index != self._first:
             self._undo(half, added.detach())
-        del here, there, added  # the peak of the memory is in what follows
+        del here, there, added  # memory is at its peak in the next lines
         wanted = [t for t in inputs if t.requires_grad] if ends else []
         grads = iter(torch.autograd.grad(ends, wanted, dy, allow_unused=True) if wanted else ())
         return [next(grads, None) if t.requires_grad else None for t in inputs]
 
     def release(self, index: int) -> None:
-        """Let go of the streams if no half before `index` needs them."""
+        """Free the streams if no half before `index` needs a gradient."""
         if index == self._first:
             self.streams, self._tensors = [], []
 
     def cond(self, values: Sequence[Tensor]) -> list[Any]:
-        """The modules' further arguments, with `values` for those that are tensors."""
+        """The modules' further arguments, with `values` in the place of the tensors."""
         following = iter(values)
         return [next(following) if c is _TENSOR else c for c in self._template]
 
@@ -160,7 +161,7 @@ class Run:
 
 
 class _Couple(torch.autograd.Function):
-    """A stream and what half a block adds to it. Keeps nothing."""
+    """A stream plus half a block's result; saves no tensor."""
 
     @staticmethod
     def forward(
@@ -188,7 +189,7 @@ class _Couple(torch.autograd.Function):
 
 
 class _Anchor(torch.autograd.Function):
-    """The streams as they are: the one place where they are kept."""
+    """Identity that saves the streams."""
 
     @staticmethod
     def forward(
@@ -206,12 +207,12 @@ class _Anchor(torch.autograd.Function):
 
 
 def tensors(cond: Sequence[Any]) -> list[Tensor]:
-    """Those of the modules' further arguments that are tensors."""
+    """The tensors among the modules' further arguments."""
     return [c for c in cond if isinstance(c, Tensor)]
 
 
 def _refuse_foreign(half: Half, added: Tensor, inputs: Sequence[Tensor]) -> None:
-    """Raise if the module needs gradients for tensors that autograd does not know it reads."""
+    """Raise if `added` depends on leaves other than `inputs`, whose gradients would be lost."""
     own = {id(t) for t in inputs}
     seen: set[Any] = set()
     waiting: list[Any] = [added.grad_fn]

@@ -1,12 +1,13 @@
-"""Pairs of modules whose inputs are computed back from their outputs instead of kept.
+"""Pairs of modules whose inputs are recomputed from their outputs instead of stored.
 
-A block of two modules, F and G, and two streams of activations,
+A block has two modules, F and G, and two streams of activations; its outputs determine its inputs
+(Gomez et al. 2017)::
 
     y1 = x1 + F(x2)        x2 = y2 - G(y1)
     y2 = x2 + G(y1)        x1 = y1 - F(x2)
 
-is undone from its outputs (Gomez et al. 2017), so a chain of blocks keeps the two streams at its
-end, whatever its depth, and the backward pass computes the rest again, half a block at a time.
+So a chain of blocks of any depth stores only the two streams at its end, and the backward pass
+recomputes the other streams, half a block at a time.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -38,62 +39,61 @@ def reversible(
     Parameters
     ----------
     blocks
-        Any modules: F returns the shape of the first stream, G that of the second. They may
-        occur several times. What they need gradients for must be their parameters or in `cond`.
+        Any modules: F returns the shape of the first stream, G the shape of the second. A module
+        may occur several times. Tensors that need gradients must be its parameters or in `cond`.
     x1, x2
         The streams, floating-point, batch first.
     *cond
         Further arguments of every module. Tensors get gradients; anything else is passed as it is.
     mode
-        `"reversible"` keeps the outputs alone and runs each module again in the backward pass.
-        `"stored"` keeps what autograd keeps: the same outputs bit for bit, and gradients equal but
-        for rounding.
+        `"reversible"` stores the outputs alone and runs each module again in the backward pass.
+        `"stored"` is ordinary autograd: outputs equal bit for bit, gradients up to rounding.
     drop_path
-        For each block, the probability in [0, 1) that a sample skips F, and G, while that is in
-        training (stochastic depth, Huang et al. 2016). What is kept is divided by its probability.
+        For each block, the probability p in [0, 1) that a sample skips F, and G, while the module
+        is in training (stochastic depth, Huang et al. 2016). Other samples are divided by 1 - p.
     tied_drop_path
-        Whether a sample that skips F skips G of that block, too, as in SlowFast; else they are
-        drawn apart.
+        Whether a sample that skips F skips G of the same block, too, as in SlowFast; otherwise two
+        independent draws decide.
     buffer_after
-        Indices of blocks after which the streams are kept, so that the error of computing them back
-        starts from zero there.
+        Indices of blocks after which the streams are stored, too: the rounding error of the
+        recomputation starts from zero there.
     stream_dtype
-        Type in which the streams are added up. None is the type that the modules see them in, the
-        wider of the inputs', and float64 under autocast, where modules see at least float32. A
-        wider one makes what is computed back round to the very numbers that the modules saw:
-        float32 for a model in half precision, float64 where float32 drifts.
+        Dtype in which the streams are summed. By default the dtype of the modules' inputs, the
+        wider of `x1` and `x2`; float64 under autocast, where modules get at least float32. With a
+        wider dtype, recomputed streams round to exactly the inputs of the first pass: float32 for a
+        model in half precision, float64 where float32 drifts.
 
     Returns
     -------
     y1, y2
-        The streams behind the last block, of the shapes of `x1` and `x2`, in the type that the
-        modules see.
+        The streams after the last block, of the shapes of `x1` and `x2`, in the dtype of the
+        modules' inputs.
 
     Raises
     ------
     TypeError
         If `x1` and `x2` are not floating-point tensors.
     ValueError
-        If an option does not fit, or a module returns another shape than its stream's.
+        If an option is not valid, or a module returns another shape than its stream's.
     RuntimeError
         In the forward pass, if a module changes its inputs, or buffers other than a batch norm's.
-        In the backward pass, if parameters have been modified since, if a module needs gradients
-        for tensors that are not its own, or with `create_graph=True`: use `mode="stored"`.
+        In the backward pass, if parameters have been modified since the forward pass, if a module
+        needs gradients for other tensors than its parameters and `cond`, or with
+        `create_graph=True`: use `mode="stored"`.
 
     Notes
     -----
-    Collective where the modules are: every rank runs every module, samples that are dropped
-    included, in the same order. Batch norms of multibn communicate in the forward pass and in the
-    backward pass as in `"stored"`, and not when a module runs again (see `multibn.recompute`);
-    those and torch's count each batch once.
+    Collective if the modules are: every rank runs every module in the same order, also if it drops
+    all samples. Batch norms of multibn communicate as in `"stored"`, and not when a module runs
+    again (see `multibn.recompute`); they and torch's batch norms count each batch once.
 
-    Random numbers are drawn from the global generators in the order of `"stored"`, and the
-    recomputation puts their states back. Autocast and training flags are those of the forward pass.
+    Random numbers come from the global generators in the order of `"stored"`, and the recomputation
+    restores the generators' states. It uses the forward pass's autocast and training flags.
     """
     check_choice("mode", mode, Mode)
     buffered = _buffered(blocks, buffer_after)
     streams, seen = _streams(x1, x2, stream_dtype)
-    # What autograd will not differentiate, it does not keep.
+    # Without gradients autograd stores nothing in either mode.
     run = Run(cond) if mode == "reversible" and torch.is_grad_enabled() else None
     for half in _halves(blocks, streams, seen, drop_path, tied_drop_path):
         here, there = streams[half.into], streams[1 - half.into]
@@ -119,14 +119,14 @@ def inverse(
     Raises
     ------
     RuntimeError
-        If a module is in training: what it drew, and the statistics of its batch, are gone.
+        If a module is in training: its random numbers and its batch's statistics are not known.
     """
     streams, seen = _streams(y1, y2, stream_dtype)
     for half in reversed(list(_halves(blocks, streams, seen))):
         if half.module.training:
             raise RuntimeError(
-                f"{half} is in training, and what was random or of the batch in the forward pass "
-                "cannot be undone after it. Call eval() first."
+                f"{half} is in training: the random numbers and batch statistics of the forward "
+                "pass are not known. Call eval() first."
             )
         here, there = streams[half.into], streams[1 - half.into]
         streams[half.into] = here - half(here, there, cond)
@@ -134,7 +134,7 @@ def inverse(
 
 
 class Drift(NamedTuple):
-    """How far the streams before a block, computed back from the end, are from what they were.
+    """How far the streams before a block, recomputed from the end, are from the original ones.
 
     Attributes
     ----------
@@ -143,7 +143,7 @@ class Drift(NamedTuple):
     max_abs
         Largest absolute difference.
     relative
-        The same, divided by the largest absolute value of the streams there.
+        `max_abs` divided by the largest absolute value of the original streams.
     """
 
     block: int
@@ -162,20 +162,10 @@ def drift(
     buffer_after: Collection[int] = (),
     stream_dtype: torch.dtype | None = None,
 ) -> list[Drift]:
-    """Measure the rounding error that the backward pass of `reversible` would meet at each block.
+    """Rounding error that the backward pass of `reversible` would meet at each block, in order.
 
-    A forward pass like any other, in training included: batch norms count the batch, and it is
-    collective where they are. It keeps the streams before each block.
-
-    Parameters
-    ----------
-    blocks, x1, x2, *cond, drop_path, tied_drop_path, buffer_after, stream_dtype
-        As for `reversible`.
-
-    Returns
-    -------
-    list of Drift
-        One for each block, in their order.
+    Runs a forward pass, and stores the streams before each block: in training, batch norms count
+    the batch, and the call is collective if they are. Arguments are those of `reversible`.
     """
     buffered = _buffered(blocks, buffer_after)
     run = Run(cond)
@@ -198,7 +188,7 @@ def drift(
 
 
 def _buffered(blocks: Sequence[Block], buffer_after: Collection[int]) -> set[int]:
-    """Indices of blocks after which streams are kept: those asked for, and the last."""
+    """Indices of blocks after which streams are stored: `buffer_after` and the last."""
     wrong = [index for index in buffer_after if not 0 <= index < len(blocks)]
     if wrong:
         raise ValueError(
@@ -210,17 +200,17 @@ def _buffered(blocks: Sequence[Block], buffer_after: Collection[int]) -> set[int
 def _streams(
     x1: Tensor, x2: Tensor, stream_dtype: torch.dtype | None
 ) -> tuple[list[Tensor], torch.dtype]:
-    """The streams in the type in which they are added up, and the type that modules see."""
+    """The streams in the dtype of their sums, and the dtype of the modules' inputs."""
     for name, x in (("first", x1), ("second", x2)):
         if not (isinstance(x, Tensor) and x.is_floating_point()):
             got = x.dtype if isinstance(x, Tensor) else type(x).__qualname__
             raise TypeError(f"the {name} stream must be a floating-point tensor: got {got}.")
     seen = torch.promote_types(x1.dtype, x2.dtype)
-    kind = x1.device.type  # "meta" has no autocast, and no answer to whether it is on
+    kind = x1.device.type  # is_autocast_enabled raises for "meta"
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         seen = torch.promote_types(seen, torch.float32)
-        # A last bit of float32 that is computed back otherwise may flip a rounding to bfloat16, and
-        # of many blocks some do. MPS has no float64.
+        # A float32 stream may be recomputed with another last bit, which can flip a rounding to
+        # bfloat16: in a chain of many blocks, some flip. MPS has no float64.
         stream_dtype = stream_dtype or (seen if kind == "mps" else torch.float64)
     return [x.to(stream_dtype or seen) for x in (x1, x2)], seen
 
@@ -232,7 +222,7 @@ def _halves(
     drop_path: Sequence[float] | None = None,
     tied: bool = False,
 ) -> Iterator[Half]:
-    """F and G of each block, with what they drop: drawn when they are reached."""
+    """F and G of each block; each draws its dropped samples when the iteration reaches it."""
     rates = [0.0] * len(blocks) if drop_path is None else list(drop_path)
     if len(rates) != len(blocks) or not all(0 <= rate < 1 for rate in rates):
         raise ValueError(
@@ -248,7 +238,7 @@ def _halves(
 
 
 def _scale(stream: Tensor, rate: float) -> Tensor | None:
-    """For each sample, 0 with probability `rate`, else 1 / (1 - rate); None is 1."""
+    """For each sample, 0 with probability `rate`, else 1 / (1 - rate); None for all 1."""
     if not rate:
         return None
     return stream.new_empty(len(stream)).bernoulli_(1 - rate).div_(1 - rate)

@@ -1,4 +1,4 @@
-"""What a training step takes in memory: what autograd keeps, and the peak."""
+"""Memory of a training step: tensors that autograd saves, and the peak."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -17,9 +17,9 @@ class Memory(NamedTuple):
     Attributes
     ----------
     saved
-        What autograd keeps from the forward pass to the backward pass, the input included.
+        Tensors that autograd saves in the forward pass for the backward pass, the input included.
     peak
-        The most that tensors made in the step hold at any time.
+        The most bytes that tensors created in the step hold at any time.
     """
 
     saved: int
@@ -29,19 +29,20 @@ class Memory(NamedTuple):
 def measure_memory(loss: Callable[[], Tensor], parameters: Iterable[Tensor]) -> Memory:
     """Run one training step and count its bytes, on any device.
 
-    Tensors are counted, each storage once, and not what their allocator rounds up or what kernels
-    borrow inside.
+    Counts the storage of tensors, each once, but not what their allocator adds to round up, nor
+    temporary memory inside of kernels.
 
     Parameters
     ----------
     loss
-        The forward pass; returns the scalar to differentiate. Called once, so batch norms count
-        one batch, and it is collective where they are.
+        The forward pass; returns the scalar to differentiate. Called once: batch norms count one
+        batch, and the call is collective if they are.
     parameters
-        What is not counted, nor its gradients, which are None before and after.
+        Tensors that are not counted, and whose gradients are not. Sets their gradients to None.
     """
     parameters = list(parameters)
-    _forget_gradients(parameters)
+    for parameter in parameters:
+        parameter.grad = None
     own = {p.untyped_storage().data_ptr() for p in parameters}
     saved: dict[int, int] = {}
 
@@ -56,25 +57,21 @@ def measure_memory(loss: Callable[[], Tensor], parameters: Iterable[Tensor]) -> 
             value = loss()
         value.backward()
     peak = storages.peak(without=[p.grad for p in parameters if p.grad is not None])
-    _forget_gradients(parameters)
+    for parameter in parameters:
+        parameter.grad = None
     return Memory(sum(saved.values()), peak)
 
 
-def _forget_gradients(parameters: Iterable[Tensor]) -> None:
-    for parameter in parameters:
-        parameter.grad = None
-
-
 class _Storages(TorchDispatchMode):
-    """Notes when each storage that an operator returns first is seen, and when it goes."""
+    """Notes when an operator first returns a storage, and when the storage is freed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._alive: dict[int, int] = {}  # by address, the number of the storage that is there
-        self._changes: list[tuple[int, int]] = []  # number of the storage, and its bytes or less
+        self._alive: dict[int, int] = {}  # address -> number of the storage
+        self._changes: list[tuple[int, int]] = []  # number of the storage, and +bytes or -bytes
 
     def peak(self, without: Iterable[Tensor]) -> int:
-        """Most bytes at any time, not counting the storages of some that are alive."""
+        """Most bytes at any time, not counting the storages of the tensors `without`."""
         apart = {self._alive.get(t.untyped_storage()._cdata) for t in without}
         counted = (size for number, size in self._changes if number not in apart)
         return max(accumulate(counted), default=0)

@@ -14,22 +14,22 @@ from multibn.torch_backend.reversible.engine import Block, Drift, Mode
 class ReversibleSequence(nn.Module):
     """Blocks `y1 = x1 + F(x2); y2 = x2 + G(y1)` whose memory does not grow with their number.
 
-    Autograd keeps the outputs of the last block; the backward pass computes the inputs of each from
-    them and runs F and G again (Gomez et al. 2017, Mangalam et al. 2022). To everything outside the
-    modules, it is the ordinary chain: to DistributedDataParallel, hooks, frozen and shared
-    parameters, random numbers, autocast, and to batch norms, which count each batch once.
+    Autograd saves the outputs of the last block only; the backward pass recomputes each block's
+    inputs and runs F and G again (Gomez et al. 2017, Mangalam et al. 2022). The rest of the program
+    sees an ordinary chain: DistributedDataParallel, hooks, frozen and shared parameters, random
+    numbers and autocast work as usual, and batch norms count each batch once.
 
     Parameters
     ----------
     blocks
         Pairs `(F, G)` of modules, called `layers.{i}.F` and `layers.{i}.G` in the state dict.
     mode
-        `"reversible"`, or `"stored"`: the same numbers from ordinary autograd.
+        `"reversible"`, or `"stored"` for the same numbers from ordinary autograd.
     drop_path
         Probability in [0, 1) that a sample skips F, and G, in training; one for all blocks, or one
         for each.
     tied_drop_path, buffer_after, stream_dtype
-        As for `multibn.torch_backend.reversible.reversible`, which says what is raised, too.
+        As for `multibn.torch_backend.reversible.reversible`, which lists the errors, too.
     """
 
     def __init__(
@@ -53,25 +53,15 @@ class ReversibleSequence(nn.Module):
         self.stream_dtype = stream_dtype
 
     def forward(self, x1: Tensor, x2: Tensor, *cond: Any) -> tuple[Tensor, Tensor]:
-        """The streams behind the last block; `cond` goes to every F and G."""
+        """The streams after the last block; every F and G gets `cond`."""
         return engine.reversible(self._blocks(), x1, x2, *cond, mode=self.mode, **self._options())
 
     def inverse(self, y1: Tensor, y2: Tensor, *cond: Any) -> tuple[Tensor, Tensor]:
-        """The inputs that `forward` has made `y1` and `y2` of, in evaluation mode; no gradient.
-
-        Raises
-        ------
-        RuntimeError
-            In training: what it drew, and the statistics of its batch, are gone.
-        """
+        """Inputs of `forward` from its outputs, as `reversible.inverse` computes and raises."""
         return engine.inverse(self._blocks(), y1, y2, *cond, stream_dtype=self.stream_dtype)
 
     def drift(self, x1: Tensor, x2: Tensor, *cond: Any) -> list[Drift]:
-        """How far the inputs of each block, computed back from the end, are from what they were.
-
-        A forward pass like any other: in training, batch norms count it, collectively where they
-        are. It keeps the streams before each block.
-        """
+        """Rounding error of each block's recomputed inputs, as `reversible.drift` measures."""
         return engine.drift(self._blocks(), x1, x2, *cond, **self._options())
 
     def extra_repr(self) -> str:

@@ -1,1 +1,1 @@
-"""The reversible MViT, built of reversible blocks."""
+"""The reversible MViT, a model of reversible blocks."""

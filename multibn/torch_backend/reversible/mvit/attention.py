@@ -1,4 +1,4 @@
-"""Multi-scale attention: self-attention over a grid of tokens that is pooled on the way."""
+"""Multi-scale attention: self-attention with pooling over the grid of tokens."""
 
 import math
 from collections.abc import Sequence
@@ -30,12 +30,12 @@ def pool_tokens(
 def relative_position_bias(
     q: Tensor, q_thw: Grid, k_thw: Grid, tables: Sequence[Tensor | None]
 ) -> Tensor:
-    """What relative positions add to the attention: `q` times a vector per distance, axis by axis.
+    """Attention bias of relative positions: the sum over axes of `q` times the distance's vector.
 
-    `(B, heads, prod(q_thw), prod(k_thw))` for queries `(B, heads, prod(q_thw), C)`. Where the grids
-    of queries and keys differ, distances count in steps of the finer one. `tables` are, for the
-    axes T, H and W, None or vectors `(distances, C)`, which are resized linearly unless there are
-    twice the longer side less 1.
+    `(B, heads, prod(q_thw), prod(k_thw))` for queries `(B, heads, prod(q_thw), C)`. If the grids
+    of queries and keys differ, distances count steps of the finer grid. `tables` holds, for the
+    axes T, H and W, None or vectors `(distances, C)`; linear interpolation gives a table of another
+    length than `2 * longer side - 1` this length.
     """
     q = q.unflatten(2, q_thw)
     bias = q.new_zeros(1)
@@ -64,49 +64,43 @@ def _vectors(table: Tensor, q_size: int, k_size: int) -> Tensor:
 
 
 class MultiScaleAttention(nn.Module):
-    """Multi-head attention whose queries, and keys and values, are pooled over the token grid.
+    """Multi-head attention that pools queries, keys and values over the token grid.
 
     Parameters
     ----------
     dim, dim_out
-        Width of the input and of the output; `num_heads` divides `dim_out`, and with `pool_first`
-        `dim` too.
+        Width of the input and of the output; `num_heads` must divide `dim_out`, and also `dim` with
+        `pool_first`.
     num_heads
         Number of heads.
     grid
-        Frames, rows and columns of the input, which sets the size of the relative positions. Other
-        grids can be passed to `forward`.
+        Frames, rows and columns of the input, for the size of the relative positions. `forward`
+        takes other grids, too.
     kernel_q, stride_q, kernel_kv, stride_kv
-        Of the pooling, three numbers each, or empty for none.
+        Kernels and strides of the pooling, three numbers each, or empty for no pooling.
     qkv_bias
         Whether queries, keys and values have a bias.
     drop_rate
         Dropout of the output.
     pool_mode
-        `"conv"`, a depthwise convolution that the heads share, followed by a norm;
-        `"conv_unshared"`, over all channels, with `pool_first` only; `"avg"` or `"max"`.
+        `"conv"`, a depthwise convolution shared by the heads, then a norm; `"conv_unshared"`, the
+        same over all channels, with `pool_first` only; `"avg"` or `"max"`.
     pool_first
         Pool the input instead of the queries, keys and values.
     separate_qkv
-        Three linear layers q, k, v in place of one; always so with `pool_first`.
+        Three linear layers q, k, v instead of one; implied by `pool_first`.
     rel_pos_spatial, rel_pos_temporal, rel_pos_zero_init
         Relative positions along rows and columns, along frames, and whether they start at zero.
     residual_pooling
         Add the pooled queries to the output.
     norm
-        Makes the norms after the pooling, in the role `"pool"`.
+        Factory of the norms after the pooling, called with the role `"pool"`.
 
     References
     ----------
     Fan et al., "Multiscale Vision Transformers", ICCV 2021; Li et al., "MViTv2", CVPR 2022.
     """
 
-    pool_q: nn.Module | None
-    pool_k: nn.Module | None
-    pool_v: nn.Module | None
-    norm_q: nn.Module | None
-    norm_k: nn.Module | None
-    norm_v: nn.Module | None
     rel_pos_h: Tensor | None
     rel_pos_w: Tensor | None
     rel_pos_t: Tensor | None
@@ -150,19 +144,18 @@ class MultiScaleAttention(nn.Module):
         self.proj_drop = nn.Dropout(drop_rate)
 
         channels = (dim if pool_first else dim_out) // self.pool_heads
-        for name, kernel, stride in (
-            ("q", kernel_q, stride_q),
-            ("k", kernel_kv, stride_kv),
-            ("v", kernel_kv, stride_kv),
-        ):
+
+        def pooling(kernel: Sequence[int], stride: Sequence[int]) -> list[nn.Module | None]:
             pool = _make_pool(pool_mode, channels, kernel, stride)
-            setattr(self, f"pool_{name}", pool)
-            normed = isinstance(pool, nn.Conv3d)
-            setattr(self, f"norm_{name}", norm(channels, "pool") if normed else None)
+            return [pool, norm(channels, "pool") if isinstance(pool, nn.Conv3d) else None]
+
+        self.pool_q, self.norm_q = pooling(kernel_q, stride_q)
+        self.pool_k, self.norm_k = pooling(kernel_kv, stride_kv)
+        self.pool_v, self.norm_v = pooling(kernel_kv, stride_kv)
 
         wanted = (rel_pos_temporal, rel_pos_spatial, rel_pos_spatial)
         strides = zip(stride_q or (1, 1, 1), stride_kv or (1, 1, 1), strict=True)
-        table_strides = [(1, 1), *list(strides)[1:]]  # of frames, that of the grid before pooling
+        table_strides = [(1, 1), *list(strides)[1:]]  # frames: the table is for the unpooled grid
         for axis in (1, 2, 0):
             table = None
             if wanted[axis]:
@@ -173,31 +166,28 @@ class MultiScaleAttention(nn.Module):
             self.register_parameter(f"rel_pos_{'thw'[axis]}", table)
 
     def forward(self, x: Tensor, thw: Grid) -> Tensor:
-        """Attend: `(B, T*H*W, dim)` with the grid `thw` to `(B, T'*H'*W', dim_out)`."""
+        """Map `(B, T*H*W, dim)` on the grid `thw` to `(B, T'*H'*W', dim_out)`."""
+        heads = self.num_heads
         if self.pool_first:
             q = k = v = split_heads(x, self.pool_heads)
         elif self.separate_qkv:
-            q, k, v = (
-                split_heads(linear(x), self.num_heads) for linear in (self.q, self.k, self.v)
-            )
+            q, k, v = (split_heads(linear(x), heads) for linear in (self.q, self.k, self.v))
         else:
-            q, k, v = (split_heads(y, self.num_heads) for y in self.qkv(x).chunk(3, dim=-1))
+            q, k, v = (split_heads(y, heads) for y in self.qkv(x).chunk(3, dim=-1))
 
         q, q_thw = pool_tokens(q, self.pool_q, thw, self.norm_q)
         k, k_thw = pool_tokens(k, self.pool_k, thw, self.norm_k)
         v, _ = pool_tokens(v, self.pool_v, thw, self.norm_v)
         if self.pool_first:
-            q, k, v = (
-                split_heads(linear(merge_heads(y)), self.num_heads)
-                for linear, y in ((self.q, q), (self.k, k), (self.v, v))
-            )
+            pooled = (self.q, q), (self.k, k), (self.v, v)
+            q, k, v = (split_heads(linear(merge_heads(y)), heads) for linear, y in pooled)
 
         tables = (self.rel_pos_t, self.rel_pos_h, self.rel_pos_w)
         if all(table is None for table in tables):
             y = F.scaled_dot_product_attention(q, k, v)
         else:
-            # Given a mask, scaled_dot_product_attention takes another kernel where it needs a
-            # gradient, so that a recomputation would not repeat the first pass.
+            # With a mask, scaled_dot_product_attention uses another kernel if gradients are needed:
+            # the recomputation would not repeat the numbers of the first pass.
             bias = relative_position_bias(q, q_thw, k_thw, tables)
             scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1]) + bias
             y = scores.softmax(dim=-1) @ v
@@ -219,7 +209,7 @@ def merge_heads(x: Tensor) -> Tensor:
 def _make_pool(
     mode: str, channels: int, kernel: Sequence[int], stride: Sequence[int]
 ) -> nn.Module | None:
-    if math.prod(kernel) == math.prod(stride) == 1:  # also where both are empty
+    if math.prod(kernel) == math.prod(stride) == 1:  # also if both are empty
         return None
     shape: dict[str, Any] = {
         "kernel_size": tuple(kernel),

@@ -1,11 +1,11 @@
-"""What a reversible MViT is made of: the keys of SlowFast's configs that its model reads."""
+"""Options of a reversible MViT: the keys of SlowFast's configs that its model reads."""
 
 import ast
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_origin, get_type_hints
 
 from multibn._typing import check_choice
 from multibn.torch_backend.reversible.mvit.fusion import parse_mode
@@ -15,8 +15,8 @@ DropPathMode = Literal["residual_branch", "whole"]
 _SECTIONS = ("DATA", "MODEL", "MVIT", "DETECTION")
 _LEAF = (Sequence, int, float, type(None))  # bool is an int, str a Sequence
 
-# Keys of MVIT that nothing reads: those that SlowFast's reversible model does not read either,
-# and what is said elsewhere.
+# Keys of MVIT that are accepted and become no option: SlowFast's reversible model does not read
+# them either, or another option says the same.
 _UNREAD = {
     "MVIT.CLS_EMBED_ON",
     "MVIT.LAYER_SCALE_INIT_VALUE",
@@ -33,8 +33,8 @@ def _key(key: str, default: Any) -> Any:
 class RevMViTConfig:
     """Options of a reversible MViT, under the names of SlowFast's keys in lower case.
 
-    Defaults are SlowFast's, but for the cls token, which no reversible model has. Lists of layers
-    are SlowFast's, too: `dim_mul=((1, 2.0),)` doubles the width in layer 1, and
+    Defaults are SlowFast's, but for the cls token, which no reversible model has. So are lists of
+    layers: `dim_mul=((1, 2.0),)` doubles the width in layer 1, and
     `pool_q_stride=((1, 1, 2, 2),)` pools the queries of layer 1 by (1, 2, 2).
 
     Parameters
@@ -43,48 +43,48 @@ class RevMViTConfig:
         Rows and columns, frames, and channels of the input (DATA.TRAIN_CROP_SIZE, NUM_FRAMES and
         the first of INPUT_CHANNEL_NUM).
     num_classes, head_dropout_rate, head_act, detach_final_fc
-        Of the classifier (MODEL.NUM_CLASSES, DROPOUT_RATE, HEAD_ACT, DETACH_FINAL_FC). In
-        evaluation the head ends with `head_act`: `"softmax"`, `"sigmoid"` or `"none"`.
+        The classifier (MODEL.NUM_CLASSES, DROPOUT_RATE, HEAD_ACT, DETACH_FINAL_FC). In evaluation
+        it ends with `head_act`: `"softmax"`, `"sigmoid"` or `"none"`.
     pool_mode
         How tokens are pooled (MVIT.MODE), see `MultiScaleAttention`.
     patch_2d, patch_kernel, patch_stride, patch_padding
-        Of the patch embedding: two numbers each for images, three for video.
+        The patch embedding: two numbers each for images, three for video.
     embed_dim, num_heads, depth, mlp_ratio, qkv_bias, dim_mul, head_mul
         Width and heads of layer 0, layers, width of the MLPs, and where widths and heads multiply.
     pool_q_stride, pool_kv_stride, pool_kv_stride_adaptive, pool_kvq_kernel
-        Pooling by layers. The adaptive stride is that of keys and values in layer 0, divided by
-        each stride of the queries; it takes the place of `pool_kv_stride`. Without
+        Pooling by layers. The adaptive stride replaces `pool_kv_stride`: the stride of keys and
+        values in layer 0, divided by each stride of the queries in turn. Without
         `pool_kvq_kernel`, a kernel is one wider than its stride.
     pool_first, separate_qkv, residual_pooling, rel_pos_spatial, rel_pos_temporal, rel_pos_zero_init
-        Of the attention, see `MultiScaleAttention`.
+        Options of the attention, see `MultiScaleAttention`.
     use_abs_pos, sep_pos_embed, use_fixed_sincos_pos
-        Whether there are position embeddings; one of space and one of time; fixed sines and cosines
-        in their place.
+        Learned position embeddings; separate ones for space and time; fixed sines and cosines
+        instead.
     norm
         `"layernorm"`, `"batchnorm"` or `"sync_batchnorm"`, see `RevMViT`.
     norm_stem, use_mean_pooling
-        A norm before the first layer; the mean over tokens before the last norm, not after it.
+        A norm before the first layer; the mean over tokens before instead of after the last norm.
     dropout_rate, droppath_rate
-        Dropout of the embedding, of the attention's output and behind the last layer; stochastic
-        depth of the last layer, to which it rises from 0.
+        Dropout of the embedding, of the attention's output and after the last layer; stochastic
+        depth of the last layer (layers before it: linearly from 0).
     zero_decay_pos_cls
         Whether `RevMViT.no_weight_decay` names the positions.
     respath_fuse, pre_q_fusion
-        Fusions behind the last layer, and before a stage transition, see `TwoStreamFusion`.
+        Fusions after the last layer, and before a stage transition, see `TwoStreamFusion`.
     buffer_layers
-        The stage transitions: not reversible, so that grid and width can change.
+        The stage transitions: layers that are not reversible, so that grid and width can change.
     res_path
-        How the residual of a stage transition is pooled: `"conv"`, as the queries, or `"max"`.
+        Pooling of the residual of a stage transition: `"conv"`, as the queries, or `"max"`.
     drop_path_mode
         Stochastic depth of stage transitions, not a key of SlowFast: `"residual_branch"` skips
         attention and MLP; `"whole"` zeroes the output of dropped samples, as SlowFast does.
     tied_drop_path
-        See `reversible`; not a key of SlowFast, where it is so.
+        See `reversible`; not a key of SlowFast, which always ties them.
 
     Raises
     ------
     ValueError
-        If an option does not fit. What concerns several layers is checked when the model is made.
+        If an option is not valid. The model checks the options that concern several layers.
     """
 
     crop_size: int = _key("DATA.TRAIN_CROP_SIZE", 224)
@@ -136,13 +136,9 @@ class RevMViTConfig:
     def __post_init__(self) -> None:
         for name in (f.name for f in fields(self)):
             object.__setattr__(self, name, _as_tuple(getattr(self, name)))
-        for name, choices in (
-            ("head_act", Literal["softmax", "sigmoid", "none"]),
-            ("pool_mode", Literal["conv", "conv_unshared", "avg", "max"]),
-            ("res_path", Literal["conv", "max"]),
-            ("drop_path_mode", DropPathMode),
-        ):
-            check_choice(name, getattr(self, name), choices)
+        for name, hint in get_type_hints(type(self)).items():
+            if get_origin(hint) is Literal:
+                check_choice(name, getattr(self, name), hint)
         parse_mode(self.respath_fuse)
         parse_mode(self.pre_q_fusion)
         for name in ("dropout_rate", "droppath_rate", "head_dropout_rate"):
@@ -173,30 +169,30 @@ class RevMViTConfig:
 
     @classmethod
     def from_slowfast(cls, cfg: Any, **options: Any) -> "RevMViTConfig":
-        """The options in one of SlowFast's configs.
+        """Read the options from one of SlowFast's configs.
 
         Parameters
         ----------
         cfg
-            Path of a yaml file (needs PyYAML), or what such a file holds: a dict, a yacs
-            CfgNode, an OmegaConf config, or an object with attributes. Keys that are missing have
-            SlowFast's defaults; those outside MVIT that are not of the model are not read.
+            Path of a yaml file (needs PyYAML), or such a config as a dict, a yacs CfgNode, an
+            OmegaConf config, or an object with attributes. Missing keys have SlowFast's defaults;
+            keys outside MVIT that do not concern the model are ignored.
         **options
-            Fields that replace what `cfg` says.
+            Fields that replace those of `cfg`.
 
         Raises
         ------
         ValueError
-            If MVIT has a key that SlowFast has not, MVIT.REV.ENABLE is not True, DETECTION.ENABLE
-            is, or an option does not fit.
+            If MVIT has a key that SlowFast does not have, MVIT.REV.ENABLE is not True,
+            DETECTION.ENABLE is True, or an option is not valid.
 
         Warns
         -----
         UserWarning
-            If MVIT.CLS_EMBED_ON is True, as in a published file: the token is left out.
+            If MVIT.CLS_EMBED_ON is True, as in a published file: the model has no cls token.
         """
         if isinstance(cfg, str | Path):
-            import yaml  # PyYAML is needed here only
+            import yaml  # an optional dependency
 
             cfg = yaml.safe_load(Path(cfg).read_text(encoding="utf-8"))
         values = _flatten(cfg)
@@ -213,25 +209,25 @@ class RevMViTConfig:
             raise ValueError("`cfg.DETECTION.ENABLE` must be False: this is a classifier.")
         if values.get("MVIT.CLS_EMBED_ON"):
             warnings.warn(
-                "`cfg.MVIT.CLS_EMBED_ON` is True, and a reversible model has no cls token: it is "
-                "left out.",
+                "`cfg.MVIT.CLS_EMBED_ON` is True, and a reversible model has no cls token: the "
+                "token is left out.",
                 stacklevel=2,
             )
         read = {name: values[key] for key, name in keys.items() if key in values}
-        if "in_channels" in read:  # one number per pathway, of which this model has one
+        if "in_channels" in read:  # a list with one number per pathway; this model has one pathway
             read["in_channels"] = read["in_channels"][0]
         return cls(**{**read, **options})
 
 
 def _as_tuple(value: Any) -> Any:
-    """Lists as tuples, whatever is in them."""
+    """`value` with all lists in it replaced by tuples."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return tuple(map(_as_tuple, value))
     return value
 
 
 def _flatten(node: Any, prefix: str = "") -> dict[str, Any]:
-    """Leaves of a config under their dotted keys."""
+    """The config as one dict with dotted keys."""
     entries = node if isinstance(node, Mapping) else vars(node)
     leaves: dict[str, Any] = {}
     for key, value in entries.items():
@@ -245,7 +241,7 @@ def _flatten(node: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _literal(value: Any) -> Any:
-    """What yacs makes of a value: yaml has no tuples, so `(3, 7, 7)` comes as a string."""
+    """Parse a string as yacs does: yaml has no tuples, so `(3, 7, 7)` comes as a string."""
     if isinstance(value, str):
         try:
             return ast.literal_eval(value)

@@ -1,4 +1,4 @@
-"""One tensor of the two streams of a reversible network."""
+"""Fusion of the two streams of a reversible network into one tensor."""
 
 import re
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _LINEAR = re.compile(r"(ln\+)?concat_linear(_(?P<width>[\d.]+))?(_(?P<drop>[\d.]
 
 
 class Mlp(nn.Module):
-    """Two linear layers with a GELU between them, as wide at the end as at the start."""
+    """Two linear layers with a GELU between them; the output is as wide as the input."""
 
     def __init__(self, dim: int, hidden: int, drop_rate: float = 0.0) -> None:
         super().__init__()
@@ -38,24 +38,24 @@ class _NormedMlp(nn.Sequential):
 
 
 class TwoStreamFusion(nn.Module):
-    """Fuse two streams of `(B, N, C)`, given side by side as `(B, N, 2C)`.
+    """Fuse two streams `(B, N, C)`, which come side by side as `(B, N, 2C)`.
 
     Parameters
     ----------
     mode
-        `"add"`, `"avg"`, `"max"` or `"min"` of the streams, `(B, N, C)`; `"concat"`, the input;
-        `"concat_linear"`, the input plus an MLP of it. `"concat_linear_2"` makes the MLP's hidden
-        layer twice as wide as the input, `"concat_linear_2_0.1"` adds dropout, and a prefix
-        `"ln+"` puts a norm before the MLP.
+        `"add"`, `"avg"`, `"max"` or `"min"` of the streams, `(B, N, C)`; `"concat"`, the input
+        unchanged; `"concat_linear"`, `x + mlp(x)`. `"concat_linear_2"` makes the MLP's hidden layer
+        twice as wide as the input, `"concat_linear_2_0.1"` adds dropout, and a prefix `"ln+"` puts
+        a norm before the MLP.
     dim
         Width of the input, 2C.
     norm
-        Makes the norm of `"ln+"`, in the role `"fuse"`.
+        Factory of the norm of `"ln+"`, called with the role `"fuse"`.
 
     Raises
     ------
     ValueError
-        If `mode` is none of these.
+        If `mode` is unknown.
     """
 
     def __init__(self, mode: str, dim: int, norm: NormFactory = layer_norm) -> None:
@@ -75,12 +75,12 @@ class TwoStreamFusion(nn.Module):
 
 
 def keeps_width(mode: str) -> bool:
-    """Whether a fusion of this mode gives a tensor as wide as both streams together."""
+    """Whether a fusion of this mode returns a tensor as wide as both streams together."""
     return mode not in _ELEMENTWISE
 
 
 def parse_mode(mode: str) -> tuple[float, float] | None:
-    """Width factor and dropout rate of the MLP, None without one; ValueError for other modes."""
+    """Width factor and dropout rate of the MLP, None for modes without an MLP."""
     if mode in _ELEMENTWISE or mode == "concat":
         return None
     numbers = _LINEAR.fullmatch(mode)

@@ -1,4 +1,4 @@
-"""Layers of a reversible MViT: pairs of functions, and the transitions between their stages."""
+"""Layers of a reversible MViT: reversible blocks, and the transitions between stages."""
 
 import math
 from typing import Any
@@ -58,7 +58,7 @@ class MlpSubBlock(nn.Module):
         self.mlp = Mlp(dim, int(dim * mlp_ratio))
 
     def forward(self, x: Tensor, thw: Grid | None = None) -> Tensor:
-        """`thw` is not read: the two functions of a block are called alike."""
+        """Ignores `thw`: both functions of a block get the same arguments."""
         return self.mlp(normalize_last_axis(self.norm, x))
 
 
@@ -75,9 +75,9 @@ class ReversibleBlock(nn.Module):
 class StageTransitionBlock(nn.Module):
     """Fuses the two streams, pools their grid and changes their width.
 
-    An attention and an MLP with residuals, kept for the backward pass as any other module. The
-    convolution that pools the queries pools the residual, too; so does their norm, unless it keeps
-    statistics of its input, which is another here: then the residual has its own, `norm_res`.
+    An attention and an MLP with residuals; autograd stores their activations. The residual goes
+    through the queries' pooling convolution and norm, too. If this norm keeps statistics of its
+    input, the residual has a norm of its own, `norm_res`, because its statistics differ.
     """
 
     def __init__(self, layer: LayerSizes, config: RevMViTConfig, norm: NormFactory) -> None:
@@ -107,10 +107,10 @@ class StageTransitionBlock(nn.Module):
         x = self.pre_q_fuse(x)
         skip, pooled_thw = self._residual(x, thw)
         rate = self.drop_path if self.training else 0.0
-        of_branch, of_output = (0.0, rate) if self.drop_path_mode == "whole" else (rate, 0.0)
-        x = skip + _drop_path(self.F(x, thw), of_branch)
-        x = x + _drop_path(self.G(x), of_branch)
-        return _drop_path(x, of_output), pooled_thw
+        branch_rate, output_rate = (0.0, rate) if self.drop_path_mode == "whole" else (rate, 0.0)
+        x = skip + _drop_path(self.F(x, thw), branch_rate)
+        x = x + _drop_path(self.G(x), branch_rate)
+        return _drop_path(x, output_rate), pooled_thw
 
     def _residual(self, x: Tensor, thw: Grid) -> tuple[Tensor, Grid]:
         attn = self.F.attn
@@ -127,7 +127,7 @@ class StageTransitionBlock(nn.Module):
 
 
 def _drop_path(x: Tensor, rate: float) -> Tensor:
-    """`x` with each sample zeroed with probability `rate`, and divided by 1 - `rate` otherwise."""
+    """Zero each sample with probability `rate`, else divide it by 1 - `rate`."""
     if rate == 0:
         return x
     return x * x.new_empty((len(x), 1, 1)).bernoulli_(1 - rate).div_(1 - rate)

@@ -1,28 +1,21 @@
-"""Widths, heads, grids and pooling of the layers, from a config; what cannot work is refused."""
+"""Widths, heads, grids and pooling of the layers, computed from a config and checked."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from multibn.torch_backend.reversible.mvit.attention import Grid
 from multibn.torch_backend.reversible.mvit.config import RevMViTConfig
 from multibn.torch_backend.reversible.mvit.fusion import keeps_width
 
-Triples = list[Sequence[int]]  # by layer; empty where nothing is pooled
-
-
-class Parent(Protocol):
-    """The five attributes of SlowFast's model that its reversible layers read."""
-
-    patch_dims: Sequence[int]
-    pool_q: Triples
-    pool_kv: Triples
-    stride_q: Triples
-    stride_kv: Triples
+Triples = list[Sequence[int]]  # (T, H, W) by layer, () for a layer without pooling
 
 
 class Geometry:
-    """Grid of the embedded patches, and kernels and strides of the pooling by layers."""
+    """Grid of the embedded patches, and kernels and strides of the pooling by layers.
+
+    The five attributes have the names of SlowFast's model.
+    """
 
     def __init__(self, config: RevMViTConfig) -> None:
         sizes = (config.num_frames, config.crop_size, config.crop_size)
@@ -51,7 +44,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Sizes of a layer: reversible, or a transition, which fuses both streams and returns one."""
+    """Sizes of a reversible layer, or of a transition, which fuses both streams into one."""
 
     transition: bool
     dim: int  # of the input, fused
@@ -65,8 +58,8 @@ class LayerSizes:
     drop_path: float  # probability that a sample skips a branch
 
 
-def plan(config: RevMViTConfig, parent: Parent) -> list[LayerSizes]:
-    """The layers of a reversible MViT; ValueError if they do not fit each other."""
+def plan(config: RevMViTConfig, geometry: Geometry) -> list[LayerSizes]:
+    """The sizes of all layers of a reversible MViT. Raises ValueError if two do not match."""
     depth = config.depth
     transitions = _transitions(config)
     dim_mul = _multipliers("dim_mul", config.dim_mul, depth)
@@ -75,7 +68,7 @@ def plan(config: RevMViTConfig, parent: Parent) -> list[LayerSizes]:
 
     layers: list[LayerSizes] = []
     width, heads = config.embed_dim, config.num_heads
-    grid = cast(Grid, tuple(parent.patch_dims))
+    grid = cast(Grid, tuple(geometry.patch_dims))
     for i in range(depth):
         heads = round_width(heads, head_mul[i])
         dim = round_width(width, dim_mul[i - 1] if i else 1.0, heads)
@@ -89,10 +82,10 @@ def plan(config: RevMViTConfig, parent: Parent) -> list[LayerSizes]:
             dim_out=dim_out,
             num_heads=heads,
             grid=grid,
-            kernel_q=parent.pool_q[i],
-            stride_q=parent.stride_q[i],
-            kernel_kv=parent.pool_kv[i],
-            stride_kv=parent.stride_kv[i],
+            kernel_q=geometry.pool_q[i],
+            stride_q=geometry.stride_q[i],
+            kernel_kv=geometry.pool_kv[i],
+            stride_kv=geometry.stride_kv[i],
             drop_path=config.droppath_rate * i / max(depth - 1, 1),
         )
         grid = _check_layer(i, layer, config)
@@ -102,7 +95,7 @@ def plan(config: RevMViTConfig, parent: Parent) -> list[LayerSizes]:
 
 
 def round_width(width: float, multiplier: float, divisor: int = 1) -> int:
-    """`width * multiplier`, rounded to a multiple of `divisor` that is not 10 % below it."""
+    """The product rounded to a multiple of `divisor`, and up if that loses more than 10 %."""
     width *= multiplier
     rounded = max(1, int(width + divisor / 2) // divisor * divisor)
     return rounded + divisor if rounded < 0.9 * width else rounded
@@ -145,7 +138,7 @@ def _check_width(i: int, dim: int, before: int, dim_out: int, heads: int) -> Non
 
 
 def _check_layer(i: int, layer: LayerSizes, config: RevMViTConfig) -> Grid:
-    """Grid behind the layer."""
+    """The grid after the layer."""
     if config.pool_mode == "avg" and any(
         size < k
         for kernel in (layer.kernel_q, layer.kernel_kv)
@@ -206,11 +199,11 @@ def _check_index(name: str, layers: Any, depth: int) -> None:
 
 
 def _adapted(stride: Sequence[int], stride_q: Triples) -> Triples:
-    """Strides of keys and values, which the queries' strides have divided so far."""
+    """Strides of keys and values: `stride` divided by all strides of the queries so far."""
     adapted: Triples = []
-    for by in stride_q:
-        if by:
-            stride = tuple(max(s // b, 1) for s, b in zip(stride, by, strict=True))
+    for divisors in stride_q:
+        if divisors:
+            stride = tuple(max(s // d, 1) for s, d in zip(stride, divisors, strict=True))
         adapted.append(tuple(stride))
     return adapted
 

@@ -14,7 +14,7 @@ from multibn.torch_backend.reversible.mvit.attention import Grid
 from multibn.torch_backend.reversible.mvit.config import RevMViTConfig
 from multibn.torch_backend.reversible.mvit.fusion import TwoStreamFusion, keeps_width
 from multibn.torch_backend.reversible.mvit.layers import ReversibleBlock, StageTransitionBlock
-from multibn.torch_backend.reversible.mvit.layout import Geometry, Parent, plan
+from multibn.torch_backend.reversible.mvit.layout import Geometry, plan
 from multibn.torch_backend.reversible.mvit.norms import norm_factory, normalize_last_axis
 from multibn.torch_backend.reversible.mvit.stem import (
     PatchEmbed,
@@ -22,45 +22,31 @@ from multibn.torch_backend.reversible.mvit.stem import (
     sincos_positions,
 )
 
-_POSITIONS = (
-    "pos_embed",
-    "pos_embed_spatial",
-    "pos_embed_temporal",
-    "rel_pos_h",
-    "rel_pos_w",
-    "rel_pos_t",
-)
-
 
 class ReversibleMViT(nn.Module):
-    """The layers of a reversible MViT: two streams that nothing keeps between stage transitions.
+    """The layers of a reversible MViT: two streams, stored at stage transitions only.
 
     Parameters
     ----------
     config
-        A `RevMViTConfig`, or what `RevMViTConfig.from_slowfast` takes.
+        A `RevMViTConfig`, or an argument of `RevMViTConfig.from_slowfast`.
     model
-        The module around it, or anything with the attributes patch_dims, pool_q, pool_kv, stride_q
-        and stride_kv: the grid of its tokens, and kernels and strides of the pooling by layers.
-        None computes them from `config`.
+        The surrounding module, or any object with the attributes patch_dims, pool_q, pool_kv,
+        stride_q and stride_kv: the grid of its tokens, and kernels and strides of the pooling by
+        layers. None computes them from `config`.
     norm
         See `RevMViT`.
     mode
-        `"reversible"` or `"stored"`, see `reversible`. An attribute, which can be changed.
+        `"reversible"` or `"stored"`, see `reversible`; also an attribute, which may be changed.
 
     Raises
     ------
     ValueError
-        If an option does not fit, or the layers do not fit each other.
+        If an option is not valid, or two layers do not match.
     """
 
     def __init__(
-        self,
-        config: Any,
-        model: Parent | None = None,
-        *,
-        norm: Any = None,
-        mode: Mode = "reversible",
+        self, config: Any, model: Any = None, *, norm: Any = None, mode: Mode = "reversible"
     ) -> None:
         super().__init__()
         check_choice("mode", mode, Mode)
@@ -81,18 +67,18 @@ class ReversibleMViT(nn.Module):
     def forward(self, x: Tensor, thw: Grid | None = None) -> Tensor:
         """Tokens `(B, T*H*W, embed_dim)` to both streams side by side, `(B, T'*H'*W', 2*dim_out)`.
 
-        `thw` is the grid of the tokens, by default the configured one. Raises ValueError if `x`
-        does not hold the tokens of the grid.
+        `thw` is the grid of the tokens, by default that of the config. Raises ValueError if `x` has
+        another number of tokens.
         """
         thw = self.grid if thw is None else thw
         if x.shape[1] != math.prod(thw):
             raise ValueError(
                 f"`x` must hold a token for each place of the grid {thw}: got shape "
-                f"{tuple(x.shape)}. Pass its own grid as `thw`."
+                f"{tuple(x.shape)}. Pass the grid of `x` as `thw`."
             )
         for kind, run in groupby(self.layers, type):
             if kind is StageTransitionBlock:
-                for layer in run:  # no two of them are neighbours
+                for layer in run:  # one layer: `plan` refuses neighbours
                     x, thw = layer(x, thw)
                 continue
             blocks: list[Any] = list(run)
@@ -110,7 +96,7 @@ class ReversibleMViT(nn.Module):
 
 
 class TransformerHead(nn.Module):
-    """Dropout and a linear layer; in evaluation, probabilities of it."""
+    """Dropout and a linear layer; in evaluation, probabilities of its logits."""
 
     def __init__(self, dim: int, config: RevMViTConfig) -> None:
         super().__init__()
@@ -130,7 +116,7 @@ class TransformerHead(nn.Module):
 class RevMViT(nn.Module):
     """Reversible multi-scale vision transformer for images or video.
 
-    State dicts are those of SlowFast's reversible MViT with the same options, so that published
+    State dicts have the keys of SlowFast's reversible MViT with the same options, so that published
     checkpoints load: `model.load_state_dict(torch.load(path)["model_state"])`.
 
     Parameters
@@ -141,22 +127,21 @@ class RevMViT(nn.Module):
         Every norm of the model: `"layernorm"`, as published; `"batchnorm"`, nn.BatchNorm1d;
         `"sync_batchnorm"`, `SyncBatchNorm` over the default process group; or a function (dim,
         role) -> nn.Module, whose roles are `"block"` (before attention and MLP), `"pool"` (of
-        queries, keys and values), `"residual"` (beside the queries, where norms have buffers),
-        `"fuse"`, `"stem"` and `"final"`. Modules made from torch's batch norms or multibn's
-        normalize the last axis of `(B, ..., C)`, too; use those for `(N, C, L)`. None is
-        `config.norm`.
+        queries, keys and values), `"residual"` (of a transition's residual, if norms have buffers),
+        `"fuse"`, `"stem"` and `"final"`. Batch norms of torch and multibn, for `(N, C, L)`,
+        normalize the last axis of `(B, ..., C)`, too. None is `config.norm`.
     mode
-        `"reversible"` recomputes activations in the backward pass, `"stored"` keeps them; an
+        `"reversible"` recomputes activations in the backward pass, `"stored"` stores them; an
         attribute of `rev_backbone`.
 
     Raises
     ------
     ValueError
-        If an option does not fit, or the layers do not fit each other.
+        If an option is not valid, or two layers do not match.
 
     Notes
     -----
-    Collective where its norms are.
+    Collective if its norms are.
 
     References
     ----------
@@ -203,20 +188,15 @@ class RevMViT(nn.Module):
     ) -> "RevMViT":
         """Make the model of a SlowFast config.
 
-        Parameters
-        ----------
-        cfg, **options
-            See `RevMViTConfig.from_slowfast`: a yaml file as published, a dict, a yacs CfgNode or
-            an OmegaConf config; fields of `RevMViTConfig` that replace what it says.
-        norm, mode
-            See `RevMViT`.
+        `cfg` and `options` are those of `RevMViTConfig.from_slowfast`, `norm` and `mode` those of
+        `RevMViT`.
         """
         return cls(RevMViTConfig.from_slowfast(cfg, **options), norm=norm, mode=mode)
 
     def forward(self, x: Any) -> Tensor:
         """Classify images `(B, C, H, W)` or video `(B, C, T, H, W)`, of any size.
 
-        Position embeddings are interpolated. SlowFast's list of one such tensor is taken, too.
+        Interpolates the position embeddings. `x` may be a list of one tensor, as in SlowFast.
         Returns logits `(B, num_classes)` in training, probabilities in evaluation. Raises
         ValueError if `x` has another number of dimensions.
         """
@@ -232,10 +212,11 @@ class RevMViT(nn.Module):
         return self.head(self._pool(self.rev_backbone(x, thw)))
 
     def no_weight_decay(self) -> list[str]:
-        """Names of the position embeddings, if `zero_decay_pos_cls` says to exempt them."""
+        """Names of the position embeddings if `zero_decay_pos_cls` is set, else none."""
         if not self.config.zero_decay_pos_cls:
             return []
-        return [n for n, _ in self.named_parameters() if n.rpartition(".")[2] in _POSITIONS]
+        names = (name for name, _ in self.named_parameters())
+        return [n for n in names if n.rpartition(".")[2].startswith(("pos_embed", "rel_pos_"))]
 
     def _positions(self) -> Tensor | None:
         """Position embeddings of the configured grid, shape `(1, T*H*W, C)`."""
@@ -260,7 +241,7 @@ def _learned_positions(count: int, dim: int) -> nn.Parameter:
 
 
 def _init_weights(module: nn.Module) -> None:
-    """The start of the published models; batch norms keep torch's."""
+    """Initialise as the published models do; batch norms as torch does."""
     if isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d):
         nn.init.trunc_normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:

@@ -1,4 +1,4 @@
-"""The norms of a reversible MViT, made by role, all of them over the last axis."""
+"""The norms of a reversible MViT, by role; all normalize the last axis."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -25,7 +25,7 @@ _BY_NAME: dict[str, NormFactory] = {
 
 
 def norm_factory(norm: Any) -> NormFactory:
-    """The factory that `norm` is, or names."""
+    """`norm` itself if callable, or the factory of that name."""
     if callable(norm):
         return norm
     if isinstance(norm, str) and norm in _BY_NAME:
@@ -40,9 +40,9 @@ def norm_factory(norm: Any) -> NormFactory:
 def normalize_last_axis(norm: nn.Module, x: Tensor) -> Tensor:
     """`norm` over the channels of `(B, ..., C)`.
 
-    Torch's batch norms and multibn's take channels at axis 1: they see `(B, C, L)`, L all that
-    is between, or `(B, C)`, so that what splits the batch splits it by samples. Any other module
-    sees `x` as it is.
+    Batch norms of torch and multibn take channels at axis 1: they get `(B, C, L)`, or `(B, C)`. B
+    stays the first axis, so that sub-batch norms split the batch by samples. Any other module gets
+    `x` itself.
     """
     if x.ndim == 2 or not isinstance(norm, (_NormBase, Synchronized)):
         return norm(x)
@@ -51,5 +51,5 @@ def normalize_last_axis(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 def has_state(norm: nn.Module) -> bool:
-    """Whether `norm` keeps something of the batches it sees, which two places must not mix."""
+    """Whether `norm` has buffers, so that two places with different inputs must not share it."""
     return next(norm.buffers(), None) is not None

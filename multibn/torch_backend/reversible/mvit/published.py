@@ -53,15 +53,9 @@ _MVIT_B_16X4: dict[str, Any] = {
 def rev_vit_s(*, norm: Any = None, mode: Mode = "reversible", **options: Any) -> RevMViT:
     """Rev-ViT-S for ImageNet: 22 M parameters, 4.6 G multiply-adds.
 
-    Parameters
-    ----------
-    norm, mode
-        See `RevMViT`.
-    **options
-        Fields of `RevMViTConfig` that replace the published ones.
+    `norm` and `mode` are those of `RevMViT`; `options` replace published fields of `RevMViTConfig`.
     """
-    config = {**_VIT, "embed_dim": 384, "num_heads": 6}
-    return _make(config, norm, mode, options)
+    return _make({**_VIT, "embed_dim": 384, "num_heads": 6}, norm, mode, options)
 
 
 def rev_vit_b(*, norm: Any = None, mode: Mode = "reversible", **options: Any) -> RevMViT:
@@ -73,7 +67,7 @@ def rev_vit_b(*, norm: Any = None, mode: Mode = "reversible", **options: Any) ->
 def rev_vit_l(*, norm: Any = None, mode: Mode = "reversible", **options: Any) -> RevMViT:
     """Rev-ViT-L for ImageNet: 305 M parameters, 61.2 G multiply-adds; as `rev_vit_s`.
 
-    Its config is not published; stochastic depth is that of Rev-ViT-B.
+    Its config is not published; the rate of stochastic depth is that of Rev-ViT-B.
     """
     config = {**_VIT, "embed_dim": 1024, "num_heads": 16, "depth": 24, "droppath_rate": 0.2}
     return _make(config, norm, mode, options)

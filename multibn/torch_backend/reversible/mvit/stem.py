@@ -1,4 +1,4 @@
-"""From pixels to tokens with positions."""
+"""Patch embedding, and position embeddings."""
 
 from typing import Any, cast
 
@@ -16,13 +16,8 @@ class PatchEmbed(nn.Module):
     def __init__(self, config: RevMViTConfig) -> None:
         super().__init__()
         conv: Any = nn.Conv2d if config.patch_2d else nn.Conv3d
-        self.proj: nn.Module = conv(
-            config.in_channels,
-            config.embed_dim,
-            tuple(config.patch_kernel),
-            tuple(config.patch_stride),
-            tuple(config.patch_padding),
-        )
+        sizes = config.patch_kernel, config.patch_stride, config.patch_padding
+        self.proj: nn.Module = conv(config.in_channels, config.embed_dim, *sizes)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Grid]:
         """Tokens `(B, T*H*W, dim)` and their grid (T, H, W)."""
@@ -38,7 +33,7 @@ class PatchEmbed(nn.Module):
 
 
 def resize_positions(positions: Tensor, thw: Grid, to: Grid) -> Tensor:
-    """Position embeddings `(1, T*H*W, C)` of one grid for another, by trilinear interpolation."""
+    """Position embeddings `(1, T*H*W, C)` of grid `thw`, interpolated trilinearly for grid `to`."""
     if thw == to:
         return positions
     volume = positions.unflatten(1, thw).movedim(-1, 1)
@@ -48,7 +43,7 @@ def resize_positions(positions: Tensor, thw: Grid, to: Grid) -> Tensor:
 def sincos_positions(dim: int, thw: Grid) -> Tensor:
     """Fixed position embeddings, shape `(1, T*H*W, dim)`.
 
-    A quarter of the channels encodes the frame, 3/8 the column and 3/8 the row, each as sines, then
+    A quarter of the channels encodes the frame, 3/8 the column and 3/8 the row: sines, then
     cosines, of the position times frequencies from 1 down towards 1/10000 (Vaswani et al. 2017).
     """
     t, h, w = (torch.arange(size, dtype=torch.float64) for size in thw)
