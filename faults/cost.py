@@ -1,7 +1,7 @@
 """What the checks cost: `python -m faults.cost OVER SECONDS DIRECTORY` on each rank.
 
 A step of a network like ResNet-50 with multibn's messages takes turns with the same step with bare
-ones, and so do the step's messages alone, which says more where the machine is not quiet.
+ones. So do the messages of a step alone: the surer comparison where the machine is not quiet.
 """
 
 import sys
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from benchmarks.resnet import network
 from benchmarks.timing import Seconds, Step, take_turns
-from multibn import Communicator
+from multibn import Communicator, message
 from multibn._launch import enter_world, leave_world, write
 from multibn.communicators.conversation import Conversation
 from multibn.torch_backend import SyncBatchNorm, convert_sync_batchnorm
@@ -22,20 +22,22 @@ _IMAGES = (8, 3, 112, 112)
 
 
 class _Bare:
-    """The transport's sum, and nothing else."""
+    """The transport's sum, in place, and nothing else."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.rank, self.size = communicator.rank, communicator.size
-        self._communicator: Any = communicator
+        self._comm: Any = getattr(communicator, "comm", None)
+        if self._comm is not None:
+            from mpi4py import MPI  # initializes MPI
+
+            self._in_place = MPI.IN_PLACE
 
     def allreduce(self, x: torch.Tensor, /) -> torch.Tensor:
-        if hasattr(self._communicator, "comm"):
-            summed = np.empty_like(x.numpy())
-            self._communicator.comm.Allreduce(x.numpy(), summed)
-            return torch.from_numpy(summed)
-        out = x.clone()
-        torch.distributed.all_reduce(out)
-        return out
+        if self._comm is None:
+            torch.distributed.all_reduce(x)
+        else:
+            self._comm.Allreduce(self._in_place, x.numpy())
+        return x
 
 
 def main(over: str, seconds: str, directory: str) -> None:
@@ -69,22 +71,29 @@ def main(over: str, seconds: str, directory: str) -> None:
 def _messages(
     layers: list[SyncBatchNorm], communicator: Communicator, bare: Any
 ) -> dict[str, Step]:
-    """All messages of a step, by way."""
-    channels = {m.num_features for m in layers}
-    forward = {n: torch.ones(2 * n + 2, dtype=torch.float64) for n in channels}
-    backward = {n: torch.ones(2 * n, dtype=torch.float64) for n in channels}
-    own = [Conversation(communicator, f"layer {i}".__str__) for i, _ in enumerate(layers)]
-    dtype = torch.float32  # of the activations
+    """The messages of a step, packed and summed as the layers do it, and by bare sums."""
+    sends = []
+    for i, layer in enumerate(layers):
+        conversation = Conversation(communicator, f"layer {i}".__str__)
+        lengths = {
+            "forward": message.forward_payload(layer.num_features),
+            "backward": message.backward_payload(layer.num_features),
+        }
+        for phase, length in lengths.items():
+            sends.append((conversation.during(phase, torch.float32), np.ones(length)))
+    memory = {numbers.size: torch.empty(numbers.size, dtype=torch.float64) for _, numbers in sends}
 
     def checked_messages() -> None:
-        for layer, checked in zip(layers, own, strict=True):
-            checked.during("forward", dtype).allreduce(forward[layer.num_features])
-            checked.during("backward", dtype).allreduce(backward[layer.num_features])
+        for phase, numbers in sends:
+            payload = phase.buffer(numbers.size)
+            payload[:] = numbers
+            phase.allreduce(payload)
 
     def bare_messages() -> None:
-        for layer in layers:
-            bare.allreduce(forward[layer.num_features])
-            bare.allreduce(backward[layer.num_features])
+        for _, numbers in sends:
+            payload = memory[numbers.size]
+            payload.numpy()[:] = numbers
+            bare.allreduce(payload)
 
     return {"checked": checked_messages, "bare": bare_messages}
 

@@ -3,147 +3,34 @@
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from faults.scenarios import SCENARIOS
-from multibn._launch import LAUNCHERS, launch_command, started
+from faults.outcome import Outcome, Rank
+from faults.scenarios import DEADLINE, SCENARIOS, Scenario
+from faults.setups import SETUPS
+from multibn._launch import launch_command, started
 
-_START, _END = 60.0, 6.0  # seconds for ranks to start, and to end
-# Seconds after the fault: a peer that has not ended by then hangs. Launchers take longer.
-_TODAY, _TODAY_ENDS = 3.0, 6.0
-
-
-@dataclass
-class Rank:
-    """What became of one rank in one scenario.
-
-    Attributes
-    ----------
-    how
-        "ok", "error", "SIGABRT" and the like, "ended" by somebody, "is stopped", or "hangs".
-    says
-        The error.
-    seconds
-        From the fault to the end.
-    off, digest
-        Of a rank that is ok: the largest error of its numbers, and what tells them from others.
-    ended
-        Whether its process has ended.
-    """
-
-    how: str
-    says: str = ""
-    seconds: float = 0.0
-    off: float = 0.0
-    digest: str = ""
-    ended: bool = False
-
-
-@dataclass
-class Outcome:
-    """What became of a scenario."""
-
-    scenario: str
-    library: str
-    over: str
-    framework: str
-    ranks: list[Rank] = field(default_factory=list)
-    exit_status: int | None = None  # of the launcher; None if it had to be ended
-    output: str = ""
-
-    @property
-    def seconds(self) -> float:
-        """From the fault to the end of the last rank, or of the last that was not at fault."""
-        spared = SCENARIOS[self.scenario].spared and len(self.ranks) > 1
-        ended = [r for i, r in enumerate(self.ranks) if r.how in ("ok", "error")
-                 and not (spared and i == 1)]  # fmt: skip
-        return max((r.seconds for r in ended), default=0.0)
-
-    @property
-    def seen(self) -> str:
-        """The first line of what tells the user about the fault."""
-        pattern = SCENARIOS[self.scenario].says
-        errors = [r.says.partition("\n")[0] for r in self.ranks if r.how == "error"]
-        # What a launcher says may go over lines.
-        paragraphs = [" ".join(p.split()) for p in re.split(r"\n-*\n|\n(?=multibn:)", self.output)]
-        fitting = [t for t in [*errors, *paragraphs] if pattern and re.search(pattern, t)]
-        return next(iter([*fitting, *errors]), "")
-
-    def complaint(self, slack: float = 0.0) -> str:
-        """What is not as it should be; "" if all is. It may take `slack` seconds more."""
-        chosen = SCENARIOS[self.scenario]
-        for rank, found in enumerate(self.ranks):
-            if found.how not in ("ok", "error", "ended", "is stopped"):
-                return f"rank {rank} {found.how}"
-        if not chosen.says:
-            return self._harm()
-        if not re.search(chosen.says, self.seen):
-            return f"the message does not match {chosen.says!r}"
-        bystanders = [r for r in range(len(self.ranks)) if not (chosen.spared and r == 1)]
-        fine = [r for r in bystanders if self.ranks[r].how == "ok"]
-        if fine:
-            return f"rank(s) {fine} saw no error"
-        if self.seconds_of(bystanders) > chosen.seconds + slack:
-            return f"took {self.seconds_of(bystanders):.2f} s"
-        if chosen.ends and not all(self.ranks[r].ended for r in bystanders):
-            return "the processes have not ended"
-        if chosen.ends and self.exit_status == 0:
-            return "exit status 0"
-        return ""
-
-    def today(self) -> str:
-        """What it is to a peer's user: hangs, aborts, wrong numbers, or an error."""
-        rank_1_is_lost = SCENARIOS[self.scenario].ends
-        others = [r for i, r in enumerate(self.ranks) if not (rank_1_is_lost and i == 1)]
-        signals = sorted({r.how for r in self.ranks if r.how.startswith("SIG")})
-        if any(r.how == "hangs" for r in others):
-            return " and ".join(["hangs", *signals])
-        if signals:
-            return ", ".join(signals)
-        if any(r.how == "error" for r in others):
-            return "error"
-        if all(r.how == "ended" for r in others):
-            return {"gloo": "ended by torchrun", "mpi": "ended by MPI"}[self.over]
-        fine = all(r.off < 1e-4 for r in others) and len({r.digest for r in others}) == 1
-        return "as it should be" if fine else "silent wrong numbers"
-
-    def seconds_of(self, ranks: Sequence[int]) -> float:
-        return max(self.ranks[r].seconds for r in ranks)
-
-    def _harm(self) -> str:
-        for rank, found in enumerate(self.ranks):
-            if found.how != "ok":
-                return f"rank {rank}: {found.how} {found.says}"
-            if not found.off <= 1e-12:
-                return f"rank {rank} is off by {found.off:.1g}"
-        if len({r.digest for r in self.ranks}) > 1:
-            return "the ranks' statistics differ"
-        if SCENARIOS[self.scenario].ends and self.exit_status != 0:
-            return f"exit status {self.exit_status}"
-        return ""
+_START, _END = 120.0, 6.0  # seconds for ranks to start, and to end
+# Seconds after the fault. A rank that has not ended by then waits for ever; a peer hangs, for which
+# launchers take longer.
+_WAITS = DEADLINE + 1.0
+_PEER, _PEER_ENDS = 3.0, 6.0
 
 
 @dataclass
 class Job:
     """Scenarios that share a launch, for as long as it lives."""
 
-    library: str
-    over: str
-    framework: str
+    setup: str
     scenarios: list[str]
     size: ClassVar[int] = 3
-
-    @property
-    def launcher(self) -> str:
-        return LAUNCHERS[self.over]
 
     def run(self) -> Iterator[Outcome]:
         """What became of each scenario; launches again after one that ends the ranks."""
@@ -151,9 +38,9 @@ class Job:
         with tempfile.TemporaryDirectory() as files:
             self._launch_earlier(files)
             while left:
-                found = self._launch(left, files)
-                yield from found
-                left = left[len(found) :]
+                outcomes = self._launch(left, files)
+                yield from outcomes
+                left = left[len(outcomes) :]
 
     def _launch_earlier(self, files: str) -> None:
         """The launches that have to be over when the scenarios begin."""
@@ -165,8 +52,8 @@ class Job:
                 arguments = self._arguments(names, name, files, earlier=True)
                 with _started(self._launched(arguments, size), output, {}) as process:
                     status = process.wait(_START)
-                # What a peer has not left behind, it will not find.
-                if status != 0 and self.library == "multibn":
+                # Without its files, the peer's scenario ends in an error.
+                if status != 0 and not SETUPS[self.setup].beside:
                     raise RuntimeError(f"{self}: {names} on {size} ranks\n{output.read_text()}")
 
     def _launch(self, names: list[str], files: str) -> list[Outcome]:
@@ -174,7 +61,7 @@ class Job:
             directory = Path(name)
             deadline = {"MULTIBN_TIMEOUT": f"{SCENARIOS[names[0]].deadline:g}"}
             command = self._launched(self._arguments(names, name, files), self.size)
-            if SCENARIOS[names[0]].plain:
+            if SCENARIOS[names[0]].without_mpi4py:
                 at = command.index("mpi4py")
                 del command[at - 1 : at + 1]
             with _started(command, directory / "output", deadline) as process:
@@ -184,20 +71,18 @@ class Job:
             text = (directory / "output").read_text(errors="replace")
             if len(states) < self.size:
                 raise RuntimeError(f"{self}: the ranks did not start.\n{text[-4000:]}")
-            found = [self._outcome(n, directory, states) for n in names[: reached + 1]]
-            last = found[-1]
-            last.output, last.exit_status = text, status
-            return found
+            outcomes = [self._outcome(n, directory, states) for n in names[: reached + 1]]
+            outcomes[-1].output, outcomes[-1].exit_status = text, status
+            return outcomes
 
     def _arguments(
         self, names: list[str], directory: str, files: str, *, earlier: bool = False
     ) -> list[str]:
-        spec = {"library": self.library, "over": self.over, "framework": self.framework,
-                "scenarios": names, "files": files, "earlier": earlier}  # fmt: skip
+        spec = {"setup": self.setup, "scenarios": names, "files": files, "earlier": earlier}
         return ["-m", "faults.worker", json.dumps(spec), directory]
 
     def _launched(self, arguments: list[str], size: int) -> list[str]:
-        return launch_command(self.launcher, size, arguments)
+        return launch_command(SETUPS[self.setup].launcher, size, arguments)
 
     def _wait(self, process: subprocess.Popen[str], directory: Path, names: list[str]) -> int:
         """Wait for the end of the launch, or until time is up; how many scenarios are behind."""
@@ -220,26 +105,32 @@ class Job:
                 continue
             events = [_events(directory, rank, chosen.name) for rank in range(self.size)]
             marks = [e["fault"]["at"] for e in events if "fault" in e]
-            if self.library == "multibn":
-                patience = chosen.seconds + _END
-            else:
-                patience = _TODAY_ENDS if chosen.ends else _TODAY
-            limit = min([limit, *(mark + patience for mark in marks)])
+            limit = min([limit, *(mark + self._patience(chosen) for mark in marks)])
             time.sleep(0.02)
         return behind
 
+    def _patience(self, chosen: Scenario) -> float:
+        """Seconds after the fault in which the ranks may end."""
+        if SETUPS[self.setup].beside:
+            return _PEER_ENDS if chosen.ends_in(SETUPS[self.setup]) else _PEER
+        return _WAITS if chosen.waits_in(SETUPS[self.setup]) else chosen.seconds + _END
+
     def _is_done(self, directory: Path, name: str) -> bool:
-        return all((directory / f"{name}.{rank}.done").exists() for rank in range(self.size))
+        return all((directory / f"{rank}.{name}.done").exists() for rank in range(self.size))
 
     def _outcome(self, name: str, directory: Path, states: list[str]) -> Outcome:
         events = [_events(directory, rank, name) for rank in range(self.size)]
-        # Nothing can be found out before the last rank has come there.
+        # Nobody can know of the fault before the last rank has come there.
         start = max((e["fault"]["at"] for e in events if "fault" in e), default=0.0)
         ranks = [
-            replace(_became(directory, rank, found, start, state), ended=not state)
-            for rank, (found, state) in enumerate(zip(events, states, strict=True))
+            replace(
+                _became(directory, rank, happened, start, state),
+                ended=not state,
+                printed=_printed(directory, rank, happened),
+            )
+            for rank, (happened, state) in enumerate(zip(events, states, strict=True))
         ]
-        return Outcome(name, self.library, self.over, self.framework, ranks)
+        return Outcome(name, SETUPS[self.setup], ranks)
 
 
 def _became(
@@ -257,6 +148,14 @@ def _became(
         if f"Fatal Python error: {words}" in dump:
             return Rank(name)
     return Rank({"": "ended", "T": "is stopped"}.get(state, "hangs"))
+
+
+def _printed(directory: Path, rank: int, events: Mapping[str, Any]) -> list[str]:
+    """The lines that a rank has printed since the fault, in this scenario or in later ones."""
+    path = directory / f"{rank}.printed"
+    if "fault" not in events or not path.exists():
+        return []
+    return path.read_bytes()[events["fault"]["printed"] :].decode(errors="replace").splitlines()
 
 
 @contextlib.contextmanager

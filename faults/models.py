@@ -1,4 +1,4 @@
-"""The network that the faults befall, in each framework, over multibn's layers or their peers'."""
+"""The networks in which the faults happen, in each framework."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -7,19 +7,24 @@ from typing import Any, TypeAlias
 import numpy as np
 
 FEATURES, CHANNELS = 6, 4
+NARROW = 2  # channels of the narrow branch
 _PATHS = [f"layer{i}.{j}.bn{k}" for i, j in ((1, 0), (1, 1), (2, 0)) for k in (1, 2)]
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
-MakeNorm: TypeAlias = Callable[[int, Any], Any]
+MakeNorm: TypeAlias = Callable[[int], Any]
 
 
 def batch(step: int, rank: int, count: int) -> Array:
-    """What a rank has in a step: `count` samples, the same numbers wherever they are asked for."""
+    """The batch of a rank in a step: `count` samples, the same numbers in every program."""
     return np.random.default_rng([step, rank]).normal(rank, 1 + rank, size=(count, FEATURES))
 
 
-def make_torch(make_norm: MakeNorm, communicator: Any, channels: int = CHANNELS) -> Any:
-    """A network of torch with six batch norms, "layer1.0.bn1" and so on, in float64."""
+def make_torch(kind: str, make_norm: MakeNorm, channels: int = CHANNELS) -> Any:
+    """A network of torch in float64.
+
+    Of the kinds, "blocks" has six batch norms, "layer1.0.bn1" and so on; "branches" has two of
+    unlike widths side by side; "norm first" and "norm second" are an nn.Sequential each.
+    """
     import torch
     from torch import nn
     from torch.utils.checkpoint import checkpoint
@@ -27,8 +32,7 @@ def make_torch(make_norm: MakeNorm, communicator: Any, channels: int = CHANNELS)
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.bn1 = make_norm(channels, communicator)
-            self.bn2 = make_norm(channels, communicator)
+            self.bn1, self.bn2 = make_norm(channels), make_norm(channels)
             self.swapped = self.skipped = False
 
         def forward(self, x: Any) -> Any:
@@ -36,7 +40,7 @@ def make_torch(make_norm: MakeNorm, communicator: Any, channels: int = CHANNELS)
             x = first(x)
             return torch.tanh(x if self.skipped else second(x))
 
-    class Network(nn.Module):
+    class Blocks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.stem = nn.Linear(FEATURES, channels)
@@ -50,11 +54,29 @@ def make_torch(make_norm: MakeNorm, communicator: Any, channels: int = CHANNELS)
                 return self.layer2(checkpoint(self.layer1, x, use_reentrant=False))
             return self.layer2(self.layer1(x))
 
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.narrow, self.wide = make_norm(NARROW), make_norm(FEATURES)
+            self.swapped = False
+
+        def forward(self, x: Any) -> Any:
+            if self.swapped:
+                wide, narrow = self.wide(x), self.narrow(x[:, :NARROW])
+            else:
+                narrow, wide = self.narrow(x[:, :NARROW]), self.wide(x)
+            return torch.cat([narrow, wide], dim=1)
+
     torch.manual_seed(0)
-    return Network().double()
+    if kind == "blocks":
+        return Blocks().double()
+    if kind == "branches":
+        return Branches().double()
+    linear = nn.Linear(FEATURES, FEATURES)
+    return nn.Sequential(*_sequence(kind, make_norm, linear)).double()
 
 
-def make_chainer(make_norm: MakeNorm, communicator: Any, channels: int = CHANNELS) -> Any:
+def make_chainer(kind: str, make_norm: MakeNorm, channels: int = CHANNELS) -> Any:
     """The same in Chainer."""
     import chainer
     from chainer import functions as F
@@ -65,8 +87,7 @@ def make_chainer(make_norm: MakeNorm, communicator: Any, channels: int = CHANNEL
             super().__init__()
             self.swapped = self.skipped = self.evaluates = False
             with self.init_scope():
-                self.bn1 = make_norm(channels, communicator)
-                self.bn2 = make_norm(channels, communicator)
+                self.bn1, self.bn2 = make_norm(channels), make_norm(channels)
 
         def forward(self, x: Any) -> Any:
             first, second = (self.bn2, self.bn1) if self.swapped else (self.bn1, self.bn2)
@@ -74,7 +95,7 @@ def make_chainer(make_norm: MakeNorm, communicator: Any, channels: int = CHANNEL
                 x = first(x)
             return F.tanh(x if self.skipped else second(x))
 
-    class Network(chainer.Chain):
+    class Blocks(chainer.Chain):
         def __init__(self) -> None:
             super().__init__()
             self.embeds, self.recomputes = True, False
@@ -87,16 +108,49 @@ def make_chainer(make_norm: MakeNorm, communicator: Any, channels: int = CHANNEL
         def forward(self, x: Any) -> Any:
             return self.layer2(self.layer1(self.stem(x) if self.embeds else x))
 
-    return Network()
+    class Branches(chainer.Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.swapped = False
+            with self.init_scope():
+                self.narrow, self.wide = make_norm(NARROW), make_norm(FEATURES)
+
+        def forward(self, x: Any) -> Any:
+            if self.swapped:
+                wide, narrow = self.wide(x), self.narrow(x[:, :NARROW])
+            else:
+                narrow, wide = self.narrow(x[:, :NARROW]), self.wide(x)
+            return F.concat([narrow, wide])
+
+    if kind == "blocks":
+        return Blocks()
+    if kind == "branches":
+        return Branches()
+    linear = L.Linear(FEATURES, FEATURES, initialW=np.eye(FEATURES))
+    return chainer.Sequential(*_sequence(kind, make_norm, linear))
+
+
+def _sequence(kind: str, make_norm: MakeNorm, linear: Any) -> list[Any]:
+    norms = [make_norm(FEATURES), make_norm(FEATURES)]
+    return {"norm first": [norms[0], linear, norms[1]], "norm second": [linear, *norms]}[kind]
 
 
 class Torch:
-    """Takes steps with a network of torch."""
+    """Takes steps with a network of torch.
+
+    Attributes
+    ----------
+    model
+        What a program calls: the network, or the network in a DistributedDataParallel.
+    network
+        The network.
+    """
 
     make = staticmethod(make_torch)
 
-    def __init__(self, network: Any) -> None:
-        self.network = network
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.network = getattr(model, "module", model)
 
     def step(self, x: Array, *, backward: bool = True) -> Array:
         """Forward and backward pass; the input's gradient."""
@@ -106,9 +160,9 @@ class Torch:
         t = torch.tensor(x, dtype=dtype, requires_grad=True)
         if not backward:
             with torch.no_grad():
-                self.network(t)
+                self.model(t)
             return np.zeros_like(x)
-        (self.network(t) ** 2).sum().backward()
+        (self.model(t) ** 2).sum().backward()
         assert t.grad is not None
         return t.grad.numpy()
 
@@ -137,7 +191,7 @@ class Torch:
 
     def evaluate(self) -> None:
         """Switch the network to evaluation."""
-        self.network.eval()
+        self.model.eval()
 
     def evaluate_layer(self) -> None:
         """Switch layer1.0.bn1 to evaluation."""
@@ -153,7 +207,7 @@ class Chainer:
     make = staticmethod(make_chainer)
 
     def __init__(self, network: Any) -> None:
-        self.network = network
+        self.model = self.network = network
         self._dtype: Any = np.float64
         self._train = True
 
@@ -210,9 +264,9 @@ class Chainer:
             parameter.cleargrad()
 
 
-class ChainerMN(Chainer):
+class ChainerMNLink(Chainer):
     """The same over ChainerMN's link."""
 
     def statistics(self) -> Array:
-        # Its variances are meant for a rank's own count: never those of the whole batch.
+        # The link's variances are of each rank's own count, never those of the whole batch.
         return np.concatenate([link.avg_mean for link in self.norms()])

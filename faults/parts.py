@@ -1,78 +1,68 @@
-"""The parts of the report: which faults are tried over what."""
+"""The parts of the report: which faults are tried in which setups."""
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from faults import hosts
-from faults.launch import Job, Outcome
+from faults import machines
+from faults.launch import Job
+from faults.outcome import Outcome
 from faults.scenarios import SCENARIOS
+from faults.setups import OURS, PEERS, SETUPS
 from multibn._launch import LAUNCHERS, run_workers
 
 Row = dict[str, Any]
 
-OVER = ("gloo", "mpi")
-FRAMEWORKS = ("torch", "chainer")
-# Beside multibn over gloo in torch, and over MPI in Chainer.
-PEERS = (("gloo", "torch"), ("mpi", "chainer"))
+# Jobs wait more than they compute.
+_AT_ONCE = 3
 
 
-def _jobs(library: str, over: str, framework: str) -> list[Job]:
-    chosen = [
-        s
-        for s in SCENARIOS.values()
-        if not s.hosts
-        and over in s.over
-        and framework in s.frameworks
-        and (library == "multibn" or s.today)
-    ]
-    together = [s.name for s in chosen if not s.ends]
-    # How processes end depends on torch or Chainer in nothing.
-    ends = (over, framework) != ("gloo", "chainer")
-    alone = [[s.name] for s in chosen if s.ends and ends]
-    return [Job(library, over, framework, names) for names in [together, *alone]]
+def _jobs(name: str) -> list[Job]:
+    """The scenarios of a setup: those that end processes alone, the others in two launches."""
+    setup = SETUPS[name]
+    chosen = [s for s in SCENARIOS.values() if s.runs_under(setup)]
+    alone = [s.name for s in chosen if s.ends_in(setup) or s.waits_in(setup)]
+    together = [s.name for s in chosen if s.name not in alone]
+    # A peer that hangs is launched again for the scenarios that are left.
+    half = (len(together) + 1) // 2 if setup.beside else len(together)
+    parts = [together[:half], together[half:], *([n] for n in alone)]
+    return [Job(name, names) for names in parts if names]
 
 
 def multibn(show: Callable[[Row], None]) -> list[Row]:
-    """Every fault over every transport in both frameworks."""
-    jobs = [job for o in OVER for f in FRAMEWORKS for job in _jobs("multibn", o, f)]
-    return _shown((_row(outcome) for outcome in _outcomes(jobs, at_once=2)), show)
+    """Every fault in every setup of multibn's."""
+    return _shown(map(_row, _outcomes(OURS)), show)
 
 
-def today(show: Callable[[Row], None]) -> list[Row]:
-    """The same over the peers, which wait more than they compute."""
-    jobs = []
-    for over, framework in PEERS:
-        for job in _jobs("today", over, framework):
-            half = (len(job.scenarios) + 1) // 2
-            parts = [job.scenarios[:half], job.scenarios[half:]]
-            jobs += [Job("today", over, framework, part) for part in parts if part]
-    outcomes = _outcomes(jobs, at_once=4)
-    return _shown((_row(o) | {"complaint": "", "today": o.today()} for o in outcomes), show)
+def peers(show: Callable[[Row], None]) -> list[Row]:
+    """The same with other libraries' layers."""
+    outcomes = _outcomes(PEERS)
+    rows = (_row(o) | {"complaint": "", "verdict": o.peer_verdict()} for o in outcomes)
+    return _shown(rows, show)
 
 
-def _outcomes(jobs: list[Job], *, at_once: int) -> Iterator[Outcome]:
-    """What becomes of them, in their order; so many at once, as most of the time is waiting."""
-    with ThreadPoolExecutor(at_once) as pool:
+def _outcomes(setups: Iterable[str]) -> Iterator[Outcome]:
+    jobs = [job for name in setups for job in _jobs(name)]
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
         for outcomes in pool.map(lambda job: list(job.run()), jobs):
             yield from outcomes
 
 
-def two_hosts(show: Callable[[Row], None]) -> list[Row]:
+def two_machines(show: Callable[[Row], None]) -> list[Row]:
     """Across two network namespaces."""
-    return _shown(hosts.rows(), show)
+    return _shown(machines.rows(), show)
 
 
 def cost(show: Callable[[Row], None]) -> list[Row]:
     """What the checks cost in a step of a network like ResNet-50 on 2 ranks."""
     rows = []
-    for over in OVER:
+    for over in ("gloo", "mpi"):
         worker = ["-m", "faults.cost", over, "25"]  # seconds
         written = run_workers(f"cost over {over}", LAUNCHERS[over], 2, worker, timeout=240.0)
         notes = written[0].notes
-        # What the messages take more, alone, is the surer number on a machine that is not quiet.
+        # The messages alone are the surer number on a machine that is not quiet.
         complaint = "more than 2 % of the step" * (notes["messages_extra"] > 0.02)
-        rows.append({"over": over, "seconds": 1e-3 * notes["checked_ms"],
+        rows.append({"setup": over, "seconds": 1e-3 * notes["checked_ms"],
                      "seen": f"{100 * notes['messages_extra']:.2f} % of the step",
                      "complaint": complaint, **notes})  # fmt: skip
     return _shown(rows, show)
@@ -80,27 +70,27 @@ def cost(show: Callable[[Row], None]) -> list[Row]:
 
 PARTS: dict[str, Callable[[Callable[[Row], None]], list[Row]]] = {
     "multibn": multibn,
-    "today": today,
-    "two hosts": two_hosts,
+    "peers": peers,
+    "two machines": two_machines,
     "cost": cost,
 }
 
 
 def _shown(rows: Iterable[Row], show: Callable[[Row], None]) -> list[Row]:
-    found = []
+    shown = []
     for row in rows:
         show(row)
-        found.append(row)
-    return found
+        shown.append(row)
+    return shown
 
 
 def _row(outcome: Outcome) -> Row:
     return {
         "scenario": outcome.scenario,
-        "over": outcome.over,
-        "framework": outcome.framework,
+        "setup": outcome.setup.name,
         "seen": outcome.seen[:600],
         "seconds": round(outcome.seconds, 2),
+        "verdict": outcome.verdict(),
         "ranks": [r.how for r in outcome.ranks],
         "exit_status": outcome.exit_status,
         "complaint": outcome.complaint(),

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple
 from typing import Any
 
 from rich import box
@@ -9,22 +10,24 @@ from rich.console import Console
 from rich.table import Table
 
 from faults.scenarios import DEADLINE, SCENARIOS
+from faults.setups import OURS, PEERS, PROMISES, SETUPS
 
 Results = Mapping[str, Any]
 
 
 def _console() -> Console:
-    made = Console(highlight=False)
-    return made if made.is_terminal else Console(highlight=False, width=140)
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=140)
 
 
 def show(row: Mapping[str, Any]) -> None:
     """A line for one fault."""
-    where = "/".join(str(row[k]) for k in ("over", "framework") if k in row)
     what = row.get("scenario", "")
-    said = row["complaint"] and f"NOT AS IT SHOULD BE: {row['complaint']}"
-    said = said or row.get("today") or f"{row['seconds']:.2f} s"
-    _console().print(f"{where:14} {what:18} {said} {row['seen'][:90]}", markup=False)
+    result = f"{row.get('verdict', '')} {row['seconds']:.2f} s"
+    if row["complaint"]:
+        result = f"NOT AS IT SHOULD BE: {row['complaint']}"
+    line = f"{row['setup']:16} {what:16} {result:16} {row['seen'][:90]}"
+    _console().print(line, markup=False)
 
 
 def summarize(results: Results) -> None:
@@ -42,19 +45,21 @@ def summarize(results: Results) -> None:
 
 def page(results: Results) -> str:
     """docs/faults.md."""
-    cells = [[cell.replace("|", r"\|") for cell in line] for line in _lines(results)]
+    lines = list(_lines(results))
     return _PAGE.format(
         deadline=DEADLINE,
-        table=_markdown(_COLUMNS, cells),
-        two_hosts=_markdown(
+        table=_markdown(_COLUMNS, lines),
+        messages=_markdown(("fault", "what the user sees"), _messages(results)),
+        promises=_markdown(_PROMISES, [astuple(promises) for promises in PROMISES]),
+        two_machines=_markdown(
             ("fault", "over", "seconds", "what the user sees"),
-            [(r["what"], r["over"], f"{r['seconds']:.1f}", _anonymous(r["seen"]) or "nothing; the numbers are right")
-             for r in results.get("two hosts", [])],
+            [(r["what"], r["setup"], f"{r['seconds']:.1f}", _quoted(r["seen"]) or _NO_HARM)
+             for r in results.get("two machines", [])],
         ),
         cost=_markdown(
             ("over", "step, ms", "with bare messages", "ratio, median (95 % interval)",
              "messages alone: more, ms", "of the step"),
-            [(r["over"], f"{r['checked_ms']:.1f}", f"{r['bare_ms']:.1f}",
+            [(r["setup"], f"{r['checked_ms']:.1f}", f"{r['bare_ms']:.1f}",
               f"{r['ratio']:.3f} ({r['low']:.3f} to {r['high']:.3f})",
               f"{r['messages_extra_ms']:.2f}", f"{100 * r['messages_extra']:.2f} %")
              for r in results.get("cost", [])],
@@ -64,49 +69,65 @@ def page(results: Results) -> str:
     )  # fmt: skip
 
 
-_COLUMNS = (
-    "fault",
-    "what the user sees",
-    "seconds to it: torch gloo, MPI; Chainer gloo, MPI",
-    "the naive formula on torch.distributed",
-    "ChainerMN's link",
+_COLUMNS = ("fault", *(SETUPS[name].title for name in (*OURS, *PEERS)))
+_PROMISES = (
+    "over",
+    "names, sizes and versions are compared first",
+    "each message tells if it is of another layer",
+    "silence ends at the deadline",
+    "a rank that leaves or fails tells the others",
+    "a rank is killed",
 )
+_NO_HARM = "nothing; the numbers are right"
 
 
 def _lines(results: Results) -> Iterable[Sequence[str]]:
-    ours = {(r["scenario"], r["framework"], r["over"]): r for r in results.get("multibn", [])}
-    peers = {(r["scenario"], r["framework"]): r for r in results.get("today", [])}
-    for name, chosen in SCENARIOS.items():
-        combinations = [(f, o) for f in ("torch", "chainer") for o in ("gloo", "mpi")]
-        rows = [ours.get((name, *c)) for c in combinations]
-        there = [r for r in rows if r]
-        if not there:
-            continue
-        seen = next((r["seen"] for r in there if r["seen"]), "")
-        yield (
-            chosen.what
-            if not chosen.what.startswith("...")
-            else chosen.what.replace("...", "as above,"),
-            f"`{_anonymous(seen)}`" if chosen.says else "nothing; the numbers are right",
-            ", ".join(_seconds(r) for r in rows),
-            peers.get((name, "torch"), {}).get("today", ""),
-            peers.get((name, "chainer"), {}).get("today", ""),
-        )
+    """A line for each fault, with a verdict for each setup."""
+    rows = {(r["scenario"], r["setup"]): r for part in ("multibn", "peers")
+            for r in results.get(part, [])}  # fmt: skip
+    for name in SCENARIOS:
+        cells = [_verdict(rows.get((name, setup))) for setup in (*OURS, *PEERS)]
+        if any(cell != "-" for cell in cells):
+            yield _what(name), *cells
 
 
-def _seconds(row: Mapping[str, Any] | None) -> str:
+def _verdict(row: Mapping[str, Any] | None) -> str:
     if row is None:
         return "-"
-    return f"**{row['complaint']}**" if row["complaint"] else f"{row['seconds']:.2f}"
+    if row["complaint"]:
+        return f"**{row['complaint']}**".replace("|", r"\|")
+    seconds = f"{row['seconds']:.2f} s"
+    words = {"named": seconds, "deadline": f"deadline, {seconds}"}
+    return words.get(row["verdict"], row["verdict"])
 
 
-def _anonymous(text: str) -> str:
-    """Without this machine's name and numbers, which change from run to run."""
-    text = re.sub(r"host \S+, pid \d+", "host node1, pid 4711", text)
+def _messages(results: Results) -> Iterable[Sequence[str]]:
+    """What the user sees of each fault: once if the words are the same in all setups."""
+    for name, chosen in SCENARIOS.items():
+        rows = [r for r in results.get("multibn", []) if r["scenario"] == name]
+        if not rows or not chosen.says:
+            continue
+        rows = [r for r in rows if not r["complaint"] and r["verdict"] != "waits"]
+        yield _what(name), _quoted(next((r["seen"] for r in rows), ""))
+        for row in rows:
+            if row["setup"] in chosen.says_under | chosen.others_say:
+                yield f"... {SETUPS[row['setup']].title}", _quoted(row["seen"])
+
+
+def _what(name: str) -> str:
+    what = SCENARIOS[name].what
+    return what.replace("...", "as above,") if what.startswith("...") else what
+
+
+def _quoted(text: str) -> str:
+    """As code, without this machine's name and numbers, which change from run to run."""
+    text = re.sub(r"machine \S+, pid \d+", "machine node1, pid 4711", text)
     text = re.sub(r"pid \d+\)", "pid 4711)", text)
     text = re.sub(r"PID \d+ on node \S+", "PID 4711 on node node1", text)
+    text = re.sub(r"^\[\S+:\d+\] ", "", text)
     text = re.sub(r" The transport says: .*", " The transport says: ...", text)
-    return text.replace("`", "'").strip("- ")
+    text = text.replace("`", "'").replace("|", r"\|").strip("- ")
+    return f"`{text}`" if text else ""
 
 
 def _markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -119,26 +140,52 @@ def _markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 _PAGE = """\
 # What goes wrong, and what you see of it
 
-Written by `make faults`, which tries each of these on real processes and fails if one is not met as it should be. Three
-ranks; rank 1 is at fault. Every message has come from a run; hosts and process numbers are made up. The deadline,
-MULTIBN_TIMEOUT, is {deadline:g} s here and 300 s by default: it is what silence takes, the rest is a matter of half a
-second. The last two columns are what the same faults do without multibn: "hangs" is no end within 3 s, or 6 s of a
-launch that has lost a rank, and none is in sight; "silent wrong numbers" is an exit status of 0.
+Written by `make faults`, which tries each of these faults on real processes and fails if one is not met as it should
+be. There are three ranks; rank 1 is at fault. The deadline, MULTIBN_TIMEOUT, is {deadline:g} s here, and 300 s by default.
+
+## What is promised
+
+{promises}
+
+All rows but the last three are tried below.
+
+## Each fault
 
 {table}
 
-`-` does not apply, or was tried in the other framework.
+The first five columns are multibn's: README's recipe for torch, without and with DistributedDataParallel (DDP); its
+recipes for torch over MPI and for Chainer; and a communicator of ten lines over `comm.Allreduce` of mpi4py. The last two
+are the same faults without multibn.
 
-## Two hosts
+- Seconds: how long after the fault every rank has raised an error that names the fault.
+- deadline: the same, when the deadline had passed.
+- right: the fault does no harm, and the numbers are those of one process with all the data.
+- launcher, DDP: torchrun, `mpiexec`, MPI or DistributedDataParallel sees the fault before the other ranks can, and its
+  words are what the user sees.
+- waits: the other ranks wait for ever, because the transport has no deadline and no notices.
+- `-`: does not apply, or is as over gloo (DDP) or as over MPI (ChainerMN).
+- Of the last two columns, hangs: no end within 3 s, or 6 s of a launch that has lost a rank. Silent wrong numbers: exit
+  status 0.
 
-Two network namespaces of one machine, a rank in each. What takes 5 ms each way is a program between two TUN devices.
+Where an error of multibn's ends the program, the line `multibn: ` with its message is the first and the last line that
+the rank prints after the fault, which is checked here under each launcher. A launcher prints more lines after it.
 
-{two_hosts}
+## What the user sees
+
+Machines and process numbers are made up. The words are the same in all columns, unless they are listed.
+
+{messages}
+
+## Two machines
+
+Two network namespaces of one machine, a rank in each. A program between two TUN devices makes the delay of 5 ms each way.
+
+{two_machines}
 
 ## What the checks cost
 
-A step of the 53 batch norms of a network like ResNet-50, 2 ranks, beside the same with bare messages: no fingerprints,
-deadlines or channels. The two take turns.
+A step of the 53 batch norms of a network like ResNet-50 on 2 ranks, beside the same step with bare messages: one sum of
+the transport's for each, without fingerprints, deadlines and lines of their own. The two take turns.
 
 {cost}
 

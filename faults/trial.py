@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from faults.models import CHANNELS, batch
+from faults.models import batch
+from faults.worlds import World
 
 SAMPLES = 4  # of each rank in a step
 
@@ -13,27 +14,31 @@ SAMPLES = 4  # of each rank in a step
 class Trial:
     """One scenario on one rank."""
 
-    def __init__(self, world: Any, communicator: Any, mark: Callable[[], None]) -> None:
+    def __init__(self, world: World, communicator: Any, mark: Callable[[], None]) -> None:
         self.rank, self.size = world.rank, world.size
         self.at_fault = self.rank == 1
         self.communicator, self.everybody = communicator, world.everybody
         self.files = world.files
         self.mark = mark
         self._world = world
-        self.build()
 
-    def build(self, channels: int = CHANNELS, communicator: Any = None) -> None:
-        world, over = self._world, communicator or self.communicator
-        self.trainee = world.trainee(world.trainee.make(world.make_norm, over, channels))
+    def build(self, kind: str = "blocks", *, communicator: Any = None, **options: Any) -> None:
+        """Make the model, over the default communicator of the scenario."""
+        over = self.communicator if communicator is None else communicator
+        self.trainee = self._world.build(over, kind, **options)
         self._taken: list[Sequence[int]] = []
         self._gradient = np.zeros(0)
 
-    def warm_up(self) -> None:
-        """Compile what will be needed."""
-        for single in (False, True):
-            alone = self._world.trainee(
-                self._world.trainee.make(self._world.make_norm, self._world.alone, CHANNELS)
-            )
+    def begin(self, kind: str = "blocks") -> None:
+        """Make the model and take two steps, after which the fault happens."""
+        self.build(kind)
+        self.steps(2)
+        self.mark()
+
+    def warm_up(self, *, everything: bool) -> None:
+        """Compile what a step calls; `everything` includes single precision and recomputation."""
+        for single in (False, True)[: 1 + everything]:
+            alone = self._world.build(self._world.alone, "blocks")
             if single:
                 alone.single_precision()
             alone.network.recomputes = single
@@ -60,8 +65,7 @@ class Trial:
 
     def error(self) -> float:
         """Largest difference of statistics and gradient from one process with all the samples."""
-        world = self._world
-        oracle = world.trainee(world.trainee.make(world.make_norm, world.alone, CHANNELS))
+        oracle = self._world.build(self._world.alone, "blocks")
         gradient = np.zeros(0)
         for i, counts in enumerate(self._taken):
             gradient = oracle.step(np.concatenate([batch(i, r, n) for r, n in enumerate(counts)]))

@@ -1,7 +1,8 @@
 """One rank: `python -m faults.worker SPEC DIRECTORY`, SPEC being JSON, see `Job`.
 
 Writes a line of JSON to `DIRECTORY/RANK.jsonl` when a scenario starts, at the fault, and at its
-end; `DIRECTORY/RANK.crash` holds what a signal has ended.
+end. `DIRECTORY/RANK.printed` has what the rank prints, apart from what its launcher prints;
+`DIRECTORY/RANK.crash` what Python says of a signal that has ended it.
 """
 
 import faulthandler
@@ -15,6 +16,7 @@ from typing import Any
 
 from faults import worlds
 from faults.scenarios import SCENARIOS
+from faults.setups import SETUPS
 from faults.trial import Trial
 
 
@@ -23,46 +25,66 @@ class Record:
 
     def __init__(self, directory: Path, rank: int) -> None:
         self._file = (directory / f"{rank}.jsonl").open("a", buffering=1)
+        self._printed = directory / f"{rank}.printed"
 
     def write(self, event: str, **details: Any) -> None:
         line = {"event": event, "at": time.monotonic(), "pid": os.getpid(), **details}
         self._file.write(json.dumps(line) + "\n")
 
+    def keep_printed(self) -> None:
+        """From now on, what this process prints goes to a file of its own."""
+        printed = os.open(self._printed, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.dup2(printed, sys.stdout.fileno())
+        os.dup2(printed, sys.stderr.fileno())
+
+    def mark(self, name: str) -> None:
+        """The fault is about to happen."""
+        self.write("fault", scenario=name, printed=os.fstat(sys.stderr.fileno()).st_size)
+
 
 def main(spec: str, directory: str) -> None:
     options = json.loads(spec)
-    names, earlier = options.pop("scenarios"), options.pop("earlier")
-    world = worlds.enter(**options, count=len(names))
+    names, earlier = options["scenarios"], options["earlier"]
+    world = worlds.enter(SETUPS[options["setup"]], options["files"], len(names))
     record = Record(Path(directory), world.rank)
     if earlier:
         record.write("start", scenario="")
-        for name, communicator in zip(names, world.communicators, strict=True):
-            if run := SCENARIOS[name].earlier:
-                run(Trial(world, communicator, lambda: None))
+        for i, name in enumerate(names):
+            trial = Trial(world, world.communicator(i), lambda: None)
+            SCENARIOS[name].earlier(trial)
         return
+    record.keep_printed()
     crash = Path(directory, f"{world.rank}.crash").open("w")  # noqa: SIM115 (until the end)
     faulthandler.enable(crash)  # after MPI's own handlers
-    Trial(world, world.alone, lambda: None).warm_up()
-    for name, communicator in zip(names, world.communicators, strict=True):
+    Trial(world, world.alone, lambda: None).warm_up(everything=len(names) > 1)
+    # The deadline is short: no rank may be seconds ahead because others still compile.
+    _wait_for_all(Path(directory), "ready", world)
+    for i, name in enumerate(names):
         record.write("start", scenario=name)
-        _run(name, world, communicator, record)
-        (Path(directory) / f"{name}.{world.rank}.done").touch()
-        while any(not Path(directory, f"{name}.{r}.done").exists() for r in range(world.size)):
-            if SCENARIOS[name].ends:
-                return
-            time.sleep(0.005)
+        ends = SCENARIOS[name].ends_in(SETUPS[options["setup"]])
+        _run(name, world, i, record, ends)
+        if ends:
+            return
+        _wait_for_all(Path(directory), f"{name}.done", world)
 
 
-def _run(name: str, world: worlds.World, communicator: Any, record: Record) -> None:
+def _wait_for_all(directory: Path, point: str, world: worlds.World) -> None:
+    """Wait until all ranks have come to a point, without a message between them."""
+    (directory / f"{world.rank}.{point}").touch()
+    while any(not (directory / f"{r}.{point}").exists() for r in range(world.size)):
+        time.sleep(0.005)
+
+
+def _run(name: str, world: worlds.World, number: int, record: Record, ends: bool) -> None:
     chosen = SCENARIOS[name]
     try:
-        trial = Trial(world, communicator, lambda: record.write("fault", scenario=name))
+        trial = Trial(world, world.communicator(number), lambda: record.mark(name))
         chosen.run(trial)
     except BaseException as error:
         # As the interpreter prints it.
         text = f"{type(error).__name__}: {error}"
         record.write("end", scenario=name, error=text)
-        if chosen.ends:
+        if ends:
             raise
         return
     record.write("end", scenario=name)

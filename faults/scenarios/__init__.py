@@ -1,17 +1,17 @@
-"""The faults: what each rank does, and what has to come of it.
+"""The faults: what each rank does, and what the user must see of it.
 
-A scenario is a function of a `Trial`, which every rank runs; rank 1 is the one at fault. It calls
-`trial.mark()` when the fault is about to happen.
+A scenario is a function of a `Trial`, which every rank runs; rank 1 is the one at fault. The
+function calls `trial.mark()` when the fault is about to happen.
 """
 
 from faults.scenarios import data, layers, networks, ranks, restarts
 from faults.scenarios._scenario import DEADLINE, Scenario
 
-__all__ = ["DEADLINE", "SCENARIOS"]
+__all__ = ["DEADLINE", "SCENARIOS", "Scenario"]
 
 SCENARIOS = {
-    found.name: found
+    fault.name: fault
     for module in (layers, data, restarts, ranks, networks)
-    for found in vars(module).values()
-    if isinstance(found, Scenario)
+    for fault in vars(module).values()
+    if isinstance(fault, Scenario)
 }

@@ -2,19 +2,26 @@
 
 from faults.models import CHANNELS
 from faults.scenarios._scenario import SILENCE, scenario
+from faults.setups import OURS
 from faults.trial import Trial
 
 _PLACES = r"the ranks are in different places: "
+# DistributedDataParallel compares the parameters when it is built, before any layer runs. The rank
+# that differs ends by its error, and torchrun ends the others.
+_NOT_DDP = tuple(name for name in OURS if name != "ddp")
+_SHAPES_UNDER_DDP = {"ddp": r"params\[0\] in this process with sizes .* appears not to match"}
 
 
 @scenario(
     "another number of channels on a rank",
     says=r"have built layer1\.0\.bn1 differently: rank\(s\) \[0, 2\] in 4 channels; "
     r"rank\(s\) \[1\] in 5 channels",
+    others_say=_SHAPES_UNDER_DDP,
+    ends_under=("ddp",),
 )
 def channels(trial: Trial) -> None:
-    trial.build(CHANNELS + trial.at_fault)
     trial.mark()
+    trial.build(channels=CHANNELS + trial.at_fault)
     trial.steps(2)
 
 
@@ -24,8 +31,7 @@ def channels(trial: Trial) -> None:
     r"rank\(s\) \[1\] in layer1\.0\.bn1 \(forward, float32, call 1\)",
 )
 def dtype(trial: Trial) -> None:
-    trial.steps(2)
-    trial.mark()
+    trial.begin()
     if trial.at_fault:
         trial.trainee.single_precision()
     trial.steps(2)
@@ -44,6 +50,7 @@ def _skip(trial: Trial) -> None:
     says=_PLACES + r"rank\(s\) \[0, 2\] in layer1\.0\.bn1; rank\(s\) \[1\] in layer1\.0\.bn2",
 )
 def order_first(trial: Trial) -> None:
+    trial.build()
     _swap(trial)
     trial.mark()
     trial.steps(2)
@@ -55,9 +62,30 @@ def order_first(trial: Trial) -> None:
     r"rank\(s\) \[1\] in layer1\.0\.bn2",
 )
 def order(trial: Trial) -> None:
-    trial.steps(2)
-    trial.mark()
+    trial.begin()
     _swap(trial)
+    trial.steps(2)
+
+
+@scenario(
+    "... later, layers of unlike widths",
+    says=_PLACES + r".*narrow \(forward, float64, call 3\).*wide \(forward, float64, call 3\)",
+)
+def order_of_widths(trial: Trial) -> None:
+    trial.begin("branches")
+    trial.trainee.network.swapped = trial.at_fault
+    trial.steps(2)
+
+
+@scenario(
+    "the layers of a sequence in another order on a rank",
+    # Chainer's name of the second of three links is 2.
+    says=_PLACES + r"rank\(s\) \[0, 2\] in layer 0; rank\(s\) \[1\] in layer [12]\.",
+    setups=_NOT_DDP,
+)
+def sequence(trial: Trial) -> None:
+    trial.mark()
+    trial.build("norm second" if trial.at_fault else "norm first")
     trial.steps(2)
 
 
@@ -66,6 +94,7 @@ def order(trial: Trial) -> None:
     says=_PLACES + r"rank\(s\) \[0, 2\] in layer1\.0\.bn2; rank\(s\) \[1\] in layer1\.1\.bn1",
 )
 def left_out_first(trial: Trial) -> None:
+    trial.build()
     _skip(trial)
     trial.mark()
     trial.steps(2)
@@ -76,8 +105,7 @@ def left_out_first(trial: Trial) -> None:
     says=_PLACES + r"rank\(s\) \[0, 2\] in layer1\.0\.bn2 .*rank\(s\) \[1\] in layer1\.1\.bn1",
 )
 def left_out(trial: Trial) -> None:
-    trial.steps(2)
-    trial.mark()
+    trial.begin()
     _skip(trial)
     trial.steps(2)
 
@@ -87,24 +115,26 @@ def left_out(trial: Trial) -> None:
     says=_PLACES + r".*layer1\.0\.bn1 .*layer1\.0\.bn2",
 )
 def layer_in_eval(trial: Trial) -> None:
-    trial.steps(2)
-    trial.mark()
+    trial.begin()
     if trial.at_fault:
         trial.trainee.evaluate_layer()
     trial.steps(2)
 
 
 @scenario(
-    "the network in evaluation on a rank",
+    "a rank that evaluates while the others train",
     says=r"waited 3 s in layer1\.0\.bn1 \(forward.*for rank\(s\) \[1\]: rank 1 .* is running",
     seconds=SILENCE,
-    spared=True,
+    needs="has_deadline",
+    faulty_rank_may_be_silent=True,
 )
 def network_in_eval(trial: Trial) -> None:
-    trial.steps(2)
-    trial.mark()
+    trial.begin()
     if trial.at_fault:
         trial.trainee.evaluate()
+        for _ in range(2):
+            trial.step(backward=False)
+        return
     trial.steps(2)
 
 
@@ -113,8 +143,7 @@ def network_in_eval(trial: Trial) -> None:
     says=_PLACES + r".*layer2\.0\.bn2 \(backward.*layer1\.0\.bn1 \(forward",
 )
 def no_gradient(trial: Trial) -> None:
-    trial.steps(2)
-    trial.mark()
+    trial.begin()
     for _ in range(2):
         trial.step(backward=not trial.at_fault)
 
@@ -125,7 +154,6 @@ def no_gradient(trial: Trial) -> None:
     frameworks=("torch",),
 )
 def recomputed(trial: Trial) -> None:
-    trial.steps(2)
-    trial.mark()
+    trial.begin()
     trial.trainee.network.recomputes = trial.at_fault
     trial.steps(2)

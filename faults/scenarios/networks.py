@@ -1,4 +1,4 @@
-"""Networks between two hosts."""
+"""Networks between two machines."""
 
 import subprocess
 import threading
@@ -16,23 +16,23 @@ _DELAY = 0.005
 _STEPS, _MESSAGES = 10, 12  # of a step: six layers, forward and backward
 
 
-@scenario("a line of 5 ms each way, 120 messages", seconds=5.0, ends=True, hosts=True, delay=_DELAY)
+@scenario(
+    "a line of 5 ms each way, 120 messages", seconds=5.0, ends=True, two_machines=True, delay=_DELAY
+)
 def delay(trial: Trial) -> None:
-    trial.steps(2)
-    trial.mark()
+    trial.begin()
     start = time.monotonic()
     trial.steps(_STEPS)
-    # A sum needs every rank's numbers, so that of two ranks' messages each takes a way or more.
+    # A sum needs the numbers of both ranks: a message takes the delay of one way at least.
     needed = _STEPS * _MESSAGES * _DELAY
     if (took := time.monotonic() - start) < needed:
         raise AssertionError(f"the line has no delay: {took:.3f} s, and {needed:.3f} s at least")
 
 
 # TCP tries again after 0.2, 0.4, 0.8, 1.6, 3.2... s.
-@scenario("a network that fails for 3 s", seconds=10.0, ends=True, hosts=True, deadline=10.0)
+@scenario("a network that fails for 3 s", seconds=10.0, ends=True, two_machines=True, deadline=10.0)
 def outage(trial: Trial) -> None:
-    trial.steps(2)
-    trial.mark()
+    trial.begin()
     if trial.at_fault:
         _link("down")
         threading.Timer(3.0, _link, ["up"]).start()
@@ -42,14 +42,13 @@ def outage(trial: Trial) -> None:
 @scenario(
     "a network that fails",
     says=r"rank 0 has waited 3 s in layer1.* for rank\(s\) \[1\]: "
-    r"rank 1 \(host mbhost2, pid \d+\) is on another host",
+    r"rank 1 \(machine mbnode2, pid \d+\) is on another machine",
     seconds=SILENCE,
     ends=True,
-    hosts=True,
+    two_machines=True,
 )
 def partition(trial: Trial) -> None:
-    trial.steps(2)
-    trial.mark()
+    trial.begin()
     if trial.at_fault:
         _link("down")
     trial.steps(2)

@@ -8,6 +8,7 @@ from multibn import as_communicator
 
 
 def _save_state(trial: Trial) -> None:
+    trial.build()
     trial.steps(2)
     if trial.rank == 0:
         trial.trainee.save(trial.files / "state")
@@ -15,6 +16,7 @@ def _save_state(trial: Trial) -> None:
 
 @scenario("a restart on 3 ranks, with the state that 2 have saved", earlier=_save_state)
 def restart(trial: Trial) -> None:
+    trial.build()
     trial.mark()
     trial.trainee.load(trial.files / "state")
     trial.resume(2, size=2)
@@ -28,8 +30,14 @@ def _save_layers(trial: Trial) -> None:
         (trial.files / "layers").write_bytes(pickle.dumps(trial.trainee.norms()))
 
 
-@scenario("... with the pickled layers of 2", earlier=_save_layers, today=False)
+@scenario(
+    "... with the pickled layers of 2",
+    earlier=_save_layers,
+    setups=("gloo", "mpi", "chainermn"),
+    also_run_on_peers=False,
+)
 def restart_pickled(trial: Trial) -> None:
+    trial.build()
     trial.mark()
     trial.trainee.set_norms(pickle.loads((trial.files / "layers").read_bytes()))
     trial.resume(2, size=2)
@@ -48,10 +56,11 @@ def _save_half(trial: Trial) -> None:
     says=r"made for ranks \[2, 3\] of [\w.]+, and this is rank \d of 3\. Give the layer another",
     earlier=_save_half,
     earlier_size=4,
-    frameworks=("torch",),
-    today=False,
+    setups=("gloo", "mpi"),
+    also_run_on_peers=False,
 )
 def restart_group(trial: Trial) -> None:
+    trial.build()
     trial.mark()
     trial.trainee.set_norms(pickle.loads((trial.files / "half").read_bytes()))
     trial.step()

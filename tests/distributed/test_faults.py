@@ -16,28 +16,36 @@ from tests.helpers import require
 
 require.need("torch")
 
-from faults import hosts  # noqa: E402
-from faults.launch import Job, Outcome  # noqa: E402
+from faults import machines  # noqa: E402
+from faults.launch import Job  # noqa: E402
+from faults.outcome import Outcome  # noqa: E402
 from faults.scenarios import SCENARIOS  # noqa: E402
+from faults.setups import SETUPS  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
+# README's recipes for torch and for Chainer: one over gloo, the other over MPI.
+_RECIPES = ("ddp", "chainermn")
 _TOGETHER = [
-    *("channels", "dtype", "order_first", "order", "left_out", "layer_in_eval", "network_in_eval"),
-    *("no_gradient", "recomputed", "empty", "one_value", "nan", "refused", "diverged", "version"),
-    *("restart", "restart_pickled"),
+    *("channels", "dtype", "order_first", "order", "order_of_widths", "sequence", "left_out"),
+    *("layer_in_eval", "network_in_eval", "no_gradient", "recomputed", "empty", "one_value", "nan"),
+    *("refused", "diverged", "version", "restart", "restart_pickled"),
 ]
-_ALONE = {
-    ("gloo", "torch"): ("killed", "launcher_killed"),
-    ("mpi", "chainer"): ("out_of_data", "exception_plain"),
-}
-_NEEDS = {"gloo": "torchrun", "mpi": "mpiexec"}
+_CASES = [
+    (setup, name)
+    for setup in _RECIPES
+    for name in _TOGETHER
+    if SCENARIOS[name].runs_under(SETUPS[setup]) and not SCENARIOS[name].ends_in(SETUPS[setup])
+]
+
+
+def _need(setup: str) -> None:
+    require.need(SETUPS[setup].launcher, SETUPS[setup].framework)
 
 
 @functools.cache
-def _outcomes(over: str, framework: str, *names: str) -> dict[str, Outcome]:
-    outcomes = Job("multibn", over, framework, list(names)).run()
-    return {outcome.scenario: outcome for outcome in outcomes}
+def _outcomes(setup: str, *names: str) -> dict[str, Outcome]:
+    return {outcome.scenario: outcome for outcome in Job(setup, list(names)).run()}
 
 
 def _expect(outcome: Outcome) -> None:
@@ -45,24 +53,22 @@ def _expect(outcome: Outcome) -> None:
     assert not complaint, f"{complaint}\n{outcome.ranks}\n{outcome.output}"
 
 
-@pytest.mark.parametrize("name", _TOGETHER)
-@pytest.mark.parametrize("over, framework", list(_ALONE))
-def test_fault(over: str, framework: str, name: str) -> None:
-    """Detected in time, on every rank, with a message that names layers and ranks."""
-    require.need(_NEEDS[over], framework)
-    if framework not in SCENARIOS[name].frameworks:
-        return
-    names = [n for n in _TOGETHER if framework in SCENARIOS[n].frameworks]
-    _expect(_outcomes(over, framework, *names)[name])
+@pytest.mark.parametrize("setup, name", _CASES)
+def test_fault(setup: str, name: str) -> None:
+    """Seen in time, on every rank, with a message that names layers and ranks."""
+    _need(setup)
+    _expect(_outcomes(setup, *[n for s, n in _CASES if s == setup])[name])
 
 
 @pytest.mark.parametrize(
-    "over, framework, name",
-    [(over, framework, name) for (over, framework), ns in _ALONE.items() for name in ns],
-)
-def test_fault_that_ends_processes(over: str, framework: str, name: str) -> None:
-    require.need(_NEEDS[over], framework)
-    _expect(_outcomes(over, framework, name)[name])
+    "setup, name",
+    [("ddp", "killed"), ("gloo", "launcher_killed"),
+     ("chainermn", "out_of_data"), ("chainermn", "exception_plain")],
+)  # fmt: skip
+def test_fault_that_ends_processes(setup: str, name: str) -> None:
+    """Multibn's line is the first and the last that a rank prints."""
+    _need(setup)
+    _expect(_outcomes(setup, name)[name])
 
 
 def test_survivors_go_on_where_mpi_lets_them(tmp_path: Path) -> None:
@@ -119,8 +125,9 @@ def test_survivors_go_on_where_mpi_lets_them(tmp_path: Path) -> None:
     assert "lost the connection in SyncBatchNorm (forward, float64, call" in output
 
 
-@pytest.mark.parametrize("over, name", [("gloo", "partition"), ("mpi", "delay")])
-def test_networks_between_two_hosts(over: str, name: str) -> None:
-    """One that fails, and one that takes its time."""
-    require.need(_NEEDS[over], "torch", "netns")
-    _expect(hosts.run(name, over))
+@pytest.mark.parametrize("setup, name", [("gloo", "partition"), ("mpi", "delay")])
+def test_networks_between_two_machines(setup: str, name: str) -> None:
+    """One that fails, and one with a delay."""
+    _need(setup)
+    require.need("netns")
+    _expect(machines.run(name, setup))

@@ -1,0 +1,187 @@
+"""What became of a fault, and whether that is as it should be."""
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from faults.scenarios import DEADLINE, SCENARIOS
+from faults.setups import Setup
+
+ANNOUNCEMENT = "multibn: "  # the beginning of the lines that multibn prints for people
+
+
+@dataclass
+class Rank:
+    """What became of one rank in one scenario.
+
+    Attributes
+    ----------
+    how
+        "ok", "error", "SIGABRT" and the like, "ended" by somebody, "is stopped", or "hangs".
+    says
+        The error, as the interpreter prints it.
+    seconds
+        From the fault to the end.
+    off, digest
+        Of a rank that is ok: the largest error of its numbers, and what tells them from others.
+    ended
+        Whether its process has ended.
+    printed
+        The lines that it has printed since the fault.
+    """
+
+    how: str
+    says: str = ""
+    seconds: float = 0.0
+    off: float = 0.0
+    digest: str = ""
+    ended: bool = False
+    printed: Sequence[str] = ()
+
+    @property
+    def is_announced(self) -> bool:
+        """Whether multibn has printed the message of the error for people."""
+        return self._announcement in self.printed
+
+    @property
+    def _announcement(self) -> str:
+        return ANNOUNCEMENT + self.says.partition(": ")[2].partition("\n")[0]
+
+    def misplaced(self) -> str:
+        """What is wrong with the place of the announcement; "" if the place is right.
+
+        The announcement is the first line after the fault, and the last one, unless a launcher has
+        ended the process before the interpreter had printed the error.
+        """
+        if not self.is_announced:
+            return ""
+        # Without its launcher, the process itself prints Open MPI's words, between lines of dashes.
+        printed = list(itertools.takewhile(lambda line: not line.startswith("-----"), self.printed))
+        if printed[0] != self._announcement:
+            return f"prints first: {printed[0]}"
+        lines = self.says.splitlines()
+        printed_error = any(line.endswith(lines[0]) for line in printed)
+        if printed_error and printed[-len(lines)] != self._announcement:
+            return f"prints last: {printed[-1]}"
+        return ""
+
+
+@dataclass
+class Outcome:
+    """What became of a scenario."""
+
+    scenario: str
+    setup: Setup
+    ranks: list[Rank] = field(default_factory=list)
+    exit_status: int | None = None  # of the launcher; None if the launcher had to be ended
+    output: str = ""  # what the launcher printed
+
+    @property
+    def seconds(self) -> float:
+        """From the fault to the end of the last rank whose end counts."""
+        ends = [self.ranks[r] for r in self._bystanders]
+        return max((r.seconds for r in ends if r.how in ("ok", "error")), default=0.0)
+
+    @property
+    def _bystanders(self) -> list[int]:
+        """The ranks that must see an error, or none if the fault must do no harm."""
+        without_1 = SCENARIOS[self.scenario].faulty_rank_may_be_silent and len(self.ranks) > 1
+        return [r for r in range(len(self.ranks)) if not (without_1 and r == 1)]
+
+    @property
+    def _says(self) -> str:
+        return SCENARIOS[self.scenario].says_in(self.setup)
+
+    @property
+    def _others_speak(self) -> bool:
+        return self.setup.name in SCENARIOS[self.scenario].others_say
+
+    @property
+    def seen(self) -> str:
+        """The first line of what tells the user about the fault."""
+        return next(iter([*self._named(), *self._errors()]), "")
+
+    def _errors(self) -> list[str]:
+        return [r.says.partition("\n")[0] for r in self.ranks if r.how == "error"]
+
+    def _named(self) -> list[str]:
+        """What ranks and launchers say that is as it should be."""
+        # What a launcher says may go over lines. MPI may speak in a process that it ends.
+        paragraphs = [" ".join(p.split()) for p in re.split(r"\n?-{9,}\n", self.output)]
+        last_words = [line for r in self.ranks if r.how == "ended" for line in r.printed]
+        said = [*self._errors(), *paragraphs, *last_words]
+        return [text for text in said if self._says and re.search(self._says, text)]
+
+    def complaint(self, slack: float = 0.0) -> str:
+        """What is not as it should be; "" if all is. It may take `slack` seconds more."""
+        chosen = SCENARIOS[self.scenario]
+        if chosen.waits_in(self.setup):
+            moved = [r for r in self._bystanders if self.ranks[r].how != "hangs"]
+            return f"rank(s) {moved} did not wait" if moved else ""
+        for rank, became in enumerate(self.ranks):
+            if became.how not in ("ok", "error", "ended", "is stopped"):
+                return f"rank {rank} {became.how}"
+        if not self._says:
+            return self._harm()
+        if not self._named():
+            return f"no message matches {self._says!r}"
+        ended = all(self.ranks[r].ended for r in self._bystanders)
+        if chosen.ends_in(self.setup) and (not ended or self.exit_status == 0):
+            return f"exit status {self.exit_status}" if ended else "the processes have not ended"
+        return "" if self._others_speak else self._complaint_about_errors(slack)
+
+    def _complaint_about_errors(self, slack: float) -> str:
+        chosen = SCENARIOS[self.scenario]
+        for rank, became in enumerate(self.ranks):
+            # What neither the scenario expects nor multibn has announced is the transport's.
+            expected = re.search(self._says, became.says) or became.says.startswith("SystemExit")
+            if became.how == "error" and not (expected or became.is_announced):
+                return f"rank {rank} sees a raw error: {became.says[:200]}"
+            if chosen.ends_in(self.setup) and (misplaced := became.misplaced()):
+                return f"rank {rank} {misplaced}"
+        fine = [r for r in self._bystanders if self.ranks[r].how == "ok"]
+        if fine:
+            return f"rank(s) {fine} saw no error"
+        if self.seconds > chosen.seconds + slack:
+            return f"took {self.seconds:.2f} s"
+        return ""
+
+    def verdict(self) -> str:
+        """What the fault is to a user of multibn, in a word."""
+        chosen = SCENARIOS[self.scenario]
+        if chosen.waits_in(self.setup):
+            return "waits"
+        if not self._says:
+            return "right"
+        if self._others_speak:
+            return "DDP" if self.setup.name == "ddp" else "launcher"
+        return "deadline" if self.seconds >= DEADLINE else "named"
+
+    def peer_verdict(self) -> str:
+        """What the fault is to a user of another library."""
+        rank_1_is_lost = SCENARIOS[self.scenario].ends_in(self.setup)
+        others = [r for i, r in enumerate(self.ranks) if not (rank_1_is_lost and i == 1)]
+        signals = sorted({r.how for r in self.ranks if r.how.startswith("SIG")})
+        if any(r.how == "hangs" for r in others):
+            return " and ".join(["hangs", *signals])
+        if signals:
+            return ", ".join(signals)
+        if any(r.how == "error" for r in others):
+            return "error"
+        if all(r.how == "ended" for r in others):
+            return f"ended by {self.setup.launcher}"
+        fine = all(r.off < 1e-4 for r in others) and len({r.digest for r in others}) == 1
+        return "right" if fine else "silent wrong numbers"
+
+    def _harm(self) -> str:
+        for rank, became in enumerate(self.ranks):
+            if became.how != "ok":
+                return f"rank {rank}: {became.how} {became.says}"
+            if not became.off <= 1e-12:
+                return f"rank {rank} is off by {became.off:.1g}"
+        if len({r.digest for r in self.ranks}) > 1:
+            return "the ranks' statistics differ"
+        if SCENARIOS[self.scenario].ends_in(self.setup) and self.exit_status != 0:
+            return f"exit status {self.exit_status}"
+        return ""

@@ -1,0 +1,130 @@
+"""The columns of the table: what the layers communicate over, and what is promised there."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Promises:
+    """What multibn can promise over a transport, for people.
+
+    Attributes
+    ----------
+    over
+        The transport.
+    first_message
+        Whether names, sizes and versions are compared before the first message.
+    fingerprints
+        Whether each later message tells that it is of another layer, phase or dtype.
+    deadline
+        Whether silence ends at MULTIBN_TIMEOUT.
+    notices
+        Whether a rank that leaves or fails tells the others.
+    killed
+        What the other ranks see of a rank that is killed.
+    """
+
+    over: str
+    first_message: str
+    fingerprints: str
+    deadline: str
+    notices: str
+    killed: str
+
+
+_GLOO = Promises("gloo", "yes", "yes", "yes", "yes", "`ConnectionError` with its rank and layer")
+_DDP = Promises(
+    "gloo, under DistributedDataParallel",
+    "yes, after DistributedDataParallel has compared the parameters",
+    "yes",
+    "yes, but between the last layer's backward pass and the end of the step",
+    "yes, as the deadline",
+    "`ConnectionError` with its rank and layer, as the deadline",
+)
+_MPI = Promises(
+    "MPI; ChainerMN, arrays in host memory",
+    "yes",
+    "yes",
+    "yes; in the first message it names all ranks that it has not heard of",
+    "yes",
+    "`mpiexec` ends all ranks, and names the rank and the signal",
+)
+_OWN = Promises(
+    "a class of the user's own; ChainerMN's with another `allreduce`",
+    "yes",
+    "yes",
+    "no",
+    "no",
+    "what its transport does: under `mpiexec` as above",
+)
+# By what the code does: `make faults` needs no GPU.
+_UNTRIED = (
+    Promises("CUDA tensors over gloo", *["as gloo"] * 5),
+    Promises(
+        "CUDA tensors over NCCL",
+        "yes, with the deadline",
+        "yes, one call late",
+        "no: torch's watchdog, the group's timeout",
+        "no",
+        "torch's watchdog",
+    ),
+    Promises(
+        "GPU arrays over `multibn.communicators.nccl.NCCL`, pure_nccl, or MPI that is CUDA-aware",
+        "yes, as the communicator of the host",
+        "yes, one call late",
+        "no",
+        "no",
+        "the launcher's words",
+    ),
+)
+PROMISES = (_GLOO, _DDP, _MPI, _OWN, *_UNTRIED)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A way to run layers on several ranks.
+
+    Attributes
+    ----------
+    name, title
+        For programs and for people.
+    framework
+        "torch" or "chainer".
+    launcher
+        What starts the ranks, "torchrun" or "mpiexec".
+    promises
+        What is promised; None of another library's layers.
+    beside
+        Of another library's layers: the setup that they stand beside.
+    """
+
+    name: str
+    title: str
+    framework: str
+    launcher: str
+    promises: Promises | None
+    beside: str = ""
+
+    @property
+    def has_deadline(self) -> bool:
+        return self.promises is None or self.promises.deadline != "no"
+
+    @property
+    def has_notices(self) -> bool:
+        return self.promises is None or self.promises.notices != "no"
+
+
+_OURS = (
+    Setup("gloo", "gloo", "torch", "torchrun", _GLOO),
+    Setup("ddp", "gloo, under DDP", "torch", "torchrun", _DDP),
+    Setup("mpi", "MPI", "torch", "mpiexec", _MPI),
+    Setup("chainermn", "ChainerMN, naive", "chainer", "mpiexec", _MPI),
+    Setup("own", "a user's own class", "torch", "mpiexec", _OWN),
+)
+_PEERS = (
+    Setup("naive formula", "the naive formula on gloo", "torch", "torchrun", None, "gloo"),
+    Setup("ChainerMN's link", "ChainerMN's link", "chainer", "mpiexec", None, "mpi"),
+)
+
+SETUPS = {setup.name: setup for setup in (*_OURS, *_PEERS)}
+OURS = tuple(setup.name for setup in _OURS)
+PEERS = tuple(setup.name for setup in _PEERS)
