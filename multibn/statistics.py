@@ -105,20 +105,9 @@ def _shape_and_count(
 
 
 def local_moments(x: Array, /, *, axis: tuple[int, ...] | None = None) -> Moments:
-    """Moments of `x` over `axis`; all zero for an empty batch.
+    """Moments of an activation over `axis`, by default all axes but 1; zero for an empty batch.
 
-    Parameters
-    ----------
-    x
-        Activation, `(N, C, *spatial)` by default, real floating-point. 16-bit input is computed in
-        float32.
-    axis
-        The axes to reduce; by default all but 1.
-
-    Raises
-    ------
-    TypeError
-        If `x` is not of a real floating-point dtype.
+    16-bit input is computed in float32. Raises TypeError unless `x` is real and floating-point.
     """
     require_floating(x)
     axis = reduced_axes(x.ndim) if axis is None else axis
@@ -174,32 +163,13 @@ def aggregate(
     FloatingPointError
         On every rank, if the moments of one are not finite (host arrays only).
     """
-    return aggregate_all([moments], communicator, weighting=weighting)[0]
+    mean, meansqr, count, num_samples = moments
+    share = _Share(mean, mean.shape, _rank_weight(count, num_samples, weighting), count)
 
+    def pack(_: int, out: Array | None) -> Array:
+        return kernels.pack(mean, meansqr, share.weight, count, out=out)
 
-def aggregate_all(
-    parts: Sequence[Moments], communicator: Communicator, /, *, weighting: Weighting = "element"
-) -> list[BatchStatistics]:
-    """`aggregate` of each of several moments, those of different layers, in one message.
-
-    Collective: every rank must call it, with as many moments of as many channels; one allreduce of
-    2C+2 float64 numbers for each.
-
-    Raises
-    ------
-    ValueError, RuntimeError, FloatingPointError
-        As `aggregate`.
-    """
-    shares = [
-        _Share(m.mean, m.mean.shape, _rank_weight(m.count, m.num_samples, weighting), m.count)
-        for m in parts
-    ]
-
-    def pack(i: int, out: Array | None) -> Array:
-        mean, meansqr, *_ = parts[i]
-        return kernels.pack(mean, meansqr, shares[i].weight, shares[i].count, out=out)
-
-    return _aggregate(shares, pack, communicator)
+    return _aggregate([share], pack, communicator)[0]
 
 
 class _Share(NamedTuple):
@@ -270,13 +240,9 @@ def batch_statistics(
 
     Collective: every rank must call it; one allreduce of 2C+2 float64 numbers.
 
-    Raises
-    ------
-    TypeError, ValueError, RuntimeError, FloatingPointError
-        As `local_moments` and `aggregate`.
-    OneValueError
-        On every rank, if the ranks hold one value per channel together: its variance is 0, and
-        the output would not depend on the input. A ValueError.
+    Raises as `local_moments` and `aggregate`; and on every rank OneValueError, a ValueError, if the
+    ranks hold one value per channel together: its variance is 0, and the output would not depend
+    on the input.
     """
     axis = reduced_axes(x.ndim) if axis is None else axis
     return batch_statistics_all([x], communicator, weighting=weighting, axes=[axis])[0]
@@ -292,7 +258,8 @@ def batch_statistics_all(
 ) -> list[BatchStatistics]:
     """`batch_statistics` of each of several inputs over its axes, in one message.
 
-    Collective and raises as `batch_statistics`; see `aggregate_all`.
+    Collective: every rank must call it, with as many inputs of as many channels; one allreduce of
+    2C+2 float64 numbers for each. Raises as `batch_statistics`.
     """
     shares = []
     for x, axis in zip(xs, axes, strict=True):
@@ -327,7 +294,7 @@ def refuse(communicator: Communicator, /, *num_channels: int, like: Array) -> No
     For a rank that finds its input to be invalid, before it raises its own error: without it the
     other ranks would wait for this one. Arrays are made beside `like`.
     Collective: matches one `aggregate` of `num_channels` channels on the other ranks, or one
-    `aggregate_all` where several numbers are given.
+    `batch_statistics_all` where several numbers are given.
     """
     if communicator.size == 1:
         return
@@ -357,17 +324,8 @@ def normalize(
     Then plus `residual`, of the shape and dtype of `x`, then ReLU, where asked for.
     """
     axis = reduced_axes(x.ndim) if axis is None else axis
-    return kernels.normalize(
-        x,
-        batch.mean,
-        batch.var,
-        weight,
-        bias,
-        eps=eps,
-        axis=axis,
-        residual=residual,
-        relu=relu,
-    )
+    options: dict[str, Any] = {"eps": eps, "axis": axis, "residual": residual, "relu": relu}
+    return kernels.normalize(x, batch.mean, batch.var, weight, bias, **options)
 
 
 def backward_sums(

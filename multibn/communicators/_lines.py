@@ -10,6 +10,7 @@ import atexit
 import sys
 from abc import ABC, abstractmethod
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any, Protocol, TypeAlias
 from weakref import WeakSet
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from multibn._arrays import from_host, to_host
 from multibn._typing import Array
-from multibn.communicators._objects import allgather_bytes
+from multibn.communicators._objects import gather
 from multibn.communicators._watch import Board, Done, Watch, announce_end
 from multibn.communicators.base import Handle
 
@@ -131,11 +132,9 @@ class Lines:
         assert line is not None
         self._open[number] = line
         if number == _ANY:
-            self.watch.introduce(
-                lambda data: allgather_bytes(
-                    lambda a: self.sum(a, "introduction", text, timeout), self.rank, self.size, data
-                )
-            )
+            every: Any = SimpleNamespace(rank=self.rank, size=self.size)
+            every.allreduce = lambda a: self.sum(a, "introduction", text, timeout)
+            self.watch.introduce(lambda me: gather(me, every))
         return line
 
 

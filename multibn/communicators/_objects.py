@@ -1,8 +1,10 @@
-"""Python objects and bytes for other ranks: for first steps and error messages, not every step."""
+"""Python objects for other ranks, pickled: for first steps and error messages, not every step.
+
+An object that cannot be pickled is a TypeError on all ranks.
+"""
 
 import contextlib
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,25 +13,13 @@ from multibn.communicators.base import Communicator
 
 
 def broadcast(obj: Any, communicator: Communicator, *, root: int) -> Any:
-    """`obj` of rank `root`, on every rank. Collective: two allreduces.
-
-    Raises
-    ------
-    TypeError
-        On all ranks, if it cannot be pickled.
-    """
+    """`obj` of rank `root`, on every rank. Collective: two allreduces."""
     (theirs,) = _exchanged(obj, communicator, [root])
     return theirs
 
 
 def gather(obj: Any, communicator: Communicator) -> list[Any]:
-    """`obj` of every rank, on every rank. Collective: two allreduces.
-
-    Raises
-    ------
-    TypeError
-        On all ranks, if one of them cannot be pickled.
-    """
+    """`obj` of every rank, on every rank. Collective: two allreduces."""
     return _exchanged(obj, communicator, list(range(communicator.size)))
 
 
@@ -43,7 +33,7 @@ def _exchanged(obj: Any, communicator: Communicator, senders: list[int]) -> list
     lengths = communicator.allreduce(lengths).astype(int)
     if not lengths.all():
         raise TypeError(
-            "what other ranks are given must be picklable: that of rank(s) "
+            "an object for other ranks must be picklable: that of rank(s) "
             f"{[senders[i] for i in np.flatnonzero(lengths == 0)]} of {communicator.size} is not."
         )
     contents = np.zeros((len(senders), lengths.max()))
@@ -60,18 +50,3 @@ def _pickled(obj: Any) -> bytes:
     with contextlib.suppress(Exception):
         return pickle.dumps(obj)
     return b""
-
-
-def allgather_bytes(
-    allreduce: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]],
-    rank: int,
-    size: int,
-    data: bytes,
-    /,
-) -> list[bytes]:
-    """What each rank passed as `data`, cut to 512 bytes. Collective."""
-    table = np.zeros((size, 512 // 8), dtype=np.int64)
-    own = table[rank].view(np.uint8)
-    data = data[: own.size]
-    own[: len(data)] = np.frombuffer(data, dtype=np.uint8)
-    return [row.tobytes().rstrip(b"\0") for row in allreduce(table)]

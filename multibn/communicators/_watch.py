@@ -77,33 +77,17 @@ class Watch:
         self._last: object = "the start"  # str() gives the text
         self._last_at = time.monotonic()
 
-    def introduce(self, allgather: Callable[[bytes], list[bytes]]) -> None:
+    def introduce(self, allgather: Callable[[Any], list[Any]]) -> None:
         """Learn every rank's machine and pid. Collective."""
-        answers = allgather(json.dumps([this_machine(), os.getpid()]).encode())
-        self._peers = [tuple(json.loads(text)) for text in answers]
+        self._peers = allgather((this_machine(), os.getpid()))
 
     def wait(self, begin: Callable[[], Done], place: str, text: object, timeout: float) -> None:
         """Begin a collective, and return when it is done.
 
-        Parameters
-        ----------
-        begin
-            Begins the collective.
-        place
-            Where this rank is, equal on ranks that will meet.
-        text
-            The place for people; `str(text)` is computed only where somebody is to read it.
-        timeout
-            Seconds that the collective may take.
-
-        Raises
-        ------
-        TimeoutError
-            If the collective is not done before the deadline.
-        ConnectionError
-            If a rank was lost, or has left.
-        RuntimeError
-            If another rank waits in another place, or after an earlier failure.
+        `place` is equal on ranks that will meet; `str(text)`, the same for people, is computed only
+        where somebody is to read it. Raises TimeoutError after `timeout` seconds, ConnectionError
+        if a rank was lost or has left, and RuntimeError if another rank waits in another place, or
+        after an earlier failure.
         """
         if self.failure is not None:
             raise RuntimeError(
@@ -278,13 +262,7 @@ def _launcher() -> int:
 
 
 def default_timeout() -> float:
-    """Seconds that a collective may take: MULTIBN_TIMEOUT, or 300.
-
-    Raises
-    ------
-    ValueError
-        If MULTIBN_TIMEOUT is not a positive number.
-    """
+    """Seconds that a collective may take: MULTIBN_TIMEOUT, or 300; raises as `check_timeout`."""
     return check_timeout(os.environ.get("MULTIBN_TIMEOUT", "300"), "MULTIBN_TIMEOUT")
 
 

@@ -115,11 +115,18 @@ class Phase(Forwarding):
                 return self._allreduce_array(agreed, x)
             payload = agreed.open(call)
             payload[:] = to_host(x)
+        mine = None if x is payload or is_on_host(x) else payload.copy()
         assert agreed.lines is not None
         buffer = agreed.buffer
         buffer[agreed.num_numbers :] = agreed.lanes
         agreed.lines.exchange(buffer, agreed.place, call, agreed.communicator.timeout)
         self._check(buffer, agreed.size)
+        if mine is not None and self.name == "forward" and not np.isfinite(payload).all():
+            # The caller does not look at numbers on a GPU, and these are in host memory.
+            if message.is_refusal(payload):
+                raise_for_refusal(self, refused=message.is_refusal(mine))
+            else:
+                raise_for_non_finite(self, bool(np.isfinite(mine).all()))
         return payload if x is payload else from_host(payload.copy(), x)
 
     def __str__(self) -> str:

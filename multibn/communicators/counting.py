@@ -19,6 +19,7 @@ class CountingCommunicator(LineCommunicator):
         self.messages: list[int] = []
         self.first_messages: list[int] = []
         self._counting: _CountingLines | None = None
+        self.timeout = getattr(inner, "timeout", 0.0)
 
     @property
     def identity(self) -> object:
@@ -31,10 +32,6 @@ class CountingCommunicator(LineCommunicator):
     @property
     def size(self) -> int:
         return self.inner.size
-
-    @property
-    def timeout(self) -> float:  # type: ignore[override]
-        return self.inner.timeout if isinstance(self.inner, LineCommunicator) else 0.0
 
     @property
     def lines(self) -> Any:

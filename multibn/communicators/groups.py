@@ -13,15 +13,7 @@ Spec: TypeAlias = str | int | tuple[int, ...]
 
 
 def check_spec(spec: Any, /) -> Spec:
-    """`spec` as `split_by` takes it: "machine", a number of consecutive ranks, or their tuple.
-
-    Raises
-    ------
-    TypeError
-        If `spec` is none of these.
-    ValueError
-        If a number is below 1, or a list is empty or has negative or repeated ranks.
-    """
+    """`spec` as `split_by` takes it; raises as `lookup.Group`."""
     if isinstance(spec, int) and not isinstance(spec, bool):
         if spec < 1:
             raise ValueError(
@@ -48,13 +40,7 @@ def check_spec(spec: Any, /) -> Spec:
 def split_by(parent: Communicator, spec: Spec, /) -> Communicator | None:
     """This process's group, None if the list of ranks leaves this process out.
 
-    Collective over `parent`.
-
-    Raises
-    ------
-    ValueError
-        If k consecutive ranks are asked for and k does not divide the number of ranks, or a list
-        names a rank that `parent` has not.
+    Collective over `parent`; raises as `lookup.Group`.
     """
     if isinstance(spec, tuple):
         return _listed(parent, spec)

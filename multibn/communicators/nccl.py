@@ -8,12 +8,11 @@ from array_api_compat import is_cupy_array, is_torch_array
 
 from multibn._typing import Array
 from multibn.communicators._lines import HostArray, LineCommunicator, Lines
-from multibn.communicators._watch import default_timeout
 from multibn.communicators.base import Communicator, Forwarding
 from multibn.communicators.lookup import as_communicator
 
-# NCCL's unique id, in bytes.
-_ID_SIZE = 128
+_ID_SIZE = 128  # bytes of NCCL's unique id
+_DTYPES = ("float16", "float32", "float64", "int32", "int64")
 
 
 class NCCL(LineCommunicator):
@@ -76,12 +75,12 @@ class NCCL(LineCommunicator):
 
     @property
     def timeout(self) -> float:  # type: ignore[override]
-        parent = self._host_communicator()
-        return parent.timeout if isinstance(parent, LineCommunicator) else default_timeout()
+        timeout: float = self._resolved().timeout
+        return timeout
 
     @property
     def lines(self) -> Lines | None:
-        parent = self._host_communicator()
+        parent = self._resolved()
         return parent.lines if isinstance(parent, LineCommunicator) else None
 
     def takes(self, x: Array, /) -> bool:
@@ -103,7 +102,7 @@ class NCCL(LineCommunicator):
     def __repr__(self) -> str:
         return f"NCCL({self._parent!r})"
 
-    def _host_communicator(self) -> Communicator:
+    def _resolved(self) -> Any:
         return self._parent.resolve() if isinstance(self._parent, Forwarding) else self._parent
 
 
@@ -131,25 +130,17 @@ def allreduce(comm: Any, x: Array, /) -> Array:
         exchanged = x.detach().float() if x.dtype == torch.bfloat16 else x.detach()
         return torch.from_dlpack(allreduce(comm, cupy.from_dlpack(exchanged))).to(x.dtype)
     nccl = _library()
-    types = {
-        "float16": nccl.NCCL_FLOAT16,
-        "float32": nccl.NCCL_FLOAT32,
-        "float64": nccl.NCCL_FLOAT64,
-        "int32": nccl.NCCL_INT32,
-        "int64": nccl.NCCL_INT64,
-    }
-    if x.dtype.name not in types:
+    if x.dtype.name not in _DTYPES:
         raise TypeError(
-            f"an array that NCCL sums must be of dtype {', '.join(types)} or bfloat16: "
+            f"an array that NCCL sums must be of dtype {', '.join(_DTYPES)} or bfloat16: "
             f"got {x.dtype}. Convert it first."
         )
+    kind = getattr(nccl, f"NCCL_{x.dtype.name.upper()}")
     with x.device:
         x = cupy.ascontiguousarray(x).reshape(x.shape)  # ascontiguousarray makes () into (1,)
         out = cupy.empty_like(x)
         stream = cupy.cuda.get_current_stream()
-        comm.allReduce(
-            x.data.ptr, out.data.ptr, x.size, types[x.dtype.name], nccl.NCCL_SUM, stream.ptr
-        )
+        comm.allReduce(x.data.ptr, out.data.ptr, x.size, kind, nccl.NCCL_SUM, stream.ptr)
     return out
 
 

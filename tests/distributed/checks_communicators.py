@@ -1,5 +1,6 @@
 """Every communicator that the launcher can drive conforms; bad groups are refused."""
 
+import importlib.util
 import pickle
 import sys
 from collections.abc import Iterator
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 
 from multibn.communicators import Communicator, SingleProcess, as_communicator
-from tests.helpers import conformance, require
+from multibn.communicators.conversation import Conversation
+from tests.helpers import conformance, require, standin_cupy
 
 
 def _under_torchrun(world: Communicator) -> bool:
@@ -110,6 +112,27 @@ def check_gpu_tensors_go_through_watched_lines(world: Communicator) -> None:
 
         assert MPI(cuda_aware=True).takes(on_gpu)
         assert not MPI(cuda_aware=True).takes(on_gpu.half())
+
+
+def check_numbers_from_a_gpu_are_looked_at_in_host_memory(world: Communicator) -> None:
+    """At once, and not one call later: over these transports they come through host memory."""
+    phase = Conversation(world, lambda: "bn").during("forward", np.dtype("float32"))
+    if importlib.util.find_spec("cupy") is not None or world.size == 1:
+        return
+    with standin_cupy.installed() as cupy:
+        for spoiled, kind, message in (
+            (np.inf, FloatingPointError, r"of bn are not finite: .* on rank\(s\) \[1\] of"),
+            (np.nan, RuntimeError, r"the input of bn was refused on rank\(s\) \[1\] of"),
+        ):
+            payload = cupy.asarray(np.full(8, spoiled if world.rank == 1 else 1.0))
+            if world.rank == 1 and spoiled is np.nan:  # this rank has an error of its own
+                phase.allreduce(payload)
+                continue
+            with pytest.raises(kind, match=message):
+                phase.allreduce(payload)
+        summed = phase.allreduce(cupy.asarray(np.ones(8)))
+        assert isinstance(summed, cupy.ndarray)
+        np.testing.assert_array_equal(summed.get(), world.size)
 
 
 def check_native_objects_are_recognised(world: Communicator) -> None:
