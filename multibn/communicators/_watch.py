@@ -261,17 +261,11 @@ def _launcher() -> int:
     return os.getppid() if any(name in os.environ for name in known) else 0
 
 
-def default_timeout() -> float:
-    """Seconds that a collective may take: MULTIBN_TIMEOUT, or 300; raises as `check_timeout`."""
-    return check_timeout(os.environ.get("MULTIBN_TIMEOUT", "300"), "MULTIBN_TIMEOUT")
-
-
-def check_timeout(value: Any, name: str = "`timeout`") -> float:
-    """`value` as seconds; ValueError unless it is a positive number."""
-    try:
-        seconds = float(value)
-    except (TypeError, ValueError):
-        seconds = 0.0
-    if not seconds > 0:
-        raise ValueError(f"{name} must be a positive number of seconds: got {value!r}.")
-    return seconds
+def check_timeout(value: Any = None, /) -> float:
+    """`value` in seconds, default MULTIBN_TIMEOUT, or 300; ValueError unless it is positive."""
+    name = "MULTIBN_TIMEOUT" if value is None else "`timeout`"
+    value = os.environ.get("MULTIBN_TIMEOUT", "300") if value is None else value
+    with contextlib.suppress(TypeError, ValueError):
+        if float(value) > 0:
+            return float(value)
+    raise ValueError(f"{name} must be a positive number of seconds: got {value!r}.")

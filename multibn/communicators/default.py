@@ -39,11 +39,9 @@ class DefaultCommunicator(Forwarding):
         if cls._warned or size == 1:
             return
         cls._warned = True
-        fix = (
-            "call torch.distributed.init_process_group() before the first training step"
-            if name == "WORLD_SIZE"
-            else "pass a communicator, mpi4py.MPI.COMM_WORLD for example"
-        )
+        fix = "pass a communicator, mpi4py.MPI.COMM_WORLD for example"
+        if name == "WORLD_SIZE":
+            fix = "call torch.distributed.init_process_group() before the first training step"
         warnings.warn(
             f"batch statistics stay local to this process although the launcher started {size} "
             f"({name}={size}): no communicator was given and torch.distributed is not initialised. "
@@ -53,10 +51,7 @@ class DefaultCommunicator(Forwarding):
 
 
 def launched_processes() -> tuple[str, int]:
-    """How many processes a launcher has started, and the environment variable that says so.
-
-    ("", 1) where no launcher is known.
-    """
+    """The variable in which a launcher says how many processes it started; ("", 1) if none does."""
     # OMPI_COMM_WORLD_SIZE: Open MPI; PMI_SIZE: MPICH, Intel MPI; WORLD_SIZE: torchrun.
     names = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
     sizes = {name: int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()}

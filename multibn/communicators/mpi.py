@@ -7,15 +7,15 @@ import ctypes
 import os
 import sys
 import time
-from contextlib import AbstractContextManager, suppress
-from functools import cache
+from contextlib import suppress
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 from array_api_compat import is_cupy_array, is_torch_array
 
 from multibn._typing import Array
 from multibn.communicators._lines import HostArray, LineCommunicator, Lines, Transport
-from multibn.communicators._watch import Done, Notice, check_timeout, default_timeout
+from multibn.communicators._watch import Done, Notice, check_timeout
 from multibn.communicators.base import SingleProcess
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class MPI(LineCommunicator):
         timeout: float | None = None,
     ) -> None:
         self._comm = comm
-        self.timeout = default_timeout() if timeout is None else check_timeout(timeout)
+        self.timeout = check_timeout(timeout)
         self.world_ranks: tuple[int, ...] | None = None
         self._cuda_aware = cuda_aware
         self._lines: Lines | None = None
@@ -205,35 +205,30 @@ class _Line:
         self._duplication = duplication
         self._buffer = buffer
         self._request: Any = None
+        from mpi4py import MPI as mpi
+
+        self._in_place: Any = mpi.IN_PLACE
 
     def opened(self, seconds: float) -> bool:
         if not _test(self._duplication, seconds):
             return False
         if self._buffer is not None:
             with suppress(NotImplementedError):
-                self._request = self._comm.Allreduce_init(_in_place(), self._buffer)
+                self._request = self._comm.Allreduce_init(self._in_place, self._buffer)
         return True
 
     def begin(self, a: HostArray) -> Done:
         if a is self._buffer and self._request is not None:
             self._request.Start()
-            return self._done
-        request = self._comm.Iallreduce(_in_place(), a)
-        return lambda seconds: _test(request, seconds)
-
-    def _done(self, seconds: float) -> bool:
-        return _test(self._request, seconds)
-
-
-@cache
-def _in_place() -> Any:
-    from mpi4py import MPI as mpi
-
-    return mpi.IN_PLACE
+            return partial(_test, self._request)
+        return partial(_test, self._comm.Iallreduce(self._in_place, a))
 
 
 class _Board:
-    """Notices as messages to every other rank; only ranks that have waited long send any."""
+    """Notices as messages to every other rank; only ranks that have waited long send any.
+
+    An MPI with ULFM refuses messages to and from dead ranks, which mpi4py makes a RuntimeError.
+    """
 
     def __init__(self, comm: "Comm") -> None:
         self._comm = comm
@@ -247,7 +242,7 @@ class _Board:
     def publish(self, notice: Notice, /) -> None:
         data = notice.encode()
         for rank in self._others:
-            with _if_alive():
+            with suppress(RuntimeError):
                 self._sent.append((self._comm.Isend(data, rank), data))
 
     def read(self) -> dict[int, Notice]:
@@ -255,21 +250,16 @@ class _Board:
 
         status = mpi.Status()
         for rank in self._others:
-            with _if_alive():
+            with suppress(RuntimeError):
                 while self._comm.Iprobe(rank, status=status):
                     data = bytearray(status.count)
                     self._comm.Recv(data, rank)
                     self._notices[rank] = Notice.decode(bytes(data))
         for pair in list(self._sent):
-            with _if_alive():
+            with suppress(RuntimeError):
                 if pair[0].Test():
                     self._sent.remove(pair)
         return self._notices
-
-
-def _if_alive() -> AbstractContextManager[None]:
-    """For what an MPI with ULFM refuses to do with a rank that has died, by mpi4py's exception."""
-    return suppress(RuntimeError)
 
 
 def _lines_of(comm: "Comm") -> Lines:

@@ -14,7 +14,7 @@ from array_api_compat import is_cupy_array, is_torch_array
 from multibn._typing import Array
 from multibn.communicators._lines import HostArray, Line, LineCommunicator, Lines, Transport
 from multibn.communicators._store import StoreBoard
-from multibn.communicators._watch import Done, check_timeout, default_timeout
+from multibn.communicators._watch import Done, check_timeout
 from multibn.communicators.base import SingleProcess
 from multibn.communicators.default import default_communicator, is_outsiders_marker
 
@@ -45,7 +45,7 @@ class TorchDistributed(LineCommunicator):
     """
 
     def __init__(self, group: Any = None, *, timeout: float | None = None) -> None:
-        self.timeout = default_timeout() if timeout is None else check_timeout(timeout)
+        self.timeout = check_timeout(timeout)
         if isinstance(group, dist.DeviceMesh):
             if group.ndim != 1:
                 raise ValueError(

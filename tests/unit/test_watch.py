@@ -16,7 +16,6 @@ from multibn.communicators._watch import (
     Notice,
     Watch,
     check_timeout,
-    default_timeout,
 )
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
@@ -228,15 +227,15 @@ def test_the_line_that_matters_is_the_first_and_the_last() -> None:
 
 def test_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MULTIBN_TIMEOUT", raising=False)
-    assert default_timeout() == 300
+    assert check_timeout() == 300
     monkeypatch.setenv("MULTIBN_TIMEOUT", "1.5")
-    assert default_timeout() == check_timeout("1.5") == 1.5
+    assert check_timeout() == check_timeout("1.5") == 1.5
     for wrong in ("soon", "0", "-1", "nan"):
         monkeypatch.setenv("MULTIBN_TIMEOUT", wrong)
         with pytest.raises(
             ValueError,
             match=f"MULTIBN_TIMEOUT must be a positive number of seconds: got '{wrong}'",
         ):
-            default_timeout()
-    with pytest.raises(ValueError, match=r"`timeout` must be a positive number .* got None"):
-        check_timeout(None)
+            check_timeout()
+    with pytest.raises(ValueError, match=r"`timeout` must be a positive number .* got \[\]"):
+        check_timeout([])
