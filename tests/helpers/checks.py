@@ -23,7 +23,7 @@ from multibn import _launch
 from tests.helpers import launch
 
 START = 240.0  # seconds for all ranks to start
-DEADLINE = 100.0  # seconds for a check, and for the ranks to end
+DEADLINE = 200.0  # seconds for a check, and for the ranks to end
 GRACE = 5.0  # seconds for the other ranks when a check has failed on one
 # Unbuffered, so that what a rank has printed is there when it hangs.
 VARIABLES = launch.VARIABLES | {"PYTHONUNBUFFERED": "1"}
