@@ -112,10 +112,9 @@ class Watch:
 
     def leave(self) -> None:
         """Tell the others that this process ends."""
-        if self.failure is None:
+        if self.failure is None and self.board is not None:
             self._publish("left", "", str(self._last))
-        if self.board is not None:
-            self.board.close()
+            self.board.close()  # after a failure, which may be a broken network, nobody waits
 
     def _publish(self, state: str, place: str, text: str) -> None:
         if self.board is not None:
