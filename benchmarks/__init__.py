@@ -1,1 +1,1 @@
-"""What multibn costs, beside the layers it takes the place of: `python -m benchmarks`."""
+"""The cost of multibn beside the layers that it replaces: `python -m benchmarks`."""

@@ -1,7 +1,7 @@
-"""Measures what multibn costs beside the layers that it takes the place of.
+"""Measures the cost of multibn beside the layers that it replaces.
 
-Everything is a ratio: the layers take turns on this machine, one thread a rank, and a ratio is the
-median over the turns. Writes bench.json, layer.png and scaling.png.
+Every result is a ratio: the layers take turns on this machine, with one thread per rank, and a
+ratio is the median over the turns. Writes bench.json, layer.png and scaling.png.
 """
 
 import argparse
@@ -21,8 +21,8 @@ RESULTS = Path(__file__).parent / "results"
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--parts", default=",".join(parts.PARTS), metavar="NAME,...",
-                        help="default: all; the others keep what the file says")  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: only that it runs")
+                        help="default: all; others keep their numbers in bench.json")  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: that every part runs")
     parser.add_argument("--output", type=Path, metavar="DIRECTORY",
                         help="default: benchmarks/results; with --quick, out/bench")  # fmt: skip
     arguments = parser.parse_args(argv)
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measure(names: list[str], settings: parts.Settings, results: dict[str, Any]) -> bool:
-    """Fill in the results of the parts called `names`; whether one failed."""
+    """Fill `results` with the parts called `names`; returns whether a part failed."""
     failed = False
     for name in names:
         start = time.perf_counter()
@@ -60,7 +60,7 @@ def _measure(names: list[str], settings: parts.Settings, results: dict[str, Any]
 
 
 def _rounded(value: Any) -> Any:
-    """Four digits: more is noise."""
+    """`value` with floats of four digits: further digits are noise."""
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, dict):

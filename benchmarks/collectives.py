@@ -1,8 +1,8 @@
-"""The messages of one layer's forward pass, timed: one allreduce against one all_gather.
+"""Times of the messages of one layer's forward pass: one allreduce against one all_gather.
 
 Four ways to share the statistics of C channels: "allreduce" and "all_gather" over all ranks,
-"grouped" (allreduce over every two ranks) and "hierarchical" (to the first rank of every two,
-allreduce over those, and back).
+"grouped" (an allreduce in every pair of ranks) and "hierarchical" (to the first rank of every
+pair, an allreduce over the first ranks, and back).
 """
 
 from collections.abc import Callable, Sequence
@@ -10,24 +10,24 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.scaling import CHECK_NUMBERS, GROUP
+from benchmarks.scaling import GROUP
 from benchmarks.timing import Seconds, Step, take_turns
-from multibn import Communicator
+from multibn import Communicator, message
 
-# Calls a timed step: one takes microseconds.
+# Calls in a timed step: a single call takes microseconds, too little for the clock.
 _REPEAT = {"mpi": 20, "gloo": 2}
 
 
 def measure(
     communicator: Communicator, over: str, channels: Sequence[int], seconds: float
 ) -> tuple[dict[str, Seconds], dict[str, Any]]:
-    """Seconds a call by "C/way"; `over` is "mpi" or "gloo"."""
+    """Seconds per call under the name "C/way"; `over` is "mpi" or "gloo"."""
     times: dict[str, Seconds] = {}
     make = {"mpi": _mpi_steps, "gloo": _gloo_steps}[over](communicator.rank)
     for C in channels:
         steps = {name: _repeated(step, _REPEAT[over]) for name, step in make(C).items()}
-        found = take_turns(steps, communicator, seconds=seconds)
-        times |= {f"{C}/{name}": t / _REPEAT[over] for name, t in found.items()}
+        taken = take_turns(steps, communicator, seconds=seconds)
+        times |= {f"{C}/{name}": t / _REPEAT[over] for name, t in taken.items()}
     return times, {}
 
 
@@ -47,7 +47,7 @@ def _mpi_steps(rank: int) -> Callable[[int], dict[str, Step]]:
     leaders = world.Split(rank % GROUP)
 
     def steps(C: int) -> dict[str, Step]:
-        sums = np.zeros(2 * C + 2 + CHECK_NUMBERS)
+        sums = np.zeros(message.length(C))
         total = np.empty_like(sums)
         moments = np.zeros(2 * C + 1, np.float32)
         gathered = np.empty((world.size, 2 * C + 1), np.float32)
@@ -73,13 +73,13 @@ def _gloo_steps(rank: int) -> Callable[[int], dict[str, Step]]:
     import torch.distributed as dist
 
     size = dist.get_world_size()
-    # As MPI's Split: all ranks are in as many groups.
+    # `new_group` is collective over the world: every rank makes every group, its own or not.
     groups = [dist.new_group(list(range(i, i + GROUP))) for i in range(0, size, GROUP)]
     peers = [dist.new_group(list(range(i, size, GROUP))) for i in range(GROUP)]
     group, first, leaders = groups[rank // GROUP], rank - rank % GROUP, peers[0]
 
     def steps(C: int) -> dict[str, Step]:
-        sums = torch.zeros(2 * C + 2 + CHECK_NUMBERS, dtype=torch.float64)
+        sums = torch.zeros(message.length(C), dtype=torch.float64)
         moments = torch.zeros(2 * C + 1)
         gathered = [torch.empty_like(moments) for _ in range(size)]
 

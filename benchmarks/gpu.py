@@ -1,7 +1,7 @@
 """One layer's step on GPUs, over NCCL, beside nn.SyncBatchNorm.
 
-With one GPU there is one rank; nn.SyncBatchNorm, which would fall back to the local batch norm, is
-then entered where it would be on several: its autograd function.
+With one GPU there is one rank, where nn.SyncBatchNorm would fall back to the local batch norm. So
+the peer calls nn.SyncBatchNorm's autograd function, as nn.SyncBatchNorm does on several ranks.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class _AlwaysSynchronized(nn.SyncBatchNorm):
 def measure(
     communicator: Communicator, shapes: Sequence[Sequence[int]], seconds: float
 ) -> tuple[dict[str, Seconds], dict[str, Any]]:
-    """Times by `layer.key(shape, layout, name)`; the device's name in the notes."""
+    """Times under `layer.key(shape, layout, name)`; the notes hold the device's name."""
     times: dict[str, Seconds] = {}
     device = torch.device("cuda", torch.cuda.current_device())
     for shape in shapes:
@@ -48,8 +48,8 @@ def measure(
                 OURS: _step(SyncBatchNorm(shape[1], device=device), x.requires_grad_(), dy),
                 PEER: _step(_AlwaysSynchronized(shape[1], device=device), x, dy),
             }
-            found = in_pairs(steps, communicator, seconds=seconds)
-            times |= {key(shape, layout, name): t for name, t in found.items()}
+            taken = in_pairs(steps, communicator, seconds=seconds)
+            times |= {key(shape, layout, name): t for name, t in taken.items()}
     return times, {"device": torch.cuda.get_device_name(device)}
 
 

@@ -1,4 +1,4 @@
-"""Forward and backward of one layer, float32, beside its peers on the same rank's batch."""
+"""Forward and backward of one layer, float32, beside its peers on the same batch per rank."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,24 +26,24 @@ def layouts(shape: Sequence[int]) -> list[str]:
 
 
 def beside(name: str) -> str:
-    """What our layer's times are called that took turns with a peer."""
+    """The name of our layer's times when it took turns with the peer `name`."""
     return f"{OURS} beside {name}"
 
 
 def in_pairs(
     steps: Mapping[str, Step], communicator: Communicator, *, seconds: float
 ) -> dict[str, Seconds]:
-    """Times of each peer, and of ours `beside` it; about `seconds` in all. Collective.
+    """Times of each peer, and of our layer `beside` the peer; about `seconds` in all. Collective.
 
-    Peers do not meet each other: one whose temporary arrays empty the caches would make the step
-    after it slower.
+    Peers do not take turns with each other: temporary arrays of one peer can empty the caches, and
+    would make the next peer's step slower.
     """
     times: dict[str, Seconds] = {}
     peers = [name for name in steps if name != OURS]
     for name in peers:
         pair = {OURS: steps[OURS], name: steps[name]}
-        found = take_turns(pair, communicator, seconds=seconds / len(peers))
-        times |= {name: found[name], beside(name): found[OURS]}
+        taken = take_turns(pair, communicator, seconds=seconds / len(peers))
+        times |= {name: taken[name], beside(name): taken[OURS]}
     return times
 
 
@@ -54,7 +54,7 @@ def key(shape: Sequence[int], variant: str, name: str) -> str:
 def measure_torch(
     communicator: Communicator, shapes: Sequence[Sequence[int]], seconds: float
 ) -> tuple[dict[str, Seconds], dict[str, Any]]:
-    """Times by `key(shape, layout, name)`; `seconds` for each shape and layout."""
+    """Times under `key(shape, layout, name)`; about `seconds` for each shape and layout."""
     import torch
 
     times: dict[str, Seconds] = {}
@@ -62,8 +62,8 @@ def measure_torch(
         for layout in layouts(shape):
             torch.manual_seed(communicator.rank)
             steps = _torch_steps(shape, layout, communicator)
-            found = in_pairs(steps, communicator, seconds=seconds)
-            times |= {key(shape, layout, name): t for name, t in found.items()}
+            taken = in_pairs(steps, communicator, seconds=seconds)
+            times |= {key(shape, layout, name): t for name, t in taken.items()}
     return times, {"kernels": kernels._select(torch.zeros(1)).__name__}
 
 
@@ -107,16 +107,17 @@ def _torch_steps(
 def measure_chainer(
     communicator: Any, shapes: Sequence[Sequence[int]], seconds: float
 ) -> tuple[dict[str, Seconds], dict[str, Any]]:
-    """As `measure_torch`, over a communicator of ChainerMN's, for an even and an uneven split."""
+    """As `measure_torch`, over ChainerMN's communicator, for an even and an uneven split."""
     times: dict[str, Seconds] = {}
     for shape in shapes:
         for split in ("even", "uneven"):
-            mine = list(shape)
-            if split == "uneven":  # three quarters of two ranks' batch on the first
-                mine[0] += mine[0] // 2 if communicator.rank == 0 else -(mine[0] // 2)
-            steps = _chainer_steps(mine, communicator)
-            found = in_pairs(steps, communicator, seconds=seconds)
-            times |= {key(shape, split, name): t for name, t in found.items()}
+            local_shape = list(shape)
+            if split == "uneven":  # rank 0 holds three quarters of the batch of two ranks
+                half = shape[0] // 2
+                local_shape[0] += half if communicator.rank == 0 else -half
+            steps = _chainer_steps(local_shape, communicator)
+            taken = in_pairs(steps, communicator, seconds=seconds)
+            times |= {key(shape, split, name): t for name, t in taken.items()}
     return times, {"kernels": kernels._select(np.zeros(1)).__name__}
 
 

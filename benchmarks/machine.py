@@ -1,4 +1,4 @@
-"""The machine that results are from, without its name."""
+"""The machine that measured the results, without its name."""
 
 import os
 import platform
@@ -36,8 +36,8 @@ def num_gpus() -> int:
 
 def _first(pattern: str, path: str) -> str:
     file = Path(path)
-    found = re.search(pattern, file.read_text()) if file.exists() else None
-    return found[1] if found else ""
+    match = re.search(pattern, file.read_text()) if file.exists() else None
+    return match[1] if match else ""
 
 
 def _cache() -> str:

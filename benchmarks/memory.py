@@ -1,7 +1,7 @@
-"""Memory of one layer's step, and what the first call costs.
+"""Memory of one layer's step, and the cost of the first call.
 
-Memory is the growth of the process, as Linux counts it: what torch, NumPy and compiled code touched
-is seen alike; pages that were reserved and never touched are not.
+Memory is the growth of the process, as Linux counts it: all pages that torch, NumPy and compiled
+code have touched. Pages that were reserved and never touched do not count.
 """
 
 import os
@@ -17,13 +17,14 @@ import numpy as np
 from benchmarks.timing import Seconds
 from multibn import Communicator, SingleProcess
 
-Found = tuple[dict[str, Seconds], dict[str, Any]]
+TimesAndNotes = tuple[dict[str, Seconds], dict[str, Any]]
 
 
-def measure_torch(communicator: Communicator, shape: Sequence[int]) -> Found:
-    """Notes by "layer/layout": what `_step_memory` returns, and what autograd was given to save.
+def measure_torch(communicator: Communicator, shape: Sequence[int]) -> TimesAndNotes:
+    """Notes under "layer/layout": `_step_memory`, and the bytes that autograd saves.
 
-    `shape` must be of 33 MB or more, which the allocator returns to the system at once.
+    An array of `shape` must have 33 MB or more: the allocator returns such memory to the system at
+    once, and would keep smaller arrays, which then show in no count.
     """
     import torch
     from torch import nn
@@ -71,8 +72,8 @@ def measure_torch(communicator: Communicator, shape: Sequence[int]) -> Found:
     return {}, notes
 
 
-def measure_chainer(communicator: Any, shape: Sequence[int]) -> Found:
-    """As `measure_torch`, without what autograd was given; over a communicator of ChainerMN's."""
+def measure_chainer(communicator: Any, shape: Sequence[int]) -> TimesAndNotes:
+    """As `measure_torch`, without the bytes that autograd saves; over ChainerMN's communicator."""
     from multibn.chainer_backend import MultiNodeBatchNormalization  # before chainer
 
     # isort: split
@@ -113,7 +114,7 @@ def _step_memory(
 ) -> dict[str, float]:
     """Growth in units of the input's size, beside input, output and their gradients.
 
-    `saved`, between the passes; `forward` and `backward`, at most during each.
+    `saved` is the growth between the passes; `forward` and `backward` are the peaks of each pass.
     """
     backward(forward())  # compiles
     forget()
@@ -121,30 +122,32 @@ def _step_memory(
     _reset_peak()
     y = forward()
     peak, after = _resident("VmHWM"), _resident("VmRSS")
-    found = {"saved": after - before - num_bytes, "forward": peak - before - num_bytes}
+    growth = {"saved": after - before - num_bytes, "forward": peak - before - num_bytes}
     _reset_peak()
     backward(y)
-    found["backward"] = _resident("VmHWM") - after - num_bytes
+    growth["backward"] = _resident("VmHWM") - after - num_bytes
     del y
     forget()
-    return {name: value / num_bytes for name, value in found.items()}
+    return {name: value / num_bytes for name, value in growth.items()}
 
 
 def _resident(field: str) -> int:
-    """Bytes: VmRSS, resident now; VmHWM, the most since `_reset_peak`."""
+    """Bytes that are resident: now (VmRSS), or at the peak since `_reset_peak` (VmHWM)."""
     status = Path("/proc/self/status").read_text()
-    found = re.search(rf"{field}:\s+(\d+) kB", status)
-    if not found:
+    match = re.search(rf"{field}:\s+(\d+) kB", status)
+    if not match:
         raise RuntimeError(f"/proc/self/status has no {field}: memory is measured on Linux only.")
-    return int(found[1]) * 1024
+    return int(match[1]) * 1024
 
 
 def _reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def measure_first_call(communicator: Communicator, shape: Sequence[int], cache: str) -> Found:
-    """Seconds of the first steps in this process; compiled kernels are looked up in `cache`."""
+def measure_first_call(
+    communicator: Communicator, shape: Sequence[int], cache: str
+) -> TimesAndNotes:
+    """Seconds of the first steps in this process; numba looks for compiled kernels in `cache`."""
     os.environ["NUMBA_CACHE_DIR"] = cache
     import torch
     from torch import nn

@@ -1,4 +1,4 @@
-"""The parts of the benchmark: how each is launched, and what becomes of the times."""
+"""The parts of the benchmark: launches each part, and evaluates its times."""
 
 import json
 import os
@@ -21,7 +21,7 @@ _TIMEOUT = 240.0
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is measured; `seconds` for each comparison."""
+    """The sizes that are measured; each comparison takes about `seconds`."""
 
     shapes: Sequence[tuple[int, ...]] = tuple(layer.SHAPES)
     seconds: float = 5.5
@@ -41,7 +41,7 @@ class Settings:
     reversible_rounds: int = 7
 
 
-# Seconds instead of minutes: that everything runs, and no numbers to quote.
+# Seconds instead of minutes: tests that every part runs; the numbers mean nothing.
 QUICK = Settings(
     shapes=((2, 3, 4, 4), (8, 4)),
     seconds=0.0,
@@ -60,7 +60,7 @@ QUICK = Settings(
 
 
 def _run(part: str, launcher: str, size: int, **options: Any) -> tuple[dict[str, Seconds], Any]:
-    """Times of the slowest rank, and the notes of the first. Raises WorkerError."""
+    """Times of the slowest rank, and the notes of rank 0. Raises WorkerError."""
     worker = ["-m", "benchmarks.worker", part, json.dumps(options)]
     written = run_workers(f"{part}, {size} rank(s)", launcher, size, worker, timeout=_TIMEOUT)
     return slowest([dict(rank.arrays) for rank in written]), written[0].notes
@@ -79,7 +79,7 @@ def chainer_layer(settings: Settings) -> list[Row]:
 
 
 def growth(settings: Settings) -> list[Row]:
-    """The layer's step on more ranks; those beyond the cores take turns on them."""
+    """The layer's step on more ranks; ranks beyond the number of cores share the cores."""
     rows = []
     for size in settings.worlds:
         shapes = [settings.growth_shape]
@@ -104,7 +104,7 @@ def network(settings: Settings) -> list[Row]:
 
 
 def memory(settings: Settings) -> list[Row]:
-    """In units of the input, which is not counted, nor is the output."""
+    """Memory in units of the input, beside input and output."""
     if not Path("/proc/self/clear_refs").exists():
         return [{"not_run": "needs Linux's /proc"}]
     return [
@@ -115,7 +115,7 @@ def memory(settings: Settings) -> list[Row]:
 
 
 def first_call(settings: Settings) -> dict[str, Row]:
-    """Seconds in a new process: where nothing was compiled before, and where it was."""
+    """Seconds in a new process, with an empty cache of compiled kernels and with a filled one."""
     with tempfile.TemporaryDirectory() as cache:
         return {
             state: _run("first call", "", 1, shape=settings.growth_shape, cache=cache)[1]
@@ -124,7 +124,7 @@ def first_call(settings: Settings) -> dict[str, Row]:
 
 
 def collectives(settings: Settings) -> list[Row]:
-    """Measured, and what the model says that was fitted to the allreduce of two ranks."""
+    """Measured times, and the model, which is fitted to the allreduce of two ranks."""
     rows = []
     for over, launcher in (("mpi", "mpiexec"), ("gloo", "torchrun")):
         microseconds = {}
@@ -135,12 +135,12 @@ def collectives(settings: Settings) -> list[Row]:
             microseconds[W] = {name: 1e3 * median_ms(t) for name, t in times.items()}
         channels = settings.collective_channels
         pair = {C: microseconds[2][f"{C}/allreduce"] for C in channels}
-        host = scaling.Host.fitted(over, os.cpu_count() or 1, pair)
+        machine = scaling.Machine.fitted(over, os.cpu_count() or 1, pair)
         ways = ("allreduce", "all_gather", "grouped", "hierarchical")
         for W, C, way in product(settings.worlds, channels, ways):
             measured = microseconds[W][f"{C}/{way}"]
-            rows.append({"over": over, "ranks": W, "channels": C, "way": way,
-                         "microseconds": measured, "model": host.predict(way, W, C)})  # fmt: skip
+            rows.append({"over": over, "ranks": W, "channels": C, "way": way, "microseconds": measured,
+                         "model": machine.predict(way, W, C)})  # fmt: skip
     return rows
 
 
@@ -152,8 +152,8 @@ def reversible_memory(settings: Settings) -> list[Row]:
     options = {"models": settings.reversible_models, "pixels": settings.reversible_size, "batch": 2}
     rows: list[Row] = _run("reversible memory", "", 1, **options)[1]["rows"]
     for row in rows:
-        row["ratio"] = {what: row["stored"][what] / row["reversible"][what]
-                        for what in row["stored"]}  # fmt: skip
+        row["ratio"] = {name: row["stored"][name] / row["reversible"][name]
+                        for name in row["stored"]}  # fmt: skip
     return rows
 
 
@@ -205,10 +205,11 @@ def _layer_rows(
         prefix = layer.key(shape, variant, "").rstrip("/")
         if prefix not in variants:
             continue
-        found = {name.rpartition("/")[2]: t for name, t in times.items()
-                 if name.startswith(prefix + "/")}  # fmt: skip
-        ours = {name: found[layer.beside(name)] for name in found if layer.beside(name) in found}
-        peers = {name: found[name] for name in ours}
+        by_name = {name.rpartition("/")[2]: t for name, t in times.items()
+                   if name.startswith(prefix + "/")}  # fmt: skip
+        ours = {name: by_name[layer.beside(name)] for name in by_name
+                if layer.beside(name) in by_name}  # fmt: skip
+        peers = {name: by_name[name] for name in ours}
         rows.append({
             "shape": list(shape), "variant": variant, "megabytes": 4e-6 * prod(shape), **notes,
             "rounds": {name: len(t) for name, t in peers.items()},
@@ -216,20 +217,20 @@ def _layer_rows(
                 layer.OURS: median_ms(next(iter(ours.values()))),
                 **{name: median_ms(t) for name, t in peers.items()},
             },
-            # Ours to each peer's.
+            # The time of our layer divided by the time of each peer.
             "ratio": {name: ratio(ours[name], t) for name, t in peers.items()},
         })  # fmt: skip
     return rows
 
 
 def targets(results: Mapping[str, Any]) -> list[Row]:
-    """What the numbers are judged by, as far as it was measured: {what, value, bound}."""
-    found: list[Row] = []
+    """The targets, as far as `results` has the measurements: {what, value, bound, met}."""
+    judged: list[Row] = []
 
     def judge(what: str, bound: float, values: Sequence[float], pick: Any) -> None:
         if values:
             value = float(pick(values))
-            found.append({"what": what, "value": value, "bound": bound, "met": value <= bound})
+            judged.append({"what": what, "value": value, "bound": bound, "met": value <= bound})
 
     rows = [row for row in results.get("torch", []) if "ratio" in row]
     for names, bound in ((("NCHW", "NC"), 0.55), (("channels_last",), 0.95)):
@@ -262,4 +263,4 @@ def targets(results: Mapping[str, Any]) -> list[Row]:
     judge("GPU: step / nn.SyncBatchNorm's, geometric mean", 1.0,
           [r["ratio"]["nn.SyncBatchNorm"] for r in results.get("gpu", []) if "ratio" in r],
           geometric_mean)  # fmt: skip
-    return found
+    return judged

@@ -1,4 +1,4 @@
-"""The layers that multibn takes the place of: the real thing where it runs here."""
+"""The layers that multibn replaces: the originals, or their formula if they do not run here."""
 
 import warnings
 from typing import Any
@@ -24,8 +24,8 @@ class _SumOverRanks(torch.autograd.Function):
 class NaiveFormula(nn.Module):
     """The formula of detectron2's and TimeSformer's NaiveSyncBatchNorm, in plain autograd.
 
-    Means of x and of x*x, averaged over the ranks by one differentiable message in float32. Theirs
-    gathers and adds; a sum is the cheaper of the two.
+    Means of x and of x*x, averaged over the ranks by one differentiable message in float32. The
+    originals gather and add; the sum here is cheaper, so the comparison favours the peer.
     """
 
     def __init__(self, num_features: int, communicator: Communicator) -> None:
@@ -53,10 +53,10 @@ class NaiveFormula(nn.Module):
 
 
 def chainermn_link(num_channels: int, comm: Any) -> Any:
-    """ChainerMN's link over its own communicator `comm`; silences what it says of itself."""
+    """ChainerMN's link over ChainerMN's communicator `comm`; silences the link's own warnings."""
     import chainermn
 
-    # It calls itself experimental, and asks for its device number, which Chainer 7 deprecates.
+    # The link calls itself experimental, and reads `_device_id`, which Chainer 7 deprecates.
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", "Link._device_id", DeprecationWarning)
     return chainermn.links.MultiNodeBatchNormalization(num_channels, comm)

@@ -22,12 +22,12 @@ _WAYS = {
     "hierarchical": ("hierarchical, three collectives", "C1"),
     "tree_allreduce": ("multibn: allreduce, tree", "C0"),
     "grouped": ("grouped: each node for itself", "C2"),
-    "mpi_allreduce": ("allreduce over MPI between hosts", "C4"),
+    "mpi_allreduce": ("allreduce over MPI between machines", "C4"),
 }
 
 
 def draw_layer(results: Mapping[str, Any], path: Path) -> None:
-    """Each shape's step as a ratio to its peers', left of 1 where it is faster."""
+    """The step of each shape divided by each peer's step; left of 1, multibn is faster."""
     panels = [(name, rows) for name in ("torch", "chainer")
               if (rows := [r for r in results.get(name, []) if "ratio" in r])]  # fmt: skip
     if not panels:
@@ -58,7 +58,7 @@ def draw_layer(results: Mapping[str, Any], path: Path) -> None:
 
 
 def draw_scaling(results: Mapping[str, Any], path: Path) -> None:
-    """The model from 8 to 8,192 ranks, and measured against modelled at the small end."""
+    """The model from 8 to 8,192 ranks; beside it, measured and modelled times of 2 to 8 ranks."""
     model = results.get("model", [])
     measured = [r for r in results.get("collectives", []) if "model" in r]
     if not model or not measured:
@@ -82,10 +82,10 @@ def _draw_small_end(ax: Any, over: str, rows: Sequence[Mapping[str, Any]]) -> No
     C = max(row["channels"] for row in rows)
     colours = {"allreduce": "C0", "all_gather": "C3", "grouped": "C2", "hierarchical": "C1"}
     for way, colour in colours.items():
-        found = [r for r in rows if r["way"] == way and r["channels"] == C]
-        worlds = [r["ranks"] for r in found]
-        ax.plot(worlds, [r["model"] for r in found], "--", color=colour, linewidth=1.2)
-        ax.plot(worlds, [r["microseconds"] for r in found], "o", color=colour, label=way)
+        points = [r for r in rows if r["way"] == way and r["channels"] == C]
+        worlds = [r["ranks"] for r in points]
+        ax.plot(worlds, [r["model"] for r in points], "--", color=colour, linewidth=1.2)
+        ax.plot(worlds, [r["microseconds"] for r in points], "o", color=colour, label=way)
     ax.plot([], [], "--", color="0.4", label="model")
     _log(ax, worlds)
     ax.set_ylabel("µs of one message")

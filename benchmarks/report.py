@@ -9,22 +9,22 @@ from rich.table import Table
 
 from benchmarks import layer
 
-_WIDTH = 110  # where the output is no terminal
+_WIDTH = 110  # of the tables, if the output is no terminal
 
 
 def console() -> Console:
-    made = Console(highlight=False)
-    return made if made.is_terminal else Console(highlight=False, width=_WIDTH)
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_WIDTH)
 
 
-def show(name: str, found: Any) -> None:
-    """Print the results of one part."""
+def show(name: str, results: Any) -> None:
+    """Print the results of the part `name`."""
     out = console()
-    rows = found if isinstance(found, list) else [found]
+    rows = results if isinstance(results, list) else [results]
     for reason in (row["not_run"] for row in rows if "not_run" in row):
         out.print(f"{name}: not run: {reason}\n", markup=False)
         return
-    out.print(_TABLES[name](found))
+    out.print(_TABLES[name](results))
 
 
 def show_targets(targets: Sequence[Mapping[str, Any]]) -> None:
@@ -36,12 +36,12 @@ def show_targets(targets: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    made = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
     for i, column in enumerate(columns):
-        made.add_column(column, justify="right" if i else "left")
+        table.add_column(column, justify="right" if i else "left")
     for row in rows:
-        made.add_row(*row)
-    return made
+        table.add_row(*row)
+    return table
 
 
 def _layer(title: str) -> Callable[[Any], Table]:
@@ -115,8 +115,8 @@ def _model(rows: Sequence[Mapping[str, float]]) -> Table:
 def _reversible_memory(rows: Sequence[Mapping[str, Any]]) -> Table:
     lines = [
         [f"{row['model']}, {row['attention']} attention",
-         *(f"{row[mode][what] / row['batch'] / 2**20:.1f}"
-           for what in ("saved", "peak") for mode in ("stored", "reversible")),
+         *(f"{row[mode][kind] / row['batch'] / 2**20:.1f}"
+           for kind in ("saved", "peak") for mode in ("stored", "reversible")),
          f"{row['ratio']['peak']:.1f}"]
         for row in rows
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""A step of a network like ResNet-50, synchronized and with local batch norms."""
+"""A step of a network like ResNet-50, with synchronized and with local batch norms."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -48,7 +48,7 @@ def network(blocks: Sequence[int] = BLOCKS, width: int = 64) -> nn.Sequential:
 def measure(
     communicator: Communicator, blocks: Sequence[int], batch: Sequence[int], seconds: float
 ) -> tuple[dict[str, Seconds], dict[str, Any]]:
-    """Times by "layout/name" of forward, loss and backward on a `batch` of images a rank."""
+    """Times of forward, loss and backward under "layout/name"; each rank has a `batch` of images."""
     times: dict[str, Seconds] = {}
     for layout, memory_format in {
         "NCHW": torch.contiguous_format,
@@ -69,7 +69,7 @@ def measure(
             return run
 
         steps = {"synchronized": step(synchronized), "local": step(local)}
-        found = take_turns(steps, communicator, seconds=seconds)
-        times |= {f"{layout}/{name}": t for name, t in found.items()}
+        taken = take_turns(steps, communicator, seconds=seconds)
+        times |= {f"{layout}/{name}": t for name, t in taken.items()}
     num_layers = sum(isinstance(m, nn.BatchNorm2d) for m in local.modules())
     return times, {"num_batch_norms": num_layers, "shape": list(batch)}

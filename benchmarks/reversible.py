@@ -1,4 +1,4 @@
-"""What reversible blocks save in memory, and what running them again costs."""
+"""Memory that reversible blocks save, and the time that they take to run F and G again."""
 
 import contextlib
 import time
@@ -16,10 +16,10 @@ from multibn.torch_backend import reversible
 from multibn.torch_backend.reversible import RevMViT, RevMViTConfig, measure_memory
 from multibn.torch_backend.reversible.engine import Mode
 
-Found = tuple[dict[str, Seconds], dict[str, Any]]
+TimesAndNotes = tuple[dict[str, Seconds], dict[str, Any]]
 
 MODES: tuple[Mode, ...] = ("stored", "reversible")
-# Attention by the kernel that torch picks, and by its formula, with all scores in memory.
+# Attention by the kernel that torch picks, and by the formula, with all scores in memory.
 ATTENTION: dict[str, Callable[[], Any]] = {
     "default": contextlib.nullcontext,
     "explicit": lambda: sdpa_kernel(SDPBackend.MATH),
@@ -28,7 +28,7 @@ ATTENTION: dict[str, Callable[[], Any]] = {
 
 def measure_memory_of(
     communicator: Communicator, models: Sequence[str], pixels: int, batch: int
-) -> Found:
+) -> TimesAndNotes:
     """Notes: bytes of a step in both modes, for each model and kind of attention."""
     rows = []
     x = torch.randn(batch, 3, pixels, pixels)
@@ -38,35 +38,35 @@ def measure_memory_of(
             for mode in MODES:
                 model = _make(name, pixels, mode)
                 with context():
-                    found = measure_memory(lambda m=model: m(x).sum(), model.parameters())  # type: ignore[misc]
-                row[mode] = found._asdict()
+                    memory = measure_memory(lambda m=model: m(x).sum(), model.parameters())  # type: ignore[misc]
+                row[mode] = memory._asdict()
             rows.append(row)
     return {}, {"rows": rows}
 
 
 def measure_time(
     communicator: Communicator, model: str, pixels: int, batch: int, rounds: int
-) -> Found:
-    """Time that the processor spends on a step in each mode; the modes take turns."""
+) -> TimesAndNotes:
+    """Processor time of a step in each mode; the modes take turns."""
     x = torch.randn(batch, 3, pixels, pixels)
     models = {mode: _make(model, pixels, mode) for mode in MODES}
     taken: dict[str, list[float]] = {mode: [] for mode in MODES}
     for _ in range(1 + rounds):
-        for mode, made in models.items():
-            made.zero_grad()
+        for mode, network in models.items():
+            network.zero_grad()
             start = time.process_time()
-            loss: Tensor = made(x).square().mean()
+            loss: Tensor = network(x).square().mean()
             loss.backward()
             taken[mode].append(time.process_time() - start)
-    return {mode: np.array(times[1:]) for mode, times in taken.items()}, {}  # less the first
+    return {mode: np.array(times[1:]) for mode, times in taken.items()}, {}  # without the warm-up
 
 
 def _make(name: str, pixels: int, mode: Mode) -> RevMViT:
     """A published model by its name, or a ViT of width 192: "12 blocks"."""
     torch.manual_seed(0)
     if not name.endswith(" blocks"):
-        made: RevMViT = getattr(reversible, name)(mode=mode)
-        return made
+        published: RevMViT = getattr(reversible, name)(mode=mode)
+        return published
     config = RevMViTConfig(
         crop_size=pixels, num_frames=1, num_classes=10, head_dropout_rate=0.0, patch_2d=True,
         patch_kernel=(16, 16), patch_stride=(16, 16), patch_padding=(0, 0), embed_dim=192,

@@ -1,14 +1,14 @@
-"""What sharing the statistics costs on W ranks: alpha-beta models, in microseconds and bytes.
+"""The cost of sharing statistics on W ranks: alpha-beta models, in microseconds and bytes.
 
-docs/scaling.md explains the formulas and says where each constant is from.
+docs/scaling.md explains the formulas, and names the source of each constant.
 """
 
 from dataclasses import dataclass
 from math import ceil, log2
 from statistics import median
 
-# Beside sums, squares, count and weight, a layer's message says which layer it is of.
-CHECK_NUMBERS = 2
+from multibn import message
+
 # Ranks of a group in the measured grouped and hierarchical variants.
 GROUP = 2
 
@@ -22,8 +22,8 @@ WORLDS = [2**i for i in range(3, 14)]
 
 
 def allreduce_bytes(C: int) -> int:
-    """Bytes of the one message of this library's forward pass: float64."""
-    return 8 * (2 * C + 2 + CHECK_NUMBERS)
+    """Bytes of the one message of multibn's forward pass: float64."""
+    return 8 * message.length(C)
 
 
 def all_gather_bytes(C: int) -> int:
@@ -35,18 +35,18 @@ def all_gather_bytes(C: int) -> int:
 class Cluster:
     """GPUs in nodes, and NCCL's own latencies of its low-latency protocol (us, bytes/us).
 
-    Methods return microseconds for W ranks, a power of two, and a message of n bytes: for
-    `all_gather` that of each rank, for the others that of all.
+    Methods return microseconds for W ranks, a power of two, and a message of n bytes: in
+    `all_gather` each rank's part, in the other methods the whole message.
     """
 
     per_node: int = 8
     tree_base: float = 6.8
     ring_base: float = 6.6
     intra: float = 0.6  # a hop over NVLink
-    tree_inter: float = 5.0  # ... and over the network
+    tree_inter: float = 5.0  # a hop over the network
     ring_inter: float = 2.7
     bandwidth: float = 40e3  # of a GPU's share of the network
-    mpi_latency: float = 1.5  # of a message between hosts over InfiniBand
+    mpi_latency: float = 1.5  # of a message between machines over InfiniBand
 
     def tree_allreduce(self, W: int, n: float) -> float:
         """Up a tree and down again: along each node, by halves over the nodes."""
@@ -59,11 +59,11 @@ class Cluster:
         return self.ring_base + 2 * self._round(W) + 2 * (W - 1) / W * n / self.bandwidth
 
     def allreduce(self, W: int, n: float) -> float:
-        """Whichever is faster, as NCCL chooses."""
+        """The faster of tree and ring, as NCCL chooses."""
         return min(self.tree_allreduce(W, n), self.ring_allreduce(W, n))
 
     def all_gather(self, W: int, n: float) -> float:
-        """Once around the ring, everybody's message at each hop; NCCL has no tree for it."""
+        """Once around the ring, one rank's part at each hop; NCCL has no all_gather by a tree."""
         return self.ring_base + self._round(W) + (W - 1) * n / self.bandwidth
 
     def grouped(self, W: int, n: float) -> float:
@@ -71,14 +71,14 @@ class Cluster:
         return self.allreduce(min(W, self.per_node), n)
 
     def hierarchical(self, W: int, n: float) -> float:
-        """Three collectives: to one rank of each node, over those, and back."""
+        """Three collectives: to one rank of each node, over these ranks, and back."""
         nodes, per_node = self._nodes(W)
         inside = self.tree_base + (per_node - 1) * self.intra + n / self.bandwidth
         over = self.tree_base + 2 * log2(nodes) * self.tree_inter + 2 * n / self.bandwidth
         return 2 * inside + (over if nodes > 1 else 0.0)
 
     def mpi_allreduce(self, W: int, n: float) -> float:
-        """Recursive doubling over MPI, between hosts."""
+        """Recursive doubling over MPI, between machines."""
         return log2(W) * (self.mpi_latency + n / self.bandwidth)
 
     def _nodes(self, W: int) -> tuple[int, int]:
@@ -92,16 +92,16 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Host:
-    """Ranks on one machine over "mpi" or "gloo": the small end, which can be measured.
+class Machine:
+    """Ranks on one machine over "mpi" or "gloo", where the model can be measured.
 
     Attributes
     ----------
     over
-        MPI halves: log2(W) steps, and a waiting rank polls, so that ranks beyond the cores slow
-        all down. gloo goes around a ring, and waits asleep.
+        MPI takes log2(W) steps (recursive doubling), and a waiting rank polls, so ranks beyond the
+        number of cores slow all ranks down. gloo goes around a ring, and a waiting rank sleeps.
     latency, per_byte
-        Microseconds of a step, and of each of its bytes.
+        Microseconds of a step, and of each byte in the step.
     """
 
     over: str
@@ -110,10 +110,10 @@ class Host:
     cores: int
 
     @classmethod
-    def fitted(cls, over: str, cores: int, measured: dict[int, float]) -> "Host":
-        """That which explains the allreduce of two ranks, microseconds by C.
+    def fitted(cls, over: str, cores: int, measured: dict[int, float]) -> "Machine":
+        """The machine that explains `measured`: the microseconds of two ranks' allreduce by C.
 
-        Over gloo, messages of this size take as long as empty ones.
+        Over gloo, messages of this size take as long as empty messages.
         """
         if over == "gloo":
             return cls(over, median(measured.values()) / 2, 0.0, cores)

@@ -1,4 +1,4 @@
-"""Steps that take turns, so that all of them see the same machine."""
+"""Steps that take turns, so that other load on the machine slows all of them alike."""
 
 import ctypes
 import gc
@@ -21,16 +21,16 @@ _MOST_ROUNDS = 101
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what is freed, for all that is measured alike.
+    """Let glibc keep freed memory, for all measured steps alike.
 
-    Otherwise each step may give its memory back to the system and fault it in again, page by page,
-    depending on what other steps have freed: more time than any layer's own, and at random.
+    Otherwise a step may give its memory back to the system, and fault the pages in again, depending
+    on the memory that other steps have freed: more time than any layer takes, and at random.
     """
     if sys.platform != "linux":
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 1 << 25)  # the most that it takes
+        mallopt(_M_MMAP_THRESHOLD, 1 << 25)  # the largest value that mallopt accepts
         mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
@@ -39,9 +39,9 @@ def take_turns(
 ) -> dict[str, Seconds]:
     """Time of each step in every round, on this rank; about `seconds` in all.
 
-    Collective. Ranks start each step together; every round begins with another step.
+    Collective. All ranks start each step together; each round begins with the next of the steps.
     """
-    for _ in range(2):  # the first compiles and fills caches
+    for _ in range(2):  # the first round compiles and fills caches
         _together(communicator)
         start = time.perf_counter()
         for step in steps.values():
@@ -67,7 +67,7 @@ def take_turns(
 
 
 def slowest(ranks: Sequence[Mapping[str, Seconds]]) -> dict[str, Seconds]:
-    """Time of every step in every round: that of the rank that took longest."""
+    """Times of every step in every round, of the rank that took longest."""
     return {name: np.max([rank[name] for rank in ranks], axis=0) for name in ranks[0]}
 
 
@@ -76,7 +76,7 @@ def median_ms(times: Seconds) -> float:
 
 
 def ratio(times: Seconds, others: Seconds) -> float:
-    """Median over the rounds of `times` to `others`, which were taken side by side."""
+    """Median over the rounds of `times / others`; both come from the same rounds."""
     return float(np.median(times / others))
 
 

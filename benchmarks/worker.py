@@ -1,6 +1,6 @@
 """One rank of a part: `python -m benchmarks.worker PART OPTIONS DIRECTORY`, OPTIONS being JSON.
 
-The results are times and notes. Nothing is compared here.
+Writes times and notes; `parts` compares them.
 """
 
 import importlib
@@ -8,14 +8,14 @@ import json
 import os
 import sys
 
-# Read when the libraries are loaded.
+# The libraries read these variables when they are loaded, so before the imports below.
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 os.environ.update(dict.fromkeys(_THREADS, "1"))
 
 from benchmarks.timing import keep_freed_memory  # noqa: E402
 from multibn._launch import enter_world, leave_world, write  # noqa: E402
 
-# What each part calls, and the communicator that it is given.
+# The module and the function of each part, and the communicator that the function gets.
 PARTS = {
     "layer torch": ("layer", "measure_torch", "mpi"),
     "layer chainer": ("layer", "measure_chainer", "chainermn naive"),
@@ -41,7 +41,7 @@ def main(part: str, options: str, directory: str) -> None:
         dist.init_process_group("cpu:gloo,cuda:nccl")
         over = "gloo"
     communicator = enter_world(over)
-    # One core for each rank, as long as there is one.
+    # A core of its own for each rank, if there are enough cores.
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if communicator.size <= (os.cpu_count() or 1) and over != "gloo" and len(cores) > 1:
         os.sched_setaffinity(0, {cores[communicator.rank % len(cores)]})
