@@ -48,7 +48,7 @@ def network(blocks: Sequence[int] = BLOCKS, width: int = 64) -> nn.Sequential:
 def measure(
     communicator: Communicator, blocks: Sequence[int], batch: Sequence[int], seconds: float
 ) -> tuple[dict[str, Seconds], dict[str, Any]]:
-    """Times of forward, loss and backward under "layout/name"; each rank has a `batch` of images."""
+    """Times of forward, loss and backward by "layout/name"; each rank has a `batch` of images."""
     times: dict[str, Seconds] = {}
     for layout, memory_format in {
         "NCHW": torch.contiguous_format,

@@ -85,7 +85,7 @@ def _messages(
 
     def checked_messages() -> None:
         for phase, numbers in sends:
-            payload = phase.buffer(numbers.size)
+            payload: Any = phase.buffer(numbers.size)
             payload[:] = numbers
             phase.allreduce(payload)
 
