@@ -139,8 +139,10 @@ def collectives(settings: Settings) -> list[Row]:
         ways = ("allreduce", "all_gather", "grouped", "hierarchical")
         for W, C, way in product(settings.worlds, channels, ways):
             measured = microseconds[W][f"{C}/{way}"]
-            row = {"over": over, "ranks": W, "channels": C, "way": way, "microseconds": measured}
-            rows.append(row | {"model": machine.predict(way, W, C)})
+            rows.append({
+                "over": over, "ranks": W, "channels": C, "way": way, "microseconds": measured,
+                "model": machine.predict(way, W, C),
+            })  # fmt: skip
     return rows
 
 
