@@ -86,6 +86,7 @@ def _messages(
     def checked_messages() -> None:
         for phase, numbers in sends:
             payload = phase.buffer(numbers.size)
+            assert payload is not None
             payload[:] = numbers
             phase.allreduce(payload)
 
