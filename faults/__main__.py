@@ -1,7 +1,7 @@
 """Tries out what goes wrong in distributed training, and reports what the user sees of it.
 
-Real processes under real launchers. Writes faults.json and docs/faults.md; the exit status is 1 if
-a fault was not met as it should be.
+Starts real processes under real launchers. Writes faults.json and docs/faults.md. The exit status
+is 1 if a fault was not met as it should be.
 """
 
 import argparse
@@ -31,13 +31,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     output = arguments.output or ROOT / "faults/results"
     output.mkdir(parents=True, exist_ok=True)
     path = output / "faults.json"
-    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    earlier: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    results = {name: earlier[name] for name in parts.PARTS if name in earlier}
     results["machine"] = machine.describe()
     for name in names:
         start = time.monotonic()
         results[name] = parts.PARTS[name](report.show)
         print(f"{name}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
-    path.write_text(json.dumps(results, indent=1) + "\n")
+        path.write_text(json.dumps(results, indent=1) + "\n")
     page = (arguments.output or ROOT / "docs") / "faults.md"
     page.write_text(report.page(results))
     report.summarize(results)

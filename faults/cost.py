@@ -85,7 +85,8 @@ def _messages(
 
     def checked_messages() -> None:
         for phase, numbers in sends:
-            payload: Any = phase.buffer(numbers.size)
+            payload = phase.buffer(numbers.size)
+            assert payload is not None
             payload[:] = numbers
             phase.allreduce(payload)
 

@@ -100,7 +100,9 @@ class Outcome:
     @property
     def seen(self) -> str:
         """The first line of what tells the user about the fault."""
-        return next(iter([*self._named(), *self._errors()]), "")
+        # Rather a rank's own words than what another rank says of it.
+        named = sorted(self._named(), key=lambda text: "has failed: " in text)
+        return next(iter([*named, *self._errors()]), "")
 
     def _errors(self) -> list[str]:
         return [r.says.partition("\n")[0] for r in self.ranks if r.how == "error"]
@@ -121,7 +123,7 @@ class Outcome:
             return f"rank(s) {moved} did not wait" if moved else ""
         for rank, became in enumerate(self.ranks):
             if became.how not in ("ok", "error", "ended", "is stopped"):
-                return f"rank {rank} {became.how}"
+                return f"rank {rank} {became.how}; {' and '.join(sorted(set(self._errors())))}"
         if not self._says:
             return self._harm()
         if not self._named():

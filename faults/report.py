@@ -163,7 +163,7 @@ are the same faults without multibn.
 - launcher, DDP: torchrun, `mpiexec`, MPI or DistributedDataParallel sees the fault before the other ranks can, and its
   words are what the user sees.
 - waits: the other ranks wait for ever, because the transport has no deadline and no notices.
-- `-`: does not apply, or is as over gloo (DDP) or as over MPI (ChainerMN).
+- `-`: does not apply, or is as over gloo (DDP), as over MPI (ChainerMN), or as in the line above (the last two columns).
 - Of the last two columns, hangs: no end within 3 s, or 6 s of a launch that has lost a rank. Silent wrong numbers: exit
   status 0.
 

@@ -50,8 +50,8 @@ def main(spec: str, directory: str) -> None:
     if earlier:
         record.write("start", scenario="")
         for i, name in enumerate(names):
-            prepare: Any = SCENARIOS[name].earlier
-            prepare(Trial(world, world.communicator(i), lambda: None))
+            if run := SCENARIOS[name].earlier:
+                run(Trial(world, world.communicator(i), lambda: None))
         return
     record.keep_printed()
     crash = Path(directory, f"{world.rank}.crash").open("w")  # noqa: SIM115 (until the end)

@@ -209,10 +209,10 @@ class ChainerMNLink(ChainerMN):
     framework = models.ChainerMNLink
 
     def __init__(self, count: int) -> None:
+        super().__init__(count)
         import chainermn
         from mpi4py import MPI
 
-        super().__init__(count)
         self.alone = chainermn.create_communicator("naive", MPI.COMM_SELF)
 
     def norm(self, channels: int, communicator: Any) -> Any:

@@ -34,7 +34,7 @@ def nan(trial: Trial) -> None:
     trial.step()
 
 
-@scenario("infinity in the input of a rank", says=_NON_FINITE)
+@scenario("infinity in the input of a rank", says=_NON_FINITE, also_run_on_peers=False)
 def infinity(trial: Trial) -> None:
     trial.begin()
     trial.step(spoil=float("inf") if trial.at_fault else 0.0)

@@ -48,6 +48,7 @@ def _skip(trial: Trial) -> None:
 @scenario(
     "two layers in another order on a rank, first step",
     says=_PLACES + r"rank\(s\) \[0, 2\] in layer1\.0\.bn1; rank\(s\) \[1\] in layer1\.0\.bn2",
+    also_run_on_peers=False,
 )
 def order_first(trial: Trial) -> None:
     trial.build()
@@ -83,6 +84,7 @@ def order_of_widths(trial: Trial) -> None:
     # Chainer's name of the second of three links is 2.
     says=_PLACES + r"rank\(s\) \[0, 2\] in layer 0; rank\(s\) \[1\] in layer [12]\.",
     setups=_NOT_DDP,
+    also_run_on_peers=False,
 )
 def sequence(trial: Trial) -> None:
     trial.mark()
@@ -93,6 +95,7 @@ def sequence(trial: Trial) -> None:
 @scenario(
     "a layer left out on a rank, first step",
     says=_PLACES + r"rank\(s\) \[0, 2\] in layer1\.0\.bn2; rank\(s\) \[1\] in layer1\.1\.bn1",
+    also_run_on_peers=False,
 )
 def left_out_first(trial: Trial) -> None:
     trial.build()

@@ -51,6 +51,7 @@ _MISSING = r".* for rank\(s\) \[(0, )?1(, 2)?\]: no rank was heard of before"
     needs="has_deadline",
     faulty_rank_may_be_silent=True,
     ends=True,
+    also_run_on_peers=False,
 )
 def late_first(trial: Trial) -> None:
     trial.build()
@@ -171,6 +172,7 @@ def exception_plain(trial: Trial) -> None:
     faulty_rank_may_be_silent=True,
     ends=True,
     setups=("mpi",),
+    also_run_on_peers=False,
 )
 def exit_0(trial: Trial) -> None:
     trial.begin()
