@@ -26,25 +26,24 @@ class Agreement:
         num_numbers: int,
         place: str,
         lanes: list[float],
+        agreements: MutableMapping[Any, str],
     ) -> None:
         self.communicator, self.lines, self.size = communicator, lines, size
         self.num_numbers, self.place = num_numbers, place
         self.lanes = np.array(lanes)
         self.buffer: HostArray = np.empty(0)  # of the line, when the line is open
         self.payload: HostArray | None = None  # the first `num_numbers` of the buffer
-        self._lanes_on_devices: dict[Any, Array] = {}
+        self._agreements = agreements
+        self._pieces: dict[Any, tuple[Array, Array]] = {}
 
     @classmethod
     def make(cls, phase: Any, communicator: Any, n: int) -> "Agreement":
-        """The agreement about messages of `n` numbers of a layer's `Phase`.
-
-        Collective where these ranks have not compared such a layer yet.
-        """
+        """About messages of `n` numbers of a layer's `Phase`. Collective for an unknown layer."""
         layer = phase.wrapped
         lines = communicator.lines if isinstance(communicator, LineCommunicator) else None
         size = communicator.size
         if size == 1:
-            return cls(communicator, lines, 1, n, "", [])
+            return cls(communicator, lines, 1, n, "", [], {})
         agreements = _agreements_of(communicator) if lines is None else lines.agreements
         length = n + phase.num_lanes
         name = layer.name
@@ -55,7 +54,7 @@ class Agreement:
         name = agreements[name, length]
         fingerprint = message.fingerprint(f"{name} {phase.name} {phase.dtype}")
         lanes = message.lanes(phase.name, fingerprint, layer.num_layers)
-        return cls(communicator, lines, size, n, f"{name} {phase.name}", lanes)
+        return cls(communicator, lines, size, n, f"{name} {phase.name}", lanes, agreements)
 
     def open(self, call: object) -> HostArray:
         """The payload's memory. Collective at the first call for this length."""
@@ -66,11 +65,19 @@ class Agreement:
             self.payload = self.buffer[: self.num_numbers]
         return self.payload
 
-    def lanes_like(self, x: Array) -> Array:
-        key = type(x), device(x)
-        if key not in self._lanes_on_devices:
-            self._lanes_on_devices[key] = from_host(self.lanes, x)
-        return self._lanes_on_devices[key]
+    def around(self, x: Array) -> tuple[Array, Array]:
+        """The zeros before a payload, and the lanes after the payload, as arrays like `x`.
+
+        Without lines, messages of unlike lengths would meet in the transport. The zeros make every
+        message as long as the longest that the ranks have agreed on.
+        """
+        key = type(x), device(x), len(self._agreements)
+        if key not in self._pieces:
+            own = self.num_numbers + self.lanes.size
+            longest = max((length for _, length in self._agreements), default=own)
+            zeros = np.zeros(max(longest - own, 0))
+            self._pieces = {key: (from_host(zeros, x), from_host(self.lanes, x))}
+        return self._pieces[key]
 
 
 def _compare(layer: Any, communicator: Any, lines: Lines | None, length: int, call: object) -> str:

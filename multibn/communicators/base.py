@@ -54,10 +54,7 @@ class Handle:
 
     @property
     def default_group(self) -> object:
-        """The default process group of torch that the handle stands on; None if it needs none.
-
-        The processes are looked up anew where torch's default process group was made anew.
-        """
+        """The default process group of torch that the processes were looked up in, or None."""
         return None
 
 

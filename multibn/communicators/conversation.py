@@ -98,9 +98,9 @@ class Phase(Forwarding):
         return agreed.payload if agreed.payload is not None else agreed.open(self.next_call())
 
     def allreduce(self, x: Array, /) -> Array:
-        """Sum a payload over the ranks, and raise on all of them if they are in different places.
+        """Sum a payload; raise on all ranks if the ranks are in different places.
 
-        What `buffer` returned is summed in place, and stays valid until the next message.
+        Memory that `buffer` returned is summed in place, and stays valid until the next message.
         """
         agreed = self._agreed
         if agreed is None or x is not agreed.payload:
@@ -142,20 +142,19 @@ class Phase(Forwarding):
         if self._unread is not None:
             unread, self._unread = self._unread, None
             self._check(unread(), agreed.size, latest=False)
-        summed = agreed.communicator.allreduce(
-            message.concat([numbers, agreed.lanes_like(numbers)])
-        )
+        before, after = agreed.around(numbers)
+        summed = agreed.communicator.allreduce(message.concat([before, numbers, after]))
+        payload = summed[before.shape[0] : -self.num_lanes]
         if on_host:
             self._check(summed, agreed.size)
-            return from_host(summed[: x.shape[0]], x)
+            return from_host(payload, x)
         self._unread = _copy_to_host(summed)
-        return summed[: x.shape[0]]
+        return payload
 
     def _check(self, summed: HostArray, size: int, *, latest: bool = True) -> None:
-        """Raise on all ranks unless the sum of a message is one of messages that belong together.
+        """Raise on all ranks unless the messages that were summed belong together.
 
-        The latest message is returned to the caller, who looks at the numbers; an earlier one from
-        a GPU is looked at here, in the next call.
+        The caller looks at the numbers of the latest message, this method at earlier ones.
         """
         if not latest and self.name == "forward" and not np.isfinite(summed).all():
             self._raise_for_previous(message.is_refusal(summed, self.num_lanes))

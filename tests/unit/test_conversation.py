@@ -114,6 +114,25 @@ def test_unlike_layers_are_named_later(transport: Any) -> None:
         assert str(error).startswith(expected)
 
 
+def test_layers_of_unlike_widths_meet_in_messages_of_one_length(transport: Any) -> None:
+    """They would meet in the transport, with unlike sizes: a hang, or an error of its own."""
+    make, ones = transport
+
+    def work(world: ThreadCommunicator) -> None:
+        communicator = make(world)
+        layers = [_phase(communicator, f"bn{n}") for n in (C, 2 * C)]
+        for layer, n in zip(layers, (C, 2 * C), strict=True):
+            summed = layer.allreduce(ones(2 * n + 2))
+            assert summed.shape == (2 * n + 2,)
+        for _ in range(2):
+            i = world.rank % 2
+            layers[i].allreduce(ones(2 * (C, 2 * C)[i] + 2))
+
+    for error in _errors(2, work):
+        assert isinstance(error, RuntimeError)
+        assert "in different places" in str(error)
+
+
 @pytest.mark.parametrize("transport", ["cupy", "cupy over NCCL"], indirect=True)
 def test_infinity_on_a_gpu_is_an_error_one_call_later(transport: Any) -> None:
     make, ones = transport
