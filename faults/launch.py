@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -82,7 +83,9 @@ class Job:
         return ["-m", "faults.worker", json.dumps(spec), directory]
 
     def _launched(self, arguments: list[str], size: int) -> list[str]:
-        return launch_command(SETUPS[self.setup].launcher, size, arguments)
+        command = launch_command(SETUPS[self.setup].launcher, size, arguments)
+        # Ranks that wait for ever must not outlive this process, however it ends.
+        return ["setpriv", "--pdeathsig", "TERM", *command] if shutil.which("setpriv") else command
 
     def _wait(self, process: subprocess.Popen[str], directory: Path, names: list[str]) -> int:
         """Wait for the end of the launch, or until time is up; how many scenarios are behind."""

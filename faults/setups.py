@@ -51,7 +51,7 @@ _MPI = Promises(
 _OWN = Promises(
     "a class of the user's own; ChainerMN's with another `allreduce`",
     "yes",
-    "yes, of layers with as many channels",
+    "yes",
     "no",
     "no",
     "what its transport does: under `mpiexec` as above",
@@ -62,7 +62,7 @@ _UNTRIED = (
     Promises(
         "CUDA tensors over NCCL",
         "yes, with the deadline",
-        "yes, one call late, of layers with as many channels",
+        "yes, one call late",
         "no: torch's watchdog, the group's timeout",
         "no",
         "torch's watchdog",
@@ -70,7 +70,7 @@ _UNTRIED = (
     Promises(
         "GPU arrays over `multibn.communicators.nccl.NCCL`, pure_nccl, or MPI that is CUDA-aware",
         "yes, over the communicator for host memory",
-        "yes, one call late, of layers with as many channels",
+        "yes, one call late",
         "no",
         "no",
         "the launcher's words",
