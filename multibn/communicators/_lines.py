@@ -127,6 +127,7 @@ class Lines:
             return line.opened
 
         self.watch.board = self.transport.board
+        self.watch.look(f"open {number}", str(text))  # connecting to a rank that failed takes long
         self.watch.wait(begin, f"open {number}", text, timeout)
         self.watch.board = self.transport.board
         assert line is not None

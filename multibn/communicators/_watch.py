@@ -125,8 +125,7 @@ class Watch:
         self._publish("waits", place, text)
         pause = _FIRST_LOOK
         while not done(min(pause, max(deadline - time.monotonic(), 0.0))):
-            notices = self._notices()
-            self._look(notices, place, text)
+            notices = self.look(place, text)
             if time.monotonic() >= deadline:
                 self._miss(notices, text, timeout)
             pause = min(2 * pause, _LAST_LOOK)
@@ -146,7 +145,9 @@ class Watch:
                 "number of steps; see `join` for data of unequal length.",
             )
 
-    def _look(self, notices: dict[int, Notice], place: str, text: str) -> None:
+    def look(self, place: str, text: str) -> dict[int, Notice]:
+        """The others' notices; raises if one of them says that its rank will not come."""
+        notices = self._notices()
         self._check_for_left(notices, text)
         for rank, notice in notices.items():
             if notice.state == "failed":
@@ -159,6 +160,7 @@ class Watch:
                 f"the ranks are in different places: rank {self.rank} is in {text}; {others}. All "
                 "ranks must run the same layers in the same order, in training or not.",
             )
+        return notices
 
     def _miss(self, notices: dict[int, Notice], text: str, timeout: float) -> NoReturn:
         absent = [r for r in range(self.size) if r != self.rank and r not in notices]

@@ -9,10 +9,7 @@ from multibn.communicators.base import Communicator
 
 
 class CountingCommunicator(LineCommunicator):
-    """Another communicator, and the sizes of the messages that pass through.
-
-    First messages, one for each layer and length, are counted apart where `inner` has lines.
-    """
+    """Another communicator, and the sizes of its messages; over lines, first messages apart."""
 
     def __init__(self, inner: Communicator) -> None:
         self.inner = inner
