@@ -1,6 +1,6 @@
 """The ranks of a launch in each setup, and layers over them as README's recipes make them."""
 
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -44,9 +44,9 @@ class World(ABC):
         model = self.framework.make(kind, lambda n: self.norm(n, communicator), **options)
         return self.framework(self.synchronize(model, communicator))
 
+    @abstractmethod
     def norm(self, channels: int, communicator: Any) -> Any:
         """A batch norm as a program has it before it is synchronized."""
-        raise NotImplementedError
 
     def synchronize(self, model: Any, communicator: Any) -> Any:
         """The model with layers that share statistics."""
