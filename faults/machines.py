@@ -40,7 +40,7 @@ class MachinesJob(Job):
 
 
 def rows() -> Iterator[dict[str, Any]]:
-    """What became of the scenarios of two machines; nothing where they cannot be made."""
+    """The results of the scenarios of two machines; none where two machines cannot be made."""
     if not require.available("netns"):
         return
     for setup in ("gloo", "mpi"):
@@ -58,7 +58,7 @@ def rows() -> Iterator[dict[str, Any]]:
 
 
 def run(name: str, setup: str) -> Outcome:
-    """What becomes of a scenario of two machines."""
+    """The result of a scenario of two machines."""
     with two_machines(SCENARIOS[name].delay):
         (outcome,) = MachinesJob(setup, [name]).run()
     return outcome

@@ -1,4 +1,4 @@
-"""What became of a fault, and whether that is as it should be."""
+"""The result of a fault on each rank, and whether the result is as it should be."""
 
 import itertools
 import re
@@ -13,7 +13,7 @@ ANNOUNCEMENT = "multibn: "  # the beginning of the lines that multibn prints for
 
 @dataclass
 class Rank:
-    """What became of one rank in one scenario.
+    """The result of one rank in one scenario.
 
     Attributes
     ----------
@@ -49,7 +49,7 @@ class Rank:
         return ANNOUNCEMENT + self.says.partition(": ")[2].partition("\n")[0]
 
     def misplaced(self) -> str:
-        """What is wrong with the place of the announcement; "" if the place is right.
+        """The error in the place of the announcement; "" if the place is right.
 
         The announcement is the first line after the fault, and the last one, unless a launcher has
         ended the process before the interpreter had printed the error.
@@ -69,7 +69,7 @@ class Rank:
 
 @dataclass
 class Outcome:
-    """What became of a scenario."""
+    """The result of a scenario."""
 
     scenario: str
     setup: Setup
