@@ -1,8 +1,21 @@
-"""What the test run must be able to do, and how it finds out."""
+"""The parts that the test run must find, and the launches whose ranks run checks.
+
+A test with the mark `check` (tests/helpers/runs.py) asks how a check on the ranks of a launch has
+ended. All checks of one launcher and number of ranks share a launch, which runs beside the tests
+that need no launch.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from tests.helpers import require
+from tests.helpers.checks import Checks
+
+Launch = tuple[str, int]  # launcher and number of ranks
+_LAUNCHES = pytest.StashKey[dict[Launch, Checks]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -16,3 +29,53 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     require.set_required(name for name in config.getoption("--require").split(",") if name)
+
+
+def _check(item: pytest.Item) -> pytest.Mark | None:
+    return item.get_closest_marker("check")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Checks after the tests that they run beside, launch by launch, then what runs alone."""
+    launches = list(dict.fromkeys(mark.args[:2] for item in items if (mark := _check(item))))
+
+    def turn(item: pytest.Item) -> tuple[bool, int]:
+        mark = _check(item)
+        alone = item.get_closest_marker("alone") is not None
+        return alone, 1 + launches.index(mark.args[:2]) if mark else 0
+
+    items.sort(key=turn)
+
+
+def _launches(items: Sequence[pytest.Item]) -> dict[Launch, Checks]:
+    """The selected checks that can run here."""
+    names: dict[Launch, list[str]] = {}
+    for item in items:
+        if mark := _check(item):
+            launcher, size, name, needs = mark.args
+            if require.available(launcher, *needs):
+                names.setdefault((launcher, size), []).append(name)
+    return {launch: Checks(*launch, names[launch]) for launch in names}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session: pytest.Session) -> Iterator[Any]:
+    launches = {} if session.config.option.collectonly else _launches(session.items)
+    session.stash[_LAUNCHES] = launches
+    with ThreadPoolExecutor(1) as pool:  # one launch at a time: it has more ranks than one
+        for checks in launches.values():
+            pool.submit(checks.run)
+        try:
+            return (yield)
+        finally:
+            for checks in launches.values():
+                checks.stop()
+
+
+@pytest.fixture
+def complaint(request: pytest.FixtureRequest) -> str:
+    """What the ranks of this check have to say: "" if it passed on all of them."""
+    mark = _check(request.node)
+    assert mark
+    launcher, size, name, _ = mark.args
+    return request.session.stash[_LAUNCHES][launcher, size].complaint(name)

@@ -1,22 +1,9 @@
 """Every check of the `checks_*` modules, on real processes under real launchers."""
 
-import importlib
-from collections.abc import Iterator
-from typing import NamedTuple
-
 import pytest
 
-from tests.helpers import launch, require
-
-
-class Run(NamedTuple):
-    """Where the checks of a module run, and what importing it takes."""
-
-    module: str
-    launchers: tuple[str, ...]
-    sizes: tuple[int, ...]
-    needs: tuple[str, ...] = ()
-
+from tests.helpers import launch
+from tests.helpers.runs import Run, assert_passed, on_ranks
 
 RUNS = [
     Run("checks_parity", launch.LAUNCHERS, (2, 3, 4)),
@@ -43,28 +30,6 @@ RUNS = [
 ]
 
 
-def _checks(run: Run) -> list[str]:
-    if not require.available(*run.needs):
-        return ["all"]  # a test that says what is missing
-    contents = vars(importlib.import_module(f"tests.distributed.{run.module}"))
-    return [name for name in contents if name.startswith("check_")]
-
-
-def _tests() -> Iterator[object]:
-    for run in RUNS:
-        checks = _checks(run)
-        for launcher in run.launchers:
-            for size in run.sizes:
-                for check in checks:
-                    mark = pytest.mark.check(
-                        launcher, size, f"tests.distributed.{run.module}:{check}", run.needs
-                    )
-                    name = f"{launcher}-{size}-{run.module}-{check}"
-                    yield pytest.param((launcher, *run.needs), id=name, marks=mark)
-
-
-@pytest.mark.parametrize("needs", list(_tests()))
+@on_ranks(__package__, RUNS)
 def test_check(needs: tuple[str, ...], request: pytest.FixtureRequest) -> None:
-    require.need(*needs)
-    complaint = request.getfixturevalue("complaint")
-    assert not complaint, complaint
+    assert_passed(needs, request)
