@@ -96,8 +96,8 @@ def check_another_backend_conforms(world: Communicator) -> None:
 
 def check_gpu_tensors_go_through_watched_lines(world: Communicator) -> None:
     """Over gloo, and over an MPI that is not CUDA-aware: no GPU is needed to see the way."""
-    if not require.available("torch"):
-        return
+    if world.size != 2 or not require.available("torch"):
+        return  # the answers do not depend on the number of ranks
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
