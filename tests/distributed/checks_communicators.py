@@ -52,6 +52,16 @@ def check_deadlines(world: Communicator) -> None:
         conformance.check_deadline(comm, world)
 
 
+def check_interruptions_and_forks(world: Communicator) -> None:
+    """Of every transport of the launcher."""
+    if world.size != 2:
+        return  # the lines of any number of ranks are the same code
+    for comm in _with_timeout(world):
+        conformance.check_fork(comm, used=False)
+        conformance.check_fork(comm, used=True)
+        conformance.check_interruption(comm, world)
+
+
 def _with_timeout(world: Communicator) -> Iterator[Any]:
     if _under_torchrun(world):
         import torch.distributed as dist
