@@ -209,7 +209,7 @@ class _Watch(chainer.LinkHook):
             axis = functions.check_input(x, channels, norm.link.axis, SingleProcess())
         except (TypeError, ValueError):
             return  # the link will raise, and tell the other ranks
-        x = chainer.as_array(x)
+        x = chainer.as_array(functions.standard_layout(x))
         norm.estimator.update(local_moments(x, axis=axis))
         norm.num_calls += 1
         shape = tuple(0 if i == axis[0] else n for i, n in enumerate(x.shape))

@@ -36,7 +36,8 @@ def multi_node_batch_normalization(
     ----------
     x
         Floating-point Variable or array, `(N, C, *spatial)` for the default of `axis`. N and the
-        spatial sizes may differ between ranks and may be 0.
+        spatial sizes may differ between ranks and may be 0. A Variable may have cuDNN's
+        channels-last layout (`chainer.config.compute_mode = "cudnn_fast"`).
     gamma, beta
         Variables or arrays, shape `(C,)` or that of the axes not in `axis`; None for 1 and 0. Their
         gradients are means over the ranks, as ChainerMN's: averaging them again changes nothing.
@@ -48,7 +49,7 @@ def multi_node_batch_normalization(
     Returns
     -------
     y
-        Same shape and dtype as `x`.
+        Same shape, dtype and layout as `x`.
     batch
         Mean, biased variance and count of the whole batch, float64.
 
@@ -71,13 +72,15 @@ def multi_node_batch_normalization(
     allreduce; each of its allreduces has another one in the next derivative.
     """
     communicator = Conversation(as_communicator(comm), lambda: "multi_node_batch_normalization")
+    v = standard_layout(x)
     shapes = [tuple(p.shape) for p in (gamma, beta) if p is not None]
     if len(set(shapes)) > 1:
         error = ValueError(f"`gamma` and `beta` must have the same shape: got {shapes}.")
-        _refuse(error, x, shapes[0], communicator)
-    axis = check_input(x, shapes[0] if shapes else None, axis, communicator)
-    batch = batch_statistics(x, communicator, owner=comm, weighting=weighting, axis=axis)
-    return normalize(x, gamma, beta, batch, communicator, eps=eps, axis=axis), batch
+        _refuse(error, v, shapes[0], communicator)
+    axis = check_input(v, shapes[0] if shapes else None, axis, communicator)
+    batch = batch_statistics(v, communicator, owner=comm, weighting=weighting, axis=axis)
+    y = normalize(v, gamma, beta, batch, communicator, eps=eps, axis=axis)
+    return with_layout_of(x, y), batch
 
 
 def batch_statistics(
@@ -118,6 +121,20 @@ def normalize(
     """Normalize `x` by `batch`, differentiably through it. Only the backward pass is collective."""
     function = _Normalize(batch, communicator, eps, axis, gamma is not None, beta is not None)
     return function.apply([v for v in (x, gamma, beta) if v is not None])[0]
+
+
+def standard_layout(x: Any, /) -> Any:
+    """`x` as a Variable whose array has the shape `(N, C, *spatial)`; a view, differentiable.
+
+    The array of a Variable in cuDNN's channels-last layout has the shape `(N, *spatial, C)`, and
+    Chainer's functions refuse such a Variable.
+    """
+    return x.as_layout(None) if isinstance(x, Variable) else x
+
+
+def with_layout_of(x: Any, y: Variable, /) -> Variable:
+    """`y` in the layout of `x`, which may be an array."""
+    return y.as_layout(x.layout) if isinstance(x, Variable) else y
 
 
 def check_input(

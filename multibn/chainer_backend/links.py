@@ -150,7 +150,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         Parameters
         ----------
         x
-            The input, of a real floating-point dtype.
+            The input, of a real floating-point dtype, in any layout of Chainer's.
         finetune
             In training, average the statistics cumulatively, all batches alike, instead of with
             `decay`: see `start_finetuning`.
@@ -177,6 +177,10 @@ class MultiNodeBatchNormalization(chainer.Link):
             self._update_averages(batch, num_elements(x, axis), finetune)
         return functions.normalize(
             x, self.gamma, self.beta, batch, communicator, eps=self.eps, axis=axis
+        v = functions.standard_layout(x)
+        return functions.with_layout_of(x, self._forward(v, finetune))
+
+    def _forward(self, x: Any, finetune: bool) -> chainer.Variable:
         )
 
     def start_finetuning(self) -> None:
