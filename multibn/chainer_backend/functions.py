@@ -1,6 +1,7 @@
 """Multi-node batch normalization as a Chainer function."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import chainer
@@ -9,7 +10,7 @@ from chainer import FunctionNode, Variable
 from chainer import functions as F
 
 from multibn import recompute, statistics
-from multibn._typing import Array, Weighting
+from multibn._typing import Array, Weighting, check_int, check_number
 from multibn.chainer_backend import forgetting
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.conversation import Conversation, during
@@ -56,8 +57,9 @@ def multi_node_batch_normalization(
     Raises
     ------
     TypeError, ValueError
-        If `x` is not floating-point, the shapes do not fit, or `comm` is no communicator.
-        ValueError if all ranks hold one value per channel together.
+        If `x` is not floating-point, the shapes do not fit, `comm` is no communicator, or `eps` or
+        `axis` is not as for `MultiNodeBatchNormalization`. ValueError if all ranks hold one value
+        per channel together.
     RuntimeError
         On the other ranks, if one rank's input was refused. On all ranks, if they are in different
         layers, or in different phases of one layer.
@@ -71,6 +73,8 @@ def multi_node_batch_normalization(
     and `beta`. A backward pass with a graph computes in float64 and repeats the forward pass's
     allreduce; each of its allreduces has another one in the next derivative.
     """
+    check_number("eps", eps, "(0, inf)")
+    axis = None if axis is None else checked_axes(axis)
     communicator = Conversation(as_communicator(comm), lambda: "multi_node_batch_normalization")
     v = standard_layout(x)
     shapes = [tuple(p.shape) for p in (gamma, beta) if p is not None]
@@ -135,6 +139,18 @@ def standard_layout(x: Any, /) -> Any:
 def with_layout_of(x: Any, y: Variable, /) -> Variable:
     """`y` in the layout of `x`, which may be an array."""
     return y.as_layout(x.layout) if isinstance(x, Variable) else y
+
+
+def checked_axes(axis: Any, /) -> tuple[int, ...]:
+    """The axes to reduce; raises for `axis` unless it is an int or an ascending tuple of ints."""
+    axes = tuple(axis) if isinstance(axis, Sequence) else (axis,)
+    for i in axes:
+        check_int("axis", i, least=0)
+    if not axes or list(axes) != sorted(set(axes)):
+        raise ValueError(
+            f"`axis` must be an axis counted from 0 or an ascending tuple of them: got {axis!r}."
+        )
+    return axes
 
 
 def check_input(
