@@ -65,6 +65,8 @@ def multi_node_batch_normalization(
         layers, or in different phases of one layer.
     FloatingPointError
         On all ranks, if the moments of one rank are not finite (on a GPU one call later).
+    NotImplementedError
+        Inside chainer.static_graph.
 
     Notes
     -----
@@ -101,6 +103,11 @@ def batch_statistics(
     Collective, unless `multibn.recompute` replays the statistics or `forgetting.remembering`, which
     explains `owner`, remembers them.
     """
+    if chainer.config.schedule_func is not None:
+        raise NotImplementedError(
+            "ranks cannot share batch statistics inside chainer.static_graph, which would repeat "
+            "those of the first batch. Remove the decorator, which may stay for evaluation."
+        )
 
     def compute() -> list[BatchStatistics]:
         sharing = forgetting.remembering(during(communicator, "forward", x.dtype), owner=owner)
@@ -123,7 +130,9 @@ def normalize(
     axis: tuple[int, ...],
 ) -> Variable:
     """Normalize `x` by `batch`, differentiably through it. Only the backward pass is collective."""
-    function = _Normalize(batch, communicator, eps, axis, gamma is not None, beta is not None)
+    function = BatchNormalization(
+        batch, communicator, eps, axis, gamma is not None, beta is not None
+    )
     return function.apply([v for v in (x, gamma, beta) if v is not None])[0]
 
 
@@ -212,8 +221,11 @@ def _check(x: Any, channels: tuple[int, ...] | None, axis: tuple[int, ...]) -> N
         raise statistics.not_floating(x)
 
 
-class _Normalize(FunctionNode):
-    """Normalization by `batch`. The gradient of x includes the one through the statistics."""
+class BatchNormalization(FunctionNode):
+    """Normalization by `batch`. The gradient of x includes the one through the statistics.
+
+    Computational graphs and function hooks show the name of this class, which is Chainer's.
+    """
 
     def __init__(
         self,
@@ -250,7 +262,7 @@ class _Normalize(FunctionNode):
         return tuple(Variable(gradient, requires_grad=False) for gradient in gradients)
 
 
-def _gradients(node: _Normalize, x: Array, *rest: Array) -> list[Array]:
+def _gradients(node: BatchNormalization, x: Array, *rest: Array) -> list[Array]:
     """Gradients of x, gamma and beta, those of the latter two only if the node has them."""
     *gamma, dy = rest
     axis, size = node.axis, node.communicator.size
@@ -268,7 +280,7 @@ def _gradients(node: _Normalize, x: Array, *rest: Array) -> list[Array]:
 
 
 def _differentiable_gradients(
-    node: _Normalize, x: Variable, *rest: Variable
+    node: BatchNormalization, x: Variable, *rest: Variable
 ) -> tuple[Variable, ...]:
     """`_gradients` from differentiable functions; computes the statistics again, from `x`."""
     *gamma, dy = rest

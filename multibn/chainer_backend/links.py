@@ -174,8 +174,8 @@ class MultiNodeBatchNormalization(chainer.Link):
 
         Raises
         ------
-        TypeError, ValueError, RuntimeError
-            As `multi_node_batch_normalization`.
+        TypeError, ValueError, RuntimeError, FloatingPointError, NotImplementedError
+            As `multi_node_batch_normalization`; the last two in training only.
         """
         v = functions.standard_layout(x)
         return functions.with_layout_of(x, self._forward(v, finetune))
