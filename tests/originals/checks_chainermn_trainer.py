@@ -18,6 +18,7 @@ import numpy as np
 from multibn.chainer_backend import MultiNodeBatchNormalization, create_mnbn_model
 from multibn.communicators import Communicator
 from multibn.communicators.chainermn import ChainerMN
+from tests.originals import chainer_programs
 
 import chainer  # isort: skip (multibn makes it importable)
 from chainer import functions as F, links as L, training  # isort: skip
@@ -257,6 +258,23 @@ def check_snapshots_of_chainermns_own_link_go_on(world: Communicator) -> None:
     for actual, log in results[1:]:
         assert_close(actual, results[0][0])
         assert_logs_close(log, results[0][1], first=1)
+
+
+def check_programs_for_chainermns_link(world: Communicator) -> None:
+    import chainermn
+
+    def original(size: int, **options: Any) -> Any:
+        return chainermn.links.MultiNodeBatchNormalization(size, naive(), **options)
+
+    def multibns(size: int, **options: Any) -> Any:
+        return MultiNodeBatchNormalization(size, naive(), conventions="chainermn", **options)
+
+    programs = list(chainer_programs.PROGRAMS)
+    programs.remove(chainer_programs.link_hooks)  # ChainerMN's link calls no hooks
+    with known_warnings():
+        results = [[p(make, world.rank) for p in programs] for make in (original, multibns)]
+    for expected, actual in zip(*results, strict=True):
+        chainer_programs.assert_same(actual, expected)
 
 
 def check_assigned_communicator(world: Communicator) -> None:
