@@ -209,6 +209,16 @@ def test_bad_input(is_training: bool) -> None:
             link(bad)
 
 
+def test_input_that_is_not_finite() -> None:
+    link = MultiNodeBatchNormalization(3, ALONE)
+    for bad in (np.nan, np.inf):
+        x = np.ones((4, 3), "f")
+        x[1, 2] = bad
+        with pytest.raises(FloatingPointError, match="statistics of MultiNode.* are not finite"):
+            link(x)
+    np.testing.assert_array_equal(link.avg_mean, 0)
+
+
 def test_one_value_per_channel() -> None:
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         MultiNodeBatchNormalization(3, ALONE)(np.ones((1, 3), "f"))
