@@ -300,6 +300,6 @@ def check_assigned_communicator(world: Communicator) -> None:
 
 
 def check_the_deadline_of_a_communicator_is_kept(world: Communicator) -> None:
-    link = MultiNodeBatchNormalization(3, ChainerMN(naive(), timeout=17.0))
+    link: Any = MultiNodeBatchNormalization(3, ChainerMN(naive(), timeout=17.0))
     assert link.conversation.wrapped.timeout == 17.0
     assert link.comm is naive()
