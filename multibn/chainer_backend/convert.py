@@ -61,7 +61,7 @@ def create_mnbn_model(
     Raises
     ------
     TypeError, ValueError
-        As `MultiNodeBatchNormalization`.
+        As `MultiNodeBatchNormalization`, also for `decay` and `eps` of the model's links.
 
     Warns
     -----

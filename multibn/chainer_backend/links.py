@@ -127,7 +127,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         self.decay = decay
         self.eps = eps
         self.axis = None if axis is None else functions.checked_axes(axis)
-        self._highprec_dtype = _floating(dtype)
+        self._highprec_dtype = _floating_dtype(dtype)
         self._initial_averages = (0, 0)  # `create_mnbn_model` sets those of a lazy link
         self.add_persistent("N", 0)
         self.add_persistent("avg_mean", None)
@@ -262,20 +262,21 @@ def _name(link: chainer.Link | None) -> str:
 
 def _wrapped(comm: Any, communication_backend: str) -> Communicator:
     communicator = as_communicator(comm)
-    if isinstance(communicator, ChainerMN):
+    if not isinstance(communicator, ChainerMN):
+        select_backend(type(comm), communication_backend)
+    elif communication_backend != "auto":
         return ChainerMN(communicator.comm, communication_backend, timeout=communicator.timeout)
-    select_backend(type(comm), communication_backend)
     return communicator
 
 
-def _floating(dtype: Any) -> Any:
+def _floating_dtype(dtype: Any) -> Any:
     try:
-        floating = chainer.get_dtype(dtype, map_mixed16=np.float32)
+        resolved = chainer.get_dtype(dtype, map_mixed16=np.float32)
     except TypeError:
-        floating = None
-    if floating is None or floating.kind != "f":
+        resolved = None
+    if resolved is None or resolved.kind != "f":
         raise TypeError(f"`dtype` must be a real floating-point dtype: got {dtype!r}.")
-    return floating
+    return resolved
 
 
 def _resolved(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from multibn.chainer_backend import MultiNodeBatchNormalization, create_mnbn_model
 from multibn.communicators import Communicator
@@ -299,7 +300,11 @@ def check_assigned_communicator(world: Communicator) -> None:
     assert abs(whole - x.mean(0)).min() > 1e-3
 
 
-def check_the_deadline_of_a_communicator_is_kept(world: Communicator) -> None:
-    link: Any = MultiNodeBatchNormalization(3, ChainerMN(naive(), timeout=17.0))
-    assert link.conversation.wrapped.timeout == 17.0
-    assert link.comm is naive()
+def check_a_wrapped_communicator_is_kept(world: Communicator) -> None:
+    wrapped = ChainerMN(naive(), timeout=17.0)
+    for backend in ("auto", "mpi"):
+        link: Any = MultiNodeBatchNormalization(3, wrapped, communication_backend=backend)
+        assert link.conversation.wrapped.timeout == 17.0
+        assert link.comm is naive()
+    with pytest.raises(ValueError, match="must be 'mpi', 'nccl' or 'auto': got 'ib'"):
+        MultiNodeBatchNormalization(3, wrapped, communication_backend="ib")

@@ -214,7 +214,7 @@ def test_input_that_is_not_finite() -> None:
     for bad in (np.nan, np.inf):
         x = np.ones((4, 3), "f")
         x[1, 2] = bad
-        with pytest.raises(FloatingPointError, match="statistics of MultiNode.* are not finite"):
+        with pytest.raises(FloatingPointError, match=r"statistics of MultiNode.* are not finite"):
             link(x)
     np.testing.assert_array_equal(link.avg_mean, 0)
 
