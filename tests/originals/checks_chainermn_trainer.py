@@ -261,6 +261,53 @@ def check_snapshots_of_chainermns_own_link_go_on(world: Communicator) -> None:
         assert_logs_close(log, results[0][1], first=1)
 
 
+class Generator(chainer.Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        with self.init_scope():
+            self.fc = L.Linear(4, 50, nobias=True)
+            self.bn1 = L.BatchNormalization(50)
+            self.deconv = L.Deconvolution2D(2, 2, 3, pad=1)
+            self.bn2 = L.BatchNormalization(2)
+
+    def forward(self, z: Any) -> Any:
+        h = F.reshape(F.relu(self.bn1(self.fc(z))), (len(z), 2, 5, 5))
+        return F.sigmoid(self.bn2(self.deconv(h)))
+
+
+def adversarial(convert: Convert, rank: int) -> dict[str, Any]:
+    """The states of two networks after the steps of ChainerMN's DCGAN example.
+
+    A step runs the second network on two batches, and goes back through it twice.
+    """
+    import chainermn
+
+    np.random.seed(0)  # noqa: NPY002 (Chainer's initializers draw from it)
+    with chainer.using_config("dtype", np.float64):
+        networks = chainer.ChainList(convert(Generator()), convert(Net()))
+    generator, critic = networks
+    optimizers = [
+        chainermn.create_multi_node_optimizer(chainer.optimizers.MomentumSGD(0.1), naive())
+        for _ in networks
+    ]
+    for optimizer, each in zip(optimizers, networks, strict=True):
+        optimizer.setup(each)
+    rng = np.random.default_rng(rank)
+    for _ in range(4):
+        real = critic(rng.random((4, 2, 5, 5)))
+        fake = critic(generator(rng.normal(size=(4, 4))))
+        losses = F.mean(F.softplus(-fake)), F.mean(F.softplus(-real)) + F.mean(F.softplus(fake))
+        for optimizer, loss in zip(optimizers, losses, strict=True):
+            optimizer.update(lambda loss=loss: loss)
+    return state(networks)
+
+
+def check_two_networks_equal_chainermns_own_link(world: Communicator) -> None:
+    with known_warnings():
+        expected, actual = (adversarial(c, world.rank) for c in (theirs, ours_as_theirs))
+    assert_close(actual, expected)
+
+
 def check_programs_for_chainermns_link(world: Communicator) -> None:
     import chainermn
 
