@@ -147,8 +147,8 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
     ------
     TypeError, ValueError
         If `process_group` is no communicator, or this process is not part of it. ValueError if
-        `num_features` is not positive, or `weighting` or `running_var` is unknown. A call raises as
-        `sync_batch_norm`.
+        `num_features` or `eps` is not positive, or `weighting` or `running_var` is unknown. A call
+        raises as `sync_batch_norm`.
     """
 
     # The class before `convert_sync_batchnorm`, for `revert_sync_batchnorm`.
@@ -173,6 +173,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
     ) -> None:
         if num_features <= 0:
             raise ValueError(f"`num_features` must be positive: got {num_features}.")
+        functional.check_eps(eps)
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
         )
@@ -180,6 +181,16 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
             self.register_parameter("bias", None)
         self.configure(process_group, weighting=weighting, running_var=running_var)
         self.fuse_relu = fuse_relu
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> Any:
+        """As `multibn.torch_backend.convert_sync_batchnorm`, under torch.nn.SyncBatchNorm's name.
+
+        The new layers are the same for every subclass of `SyncBatchNorm` that this is called on.
+        """
+        from multibn.torch_backend.convert import convert_sync_batchnorm  # imports this file
+
+        return convert_sync_batchnorm(module, process_group)
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         if not self.training and self.running_mean is not None and self.running_var is not None:

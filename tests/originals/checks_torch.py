@@ -1,0 +1,91 @@
+"""Models converted as torch's documents convert them, under DistributedDataParallel on 2 ranks.
+
+The expected numbers are those of nn.BatchNorm2d in one process on the whole batch, which is what
+nn.SyncBatchNorm promises and cannot show without GPUs.
+"""
+
+import copy
+import io
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from multibn.communicators import Communicator
+from multibn.torch_backend import SyncBatchNorm
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3), nn.BatchNorm2d(2)
+    ).double()
+
+
+def _batch(step: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(3, 3, 8, 8, generator=generator, dtype=torch.float64)
+
+
+def _whole_batch(step: int, world: Communicator) -> torch.Tensor:
+    return torch.cat([_batch(step, rank) for rank in range(world.size)])
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-3)
+
+
+def _train(model: nn.Module, optimizer: Any, batches: Iterable[torch.Tensor]) -> None:
+    model.train()
+    for x in batches:
+        optimizer.zero_grad()
+        model(x).pow(3).mean().backward()
+        optimizer.step()
+
+
+def _assert_equal(got: nn.Module, expected: nn.Module) -> None:
+    assert got.state_dict().keys() == expected.state_dict().keys()
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(got.state_dict()[name], value, rtol=1e-9, atol=1e-11, msg=name)
+
+
+def check_evaluation_between_steps(world: Communicator) -> None:
+    """Train, evaluate, train: statistics are shared in training only, and both go on."""
+    whole = _model()
+    model = DistributedDataParallel(SyncBatchNorm.convert_sync_batchnorm(_model()))
+    optimizers = [_optimizer(whole), _optimizer(model)]
+    unseen = _batch(99, 0)
+    for epoch in range(3):
+        steps = [2 * epoch, 2 * epoch + 1]
+        _train(whole, optimizers[0], [_whole_batch(step, world) for step in steps])
+        _train(model, optimizers[1], [_batch(step, world.rank) for step in steps])
+        with torch.no_grad():
+            expected = whole.eval()(unseen)
+            torch.testing.assert_close(model.eval()(unseen), expected, rtol=1e-9, atol=1e-11)
+    _assert_equal(model.module, whole)
+
+
+def check_resume_from_torchs_files(world: Communicator) -> None:
+    """A file of nn.BatchNorm2d or nn.SyncBatchNorm, saved under DDP's names, goes on as it was."""
+    for original in (nn.Module, nn.SyncBatchNorm):
+        whole = _model()
+        optimizer = _optimizer(whole)
+        _train(whole, optimizer, [_whole_batch(step, world) for step in range(2)])
+        saved: Any = copy.deepcopy(whole)
+        if original is nn.SyncBatchNorm:
+            saved = nn.SyncBatchNorm.convert_sync_batchnorm(saved)
+        file = io.BytesIO()
+        names = {f"module.{name}": value for name, value in saved.state_dict().items()}
+        torch.save({"model": names, "optimizer": optimizer.state_dict()}, file)
+
+        file.seek(0)
+        checkpoint = torch.load(file)
+        model = DistributedDataParallel(SyncBatchNorm.convert_sync_batchnorm(_model()))
+        resumed = _optimizer(model)
+        model.load_state_dict(checkpoint["model"])
+        resumed.load_state_dict(checkpoint["optimizer"])
+        _train(whole, optimizer, [_whole_batch(step, world) for step in range(2, 5)])
+        _train(model, resumed, [_batch(step, world.rank) for step in range(2, 5)])
+        _assert_equal(model.module, whole)
