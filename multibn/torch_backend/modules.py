@@ -71,10 +71,15 @@ def _name(layer: nn.Module | None) -> str:
 
 
 def update_buffers(
-    bn: _BatchNorm, batch: BatchStatistics, local_count: int, convention: RunningVar
+    bn: _BatchNorm,
+    batch: BatchStatistics,
+    local_count: int,
+    convention: RunningVar,
+    momentum: float | None = None,
 ) -> bool:
     """Update the running statistics of `bn`; `local_count` is this rank's elements per channel.
 
+    With `momentum`, the caller has counted the batch already.
     Returns False, and writes nothing, in a recomputation. Compiled code cannot tell whether it runs
     in a recomputation. There, `batch.count` is 0, which makes `update_running` keep the old values.
     """
@@ -90,18 +95,18 @@ def update_buffers(
         counted: Any = int(batch.count > 0)
     else:
         counted = batch.count > 0
-    momentum: float | Tensor = bn.momentum or 0.0
-    if bn.num_batches_tracked is not None:
+    factor: float | Tensor = (bn.momentum or 0.0) if momentum is None else momentum
+    if bn.num_batches_tracked is not None and momentum is None:
         bn.num_batches_tracked.add_(counted)
         if bn.momentum is None:  # 1/n; a tensor, so that nothing waits for a GPU
-            momentum = bn.num_batches_tracked.clamp(min=1).double().reciprocal().to(batch.mean)
+            factor = bn.num_batches_tracked.clamp(min=1).double().reciprocal().to(batch.mean)
     if batch.mean.ndim > 1:
         batch = batch._replace(mean=batch.mean.flatten(), var=batch.var.flatten())
     mean, var = (compiled if compiling else population).update_running(
         bn.running_mean,
         bn.running_var,
         batch,
-        momentum=momentum,
+        momentum=factor,
         local_count=local_count,
         convention=convention,
     )
@@ -151,7 +156,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         raises as `sync_batch_norm`.
     """
 
-    # The class before `convert_sync_batchnorm`, for `revert_sync_batchnorm`.
+    # The class for `revert_sync_batchnorm`: of the layer's class, or of a layer that was converted.
     converted_from: type[_BatchNorm] | None = None
     fuse_relu = False  # the value in layers that were converted
 
@@ -223,3 +228,24 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
             f"weighting={self.weighting!r}, running_var={self.running_var_convention!r}"
             f"{', fuse_relu=True' if self.fuse_relu else ''}"
         )
+
+
+class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
+    """A `SyncBatchNorm` that is an nn.BatchNorm1d to code that looks for this class.
+
+    `convert_sync_batchnorm` makes one of an nn.BatchNorm1d. Accepts inputs of any dimensions.
+    """
+
+    converted_from = nn.BatchNorm1d
+
+
+class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
+    """As `SyncBatchNorm1d`, for nn.BatchNorm2d."""
+
+    converted_from = nn.BatchNorm2d
+
+
+class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
+    """As `SyncBatchNorm1d`, for nn.BatchNorm3d."""
+
+    converted_from = nn.BatchNorm3d
