@@ -10,11 +10,15 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from multibn.communicators import Communicator
-from multibn.torch_backend import SyncBatchNorm
+from multibn.torch_backend import SyncBatchNorm, convert_sync_batchnorm
+from tests.helpers.fvcore import update_bn_stats
 
 
 def _model() -> nn.Sequential:
@@ -89,3 +93,57 @@ def check_resume_from_torchs_files(world: Communicator) -> None:
         _train(whole, optimizer, [_whole_batch(step, world) for step in range(2, 5)])
         _train(model, resumed, [_batch(step, world.rank) for step in range(2, 5)])
         _assert_equal(model.module, whole)
+
+
+class _Activated(nn.BatchNorm2d):
+    """Batch norm and an activation in one class, as timm's BatchNormAct2d."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(super().forward(input))
+
+
+def _mixed_model() -> nn.Sequential:
+    model = _model()
+    activated = _Activated(4).double()
+    return nn.Sequential(*model[:2], activated, *model[2:])
+
+
+def check_converted_before_or_after_wrapping(world: Communicator) -> None:
+    """DistributedDataParallel, and FSDP2 of the layers themselves and of the model."""
+    mesh = dist.init_device_mesh("cpu", (world.size,))
+
+    def sharded(model: Any) -> Any:
+        for layer in model:
+            if isinstance(layer, nn.BatchNorm2d):
+                fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    whole = _mixed_model()
+    _train(whole, _optimizer(whole), [_whole_batch(step, world) for step in range(3)])
+    for wrap in (DistributedDataParallel, sharded):
+        for model in (
+            wrap(convert_sync_batchnorm(_mixed_model(), strict=True)),
+            convert_sync_batchnorm(wrap(_mixed_model()), strict=True),
+        ):
+            _train(model, _optimizer(model), [_batch(step, world.rank) for step in range(3)])
+            inner = getattr(model, "module", model)
+            layers = [layer for layer in inner if isinstance(layer, nn.BatchNorm2d)]
+            assert [isinstance(layer, SyncBatchNorm) for layer in layers] == [True] * 3
+            assert isinstance(layers[1], _Activated)
+            for name, expected in whole.state_dict().items():
+                got = inner.state_dict()[name]
+                got = got.full_tensor() if isinstance(got, DTensor) else got
+                torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11, msg=name)
+
+
+def check_fvcores_precise_statistics(world: Communicator) -> None:
+    """Each rank runs fvcore's pass over its part of each batch: the whole batches' statistics."""
+    whole, model = _model(), convert_sync_batchnorm(_model())
+    batches = [_whole_batch(step, world) for step in range(4)]
+    update_bn_stats(whole, batches, 4)
+    update_bn_stats(model, [_batch(step, world.rank) for step in range(4)], 4)
+    for got, expected in zip(model.children(), whole.children(), strict=True):
+        if isinstance(expected, nn.BatchNorm2d):
+            torch.testing.assert_close(got.running_mean, expected.running_mean)
+            # fvcore makes the variances of batches biased by each rank's own count.
+            torch.testing.assert_close(got.running_var, expected.running_var, rtol=0.02, atol=0)

@@ -1,5 +1,8 @@
 """torch's batch norms and what torch's users call around them."""
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +16,13 @@ require.need("torch")
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
-from multibn.torch_backend import SyncBatchNorm, sync_batch_norm  # noqa: E402
+from multibn.torch_backend import (  # noqa: E402
+    SyncBatchNorm,
+    convert_sync_batchnorm,
+    revert_sync_batchnorm,
+    sync_batch_norm,
+)
+from tests.helpers.fvcore import get_bn_modules, update_bn_stats  # noqa: E402
 
 
 @on_ranks(__package__, [Run("checks_torch", ("torchrun",), (2,), ("torch",))])
@@ -92,3 +101,107 @@ def test_gradients_in_another_layout_than_the_input(
         assert (np.abs(got.detach().double().numpy() - exact) <= bound).all()
     np.testing.assert_allclose(layer.weight.grad, expected.dweight, rtol=1e-5, atol=1e-4)
     np.testing.assert_allclose(layer.bias.grad, expected.dbias, rtol=1e-5, atol=1e-4)
+
+
+class Net(nn.Module):
+    """Named layers of each kind of batch norm, between layers of other kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+        self.bn1 = nn.BatchNorm2d(4)
+        self.bn2 = Activated(4)
+        self.pool = nn.Flatten(2)
+        self.bn3 = nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.bn3(self.pool(self.bn2(self.bn1(self.conv(x)))))
+
+
+class Activated(nn.BatchNorm2d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).relu()
+
+
+def ultralytics(model: nn.Module) -> list[str]:
+    """Weights that are not decayed: BaseTrainer.build_optimizer (ultralytics/engine/trainer.py)."""
+    norms = tuple(value for name, value in vars(nn).items() if "Norm" in name)
+    return [
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        for name, _ in module.named_parameters(recurse=False)
+        if isinstance(module, norms) and "bias" not in name
+    ]
+
+
+def detectron2_weight_decay_norm(model: nn.Module) -> list[str]:
+    """Norms with a decay of their own: get_default_optimizer_params (solver/build.py)."""
+    norms = (
+        *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm),
+        *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.LayerNorm),
+        nn.LocalResponseNorm,
+    )
+    return [path for path, module in model.named_modules() if isinstance(module, norms)]
+
+
+def frozen(model: nn.Module) -> list[str]:
+    """Norms that freezing replaces.
+
+    detectron2's FrozenBatchNorm2d.convert_frozen_batchnorm (layers/batch_norm.py), and
+    freeze_batch_norm_2d (layers/norm_act.py), which timm's `freeze` calls.
+    """
+    norms = (nn.modules.batchnorm.BatchNorm2d, nn.modules.batchnorm.SyncBatchNorm)
+    return [path for path, module in model.named_modules() if isinstance(module, norms)]
+
+
+def fvcore(model: nn.Module) -> list[str]:
+    """Norms that fvcore's precise batch norm finds, and their statistics after it."""
+    found = [id(module) for module in get_bn_modules(model)]
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randn(4, 3, 3, 3, generator=generator).double() for _ in range(3)]
+    update_bn_stats(model, batches, 3)
+    statistics = {
+        name.rpartition(".")[0]: (1 + buffer).float().tolist()  # float: rounded, to be comparable
+        for name, buffer in model.named_buffers()
+        if "running" in name
+    }
+    return [
+        f"{path}: {statistics[path]}"
+        for path, module in model.named_modules()
+        if id(module) in found
+    ]
+
+
+def own_class(model: nn.Module) -> list[str]:
+    """Layers of a project's own class."""
+    return [path for path, module in model.named_modules() if isinstance(module, Activated)]
+
+
+def batch_norm_base(model: nn.Module) -> list[str]:
+    """Norms of torch's common base class: mmengine, Lightning, torchvision, SWA."""
+    norm = nn.modules.batchnorm._BatchNorm
+    return [path for path, module in model.named_modules() if isinstance(module, norm)]
+
+
+@pytest.mark.parametrize(
+    "find, count",
+    [
+        (ultralytics, 3),
+        (detectron2_weight_decay_norm, 3),
+        (frozen, 2),
+        (fvcore, 3),
+        (own_class, 1),
+        (batch_norm_base, 3),
+    ],
+)
+def test_code_that_looks_for_a_class_finds_what_it_found(
+    find: Callable[[nn.Module], list[str]], count: int
+) -> None:
+    plain = Net().double()
+    expected = find(copy.deepcopy(plain))
+    assert len(expected) == count
+    converted = convert_sync_batchnorm(copy.deepcopy(plain), strict=True)
+    assert find(converted) == expected
+    loaded = pickle.loads(pickle.dumps(convert_sync_batchnorm(plain)))
+    assert find(copy.deepcopy(loaded)) == expected
+    assert find(revert_sync_batchnorm(loaded)) == expected
