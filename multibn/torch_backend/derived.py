@@ -11,7 +11,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
@@ -24,6 +24,7 @@ from multibn.torch_backend.modules import (
     SyncBatchNorm1d,
     SyncBatchNorm2d,
     SyncBatchNorm3d,
+    call_node,
     update_buffers,
 )
 
@@ -105,6 +106,8 @@ class _OwnForward(_Derived):
     _shares = False  # whether a forward pass has called batch norm
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(argument, fx.Proxy) for argument in (*args, *kwargs.values())):
+            return call_node(self, *args, **kwargs)
         own, self.own_forward = self.own_forward, None
         forward = own or partial(self.converted_from.forward, self)
         try:  # in a pickled `own`, this method has taken the place of the class's

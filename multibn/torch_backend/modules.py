@@ -4,7 +4,7 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn import population, recompute
@@ -68,6 +68,21 @@ def _name(layer: nn.Module | None) -> str:
     # DistributedDataParallel adds "module" to the path, torch.compile adds "_orig_mod".
     steps = [step for step in path.split(".") if step not in ("module", "_orig_mod")]
     return ".".join(steps) or type(layer).__qualname__
+
+
+def call_node(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A node of torch.fx that calls `layer`, as torch.fx makes one for each of torch's own layers.
+
+    One of the arguments is a torch.fx.Proxy.
+    """
+    proxy = next(a for a in (*args, *kwargs.values()) if isinstance(a, fx.Proxy))
+    tracer: Any = proxy.tracer
+    path = tracer.path_of_module(layer)
+    if not path:
+        raise TypeError(
+            f"torch.fx cannot trace a {type(layer).__name__} by itself, only a model around one."
+        )
+    return tracer.create_proxy("call_module", path, args, kwargs)
 
 
 def update_buffers(
@@ -198,6 +213,8 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         return convert_sync_batchnorm(module, process_group)
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        if isinstance(input, fx.Proxy):
+            return call_node(self, input, *(() if residual is None else (residual,)))
         if not self.training and self.running_mean is not None and self.running_var is not None:
             functional.check_input(input, self.num_features)
             y = functional.normalize_by_running(

@@ -1,0 +1,89 @@
+"""Tools that trace, measure and export models, on converted models."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.helpers import require
+
+require.need("torch")
+
+import torch  # noqa: E402
+from torch import fx, nn  # noqa: E402
+from torch.ao import quantization  # noqa: E402
+from torch.ao.quantization import quantize_fx  # noqa: E402
+
+from multibn.torch_backend import (  # noqa: E402
+    NaiveSyncBatchNorm2d,
+    SyncBatchNorm,
+    convert_sync_batchnorm,
+)
+
+with warnings.catch_warnings():  # it scripts methods when it is imported
+    warnings.filterwarnings("ignore", "`torch.jit.script_method", DeprecationWarning)
+    from torch.fx.experimental.optimization import fuse
+
+
+class Activated(nn.BatchNorm2d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).relu()
+
+
+def model() -> Any:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), Activated(4))
+    return convert_sync_batchnorm(nn.Sequential(net, NaiveSyncBatchNorm2d(num_features=4)))
+
+
+X = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = SyncBatchNorm(3, fuse_relu=True)
+
+    def forward(self, x: Any) -> Any:
+        return self.norm(x, residual=2 * x)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("build", [model, Residual])
+def test_a_traced_model_is_the_model(build: Callable[[], Any], training: bool) -> None:
+    """Each layer is a node, as a layer of torch's is, so the trace trains as the model does."""
+    net = build().train(training)
+    traced = fx.symbolic_trace(copy.deepcopy(net))
+    layers = [path for path, part in net.named_modules() if isinstance(part, SyncBatchNorm)]
+    calls = [str(node.target) for node in traced.graph.nodes if node.op == "call_module"]
+    assert [path for path in calls if path in layers] == layers
+    for mode in (training, not training):
+        torch.testing.assert_close(traced.train(mode)(X), net.train(mode)(X))
+    torch.testing.assert_close(traced.state_dict(), net.state_dict())
+
+
+def test_a_layer_by_itself_is_not_traced() -> None:
+    with pytest.raises(TypeError, match="cannot trace a SyncBatchNorm by itself, only a model"):
+        fx.symbolic_trace(SyncBatchNorm(3))
+
+
+def test_fusion_leaves_the_layers() -> None:
+    net = model().eval()
+    torch.testing.assert_close(fuse(net)(X), net(X))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Please use quant_min")
+@pytest.mark.parametrize("training", [True, False])
+def test_quantization_leaves_the_layers(training: bool) -> None:
+    net = model().train(training)
+    if training:
+        mapping = quantization.get_default_qat_qconfig_mapping("x86")
+        prepared = quantize_fx.prepare_qat_fx(copy.deepcopy(net), mapping, (X,))
+    else:
+        mapping = quantization.get_default_qconfig_mapping("x86")
+        prepared = quantize_fx.prepare_fx(copy.deepcopy(net), mapping, (X,))
+    prepared(X)
+    assert sum(isinstance(part, SyncBatchNorm) for part in prepared.modules()) == 3
+    torch.testing.assert_close(prepared(X), net(X), atol=0.1, rtol=0)  # 8 bits
