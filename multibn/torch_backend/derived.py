@@ -108,16 +108,19 @@ class _OwnForward(_Derived):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(argument, fx.Proxy) for argument in (*args, *kwargs.values())):
             return call_node(self, *args, **kwargs)
-        own, self.own_forward = self.own_forward, None
+        own = self.own_forward
         forward = own or partial(self.converted_from.forward, self)
-        try:  # in a pickled `own`, this method has taken the place of the class's
+        if own is not None:  # in an unpickled `own`, a method `forward` is this one
+            self.own_forward = None
+        try:
             if not self.training:
                 return forward(*args, **kwargs)
             sharing = _Sharing(self)
             with sharing:
                 y = forward(*args, **kwargs)
         finally:
-            self.own_forward = own
+            if own is not None:
+                self.own_forward = own
         if not (sharing.reached or self._shares):
             raise RuntimeError(
                 f"`{self.conversation.name}`, a {self.converted_from.__qualname__}, cannot share "

@@ -140,10 +140,10 @@ def check_input(x: Any, num_channels: int | None, /) -> None:
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"the input must be a torch.Tensor: got {type(x).__qualname__}.")
-    if x.layout != torch.strided or x.is_meta:
+    if x.layout != torch.strided:
         raise TypeError(
-            f"the input must be a dense tensor with data: got layout {x.layout} on {x.device}. "
-            "Call to_dense() on a sparse tensor."
+            f"the input must be a dense tensor: got layout {x.layout}. Call to_dense() on a sparse "
+            "tensor."
         )
     shape = tuple(x.shape)
     if len(shape) < 2:
@@ -173,6 +173,8 @@ def check_eps(eps: Any, /) -> None:
 def _check_options(i: Input) -> None:
     """Raise unless the parameters, `eps` and the residual fit the input, which was checked."""
     x, weight, bias, eps, axis, residual, _ = i
+    if x.is_meta:
+        raise TypeError("the input must have data: got a tensor on meta. Use a layer for shapes.")
     if not (isinstance(eps, float) and 0 < eps < math.inf):
         check_eps(eps)
     shape = statistics.channels(x, axis) if axis else x.shape[1:2]

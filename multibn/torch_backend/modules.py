@@ -1,10 +1,11 @@
 """Batch normalization layers for torch."""
 
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn import population, recompute
@@ -100,7 +101,8 @@ def update_buffers(
     """
     if bn.running_mean is None or bn.running_var is None:
         return False
-    compiling = torch.compiler.is_compiling()
+    count = batch.count
+    compiling = torch.compiler.is_compiling() or count.is_meta or isinstance(count, FakeTensor)
     if not compiling:
         if recompute.in_recomputing():
             return False
@@ -235,6 +237,12 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         if self.training and self.track_running_stats:
             local_count = input.numel() // self.num_features
             update_buffers(self, batch, local_count, self.running_var_convention)
+
+    def __prepare_scriptable__(self) -> NoReturn:  # torch.jit.script calls it
+        raise RuntimeError(
+            "torch.jit.script cannot compile layers that share statistics. Script a copy of the "
+            "model after revert_sync_batchnorm, or use torch.jit.trace in evaluation."
+        )
 
     def _check_input_dim(self, input: Tensor) -> None:
         """Accept every input: `forward` checks it."""
