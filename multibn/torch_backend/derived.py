@@ -48,7 +48,7 @@ def derive(layer: _BatchNorm, /) -> None:
         # Pickle saves a method by its name, which is that of another function in the new class.
         own = partial(own.__func__, layer)
     has_own = own is not None or original.forward is not _BatchNorm.forward
-    layer.__class__ = _class(original, has_own)  # type: ignore[assignment]
+    layer.__class__ = _class(original, has_own)
     if own is not None:
         layer.__dict__["own_forward"] = own
 
@@ -184,10 +184,10 @@ class _Sharing(TorchFunctionMode):
 
     def _update(self, batch: BatchStatistics, local_count: int, momentum: float) -> None:
         """Update the running statistics. The forward pass has counted, once for each call."""
-        layer, before = self.layer, self.count_before
+        layer, before, counter = self.layer, self.count_before, self.layer.num_batches_tracked
         updated = update_buffers(layer, batch, local_count, layer.running_var_convention, momentum)
-        if before is not None:  # neither recomputations nor batches that are empty everywhere count
-            counter = layer.num_batches_tracked
+        # Neither a recomputation counts, nor a batch that is empty on all ranks.
+        if before is not None and counter is not None:
             counts = batch.count > 0 if updated else torch.zeros_like(before, dtype=torch.bool)
             counter.copy_(torch.where(counts, counter, before))
 

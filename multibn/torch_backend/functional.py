@@ -166,7 +166,7 @@ def check_eps(eps: Any, /) -> None:
     """Raise unless `eps` is positive: without it a constant channel has no finite inverse."""
     if not isinstance(eps, Real):
         raise TypeError(f"`eps` must be a number: got {eps!r} of type {type(eps).__qualname__}.")
-    if not 0 < eps < math.inf:  # False for nan
+    if not 0 < float(eps) < math.inf:  # False for nan
         raise ValueError(f"`eps` must be positive and finite: got {eps}.")
 
 

@@ -103,9 +103,8 @@ class _Activated(nn.BatchNorm2d):
 
 
 def _mixed_model() -> nn.Sequential:
-    model = _model()
-    activated = _Activated(4).double()
-    return nn.Sequential(*model[:2], activated, *model[2:])
+    conv, norm, *rest = _model()
+    return nn.Sequential(conv, norm, _Activated(4).double(), *rest)
 
 
 def check_converted_before_or_after_wrapping(world: Communicator) -> None:
@@ -126,7 +125,7 @@ def check_converted_before_or_after_wrapping(world: Communicator) -> None:
             convert_sync_batchnorm(wrap(_mixed_model()), strict=True),
         ):
             _train(model, _optimizer(model), [_batch(step, world.rank) for step in range(3)])
-            inner = getattr(model, "module", model)
+            inner: Any = getattr(model, "module", model)
             layers = [layer for layer in inner if isinstance(layer, nn.BatchNorm2d)]
             assert [isinstance(layer, SyncBatchNorm) for layer in layers] == [True] * 3
             assert isinstance(layers[1], _Activated)

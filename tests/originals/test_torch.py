@@ -11,7 +11,7 @@ import pytest
 from tests.helpers import reference, require
 from tests.helpers.runs import Run, assert_passed, on_ranks
 
-require.need("torch")
+require.need("torch", "dev")
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
@@ -25,7 +25,7 @@ from multibn.torch_backend import (  # noqa: E402
 from tests.helpers.fvcore import get_bn_modules, update_bn_stats  # noqa: E402
 
 
-@on_ranks(__package__, [Run("checks_torch", ("torchrun",), (2,), ("torch",))])
+@on_ranks(__package__, [Run("checks_torch", ("torchrun",), (2,), ("torch", "dev"))])
 def test_on_ranks(needs: tuple[str, ...], request: pytest.FixtureRequest) -> None:
     assert_passed(needs, request)
 

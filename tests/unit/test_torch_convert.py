@@ -213,7 +213,7 @@ def test_what_cannot_be_reverted_is_one_message() -> None:
         SyncBatchNorm(3, fuse_relu=True): "it has a ReLU inside, which would be lost",
         patched: "it has a forward pass of its own, which would be lost",
     }
-    model = nn.Sequential(*layers, SyncBatchNorm(3))
+    model: Any = nn.Sequential(*layers, SyncBatchNorm(3))
     with pytest.warns(
         UserWarning, match=r"^4 layer\(s\) stay as they are, they stay syn"
     ) as caught:
