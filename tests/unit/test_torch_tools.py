@@ -152,6 +152,14 @@ def test_scripting_names_the_cure(training: bool) -> None:
     torch.testing.assert_close(scripted(X), net(X))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace", "ignore:Converting a tensor to a Python")
+def test_trace_in_evaluation() -> None:
+    net = model()
+    net(X)
+    traced = torch.jit.trace(net.eval(), (X,))
+    torch.testing.assert_close(traced(2 * X), net(2 * X))
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_export_in_training_names_the_cure(strict: bool) -> None:
     with pytest.raises(
