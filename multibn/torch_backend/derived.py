@@ -64,7 +64,7 @@ def derive(layer: _BatchNorm, /) -> None:
 
 
 def restore(layer: SyncBatchNorm, original: type[_BatchNorm], /) -> None:
-    """Change the class of `layer` to `original`, and remove the attributes that `original` lacks."""
+    """Change the class of `layer` to `original`, and remove the attributes that it lacks."""
     communicator = layer.process_group
     own = layer.__dict__.pop("own_forward", None)
     for name in _ATTRIBUTES:
