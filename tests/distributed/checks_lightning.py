@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from multibn.communicators import Communicator
-from multibn.torch_backend import SyncBatchNorm
+from multibn.torch_backend import SyncBatchNorm1d
 from tests.distributed.checks_mmengine import frameworks_warnings
 
 with frameworks_warnings():
@@ -97,7 +97,7 @@ def check_layers_are_synchronized_while_fitting(world: Communicator) -> None:
     x = net.batches[0].double()
     sums = world.allreduce(torch.stack([x.sum(0), x.square().sum(0)])) / (BATCH_SIZE * world.size)
     n = BATCH_SIZE * world.size
-    assert net.classes == {SyncBatchNorm}
+    assert net.classes == {SyncBatchNorm1d}
     assert type(net.bn) is nn.BatchNorm1d
     np.testing.assert_allclose(net.bn.running_mean, sums[0], rtol=1e-6)  # type: ignore[arg-type]
     var = (sums[1] - sums[0] ** 2) * n / (n - 1)
