@@ -45,7 +45,7 @@ VIDEO: dict[str, Any] = {
 }
 
 
-def small(*, norm: Any = None, mode: Any = "reversible", **options: Any) -> RevMViT:
+def small(*, norm: Any = None, mode: Any = "auto", **options: Any) -> RevMViT:
     """A model of five layers, two of them transitions, in float64, always of the same weights."""
     torch.manual_seed(0)
     model = RevMViT(RevMViTConfig(**{**SMALL, **options}), norm=norm, mode=mode)

@@ -198,5 +198,5 @@ def test_refused_config(cfg: dict[str, Any], message: str) -> None:
 
 
 def test_unknown_mode() -> None:
-    with pytest.raises(ValueError, match=r"`mode` must be one of 'reversible', 'stored': got"):
+    with pytest.raises(ValueError, match=r"`mode` must be one of 'auto', 'reversible', 'stored'"):
         ReversibleMViT(RevMViTConfig(**SMALL), mode="fast")  # type: ignore[arg-type]

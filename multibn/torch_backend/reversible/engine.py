@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from multibn._typing import check_choice
-from multibn.torch_backend.reversible.coupling import Half, Run, tensors
+from multibn.torch_backend.reversible.half import Half, tensors
 
-Mode: TypeAlias = Literal["reversible", "stored"]
+Mode: TypeAlias = Literal["auto", "reversible", "stored"]
 Block: TypeAlias = tuple[nn.Module, nn.Module]
 
 
@@ -28,7 +28,7 @@ def reversible(
     x1: Tensor,
     x2: Tensor,
     *cond: Any,
-    mode: Mode = "reversible",
+    mode: Mode = "auto",
     drop_path: Sequence[float] | None = None,
     tied_drop_path: bool = False,
     buffer_after: Collection[int] = (),
@@ -48,6 +48,9 @@ def reversible(
     mode
         `"reversible"` stores the outputs alone and runs each module again in the backward pass.
         `"stored"` is ordinary autograd: outputs equal bit for bit, gradients up to rounding.
+        `"auto"` is `"reversible"` while one of the modules is in training, and `"stored"` in
+        evaluation. All modes are `"stored"` without gradients, and where a graph of plain
+        operations is recorded: in torch.jit.trace and torch.export.
     drop_path
         For each block, the probability p in [0, 1) that a sample skips F, and G, while the module
         is in training (stochastic depth, Huang et al. 2016). Other samples are divided by 1 - p.
@@ -93,17 +96,24 @@ def reversible(
     check_choice("mode", mode, Mode)
     buffered = _buffered(blocks, buffer_after)
     streams, seen = _streams(x1, x2, stream_dtype)
-    # Without gradients autograd stores nothing in either mode.
-    run = Run(cond) if mode == "reversible" and torch.is_grad_enabled() else None
-    for half in _halves(blocks, streams, seen, drop_path, tied_drop_path):
-        here, there = streams[half.into], streams[1 - half.into]
-        if run is None:
+    halves = _halves(blocks, streams, seen, drop_path, tied_drop_path)
+    if _recomputes(mode, blocks):
+        from multibn.torch_backend.reversible.coupling import run_recomputed
+
+        run_recomputed(halves, streams, cond, buffered)
+    else:
+        for half in halves:
+            here, there = streams[half.into], streams[1 - half.into]
             streams[half.into] = here + half(here, there, cond)
-            continue
-        streams[half.into] = run.couple(half, here, there, cond)
-        if half.into == 1 and half.block in buffered:
-            streams = run.anchor(streams, cond)
     return streams[0].to(seen), streams[1].to(seen)
+
+
+def _recomputes(mode: Mode, blocks: Sequence[Block]) -> bool:
+    if mode == "stored" or not torch.is_grad_enabled() or torch.jit.is_tracing():
+        return False
+    if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():
+        return False  # torch.export
+    return mode == "reversible" or any(module.training for block in blocks for module in block)
 
 
 @torch.no_grad()
@@ -167,6 +177,8 @@ def drift(
     Runs a forward pass, and stores the streams before each block: in training, batch norms count
     the batch, and the call is collective if they are. Arguments are those of `reversible`.
     """
+    from multibn.torch_backend.reversible.coupling import Run
+
     buffered = _buffered(blocks, buffer_after)
     run = Run(cond)
     streams, seen = _streams(x1, x2, stream_dtype)

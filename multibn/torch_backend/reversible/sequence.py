@@ -36,7 +36,7 @@ class ReversibleSequence(nn.Module):
         self,
         blocks: Iterable[Block],
         *,
-        mode: Mode = "reversible",
+        mode: Mode = "auto",
         drop_path: float | Sequence[float] = 0.0,
         tied_drop_path: bool = False,
         buffer_after: Sequence[int] = (),

@@ -183,14 +183,17 @@ class MultiScaleAttention(nn.Module):
             q, k, v = (split_heads(linear(merge_heads(y)), heads) for linear, y in pooled)
 
         tables = (self.rel_pos_t, self.rel_pos_h, self.rel_pos_w)
-        if all(table is None for table in tables):
-            y = F.scaled_dot_product_attention(q, k, v)
-        else:
-            # With a mask, scaled_dot_product_attention uses another kernel if gradients are needed:
-            # the recomputation would not repeat the numbers of the first pass.
-            bias = relative_position_bias(q, q_thw, k_thw, tables)
-            scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1]) + bias
+        relative = any(table is not None for table in tables)
+        # With a mask, scaled_dot_product_attention uses another kernel if gradients are needed: the
+        # recomputation would not repeat the numbers of the first pass. In a trace, fvcore would not
+        # count its operations.
+        if relative or torch.jit.is_tracing():
+            scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+            if relative:
+                scores = scores + relative_position_bias(q, q_thw, k_thw, tables)
             y = scores.softmax(dim=-1) @ v
+        else:
+            y = F.scaled_dot_product_attention(q, k, v)
         if self.residual_pooling:
             y = y + q
         return self.proj_drop(self.proj(merge_heads(y)))

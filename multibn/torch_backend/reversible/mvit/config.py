@@ -80,6 +80,9 @@ class RevMViTConfig:
         attention and MLP; `"whole"` zeroes the output of dropped samples, as SlowFast does.
     tied_drop_path
         See `reversible`; not a key of SlowFast, which always ties them.
+    double_sincos_pos
+        Whether the fixed sines and cosines are added twice, not a key of SlowFast, which always
+        adds them twice: `from_slowfast` sets this option for sines.
 
     Raises
     ------
@@ -132,6 +135,7 @@ class RevMViTConfig:
     res_path: Literal["conv", "max"] = _key("MVIT.REV.RES_PATH", "conv")
     drop_path_mode: DropPathMode = "residual_branch"
     tied_drop_path: bool = False
+    double_sincos_pos: bool = False
 
     def __post_init__(self) -> None:
         for name in (f.name for f in fields(self)):
@@ -170,6 +174,9 @@ class RevMViTConfig:
     @classmethod
     def from_slowfast(cls, cfg: Any, **options: Any) -> "RevMViTConfig":
         """Read the options from one of SlowFast's configs.
+
+        The model has SlowFast's numbers, but for stochastic depth, for which SlowFast's are
+        `drop_path_mode="whole", tied_drop_path=True`.
 
         Parameters
         ----------
@@ -216,7 +223,10 @@ class RevMViTConfig:
         read = {name: values[key] for key, name in keys.items() if key in values}
         if "in_channels" in read:  # a list with one number per pathway; this model has one pathway
             read["in_channels"] = read["in_channels"][0]
-        return cls(**{**read, **options})
+        read |= options
+        # SlowFast adds fixed sines twice, and weights that it has trained need them twice.
+        read.setdefault("double_sincos_pos", read.get("use_fixed_sincos_pos", False))
+        return cls(**read)
 
 
 def _as_tuple(value: Any) -> Any:
