@@ -48,7 +48,8 @@ def model_stats(model: nn.Module, inputs: Any) -> tuple[float, float]:
 def make_optimizer(model: RevMViT) -> torch.optim.Optimizer:
     """Groups of parameters as in slowfast/models/optimizer.py:32, with ZERO_WD_1D_PARAM."""
     skip = model.no_weight_decay()
-    decayed, others = [], []
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for name, p in model.named_parameters():
         if p.requires_grad:
             apart = any(k in name for k in skip) or p.ndim == 1 or name.endswith(".bias")
@@ -163,7 +164,8 @@ def test_no_custom_backward() -> None:
     """The original's switch for debugging: ordinary autograd, which also has second order."""
     name = "rev_mvit"
     x = batch(name)
-    gradients, second = [], []
+    gradients: list[tuple[Tensor, ...]] = []
+    second: tuple[Tensor, ...] = ()
     for switch in (False, True):
         model = reference_model(name)
         assert model.rev_backbone.no_custom_backward is False

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from multibn._typing import check_choice
+from multibn._typing import check_choice, check_int, check_number
 from multibn.torch_backend.reversible.half import Half, tensors
 
 Mode: TypeAlias = Literal["auto", "reversible", "stored"]
@@ -75,7 +75,7 @@ def reversible(
     Raises
     ------
     TypeError
-        If `x1` and `x2` are not floating-point tensors.
+        If `x1` and `x2` are not floating-point tensors, or an option is of another type.
     ValueError
         If an option is not valid, or a module returns another shape than its stream's.
     RuntimeError
@@ -94,9 +94,9 @@ def reversible(
     restores the generators' states. It uses the forward pass's autocast and training flags.
     """
     check_choice("mode", mode, Mode)
-    buffered = _buffered(blocks, buffer_after)
+    rates, buffered = check_options(len(blocks), drop_path, buffer_after, stream_dtype)
     streams, seen = _streams(x1, x2, stream_dtype)
-    halves = _halves(blocks, streams, seen, drop_path, tied_drop_path)
+    halves = _halves(blocks, streams, seen, rates, tied_drop_path)
     if _recomputes(mode, blocks):
         from multibn.torch_backend.reversible.coupling import run_recomputed
 
@@ -132,7 +132,7 @@ def inverse(
         If a module is in training: its random numbers and its batch's statistics are not known.
     """
     streams, seen = _streams(y1, y2, stream_dtype)
-    for half in reversed(list(_halves(blocks, streams, seen))):
+    for half in reversed(list(_halves(blocks, streams, seen, [0.0] * len(blocks)))):
         if half.module.training:
             raise RuntimeError(
                 f"{half} is in training: the random numbers and batch statistics of the forward "
@@ -179,11 +179,11 @@ def drift(
     """
     from multibn.torch_backend.reversible.coupling import Run
 
-    buffered = _buffered(blocks, buffer_after)
+    rates, buffered = check_options(len(blocks), drop_path, buffer_after, stream_dtype)
     run = Run(cond)
     streams, seen = _streams(x1, x2, stream_dtype)
     stations = [list(streams)]
-    for half in _halves(blocks, streams, seen, drop_path, tied_drop_path):
+    for half in _halves(blocks, streams, seen, rates, tied_drop_path):
         streams[half.into] = run.first_pass(half, streams[half.into], streams[1 - half.into], cond)
         if half.into == 1:
             stations.append(list(streams))
@@ -199,14 +199,36 @@ def drift(
     return drifts[::-1]
 
 
-def _buffered(blocks: Sequence[Block], buffer_after: Collection[int]) -> set[int]:
-    """Indices of blocks after which streams are stored: `buffer_after` and the last."""
-    wrong = [index for index in buffer_after if not 0 <= index < len(blocks)]
-    if wrong:
+def check_options(
+    count: int,
+    drop_path: Sequence[float] | None,
+    buffer_after: Collection[int],
+    stream_dtype: torch.dtype | None,
+) -> tuple[list[float], set[int]]:
+    """Rates of `count` blocks, and indices of blocks after which streams are stored.
+
+    Raises TypeError or ValueError if an option of `reversible` is not valid.
+    """
+    rates = [0.0] * count if drop_path is None else list(drop_path)
+    for rate in rates:
+        check_number("drop_path", rate, "[0, 1)")
+    if len(rates) != count:
         raise ValueError(
-            f"`buffer_after` must be indices of the {len(blocks)} blocks: got {wrong}."
+            f"`drop_path` must have a probability for each of the {count} blocks: got {rates}."
         )
-    return {*buffer_after, len(blocks) - 1}
+    for index in buffer_after:
+        check_int("buffer_after", index, 0)
+        if index >= count:
+            raise ValueError(
+                f"`buffer_after` must be indices of the {count} blocks: got {index} among them."
+            )
+    if stream_dtype is not None and not (
+        isinstance(stream_dtype, torch.dtype) and stream_dtype.is_floating_point
+    ):
+        raise TypeError(
+            f"`stream_dtype` must be a floating-point dtype, or None: got {stream_dtype!r}."
+        )
+    return rates, {*buffer_after, count - 1}
 
 
 def _streams(
@@ -231,16 +253,10 @@ def _halves(
     blocks: Sequence[Block],
     streams: Sequence[Tensor],
     seen: torch.dtype,
-    drop_path: Sequence[float] | None = None,
+    rates: Sequence[float],
     tied: bool = False,
 ) -> Iterator[Half]:
     """F and G of each block; each draws its dropped samples when the iteration reaches it."""
-    rates = [0.0] * len(blocks) if drop_path is None else list(drop_path)
-    if len(rates) != len(blocks) or not all(0 <= rate < 1 for rate in rates):
-        raise ValueError(
-            f"`drop_path` must be a probability in [0, 1) for each of {len(blocks)} blocks: "
-            f"got {rates}."
-        )
     for index, (block, rate) in enumerate(zip(blocks, rates, strict=True)):
         scale = None
         for into, module in enumerate(block):

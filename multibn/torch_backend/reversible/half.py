@@ -64,7 +64,7 @@ class Half:
         before = [values[name] for values, name, _ in self._places]
         try:
             for values, name, parameter in self._places:
-                values[name] = others[id(parameter)]  # type: ignore[assignment]
+                values[name] = others[id(parameter)]
             yield
         finally:
             for (values, name, _), previous in zip(self._places, before, strict=True):

@@ -7,10 +7,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_origin, get_type_hints
 
-from multibn._typing import check_choice
+from multibn._typing import check_choice, check_int, check_number
+from multibn.torch_backend.reversible.mvit.attention import PoolMode
 from multibn.torch_backend.reversible.mvit.fusion import parse_mode
 
 DropPathMode = Literal["residual_branch", "whole"]
+
+# Of the numbers; all others are probabilities.
+_INTERVALS = {"mlp_ratio": "(0, inf)", "head_init_scale": "(-inf, inf)"}
 
 _SECTIONS = ("DATA", "MODEL", "MVIT", "DETECTION")
 _LEAF = (Sequence, int, float, type(None))  # bool is an int, str a Sequence
@@ -86,6 +90,8 @@ class RevMViTConfig:
 
     Raises
     ------
+    TypeError
+        If a number is of another type.
     ValueError
         If an option is not valid. The model checks the options that concern several layers.
     """
@@ -97,7 +103,7 @@ class RevMViTConfig:
     head_dropout_rate: float = _key("MODEL.DROPOUT_RATE", 0.5)
     head_act: Literal["softmax", "sigmoid", "none"] = _key("MODEL.HEAD_ACT", "softmax")
     detach_final_fc: bool = _key("MODEL.DETACH_FINAL_FC", False)
-    pool_mode: Literal["conv", "conv_unshared", "avg", "max"] = _key("MVIT.MODE", "conv")
+    pool_mode: PoolMode = _key("MVIT.MODE", "conv")  # noqa: RUF009
     pool_first: bool = _key("MVIT.POOL_FIRST", False)
     patch_2d: bool = _key("MVIT.PATCH_2D", False)
     patch_kernel: Sequence[int] = _key("MVIT.PATCH_KERNEL", (3, 7, 7))
@@ -141,13 +147,15 @@ class RevMViTConfig:
         for name in (f.name for f in fields(self)):
             object.__setattr__(self, name, _as_tuple(getattr(self, name)))
         for name, hint in get_type_hints(type(self)).items():
+            value = getattr(self, name)
             if get_origin(hint) is Literal:
-                check_choice(name, getattr(self, name), hint)
+                check_choice(name, value, hint)
+            elif hint is int:
+                check_int(name, value)
+            elif hint is float:
+                check_number(name, value, _INTERVALS.get(name, "[0, 1)"))
         parse_mode(self.respath_fuse)
         parse_mode(self.pre_q_fusion)
-        for name in ("dropout_rate", "droppath_rate", "head_dropout_rate"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be in [0, 1): got {getattr(self, name)!r}.")
         axes = 2 if self.patch_2d else 3
         for name in ("patch_kernel", "patch_stride", "patch_padding"):
             if len(getattr(self, name)) != axes:
