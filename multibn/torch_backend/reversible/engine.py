@@ -49,8 +49,8 @@ def reversible(
         `"reversible"` stores the outputs alone and runs each module again in the backward pass.
         `"stored"` is ordinary autograd: outputs equal bit for bit, gradients up to rounding.
         `"auto"` is `"reversible"` while one of the modules is in training, and `"stored"` in
-        evaluation. All modes are `"stored"` without gradients, and where a graph of plain
-        operations is recorded: in torch.jit.trace and torch.export.
+        evaluation. Without gradients, in torch.jit.trace and in torch.export all modes are
+        `"stored"`.
     drop_path
         For each block, the probability p in [0, 1) that a sample skips F, and G, while the module
         is in training (stochastic depth, Huang et al. 2016). Other samples are divided by 1 - p.
@@ -92,12 +92,16 @@ def reversible(
 
     Random numbers come from the global generators in the order of `"stored"`, and the recomputation
     restores the generators' states. It uses the forward pass's autocast and training flags.
+
+    torch.compile puts blocks of `"stored"` into its graph, and breaks the graph for blocks of
+    `"reversible"`: there, `fullgraph=True` is an error.
     """
     check_choice("mode", mode, Mode)
     rates, buffered = check_options(len(blocks), drop_path, buffer_after, stream_dtype)
     streams, seen = _streams(x1, x2, stream_dtype)
     halves = _halves(blocks, streams, seen, rates, tied_drop_path)
     if _recomputes(mode, blocks):
+        # Here, because its import takes seconds.
         from multibn.torch_backend.reversible.coupling import run_recomputed
 
         run_recomputed(halves, streams, cond, buffered)
@@ -177,7 +181,7 @@ def drift(
     Runs a forward pass, and stores the streams before each block: in training, batch norms count
     the batch, and the call is collective if they are. Arguments are those of `reversible`.
     """
-    from multibn.torch_backend.reversible.coupling import Run
+    from multibn.torch_backend.reversible.coupling import Run  # as in `reversible`
 
     rates, buffered = check_options(len(blocks), drop_path, buffer_after, stream_dtype)
     run = Run(cond)
