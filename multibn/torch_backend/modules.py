@@ -70,6 +70,15 @@ def _name(layer: nn.Module | None) -> str:
     return ".".join(steps) or type(layer).__qualname__
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of `module` runs hooks of its own.
+
+    Hooks of all modules do not count: `checkpoint_contexts` has one in the recomputation only.
+    """
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return any(getattr(module, kind) for kind in kinds)
+
+
 def update_buffers(
     bn: _BatchNorm, batch: BatchStatistics, local_count: int, convention: RunningVar
 ) -> bool:

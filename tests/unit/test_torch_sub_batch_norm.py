@@ -375,14 +375,145 @@ def test_momentum_and_mode_are_split_bns() -> None:
     x = torch.randn(4, C, 2, 3, 3)
     layer(x)
     torch.testing.assert_close(layer.split_bn.running_mean, state["split_bn.running_mean"])
-    for m in layer.modules():
-        if isinstance(m, nn.BatchNorm3d):
-            m.eval()
-    counted = int(layer.split_bn.num_batches_tracked)
-    frozen = layer(x)
+    freeze(layer)
+    state = copy.deepcopy(layer.state_dict())
+    layer(x)
     assert layer.training
-    assert int(layer.split_bn.num_batches_tracked) == counted
-    torch.testing.assert_close(frozen, layer.eval()(x))
+    torch.testing.assert_close(layer.state_dict(), state, rtol=0, atol=0)
+
+
+def freeze(layer: Any) -> None:
+    for m in layer.modules():
+        if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
+            m.eval()
+
+
+def watch(layer: Any, seen: dict[str, list[Any]]) -> None:
+    """Collect in `seen` what hooks of every kind get from the parts of a layer."""
+
+    def note(kind: str) -> Any:
+        def hook(part: Any, *tensors: Any) -> None:
+            seen.setdefault(f"{name(part)} {kind}", []).append(tensors)
+
+        return hook
+
+    def name(part: Any) -> str:
+        return "bn" if part is layer.bn else "split_bn"
+
+    for part in (layer.bn, layer.split_bn):
+        part.register_forward_pre_hook(note("before"))
+        part.register_forward_hook(note("after"))
+        part.register_full_backward_pre_hook(note("before backward"))
+        part.register_full_backward_hook(note("after backward"))
+
+
+@pytest.mark.parametrize("way", ["trains", "is hooked", "is frozen", "is frozen and hooked"])
+@pytest.mark.parametrize("given", OPTIONS, ids=str)
+@pytest.mark.parametrize("dimension", DIMENSIONS)
+def test_the_parts_are_slowfasts(dimension: str, given: dict[str, Any], way: str) -> None:
+    """Hooks of the parts get SlowFast's tensors; a frozen split has its own running statistics."""
+    cls, theirs_cls, shape = DIMENSIONS[dimension]
+    theirs = SlowFast(theirs_cls, 2, C, **given)
+    ours = make(2, C, cls=cls, dtype=torch.float64, **given)
+    if ours.affine:
+        parameters = {"weight": torch.randn(C).double(), "bias": torch.randn(C).double()}
+        for layer in (theirs, ours):
+            layer.load_state_dict(parameters, strict=False)
+    x = torch.randn(shape).double() + torch.arange(12.0).view(12, *[1] * (len(shape) - 1)) % 2
+    dy = torch.randn(shape).double()
+    results = []
+    for layer in (theirs, ours):
+        layer(x)
+        layer.aggregate_stats()
+        if "frozen" in way:
+            freeze(layer)
+        seen: dict[str, list[Any]] = {}
+        if "hooked" in way:
+            watch(layer, seen)
+        layer.zero_grad()
+        outputs = []
+        for training in (True, False):
+            layer.training = training
+            t = x.clone().requires_grad_()
+            y = layer(t)
+            y.backward(dy)
+            outputs += [y, t.grad]
+        layer.aggregate_stats()
+        results.append([seen, outputs, [p.grad for p in layer.parameters()], layer.state_dict()])
+    assert len(results[0][0]) == (8 if "hooked" in way else 0)
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("way", [freeze, lambda layer: watch(layer, {})])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_frozen_and_hooked_layers_in_every_layout(layout: str, way: Any) -> None:
+    x = LAYOUTS[layout](torch.randn(DIMENSIONS["3d"][2]) + 3)
+    results = []
+    for y_layout in (LAYOUTS[layout], LAYOUTS["contiguous"]):
+        layer = trained(momentum=0.5)
+        way(layer)
+        t = y_layout(x.detach()).requires_grad_()
+        y = layer(t)
+        y.square().sum().backward()
+        results.append([y, t.grad, layer.weight.grad, *layer.state_dict().values()])
+        if way is freeze and layout in ("contiguous", "channels_last", "transposed"):
+            assert y.stride() == t.stride()
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes_of_frozen_and_hooked_layers(dtype: torch.dtype) -> None:
+    x = torch.randn(8, C, 2, 3, 3)
+    for way in (freeze, lambda layer: watch(layer, {})):
+        for buffers in (torch.float32, dtype):
+            layer = trained()
+            expected = copy.deepcopy(layer)
+            way(expected)
+            way(layer)
+            y = layer.to(buffers)(x.to(dtype))
+            assert y.dtype == dtype
+            torch.testing.assert_close(y.float(), expected(x), rtol=0, atol=0.05)
+
+
+def test_a_frozen_layer_and_its_batch() -> None:
+    layer = trained()
+    freeze(layer)
+    assert layer(torch.zeros(0, C, 2, 3, 3)).shape == (0, C, 2, 3, 3)
+    assert layer(torch.zeros(2, C, 1, 1, 1)).isfinite().all()  # one value per split and channel
+    with pytest.raises(ValueError, match="`num_splits` must divide the batch size: got 2 splits"):
+        layer(torch.zeros(3, C, 2, 3, 3))
+
+
+def test_evaluation_with_the_statistics_of_the_batch() -> None:
+    """As test-time adaptation has them: the batch norms of a model in evaluation train."""
+    layer = trained(momentum=1.0).eval()
+    layer.bn.train()
+    before = copy.deepcopy(layer.split_bn.state_dict())
+    x = torch.randn(5, C, 2, 3, 3) + 7
+    torch.testing.assert_close(layer(x), nn.functional.batch_norm(x, None, None, training=True))
+    torch.testing.assert_close(layer.bn.running_mean, x.mean((0, 2, 3, 4)))
+    torch.testing.assert_close(layer.split_bn.state_dict(), before, rtol=0, atol=0)
+
+
+def test_a_part_of_another_class_is_called() -> None:
+    """By a tool that replaces every nn.BatchNorm3d of a model."""
+    ours, theirs = trained(), trained()
+    for name in ("bn", "split_bn"):
+        part: Any = nn.BatchNorm3d(getattr(ours, name).num_features, affine=False)
+        part.load_state_dict(getattr(ours, name).state_dict())
+        setattr(theirs, name, part)
+    x = torch.randn(4, C, 2, 3, 3)
+    for training in (True, False):
+        torch.testing.assert_close(theirs.train(training)(x), ours.train(training)(x))
+        theirs.aggregate_stats()
+        torch.testing.assert_close(theirs.state_dict(), ours.state_dict())
+
+
+def test_a_part_by_itself_is_torchs_batch_norm() -> None:
+    layer = trained()
+    x = torch.randn(4, C, 2, 3, 3)
+    expected = nn.functional.batch_norm(x, None, None, training=True)
+    torch.testing.assert_close(layer.bn(x), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -629,3 +760,17 @@ def test_compiled_with_fullgraph(given: dict[str, Any]) -> None:
                 results.append([y, t.grad, layer.weight.grad, *layer.state_dict().values()])
             torch.testing.assert_close(*results)
             assert results[0][0].stride() == results[1][0].stride() == x.stride()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of its imports
+def test_a_frozen_layer_compiles_with_fullgraph() -> None:
+    torch._dynamo.reset()
+    eager = trained()
+    freeze(eager)
+    compiled: Any = torch.compile(copy.deepcopy(eager), backend="aot_eager", fullgraph=True)
+    x = torch.randn(8, C, 2, 5, 4).to(memory_format=torch.channels_last_3d)
+    results = [(layer(t), t) for layer in (eager, compiled) for t in [x.clone().requires_grad_()]]
+    for y, _ in results:
+        y.pow(3).sum().backward()
+        assert y.stride() == x.stride()
+    torch.testing.assert_close(*[[y, t.grad] for y, t in results])
