@@ -41,12 +41,13 @@ class _NaiveSyncBatchNorm(SyncBatchNorm):
             functional.refuse(error, [input], [self.num_features], communicator)
 
 
-class NaiveSyncBatchNorm1d(_NaiveSyncBatchNorm):
+class NaiveSyncBatchNorm1d(_NaiveSyncBatchNorm, nn.BatchNorm1d):
     """Batch normalization of `(N, C)` or `(N, C, L)` over groups of ranks inside a machine.
 
-    A `SyncBatchNorm` with the constructor of PySlowFast's layer. `revert_sync_batchnorm` turns it
-    into an nn.BatchNorm1d. Collective as `SyncBatchNorm` within the group; the first training step
-    forms the groups and is collective over all ranks of `process_group`.
+    A `SyncBatchNorm` with the constructor of PySlowFast's layer and, as that layer, an
+    nn.BatchNorm1d, so that tools which look for this class find it. `revert_sync_batchnorm` turns
+    it into a plain nn.BatchNorm1d. Collective as `SyncBatchNorm` within the group; the first
+    training step forms the groups and is collective over all ranks of `process_group`.
 
     Parameters
     ----------
@@ -75,14 +76,14 @@ class NaiveSyncBatchNorm1d(_NaiveSyncBatchNorm):
     _shapes = {2: "(N, C)", 3: "(N, C, L)"}
 
 
-class NaiveSyncBatchNorm2d(_NaiveSyncBatchNorm):
+class NaiveSyncBatchNorm2d(_NaiveSyncBatchNorm, nn.BatchNorm2d):
     """As `NaiveSyncBatchNorm1d`, for inputs `(N, C, H, W)` and nn.BatchNorm2d."""
 
     converted_from = nn.BatchNorm2d
     _shapes = {4: "(N, C, H, W)"}
 
 
-class NaiveSyncBatchNorm3d(_NaiveSyncBatchNorm):
+class NaiveSyncBatchNorm3d(_NaiveSyncBatchNorm, nn.BatchNorm3d):
     """As `NaiveSyncBatchNorm1d`, for inputs `(N, C, T, H, W)` and nn.BatchNorm3d."""
 
     converted_from = nn.BatchNorm3d
