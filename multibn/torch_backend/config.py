@@ -50,7 +50,9 @@ def get_norm(cfg: Any, dim: int = 3) -> Callable[..., nn.Module]:
     Raises
     ------
     ValueError
-        If `cfg` lacks BN or BN.NORM_TYPE, NORM_TYPE is none of the four, or `dim` is not 1, 2 or 3.
+        If `cfg` lacks BN or BN.NORM_TYPE, or `dim` is not 1, 2 or 3.
+    NotImplementedError
+        If NORM_TYPE is none of the four, as in PySlowFast.
     """
     if dim not in (1, 2, 3):
         raise ValueError(f"`dim` must be 1, 2 or 3: got {dim!r}.")
@@ -71,7 +73,7 @@ def get_norm(cfg: Any, dim: int = 3) -> Callable[..., nn.Module]:
         )
     if norm_type == "sync_batchnorm_apex":
         return partial(SyncBatchNorm, process_group=_get(bn, "NUM_SYNC_DEVICES", 1) or None)
-    raise ValueError(f"`cfg.BN.NORM_TYPE` must be one of {_TYPES}: got {norm_type!r}.")
+    raise NotImplementedError(f"`cfg.BN.NORM_TYPE` must be one of {_TYPES}: got {norm_type!r}.")
 
 
 def _get(node: Any, key: str, default: Any) -> Any:

@@ -123,7 +123,7 @@ class _SubBatchNorm(Synchronized):
         weight: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """The arithmetic of a call of `part`, on an `x` with the axes of `_channels` from axis 1."""
+        """The arithmetic of a call of `part`. From axis 1, `x` has the axes of `_channels`."""
         channels = self._channels()
         weight, bias = (None if p is None else p.expand(channels) for p in (weight, bias))
         if part.running_mean is not None and not part.training:
@@ -162,8 +162,8 @@ class _SubBatchNorm(Synchronized):
         """Compute `bn`'s running statistics, those of the population, from `split_bn`'s.
 
         Every training step ends with this call, so call it only after other code has written to the
-        buffers of `split_bn`, as fvcore's `update_bn_stats` does. Copies `num_batches_tracked`, too.
-        Not collective.
+        buffers of `split_bn`, as fvcore's `update_bn_stats` does. Copies `num_batches_tracked`,
+        too. Not collective.
 
         By the law of total variance, for splits of equal weight::
 
