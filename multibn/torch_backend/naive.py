@@ -20,13 +20,15 @@ class _NaiveSyncBatchNorm(SyncBatchNorm):
     def __init__(
         self,
         num_sync_devices: int | None = None,
-        global_sync: bool = False,
+        global_sync: bool | None = None,
         *,
         num_features: int,
         process_group: Any = None,
         **bn_args: Any,
     ) -> None:
         everyone = as_communicator(process_group)
+        if global_sync is None:
+            global_sync = num_sync_devices is None
         group = everyone if global_sync else _inside_machine(everyone, num_sync_devices)
         super().__init__(num_features, process_group=group, **bn_args)
 
@@ -53,9 +55,11 @@ class NaiveSyncBatchNorm1d(_NaiveSyncBatchNorm, nn.BatchNorm1d):
     ----------
     num_sync_devices
         Number of consecutive ranks in a group, a divisor of the number of ranks on the machine.
-        None, 0 or less: all ranks of the machine.
+        0 or less: all ranks of the machine.
     global_sync
-        Share statistics with all ranks of all machines, whatever `num_sync_devices` is.
+        Share statistics with all ranks of all machines, whatever `num_sync_devices` is. False: with
+        a group on the machine; there `num_sync_devices=None` means 0. None: as pytorchvideo's
+        default, True unless `num_sync_devices` is an int.
     process_group
         The ranks that are divided into groups, as in `SyncBatchNorm`. For other groups use a
         `SyncBatchNorm` with a `multibn.Group`.
