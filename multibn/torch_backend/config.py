@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from multibn.torch_backend.modules import SyncBatchNorm
 from multibn.torch_backend.naive import (
     NaiveSyncBatchNorm1d,
     NaiveSyncBatchNorm2d,
@@ -31,11 +30,13 @@ def get_norm(cfg: Any, dim: int = 3) -> Callable[..., nn.Module]:
     - `"sub_batchnorm"`: SubBatchNorm1d, 2d or 3d with `num_splits=NUM_SPLITS`;
     - `"sync_batchnorm"`: NaiveSyncBatchNorm1d, 2d or 3d with `global_sync=GLOBAL_SYNC`, which wins,
       and `num_sync_devices=NUM_SYNC_DEVICES`;
-    - `"sync_batchnorm_apex"`: SyncBatchNorm over NUM_SYNC_DEVICES consecutive ranks, 0 for all, in
-      the place of apex's layer, which no longer exists.
+    - `"sync_batchnorm_apex"`: the same layers over NUM_SYNC_DEVICES consecutive ranks of all
+      machines, 0 for all ranks, in the place of apex's layer, which no longer exists.
 
-    Call the result with `num_features` by name, as PySlowFast does: the classes differ in their
-    first positional argument.
+    PySlowFast's tools look for nn.BatchNorm1d, 2d and 3d, to initialize and to freeze layers. A
+    sub-batch norm consists of two of them, and each of the other layers is one. Call the result
+    with `num_features` by name, as PySlowFast does: the classes differ in their first positional
+    argument.
 
     Parameters
     ----------
@@ -72,7 +73,8 @@ def get_norm(cfg: Any, dim: int = 3) -> Callable[..., nn.Module]:
             global_sync=_get(bn, "GLOBAL_SYNC", False),
         )
     if norm_type == "sync_batchnorm_apex":
-        return partial(SyncBatchNorm, process_group=_get(bn, "NUM_SYNC_DEVICES", 1) or None)
+        group = _get(bn, "NUM_SYNC_DEVICES", 1) or None
+        return partial(_NAIVE_SYNC_BATCH_NORM[dim], global_sync=True, process_group=group)
     raise NotImplementedError(f"`cfg.BN.NORM_TYPE` must be one of {_TYPES}: got {norm_type!r}.")
 
 

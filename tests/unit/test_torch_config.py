@@ -21,7 +21,6 @@ from multibn.torch_backend import (  # noqa: E402
     SubBatchNorm1d,
     SubBatchNorm2d,
     SubBatchNorm3d,
-    SyncBatchNorm,
     get_norm,
 )
 
@@ -30,7 +29,7 @@ CLASSES: dict[str, Any] = {
     "batchnorm": (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
     "sub_batchnorm": (SubBatchNorm1d, SubBatchNorm2d, SubBatchNorm3d),
     "sync_batchnorm": (NaiveSyncBatchNorm1d, NaiveSyncBatchNorm2d, NaiveSyncBatchNorm3d),
-    "sync_batchnorm_apex": (SyncBatchNorm, SyncBatchNorm, SyncBatchNorm),
+    "sync_batchnorm_apex": (NaiveSyncBatchNorm1d, NaiveSyncBatchNorm2d, NaiveSyncBatchNorm3d),
 }
 
 
@@ -97,6 +96,8 @@ def test_the_keys_are_read(kind: Any) -> None:
     assert isinstance(norm, partial)
     assert norm.keywords == {"num_sync_devices": 4, "global_sync": False}
     assert repr(norm(num_features=3).process_group).endswith("'machine'), 4)")
+    norm = get_norm(kind(NORM_TYPE="sync_batchnorm_apex", **bn))
+    assert repr(norm(num_features=3).process_group) == "Group(DefaultCommunicator(), 4)"
     norm = get_norm(kind(NORM_TYPE="sync_batchnorm", NUM_SYNC_DEVICES=None))
     assert repr(norm(num_features=3).process_group).endswith(", 'machine')")
 
