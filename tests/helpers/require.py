@@ -12,7 +12,7 @@ import pytest
 from multibn._environment import find_command, importable
 
 # What pytest.importorskip may find missing. Required, it is missed before the first test.
-DEV = ("array_api_strict", "omegaconf", "safetensors", "tqdm", "yacs.config")
+DEV = ("array_api_strict", "fvcore", "omegaconf", "safetensors", "tqdm", "yacs.config")
 
 
 def _gpu(module: str) -> bool:

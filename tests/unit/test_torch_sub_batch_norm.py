@@ -23,6 +23,7 @@ from multibn.torch_backend import (  # noqa: E402
     SubBatchNorm3d,
     checkpoint_contexts,
 )
+from tests.helpers import slowfast  # noqa: E402
 
 C = 3
 # For an even number of samples, per class: torch's own class and a shape.
@@ -57,46 +58,6 @@ def trained(steps: int = 3, num_splits: int = 2, **options: Any) -> Any:
     return layer
 
 
-class SlowFast(nn.Module):
-    """SlowFast's arithmetic, from its definition: a batch norm over the contiguous batch viewed as
-    (N / splits, splits * C, ...), and running statistics that are averaged over the splits.
-    """
-
-    def __init__(self, cls: Any, num_splits: int, num_features: int, **options: Any) -> None:
-        super().__init__()
-        affine = options.pop("affine", True)
-        self.num_splits = num_splits
-        self.weight = nn.Parameter(torch.ones(num_features).double()) if affine else None
-        self.bias = nn.Parameter(torch.zeros(num_features).double()) if affine else None
-        options |= {"affine": False, "dtype": torch.float64}
-        self.bn = cls(num_features, **options)
-        self.split_bn = cls(num_splits * num_features, **options)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            n, c, *spatial = x.shape
-            viewed = x.contiguous().view(n // self.num_splits, self.num_splits * c, *spatial)
-            y = self.split_bn(viewed).view(x.shape)
-        else:
-            y = self.bn(x)
-        if self.weight is None or self.bias is None:
-            return y
-        shape = (1, -1) + (1,) * (x.ndim - 2)
-        return y * self.weight.view(shape) + self.bias.view(shape)
-
-    def aggregate_stats(self) -> None:
-        if not self.split_bn.track_running_stats:
-            return
-        means = self.split_bn.running_mean.view(self.num_splits, -1)
-        variances = self.split_bn.running_var.view(self.num_splits, -1)
-        mean = sum(means) / self.num_splits
-        self.bn.running_mean.copy_(mean)
-        self.bn.running_var.copy_(
-            sum(variances) / self.num_splits + sum((m - mean) ** 2 for m in means) / self.num_splits
-        )
-        self.bn.num_batches_tracked.copy_(self.split_bn.num_batches_tracked)
-
-
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"affine": False},
@@ -114,7 +75,7 @@ def test_slowfasts_numbers(dimension: str, num_splits: int, given: dict[str, Any
     cls, theirs_cls, shape = DIMENSIONS[dimension]
     if shape == (12, C) and num_splits == 12:
         shape = (24, C)
-    theirs = SlowFast(theirs_cls, num_splits, C, **given)
+    theirs = slowfast.SubBatchNorm(theirs_cls, num_splits, C, dtype=torch.float64, **given)
     ours = make(num_splits, C, cls=cls, dtype=torch.float64, **given)
     if ours.affine:
         theirs.load_state_dict(
@@ -413,7 +374,7 @@ def watch(layer: Any, seen: dict[str, list[Any]]) -> None:
 def test_the_parts_are_slowfasts(dimension: str, given: dict[str, Any], way: str) -> None:
     """Hooks of the parts get SlowFast's tensors; a frozen split has its own running statistics."""
     cls, theirs_cls, shape = DIMENSIONS[dimension]
-    theirs = SlowFast(theirs_cls, 2, C, **given)
+    theirs = slowfast.SubBatchNorm(theirs_cls, 2, C, dtype=torch.float64, **given)
     ours = make(2, C, cls=cls, dtype=torch.float64, **given)
     if ours.affine:
         parameters = {"weight": torch.randn(C).double(), "bias": torch.randn(C).double()}
