@@ -100,8 +100,8 @@ class _SubBatchNorm(Synchronized):
             x = input.unflatten(0, (len(input) // num_splits, num_splits))
         normalize = partial(self._normalize, part, communicator)
         if isinstance(part, _Part) and not has_hooks(part):
-            parameters = {"weight": self.weight, "bias": self.bias}
-            return part(x, normalize=partial(normalize, **parameters)).reshape(input.shape)
+            y = part(x, normalize=partial(normalize, weight=self.weight, bias=self.bias))
+            return y.flatten(0, 1) if self.training else y
 
         # Hooks, and a part of another class, get the tensors of SlowFast's layer: all channels on
         # axis 1, neither weight nor bias. In channels_last, the splits must be copied for that.
@@ -125,12 +125,11 @@ class _SubBatchNorm(Synchronized):
     ) -> Tensor:
         """The arithmetic of a call of `part`. From axis 1, `x` has the axes of `_channels`."""
         channels = self._channels()
-        weight, bias = (None if p is None else p.expand(channels) for p in (weight, bias))
+        if self.training:  # autograd adds up the splits' gradients
+            weight, bias = (None if p is None else p.expand(channels) for p in (weight, bias))
         if part.running_mean is not None and not part.training:
-            mean, var = (b.view(channels) for b in (part.running_mean, part.running_var))
-            if self.training:
-                return _normalize_splits(x, weight, bias, mean, var, eps=part.eps)
-            return functional.normalize_by_running(x, weight, bias, mean, var, eps=part.eps)
+            by_running = _normalize_splits if self.training else functional.normalize_by_running
+            return by_running(x, weight, bias, part.running_mean, part.running_var, eps=part.eps)
         axis = reduced_axes(x.ndim, channel_axes=range(1, 1 + len(channels)))
         i = Input(x, weight, bias, part.eps, axis)
         try:  # to `compiled.forward`, the splits are the channels of axis 1
@@ -333,11 +332,19 @@ def _(means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _normalize_splits(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, *, eps: float
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    /,
+    *,
+    eps: float,
 ) -> Tensor:
-    """Normalize by running statistics of shape `(splits, C)`; F.batch_norm would copy some `x`."""
+    """As `functional.normalize_by_running`, with splits on axis 1. F.batch_norm would copy some."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    mean, invstd = mean.to(wide), (var.to(wide) + eps).rsqrt()
+    mean, var = (b.to(wide).view(x.shape[1:3]) for b in (running_mean, running_var))
+    invstd = (var + eps).rsqrt()
     xhat = (x.to(wide) - _like(mean, x)) * _like(invstd, x)
     return _affine(xhat, weight, bias).to(x.dtype)
 

@@ -95,7 +95,7 @@ def test_a_multigrid_schedule(norm_type: str) -> None:
 def load_normal_bn(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
     """slowfast/utils/checkpoint.py:587 for SlowFast's layers; ours load the state as it is."""
     if any(isinstance(m, SubBatchNorm) for m in model.modules()):
-        splits = model.get_submodule("a_bn").num_splits
+        splits: Any = model.get_submodule("a_bn").num_splits
         for key in model.state_dict():
             plain = state.get(key.replace(".split_bn.", ".").replace(".bn.", "."))
             assert plain is not None
