@@ -20,27 +20,27 @@ from multibn.torch_backend.modules import ALONE, Synchronized, has_hooks, update
 _STATISTICS = ("running_mean", "running_var")
 
 
-class _Part(_BatchNorm):
+class Part(_BatchNorm):
     """`bn` or `split_bn`. Its layer calls it, for the part's hooks, and does the arithmetic."""
 
     def forward(self, input: Tensor, normalize: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         return super().forward(input) if normalize is None else normalize(input)
 
 
-class _BatchNorm1d(_Part, nn.BatchNorm1d):
+class _BatchNorm1d(Part, nn.BatchNorm1d):
     pass
 
 
-class _BatchNorm2d(_Part, nn.BatchNorm2d):
+class _BatchNorm2d(Part, nn.BatchNorm2d):
     pass
 
 
-class _BatchNorm3d(_Part, nn.BatchNorm3d):
+class _BatchNorm3d(Part, nn.BatchNorm3d):
     pass
 
 
 class _SubBatchNorm(Synchronized):
-    _part: type[_Part]
+    _part: type[Part]
     _shapes: dict[int, str]  # number of dimensions of the input: text for errors
 
     weight: Tensor | None
@@ -99,7 +99,7 @@ class _SubBatchNorm(Synchronized):
         if self.training:  # a view for any strides; sample i is in split i % num_splits, on axis 1
             x = input.unflatten(0, (len(input) // num_splits, num_splits))
         normalize = partial(self._normalize, part, communicator)
-        if isinstance(part, _Part) and not has_hooks(part):
+        if isinstance(part, Part) and not has_hooks(part):
             y = part(x, normalize=partial(normalize, weight=self.weight, bias=self.bias))
             return y.flatten(0, 1) if self.training else y
 
@@ -110,7 +110,7 @@ class _SubBatchNorm(Synchronized):
         def normalize_flat(x: Tensor) -> Tensor:
             return normalize(x.unflatten(1, channels)).flatten(1, len(channels))
 
-        options = {"normalize": normalize_flat} if isinstance(part, _Part) else {}
+        options = {"normalize": normalize_flat} if isinstance(part, Part) else {}
         y = part(x.flatten(1, len(channels)), **options).reshape(input.shape)
         return _affine(y, self.weight, self.bias).to(y.dtype)
 
