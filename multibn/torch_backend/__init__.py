@@ -8,6 +8,9 @@ from multibn.torch_backend.convert import convert_sync_batchnorm as convert_sync
 from multibn.torch_backend.convert import revert_sync_batchnorm as revert_sync_batchnorm
 from multibn.torch_backend.functional import sync_batch_norm as sync_batch_norm
 from multibn.torch_backend.modules import SyncBatchNorm as SyncBatchNorm
+from multibn.torch_backend.modules import SyncBatchNorm1d as SyncBatchNorm1d
+from multibn.torch_backend.modules import SyncBatchNorm2d as SyncBatchNorm2d
+from multibn.torch_backend.modules import SyncBatchNorm3d as SyncBatchNorm3d
 from multibn.torch_backend.naive import NaiveSyncBatchNorm1d as NaiveSyncBatchNorm1d
 from multibn.torch_backend.naive import NaiveSyncBatchNorm2d as NaiveSyncBatchNorm2d
 from multibn.torch_backend.naive import NaiveSyncBatchNorm3d as NaiveSyncBatchNorm3d

@@ -2,6 +2,7 @@
 
 Inside an operator the pass, its communication included, runs as without compilation. The compiler
 sees tensors in and tensors out, so a model compiles with `fullgraph=True` over any communicator.
+Meta and fake tensors take the same way: an operator computes the shapes of its results from theirs.
 An operator takes only tensors, numbers and strings, so a communicator is passed as its id.
 """
 
@@ -11,6 +12,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from multibn import population, recompute, statistics
 from multibn._typing import RunningVar, Weighting
@@ -31,16 +33,35 @@ def register(communicator: Communicator, /) -> None:
 def forward(
     input: Input, num_channels: int, communicator: Communicator, /, *, weighting: Weighting
 ) -> tuple[Tensor, BatchStatistics]:
-    """`functional.forward_all` of one input; one operator in compiled code.
+    """`functional.forward_all` of one input; one operator in compiled code and without data.
 
     There, residual and ReLU stay outside the operator, so that the compiler can fuse them.
+
+    Raises
+    ------
+    RuntimeError
+        In torch.export: the program would hold the communicator of this process.
     """
-    if not torch.compiler.is_compiling():
-        return functional.forward_all([input], [num_channels], communicator, weighting=weighting)[0]
     x, weight, bias, eps, axis, residual, relu = input
+    if not torch.compiler.is_compiling():
+        if not (isinstance(x, FakeTensor) or getattr(x, "is_meta", False)):
+            return functional.forward_all(
+                [input], [num_channels], communicator, weighting=weighting
+            )[0]
+        functional.check_input(x, num_channels)
+    elif _is_exporting():
+        raise RuntimeError(
+            "torch.export cannot export layers that share statistics in training: the program "
+            "would need the processes of this run. Call model.eval() first, or export a copy of "
+            "the model after revert_sync_batchnorm."
+        )
     axis = axis or statistics.reduced_axes(x.ndim)
     y, *batch = _forward(x, weight, bias, num_channels, id(communicator), eps, weighting, axis)
     return functional.add_relu(y, residual, relu), BatchStatistics(*batch)
+
+
+# torch 2.6 has no such function.
+_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
 def update_running(

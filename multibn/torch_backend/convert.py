@@ -2,22 +2,19 @@
 
 import itertools
 import warnings
-import weakref
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from multibn._typing import RunningVar, Weighting
-from multibn.torch_backend import _data_parallel
+from multibn.torch_backend import _data_parallel, derived
 from multibn.torch_backend.modules import SyncBatchNorm, Synchronized
 from multibn.torch_backend.sub_batch_norm import _SubBatchNorm
 
-_M = TypeVar("_M", bound=nn.Module)
-
-# A class that defines only these names behaves like the batch norm that it derives from.
+# A class that defines only these names behaves like the layer that it derives from.
 _HARMLESS = {
     "__annotations__",
     "__constants__",
@@ -50,15 +47,19 @@ def convert_sync_batchnorm(
     *,
     weighting: Weighting = "element",
     running_var: RunningVar = "unbiased_global",
+    strict: bool = False,
 ) -> Any:
-    """Replace every nn.BatchNorm1d, 2d, 3d and nn.SyncBatchNorm of a model by `SyncBatchNorm`.
+    """Synchronize every batch norm of a model, subclasses of torch's among them.
 
-    Returns `module`, or the new layer if `module` is a batch norm itself. Call it before or after
-    the construction of the optimizer and DistributedDataParallel (DDP): parameters and buffers stay
-    the same objects. So do all other attributes, hooks among them, and a layer used in several
-    places stays one layer. From the first training forward pass on, at the latest, DDP leaves
-    running statistics that are equal on all ranks out of its broadcast of buffers. Layers in plain
-    lists and dictionaries stay unchanged. Not collective.
+    Changes the layers in place and returns `module`. A converted layer is a `SyncBatchNorm`, and
+    stays an instance of its class: an nn.BatchNorm2d becomes a `SyncBatchNorm2d`. The exception is
+    nn.SyncBatchNorm, a class that DistributedDataParallel (DDP) refuses on CPU. A layer with a
+    forward pass of its own runs this pass; in training, torch.nn.functional.batch_norm then shares
+    statistics. All attributes stay, parameters, buffers and hooks among them. Call this function
+    before or after the construction of the optimizer, DDP and FSDP. From the first training forward
+    pass on, at the latest, DDP leaves running statistics that are equal on all ranks out of its
+    broadcast of buffers. Layers that are only in plain lists and dictionaries stay unchanged. Not
+    collective.
 
     Parameters
     ----------
@@ -69,119 +70,135 @@ def convert_sync_batchnorm(
         an nn.SyncBatchNorm keeps its own group.
     weighting, running_var
         As `SyncBatchNorm`'s.
+    strict
+        Whether a layer that cannot be converted is an error. No layer is changed then.
 
     Raises
     ------
     TypeError, ValueError
-        As `SyncBatchNorm`.
+        As `SyncBatchNorm`. TypeError if `strict` and a layer cannot be converted.
+    RuntimeError
+        In the first training forward pass of a layer whose own forward pass does not call
+        torch.nn.functional.batch_norm with its running mean: it computes statistics by itself.
 
     Warns
     -----
     UserWarning
-        For a layer that stays as it is: its class overrides more than the constructor, or the layer
-        is parametrized, or lazy and without an input so far.
+        One warning for all layers that stay as they are, with their paths: a layer that is
+        parametrized, lazy and without an input so far, a subclass of nn.SyncBatchNorm with a
+        forward pass of its own, or a module that has running statistics and is not of torch's batch
+        norm class.
     """
     SyncBatchNorm(1, process_group=process_group, weighting=weighting, running_var=running_var)
-
-    def convert(layer: nn.Module) -> nn.Module:
-        if isinstance(layer, SyncBatchNorm) or not isinstance(layer, _BatchNorm):
-            return layer
-        if _obstructed(layer, _BatchNorm.__module__, "its statistics stay local"):
-            return layer
+    layers: list[_BatchNorm] = []
+    obstacles: dict[str, str] = {}
+    for path, part in _named_parts(module):
+        if isinstance(part, Synchronized):
+            continue
+        if why := _cannot_convert(part):
+            obstacles[path] = f"{_name(part)}: {why}"
+        elif isinstance(part, _BatchNorm):
+            layers.append(part)
+    if obstacles:
+        message = _list(obstacles, "their statistics are not shared")
+        if strict:
+            raise TypeError(message)
+        warnings.warn(message, stacklevel=2)
+    for layer in layers:
         group = process_group
         if group is None and isinstance(layer, nn.SyncBatchNorm):
             group = layer.process_group
-        new = _with_class(layer, SyncBatchNorm)
-        new.__dict__.pop("process_group", None)  # nn.SyncBatchNorm's, a property here
-        new.configure(group, weighting=weighting, running_var=running_var)
-        new.converted_from = type(layer)
-        return new
-
-    converted = _replace(module, convert)
-    for part in converted.modules():
+        derived.derive(layer)
+        assert isinstance(layer, SyncBatchNorm)
+        layer.configure(group, weighting=weighting, running_var=running_var)
+    for part in module.modules():
         if isinstance(part, DistributedDataParallel):
             _data_parallel.watch(part, Synchronized)
-    return converted
+    return module
 
 
 def revert_sync_batchnorm(module: nn.Module) -> Any:
-    """Replace every `SyncBatchNorm` by a layer of the class that it was converted from.
+    """Give every `SyncBatchNorm` the class that it was converted from.
 
-    For export or single-process use. Changes `module` in place and returns the same as
-    `convert_sync_batchnorm`. A layer that was built as a `SyncBatchNorm` becomes a `BatchNorm`, a
-    `NaiveSyncBatchNorm2d` an nn.BatchNorm2d. An nn.SyncBatchNorm gets its process group back, if
-    this process knows the group. Not collective.
+    For export or single-process use. Changes the layers in place and returns `module`. A layer that
+    was built as a `SyncBatchNorm` becomes a `BatchNorm`, a `NaiveSyncBatchNorm2d` an
+    nn.BatchNorm2d. An nn.SyncBatchNorm gets its process group back, if this process knows the
+    group. Not collective.
 
     Warns
     -----
     UserWarning
-        For a layer that stays as it is, for the reasons of `convert_sync_batchnorm` or because it
-        ends in a ReLU.
+        One warning for all layers that stay as they are, with their paths: a layer that is
+        parametrized, whose class adds to a synchronized one, or that ends in a ReLU.
     """
-
-    def revert(layer: nn.Module) -> nn.Module:
-        if not isinstance(layer, SyncBatchNorm):
-            return layer
-        if _obstructed(layer, __package__, "it stays synchronized"):
-            return layer
-        original = layer.converted_from or BatchNorm
-        new = _with_class(layer, original)
-        communicator = new.__dict__.pop("conversation").wrapped
-        for name in ("weighting", "running_var_convention", "fuse_relu", "converted_from"):
-            new.__dict__.pop(name, None)
-        if issubclass(original, nn.SyncBatchNorm):
-            new.__dict__["process_group"] = getattr(communicator, "known_group", None)
-        return new
-
-    return _replace(module, revert)
+    obstacles: dict[str, str] = {}
+    for path, part in _named_parts(module):
+        if not isinstance(part, SyncBatchNorm):
+            continue
+        if why := _cannot_revert(part):
+            obstacles[path] = f"{_name(part)}: {why}"
+        else:
+            derived.restore(part, part.converted_from or BatchNorm)
+    if obstacles:
+        warnings.warn(_list(obstacles, "they stay synchronized"), stacklevel=2)
+    return module
 
 
-def _obstructed(layer: nn.Module, home: str, consequence: str) -> bool:
-    """Warn and return True if `layer` does more than its first base class in the module `home`."""
-    cls = type(layer)
-    derived = itertools.takewhile(lambda base: not base.__module__.startswith(home), cls.__mro__)
-    overridden = sorted({name for base in derived for name in vars(base)} - _HARMLESS)
+def _named_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules below and with `module`; no parts of a SubBatchNorm, which has its own ranks."""
+    parts = list(module.named_modules())
+    inside = {id(p) for _, m in parts if isinstance(m, _SubBatchNorm) for p in m.children()}
+    yield from ((path, part) for path, part in parts if id(part) not in inside)
+
+
+_PARAMETRIZED = "it is parametrized. Remove the parametrizations, and register them again later"
+
+
+def _cannot_convert(layer: nn.Module) -> str | None:
+    """Why `layer`, which has running statistics, cannot be synchronized."""
+    if not isinstance(layer, _BatchNorm):
+        buffers = layer._buffers
+        # A norm whose weight is a buffer, too, is frozen: torchvision's FrozenBatchNorm2d.
+        if isinstance(layer, _NormBase) or "weight" in buffers:
+            return None
+        if "running_mean" in buffers and "running_var" in buffers:
+            return "it is not of torch's batch norm class"
+        return None
     if hasattr(layer, "parametrizations"):
-        why = "it is parametrized. Remove the parametrizations, convert, and register them again."
-    elif isinstance(layer, nn.modules.lazy.LazyModuleMixin):
-        why = "it has not seen an input yet. Run the model once, then convert."
-    elif overridden:
-        why = f"its class overrides {', '.join(overridden)}, which would be lost."
-    elif getattr(layer, "fuse_relu", False):
-        why = "it has a ReLU inside, which would be lost."
-    elif "forward" in vars(layer):
-        why = "it has a forward pass of its own, which would be lost."
-    else:
-        return False
-    name = f"{cls.__module__}.{cls.__qualname__}"
-    warnings.warn(f"{name} is left as it is, {consequence}: {why}", stacklevel=4)
-    return True
+        return _PARAMETRIZED
+    if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
+        return "it has not seen an input. Run the model once before"
+    if isinstance(layer, nn.SyncBatchNorm) and (
+        "forward" in vars(layer) or type(layer).forward is not nn.SyncBatchNorm.forward
+    ):
+        return "it adds to nn.SyncBatchNorm. Convert the model as it was before torch's conversion"
+    return None
 
 
-def _with_class(layer: nn.Module, cls: type[_M]) -> _M:
-    """A module of `cls` with the same attributes as `layer`."""
-    new = cls.__new__(cls)
-    # The same dictionaries of parameters, buffers and hooks: a handle can still remove its hook,
-    # and references to the old layer stay in use.
-    new.__dict__.update(layer.__dict__)
-    hook: Any
-    for hook in new._load_state_dict_pre_hooks.values():
-        if hook.with_module:  # torch has a weak reference to the old layer here
-            hook.module = weakref.ref(new)
-    return new
+def _cannot_revert(layer: SyncBatchNorm) -> str | None:
+    added = itertools.takewhile(
+        lambda base: not base.__module__.startswith(__package__), type(layer).__mro__
+    )
+    overridden = sorted({name for base in added for name in vars(base)} - _HARMLESS)
+    if hasattr(layer, "parametrizations"):
+        return _PARAMETRIZED
+    if overridden:
+        return f"its class overrides {', '.join(overridden)}, which would be lost"
+    if layer.fuse_relu:
+        return "it has a ReLU inside, which would be lost"
+    if "forward" in vars(layer):
+        return "it has a forward pass of its own, which would be lost"
+    return None
 
 
-def _replace(module: nn.Module, exchange: Callable[[nn.Module], nn.Module]) -> nn.Module:
-    """Apply `exchange` once to `module` and once to each module below it."""
-    done: dict[int, nn.Module] = {}
+def _name(layer: nn.Module) -> str:
+    return f"{type(layer).__module__}.{type(layer).__qualname__}"
 
-    def visit(old: nn.Module) -> nn.Module:
-        if id(old) not in done:
-            done[id(old)] = new = exchange(old)
-            for name, child in list(new._modules.items()):
-                # A SubBatchNorm, with its parts, keeps the ranks that its constructor got.
-                if child is not None and not isinstance(new, _SubBatchNorm):
-                    new._modules[name] = visit(child)
-        return done[id(old)]
 
-    return visit(module)
+def _list(obstacles: dict[str, str], consequence: str) -> str:
+    """One message about all `obstacles`, path: reason."""
+    paths: dict[str, list[str]] = {}
+    for path, why in obstacles.items():
+        paths.setdefault(why, []).append(path or "the model itself")
+    lines = [f"{', '.join(names)} ({why})" for why, names in paths.items()]
+    return f"{len(obstacles)} layer(s) stay as they are, {consequence}: {'; '.join(lines)}."

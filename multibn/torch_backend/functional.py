@@ -1,6 +1,8 @@
 """Synchronized batch normalization as a differentiable function of tensors."""
 
+import math
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any, NoReturn
 
 import torch
@@ -53,8 +55,9 @@ def sync_batch_norm(
     Raises
     ------
     TypeError, ValueError
-        If `x` is not floating-point, the shapes do not fit, or `process_group` is no communicator.
-        ValueError if all ranks hold one value per channel together.
+        If `x` is not floating-point, the shapes do not fit, `eps` is not a positive number, or
+        `process_group` is no communicator. ValueError if all ranks hold one value per channel
+        together.
     RuntimeError
         On the other ranks, if one rank's input was refused. On all ranks, if they are in different
         layers, or in different phases of one layer.
@@ -67,6 +70,7 @@ def sync_batch_norm(
     the forward pass's allreduce. `x` must need a gradient on all ranks or on none: in the backward
     pass, ranks that need one wait for all others.
     """
+    check_eps(eps)
     communicator = Conversation(as_communicator(process_group), lambda: "sync_batch_norm")
     shapes = [tuple(p.shape) for p in (weight, bias) if p is not None]
     if len(set(shapes)) > 1 or any(len(shape) != 1 for shape in shapes):
@@ -94,8 +98,7 @@ def forward_all(
     for i, n in zip(inputs, num_channels, strict=True):
         try:
             check_input(i.x, n)
-            if i.residual is not None:
-                _check_residual(i.residual, i.x)
+            _check_options(i)
         except (TypeError, ValueError) as error:
             refuse(error, [i.x for i in inputs], num_channels, communicator)
         complete.append(i if i.axis else i._replace(axis=statistics.reduced_axes(i.x.ndim)))
@@ -118,6 +121,7 @@ def normalize_by_running(
     if all(t is None or t.dtype == x.dtype for t in (weight, bias, running_mean)):
         return F.batch_norm(x, running_mean, running_var, weight, bias, eps=eps)
     # F.batch_norm refuses this mixture of dtypes, which training accepts.
+    _check_options(Input(x, weight, bias, eps))
     mean, var = running_mean.double(), running_var.double()
     batch = BatchStatistics(mean, var, count=mean.new_zeros(()), element_weight=mean.new_zeros(()))
     return statistics.normalize(x, batch, weight=weight, bias=bias, eps=eps)
@@ -136,10 +140,10 @@ def check_input(x: Any, num_channels: int | None, /) -> None:
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"the input must be a torch.Tensor: got {type(x).__qualname__}.")
-    if x.layout != torch.strided or x.is_meta:
+    if x.layout != torch.strided:
         raise TypeError(
-            f"the input must be a dense tensor with data: got layout {x.layout} on {x.device}. "
-            "Call to_dense() on a sparse tensor."
+            f"the input must be a dense tensor: got layout {x.layout}. Call to_dense() on a sparse "
+            "tensor."
         )
     shape = tuple(x.shape)
     if len(shape) < 2:
@@ -156,6 +160,37 @@ def check_input(x: Any, num_channels: int | None, /) -> None:
         )
     if not x.dtype.is_floating_point:
         raise statistics.not_floating(x)
+
+
+def check_eps(eps: Any, /) -> None:
+    """Raise unless `eps` is positive: without it a constant channel has no finite inverse."""
+    if not isinstance(eps, Real):
+        raise TypeError(f"`eps` must be a number: got {eps!r} of type {type(eps).__qualname__}.")
+    if not 0 < float(eps) < math.inf:  # False for nan
+        raise ValueError(f"`eps` must be positive and finite: got {eps}.")
+
+
+def _check_options(i: Input) -> None:
+    """Raise unless the parameters, `eps` and the residual fit the input, which was checked."""
+    x, weight, bias, eps, axis, residual, _ = i
+    if x.is_meta:
+        raise TypeError("the input must have data: got a tensor on meta. Use a layer for shapes.")
+    if not (isinstance(eps, float) and 0 < eps < math.inf):
+        check_eps(eps)
+    shape = statistics.channels(x, axis) if axis else x.shape[1:2]
+    if weight is not None and weight.shape != shape:
+        raise _parameter_error("weight", weight, shape)
+    if bias is not None and bias.shape != shape:
+        raise _parameter_error("bias", bias, shape)
+    if residual is not None:
+        _check_residual(residual, x)
+
+
+def _parameter_error(name: str, parameter: Tensor, shape: Sequence[int]) -> ValueError:
+    return ValueError(
+        f"`{name}` must have shape {tuple(shape)}, a number for each channel of the input: got "
+        f"{tuple(parameter.shape)}."
+    )
 
 
 def _check_residual(residual: Any, x: Tensor) -> None:

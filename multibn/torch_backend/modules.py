@@ -1,10 +1,11 @@
 """Batch normalization layers for torch."""
 
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn import population, recompute
@@ -79,17 +80,38 @@ def _name(layer: nn.Module | None) -> str:
     return ".".join(steps) or type(layer).__qualname__
 
 
+def call_node(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A node of torch.fx that calls `layer`, as torch.fx makes one for each of torch's own layers.
+
+    One of the arguments is a torch.fx.Proxy.
+    """
+    proxy = next(a for a in (*args, *kwargs.values()) if isinstance(a, fx.Proxy))
+    tracer: Any = proxy.tracer
+    path = tracer.path_of_module(layer)
+    if not path:
+        raise TypeError(
+            f"torch.fx cannot trace a {type(layer).__name__} by itself, only a model around one."
+        )
+    return tracer.create_proxy("call_module", path, args, kwargs)
+
+
 def update_buffers(
-    bn: _BatchNorm, batch: BatchStatistics, local_count: int, convention: RunningVar
+    bn: _BatchNorm,
+    batch: BatchStatistics,
+    local_count: int,
+    convention: RunningVar,
+    momentum: float | None = None,
 ) -> bool:
     """Update the running statistics of `bn`; `local_count` is this rank's elements per channel.
 
+    With `momentum`, the caller has counted the batch already.
     Returns False, and writes nothing, in a recomputation. Compiled code cannot tell whether it runs
     in a recomputation. There, `batch.count` is 0, which makes `update_running` keep the old values.
     """
     if bn.running_mean is None or bn.running_var is None:
         return False
-    compiling = torch.compiler.is_compiling()
+    count = batch.count
+    compiling = torch.compiler.is_compiling() or count.is_meta or isinstance(count, FakeTensor)
     if not compiling:
         if recompute.in_recomputing():
             return False
@@ -99,18 +121,18 @@ def update_buffers(
         counted: Any = int(batch.count > 0)
     else:
         counted = batch.count > 0
-    momentum: float | Tensor = bn.momentum or 0.0
-    if bn.num_batches_tracked is not None:
+    factor: float | Tensor = (bn.momentum or 0.0) if momentum is None else momentum
+    if bn.num_batches_tracked is not None and momentum is None:
         bn.num_batches_tracked.add_(counted)
         if bn.momentum is None:  # 1/n; a tensor, so that nothing waits for a GPU
-            momentum = bn.num_batches_tracked.clamp(min=1).double().reciprocal().to(batch.mean)
+            factor = bn.num_batches_tracked.clamp(min=1).double().reciprocal().to(batch.mean)
     if batch.mean.ndim > 1:
         batch = batch._replace(mean=batch.mean.flatten(), var=batch.var.flatten())
     mean, var = (compiled if compiling else population).update_running(
         bn.running_mean,
         bn.running_var,
         batch,
-        momentum=momentum,
+        momentum=factor,
         local_count=local_count,
         convention=convention,
     )
@@ -156,11 +178,11 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
     ------
     TypeError, ValueError
         If `process_group` is no communicator, or this process is not part of it. ValueError if
-        `num_features` is not positive, or `weighting` or `running_var` is unknown. A call raises as
-        `sync_batch_norm`.
+        `num_features` or `eps` is not positive, or `weighting` or `running_var` is unknown. A call
+        raises as `sync_batch_norm`.
     """
 
-    # The class before `convert_sync_batchnorm`, for `revert_sync_batchnorm`.
+    # The class for `revert_sync_batchnorm`: of the layer's class, or of a layer that was converted.
     converted_from: type[_BatchNorm] | None = None
     fuse_relu = False  # the value in layers that were converted
 
@@ -182,6 +204,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
     ) -> None:
         if num_features <= 0:
             raise ValueError(f"`num_features` must be positive: got {num_features}.")
+        functional.check_eps(eps)
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
         )
@@ -190,7 +213,19 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         self.configure(process_group, weighting=weighting, running_var=running_var)
         self.fuse_relu = fuse_relu
 
+    @classmethod
+    def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> Any:
+        """As `multibn.torch_backend.convert_sync_batchnorm`, under torch.nn.SyncBatchNorm's name.
+
+        The new layers are the same for every subclass of `SyncBatchNorm` that this is called on.
+        """
+        from multibn.torch_backend.convert import convert_sync_batchnorm  # imports this file
+
+        return convert_sync_batchnorm(module, process_group)
+
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        if isinstance(input, fx.Proxy):
+            return call_node(self, input, *(() if residual is None else (residual,)))
         if not self.training and self.running_mean is not None and self.running_var is not None:
             functional.check_input(input, self.num_features)
             y = functional.normalize_by_running(
@@ -212,6 +247,12 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
             local_count = input.numel() // self.num_features
             update_buffers(self, batch, local_count, self.running_var_convention)
 
+    def __prepare_scriptable__(self) -> NoReturn:  # torch.jit.script calls it
+        raise RuntimeError(
+            "torch.jit.script cannot compile layers that share statistics. Script a copy of the "
+            "model after revert_sync_batchnorm, or use torch.jit.trace in evaluation."
+        )
+
     def _check_input_dim(self, input: Tensor) -> None:
         """Accept every input: `forward` checks it."""
 
@@ -221,3 +262,24 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
             f"weighting={self.weighting!r}, running_var={self.running_var_convention!r}"
             f"{', fuse_relu=True' if self.fuse_relu else ''}"
         )
+
+
+class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
+    """A `SyncBatchNorm` that is an nn.BatchNorm1d to code that looks for this class.
+
+    `convert_sync_batchnorm` makes one of an nn.BatchNorm1d. Accepts inputs of any dimensions.
+    """
+
+    converted_from = nn.BatchNorm1d
+
+
+class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
+    """As `SyncBatchNorm1d`, for nn.BatchNorm2d."""
+
+    converted_from = nn.BatchNorm2d
+
+
+class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
+    """As `SyncBatchNorm1d`, for nn.BatchNorm3d."""
+
+    converted_from = nn.BatchNorm3d

@@ -49,7 +49,7 @@ ROOMS = [
         "multibn.synchrony",
     ],
     ["multibn"],
-    ["multibn.torch_backend", "multibn.chainer_backend"],
+    ["multibn.torch_backend", "multibn.chainer_backend", "multibn.registry"],
     ["multibn.torch_backend.integrations", "multibn.torch_backend.reversible"],
     ["multibn.torch_backend.reversible.mvit"],
     ["multibn._launch"],

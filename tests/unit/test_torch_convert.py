@@ -1,6 +1,7 @@
 """convert_sync_batchnorm and revert_sync_batchnorm."""
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from multibn.torch_backend import (  # noqa: E402
     BatchNorm,
     SubBatchNorm2d,
     SyncBatchNorm,
+    SyncBatchNorm2d,
     convert_sync_batchnorm,
     revert_sync_batchnorm,
 )
@@ -26,18 +28,21 @@ class Renamed(nn.BatchNorm2d):
     """A subclass without a forward pass of its own."""
 
 
-class Activated(nn.BatchNorm2d):
-    """A subclass with one, as timm's BatchNormAct2d."""
+class SyncActivated(nn.SyncBatchNorm):
+    """A subclass of the class that DistributedDataParallel refuses on CPU."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(input).relu()
 
 
-class Frozen(nn.BatchNorm2d):
-    """A subclass that never trains."""
+class Foreign(nn.Module):
+    """Norms of its own, as torch_geometric's HeteroBatchNorm."""
 
-    def train(self, mode: bool = True) -> "Frozen":
-        return super().train(False)
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(num_features))
+        self.register_buffer("running_mean", torch.zeros(num_features))
+        self.register_buffer("running_var", torch.ones(num_features))
 
 
 class OwnSync(SyncBatchNorm):
@@ -46,24 +51,29 @@ class OwnSync(SyncBatchNorm):
 
 
 def test_everything_is_kept() -> None:
-    old: Any = nn.BatchNorm2d(3, eps=0.1, momentum=0.3, dtype=torch.float64)
+    layer = nn.BatchNorm2d(3, eps=0.1, momentum=0.3, dtype=torch.float64)
+    old: Any = layer
     old.eval()
     old.bias.requires_grad_(False)
     old.qconfig = "some configuration"
     calls: list[str] = []
     handle = old.register_forward_hook(lambda *_: calls.append("hook"))
     old.register_forward_pre_hook(lambda *_: calls.append("pre-hook"))
+    names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+    before = [getattr(old, name) for name in names]
     model = nn.Sequential(nn.Conv2d(1, 3, 1), old)
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    expected = old(x)
     assert convert_sync_batchnorm(model, SingleProcess()) is model
     new: Any = model[1]
-    assert type(new) is SyncBatchNorm
-    for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
-        assert getattr(new, name) is getattr(old, name)
+    assert new is old
+    assert type(new) is SyncBatchNorm2d
+    for name, tensor in zip(names, before, strict=True):
+        assert getattr(new, name) is tensor
     assert (new.eps, new.momentum, new.qconfig) == (0.1, 0.3, "some configuration")
     assert not new.training
     assert not new.bias.requires_grad
-    x = torch.randn(2, 3, 4, 4, dtype=torch.float64)
-    torch.testing.assert_close(new(x), old(x))
+    torch.testing.assert_close(new(x), expected)
     handle.remove()
     calls.clear()
     new(x)
@@ -92,12 +102,12 @@ def test_revert_restores_the_class(cls: Any) -> None:
     assert back.weight is old.weight
 
 
-def test_a_bare_layer_is_replaced() -> None:
-    layer = nn.BatchNorm2d(3)
-    new = convert_sync_batchnorm(layer)
+def test_a_bare_layer_stays_the_same_object() -> None:
+    layer: Any = nn.BatchNorm2d(3)
+    assert convert_sync_batchnorm(layer) is layer
+    assert type(layer) is SyncBatchNorm2d
+    assert revert_sync_batchnorm(layer) is layer
     assert type(layer) is nn.BatchNorm2d
-    assert type(new) is SyncBatchNorm
-    assert type(revert_sync_batchnorm(new)) is nn.BatchNorm2d
 
 
 def test_torchs_sync_batch_norm_there_and_back() -> None:
@@ -131,7 +141,7 @@ def test_a_shared_layer_stays_shared() -> None:
     model = nn.ModuleDict({"a": nn.Sequential(norm, nn.ReLU()), "b": norm})
     new: Any = convert_sync_batchnorm(model)
     assert new["a"][0] is new["b"]
-    assert type(new["b"]) is SyncBatchNorm
+    assert type(new["b"]) is SyncBatchNorm2d
 
 
 def test_other_norms_are_not_touched() -> None:
@@ -145,37 +155,74 @@ def test_other_norms_are_not_touched() -> None:
     assert list(convert_sync_batchnorm(model).modules()) == before
 
 
-def test_what_cannot_be_converted_is_named() -> None:
+def unconvertible() -> dict[str, tuple[nn.Module, str]]:
     parametrized = nn.BatchNorm2d(3)
     nn.utils.parametrize.register_parametrization(parametrized, "weight", nn.Identity())
-    patched = nn.BatchNorm2d(3)
-    patched.forward = patched.forward  # type: ignore[method-assign]
-    for layer, message in [
-        (Activated(3), r"convert.Activated is left as it is, its stat.*overrides forward, which"),
-        (Frozen(3), r"test_torch_convert.Frozen is left as it is.*class overrides train, which"),
-        (patched, r"BatchNorm2d is left as it is.*forward pass of its own"),
-        (nn.LazyBatchNorm2d(), r"LazyBatchNorm2d is left as it is.*has not seen an input"),
-        (parametrized, r"ParametrizedBatchNorm2d is left as it is.*is parametrized"),
-    ]:
-        model = nn.Sequential(layer, nn.BatchNorm2d(3))
-        with pytest.warns(UserWarning, match=message):
-            convert_sync_batchnorm(model)
-        assert model[0] is layer
-        assert type(model[1]) is SyncBatchNorm
+    patched: Any = nn.SyncBatchNorm(3)
+    patched.forward = patched.forward
+    return {
+        "parametrized": (parametrized, "ParametrizedBatchNorm2d: it is parametrized. Remove"),
+        "lazy": (nn.LazyBatchNorm2d(), "LazyBatchNorm2d: it has not seen an input. Run the model"),
+        "act": (SyncActivated(3), "SyncActivated: it adds to nn.SyncBatchNorm. Convert the model"),
+        "patched": (patched, "SyncBatchNorm: it adds to nn.SyncBatchNorm. Convert the model"),
+        "foreign": (Foreign(3), "Foreign: it is not of torch's batch norm class"),
+    }
 
 
-def test_what_cannot_be_reverted_is_named() -> None:
+def test_what_cannot_be_converted_is_one_message() -> None:
+    layers = unconvertible()
+    model = nn.ModuleDict({name: layer for name, (layer, _) in layers.items()})
+    model["more"] = nn.Sequential(nn.BatchNorm2d(3), Foreign(3))
+    classes = [type(part) for part in model.modules()]
+    with pytest.raises(
+        TypeError, match=r"^6 layer\(s\) stay as they are, their statistics are not"
+    ):
+        convert_sync_batchnorm(model, strict=True)
+    assert [type(part) for part in model.modules()] == classes
+    with pytest.warns(UserWarning, match=r"^6 layer\(s\) stay as they are") as caught:
+        convert_sync_batchnorm(model)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    message = str(caught[0].message)
+    for name, (_, why) in layers.items():
+        where = "foreign, more.1" if name == "foreign" else name
+        assert re.search(rf"{where} \([a-z_.]*{re.escape(why)}", message), message
+    classes[-2] = SyncBatchNorm2d
+    assert [type(part) for part in model.modules()] == classes
+    with pytest.warns(UserWarning, match=r"the model itself \(.*Foreign"):
+        convert_sync_batchnorm(Foreign(3))
+
+
+def test_what_never_shares_is_not_named() -> None:
+    """Frozen norms as torchvision's, and norms that have statistics of each sample."""
+    frozen = nn.Module()
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        frozen.register_buffer(name, torch.ones(3))
+    model = nn.Sequential(frozen, nn.InstanceNorm2d(3, track_running_stats=True))
+    assert convert_sync_batchnorm(model, strict=True) is model
+
+
+def test_what_cannot_be_reverted_is_one_message() -> None:
     parametrized = SyncBatchNorm(3)
     nn.utils.parametrize.register_parametrization(parametrized, "weight", nn.Identity())
-    for layer, message in [
-        (OwnSync(3), r"OwnSync is left as it is, it stays synchronized: its class overrides forw"),
-        (parametrized, r"ParametrizedSyncBatchNorm is left as it is.*is parametrized"),
-        (SyncBatchNorm(3, fuse_relu=True), "it has a ReLU inside, which would be lost"),
-    ]:
-        model = nn.Sequential(layer)
-        with pytest.warns(UserWarning, match=message):
-            revert_sync_batchnorm(model)
-        assert model[0] is layer
+    patched: Any = SyncBatchNorm(3)
+    patched.forward = patched.forward
+    layers = {
+        OwnSync(3): "0 (tests.unit.test_torch_convert.OwnSync: its class overrides forward, which",
+        parametrized: "1 (torch.nn.utils.parametrize.ParametrizedSyncBatchNorm: it is parametrized",
+        SyncBatchNorm(3, fuse_relu=True): "it has a ReLU inside, which would be lost",
+        patched: "it has a forward pass of its own, which would be lost",
+    }
+    model: Any = nn.Sequential(*layers, SyncBatchNorm(3))
+    with pytest.warns(
+        UserWarning, match=r"^4 layer\(s\) stay as they are, they stay syn"
+    ) as caught:
+        revert_sync_batchnorm(model)
+    assert len(caught) == 1
+    for message in layers.values():
+        assert message in str(caught[0].message)
+    assert list(model[:4]) == list(layers)
+    assert type(model[4]) is BatchNorm
 
 
 def test_load_hooks_go_on() -> None:

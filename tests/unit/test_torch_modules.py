@@ -221,14 +221,15 @@ def test_bad_input(training: bool) -> None:
             "real floating-point dtype: got torch.complex64",
         ),
         (np.ones((2, 3)), TypeError, "must be a torch.Tensor: got ndarray"),
-        (torch.ones(2, 3).to_sparse(), TypeError, r"dense tensor with data: got layout torch.spa"),
-        (torch.ones(2, 3, device="meta"), TypeError, r"dense tensor with data: got .* on meta"),
+        (torch.ones(2, 3).to_sparse(), TypeError, r"dense tensor: got layout torch.sparse"),
     ]:
         with pytest.raises(kind, match=message):
             layer(bad)
 
 
 def test_bad_parameters_of_the_function() -> None:
+    with pytest.raises(TypeError, match=r"must have data: got a tensor on meta. Use a layer"):
+        sync_batch_norm(torch.ones(2, 3, device="meta"))
     with pytest.raises(ValueError, match=r"must have 4 channels.*length of `weight` and `bias`"):
         sync_batch_norm(torch.ones(2, 3), torch.ones(4))
     with pytest.raises(ValueError, match=r"same shape \(C,\): got \[\(3,\), \(4,\)\]"):

@@ -1,0 +1,171 @@
+"""Tools that trace, measure and export models, on converted models."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.helpers import require
+
+require.need("torch")
+
+import torch  # noqa: E402
+from torch import fx, nn  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.ao import quantization  # noqa: E402
+from torch.ao.quantization import quantize_fx  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
+from multibn import SingleProcess  # noqa: E402
+from multibn.torch_backend import (  # noqa: E402
+    NaiveSyncBatchNorm2d,
+    SyncBatchNorm,
+    convert_sync_batchnorm,
+    revert_sync_batchnorm,
+)
+from tests.helpers.ranks import CountingCommunicator  # noqa: E402
+
+with warnings.catch_warnings():  # it scripts methods when it is imported
+    warnings.filterwarnings("ignore", "`torch.jit.script_method", DeprecationWarning)
+    from torch.fx.experimental.optimization import fuse
+
+
+class Activated(nn.BatchNorm2d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).relu()
+
+
+def plain() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), Activated(4))
+
+
+def model() -> Any:
+    return convert_sync_batchnorm(nn.Sequential(plain(), NaiveSyncBatchNorm2d(num_features=4)))
+
+
+X = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = SyncBatchNorm(3, fuse_relu=True)
+
+    def forward(self, x: Any) -> Any:
+        return self.norm(x, residual=2 * x)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("build", [model, Residual])
+def test_a_traced_model_is_the_model(build: Callable[[], Any], training: bool) -> None:
+    """Each layer is a node, as a layer of torch's is, so the trace trains as the model does."""
+    net = build().train(training)
+    traced = fx.symbolic_trace(copy.deepcopy(net))
+    layers = [path for path, part in net.named_modules() if isinstance(part, SyncBatchNorm)]
+    calls = [str(node.target) for node in traced.graph.nodes if node.op == "call_module"]
+    assert [path for path in calls if path in layers] == layers
+    for mode in (training, not training):
+        torch.testing.assert_close(traced.train(mode)(X), net.train(mode)(X))
+    torch.testing.assert_close(traced.state_dict(), net.state_dict())
+
+
+def test_a_layer_by_itself_is_not_traced() -> None:
+    with pytest.raises(TypeError, match="cannot trace a SyncBatchNorm by itself, only a model"):
+        fx.symbolic_trace(SyncBatchNorm(3))
+
+
+def test_fusion_leaves_the_layers() -> None:
+    net = model().eval()
+    torch.testing.assert_close(fuse(net)(X), net(X))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Please use quant_min")
+@pytest.mark.parametrize("training", [True, False])
+def test_quantization_leaves_the_layers(training: bool) -> None:
+    net = model().train(training)
+    if training:
+        mapping = quantization.get_default_qat_qconfig_mapping("x86")
+        prepared = quantize_fx.prepare_qat_fx(copy.deepcopy(net), mapping, (X,))
+    else:
+        mapping = quantization.get_default_qconfig_mapping("x86")
+        prepared = quantize_fx.prepare_fx(copy.deepcopy(net), mapping, (X,))
+    prepared(X)
+    assert sum(isinstance(part, SyncBatchNorm) for part in prepared.modules()) == 3
+    torch.testing.assert_close(prepared(X), net(X), atol=0.1, rtol=0)  # 8 bits
+
+
+SYMBOLIC = [FakeTensorMode, lambda: torch.device("meta")]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("mode", SYMBOLIC)
+def test_shapes_without_data(mode: Callable[[], Any], training: bool) -> None:
+    """No communication: the shapes of other ranks do not matter."""
+    counting = CountingCommunicator(SingleProcess())
+    with mode():
+        net = convert_sync_batchnorm(plain(), counting).train(training)
+        x = torch.empty(2, 3, 4, 4, requires_grad=True)
+        y = net(x)
+        y.sum().backward()
+    assert y.shape == (2, 4, 4, 4)
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+    assert y.device == x.device
+    assert net[1].weight.grad.shape == (4,)
+    assert counting.messages == counting.first_messages == []
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_bad_input_without_data(training: bool) -> None:
+    layer = SyncBatchNorm(3, device="meta").train(training)
+    with pytest.raises(ValueError, match="must have 3 channels in dimension 1"):
+        layer(torch.empty(2, 4, device="meta"))
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_counting_operations_without_data(momentum: float | None) -> None:
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Conv2d(3, 4, 1), SyncBatchNorm(4, momentum=momentum))
+        with FlopCounterMode(display=False) as flops:
+            net(torch.empty(2, 3, 4, 4)).sum().backward()
+    assert flops.get_total_flops() == 2 * 2 * (2 * 4 * 4) * 3 * 4
+
+
+def test_built_without_data_and_filled() -> None:
+    with torch.device("meta"):
+        net = model()
+    net = net.to_empty(device="cpu")
+    net.load_state_dict(model().state_dict())
+    torch.testing.assert_close(net(X), model()(X))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("training", [True, False])
+def test_scripting_names_the_cure(training: bool) -> None:
+    with pytest.raises(RuntimeError, match=r"cannot compile layers that share.*revert_sync_batch"):
+        torch.jit.script(model().train(training))
+    net = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3))).train(training)
+    scripted = torch.jit.script(revert_sync_batchnorm(copy.deepcopy(net)))
+    torch.testing.assert_close(scripted(X), net(X))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace", "ignore:Converting a tensor to a Python")
+def test_trace_in_evaluation() -> None:
+    net = model()
+    net(X)
+    traced = torch.jit.trace(net.eval(), (X,))
+    torch.testing.assert_close(traced(2 * X), net(2 * X))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_in_training_names_the_cure(strict: bool) -> None:
+    with pytest.raises(
+        Exception, match=r"cannot export layers that share(.|\n)*model.eval\(\) first"
+    ):
+        torch.export.export(model(), (X,), strict=strict)
+    net = model().eval()
+    program = torch.export.export(net, (X,), strict=strict)
+    torch.testing.assert_close(program.module()(X), net(X))
