@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from multibn.torch_backend.modules import SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
 from multibn.torch_backend.naive import (
     NaiveSyncBatchNorm1d,
     NaiveSyncBatchNorm2d,
@@ -18,6 +19,7 @@ _TYPES = "'batchnorm', 'sub_batchnorm', 'sync_batchnorm' or 'sync_batchnorm_apex
 # Keys: number of spatial dimensions.
 _BATCH_NORM = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 _SUB_BATCH_NORM = {1: SubBatchNorm1d, 2: SubBatchNorm2d, 3: SubBatchNorm3d}
+_SYNC_BATCH_NORM = {1: SyncBatchNorm1d, 2: SyncBatchNorm2d, 3: SyncBatchNorm3d}
 _NAIVE_SYNC_BATCH_NORM = {1: NaiveSyncBatchNorm1d, 2: NaiveSyncBatchNorm2d, 3: NaiveSyncBatchNorm3d}
 
 
@@ -30,8 +32,8 @@ def get_norm(cfg: Any, dim: int = 3) -> Callable[..., nn.Module]:
     - `"sub_batchnorm"`: SubBatchNorm1d, 2d or 3d with `num_splits=NUM_SPLITS`;
     - `"sync_batchnorm"`: NaiveSyncBatchNorm1d, 2d or 3d with `global_sync=GLOBAL_SYNC`, which wins,
       and `num_sync_devices=NUM_SYNC_DEVICES`;
-    - `"sync_batchnorm_apex"`: the same layers over NUM_SYNC_DEVICES consecutive ranks of all
-      machines, 0 for all ranks, in the place of apex's layer, which no longer exists.
+    - `"sync_batchnorm_apex"`: SyncBatchNorm1d, 2d or 3d over NUM_SYNC_DEVICES consecutive ranks, 0
+      for all, in the place of apex's layer, which no longer exists.
 
     PySlowFast's tools look for nn.BatchNorm1d, 2d and 3d, to initialize and to freeze layers. A
     sub-batch norm consists of two of them, and each of the other layers is one. Call the result
@@ -73,8 +75,7 @@ def get_norm(cfg: Any, dim: int = 3) -> Callable[..., nn.Module]:
             global_sync=_get(bn, "GLOBAL_SYNC", False),
         )
     if norm_type == "sync_batchnorm_apex":
-        group = _get(bn, "NUM_SYNC_DEVICES", 1) or None
-        return partial(_NAIVE_SYNC_BATCH_NORM[dim], global_sync=True, process_group=group)
+        return partial(_SYNC_BATCH_NORM[dim], process_group=_get(bn, "NUM_SYNC_DEVICES", 1) or None)
     raise NotImplementedError(f"`cfg.BN.NORM_TYPE` must be one of {_TYPES}: got {norm_type!r}.")
 
 

@@ -7,11 +7,17 @@ the numbers of the naive layers.
 
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from multibn.communicators import Communicator, Group, as_communicator
 from multibn.torch_backend import functional
-from multibn.torch_backend.modules import ALONE, SyncBatchNorm
+from multibn.torch_backend.modules import (
+    ALONE,
+    SyncBatchNorm,
+    SyncBatchNorm1d,
+    SyncBatchNorm2d,
+    SyncBatchNorm3d,
+)
 
 
 class _NaiveSyncBatchNorm(SyncBatchNorm):
@@ -43,7 +49,7 @@ class _NaiveSyncBatchNorm(SyncBatchNorm):
             functional.refuse(error, [input], [self.num_features], communicator)
 
 
-class NaiveSyncBatchNorm1d(_NaiveSyncBatchNorm, nn.BatchNorm1d):
+class NaiveSyncBatchNorm1d(_NaiveSyncBatchNorm, SyncBatchNorm1d):
     """Batch normalization of `(N, C)` or `(N, C, L)` over groups of ranks inside a machine.
 
     A `SyncBatchNorm` with the constructor of PySlowFast's layer and, as that layer, an
@@ -76,21 +82,18 @@ class NaiveSyncBatchNorm1d(_NaiveSyncBatchNorm, nn.BatchNorm1d):
         machine's ranks, and in each call, if the input has another number of dimensions.
     """
 
-    converted_from = nn.BatchNorm1d
     _shapes = {2: "(N, C)", 3: "(N, C, L)"}
 
 
-class NaiveSyncBatchNorm2d(_NaiveSyncBatchNorm, nn.BatchNorm2d):
+class NaiveSyncBatchNorm2d(_NaiveSyncBatchNorm, SyncBatchNorm2d):
     """As `NaiveSyncBatchNorm1d`, for inputs `(N, C, H, W)` and nn.BatchNorm2d."""
 
-    converted_from = nn.BatchNorm2d
     _shapes = {4: "(N, C, H, W)"}
 
 
-class NaiveSyncBatchNorm3d(_NaiveSyncBatchNorm, nn.BatchNorm3d):
+class NaiveSyncBatchNorm3d(_NaiveSyncBatchNorm, SyncBatchNorm3d):
     """As `NaiveSyncBatchNorm1d`, for inputs `(N, C, T, H, W)` and nn.BatchNorm3d."""
 
-    converted_from = nn.BatchNorm3d
     _shapes = {5: "(N, C, T, H, W)"}
 
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn._typing import RunningVar, Weighting
@@ -15,7 +15,13 @@ from multibn.kernels import generic
 from multibn.statistics import OneValueError, reduced_axes
 from multibn.torch_backend import compiled, functional
 from multibn.torch_backend._autograd import Input
-from multibn.torch_backend.modules import ALONE, Synchronized, has_hooks, update_buffers
+from multibn.torch_backend.modules import (
+    ALONE,
+    Synchronized,
+    call_node,
+    has_hooks,
+    update_buffers,
+)
 
 _STATISTICS = ("running_mean", "running_var")
 
@@ -92,6 +98,8 @@ class _SubBatchNorm(Synchronized):
         self.split_bn.reset_running_stats()
 
     def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, fx.Proxy):
+            return call_node(self, input)
         part, num_splits = (self.split_bn, self.num_splits) if self.training else (self.bn, 1)
         communicator = self.conversation if self.training and part.training else ALONE
         self._check_input(input, num_splits, communicator)

@@ -21,6 +21,9 @@ from multibn.torch_backend import (  # noqa: E402
     SubBatchNorm1d,
     SubBatchNorm2d,
     SubBatchNorm3d,
+    SyncBatchNorm1d,
+    SyncBatchNorm2d,
+    SyncBatchNorm3d,
     get_norm,
 )
 
@@ -29,7 +32,7 @@ CLASSES: dict[str, Any] = {
     "batchnorm": (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
     "sub_batchnorm": (SubBatchNorm1d, SubBatchNorm2d, SubBatchNorm3d),
     "sync_batchnorm": (NaiveSyncBatchNorm1d, NaiveSyncBatchNorm2d, NaiveSyncBatchNorm3d),
-    "sync_batchnorm_apex": (NaiveSyncBatchNorm1d, NaiveSyncBatchNorm2d, NaiveSyncBatchNorm3d),
+    "sync_batchnorm_apex": (SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d),
 }
 
 

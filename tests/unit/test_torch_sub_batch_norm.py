@@ -470,6 +470,17 @@ def test_a_part_of_another_class_is_called() -> None:
         torch.testing.assert_close(theirs.state_dict(), ours.state_dict())
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_traced_model_is_the_model(training: bool) -> None:
+    net = nn.Sequential(nn.Conv3d(2, C, 1), trained(), nn.ReLU()).train(training)
+    traced = torch.fx.symbolic_trace(copy.deepcopy(net))
+    assert [str(node.target) for node in traced.graph.nodes if node.op == "call_module"] == [*"012"]
+    x = torch.randn(4, 2, 2, 3, 3)
+    for mode in (training, not training):
+        torch.testing.assert_close(traced.train(mode)(x), net.train(mode)(x))
+    torch.testing.assert_close(traced.state_dict(), net.state_dict())
+
+
 def test_a_part_by_itself_is_torchs_batch_norm() -> None:
     layer = trained()
     x = torch.randn(4, C, 2, 3, 3)
