@@ -22,6 +22,15 @@ ALONE = SingleProcess()
 compiled.register(ALONE)
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of `module` runs hooks of its own.
+
+    Hooks of all modules do not count: `checkpoint_contexts` has one in the recomputation only.
+    """
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return any(getattr(module, kind) for kind in kinds)
+
+
 class Synchronized(nn.Module):
     """Base class of the layers that share statistics: the ranks, and the conventions."""
 

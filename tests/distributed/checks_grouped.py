@@ -184,7 +184,7 @@ def check_one_communicator_for_all_layers(world: Communicator) -> None:
 
 def check_what_a_step_communicates(world: Communicator) -> None:
     counting = CountingGroups(world)
-    layer = NaiveSyncBatchNorm2d(num_features=C, process_group=counting)
+    layer = NaiveSyncBatchNorm2d(0, num_features=C, process_group=counting)
     x = _tensor((world.rank, 0), (2, C, 3, 3)).float().requires_grad_()
     seen = []
     for _ in range(3):
@@ -318,7 +318,7 @@ def check_loading_in_one_process(world: Communicator) -> None:
     model = nn.ModuleDict(
         {
             "some": NaiveSyncBatchNorm2d(k, num_features=C, process_group=parent),
-            "machine": NaiveSyncBatchNorm2d(num_features=C, process_group=parent),
+            "machine": NaiveSyncBatchNorm2d(0, num_features=C, process_group=parent),
         }
     )
     for layer in model.values():
