@@ -14,8 +14,9 @@ from multibn._typing import Weighting
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.conversation import Conversation
 from multibn.statistics import BatchStatistics
-from multibn.torch_backend import _autograd
-from multibn.torch_backend._autograd import Input
+from multibn.torch_backend import _autograd, _differentiable
+from multibn.torch_backend._differentiable import add_relu as add_relu
+from multibn.torch_backend._input import Input
 
 
 def sync_batch_norm(
@@ -102,6 +103,8 @@ def forward_all(
         except (TypeError, ValueError) as error:
             refuse(error, [i.x for i in inputs], num_channels, communicator)
         complete.append(i if i.axis else i._replace(axis=statistics.reduced_axes(i.x.ndim)))
+    if _differentiable.is_needed():
+        return _differentiable.forward_all(complete, communicator, weighting)
     batches = _autograd.batch_statistics(complete, communicator, weighting)
     ys = _autograd.normalize(complete, batches, communicator, weighting)
     return list(zip(ys, batches, strict=True))
@@ -125,12 +128,6 @@ def normalize_by_running(
     mean, var = running_mean.double(), running_var.double()
     batch = BatchStatistics(mean, var, count=mean.new_zeros(()), element_weight=mean.new_zeros(()))
     return statistics.normalize(x, batch, weight=weight, bias=bias, eps=eps)
-
-
-def add_relu(y: Tensor, residual: Tensor | None, relu: bool, /) -> Tensor:
-    """Add `residual`, if any, to `y`, then apply ReLU if `relu`."""
-    y = y if residual is None else y + residual
-    return y.relu() if relu else y
 
 
 def check_input(x: Any, num_channels: int | None, /) -> None:
