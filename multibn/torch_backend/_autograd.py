@@ -10,10 +10,11 @@ from torch import Tensor
 from multibn import recompute, statistics
 from multibn._typing import Weighting
 from multibn.communicators import Communicator
+from multibn.communicators.conversation import during
 from multibn.statistics import BatchStatistics, GradientSums
 from multibn.torch_backend import _differentiable
 from multibn.torch_backend._input import Input as Input
-from multibn.torch_backend._input import during, without_autocast
+from multibn.torch_backend._input import dtypes, without_autocast
 
 
 class Gradient(NamedTuple):
@@ -40,7 +41,10 @@ def batch_statistics(
     def compute() -> list[BatchStatistics]:
         with without_autocast(xs[0]):
             return statistics.batch_statistics_all(
-                xs, during(communicator, "forward", xs), weighting=weighting, axes=axes
+                xs,
+                during(communicator, "forward", dtypes(xs)),
+                weighting=weighting,
+                axes=axes,
             )
 
     def channels() -> list[tuple[int, ...]]:
@@ -79,7 +83,7 @@ def backward(
     if not any(wanted):
         return [(None, sums) for sums in local]
     xs = list(compress((g.input.x for g in gradients), wanted))
-    communicator = during(communicator, "backward", xs)
+    communicator = during(communicator, "backward", dtypes(xs))
     summed = iter(statistics.aggregate_sums_all(list(compress(local, wanted)), communicator))
     dxs = [
         statistics.input_gradient(
@@ -180,8 +184,9 @@ def _differentiable_backward(ctx: Any, gradients: Sequence[Gradient]) -> list[Te
             )
             for _, i, *_ in gradients
         ]
-        again = during(ctx.communicator, "second order", [i.x for i in inputs])
-        ys, _ = _differentiable.normalize_all(inputs, again, again, ctx.weighting)
+        ys, _ = _differentiable.normalize_all(
+            inputs, ctx.communicator, ctx.weighting, phase="second order"
+        )
         tensors = [t for i in inputs for t in (i.x, i.weight, i.bias)]
         needed = [n for k, n in enumerate(ctx.needs_input_grad[4:]) if k % 4 < 3]
         sources = [t for t, n in zip(tensors, needed, strict=True) if t is not None and n]

@@ -17,7 +17,7 @@ from multibn._arrays import is_on_host, is_traced
 from multibn._typing import Weighting
 from multibn.communicators import Communicator, conversation
 from multibn.statistics import BatchStatistics
-from multibn.torch_backend._input import Input, during, without_autocast
+from multibn.torch_backend._input import Input, dtypes, without_autocast
 
 
 def is_needed() -> bool:
@@ -29,13 +29,7 @@ def forward_all(
     inputs: Sequence[Input], communicator: Communicator, weighting: Weighting
 ) -> list[tuple[Tensor, BatchStatistics]]:
     """Each input normalized, and the statistics of its batch, without a gradient. Collective."""
-    xs = [i.x for i in inputs]
-    ys, batches = normalize_all(
-        inputs,
-        during(communicator, "forward", xs),
-        during(communicator, "derivative", xs),
-        weighting,
-    )
+    ys, batches = normalize_all(inputs, communicator, weighting, phase="forward")
     batches = [BatchStatistics(*[part.detach() for part in batch]) for batch in batches]
     # A pass that runs again goes on along its tape, and yet computes the statistics anew: those on
     # the tape have no derivatives.
@@ -44,23 +38,21 @@ def forward_all(
 
 
 def normalize_all(
-    inputs: Sequence[Input],
-    forward: Communicator,
-    derivative: Communicator,
-    weighting: Weighting,
+    inputs: Sequence[Input], communicator: Communicator, weighting: Weighting, *, phase: str
 ) -> tuple[list[Tensor], list[BatchStatistics]]:
-    """Each input normalized, and the statistics, both differentiable. Collective over `forward`.
+    """Each input normalized, and the statistics, both differentiable.
 
-    Derivatives are collective over `derivative`, which names the same ranks.
+    Collective, and so is each derivative.
     """
-    with kernels.differentiable(), without_autocast(inputs[0].x):
+    xs = [i.x for i in inputs]
+    ys = []
+    with kernels.differentiable(), without_autocast(xs[0]):
         batches = statistics.batch_statistics_all(
-            [i.x for i in inputs],
-            _Differentiable(forward, derivative),
+            xs,
+            _Differentiable(communicator, phase, dtypes(xs)),
             weighting=weighting,
             axes=[i.axis for i in inputs],
         )
-        ys = []
         for (x, weight, bias, eps, axis, residual, relu), batch in zip(
             inputs, batches, strict=True
         ):
@@ -76,52 +68,52 @@ def add_relu(y: Tensor, residual: Tensor | None, relu: bool, /) -> Tensor:
 
 
 class _Differentiable:
-    """A communicator whose allreduce torch can differentiate."""
+    """A layer's communicator in one phase, whose allreduce torch can differentiate."""
 
-    def __init__(self, communicator: Communicator, derivative: Communicator) -> None:
-        self.wrapped, self.derivative = communicator, derivative
+    def __init__(self, communicator: Communicator, phase: str, dtypes: Any) -> None:
+        self.wrapped, self.phase, self.dtypes = communicator, phase, dtypes
         self.rank, self.size = communicator.rank, communicator.size
 
     def allreduce(self, x: Tensor, /) -> Tensor:
-        if self.size == 1:  # torch knows the operations of one process
-            return x
-        return _AllReduce.apply(x, self.wrapped, self.derivative)
+        # torch differentiates all that one process does, and traces it, too.
+        return x if self.size == 1 else _AllReduce.apply(x, self, self.phase)
 
     def split(self, color: int, key: int = 0) -> Communicator:
-        return _Differentiable(self.wrapped.split(color, key), self.derivative.split(color, key))
+        return _Differentiable(self.wrapped.split(color, key), self.phase, self.dtypes)
 
 
 class _AllReduce(torch.autograd.Function):
-    """y = sum over ranks of x. Its derivatives are the same operation, forward and backward.
+    """y = sum over ranks of x. The derivatives of y are the sums of those of x, both ways.
 
     vmap sends one message for each entry of its batch, so that all messages have one length.
     """
 
     @staticmethod
-    def forward(x: Tensor, communicator: Communicator, derivative: Communicator) -> Tensor:
+    def forward(x: Tensor, communicator: _Differentiable, phase: str) -> Tensor:
         _check_numbers(x, communicator.size)
-        summed = communicator.allreduce(x)
-        # Here, because under vmap the other ranks' next message would not be for the rank that
-        # refused. Derivatives may be NaN.
-        if communicator is not derivative and is_on_host(summed) and message.is_refusal(summed):
-            conversation.raise_for_refusal(communicator, refused=False)
+        during = conversation.during(communicator.wrapped, phase, communicator.dtypes)
+        summed = during.allreduce(x)
+        # Checked here, as vmap's next message would not be for the rank that refused its input.
+        # A derivative may be NaN.
+        if phase == "forward" and is_on_host(summed) and message.is_refusal(summed):
+            conversation.raise_for_refusal(during, refused=False)
         return summed
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, _, ctx.derivative = inputs
+        _, ctx.communicator, _ = inputs
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        return _AllReduce.apply(grad_outputs[0], ctx.derivative, ctx.derivative), None, None
+        return _AllReduce.apply(grad_outputs[0], ctx.communicator, "gradient"), None, None
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> Tensor:
-        return _AllReduce.apply(grad_inputs[0], ctx.derivative, ctx.derivative)
+        return _AllReduce.apply(grad_inputs[0], ctx.communicator, "tangent")
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, *communicators: Any) -> tuple[Tensor, int]:
-        return torch.stack([_AllReduce.apply(v, *communicators) for v in x.unbind(in_dims[0])]), 0
+    def vmap(info: Any, in_dims: Any, x: Tensor, *others: Any) -> tuple[Tensor, int]:
+        return torch.stack([_AllReduce.apply(v, *others) for v in x.unbind(in_dims[0])]), 0
 
 
 def _check_numbers(x: Tensor, num_ranks: int) -> None:

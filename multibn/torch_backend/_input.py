@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from multibn.communicators import Communicator, conversation
-
 
 class Input(NamedTuple):
     """The input of one layer, with the layer's parameters and options.
@@ -27,12 +25,11 @@ class Input(NamedTuple):
     relu: bool = False
 
 
-def during(communicator: Communicator, phase: str, xs: Sequence[Tensor], /) -> Communicator:
-    """`conversation.during` for messages about `xs`, which may differ in dtype."""
+def dtypes(xs: Sequence[Tensor], /) -> Any:
+    """The dtype that a message about `xs` announces: one dtype, or the names of several."""
     if len(xs) == 1:
-        return conversation.during(communicator, phase, xs[0].dtype)
-    names = ", ".join(str(x.dtype).rpartition(".")[2] for x in xs)
-    return conversation.during(communicator, phase, names)
+        return xs[0].dtype
+    return ", ".join(str(x.dtype).rpartition(".")[2] for x in xs)
 
 
 def without_autocast(x: Any, /) -> AbstractContextManager[Any]:
