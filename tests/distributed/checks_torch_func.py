@@ -82,6 +82,9 @@ def check_products(world: Communicator) -> None:
         parameters = dict(layer.named_parameters())
         ones = {k: torch.ones_like(p) for k, p in parameters.items()}
 
+        def loss(x: Any) -> Any:
+            return _loss(layer, x)
+
         def loss_of(p: Any, x: Any) -> Any:
             return _loss(lambda x: functional_call(layer, p, (x,)), x)
 
@@ -89,9 +92,9 @@ def check_products(world: Communicator) -> None:
             dual = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, v)))
         of_input = [
             vjp(layer, x)[1](dy)[0],
-            grad(lambda x: _loss(layer, x))(x),
+            grad(loss)(x),
             *jvp(layer, (x,), (v,)),
-            *jvp(grad(lambda x: _loss(layer, x)), (x,), (v,)),
+            *jvp(grad(loss), (x,), (v,)),
             *dual,
             jvp(loss_of, (parameters, x), (ones, v))[1].expand(len(x)),
         ]
@@ -151,13 +154,17 @@ def check_stacked_models(world: Communicator) -> None:
             torch.manual_seed(seed)
             layer = _layers(world, track_running_stats=True)[k]
             nets.append(nn.Sequential(nn.Linear(C, C).double(), layer))
-        parameters, buffers = stack_module_state(nets)  # type: ignore[arg-type]
+        parameters, buffers = stack_module_state(nets)
 
         def call(p: Any, b: Any, net: Any = nets[0], x: torch.Tensor = x) -> Any:
             return functional_call(net, (p, b), (x,))
 
         y = vmap(call)(parameters, buffers)
-        gradients = vmap(grad(lambda p, b, call=call: call(p, b).tanh().sum()))(parameters, buffers)
+
+        def loss(p: Any, b: Any, call: Any = call) -> Any:
+            return call(p, b).tanh().sum()
+
+        gradients = vmap(grad(loss))(parameters, buffers)
         results.append([y, gradients, buffers])
     (y, gradients, buffers), (whole, expected, expected_buffers) = results
     gradients = {k: world.allreduce(v.detach()) for k, v in gradients.items()}
