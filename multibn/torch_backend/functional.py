@@ -3,13 +3,14 @@
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from multibn import statistics
+from multibn import kernels, statistics
 from multibn._typing import Weighting
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.conversation import Conversation
@@ -134,7 +135,8 @@ def normalize_by_running(
     _check_options(Input(x, weight, bias, eps))
     mean, var = running_mean.double(), running_var.double()
     batch = BatchStatistics(mean, var, count=mean.new_zeros(()), element_weight=mean.new_zeros(()))
-    return statistics.normalize(x, batch, weight=weight, bias=bias, eps=eps)
+    with kernels.differentiable() if _differentiable.is_needed() else nullcontext():
+        return statistics.normalize(x, batch, weight=weight, bias=bias, eps=eps)
 
 
 def check_input(x: Any, num_channels: int | None, /) -> None:

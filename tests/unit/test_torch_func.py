@@ -321,6 +321,26 @@ def test_narrow_dtypes(dtype: torch.dtype) -> None:
     torch.testing.assert_close([*actual], expected, rtol=0, atol=8 * torch.finfo(dtype).eps)
 
 
+def test_evaluation_of_other_dtypes() -> None:
+    """Input and parameters of unlike dtypes, which torch's layer does not take."""
+    layer, wide = (
+        SyncBatchNorm(C, dtype=d).eval().requires_grad_(False)
+        for d in (torch.float32, torch.float64)
+    )
+
+    def dual(f: Any) -> Any:
+        with forward_ad.dual_level():
+            return tuple(forward_ad.unpack_dual(f(forward_ad.make_dual(X, V))))
+
+    for transform in (
+        dual,
+        lambda f: jvp(f, (X,), (V,)),
+        lambda f: vmap(f)(XS),
+        lambda f: jacrev(f)(X),
+    ):
+        _assert_equal(transform(layer), transform(wide))
+
+
 def test_a_pass_that_runs_again_goes_along_its_tape() -> None:
     """The tape has no derivatives, so that the pass computes its statistics anew."""
     layer = SyncBatchNorm(C, dtype=torch.float64)
