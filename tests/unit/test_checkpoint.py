@@ -381,7 +381,7 @@ def test_dtypes_that_numpy_does_not_have() -> None:
 def test_a_number_of_batches_that_is_none() -> None:
     with pytest.raises(ValueError, match="`num_batches_tracked` must be 0 or more: got -1"):
         chainer_to_torch({}, num_batches_tracked=-1)
-    with pytest.raises(TypeError, match="`num_batches_tracked` must be an int: got 1.5 of type"):
+    with pytest.raises(TypeError, match=r"`num_batches_tracked` must be an int: got 1\.5 of type"):
         chainer_to_torch({}, num_batches_tracked=1.5)  # type: ignore[arg-type]
 
 
