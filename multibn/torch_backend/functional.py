@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from contextlib import nullcontext
 from typing import Any, NoReturn
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from multibn import kernels, statistics
-from multibn._typing import Weighting
+from multibn._typing import Weighting, check_number
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.conversation import Conversation
 from multibn.statistics import BatchStatistics
@@ -170,10 +169,7 @@ def check_input(x: Any, num_channels: int | None, /) -> None:
 
 def check_eps(eps: Any, /) -> None:
     """Raise unless `eps` is positive: without it a constant channel has no finite inverse."""
-    if not isinstance(eps, Real):
-        raise TypeError(f"`eps` must be a number: got {eps!r} of type {type(eps).__qualname__}.")
-    if not 0 < float(eps) < math.inf:  # False for nan
-        raise ValueError(f"`eps` must be positive and finite: got {eps}.")
+    check_number("eps", eps, "(0, inf)")
 
 
 def _check_options(i: Input) -> None:
