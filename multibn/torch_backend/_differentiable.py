@@ -5,6 +5,7 @@ of `_autograd` instead, which needs less time and memory. The ranks share one op
 their messages; its derivative is the sum of the messages' derivatives, which is one more message.
 """
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,14 @@ def forward_all(
     inputs: Sequence[Input], communicator: Communicator, weighting: Weighting
 ) -> list[tuple[Tensor, BatchStatistics]]:
     """Each input normalized, and the statistics of its batch, without a gradient. Collective."""
+    if "torch._dynamo" in sys.modules:  # `disable` would load the compiler, which takes seconds
+        return torch.compiler.disable(_forward_all)(inputs, communicator, weighting)
+    return _forward_all(inputs, communicator, weighting)
+
+
+def _forward_all(
+    inputs: Sequence[Input], communicator: Communicator, weighting: Weighting
+) -> list[tuple[Tensor, BatchStatistics]]:
     ys, batches = normalize_all(inputs, communicator, weighting, phase="forward")
     batches = [BatchStatistics(*[part.detach() for part in batch]) for batch in batches]
     # A pass that runs again goes on along its tape, and yet computes the statistics anew: those on

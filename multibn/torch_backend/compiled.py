@@ -58,13 +58,12 @@ def forward(
             "the model after revert_sync_batchnorm."
         )
     elif _differentiable.is_needed():
-        return _uncompiled([input], [num_channels], communicator, weighting=weighting)[0]
+        return functional.forward_all([input], [num_channels], communicator, weighting=weighting)[0]
     axis = axis or statistics.reduced_axes(x.ndim)
     y, *batch = _forward(x, weight, bias, num_channels, id(communicator), eps, weighting, axis)
     return functional.add_relu(y, residual, relu), BatchStatistics(*batch)
 
 
-_uncompiled = torch.compiler.disable(functional.forward_all)
 # torch 2.6 has no such function.
 _is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
 
