@@ -202,8 +202,8 @@ class _SubBatchNorm(Synchronized):
 
         Raises
         ------
-        ValueError
-            If `num_splits` is not a positive integer.
+        TypeError, ValueError
+            If `num_splits` is no positive int.
         """
         check_int("num_splits", num_splits)
         if num_splits == self.num_splits:
@@ -303,7 +303,7 @@ class SubBatchNorm3d(_SubBatchNorm):
     Raises
     ------
     TypeError, ValueError
-        As `SyncBatchNorm`. ValueError if `num_splits` is not a positive integer.
+        As `SyncBatchNorm`, or if `num_splits` is no positive int.
 
     Notes
     -----

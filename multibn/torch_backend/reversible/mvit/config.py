@@ -168,11 +168,11 @@ class RevMViTConfig:
         check_ints("patch_padding", self.patch_padding, least=0)
         check_ints("buffer_layers", self.buffer_layers, least=0)
         for name in ("pool_q_stride", "pool_kv_stride"):
-            for layer, *stride in getattr(self, name):
+            for layer, *stride in self._entries(name, "(layer, T, H, W)", 4):
                 check_int(name, layer, least=0)
                 check_ints(name, stride)
         for name in ("dim_mul", "head_mul"):
-            for layer, factor in getattr(self, name):
+            for layer, factor in self._entries(name, "(layer, factor)", 2):
                 check_int(name, layer, least=0)
                 check_number(name, factor, "(0, inf)")
         if self.patch_2d and self.num_frames != 1:
@@ -190,6 +190,13 @@ class RevMViTConfig:
                 "`embed_dim` must be a multiple of 16 with `use_fixed_sincos_pos`: got "
                 f"{self.embed_dim}."
             )
+
+    def _entries(self, name: str, words: str, length: int) -> tuple[tuple[Any, ...], ...]:
+        """A field that lists tuples of `length`, in words `words`."""
+        entries: Any = getattr(self, name)
+        if any(not isinstance(entry, tuple) or len(entry) != length for entry in entries):
+            raise ValueError(f"`{name}` must list {words}: got {entries!r}.")
+        return entries
 
     @classmethod
     def from_slowfast(cls, cfg: Any, **options: Any) -> "RevMViTConfig":
