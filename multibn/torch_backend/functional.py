@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -14,7 +15,7 @@ from multibn._typing import Weighting, check_number
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.conversation import Conversation
 from multibn.statistics import BatchStatistics
-from multibn.torch_backend import _autograd, _differentiable
+from multibn.torch_backend import _autograd, _differentiable, dtensors
 from multibn.torch_backend._differentiable import add_relu as add_relu
 from multibn.torch_backend._input import Input
 
@@ -101,6 +102,12 @@ def forward_all(
 
     `num_channels` has the required channels of each input, see `check_input`.
     """
+    if dtensors.among(t for i in inputs for t in (i.x, i.weight, i.bias)):
+        for i, n in zip(inputs, num_channels, strict=True):
+            if dtensors.among([i.x]):
+                check_input(i.x, n)  # the whole shape, so that all ranks raise
+        function = partial(forward_all, weighting=weighting)
+        return dtensors.forward_all(function, inputs, num_channels, communicator)
     _refuse_ddp_join(communicator)
     complete = []
     for i, n in zip(inputs, num_channels, strict=True):
@@ -128,6 +135,9 @@ def normalize_by_running(
     eps: float,
 ) -> Tensor:
     """Normalize `x` by running statistics. Not collective."""
+    if dtensors.among((x, weight, running_mean)):
+        function = partial(normalize_by_running, eps=eps)
+        return dtensors.evaluate(function, x, weight, bias, running_mean, running_var)
     if all(t is None or t.dtype == x.dtype for t in (weight, bias, running_mean)):
         return F.batch_norm(x, running_mean, running_var, weight, bias, eps=eps)
     # F.batch_norm refuses this mixture of dtypes, which training accepts.

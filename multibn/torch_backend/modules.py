@@ -14,7 +14,7 @@ from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.communicators._names import find_path
 from multibn.communicators.conversation import Conversation
 from multibn.statistics import BatchStatistics
-from multibn.torch_backend import _data_parallel, compiled, functional
+from multibn.torch_backend import _data_parallel, compiled, dtensors, functional
 from multibn.torch_backend._autograd import Input
 
 #: This process alone, known to compiled code.
@@ -117,6 +117,8 @@ def update_buffers(
     """
     if bn.running_mean is None or bn.running_var is None:
         return False
+    if dtensors.among([bn.running_mean]):
+        bn, batch = dtensors.local_buffers(bn, batch)
     count = batch.count
     compiling = torch.compiler.is_compiling() or count.is_meta or isinstance(count, FakeTensor)
     if not compiling:
