@@ -193,8 +193,8 @@ def _check_placements(name: str, x: Any) -> None:
     for k, placement in enumerate(x.placements):
         if type(placement) not in (Shard, Replicate):
             raise TypeError(
-                f"the placements of {name}, a DTensor, must be Shard or Replicate: got {placement} "
-                f"on dimension {k} of {x.device_mesh}. Call redistribute first."
+                f"the placements of {name}, a DTensor, must be Shard or Replicate: got "
+                f"{placement!r} on dimension {k} of {x.device_mesh}. Call redistribute first."
             )
 
 
