@@ -191,7 +191,7 @@ def _check_placements(name: str, x: Any) -> None:
     from torch.distributed.tensor import Replicate, Shard
 
     for k, placement in enumerate(x.placements):
-        if type(placement) not in (Shard, Replicate):
+        if not isinstance(placement, Shard | Replicate):
             raise TypeError(
                 f"the placements of {name}, a DTensor, must be Shard or Replicate: got "
                 f"{placement!r} on dimension {k} of {x.device_mesh}. Call redistribute first."
