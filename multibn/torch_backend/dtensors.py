@@ -74,6 +74,8 @@ def evaluate(function: Callable[..., Tensor], x: Tensor, /, *parameters: Tensor 
 @torch.no_grad()
 def local_buffers(bn: Any, batch: BatchStatistics, /) -> tuple[Any, BatchStatistics]:
     """The local memory of the buffers of `bn`, and of `batch` the channels that are there."""
+    _check_placements("running_mean", bn.running_mean)
+    _check_placements("running_var", bn.running_var)
     counter = bn.num_batches_tracked
     local = SimpleNamespace(
         running_mean=bn.running_mean.to_local(),
@@ -81,7 +83,6 @@ def local_buffers(bn: Any, batch: BatchStatistics, /) -> tuple[Any, BatchStatist
         num_batches_tracked=counter.to_local() if among([counter]) else counter,
         momentum=bn.momentum,
     )
-    _check_placements("running_mean", bn.running_mean)
     start, num = _part(bn.running_mean, 0)
     return local, batch._replace(
         mean=batch.mean.narrow(0, start, num), var=batch.var.narrow(0, start, num)
@@ -98,14 +99,15 @@ class _Layout:
     """
 
     def __init__(self, x: Any) -> None:
-        self.mesh = self.placements = None
-        self.sharing = self.dividing = ()
+        self.mesh: Any = None
+        self.placements: Any = None
+        self.sharing: tuple[int, ...] = ()
+        self.dividing: tuple[int, ...] = ()
         if not among([x]):
             return
         _check_placements("the input", x)
-        self.mesh, self.placements, self.shape, self.stride = (
-            x.device_mesh, x.placements, x.shape, x.stride(),
-        )  # fmt: skip
+        self.mesh, self.placements = x.device_mesh, x.placements
+        self.shape, self.stride = x.shape, x.stride()
         dims = [getattr(placement, "dim", None) for placement in x.placements]
         self.sharing = tuple(k for k, dim in enumerate(dims) if dim not in (None, 1))
         self.dividing = tuple(k for k, dim in enumerate(dims) if dim == 1)
@@ -139,7 +141,9 @@ class _Layout:
         )
 
     def local(self, x: Any) -> Tensor:
-        return x if self.mesh is None else x.to_local()
+        """This rank's part of an activation."""
+        local: Tensor = x if self.mesh is None else x.to_local()
+        return local
 
     def parameter(self, p: Any) -> Tensor | None:
         """This rank's channels of a parameter or buffer of shape (C,).
@@ -210,8 +214,11 @@ def _chunks(size: int, num_parts: Sequence[int]) -> list[int]:
     """The lengths after torch.chunk into so many parts, one division after the other."""
     sizes = [size]
     for num in num_parts:
+        steps = [-(-n // num) for n in sizes]
         sizes = [
-            len(range(n)[j * -(-n // num) :][: -(-n // num)]) for n in sizes for j in range(num)
+            max(min(step, n - k * step), 0)
+            for n, step in zip(sizes, steps, strict=True)
+            for k in range(num)
         ]
     return sizes
 

@@ -40,7 +40,8 @@ def sync_batch_norm(
     ----------
     x
         Shape `(N, C, *spatial)`, floating-point, any memory format. N and the spatial sizes may
-        differ between ranks and may be 0.
+        differ between ranks and may be 0. The placements of a DTensor say which ranks share, see
+        docs/guides/dtensors.md.
     weight, bias
         Shape `(C,)`, or None for 1 and 0. Their gradients are this rank's sums, as with
         torch.nn.SyncBatchNorm: DistributedDataParallel averages them like any other gradient.
@@ -57,9 +58,9 @@ def sync_batch_norm(
     Raises
     ------
     TypeError, ValueError
-        If `x` is not floating-point, the shapes do not fit, `eps` is not a positive number, or
-        `process_group` is no communicator. ValueError if all ranks hold one value per channel
-        together.
+        If `x` is not floating-point, or a DTensor with an unsupported placement, the shapes do not
+        fit, `eps` is not a positive number, or `process_group` is no communicator. ValueError if
+        all ranks hold one value per channel together.
     RuntimeError
         On the other ranks, if one rank's input was refused. On all ranks, if they are in different
         layers, or in different phases of one layer.

@@ -163,6 +163,8 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
     the ranks see that they are in the same layer. A layer's first call has one more allreduce, of a
     fixed size. In evaluation the layer does not communicate.
 
+    A DTensor as input says by its placements which ranks share, see docs/guides/dtensors.md.
+
     Parameters
     ----------
     num_features

@@ -170,6 +170,13 @@ def check_all_placements_with_plain_parameters(world: Communicator) -> None:
         _train(_layer(), mesh, placements, whole, world)
 
 
+def check_a_mesh_of_three_dimensions(world: Communicator) -> None:
+    """The ranks that share are along two of the dimensions, but not all ranks."""
+    mesh = dist.init_device_mesh("cpu", (2, 1, 2))
+    whole = _expected(_layer(), 2)
+    _train(_layer(), mesh, [Shard(0), Shard(2), Shard(1)], whole, world)
+
+
 def check_all_placements_with_parameters_on_the_mesh(world: Communicator) -> None:
     mesh = _mesh(2, 2)
     whole = _expected(_layer(), 2)
