@@ -53,9 +53,8 @@ def forward_all(
     if first.mesh is not None:
         num_channels = [i.x.shape[1] for i in local]
         if isinstance(communicator, Conversation):
-            communicator = communicator.over(
-                _sharing(communicator.wrapped, first.mesh, first.sharing)
-            )
+            named: Any = communicator.wrapped
+            communicator = communicator.over(_sharing(named, first.mesh, first.sharing))
         else:  # evaluation without running statistics
             communicator = _along(first.mesh, first.sharing)
     results = function(local, num_channels, communicator)

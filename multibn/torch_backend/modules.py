@@ -115,10 +115,10 @@ def update_buffers(
     Returns False, and writes nothing, in a recomputation. Compiled code cannot tell whether it runs
     in a recomputation. There, `batch.count` is 0, which makes `update_running` keep the old values.
     """
-    if bn.running_mean is None or bn.running_var is None:
-        return False
     if dtensors.among([bn.running_mean]):
         bn, batch = dtensors.local_buffers(bn, batch)
+    if bn.running_mean is None or bn.running_var is None:
+        return False
     count = batch.count
     compiling = torch.compiler.is_compiling() or count.is_meta or isinstance(count, FakeTensor)
     if not compiling:

@@ -114,9 +114,14 @@ def _expected(layer: Any, steps: int) -> list[Any]:
     ]
 
 
+def _full(t: Any) -> Any:
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
 def _compare(got: dict[str, Any], expected: dict[str, Any], case: Any) -> None:
+    full = {name: _full(t).detach().numpy() for name, t in got.items()}
     for name, value in expected.items():
-        error = reference.relative_error(got[name].detach().numpy(), value)
+        error = reference.relative_error(full[name], value)
         assert error < 1e-11, (case, name, error)
 
 
@@ -143,11 +148,8 @@ def _train(layer: Any, mesh: Any, placements: Any, whole: list[Any], world: Comm
                 gradients[name] = world.allreduce(grad) / replicas
         factor = expected.count / (expected.count - 1)
         moving = reference.running(moving, expected.mean, expected.var, factor, 0.1)
-        buffers = {
-            name: b.full_tensor() if isinstance(b, DTensor) else b
-            for name, b in layer.named_buffers()
-        }
-        got = {"y": y.full_tensor(), "dx": x.grad.full_tensor(), **gradients, **buffers}
+        buffers = {name: _full(b) for name, b in layer.named_buffers()}
+        got = {"y": y, "dx": x.grad.full_tensor(), **gradients, **buffers}
         right = {"y": expected.y[0], "dx": expected.dx[0], "weight": expected.dweight}
         right |= {"bias": expected.dbias, "running_mean": moving[0], "running_var": moving[1]}
         _compare(got, right, (case, step))
@@ -210,7 +212,7 @@ def check_evaluation(world: Communicator) -> None:
         assert out.placements == part.grad.placements == placements
         got = {"y": out, "dx": part.grad, "weight": layer.weight.grad, "bias": layer.bias.grad}
         numbers = {name: t.detach().numpy() for name, t in expected.items()}
-        _compare({name: t.full_tensor() for name, t in got.items()}, numbers, placements)
+        _compare(got, numbers, placements)
 
 
 def check_residual_and_relu(world: Communicator) -> None:
@@ -223,7 +225,7 @@ def check_residual_and_relu(world: Communicator) -> None:
         x.requires_grad_(), residual.requires_grad_()
         y = layer(x, residual)
         y.square().sum().backward()
-        results.append([t.full_tensor() if place else t for t in (y, x.grad, residual.grad)])
+        results.append([_full(t) for t in (y, x.grad, residual.grad)])
     torch.testing.assert_close(*results, rtol=1e-11, atol=1e-11)
     part = _place(_whole(0), mesh, BOTH)
     for wrong in (_place(_whole(1), mesh, [Replicate()] * 2), part.to_local()):
@@ -241,7 +243,7 @@ def check_second_order(world: Communicator) -> None:
         x.requires_grad_()
         (dx,) = torch.autograd.grad(layer(x).pow(3).sum(), x, create_graph=True)
         dx.square().sum().backward()
-        results.append(x.grad.full_tensor() if place else x.grad)
+        results.append(_full(x.grad))
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
 
 
@@ -252,26 +254,25 @@ def check_other_calls(world: Communicator) -> None:
     expected = _expected(_layer(), 1)[0]
     layer = _layer()
     y, batch = sync_batch_norm(x, layer.weight, layer.bias)
-    _compare(
-        {"y": y.full_tensor(), "mean": batch.mean}, {"y": expected.y[0], "mean": expected.mean}, 0
-    )
+    _compare({"y": y, "mean": batch.mean}, {"y": expected.y[0], "mean": expected.mean}, 0)
     divided = _place(_whole(0), mesh, [Shard(1), Shard(2)])
     y, batch = sync_batch_norm(divided, layer.weight, layer.bias)
-    _compare(
-        {"y": y.full_tensor(), "mean": batch.mean}, {"y": expected.y[0], "mean": expected.mean}, 1
-    )
+    _compare({"y": y, "mean": batch.mean}, {"y": expected.y[0], "mean": expected.mean}, 1)
     under_way = _place(_whole(0), mesh, [Replicate(), Shard(3)])
     under_way = under_way.redistribute(placements=[Shard(0), Shard(0)], async_op=True)
-    _compare({"y": layer(under_way).full_tensor()}, {"y": expected.y[0]}, "under way")
+    _compare({"y": layer(under_way)}, {"y": expected.y[0]}, "under way")
     pair = [_layer(), _layer()]
     for y in normalize_together(pair, [x, x]):
-        _compare({"y": y.full_tensor()}, {"y": expected.y[0]}, "together")
+        _compare({"y": y}, {"y": expected.y[0]}, "together")
     with pytest.raises(
         ValueError, match=r"shared over the same dimensions .*\[\(Shard\(dim=0\), Shard"
     ):
         normalize_together(pair, [x, divided])
+    local, whole = _layer(running_var="unbiased_local"), _layer()
+    local(x), whole(x)
+    torch.testing.assert_close(local.running_var, whole.running_var, rtol=1e-12, atol=0)
     no_buffers = _layer(track_running_stats=False).eval()
-    _compare({"y": no_buffers(x).full_tensor()}, {"y": expected.y[0]}, "no running statistics")
+    _compare({"y": no_buffers(x)}, {"y": expected.y[0]}, "no running statistics")
 
 
 def check_copies_and_pickles(world: Communicator) -> None:
@@ -280,7 +281,7 @@ def check_copies_and_pickles(world: Communicator) -> None:
     layer = _layer()
     layer(x)
     copies = [layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
-    outputs = [[module(x).full_tensor(), *module.buffers()] for module in copies]
+    outputs = [[_full(module(x)), *module.buffers()] for module in copies]
     for other in outputs[1:]:
         torch.testing.assert_close(other, outputs[0], rtol=0, atol=0)
 
@@ -292,11 +293,11 @@ def check_sharded_buffers(world: Communicator) -> None:
 
     def shard(name: str, module: nn.Module, mesh: Any) -> None:
         for key, value in [*module.named_parameters()]:
-            part = distribute_tensor(value.detach(), mesh, [Replicate(), Shard(0)])
-            module.register_parameter(key, nn.Parameter(part))
-        for key, value in [*module.named_buffers()]:
-            placements = [Replicate(), Shard(0) if value.ndim else Replicate()]
-            module.register_buffer(key, distribute_tensor(value, mesh, placements))
+            shards = distribute_tensor(value.detach(), mesh, [Replicate(), Shard(0)])
+            module.register_parameter(key, nn.Parameter(shards))
+        for key, buffer in [*module.named_buffers()]:
+            placements = [Replicate(), Shard(0) if buffer.ndim else Replicate()]
+            module.register_buffer(key, distribute_tensor(buffer, mesh, placements))
 
     for placements in ([Shard(0), Shard(1)], [Replicate(), Shard(1)], [Shard(0), Shard(0)]):
         layer: Any = distribute_module(_layer(), mesh, shard)
@@ -316,7 +317,7 @@ def check_plain_inputs_with_parameters_on_a_mesh(world: Communicator) -> None:
             part = _place(p.detach(), mesh, [Replicate(), placement])
             layer.register_parameter(name, nn.Parameter(part))
         layer(mine[0]).backward(mine[1])
-        got = {"weight": layer.weight.grad.full_tensor(), "bias": layer.bias.grad.full_tensor()}
+        got = {"weight": layer.weight.grad, "bias": layer.bias.grad}
         _compare(got, {"weight": expected.dweight, "bias": expected.dbias}, placement)
 
 
@@ -365,20 +366,20 @@ def check_named_groups(world: Communicator) -> None:
     for group in (world, dist.group.WORLD, [0, 1, 2, 3]):
         y = _layer(process_group=group)(x)
         full = DTensor.from_local(
-            y.full_tensor(), dp, [Shard(0)], shape=SHAPE, stride=_whole(0).stride()
+            _full(y), dp, [Shard(0)], shape=torch.Size(SHAPE), stride=_whole(0).stride()
         )
-        _compare({"y": full.full_tensor()}, {"y": expected.y[0]}, group)
+        _compare({"y": full}, {"y": expected.y[0]}, group)
     weight, bias = (p.detach().numpy() for p in _layer().parameters())
     by_rows = reference.batch_norm([mine.numpy()], [mine.numpy()], weight, bias, eps=1e-5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         y = _layer(process_group=spatial)(x)
-    _compare({"y": y.full_tensor()}, {"y": by_rows.y[0]}, "rows")
+    _compare({"y": y}, {"y": by_rows.y[0]}, "rows")
     with pytest.warns(
         UserWarning, match=r"over ranks \[\d, \d\], .* no rank outside of the mesh. To"
     ):
         y = _layer()(x)
-    _compare({"y": y.full_tensor()}, {"y": by_rows.y[0]}, "rows")
+    _compare({"y": y}, {"y": by_rows.y[0]}, "rows")
     _layer()(x)  # warned before
     message = r"`process_group` must have ranks \[\d, \d\] of the mesh .*, which share"
     for group in (dp, SingleProcess(), Group(None, [world.rank])):
@@ -387,7 +388,7 @@ def check_named_groups(world: Communicator) -> None:
     with pytest.raises(ValueError, match=rf"must have ranks \[{world.rank}\] of .*no other ranks"):
         _layer(process_group=world)(_place(mine, spatial, [Shard(1)]))
     y = _layer(process_group=dp)(_place(mine, spatial, [Shard(1)]))
-    _compare({"y": y.full_tensor()}, {"y": expected.y[0][mesh.get_coordinate()[0] * 3 :][:3]}, "dp")
+    _compare({"y": y}, {"y": expected.y[0][mesh.get_coordinate()[0] * 3 :][:3]}, "dp")
     with pytest.raises(TypeError, match=r"None or processes of torch\.distributed, for a DTensor"):
         _layer(process_group=_Own())(x)
 
@@ -434,5 +435,4 @@ def check_fully_sharded_with_images_in_parts(world: Communicator) -> None:
             optimizer.step()
             optimizer.zero_grad()
     for name, tensor in net.state_dict().items():
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        torch.testing.assert_close(full, whole.state_dict()[name], rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(_full(tensor), whole.state_dict()[name], rtol=1e-11, atol=1e-11)
