@@ -29,7 +29,11 @@ def among(tensors: Iterable[Any], /) -> bool:
     """Whether one of `tensors` is a DTensor."""
     # A program without DTensors need not import their module, which takes a second.
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and module.DTensor in [type(t) for t in tensors]
+    if module is not None:
+        for t in tensors:
+            if type(t) is module.DTensor:
+                return True
+    return False
 
 
 def forward_all(

@@ -103,12 +103,9 @@ def forward_all(
 
     `num_channels` has the required channels of each input, see `check_input`.
     """
-    if dtensors.among(t for i in inputs for t in (i.x, i.weight, i.bias)):
-        for i, n in zip(inputs, num_channels, strict=True):
-            if dtensors.among([i.x]):
-                check_input(i.x, n)  # the whole shape, so that all ranks raise
-        function = partial(forward_all, weighting=weighting)
-        return dtensors.forward_all(function, inputs, num_channels, communicator)
+    for i in inputs:
+        if dtensors.among(i[:3]):
+            return _forward_distributed(inputs, num_channels, communicator, weighting)
     _refuse_ddp_join(communicator)
     complete = []
     for i, n in zip(inputs, num_channels, strict=True):
@@ -123,6 +120,20 @@ def forward_all(
     batches = _autograd.batch_statistics(complete, communicator, weighting)
     ys = _autograd.normalize(complete, batches, communicator, weighting)
     return list(zip(ys, batches, strict=True))
+
+
+def _forward_distributed(
+    inputs: Sequence[Input],
+    num_channels: Sequence[int | None],
+    communicator: Communicator,
+    weighting: Weighting,
+) -> list[tuple[Tensor, BatchStatistics]]:
+    """`forward_all` where there are DTensors."""
+    for i, n in zip(inputs, num_channels, strict=True):
+        if dtensors.among([i.x]):
+            check_input(i.x, n)  # the whole shape, so that all ranks raise
+    function = partial(forward_all, weighting=weighting)
+    return dtensors.forward_all(function, inputs, num_channels, communicator)
 
 
 def normalize_by_running(
