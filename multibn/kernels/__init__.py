@@ -103,6 +103,12 @@ def move_averages(*arguments: Any) -> tuple[Array, Array]:
     return _select_steps(*arguments[:4]).move_averages(*arguments)
 
 
+def move_in_place(*arguments: Any) -> bool:
+    """As `cuda_steps.move_in_place`; False for arrays that are not on a GPU, or without Triton."""
+    steps = _select_steps(arguments[0], arguments[1], *arguments[3:5])
+    return hasattr(steps, "move_in_place") and steps.move_in_place(*arguments)
+
+
 @contextmanager
 def differentiable() -> Iterator[None]:
     """Context in which arrays of torch are computed by torch's own operations only.
