@@ -72,7 +72,9 @@ class Device:
 
 # By NCCL's numbers; bfloat16, which NumPy has not, as the upper half of float32.
 _KINDS = {"INT32": 2, "INT64": 4, "FLOAT16": 6, "FLOAT32": 7, "FLOAT64": 8, "BFLOAT16": 9}
-_DTYPES = {number: np.uint16 if number == 9 else kind.lower() for kind, number in _KINDS.items()}
+_DTYPES: dict[int, Any] = {
+    number: np.uint16 if number == 9 else kind.lower() for kind, number in _KINDS.items()
+}
 STREAM = 13
 
 
@@ -83,11 +85,10 @@ class NcclCommunicator:
     id_type: type = bytes
 
     def __init__(self, size: int, unique_id: Any, rank: int) -> None:
-        expected = self.id_type.__name__
-        if type(unique_id) is not self.id_type:
+        expected, got = self.id_type.__name__, type(unique_id).__name__
+        if got != expected:
             raise TypeError(
-                f"Argument 'commId' has incorrect type (expected {expected}, got "
-                f"{type(unique_id).__name__})"
+                f"Argument 'commId' has incorrect type (expected {expected}, got {got})"
             )
         if self.id_type is tuple and not all(-128 <= n < 128 for n in unique_id):
             raise OverflowError("value too large to convert to char")
