@@ -129,9 +129,8 @@ def update_buffers(
     counter = bn.num_batches_tracked if momentum is None else None
     cumulative = counter is not None and bn.momentum is None
     factor: float | Tensor = (bn.momentum or 0.0) if momentum is None else momentum
-    if not compiling and is_on_host(
-        batch.count
-    ):  # Python numbers are faster than tensors of shape ()
+    if not compiling and is_on_host(batch.count):
+        # Python numbers are faster than tensors of shape ().
         batch = batch._replace(count=batch.count.item())
         counted: Any = int(batch.count > 0)
     elif not compiling and population.update_running_in_place(
