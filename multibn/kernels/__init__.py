@@ -6,8 +6,9 @@ message and the running statistics. `generic` says what each function does, and 
 library of the array API standard. `host` (NumPy arrays and torch tensors in host memory), `cuda`
 (torch tensors on a GPU) and `cupy` compute the same faster, if their compiler is installed. The
 type and the place of the first array decide which file is used. All functions take the arguments
-that `generic` names, and pass them on to `generic` where no loop is compiled for them. Nothing here
-knows of processes.
+that `generic` names, and pass them on to `generic` where no loop is compiled for them. Only `cuda`
+has the step `move_in_place`, which makes one launch of `move_averages` and the operations around
+it. Nothing here knows of processes.
 """
 
 import importlib
@@ -101,6 +102,12 @@ def unpack(summed: Array, /, *share: Any, like: Array | None = None) -> Unpacked
 def move_averages(*arguments: Any) -> tuple[Array, Array]:
     """As `generic.move_averages`."""
     return _select_steps(*arguments[:4]).move_averages(*arguments)
+
+
+def move_in_place(*arguments: Any) -> bool:
+    """As `cuda_steps.move_in_place`; False for arrays that are not on a GPU, or without Triton."""
+    steps = _select_steps(arguments[0], arguments[1], *arguments[3:5])
+    return hasattr(steps, "move_in_place") and steps.move_in_place(*arguments)
 
 
 @contextmanager

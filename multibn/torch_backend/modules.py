@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn import population, recompute
+from multibn._arrays import is_on_host
 from multibn._typing import RunningVar, Weighting, check_choice, check_int, check_number
 from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.communicators._names import find_path
@@ -125,18 +126,31 @@ def update_buffers(
         if recompute.in_recomputing():
             return False
         _data_parallel.watch_active(Synchronized)
-    if not compiling and batch.count.is_cpu:  # Python numbers are faster than tensors of shape ()
-        batch = batch._replace(count=batch.count.item())
-        counted: Any = int(batch.count > 0)
-    else:
-        counted = batch.count > 0
-    factor: float | Tensor = (bn.momentum or 0.0) if momentum is None else momentum
-    if bn.num_batches_tracked is not None and momentum is None:
-        bn.num_batches_tracked.add_(counted)
-        if bn.momentum is None:  # 1/n; a tensor, so that nothing waits for a GPU
-            factor = bn.num_batches_tracked.clamp(min=1).double().reciprocal().to(batch.mean)
     if batch.mean.ndim > 1:
         batch = batch._replace(mean=batch.mean.flatten(), var=batch.var.flatten())
+    counter = bn.num_batches_tracked if momentum is None else None
+    cumulative = counter is not None and bn.momentum is None
+    factor: float | Tensor = (bn.momentum or 0.0) if momentum is None else momentum
+    if not compiling and is_on_host(batch.count):
+        # Python numbers are faster than tensors of shape ().
+        batch = batch._replace(count=batch.count.item())
+        counted: Any = int(batch.count > 0)
+    elif not compiling and population.update_running_in_place(
+        bn.running_mean,
+        bn.running_var,
+        counter,
+        batch,
+        momentum=None if cumulative else factor,
+        local_count=local_count,
+        convention=convention,
+    ):
+        return True
+    else:
+        counted = batch.count > 0
+    if counter is not None:
+        counter.add_(counted)
+        if cumulative:  # 1/n; a tensor, so that nothing waits for a GPU
+            factor = counter.clamp(min=1).double().reciprocal().to(batch.mean)
     mean, var = (compiled if compiling else population).update_running(
         bn.running_mean,
         bn.running_var,
