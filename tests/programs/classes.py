@@ -11,8 +11,9 @@ import torchvision
 from lightning.pytorch.callbacks import BaseFinetuning
 from timm.layers import FrozenBatchNormAct2d
 from timm.optim import param_groups_weight_decay
-from timm.utils import freeze, unfreeze
+from timm.utils import freeze, reparameterize_model, unfreeze
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torchvision.models.feature_extraction import create_feature_extractor
 from torchvision.ops import FrozenBatchNorm2d
 from torchvision.ops._utils import split_normalization_params
@@ -73,6 +74,18 @@ def precise_statistics(model: nn.Module) -> Found:
     return paths, [b for name, b in model.named_buffers() if "running" in name]
 
 
+def fusing(model: nn.Module) -> Found:
+    """ultralytics' own way into evaluation: layers that are left, and the outputs."""
+    model.eval().fuse(verbose=False)  # type: ignore[operator]
+    return _kinds(model), [y for y in pytree.tree_leaves(model(_x())) if isinstance(y, Tensor)]
+
+
+def reparameterizing(model: nn.Module) -> Found:
+    """timm's way from branches with batch norm to one convolution."""
+    fused = reparameterize_model(model.eval())
+    return _kinds(fused), [fused(_x())]
+
+
 def features(model: nn.Module) -> Found:
     extractor = create_feature_extractor(model, ["layer1.0.bn1", "layer4"])
     outputs = [y for _ in range(2) for y in extractor(_x()).values()]
@@ -92,6 +105,10 @@ def _torchs(part: nn.Module) -> str:
     """The norm of torch that a layer is an instance of, or ""."""
     norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
     return next((norm.__name__ for norm in norms if isinstance(part, norm)), "")
+
+
+def _kinds(model: nn.Module) -> Sequence[str]:
+    return [f"{path}: {_torchs(p) or type(p).__name__}" for path, p in model.named_modules()]
 
 
 def _names(model: nn.Module, parameters: Iterable[Tensor]) -> Sequence[str]:
@@ -120,6 +137,8 @@ RULES: Sequence[tuple[str, str, Callable[[nn.Module], Found], Callable[[], nn.Mo
     ("timm", "freeze, efficientnet_b0", freezing, lambda: _timm("efficientnet_b0")),
     ("timm", "freeze, unfreeze, regnety_002", freezing_and_back, lambda: _timm("regnety_002")),
     ("timm", "param_groups_weight_decay, resnet18: parameters without", no_decay, _resnet),
+    ("timm", "reparameterize_model, fastvit_t8", reparameterizing, lambda: _timm("fastvit_t8")),
+    ("ultralytics", "fuse, yolov8n", fusing, _yolo),
     ("torchvision", "split_normalization_params, resnet18", split_norms, _resnet),
     ("torchvision", "create_feature_extractor, resnet18, in training", features, _resnet),
     ("lightning", "BaseFinetuning.freeze, resnet18: parameters still trained", finetuning, _resnet),

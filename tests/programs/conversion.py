@@ -1,11 +1,14 @@
-"""Every model file of timm: what is converted, and what comes back."""
+"""Every model file of timm, every model of torchvision: what is converted and comes back."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import timm
 import torch
 import torch.distributed as dist
+import torchvision
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -13,36 +16,68 @@ from multibn.torch_backend import SyncBatchNorm, convert_sync_batchnorm, revert_
 from tests.programs.row import Row
 
 MODELS_PER_FILE = 3
-AT_LEAST = 50  # files with batch norm; timm has more
 
 
 def every_file_of_timm() -> Row:
     """Convert and revert models of each file. Collective: each rank takes some of the files."""
+    builds = {
+        (file, name): partial(timm.create_model, name)
+        for file in timm.list_modules()
+        for name in _some(timm.list_models(module=file))
+    }
+    tried = f"every model file with batch norm, at most {MODELS_PER_FILE} models of a file"
+    return _converted("timm", tried, builds, least=50)
+
+
+def every_model_of_torchvision() -> Row:
+    """Convert and revert all models. Collective: each rank takes some of the models."""
+    builds = {}
+    for name in torchvision.models.list_models():
+        build = torchvision.models.get_model_builder(name)
+        options = signature(build).parameters.keys() & {"weights", "weights_backbone"}
+        builds["all", name] = partial(build, **dict.fromkeys(options))
+    return _converted("torchvision", "every model with batch norm", builds, least=70)
+
+
+def _converted(
+    program: str,
+    tried: str,
+    builds: Mapping[tuple[str, str], Callable[[], nn.Module]],
+    *,
+    least: int,
+) -> Row:
+    """Models by file and name; `least` files or models must have batch norm. Collective."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    counts: dict[str, list[int]] = {}
+    counts: dict[tuple[str, str], int] = {}
     complaints: list[str] = []
-    for file in sorted(timm.list_modules())[rank::size]:
-        for name in _some(timm.list_models(module=file)):
+    not_built: list[str] = []
+    for file, name in sorted(builds)[rank::size]:
+        try:
             try:
                 with torch.device("meta"):
-                    model = timm.create_model(name)
-                if count := sum(isinstance(m, _BatchNorm) for m in model.modules()):
-                    counts.setdefault(file, []).append(count)
-                    there_and_back(model)
-            except Exception as error:
-                complaints.append(f"{file}, {name}: {error!r}")
-    parts: list[Any] = [None] * size
-    dist.all_gather_object(parts, (counts, complaints))
-    counts = {file: n for part, _ in parts for file, n in part.items()}
-    complaints = [text for _, texts in parts for text in texts]
-    if len(counts) < AT_LEAST:
-        complaints.append(f"only {len(counts)} files with batch norm")
-    num_models = sum(map(len, counts.values()))
+                    model = builds[file, name]()
+            except NotImplementedError:  # a model that reads a tensor while it is built
+                not_built.append(name)
+                continue
+            if count := sum(isinstance(m, _BatchNorm) for m in model.modules()):
+                counts[file, name] = count
+                there_and_back(model)
+        except Exception as error:
+            complaints.append(f"{file}, {name}: {error!r}")
+    shares: list[Any] = [None] * size
+    dist.all_gather_object(shares, (counts, complaints, not_built))
+    counts = {key: count for share in shares for key, count in share[0].items()}
+    complaints = [text for share in shares for text in share[1]]
+    not_built = sorted(name for share in shares for name in share[2])
+    files = {file for file, _ in counts}
+    if max(len(files), len(counts)) < least:
+        complaints.append(f"only {len(counts)} models with batch norm")
+    num_files = f"{len(files)} files, " if len(files) > 1 else ""
+    without = f"; not tried, as meta tensors do not do: {', '.join(not_built)}" * bool(not_built)
     return Row(
-        "timm",
-        f"every model file with batch norm: {len(counts)} files, {num_models} models, at most "
-        f"{MODELS_PER_FILE} of a file; conversion and back",
-        f"0 of {sum(map(sum, counts.values()))} layers left; classes and attributes come back",
+        program,
+        f"{tried}: {num_files}{len(counts)} models; conversion and back{without}",
+        f"0 of {sum(counts.values())} layers left; classes and attributes come back",
         complaint="; ".join(complaints),
     )
 

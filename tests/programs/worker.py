@@ -25,10 +25,12 @@ def parts() -> Mapping[str, Callable[[], Row]]:
     from tests.programs import classes, conversion, models, trainers, training
 
     return {
-        "conversion": conversion.every_file_of_timm,
+        "timm every": conversion.every_file_of_timm,
+        "torchvision every": conversion.every_model_of_torchvision,
         **{f"{m.program} {m.name}": partial(training.trained, m) for m in models.MODELS},
         "accelerate": trainers.accelerate,
         "lightning": trainers.lightning,
+        "transformers Trainer": trainers.transformers,
         **{f"{rule[0]} {rule[1]}": partial(classes.found, *rule) for rule in classes.RULES},
     }
 
