@@ -49,17 +49,17 @@ def convert_sync_batchnorm(
     running_var: RunningVar = "unbiased_global",
     strict: bool = False,
 ) -> Any:
-    """Synchronize every batch norm of a model: nn.BatchNorm1d, 2d, 3d, SyncBatchNorm and others.
+    """Synchronize every batch norm of a model, subclasses of torch's among them.
 
     Changes the layers in place and returns `module`. A converted layer is a `SyncBatchNorm`, and
-    still an instance of the class that it was: nn.BatchNorm2d becomes `SyncBatchNorm2d`. Only an
-    nn.SyncBatchNorm is none afterwards, because DistributedDataParallel (DDP) refuses this class on
-    CPU. A subclass with a forward pass of its own goes on to run this pass, in which
-    torch.nn.functional.batch_norm shares statistics. All attributes stay: parameters, buffers and
-    hooks among them. Call it before or after the construction of the optimizer, DDP and FSDP. From
-    the first training forward pass on, at the latest, DDP leaves running statistics that are equal
-    on all ranks out of its broadcast of buffers. Layers that are only in plain lists and
-    dictionaries stay unchanged. Not collective.
+    stays an instance of its class: an nn.BatchNorm2d becomes a `SyncBatchNorm2d`. The exception is
+    nn.SyncBatchNorm, a class that DistributedDataParallel (DDP) refuses on CPU. A layer with a
+    forward pass of its own runs this pass; in training, torch.nn.functional.batch_norm then shares
+    statistics. All attributes stay, parameters, buffers and hooks among them. Call this function
+    before or after the construction of the optimizer, DDP and FSDP. From the first training forward
+    pass on, at the latest, DDP leaves running statistics that are equal on all ranks out of its
+    broadcast of buffers. Layers that are only in plain lists and dictionaries stay unchanged. Not
+    collective.
 
     Parameters
     ----------

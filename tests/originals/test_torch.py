@@ -156,7 +156,7 @@ def frozen(model: nn.Module) -> list[str]:
 
 def fvcore(model: nn.Module) -> list[str]:
     """Norms that fvcore's precise batch norm finds, and their statistics after it."""
-    found = [id(module) for module in get_bn_modules(model)]
+    layers = {id(module) for module in get_bn_modules(model)}
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randn(4, 3, 3, 3, generator=generator).double() for _ in range(3)]
     update_bn_stats(model, batches, 3)
@@ -168,7 +168,7 @@ def fvcore(model: nn.Module) -> list[str]:
     return [
         f"{path}: {statistics[path]}"
         for path, module in model.named_modules()
-        if id(module) in found
+        if id(module) in layers
     ]
 
 
