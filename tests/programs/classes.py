@@ -137,10 +137,15 @@ RULES: Sequence[tuple[str, str, Callable[[nn.Module], Found], Callable[[], nn.Mo
     ("timm", "freeze, efficientnet_b0", freezing, lambda: _timm("efficientnet_b0")),
     ("timm", "freeze, unfreeze, regnety_002", freezing_and_back, lambda: _timm("regnety_002")),
     ("timm", "param_groups_weight_decay, resnet18: parameters without", no_decay, _resnet),
-    ("timm", "reparameterize_model, fastvit_t8", reparameterizing, lambda: _timm("fastvit_t8")),
-    ("ultralytics", "fuse, yolov8n", fusing, _yolo),
+    (
+        "timm",
+        "reparameterize_model, fastvit_t8: parts afterwards",
+        reparameterizing,
+        lambda: _timm("fastvit_t8"),
+    ),
+    ("ultralytics", "fuse, yolov8n: parts afterwards", fusing, _yolo),
     ("torchvision", "split_normalization_params, resnet18", split_norms, _resnet),
-    ("torchvision", "create_feature_extractor, resnet18, in training", features, _resnet),
+    ("torchvision", "create_feature_extractor, resnet18, in training: nodes", features, _resnet),
     ("lightning", "BaseFinetuning.freeze, resnet18: parameters still trained", finetuning, _resnet),
     ("fvcore", "get_bn_modules, update_bn_stats, resnet18", precise_statistics, _resnet),
 )

@@ -73,10 +73,13 @@ def _converted(
     if max(len(files), len(counts)) < least:
         complaints.append(f"only {len(counts)} models with batch norm")
     num_files = f"{len(files)} files, " if len(files) > 1 else ""
-    without = f"; not tried, as meta tensors do not do: {', '.join(not_built)}" * bool(not_built)
+    what = [f"{tried}: {num_files}{len(counts)} models", "conversion and back"]
+    if not_built:
+        first, last = not_built[0], not_built[-1]
+        what.append(f"{len(not_built)} not built without data: {first} to {last}")
     return Row(
         program,
-        f"{tried}: {num_files}{len(counts)} models; conversion and back{without}",
+        "; ".join(what),
         f"0 of {sum(counts.values())} layers left; classes and attributes come back",
         complaint="; ".join(complaints),
     )

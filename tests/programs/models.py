@@ -63,6 +63,7 @@ MODELS = (
     _unet("tu-efficientnet_b0"),
     _torchvision("resnet18"),
     _torchvision("mobilenet_v2"),
+    _torchvision("regnet_y_400mf"),
     _torchvision("googlenet", init_weights=False),
     _torchvision("deeplabv3_mobilenet_v3_large", weights_backbone=None, aux_loss=True),
     _torchvision("r3d_18", (3, 4, 32, 32)),

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable, Sequence
 from importlib import metadata
 
-from tests.programs.row import AMPLIFIED, BOUND, PER_RANK, STEPS, Row
+from tests.programs.row import AMPLIFIED, BOUND, NOT_ROUNDING, PER_RANK, STEPS, Row
 
 _COLUMNS = (
     *("program", "what was tried", "result", "largest difference from one process"),
@@ -28,6 +28,7 @@ def page(rows: Sequence[Row], seconds: float) -> str:
         samples=PER_RANK,
         bound=BOUND,
         amplified=AMPLIFIED,
+        not_rounding=NOT_ROUNDING,
     )
 
 
@@ -62,7 +63,7 @@ it was on the samples of both ranks together. The table has the largest differen
 the last step.
 
 - "samples in another order" is one process against one process, both plain: what a network makes of rounding alone.
-  A row passes with a difference up to {bound:g}, or up to {amplified:g} times this one.
+  A row passes with a difference up to {bound:g}, or up to {amplified:g} times this one, which must be below {not_rounding:g}.
 - "statistics not shared" is the two ranks without conversion. A row fails if they are right as well.
 
 "found": a rule of the program looks for layers of certain classes. It has to find in a converted model what it finds in

@@ -6,6 +6,7 @@ STEPS = 2  # of training
 PER_RANK = 4  # samples
 BOUND = 1e-9  # the difference from one process that rounding in float64 explains
 AMPLIFIED = 10.0  # how far from each other differences may be that a network makes of rounding
+NOT_ROUNDING = 1e-6  # a difference from itself that has another reason, such as dropout
 
 
 @dataclass
@@ -37,11 +38,14 @@ class Row:
 
     def judge(self) -> "Row":
         """Complain about a difference that rounding does not explain."""
-        bound = max(BOUND, AMPLIFIED * (self.reordered or 0.0))
-        if self.difference is not None and not self.difference <= bound:
+        reordered = self.reordered or 0.0
+        bound = max(BOUND, AMPLIFIED * reordered)
+        if not reordered < NOT_ROUNDING:
+            self.complaint = f"differs from itself in one process by {reordered:.1e}"
+        elif self.difference is not None and not self.difference <= bound:
             self.complaint = f"differs from one process by {self.difference:.1e}"
+        elif self.local is not None and not self.local > bound:
+            self.complaint = "ranks that do not share statistics do not differ either"
         elif self.difference is not None and self.difference > BOUND:
             self.result += "; the network amplifies rounding as much in one process"
-        if not self.complaint and self.local is not None and not self.local > bound:
-            self.complaint = "ranks that do not share statistics do not differ either"
         return self

@@ -50,6 +50,8 @@ def prepared(network: nn.Module) -> nn.Module:
     for part in network.modules():
         if isinstance(part, _DropoutNd):
             part.p = 0.0
+        if "drop_rate" in vars(part):  # of timm's calls of dropout as a function
+            vars(part)["drop_rate"] = 0.0
     return network.double().train()
 
 

@@ -17,11 +17,13 @@ from functools import partial
 from pathlib import Path
 
 from multibn._launch import enter_world, leave_world
+from tests.programs import operators
 from tests.programs.row import Row
 
 
 def parts() -> Mapping[str, Callable[[], Row]]:
     """Everything that is tried, by name: each gives a row, and may be collective."""
+    operators.declare()  # before torchvision is imported
     from tests.programs import classes, conversion, models, trainers, training
 
     return {
