@@ -136,7 +136,12 @@ RULES: Sequence[tuple[str, str, Callable[[nn.Module], Found], Callable[[], nn.Mo
     ("timm", 'freeze(["bn1", "layer1"]), resnet18', freezing, lambda: _timm("resnet18")),
     ("timm", "freeze, efficientnet_b0", freezing, lambda: _timm("efficientnet_b0")),
     ("timm", "freeze, unfreeze, regnety_002", freezing_and_back, lambda: _timm("regnety_002")),
-    ("timm", "param_groups_weight_decay, resnet18: parameters without", no_decay, _resnet),
+    (
+        "timm",
+        "param_groups_weight_decay, resnet18: not decayed",
+        no_decay,
+        lambda: _timm("resnet18"),
+    ),
     (
         "timm",
         "reparameterize_model, fastvit_t8: parts afterwards",

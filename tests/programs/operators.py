@@ -15,10 +15,13 @@ _libraries: list[torch.library.Library] = []  # a name is gone with the last ref
 
 
 def declare() -> None:
-    """Declare the operators that do not exist."""
-    if torch.version.cuda or hasattr(torch.ops.torchvision, "nms"):
-        return
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for name, schema in _SCHEMAS.items():
-        library.define(name + schema)
-    _libraries.append(library)
+    """Declare the operators if torchvision cannot be imported without them."""
+    try:
+        import torchvision  # noqa: F401
+    except RuntimeError as error:
+        if "operator torchvision::" not in str(error):
+            raise
+        library = torch.library.Library("torchvision", "DEF")
+        for name, schema in _SCHEMAS.items():
+            library.define(name + schema)
+        _libraries.append(library)
