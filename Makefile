@@ -32,11 +32,15 @@ $(PROGRAMS)/installed: $(VENV)/installed
 	$(PROGRAMS)/bin/python -m pip install --quiet --editable '.[programs]'
 	touch $@
 
+$(VENV)/originals: tests/originals/requirements.txt $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ --requirement $<
+	touch $@
+
 demo: $(VENV)/installed  ## train the same network in both frameworks, synchronized and not
 	$(BIN)/python examples/demo.py
 
-test: $(VENV)/installed  ## all tests; what this set-up must be able to run may not be skipped
-	$(BIN)/python -m pytest --require torch,chainer,numba,torchrun,mpiexec,mmengine,lightning,video,cli,dev
+test: $(VENV)/installed $(VENV)/originals  ## all tests; what this set-up must be able to run may not be skipped
+	$(BIN)/python -m pytest --require torch,chainer,numba,torchrun,mpiexec,mmengine,mmpretrain,lightning,video,cli,dev
 
 video: $(VENV)/installed  ## train a reversible MViT on real video, on two ranks
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/video.py

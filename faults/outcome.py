@@ -10,6 +10,11 @@ from faults.setups import Setup
 
 ANNOUNCEMENT = "multibn: "  # the beginning of the lines that multibn prints for people
 
+# The C++ code of torch prints such lines when the launcher, whose store it asks, has gone.
+_STORE_HAS_GONE = re.compile(
+    r"\[rank\d+\]:\[W.*\bTCPStore\.cpp|Exception raised from|frame #\d+: |$"
+)
+
 
 @dataclass
 class Rank:
@@ -58,6 +63,7 @@ class Rank:
             return ""
         # Without its launcher, the process itself prints Open MPI's words, between lines of dashes.
         printed = list(itertools.takewhile(lambda line: not line.startswith("-----"), self.printed))
+        printed = [line for line in printed if not _STORE_HAS_GONE.match(line)]
         if printed[0] != self._announcement:
             return f"prints first: {printed[0]}"
         lines = self.says.splitlines()

@@ -1,5 +1,11 @@
-"""The words that signatures of the engine share."""
+"""The words that signatures share, and the checks of arguments that are numbers or such words.
 
+All checks raise when an object is built, so that a mistake does not end a job hours later. Their
+messages name the argument.
+"""
+
+from collections.abc import Iterable
+from numbers import Integral, Real
 from typing import Any, Literal, TypeAlias, get_args
 
 # Any array of the array API standard: NumPy, torch, CuPy, array-api-strict... The standard has no
@@ -16,3 +22,65 @@ def check_choice(name: str, value: object, choices: Any) -> None:
         raise ValueError(
             f"`{name}` must be one of {', '.join(map(repr, get_args(choices)))}: got {value!r}."
         )
+
+
+def check_int(name: str, value: object, least: int | None = 1, *, none: str = "") -> None:
+    """Raise unless `value` is an int of at least `least`; a bool is none.
+
+    `none` is the meaning of None, for the message; without a meaning None is refused.
+
+    Raises
+    ------
+    TypeError
+        If `value` is no int.
+    ValueError
+        If `value` is below `least`.
+    """
+    number = _checked_type(name, value, Integral, "an int", none)
+    if number is not None and least is not None and number < least:
+        wanted = {0: "0 or more", 1: "positive"}.get(least, f"{least} or more")
+        raise ValueError(f"`{name}` must be {wanted}{_or_none(none)}: got {value!r}.")
+
+
+def check_ints(name: str, values: Iterable[object], least: int = 1) -> None:
+    """`check_int` of each of several values."""
+    for value in values:
+        check_int(name, value, least)
+
+
+def check_number(name: str, value: object, interval: str, *, none: str = "") -> None:
+    """Raise unless `value` is a number in `interval`, such as "[0, 1)"; a bool and NaN are none.
+
+    "(0, inf)" stands for positive and finite numbers. `none` is as for `check_int`.
+
+    Raises
+    ------
+    TypeError
+        If `value` is no real number.
+    ValueError
+        If `value` is outside of `interval`.
+    """
+    number = _checked_type(name, value, Real, "a number", none)
+    if number is None:
+        return
+    low, high = map(float, interval[1:-1].split(","))
+    inside = (low <= number if interval[0] == "[" else low < number) and (
+        number <= high if interval[-1] == "]" else number < high
+    )
+    if not inside:
+        wanted = "positive and finite" if interval == "(0, inf)" else f"in {interval}"
+        raise ValueError(f"`{name}` must be {wanted}{_or_none(none)}: got {value!r}.")
+
+
+def _checked_type(name: str, value: Any, kind: type, words: str, none: str) -> Any:
+    """`value`, of type `kind`, or None where None has a meaning."""
+    if (value is None and none) or (isinstance(value, kind) and not isinstance(value, bool)):
+        return value
+    raise TypeError(
+        f"`{name}` must be {words}{_or_none(none)}: got {value!r} of type "
+        f"{type(value).__qualname__}."
+    )
+
+
+def _or_none(none: str) -> str:
+    return f", or None for {none}" if none else ""

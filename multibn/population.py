@@ -53,7 +53,7 @@ def update_running(
     """
     count = batch.count if isinstance(batch.count, float) else _on_host(batch.count)
     if isinstance(count, float):
-        momentum = float(momentum) if count > 0 else 0.0
+        momentum = momentum if count > 0 else 0.0
     else:
         xp = array_namespace(count)
         momentum = momentum * xp.astype(count > 0, count.dtype)

@@ -28,6 +28,7 @@ _HARMLESS = {
 # Attributes that L.BatchNormalization does not have.
 _MULTI_NODE = {
     "_communicator",
+    "_communication_backend",
     "weighting",
     "avg_var_convention",
     "_initial_averages",
@@ -60,7 +61,7 @@ def create_mnbn_model(
     Raises
     ------
     TypeError, ValueError
-        As `MultiNodeBatchNormalization`.
+        As `MultiNodeBatchNormalization`, also for `decay` and `eps` of the model's links.
 
     Warns
     -----
@@ -80,7 +81,15 @@ def create_mnbn_model(
 
     def convert(old: Any) -> Any:
         size = None if old.avg_mean is None else old.avg_mean.shape
-        new = make(size, dtype=old._highprec_dtype, axis=old.axis)
+        new = make(
+            size,
+            decay=old.decay,
+            eps=old.eps,
+            dtype=old._highprec_dtype,
+            axis=old.axis,
+            use_gamma=False,  # the parameters are those of the old link, if there are any
+            use_beta=False,
+        )
         if old.avg_mean is None:  # a lazy link, whose averages begin at its first input
             new._initial_averages = (
                 0 if old._initial_avg_mean is None else old._initial_avg_mean,

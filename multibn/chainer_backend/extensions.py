@@ -5,6 +5,7 @@ and gives small batches the weight of large ones. Here the population is exact.
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import length_hint
@@ -18,10 +19,11 @@ from chainer.dataset import concat_examples
 
 from multibn import lockstep
 from multibn._progress import progress as show_progress
+from multibn._typing import check_int
 from multibn.chainer_backend import functions
 from multibn.chainer_backend.links import MultiNodeBatchNormalization
 from multibn.chainer_backend.synchrony import participants
-from multibn.communicators import Communicator, SingleProcess
+from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.population import PopulationEstimator, running_variance
 from multibn.statistics import local_moments
 
@@ -30,7 +32,8 @@ class FinetunePopulationStatistics(training.Extension):
     """Trainer extension that runs `finetune_population_statistics`.
 
     Runs once an epoch by default, before evaluators and snapshots. Its parameters are those of
-    `finetune_population_statistics`. Collective: the trainer of every rank must have it.
+    `finetune_population_statistics`, and are checked when the extension is built. Collective: the
+    trainer of every rank must have it.
     """
 
     trigger = 1, "epoch"
@@ -39,11 +42,12 @@ class FinetunePopulationStatistics(training.Extension):
     def __init__(
         self, iterator: Any, target: chainer.Link, comm: Any = None, **options: Any
     ) -> None:
-        self._arguments = iterator, target, comm
-        self._options = options
+        signature = inspect.signature(finetune_population_statistics)
+        self._arguments = signature.bind(iterator, target, comm, **options)
+        _check_arguments(iterator, comm, options.get("num_passes", 1))
 
     def __call__(self, trainer: Any = None) -> None:
-        finetune_population_statistics(*self._arguments, **self._options)
+        finetune_population_statistics(*self._arguments.args, **self._arguments.kwargs)
 
 
 def finetune_population_statistics(
@@ -92,6 +96,8 @@ def finetune_population_statistics(
 
     Raises
     ------
+    TypeError
+        If `num_passes` is no int, or `comm` no communicator.
     ValueError
         If `num_passes` is not positive, `iterator` never ends, or `target` has no batch
         normalization link or one without a size so far; for `comm` as `check_sync`. On all ranks,
@@ -106,12 +112,7 @@ def finetune_population_statistics(
     per channel, whatever the link's `avg_var` convention is. The link's `N` becomes the number of
     its calls on this rank. A link without input keeps its values.
     """
-    if num_passes < 1:
-        raise ValueError(f"`num_passes` must be positive: got {num_passes}.")
-    if getattr(iterator, "repeat", False):
-        raise ValueError(
-            "`iterator` must end after one pass: got one that repeats. Make it with repeat=False."
-        )
+    _check_arguments(iterator, comm, num_passes)
     norms = _norms(target)
     communicator = participants(target, comm)
     device = target.device if device is None else device
@@ -162,6 +163,16 @@ def finetune_population_statistics(
             norm.link.N = norm.num_calls
 
 
+def _check_arguments(iterator: Any, comm: Any, num_passes: int) -> None:
+    check_int("num_passes", num_passes)
+    if getattr(iterator, "repeat", False):
+        raise ValueError(
+            "`iterator` must end after one pass: got one that repeats. Make it with repeat=False."
+        )
+    if comm is not None:
+        as_communicator(comm)
+
+
 class _Norm:
     """A batch normalization link, with the population of its inputs."""
 
@@ -209,7 +220,7 @@ class _Watch(chainer.LinkHook):
             axis = functions.check_input(x, channels, norm.link.axis, SingleProcess())
         except (TypeError, ValueError):
             return  # the link will raise, and tell the other ranks
-        x = chainer.as_array(x)
+        x = chainer.as_array(functions.standard_layout(x))
         norm.estimator.update(local_moments(x, axis=axis))
         norm.num_calls += 1
         shape = tuple(0 if i == axis[0] else n for i, n in enumerate(x.shape))

@@ -1,6 +1,7 @@
 """Multi-node batch normalization as a Chainer function."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import chainer
@@ -9,7 +10,7 @@ from chainer import FunctionNode, Variable
 from chainer import functions as F
 
 from multibn import recompute, statistics
-from multibn._typing import Array, Weighting
+from multibn._typing import Array, Weighting, check_int, check_number
 from multibn.chainer_backend import forgetting
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.conversation import Conversation, during
@@ -36,7 +37,8 @@ def multi_node_batch_normalization(
     ----------
     x
         Floating-point Variable or array, `(N, C, *spatial)` for the default of `axis`. N and the
-        spatial sizes may differ between ranks and may be 0.
+        spatial sizes may differ between ranks and may be 0. A Variable may have cuDNN's
+        channels-last layout (`chainer.config.compute_mode = "cudnn_fast"`).
     gamma, beta
         Variables or arrays, shape `(C,)` or that of the axes not in `axis`; None for 1 and 0. Their
         gradients are means over the ranks, as ChainerMN's: averaging them again changes nothing.
@@ -48,20 +50,23 @@ def multi_node_batch_normalization(
     Returns
     -------
     y
-        Same shape and dtype as `x`.
+        Same shape, dtype and layout as `x`.
     batch
         Mean, biased variance and count of the whole batch, float64.
 
     Raises
     ------
     TypeError, ValueError
-        If `x` is not floating-point, the shapes do not fit, or `comm` is no communicator.
-        ValueError if all ranks hold one value per channel together.
+        If `x` is not floating-point, the shapes do not fit, `comm` is no communicator, or `eps` or
+        `axis` is not as for `MultiNodeBatchNormalization`. ValueError if all ranks hold one value
+        per channel together.
     RuntimeError
         On the other ranks, if one rank's input was refused. On all ranks, if they are in different
         layers, or in different phases of one layer.
     FloatingPointError
         On all ranks, if the moments of one rank are not finite (on a GPU one call later).
+    NotImplementedError
+        Inside chainer.static_graph.
 
     Notes
     -----
@@ -70,14 +75,18 @@ def multi_node_batch_normalization(
     and `beta`. A backward pass with a graph computes in float64 and repeats the forward pass's
     allreduce; each of its allreduces has another one in the next derivative.
     """
+    check_number("eps", eps, "(0, inf)")
+    axis = None if axis is None else checked_axes(axis)
     communicator = Conversation(as_communicator(comm), lambda: "multi_node_batch_normalization")
+    v = standard_layout(x)
     shapes = [tuple(p.shape) for p in (gamma, beta) if p is not None]
     if len(set(shapes)) > 1:
         error = ValueError(f"`gamma` and `beta` must have the same shape: got {shapes}.")
-        _refuse(error, x, shapes[0], communicator)
-    axis = check_input(x, shapes[0] if shapes else None, axis, communicator)
-    batch = batch_statistics(x, communicator, owner=comm, weighting=weighting, axis=axis)
-    return normalize(x, gamma, beta, batch, communicator, eps=eps, axis=axis), batch
+        _refuse(error, v, shapes[0], communicator)
+    axis = check_input(v, shapes[0] if shapes else None, axis, communicator)
+    batch = batch_statistics(v, communicator, owner=comm, weighting=weighting, axis=axis)
+    y = normalize(v, gamma, beta, batch, communicator, eps=eps, axis=axis)
+    return with_layout_of(x, y), batch
 
 
 def batch_statistics(
@@ -94,6 +103,11 @@ def batch_statistics(
     Collective, unless `multibn.recompute` replays the statistics or `forgetting.remembering`, which
     explains `owner`, remembers them.
     """
+    if chainer.config.schedule_func is not None:
+        raise NotImplementedError(
+            "ranks cannot share batch statistics inside chainer.static_graph, which would repeat "
+            "those of the first batch. Remove the decorator, which may stay for evaluation."
+        )
 
     def compute() -> list[BatchStatistics]:
         sharing = forgetting.remembering(during(communicator, "forward", x.dtype), owner=owner)
@@ -116,8 +130,36 @@ def normalize(
     axis: tuple[int, ...],
 ) -> Variable:
     """Normalize `x` by `batch`, differentiably through it. Only the backward pass is collective."""
-    function = _Normalize(batch, communicator, eps, axis, gamma is not None, beta is not None)
+    function = BatchNormalization(
+        batch, communicator, eps, axis, gamma is not None, beta is not None
+    )
     return function.apply([v for v in (x, gamma, beta) if v is not None])[0]
+
+
+def standard_layout(x: Any, /) -> Any:
+    """`x` as a Variable whose array has the shape `(N, C, *spatial)`; a view, differentiable.
+
+    The array of a Variable in cuDNN's channels-last layout has the shape `(N, *spatial, C)`, and
+    Chainer's functions refuse such a Variable.
+    """
+    return x.as_layout(None) if isinstance(x, Variable) else x
+
+
+def with_layout_of(x: Any, y: Variable, /) -> Variable:
+    """`y` in the layout of `x`, which may be an array."""
+    return y.as_layout(x.layout) if isinstance(x, Variable) else y
+
+
+def checked_axes(axis: Any, /) -> tuple[int, ...]:
+    """The axes to reduce; raises for `axis` unless it is an int or an ascending tuple of ints."""
+    axes = tuple(axis) if isinstance(axis, Sequence) else (axis,)
+    for i in axes:
+        check_int("axis", i, least=0)
+    if not axes or list(axes) != sorted(set(axes)):
+        raise ValueError(
+            f"`axis` must be an axis counted from 0 or an ascending tuple of them: got {axis!r}."
+        )
+    return axes
 
 
 def check_input(
@@ -179,8 +221,11 @@ def _check(x: Any, channels: tuple[int, ...] | None, axis: tuple[int, ...]) -> N
         raise statistics.not_floating(x)
 
 
-class _Normalize(FunctionNode):
-    """Normalization by `batch`. The gradient of x includes the one through the statistics."""
+class BatchNormalization(FunctionNode):
+    """Normalization by `batch`. The gradient of x includes the one through the statistics.
+
+    Computational graphs and function hooks show the name of this class, which is Chainer's.
+    """
 
     def __init__(
         self,
@@ -217,7 +262,7 @@ class _Normalize(FunctionNode):
         return tuple(Variable(gradient, requires_grad=False) for gradient in gradients)
 
 
-def _gradients(node: _Normalize, x: Array, *rest: Array) -> list[Array]:
+def _gradients(node: BatchNormalization, x: Array, *rest: Array) -> list[Array]:
     """Gradients of x, gamma and beta, those of the latter two only if the node has them."""
     *gamma, dy = rest
     axis, size = node.axis, node.communicator.size
@@ -235,7 +280,7 @@ def _gradients(node: _Normalize, x: Array, *rest: Array) -> list[Array]:
 
 
 def _differentiable_gradients(
-    node: _Normalize, x: Variable, *rest: Variable
+    node: BatchNormalization, x: Variable, *rest: Variable
 ) -> tuple[Variable, ...]:
     """`_gradients` from differentiable functions; computes the statistics again, from `x`."""
     *gamma, dy = rest

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -12,9 +13,9 @@ from chainer import initializers
 from chainer import links as L
 
 from multibn import population, recompute, statistics
-from multibn._typing import RunningVar, Weighting, check_choice
+from multibn._typing import RunningVar, Weighting, check_choice, check_int, check_number
 from multibn.chainer_backend import functions
-from multibn.communicators import SingleProcess, as_communicator
+from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.communicators._names import find_path
 from multibn.communicators.chainermn import ChainerMN, select_backend
 from multibn.communicators.conversation import Conversation
@@ -44,11 +45,18 @@ class MultiNodeBatchNormalization(chainer.Link):
     Parameters
     ----------
     size
-        Channels: an int or the shape of the channel axes. None, which needs `axis`, takes them from
-        the first input.
+        Channels: a positive int or the shape of the channel axes. None, which needs `axis`, takes
+        them from the first input.
     comm
         Anything that `multibn.as_communicator` takes, a ChainerMN communicator for example.
-    decay, eps, dtype, use_gamma, use_beta, initial_gamma, initial_beta, communication_backend
+    decay
+        The part of the old moving averages that a step keeps, from 0 to 1.
+    eps
+        Positive number that is added to the variance.
+    dtype
+        Floating-point dtype of parameters and moving averages; default: `chainer.config.dtype`, for
+        mixed16 float32.
+    use_gamma, use_beta, initial_gamma, initial_beta, communication_backend
         As those of chainermn.links.MultiNodeBatchNormalization.
     axis
         The axes to reduce, an int or an ascending tuple; by default all but the channel axes, which
@@ -73,13 +81,16 @@ class MultiNodeBatchNormalization(chainer.Link):
     N
         Number of fine-tuning batches since `start_finetuning`.
     comm
-        The ChainerMN communicator if the constructor got one, else the multibn Communicator.
+        The ChainerMN communicator if the constructor got one, else the multibn Communicator. May be
+        assigned, on all ranks between two steps: anything that the constructor takes.
 
     Raises
     ------
-    TypeError, ValueError
-        If an argument is not as above: TypeError for `comm`, ValueError for all others, also if
-        `weighting` or `avg_var` is passed together with `conventions`.
+    TypeError
+        If an argument is of another type than above.
+    ValueError
+        If an argument has another value than above; also if `weighting` or `avg_var` is passed
+        together with `conventions`.
     """
 
     gamma: Any = None
@@ -108,25 +119,24 @@ class MultiNodeBatchNormalization(chainer.Link):
         super().__init__()
         if size is None and axis is None:
             raise ValueError("`size` or `axis` must be given: got None for both.")
-        self._communicator = as_communicator(comm)
-        if isinstance(self._communicator, ChainerMN):
-            self._communicator = ChainerMN(self._communicator.comm, communication_backend)
-        else:
-            select_backend(type(comm), communication_backend)
+        check_number("decay", decay, "[0, 1]")
+        check_number("eps", eps, "(0, inf)")
+        self._communicator = _wrapped(comm, communication_backend)
+        self._communication_backend = communication_backend
         self.weighting, self.avg_var_convention = _resolved(conventions, weighting, avg_var)
         self.decay = decay
         self.eps = eps
-        self.axis = None if axis is None else _axes(axis)
-        self._highprec_dtype = chainer.get_dtype(dtype, map_mixed16=np.float32)
+        self.axis = None if axis is None else functions.checked_axes(axis)
+        self._highprec_dtype = _floating_dtype(dtype)
         self._initial_averages = (0, 0)  # `create_mnbn_model` sets those of a lazy link
         self.add_persistent("N", 0)
         self.add_persistent("avg_mean", None)
         self.add_persistent("avg_var", None)
         with self.init_scope():
             if use_gamma:
-                self.gamma = self._parameter(1 if initial_gamma is None else initial_gamma)
+                self.gamma = self._parameter("initial_gamma", initial_gamma, 1)
             if use_beta:
-                self.beta = self._parameter(0 if initial_beta is None else initial_beta)
+                self.beta = self._parameter("initial_beta", initial_beta, 0)
         if size is not None:
             self._initialize(_channels(size))
 
@@ -144,22 +154,33 @@ class MultiNodeBatchNormalization(chainer.Link):
             return self._communicator.comm
         return self._communicator
 
+    @comm.setter
+    def comm(self, comm: Any) -> None:
+        # None stands for no ChainerMN communicator: the backend waits for the next one.
+        backend = "auto" if comm is None else self._communication_backend
+        self._communicator = _wrapped(comm, backend)
+        _conversations.pop(self, None)
+
     def forward(self, x: Any, finetune: bool = False) -> chainer.Variable:
         """Normalize `x`, a Variable or array of shape `(N, C, *spatial)`.
 
         Parameters
         ----------
         x
-            The input, of a real floating-point dtype.
+            The input, of a real floating-point dtype, in any layout of Chainer's.
         finetune
             In training, average the statistics cumulatively, all batches alike, instead of with
             `decay`: see `start_finetuning`.
 
         Raises
         ------
-        TypeError, ValueError, RuntimeError
-            As `multi_node_batch_normalization`.
+        TypeError, ValueError, RuntimeError, FloatingPointError, NotImplementedError
+            As `multi_node_batch_normalization`; the last two in training only.
         """
+        v = functions.standard_layout(x)
+        return functions.with_layout_of(x, self._forward(v, finetune))
+
+    def _forward(self, x: Any, finetune: bool) -> chainer.Variable:
         communicator = self.conversation if chainer.config.train else SingleProcess()
         channels = None if self.avg_mean is None else self.avg_mean.shape
         axis = functions.check_input(x, channels, self.axis, communicator)
@@ -197,8 +218,14 @@ class MultiNodeBatchNormalization(chainer.Link):
             convention=self.avg_var_convention,
         )
 
-    def _parameter(self, initializer: Any) -> chainer.Parameter:
-        initializer = initializers._get_initializer(initializer)
+    def _parameter(self, name: str, initial: Any, default: float) -> chainer.Parameter:
+        initial = default if initial is None else initial
+        if not (isinstance(initial, (Real, *chainer.get_array_types())) or callable(initial)):
+            raise TypeError(
+                f"`{name}` must be a number, an array or a Chainer initializer: got {initial!r} of "
+                f"type {type(initial).__qualname__}."
+            )
+        initializer = initializers._get_initializer(initial)
         initializer.dtype = self._highprec_dtype
         return chainer.Parameter(initializer)
 
@@ -233,6 +260,25 @@ def _name(link: chainer.Link | None) -> str:
     return path.strip("/").replace("/", ".") or type(link).__qualname__
 
 
+def _wrapped(comm: Any, communication_backend: str) -> Communicator:
+    communicator = as_communicator(comm)
+    if not isinstance(communicator, ChainerMN):
+        select_backend(type(comm), communication_backend)
+    elif communication_backend != "auto":
+        return ChainerMN(communicator.comm, communication_backend, timeout=communicator.timeout)
+    return communicator
+
+
+def _floating_dtype(dtype: Any) -> Any:
+    try:
+        resolved = chainer.get_dtype(dtype, map_mixed16=np.float32)
+    except TypeError:
+        resolved = None
+    if resolved is None or resolved.kind != "f":
+        raise TypeError(f"`dtype` must be a real floating-point dtype: got {dtype!r}.")
+    return resolved
+
+
 def _resolved(
     conventions: Any, weighting: Weighting | None, avg_var: RunningVar | None
 ) -> tuple[Weighting, RunningVar]:
@@ -254,16 +300,8 @@ def _resolved(
 
 def _channels(size: Any) -> tuple[int, ...]:
     channels = tuple(size) if isinstance(size, Sequence) else (size,)
-    if not channels or not all(isinstance(n, (int, np.integer)) and n > 0 for n in channels):
+    for n in channels:
+        check_int("size", n)
+    if not channels:
         raise ValueError(f"`size` must be a positive int or a tuple of them: got {size!r}.")
     return channels
-
-
-def _axes(axis: Any) -> tuple[int, ...]:
-    axes = tuple(axis) if isinstance(axis, Sequence) else (axis,)
-    valid = axes and all(isinstance(i, (int, np.integer)) and i >= 0 for i in axes)
-    if not valid or list(axes) != sorted(set(axes)):
-        raise ValueError(
-            f"`axis` must be an axis counted from 0 or an ascending tuple of them: got {axis!r}."
-        )
-    return axes

@@ -15,15 +15,16 @@ from multibn import recompute
 from multibn._typing import Array, check_choice
 from multibn.chainer_backend import forgetting
 
-Mode: TypeAlias = Literal["reversible", "stored"]
+Mode: TypeAlias = Literal["auto", "reversible", "stored"]
 
 
 class ReversibleSequence(chainer.Chain):
     """Blocks `y1 = x1 + F(x2); y2 = x2 + G(y1)` whose memory does not grow with their number.
 
-    Stores the outputs of the last block only. The backward pass goes from the last block to the
-    first and runs F and G once more, for their gradients and for the inputs of the block (Gomez et
-    al. 2017). Gradients are those of `"stored"` up to the rounding of the recomputed inputs.
+    In training, stores the outputs of the last block only. The backward pass goes from the last
+    block to the first and runs F and G once more, for their gradients and for the inputs of the
+    block (Gomez et al. 2017). Gradients are those of `"stored"` up to the rounding of the
+    recomputed inputs.
 
     Collective if F and G are. `MultiNodeBatchNormalization` links in F and G communicate once in
     the forward pass and once in the backward pass, and not when F and G run again.
@@ -35,7 +36,8 @@ class ReversibleSequence(chainer.Chain):
         and dtype of the first stream, G those of the second. A link may occur several times and
         then shares its weights.
     mode
-        `"reversible"`, or `"stored"` for Chainer's ordinary graph of the same blocks.
+        `"reversible"`, or `"stored"` for Chainer's ordinary graph of the same blocks. `"auto"` is
+        `"reversible"` with `chainer.config.train`, and `"stored"` in evaluation.
 
     Attributes
     ----------
@@ -64,7 +66,7 @@ class ReversibleSequence(chainer.Chain):
     are not repeated: set `chainer.config.use_cudnn = "never"`.
     """
 
-    def __init__(self, blocks: Iterable[tuple[Any, Any]], *, mode: Mode = "reversible") -> None:
+    def __init__(self, blocks: Iterable[tuple[Any, Any]], *, mode: Mode = "auto") -> None:
         check_choice("mode", mode, Mode)
         pairs = [_checked_pair(i, pair) for i, pair in enumerate(blocks)]
         if not pairs:
@@ -98,11 +100,12 @@ class ReversibleSequence(chainer.Chain):
         TypeError, ValueError
             If F or G does not return a Variable of the shape and dtype of its stream.
         RuntimeError
-            In the backward pass, if F or G calls other links the second time, or with
-            `enable_double_backprop=True`: use `mode="stored"`.
+            In the backward pass of `"reversible"`, if F or G calls other links the second time, or
+            with `enable_double_backprop=True`: use `mode="stored"`.
         """
         streams = [chainer.as_variable(x) for x in (x1, x2)]
-        if self.mode == "reversible" and chainer.config.enable_backprop:
+        recomputes = self.mode == "reversible" or (self.mode == "auto" and chainer.config.train)
+        if recomputes and chainer.config.enable_backprop:
             y1, y2 = _reversible(self._couplings(), streams)
             return y1, y2
         for coupling in self._couplings():
@@ -245,7 +248,8 @@ class _Reversible(FunctionNode):
         if chainer.config.enable_backprop:
             raise RuntimeError(
                 "a reversible sequence cannot be differentiated twice: got a backward pass with "
-                'enable_double_backprop=True. Use mode="stored" for gradients of gradients.'
+                'enable_double_backprop=True. Use mode="stored" for gradients of gradients, or '
+                'mode="auto" in evaluation.'
             )
         streams = [y.array for y in self.get_retained_outputs()]
         gradients = list(grad_outputs)

@@ -132,16 +132,16 @@ def _forward(
             return forward(x)
         finally:
             link.decay = decay
-    x = chainer.as_variable(x)
+    v = functions.standard_layout(chainer.as_variable(x))
     batch_axis = 0 if link.axis is None else link.axis[0]
     # Call the link on an empty slice, for its collectives forward and backward. Append a constant,
     # so that the next layers get a batch.
-    empty = forward(x[(slice(None),) * batch_axis + (slice(0),)], **options)
-    axis = functions.check_input(x, link.avg_mean.shape, link.axis, _ALONE)
-    batch = statistics.aggregate(statistics.local_moments(x.array, axis=axis), _ALONE)
+    empty = forward(v[(slice(None),) * batch_axis + (slice(0),)], **options)
+    axis = functions.check_input(v, link.avg_mean.shape, link.axis, _ALONE)
+    batch = statistics.aggregate(statistics.local_moments(v.array, axis=axis), _ALONE)
     weight, bias = map(chainer.as_array, link._scale_and_shift())
-    own = statistics.normalize(x.array, batch, weight=weight, bias=bias, eps=link.eps, axis=axis)
-    return F.concat([empty, own], axis=batch_axis)
+    own = statistics.normalize(v.array, batch, weight=weight, bias=bias, eps=link.eps, axis=axis)
+    return functions.with_layout_of(x, F.concat([empty, own], axis=batch_axis))
 
 
 def _two_samples(batch: Any) -> Any:

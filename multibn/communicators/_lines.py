@@ -7,6 +7,7 @@ and notices (see `_watch`), and the end of the program.
 """
 
 import atexit
+import os
 import sys
 from abc import ABC, abstractmethod
 from functools import cache, partial
@@ -112,11 +113,21 @@ class Lines:
         line = self._open[buffer.size]
         self.watch.wait(partial(line.begin, buffer), place, text, timeout)
 
+    def disown(self) -> None:
+        """This process is a fork of the one whose place among the ranks the lines have."""
+        self.abandon()
+        self.watch.failure = (
+            f"this process (pid {os.getpid()}) is a fork of rank {self.rank} (pid {os.getppid()}), "
+            "whose connections it cannot use. Let the parent train, or give the child's layers "
+            "process_group=multibn.SingleProcess(), or start the child by spawn."
+        )
+
     def abandon(self) -> None:
         """No rank waits for these lines any more; the end of the program need not mention them."""
         _all_lines.discard(self)
 
     def _opened(self, number: int, buffer: HostArray | None, text: object, timeout: float) -> Line:
+        self.watch.check(text)  # before a fork touches the transport
         if number != _ANY and _ANY not in self._open:
             self._opened(_ANY, None, text, timeout)
         line = None
@@ -183,6 +194,15 @@ def _leave_at_exit() -> None:
     # At the first use and not before: handlers run last in, first out, and this one needs the
     # libraries that move bytes.
     atexit.register(_leave)
+
+
+def _after_fork() -> None:
+    """In a forked child: the child says nothing in its parent's name, not even at its end."""
+    for lines in list(_all_lines):
+        lines.disown()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _leave() -> None:

@@ -15,9 +15,16 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 from multibn._environment import this_machine
+from multibn._typing import check_number
 
 PATIENCE = 0.5  # seconds of waiting before a rank sends a notice
 _FIRST_LOOK, _LAST_LOOK = 0.02, 1.0  # seconds between two looks at the board, doubling
+_LONGEST = 1e8  # seconds, three years: transports count nanoseconds in 64 bits
+
+_BEGIN_ANEW = (
+    "Begin anew on all ranks: start the program again, or, over torch.distributed and in a "
+    "notebook, call destroy_process_group() and init_process_group()."
+)
 
 # Waits so many seconds at most, and says whether the collective is done.
 Done: TypeAlias = Callable[[float], bool]
@@ -87,12 +94,10 @@ class Watch:
         `place` is equal on ranks that will meet; `str(text)`, the same for people, is computed only
         where somebody is to read it. Raises TimeoutError after `timeout` seconds, ConnectionError
         if a rank was lost or has left, and RuntimeError if another rank waits in another place, or
-        after an earlier failure.
+        after an earlier failure. An exception of another kind, KeyboardInterrupt for example, is a
+        failure too: the message stays under way, and later ones would meet it.
         """
-        if self.failure is not None:
-            raise RuntimeError(
-                f"rank {self.rank} cannot communicate any more, at {text}: {self.failure}"
-            )
+        self.check(text)
         if self._launcher and os.getppid() != self._launcher:
             self._fail(
                 ConnectionError,
@@ -101,14 +106,26 @@ class Watch:
             )
         try:
             done = begin()
-            if not done(PATIENCE):
+            if not done(min(PATIENCE, timeout)):
                 self._wait_long(done, place, str(text), timeout)
-        except RuntimeError as error:
-            if self.failure is not None:
-                raise
-            self._lost(str(text), error)
-        self.completed += 1
-        self._last, self._last_at = text, time.monotonic()
+            self.completed += 1
+            self._last, self._last_at = text, time.monotonic()
+        except BaseException as error:
+            if self.failure is None:
+                if isinstance(error, RuntimeError):
+                    self._lost(str(text), error)
+                self._note_failure(
+                    f"rank {self.rank} was interrupted in {text} by {type(error).__name__}, and "
+                    f"the message is still under way. {_BEGIN_ANEW}"
+                )
+            raise
+
+    def check(self, text: object) -> None:
+        """Raise RuntimeError after a failure."""
+        if self.failure is not None:
+            raise RuntimeError(
+                f"rank {self.rank} cannot communicate any more, at {text}: {self.failure}"
+            )
 
     def leave(self) -> None:
         """Tell the others that this process ends."""
@@ -121,7 +138,7 @@ class Watch:
             self.board.publish(Notice(state, self.completed, place, text))
 
     def _wait_long(self, done: Done, place: str, text: str, timeout: float) -> None:
-        deadline = time.monotonic() + timeout - PATIENCE
+        deadline = time.monotonic() + max(timeout - PATIENCE, 0.0)
         self._publish("waits", place, text)
         pause = _FIRST_LOOK
         while not done(min(pause, max(deadline - time.monotonic(), 0.0))):
@@ -131,9 +148,14 @@ class Watch:
             pause = min(2 * pause, _LAST_LOOK)
 
     def _notices(self) -> dict[int, Notice]:
-        """The others' notices about the collective that this rank waits in, older ones left out."""
+        """The notices of ranks that wait in the same collective, and of those that will not come.
+
+        A rank that has failed may be one collective behind: its message was under way already.
+        """
         board = self.board.read() if self.board is not None else {}
-        return {r: n for r, n in board.items() if n.completed == self.completed}
+        return {
+            r: n for r, n in board.items() if n.completed == self.completed or n.state == "failed"
+        }
 
     def _check_for_left(self, notices: dict[int, Notice], text: str) -> None:
         left = [r for r, n in notices.items() if n.state == "left"]
@@ -191,11 +213,14 @@ class Watch:
     def _fail(
         self, kind: type[Exception], message: str, cause: BaseException | None = None
     ) -> NoReturn:
+        self._note_failure(message)
+        raise kind(message) from cause
+
+    def _note_failure(self, message: str) -> None:
         self.failure = message
         # Before all else: a launcher that sees one process end stops the others at once.
         _announce(message)
         self._publish("failed", "", message)
-        raise kind(message) from cause
 
     def _describe(self, ranks: list[int], how: str = "") -> str:
         seen = f"last seen {time.monotonic() - self._last_at:.1f} s ago in {self._last}"
@@ -263,10 +288,15 @@ def _launcher() -> int:
 
 
 def check_timeout(value: Any = None, /) -> float:
-    """`value` in seconds, default MULTIBN_TIMEOUT, or 300; ValueError unless it is positive."""
-    name = "MULTIBN_TIMEOUT" if value is None else "`timeout`"
-    value = os.environ.get("MULTIBN_TIMEOUT", "300") if value is None else value
-    with contextlib.suppress(TypeError, ValueError):
-        if float(value) > 0:
-            return float(value)
-    raise ValueError(f"{name} must be a positive number of seconds: got {value!r}.")
+    """`value` in seconds, default MULTIBN_TIMEOUT, or 300; raises unless it is positive.
+
+    Infinity stands for a hundred million seconds.
+    """
+    if value is not None:
+        check_number("timeout", value, "(0, inf]")
+        return min(float(value), _LONGEST)
+    text = os.environ.get("MULTIBN_TIMEOUT", "300")
+    with contextlib.suppress(ValueError):
+        if float(text) > 0:
+            return min(float(text), _LONGEST)
+    raise ValueError(f"MULTIBN_TIMEOUT must be a positive number of seconds: got {text!r}.")

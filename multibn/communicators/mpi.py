@@ -262,11 +262,25 @@ class _Board:
         return self._notices
 
 
+_inherited = False  # whether this process is a fork of one that had initialised MPI
+
+
+def _after_fork() -> None:
+    global _inherited
+    loaded = sys.modules.get("mpi4py.MPI")
+    _inherited = loaded is not None and loaded.Is_initialized()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def _lines_of(comm: "Comm") -> Lines:
     """The lines of all handles of one mpi4py communicator."""
     lines: Any = comm.Get_attr(_keyval())
     if lines is None:
         lines = Lines(_Transport(comm))
+        if _inherited:
+            lines.disown()
         comm.Set_attr(_keyval(), lines)
     return cast(Lines, lines)
 

@@ -45,9 +45,9 @@ class NCCL(LineCommunicator):
 
     def __init__(self, parent: Any = None, *, unique_id: Sequence[int] | None = None) -> None:
         self._parent = as_communicator(parent)
-        if unique_id is not None and len(unique_id) != _ID_SIZE:
+        if unique_id is not None and not _is_id(unique_id):
             raise ValueError(
-                f"`unique_id` must be of {_ID_SIZE} numbers: got {len(unique_id)}. Pass what "
+                f"`unique_id` must be of {_ID_SIZE} numbers: got {unique_id!r}. Pass what "
                 "cupy.cuda.nccl.get_unique_id() returned on one of the ranks."
             )
         _library()
@@ -158,6 +158,14 @@ def _library() -> Any:
             "NCCL is not found by CuPy. Install it, for CUDA 12 as pip install nvidia-nccl-cu12."
         )
     return nccl
+
+
+def _is_id(value: Any) -> bool:
+    return (
+        isinstance(value, Sequence)
+        and len(value) == _ID_SIZE
+        and all(isinstance(n, int) for n in value)
+    )
 
 
 def _made_on_rank_0(parent: Communicator) -> tuple[int, ...]:

@@ -319,6 +319,8 @@ class _World:
         """The lines of all handles of one process group."""
         if group not in self.lines:
             self.lines[group] = Lines(_Transport(group))
+            if self.default_group is _inherited:
+                self.lines[group].disown()
         return self.lines[group]
 
     def find_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -352,6 +354,15 @@ class _World:
 
 
 _latest_world: _World | None = None
+_inherited: dist.ProcessGroup | None = None  # in a forked child: the parent's default group
+
+
+def _after_fork() -> None:
+    global _inherited
+    _inherited = dist.group.WORLD
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _world() -> _World:

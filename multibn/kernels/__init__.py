@@ -13,6 +13,9 @@ knows of processes.
 import importlib
 import os
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -100,6 +103,26 @@ def move_averages(*arguments: Any) -> tuple[Array, Array]:
     return _select_steps(*arguments[:4]).move_averages(*arguments)
 
 
+@contextmanager
+def differentiable() -> Iterator[None]:
+    """Context in which arrays of torch are computed by torch's own operations only.
+
+    torch can differentiate these operations in any mode, and no compiled loop.
+    """
+    before, _local.differentiable = _local.differentiable, True
+    try:
+        yield
+    finally:
+        _local.differentiable = before
+
+
+class _Local(threading.local):
+    differentiable = False
+
+
+_local = _Local()
+
+
 def _select_steps(first: Array, *others: Any) -> Any:
     """The module with the steps for arrays like `first`."""
     return _native(_STEPS.get(_kind(first, others), "generic"))
@@ -118,7 +141,7 @@ def _kind(x: Array, others: tuple[Any, ...]) -> str:
         return "host"
     if is_torch_array(x):
         torch = sys.modules["torch"]
-        if type(x) not in (torch.Tensor, torch.nn.Parameter):
+        if _local.differentiable or type(x) not in (torch.Tensor, torch.nn.Parameter):
             return "generic"
         if torch.is_grad_enabled():
             # Autograd differentiates torch's own operations only, so no compiled loop.

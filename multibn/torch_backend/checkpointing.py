@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from multibn import recompute
+from multibn.torch_backend.sub_batch_norm import Part
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -73,6 +74,9 @@ class _Recomputation:
         self._replay.__exit__(*exception)  # may raise
 
     def _copy_buffers(self, module: nn.Module, _: Any) -> None:
-        if isinstance(module, _NormBase) and threading.get_ident() == self._thread:
+        # A Part's layer has a tape. Compiled code calls a Part, too, and cannot ask for the thread.
+        if isinstance(module, Part) or not isinstance(module, _NormBase):
+            return
+        if threading.get_ident() == self._thread:
             for buffer in module.buffers(recurse=False):
                 self._before.setdefault(buffer, buffer.detach().clone())

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from multibn.torch_backend.modules import SyncBatchNorm
+from multibn.torch_backend.modules import SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
 from multibn.torch_backend.naive import (
     NaiveSyncBatchNorm1d,
     NaiveSyncBatchNorm2d,
@@ -19,6 +19,7 @@ _TYPES = "'batchnorm', 'sub_batchnorm', 'sync_batchnorm' or 'sync_batchnorm_apex
 # Keys: number of spatial dimensions.
 _BATCH_NORM = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 _SUB_BATCH_NORM = {1: SubBatchNorm1d, 2: SubBatchNorm2d, 3: SubBatchNorm3d}
+_SYNC_BATCH_NORM = {1: SyncBatchNorm1d, 2: SyncBatchNorm2d, 3: SyncBatchNorm3d}
 _NAIVE_SYNC_BATCH_NORM = {1: NaiveSyncBatchNorm1d, 2: NaiveSyncBatchNorm2d, 3: NaiveSyncBatchNorm3d}
 
 
@@ -31,11 +32,13 @@ def get_norm(cfg: Any, dim: int = 3) -> Callable[..., nn.Module]:
     - `"sub_batchnorm"`: SubBatchNorm1d, 2d or 3d with `num_splits=NUM_SPLITS`;
     - `"sync_batchnorm"`: NaiveSyncBatchNorm1d, 2d or 3d with `global_sync=GLOBAL_SYNC`, which wins,
       and `num_sync_devices=NUM_SYNC_DEVICES`;
-    - `"sync_batchnorm_apex"`: SyncBatchNorm over NUM_SYNC_DEVICES consecutive ranks, 0 for all, in
-      the place of apex's layer, which no longer exists.
+    - `"sync_batchnorm_apex"`: SyncBatchNorm1d, 2d or 3d over NUM_SYNC_DEVICES consecutive ranks, 0
+      for all, in the place of apex's layer, which no longer exists.
 
-    Call the result with `num_features` by name, as PySlowFast does: the classes differ in their
-    first positional argument.
+    PySlowFast's tools look for nn.BatchNorm1d, 2d and 3d, to initialize and to freeze layers. A
+    sub-batch norm consists of two of them, and each of the other layers is one. Call the result
+    with `num_features` by name, as PySlowFast does: the classes differ in their first positional
+    argument.
 
     Parameters
     ----------
@@ -50,9 +53,11 @@ def get_norm(cfg: Any, dim: int = 3) -> Callable[..., nn.Module]:
     Raises
     ------
     ValueError
-        If `cfg` lacks BN or BN.NORM_TYPE, NORM_TYPE is none of the four, or `dim` is not 1, 2 or 3.
+        If `cfg` lacks BN or BN.NORM_TYPE, or `dim` is not 1, 2 or 3.
+    NotImplementedError
+        If NORM_TYPE is none of the four, as in PySlowFast.
     """
-    if dim not in (1, 2, 3):
+    if isinstance(dim, bool) or dim not in (1, 2, 3):
         raise ValueError(f"`dim` must be 1, 2 or 3: got {dim!r}.")
     bn = _get(cfg, "BN", None)
     norm_type = None if bn is None else _get(bn, "NORM_TYPE", None)
@@ -70,8 +75,8 @@ def get_norm(cfg: Any, dim: int = 3) -> Callable[..., nn.Module]:
             global_sync=_get(bn, "GLOBAL_SYNC", False),
         )
     if norm_type == "sync_batchnorm_apex":
-        return partial(SyncBatchNorm, process_group=_get(bn, "NUM_SYNC_DEVICES", 1) or None)
-    raise ValueError(f"`cfg.BN.NORM_TYPE` must be one of {_TYPES}: got {norm_type!r}.")
+        return partial(_SYNC_BATCH_NORM[dim], process_group=_get(bn, "NUM_SYNC_DEVICES", 1) or None)
+    raise NotImplementedError(f"`cfg.BN.NORM_TYPE` must be one of {_TYPES}: got {norm_type!r}.")
 
 
 def _get(node: Any, key: str, default: Any) -> Any:

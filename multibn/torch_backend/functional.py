@@ -2,20 +2,21 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from numbers import Real
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from multibn import statistics
-from multibn._typing import Weighting
+from multibn import kernels, statistics
+from multibn._typing import Weighting, check_number
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.conversation import Conversation
 from multibn.statistics import BatchStatistics
-from multibn.torch_backend import _autograd
-from multibn.torch_backend._autograd import Input
+from multibn.torch_backend import _autograd, _differentiable
+from multibn.torch_backend._differentiable import add_relu as add_relu
+from multibn.torch_backend._input import Input
 
 
 def sync_batch_norm(
@@ -69,6 +70,13 @@ def sync_batch_norm(
     Second derivatives (`create_graph=True`) are exact over ranks; the backward pass then repeats
     the forward pass's allreduce. `x` must need a gradient on all ranks or on none: in the backward
     pass, ranks that need one wait for all others.
+
+    torch.func and forward mode work over ranks, too, if all ranks transform alike. A derivative by
+    a rank's `x` or parameters is that of all ranks' outputs together, as an ordinary gradient is. A
+    tangent of `y` has the tangents of all ranks in it. Each derivative repeats the forward pass's
+    allreduce, under vmap once for each entry. NotImplementedError on all ranks, if there are
+    several, from torch.func.linearize, `vectorize=True` of torch.autograd.functional, and
+    `is_grads_batched=True` of torch.autograd.grad, which hide the numbers that ranks share.
     """
     check_eps(eps)
     communicator = Conversation(as_communicator(process_group), lambda: "sync_batch_norm")
@@ -102,6 +110,8 @@ def forward_all(
         except (TypeError, ValueError) as error:
             refuse(error, [i.x for i in inputs], num_channels, communicator)
         complete.append(i if i.axis else i._replace(axis=statistics.reduced_axes(i.x.ndim)))
+    if _differentiable.is_needed():
+        return _differentiable.forward_all(complete, communicator, weighting)
     batches = _autograd.batch_statistics(complete, communicator, weighting)
     ys = _autograd.normalize(complete, batches, communicator, weighting)
     return list(zip(ys, batches, strict=True))
@@ -124,13 +134,8 @@ def normalize_by_running(
     _check_options(Input(x, weight, bias, eps))
     mean, var = running_mean.double(), running_var.double()
     batch = BatchStatistics(mean, var, count=mean.new_zeros(()), element_weight=mean.new_zeros(()))
-    return statistics.normalize(x, batch, weight=weight, bias=bias, eps=eps)
-
-
-def add_relu(y: Tensor, residual: Tensor | None, relu: bool, /) -> Tensor:
-    """Add `residual`, if any, to `y`, then apply ReLU if `relu`."""
-    y = y if residual is None else y + residual
-    return y.relu() if relu else y
+    with kernels.differentiable() if _differentiable.is_needed() else nullcontext():
+        return statistics.normalize(x, batch, weight=weight, bias=bias, eps=eps)
 
 
 def check_input(x: Any, num_channels: int | None, /) -> None:
@@ -164,10 +169,7 @@ def check_input(x: Any, num_channels: int | None, /) -> None:
 
 def check_eps(eps: Any, /) -> None:
     """Raise unless `eps` is positive: without it a constant channel has no finite inverse."""
-    if not isinstance(eps, Real):
-        raise TypeError(f"`eps` must be a number: got {eps!r} of type {type(eps).__qualname__}.")
-    if not 0 < float(eps) < math.inf:  # False for nan
-        raise ValueError(f"`eps` must be positive and finite: got {eps}.")
+    check_number("eps", eps, "(0, inf)")
 
 
 def _check_options(i: Input) -> None:

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn import population, recompute
-from multibn._typing import RunningVar, Weighting, check_choice
+from multibn._typing import RunningVar, Weighting, check_choice, check_int, check_number
 from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.communicators._names import find_path
 from multibn.communicators.conversation import Conversation
@@ -20,6 +20,15 @@ from multibn.torch_backend._autograd import Input
 #: This process alone, known to compiled code.
 ALONE = SingleProcess()
 compiled.register(ALONE)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of `module` runs hooks of its own.
+
+    Hooks of all modules do not count: `checkpoint_contexts` has one in the recomputation only.
+    """
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return any(getattr(module, kind) for kind in kinds)
 
 
 class Synchronized(nn.Module):
@@ -59,6 +68,13 @@ class Synchronized(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.process_group = self.__dict__.pop("conversation")  # a copy has its own name
+
+
+def check_arguments(num_features: object, eps: object, momentum: object) -> None:
+    """Raise unless a layer can have these arguments."""
+    check_int("num_features", num_features)
+    functional.check_eps(eps)
+    check_number("momentum", momentum, "[0, 1]", none="the cumulative average")
 
 
 def _name(layer: nn.Module | None) -> str:
@@ -168,9 +184,9 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
     Raises
     ------
     TypeError, ValueError
-        If `process_group` is no communicator, or this process is not part of it. ValueError if
-        `num_features` or `eps` is not positive, or `weighting` or `running_var` is unknown. A call
-        raises as `sync_batch_norm`.
+        If `process_group` is no communicator, or this process is not part of it; `num_features` is
+        no positive int, `eps` is no positive number, `momentum` is neither None nor in [0, 1], or
+        `weighting` or `running_var` is unknown. A call raises as `sync_batch_norm`.
     """
 
     # The class for `revert_sync_batchnorm`: of the layer's class, or of a layer that was converted.
@@ -193,9 +209,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         running_var: RunningVar = "unbiased_global",
         fuse_relu: bool = False,
     ) -> None:
-        if num_features <= 0:
-            raise ValueError(f"`num_features` must be positive: got {num_features}.")
-        functional.check_eps(eps)
+        check_arguments(num_features, eps, momentum)
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
         )

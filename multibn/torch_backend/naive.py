@@ -7,11 +7,17 @@ the numbers of the naive layers.
 
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from multibn.communicators import Communicator, Group, as_communicator
 from multibn.torch_backend import functional
-from multibn.torch_backend.modules import ALONE, SyncBatchNorm
+from multibn.torch_backend.modules import (
+    ALONE,
+    SyncBatchNorm,
+    SyncBatchNorm1d,
+    SyncBatchNorm2d,
+    SyncBatchNorm3d,
+)
 
 
 class _NaiveSyncBatchNorm(SyncBatchNorm):
@@ -20,13 +26,15 @@ class _NaiveSyncBatchNorm(SyncBatchNorm):
     def __init__(
         self,
         num_sync_devices: int | None = None,
-        global_sync: bool = False,
+        global_sync: bool | None = None,
         *,
         num_features: int,
         process_group: Any = None,
         **bn_args: Any,
     ) -> None:
         everyone = as_communicator(process_group)
+        if global_sync is None:
+            global_sync = num_sync_devices is None
         group = everyone if global_sync else _inside_machine(everyone, num_sync_devices)
         super().__init__(num_features, process_group=group, **bn_args)
 
@@ -41,20 +49,23 @@ class _NaiveSyncBatchNorm(SyncBatchNorm):
             functional.refuse(error, [input], [self.num_features], communicator)
 
 
-class NaiveSyncBatchNorm1d(_NaiveSyncBatchNorm):
+class NaiveSyncBatchNorm1d(_NaiveSyncBatchNorm, SyncBatchNorm1d):
     """Batch normalization of `(N, C)` or `(N, C, L)` over groups of ranks inside a machine.
 
-    A `SyncBatchNorm` with the constructor of PySlowFast's layer. `revert_sync_batchnorm` turns it
-    into an nn.BatchNorm1d. Collective as `SyncBatchNorm` within the group; the first training step
-    forms the groups and is collective over all ranks of `process_group`.
+    A `SyncBatchNorm` with the constructor of PySlowFast's layer and, as that layer, an
+    nn.BatchNorm1d, so that tools which look for this class find it. `revert_sync_batchnorm` turns
+    it into a plain nn.BatchNorm1d. Collective as `SyncBatchNorm` within the group; the first
+    training step forms the groups and is collective over all ranks of `process_group`.
 
     Parameters
     ----------
     num_sync_devices
         Number of consecutive ranks in a group, a divisor of the number of ranks on the machine.
-        None, 0 or less: all ranks of the machine.
+        0 or less: all ranks of the machine.
     global_sync
-        Share statistics with all ranks of all machines, whatever `num_sync_devices` is.
+        Share statistics with all ranks of all machines, whatever `num_sync_devices` is. False: with
+        a group on the machine; there `num_sync_devices=None` means 0. None: as pytorchvideo's
+        default, True unless `num_sync_devices` is an int.
     process_group
         The ranks that are divided into groups, as in `SyncBatchNorm`. For other groups use a
         `SyncBatchNorm` with a `multibn.Group`.
@@ -71,21 +82,18 @@ class NaiveSyncBatchNorm1d(_NaiveSyncBatchNorm):
         machine's ranks, and in each call, if the input has another number of dimensions.
     """
 
-    converted_from = nn.BatchNorm1d
     _shapes = {2: "(N, C)", 3: "(N, C, L)"}
 
 
-class NaiveSyncBatchNorm2d(_NaiveSyncBatchNorm):
+class NaiveSyncBatchNorm2d(_NaiveSyncBatchNorm, SyncBatchNorm2d):
     """As `NaiveSyncBatchNorm1d`, for inputs `(N, C, H, W)` and nn.BatchNorm2d."""
 
-    converted_from = nn.BatchNorm2d
     _shapes = {4: "(N, C, H, W)"}
 
 
-class NaiveSyncBatchNorm3d(_NaiveSyncBatchNorm):
+class NaiveSyncBatchNorm3d(_NaiveSyncBatchNorm, SyncBatchNorm3d):
     """As `NaiveSyncBatchNorm1d`, for inputs `(N, C, T, H, W)` and nn.BatchNorm3d."""
 
-    converted_from = nn.BatchNorm3d
     _shapes = {5: "(N, C, T, H, W)"}
 
 

@@ -1,24 +1,53 @@
 """Batch normalization of each part of a batch by its own statistics (sub-batch, ghost BN)."""
 
+import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from multibn._typing import RunningVar, Weighting
+from multibn._typing import RunningVar, Weighting, check_int
 from multibn.communicators import Communicator
 from multibn.kernels import generic
 from multibn.statistics import OneValueError, reduced_axes
 from multibn.torch_backend import compiled, functional
 from multibn.torch_backend._autograd import Input
-from multibn.torch_backend.modules import ALONE, Synchronized, update_buffers
+from multibn.torch_backend.modules import (
+    ALONE,
+    Synchronized,
+    call_node,
+    check_arguments,
+    has_hooks,
+    update_buffers,
+)
 
 _STATISTICS = ("running_mean", "running_var")
 
 
+class Part(_BatchNorm):
+    """`bn` or `split_bn`. Its layer calls it, for the part's hooks, and does the arithmetic."""
+
+    def forward(self, input: Tensor, normalize: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        return super().forward(input) if normalize is None else normalize(input)
+
+
+class _BatchNorm1d(Part, nn.BatchNorm1d):
+    pass
+
+
+class _BatchNorm2d(Part, nn.BatchNorm2d):
+    pass
+
+
+class _BatchNorm3d(Part, nn.BatchNorm3d):
+    pass
+
+
 class _SubBatchNorm(Synchronized):
-    _batch_norm: type[_BatchNorm]
+    _part: type[Part]
     _shapes: dict[int, str]  # number of dimensions of the input: text for errors
 
     weight: Tensor | None
@@ -40,9 +69,8 @@ class _SubBatchNorm(Synchronized):
         weighting: Weighting = "element",
         running_var: RunningVar = "unbiased_global",
     ) -> None:
-        _check_num_splits(num_splits)
-        if num_features <= 0:
-            raise ValueError(f"`num_features` must be positive: got {num_features}.")
+        check_int("num_splits", num_splits)
+        check_arguments(num_features, eps, momentum)
         super().__init__()
         self.num_splits = num_splits
         self.num_features = num_features
@@ -52,7 +80,7 @@ class _SubBatchNorm(Synchronized):
             self.register_parameter(name, None if values is None else nn.Parameter(values))
 
         def make(features: int) -> Any:
-            return self._batch_norm(
+            return self._part(
                 features, eps, momentum, False, track_running_stats, device=device, dtype=dtype
             )
 
@@ -70,38 +98,79 @@ class _SubBatchNorm(Synchronized):
         self.split_bn.reset_running_stats()
 
     def forward(self, input: Tensor) -> Tensor:
-        # Loops that freeze all batch norms of a model find `split_bn`, and not this layer.
-        if not (self.training and self.split_bn.training):
-            return self._evaluate(input)
-        communicator = self.conversation
-        self._check_input(input, self.num_splits, communicator)
-        # A view for any strides; sample i is in split i % num_splits, on axis 1.
-        parts = input.unflatten(0, (len(input) // self.num_splits, self.num_splits))
-        axis = reduced_axes(parts.ndim, channel_axes=(1, 2))
-        local_count = input.numel() // (self.num_splits * self.num_features)
-        weight, bias = self._per_split(self.weight), self._per_split(self.bias)
-        i = Input(parts, weight, bias, self.split_bn.eps, axis)
+        if isinstance(input, fx.Proxy):
+            return call_node(self, input)
+        part, num_splits = (self.split_bn, self.num_splits) if self.training else (self.bn, 1)
+        communicator = self.conversation if self.training and part.training else ALONE
+        self._check_input(input, num_splits, communicator)
+        x = input
+        if self.training:  # a view for any strides; sample i is in split i % num_splits, on axis 1
+            x = input.unflatten(0, (len(input) // num_splits, num_splits))
+        normalize = partial(self._normalize, part, communicator)
+        if isinstance(part, Part) and not has_hooks(part):
+            y = part(x, normalize=partial(normalize, weight=self.weight, bias=self.bias))
+            return y.flatten(0, 1) if self.training else y
+
+        # Hooks, and a part of another class, get the tensors of SlowFast's layer: all channels on
+        # axis 1, neither weight nor bias. In channels_last, the splits must be copied for that.
+        channels = self._channels()
+
+        def normalize_flat(x: Tensor) -> Tensor:
+            return normalize(x.unflatten(1, channels)).flatten(1, len(channels))
+
+        options = {"normalize": normalize_flat} if isinstance(part, Part) else {}
+        y = part(x.flatten(1, len(channels)), **options).reshape(input.shape)
+        return _affine(y, self.weight, self.bias).to(y.dtype)
+
+    def _normalize(
+        self,
+        part: Any,
+        communicator: Communicator,
+        x: Tensor,
+        *,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """The arithmetic of a call of `part`. From axis 1, `x` has the axes of `_channels`."""
+        channels = self._channels()
+        if self.training:  # autograd adds up the splits' gradients
+            weight, bias = (None if p is None else p.expand(channels) for p in (weight, bias))
+        if part.running_mean is not None and not part.training:
+            by_running = _normalize_splits if self.training else functional.normalize_by_running
+            return by_running(x, weight, bias, part.running_mean, part.running_var, eps=part.eps)
+        axis = reduced_axes(x.ndim, channel_axes=range(1, 1 + len(channels)))
+        i = Input(x, weight, bias, part.eps, axis)
         try:  # to `compiled.forward`, the splits are the channels of axis 1
-            y, batch = compiled.forward(i, self.num_splits, communicator, weighting=self.weighting)
+            y, batch = compiled.forward(i, channels[0], communicator, weighting=self.weighting)
         except OneValueError as error:
+            if not self.training:
+                raise
             raise OneValueError(
                 "training needs more than 1 value per channel in each of the "
                 f"{self.num_splits} splits: got 1 over {communicator.size} rank(s) together, with "
-                f"an input of shape {tuple(input.shape)} on rank {communicator.rank}. Use a larger "
-                "batch or a smaller `num_splits`, drop the last batch, or call eval()."
+                f"an input of shape {tuple(x.flatten(0, 1).shape)} on rank {communicator.rank}. "
+                "Use a larger batch or a smaller `num_splits`, drop the last batch, or call eval()."
             ) from error
-        if self.split_bn.track_running_stats and update_buffers(
-            self.split_bn, batch, local_count, self.running_var_convention
-        ):
-            self.aggregate_stats()
-        return y.flatten(0, 1)
+        if part.training and part.track_running_stats:
+            local_count = x.numel() // math.prod(channels)
+            updated = update_buffers(part, batch, local_count, self.running_var_convention)
+            if updated and self.training:
+                self.aggregate_stats()
+        return y
+
+    def _channels(self) -> tuple[int, ...]:
+        """Shape of the statistics of a call: in training, every split has its own."""
+        if self.training:
+            return self.num_splits, self.num_features
+        return (self.num_features,)
 
     @torch.no_grad()
     def aggregate_stats(self) -> None:
         """Compute `bn`'s running statistics, those of the population, from `split_bn`'s.
 
-        Every training step ends with this call, so call it only after writing to the buffers of
-        `split_bn`. Copies `num_batches_tracked`, too. Not collective.
+        Every training step ends with this call, so call it only after other code has written to the
+        buffers of `split_bn`, as fvcore's `update_bn_stats` does. Copies `num_batches_tracked`,
+        too. Not collective.
 
         By the law of total variance, for splits of equal weight::
 
@@ -133,10 +202,10 @@ class _SubBatchNorm(Synchronized):
 
         Raises
         ------
-        ValueError
-            If `num_splits` is not a positive integer.
+        TypeError, ValueError
+            If `num_splits` is no positive int.
         """
-        _check_num_splits(num_splits)
+        check_int("num_splits", num_splits)
         if num_splits == self.num_splits:
             return
         self.num_splits = num_splits
@@ -152,21 +221,6 @@ class _SubBatchNorm(Synchronized):
             f"process_group={self.process_group}, weighting={self.weighting!r}, "
             f"running_var={self.running_var_convention!r}"
         )
-
-    def _evaluate(self, input: Tensor) -> Tensor:
-        self._check_input(input, 1, ALONE)
-        bn = self.bn
-        if bn.running_mean is not None:
-            return functional.normalize_by_running(
-                input, self.weight, self.bias, bn.running_mean, bn.running_var, eps=bn.eps
-            )
-        whole = Input(input, self.weight, self.bias, bn.eps)
-        y, _ = compiled.forward(whole, self.num_features, ALONE, weighting="element")
-        return y
-
-    def _per_split(self, parameter: Tensor | None) -> Tensor | None:
-        """Shape `(num_splits, C)`; autograd adds up the splits' gradients."""
-        return None if parameter is None else parameter.expand(self.num_splits, -1)
 
     def _check_input(self, input: Any, num_splits: int, communicator: Communicator) -> None:
         """As `functional.check_input`; also checks the number of dimensions and the batch size."""
@@ -199,14 +253,14 @@ class _SubBatchNorm(Synchronized):
 class SubBatchNorm1d(_SubBatchNorm):
     """`SubBatchNorm3d` for an input of shape `(N, C)` or `(N, C, L)`."""
 
-    _batch_norm = nn.BatchNorm1d
+    _part = _BatchNorm1d
     _shapes = {2: "(N, C)", 3: "(N, C, L)"}
 
 
 class SubBatchNorm2d(_SubBatchNorm):
     """`SubBatchNorm3d` for an input of shape `(N, C, H, W)`."""
 
-    _batch_norm = nn.BatchNorm2d
+    _part = _BatchNorm2d
     _shapes = {4: "(N, C, H, W)"}
 
 
@@ -217,7 +271,8 @@ class SubBatchNorm3d(_SubBatchNorm):
     arXiv:1912.00998; ghost batch normalization, arXiv:1705.08741). Sample i belongs to split
     i % num_splits. All splits have the same `weight` and `bias`, shape `(C,)`. Evaluation uses the
     statistics of the whole population, which every training step updates. The layer takes the place
-    of SlowFast's: arguments, numbers, `aggregate_stats` and state dict are the same.
+    of SlowFast's: arguments, numbers, `aggregate_stats`, state dict, and the calls of its two parts
+    are the same.
 
     Parameters
     ----------
@@ -238,15 +293,17 @@ class SubBatchNorm3d(_SubBatchNorm):
     Attributes
     ----------
     split_bn
-        Batch norm without weight and bias, whose buffers are the splits' running statistics, shape
-        `(num_splits * C,)`, split after split. Its eval mode freezes the layer.
+        An nn.BatchNorm3d without weight and bias, whose buffers are the splits' running statistics,
+        shape `(num_splits * C,)`, split after split. The layer calls it in training. Its eval mode
+        freezes the layer: each split is normalized by its own running statistics.
     bn
-        The same for the whole population, shape `(C,)`. See `aggregate_stats`.
+        The same for the whole population, shape `(C,)`; see `aggregate_stats`. The layer calls it
+        in evaluation. In training mode it normalizes by the whole batch, which it then tracks.
 
     Raises
     ------
     TypeError, ValueError
-        As `SyncBatchNorm`. ValueError if `num_splits` is not a positive integer.
+        As `SyncBatchNorm`, or if `num_splits` is no positive int.
 
     Notes
     -----
@@ -259,9 +316,13 @@ class SubBatchNorm3d(_SubBatchNorm):
     `load_state_dict` also accepts the state of a plain batch norm, or of a layer with another
     number of splits: each split then starts from the statistics of the population. `bn` keeps the
     loaded statistics until the next training step.
+
+    Hooks of `bn` and `split_bn` get the tensors that they get in SlowFast's layer: in training, all
+    channels of all splits on axis 1, and no weight and bias in the output. Without hooks, weight
+    and bias cost no pass of their own. With hooks, an input in channels_last is copied.
     """
 
-    _batch_norm = nn.BatchNorm3d
+    _part = _BatchNorm3d
     _shapes = {5: "(N, C, D, H, W)"}
 
 
@@ -278,9 +339,32 @@ def _(means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(means[0]), torch.empty_like(variances[0])
 
 
-def _check_num_splits(num_splits: object) -> None:
-    if not isinstance(num_splits, int) or isinstance(num_splits, bool) or num_splits < 1:
-        raise ValueError(f"`num_splits` must be a positive integer: got {num_splits!r}.")
+def _normalize_splits(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    /,
+    *,
+    eps: float,
+) -> Tensor:
+    """As `functional.normalize_by_running`, with splits on axis 1. F.batch_norm would copy some."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    mean, var = (b.to(wide).view(x.shape[1:3]) for b in (running_mean, running_var))
+    invstd = (var + eps).rsqrt()
+    xhat = (x.to(wide) - _like(mean, x)) * _like(invstd, x)
+    return _affine(xhat, weight, bias).to(x.dtype)
+
+
+def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    y = x if weight is None else x * _like(weight, x)
+    return y if bias is None else y + _like(bias, x)
+
+
+def _like(p: Tensor, x: Tensor) -> Tensor:
+    """Add axes to `p`, whose shape is that of the axes of `x` from 1, for the other axes of `x`."""
+    return p.reshape(*p.shape, *[1] * (x.ndim - 1 - p.ndim))
 
 
 def _check_divides(num_splits: int, batch_size: int, communicator: Communicator) -> None:

@@ -12,9 +12,7 @@ from multibn.communicators.base import identity
 from multibn.communicators.conversation import Conversation
 from multibn.torch_backend import functional
 from multibn.torch_backend._autograd import Input
-from multibn.torch_backend.modules import SyncBatchNorm
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+from multibn.torch_backend.modules import SyncBatchNorm, has_hooks
 
 
 def normalize_together(layers: Sequence[SyncBatchNorm], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -51,8 +49,7 @@ def normalize_together(layers: Sequence[SyncBatchNorm], inputs: Sequence[Tensor]
     _check(layers, inputs)
     pairs = list(zip(layers, inputs, strict=True))
     sharing = [(layer, x) for layer, x in pairs if layer.training]
-    has_hooks = any(getattr(layer, name) for name in _HOOKS for layer in layers)
-    if not sharing or has_hooks or torch.compiler.is_compiling():
+    if not sharing or any(map(has_hooks, layers)) or torch.compiler.is_compiling():
         return [layer(x) for layer, x in pairs]
     communicator = _conversation([layer for layer, _ in sharing])
     num_features = [layer.num_features for layer, _ in sharing]

@@ -52,6 +52,16 @@ def check_deadlines(world: Communicator) -> None:
         conformance.check_deadline(comm, world)
 
 
+def check_interruptions_and_forks(world: Communicator) -> None:
+    """Of every transport of the launcher."""
+    if world.size != 2:
+        return  # the lines of any number of ranks are the same code
+    for comm in _with_timeout(world):
+        conformance.check_fork(comm, used=False)
+        conformance.check_fork(comm, used=True)
+        conformance.check_interruption(comm, world)
+
+
 def _with_timeout(world: Communicator) -> Iterator[Any]:
     if _under_torchrun(world):
         import torch.distributed as dist
@@ -96,8 +106,8 @@ def check_another_backend_conforms(world: Communicator) -> None:
 
 def check_gpu_tensors_go_through_watched_lines(world: Communicator) -> None:
     """Over gloo, and over an MPI that is not CUDA-aware: no GPU is needed to see the way."""
-    if not require.available("torch"):
-        return
+    if world.size != 2 or not require.available("torch"):
+        return  # the answers do not depend on the number of ranks
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 

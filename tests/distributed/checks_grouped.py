@@ -184,7 +184,7 @@ def check_one_communicator_for_all_layers(world: Communicator) -> None:
 
 def check_what_a_step_communicates(world: Communicator) -> None:
     counting = CountingGroups(world)
-    layer = NaiveSyncBatchNorm2d(num_features=C, process_group=counting)
+    layer = NaiveSyncBatchNorm2d(0, num_features=C, process_group=counting)
     x = _tensor((world.rank, 0), (2, C, 3, 3)).float().requires_grad_()
     seen = []
     for _ in range(3):
@@ -318,7 +318,7 @@ def check_loading_in_one_process(world: Communicator) -> None:
     model = nn.ModuleDict(
         {
             "some": NaiveSyncBatchNorm2d(k, num_features=C, process_group=parent),
-            "machine": NaiveSyncBatchNorm2d(num_features=C, process_group=parent),
+            "machine": NaiveSyncBatchNorm2d(0, num_features=C, process_group=parent),
         }
     )
     for layer in model.values():
@@ -478,7 +478,9 @@ def check_a_process_group_made_anew(world: Communicator) -> None:
     x = _tensor((world.rank, 7), (2, C, 4, 4)).float()
     first = layer(x)
     members = _members(world, layer.process_group)
+    unused = SyncBatchNorm(3)
     dist.destroy_process_group()
+    after = SyncBatchNorm(3)
     # The launcher's store still has the addresses of the first group: under another prefix.
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.PrefixStore("again", dist.TCPStore(*address, is_master=False))
@@ -487,6 +489,10 @@ def check_a_process_group_made_anew(world: Communicator) -> None:
     members_again = _members(world, layer.process_group)
     assert members == members_again == list(_mates(world, k))
     torch.testing.assert_close(first, again)
+    for built_earlier in (unused, after):
+        built_earlier(torch.full((2, 3), float(rank)))
+        expected = torch.full((3,), 0.1 * (size - 1) / 2)
+        torch.testing.assert_close(built_earlier.running_mean, expected)
 
 
 class CountingGroups(CountingCommunicator):

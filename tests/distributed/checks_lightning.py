@@ -12,12 +12,14 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from multibn.communicators import Communicator
-from multibn.torch_backend import SyncBatchNorm1d
+from multibn.torch_backend import SyncBatchNorm1d, convert_sync_batchnorm
 from tests.distributed.checks_mmengine import frameworks_warnings
 
 with frameworks_warnings():
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.plugins import TorchSyncBatchNorm
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     from multibn.torch_backend.integrations.lightning import MultiBNLayerSync, PreciseBN
 
@@ -183,6 +185,31 @@ def check_persistent_workers_go_on_with_training(world: Communicator) -> None:
     assert len(net.batches) == 2 * -(-SAMPLES // world.size // BATCH_SIZE)
 
 
+def check_reverting(world: Communicator) -> None:
+    """Lightning's plugin knows nn.SyncBatchNorm only; ours brings the classes back."""
+    model: Any = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)))
+    converted = type(model[0])
+    assert type(TorchSyncBatchNorm().revert(model)[0]) is converted is not nn.BatchNorm2d  # type: ignore[index]
+    assert type(MultiBNLayerSync().revert(model)[0]) is nn.BatchNorm2d  # type: ignore[index]
+
+
+def check_not_beside_lightnings_own(world: Communicator) -> None:
+    with pytest.raises(MisconfigurationException, match=r"sync_batchnorm=True.*MultiBNLayerSync"):
+        _fit(world, Net(), _loader(), sync_batchnorm=True, max_steps=1)
+
+
 def check_bad_arguments(world: Communicator) -> None:
-    with pytest.raises(ValueError, match="`every_n_epochs` must be positive: got 0"):
-        PreciseBN(every_n_epochs=0)
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"every_n_epochs": 0}, ValueError, "`every_n_epochs` must be positive: got 0"),
+        ({"every_n_epochs": 1.5}, TypeError, "`every_n_epochs` must be an int: got 1.5"),
+        ({"num_samples": -1}, ValueError, "`num_samples` must be positive, or None for no li"),
+        ({"num_iters": "8"}, TypeError, "`num_iters` must be an int, or None for no limit: g"),
+        ({"estimator": "median"}, ValueError, "`estimator` must be one of 'population', 'mean_of"),
+    ]
+    for options, kind, message in cases:
+        with pytest.raises(kind, match=message):
+            PreciseBN(**options)
+    with pytest.raises(ValueError, match="`weighting` must be one of 'element', 'sample', 'rank'"):
+        MultiBNLayerSync(weighting="batch")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`running_var` must be one of 'unbiased_global'"):
+        MultiBNLayerSync(running_var="sample")  # type: ignore[arg-type]

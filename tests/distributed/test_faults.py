@@ -1,11 +1,12 @@
 """Faults of `python -m faults` that take little time, on real processes: what the user sees."""
 
 import contextlib
-import functools
 import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -37,15 +38,41 @@ _CASES = [
     for name in _TOGETHER
     if SCENARIOS[name].runs_under(SETUPS[setup]) and not SCENARIOS[name].ends_in(SETUPS[setup])
 ]
+_CASES_THAT_END = [
+    ("ddp", "killed"), ("gloo", "launcher_killed"),
+    ("chainermn", "out_of_data"), ("chainermn", "exception_plain"),
+]  # fmt: skip
+Outcomes = dict[tuple[str, str], Future[dict[str, Outcome]]]
 
 
 def _need(setup: str) -> None:
     require.need(SETUPS[setup].launcher, SETUPS[setup].framework)
 
 
-@functools.cache
-def _outcomes(setup: str, *names: str) -> dict[str, Outcome]:
-    return {outcome.scenario: outcome for outcome in Job(setup, list(names)).run()}
+def _run(setup: str, names: list[str]) -> dict[str, Outcome]:
+    return {outcome.scenario: outcome for outcome in Job(setup, names).run()}
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest) -> Iterator[Outcomes]:
+    """Of the selected cases, by setup and name. Two launches run at a time: most of them wait."""
+    selected = [
+        (item.callspec.params["setup"], item.callspec.params["name"])
+        for item in request.session.items
+        if "outcomes" in getattr(item, "fixturenames", ()) and isinstance(item, pytest.Function)
+    ]
+    jobs = [[case for case in _CASES if case[0] == setup] for setup in _RECIPES]
+    jobs += [[case] for case in _CASES_THAT_END]
+    futures: Outcomes = {}
+    with ThreadPoolExecutor(2) as pool:
+        for job in jobs:
+            cases = [case for case in job if case in selected]
+            if cases and require.available(
+                SETUPS[cases[0][0]].launcher, SETUPS[cases[0][0]].framework
+            ):
+                future = pool.submit(_run, cases[0][0], [name for _, name in cases])
+                futures |= dict.fromkeys(cases, future)
+        yield futures
 
 
 def _expect(outcome: Outcome) -> None:
@@ -54,21 +81,17 @@ def _expect(outcome: Outcome) -> None:
 
 
 @pytest.mark.parametrize("setup, name", _CASES)
-def test_fault(setup: str, name: str) -> None:
+def test_fault(setup: str, name: str, outcomes: Outcomes) -> None:
     """Seen in time, on every rank, with a message that names layers and ranks."""
     _need(setup)
-    _expect(_outcomes(setup, *[n for s, n in _CASES if s == setup])[name])
+    _expect(outcomes[setup, name].result()[name])
 
 
-@pytest.mark.parametrize(
-    "setup, name",
-    [("ddp", "killed"), ("gloo", "launcher_killed"),
-     ("chainermn", "out_of_data"), ("chainermn", "exception_plain")],
-)  # fmt: skip
-def test_fault_that_ends_processes(setup: str, name: str) -> None:
+@pytest.mark.parametrize("setup, name", _CASES_THAT_END)
+def test_fault_that_ends_processes(setup: str, name: str, outcomes: Outcomes) -> None:
     """Multibn's line is the first and the last that a rank prints."""
     _need(setup)
-    _expect(_outcomes(setup, name)[name])
+    _expect(outcomes[setup, name].result()[name])
 
 
 def test_survivors_go_on_where_mpi_lets_them(tmp_path: Path) -> None:

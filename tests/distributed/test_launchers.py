@@ -50,27 +50,6 @@ def test_a_layer_that_stays_local_warns_once_and_names_the_fix(
     assert output.count(fix) == 2
 
 
-def test_a_group_made_after_the_layer_is_found(tmp_path: Path) -> None:
-    returncode, output = run_script(
-        "torchrun",
-        2,
-        tmp_path,
-        """
-        import torch
-        import torch.distributed as dist
-        from multibn.torch_backend import SyncBatchNorm
-        from multibn._launch import leave_world
-
-        layer = SyncBatchNorm(3)
-        dist.init_process_group("gloo")
-        layer(torch.full((2, 3), float(dist.get_rank())))
-        torch.testing.assert_close(layer.running_mean, torch.full((3,), 0.05))
-        leave_world()
-        """,
-    )
-    assert returncode == 0, output
-
-
 @pytest.mark.parametrize("launcher", launch.LAUNCHERS)
 def test_an_error_on_one_rank_ends_the_job(launcher: str, tmp_path: Path) -> None:
     over = {"torchrun": "gloo", "mpiexec": "mpi"}[launcher]

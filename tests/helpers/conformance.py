@@ -1,8 +1,11 @@
 """What every communicator promises, checked in one function for all of them."""
 
+import atexit
 import copy
+import os
 import pickle
 import re
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -51,6 +54,61 @@ def check_deadline(comm: Any, everybody: Communicator) -> None:
     assert re.search(r"rank \d has waited 0\.8 s in a sum of float64 numbers of shape \(1,\)", said)
     assert f"for rank(s) [{comm.size - 1}]: rank {comm.size - 1} (machine " in said
     assert 0.7 < seconds < 1.3 + 0.8
+
+
+def check_interruption(comm: Any, everybody: Communicator) -> None:
+    """Check that an exception in a wait of rank 0 makes `comm`, not used again, fail on all ranks.
+
+    Collective over `everybody`, the same ranks, 2 or more. `comm` may have any timeout from 0.5 s.
+    """
+
+    def handler(number: int, frame: object) -> None:
+        raise InterruptedError("by a signal")
+
+    comm.allreduce(np.zeros(1))
+    said = []
+    if comm.rank == 0:
+        earlier = signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+    else:
+        time.sleep(0.4)
+    for _ in range(3):
+        try:
+            comm.allreduce(np.zeros(1))
+        except (InterruptedError, RuntimeError) as error:
+            said.append(str(error))
+    if comm.rank == 0:
+        signal.signal(signal.SIGALRM, earlier)
+    comm.lines.abandon()
+    everybody.allreduce(np.zeros(1))
+    # The message that was under way may still come to the other ranks.
+    assert len(said) >= 2
+    assert "rank 0 was interrupted in a sum of float64 numbers of shape (1,) by Inter" in said[-1]
+    assert "Begin anew on all ranks: start the program again, or, over torch.dist" in said[-1]
+    if comm.rank == 0:
+        assert said[0] == "by a signal"
+
+
+def check_fork(comm: Any, *, used: bool) -> None:
+    """Check that a forked child of rank 0 does nothing in its parent's name. Collective."""
+    if used:
+        comm.allreduce(np.zeros(1))
+    if comm.rank == 0:
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                comm.allreduce(np.zeros(1))
+            except BaseException as error:
+                os.write(writer, str(error).encode())
+            atexit._run_exitfuncs()  # as at the end of a program
+            os._exit(0)
+        os.waitpid(child, 0)
+        said = os.read(reader, 10_000).decode()
+    assert comm.allreduce(np.ones(1)).item() == comm.size
+    if comm.rank == 0:
+        assert f"this process (pid {child}) is a fork of rank 0 (pid {os.getpid()}), whose" in said
+        assert "process_group=multibn.SingleProcess(), or start the child by spawn." in said
 
 
 def _arrays(rank: int) -> Iterator[tuple[str, Any]]:

@@ -3,9 +3,11 @@
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,9 @@ from multibn._environment import find_command, importable
 
 # What pytest.importorskip may find missing. Required, it is missed before the first test.
 DEV = ("array_api_strict", "fvcore", "omegaconf", "safetensors", "tqdm", "yacs.config")
+
+# Where `make test` installs tests/originals/requirements.txt.
+ORIGINALS = Path(sys.prefix, "originals")
 
 
 def _gpu(module: str) -> bool:
@@ -44,6 +49,7 @@ PROBES: dict[str, Callable[[], bool]] = {
     "cupy": lambda: _gpu("cupy"),
     "torchrun": lambda: importable("torch.distributed.run"),
     "mmengine": lambda: importable("mmengine"),
+    "mmpretrain": lambda: Path(ORIGINALS, "mmpretrain").is_dir(),
     "lightning": lambda: importable("lightning"),
     "dev": lambda: all(map(importable, DEV)),
     "video": lambda: importable("av") and importable("skvideo"),

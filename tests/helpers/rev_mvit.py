@@ -15,6 +15,10 @@ DATA = ROOT / "tests" / "data"
 # SlowFast at commit 287ec007, unmodified, in float64 and in training, without dropout: logits,
 # gradients, and names and shapes of the state, for weights and inputs that formulas give.
 REFERENCE: dict[str, Any] = json.loads((DATA / "reversible_mvit_reference.json").read_text())
+# The same models in evaluation: probabilities, the gradient of `reference_loss` for the input, the
+# gradients of its square (a gradient penalty), and fvcore's counts by SlowFast's get_model_stats.
+# Then three steps of training with SlowFast's AdamW, and the probabilities after them.
+EVALUATION: dict[str, Any] = json.loads((DATA / "reversible_mvit_evaluation.json").read_text())
 
 SMALL: dict[str, Any] = {
     "crop_size": 32,
@@ -45,7 +49,7 @@ VIDEO: dict[str, Any] = {
 }
 
 
-def small(*, norm: Any = None, mode: Any = "reversible", **options: Any) -> RevMViT:
+def small(*, norm: Any = None, mode: Any = "auto", **options: Any) -> RevMViT:
     """A model of five layers, two of them transitions, in float64, always of the same weights."""
     torch.manual_seed(0)
     model = RevMViT(RevMViTConfig(**{**SMALL, **options}), norm=norm, mode=mode)
@@ -72,6 +76,21 @@ def slowfast_config(case: dict[str, Any]) -> dict[str, Any]:
         "MODEL": {"NUM_CLASSES": classes, "DROPOUT_RATE": 0.0},
         "BN": {"NORM_TYPE": "batchnorm"},
     }
+
+
+def reference_case(name: str) -> dict[str, Any]:
+    """SlowFast's config of a model of `EVALUATION`, which has one more than `REFERENCE`."""
+    cfg = slowfast_config(REFERENCE.get(name, REFERENCE["rev_mvit"]))
+    cfg["MVIT"] |= EVALUATION[name].get("config", {})
+    return cfg
+
+
+def reference_model(name: str, **options: Any) -> RevMViT:
+    """The model of `reference_case(name)`, with the reference's weights."""
+    model = RevMViT.from_config(reference_case(name), **options).double()
+    weights = {key: reference_weight(key, tuple(t.shape)) for key, t in model.state_dict().items()}
+    model.load_state_dict(weights)
+    return model
 
 
 def reference_weight(name: str, shape: tuple[int, ...]) -> Tensor:

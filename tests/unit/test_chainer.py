@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multibn import SingleProcess
+from multibn import SingleProcess, as_communicator
 from tests.helpers import require
+from tests.helpers.ranks import CountingCommunicator
 
 require.need("chainer")
 
@@ -17,6 +18,7 @@ from multibn.chainer_backend import (  # noqa: E402
     MultiNodeBatchNormalization,
     create_mnbn_model,
     multi_node_batch_normalization,
+    revert_mnbn_model,
 )
 
 import chainer  # noqa: E402  # isort: skip (multibn makes it importable)
@@ -58,11 +60,28 @@ def test_alone_it_is_chainers_batch_normalization(
         np.testing.assert_allclose(ours(x).array, theirs(x).array, rtol=1e-10)
 
 
+BAD_EPS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"eps": 0}, ValueError, "`eps` must be positive and finite: got 0"),
+    ({"eps": -5.0}, ValueError, "`eps` must be positive and finite: got -5.0"),
+    ({"eps": float("nan")}, ValueError, "`eps` must be positive and finite: got nan"),
+    ({"eps": "2e-5"}, TypeError, "`eps` must be a number: got '2e-5' of type str"),
+]
+BAD_AXIS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"axis": (2, 0)}, ValueError, r"`axis` must be an axis.*ascending.*got \(2, 0\)"),
+    ({"axis": ()}, ValueError, "`axis` must be an axis"),
+    ({"axis": -1}, ValueError, "`axis` must be 0 or more: got -1"),
+    ({"axis": (0, 2.0)}, TypeError, "`axis` must be an int: got 2.0 of type float"),
+]
+
+
 def test_bad_parameters_of_the_function() -> None:
     with pytest.raises(ValueError, match=r"channels of shape \(4,\).*shape of `gamma` and `beta`"):
         multi_node_batch_normalization(np.ones((2, 3)), np.ones(4), comm=ALONE)
     with pytest.raises(ValueError, match=r"same shape: got \[\(3,\), \(4,\)\]"):
         multi_node_batch_normalization(np.ones((2, 3)), np.ones(3), np.ones(4), comm=ALONE)
+    for options, kind, message in [*BAD_EPS, *BAD_AXIS]:
+        with pytest.raises(kind, match=message):
+            multi_node_batch_normalization(np.ones((2, 3)), comm=ALONE, **options)
 
 
 def test_mixed16() -> None:
@@ -114,6 +133,27 @@ def test_deepcopy_keeps_the_communicator_and_honours_the_memo() -> None:
     assert pickle.loads(pickle.dumps(a)).comm.size == 1
 
 
+def test_the_communicator_can_be_assigned() -> None:
+    link = MultiNodeBatchNormalization(3, ALONE)
+    x = np.random.default_rng(0).normal(size=(4, 3)).astype("f")
+    link(x)
+    counting = CountingCommunicator(ALONE)
+    link.comm = counting
+    assert link.comm is counting
+    link(x)
+    assert link.conversation.wrapped is counting
+    # as ChainerMN's __deepcopy__ and those who pickle its link
+    link.comm, comm = None, link.comm
+    loaded = pickle.loads(pickle.dumps(link))
+    loaded.comm = link.comm = comm
+    assert link.comm is loaded.comm is counting
+    link.comm = None
+    assert link.comm is MultiNodeBatchNormalization(3, None).comm is as_communicator(None)
+    with pytest.raises(TypeError, match="a communicator must be None"):
+        link.comm = "mpi"
+    assert link.comm is as_communicator(None)
+
+
 def test_npz_and_batch_normalization_share_a_layout() -> None:
     ours: Any = MultiNodeBatchNormalization(3, ALONE)
     train(ours, np.random.default_rng(0).normal(size=(4, 3)).astype("f"), np.ones((4, 3), "f"))
@@ -130,13 +170,19 @@ def test_npz_and_batch_normalization_share_a_layout() -> None:
 def test_bad_arguments() -> None:
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"size": None}, ValueError, "`size` or `axis` must be given"),
-        ({"size": 0}, ValueError, "`size` must be a positive int or a tuple of them: got 0"),
-        ({"size": (3, -1)}, ValueError, r"`size` must be a positive int.*got \(3, -1\)"),
-        ({"size": 2.5}, ValueError, "`size` must be a positive int.*got 2.5"),
+        ({"size": 0}, ValueError, "`size` must be positive: got 0"),
+        ({"size": (3, -1)}, ValueError, "`size` must be positive: got -1"),
+        ({"size": 2.5}, TypeError, "`size` must be an int: got 2.5 of type float"),
         ({"size": ()}, ValueError, r"`size` must be a positive int.*got \(\)"),
-        ({"axis": (2, 0)}, ValueError, r"`axis` must be an axis.*ascending.*got \(2, 0\)"),
-        ({"axis": -1}, ValueError, "`axis` must be an axis counted from 0.*got -1"),
-        ({"axis": ()}, ValueError, "`axis` must be an axis"),
+        *BAD_EPS,
+        *BAD_AXIS,
+        ({"decay": 1.1}, ValueError, r"`decay` must be in \[0, 1\]: got 1.1"),
+        ({"decay": -0.1}, ValueError, r"`decay` must be in \[0, 1\]: got -0.1"),
+        ({"decay": None}, TypeError, "`decay` must be a number: got None"),
+        ({"dtype": "i"}, TypeError, "`dtype` must be a real floating-point dtype: got 'i'"),
+        ({"dtype": "single?"}, TypeError, "`dtype` must be a real floating-point.*got 'single[?]'"),
+        ({"initial_gamma": "one"}, TypeError, "`initial_gamma` must be a number, .*got 'one' of"),
+        ({"initial_beta": {}}, TypeError, "`initial_beta` must be a number, an array or"),
         ({"comm": "mpi"}, TypeError, "a communicator must be None"),
         ({"weighting": "batch"}, ValueError, "`weighting` must be one of"),
         ({"avg_var": "n-1"}, ValueError, "`avg_var` must be one of"),
@@ -161,6 +207,16 @@ def test_bad_input(is_training: bool) -> None:
     ]:
         with chainer.using_config("train", is_training), pytest.raises(kind, match=message):
             link(bad)
+
+
+def test_input_that_is_not_finite() -> None:
+    link = MultiNodeBatchNormalization(3, ALONE)
+    for bad in (np.nan, np.inf):
+        x = np.ones((4, 3), "f")
+        x[1, 2] = bad
+        with pytest.raises(FloatingPointError, match=r"statistics of MultiNode.* are not finite"):
+            link(x)
+    np.testing.assert_array_equal(link.avg_mean, 0)
 
 
 def test_one_value_per_channel() -> None:
@@ -201,14 +257,31 @@ def test_create_mnbn_model_in_every_container() -> None:
     assert sorted(dict(new.namedlinks())) == sorted(dict(model.namedlinks()))
 
 
-@pytest.mark.parametrize("options", [{"use_gamma": False}, {"use_beta": False}])
-def test_create_mnbn_model_without_a_parameter(options: dict[str, bool]) -> None:
+@pytest.mark.parametrize("size", [3, None])
+@pytest.mark.parametrize("use_gamma, use_beta", [(False, True), (True, False), (False, False)])
+def test_create_mnbn_model_without_a_parameter(
+    use_gamma: bool, use_beta: bool, size: int | None
+) -> None:
     """ChainerMN's raises KeyError."""
-    link = L.BatchNormalization(3, **options)
+    link = L.BatchNormalization(size, axis=0, use_gamma=use_gamma, use_beta=use_beta)
     new = create_mnbn_model(link, ALONE)
-    assert sorted(n for n, _ in new.namedparams()) == sorted(n for n, _ in link.namedparams())
+    back = revert_mnbn_model(new)
+    for other in (new, back):
+        assert (other.gamma is not None, other.beta is not None) == (use_gamma, use_beta)
+        names = [name.strip("/") for name, _ in other.namedparams()]
+        assert {"gamma", "beta"} & set(vars(other)) == set(names)
+        assert names == [name.strip("/") for name, _ in link.namedparams()]
     x = np.random.default_rng(0).normal(size=(4, 3)).astype("f")
-    np.testing.assert_allclose(new(x).array, link(x).array, rtol=1e-5, atol=1e-6)
+    expected = link(x).array
+    for other in (new, back):
+        np.testing.assert_allclose(other(x).array, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name, value", [("eps", 0), ("decay", 2)])
+def test_create_mnbn_model_checks_the_numbers_of_links(name: str, value: float) -> None:
+    link = L.BatchNormalization(3, **{name: value})
+    with pytest.raises(ValueError, match=f"`{name}` must be .*: got {value}"):
+        create_mnbn_model(chainer.ChainList(link), ALONE)
 
 
 def test_create_mnbn_model_keeps_axis() -> None:

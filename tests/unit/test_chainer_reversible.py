@@ -423,8 +423,23 @@ def test_the_dtype_of_the_first_pass() -> None:
 def test_differentiating_twice_is_an_error() -> None:
     net = sequence(with_batch_norm, "reversible", 1)
     y = loss(*net(*inputs(np.float32)))
-    with pytest.raises(RuntimeError, match=r'cannot be differentiated twice.*Use mode="stored"'):
+    with pytest.raises(RuntimeError, match=r'cannot be differentiated twice.*, or mode="auto" in'):
         y.backward(enable_double_backprop=True)
+
+
+def test_evaluation_is_stored_unless_asked_otherwise() -> None:
+    """Second derivatives of Chainer's ordinary graph; in training the same sequence has none."""
+    found = []
+    for mode in ("auto", "stored"):
+        net, xs = sequence(with_chainers_own, mode, 2), inputs(np.float32)
+        with chainer.using_config("train", False):
+            (gx,) = chainer.grad([loss(*net(*xs))], xs[:1], enable_double_backprop=True)
+            F.sum(gx * gx).backward()
+        found.append(gradients(net, xs))
+    assert_close(found[0], found[1], 1e-12)
+    net, xs = sequence(with_chainers_own, "auto", 2), inputs(np.float32)
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        chainer.grad([loss(*net(*xs))], xs[:1], enable_double_backprop=True)
 
 
 ROWS = 20_000
@@ -498,7 +513,7 @@ def test_a_block_that_differs_is_an_error() -> None:
         ([], "stored", ValueError, r"`blocks` must have at least one pair \(F, G\): got none"),
         ([F.sin], "stored", ValueError, r"`blocks` must be pairs \(F, G\): got <func.*for block 0"),
         ([(F.sin, F.sin), (F.sin, 3)], "stored", TypeError, "G of block 1 of `blocks`.*got int"),
-        ([(F.sin, F.sin)], "kept", ValueError, "`mode` must be one of 'reversible', 'stored'"),
+        ([(F.sin, F.sin)], "kept", ValueError, "`mode` must be one of 'auto', 'reversible'"),
     ],
 )
 def test_bad_arguments(blocks: Any, mode: Any, kind: type[Exception], message: str) -> None:

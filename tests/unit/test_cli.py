@@ -96,6 +96,10 @@ def test_usage() -> None:
     [
         (["--ranks", "2,x"], "`--ranks` must be positive numbers .* got '2,x'"),
         (["--ranks", "0"], "`--ranks` must be positive numbers .* got '0'"),
+        *[
+            (["--timeout", wrong], f"`--timeout` must be a positive .* seconds: got '{wrong}'")
+            for wrong in ("0", "nan", "inf", "soon")
+        ],
         (["--cases", "nothing"], "`--cases` must match the name of a case: got 'nothing'"),
     ],
 )

@@ -49,7 +49,7 @@ ROOMS = [
         "multibn.synchrony",
     ],
     ["multibn"],
-    ["multibn.torch_backend", "multibn.chainer_backend"],
+    ["multibn.torch_backend", "multibn.chainer_backend", "multibn.registry"],
     ["multibn.torch_backend.integrations", "multibn.torch_backend.reversible"],
     ["multibn.torch_backend.reversible.mvit"],
     ["multibn._launch"],
@@ -113,7 +113,7 @@ def test_imports_point_down(module: str, path: Path) -> None:
         ("multibn.cli", ["torch", "chainer", "cupy", "mpi4py", "rich", "matplotlib"]),
         ("multibn", ["torch", "chainer", "cupy", "mpi4py", "numpy.random", "numba"]),
         ("multibn.checkpoint", ["torch", "chainer", "safetensors", "numpy.random"]),
-        ("multibn.torch_backend", ["chainer", "cupy", "mpi4py", "numba"]),
+        ("multibn.torch_backend", ["chainer", "cupy", "mpi4py", "numba", "torch._dynamo"]),
         ("multibn.chainer_backend", ["torch", "mpi4py.MPI", "numba"]),
     ],
 )

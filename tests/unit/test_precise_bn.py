@@ -386,6 +386,7 @@ def test_bad_arguments() -> None:
         ({"estimator": "median"}, ValueError, "`estimator` must be one of 'population', 'mean_of"),
         ({"num_samples": 0}, ValueError, "`num_samples` must be positive, or None for no limit: g"),
         ({"num_iters": -1}, ValueError, "`num_iters` must be positive.*got -1"),
+        ({"num_samples": 1.5}, TypeError, "`num_samples` must be an int, or None for no limit: go"),
         ({"process_group": 1.5}, TypeError, "a communicator must be None"),
     ]
     for options, kind, message in cases:

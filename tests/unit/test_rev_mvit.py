@@ -121,6 +121,14 @@ def test_reversible_is_stored(options: dict[str, Any]) -> None:
     assert_near(grads, stored_grads, 1e-9)
 
 
+def test_recomputation_in_evaluation() -> None:
+    (y, grads), (stored_y, stored_grads) = (
+        step(small(mode=mode, dropout_rate=0.5).eval(), images()) for mode in ("reversible", "auto")
+    )
+    torch.testing.assert_close(y, stored_y)  # other kernels of attention
+    assert_near(grads, stored_grads, 1e-9)
+
+
 def test_autocast() -> None:
     results = []
     for mode in MODES:
@@ -310,7 +318,8 @@ def test_other_resolutions() -> None:
 
 def test_head() -> None:
     x = images(2)
-    logits = small(head_act="none").eval()(x)
+    with torch.no_grad():  # with gradients, attention is another kernel in evaluation
+        logits = small(head_act="none").eval()(x)
     assert torch.equal(small().train()(x), logits)
     torch.testing.assert_close(small().eval()(x), logits.softmax(1))
     torch.testing.assert_close(small(head_act="sigmoid").eval()(x), logits.sigmoid())

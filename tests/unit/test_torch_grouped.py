@@ -259,14 +259,20 @@ def test_the_number_of_dimensions(training: bool) -> None:
 def test_which_group() -> None:
     machine = "Group(DefaultCommunicator(), 'machine')"
     for options, text in (
-        ({}, machine),
-        ({"num_sync_devices": None}, machine),
+        ({}, "DefaultCommunicator()"),
+        ({"num_sync_devices": None}, "DefaultCommunicator()"),
+        ({"global_sync": False}, machine),
+        ({"num_sync_devices": None, "global_sync": False}, machine),
         ({"num_sync_devices": 0}, machine),
         ({"num_sync_devices": -1}, machine),
         ({"num_sync_devices": 4}, f"Group({machine}, 4)"),
         ({"global_sync": True}, "DefaultCommunicator()"),
         ({"global_sync": True, "num_sync_devices": 4}, "DefaultCommunicator()"),
-        ({"process_group": SingleProcess()}, "Group(SingleProcess(), 'machine')"),
+        ({"process_group": SingleProcess()}, "SingleProcess()"),
+        (
+            {"num_sync_devices": 0, "process_group": SingleProcess()},
+            "Group(SingleProcess(), 'machine')",
+        ),
     ):
         layer = NaiveSyncBatchNorm2d(num_features=3, **options)
         assert repr(layer.process_group) == text

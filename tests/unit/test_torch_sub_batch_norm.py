@@ -23,6 +23,7 @@ from multibn.torch_backend import (  # noqa: E402
     SubBatchNorm3d,
     checkpoint_contexts,
 )
+from tests.helpers import slowfast  # noqa: E402
 
 C = 3
 # For an even number of samples, per class: torch's own class and a shape.
@@ -57,46 +58,6 @@ def trained(steps: int = 3, num_splits: int = 2, **options: Any) -> Any:
     return layer
 
 
-class SlowFast(nn.Module):
-    """SlowFast's arithmetic, from its definition: a batch norm over the contiguous batch viewed as
-    (N / splits, splits * C, ...), and running statistics that are averaged over the splits.
-    """
-
-    def __init__(self, cls: Any, num_splits: int, num_features: int, **options: Any) -> None:
-        super().__init__()
-        affine = options.pop("affine", True)
-        self.num_splits = num_splits
-        self.weight = nn.Parameter(torch.ones(num_features).double()) if affine else None
-        self.bias = nn.Parameter(torch.zeros(num_features).double()) if affine else None
-        options |= {"affine": False, "dtype": torch.float64}
-        self.bn = cls(num_features, **options)
-        self.split_bn = cls(num_splits * num_features, **options)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            n, c, *spatial = x.shape
-            viewed = x.contiguous().view(n // self.num_splits, self.num_splits * c, *spatial)
-            y = self.split_bn(viewed).view(x.shape)
-        else:
-            y = self.bn(x)
-        if self.weight is None or self.bias is None:
-            return y
-        shape = (1, -1) + (1,) * (x.ndim - 2)
-        return y * self.weight.view(shape) + self.bias.view(shape)
-
-    def aggregate_stats(self) -> None:
-        if not self.split_bn.track_running_stats:
-            return
-        means = self.split_bn.running_mean.view(self.num_splits, -1)
-        variances = self.split_bn.running_var.view(self.num_splits, -1)
-        mean = sum(means) / self.num_splits
-        self.bn.running_mean.copy_(mean)
-        self.bn.running_var.copy_(
-            sum(variances) / self.num_splits + sum((m - mean) ** 2 for m in means) / self.num_splits
-        )
-        self.bn.num_batches_tracked.copy_(self.split_bn.num_batches_tracked)
-
-
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"affine": False},
@@ -114,7 +75,7 @@ def test_slowfasts_numbers(dimension: str, num_splits: int, given: dict[str, Any
     cls, theirs_cls, shape = DIMENSIONS[dimension]
     if shape == (12, C) and num_splits == 12:
         shape = (24, C)
-    theirs = SlowFast(theirs_cls, num_splits, C, **given)
+    theirs = slowfast.SubBatchNorm(theirs_cls, num_splits, C, dtype=torch.float64, **given)
     ours = make(num_splits, C, cls=cls, dtype=torch.float64, **given)
     if ours.affine:
         theirs.load_state_dict(
@@ -375,14 +336,156 @@ def test_momentum_and_mode_are_split_bns() -> None:
     x = torch.randn(4, C, 2, 3, 3)
     layer(x)
     torch.testing.assert_close(layer.split_bn.running_mean, state["split_bn.running_mean"])
-    for m in layer.modules():
-        if isinstance(m, nn.BatchNorm3d):
-            m.eval()
-    counted = int(layer.split_bn.num_batches_tracked)
-    frozen = layer(x)
+    freeze(layer)
+    state = copy.deepcopy(layer.state_dict())
+    layer(x)
     assert layer.training
-    assert int(layer.split_bn.num_batches_tracked) == counted
-    torch.testing.assert_close(frozen, layer.eval()(x))
+    torch.testing.assert_close(layer.state_dict(), state, rtol=0, atol=0)
+
+
+def freeze(layer: Any) -> None:
+    for m in layer.modules():
+        if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
+            m.eval()
+
+
+def watch(layer: Any, seen: dict[str, list[Any]]) -> None:
+    """Collect in `seen` what hooks of every kind get from the parts of a layer."""
+
+    def note(kind: str) -> Any:
+        def hook(part: Any, *tensors: Any) -> None:
+            seen.setdefault(f"{name(part)} {kind}", []).append(tensors)
+
+        return hook
+
+    def name(part: Any) -> str:
+        return "bn" if part is layer.bn else "split_bn"
+
+    for part in (layer.bn, layer.split_bn):
+        part.register_forward_pre_hook(note("before"))
+        part.register_forward_hook(note("after"))
+        part.register_full_backward_pre_hook(note("before backward"))
+        part.register_full_backward_hook(note("after backward"))
+
+
+@pytest.mark.parametrize("way", ["trains", "is hooked", "is frozen", "is frozen and hooked"])
+@pytest.mark.parametrize("given", OPTIONS, ids=str)
+@pytest.mark.parametrize("dimension", DIMENSIONS)
+def test_the_parts_are_slowfasts(dimension: str, given: dict[str, Any], way: str) -> None:
+    """Hooks of the parts get SlowFast's tensors; a frozen split has its own running statistics."""
+    cls, theirs_cls, shape = DIMENSIONS[dimension]
+    theirs = slowfast.SubBatchNorm(theirs_cls, 2, C, dtype=torch.float64, **given)
+    ours = make(2, C, cls=cls, dtype=torch.float64, **given)
+    if ours.affine:
+        parameters = {"weight": torch.randn(C).double(), "bias": torch.randn(C).double()}
+        for layer in (theirs, ours):
+            layer.load_state_dict(parameters, strict=False)
+    x = torch.randn(shape).double() + torch.arange(12.0).view(12, *[1] * (len(shape) - 1)) % 2
+    dy = torch.randn(shape).double()
+    results = []
+    for layer in (theirs, ours):
+        layer(x)
+        layer.aggregate_stats()
+        if "frozen" in way:
+            freeze(layer)
+        seen: dict[str, list[Any]] = {}
+        if "hooked" in way:
+            watch(layer, seen)
+        layer.zero_grad()
+        outputs = []
+        for training in (True, False):
+            layer.training = training
+            t = x.clone().requires_grad_()
+            y = layer(t)
+            y.backward(dy)
+            outputs += [y, t.grad]
+        layer.aggregate_stats()
+        results.append([seen, outputs, [p.grad for p in layer.parameters()], layer.state_dict()])
+    assert len(results[0][0]) == (8 if "hooked" in way else 0)
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("way", [freeze, lambda layer: watch(layer, {})])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_frozen_and_hooked_layers_in_every_layout(layout: str, way: Any) -> None:
+    x = LAYOUTS[layout](torch.randn(DIMENSIONS["3d"][2]) + 3)
+    results = []
+    for y_layout in (LAYOUTS[layout], LAYOUTS["contiguous"]):
+        layer = trained(momentum=0.5)
+        way(layer)
+        t = y_layout(x.detach()).requires_grad_()
+        y = layer(t)
+        y.square().sum().backward()
+        results.append([y, t.grad, layer.weight.grad, *layer.state_dict().values()])
+        if way is freeze and layout in ("contiguous", "channels_last", "transposed"):
+            assert y.stride() == t.stride()
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes_of_frozen_and_hooked_layers(dtype: torch.dtype) -> None:
+    x = torch.randn(8, C, 2, 3, 3)
+    for way in (freeze, lambda layer: watch(layer, {})):
+        for buffers in (torch.float32, dtype):
+            layer = trained()
+            expected = copy.deepcopy(layer)
+            way(expected)
+            way(layer)
+            y = layer.to(buffers)(x.to(dtype))
+            assert y.dtype == dtype
+            torch.testing.assert_close(y.float(), expected(x), rtol=0, atol=0.05)
+
+
+def test_a_frozen_layer_and_its_batch() -> None:
+    layer = trained()
+    freeze(layer)
+    assert layer(torch.zeros(0, C, 2, 3, 3)).shape == (0, C, 2, 3, 3)
+    assert layer(torch.zeros(2, C, 1, 1, 1)).isfinite().all()  # one value per split and channel
+    with pytest.raises(ValueError, match="`num_splits` must divide the batch size: got 2 splits"):
+        layer(torch.zeros(3, C, 2, 3, 3))
+
+
+def test_evaluation_with_the_statistics_of_the_batch() -> None:
+    """As test-time adaptation has them: the batch norms of a model in evaluation train."""
+    layer = trained(momentum=1.0).eval()
+    layer.bn.train()
+    before = copy.deepcopy(layer.split_bn.state_dict())
+    x = torch.randn(5, C, 2, 3, 3) + 7
+    torch.testing.assert_close(layer(x), nn.functional.batch_norm(x, None, None, training=True))
+    torch.testing.assert_close(layer.bn.running_mean, x.mean((0, 2, 3, 4)))
+    torch.testing.assert_close(layer.split_bn.state_dict(), before, rtol=0, atol=0)
+
+
+def test_a_part_of_another_class_is_called() -> None:
+    """By a tool that replaces every nn.BatchNorm3d of a model."""
+    ours, theirs = trained(), trained()
+    for name in ("bn", "split_bn"):
+        part: Any = nn.BatchNorm3d(getattr(ours, name).num_features, affine=False)
+        part.load_state_dict(getattr(ours, name).state_dict())
+        setattr(theirs, name, part)
+    x = torch.randn(4, C, 2, 3, 3)
+    for training in (True, False):
+        torch.testing.assert_close(theirs.train(training)(x), ours.train(training)(x))
+        theirs.aggregate_stats()
+        torch.testing.assert_close(theirs.state_dict(), ours.state_dict())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_traced_model_is_the_model(training: bool) -> None:
+    net = nn.Sequential(nn.Conv3d(2, C, 1), trained(), nn.ReLU()).train(training)
+    traced = torch.fx.symbolic_trace(copy.deepcopy(net))
+    assert [str(node.target) for node in traced.graph.nodes if node.op == "call_module"] == [*"012"]
+    x = torch.randn(4, 2, 2, 3, 3)
+    for mode in (training, not training):
+        torch.testing.assert_close(traced.train(mode)(x), net.train(mode)(x))
+    torch.testing.assert_close(traced.state_dict(), net.state_dict())
+
+
+def test_a_part_by_itself_is_torchs_batch_norm() -> None:
+    layer = trained()
+    x = torch.randn(4, C, 2, 3, 3)
+    expected = nn.functional.batch_norm(x, None, None, training=True)
+    torch.testing.assert_close(layer.bn(x), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -526,9 +629,9 @@ def test_ranks_together_are_one_process(sizes: tuple[int, ...]) -> None:
 
 def test_bad_arguments() -> None:
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"num_splits": 0}, ValueError, "`num_splits` must be a positive integer: got 0"),
-        ({"num_splits": 2.0}, ValueError, r"`num_splits` must be a positive integer: got 2\.0"),
-        ({"num_splits": True}, ValueError, "`num_splits` must be a positive integer: got True"),
+        ({"num_splits": 0}, ValueError, "`num_splits` must be positive: got 0"),
+        ({"num_splits": 2.0}, TypeError, r"`num_splits` must be an int: got 2\.0"),
+        ({"num_splits": True}, TypeError, "`num_splits` must be an int: got True"),
         ({"num_features": 0}, ValueError, "`num_features` must be positive: got 0"),
         ({"weighting": "batch"}, ValueError, "`weighting` must be one of"),
         ({"running_var": "n-1"}, ValueError, "`running_var` must be one of"),
@@ -537,7 +640,7 @@ def test_bad_arguments() -> None:
     for given, kind, message in cases:
         with pytest.raises(kind, match=message):
             make(**{"num_splits": 2, "num_features": C, **given})
-    with pytest.raises(ValueError, match="`num_splits` must be a positive integer: got -1"):
+    with pytest.raises(ValueError, match="`num_splits` must be positive: got -1"):
         make(2, C).set_num_splits(-1)
 
 
@@ -629,3 +732,17 @@ def test_compiled_with_fullgraph(given: dict[str, Any]) -> None:
                 results.append([y, t.grad, layer.weight.grad, *layer.state_dict().values()])
             torch.testing.assert_close(*results)
             assert results[0][0].stride() == results[1][0].stride() == x.stride()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of its imports
+def test_a_frozen_layer_compiles_with_fullgraph() -> None:
+    torch._dynamo.reset()
+    eager = trained()
+    freeze(eager)
+    compiled: Any = torch.compile(copy.deepcopy(eager), backend="aot_eager", fullgraph=True)
+    x = torch.randn(8, C, 2, 5, 4).to(memory_format=torch.channels_last_3d)
+    results = [(layer(t), t) for layer in (eager, compiled) for t in [x.clone().requires_grad_()]]
+    for y, _ in results:
+        y.pow(3).sum().backward()
+        assert y.stride() == x.stride()
+    torch.testing.assert_close(*[[y, t.grad] for y, t in results])

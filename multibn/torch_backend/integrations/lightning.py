@@ -10,9 +10,15 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import LayerSync
 from torch import nn
 
-from multibn._typing import RunningVar, Weighting
+from multibn._typing import RunningVar, Weighting, check_choice, check_int
+from multibn.communicators import as_communicator
 from multibn.torch_backend.convert import convert_sync_batchnorm, revert_sync_batchnorm
-from multibn.torch_backend.precise_bn import Estimator, second_reader, update_bn_stats
+from multibn.torch_backend.precise_bn import (
+    Estimator,
+    check_arguments,
+    second_reader,
+    update_bn_stats,
+)
 
 
 class MultiBNLayerSync(LayerSync):
@@ -22,7 +28,8 @@ class MultiBNLayerSync(LayerSync):
     have their original classes again (a `SyncBatchNorm` that the model had before becomes a
     `BatchNorm`). Do not pass `sync_batchnorm=True` to the trainer as well.
 
-    The parameters are those of `multibn.torch_backend.convert_sync_batchnorm`.
+    The parameters are those of `multibn.torch_backend.convert_sync_batchnorm`. A `weighting` or
+    `running_var` that is none of its choices raises ValueError.
     """
 
     def __init__(
@@ -32,8 +39,10 @@ class MultiBNLayerSync(LayerSync):
         weighting: Weighting = "element",
         running_var: RunningVar = "unbiased_global",
     ) -> None:
+        check_choice("weighting", weighting, Weighting)
+        check_choice("running_var", running_var, RunningVar)
         self.options: dict[str, Any] = {"weighting": weighting, "running_var": running_var}
-        self.process_group = process_group
+        self.process_group = as_communicator(process_group)
 
     def apply(self, model: nn.Module) -> nn.Module:
         return convert_sync_batchnorm(model, self.process_group, **self.options)
@@ -62,21 +71,22 @@ class PreciseBN(Callback):
 
     Raises
     ------
-    ValueError
-        If `every_n_epochs` is not positive.
+    TypeError, ValueError
+        If an argument has another type or value than those above.
     """
 
     def __init__(
         self,
         num_samples: int | None = None,
-        num_iters: int | None = None,
         every_n_epochs: int = 1,
+        *,
+        num_iters: int | None = None,
         estimator: Estimator = "population",
         forward_fn: Callable[[Any, Any], object] | None = None,
         progress: bool = True,
     ) -> None:
-        if every_n_epochs <= 0:
-            raise ValueError(f"`every_n_epochs` must be positive: got {every_n_epochs}.")
+        check_arguments(num_samples, num_iters, estimator)
+        check_int("every_n_epochs", every_n_epochs)
         self.every_n_epochs = every_n_epochs
         self.options: dict[str, Any] = {
             "num_samples": num_samples,

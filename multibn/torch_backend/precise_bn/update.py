@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
 from operator import length_hint
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from multibn import lockstep
 from multibn._progress import progress as show_progress
-from multibn._typing import check_choice
+from multibn._typing import check_choice, check_int
 from multibn.torch_backend.precise_bn.watched import Estimator, WatchedNorm, layers_in_training
 from multibn.torch_backend.synchrony import participants
 
@@ -82,7 +82,7 @@ def update_bn_stats(
         model has synchronized layers. If an argument has another value than those above; for
         `process_group` as `check_sync`.
     TypeError
-        If `num_samples` is an int and a batch contains no tensor.
+        If a number is no int, or if `num_samples` is an int and a batch contains no tensor.
     RuntimeError
         On the other ranks, if one rank's loader raised.
 
@@ -92,23 +92,82 @@ def update_bn_stats(
         If the loader ended before `num_samples` or `num_iters`, a layer had no input and keeps its
         statistics, or there is no layer to update.
     """
-    check_choice("estimator", estimator, Estimator)
-    for name, value in (("num_samples", num_samples), ("num_iters", num_iters)):
-        if value is not None and value <= 0:
-            raise ValueError(f"`{name}` must be positive, or None for no limit: got {value}.")
-    wrapped, model = model, _innermost(model)
-    layers = list(layers_in_training(model, estimator))
-    tracked = [layer for layer in layers if layer.tracking]
-    if not tracked:
+    check_arguments(num_samples, num_iters, estimator)
+    report = run_pass(
+        model,
+        data_loader,
+        num_samples=num_samples,
+        num_iters=num_iters,
+        estimator=estimator,
+        forward_fn=forward_fn,
+        process_group=process_group,
+        progress=progress,
+    )
+    # Last, after all that is collective: where warnings are errors, one rank alone may raise here.
+    if not report.updated and not report.unseen:
         warnings.warn(
             "`model` has no batch norm layer in training mode with running statistics: nothing to "
             "update. Call model.train() first.",
             stacklevel=2,
         )
-        return
+    if report.early_end:
+        warnings.warn(report.early_end, stacklevel=2)
+    if report.unseen:
+        warnings.warn(
+            f"batch norm layer(s) {', '.join(report.unseen)} saw no data on any rank and keep "
+            "their running statistics. Freeze them with eval(), or pass a `forward_fn` that uses "
+            "them.",
+            stacklevel=2,
+        )
+
+
+def check_arguments(num_samples: object, num_iters: object, estimator: object) -> None:
+    """Raise as `update_bn_stats` for these arguments. Hooks call this when they are built."""
+    check_choice("estimator", estimator, Estimator)
+    check_int("num_samples", num_samples, none="no limit")
+    check_int("num_iters", num_iters, none="no limit")
+
+
+class PassReport(NamedTuple):
+    """The modules with running statistics, by name, and the data of a pass on this rank."""
+
+    updated: list[str]  # batch norms with new statistics
+    unseen: list[str]  # batch norms in training mode that had no input on any rank
+    others: list[str]  # frozen batch norms, and instance norms
+    num_batches: int
+    early_end: str  # a sentence, if the loader ended before a limit
+
+
+def run_pass(
+    model: nn.Module,
+    data_loader: Iterable[Any],
+    *,
+    num_samples: int | None,
+    num_iters: int | None,
+    estimator: Estimator,
+    forward_fn: Callable[[Any, Any], object] | None = None,
+    process_group: Any = None,
+    progress: bool,
+    samples_in: Callable[[Any], int] | None = None,
+) -> PassReport:
+    """`update_bn_stats`, with a report in place of warnings. Collective.
+
+    `samples_in` returns the number of samples of a batch.
+    """
+    wrapped, model = model, _innermost(model)
+    layers = list(layers_in_training(model, estimator))
+    tracked = [layer for layer in layers if layer.tracking]
+    parts = {norm for layer in tracked for norm in layer.tracking}
+    others = [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "running_mean", None), Tensor) and module not in parts
+    ]
+    if not tracked:
+        return PassReport([], [], others, 0, "")
     communicator = participants(wrapped, process_group)
     rank = communicator.rank
-    amount = None if num_samples is None else _batch_size
+    amount = None if num_samples is None else samples_in or _batch_size
     steps = lockstep.Lockstep(data_loader, communicator, source="`data_loader`", amount=amount)
     known = [n for n in (num_iters, length_hint(data_loader)) if n]
     total = min(known) if known and num_samples is None else None
@@ -133,13 +192,13 @@ def update_bn_stats(
             if num_samples is not None and samples >= num_samples:
                 break
         estimates = [layer.estimator.estimate(communicator) for layer in tracked]
-    unseen = []
+    updated, unseen = [], []
     for layer, (mean, var, any_data) in zip(tracked, estimates, strict=True):
         if any_data:
             layer.write(mean, var)
+            updated.append(layer.name)
         else:
             unseen.append(layer.name)
-    # Last, after all that is collective: where warnings are errors, one rank alone may raise here.
     enough = num_samples is not None and samples >= num_samples
     ended = ""
     if num_iters is not None and num_batches < (num_steps if enough else num_iters):
@@ -148,14 +207,8 @@ def update_bn_stats(
         )
     elif num_samples is not None and not enough and num_steps != num_iters:
         ended = f"`num_samples` is {num_samples}: `data_loader` ended after {samples} on all ranks"
-    if ended:
-        warnings.warn(f"{ended}. The batches that came were used.", stacklevel=2)
-    if unseen:
-        warnings.warn(
-            f"batch norm layer(s) {', '.join(unseen)} saw no data on any rank and keep their "
-            "running statistics. Freeze them with eval(), or pass a `forward_fn` that uses them.",
-            stacklevel=2,
-        )
+    early_end = f"{ended}. The batches that came were used." if ended else ""
+    return PassReport(updated, unseen, others, num_batches, early_end)
 
 
 def _innermost(model: nn.Module) -> nn.Module:

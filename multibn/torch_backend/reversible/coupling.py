@@ -1,65 +1,41 @@
-"""Half a block as one node of autograd's graph: saves nothing, and runs again in backward."""
+"""Half a block as one node of autograd's graph: saves nothing, and runs again in backward.
 
-import contextlib
-from collections.abc import Iterator, Sequence
+Importing this module imports torch's compiler, which takes seconds.
+"""
+
+import inspect
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from multibn.torch_backend.reversible.ambient import Ambient
+from multibn.torch_backend.reversible.half import Half, tensors
+
+_REASON = {
+    "reason": "reversible blocks recompute their activations outside of compiled graphs. Compile "
+    'without fullgraph=True, or F and G themselves, or take `mode="stored"`.'
+}
+if "reason" not in inspect.signature(torch.compiler.disable).parameters:  # before torch 2.8
+    _REASON = {}
 
 
-class Half:
-    """F or G of one block in one call: a function of one stream, whose result the other adds.
+@torch.compiler.disable(**_REASON)
+def run_recomputed(
+    halves: Iterable[Half], streams: list[Tensor], cond: Sequence[Any], stored: set[int]
+) -> None:
+    """Run `halves` on `streams`, in place, and store the streams after the blocks `stored` only.
 
-    `into` is the index of the stream that is added to, `seen` the dtype of the module's input, and
-    `scale` multiplies each sample's result (stochastic depth).
+    torch.compile must not look inside: a graph for each half and each pass would take minutes.
     """
-
-    def __init__(
-        self, block: int, into: int, module: nn.Module, seen: torch.dtype, scale: Tensor | None
-    ) -> None:
-        self.block, self.into, self.module = block, into, module
-        self.seen, self.scale = seen, scale
-        self.parts = list(module.modules())
-        self._places = [
-            (part._parameters, name, parameter)
-            for part in self.parts
-            for name, parameter in part._parameters.items()
-            if parameter is not None
-        ]
-        self.parameters = list({id(p): p for *_, p in self._places}.values())
-
-    def __str__(self) -> str:
-        return f"{'FG'[self.into]} of block {self.block}"
-
-    def __call__(self, here: Tensor, there: Tensor, cond: Sequence[Any]) -> Tensor:
-        """The function of stream `there` that stream `here` adds."""
-        added: Tensor = self.module(there.to(self.seen), *cond)
-        if added.shape != here.shape:
-            raise ValueError(
-                f"{self} must return the shape of stream {self.into + 1}, {tuple(here.shape)}: "
-                f"got {tuple(added.shape)}."
-            )
-        added = added.to(here.dtype)
-        if self.scale is None:
-            return added
-        return added * self.scale.view(-1, *[1] * (here.ndim - 1))
-
-    @contextlib.contextmanager
-    def with_parameters(self, parameters: Sequence[Tensor]) -> Iterator[None]:
-        """Replace `self.parameters`, as torch.func.functional_call would in much more time."""
-        others = {id(p): other for p, other in zip(self.parameters, parameters, strict=True)}
-        before = [values[name] for values, name, _ in self._places]
-        try:
-            for values, name, parameter in self._places:
-                values[name] = others[id(parameter)]  # type: ignore[assignment]
-            yield
-        finally:
-            for (values, name, _), previous in zip(self._places, before, strict=True):
-                values[name] = previous
+    run = Run(cond)
+    for half in halves:
+        here, there = streams[half.into], streams[1 - half.into]
+        streams[half.into] = run.couple(half, here, there, cond)
+        if half.into == 1 and half.block in stored:
+            streams[:] = run.anchor(streams, cond)
 
 
 _TENSOR = object()
@@ -135,7 +111,8 @@ class Run:
         ]
         count = 1 + len(self._tensors)
         with torch.enable_grad(), ambient.replaying(), half.with_parameters(inputs[count:]):
-            added = half(here, inputs[0], self.cond(inputs[1:count]))
+            # A view: torch's FlopCounterMode, for one, cannot hook a leaf of autograd.grad.
+            added = half(here, inputs[0].view_as(inputs[0]), self.cond(inputs[1:count]))
         _refuse_foreign(half, added, inputs)
         ends = [get_gradient_edge(added)] if added.requires_grad else []
         if index != self._first:
@@ -178,7 +155,7 @@ class _Couple(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "reversible blocks cannot be differentiated twice, which `create_graph=True` asks "
-                'for. Use `mode="stored"`.'
+                'for. Use `mode="stored"`, or `mode="auto"` in evaluation.'
             )
         needed = ctx.needs_input_grad[3:]
         gradients: list[Tensor | None] = [None] * len(needed)
@@ -204,11 +181,6 @@ class _Anchor(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.run.restore(ctx.position, ctx.saved_tensors)
         return None, None, *grad_outputs, *[None] * ctx.others
-
-
-def tensors(cond: Sequence[Any]) -> list[Tensor]:
-    """The tensors among the modules' further arguments."""
-    return [c for c in cond if isinstance(c, Tensor)]
 
 
 def _refuse_foreign(half: Half, added: Tensor, inputs: Sequence[Tensor]) -> None:

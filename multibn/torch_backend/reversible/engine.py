@@ -16,10 +16,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from multibn._typing import check_choice
-from multibn.torch_backend.reversible.coupling import Half, Run, tensors
+from multibn._typing import check_choice, check_int, check_number
+from multibn.torch_backend.reversible.half import Half, tensors
 
-Mode: TypeAlias = Literal["reversible", "stored"]
+Mode: TypeAlias = Literal["auto", "reversible", "stored"]
 Block: TypeAlias = tuple[nn.Module, nn.Module]
 
 
@@ -28,7 +28,7 @@ def reversible(
     x1: Tensor,
     x2: Tensor,
     *cond: Any,
-    mode: Mode = "reversible",
+    mode: Mode = "auto",
     drop_path: Sequence[float] | None = None,
     tied_drop_path: bool = False,
     buffer_after: Collection[int] = (),
@@ -48,6 +48,9 @@ def reversible(
     mode
         `"reversible"` stores the outputs alone and runs each module again in the backward pass.
         `"stored"` is ordinary autograd: outputs equal bit for bit, gradients up to rounding.
+        `"auto"` is `"reversible"` while one of the modules is in training, and `"stored"` in
+        evaluation. Without gradients, in torch.jit.trace and in torch.export all modes are
+        `"stored"`.
     drop_path
         For each block, the probability p in [0, 1) that a sample skips F, and G, while the module
         is in training (stochastic depth, Huang et al. 2016). Other samples are divided by 1 - p.
@@ -72,7 +75,7 @@ def reversible(
     Raises
     ------
     TypeError
-        If `x1` and `x2` are not floating-point tensors.
+        If `x1` and `x2` are not floating-point tensors, or an option is of another type.
     ValueError
         If an option is not valid, or a module returns another shape than its stream's.
     RuntimeError
@@ -89,21 +92,32 @@ def reversible(
 
     Random numbers come from the global generators in the order of `"stored"`, and the recomputation
     restores the generators' states. It uses the forward pass's autocast and training flags.
+
+    torch.compile puts blocks of `"stored"` into its graph, and breaks the graph for blocks of
+    `"reversible"`: there, `fullgraph=True` is an error.
     """
     check_choice("mode", mode, Mode)
-    buffered = _buffered(blocks, buffer_after)
+    rates, buffered = check_options(len(blocks), drop_path, buffer_after, stream_dtype)
     streams, seen = _streams(x1, x2, stream_dtype)
-    # Without gradients autograd stores nothing in either mode.
-    run = Run(cond) if mode == "reversible" and torch.is_grad_enabled() else None
-    for half in _halves(blocks, streams, seen, drop_path, tied_drop_path):
-        here, there = streams[half.into], streams[1 - half.into]
-        if run is None:
+    halves = _halves(blocks, streams, seen, rates, tied_drop_path)
+    if _recomputes(mode, blocks):
+        # Here, because its import takes seconds.
+        from multibn.torch_backend.reversible.coupling import run_recomputed
+
+        run_recomputed(halves, streams, cond, buffered)
+    else:
+        for half in halves:
+            here, there = streams[half.into], streams[1 - half.into]
             streams[half.into] = here + half(here, there, cond)
-            continue
-        streams[half.into] = run.couple(half, here, there, cond)
-        if half.into == 1 and half.block in buffered:
-            streams = run.anchor(streams, cond)
     return streams[0].to(seen), streams[1].to(seen)
+
+
+def _recomputes(mode: Mode, blocks: Sequence[Block]) -> bool:
+    if mode == "stored" or not torch.is_grad_enabled() or torch.jit.is_tracing():
+        return False
+    if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():
+        return False  # torch.export
+    return mode == "reversible" or any(module.training for block in blocks for module in block)
 
 
 @torch.no_grad()
@@ -122,7 +136,7 @@ def inverse(
         If a module is in training: its random numbers and its batch's statistics are not known.
     """
     streams, seen = _streams(y1, y2, stream_dtype)
-    for half in reversed(list(_halves(blocks, streams, seen))):
+    for half in reversed(list(_halves(blocks, streams, seen, [0.0] * len(blocks)))):
         if half.module.training:
             raise RuntimeError(
                 f"{half} is in training: the random numbers and batch statistics of the forward "
@@ -167,11 +181,13 @@ def drift(
     Runs a forward pass, and stores the streams before each block: in training, batch norms count
     the batch, and the call is collective if they are. Arguments are those of `reversible`.
     """
-    buffered = _buffered(blocks, buffer_after)
+    from multibn.torch_backend.reversible.coupling import Run  # as in `reversible`
+
+    rates, buffered = check_options(len(blocks), drop_path, buffer_after, stream_dtype)
     run = Run(cond)
     streams, seen = _streams(x1, x2, stream_dtype)
     stations = [list(streams)]
-    for half in _halves(blocks, streams, seen, drop_path, tied_drop_path):
+    for half in _halves(blocks, streams, seen, rates, tied_drop_path):
         streams[half.into] = run.first_pass(half, streams[half.into], streams[1 - half.into], cond)
         if half.into == 1:
             stations.append(list(streams))
@@ -187,14 +203,36 @@ def drift(
     return drifts[::-1]
 
 
-def _buffered(blocks: Sequence[Block], buffer_after: Collection[int]) -> set[int]:
-    """Indices of blocks after which streams are stored: `buffer_after` and the last."""
-    wrong = [index for index in buffer_after if not 0 <= index < len(blocks)]
-    if wrong:
+def check_options(
+    count: int,
+    drop_path: Sequence[float] | None,
+    buffer_after: Collection[int],
+    stream_dtype: torch.dtype | None,
+) -> tuple[list[float], set[int]]:
+    """Rates of `count` blocks, and indices of blocks after which streams are stored.
+
+    Raises TypeError or ValueError if an option of `reversible` is not valid.
+    """
+    rates = [0.0] * count if drop_path is None else list(drop_path)
+    for rate in rates:
+        check_number("drop_path", rate, "[0, 1)")
+    if len(rates) != count:
         raise ValueError(
-            f"`buffer_after` must be indices of the {len(blocks)} blocks: got {wrong}."
+            f"`drop_path` must have a probability for each of the {count} blocks: got {rates}."
         )
-    return {*buffer_after, len(blocks) - 1}
+    for index in buffer_after:
+        check_int("buffer_after", index, 0)
+        if index >= count:
+            raise ValueError(
+                f"`buffer_after` must be indices of the {count} blocks: got {index} among them."
+            )
+    if stream_dtype is not None and not (
+        isinstance(stream_dtype, torch.dtype) and stream_dtype.is_floating_point
+    ):
+        raise TypeError(
+            f"`stream_dtype` must be a floating-point dtype, or None: got {stream_dtype!r}."
+        )
+    return rates, {*buffer_after, count - 1}
 
 
 def _streams(
@@ -219,16 +257,10 @@ def _halves(
     blocks: Sequence[Block],
     streams: Sequence[Tensor],
     seen: torch.dtype,
-    drop_path: Sequence[float] | None = None,
+    rates: Sequence[float],
     tied: bool = False,
 ) -> Iterator[Half]:
     """F and G of each block; each draws its dropped samples when the iteration reaches it."""
-    rates = [0.0] * len(blocks) if drop_path is None else list(drop_path)
-    if len(rates) != len(blocks) or not all(0 <= rate < 1 for rate in rates):
-        raise ValueError(
-            f"`drop_path` must be a probability in [0, 1) for each of {len(blocks)} blocks: "
-            f"got {rates}."
-        )
     for index, (block, rate) in enumerate(zip(blocks, rates, strict=True)):
         scale = None
         for into, module in enumerate(block):

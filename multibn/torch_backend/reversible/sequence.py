@@ -14,29 +14,35 @@ from multibn.torch_backend.reversible.engine import Block, Drift, Mode
 class ReversibleSequence(nn.Module):
     """Blocks `y1 = x1 + F(x2); y2 = x2 + G(y1)` whose memory does not grow with their number.
 
-    Autograd saves the outputs of the last block only; the backward pass recomputes each block's
-    inputs and runs F and G again (Gomez et al. 2017, Mangalam et al. 2022). The rest of the program
-    sees an ordinary chain: DistributedDataParallel, hooks, frozen and shared parameters, random
-    numbers and autocast work as usual, and batch norms count each batch once.
+    In training, autograd saves the outputs of the last block only; the backward pass recomputes
+    each block's inputs and runs F and G again (Gomez et al. 2017, Mangalam et al. 2022). The rest
+    of the program sees an ordinary chain: DistributedDataParallel, hooks, frozen and shared
+    parameters, random numbers and autocast work as usual, and batch norms count each batch once.
 
     Parameters
     ----------
     blocks
         Pairs `(F, G)` of modules, called `layers.{i}.F` and `layers.{i}.G` in the state dict.
     mode
-        `"reversible"`, or `"stored"` for the same numbers from ordinary autograd.
+        `"stored"` for the same numbers from ordinary autograd, `"reversible"`, or `"auto"`, which
+        is `"reversible"` in training and `"stored"` in evaluation. May be changed.
     drop_path
         Probability in [0, 1) that a sample skips F, and G, in training; one for all blocks, or one
         for each.
     tied_drop_path, buffer_after, stream_dtype
         As for `multibn.torch_backend.reversible.reversible`, which lists the errors, too.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an option is not valid.
     """
 
     def __init__(
         self,
         blocks: Iterable[Block],
         *,
-        mode: Mode = "reversible",
+        mode: Mode = "auto",
         drop_path: float | Sequence[float] = 0.0,
         tied_drop_path: bool = False,
         buffer_after: Sequence[int] = (),
@@ -48,6 +54,7 @@ class ReversibleSequence(nn.Module):
         count = len(self.layers)
         self.mode: Mode = mode
         self.drop_path = list(drop_path) if isinstance(drop_path, Sequence) else [drop_path] * count
+        engine.check_options(count, self.drop_path, buffer_after, stream_dtype)
         self.tied_drop_path = tied_drop_path
         self.buffer_after = tuple(buffer_after)
         self.stream_dtype = stream_dtype

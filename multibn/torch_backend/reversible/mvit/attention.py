@@ -2,15 +2,17 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from multibn._typing import check_choice, check_int, check_ints, check_number
 from multibn.torch_backend.reversible.mvit.norms import NormFactory, layer_norm, normalize_last_axis
 
 Grid = tuple[int, int, int]  # frames, rows and columns of tokens
+PoolMode = Literal["conv", "conv_unshared", "avg", "max"]
 _POOLS: dict[str, Any] = {"avg": nn.AvgPool3d, "max": nn.MaxPool3d}
 
 
@@ -96,6 +98,11 @@ class MultiScaleAttention(nn.Module):
     norm
         Factory of the norms after the pooling, called with the role `"pool"`.
 
+    Raises
+    ------
+    TypeError, ValueError
+        If a number or `pool_mode` is not valid.
+
     References
     ----------
     Fan et al., "Multiscale Vision Transformers", ICCV 2021; Li et al., "MViTv2", CVPR 2022.
@@ -118,7 +125,7 @@ class MultiScaleAttention(nn.Module):
         stride_kv: Sequence[int] = (),
         qkv_bias: bool = True,
         drop_rate: float = 0.0,
-        pool_mode: str = "conv",
+        pool_mode: PoolMode = "conv",
         pool_first: bool = False,
         separate_qkv: bool = False,
         rel_pos_spatial: bool = False,
@@ -128,6 +135,13 @@ class MultiScaleAttention(nn.Module):
         norm: NormFactory = layer_norm,
     ) -> None:
         super().__init__()
+        for name, value in (("dim", dim), ("dim_out", dim_out), ("num_heads", num_heads)):
+            check_int(name, value)
+        sizes = {"grid": grid, "kernel_q": kernel_q, "stride_q": stride_q}
+        for name, values in {**sizes, "kernel_kv": kernel_kv, "stride_kv": stride_kv}.items():
+            check_ints(name, values)
+        check_number("drop_rate", drop_rate, "[0, 1)")
+        check_choice("pool_mode", pool_mode, PoolMode)
         self.num_heads = num_heads
         self.pool_first = pool_first
         self.pool_heads = 1 if pool_mode == "conv_unshared" else num_heads
@@ -183,14 +197,17 @@ class MultiScaleAttention(nn.Module):
             q, k, v = (split_heads(linear(merge_heads(y)), heads) for linear, y in pooled)
 
         tables = (self.rel_pos_t, self.rel_pos_h, self.rel_pos_w)
-        if all(table is None for table in tables):
-            y = F.scaled_dot_product_attention(q, k, v)
-        else:
-            # With a mask, scaled_dot_product_attention uses another kernel if gradients are needed:
-            # the recomputation would not repeat the numbers of the first pass.
-            bias = relative_position_bias(q, q_thw, k_thw, tables)
-            scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1]) + bias
+        relative = any(table is not None for table in tables)
+        # With a mask, scaled_dot_product_attention uses another kernel if gradients are needed: the
+        # recomputation would not repeat the numbers of the first pass. In a trace, fvcore would not
+        # count its operations.
+        if relative or torch.jit.is_tracing():
+            scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+            if relative:
+                scores = scores + relative_position_bias(q, q_thw, k_thw, tables)
             y = scores.softmax(dim=-1) @ v
+        else:
+            y = F.scaled_dot_product_attention(q, k, v)
         if self.residual_pooling:
             y = y + q
         return self.proj_drop(self.proj(merge_heads(y)))

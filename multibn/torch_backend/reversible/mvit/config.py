@@ -7,10 +7,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_origin, get_type_hints
 
-from multibn._typing import check_choice
+from multibn._typing import check_choice, check_int, check_ints, check_number
+from multibn.torch_backend.reversible.mvit.attention import PoolMode
 from multibn.torch_backend.reversible.mvit.fusion import parse_mode
 
 DropPathMode = Literal["residual_branch", "whole"]
+
+# Of the numbers; all others are probabilities.
+_INTERVALS = {"mlp_ratio": "(0, inf)", "head_init_scale": "(-inf, inf)"}
 
 _SECTIONS = ("DATA", "MODEL", "MVIT", "DETECTION")
 _LEAF = (Sequence, int, float, type(None))  # bool is an int, str a Sequence
@@ -80,9 +84,14 @@ class RevMViTConfig:
         attention and MLP; `"whole"` zeroes the output of dropped samples, as SlowFast does.
     tied_drop_path
         See `reversible`; not a key of SlowFast, which always ties them.
+    double_sincos_pos
+        Whether the fixed sines and cosines are added twice, not a key of SlowFast, which always
+        adds them twice: `from_slowfast` sets this option for sines.
 
     Raises
     ------
+    TypeError
+        If a number is of another type.
     ValueError
         If an option is not valid. The model checks the options that concern several layers.
     """
@@ -94,7 +103,7 @@ class RevMViTConfig:
     head_dropout_rate: float = _key("MODEL.DROPOUT_RATE", 0.5)
     head_act: Literal["softmax", "sigmoid", "none"] = _key("MODEL.HEAD_ACT", "softmax")
     detach_final_fc: bool = _key("MODEL.DETACH_FINAL_FC", False)
-    pool_mode: Literal["conv", "conv_unshared", "avg", "max"] = _key("MVIT.MODE", "conv")
+    pool_mode: PoolMode = _key("MVIT.MODE", "conv")  # noqa: RUF009
     pool_first: bool = _key("MVIT.POOL_FIRST", False)
     patch_2d: bool = _key("MVIT.PATCH_2D", False)
     patch_kernel: Sequence[int] = _key("MVIT.PATCH_KERNEL", (3, 7, 7))
@@ -132,18 +141,21 @@ class RevMViTConfig:
     res_path: Literal["conv", "max"] = _key("MVIT.REV.RES_PATH", "conv")
     drop_path_mode: DropPathMode = "residual_branch"
     tied_drop_path: bool = False
+    double_sincos_pos: bool = False
 
     def __post_init__(self) -> None:
         for name in (f.name for f in fields(self)):
             object.__setattr__(self, name, _as_tuple(getattr(self, name)))
         for name, hint in get_type_hints(type(self)).items():
+            value = getattr(self, name)
             if get_origin(hint) is Literal:
-                check_choice(name, getattr(self, name), hint)
-        parse_mode(self.respath_fuse)
-        parse_mode(self.pre_q_fusion)
-        for name in ("dropout_rate", "droppath_rate", "head_dropout_rate"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be in [0, 1): got {getattr(self, name)!r}.")
+                check_choice(name, value, hint)
+            elif hint is int:
+                check_int(name, value)
+            elif hint is float:
+                check_number(name, value, _INTERVALS.get(name, "[0, 1)"))
+        parse_mode("respath_fuse", self.respath_fuse)
+        parse_mode("pre_q_fusion", self.pre_q_fusion)
         axes = 2 if self.patch_2d else 3
         for name in ("patch_kernel", "patch_stride", "patch_padding"):
             if len(getattr(self, name)) != axes:
@@ -151,6 +163,18 @@ class RevMViTConfig:
                     f"`{name}` must hold {axes} numbers with patch_2d={self.patch_2d}: got "
                     f"{getattr(self, name)!r}."
                 )
+        for name in ("patch_kernel", "patch_stride", "pool_kv_stride_adaptive", "pool_kvq_kernel"):
+            check_ints(name, getattr(self, name) or ())
+        check_ints("patch_padding", self.patch_padding, least=0)
+        check_ints("buffer_layers", self.buffer_layers, least=0)
+        for name in ("pool_q_stride", "pool_kv_stride"):
+            for layer, *stride in self._entries(name, "(layer, T, H, W)", 4):
+                check_int(name, layer, least=0)
+                check_ints(name, stride)
+        for name in ("dim_mul", "head_mul"):
+            for layer, factor in self._entries(name, "(layer, factor)", 2):
+                check_int(name, layer, least=0)
+                check_number(name, factor, "(0, inf)")
         if self.patch_2d and self.num_frames != 1:
             raise ValueError(
                 "`patch_2d` embeds images, which have `num_frames` 1: got "
@@ -167,9 +191,19 @@ class RevMViTConfig:
                 f"{self.embed_dim}."
             )
 
+    def _entries(self, name: str, words: str, length: int) -> tuple[tuple[Any, ...], ...]:
+        """A field that lists tuples of `length`, in words `words`."""
+        entries: Any = getattr(self, name)
+        if any(not isinstance(entry, tuple) or len(entry) != length for entry in entries):
+            raise ValueError(f"`{name}` must list {words}: got {entries!r}.")
+        return entries
+
     @classmethod
     def from_slowfast(cls, cfg: Any, **options: Any) -> "RevMViTConfig":
         """Read the options from one of SlowFast's configs.
+
+        The model has SlowFast's numbers, but for stochastic depth, for which SlowFast's are
+        `drop_path_mode="whole", tied_drop_path=True`.
 
         Parameters
         ----------
@@ -216,7 +250,10 @@ class RevMViTConfig:
         read = {name: values[key] for key, name in keys.items() if key in values}
         if "in_channels" in read:  # a list with one number per pathway; this model has one pathway
             read["in_channels"] = read["in_channels"][0]
-        return cls(**{**read, **options})
+        read |= options
+        # SlowFast adds fixed sines twice, and weights that it has trained need them twice.
+        read.setdefault("double_sincos_pos", read.get("use_fixed_sincos_pos", False))
+        return cls(**read)
 
 
 def _as_tuple(value: Any) -> Any:

@@ -1,12 +1,14 @@
 """Reversible multi-scale vision transformers (Mangalam et al., CVPR 2022)."""
 
 import math
-from itertools import groupby
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from multibn._typing import check_choice
 from multibn.torch_backend.reversible.engine import Mode, reversible
@@ -37,7 +39,13 @@ class ReversibleMViT(nn.Module):
     norm
         See `RevMViT`.
     mode
-        `"reversible"` or `"stored"`, see `reversible`; also an attribute, which may be changed.
+        `"auto"`, `"reversible"` or `"stored"`, see `reversible`; also an attribute, which may be
+        changed.
+
+    Attributes
+    ----------
+    no_custom_backward
+        SlowFast's name: True is `mode="stored"`, False is `mode="auto"`.
 
     Raises
     ------
@@ -46,7 +54,7 @@ class ReversibleMViT(nn.Module):
     """
 
     def __init__(
-        self, config: Any, model: Any = None, *, norm: Any = None, mode: Mode = "reversible"
+        self, config: Any, model: Any = None, *, norm: Any = None, mode: Mode = "auto"
     ) -> None:
         super().__init__()
         check_choice("mode", mode, Mode)
@@ -64,6 +72,14 @@ class ReversibleMViT(nn.Module):
             kinds[layer.transition](layer, config, make_norm) for layer in layers
         )
 
+    @property
+    def no_custom_backward(self) -> bool:
+        return self.mode == "stored"
+
+    @no_custom_backward.setter
+    def no_custom_backward(self, value: bool) -> None:
+        self.mode = "stored" if value else "auto"
+
     def forward(self, x: Tensor, thw: Grid | None = None) -> Tensor:
         """Tokens `(B, T*H*W, embed_dim)` to both streams side by side, `(B, T'*H'*W', 2*dim_out)`.
 
@@ -76,23 +92,39 @@ class ReversibleMViT(nn.Module):
                 f"`x` must hold a token for each place of the grid {thw}: got shape "
                 f"{tuple(x.shape)}. Pass the grid of `x` as `thw`."
             )
-        for kind, run in groupby(self.layers, type):
-            if kind is StageTransitionBlock:
-                for layer in run:  # one layer: `plan` refuses neighbours
-                    x, thw = layer(x, thw)
-                continue
-            blocks: list[Any] = list(run)
-            streams = reversible(
-                [(block.F, block.G) for block in blocks],
-                x,
-                x,
-                thw,
-                mode=self.mode,
-                drop_path=[block.drop_path for block in blocks],
-                tied_drop_path=self.tied_drop_path,
-            )
-            x = torch.cat(streams, dim=-1)
+        blocks: list[ReversibleBlock] = []
+        with self._attention_kernels():
+            for layer in self.layers:
+                if isinstance(layer, ReversibleBlock):
+                    blocks.append(layer)
+                else:
+                    x, thw = layer(self._stage(blocks, x, thw), thw)
+                    blocks = []
+            x = self._stage(blocks, x, thw)
         return F.dropout(x, self.dropout, self.training)
+
+    def _stage(self, blocks: Sequence[ReversibleBlock], x: Tensor, thw: Grid) -> Tensor:
+        """Run `blocks` with both streams from `x`; returns the streams side by side."""
+        streams = reversible(
+            [(block.F, block.G) for block in blocks],
+            x,
+            x,
+            thw,
+            mode=self.mode,
+            drop_path=[block.drop_path for block in blocks],
+            tied_drop_path=self.tied_drop_path,
+        )
+        return torch.cat(streams, dim=-1)
+
+    def _attention_kernels(self) -> AbstractContextManager[None]:
+        """In evaluation, attention that can be differentiated twice: torch's fused kernels cannot.
+
+        Not with a recomputation, which is without gradients at first and with gradients then, and
+        would use two kernels.
+        """
+        if self.training or self.mode == "reversible" or not torch.is_grad_enabled():
+            return nullcontext()
+        return sdpa_kernel(SDPBackend.MATH)
 
 
 class TransformerHead(nn.Module):
@@ -131,8 +163,8 @@ class RevMViT(nn.Module):
         `"fuse"`, `"stem"` and `"final"`. Batch norms of torch and multibn, for `(N, C, L)`,
         normalize the last axis of `(B, ..., C)`, too. None is `config.norm`.
     mode
-        `"reversible"` recomputes activations in the backward pass, `"stored"` stores them; an
-        attribute of `rev_backbone`.
+        `"auto"` recomputes activations in the backward pass of training, `"reversible"` also in
+        evaluation, and `"stored"` stores them, see `reversible`; an attribute of `rev_backbone`.
 
     Raises
     ------
@@ -143,14 +175,16 @@ class RevMViT(nn.Module):
     -----
     Collective if its norms are.
 
+    In evaluation, unless with mode `"reversible"`, the model can be differentiated twice, traced
+    and compiled with `fullgraph=True`. If gradients are needed, or in torch.jit.trace, attention is
+    not a fused kernel then: its scores are in memory.
+
     References
     ----------
     Mangalam et al., "Reversible Vision Transformers", CVPR 2022.
     """
 
-    def __init__(
-        self, config: RevMViTConfig, *, norm: Any = None, mode: Mode = "reversible"
-    ) -> None:
+    def __init__(self, config: RevMViTConfig, *, norm: Any = None, mode: Mode = "auto") -> None:
         super().__init__()
         self.config = config
         make_norm = norm_factory(config.norm if norm is None else norm)
@@ -184,7 +218,7 @@ class RevMViT(nn.Module):
 
     @classmethod
     def from_config(
-        cls, cfg: Any, *, norm: Any = None, mode: Mode = "reversible", **options: Any
+        cls, cfg: Any, *, norm: Any = None, mode: Mode = "auto", **options: Any
     ) -> "RevMViT":
         """Make the model of a SlowFast config.
 
@@ -222,6 +256,8 @@ class RevMViT(nn.Module):
         """Position embeddings of the configured grid, shape `(1, T*H*W, C)`."""
         if not (self.config.use_abs_pos or self.config.use_fixed_sincos_pos):
             return None
+        if self.config.use_fixed_sincos_pos and self.config.double_sincos_pos:
+            return 2 * self.pos_embed
         if self.config.use_fixed_sincos_pos or not self.config.sep_pos_embed:
             return self.pos_embed
         return (self.pos_embed_temporal[:, :, None] + self.pos_embed_spatial[:, None]).flatten(1, 2)

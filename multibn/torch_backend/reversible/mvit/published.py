@@ -50,7 +50,7 @@ _MVIT_B_16X4: dict[str, Any] = {
 }
 
 
-def rev_vit_s(*, norm: Any = None, mode: Mode = "reversible", **options: Any) -> RevMViT:
+def rev_vit_s(*, norm: Any = None, mode: Mode = "auto", **options: Any) -> RevMViT:
     """Rev-ViT-S for ImageNet: 22 M parameters, 4.6 G multiply-adds.
 
     `norm` and `mode` are those of `RevMViT`; `options` replace published fields of `RevMViTConfig`.
@@ -58,13 +58,13 @@ def rev_vit_s(*, norm: Any = None, mode: Mode = "reversible", **options: Any) ->
     return _make({**_VIT, "embed_dim": 384, "num_heads": 6}, norm, mode, options)
 
 
-def rev_vit_b(*, norm: Any = None, mode: Mode = "reversible", **options: Any) -> RevMViT:
+def rev_vit_b(*, norm: Any = None, mode: Mode = "auto", **options: Any) -> RevMViT:
     """Rev-ViT-B for ImageNet: 87 M parameters, 17.5 G multiply-adds; as `rev_vit_s`."""
     config = {**_VIT, "embed_dim": 768, "num_heads": 12, "droppath_rate": 0.2}
     return _make(config, norm, mode, options)
 
 
-def rev_vit_l(*, norm: Any = None, mode: Mode = "reversible", **options: Any) -> RevMViT:
+def rev_vit_l(*, norm: Any = None, mode: Mode = "auto", **options: Any) -> RevMViT:
     """Rev-ViT-L for ImageNet: 305 M parameters, 61.2 G multiply-adds; as `rev_vit_s`.
 
     Its config is not published; the rate of stochastic depth is that of Rev-ViT-B.
@@ -73,12 +73,12 @@ def rev_vit_l(*, norm: Any = None, mode: Mode = "reversible", **options: Any) ->
     return _make(config, norm, mode, options)
 
 
-def rev_mvit_b(*, norm: Any = None, mode: Mode = "reversible", **options: Any) -> RevMViT:
+def rev_mvit_b(*, norm: Any = None, mode: Mode = "auto", **options: Any) -> RevMViT:
     """Rev-MViT-B for ImageNet: 39.7 M parameters, 8.6 G multiply-adds; as `rev_vit_s`."""
     return _make(_MVIT_B, norm, mode, options)
 
 
-def rev_mvit_b_16x4(*, norm: Any = None, mode: Mode = "reversible", **options: Any) -> RevMViT:
+def rev_mvit_b_16x4(*, norm: Any = None, mode: Mode = "auto", **options: Any) -> RevMViT:
     """Rev-MViT-B for Kinetics-400, 16 frames: 35 M parameters, 63.7 G multiply-adds per clip.
 
     Otherwise as `rev_vit_s`.

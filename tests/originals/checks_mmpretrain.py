@@ -1,0 +1,254 @@
+"""mmpretrain's hook and ours in the same runs of mmengine's Runner, in mmpretrain's scope.
+
+mmpretrain, mmaction and mmdet are imported in the checks only, which put their folder on the path.
+"""
+
+import contextlib
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from multibn.communicators import Communicator
+from multibn.torch_backend import SyncBatchNorm
+from tests.distributed.checks_mmengine import frameworks_warnings
+from tests.helpers.require import ORIGINALS
+
+with frameworks_warnings():
+    from mmengine.config import Config
+    from mmengine.hooks import Hook
+    from mmengine.model import BaseModel, MMDistributedDataParallel
+    from mmengine.registry import DefaultScope
+    from mmengine.runner import Runner
+
+    from multibn.torch_backend.integrations.mmengine import PreciseBNHook
+
+# For as long as torchvision needs the operators that stand in this library.
+_OPERATORS: list[torch.library.Library] = []
+
+
+@contextlib.contextmanager
+def openmmlab() -> Iterator[None]:
+    """OpenMMLab's packages can be imported. Restores mmengine's default scope, which runs set."""
+    with frameworks_warnings(), DefaultScope.overwrite_default_scope("mmengine"):
+        sys.path.append(str(ORIGINALS))  # last: it has a package "tests", too
+        try:
+            _import_torchvision()
+            yield
+        finally:
+            sys.path.remove(str(ORIGINALS))
+
+
+def _import_torchvision() -> None:
+    try:
+        import_module("torchvision")
+    except RuntimeError as error:
+        if "torchvision::nms does not exist" not in str(error):
+            raise
+        # Beside torch's build for CPU, PyPI's build for CUDA has no operators, and fails where it
+        # describes these two. mmpretrain's imports and these checks call none.
+        library = torch.library.Library("torchvision", "DEF")
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _OPERATORS.append(library)
+        import_module("torchvision")
+
+
+def check_scopes(world: Communicator) -> None:
+    """The documented words on the real registries of mmpretrain, mmaction and mmdet.
+
+    mmaction2's wheel lacks a folder that its models import, and mmdet imports mmcv's compiled
+    operators; their own hooks and models are therefore left out of the registries.
+    """
+    with openmmlab():
+        build_norm_layer = import_module("mmcv.cnn").build_norm_layer
+        theirs = {
+            "mmpretrain": import_module("mmpretrain.engine").PreciseBNHook,
+            "mmaction": None,
+            "mmdet": None,
+        }
+        for scope, precise_bn_hook in theirs.items():
+            registry: Any = import_module(f"{scope}.registry")
+            if scope != "mmpretrain":
+                registry.MODELS._imported = registry.HOOKS._imported = True
+            with DefaultScope.overwrite_default_scope(scope):
+                hook = registry.HOOKS.build({"type": "multibn.PreciseBNHook", "interval": 3})
+                name, layer = build_norm_layer({"type": "multibn.SyncBatchNorm", "eps": 1e-3}, 4)
+                assert registry.HOOKS.get("PreciseBNHook") is precise_bn_hook
+                assert registry.HOOKS.get("mmengine.PreciseBNHook") is None
+            assert (type(hook), hook.interval) == (PreciseBNHook, 3)
+            assert (type(layer), layer.eps, name) == (SyncBatchNorm, 1e-3, "bn")
+
+
+Statistics = list[tuple[Any, Any]]
+
+
+class Recorder(Hook):  # type: ignore[misc, unused-ignore]
+    """The passes since the last look of any Recorder, with the statistics they left."""
+
+    priority = "ABOVE_NORMAL"  # that of both hooks; Recorders stand before, between and after them
+
+    def __init__(self) -> None:
+        self.passes: dict[int, Statistics] = {}
+
+    def after_train_iter(self, runner: Any, *arguments: Any, **options: Any) -> None:
+        self._look(runner, runner.iter + 1)
+
+    def after_train_epoch(self, runner: Any) -> None:
+        self._look(runner, runner.iter)
+
+    def _look(self, runner: Any, iteration: int) -> None:
+        model = runner.model.module
+        if model.shown:
+            self.passes[iteration] = [
+                (bn.running_mean.clone(), bn.running_var.clone()) for bn in batch_norms(model)
+            ]
+        model.shown = 0
+
+
+def batch_norms(model: nn.Module) -> list[Any]:
+    return [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+
+
+def _train(
+    name: str, model: nn.Module, ours: Any, theirs: Any, **config: Any
+) -> tuple[Recorder, Recorder]:
+    """Train with both hooks, ours first. Returns what was seen behind each."""
+    model.shown = 0  # type: ignore[assignment]
+
+    def count(module: Any, arguments: Any) -> None:
+        module.shown += not torch.is_grad_enabled()
+
+    model.register_forward_pre_hook(count)
+    recorders = Recorder(), Recorder()
+    with tempfile.TemporaryDirectory() as directory:
+        runner = Runner(
+            model=MMDistributedDataParallel(model),
+            work_dir=directory,
+            experiment_name=name,
+            log_level="ERROR",
+            default_scope="mmpretrain",
+            optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.01}},
+            custom_hooks=[ours, recorders[0], theirs, recorders[1]],
+            **config,
+        )
+        runner.train()
+    return recorders
+
+
+def assert_equal_passes(ours: Recorder, theirs: Recorder, after: list[int]) -> None:
+    """Passes after these iterations, with equal numbers."""
+    assert list(theirs.passes) == list(ours.passes) == after
+    for iteration in after:
+        for expected, actual in zip(theirs.passes[iteration], ours.passes[iteration], strict=True):
+            for theirs_value, value in zip(expected, actual, strict=True):
+                np.testing.assert_allclose(value, theirs_value, rtol=1e-5, atol=1e-6)
+
+
+# The words of the README, in a config of mmpretrain, which has no collate_fn for images.
+CONFIG = """
+default_scope = "mmpretrain"
+norm_cfg = dict(type="multibn.SyncBatchNorm")
+model = dict(
+    type="ImageClassifier",
+    data_preprocessor=dict(type="ClsDataPreprocessor", mean=[0.1] * 3, std=[0.9] * 3),
+    backbone=dict(
+        type="ResNet_CIFAR", depth=18, stem_channels=4, base_channels=4, norm_cfg=norm_cfg,
+        num_stages=1, strides=(1,), dilations=(1,), out_indices=(0,)
+    ),
+    neck=dict(type="GlobalAveragePooling"),
+    head=dict(type="LinearClsHead", num_classes=2, in_channels=4),
+)
+theirs = dict(type="PreciseBNHook", num_samples=16, interval=1, priority="ABOVE_NORMAL")
+ours = dict(
+    type="multibn.PreciseBNHook", num_samples=16, interval=1,
+    estimator="mean_of_var", progress=False
+)
+train_dataloader = dict(
+    batch_size=4, num_workers=0, sampler=dict(type="DefaultSampler", shuffle=True)
+)
+train_cfg = dict(by_epoch=True, max_epochs=2)
+"""
+
+
+def _images() -> list[Any]:
+    data_sample = import_module("mmpretrain.structures").DataSample
+    generator = torch.Generator().manual_seed(1)
+    return [
+        {
+            "inputs": 1 + 2 * torch.randn(3, 8, 8, generator=generator),
+            "data_samples": data_sample().set_gt_label(i % 2),
+        }
+        for i in range(24)
+    ]
+
+
+def check_by_epoch(world: Communicator) -> None:
+    """A network of mmpretrain: its own hook's numbers, with its layers and with ours."""
+    with openmmlab():
+        models = import_module("mmpretrain.registry").MODELS
+        for norm_type in ("BN", "multibn.SyncBatchNorm"):
+            config = Config.fromstring(CONFIG, ".py")
+            config.norm_cfg.type = config.model.backbone.norm_cfg.type = norm_type
+            config.train_dataloader.dataset = _images()
+            torch.manual_seed(0)
+            with DefaultScope.overwrite_default_scope("mmpretrain"):
+                model = models.build(config.model)
+            kind = nn.BatchNorm2d if norm_type == "BN" else SyncBatchNorm
+            assert {type(m) for m in batch_norms(model)} == {kind}
+            ours, theirs = _train(
+                f"by_epoch_{norm_type}", model, config.ours, config.theirs,
+                train_dataloader=config.train_dataloader, train_cfg=config.train_cfg,
+            )  # fmt: skip
+            iterations = 24 // (4 * world.size)
+            assert_equal_passes(ours, theirs, [iterations, 2 * iterations])
+
+
+class Net(BaseModel):  # type: ignore[misc, unused-ignore]
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bn = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 1)
+
+    def forward(self, inputs: Any, data_samples: Any = None, mode: str = "tensor") -> Any:
+        output = self.head(self.bn(inputs))
+        return {"loss": output.square().mean()} if mode == "loss" else output
+
+
+def check_by_iteration(world: Communicator) -> None:
+    """The same two arguments, by position, and the same passes: 10 batches, every 5 iterations."""
+    generator = torch.Generator().manual_seed(2)
+    samples = [
+        {"inputs": i % 5 + torch.randn(3, generator=generator), "data_samples": 0.0}
+        for i in range(20 * world.size)
+    ]
+    loader = {
+        "dataset": samples,
+        "batch_size": 2,
+        "num_workers": 0,
+        "sampler": {"type": "DefaultSampler", "shuffle": True},
+        "collate_fn": {"type": "default_collate"},
+    }
+    n = 10 * world.size
+    with openmmlab():
+        for iterations, after in ((25, [5, 10, 15, 20, 25]), (8, [5])):
+            ours, theirs = _train(
+                f"by_iteration_{iterations}",
+                Net(),
+                PreciseBNHook(n, 5, estimator="mean_of_var", progress=False),
+                {
+                    "type": "PreciseBNHook",
+                    "priority": "ABOVE_NORMAL",
+                    "num_samples": n,
+                    "interval": 5,
+                },
+                train_dataloader=loader,
+                train_cfg={"by_epoch": False, "max_iters": iterations},
+            )
+            assert_equal_passes(ours, theirs, after)

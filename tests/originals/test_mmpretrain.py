@@ -1,0 +1,38 @@
+"""mmpretrain's PreciseBNHook, and the scopes of OpenMMLab's registries."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers import require
+from tests.helpers.launch import ROOT
+from tests.helpers.runs import Run, assert_passed, on_ranks
+
+RUNS = [Run("checks_mmpretrain", ("torchrun",), (2,), ("torch", "mmengine", "mmpretrain"))]
+
+
+@on_ranks(__package__, RUNS)
+def test_check(needs: tuple[str, ...], request: pytest.FixtureRequest) -> None:
+    assert_passed(needs, request)
+
+
+def test_a_config_needs_no_import() -> None:
+    """mmengine finds the scope "multibn" by itself, beside the mmengine scope of the default."""
+    require.need("torch", "mmengine")
+    code = """
+from mmengine.registry import HOOKS, MODELS
+print(HOOKS.get("PreciseBNHook"))
+print(HOOKS.build(dict(type="multibn.PreciseBNHook")))
+print(MODELS.build(dict(type="multibn.SyncBatchNorm", num_features=4)))
+print(HOOKS.get("multibn.torch_backend.integrations.mmengine.PreciseBNHook").__name__)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=ROOT
+    )
+    assert ran.returncode == 0, ran.stderr
+    none, hook, layer, by_path = ran.stdout.splitlines()
+    assert none == "None"  # mmengine itself has no hook of this name
+    assert hook.startswith("<multibn.torch_backend.integrations.mmengine.PreciseBNHook object")
+    assert layer.startswith("SyncBatchNorm(4,")
+    assert by_path == "PreciseBNHook"

@@ -1,0 +1,173 @@
+"""SlowFast's training with our layers in the place of its own: the numbers of the original."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.helpers import require
+from tests.helpers.runs import Run, assert_passed, on_ranks
+
+require.need("torch", "dev")
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+
+from multibn.torch_backend import (  # noqa: E402
+    NaiveSyncBatchNorm1d,
+    NaiveSyncBatchNorm2d,
+    NaiveSyncBatchNorm3d,
+    SubBatchNorm3d,
+    get_norm,
+)
+from tests.helpers.slowfast import SubBatchNorm  # noqa: E402
+from tests.originals import slowfast  # noqa: E402
+
+DEFAULTS = {"NUM_SPLITS": 2, "NUM_SYNC_DEVICES": 1, "GLOBAL_SYNC": False}
+NORM_TYPES = ["batchnorm", "sub_batchnorm", "sync_batchnorm", "sync_batchnorm_apex"]
+TRACKED = pytest.mark.parametrize("norm_type", ["sub_batchnorm", "sync_batchnorm"])
+
+
+def models(norm_type: str, **bn: Any) -> Any:
+    """SlowFast's model of a config, and ours."""
+    cfg = {"BN": DEFAULTS | {"NORM_TYPE": norm_type} | bn}
+    return slowfast.pair(slowfast.get_norm(cfg), get_norm(cfg))
+
+
+@on_ranks(__package__, [Run("checks_slowfast", ("torchrun",), (2,), ("torch", "dev"))])
+def test_check(needs: tuple[str, ...], request: pytest.FixtureRequest) -> None:
+    assert_passed(needs, request)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@TRACKED
+def test_the_training_order(norm_type: str, frozen: bool) -> None:
+    """Train, fvcore's precise statistics, aggregate, evaluate; with MODEL.FROZEN_BN and without."""
+    theirs, ours = models(norm_type)
+    for model in (theirs, ours):  # something to be frozen
+        slowfast.train(model, slowfast.data(epochs=1))
+    results = [slowfast.train(m, slowfast.data(1), frozen=frozen) for m in (theirs, ours)]
+    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-9, atol=1e-10)
+    counts = [r.tolist() for r in results[1] if r.shape == (2,)]
+    layers = 2 if norm_type == "sub_batchnorm" else 0
+    found = 0 if frozen else 2 + layers
+    assert counts == [[found, layers]] * 2
+
+
+def test_evaluation_after_fvcores_pass_in_float32() -> None:
+    """Of a SubBatchNorm3d alone: within 1e-6 of the original."""
+    torch.manual_seed(0)
+    batches = [torch.randn(8, 4, 2, 6, 6) for _ in range(6)]
+    outputs = []
+    for layer in (SubBatchNorm(nn.BatchNorm3d, 2, 4), SubBatchNorm3d(2, 4)):
+        for x in batches:
+            layer(x)
+        slowfast.update_bn_stats(layer, batches, len(batches))
+        slowfast.aggregate_sub_bn_stats(layer)
+        outputs.append(layer.eval()(batches[0]).detach())
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-6)
+    assert 0.9 < float(outputs[0].std()) < 1.1
+
+
+@TRACKED
+def test_a_multigrid_schedule(norm_type: str) -> None:
+    """A new model for every stage, from a checkpoint as SlowFast saves it: of plain batch norms."""
+    stages: list[dict[str, Any]] = [
+        {"norm_type": norm_type},
+        {"norm_type": "sub_batchnorm", "NUM_SPLITS": 4},
+        {"norm_type": "batchnorm"},
+        {"norm_type": norm_type},
+    ]
+    saved: list[Any] = []
+    for number, stage in enumerate(stages):
+        pair = models(**stage)
+        results = []
+        for k, model in enumerate(pair):
+            if saved:
+                load_normal_bn(model, saved[k])
+            results.append(slowfast.train(model, slowfast.data(number, epochs=1)))
+        torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-9)
+        saved = [slowfast.sub_to_normal_bn(model.state_dict()) for model in pair]
+        torch.testing.assert_close(saved[1], saved[0], rtol=1e-9, atol=1e-9)
+
+
+def load_normal_bn(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """slowfast/utils/checkpoint.py:587 for SlowFast's layers; ours load the state as it is."""
+    if any(isinstance(m, SubBatchNorm) for m in model.modules()):
+        splits: Any = model.get_submodule("a_bn").num_splits
+        for key in model.state_dict():
+            plain = state.get(key.replace(".split_bn.", ".").replace(".bn.", "."))
+            assert plain is not None
+            state[key] = plain.repeat(splits) if "split_bn.running" in key else plain
+        state = {key: state[key] for key in model.state_dict()}
+    model.load_state_dict(state, strict=True)
+
+
+@pytest.mark.parametrize("norm_type", ["batchnorm", "sub_batchnorm", "sync_batchnorm"])
+def test_what_hooks_of_batch_norms_see(norm_type: str) -> None:
+    """Calls and tensors, in training and evaluation, of all modules that SlowFast's tools find."""
+    results = []
+    for model in models(norm_type):
+        seen: list[Any] = []
+
+        def note(name: str, _: Any, inputs: Any, output: Any, seen: Any = seen) -> None:
+            seen.append((name, inputs, output))
+
+        for name, m in model.named_modules():
+            if isinstance(m, nn.BatchNorm3d):
+                m.register_forward_hook(partial(note, name))
+        ((x, _),) = slowfast.data(epochs=1, steps=1)[0]
+        model(x)
+        slowfast.aggregate_sub_bn_stats(model)
+        model.eval()(x)
+        results.append(seen)
+    names = [[name for name, *_ in seen] for seen in results]
+    assert names[0] == names[1]
+    assert len(names[0]) == 4
+    for theirs, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours[1:], theirs[1:], rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("zero_init_final_bn", [True, False])
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_initialization_by_class(norm_type: str, zero_init_final_bn: bool) -> None:
+    """MODEL.ZERO_INIT_FINAL_BN; the original's sub-batch norm is not found, and neither is ours."""
+    weights = []
+    for model in models(norm_type):
+        slowfast.init_weights(model, zero_init_final_bn)
+        weights.append([model.stem_bn.weight.tolist(), model.a_bn.weight.tolist()])
+    assert weights[1] == weights[0]
+    is_zero = zero_init_final_bn and norm_type != "sub_batchnorm"
+    assert weights[1][1] == [0.0 if is_zero else 1.0] * slowfast.C
+
+
+def test_classes() -> None:
+    """Every naive layer is the nn.BatchNorm*d of its dimensions, and of no other."""
+    plain = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    for k, cls in enumerate((NaiveSyncBatchNorm1d, NaiveSyncBatchNorm2d, NaiveSyncBatchNorm3d)):
+        layer = cls(num_features=3)
+        assert [isinstance(layer, base) for base in plain] == [k == j for j in range(3)]
+    sub = SubBatchNorm3d(2, num_features=3)
+    assert [m for m in sub.modules() if isinstance(m, nn.BatchNorm3d)] == [sub.bn, sub.split_bn]
+    assert slowfast.get_bn_modules(sub) == [sub.bn, sub.split_bn]
+
+
+def test_an_unknown_type_is_the_originals_error() -> None:
+    cfg = {"BN": DEFAULTS | {"NORM_TYPE": "layernorm"}}
+    for function in (slowfast.get_norm, get_norm):
+        with pytest.raises(NotImplementedError, match="layernorm"):
+            function(cfg)
+
+
+def test_biased_variance_in_one_process() -> None:
+    """The original is nn.BatchNorm3d there. `running_var="biased"` is biased on any ranks."""
+    x = torch.randn(4, 3, 2, 5, 5, dtype=torch.float64)
+    n = x.numel() // 3
+    theirs: Any = slowfast.NaiveSyncBatchNorm3d(num_features=3, momentum=1.0).double()
+    default = NaiveSyncBatchNorm3d(num_features=3, momentum=1.0).double()
+    biased = NaiveSyncBatchNorm3d(num_features=3, momentum=1.0, running_var="biased").double()
+    for layer in (theirs, default, biased):
+        layer(x)
+    torch.testing.assert_close(default.state_dict(), theirs.state_dict())
+    torch.testing.assert_close(biased.running_var, theirs.running_var * (n - 1) / n)

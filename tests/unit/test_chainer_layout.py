@@ -1,0 +1,138 @@
+"""Variables in cuDNN's channels-last layout, which `compute_mode="cudnn_fast"` is for.
+
+On the CPU, Chainer's own links take such a Variable in the forward pass of training only.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multibn import SingleProcess
+from tests.helpers import require
+
+require.need("chainer")
+
+from multibn.chainer_backend import (  # noqa: E402
+    MultiNodeBatchNormalization,
+    finetune_population_statistics,
+    join,
+    multi_node_batch_normalization,
+)
+
+import chainer  # noqa: E402  # isort: skip (multibn makes it importable)
+from chainer import functions as F, links as L, memory_layouts  # noqa: E402  # isort: skip
+
+ALONE = SingleProcess()
+CHANNELS_LAST = memory_layouts.CUDNN_CHANNEL_LAST_X
+LAYOUTS = (None, CHANNELS_LAST)
+
+
+def link(**options: Any) -> Any:
+    return MultiNodeBatchNormalization(3, ALONE, dtype=np.float64, **options)
+
+
+def data(seed: int = 0) -> Any:
+    return np.random.default_rng(seed).normal(2, 3, (4, 3, 5, 6))
+
+
+def results(norm: Any, x: Any, layout: Any) -> list[Any]:
+    """Output, gradients, and gradients of a gradient, of `norm` on `x` in the layout."""
+    v = chainer.Variable(x)
+    y = norm(v.as_layout(layout))
+    assert y.layout == layout
+    assert y.shape == x.shape
+    y = y.as_layout(None)
+    F.sum(y**3).backward(enable_double_backprop=True)
+    dx = v.grad_var
+    gradients = [dx.array, *(p.grad.copy() for _, p in sorted(norm.namedparams()))]
+    v.cleargrad()
+    norm.cleargrads()
+    F.sum(dx * y).backward()
+    return [y.array, *gradients, v.grad, *(p.grad for _, p in sorted(norm.namedparams()))]
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("options", [{}, {"axis": (0, 2, 3)}, {"use_gamma": False}])
+def test_links(options: dict[str, Any], is_training: bool) -> None:
+    links = [link(**options) for _ in LAYOUTS]
+    for norm in links:
+        norm(data(1))
+    with chainer.using_config("train", is_training):
+        expected, actual = (
+            results(norm, data(), layout) for norm, layout in zip(links, LAYOUTS, strict=True)
+        )
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+    for name in ("avg_mean", "avg_var"):
+        np.testing.assert_allclose(getattr(links[1], name), getattr(links[0], name), rtol=1e-13)
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_no_copy_is_made(is_training: bool) -> None:
+    """The array of the output is in the order of its layout, as the one of the input is."""
+    raw = np.ascontiguousarray(data().transpose(0, 2, 3, 1))
+    with chainer.using_config("train", is_training):
+        y = link()(chainer.Variable(raw, layout=CHANNELS_LAST))
+    assert y.raw_array.shape == raw.shape
+    assert y.raw_array.flags.c_contiguous
+
+
+def test_in_training_it_is_chainers() -> None:
+    """Whose backward pass raises on the CPU: it reduces the axes of the other layout."""
+    theirs = L.BatchNormalization(3, dtype=np.float64, initial_avg_var=0)
+    ours = link()
+    outputs = [norm(chainer.Variable(data()).as_layout(CHANNELS_LAST)) for norm in (theirs, ours)]
+    assert outputs[0].layout == outputs[1].layout == CHANNELS_LAST
+    np.testing.assert_allclose(outputs[1].raw_array, outputs[0].raw_array, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(ours.avg_var, theirs.avg_var, rtol=1e-12)
+
+
+def test_the_function() -> None:
+    x = chainer.Variable(data())
+    expected, _ = multi_node_batch_normalization(x, comm=ALONE)
+    y, _ = multi_node_batch_normalization(x.as_layout(CHANNELS_LAST), comm=ALONE)
+    assert y.layout == CHANNELS_LAST
+    np.testing.assert_allclose(y.as_layout(None).array, expected.array, rtol=1e-12, atol=1e-12)
+
+
+def test_bad_input() -> None:
+    x = chainer.Variable(data()[:, :2]).as_layout(CHANNELS_LAST)
+    with pytest.raises(ValueError, match=r"channels of shape \(3,\).*got \(2,\)"):
+        link()(x)
+
+
+class InLayout(chainer.Chain):
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        with self.init_scope():
+            self.norm = norm
+
+    def forward(self, x: Any) -> Any:
+        return self.norm(chainer.as_variable(x).as_layout(CHANNELS_LAST)).as_layout(None)
+
+
+def test_finetuning() -> None:
+    batches = [data(seed) for seed in range(3)]
+    model = InLayout(link())
+    finetune_population_statistics(batches, model, ALONE, converter=None, progress=False)
+    whole = np.concatenate(batches)
+    np.testing.assert_allclose(model.norm.avg_mean, whole.mean((0, 2, 3)), rtol=1e-12)
+    np.testing.assert_allclose(model.norm.avg_var, whole.var((0, 2, 3), ddof=0), rtol=3e-3)
+
+
+def test_stand_ins_of_join() -> None:
+    """Of a rank without data, and Chainer's own link as well."""
+    x = data()
+    for norm in (link(), L.BatchNormalization(3, dtype=np.float64)):
+        outputs = []
+        with join(chainer.ChainList(norm), ALONE) as joined:
+            before = norm.avg_mean.copy()
+            joined.absent = True
+            for layout in LAYOUTS:
+                y = norm(chainer.Variable(x).as_layout(layout))
+                assert y.layout == layout
+                outputs.append(y.as_layout(None).array)
+            joined.absent = False
+        np.testing.assert_allclose(outputs[1], outputs[0], rtol=1e-12, atol=1e-12)
+        np.testing.assert_array_equal(norm.avg_mean, before)
