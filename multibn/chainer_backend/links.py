@@ -150,6 +150,7 @@ class MultiNodeBatchNormalization(chainer.Link):
 
     @property
     def comm(self) -> Any:
+        """The communicator that the constructor got; may be assigned."""
         if isinstance(self._communicator, ChainerMN):
             return self._communicator.comm
         return self._communicator

@@ -267,7 +267,8 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
 class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
     """A `SyncBatchNorm` that is an nn.BatchNorm1d to code that looks for this class.
 
-    `convert_sync_batchnorm` makes one of an nn.BatchNorm1d. Accepts inputs of any dimensions.
+    `convert_sync_batchnorm` makes one of an nn.BatchNorm1d. Accepts inputs of any dimensions. The
+    parameters are those of `SyncBatchNorm`.
     """
 
     converted_from = nn.BatchNorm1d

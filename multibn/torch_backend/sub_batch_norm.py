@@ -251,14 +251,14 @@ class _SubBatchNorm(Synchronized):
 
 
 class SubBatchNorm1d(_SubBatchNorm):
-    """`SubBatchNorm3d` for an input of shape `(N, C)` or `(N, C, L)`."""
+    """As `SubBatchNorm3d`, for an input of shape `(N, C)` or `(N, C, L)`."""
 
     _part = _BatchNorm1d
     _shapes = {2: "(N, C)", 3: "(N, C, L)"}
 
 
 class SubBatchNorm2d(_SubBatchNorm):
-    """`SubBatchNorm3d` for an input of shape `(N, C, H, W)`."""
+    """As `SubBatchNorm3d`, for an input of shape `(N, C, H, W)`."""
 
     _part = _BatchNorm2d
     _shapes = {4: "(N, C, H, W)"}

@@ -130,6 +130,13 @@ def inverse(
 ) -> tuple[Tensor, Tensor]:
     """Inputs of `reversible` from its outputs, for modules in evaluation mode; no gradient.
 
+    Parameters
+    ----------
+    blocks, *cond, stream_dtype
+        As in `reversible`.
+    y1, y2
+        Its outputs.
+
     Raises
     ------
     RuntimeError
@@ -179,7 +186,7 @@ def drift(
     """Rounding error that the backward pass of `reversible` would meet at each block, in order.
 
     Runs a forward pass, and stores the streams before each block: in training, batch norms count
-    the batch, and the call is collective if they are. Arguments are those of `reversible`.
+    the batch, and the call is collective if they are. The parameters are those of `reversible`.
     """
     from multibn.torch_backend.reversible.coupling import Run  # as in `reversible`
 
