@@ -63,6 +63,15 @@ def update_running(
         This rank's elements per channel.
     convention
         That of `running_variance`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn import SingleProcess, batch_statistics, update_running
+    >>> batch = batch_statistics(np.asarray([[1.0], [3.0]]), SingleProcess())
+    >>> mean, var = update_running(np.zeros(1), np.ones(1), batch, momentum=0.5, local_count=2)
+    >>> print(mean, var)
+    [1.] [1.5]
     """
     count = batch.count if isinstance(batch.count, float) else _on_host(batch.count)
     if isinstance(count, float):

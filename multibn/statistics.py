@@ -124,7 +124,16 @@ def empty_moments(like: Array, /) -> Moments:
 
 
 def merge_moments(*moments: Moments) -> Moments:
-    """Moments of the concatenation of the batches that `moments` describe (weighted by count)."""
+    """Moments of the concatenation of the batches that `moments` describe (weighted by count).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn import local_moments, merge_moments
+    >>> parts = np.asarray([[1.0]]), np.asarray([[3.0], [5.0]])
+    >>> print(merge_moments(*map(local_moments, parts)).mean)
+    [3.]
+    """
     count = sum(m.count for m in moments)
     divisor = max(count, 1.0)
     return Moments(
@@ -251,6 +260,14 @@ def batch_statistics(
         As in `local_moments`.
     communicator, weighting
         As in `aggregate`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn import SingleProcess, batch_statistics
+    >>> batch = batch_statistics(np.asarray([[1.0, 10.0], [3.0, 30.0]]), SingleProcess())
+    >>> print(batch.mean, batch.var)
+    [ 2. 20.] [  1. 100.]
     """
     axis = reduced_axes(x.ndim) if axis is None else axis
     return batch_statistics_all([x], communicator, weighting=weighting, axes=[axis])[0]
@@ -345,6 +362,14 @@ def normalize(
         Added to the output, of the shape and dtype of `x`.
     relu
         Whether ReLU comes last.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn import SingleProcess, batch_statistics, normalize
+    >>> x = np.asarray([[1.0], [3.0]])
+    >>> print(normalize(x, batch_statistics(x, SingleProcess()), eps=1e-12).ravel())
+    [-1.  1.]
     """
     axis = reduced_axes(x.ndim) if axis is None else axis
     options: dict[str, Any] = {"eps": eps, "axis": axis, "residual": residual, "relu": relu}

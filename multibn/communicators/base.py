@@ -59,7 +59,14 @@ class Handle:
 
 
 class SingleProcess(Handle):
-    """This process alone."""
+    """This process alone.
+
+    Examples
+    --------
+    >>> from multibn import SingleProcess
+    >>> SingleProcess().size
+    1
+    """
 
     rank = 0
     size = 1

@@ -69,6 +69,15 @@ def sync_batch_norm(
     Second derivatives (`create_graph=True`) are exact over ranks; the backward pass then repeats
     the forward pass's allreduce. `x` must need a gradient on all ranks or on none: in the backward
     pass, ranks that need one wait for all others.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn.torch_backend import sync_batch_norm
+    >>> x = torch.tensor([[1.0], [3.0]])
+    >>> y, statistics = sync_batch_norm(x, eps=1e-12)
+    >>> y.flatten(), statistics.mean.item()
+    (tensor([-1.,  1.]), 2.0)
     """
     check_eps(eps)
     communicator = Conversation(as_communicator(process_group), lambda: "sync_batch_norm")

@@ -180,6 +180,15 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         If `process_group` is no communicator, or this process is not part of it. ValueError if
         `num_features` or `eps` is not positive, or `weighting` or `running_var` is unknown. A call
         raises as `sync_batch_norm`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn.torch_backend import SyncBatchNorm
+    >>> layer = SyncBatchNorm(2)
+    >>> y = layer(torch.tensor([[1.0, 10.0], [3.0, 30.0]]))
+    >>> layer.running_mean
+    tensor([0.2000, 2.0000])
     """
 
     # The class for `revert_sync_batchnorm`: of the layer's class, or of a layer that was converted.

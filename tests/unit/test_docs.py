@@ -1,6 +1,7 @@
 """The pages and the docstrings, as far as no generator is needed; `make docs` checks the rest."""
 
 import ast
+import doctest
 import importlib
 import inspect
 import re
@@ -207,3 +208,15 @@ def test_the_reference_lists_every_public_name_once() -> None:
         if f"multibn.{name}" in public
     }
     assert set(_listed()) == public
+
+
+@pytest.mark.parametrize("module", [*PACKAGES, *MODULES])
+def test_examples_in_docstrings(module: str) -> None:
+    names = _public(module)
+    imported = _import(module)
+    finder = doctest.DocTestFinder(recurse=False)
+    outputs: list[str] = []
+    for name in names:
+        for example in finder.find(getattr(imported, name), name, globs={}):
+            doctest.DocTestRunner(verbose=False).run(example, out=outputs.append)
+    assert not outputs, "".join(outputs)
