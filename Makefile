@@ -14,11 +14,22 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 
-.PHONY: demo video test lint docs bench fuzz faults clean
+.PHONY: demo video test lint docs bench fuzz faults programs clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[torch,chainer,mpi,cli,fast,lightning,mmengine,video,dev]'
+	touch $@
+
+# An environment of its own, which sees the packages of the other one. PyPI's torchvision is built
+# for CUDA and cannot be imported beside a torch for CPU; Lightning, which tests import, would try.
+PROGRAMS := $(VENV)/programs
+
+$(PROGRAMS)/installed: $(VENV)/installed
+	test -x $(PROGRAMS)/bin/python || $(BIN)/python -m venv $(PROGRAMS)
+	$(PROGRAMS)/bin/python -c "import site; own = site.getsitepackages()[0]; \
+		open(own + '/other.pth', 'w').write(own.replace('$(PROGRAMS)', '$(VENV)'))"
+	$(PROGRAMS)/bin/python -m pip install --quiet --editable '.[programs]'
 	touch $@
 
 $(VENV)/originals: tests/originals/requirements.txt $(VENV)/installed
@@ -54,6 +65,9 @@ fuzz: $(VENV)/installed  ## 10,000 layer calls in each framework and 2,000 spoil
 
 faults: $(VENV)/installed  ## what goes wrong in training, done on purpose: docs/faults.md, faults/results
 	$(BIN)/python -m faults
+
+programs: $(PROGRAMS)/installed  ## other people's models, trainers and rules: docs/programs.md
+	$(PROGRAMS)/bin/python -m tests.programs
 
 clean:
 	rm -rf $(VENV) out

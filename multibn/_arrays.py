@@ -1,5 +1,6 @@
 """Questions about arrays, answered faster than by array_api_compat; and arrays in host memory."""
 
+import sys
 from typing import Any
 
 import array_api_compat
@@ -31,6 +32,23 @@ def is_on_host(x: Array, /) -> bool:
         return True
     is_cpu = getattr(x, "is_cpu", None)  # torch's, which is faster than what follows
     return int(x.__dlpack_device__()[0]) == _DLPACK_CPU if is_cpu is None else bool(is_cpu)
+
+
+def is_traced(x: Array, /) -> bool:
+    """Whether torch writes down the operations on `x`, as torch.func.linearize makes it do."""
+    if not is_torch_array(x):
+        return False
+    C = sys.modules["torch"]._C
+    return C._get_dispatch_mode(C._TorchDispatchModeKey.PROXY) is not None
+
+
+def values(x: Array, /) -> Array:
+    """The numbers in `x`, which torch.func may have wrapped; a batch of vmap is one more axis."""
+    if is_torch_array(x):
+        functorch = sys.modules["torch"]._C._functorch
+        while functorch.is_functorch_wrapped_tensor(x):
+            x = functorch.get_unwrapped(x)
+    return x
 
 
 def to_host(x: Array, /) -> np.ndarray[Any, Any]:

@@ -4,6 +4,7 @@ All checks raise when an object is built, so that a mistake does not end a job h
 messages name the argument.
 """
 
+from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -39,6 +40,12 @@ def check_int(name: str, value: object, least: int | None = 1, *, none: str = ""
     if number is not None and least is not None and number < least:
         wanted = {0: "0 or more", 1: "positive"}.get(least, f"{least} or more")
         raise ValueError(f"`{name}` must be {wanted}{_or_none(none)}: got {value!r}.")
+
+
+def check_ints(name: str, values: Iterable[object], least: int = 1) -> None:
+    """`check_int` of each of several values."""
+    for value in values:
+        check_int(name, value, least)
 
 
 def check_number(name: str, value: object, interval: str, *, none: str = "") -> None:

@@ -33,9 +33,13 @@ library = MPI.Get_library_version().strip(chr(0)).splitlines()[0].partition(",")
 print(json.dumps({"library": library, "cuda_aware": mpi_is_cuda_aware()}))
 """
 
+# Sums a number: CuPy finds libraries and NCCL finds the GPU only when they are used.
 _ASK_CUPY = """
-import json, cupy
+import json, cupy, multibn
+from multibn.communicators.nccl import NCCL
 from cupy.cuda import nccl
+summed = NCCL(multibn.SingleProcess()).allreduce(cupy.asarray([1.0])).get()
+assert summed[0] == 1.0, f"NCCL's sum of the number 1.0 over one rank is {summed[0]}"
 print(json.dumps({"gpus": cupy.cuda.runtime.getDeviceCount(), "nccl": nccl.get_version()}))
 """
 
@@ -145,7 +149,7 @@ def _communicators(facts: dict[str, Any]) -> dict[str, str | None]:
     )
     has_gpu = (bool(facts["gpus"]), "needs an NVIDIA GPU: nvidia-smi finds none")
     has_cupy = (facts["cupy"] is not None, "pip install cupy-cuda12x, or as fits your CUDA")
-    cupy_works = ("error" not in cupy, f"CuPy does not work here: {cupy.get('error')}")
+    cupy_works = ("error" not in cupy, f"NCCL by CuPy does not work here: {cupy.get('error')}")
     over_mpi = [has_mpi, mpi_works, has_mpiexec]
     over_cupy = [has_gpu, has_cupy, cupy_works]
     needs = {

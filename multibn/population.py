@@ -75,12 +75,36 @@ def update_running(
     """
     count = batch.count if isinstance(batch.count, float) else _on_host(batch.count)
     if isinstance(count, float):
-        momentum = float(momentum) if count > 0 else 0.0
+        momentum = momentum if count > 0 else 0.0
     else:
         xp = array_namespace(count)
         momentum = momentum * xp.astype(count > 0, count.dtype)
     factor = _variance_factor(count, local_count, convention)
     return kernels.move_averages(running_mean, running_var, batch.mean, batch.var, momentum, factor)
+
+
+def update_running_in_place(
+    running_mean: Array,
+    running_var: Array,
+    num_batches: Array | None,
+    batch: BatchStatistics,
+    /,
+    *,
+    momentum: float | Array | None,
+    local_count: int,
+    convention: RunningVar = "unbiased_global",
+) -> bool:
+    """`update_running` of arrays on a GPU, written over the old ones; counts in `num_batches`.
+
+    `momentum=None` is the cumulative average, which needs `num_batches`. Returns False, and writes
+    nothing, where no kernel can take the arrays.
+    """
+    factor = None
+    if convention != "unbiased_global":
+        factor = _variance_factor(0.0, local_count, convention)
+    return kernels.move_in_place(
+        running_mean, running_var, num_batches, *batch[:3], momentum, factor
+    )
 
 
 class PopulationEstimator:

@@ -27,7 +27,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from multibn import kernels, message
-from multibn._arrays import array_namespace, device, is_on_host
+from multibn._arrays import array_namespace, device, is_on_host, values
 from multibn._typing import Array, Weighting, check_choice
 from multibn.communicators import Communicator, conversation
 from multibn.communicators.conversation import Phase
@@ -218,7 +218,7 @@ def _aggregate(
         if not finite:
             # Packed again: the sum may have taken the place of this rank's own numbers.
             xp = array_namespace(like)
-            mine = bool(xp.isfinite(xp.sum(pack(i, None))))
+            mine = bool(xp.all(xp.isfinite(values(xp.sum(pack(i, None))))))
             conversation.raise_for_non_finite(communicator, mine)
         batches.append(BatchStatistics(*batch))
     return batches

@@ -2,9 +2,11 @@
 
 Chainer's environment check imports numpy.distutils (removed in Python 3.12) and pkg_resources
 (removed in setuptools 81). Chainer also reads numpy.sctypes (removed in NumPy 2) and imports
-cupy.cuda.cublas (removed in CuPy 14).
+cupy.cuda.cublas (removed in CuPy 14). CuPy 14 has no cuDNN, either.
 """
 
+import importlib.util
+import os
 import sys
 import types
 
@@ -12,7 +14,12 @@ import numpy as np
 
 
 def make_importable() -> None:
-    """Install the stand-ins, unless Chainer is imported already."""
+    """Install the stand-ins, unless Chainer is imported already.
+
+    With a CuPy that has no cuDNN at all, as from CuPy 14 on, this function sets CHAINER_CUDNN to 0
+    in the environment unless the variable is set. Chainer would otherwise warn at its import, and
+    advise the user to install cuDNN, which changes nothing.
+    """
     if "chainer" in sys.modules:
         return
     # Nothing is lost: the check only warns about versions that no longer exist.
@@ -27,17 +34,21 @@ def make_importable() -> None:
             "complex": [np.complex64, np.complex128, np.clongdouble],
             "others": [bool, object, bytes, str, np.void],
         }
-    _stand_in_for_cublas()
+    _adapt_to_cupy()
 
 
-def _stand_in_for_cublas() -> None:
+def _adapt_to_cupy() -> None:
     try:
         import cupy.cuda
     except ImportError:
         return
+    if importlib.util.find_spec("cupy.cuda.cudnn") is None:
+        os.environ.setdefault("CHAINER_CUDNN", "0")
     try:
         import cupy.cuda.cublas
     except ImportError:
-        from cupy_backends.cuda.libs import cublas
-
+        try:
+            from cupy_backends.cuda.libs import cublas
+        except ImportError:  # CUDA's libraries are missing: Chainer then runs without CuPy
+            return
         sys.modules["cupy.cuda.cublas"] = cupy.cuda.cublas = cublas

@@ -83,6 +83,22 @@ def set_counters(
     return largest
 
 
+def check_counts(counts: Counts | None) -> None:
+    """Raise ValueError unless `counts` are pairs of counts."""
+    for pair in counts.values() if isinstance(counts, Mapping) else [counts]:
+        if pair is not None and not (
+            isinstance(pair, (tuple, list)) and len(pair) == 2 and all(map(_is_count, pair))
+        ):
+            raise ValueError(
+                "`avg_var_count` must be two counts of elements from 1, in the file and wanted: "
+                f"got {pair!r}. Pass math.inf for the biased variance."
+            )
+
+
+def _is_count(n: object) -> bool:
+    return isinstance(n, (int, float)) and not isinstance(n, bool) and n >= 1
+
+
 def recount(
     state: dict[str, Array], norms: list[str], words: Words, counts: Counts | None
 ) -> list[str]:
@@ -97,12 +113,6 @@ def recount(
     for layer, pair in per_layer.items():
         if pair is None:
             continue
-        valid = isinstance(pair, (tuple, list)) and len(pair) == 2
-        if not valid or not all(isinstance(n, (int, float)) and n >= 1 for n in pair):
-            raise ValueError(
-                "`avg_var_count` must be two counts of elements from 1, in the file and wanted: "
-                f"got {pair!r}. Pass math.inf for the biased variance."
-            )
         factor = _bessel(pair[1]) / _bessel(pair[0])
         key = keys.join(words.separator, layer, words.var)
         state[key] = (state[key].astype("float64") * factor).astype(state[key].dtype)

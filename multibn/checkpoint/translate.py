@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from multibn._typing import Array
+from multibn._typing import Array, check_int
 from multibn.checkpoint import files, keys, norms
 from multibn.checkpoint.files import CheckpointError
 from multibn.checkpoint.keys import Converted, Names
@@ -57,7 +57,7 @@ def convert(
     ------
     CheckpointError
         If a file cannot be read, converted or written: the message begins with its name.
-    ValueError
+    TypeError, ValueError
         If an option is not valid. `CheckpointError` is a ValueError, too.
     """
     source, target = Path(src), Path(dst)
@@ -144,7 +144,7 @@ def chainer_to_torch(
     CheckpointError
         If a key is unknown, a shape is not valid, two keys get one name, or an entry of `names`
         or `avg_var_count` matches no key.
-    ValueError
+    TypeError, ValueError
         If `num_batches_tracked` or a count is not valid.
 
     Examples
@@ -154,10 +154,8 @@ def chainer_to_torch(
     >>> list(chainer_to_torch({"bn/gamma": np.ones(8), "bn/beta": np.zeros(8)}).state)
     ['bn.weight', 'bn.bias']
     """
-    if not isinstance(num_batches_tracked, int) or num_batches_tracked < 0:
-        raise ValueError(
-            f"`num_batches_tracked` must be a number of batches from 0: got {num_batches_tracked}."
-        )
+    check_int("num_batches_tracked", num_batches_tracked, least=0)
+    norms.check_counts(avg_var_count)
     notes: list[str] = []
     arrays = keys.leave_out(arrays, names, "chainer", notes)
     state = {key: _as_array(key, value)[0] for key, value in arrays.items()}
@@ -221,6 +219,7 @@ def torch_to_chainer(
     >>> list(torch_to_chainer({"bn.weight": np.ones(8), "bn.bias": np.zeros(8)}).state)
     ['bn/gamma', 'bn/beta']
     """
+    norms.check_counts(avg_var_count)
     notes: list[str] = []
     state = _without_splits(_unwrapped(state, notes), notes)
     state = keys.leave_out(state, names, "torch", notes)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 from multibn._environment import this_machine
+from multibn._typing import check_number
 
 PATIENCE = 0.5  # seconds of waiting before a rank sends a notice
 _FIRST_LOOK, _LAST_LOOK = 0.02, 1.0  # seconds between two looks at the board, doubling
@@ -287,13 +288,15 @@ def _launcher() -> int:
 
 
 def check_timeout(value: Any = None, /) -> float:
-    """`value` in seconds, default MULTIBN_TIMEOUT, or 300; ValueError unless it is positive.
+    """`value` in seconds, default MULTIBN_TIMEOUT, or 300; raises unless it is positive.
 
     Infinity stands for a hundred million seconds.
     """
-    name = "MULTIBN_TIMEOUT" if value is None else "`timeout`"
-    value = os.environ.get("MULTIBN_TIMEOUT", "300") if value is None else value
-    with contextlib.suppress(TypeError, ValueError):
-        if float(value) > 0:
-            return min(float(value), _LONGEST)
-    raise ValueError(f"{name} must be a positive number of seconds: got {value!r}.")
+    if value is not None:
+        check_number("timeout", value, "(0, inf]")
+        return min(float(value), _LONGEST)
+    text = os.environ.get("MULTIBN_TIMEOUT", "300")
+    with contextlib.suppress(ValueError):
+        if float(text) > 0:
+            return min(float(text), _LONGEST)
+    raise ValueError(f"MULTIBN_TIMEOUT must be a positive number of seconds: got {text!r}.")

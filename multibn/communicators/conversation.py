@@ -47,6 +47,7 @@ class Conversation(Forwarding):
         self._find_name = find_name
         self._name: str | None = None
         self._phases: dict[tuple[str, Any], Phase] = {}
+        self._elsewhere: dict[Communicator, Conversation] = {}
 
     @property
     def name(self) -> str:
@@ -57,6 +58,14 @@ class Conversation(Forwarding):
 
     def _look_up(self) -> Communicator:
         return self.wrapped
+
+    def over(self, communicator: Communicator) -> "Conversation":
+        """The same layer's conversation over other processes."""
+        if communicator not in self._elsewhere:
+            self._elsewhere[communicator] = Conversation(
+                communicator, lambda: self.name, num_layers=self.num_layers
+            )
+        return self._elsewhere[communicator]
 
     def during(self, phase: str, dtype: Any) -> "Phase":
         """The communicator for messages about activations of `dtype` in a phase of the layer."""

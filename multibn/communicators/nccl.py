@@ -12,15 +12,19 @@ from multibn.communicators.base import Communicator, Forwarding
 from multibn.communicators.lookup import as_communicator
 
 _ID_SIZE = 128  # bytes of NCCL's unique id
-_DTYPES = ("float16", "float32", "float64", "int32", "int64")
+_DTYPES = ("float16", "float32", "float64", "int32", "int64", "bfloat16")
 
 
 class NCCL(LineCommunicator):
     """The processes of another communicator, each with a GPU of its own, over NCCL.
 
-    CuPy arrays and torch tensors on a GPU are reduced there, in the order of CuPy's and torch's
-    current streams; arrays in host memory go over `parent`. The GPU must be another one on each
-    rank, and is the one that is current when the communicator is first used.
+    CuPy arrays are reduced on their GPU in CuPy's current stream, torch tensors in torch's, where a
+    CUDA graph can capture the sum; arrays in host memory go over `parent`. The GPU must be another
+    one on each rank, and is the one that is current when the communicator is first used.
+
+    While a CUDA graph is replayed, no Python runs, so that nobody looks at the messages of a layer:
+    ranks in different places are not noticed. NaN or infinity on any rank is in the running
+    statistics of all ranks afterwards, where the program can look for it.
 
     Parameters
     ----------
@@ -29,9 +33,9 @@ class NCCL(LineCommunicator):
         carries the unique id that NCCL begins with and the first messages of layers, and is split
         by `split`.
     unique_id
-        The id, `cupy.cuda.nccl.get_unique_id()` of one rank, where all ranks have it already;
-        default: rank 0 makes one, and the first use, which is collective in any case, exchanges it
-        over `parent`.
+        The id, `cupy.cuda.nccl.get_unique_id()` of one rank, where all ranks have it already: a
+        tuple (CuPy 13) or bytes (CuPy 14). Default: rank 0 makes one, and the first use, which is
+        collective in any case, exchanges it over `parent`.
 
     Raises
     ------
@@ -45,9 +49,9 @@ class NCCL(LineCommunicator):
 
     def __init__(self, parent: Any = None, *, unique_id: Sequence[int] | None = None) -> None:
         self._parent = as_communicator(parent)
-        if unique_id is not None and len(unique_id) != _ID_SIZE:
+        if unique_id is not None and not _is_id(unique_id):
             raise ValueError(
-                f"`unique_id` must be of {_ID_SIZE} numbers: got {len(unique_id)}. Pass what "
+                f"`unique_id` must be of {_ID_SIZE} numbers: got {unique_id!r}. Pass what "
                 "cupy.cuda.nccl.get_unique_id() returned on one of the ranks."
             )
         _library()
@@ -62,7 +66,12 @@ class NCCL(LineCommunicator):
             unique_id = self._unique_id
             if unique_id is None:
                 unique_id = _made_on_rank_0(self._parent)
-            self._comm = nccl.NcclCommunicator(self.size, tuple(unique_id), self.rank)
+            unsigned = [n & 255 for n in unique_id]
+            try:
+                self._comm = nccl.NcclCommunicator(self.size, bytes(unsigned), self.rank)
+            except TypeError:  # CuPy 13 takes C's signed characters
+                signed = tuple(n - 256 if n > 127 else n for n in unsigned)
+                self._comm = nccl.NcclCommunicator(self.size, signed, self.rank)
         return self._comm
 
     @property
@@ -122,21 +131,27 @@ def allreduce(comm: Any, x: Array, /) -> Array:
     TypeError
         If `x` is of another dtype than 16- to 64-bit floating-point and 32- and 64-bit integers.
     """
-    import cupy
-
+    nccl = _library()
+    dtype = str(x.dtype).removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise TypeError(
+            f"an array that NCCL sums must be of dtype {', '.join(_DTYPES[:-1])} or "
+            f"{_DTYPES[-1]}: got {dtype}. Convert it first."
+        )
+    kind = getattr(nccl, f"NCCL_{dtype.upper()}")
     if is_torch_array(x):
         import torch
 
-        # CuPy has no bfloat16. Both exchanges make the consumer's stream wait for the producer's.
-        exchanged = x.detach().float() if x.dtype == torch.bfloat16 else x.detach()
-        return torch.from_dlpack(allreduce(comm, cupy.from_dlpack(exchanged))).to(x.dtype)
-    nccl = _library()
-    if x.dtype.name not in _DTYPES:
-        raise TypeError(
-            f"an array that NCCL sums must be of dtype {', '.join(_DTYPES)} or bfloat16: "
-            f"got {x.dtype}. Convert it first."
-        )
-    kind = getattr(nccl, f"NCCL_{x.dtype.name.upper()}")
+        # Not by DLPack and CuPy's stream: a CUDA graph of torch's captures torch's stream only.
+        with torch.cuda.device_of(x):
+            x = x.detach().contiguous()
+            summed = torch.empty_like(x)
+            stream = torch.cuda.current_stream(x.device).cuda_stream
+            sent, received = x.data_ptr(), summed.data_ptr()
+            comm.allReduce(sent, received, x.numel(), kind, nccl.NCCL_SUM, stream)
+        return summed
+    import cupy
+
     with x.device:
         x = cupy.ascontiguousarray(x).reshape(x.shape)  # ascontiguousarray makes () into (1,)
         out = cupy.empty_like(x)
@@ -161,12 +176,21 @@ def _library() -> Any:
     return nccl
 
 
-def _made_on_rank_0(parent: Communicator) -> tuple[int, ...]:
+def _is_id(value: Any) -> bool:
+    return (
+        isinstance(value, Sequence)
+        and len(value) == _ID_SIZE
+        and all(isinstance(n, int) for n in value)
+    )
+
+
+def _made_on_rank_0(parent: Communicator) -> Sequence[int]:
     """A new unique id, on all ranks of `parent`. Collective over them."""
     shared = np.zeros(_ID_SIZE, dtype=np.int64)
     if parent.rank == 0:
-        shared[:] = _library().get_unique_id()
-    return tuple(parent.allreduce(shared).tolist())
+        shared[:] = list(_library().get_unique_id())
+    numbers: list[int] = parent.allreduce(shared).tolist()
+    return numbers
 
 
 def _restore(parent: Communicator) -> NCCL:

@@ -132,7 +132,7 @@ class TorchDistributed(LineCommunicator):
         members = {c: tuple(r for d, _, r in rows if d == c) for c in sorted({c for c, *_ in rows})}
         if self._ranks is None:
             _world().make_groups(members.values())
-        return _restore(members[color], self.timeout)
+        return restore(members[color], self.timeout)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A group of all ranks would be made again only where all are in equally many groups.
@@ -142,7 +142,7 @@ class TorchDistributed(LineCommunicator):
             return default_communicator, ()
         if len(self._ranks) == 1:
             return SingleProcess, ()
-        return _restore, (self._ranks, self.timeout)
+        return restore, (self._ranks, self.timeout)
 
     def __repr__(self) -> str:
         ranks = "world" if self._ranks is None else list(self._ranks)
@@ -372,7 +372,8 @@ def _world() -> _World:
     return _latest_world
 
 
-def _restore(ranks: tuple[int, ...], timeout: float) -> TorchDistributed:
+def restore(ranks: tuple[int, ...], timeout: float | None = None) -> TorchDistributed:
+    """The processes with these ranks of the default group. Their first use is collective."""
     restored = TorchDistributed(timeout=timeout)
     restored._ranks = ranks
     return restored

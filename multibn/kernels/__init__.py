@@ -6,13 +6,17 @@ message and the running statistics. `generic` says what each function does, and 
 library of the array API standard. `host` (NumPy arrays and torch tensors in host memory), `cuda`
 (torch tensors on a GPU) and `cupy` compute the same faster, if their compiler is installed. The
 type and the place of the first array decide which file is used. All functions take the arguments
-that `generic` names, and pass them on to `generic` where no loop is compiled for them. Nothing here
-knows of processes.
+that `generic` names, and pass them on to `generic` where no loop is compiled for them. Only `cuda`
+has the step `move_in_place`, which makes one launch of `move_averages` and the operations around
+it. Nothing here knows of processes.
 """
 
 import importlib
 import os
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -100,6 +104,32 @@ def move_averages(*arguments: Any) -> tuple[Array, Array]:
     return _select_steps(*arguments[:4]).move_averages(*arguments)
 
 
+def move_in_place(*arguments: Any) -> bool:
+    """As `cuda_steps.move_in_place`; False for arrays that are not on a GPU, or without Triton."""
+    steps = _select_steps(arguments[0], arguments[1], *arguments[3:5])
+    return hasattr(steps, "move_in_place") and steps.move_in_place(*arguments)
+
+
+@contextmanager
+def differentiable() -> Iterator[None]:
+    """Context in which arrays of torch are computed by torch's own operations only.
+
+    torch can differentiate these operations in any mode, and no compiled loop.
+    """
+    before, _local.differentiable = _local.differentiable, True
+    try:
+        yield
+    finally:
+        _local.differentiable = before
+
+
+class _Local(threading.local):
+    differentiable = False
+
+
+_local = _Local()
+
+
 def _select_steps(first: Array, *others: Any) -> Any:
     """The module with the steps for arrays like `first`."""
     return _native(_STEPS.get(_kind(first, others), "generic"))
@@ -118,7 +148,7 @@ def _kind(x: Array, others: tuple[Any, ...]) -> str:
         return "host"
     if is_torch_array(x):
         torch = sys.modules["torch"]
-        if type(x) not in (torch.Tensor, torch.nn.Parameter):
+        if _local.differentiable or type(x) not in (torch.Tensor, torch.nn.Parameter):
             return "generic"
         if torch.is_grad_enabled():
             # Autograd differentiates torch's own operations only, so no compiled loop.

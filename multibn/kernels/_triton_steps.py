@@ -55,6 +55,27 @@ def move_averages(
     _move(running_var + c, new, moved_var + c, exists, a)
 
 
+@triton.jit(do_not_specialize=["momentum", "factor"])
+def move_in_place(
+    running_mean, running_var, num_batches, mean, var, count, momentum: tl.int64, factor: tl.int64,
+    C, CUMULATIVE: tl.constexpr, UNBIASED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`num_batches` is None, or a counter: CUMULATIVE reads it, otherwise it is moved, too."""
+    c, exists = _channels(C, BLOCK)
+    n = tl.load(count)
+    seen = n > 0.0
+    if CUMULATIVE:
+        a = 1.0 / tl.maximum(tl.load(num_batches), 1).to(tl.float64)
+    else:
+        a = number(momentum)
+        if num_batches is not None:
+            _count(num_batches, seen)
+    a = tl.where(seen, a, 0.0)
+    f = n / tl.where(n < 2.0, 1.0, n - 1.0) if UNBIASED else number(factor)
+    _move(running_mean + c, tl.load(mean + c, exists), running_mean + c, exists, a)
+    _move(running_var + c, tl.load(var + c, exists) * f, running_var + c, exists, a)
+
+
 @triton.jit
 def store_packed(packed, c, mean, meansqr, weight, count, C):
     """Store the part of channels `c` of a payload; the first program stores weight and count."""
@@ -77,6 +98,13 @@ def _channels(C, BLOCK: tl.constexpr):
     """This program's channels, and which of these exist."""
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     return c, c < C
+
+
+@triton.jit
+def _count(num_batches, seen):
+    # One program writes, and no other one may read the counter then.
+    if tl.program_id(0) == 0:
+        tl.store(num_batches, tl.load(num_batches) + seen.to(tl.int64))
 
 
 @triton.jit

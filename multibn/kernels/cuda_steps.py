@@ -56,6 +56,44 @@ def move_averages(*arguments: Any) -> tuple[Tensor, Tensor]:
     return moved
 
 
+def move_in_place(*arguments: Any) -> bool:
+    """Move running statistics in place and count the batch: one launch, or three if cumulative.
+
+    The arguments are `running_mean`, `running_var` and `num_batches`, the tensors to move; `mean`,
+    `var` and `count` of the batch; `momentum` and `factor`. Without `num_batches` nothing is
+    counted. `momentum=None` is 1/n at the n-th batch. `factor=None` is N/(N-1), where N is `count`.
+    A batch with `count` 0 changes nothing. Returns False, and changes nothing, where the kernel
+    cannot take these tensors.
+    """
+    running_mean, running_var, num_batches, mean, var, count, momentum, factor = arguments
+    parameters = running_mean, running_var
+    moved = [v for v in (*parameters, num_batches) if v is not None]
+    if (
+        not fit(mean, var, parameters=parameters)
+        or not isinstance(number(count, mean), Tensor)
+        or any(v.is_inference() for v in moved)
+        or not (num_batches is None or _is_counter(num_batches, mean))
+    ):
+        return False
+    cumulative = momentum is None
+    if cumulative:  # every program reads the counter, so that none of them may write
+        num_batches.add_(count > 0)
+    numbers = bits(momentum or 0.0), bits(factor or 0.0)
+    batch = mean, var, count
+    constants = {"CUMULATIVE": cumulative, "UNBIASED": factor is None}
+    arguments = *parameters, num_batches, *batch, *numbers
+    _launch(_triton_steps.move_in_place, *arguments, like=mean, **constants)
+    for v in moved:  # autograd would not notice otherwise that a saved tensor has changed
+        torch.autograd.graph.increment_version(v)
+    return True
+
+
+def _is_counter(v: Tensor, like: Tensor) -> bool:
+    return (
+        type(v) is Tensor and v.shape == () and v.dtype == torch.int64 and (v.device == like.device)
+    )
+
+
 def fit(first: Tensor, *others: Tensor, parameters: tuple[Tensor | None, ...] = ()) -> bool:
     """Whether the kernels can take these wide tensors, and `parameters` of other dtypes."""
     present = [v for v in parameters if v is not None]
@@ -91,8 +129,9 @@ def wide(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.empty(shape, dtype=torch.float64, device=like.device)
 
 
-def _launch(kernel: Any, *arguments: Tensor | int | None, like: Tensor) -> None:
+def _launch(kernel: Any, *arguments: Tensor | int | None, like: Tensor, **constants: bool) -> None:
     C = like.numel()
+    # Without fused operations products and sums are rounded one by one, as in `generic`.
+    options = {"BLOCK": _BLOCK, "enable_fp_fusion": False, **constants}
     with torch.cuda.device_of(like):
-        # Without fused operations products and sums are rounded one by one, as in `generic`.
-        kernel[triton.cdiv(C, _BLOCK),](*arguments, C, BLOCK=_BLOCK, enable_fp_fusion=False)
+        kernel[triton.cdiv(C, _BLOCK),](*arguments, C, **options)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from array_api_compat import is_torch_namespace, to_device
 
 from multibn import message
-from multibn._arrays import array_namespace, device, is_on_host, to_host
+from multibn._arrays import array_namespace, device, is_on_host, is_traced, to_host, values
 from multibn._typing import Array
 
 
@@ -67,8 +67,8 @@ def normalize(
     shift = -remainder * scale if bias is None else as_wide(bias) - remainder * scale
     d = xp.astype(x, dtype, copy=False) - _per_channel(centre, x, axis)
     y = d * _per_channel(scale, x, axis, dtype)
-    y += _per_channel(shift, x, axis, dtype)
-    return xp.astype(y, x.dtype, copy=False)
+    # Not in place: vmap may give `shift` a batch that `y` lacks.
+    return xp.astype(y + _per_channel(shift, x, axis, dtype), x.dtype, copy=False)
 
 
 def backward_sums(
@@ -178,11 +178,14 @@ def unpack(
     xp = array_namespace(summed)
     C = math.prod(shape)
     meansqr = summed[C : 2 * C]
-    total_weight, total_count = summed[2 * C + message.WEIGHT], summed[2 * C + message.COUNT]
+    total_weight, total_count = (
+        xp.reshape(values(summed[2 * C + i]), (-1,))[0]  # the same in all of a batch of vmap
+        for i in (message.WEIGHT, message.COUNT)
+    )
     refused, finite = False, True
-    if is_on_host(summed):
+    if is_on_host(summed) and not is_traced(summed):
         refused = bool(xp.isnan(total_count))
-        finite = bool(xp.isfinite(xp.sum(meansqr)))
+        finite = bool(xp.all(xp.isfinite(values(xp.sum(meansqr)))))
     divisor = xp.where(total_weight == 0.0, xp.ones_like(total_weight), total_weight)
     mean = summed[:C] / divisor
     return Unpacked(

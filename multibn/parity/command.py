@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--timeout",
-        type=float,
+        type=_seconds,
         default=120,
         metavar="SECONDS",
         help="end the processes of a launch after this time; default 120",
@@ -218,6 +218,17 @@ def _ranks(text: str) -> list[int]:
             "Try --ranks 1,2."
         )
     return sizes
+
+
+def _seconds(text: str) -> float:
+    try:
+        if 0 < float(text) <= 1e9:
+            return float(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(
+        f"`--timeout` must be a positive number of seconds: got {text!r}. Try --timeout 120."
+    )
 
 
 def _cases(text: str) -> list[Case]:

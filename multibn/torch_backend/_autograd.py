@@ -1,7 +1,6 @@
 """Batch normalization of several inputs as one autograd node: one message each way."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -13,23 +12,9 @@ from multibn._typing import Weighting
 from multibn.communicators import Communicator
 from multibn.communicators.conversation import during
 from multibn.statistics import BatchStatistics, GradientSums
-
-
-class Input(NamedTuple):
-    """The input of one layer, with the layer's parameters and options.
-
-    `axis` names the axes to reduce; `()` stands for all but 1 until `functional.forward_all` fills
-    them in. `weight` and `bias` have the shape of the other axes, `(C,)`. `residual`, a tensor like
-    `x`, is added to the normalized input; `relu` follows the addition.
-    """
-
-    x: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    eps: float
-    axis: tuple[int, ...] = ()
-    residual: Tensor | None = None
-    relu: bool = False
+from multibn.torch_backend import _differentiable
+from multibn.torch_backend._input import Input as Input
+from multibn.torch_backend._input import dtypes, without_autocast
 
 
 class Gradient(NamedTuple):
@@ -54,10 +39,10 @@ def batch_statistics(
         axes.append(i.axis)
 
     def compute() -> list[BatchStatistics]:
-        with _without_autocast(xs[0]):
+        with without_autocast(xs[0]):
             return statistics.batch_statistics_all(
                 xs,
-                during(communicator, "forward", _dtypes(xs)),
+                during(communicator, "forward", dtypes(xs)),
                 weighting=weighting,
                 axes=axes,
             )
@@ -83,8 +68,7 @@ def normalize(
     for x, weight, bias, eps, axis, residual, relu in inputs:
         tensors += (x, weight, bias, residual)
         options.append((eps, axis, relu))
-    node = _Transformed if _are_transformed(tensors) else _Normalize
-    return node.apply(batches, communicator, weighting, options, *tensors)
+    return _Normalize.apply(batches, communicator, weighting, options, *tensors)
 
 
 def backward(
@@ -99,7 +83,7 @@ def backward(
     if not any(wanted):
         return [(None, sums) for sums in local]
     xs = list(compress((g.input.x for g in gradients), wanted))
-    communicator = during(communicator, "backward", _dtypes(xs))
+    communicator = during(communicator, "backward", dtypes(xs))
     summed = iter(statistics.aggregate_sums_all(list(compress(local, wanted)), communicator))
     dxs = [
         statistics.input_gradient(
@@ -116,10 +100,34 @@ class _Normalize(torch.autograd.Function):
     """The autograd node. Gradients through the statistics, which are inputs, are part of dx."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        ys = _forward(*inputs)
-        _set_up(ctx, inputs, ys)
-        return ys
+    def forward(
+        ctx: Any,
+        batches: Sequence[BatchStatistics],
+        communicator: Communicator,
+        weighting: Weighting,
+        options: Sequence[tuple[float, tuple[int, ...], bool]],
+        *tensors: Any,
+    ) -> tuple[Tensor, ...]:
+        ctx.communicator, ctx.weighting, ctx.options = communicator, weighting, options
+        ys = []
+        saved: list[Tensor | None] = []
+        with without_autocast(tensors[0]):
+            for i, (batch, (eps, axis, relu)) in enumerate(zip(batches, options, strict=True)):
+                x, weight, bias, residual = tensors[4 * i : 4 * i + 4]
+                y = statistics.normalize(
+                    x,
+                    batch,
+                    weight=weight,
+                    bias=bias,
+                    eps=eps,
+                    axis=axis,
+                    residual=residual,
+                    relu=relu,
+                )
+                ys.append(y)
+                saved += [x, weight, bias, y if relu else None, *batch]
+        ctx.save_for_backward(*saved)
+        return tuple(ys)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -135,8 +143,8 @@ class _Normalize(torch.autograd.Function):
             gradients.append(Gradient(dy, i, BatchStatistics(*batch), needed[4 * k]))
             dresiduals.append(dy if needed[4 * k + 3] else None)
         results: list[Tensor | None] = [None] * 4
-        with _without_autocast(saved[0]):
-            if torch.is_grad_enabled():  # create_graph
+        with without_autocast(saved[0]):
+            if _is_transformed(grad_outputs):
                 grads = _differentiable_backward(ctx, gradients)
                 for k, dresidual in enumerate(dresiduals):
                     results += [*grads[3 * k : 3 * k + 3], dresidual]
@@ -149,53 +157,13 @@ class _Normalize(torch.autograd.Function):
         return tuple(results)
 
 
-class _Transformed(_Normalize):
-    """`_Normalize` in the form that torch.func accepts, which takes longer to call."""
-
-    @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, ...]:
-        return _forward(*inputs)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        _set_up(ctx, inputs, output)
-
-
-def _are_transformed(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether torch.func transforms one of the tensors; such a tensor has no memory of its own."""
-    try:
-        for t in tensors:
-            if t is not None:
-                t.data_ptr()
-    except RuntimeError:
-        return True
-    return False
-
-
-def _forward(
-    batches: Sequence[BatchStatistics],
-    communicator: Communicator,
-    weighting: Weighting,
-    options: Sequence[tuple[float, tuple[int, ...] | None, bool]],
-    *tensors: Any,
-) -> tuple[Tensor, ...]:
-    ys = []
-    with _without_autocast(tensors[0]):
-        for i, (batch, (eps, axis, relu)) in enumerate(zip(batches, options, strict=True)):
-            x, weight, bias, residual = tensors[4 * i : 4 * i + 4]
-            y = statistics.normalize(
-                x, batch, weight=weight, bias=bias, eps=eps, axis=axis, residual=residual, relu=relu
-            )
-            ys.append(y)
-    return tuple(ys)
-
-
-def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    batches, ctx.communicator, ctx.weighting, ctx.options, *tensors = inputs
-    saved: list[Tensor | None] = []
-    for i, (batch, y, (_, _, relu)) in enumerate(zip(batches, output, ctx.options, strict=True)):
-        saved += [*tensors[4 * i : 4 * i + 3], y if relu else None, *batch]
-    ctx.save_for_backward(*saved)
+def _is_transformed(dys: Sequence[Tensor]) -> bool:
+    """Whether torch is to differentiate the backward pass (`create_graph`), or to batch it."""
+    return (
+        torch.is_grad_enabled()
+        or _differentiable.is_needed()
+        or any(map(torch._C._functorch.is_legacy_batchedtensor, dys))
+    )
 
 
 def _differentiable_backward(ctx: Any, gradients: Sequence[Gradient]) -> list[Tensor | None]:
@@ -204,74 +172,24 @@ def _differentiable_backward(ctx: Any, gradients: Sequence[Gradient]) -> list[Te
     Runs the forward pass again from differentiable operations, its collective included, and lets
     autograd differentiate the result.
     """
-    # Views, which are new tensors: if `x` depends on a parameter (a layer used twice), autograd
-    # would otherwise differentiate through `x` too, which the outer graph does already.
-    inputs = [
-        i._replace(
-            x=i.x.view_as(i.x),
-            weight=None if i.weight is None else i.weight.view_as(i.weight),
-            bias=None if i.bias is None else i.bias.view_as(i.bias),
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Views, which are new tensors: if `x` depends on a parameter (a layer used twice), autograd
+        # would otherwise differentiate through `x` too, which the outer graph does already.
+        inputs = [
+            i._replace(
+                x=i.x.view_as(i.x),
+                weight=None if i.weight is None else i.weight.view_as(i.weight),
+                bias=None if i.bias is None else i.bias.view_as(i.bias),
+            )
+            for _, i, *_ in gradients
+        ]
+        ys, _ = _differentiable.normalize_all(
+            inputs, ctx.communicator, ctx.weighting, phase="second order"
         )
-        for _, i, *_ in gradients
-    ]
-    xs = [i.x for i in inputs]
-    communicator = _Differentiable(during(ctx.communicator, "second order", _dtypes(xs)))
-    batches = statistics.batch_statistics_all(
-        xs, communicator, weighting=ctx.weighting, axes=[i.axis for i in inputs]
-    )
-    ys = [
-        statistics.normalize(i.x, batch, weight=i.weight, bias=i.bias, eps=i.eps, axis=i.axis)
-        for i, batch in zip(inputs, batches, strict=True)
-    ]
-    tensors = [t for i in inputs for t in (i.x, i.weight, i.bias)]
-    needed = [n for k, n in enumerate(ctx.needs_input_grad[4:]) if k % 4 < 3]
-    sources = [t for t, n in zip(tensors, needed, strict=True) if t is not None and n]
-    grads = iter(torch.autograd.grad(ys, sources, [g.dy for g in gradients], create_graph=True))
+        tensors = [t for i in inputs for t in (i.x, i.weight, i.bias)]
+        needed = [n for k, n in enumerate(ctx.needs_input_grad[4:]) if k % 4 < 3]
+        sources = [t for t, n in zip(tensors, needed, strict=True) if t is not None and n]
+        dys = [g.dy for g in gradients]
+        grads = iter(torch.autograd.grad(ys, sources, dys, create_graph=create_graph))
     return [next(grads) if n else None for n in needed]
-
-
-class _Differentiable:
-    """A communicator whose allreduce autograd can differentiate, any number of times."""
-
-    def __init__(self, communicator: Communicator) -> None:
-        self.wrapped = communicator
-        self.rank, self.size = communicator.rank, communicator.size
-
-    def allreduce(self, x: Tensor, /) -> Tensor:
-        return _AllReduce.apply(x, self.wrapped)
-
-    def split(self, color: int, key: int = 0) -> Communicator:
-        return _Differentiable(self.wrapped.split(color, key))
-
-
-class _AllReduce(torch.autograd.Function):
-    """y = sum over ranks of x. The backward pass is the same operation."""
-
-    @staticmethod
-    def forward(x: Tensor, communicator: Communicator) -> Tensor:
-        return communicator.allreduce(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.communicator = inputs
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        return _AllReduce.apply(grad_outputs[0], ctx.communicator), None
-
-
-def _dtypes(xs: Sequence[Tensor]) -> Any:
-    """The dtype that a message about `xs` announces: one dtype, or the names of several."""
-    if len(xs) == 1:
-        return xs[0].dtype
-    return ", ".join(str(x.dtype).rpartition(".")[2] for x in xs)
-
-
-_NOTHING = nullcontext()
-
-
-def _without_autocast(x: Any) -> AbstractContextManager[Any]:
-    kind = "cpu" if x.is_cpu else x.device.type
-    if torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return _NOTHING

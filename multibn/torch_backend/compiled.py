@@ -18,7 +18,7 @@ from multibn import population, recompute, statistics
 from multibn._typing import RunningVar, Weighting
 from multibn.communicators import Communicator
 from multibn.statistics import BatchStatistics
-from multibn.torch_backend import _autograd, functional
+from multibn.torch_backend import _autograd, _differentiable, functional
 from multibn.torch_backend._autograd import Gradient, Input
 
 # Weak: a communicator ends with its layer, and so does the graph compiled for the layer.
@@ -35,7 +35,9 @@ def forward(
 ) -> tuple[Tensor, BatchStatistics]:
     """`functional.forward_all` of one input; one operator in compiled code and without data.
 
-    There, residual and ReLU stay outside the operator, so that the compiler can fuse them.
+    There, residual and ReLU stay outside the operator, so that the compiler can fuse them. Under
+    torch.func and in forward mode, which operators do not support, the pass runs without
+    compilation.
 
     Raises
     ------
@@ -55,6 +57,8 @@ def forward(
             "would need the processes of this run. Call model.eval() first, or export a copy of "
             "the model after revert_sync_batchnorm."
         )
+    elif _differentiable.is_needed():
+        return functional.forward_all([input], [num_channels], communicator, weighting=weighting)[0]
     axis = axis or statistics.reduced_axes(x.ndim)
     y, *batch = _forward(x, weight, bias, num_channels, id(communicator), eps, weighting, axis)
     return functional.add_relu(y, residual, relu), BatchStatistics(*batch)

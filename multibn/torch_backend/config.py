@@ -57,7 +57,7 @@ def get_norm(cfg: Any, dim: int = 3) -> Callable[..., nn.Module]:
     NotImplementedError
         If NORM_TYPE is none of the four, as in PySlowFast.
     """
-    if dim not in (1, 2, 3):
+    if isinstance(dim, bool) or dim not in (1, 2, 3):
         raise ValueError(f"`dim` must be 1, 2 or 3: got {dim!r}.")
     bn = _get(cfg, "BN", None)
     norm_type = None if bn is None else _get(bn, "NORM_TYPE", None)

@@ -2,20 +2,22 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from numbers import Real
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from multibn import statistics
-from multibn._typing import Weighting
+from multibn import kernels, statistics
+from multibn._typing import Weighting, check_number
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.conversation import Conversation
 from multibn.statistics import BatchStatistics
-from multibn.torch_backend import _autograd
-from multibn.torch_backend._autograd import Input
+from multibn.torch_backend import _autograd, _differentiable, dtensors
+from multibn.torch_backend._differentiable import add_relu as add_relu
+from multibn.torch_backend._input import Input
 
 
 def sync_batch_norm(
@@ -38,7 +40,8 @@ def sync_batch_norm(
     ----------
     x
         Shape `(N, C, *spatial)`, floating-point, any memory format. N and the spatial sizes may
-        differ between ranks and may be 0.
+        differ between ranks and may be 0. The placements of a DTensor say which ranks share, see
+        docs/guides/dtensors.md.
     weight, bias
         Shape `(C,)`, or None for 1 and 0. Their gradients are this rank's sums, as with
         torch.nn.SyncBatchNorm: DistributedDataParallel averages them like any other gradient.
@@ -55,9 +58,9 @@ def sync_batch_norm(
     Raises
     ------
     TypeError, ValueError
-        If `x` is not floating-point, the shapes do not fit, `eps` is not a positive number, or
-        `process_group` is no communicator. ValueError if all ranks hold one value per channel
-        together.
+        If `x` is not floating-point, or a DTensor with an unsupported placement, the shapes do not
+        fit, `eps` is not a positive number, or `process_group` is no communicator. ValueError if
+        all ranks hold one value per channel together.
     RuntimeError
         On the other ranks, if one rank's input was refused. On all ranks, if they are in different
         layers, or in different phases of one layer.
@@ -69,6 +72,13 @@ def sync_batch_norm(
     Second derivatives (`create_graph=True`) are exact over ranks; the backward pass then repeats
     the forward pass's allreduce. `x` must need a gradient on all ranks or on none: in the backward
     pass, ranks that need one wait for all others.
+
+    torch.func and forward mode work over ranks, too, if all ranks transform alike. A derivative by
+    a rank's `x` or parameters is that of all ranks' outputs together, as an ordinary gradient is. A
+    tangent of `y` has the tangents of all ranks in it. Each derivative repeats the forward pass's
+    allreduce, under vmap once for each entry. NotImplementedError on all ranks, if there are
+    several, from torch.func.linearize, `vectorize=True` of torch.autograd.functional, and
+    `is_grads_batched=True` of torch.autograd.grad, which hide the numbers that ranks share.
 
     Examples
     --------
@@ -102,6 +112,9 @@ def forward_all(
 
     `num_channels` has the required channels of each input, see `check_input`.
     """
+    for i in inputs:
+        if dtensors.among(i[:3]):
+            return _forward_distributed(inputs, num_channels, communicator, weighting)
     _refuse_ddp_join(communicator)
     complete = []
     for i, n in zip(inputs, num_channels, strict=True):
@@ -111,9 +124,25 @@ def forward_all(
         except (TypeError, ValueError) as error:
             refuse(error, [i.x for i in inputs], num_channels, communicator)
         complete.append(i if i.axis else i._replace(axis=statistics.reduced_axes(i.x.ndim)))
+    if _differentiable.is_needed():
+        return _differentiable.forward_all(complete, communicator, weighting)
     batches = _autograd.batch_statistics(complete, communicator, weighting)
     ys = _autograd.normalize(complete, batches, communicator, weighting)
     return list(zip(ys, batches, strict=True))
+
+
+def _forward_distributed(
+    inputs: Sequence[Input],
+    num_channels: Sequence[int | None],
+    communicator: Communicator,
+    weighting: Weighting,
+) -> list[tuple[Tensor, BatchStatistics]]:
+    """`forward_all` where there are DTensors."""
+    for i, n in zip(inputs, num_channels, strict=True):
+        if dtensors.among([i.x]):
+            check_input(i.x, n)  # the whole shape, so that all ranks raise
+    function = partial(forward_all, weighting=weighting)
+    return dtensors.forward_all(function, inputs, num_channels, communicator)
 
 
 def normalize_by_running(
@@ -127,19 +156,17 @@ def normalize_by_running(
     eps: float,
 ) -> Tensor:
     """Normalize `x` by running statistics. Not collective."""
+    if dtensors.among((x, weight, running_mean)):
+        function = partial(normalize_by_running, eps=eps)
+        return dtensors.evaluate(function, x, weight, bias, running_mean, running_var)
     if all(t is None or t.dtype == x.dtype for t in (weight, bias, running_mean)):
         return F.batch_norm(x, running_mean, running_var, weight, bias, eps=eps)
     # F.batch_norm refuses this mixture of dtypes, which training accepts.
     _check_options(Input(x, weight, bias, eps))
     mean, var = running_mean.double(), running_var.double()
     batch = BatchStatistics(mean, var, count=mean.new_zeros(()), element_weight=mean.new_zeros(()))
-    return statistics.normalize(x, batch, weight=weight, bias=bias, eps=eps)
-
-
-def add_relu(y: Tensor, residual: Tensor | None, relu: bool, /) -> Tensor:
-    """Add `residual`, if any, to `y`, then apply ReLU if `relu`."""
-    y = y if residual is None else y + residual
-    return y.relu() if relu else y
+    with kernels.differentiable() if _differentiable.is_needed() else nullcontext():
+        return statistics.normalize(x, batch, weight=weight, bias=bias, eps=eps)
 
 
 def check_input(x: Any, num_channels: int | None, /) -> None:
@@ -173,10 +200,7 @@ def check_input(x: Any, num_channels: int | None, /) -> None:
 
 def check_eps(eps: Any, /) -> None:
     """Raise unless `eps` is positive: without it a constant channel has no finite inverse."""
-    if not isinstance(eps, Real):
-        raise TypeError(f"`eps` must be a number: got {eps!r} of type {type(eps).__qualname__}.")
-    if not 0 < float(eps) < math.inf:  # False for nan
-        raise ValueError(f"`eps` must be positive and finite: got {eps}.")
+    check_number("eps", eps, "(0, inf)")
 
 
 def _check_options(i: Input) -> None:

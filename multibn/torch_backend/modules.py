@@ -9,12 +9,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn import population, recompute
-from multibn._typing import RunningVar, Weighting, check_choice
+from multibn._arrays import is_on_host
+from multibn._typing import RunningVar, Weighting, check_choice, check_int, check_number
 from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.communicators._names import find_path
 from multibn.communicators.conversation import Conversation
 from multibn.statistics import BatchStatistics
-from multibn.torch_backend import _data_parallel, compiled, functional
+from multibn.torch_backend import _data_parallel, compiled, dtensors, functional
 from multibn.torch_backend._autograd import Input
 
 #: This process alone, known to compiled code.
@@ -70,6 +71,13 @@ class Synchronized(nn.Module):
         self.process_group = self.__dict__.pop("conversation")  # a copy has its own name
 
 
+def check_arguments(num_features: object, eps: object, momentum: object) -> None:
+    """Raise unless a layer can have these arguments."""
+    check_int("num_features", num_features)
+    functional.check_eps(eps)
+    check_number("momentum", momentum, "[0, 1]", none="the cumulative average")
+
+
 def _name(layer: nn.Module | None) -> str:
     """The layer's name in the state dict of the model whose forward pass is running."""
     if layer is None:
@@ -108,6 +116,8 @@ def update_buffers(
     Returns False, and writes nothing, in a recomputation. Compiled code cannot tell whether it runs
     in a recomputation. There, `batch.count` is 0, which makes `update_running` keep the old values.
     """
+    if dtensors.among([bn.running_mean]):
+        bn, batch = dtensors.local_buffers(bn, batch)
     if bn.running_mean is None or bn.running_var is None:
         return False
     count = batch.count
@@ -116,18 +126,31 @@ def update_buffers(
         if recompute.in_recomputing():
             return False
         _data_parallel.watch_active(Synchronized)
-    if not compiling and batch.count.is_cpu:  # Python numbers are faster than tensors of shape ()
-        batch = batch._replace(count=batch.count.item())
-        counted: Any = int(batch.count > 0)
-    else:
-        counted = batch.count > 0
-    factor: float | Tensor = (bn.momentum or 0.0) if momentum is None else momentum
-    if bn.num_batches_tracked is not None and momentum is None:
-        bn.num_batches_tracked.add_(counted)
-        if bn.momentum is None:  # 1/n; a tensor, so that nothing waits for a GPU
-            factor = bn.num_batches_tracked.clamp(min=1).double().reciprocal().to(batch.mean)
     if batch.mean.ndim > 1:
         batch = batch._replace(mean=batch.mean.flatten(), var=batch.var.flatten())
+    counter = bn.num_batches_tracked if momentum is None else None
+    cumulative = counter is not None and bn.momentum is None
+    factor: float | Tensor = (bn.momentum or 0.0) if momentum is None else momentum
+    if not compiling and is_on_host(batch.count):
+        # Python numbers are faster than tensors of shape ().
+        batch = batch._replace(count=batch.count.item())
+        counted: Any = int(batch.count > 0)
+    elif not compiling and population.update_running_in_place(
+        bn.running_mean,
+        bn.running_var,
+        counter,
+        batch,
+        momentum=None if cumulative else factor,
+        local_count=local_count,
+        convention=convention,
+    ):
+        return True
+    else:
+        counted = batch.count > 0
+    if counter is not None:
+        counter.add_(counted)
+        if cumulative:  # 1/n; a tensor, so that nothing waits for a GPU
+            factor = counter.clamp(min=1).double().reciprocal().to(batch.mean)
     mean, var = (compiled if compiling else population).update_running(
         bn.running_mean,
         bn.running_var,
@@ -154,6 +177,8 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
     the ranks see that they are in the same layer. A layer's first call has one more allreduce, of a
     fixed size. In evaluation the layer does not communicate.
 
+    A DTensor as input says by its placements which ranks share, see docs/guides/dtensors.md.
+
     Parameters
     ----------
     num_features
@@ -177,9 +202,9 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
     Raises
     ------
     TypeError, ValueError
-        If `process_group` is no communicator, or this process is not part of it. ValueError if
-        `num_features` or `eps` is not positive, or `weighting` or `running_var` is unknown. A call
-        raises as `sync_batch_norm`.
+        If `process_group` is no communicator, or this process is not part of it; `num_features` is
+        no positive int, `eps` is no positive number, `momentum` is neither None nor in [0, 1], or
+        `weighting` or `running_var` is unknown. A call raises as `sync_batch_norm`.
 
     Examples
     --------
@@ -211,9 +236,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         running_var: RunningVar = "unbiased_global",
         fuse_relu: bool = False,
     ) -> None:
-        if num_features <= 0:
-            raise ValueError(f"`num_features` must be positive: got {num_features}.")
-        functional.check_eps(eps)
+        check_arguments(num_features, eps, momentum)
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
         )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from multibn._typing import RunningVar, Weighting
+from multibn._typing import RunningVar, Weighting, check_int
 from multibn.communicators import Communicator
 from multibn.kernels import generic
 from multibn.statistics import OneValueError, reduced_axes
@@ -19,6 +19,7 @@ from multibn.torch_backend.modules import (
     ALONE,
     Synchronized,
     call_node,
+    check_arguments,
     has_hooks,
     update_buffers,
 )
@@ -68,9 +69,8 @@ class _SubBatchNorm(Synchronized):
         weighting: Weighting = "element",
         running_var: RunningVar = "unbiased_global",
     ) -> None:
-        _check_num_splits(num_splits)
-        if num_features <= 0:
-            raise ValueError(f"`num_features` must be positive: got {num_features}.")
+        check_int("num_splits", num_splits)
+        check_arguments(num_features, eps, momentum)
         super().__init__()
         self.num_splits = num_splits
         self.num_features = num_features
@@ -202,10 +202,10 @@ class _SubBatchNorm(Synchronized):
 
         Raises
         ------
-        ValueError
-            If `num_splits` is not a positive integer.
+        TypeError, ValueError
+            If `num_splits` is no positive int.
         """
-        _check_num_splits(num_splits)
+        check_int("num_splits", num_splits)
         if num_splits == self.num_splits:
             return
         self.num_splits = num_splits
@@ -303,7 +303,7 @@ class SubBatchNorm3d(_SubBatchNorm):
     Raises
     ------
     TypeError, ValueError
-        As `SyncBatchNorm`. ValueError if `num_splits` is not a positive integer.
+        As `SyncBatchNorm`, or if `num_splits` is no positive int.
 
     Notes
     -----
@@ -373,11 +373,6 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 def _like(p: Tensor, x: Tensor) -> Tensor:
     """Add axes to `p`, whose shape is that of the axes of `x` from 1, for the other axes of `x`."""
     return p.reshape(*p.shape, *[1] * (x.ndim - 1 - p.ndim))
-
-
-def _check_num_splits(num_splits: object) -> None:
-    if not isinstance(num_splits, int) or isinstance(num_splits, bool) or num_splits < 1:
-        raise ValueError(f"`num_splits` must be a positive integer: got {num_splits!r}.")
 
 
 def _check_divides(num_splits: int, batch_size: int, communicator: Communicator) -> None:

@@ -14,6 +14,7 @@ RUNS = [
     Run("checks_torch", launch.LAUNCHERS, (2, 3), ("torch",)),
     Run("checks_sub_batch_norm", launch.LAUNCHERS, (1, 2, 4), ("torch",)),
     Run("checks_torch_features", launch.LAUNCHERS, (2, 4), ("torch",)),
+    Run("checks_torch_func", ("torchrun",), (2,), ("torch",)),
     Run("checks_data_parallel", ("torchrun",), (2,), ("torch",)),
     Run("checks_together", launch.LAUNCHERS, (3,), ("torch",)),
     Run("checks_join", launch.LAUNCHERS, (3,), ("torch",)),
@@ -25,6 +26,8 @@ RUNS = [
     Run("checks_lightning", ("torchrun",), (2,), ("torch", "lightning")),
     Run("checks_collectives", launch.LAUNCHERS, (2, 8), ("torch", "chainer")),
     Run("checks_reversible_parity", ("mpiexec",), (2,), ("torch", "chainer")),
+    Run("checks_dtensor", ("torchrun",), (4,), ("torch",)),
+    Run("checks_pipeline", ("torchrun",), (4,), ("torch",)),
     # Last: its last check makes the default process group anew.
     Run("checks_grouped", launch.LAUNCHERS, (1, 2, 4), ("torch",)),
 ]

@@ -1,6 +1,7 @@
 """The small part of CuPy that messages need, in host memory: for machines without a GPU.
 
-The arrays say that they are on a GPU. The library's real numbers are tested where a GPU is.
+The arrays say that they are on a GPU. The library's real numbers are tested where a GPU is. What
+differs between CuPy 13 and 14 is as in 13.6.0 and 14.2.0.
 """
 
 import contextlib
@@ -69,26 +70,50 @@ class Device:
         return 0
 
 
+# By NCCL's numbers; bfloat16, which NumPy has not, as the upper half of float32.
+_KINDS = {"INT32": 2, "INT64": 4, "FLOAT16": 6, "FLOAT32": 7, "FLOAT64": 8, "BFLOAT16": 9}
+_DTYPES: dict[int, Any] = {
+    number: np.uint16 if number == 9 else kind.lower() for kind, number in _KINDS.items()
+}
+STREAM = 13
+
+
 class NcclCommunicator:
     """Sums memory over ranks that are threads; `meet` is their exchange, by rank."""
 
     meet: dict[int, Any] = {}
+    id_type: type = bytes
 
     def __init__(self, size: int, unique_id: Any, rank: int) -> None:
-        self._exchange = self.meet[rank]
+        expected, got = self.id_type.__name__, type(unique_id).__name__
+        if got != expected:
+            raise TypeError(
+                f"Argument 'commId' has incorrect type (expected {expected}, got {got})"
+            )
+        if self.id_type is tuple and not all(-128 <= n < 128 for n in unique_id):
+            raise OverflowError("value too large to convert to char")
+        self._exchange = self.meet.get(rank, np.copy)
+        self.unique_id = unique_id
+        self.streams: list[int] = []
 
     def allReduce(  # noqa: N802 (CuPy's name)
         self, sent: int, received: int, n: int, kind: int, operation: int, stream: int
     ) -> None:
+        dtype = np.dtype(_DTYPES[kind])
         source, target = (
-            np.ctypeslib.as_array(ctypes.cast(p, ctypes.POINTER(ctypes.c_double)), (n,))
+            np.frombuffer((ctypes.c_char * (n * dtype.itemsize)).from_address(p), dtype)
             for p in (sent, received)
         )
-        target[:] = self._exchange(source)
+        if kind == _KINDS["BFLOAT16"]:
+            wide = (source.astype(np.uint32) << 16).view(np.float32)
+            target[:] = self._exchange(wide).view(np.uint32) >> 16
+        else:
+            target[:] = self._exchange(source)
+        self.streams.append(stream)
 
 
 @contextlib.contextmanager
-def installed() -> Iterator[Any]:
+def installed(version: int = 14) -> Iterator[Any]:
     """`cupy` and `cupyx` in sys.modules, with arrays that array_api_compat knows as CuPy's."""
     cupy: Any = types.ModuleType("cupy")
     cupy.ndarray, cupy.float64 = ndarray, np.float64
@@ -96,16 +121,19 @@ def installed() -> Iterator[Any]:
     cupy.concat = lambda arrays: ndarray(np.concatenate([a._a for a in arrays]))
     cupy.ascontiguousarray = lambda a: ndarray(np.ascontiguousarray(a._a))
     cupy.empty_like = lambda a: ndarray(np.empty_like(a._a))
-    kinds = ("FLOAT16", "FLOAT32", "FLOAT64", "INT32", "INT64", "SUM")
     nccl: Any = types.ModuleType("cupy.cuda.nccl")
     nccl.available, nccl.NcclCommunicator = True, NcclCommunicator
-    nccl.get_unique_id = lambda: tuple(range(128))
-    for number, kind in enumerate(kinds):
+    signed = tuple(range(-64, 64))
+    nccl.get_unique_id = lambda: signed if version < 14 else bytes(n & 255 for n in signed)
+    nccl.get_version = lambda: 23203
+    NcclCommunicator.id_type = type(nccl.get_unique_id())
+    for kind, number in {**_KINDS, "SUM": 0}.items():
         setattr(nccl, f"NCCL_{kind}", number)
-    stream = SimpleNamespace(ptr=0, is_capturing=lambda: False, synchronize=lambda: None)
+    stream = SimpleNamespace(ptr=STREAM, is_capturing=lambda: False, synchronize=lambda: None)
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     cuda: Any = types.ModuleType("cupy.cuda")
     cuda.nccl, cuda.Device = nccl, Device
+    cuda.runtime = SimpleNamespace(getDeviceCount=lambda: 1)
     cuda.Event, cuda.get_current_stream = lambda: event, lambda: stream
     cupy.cuda = cuda
     cupyx: Any = types.ModuleType("cupyx")
@@ -117,6 +145,7 @@ def installed() -> Iterator[Any]:
     try:
         yield cupy
     finally:
+        NcclCommunicator.meet.clear()
         del _arrays._namespaces[ndarray]
         for name in modules:
             del sys.modules[name]

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from multibn import kernels
 from multibn.kernels import cuda_steps, generic
+from multibn.torch_backend import SyncBatchNorm, modules
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has none of this")
@@ -32,9 +34,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     launches: list[str] = []
     launch = cuda_steps._launch
 
-    def recorded(kernel: Any, *arguments: Any, like: Any) -> None:
+    def recorded(kernel: Any, *arguments: Any, like: Any, **constants: Any) -> None:
         launches.append(kernel.__name__)
-        launch(kernel, *arguments, like=like)
+        launch(kernel, *arguments, like=like, **constants)
 
     monkeypatch.setattr(cuda_steps, "_launch", recorded)
     return launches
@@ -124,6 +126,112 @@ def test_move_averages(
             compare(got, right, right.abs() + (dtype == torch.float64))  # there may be cancellation
     assert all(map(torch.equal, running, before))
     assert launched == ["move_averages"]
+
+
+@shapes_of_dtypes
+@pytest.mark.parametrize("momentum", [0.0, 0.1, 1.0, None], ids=["0", "n", "1", "cumulative"])
+@pytest.mark.parametrize("factor", [None, 1.25], ids=["unbiased", "n"])
+@pytest.mark.parametrize("count", [0.0, 1.0, 7.0, math.nan])
+def test_move_in_place(
+    shape: tuple[int, ...],
+    dtype: torch.dtype | None,
+    momentum: float | None,
+    factor: float | None,
+    count: float,
+    launched: list[str],
+) -> None:
+    """As the steps of `population.update_running`; a batch without elements changes nothing."""
+    dtype = dtype or torch.float32
+    running = wide(*shape).to(dtype), (wide(*shape) ** 2).to(dtype)
+    num_batches = torch.full((), 4, device=DEVICE)
+    before = [a.clone() for a in running]
+    batch = wide(*shape), wide(*shape) ** 2
+    if math.isnan(count):  # another rank refused its input
+        batch = batch[0] * math.nan, batch[1] * math.nan
+    n = number(count)
+    expected_batches = 4 + int(count > 0)
+    a = (1 / expected_batches if momentum is None else momentum) * (n > 0).double()
+    expected = generic.move_averages(
+        *running, *batch, a, n / (n - 1).clamp(1) if factor is None else factor
+    )
+    versions = [v._version for v in (*running, num_batches)]
+    assert cuda_steps.move_in_place(*running, num_batches, *batch, n, momentum, factor)
+    for moved, right, old in zip(running, expected, before, strict=True):
+        if dtype == torch.bfloat16 and DEVICE == "cpu":  # the interpreter cuts off
+            torch.testing.assert_close(moved, right, rtol=2**-7, atol=0, equal_nan=True)
+        else:
+            compare(moved, right, right.abs() + (dtype == torch.float64))
+        if count == 0:
+            assert torch.equal(moved, old)
+        # Nobody looks at a message in a replayed CUDA graph: this is where a program can look.
+        assert moved.isnan().all() == math.isnan(count)
+    assert num_batches.item() == expected_batches
+    # Autograd tells by the version that a saved tensor has changed.
+    assert all(v._version > old for v, old in zip((*running, num_batches), versions, strict=True))
+    assert launched == ["move_in_place"]
+
+
+def test_move_in_place_without_a_counter(launched: list[str]) -> None:
+    running = wide(5), wide(5) ** 2
+    batch = wide(5), wide(5) ** 2
+    expected = generic.move_averages(*running, *batch, 0.1, 1.0)
+    assert cuda_steps.move_in_place(*running, None, *batch, number(3.0), 0.1, 1.0)
+    for moved, right in zip(running, expected, strict=True):
+        compare(moved, right, right.abs() + 1)
+    assert launched == ["move_in_place"]
+
+
+@pytest.mark.parametrize("momentum", [0.1, None], ids=["n", "cumulative"])
+@pytest.mark.parametrize("convention", ["unbiased_global", "unbiased_local", "biased"])
+def test_a_layer_moves_its_running_statistics_in_one_launch(
+    momentum: float | None, convention: Any, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = [SyncBatchNorm(3, momentum=momentum, running_var=convention) for _ in range(2)]
+    there, here = layers[0].to(DEVICE), layers[1]
+    for _ in range(3):
+        x = wide(4, 3, 5).float()
+        here(x.cpu())
+        with monkeypatch.context() as patch:
+            if DEVICE == "cpu":  # as for tensors on a GPU
+                patch.setattr(modules, "is_on_host", lambda a: False)
+                patch.setattr(kernels, "_kind", lambda x, others: "cuda")
+            launched.clear()
+            there(x)
+        assert launched == ["unpack", "move_in_place"]
+    state, expected = there.state_dict(), here.state_dict()
+    assert state["num_batches_tracked"].item() == 3
+    for name in expected:
+        torch.testing.assert_close(state[name].cpu(), expected[name], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter
+def test_infinity_of_one_channel_is_in_its_running_statistics() -> None:
+    """Also where nobody looks at messages: while a CUDA graph is replayed."""
+    moments = torch.tensor([1.0, math.inf, 2.0], dtype=torch.float64, device=DEVICE)
+    summed = generic.pack(moments, moments**2, 2.0, 2.0)
+    mean, var, count, _ = cuda_steps.unpack(summed, (3,), 2.0, 2.0)[:4]
+    running = wide(3).float(), wide(3).float()
+    assert cuda_steps.move_in_place(*running, None, mean, var, count, 0.1, None)
+    for moved in running:
+        assert moved.isfinite().tolist() == [True, False, True]
+
+
+def test_what_cannot_be_moved_in_place(launched: list[str]) -> None:
+    v, var, n = wide(5), wide(5) ** 2, number(3.0)
+    with torch.inference_mode():
+        frozen = v.clone()
+    one_rank = torch.zeros((), device=DEVICE)
+    apart = wide(5, 2)[:, 0]
+    for arguments in (
+        (v, apart, None, v, var, n, 0.1, 1.0),
+        (frozen, var, None, v, var, n, 0.1, 1.0),
+        (v, var, one_rank, v, var, n, 0.1, 1.0),
+        (v, var, None, v, var, 3.0, 0.1, 1.0),
+    ):
+        before = [a.clone() for a in arguments[:2]]
+        assert not cuda_steps.move_in_place(*arguments)
+        assert all(map(torch.equal, arguments[:2], before))
+    assert launched == []
 
 
 def test_parameters_of_two_dtypes(launched: list[str]) -> None:

@@ -282,7 +282,7 @@ def test_the_count_of_the_variance(direction: str) -> None:
     np.testing.assert_allclose(biased, 3 * 3 / 4)
     with pytest.raises(CheckpointError, match="must name batch normalizations of the file"):
         translate(state, avg_var_count={"b": (4, 8)})
-    for wrong in ((4,), (0, 8), (4, math.nan), ("4", 8), 4):
+    for wrong in ((4,), (0, 8), (4, math.nan), ("4", 8), (4, True), 4):
         with pytest.raises(ValueError, match="`avg_var_count` must be two counts of elements"):
             translate(state, avg_var_count=wrong)
 
@@ -379,9 +379,10 @@ def test_dtypes_that_numpy_does_not_have() -> None:
 
 
 def test_a_number_of_batches_that_is_none() -> None:
-    for wrong in (-1, 1.5):
-        with pytest.raises(ValueError, match="`num_batches_tracked` must be a number of batches"):
-            chainer_to_torch({}, num_batches_tracked=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`num_batches_tracked` must be 0 or more: got -1"):
+        chainer_to_torch({}, num_batches_tracked=-1)
+    with pytest.raises(TypeError, match=r"`num_batches_tracked` must be an int: got 1\.5 of type"):
+        chainer_to_torch({}, num_batches_tracked=1.5)  # type: ignore[arg-type]
 
 
 def test_momentum_follows_the_names_of_its_parameters() -> None:

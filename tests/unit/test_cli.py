@@ -67,7 +67,7 @@ LAUNCHERS = {"torchrun": None, "mpiexec": {"path": "/mpiexec", "version": "5"}}
         ("MPI, GPU memory without copies",
          {"mpi": MPI, "launchers": LAUNCHERS, "gpus": ["0"]}, "an MPI that is CUDA-aware"),
         ("NCCL, by CuPy", {}, "needs an NVIDIA GPU"),
-        ("NCCL, by CuPy", {"gpus": ["0"], "cupy": {"error": "no nccl"}}, "not work here: no nccl"),
+        ("NCCL, by CuPy", {"gpus": ["0"], "cupy": {"error": "no nccl"}}, "work here: no nccl"),
         ("NCCL, by CuPy", {"gpus": ["0"], "cupy": {"gpus": 1}}, None),
         ("ChainerMN, naive",
          {"mpi": MPI, "launchers": LAUNCHERS}, "pip install 'multibn[chainer]'"),
@@ -96,6 +96,10 @@ def test_usage() -> None:
     [
         (["--ranks", "2,x"], "`--ranks` must be positive numbers .* got '2,x'"),
         (["--ranks", "0"], "`--ranks` must be positive numbers .* got '0'"),
+        *[
+            (["--timeout", wrong], f"`--timeout` must be a positive .* seconds: got '{wrong}'")
+            for wrong in ("0", "nan", "inf", "soon")
+        ],
         (["--cases", "nothing"], "`--cases` must match the name of a case: got 'nothing'"),
     ],
 )

@@ -44,10 +44,10 @@ def test_a_default_that_stays_local_warns_once(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_restored_group_says_what_is_missing() -> None:
     require.need("torch")
-    from multibn.communicators.torch_distributed import TorchDistributed, _restore
+    from multibn.communicators.torch_distributed import TorchDistributed, restore
 
     with pytest.raises(RuntimeError, match=r"made for ranks \[0, 1\] of torch.distributed, and no"):
-        _restore((0, 1), 300).allreduce(np.ones(1))
+        restore((0, 1), 300).allreduce(np.ones(1))
     with pytest.raises(RuntimeError, match=r"no default process group is initialised\. Call"):
         TorchDistributed().allreduce(np.ones(1))
 

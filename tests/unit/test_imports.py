@@ -113,7 +113,10 @@ def test_imports_point_down(module: str, path: Path) -> None:
         ("multibn.cli", ["torch", "chainer", "cupy", "mpi4py", "rich", "matplotlib"]),
         ("multibn", ["torch", "chainer", "cupy", "mpi4py", "numpy.random", "numba"]),
         ("multibn.checkpoint", ["torch", "chainer", "safetensors", "numpy.random"]),
-        ("multibn.torch_backend", ["chainer", "cupy", "mpi4py", "numba"]),
+        (
+            "multibn.torch_backend",
+            ["chainer", "cupy", "mpi4py", "numba", "torch._dynamo", "torch.distributed.tensor"],
+        ),
         ("multibn.chainer_backend", ["torch", "mpi4py.MPI", "numba"]),
     ],
 )

@@ -106,6 +106,27 @@ def test_the_steps_compile_for_a_gpu(
         check_rounding(compile_for_a_gpu(kernel, types, {"BLOCK": 256}, fused=False))
 
 
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32", "fp64"])
+@pytest.mark.parametrize("cumulative", [False, True])
+def test_moving_in_place_compiles_for_a_gpu(
+    cumulative: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`dtype` is that of running statistics."""
+    require.need("triton")
+
+    from multibn.kernels import _triton_steps
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    types = dict.fromkeys(("mean", "var", "count"), "*fp64") | {"num_batches": "*i64"}
+    types |= dict.fromkeys(("running_mean", "running_var"), f"*{dtype}")
+    types |= dict.fromkeys(("momentum", "factor"), "i64")
+    constants: dict[str, Any] = {"CUMULATIVE": cumulative, "BLOCK": 256}
+    for others in ({"UNBIASED": True}, {"UNBIASED": False, "num_batches": None}):
+        if not (cumulative and "num_batches" in others):
+            kernel = _triton_steps.move_in_place
+            check_rounding(compile_for_a_gpu(kernel, types, constants | others, fused=False))
+
+
 def check_rounding(ptx: str) -> None:
     """Arithmetic is float64, and each operation is rounded."""
     assert "f64" in ptx

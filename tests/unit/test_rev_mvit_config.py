@@ -166,8 +166,11 @@ def test_wide_strides() -> None:
         ({"pool_mode": "conv_unshared"}, r"'conv_unshared' pools the input .* pool_first=False"),
         ({"pool_mode": "mean"}, r"`pool_mode` must be one of 'conv', 'conv_unshared'"),
         ({"res_path": "avg"}, r"`res_path` must be one of 'conv', 'max': got 'avg'"),
-        ({"pre_q_fusion": "linear"}, r"a fusion must be 'add', .*: got 'linear'"),
-        ({"respath_fuse": "concat_linear_a"}, r"a fusion must be 'add', .*: got 'concat_linear_a'"),
+        ({"pre_q_fusion": "linear"}, r"`pre_q_fusion` must be 'add', .*: got 'linear'"),
+        (
+            {"respath_fuse": "concat_linear_a"},
+            r"`respath_fuse` must be 'add', .*: got 'concat_linear_a'",
+        ),
         ({"head_act": "relu"}, r"`head_act` must be one of 'softmax', 'sigmoid', 'none'"),
         ({"drop_path_mode": "half"}, r"`drop_path_mode` must be one of 'residual_branch', 'whole'"),
         ({"droppath_rate": 1.0}, r"`droppath_rate` must be in \[0, 1\): got 1.0"),

@@ -629,9 +629,9 @@ def test_ranks_together_are_one_process(sizes: tuple[int, ...]) -> None:
 
 def test_bad_arguments() -> None:
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"num_splits": 0}, ValueError, "`num_splits` must be a positive integer: got 0"),
-        ({"num_splits": 2.0}, ValueError, r"`num_splits` must be a positive integer: got 2\.0"),
-        ({"num_splits": True}, ValueError, "`num_splits` must be a positive integer: got True"),
+        ({"num_splits": 0}, ValueError, "`num_splits` must be positive: got 0"),
+        ({"num_splits": 2.0}, TypeError, r"`num_splits` must be an int: got 2\.0"),
+        ({"num_splits": True}, TypeError, "`num_splits` must be an int: got True"),
         ({"num_features": 0}, ValueError, "`num_features` must be positive: got 0"),
         ({"weighting": "batch"}, ValueError, "`weighting` must be one of"),
         ({"running_var": "n-1"}, ValueError, "`running_var` must be one of"),
@@ -640,7 +640,7 @@ def test_bad_arguments() -> None:
     for given, kind, message in cases:
         with pytest.raises(kind, match=message):
             make(**{"num_splits": 2, "num_features": C, **given})
-    with pytest.raises(ValueError, match="`num_splits` must be a positive integer: got -1"):
+    with pytest.raises(ValueError, match="`num_splits` must be positive: got -1"):
         make(2, C).set_num_splits(-1)
 
 

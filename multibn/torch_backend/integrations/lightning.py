@@ -11,6 +11,7 @@ from lightning.pytorch.plugins import LayerSync
 from torch import nn
 
 from multibn._typing import RunningVar, Weighting, check_choice, check_int
+from multibn.communicators import as_communicator
 from multibn.torch_backend.convert import convert_sync_batchnorm, revert_sync_batchnorm
 from multibn.torch_backend.precise_bn import (
     Estimator,
@@ -41,7 +42,7 @@ class MultiBNLayerSync(LayerSync):
         check_choice("weighting", weighting, Weighting)
         check_choice("running_var", running_var, RunningVar)
         self.options: dict[str, Any] = {"weighting": weighting, "running_var": running_var}
-        self.process_group = process_group
+        self.process_group = as_communicator(process_group)
 
     def apply(self, model: nn.Module) -> nn.Module:
         return convert_sync_batchnorm(model, self.process_group, **self.options)

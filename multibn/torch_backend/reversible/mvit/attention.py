@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multibn._typing import check_choice, check_int, check_number
+from multibn._typing import check_choice, check_int, check_ints, check_number
 from multibn.torch_backend.reversible.mvit.norms import NormFactory, layer_norm, normalize_last_axis
 
 Grid = tuple[int, int, int]  # frames, rows and columns of tokens
@@ -137,6 +137,9 @@ class MultiScaleAttention(nn.Module):
         super().__init__()
         for name, value in (("dim", dim), ("dim_out", dim_out), ("num_heads", num_heads)):
             check_int(name, value)
+        sizes = {"grid": grid, "kernel_q": kernel_q, "stride_q": stride_q}
+        for name, values in {**sizes, "kernel_kv": kernel_kv, "stride_kv": stride_kv}.items():
+            check_ints(name, values)
         check_number("drop_rate", drop_rate, "[0, 1)")
         check_choice("pool_mode", pool_mode, PoolMode)
         self.num_heads = num_heads

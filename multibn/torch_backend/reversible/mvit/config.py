@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_origin, get_type_hints
 
-from multibn._typing import check_choice, check_int, check_number
+from multibn._typing import check_choice, check_int, check_ints, check_number
 from multibn.torch_backend.reversible.mvit.attention import PoolMode
 from multibn.torch_backend.reversible.mvit.fusion import parse_mode
 
@@ -155,8 +155,8 @@ class RevMViTConfig:
                 check_int(name, value)
             elif hint is float:
                 check_number(name, value, _INTERVALS.get(name, "[0, 1)"))
-        parse_mode(self.respath_fuse)
-        parse_mode(self.pre_q_fusion)
+        parse_mode("respath_fuse", self.respath_fuse)
+        parse_mode("pre_q_fusion", self.pre_q_fusion)
         axes = 2 if self.patch_2d else 3
         for name in ("patch_kernel", "patch_stride", "patch_padding"):
             if len(getattr(self, name)) != axes:
@@ -164,6 +164,18 @@ class RevMViTConfig:
                     f"`{name}` must hold {axes} numbers with patch_2d={self.patch_2d}: got "
                     f"{getattr(self, name)!r}."
                 )
+        for name in ("patch_kernel", "patch_stride", "pool_kv_stride_adaptive", "pool_kvq_kernel"):
+            check_ints(name, getattr(self, name) or ())
+        check_ints("patch_padding", self.patch_padding, least=0)
+        check_ints("buffer_layers", self.buffer_layers, least=0)
+        for name in ("pool_q_stride", "pool_kv_stride"):
+            for layer, *stride in self._entries(name, "(layer, T, H, W)", 4):
+                check_int(name, layer, least=0)
+                check_ints(name, stride)
+        for name in ("dim_mul", "head_mul"):
+            for layer, factor in self._entries(name, "(layer, factor)", 2):
+                check_int(name, layer, least=0)
+                check_number(name, factor, "(0, inf)")
         if self.patch_2d and self.num_frames != 1:
             raise ValueError(
                 "`patch_2d` embeds images, which have `num_frames` 1: got "
@@ -179,6 +191,13 @@ class RevMViTConfig:
                 "`embed_dim` must be a multiple of 16 with `use_fixed_sincos_pos`: got "
                 f"{self.embed_dim}."
             )
+
+    def _entries(self, name: str, words: str, length: int) -> tuple[tuple[Any, ...], ...]:
+        """A field that lists tuples of `length`, in words `words`."""
+        entries: Any = getattr(self, name)
+        if any(not isinstance(entry, tuple) or len(entry) != length for entry in entries):
+            raise ValueError(f"`{name}` must list {words}: got {entries!r}.")
+        return entries
 
     @classmethod
     def from_slowfast(cls, cfg: Any, **options: Any) -> "RevMViTConfig":

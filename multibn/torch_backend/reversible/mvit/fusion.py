@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from multibn._typing import check_int
 from multibn.torch_backend.reversible.mvit.norms import NormFactory, layer_norm, normalize_last_axis
 
 _ELEMENTWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -54,14 +55,15 @@ class TwoStreamFusion(nn.Module):
 
     Raises
     ------
-    ValueError
-        If `mode` is unknown.
+    TypeError, ValueError
+        If `mode` is unknown, or `dim` is no positive int.
     """
 
     def __init__(self, mode: str, dim: int, norm: NormFactory = layer_norm) -> None:
         super().__init__()
         self.mode = mode
-        linear = parse_mode(mode)
+        check_int("dim", dim)
+        linear = parse_mode("mode", mode)
         if linear is not None:
             width, drop_rate = linear
             mlp = Mlp(dim, int(dim * width), drop_rate)
@@ -79,14 +81,17 @@ def keeps_width(mode: str) -> bool:
     return mode not in _ELEMENTWISE
 
 
-def parse_mode(mode: str) -> tuple[float, float] | None:
-    """Width factor and dropout rate of the MLP, None for modes without an MLP."""
+def parse_mode(name: str, mode: str) -> tuple[float, float] | None:
+    """Width factor and dropout rate of the MLP, None for modes without an MLP.
+
+    `name` is the argument's, for the error.
+    """
     if mode in _ELEMENTWISE or mode == "concat":
         return None
-    numbers = _LINEAR.fullmatch(mode)
+    numbers = _LINEAR.fullmatch(mode) if isinstance(mode, str) else None
     if numbers is None:
         raise ValueError(
-            "a fusion must be 'add', 'avg', 'max', 'min', 'concat' or "
+            f"`{name}` must be 'add', 'avg', 'max', 'min', 'concat' or "
             f"'[ln+]concat_linear[_WIDTH[_DROPOUT]]': got {mode!r}."
         )
     return float(numbers["width"] or 1), float(numbers["drop"] or 0)

@@ -177,16 +177,12 @@ def _pooled(
 
 
 def _by_layer(name: str, entries: Sequence[Sequence[int]], depth: int) -> Triples:
-    if any(len(entry) != 4 for entry in entries):
-        raise ValueError(f"`{name}` must list (layer, T, H, W): got {entries!r}.")
     _check_index(name, [entry[0] for entry in entries], depth)
     strides = {layer: tuple(stride) for layer, *stride in entries}
     return [strides.get(i, ()) for i in range(depth)]
 
 
 def _multipliers(name: str, entries: Sequence[Sequence[float]], depth: int) -> list[float]:
-    if any(len(entry) != 2 for entry in entries):
-        raise ValueError(f"`{name}` must list (layer, factor): got {entries!r}.")
     _check_index(name, [entry[0] for entry in entries], depth)
     factors: dict[float, float] = {layer: factor for layer, factor in entries}  # noqa: C416
     return [factors.get(i, 1.0) for i in range(depth + 1)]
