@@ -48,8 +48,30 @@ def update_running(
 ) -> tuple[Array, Array]:
     """New running mean and variance, in the dtype and on the device of the old ones. Pure.
 
-    `momentum` is a number, or an array of shape `()` on the GPU that nobody need wait for. Nothing
-    changes if all ranks were empty. `convention` is that of `running_variance`.
+    Nothing changes if all ranks were empty.
+
+    Parameters
+    ----------
+    running_mean, running_var
+        The old ones, of shape `(C,)`.
+    batch
+        Statistics of the batch over all ranks.
+    momentum
+        The weight of the batch: a number, or an array of shape `()` on the GPU that nobody need
+        wait for.
+    local_count
+        This rank's elements per channel.
+    convention
+        That of `running_variance`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn import SingleProcess, batch_statistics, update_running
+    >>> batch = batch_statistics(np.asarray([[1.0], [3.0]]), SingleProcess())
+    >>> mean, var = update_running(np.zeros(1), np.ones(1), batch, momentum=0.5, local_count=2)
+    >>> print(mean, var)
+    [1.] [1.5]
     """
     count = batch.count if isinstance(batch.count, float) else _on_host(batch.count)
     if isinstance(count, float):

@@ -74,7 +74,8 @@ class BatchStatistics(NamedTuple):
 class GradientSums(NamedTuple):
     """Sums over elements of `dy` and of `dy * xhat`, shape `(C,)`, float64.
 
-    As they come from `backward_sums` they are local, and the gradients of bias and weight.
+    As they come from `backward_sums` they are local, and the gradients of bias and weight: `sum_dy`
+    of bias, `sum_dy_xhat` of weight.
     """
 
     sum_dy: Array
@@ -123,7 +124,16 @@ def empty_moments(like: Array, /) -> Moments:
 
 
 def merge_moments(*moments: Moments) -> Moments:
-    """Moments of the concatenation of the batches that `moments` describe (weighted by count)."""
+    """Moments of the concatenation of the batches that `moments` describe (weighted by count).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn import local_moments, merge_moments
+    >>> parts = np.asarray([[1.0]]), np.asarray([[3.0], [5.0]])
+    >>> print(merge_moments(*map(local_moments, parts)).mean)
+    [3.]
+    """
     count = sum(m.count for m in moments)
     divisor = max(count, 1.0)
     return Moments(
@@ -243,6 +253,21 @@ def batch_statistics(
     Raises as `local_moments` and `aggregate`; and on every rank OneValueError, a ValueError, if the
     ranks hold one value per channel together: its variance is 0, and the output would not depend
     on the input.
+
+    Parameters
+    ----------
+    x, axis
+        As in `local_moments`.
+    communicator, weighting
+        As in `aggregate`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn import SingleProcess, batch_statistics
+    >>> batch = batch_statistics(np.asarray([[1.0, 10.0], [3.0, 30.0]]), SingleProcess())
+    >>> print(batch.mean, batch.var)
+    [ 2. 20.] [  1. 100.]
     """
     axis = reduced_axes(x.ndim) if axis is None else axis
     return batch_statistics_all([x], communicator, weighting=weighting, axes=[axis])[0]
@@ -321,7 +346,30 @@ def normalize(
 ) -> Array:
     """`(x - mean) * invstd * weight + bias`, in the dtype of `x`. Not collective.
 
-    Then plus `residual`, of the shape and dtype of `x`, then ReLU, where asked for.
+    Parameters
+    ----------
+    x
+        The input; its statistics may be those of a larger batch.
+    batch
+        The statistics.
+    weight, bias
+        Of shape `(C,)`; None stands for ones and zeros.
+    eps
+        Added to the variance.
+    axis
+        As in `local_moments`.
+    residual
+        Added to the output, of the shape and dtype of `x`.
+    relu
+        Whether ReLU comes last.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn import SingleProcess, batch_statistics, normalize
+    >>> x = np.asarray([[1.0], [3.0]])
+    >>> print(normalize(x, batch_statistics(x, SingleProcess()), eps=1e-12).ravel())
+    [-1.  1.]
     """
     axis = reduced_axes(x.ndim) if axis is None else axis
     options: dict[str, Any] = {"eps": eps, "axis": axis, "residual": residual, "relu": relu}
@@ -337,13 +385,35 @@ def backward_sums(
     eps: float,
     axis: tuple[int, ...] | None = None,
 ) -> GradientSums:
-    """This rank's sums of `dy` and `dy * xhat`. Not collective."""
+    """This rank's sums of `dy` and `dy * xhat`. Not collective.
+
+    Parameters
+    ----------
+    dy
+        Gradient of the output, of the shape of `x`.
+    x
+        The input of the forward pass.
+    batch
+        Statistics of the forward pass.
+    eps
+        Added to the variance.
+    axis
+        As in `local_moments`.
+    """
     axis = reduced_axes(x.ndim) if axis is None else axis
     return GradientSums(*kernels.backward_sums(dy, x, batch.mean, batch.var, eps=eps, axis=axis))
 
 
 def aggregate_sums(sums: GradientSums, communicator: Communicator, /) -> GradientSums:
-    """Sums over all ranks. Collective: one allreduce of 2C float64 numbers."""
+    """Sums over all ranks. Collective: one allreduce of 2C float64 numbers.
+
+    Parameters
+    ----------
+    sums
+        This rank's, from `backward_sums`.
+    communicator
+        The ranks that share statistics.
+    """
     return aggregate_sums_all([sums], communicator)[0]
 
 
@@ -370,7 +440,19 @@ def input_gradient(
     eps: float,
     axis: tuple[int, ...] | None = None,
 ) -> Array:
-    """Gradient with respect to `x`, in its dtype, from the sums over all ranks. Not collective."""
+    """Gradient with respect to `x`, in its dtype, from the sums over all ranks. Not collective.
+
+    Parameters
+    ----------
+    dy, x, batch, eps
+        As in `backward_sums`.
+    sums
+        The sums over all ranks, from `aggregate_sums`.
+    weight
+        Of shape `(C,)`; None stands for ones.
+    axis
+        As in `local_moments`.
+    """
     axis = reduced_axes(x.ndim) if axis is None else axis
     mean, var, _, element_weight = batch
     return kernels.input_gradient(

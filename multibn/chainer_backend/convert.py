@@ -68,6 +68,14 @@ def create_mnbn_model(
     UserWarning
         For a link that is copied as it is, because its class overrides more than the constructor,
         as L.BatchRenormalization does.
+
+    Examples
+    --------
+    >>> from multibn.chainer_backend import create_mnbn_model
+    >>> from chainer import links as L
+    >>> model = create_mnbn_model(L.BatchNormalization(8), None)
+    >>> type(model).__name__
+    'MultiNodeBatchNormalization'
     """
     make = partial(
         MultiNodeBatchNormalization,
@@ -113,6 +121,12 @@ def revert_mnbn_model(link: chainer.Link) -> chainer.Link:
     -----
     UserWarning
         As `create_mnbn_model`.
+
+    Examples
+    --------
+    >>> from multibn.chainer_backend import MultiNodeBatchNormalization, revert_mnbn_model
+    >>> type(revert_mnbn_model(MultiNodeBatchNormalization(8, None))).__name__
+    'BatchNormalization'
     """
 
     def revert(old: Any) -> Any:

@@ -42,6 +42,14 @@ def forget(func: Callable[..., Any], *xs: Any) -> Any:
     In Chainer's own F.forget, links also update their averages once. On the CPU they communicate
     once, but one link must not have equal local moments in two uses on one rank and different ones
     on another. On a GPU they communicate twice, because reading the moments would make it wait.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn.chainer_backend import MultiNodeBatchNormalization, forget
+    >>> link = MultiNodeBatchNormalization(8, None)
+    >>> forget(link, np.random.randn(4, 8).astype("f")).shape
+    (4, 8)
     """
     first = recompute.recording()
     again = recompute.replaying(first.tape)

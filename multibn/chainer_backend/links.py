@@ -91,6 +91,14 @@ class MultiNodeBatchNormalization(chainer.Link):
     ValueError
         If an argument has another value than above; also if `weighting` or `avg_var` is passed
         together with `conventions`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn.chainer_backend import MultiNodeBatchNormalization
+    >>> link = MultiNodeBatchNormalization(8, None)  # a ChainerMN communicator, in place of None
+    >>> link(np.random.randn(4, 8).astype("f")).shape
+    (4, 8)
     """
 
     gamma: Any = None
@@ -150,6 +158,7 @@ class MultiNodeBatchNormalization(chainer.Link):
 
     @property
     def comm(self) -> Any:
+        """The communicator that the constructor got; may be assigned."""
         if isinstance(self._communicator, ChainerMN):
             return self._communicator.comm
         return self._communicator

@@ -14,7 +14,15 @@ Names: TypeAlias = Mapping[str, str | None]
 
 
 class Converted(NamedTuple):
-    """A model's state under its new names, and notes: sentences on what is not carried over."""
+    """A model's state under its new names, and notes: sentences on what is not carried over.
+
+    Attributes
+    ----------
+    state
+        The arrays, by their new names.
+    notes
+        The sentences.
+    """
 
     state: dict[str, Any]
     notes: tuple[str, ...]
@@ -22,6 +30,11 @@ class Converted(NamedTuple):
 
 def load_names(path: str | os.PathLike[str]) -> dict[str, str | None]:
     """The `names` of `convert` from a JSON file: an object of strings, or null to leave out.
+
+    Parameters
+    ----------
+    path
+        The file.
 
     Raises
     ------

@@ -146,6 +146,13 @@ def chainer_to_torch(
         or `avg_var_count` matches no key.
     TypeError, ValueError
         If `num_batches_tracked` or a count is not valid.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn.checkpoint import chainer_to_torch
+    >>> list(chainer_to_torch({"bn/gamma": np.ones(8), "bn/beta": np.zeros(8)}).state)
+    ['bn.weight', 'bn.bias']
     """
     check_int("num_batches_tracked", num_batches_tracked, least=0)
     norms.check_counts(avg_var_count)
@@ -204,6 +211,13 @@ def torch_to_chainer(
     ------
     CheckpointError, ValueError
         As `chainer_to_torch`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn.checkpoint import torch_to_chainer
+    >>> list(torch_to_chainer({"bn.weight": np.ones(8), "bn.bias": np.zeros(8)}).state)
+    ['bn/gamma', 'bn/beta']
     """
     norms.check_counts(avg_var_count)
     notes: list[str] = []

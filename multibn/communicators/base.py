@@ -59,17 +59,26 @@ class Handle:
 
 
 class SingleProcess(Handle):
-    """This process alone."""
+    """This process alone.
+
+    Examples
+    --------
+    >>> from multibn import SingleProcess
+    >>> SingleProcess().size
+    1
+    """
 
     rank = 0
     size = 1
 
     def allreduce(self, x: Array, /) -> Array:
+        """A copy of `x`."""
         if hasattr(x, "clone"):  # torch: autograd differentiates a clone, not an asarray
             return x.clone()
         return array_namespace(x).asarray(x, copy=True)
 
     def split(self, color: int, key: int = 0) -> "SingleProcess":
+        """This process alone, for any `color` and `key`."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -35,6 +35,14 @@ def as_communicator(obj: Any = None, /) -> Communicator:
     ValueError
         If this process is not part of the group, a DeviceMesh has several dimensions, k is below 1,
         or the list is empty or has negative or repeated ranks.
+
+    Examples
+    --------
+    >>> from multibn import SingleProcess, as_communicator
+    >>> as_communicator(SingleProcess())
+    SingleProcess()
+    >>> as_communicator().size  # no process group is initialized here
+    1
     """
     if obj is None:
         return default_communicator()

@@ -39,17 +39,17 @@ class MPI(LineCommunicator):
         Seconds that a collective may take; default: MULTIBN_TIMEOUT, or 300. MPI itself would wait
         for ever.
 
+    Attributes
+    ----------
+    world_ranks
+        The processes' ranks in MPI.COMM_WORLD, in the order of their ranks here; None for all.
+
     Raises
     ------
     ValueError
         If `comm` is MPI.COMM_NULL: this process is not part of it; or `timeout` is not positive.
     TypeError
         If `comm` is an intercommunicator.
-
-    Attributes
-    ----------
-    world_ranks
-        The processes' ranks in MPI.COMM_WORLD, in the order of their ranks here; None for all.
     """
 
     def __init__(

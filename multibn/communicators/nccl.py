@@ -84,6 +84,7 @@ class NCCL(LineCommunicator):
 
     @property
     def timeout(self) -> float:  # type: ignore[override]
+        """Seconds that the parent's collectives may take."""
         timeout: float = self._resolved().timeout
         return timeout
 

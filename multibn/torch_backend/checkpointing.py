@@ -29,6 +29,18 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
     of `function(x)` bit for bit. All batch norms inside update their running statistics once.
     Layers of multibn communicate once forward and once backward; nn.SyncBatchNorm communicates
     again in the recomputation.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch.utils.checkpoint import checkpoint
+    >>> from multibn.torch_backend import SyncBatchNorm, checkpoint_contexts
+    >>> layer = SyncBatchNorm(2)
+    >>> x = torch.randn(4, 2, requires_grad=True)
+    >>> y = checkpoint(layer, x, use_reentrant=False, context_fn=checkpoint_contexts)
+    >>> y.sum().backward()
+    >>> layer.num_batches_tracked
+    tensor(1)
     """
     first = recompute.recording()
     return first, _Recomputation(first.tape)
@@ -41,6 +53,17 @@ def recomputed(function: Callable[P, R]) -> Callable[P, R]:
     `checkpoint_contexts`, which the reentrant checkpoint does not accept. The first call of the
     returned function is the first pass, every other call is a recomputation. So make a new one for
     each call of checkpoint.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch.utils.checkpoint import checkpoint
+    >>> from multibn.torch_backend import SyncBatchNorm, recomputed
+    >>> layer = SyncBatchNorm(2)
+    >>> x = torch.randn(4, 2, requires_grad=True)
+    >>> checkpoint(recomputed(layer), x, use_reentrant=True).sum().backward()
+    >>> layer.num_batches_tracked
+    tensor(1)
     """
     first, again = checkpoint_contexts()
     contexts = [first]

@@ -88,6 +88,15 @@ def convert_sync_batchnorm(
         parametrized, lazy and without an input so far, a subclass of nn.SyncBatchNorm with a
         forward pass of its own, or a module that has running statistics and is not of torch's batch
         norm class.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from multibn.torch_backend import convert_sync_batchnorm
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+    >>> model = convert_sync_batchnorm(model)
+    >>> type(model[1]).__name__, isinstance(model[1], nn.BatchNorm2d)
+    ('SyncBatchNorm2d', True)
     """
     SyncBatchNorm(1, process_group=process_group, weighting=weighting, running_var=running_var)
     layers: list[_BatchNorm] = []
@@ -130,6 +139,15 @@ def revert_sync_batchnorm(module: nn.Module) -> Any:
     UserWarning
         One warning for all layers that stay as they are, with their paths: a layer that is
         parametrized, whose class adds to a synchronized one, or that ends in a ReLU.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from multibn.torch_backend import convert_sync_batchnorm, revert_sync_batchnorm
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+    >>> model = revert_sync_batchnorm(convert_sync_batchnorm(model))
+    >>> type(model[1]).__name__
+    'BatchNorm2d'
     """
     obstacles: dict[str, str] = {}
     for path, part in _named_parts(module):

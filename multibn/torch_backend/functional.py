@@ -79,6 +79,15 @@ def sync_batch_norm(
     allreduce, under vmap once for each entry. NotImplementedError on all ranks, if there are
     several, from torch.func.linearize, `vectorize=True` of torch.autograd.functional, and
     `is_grads_batched=True` of torch.autograd.grad, which hide the numbers that ranks share.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn.torch_backend import sync_batch_norm
+    >>> x = torch.tensor([[1.0], [3.0]])
+    >>> y, statistics = sync_batch_norm(x, eps=1e-12)
+    >>> y.flatten(), statistics.mean.item()
+    (tensor([-1.,  1.]), 2.0)
     """
     check_eps(eps)
     communicator = Conversation(as_communicator(process_group), lambda: "sync_batch_norm")

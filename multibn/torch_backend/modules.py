@@ -205,6 +205,15 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         If `process_group` is no communicator, or this process is not part of it; `num_features` is
         no positive int, `eps` is no positive number, `momentum` is neither None nor in [0, 1], or
         `weighting` or `running_var` is unknown. A call raises as `sync_batch_norm`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn.torch_backend import SyncBatchNorm
+    >>> layer = SyncBatchNorm(2)
+    >>> y = layer(torch.tensor([[1.0, 10.0], [3.0, 30.0]]))
+    >>> layer.running_mean
+    tensor([0.2000, 2.0000])
     """
 
     # The class for `revert_sync_batchnorm`: of the layer's class, or of a layer that was converted.
@@ -290,7 +299,8 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
 class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
     """A `SyncBatchNorm` that is an nn.BatchNorm1d to code that looks for this class.
 
-    `convert_sync_batchnorm` makes one of an nn.BatchNorm1d. Accepts inputs of any dimensions.
+    `convert_sync_batchnorm` makes one of an nn.BatchNorm1d. Accepts inputs of any dimensions. The
+    parameters are those of `SyncBatchNorm`.
     """
 
     converted_from = nn.BatchNorm1d

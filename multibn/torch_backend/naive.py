@@ -80,6 +80,14 @@ class NaiveSyncBatchNorm1d(_NaiveSyncBatchNorm, SyncBatchNorm1d):
         As `SyncBatchNorm`. TypeError if `num_sync_devices` is neither an int nor None. ValueError
         in the first training step, if `num_sync_devices` does not divide the number of the
         machine's ranks, and in each call, if the input has another number of dimensions.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn.torch_backend import NaiveSyncBatchNorm1d
+    >>> layer = NaiveSyncBatchNorm1d(num_sync_devices=0, num_features=16)  # all ranks of a machine
+    >>> layer(torch.randn(4, 16)).shape
+    torch.Size([4, 16])
     """
 
     _shapes = {2: "(N, C)", 3: "(N, C, L)"}

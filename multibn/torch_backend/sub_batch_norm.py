@@ -251,14 +251,14 @@ class _SubBatchNorm(Synchronized):
 
 
 class SubBatchNorm1d(_SubBatchNorm):
-    """`SubBatchNorm3d` for an input of shape `(N, C)` or `(N, C, L)`."""
+    """As `SubBatchNorm3d`, for an input of shape `(N, C)` or `(N, C, L)`."""
 
     _part = _BatchNorm1d
     _shapes = {2: "(N, C)", 3: "(N, C, L)"}
 
 
 class SubBatchNorm2d(_SubBatchNorm):
-    """`SubBatchNorm3d` for an input of shape `(N, C, H, W)`."""
+    """As `SubBatchNorm3d`, for an input of shape `(N, C, H, W)`."""
 
     _part = _BatchNorm2d
     _shapes = {4: "(N, C, H, W)"}
@@ -320,6 +320,14 @@ class SubBatchNorm3d(_SubBatchNorm):
     Hooks of `bn` and `split_bn` get the tensors that they get in SlowFast's layer: in training, all
     channels of all splits on axis 1, and no weight and bias in the output. Without hooks, weight
     and bias cost no pass of their own. With hooks, an input in channels_last is copied.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn.torch_backend import SubBatchNorm3d
+    >>> layer = SubBatchNorm3d(2, num_features=16)
+    >>> layer(torch.randn(4, 16, 2, 8, 8)).shape  # two halves, each with its own statistics
+    torch.Size([4, 16, 2, 8, 8])
     """
 
     _part = _BatchNorm3d

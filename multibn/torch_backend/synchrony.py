@@ -62,6 +62,13 @@ def check_sync(model: nn.Module, process_group: Any = None, *, ignore: Iterable[
     RuntimeError
         On all ranks. If values differ, the message has names, ranks and largest differences from
         rank 0; if the models are built differently, the additional and the missing names.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from multibn.torch_backend import check_sync
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+    >>> check_sync(model)  # passes on one rank
     """
     named = chain(model.named_parameters(), model.named_buffers())
     arrays = {name: None if is_lazy(t) else t for name, t in named}
@@ -91,6 +98,13 @@ def sync_running_stats(model: nn.Module, process_group: Any = None, how: How = "
     ------
     ValueError
         If `how` is neither; for `process_group` as `check_sync`.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from multibn.torch_backend import sync_running_stats
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+    >>> sync_running_stats(model, how="pool")  # nothing changes on one rank
     """
     check_choice("how", how, How)
     layers = [m for m in model.modules() if isinstance(m, _BatchNorm)]
@@ -146,6 +160,17 @@ def average_gradients(parameters: nn.Module | Iterable[Tensor], process_group: A
         For `process_group` as `check_sync`.
     TypeError
         If a gradient is sparse.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch import nn
+    >>> from multibn.torch_backend import average_gradients
+    >>> model = nn.Linear(2, 1)
+    >>> model(torch.ones(1, 2)).sum().backward()
+    >>> average_gradients(model)  # before the optimizer's step
+    >>> model.weight.grad
+    tensor([[1., 1.]])
     """
     model = nn.Module()
     if isinstance(parameters, nn.Module):

@@ -91,6 +91,17 @@ def update_bn_stats(
     UserWarning
         If the loader ended before `num_samples` or `num_iters`, a layer had no input and keeps its
         statistics, or there is no layer to update.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch import nn
+    >>> from multibn.torch_backend import update_bn_stats
+    >>> model = nn.Sequential(nn.BatchNorm1d(1))
+    >>> loader = [torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0], [7.0], [9.0]])]
+    >>> update_bn_stats(model, loader)
+    >>> model[0].running_mean
+    tensor([5.])
     """
     check_arguments(num_samples, num_iters, estimator)
     report = run_pass(

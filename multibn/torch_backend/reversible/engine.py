@@ -130,10 +130,28 @@ def inverse(
 ) -> tuple[Tensor, Tensor]:
     """Inputs of `reversible` from its outputs, for modules in evaluation mode; no gradient.
 
+    Parameters
+    ----------
+    blocks, *cond, stream_dtype
+        As in `reversible`.
+    y1, y2
+        Its outputs.
+
     Raises
     ------
     RuntimeError
         If a module is in training: its random numbers and its batch's statistics are not known.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch import nn
+    >>> from multibn.torch_backend.reversible import inverse, reversible
+    >>> blocks = [(nn.Linear(8, 8).eval(), nn.Linear(8, 8).eval())]
+    >>> x1, x2 = torch.randn(2, 8), torch.randn(2, 8)
+    >>> u1, u2 = inverse(blocks, *reversible(blocks, x1, x2))
+    >>> torch.allclose(u1, x1, atol=1e-5) and torch.allclose(u2, x2, atol=1e-5)
+    True
     """
     streams, seen = _streams(y1, y2, stream_dtype)
     for half in reversed(list(_halves(blocks, streams, seen, [0.0] * len(blocks)))):
@@ -179,7 +197,7 @@ def drift(
     """Rounding error that the backward pass of `reversible` would meet at each block, in order.
 
     Runs a forward pass, and stores the streams before each block: in training, batch norms count
-    the batch, and the call is collective if they are. Arguments are those of `reversible`.
+    the batch, and the call is collective if they are. The parameters are those of `reversible`.
     """
     from multibn.torch_backend.reversible.coupling import Run  # as in `reversible`
 

@@ -39,6 +39,14 @@ def measure_memory(loss: Callable[[], Tensor], parameters: Iterable[Tensor]) -> 
         batch, and the call is collective if they are.
     parameters
         Tensors that are not counted, and whose gradients are not. Sets their gradients to None.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch import nn
+    >>> from multibn.torch_backend.reversible import measure_memory
+    >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    >>> memory = measure_memory(lambda: model(torch.ones(4, 8)).sum(), model.parameters())
     """
     parameters = list(parameters)
     for parameter in parameters:

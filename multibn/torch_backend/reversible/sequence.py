@@ -36,6 +36,15 @@ class ReversibleSequence(nn.Module):
     ------
     TypeError, ValueError
         If an option is not valid.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch import nn
+    >>> from multibn.torch_backend.reversible import ReversibleSequence
+    >>> model = ReversibleSequence([(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(4)])
+    >>> y1, y2 = model(torch.randn(2, 8), torch.randn(2, 8))
+    >>> (y1 + y2).sum().backward()  # stores the outputs alone
     """
 
     def __init__(

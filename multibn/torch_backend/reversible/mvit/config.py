@@ -46,9 +46,10 @@ class RevMViTConfig:
     crop_size, num_frames, in_channels
         Rows and columns, frames, and channels of the input (DATA.TRAIN_CROP_SIZE, NUM_FRAMES and
         the first of INPUT_CHANNEL_NUM).
-    num_classes, head_dropout_rate, head_act, detach_final_fc
-        The classifier (MODEL.NUM_CLASSES, DROPOUT_RATE, HEAD_ACT, DETACH_FINAL_FC). In evaluation
-        it ends with `head_act`: `"softmax"`, `"sigmoid"` or `"none"`.
+    num_classes, head_dropout_rate, head_act, head_init_scale, detach_final_fc
+        The classifier (MODEL.NUM_CLASSES, DROPOUT_RATE, HEAD_ACT, MVIT.HEAD_INIT_SCALE,
+        MODEL.DETACH_FINAL_FC). In evaluation it ends with `head_act`: `"softmax"`, `"sigmoid"` or
+        `"none"`. Its first weights and biases are multiplied by `head_init_scale`.
     pool_mode
         How tokens are pooled (MVIT.MODE), see `MultiScaleAttention`.
     patch_2d, patch_kernel, patch_stride, patch_padding

@@ -74,6 +74,7 @@ class ReversibleMViT(nn.Module):
 
     @property
     def no_custom_backward(self) -> bool:
+        """PySlowFast's name for `mode == "stored"`; may be assigned."""
         return self.mode == "stored"
 
     @no_custom_backward.setter

@@ -1,0 +1,43 @@
+"""The documentation site. `make docs` writes the site to out/site; any warning fails the build."""
+
+# Before any other file imports Chainer: the package makes Chainer importable.
+import multibn.chainer_backend  # noqa: F401
+from multibn import __version__
+
+project = "multibn"
+author = "the multibn authors"
+project_copyright = f"{author}, MIT license"
+release = version = __version__
+
+extensions = ["myst_parser", "numpydoc", "sphinx.ext.autodoc", "sphinx.ext.autosummary"]
+templates_path = ["reference/templates"]
+exclude_patterns = ["reference/templates"]
+
+# A heading is a target, as on GitHub: [Conventions](conventions.md#conventions).
+myst_heading_anchors = 3
+
+# One page for each public name of the lists in reference/.
+autosummary_generate = True
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 88
+# Single backticks in docstrings are code, and a link where the name is a public one.
+default_role = "py:obj"
+# A method that overrides a documented one is documented there.
+autodoc_inherit_docstrings = False
+
+numpydoc_show_class_members = False
+# No docstring, no summary, unknown or misplaced sections, parameters that do not exist. That each
+# parameter is named is a test's matter, tests/unit/test_docs.py, which needs no Sphinx.
+numpydoc_validation_checks = {"GL06", "GL07", "GL08", "PR02", "SS01"}
+
+html_theme = "pydata_sphinx_theme"
+html_title = f"multibn {version}"
+html_theme_options = {
+    "navbar_align": "left",
+    "navigation_with_keys": False,
+    "show_nav_level": 2,
+    "footer_start": ["copyright"],
+    "footer_end": [],
+}
+html_show_sourcelink = False
