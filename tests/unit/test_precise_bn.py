@@ -464,8 +464,9 @@ def test_half_models() -> None:
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_compiled_models(inside: bool) -> None:
+def test_compiled_models(inside: bool, request: pytest.FixtureRequest) -> None:
     """Code that was compiled before would not see the hooks."""
+    request.addfinalizer(torch.compiler.reset)  # Dynamo remembers functions that it gave up
     compiled, plain = Net(), Net()
     model: Any = compiled
     if inside:
