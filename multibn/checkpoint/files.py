@@ -22,6 +22,8 @@ SEPARATORS = {"chainer": "/", "torch": "."}
 _ALWAYS_ALLOWED = 2**30
 _MAX_EXPANSION = 100
 
+_PIECE = 2**20  # bytes
+
 _MAX_NAME = 500  # characters; error messages repeat names
 
 _END_OF_ZIP = 22  # bytes of the record that ends a zip archive, without the archive's comment
@@ -173,8 +175,19 @@ def _read_npz(path: Path, prefix: str) -> dict[str, Array]:
             )
         selected = _select(members, prefix, "/")
         _check_expansion(sum(members[old].file_size for old in selected.values()), path)
-        # `read` compares the checksum.
-        return {new: _parse_npy(old, archive.read(members[old])) for new, old in selected.items()}
+        return {
+            new: _parse_npy(old, _read_member(archive, members[old]))
+            for new, old in selected.items()
+        }
+
+
+def _read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
+    """The contents up to the declared size, whose checksum must fit.
+
+    In pieces: read at once, zipfile unpacks everything, however much, before it cuts to the size.
+    """
+    with archive.open(info) as file:
+        return b"".join(iter(lambda: file.read(_PIECE), b""))
 
 
 def _parse_npy(key: str, data: bytes) -> Array:

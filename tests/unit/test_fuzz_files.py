@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 import time
+import tracemalloc
 import zipfile
 from collections import Counter
 from collections.abc import Callable
@@ -307,3 +308,23 @@ def test_dicts_that_are_repeated(tmp_path: Path) -> None:
 def test_names_that_are_too_long(tmp_path: Path) -> None:
     plain.make(tmp_path / "a.npz", {"x" * 60_000: np.zeros(4)})
     plain.refused(tmp_path / "a.npz", "names must have at most 500 characters: got one of 60000")
+
+
+def test_a_size_that_the_directory_declares_too_small(tmp_path: Path) -> None:
+    """500 MB of zeros in 500 kB, of which nothing beyond the declared size is unpacked."""
+    path = tmp_path / "a.npz"
+    with (
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive,
+        archive.open("bn/gamma.npy", "w", force_zip64=True) as member,
+    ):
+        np.lib.format.write_array(member, np.zeros(4, np.float32))
+        for _ in range(500):
+            member.write(bytes(2**20))
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<I", data, data.rfind(b"PK\x01\x02") + 24, 144)
+    path.write_bytes(data)
+    tracemalloc.start()
+    plain.refused(path, r"BadZipFile: Bad CRC-32 for file 'bn/gamma\.npy'")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 50e6
