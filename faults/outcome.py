@@ -12,7 +12,8 @@ ANNOUNCEMENT = "multibn: "  # the beginning of the lines that multibn prints for
 
 # The C++ code of torch prints such lines when the launcher, whose store it asks, has gone.
 _STORE_HAS_GONE = re.compile(
-    r"\[rank\d+\]:\[W.*\bTCPStore\.cpp|Exception raised from|frame #\d+: |$"
+    r"\[rank\d+\]:\[W.*\bTCPStore\.cpp|Exception raised from|frame #\d+: |"
+    r"<omitting python frames>|$"
 )
 
 

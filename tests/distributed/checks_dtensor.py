@@ -28,7 +28,7 @@ from torch.distributed.tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from multibn import Group, SingleProcess
+from multibn import SingleProcess
 from multibn.communicators import Communicator
 from multibn.communicators._lines import FIRST_MESSAGES, Lines
 from multibn.torch_backend import (
@@ -382,7 +382,7 @@ def check_named_groups(world: Communicator) -> None:
     _compare({"y": y}, {"y": by_rows.y[0]}, "rows")
     _layer()(x)  # warned before
     message = r"`process_group` must have ranks \[\d, \d\] of the mesh .*, which share"
-    for group in (dp, SingleProcess(), Group(None, [world.rank])):
+    for group in (dp, SingleProcess(), world.split(world.rank)):
         with pytest.raises(ValueError, match=message):
             _layer(process_group=group)(x)
     with pytest.raises(ValueError, match=rf"must have ranks \[{world.rank}\] of .*no other ranks"):
