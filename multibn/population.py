@@ -6,7 +6,7 @@ momentum = 1/n at the n-th batch.
 """
 
 from multibn._arrays import array_namespace, is_on_host
-from multibn._typing import Array, RunningVar, check_choice
+from multibn._typing import Array, RunningVar
 from multibn.communicators import Communicator, SingleProcess
 from multibn.kernels import generic
 from multibn.statistics import BatchStatistics, Moments, aggregate, empty_moments, merge_moments
@@ -33,7 +33,7 @@ def running_variance(
     ValueError
         If `convention` is none of the three.
     """
-    return batch.var * _variance_factor(_on_host(batch.count), local_count, convention)
+    return batch.var * generic.variance_factor(_on_host(batch.count), local_count, convention)
 
 
 def update_running(
@@ -79,7 +79,7 @@ def update_running(
     else:
         xp = array_namespace(count)
         momentum = momentum * xp.astype(count > 0, count.dtype)
-    factor = _variance_factor(count, local_count, convention)
+    factor = generic.variance_factor(count, local_count, convention)
     return generic.move_averages(running_mean, running_var, batch.mean, batch.var, momentum, factor)
 
 
@@ -111,12 +111,3 @@ class PopulationEstimator:
 def _on_host(count: Array) -> float | Array:
     """`count` as a number, which is faster, unless this process would have to wait for a GPU."""
     return float(count) if isinstance(count, float) or is_on_host(count) else count
-
-
-def _variance_factor(
-    count: float | Array, local_count: int, convention: RunningVar
-) -> float | Array:
-    if convention == "unbiased_global":
-        return generic.unbiased(count)
-    check_choice("running_var", convention, RunningVar)
-    return 1.0 if convention == "biased" else local_count / max(local_count - 1, 1)

@@ -122,32 +122,53 @@ def share(
     return results
 
 
-def backward(gradients: Sequence[Gradient], communicator: Communicator, /) -> list[Gradients]:
+def backward(
+    gradients: Sequence[Gradient], communicator: Communicator, /, *, means: bool = False
+) -> list[Gradients]:
     """The gradients of each layer's input, residual and parameters.
 
     Collective if any `x` needs a gradient: one allreduce of 2C float64 numbers for each of these.
+    The gradients of parameters are this rank's; with `means`, for which all inputs must need a
+    gradient, they are the means over the ranks.
     """
-    ready: list[Any] = []
-    lengths = []
+    calls = []
     sent = []
-    for g in gradients:
-        x, weight, bias, eps, axis, _, relu, _ = g.input
-        mean, var, _, _ = g.batch
-        arguments = g.dy, x, mean, var, weight, bias
-        ready.append((kernels.select(x), arguments, eps, axis, relu, g.y))
-        if g.needs_dx:
-            sent.append(len(ready) - 1)
+    lengths = []
+    for n, (dy, i, batch, needs_dx, y) in enumerate(gradients):
+        x, weight, bias, eps, axis, _, relu, _ = i
+        mean, var, _, element_weight = batch
+        options = {"eps": eps, "axis": axis, "relu": relu, "y": y}
+        calls.append((kernels.select(x), (dy, x, mean, var, weight, bias), element_weight, options))
+        if needs_dx:
+            sent.append(n)
             lengths.append(message.backward_payload(math.prod(mean.shape)))
-    parameters: dict[int, tuple[Any, Any]] = {}
+    results: list[Any] = [None] * len(calls)
 
     def begin(n: int, out: Array | None) -> Array:
-        k, arguments, eps, axis, relu, y = ready[n]
-        payload, *parameters[n] = k.begin_backward(
-            *arguments, eps=eps, axis=axis, relu=relu, y=y, out=out
-        )
+        k, arguments, _, options = calls[n]
+        payload, *parameters = k.begin_backward(*arguments, out=out, **options)
+        results[n] = None, None, *parameters
         return payload
 
-    ...
+    for n, g in enumerate(gradients):
+        if not g.needs_dx:
+            begin(n, None)
+            if g.y is not None:
+                results[n] = None, generic.rectified(g.dy, g.y), *results[n][2:]
+    if not sent:
+        return results
+    about = [gradients[n].input for n in sent]
+    phase = during(communicator, "backward", announced(about))
+    sums = _exchange(phase, about[0].x, lengths, lambda n, out: begin(sent[n], out))
+    for n, summed in zip(sent, sums, strict=True):
+        k, arguments, element_weight, options = calls[n]
+        parameters = results[n][2:]
+        if means:
+            _, _, mean, _, *of = arguments
+            parameters = generic.parameter_gradients(summed, mean.shape, *of, communicator.size)
+        gradient = k.finish_backward(summed, *arguments, element_weight, **options)
+        results[n] = *gradient, *parameters
+    return results
 
 
 def announced(inputs: Sequence[Input], /) -> Any:

@@ -21,7 +21,8 @@ from torch import Tensor
 from multibn import message
 from multibn.kernels import _triton, generic
 from multibn.kernels._layout import sizes_in_memory
-from multibn.kernels.cuda_steps import bits, fit, move, number, unpack, wide
+from multibn.kernels.cuda_steps import bits, fit, number, unpack, wide
+from multibn.kernels.cuda_steps import move as move
 from multibn.kernels.generic import Finished
 
 _ARITHMETIC = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), tl.float32)
@@ -66,7 +67,7 @@ def finish_forward(summed: Tensor, x: Tensor, /, *arguments: Any, **options: Any
     mean, var, count, element_weight, state = unpack(summed, shape, *share)
     y = normalize(x, mean, var, weight, bias, **options)
     if running is not None and state == generic.RIGHT:
-        move(running, mean, var, count)
+        move(running, mean, var, count, share[1])
     return y, mean, var, count, element_weight, state
 
 

@@ -36,9 +36,9 @@ def unpack(
     return *outputs, generic.state(summed, count)
 
 
-def move(running: Running, mean: Tensor, var: Tensor, count: Tensor, /) -> None:
+def move(running: Running, mean: Tensor, var: Tensor, count: Tensor, local_count: float, /) -> None:
     """As `generic.move`; one launch, or three if the momentum is cumulative."""
-    old_mean, old_var, momentum, factor, num_batches = running
+    old_mean, old_var, momentum, convention, num_batches = running
     mean, var = mean.view(old_mean.shape), var.view(old_mean.shape)
     moved = [v for v in (old_mean, old_var, num_batches) if v is not None]
     if (
@@ -47,14 +47,16 @@ def move(running: Running, mean: Tensor, var: Tensor, count: Tensor, /) -> None:
         or any(v.is_inference() for v in moved)
         or not (num_batches is None or _is_counter(num_batches, mean))
     ):
-        generic.move(running, mean, var, count)
+        generic.move(running, mean, var, count, local_count)
         return
     cumulative = momentum is None and num_batches is not None
     if cumulative:  # every program reads the counter, so that none of them may write
         num_batches.add_(count > 0)
-    numbers = bits(momentum or 0.0), bits(factor or 0.0)
+    is_global = convention == "unbiased_global"  # the kernel then computes the factor
+    factor = 0.0 if is_global else generic.variance_factor(0.0, local_count, convention)
+    numbers = bits(momentum or 0.0), bits(factor)
     batch = mean, var, count
-    constants = {"CUMULATIVE": cumulative, "UNBIASED": factor is None}
+    constants = {"CUMULATIVE": cumulative, "UNBIASED": is_global}
     arguments = old_mean, old_var, num_batches, *batch, *numbers
     _launch(_triton_steps.move_in_place, *arguments, like=mean, **constants)
     for v in moved:  # autograd would not notice otherwise that a saved tensor has changed

@@ -53,6 +53,7 @@ begin_forward = partial(generic.begin_forward, passes=sys.modules[__name__])
 finish_forward = partial(generic.finish_forward, passes=sys.modules[__name__])
 begin_backward = partial(generic.begin_backward, passes=sys.modules[__name__])
 finish_backward = partial(generic.finish_backward, passes=sys.modules[__name__])
+move = generic.move
 
 
 def normalize(

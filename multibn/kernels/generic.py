@@ -29,7 +29,7 @@ from array_api_compat import is_torch_namespace, to_device
 
 from multibn import message
 from multibn._arrays import array_namespace, device, is_on_host, is_traced, to_host, values
-from multibn._typing import Array
+from multibn._typing import Array, RunningVar, check_choice
 
 # What `finish_forward` says of a message. On a GPU, where reading would wait, the sum is taken to
 # be right, but for `ONE_VALUE` where this rank has at most one value per channel.
@@ -45,8 +45,8 @@ class Running(NamedTuple):
         As many numbers as there are channels, in any shape and floating-point dtype.
     momentum
         The weight of the batch; None for 1/n at the n-th batch, which needs `num_batches`.
-    factor
-        What the biased variance is multiplied by; None for N/(N-1), with N over all ranks.
+    convention
+        Which variance goes into `var`, see `multibn.running_variance`.
     num_batches
         A counter of shape `()`, or None where nothing is to be counted.
     """
@@ -54,7 +54,7 @@ class Running(NamedTuple):
     mean: Array
     var: Array
     momentum: float | None
-    factor: float | None = None
+    convention: RunningVar = "unbiased_global"
     num_batches: Array | None = None
 
 
@@ -141,7 +141,7 @@ def finish_forward(
     options: dict[str, Any] = {"eps": eps, "axis": axis, "residual": residual, "relu": relu}
     y = _passes(passes, mask).normalize(_masked(x, mask), mean, var, weight, bias, **options)
     if running is not None and state == RIGHT:
-        move(running, mean, var, total)
+        move(running, mean, var, total, count)
     return _masked(y, mask), mean, var, total, element_weight, state
 
 
@@ -186,17 +186,11 @@ def begin_backward(
     k, x = _passes(passes, mask), _masked(x, mask)
     dy = _before_relu(k, dy, x, mean, var, weight, bias, eps=eps, axis=axis, relu=relu, y=y)
     dy = _masked(dy, mask)
-    sum_dy, sum_dy_xhat = k.backward_sums(dy, x, mean, var, eps=eps, axis=axis)
-    xp = array_namespace(sum_dy)
-    payload = message.concat([sum_dy, sum_dy_xhat])
+    payload = message.concat(k.backward_sums(dy, x, mean, var, eps=eps, axis=axis))
+    gradients = parameter_gradients(payload, mean.shape, weight, bias)
     if out is not None:
         out[:] = to_host(payload)
-        payload = out
-    dweight, dbias = (
-        None if p is None else to_device(xp.astype(v, p.dtype, copy=False), device(p))
-        for v, p in ((sum_dy_xhat, weight), (sum_dy, bias))
-    )
-    return payload, dweight, dbias
+    return payload if out is None else out, *gradients
 
 
 def finish_backward(
@@ -262,7 +256,7 @@ def normalize(
     y = xp.astype(y + _per_channel(shift, x, axis, dtype), x.dtype, copy=False)
     if residual is not None:
         y = y + residual
-    return xp.clip(y, 0.0, None) if relu else y
+    return _where(~(y <= 0), y) if relu else y  # NaN stays
 
 
 def local_moments(
@@ -402,12 +396,31 @@ def split_sums(summed: Array, shape: tuple[int, ...], /) -> list[Array]:
     return [xp.reshape(v, shape) for v in message.split(summed, (C, C))]
 
 
-def move(running: Running, mean: Array, var: Array, count: Array, /) -> None:
+def parameter_gradients(
+    payload: Array,
+    shape: tuple[int, ...],
+    weight: Array | None,
+    bias: Array | None,
+    divisor: float = 1.0,
+) -> tuple[Array | None, Array | None]:
+    """The gradients of weight and bias in a backward payload, divided by `divisor`."""
+    gradients = []
+    for v, p in zip(split_sums(payload, shape), (bias, weight), strict=True):
+        if p is not None:
+            xp = array_namespace(p)
+            v = xp.astype(v / divisor, p.dtype, copy=False)
+            v = to_device(v, device(p))
+        gradients.append(None if p is None else v)
+    dbias, dweight = gradients
+    return dweight, dbias
+
+
+def move(running: Running, mean: Array, var: Array, count: Array, local_count: float, /) -> None:
     """Move running statistics in place by those of a batch, and count the batch.
 
     Nothing changes if `count`, the elements per channel over all ranks, is 0.
     """
-    old_mean, old_var, momentum, factor, num_batches = running
+    old_mean, old_var, momentum, convention, num_batches = running
     total = float(count) if is_on_host(count) else count
     moves: Any = total > 0
     if num_batches is not None:
@@ -422,16 +435,21 @@ def move(running: Running, mean: Array, var: Array, count: Array, /) -> None:
         array_namespace(mean).reshape(mean, old_mean.shape),
         array_namespace(var).reshape(var, old_var.shape),
         (momentum or 0.0 if isinstance(momentum, float | None) else momentum) * moves,
-        unbiased(total) if factor is None else factor,
+        variance_factor(total, local_count, convention),
     )
     old_mean[...], old_var[...] = moved
 
 
-def unbiased(count: float | Array, /) -> float | Array:
-    """What makes the biased variance of `count` elements unbiased."""
-    if isinstance(count, float):
-        return count / max(count - 1.0, 1.0)
-    return count / array_namespace(count).clip(count - 1.0, 1.0, None)
+def variance_factor(
+    count: float | Array, local_count: float, convention: RunningVar, /
+) -> float | Array:
+    """What the biased variance is multiplied by, see `multibn.running_variance`."""
+    if convention == "unbiased_global":
+        if isinstance(count, float):
+            return count / max(count - 1.0, 1.0)
+        return count / array_namespace(count).clip(count - 1.0, 1.0, None)
+    check_choice("running_var", convention, RunningVar)
+    return 1.0 if convention == "biased" else local_count / max(local_count - 1, 1)
 
 
 def move_averages(
@@ -486,7 +504,12 @@ def _before_relu(
     """The gradient before a ReLU whose output was `y`, or, if that is None, is computed."""
     if not relu:
         return dy
-    return _where((k.normalize(x, *statistics, **on) if y is None else y) > 0, dy)
+    return rectified(dy, k.normalize(x, *statistics, **on) if y is None else y)
+
+
+def rectified(dy: Array, y: Array, /) -> Array:
+    """The gradient before a ReLU whose output was `y`."""
+    return _where(y > 0, dy)
 
 
 def _passes(passes: Any, mask: Array | None) -> Any:

@@ -51,6 +51,7 @@ def begin_forward(x: Array, /, *numbers: float, axis: tuple[int, ...], **options
 finish_forward = partial(generic.finish_forward, passes=sys.modules[__name__])
 begin_backward = partial(generic.begin_backward, passes=sys.modules[__name__])
 finish_backward = partial(generic.finish_backward, passes=sys.modules[__name__])
+move = generic.move
 
 
 def packed_moments(

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -10,14 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from multibn import kernels, statistics
+from multibn import kernels, recompute, statistics
 from multibn._typing import Weighting, check_number
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.conversation import Conversation
+from multibn.kernels import Running, generic
 from multibn.statistics import BatchStatistics
+from multibn.step import Input
 from multibn.torch_backend import _autograd, _differentiable, dtensors
 from multibn.torch_backend._differentiable import add_relu as add_relu
-from multibn.torch_backend._input import Input
 
 
 def sync_batch_norm(
@@ -113,7 +113,7 @@ def forward_all(
     `num_channels` has the required channels of each input, see `check_input`.
     """
     for i in inputs:
-        if dtensors.among(i[:3]):
+        if dtensors.among((*i[:3], None if i.running is None else i.running.mean)):
             return _forward_distributed(inputs, num_channels, communicator, weighting)
     _refuse_ddp_join(communicator)
     complete = []
@@ -126,9 +126,7 @@ def forward_all(
         complete.append(i if i.axis else i._replace(axis=statistics.reduced_axes(i.x.ndim)))
     if _differentiable.is_needed():
         return _differentiable.forward_all(complete, communicator, weighting)
-    batches = _autograd.batch_statistics(complete, communicator, weighting)
-    ys = _autograd.normalize(complete, batches, communicator, weighting)
-    return list(zip(ys, batches, strict=True))
+    return _autograd.forward(complete, communicator, weighting)
 
 
 def _forward_distributed(
@@ -142,7 +140,18 @@ def _forward_distributed(
         if dtensors.among([i.x]):
             check_input(i.x, n)  # the whole shape, so that all ranks raise
     function = partial(forward_all, weighting=weighting)
-    return dtensors.forward_all(function, inputs, num_channels, communicator)
+    results = dtensors.forward_all(function, inputs, num_channels, communicator)
+    for i, (_, batch) in zip(inputs, results, strict=True):
+        if i.running is not None and not recompute.in_recomputing():
+            move(i.running, batch, i.x.numel() // i.x.shape[1])
+    return results
+
+
+def move(running: Running, batch: BatchStatistics, local_count: int) -> None:
+    """Move running statistics in place, which may be DTensors."""
+    if dtensors.among([running.mean]):
+        running, batch = dtensors.local_running(running, batch)
+    kernels.select(batch.mean).move(running, *batch[:3], local_count)
 
 
 def normalize_by_running(
@@ -164,9 +173,9 @@ def normalize_by_running(
     # F.batch_norm refuses this mixture of dtypes, which training accepts.
     _check_options(Input(x, weight, bias, eps))
     mean, var = running_mean.double(), running_var.double()
-    batch = BatchStatistics(mean, var, count=mean.new_zeros(()), element_weight=mean.new_zeros(()))
-    with kernels.differentiable() if _differentiable.is_needed() else nullcontext():
-        return statistics.normalize(x, batch, weight=weight, bias=bias, eps=eps)
+    file = generic if _differentiable.is_needed() else kernels.select(x, weight, bias)
+    axis = statistics.reduced_axes(x.ndim)
+    return file.normalize(x, mean, var, weight, bias, eps=eps, axis=axis)
 
 
 def check_input(x: Any, num_channels: int | None, /) -> None:
@@ -205,7 +214,7 @@ def check_eps(eps: Any, /) -> None:
 
 def _check_options(i: Input) -> None:
     """Raise unless the parameters, `eps` and the residual fit the input, which was checked."""
-    x, weight, bias, eps, axis, residual, _ = i
+    x, weight, bias, eps, axis, residual, *_ = i
     if x.is_meta:
         raise TypeError("the input must have data: got a tensor on meta. Use a layer for shapes.")
     if not (isinstance(eps, float) and 0 < eps < math.inf):

@@ -13,8 +13,8 @@ from multibn._typing import RunningVar, Weighting, check_int
 from multibn.communicators import Communicator
 from multibn.kernels import generic
 from multibn.statistics import OneValueError, reduced_axes
+from multibn.step import Input
 from multibn.torch_backend import compiled, functional
-from multibn.torch_backend._autograd import Input
 from multibn.torch_backend.modules import (
     ALONE,
     Synchronized,
