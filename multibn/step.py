@@ -12,7 +12,7 @@ from multibn import kernels, message, recompute, statistics
 from multibn._arrays import is_on_host
 from multibn._typing import Array, Weighting
 from multibn.communicators import Communicator
-from multibn.communicators.conversation import Phase, during
+from multibn.communicators.conversation import Conversation, Phase
 from multibn.kernels import RIGHT, Running, generic
 from multibn.statistics import BatchStatistics
 
@@ -78,47 +78,30 @@ def share(
     """As `forward`, by the kernels that `select` chooses, and of no concern to `recompute`."""
     shares = []
     lengths = []
-    for i in inputs:
-        x, axis = i.x, i.axis
+    for x, _, _, _, axis, *_ in inputs:
         _, count, length = statistics.sizes(x.shape, axis)
         weight = count
         if weighting != "element":
             weight = statistics.rank_weight(count, float(x.shape[axis[0]]), weighting)
         shares.append((select(x), x, axis, weight, count))
         lengths.append(length)
-
-    def begin(n: int, out: Array | None) -> Array:
-        k, x, axis, weight, count = shares[n]
-        return k.begin_forward(x, weight, count, axis=axis, out=out)
-
-    def check(n: int, state: int) -> None:
-        if state != RIGHT:
-            # Packed again: the sum may have taken the place of this rank's own numbers.
-            statistics.raise_for(state, phase, begin(n, None), inputs[n].x)
-
-    phase = during(communicator, "forward", announced(inputs))
-    sums = _exchange(phase, x, lengths, begin)
+    communicator, memory, outs = _open(communicator, "forward", inputs, lengths)
+    payloads = []
+    for (k, x, axis, weight, count), out in zip(shares, outs, strict=True):
+        payloads.append(k.begin_forward(x, weight, count, axis=axis, out=out))
+    sums = _send(communicator, memory, payloads, lengths)
     if len(sums) > 1:  # no running statistics may move where another layer's sum is wrong
-        for n, summed in enumerate(sums):
-            check(n, generic.state(summed, shares[n][-1]))
+        for own, summed in zip(shares, sums, strict=True):
+            _check(generic.state(summed, own[-1]), communicator, own)
     results = []
-    for n, summed in enumerate(sums):
-        k, x, axis, *share = shares[n]
-        _, weight, bias, eps, _, residual, relu, running = inputs[n]
-        y, mean, var, count, element_weight, state = k.finish_forward(
-            summed,
-            x,
-            weight,
-            bias,
-            *share,
-            eps=eps,
-            axis=axis,
-            residual=residual,
-            relu=relu,
-            running=running,
-        )
-        check(n, state)
-        results.append((y, BatchStatistics(mean, var, count, element_weight)))
+    for own, i, summed in zip(shares, inputs, sums, strict=True):
+        k, x, axis, weight, count = own
+        _, gamma, beta, eps, _, residual, relu, running = i
+        options = {"eps": eps, "axis": axis, "residual": residual, "relu": relu, "running": running}
+        y, *batch, state = k.finish_forward(summed, x, gamma, beta, weight, count, **options)
+        if state != RIGHT:
+            _check(state, communicator, own)
+        results.append((y, BatchStatistics(*batch)))
     return results
 
 
@@ -128,46 +111,40 @@ def backward(
     """The gradients of each layer's input, residual and parameters.
 
     Collective if any `x` needs a gradient: one allreduce of 2C float64 numbers for each of these.
-    The gradients of parameters are this rank's; with `means`, for which all inputs must need a
-    gradient, they are the means over the ranks.
+    The gradients of parameters are this rank's, or, with `means`, the means over the ranks; then
+    every `x` must need a gradient.
     """
-    calls = []
-    sent = []
+    results: list[Any] = [None] * len(gradients)
+    sharing = []
+    about = []
     lengths = []
     for n, (dy, i, batch, needs_dx, y) in enumerate(gradients):
         x, weight, bias, eps, axis, _, relu, _ = i
-        mean, var, _, element_weight = batch
+        arguments = dy, x, batch.mean, batch.var, weight, bias
         options = {"eps": eps, "axis": axis, "relu": relu, "y": y}
-        calls.append((kernels.select(x), (dy, x, mean, var, weight, bias), element_weight, options))
+        k = kernels.select(x)
         if needs_dx:
-            sent.append(n)
-            lengths.append(message.backward_payload(math.prod(mean.shape)))
-    results: list[Any] = [None] * len(calls)
-
-    def begin(n: int, out: Array | None) -> Array:
-        k, arguments, _, options = calls[n]
-        payload, *parameters = k.begin_backward(*arguments, out=out, **options)
-        results[n] = None, None, *parameters
-        return payload
-
-    for n, g in enumerate(gradients):
-        if not g.needs_dx:
-            begin(n, None)
-            if g.y is not None:
-                results[n] = None, generic.rectified(g.dy, g.y), *results[n][2:]
-    if not sent:
+            sharing.append((n, k, arguments, batch.element_weight, options))
+            about.append(i)
+            lengths.append(message.backward_payload(math.prod(batch.mean.shape)))
+        else:
+            _, *parameters = k.begin_backward(*arguments, **options)
+            results[n] = None, None if y is None else generic.rectified(dy, y), *parameters
+    if not sharing:
         return results
-    about = [gradients[n].input for n in sent]
-    phase = during(communicator, "backward", announced(about))
-    sums = _exchange(phase, about[0].x, lengths, lambda n, out: begin(sent[n], out))
-    for n, summed in zip(sent, sums, strict=True):
-        k, arguments, element_weight, options = calls[n]
-        parameters = results[n][2:]
+    communicator, memory, outs = _open(communicator, "backward", about, lengths)
+    payloads = []
+    for (n, k, arguments, _, options), out in zip(sharing, outs, strict=True):
+        payload, *results[n] = k.begin_backward(*arguments, out=out, **options)
+        payloads.append(payload)
+    sums = _send(communicator, memory, payloads, lengths)
+    for (n, k, arguments, element_weight, options), summed in zip(sharing, sums, strict=True):
+        parameters = results[n]
         if means:
-            _, _, mean, _, *of = arguments
-            parameters = generic.parameter_gradients(summed, mean.shape, *of, communicator.size)
-        gradient = k.finish_backward(summed, *arguments, element_weight, **options)
-        results[n] = *gradient, *parameters
+            _, _, mean, _, *own = arguments
+            parameters = generic.parameter_gradients(summed, mean.shape, *own, communicator.size)
+        dx, dresidual = k.finish_backward(summed, *arguments, element_weight, **options)
+        results[n] = dx, dresidual, *parameters
     return results
 
 
@@ -178,28 +155,42 @@ def announced(inputs: Sequence[Input], /) -> Any:
     return ", ".join(str(i.x.dtype).rpartition(".")[2] for i in inputs)
 
 
-def _exchange(
-    communicator: Communicator,
-    x: Array,
-    lengths: Sequence[int],
-    begin: Callable[[int, Array | None], Array],
-) -> Sequence[Array]:
-    """Sums over the ranks of payloads of so many numbers, in one message. Collective.
-
-    `begin(n, out)` makes the n-th payload, in `out` if that is memory. `x` tells where they are.
-    """
+def _open(
+    communicator: Communicator, phase: str, inputs: Sequence[Input], lengths: Sequence[int]
+) -> tuple[Communicator, Array | None, Sequence[Array | None]]:
+    """The communicator of a message about `inputs`, and memory: of all payloads, and of each."""
+    x = inputs[0].x
+    if type(communicator) is Conversation:
+        dtype = x.dtype if len(inputs) == 1 else announced(inputs)
+        communicator = communicator.during(phase, dtype)
     memory = None
     if type(communicator) is Phase and is_on_host(x):
         memory = communicator.buffer(sum(lengths))
-    if len(lengths) == 1:
-        return (communicator.allreduce(begin(0, memory)),)
-    if memory is None:
-        payload = message.concat([begin(n, None) for n in range(len(lengths))])
-    else:
-        payload = memory
-        for n, out in enumerate(message.split(memory, lengths)):
-            begin(n, out)
-    return message.split(communicator.allreduce(payload), lengths)
+    if memory is None or len(lengths) == 1:
+        return communicator, memory, [memory] * len(lengths)
+    return communicator, memory, message.split(memory, lengths)
+
+
+def _send(
+    communicator: Communicator,
+    memory: Array | None,
+    payloads: Sequence[Array],
+    lengths: Sequence[int],
+) -> Sequence[Array]:
+    """The sums of payloads over the ranks. Collective."""
+    if len(payloads) == 1:
+        return (communicator.allreduce(payloads[0]),)
+    summed = communicator.allreduce(message.concat(payloads) if memory is None else memory)
+    return message.split(summed, lengths)
+
+
+def _check(state: int, communicator: Communicator, own: tuple[Any, ...]) -> None:
+    """Raise unless the sum of a message is right."""
+    if state != RIGHT:
+        # Packed again: the sum may have taken the place of this rank's own numbers.
+        k, x, axis, *numbers = own
+        payload = k.begin_forward(x, *numbers, axis=axis)
+        statistics.raise_for(state, communicator, payload, x)
 
 
 def _normalize(i: Input, batch: BatchStatistics) -> Array:
