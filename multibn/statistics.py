@@ -86,10 +86,9 @@ class OneValueError(ValueError):
     """All ranks together hold one value per channel, which has no variance."""
 
 
-@lru_cache
 def reduced_axes(ndim: int, channel_axes: Sequence[int] = (1,)) -> tuple[int, ...]:
     """All axes of an `ndim`-dimensional activation but the channel axes."""
-    return tuple([i for i in range(ndim) if i not in channel_axes])
+    return tuple(sorted(set(range(ndim)).difference(channel_axes)))
 
 
 def channels(x: Array, axis: tuple[int, ...]) -> tuple[int, ...]:

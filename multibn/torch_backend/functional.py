@@ -13,7 +13,7 @@ from multibn import kernels, recompute, statistics
 from multibn._typing import Weighting, check_number
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.conversation import Conversation
-from multibn.kernels import Running, generic
+from multibn.kernels import Running
 from multibn.statistics import BatchStatistics
 from multibn.step import Input
 from multibn.torch_backend import _autograd, _differentiable, dtensors
@@ -164,18 +164,32 @@ def normalize_by_running(
     *,
     eps: float,
 ) -> Tensor:
-    """Normalize `x` by running statistics. Not collective."""
+    """Normalize `x` by running statistics, whose axes are those of `x` from 1. Not collective."""
     if dtensors.among((x, weight, running_mean)):
         function = partial(normalize_by_running, eps=eps)
         return dtensors.evaluate(function, x, weight, bias, running_mean, running_var)
-    if all(t is None or t.dtype == x.dtype for t in (weight, bias, running_mean)):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    parameters = {p.dtype for p in (weight, bias, running_mean) if p is not None}
+    if running_mean.ndim == 1 and len(parameters) == 1 and parameters <= {x.dtype, wide}:
         return F.batch_norm(x, running_mean, running_var, weight, bias, eps=eps)
-    # F.batch_norm refuses this mixture of dtypes, which training accepts.
-    _check_options(Input(x, weight, bias, eps))
-    mean, var = running_mean.double(), running_var.double()
-    file = generic if _differentiable.is_needed() else kernels.select(x, weight, bias)
-    axis = statistics.reduced_axes(x.ndim)
-    return file.normalize(x, mean, var, weight, bias, eps=eps, axis=axis)
+    # F.batch_norm refuses the other mixtures of dtypes, which training accepts, and would copy some
+    # inputs with splits.
+    axis = statistics.reduced_axes(x.ndim, range(1, 1 + running_mean.ndim))
+    _check_options(Input(x, weight, bias, eps, axis))
+    mean, invstd = running_mean.to(wide), (running_var.to(wide) + eps).rsqrt()
+    y = (x.to(wide) - per_channel(mean, x)) * per_channel(invstd, x)
+    return affine(y, weight, bias).to(x.dtype)
+
+
+def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, /) -> Tensor:
+    """`x * weight + bias`."""
+    y = x if weight is None else x * per_channel(weight, x)
+    return y if bias is None else y + per_channel(bias, x)
+
+
+def per_channel(p: Tensor, x: Tensor, /) -> Tensor:
+    """Add axes to `p`, whose shape is that of the axes of `x` from 1, for the other axes of `x`."""
+    return p.reshape(*p.shape, *[1] * (x.ndim - 1 - p.ndim))
 
 
 def check_input(x: Any, num_channels: int | None, /) -> None:
