@@ -2,7 +2,6 @@
 
 import ctypes
 import sys
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 

@@ -99,7 +99,7 @@ def finish_forward(
     tasks = _tasks(plan)
     arguments = (
         plan.dtype, relu, o.activations[0], o.activations[1] if residual is not None else 0, y_at,
-        mean_at, var_at, *o.parameters, o.parameter_dtype, eps, *plan.sizes[1:],
+        mean_at, var_at, *o.parameters, eps, *plan.sizes[1:],
     )  # fmt: skip
     moved = _NOT_MOVED if running is None else _moved(running, o)
     state = _core.finish_forward(
@@ -142,27 +142,22 @@ def begin_backward(
     plan, library = o.plan, o.library
     C = plan.sizes[1]
     payload, payload_at = _payload(o, message.backward_payload(C), out)
-    wanted = [p is not None for p in (weight, bias)]
-    dtype = library.float64 if o.casts else (weight if wanted[0] else bias).dtype if any(wanted) else None
     gradients: list[Any] = [None, None]
     addresses = [0, 0]
-    if any(wanted):
-        arrays, made = library.new(dtype, *[plan.shape] * sum(wanted))
-        for i in (1, 0):
-            if wanted[i]:
-                gradients[i], addresses[i] = arrays.pop(), made.pop()
+    for i, p in enumerate((weight, bias)):
+        if p is not None:
+            (gradients[i],), (addresses[i],) = library.new(o.parameter_dtype, plan.shape)
     arguments = (
         plan.dtype, _kind(relu, y), *o.activations[:2], 0 if y is None else o.activations[2],
-        *plan.sizes, *o.wide, *o.parameters, o.parameter_dtype, eps,
+        *plan.sizes, *o.wide, *o.parameters, eps,
     )  # fmt: skip
     tasks = _sum_tasks(plan)
     _memory, sums_at = _sums(arguments, C, tasks)
     whole = tasks[0][0], 0, 1, 0, C
     _core.begin_backward(*arguments, sums_at, *whole, payload_at, *addresses)
-    if o.casts:
-        for i, p in enumerate((weight, bias)):
-            if p is not None:
-                gradients[i] = library.cast(gradients[i], p.dtype)
+    for i, p in enumerate((weight, bias)):
+        if p is not None and p.dtype != o.parameter_dtype:
+            gradients[i] = library.cast(gradients[i], p.dtype)
     return payload, *gradients
 
 
@@ -197,7 +192,7 @@ def finish_backward(
     dresidual, dresidual_at = (None, 0) if y is None else new_like(o.like)
     arguments = (
         plan.dtype, _kind(relu, y), *o.activations[:2], 0 if y is None else o.activations[2],
-        dx_at, dresidual_at, *o.wide, *o.parameters, o.parameter_dtype, eps,
+        dx_at, dresidual_at, *o.wide, *o.parameters, eps,
         *summed_at, float(element_weight), *plan.sizes[1:],
     )  # fmt: skip
     _run(_core.finish_backward, arguments, _tasks(plan))
@@ -227,7 +222,7 @@ def normalize(
     y, y_at = o.library.new_like(o.like)
     arguments = (
         plan.dtype, relu, o.activations[0], o.activations[1] if residual is not None else 0, y_at,
-        *o.wide, *o.parameters, o.parameter_dtype, eps, *plan.sizes[1:],
+        *o.wide, *o.parameters, eps, *plan.sizes[1:],
     )  # fmt: skip
     _run(_core.normalize, arguments, _tasks(plan))
     return y
@@ -250,9 +245,8 @@ class _Operands(NamedTuple):
     like: Array  # the first activation, dense
     activations: Sequence[int]  # all in the memory order of the first
     wide: Sequence[int]
-    parameters: Sequence[int]  # 0 for None
-    parameter_dtype: int
-    casts: bool  # whether the parameters are float64 copies
+    parameters: Sequence[int]  # of weight and bias, 0 for None, and the number of their dtype
+    parameter_dtype: Any
     alive: Sequence[Any]  # referred to, so that copies are not freed
 
 
@@ -260,7 +254,7 @@ def _operands(
     axis: tuple[int, ...],
     activations: tuple[Array, ...],
     wide: tuple[Array, ...] = (),
-    parameters: tuple[Array | None, ...] = (),
+    parameters: tuple[Array | None, Array | None] = (None, None),
 ) -> _Operands | None:
     """Operands of a pass, copied where needed; None if the loops cannot take them."""
     like = activations[0]
@@ -281,29 +275,31 @@ def _operands(
         plan = _plan(like.dtype, like.shape, strides[0], axis)
         if plan is None:
             return None
-    wide_at = library.dense(plan.shape, library.float64, *wide)
+    wide_at = library.dense(plan.shape, library.float64, *wide) if wide else ()
     if wide_at is None:
         copies = [library.wide(v) for v in wide]
         alive += copies
         wide_at = library.dense(plan.shape, library.float64, *copies)
         if wide_at is None:
             return None
-    weight, bias = parameters or (None, None)
-    if weight is None and bias is None:
-        return _Operands(library, plan, like, addresses, wide_at, (0, 0), 0, False, alive)
-    dtype = (bias if weight is None else weight).dtype  # type: ignore[union-attr]
+    weight, bias = parameters
+    dtype = library.float64
+    if weight is not None:
+        dtype = weight.dtype
+    elif bias is not None:
+        dtype = bias.dtype
     code = code_of(dtype)
     at = None if code is None else library.dense(plan.shape, dtype, weight, bias)
-    if at is not None:
-        return _Operands(library, plan, like, addresses, wide_at, at, code or 0, False, alive)
-    if not all(p is None or library.locate(p) for p in parameters):
-        return None
-    copies = [None if p is None else library.wide(p) for p in parameters]
-    at = library.dense(plan.shape, library.float64, *copies)
     if at is None:
-        return None
-    code = DTYPES["float64"]
-    return _Operands(library, plan, like, addresses, wide_at, at, code, True, alive + copies)
+        if not all(p is None or library.locate(p) for p in parameters):
+            return None
+        dtype, code = library.float64, DTYPES["float64"]
+        copies = [None if p is None else library.wide(p) for p in parameters]
+        alive += copies
+        at = library.dense(plan.shape, dtype, *copies)
+        if at is None:
+            return None
+    return _Operands(library, plan, like, addresses, wide_at, (*at, code), dtype, alive)
 
 
 @lru_cache(maxsize=1024)
@@ -352,9 +348,7 @@ def _kind(relu: bool, y: Array | None) -> int:
     return _SIGN_OF_X if relu else _GRADIENT
 
 
-def _sums(
-    arguments: tuple[Any, ...], C: int, tasks: Sequence[tuple[int, ...]]
-) -> tuple[Any, int]:
+def _sums(arguments: tuple[Any, ...], C: int, tasks: Sequence[tuple[int, ...]]) -> tuple[Any, int]:
     """Memory of the sums of each part and its address, if threads made them; else None and 0.
 
     The caller must hold the memory while the sums are read.
