@@ -142,8 +142,9 @@ def backward(
     for (n, k, arguments, element_weight, options), summed in zip(sharing, sums, strict=True):
         parameters = results[n]
         if means:
-            _, _, mean, _, *own = arguments
-            parameters = generic.parameter_gradients(summed, mean.shape, *own, communicator.size)
+            _, _, mean, _, weight, bias = arguments
+            shape, size = mean.shape, communicator.size
+            parameters = generic.parameter_gradients(summed, shape, weight, bias, size)
         dx, dresidual = k.finish_backward(summed, *arguments, element_weight, **options)
         results[n] = dx, dresidual, *parameters
     return results

@@ -115,9 +115,15 @@ def normalize(
             "ranks cannot share batch statistics inside chainer.static_graph, which would repeat "
             "those of the first batch. Remove the decorator, which may stay for evaluation."
         )
-    options = {"has_gamma": gamma is not None, "has_beta": beta is not None, "eps": eps}
     function = BatchNormalization(
-        communicator, owner=owner, weighting=weighting, axis=axis, running=running, **options
+        communicator,
+        owner=owner,
+        weighting=weighting,
+        eps=eps,
+        axis=axis,
+        has_gamma=gamma is not None,
+        has_beta=beta is not None,
+        running=running,
     )
     (y,) = function.apply([v for v in (x, gamma, beta) if v is not None])
     return y, function.batch

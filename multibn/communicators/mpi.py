@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, cast
 
 from array_api_compat import is_cupy_array, is_torch_array
@@ -63,7 +63,6 @@ class MPI(LineCommunicator):
         self.timeout = check_timeout(timeout)
         self.world_ranks: tuple[int, ...] | None = None
         self._cuda_aware = cuda_aware
-        self._lines: Lines | None = None
         if comm is None:
             return
         from mpi4py import MPI as mpi
@@ -98,11 +97,9 @@ class MPI(LineCommunicator):
     def size(self) -> int:
         return self.comm.size
 
-    @property
+    @cached_property
     def lines(self) -> Lines:
-        if self._lines is None:
-            self._lines = _lines_of(self.comm)
-        return self._lines
+        return _lines_of(self.comm)
 
     def takes(self, x: Array, /) -> bool:
         on_gpu = is_cupy_array(x) or (is_torch_array(x) and x.device.type == "cuda")

@@ -51,6 +51,7 @@ def move(running: Running, mean: Tensor, var: Tensor, count: Tensor, local_count
         return
     cumulative = momentum is None and num_batches is not None
     if cumulative:  # every program reads the counter, so that none of them may write
+        assert num_batches is not None
         num_batches.add_(count > 0)
     is_global = convention == "unbiased_global"  # the kernel then computes the factor
     factor = 0.0 if is_global else generic.variance_factor(0.0, local_count, convention)

@@ -96,12 +96,14 @@ def _differentiable_backward(ctx: Any, gradients: Sequence[Gradient]) -> list[Te
     create_graph = torch.is_grad_enabled()
     needed = ctx.needs_input_grad[4:]
     with torch.enable_grad():
-        inputs, dys, sources = [], [], []
-        for n, (dy, (x, weight, bias, *options), _, _, y) in enumerate(gradients):
+        inputs: list[Input] = []
+        dys: list[Tensor] = []
+        sources: list[Any] = []
+        for n, (dy, i, _, _, y) in enumerate(gradients):
             # Views, which are new tensors: if `x` depends on a parameter (a layer used twice),
             # autograd would otherwise differentiate through `x` too, which the outer graph does.
-            views = [None if t is None else t.view_as(t) for t in (x, weight, bias)]
-            i = Input(*views, *options)
+            views = [None if t is None else t.view_as(t) for t in i[:3]]
+            i = i._replace(x=views[0], weight=views[1], bias=views[2])
             if y is not None:  # the residual is gone; `y` has the signs
                 i, dy = i._replace(relu=False), torch.where(y.detach() > 0, dy, 0.0)
             inputs.append(i)

@@ -76,14 +76,13 @@ def evaluate(function: Callable[..., Tensor], x: Tensor, /, *parameters: Tensor 
 
 def local_running(running: Running, batch: BatchStatistics, /) -> tuple[Running, BatchStatistics]:
     """The local memory of running statistics, and of `batch` the channels that are there."""
-    mean, var, *options, counter = running
+    mean, counter = running.mean, running.num_batches
     _check_placements("running_mean", mean)
-    _check_placements("running_var", var)
-    local = Running(
-        mean.to_local(),
-        var.to_local(),
-        *options,
-        counter.to_local() if among([counter]) else counter,
+    _check_placements("running_var", running.var)
+    local = running._replace(
+        mean=mean.to_local(),
+        var=running.var.to_local(),
+        num_batches=counter.to_local() if counter is not None and among([counter]) else counter,
     )
     start, num = _part(mean, 0)
     return local, batch._replace(

@@ -123,7 +123,8 @@ def forward_all(
             _check_options(i)
         except (TypeError, ValueError) as error:
             refuse(error, [i.x for i in inputs], num_channels, communicator)
-        complete.append(i if i.axis else i._replace(axis=statistics.reduced_axes(i.x.ndim)))
+        axis = i.axis or statistics.reduced_axes(i.x.ndim)
+        complete.append(Input(*i[:4], axis, *i[5:]))
     if _differentiable.is_needed():
         return _differentiable.forward_all(complete, communicator, weighting)
     return _autograd.forward(complete, communicator, weighting)
