@@ -631,8 +631,8 @@ typedef struct {
 typedef struct {
     int64_t dtype, kind;
     const void *x, *dy, *y;
-    int64_t N, C, S;
     Statistics s;
+    int64_t N, C, S;
     double *sums;
     int64_t parts, first, step, c0, c1;
 } Sums;
@@ -663,7 +663,7 @@ static PyObject *py_sums(PyObject *self, PyObject *const *args, Py_ssize_t num)
 {
     Sums a;
     int failed;
-    PARSE("iiiiiiiiiiiiidiiiiii");
+    PARSE("iiiiiiiiiidiiiiiiiii");
     Py_BEGIN_ALLOW_THREADS
     failed = sums(loops, &a);
     Py_END_ALLOW_THREADS
@@ -713,7 +713,7 @@ static PyObject *py_begin_backward(PyObject *self, PyObject *const *args, Py_ssi
     BeginBackward b;
     int failed;
     (void)self;
-    if (parse(args, num, "iiiiiiiiiiiiidiiiiiiiii", &b))
+    if (parse(args, num, "iiiiiiiiiidiiiiiiiiiiii", &b))
         return NULL;
     Py_BEGIN_ALLOW_THREADS
     failed = begin_backward(LEVELS[level].loops + (b.s.dtype & 3), &b);
@@ -725,8 +725,8 @@ static PyObject *py_begin_backward(PyObject *self, PyObject *const *args, Py_ssi
 typedef struct {
     int64_t dtype, relu;
     const void *x, *residual;
-    void *y;
     Statistics s;
+    void *y;
     int64_t C, S, n0, n1, c0, c1;
 } Normalize;
 
@@ -748,7 +748,7 @@ static PyObject *py_normalize(PyObject *self, PyObject *const *args, Py_ssize_t 
 {
     Normalize a;
     int failed;
-    PARSE("iiiiiiiiiidiiiiii");
+    PARSE("iiiiiiiiidiiiiiii");
     Py_BEGIN_ALLOW_THREADS
     failed = normalize(loops, &a);
     Py_END_ALLOW_THREADS
@@ -810,7 +810,7 @@ static PyObject *py_finish_forward(PyObject *self, PyObject *const *args, Py_ssi
     FinishForward b;
     int state;
     (void)self;
-    if (parse(args, num, "iiiiiiiiiidiiiiiiiddiiiiidii", &b))
+    if (parse(args, num, "iiiiiiiiidiiiiiiiiddiiiiidii", &b))
         return NULL;
     Py_BEGIN_ALLOW_THREADS
     state = finish_forward(LEVELS[level].loops + (b.n.dtype & 3), &b);
@@ -822,10 +822,10 @@ static PyObject *py_finish_forward(PyObject *self, PyObject *const *args, Py_ssi
 typedef struct {
     int64_t dtype, kind;
     const void *x, *dy, *y;
-    void *dx, *dresidual;
     Statistics s;
     const double *summed;
     double element_weight;
+    void *dx, *dresidual;
     int64_t C, S, n0, n1, c0, c1;
 } FinishBackward;
 
@@ -857,7 +857,7 @@ static PyObject *py_finish_backward(PyObject *self, PyObject *const *args, Py_ss
 {
     FinishBackward a;
     int failed;
-    PARSE("iiiiiiiiiiiididiiiiii");
+    PARSE("iiiiiiiiiididiiiiiiii");
     Py_BEGIN_ALLOW_THREADS
     failed = finish_backward(loops, &a);
     Py_END_ALLOW_THREADS

@@ -2,8 +2,10 @@
 
 import ctypes
 import sys
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from operator import attrgetter, methodcaller
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -11,53 +13,41 @@ from multibn._typing import Array
 
 DTYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}  # their numbers in _core.c
 
+# Arrays, or None; their dtype and shape, and their strides, or None for contiguous memory.
+Group: TypeAlias = tuple[Sequence[Array | None], Any, tuple[int, ...], tuple[int, ...] | None]
+
 
 class NumPy:
     """Addresses and copies of NumPy arrays."""
 
     float64, int64 = np.dtype(np.float64), np.dtype(np.int64)
+    strides = staticmethod(attrgetter("strides"))
+    empty_like = staticmethod(np.empty_like)
 
     def address(self, a: Array) -> int:
-        """Address of the first element; 0 if `a` is empty, a subclass or misaligned."""
-        if type(a) is not np.ndarray or not a.size:
-            return 0
+        """Address of the first element; 0 if `a` is misaligned."""
         flags = a.flags
-        if flags.carray:  # in a third of the time of __array_interface__
+        if flags.carray and a.size:  # in a third of the time of __array_interface__
             return ctypes.addressof(ctypes.c_char.from_buffer(a.data))
         return int(a.__array_interface__["data"][0]) if flags.aligned else 0
 
-    def locate(self, *arrays: Array) -> tuple[list[int], list[tuple[int, ...]]] | None:
-        """Addresses, and strides in elements, of arrays of one dtype and shape; None if not all
-        have an address, or they differ.
-        """
-        x = arrays[0]
-        addresses, strides = [], []
-        for a in arrays:
-            address, size = self.address(a), a.itemsize
-            if not address or a.dtype != x.dtype or a.shape != x.shape:
-                return None
-            addresses.append(address)
-            # An aligned array's strides are whole elements.
-            strides.append(tuple([s // size for s in a.strides]))
-        return addresses, strides
-
-    def dense(
-        self, shape: tuple[int, ...], dtype: Any, *arrays: Array | None, written: bool = False
-    ) -> list[int] | None:
-        """Addresses of `arrays`, 0 for None; None unless all are dense, of `shape` and `dtype`, and
-        may be written to if they are to be.
+    def locate(self, *groups: Group) -> list[int] | None:
+        """Addresses of all arrays, 0 for None; None if an array is not as its group says, is a
+        subclass's, or has no address that can be used.
         """
         addresses = []
-        for a in arrays:
-            address = 0 if a is None else self.address(a)
-            if a is not None and (
-                not address
-                or a.shape != shape
-                or a.dtype != dtype
-                or not (a.flags.carray if written else a.flags.c_contiguous)
-            ):
-                return None
-            addresses.append(address)
+        for arrays, dtype, shape, strides in groups:
+            for a in arrays:
+                if a is None:
+                    addresses.append(0)
+                    continue
+                if type(a) is not np.ndarray or a.dtype != dtype or a.shape != shape:
+                    return None
+                address = self.address(a)
+                laid_out = a.flags.c_contiguous if strides is None else a.strides == strides
+                if not address or not laid_out:
+                    return None
+                addresses.append(address)
         return addresses
 
     def dense_copy(self, a: Array, like: Array) -> Array:
@@ -65,11 +55,6 @@ class NumPy:
         array = np.empty_like(like)
         array[...] = a
         return array
-
-    def new_like(self, a: Array) -> tuple[Array, int]:
-        """An uninitialised dense array in the memory order of `a`, and its address."""
-        array = np.empty_like(a)
-        return array, self.address(array)
 
     def wide(self, a: Array) -> Array:
         """`a` as a dense float64 array."""
@@ -89,57 +74,42 @@ class NumPy:
 
 
 class Torch:
-    """The methods of `NumPy` for torch tensors."""
+    """The same for torch tensors."""
+
+    strides = staticmethod(methodcaller("stride"))
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
-        self._plain = (torch.Tensor, torch.nn.Parameter)
+        self.plain = (torch.Tensor, torch.nn.Parameter)
         self.float64, self.int64 = torch.float64, torch.int64
+        self.empty_like = torch.empty_like
 
-    def locate(self, *arrays: Array) -> tuple[list[int], list[tuple[int, ...]]] | None:
-        x = arrays[0]
-        addresses, strides = [], []
-        try:
-            for a in arrays:
-                # A tensor may be lazily negated.
-                if type(a) not in self._plain or not a.is_cpu or a.is_neg():
-                    return None
-                address = a.data_ptr()
-                if not address or a.dtype != x.dtype or a.shape != x.shape:
-                    return None
-                addresses.append(address)
-                strides.append(a.stride())
-        except RuntimeError:  # a tensor that torch.func transforms has no address
-            return None
-        return addresses, strides
+    def address(self, a: Array) -> int:
+        return int(a.data_ptr())
 
-    def dense(
-        self, shape: tuple[int, ...], dtype: Any, *arrays: Array | None, written: bool = False
-    ) -> list[int] | None:
+    def locate(self, *groups: Group) -> list[int] | None:
         addresses = []
+        plain = self.plain
         try:
-            for a in arrays:
-                if a is None:
-                    addresses.append(0)
-                    continue
-                if type(a) not in self._plain or a.dtype != dtype or a.shape != shape:
-                    return None
-                if not a.is_cpu or a.is_neg() or not a.is_contiguous():
-                    return None
-                address = a.data_ptr()
-                if not address:
-                    return None
-                addresses.append(address)
-        except RuntimeError:  # as above
+            for arrays, dtype, shape, strides in groups:
+                for a in arrays:
+                    if a is None:
+                        addresses.append(0)
+                        continue
+                    if type(a) not in plain or a.dtype != dtype or a.shape != shape:
+                        return None
+                    # A tensor may be lazily negated.
+                    if not a.is_cpu or a.is_neg():
+                        return None
+                    if not a.is_contiguous() if strides is None else a.stride() != strides:
+                        return None
+                    addresses.append(a.data_ptr())
+        except RuntimeError:  # a tensor that torch.func transforms has no address
             return None
         return addresses
 
     def dense_copy(self, a: Array, like: Array) -> Array:
         return self._torch.empty_like(like).copy_(a)
-
-    def new_like(self, a: Array) -> tuple[Array, int]:
-        tensor = self._torch.empty_like(a)
-        return tensor, tensor.data_ptr()
 
     def wide(self, a: Array) -> Array:
         return a.double().contiguous()
@@ -161,12 +131,18 @@ class Torch:
                 self._torch.autograd.graph.increment_version(a)
 
 
-_NUMPY = NumPy()
+class _Libraries(dict[type, Any]):
+    """The `NumPy` or `Torch` object for a type of arrays, or None."""
+
+    def __missing__(self, kind: type) -> Any:
+        if "torch" not in sys.modules:
+            return None
+        torch = Torch(sys.modules["torch"])
+        self.update(dict.fromkeys(torch.plain, torch))
+        return self.get(kind)
 
 
-def library_of(a: Array) -> Any:
-    """The `NumPy` or `Torch` object for an array in host memory."""
-    return _NUMPY if isinstance(a, np.ndarray) else _torch()
+LIBRARIES = _Libraries({np.ndarray: NumPy()})
 
 
 def scratch(n: int) -> tuple[Any, int]:
@@ -179,8 +155,3 @@ def scratch(n: int) -> tuple[Any, int]:
 def code_of(dtype: Any) -> int | None:
     """The number of a dtype of NumPy or torch in _core.c; None if the loops do not know it."""
     return DTYPES.get(str(dtype).removeprefix("torch."))
-
-
-@cache
-def _torch() -> Torch:
-    return Torch(sys.modules["torch"])

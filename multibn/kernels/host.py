@@ -10,19 +10,22 @@ not loaded. How a sum is cut into parts depends on the shape alone, so its value
 the number of threads.
 """
 
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-from multibn import message
+import numpy as np
+
 from multibn._typing import Array
 from multibn.kernels import _core, generic
 from multibn.kernels._layout import sizes_in_memory
-from multibn.kernels._memory import DTYPES, code_of, library_of, scratch
+from multibn.kernels._memory import DTYPES, LIBRARIES, code_of, scratch
 from multibn.kernels.generic import RIGHT, Finished, Running
+from multibn.message import forward_payload
 
 _SHARE = 1 << 19  # elements that are worth a thread
 _WIDE = 1 << 16  # elements of a sample from which threads divide the channels, not the samples
@@ -45,23 +48,25 @@ def begin_forward(
     out: Array | None = None,
 ) -> Array:
     """As `generic.begin_forward`."""
-    o = None if mask is not None else _operands(axis, (x,))
+    o = None if mask is not None else _operands(axis, (x, None))
     if o is None:
         return generic.begin_forward(x, rank_weight, count, axis=axis, mask=mask, out=out)
-    N, C, S = o.plan.sizes
-    payload, payload_at = _payload(o, message.forward_payload(C), out)
-    dtype, (x_at,), tasks = o.plan.dtype, o.activations, _sum_tasks(o.plan)
-    parts, packing = tasks[0][0], (payload_at, rank_weight, count)
+    library, plan, (x_at, *_), _, _alive = o
+    N, C, S = plan.sizes
+    tasks = plan.sums if plan.sums is not None else _sum_tasks(plan.sizes, _num_threads())
+    payload, payload_at = _payload(library, forward_payload(C), out)
+    head, packing = (plan.dtype, x_at, N, C, S, tasks[0][0]), (payload_at, rank_weight, count)
     if len(tasks) == 1:
-        _core.begin_forward(dtype, x_at, N, C, S, parts, 0, 0, 0, 0, *packing)
+        _core.begin_forward(*head, 0, 0, 0, 0, *packing)
         return payload
     _memory, mean_at = scratch(2 * C)
     for again in (0, 1):  # a second time, about the mean, if the first centre was far from it
         statistics = mean_at if again else 0, 0, 0, 0, 0, 0.0
-        arguments = dtype, _MOMENTS, x_at, 0, 0, N, C, S, *statistics
-        _sums_memory, sums_at = _sums(arguments, C, tasks)
-        written = sums_at, mean_at, mean_at + C * _FLOAT64, again, *packing
-        if not _core.begin_forward(dtype, x_at, N, C, S, parts, *written):
+        _sums_memory, sums_at = _sums(
+            (plan.dtype, _MOMENTS, x_at, 0, 0, *statistics, N, C, S), C, tasks
+        )
+        written = sums_at, mean_at, mean_at + C * _FLOAT64, again
+        if not _core.begin_forward(*head, *written, *packing):
             break
     return payload
 
@@ -83,37 +88,33 @@ def finish_forward(
     running: Running | None = None,
 ) -> Finished:
     """As `generic.finish_forward`."""
-    activations = (x,) if residual is None else (x, residual)
-    o = None if mask is not None else _operands(axis, activations, (), (weight, bias))
-    source = library_of(summed)
-    summed_at = None if o is None else source.dense(summed.shape, source.float64, summed)
+    o = None if mask is not None else _operands(axis, (x, residual), (), (weight, bias))
+    summed_at = None if o is None else _message(summed)
     if o is None or summed_at is None:
         on: Any = {"eps": eps, "axis": axis, "residual": residual, "relu": relu, "mask": mask}
         share = rank_weight, count
         return generic.finish_forward(summed, x, weight, bias, *share, running=running, **on)
-    plan, library = o.plan, o.library
-    statistics, (mean_at, var_at, *totals_at) = library.new(
-        library.float64, plan.shape, plan.shape, (), ()
-    )
-    y, y_at = library.new_like(o.like)
-    tasks = _tasks(plan)
+    library, plan, (x_at, residual_at, *parameters, code), _, (like, *_alive) = o
+    shape = plan.shape
+    statistics, (mean_at, var_at, *totals_at) = library.new(library.float64, shape, shape, (), ())
+    y = library.empty_like(like)
+    tasks = plan.tasks if plan.tasks is not None else _tasks(plan.sizes, _num_threads())
     arguments = (
-        plan.dtype, relu, o.activations[0], o.activations[1] if residual is not None else 0, y_at,
-        mean_at, var_at, *o.parameters, eps, *plan.sizes[1:],
+        plan.dtype, relu, x_at, residual_at, mean_at, var_at, *parameters, code, eps,
+        library.address(y), *plan.sizes[1:],
     )  # fmt: skip
-    moved = _NOT_MOVED if running is None else _moved(running, o)
+    moved = _NOT_MOVED if running is None else _moved(running, library, shape)
     state = _core.finish_forward(
-        *arguments, *(tasks[0] if len(tasks) == 1 else (0, 0, 0, 0)),
-        *summed_at, rank_weight, count, *totals_at, *(moved or _NOT_MOVED),
+        *arguments, *(tasks[0] if len(tasks) == 1 else _NOTHING),
+        summed_at, rank_weight, count, *totals_at, *(moved or _NOT_MOVED),
     )  # fmt: skip
     if state == RIGHT:
         if len(tasks) > 1:
             _run(_core.normalize, arguments, tasks)
-        if running is not None:
-            if moved is None:
-                generic.move(running, *statistics[:3], count)
-            else:
-                library.changed(running.mean, running.var, running.num_batches)
+        if moved is None:
+            generic.move(running, *statistics[:3], count)  # type: ignore[arg-type]
+        elif running is not None:
+            library.changed(running.mean, running.var, running.num_batches)
     return y, *statistics, state
 
 
@@ -134,31 +135,29 @@ def begin_backward(
     out: Array | None = None,
 ) -> tuple[Array, Array | None, Array | None]:
     """As `generic.begin_backward`."""
-    activations = (x, dy) if y is None else (x, dy, y)
-    o = None if mask is not None else _operands(axis, activations, (mean, var), (weight, bias))
+    o = None if mask is not None else _operands(axis, (x, dy, y), (mean, var), (weight, bias))
     if o is None:
         on: Any = {"eps": eps, "axis": axis, "relu": relu, "y": y, "mask": mask, "out": out}
         return generic.begin_backward(dy, x, mean, var, weight, bias, **on)
-    plan, library = o.plan, o.library
-    C = plan.sizes[1]
-    payload, payload_at = _payload(o, message.backward_payload(C), out)
-    gradients: list[Any] = [None, None]
-    addresses = [0, 0]
-    for i, p in enumerate((weight, bias)):
-        if p is not None:
-            (gradients[i],), (addresses[i],) = library.new(o.parameter_dtype, plan.shape)
-    arguments = (
-        plan.dtype, _kind(relu, y), *o.activations[:2], 0 if y is None else o.activations[2],
-        *plan.sizes, *o.wide, *o.parameters, eps,
-    )  # fmt: skip
-    tasks = _sum_tasks(plan)
-    _memory, sums_at = _sums(arguments, C, tasks)
+    library, plan, addresses, dtype, _alive = o
+    _, C, _ = plan.sizes
+    payload, payload_at = _payload(library, 2 * C, out)
+    (dweight, dbias), (dweight_at, dbias_at) = library.new(dtype, plan.shape, plan.shape)
+    kind = _SIGN_OF_Y if y is not None else _SIGN_OF_X if relu else _GRADIENT
+    arguments = plan.dtype, kind, *addresses, eps, *plan.sizes
+    tasks = plan.sums if plan.sums is not None else _sum_tasks(plan.sizes, _num_threads())
+    _memory, sums_at = (None, 0) if len(tasks) == 1 else _sums(arguments, C, tasks)
     whole = tasks[0][0], 0, 1, 0, C
-    _core.begin_backward(*arguments, sums_at, *whole, payload_at, *addresses)
-    for i, p in enumerate((weight, bias)):
-        if p is not None and p.dtype != o.parameter_dtype:
-            gradients[i] = library.cast(gradients[i], p.dtype)
-    return payload, *gradients
+    _core.begin_backward(*arguments, sums_at, *whole, payload_at, dweight_at, dbias_at)
+    if weight is None:
+        dweight = None
+    elif weight.dtype != dtype:
+        dweight = library.cast(dweight, weight.dtype)
+    if bias is None:
+        dbias = None
+    elif bias.dtype != dtype:
+        dbias = library.cast(dbias, bias.dtype)
+    return payload, dweight, dbias
 
 
 def finish_backward(
@@ -179,23 +178,25 @@ def finish_backward(
     mask: Array | None = None,
 ) -> tuple[Array, Array | None]:
     """As `generic.finish_backward`."""
-    activations = (x, dy) if y is None else (x, dy, y)
-    o = None if mask is not None else _operands(axis, activations, (mean, var), (weight, bias))
-    source = library_of(summed)
-    summed_at = None if o is None else source.dense(summed.shape, source.float64, summed)
+    o = None if mask is not None else _operands(axis, (x, dy, y), (mean, var), (weight, bias))
+    summed_at = None if o is None else _message(summed)
     if o is None or summed_at is None:
         on: Any = {"eps": eps, "axis": axis, "relu": relu, "y": y, "mask": mask}
-        arguments: Any = (summed, dy, x, mean, var, weight, bias, element_weight)
-        return generic.finish_backward(*arguments, **on)
-    plan, new_like = o.plan, o.library.new_like
-    dx, dx_at = new_like(o.like)
-    dresidual, dresidual_at = (None, 0) if y is None else new_like(o.like)
+        statistics = mean, var, weight, bias, element_weight
+        return generic.finish_backward(summed, dy, x, *statistics, **on)
+    library, plan, addresses, _, (like, *_alive) = o
+    dx = library.empty_like(like)
+    dresidual = None if y is None else library.empty_like(like)
+    kind = _SIGN_OF_Y if y is not None else _SIGN_OF_X if relu else _GRADIENT
     arguments = (
-        plan.dtype, _kind(relu, y), *o.activations[:2], 0 if y is None else o.activations[2],
-        dx_at, dresidual_at, *o.wide, *o.parameters, eps,
-        *summed_at, float(element_weight), *plan.sizes[1:],
+        plan.dtype, kind, *addresses, eps, summed_at, float(element_weight),
+        library.address(dx), 0 if dresidual is None else library.address(dresidual),
+        *plan.sizes[1:],
     )  # fmt: skip
-    _run(_core.finish_backward, arguments, _tasks(plan))
+    if plan.tasks is not None:
+        _core.finish_backward(*arguments, *plan.tasks[0])
+    else:
+        _run(_core.finish_backward, arguments, _tasks(plan.sizes, _num_threads()))
     return dx, dresidual
 
 
@@ -213,18 +214,15 @@ def normalize(
     relu: bool = False,
 ) -> Array:
     """As `generic.normalize`."""
-    activations = (x,) if residual is None else (x, residual)
-    o = _operands(axis, activations, (mean, var), (weight, bias))
+    o = _operands(axis, (x, residual), (mean, var), (weight, bias))
     if o is None:
         on: Any = {"eps": eps, "axis": axis, "residual": residual, "relu": relu}
         return generic.normalize(x, mean, var, weight, bias, **on)
-    plan = o.plan
-    y, y_at = o.library.new_like(o.like)
-    arguments = (
-        plan.dtype, relu, o.activations[0], o.activations[1] if residual is not None else 0, y_at,
-        *o.wide, *o.parameters, eps, *plan.sizes[1:],
-    )  # fmt: skip
-    _run(_core.normalize, arguments, _tasks(plan))
+    library, plan, addresses, _, (like, *_alive) = o
+    y = library.empty_like(like)
+    arguments = plan.dtype, relu, *addresses, eps, library.address(y), *plan.sizes[1:]
+    tasks = plan.tasks if plan.tasks is not None else _tasks(plan.sizes, _num_threads())
+    _run(_core.normalize, arguments, tasks)
     return y
 
 
@@ -234,72 +232,8 @@ class _Plan(NamedTuple):
     shape: tuple[int, ...]  # of a per-channel array
     dtype: int  # see `DTYPES`
     sizes: tuple[int, int, int]  # (N, C, S)
-    is_large: bool  # whether several threads are worthwhile
-
-
-class _Operands(NamedTuple):
-    """The arguments of a pass as addresses."""
-
-    library: Any
-    plan: _Plan
-    like: Array  # the first activation, dense
-    activations: Sequence[int]  # all in the memory order of the first
-    wide: Sequence[int]
-    parameters: Sequence[int]  # of weight and bias, 0 for None, and the number of their dtype
-    parameter_dtype: Any
-    alive: Sequence[Any]  # referred to, so that copies are not freed
-
-
-def _operands(
-    axis: tuple[int, ...],
-    activations: tuple[Array, ...],
-    wide: tuple[Array, ...] = (),
-    parameters: tuple[Array | None, Array | None] = (None, None),
-) -> _Operands | None:
-    """Operands of a pass, copied where needed; None if the loops cannot take them."""
-    like = activations[0]
-    library = library_of(like)
-    located = library.locate(*activations)
-    if located is None:
-        return None
-    addresses, strides = located
-    plan = _plan(like.dtype, like.shape, strides[0], axis)
-    alive: list[Any] = []
-    if plan is None or any(s != strides[0] for s in strides):
-        if code_of(like.dtype) is None or 0 in like.shape:
-            return None
-        if plan is None:
-            like = library.dense_copy(like, like=like)
-        alive = [library.dense_copy(a, like=like) for a in activations[1:]]
-        addresses, strides = library.locate(like, *alive)
-        plan = _plan(like.dtype, like.shape, strides[0], axis)
-        if plan is None:
-            return None
-    wide_at = library.dense(plan.shape, library.float64, *wide) if wide else ()
-    if wide_at is None:
-        copies = [library.wide(v) for v in wide]
-        alive += copies
-        wide_at = library.dense(plan.shape, library.float64, *copies)
-        if wide_at is None:
-            return None
-    weight, bias = parameters
-    dtype = library.float64
-    if weight is not None:
-        dtype = weight.dtype
-    elif bias is not None:
-        dtype = bias.dtype
-    code = code_of(dtype)
-    at = None if code is None else library.dense(plan.shape, dtype, weight, bias)
-    if at is None:
-        if not all(p is None or library.locate(p) for p in parameters):
-            return None
-        dtype, code = library.float64, DTYPES["float64"]
-        copies = [None if p is None else library.wide(p) for p in parameters]
-        alive += copies
-        at = library.dense(plan.shape, dtype, *copies)
-        if at is None:
-            return None
-    return _Operands(library, plan, like, addresses, wide_at, (*at, code), dtype, alive)
+    sums: Sequence[tuple[int, ...]] | None  # the task of one thread; None where more may help
+    tasks: Sequence[tuple[int, ...]] | None
 
 
 @lru_cache(maxsize=1024)
@@ -308,64 +242,139 @@ def _plan(
 ) -> _Plan | None:
     """The plan of an activation; None if it has no sizes (N, C, S), or another dtype."""
     code = code_of(dtype)
-    sizes = None if code is None or 0 in shape else sizes_in_memory(shape, strides, axis)
-    if code is None or sizes is None:
+    if code is None or 0 in shape:
         return None
-    N, C, S = sizes
+    if isinstance(dtype, np.dtype):  # whose arrays count strides in bytes
+        strides = tuple(s // dtype.itemsize for s in strides)
+    sizes = sizes_in_memory(shape, strides, axis)
+    if sizes is None:
+        return None
     per_channel = tuple(n for i, n in enumerate(shape) if i not in axis)
-    return _Plan(per_channel, code, sizes, N * C * S >= 2 * _SHARE)
+    if math.prod(sizes) >= 2 * _SHARE:
+        return _Plan(per_channel, code, sizes, None, None)
+    return _Plan(per_channel, code, sizes, _sum_tasks(sizes, 1), _tasks(sizes, 1))
 
 
-def _payload(o: _Operands, n: int, out: Array | None) -> tuple[Array, int]:
+# The library; the plan; the addresses of activations and per-channel arrays, 0 for None, and the
+# number of the parameters' dtype; this dtype; the first activation, dense, and all other copies,
+# which live as long as they are referred to.
+_Operands: TypeAlias = tuple[Any, _Plan, list[int], Any, list[Array]]
+
+
+def _operands(
+    axis: tuple[int, ...],
+    activations: tuple[Array | None, ...],
+    wide: tuple[Array, ...] = (),
+    parameters: tuple[Array | None, ...] = (None, None),
+) -> _Operands | None:
+    """Operands of a pass, copied where needed; None if the loops cannot take them."""
+    x: Any = activations[0]
+    library = LIBRARIES[type(x)]
+    if library is None:
+        return None
+    weight, bias = parameters
+    dtype = weight.dtype if weight is not None else bias.dtype if bias is not None else None
+    code = 0 if dtype is None else code_of(dtype)
+    strides = library.strides(x)
+    plan = _plan(x.dtype, x.shape, strides, axis)
+    if plan is not None and code is not None:
+        addresses = library.locate(
+            (activations, x.dtype, x.shape, strides),
+            (wide, library.float64, plan.shape, None),
+            (parameters, dtype, plan.shape, None),
+        )
+        if addresses is not None:
+            addresses.append(code)
+            return library, plan, addresses, dtype or library.float64, [x]
+    return _copied(library, axis, activations, wide, parameters)
+
+
+def _copied(
+    library: Any,
+    axis: tuple[int, ...],
+    activations: tuple[Array | None, ...],
+    wide: tuple[Array, ...],
+    parameters: tuple[Array | None, ...],
+) -> _Operands | None:
+    """As `_operands`, of dense copies."""
+    x, *others = activations
+    if library.locate(((x,), x.dtype, x.shape, library.strides(x))) is None:  # type: ignore[union-attr]
+        return None
+    if code_of(x.dtype) is None or 0 in x.shape:  # type: ignore[union-attr]
+        return None
+    for a in others:
+        if a is not None and (a.dtype != x.dtype or a.shape != x.shape):  # type: ignore[union-attr]
+            return None
+    like = library.dense_copy(x, like=x)
+    strides = library.strides(like)
+    plan = _plan(like.dtype, like.shape, strides, axis)
+    if plan is None or any(v is not None and v.shape != plan.shape for v in (*wide, *parameters)):
+        return None
+    activations = (like, *[None if a is None else library.dense_copy(a, like=like) for a in others])
+    wide = tuple(library.wide(v) for v in wide)
+    parameters = tuple(None if p is None else library.wide(p) for p in parameters)
+    float64 = library.float64
+    addresses = library.locate(
+        (activations, like.dtype, like.shape, strides),
+        ((*wide, *parameters), float64, plan.shape, None),
+    )
+    if addresses is None:
+        return None
+    addresses.append(DTYPES["float64"])
+    alive = [like, *activations, *wide, *parameters]
+    return library, plan, addresses, float64, alive
+
+
+def _message(summed: Array) -> int | None:
+    """The address of a message; None if the loops cannot read it."""
+    library = LIBRARIES[type(summed)]
+    if library is None:
+        return None
+    addresses = library.locate(((summed,), library.float64, summed.shape, None))
+    return None if addresses is None else int(addresses[0])
+
+
+def _payload(library: Any, n: int, out: Array | None) -> tuple[Array, int]:
     """`out`, or a new array for the `n` numbers of a message; and its address."""
     if out is not None:
-        return out, library_of(out).dense((n,), out.dtype, out)[0]
-    (array,), (address,) = o.library.new(o.library.float64, (n,))
+        return out, out.__array_interface__["data"][0]
+    (array,), (address,) = library.new(library.float64, (n,))
     return array, address
 
 
+_NOTHING = (0, 0, 0, 0)
 _NOT_MOVED = (0, 0, 0, 0.0, 0, 0)
 
 
-def _moved(running: Running, o: _Operands) -> tuple[Any, ...] | None:
+def _moved(running: Running, library: Any, shape: tuple[int, ...]) -> tuple[Any, ...] | None:
     """Running statistics for the C core; None if it cannot move them."""
     mean, var, momentum, convention, num_batches = running
-    library = o.library
-    dtype = mean.dtype
-    code = code_of(dtype)
-    at = library.dense(o.plan.shape, dtype, mean, var, written=True)
-    counter_at = library.dense((), library.int64, num_batches, written=True)
-    if code is None or at is None or counter_at is None or convention not in _CONVENTIONS:
+    code = code_of(mean.dtype)
+    addresses = library.locate(
+        ((mean, var), mean.dtype, shape, None), ((num_batches,), library.int64, (), None)
+    )
+    if code is None or addresses is None or convention not in _CONVENTIONS:
+        return None
+    if isinstance(mean, np.ndarray) and not (mean.flags.writeable and var.flags.writeable):
         return None
     if momentum is None:
         momentum = 0.0 if num_batches is None else -1.0
-    return *at, code, momentum, _CONVENTIONS[convention], *counter_at
-
-
-def _kind(relu: bool, y: Array | None) -> int:
-    if y is not None:
-        return _SIGN_OF_Y
-    return _SIGN_OF_X if relu else _GRADIENT
+    mean_at, var_at, counter_at = addresses
+    return mean_at, var_at, code, momentum, _CONVENTIONS[convention], counter_at
 
 
 def _sums(arguments: tuple[Any, ...], C: int, tasks: Sequence[tuple[int, ...]]) -> tuple[Any, int]:
-    """Memory of the sums of each part and its address, if threads made them; else None and 0.
+    """Memory of the sums of each part, which threads make, and its address.
 
     The caller must hold the memory while the sums are read.
     """
-    if len(tasks) == 1:
-        return None, 0
     memory, address = scratch(tasks[0][0] * 2 * C)
     _run(_core.sums, (*arguments, address), tasks)
     return memory, address
 
 
-def _sum_tasks(plan: _Plan) -> Sequence[tuple[int, ...]]:
-    return _sum_tasks_of(plan.sizes, _num_threads() if plan.is_large else 1)
-
-
 @lru_cache(maxsize=1024)
-def _sum_tasks_of(sizes: tuple[int, int, int], threads: int) -> Sequence[tuple[int, ...]]:
+def _sum_tasks(sizes: tuple[int, int, int], threads: int) -> Sequence[tuple[int, ...]]:
     """Tasks `(parts, first, step, c0, c1)`, at most one for each thread."""
     N, C, S = sizes
     worth = max(N * C * S // _SHARE, 1)
@@ -376,12 +385,8 @@ def _sum_tasks_of(sizes: tuple[int, int, int], threads: int) -> Sequence[tuple[i
     return [(parts, first, step, 0, C) for first in range(step)]
 
 
-def _tasks(plan: _Plan) -> Sequence[tuple[int, ...]]:
-    return _tasks_of(plan.sizes, _num_threads() if plan.is_large else 1)
-
-
 @lru_cache(maxsize=1024)
-def _tasks_of(sizes: tuple[int, int, int], threads: int) -> Sequence[tuple[int, ...]]:
+def _tasks(sizes: tuple[int, int, int], threads: int) -> Sequence[tuple[int, ...]]:
     """Tasks `(n0, n1, c0, c1)`, at most one for each thread."""
     N, C, S = sizes
     shares = min(threads, max(N * C * S // _SHARE, 1))
