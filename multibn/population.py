@@ -5,10 +5,10 @@ One rule covers every framework: `running += momentum * (batch - running)`. torc
 momentum = 1/n at the n-th batch.
 """
 
-from multibn import kernels
 from multibn._arrays import array_namespace, is_on_host
-from multibn._typing import Array, RunningVar, check_choice
+from multibn._typing import Array, RunningVar
 from multibn.communicators import Communicator, SingleProcess
+from multibn.kernels import generic
 from multibn.statistics import BatchStatistics, Moments, aggregate, empty_moments, merge_moments
 
 
@@ -33,7 +33,7 @@ def running_variance(
     ValueError
         If `convention` is none of the three.
     """
-    return batch.var * _variance_factor(_on_host(batch.count), local_count, convention)
+    return batch.var * generic.variance_factor(_on_host(batch.count), local_count, convention)
 
 
 def update_running(
@@ -79,32 +79,8 @@ def update_running(
     else:
         xp = array_namespace(count)
         momentum = momentum * xp.astype(count > 0, count.dtype)
-    factor = _variance_factor(count, local_count, convention)
-    return kernels.move_averages(running_mean, running_var, batch.mean, batch.var, momentum, factor)
-
-
-def update_running_in_place(
-    running_mean: Array,
-    running_var: Array,
-    num_batches: Array | None,
-    batch: BatchStatistics,
-    /,
-    *,
-    momentum: float | Array | None,
-    local_count: int,
-    convention: RunningVar = "unbiased_global",
-) -> bool:
-    """`update_running` of arrays on a GPU, written over the old ones; counts in `num_batches`.
-
-    `momentum=None` is the cumulative average, which needs `num_batches`. Returns False, and writes
-    nothing, where no kernel can take the arrays.
-    """
-    factor = None
-    if convention != "unbiased_global":
-        factor = _variance_factor(0.0, local_count, convention)
-    return kernels.move_in_place(
-        running_mean, running_var, num_batches, *batch[:3], momentum, factor
-    )
+    factor = generic.variance_factor(count, local_count, convention)
+    return generic.move_averages(running_mean, running_var, batch.mean, batch.var, momentum, factor)
 
 
 class PopulationEstimator:
@@ -135,14 +111,3 @@ class PopulationEstimator:
 def _on_host(count: Array) -> float | Array:
     """`count` as a number, which is faster, unless this process would have to wait for a GPU."""
     return float(count) if isinstance(count, float) or is_on_host(count) else count
-
-
-def _variance_factor(
-    count: float | Array, local_count: int, convention: RunningVar
-) -> float | Array:
-    if convention == "unbiased_global":
-        if isinstance(count, float):
-            return count / max(count - 1.0, 1.0)
-        return count / array_namespace(count).clip(count - 1.0, 1.0, None)
-    check_choice("running_var", convention, RunningVar)
-    return 1.0 if convention == "biased" else local_count / max(local_count - 1, 1)

@@ -10,7 +10,7 @@ outer one replays. A context is in force in the thread that enters it.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from multibn.statistics import BatchStatistics
 
@@ -86,32 +86,36 @@ class replaying(_Pass):  # noqa: N801
         return batch
 
 
+def is_active() -> bool:
+    """Whether any of the two contexts is in force."""
+    return bool(_local.stack)
+
+
 def in_recomputing() -> bool:
     """Whether this pass runs again, so that running statistics must not be updated."""
     stack = _local.stack
     return bool(stack) and any(isinstance(entered, replaying) for entered in stack)
 
 
-def taped_all(
-    compute: Callable[[], list[BatchStatistics]],
-    channels: Callable[[], Sequence[tuple[int, ...]]],
-) -> list[BatchStatistics]:
-    """Statistics of several layers: from the innermost replayed tape, else from `compute`.
+def replayed(channels: Sequence[tuple[int, ...]]) -> list[BatchStatistics] | None:
+    """The next statistics of the innermost replay, of shapes `channels`; None if nothing replays.
 
-    All tapes that record inside of that replay get the statistics, too. `channels` returns their
-    shapes, `(C,)` each.
+    All tapes that record inside of that replay get the statistics, too.
     """
-    recorders = []
     for current in reversed(_local.stack):
         if isinstance(current, replaying):
-            batches = [current.next(c) for c in channels()]
+            batches = [current.next(shape) for shape in channels]
+            record(batches)
+            return batches
+    return None
+
+
+def record(batches: Sequence[BatchStatistics]) -> None:
+    """Put statistics on all tapes that record inside of the innermost replay, if any."""
+    for current in reversed(_local.stack):
+        if isinstance(current, replaying):
             break
-        recorders.append(current)
-    else:
-        batches = compute()
-    for recorder in recorders:
-        recorder.tape.entries += batches
-    return batches
+        current.tape.entries += batches
 
 
 class _Local(threading.local):

@@ -22,15 +22,15 @@ channel.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from multibn import kernels, message
 from multibn._arrays import array_namespace, device, is_on_host, values
 from multibn._typing import Array, Weighting, check_choice
 from multibn.communicators import Communicator, conversation
-from multibn.communicators.conversation import Phase
+from multibn.kernels import generic
 
 
 class Moments(NamedTuple):
@@ -88,7 +88,7 @@ class OneValueError(ValueError):
 
 def reduced_axes(ndim: int, channel_axes: Sequence[int] = (1,)) -> tuple[int, ...]:
     """All axes of an `ndim`-dimensional activation but the channel axes."""
-    return tuple([i for i in range(ndim) if i not in channel_axes])
+    return tuple(sorted(set(range(ndim)).difference(channel_axes)))
 
 
 def channels(x: Array, axis: tuple[int, ...]) -> tuple[int, ...]:
@@ -97,12 +97,13 @@ def channels(x: Array, axis: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _shape_and_count(
-    shape: tuple[int, ...], axis: tuple[int, ...]
-) -> tuple[tuple[int, ...], float]:
-    """Shape of the statistics of an input of `shape`, and elements per channel."""
-    reduced = [shape[i] for i in axis]
-    return tuple(n for i, n in enumerate(shape) if i not in axis), float(math.prod(reduced))
+def sizes(shape: tuple[int, ...], axis: tuple[int, ...]) -> tuple[tuple[int, ...], float, int]:
+    """Of an input of `shape`: the shape of its statistics, its elements per channel, and how many
+    numbers it sends forward.
+    """
+    channels = tuple(n for i, n in enumerate(shape) if i not in axis)
+    count = math.prod(shape[i] for i in axis)
+    return channels, float(count), message.forward_payload(math.prod(channels))
 
 
 def local_moments(x: Array, /, *, axis: tuple[int, ...] | None = None) -> Moments:
@@ -112,9 +113,10 @@ def local_moments(x: Array, /, *, axis: tuple[int, ...] | None = None) -> Moment
     """
     require_floating(x)
     axis = reduced_axes(x.ndim) if axis is None else axis
-    mean, var = kernels.local_moments(x, axis=axis)
-    _, count = _shape_and_count(tuple(x.shape), axis)
-    return Moments(mean, var + mean * mean, count, float(x.shape[axis[0]]))
+    shape, count, _ = sizes(x.shape, axis)
+    payload = kernels.select(x).begin_forward(x, 1.0, count, axis=axis)
+    mean, meansqr = generic.split_sums(payload, shape)
+    return Moments(mean, meansqr, count, float(x.shape[axis[0]]))
 
 
 def empty_moments(like: Array, /) -> Moments:
@@ -174,68 +176,39 @@ def aggregate(
         On every rank, if the moments of one are not finite (host arrays only).
     """
     mean, meansqr, count, num_samples = moments
-    share = _Share(mean, mean.shape, _rank_weight(count, num_samples, weighting), count)
-
-    def pack(_: int, out: Array | None) -> Array:
-        return kernels.pack(mean, meansqr, share.weight, count, out=out)
-
-    return _aggregate([share], pack, communicator)[0]
-
-
-class _Share(NamedTuple):
-    """A rank's share of a batch, beside the moments."""
-
-    like: Array  # of the library that the statistics are to be of
-    channels: tuple[int, ...]
-    weight: float
-    count: float  # type: ignore[assignment]  # as in `Moments`
+    weight = rank_weight(count, num_samples, weighting)
+    payload = generic.pack(mean, meansqr, weight, count)
+    summed = communicator.allreduce(payload)
+    *batch, state = generic.unpack(summed, mean.shape, weight, count)
+    if state in (kernels.REFUSED, kernels.NOT_FINITE):
+        raise_for(state, communicator, payload, mean)
+    return BatchStatistics(*batch)
 
 
-def _aggregate(
-    shares: Sequence[_Share],
-    pack: Callable[[int, Array | None], Array],
-    communicator: Communicator,
-) -> list[BatchStatistics]:
-    """Collective. `pack(i, out)` packs the moments of the i-th share, into `out` if given."""
-    lengths = []
-    for share in shares:
-        lengths.append(_payload_length(share.channels))
-    memory = None
-    if isinstance(communicator, Phase) and is_on_host(shares[0].like):
-        memory = communicator.buffer(sum(lengths))
-    if len(shares) == 1:
-        summed = [communicator.allreduce(pack(0, memory))]
-    else:
-        outs = [None] * len(shares) if memory is None else message.split(memory, lengths)
-        packed = [pack(i, out) for i, out in enumerate(outs)]
-        payload = message.concat(packed) if memory is None else memory
-        summed = message.split(communicator.allreduce(payload), lengths)
-    batches = []
-    for i, (part, (like, shape, weight, count)) in enumerate(zip(summed, shares, strict=True)):
-        *batch, refused, finite = kernels.unpack(part, shape, weight, count, like=like)
-        if refused:
-            conversation.raise_for_refusal(communicator, refused=False)
-        if not finite:
-            # Packed again: the sum may have taken the place of this rank's own numbers.
-            xp = array_namespace(like)
-            mine = bool(xp.all(xp.isfinite(values(xp.sum(pack(i, None))))))
-            conversation.raise_for_non_finite(communicator, mine)
-        batches.append(BatchStatistics(*batch))
-    return batches
-
-
-@lru_cache(maxsize=1024)
-def _payload_length(channels: tuple[int, ...]) -> int:
-    return message.forward_payload(math.prod(channels))
-
-
-def _rank_weight(count: float, num_samples: float, weighting: Weighting) -> float:
+def rank_weight(count: float, num_samples: float, weighting: Weighting) -> float:
+    """What a rank with so many elements per channel and samples counts for."""
     if weighting == "element":
         return count
     check_choice("weighting", weighting, Weighting)
     if count == 0:
         return 0.0
     return num_samples if weighting == "sample" else 1.0
+
+
+def raise_for(state: int, communicator: Communicator, payload: Array, x: Array) -> NoReturn:
+    """Raise what a kernel says of a message. `payload` is this rank's, and `x` its input."""
+    if state == kernels.REFUSED:
+        conversation.raise_for_refusal(communicator, refused=False)
+    if state == kernels.NOT_FINITE:
+        xp = array_namespace(payload)
+        mine = bool(xp.all(xp.isfinite(values(xp.sum(payload)))))
+        conversation.raise_for_non_finite(communicator, mine)
+    raise OneValueError(
+        "normalizing by the statistics of a batch needs more than 1 value per channel over "
+        f"all ranks together: got 1 on {communicator.size} rank(s), with an input of shape "
+        f"{tuple(x.shape)} on rank {communicator.rank}. Use a larger batch, drop the last "
+        "one, or evaluate with running statistics."
+    )
 
 
 def batch_statistics(
@@ -269,48 +242,16 @@ def batch_statistics(
     >>> print(batch.mean, batch.var)
     [ 2. 20.] [  1. 100.]
     """
+    require_floating(x)
     axis = reduced_axes(x.ndim) if axis is None else axis
-    return batch_statistics_all([x], communicator, weighting=weighting, axes=[axis])[0]
-
-
-def batch_statistics_all(
-    xs: Sequence[Array],
-    communicator: Communicator,
-    /,
-    *,
-    weighting: Weighting = "element",
-    axes: Sequence[tuple[int, ...]],
-) -> list[BatchStatistics]:
-    """`batch_statistics` of each of several inputs over its axes, in one message.
-
-    Collective: every rank must call it, with as many inputs of as many channels; one allreduce of
-    2C+2 float64 numbers for each. Raises as `batch_statistics`.
-    """
-    shares = []
-    for x, axis in zip(xs, axes, strict=True):
-        require_floating(x)
-        shape, count = _shape_and_count(tuple(x.shape), axis)
-        weight = count
-        if weighting != "element":
-            weight = _rank_weight(count, float(x.shape[axis[0]]), weighting)
-        shares.append(_Share(x, shape, weight, count))
-
-    def pack(i: int, out: Array | None) -> Array:
-        share = shares[i]
-        return kernels.packed_moments(xs[i], share.weight, share.count, axis=axes[i], out=out)
-
-    batches = _aggregate(shares, pack, communicator)
-    for x, share, batch in zip(xs, shares, batches, strict=True):
-        # Every rank holds at most one value if all of them hold one together: only then is the
-        # count read on the host.
-        if share.count <= 1 and bool(batch.count == 1):
-            raise OneValueError(
-                "normalizing by the statistics of a batch needs more than 1 value per channel over "
-                f"all ranks together: got 1 on {communicator.size} rank(s), with an input of shape "
-                f"{tuple(x.shape)} on rank {communicator.rank}. Use a larger batch, drop the last "
-                "one, or evaluate with running statistics."
-            )
-    return batches
+    shape, count, _ = sizes(x.shape, axis)
+    weight = rank_weight(count, float(x.shape[axis[0]]), weighting)
+    payload = kernels.select(x).begin_forward(x, weight, count, axis=axis)
+    summed = communicator.allreduce(payload)
+    *batch, state = generic.unpack(summed, shape, weight, count)
+    if state != kernels.RIGHT:
+        raise_for(state, communicator, payload, x)
+    return BatchStatistics(*batch)
 
 
 def refuse(communicator: Communicator, /, *num_channels: int, like: Array) -> None:
@@ -372,8 +313,9 @@ def normalize(
     [-1.  1.]
     """
     axis = reduced_axes(x.ndim) if axis is None else axis
+    arguments = x, batch.mean, batch.var, weight, bias
     options: dict[str, Any] = {"eps": eps, "axis": axis, "residual": residual, "relu": relu}
-    return kernels.normalize(x, batch.mean, batch.var, weight, bias, **options)
+    return kernels.select(*arguments, residual).normalize(*arguments, **options)
 
 
 def backward_sums(
@@ -401,7 +343,10 @@ def backward_sums(
         As in `local_moments`.
     """
     axis = reduced_axes(x.ndim) if axis is None else axis
-    return GradientSums(*kernels.backward_sums(dy, x, batch.mean, batch.var, eps=eps, axis=axis))
+    statistics = batch.mean, batch.var, None, None
+    begin = kernels.select(x, dy, *statistics).begin_backward
+    payload, *_ = begin(dy, x, *statistics, eps=eps, axis=axis)
+    return GradientSums(*generic.split_sums(payload, batch.mean.shape))
 
 
 def aggregate_sums(sums: GradientSums, communicator: Communicator, /) -> GradientSums:
@@ -414,19 +359,8 @@ def aggregate_sums(sums: GradientSums, communicator: Communicator, /) -> Gradien
     communicator
         The ranks that share statistics.
     """
-    return aggregate_sums_all([sums], communicator)[0]
-
-
-def aggregate_sums_all(
-    parts: Sequence[GradientSums], communicator: Communicator, /
-) -> list[GradientSums]:
-    """`aggregate_sums` of several, those of different layers, in one message. Collective."""
-    arrays = [a for part in parts for a in part]
-    lengths = [math.prod(a.shape) for a in arrays]
-    summed = message.split(communicator.allreduce(message.concat(arrays)), lengths)
-    xp = array_namespace(arrays[0])
-    summed = [xp.reshape(s, a.shape) for s, a in zip(summed, arrays, strict=True)]
-    return [GradientSums(*summed[2 * i : 2 * i + 2]) for i in range(len(parts))]
+    summed = communicator.allreduce(message.concat(sums))
+    return GradientSums(*generic.split_sums(summed, sums.sum_dy.shape))
 
 
 def input_gradient(
@@ -455,9 +389,10 @@ def input_gradient(
     """
     axis = reduced_axes(x.ndim) if axis is None else axis
     mean, var, _, element_weight = batch
-    return kernels.input_gradient(
-        dy, x, mean, var, weight, element_weight, *sums, eps=eps, axis=axis
-    )
+    arguments = dy, x, mean, var, weight, None, element_weight
+    finish = kernels.select(x, *arguments, *sums).finish_backward
+    dx, _ = finish(message.concat(sums), *arguments, eps=eps, axis=axis)
+    return dx
 
 
 def require_floating(x: Array) -> None:

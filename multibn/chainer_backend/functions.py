@@ -9,12 +9,14 @@ import numpy as np
 from chainer import FunctionNode, Variable
 from chainer import functions as F
 
-from multibn import recompute, statistics
+from multibn import statistics, step
 from multibn._typing import Array, Weighting, check_int, check_number
 from multibn.chainer_backend import forgetting
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.conversation import Conversation, during
+from multibn.kernels import Running
 from multibn.statistics import BatchStatistics
+from multibn.step import Gradient, Input
 
 
 def multi_node_batch_normalization(
@@ -84,56 +86,41 @@ def multi_node_batch_normalization(
         error = ValueError(f"`gamma` and `beta` must have the same shape: got {shapes}.")
         _refuse(error, v, shapes[0], communicator)
     axis = check_input(v, shapes[0] if shapes else None, axis, communicator)
-    batch = batch_statistics(v, communicator, owner=comm, weighting=weighting, axis=axis)
-    y = normalize(v, gamma, beta, batch, communicator, eps=eps, axis=axis)
+    y, batch = normalize(
+        v, gamma, beta, communicator, owner=comm, weighting=weighting, eps=eps, axis=axis
+    )
     return with_layout_of(x, y), batch
-
-
-def batch_statistics(
-    x: Any,
-    communicator: Communicator,
-    /,
-    *,
-    owner: object,
-    weighting: Weighting,
-    axis: tuple[int, ...],
-) -> BatchStatistics:
-    """Statistics of the whole batch over `axis`.
-
-    Collective, unless `multibn.recompute` replays the statistics or `forgetting.remembering`, which
-    explains `owner`, remembers them.
-    """
-    if chainer.config.schedule_func is not None:
-        raise NotImplementedError(
-            "ranks cannot share batch statistics inside chainer.static_graph, which would repeat "
-            "those of the first batch. Remove the decorator, which may stay for evaluation."
-        )
-
-    def compute() -> list[BatchStatistics]:
-        sharing = forgetting.remembering(during(communicator, "forward", x.dtype), owner=owner)
-        array = chainer.as_array(x)
-        return [statistics.batch_statistics(array, sharing, weighting=weighting, axis=axis)]
-
-    (batch,) = recompute.taped_all(compute, lambda: [statistics.channels(x, axis)])
-    return batch
 
 
 def normalize(
     x: Any,
     gamma: Any,
     beta: Any,
-    batch: BatchStatistics,
     communicator: Communicator,
     /,
     *,
+    owner: object,
+    weighting: Weighting,
     eps: float,
     axis: tuple[int, ...],
-) -> Variable:
-    """Normalize `x` by `batch`, differentiably through it. Only the backward pass is collective."""
+    running: Running | None = None,
+) -> tuple[Variable, BatchStatistics]:
+    """`x` normalized by the whole batch, and the statistics over `axis`; moves `running` in place.
+
+    Collective, unless `multibn.recompute` replays the statistics or `forgetting.remembering`, which
+    explains `owner`, remembers them. The backward pass is collective, too.
+    """
+    if chainer.config.schedule_func is not None:
+        raise NotImplementedError(
+            "ranks cannot share batch statistics inside chainer.static_graph, which would repeat "
+            "those of the first batch. Remove the decorator, which may stay for evaluation."
+        )
+    options = {"has_gamma": gamma is not None, "has_beta": beta is not None, "eps": eps}
     function = BatchNormalization(
-        batch, communicator, eps, axis, gamma is not None, beta is not None
+        communicator, owner=owner, weighting=weighting, axis=axis, running=running, **options
     )
-    return function.apply([v for v in (x, gamma, beta) if v is not None])[0]
+    (y,) = function.apply([v for v in (x, gamma, beta) if v is not None])
+    return y, function.batch
 
 
 def standard_layout(x: Any, /) -> Any:
@@ -227,30 +214,40 @@ class BatchNormalization(FunctionNode):
     Computational graphs and function hooks show the name of this class, which is Chainer's.
     """
 
+    batch: BatchStatistics
+
     def __init__(
         self,
-        batch: BatchStatistics,
         communicator: Communicator,
+        /,
+        *,
+        owner: object,
+        weighting: Weighting,
         eps: float,
         axis: tuple[int, ...],
         has_gamma: bool,
         has_beta: bool,
+        running: Running | None,
     ) -> None:
         super().__init__()
-        self.batch, self.communicator, self.eps, self.axis = batch, communicator, eps, axis
+        self.communicator, self.eps, self.axis = communicator, eps, axis
         self.has_gamma, self.has_beta = has_gamma, has_beta
+        self._owner, self._weighting, self._running = owner, weighting, running
 
     def forward(self, inputs: tuple[Array, ...]) -> tuple[Array]:
-        self.retain_inputs((0, 1) if self.has_gamma else (0,))
-        y = statistics.normalize(
-            inputs[0],
-            self.batch,
-            weight=inputs[1] if self.has_gamma else None,
-            bias=inputs[-1] if self.has_beta else None,
-            eps=self.eps,
-            axis=self.axis,
-        )
+        self.retain_inputs(tuple(range(len(inputs))))
+        x, gamma, beta = self.arguments(inputs)
+        i = Input(x, gamma, beta, self.eps, self.axis, running=self._running)
+        sharing = during(self.communicator, "forward", x.dtype)
+        sharing = forgetting.remembering(sharing, owner=self._owner)
+        ((y, self.batch),) = step.forward([i], sharing, weighting=self._weighting)
+        del self._owner, self._running  # the graph need not keep them
         return (y,)
+
+    def arguments(self, inputs: Sequence[Any]) -> tuple[Any, Any, Any]:
+        """x, gamma and beta among the inputs, None for those that the node lacks."""
+        gamma = inputs[1] if self.has_gamma else None
+        return inputs[0], gamma, inputs[-1] if self.has_beta else None
 
     def backward(
         self, indexes: tuple[int, ...], grad_outputs: tuple[Variable]
@@ -262,28 +259,22 @@ class BatchNormalization(FunctionNode):
         return tuple(Variable(gradient, requires_grad=False) for gradient in gradients)
 
 
-def _gradients(node: BatchNormalization, x: Array, *rest: Array) -> list[Array]:
+def _gradients(node: BatchNormalization, *arrays: Array) -> list[Array]:
     """Gradients of x, gamma and beta, those of the latter two only if the node has them."""
-    *gamma, dy = rest
-    axis, size = node.axis, node.communicator.size
-    local = statistics.backward_sums(dy, x, node.batch, eps=node.eps, axis=axis)
-    sums = statistics.aggregate_sums(local, during(node.communicator, "backward", x.dtype))
-    weight = gamma[0] if gamma else None
-    gradients = [
-        statistics.input_gradient(dy, x, node.batch, sums, weight=weight, eps=node.eps, axis=axis)
-    ]
-    if node.has_gamma:
-        gradients.append((sums.sum_dy_xhat / size).astype(gamma[0].dtype, copy=False))
-    if node.has_beta:
-        gradients.append((sums.sum_dy / size).astype(node.inputs[-1].dtype, copy=False))
-    return gradients
+    *retained, dy = arrays
+    i = Input(*node.arguments(retained), node.eps, node.axis)
+    ((dx, _, *parameters),) = step.backward(
+        [Gradient(dy, i, node.batch)], node.communicator, means=True
+    )
+    return [v for v in (dx, *parameters) if v is not None]
 
 
 def _differentiable_gradients(
-    node: BatchNormalization, x: Variable, *rest: Variable
+    node: BatchNormalization, *variables: Variable
 ) -> tuple[Variable, ...]:
     """`_gradients` from differentiable functions; computes the statistics again, from `x`."""
-    *gamma, dy = rest
+    *retained, dy = variables
+    x, gamma, _ = node.arguments(retained)
     axis, size = node.axis, node.communicator.size
     channels = statistics.channels(x, axis)
     broadcastable = tuple(1 if i in axis else n for i, n in enumerate(x.shape))
@@ -308,9 +299,9 @@ def _differentiable_gradients(
     scale = invstd
     gradients = []
     if node.has_gamma:
-        (copied,) = _Copied(node.communicator, 1 / size).apply(gamma)
+        (copied,) = _Copied(node.communicator, 1 / size).apply((gamma,))
         scale = scale * F.cast(copied, np.float64)
-        gradients.append(F.cast(sum_dy_xhat / size, gamma[0].dtype))
+        gradients.append(F.cast(sum_dy_xhat / size, gamma.dtype))
     if node.has_beta:
         gradients.append(F.cast(sum_dy / size, node.inputs[-1].dtype))
     return (F.cast(dx * per_channel(scale), x.dtype), *gradients)

@@ -12,15 +12,14 @@ from chainer import functions as F
 from chainer import initializers
 from chainer import links as L
 
-from multibn import population, recompute, statistics
+from multibn import statistics
 from multibn._typing import RunningVar, Weighting, check_choice, check_int, check_number
 from multibn.chainer_backend import functions
 from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.communicators._names import find_path
 from multibn.communicators.chainermn import ChainerMN, select_backend
 from multibn.communicators.conversation import Conversation
-from multibn.kernels.generic import num_elements
-from multibn.statistics import BatchStatistics
+from multibn.kernels import Running
 
 Conventions: TypeAlias = Literal["exact", "chainermn"]
 
@@ -199,33 +198,33 @@ class MultiNodeBatchNormalization(chainer.Link):
             return F.fixed_batch_normalization(
                 x, *self._scale_and_shift(), self.avg_mean, self.avg_var, self.eps, axis
             )
-        batch = functions.batch_statistics(
-            x, communicator, owner=communicator, weighting=self.weighting, axis=axis
+        running = self._averages(finetune)
+        y, _ = functions.normalize(
+            x,
+            self.gamma,
+            self.beta,
+            communicator,
+            owner=communicator,
+            weighting=self.weighting,
+            eps=self.eps,
+            axis=axis,
+            # F.forget sets Chainer's flag, `forgetting.forget` replays multibn's tapes.
+            running=None if chainer.config.in_recomputing else running,
         )
-        # F.forget sets Chainer's flag, `forgetting.forget` replays multibn's tapes.
-        if not (chainer.config.in_recomputing or recompute.in_recomputing()):
-            self._update_averages(batch, num_elements(x, axis), finetune)
-        return functions.normalize(
-            x, self.gamma, self.beta, batch, communicator, eps=self.eps, axis=axis
-        )
+        if running.num_batches is not None:
+            self.N = int(running.num_batches)  # waits for a GPU: npz files need N as a number
+        return y
 
     def start_finetuning(self) -> None:
         """Set `N` to 0; call it before each fine-tuning but the first."""
         self.N = 0
 
-    def _update_averages(self, batch: BatchStatistics, local_count: int, finetune: bool) -> None:
-        momentum = 1.0 - self.decay
-        if finetune:
-            self.N += int(batch.count > 0)  # waits for a GPU: npz files need N as a number
-            momentum = 1.0 / max(self.N, 1)
-        self.avg_mean[...], self.avg_var[...] = population.update_running(
-            self.avg_mean,
-            self.avg_var,
-            batch,
-            momentum=momentum,
-            local_count=local_count,
-            convention=self.avg_var_convention,
-        )
+    def _averages(self, finetune: bool) -> Running:
+        """What a training step moves in place; it counts a copy of `N`."""
+        momentum = None if finetune else 1.0 - self.decay
+        num_batches = self.xp.asarray(self.N, np.int64) if finetune else None
+        convention = self.avg_var_convention
+        return Running(self.avg_mean, self.avg_var, momentum, convention, num_batches)
 
     def _parameter(self, name: str, initial: Any, default: float) -> chainer.Parameter:
         initial = default if initial is None else initial

@@ -97,7 +97,8 @@ class Watch:
         after an earlier failure. An exception of another kind, KeyboardInterrupt for example, is a
         failure too: the message stays under way, and later ones would meet it.
         """
-        self.check(text)
+        if self.failure is not None:
+            self.check(text)
         if self._launcher and os.getppid() != self._launcher:
             self._fail(
                 ConnectionError,

@@ -9,7 +9,8 @@ rank then shows in the running statistics of all ranks; ranks in different layer
 Results do not depend on the order in which programs run.
 """
 
-from functools import lru_cache
+import sys
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,9 @@ from torch import Tensor
 from multibn import message
 from multibn.kernels import _triton, generic
 from multibn.kernels._layout import sizes_in_memory
-from multibn.kernels.cuda_steps import bits, fit, number, wide
+from multibn.kernels.cuda_steps import bits, fit, number, unpack, wide
+from multibn.kernels.cuda_steps import move as move
+from multibn.kernels.generic import Finished
 
 _ARITHMETIC = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), tl.float32)
 _ARITHMETIC[torch.float64] = tl.float64
@@ -40,35 +43,53 @@ def local_moments(x: Tensor, /, *, axis: tuple[int, ...]) -> tuple[Tensor, Tenso
     return mean, var
 
 
-def packed_moments(x: Tensor, weight: float, count: float, /, *, axis: tuple[int, ...]) -> Tensor:
-    """As `generic.packed_moments`; two launches."""
+def begin_forward(
+    x: Tensor, weight: float, count: float, /, *, axis: tuple[int, ...], **options: Any
+) -> Tensor:
+    """As `generic.begin_forward`; two launches."""
     plan = _plan(x, axis)
-    if plan is None:
-        return generic.packed_moments(x, weight, count, axis=axis)
+    if plan is None or any(v is not None for v in options.values()):
+        return generic.begin_forward(x, weight, count, axis=axis, **options)
     packed = wide(x, (message.forward_payload(plan.channels),))
     partials = _split_moments(x, plan)
     _merge(_triton.merge_and_pack_moments, plan, partials, packed, bits(weight), bits(count))
     return packed
 
 
-def normalize(x: Tensor, /, *statistics: Any, eps: float, axis: tuple[int, ...]) -> Tensor:
-    """As `generic.normalize`; one launch."""
-    return normalize_add_relu(x, *statistics, None, False, eps=eps, axis=axis)
+def finish_forward(summed: Tensor, x: Tensor, /, *arguments: Any, **options: Any) -> Finished:
+    """As `generic.finish_forward`; three launches, five if the momentum is cumulative."""
+    weight, bias, *share = arguments
+    running, mask = options.pop("running", None), options.get("mask")
+    if mask is not None:
+        return generic.finish_forward(summed, x, *arguments, running=running, **options)
+    options.pop("mask", None)
+    shape = tuple(n for i, n in enumerate(x.shape) if i not in options["axis"])
+    mean, var, count, element_weight, state = unpack(summed, shape, *share)
+    y = normalize(x, mean, var, weight, bias, **options)
+    if running is not None and state == generic.RIGHT:
+        move(running, mean, var, count, share[1])
+    return y, mean, var, count, element_weight, state
 
 
-def normalize_add_relu(x: Tensor, /, *arguments: Any, eps: float, axis: tuple[int, ...]) -> Tensor:
-    """`normalize`, then plus `residual`, then ReLU; one launch.
+begin_backward = partial(generic.begin_backward, passes=sys.modules[__name__])
+finish_backward = partial(generic.finish_backward, passes=sys.modules[__name__])
 
-    The last two arguments are `residual`, None or of the shape of `x`, and whether to apply ReLU.
-    The sum is rounded once, to the dtype of `x`.
-    """
-    *statistics, residual, relu = arguments
+
+def normalize(
+    x: Tensor,
+    /,
+    *statistics: Any,
+    eps: float,
+    axis: tuple[int, ...],
+    residual: Tensor | None = None,
+    relu: bool = False,
+) -> Tensor:
+    """As `generic.normalize`; one launch. The output is rounded once, to the dtype of `x`."""
     mean, var, weight, bias = statistics
     plan = _plan(x, axis, mean, var, parameters=(weight, bias))
-    if plan is None:
-        y: Tensor = generic.normalize(x, *statistics, eps=eps, axis=axis)
-        y = y if residual is None else y + residual.to(y.dtype)
-        return y.relu_() if relu else y
+    if plan is None or (residual is not None and residual.dtype != x.dtype):
+        on: dict[str, Any] = {"residual": residual, "relu": relu}
+        return generic.normalize(x, *statistics, eps=eps, axis=axis, **on)
     y = torch.empty_like(x)
     residual = None if residual is None else _laid_out_as(x, residual)
     arguments = x, *statistics, residual, y, bits(eps), *plan.sizes

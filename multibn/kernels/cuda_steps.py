@@ -15,77 +15,52 @@ import torch
 import triton
 from torch import Tensor
 
-from multibn import message
 from multibn.kernels import _triton_steps, generic
-from multibn.kernels.generic import Unpacked
+from multibn.kernels.generic import Running
 
 _BLOCK = 256  # channels of a program
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def pack(mean: Tensor, meansqr: Tensor, weight: float, count: float, /) -> Tensor:
-    """As `generic.pack`."""
-    if not fit(mean, meansqr):
-        return generic.pack(mean, meansqr, weight, count)
-    packed = wide(mean, (message.forward_payload(mean.numel()),))
-    _launch(_triton_steps.pack, mean, meansqr, packed, bits(weight), bits(count), like=mean)
-    return packed
-
-
-def unpack(summed: Tensor, shape: tuple[int, ...], weight: float, count: float, /) -> Unpacked:
+def unpack(
+    summed: Tensor, shape: tuple[int, ...], rank_weight: float, count: float, /
+) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
     """As `generic.unpack`."""
     if not fit(summed) or not prod(shape):
-        return generic.unpack(summed, shape, weight, count)
+        return generic.unpack(summed, shape, rank_weight, count)
     mean, var = wide(summed, shape), wide(summed, shape)
-    total_count, element_weight = wide(summed, ()), wide(summed, ())
-    outputs = mean, var, total_count, element_weight
-    numbers = bits(weight), bits(max(count, 1.0))
+    total, element_weight = wide(summed, ()), wide(summed, ())
+    outputs = mean, var, total, element_weight
+    numbers = bits(rank_weight), bits(max(count, 1.0))
     _launch(_triton_steps.unpack, summed, *outputs, *numbers, like=mean)
-    return Unpacked(*outputs, refused=False, finite=True)
+    return *outputs, generic.state(summed, count)
 
 
-def move_averages(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """As `generic.move_averages`."""
-    running_mean, running_var, mean, var, momentum, factor = arguments
-    numbers = number(momentum, mean), number(factor, mean)
-    parameters = running_mean, running_var
-    if not fit(mean, var, parameters=parameters) or any(v is None for v in numbers):
-        return generic.move_averages(*arguments)
-    moved = torch.empty_like(running_mean), torch.empty_like(running_var)
-    _launch(_triton_steps.move_averages, *parameters, mean, var, *moved, *numbers, like=mean)
-    return moved
-
-
-def move_in_place(*arguments: Any) -> bool:
-    """Move running statistics in place and count the batch: one launch, or three if cumulative.
-
-    The arguments are `running_mean`, `running_var` and `num_batches`, the tensors to move; `mean`,
-    `var` and `count` of the batch; `momentum` and `factor`. Without `num_batches` nothing is
-    counted. `momentum=None` is 1/n at the n-th batch. `factor=None` is N/(N-1), where N is `count`.
-    A batch with `count` 0 changes nothing. Returns False, and changes nothing, where the kernel
-    cannot take these tensors.
-    """
-    running_mean, running_var, num_batches, mean, var, count, momentum, factor = arguments
-    parameters = running_mean, running_var
-    moved = [v for v in (*parameters, num_batches) if v is not None]
+def move(running: Running, mean: Tensor, var: Tensor, count: Tensor, local_count: float, /) -> None:
+    """As `generic.move`; one launch, or three if the momentum is cumulative."""
+    old_mean, old_var, momentum, convention, num_batches = running
+    mean, var = mean.view(old_mean.shape), var.view(old_mean.shape)
+    moved = [v for v in (old_mean, old_var, num_batches) if v is not None]
     if (
-        not fit(mean, var, parameters=parameters)
+        not fit(mean, var, parameters=(old_mean, old_var))
         or not isinstance(number(count, mean), Tensor)
         or any(v.is_inference() for v in moved)
         or not (num_batches is None or _is_counter(num_batches, mean))
     ):
-        return False
-    cumulative = momentum is None
+        generic.move(running, mean, var, count, local_count)
+        return
+    cumulative = momentum is None and num_batches is not None
     if cumulative:  # every program reads the counter, so that none of them may write
         num_batches.add_(count > 0)
-    numbers = bits(momentum or 0.0), bits(factor or 0.0)
+    is_global = convention == "unbiased_global"  # the kernel then computes the factor
+    factor = 0.0 if is_global else generic.variance_factor(0.0, local_count, convention)
+    numbers = bits(momentum or 0.0), bits(factor)
     batch = mean, var, count
-    constants = {"CUMULATIVE": cumulative, "UNBIASED": factor is None}
-    arguments = *parameters, num_batches, *batch, *numbers
+    constants = {"CUMULATIVE": cumulative, "UNBIASED": is_global}
+    arguments = old_mean, old_var, num_batches, *batch, *numbers
     _launch(_triton_steps.move_in_place, *arguments, like=mean, **constants)
     for v in moved:  # autograd would not notice otherwise that a saved tensor has changed
         torch.autograd.graph.increment_version(v)
-    return True
 
 
 def _is_counter(v: Tensor, like: Tensor) -> bool:

@@ -4,6 +4,8 @@ No pass makes a temporary of the size of an activation. Arithmetic is in float64
 activations are read and written in their own dtype, and reading and writing takes the time.
 """
 
+import sys
+from functools import partial
 from typing import Any
 
 import cupy
@@ -47,14 +49,24 @@ def local_moments(x: Array, /, *, axis: tuple[int, ...]) -> tuple[Array, Array]:
     return mean, _reduce(_sum_of_squares, x, _beside(x, mean, axis), axis=axis) / n
 
 
-def packed_moments(x: Array, weight: float, count: float, /, *, axis: tuple[int, ...]) -> Array:
-    """As `generic.packed_moments`."""
-    mean, var = local_moments(x, axis=axis)
-    return generic.pack(mean, var + mean * mean, weight, count)
+begin_forward = partial(generic.begin_forward, passes=sys.modules[__name__])
+finish_forward = partial(generic.finish_forward, passes=sys.modules[__name__])
+begin_backward = partial(generic.begin_backward, passes=sys.modules[__name__])
+finish_backward = partial(generic.finish_backward, passes=sys.modules[__name__])
+move = generic.move
 
 
-def normalize(x: Array, /, *statistics: Any, eps: float, axis: tuple[int, ...]) -> Array:
+def normalize(
+    x: Array, /, *statistics: Any, residual: Array | None = None, relu: bool = False, **on: Any
+) -> Array:
     """As `generic.normalize`."""
+    y = _normalized(x, *statistics, **on)
+    if residual is not None:
+        y += residual
+    return cupy.maximum(y, 0, out=y) if relu else y
+
+
+def _normalized(x: Array, /, *statistics: Any, eps: float, axis: tuple[int, ...]) -> Array:
     mean, var, weight, bias = statistics
     if x.dtype.name not in _DTYPES:
         return generic.normalize(x, *statistics, eps=eps, axis=axis)

@@ -14,9 +14,10 @@ import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
+from multibn._arrays import array_namespace
 from multibn._typing import Array
 from multibn.kernels import _loops, generic
 from multibn.kernels._layout import sizes_in_memory
@@ -40,13 +41,26 @@ def local_moments(x: Array, /, *, axis: tuple[int, ...]) -> tuple[Array, Array]:
     return mean, var
 
 
+def begin_forward(x: Array, /, *numbers: float, axis: tuple[int, ...], **options: Any) -> Array:
+    """As `generic.begin_forward`."""
+    if options.get("mask") is None:
+        return packed_moments(x, *numbers, axis=axis, out=options.get("out"))
+    return generic.begin_forward(x, *numbers, axis=axis, **options)
+
+
+finish_forward = partial(generic.finish_forward, passes=sys.modules[__name__])
+begin_backward = partial(generic.begin_backward, passes=sys.modules[__name__])
+finish_backward = partial(generic.finish_backward, passes=sys.modules[__name__])
+move = generic.move
+
+
 def packed_moments(
     x: Array, weight: float, count: float, /, *, axis: tuple[int, ...], out: Array | None = None
 ) -> Array:
     """As `generic.packed_moments`."""
     operands = _prepare(axis, (x,))
     if operands is None:
-        return generic.packed_moments(x, weight, count, axis=axis, out=out)
+        return generic.begin_forward(x, weight, count, axis=axis, out=out)
     _, C, _ = operands.sizes
     packed, packed_at = payload(operands.library, C, out)
     _memory, mean_at = scratch(2 * C)
@@ -56,8 +70,17 @@ def packed_moments(
     return packed
 
 
-def normalize(x: Array, /, *statistics: Any, eps: float, axis: tuple[int, ...]) -> Array:
+def normalize(
+    x: Array, /, *statistics: Any, residual: Array | None = None, relu: bool = False, **on: Any
+) -> Array:
     """As `generic.normalize`."""
+    y = _normalize(x, *statistics, **on)
+    if residual is not None:
+        y += residual
+    return array_namespace(y).clip(y, 0.0, None) if relu else y
+
+
+def _normalize(x: Array, /, *statistics: Any, eps: float, axis: tuple[int, ...]) -> Array:
     mean, var, weight, bias = statistics
     operands = _prepare(axis, (x,), (mean, var), (weight, bias))
     if operands is None:

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from multibn import kernels, message, recompute, statistics
+from multibn import message, recompute, statistics, step
 from multibn._arrays import is_on_host, is_traced
 from multibn._typing import Weighting
 from multibn.communicators import Communicator, conversation
+from multibn.kernels import generic
 from multibn.statistics import BatchStatistics
-from multibn.torch_backend._input import Input, dtypes, without_autocast
+from multibn.step import Input
+from multibn.torch_backend._input import without_autocast
 
 
 def is_needed() -> bool:
@@ -38,11 +40,17 @@ def forward_all(
 def _forward_all(
     inputs: Sequence[Input], communicator: Communicator, weighting: Weighting
 ) -> list[tuple[Tensor, BatchStatistics]]:
-    ys, batches = normalize_all(inputs, communicator, weighting, phase="forward")
-    batches = [BatchStatistics(*[part.detach() for part in batch]) for batch in batches]
     # A pass that runs again goes on along its tape, and yet computes the statistics anew: those on
     # the tape have no derivatives.
-    recompute.taped_all(lambda: batches, lambda: [tuple(b.mean.shape) for b in batches])
+    replays = recompute.replayed([statistics.channels(i.x, i.axis) for i in inputs]) is not None
+    ys, batches = normalize_all(inputs, communicator, weighting, phase="forward")
+    batches = [BatchStatistics(*[part.detach() for part in batch]) for batch in batches]
+    if not replays:
+        recompute.record(batches)
+        for i, batch in zip(inputs, batches, strict=True):
+            if i.running is not None:
+                local_count = i.x.numel() / max(batch.mean.numel(), 1)
+                generic.move(i.running, *batch[:3], local_count)
     return list(zip(ys, batches, strict=True))
 
 
@@ -53,21 +61,11 @@ def normalize_all(
 
     Collective, and so is each derivative.
     """
-    xs = [i.x for i in inputs]
-    ys = []
-    with kernels.differentiable(), without_autocast(xs[0]):
-        batches = statistics.batch_statistics_all(
-            xs,
-            _Differentiable(communicator, phase, dtypes(xs)),
-            weighting=weighting,
-            axes=[i.axis for i in inputs],
-        )
-        for (x, weight, bias, eps, axis, residual, relu), batch in zip(
-            inputs, batches, strict=True
-        ):
-            y = statistics.normalize(x, batch, weight=weight, bias=bias, eps=eps, axis=axis)
-            ys.append(add_relu(y, residual, relu))
-    return ys, batches
+    pure = [i._replace(running=None) for i in inputs]
+    sharing = _Differentiable(communicator, phase, step.announced(inputs))
+    with without_autocast(inputs[0].x):
+        results = step.share(pure, sharing, weighting=weighting, select=lambda x: generic)
+    return [y for y, _ in results], [batch for _, batch in results]
 
 
 def add_relu(y: Tensor, residual: Tensor | None, relu: bool, /) -> Tensor:

@@ -1,35 +1,11 @@
-"""The input of one layer, and how a pass treats several of them."""
+"""The input of one layer."""
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
-
-class Input(NamedTuple):
-    """The input of one layer, with the layer's parameters and options.
-
-    `axis` names the axes to reduce; `()` stands for all but 1 until `functional.forward_all` fills
-    them in. `weight` and `bias` have the shape of the other axes, `(C,)`. `residual`, a tensor like
-    `x`, is added to the normalized input; `relu` follows the addition.
-    """
-
-    x: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    eps: float
-    axis: tuple[int, ...] = ()
-    residual: Tensor | None = None
-    relu: bool = False
-
-
-def dtypes(xs: Sequence[Tensor], /) -> Any:
-    """The dtype that a message about `xs` announces: one dtype, or the names of several."""
-    if len(xs) == 1:
-        return xs[0].dtype
-    return ", ".join(str(x.dtype).rpartition(".")[2] for x in xs)
+from multibn.step import Input as Input
 
 
 def without_autocast(x: Any, /) -> AbstractContextManager[Any]:

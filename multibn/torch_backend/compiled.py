@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from multibn import population, recompute, statistics
+from multibn import population, recompute, statistics, step
 from multibn._typing import RunningVar, Weighting
 from multibn.communicators import Communicator
 from multibn.statistics import BatchStatistics
-from multibn.torch_backend import _autograd, _differentiable, functional
-from multibn.torch_backend._autograd import Gradient, Input
+from multibn.step import Gradient, Input
+from multibn.torch_backend import _differentiable, functional
 
 # Weak: a communicator ends with its layer, and so does the graph compiled for the layer.
 _communicators: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
@@ -28,6 +28,13 @@ _communicators: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
 def register(communicator: Communicator, /) -> None:
     """Let the operators find a communicator by its id."""
     _communicators[id(communicator)] = communicator
+
+
+def takes(x: Any, /) -> bool:
+    """Whether `forward` is to take `x`: in compiled code, and without data."""
+    if torch.compiler.is_compiling():
+        return True
+    return isinstance(x, FakeTensor) or getattr(x, "is_meta", False)
 
 
 def forward(
@@ -44,7 +51,7 @@ def forward(
     RuntimeError
         In torch.export: the program would hold the communicator of this process.
     """
-    x, weight, bias, eps, axis, residual, relu = input
+    x, weight, bias, eps, axis, residual, relu, _ = input
     if not torch.compiler.is_compiling():
         if not (isinstance(x, FakeTensor) or getattr(x, "is_meta", False)):
             return functional.forward_all(
@@ -128,10 +135,16 @@ def _backward(
     needs_dx: bool,
     axis: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    i = Input(x, weight, None, eps, tuple(axis))
+    # The gradient of bias gets the dtype of the array that stands for bias: float64.
+    i = Input(x, weight, batch[0], eps, tuple(axis))
     gradient = Gradient(dy, i, BatchStatistics(*batch), needs_dx)
-    ((dx, sums),) = _autograd.backward([gradient], _communicators[communicator])
-    return torch.empty_like(x) if dx is None else dx, sums.sum_dy_xhat, sums.sum_dy
+    ((dx, _, dweight, dbias),) = step.backward([gradient], _communicators[communicator])
+    assert dbias is not None
+    return (
+        torch.empty_like(x) if dx is None else dx,
+        torch.empty_like(dbias) if dweight is None else dweight.double(),
+        dbias,
+    )
 
 
 @_backward.register_fake

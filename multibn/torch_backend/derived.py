@@ -17,8 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from multibn.statistics import BatchStatistics
+from multibn.step import Input
 from multibn.torch_backend import compiled
-from multibn.torch_backend._autograd import Input
 from multibn.torch_backend.modules import (
     SyncBatchNorm,
     SyncBatchNorm1d,

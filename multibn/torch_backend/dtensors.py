@@ -10,7 +10,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,8 +20,9 @@ from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.communicators.base import Forwarding
 from multibn.communicators.conversation import Conversation
 from multibn.communicators.default import DefaultCommunicator
+from multibn.kernels import Running
 from multibn.statistics import BatchStatistics
-from multibn.torch_backend._input import Input
+from multibn.step import Input
 
 
 def among(tensors: Iterable[Any], /) -> bool:
@@ -74,19 +74,18 @@ def evaluate(function: Callable[..., Tensor], x: Tensor, /, *parameters: Tensor 
     return layout.wrap(function(layout.local(x), *map(layout.parameter, parameters)))
 
 
-@torch.no_grad()
-def local_buffers(bn: Any, batch: BatchStatistics, /) -> tuple[Any, BatchStatistics]:
-    """The local memory of the buffers of `bn`, and of `batch` the channels that are there."""
-    _check_placements("running_mean", bn.running_mean)
-    _check_placements("running_var", bn.running_var)
-    counter = bn.num_batches_tracked
-    local = SimpleNamespace(
-        running_mean=bn.running_mean.to_local(),
-        running_var=bn.running_var.to_local(),
-        num_batches_tracked=counter.to_local() if among([counter]) else counter,
-        momentum=bn.momentum,
+def local_running(running: Running, batch: BatchStatistics, /) -> tuple[Running, BatchStatistics]:
+    """The local memory of running statistics, and of `batch` the channels that are there."""
+    mean, var, *options, counter = running
+    _check_placements("running_mean", mean)
+    _check_placements("running_var", var)
+    local = Running(
+        mean.to_local(),
+        var.to_local(),
+        *options,
+        counter.to_local() if among([counter]) else counter,
     )
-    start, num = _part(bn.running_mean, 0)
+    start, num = _part(mean, 0)
     return local, batch._replace(
         mean=batch.mean.narrow(0, start, num), var=batch.var.narrow(0, start, num)
     )
@@ -141,6 +140,7 @@ class _Layout:
             weight=self.parameter(i.weight),
             bias=self.parameter(i.bias),
             residual=None if residual is None else self.local(residual),
+            running=None,  # the caller moves them, by the statistics of all channels
         )
 
     def local(self, x: Any) -> Tensor:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -10,14 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from multibn import kernels, statistics
+from multibn import kernels, recompute, statistics
 from multibn._typing import Weighting, check_number
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.conversation import Conversation
+from multibn.kernels import Running
 from multibn.statistics import BatchStatistics
+from multibn.step import Input
 from multibn.torch_backend import _autograd, _differentiable, dtensors
 from multibn.torch_backend._differentiable import add_relu as add_relu
-from multibn.torch_backend._input import Input
 
 
 def sync_batch_norm(
@@ -113,7 +113,7 @@ def forward_all(
     `num_channels` has the required channels of each input, see `check_input`.
     """
     for i in inputs:
-        if dtensors.among(i[:3]):
+        if dtensors.among((*i[:3], None if i.running is None else i.running.mean)):
             return _forward_distributed(inputs, num_channels, communicator, weighting)
     _refuse_ddp_join(communicator)
     complete = []
@@ -126,9 +126,7 @@ def forward_all(
         complete.append(i if i.axis else i._replace(axis=statistics.reduced_axes(i.x.ndim)))
     if _differentiable.is_needed():
         return _differentiable.forward_all(complete, communicator, weighting)
-    batches = _autograd.batch_statistics(complete, communicator, weighting)
-    ys = _autograd.normalize(complete, batches, communicator, weighting)
-    return list(zip(ys, batches, strict=True))
+    return _autograd.forward(complete, communicator, weighting)
 
 
 def _forward_distributed(
@@ -142,7 +140,18 @@ def _forward_distributed(
         if dtensors.among([i.x]):
             check_input(i.x, n)  # the whole shape, so that all ranks raise
     function = partial(forward_all, weighting=weighting)
-    return dtensors.forward_all(function, inputs, num_channels, communicator)
+    results = dtensors.forward_all(function, inputs, num_channels, communicator)
+    for i, (_, batch) in zip(inputs, results, strict=True):
+        if i.running is not None and not recompute.in_recomputing():
+            move(i.running, batch, i.x.numel() // i.x.shape[1])
+    return results
+
+
+def move(running: Running, batch: BatchStatistics, local_count: int) -> None:
+    """Move running statistics in place, which may be DTensors."""
+    if dtensors.among([running.mean]):
+        running, batch = dtensors.local_running(running, batch)
+    kernels.select(batch.mean).move(running, *batch[:3], local_count)
 
 
 def normalize_by_running(
@@ -155,18 +164,32 @@ def normalize_by_running(
     *,
     eps: float,
 ) -> Tensor:
-    """Normalize `x` by running statistics. Not collective."""
+    """Normalize `x` by running statistics, whose axes are those of `x` from 1. Not collective."""
     if dtensors.among((x, weight, running_mean)):
         function = partial(normalize_by_running, eps=eps)
         return dtensors.evaluate(function, x, weight, bias, running_mean, running_var)
-    if all(t is None or t.dtype == x.dtype for t in (weight, bias, running_mean)):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    parameters = {p.dtype for p in (weight, bias, running_mean) if p is not None}
+    if running_mean.ndim == 1 and len(parameters) == 1 and parameters <= {x.dtype, wide}:
         return F.batch_norm(x, running_mean, running_var, weight, bias, eps=eps)
-    # F.batch_norm refuses this mixture of dtypes, which training accepts.
-    _check_options(Input(x, weight, bias, eps))
-    mean, var = running_mean.double(), running_var.double()
-    batch = BatchStatistics(mean, var, count=mean.new_zeros(()), element_weight=mean.new_zeros(()))
-    with kernels.differentiable() if _differentiable.is_needed() else nullcontext():
-        return statistics.normalize(x, batch, weight=weight, bias=bias, eps=eps)
+    # F.batch_norm refuses the other mixtures of dtypes, which training accepts, and would copy some
+    # inputs with splits.
+    axis = statistics.reduced_axes(x.ndim, range(1, 1 + running_mean.ndim))
+    _check_options(Input(x, weight, bias, eps, axis))
+    mean, invstd = running_mean.to(wide), (running_var.to(wide) + eps).rsqrt()
+    y = (x.to(wide) - per_channel(mean, x)) * per_channel(invstd, x)
+    return affine(y, weight, bias).to(x.dtype)
+
+
+def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, /) -> Tensor:
+    """`x * weight + bias`."""
+    y = x if weight is None else x * per_channel(weight, x)
+    return y if bias is None else y + per_channel(bias, x)
+
+
+def per_channel(p: Tensor, x: Tensor, /) -> Tensor:
+    """Add axes to `p`, whose shape is that of the axes of `x` from 1, for the other axes of `x`."""
+    return p.reshape(*p.shape, *[1] * (x.ndim - 1 - p.ndim))
 
 
 def check_input(x: Any, num_channels: int | None, /) -> None:
@@ -205,7 +228,7 @@ def check_eps(eps: Any, /) -> None:
 
 def _check_options(i: Input) -> None:
     """Raise unless the parameters, `eps` and the residual fit the input, which was checked."""
-    x, weight, bias, eps, axis, residual, _ = i
+    x, weight, bias, eps, axis, residual, *_ = i
     if x.is_meta:
         raise TypeError("the input must have data: got a tensor on meta. Use a layer for shapes.")
     if not (isinstance(eps, float) and 0 < eps < math.inf):

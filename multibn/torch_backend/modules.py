@@ -8,15 +8,15 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from multibn import population, recompute
-from multibn._arrays import is_on_host
+from multibn import recompute
 from multibn._typing import RunningVar, Weighting, check_choice, check_int, check_number
 from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.communicators._names import find_path
 from multibn.communicators.conversation import Conversation
+from multibn.kernels import Running
 from multibn.statistics import BatchStatistics
-from multibn.torch_backend import _data_parallel, compiled, dtensors, functional
-from multibn.torch_backend._autograd import Input
+from multibn.step import Input
+from multibn.torch_backend import _data_parallel, compiled, functional
 
 #: This process alone, known to compiled code.
 ALONE = SingleProcess()
@@ -103,6 +103,24 @@ def call_node(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return tracer.create_proxy("call_module", path, args, kwargs)
 
 
+def running_of(
+    bn: _BatchNorm, convention: RunningVar, momentum: float | None = None
+) -> Running | None:
+    """The buffers of `bn` that a training step moves in place, once; None if there are none.
+
+    With `momentum`, the caller has counted the batch already.
+    """
+    mean, var = bn.running_mean, bn.running_var
+    if mean is None or var is None:
+        return None
+    counter = bn.num_batches_tracked if momentum is None else None
+    if momentum is None:
+        momentum = bn.momentum
+        if counter is None and momentum is None:
+            momentum = 0.0
+    return Running(mean, var, momentum, convention, counter)
+
+
 def update_buffers(
     bn: _BatchNorm,
     batch: BatchStatistics,
@@ -110,57 +128,38 @@ def update_buffers(
     convention: RunningVar,
     momentum: float | None = None,
 ) -> bool:
-    """Update the running statistics of `bn`; `local_count` is this rank's elements per channel.
+    """Move the buffers of `bn` by a batch, where the forward pass has not moved them.
 
-    With `momentum`, the caller has counted the batch already.
+    `local_count` is this rank's elements per channel; `momentum` as in `running_of`.
     Returns False, and writes nothing, in a recomputation. Compiled code cannot tell whether it runs
     in a recomputation. There, `batch.count` is 0, which makes `update_running` keep the old values.
     """
-    if dtensors.among([bn.running_mean]):
-        bn, batch = dtensors.local_buffers(bn, batch)
-    if bn.running_mean is None or bn.running_var is None:
+    running = running_of(bn, convention, momentum)
+    if running is None:
         return False
-    count = batch.count
-    compiling = torch.compiler.is_compiling() or count.is_meta or isinstance(count, FakeTensor)
-    if not compiling:
+    mean, var, count, _ = batch
+    if not (torch.compiler.is_compiling() or count.is_meta or isinstance(count, FakeTensor)):
         if recompute.in_recomputing():
             return False
         _data_parallel.watch_active(Synchronized)
-    if batch.mean.ndim > 1:
-        batch = batch._replace(mean=batch.mean.flatten(), var=batch.var.flatten())
-    counter = bn.num_batches_tracked if momentum is None else None
-    cumulative = counter is not None and bn.momentum is None
-    factor: float | Tensor = (bn.momentum or 0.0) if momentum is None else momentum
-    if not compiling and is_on_host(batch.count):
-        # Python numbers are faster than tensors of shape ().
-        batch = batch._replace(count=batch.count.item())
-        counted: Any = int(batch.count > 0)
-    elif not compiling and population.update_running_in_place(
-        bn.running_mean,
-        bn.running_var,
-        counter,
-        batch,
-        momentum=None if cumulative else factor,
-        local_count=local_count,
-        convention=convention,
-    ):
+        functional.move(running, batch, local_count)
         return True
-    else:
-        counted = batch.count > 0
+    old_mean, old_var, weight, _, counter = running
+    factor: Any = weight
     if counter is not None:
-        counter.add_(counted)
-        if cumulative:  # 1/n; a tensor, so that nothing waits for a GPU
-            factor = counter.clamp(min=1).double().reciprocal().to(batch.mean)
-    mean, var = (compiled if compiling else population).update_running(
-        bn.running_mean,
-        bn.running_var,
-        batch,
+        counter.add_(count > 0)
+        if weight is None:  # 1/n; a tensor, so that nothing waits for a GPU
+            factor = counter.clamp(min=1).double().reciprocal().to(mean)
+    new_mean, new_var = compiled.update_running(
+        old_mean,
+        old_var,
+        batch._replace(mean=mean.flatten(), var=var.flatten()),
         momentum=factor,
         local_count=local_count,
         convention=convention,
     )
-    bn.running_mean.copy_(mean)
-    bn.running_var.copy_(var)
+    old_mean.copy_(new_mean)
+    old_var.copy_(new_var)
     return True
 
 
@@ -264,20 +263,26 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
                 input, self.weight, self.bias, self.running_mean, self.running_var, eps=self.eps
             )
             return functional.add_relu(y, residual, self.fuse_relu)
-        y, batch = compiled.forward(
-            Input(input, self.weight, self.bias, self.eps, residual=residual, relu=self.fuse_relu),
-            self.num_features,
-            self.conversation if self.training else ALONE,
-            weighting=self.weighting,
-        )
-        self.track(batch, input)
-        return y
-
-    def track(self, batch: BatchStatistics, input: Tensor) -> None:
-        """In training, update the running statistics by those of the batch of `input`."""
-        if self.training and self.track_running_stats:
+        conversation = self.conversation if self.training else ALONE
+        i = self.as_input(input, residual)
+        if not compiled.takes(input):
+            ((y, _),) = functional.forward_all(
+                [i], [self.num_features], conversation, weighting=self.weighting
+            )
+            return y
+        y, batch = compiled.forward(i, self.num_features, conversation, weighting=self.weighting)
+        if i.running is not None:
             local_count = input.numel() // self.num_features
             update_buffers(self, batch, local_count, self.running_var_convention)
+        return y
+
+    def as_input(self, x: Tensor, residual: Tensor | None = None) -> Input:
+        """The input of a pass, which in training moves the layer's running statistics in place."""
+        running = None
+        if self.training and self.track_running_stats:
+            _data_parallel.watch_active(Synchronized)
+            running = running_of(self, self.running_var_convention)
+        return Input(x, self.weight, self.bias, self.eps, (), residual, self.fuse_relu, running)
 
     def __prepare_scriptable__(self) -> NoReturn:  # torch.jit.script calls it
         raise RuntimeError(

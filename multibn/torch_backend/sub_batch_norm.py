@@ -13,8 +13,8 @@ from multibn._typing import RunningVar, Weighting, check_int
 from multibn.communicators import Communicator
 from multibn.kernels import generic
 from multibn.statistics import OneValueError, reduced_axes
+from multibn.step import Input
 from multibn.torch_backend import compiled, functional
-from multibn.torch_backend._autograd import Input
 from multibn.torch_backend.modules import (
     ALONE,
     Synchronized,
@@ -120,7 +120,7 @@ class _SubBatchNorm(Synchronized):
 
         options = {"normalize": normalize_flat} if isinstance(part, Part) else {}
         y = part(x.flatten(1, len(channels)), **options).reshape(input.shape)
-        return _affine(y, self.weight, self.bias).to(y.dtype)
+        return functional.affine(y, self.weight, self.bias).to(y.dtype)
 
     def _normalize(
         self,
@@ -136,8 +136,8 @@ class _SubBatchNorm(Synchronized):
         if self.training:  # autograd adds up the splits' gradients
             weight, bias = (None if p is None else p.expand(channels) for p in (weight, bias))
         if part.running_mean is not None and not part.training:
-            by_running = _normalize_splits if self.training else functional.normalize_by_running
-            return by_running(x, weight, bias, part.running_mean, part.running_var, eps=part.eps)
+            running = (v.view(channels) for v in (part.running_mean, part.running_var))
+            return functional.normalize_by_running(x, weight, bias, *running, eps=part.eps)
         axis = reduced_axes(x.ndim, channel_axes=range(1, 1 + len(channels)))
         i = Input(x, weight, bias, part.eps, axis)
         try:  # to `compiled.forward`, the splits are the channels of axis 1
@@ -345,34 +345,6 @@ def _total(means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
 @_total.register_fake
 def _(means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(means[0]), torch.empty_like(variances[0])
-
-
-def _normalize_splits(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    /,
-    *,
-    eps: float,
-) -> Tensor:
-    """As `functional.normalize_by_running`, with splits on axis 1. F.batch_norm would copy some."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    mean, var = (b.to(wide).view(x.shape[1:3]) for b in (running_mean, running_var))
-    invstd = (var + eps).rsqrt()
-    xhat = (x.to(wide) - _like(mean, x)) * _like(invstd, x)
-    return _affine(xhat, weight, bias).to(x.dtype)
-
-
-def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    y = x if weight is None else x * _like(weight, x)
-    return y if bias is None else y + _like(bias, x)
-
-
-def _like(p: Tensor, x: Tensor) -> Tensor:
-    """Add axes to `p`, whose shape is that of the axes of `x` from 1, for the other axes of `x`."""
-    return p.reshape(*p.shape, *[1] * (x.ndim - 1 - p.ndim))
 
 
 def _check_divides(num_splits: int, batch_size: int, communicator: Communicator) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 from multibn.communicators.base import identity
 from multibn.communicators.conversation import Conversation
 from multibn.torch_backend import functional
-from multibn.torch_backend._autograd import Input
 from multibn.torch_backend.modules import SyncBatchNorm, has_hooks
 
 
@@ -58,13 +57,11 @@ def normalize_together(layers: Sequence[SyncBatchNorm], inputs: Sequence[Tensor]
     except (TypeError, ValueError) as error:  # the other ranks will wait for this one
         functional.refuse(error, [x for _, x in sharing], num_features, communicator)
     outputs = functional.forward_all(
-        [Input(x, bn.weight, bn.bias, bn.eps, relu=bn.fuse_relu) for bn, x in sharing],
+        [bn.as_input(x) for bn, x in sharing],
         num_features,
         communicator,
         weighting=layers[0].weighting,
     )
-    for (layer, x), (_, batch) in zip(sharing, outputs, strict=True):
-        layer.track(batch, x)
     trained = iter([y for y, _ in outputs])
     return [next(trained if layer.training else evaluated) for layer in layers]
 

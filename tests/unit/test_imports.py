@@ -43,6 +43,7 @@ ROOMS = [
     [
         "multibn.population",
         "multibn.recompute",
+        "multibn.step",
         "multibn.checkpoint",
         "multibn.lockstep",
         "multibn.participants",

@@ -1,0 +1,199 @@
+"""A training step of layers: two halves each way, with one message between them.
+
+The functions of `multibn.statistics` are for people; the layers of both frameworks run here, by the
+verbs of `multibn.kernels`. Layers that are ready at the same time share a message.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from multibn import kernels, message, recompute, statistics
+from multibn._arrays import is_on_host
+from multibn._typing import Array, Weighting
+from multibn.communicators import Communicator
+from multibn.communicators.conversation import Conversation, Phase
+from multibn.kernels import RIGHT, Running, generic
+from multibn.statistics import BatchStatistics
+
+
+class Input(NamedTuple):
+    """The input of one layer, with the layer's parameters, options and running statistics.
+
+    `axis` names the axes to reduce. `weight` and `bias` have the shape of the other axes, `(C,)`.
+    `residual`, an array like `x`, is added to the normalized input; `relu` follows the addition.
+    The forward pass moves `running` in place, unless `multibn.recompute` runs the pass again.
+    """
+
+    x: Array
+    weight: Array | None
+    bias: Array | None
+    eps: float
+    axis: tuple[int, ...] = ()
+    residual: Array | None = None
+    relu: bool = False
+    running: Running | None = None
+
+
+class Gradient(NamedTuple):
+    """The gradient of one output, and the values that made the output."""
+
+    dy: Array
+    input: Input
+    batch: BatchStatistics
+    needs_dx: bool = True
+    y: Array | None = None  # the output, if there was a ReLU after a residual
+
+
+# Of x; of the residual, if there was a ReLU after the residual; of weight and bias.
+Gradients: TypeAlias = tuple[Array | None, Array | None, Array | None, Array | None]
+
+
+def forward(
+    inputs: Sequence[Input], communicator: Communicator, /, *, weighting: Weighting
+) -> list[tuple[Array, BatchStatistics]]:
+    """Normalize each input by the batch that all ranks hold together.
+
+    Collective, one allreduce of 2C+2 float64 numbers for each input, unless `multibn.recompute`
+    replays the statistics. Raises as `statistics.batch_statistics`.
+    """
+    if not recompute.is_active():
+        return share(inputs, communicator, weighting=weighting)
+    batches = recompute.replayed([statistics.channels(i.x, i.axis) for i in inputs])
+    if batches is not None:
+        return [(_normalize(i, batch), batch) for i, batch in zip(inputs, batches, strict=True)]
+    results = share(inputs, communicator, weighting=weighting)
+    recompute.record([batch for _, batch in results])
+    return results
+
+
+def share(
+    inputs: Sequence[Input],
+    communicator: Communicator,
+    /,
+    *,
+    weighting: Weighting,
+    select: Callable[..., Any] = kernels.select,
+) -> list[tuple[Array, BatchStatistics]]:
+    """As `forward`, by the kernels that `select` chooses, and of no concern to `recompute`."""
+    shares = []
+    lengths = []
+    for x, _, _, _, axis, *_ in inputs:
+        _, count, length = statistics.sizes(x.shape, axis)
+        weight = count
+        if weighting != "element":
+            weight = statistics.rank_weight(count, float(x.shape[axis[0]]), weighting)
+        shares.append((select(x), x, axis, weight, count))
+        lengths.append(length)
+    communicator, memory, outs = _open(communicator, "forward", inputs, lengths)
+    payloads = []
+    for (k, x, axis, weight, count), out in zip(shares, outs, strict=True):
+        payloads.append(k.begin_forward(x, weight, count, axis=axis, out=out))
+    sums = _send(communicator, memory, payloads, lengths)
+    if len(sums) > 1:  # no running statistics may move where another layer's sum is wrong
+        for own, summed in zip(shares, sums, strict=True):
+            _check(generic.state(summed, own[-1]), communicator, own)
+    results = []
+    for own, i, summed in zip(shares, inputs, sums, strict=True):
+        k, x, axis, weight, count = own
+        _, gamma, beta, eps, _, residual, relu, running = i
+        options = {"eps": eps, "axis": axis, "residual": residual, "relu": relu, "running": running}
+        y, *batch, state = k.finish_forward(summed, x, gamma, beta, weight, count, **options)
+        if state != RIGHT:
+            _check(state, communicator, own)
+        results.append((y, BatchStatistics(*batch)))
+    return results
+
+
+def backward(
+    gradients: Sequence[Gradient], communicator: Communicator, /, *, means: bool = False
+) -> list[Gradients]:
+    """The gradients of each layer's input, residual and parameters.
+
+    Collective if any `x` needs a gradient: one allreduce of 2C float64 numbers for each of these.
+    The gradients of parameters are this rank's, or, with `means`, the means over the ranks; then
+    every `x` must need a gradient.
+    """
+    results: list[Any] = [None] * len(gradients)
+    sharing = []
+    about = []
+    lengths = []
+    for n, (dy, i, batch, needs_dx, y) in enumerate(gradients):
+        x, weight, bias, eps, axis, _, relu, _ = i
+        arguments = dy, x, batch.mean, batch.var, weight, bias
+        options = {"eps": eps, "axis": axis, "relu": relu, "y": y}
+        k = kernels.select(x)
+        if needs_dx:
+            sharing.append((n, k, arguments, batch.element_weight, options))
+            about.append(i)
+            lengths.append(message.backward_payload(math.prod(batch.mean.shape)))
+        else:
+            _, *parameters = k.begin_backward(*arguments, **options)
+            results[n] = None, None if y is None else generic.rectified(dy, y), *parameters
+    if not sharing:
+        return results
+    communicator, memory, outs = _open(communicator, "backward", about, lengths)
+    payloads = []
+    for (n, k, arguments, _, options), out in zip(sharing, outs, strict=True):
+        payload, *results[n] = k.begin_backward(*arguments, out=out, **options)
+        payloads.append(payload)
+    sums = _send(communicator, memory, payloads, lengths)
+    for (n, k, arguments, element_weight, options), summed in zip(sharing, sums, strict=True):
+        parameters = results[n]
+        if means:
+            _, _, mean, _, *own = arguments
+            parameters = generic.parameter_gradients(summed, mean.shape, *own, communicator.size)
+        dx, dresidual = k.finish_backward(summed, *arguments, element_weight, **options)
+        results[n] = dx, dresidual, *parameters
+    return results
+
+
+def announced(inputs: Sequence[Input], /) -> Any:
+    """The dtype that a message about some inputs announces: one dtype, or the names of several."""
+    if len(inputs) == 1:
+        return inputs[0].x.dtype
+    return ", ".join(str(i.x.dtype).rpartition(".")[2] for i in inputs)
+
+
+def _open(
+    communicator: Communicator, phase: str, inputs: Sequence[Input], lengths: Sequence[int]
+) -> tuple[Communicator, Array | None, Sequence[Array | None]]:
+    """The communicator of a message about `inputs`, and memory: of all payloads, and of each."""
+    x = inputs[0].x
+    if type(communicator) is Conversation:
+        dtype = x.dtype if len(inputs) == 1 else announced(inputs)
+        communicator = communicator.during(phase, dtype)
+    memory = None
+    if type(communicator) is Phase and is_on_host(x):
+        memory = communicator.buffer(sum(lengths))
+    if memory is None or len(lengths) == 1:
+        return communicator, memory, [memory] * len(lengths)
+    return communicator, memory, message.split(memory, lengths)
+
+
+def _send(
+    communicator: Communicator,
+    memory: Array | None,
+    payloads: Sequence[Array],
+    lengths: Sequence[int],
+) -> Sequence[Array]:
+    """The sums of payloads over the ranks. Collective."""
+    if len(payloads) == 1:
+        return (communicator.allreduce(payloads[0]),)
+    summed = communicator.allreduce(message.concat(payloads) if memory is None else memory)
+    return message.split(summed, lengths)
+
+
+def _check(state: int, communicator: Communicator, own: tuple[Any, ...]) -> None:
+    """Raise unless the sum of a message is right."""
+    if state != RIGHT:
+        # Packed again: the sum may have taken the place of this rank's own numbers.
+        k, x, axis, *numbers = own
+        payload = k.begin_forward(x, *numbers, axis=axis)
+        statistics.raise_for(state, communicator, payload, x)
+
+
+def _normalize(i: Input, batch: BatchStatistics) -> Array:
+    x, weight, bias, eps, axis, residual, relu, _ = i
+    options: Any = {"eps": eps, "axis": axis, "residual": residual, "relu": relu}
+    return statistics.normalize(x, batch, weight=weight, bias=bias, **options)
