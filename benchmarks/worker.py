@@ -9,7 +9,7 @@ import os
 import sys
 
 # The libraries read these variables when they are loaded, so before the imports below.
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 os.environ.update(dict.fromkeys(_THREADS, "1"))
 
 from benchmarks.timing import keep_freed_memory  # noqa: E402

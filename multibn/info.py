@@ -1,13 +1,14 @@
-"""`multibn info`: installed versions, and which communicators would work.
+"""`multibn info`: installed versions, the kernels in use, and which communicators would work.
 
 Other processes import the frameworks and MPI, so that this process initialises nothing.
 """
 
 import argparse
 import json
+import os
 import platform
 import subprocess
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import Any
 
 import multibn
@@ -61,10 +62,12 @@ def collect() -> dict[str, Any]:
 
     None stands for a version, launcher or library that is not installed; a library that cannot be
     imported is a dict with `error`. In `communicators`, None stands for one that would work here;
-    else the entry is the next thing to install or set.
+    else the entry is the next thing to install or set. `kernels` names what computes, by the kind
+    of array, with the cure where that is slow.
     """
     facts: dict[str, Any] = {
         "versions": _versions(),
+        "kernels": _kernels(),
         "launchers": {name: _launcher(name) for name in ("torchrun", "mpiexec")},
         "torch": ask(_ASK_TORCH) if importable("torch") else None,
         "mpi": ask(_ASK_MPI) if importable("mpi4py") else None,
@@ -82,6 +85,7 @@ def text(facts: dict[str, Any]) -> str:
     }
     sections: dict[str, dict[Any, str | None]] = {
         "versions": facts["versions"],
+        "kernels": facts["kernels"],
         "launchers": launchers,
         "MPI": _mpi_lines(facts["mpi"]),
         "torch": _torch_lines(facts["torch"]),
@@ -111,6 +115,22 @@ def _versions() -> dict[str, str | None]:
         "python": platform.python_version(),
         **{name: version(name) for name in _LIBRARIES},
     }
+
+
+def _kernels() -> dict[str, str | None]:
+    """What computes for NumPy arrays and torch tensors in host memory, and for tensors on a GPU."""
+    if os.environ.get("MULTIBN_KERNELS") == "generic":
+        return dict.fromkeys(("host", "GPU"), "generic (slow): MULTIBN_KERNELS=generic is set")
+    try:
+        core = import_module("multibn.kernels._core")
+        host = f"C core, {core.levels[-1]}"
+    except ImportError as error:
+        host = (
+            f"generic (slow): the C core is missing ({error}). Install a C compiler (gcc or clang) "
+            "and Python's headers, then install multibn again"
+        )
+    gpu = "Triton" if importable("triton") else "generic (slow): pip install triton"
+    return {"host": host, "GPU": gpu}
 
 
 def _launcher(name: str) -> dict[str, str] | None:

@@ -73,9 +73,10 @@ def share(
     /,
     *,
     weighting: Weighting,
-    select: Callable[..., Any] = kernels.select,
+    select: Callable[[Array], Any] | None = None,
 ) -> list[tuple[Array, BatchStatistics]]:
     """As `forward`, by the kernels that `select` chooses, and of no concern to `recompute`."""
+    select = select or kernels.select
     shares = []
     lengths = []
     for x, _, _, _, axis, *_ in inputs:

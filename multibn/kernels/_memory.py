@@ -1,49 +1,54 @@
-"""Addresses of NumPy arrays and of torch tensors in host memory, for the compiled loops."""
+"""Addresses of NumPy arrays and of torch tensors in host memory, for the C core."""
 
 import ctypes
 import sys
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from operator import attrgetter, methodcaller
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from multibn import message
 from multibn._typing import Array
+
+DTYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}  # their numbers in _core.c
+
+# Arrays, or None; their dtype and shape, and their strides, or None for contiguous memory.
+Group: TypeAlias = tuple[Sequence[Array | None], Any, tuple[int, ...], tuple[int, ...] | None]
 
 
 class NumPy:
     """Addresses and copies of NumPy arrays."""
 
-    float64 = np.dtype(np.float64)
+    float64, int64 = np.dtype(np.float64), np.dtype(np.int64)
+    strides = staticmethod(attrgetter("strides"))
+    empty_like = staticmethod(np.empty_like)
 
     def address(self, a: Array) -> int:
-        """Address of the first element; 0 if `a` is empty, a subclass or misaligned."""
-        if type(a) is not np.ndarray or not a.size:
-            return 0
+        """Address of the first element; 0 if `a` is misaligned."""
         flags = a.flags
-        if flags.carray:  # in a third of the time of __array_interface__
+        if flags.carray and a.size:  # in a third of the time of __array_interface__
             return ctypes.addressof(ctypes.c_char.from_buffer(a.data))
         return int(a.__array_interface__["data"][0]) if flags.aligned else 0
 
-    def dense_addresses(self, arrays: Sequence[Array | None], dtype: Any) -> list[int] | None:
-        """Addresses of `arrays`, 0 for None; None unless all are dense and of `dtype`."""
+    def locate(self, *groups: Group) -> list[int] | None:
+        """Addresses of all arrays, 0 for None; None if an array is not as its group says, is a
+        subclass's, or has no address that can be used.
+        """
         addresses = []
-        for a in arrays:
-            address = 0 if a is None else self.address(a)
-            if a is not None and (not address or a.dtype != dtype or not a.flags.c_contiguous):
-                return None
-            addresses.append(address)
+        for arrays, dtype, shape, strides in groups:
+            for a in arrays:
+                if a is None:
+                    addresses.append(0)
+                    continue
+                if type(a) is not np.ndarray or a.dtype != dtype or a.shape != shape:
+                    return None
+                address = self.address(a)
+                laid_out = a.flags.c_contiguous if strides is None else a.strides == strides
+                if not address or not laid_out:
+                    return None
+                addresses.append(address)
         return addresses
-
-    def locate(self, a: Array) -> tuple[int, tuple[int, ...]]:
-        """Address and strides in elements; an aligned array's strides are whole elements."""
-        size = a.itemsize
-        return self.address(a), tuple([s // size for s in a.strides])
-
-    def cast(self, a: Array, dtype: Any) -> Array:
-        """`a` in `dtype`: `a` itself, or a dense copy in the memory order of `a`."""
-        return a.astype(dtype, order="K", copy=False)
 
     def dense_copy(self, a: Array, like: Array) -> Array:
         """A dense copy of `a` in the memory order of `like`."""
@@ -51,126 +56,93 @@ class NumPy:
         array[...] = a
         return array
 
-    def new_like(self, a: Array) -> tuple[Array, int]:
-        """An uninitialised dense array in the memory order of `a`, and its address."""
-        array = np.empty_like(a)
-        return array, self.address(array)
-
     def wide(self, a: Array) -> Array:
         """`a` as a dense float64 array."""
         return np.ascontiguousarray(a, dtype=np.float64)
 
-    def new(self, n: int, shape: tuple[int, ...], dtype: Any) -> tuple[list[Array], list[int]]:
-        """`n` uninitialised arrays of one shape, and their addresses."""
-        arrays = np.empty((n, *shape), dtype)
-        first, step = arrays.__array_interface__["data"][0], arrays.strides[0]
-        return [arrays[i, ...] for i in range(n)], [first + i * step for i in range(n)]
+    def cast(self, a: Array, dtype: Any) -> Array:
+        """`a` in `dtype`."""
+        return a.astype(dtype, copy=False)
+
+    def new(self, dtype: Any, *shapes: tuple[int, ...]) -> tuple[list[Array], list[int]]:
+        """Uninitialised arrays of these shapes, and their addresses."""
+        arrays = [np.empty(shape, dtype) for shape in shapes]
+        return arrays, [self.address(a) for a in arrays]
+
+    def changed(self, *arrays: Array | None) -> None:
+        """Arrays were written to by their addresses."""
 
 
 class Torch:
-    """The methods of `NumPy` for torch tensors."""
+    """The same for torch tensors."""
+
+    strides = staticmethod(methodcaller("stride"))
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
-        self._plain = (torch.Tensor, torch.nn.Parameter)
-        self.float64 = torch.float64
+        self.plain = (torch.Tensor, torch.nn.Parameter)
+        self.float64, self.int64 = torch.float64, torch.int64
+        self.empty_like = torch.empty_like
 
     def address(self, a: Array) -> int:
-        """Address of the first element; 0 if `a` is empty, lazily negated or a subclass."""
-        return self.locate(a)[0]
+        return int(a.data_ptr())
 
-    def dense_addresses(self, arrays: Sequence[Array | None], dtype: Any) -> list[int] | None:
+    def locate(self, *groups: Group) -> list[int] | None:
         addresses = []
+        plain = self.plain
         try:
-            for a in arrays:
-                if a is None:
-                    addresses.append(0)
-                    continue
-                if type(a) not in self._plain or a.dtype != dtype or not a.is_cpu or a.is_neg():
-                    return None
-                address = a.data_ptr()
-                if not address or not a.is_contiguous():
-                    return None
-                addresses.append(address)
+            for arrays, dtype, shape, strides in groups:
+                for a in arrays:
+                    if a is None:
+                        addresses.append(0)
+                        continue
+                    if type(a) not in plain or a.dtype != dtype or a.shape != shape:
+                        return None
+                    # A tensor may be lazily negated.
+                    if not a.is_cpu or a.is_neg():
+                        return None
+                    if not a.is_contiguous() if strides is None else a.stride() != strides:
+                        return None
+                    addresses.append(a.data_ptr())
         except RuntimeError:  # a tensor that torch.func transforms has no address
             return None
         return addresses
 
-    def locate(self, a: Array) -> tuple[int, tuple[int, ...]]:
-        if type(a) not in self._plain or not a.is_cpu or a.is_neg():
-            return 0, ()
-        try:
-            return int(a.data_ptr()), a.stride()
-        except RuntimeError:  # as above
-            return 0, ()
-
-    def cast(self, a: Array, dtype: Any) -> Array:
-        return a.to(getattr(self._torch, dtype) if isinstance(dtype, str) else dtype)
-
     def dense_copy(self, a: Array, like: Array) -> Array:
         return self._torch.empty_like(like).copy_(a)
-
-    def new_like(self, a: Array) -> tuple[Array, int]:
-        tensor = self._torch.empty_like(a)
-        return tensor, tensor.data_ptr()
 
     def wide(self, a: Array) -> Array:
         return a.double().contiguous()
 
-    def new(self, n: int, shape: tuple[int, ...], dtype: Any) -> tuple[list[Array], list[int]]:
-        tensors = [self._torch.empty(shape, dtype=dtype)]
-        addresses = [tensors[0].data_ptr()]
-        while len(tensors) < n:
-            tensors.append(self._torch.empty_like(tensors[0]))  # faster than by shape and dtype
-            addresses.append(tensors[-1].data_ptr())
+    def cast(self, a: Array, dtype: Any) -> Array:
+        return a.to(dtype)
+
+    def new(self, dtype: Any, *shapes: tuple[int, ...]) -> tuple[list[Array], list[int]]:
+        tensors, addresses = [], []
+        for shape in shapes:
+            tensor = self._torch.empty(shape, dtype=dtype)
+            tensors.append(tensor)
+            addresses.append(tensor.data_ptr())
         return tensors, addresses
 
-
-_NUMPY = NumPy()
-
-
-def library_of(a: Array) -> Any:
-    """The `NumPy` or `Torch` object for an array in host memory."""
-    return _NUMPY if isinstance(a, np.ndarray) else _torch()
+    def changed(self, *arrays: Array | None) -> None:
+        for a in arrays:
+            if a is not None and not a.is_inference():
+                self._torch.autograd.graph.increment_version(a)
 
 
-def payload(library: Any, C: int, out: Array | None) -> tuple[Array, int]:
-    """`out`, or a new array for the forward payload of C channels; and its address."""
-    if out is not None:
-        return out, _NUMPY.address(out)
-    (array,), (address,) = library.new(1, (message.forward_payload(C),), library.float64)
-    return array, address
+class _Libraries(dict[type, Any]):
+    """The `NumPy` or `Torch` object for a type of arrays, or None."""
+
+    def __missing__(self, kind: type) -> Any:
+        if "torch" not in sys.modules:
+            return None
+        torch = Torch(sys.modules["torch"])
+        self.update(dict.fromkeys(torch.plain, torch))
+        return self.get(kind)
 
 
-class Parameters(NamedTuple):
-    """Parameters or running statistics, all of one dtype."""
-
-    dtype: str
-    addresses: list[int]  # 0 for None
-    arrays: Sequence[Array | None]  # referred to, so that their memory is not freed
-    are_copies: bool = False  # whether the arrays are float64 copies
-
-
-def parameters_of(
-    library: Any, shape: tuple[int, ...], arrays: Sequence[Array | None]
-) -> Parameters | None:
-    """`arrays` for the loops; None if one has another shape, or no address."""
-    dtype = None
-    for a in arrays:
-        if a is not None:
-            if a.shape != shape:
-                return None
-            dtype = dtype or a.dtype
-    name = _name(dtype or library.float64)
-    if name in ("float32", "float64"):
-        addresses = library.dense_addresses(arrays, dtype)
-        if addresses is not None:
-            return Parameters(name, addresses, arrays)
-    if not all(a is None or library.address(a) for a in arrays):
-        return None
-    copies = [None if a is None else library.wide(a) for a in arrays]
-    addresses = [0 if a is None else library.address(a) for a in copies]
-    return Parameters("float64", addresses, copies, are_copies=True)
+LIBRARIES = _Libraries({np.ndarray: NumPy()})
 
 
 def scratch(n: int) -> tuple[Any, int]:
@@ -180,10 +152,6 @@ def scratch(n: int) -> tuple[Any, int]:
 
 
 @cache
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-@cache
-def _torch() -> Torch:
-    return Torch(sys.modules["torch"])
+def code_of(dtype: Any) -> int | None:
+    """The number of a dtype of NumPy or torch in _core.c; None if the loops do not know it."""
+    return DTYPES.get(str(dtype).removeprefix("torch."))

@@ -18,14 +18,6 @@ WEIGHT, COUNT = tl.constexpr(message.WEIGHT), tl.constexpr(message.COUNT)
 
 
 @triton.jit(do_not_specialize=["weight", "count"])
-def pack(mean, meansqr, packed, weight: tl.int64, count: tl.int64, C, BLOCK: tl.constexpr):
-    c, exists = _channels(C, BLOCK)
-    store_packed(
-        packed, c, tl.load(mean + c, exists), tl.load(meansqr + c, exists), weight, count, C
-    )
-
-
-@triton.jit(do_not_specialize=["weight", "count"])
 def unpack(
     summed, mean, var, total_count, element_weight,
     weight: tl.int64, count: tl.int64, C, BLOCK: tl.constexpr,
@@ -44,19 +36,7 @@ def unpack(
 
 
 @triton.jit(do_not_specialize=["momentum", "factor"])
-def move_averages(
-    running_mean, running_var, mean, var, moved_mean, moved_var, momentum, factor,
-    C, BLOCK: tl.constexpr,
-):  # fmt: skip
-    c, exists = _channels(C, BLOCK)
-    a = number(momentum)
-    _move(running_mean + c, tl.load(mean + c, exists), moved_mean + c, exists, a)
-    new = tl.load(var + c, exists) * number(factor)
-    _move(running_var + c, new, moved_var + c, exists, a)
-
-
-@triton.jit(do_not_specialize=["momentum", "factor"])
-def move_in_place(
+def move(
     running_mean, running_var, num_batches, mean, var, count, momentum: tl.int64, factor: tl.int64,
     C, CUMULATIVE: tl.constexpr, UNBIASED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -72,8 +52,8 @@ def move_in_place(
             _count(num_batches, seen)
     a = tl.where(seen, a, 0.0)
     f = n / tl.where(n < 2.0, 1.0, n - 1.0) if UNBIASED else number(factor)
-    _move(running_mean + c, tl.load(mean + c, exists), running_mean + c, exists, a)
-    _move(running_var + c, tl.load(var + c, exists) * f, running_var + c, exists, a)
+    _move(running_mean + c, tl.load(mean + c, exists), exists, a)
+    _move(running_var + c, tl.load(var + c, exists) * f, exists, a)
 
 
 @triton.jit
@@ -108,8 +88,8 @@ def _count(num_batches, seen):
 
 
 @triton.jit
-def _move(running, new, moved, exists, momentum):
+def _move(running, new, exists, momentum):
     wide = (1.0 - momentum) * tl.load(running, exists).to(tl.float64) + momentum * new
-    if moved.dtype.element_ty != tl.float64:
+    if running.dtype.element_ty != tl.float64:
         wide = wide.to(tl.float32)  # torch rounds to 16 bits by way of float32, too
-    tl.store(moved, wide.to(moved.dtype.element_ty), exists)
+    tl.store(running, wide.to(running.dtype.element_ty), exists)

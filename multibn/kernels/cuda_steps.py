@@ -58,7 +58,7 @@ def move(running: Running, mean: Tensor, var: Tensor, count: Tensor, local_count
     batch = mean, var, count
     constants = {"CUMULATIVE": cumulative, "UNBIASED": is_global}
     arguments = old_mean, old_var, num_batches, *batch, *numbers
-    _launch(_triton_steps.move_in_place, *arguments, like=mean, **constants)
+    _launch(_triton_steps.move, *arguments, like=mean, **constants)
     for v in moved:  # autograd would not notice otherwise that a saved tensor has changed
         torch.autograd.graph.increment_version(v)
 

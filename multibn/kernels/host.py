@@ -1,268 +1,382 @@
-"""The passes for host memory, NumPy arrays and torch tensors alike, compiled by numba.
+"""The verbs for host memory, NumPy arrays and torch tensors alike, by the C core: one call each.
 
-Compiled loops see an array as an address and its sizes (N, C, S), see `_layout`. Contiguous and
-channels-last activations of any number of dimensions have such sizes and are not copied. Other
-strides and 16-bit dtypes are first copied to dense memory of the arithmetic dtype. An activation
-without (N, C, S) goes to `generic`.
+The loops of `_core` see an array as an address and its sizes (N, C, S), see `_layout`. Contiguous
+and channels-last activations of any number of dimensions have such sizes and are not copied, 16-bit
+dtypes neither. Other strides are first copied to dense memory. An activation without (N, C, S) goes
+to `generic`, and so do masks.
 
 Large arrays are divided among threads: torch's number of threads, or OMP_NUM_THREADS where torch is
 not loaded. How a sum is cut into parts depends on the shape alone, so its value does not depend on
 the number of threads.
 """
 
+import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, lru_cache, partial
-from typing import Any, NamedTuple
+from functools import cache, lru_cache
+from typing import Any, NamedTuple, TypeAlias
 
-from multibn._arrays import array_namespace
+import numpy as np
+
 from multibn._typing import Array
-from multibn.kernels import _loops, generic
+from multibn.kernels import _core, generic
 from multibn.kernels._layout import sizes_in_memory
-from multibn.kernels._memory import Parameters, library_of, parameters_of, payload, scratch
-from multibn.kernels.host_steps import step
+from multibn.kernels._memory import DTYPES, LIBRARIES, code_of, scratch
+from multibn.kernels.generic import RIGHT, Finished, Running
+from multibn.message import forward_payload
 
 _SHARE = 1 << 19  # elements that are worth a thread
 _WIDE = 1 << 16  # elements of a sample from which threads divide the channels, not the samples
 _PARTS = 64  # a sum over samples has at most so many parts
 _FLOAT64 = 8  # bytes
+_MOMENTS, _GRADIENT, _SIGN_OF_X, _SIGN_OF_Y = range(4)  # kinds of sums, see _core.c
+_CONVENTIONS = {"unbiased_global": 0, "unbiased_local": 1, "biased": 2}
 
-
-def local_moments(x: Array, /, *, axis: tuple[int, ...]) -> tuple[Array, Array]:
-    """As `generic.local_moments`."""
-    operands = _prepare(axis, (x,))
-    if operands is None:
-        return generic.local_moments(x, axis=axis)
-    library = operands.library
-    (mean, var), addresses = library.new(2, operands.plan.shape, library.float64)
-    _moments(operands, *addresses)
-    return mean, var
-
-
-def begin_forward(x: Array, /, *numbers: float, axis: tuple[int, ...], **options: Any) -> Array:
-    """As `generic.begin_forward`."""
-    if options.get("mask") is None:
-        return packed_moments(x, *numbers, axis=axis, out=options.get("out"))
-    return generic.begin_forward(x, *numbers, axis=axis, **options)
-
-
-finish_forward = partial(generic.finish_forward, passes=sys.modules[__name__])
-begin_backward = partial(generic.begin_backward, passes=sys.modules[__name__])
-finish_backward = partial(generic.finish_backward, passes=sys.modules[__name__])
 move = generic.move
 
 
-def packed_moments(
-    x: Array, weight: float, count: float, /, *, axis: tuple[int, ...], out: Array | None = None
+def begin_forward(
+    x: Array,
+    rank_weight: float,
+    count: float,
+    /,
+    *,
+    axis: tuple[int, ...],
+    mask: Array | None = None,
+    out: Array | None = None,
 ) -> Array:
-    """As `generic.packed_moments`."""
-    operands = _prepare(axis, (x,))
-    if operands is None:
-        return generic.begin_forward(x, weight, count, axis=axis, out=out)
-    _, C, _ = operands.sizes
-    packed, packed_at = payload(operands.library, C, out)
+    """As `generic.begin_forward`."""
+    o = None if mask is not None else _operands(axis, (x, None))
+    if o is None:
+        return generic.begin_forward(x, rank_weight, count, axis=axis, mask=mask, out=out)
+    library, plan, (x_at, *_), _, _alive = o
+    N, C, S = plan.sizes
+    tasks = plan.sums if plan.sums is not None else _sum_tasks(plan.sizes, _num_threads())
+    payload, payload_at = _payload(library, forward_payload(C), out)
+    head, packing = (plan.dtype, x_at, N, C, S, tasks[0][0]), (payload_at, rank_weight, count)
+    if len(tasks) == 1:
+        _core.begin_forward(*head, 0, 0, 0, 0, *packing)
+        return payload
     _memory, mean_at = scratch(2 * C)
-    var_at = mean_at + C * _FLOAT64
-    _moments(operands, mean_at, var_at)
-    step("pack_moments")(mean_at, var_at, packed_at, C, weight, count)
-    return packed
+    for again in (0, 1):  # a second time, about the mean, if the first centre was far from it
+        statistics = mean_at if again else 0, 0, 0, 0, 0, 0.0
+        _sums_memory, sums_at = _sums(
+            (plan.dtype, _MOMENTS, x_at, 0, 0, *statistics, N, C, S), C, tasks
+        )
+        written = sums_at, mean_at, mean_at + C * _FLOAT64, again
+        if not _core.begin_forward(*head, *written, *packing):
+            break
+    return payload
+
+
+def finish_forward(
+    summed: Array,
+    x: Array,
+    weight: Array | None,
+    bias: Array | None,
+    rank_weight: float,
+    count: float,
+    /,
+    *,
+    eps: float,
+    axis: tuple[int, ...],
+    residual: Array | None = None,
+    relu: bool = False,
+    mask: Array | None = None,
+    running: Running | None = None,
+) -> Finished:
+    """As `generic.finish_forward`."""
+    o = None if mask is not None else _operands(axis, (x, residual), (), (weight, bias))
+    summed_at = None if o is None else _message(summed)
+    if o is None or summed_at is None:
+        on: Any = {"eps": eps, "axis": axis, "residual": residual, "relu": relu, "mask": mask}
+        share = rank_weight, count
+        return generic.finish_forward(summed, x, weight, bias, *share, running=running, **on)
+    library, plan, (x_at, residual_at, *parameters, code), _, (like, *_alive) = o
+    shape = plan.shape
+    statistics, (mean_at, var_at, *totals_at) = library.new(library.float64, shape, shape, (), ())
+    y = library.empty_like(like)
+    tasks = plan.tasks if plan.tasks is not None else _tasks(plan.sizes, _num_threads())
+    arguments = (
+        plan.dtype, relu, x_at, residual_at, mean_at, var_at, *parameters, code, eps,
+        library.address(y), *plan.sizes[1:],
+    )  # fmt: skip
+    moved = _NOT_MOVED if running is None else _moved(running, library, shape)
+    state = _core.finish_forward(
+        *arguments, *(tasks[0] if len(tasks) == 1 else _NOTHING),
+        summed_at, rank_weight, count, *totals_at, *(moved or _NOT_MOVED),
+    )  # fmt: skip
+    if state == RIGHT:
+        if len(tasks) > 1:
+            _run(_core.normalize, arguments, tasks)
+        if moved is None:
+            generic.move(running, *statistics[:3], count)  # type: ignore[arg-type]
+        elif running is not None:
+            library.changed(running.mean, running.var, running.num_batches)
+    return y, *statistics, state
+
+
+def begin_backward(
+    dy: Array,
+    x: Array,
+    mean: Array,
+    var: Array,
+    weight: Array | None,
+    bias: Array | None,
+    /,
+    *,
+    eps: float,
+    axis: tuple[int, ...],
+    relu: bool = False,
+    y: Array | None = None,
+    mask: Array | None = None,
+    out: Array | None = None,
+) -> tuple[Array, Array | None, Array | None]:
+    """As `generic.begin_backward`."""
+    o = None if mask is not None else _operands(axis, (x, dy, y), (mean, var), (weight, bias))
+    if o is None:
+        on: Any = {"eps": eps, "axis": axis, "relu": relu, "y": y, "mask": mask, "out": out}
+        return generic.begin_backward(dy, x, mean, var, weight, bias, **on)
+    library, plan, addresses, dtype, _alive = o
+    _, C, _ = plan.sizes
+    payload, payload_at = _payload(library, 2 * C, out)
+    (dweight, dbias), (dweight_at, dbias_at) = library.new(dtype, plan.shape, plan.shape)
+    kind = _SIGN_OF_Y if y is not None else _SIGN_OF_X if relu else _GRADIENT
+    arguments = plan.dtype, kind, *addresses, eps, *plan.sizes
+    tasks = plan.sums if plan.sums is not None else _sum_tasks(plan.sizes, _num_threads())
+    _memory, sums_at = (None, 0) if len(tasks) == 1 else _sums(arguments, C, tasks)
+    whole = tasks[0][0], 0, 1, 0, C
+    _core.begin_backward(*arguments, sums_at, *whole, payload_at, dweight_at, dbias_at)
+    if weight is None:
+        dweight = None
+    elif weight.dtype != dtype:
+        dweight = library.cast(dweight, weight.dtype)
+    if bias is None:
+        dbias = None
+    elif bias.dtype != dtype:
+        dbias = library.cast(dbias, bias.dtype)
+    return payload, dweight, dbias
+
+
+def finish_backward(
+    summed: Array,
+    dy: Array,
+    x: Array,
+    mean: Array,
+    var: Array,
+    weight: Array | None,
+    bias: Array | None,
+    element_weight: Array,
+    /,
+    *,
+    eps: float,
+    axis: tuple[int, ...],
+    relu: bool = False,
+    y: Array | None = None,
+    mask: Array | None = None,
+) -> tuple[Array, Array | None]:
+    """As `generic.finish_backward`."""
+    o = None if mask is not None else _operands(axis, (x, dy, y), (mean, var), (weight, bias))
+    summed_at = None if o is None else _message(summed)
+    if o is None or summed_at is None:
+        on: Any = {"eps": eps, "axis": axis, "relu": relu, "y": y, "mask": mask}
+        statistics = mean, var, weight, bias, element_weight
+        return generic.finish_backward(summed, dy, x, *statistics, **on)
+    library, plan, addresses, _, (like, *_alive) = o
+    dx = library.empty_like(like)
+    dresidual = None if y is None else library.empty_like(like)
+    kind = _SIGN_OF_Y if y is not None else _SIGN_OF_X if relu else _GRADIENT
+    arguments = (
+        plan.dtype, kind, *addresses, eps, summed_at, float(element_weight),
+        library.address(dx), 0 if dresidual is None else library.address(dresidual),
+        *plan.sizes[1:],
+    )  # fmt: skip
+    if plan.tasks is not None:
+        _core.finish_backward(*arguments, *plan.tasks[0])
+    else:
+        _run(_core.finish_backward, arguments, _tasks(plan.sizes, _num_threads()))
+    return dx, dresidual
 
 
 def normalize(
-    x: Array, /, *statistics: Any, residual: Array | None = None, relu: bool = False, **on: Any
+    x: Array,
+    mean: Array,
+    var: Array,
+    weight: Array | None,
+    bias: Array | None,
+    /,
+    *,
+    eps: float,
+    axis: tuple[int, ...],
+    residual: Array | None = None,
+    relu: bool = False,
 ) -> Array:
     """As `generic.normalize`."""
-    y = _normalize(x, *statistics, **on)
-    if residual is not None:
-        y += residual
-    return array_namespace(y).clip(y, 0.0, None) if relu else y
-
-
-def _normalize(x: Array, /, *statistics: Any, eps: float, axis: tuple[int, ...]) -> Array:
-    mean, var, weight, bias = statistics
-    operands = _prepare(axis, (x,), (mean, var), (weight, bias))
-    if operands is None:
-        return generic.normalize(x, *statistics, eps=eps, axis=axis)
-    _, C, _ = operands.sizes
-    mean_at, var_at = operands.wide
-    weight_at, bias_at = operands.parameters.addresses
-    _memory, scale_at = scratch(2 * C)
-    shift_at = scale_at + C * _FLOAT64
-    step("affine", operands.parameters.dtype)(
-        var_at, weight_at, bias_at, scale_at, shift_at, C, weight_at != 0, bias_at != 0, eps
-    )
-    return _elementwise("normalize", operands, x, [mean_at, scale_at, shift_at])
-
-
-def backward_sums(
-    dy: Array, x: Array, mean: Array, var: Array, /, *, eps: float, axis: tuple[int, ...]
-) -> tuple[Array, Array]:
-    """As `generic.backward_sums`."""
-    operands = _prepare(axis, (x, dy), (mean, var))
-    if operands is None:
-        return generic.backward_sums(dy, x, mean, var, eps=eps, axis=axis)
-    library = operands.library
-    _, C, _ = operands.sizes
-    mean_at, var_at = operands.wide
-    _memory, sums_at, parts = _sums("backward_sums", operands, mean_at)
-    (sum_dy, sum_dy_xhat), results = library.new(2, operands.plan.shape, library.float64)
-    step("finish_backward_sums")(sums_at, var_at, *results, C, parts, eps)
-    return sum_dy, sum_dy_xhat
-
-
-def input_gradient(
-    dy: Array, x: Array, /, *statistics: Any, eps: float, axis: tuple[int, ...]
-) -> Array:
-    """As `generic.input_gradient`."""
-    mean, var, weight, element_weight, sum_dy, sum_dy_xhat = statistics
-    operands = _prepare(axis, (x, dy), (mean, var, sum_dy, sum_dy_xhat), (weight,))
-    if operands is None:
-        return generic.input_gradient(dy, x, *statistics, eps=eps, axis=axis)
-    _, C, _ = operands.sizes
-    mean_at, *others = operands.wide
-    (weight_at,) = operands.parameters.addresses
-    _memory, first = scratch(3 * C)
-    coefficients = [first, first + C * _FLOAT64, first + 2 * C * _FLOAT64]
-    step("gradient_coefficients", operands.parameters.dtype)(
-        *others, weight_at, *coefficients, C, weight_at != 0, eps, float(element_weight)
-    )
-    return _elementwise("input_gradient", operands, x, [mean_at, *coefficients])
+    o = _operands(axis, (x, residual), (mean, var), (weight, bias))
+    if o is None:
+        on: Any = {"eps": eps, "axis": axis, "residual": residual, "relu": relu}
+        return generic.normalize(x, mean, var, weight, bias, **on)
+    library, plan, addresses, _, (like, *_alive) = o
+    y = library.empty_like(like)
+    arguments = plan.dtype, relu, *addresses, eps, library.address(y), *plan.sizes[1:]
+    tasks = plan.tasks if plan.tasks is not None else _tasks(plan.sizes, _num_threads())
+    _run(_core.normalize, arguments, tasks)
+    return y
 
 
 class _Plan(NamedTuple):
     """How a pass treats all activations of one dtype, shape and strides."""
 
     shape: tuple[int, ...]  # of a per-channel array
-    dtype: str  # of the arithmetic
-    is_dtype: bool  # whether the activation has the dtype of the arithmetic
-    sizes: tuple[int, int, int] | None  # (N, C, S); None if only a copy has such sizes
-
-
-class _Operands(NamedTuple):
-    """The arguments of a pass as addresses."""
-
-    library: Any
-    plan: _Plan
+    dtype: int  # see `DTYPES`
     sizes: tuple[int, int, int]  # (N, C, S)
-    like: Array  # the first activation, dense
-    activations: list[int]  # all in the memory order of the first
-    wide: list[int]
-    parameters: Parameters
-    alive: list[Array]  # referred to, so that their memory is not freed
-
-
-_NONE = Parameters("float64", [], ())
-
-
-def _prepare(
-    axis: tuple[int, ...],
-    activations: Sequence[Array],
-    wide: Sequence[Array] = (),
-    parameters: Sequence[Array | None] = (),
-) -> _Operands | None:
-    """Operands of a pass, copied where needed; None if the loops cannot take them."""
-    x = activations[0]
-    library = library_of(x)
-    address, strides = library.locate(x)
-    if not address:
-        return None
-    plan = _plan(x.dtype, x.shape, strides, axis)
-    if plan is None:
-        return None
-    dtype, sizes = x.dtype, plan.sizes
-    if sizes is None or not plan.is_dtype:
-        x = library.cast(x, plan.dtype)
-        address, strides = library.locate(x)
-        sizes = sizes_in_memory(x.shape, strides, axis)
-        if sizes is None:
-            x = library.dense_copy(x, like=x)
-            address, strides = library.locate(x)
-            sizes = sizes_in_memory(x.shape, strides, axis)
-            if sizes is None:
-                return None
-    alive, addresses = [x], [address]
-    for a in activations[1:]:
-        address, own_strides = library.locate(a)
-        if a.dtype != dtype or a.shape != x.shape or not address:
-            return None
-        if not plan.is_dtype or own_strides != strides:
-            a = library.dense_copy(a, like=x)
-            address = library.address(a)
-        alive.append(a)
-        addresses.append(address)
-    for v in wide:
-        if v.shape != plan.shape:
-            return None
-    wide_addresses = library.dense_addresses(wide, library.float64) if wide else []
-    if wide_addresses is None:
-        if not all(library.address(v) for v in wide):
-            return None
-        copies = [library.wide(v) for v in wide]
-        wide_addresses = [library.address(v) for v in copies]
-        alive += copies
-    located = parameters_of(library, plan.shape, parameters) if parameters else _NONE
-    if located is None:
-        return None
-    return _Operands(library, plan, sizes, x, addresses, wide_addresses, located, alive)
-
-
-_ARITHMETIC = dict.fromkeys(("float16", "bfloat16", "float32"), "float32") | {"float64": "float64"}
+    sums: Sequence[tuple[int, ...]] | None  # the task of one thread; None where more may help
+    tasks: Sequence[tuple[int, ...]] | None
 
 
 @lru_cache(maxsize=1024)
 def _plan(
     dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...], axis: tuple[int, ...]
 ) -> _Plan | None:
-    """The plan of an activation; None if it is empty or the loops do not know its dtype."""
-    name = str(dtype).removeprefix("torch.")
-    arithmetic = _ARITHMETIC.get(name)
-    if arithmetic is None or 0 in shape:
+    """The plan of an activation; None if it has no sizes (N, C, S), or another dtype."""
+    code = code_of(dtype)
+    if code is None or 0 in shape:
+        return None
+    if isinstance(dtype, np.dtype):  # whose arrays count strides in bytes
+        strides = tuple(s // dtype.itemsize for s in strides)
+    sizes = sizes_in_memory(shape, strides, axis)
+    if sizes is None:
         return None
     per_channel = tuple(n for i, n in enumerate(shape) if i not in axis)
-    return _Plan(per_channel, arithmetic, name == arithmetic, sizes_in_memory(shape, strides, axis))
+    if math.prod(sizes) >= 2 * _SHARE:
+        return _Plan(per_channel, code, sizes, None, None)
+    return _Plan(per_channel, code, sizes, _sum_tasks(sizes, 1), _tasks(sizes, 1))
 
 
-def _moments(operands: _Operands, mean_at: int, var_at: int) -> None:
-    """Write the mean and the variance of the activation."""
-    N, C, S = operands.sizes
-    (x_at,) = operands.activations
-    _loop("centre", operands.plan.dtype)(x_at, mean_at, N, C, S)
-    for _ in range(2):  # a second time, about the mean, if the first centre was far from it
-        _memory, sums_at, parts = _sums("moments", operands, mean_at)
-        far = _loop("finish_moments", operands.plan.dtype)(
-            x_at, sums_at, mean_at, var_at, N, C, S, parts
+# The library; the plan; the addresses of activations and per-channel arrays, 0 for None, and the
+# number of the parameters' dtype; this dtype; the first activation, dense, and all other copies,
+# which live as long as they are referred to.
+_Operands: TypeAlias = tuple[Any, _Plan, list[int], Any, list[Array]]
+
+
+def _operands(
+    axis: tuple[int, ...],
+    activations: tuple[Array | None, ...],
+    wide: tuple[Array, ...] = (),
+    parameters: tuple[Array | None, ...] = (None, None),
+) -> _Operands | None:
+    """Operands of a pass, copied where needed; None if the loops cannot take them."""
+    x: Any = activations[0]
+    library = LIBRARIES[type(x)]
+    if library is None:
+        return None
+    weight, bias = parameters
+    dtype = weight.dtype if weight is not None else bias.dtype if bias is not None else None
+    code = 0 if dtype is None else code_of(dtype)
+    strides = library.strides(x)
+    plan = _plan(x.dtype, x.shape, strides, axis)
+    if plan is not None and code is not None:
+        addresses = library.locate(
+            (activations, x.dtype, x.shape, strides),
+            (wide, library.float64, plan.shape, None),
+            (parameters, dtype, plan.shape, None),
         )
-        if not far:
-            break
+        if addresses is not None:
+            addresses.append(code)
+            return library, plan, addresses, dtype or library.float64, [x]
+    return _copied(library, axis, activations, wide, parameters)
 
 
-def _sums(name: str, operands: _Operands, mean_at: int) -> tuple[Any, int, int]:
-    """Two sums per channel of each part of the samples: memory `(parts, 2, C)`, its address, parts.
+def _copied(
+    library: Any,
+    axis: tuple[int, ...],
+    activations: tuple[Array | None, ...],
+    wide: tuple[Array, ...],
+    parameters: tuple[Array | None, ...],
+) -> _Operands | None:
+    """As `_operands`, of dense copies."""
+    x, *others = activations
+    if library.locate(((x,), x.dtype, x.shape, library.strides(x))) is None:  # type: ignore[union-attr]
+        return None
+    if code_of(x.dtype) is None or 0 in x.shape:  # type: ignore[union-attr]
+        return None
+    for a in others:
+        if a is not None and (a.dtype != x.dtype or a.shape != x.shape):  # type: ignore[union-attr]
+            return None
+    like = library.dense_copy(x, like=x)
+    strides = library.strides(like)
+    plan = _plan(like.dtype, like.shape, strides, axis)
+    if plan is None or any(v is not None and v.shape != plan.shape for v in (*wide, *parameters)):
+        return None
+    activations = (like, *[None if a is None else library.dense_copy(a, like=like) for a in others])
+    wide = tuple(library.wide(v) for v in wide)
+    parameters = tuple(None if p is None else library.wide(p) for p in parameters)
+    float64 = library.float64
+    addresses = library.locate(
+        (activations, like.dtype, like.shape, strides),
+        ((*wide, *parameters), float64, plan.shape, None),
+    )
+    if addresses is None:
+        return None
+    addresses.append(DTYPES["float64"])
+    alive = [like, *activations, *wide, *parameters]
+    return library, plan, addresses, float64, alive
+
+
+def _message(summed: Array) -> int | None:
+    """The address of a message; None if the loops cannot read it."""
+    library = LIBRARIES[type(summed)]
+    if library is None:
+        return None
+    addresses = library.locate(((summed,), library.float64, summed.shape, None))
+    return None if addresses is None else int(addresses[0])
+
+
+def _payload(library: Any, n: int, out: Array | None) -> tuple[Array, int]:
+    """`out`, or a new array for the `n` numbers of a message; and its address."""
+    if out is not None:
+        return out, out.__array_interface__["data"][0]
+    (array,), (address,) = library.new(library.float64, (n,))
+    return array, address
+
+
+_NOTHING = (0, 0, 0, 0)
+_NOT_MOVED = (0, 0, 0, 0.0, 0, 0)
+
+
+def _moved(running: Running, library: Any, shape: tuple[int, ...]) -> tuple[Any, ...] | None:
+    """Running statistics for the C core; None if it cannot move them."""
+    mean, var, momentum, convention, num_batches = running
+    code = code_of(mean.dtype)
+    addresses = library.locate(
+        ((mean, var), mean.dtype, shape, None), ((num_batches,), library.int64, (), None)
+    )
+    if code is None or addresses is None or convention not in _CONVENTIONS:
+        return None
+    if isinstance(mean, np.ndarray) and not (mean.flags.writeable and var.flags.writeable):
+        return None
+    if momentum is None:
+        momentum = 0.0 if num_batches is None else -1.0
+    mean_at, var_at, counter_at = addresses
+    return mean_at, var_at, code, momentum, _CONVENTIONS[convention], counter_at
+
+
+def _sums(arguments: tuple[Any, ...], C: int, tasks: Sequence[tuple[int, ...]]) -> tuple[Any, int]:
+    """Memory of the sums of each part, which threads make, and its address.
 
     The caller must hold the memory while the sums are read.
     """
-    N, C, S = operands.sizes
-    tasks = _sum_tasks(N, C, S, _num_threads() if N * C * S >= 2 * _SHARE else 1)
-    parts = tasks[0][0]
-    memory, address = scratch(parts * 2 * C)
-    _run(name, operands, [mean_at, address], (N, C, S), tasks)
-    return memory, address, parts
-
-
-def _elementwise(name: str, operands: _Operands, x: Array, coefficients: list[int]) -> Array:
-    """A new array like `x`, in the dtype of `x`."""
-    y, y_at = operands.library.new_like(operands.like)
-    N, C, S = operands.sizes
-    tasks = _tasks(N, C, S, _num_threads() if N * C * S >= 2 * _SHARE else 1)
-    _run(name, operands, [*coefficients, y_at], (C, S), tasks)
-    return y if operands.plan.is_dtype else operands.library.cast(y, x.dtype)
+    memory, address = scratch(tasks[0][0] * 2 * C)
+    _run(_core.sums, (*arguments, address), tasks)
+    return memory, address
 
 
 @lru_cache(maxsize=1024)
-def _sum_tasks(N: int, C: int, S: int, threads: int) -> list[tuple[int, ...]]:
+def _sum_tasks(sizes: tuple[int, int, int], threads: int) -> Sequence[tuple[int, ...]]:
     """Tasks `(parts, first, step, c0, c1)`, at most one for each thread."""
+    N, C, S = sizes
     worth = max(N * C * S // _SHARE, 1)
     if C * S >= _WIDE:
         return [(1, 0, 1, a, b) for a, b in _cuts(C, min(threads, worth))]
@@ -272,8 +386,9 @@ def _sum_tasks(N: int, C: int, S: int, threads: int) -> list[tuple[int, ...]]:
 
 
 @lru_cache(maxsize=1024)
-def _tasks(N: int, C: int, S: int, threads: int) -> list[tuple[int, ...]]:
+def _tasks(sizes: tuple[int, int, int], threads: int) -> Sequence[tuple[int, ...]]:
     """Tasks `(n0, n1, c0, c1)`, at most one for each thread."""
+    N, C, S = sizes
     shares = min(threads, max(N * C * S // _SHARE, 1))
     if C * S >= _WIDE:
         return [(0, N, a, b) for a, b in _cuts(C, shares)]
@@ -287,27 +402,14 @@ def _cuts(n: int, parts: int) -> list[tuple[int, int]]:
 
 
 def _run(
-    name: str,
-    operands: _Operands,
-    others: list[int],
-    sizes: tuple[int, ...],
-    tasks: list[tuple[int, ...]],
+    loop: Callable[..., Any], arguments: tuple[Any, ...], tasks: Sequence[tuple[int, ...]]
 ) -> None:
     """Run the loop for each task, on one thread per task."""
-    loop = _loop(name, operands.plan.dtype)
-    if len(tasks) == 1:
-        loop(*operands.activations, *others, *sizes, *tasks[0])
-        return
     first, *rest = tasks
-    running = [_pool().submit(loop, *operands.activations, *others, *sizes, *task) for task in rest]
-    loop(*operands.activations, *others, *sizes, *first)
+    running = [_pool().submit(loop, *arguments, *task) for task in rest]
+    loop(*arguments, *first)
     for other in running:
         other.result()
-
-
-@cache
-def _loop(name: str, dtype: str) -> Any:
-    return _loops.compiled(_loops.LOOPS[name], dtype)
 
 
 def _num_threads() -> int:
@@ -318,8 +420,6 @@ def _num_threads() -> int:
     return max(int(asked), 1) if asked.isdigit() else os.cpu_count() or 1
 
 
-# Not numba's threads: workqueue, the threading layer that numba always has, ends the process if
-# two threads enter it, and ranks and autograd may be threads.
 @cache
 def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="multibn")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from multibn.kernels import cuda, cuda_steps, generic
+from multibn.kernels import Running, cuda, generic
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has none of this")
@@ -72,8 +72,8 @@ def check(
     close((mean - expected_mean) / std, 0 * std, eps)
     close(var / expected_var, std / std, eps)
     weight, count = 7.0, 2.0**24 + 1
-    packed = cuda.packed_moments(x, weight, count, axis=axis)
-    assert torch.equal(packed, cuda_steps.pack(mean, var + mean * mean, weight, count))
+    packed = cuda.begin_forward(x, weight, count, axis=axis)
+    assert torch.equal(packed, generic.pack(mean, var + mean * mean, weight, count))
 
     dy = torch.randn(x.shape, generator=GENERATOR).to(DEVICE, x.dtype) if dy is None else dy
     check_normalize(x, mean, var, wide(*mean.shape), wide(*mean.shape).float(), axis)
@@ -202,11 +202,12 @@ def test_packed_moments(layout: str, count: float, launched: list[str]) -> None:
     """Numbers that float32 would round; constants, which have no variance over ranks."""
     values = torch.randn(1, 5, 1, 1, generator=GENERATOR).to(DEVICE)
     x = values.expand(2, 5, 2, 4).contiguous(memory_format=getattr(torch, layout))
-    packed = cuda.packed_moments(x, count, count + 1, axis=AXIS)
+    packed = cuda.begin_forward(x, count, count + 1, axis=AXIS)
     mean = values.double().flatten()
     assert torch.equal(packed, generic.pack(mean, mean * mean, count, count + 1))
-    packed = cuda.packed_moments(x, 4.0, 4.0, axis=AXIS)
-    assert not generic.unpack(packed + packed, (5,), 4.0, 4.0).var.any()
+    packed = cuda.begin_forward(x, 4.0, 4.0, axis=AXIS)
+    _, var, *_ = generic.unpack(packed + packed, (5,), 4.0, 4.0)
+    assert not var.any()
     assert launched == 2 * ["moments", "merge_and_pack_moments"]
 
 
@@ -227,7 +228,7 @@ def test_invalid_values_are_not_hidden() -> None:
     x[1, 1, 2, 2] = torch.nan
     mean, var = cuda.local_moments(x, axis=AXIS)
     assert mean.isnan().tolist() == var.isnan().tolist() == [False, True]
-    packed = cuda.packed_moments(x, 1.0, 1.0, axis=AXIS)
+    packed = cuda.begin_forward(x, 1.0, 1.0, axis=AXIS)
     assert packed.isnan().tolist() == [False, True, False, True, False, False]
 
 
@@ -274,9 +275,42 @@ def test_residual_and_relu(layout: str, native: bool, relu: bool) -> None:
     plain = cuda.normalize(x, *given, eps=VAR_EPS, axis=AXIS)
     for added, to_add in ((residual, residual), (0, None)):
         expected = (plain + added).relu() if relu else plain + added
-        got = cuda.normalize_add_relu(x, *given, to_add, relu, eps=VAR_EPS, axis=AXIS)
+        got = cuda.normalize(x, *given, eps=VAR_EPS, axis=AXIS, residual=to_add, relu=relu)
         assert got.stride() == plain.stride()
         torch.testing.assert_close(got, expected, equal_nan=True)
+
+
+@layouts
+@pytest.mark.parametrize("has_residual", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+def test_the_verbs(layout: str, has_residual: bool, masked: bool) -> None:
+    """A pass each way with ReLU, against `generic`."""
+    x, dy = normal(3, 5, 4, 6, layout=layout), normal(3, 5, 4, 6, layout=layout)
+    residual = normal(3, 5, 4, 6) if has_residual else None
+    weight, bias = wide(5).float(), wide(5).float()
+    mask = torch.rand((3, 1, 4, 6), generator=GENERATOR).to(DEVICE) < 0.7 if masked else None
+    count = 72.0 if mask is None else float(mask.sum())
+    on: Any = {"axis": AXIS, "mask": mask}
+    found = []
+    for file in (cuda, generic):
+        running = Running(torch.zeros_like(weight), torch.ones_like(weight), 0.1)
+        summed = file.begin_forward(x, count, count, **on)
+        y, *batch, state = file.finish_forward(
+            summed, x, weight, bias, count, count, eps=VAR_EPS, residual=residual, relu=True,
+            running=running, **on,
+        )  # fmt: skip
+        mean, var, _, element_weight = batch
+        about = dy, x, mean, var, weight, bias
+        options = {"eps": VAR_EPS, "relu": True, "y": y if has_residual else None, **on}
+        sums, *parameters = file.begin_backward(*about, **options)
+        dx, dresidual = file.finish_backward(sums, *about, element_weight, **options)
+        assert state == generic.RIGHT
+        assert (dresidual is None) is (not has_residual)
+        gradients = dx, *parameters, *(v for v in (dresidual,) if v is not None)
+        found.append([y, *batch, *running[:2], *gradients])
+    for got, right in zip(*found, strict=True):
+        assert got.dtype == right.dtype
+        torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_left_to_generic(launched: list[str]) -> None:
@@ -285,7 +319,7 @@ def test_what_is_left_to_generic(launched: list[str]) -> None:
     empty = torch.empty(0, 2, 4, 5, device=DEVICE)
     mean, var = cuda.local_moments(empty, axis=AXIS)
     assert mean.tolist() == var.tolist() == [0, 0]
-    packed = cuda.packed_moments(empty, 0.0, 0.0, axis=AXIS)
+    packed = cuda.begin_forward(empty, 0.0, 0.0, axis=AXIS)
     assert packed.tolist() == [0] * 6
     y = cuda.normalize(empty, mean, var, None, None, eps=VAR_EPS, axis=AXIS)
     assert y.shape == empty.shape
@@ -333,7 +367,7 @@ def test_capture_in_a_graph() -> None:
     x, weight = normal(8, 16, 14, 14), wide(16).half()
 
     def passes() -> list[Any]:
-        packed = cuda.packed_moments(x, 7.0, 7.0, axis=AXIS)
+        packed = cuda.begin_forward(x, 7.0, 7.0, axis=AXIS)
         mean, var = cuda.local_moments(x, axis=AXIS)
         given: dict[str, Any] = {"eps": VAR_EPS, "axis": AXIS}
         y = cuda.normalize(x, mean, var, weight, None, **given)

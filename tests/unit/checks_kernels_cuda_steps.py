@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from multibn import kernels
-from multibn.kernels import cuda_steps, generic
-from multibn.torch_backend import SyncBatchNorm, modules
+from multibn.kernels import Running, cuda, cuda_steps, generic
+from multibn.torch_backend import SyncBatchNorm
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has none of this")
@@ -62,33 +62,28 @@ def compare(got: Any, expected: Any, size: Any = None) -> None:
 
 @shapes
 @pytest.mark.parametrize("count", [0.0, 1.0, 3.0, 2.0**24 + 1, 2.0**40 + 1])
-def test_pack_and_unpack(shape: tuple[int, ...], count: float, launched: list[str]) -> None:
+def test_unpack(shape: tuple[int, ...], count: float, launched: list[str]) -> None:
     mean = wide(*shape)
     meansqr = mean**2 + wide(*shape) ** 2
     weight = min(count, 2.0**40 - 1)
-    packed = cuda_steps.pack(mean, meansqr, weight, count)
-    compare(packed, generic.pack(mean, meansqr, weight, count))
-    assert packed[-2:].tolist() == [weight, count]
-    summed = 3 * packed
-    got = cuda_steps.unpack(summed, shape, weight, count)
-    expected = generic.unpack(summed, shape, weight, count)
-    compare(got.mean, expected.mean)
-    compare(got.var, expected.var, meansqr)
-    compare(got.count, expected.count)
-    compare(got.element_weight, expected.element_weight)
-    assert (got.refused, got.finite) == (False, True)
-    assert launched == ["pack", "unpack"]
+    summed = 3 * generic.pack(mean, meansqr, weight, count)
+    *got, state = cuda_steps.unpack(summed, shape, weight, count)
+    *expected, right_state = generic.unpack(summed, shape, weight, count)
+    for a, b, size in zip(got, expected, (None, meansqr, None, None), strict=True):
+        compare(a, b, size)
+    assert state == right_state == generic.RIGHT
+    assert launched == ["unpack"]
 
 
 def test_the_weights_of_a_rank_without_data() -> None:
     """Another rank's data are there; a sum of weights below 1 is that of no data at all."""
     others = generic.pack(wide(5), wide(5) ** 2 + 9, 4.0, 8.0)
     for summed, total in ((others, 4.0), (0 * others, 0.0)):
-        got = cuda_steps.unpack(summed, (5,), 0.0, 0.0)
-        compare(got.mean, summed[:5] / max(total, 1))
-        assert got.element_weight.item() == 0
-        assert got.count.item() == 2 * total
-    assert got.var.tolist() == [0] * 5
+        mean, var, count, element_weight, _ = cuda_steps.unpack(summed, (5,), 0.0, 0.0)
+        compare(mean, summed[:5] / max(total, 1))
+        assert element_weight.item() == 0
+        assert count.item() == 2 * total
+    assert var.tolist() == [0] * 5
 
 
 def test_the_variance_is_not_negative_and_a_nan_stays() -> None:
@@ -96,51 +91,27 @@ def test_the_variance_is_not_negative_and_a_nan_stays() -> None:
     mean = torch.tensor([3.0, math.nan, 2.0], dtype=torch.float64, device=DEVICE)
     meansqr = torch.tensor([8.9, 1.0, math.nan], dtype=torch.float64, device=DEVICE)
     summed = generic.pack(mean, meansqr, 2.0, 2.0)
-    got = cuda_steps.unpack(summed, (3,), 2.0, 2.0)
-    assert got.var[0].item() == 0
-    assert got.var.isnan().tolist() == [False, True, True]
-    assert got.mean.isnan().tolist() == [False, True, False]
+    got_mean, got_var, *_ = cuda_steps.unpack(summed, (3,), 2.0, 2.0)
+    assert got_var[0].item() == 0
+    assert got_var.isnan().tolist() == [False, True, True]
+    assert got_mean.isnan().tolist() == [False, True, False]
     for found in cuda_steps.unpack(math.nan * summed, (3,), 2.0, 2.0)[:4]:
         assert found.isnan().all()
 
 
 @shapes_of_dtypes
-@pytest.mark.parametrize("momentum", [0.0, 0.1, 1.0, number(0.1)], ids=["0", "n", "1", "array"])
-@pytest.mark.parametrize("factor", [4 / 3, number(4 / 3)], ids=["n", "array"])
-def test_move_averages(
-    shape: tuple[int, ...],
-    dtype: torch.dtype | None,
-    momentum: Any,
-    factor: Any,
-    launched: list[str],
-) -> None:
-    dtype = dtype or torch.float32
-    running = wide(*shape).to(dtype), (wide(*shape) ** 2).to(dtype)
-    before = [a.clone() for a in running]
-    given = (wide(*shape), wide(*shape) ** 2, momentum, factor)
-    moved = cuda_steps.move_averages(*running, *given)
-    for got, right in zip(moved, generic.move_averages(*running, *given), strict=True):
-        if dtype == torch.bfloat16 and DEVICE == "cpu":  # the interpreter cuts off
-            torch.testing.assert_close(got, right, rtol=2**-7, atol=0)
-        else:
-            compare(got, right, right.abs() + (dtype == torch.float64))  # there may be cancellation
-    assert all(map(torch.equal, running, before))
-    assert launched == ["move_averages"]
-
-
-@shapes_of_dtypes
 @pytest.mark.parametrize("momentum", [0.0, 0.1, 1.0, None], ids=["0", "n", "1", "cumulative"])
-@pytest.mark.parametrize("factor", [None, 1.25], ids=["unbiased", "n"])
+@pytest.mark.parametrize("convention", ["unbiased_global", "unbiased_local", "biased"])
 @pytest.mark.parametrize("count", [0.0, 1.0, 7.0, math.nan])
-def test_move_in_place(
+def test_move(
     shape: tuple[int, ...],
     dtype: torch.dtype | None,
     momentum: float | None,
-    factor: float | None,
+    convention: Any,
     count: float,
     launched: list[str],
 ) -> None:
-    """As the steps of `population.update_running`; a batch without elements changes nothing."""
+    """As `population.update_running`; a batch without elements changes nothing."""
     dtype = dtype or torch.float32
     running = wide(*shape).to(dtype), (wide(*shape) ** 2).to(dtype)
     num_batches = torch.full((), 4, device=DEVICE)
@@ -151,11 +122,10 @@ def test_move_in_place(
     n = number(count)
     expected_batches = 4 + int(count > 0)
     a = (1 / expected_batches if momentum is None else momentum) * (n > 0).double()
-    expected = generic.move_averages(
-        *running, *batch, a, n / (n - 1).clamp(1) if factor is None else factor
-    )
+    factor = {"unbiased_global": n / (n - 1).clamp(1), "unbiased_local": 1.25, "biased": 1.0}
+    expected = generic.move_averages(*running, *batch, a, factor[convention])
     versions = [v._version for v in (*running, num_batches)]
-    assert cuda_steps.move_in_place(*running, num_batches, *batch, n, momentum, factor)
+    cuda_steps.move(Running(*running, momentum, convention, num_batches), *batch, n, 5.0)
     for moved, right, old in zip(running, expected, before, strict=True):
         if dtype == torch.bfloat16 and DEVICE == "cpu":  # the interpreter cuts off
             torch.testing.assert_close(moved, right, rtol=2**-7, atol=0, equal_nan=True)
@@ -168,17 +138,17 @@ def test_move_in_place(
     assert num_batches.item() == expected_batches
     # Autograd tells by the version that a saved tensor has changed.
     assert all(v._version > old for v, old in zip((*running, num_batches), versions, strict=True))
-    assert launched == ["move_in_place"]
+    assert launched == ["move"]
 
 
-def test_move_in_place_without_a_counter(launched: list[str]) -> None:
+def test_move_without_a_counter(launched: list[str]) -> None:
     running = wide(5), wide(5) ** 2
     batch = wide(5), wide(5) ** 2
     expected = generic.move_averages(*running, *batch, 0.1, 1.0)
-    assert cuda_steps.move_in_place(*running, None, *batch, number(3.0), 0.1, 1.0)
+    cuda_steps.move(Running(*running, 0.1, "biased"), *batch, number(3.0), 3.0)
     for moved, right in zip(running, expected, strict=True):
         compare(moved, right, right.abs() + 1)
-    assert launched == ["move_in_place"]
+    assert launched == ["move"]
 
 
 @pytest.mark.parametrize("momentum", [0.1, None], ids=["n", "cumulative"])
@@ -193,11 +163,10 @@ def test_a_layer_moves_its_running_statistics_in_one_launch(
         here(x.cpu())
         with monkeypatch.context() as patch:
             if DEVICE == "cpu":  # as for tensors on a GPU
-                patch.setattr(modules, "is_on_host", lambda a: False)
-                patch.setattr(kernels, "_kind", lambda x, others: "cuda")
+                patch.setattr(kernels, "select", lambda x, *others: cuda)
             launched.clear()
             there(x)
-        assert launched == ["unpack", "move_in_place"]
+        assert launched == ["unpack", "move"]
     state, expected = there.state_dict(), here.state_dict()
     assert state["num_batches_tracked"].item() == 3
     for name in expected:
@@ -209,82 +178,65 @@ def test_infinity_of_one_channel_is_in_its_running_statistics() -> None:
     """Also where nobody looks at messages: while a CUDA graph is replayed."""
     moments = torch.tensor([1.0, math.inf, 2.0], dtype=torch.float64, device=DEVICE)
     summed = generic.pack(moments, moments**2, 2.0, 2.0)
-    mean, var, count, _ = cuda_steps.unpack(summed, (3,), 2.0, 2.0)[:4]
+    mean, var, count, *_ = cuda_steps.unpack(summed, (3,), 2.0, 2.0)
     running = wide(3).float(), wide(3).float()
-    assert cuda_steps.move_in_place(*running, None, mean, var, count, 0.1, None)
+    cuda_steps.move(Running(*running, 0.1), mean, var, count, 2.0)
     for moved in running:
         assert moved.isfinite().tolist() == [True, False, True]
 
 
-def test_what_cannot_be_moved_in_place(launched: list[str]) -> None:
-    v, var, n = wide(5), wide(5) ** 2, number(3.0)
+def test_what_generic_moves(launched: list[str]) -> None:
+    batch = wide(5), wide(5) ** 2, number(3.0), 3.0
+    one_rank = torch.zeros((), device=DEVICE)  # of a dtype that no counter of torch's has
+    for var, counter in ((wide(5, 2)[:, 0], None), (wide(5), one_rank)):
+        running = wide(5), var
+        expected = generic.move_averages(*running, *batch[:2], 0.1, 1.5)
+        cuda_steps.move(Running(*running, 0.1, num_batches=counter), *batch)
+        assert all(map(torch.equal, running, expected))
+    assert one_rank.item() == 1
     with torch.inference_mode():
-        frozen = v.clone()
-    one_rank = torch.zeros((), device=DEVICE)
-    apart = wide(5, 2)[:, 0]
-    for arguments in (
-        (v, apart, None, v, var, n, 0.1, 1.0),
-        (frozen, var, None, v, var, n, 0.1, 1.0),
-        (v, var, one_rank, v, var, n, 0.1, 1.0),
-        (v, var, None, v, var, 3.0, 0.1, 1.0),
-    ):
-        before = [a.clone() for a in arguments[:2]]
-        assert not cuda_steps.move_in_place(*arguments)
-        assert all(map(torch.equal, arguments[:2], before))
+        frozen = wide(5)
+    with pytest.raises(RuntimeError, match="nference"):
+        cuda_steps.move(Running(frozen, wide(5), 0.1), *batch)
     assert launched == []
 
 
 def test_parameters_of_two_dtypes(launched: list[str]) -> None:
-    given = (wide(5).half(), wide(5).float() ** 2, wide(5), wide(5) ** 2, 0.1, number(2.0))
-    moved = cuda_steps.move_averages(*given)
-    assert [a.dtype for a in moved] == [torch.float16, torch.float32]
-    assert all(map(torch.equal, moved, generic.move_averages(*given)))
-    assert launched == ["move_averages"]
+    running, batch = (wide(5).half(), wide(5).float() ** 2), (wide(5), wide(5) ** 2)
+    expected = generic.move_averages(*running, *batch, 0.1, 1.5)
+    cuda_steps.move(Running(*running, 0.1), *batch, number(3.0), 3.0)
+    assert all(map(torch.equal, running, expected))
+    assert launched == ["move"]
 
 
 def test_parts_of_a_message(launched: list[str]) -> None:
     """Arrays that begin anywhere in memory."""
     message = wide(17)
-    given = message[1:6], message[6:11], 0.1, 2.0
-    compare(cuda_steps.pack(*given), generic.pack(*given))
     summed = generic.pack(wide(5), wide(5) ** 2 + 9, 4.0, 8.0)
     message[5:] = summed
     part = cuda_steps.unpack(message[5:], (5,), 4.0, 8.0)
     for a, b in zip(part, cuda_steps.unpack(summed, (5,), 4.0, 8.0), strict=True):
         assert a is b or torch.equal(a, b)
-    assert launched == ["pack", "unpack", "unpack"]
+    assert launched == ["unpack", "unpack"]
 
 
 def test_what_is_left_to_generic(launched: list[str]) -> None:
-    v, var = wide(5), wide(5) ** 2
-    apart = wide(5, 2)[:, 0]
-    steps: list[tuple[str, tuple[Any, ...]]] = [
-        ("pack", (apart, apart, 1.0, 1.0)),
-        ("pack", (v.float(), v.float(), 1.0, 1.0)),
-        ("pack", (v[:0], v[:0], 2.0, 3.0)),
-        ("unpack", (wide(12, 2)[:, 0], (5,), 1.0, 1.0)),
-        ("unpack", (wide(2), (0,), 1.0, 1.0)),
-        ("move_averages", (v, apart, v, var, 0.1, 1.0)),
-        ("move_averages", (v, var, v, var, number(0.5).expand(5), 1.0)),
-        ("move_averages", (v, var, v, var, 0.1, number(0.5).half())),
-    ]
-    for name, arguments in steps:
-        got = getattr(cuda_steps, name)(*arguments)
-        expected = getattr(generic, name)(*arguments)
+    for arguments in ((wide(12, 2)[:, 0], (5,), 1.0, 1.0), (wide(2), (0,), 1.0, 1.0)):
+        got, expected = cuda_steps.unpack(*arguments), generic.unpack(*arguments)
         torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
     assert launched == []
 
 
 @on_gpu
 def test_capture_in_a_graph() -> None:
-    v, var, weight = wide(700), wide(700) ** 2, wide(700).half()
+    v, var, weight, five = wide(700), wide(700) ** 2, wide(700).half(), number(5.0).view(1)
 
     def steps() -> list[Any]:
-        packed = cuda_steps.pack(v, v**2 + var, 5.0, 5.0)
-        *batch, _, _ = cuda_steps.unpack(packed, (700,), 5.0, 5.0)
-        mean, found, count, element_weight = batch
-        moved = cuda_steps.move_averages(weight, weight, mean, found, element_weight, count)
-        return [packed, *batch, *moved]
+        packed = torch.cat([v, v**2 + var, five, five])
+        mean, found, count, element_weight, _ = cuda_steps.unpack(packed, (700,), 5.0, 5.0)
+        running = weight.clone(), weight.clone()
+        cuda_steps.move(Running(*running, 0.1), mean, found, count, 5.0)
+        return [packed, mean, found, count, element_weight, *running]
 
     steps()
     graph = torch.cuda.CUDAGraph()

@@ -29,6 +29,8 @@ def test_info_as_json() -> None:
     found = json.loads(ran.stdout)
     assert found["versions"]["multibn"] == __version__
     assert found["communicators"]["single process"] is None
+    if require.available("core"):
+        assert found["kernels"]["host"].startswith("C core, ")
     if require.available("torch"):
         assert found["torch"]["backends"]["gloo"]
         assert found["communicators"]["torch.distributed, gloo"] is None
@@ -40,6 +42,7 @@ def test_info_as_json() -> None:
 
 NOTHING: dict[str, Any] = {
     "versions": {"chainer": None},
+    "kernels": {"host": "generic"},
     "launchers": {"torchrun": None, "mpiexec": None},
     "torch": None,
     "mpi": None,

@@ -112,13 +112,13 @@ def test_imports_point_down(module: str, path: Path) -> None:
     "module, absent",
     [
         ("multibn.cli", ["torch", "chainer", "cupy", "mpi4py", "rich", "matplotlib"]),
-        ("multibn", ["torch", "chainer", "cupy", "mpi4py", "numpy.random", "numba"]),
+        ("multibn", ["torch", "chainer", "cupy", "mpi4py", "numpy.random"]),
         ("multibn.checkpoint", ["torch", "chainer", "safetensors", "numpy.random"]),
         (
             "multibn.torch_backend",
-            ["chainer", "cupy", "mpi4py", "numba", "torch._dynamo", "torch.distributed.tensor"],
+            ["chainer", "cupy", "mpi4py", "torch._dynamo", "torch.distributed.tensor"],
         ),
-        ("multibn.chainer_backend", ["torch", "mpi4py.MPI", "numba"]),
+        ("multibn.chainer_backend", ["torch", "mpi4py.MPI"]),
     ],
 )
 def test_importing_brings_in_no_other_framework(module: str, absent: list[str]) -> None:

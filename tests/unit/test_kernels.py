@@ -15,7 +15,7 @@ AXIS = (0, 2, 3)
 @pytest.fixture(params=["generic", "host"])
 def kernels(request: pytest.FixtureRequest) -> Any:
     if request.param == "host":
-        require.need("numba")
+        require.need("core")
     return importlib.import_module(f"multibn.kernels.{request.param}")
 
 

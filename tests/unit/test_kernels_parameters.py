@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers import require
 
-require.need("numba")
+require.need("core")
 
 from multibn import kernels as selection  # noqa: E402
 from multibn.kernels import generic, host  # noqa: E402

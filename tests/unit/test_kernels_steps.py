@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers import require
 
-require.need("numba")
+require.need("core")
 
 from multibn import kernels  # noqa: E402
 from multibn.kernels import generic, host, host_steps  # noqa: E402

@@ -1,4 +1,4 @@
-"""The compiled passes of host memory: any number of threads, processes that fork, compilation."""
+"""The compiled passes of host memory: any number of threads, processes that fork, processors."""
 
 import os
 import subprocess
@@ -13,9 +13,9 @@ import pytest
 from tests.helpers import require
 from tests.helpers.launch import ROOT
 
-require.need("numba")
+require.need("core")
 
-from multibn.kernels import host  # noqa: E402
+from multibn.kernels import _core, host  # noqa: E402
 from tests.unit.test_kernels_host import check, data, passes, per_channel  # noqa: E402
 
 
@@ -98,31 +98,46 @@ with multiprocessing.get_context("fork").Pool(1) as pool:
     assert (ran.returncode, ran.stdout.strip()) == (0, "[1.0]"), ran.stderr
 
 
-@pytest.mark.parametrize(
-    "environment, used",
-    [
-        # numba looks for a directory in one place only, and finds none.
-        (
-            {
-                "NUMBA_CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator",
-                "NUMBA_CACHE_DIR": os.devnull,
-            },
-            True,
-        ),
-        ({"NUMBA_DISABLE_JIT": "1"}, False),
-    ],
-    ids=["no cache", "no compiler"],
-)
-def test_numba_is_imported_at_first_use(environment: dict[str, str], used: bool) -> None:
-    code = """
+@pytest.mark.parametrize("available", [True, False], ids=["C core", "no C core"])
+def test_without_the_core_the_generic_kernels_are_used(available: bool) -> None:
+    code = f"""
 import sys, numpy as np
-from multibn import kernels
-assert "numba" not in sys.modules
+from multibn import info, kernels
+if not {available}:
+    sys.modules["multibn.kernels._core"] = None  # what the import system does with what is missing
 mean, _ = kernels.local_moments(np.ones((2, 3, 4, 4), "float32"), axis=(0, 2, 3))
-print(mean, "multibn.kernels.host" in sys.modules)
+print(mean, "multibn.kernels.host" in sys.modules, info.text(info.collect()))
 """
     ran = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
-        capture_output=True, text=True, timeout=100, cwd=ROOT, env={**os.environ, **environment},
+        capture_output=True, text=True, timeout=100, cwd=ROOT, env={**os.environ},
     )  # fmt: skip
-    assert (ran.returncode, ran.stdout.strip()) == (0, f"[1. 1. 1.] {used}"), ran.stderr
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith(f"[1. 1. 1.] {available} ")
+    (line,) = (line for line in ran.stdout.splitlines() if line.startswith("  host"))
+    if available:
+        assert "C core, " in line
+    else:
+        assert "generic (slow): the C core is missing" in line
+        assert "Install a C compiler (gcc or clang)" in line
+
+
+@pytest.mark.parametrize("shape", [(6, 64, 64, 64), (37, 3, 2, 2), (19, 2100, 1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+def test_all_instructions_give_the_same_numbers(shape: tuple[int, ...], dtype: str) -> None:
+    """Those of each processor: only the order of sums may differ."""
+    x, dy = data(shape, dtype), data(shape, dtype, 1)
+    found = []
+    try:
+        for level in range(len(_core.levels)):
+            _core.use_level(level)
+            found.append(check(dy, x))
+    finally:
+        _core.use_level(len(_core.levels) - 1)
+    with pytest.raises(ValueError, match=f"`level` must be below {len(_core.levels)}"):
+        _core.use_level(len(_core.levels))
+    for one, *others in zip(*found, strict=True):
+        for other in others:
+            if one.shape == shape:  # y and dx
+                np.testing.assert_array_equal(one, other)
+            np.testing.assert_allclose(one, other, rtol=1e-5 if dtype != "float64" else 1e-12)
