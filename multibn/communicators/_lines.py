@@ -64,7 +64,18 @@ class Transport(ABC):
         """The program ends by an error: end the other ranks where they would wait for ever."""
 
     @abstractmethod
-    def close(self) -> None:
+    def disown(self) -> None:
+        """This process is a fork: let go of what it has inherited, unnoticed by other ranks."""
+
+    @abstractmethod
+    def release(self, *, failed: bool) -> None:
+        """The user has destroyed the group: let go of all that the lines were made of.
+
+        After a failure a message may be under way.
+        """
+
+    @abstractmethod
+    def close(self, *, failed: bool) -> None:
         """The program ends: let go of threads and connections."""
 
 
@@ -116,6 +127,7 @@ class Lines:
     def disown(self) -> None:
         """This process is a fork of the one whose place among the ranks the lines have."""
         self.abandon()
+        self.transport.disown()
         self.watch.failure = (
             f"this process (pid {os.getpid()}) is a fork of rank {self.rank} (pid {os.getppid()}), "
             "whose connections it cannot use. Let the parent train, or give the child's layers "
@@ -125,6 +137,17 @@ class Lines:
     def abandon(self) -> None:
         """No rank waits for these lines any more; the end of the program need not mention them."""
         _all_lines.discard(self)
+
+    def release(self) -> None:
+        """The user has destroyed the group: let go of what the lines hold."""
+        self.abandon()
+        failed = self.watch.failure is not None
+        if not failed:
+            self.watch.failure = "its process group was destroyed. Give the layer another one."
+        self.watch.board = None
+        self._open.clear()
+        self._buffers.clear()
+        self.transport.release(failed=failed)
 
     def _opened(self, number: int, buffer: HostArray | None, text: object, timeout: float) -> Line:
         self.watch.check(text)  # before a fork touches the transport
@@ -216,4 +239,4 @@ def _leave() -> None:
     for lines in every:
         lines.watch.leave()
     for lines in every:
-        lines.transport.close()
+        lines.transport.close(failed=lines.watch.failure is not None)
