@@ -53,7 +53,7 @@ class Connections:
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
-        self._power = 1 << (size.bit_length() - 1)  # the largest power of two up to `size`
+        self._power = _power_in(size)
         self._sockets: dict[int, socket.socket] = {}
         self.opened = _begun(self._open())
 
@@ -71,11 +71,7 @@ class Connections:
 
     def _open(self) -> _Work:
         """Connect with lower ranks, then let higher ones connect."""
-        if self._rank >= self._power:
-            partners = {self._rank - self._power}
-        else:
-            partners = {self._rank ^ 1 << bit for bit in range(self._power.bit_length() - 1)}
-            partners |= {self._rank + self._power} & set(range(self._size))
+        partners = partners_of(self._rank, self._size)
         higher = {partner for partner in partners if partner > self._rank}
         for partner in sorted(partners - higher):
             yield from self._connect(partner)
@@ -126,11 +122,12 @@ class Connections:
 
     def _sum(self, number: int, a: HostArray) -> _Work:
         head = _HEAD.pack(number, zlib.crc32(f"{a.dtype} {a.shape}".encode()), a.nbytes)
-        mine, theirs = np.empty((2, len(head) + a.nbytes), np.uint8)
-        mine[: len(head)] = np.frombuffer(head, np.uint8)
-        total, other = mine[len(head) :].view(a.dtype), theirs[len(head) :].view(a.dtype)
-        total[:] = a.reshape(-1)
+        rows = np.empty((2, len(head) + a.nbytes), np.uint8)
+        total, other = (row[len(head) :].view(a.dtype) for row in rows)
+        mine, theirs = map(memoryview, rows)
         nothing = mine[:0]
+        mine[: len(head)] = head
+        total[:] = a.reshape(-1)
         above = self._rank + self._power
         if self._rank >= self._power:  # the answer comes when all has been sent
             yield from self._exchange(self._rank - self._power, head, mine, mine)
@@ -146,16 +143,16 @@ class Connections:
         a.reshape(-1)[:] = total
 
     def _exchange(
-        self, partner: int, head: bytes, sending: HostArray, receiving: HostArray
+        self, partner: int, head: bytes, sending: memoryview, receiving: memoryview
     ) -> _Work:
         connection = self._sockets[partner]
         sent = received = 0
         try:
             while True:
-                if sent < sending.size:
+                if sent < len(sending):
                     with contextlib.suppress(BlockingIOError):
                         sent += connection.send(sending[sent:])
-                to_send, to_receive = sent < sending.size, received < receiving.size
+                to_send, to_receive = sent < len(sending), received < len(receiving)
                 if not (to_send or to_receive):
                     return
                 yield connection, select.POLLOUT * to_send | select.POLLIN * to_receive
@@ -165,10 +162,33 @@ class Connections:
                         if not count:
                             raise ConnectionError("closed by the other side")
                         received += count
-                    if received >= len(head) and receiving[: len(head)].tobytes() != head:
-                        yield from _meet_another(partner, receiving[: len(head)].tobytes())
+                    if received >= len(head) and receiving[: len(head)] != head:
+                        yield from _meet_another(partner, bytes(receiving[: len(head)]))
         except OSError as error:
-            raise RuntimeError(f"the connection with rank {partner}: {error}") from error
+            raise _end_of(connection, partner, error) from error
+
+
+def _end_of(connection: socket.socket, partner: int, error: OSError) -> RuntimeError:
+    """What to raise for a connection that has ended."""
+    with contextlib.suppress(OSError):  # what was said before the end may be unread
+        while said := connection.recv(2**16):
+            if said.endswith(_GOODBYE):
+                return RankLeftError(partner)
+    return RuntimeError(f"the connection with rank {partner}: {error}")
+
+
+def partners_of(rank: int, size: int) -> set[int]:
+    """The ranks that a rank exchanges messages with."""
+    power = _power_in(size)
+    if rank >= power:
+        return {rank - power}
+    partners = {rank ^ 1 << bit for bit in range(power.bit_length() - 1)}
+    return partners | {rank + power} if rank + power < size else partners
+
+
+def _power_in(size: int) -> int:
+    """The largest power of two up to `size`."""
+    return 1 << (size.bit_length() - 1)
 
 
 def _meet_another(partner: int, head: bytes) -> _Work:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from array_api_compat import is_cupy_array, is_torch_array
 
+from multibn import message
 from multibn._typing import Array
 from multibn.communicators._lines import HostArray, LineCommunicator, Lines, Transport
 from multibn.communicators._watch import Done, Notice, check_timeout
@@ -156,6 +157,9 @@ class MPI(LineCommunicator):
         return f"MPI(ranks={ranks})"
 
 
+_SHORTEST = 2**7  # numbers: the moments of 64 channels. Shorter messages take as long.
+
+
 class _Transport(Transport):
     """Duplicates of an mpi4py communicator, out of reach of the program's other messages."""
 
@@ -172,6 +176,11 @@ class _Transport(Transport):
         duplicate, request = source.Idup()
         self.duplicates.append(duplicate)
         return _Line(duplicate, request, buffer, self.requests)
+
+    def line_length(self, length: int) -> int:
+        # A duplicate takes 40 kB, and the library has 65,000 of them at most.
+        extras = message.length(0)  # beside the moments
+        return max(_SHORTEST, 1 << (length - extras - 1).bit_length()) + extras
 
     @property
     def board(self) -> "_Board | None":
