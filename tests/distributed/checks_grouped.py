@@ -112,6 +112,29 @@ def check_members(world: Communicator) -> None:
     assert here == everyone
 
 
+def check_lists_are_known_on_all_ranks(world: Communicator) -> None:
+    """After own lists, a list of some ranks is known on the others, too, which do not wait."""
+    if world.size < 4:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lookup, "_resolved", {})
+        mine = list(_mates(world, 2))
+        members = _members(world, Group(world, mine))
+        first = Group(world, [0, 1])
+        if world.rank < 2:
+            assert _members(world, first) == [0, 1]
+        else:
+            with pytest.raises(ValueError, match="is not in the list of ranks: got Group"):
+                assert first.size
+        # Rank 0's list names rank 1, whose list does not name rank 0.
+        own = [0, 1] if world.rank == 0 else [1, 2] if world.rank in (1, 2) else [3]
+        message = r"all ranks of a list must pass this list: .* of rank\(s\) \[0\] of "
+        patch.setattr(lookup, "_resolved", {})
+        with pytest.raises(ValueError, match=message):
+            assert Group(world, own).size
+    assert members == mine
+
+
 def check_machines_whose_ranks_are_not_consecutive(world: Communicator) -> None:
     """Round-robin placement, as `mpiexec --map-by node` makes."""
     with pytest.MonkeyPatch.context() as patch:
