@@ -1,10 +1,13 @@
 """Starts scripts on several ranks."""
 
+import contextlib
+import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from multibn import _launch
+from tests.helpers import forked_python as forked
 from tests.helpers import require
 
 ROOT = Path(__file__).parents[2]
@@ -14,6 +17,18 @@ VARIABLES = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
 
 # What mpiexec now and then says of itself on a busy machine, before it starts any rank.
 NOT_STARTED = "listener thread failed to start"
+
+
+@contextlib.contextmanager
+def forked_python() -> Iterator[None]:
+    """While the context lasts, launchers start ranks that are forks, see `forked`."""
+    with contextlib.ExitStack() as stack:
+        if forked.SUPPORTED:
+            variables = _launch.environment() | VARIABLES
+            # The variable is torchrun's; `launch_command` reads it too.
+            os.environ["PYTHON_EXEC"] = stack.enter_context(forked.command(variables))
+            stack.callback(os.environ.pop, "PYTHON_EXEC")
+        yield
 
 
 def run(
