@@ -175,10 +175,13 @@ def _receive(connection: socket.socket) -> tuple[Request, list[int]]:
     return Request(*json.loads(text)), streams
 
 
-def _parent_of(pid: int) -> Callable[[], int]:
-    """`os.getppid` for the process `pid`: which launcher has started a rank, and still lives."""
+def _getppid_of(pid: int) -> Callable[[], int]:
+    """`os.getppid` as in the process `pid`: the launcher, or 1 once the launcher has ended."""
+    own, getppid_of_fork = os.getpid(), os.getppid
 
     def getppid() -> int:
+        if os.getpid() != own:  # a rank has forked
+            return getppid_of_fork()
         try:
             return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
@@ -195,7 +198,7 @@ def _become(request: Request, streams: list[int]) -> None:
     os.setsid()
     os.chdir(request.directory)
     os.sched_setaffinity(0, request.cores)
-    os.getppid = _parent_of(request.pid)
+    os.getppid = _getppid_of(request.pid)
     own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     path = [p for p in sys.path[1:] if p not in own]
     os.environ.clear()
