@@ -37,7 +37,7 @@ NUM_SERVERS = 2
 MODULES = (
     "numba",
     "torch",
-    "torch._dynamo",
+    "torch._inductor.compile_fx",
     "torch.distributed.run",
     "torch.nn.parallel",
     "multibn.torch_backend",
