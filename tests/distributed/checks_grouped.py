@@ -6,7 +6,6 @@ import os
 import pickle
 import re
 import subprocess
-import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
@@ -31,8 +30,7 @@ from multibn.torch_backend import (
     get_norm,
     revert_sync_batchnorm,
 )
-from tests.helpers import conformance, reference
-from tests.helpers.launch import ROOT
+from tests.helpers import conformance, launch, reference
 from tests.helpers.ranks import CountingCommunicator
 from tests.helpers.reference import relative_error
 
@@ -364,9 +362,9 @@ def check_loading_in_one_process(world: Communicator) -> None:
         # A process that no launcher started.
         launchers = re.compile("(OMPI|PMIX|PRTE|TORCHELASTIC|WORLD|LOCAL|GROUP)_|RANK")
         clean = {k: v for k, v in os.environ.items() if not launchers.match(k)}
-        clean["PYTHONPATH"] = str(ROOT)
+        clean["PYTHONPATH"] = str(launch.ROOT)
         ran = subprocess.run(
-            [sys.executable, "-c", code], env=clean, capture_output=True, text=True, timeout=100
+            [launch.python(), "-c", code], env=clean, capture_output=True, text=True, timeout=100
         )
     assert ran.returncode == 0, ran.stderr
     if k > 1:
