@@ -16,7 +16,7 @@ from multibn.communicators.conversation import Conversation
 from multibn.kernels import Running
 from multibn.statistics import BatchStatistics
 from multibn.step import Input
-from multibn.torch_backend import _data_parallel, compiled, functional
+from multibn.torch_backend import _data_parallel, compiled, dtensors, functional
 
 #: This process alone, known to compiled code.
 ALONE = SingleProcess()
@@ -270,6 +270,8 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
                 [i], [self.num_features], conversation, weighting=self.weighting
             )
             return y
+        if torch.compiler.is_dynamo_compiling() and dtensors.among((input, self.weight)):
+            return dtensors.uncompiled(self.forward)(input, residual)
         y, batch = compiled.forward(i, self.num_features, conversation, weighting=self.weighting)
         if i.running is not None:
             local_count = input.numel() // self.num_features
