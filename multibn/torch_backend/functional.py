@@ -201,8 +201,7 @@ def check_input(x: Any, num_channels: int | None, /) -> None:
         raise TypeError(f"the input must be a torch.Tensor: got {type(x).__qualname__}.")
     if x.layout != torch.strided:
         raise TypeError(
-            f"the input must be a dense tensor: got layout {x.layout}. Call to_dense() on a sparse "
-            "tensor."
+            f"the input must be a dense tensor: got layout {x.layout}. Call to_dense() on it."
         )
     shape = tuple(x.shape)
     if len(shape) < 2:

@@ -258,6 +258,9 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         if isinstance(input, fx.Proxy):
             return call_node(self, input, *(() if residual is None else (residual,)))
         if not self.training and self.running_mean is not None and self.running_var is not None:
+            if isinstance(input, Tensor) and input.is_mkldnn:  # of torch.utils.mkldnn.to_mkldnn
+                residual = None if residual is None else residual.to_dense()
+                return self.forward(input.to_dense(), residual).to_mkldnn()
             functional.check_input(input, self.num_features)
             y = functional.normalize_by_running(
                 input, self.weight, self.bias, self.running_mean, self.running_var, eps=self.eps

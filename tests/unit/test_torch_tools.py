@@ -160,6 +160,28 @@ def test_trace_in_evaluation() -> None:
     torch.testing.assert_close(traced(2 * X), net(2 * X))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method", "ignore:.torch.jit.save")
+@pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.SyncBatchNorm, SyncBatchNorm])
+def test_mkldnn_in_evaluation(kind: Any) -> None:
+    """torch replaces nn.BatchNorm2d, converted or not; the other layers stay."""
+    from torch.utils.mkldnn import to_mkldnn  # scripts methods
+
+    net = convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 4, 1), kind(4)))
+    net(X)
+    y = to_mkldnn(copy.deepcopy(net.eval()))(X.to_mkldnn())
+    assert y.is_mkldnn
+    torch.testing.assert_close(y.to_dense(), net(X))
+
+
+def test_layers_that_mkldnn_leaves() -> None:
+    """Inputs of any dimensions, and a residual."""
+    layer, x = SyncBatchNorm(3, fuse_relu=True).eval(), torch.randn(4, 3)
+    y = layer(x.to_mkldnn(), x.to_mkldnn())
+    torch.testing.assert_close(y.to_dense(), layer(x, x))
+    with pytest.raises(TypeError, match=r"layout torch._mkldnn. Call to_dense\(\) on it"):
+        layer.train()(x.to_mkldnn())
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_export_in_training_names_the_cure(strict: bool) -> None:
     with pytest.raises(
