@@ -116,6 +116,12 @@ def forward_all(
         if dtensors.among((*i[:3], None if i.running is None else i.running.mean)):
             return _forward_distributed(inputs, num_channels, communicator, weighting)
     _refuse_ddp_join(communicator)
+    if torch._C._get_tracing_state() is not None:
+        raise RuntimeError(
+            "torch.jit.trace, which some exporters and counters of operations call, cannot trace "
+            "layers that compute statistics of a batch. Call model.eval() first, or trace a copy "
+            "of the model after revert_sync_batchnorm."
+        )
     complete = []
     for i, n in zip(inputs, num_channels, strict=True):
         try:
