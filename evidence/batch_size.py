@@ -39,7 +39,7 @@ def measure(seed: int) -> list[dict[str, Any]]:
             training.step(parallel, optimizer, x[index[own]], y[index[own]])
             schedule.step()
         batch = training.RANK_BATCH
-        row = {"together": together}
+        row: dict[str, Any] = {"together": together}
         row["train"] = training.error(model, x[own], y[own], batch)
         row["test"] = training.error(model, test_x[own], test_y[own], batch)
         update_bn_stats(model, x[own].split(batch), progress=False)

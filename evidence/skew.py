@@ -38,7 +38,9 @@ def _own_samples(y: Tensor, split: str, rank: int, size: int, seed: int) -> Tens
 def measure(seed: int) -> list[dict[str, Any]]:
     """Accuracy of rank 0's model after training. Collective."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    (x, y), test = ([torch.from_numpy(a) for a in part] for part in digits.load("float32"))
+    (x, y), (test_x, test_y) = (
+        [torch.from_numpy(a) for a in part] for part in digits.load("float32")
+    )
     rows = []
     for split in SPLITS:
         own = _own_samples(y, split, rank, size, seed)
@@ -59,7 +61,7 @@ def measure(seed: int) -> list[dict[str, Any]]:
 
             def add(norm: str) -> None:
                 model.eval()  # noqa: B023
-                accuracy = 100 - training.error(model, *test)  # noqa: B023
+                accuracy = 100 - training.error(model, test_x, test_y)  # noqa: B023
                 rows.append({"split": split, "norm": norm, "size": size, "accuracy": accuracy})  # noqa: B023
 
             if synchronized:
