@@ -14,7 +14,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 
-.PHONY: demo video test lint docs bench fuzz faults programs clean
+.PHONY: demo video test lint docs evidence bench fuzz faults programs clean
 
 $(VENV)/installed: pyproject.toml setup.py constraints.txt $(wildcard multibn/kernels/*.[ch])
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -56,6 +56,13 @@ $(VENV)/docs: $(VENV)/installed
 
 docs: $(VENV)/docs  ## the documentation site: out/site/index.html; any warning is an error
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --doctree-dir out/doctrees docs out/site
+
+$(VENV)/evidence: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --editable '.[evidence]'
+	touch $@
+
+evidence: $(VENV)/evidence  ## when it matters who shares statistics: docs/guides/which-batch-norm.md
+	$(BIN)/python -m evidence
 
 bench: $(VENV)/installed  ## what a layer, a network and a message cost beside their peers: benchmarks/results
 	$(BIN)/python -m benchmarks

@@ -31,14 +31,17 @@ LAUNCHERS = {
 
 def launch_command(launcher: str, size: int, arguments: Sequence[str]) -> list[str]:
     """The command that starts `python *arguments` on `size` ranks."""
+    python = os.environ.get(
+        "PYTHON_EXEC", sys.executable
+    )  # torchrun asks for its ranks' Python too
     if launcher == "torchrun":
         torchrun = ["-m", "torch.distributed.run", "--standalone"]
-        return [sys.executable, *torchrun, f"--nproc-per-node={size}", *arguments]
+        return [python, *torchrun, f"--nproc-per-node={size}", *arguments]
     if launcher == "mpiexec":
         # -m mpi4py: an exception on one rank ends them all.
         mpiexec = [find_command("mpiexec") or "mpiexec", "-n", str(size)]
-        return [*mpiexec, sys.executable, "-m", "mpi4py", *arguments]
-    return [sys.executable, *arguments]
+        return [*mpiexec, python, "-m", "mpi4py", *arguments]
+    return [python, *arguments]
 
 
 def environment() -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import require
+from tests.helpers import launch, require
 from tests.helpers.checks import Checks
 
 Launch = tuple[str, int]  # launcher and number of ranks
@@ -62,7 +62,10 @@ def _launches(items: Sequence[pytest.Item]) -> dict[Launch, Checks]:
 def pytest_runtestloop(session: pytest.Session) -> Iterator[Any]:
     launches = {} if session.config.option.collectonly else _launches(session.items)
     session.stash[_LAUNCHES] = launches
-    with ThreadPoolExecutor(1) as pool:  # one launch at a time: it has more ranks than one
+    with (
+        launch.forked_python(),
+        ThreadPoolExecutor(1) as pool,  # one launch at a time: it has more ranks than one
+    ):
         for checks in launches.values():
             pool.submit(checks.run)
         try:

@@ -52,9 +52,11 @@ class Agreement:
                 layer, communicator, lines, length, phase.next_call()
             )
         name = agreements[name, length]
-        fingerprint = message.fingerprint(f"{name} {phase.name} {phase.dtype}")
+        # With the length: layers of one name and unlike widths may meet in a message.
+        place = f"{name} {phase.name} {length}"
+        fingerprint = message.fingerprint(f"{place} {phase.dtype}")
         lanes = message.lanes(phase.name, fingerprint, layer.num_layers)
-        return cls(communicator, lines, size, n, f"{name} {phase.name}", lanes, agreements)
+        return cls(communicator, lines, size, n, place, lanes, agreements)
 
     def open(self, call: object) -> HostArray:
         """The payload's memory. Collective at the first call for this length."""

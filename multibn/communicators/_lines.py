@@ -2,8 +2,9 @@
 
 A line is a way between all ranks of a group for messages of one length, so that unlike messages
 never meet, neither with each other nor with what else the program sends. A transport opens lines
-and moves bytes. All else stands here once: which lines are open, what the ranks agree on, deadlines
-and notices (see `_watch`), and the end of the program.
+and moves bytes; where each line takes much, layers of nearly one width share a line, and zeros
+before their messages bring these to the line's length. All else stands here once: which lines are
+open, what the ranks agree on, deadlines and notices (see `_watch`), and the end of the program.
 """
 
 import atexit
@@ -12,7 +13,7 @@ import sys
 from abc import ABC, abstractmethod
 from functools import cache, partial
 from types import SimpleNamespace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 from weakref import WeakSet
 
 import numpy as np
@@ -54,6 +55,10 @@ class Transport(ABC):
         deadline of the messages, in seconds.
         """
 
+    def line_length(self, length: int) -> int:
+        """The length of the line that carries a layer's messages of `length` numbers."""
+        return length
+
     @property
     @abstractmethod
     def board(self) -> Board | None:
@@ -64,8 +69,28 @@ class Transport(ABC):
         """The program ends by an error: end the other ranks where they would wait for ever."""
 
     @abstractmethod
-    def close(self) -> None:
+    def disown(self) -> None:
+        """This process is a fork: let go of what it has inherited, unnoticed by other ranks."""
+
+    @abstractmethod
+    def release(self, *, failed: bool) -> None:
+        """The user has destroyed the group: let go of all that the lines were made of.
+
+        After a failure a message may be under way.
+        """
+
+    @abstractmethod
+    def close(self, *, failed: bool) -> None:
         """The program ends: let go of threads and connections."""
+
+
+class _Buffer(NamedTuple):
+    """The memory of a line, as layers use it whose messages have one length."""
+
+    message: HostArray
+    padding: HostArray  # before the message
+    memory: HostArray  # both
+    line: Line
 
 
 class Lines:
@@ -84,7 +109,8 @@ class Lines:
         self.watch = Watch(self.rank, self.size)
         self.agreements: dict[Any, Any] = {}
         self._open: dict[int, Line] = {}
-        self._buffers: dict[int, HostArray] = {}
+        self._buffers: dict[int, _Buffer] = {}  # by the length of a layer's messages
+        self._memory: dict[int, HostArray] = {}  # by the length of the line's
         _all_lines.add(self)
 
     def sum(
@@ -100,22 +126,31 @@ class Lines:
     def buffer(self, length: int, text: object, timeout: float) -> HostArray:
         """Memory of `length` float64 numbers, of which `exchange` makes their sums.
 
-        Collective when first called for this length: opens the line.
+        Layers share the memory. Collective when a line is opened for such lengths.
         """
         if length not in self._buffers:
-            buffer = np.zeros(length)
-            self._opened(length, buffer, text, timeout)
-            self._buffers[length] = buffer
-        return self._buffers[length]
+            number = self.transport.line_length(length)
+            if number not in self._memory:
+                memory = np.zeros(number)
+                self._opened(number, memory, text, timeout)
+                self._memory[number] = memory
+            memory, start = self._memory[number], number - length
+            self._buffers[length] = _Buffer(
+                memory[start:], memory[:start], memory, self._open[number]
+            )
+        return self._buffers[length].message
 
     def exchange(self, buffer: HostArray, place: str, text: object, timeout: float) -> None:
-        """Sum what stands in the buffer of a line over the ranks, in place. Collective."""
-        line = self._open[buffer.size]
-        self.watch.wait(partial(line.begin, buffer), place, text, timeout)
+        """Sum what stands in a `buffer` over the ranks, in place. Collective."""
+        _, padding, memory, line = self._buffers[buffer.size]
+        if padding.size:
+            padding.fill(0.0)  # sums of a longer message
+        self.watch.wait(partial(line.begin, memory), place, text, timeout)
 
     def disown(self) -> None:
         """This process is a fork of the one whose place among the ranks the lines have."""
         self.abandon()
+        self.transport.disown()
         self.watch.failure = (
             f"this process (pid {os.getpid()}) is a fork of rank {self.rank} (pid {os.getppid()}), "
             "whose connections it cannot use. Let the parent train, or give the child's layers "
@@ -125,6 +160,17 @@ class Lines:
     def abandon(self) -> None:
         """No rank waits for these lines any more; the end of the program need not mention them."""
         _all_lines.discard(self)
+
+    def release(self) -> None:
+        """The user has destroyed the group: let go of what the lines hold."""
+        self.abandon()
+        failed = self.watch.failure is not None
+        if not failed:
+            self.watch.failure = "its process group was destroyed. Give the layer another one."
+        self.watch.board = None
+        for part in (self._open, self._buffers, self._memory):
+            part.clear()
+        self.transport.release(failed=failed)
 
     def _opened(self, number: int, buffer: HostArray | None, text: object, timeout: float) -> Line:
         self.watch.check(text)  # before a fork touches the transport
@@ -216,4 +262,4 @@ def _leave() -> None:
     for lines in every:
         lines.watch.leave()
     for lines in every:
-        lines.transport.close()
+        lines.transport.close(failed=lines.watch.failure is not None)

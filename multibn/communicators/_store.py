@@ -22,9 +22,11 @@ class StoreBoard:
         self._others = [r for r in range(size) if r != rank]
         self._rank = rank
         self._notices: dict[int, Notice] = {}
+        self._published = False
 
     def publish(self, notice: Notice, /) -> None:
         text = notice.encode().decode()
+        self._published = True
         _messenger().ask(lambda: self._store.set(f"notice of {self._rank}", text), must=True)
 
     def read(self) -> dict[int, Notice]:
@@ -33,6 +35,11 @@ class StoreBoard:
 
     def close(self) -> None:
         _messenger().finish()
+
+    def withdraw(self) -> None:
+        """Remove this rank's notice: a later group may use the store, and have the same name."""
+        if self._published:
+            _messenger().ask(lambda: self._store.delete_key(f"notice of {self._rank}"), must=True)
 
     def _read(self) -> None:
         for rank in self._others:

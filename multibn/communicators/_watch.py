@@ -58,6 +58,14 @@ class Board(Protocol):
         """Finish publishing before the process ends."""
 
 
+class RankLeftError(RuntimeError):
+    """A rank has let go of the group, in order, while this rank waits for a message from there."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank} has left")
+        self.rank = rank
+
+
 class Watch:
     """The collectives of one group of processes, as one rank sees them.
 
@@ -158,23 +166,23 @@ class Watch:
             r: n for r, n in board.items() if n.completed == self.completed or n.state == "failed"
         }
 
-    def _check_for_left(self, notices: dict[int, Notice], text: str) -> None:
-        left = [r for r, n in notices.items() if n.state == "left"]
-        if left:
+    def _check_for_end(self, text: str, notices: dict[int, Notice], left: list[int]) -> None:
+        """Raise if a rank will not come, because its program has ended or has failed."""
+        if left := left or [r for r, n in notices.items() if n.state == "left"]:
             self._fail(
                 ConnectionError,
                 f"rank {self.rank} waits in {text} for rank(s) {left}, whose program ended before "
                 f"it came there: {self._describe(left, 'left')}. All ranks must take the same "
                 "number of steps; see `join` for data of unequal length.",
             )
+        for rank, notice in notices.items():
+            if notice.state == "failed":
+                self._fail(RuntimeError, f"rank {rank} has failed: {notice.text}")
 
     def look(self, place: str, text: str) -> dict[int, Notice]:
         """The others' notices; raises if one of them says that its rank will not come."""
         notices = self._notices()
-        self._check_for_left(notices, text)
-        for rank, notice in notices.items():
-            if notice.state == "failed":
-                self._fail(RuntimeError, f"rank {rank} has failed: {notice.text}")
+        self._check_for_end(text, notices, [])
         elsewhere = {r: n for r, n in notices.items() if n.place != place}
         if elsewhere:
             others = "; ".join(f"rank {r} is in {n.text}" for r, n in elsewhere.items())
@@ -197,8 +205,9 @@ class Watch:
     def _lost(self, text: str, error: RuntimeError) -> NoReturn:
         others = [r for r in range(self.size) if r != self.rank]
         gone: list[int] = []
+        left = [error.rank] if isinstance(error, RankLeftError) else []
         for _ in range(5):  # a connection may break a little before its process is seen to end
-            self._check_for_left(self._notices(), text)
+            self._check_for_end(text, self._notices(), left)
             gone = [r for r in others if self._state(r) == "has ended"]
             if gone:
                 break

@@ -185,7 +185,14 @@ class Phase(Forwarding):
                 f"{self.rank}: another rank was in another layer, or in another dtype. All ranks "
                 "must run the same layers in the same order, in training or not.",
             )
-        answers = gather(str(self), self.wrapped.wrapped)
+        assert self._agreed is not None
+        layer = self.wrapped
+        length = self._agreed.num_numbers + self.num_lanes
+        num_channels = message.num_channels(length, layer.num_layers)
+        answers = gather(f"{self}, {num_channels} channels", layer.wrapped)
+        names = [answer.rpartition(", ")[0] for answer in answers]
+        if len(set(names)) > 1:  # otherwise two models have layers of one name
+            answers = names
         fail(
             RuntimeError,
             f"the ranks are in different places: {by_answer(answers)}. All ranks must run the "

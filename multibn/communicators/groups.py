@@ -1,6 +1,7 @@
 """Parts of a communicator: the ranks of one machine, consecutive ranks, a list of ranks."""
 
 import hashlib
+import zlib
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
@@ -37,16 +38,16 @@ def check_spec(spec: Any, /) -> Spec:
     )
 
 
-def split_by(parent: Communicator, spec: Spec, /) -> Communicator | None:
-    """This process's group, None if the list of ranks leaves this process out.
+def split_by(parent: Communicator, spec: Spec, /) -> dict[Spec, Communicator | None]:
+    """This process's group, by its spec, and other lists that ranks have passed meanwhile.
 
-    Collective over `parent`; raises as `lookup.Group`.
+    None for lists that leave this process out. Collective over `parent`; raises as `lookup.Group`.
     """
     if isinstance(spec, tuple):
         return _listed(parent, spec)
     if isinstance(spec, int):
-        return _consecutive(parent, spec)
-    return _on_same_machine(parent)
+        return {spec: _consecutive(parent, spec)}
+    return {spec: _on_same_machine(parent)}
 
 
 def _consecutive(parent: Communicator, k: int) -> Communicator:
@@ -62,7 +63,7 @@ def _consecutive(parent: Communicator, k: int) -> Communicator:
     return parent if k == size else parent.split(rank // k, rank)
 
 
-def _listed(parent: Communicator, ranks: tuple[int, ...]) -> Communicator | None:
+def _listed(parent: Communicator, ranks: tuple[int, ...]) -> dict[Spec, Communicator | None]:
     rank, size = parent.rank, parent.size
     if max(ranks) >= size:
         raise ValueError(
@@ -70,11 +71,35 @@ def _listed(parent: Communicator, ranks: tuple[int, ...]) -> Communicator | None
             f"got {list(ranks)} on rank {rank}."
         )
     if ranks == tuple(range(size)):
-        return parent
-    if rank not in ranks:
+        return {ranks: parent}
+    groups: dict[Spec, Communicator | None] = dict.fromkeys((*_lists(parent, ranks), ranks))
+    if rank in ranks:
+        groups[ranks] = parent.split(min(ranks), ranks.index(rank))
+    else:
         parent.split(size)  # no list has this color; the ranks in lists wait for all of `parent`
-        return None
-    return parent.split(min(ranks), ranks.index(rank))
+    return groups
+
+
+def _lists(parent: Communicator, ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The lists that `parent`'s ranks have passed, on all of them.
+
+    All ranks then know the same groups, and ask each other at the same uses of other lists.
+    """
+    rank = parent.rank
+    table = np.zeros((parent.size, 3), dtype=np.int64)
+    if rank in ranks:
+        table[rank] = zlib.crc32(repr(ranks).encode()) + 1, len(ranks), ranks.index(rank)
+    lists: dict[tuple[int, int], dict[int, int]] = {}
+    for member, (fingerprint, length, place) in enumerate(parent.allreduce(table).tolist()):
+        if length:
+            lists.setdefault((fingerprint, length), {})[place] = member
+    alone = [r for (_, n), members in lists.items() if len(members) < n for r in members.values()]
+    if alone:
+        raise ValueError(
+            "all ranks of a list must pass this list: some ranks in the lists of rank(s) "
+            f"{sorted(alone)} of {parent!r} pass others. Got {list(ranks)} on rank {rank}."
+        )
+    return [tuple(members[i] for i in range(n)) for (_, n), members in lists.items()]
 
 
 def _on_same_machine(parent: Communicator) -> Communicator:

@@ -1,5 +1,7 @@
 """Which communicator an object stands for: `as_communicator`, and `Group` for a part of one."""
 
+import weakref
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple, cast
 
@@ -96,7 +98,8 @@ class Group(Forwarding):
     ValueError
         If `spec` is an int below 1, or a list that is empty or has negative or repeated ranks.
         At each use: if k does not divide the number of ranks, on all of them; if the list has a
-        rank that `parent` has not; or if this process is not in the list.
+        rank that `parent` has not; or if this process is not in the list. At the first use of a
+        list: if a rank in the list passes another one.
     """
 
     def __init__(self, parent: Any, spec: Any, /) -> None:
@@ -122,10 +125,12 @@ class Group(Forwarding):
     def _look_up(self) -> Communicator:
         resolved = _resolved.get(self._key)
         default_group = self.default_group
-        if resolved is None or resolved.default_group is not default_group:
-            communicator = split_by(self.parent, self.spec)
-            resolved = _Resolved(communicator, self.parent, default_group)
-            _resolved[self._key] = resolved
+        if resolved is None or resolved.default_group() is not default_group:
+            # A destroyed group, its threads and its connections can end.
+            reference = weakref.ref(default_group) if default_group else lambda: None
+            for spec, communicator in split_by(self.parent, self.spec).items():
+                _resolved[self._key[0], spec] = _Resolved(communicator, self.parent, reference)
+            resolved = _resolved[self._key]
         if resolved.communicator is None:
             raise ValueError(
                 f"this process, rank {self.parent.rank} of {self.parent.size}, is not in the list "
@@ -137,7 +142,7 @@ class Group(Forwarding):
 class _Resolved(NamedTuple):
     communicator: Communicator | None  # None for a process outside the list of ranks
     parent: Communicator  # a reference, so that no other object gets its id
-    default_group: object
+    default_group: Callable[[], object]
 
 
 # The groups of this process, by the identity of the parent and the spec.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from array_api_compat import is_cupy_array, is_torch_array
 
+from multibn import message
 from multibn._typing import Array
 from multibn.communicators._lines import HostArray, LineCommunicator, Lines, Transport
 from multibn.communicators._watch import Done, Notice, check_timeout
@@ -153,12 +154,16 @@ class MPI(LineCommunicator):
         return f"MPI(ranks={ranks})"
 
 
+_SHORTEST = 2**7  # numbers: the moments of 64 channels. Shorter messages take as long.
+
+
 class _Transport(Transport):
     """Duplicates of an mpi4py communicator, out of reach of the program's other messages."""
 
     def __init__(self, comm: "Comm") -> None:
         self.rank, self.size = comm.rank, comm.size
         self.duplicates: list[Comm] = []
+        self.requests: list[Any] = []  # persistent ones
         self._comm = comm
         self._board: _Board | None = None
 
@@ -167,7 +172,12 @@ class _Transport(Transport):
         source = self.duplicates[0] if self.duplicates else self._comm
         duplicate, request = source.Idup()
         self.duplicates.append(duplicate)
-        return _Line(duplicate, request, buffer)
+        return _Line(duplicate, request, buffer, self.requests)
+
+    def line_length(self, length: int) -> int:
+        # A duplicate takes 40 kB, and the library has 65,000 of them at most.
+        extras = message.length(0)  # beside the moments
+        return max(_SHORTEST, 1 << (length - extras - 1).bit_length()) + extras
 
     @property
     def board(self) -> "_Board | None":
@@ -186,7 +196,20 @@ class _Transport(Transport):
             sys.stderr.flush()
             mpi.COMM_WORLD.Abort(1)
 
-    def close(self) -> None:
+    def disown(self) -> None:
+        """What a fork has inherited of MPI is not to be touched."""
+
+    def release(self, *, failed: bool) -> None:
+        if failed:
+            return
+        for request in self.requests:
+            request.Free()
+        for duplicate in reversed(self.duplicates):
+            duplicate.Free()
+        self.requests.clear()
+        self.duplicates.clear()
+
+    def close(self, *, failed: bool) -> None:
         """MPI_Finalize, which mpi4py calls, lets go of the duplicates."""
 
 
@@ -197,7 +220,14 @@ class _Line:
     4.0): making a new request takes half of the time of a small message.
     """
 
-    def __init__(self, comm: "Comm", duplication: "Request", buffer: HostArray | None) -> None:
+    def __init__(
+        self,
+        comm: "Comm",
+        duplication: "Request",
+        buffer: HostArray | None,
+        requests: list[Any],
+    ) -> None:
+        self._requests = requests
         self._comm = comm
         self._duplication = duplication
         self._buffer = buffer
@@ -212,6 +242,7 @@ class _Line:
         if self._buffer is not None:
             with suppress(NotImplementedError):
                 self._request = self._comm.Allreduce_init(self._in_place, self._buffer)
+                self._requests.append(self._request)
         return True
 
     def begin(self, a: HostArray) -> Done:
@@ -287,7 +318,15 @@ def _keyval() -> int:
     """The key under which MPI keeps the lines with the communicator, and lets go of both."""
     from mpi4py import MPI as mpi
 
-    return mpi.Comm.Create_keyval()
+    return mpi.Comm.Create_keyval(delete_fn=_on_free)
+
+
+def _on_free(comm: "Comm", keyval: int, lines: Lines) -> None:
+    """The user frees a communicator, which is collective; or MPI_Finalize frees the world."""
+    from mpi4py import MPI as mpi
+
+    if not _inherited and comm not in (mpi.COMM_WORLD, mpi.COMM_SELF):
+        lines.release()
 
 
 def _test(request: "Request", seconds: float) -> bool:

@@ -1,10 +1,9 @@
 """Communicator over torch.distributed: gloo, nccl, or any other backend."""
 
-import functools
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
+import weakref
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from array_api_compat import is_cupy_array, is_torch_array
 from multibn._typing import Array
 from multibn.communicators._lines import HostArray, Line, LineCommunicator, Lines, Transport
 from multibn.communicators._store import StoreBoard
+from multibn.communicators._tcp import Connections
 from multibn.communicators._watch import Done, check_timeout
 from multibn.communicators.base import SingleProcess
 from multibn.communicators.default import default_communicator, is_outsiders_marker
@@ -23,9 +23,10 @@ class TorchDistributed(LineCommunicator):
     """The processes of a torch ProcessGroup.
 
     Arrays on a GPU are summed there by a backend for GPUs, NCCL for example; over gloo they go
-    through host memory. Arrays in host memory travel over gloo in groups of multibn's own, so that
-    no message of the program can be taken for one of multibn's, and over another backend in the
-    group itself.
+    through host memory. Where the group has gloo, arrays in host memory travel in connections of
+    multibn's own, so that no message of the program can be taken for one of multibn's; over another
+    backend, or where gloo is to encrypt what it sends, in the group itself. The group stays the
+    program's: `destroy_process_group(group)` lets go of the connections, too.
 
     Parameters
     ----------
@@ -63,10 +64,10 @@ class TorchDistributed(LineCommunicator):
                 "a process group must be a torch ProcessGroup or DeviceMesh: "
                 f"got {group!r} of type {type(group).__qualname__}."
             )
-        self._group: dist.ProcessGroup | None = group
+        self._group = _reference(group)
         # Global ranks in the order of the group's ranks; None for the default group.
         self._ranks: tuple[int, ...] | None = None
-        self._known_under = None if group is None else dist.group.WORLD
+        self._known_under = _reference(None if group is None else dist.group.WORLD)
         if group is not None and group is not dist.group.WORLD:
             self._ranks = tuple(dist.get_process_group_ranks(group))
 
@@ -83,15 +84,20 @@ class TorchDistributed(LineCommunicator):
             return dist.group.WORLD
         known = self.known_group
         if known is None:
-            self._known_under, self._group = dist.group.WORLD, _world().find_group(self._ranks)
-            return self._group
+            if dist.group.WORLD is not None and self._known_under() is dist.group.WORLD:
+                raise RuntimeError(
+                    f"the process group of ranks {list(self._ranks)} was destroyed. Give the layer "
+                    "another one."
+                )
+            known = _world().find_group(self._ranks)
+            self._known_under, self._group = _reference(dist.group.WORLD), _reference(known)
         return known
 
     @property
     def known_group(self) -> dist.ProcessGroup | None:
         """The ProcessGroup where this process knows one already, without communication."""
         # Groups end with the default process group under which they were made.
-        return self._group if self._known_under is dist.group.WORLD else None
+        return self._group() if self._known_under() is dist.group.WORLD else None
 
     @property
     def rank(self) -> int:
@@ -149,6 +155,11 @@ class TorchDistributed(LineCommunicator):
         return f"TorchDistributed(ranks={ranks})"
 
 
+def _reference(group: dist.ProcessGroup | None) -> Callable[[], dist.ProcessGroup | None]:
+    """A reference with which a destroyed group, its threads and its connections can end."""
+    return (lambda: None) if group is None else weakref.ref(group)
+
+
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
     """The backend for each kind of device: "cpu:gloo,cuda:nccl" is such a group's description."""
     entries = dist.get_backend_config(group).split(",")
@@ -156,45 +167,32 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 class _Transport(Transport):
-    """The processes of one group: gloo's connections of its own, or the group itself."""
+    """The processes of one group: connections of their own, or the group itself."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._group = group
+        self._group = _reference(group)
         self._backends = _backends(group)
-        self._devices: list[Any] = []
+        # A part of the store in which the default group's processes have met, used by no other.
+        store = dist.distributed_c10d._get_default_store()
+        self._store: dist.Store | None = dist.PrefixStore(f"multibn/{group.group_name}", store)
+        self._connections: Connections | None = None
         self._board: StoreBoard | None = None
 
     @property
     def board(self) -> StoreBoard:
         if self._board is None:
+            assert self._store is not None
             self._board = StoreBoard(self._store, self.rank, self.size)
         return self._board
 
-    @functools.cached_property
-    def _store(self) -> dist.Store:
-        """A part of the store in which the default group's processes have met, used by no other."""
-        name = f"multibn/{self._group.group_name}"
-        store = dist.distributed_c10d._get_default_store()
-        # A later default group may use the same store, and give its groups the same names.
-        number = dist.PrefixStore(name, store).add(f"uses by {self.rank}", 1)
-        return dist.PrefixStore(f"{name}/{number}", store)
-
     def open_line(self, number: int, buffer: HostArray | None, timeout: float) -> Line:
-        if self._backends.get("cpu") != "gloo":
+        encrypts = os.environ.get("GLOO_DEVICE_TRANSPORT") == "TCP_TLS"
+        if self._backends.get("cpu") != "gloo" or encrypts:
             return _GroupLine(self._group, self._device())
-        self._devices = self._devices or _gloo_devices()
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices = self._devices
-        # A line has one message at a time. Threads that have slept for a while wake up slowly: with
-        # three for each line, as torch makes them, a network's step takes 3 to 5 % longer.
-        options._threads = 1
-        # A little longer than the deadline, whose message says more. Not much: gloo's threads wait
-        # so long, and keep a process that has given up from ending.
-        options._timeout = timedelta(seconds=timeout + 1)
-        store = dist.PrefixStore(f"line {number}", self._store)
-        return _GlooLine(store, self.rank, self.size, options, buffer)
+        if self._connections is None:
+            self._connections = Connections(self._store, self.rank, self.size)
+        return _TCPLine(self._connections, number)
 
     def _device(self) -> torch.device:
         """Where the group can sum."""
@@ -206,7 +204,19 @@ class _Transport(Transport):
     def abort(self) -> None:
         """Torchrun ends the other ranks when it sees that this process has failed."""
 
-    def close(self) -> None:
+    def disown(self) -> None:
+        # Otherwise the parent's connections would not end with the parent.
+        self._disconnect(failed=True)
+        self._board = None
+
+    def release(self, *, failed: bool) -> None:
+        self._disconnect(failed=failed)
+        if self._board is not None:
+            self._board.withdraw()
+        self._board = self._store = None
+
+    def close(self, *, failed: bool) -> None:
+        self._disconnect(failed=failed)
         # A process that ends with gloo's threads running is aborted now and then (3 of 24 in a
         # trial).
         global _latest_world
@@ -214,11 +224,16 @@ class _Transport(Transport):
         if dist.is_initialized() and dist.get_backend() == "gloo":
             dist.destroy_process_group()
 
+    def _disconnect(self, *, failed: bool) -> None:
+        if self._connections is not None:
+            self._connections.close(goodbye=not failed)
+        self._connections = None
+
 
 class _GroupLine:
     """The user's own group, over a backend of which no second group is made."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: Callable[[], dist.ProcessGroup | None], device: torch.device) -> None:
         self._group, self._device = group, device
 
     def opened(self, seconds: float) -> bool:
@@ -227,7 +242,7 @@ class _GroupLine:
     def begin(self, a: HostArray) -> Done:
         host = torch.from_numpy(a)
         x = host.to(self._device)
-        work: Any = dist.all_reduce(x, group=self._group, async_op=True)
+        work: Any = dist.all_reduce(x, group=self._group(), async_op=True)
 
         def done(seconds: float) -> bool:
             # `work.wait` knows no deadline over some backends, and over NCCL the host does not
@@ -241,55 +256,17 @@ class _GroupLine:
         return done
 
 
-class _GlooLine:
-    """A gloo group of its own: what DistributedDataParallel sends cannot be taken for a message."""
+class _TCPLine:
+    """What DistributedDataParallel sends in the group cannot be taken for a message of the line."""
 
-    def __init__(
-        self, store: dist.Store, rank: int, size: int, options: Any, buffer: HostArray | None
-    ) -> None:
-        self._store, self._rank, self._size, self._options = store, rank, size, options
-        self._buffer = buffer
-        self._tensor = None if buffer is None else torch.from_numpy(buffer)
-        self._gloo: Any = None
-        self._store.add("ranks here", 1)
+    def __init__(self, connections: Connections, number: int) -> None:
+        self._connections, self._number = connections, number
 
     def opened(self, seconds: float) -> bool:
-        # Without this, connecting to a rank that does not come would end in an error of the store,
-        # which does not say who is missing.
-        if not _poll(lambda: self._store.add("ranks here", 0) >= self._size, seconds):
-            return False
-        # Not by new_group: torch names groups after the number of groups that a rank is in.
-        gloo: Any = dist.ProcessGroupGloo
-        self._gloo = gloo(self._store, self._rank, self._size, self._options)
-        return True
+        return self._connections.opened(seconds)
 
     def begin(self, a: HostArray) -> Done:
-        x = self._tensor if a is self._buffer else torch.from_numpy(a)
-        work = self._gloo.allreduce([x])
-        # Were gloo's thread the last to let go of a tensor, it would need the interpreter for that,
-        # and a process that is ending by then is aborted.
-        self._in_use = work, x
-        return functools.partial(_wait, work)
-
-
-def _gloo_devices() -> list[Any]:
-    """The network interfaces that torch would choose, with a thread for each."""
-    gloo: Any = dist.ProcessGroupGloo
-    names = os.environ.get("GLOO_SOCKET_IFNAME")
-    if not names:
-        return [gloo.create_default_device()]
-    return [gloo.create_device(interface=name) for name in names.split(",")]
-
-
-def _wait(work: Any, seconds: float) -> bool:
-    """Whether gloo's work completes within that time."""
-    try:
-        work.wait(timedelta(seconds=max(seconds, 1e-3)))  # 0 means for ever
-    except RuntimeError:
-        if not work.is_completed():
-            return False
-        work.wait()  # raises the error that has ended the work
-    return True
+        return self._connections.begin(self._number, a)
 
 
 def _poll(condition: Callable[[], bool], seconds: float) -> bool:
@@ -308,28 +285,32 @@ class _World:
     """What is known under one default process group; with another, all is found out anew."""
 
     def __init__(self) -> None:
-        self.default_group = dist.group.WORLD
-        self.lines: dict[dist.ProcessGroup, Lines] = {}
+        self.default_group = _reference(dist.group.WORLD)
+        self.lines: MutableMapping[dist.ProcessGroup, Lines] = weakref.WeakKeyDictionary()
         # Groups made here, by their sorted ranks: torch gives a group no other order.
-        self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self.groups: MutableMapping[tuple[int, ...], dist.ProcessGroup] = (
+            weakref.WeakValueDictionary()
+        )
         # Those among them that all ranks of the default group have made together.
         self.split: set[tuple[int, ...]] = set()
 
     def lines_of(self, group: dist.ProcessGroup) -> Lines:
         """The lines of all handles of one process group."""
         if group not in self.lines:
-            self.lines[group] = Lines(_Transport(group))
-            if self.default_group is _inherited:
+            lines = self.lines[group] = Lines(_Transport(group))
+            # torch tells nobody that a group was destroyed, but drops it.
+            weakref.finalize(group, lines.release).atexit = False
+            if _inherited is not None and self.default_group() is _inherited:
                 self.lines[group].disown()
         return self.lines[group]
 
     def find_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         """The group of these global ranks. Collective over them when first called for them."""
         where = "no process group is initialised"
-        if self.default_group is not None:
+        if self.default_group() is not None:
             where = f"this is rank {dist.get_rank()} of {dist.get_world_size()}"
         if (
-            self.default_group is None
+            self.default_group() is None
             or dist.get_rank() not in ranks
             or max(ranks) >= dist.get_world_size()
         ):
@@ -350,7 +331,9 @@ class _World:
             # Not `key in self.groups`: a rank inside the group may know the group from elsewhere.
             if key not in self.split:
                 self.split.add(key)
-                self.groups[key] = dist.new_group(list(key))
+                group = dist.new_group(list(key))
+                if not is_outsiders_marker(group):
+                    self.groups[key] = group
 
 
 _latest_world: _World | None = None
@@ -367,7 +350,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def _world() -> _World:
     global _latest_world
-    if _latest_world is None or _latest_world.default_group is not dist.group.WORLD:
+    if _latest_world is None or _latest_world.default_group() is not dist.group.WORLD:
         _latest_world = _World()
     return _latest_world
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from multibn.statistics import BatchStatistics
 from multibn.step import Input
-from multibn.torch_backend import compiled
+from multibn.torch_backend import compiled, dtensors, functional
 from multibn.torch_backend.modules import (
     SyncBatchNorm,
     SyncBatchNorm1d,
@@ -113,14 +113,18 @@ class _OwnForward(_Derived):
     _shares = False  # whether a forward pass has called batch norm
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(argument, fx.Proxy) for argument in (*args, *kwargs.values())):
+        arguments = (*args, *kwargs.values())
+        if any(isinstance(argument, fx.Proxy) for argument in arguments):
             return call_node(self, *args, **kwargs)
+        has_dtensor = dtensors.among((*arguments, self.weight))
+        if has_dtensor and torch.compiler.is_dynamo_compiling():
+            return dtensors.uncompiled(self.forward)(*args, **kwargs)
         own = self.own_forward
         forward = own or partial(self.converted_from.forward, self)
         if own is not None:  # in an unpickled `own`, a method `forward` is this one
             self.own_forward = None
         try:
-            if not self.training:
+            if not (self.training or has_dtensor):
                 return forward(*args, **kwargs)
             sharing = _Sharing(self)
             with sharing:
@@ -128,7 +132,7 @@ class _OwnForward(_Derived):
         finally:
             if own is not None:
                 self.own_forward = own
-        if not (sharing.reached or self._shares):
+        if self.training and not (sharing.reached or self._shares):
             raise RuntimeError(
                 f"`{self.conversation.name}`, a {self.converted_from.__qualname__}, cannot share "
                 "statistics: its forward pass in training did not call "
@@ -141,7 +145,7 @@ class _OwnForward(_Derived):
 
 
 class _Sharing(TorchFunctionMode):
-    """In this context, batch norm in training with a layer's running mean is synchronized."""
+    """In this context, batch norm with a layer's running mean is the one of this package."""
 
     def __init__(self, layer: _OwnForward) -> None:
         super().__init__()
@@ -175,6 +179,10 @@ class _Sharing(TorchFunctionMode):
         layer = self.layer
         own = running_mean is (layer.running_mean if layer.track_running_stats else None)
         self.reached |= own
+        if own and not training and running_mean is not None and running_var is not None:
+            return functional.normalize_by_running(
+                input, weight, bias, running_mean, running_var, eps=eps
+            )
         if not (own and training):
             return F.batch_norm(
                 input, running_mean, running_var, weight, bias, training, momentum, eps

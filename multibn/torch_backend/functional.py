@@ -116,6 +116,12 @@ def forward_all(
         if dtensors.among((*i[:3], None if i.running is None else i.running.mean)):
             return _forward_distributed(inputs, num_channels, communicator, weighting)
     _refuse_ddp_join(communicator)
+    if torch._C._get_tracing_state() is not None:
+        raise RuntimeError(
+            "torch.jit.trace, which some exporters and counters of operations call, cannot trace "
+            "layers that compute statistics of a batch. Call model.eval() first, or trace a copy "
+            "of the model after revert_sync_batchnorm."
+        )
     complete = []
     for i, n in zip(inputs, num_channels, strict=True):
         try:
@@ -202,8 +208,7 @@ def check_input(x: Any, num_channels: int | None, /) -> None:
         raise TypeError(f"the input must be a torch.Tensor: got {type(x).__qualname__}.")
     if x.layout != torch.strided:
         raise TypeError(
-            f"the input must be a dense tensor: got layout {x.layout}. Call to_dense() on a sparse "
-            "tensor."
+            f"the input must be a dense tensor: got layout {x.layout}. Call to_dense() on it."
         )
     shape = tuple(x.shape)
     if len(shape) < 2:

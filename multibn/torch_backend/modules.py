@@ -16,7 +16,7 @@ from multibn.communicators.conversation import Conversation
 from multibn.kernels import Running
 from multibn.statistics import BatchStatistics
 from multibn.step import Input
-from multibn.torch_backend import _data_parallel, compiled, functional
+from multibn.torch_backend import _data_parallel, compiled, dtensors, functional
 
 #: This process alone, known to compiled code.
 ALONE = SingleProcess()
@@ -258,6 +258,9 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         if isinstance(input, fx.Proxy):
             return call_node(self, input, *(() if residual is None else (residual,)))
         if not self.training and self.running_mean is not None and self.running_var is not None:
+            if isinstance(input, Tensor) and input.is_mkldnn:  # of torch.utils.mkldnn.to_mkldnn
+                residual = None if residual is None else residual.to_dense()
+                return self.forward(input.to_dense(), residual).to_mkldnn()
             functional.check_input(input, self.num_features)
             y = functional.normalize_by_running(
                 input, self.weight, self.bias, self.running_mean, self.running_var, eps=self.eps
@@ -270,6 +273,8 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
                 [i], [self.num_features], conversation, weighting=self.weighting
             )
             return y
+        if torch.compiler.is_dynamo_compiling() and dtensors.among((input, self.weight)):
+            return dtensors.uncompiled(self.forward)(input, residual)
         y, batch = compiled.forward(i, self.num_features, conversation, weighting=self.weighting)
         if i.running is not None:
             local_count = input.numel() // self.num_features

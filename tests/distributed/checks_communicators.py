@@ -1,7 +1,9 @@
 """Every communicator that the launcher can drive conforms; bad groups are refused."""
 
 import importlib.util
+import os
 import pickle
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multibn.communicators import Communicator, SingleProcess, as_communicator
+from multibn.communicators import Communicator, SingleProcess, _lines, as_communicator
 from multibn.communicators.conversation import Conversation
 from tests.helpers import conformance, require, standin_cupy
 
@@ -170,6 +172,153 @@ def check_native_objects_are_recognised(world: Communicator) -> None:
         communicator = as_communicator(native)
         assert (communicator.rank, communicator.size) == (world.rank, world.size)
         assert communicator.allreduce(ones)[0] == world.size
+
+
+def _fresh(world: Communicator) -> Any:
+    """A communicator of the same ranks that has communicated nothing yet."""
+    if _under_torchrun(world):
+        import torch.distributed as dist
+
+        return as_communicator(dist.new_group(list(range(world.size))))
+    from mpi4py import MPI
+
+    return as_communicator(MPI.COMM_WORLD.Dup())
+
+
+def _phase(communicator: Communicator, name: str) -> Any:
+    return Conversation(communicator, lambda: name).during("forward", np.dtype("float32"))
+
+
+def _resources() -> tuple[int, int]:
+    """Descriptors and threads of this process."""
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def check_lines_do_not_grow_with_the_model(world: Communicator) -> None:
+    """20 widths; a step of each of them is exact."""
+    communicator = _fresh(world)
+    _phase(communicator, "first").allreduce(np.ones(6))
+    before = _resources()
+    for C in range(3, 403, 20):
+        payload = np.arange(2.0 * C + 2) + world.rank
+        summed = _phase(communicator, f"bn{C}").allreduce(payload.copy())
+        expected = world.size * (payload - world.rank) + sum(range(world.size))
+        np.testing.assert_array_equal(summed, expected)
+    after = _resources()
+    duplicates = getattr(communicator.lines.transport, "duplicates", [])
+    assert after == before
+    assert len(duplicates) <= 6  # any array, first messages, up to 64, 128, 256 and 512 channels
+
+
+def check_what_the_user_destroys_is_let_go(world: Communicator) -> None:
+    if world.size != 2:
+        return  # the same code for any number of ranks
+    counts = []
+    for _ in range(6):
+        communicator = _fresh(world)
+        for C in (8, 100):
+            _phase(communicator, f"bn{C}").allreduce(np.ones(2 * C + 2))
+        lines = communicator.lines
+        keys = 0
+        if _under_torchrun(world):
+            import torch.distributed as dist
+
+            dist.destroy_process_group(communicator.group)
+            keys = dist.distributed_c10d._get_default_store().num_keys()
+        else:
+            communicator.comm.Free()
+            assert not lines.transport.duplicates
+        with pytest.raises(RuntimeError, match="its process group was destroyed"):
+            lines.sum(np.ones(1), "", "", 1.0)
+        counts.append((*_resources(), len(_lines._all_lines), keys))
+    world.allreduce(np.ones(1))
+    first, last = counts[1], counts[-1]  # the first may start a thread that stays
+    assert last[:3] == first[:3]
+    assert last[3] - first[3] <= 4 * 2  # two of torch's own for each group
+
+
+def check_a_destroyed_group_is_named(world: Communicator) -> None:
+    if not _under_torchrun(world) or world.size != 2:
+        return
+    import torch.distributed as dist
+
+    communicator = _fresh(world)
+    communicator.allreduce(np.ones(1))
+    dist.destroy_process_group(communicator.group)
+    with pytest.raises(
+        RuntimeError, match=r"the process group of ranks \[0, 1\] was destroyed\. Gi"
+    ):
+        communicator.allreduce(np.ones(1))
+
+
+def check_a_rank_that_lets_go_is_missed(world: Communicator) -> None:
+    """By ranks that wait for a message: at once, and not after a deadline."""
+    if not _under_torchrun(world) or world.size == 1:
+        return
+    import torch.distributed as dist
+
+    communicator = _fresh(world)
+    communicator.allreduce(np.ones(1))
+    lines, said = communicator.lines, ""
+    if world.rank == 1:
+        dist.destroy_process_group(communicator.group)
+    else:
+        try:
+            communicator.allreduce(np.ones(1))
+        except (ConnectionError, RuntimeError) as error:
+            said = str(error)
+        lines.abandon()
+    world.allreduce(np.ones(1))
+    if world.rank != 1:
+        # Ranks that have no connection with rank 1 hear of the failure of those that have.
+        assert "for rank(s) [1], whose program ended before it came there: rank 1 (mach" in said
+
+
+def check_unlike_arrays_are_refused(world: Communicator) -> None:
+    """Sums of unlike arrays: over gloo itself, the process with the shorter one would end."""
+    if not _under_torchrun(world) or world.size == 1:
+        return
+    for mine in (np.ones(3 + world.rank), np.ones(3, np.float32 if world.rank else np.float64)):
+        communicator = _fresh(world)
+        said = ""
+        try:
+            communicator.allreduce(mine)
+        except RuntimeError as error:
+            said = str(error)
+        communicator.lines.abandon()
+        world.allreduce(np.ones(1))
+        assert "the ranks are in different places: rank " in said
+        assert "is in a sum of float64 numbers of shape (3,)" in said
+
+
+def check_unlike_widths(world: Communicator) -> None:
+    """Their messages may meet in a line; the fingerprints keep them apart."""
+    if world.size == 1:
+        return
+    communicator = _fresh(world)
+    narrow, wide = _phase(communicator, "narrow"), _phase(communicator, "wide")
+    one, other = _phase(communicator, "bn"), _phase(communicator, "bn")  # of two models
+    for _ in range(2):
+        for phase, C in ((narrow, 40), (wide, 60), (one, 40), (other, 60)):
+            np.testing.assert_array_equal(phase.allreduce(np.ones(2 * C + 2)), world.size)
+    meet = not _under_torchrun(world)  # over MPI
+    for short, long in ((one, other), (narrow, wide)):
+        said = ""
+        try:
+            short.allreduce(np.ones(82)) if world.rank == 0 else long.allreduce(np.ones(122))
+        except RuntimeError as error:
+            said = str(error)
+        world.allreduce(np.ones(1))
+        assert "the ranks are in different places: " in said
+        if short is one and meet:
+            assert re.search(
+                r"rank\(s\) \[0\] in bn .*, 40 channels; .*\[1.*, 60 channels\. ", said
+            )
+        elif meet:
+            assert re.search(r"rank\(s\) \[0\] in narrow \(.*call 3\); .* in wide ", said)
+        else:
+            communicator.lines.abandon()
+            return  # the lines have found two ranks that wait in different places
 
 
 def check_a_group_without_this_rank_is_refused(world: Communicator) -> None:

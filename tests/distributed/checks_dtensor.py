@@ -275,6 +275,55 @@ def check_other_calls(world: Communicator) -> None:
     _compare({"y": no_buffers(x)}, {"y": expected.y[0]}, "no running statistics")
 
 
+class _Activated(nn.BatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+def check_a_forward_pass_of_its_own(world: Communicator) -> None:
+    """As the layer with a ReLU behind: training, then evaluation by what it has learned."""
+    mesh = _mesh(2, 2)
+    for place in (BOTH, [Shard(0), Shard(1)]):
+        results = []
+        for layer in (nn.Sequential(SyncBatchNorm(C), nn.ReLU()), _Activated(C)):
+            layer = convert_sync_batchnorm(layer.double())
+            for step in range(2):
+                x = _place(_whole(step), mesh, place).requires_grad_()
+                y = layer.train(step == 0)(x)
+                assert y.placements == tuple(place)
+                y.square().sum().backward()
+                results.append([_full(y), _full(x.grad)])
+            results.append([*layer.buffers()])
+        torch.testing.assert_close(results[3:], results[:3], rtol=1e-11, atol=1e-11)
+
+
+def check_compiled(world: Communicator) -> None:
+    """The layers train uncompiled between compiled parts; a whole graph is refused with a cure."""
+    mesh = _mesh(2, 2)
+    layers = SyncBatchNorm(C), _Activated(C)
+    net = convert_sync_batchnorm(nn.Sequential(nn.Tanh(), *layers, nn.Tanh()).double())
+    results = []
+    with warnings.catch_warnings():
+        # torch's own: of its imports, and of the inputs of compiled parts.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        compiled: Any = torch.compile(copy.deepcopy(net), backend="eager")
+        for model in (net, compiled):
+            for step in range(3):
+                x = _place(_whole(step), mesh, BOTH).requires_grad_()
+                y = model.train(step < 2)(x)
+                assert y.placements == tuple(BOTH)
+                y.square().sum().backward()
+                results.append([_full(y), _full(x.grad)])
+            results.append([*model.buffers()])
+        torch.testing.assert_close(results[4:], results[:4], rtol=1e-11, atol=1e-11)
+        for part in net.train()[1:3]:
+            whole: Any = torch.compile(nn.Sequential(part), backend="eager", fullgraph=True)
+            with pytest.raises(Exception, match=r"DTensor, and runs .* without fullgraph=True"):
+                whole(_place(_whole(0), mesh, BOTH))
+    torch._dynamo.reset()
+
+
 def check_copies_and_pickles(world: Communicator) -> None:
     mesh = _mesh(2, 2)
     x = _place(_whole(0), mesh, BOTH)

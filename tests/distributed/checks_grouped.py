@@ -6,7 +6,6 @@ import os
 import pickle
 import re
 import subprocess
-import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
@@ -31,8 +30,7 @@ from multibn.torch_backend import (
     get_norm,
     revert_sync_batchnorm,
 )
-from tests.helpers import conformance, reference
-from tests.helpers.launch import ROOT
+from tests.helpers import conformance, launch, reference
 from tests.helpers.ranks import CountingCommunicator
 from tests.helpers.reference import relative_error
 
@@ -110,6 +108,29 @@ def check_members(world: Communicator) -> None:
     here = _members(world, Group(world, "machine"))  # all ranks of a test are on one machine
     assert found == expected
     assert here == everyone
+
+
+def check_lists_are_known_on_all_ranks(world: Communicator) -> None:
+    """After own lists, a list of some ranks is known on the others, too, which do not wait."""
+    if world.size < 4:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lookup, "_resolved", {})
+        mine = list(_mates(world, 2))
+        members = _members(world, Group(world, mine))
+        first = Group(world, [0, 1])
+        if world.rank < 2:
+            assert _members(world, first) == [0, 1]
+        else:
+            with pytest.raises(ValueError, match="is not in the list of ranks: got Group"):
+                assert first.size
+        # Rank 0's list names rank 1, whose list does not name rank 0.
+        own = [0, 1] if world.rank == 0 else [1, 2] if world.rank in (1, 2) else [3]
+        message = r"all ranks of a list must pass this list: .* of rank\(s\) \[0\] of "
+        patch.setattr(lookup, "_resolved", {})
+        with pytest.raises(ValueError, match=message):
+            assert Group(world, own).size
+    assert members == mine
 
 
 def check_machines_whose_ranks_are_not_consecutive(world: Communicator) -> None:
@@ -341,9 +362,9 @@ def check_loading_in_one_process(world: Communicator) -> None:
         # A process that no launcher started.
         launchers = re.compile("(OMPI|PMIX|PRTE|TORCHELASTIC|WORLD|LOCAL|GROUP)_|RANK")
         clean = {k: v for k, v in os.environ.items() if not launchers.match(k)}
-        clean["PYTHONPATH"] = str(ROOT)
+        clean["PYTHONPATH"] = str(launch.ROOT)
         ran = subprocess.run(
-            [sys.executable, "-c", code], env=clean, capture_output=True, text=True, timeout=100
+            [launch.python(), "-c", code], env=clean, capture_output=True, text=True, timeout=100
         )
     assert ran.returncode == 0, ran.stderr
     if k > 1:

@@ -6,7 +6,6 @@ import math
 import os
 import pickle
 import subprocess
-import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -25,8 +24,7 @@ from multibn.torch_backend import (
     convert_sync_batchnorm,
     sync_batch_norm,
 )
-from tests.helpers import reference
-from tests.helpers.launch import ROOT
+from tests.helpers import launch, reference
 
 
 def _model() -> nn.Sequential:
@@ -239,9 +237,9 @@ def check_saved_model_loads_without_a_group(world: Communicator) -> None:
             "GROUP_",
         )
         clean = {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
-        clean["PYTHONPATH"] = str(ROOT)
+        clean["PYTHONPATH"] = str(launch.ROOT)
         ran = subprocess.run(
-            [sys.executable, "-c", code], env=clean, capture_output=True, text=True, timeout=100
+            [launch.python(), "-c", code], env=clean, capture_output=True, text=True, timeout=100
         )
     assert ran.returncode == 0, ran.stderr
     if world.size > 2 and world.rank < 2:  # a group of two is not to be found by one process

@@ -13,7 +13,7 @@ def run_script(launcher: str, size: int, tmp_path: Path, code: str) -> tuple[int
     require.need("torch", launcher)
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(code))
-    result = launch.run(launcher, size, str(script))
+    result = launch.run(launcher, size, str(script), real=True)
     return result.returncode, result.stdout
 
 

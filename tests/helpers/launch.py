@@ -1,10 +1,14 @@
 """Starts scripts on several ranks."""
 
+import contextlib
+import os
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from multibn import _launch
+from tests.helpers import forked_python as forked
 from tests.helpers import require
 
 ROOT = Path(__file__).parents[2]
@@ -16,21 +20,46 @@ VARIABLES = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
 NOT_STARTED = "listener thread failed to start"
 
 
+@contextlib.contextmanager
+def forked_python() -> Iterator[None]:
+    """While the context lasts, launchers start ranks that are forks, see `forked`."""
+    with contextlib.ExitStack() as stack:
+        if forked.SUPPORTED:
+            variables = _launch.environment() | VARIABLES
+            # The variable is torchrun's; `launch_command` reads it too.
+            os.environ["PYTHON_EXEC"] = stack.enter_context(forked.command(variables))
+            stack.callback(os.environ.pop, "PYTHON_EXEC")
+        yield
+
+
+def python() -> str:
+    """The command that starts Python: while `forked_python` lasts, a fork."""
+    return os.environ.get("PYTHON_EXEC", sys.executable)
+
+
 def run(
-    launcher: str, size: int, *arguments: str, timeout: float = 120
+    launcher: str, size: int, *arguments: str, timeout: float = 120, real: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Start `python *arguments` on `size` ranks and wait; all processes are ended at `timeout`."""
+    """Start `python *arguments` on `size` ranks and wait; all processes are ended at `timeout`.
+
+    With `real`, no process is a fork.
+    """
     require.need(launcher)
-    result = _run(launcher, size, arguments, timeout)
-    return _run(launcher, size, arguments, timeout) if NOT_STARTED in result.stdout else result
+    result = _run(launcher, size, arguments, timeout, real)
+    if NOT_STARTED in result.stdout:
+        return _run(launcher, size, arguments, timeout, real)
+    return result
 
 
 def _run(
-    launcher: str, size: int, arguments: Sequence[str], timeout: float
+    launcher: str, size: int, arguments: Sequence[str], timeout: float, real: bool
 ) -> subprocess.CompletedProcess[str]:
-    command = _launch.launch_command(launcher, size, arguments)
+    command, variables = _launch.launch_command(launcher, size, arguments), VARIABLES
+    if real:
+        command = [sys.executable if word == python() else word for word in command]
+        variables = VARIABLES | {"PYTHON_EXEC": sys.executable}
     try:
-        return _launch.run(command, timeout=timeout, variables=VARIABLES)
+        return _launch.run(command, timeout=timeout, variables=variables)
     except subprocess.TimeoutExpired as expired:
         text = f"{expired.output}\n[ended after {timeout} s]"
         return subprocess.CompletedProcess(command, -1, text)

@@ -77,27 +77,27 @@ def precise_statistics(model: nn.Module) -> Found:
 def fusing(model: nn.Module) -> Found:
     """ultralytics' own way into evaluation: layers that are left, and the outputs."""
     model.eval().fuse(verbose=False)  # type: ignore[operator]
-    return _kinds(model), [y for y in pytree.tree_leaves(model(_x())) if isinstance(y, Tensor)]
+    return kinds(model), [y for y in pytree.tree_leaves(model(images())) if isinstance(y, Tensor)]
 
 
 def reparameterizing(model: nn.Module) -> Found:
     """timm's way from branches with batch norm to one convolution."""
     fused = reparameterize_model(model.eval())
-    return _kinds(fused), [fused(_x())]
+    return kinds(fused), [fused(images())]
 
 
 def features(model: nn.Module) -> Found:
     extractor = create_feature_extractor(model, ["layer1.0.bn1", "layer4"])
-    outputs = [y for _ in range(2) for y in extractor(_x()).values()]
-    return list(extractor(_x())), outputs
+    outputs = [y for _ in range(2) for y in extractor(images()).values()]
+    return list(extractor(images())), outputs
 
 
 def _outputs(model: nn.Module) -> Sequence[Tensor]:
-    model(_x())
-    return [model.eval()(_x())]
+    model(images())
+    return [model.eval()(images())]
 
 
-def _x() -> Tensor:
+def images() -> Tensor:
     return torch.randn(4, 3, 64, 64, generator=torch.Generator().manual_seed(2)).double()
 
 
@@ -107,7 +107,7 @@ def _torchs(part: nn.Module) -> str:
     return next((norm.__name__ for norm in norms if isinstance(part, norm)), "")
 
 
-def _kinds(model: nn.Module) -> Sequence[str]:
+def kinds(model: nn.Module) -> Sequence[str]:
     return [f"{path}: {_torchs(p) or type(p).__name__}" for path, p in model.named_modules()]
 
 
@@ -121,7 +121,7 @@ def _yolo() -> nn.Module:
     return model
 
 
-def _resnet() -> nn.Module:
+def resnet() -> nn.Module:
     model: nn.Module = torchvision.models.resnet18(weights=None)
     return model
 
@@ -149,10 +149,10 @@ RULES: Sequence[tuple[str, str, Callable[[nn.Module], Found], Callable[[], nn.Mo
         lambda: _timm("fastvit_t8"),
     ),
     ("ultralytics", "fuse, yolov8n: parts afterwards", fusing, _yolo),
-    ("torchvision", "split_normalization_params, resnet18", split_norms, _resnet),
-    ("torchvision", "create_feature_extractor, resnet18, in training: nodes", features, _resnet),
-    ("lightning", "BaseFinetuning.freeze, resnet18: parameters still trained", finetuning, _resnet),
-    ("fvcore", "get_bn_modules, update_bn_stats, resnet18", precise_statistics, _resnet),
+    ("torchvision", "split_normalization_params, resnet18", split_norms, resnet),
+    ("torchvision", "create_feature_extractor, resnet18, in training: nodes", features, resnet),
+    ("lightning", "BaseFinetuning.freeze, resnet18: parameters still trained", finetuning, resnet),
+    ("fvcore", "get_bn_modules, update_bn_stats, resnet18", precise_statistics, resnet),
 )
 
 

@@ -24,7 +24,7 @@ from tests.programs.row import Row
 def parts() -> Mapping[str, Callable[[], Row]]:
     """Everything that is tried, by name: each gives a row, and may be collective."""
     operators.declare()  # before torchvision is imported
-    from tests.programs import classes, conversion, models, trainers, training
+    from tests.programs import classes, conversion, models, tools, trainers, training
 
     return {
         "timm every": conversion.every_file_of_timm,
@@ -33,7 +33,10 @@ def parts() -> Mapping[str, Callable[[], Row]]:
         "accelerate": trainers.accelerate,
         "lightning": trainers.lightning,
         "transformers Trainer": trainers.transformers,
-        **{f"{rule[0]} {rule[1]}": partial(classes.found, *rule) for rule in classes.RULES},
+        **{
+            f"{rule[0]} {rule[1]}": partial(classes.found, *rule)
+            for rule in (*classes.RULES, *tools.TOOLS)
+        },
     }
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from multibn.communicators import DefaultCommunicator, SingleProcess, as_communicator
+from multibn.communicators._tcp import find_address
 from tests.helpers import require
 from tests.helpers.ranks import CountingCommunicator, run_ranks
 
@@ -70,14 +71,12 @@ def test_this_process_has_no_mpi_and_no_group() -> None:
     assert "RANK" not in os.environ
 
 
-def test_gloo_uses_the_interfaces_that_torch_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    require.need("torch")
-    from multibn.communicators.torch_distributed import _gloo_devices
-
+def test_connections_use_the_interface_that_torch_would(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    assert len(_gloo_devices()) == 1
+    assert find_address()
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
-    assert len(_gloo_devices()) == 2
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no such interface")
-    with pytest.raises(RuntimeError, match="no such interface"):
-        _gloo_devices()
+    assert find_address() == "127.0.0.1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no such one")
+    message = r"'no such one' of GLOO_SOCKET_IFNAME has no IPv4 address here: .*interfaces are .*lo"
+    with pytest.raises(RuntimeError, match=message):
+        find_address()

@@ -1,8 +1,11 @@
 """Tools that trace, measure and export models, on converted models."""
 
 import copy
+import io
+import pickle
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +19,8 @@ from torch import fx, nn  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.ao import quantization  # noqa: E402
 from torch.ao.quantization import quantize_fx  # noqa: E402
+from torch.nn.utils import parametrizations, parametrize, prune  # noqa: E402
+from torch.nn.utils.fusion import fuse_conv_bn_eval  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from multibn import SingleProcess  # noqa: E402
@@ -29,7 +34,7 @@ from tests.helpers.ranks import CountingCommunicator  # noqa: E402
 
 with warnings.catch_warnings():  # it scripts methods when it is imported
     warnings.filterwarnings("ignore", "`torch.jit.script_method", DeprecationWarning)
-    from torch.fx.experimental.optimization import fuse
+    from torch.fx.experimental.optimization import fuse, optimize_for_inference
 
 
 class Activated(nn.BatchNorm2d):
@@ -80,6 +85,20 @@ def test_a_layer_by_itself_is_not_traced() -> None:
 def test_fusion_leaves_the_layers() -> None:
     net = model().eval()
     torch.testing.assert_close(fuse(net)(X), net(X))
+    torch.testing.assert_close(optimize_for_inference(net)(X), net(X))
+
+
+def test_fusion_by_hand() -> None:
+    """fuse_conv_bn_eval takes any layer with the buffers, fuse_modules only torch's own classes."""
+    net = convert_sync_batchnorm(plain())
+    net(X)
+    fused = fuse_conv_bn_eval(net.eval()[0], net[1])
+    torch.testing.assert_close(fused(X), net[:2](X))
+    with pytest.raises(AssertionError, match=r"fuser method for: .*SyncBatchNorm2d"):
+        quantization.fuse_modules(net, [["0", "1", "2"]])
+    reverted = revert_sync_batchnorm(copy.deepcopy(net))
+    fused = quantization.fuse_modules(reverted, [["0", "1", "2"]])
+    torch.testing.assert_close(fused(X), net(X))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Please use quant_min")
@@ -152,12 +171,46 @@ def test_scripting_names_the_cure(training: bool) -> None:
     torch.testing.assert_close(scripted(X), net(X))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.trace", "ignore:Converting a tensor to a Python")
-def test_trace_in_evaluation() -> None:
+@pytest.mark.filterwarnings("ignore:.torch.jit", "ignore:Converting a tensor to a Python")
+def test_trace_in_evaluation(tmp_path: Path) -> None:
     net = model()
     net(X)
     traced = torch.jit.trace(net.eval(), (X,))
-    torch.testing.assert_close(traced(2 * X), net(2 * X))
+    torch.jit.save(traced, tmp_path / "traced.pt")
+    loaded = torch.jit.load(tmp_path / "traced.pt")
+    for same in (traced, loaded, torch.jit.freeze(loaded)):
+        torch.testing.assert_close(same(2 * X), net(2 * X))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace", "ignore:Converting a tensor to a Python")
+def test_trace_in_training_names_the_cure() -> None:
+    """fvcore's FlopCountAnalysis and torch.onnx.export(dynamo=False) trace, too."""
+    net = model()
+    with pytest.raises(RuntimeError, match=r"cannot trace layers that .* model.eval\(\) first, or"):
+        torch.jit.trace(net, (X,))
+    net(X)  # not in a tracing state for ever
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method", "ignore:.torch.jit.save")
+@pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.SyncBatchNorm, SyncBatchNorm])
+def test_mkldnn_in_evaluation(kind: Any) -> None:
+    """torch replaces nn.BatchNorm2d, converted or not; the other layers stay."""
+    from torch.utils.mkldnn import to_mkldnn  # scripts methods
+
+    net = convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 4, 1), kind(4)))
+    net(X)
+    y = to_mkldnn(copy.deepcopy(net.eval()))(X.to_mkldnn())
+    assert y.is_mkldnn
+    torch.testing.assert_close(y.to_dense(), net(X))
+
+
+def test_layers_that_mkldnn_leaves() -> None:
+    """Inputs of any dimensions, and a residual."""
+    layer, x = SyncBatchNorm(3, fuse_relu=True).eval(), torch.randn(4, 3)
+    y = layer(x.to_mkldnn(), x.to_mkldnn())
+    torch.testing.assert_close(y.to_dense(), layer(x, x))
+    with pytest.raises(TypeError, match=r"layout torch._mkldnn. Call to_dense\(\) on it"):
+        layer.train()(x.to_mkldnn())
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -167,5 +220,51 @@ def test_export_in_training_names_the_cure(strict: bool) -> None:
     ):
         torch.export.export(model(), (X,), strict=strict)
     net = model().eval()
-    program = torch.export.export(net, (X,), strict=strict)
-    torch.testing.assert_close(program.module()(X), net(X))
+    sizes = ({0: torch.export.Dim("n")},)
+    program = torch.export.export(net, (X,), strict=strict, dynamic_shapes=sizes)
+    more = torch.cat((X, 2 * X))
+    torch.testing.assert_close(program.module()(more), net(more))
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    torch.testing.assert_close(torch.export.load(file).module()(more), net(more))
+
+
+class Absolute(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.abs()
+
+
+def parametrized(net: Any) -> Any:
+    parametrize.register_parametrization(net[1], "weight", Absolute())
+    parametrizations.weight_norm(net[0])
+    return net
+
+
+def pruned(net: Any) -> Any:
+    prune.random_unstructured(net[1], "weight", 2)
+    prune.l1_unstructured(net[0], "weight", 3)
+    return net
+
+
+def unpickled(net: Any) -> Any:
+    return pickle.loads(pickle.dumps(net))
+
+
+def without_data_and_assigned(net: Any) -> Any:
+    filled = copy.deepcopy(net).to("meta")
+    filled.load_state_dict(net.state_dict(), assign=True)
+    return filled
+
+
+@pytest.mark.parametrize("change", [parametrized, pruned, unpickled, without_data_and_assigned])
+@pytest.mark.parametrize("training", [True, False])
+def test_tools_that_change_a_model(change: Callable[[Any], Any], training: bool) -> None:
+    """A converted model that is changed afterwards is the plain model with the same change."""
+    results = []
+    for net in (plain().double(), convert_sync_batchnorm(plain().double())):
+        torch.manual_seed(0)
+        y = change(net.train(training))(X.double())
+        y.pow(3).sum().backward()
+        results.append([y, *(p.grad for p in net.parameters() if p.grad is not None)])
+    torch.testing.assert_close(*results)

@@ -1,0 +1,75 @@
+"""Run the studies: `python -m evidence [STUDY ...]`; figures and tables for the guide."""
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from multibn import _launch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "examples"))  # for the network and the data of `make demo`
+GUIDE = ROOT / "docs/guides/which-batch-norm.md"
+RESULTS = ROOT / "evidence/results"
+STUDIES = ("skew", "precise", "batch_size", "domains")
+TIMEOUT = 1200  # seconds, after which a study counts as hanging
+
+
+def run(name: str, seeds: int) -> list[dict[str, Any]]:
+    """The rows that a study's ranks have measured."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for size in importlib.import_module(f"evidence.{name}").SIZES:
+            path = Path(folder, f"{size}.json")
+            arguments = ["-m", "evidence.worker", name, str(seeds), str(path)]
+            command = _launch.launch_command("torchrun", size, arguments)
+            path_of_imports = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
+            variables = {"PYTHONPATH": path_of_imports}
+            ran = _launch.run(command, timeout=TIMEOUT, variables=variables)
+            if ran.returncode:
+                raise SystemExit(f"{name} failed on {size} ranks:\n{ran.stdout[-4000:]}")
+            rows += json.loads(path.read_text())
+    return rows
+
+
+def put_into_guide(name: str, table: str) -> None:
+    """Replace the table between the study's two comments."""
+    text = GUIDE.read_text()
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    before, _, rest = text.partition(begin)
+    _, _, after = rest.partition(end)
+    GUIDE.write_text(f"{before}{begin}\n{table}\n\n{end}{after}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="evidence", description=__doc__)
+    parser.add_argument("studies", nargs="*", metavar="STUDY", default=STUDIES, choices=STUDIES)
+    parser.add_argument("--seeds", type=int, default=5, help="default: 5")
+    parser.add_argument("--draw", action="store_true", help="only draw the committed results")
+    arguments = parser.parse_args()
+    console = Console()
+    for name in arguments.studies:
+        study = importlib.import_module(f"evidence.{name}")
+        path = RESULTS / f"{study.NAME}.json"
+        if not arguments.draw:
+            start = time.monotonic()
+            with console.status(f"{name}: on {study.SIZES} ranks"):
+                rows = run(name, arguments.seeds)
+            seconds = time.monotonic() - start
+            path.write_text(json.dumps({"seconds": round(seconds), "rows": rows}, indent=1) + "\n")
+        results = json.loads(path.read_text())
+        table = study.table(results["rows"])
+        put_into_guide(study.NAME, table)
+        study.draw(results["rows"]).savefig(GUIDE.parent / f"{study.NAME}.png", dpi=120)
+        console.print(f"{name}, {results['seconds']} s\n{table}\n", markup=False, highlight=False)
+
+
+if __name__ == "__main__":
+    main()

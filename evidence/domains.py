@@ -1,0 +1,130 @@
+"""Data of two domains (Wu and Johnson, 2021, arXiv:2105.07576, section 5, Tables 5 and 6).
+
+MNIST-1D on two ranks. The other domain has the same sequences at twice the amplitude, moved by 1
+and with noise. One study trains on the first domain and evaluates on the other. The second study
+trains on both, a domain on each rank.
+"""
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from evidence import training
+from multibn.torch_backend import convert_sync_batchnorm, sync_running_stats, update_bn_stats
+
+NAME = "domains"
+SIZES = (2,)
+STEPS = 200
+DOMAINS = ("original", "other")
+# Rows of the table: how the model was trained, and the statistics of the evaluation.
+CASES = {
+    "first domain only": ("of the training data", "of the domain of the evaluation"),
+    "a domain on each rank, plain": (
+        "of rank 0",
+        "pooled over the ranks",
+        "of the domain of the evaluation",
+    ),
+    "a domain on each rank, synchronized": ("of all ranks",),
+}
+
+
+def _other(x: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return 2 * x + 1 + 0.3 * torch.randn(x.shape, generator=generator)
+
+
+def _train(model: nn.Module, x: Tensor, y: Tensor, part: slice, seed: int) -> None:
+    """Train on the rank's `part` of each batch."""
+    parallel = DistributedDataParallel(model, broadcast_buffers=False)
+    optimizer, schedule = training.optimizer_for(parallel, 0.2, STEPS)
+    size = dist.get_world_size() * training.RANK_BATCH
+    for index in training.batches(len(x), size, STEPS, seed):
+        training.step(parallel, optimizer, x[index[part]], y[index[part]])
+        schedule.step()
+
+
+def measure(seed: int) -> list[dict[str, Any]]:
+    """Errors in both domains. Collective; rank 0's counts."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    part = slice(rank, None, size)
+    (x, y), (test_x, test_y) = training.mnist1d()
+    train = {"original": x, "other": _other(x)}
+    test = {"original": test_x, "other": _other(test_x)}
+    rows: list[dict[str, Any]] = []
+
+    def add(model: nn.Module, trained: str, statistics: str, domains: Any = DOMAINS) -> None:
+        model = deepcopy(model).eval()
+        for domain in domains:
+            wrong = training.error(model, test[domain], test_y)
+            row = {"trained": trained, "statistics": statistics, "domain": domain, "error": wrong}
+            rows.append(row)
+
+    def add_by_domain(model: nn.Module, trained: str) -> None:
+        for domain in DOMAINS:
+            own = deepcopy(model).train()
+            update_bn_stats(own, train[domain][part].split(training.RANK_BATCH), progress=False)
+            add(own, trained, "of the domain of the evaluation", [domain])
+
+    one, plain, synchronized = CASES
+    model = convert_sync_batchnorm(training.network(seed))
+    _train(model, x, y, part, seed)
+    add(model, one, "of the training data")
+    add_by_domain(model, one)
+
+    own = train[DOMAINS[rank]]
+    model = training.network(seed)
+    _train(model, own, y, part, seed)
+    add(model, plain, "of rank 0")
+    add_by_domain(model, plain)
+    sync_running_stats(model, how="pool")
+    add(model, plain, "pooled over the ranks")
+
+    model = convert_sync_batchnorm(training.network(seed))
+    _train(model, own, y, part, seed)
+    add(model, synchronized, "of all ranks")
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = ["| trained on | statistics | error, original domain | error, other domain |"]
+    lines.append("|---|---|---|---|")
+    for trained, statistics in _cases():
+        cells = []
+        for domain in DOMAINS:
+            mean, low, high = training.interval(_errors(rows, trained, statistics, domain))
+            cells.append(f"{mean:.1f} % ({low:.1f} to {high:.1f})")
+        lines.append(f"| {trained} | {statistics} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def draw(rows: list[dict[str, Any]]) -> Figure:
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    axes = figure.subplots()
+    cases = _cases()
+    for i, (domain, color) in enumerate(zip(DOMAINS, ("#7CC4EE", "#0072B2"), strict=True)):
+        for k, (trained, statistics) in enumerate(cases):
+            mean, low, high = training.interval(_errors(rows, trained, statistics, domain))
+            at = len(cases) - 1 - k + 0.2 - 0.4 * i
+            label = f"{domain} domain" if k == 0 else ""
+            axes.barh(at, mean, 0.38, color=color, label=label)
+            axes.errorbar(mean, at, xerr=[[mean - low], [high - mean]], color="black", capsize=3)
+    names = [f"{trained}:\nstatistics {statistics}" for trained, statistics in reversed(cases)]
+    axes.set_yticks(range(len(cases)), names)
+    axes.set(xlabel="error, %")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _cases() -> list[tuple[str, str]]:
+    return [(trained, s) for trained, statistics in CASES.items() for s in statistics]
+
+
+def _errors(rows: list[dict[str, Any]], trained: str, statistics: str, domain: str) -> list[float]:
+    case = trained, statistics, domain
+    return [r["error"] for r in rows if (r["trained"], r["statistics"], r["domain"]) == case]

@@ -1,0 +1,126 @@
+"""Label skew: each rank holds other classes (Hsieh et al., 2020, arXiv:1910.00189).
+
+Digits and the ResNet of `make demo` under DistributedDataParallel, 8 images for each rank.
+"""
+
+from typing import Any
+
+import digits
+import numpy as np
+import torch
+import torch.distributed as dist
+from matplotlib.figure import Figure
+from resnet_torch import ResNet
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from evidence import training
+from multibn.torch_backend import convert_sync_batchnorm, sync_running_stats
+
+NAME = "label-skew"
+SIZES = (2, 5)
+STEPS = 120
+RATE = 0.2
+IMAGES = 8
+SPLITS = ("skewed", "independent")
+NORMS = ("plain, statistics of rank 0", "plain, statistics pooled", "synchronized")
+
+
+def _own_samples(y: Tensor, split: str, rank: int, size: int, seed: int) -> Tensor:
+    """The training samples of a rank."""
+    if split == "skewed":
+        classes = torch.arange(rank, 10, size)
+        return torch.isin(y, classes).nonzero()[:, 0]
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
+    return order[rank::size]
+
+
+def measure(seed: int) -> list[dict[str, Any]]:
+    """Accuracy of rank 0's model after training. Collective."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    (x, y), (test_x, test_y) = (
+        [torch.from_numpy(a) for a in part] for part in digits.load("float32")
+    )
+    rows = []
+    for split in SPLITS:
+        own = _own_samples(y, split, rank, size, seed)
+        for synchronized in (False, True):
+            torch.manual_seed(seed)
+            model = ResNet()
+            for weight in model.parameters():
+                if weight.ndim > 1:
+                    torch.nn.init.kaiming_normal_(weight)
+            if synchronized:
+                convert_sync_batchnorm(model)
+            # Without the broadcast, rank 0 ends with the statistics that the broadcast copies.
+            parallel = DistributedDataParallel(model, broadcast_buffers=False)
+            optimizer = torch.optim.SGD(parallel.parameters(), RATE, momentum=0.9)
+            for part in training.batches(len(own), IMAGES, STEPS, seed + 100 * rank):
+                training.step(parallel, optimizer, x[own[part]], y[own[part]])
+            del parallel
+
+            def add(norm: str) -> None:
+                model.eval()  # noqa: B023
+                accuracy = 100 - training.error(model, test_x, test_y)  # noqa: B023
+                rows.append({"split": split, "norm": norm, "size": size, "accuracy": accuracy})  # noqa: B023
+
+            if synchronized:
+                add(NORMS[2])
+                continue
+            add(NORMS[0])
+            sync_running_stats(model, how="pool")
+            add(NORMS[1])
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| ranks | data | plain, statistics of rank 0 | plain, statistics pooled | synchronized |",
+        "|---|---|---|---|---|",
+    ]
+    for size in SIZES:
+        for split in SPLITS:
+            cells = []
+            for norm in NORMS:
+                mean, low, high = training.interval(_accuracies(rows, size, split, norm))
+                cells.append(f"{mean:.1f} % ({low:.1f} to {high:.1f})")
+            data = split if split == "independent" else f"{10 // size} classes on each rank"
+            lines.append(f"| {size} | {data} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def draw(rows: list[dict[str, Any]]) -> Figure:
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    colors = ("#C24E00", "#F5B183", "#0072B2")
+    for axes, size in zip(figure.subplots(1, len(SIZES), sharey=True), SIZES, strict=True):
+        for k, norm in enumerate(NORMS):
+            for i, split in enumerate(SPLITS):
+                mean, low, high = training.interval(_accuracies(rows, size, split, norm))
+                axes.bar(
+                    i + 0.27 * (k - 1), mean, 0.25, color=colors[k], label=norm if not i else ""
+                )
+                spread = [[mean - low], [high - mean]]
+                axes.errorbar(i + 0.27 * (k - 1), mean, spread, color="black", capsize=3)
+                axes.text(i + 0.27 * (k - 1), 3, f"{mean:.0f}", ha="center", color="white")
+        classes = 10 // size
+        axes.set_xticks(range(2), [f"{classes} classes\non each rank", "all classes\non each rank"])
+        axes.set(title=f"{size} ranks", ylim=(0, 100))
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].set_ylabel("test accuracy, %")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+def _accuracies(rows: list[dict[str, Any]], size: int, split: str, norm: str) -> list[float]:
+    return [
+        row["accuracy"]
+        for row in rows
+        if (row["size"], row["split"], row["norm"]) == (size, split, norm)
+    ]
+
+
+def gap(rows: list[dict[str, Any]], size: int) -> float:
+    """Points between synchronized and rank 0's statistics, where ranks hold other classes."""
+    first, _, last = (np.mean(_accuracies(rows, size, "skewed", norm)) for norm in NORMS)
+    return float(last - first)

@@ -1,0 +1,43 @@
+"""The experiments of docs/guides/which-batch-norm.md: the guide shows the committed results."""
+
+import importlib
+import json
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.helpers import launch, require
+
+STUDIES = ("skew", "precise", "batch_size", "domains")
+
+
+@pytest.fixture(scope="module", params=STUDIES)
+def study(request: pytest.FixtureRequest) -> ModuleType:
+    require.need("torch", "cli", "dev")
+    sys.path.append(str(launch.ROOT / "examples"))
+    return importlib.import_module(f"evidence.{request.param}")
+
+
+def _rows(study: ModuleType) -> list[dict[str, Any]]:
+    text = (launch.ROOT / f"evidence/results/{study.NAME}.json").read_text()
+    rows: list[dict[str, Any]] = json.loads(text)["rows"]
+    return rows
+
+
+def test_the_guide_has_the_table_of_the_results(study: ModuleType) -> None:
+    guide = (launch.ROOT / "docs/guides/which-batch-norm.md").read_text()
+    assert study.table(_rows(study)) in guide
+    assert f"]({study.NAME}.png)" in guide
+    assert (launch.ROOT / f"docs/guides/{study.NAME}.png").exists()
+    study.draw(_rows(study))
+
+
+def test_synchronized_layers_gain_50_points_on_skewed_data() -> None:
+    require.need("torch", "cli", "dev")
+    from evidence import skew
+
+    rows = _rows(skew)
+    assert {row["seed"] for row in rows} == set(range(5))
+    assert skew.gap(rows, 5) >= 50
