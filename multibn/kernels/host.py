@@ -89,7 +89,7 @@ def finish_forward(
 ) -> Finished:
     """As `generic.finish_forward`."""
     o = None if mask is not None else _operands(axis, (x, residual), (), (weight, bias))
-    summed_at = None if o is None else _message(summed)
+    summed_at = None if o is None else _message(summed, forward_payload(o[1].sizes[1]))
     if o is None or summed_at is None:
         on: Any = {"eps": eps, "axis": axis, "residual": residual, "relu": relu, "mask": mask}
         share = rank_weight, count
@@ -179,7 +179,7 @@ def finish_backward(
 ) -> tuple[Array, Array | None]:
     """As `generic.finish_backward`."""
     o = None if mask is not None else _operands(axis, (x, dy, y), (mean, var), (weight, bias))
-    summed_at = None if o is None else _message(summed)
+    summed_at = None if o is None else _message(summed, 2 * o[1].sizes[1])
     if o is None or summed_at is None:
         on: Any = {"eps": eps, "axis": axis, "relu": relu, "y": y, "mask": mask}
         statistics = mean, var, weight, bias, element_weight
@@ -325,12 +325,12 @@ def _copied(
     return library, plan, addresses, float64, alive
 
 
-def _message(summed: Array) -> int | None:
-    """The address of a message; None if the loops cannot read it."""
+def _message(summed: Array, n: int) -> int | None:
+    """The address of a message of `n` numbers; None if the loops cannot read it."""
     library = LIBRARIES[type(summed)]
     if library is None:
         return None
-    addresses = library.locate(((summed,), library.float64, summed.shape, None))
+    addresses = library.locate(((summed,), library.float64, (n,), None))
     return None if addresses is None else int(addresses[0])
 
 

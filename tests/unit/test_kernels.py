@@ -6,8 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multibn.kernels import generic
+from multibn.kernels import generic as reference
 from tests.helpers import require
+from tests.helpers.passes import Passes
+
+generic = Passes(reference)
 
 AXIS = (0, 2, 3)
 
@@ -16,7 +19,7 @@ AXIS = (0, 2, 3)
 def kernels(request: pytest.FixtureRequest) -> Any:
     if request.param == "host":
         require.need("core")
-    return importlib.import_module(f"multibn.kernels.{request.param}")
+    return Passes(importlib.import_module(f"multibn.kernels.{request.param}"))
 
 
 def moments(kernels: Any, x: Any) -> tuple[Any, Any]:
@@ -76,7 +79,7 @@ def test_sixteen_bits_are_computed_in_float32(kernels: Any, dtype: str) -> None:
     assert got_mean.dtype == got_var.dtype == torch.float64
     np.testing.assert_allclose(got_mean, exact.mean(AXIS), rtol=1e-7)
     np.testing.assert_allclose(got_var, exact.var(AXIS, unbiased=False), rtol=1e-5)
-    packed = np.asarray(kernels.packed_moments(x, 2.0, 3.0, axis=AXIS))
+    packed = np.asarray(kernels.begin_forward(x, 2.0, 3.0, axis=AXIS))
     meansqr = (exact * exact).mean(AXIS)
     np.testing.assert_allclose(packed, 2 * np.r_[exact.mean(AXIS), meansqr, 1, 1.5], rtol=1e-7)
 
@@ -109,7 +112,7 @@ def test_packed_moments(
         import torch
 
         given = torch.from_numpy(x)
-    packed = kernels.packed_moments(given, weight, count, axis=AXIS)
+    packed = kernels.begin_forward(given, weight, count, axis=AXIS)
     assert type(packed) is type(given)
     packed = np.asarray(packed)
     assert (packed.dtype, packed.shape) == ("float64", (12,))
@@ -134,7 +137,7 @@ def test_packed_moments_of_nothing(kernels: Any, library: str, shape: tuple[int,
 
         x = torch.from_numpy(x)
     for weight, count in ((0.0, 0.0), (1.0, np.nan)):  # a rank that is empty, one that refuses
-        packed = kernels.packed_moments(x, weight, count, axis=AXIS)
+        packed = kernels.begin_forward(x, weight, count, axis=AXIS)
         assert type(packed) is type(x)
         np.testing.assert_array_equal(packed, [0.0] * 2 * shape[1] + [weight, count])
 
@@ -168,7 +171,7 @@ def test_a_device_without_float64_uses_the_host() -> None:
     assert mean.device != device
     exact = data.astype("float64")
     np.testing.assert_allclose(np.asarray(var), exact.var(AXIS), rtol=1e-5)
-    packed = generic.packed_moments(x, 2.0, 3.0, axis=AXIS)
+    packed = generic.begin_forward(x, 2.0, 3.0, axis=AXIS)
     assert packed.dtype == strict.float64
     assert packed.device == mean.device
     np.testing.assert_allclose(
@@ -177,10 +180,10 @@ def test_a_device_without_float64_uses_the_host() -> None:
         rtol=1e-9,
     )
     # As `pack` and `unpack` of one rank.
-    unpacked = generic.unpack(packed, (3,), 2.0, 3.0)
-    assert unpacked.mean.dtype == unpacked.var.dtype == strict.float64
-    np.testing.assert_allclose(np.asarray(unpacked.mean), exact.mean(AXIS), rtol=1e-9)
-    np.testing.assert_allclose(np.asarray(unpacked.var), exact.var(AXIS), rtol=1e-5)
+    unpacked = reference.unpack(packed, (3,), 2.0, 3.0)
+    assert unpacked[0].dtype == unpacked[1].dtype == strict.float64
+    np.testing.assert_allclose(np.asarray(unpacked[0]), exact.mean(AXIS), rtol=1e-9)
+    np.testing.assert_allclose(np.asarray(unpacked[1]), exact.var(AXIS), rtol=1e-5)
 
     parameter = strict.asarray([0.5, 2.0, 3.0], dtype=strict.float32, device=device)
     y = generic.normalize(x, *of_batch, parameter, parameter, eps=0.0, axis=AXIS)
@@ -205,7 +208,7 @@ def test_the_argument_is_left_unchanged(kernels: Any) -> None:
     narrow = c.astype("float32")
     on = {"eps": 1e-5, "axis": AXIS}
     kernels.local_moments(x, axis=AXIS)
-    kernels.packed_moments(x, 2.0, 3.0, axis=AXIS)
+    kernels.begin_forward(x, 2.0, 3.0, axis=AXIS)
     for parameter in (c, narrow, None):
         kernels.normalize(x, c, c, parameter, parameter, **on)
         kernels.input_gradient(x, x, c, c, parameter, 0.5, c, c, **on)

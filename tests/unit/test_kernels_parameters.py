@@ -10,13 +10,15 @@ from tests.helpers import require
 require.need("core")
 
 from multibn import kernels as selection  # noqa: E402
-from multibn.kernels import generic, host  # noqa: E402
 from tests.unit.test_kernels_host import (  # noqa: E402
     EPS,
-    PASSES,
+    VERBS,
     data,
+    generic,
+    host,
     passes,
     per_channel,
+    reference,
     refuse,
 )
 
@@ -27,8 +29,8 @@ ON: Any = {"eps": EPS, "axis": AXIS}
 
 @pytest.fixture
 def compiled_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in PASSES:
-        monkeypatch.setattr(generic, name, refuse)
+    for name in VERBS:
+        monkeypatch.setattr(reference, name, refuse)
 
 
 def definition(dy: Any, x: Any, c: list[Any], element_weight: float, eps: float) -> tuple[Any, Any]:
@@ -120,7 +122,7 @@ def test_parameters_of_torch() -> None:
             dy.numpy(), x.numpy(), [mean, var, w.detach().double(), b.detach().double(), *sums],
             0.3, EPS,
         )  # fmt: skip
-        for kernels in (generic, host, selection):
+        for kernels in (generic, host):
             with torch.no_grad():
                 found = y_and_dx(kernels, dy, x, [mean, var, w, b, *sums], 0.3)
             for got, expected in zip(found, right, strict=True):
@@ -194,7 +196,7 @@ def test_any_number_is_an_element_weight(library: str) -> None:
         pair = torch.tensor([0.0, 0.3], dtype=torch.float64)
         numbers = [0.3, pair[1].clone(), pair[1]]
         given = [torch.from_numpy(dy), torch.from_numpy(x), [torch.from_numpy(v) for v in c]]
-    for kernels in (generic, host, selection):
+    for kernels in (generic, host):
         first, *others = (y_and_dx(kernels, *[*given, number])[1] for number in numbers)
         for other in others:
             np.testing.assert_array_equal(first, other)
@@ -215,7 +217,7 @@ def test_results_have_memory_of_their_own(kernels: Any) -> None:
 @pytest.mark.parametrize("kernels", [generic, host], ids=["generic", "host"])
 def test_packed_moments_are_written_where_they_are_sent(kernels: Any) -> None:
     x = data(SHAPE)
-    expected = kernels.packed_moments(x, 3.0, 5.0, axis=AXIS)
+    expected = kernels.begin_forward(x, 3.0, 5.0, axis=AXIS)
     memory = np.full(expected.size + 2, 7.0)
     out = memory[:-2]
     for library, like in (("numpy", x), ("torch", x)):
@@ -225,13 +227,14 @@ def test_packed_moments_are_written_where_they_are_sent(kernels: Any) -> None:
 
             like = torch.from_numpy(x)
         out[:] = 0.0
-        assert selection.packed_moments(like, 3.0, 5.0, axis=AXIS, out=out) is out
+        assert kernels.begin_forward(like, 3.0, 5.0, axis=AXIS, out=out) is out
         np.testing.assert_allclose(out, expected, rtol=1e-6)
         np.testing.assert_array_equal(memory[-2:], 7.0)
-        unpacked = selection.unpack(out, (5,), 3.0, 5.0, like=like)
-        assert type(unpacked.mean) is type(like)
+        on: Any = {"eps": 0.0, "axis": AXIS}
+        _, mean, var, *_ = kernels.kernels.finish_forward(out, like, None, None, 3.0, 5.0, **on)
+        assert type(mean) is type(like)
         out[:] = 0.0  # the transport's next message
-        assert unpacked.var[0] > 0
+        assert var[0] > 0
 
 
 @pytest.mark.parametrize("relu", [False, True])
@@ -251,7 +254,9 @@ def test_residual_and_relu(relu: bool, residual: bool, library: str) -> None:
 
         given = [torch.from_numpy(v) for v in given]
         other = torch.from_numpy(other)
-    y = selection.normalize(*given, **ON, residual=other if residual else None, relu=relu)
+    y = selection.select(*given).normalize(
+        *given, **ON, residual=other if residual else None, relu=relu
+    )
     assert type(y) is type(given[0])
     assert y.dtype == given[0].dtype
     np.testing.assert_allclose(y, right, rtol=1e-5, atol=1e-5)

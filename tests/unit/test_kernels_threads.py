@@ -15,8 +15,15 @@ from tests.helpers.launch import ROOT
 
 require.need("core")
 
-from multibn.kernels import _core, host  # noqa: E402
-from tests.unit.test_kernels_host import check, data, passes, per_channel  # noqa: E402
+from multibn.kernels import _core  # noqa: E402
+from tests.unit.test_kernels_host import (  # noqa: E402
+    check,
+    compiled,
+    data,
+    host,
+    passes,
+    per_channel,
+)
 
 
 class Threads:
@@ -53,7 +60,7 @@ def test_any_number_of_threads_gives_the_same_bits(
     found = []
     for n in (1, 2, 3):
         threads.set(n)
-        assert host._num_threads() == n
+        assert compiled._num_threads() == n
         found.append(passes(host, dy, x, c, (0, 2, 3)))
     found.append(check(dy, x))
     for one, *others in zip(*found, strict=True):
@@ -83,10 +90,10 @@ def test_several_threads_may_call_at_once(shape: tuple[int, ...], threads: Threa
 def test_threads_after_a_fork() -> None:
     code = """
 import multiprocessing, numpy as np
-from multibn.kernels import local_moments
+from multibn import local_moments
 x = np.ones((6, 64, 64, 64), "float32")  # enough for two threads
 def work(_):
-    return float(local_moments(x, axis=(0, 2, 3))[0][0])
+    return float(local_moments(x, axis=(0, 2, 3)).mean[0])
 assert work(0) == 1
 with multiprocessing.get_context("fork").Pool(1) as pool:
     print(pool.map_async(work, [0]).get(60))
@@ -102,10 +109,10 @@ with multiprocessing.get_context("fork").Pool(1) as pool:
 def test_without_the_core_the_generic_kernels_are_used(available: bool) -> None:
     code = f"""
 import sys, numpy as np
-from multibn import info, kernels
+from multibn import info, local_moments
 if not {available}:
     sys.modules["multibn.kernels._core"] = None  # what the import system does with what is missing
-mean, _ = kernels.local_moments(np.ones((2, 3, 4, 4), "float32"), axis=(0, 2, 3))
+mean = local_moments(np.ones((2, 3, 4, 4), "float32")).mean
 print(mean, "multibn.kernels.host" in sys.modules, info.text(info.collect()))
 """
     ran = subprocess.run(
