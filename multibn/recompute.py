@@ -29,11 +29,11 @@ class _Pass:
         self.tape = tape
 
     def __enter__(self) -> Tape:
-        _local.stack.append(self)
+        state.stack.append(self)
         return self.tape
 
     def __exit__(self, *exception: object) -> None:
-        _local.stack.remove(self)
+        state.stack.remove(self)
 
 
 class recording(_Pass):  # noqa: N801 (read as a verb: `with recording() as tape`)
@@ -86,14 +86,9 @@ class replaying(_Pass):  # noqa: N801
         return batch
 
 
-def is_active() -> bool:
-    """Whether any of the two contexts is in force."""
-    return bool(_local.stack)
-
-
 def in_recomputing() -> bool:
     """Whether this pass runs again, so that running statistics must not be updated."""
-    stack = _local.stack
+    stack = state.stack
     return bool(stack) and any(isinstance(entered, replaying) for entered in stack)
 
 
@@ -102,7 +97,7 @@ def replayed(channels: Sequence[tuple[int, ...]]) -> list[BatchStatistics] | Non
 
     All tapes that record inside of that replay get the statistics, too.
     """
-    for current in reversed(_local.stack):
+    for current in reversed(state.stack):
         if isinstance(current, replaying):
             batches = [current.next(shape) for shape in channels]
             record(batches)
@@ -112,15 +107,15 @@ def replayed(channels: Sequence[tuple[int, ...]]) -> list[BatchStatistics] | Non
 
 def record(batches: Sequence[BatchStatistics]) -> None:
     """Put statistics on all tapes that record inside of the innermost replay, if any."""
-    for current in reversed(_local.stack):
+    for current in reversed(state.stack):
         if isinstance(current, replaying):
             break
         current.tape.entries += batches
 
 
-class _Local(threading.local):
+class _State(threading.local):
     def __init__(self) -> None:
         self.stack: list[_Pass] = []
 
 
-_local = _Local()
+state = _State()  # of this thread; the stack is empty where neither of the contexts is in force

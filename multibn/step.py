@@ -8,8 +8,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+
 from multibn import kernels, message, recompute, statistics
-from multibn._arrays import is_on_host
 from multibn._typing import Array, Weighting
 from multibn.communicators import Communicator
 from multibn.communicators.conversation import Conversation, Phase
@@ -57,7 +58,7 @@ def forward(
     Collective, one allreduce of 2C+2 float64 numbers for each input, unless `multibn.recompute`
     replays the statistics. Raises as `statistics.batch_statistics`.
     """
-    if not recompute.is_active():
+    if not recompute.state.stack:
         return share(inputs, communicator, weighting=weighting)
     batches = recompute.replayed([statistics.channels(i.x, i.axis) for i in inputs])
     if batches is not None:
@@ -90,7 +91,10 @@ def share(
     payloads = []
     for (k, x, axis, weight, count), out in zip(shares, outs, strict=True):
         payloads.append(k.begin_forward(x, weight, count, axis=axis, out=out))
-    sums = _send(communicator, memory, payloads, lengths)
+    if len(payloads) == 1:
+        sums: Sequence[Array] = (communicator.allreduce(payloads[0]),)
+    else:
+        sums = _send(communicator, memory, payloads, lengths)
     if len(sums) > 1:  # no running statistics may move where another layer's sum is wrong
         for own, summed in zip(shares, sums, strict=True):
             _check(generic.state(summed, own[-1]), communicator, own)
@@ -138,7 +142,10 @@ def backward(
     for (n, k, arguments, _, options), out in zip(sharing, outs, strict=True):
         payload, *results[n] = k.begin_backward(*arguments, out=out, **options)
         payloads.append(payload)
-    sums = _send(communicator, memory, payloads, lengths)
+    if len(payloads) == 1:
+        sums: Sequence[Array] = (communicator.allreduce(payloads[0]),)
+    else:
+        sums = _send(communicator, memory, payloads, lengths)
     for (n, k, arguments, element_weight, options), summed in zip(sharing, sums, strict=True):
         parameters = results[n]
         if means:
@@ -164,9 +171,10 @@ def _open(
     x = inputs[0].x
     if type(communicator) is Conversation:
         dtype = x.dtype if len(inputs) == 1 else announced(inputs)
-        communicator = communicator.during(phase, dtype)
+        known = communicator.phases.get((phase, dtype))
+        communicator = communicator.during(phase, dtype) if known is None else known
     memory = None
-    if type(communicator) is Phase and is_on_host(x):
+    if type(communicator) is Phase and (type(x) is np.ndarray or getattr(x, "is_cpu", False)):
         memory = communicator.buffer(sum(lengths))
     if memory is None or len(lengths) == 1:
         return communicator, memory, [memory] * len(lengths)
@@ -179,9 +187,7 @@ def _send(
     payloads: Sequence[Array],
     lengths: Sequence[int],
 ) -> Sequence[Array]:
-    """The sums of payloads over the ranks. Collective."""
-    if len(payloads) == 1:
-        return (communicator.allreduce(payloads[0]),)
+    """The sums of several payloads over the ranks. Collective."""
     summed = communicator.allreduce(message.concat(payloads) if memory is None else memory)
     return message.split(summed, lengths)
 

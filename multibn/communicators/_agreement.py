@@ -31,6 +31,8 @@ class Agreement:
         self.communicator, self.lines, self.size = communicator, lines, size
         self.num_numbers, self.place = num_numbers, place
         self.lanes = np.array(lanes)
+        # What all ranks together send if each sends the same.
+        self.fingerprints = [size * v for v in lanes[-2:]]
         self.buffer: HostArray = np.empty(0)  # of the line, when the line is open
         self.payload: HostArray | None = None  # the first `num_numbers` of the buffer
         self._agreements = agreements

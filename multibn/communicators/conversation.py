@@ -46,7 +46,7 @@ class Conversation(Forwarding):
         self.forwarding = communicator if isinstance(communicator, Forwarding) else None
         self._find_name = find_name
         self._name: str | None = None
-        self._phases: dict[tuple[str, Any], Phase] = {}
+        self.phases: dict[tuple[str, Any], Phase] = {}
         self._elsewhere: dict[Communicator, Conversation] = {}
 
     @property
@@ -69,9 +69,9 @@ class Conversation(Forwarding):
 
     def during(self, phase: str, dtype: Any) -> "Phase":
         """The communicator for messages about activations of `dtype` in a phase of the layer."""
-        known = self._phases.get((phase, dtype))
+        known = self.phases.get((phase, dtype))
         if known is None:
-            known = self._phases[phase, dtype] = Phase(self, phase, dtype)
+            known = self.phases[phase, dtype] = Phase(self, phase, dtype)
         return known
 
 
@@ -129,8 +129,7 @@ class Phase(Forwarding):
         buffer = agreed.buffer
         buffer[agreed.num_numbers :] = agreed.lanes
         agreed.lines.exchange(buffer, agreed.place, call, agreed.communicator.timeout)
-        v, square = buffer[-2:].tolist()
-        if not message.all_equal(v, square, agreed.size):
+        if buffer[-2:].tolist() != agreed.fingerprints:
             self._check(buffer, agreed.size)
         if mine is not None and self.name == "forward" and not np.isfinite(payload).all():
             # The caller does not look at numbers on a GPU, and these are in host memory.

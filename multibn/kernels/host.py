@@ -54,7 +54,7 @@ def begin_forward(
     library, plan, (x_at, *_), _, _alive = o
     N, C, S = plan.sizes
     tasks = plan.sums if plan.sums is not None else _sum_tasks(plan.sizes, _num_threads())
-    payload, payload_at = _payload(library, forward_payload(C), out)
+    payload, payload_at = _payload(library, plan.length, out)
     head, packing = (plan.dtype, x_at, N, C, S, tasks[0][0]), (payload_at, rank_weight, count)
     if len(tasks) == 1:
         _core.begin_forward(*head, 0, 0, 0, 0, *packing)
@@ -89,7 +89,7 @@ def finish_forward(
 ) -> Finished:
     """As `generic.finish_forward`."""
     o = None if mask is not None else _operands(axis, (x, residual), (), (weight, bias))
-    summed_at = None if o is None else _message(summed, forward_payload(o[1].sizes[1]))
+    summed_at = None if o is None else _message(summed, o[1].length)
     if o is None or summed_at is None:
         on: Any = {"eps": eps, "axis": axis, "residual": residual, "relu": relu, "mask": mask}
         share = rank_weight, count
@@ -234,6 +234,7 @@ class _Plan(NamedTuple):
     sizes: tuple[int, int, int]  # (N, C, S)
     sums: Sequence[tuple[int, ...]] | None  # the task of one thread; None where more may help
     tasks: Sequence[tuple[int, ...]] | None
+    length: int  # of a forward payload
 
 
 @lru_cache(maxsize=1024)
@@ -250,9 +251,10 @@ def _plan(
     if sizes is None:
         return None
     per_channel = tuple(n for i, n in enumerate(shape) if i not in axis)
+    length = forward_payload(sizes[1])
     if math.prod(sizes) >= 2 * _SHARE:
-        return _Plan(per_channel, code, sizes, None, None)
-    return _Plan(per_channel, code, sizes, _sum_tasks(sizes, 1), _tasks(sizes, 1))
+        return _Plan(per_channel, code, sizes, None, None, length)
+    return _Plan(per_channel, code, sizes, _sum_tasks(sizes, 1), _tasks(sizes, 1), length)
 
 
 # The library; the plan; the addresses of activations and per-channel arrays, 0 for None, and the
