@@ -10,7 +10,7 @@ from chainer import FunctionNode, Variable
 from chainer import functions as F
 
 from multibn import statistics, step
-from multibn._typing import Array, Weighting, check_int, check_number
+from multibn._typing import Array, Weighting, check_eps, check_int
 from multibn.chainer_backend import forgetting
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.conversation import Conversation, during
@@ -77,7 +77,7 @@ def multi_node_batch_normalization(
     and `beta`. A backward pass with a graph computes in float64 and repeats the forward pass's
     allreduce; each of its allreduces has another one in the next derivative.
     """
-    check_number("eps", eps, "(0, inf)")
+    check_eps(eps)
     axis = None if axis is None else checked_axes(axis)
     communicator = Conversation(as_communicator(comm), lambda: "multi_node_batch_normalization")
     v = standard_layout(x)
