@@ -13,7 +13,7 @@ from multibn import statistics, step
 from multibn._typing import Array, Weighting, check_eps, check_int
 from multibn.chainer_backend import forgetting
 from multibn.communicators import Communicator, as_communicator
-from multibn.communicators.conversation import Conversation, during
+from multibn.communicators.conversation import Conversation, during, raise_for_nan_gradients
 from multibn.kernels import Running
 from multibn.statistics import BatchStatistics
 from multibn.step import Gradient, Input
@@ -263,6 +263,8 @@ def _gradients(node: BatchNormalization, *arrays: Array) -> list[Array]:
     """Gradients of x, gamma and beta, those of the latter two only if the node has them."""
     *retained, dy = arrays
     i = Input(*node.arguments(retained), node.eps, node.axis)
+    if chainer.is_debug():
+        raise_for_nan_gradients(node.communicator, bool((dy != dy).any()))
     ((dx, _, *parameters),) = step.backward(
         [Gradient(dy, i, node.batch)], node.communicator, means=True
     )
