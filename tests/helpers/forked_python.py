@@ -254,6 +254,7 @@ def _run(arguments: list[str]) -> None:
         trace = error.__traceback__
         while trace and trace.tb_next and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.exit(1)
 
