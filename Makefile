@@ -9,6 +9,8 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 export PATH := $(BIN):$(PATH)
 export OMP_NUM_THREADS ?= 1
+# Each of the many processes would compile the package anew.
+export PYTHONDONTWRITEBYTECODE :=
 # Open MPI refuses root, and more ranks than cores, unless told otherwise.
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
