@@ -158,6 +158,7 @@ TRACKED: dict[str, Callable[[_Subject], Any]] = {
     "vectorized hessian": lambda s: functional.hessian(s.loss, X, vectorize=True),
     "models": _of_models,
     "gradients of models": _gradients_of_models,
+    "linearize": lambda s: linearize(s.layer, X)[1](V),
 }
 CASES: dict[str, Callable[[_Subject], Any]] = {
     **TRACKED,
@@ -174,7 +175,6 @@ CASES: dict[str, Callable[[_Subject], Any]] = {
     "hessian of parameters": lambda s: hessian(s.loss_of)(s.parameters, X),
     "hessian by jacrev": lambda s: jacrev(jacrev(s.loss))(X),
     "hessian times vector": lambda s: jvp(grad(s.loss), (X,), (V,)),
-    "linearize": lambda s: linearize(s.layer, X)[1](V),
     "functionalize": lambda s: functionalize(s.layer)(X),
     "vmap": lambda s: vmap(s.layer)(XS),
     "vmap over the last axis": lambda s: vmap(s.layer, in_dims=2, out_dims=1)(XS.movedim(0, 2)),
