@@ -49,6 +49,7 @@ class Store(Protocol):
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
     def check(self, keys: list[str], /) -> bool: ...
+    def delete_key(self, key: str, /) -> bool: ...
 
 
 class Machines:
@@ -65,6 +66,7 @@ class Machines:
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._meeting = self._meet()
+        self._told: list[str] = []  # keys in the store
         self._memory: mmap.mmap | None = None
         self._firsts: list[int] = []  # for each rank, the first rank of its machine
         self._pids: list[int] = []
@@ -74,7 +76,12 @@ class Machines:
     def open_line(
         self, number: int, buffer: HostArray | None, between: Callable[[Sequence[int]], Line]
     ) -> Line:
-        """As `Transport.open_line`; `between` opens a line of another kind between some ranks."""
+        """As `Transport.open_line`; `between` opens a line of another kind between some ranks.
+
+        A sum in the first line comes before the second line is opened.
+        """
+        while self._firsts and self._told:  # all ranks have read
+            self._store.delete_key(self._told.pop())
         return _Line(self._meeting, partial(self._choose, number, buffer, between))
 
     def _meet(self) -> Generator[bool, None, None]:
@@ -101,6 +108,7 @@ class Machines:
         """`mine` of every rank."""
         keys = [f"{what} of {rank}" for rank in range(self._size)]
         self._store.set(keys[self._rank], json.dumps(mine))
+        self._told.append(keys[self._rank])
         while not self._store.check(keys):
             yield False
         return [json.loads(self._store.get(key)) for key in keys]
@@ -114,6 +122,17 @@ class Machines:
         firsts = sorted(set(self._firsts))
         if len(firsts) == self._size or self._numbers > _NUMBERS:
             return between(range(self._size))
+        line = self._line(number, buffer, length, between, firsts)
+        return line if buffer is not None else _InPieces(line, length * _NUMBER)
+
+    def _line(
+        self,
+        number: int,
+        buffer: HostArray | None,
+        length: int,
+        between: Callable[[Sequence[int]], Line],
+        firsts: list[int],
+    ) -> Line:
         first = self._firsts[self._rank]
         here = [rank for rank, f in enumerate(self._firsts) if f == first]
         across = between(firsts) if self._rank == first and len(firsts) > 1 else None
@@ -128,8 +147,8 @@ class Machines:
         pids = [self._pids[rank] for rank in here]
         place = here.index(self._rank)
         if len(firsts) == 1:
-            return _SharedLine(number, self._size, gates, slots, place, pids, buffer)
-        return _LineOverMachines(number, self._size, gates, slots, place, pids, buffer, across)
+            return _SharedLine(number, gates, slots, place, pids, buffer)
+        return _LineOverMachines(number, gates, slots, place, pids, buffer, across)
 
 
 class _Line:
@@ -151,13 +170,39 @@ class _Line:
         return self._chosen.opened(max(end - time.monotonic(), 0.0))
 
 
+class _InPieces:
+    """A line for arrays of any length: the messages of a line with slots of `nbytes`."""
+
+    def __init__(self, line: Line, nbytes: int) -> None:
+        self._begin, self._nbytes, self.opened = line.begin, nbytes, line.opened
+
+    def begin(self, a: HostArray) -> Done:
+        if a.nbytes <= self._nbytes:
+            return self._begin(a)
+        flat, n = a.reshape(-1), self._nbytes // a.itemsize
+        pieces = iter([flat[start : start + n] for start in range(0, flat.size, n)])
+        current = self._begin(next(pieces))
+
+        def done(seconds: float) -> bool:
+            nonlocal current
+            end = time.monotonic() + seconds
+            while current(max(end - time.monotonic(), 0.0)):
+                piece = next(pieces, None)
+                if piece is None:
+                    return True
+                current = self._begin(piece)
+            return False
+
+        return done
+
+
 class _SharedLine:
     """A line between ranks that share memory.
 
     Parameters
     ----------
-    number, size
-        Of the line, and of the group.
+    number
+        Of the line.
     gates
         Memory of two gates, which count the ranks that have come to a message.
     slots
@@ -170,14 +215,13 @@ class _SharedLine:
     def __init__(
         self,
         number: int,
-        size: int,
         gates: HostArray,
         slots: HostArray,
         place: int,
         pids: Sequence[int],
         buffer: HostArray | None,
     ) -> None:
-        self._size, self._slots, self._place, self._pids = size, slots, place, pids
+        self._slots, self._place, self._pids = slots, place, pids
         self._buffer, self._memory = buffer, gates
         self._all_here = gates.ctypes.data
         self._summed = self._all_here + _GATE
@@ -190,25 +234,20 @@ class _SharedLine:
         self._waited = 0.0  # seconds, in this message
         self._message: HostArray = np.empty(0)
         self._message_at = 0
-        # The first message tells whether all ranks have opened the line of this number.
-        self._opening: Done | None = None
+        # The first message, on this machine alone, tells whether all open the line of this number.
         self._numbers = np.array([number + 2.0, (number + 2.0) ** 2])
         self._has_met = False
 
     def opened(self, seconds: float) -> bool:
-        if self._opening is None:
-            self._opening = self.begin(self._numbers)
+        if self._begun == 0:
+            self.begin(self._numbers)
         if not self._has_met:
-            self._has_met = self._opening(seconds)
-        elif not message.all_equal(*self._numbers, self._size):
+            self._has_met = self._add_all(seconds)
+        elif not message.all_equal(*self._numbers, self._num_here):
             time.sleep(seconds)  # the notices will say where the other ranks are
-        return self._has_met and message.all_equal(*self._numbers, self._size)
+        return self._has_met and message.all_equal(*self._numbers, self._num_here)
 
     def begin(self, a: HostArray) -> Done:
-        if a.nbytes > self._stride:
-            flat = a.reshape(-1)
-            n = self._stride // a.itemsize
-            return _one_by_one(self.begin, np.split(flat, range(n, flat.size, n)))
         self._begun += 1
         self._waited = 0.0
         self._message = a
@@ -217,11 +256,14 @@ class _SharedLine:
         _core.arrive(self._all_here, self._begun * self._num_here, slot, self._message_at, a.nbytes)
         return self._done
 
-    def _done(self, seconds: float) -> bool:
+    def _add_all(self, seconds: float) -> bool:
+        """Make of the message the sum over this machine; False if a rank has not come by then."""
         if not self._open(self._all_here, self._begun * self._num_here, seconds):
             return False
         self._add(self._num_here)
         return True
+
+    _done = _add_all
 
     def _add(self, num_slots: int) -> None:
         """Make of the message the sum of the first slots."""
@@ -269,39 +311,21 @@ class _LineOverMachines(_SharedLine):
 
     def _done(self, seconds: float) -> bool:
         if self._across is None:
-            if not self._open(self._summed, self._begun, seconds):
+            if not self._open(self._summed, self._begun - 1, seconds):
                 return False
             self._add(1)
             return True
         end = time.monotonic() + seconds
         if self._pending is None:
-            if not super()._done(seconds):
+            if not self._add_all(seconds):
                 return False
             self._pending = self._across.begin(self._message)
         if not self._pending(max(end - time.monotonic(), 0.0)):
             return False
         self._pending = None
         a, slot = self._message, self._slots_at[self._begun & 1]
-        _core.arrive(self._summed, self._begun, slot, self._message_at, a.nbytes)
+        _core.arrive(self._summed, self._begun - 1, slot, self._message_at, a.nbytes)
         return True
-
-
-def _one_by_one(begin: Callable[[HostArray], Done], pieces: Sequence[HostArray]) -> Done:
-    """Begin a message of each piece when the one before is done."""
-    left = iter(pieces)
-    current = begin(next(left))
-
-    def done(seconds: float) -> bool:
-        nonlocal current
-        end = time.monotonic() + seconds
-        while current(max(end - time.monotonic(), 0.0)):
-            piece = next(left, None)
-            if piece is None:
-                return True
-            current = begin(piece)
-        return False
-
-    return done
 
 
 def _yielding(num_here: int) -> float:
