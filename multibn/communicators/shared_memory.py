@@ -49,6 +49,7 @@ class Store(Protocol):
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
     def check(self, keys: list[str], /) -> bool: ...
+    def add(self, key: str, amount: int, /) -> int: ...
     def delete_key(self, key: str, /) -> bool: ...
 
 
@@ -66,7 +67,6 @@ class Machines:
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._meeting = self._meet()
-        self._told: list[str] = []  # keys in the store
         self._memory: mmap.mmap | None = None
         self._firsts: list[int] = []  # for each rank, the first rank of its machine
         self._pids: list[int] = []
@@ -76,12 +76,7 @@ class Machines:
     def open_line(
         self, number: int, buffer: HostArray | None, between: Callable[[Sequence[int]], Line]
     ) -> Line:
-        """As `Transport.open_line`; `between` opens a line of another kind between some ranks.
-
-        A sum in the first line comes before the second line is opened.
-        """
-        while self._firsts and self._told:  # all ranks have read
-            self._store.delete_key(self._told.pop())
+        """As `Transport.open_line`; `between` opens a line of another kind between some ranks."""
         return _Line(self._meeting, partial(self._choose, number, buffer, between))
 
     def _meet(self) -> Generator[bool, None, None]:
@@ -100,18 +95,24 @@ class Machines:
                     first, self._memory = rank, memory
                     break
             firsts = yield from self._gather("first rank", first)
+        # A later group may use the store. The last rank to come here leaves nothing there.
+        if self._store.add("ranks that have read", 1) == self._size:
+            for key in (*self._keys("offer"), *self._keys("first rank"), "ranks that have read"):
+                self._store.delete_key(key)
         # The memory of a rank that has itself taken another's is nobody's.
         self._firsts = [f if firsts[f] == f else rank for rank, f in enumerate(firsts)]
         self._pids = [offer["pid"] for offer in offers]
 
     def _gather(self, what: str, mine: Any) -> Generator[bool, None, list[Any]]:
         """`mine` of every rank."""
-        keys = [f"{what} of {rank}" for rank in range(self._size)]
+        keys = self._keys(what)
         self._store.set(keys[self._rank], json.dumps(mine))
-        self._told.append(keys[self._rank])
         while not self._store.check(keys):
             yield False
         return [json.loads(self._store.get(key)) for key in keys]
+
+    def _keys(self, what: str) -> list[str]:
+        return [f"{what} of {rank}" for rank in range(self._size)]
 
     def _choose(
         self, number: int, buffer: HostArray | None, between: Callable[[Sequence[int]], Line]
@@ -174,14 +175,14 @@ class _InPieces:
     """A line for arrays of any length: the messages of a line with slots of `nbytes`."""
 
     def __init__(self, line: Line, nbytes: int) -> None:
-        self._begin, self._nbytes, self.opened = line.begin, nbytes, line.opened
+        self._line, self._nbytes, self.opened = line, nbytes, line.opened
 
     def begin(self, a: HostArray) -> Done:
         if a.nbytes <= self._nbytes:
-            return self._begin(a)
+            return self._line.begin(a)
         flat, n = a.reshape(-1), self._nbytes // a.itemsize
         pieces = iter([flat[start : start + n] for start in range(0, flat.size, n)])
-        current = self._begin(next(pieces))
+        current = self._line.begin(next(pieces))
 
         def done(seconds: float) -> bool:
             nonlocal current
@@ -190,7 +191,7 @@ class _InPieces:
                 piece = next(pieces, None)
                 if piece is None:
                     return True
-                current = self._begin(piece)
+                current = self._line.begin(piece)
             return False
 
         return done
@@ -301,13 +302,16 @@ class _LineOverMachines(_SharedLine):
     def __init__(self, *arguments: Any) -> None:
         *arguments, self._across = arguments
         super().__init__(*arguments)
+        self._across_opened = False
         self._pending: Done | None = None
 
     def opened(self, seconds: float) -> bool:
-        if self._across is None:
-            return super().opened(seconds)
         end = time.monotonic() + seconds
-        return self._across.opened(seconds) and super().opened(max(end - time.monotonic(), 0.0))
+        if self._across is not None and not self._across_opened:
+            self._across_opened = self._across.opened(seconds)
+            if not self._across_opened:
+                return False
+        return super().opened(max(end - time.monotonic(), 0.0))
 
     def _done(self, seconds: float) -> bool:
         if self._across is None:
