@@ -5,7 +5,6 @@
    3.11. */
 
 #define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030A0000
 #define _GNU_SOURCE
 #include <Python.h>
 

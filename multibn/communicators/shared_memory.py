@@ -25,7 +25,7 @@ import numpy as np
 from multibn import message
 from multibn._environment import process_state
 from multibn.communicators._lines import HostArray, Line
-from multibn.communicators._watch import Done, poll
+from multibn.communicators._watch import Done, RankLeftError, poll
 
 try:
     from multibn.communicators import _shared_memory as _core
@@ -68,8 +68,8 @@ class Machines:
         self._store, self._rank, self._size = store, rank, size
         self._meeting = self._meet()
         self._memory: mmap.mmap | None = None
+        self._neighbours: _Neighbours | None = None
         self._firsts: list[int] = []  # for each rank, the first rank of its machine
-        self._pids: list[int] = []
         self._numbers = 0  # of a rank in all lines
         self._used = 0  # bytes of the memory
 
@@ -79,13 +79,19 @@ class Machines:
         """As `Transport.open_line`; `between` opens a line of another kind between some ranks."""
         return _Line(self._meeting, partial(self._choose, number, buffer, between))
 
+    def close(self, *, goodbye: bool) -> None:
+        """Let go of the memory; `goodbye` tells those who wait that this rank will not come."""
+        if goodbye and self._neighbours is not None:
+            self._neighbours.leave()
+        self._memory = self._neighbours = None
+
     def _meet(self) -> Generator[bool, None, None]:
         """Ends when all ranks have met."""
         with ExitStack() as stack:
             offer: dict[str, Any] = {"pid": os.getpid()}
             if why_not() is None:
                 with suppress(OSError):
-                    size = 2 * _NUMBER * _NUMBERS * self._size
+                    size = (2 * _NUMBER * _NUMBERS + _GATE) * self._size
                     offer, self._memory = stack.enter_context(_offered(size))
             offers = yield from self._gather("offer", offer)
             first = self._rank
@@ -101,7 +107,13 @@ class Machines:
                 self._store.delete_key(key)
         # The memory of a rank that has itself taken another's is nobody's.
         self._firsts = [f if firsts[f] == f else rank for rank, f in enumerate(firsts)]
-        self._pids = [offer["pid"] for offer in offers]
+        first = self._firsts[self._rank]
+        here = {r: offers[r]["pid"] for r in range(self._size) if self._firsts[r] == first}
+        if len(here) > 1:
+            assert self._memory is not None
+            gates = np.ndarray((len(here), _GATE), np.uint8, self._memory)
+            self._neighbours = _Neighbours(self._rank, here, gates)
+            self._used = gates.size
 
     def _gather(self, what: str, mine: Any) -> Generator[bool, None, list[Any]]:
         """`mine` of every rank."""
@@ -123,33 +135,54 @@ class Machines:
         firsts = sorted(set(self._firsts))
         if len(firsts) == self._size or self._numbers > _NUMBERS:
             return between(range(self._size))
-        line = self._line(number, buffer, length, between, firsts)
+        across = between(firsts) if self._rank in firsts and len(firsts) > 1 else None
+        line: Line
+        if self._neighbours is None:
+            assert across is not None
+            line = across
+        else:
+            assert self._memory is not None
+            start, num_here = self._used, len(self._neighbours.ranks)
+            self._used += 2 * _GATE + 2 * num_here * length * _NUMBER
+            gates = np.ndarray(2 * _GATE, np.uint8, self._memory, start)
+            slots = np.ndarray((2, num_here, length), np.float64, self._memory, start + gates.size)
+            parts = (number, self._neighbours, gates, slots, buffer)
+            line = _SharedLine(*parts) if len(firsts) == 1 else _LineOverMachines(*parts, across)
         return line if buffer is not None else _InPieces(line, length * _NUMBER)
 
-    def _line(
-        self,
-        number: int,
-        buffer: HostArray | None,
-        length: int,
-        between: Callable[[Sequence[int]], Line],
-        firsts: list[int],
-    ) -> Line:
-        first = self._firsts[self._rank]
-        here = [rank for rank, f in enumerate(self._firsts) if f == first]
-        across = between(firsts) if self._rank == first and len(firsts) > 1 else None
-        if len(here) == 1:
-            assert across is not None
-            return across
-        assert self._memory is not None
-        start = self._used
-        self._used += 2 * _GATE + 2 * len(here) * length * _NUMBER
-        gates = np.frombuffer(self._memory, np.uint8, 2 * _GATE, start)
-        slots = np.ndarray((2, len(here), length), np.float64, self._memory, start + gates.size)
-        pids = [self._pids[rank] for rank in here]
-        place = here.index(self._rank)
-        if len(firsts) == 1:
-            return _SharedLine(number, gates, slots, place, pids, buffer)
-        return _LineOverMachines(number, gates, slots, place, pids, buffer, across)
+
+class _Neighbours:
+    """The ranks that share memory with this one.
+
+    Parameters
+    ----------
+    rank
+        Of this process.
+    pids
+        The processes of all of them, by their ranks, in the order of the ranks.
+    gates
+        Memory of a gate for each, which is open when the rank has left.
+    """
+
+    def __init__(self, rank: int, pids: dict[int, int], gates: HostArray) -> None:
+        self.ranks, self._pids = list(pids), list(pids.values())
+        self.place = self.ranks.index(rank)
+        self._memory = gates
+        self._gates = [gate.ctypes.data for gate in gates]
+
+    def leave(self) -> None:
+        """Tell the others that this rank sends no more messages."""
+        gate = self._gates[self.place]
+        _core.arrive(gate, 1, gate, gate, 0)
+
+    def find_missing(self) -> RuntimeError | None:
+        """The error to raise if a rank has left, or its process has ended."""
+        for rank, pid, gate in zip(self.ranks, self._pids, self._gates, strict=True):
+            if _core.wait(gate, 1, 0.0, 0.0):
+                return RankLeftError(rank)
+            if not process_state(pid):
+                return RuntimeError(f"the process of rank {rank} has ended")
+        return None
 
 
 class _Line:
@@ -209,20 +242,17 @@ class _SharedLine:
     slots
         Memory of shape (2, ranks, length), for messages with even and with odd numbers. When a rank
         begins a message, all ranks have read the message before the last.
-    place, pids
-        Of this process among those that share the memory, and the numbers of their processes.
     """
 
     def __init__(
         self,
         number: int,
+        neighbours: _Neighbours,
         gates: HostArray,
         slots: HostArray,
-        place: int,
-        pids: Sequence[int],
         buffer: HostArray | None,
     ) -> None:
-        self._slots, self._place, self._pids = slots, place, pids
+        self._slots, self._neighbours, self._place = slots, neighbours, neighbours.place
         self._buffer, self._memory = buffer, gates
         self._all_here = gates.ctypes.data
         self._summed = self._all_here + _GATE
@@ -280,11 +310,11 @@ class _SharedLine:
         while not _core.wait(gate, goal, min(seconds, _LOOK), self._yielding - self._waited):
             self._waited += _LOOK
             seconds -= _LOOK
-            ended = [pid for pid in self._pids if not process_state(pid)]
-            if ended:
+            missing = self._neighbours.find_missing()
+            if missing is not None:
                 if _core.wait(gate, goal, 0.0, 0.0):  # it had come before
                     return True
-                raise RuntimeError(f"process(es) {ended} of this machine ended")
+                raise missing
             if seconds <= 0:
                 return False
         return True

@@ -15,7 +15,7 @@ import pytest
 
 from multibn.communicators import shared_memory
 from multibn.communicators._lines import HostArray, Line
-from multibn.communicators._watch import Done
+from multibn.communicators._watch import Done, RankLeftError
 from multibn.communicators.shared_memory import Machines
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
@@ -265,15 +265,35 @@ def test_a_process_that_ended_is_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def lose(ranks: Ranks) -> str:
         ranks.open(0)
-        ranks.machines._pids[1] = ended.pid
+        neighbours = ranks.machines._neighbours
+        assert neighbours is not None
+        neighbours._pids[1] = ended.pid
         line, a = ranks.open(8, np.zeros(8)), np.zeros(8)
         if ranks.rank == 1:
             return ""
-        with pytest.raises(RuntimeError, match=rf"process\(es\) \[{ended.pid}\] of this machine"):
+        with pytest.raises(RuntimeError, match="the process of rank 1 has ended"):
             line.begin(a)(10.0)
         return "noticed"
 
     assert _on_ranks(2, lose)[0] == ["noticed", ""]
+
+
+def test_a_rank_that_leaves_is_noticed_when_its_last_message_is_read() -> None:
+    def leave(ranks: Ranks) -> list[float]:
+        line = ranks.open(0)
+        a, b = np.ones((2, 1))
+        done = line.begin(a)
+        if ranks.rank == 1:
+            assert done(10.0)
+            ranks.machines.close(goodbye=True)
+            return [float(a[0])]
+        time.sleep(0.1)
+        assert done(10.0)
+        with pytest.raises(RankLeftError, match="rank 1 has left"):
+            line.begin(b)(10.0)
+        return [float(a[0])]
+
+    assert _on_ranks(2, leave)[0] == [[2.0], [2.0]]
 
 
 @pytest.fixture
