@@ -18,7 +18,7 @@ export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 
 .PHONY: demo video test lint docs evidence bench fuzz faults programs clean
 
-$(VENV)/installed: pyproject.toml setup.py constraints.txt $(wildcard multibn/kernels/*.[ch])
+$(VENV)/installed: pyproject.toml setup.py constraints.txt $(wildcard multibn/*/*.[ch])
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[torch,chainer,mpi,cli,lightning,mmengine,video,dev]'
 	touch $@

@@ -24,7 +24,7 @@ from faults.setups import SETUPS  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
-# README's recipes for torch and for Chainer: one over gloo, the other over MPI.
+# README's recipes for torch and for Chainer: one over shared memory, the other over MPI.
 _RECIPES = ("ddp", "chainermn")
 _TOGETHER = [
     *("channels", "dtype", "order_first", "order", "order_of_widths", "sequence", "left_out"),
@@ -38,7 +38,7 @@ _CASES = [
     if SCENARIOS[name].runs_under(SETUPS[setup]) and not SCENARIOS[name].ends_in(SETUPS[setup])
 ]
 _CASES_THAT_END = [
-    ("ddp", "killed"), ("gloo", "launcher_killed"),
+    ("ddp", "killed"), ("gloo", "killed"), ("gloo", "launcher_killed"),
     ("chainermn", "out_of_data"), ("chainermn", "exception_plain"),
 ]  # fmt: skip
 Outcomes = dict[tuple[str, str], Future[dict[str, Outcome]]]
