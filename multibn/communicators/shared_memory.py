@@ -28,7 +28,7 @@ from multibn.communicators._lines import HostArray, Line
 from multibn.communicators._watch import Done, RankLeftError, poll
 
 try:
-    from multibn.communicators import _shared_memory as _core
+    import multibn.communicators._shared_memory as _core
 except ImportError:  # built without a C compiler
     _core = None  # type: ignore[assignment]
 
