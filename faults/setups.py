@@ -33,8 +33,8 @@ class Promises:
 
 
 _KILLED = "`ConnectionError` with its rank and layer"
-_SHARED = Promises("gloo, ranks of one machine: shared memory", *["yes"] * 4, _KILLED)
-_GLOO = Promises("gloo, ranks of several machines", *["yes"] * 4, _KILLED)
+_SHARED = Promises("gloo, ranks of one machine: shared memory", "yes", "yes", "yes", "yes", _KILLED)
+_GLOO = Promises("gloo, ranks of several machines", "yes", "yes", "yes", "yes", _KILLED)
 _DDP = Promises(
     "shared memory, under DistributedDataParallel",
     "yes, after DistributedDataParallel has compared the parameters",

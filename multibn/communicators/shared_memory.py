@@ -28,7 +28,7 @@ from multibn.communicators._lines import HostArray, Line
 from multibn.communicators._watch import Done, RankLeftError, poll
 
 try:
-    from multibn.communicators import _shared_memory as _core
+    import multibn.communicators._shared_memory as _core
 except ImportError:  # built without a C compiler
     _core = None  # type: ignore[assignment]
 
@@ -274,9 +274,13 @@ class _SharedLine:
             self.begin(self._numbers)
         if not self._has_met:
             self._has_met = self._add_all(seconds)
-        elif not message.all_equal(*self._numbers, self._num_here):
-            time.sleep(seconds)  # the notices will say where the other ranks are
-        return self._has_met and message.all_equal(*self._numbers, self._num_here)
+            if not self._has_met:
+                return False
+        total, squares = self._numbers
+        if message.all_equal(total, squares, self._num_here):
+            return True
+        time.sleep(seconds)  # the notices will say where the other ranks are
+        return False
 
     def begin(self, a: HostArray) -> Done:
         self._begun += 1
@@ -330,8 +334,8 @@ class _LineOverMachines(_SharedLine):
     """
 
     def __init__(self, *arguments: Any) -> None:
-        *arguments, self._across = arguments
-        super().__init__(*arguments)
+        super().__init__(*arguments[:-1])
+        self._across: Line | None = arguments[-1]
         self._across_opened = False
         self._pending: Done | None = None
 

@@ -80,7 +80,7 @@ class Between:
 
         line: Any = Opened()
         line.begin = begin
-        return line  # type: ignore[no-any-return]
+        return line
 
 
 class Ranks:
