@@ -1,4 +1,4 @@
-"""Builds the C core of the kernels; everything else about the package is in pyproject.toml."""
+"""Builds the C parts: the core of the kernels, and waiting in shared memory. See pyproject.toml."""
 
 from setuptools import Extension, setup
 
@@ -15,4 +15,13 @@ CORE = Extension(
     optional=True,  # without a compiler, the generic kernels are used: `multibn info` says so
 )
 
-setup(ext_modules=[CORE], options={"bdist_wheel": {"py_limited_api": "cp310"}})
+SHARED_MEMORY = Extension(
+    "multibn.communicators._shared_memory",
+    ["multibn/communicators/_shared_memory.c"],
+    extra_compile_args=["-std=c11", "-O3"],
+    define_macros=[("Py_LIMITED_API", "0x030a0000")],
+    py_limited_api=True,
+    optional=True,  # for Linux; elsewhere ranks of one machine use the network
+)
+
+setup(ext_modules=[CORE, SHARED_MEMORY], options={"bdist_wheel": {"py_limited_api": "cp310"}})

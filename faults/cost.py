@@ -4,6 +4,7 @@ A step of a network like ResNet-50 with multibn's messages takes turns with the 
 ones. So do the messages of a step alone: the surer comparison where the machine is not quiet.
 """
 
+import os
 import sys
 from typing import Any
 
@@ -41,6 +42,8 @@ class _Bare:
 
 
 def main(over: str, seconds: str, directory: str) -> None:
+    if over == "gloo":
+        os.environ["MULTIBN_SHARED_MEMORY"] = "0"  # bare messages have none
     communicator = enter_world(over)
     bare: Any = _Bare(communicator)
     networks = {"checked": network(), "bare": network()}

@@ -51,7 +51,9 @@ class Job:
             with tempfile.TemporaryDirectory() as name:
                 output = Path(name, "output")
                 arguments = self._arguments(names, name, files, earlier=True)
-                with _started(self._launched(arguments, size), output, {}) as process:
+                with _started(
+                    self._launched(arguments, size), output, SETUPS[self.setup].variables
+                ) as process:
                     status = process.wait(_START)
                 # Without its files, the peer's scenario ends in an error.
                 if status != 0 and not SETUPS[self.setup].beside:
@@ -61,11 +63,12 @@ class Job:
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
             deadline = {"MULTIBN_TIMEOUT": f"{SCENARIOS[names[0]].deadline:g}"}
+            variables = deadline | dict(SETUPS[self.setup].variables)
             command = self._launched(self._arguments(names, name, files), self.size)
             if SCENARIOS[names[0]].without_mpi4py:
                 at = command.index("mpi4py")
                 del command[at - 1 : at + 1]
-            with _started(command, directory / "output", deadline) as process:
+            with _started(command, directory / "output", variables) as process:
                 reached = self._wait(process, directory, names)
                 status = process.poll()
                 states = [_state(pid) for pid in _pids(directory)]

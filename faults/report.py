@@ -153,9 +153,9 @@ All rows but the last three are tried below.
 
 {table}
 
-The first five columns are multibn's: README's recipe for torch, without and with DistributedDataParallel (DDP); its
-recipes for torch over MPI and for Chainer; and a communicator of ten lines over `comm.Allreduce` of mpi4py. The last two
-are the same faults without multibn.
+The first six columns are multibn's: README's recipe for torch; the same where the ranks share no memory, as on several
+machines; the same with DistributedDataParallel (DDP); README's recipes for torch over MPI and for Chainer; and a
+communicator of ten lines over `comm.Allreduce` of mpi4py. The last two are the same faults without multibn.
 
 - Seconds: how long after the fault every rank has raised an error that names the fault.
 - deadline: the same, when the deadline had passed.
@@ -163,7 +163,8 @@ are the same faults without multibn.
 - launcher, DDP: torchrun, `mpiexec`, MPI or DistributedDataParallel sees the fault before the other ranks can, and its
   words are what the user sees.
 - waits: the other ranks wait for ever, because the transport has no deadline and no notices.
-- `-`: does not apply, or is as over gloo (DDP), as over MPI (ChainerMN), or as in the line above (the last two columns).
+- `-`: does not apply, or is as over shared memory (DDP), as over MPI (ChainerMN), or as in the line above (the last two
+  columns).
 - Of the last two columns, hangs: no end within 3 s, or 6 s of a launch that has lost a rank. Silent wrong numbers: exit
   status 0.
 

@@ -1,6 +1,7 @@
 """The columns of the table: what the layers communicate over, and what is promised there."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,11 @@ class Promises:
     killed: str
 
 
-_GLOO = Promises("gloo", "yes", "yes", "yes", "yes", "`ConnectionError` with its rank and layer")
+_KILLED = "`ConnectionError` with its rank and layer"
+_SHARED = Promises("gloo, ranks of one machine: shared memory", "yes", "yes", "yes", "yes", _KILLED)
+_GLOO = Promises("gloo, ranks of several machines", "yes", "yes", "yes", "yes", _KILLED)
 _DDP = Promises(
-    "gloo, under DistributedDataParallel",
+    "shared memory, under DistributedDataParallel",
     "yes, after DistributedDataParallel has compared the parameters",
     "yes",
     "yes, but between the last layer's backward pass and the end of the step",
@@ -76,7 +79,7 @@ _UNTRIED = (
         "the launcher's words",
     ),
 )
-PROMISES = (_GLOO, _DDP, _MPI, _OWN, *_UNTRIED)
+PROMISES = (_SHARED, _GLOO, _DDP, _MPI, _OWN, *_UNTRIED)
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,8 @@ class Setup:
         What starts the ranks, "torchrun" or "mpiexec".
     promises
         What is promised; None of another library's layers.
+    variables
+        Of the environment of the ranks.
     beside
         Of another library's layers: the setup that they stand beside.
     """
@@ -103,6 +108,7 @@ class Setup:
     launcher: str
     promises: Promises | None
     beside: str = ""
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def has_deadline(self) -> bool:
@@ -114,8 +120,9 @@ class Setup:
 
 
 _OURS = (
-    Setup("gloo", "gloo", "torch", "torchrun", _GLOO),
-    Setup("ddp", "gloo, under DDP", "torch", "torchrun", _DDP),
+    Setup("shared memory", "shared memory", "torch", "torchrun", _SHARED),
+    Setup("gloo", "gloo", "torch", "torchrun", _GLOO, variables={"MULTIBN_SHARED_MEMORY": "0"}),
+    Setup("ddp", "shared memory, under DDP", "torch", "torchrun", _DDP),
     Setup("mpi", "MPI", "torch", "mpiexec", _MPI),
     Setup("chainermn", "ChainerMN, naive", "chainer", "mpiexec", _MPI),
     Setup("own", "a user's own class", "torch", "mpiexec", _OWN),

@@ -249,6 +249,7 @@ def _enter_mpi(count: int) -> tuple[int, int, Any, list[Any]]:
 
 
 _WORLDS: dict[str, Any] = {
+    "shared memory": Gloo,
     "gloo": Gloo,
     "ddp": DataParallel,
     "mpi": Mpi,

@@ -21,6 +21,16 @@ def this_machine() -> str:
     return f"{platform.node()} {boot_id.read_text() if boot_id.exists() else ''}"
 
 
+def process_state(pid: int) -> str:
+    """The letter that Linux has for the state of a process of this machine; "" if it has ended."""
+    try:
+        # pid (name) state: the name may hold anything, brackets too.
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+    return "" if letter in "ZX" else letter
+
+
 def importable(name: str) -> bool:
     """Whether the module `name` is installed, as far as can be told without importing it."""
     try:

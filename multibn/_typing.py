@@ -72,6 +72,30 @@ def check_number(name: str, value: object, interval: str, *, none: str = "") -> 
         raise ValueError(f"`{name}` must be {wanted}{_or_none(none)}: got {value!r}.")
 
 
+_LEAST_EPS = 2.0**-126  # the smallest normal number of float32
+
+
+def check_eps(value: Any, /) -> None:
+    """Raise unless `value` is positive, and large enough for a channel of equal values.
+
+    Below 1e-77, that channel's inverse standard deviation is infinite in float32, and NaN comes
+    out; subnormal numbers are 0 on some devices.
+
+    Raises
+    ------
+    TypeError
+        If `value` is no real number.
+    ValueError
+        If `value` is below 2**-126 or not finite.
+    """
+    check_number("eps", value, "(0, inf)")
+    if value < _LEAST_EPS:
+        raise ValueError(
+            f"`eps` must be {_LEAST_EPS:.3g} or more, the smallest normal number of float32: got "
+            f"{value!r}. A channel of equal values would be NaN."
+        )
+
+
 def _checked_type(name: str, value: Any, kind: type, words: str, none: str) -> Any:
     """`value`, of type `kind`, or None where None has a meaning."""
     if (value is None and none) or (isinstance(value, kind) and not isinstance(value, bool)):

@@ -13,6 +13,7 @@ from typing import Any
 
 import multibn
 from multibn._environment import ask, find_command, importable
+from multibn.communicators import shared_memory
 
 _LIBRARIES = ("numpy", "torch", "chainer", "cupy", "mpi4py")
 
@@ -72,6 +73,7 @@ def collect() -> dict[str, Any]:
         "torch": ask(_ASK_TORCH) if importable("torch") else None,
         "mpi": ask(_ASK_MPI) if importable("mpi4py") else None,
         "cupy": ask(_ASK_CUPY) if importable("cupy") else None,
+        "no_shared_memory": shared_memory.why_not(),
         "gpus": [s for s in _output("nvidia-smi", "-L").splitlines() if s.startswith("GPU ")],
     }
     return facts | {"communicators": _communicators(facts)}
@@ -170,14 +172,20 @@ def _communicators(facts: dict[str, Any]) -> dict[str, str | None]:
     has_gpu = (bool(facts["gpus"]), "needs an NVIDIA GPU: nvidia-smi finds none")
     has_cupy = (facts["cupy"] is not None, "pip install cupy-cuda12x, or as fits your CUDA")
     cupy_works = ("error" not in cupy, f"NCCL by CuPy does not work here: {cupy.get('error')}")
+    no_memory = facts["no_shared_memory"]
     over_mpi = [has_mpi, mpi_works, has_mpiexec]
     over_cupy = [has_gpu, has_cupy, cupy_works]
+    over_gloo = [
+        has_torch,
+        torch_works,
+        (bool(backends.get("gloo")), "install a torch that has gloo"),
+    ]
     needs = {
         "single process": [],
-        "torch.distributed, gloo": [
-            has_torch,
-            torch_works,
-            (bool(backends.get("gloo")), "install a torch that has gloo"),
+        "torch.distributed, gloo": over_gloo,
+        "torch.distributed, gloo, shared memory": [
+            *over_gloo,
+            (no_memory is None, f"{no_memory}. Ranks of one machine use the network instead"),
         ],
         "torch.distributed, NCCL": [
             has_torch,

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from multibn.communicators import Communicator
-from multibn.communicators._objects import broadcast
+from multibn.communicators._objects import broadcast_object
 
 Losses = TypeVar("Losses")  # a backend's tensor
 
@@ -274,7 +274,7 @@ class Joined(Generic[Losses]):
             if number == 0 and not step.occupied.all():
                 root = int(step.occupied.argmax())
                 mine = self._portable(stand_in[0]) if self.communicator.rank == root else None
-                theirs = broadcast(mine, self.communicator, root=root)
+                theirs = broadcast_object(mine, self.communicator, root=root)
                 stand_in = stand_in or [theirs]
             self.absent = step.batch is END
             yield stand_in[0] if self.absent else step.batch

@@ -91,11 +91,12 @@ def _how_different(
     communicator: Communicator,
 ) -> str:
     """Which arrays differ from rank 0's, where, and by how much. Collective."""
-    firsts = broadcast(digests, communicator, root=0)
+    texts = [digest.hex() for digest in digests]
+    firsts = broadcast(texts, communicator, root=0)
     differing = np.flatnonzero(~_agree(digests, communicator)).tolist()
     distances = {i: _distance_from_rank_0(copies[i], communicator) for i in differing}
     by_rank = gather(
-        [d if digests[i] != firsts[i] else None for i, d in distances.items()], communicator
+        [d if texts[i] != firsts[i] else None for i, d in distances.items()], communicator
     )
     lines = []
     for i, on_ranks in zip(differing, zip(*by_rank, strict=True), strict=True):

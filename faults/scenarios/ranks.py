@@ -8,8 +8,8 @@ import time
 from faults.scenarios._scenario import DEADLINE, SILENCE, scenario
 from faults.trial import Trial
 
-# Under DistributedDataParallel processes end as over gloo, and with ChainerMN as over MPI.
-_EACH_TRANSPORT = ("gloo", "mpi", "own")
+# Under DistributedDataParallel processes end as without, and with ChainerMN as over MPI.
+_EACH_TRANSPORT = ("shared memory", "gloo", "mpi", "own")
 
 
 @scenario("a rank late by less than the deadline", seconds=3.0, also_run_on_peers=False)
@@ -68,7 +68,7 @@ def late_first(trial: Trial) -> None:
     needs="has_deadline",
     faulty_rank_may_be_silent=True,
     ends=True,
-    setups=("gloo", "mpi"),
+    setups=("shared memory", "gloo", "mpi"),
     also_run_on_peers=False,
 )
 def pipeline(trial: Trial) -> None:
@@ -102,7 +102,7 @@ def out_of_data(trial: Trial) -> None:
     needs="has_deadline",
     faulty_rank_may_be_silent=True,
     ends=True,
-    setups=("gloo", "mpi"),
+    setups=("shared memory", "gloo", "mpi"),
 )
 def stopped(trial: Trial) -> None:
     trial.begin()
@@ -209,7 +209,7 @@ def launcher_killed(trial: Trial) -> None:
 @scenario(
     "the process group not destroyed at the end",
     ends=True,
-    setups=("gloo",),
+    setups=("shared memory", "gloo"),
     seconds=5.0,
     also_run_on_peers=False,
 )

@@ -33,7 +33,7 @@ def _save_layers(trial: Trial) -> None:
 @scenario(
     "... with the pickled layers of 2",
     earlier=_save_layers,
-    setups=("gloo", "mpi", "chainermn"),
+    setups=("shared memory", "gloo", "mpi", "chainermn"),
     also_run_on_peers=False,
 )
 def restart_pickled(trial: Trial) -> None:
@@ -56,7 +56,7 @@ def _save_half(trial: Trial) -> None:
     says=r"made for ranks \[2, 3\] of [\w.]+, and this is rank \d of 3\. Give the layer another",
     earlier=_save_half,
     earlier_size=4,
-    setups=("gloo", "mpi"),
+    setups=("shared memory", "gloo", "mpi"),
     also_run_on_peers=False,
 )
 def restart_group(trial: Trial) -> None:

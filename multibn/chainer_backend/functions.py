@@ -10,10 +10,10 @@ from chainer import FunctionNode, Variable
 from chainer import functions as F
 
 from multibn import statistics, step
-from multibn._typing import Array, Weighting, check_int, check_number
+from multibn._typing import Array, Weighting, check_eps, check_int
 from multibn.chainer_backend import forgetting
 from multibn.communicators import Communicator, as_communicator
-from multibn.communicators.conversation import Conversation, during
+from multibn.communicators.conversation import Conversation, during, raise_for_nan_gradients
 from multibn.kernels import Running
 from multibn.statistics import BatchStatistics
 from multibn.step import Gradient, Input
@@ -77,7 +77,7 @@ def multi_node_batch_normalization(
     and `beta`. A backward pass with a graph computes in float64 and repeats the forward pass's
     allreduce; each of its allreduces has another one in the next derivative.
     """
-    check_number("eps", eps, "(0, inf)")
+    check_eps(eps)
     axis = None if axis is None else checked_axes(axis)
     communicator = Conversation(as_communicator(comm), lambda: "multi_node_batch_normalization")
     v = standard_layout(x)
@@ -269,6 +269,8 @@ def _gradients(node: BatchNormalization, *arrays: Array) -> list[Array]:
     """Gradients of x, gamma and beta, those of the latter two only if the node has them."""
     *retained, dy = arrays
     i = Input(*node.arguments(retained), node.eps, node.axis)
+    if chainer.is_debug():
+        raise_for_nan_gradients(node.communicator, bool((dy != dy).any()))
     ((dx, _, *parameters),) = step.backward(
         [Gradient(dy, i, node.batch)], node.communicator, means=True
     )

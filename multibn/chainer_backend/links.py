@@ -13,7 +13,7 @@ from chainer import initializers
 from chainer import links as L
 
 from multibn import statistics
-from multibn._typing import RunningVar, Weighting, check_choice, check_int, check_number
+from multibn._typing import RunningVar, Weighting, check_choice, check_eps, check_int, check_number
 from multibn.chainer_backend import functions
 from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.communicators._names import find_path
@@ -127,7 +127,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         if size is None and axis is None:
             raise ValueError("`size` or `axis` must be given: got None for both.")
         check_number("decay", decay, "[0, 1]")
-        check_number("eps", eps, "(0, inf)")
+        check_eps(eps)
         self._communicator = _wrapped(comm, communication_backend)
         self._communication_backend = communication_backend
         self.weighting, self.avg_var_convention = _resolved(conventions, weighting, avg_var)

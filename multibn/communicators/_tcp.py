@@ -19,7 +19,7 @@ import socket
 import struct
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -49,10 +49,15 @@ class Connections:
         Where the ranks leave their addresses for each other: a store of torch.distributed.
     rank, size
         Of this process.
+    names
+        The numbers of the ranks for people; default: 0, 1 and so on.
     """
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, names: Sequence[int] | None = None
+    ) -> None:
         self._store, self._rank, self._size = store, rank, size
+        self._names = range(size) if names is None else names
         self._power = _power_in(size)
         self._sockets: dict[int, socket.socket] = {}
         self.opened = _begun(self._open())
@@ -94,7 +99,8 @@ class Connections:
             error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             raise RuntimeError(
-                f"no connection with rank {partner} at {address}, port {port}: {os.strerror(error)}"
+                f"no connection with rank {self._names[partner]} at {address}, port {port}: "
+                f"{os.strerror(error)}"
             )
         connection.send(_HELLO.pack(bytes.fromhex(code), self._rank))
 
@@ -163,9 +169,11 @@ class Connections:
                             raise ConnectionError("closed by the other side")
                         received += count
                     if received >= len(head) and receiving[: len(head)] != head:
-                        yield from _meet_another(partner, bytes(receiving[: len(head)]))
+                        yield from _meet_another(
+                            self._names[partner], bytes(receiving[: len(head)])
+                        )
         except OSError as error:
-            raise _end_of(connection, partner, error) from error
+            raise _end_of(connection, self._names[partner], error) from error
 
 
 def _end_of(connection: socket.socket, partner: int, error: OSError) -> RuntimeError:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
-from multibn._environment import this_machine
+from multibn._environment import process_state, this_machine
 from multibn._typing import check_number
 
 PATIENCE = 0.5  # seconds of waiting before a rank sends a notice
@@ -247,12 +247,7 @@ class Watch:
         machine, pid = self._peers[rank] if self._peers else ("", 0)
         if machine != this_machine() or not Path("/proc/self/stat").exists():
             return "is on another machine" if self._peers else "is not known"
-        try:
-            # pid (name) state: the name may hold anything, brackets too.
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return "has ended"
-        return {"T": "is stopped", "Z": "has ended", "X": "has ended"}.get(state, "is running")
+        return {"T": "is stopped", "": "has ended"}.get(process_state(pid), "is running")
 
 
 def fail(kind: type[Exception], message: str) -> NoReturn:
@@ -263,6 +258,18 @@ def fail(kind: type[Exception], message: str) -> NoReturn:
     """
     _announce(message)
     raise kind(message)
+
+
+def poll(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether `condition` becomes true within that time."""
+    deadline = time.monotonic() + seconds
+    nap = 1e-4
+    while not condition():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(nap)
+        nap = min(1.5 * nap, 0.02)
+    return True
 
 
 _announced: set[str] = set()

@@ -310,6 +310,21 @@ def raise_for_refusal(communicator: Communicator, *, refused: bool) -> None:
         )
 
 
+def raise_for_nan_gradients(communicator: Communicator, has_nan: bool) -> None:
+    """Raise on all ranks if the gradient of a layer's output has NaN on any of them.
+
+    Without this, the gradient of the input is NaN on all ranks, and nobody is told where NaN came
+    in. Collective, and no message of a layer: for debugging, on all ranks or on none.
+    """
+    ranks = find_ranks(communicator, has_nan)
+    if ranks:
+        fail(
+            FloatingPointError,
+            f"the gradient of the output of {name_of(communicator)} has NaN on rank(s) {ranks} of "
+            f"{communicator.size}. Look for their origin in the layers after, and in the loss.",
+        )
+
+
 def raise_for_non_finite(communicator: Communicator, finite: bool) -> NoReturn:
     """Find out together on which ranks the moments are not finite, and raise. Collective."""
     ranks = find_ranks(communicator, not finite)

@@ -166,8 +166,8 @@ def _library() -> Any:
         from cupy.cuda import nccl
     except ImportError as e:
         raise ImportError(
-            "NCCL needs CuPy: not found here. Install it for your version of CUDA, for CUDA 12 as "
-            "pip install 'multibn[cupy]'."
+            "NCCL needs CuPy: not found here. Install it for your version of CUDA, "
+            "pip install 'multibn[cupy12]' or 'multibn[cupy13]'."
         ) from e
     if not nccl.available:
         raise ImportError(

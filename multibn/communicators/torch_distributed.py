@@ -1,7 +1,7 @@
 """Communicator over torch.distributed: gloo, nccl, or any other backend."""
 
+import functools
 import os
-import time
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any
@@ -14,9 +14,10 @@ from multibn._typing import Array
 from multibn.communicators._lines import HostArray, Line, LineCommunicator, Lines, Transport
 from multibn.communicators._store import StoreBoard
 from multibn.communicators._tcp import Connections
-from multibn.communicators._watch import Done, check_timeout
+from multibn.communicators._watch import Done, check_timeout, poll
 from multibn.communicators.base import SingleProcess
 from multibn.communicators.default import default_communicator, is_outsiders_marker
+from multibn.communicators.shared_memory import Machines
 
 
 class TorchDistributed(LineCommunicator):
@@ -176,7 +177,9 @@ class _Transport(Transport):
         # A part of the store in which the default group's processes have met, used by no other.
         store = dist.distributed_c10d._get_default_store()
         self._store: dist.Store | None = dist.PrefixStore(f"multibn/{group.group_name}", store)
-        self._connections: Connections | None = None
+        self._machines: Machines | None = None
+        # Between all ranks, or the first ranks of all machines.
+        self._connections: dict[tuple[int, ...], Connections] = {}
         self._board: StoreBoard | None = None
 
     @property
@@ -190,9 +193,20 @@ class _Transport(Transport):
         encrypts = os.environ.get("GLOO_DEVICE_TRANSPORT") == "TCP_TLS"
         if self._backends.get("cpu") != "gloo" or encrypts:
             return _GroupLine(self._group, self._device())
-        if self._connections is None:
-            self._connections = Connections(self._store, self.rank, self.size)
-        return _TCPLine(self._connections, number)
+        if self._machines is None:
+            assert self._store is not None
+            store = dist.PrefixStore("machines", self._store)
+            self._machines = Machines(store, self.rank, self.size)
+        return self._machines.open_line(number, buffer, functools.partial(self._connect, number))
+
+    def _connect(self, number: int, ranks: Sequence[int]) -> Line:
+        """Begin to open a line over the network, between some of the ranks."""
+        key = tuple(ranks)
+        if key not in self._connections:
+            assert self._store is not None
+            store = dist.PrefixStore(f"{len(key)} ranks", self._store)
+            self._connections[key] = Connections(store, key.index(self.rank), len(key), key)
+        return _TCPLine(self._connections[key], number)
 
     def _device(self) -> torch.device:
         """Where the group can sum."""
@@ -225,9 +239,12 @@ class _Transport(Transport):
             dist.destroy_process_group()
 
     def _disconnect(self, *, failed: bool) -> None:
-        if self._connections is not None:
-            self._connections.close(goodbye=not failed)
-        self._connections = None
+        for connections in self._connections.values():
+            connections.close(goodbye=not failed)
+        self._connections = {}
+        if self._machines is not None:
+            self._machines.close(goodbye=not failed)
+        self._machines = None
 
 
 class _GroupLine:
@@ -247,7 +264,7 @@ class _GroupLine:
         def done(seconds: float) -> bool:
             # `work.wait` knows no deadline over some backends, and over NCCL the host does not
             # wait in it.
-            if not _poll(work.is_completed, seconds):
+            if not poll(work.is_completed, seconds):
                 return False
             work.wait()
             host.copy_(x)
@@ -267,18 +284,6 @@ class _TCPLine:
 
     def begin(self, a: HostArray) -> Done:
         return self._connections.begin(self._number, a)
-
-
-def _poll(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether `condition` becomes true within that time."""
-    deadline = time.monotonic() + seconds
-    nap = 1e-4
-    while not condition():
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(nap)
-        nap = min(1.5 * nap, 0.02)
-    return True
 
 
 class _World:

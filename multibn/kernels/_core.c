@@ -14,6 +14,9 @@ of exactly 0, and the backward pass finds the sign of an output that the forward
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 #define INLINE static inline __attribute__((always_inline))
 #ifdef __clang__
@@ -30,6 +33,7 @@ _Static_assert(sizeof(void *) == 8, "addresses and sizes are 64-bit numbers here
 #define COLUMNS 2048   /* of a tile: the coefficients and sums of so many stay in the nearest caches */
 #define BESIDE 512     /* up to so many columns, short samples stand side by side */
 #define CHUNK 65536    /* elements in a row of a pass that goes backwards */
+#define STREAMED (8 << 20) /* bytes of a result that leave the caches: their lines are not read first */
 #define RUN 16         /* rows of a tile summed before the sums move to float64; more where so many */
 #define LONG_RUN 64    /* sums follow that their errors average out */
 #define FEW 8          /* values whose mean is the first centre */
@@ -68,7 +72,7 @@ typedef struct {
     const double *mean, *scale, *shift, *slope, *y_scale, *y_shift;
     double *sums;
     int64_t C, S, n0, n1, c0, c1;
-    int kind;
+    int kind, streams;
 } Pass;
 
 typedef struct {
@@ -83,7 +87,7 @@ static Tile tile_of(const Pass *p)
     const int64_t C = p->c1 - p->c0, N = p->n1 - p->n0;
     Tile tile = {at_most(at_least(COLUMNS / p->S, 1), C), 1, 0};
     if (tile.channels == p->C)
-        tile.samples = at_most(at_least(BESIDE / (p->C * p->S), 1), N);
+        tile.samples = at_most(at_least(BESIDE / (p->C * p->S), 1), at_least(N / 4, 1));
     tile.run = tile.samples * at_most(at_least(N / (RUN * tile.samples), RUN), LONG_RUN);
     return tile;
 }
@@ -234,15 +238,56 @@ static void set(void *array, size_t size, int64_t i, double v)
 
 static double rounded(const Loops *loops, double v) { return loops->size == sizeof(float) ? (float)v : v; }
 
+/* A result on its way past the caches, in whole cache lines: a line in two parts would be slow. */
+typedef struct {
+    char line[64], *next;
+    size_t held; /* bytes in `line`, which belong before `next` */
+} Stream;
+
+static void flush(Stream *s)
+{
+    if (s->held)
+        memcpy(s->next - s->held, s->line, s->held);
+    s->held = 0;
+}
+
+#ifdef __SSE2__
+static void stream(Stream *s, const char *from, size_t bytes, char *to)
+{
+    if (to != s->next)
+        flush(s);
+    s->next = to + bytes;
+    while (bytes) {
+        if (!s->held && !((uintptr_t)to & 63))
+            for (; bytes >= 64; bytes -= 64, from += 64, to += 64)
+                for (int i = 0; i < 64; i += 16)
+                    _mm_stream_si128((__m128i *)(to + i), _mm_loadu_si128((const __m128i *)(from + i)));
+        const size_t part = at_most(64 - ((uintptr_t)to & 63), bytes);
+        memcpy(s->line + s->held, from, part);
+        s->held += part;
+        bytes -= part, from += part, to += part;
+        if ((uintptr_t)to & 63)
+            break;
+        if (s->held == 64)
+            for (int i = 0; i < 64; i += 16)
+                _mm_stream_si128((__m128i *)(to - 64 + i), _mm_loadu_si128((const __m128i *)(s->line + i)));
+        else /* the memory begins within a line */
+            memcpy(to - s->held, s->line, s->held);
+        s->held = 0;
+    }
+}
+#endif
+
 /* Memory of a pass: coefficients of channels and of columns, sums of columns, and widened blocks. */
 typedef struct {
     char *memory, *k[6], *columns[6], *buffers, *first;
     double *wide;
     int64_t size; /* columns of a tile; 0 for long planes */
     Tile tile;
+    Stream streams[2]; /* of the results */
 } Work;
 
-enum { BUFFER = BLOCK + 64, NUM_BUFFERS = 5 };
+enum { BUFFER = BLOCK + 64 };
 
 static int start(Work *w, const Pass *p, int num, int64_t long_plane)
 {
@@ -251,8 +296,8 @@ static int start(Work *w, const Pass *p, int num, int64_t long_plane)
     w->size = p->S >= long_plane ? 0 : w->tile.channels * p->S * w->tile.samples;
     const int64_t wide = 2 * w->size, line = 64 / size;
     const int64_t row = (at_least(p->C, 1) + line) / line * line, column = (w->size + line) / line * line;
-    const int64_t buffers = p->loops->widen ? 12 * at_least(BUFFER, w->size) : 0;
-    w->memory = malloc(wide * sizeof(double) + (num * (row + column) + 2 * column + buffers) * size + 64);
+    const int64_t buffers = p->loops->widen || p->streams ? at_least(6 * BUFFER, 12 * w->size) : 0;
+    w->memory = malloc((wide + buffers) * sizeof(double) + (num * (row + column) + 2 * column) * size + 64);
     if (!w->memory)
         return -1;
     w->wide = (double *)(((uintptr_t)w->memory + 63) & ~(uintptr_t)63); /* a vector crosses no two lines */
@@ -312,10 +357,29 @@ static const void *widened(const Loops *loops, const void *array, int64_t at, in
     return buffer;
 }
 
-/* A row of memory, in blocks if they are to be widened. */
-static void run(const Pass *p, const Work *w, Rows *r, void (*loop)(const Rows *), int64_t at, int64_t planes, int64_t S)
+/* The result of a block: from the buffer that holds it, if any, to its place. */
+static void deliver(const Pass *p, Stream *s, void *values, int64_t n, char *buffer, void *out, int64_t at)
 {
     const Loops *l = p->loops;
+    char *place = (char *)out + at * l->stored;
+    if (l->narrow) {
+        l->narrow(values, n, (uint16_t *)(p->streams ? buffer : place));
+        values = buffer;
+    }
+#ifdef __SSE2__
+    if (p->streams)
+        stream(s, values, n * l->stored, place);
+#else
+    (void)s;
+#endif
+}
+
+/* A row of memory, in blocks if they are to be widened or streamed. */
+static void run(const Pass *p, Work *w, Rows *r, void (*loop)(const Rows *), int64_t at, int64_t planes, int64_t S)
+{
+    const Loops *l = p->loops;
+    const int blocks = l->widen || p->streams;
+    const size_t buffer_size = BUFFER * sizeof(double);
     const void *k[6];
     memcpy(k, r->k, sizeof k);
     double *first = r->first, *second = r->second;
@@ -323,9 +387,9 @@ static void run(const Pass *p, const Work *w, Rows *r, void (*loop)(const Rows *
         for (int64_t i = 0; i < S; i += r->S) {
             r->planes = planes;
             r->S = S;
-            if (l->widen && S <= BLOCK)
+            if (blocks && S <= BLOCK)
                 r->planes = at_most(planes - c, BLOCK / S);
-            else if (l->widen) {
+            else if (blocks) {
                 r->planes = 1;
                 r->S = S - i < BUFFER ? S - i : BLOCK;
             }
@@ -336,26 +400,29 @@ static void run(const Pass *p, const Work *w, Rows *r, void (*loop)(const Rows *
             r->first = first + c;
             r->second = second + c;
             r->x = widened(l, p->x, here, n, buffer);
-            r->dy = widened(l, p->dy, here, n, buffer + BUFFER * sizeof(float));
-            r->y = widened(l, p->y, here, n, buffer + 2 * BUFFER * sizeof(float));
-            r->out = l->widen ? buffer + 3 * BUFFER * sizeof(float) : (char *)p->out + here * l->size;
-            r->more = !p->more ? NULL : l->widen ? buffer + 4 * BUFFER * sizeof(float) : (char *)p->more + here * l->size;
+            r->dy = widened(l, p->dy, here, n, buffer + buffer_size);
+            r->y = widened(l, p->y, here, n, buffer + 2 * buffer_size);
+            r->out = blocks ? buffer + 3 * buffer_size : (char *)p->out + here * l->size;
+            r->more = !p->more ? NULL : blocks ? buffer + 4 * buffer_size : (char *)p->more + here * l->size;
             loop(r);
-            if (l->widen && p->out)
-                l->narrow(r->out, n, (uint16_t *)p->out + here);
-            if (l->widen && p->more)
-                l->narrow(r->more, n, (uint16_t *)p->more + here);
+            if (blocks && p->out)
+                deliver(p, w->streams, r->out, n, buffer + 5 * buffer_size, p->out, here);
+            if (blocks && p->more)
+                deliver(p, w->streams + 1, r->more, n, buffer + 5 * buffer_size, p->more, here);
         }
     memcpy(r->k, k, sizeof k);
     r->first = first;
     r->second = second;
 }
 
-static int elementwise(const Pass *p, void (*loop)(const Rows *), int num)
+static int elementwise(Pass *p, void (*loop)(const Rows *), int num)
 {
     const int64_t C = p->C, S = p->S;
-    Work w;
+    Work w = {0};
     Rows r = {.kind = p->kind};
+#ifdef __SSE2__
+    p->streams = (p->n1 - p->n0) * (p->c1 - p->c0) * S * p->loops->stored >= STREAMED;
+#endif
     if (start(&w, p, num, LONG))
         return -1;
     /* The last samples come first: the pass before has left these in the caches. */
@@ -374,6 +441,11 @@ static int elementwise(const Pass *p, void (*loop)(const Rows *), int num)
             }
         }
     }
+    for (int i = 0; i < 2; i++)
+        flush(w.streams + i);
+#ifdef __SSE2__
+    _mm_sfence(); /* what was streamed comes before what other threads are told */
+#endif
     free(w.memory);
     return 0;
 }

@@ -421,7 +421,7 @@ def move(running: Running, mean: Array, var: Array, count: Array, local_count: f
     Nothing changes if `count`, the elements per channel over all ranks, is 0.
     """
     old_mean, old_var, momentum, convention, num_batches = running
-    total = float(count) if is_on_host(count) else count
+    total = float(count) if is_on_host(count) and not is_traced(count) else count
     moves: Any = total > 0
     if num_batches is not None:
         num_batches += moves

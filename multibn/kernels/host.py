@@ -111,10 +111,11 @@ def finish_forward(
     if state == RIGHT:
         if len(tasks) > 1:
             _run(_core.normalize, arguments, tasks)
-        if moved is None:
-            generic.move(running, *statistics[:3], count)  # type: ignore[arg-type]
-        elif running is not None:
+        if running is not None and moved is not None:
             library.changed(running.mean, running.var, running.num_batches)
+        elif running is not None:
+            mean, var, total, _ = statistics
+            generic.move(running, mean, var, total, count)
     return y, *statistics, state
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from multibn import step
 from multibn._typing import Weighting
 from multibn.communicators import Communicator
+from multibn.communicators.conversation import raise_for_nan_gradients
 from multibn.statistics import BatchStatistics
 from multibn.step import Gradient, Input
 from multibn.torch_backend import _differentiable
@@ -70,12 +71,20 @@ class _SyncBatchNorm(torch.autograd.Function):
         with without_autocast(saved[0]):
             if _is_transformed(grad_outputs):
                 return (*results, *_differentiable_backward(ctx, gradients))
+            if torch.is_anomaly_enabled():
+                find_nan(gradients, ctx.communicator)
             for n, gradient in enumerate(step.backward(gradients, ctx.communicator)):
                 dx, dresidual, dweight, dbias = gradient
                 if dresidual is None and needed[4 * n + 3]:
                     dresidual = grad_outputs[n]
                 results += (dx, dweight, dbias, dresidual)
         return tuple(results)
+
+
+def find_nan(gradients: Sequence[Gradient], communicator: Communicator) -> None:
+    """Say on which ranks gradients of outputs have NaN. Collective, as the backward pass is."""
+    if any(g.needs_dx for g in gradients):
+        raise_for_nan_gradients(communicator, any(bool(g.dy.isnan().any()) for g in gradients))
 
 
 def _is_transformed(dys: Sequence[Tensor]) -> bool:

@@ -19,7 +19,7 @@ from multibn._typing import RunningVar, Weighting
 from multibn.communicators import Communicator
 from multibn.statistics import BatchStatistics
 from multibn.step import Gradient, Input
-from multibn.torch_backend import _differentiable, functional
+from multibn.torch_backend import _autograd, _differentiable, functional
 
 # Weak: a communicator ends with its layer, and so does the graph compiled for the layer.
 _communicators: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
@@ -138,6 +138,8 @@ def _backward(
     # The gradient of bias gets the dtype of the array that stands for bias: float64.
     i = Input(x, weight, batch[0], eps, tuple(axis))
     gradient = Gradient(dy, i, BatchStatistics(*batch), needs_dx)
+    if torch.is_anomaly_enabled():
+        _autograd.find_nan([gradient], _communicators[communicator])
     ((dx, _, dweight, dbias),) = step.backward([gradient], _communicators[communicator])
     assert dbias is not None
     return (

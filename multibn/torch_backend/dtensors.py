@@ -57,10 +57,7 @@ def forward_all(
 
 
 def uncompiled(forward: Callable[..., Any], /) -> Callable[..., Any]:
-    """The forward pass of a layer as it is without torch.compile, which is tracing it.
-
-    An operator cannot take both DTensors and plain tensors. With fullgraph=True this is an error.
-    """
+    """Where torch.compile traces: without it, as no operator takes DTensors and plain tensors."""
     torch._dynamo.graph_break(
         msg="a layer does not compile its forward pass with a DTensor, and runs it as it is. "
         "Call torch.compile without fullgraph=True."
@@ -132,13 +129,9 @@ class _Layout:
                 f"`residual` must have the placements of the input, {self.placements}: got "
                 f"{placements or 'a plain tensor'}."
             )
-        return i._replace(
-            x=_local(i.x),
-            weight=self.parameter(i.weight),
-            bias=self.parameter(i.bias),
-            residual=_local(i.residual),
-            running=None,  # the caller moves them, by the statistics of all channels
-        )
+        x, weight, bias = _local(i.x), self.parameter(i.weight), self.parameter(i.bias)
+        # The caller moves `running`, by the statistics of all channels.
+        return i._replace(x=x, weight=weight, bias=bias, residual=_local(i.residual), running=None)
 
     def parameter(self, p: Any) -> Any:
         """This rank's channels of a parameter or buffer of shape (C,).

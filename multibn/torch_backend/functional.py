@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from multibn import kernels, recompute, statistics
-from multibn._typing import Weighting, check_number
+from multibn._typing import Weighting, check_eps
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.conversation import Conversation
 from multibn.kernels import Running
@@ -228,11 +228,6 @@ def check_input(x: Any, num_channels: int | None, /) -> None:
         )
     if not x.dtype.is_floating_point:
         raise statistics.not_floating(x)
-
-
-def check_eps(eps: Any, /) -> None:
-    """Raise unless `eps` is positive: without it a constant channel has no finite inverse."""
-    check_number("eps", eps, "(0, inf)")
 
 
 def _check_options(i: Input) -> None:

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn import recompute
-from multibn._typing import RunningVar, Weighting, check_choice, check_int, check_number
+from multibn._typing import RunningVar, Weighting, check_choice, check_eps, check_int, check_number
 from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.communicators._names import find_path
 from multibn.communicators.conversation import Conversation
@@ -74,7 +74,7 @@ class Synchronized(nn.Module):
 def check_arguments(num_features: object, eps: object, momentum: object) -> None:
     """Raise unless a layer can have these arguments."""
     check_int("num_features", num_features)
-    functional.check_eps(eps)
+    check_eps(eps)
     check_number("momentum", momentum, "[0, 1]", none="the cumulative average")
 
 

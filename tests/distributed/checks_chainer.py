@@ -103,3 +103,14 @@ def check_bad_input_on_one_rank_is_an_error_on_all(world: Communicator) -> None:
     with pytest.raises(ValueError, match=r"more than 1 value per channel.*got 1 on \d rank"):
         link(x)
     link(good)  # and the link still works
+
+
+def check_nan_in_a_gradient_is_named_in_debug_mode(world: Communicator) -> None:
+    link = MultiNodeBatchNormalization(3, world)
+    y = link(np.random.default_rng(world.rank).normal(size=(4, 3)).astype(np.float32))
+    y.grad = np.ones((4, 3), np.float32)
+    if world.rank == 1:
+        y.grad[0, 0] = np.nan
+    message = rf"gradient of the output of .* has NaN on rank\(s\) \[1\] of {world.size}\. Look f"
+    with chainer.using_config("debug", True), pytest.raises(FloatingPointError, match=message):
+        y.backward()

@@ -1,5 +1,6 @@
 """Every communicator that the launcher can drive conforms; bad groups are refused."""
 
+import contextlib
 import importlib.util
 import os
 import pickle
@@ -11,7 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multibn.communicators import Communicator, SingleProcess, _lines, as_communicator
+from multibn.communicators import (
+    Communicator,
+    SingleProcess,
+    _lines,
+    as_communicator,
+    shared_memory,
+)
 from multibn.communicators.conversation import Conversation
 from tests.helpers import conformance, require, standin_cupy
 
@@ -56,8 +63,8 @@ def check_deadlines(world: Communicator) -> None:
 
 def check_interruptions_and_forks(world: Communicator) -> None:
     """Of every transport of the launcher."""
-    if world.size != 2:
-        return  # the lines of any number of ranks are the same code
+    if world.size not in (2, 3) or (world.size == 3 and not _under_torchrun(world)):
+        return  # the lines of any number of ranks are the same code, but for several machines
     for comm in _with_timeout(world):
         conformance.check_fork(comm, used=False)
         conformance.check_fork(comm, used=True)
@@ -70,7 +77,9 @@ def _with_timeout(world: Communicator) -> Iterator[Any]:
 
         from multibn.communicators.torch_distributed import TorchDistributed
 
-        yield TorchDistributed(dist.new_group(list(range(world.size))), timeout=0.8)
+        for context in (contextlib.nullcontext(), _no_shared_memory(), _machines_of_two(world)):
+            with context:
+                yield TorchDistributed(dist.new_group(list(range(world.size))), timeout=0.8)
         yield TorchDistributed(_of_another_backend(world.size), timeout=0.8)
         return
     from mpi4py import MPI as mpi
@@ -86,6 +95,60 @@ def _with_timeout(world: Communicator) -> Iterator[Any]:
         import chainermn
 
         yield ChainerMN(chainermn.create_communicator("naive", mpi.COMM_WORLD.Dup()), timeout=0.8)
+
+
+@contextlib.contextmanager
+def _no_shared_memory() -> Iterator[None]:
+    """Ranks of one machine that exchange messages as ranks of several do."""
+    os.environ["MULTIBN_SHARED_MEMORY"] = "0"
+    try:
+        yield
+    finally:
+        del os.environ["MULTIBN_SHARED_MEMORY"]
+
+
+@contextlib.contextmanager
+def _machines_of_two(world: Communicator) -> Iterator[None]:
+    """Ranks that open each other's memory in pairs, as if each pair had a machine of its own."""
+    pids = np.zeros(world.size)
+    pids[world.rank] = os.getpid()
+    pids = world.allreduce(pids)
+    partners = pids[world.rank // 2 * 2 :][:2]
+    opened = shared_memory._opened
+    shared_memory._opened = lambda offer: opened(offer) if offer["pid"] in partners else None
+    try:
+        yield
+    finally:
+        shared_memory._opened = opened
+
+
+def check_machines_conform(world: Communicator) -> None:
+    """Without shared memory, and with shared memory inside of several machines."""
+    if not _under_torchrun(world):
+        return
+    import torch.distributed as dist
+
+    for context in (_no_shared_memory(), _machines_of_two(world)):
+        with context:
+            group = dist.new_group(list(range(world.size)))
+            conformance.check_communicator(as_communicator(group))
+
+
+def check_which_line_is_opened(world: Communicator) -> None:
+    if not _under_torchrun(world) or world.size == 1:
+        return
+    import torch.distributed as dist
+
+    kinds = []
+    for context in (contextlib.nullcontext(), _no_shared_memory(), _machines_of_two(world)):
+        with context:
+            communicator: Any = as_communicator(dist.new_group(list(range(world.size))))
+            communicator.allreduce(np.ones(1))
+            line = communicator.lines._open[0]._chosen
+            kinds.append(type(getattr(line, "_line", line)).__name__)
+    alone = world.rank == 2 and world.size == 3
+    shared = "_SharedLine" if world.size == 2 else "_LineOverMachines"
+    assert kinds == ["_SharedLine", "_TCPLine", "_TCPLine" if alone else shared]
 
 
 def _of_another_backend(size: int) -> Any:

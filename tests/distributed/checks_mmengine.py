@@ -34,6 +34,7 @@ with frameworks_warnings():
     from mmengine.hooks import Hook
     from mmengine.model import BaseDataPreprocessor, BaseModel, MMDistributedDataParallel
     from mmengine.model import revert_sync_batchnorm as mmengine_revert
+    from mmengine.optim import AmpOptimWrapper, OptimWrapper
     from mmengine.registry import HOOKS, MODELS
     from mmengine.runner import Runner
 
@@ -72,6 +73,26 @@ class Net(BaseModel):  # type: ignore[misc, unused-ignore]
         else:
             self.shown.append(inputs.detach().clone())
         return self.head(self.bn(inputs))[:, 0]
+
+
+class Noting(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes: set[tuple[bool, bool]] = set()  # whether with gradients, and under autocast
+
+    def output(self, inputs: Any) -> Any:
+        self.passes.add((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+        return super().output(inputs)
+
+
+class Amp(AmpOptimWrapper):  # type: ignore[misc, unused-ignore]
+    """mmengine's, without its demand for a GPU, which a scaler of the loss needs."""
+
+    def __init__(self, **options: Any) -> None:
+        OptimWrapper.__init__(self, **options)
+        self.cast_dtype = torch.bfloat16
+        self.loss_scaler = torch.amp.GradScaler("cpu", enabled=False)
+        self._scale_update_param = None
 
 
 class WithItsOwnStep(Net):
@@ -146,6 +167,7 @@ def _train(
     by_epoch: bool = True,
     model: Any = None,
     passes: Passes | None = None,
+    wrapper: Any = OptimWrapper,
     **train_cfg: Any,
 ) -> tuple[Any, list[int]]:
     """A runner that has trained, and the iterations after which there was a precise pass."""
@@ -164,7 +186,7 @@ def _train(
                 "collate_fn": {"type": "default_collate"},
                 **(loader or {}),
             },
-            optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.01}},
+            optim_wrapper={"type": wrapper, "optimizer": {"type": "SGD", "lr": 0.01}},
             train_cfg={"by_epoch": by_epoch, **train_cfg},
             default_hooks={
                 "checkpoint": {"type": "CheckpointHook", "interval": 1, "by_epoch": by_epoch}
@@ -303,6 +325,17 @@ def check_a_model_with_a_step_of_its_own(world: Communicator) -> None:
     ]
     short = f"takes all training data, which is less than {all_samples}."
     assert passes.messages == [f"Precise batch norm {m}" for m in (*first, short, *first)]
+
+
+def check_mixed_precision(world: Communicator) -> None:
+    """A pass runs in the precision of training."""
+    net = Noting()
+    model = MMDistributedDataParallel(net)
+    with tempfile.TemporaryDirectory() as directory:
+        _train("amp", directory, {"num_samples": None}, model=model, wrapper=Amp, max_epochs=1)
+    assert net.passes == {(True, True), (False, True)}
+    np.testing.assert_allclose(net.bn.running_mean, _population()[0], rtol=1e-6)
+    np.testing.assert_allclose(net.bn.running_var, _population()[1], rtol=1e-6)
 
 
 def check_nothing_to_update(world: Communicator) -> None:

@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -35,6 +36,33 @@ def _network(**options: Any) -> Any:
         nn.Flatten(),
         nn.Linear(4 * 4 * 4, 2),
     ).double()
+
+
+def check_nan_in_a_gradient_is_named_in_anomaly_mode(world: Communicator) -> None:
+    """Otherwise a GradScaler finds NaN on all ranks, and all skip the step."""
+    model = nn.Sequential(SyncBatchNorm(3, process_group=world))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    dy = torch.ones(4, 3)
+    dy[0, 0] = torch.nan if world.rank == 1 else 1.0
+    message = rf"gradient of the output of .* has NaN on rank\(s\) \[1\] of {world.size}\. Look f"
+    for run in (model, compiled):
+        for check_nan in (False, True):
+            x = torch.randn(4, 3, requires_grad=True)
+            with torch.autograd.set_detect_anomaly(True, check_nan):
+                y = run(x)
+                with pytest.raises(FloatingPointError, match=message):
+                    y.backward(dy)
+                run(x).backward(torch.ones(4, 3))  # all is well
+    optimizer = torch.optim.SGD(model.parameters())
+    scaler = torch.amp.GradScaler("cpu")
+    x = torch.randn(4, 3, requires_grad=True)
+    loss = (model(x) * dy).sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert x.grad is not None
+    assert not x.grad.isfinite().all()
+    assert scaler.get_scale() <= 2.0**16
 
 
 def check_compiled_with_fullgraph(world: Communicator) -> None:

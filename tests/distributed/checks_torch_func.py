@@ -21,15 +21,13 @@ from torch.func import (
     jacrev,
     jvp,
     linearize,
-    stack_module_state,
     vjp,
     vmap,
 )
 
 from multibn.communicators import Communicator
 from multibn.torch_backend import SyncBatchNorm
-
-C = 3
+from tests.helpers.stacked import C, stack_models
 
 
 @contextmanager
@@ -149,14 +147,13 @@ def check_stacked_models(world: Communicator) -> None:
     xs = _tensors(world, 4, C, seed=0)
     results = []
     for k, x in ((0, xs[world.rank]), (1, torch.cat(xs))):
-        nets = []
-        for seed in range(3):
-            torch.manual_seed(seed)
-            layer = _layers(world, track_running_stats=True)[k]
-            nets.append(nn.Sequential(nn.Linear(C, C).double(), layer))
-        parameters, buffers = stack_module_state(nets)
 
-        def call(p: Any, b: Any, net: Any = nets[0], x: torch.Tensor = x) -> Any:
+        def make_layer(k: int = k) -> Any:
+            return _layers(world, track_running_stats=True)[k]
+
+        model, parameters, buffers = stack_models(3, make_layer)
+
+        def call(p: Any, b: Any, net: Any = model, x: torch.Tensor = x) -> Any:
             return functional_call(net, (p, b), (x,))
 
         y = vmap(call)(parameters, buffers)

@@ -3,7 +3,6 @@
 import contextlib
 import signal
 import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +12,7 @@ import pytest
 
 from multibn._environment import find_command
 from multibn._launch import environment
-from tests.helpers import require
+from tests.helpers import launch, require
 
 require.need("torch")
 
@@ -25,7 +24,7 @@ from faults.setups import SETUPS  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
-# README's recipes for torch and for Chainer: one over gloo, the other over MPI.
+# README's recipes for torch and for Chainer: one over shared memory, the other over MPI.
 _RECIPES = ("ddp", "chainermn")
 _TOGETHER = [
     *("channels", "dtype", "order_first", "order", "order_of_widths", "sequence", "left_out"),
@@ -39,7 +38,7 @@ _CASES = [
     if SCENARIOS[name].runs_under(SETUPS[setup]) and not SCENARIOS[name].ends_in(SETUPS[setup])
 ]
 _CASES_THAT_END = [
-    ("ddp", "killed"), ("gloo", "launcher_killed"),
+    ("ddp", "killed"), ("gloo", "killed"), ("gloo", "launcher_killed"),
     ("chainermn", "out_of_data"), ("chainermn", "exception_plain"),
 ]  # fmt: skip
 Outcomes = dict[tuple[str, str], Future[dict[str, Outcome]]]
@@ -125,7 +124,14 @@ def test_survivors_go_on_where_mpi_lets_them(tmp_path: Path) -> None:
     )
     # Without the barrier in MPI_Finalize, which now and then waits for the dead for ever.
     options = ["--with-ft", "ulfm", "--mca", "async_mpi_finalize", "1", "-n", "3"]
-    command = [find_command("mpiexec") or "", *options, sys.executable, "-m", "mpi4py", str(script)]
+    command = [
+        find_command("mpiexec") or "",
+        *options,
+        launch.python(),
+        "-m",
+        "mpi4py",
+        str(script),
+    ]
     said = tmp_path / "said"
     with said.open("w") as file:
         process = subprocess.Popen(
@@ -149,8 +155,12 @@ def test_survivors_go_on_where_mpi_lets_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("setup, name", [("gloo", "partition"), ("mpi", "delay")])
-def test_networks_between_two_machines(setup: str, name: str) -> None:
+def test_networks_between_two_machines(
+    setup: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that fails, and one with a delay."""
+    # A fork would be in the network of the server that has made it.
+    monkeypatch.delenv("PYTHON_EXEC", raising=False)
     _need(setup)
     require.need("netns")
     _expect(machines.run(name, setup))

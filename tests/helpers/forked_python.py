@@ -35,7 +35,6 @@ import numpy as np
 SUPPORTED = sys.platform == "linux" and hasattr(os, "pidfd_open")
 NUM_SERVERS = 2
 MODULES = (
-    "numba",
     "torch",
     "torch._inductor.compile_fx",
     "torch.distributed.run",
@@ -254,22 +253,24 @@ def _run(arguments: list[str]) -> None:
         trace = error.__traceback__
         while trace and trace.tb_next and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.exit(1)
 
 
-def _end(code: Any) -> NoReturn:
+def _end(code: Any, *, of_mpi4py: bool) -> NoReturn:
     """End as Python does, but without clearing modules: a fork would copy them all for that."""
     if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi and mpi.Is_initialized() and not mpi.Is_finalized():
-        mpi.Finalize()  # mpi4py registers this with C's Py_AtExit
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi and mpi.Is_initialized() and not mpi.Is_finalized():
+        # What mpi4py leaves to C's Py_AtExit. An error under `python -m mpi4py` ends all ranks.
+        mpi.COMM_WORLD.Abort(code) if code and of_mpi4py else mpi.Finalize()
     os._exit(code or 0)
 
 
@@ -277,8 +278,9 @@ if __name__ == "__main__":
     with socket.socket(fileno=int(sys.argv[1])) as _listener:
         _request, _streams = _serve(_listener)
     _become(_request, _streams)
+    _of_mpi4py = "mpi4py" in _request.arguments
     try:
         _run(_request.arguments)
     except SystemExit as end:
-        _end(end.code)
-    _end(0)
+        _end(end.code, of_mpi4py=_of_mpi4py)
+    _end(0, of_mpi4py=_of_mpi4py)

@@ -47,6 +47,7 @@ NOTHING: dict[str, Any] = {
     "torch": None,
     "mpi": None,
     "cupy": None,
+    "no_shared_memory": None,
     "gpus": [],
 }
 TORCH = {"backends": {"gloo": True, "nccl": True, "mpi": False}, "cuda": "12.8", "gpus": 1}
@@ -60,6 +61,10 @@ LAUNCHERS = {"torchrun": None, "mpiexec": {"path": "/mpiexec", "version": "5"}}
         ("torch.distributed, gloo", {}, "pip install 'multibn[torch]'"),
         ("torch.distributed, gloo", {"torch": {"error": "no"}}, "torch cannot be imported: no"),
         ("torch.distributed, gloo", {"torch": TORCH}, None),
+        ("torch.distributed, gloo, shared memory", {}, "pip install 'multibn[torch]'"),
+        ("torch.distributed, gloo, shared memory", {"torch": TORCH}, None),
+        ("torch.distributed, gloo, shared memory", {"torch": TORCH, "no_shared_memory": "none"},
+         "none. Ranks of one machine use the network instead"),
         ("torch.distributed, NCCL", {"torch": TORCH}, "needs an NVIDIA GPU"),
         ("torch.distributed, NCCL", {"torch": TORCH, "gpus": ["GPU 0"]}, None),
         ("torch.distributed, NCCL", {"torch": TORCH | {"gpus": 0}, "gpus": ["0"]}, "sees no GPU"),

@@ -33,9 +33,13 @@ ROOMS = [
     ],
     [
         *("multibn.communicators._lines", "multibn.communicators._store"),
+        "multibn.communicators._shared_memory",
         "multibn.communicators.lookup",
     ],
-    ["multibn.communicators._agreement", "multibn.communicators.mpi"],
+    [
+        *("multibn.communicators._agreement", "multibn.communicators.mpi"),
+        *("multibn.communicators._tcp", "multibn.communicators.shared_memory"),
+    ],
     ["multibn.communicators.nccl", "multibn.communicators.torch_distributed"],
     ["multibn.communicators.chainermn", "multibn.communicators.conversation"],
     ["multibn.communicators", "multibn.kernels"],

@@ -261,3 +261,29 @@ def test_residual_and_relu(relu: bool, residual: bool, library: str) -> None:
     assert y.dtype == given[0].dtype
     np.testing.assert_allclose(y, right, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(other, before)
+
+
+@pytest.mark.parametrize("shape", [(96, 1024, 7, 7), (6, 900, 30, 31), (24000, 203, 1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("offset", [0, 3])
+def test_large_results_are_the_same_as_small_ones(
+    shape: tuple[int, ...], dtype: str, offset: int
+) -> None:
+    """Large results pass the caches by in whole lines, wherever memory begins."""
+    x = np.zeros(np.prod(shape) + offset, dtype)[offset:].reshape(shape)
+    x[...] = np.random.default_rng(0).normal(size=shape[1:])
+    residual, c = x[::-1] - x[:1], per_channel(shape[1])
+    assert x.nbytes > 9 << 20
+    whole = selection.select(x).normalize(x, *c[:4], **ON, residual=residual)
+    sums = np.concatenate(c[4:])
+    dx, dresidual = selection.select(x).finish_backward(
+        sums, x, x, *c[:4], 0.3, **ON, relu=True, y=whole
+    )
+    for part in (slice(0, 1), slice(shape[0] // 2, shape[0] // 2 + 2), slice(-2, None)):
+        y = selection.select(x).normalize(x[part], *c[:4], **ON, residual=residual[part])
+        np.testing.assert_array_equal(whole[part], y)
+        of_part = selection.select(x).finish_backward(
+            sums, x[part], x[part], *c[:4], 0.3, **ON, relu=True, y=y
+        )
+        for got, expected in zip((dx[part], dresidual[part]), of_part, strict=True):
+            np.testing.assert_array_equal(got, expected)

@@ -46,7 +46,8 @@ def moved(
     old_mean, old_var, mean, var = rng.uniform(0.5, 2.0, (4, 7))
     arrays = (of(v.astype(dtype)) for v in (old_mean, old_var))
     counter = None if n is None else of(np.array(n))
-    running = Running(*arrays, **{"momentum": 0.3, **options}, num_batches=counter)
+    values: Any = {"momentum": 0.3, "num_batches": counter, **options}
+    running = Running(*arrays, **values)
     passes.move(running, mean, var, 6.0, 2.0)
     return running
 
@@ -112,8 +113,8 @@ def test_running_statistics_that_cannot_be_moved(passes: Any) -> None:
 @both
 def test_autograd_sees_that_running_statistics_were_moved(passes: Any) -> None:
     require.need("torch")
-    running = moved(passes, as_torch)
-    assert all(v._version > 0 for v in (running.mean, running.var, running.num_batches))
+    mean, var, *_, num_batches = moved(passes, as_torch)
+    assert all(v._version > 0 for v in (mean, var, num_batches))
 
 
 @libraries

@@ -38,6 +38,7 @@ _NOT_INTS = (2.5, nan, inf, "2", True)
 _NOT_NUMBERS = (nan, "0.5", True)
 NUMBER = Wrong((*_NOT_NUMBERS, inf, None))
 POSITIVE = Wrong((0, -0.5, *NUMBER.values))
+EPS = Wrong((1e-40, *POSITIVE.values))  # subnormal in float32
 SHARE = Wrong((-0.1, 1.1, *NUMBER.values))  # in [0, 1]
 PROBABILITY = Wrong((-0.1, 1.0, *NUMBER.values))  # in [0, 1)
 ANY_INT = Wrong((*_NOT_INTS, None))
@@ -64,7 +65,7 @@ class Row(NamedTuple):
 _CONVENTIONS = {"process_group": GROUP, "weighting": CHOICE, "running_var": CHOICE}
 _TORCH = {
     "num_features": POSITIVE_INT,
-    "eps": POSITIVE,
+    "eps": EPS,
     "momentum": optional(SHARE),
     **_CONVENTIONS,
 }
@@ -117,7 +118,7 @@ def _torch() -> dict[Callable[..., Any], Row]:
         ),
         tb.sync_batch_norm: Row(
             partial(tb.sync_batch_norm, x),
-            {"eps": POSITIVE, "process_group": GROUP, "weighting": CHOICE},
+            {"eps": EPS, "process_group": GROUP, "weighting": CHOICE},
         ),
         tb.update_bn_stats: Row(update, {**_PRECISE, "process_group": GROUP}),
         tb.average_gradients: Row(
@@ -233,7 +234,7 @@ def _chainer() -> dict[Callable[..., Any], Row]:
         "size": Wrong((0, -1, 2.5, "2", True, (), (3, 0), (3, 2.0))),
         "axis": Wrong((-1, 2.5, "0", True, (), (0, -1), (2, 0))),
         "decay": SHARE,
-        "eps": POSITIVE,
+        "eps": EPS,
     }
     x = np.ones((4, 3), "f") * np.arange(4, dtype="f")[:, None]
     finetune = {"num_passes": POSITIVE_INT, "comm": GROUP}
@@ -253,7 +254,7 @@ def _chainer() -> dict[Callable[..., Any], Row]:
         ),
         cb.multi_node_batch_normalization: Row(
             partial(cb.multi_node_batch_normalization, x),
-            {"eps": POSITIVE, "weighting": CHOICE, "comm": GROUP, "axis": link["axis"]},
+            {"eps": EPS, "weighting": CHOICE, "comm": GROUP, "axis": link["axis"]},
         ),
         cb.create_mnbn_model: Row(
             lambda comm=None, **options: cb.create_mnbn_model(model(), comm, **options),

@@ -2,13 +2,12 @@
 
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from tests.helpers import require
+from tests.helpers import launch, require
 
 require.need("torch")
 
@@ -158,7 +157,7 @@ torch.compile(model, backend="eager", fullgraph=True)(torch.ones(2, 4), torch.on
 
 def test_recomputation_in_one_graph_names_the_cure() -> None:
     """In a process of its own: after other tests, Dynamo may skip the forward pass."""
-    run = subprocess.run([sys.executable, "-c", _FULLGRAPH], capture_output=True, text=True)
+    run = subprocess.run([launch.python(), "-c", _FULLGRAPH], capture_output=True, text=True)
     assert run.returncode != 0
     assert re.search(r'outside of .* take `mode="stored"`', run.stderr), run.stderr
 

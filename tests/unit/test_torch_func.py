@@ -36,6 +36,7 @@ from multibn.torch_backend import (  # noqa: E402
     normalize_together,
     sync_batch_norm,
 )
+from tests.helpers.stacked import C, stack_models  # noqa: E402
 
 # torch's own warnings: when it loads the formulas of forward mode, and in linearize.
 pytestmark = [
@@ -43,7 +44,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr:UserWarning"),
 ]
 
-N, C = 6, 3
+N = 6
 Case = Callable[[Callable[[], Any]], Any]
 
 
@@ -80,14 +81,6 @@ class _Subject:
     def loss_of(self, parameters: Any, x: torch.Tensor) -> torch.Tensor:
         return (functional_call(self.layer, parameters, (x,)).tanh() * DY).sum()
 
-    def stacked(self) -> tuple[Any, Any, Any]:
-        nets = []
-        for i in range(4):
-            torch.manual_seed(i)
-            first, last = nn.Linear(C, C), nn.Linear(C, 2)
-            nets.append(nn.Sequential(first, self.make(), last).double())
-        return nets[0], *stack_module_state(nets)
-
 
 def _dual(s: _Subject) -> Any:
     with forward_ad.dual_level():
@@ -119,7 +112,7 @@ def _batched_gradients(s: _Subject, batched: Callable[[Any, Any, Any], Any]) -> 
 
 
 def _of_models(s: _Subject) -> Any:
-    net, parameters, buffers = s.stacked()
+    net, parameters, buffers = stack_models(4, s.make)
 
     def call(p: Any, b: Any, x: torch.Tensor) -> Any:
         return functional_call(net, (p, b), (x,))
@@ -130,7 +123,7 @@ def _of_models(s: _Subject) -> Any:
 
 
 def _gradients_of_models(s: _Subject) -> Any:
-    net, parameters, buffers = s.stacked()
+    net, parameters, buffers = stack_models(4, s.make)
 
     def loss(p: Any, b: Any, x: torch.Tensor) -> Any:
         return functional_call(net, (p, b), (x,)).tanh().sum()
@@ -158,6 +151,7 @@ TRACKED: dict[str, Callable[[_Subject], Any]] = {
     "vectorized hessian": lambda s: functional.hessian(s.loss, X, vectorize=True),
     "models": _of_models,
     "gradients of models": _gradients_of_models,
+    "linearize": lambda s: linearize(s.layer, X)[1](V),
 }
 CASES: dict[str, Callable[[_Subject], Any]] = {
     **TRACKED,
@@ -174,7 +168,6 @@ CASES: dict[str, Callable[[_Subject], Any]] = {
     "hessian of parameters": lambda s: hessian(s.loss_of)(s.parameters, X),
     "hessian by jacrev": lambda s: jacrev(jacrev(s.loss))(X),
     "hessian times vector": lambda s: jvp(grad(s.loss), (X,), (V,)),
-    "linearize": lambda s: linearize(s.layer, X)[1](V),
     "functionalize": lambda s: functionalize(s.layer)(X),
     "vmap": lambda s: vmap(s.layer)(XS),
     "vmap over the last axis": lambda s: vmap(s.layer, in_dims=2, out_dims=1)(XS.movedim(0, 2)),

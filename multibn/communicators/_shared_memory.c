@@ -1,0 +1,173 @@
+/* What Python cannot do in memory that processes share: to wait there, in an order that holds on
+   every processor, and to add what they have left there. See shared_memory.py.
+
+   Addresses are numbers, as everywhere in multibn: CPython's limited API has buffers only since
+   3.11. */
+
+#define PY_SSIZE_T_CLEAN
+#define _GNU_SOURCE
+#include <Python.h>
+
+#include <errno.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+/* Counts arrivals. The two numbers stand in cache lines of their own: every rank reads the first
+   without end while it waits. Both begin at 0, as new memory does. */
+typedef struct {
+    uint32_t arrived;
+    char padding[124];
+    uint32_t sleepers; /* ranks that the last to arrive has to wake */
+} gate;
+
+#define SPINS 64         /* looks at the gate, 2 to 5 us, before a rank calls the kernel */
+#define LONGEST_NAP 0.05 /* seconds; after each, Python looks for signals */
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static void rest(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("isb");
+#endif
+}
+
+/* The numbers wrap around: one may be ahead of another by 2**31. */
+static int reached(uint32_t arrived, uint32_t goal) { return (int32_t)(arrived - goal) >= 0; }
+
+static int is_open(gate *g, uint32_t goal) {
+    return reached(__atomic_load_n(&g->arrived, __ATOMIC_ACQUIRE), goal);
+}
+
+/* Returns when woken, by a signal, or after so many seconds. */
+static void nap(gate *g, uint32_t goal, double seconds) {
+    struct timespec t = {(time_t)seconds, (long)(1e9 * (seconds - (double)(time_t)seconds))};
+    /* Sequentially consistent, as in `arrive`: a rank that comes last sees that this one sleeps,
+       or this one sees that the last has come. */
+    __atomic_add_fetch(&g->sleepers, 1, __ATOMIC_SEQ_CST);
+    uint32_t arrived = __atomic_load_n(&g->arrived, __ATOMIC_SEQ_CST);
+    if (!reached(arrived, goal))
+        syscall(SYS_futex, &g->arrived, FUTEX_WAIT, arrived, &t, NULL, 0);
+    __atomic_sub_fetch(&g->sleepers, 1, __ATOMIC_SEQ_CST);
+}
+
+static int addresses(PyObject *const *arguments, Py_ssize_t given, void **where, Py_ssize_t wanted,
+                     Py_ssize_t all) {
+    if (given != all) {
+        PyErr_Format(PyExc_TypeError, "%zd arguments instead of %zd", given, all);
+        return 0;
+    }
+    for (Py_ssize_t i = 0; i < wanted; i++) {
+        where[i] = PyLong_AsVoidPtr(arguments[i]);
+        if (where[i] == NULL && PyErr_Occurred())
+            return 0;
+    }
+    return 1;
+}
+
+/* arrive(gate, goal, to, source, nbytes): copy bytes, and count as arrived. The rank whose arrival
+   reaches the goal wakes those that sleep. */
+static PyObject *py_arrive(PyObject *self, PyObject *const *arguments, Py_ssize_t given) {
+    void *where[1];
+    if (!addresses(arguments, given, where, 1, 5))
+        return NULL;
+    gate *g = where[0];
+    uint32_t goal = (uint32_t)PyLong_AsUnsignedLongMask(arguments[1]);
+    void *to = PyLong_AsVoidPtr(arguments[2]), *source = PyLong_AsVoidPtr(arguments[3]);
+    size_t nbytes = PyLong_AsSize_t(arguments[4]);
+    if (PyErr_Occurred())
+        return NULL;
+    memcpy(to, source, nbytes);
+    /* Releases the bytes above; the chain of arrivals carries those of all ranks to a reader. */
+    uint32_t arrived = __atomic_add_fetch(&g->arrived, 1, __ATOMIC_SEQ_CST);
+    if (arrived == goal && __atomic_load_n(&g->sleepers, __ATOMIC_SEQ_CST))
+        syscall(SYS_futex, &g->arrived, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+    Py_RETURN_NONE;
+}
+
+/* wait(gate, goal, seconds, yielding): whether so many have arrived within that time. In the first
+   `yielding` seconds the rank keeps its core, and only offers it to others. */
+static PyObject *py_wait(PyObject *self, PyObject *const *arguments, Py_ssize_t given) {
+    void *where[1];
+    if (!addresses(arguments, given, where, 1, 4))
+        return NULL;
+    gate *g = where[0];
+    uint32_t goal = (uint32_t)PyLong_AsUnsignedLongMask(arguments[1]);
+    double seconds = PyFloat_AsDouble(arguments[2]), yielding = PyFloat_AsDouble(arguments[3]);
+    if (PyErr_Occurred())
+        return NULL;
+    for (int i = 0; i < SPINS; i++) {
+        if (is_open(g, goal))
+            Py_RETURN_TRUE;
+        rest();
+    }
+    double start = now(), time = start;
+    int done = 0;
+    while (!done && time < start + seconds) {
+        double end = start + seconds;
+        if (end > time + LONGEST_NAP)
+            end = time + LONGEST_NAP;
+        Py_BEGIN_ALLOW_THREADS
+        if (time < start + yielding) {
+            if (end > start + yielding)
+                end = start + yielding;
+            while (!(done = is_open(g, goal)) && time < end) {
+                sched_yield();
+                time = now();
+            }
+        } else {
+            nap(g, goal, end - time);
+            done = is_open(g, goal);
+            time = now();
+        }
+        Py_END_ALLOW_THREADS
+        if (!done && PyErr_CheckSignals() < 0)
+            return NULL;
+    }
+    return PyBool_FromLong(done);
+}
+
+/* add(to, rows, stride, num_rows, n): the sum of rows of n float64 numbers, `stride` bytes apart, in
+   the order of the rows, so that all ranks get the same bits. */
+static PyObject *py_add(PyObject *self, PyObject *const *arguments, Py_ssize_t given) {
+    void *where[2];
+    if (!addresses(arguments, given, where, 2, 5))
+        return NULL;
+    double *restrict to = where[0];
+    const char *rows = where[1];
+    size_t stride = PyLong_AsSize_t(arguments[2]), num_rows = PyLong_AsSize_t(arguments[3]);
+    size_t n = PyLong_AsSize_t(arguments[4]);
+    if (PyErr_Occurred())
+        return NULL;
+    memcpy(to, rows, n * sizeof(double));
+    for (size_t r = 1; r < num_rows; r++) {
+        const double *restrict row = (const double *)(rows + r * stride);
+        for (size_t i = 0; i < n; i++)
+            to[i] += row[i];
+    }
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"arrive", (PyCFunction)(void (*)(void))py_arrive, METH_FASTCALL, NULL},
+    {"wait", (PyCFunction)(void (*)(void))py_wait, METH_FASTCALL, NULL},
+    {"add", (PyCFunction)(void (*)(void))py_add, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, "_shared_memory", NULL, 0, methods, NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__shared_memory(void) { return PyModule_Create(&module); }

@@ -1,0 +1,366 @@
+"""Lines through shared memory, between threads: each opens the memory as a process would."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multibn.communicators import shared_memory
+from multibn.communicators._lines import HostArray, Line
+from multibn.communicators._watch import Done, RankLeftError
+from multibn.communicators.shared_memory import Machines
+from tests.helpers.ranks import ThreadCommunicator, run_ranks
+
+if shared_memory.why_not() is not None:
+    pytest.skip(str(shared_memory.why_not()), allow_module_level=True)
+
+
+class Store(dict[str, bytes]):
+    """Between threads."""
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value.encode()
+
+    def get(self, key: str) -> bytes:  # type: ignore[override]
+        return self[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return self.keys() >= set(keys)
+
+    def add(self, key: str, amount: int) -> int:
+        with self._lock:
+            self[key] = str(int(self.get(key) if key in self else 0) + amount).encode()
+            return int(self[key])
+
+    _lock = threading.Lock()
+
+    def delete_key(self, key: str) -> bool:
+        return self.pop(key, None) is not None
+
+
+class Between:
+    """Lines of another kind: which ranks have opened one, and their sums."""
+
+    def __init__(self) -> None:
+        self.opened: set[tuple[int, ...]] = set()
+        self._messages: dict[tuple[int, int], dict[int, HostArray]] = {}
+        self._lock = threading.Condition()
+
+    def line(self, rank: int, number: int, ranks: Sequence[int]) -> Line:
+        self.opened.add(tuple(ranks))
+        count = 0
+
+        def begin(a: HostArray) -> Done:
+            nonlocal count
+            count += 1
+            with self._lock:
+                rows = self._messages.setdefault((number, count), {})
+                rows[rank] = a.copy()
+                self._lock.notify_all()
+
+            def done(seconds: float) -> bool:
+                with self._lock:
+                    came = self._lock.wait_for(lambda: len(rows) == len(ranks), seconds)
+                    if came:
+                        a[...] = sum((rows[r] for r in ranks), start=np.zeros_like(a))
+                    return came
+
+            return done
+
+        class Opened:
+            opened = staticmethod(lambda seconds: True)
+
+        line: Any = Opened()
+        line.begin = begin
+        return line
+
+
+class Ranks:
+    """Ranks that open the same lines and sum in them."""
+
+    def __init__(self, rank: int, machines: Machines, between: Between) -> None:
+        self.rank, self.machines, self._between = rank, machines, between
+
+    def open(self, number: int, buffer: HostArray | None = None) -> Line:
+        line = self.machines.open_line(
+            number, buffer, lambda ranks: self._between.line(self.rank, number, ranks)
+        )
+        assert line.opened(10.0)
+        return line
+
+
+def _on_ranks(size: int, function: Callable[[Ranks], Any]) -> tuple[list[Any], Between]:
+    store, between = Store(), Between()
+
+    def run(world: ThreadCommunicator) -> Any:
+        _here.rank = world.rank
+        return function(Ranks(world.rank, Machines(store, world.rank, size), between))
+
+    return run_ranks(size, run), between
+
+
+_here = threading.local()
+
+
+def _pretend(monkeypatch: pytest.MonkeyPatch, machine_of: Sequence[int]) -> None:
+    """Let ranks open only memory of ranks on the same machine."""
+    offered, opened = shared_memory._offered, shared_memory._opened
+    owners: dict[str, int] = {}
+
+    def offer(nbytes: int) -> Any:
+        context = offered(nbytes)
+
+        class Context:
+            def __enter__(self) -> Any:
+                mine, memory = context.__enter__()
+                owners[mine["name"]] = _here.rank
+                return mine, memory
+
+            def __exit__(self, *error: Any) -> Any:
+                return context.__exit__(*error)
+
+        return Context()
+
+    def open_(offer: dict[str, Any]) -> Any:
+        same = machine_of[owners.get(offer.get("name", ""), 0)] == machine_of[_here.rank]
+        return opened(offer) if same else None
+
+    monkeypatch.setattr(shared_memory, "why_not", lambda: None)
+    monkeypatch.setattr(shared_memory, "_offered", offer)
+    monkeypatch.setattr(shared_memory, "_opened", open_)
+
+
+def _message(rank: int, kind: str, shape: tuple[int, ...]) -> HostArray:
+    rng = np.random.default_rng([rank, *shape])
+    return np.asarray(100 * rng.standard_normal(shape)).astype(kind)
+
+
+KINDS = ("float64", "float32", "int64", "uint8", "complex128")
+SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (7,), (3, 5), (20_000,))
+
+
+@pytest.mark.parametrize("machine_of", [(0, 0), (0, 0, 0), (0, 0, 1), (0, 1, 1, 0, 2)])
+def test_sums_have_the_same_bits_on_all_ranks(
+    machine_of: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one machine, those of a sum in the order of the ranks."""
+    _pretend(monkeypatch, machine_of)
+    size = len(machine_of)
+
+    def sums(ranks: Ranks) -> list[HostArray]:
+        everything, buffer = ranks.open(0), np.zeros(516)
+        widths = ranks.open(516, buffer)
+        results = []
+        for i in range(4):  # each half of the slots twice
+            if i == ranks.rank:
+                time.sleep(0.01)
+            buffer[:] = _message(ranks.rank, "float64", (516,))
+            assert widths.begin(buffer)(10.0)
+            results.append(buffer.copy())
+        for kind in KINDS:
+            for shape in SHAPES:
+                a = _message(ranks.rank, kind, shape)
+                assert everything.begin(a)(10.0)
+                results.append(a)
+        return results
+
+    of_ranks, between = _on_ranks(size, sums)
+    cases = [("float64", (516,))] * 4 + [(kind, shape) for kind in KINDS for shape in SHAPES]
+    for (kind, shape), results in zip(cases, zip(*of_ranks, strict=True), strict=True):
+        messages = [_message(rank, kind, shape) for rank in range(size)]
+        for result in results:
+            assert result.dtype == kind
+            np.testing.assert_array_equal(result, results[0])
+            np.testing.assert_allclose(result, np.sum(messages, axis=0, dtype=kind), 1e-6, 1e-4)
+        if len(set(machine_of)) == 1:
+            in_order = messages[0]
+            for message in messages[1:]:
+                in_order = in_order + message
+            np.testing.assert_array_equal(results[0], in_order)
+    firsts = sorted({machine_of.index(machine) for machine in machine_of})
+    assert between.opened == ({tuple(firsts)} if len(firsts) > 1 else set())
+
+
+def test_memory_goes_when_nobody_has_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And meanwhile it has no name, belongs to this user alone, and leaves nothing in the store."""
+    store = Store()
+    before = _descriptors(), _maps()
+
+    def use(world: ThreadCommunicator) -> tuple[int, int] | None:
+        ranks = Ranks(world.rank, Machines(store, world.rank, 2), Between())
+        lines = [ranks.open(number, np.zeros(max(number, 8))) for number in range(100)]
+        world._exchange(None)
+        counted = (_descriptors(), _maps()) if world.rank == 0 else None
+        world._exchange(None)
+        del ranks, lines
+        return counted
+
+    # Of 100 lines of two ranks.
+    assert run_ranks(2, use)[0] == (before[0] + 2, before[1] + 2)
+    assert (_descriptors(), _maps()) == before
+    assert not store
+    with shared_memory._offered(2**16) as (offer, _):
+        assert os.stat(offer["fd"]).st_mode & 0o777 == 0o600
+        assert not os.get_inheritable(offer["fd"])
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _maps() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:multibn-")
+
+
+def test_memory_of_another_process_is_not_taken_for_a_ranks() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    with shared_memory._offered(2**16) as (offer, _):
+        assert shared_memory._opened(offer) is not None
+        for other in ({"name": "multibn-0"}, {"pid": ended.pid}, {"pid": 1}, {"fd": 10_000}):
+            assert shared_memory._opened(offer | other) is None
+    assert shared_memory._opened(offer) is None
+    assert shared_memory._opened({"pid": os.getpid()}) is None
+
+
+@pytest.mark.parametrize("reason", ["a rank has none", "lines are too long"])
+def test_another_kind_of_line_where_memory_cannot_be_shared(
+    reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reason == "a rank has none":
+        why_not = iter(["none"])
+        monkeypatch.setattr(shared_memory, "why_not", lambda: next(why_not, None))
+    else:
+        monkeypatch.setattr(shared_memory, "_NUMBERS", 1000)
+
+    def total(ranks: Ranks) -> float:
+        a = np.ones(2000)
+        assert ranks.open(2000, a).begin(a)(10.0)
+        return float(a[-1])
+
+    totals, between = _on_ranks(2, total)
+    assert totals == [2.0, 2.0]
+    assert between.opened == {(0, 1)}
+
+
+def test_ranks_that_open_different_lines_do_not_meet() -> None:
+    def opened(ranks: Ranks) -> bool:
+        line = ranks.machines.open_line(8 + ranks.rank, np.zeros(16), lambda ranks: None)  # type: ignore[arg-type,return-value]
+        return line.opened(1.0) or line.opened(0.1)
+
+    assert _on_ranks(2, opened)[0] == [False, False]
+
+
+def test_a_process_that_ended_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+
+    def lose(ranks: Ranks) -> str:
+        ranks.open(0)
+        neighbours = ranks.machines._neighbours
+        assert neighbours is not None
+        neighbours._pids[1] = ended.pid
+        line, a = ranks.open(8, np.zeros(8)), np.zeros(8)
+        if ranks.rank == 1:
+            return ""
+        with pytest.raises(RuntimeError, match="the process of rank 1 has ended"):
+            line.begin(a)(10.0)
+        return "noticed"
+
+    assert _on_ranks(2, lose)[0] == ["noticed", ""]
+
+
+def test_a_rank_that_leaves_is_noticed_when_its_last_message_is_read() -> None:
+    def leave(ranks: Ranks) -> list[float]:
+        line = ranks.open(0)
+        a, b = np.ones((2, 1))
+        done = line.begin(a)
+        if ranks.rank == 1:
+            assert done(10.0)
+            ranks.machines.close(goodbye=True)
+            return [float(a[0])]
+        time.sleep(0.1)
+        assert done(10.0)
+        with pytest.raises(RankLeftError, match="rank 1 has left"):
+            line.begin(b)(10.0)
+        return [float(a[0])]
+
+    assert _on_ranks(2, leave)[0] == [[2.0], [2.0]]
+
+
+@pytest.fixture
+def gate() -> HostArray:
+    return np.zeros(64, np.uint32)
+
+
+def test_a_gate_counts_beyond_its_32_bits(gate: HostArray) -> None:
+    core, at, a = shared_memory._core, gate.ctypes.data, np.zeros(1)
+    gate[0] = 2**32 - 2
+    goal = 2**32 + 1
+    for _ in range(3):
+        assert not core.wait(at, goal, 0.0, 0.0)
+        core.arrive(at, goal, a.ctypes.data, a.ctypes.data, 8)
+    assert gate[0] == 1
+    assert core.wait(at, goal, 0.0, 0.0)
+    assert not core.wait(at, goal + 1, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("yielding", [0.0, 10.0])
+def test_a_wait_gives_way_to_threads_and_signals(gate: HostArray, yielding: float) -> None:
+    core, at, a = shared_memory._core, gate.ctypes.data, np.zeros(1)
+    start = time.monotonic()
+    assert not core.wait(at, 1, 0.1, yielding)
+    assert 0.1 <= time.monotonic() - start < 5.0
+    later = threading.Timer(0.05, core.arrive, (at, 1, a.ctypes.data, a.ctypes.data, 8))
+    later.start()
+    assert core.wait(at, 1, 10.0, yielding)
+    later.join()
+    assert gate[32] == 0  # nobody sleeps
+
+    def interrupt(number: int, frame: object) -> None:
+        raise InterruptedError("by a signal")
+
+    earlier = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    start = time.monotonic()
+    with pytest.raises(InterruptedError, match="by a signal"):
+        core.wait(at, 2, 10.0, yielding)
+    assert time.monotonic() - start < 5.0
+    signal.signal(signal.SIGALRM, earlier)
+
+
+def test_arguments_of_the_extension_are_checked(gate: HostArray) -> None:
+    with pytest.raises(TypeError, match="1 arguments instead of 4"):
+        shared_memory._core.wait(0)  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
+        shared_memory._core.wait(gate.ctypes.data, 1, "soon", 0.0)  # type: ignore[arg-type]
+
+
+def test_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError("Cannot allocate memory")
+
+    monkeypatch.setenv("MULTIBN_SHARED_MEMORY", "0")
+    assert shared_memory.why_not() == "MULTIBN_SHARED_MEMORY is 0"
+    monkeypatch.setenv("MULTIBN_SHARED_MEMORY", "no")
+    with pytest.raises(ValueError, match="MULTIBN_SHARED_MEMORY must be 0 or 1: got 'no'"):
+        shared_memory.why_not()
+    monkeypatch.setenv("MULTIBN_SHARED_MEMORY", "1")
+    for where, name, instead, said in (
+        (shared_memory, "_opened", lambda offer: None, "needs /proc: cannot open /proc/"),
+        (os, "posix_fallocate", refuse, "gives no memory to share: Cannot allocate"),
+        (shared_memory, "_core", None, "multibn was built without a C compiler: install one"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, instead)
+            assert said in str(shared_memory.why_not())
+    monkeypatch.delattr(os, "memfd_create")
+    assert shared_memory.why_not() == "needs Linux"
