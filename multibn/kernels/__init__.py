@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from array_api_compat import is_cupy_array, is_torch_array
+from array_api_compat import is_cupy_array
 
 from multibn._typing import Array
 from multibn.kernels import generic as generic
@@ -32,8 +32,8 @@ def select(x: Array, /, *others: Any) -> Any:
     """The kernels file for arrays like `x`; `others` are all other arguments of the call."""
     if type(x) is np.ndarray:
         return _native("host")
-    if is_torch_array(x):
-        torch = sys.modules["torch"]
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
         if type(x) not in (torch.Tensor, torch.nn.Parameter):
             return generic
         if torch.is_grad_enabled():

@@ -77,6 +77,7 @@ class Torch:
     """The same for torch tensors."""
 
     strides = staticmethod(methodcaller("stride"))
+    address = staticmethod(methodcaller("data_ptr"))
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
@@ -84,9 +85,6 @@ class Torch:
         self.float64, self.int64 = torch.float64, torch.int64
         self.empty_like = torch.empty_like
         self._templates: dict[Any, Array] = {}  # as many as there are numbers of channels
-
-    def address(self, a: Array) -> int:
-        return int(a.data_ptr())
 
     def locate(self, *groups: Group) -> list[int] | None:
         addresses = []

@@ -54,7 +54,10 @@ def begin_forward(
     library, plan, (x_at, *_), _, _alive = o
     N, C, S = plan.sizes
     tasks = plan.sums if plan.sums is not None else _sum_tasks(plan.sizes, _num_threads())
-    payload, payload_at = _payload(library, plan.length, out)
+    if out is None:
+        (payload,), (payload_at,) = library.new(library.float64, (plan.length,))
+    else:
+        payload, payload_at = out, out.__array_interface__["data"][0]
     head, packing = (plan.dtype, x_at, N, C, S, tasks[0][0]), (payload_at, rank_weight, count)
     if len(tasks) == 1:
         _core.begin_forward(*head, 0, 0, 0, 0, *packing)
@@ -142,7 +145,10 @@ def begin_backward(
         return generic.begin_backward(dy, x, mean, var, weight, bias, **on)
     library, plan, addresses, dtype, _alive = o
     _, C, _ = plan.sizes
-    payload, payload_at = _payload(library, 2 * C, out)
+    if out is None:
+        (payload,), (payload_at,) = library.new(library.float64, (2 * C,))
+    else:
+        payload, payload_at = out, out.__array_interface__["data"][0]
     (dweight, dbias), (dweight_at, dbias_at) = library.new(dtype, plan.shape, plan.shape)
     kind = _SIGN_OF_Y if y is not None else _SIGN_OF_X if relu else _GRADIENT
     arguments = plan.dtype, kind, *addresses, eps, *plan.sizes
@@ -330,19 +336,14 @@ def _copied(
 
 def _message(summed: Array, n: int) -> int | None:
     """The address of a message of `n` numbers; None if the loops cannot read it."""
+    if type(summed) is np.ndarray and summed.flags.carray:  # a line's memory, located faster
+        is_message = summed.dtype == np.float64 and summed.shape == (n,)
+        return int(summed.__array_interface__["data"][0]) if is_message else None
     library = LIBRARIES[type(summed)]
     if library is None:
         return None
     addresses = library.locate(((summed,), library.float64, (n,), None))
     return None if addresses is None else int(addresses[0])
-
-
-def _payload(library: Any, n: int, out: Array | None) -> tuple[Array, int]:
-    """`out`, or a new array for the `n` numbers of a message; and its address."""
-    if out is not None:
-        return out, out.__array_interface__["data"][0]
-    (array,), (address,) = library.new(library.float64, (n,))
-    return array, address
 
 
 _NOTHING = (0, 0, 0, 0)
