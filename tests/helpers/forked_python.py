@@ -60,7 +60,9 @@ socket.send_fds(server, [len(request).to_bytes(8, "little")], range(3))
 server.sendall(request)
 for stream in range(3):
     os.close(stream)  # the last writer's end is what readers wait for
-receive = lambda: int.from_bytes(server.recv(8, socket.MSG_WAITALL), "little")
+def receive():
+    # Without an answer, the server has ended, and its forks with it.
+    return int.from_bytes(server.recv(8, socket.MSG_WAITALL) or os._exit(70), "little")
 fork = receive()
 for number in signals:
     signal.signal(number, lambda number, _: os.kill(fork, number))
