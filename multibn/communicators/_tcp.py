@@ -130,7 +130,7 @@ class Connections:
         head = _HEAD.pack(number, zlib.crc32(f"{a.dtype} {a.shape}".encode()), a.nbytes)
         rows = np.empty((2, len(head) + a.nbytes), np.uint8)
         total, other = (row[len(head) :].view(a.dtype) for row in rows)
-        mine, theirs = map(memoryview, rows)
+        mine, theirs = memoryview(rows[0]), memoryview(rows[1])
         nothing = mine[:0]
         mine[: len(head)] = head
         total[:] = a.reshape(-1)

@@ -215,7 +215,7 @@ def test_parts_of_a_message(launched: list[str]) -> None:
     message = wide(17)
     summed = generic.pack(wide(5), wide(5) ** 2 + 9, 4.0, 8.0)
     message[5:] = summed
-    part = cuda_steps.unpack(message[5:], (5,), 4.0, 8.0)
+    part: Any = cuda_steps.unpack(message[5:], (5,), 4.0, 8.0)
     for a, b in zip(part, cuda_steps.unpack(summed, (5,), 4.0, 8.0), strict=True):
         assert a is b or torch.equal(a, b)
     assert launched == ["unpack", "unpack"]

@@ -114,7 +114,7 @@ def test_running_statistics_that_cannot_be_moved(passes: Any) -> None:
 def test_autograd_sees_that_running_statistics_were_moved(passes: Any) -> None:
     require.need("torch")
     mean, var, *_, num_batches = moved(passes, as_torch)
-    assert all(v._version > 0 for v in (mean, var, num_batches))
+    assert all(v is not None and v._version > 0 for v in (mean, var, num_batches))
 
 
 @libraries
