@@ -33,7 +33,7 @@ def _arguments(line: str) -> list[str]:
 
 
 def test_pages_with_commands_are_found() -> None:
-    assert "docs/index.md" in PAGES
+    assert "README.md" in PAGES
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -58,7 +58,7 @@ def test_programs_print_what_the_page_shows(
 def test_two_launchers_with_one_rendezvous(tmp_path: Path) -> None:
     """The command of docs/guides/several-machines.md, on two "machines" that are this one."""
     require.need("torch", "torchrun")
-    _write_programs("docs/index.md", tmp_path)
+    _write_programs("README.md", tmp_path)
     text = (launch.ROOT / "docs/guides/several-machines.md").read_text()
     (line,) = [row for row in text.splitlines() if row.startswith("torchrun ")]
     with socket.socket() as free:
@@ -66,7 +66,7 @@ def test_two_launchers_with_one_rendezvous(tmp_path: Path) -> None:
         port = free.getsockname()[1]
     line = line.replace("node1:29500", f"localhost:{port}").replace("node 4", "node 1")
     command = _arguments(line.replace("train.py", str(tmp_path / "train.py")))
-    losses = commands("docs/index.md")[0].printed
+    losses = commands("README.md")[0].printed
     with ExitStack() as stack:
         launchers = [
             stack.enter_context(_launch.started(command, variables=launch.VARIABLES))
