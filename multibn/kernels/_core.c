@@ -1,9 +1,9 @@
 /* The compiled part of the host kernels: loops over activations, and the steps between them.
 
 Arrays come as addresses of dense memory; Python looks after their types, shapes and life. Nothing
-here knows of NumPy or torch. `generic.py` says what each function computes, `_loops.h` has the
-loops. The file needs GCC or Clang (vector types) and uses CPython's stable ABI: one build serves
-all versions of Python from 3.10 on.
+here knows of NumPy or torch. `generic.py` says what each function computes; `_passes.h` has the
+passes and `_loops.h` their innermost loops. The core needs GCC or Clang (vector types) and uses
+CPython's stable ABI: one build serves all versions of Python from 3.10 on.
 
 The build has -ffp-contract=off: each operation is rounded, so that equal moments leave a variance
 of exactly 0, and the backward pass finds the sign of an output that the forward pass has found. */
@@ -18,493 +18,9 @@ of exactly 0, and the backward pass finds the sign of an output that the forward
 #include <emmintrin.h>
 #endif
 
-#define INLINE static inline __attribute__((always_inline))
-#ifdef __clang__
-#define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
-#else
-#define INDEPENDENT _Pragma("GCC ivdep")
-#endif
-_Static_assert(sizeof(void *) == 8, "addresses and sizes are 64-bit numbers here");
+#include "_levels.h"
 
-/* Planes of at least so many elements are long: they are handled without a tile. */
-#define LONG 16
-#define LONG_TO_SUM 64 /* a sum has its start and end to pay for, too */
-#define BLOCK 512      /* values summed in the dtype of the arithmetic, and values widened at a time */
-#define COLUMNS 2048   /* of a tile: the coefficients and sums of so many stay in the nearest caches */
-#define BESIDE 512     /* up to so many columns, short samples stand side by side */
-#define CHUNK 65536    /* elements in a row of a pass that goes backwards */
-#define STREAMED (8 << 20) /* bytes of a result that leave the caches: their lines are not read first */
-#define RUN 16         /* rows of a tile summed before the sums move to float64; more where so many */
-#define LONG_RUN 64    /* sums follow that their errors average out */
-#define FEW 8          /* values whose mean is the first centre */
-#define FAR 4          /* standard deviations from centre to mean that make a second pass worthwhile */
-
-/* Of a gradient: sums of x - mean; of dy; of dy where the output of ReLU, made again from x, or
-read, is positive. */
-enum { MOMENTS, GRADIENT, SIGN_OF_X, SIGN_OF_Y };
-
-/* What an innermost loop takes: rows of memory in the dtype of the arithmetic. */
-typedef struct {
-    const void *x, *dy, *y; /* y: the output of ReLU, or what is added to the output */
-    void *out, *more, *first, *second;
-    const void *k[6]; /* centre, factor and offset; slope; factor and offset of what goes into ReLU */
-    int64_t planes, S, stride;
-    int rows, kind;
-} Rows;
-
-typedef struct {
-    void (*sums)(const Rows *);
-    void (*column_sums)(const Rows *);
-    void (*widen_sums)(void *, int64_t, double *);
-    void (*normalize)(const Rows *);
-    void (*input_gradient)(const Rows *);
-    size_t size;   /* of an element of the arithmetic */
-    size_t stored; /* of an element of an activation */
-    void (*widen)(const uint16_t *, int64_t, float *); /* NULL if these are the same */
-    void (*narrow)(const float *, int64_t, uint16_t *);
-} Loops;
-
-/* A pass over the samples n0:n1 of the channels c0:c1. */
-typedef struct {
-    const Loops *loops;
-    const void *x, *dy, *y;
-    void *out, *more;
-    const double *mean, *scale, *shift, *slope, *y_scale, *y_shift;
-    double *sums;
-    int64_t C, S, n0, n1, c0, c1;
-    int kind, streams;
-} Pass;
-
-typedef struct {
-    int64_t channels, samples, run; /* run: samples to sum before the sums move to float64 */
-} Tile;
-
-static int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
-
-static Tile tile_of(const Pass *p)
-{
-    const int64_t C = p->c1 - p->c0, N = p->n1 - p->n0;
-    Tile tile = {at_most(at_least(COLUMNS / p->S, 1), C), 1, 0};
-    if (tile.channels == p->C)
-        tile.samples = at_most(at_least(BESIDE / (p->C * p->S), 1), at_least(N / 4, 1));
-    tile.run = tile.samples * at_most(at_least(N / (RUN * tile.samples), RUN), LONG_RUN);
-    return tile;
-}
-
-static inline float as_float(uint32_t bits)
-{
-    float f;
-    memcpy(&f, &bits, sizeof f);
-    return f;
-}
-
-static inline uint32_t as_bits(float f)
-{
-    uint32_t bits;
-    memcpy(&bits, &f, sizeof bits);
-    return bits;
-}
-
-static inline float from_bfloat16(uint16_t h) { return as_float((uint32_t)h << 16); }
-
-static inline uint16_t to_bfloat16(float f) /* ties to even */
-{
-    const uint32_t u = as_bits(f);
-    return (u & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-}
-
-/* In integers, so that compilers make vectors of them, whatever the processor is. */
-static inline float from_float16(uint16_t h)
-{
-    const uint32_t rest = h & 0x7fff, bias = 112u << 23;
-    const uint32_t tiny = as_bits((float)(int32_t)rest * 0x1p-24f);
-    uint32_t u = (rest << 13) + bias;
-    u = rest >= 0x7c00 ? u + bias : u;
-    u = rest < 0x0400 ? tiny : u;
-    return as_float(u | (uint32_t)(h & 0x8000) << 16);
-}
-
-static inline uint16_t to_float16(float f) /* ties to even */
-{
-    const uint32_t u = as_bits(f), rest = u & 0x7fffffff;
-    const uint32_t tiny = as_bits(as_float(rest) + 0.5f) - 0x3f000000;
-    uint32_t h = (rest + 0xfff + ((rest >> 13) & 1) - (112u << 23)) >> 13;
-    h = rest < 0x38800000 ? tiny : h;
-    h = rest >= 0x47800000 ? 0x7c00 : h;
-    h = rest > 0x7f800000 ? 0x7e00 : h;
-    return h | (u >> 16 & 0x8000);
-}
-
-#define PASTE_(f, a, level) f##_##a##_##level
-#define PASTE(f, a, level) PASTE_(f, a, level)
-
-#define LEVEL baseline
-#define VECTOR 16
-#include "_widths.h"
-#undef LEVEL
-#undef VECTOR
-
-#if defined(__x86_64__)
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,bmi,bmi2"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c,bmi,bmi2")
-#endif
-#define LEVEL avx2
-#define VECTOR 32
-#include "_widths.h"
-#undef LEVEL
-#undef VECTOR
-#ifdef __clang__
-#pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,bmi,bmi2,fma"))), apply_to = function)
-#else
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,bmi,bmi2,fma,prefer-vector-width=512")
-#endif
-#define LEVEL avx512
-#define VECTOR 64
-#include "_widths.h"
-#undef LEVEL
-#undef VECTOR
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-#endif
-
-static const struct {
-    const char *name;
-    const Loops *loops; /* by dtype: float32, float64, float16, bfloat16 */
-} LEVELS[] = {
-    {"baseline", loops_of_baseline},
-#if defined(__x86_64__)
-    {"avx2", loops_of_avx2},
-    {"avx512", loops_of_avx512},
-#endif
-};
-
-static int num_levels(void)
-{
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("bmi2"))
-        return 1;
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
-               ? 3
-               : 2;
-#else
-    return 1;
-#endif
-}
-
-static int level; /* of LEVELS, the one in use */
-
-/* An element of an array of parameters or running statistics. */
-static double get(const void *array, int64_t dtype, int64_t i)
-{
-    switch (dtype) {
-    case 0: return ((const float *)array)[i];
-    case 1: return ((const double *)array)[i];
-    case 2: return from_float16(((const uint16_t *)array)[i]);
-    default: return from_bfloat16(((const uint16_t *)array)[i]);
-    }
-}
-
-static void put(void *array, int64_t dtype, int64_t i, double v)
-{
-    switch (dtype) {
-    case 0: ((float *)array)[i] = (float)v; break;
-    case 1: ((double *)array)[i] = v; break;
-    case 2: ((uint16_t *)array)[i] = to_float16((float)v); break;
-    default: ((uint16_t *)array)[i] = to_bfloat16((float)v);
-    }
-}
-
-/* The passes over an activation. */
-
-static void set(void *array, size_t size, int64_t i, double v)
-{
-    if (size == sizeof(float))
-        ((float *)array)[i] = (float)v;
-    else
-        ((double *)array)[i] = v;
-}
-
-static double rounded(const Loops *loops, double v) { return loops->size == sizeof(float) ? (float)v : v; }
-
-/* A result on its way past the caches, in whole cache lines: a line in two parts would be slow. */
-typedef struct {
-    char line[64], *next;
-    size_t held; /* bytes in `line`, which belong before `next` */
-} Stream;
-
-static void flush(Stream *s)
-{
-    if (s->held)
-        memcpy(s->next - s->held, s->line, s->held);
-    s->held = 0;
-}
-
-#ifdef __SSE2__
-static void stream(Stream *s, const char *from, size_t bytes, char *to)
-{
-    if (to != s->next)
-        flush(s);
-    s->next = to + bytes;
-    while (bytes) {
-        if (!s->held && !((uintptr_t)to & 63))
-            for (; bytes >= 64; bytes -= 64, from += 64, to += 64)
-                for (int i = 0; i < 64; i += 16)
-                    _mm_stream_si128((__m128i *)(to + i), _mm_loadu_si128((const __m128i *)(from + i)));
-        const size_t part = at_most(64 - ((uintptr_t)to & 63), bytes);
-        memcpy(s->line + s->held, from, part);
-        s->held += part;
-        bytes -= part, from += part, to += part;
-        if ((uintptr_t)to & 63)
-            break;
-        if (s->held == 64)
-            for (int i = 0; i < 64; i += 16)
-                _mm_stream_si128((__m128i *)(to - 64 + i), _mm_loadu_si128((const __m128i *)(s->line + i)));
-        else /* the memory begins within a line */
-            memcpy(to - s->held, s->line, s->held);
-        s->held = 0;
-    }
-}
-#endif
-
-/* Memory of a pass: coefficients of channels and of columns, sums of columns, and widened blocks. */
-typedef struct {
-    char *memory, *k[6], *columns[6], *buffers, *first;
-    double *wide;
-    int64_t size; /* columns of a tile; 0 for long planes */
-    Tile tile;
-    Stream streams[2]; /* of the results */
-} Work;
-
-enum { BUFFER = BLOCK + 64 };
-
-static int start(Work *w, const Pass *p, int num, int64_t long_plane)
-{
-    const size_t size = p->loops->size;
-    w->tile = tile_of(p);
-    w->size = p->S >= long_plane ? 0 : w->tile.channels * p->S * w->tile.samples;
-    const int64_t wide = 2 * w->size, line = 64 / size;
-    const int64_t row = (at_least(p->C, 1) + line) / line * line, column = (w->size + line) / line * line;
-    const int64_t buffers = p->loops->widen || p->streams ? at_least(6 * BUFFER, 12 * w->size) : 0;
-    w->memory = malloc((wide + buffers) * sizeof(double) + (num * (row + column) + 2 * column) * size + 64);
-    if (!w->memory)
-        return -1;
-    w->wide = (double *)(((uintptr_t)w->memory + 63) & ~(uintptr_t)63); /* a vector crosses no two lines */
-    char *next = (char *)(w->wide + wide);
-    for (int i = 0; i < num; i++, next += row * size)
-        w->k[i] = next;
-    for (int i = 0; i < num; i++, next += column * size)
-        w->columns[i] = next;
-    w->first = next;
-    w->buffers = next + 2 * column * size;
-    /* The rounding error of the mean goes into the offsets. */
-    for (int64_t c = p->c0; c < p->c1; c++) {
-        const double centre = rounded(p->loops, p->mean[c]), rest = p->mean[c] - centre;
-        set(w->k[0], size, c, centre);
-        if (num > 1) {
-            set(w->k[1], size, c, p->scale[c]);
-            set(w->k[2], size, c, p->shift[c] - rest * p->scale[c]);
-        }
-        if (num > 3)
-            set(w->k[3], size, c, p->slope[c]);
-        if (num > 4) {
-            set(w->k[4], size, c, p->y_scale[c]);
-            set(w->k[5], size, c, p->y_shift[c] - rest * p->y_scale[c]);
-        }
-    }
-    return 0;
-}
-
-/* Copy the coefficients of the channels a:b to each of their columns. */
-static void spread(const Work *w, const Pass *p, int num, int64_t a, int64_t b, Rows *r)
-{
-    const size_t size = p->loops->size;
-    for (int i = 0; i < num; i++) {
-        const char *values = w->k[i] + a * size;
-        r->k[i] = values;
-        if (p->S == 1 && w->tile.samples == 1)
-            continue;
-        r->k[i] = w->columns[i];
-        int64_t j = 0;
-        for (int64_t t = 0; t < w->tile.samples; t++)
-            for (int64_t c = 0; c < b - a; c++)
-                for (int64_t s = 0; s < p->S; s++, j++)
-                    if (size == sizeof(float))
-                        ((float *)w->columns[i])[j] = ((const float *)values)[c];
-                    else
-                        ((double *)w->columns[i])[j] = ((const double *)values)[c];
-    }
-}
-
-static const void *widened(const Loops *loops, const void *array, int64_t at, int64_t n, void *buffer)
-{
-    if (!array)
-        return NULL;
-    if (!loops->widen)
-        return (const char *)array + at * loops->size;
-    loops->widen((const uint16_t *)array + at, n, buffer);
-    return buffer;
-}
-
-/* The result of a block: from the buffer that holds it, if any, to its place. */
-static void deliver(const Pass *p, Stream *s, void *values, int64_t n, char *buffer, void *out, int64_t at)
-{
-    const Loops *l = p->loops;
-    char *place = (char *)out + at * l->stored;
-    if (l->narrow) {
-        l->narrow(values, n, (uint16_t *)(p->streams ? buffer : place));
-        values = buffer;
-    }
-#ifdef __SSE2__
-    if (p->streams)
-        stream(s, values, n * l->stored, place);
-#else
-    (void)s;
-#endif
-}
-
-/* A row of memory, in blocks if they are to be widened or streamed. */
-static void run(const Pass *p, Work *w, Rows *r, void (*loop)(const Rows *), int64_t at, int64_t planes, int64_t S)
-{
-    const Loops *l = p->loops;
-    const int blocks = l->widen || p->streams;
-    const size_t buffer_size = BUFFER * sizeof(double);
-    const void *k[6];
-    memcpy(k, r->k, sizeof k);
-    double *first = r->first, *second = r->second;
-    for (int64_t c = 0; c < planes; c += r->planes)
-        for (int64_t i = 0; i < S; i += r->S) {
-            r->planes = planes;
-            r->S = S;
-            if (blocks && S <= BLOCK)
-                r->planes = at_most(planes - c, BLOCK / S);
-            else if (blocks) {
-                r->planes = 1;
-                r->S = S - i < BUFFER ? S - i : BLOCK;
-            }
-            const int64_t here = at + c * S + i, n = r->planes * r->S;
-            char *buffer = w->buffers;
-            for (int j = 0; j < 6; j++)
-                r->k[j] = k[j] ? (const char *)k[j] + c * l->size : NULL;
-            r->first = first + c;
-            r->second = second + c;
-            r->x = widened(l, p->x, here, n, buffer);
-            r->dy = widened(l, p->dy, here, n, buffer + buffer_size);
-            r->y = widened(l, p->y, here, n, buffer + 2 * buffer_size);
-            r->out = blocks ? buffer + 3 * buffer_size : (char *)p->out + here * l->size;
-            r->more = !p->more ? NULL : blocks ? buffer + 4 * buffer_size : (char *)p->more + here * l->size;
-            loop(r);
-            if (blocks && p->out)
-                deliver(p, w->streams, r->out, n, buffer + 5 * buffer_size, p->out, here);
-            if (blocks && p->more)
-                deliver(p, w->streams + 1, r->more, n, buffer + 5 * buffer_size, p->more, here);
-        }
-    memcpy(r->k, k, sizeof k);
-    r->first = first;
-    r->second = second;
-}
-
-static int elementwise(Pass *p, void (*loop)(const Rows *), int num)
-{
-    const int64_t C = p->C, S = p->S;
-    Work w = {0};
-    Rows r = {.kind = p->kind};
-#ifdef __SSE2__
-    p->streams = (p->n1 - p->n0) * (p->c1 - p->c0) * S * p->loops->stored >= STREAMED;
-#endif
-    if (start(&w, p, num, LONG))
-        return -1;
-    /* The last samples come first: the pass before has left these in the caches. */
-    const int64_t together = at_least(CHUNK / (C * S * w.tile.samples), 1) * w.tile.samples;
-    for (int64_t end = p->n1, begin; end > p->n0; end = begin) {
-        begin = at_least(end - together, p->n0);
-        for (int64_t a = p->c0, b; a < p->c1; a = b) {
-            b = w.size ? at_most(a + w.tile.channels, p->c1) : p->c1;
-            if (w.size && (end == p->n1 || w.tile.channels < p->c1 - p->c0))
-                spread(&w, p, num, a, b, &r);
-            for (int i = 0; i < num && !w.size; i++)
-                r.k[i] = w.k[i] + a * p->loops->size;
-            for (int64_t n = begin, samples; n < end; n += samples) {
-                samples = w.size ? at_most(end - n, w.tile.samples) : 1;
-                run(p, &w, &r, loop, (n * C + a) * S, w.size ? samples * (b - a) * S : b - a, w.size ? 1 : S);
-            }
-        }
-    }
-    for (int i = 0; i < 2; i++)
-        flush(w.streams + i);
-#ifdef __SSE2__
-    _mm_sfence(); /* what was streamed comes before what other threads are told */
-#endif
-    free(w.memory);
-    return 0;
-}
-
-/* Add the sums of g and of g * d to the channels' sums, where d = x - centre. */
-static int add_sums(const Pass *p)
-{
-    const Loops *l = p->loops;
-    const int64_t C = p->C, S = p->S;
-    const int num = p->kind == SIGN_OF_X ? 3 : 1;
-    Work w;
-    Rows r = {.kind = p->kind};
-    if (start(&w, p, num, LONG_TO_SUM))
-        return -1;
-    if (S >= LONG_TO_SUM) {
-        for (int i = 0; i < num; i++)
-            r.k[i] = w.k[i] + p->c0 * l->size;
-        r.first = p->sums + p->c0;
-        r.second = p->sums + C + p->c0;
-        for (int64_t n = p->n0; n < p->n1; n++)
-            run(p, &w, &r, l->sums, (n * C + p->c0) * S, p->c1 - p->c0, S);
-        free(w.memory);
-        return 0;
-    }
-    r.first = w.first;
-    r.second = w.first + w.size * l->size;
-    memset(w.first, 0, 2 * w.size * l->size);
-    memset(w.wide, 0, 2 * w.size * sizeof(double));
-    for (int64_t a = p->c0; a < p->c1; a += w.tile.channels) {
-        const int64_t b = at_most(a + w.tile.channels, p->c1), row = (b - a) * S;
-        spread(&w, p, num, a, b, &r);
-        for (int64_t begin = p->n0; begin < p->n1; begin += w.tile.run) {
-            const int64_t end = at_most(begin + w.tile.run, p->n1);
-            for (int64_t n = begin, samples; n < end; n += r.rows * samples) {
-                samples = at_most(w.tile.samples, end - n);
-                r.rows = n + 4 * samples <= end ? 4 : 1;
-                r.planes = samples * row;
-                r.stride = l->widen ? w.size : samples * C * S;
-                const void **to[] = {&r.x, &r.dy, &r.y}, *from[] = {p->x, p->dy, p->y};
-                for (int i = 0; i < 3; i++)
-                    for (int u = r.rows; u-- > 0;)
-                        *to[i] = widened(l, from[i], ((n + u * samples) * C + a) * S, r.planes,
-                                         w.buffers + (4 * i + u) * w.size * sizeof(float));
-                l->column_sums(&r);
-            }
-            l->widen_sums(w.first, 2 * w.size, w.wide);
-        }
-        int64_t j = 0;
-        for (int64_t t = 0; t < w.tile.samples; t++)
-            for (int64_t c = a; c < b; c++)
-                for (int64_t i = 0; i < S; i++, j++) {
-                    p->sums[c] += w.wide[j];
-                    p->sums[C + c] += w.wide[w.size + j];
-                }
-        memset(w.wide, 0, 2 * w.size * sizeof(double));
-    }
-    free(w.memory);
-    return 0;
-}
+#include "_passes.h"
 
 /* The steps. */
 
@@ -615,17 +131,21 @@ static int parse(PyObject *const *args, Py_ssize_t n, const char *kinds, void *f
     return PyErr_Occurred() ? -1 : 0;
 }
 
-#define PARSE(kinds)                                                \
-    const Loops *loops;                                             \
-    (void)self;                                                     \
-    if (parse(args, num, kinds, &a))                                \
-        return NULL;                                                \
-    loops = LEVELS[level].loops + (a.dtype & 3)
-
-static PyObject *result(int64_t number)
-{
-    return number < 0 ? PyErr_NoMemory() : PyLong_FromLongLong(number);
-}
+/* A function for Python, whose arguments are the fields of a struct; the first is the dtype. Returns a number, or
+MemoryError for one below 0. */
+#define FUNCTION(name, Arguments, kinds)                                                          \
+    static PyObject *py_##name(PyObject *self, PyObject *const *args, Py_ssize_t num)             \
+    {                                                                                             \
+        Arguments a;                                                                              \
+        int64_t number;                                                                           \
+        (void)self;                                                                               \
+        if (parse(args, num, kinds, &a))                                                          \
+            return NULL;                                                                          \
+        Py_BEGIN_ALLOW_THREADS                                                                    \
+        number = name(LEVELS[level].loops + (*(const int64_t *)&a & 3), &a);                      \
+        Py_END_ALLOW_THREADS                                                                      \
+        return number < 0 ? PyErr_NoMemory() : PyLong_FromLongLong(number);                       \
+    }
 
 /* Moments of x about a centre: `mean` if `again`, else the mean of the first values. `sums` are
 those of `sums`, or NULL: then they are made here, a second time if the centre was far. */
@@ -681,16 +201,7 @@ static int64_t begin_forward(const Loops *loops, const BeginForward *a)
     return a->sums ? far : 0;
 }
 
-static PyObject *py_begin_forward(PyObject *self, PyObject *const *args, Py_ssize_t num)
-{
-    BeginForward a;
-    int64_t far;
-    PARSE("iiiiiiiiiiidd");
-    Py_BEGIN_ALLOW_THREADS
-    far = begin_forward(loops, &a);
-    Py_END_ALLOW_THREADS
-    return result(far);
-}
+FUNCTION(begin_forward, BeginForward, "iiiiiiiiiiidd")
 
 /* What a pass reads beside the activations. */
 typedef struct {
@@ -731,16 +242,7 @@ static int sums(const Loops *loops, const Sums *a)
     return failed;
 }
 
-static PyObject *py_sums(PyObject *self, PyObject *const *args, Py_ssize_t num)
-{
-    Sums a;
-    int failed;
-    PARSE("iiiiiiiiiidiiiiiiiii");
-    Py_BEGIN_ALLOW_THREADS
-    failed = sums(loops, &a);
-    Py_END_ALLOW_THREADS
-    return result(failed);
-}
+FUNCTION(sums, Sums, "iiiiiiiiiidiiiiiiiii")
 
 /* Sums of dy and of dy * xhat, into the message and the gradients of weight and bias. `sums` are those of `sums`,
 or NULL: then they are made here. */
@@ -780,18 +282,7 @@ static int begin_backward(const Loops *loops, BeginBackward *a)
     return 0;
 }
 
-static PyObject *py_begin_backward(PyObject *self, PyObject *const *args, Py_ssize_t num)
-{
-    BeginBackward b;
-    int failed;
-    (void)self;
-    if (parse(args, num, "iiiiiiiiiidiiiiiiiiiiii", &b))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    failed = begin_backward(LEVELS[level].loops + (b.s.dtype & 3), &b);
-    Py_END_ALLOW_THREADS
-    return result(failed);
-}
+FUNCTION(begin_backward, BeginBackward, "iiiiiiiiiidiiiiiiiiiiii")
 
 /* A thread's part of y. */
 typedef struct {
@@ -816,16 +307,7 @@ static int normalize(const Loops *loops, const Normalize *a)
     return failed;
 }
 
-static PyObject *py_normalize(PyObject *self, PyObject *const *args, Py_ssize_t num)
-{
-    Normalize a;
-    int failed;
-    PARSE("iiiiiiiiidiiiiiii");
-    Py_BEGIN_ALLOW_THREADS
-    failed = normalize(loops, &a);
-    Py_END_ALLOW_THREADS
-    return result(failed);
-}
+FUNCTION(normalize, Normalize, "iiiiiiiiidiiiiiii")
 
 enum { UNBIASED_GLOBAL, UNBIASED_LOCAL }; /* else biased */
 
@@ -877,18 +359,7 @@ static int finish_forward(const Loops *loops, const FinishForward *a)
     return a->n.n0 < a->n.n1 ? normalize(loops, &a->n) : RIGHT;
 }
 
-static PyObject *py_finish_forward(PyObject *self, PyObject *const *args, Py_ssize_t num)
-{
-    FinishForward b;
-    int state;
-    (void)self;
-    if (parse(args, num, "iiiiiiiiidiiiiiiiiddiiiiidii", &b))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    state = finish_forward(LEVELS[level].loops + (b.n.dtype & 3), &b);
-    Py_END_ALLOW_THREADS
-    return result(state);
-}
+FUNCTION(finish_forward, FinishForward, "iiiiiiiiidiiiiiiiiddiiiiidii")
 
 /* A thread's part of dx; of the residual's gradient only where dy is not itself the gradient. */
 typedef struct {
@@ -925,16 +396,7 @@ static int finish_backward(const Loops *loops, const FinishBackward *a)
     return failed;
 }
 
-static PyObject *py_finish_backward(PyObject *self, PyObject *const *args, Py_ssize_t num)
-{
-    FinishBackward a;
-    int failed;
-    PARSE("iiiiiiiiiididiiiiiiii");
-    Py_BEGIN_ALLOW_THREADS
-    failed = finish_backward(loops, &a);
-    Py_END_ALLOW_THREADS
-    return result(failed);
-}
+FUNCTION(finish_backward, FinishBackward, "iiiiiiiiiididiiiiiiii")
 
 static PyObject *py_use_level(PyObject *self, PyObject *number)
 {
@@ -946,15 +408,15 @@ static PyObject *py_use_level(PyObject *self, PyObject *number)
     Py_RETURN_NONE;
 }
 
-#define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
+#define METHOD(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
 
 static PyMethodDef functions[] = {
-    FUNCTION(begin_forward),
-    FUNCTION(finish_forward),
-    FUNCTION(begin_backward),
-    FUNCTION(finish_backward),
-    FUNCTION(normalize),
-    FUNCTION(sums),
+    METHOD(begin_forward),
+    METHOD(finish_forward),
+    METHOD(begin_backward),
+    METHOD(finish_backward),
+    METHOD(normalize),
+    METHOD(sums),
     {"use_level", py_use_level, METH_O, "Use these instructions, a place in `levels`, in all threads: for tests."},
     {NULL, NULL, 0, NULL},
 };

@@ -1,0 +1,160 @@
+/* The innermost loops for each set of instructions, and the one in use. */
+
+#define INLINE static inline __attribute__((always_inline))
+#ifdef __clang__
+#define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define INDEPENDENT _Pragma("GCC ivdep")
+#endif
+_Static_assert(sizeof(void *) == 8, "addresses and sizes are 64-bit numbers here");
+
+/* Planes of at least so many elements are long: they are handled without a tile. */
+#define LONG 16
+#define LONG_TO_SUM 64 /* a sum has its start and end to pay for, too */
+#define BLOCK 512      /* values summed in the dtype of the arithmetic, and values widened at a time */
+#define COLUMNS 2048   /* of a tile: the coefficients and sums of so many stay in the nearest caches */
+#define BESIDE 512     /* up to so many columns, short samples stand side by side */
+#define CHUNK 65536    /* elements in a row of a pass that goes backwards */
+#define STREAMED (8 << 20) /* bytes of a result that leave the caches: their lines are not read first */
+#define RUN 16         /* rows of a tile summed before the sums move to float64; more where so many */
+#define LONG_RUN 64    /* sums follow that their errors average out */
+#define FEW 8          /* values whose mean is the first centre */
+#define FAR 4          /* standard deviations from centre to mean that make a second pass worthwhile */
+
+/* Of a gradient: sums of x - mean; of dy; of dy where the output of ReLU, made again from x, or
+read, is positive. */
+enum { MOMENTS, GRADIENT, SIGN_OF_X, SIGN_OF_Y };
+
+/* What an innermost loop takes: rows of memory in the dtype of the arithmetic. */
+typedef struct {
+    const void *x, *dy, *y; /* y: the output of ReLU, or what is added to the output */
+    void *out, *more, *first, *second;
+    const void *k[6]; /* centre, factor and offset; slope; factor and offset of what goes into ReLU */
+    int64_t planes, S, stride;
+    int rows, kind;
+} Rows;
+
+typedef struct {
+    void (*sums)(const Rows *);
+    void (*column_sums)(const Rows *);
+    void (*widen_sums)(void *, int64_t, double *);
+    void (*normalize)(const Rows *);
+    void (*input_gradient)(const Rows *);
+    size_t size;   /* of an element of the arithmetic */
+    size_t stored; /* of an element of an activation */
+    void (*widen)(const uint16_t *, int64_t, float *); /* NULL if these are the same */
+    void (*narrow)(const float *, int64_t, uint16_t *);
+} Loops;
+
+static inline float as_float(uint32_t bits)
+{
+    float f;
+    memcpy(&f, &bits, sizeof f);
+    return f;
+}
+
+static inline uint32_t as_bits(float f)
+{
+    uint32_t bits;
+    memcpy(&bits, &f, sizeof bits);
+    return bits;
+}
+
+static inline float from_bfloat16(uint16_t h) { return as_float((uint32_t)h << 16); }
+
+static inline uint16_t to_bfloat16(float f) /* ties to even */
+{
+    const uint32_t u = as_bits(f);
+    return (u & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+}
+
+/* In integers, so that compilers make vectors of them, whatever the processor is. */
+static inline float from_float16(uint16_t h)
+{
+    const uint32_t rest = h & 0x7fff, bias = 112u << 23;
+    const uint32_t tiny = as_bits((float)(int32_t)rest * 0x1p-24f);
+    uint32_t u = (rest << 13) + bias;
+    u = rest >= 0x7c00 ? u + bias : u;
+    u = rest < 0x0400 ? tiny : u;
+    return as_float(u | (uint32_t)(h & 0x8000) << 16);
+}
+
+static inline uint16_t to_float16(float f) /* ties to even */
+{
+    const uint32_t u = as_bits(f), rest = u & 0x7fffffff;
+    const uint32_t tiny = as_bits(as_float(rest) + 0.5f) - 0x3f000000;
+    uint32_t h = (rest + 0xfff + ((rest >> 13) & 1) - (112u << 23)) >> 13;
+    h = rest < 0x38800000 ? tiny : h;
+    h = rest >= 0x47800000 ? 0x7c00 : h;
+    h = rest > 0x7f800000 ? 0x7e00 : h;
+    return h | (u >> 16 & 0x8000);
+}
+
+#define PASTE_(f, a, level) f##_##a##_##level
+#define PASTE(f, a, level) PASTE_(f, a, level)
+
+#define LEVEL baseline
+#define VECTOR 16
+#include "_widths.h"
+#undef LEVEL
+#undef VECTOR
+
+#if defined(__x86_64__)
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,bmi,bmi2"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,bmi,bmi2")
+#endif
+#define LEVEL avx2
+#define VECTOR 32
+#include "_widths.h"
+#undef LEVEL
+#undef VECTOR
+#ifdef __clang__
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,bmi,bmi2,fma"))), apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,bmi,bmi2,fma,prefer-vector-width=512")
+#endif
+#define LEVEL avx512
+#define VECTOR 64
+#include "_widths.h"
+#undef LEVEL
+#undef VECTOR
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif
+
+static const struct {
+    const char *name;
+    const Loops *loops; /* by dtype: float32, float64, float16, bfloat16 */
+} LEVELS[] = {
+    {"baseline", loops_of_baseline},
+#if defined(__x86_64__)
+    {"avx2", loops_of_avx2},
+    {"avx512", loops_of_avx512},
+#endif
+};
+
+static int num_levels(void)
+{
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("bmi2"))
+        return 1;
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
+               ? 3
+               : 2;
+#else
+    return 1;
+#endif
+}
+
+static int level; /* of LEVELS, the one in use */

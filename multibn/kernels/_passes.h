@@ -1,0 +1,338 @@
+/* The passes over an activation: dense memory in the order (N, C, S), of which N and S are reduced.
+
+The plane of channel c of sample n is the S elements from (n * C + c) * S on; S is 1 in channels-last memory. In a long
+plane the channel's coefficients stay in registers. Short planes are handled in tiles: the columns of a tile are the
+planes of several channels side by side, and of several samples where a sample is short too; each column has its own
+copy of the coefficients.
+
+A few dozen values in a row are summed in the dtype of the arithmetic, and these sums are added up in float64. 16-bit
+values are widened block by block: no pass has a copy of an activation. */
+
+/* A pass over the samples n0:n1 of the channels c0:c1. */
+typedef struct {
+    const Loops *loops;
+    const void *x, *dy, *y;
+    void *out, *more;
+    const double *mean, *scale, *shift, *slope, *y_scale, *y_shift;
+    double *sums;
+    int64_t C, S, n0, n1, c0, c1;
+    int kind, streams;
+} Pass;
+
+typedef struct {
+    int64_t channels, samples, run; /* run: samples to sum before the sums move to float64 */
+} Tile;
+
+static int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
+
+static Tile tile_of(const Pass *p)
+{
+    const int64_t C = p->c1 - p->c0, N = p->n1 - p->n0;
+    Tile tile = {at_most(at_least(COLUMNS / p->S, 1), C), 1, 0};
+    if (tile.channels == p->C)
+        tile.samples = at_most(at_least(BESIDE / (p->C * p->S), 1), at_least(N / 4, 1));
+    tile.run = tile.samples * at_most(at_least(N / (RUN * tile.samples), RUN), LONG_RUN);
+    return tile;
+}
+
+/* An element of an array of parameters or running statistics. */
+static double get(const void *array, int64_t dtype, int64_t i)
+{
+    switch (dtype) {
+    case 0: return ((const float *)array)[i];
+    case 1: return ((const double *)array)[i];
+    case 2: return from_float16(((const uint16_t *)array)[i]);
+    default: return from_bfloat16(((const uint16_t *)array)[i]);
+    }
+}
+
+static void put(void *array, int64_t dtype, int64_t i, double v)
+{
+    switch (dtype) {
+    case 0: ((float *)array)[i] = (float)v; break;
+    case 1: ((double *)array)[i] = v; break;
+    case 2: ((uint16_t *)array)[i] = to_float16((float)v); break;
+    default: ((uint16_t *)array)[i] = to_bfloat16((float)v);
+    }
+}
+
+/* The passes over an activation. */
+
+static void set(void *array, size_t size, int64_t i, double v)
+{
+    if (size == sizeof(float))
+        ((float *)array)[i] = (float)v;
+    else
+        ((double *)array)[i] = v;
+}
+
+static double rounded(const Loops *loops, double v) { return loops->size == sizeof(float) ? (float)v : v; }
+
+/* A result on its way past the caches, in whole cache lines: a line in two parts would be slow. */
+typedef struct {
+    char line[64], *next;
+    size_t held; /* bytes in `line`, which belong before `next` */
+} Stream;
+
+static void flush(Stream *s)
+{
+    if (s->held)
+        memcpy(s->next - s->held, s->line, s->held);
+    s->held = 0;
+}
+
+#ifdef __SSE2__
+static void stream(Stream *s, const char *from, size_t bytes, char *to)
+{
+    if (to != s->next)
+        flush(s);
+    s->next = to + bytes;
+    while (bytes) {
+        if (!s->held && !((uintptr_t)to & 63))
+            for (; bytes >= 64; bytes -= 64, from += 64, to += 64)
+                for (int i = 0; i < 64; i += 16)
+                    _mm_stream_si128((__m128i *)(to + i), _mm_loadu_si128((const __m128i *)(from + i)));
+        const size_t part = at_most(64 - ((uintptr_t)to & 63), bytes);
+        memcpy(s->line + s->held, from, part);
+        s->held += part;
+        bytes -= part, from += part, to += part;
+        if ((uintptr_t)to & 63)
+            break;
+        if (s->held == 64)
+            for (int i = 0; i < 64; i += 16)
+                _mm_stream_si128((__m128i *)(to - 64 + i), _mm_loadu_si128((const __m128i *)(s->line + i)));
+        else /* the memory begins within a line */
+            memcpy(to - s->held, s->line, s->held);
+        s->held = 0;
+    }
+}
+#endif
+
+/* Memory of a pass: coefficients of channels and of columns, sums of columns, and widened blocks. */
+typedef struct {
+    char *memory, *k[6], *columns[6], *buffers, *first;
+    double *wide;
+    int64_t size; /* columns of a tile; 0 for long planes */
+    Tile tile;
+    Stream streams[2]; /* of the results */
+} Work;
+
+enum { BUFFER = BLOCK + 64 };
+
+static int start(Work *w, const Pass *p, int num, int64_t long_plane)
+{
+    const size_t size = p->loops->size;
+    w->tile = tile_of(p);
+    w->size = p->S >= long_plane ? 0 : w->tile.channels * p->S * w->tile.samples;
+    const int64_t wide = 2 * w->size, line = 64 / size;
+    const int64_t row = (at_least(p->C, 1) + line) / line * line, column = (w->size + line) / line * line;
+    const int64_t buffers = p->loops->widen || p->streams ? at_least(6 * BUFFER, 12 * w->size) : 0;
+    w->memory = malloc((wide + buffers) * sizeof(double) + (num * (row + column) + 2 * column) * size + 64);
+    if (!w->memory)
+        return -1;
+    w->wide = (double *)(((uintptr_t)w->memory + 63) & ~(uintptr_t)63); /* a vector crosses no two lines */
+    char *next = (char *)(w->wide + wide);
+    for (int i = 0; i < num; i++, next += row * size)
+        w->k[i] = next;
+    for (int i = 0; i < num; i++, next += column * size)
+        w->columns[i] = next;
+    w->first = next;
+    w->buffers = next + 2 * column * size;
+    /* The rounding error of the mean goes into the offsets. */
+    for (int64_t c = p->c0; c < p->c1; c++) {
+        const double centre = rounded(p->loops, p->mean[c]), rest = p->mean[c] - centre;
+        set(w->k[0], size, c, centre);
+        if (num > 1) {
+            set(w->k[1], size, c, p->scale[c]);
+            set(w->k[2], size, c, p->shift[c] - rest * p->scale[c]);
+        }
+        if (num > 3)
+            set(w->k[3], size, c, p->slope[c]);
+        if (num > 4) {
+            set(w->k[4], size, c, p->y_scale[c]);
+            set(w->k[5], size, c, p->y_shift[c] - rest * p->y_scale[c]);
+        }
+    }
+    return 0;
+}
+
+/* Copy the coefficients of the channels a:b to each of their columns. */
+static void spread(const Work *w, const Pass *p, int num, int64_t a, int64_t b, Rows *r)
+{
+    const size_t size = p->loops->size;
+    for (int i = 0; i < num; i++) {
+        const char *values = w->k[i] + a * size;
+        r->k[i] = values;
+        if (p->S == 1 && w->tile.samples == 1)
+            continue;
+        r->k[i] = w->columns[i];
+        int64_t j = 0;
+        for (int64_t t = 0; t < w->tile.samples; t++)
+            for (int64_t c = 0; c < b - a; c++)
+                for (int64_t s = 0; s < p->S; s++, j++)
+                    if (size == sizeof(float))
+                        ((float *)w->columns[i])[j] = ((const float *)values)[c];
+                    else
+                        ((double *)w->columns[i])[j] = ((const double *)values)[c];
+    }
+}
+
+static const void *widened(const Loops *loops, const void *array, int64_t at, int64_t n, void *buffer)
+{
+    if (!array)
+        return NULL;
+    if (!loops->widen)
+        return (const char *)array + at * loops->size;
+    loops->widen((const uint16_t *)array + at, n, buffer);
+    return buffer;
+}
+
+/* The result of a block: from the buffer that holds it, if any, to its place. */
+static void deliver(const Pass *p, Stream *s, void *values, int64_t n, char *buffer, void *out, int64_t at)
+{
+    const Loops *l = p->loops;
+    char *place = (char *)out + at * l->stored;
+    if (l->narrow) {
+        l->narrow(values, n, (uint16_t *)(p->streams ? buffer : place));
+        values = buffer;
+    }
+#ifdef __SSE2__
+    if (p->streams)
+        stream(s, values, n * l->stored, place);
+#else
+    (void)s;
+#endif
+}
+
+/* A row of memory, in blocks if they are to be widened or streamed. */
+static void run(const Pass *p, Work *w, Rows *r, void (*loop)(const Rows *), int64_t at, int64_t planes, int64_t S)
+{
+    const Loops *l = p->loops;
+    const int blocks = l->widen || p->streams;
+    const size_t buffer_size = BUFFER * sizeof(double);
+    const void *k[6];
+    memcpy(k, r->k, sizeof k);
+    double *first = r->first, *second = r->second;
+    for (int64_t c = 0; c < planes; c += r->planes)
+        for (int64_t i = 0; i < S; i += r->S) {
+            r->planes = planes;
+            r->S = S;
+            if (blocks && S <= BLOCK)
+                r->planes = at_most(planes - c, BLOCK / S);
+            else if (blocks) {
+                r->planes = 1;
+                r->S = S - i < BUFFER ? S - i : BLOCK;
+            }
+            const int64_t here = at + c * S + i, n = r->planes * r->S;
+            char *buffer = w->buffers;
+            for (int j = 0; j < 6; j++)
+                r->k[j] = k[j] ? (const char *)k[j] + c * l->size : NULL;
+            r->first = first + c;
+            r->second = second + c;
+            r->x = widened(l, p->x, here, n, buffer);
+            r->dy = widened(l, p->dy, here, n, buffer + buffer_size);
+            r->y = widened(l, p->y, here, n, buffer + 2 * buffer_size);
+            r->out = blocks ? buffer + 3 * buffer_size : (char *)p->out + here * l->size;
+            r->more = !p->more ? NULL : blocks ? buffer + 4 * buffer_size : (char *)p->more + here * l->size;
+            loop(r);
+            if (blocks && p->out)
+                deliver(p, w->streams, r->out, n, buffer + 5 * buffer_size, p->out, here);
+            if (blocks && p->more)
+                deliver(p, w->streams + 1, r->more, n, buffer + 5 * buffer_size, p->more, here);
+        }
+    memcpy(r->k, k, sizeof k);
+    r->first = first;
+    r->second = second;
+}
+
+static int elementwise(Pass *p, void (*loop)(const Rows *), int num)
+{
+    const int64_t C = p->C, S = p->S;
+    Work w = {0};
+    Rows r = {.kind = p->kind};
+#ifdef __SSE2__
+    p->streams = (p->n1 - p->n0) * (p->c1 - p->c0) * S * p->loops->stored >= STREAMED;
+#endif
+    if (start(&w, p, num, LONG))
+        return -1;
+    /* The last samples come first: the pass before has left these in the caches. */
+    const int64_t together = at_least(CHUNK / (C * S * w.tile.samples), 1) * w.tile.samples;
+    for (int64_t end = p->n1, begin; end > p->n0; end = begin) {
+        begin = at_least(end - together, p->n0);
+        for (int64_t a = p->c0, b; a < p->c1; a = b) {
+            b = w.size ? at_most(a + w.tile.channels, p->c1) : p->c1;
+            if (w.size && (end == p->n1 || w.tile.channels < p->c1 - p->c0))
+                spread(&w, p, num, a, b, &r);
+            for (int i = 0; i < num && !w.size; i++)
+                r.k[i] = w.k[i] + a * p->loops->size;
+            for (int64_t n = begin, samples; n < end; n += samples) {
+                samples = w.size ? at_most(end - n, w.tile.samples) : 1;
+                run(p, &w, &r, loop, (n * C + a) * S, w.size ? samples * (b - a) * S : b - a, w.size ? 1 : S);
+            }
+        }
+    }
+    for (int i = 0; i < 2; i++)
+        flush(w.streams + i);
+#ifdef __SSE2__
+    _mm_sfence(); /* what was streamed comes before what other threads are told */
+#endif
+    free(w.memory);
+    return 0;
+}
+
+/* Add the sums of g and of g * d to the channels' sums, where d = x - centre. */
+static int add_sums(const Pass *p)
+{
+    const Loops *l = p->loops;
+    const int64_t C = p->C, S = p->S;
+    const int num = p->kind == SIGN_OF_X ? 3 : 1;
+    Work w;
+    Rows r = {.kind = p->kind};
+    if (start(&w, p, num, LONG_TO_SUM))
+        return -1;
+    if (S >= LONG_TO_SUM) {
+        for (int i = 0; i < num; i++)
+            r.k[i] = w.k[i] + p->c0 * l->size;
+        r.first = p->sums + p->c0;
+        r.second = p->sums + C + p->c0;
+        for (int64_t n = p->n0; n < p->n1; n++)
+            run(p, &w, &r, l->sums, (n * C + p->c0) * S, p->c1 - p->c0, S);
+        free(w.memory);
+        return 0;
+    }
+    r.first = w.first;
+    r.second = w.first + w.size * l->size;
+    memset(w.first, 0, 2 * w.size * l->size);
+    memset(w.wide, 0, 2 * w.size * sizeof(double));
+    for (int64_t a = p->c0; a < p->c1; a += w.tile.channels) {
+        const int64_t b = at_most(a + w.tile.channels, p->c1), row = (b - a) * S;
+        spread(&w, p, num, a, b, &r);
+        for (int64_t begin = p->n0; begin < p->n1; begin += w.tile.run) {
+            const int64_t end = at_most(begin + w.tile.run, p->n1);
+            for (int64_t n = begin, samples; n < end; n += r.rows * samples) {
+                samples = at_most(w.tile.samples, end - n);
+                r.rows = n + 4 * samples <= end ? 4 : 1;
+                r.planes = samples * row;
+                r.stride = l->widen ? w.size : samples * C * S;
+                const void **to[] = {&r.x, &r.dy, &r.y}, *from[] = {p->x, p->dy, p->y};
+                for (int i = 0; i < 3; i++)
+                    for (int u = r.rows; u-- > 0;)
+                        *to[i] = widened(l, from[i], ((n + u * samples) * C + a) * S, r.planes,
+                                         w.buffers + (4 * i + u) * w.size * sizeof(float));
+                l->column_sums(&r);
+            }
+            l->widen_sums(w.first, 2 * w.size, w.wide);
+        }
+        int64_t j = 0;
+        for (int64_t t = 0; t < w.tile.samples; t++)
+            for (int64_t c = a; c < b; c++)
+                for (int64_t i = 0; i < S; i++, j++) {
+                    p->sums[c] += w.wide[j];
+                    p->sums[C + c] += w.wide[w.size + j];
+                }
+        memset(w.wide, 0, 2 * w.size * sizeof(double));
+    }
+    free(w.memory);
+    return 0;
+}
