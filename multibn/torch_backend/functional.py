@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -129,14 +129,11 @@ def forward_all(
             _check_options(i)
         except (TypeError, ValueError) as error:
             refuse(error, [i.x for i in inputs], num_channels, communicator)
-        axis = i.axis or _axis(i.x.ndim)
+        axis = i.axis or (0, *range(2, i.x.ndim))
         complete.append(Input(*i[:4], axis, *i[5:]))
     if _differentiable.is_needed():
         return _differentiable.forward_all(complete, communicator, weighting)
     return _autograd.forward(complete, communicator, weighting)
-
-
-_axis = lru_cache(statistics.reduced_axes)
 
 
 def _forward_distributed(

@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 import subprocess
+import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -16,7 +17,10 @@ import pytest
 import torch
 from torch import nn
 
+import multibn
+from multibn import kernels
 from multibn.communicators import Communicator
+from multibn.communicators.mpi import MPI
 from multibn.communicators.torch_distributed import TorchDistributed
 from multibn.torch_backend import (
     SyncBatchNorm,
@@ -331,3 +335,28 @@ def check_buffers_agree(world: Communicator) -> None:
     for step in range(5):
         layer(_input(world, (world.rank + step) % 3, 3, 2, 2))
     assert _equal_on_all_ranks(world, layer.running_mean, layer.running_var)
+
+
+def check_the_calls_of_a_step(world: Communicator) -> None:
+    """Few frames of Python in a step of a layer, forward and backward: all frames are counted."""
+    layer = SyncBatchNorm(8, process_group=world)
+    x, dy = torch.randn(4, 8, 4, 4, requires_grad=True), torch.randn(4, 8, 4, 4)
+    files: list[str] = []
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        if event == "call":
+            files.append(frame.f_code.co_filename)
+
+    before = sys.getprofile()
+    for _ in range(3):  # the first steps open the line, and fill caches
+        files.clear()
+        sys.setprofile(count)
+        try:
+            layer(x).backward(dy)
+        finally:
+            sys.setprofile(before)
+    package = str(Path(multibn.__file__).parent)
+    ours = sum(file.startswith(package) for file in files)
+    if isinstance(world, MPI) and kernels.select(x.detach()) is not kernels.generic:
+        assert ours <= 60
+        assert len(files) <= 120
