@@ -21,9 +21,9 @@ _RUNS = [
 _DEADLINE = 900.0  # seconds beyond a run's share
 _HEAD = """# What a long run holds
 
-Written by `make soak`: each line is one deed, done again and again on all ranks, with what rank 0 held after the first
-half of the turns and at the end. A run fails if a rank holds more descriptors, threads, groups or duplicates of MPI
-communicators at the end, or 16 MB more memory.
+Written by `make soak`: each line is one deed, done again and again on all ranks, with what rank 0
+held after the first half of the turns and at the end. A run fails if a rank holds more descriptors,
+threads, groups or duplicates of MPI communicators at the end, or 16 MB more memory.
 
 | launcher | ranks | deed | turns | MB | descriptors | threads | groups | MPI duplicates |
 |---|---|---|---|---|---|---|---|---|

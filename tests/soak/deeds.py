@@ -32,7 +32,7 @@ class Held(NamedTuple):
     duplicates: int  # of MPI communicators, over all of these groups
 
     @classmethod
-    def count(cls) -> "Held":
+    def now(cls) -> "Held":
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         transports: list[Any] = [lines.transport for lines in _lines._all_lines]
         return cls(
@@ -60,8 +60,8 @@ class Row(NamedTuple):
 
 
 def hold(deed: Callable[[Communicator], None], world: Communicator, seconds: float) -> Row:
-    """Do `deed` for so long on all ranks, but 6 times at least. Collective."""
-    start, times, before = time.monotonic(), 0, Held.count()
+    """Do `deed` for so long on all ranks, but 4 times at least. Collective."""
+    start, times, before = time.monotonic(), 0, Held.now()
     half = False
     while True:
         deed(world)
@@ -69,10 +69,10 @@ def hold(deed: Callable[[Communicator], None], world: Communicator, seconds: flo
         share = (time.monotonic() - start) / seconds
         # All ranks must take the same number of turns.
         mean = float(world.allreduce(np.array([share]))[0]) / world.size
-        if not half and times >= 3 and mean >= 0.5:
-            half, before = True, Held.count()
-        elif half and times >= 6 and mean >= 1:
-            return Row(deed.__name__, times, before, Held.count())
+        if not half and times >= 2 and mean >= 0.5:
+            half, before = True, Held.now()
+        elif half and times >= 4 and mean >= 1:
+            return Row(deed.__name__, times, before, Held.now())
 
 
 def steps(world: Communicator) -> None:
@@ -132,8 +132,6 @@ def forks(world: Communicator) -> None:
 
 def inits(world: Communicator) -> None:
     """The default process group destroyed and made anew, in a part of its store of its own."""
-    if type(world).__name__ != "TorchDistributed":
-        return
     import torch.distributed as dist
 
     rank, size = world.rank, world.size
