@@ -81,6 +81,9 @@ fuzz: $(VENV)/installed  ## 10,000 layer calls in each framework and 2,000 spoil
 faults: $(VENV)/installed  ## what goes wrong in training, done on purpose: docs/faults.md, faults/results
 	$(BIN)/python -m faults
 
+soak: $(VENV)/installed  ## ten minutes of all that a long run does, on 2 to 32 ranks: docs/soak.md
+	$(BIN)/python -m tests.soak
+
 programs: $(PROGRAMS)/installed  ## other people's models, trainers and rules: docs/programs.md
 	$(PROGRAMS)/bin/python -m tests.programs
 
