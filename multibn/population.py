@@ -13,7 +13,11 @@ from multibn.statistics import BatchStatistics, Moments, aggregate, empty_moment
 
 
 def running_variance(
-    batch: BatchStatistics, /, *, local_count: int, convention: RunningVar = "unbiased_global"
+    batch: BatchStatistics,
+    /,
+    *,
+    local_count: float | Array,
+    convention: RunningVar = "unbiased_global",
 ) -> Array:
     """The variance that goes into a running average, shape `(C,)`, float64.
 
@@ -43,7 +47,7 @@ def update_running(
     /,
     *,
     momentum: float | Array,
-    local_count: int,
+    local_count: float | Array,
     convention: RunningVar = "unbiased_global",
 ) -> tuple[Array, Array]:
     """New running mean and variance, in the dtype and on the device of the old ones. Pure.
@@ -106,6 +110,49 @@ class PopulationEstimator:
         Collective over `communicator` (default: this process alone); one allreduce of 2C+2 numbers.
         """
         return aggregate(self._moments, SingleProcess() if communicator is None else communicator)
+
+
+class Pool:
+    """The statistics of the batches of one step, as those of their concatenation.
+
+    Each batch counts by its elements over all ranks. The statistics of a batch are the same on all
+    ranks, and so are those of the pool, without a message. A copy or a pickle of a pool is None: a
+    copy of a layer has no part in the step of the layer.
+
+    Parameters
+    ----------
+    like
+        Any per-channel array, for its shape and device.
+    """
+
+    def __init__(self, like: Array, /) -> None:
+        wide = generic.as_wide(like)
+        xp = array_namespace(wide)
+        self._mean, self._squares = xp.zeros_like(wide), xp.zeros_like(wide)  # squares: about _mean
+        self._count, self._local_count = xp.sum(self._mean), xp.sum(self._mean)
+
+    def add(self, batch: BatchStatistics, /, *, local_count: float | Array) -> None:
+        """Add a batch, of which this rank has `local_count` elements per channel.
+
+        Not collective. Writes over the old numbers: a compiled graph remembers where they are.
+        """
+        mean, var, count, _ = batch
+        total = self._count + count
+        share = count / (total + (total == 0))
+        shift = mean - self._mean
+        self._squares += count * var + self._count * share * shift * shift
+        self._mean += share * shift
+        self._count += count
+        self._local_count += local_count * (count > 0)
+
+    def compute(self) -> tuple[BatchStatistics, Array]:
+        """Statistics of all batches together, and this rank's elements per channel."""
+        per_element = 1.0 / array_namespace(self._mean).clip(self._count, 1.0, None)
+        batch = BatchStatistics(self._mean, self._squares * per_element, self._count, per_element)
+        return batch, self._local_count
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
 
 
 def _on_host(count: Array) -> float | Array:

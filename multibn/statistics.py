@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
-from multibn import kernels, message
+from multibn import kernels, masks, message
 from multibn._arrays import array_namespace, device, is_on_host, values
 from multibn._typing import Array, Weighting, check_choice
 from multibn.communicators import Communicator, conversation
@@ -106,15 +106,21 @@ def sizes(shape: tuple[int, ...], axis: tuple[int, ...]) -> tuple[tuple[int, ...
     return channels, float(count), message.forward_payload(math.prod(channels))
 
 
-def local_moments(x: Array, /, *, axis: tuple[int, ...] | None = None) -> Moments:
+def local_moments(
+    x: Array, /, *, axis: tuple[int, ...] | None = None, mask: Array | None = None
+) -> Moments:
     """Moments of an activation over `axis`, by default all axes but 1; zero for an empty batch.
 
     16-bit input is computed in float32. Raises TypeError unless `x` is real and floating-point.
+    With a `mask`, see `multibn.masks`, only the elements where the mask is True count, and `count`
+    is an array if these are on a GPU.
     """
     require_floating(x)
     axis = reduced_axes(x.ndim) if axis is None else axis
     shape, count, _ = sizes(x.shape, axis)
-    payload = kernels.select(x).begin_forward(x, 1.0, count, axis=axis)
+    if mask is not None:
+        _, count = masks.share(mask, "element", axis=axis)
+    payload = kernels.select(x).begin_forward(x, 1.0, count, axis=axis, mask=mask)
     mean, meansqr = generic.split_sums(payload, shape)
     return Moments(mean, meansqr, count, float(x.shape[axis[0]]))
 
@@ -137,7 +143,7 @@ def merge_moments(*moments: Moments) -> Moments:
     [3.]
     """
     count = sum(m.count for m in moments)
-    divisor = max(count, 1.0)
+    divisor = generic.at_least_one(count)
     return Moments(
         sum(m.mean * (m.count / divisor) for m in moments),
         sum(m.meansqr * (m.count / divisor) for m in moments),

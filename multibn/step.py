@@ -10,11 +10,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from multibn import kernels, message, recompute, statistics
+from multibn import kernels, masks, message, recompute, statistics
+from multibn._arrays import is_on_host
 from multibn._typing import Array, Weighting
 from multibn.communicators import Communicator
 from multibn.communicators.conversation import Conversation, Phase
 from multibn.kernels import RIGHT, Running, generic
+from multibn.population import Pool
 from multibn.statistics import BatchStatistics
 
 
@@ -23,7 +25,9 @@ class Input(NamedTuple):
 
     `axis` names the axes to reduce. `weight` and `bias` have the shape of the other axes, `(C,)`.
     `residual`, an array like `x`, is added to the normalized input; `relu` follows the addition.
-    The forward pass moves `running` in place, unless `multibn.recompute` runs the pass again.
+    `mask`, see `multibn.masks`, says which elements count; in frameworks, before the input is
+    checked, a `masks.Asked`. The forward pass moves `running` in place, or adds the batch to a
+    pool, unless `multibn.recompute` runs the pass again.
     """
 
     x: Array
@@ -33,7 +37,8 @@ class Input(NamedTuple):
     axis: tuple[int, ...] = ()
     residual: Array | None = None
     relu: bool = False
-    running: Running | None = None
+    running: Running | Pool | None = None
+    mask: Any = None
 
 
 class Gradient(NamedTuple):
@@ -80,17 +85,19 @@ def share(
     select = select or kernels.select
     shares = []
     lengths = []
-    for x, _, _, _, axis, *_ in inputs:
+    for x, _, _, _, axis, *_, mask in inputs:
         _, count, length = statistics.sizes(x.shape, axis)
         weight = count
-        if weighting != "element":
+        if mask is not None:
+            weight, count = masks.share(mask, weighting, axis=axis)
+        elif weighting != "element":
             weight = statistics.rank_weight(count, float(x.shape[axis[0]]), weighting)
-        shares.append((select(x), x, axis, weight, count))
+        shares.append((select(x), x, {"axis": axis, "mask": mask}, weight, count))
         lengths.append(length)
     communicator, memory, outs = _open(communicator, "forward", inputs, lengths)
     payloads = []
-    for (k, x, axis, weight, count), out in zip(shares, outs, strict=True):
-        payloads.append(k.begin_forward(x, weight, count, axis=axis, out=out))
+    for (k, x, where, weight, count), out in zip(shares, outs, strict=True):
+        payloads.append(k.begin_forward(x, weight, count, out=out, **where))
     if len(payloads) == 1:
         sums: Sequence[Array] = (communicator.allreduce(payloads[0]),)
     else:
@@ -100,14 +107,34 @@ def share(
             _check(generic.state(summed, own[-1]), communicator, own)
     results = []
     for own, i, summed in zip(shares, inputs, sums, strict=True):
-        k, x, axis, weight, count = own
-        _, gamma, beta, eps, _, residual, relu, running = i
-        options = {"eps": eps, "axis": axis, "residual": residual, "relu": relu, "running": running}
-        y, *batch, state = k.finish_forward(summed, x, gamma, beta, weight, count, **options)
+        k, x, where, weight, count = own
+        _, gamma, beta, eps, _, residual, relu, running, mask = i
+        moved = running if type(running) is Running else None
+        options = {"eps": eps, "residual": residual, "relu": relu, "running": moved, **where}
+        y, *statistics_, state = k.finish_forward(summed, x, gamma, beta, weight, count, **options)
         if state != RIGHT:
             _check(state, communicator, own)
-        results.append((y, BatchStatistics(*batch)))
+        batch = BatchStatistics(*statistics_)
+        if mask is not None and is_on_host(batch.count) and batch.count == 0:
+            raise ValueError(
+                "`mask` or `lengths` must leave an element of the batch: got none over "
+                f"{communicator.size} rank(s) together, with an input of shape {tuple(x.shape)} on "
+                f"rank {communicator.rank}."
+            )
+        if type(running) is Pool:
+            running.add(batch, local_count=count)
+        results.append((y, batch))
     return results
+
+
+def move(
+    running: Running | Pool, batch: BatchStatistics, local_count: Array, k: Any = None
+) -> None:
+    """Move running statistics by those of a batch, by the kernels `k`, or add it to a pool."""
+    if isinstance(running, Pool):
+        running.add(batch, local_count=local_count)
+    else:
+        (k or kernels.select(batch.mean)).move(running, *batch[:3], local_count)
 
 
 def backward(
@@ -124,9 +151,9 @@ def backward(
     about = []
     lengths = []
     for n, (dy, i, batch, needs_dx, y) in enumerate(gradients):
-        x, weight, bias, eps, axis, _, relu, _ = i
+        x, weight, bias, eps, axis, _, relu, _, mask = i
         arguments = dy, x, batch.mean, batch.var, weight, bias
-        options = {"eps": eps, "axis": axis, "relu": relu, "y": y}
+        options = {"eps": eps, "axis": axis, "relu": relu, "y": y, "mask": mask}
         k = kernels.select(x)
         if needs_dx:
             sharing.append((n, k, arguments, batch.element_weight, options))
@@ -155,6 +182,13 @@ def backward(
         dx, dresidual = k.finish_backward(summed, *arguments, element_weight, **options)
         results[n] = dx, dresidual, *parameters
     return results
+
+
+def local_count(i: Input, /) -> float | Array:
+    """This rank's elements per channel."""
+    if i.mask is None:
+        return statistics.sizes(i.x.shape, i.axis)[1]
+    return masks.share(i.mask, "element", axis=i.axis)[1]
 
 
 def announced(inputs: Sequence[Input], /) -> Any:
@@ -196,12 +230,14 @@ def _check(state: int, communicator: Communicator, own: tuple[Any, ...]) -> None
     """Raise unless the sum of a message is right."""
     if state != RIGHT:
         # Packed again: the sum may have taken the place of this rank's own numbers.
-        k, x, axis, *numbers = own
-        payload = k.begin_forward(x, *numbers, axis=axis)
+        k, x, where, *numbers = own
+        payload = k.begin_forward(x, *numbers, **where)
         statistics.raise_for(state, communicator, payload, x)
 
 
 def _normalize(i: Input, batch: BatchStatistics) -> Array:
-    x, weight, bias, eps, axis, residual, relu, _ = i
+    x, weight, bias, eps, axis, residual, relu, _, mask = i
     options: Any = {"eps": eps, "axis": axis, "residual": residual, "relu": relu}
-    return statistics.normalize(x, batch, weight=weight, bias=bias, **options)
+    x = generic.masked(x, mask)
+    y = statistics.normalize(x, batch, weight=weight, bias=bias, **options)
+    return generic.masked(y, mask)

@@ -24,6 +24,7 @@ from multibn.chainer_backend import functions
 from multibn.chainer_backend.links import MultiNodeBatchNormalization
 from multibn.chainer_backend.synchrony import participants
 from multibn.communicators import Communicator, SingleProcess, as_communicator
+from multibn.masks import Asked
 from multibn.population import PopulationEstimator, running_variance
 from multibn.statistics import local_moments
 
@@ -216,12 +217,13 @@ class _Watch(chainer.LinkHook):
             return
         x = next(iter((*args.args, *args.kwargs.values())), None)
         channels = norm.link.avg_mean.shape
+        asked = Asked(args.kwargs.get("mask"), args.kwargs.get("lengths"))
         try:
-            axis = functions.check_input(x, channels, norm.link.axis, SingleProcess())
+            axis, mask = functions.check_input(x, channels, norm.link.axis, asked, SingleProcess())
         except (TypeError, ValueError):
             return  # the link will raise, and tell the other ranks
         x = chainer.as_array(functions.standard_layout(x))
-        norm.estimator.update(local_moments(x, axis=axis))
+        norm.estimator.update(local_moments(x, axis=axis, mask=mask))
         norm.num_calls += 1
         shape = tuple(0 if i == axis[0] else n for i, n in enumerate(x.shape))
         empty = chainer.backend.get_array_module(x).empty(shape, x.dtype)

@@ -9,12 +9,14 @@ import numpy as np
 from chainer import FunctionNode, Variable
 from chainer import functions as F
 
-from multibn import statistics, step
+from multibn import masks, statistics, step
 from multibn._typing import Array, Weighting, check_eps, check_int
 from multibn.chainer_backend import forgetting
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.conversation import Conversation, during, raise_for_nan_gradients
-from multibn.kernels import Running
+from multibn.kernels import Running, generic
+from multibn.masks import Asked
+from multibn.population import Pool
 from multibn.statistics import BatchStatistics
 from multibn.step import Gradient, Input
 
@@ -29,6 +31,8 @@ def multi_node_batch_normalization(
     eps: float = 2e-5,
     axis: tuple[int, ...] | None = None,
     weighting: Weighting = "element",
+    mask: Any = None,
+    lengths: Any = None,
 ) -> tuple[Variable, BatchStatistics]:
     """Normalize `x` by the statistics of the batch that all ranks hold together.
 
@@ -48,11 +52,13 @@ def multi_node_batch_normalization(
         As `MultiNodeBatchNormalization`.
     axis
         The axes to reduce; by default all but those of `gamma`, counted from 1.
+    mask, lengths
+        Which elements count, as in a call of `MultiNodeBatchNormalization`; None for all.
 
     Returns
     -------
     y
-        Same shape, dtype and layout as `x`.
+        Same shape, dtype and layout as `x`; 0 where elements do not count.
     batch
         Mean, biased variance and count of the whole batch, float64.
 
@@ -85,10 +91,10 @@ def multi_node_batch_normalization(
     if len(set(shapes)) > 1:
         error = ValueError(f"`gamma` and `beta` must have the same shape: got {shapes}.")
         _refuse(error, v, shapes[0], communicator)
-    axis = check_input(v, shapes[0] if shapes else None, axis, communicator)
-    y, batch = normalize(
-        v, gamma, beta, communicator, owner=comm, weighting=weighting, eps=eps, axis=axis
-    )
+    asked = Asked(mask, lengths)
+    axis, where = check_input(v, shapes[0] if shapes else None, axis, asked, communicator)
+    options: dict[str, Any] = {"weighting": weighting, "eps": eps, "axis": axis, "mask": where}
+    y, batch = normalize(v, gamma, beta, communicator, owner=comm, **options)
     return with_layout_of(x, y), batch
 
 
@@ -103,7 +109,8 @@ def normalize(
     weighting: Weighting,
     eps: float,
     axis: tuple[int, ...],
-    running: Running | None = None,
+    mask: Array | None = None,
+    running: Running | Pool | None = None,
 ) -> tuple[Variable, BatchStatistics]:
     """`x` normalized by the whole batch, and the statistics over `axis`; moves `running` in place.
 
@@ -121,6 +128,7 @@ def normalize(
         weighting=weighting,
         eps=eps,
         axis=axis,
+        mask=mask,
         has_gamma=gamma is not None,
         has_beta=beta is not None,
         running=running,
@@ -159,11 +167,13 @@ def check_input(
     x: Any,
     channels: tuple[int, ...] | None,
     axis: tuple[int, ...] | None,
+    asked: Asked,
     communicator: Communicator,
     /,
-) -> tuple[int, ...]:
-    """The axes to reduce; raises unless `x` is floating-point and its other axes are `channels`.
+) -> tuple[tuple[int, ...], Array | None]:
+    """The axes to reduce, and the engine's mask.
 
+    Raises unless `x` is floating-point, its other axes are `channels`, and the mask fits.
     Collective only if it raises: then the other ranks raise, too. `channels=None` accepts any shape
     without 0. `axis=None` is Chainer's rule: the channel axes start at 1, all others are reduced.
     """
@@ -173,11 +183,11 @@ def check_input(
         axis = statistics.reduced_axes(ndim, range(1, 1 + num_channel_axes))
     try:
         _check(x, channels, axis)
+        return axis, masks.checked(chainer.as_array(x), asked, axis=axis)
     except (TypeError, ValueError) as error:
         if channels is None and ndim > max(axis, default=0):
             channels = statistics.channels(x, axis)
         _refuse(error, x, channels, communicator)
-    return axis
 
 
 def _refuse(
@@ -231,19 +241,20 @@ class BatchNormalization(FunctionNode):
         weighting: Weighting,
         eps: float,
         axis: tuple[int, ...],
+        mask: Array | None,
         has_gamma: bool,
         has_beta: bool,
-        running: Running | None,
+        running: Running | Pool | None,
     ) -> None:
         super().__init__()
-        self.communicator, self.eps, self.axis = communicator, eps, axis
+        self.communicator, self.eps, self.axis, self.mask = communicator, eps, axis, mask
         self.has_gamma, self.has_beta = has_gamma, has_beta
         self._owner, self._weighting, self._running = owner, weighting, running
 
     def forward(self, inputs: tuple[Array, ...]) -> tuple[Array]:
         self.retain_inputs(tuple(range(len(inputs))))
         x, gamma, beta = self.arguments(inputs)
-        i = Input(x, gamma, beta, self.eps, self.axis, running=self._running)
+        i = Input(x, gamma, beta, self.eps, self.axis, running=self._running, mask=self.mask)
         sharing = during(self.communicator, "forward", x.dtype)
         sharing = forgetting.remembering(sharing, owner=self._owner)
         ((y, self.batch),) = step.forward([i], sharing, weighting=self._weighting)
@@ -268,9 +279,10 @@ class BatchNormalization(FunctionNode):
 def _gradients(node: BatchNormalization, *arrays: Array) -> list[Array]:
     """Gradients of x, gamma and beta, those of the latter two only if the node has them."""
     *retained, dy = arrays
-    i = Input(*node.arguments(retained), node.eps, node.axis)
+    i = Input(*node.arguments(retained), node.eps, node.axis, mask=node.mask)
     if chainer.is_debug():
-        raise_for_nan_gradients(node.communicator, bool((dy != dy).any()))
+        counted = generic.masked(dy, node.mask)
+        raise_for_nan_gradients(node.communicator, bool((counted != counted).any()))
     ((dx, _, *parameters),) = step.backward(
         [Gradient(dy, i, node.batch)], node.communicator, means=True
     )
@@ -295,15 +307,18 @@ def _differentiable_gradients(
         (summed,) = _AllReduce(node.communicator).apply((packed,))
         return [F.reshape(v, channels) for v in F.separate(summed)]
 
+    def masked(v: Variable) -> Variable:
+        return v if node.mask is None else where(node.mask, v)
+
     e = float(node.batch.element_weight)
     # Minus the mean, as a constant: otherwise the variance would lose digits to cancellation.
-    d = F.cast(x, np.float64) - per_channel(node.batch.mean)
-    dy = F.cast(dy, np.float64)
+    d = masked(F.cast(x, np.float64) - per_channel(node.batch.mean))
+    dy = masked(F.cast(dy, np.float64))
     mean, meansqr = sums(e * d, e * d * d)
     invstd = (meansqr - mean * mean + node.eps) ** -0.5
-    xhat = (d - per_channel(mean)) * per_channel(invstd)
+    xhat = masked((d - per_channel(mean)) * per_channel(invstd))
     sum_dy, sum_dy_xhat = sums(dy, dy * xhat)
-    dx = dy - e * (per_channel(sum_dy) + xhat * per_channel(sum_dy_xhat))
+    dx = masked(dy - e * (per_channel(sum_dy) + xhat * per_channel(sum_dy_xhat)))
     scale = invstd
     gradients = []
     if node.has_gamma:
@@ -313,6 +328,12 @@ def _differentiable_gradients(
     if node.has_beta:
         gradients.append(F.cast(sum_dy / size, node.inputs[-1].dtype))
     return (F.cast(dx * per_channel(scale), x.dtype), *gradients)
+
+
+def where(mask: Array, v: Variable, /) -> Variable:
+    """`v`, and 0 where the engine's mask is False."""
+    xp = chainer.backend.get_array_module(mask)
+    return F.where(xp.broadcast_to(mask, v.shape), v, xp.zeros(v.shape, v.dtype))
 
 
 class _AllReduce(FunctionNode):

@@ -12,7 +12,7 @@ from chainer import functions as F
 from chainer import initializers
 from chainer import links as L
 
-from multibn import statistics
+from multibn import population, statistics
 from multibn._typing import RunningVar, Weighting, check_choice, check_eps, check_int, check_number
 from multibn.chainer_backend import functions
 from multibn.communicators import Communicator, SingleProcess, as_communicator
@@ -20,6 +20,7 @@ from multibn.communicators._names import find_path
 from multibn.communicators.chainermn import ChainerMN, select_backend
 from multibn.communicators.conversation import Conversation
 from multibn.kernels import Running
+from multibn.masks import Asked
 
 Conventions: TypeAlias = Literal["exact", "chainermn"]
 
@@ -169,7 +170,9 @@ class MultiNodeBatchNormalization(chainer.Link):
         self._communicator = _wrapped(comm, backend)
         _conversations.pop(self, None)
 
-    def forward(self, x: Any, finetune: bool = False) -> chainer.Variable:
+    def forward(
+        self, x: Any, finetune: bool = False, *, mask: Any = None, lengths: Any = None
+    ) -> chainer.Variable:
         """Normalize `x`, a Variable or array of shape `(N, C, *spatial)`.
 
         Parameters
@@ -179,6 +182,13 @@ class MultiNodeBatchNormalization(chainer.Link):
         finetune
             In training, average the statistics cumulatively, all batches alike, instead of with
             `decay`: see `start_finetuning`.
+        mask
+            Booleans of the shape of `x` without the channel axes, or one that broadcasts to it.
+            Where the mask is False, elements take no part, whatever they hold; the output and the
+            gradient are 0 there. All channels of an element have the same mask.
+        lengths
+            The same for samples of unequal lengths: integers of shape `(N,)`; of sample n, the
+            first `lengths[n]` elements of the first spatial axis count.
 
         Raises
         ------
@@ -186,19 +196,21 @@ class MultiNodeBatchNormalization(chainer.Link):
             As `multi_node_batch_normalization`; the last two in training only.
         """
         v = functions.standard_layout(x)
-        return functions.with_layout_of(x, self._forward(v, finetune))
+        return functions.with_layout_of(x, self._forward(v, finetune, Asked(mask, lengths)))
 
-    def _forward(self, x: Any, finetune: bool) -> chainer.Variable:
+    def _forward(self, x: Any, finetune: bool, asked: Asked) -> chainer.Variable:
         communicator = self.conversation if chainer.config.train else SingleProcess()
         channels = None if self.avg_mean is None else self.avg_mean.shape
-        axis = functions.check_input(x, channels, self.axis, communicator)
+        axis, mask = functions.check_input(x, channels, self.axis, asked, communicator)
         if self.avg_mean is None:
             self._initialize(statistics.channels(x, axis))
         if not chainer.config.train:
-            return F.fixed_batch_normalization(
+            x = x if mask is None else functions.where(mask, x)
+            y = F.fixed_batch_normalization(
                 x, *self._scale_and_shift(), self.avg_mean, self.avg_var, self.eps, axis
             )
-        running = self._averages(finetune)
+            return y if mask is None else functions.where(mask, y)
+        running = self.running(finetune)
         y, _ = functions.normalize(
             x,
             self.gamma,
@@ -208,23 +220,32 @@ class MultiNodeBatchNormalization(chainer.Link):
             weighting=self.weighting,
             eps=self.eps,
             axis=axis,
+            mask=mask,
             # F.forget sets Chainer's flag, `forgetting.forget` replays multibn's tapes.
             running=None if chainer.config.in_recomputing else running,
         )
-        if running.num_batches is not None:
-            self.N = int(running.num_batches)  # waits for a GPU: npz files need N as a number
+        self.count(running)
         return y
 
     def start_finetuning(self) -> None:
         """Set `N` to 0; call it before each fine-tuning but the first."""
         self.N = 0
 
-    def _averages(self, finetune: bool) -> Running:
-        """What a training step moves in place; it counts a copy of `N`."""
+    def running(self, finetune: bool) -> Running | population.Pool:
+        """What a training step moves in place, with a copy of `N`, or the pool of the step."""
+        if self in steps:
+            pool, _ = steps[self] or (population.Pool(self.avg_mean), finetune)
+            steps[self] = pool, finetune
+            return pool
         momentum = None if finetune else 1.0 - self.decay
         num_batches = self.xp.asarray(self.N, np.int64) if finetune else None
         convention = self.avg_var_convention
         return Running(self.avg_mean, self.avg_var, momentum, convention, num_batches)
+
+    def count(self, running: Running | population.Pool) -> None:
+        """Set `N` to the number of batches that have moved `running`."""
+        if isinstance(running, Running) and running.num_batches is not None:
+            self.N = int(running.num_batches)  # waits for a GPU: npz files need N as a number
 
     def _parameter(self, name: str, initial: Any, default: float) -> chainer.Parameter:
         initial = default if initial is None else initial
@@ -260,6 +281,10 @@ class MultiNodeBatchNormalization(chainer.Link):
 
 # Not attributes of the links: a copy of a link needs its own conversation, with its own name.
 _conversations: WeakKeyDictionary[chainer.Link, Conversation] = WeakKeyDictionary()
+
+# The links in a step of `step_statistics`, with the pool and the latest `finetune` after a call. A
+# copy of a link is in no step.
+steps: WeakKeyDictionary[chainer.Link, tuple[population.Pool, bool] | None] = WeakKeyDictionary()
 
 
 def _name(link: chainer.Link | None) -> str:

@@ -15,6 +15,8 @@ from multibn.chainer_backend import functions
 from multibn.chainer_backend.links import MultiNodeBatchNormalization
 from multibn.chainer_backend.synchrony import participants
 from multibn.communicators import Communicator, SingleProcess
+from multibn.kernels import generic
+from multibn.masks import Asked
 
 
 class Joined(lockstep.Joined[chainer.Variable]):
@@ -136,11 +138,15 @@ def _forward(
     batch_axis = 0 if link.axis is None else link.axis[0]
     # Call the link on an empty slice, for its collectives forward and backward. Append a constant,
     # so that the next layers get a batch.
+    asked = Asked(options.pop("mask", None), options.pop("lengths", None))
     empty = forward(v[(slice(None),) * batch_axis + (slice(0),)], **options)
-    axis = functions.check_input(v, link.avg_mean.shape, link.axis, _ALONE)
-    batch = statistics.aggregate(statistics.local_moments(v.array, axis=axis), _ALONE)
+    axis, mask = functions.check_input(v, link.avg_mean.shape, link.axis, asked, _ALONE)
+    moments = statistics.local_moments(v.array, axis=axis, mask=mask)
+    batch = statistics.aggregate(moments, _ALONE)
     weight, bias = map(chainer.as_array, link._scale_and_shift())
-    own = statistics.normalize(v.array, batch, weight=weight, bias=bias, eps=link.eps, axis=axis)
+    array = generic.masked(v.array, mask)
+    own = statistics.normalize(array, batch, weight=weight, bias=bias, eps=link.eps, axis=axis)
+    own = generic.masked(own, mask)
     return functions.with_layout_of(x, F.concat([empty, own], axis=batch_axis))
 
 

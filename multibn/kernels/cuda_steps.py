@@ -36,7 +36,7 @@ def unpack(
     return *outputs, generic.state(summed, count)
 
 
-def move(running: Running, mean: Tensor, var: Tensor, count: Tensor, local_count: float, /) -> None:
+def move(running: Running, mean: Tensor, var: Tensor, count: Tensor, local_count: Any, /) -> None:
     """As `generic.move`; one launch, or three if the momentum is cumulative."""
     old_mean, old_var, momentum, convention, num_batches = running
     mean, var = mean.view(old_mean.shape), var.view(old_mean.shape)
@@ -44,6 +44,7 @@ def move(running: Running, mean: Tensor, var: Tensor, count: Tensor, local_count
     if (
         not fit(mean, var, parameters=(old_mean, old_var))
         or not isinstance(number(count, mean), Tensor)
+        or (convention == "unbiased_local" and isinstance(local_count, Tensor))
         or any(v.is_inference() for v in moved)
         or not (num_batches is None or _is_counter(num_batches, mean))
     ):

@@ -64,8 +64,8 @@ Finished: TypeAlias = tuple[Array, Array, Array, Array, Array, int]
 
 def begin_forward(
     x: Array,
-    rank_weight: float,
-    count: float,
+    rank_weight: float | Array,
+    count: float | Array,
     /,
     *,
     axis: tuple[int, ...],
@@ -79,10 +79,9 @@ def begin_forward(
     ----------
     x
         The activation; may be empty.
-    rank_weight
-        What this rank counts for.
-    count
-        This rank's elements per channel, those of the mask only if there is one.
+    rank_weight, count
+        What this rank counts for, and its elements per channel, those of the mask only if there is
+        one; with a mask on a GPU, arrays of shape `()`.
     mask
         Booleans that broadcast against `x`, the same for all channels: elements where the mask is
         False take no part, whatever they hold.
@@ -103,8 +102,8 @@ def finish_forward(
     x: Array,
     weight: Array | None,
     bias: Array | None,
-    rank_weight: float,
-    count: float,
+    rank_weight: float | Array,
+    count: float | Array,
     /,
     *,
     eps: float,
@@ -139,10 +138,10 @@ def finish_forward(
     shape = tuple(n for i, n in enumerate(x.shape) if i not in axis)
     mean, var, total, element_weight, state = unpack(_like(summed, x), shape, rank_weight, count)
     options: dict[str, Any] = {"eps": eps, "axis": axis, "residual": residual, "relu": relu}
-    y = _passes(passes, mask).normalize(_masked(x, mask), mean, var, weight, bias, **options)
+    y = _passes(passes, mask).normalize(masked(x, mask), mean, var, weight, bias, **options)
     if running is not None and state == RIGHT:
         move(running, mean, var, total, count)
-    return _masked(y, mask), mean, var, total, element_weight, state
+    return masked(y, mask), mean, var, total, element_weight, state
 
 
 def begin_backward(
@@ -183,9 +182,9 @@ def begin_backward(
     out, passes
         As in `begin_forward`.
     """
-    k, x = _passes(passes, mask), _masked(x, mask)
+    k, x = _passes(passes, mask), masked(x, mask)
     dy = _before_relu(k, dy, x, mean, var, weight, bias, eps=eps, axis=axis, relu=relu, y=y)
-    dy = _masked(dy, mask)
+    dy = masked(dy, mask)
     payload = message.concat(k.backward_sums(dy, x, mean, var, eps=eps, axis=axis))
     gradients = parameter_gradients(payload, mean.shape, weight, bias)
     if out is not None:
@@ -222,13 +221,13 @@ def finish_backward(
     dy, x, mean, var, weight, bias, eps, axis, relu, y, mask, passes
         As in `begin_backward`. The gradients are 0 where the mask is False.
     """
-    k, x = _passes(passes, mask), _masked(x, mask)
+    k, x = _passes(passes, mask), masked(x, mask)
     dy = _before_relu(k, dy, x, mean, var, weight, bias, eps=eps, axis=axis, relu=relu, y=y)
-    dy = _masked(dy, mask)
+    dy = masked(dy, mask)
     sums = split_sums(_like(summed, mean), mean.shape)
     statistics = mean, var, weight, element_weight, *sums
     dx = k.input_gradient(dy, x, *statistics, eps=eps, axis=axis)
-    return _masked(dx, mask), None if y is None else dy
+    return masked(dx, mask), None if y is None else dy
 
 
 def normalize(
@@ -260,7 +259,7 @@ def normalize(
 
 
 def local_moments(
-    x: Array, /, *, axis: tuple[int, ...], mask: Array | None = None, count: float | None = None
+    x: Array, /, *, axis: tuple[int, ...], mask: Array | None = None, count: Array | None = None
 ) -> tuple[Array, Array]:
     """Mean and biased variance of `x` over `axis`, both wide; zeros for an empty `x`.
 
@@ -269,10 +268,10 @@ def local_moments(
     elements per channel that take part.
     """
     xp = array_namespace(x)
-    x = _masked(xp.astype(x, _arithmetic_dtype(xp, x.dtype), copy=False), mask)
-    n = max(num_elements(x, axis) if mask is None or count is None else count, 1)
+    x = masked(xp.astype(x, _arithmetic_dtype(xp, x.dtype), copy=False), mask)
+    n = at_least_one(num_elements(x, axis) if mask is None or count is None else count)
     centre = xp.astype(_sum(x, axis) / n, x.dtype)
-    d = _masked(x - _per_channel(centre, x, axis), mask)
+    d = masked(x - _per_channel(centre, x, axis), mask)
     first = _sum(d, axis) / n
     second = _sum(d * d, axis) / n
     return as_wide(centre) + first, xp.clip(second - first * first, 0.0, None)
@@ -340,11 +339,16 @@ def gradient_coefficients(
 
 
 def pack(
-    mean: Array, meansqr: Array, weight: float, count: float, /, *, out: Array | None = None
+    mean: Array, meansqr: Array, weight: Array, count: Array, /, *, out: Array | None = None
 ) -> Array:
     """A layer's forward payload, see `multibn.message`: a new vector, or `out`."""
     xp = array_namespace(mean)
-    numbers = [xp.full((1,), v, dtype=mean.dtype, device=device(mean)) for v in (weight, count)]
+    numbers = [
+        xp.full((1,), v, dtype=mean.dtype, device=device(mean))
+        if isinstance(v, float | int)
+        else xp.reshape(v, (1,))
+        for v in (weight, count)
+    ]
     packed = message.concat([weight * mean, weight * meansqr, *numbers])
     if out is None:
         return packed
@@ -353,7 +357,7 @@ def pack(
 
 
 def unpack(
-    summed: Array, shape: tuple[int, ...], rank_weight: float, count: float, /
+    summed: Array, shape: tuple[int, ...], rank_weight: Array, count: Array, /
 ) -> tuple[Array, Array, Array, Array, int]:
     """The statistics in the sum of all ranks' payloads, and the state of the message.
 
@@ -372,12 +376,12 @@ def unpack(
         xp.reshape(mean, shape),
         xp.reshape(xp.clip(meansqr / divisor - mean * mean, 0.0, None), shape),
         total,
-        rank_weight / (max(count, 1.0) * divisor),
+        rank_weight / (at_least_one(count) * divisor),
         state(summed, count),
     )
 
 
-def state(summed: Array, count: float, /) -> int:
+def state(summed: Array, count: float | Array, /) -> int:
     """What is wrong with the sum of all ranks' payloads, or `RIGHT`; `count` as in `unpack`."""
     xp = array_namespace(summed)
     total = xp.reshape(values(summed[-1]), (-1,))[0]
@@ -386,8 +390,9 @@ def state(summed: Array, count: float, /) -> int:
             return REFUSED
         if not bool(xp.all(xp.isfinite(values(xp.sum(summed[:-2]))))):
             return NOT_FINITE
-    # Every rank has at most one value if all have one together: only then is the count read.
-    return ONE_VALUE if count <= 1 and bool(total == 1) else RIGHT
+    # Every rank has at most one value if all have one together: only then is the count read. A
+    # count of a mask on a GPU is never read.
+    return ONE_VALUE if isinstance(count, float) and count <= 1 and bool(total == 1) else RIGHT
 
 
 def split_sums(summed: Array, shape: tuple[int, ...], /) -> list[Array]:
@@ -415,7 +420,7 @@ def parameter_gradients(
     return dweight, dbias
 
 
-def move(running: Running, mean: Array, var: Array, count: Array, local_count: float, /) -> None:
+def move(running: Running, mean: Array, var: Array, count: Array, local_count: Array, /) -> None:
     """Move running statistics in place by those of a batch, and count the batch.
 
     Nothing changes if `count`, the elements per channel over all ranks, is 0.
@@ -441,15 +446,22 @@ def move(running: Running, mean: Array, var: Array, count: Array, local_count: f
 
 
 def variance_factor(
-    count: float | Array, local_count: float, convention: RunningVar, /
+    count: float | Array, local_count: float | Array, convention: RunningVar, /
 ) -> float | Array:
     """What the biased variance is multiplied by, see `multibn.running_variance`."""
-    if convention == "unbiased_global":
-        if isinstance(count, float):
-            return count / max(count - 1.0, 1.0)
-        return count / array_namespace(count).clip(count - 1.0, 1.0, None)
-    check_choice("running_var", convention, RunningVar)
-    return 1.0 if convention == "biased" else local_count / max(local_count - 1, 1)
+    if convention != "unbiased_global":
+        check_choice("running_var", convention, RunningVar)
+        if convention == "biased":
+            return 1.0
+        count = local_count
+    return count / at_least_one(count - 1)
+
+
+def at_least_one(count: float | Array, /) -> float | Array:
+    """`count`, or 1 if that is larger: a divisor."""
+    if isinstance(count, float | int):
+        return max(count, 1.0)
+    return array_namespace(count).clip(count, 1.0, None)
 
 
 def move_averages(
@@ -488,7 +500,8 @@ def _arithmetic_dtype(xp: Any, dtype: Any) -> Any:
     return xp.float32 if xp.finfo(dtype).bits < 32 else dtype
 
 
-def _masked(x: Array, mask: Array | None) -> Array:
+def masked(x: Array, mask: Array | None, /) -> Array:
+    """`x`, and 0 where the mask is False."""
     return x if mask is None else _where(mask, x)
 
 

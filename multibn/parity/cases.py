@@ -1,5 +1,6 @@
 """The cases to compare, each a line of data."""
 
+import math
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -61,6 +62,7 @@ class Case:
     recompute: bool = False  # the backward pass runs the forward pass again
     weighting: Weighting = "element"
     running_var: RunningVar = "unbiased_global"
+    padding: float | None = None  # the value of the elements that a mask leaves out
     bounds: dict[str, float] = field(default_factory=dict, hash=False)  # replace BOUNDS
 
     def bound(self, quantity: str) -> float:
@@ -85,7 +87,25 @@ class Case:
             shape = (num_samples, CHANNELS, *spatial)
             xs.append(self._laid_out(offset + self.std * rng.normal(size=shape)))
             dys.append(self._laid_out(rng.normal(size=shape)))
+        for x, mask in zip(xs, self.masks(size, step), strict=True):
+            if mask is not None:
+                np.moveaxis(x, 1, -1)[~mask] = self.padding
         return xs, dys
+
+    def masks(self, size: int, step: int) -> list[NDArrayAny | None]:
+        """Which elements of each rank count, None for all; the first sample of rank 0 is whole."""
+        rng = np.random.default_rng([zlib.crc32(self.name.encode()), size, step, 1])
+        if self.padding is None:
+            return [None] * size
+        masks: list[NDArrayAny | None] = []
+        for rank in range(size):
+            num_samples, spatial = SPLITS[self.split](rank, size, self.spatial)
+            mask = rng.random((num_samples, *spatial)) < rng.random(
+                (num_samples, *[1] * len(spatial))
+            )
+            mask[: rank == 0] = True
+            masks.append(mask)
+        return masks
 
     def _laid_out(self, a: NDArrayAny) -> NDArrayAny:
         a = a.astype(self.dtype)
@@ -125,6 +145,13 @@ CASES = [
     Case("sample-weights", split="both", weighting="sample"),
     Case("biased-var", running_var="biased"),
     Case("local-count-var", split="uneven", running_var="unbiased_local"),
+    Case("masked", padding=math.nan, steps=5),
+    Case("masked-float64", padding=math.inf, dtype="float64", split="uneven", steps=5),
+    Case("masked-channels_last", padding=1e30, layout="channels_last", split="empty"),
+    Case("masked-recompute", padding=math.nan, split="spatial", recompute=True),
+    Case("masked-rank-weights", padding=math.nan, split="both", weighting="rank"),
+    Case("masked-sample-weights", padding=math.nan, split="both", weighting="sample"),
+    Case("masked-local-count-var", padding=0.0, split="uneven", running_var="unbiased_local"),
 ]
 
 

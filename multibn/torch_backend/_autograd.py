@@ -11,6 +11,7 @@ from multibn import step
 from multibn._typing import Weighting
 from multibn.communicators import Communicator
 from multibn.communicators.conversation import raise_for_nan_gradients
+from multibn.kernels import generic
 from multibn.statistics import BatchStatistics
 from multibn.step import Gradient, Input
 from multibn.torch_backend import _differentiable
@@ -22,7 +23,7 @@ def forward(
 ) -> list[tuple[Tensor, BatchStatistics]]:
     """As `step.forward`, differentiably through the statistics, which have no gradient."""
     tensors: list[Tensor | None] = []
-    for x, weight, bias, _, _, residual, _, _ in inputs:
+    for x, weight, bias, _, _, residual, *_ in inputs:
         tensors += (x, weight, bias, residual)
     batches: list[BatchStatistics] = []
     ys = _SyncBatchNorm.apply(inputs, communicator, weighting, batches, *tensors)
@@ -47,11 +48,11 @@ class _SyncBatchNorm(torch.autograd.Function):
         options = []
         ys = []
         saved: list[Tensor | None] = []
-        for (x, weight, bias, eps, axis, residual, relu, _), (y, batch) in zip(
+        for (x, weight, bias, eps, axis, residual, relu, _, mask), (y, batch) in zip(
             inputs, results, strict=True
         ):
             options.append((eps, axis, relu))
-            saved += (x, weight, bias, y if relu and residual is not None else None, *batch)
+            saved += (x, weight, bias, mask, y if relu and residual is not None else None, *batch)
             ys.append(y)
             batches.append(batch)
         ctx.options = options
@@ -64,8 +65,8 @@ class _SyncBatchNorm(torch.autograd.Function):
         needed = ctx.needs_input_grad[4:]
         gradients = []
         for n, (dy, (eps, axis, relu)) in enumerate(zip(grad_outputs, ctx.options, strict=True)):
-            x, weight, bias, y, *batch = saved[8 * n : 8 * n + 8]
-            i = Input(x, weight, bias, eps, axis, relu=relu)
+            x, weight, bias, mask, y, *batch = saved[9 * n : 9 * n + 9]
+            i = Input(x, weight, bias, eps, axis, relu=relu, mask=mask)
             gradients.append(Gradient(dy, i, BatchStatistics(*batch), needed[4 * n], y))
         results: list[Tensor | None] = [None] * 4
         with without_autocast(saved[0]):
@@ -76,7 +77,7 @@ class _SyncBatchNorm(torch.autograd.Function):
             for n, gradient in enumerate(step.backward(gradients, ctx.communicator)):
                 dx, dresidual, dweight, dbias = gradient
                 if dresidual is None and needed[4 * n + 3]:
-                    dresidual = grad_outputs[n]
+                    dresidual = generic.masked(grad_outputs[n], gradients[n].input.mask)
                 results += (dx, dweight, dbias, dresidual)
         return tuple(results)
 
@@ -84,7 +85,8 @@ class _SyncBatchNorm(torch.autograd.Function):
 def find_nan(gradients: Sequence[Gradient], communicator: Communicator) -> None:
     """Say on which ranks gradients of outputs have NaN. Collective, as the backward pass is."""
     if any(g.needs_dx for g in gradients):
-        raise_for_nan_gradients(communicator, any(bool(g.dy.isnan().any()) for g in gradients))
+        dys = [generic.masked(g.dy, g.input.mask) for g in gradients]
+        raise_for_nan_gradients(communicator, any(bool(dy.isnan().any()) for dy in dys))
 
 
 def _is_transformed(dys: Sequence[Tensor]) -> bool:
@@ -116,7 +118,7 @@ def _differentiable_backward(ctx: Any, gradients: Sequence[Gradient]) -> list[Te
             if y is not None:  # the residual is gone; `y` has the signs
                 i, dy = i._replace(relu=False), torch.where(y.detach() > 0, dy, 0.0)
             inputs.append(i)
-            dys.append(dy)
+            dys.append(generic.masked(dy, i.mask))
             sources += compress(views, needed[4 * n : 4 * n + 3])
         ys, _ = _differentiable.normalize_all(
             inputs, ctx.communicator, ctx.weighting, phase="second order"

@@ -49,8 +49,7 @@ def _forward_all(
         recompute.record(batches)
         for i, batch in zip(inputs, batches, strict=True):
             if i.running is not None:
-                local_count = i.x.numel() / max(batch.mean.numel(), 1)
-                generic.move(i.running, *batch[:3], local_count)
+                step.move(i.running, batch, step.local_count(i), generic)
     return list(zip(ys, batches, strict=True))
 
 

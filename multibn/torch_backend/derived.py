@@ -39,6 +39,7 @@ _ATTRIBUTES = (
     "conversation",
     "converted_from",
     "fuse_relu",
+    "pool",
     "running_var_convention",
     "weighting",
     "_shares",
@@ -187,17 +188,17 @@ class _Sharing(TorchFunctionMode):
             return F.batch_norm(
                 input, running_mean, running_var, weight, bias, training, momentum, eps
             )
-        y, batch = compiled.forward(
+        y, batch, local_count = compiled.forward(
             Input(input, weight, bias, eps),
             layer.num_features,
             layer.conversation,
             weighting=layer.weighting,
         )
         if running_mean is not None:
-            self._update(batch, input.numel() // layer.num_features, momentum)
+            self._update(batch, local_count, momentum)
         return y
 
-    def _update(self, batch: BatchStatistics, local_count: int, momentum: float) -> None:
+    def _update(self, batch: BatchStatistics, local_count: Any, momentum: float) -> None:
         """Update the running statistics. The forward pass has counted, once for each call."""
         layer, before, counter = self.layer, self.count_before, self.layer.num_batches_tracked
         updated = update_buffers(layer, batch, local_count, layer.running_var_convention, momentum)

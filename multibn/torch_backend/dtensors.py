@@ -123,6 +123,11 @@ class _Layout:
                 "a layer that normalizes parts of a batch apart cannot take a DTensor: got "
                 f"placements {self.placements}. Call to_local on the input."
             )
+        if i.mask is not None:
+            raise TypeError(
+                f"`mask` and `lengths` do not go with a DTensor: got placements {self.placements}. "
+                "Call to_local on the input, and pass a `process_group`."
+            )
         placements = getattr(i.residual, "placements", None)
         if i.residual is not None and placements != self.placements:
             raise TypeError(

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from multibn import kernels, recompute, statistics
+from multibn import masks, recompute, statistics, step
 from multibn._typing import Weighting, check_eps
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.conversation import Conversation
-from multibn.kernels import Running
+from multibn.kernels import Running, generic
+from multibn.population import Pool
 from multibn.statistics import BatchStatistics
 from multibn.step import Input
 from multibn.torch_backend import _autograd, _differentiable, dtensors
@@ -29,6 +30,8 @@ def sync_batch_norm(
     process_group: Any = None,
     eps: float = 1e-5,
     weighting: Weighting = "element",
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, BatchStatistics]:
     """Normalize `x` by the statistics of the batch that all ranks hold together.
 
@@ -47,11 +50,13 @@ def sync_batch_norm(
         torch.nn.SyncBatchNorm: DistributedDataParallel averages them like any other gradient.
     process_group, eps, weighting
         As `SyncBatchNorm`.
+    mask, lengths
+        Which elements count, as in a call of `SyncBatchNorm`; None for all.
 
     Returns
     -------
     y
-        Same shape, dtype and memory format as `x`.
+        Same shape, dtype and memory format as `x`; 0 where elements do not count.
     batch
         Mean, biased variance and count of the whole batch, float64, without a gradient.
 
@@ -59,8 +64,9 @@ def sync_batch_norm(
     ------
     TypeError, ValueError
         If `x` is not floating-point, or a DTensor with an unsupported placement, the shapes do not
-        fit, `eps` is not a positive number, or `process_group` is no communicator. ValueError if
-        all ranks hold one value per channel together.
+        fit, `mask` or `lengths` is not as above, `eps` is not a positive number, or `process_group`
+        is no communicator. ValueError if all ranks hold one value per channel together, or if a
+        mask leaves none.
     RuntimeError
         On the other ranks, if one rank's input was refused. On all ranks, if they are in different
         layers, or in different phases of one layer.
@@ -96,8 +102,13 @@ def sync_batch_norm(
         error = ValueError(f"`weight` and `bias` must have the same shape (C,): got {shapes}.")
         refuse(error, [x], [None], communicator)
     num_channels = [shapes[0][0] if shapes else None]
-    i = Input(x, weight, bias, eps)
+    i = Input(x, weight, bias, eps, mask=asked(mask, lengths))
     return forward_all([i], num_channels, communicator, weighting=weighting)[0]
+
+
+def asked(mask: Any, lengths: Any) -> masks.Asked | None:
+    """The arguments of a layer, as `Input.mask`."""
+    return None if mask is None and lengths is None else masks.Asked(mask, lengths)
 
 
 def forward_all(
@@ -113,7 +124,7 @@ def forward_all(
     `num_channels` has the required channels of each input, see `check_input`.
     """
     for i in inputs:
-        if dtensors.among((*i[:3], None if i.running is None else i.running.mean)):
+        if dtensors.among((*i[:3], getattr(i.running, "mean", None))):
             return _forward_distributed(inputs, num_channels, communicator, weighting)
     _refuse_ddp_join(communicator)
     if torch._C._get_tracing_state() is not None:
@@ -122,18 +133,34 @@ def forward_all(
             "layers that compute statistics of a batch. Call model.eval() first, or trace a copy "
             "of the model after revert_sync_batchnorm."
         )
-    complete = []
+    checked = []
     for i, n in zip(inputs, num_channels, strict=True):
         try:
             check_input(i.x, n)
             _check_options(i)
+            checked.append(complete(i))
         except (TypeError, ValueError) as error:
             refuse(error, [i.x for i in inputs], num_channels, communicator)
-        axis = i.axis or (0, *range(2, i.x.ndim))
-        complete.append(Input(*i[:4], axis, *i[5:]))
     if _differentiable.is_needed():
-        return _differentiable.forward_all(complete, communicator, weighting)
-    return _autograd.forward(complete, communicator, weighting)
+        return _differentiable.forward_all(checked, communicator, weighting)
+    return _autograd.forward(checked, communicator, weighting)
+
+
+def complete(i: Input, /) -> Input:
+    """`i` with the axes to reduce and the engine's mask; raises if the mask does not fit."""
+    axis, mask = i.axis or (0, *range(2, i.x.ndim)), i.mask
+    if isinstance(mask, masks.Asked):
+        mask = masks.checked(i.x, mask, axis=axis)
+    return Input(*i[:4], axis, *i[5:8], mask)
+
+
+def evaluate(i: Input, running_mean: Tensor, running_var: Tensor, num_channels: int) -> Tensor:
+    """Normalize an input by running statistics. Not collective."""
+    check_input(i.x, num_channels)
+    x, weight, bias, eps, _, residual, relu, _, mask = complete(i)
+    x = generic.masked(x, mask)  # the gradients of weight and bias would be NaN
+    y = normalize_by_running(x, weight, bias, running_mean, running_var, eps=eps)
+    return generic.masked(add_relu(y, residual, relu), mask)
 
 
 def _forward_distributed(
@@ -154,11 +181,11 @@ def _forward_distributed(
     return results
 
 
-def move(running: Running, batch: BatchStatistics, local_count: int) -> None:
-    """Move running statistics in place, which may be DTensors."""
-    if dtensors.among([running.mean]):
+def move(running: Running | Pool, batch: BatchStatistics, local_count: float | Tensor) -> None:
+    """Move running statistics in place, which may be DTensors, or add the batch to a pool."""
+    if isinstance(running, Running) and dtensors.among([running.mean]):
         running, batch = dtensors.local_running(running, batch)
-    kernels.select(batch.mean).move(running, *batch[:3], local_count)
+    step.move(running, batch, local_count)
 
 
 def normalize_by_running(

@@ -8,15 +8,16 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from multibn import recompute
+from multibn import masks, recompute
 from multibn._typing import RunningVar, Weighting, check_choice, check_eps, check_int, check_number
 from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.communicators._names import find_path
 from multibn.communicators.conversation import Conversation
 from multibn.kernels import Running
+from multibn.population import Pool
 from multibn.statistics import BatchStatistics
 from multibn.step import Input
-from multibn.torch_backend import _data_parallel, compiled, dtensors, functional
+from multibn.torch_backend import _data_parallel, compiled, dtensors, functional, jagged
 
 #: This process alone, known to compiled code.
 ALONE = SingleProcess()
@@ -36,6 +37,7 @@ class Synchronized(nn.Module):
     """Base class of the layers that share statistics: the ranks, and the conventions."""
 
     conversation: Conversation  # the layer's communicator, with the layer's name in its model
+    pool: Pool | None = None  # of the step of `step_statistics` that is under way
 
     def configure(
         self,
@@ -105,11 +107,15 @@ def call_node(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def running_of(
     bn: _BatchNorm, convention: RunningVar, momentum: float | None = None
-) -> Running | None:
+) -> Running | Pool | None:
     """The buffers of `bn` that a training step moves in place, once; None if there are none.
 
-    With `momentum`, the caller has counted the batch already.
+    In a step of `step_statistics`, the pool of the step. With `momentum`, the caller has counted
+    the batch already.
     """
+    pool: Pool | None = getattr(bn, "pool", None)
+    if pool is not None:
+        return pool
     mean, var = bn.running_mean, bn.running_var
     if mean is None or var is None:
         return None
@@ -124,15 +130,16 @@ def running_of(
 def update_buffers(
     bn: _BatchNorm,
     batch: BatchStatistics,
-    local_count: int,
+    local_count: int | Tensor,
     convention: RunningVar,
     momentum: float | None = None,
 ) -> bool:
     """Move the buffers of `bn` by a batch, where the forward pass has not moved them.
 
     `local_count` is this rank's elements per channel; `momentum` as in `running_of`.
-    Returns False, and writes nothing, in a recomputation. Compiled code cannot tell whether it runs
-    in a recomputation. There, `batch.count` is 0, which makes `update_running` keep the old values.
+    Returns False, and writes nothing, in a recomputation, and in a step of `step_statistics`, where
+    the batch goes into a pool. Compiled code cannot tell whether it runs in a recomputation. There,
+    `batch.count` is 0, which makes `update_running` keep the old values.
     """
     running = running_of(bn, convention, momentum)
     if running is None:
@@ -143,7 +150,10 @@ def update_buffers(
             return False
         _data_parallel.watch_active(Synchronized)
         functional.move(running, batch, local_count)
-        return True
+        return not isinstance(running, Pool)
+    if isinstance(running, Pool):
+        running.add(batch, local_count=local_count)
+        return False
     old_mean, old_var, weight, _, counter = running
     factor: Any = weight
     if counter is not None:
@@ -205,6 +215,22 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         no positive int, `eps` is no positive number, `momentum` is neither None nor in [0, 1], or
         `weighting` or `running_var` is unknown. A call raises as `sync_batch_norm`.
 
+    Notes
+    -----
+    `layer(input, mask=mask)` leaves elements out: `mask` has dtype bool and the shape
+    `(N, *spatial)`, or one that broadcasts to it, on the device of the input. For samples that are
+    padded at the end, `layer(input, lengths=lengths)` takes integers of shape `(N,)` and an input
+    `(N, C, L)` or `(N, C, L, ...)`: of sample n, the first `lengths[n]` elements of L count. A
+    jagged nested tensor, `(N, j, C)` or `(N, C, j, ...)`, needs neither, and gives one; for
+    `weighting="sample"` each of its elements is a sample.
+
+    Elements that do not count have no part in statistics and gradients, whatever they hold, NaN and
+    infinity included. The output is 0 there, in evaluation, too, and so is the gradient. Counts,
+    unbiased variances and the weights of ranks are those of the elements that count, or of the
+    samples that have one. A rank may have none, but ValueError is raised on all ranks if all have
+    none together. On a GPU, whose counts are not read, the errors for no element, for a single one
+    and for `lengths` that do not fit are not raised; longer ones then stand for all of L.
+
     Examples
     --------
     >>> import torch
@@ -254,40 +280,53 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
 
         return convert_sync_batchnorm(module, process_group)
 
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        input: Tensor,
+        residual: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
         if isinstance(input, fx.Proxy):
-            return call_node(self, input, *(() if residual is None else (residual,)))
+            options = {k: v for k, v in (("mask", mask), ("lengths", lengths)) if v is not None}
+            return call_node(self, input, *(() if residual is None else (residual,)), **options)
+        if getattr(input, "is_nested", False):
+            conversation = self.conversation if self.training else ALONE
+            return jagged.apply(self, conversation, input, residual, mask, lengths)
+        asked = functional.asked(mask, lengths)
+        i = self.as_input(input, residual, asked)
         if not self.training and self.running_mean is not None and self.running_var is not None:
             if isinstance(input, Tensor) and input.is_mkldnn:  # of torch.utils.mkldnn.to_mkldnn
                 residual = None if residual is None else residual.to_dense()
-                return self.forward(input.to_dense(), residual).to_mkldnn()
-            functional.check_input(input, self.num_features)
-            y = functional.normalize_by_running(
-                input, self.weight, self.bias, self.running_mean, self.running_var, eps=self.eps
-            )
-            return functional.add_relu(y, residual, self.fuse_relu)
+                dense = self.forward(input.to_dense(), residual, mask=mask, lengths=lengths)
+                return dense.to_mkldnn()
+            return functional.evaluate(i, self.running_mean, self.running_var, self.num_features)
         conversation = self.conversation if self.training else ALONE
-        i = self.as_input(input, residual)
         if not compiled.takes(input):
             ((y, _),) = functional.forward_all(
                 [i], [self.num_features], conversation, weighting=self.weighting
             )
             return y
         if torch.compiler.is_dynamo_compiling() and dtensors.among((input, self.weight)):
-            return dtensors.uncompiled(self.forward)(input, residual)
-        y, batch = compiled.forward(i, self.num_features, conversation, weighting=self.weighting)
+            return dtensors.uncompiled(self.forward)(input, residual, mask=mask, lengths=lengths)
+        y, batch, local_count = compiled.forward(
+            i, self.num_features, conversation, weighting=self.weighting
+        )
         if i.running is not None:
-            local_count = input.numel() // self.num_features
             update_buffers(self, batch, local_count, self.running_var_convention)
         return y
 
-    def as_input(self, x: Tensor, residual: Tensor | None = None) -> Input:
+    def as_input(
+        self, x: Tensor, residual: Tensor | None = None, mask: masks.Asked | None = None
+    ) -> Input:
         """The input of a pass, which in training moves the layer's running statistics in place."""
         running = None
         if self.training and self.track_running_stats:
             _data_parallel.watch_active(Synchronized)
             running = running_of(self, self.running_var_convention)
-        return Input(x, self.weight, self.bias, self.eps, (), residual, self.fuse_relu, running)
+        relu = self.fuse_relu
+        return Input(x, self.weight, self.bias, self.eps, (), residual, relu, running, mask)
 
     def __prepare_scriptable__(self) -> NoReturn:  # torch.jit.script calls it
         raise RuntimeError(

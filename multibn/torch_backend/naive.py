@@ -38,9 +38,9 @@ class _NaiveSyncBatchNorm(SyncBatchNorm):
         group = everyone if global_sync else _inside_machine(everyone, num_sync_devices)
         super().__init__(num_features, process_group=group, **bn_args)
 
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, input: Tensor, residual: Tensor | None = None, **options: Any) -> Tensor:
         self._check_input_dim(input)
-        return super().forward(input, residual)
+        return super().forward(input, residual, **options)
 
     def _check_input_dim(self, input: Tensor) -> None:
         if isinstance(input, Tensor) and input.ndim not in self._shapes:

@@ -1,6 +1,5 @@
 """Batch normalization of each part of a batch by its own statistics (sub-batch, ghost BN)."""
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,9 +8,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from multibn import recompute
 from multibn._typing import RunningVar, Weighting, check_int
 from multibn.communicators import Communicator
+from multibn.communicators.conversation import Conversation
 from multibn.kernels import generic
+from multibn.masks import Asked
+from multibn.population import Pool
 from multibn.statistics import OneValueError, reduced_axes
 from multibn.step import Input
 from multibn.torch_backend import compiled, functional
@@ -21,8 +24,10 @@ from multibn.torch_backend.modules import (
     call_node,
     check_arguments,
     has_hooks,
+    running_of,
     update_buffers,
 )
+from multibn.torch_backend.together import shared_conversation
 
 _STATISTICS = ("running_mean", "running_var")
 
@@ -97,16 +102,21 @@ class _SubBatchNorm(Synchronized):
         self.bn.reset_running_stats()
         self.split_bn.reset_running_stats()
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(
+        self, input: Tensor, *, mask: Tensor | None = None, lengths: Tensor | None = None
+    ) -> Tensor:
         if isinstance(input, fx.Proxy):
             return call_node(self, input)
         part, num_splits = (self.split_bn, self.num_splits) if self.training else (self.bn, 1)
         communicator = self.conversation if self.training and part.training else ALONE
-        self._check_input(input, num_splits, communicator)
-        x = input
+        asked = functional.asked(mask, lengths)
+        where = self._check_input(input, asked, num_splits, communicator, part)
+        x, split_where = input, where
         if self.training:  # a view for any strides; sample i is in split i % num_splits, on axis 1
-            x = input.unflatten(0, (len(input) // num_splits, num_splits))
-        normalize = partial(self._normalize, part, communicator)
+            splits = len(input) // num_splits, num_splits
+            x = input.unflatten(0, splits)
+            split_where = None if where is None else where.unflatten(0, splits)
+        normalize = partial(self._normalize, part, communicator, split_where)
         if isinstance(part, Part) and not has_hooks(part):
             y = part(x, normalize=partial(normalize, weight=self.weight, bias=self.bias))
             return y.flatten(0, 1) if self.training else y
@@ -120,12 +130,14 @@ class _SubBatchNorm(Synchronized):
 
         options = {"normalize": normalize_flat} if isinstance(part, Part) else {}
         y = part(x.flatten(1, len(channels)), **options).reshape(input.shape)
-        return functional.affine(y, self.weight, self.bias).to(y.dtype)
+        y = functional.affine(y, self.weight, self.bias).to(y.dtype)
+        return generic.masked(y, where)
 
     def _normalize(
         self,
         part: Any,
         communicator: Communicator,
+        mask: Tensor | None,
         x: Tensor,
         *,
         weight: Tensor | None = None,
@@ -137,11 +149,18 @@ class _SubBatchNorm(Synchronized):
             weight, bias = (None if p is None else p.expand(channels) for p in (weight, bias))
         if part.running_mean is not None and not part.training:
             running = (v.view(channels) for v in (part.running_mean, part.running_var))
-            return functional.normalize_by_running(x, weight, bias, *running, eps=part.eps)
+            x = generic.masked(x, mask)
+            y = functional.normalize_by_running(x, weight, bias, *running, eps=part.eps)
+            return generic.masked(y, mask)
+        if self.training and mask is not None:
+            return self._normalize_masked(communicator, mask, x, weight, bias)
         axis = reduced_axes(x.ndim, channel_axes=range(1, 1 + len(channels)))
-        i = Input(x, weight, bias, part.eps, axis)
+        i = Input(x, weight, bias, part.eps, axis, mask=mask)
+        weighting = self.weighting
         try:  # to `compiled.forward`, the splits are the channels of axis 1
-            y, batch = compiled.forward(i, channels[0], communicator, weighting=self.weighting)
+            y, batch, local_count = compiled.forward(
+                i, channels[0], communicator, weighting=weighting
+            )
         except OneValueError as error:
             if not self.training:
                 raise
@@ -152,11 +171,50 @@ class _SubBatchNorm(Synchronized):
                 "Use a larger batch or a smaller `num_splits`, drop the last batch, or call eval()."
             ) from error
         if part.training and part.track_running_stats:
-            local_count = x.numel() // math.prod(channels)
             updated = update_buffers(part, batch, local_count, self.running_var_convention)
             if updated and self.training:
                 self.aggregate_stats()
         return y
+
+    def _normalize_masked(
+        self,
+        communicator: Communicator,
+        mask: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+    ) -> Tensor:
+        """Normalize splits that have a count each: as layers that share a message."""
+        part = self.split_bn
+        running: Any = None
+        if part.track_running_stats:
+            running = running_of(part, self.running_var_convention)
+        if isinstance(running, Pool):
+            raise NotImplementedError(
+                f"a {type(self).__name__} with a `mask` cannot be in a step of step_statistics: "
+                "its splits count unequal numbers of elements. Leave the layer out."
+            )
+        inputs = []
+        for k in range(self.num_splits):
+            own = None
+            if running is not None:
+                mean, var = (v.view(self._channels())[k] for v in running[:2])
+                own = running._replace(mean=mean, var=var, num_batches=None)
+                if running.momentum is None:
+                    own = own._replace(num_batches=running.num_batches.clone())
+            gamma, beta = (None if p is None else p[k] for p in (weight, bias))
+            inputs.append(Input(x[:, k], gamma, beta, part.eps, running=own, mask=mask[:, k]))
+        if isinstance(communicator, Conversation):
+            communicator = shared_conversation([self] * self.num_splits)
+        num_channels = [self.num_features] * self.num_splits
+        results = functional.forward_all(
+            inputs, num_channels, communicator, weighting=self.weighting
+        )
+        if running is not None and not recompute.in_recomputing():
+            if running.num_batches is not None:
+                running.num_batches.add_(torch.stack([b.count for _, b in results]).amax() > 0)
+            self.aggregate_stats()
+        return torch.stack([y for y, _ in results], dim=1)
 
     def _channels(self) -> tuple[int, ...]:
         """Shape of the statistics of a call: in training, every split has its own."""
@@ -222,15 +280,34 @@ class _SubBatchNorm(Synchronized):
             f"running_var={self.running_var_convention!r}"
         )
 
-    def _check_input(self, input: Any, num_splits: int, communicator: Communicator) -> None:
-        """As `functional.check_input`; also checks the number of dimensions and the batch size."""
+    def _check_input(
+        self,
+        input: Any,
+        asked: Asked | None,
+        num_splits: int,
+        communicator: Communicator,
+        part: Any,
+    ) -> Tensor | None:
+        """As `functional.check_input`; also checks the number of dimensions and the batch size.
+
+        Returns the engine's mask.
+        """
         try:
             functional.check_input(input, self.num_features)
             if input.ndim not in self._shapes:
                 raise functional.dimensions_error(self, input, self._shapes)
             _check_divides(num_splits, len(input), communicator)
+            if asked is not None and not isinstance(part, Part):
+                raise TypeError(
+                    f"`mask` and `lengths` need the parts that a {type(self).__name__} is made "
+                    f"with: got {type(part).__qualname__}."
+                )
+            mask: Tensor | None = functional.complete(
+                Input(input, None, None, 0.0, mask=asked)
+            ).mask
         except (TypeError, ValueError) as error:
             functional.refuse(error, [input], [num_splits * self.num_features], communicator)
+        return mask
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
@@ -316,6 +393,9 @@ class SubBatchNorm3d(_SubBatchNorm):
     `load_state_dict` also accepts the state of a plain batch norm, or of a layer with another
     number of splits: each split then starts from the statistics of the population. `bn` keeps the
     loaded statistics until the next training step.
+
+    `mask` and `lengths` are as in a call of `SyncBatchNorm`. Splits then have unequal numbers of
+    elements, so that a message has 2C+2 numbers for each split and 2 more.
 
     Hooks of `bn` and `split_bn` get the tensors that they get in SlowFast's layer: in training, all
     channels of all splits on axis 1, and no weight and bias in the output. Without hooks, weight

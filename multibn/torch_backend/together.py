@@ -11,10 +11,15 @@ from torch import Tensor
 from multibn.communicators.base import identity
 from multibn.communicators.conversation import Conversation
 from multibn.torch_backend import functional
-from multibn.torch_backend.modules import SyncBatchNorm, has_hooks
+from multibn.torch_backend.modules import SyncBatchNorm, Synchronized, has_hooks
 
 
-def normalize_together(layers: Sequence[SyncBatchNorm], inputs: Sequence[Tensor]) -> list[Tensor]:
+def normalize_together(
+    layers: Sequence[SyncBatchNorm],
+    inputs: Sequence[Tensor],
+    *,
+    masks: Sequence[Tensor | None] | None = None,
+) -> list[Tensor]:
     """`[layer(x) for layer, x in zip(layers, inputs)]` with one message each way.
 
     For batch norms of which none needs another's output, such as the last one of a residual block
@@ -37,27 +42,30 @@ def normalize_together(layers: Sequence[SyncBatchNorm], inputs: Sequence[Tensor]
         Layers with any numbers of channels and the same `process_group` and `weighting`.
     inputs
         One for each layer, shape `(N, C, *spatial)`, of any floating-point dtypes, on one device.
+    masks
+        One for each layer, see `SyncBatchNorm`; None where all elements count.
 
     Raises
     ------
     TypeError, ValueError, RuntimeError
         As the layers. TypeError if one of `layers` is not a `SyncBatchNorm`, or has a `forward` of
-        its own. ValueError if `layers` is empty, `inputs` has another length, or the layers differ
-        in `process_group` or `weighting`.
+        its own. ValueError if `layers` is empty, `inputs` or `masks` has another length, or the
+        layers differ in `process_group` or `weighting`.
     """
-    _check(layers, inputs)
-    pairs = list(zip(layers, inputs, strict=True))
-    sharing = [(layer, x) for layer, x in pairs if layer.training]
+    masks = [None] * len(layers) if masks is None else masks
+    _check(layers, inputs, masks)
+    calls = list(zip(layers, inputs, masks, strict=True))
+    sharing = [call for call in calls if call[0].training]
     if not sharing or any(map(has_hooks, layers)) or torch.compiler.is_compiling():
-        return [layer(x) for layer, x in pairs]
-    communicator = _conversation([layer for layer, _ in sharing])
-    num_features = [layer.num_features for layer, _ in sharing]
+        return [layer(x, mask=mask) for layer, x, mask in calls]
+    communicator = shared_conversation([layer for layer, _, _ in sharing])
+    num_features = [layer.num_features for layer, _, _ in sharing]
     try:
-        evaluated = iter([layer(x) for layer, x in pairs if not layer.training])
+        evaluated = iter([layer(x, mask=mask) for layer, x, mask in calls if not layer.training])
     except (TypeError, ValueError) as error:  # the other ranks will wait for this one
-        functional.refuse(error, [x for _, x in sharing], num_features, communicator)
+        functional.refuse(error, [x for _, x, _ in sharing], num_features, communicator)
     outputs = functional.forward_all(
-        [bn.as_input(x) for bn, x in sharing],
+        [bn.as_input(x, mask=functional.asked(mask, None)) for bn, x, mask in sharing],
         num_features,
         communicator,
         weighting=layers[0].weighting,
@@ -66,8 +74,10 @@ def normalize_together(layers: Sequence[SyncBatchNorm], inputs: Sequence[Tensor]
     return [next(trained if layer.training else evaluated) for layer in layers]
 
 
-def _check(layers: Sequence[SyncBatchNorm], inputs: Sequence[Tensor]) -> None:
-    """Raise unless `layers` can share a message and `inputs` has one tensor for each."""
+def _check(
+    layers: Sequence[SyncBatchNorm], inputs: Sequence[Tensor], masks: Sequence[Tensor | None]
+) -> None:
+    """Raise unless `layers` can share a message, and there are an input and a mask for each."""
     for layer in layers:
         if not isinstance(layer, SyncBatchNorm) or type(layer).forward is not SyncBatchNorm.forward:
             raise TypeError(
@@ -79,6 +89,11 @@ def _check(layers: Sequence[SyncBatchNorm], inputs: Sequence[Tensor]) -> None:
         raise ValueError(
             "`layers` must be one or more, and `inputs` one for each: got "
             f"{len(layers)} layers and {len(inputs)} inputs."
+        )
+    if len(layers) != len(masks):
+        raise ValueError(
+            "`masks` must be one for each of `layers`, which may be None: got "
+            f"{len(layers)} layers and {len(masks)} masks."
         )
     first, *others = layers
     for other in others:
@@ -96,7 +111,7 @@ def _check(layers: Sequence[SyncBatchNorm], inputs: Sequence[Tensor]) -> None:
 _merged: WeakKeyDictionary[Conversation, dict[tuple[Any, ...], Conversation]] = WeakKeyDictionary()
 
 
-def _conversation(layers: Sequence[SyncBatchNorm]) -> Conversation:
+def shared_conversation(layers: Sequence[Synchronized]) -> Conversation:
     """The communicator for messages of all `layers` together."""
     parts = [layer.conversation for layer in layers]
     if len(parts) == 1:

@@ -4,7 +4,7 @@ Written after the equations of Ioffe & Szegedy (2015), section 3, generalised to
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,8 +34,15 @@ def batch_norm(
     *,
     eps: float,
     weighting: str = "element",
+    masks: Sequence[Array] | None = None,
 ) -> Result:
-    """Batch norm of the ranks' batches `xs`, each `(N, C, *spatial)`, and its gradients."""
+    """Batch norm of the ranks' batches `xs`, each `(N, C, *spatial)`, and its gradients.
+
+    With `masks`, each `(N, *spatial)`, that of the elements where the mask is True, without the
+    others; `y` and `dx` are then 0 elsewhere.
+    """
+    if masks is not None:
+        return _of_elements(xs, dys, masks, weight, bias, eps=eps, weighting=weighting)
     rank_weight = {
         "element": [x[:, 0].size for x in xs],
         "sample": [len(x) for x in xs],
@@ -74,6 +81,34 @@ def batch_norm(
     )
 
 
+def _of_elements(
+    xs: Sequence[Array],
+    dys: Sequence[Array],
+    masks: Sequence[Array],
+    weight: Array,
+    bias: Array,
+    *,
+    eps: float,
+    weighting: str,
+) -> Result:
+    if weighting == "sample":
+        raise NotImplementedError("the elements that count do not say of which sample they are")
+
+    def chosen(arrays: Sequence[Array]) -> list[Array]:
+        return [np.moveaxis(a, 1, -1)[m] for a, m in zip(arrays, masks, strict=True)]
+
+    def whole(parts: Sequence[Array]) -> list[Array]:
+        results = []
+        for part, x, mask in zip(parts, xs, masks, strict=True):
+            result = np.zeros(np.moveaxis(x, 1, -1).shape)
+            result[mask] = part
+            results.append(np.moveaxis(result, -1, 1))
+        return results
+
+    result = batch_norm(chosen(xs), chosen(dys), weight, bias, eps=eps, weighting=weighting)
+    return replace(result, y=whole(result.y), dx=whole(result.dx))
+
+
 def running(
     old: tuple[Array, Array], mean: Array, var: Array, factor: float, momentum: float
 ) -> tuple[Array, Array]:
@@ -84,7 +119,7 @@ def running(
     )
 
 
-def relative_error(got: Array, expected: Array) -> float:
+def relative_error(got: Any, expected: Any) -> float:
     """Largest error, relative to the largest entry of `expected`; NaN counts as infinite."""
     got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
     assert got.shape == expected.shape, (got.shape, expected.shape)

@@ -10,15 +10,18 @@ import pytest
 
 from multibn import SingleProcess, as_communicator
 from tests.helpers import require
-from tests.helpers.ranks import CountingCommunicator
+from tests.helpers.ranks import CountingCommunicator, ThreadCommunicator, run_ranks
+from tests.helpers.reference import relative_error
 
 require.need("chainer")
 
 from multibn.chainer_backend import (  # noqa: E402
     MultiNodeBatchNormalization,
     create_mnbn_model,
+    forget,
     multi_node_batch_normalization,
     revert_mnbn_model,
+    step_statistics,
 )
 
 import chainer  # noqa: E402  # isort: skip (multibn makes it importable)
@@ -315,3 +318,51 @@ def test_create_mnbn_model_names_what_it_leaves_alone() -> None:
     ):
         new = create_mnbn_model(chainer.ChainList(link), ALONE)
     assert type(new[0]) is L.BatchRenormalization
+
+
+@pytest.mark.parametrize("finetune", [False, True])
+@pytest.mark.parametrize(
+    "sizes", [[(4, 2)], [(1, 3), (3, 0)], [(1, 1), (2, 5), (0, 3), (1, 2), (4, 1)]]
+)
+def test_a_step_of_micro_batches(sizes: list[tuple[int, int]], finetune: bool) -> None:
+    """`step_statistics` moves the averages as one batch does, with forgotten blocks, too."""
+    rng = np.random.default_rng(0)
+    steps = [[rng.normal(3, 2, (sum(n), 4, 3)) for n in sizes] for _ in range(2)]
+
+    def train_link(communicator: ThreadCommunicator) -> Any:
+        link = MultiNodeBatchNormalization(4, communicator, dtype=np.float64)
+        model = chainer.Sequential(link)
+        for step in steps:
+            with step_statistics(model), step_statistics(link):
+                for x, n in zip(step, sizes, strict=True):
+                    part = np.split(x, [n[0]])[communicator.rank]
+                    v = chainer.Variable(part)
+                    y = forget(lambda v: link(v, finetune=finetune), v)
+                    F.sum(y * y).backward()
+                assert not link.avg_mean.any() or step is steps[1]
+        return link
+
+    expected = MultiNodeBatchNormalization(4, ALONE, dtype=np.float64)
+    for step in steps:
+        expected(np.concatenate(step), finetune=finetune)
+    for link in run_ranks(2, train_link):
+        assert relative_error(link.avg_mean, expected.avg_mean) < 1e-12
+        assert relative_error(link.avg_var, expected.avg_var) < 1e-12
+        assert link.N == expected.N
+
+
+def test_steps_that_fail_or_have_no_batch() -> None:
+    link = MultiNodeBatchNormalization(4, ALONE)
+    x = np.random.default_rng(0).normal(size=(3, 4)).astype("f")
+    with pytest.raises(ValueError, match="must have channels of shape"), step_statistics(link):
+        link(link(x)[:, :3])
+    with step_statistics(link):
+        copy.deepcopy(link)(x)  # a copy has no part in the step
+    assert not link.avg_mean.any()
+    link(x)  # the step is over
+    assert link.avg_mean.all()
+    with (
+        pytest.raises(ValueError, match="`model` must have a multi-node link: got none in Linear"),
+        step_statistics(L.Linear(2)),
+    ):
+        pass

@@ -95,8 +95,8 @@ def test_lazy_links_keep_their_initial_averages() -> None:
 
 def test_revert_names_what_it_leaves_alone() -> None:
     class Own(MultiNodeBatchNormalization):
-        def forward(self, x: Any, finetune: bool = False) -> Any:
-            return super().forward(2 * x, finetune)
+        def forward(self, x: Any, finetune: bool = False, **options: Any) -> Any:
+            return super().forward(2 * x, finetune, **options)
 
     with pytest.warns(UserWarning, match=r"Own is copied as it is, it goes on.*overrides forward"):
         back = revert_mnbn_model(chainer.ChainList(Own(3, ALONE)))

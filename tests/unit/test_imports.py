@@ -43,7 +43,7 @@ ROOMS = [
     ["multibn.communicators.nccl", "multibn.communicators.torch_distributed"],
     ["multibn.communicators.chainermn", "multibn.communicators.conversation"],
     ["multibn.communicators", "multibn.kernels"],
-    ["multibn.statistics"],
+    ["multibn.masks", "multibn.statistics"],
     [
         "multibn.population",
         "multibn.recompute",

@@ -46,8 +46,10 @@ class Foreign(nn.Module):
 
 
 class OwnSync(SyncBatchNorm):
-    def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        return super().forward(input, residual).relu()
+    def forward(
+        self, input: torch.Tensor, residual: torch.Tensor | None = None, **options: Any
+    ) -> torch.Tensor:
+        return super().forward(input, residual, **options).relu()
 
 
 def test_everything_is_kept() -> None:

@@ -171,7 +171,9 @@ def test_layers_with_hooks_are_called() -> None:
 
 
 class _Own(SyncBatchNorm):
-    def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, input: torch.Tensor, residual: torch.Tensor | None = None, **options: Any
+    ) -> torch.Tensor:
         return input
 
 

@@ -14,7 +14,8 @@ from multibn.communicators.conversation import during
 from multibn.kernels.generic import as_wide
 from multibn.population import PopulationEstimator, running_variance
 from multibn.statistics import Moments, aggregate, local_moments
-from multibn.torch_backend import functional
+from multibn.step import Input
+from multibn.torch_backend import functional, jagged
 from multibn.torch_backend.modules import Synchronized
 
 Estimator: TypeAlias = Literal["population", "mean_of_var"]
@@ -82,14 +83,20 @@ class WatchedNorm:
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x: Any = next(iter((*args, *kwargs.values())), None)
+            asked = functional.asked(kwargs.get("mask"), kwargs.get("lengths"))
             try:
+                if getattr(x, "is_nested", False):
+                    x = jagged.values(x)
                 functional.check_input(x, self.num_features)
+                mask = functional.complete(Input(x, None, None, 0.0, mask=asked)).mask
             except (TypeError, ValueError):
                 return  # the layer will raise, and tell the other ranks
-            visits.append(partial(module, x.new_empty((0, *x.shape[1:]))))
+            empty = x.new_empty((0, *x.shape[1:]))
+            options = {} if mask is None else {"mask": mask[:0].flatten(0, 1)}
+            visits.append(partial(module, empty, **options))
             if self.tracking:
                 with torch.autocast(x.device.type, enabled=False):
-                    self.estimator.update(local_moments(x.detach()))
+                    self.estimator.update(local_moments(x.detach(), mask=mask))
 
         handle = self.module.register_forward_pre_hook(note, with_kwargs=True)
         try:

@@ -1,0 +1,60 @@
+"""One update of the moving averages for all forward passes of an optimizer's step."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import chainer
+
+from multibn import step
+from multibn.chainer_backend.links import MultiNodeBatchNormalization, steps
+
+
+@contextmanager
+def step_statistics(model: chainer.Link) -> Iterator[None]:
+    """Update the moving averages of `model` once for all forward passes in this context.
+
+    As `multibn.torch_backend.step_statistics`: at the end of the context, `avg_mean` and `avg_var`
+    of the multi-node links move by the statistics of all batches together, and `N` by one if the
+    last call of the link had `finetune=True`. Not collective.
+
+    Parameters
+    ----------
+    model
+        A chain with multi-node links, or one such link.
+
+    Raises
+    ------
+    ValueError
+        If `model` has no multi-node link.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn.chainer_backend import MultiNodeBatchNormalization, step_statistics
+    >>> link = MultiNodeBatchNormalization(1, None, decay=0.0)
+    >>> with step_statistics(link):
+    ...     for x in np.asarray([[[1.0], [3.0]], [[5.0], [7.0]]], "f"):
+    ...         y = link(x)
+    >>> print(link.avg_mean)
+    [4.]
+    """
+    links = [link for link in model.links() if isinstance(link, MultiNodeBatchNormalization)]
+    if not links:
+        raise ValueError(
+            "`model` must have a multi-node link: got none in "
+            f"{type(model).__qualname__}. Convert the model by create_mnbn_model."
+        )
+    entered = [link for link in links if link not in steps]
+    for link in entered:
+        steps[link] = None
+    pools = []
+    try:
+        yield
+    finally:
+        pools = [(link, steps.pop(link)) for link in entered]
+    for link, pooled in pools:
+        if pooled is not None:
+            pool, finetune = pooled
+            running = link.running(finetune)
+            step.move(running, *pool.compute())
+            link.count(running)

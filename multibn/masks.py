@@ -1,0 +1,108 @@
+"""Which elements of an activation count: masks and lengths, for any library of arrays.
+
+A mask of the engine has the shape of the activation but for the channel axes, which have size 1.
+"""
+
+from typing import Any, NamedTuple
+
+from array_api_compat import to_device
+
+from multibn._arrays import array_namespace, device, is_on_host
+from multibn._typing import Array, Weighting
+from multibn.kernels import generic
+
+
+class Asked(NamedTuple):
+    """The arguments `mask` and `lengths` of a layer, which `checked` makes one mask of."""
+
+    mask: Any = None
+    lengths: Any = None
+
+
+def checked(x: Array, asked: Asked, /, *, axis: tuple[int, ...], read: bool = True) -> Array | None:
+    """The engine's mask for `x`, whose axes `axis` are reduced; None if all elements count.
+
+    Raises TypeError or ValueError, naming the argument. The numbers of `lengths` are checked in
+    host memory only: this process would have to wait for a GPU.
+    """
+    mask, lengths = asked
+    if mask is None and lengths is None:
+        return None
+    if mask is not None and lengths is not None:
+        raise ValueError("`mask` and `lengths` cannot be passed together: got both.")
+    name, value = ("mask", mask) if lengths is None else ("lengths", lengths)
+    xp = array_namespace(x)
+    kind = type(x).__name__
+    if not hasattr(value, "dtype") or array_namespace(value) is not xp:
+        raise TypeError(f"`{name}` must be a {kind} like the input: got {type(value).__name__}.")
+    elements = tuple(x.shape[i] for i in axis)
+    if lengths is not None:
+        mask = _mask_of(lengths, elements, x)
+    if not xp.isdtype(mask.dtype, "bool"):
+        raise TypeError(
+            f"`mask` must be of dtype bool, True for the elements that count: got {mask.dtype}. "
+            "Compare first: mask > 0, for example."
+        )
+    if device(mask) != device(x):
+        raise ValueError(
+            f"`mask` must be on the device of the input, {device(x)}: got {device(mask)}."
+        )
+    shape = tuple(mask.shape)
+    fits = len(shape) <= len(elements) and all(
+        m in (1, n) for m, n in zip(reversed(shape), reversed(elements), strict=False)
+    )
+    if not fits:
+        raise ValueError(
+            f"`mask` must have the shape of the input without the channels, {elements}, or one "
+            f"that broadcasts to it: got {shape} for an input of shape {tuple(x.shape)}."
+        )
+    sizes = iter((1,) * (len(elements) - len(shape)) + shape)
+    mask = xp.reshape(mask, tuple(next(sizes) if i in axis else 1 for i in range(x.ndim)))
+    return xp.broadcast_to(mask, tuple(n if i in axis else 1 for i, n in enumerate(x.shape)))
+
+
+def share(
+    mask: Array, weighting: Weighting, /, *, axis: tuple[int, ...]
+) -> tuple[float | Array, float | Array]:
+    """What this rank counts for, and its elements per channel: numbers, or arrays on a GPU.
+
+    A sample that no element counts of is no sample.
+    """
+    xp = array_namespace(mask)
+
+    def number(v: Array) -> float | Array:
+        return float(v) if is_on_host(v) else generic.as_wide(v)
+
+    count = xp.count_nonzero(mask)
+    if weighting == "sample":
+        others = tuple(i for i in range(mask.ndim) if i != axis[0])
+        return number(xp.count_nonzero(xp.any(mask, axis=others))), number(count)
+    return number(count if weighting == "element" else count > 0), number(count)
+
+
+def _mask_of(lengths: Array, elements: tuple[int, ...], x: Array) -> Array:
+    """The mask of samples of these lengths, padded at their ends."""
+    xp = array_namespace(x)
+    if len(elements) < 2:
+        raise ValueError(
+            "`lengths` needs an input of shape (N, C, L) or (N, C, L, ...): got shape "
+            f"{tuple(x.shape)}."
+        )
+    if not xp.isdtype(lengths.dtype, "integral"):
+        raise TypeError(f"`lengths` must be integers: got dtype {lengths.dtype}.")
+    N, L, *others = elements
+    if tuple(lengths.shape) != (N,):
+        raise ValueError(
+            f"`lengths` must have shape ({N},), a number for each sample: got "
+            f"{tuple(lengths.shape)}."
+        )
+    if is_on_host(lengths):
+        for n, length in enumerate(lengths):
+            if not 0 <= length <= L:
+                raise ValueError(
+                    f"`lengths` must be from 0 to {L}, the size of axis 2 of the input: got "
+                    f"{int(length)} for sample {n}."
+                )
+    lengths = xp.reshape(to_device(lengths, device(x)), (N, 1))
+    mask = xp.arange(L, device=device(x)) < lengths
+    return xp.reshape(mask, (N, L) + (1,) * len(others))

@@ -1,0 +1,210 @@
+"""Masks and lengths in Chainer: elements that do not count take no part, whatever they hold."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multibn import SingleProcess
+from tests.helpers import reference, require
+from tests.helpers.ranks import ThreadCommunicator, run_ranks
+
+require.need("chainer")
+
+from multibn.chainer_backend import (  # noqa: E402
+    MultiNodeBatchNormalization,
+    finetune_population_statistics,
+    forget,
+    join,
+    multi_node_batch_normalization,
+    step_statistics,
+)
+
+import chainer  # noqa: E402  # isort: skip (multibn makes it importable)
+from chainer import functions as F  # noqa: E402  # isort: skip
+
+from tests.helpers.reference import relative_error  # noqa: E402
+
+C, STEPS = 3, 7
+LENGTHS = [[7, 2, 0, 5], [3, 1, 6]]  # of the samples on two ranks
+
+
+def batch(rank: int, padding: float = np.nan) -> tuple[Any, Any, Any]:
+    """Input, lengths and mask of a rank."""
+    rng = np.random.default_rng(rank)
+    lengths = np.asarray(LENGTHS[rank])
+    mask = np.arange(STEPS) < lengths[:, None]
+    x = rng.normal(3, 2, (len(lengths), C, STEPS))
+    return np.where(mask[:, None], x, padding), lengths, mask
+
+
+def chosen(x: Any, mask: Any) -> Any:
+    """The elements that count, `(elements, C)`."""
+    return np.moveaxis(x, 1, -1)[mask]
+
+
+def link_of(communicator: Any = None, **options: Any) -> Any:
+    communicator = SingleProcess() if communicator is None else communicator
+    return MultiNodeBatchNormalization(C, communicator, dtype=np.float64, **options)
+
+
+@pytest.mark.parametrize("padding", [0.0, 1e30, np.nan, np.inf])
+@pytest.mark.parametrize("weighting", ["element", "rank"])
+@pytest.mark.parametrize("forgets", [False, True])
+def test_equals_the_unpadded_oracle(weighting: Any, padding: float, forgets: bool) -> None:
+    rng = np.random.default_rng(9)
+    data = [batch(rank, padding) for rank in (0, 1)]
+    dys = [rng.normal(size=x.shape) for x, _, _ in data]
+    expected = reference.batch_norm(
+        [x for x, _, _ in data], dys, np.ones(C), np.zeros(C), eps=2e-5, weighting=weighting,
+        masks=[mask for _, _, mask in data],
+    )  # fmt: skip
+
+    def train(communicator: ThreadCommunicator) -> list[Any]:
+        link = link_of(communicator, weighting=weighting)
+        x, lengths, mask = data[communicator.rank]
+        options = {"lengths": lengths} if communicator.rank else {"mask": mask}
+        v = chainer.Variable(x)
+        link.cleargrads()
+        y = forget(lambda v: link(v, **options), v) if forgets else link(v, **options)
+        y.grad = dys[communicator.rank]
+        y.backward()
+        return [y.array, v.grad, link.gamma.grad, link.beta.grad, link.avg_mean, link.avg_var]
+
+    factor = expected.count / (expected.count - 1)
+    zeros = np.zeros(C)
+    mean, var = reference.running((zeros, zeros), expected.mean, expected.var, factor, 0.1)
+    for rank, (y, dx, dgamma, dbeta, avg_mean, avg_var) in enumerate(run_ranks(2, train)):
+        assert relative_error(y, expected.y[rank]) < 1e-11
+        assert relative_error(dx, expected.dx[rank]) < 1e-11
+        assert not np.moveaxis(dx, 1, -1)[~data[rank][2]].any()
+        assert relative_error(dgamma * 2, expected.dweight) < 1e-11
+        assert relative_error(dbeta * 2, expected.dbias) < 1e-11
+        assert relative_error(avg_mean, mean) < 1e-11
+        assert relative_error(avg_var, var) < 1e-11
+
+
+def test_evaluation() -> None:
+    x, lengths, mask = batch(0)
+    link = link_of()
+    link(x, mask=mask)
+    link.cleargrads()
+    v = chainer.Variable(x)
+    with chainer.using_config("train", False):
+        y = link(v, lengths=lengths)
+        expected = link(chosen(x, mask)).array
+    assert relative_error(chosen(y.array, mask), expected) < 1e-11
+    assert not np.moveaxis(y.array, 1, -1)[~mask].any()
+    F.sum(y * y).backward()
+    assert np.isfinite(link.gamma.grad).all()
+    assert not np.moveaxis(v.grad, 1, -1)[~mask].any()
+
+
+def test_other_axes_and_the_function() -> None:
+    """A mask has the axes that are reduced."""
+    x, lengths, mask = batch(0)
+    last = np.moveaxis(x, 1, -1).copy()
+    link = MultiNodeBatchNormalization(None, SingleProcess(), dtype=np.float64, axis=(0, 1))
+    y = link(last, mask=mask).array
+    expected = link_of()(x, lengths=lengths).array
+    assert relative_error(np.moveaxis(y, -1, 1), expected) < 1e-11
+    got, statistics = multi_node_batch_normalization(x, comm=SingleProcess(), mask=mask)
+    assert relative_error(got.array, expected) < 1e-11
+    assert statistics.count == sum(LENGTHS[0])
+
+
+def test_second_order() -> None:
+    x, _, mask = batch(0)
+    results = []
+    for array, options in ((x, {"mask": mask}), (chosen(x, mask), {})):
+        v = chainer.Variable(array)
+        y = link_of()(v, **options)
+        (g,) = chainer.grad([F.sum(y * y * y)], [v], enable_double_backprop=True)
+        (second,) = chainer.grad([F.sum(g * g * g)], [v])
+        results.append((g.array, second.array))
+    (g, second), (g_flat, second_flat) = results
+    assert relative_error(chosen(g, mask), g_flat) < 1e-9
+    assert relative_error(chosen(second, mask), second_flat) < 1e-9
+    assert not np.moveaxis(second, 1, -1)[~mask].any()
+
+
+class Model(chainer.Chain):
+    def __init__(self, communicator: Any) -> None:
+        super().__init__()
+        with self.init_scope():
+            self.norm = link_of(communicator, decay=0.0)
+
+    def forward(self, x: Any, lengths: Any) -> Any:
+        return self.norm(x, lengths=lengths)
+
+
+def test_fine_tuning() -> None:
+    """A model that passes masks is measured by them, over uneven ranks, too."""
+    data = [batch(0), batch(1)]
+
+    def measure(communicator: ThreadCommunicator) -> Any:
+        model = Model(communicator)
+        batches = [d[:2] for d in data][: 1 + communicator.rank]
+        options: Any = {"converter": None, "progress": False}
+        finetune_population_statistics(batches, model, communicator, **options)
+        return model.norm.avg_var
+
+    parts = [chosen(x, mask) for x, _, mask in (data[0], *data)]
+    for var in run_ranks(2, measure):
+        assert relative_error(var, np.concatenate(parts).var(0, ddof=1)) < 1e-11
+
+
+def test_join() -> None:
+    """A rank that has run out stands in with two samples, whose elements do not count."""
+
+    def train(communicator: ThreadCommunicator) -> Any:
+        model = Model(communicator)
+        x, lengths, _ = batch(communicator.rank)
+        batches = [[(a, n) for a, n in zip(x, lengths, strict=True)]] * (1 + communicator.rank)
+        with join(model, communicator) as joined:
+            for xs, ns in joined(batches):
+                y = model(xs, ns)
+                assert np.isfinite(y.array).all()
+                F.sum(y).backward()
+        return model.norm.avg_mean
+
+    x, _, mask = batch(1)
+    for mean in run_ranks(2, train):
+        assert relative_error(mean, chosen(x, mask).mean(0)) < 1e-11
+
+
+def test_a_step_of_masked_micro_batches() -> None:
+    link, expected = link_of(), link_of()
+    with step_statistics(link):
+        for x, lengths, _ in (batch(0), batch(1)):
+            link(x, lengths=lengths)
+    expected(np.concatenate([chosen(x, mask) for x, _, mask in (batch(0), batch(1))]))
+    assert relative_error(link.avg_var, expected.avg_var) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"mask": np.ones((4, C, STEPS), bool)}, ValueError, r"\(4, 7\), or .* got \(4, 3, 7\)"),
+        ({"mask": np.ones((4, STEPS))}, TypeError, "`mask` must be of dtype bool, .* got float64"),
+        ({"mask": [True] * STEPS}, TypeError, "`mask` must be a ndarray like the input: got list"),
+        ({"lengths": np.array([1, 8, 1, 1])}, ValueError, "from 0 to 7, .* got 8 for sample 1"),
+        ({"lengths": np.array([1, 2, 1, -1])}, ValueError, "from 0 to 7, .* got -1 for sample 3"),
+    ],
+)  # fmt: skip
+def test_wrong_masks_are_errors_on_every_rank(options: Any, error: Any, message: str) -> None:
+    def train(communicator: ThreadCommunicator) -> None:
+        wrong = communicator.rank == 0
+        expected = (error, message) if wrong else (RuntimeError, r"was refused on rank\(s\) \[0\]")
+        with pytest.raises(expected[0], match=expected[1]):
+            link_of(communicator)(np.zeros((4, C, STEPS)), **(options if wrong else {}))
+
+    run_ranks(2, train)
+
+
+def test_no_element_over_all_ranks() -> None:
+    def train(communicator: ThreadCommunicator) -> None:
+        with pytest.raises(ValueError, match="must leave an element of the batch: got none over 2"):
+            link_of(communicator)(np.zeros((4, C, STEPS)), mask=np.zeros((4, STEPS), bool))
+
+    run_ranks(2, train)

@@ -1,0 +1,293 @@
+"""One update of the running statistics for all forward passes of a step."""
+
+import copy
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multibn import SingleProcess
+from multibn.population import Pool
+from multibn.statistics import BatchStatistics
+from tests.helpers import require
+from tests.helpers.ranks import ThreadCommunicator, run_ranks
+
+require.need("torch")
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+from torch._dynamo.backends.registry import lookup_backend  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from multibn.torch_backend import (  # noqa: E402
+    SubBatchNorm1d,
+    SyncBatchNorm,
+    checkpoint_contexts,
+    convert_sync_batchnorm,
+    step_statistics,
+)
+from tests.helpers.reference import relative_error  # noqa: E402
+
+# Samples of each micro-batch on ranks 0 and 1; a rank may have none.
+STEPS = {
+    "1": [(5, 3)],
+    "2 uneven": [(1, 6), (4, 0)],
+    "5 uneven": [(2, 2), (1, 1), (5, 2), (0, 3), (3, 1)],
+}
+
+
+def data(sizes: Sequence[tuple[int, int]], rank: int) -> list[torch.Tensor]:
+    rng = np.random.default_rng([len(sizes), rank])
+    return [torch.from_numpy(rng.normal(3, 2, (n[rank], 4, 3))) for n in sizes]
+
+
+def numbers(layer: Any) -> list[torch.Tensor]:
+    return [b.clone() for b in layer.buffers()]
+
+
+@pytest.mark.parametrize("sizes", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("momentum", [0.3, None])
+def test_a_step_equals_one_batch(
+    sizes: list[tuple[int, int]], recomputes: bool, momentum: float | None
+) -> None:
+    whole = torch.cat([x for rank in (0, 1) for x in data(sizes, rank)])
+    expected = SyncBatchNorm(4, momentum=momentum, process_group=SingleProcess()).double()
+
+    def train(communicator: ThreadCommunicator) -> Any:
+        layer = SyncBatchNorm(4, momentum=momentum, process_group=communicator).double()
+        for _ in range(2):
+            with step_statistics(layer):
+                for x in data(sizes, communicator.rank):
+                    x.requires_grad_()
+                    y = (
+                        checkpoint(layer, x, use_reentrant=False, context_fn=checkpoint_contexts)
+                        if recomputes
+                        else layer(x)
+                    )
+                    y.square().sum().backward()
+        return layer
+
+    for layer in run_ranks(2, train):
+        for _ in range(2):
+            expected(whole)
+        for got, want in zip(layer.buffers(), expected.buffers(), strict=True):
+            assert relative_error(got, want) < 1e-12
+        assert layer.num_batches_tracked == 2
+        expected.reset_running_stats()
+
+
+@pytest.mark.parametrize("running_var", ["unbiased_local", "biased"])
+def test_conventions_of_the_running_variance(running_var: Any) -> None:
+    """A rank's own elements are those of all its micro-batches."""
+    sizes = STEPS["2 uneven"]
+
+    def train(communicator: ThreadCommunicator, sizes: Sequence[tuple[int, int]]) -> Any:
+        layer = SyncBatchNorm(4, process_group=communicator, running_var=running_var).double()
+        xs = data(STEPS["2 uneven"], communicator.rank)
+        with step_statistics(layer):
+            for x in xs if len(sizes) > 1 else [torch.cat(xs)]:
+                layer(x)
+        return layer.running_var
+
+    got = run_ranks(2, lambda c: train(c, sizes))
+    expected = run_ranks(2, lambda c: train(c, sizes[:1]))
+    for a, b in zip(got, expected, strict=True):
+        assert relative_error(a, b) < 1e-12
+
+
+def test_sub_batch_norm() -> None:
+    """Split k of the step is split k of all micro-batches."""
+    layer, expected = (SubBatchNorm1d(2, 4).double() for _ in range(2))
+    xs = [x for n in (4, 2, 6) for x in data([(n, 0)], 0)]
+    with step_statistics(layer):
+        for x in xs:
+            layer(x)
+    expected(torch.cat(xs))
+    for (name, got), want in zip(
+        layer.state_dict().items(), expected.state_dict().values(), strict=True
+    ):
+        assert relative_error(got, want) < 1e-12, name
+
+
+class WithOwnForward(nn.BatchNorm1d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).relu()
+
+
+def test_a_converted_layer_with_a_forward_pass_of_its_own() -> None:
+    layers = [convert_sync_batchnorm(WithOwnForward(4).double(), SingleProcess()) for _ in "ab"]
+    xs = data([(4, 0), (2, 0)], 0)
+    with step_statistics(layers[0]):
+        for x in xs:
+            layers[0](x)
+    layers[1](torch.cat(xs))
+    for got, want in zip(layers[0].buffers(), layers[1].buffers(), strict=True):
+        assert relative_error(got, want) < 1e-12
+
+
+def test_a_layer_used_twice_and_forward_passes_of_parts() -> None:
+    """All uses of a layer are one step; the order of passes does not matter."""
+    layer, expected = (SyncBatchNorm(4, process_group=SingleProcess()).double() for _ in "ab")
+    model = nn.Sequential(layer, nn.Tanh(), layer)
+    (x,) = data([(6, 0)], 0)
+    with step_statistics(model):
+        inner = model[:2](x)
+        model(x)
+        layer(inner)
+    once = layer(x)
+    layer.reset_running_stats()
+    with torch.no_grad():
+        inputs = [x, x, once.tanh(), once.tanh()]
+    expected(torch.cat(inputs))
+    with step_statistics(model):
+        for t in inputs:
+            layer(t)
+    for got, want in zip(layer.buffers(), expected.buffers(), strict=True):
+        assert relative_error(got, want) < 1e-12
+
+
+def test_evaluation_during_a_step() -> None:
+    """It uses the running statistics from before the step, and adds nothing."""
+    layer, expected = (SyncBatchNorm(4, process_group=SingleProcess()).double() for _ in "ab")
+    (x, z) = data([(6, 0), (3, 0)], 0)
+    before = layer.eval()(z)
+    with step_statistics(layer):
+        layer.train()(x)
+        assert torch.equal(layer.eval()(z), before)
+    assert layer.num_batches_tracked == 1
+    expected(x)
+    assert relative_error(layer.running_var, expected.running_var) < 1e-12
+
+
+def test_nothing_changes_without_a_batch_or_after_an_exception() -> None:
+    layer = SyncBatchNorm(4, process_group=SingleProcess()).double()
+    (x,) = data([(6, 0)], 0)
+    layer(x)
+    before = numbers(layer)
+    with step_statistics(layer):
+        layer(x[:0])
+    with pytest.raises(ValueError, match="must have 4 channels"), step_statistics(layer):
+        layer(layer(x)[:, :3])
+    with step_statistics(layer):
+        pass
+    for got, want in zip(layer.buffers(), before, strict=True):
+        assert torch.equal(got, want)
+    layer(x)  # the step is over
+    assert layer.num_batches_tracked == 2
+
+
+def test_a_step_inside_of_a_step_belongs_to_the_outer_one() -> None:
+    layer, expected = (SyncBatchNorm(4, process_group=SingleProcess()).double() for _ in "ab")
+    xs = data([(6, 0), (3, 0), (2, 0)], 0)
+    with step_statistics(layer):
+        layer(xs[0])
+        with step_statistics(nn.Sequential(layer)):
+            layer(xs[1])
+        assert layer.num_batches_tracked == 0
+        layer(xs[2])
+    expected(torch.cat(xs))
+    assert layer.num_batches_tracked == 1
+    assert relative_error(layer.running_var, expected.running_var) < 1e-12
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_has_no_part_in_the_step(duplicate: Any) -> None:
+    model = nn.Sequential(
+        SyncBatchNorm(4, process_group=SingleProcess()), SubBatchNorm1d(2, 4)
+    ).double()
+    (x,) = data([(6, 0)], 0)
+    with step_statistics(model):
+        model(x)
+        twin = duplicate(model)
+        twin(x)
+        assert [int(b) for b in twin.buffers() if not b.is_floating_point()] == [1, 1, 1]
+        assert [int(b) for b in model.buffers() if not b.is_floating_point()] == [0, 0, 0]
+    for got, want in zip(model.buffers(), twin.buffers(), strict=True):
+        assert relative_error(got, want) < 1e-12
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Dynamo itself
+def test_a_compiled_model() -> None:
+    """It is compiled again for steps, and once only; outside of steps it updates at once."""
+    torch._dynamo.reset()
+    model = nn.Sequential(
+        SyncBatchNorm(4, process_group=SingleProcess()),
+        SyncBatchNorm(4, momentum=None, process_group=SingleProcess()),
+        SubBatchNorm1d(2, 4),
+    ).double()
+    eager = copy.deepcopy(model)
+    graphs = []
+
+    def count(module: Any, inputs: Any) -> Any:
+        graphs.append(module)
+        return lookup_backend("aot_eager")(module, inputs)
+
+    compiled: Any = torch.compile(model, backend=count, fullgraph=True)
+    xs = data([(6, 0)] * 3, 0)
+    for each in (compiled, eager):
+        each(xs[0])
+        compiled_after = []
+        for _ in range(2):
+            with step_statistics(each):
+                for x in xs:
+                    each(x).square().sum().backward()
+            compiled_after.append(len(graphs))
+        each(xs[1])
+        assert compiled_after == [len(graphs)] * 2
+    for (name, got), want in zip(
+        model.state_dict().items(), eager.state_dict().values(), strict=True
+    ):
+        assert relative_error(got, want) < 1e-12, name
+    assert model[0].num_batches_tracked == 4
+
+
+def test_a_model_without_layers_of_this_package() -> None:
+    with (
+        pytest.raises(
+            ValueError, match=r"must have a layer of multibn\.torch_backend: got none in"
+        ),
+        step_statistics(nn.BatchNorm1d(4)),
+    ):
+        pass
+
+
+def test_a_layer_without_running_statistics_is_left_alone() -> None:
+    layer = SyncBatchNorm(4, track_running_stats=False, process_group=SingleProcess())
+    with step_statistics(layer):
+        layer(torch.randn(3, 4))
+    assert not list(layer.buffers())
+
+
+def test_other_weightings_count_batches_by_their_elements() -> None:
+    """So a step equals one batch if all ranks divide theirs alike, and otherwise need not."""
+    sizes = [(2, 6), (1, 3)]
+
+    def train(communicator: ThreadCommunicator, micro: bool) -> Any:
+        layer = SyncBatchNorm(4, process_group=communicator, weighting="rank").double()
+        xs = data(sizes, communicator.rank)
+        with step_statistics(layer):
+            for x in xs if micro else [torch.cat(xs)]:
+                layer(x)
+        return layer.running_mean
+
+    got = run_ranks(2, lambda c: train(c, micro=True))
+    expected = run_ranks(2, lambda c: train(c, micro=False))
+    for a, b in zip(got, expected, strict=True):
+        assert relative_error(a, b) < 1e-12
+
+
+def test_a_pool_keeps_its_digits_where_the_mean_is_large() -> None:
+    rng = np.random.default_rng(0)
+    parts = [rng.normal(1e6, 1, (n, 3)) for n in (7, 0, 2, 40)]
+    pool = Pool(np.zeros(3, "f"))
+    for x in parts:
+        mean, var = (x.mean(0), x.var(0)) if len(x) else (np.zeros(3), np.zeros(3))
+        pool.add(BatchStatistics(mean, var, np.array(float(len(x))), np.array(0)), local_count=2)
+    batch, local_count = pool.compute()
+    whole = np.concatenate(parts)
+    assert relative_error(batch.mean, whole.mean(0)) < 1e-14
+    assert relative_error(batch.var, whole.var(0)) < 1e-9  # the sum of squares would be off by 1e-4
+    assert (batch.count, local_count) == (49, 6)

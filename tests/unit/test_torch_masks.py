@@ -1,0 +1,502 @@
+"""Masks and lengths: elements that do not count take no part, whatever they hold."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multibn import SingleProcess
+from tests.helpers import reference, require
+from tests.helpers.ranks import ThreadCommunicator, run_ranks
+
+require.need("torch")
+
+import torch  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from multibn.torch_backend import (  # noqa: E402
+    NaiveSyncBatchNorm1d,
+    SubBatchNorm1d,
+    SyncBatchNorm,
+    checkpoint_contexts,
+    convert_sync_batchnorm,
+    join,
+    normalize_together,
+    step_statistics,
+    sync_batch_norm,
+    update_bn_stats,
+)
+from tests.helpers.reference import relative_error  # noqa: E402
+
+ALONE = SingleProcess()
+C, L = 3, 7
+LENGTHS = [[7, 2, 0, 5], [3, 1, 6]]  # of the samples on two ranks
+PADDINGS = [0.0, 1e30, float("nan"), float("inf")]
+
+
+def batch(
+    rank: int, padding: float = float("nan"), dtype: Any = torch.float64
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Input, lengths and mask of a rank."""
+    rng = np.random.default_rng(rank)
+    lengths = torch.tensor(LENGTHS[rank])
+    mask = torch.arange(L) < lengths[:, None]
+    x = torch.from_numpy(rng.normal(3, 2, (len(lengths), C, L))).to(dtype)
+    return torch.where(mask[:, None], x, padding), lengths, mask
+
+
+def chosen(x: Tensor, mask: Tensor) -> Tensor:
+    """The elements that count, `(elements, C)`."""
+    return x.movedim(1, -1)[mask]
+
+
+def layer_of(communicator: Any = ALONE, **options: Any) -> SyncBatchNorm:
+    layer = SyncBatchNorm(C, process_group=communicator, **options).double()
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([1.5, -0.5, 1.0]))
+        layer.bias.copy_(torch.tensor([0.5, 0.0, -1.0]))
+    return layer
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("weighting", ["element", "rank"])
+@pytest.mark.parametrize("argument", ["mask", "lengths"])
+def test_equals_the_unpadded_oracle(argument: str, weighting: Any, padding: float) -> None:
+    rng = np.random.default_rng(9)
+    data = [batch(rank, padding) for rank in (0, 1)]
+    dys = [rng.normal(size=x.shape) for x, _, _ in data]
+    xs, masks = [d[0].numpy() for d in data], [d[2].numpy() for d in data]
+    weight, bias = (p.detach().numpy() for p in layer_of().parameters())
+    expected = reference.batch_norm(
+        xs, dys, weight, bias, eps=1e-5, weighting=weighting, masks=masks
+    )
+
+    def train(communicator: ThreadCommunicator) -> list[Any]:
+        layer = layer_of(communicator, weighting=weighting)
+        x, lengths, mask = data[communicator.rank]
+        x = x.clone().requires_grad_()
+        y = layer(x, **{argument: mask if argument == "mask" else lengths})
+        y.backward(torch.from_numpy(dys[communicator.rank]))
+        grads = [layer.weight.grad, layer.bias.grad]
+        return [y.detach(), x.grad, *grads, layer.running_mean, layer.running_var]
+
+    ranks = run_ranks(2, train)
+    factor = expected.count / (expected.count - 1)
+    zeros, ones = np.zeros(C), np.ones(C)
+    mean, var = reference.running((zeros, ones), expected.mean, expected.var, factor, 0.1)
+    for rank, (y, dx, _, _, running_mean, running_var) in enumerate(ranks):
+        assert relative_error(y, expected.y[rank]) < 1e-11
+        assert relative_error(dx, expected.dx[rank]) < 1e-11
+        assert not y.movedim(1, -1)[~data[rank][2]].any()
+        assert not dx.movedim(1, -1)[~data[rank][2]].any()
+        assert relative_error(running_mean, mean) < 1e-11
+        assert relative_error(running_var, var) < 1e-11
+    assert relative_error(sum(r[2] for r in ranks), expected.dweight) < 1e-11
+    assert relative_error(sum(r[3] for r in ranks), expected.dbias) < 1e-11
+
+
+def compare(
+    layer: Any, run: Callable[..., Tensor], *, dtype: Any = torch.float64, bound: float = 1e-11
+) -> None:
+    """`run(layer, x, mask)` against the same layer on the elements that count."""
+    x, _, mask = batch(0, dtype=dtype)
+    plain = copy.deepcopy(layer)
+    x.requires_grad_()
+    flat = chosen(x.detach(), mask).requires_grad_()
+    for _ in range(2):
+        y, expected = run(layer, x, mask), plain(flat)
+        dy = torch.linspace(-1, 2, y.numel(), dtype=y.dtype).reshape(y.shape)
+        y.backward(dy)
+        expected.backward(chosen(dy, mask))
+    assert x.grad is not None
+    assert flat.grad is not None
+    assert relative_error(chosen(y, mask).detach().double(), expected.detach().double()) < bound
+    assert relative_error(chosen(x.grad, mask).double(), flat.grad.double()) < bound
+    for name in ("weight", "bias"):
+        got, want = getattr(layer, name).grad, getattr(plain, name).grad
+        assert relative_error(got.double(), want.double()) < bound
+    for got, want in zip(layer.buffers(), plain.buffers(), strict=True):
+        assert relative_error(got.double(), want.double()) < bound
+    assert not y.movedim(1, -1)[~mask].any()
+    assert not x.grad.movedim(1, -1)[~mask].any()
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        layer_of(),
+        layer_of(momentum=None),
+        layer_of(running_var="unbiased_local"),
+        layer_of(fuse_relu=True),
+        NaiveSyncBatchNorm1d(num_features=C, process_group=ALONE).double(),
+        convert_sync_batchnorm(nn.BatchNorm1d(C).double(), ALONE),
+        layer_of().eval(),
+    ],
+    ids=lambda layer: str(layer)[:60],
+)
+def test_a_layer(layer: Any) -> None:
+    compare(layer, lambda layer, x, mask: layer(x, mask=mask))
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+def test_16_bits(dtype: Any, bound: float) -> None:
+    layer = SyncBatchNorm(C, process_group=ALONE)
+    compare(layer, lambda layer, x, mask: layer(x, mask=mask), dtype=dtype, bound=bound)
+
+
+def test_a_checkpoint() -> None:
+    def run(layer: Any, x: Tensor, mask: Tensor) -> Any:
+        options: Any = {"use_reentrant": False, "context_fn": checkpoint_contexts}
+        return checkpoint(layer, x, mask=mask, **options)
+
+    compare(layer_of(), run)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Dynamo itself
+@pytest.mark.parametrize("options", [{}, {"running_var": "unbiased_local"}, {"fuse_relu": True}])
+def test_a_compiled_layer(options: Any) -> None:
+    torch._dynamo.reset()
+
+    def run(layer: Any, x: Tensor, mask: Tensor) -> Any:
+        return torch.compile(layer, backend="aot_eager", fullgraph=True)(x, mask=mask)
+
+    compare(layer_of(**options), run)
+
+
+def test_compiled_lengths() -> None:
+    torch._dynamo.reset()
+    x, lengths, mask = batch(0)
+    compiled = torch.compile(layer_of(), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x, lengths=lengths), layer_of()(x, mask=mask))
+
+
+def test_masks_that_broadcast() -> None:
+    x = torch.randn(4, C, 5, 6)
+    mask = torch.rand(5, 6) < 0.5
+    layer, expected = layer_of().float(), layer_of().float()
+    y = layer(x, mask=mask)
+    torch.testing.assert_close(
+        chosen(y, mask.expand(4, 5, 6)), expected(chosen(x, mask.expand(4, 5, 6)))
+    )
+    for same in (mask[None], mask.expand(4, 5, 6)):
+        assert torch.equal(layer_of().float()(x, mask=same), y)
+
+
+@pytest.mark.parametrize("shape", [(4, C, 5, 6), (4, C, 3, 5, 6), (8, C)])
+def test_channels_last(shape: tuple[int, ...]) -> None:
+    """The output keeps the memory format."""
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    mask = torch.rand((shape[0], *shape[2:])) < 0.5
+    x.movedim(1, -1)[~mask] = float("nan")
+    last = x.movedim(1, -1).contiguous().movedim(-1, 1).requires_grad_()
+    y, expected = layer_of().float()(last, mask=mask), layer_of().float()(x, mask=mask)
+    y.sum().backward()
+    assert y.stride() == last.stride()
+    assert last.grad is not None
+    assert last.grad.stride() == last.stride()
+    torch.testing.assert_close(y, expected)
+
+
+def test_a_residual_and_relu() -> None:
+    x, _, mask = batch(0)
+    residual = torch.randn_like(x).requires_grad_()
+    with torch.no_grad():
+        residual.movedim(1, -1)[~mask] = float("nan")
+    flat = chosen(residual.detach(), mask).requires_grad_()
+    layer, plain = layer_of(fuse_relu=True), layer_of(fuse_relu=True)
+    y, expected = layer(x, residual, mask=mask), plain(chosen(x, mask), flat)
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    assert relative_error(chosen(y, mask).detach(), expected.detach()) < 1e-11
+    assert residual.grad is not None
+    assert flat.grad is not None
+    assert relative_error(chosen(residual.grad, mask), flat.grad) < 1e-11
+    assert not residual.grad.movedim(1, -1)[~mask].any()
+    assert not y.movedim(1, -1)[~mask].any()
+    sum_only = layer_of()
+    sum_only(x, residual, mask=mask).sum().backward()
+    assert float(residual.grad.movedim(1, -1)[~mask].abs().sum()) == 0
+
+
+@pytest.mark.parametrize("argument", ["mask", "lengths"])
+def test_second_order(argument: str) -> None:
+    x, lengths, mask = batch(0)
+    flat = chosen(x, mask).requires_grad_()
+    x.requires_grad_()
+    results = []
+    for layer, v, options in (
+        (layer_of(), x, {argument: mask if argument == "mask" else lengths}),
+        (layer_of(), flat, {}),
+    ):
+        y = layer(v, **options)
+        weights = torch.linspace(1, 2, C).double()[:, None]
+        loss = (y.movedim(1, -1) if y.ndim == 3 else y).pow(3) @ weights
+        (g,) = torch.autograd.grad(loss.sum(), v, create_graph=True)
+        (second,) = torch.autograd.grad(g.pow(3).sum(), v)
+        results.append((g.detach(), second))
+    (g, second), (g_flat, second_flat) = results
+    assert relative_error(chosen(g, mask), g_flat) < 1e-9
+    assert relative_error(chosen(second, mask), second_flat) < 1e-9
+    assert not second.movedim(1, -1)[~mask].any()
+
+
+def test_torch_func() -> None:
+    x, _, mask = batch(0)
+    layer = layer_of(track_running_stats=False)
+
+    def loss(x: Tensor) -> Tensor:
+        return layer(x, mask=mask).pow(3).sum()
+
+    grad = torch.func.grad(loss)(x)
+    v = x.clone().requires_grad_()
+    loss(v).backward()
+    assert v.grad is not None
+    assert relative_error(grad.detach(), v.grad) < 1e-11
+
+
+def test_functional() -> None:
+    x, lengths, mask = batch(0)
+    y, statistics = sync_batch_norm(x, process_group=ALONE, mask=mask)
+    expected, plain = sync_batch_norm(chosen(x, mask), process_group=ALONE)
+    assert relative_error(chosen(y, mask), expected) < 1e-11
+    assert relative_error(statistics.var, plain.var) < 1e-11
+    assert statistics.count == plain.count == sum(LENGTHS[0])
+    assert torch.equal(sync_batch_norm(x, process_group=ALONE, lengths=lengths)[0], y)
+
+
+def test_sub_batch_norm() -> None:
+    """Each split is normalized by its own elements, whose numbers differ."""
+    x, lengths, mask = batch(0)
+    layer: Any = SubBatchNorm1d(2, C, process_group=ALONE, momentum=1.0).double()
+    splits = [SyncBatchNorm(C, process_group=ALONE, momentum=1.0).double() for _ in range(2)]
+    y = layer(x, lengths=lengths)
+    for k, split in enumerate(splits):
+        expected = split(chosen(x[k::2], mask[k::2]))
+        assert relative_error(chosen(y[k::2], mask[k::2]).detach(), expected.detach()) < 1e-11
+        got = layer.split_bn.running_var.view(2, C)[k]
+        assert relative_error(got, split.running_var) < 1e-11
+    assert layer.split_bn.num_batches_tracked == layer.bn.num_batches_tracked == 1
+    assert not y.movedim(1, -1)[~mask].any()
+    y.sum().backward()
+    assert torch.isfinite(layer.weight.grad).all()
+    evaluated = layer.eval()(x, mask=mask)
+    assert not evaluated.movedim(1, -1)[~mask].any()
+    assert torch.isfinite(evaluated).all()
+    with (
+        pytest.raises(NotImplementedError, match="SubBatchNorm1d with a `mask` cannot be in a ste"),
+        step_statistics(layer),
+    ):
+        layer.train()(x, mask=mask)
+    calls: list[Any] = []
+    layer.split_bn.register_forward_hook(lambda *args: calls.append(args))
+    assert relative_error(layer(x, mask=mask).detach(), y.detach()) < 1e-11
+    assert calls
+    layer.split_bn = nn.BatchNorm1d(2 * C)
+    with pytest.raises(TypeError, match="need the parts that a SubBatchNorm1d is made with: got B"):
+        layer(x, mask=mask)
+
+
+def test_normalize_together() -> None:
+    x, _, mask = batch(0)
+    others = torch.randn(4, 2, 5).double()
+    layers = [layer_of(), SyncBatchNorm(2, process_group=ALONE).double()]
+    y, other = normalize_together(layers, [x, others], masks=[mask, None])
+    assert relative_error(y.detach(), layer_of()(x, mask=mask).detach()) < 1e-11
+    plain = SyncBatchNorm(2, process_group=ALONE).double()
+    assert relative_error(other.detach(), plain(others).detach()) < 1e-11
+    with pytest.raises(ValueError, match="`masks` must be one for each of `layers`, which"):
+        normalize_together(layers, [x, others], masks=[mask])
+
+
+class Masked(nn.Module):
+    """A model that passes lengths on."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Any:
+        return self.norm(x, lengths=lengths)
+
+
+@pytest.mark.parametrize("kind", ["sync", "sub"])
+def test_update_bn_stats(kind: str) -> None:
+    """A model that passes masks is measured by them, over uneven ranks, too."""
+    data = [batch(0), batch(1)]
+    whole = torch.cat([chosen(x, mask) for x, _, mask in data])
+
+    def measure(communicator: ThreadCommunicator) -> Any:
+        norm: Any = SyncBatchNorm(C, process_group=communicator)
+        if kind == "sub":
+            norm = SubBatchNorm1d(1, C, process_group=communicator)
+        model = Masked(norm).double()
+        batches = [data[0], data[1]] if communicator.rank else [data[0]]
+        update_bn_stats(
+            model, batches, forward_fn=lambda m, b: m(*b[:2]), process_group=communicator,
+            progress=False,
+        )  # fmt: skip
+        return norm.running_var if kind == "sync" else norm.bn.running_var
+
+    elements = torch.cat([whole, chosen(data[0][0], data[0][2])])
+    for var in run_ranks(2, measure):
+        assert relative_error(var, elements.var(0)) < 1e-11
+
+
+def test_join() -> None:
+    """A rank without data left gets an empty batch, with empty lengths."""
+
+    def train(communicator: ThreadCommunicator) -> Any:
+        model = Masked(SyncBatchNorm(C, process_group=communicator, momentum=1.0)).double()
+        x, lengths, _ = batch(communicator.rank)
+        with join(model, communicator) as joined:
+            for each in joined([(x, lengths)] * (1 + communicator.rank)):
+                model(*each).sum().backward()
+        return model.norm.running_mean
+
+    x, _, mask = batch(1)
+    for mean in run_ranks(2, train):  # the second step has the data of rank 1 only
+        assert relative_error(mean, chosen(x, mask).mean(0)) < 1e-11
+
+
+def nested(rank: int, jagged_dim: int) -> Tensor:
+    x, lengths, _ = batch(rank)
+    rows = [s[:, :n].t() for s, n in zip(x, lengths, strict=True)]
+    t = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    return t if jagged_dim == 1 else t.transpose(1, 2)
+
+
+@pytest.mark.parametrize("jagged_dim", [1, 2])
+@pytest.mark.parametrize("training", [True, False])
+def test_jagged_nested_tensors(jagged_dim: int, training: bool) -> None:
+    x, _, mask = batch(0)
+    t = nested(0, jagged_dim).detach().requires_grad_()
+    layer, expected = layer_of().train(training), layer_of().train(training)
+    y = layer(t)
+    assert y.is_nested
+    assert y.shape == t.shape
+    values = y.values() if jagged_dim == 1 else y.values().t()
+    assert relative_error(values.detach(), expected(chosen(x, mask)).detach()) < 1e-11
+    values.square().sum().backward()
+    assert t.grad is not None
+    assert t.grad.is_nested
+    assert relative_error(layer.running_var, expected.running_var) < 1e-11
+
+
+def test_update_bn_stats_of_nested_tensors() -> None:
+    model = nn.Sequential(layer_of())
+    update_bn_stats(model, [nested(0, 1), nested(1, 1)], process_group=ALONE, progress=False)
+    whole = torch.cat([chosen(x, mask) for x, _, mask in (batch(0), batch(1))])
+    assert relative_error(model[0].running_var, whole.var(0)) < 1e-11
+
+
+def test_wrong_nested_tensors() -> None:
+    t = nested(0, 1)
+    starts, sizes = torch.zeros(2).long(), torch.tensor([2, 3])
+    narrowed = torch.nested.narrow(torch.zeros(2, 5, C), 1, starts, sizes, layout=torch.jagged)
+    wrong = [
+        (t, {"mask": torch.ones(4, L).bool()}, ValueError, "a nested tensor has lengths of"),
+        (narrowed, {}, TypeError, "no gaps between its samples"),
+        (torch.nested.nested_tensor([torch.zeros(2, C, 4)], layout=torch.jagged), {}, ValueError,
+         r"must have shape \(N, j, C\) or \(N, C, j, \*others\)"),
+    ]  # fmt: skip
+    for x, options, error, message in wrong:
+        with pytest.raises(error, match=message):
+            layer_of()(x, **options)
+
+
+X = torch.zeros(4, C, L, dtype=torch.float64)
+WRONG: list[tuple[str, dict[str, Any], Any, str]] = [
+    ("both", {"mask": torch.ones(4, L).bool(), "lengths": torch.ones(4).long()}, ValueError,
+     "`mask` and `lengths` cannot be passed together: got both"),
+    ("shape", {"mask": torch.ones(4, C, L).bool()}, ValueError,
+     r"`mask` must have the shape of the input without the channels, \(4, 7\), or one that "
+     r"broadcasts to it: got \(4, 3, 7\) for an input of shape \(4, 3, 7\)"),
+    ("size", {"mask": torch.ones(3, L).bool()}, ValueError, r"\(4, 7\), .* got \(3, 7\)"),
+    ("dtype", {"mask": torch.ones(4, L)}, TypeError, "must be of dtype bool.*: got torch.float32"),
+    ("device", {"mask": torch.ones(4, L, device="meta").bool()}, ValueError,
+     "`mask` must be on the device of the input, cpu: got meta"),
+    ("type", {"mask": np.ones((4, L), bool)}, TypeError, "`mask` must be a Tensor.*: got ndarray"),
+    ("list", {"lengths": [1, 2, 3, 4]}, TypeError, "`lengths` must be a Tensor.*: got list"),
+    ("long", {"lengths": torch.tensor([1, 8, 0, 1])}, ValueError,
+     "`lengths` must be from 0 to 7, the size of axis 2 of the input: got 8 for sample 1"),
+    ("negative", {"lengths": torch.tensor([1, 7, -1, 1])}, ValueError, "got -1 for sample 2"),
+    ("number", {"lengths": torch.ones(3).long()}, ValueError, r"shape \(4,\), .* got \(3,\)"),
+    ("real", {"lengths": torch.ones(4)}, TypeError, "must be integers: got dtype torch.float32"),
+    ("none", {"lengths": torch.zeros(4).long()}, ValueError,
+     "`mask` or `lengths` must leave an element of the batch: got none over 2 rank"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, options, error, message", WRONG, ids=[w[0] for w in WRONG])
+def test_wrong_masks_are_errors_on_every_rank(
+    name: str, options: dict[str, Any], error: Any, message: str
+) -> None:
+    """The rank names the argument; the others learn that it has refused."""
+
+    def train(communicator: ThreadCommunicator) -> None:
+        right = {"mask": torch.ones(4, L).bool()}
+        everywhere = name == "none"
+        with pytest.raises(
+            error if communicator.rank == 0 or everywhere else RuntimeError,
+            match=message
+            if communicator.rank == 0 or everywhere
+            else r"refused on rank\(s\) \[0\]",
+        ):
+            layer_of(communicator)(
+                X, **(options if communicator.rank == 0 or everywhere else right)
+            )
+
+    run_ranks(2, train)
+
+
+def test_lengths_need_an_axis_to_be_of() -> None:
+    with pytest.raises(ValueError, match=r"`lengths` needs an input of shape \(N, C, L\)"):
+        layer_of()(X[:, :, 0], lengths=torch.ones(4).long())
+
+
+def test_evaluation_checks_masks_too() -> None:
+    with pytest.raises(TypeError, match="must be of dtype bool"):
+        layer_of().eval()(X, mask=torch.ones(4, L))
+
+
+def test_one_element_over_all_ranks() -> None:
+    def train(communicator: ThreadCommunicator) -> None:
+        mask = torch.zeros(4, L).bool()
+        mask[0, 0] = communicator.rank == 0
+        with pytest.raises(ValueError, match="needs more than 1 value per channel over all ranks"):
+            layer_of(communicator)(X, mask=mask)
+
+    run_ranks(2, train)
+
+
+def test_a_step_of_masked_micro_batches() -> None:
+    """`step_statistics` pools by the elements that count."""
+    layer, plain = (layer_of(running_var="unbiased_local") for _ in "ab")
+    with step_statistics(layer):
+        for rank in (0, 1):
+            x, lengths, _ = batch(rank)
+            layer(x, lengths=lengths)
+    plain(torch.cat([chosen(x, mask) for x, _, mask in (batch(0), batch(1))]))
+    for got, want in zip(layer.buffers(), plain.buffers(), strict=True):
+        assert relative_error(got, want) < 1e-12
+
+
+def test_a_masked_layer_saves_the_mask_only() -> None:
+    """Beside the input, which the graph has anyway."""
+    x, _, mask = batch(0)
+    saved: list[Tensor] = []
+
+    def pack(t: Tensor) -> Tensor:
+        saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        layer_of()(x.requires_grad_(), mask=mask)
+    large = [t for t in saved if t.numel() > 2 * C]
+    assert [t.dtype for t in large] == [torch.float64, torch.bool]
+    assert large[0].data_ptr() == x.data_ptr()
+    assert large[1].data_ptr() == mask.data_ptr()
