@@ -214,7 +214,7 @@ def _open_streams(*, unbuffered: bool) -> None:
     for name, number in (("stdout", 1), ("stderr", 2)):
         file = open(number, "wb", buffering=0 if unbuffered else -1, closefd=False)  # noqa: SIM115
         stream = io.TextIOWrapper(
-            file,  # type: ignore[arg-type]
+            file,
             encoding="utf-8",
             errors="backslashreplace" if number == 2 else "strict",
             line_buffering=number == 2,
