@@ -89,13 +89,14 @@ class Machines:
         """Ends when all ranks have met."""
         with ExitStack() as stack:
             offer: dict[str, Any] = {"pid": os.getpid()}
-            if why_not() is None:
+            shares = why_not() is None
+            if shares:
                 with suppress(OSError):
                     size = (2 * _NUMBER * _NUMBERS + _GATE) * self._size
                     offer, self._memory = stack.enter_context(_offered(size))
             offers = yield from self._gather("offer", offer)
             first = self._rank
-            for rank in range(self._rank):
+            for rank in range(self._rank if shares else 0):
                 memory = _opened(offers[rank])
                 if memory is not None:
                     first, self._memory = rank, memory
@@ -148,7 +149,7 @@ class Machines:
             slots = np.ndarray((2, num_here, length), np.float64, self._memory, start + gates.size)
             parts = (number, self._neighbours, gates, slots, buffer)
             line = _SharedLine(*parts) if len(firsts) == 1 else _LineOverMachines(*parts, across)
-        return line if buffer is not None else _InPieces(line, length * _NUMBER)
+        return line if buffer is not None else _InPieces(line, length * _NUMBER, self._size)
 
 
 class _Neighbours:
@@ -205,26 +206,35 @@ class _Line:
 
 
 class _InPieces:
-    """A line for arrays of any length: the messages of a line with slots of `nbytes`."""
+    """A line for arrays of any length: the messages of a line with slots of `nbytes`.
 
-    def __init__(self, line: Line, nbytes: int) -> None:
-        self._line, self._nbytes, self.opened = line, nbytes, line.opened
+    The first message tells whether the `size` ranks send arrays of one dtype and shape. Memory does
+    not tell: numbers of one rank would be added to whatever stands beside those of another.
+    """
+
+    def __init__(self, line: Line, nbytes: int, size: int) -> None:
+        self._line, self._nbytes, self._size, self.opened = line, nbytes, size, line.opened
 
     def begin(self, a: HostArray) -> Done:
-        if a.nbytes <= self._nbytes:
-            return self._line.begin(a)
         flat, n = a.reshape(-1), self._nbytes // a.itemsize
+        fingerprint = message.fingerprint(f"{a.dtype} {a.shape}")
+        kind = np.array([fingerprint, fingerprint**2])
         pieces = iter([flat[start : start + n] for start in range(0, flat.size, n)])
-        current = self._line.begin(next(pieces))
+        current = self._line.begin(kind)
+        are_alike = True
 
         def done(seconds: float) -> bool:
-            nonlocal current
+            nonlocal current, are_alike
             end = time.monotonic() + seconds
-            while current(max(end - time.monotonic(), 0.0)):
-                piece = next(pieces, None)
-                if piece is None:
-                    return True
-                current = self._line.begin(piece)
+            while are_alike and current(max(end - time.monotonic(), 0.0)):
+                are_alike = message.all_equal(*kind, self._size)
+                if are_alike:
+                    piece = next(pieces, None)
+                    if piece is None:
+                        return True
+                    current = self._line.begin(piece)
+            if not are_alike:  # the notices will say where the other ranks are
+                time.sleep(max(end - time.monotonic(), 0.0))
             return False
 
         return done

@@ -102,7 +102,10 @@ class Torch:
                         return None
                     if not a.is_contiguous() if strides is None else a.stride() != strides:
                         return None
-                    addresses.append(a.data_ptr())
+                    address = a.data_ptr()
+                    if not address:  # lazy zeros, as torch has them for gradients
+                        return None
+                    addresses.append(address)
         except RuntimeError:  # a tensor that torch.func transforms has no address
             return None
         return addresses
@@ -121,7 +124,9 @@ class Torch:
         for shape in shapes:
             like = self._templates.get((dtype, shape))
             if like is None:
-                like = self._templates[dtype, shape] = self._torch.empty(shape, dtype=dtype)
+                # The default device may be a GPU.
+                like = self._torch.empty(shape, dtype=dtype, device="cpu")
+                self._templates[dtype, shape] = like
             tensor = self.empty_like(like)  # in half of the time of torch.empty
             tensors.append(tensor)
             addresses.append(tensor.data_ptr())

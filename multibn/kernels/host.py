@@ -13,8 +13,9 @@ the number of threads.
 import math
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache, lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
@@ -410,14 +411,22 @@ def _run(
 ) -> None:
     """Run the loop for each task, on one thread per task."""
     first, *rest = tasks
-    running = [_pool().submit(loop, *arguments, *task) for task in rest]
-    loop(*arguments, *first)
-    for other in running:
-        other.result()
+    running: list[Future[Any]] = []
+    try:
+        for task in rest:
+            running.append(_pool().submit(loop, *arguments, *task))
+        loop(*arguments, *first)
+        for other in running:
+            other.result()
+    except BaseException:  # Ctrl-C, for example: the threads write to memory of the caller
+        wait(running)
+        raise
 
 
 def _num_threads() -> int:
     """Threads to use for a large array."""
+    if not threading.main_thread().is_alive():  # the program ends, and no thread can be started
+        return 1
     if "torch" in sys.modules:
         return int(sys.modules["torch"].get_num_threads())
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()

@@ -12,7 +12,14 @@ require.need("core")
 
 from multibn import kernels  # noqa: E402
 from multibn.kernels import NOT_FINITE, ONE_VALUE, REFUSED, RIGHT, Running  # noqa: E402
-from tests.unit.test_kernels_host import VERBS, generic, host, reference, refuse  # noqa: E402
+from tests.unit.test_kernels_host import (  # noqa: E402
+    EPS,
+    VERBS,
+    generic,
+    host,
+    reference,
+    refuse,
+)
 
 
 def as_numpy(v: Any) -> Any:
@@ -295,3 +302,25 @@ def test_tensors_that_need_a_gradient_are_differentiated(weight: list[float] | N
         lambda s, g, m, v, e: verb("finish_backward", s, g, x, m, v, w, None, e),
         [0.5, -2.0, 3.0, 1.0], x.tolist(), mean, var, 0.25,
     )  # fmt: skip
+
+
+def test_tensors_of_torch_without_memory() -> None:
+    """The default device may be another one, and lazy zeros have no address."""
+    require.need("torch")
+    import torch
+
+    on: Any = {"eps": EPS, "axis": (0,)}
+    x = torch.arange(38.0).reshape(2, 19)  # of a size that no other test has
+    k = kernels.select(x)
+    with torch.device("meta"):
+        payload = k.begin_forward(x, 2.0, 2.0, axis=(0,))
+        y, mean, var, *_, state = k.finish_forward(payload, x, None, None, 2.0, 2.0, **on)
+    assert state == RIGHT
+    assert y.is_cpu
+    np.testing.assert_allclose(mean, x.mean(0))
+    payload, *_ = k.begin_backward(
+        torch._efficientzerotensor((2, 19)),  # type: ignore[attr-defined]
+        *(x, mean, var, None, None),
+        **on,
+    )
+    assert not payload.any()

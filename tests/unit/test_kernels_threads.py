@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -103,6 +104,40 @@ with multiprocessing.get_context("fork").Pool(1) as pool:
         env={**os.environ, "OMP_NUM_THREADS": "2"},
     )  # fmt: skip
     assert (ran.returncode, ran.stdout.strip()) == (0, "[1.0]"), ran.stderr
+
+
+def test_no_thread_is_started_when_the_program_ends() -> None:
+    code = """
+import threading, numpy as np
+from multibn import local_moments
+x = np.ones((6, 64, 64, 64), "float32")  # enough for two threads
+def work():
+    threading.main_thread().join()
+    print(local_moments(x, axis=(0, 2, 3)).mean[0])
+local_moments(x, axis=(0, 2, 3))
+threading.Thread(target=work).start()
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+    )  # fmt: skip
+    assert (ran.returncode, ran.stdout.strip()) == (0, "1.0"), ran.stderr
+
+
+def test_memory_is_not_left_to_threads_by_an_interrupt() -> None:
+    ended = []
+
+    def loop(task: str) -> None:
+        if task == "first":
+            raise KeyboardInterrupt
+        time.sleep(0.05)
+        ended.append(task)
+
+    from multibn.kernels.host import _run
+
+    with pytest.raises(KeyboardInterrupt):
+        _run(loop, (), [("first",), ("second",), ("third",)])  # type: ignore[list-item]
+    assert sorted(ended) == ["second", "third"]
 
 
 @pytest.mark.parametrize("available", [True, False], ids=["C core", "no C core"])

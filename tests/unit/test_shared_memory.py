@@ -236,8 +236,7 @@ def test_another_kind_of_line_where_memory_cannot_be_shared(
     reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if reason == "a rank has none":
-        why_not = iter(["none"])
-        monkeypatch.setattr(shared_memory, "why_not", lambda: next(why_not, None))
+        monkeypatch.setattr(shared_memory, "why_not", lambda: "none" if _here.rank else None)
     else:
         monkeypatch.setattr(shared_memory, "_NUMBERS", 1000)
 
@@ -257,6 +256,19 @@ def test_ranks_that_open_different_lines_do_not_meet() -> None:
         return line.opened(1.0) or line.opened(0.1)
 
     assert _on_ranks(2, opened)[0] == [False, False]
+
+
+def test_unlike_arrays_are_not_added() -> None:
+    arrays = [np.ones(3), np.ones(4)], [np.ones(4), np.ones(4, np.float32)]
+
+    def sums(ranks: Ranks) -> list[bool]:
+        results = []
+        for number, unlike in enumerate(arrays):
+            done = ranks.open(number).begin(unlike[ranks.rank])
+            results += [done(0.5), done(0.01)]
+        return results
+
+    assert _on_ranks(2, sums)[0] == [[False] * 4] * 2
 
 
 def test_a_process_that_ended_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
