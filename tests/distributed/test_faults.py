@@ -199,7 +199,12 @@ def test_two_machines_with_two_ranks_each(tmp_path: Path) -> None:
             )
             for i, name in enumerate(machines.MACHINES)
         ]
-        said = [agent.communicate(timeout=100)[0] for agent in agents]
+        try:
+            said = [agent.communicate(timeout=200)[0] for agent in agents]
+        finally:
+            for agent in agents:
+                agent.kill()
+                agent.wait()
     sums = [line for output in said for line in output.splitlines() if line.startswith("sum ")]
     assert len(sums) == 4, said
     assert len(set(sums)) == 1, sums
