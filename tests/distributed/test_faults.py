@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import subprocess
+import sys
 import textwrap
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -164,3 +165,47 @@ def test_networks_between_two_machines(
     _need(setup)
     require.need("netns")
     _expect(machines.run(name, setup))
+
+
+def test_two_machines_with_two_ranks_each(tmp_path: Path) -> None:
+    """Shared memory inside, the network between; processes of both have the same numbers."""
+    require.need("torchrun", "netns")
+    script = tmp_path / "sum.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import numpy as np
+            from multibn._launch import enter_world, leave_world
+
+            world = enter_world("gloo")
+            total = world.allreduce(np.random.default_rng(world.rank).standard_normal(5000))
+            line = world.lines._open[0]._chosen._line
+            print("sum", total.tobytes().hex()[:32], total.sum(), type(line).__name__, flush=True)
+            leave_world()
+            """
+        )
+    )
+    apart = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable]
+    torchrun = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
+    where = ["--master-addr=10.77.0.1", "--master-port=29533"]
+    with machines.two_machines():
+        agents = [
+            subprocess.Popen(
+                machines.on(name, [*apart, *torchrun, *where, f"--node-rank={i}", str(script)]),
+                env=environment() | {"GLOO_SOCKET_IFNAME": "eth0"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for i, name in enumerate(machines.MACHINES)
+        ]
+        try:
+            said = [agent.communicate(timeout=200)[0] for agent in agents]
+        finally:
+            for agent in agents:
+                agent.kill()
+                agent.wait()
+    sums = [line for output in said for line in output.splitlines() if line.startswith("sum ")]
+    assert len(sums) == 4, said
+    assert len(set(sums)) == 1, sums
+    assert sums[0].endswith(" _LineOverMachines")
