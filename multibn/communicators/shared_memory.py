@@ -227,7 +227,7 @@ class _InPieces:
             nonlocal current, are_alike
             end = time.monotonic() + seconds
             while are_alike and current(max(end - time.monotonic(), 0.0)):
-                are_alike = message.all_equal(*kind, self._size)
+                are_alike = message.all_equal(kind[0], kind[1], self._size)
                 if are_alike:
                     piece = next(pieces, None)
                     if piece is None:

@@ -216,7 +216,8 @@ def test_parts_of_a_message(launched: list[str]) -> None:
     summed = generic.pack(wide(5), wide(5) ** 2 + 9, 4.0, 8.0)
     message[5:] = summed
     part: Any = cuda_steps.unpack(message[5:], (5,), 4.0, 8.0)
-    for a, b in zip(part, cuda_steps.unpack(summed, (5,), 4.0, 8.0), strict=True):
+    whole: Any = cuda_steps.unpack(summed, (5,), 4.0, 8.0)
+    for a, b in zip(part, whole, strict=True):
         assert a is b or torch.equal(a, b)
     assert launched == ["unpack", "unpack"]
 

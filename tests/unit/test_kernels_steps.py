@@ -319,7 +319,7 @@ def test_tensors_of_torch_without_memory() -> None:
     assert y.is_cpu
     np.testing.assert_allclose(mean, x.mean(0))
     payload, *_ = k.begin_backward(
-        torch._efficientzerotensor((2, 19)),  # type: ignore[attr-defined]
+        torch._efficientzerotensor((2, 19)),
         *(x, mean, var, None, None),
         **on,
     )

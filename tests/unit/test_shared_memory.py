@@ -259,7 +259,10 @@ def test_ranks_that_open_different_lines_do_not_meet() -> None:
 
 
 def test_unlike_arrays_are_not_added() -> None:
-    arrays = [np.ones(3), np.ones(4)], [np.ones(4), np.ones(4, np.float32)]
+    arrays: list[list[Any]] = [
+        [np.ones(3), np.ones(4)],
+        [np.ones(4), np.ones(4, np.float32)],
+    ]
 
     def sums(ranks: Ranks) -> list[bool]:
         results = []
