@@ -42,6 +42,15 @@ def is_traced(x: Array, /) -> bool:
     return C._get_dispatch_mode(C._TorchDispatchModeKey.PROXY) is not None
 
 
+def is_abstract(x: Array, /) -> bool:
+    """Whether `x` is a tensor of torch without numbers, which stands for others like it."""
+    if not is_torch_array(x):
+        return False
+    subclasses = sys.modules["torch"]._subclasses
+    kinds = subclasses.FakeTensor, subclasses.functional_tensor.FunctionalTensor
+    return isinstance(x, kinds) or x.is_meta
+
+
 def values(x: Array, /) -> Array:
     """The numbers in `x`, which torch.func may have wrapped; a batch of vmap is one more axis."""
     if is_torch_array(x):

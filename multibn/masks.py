@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from array_api_compat import to_device
 
-from multibn._arrays import array_namespace, device, is_on_host
+from multibn._arrays import array_namespace, device, is_abstract, is_on_host
 from multibn._typing import Array, Weighting
 from multibn.kernels import generic
 
@@ -71,7 +71,8 @@ def share(
     xp = array_namespace(mask)
 
     def number(v: Array) -> float | Array:
-        return float(v) if is_on_host(v) else generic.as_wide(v)
+        readable = is_on_host(v) and not is_abstract(v)
+        return float(v) if readable else generic.as_wide(v)
 
     count = xp.count_nonzero(mask)
     if weighting == "sample":

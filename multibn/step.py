@@ -115,16 +115,22 @@ def share(
         if state != RIGHT:
             _check(state, communicator, own)
         batch = BatchStatistics(*statistics_)
-        if mask is not None and is_on_host(batch.count) and batch.count == 0:
-            raise ValueError(
-                "`mask` or `lengths` must leave an element of the batch: got none over "
-                f"{communicator.size} rank(s) together, with an input of shape {tuple(x.shape)} on "
-                f"rank {communicator.rank}."
-            )
+        if mask is not None and is_on_host(batch.count):
+            require_element(batch.count, x.shape, communicator)
         if type(running) is Pool:
             running.add(batch, local_count=count)
         results.append((y, batch))
     return results
+
+
+def require_element(count: Array, shape: Sequence[int], communicator: Communicator) -> None:
+    """Raise if masks leave none of the elements of all ranks; `shape` is that of the input."""
+    if count == 0:
+        raise ValueError(
+            "`mask` or `lengths` must leave an element of the batch: got none over "
+            f"{communicator.size} rank(s) together, with an input of shape {tuple(shape)} on "
+            f"rank {communicator.rank}."
+        )
 
 
 def move(

@@ -28,7 +28,15 @@ import numpy as np
 from array_api_compat import is_torch_namespace, to_device
 
 from multibn import message
-from multibn._arrays import array_namespace, device, is_on_host, is_traced, to_host, values
+from multibn._arrays import (
+    array_namespace,
+    device,
+    is_abstract,
+    is_on_host,
+    is_traced,
+    to_host,
+    values,
+)
 from multibn._typing import Array, RunningVar, check_choice
 
 # What `finish_forward` says of a message. On a GPU, where reading would wait, the sum is taken to
@@ -245,7 +253,7 @@ def normalize(
 ) -> Array:
     """`(x - mean) / sqrt(var + eps) * weight + bias + residual`, then ReLU, in the dtype of `x`."""
     xp = array_namespace(x)
-    dtype = _arithmetic_dtype(xp, x.dtype)
+    dtype = arithmetic_dtype(xp, x.dtype)
     centre, remainder = _round(mean, dtype)
     scale = _times(_invstd(var, eps), weight)
     shift = -remainder * scale if bias is None else as_wide(bias) - remainder * scale
@@ -268,7 +276,7 @@ def local_moments(
     elements per channel that take part.
     """
     xp = array_namespace(x)
-    x = masked(xp.astype(x, _arithmetic_dtype(xp, x.dtype), copy=False), mask)
+    x = masked(xp.astype(x, arithmetic_dtype(xp, x.dtype), copy=False), mask)
     n = at_least_one(num_elements(x, axis) if mask is None or count is None else count)
     centre = xp.astype(_sum(x, axis) / n, x.dtype)
     d = masked(x - _per_channel(centre, x, axis), mask)
@@ -282,7 +290,7 @@ def backward_sums(
 ) -> tuple[Array, Array]:
     """Sums over `axis` of `dy` and of `dy * (x - mean) / sqrt(var + eps)`, both wide."""
     xp = array_namespace(x)
-    dtype = _arithmetic_dtype(xp, x.dtype)
+    dtype = arithmetic_dtype(xp, x.dtype)
     centre, remainder = _round(mean, dtype)
     dy = xp.astype(dy, dtype, copy=False)
     d = xp.astype(x, dtype, copy=False) - _per_channel(centre, x, axis)
@@ -309,7 +317,7 @@ def input_gradient(
     Here `invstd = 1 / sqrt(var + eps)` and `xhat = (x - mean) * invstd`.
     """
     xp = array_namespace(x)
-    dtype = _arithmetic_dtype(xp, x.dtype)
+    dtype = arithmetic_dtype(xp, x.dtype)
     centre, remainder = _round(mean, dtype)
     dy_scale, x_scale, shift = gradient_coefficients(
         var, weight, element_weight, sum_dy, sum_dy_xhat, eps=eps
@@ -383,6 +391,8 @@ def unpack(
 
 def state(summed: Array, count: float | Array, /) -> int:
     """What is wrong with the sum of all ranks' payloads, or `RIGHT`; `count` as in `unpack`."""
+    if is_abstract(summed):
+        return RIGHT
     xp = array_namespace(summed)
     total = xp.reshape(values(summed[-1]), (-1,))[0]
     if is_on_host(summed) and not is_traced(summed):
@@ -426,7 +436,8 @@ def move(running: Running, mean: Array, var: Array, count: Array, local_count: A
     Nothing changes if `count`, the elements per channel over all ranks, is 0.
     """
     old_mean, old_var, momentum, convention, num_batches = running
-    total = float(count) if is_on_host(count) and not is_traced(count) else count
+    readable = is_on_host(count) and not (is_traced(count) or is_abstract(count))
+    total = float(count) if readable else count
     moves: Any = total > 0
     if num_batches is not None:
         num_batches += moves
@@ -459,9 +470,9 @@ def variance_factor(
 
 def at_least_one(count: float | Array, /) -> float | Array:
     """`count`, or 1 if that is larger: a divisor."""
-    if isinstance(count, float | int):
-        return max(count, 1.0)
-    return array_namespace(count).clip(count, 1.0, None)
+    if hasattr(count, "dtype"):
+        return array_namespace(count).clip(count, 1.0, None)
+    return max(count, 1.0)  # a number, or torch.compile's symbol for one
 
 
 def move_averages(
@@ -496,7 +507,7 @@ def _has_float64(xp: Any, where: Any) -> bool:
     return "float64" in xp.__array_namespace_info__().dtypes(device=where)
 
 
-def _arithmetic_dtype(xp: Any, dtype: Any) -> Any:
+def arithmetic_dtype(xp: Any, dtype: Any) -> Any:
     return xp.float32 if xp.finfo(dtype).bits < 32 else dtype
 
 

@@ -1,32 +1,42 @@
-"""A layer's passes as operators that torch.compile calls without looking inside.
+"""A layer's passes as torch.compile sees them: torch's operations, around an operator per message.
 
-Inside an operator the pass, its communication included, runs as without compilation. The compiler
-sees tensors in and tensors out, so a model compiles with `fullgraph=True` over any communicator.
-Meta and fake tensors take the same way: an operator computes the shapes of its results from theirs.
-An operator takes only tensors, numbers and strings, so a communicator is passed as its id.
+The compiler makes code of the passes, and fuses them with the operations around the layer. It calls
+the operator `multibn::allreduce` without looking inside, in the order of the layers. Meta and fake
+tensors take the same way. An operator takes only tensors, numbers and strings, so a communicator is
+passed as its id.
 """
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils.checkpoint import CheckpointPolicy
 
-from multibn import masks, population, recompute, statistics, step
+from multibn import masks, recompute, statistics, step
+from multibn._arrays import is_abstract, is_on_host
 from multibn._typing import RunningVar, Weighting
 from multibn.communicators import Communicator
+from multibn.communicators.conversation import during, raise_for_nan_gradients
+from multibn.kernels import RIGHT, Running, generic
+from multibn.population import Pool
 from multibn.statistics import BatchStatistics
-from multibn.step import Gradient, Input
-from multibn.torch_backend import _autograd, _differentiable, functional
+from multibn.step import Input
+from multibn.torch_backend import _differentiable, functional
+from multibn.torch_backend._input import without_autocast
 
 # Weak: a communicator ends with its layer, and so does the graph compiled for the layer.
 _communicators: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
 
 
 def register(communicator: Communicator, /) -> None:
-    """Let the operators find a communicator by its id."""
+    """Let the operator find a communicator by its id."""
     _communicators[id(communicator)] = communicator
 
 
@@ -40,11 +50,10 @@ def takes(x: Any, /) -> bool:
 def forward(
     input: Input, num_channels: int, communicator: Communicator, /, *, weighting: Weighting
 ) -> tuple[Tensor, BatchStatistics, Any]:
-    """`functional.forward_all` of one input; one operator in compiled code and without data.
+    """`functional.forward_all` of one input, for compiled code and without data.
 
-    There, residual and ReLU stay outside the operator, so that the compiler can fuse them. Under
-    torch.func and in forward mode, which operators do not support, the pass runs without
-    compilation. The third result is this rank's elements per channel.
+    Under torch.func and in forward mode the pass runs without compilation. The third result is this
+    rank's elements per channel.
 
     Raises
     ------
@@ -69,46 +78,252 @@ def forward(
     axis = axis or statistics.reduced_axes(x.ndim)
     mask = asked
     if isinstance(asked, masks.Asked):
-        mask = _mask(x, *asked, num_channels, id(communicator), axis)
-    options = num_channels, id(communicator), eps, weighting, axis, mask
-    y, *batch = _forward(x, weight, bias, *options)
-    y = functional.add_relu(y, residual, relu)
+        mask = torch.ops.multibn.mask(x, *asked, num_channels, axis, id(communicator))
+    options = eps, axis, relu, id(communicator), weighting
+    y, *batch = _forward(x, weight, bias, residual, mask, num_channels, *options)
     if mask is None:
         return y, BatchStatistics(*batch), x.numel() // max(batch[0].numel(), 1)
-    return torch.where(mask, y, 0.0), BatchStatistics(*batch), mask.sum().to(batch[0])
+    return y, BatchStatistics(*batch), mask.sum().to(batch[0])
 
 
 # torch 2.6 has no such function.
 _is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
-def update_running(
-    running_mean: Tensor,
-    running_var: Tensor,
-    batch: BatchStatistics,
-    /,
-    *,
-    momentum: float | Tensor,
-    local_count: int | Tensor,
-    convention: RunningVar,
-) -> tuple[Tensor, Tensor]:
-    """As `population.update_running`, in one operator."""
-    if not isinstance(momentum, Tensor):
-        momentum = torch.full((), momentum, dtype=torch.float64, device=batch.mean.device)
-    if not isinstance(local_count, Tensor):
-        local_count = torch.full((), local_count, dtype=torch.float64, device=batch.mean.device)
-    return _update_running(running_mean, running_var, batch, momentum, local_count, convention)
+# Dynamo writes the call down as it is; what comes after Dynamo sees the operations inside.
+@torch.compiler.allow_in_graph
+def _forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    mask: Tensor | None,
+    num_channels: int,
+    eps: float,
+    axis: tuple[int, ...],
+    relu: bool,
+    communicator: int,
+    weighting: Weighting,
+) -> tuple[Tensor, ...]:
+    i = Input(x, weight, bias, eps, axis, residual, relu, mask=mask)
+    if not is_abstract(x):  # torch.compile(backend="eager")
+        return _run(i, num_channels, communicator, weighting)
+    try:
+        functional.check_input(x, num_channels)
+        if not x.is_meta:
+            functional.check_options(i)
+    except (TypeError, ValueError):  # which all ranks are to learn when the code runs
+        refuse = torch.ops.multibn.refuse
+        with torch.no_grad():
+            return refuse(x, weight, bias, residual, num_channels, axis, communicator)
+    return _SyncBatchNorm.apply(*i[:7], mask, communicator, weighting)
 
 
-@torch.library.custom_op("multibn::mask", mutates_args=())
+def _run(
+    i: Input, num_channels: int, communicator: int, weighting: Weighting
+) -> tuple[Tensor, ...]:
+    """The pass without compilation."""
+    ((y, batch),) = functional.forward_all(
+        [i], [num_channels], _communicators[communicator], weighting=weighting
+    )
+    return y, *(_uncounted(batch) if recompute.in_recomputing() else batch)
+
+
+def _uncounted(batch: BatchStatistics) -> BatchStatistics:
+    """With a count of 0, by which running statistics do not move."""
+    return batch._replace(count=torch.zeros_like(batch.count))
+
+
+class _SyncBatchNorm(torch.autograd.Function):
+    """The autograd node, as `_autograd` has one, made of operations that are compiled."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        axis: tuple[int, ...],
+        residual: Tensor | None,
+        relu: bool,
+        mask: Tensor | None,
+        communicator: int,
+        weighting: Weighting,
+    ) -> tuple[Tensor, ...]:
+        ctx.about = x.shape, axis, mask is not None, x.dtype, communicator
+        ctx.options = {"eps": eps, "axis": axis, "relu": relu}
+        count: Any = generic.num_elements(x, axis)
+        with without_autocast(x):
+            if mask is None:
+                rank_weight: Any = statistics.rank_weight(count, x.shape[axis[0]], weighting)
+                payload = generic.pack(*_moments(x, axis), rank_weight, count)
+            else:
+                rank_weight, count = masks.share(mask, weighting, axis=axis)
+                payload = generic.begin_forward(x, rank_weight, count, axis=axis, mask=mask)
+            with _once():
+                summed = torch.ops.multibn.allreduce(payload, "forward", *ctx.about)
+            options = {**ctx.options, "residual": residual, "mask": mask}
+            y, *batch, _ = generic.finish_forward(
+                summed, x, weight, bias, rank_weight, count, **options
+            )
+        has_residual = relu and residual is not None
+        ctx.save_for_backward(x, weight, bias, mask, y if has_residual else None, *batch)
+        ctx.mark_non_differentiable(*batch)
+        return y, *batch
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, mask, y, mean, var, _, element_weight = ctx.saved_tensors
+        dy, *_ = grad_outputs
+        about = dy, x, mean, var, weight, bias
+        options = {**ctx.options, "y": y, "mask": mask}
+        dx = dresidual = None
+        with without_autocast(x):
+            payload, dweight, dbias = generic.begin_backward(*about, **options)
+            if ctx.needs_input_grad[0]:
+                summed = torch.ops.multibn.allreduce(payload, "backward", *ctx.about)
+                dx, dresidual = generic.finish_backward(summed, *about, element_weight, **options)
+            elif y is not None:
+                dresidual = generic.rectified(dy, y)
+        if dresidual is None and ctx.needs_input_grad[5]:
+            dresidual = generic.masked(dy, mask)
+        return dx, dweight, dbias, None, None, dresidual, *[None] * 4
+
+
+@contextmanager
+def _once() -> Iterator[None]:
+    """Context whose operations a checkpoint that is compiled does not repeat in the backward pass.
+
+    torch marks all operations of a checkpoint to be repeated, and cannot repeat effects.
+    """
+    mode: Any = get_proxy_mode()
+    before = 0 if mode is None else len(mode.tracer.graph.nodes)
+    yield
+    if mode is not None:
+        nodes = mode.tracer.graph.nodes
+        for node in islice(reversed(nodes), len(nodes) - before):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _moments(x: Tensor, axis: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Mean and mean of squares in one pass, about the element in the middle of each channel.
+
+    `generic.local_moments` reads `x` twice. Here all sums are float64, of which compiled code makes
+    no array. An element 1,000 standard deviations away costs 6 of the 16 digits.
+    """
+    count = generic.num_elements(x, axis)
+    if count == 0:
+        zeros = x.new_zeros(statistics.channels(x, axis), dtype=torch.float64)
+        return zeros, zeros
+    middle = x
+    for i in sorted(axis, reverse=True):
+        middle = middle.select(i, x.shape[i] // 2)
+    shape = [1 if i in axis else n for i, n in enumerate(x.shape)]
+    d = x.to(generic.arithmetic_dtype(torch, x.dtype)).double() - middle.double().reshape(shape)
+    first, second = d.sum(axis) / count, (d * d).sum(axis) / count
+    mean = middle + first
+    return mean, second - first * first + mean * mean
+
+
+_library = torch.library.Library("multibn", "DEF")
+_library.define(
+    "allreduce(Tensor payload, str phase, SymInt[] shape, int[] axis, bool masked, "
+    "ScalarType dtype, int communicator) -> Tensor"
+)
+_library.define(
+    "mask(Tensor x, Tensor? mask, Tensor? lengths, int num_channels, int[] axis, "
+    "int communicator) -> Tensor"
+)
+_library.define(
+    "refuse(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, int num_channels, "
+    "int[] axis, int communicator) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def _allreduce(
+    payload: Tensor,
+    phase: str,
+    shape: Sequence[int],
+    axis: Sequence[int],
+    masked: bool,
+    dtype: torch.dtype,
+    communicator: int,
+) -> Tensor:
+    """The sum of a message over the ranks, which is new memory. Collective."""
+    conversation = _communicators[communicator]
+    over = during(conversation, phase, dtype)
+    if phase == "backward":
+        if torch.is_anomaly_enabled():
+            raise_for_nan_gradients(over, bool(payload.isnan().any()))
+        return over.allreduce(payload)
+    functional.refuse_ddp_join(conversation)
+    channels, count, _ = statistics.sizes(tuple(shape), tuple(axis))
+    count = payload[-1].item() if masked and is_on_host(payload) else count
+    batches = recompute.replayed([channels])
+    if batches is not None:
+        return _sum_again(batches[0], payload)
+    summed = over.allreduce(payload)
+    state = generic.state(summed, count)
+    if state != RIGHT:
+        statistics.raise_for(state, over, payload, torch.empty(tuple(shape), device="meta"))
+    if masked and is_on_host(summed):
+        step.require_element(summed[-1], shape, over)
+    if recompute.state.stack:
+        *batch, _ = generic.unpack(summed, channels, payload[-2], payload[-1])
+        recompute.record([_Sum.made(summed, batch)])
+    return summed
+
+
+class _Sum(BatchStatistics):
+    """Statistics on a tape of `recompute`, with the sum of payloads that they come from."""
+
+    summed: Tensor
+
+    @classmethod
+    def made(cls, summed: Tensor, batch: Sequence[Tensor]) -> "_Sum":
+        entry = cls(*batch)
+        entry.summed = summed
+        return entry
+
+
+def _sum_again(batch: BatchStatistics, payload: Tensor) -> Tensor:
+    """The sum that statistics come from, but for the count: 0 keeps running statistics in place."""
+    if isinstance(batch, _Sum):
+        summed = batch.summed.clone()
+    else:  # from a layer that ran without compilation
+        mean, var, _, element_weight = batch
+        rank_weight, count = payload[-2:]
+        total = rank_weight / (generic.at_least_one(count) * element_weight)
+        total = torch.where(rank_weight == 0, 1.0, total)
+        summed = generic.pack(mean.flatten(), (var + mean * mean).flatten(), 1.0, 0.0) * total
+    summed[-1] = 0.0
+    return summed
+
+
+def _refuse(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    num_channels: int,
+    axis: Sequence[int],
+    communicator: int,
+) -> tuple[Tensor, ...]:
+    """Raise for an input that does not fit, on all ranks. Collective."""
+    i = Input(x, weight, bias, 1.0, tuple(axis), residual)
+    return _run(i, num_channels, communicator, "element")
+
+
 def _mask(
     x: Tensor,
     mask: Tensor | None,
     lengths: Tensor | None,
     num_channels: int,
-    communicator: int,
     axis: Sequence[int],
+    communicator: int,
 ) -> Tensor:
+    """The engine's mask, see `masks.checked`; raises on all ranks if the mask does not fit."""
     try:
         functional.check_input(x, num_channels)
         checked = masks.checked(x, masks.Asked(mask, lengths), axis=tuple(axis))
@@ -118,121 +333,52 @@ def _mask(
     return checked.clone()  # an operator's output must not share memory with its inputs
 
 
-@_mask.register_fake
+_library.impl("mask", _mask, "CompositeExplicitAutograd")
+_library.impl("allreduce", _allreduce, "CompositeExplicitAutograd")
+_library.impl("refuse", _refuse, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("multibn::allreduce", lib=_library)
+def _(payload: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(payload)
+
+
+@torch.library.register_fake("multibn::mask", lib=_library)
 def _(x: Tensor, *others: Any) -> Tensor:
-    axis = others[-1]
+    *_, axis, _ = others
     return x.new_empty([n if i in axis else 1 for i, n in enumerate(x.shape)], dtype=torch.bool)
 
 
-@torch.library.custom_op("multibn::sync_batch_norm", mutates_args=())
-def _forward(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    num_channels: int,
-    communicator: int,
-    eps: float,
-    weighting: str,
-    axis: Sequence[int],
-    mask: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    ((y, batch),) = functional.forward_all(
-        [Input(x, weight, bias, eps, tuple(axis), mask=mask)],
-        [num_channels],
-        _communicators[communicator],
-        weighting=cast(Weighting, weighting),
-    )
-    if recompute.in_recomputing():  # a count of 0 makes `update_running` keep the old values
-        batch = batch._replace(count=torch.zeros_like(batch.count))
-    # Cloned: an operator's outputs must not share memory, and these are parts of one message.
-    return (y, *(part.clone() for part in batch))
+@torch.library.register_fake("multibn::refuse", lib=_library)
+def _(x: Tensor, weight: Any, bias: Any, residual: Any, num_channels: int, *_: Any) -> Any:
+    batch = [x.new_empty(shape, dtype=torch.float64) for shape in ([num_channels],) * 2 + ([],) * 2]
+    return torch.empty_like(x), *batch
 
 
-@_forward.register_fake
-def _(x: Tensor, weight: Any, bias: Any, num_channels: int, *options: Any) -> tuple[Tensor, ...]:
-    *_, axis, _ = options
-    # Not x's own number of channels: the operator, and not the compiler, refuses a wrong one.
-    expected = x.new_empty((x.shape[0], num_channels, *x.shape[2:]))
-    shape = statistics.channels(expected, tuple(axis))
-    shapes: list[tuple[int, ...]] = [shape, shape, (), ()]
-    return torch.empty_like(x), *(x.new_empty(s, dtype=torch.float64) for s in shapes)
+# The compiler keeps effects in order, and neither drops nor repeats one.
+for _name in ("mask", "allreduce", "refuse"):
+    _register_effectful_op(getattr(torch.ops.multibn, _name).default, _EffectType.ORDERED)
 
 
-@torch.library.custom_op("multibn::sync_batch_norm_backward", mutates_args=())
-def _backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    batch: Sequence[Tensor],
-    communicator: int,
-    eps: float,
-    needs_dx: bool,
-    axis: Sequence[int],
-    mask: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    # The gradient of bias gets the dtype of the array that stands for bias: float64.
-    i = Input(x, weight, batch[0], eps, tuple(axis), mask=mask)
-    gradient = Gradient(dy, i, BatchStatistics(*batch), needs_dx)
-    if torch.is_anomaly_enabled():
-        _autograd.find_nan([gradient], _communicators[communicator])
-    ((dx, _, dweight, dbias),) = step.backward([gradient], _communicators[communicator])
-    assert dbias is not None
-    return (
-        torch.empty_like(x) if dx is None else dx,
-        torch.empty_like(dbias) if dweight is None else dweight.double(),
-        dbias,
-    )
+def move(running: Running | Pool, batch: BatchStatistics, local_count: int | Tensor, /) -> None:
+    """`functional.move` in compiled code and without data."""
+    if isinstance(running, Pool):
+        running.add(batch, local_count=local_count)
+    else:
+        _move(*running, *batch[:3], local_count)
 
 
-@_backward.register_fake
-def _(
-    dy: Tensor, x: Tensor, weight: Any, batch: Sequence[Tensor], *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(batch[0]), torch.empty_like(batch[0])
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, bias, _, ctx.communicator, ctx.eps, _, ctx.axis, mask = inputs
-    ctx.save_for_backward(x, weight, bias, mask, *output[1:])
-    ctx.mark_non_differentiable(*output[1:])
-
-
-def _differentiate(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
-    x, weight, bias, mask, *batch = ctx.saved_tensors
-    needs_dx, needs_dweight, needs_dbias, *_ = ctx.needs_input_grad
-    dx, dweight, dbias = _backward(
-        dy, x, weight, batch, ctx.communicator, ctx.eps, needs_dx, ctx.axis, mask
-    )
-    return (
-        dx if needs_dx else None,
-        dweight.to(weight.dtype) if needs_dweight else None,
-        dbias.to(bias.dtype) if needs_dbias else None,
-        *[None] * 6,
-    )
-
-
-_forward.register_autograd(_differentiate, setup_context=_setup_context)
-
-
-@torch.library.custom_op("multibn::update_running", mutates_args=())
-def _update_running(
+@torch.compiler.allow_in_graph
+def _move(
     running_mean: Tensor,
     running_var: Tensor,
-    batch: Sequence[Tensor],
-    momentum: Tensor,
-    local_count: Tensor,
-    convention: str,
-) -> tuple[Tensor, Tensor]:
-    return population.update_running(
-        running_mean,
-        running_var,
-        BatchStatistics(*batch),
-        momentum=momentum,
-        local_count=local_count,
-        convention=cast(RunningVar, convention),
-    )
-
-
-@_update_running.register_fake
-def _(running_mean: Tensor, running_var: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(running_mean), torch.empty_like(running_var)
+    momentum: float | None,
+    convention: RunningVar,
+    num_batches: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    count: Tensor,
+    local_count: int | Tensor,
+) -> None:
+    running = Running(running_mean, running_var, momentum, convention, num_batches)
+    generic.move(running, mean, var, count, local_count)

@@ -126,7 +126,7 @@ def forward_all(
     for i in inputs:
         if dtensors.among((*i[:3], getattr(i.running, "mean", None))):
             return _forward_distributed(inputs, num_channels, communicator, weighting)
-    _refuse_ddp_join(communicator)
+    refuse_ddp_join(communicator)
     if torch._C._get_tracing_state() is not None:
         raise RuntimeError(
             "torch.jit.trace, which some exporters and counters of operations call, cannot trace "
@@ -137,7 +137,7 @@ def forward_all(
     for i, n in zip(inputs, num_channels, strict=True):
         try:
             check_input(i.x, n)
-            _check_options(i)
+            check_options(i)
             checked.append(complete(i))
         except (TypeError, ValueError) as error:
             refuse(error, [i.x for i in inputs], num_channels, communicator)
@@ -209,7 +209,7 @@ def normalize_by_running(
     # F.batch_norm refuses the other mixtures of dtypes, which training accepts, and would copy some
     # inputs with splits.
     axis = statistics.reduced_axes(x.ndim, range(1, 1 + running_mean.ndim))
-    _check_options(Input(x, weight, bias, eps, axis))
+    check_options(Input(x, weight, bias, eps, axis))
     mean, invstd = running_mean.to(wide), (running_var.to(wide) + eps).rsqrt()
     y = (x.to(wide) - per_channel(mean, x)) * per_channel(invstd, x)
     return affine(y, weight, bias).to(x.dtype)
@@ -254,7 +254,7 @@ def check_input(x: Any, num_channels: int | None, /) -> None:
         raise statistics.not_floating(x)
 
 
-def _check_options(i: Input) -> None:
+def check_options(i: Input) -> None:
     """Raise unless the parameters, `eps` and the residual fit the input, which was checked."""
     x, weight, bias, eps, axis, residual, *_ = i
     if x.is_meta:
@@ -287,7 +287,7 @@ def _check_residual(residual: Any, x: Tensor) -> None:
         )
 
 
-def _refuse_ddp_join(communicator: Communicator) -> None:
+def refuse_ddp_join(communicator: Communicator) -> None:
     """Raise inside DistributedDataParallel.join, on all ranks, before any communication.
 
     There, a rank without data runs the collectives of DistributedDataParallel only, which the other

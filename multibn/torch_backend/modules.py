@@ -5,7 +5,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn import masks, recompute
@@ -144,33 +143,14 @@ def update_buffers(
     running = running_of(bn, convention, momentum)
     if running is None:
         return False
-    mean, var, count, _ = batch
-    if not (torch.compiler.is_compiling() or count.is_meta or isinstance(count, FakeTensor)):
-        if recompute.in_recomputing():
-            return False
-        _data_parallel.watch_active(Synchronized)
-        functional.move(running, batch, local_count)
+    if compiled.takes(batch.count):
+        compiled.move(running, batch, local_count)
         return not isinstance(running, Pool)
-    if isinstance(running, Pool):
-        running.add(batch, local_count=local_count)
+    if recompute.in_recomputing():
         return False
-    old_mean, old_var, weight, _, counter = running
-    factor: Any = weight
-    if counter is not None:
-        counter.add_(count > 0)
-        if weight is None:  # 1/n; a tensor, so that nothing waits for a GPU
-            factor = counter.clamp(min=1).double().reciprocal().to(mean)
-    new_mean, new_var = compiled.update_running(
-        old_mean,
-        old_var,
-        batch._replace(mean=mean.flatten(), var=var.flatten()),
-        momentum=factor,
-        local_count=local_count,
-        convention=convention,
-    )
-    old_mean.copy_(new_mean)
-    old_var.copy_(new_var)
-    return True
+    _data_parallel.watch_active(Synchronized)
+    functional.move(running, batch, local_count)
+    return not isinstance(running, Pool)
 
 
 class SyncBatchNorm(Synchronized, _BatchNorm):

@@ -1,6 +1,7 @@
 """The layer inside what torch wraps around models: compilation, checkpoints, sharding, join."""
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -87,6 +88,62 @@ def check_compiled_with_fullgraph(world: Communicator) -> None:
         torch.testing.assert_close(
             list(compiled.state_dict().values()), list(eager.state_dict().values())
         )
+
+
+class _Branches(nn.Module):
+    """Layers that do not wait for each other, one of them without any effect on the output."""
+
+    def __init__(self, world: Communicator) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 4)
+        self.bns = nn.ModuleList(SyncBatchNorm(4, process_group=world) for _ in range(3))
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        self.bns[2](2 * y)
+        return self.bns[0](y).relu() + self.bns[1](y.sin())
+
+
+def check_compiled_beside_eager(world: Communicator) -> None:
+    """Compiled ranks send the messages of the others in their order, whatever their batches."""
+    eager, mixed = _Branches(world), _Branches(world)
+    torch._dynamo.reset()
+    run: Any = mixed
+    if world.rank == 0:
+        run = torch.compile(mixed, fullgraph=True, backend="aot_eager_decomp_partition")
+    results = []
+    for net, call in ((eager, eager), (mixed, run)):
+        for n in (2 + world.rank, 3, 0 if world.rank == 0 else 4):
+            x = torch.randn(n, 3, generator=torch.Generator().manual_seed(n)).double()
+            y = call(x.requires_grad_())
+            (y * torch.arange(y.numel()).view(y.shape).cos()).sum().backward()
+            results.append([y, x.grad])
+        results.append([p.grad for p in net.parameters() if p.grad is not None])
+        results.append(list(net.buffers()))
+    for got, expected in zip(results[5:], results[:5], strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
+def check_refusals_of_compiled_layers(world: Communicator) -> None:
+    last = world.rank == world.size - 1
+    x = torch.randn(2, 3)
+    errors = []
+    for mine in (torch.randn(2, 5), x / 0, x.long()):
+        torch._dynamo.reset()
+        layer: Any = SyncBatchNorm(3, process_group=world)
+        layer = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        try:
+            layer(mine if last else x)
+        except (ValueError, TypeError, RuntimeError, FloatingPointError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    refused = f"RuntimeError: rank {world.rank} cannot go on: .* refused on rank"
+    expected = [refused, "FloatingPointError: .* are not finite", refused]
+    if last:
+        expected = ["ValueError: .* must have 3 channels", expected[1], "TypeError: .* torch.int64"]
+    assert len(errors) == 3, errors
+    assert all(re.match(e, error) for e, error in zip(expected, errors, strict=True)), errors
 
 
 def check_collectives_of_twenty_layers(world: Communicator) -> None:

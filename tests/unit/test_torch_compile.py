@@ -20,6 +20,7 @@ from multibn.torch_backend import (  # noqa: E402
     checkpoint_contexts,
     recomputed,
 )
+from tests.helpers.ranks import CountingCommunicator  # noqa: E402
 
 # Dynamo and inductor warn of their own deprecated imports.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -37,19 +38,19 @@ def build(**options: Any) -> nn.Sequential:
         SyncBatchNorm(4, process_group=SingleProcess(), **options),
         nn.ReLU(),
         SyncBatchNorm(4, process_group=SingleProcess(), **options),
-    )
+    ).double()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize(
-    "options",
+    "options, backend",
     [
-        {},
-        {"momentum": None},
-        {"affine": False},
-        {"bias": False},
-        {"track_running_stats": False},
-        {"weighting": "rank", "running_var": "unbiased_local"},
+        ({}, "inductor"),
+        ({"momentum": None, "fuse_relu": True}, "inductor"),
+        ({"affine": False}, "aot_eager"),
+        ({"bias": False}, "aot_eager"),
+        ({"track_running_stats": False}, "aot_eager"),
+        ({"weighting": "rank", "running_var": "unbiased_local"}, "aot_eager"),
+        ({"weighting": "sample", "running_var": "biased"}, "eager"),
     ],
     ids=str,
 )
@@ -60,14 +61,14 @@ def test_compiled_equals_eager(options: dict[str, Any], backend: str) -> None:
         results = []
         for net in (model, compiled):
             torch.manual_seed(step)
-            x = torch.randn(2, 3, 6, 6, requires_grad=True)
+            x = torch.randn(2, 3, 6, 6, dtype=torch.float64, requires_grad=True)
             net.zero_grad()
             y = net.train()(x)
-            y.square().sum().backward()
+            (y * torch.randn(y.shape)).sum().backward()
             with torch.no_grad():
                 evaluated = net.eval()(x)
             results.append([y, x.grad, evaluated, *[p.grad for p in net.parameters()]])
-        torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(
         list(compiled.state_dict().values()), list(model.state_dict().values())
     )
@@ -80,7 +81,7 @@ def test_sizes_may_change_without_compiling_again() -> None:
     )
     with torch._dynamo.config.patch(error_on_recompile=True):
         for n in (2, 3, 5):
-            x = torch.randn(n, 3, 7 + n, 6)
+            x = torch.randn(n, 3, 7 + n, 6, dtype=torch.float64)
             torch.testing.assert_close(compiled(x), model(x))
     torch.testing.assert_close(
         list(compiled.state_dict().values()), list(model.state_dict().values())
@@ -95,24 +96,13 @@ def test_errors_are_the_layers_own() -> None:
         layer(torch.ones(2, 4))
 
 
-@pytest.mark.parametrize("affine", [True, False])
-def test_operators_keep_torchs_rules(affine: bool) -> None:
+def test_operators_keep_torchs_rules() -> None:
     from multibn.torch_backend import compiled
 
     alone = SingleProcess()
     compiled.register(alone)
-    x = torch.randn(4, 3, 2, dtype=torch.float64, requires_grad=True)
-    w, b = (
-        [torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-        if affine
-        else [None, None]
-    )
-    torch.library.opcheck(compiled._forward, (x, w, b, 3, id(alone), 1e-5, "element", (0, 2)))
-    c = torch.rand(3, dtype=torch.float64)
-    torch.library.opcheck(
-        compiled._update_running,
-        (torch.zeros(3), torch.ones(3), [c, c, c.sum(), c.sum()], c.sum(), 7, "biased"),
-    )
+    arguments = (torch.ones(8), "forward", (4, 3, 2), (0, 2), torch.float32, id(alone))
+    torch.library.opcheck(torch.ops.multibn.allreduce.default, arguments)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch asks itself
@@ -143,3 +133,58 @@ def test_a_compiled_block_in_a_checkpoint_updates_once(
         found.append([*net.buffers(), x.grad])
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch asks itself
+def test_a_checkpoint_in_compiled_code_communicates_once() -> None:
+    counting = CountingCommunicator(SingleProcess())
+    bn, linear = SyncBatchNorm(4, process_group=counting), nn.Linear(4, 4)
+
+    def run(x: torch.Tensor) -> Any:
+        return checkpoint(lambda x: linear(bn(linear(x).sin())), x, use_reentrant=False)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager_decomp_partition")
+    y = compiled(torch.randn(5, 4, requires_grad=True))
+    assert counting.take() == [2 * 4 + 2]
+    y.square().sum().backward()
+    assert counting.take() == [2 * 4]
+    assert bn.num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_sixteen_bits(autocast: bool) -> None:
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        net: Any = nn.Sequential(nn.Linear(3, 4), SyncBatchNorm(4, process_group=SingleProcess()))
+        net = net if autocast else net.bfloat16()
+        run = torch.compile(net, fullgraph=True, backend="aot_eager") if compiled else net
+        x = torch.randn(32, 3, dtype=torch.float32 if autocast else torch.bfloat16)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = run(x)
+        y.backward(torch.randn(y.shape).to(y))
+        results.append([y, *[p.grad for p in net.parameters()], *net.buffers()])
+    torch.testing.assert_close(*results, rtol=2e-2, atol=2e-2)
+
+
+def test_accuracy() -> None:
+    """Mean 1e4, standard deviation 1, in float32, compared with float64."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 3, 16, 16).add(1e4).to(memory_format=torch.channels_last).requires_grad_()
+    dy = torch.randn(x.shape)
+    layer = SyncBatchNorm(3, momentum=1.0, process_group=SingleProcess())
+    y: Any = torch.compile(layer, fullgraph=True)(x)
+    y.backward(dy)
+    wide, axes = x.detach().double(), (0, 2, 3)
+    var, mean = torch.var_mean(wide, axes, correction=0, keepdim=True)
+    xhat = (wide - mean) / (var + layer.eps).sqrt()
+    pulled = dy - dy.double().mean(axes, keepdim=True) - xhat * (dy * xhat).mean(axes, keepdim=True)
+    n = x.numel() // 3
+    for got, expected, bound in (
+        (y, xhat, 4e-6),
+        (x.grad, pulled / (var + layer.eps).sqrt(), 4e-6),
+        (layer.weight.grad, (dy * xhat).sum(axes), 8e-5),
+        (layer.running_mean, mean.flatten(), 5e-4),  # half of float32's steps at 1e4
+        (layer.running_var, var.flatten() * n / (n - 1), 2e-7),
+    ):
+        torch.testing.assert_close(got.double(), expected, rtol=0, atol=bound)
