@@ -30,8 +30,8 @@ def run(name: str, seeds: int) -> list[dict[str, Any]]:
             path = Path(folder, f"{size}.json")
             arguments = ["-m", "evidence.worker", name, str(seeds), str(path)]
             command = _launch.launch_command("torchrun", size, arguments)
-            path_of_imports = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
-            variables = {"PYTHONPATH": path_of_imports}
+            imports = [str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
+            variables = {"PYTHONPATH": os.pathsep.join(imports)}
             ran = _launch.run(command, timeout=TIMEOUT, variables=variables)
             if ran.returncode:
                 raise SystemExit(f"{name} failed on {size} ranks:\n{ran.stdout[-4000:]}")

@@ -187,4 +187,5 @@ def test_accuracy() -> None:
         (layer.running_mean, mean.flatten(), 5e-4),  # half of float32's steps at 1e4
         (layer.running_var, var.flatten() * n / (n - 1), 2e-7),
     ):
+        assert got is not None
         torch.testing.assert_close(got.double(), expected, rtol=0, atol=bound)
