@@ -1,6 +1,7 @@
 """Models under DistributedDataParallel: what it goes on to broadcast, and who waits for whom."""
 
 import copy
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -143,6 +144,7 @@ def check_copies_and_compiled_models_train(world: Communicator) -> None:
     ddp = _train(DistributedDataParallel(convert_sync_batchnorm(_WithBuffer(1.0))), world, 1)
     copied = copy.deepcopy(ddp)
     compiled = torch.compile(copy.deepcopy(ddp), backend="eager")
+    warnings.filterwarnings("ignore", "The .grad attribute", UserWarning)  # torch asks itself
     _train(ddp, world)
     other: Any
     for other in (copied, compiled):
