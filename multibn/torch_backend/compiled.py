@@ -80,7 +80,8 @@ def forward(
     if isinstance(asked, masks.Asked):
         mask = torch.ops.multibn.mask(x, *asked, num_channels, axis, id(communicator))
     options = eps, axis, relu, id(communicator), weighting
-    y, *batch = _forward(x, weight, bias, residual, mask, num_channels, *options)
+    forward = torch.ops.multibn.forward
+    y, *batch = forward(x, weight, bias, residual, mask, num_channels, *options)
     if mask is None:
         return y, BatchStatistics(*batch), x.numel() // max(batch[0].numel(), 1)
     return y, BatchStatistics(*batch), mask.sum().to(batch[0])
@@ -90,8 +91,6 @@ def forward(
 _is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
-# Dynamo writes the call down as it is; what comes after Dynamo sees the operations inside.
-@torch.compiler.allow_in_graph
 def _forward(
     x: Tensor,
     weight: Tensor | None,
@@ -100,11 +99,12 @@ def _forward(
     mask: Tensor | None,
     num_channels: int,
     eps: float,
-    axis: tuple[int, ...],
+    axis: Sequence[int],
     relu: bool,
     communicator: int,
     weighting: Weighting,
 ) -> tuple[Tensor, ...]:
+    axis = tuple(axis)
     i = Input(x, weight, bias, eps, axis, residual, relu, mask=mask)
     if not is_abstract(x):  # torch.compile(backend="eager")
         return _run(i, num_channels, communicator, weighting)
@@ -365,10 +365,10 @@ def move(running: Running | Pool, batch: BatchStatistics, local_count: int | Ten
     if isinstance(running, Pool):
         running.add(batch, local_count=local_count)
     else:
-        _move(*running, *batch[:3], local_count)
+        counted = (None, local_count) if isinstance(local_count, Tensor) else (local_count, None)
+        torch.ops.multibn.move(*running, *batch[:3], *counted)
 
 
-@torch.compiler.allow_in_graph
 def _move(
     running_mean: Tensor,
     running_var: Tensor,
@@ -378,7 +378,23 @@ def _move(
     mean: Tensor,
     var: Tensor,
     count: Tensor,
-    local_count: int | Tensor,
+    local_count: int | None,
+    local_tensor: Tensor | None,
 ) -> None:
     running = Running(running_mean, running_var, momentum, convention, num_batches)
-    generic.move(running, mean, var, count, local_count)
+    generic.move(running, mean, var, count, local_tensor if local_count is None else local_count)
+
+
+_library.define(
+    "forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? mask, "
+    "int num_channels, float eps, int[] axis, bool relu, int communicator, str weighting) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_library.define(
+    "move(Tensor(a!) running_mean, Tensor(b!) running_var, float? momentum, str convention, "
+    "Tensor(c!)? num_batches, Tensor mean, Tensor var, Tensor count, SymInt? local_count, "
+    "Tensor? local_tensor) -> ()"
+)
+# Dynamo writes the calls down; what comes after Dynamo sees the operations inside.
+_library.impl("forward", _forward, "CompositeImplicitAutograd")
+_library.impl("move", _move, "CompositeImplicitAutograd")

@@ -44,7 +44,7 @@ def build(**options: Any) -> nn.Sequential:
 @pytest.mark.parametrize(
     "options, backend",
     [
-        ({}, "inductor"),
+        ({}, "aot_eager"),
         ({"momentum": None, "fuse_relu": True}, "inductor"),
         ({"affine": False}, "aot_eager"),
         ({"bias": False}, "aot_eager"),
@@ -101,7 +101,7 @@ def test_operators_keep_torchs_rules() -> None:
 
     alone = SingleProcess()
     compiled.register(alone)
-    arguments = (torch.ones(8), "forward", (4, 3, 2), (0, 2), torch.float32, id(alone))
+    arguments = (torch.ones(8), "forward", (4, 3, 2), (0, 2), False, torch.float32, id(alone))
     torch.library.opcheck(torch.ops.multibn.allreduce.default, arguments)
 
 
