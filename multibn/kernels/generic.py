@@ -352,9 +352,9 @@ def pack(
     """A layer's forward payload, see `multibn.message`: a new vector, or `out`."""
     xp = array_namespace(mean)
     numbers = [
-        xp.full((1,), v, dtype=mean.dtype, device=device(mean))
-        if isinstance(v, float | int)
-        else xp.reshape(v, (1,))
+        xp.reshape(v, (1,))
+        if hasattr(v, "dtype")
+        else xp.full((1,), v, dtype=mean.dtype, device=device(mean))
         for v in (weight, count)
     ]
     packed = message.concat([weight * mean, weight * meansqr, *numbers])

@@ -101,7 +101,7 @@ def test_operators_keep_torchs_rules() -> None:
 
     alone = SingleProcess()
     compiled.register(alone)
-    arguments = (torch.ones(8), "forward", (4, 3, 2), (0, 2), torch.float32, id(alone))
+    arguments = (torch.ones(8), "forward", (4, 3, 2), (0, 2), False, torch.float32, id(alone))
     torch.library.opcheck(torch.ops.multibn.allreduce.default, arguments)
 
 
