@@ -50,7 +50,9 @@ def put_into_guide(name: str, table: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="evidence", description=__doc__)
-    parser.add_argument("studies", nargs="*", metavar="STUDY", choices=[*STUDIES, []], help="default: all")
+    parser.add_argument(
+        "studies", nargs="*", metavar="STUDY", choices=[*STUDIES, []], help="default: all"
+    )
     parser.add_argument("--seeds", type=int, default=5, help="default: 5")
     parser.add_argument("--draw", action="store_true", help="only draw the committed results")
     arguments = parser.parse_args()

@@ -76,15 +76,28 @@ def forward(
         functional.check_input(input.x, num_channels)
     x, weight, bias, eps, axis, residual, relu, _, asked = input
     axis = axis or statistics.reduced_axes(x.ndim)
-    mask = asked
-    if isinstance(asked, masks.Asked):
-        mask = torch.ops.multibn.mask(x, *asked, num_channels, axis, id(communicator))
+    mask = asked if asked is None else mask_of(x, asked, num_channels, communicator, axis)
     options = eps, axis, relu, id(communicator), weighting
     forward = torch.ops.multibn.forward
     y, *batch = forward(x, weight, bias, residual, mask, num_channels, *options)
     if mask is None:
         return y, BatchStatistics(*batch), x.numel() // max(batch[0].numel(), 1)
     return y, BatchStatistics(*batch), mask.sum().to(batch[0])
+
+
+def mask_of(
+    x: Tensor,
+    asked: masks.Asked | None,
+    num_channels: int,
+    communicator: Communicator,
+    axis: tuple[int, ...] = (),
+) -> Tensor | None:
+    """The engine's mask for `x`, by `masks.checked`; one operator in compiled code."""
+    axis = axis or statistics.reduced_axes(x.ndim)
+    if asked is None or not torch.compiler.is_compiling():
+        return None if asked is None else masks.checked(x, asked, axis=axis)
+    mask: Tensor = torch.ops.multibn.mask(x, *asked, num_channels, axis, id(communicator))
+    return mask
 
 
 # torch 2.6 has no such function.

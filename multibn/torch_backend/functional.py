@@ -13,7 +13,7 @@ from multibn import masks, recompute, statistics, step
 from multibn._typing import Weighting, check_eps
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.conversation import Conversation
-from multibn.kernels import Running, generic
+from multibn.kernels import Running
 from multibn.population import Pool
 from multibn.statistics import BatchStatistics
 from multibn.step import Input
@@ -154,13 +154,9 @@ def complete(i: Input, /) -> Input:
     return Input(*i[:4], axis, *i[5:8], mask)
 
 
-def evaluate(i: Input, running_mean: Tensor, running_var: Tensor, num_channels: int) -> Tensor:
-    """Normalize an input by running statistics. Not collective."""
-    check_input(i.x, num_channels)
-    x, weight, bias, eps, _, residual, relu, _, mask = complete(i)
-    x = generic.masked(x, mask)  # the gradients of weight and bias would be NaN
-    y = normalize_by_running(x, weight, bias, running_mean, running_var, eps=eps)
-    return generic.masked(add_relu(y, residual, relu), mask)
+def masked(x: Tensor, mask: Tensor | None, /) -> Tensor:
+    """`x`, and 0 where the engine's mask is False."""
+    return x if mask is None else torch.where(mask, x, 0.0)
 
 
 def _forward_distributed(

@@ -275,14 +275,20 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
             conversation = self.conversation if self.training else ALONE
             return jagged.apply(self, conversation, input, residual, mask, lengths)
         asked = functional.asked(mask, lengths)
-        i = self.as_input(input, residual, asked)
         if not self.training and self.running_mean is not None and self.running_var is not None:
             if isinstance(input, Tensor) and input.is_mkldnn:  # of torch.utils.mkldnn.to_mkldnn
                 residual = None if residual is None else residual.to_dense()
                 dense = self.forward(input.to_dense(), residual, mask=mask, lengths=lengths)
                 return dense.to_mkldnn()
-            return functional.evaluate(i, self.running_mean, self.running_var, self.num_features)
+            functional.check_input(input, self.num_features)
+            where = compiled.mask_of(input, asked, self.num_features, ALONE)
+            x = functional.masked(input, where)  # the gradients of weight and bias would be NaN
+            y = functional.normalize_by_running(
+                x, self.weight, self.bias, self.running_mean, self.running_var, eps=self.eps
+            )
+            return functional.masked(functional.add_relu(y, residual, self.fuse_relu), where)
         conversation = self.conversation if self.training else ALONE
+        i = self.as_input(input, residual, asked)
         if not compiled.takes(input):
             ((y, _),) = functional.forward_all(
                 [i], [self.num_features], conversation, weighting=self.weighting

@@ -131,7 +131,7 @@ class _SubBatchNorm(Synchronized):
         options = {"normalize": normalize_flat} if isinstance(part, Part) else {}
         y = part(x.flatten(1, len(channels)), **options).reshape(input.shape)
         y = functional.affine(y, self.weight, self.bias).to(y.dtype)
-        return generic.masked(y, where)
+        return functional.masked(y, where)
 
     def _normalize(
         self,
@@ -149,9 +149,9 @@ class _SubBatchNorm(Synchronized):
             weight, bias = (None if p is None else p.expand(channels) for p in (weight, bias))
         if part.running_mean is not None and not part.training:
             running = (v.view(channels) for v in (part.running_mean, part.running_var))
-            x = generic.masked(x, mask)
+            x = functional.masked(x, mask)
             y = functional.normalize_by_running(x, weight, bias, *running, eps=part.eps)
-            return generic.masked(y, mask)
+            return functional.masked(y, mask)
         if self.training and mask is not None:
             return self._normalize_masked(communicator, mask, x, weight, bias)
         axis = reduced_axes(x.ndim, channel_axes=range(1, 1 + len(channels)))
@@ -302,12 +302,13 @@ class _SubBatchNorm(Synchronized):
                     f"`mask` and `lengths` need the parts that a {type(self).__name__} is made "
                     f"with: got {type(part).__qualname__}."
                 )
-            mask: Tensor | None = functional.complete(
-                Input(input, None, None, 0.0, mask=asked)
-            ).mask
+            return compiled.mask_of(input, asked, self.num_features, ALONE)
         except (TypeError, ValueError) as error:
-            functional.refuse(error, [input], [num_splits * self.num_features], communicator)
-        return mask
+            num_channels = [num_splits * self.num_features]
+            if asked is not None and isinstance(communicator, Conversation):
+                num_channels = [self.num_features] * num_splits
+                communicator = shared_conversation([self] * num_splits)
+            functional.refuse(error, [input] * len(num_channels), num_channels, communicator)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any

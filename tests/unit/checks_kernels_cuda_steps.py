@@ -193,7 +193,7 @@ def test_what_generic_moves(launched: list[str]) -> None:
         expected = generic.move_averages(*running, *batch[:2], 0.1, 1.5)
         cuda_steps.move(Running(*running, 0.1, num_batches=counter), *batch)
         for moved, right in zip(running, expected, strict=True):
-            compare(moved, right, 0)
+            compare(moved.contiguous(), right, 0)
     assert one_rank.item() == 1
     with torch.inference_mode():
         frozen = wide(5)

@@ -169,8 +169,9 @@ def test_a_compiled_layer(options: Any) -> None:
 def test_compiled_lengths() -> None:
     torch._dynamo.reset()
     x, lengths, mask = batch(0)
-    compiled = torch.compile(layer_of(), backend="eager", fullgraph=True)
-    assert torch.equal(compiled(x, lengths=lengths), layer_of()(x, mask=mask))
+    for layer in (layer_of(), layer_of().eval()):
+        compiled = torch.compile(copy.deepcopy(layer), backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x, lengths=lengths), layer(x, mask=mask))
 
 
 def test_masks_that_broadcast() -> None:
@@ -461,6 +462,17 @@ def test_lengths_need_an_axis_to_be_of() -> None:
 def test_evaluation_checks_masks_too() -> None:
     with pytest.raises(TypeError, match="must be of dtype bool"):
         layer_of().eval()(X, mask=torch.ones(4, L))
+
+
+def test_sub_batch_norm_tells_the_other_ranks() -> None:
+    def train(communicator: ThreadCommunicator) -> None:
+        layer = SubBatchNorm1d(2, C, process_group=communicator).double()
+        wrong = communicator.rank == 0
+        expected = (TypeError, "dtype bool") if wrong else (RuntimeError, "refused on rank")
+        with pytest.raises(expected[0], match=expected[1]):
+            layer(X, mask=torch.ones(4, L, dtype=torch.float if wrong else torch.bool))
+
+    run_ranks(2, train)
 
 
 def test_one_element_over_all_ranks() -> None:
