@@ -215,14 +215,14 @@ class _Watch(chainer.LinkHook):
         norm = self._norms.get(id(args.link))
         if norm is None:
             return
-        x = next(iter((*args.args, *args.kwargs.values())), None)
+        x = functions.standard_layout(next(iter((*args.args, *args.kwargs.values())), None))
         channels = norm.link.avg_mean.shape
         asked = Asked(args.kwargs.get("mask"), args.kwargs.get("lengths"))
         try:
             axis, mask = functions.check_input(x, channels, norm.link.axis, asked, SingleProcess())
         except (TypeError, ValueError):
             return  # the link will raise, and tell the other ranks
-        x = chainer.as_array(functions.standard_layout(x))
+        x = chainer.as_array(x)
         norm.estimator.update(local_moments(x, axis=axis, mask=mask))
         norm.num_calls += 1
         shape = tuple(0 if i == axis[0] else n for i, n in enumerate(x.shape))

@@ -64,7 +64,7 @@ def test_a_parameter_of_another_length(name: str, length: int) -> None:
     with pytest.raises(RuntimeError, match=f"{name} should contain 3 elements not {length}"):
         layer.eval()(torch.randn(4, 3))  # torch's own check
     with pytest.raises(ValueError, match=message):
-        layer(torch.randn(4, 3).half())  # dtypes that torch's own does not take
+        layer(torch.randn(4, 3).double())  # dtypes that torch's own does not take
     arguments = [torch.ones(length if name == n else 3) for n in ("weight", "bias")]
     with pytest.raises(ValueError, match=rf"\(C,\): got \[\({length if name == 'weight' else 3},"):
         sync_batch_norm(torch.randn(4, 3), *arguments)
