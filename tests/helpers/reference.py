@@ -35,17 +35,19 @@ def batch_norm(
     eps: float,
     weighting: str = "element",
     masks: Sequence[Array] | None = None,
+    num_samples: Sequence[int] | None = None,
 ) -> Result:
     """Batch norm of the ranks' batches `xs`, each `(N, C, *spatial)`, and its gradients.
 
     With `masks`, each `(N, *spatial)`, that of the elements where the mask is True, without the
-    others; `y` and `dx` are then 0 elsewhere.
+    others; `y` and `dx` are then 0 elsewhere. `num_samples` of each rank, for the weighting
+    "sample", are by default the lengths of `xs`.
     """
     if masks is not None:
         return _of_elements(xs, dys, masks, weight, bias, eps=eps, weighting=weighting)
     rank_weight = {
         "element": [x[:, 0].size for x in xs],
-        "sample": [len(x) for x in xs],
+        "sample": num_samples or [len(x) for x in xs],
         "rank": [min(x.size, 1) for x in xs],
     }[weighting]
     # p: the share of each element in the mean; 1/N for the concatenated batch.
@@ -91,9 +93,6 @@ def _of_elements(
     eps: float,
     weighting: str,
 ) -> Result:
-    if weighting == "sample":
-        raise NotImplementedError("the elements that count do not say of which sample they are")
-
     def chosen(arrays: Sequence[Array]) -> list[Array]:
         return [np.moveaxis(a, 1, -1)[m] for a, m in zip(arrays, masks, strict=True)]
 
@@ -105,7 +104,15 @@ def _of_elements(
             results.append(np.moveaxis(result, -1, 1))
         return results
 
-    result = batch_norm(chosen(xs), chosen(dys), weight, bias, eps=eps, weighting=weighting)
+    result = batch_norm(
+        chosen(xs),
+        chosen(dys),
+        weight,
+        bias,
+        eps=eps,
+        weighting=weighting,
+        num_samples=[int(m.any(tuple(range(1, m.ndim))).sum()) for m in masks],
+    )
     return replace(result, y=whole(result.y), dx=whole(result.dx))
 
 
