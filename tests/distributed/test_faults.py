@@ -167,9 +167,10 @@ def test_networks_between_two_machines(
     _expect(machines.run(name, setup))
 
 
-def test_two_machines_with_two_ranks_each(tmp_path: Path) -> None:
+def test_two_machines_with_two_ranks_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shared memory inside, the network between; processes of both have the same numbers."""
     require.need("torchrun", "netns")
+    monkeypatch.delenv("PYTHON_EXEC", raising=False)  # its processes have another network
     script = tmp_path / "sum.py"
     script.write_text(
         textwrap.dedent(
@@ -180,7 +181,9 @@ def test_two_machines_with_two_ranks_each(tmp_path: Path) -> None:
             world = enter_world("gloo")
             total = world.allreduce(np.random.default_rng(world.rank).standard_normal(5000))
             line = world.lines._open[0]._chosen._line
-            print("sum", total.tobytes().hex()[:32], total.sum(), type(line).__name__, flush=True)
+            numbers = f"{total.tobytes().hex()[:32]} {total.sum()}"
+            # In one piece: four processes write.
+            print(f"sum {numbers} {type(line).__name__}\\n", end="", flush=True)
             leave_world()
             """
         )
