@@ -275,7 +275,9 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
             conversation = self.conversation if self.training else ALONE
             return jagged.apply(self, conversation, input, residual, mask, lengths)
         # Most calls have neither, and are spared a frame.
-        asked = None if mask is lengths else functional.asked(mask, lengths)
+        asked = None
+        if mask is not None or lengths is not None:
+            asked = functional.asked(mask, lengths)
         if not self.training and self.running_mean is not None and self.running_var is not None:
             if isinstance(input, Tensor) and input.is_mkldnn:  # of torch.utils.mkldnn.to_mkldnn
                 residual = None if residual is None else residual.to_dense()
