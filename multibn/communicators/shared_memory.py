@@ -40,7 +40,7 @@ _TRIAL = 2**16  # bytes that must be had before the others are told of the memor
 _NUMBER = 8  # bytes of a float64
 _ROUND = 8  # numbers in a cache line: lengths are rounded up to a multiple
 _GATE = 256  # bytes, see _shared_memory.c
-_LOOK = 0.05  # seconds between two looks at whether the other processes live
+_LOOK = 0.02  # seconds between two looks at whether the other processes live
 
 
 class Store(Protocol):

@@ -358,5 +358,6 @@ def check_the_calls_of_a_step(world: Communicator) -> None:
     package = str(Path(multibn.__file__).parent)
     ours = sum(file.startswith(package) for file in files)
     if isinstance(world, MPI) and kernels.select(x.detach()) is not kernels.generic:
-        assert ours <= 60
-        assert len(files) <= 120
+        assert ours <= 60, ours
+        # Not those of pathlib and others, by which a test's process finds its launcher.
+        assert ours + sum("/torch/" in file for file in files) <= 120
