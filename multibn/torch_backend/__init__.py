@@ -1,5 +1,6 @@
 """PyTorch layers whose batch statistics are shared between processes."""
 
+from multibn.torch_backend import _quantization
 from multibn.torch_backend.checkpointing import checkpoint_contexts as checkpoint_contexts
 from multibn.torch_backend.checkpointing import recomputed as recomputed
 from multibn.torch_backend.config import get_norm as get_norm
@@ -24,3 +25,5 @@ from multibn.torch_backend.synchrony import check_sync as check_sync
 from multibn.torch_backend.synchrony import sync_running_stats as sync_running_stats
 from multibn.torch_backend.together import normalize_together as normalize_together
 from multibn.torch_backend.uneven import join as join
+
+_quantization.register()
