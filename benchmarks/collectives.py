@@ -25,13 +25,15 @@ def measure(
     times: dict[str, Seconds] = {}
     make = {"mpi": _mpi_steps, "gloo": _gloo_steps}[over](communicator.rank)
     for C in channels:
-        steps = {name: _repeated(step, _REPEAT[over]) for name, step in make(C).items()}
+        steps = {name: repeated(step, _REPEAT[over]) for name, step in make(C).items()}
         taken = take_turns(steps, communicator, seconds=seconds)
         times |= {f"{C}/{name}": t / _REPEAT[over] for name, t in taken.items()}
     return times, {}
 
 
-def _repeated(step: Step, n: int) -> Step:
+def repeated(step: Step, n: int) -> Step:
+    """`step` called `n` times."""
+
     def run() -> None:
         for _ in range(n):
             step()

@@ -25,6 +25,15 @@ def layouts(shape: Sequence[int]) -> list[str]:
     return ["NCHW", "channels_last"] if len(shape) > 2 else ["NC"]
 
 
+def memory_format(layout: str, num_dimensions: int) -> Any:
+    """torch's memory format of a layout."""
+    import torch
+
+    if layout != "channels_last":
+        return torch.contiguous_format
+    return torch.channels_last if num_dimensions == 4 else torch.channels_last_3d
+
+
 def beside(name: str) -> str:
     """The name of our layer's times when it took turns with the peer `name`."""
     return f"{OURS} beside {name}"
@@ -52,23 +61,29 @@ def key(shape: Sequence[int], variant: str, name: str) -> str:
 
 
 def measure_torch(
-    communicator: Communicator, shapes: Sequence[Sequence[int]], seconds: float
+    communicator: Communicator,
+    shapes: Sequence[Sequence[int]],
+    seconds: float,
+    relu: bool = False,
 ) -> tuple[dict[str, Seconds], dict[str, Any]]:
-    """Times under `key(shape, layout, name)`; about `seconds` for each shape and layout."""
+    """Times under `key(shape, layout, name)`; about `seconds` for each shape and layout.
+
+    With `relu`, of a layer and a ReLU: fuse_relu=True beside nn.BatchNorm and an inplace nn.ReLU.
+    """
     import torch
 
     times: dict[str, Seconds] = {}
     for shape in shapes:
         for layout in layouts(shape):
             torch.manual_seed(communicator.rank)
-            steps = _torch_steps(shape, layout, communicator)
+            steps = _torch_steps(shape, layout, communicator, relu)
             taken = in_pairs(steps, communicator, seconds=seconds)
             times |= {key(shape, layout, name): t for name, t in taken.items()}
     return times, {"kernels": kernels.select(torch.zeros(1)).__name__}
 
 
 def _torch_steps(
-    shape: Sequence[int], layout: str, communicator: Communicator
+    shape: Sequence[int], layout: str, communicator: Communicator, relu: bool
 ) -> Mapping[str, Step]:
     import torch
     from torch import nn
@@ -76,11 +91,9 @@ def _torch_steps(
     from benchmarks.peers import NaiveFormula
     from multibn.torch_backend import SyncBatchNorm
 
-    memory_format = torch.contiguous_format
-    if layout == "channels_last":
-        memory_format = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
-    x = torch.randn(*shape).to(memory_format=memory_format).requires_grad_()
-    dy = torch.randn(*shape).to(memory_format=memory_format)
+    form = memory_format(layout, len(shape))
+    x = torch.randn(*shape).to(memory_format=form).requires_grad_()
+    dy = torch.randn(*shape).to(memory_format=form)
     local = {2: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[len(shape)]
     copy = torch.empty_like(x)
 
@@ -96,6 +109,11 @@ def _torch_steps(
         for _ in range(NUM_COPIES):
             copy.copy_(dy)
 
+    if relu:
+        return {
+            OURS: step(SyncBatchNorm(shape[1], process_group=communicator, fuse_relu=True)),
+            LOCAL: step(nn.Sequential(local(shape[1]), nn.ReLU(inplace=True))),
+        }
     return {
         OURS: step(SyncBatchNorm(shape[1], process_group=communicator)),
         LOCAL: step(local(shape[1])),

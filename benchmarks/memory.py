@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.layer import layouts, memory_format
 from benchmarks.timing import Seconds
 from multibn import Communicator, SingleProcess
 
@@ -37,12 +38,10 @@ def measure_torch(communicator: Communicator, shape: Sequence[int]) -> TimesAndN
         "naive": NaiveFormula(shape[1], communicator),
     }
     notes = {}
-    for layout, memory_format in {
-        "NCHW": torch.contiguous_format,
-        "channels_last": torch.channels_last,
-    }.items():
-        x = torch.randn(*shape).to(memory_format=memory_format).requires_grad_()
-        dy = torch.randn(*shape).to(memory_format=memory_format)
+    for layout in layouts(shape):
+        form = memory_format(layout, len(shape))
+        x = torch.randn(*shape).to(memory_format=form).requires_grad_()
+        dy = torch.randn(*shape).to(memory_format=form)
         for name, layer in layers.items():
             saved: dict[int, int] = {}
 

@@ -54,13 +54,21 @@ def _layer(title: str) -> Callable[[Any], Table]:
                 row["variant"],
                 f"{row['megabytes']:.1f}",
                 f"{row['milliseconds'][layer.OURS]:.2f}",
-                *(f"{row['ratio'][name]:.2f}" for name in peers),
+                *(_ratio(row, name) for name in peers),
             ]
             for row in rows
         ]
-        return _table(title, columns, lines)
+        return _table(f"{title}: {_RATIO}", columns, lines)
 
     return table
+
+
+_RATIO = "ratios on the wall ± half their quartiles' distance (of the processor's times)"
+
+
+def _ratio(row: Mapping[str, Any], peer: str) -> str:
+    ratio, spread, processor = (row[column][peer] for column in ("ratio", "spread", "processor"))
+    return f"{ratio:.2f} ±{spread:.2f} ({processor:.2f})"
 
 
 def _shape(row: Mapping[str, Any]) -> str:
@@ -70,11 +78,42 @@ def _shape(row: Mapping[str, Any]) -> str:
 def _network(rows: Sequence[Mapping[str, Any]]) -> Table:
     lines = [
         [row["layout"], *(f"{ms:.0f}" for ms in row["milliseconds"].values()),
-         f"{row['ratio']:.3f}"]
+         _ratio(row, "local")]
         for row in rows
     ]  # fmt: skip
-    title = f"A step of a network like ResNet-50, 2 ranks, each {_shape(rows[0])}"
+    title = f"A step of a network like ResNet-50, 2 ranks, each {_shape(rows[0])}: {_RATIO}"
     return _table(title, ("", "synchronized ms", "local ms", "ratio"), lines)
+
+
+def _compiled(rows: Sequence[Mapping[str, Any]]) -> Table:
+    peers = list(rows[0]["ratio"])
+    lines = [
+        [row["layout"], f"{row['milliseconds']:.1f}", *(_ratio(row, peer) for peer in peers)]
+        for row in rows
+    ]
+    title = f"A compiled residual block, 2 ranks, each {_shape(rows[0])}: {_RATIO}"
+    return _table(title, ("", "compiled ms", *(f"/ {peer}" for peer in peers)), lines)
+
+
+def _calls(rows: Sequence[Mapping[str, Any]]) -> Table:
+    lines = [
+        [f"{row['over']}, {row['ranks']} ranks",
+         *(str(row[kind][whose]) for kind in ("synchronized", "local")
+           for whose in ("multibn", "torch"))]
+        for row in rows
+    ]  # fmt: skip
+    columns = ("", "synchronized: multibn's", "torch's", "local: multibn's", "torch's")
+    return _table("Python calls in a layer's step", columns, lines)
+
+
+def _messages(rows: Sequence[Mapping[str, Any]]) -> Table:
+    lines = [
+        [f"{row['over']}, C={row['channels']}",
+         *(f"{row['microseconds'][name]:,.1f}" for name in ("checked", "bare"))]
+        for row in rows
+    ]  # fmt: skip
+    title = "A layer's message on 2 ranks, us (bare: MPI's or torch.distributed's allreduce)"
+    return _table(title, ("", "with all checks", "bare"), lines)
 
 
 def _memory(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -127,20 +166,24 @@ def _reversible_memory(rows: Sequence[Mapping[str, Any]]) -> Table:
 def _reversible_time(rows: Sequence[Mapping[str, Any]]) -> Table:
     lines = [
         [f"{row['model']}, {row['batch']} images",
-         *(f"{ms:.0f}" for ms in row["milliseconds"].values()), f"{row['ratio']:.3f}"]
+         *(f"{ms:.0f}" for ms in row["milliseconds"].values()), _ratio(row, "stored")]
         for row in rows
     ]  # fmt: skip
-    title = "A step of a reversible model, ms of the processor"
+    title = f"A step of a reversible model, ms: {_RATIO}"
     return _table(title, ("", "stored", "reversible", "ratio"), lines)
 
 
 _TABLES: dict[str, Callable[[Any], Table]] = {
     "torch": _layer("torch, one layer's step on 2 ranks over MPI"),
+    "relu": _layer("torch, a step of one layer and ReLU on 2 ranks over MPI"),
     "chainer": _layer("Chainer, one layer's step on 2 ranks over MPI"),
     "resnet": _network,
+    "compiled": _compiled,
     "memory": _memory,
     "first_call": _first_call,
     "growth": _layer("Growth with ranks"),
+    "calls": _calls,
+    "messages": _messages,
     "collectives": _collectives,
     "model": _model,
     "reversible_memory": _reversible_memory,

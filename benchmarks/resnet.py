@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.layer import layouts, memory_format
 from benchmarks.timing import Seconds, Step, take_turns
 from multibn import Communicator
 from multibn.torch_backend import convert_sync_batchnorm
@@ -50,15 +51,13 @@ def measure(
 ) -> tuple[dict[str, Seconds], dict[str, Any]]:
     """Times of forward, loss and backward by "layout/name"; each rank has a `batch` of images."""
     times: dict[str, Seconds] = {}
-    for layout, memory_format in {
-        "NCHW": torch.contiguous_format,
-        "channels_last": torch.channels_last,
-    }.items():
+    for layout in layouts(batch):
+        form = memory_format(layout, len(batch))
         torch.manual_seed(0)
-        local = network(blocks).to(memory_format=memory_format)  # type: ignore[call-overload]
-        synchronized = network(blocks).to(memory_format=memory_format)  # type: ignore[call-overload]
+        local = network(blocks).to(memory_format=form)  # type: ignore[call-overload]
+        synchronized = network(blocks).to(memory_format=form)  # type: ignore[call-overload]
         synchronized = convert_sync_batchnorm(synchronized, communicator)
-        x = torch.randn(*batch).to(memory_format=memory_format)
+        x = torch.randn(*batch).to(memory_format=form)
         labels = torch.arange(len(x))
 
         def step(model: nn.Module, x: Tensor = x, labels: Tensor = labels) -> Step:

@@ -1,7 +1,6 @@
 """Memory that reversible blocks save, and the time that they take to run F and G again."""
 
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.timing import Seconds
+from benchmarks.timing import Seconds, now
 from multibn import Communicator
 from multibn.torch_backend import reversible
 from multibn.torch_backend.reversible import RevMViT, RevMViTConfig, measure_memory
@@ -47,17 +46,17 @@ def measure_memory_of(
 def measure_time(
     communicator: Communicator, model: str, pixels: int, batch: int, rounds: int
 ) -> TimesAndNotes:
-    """Processor time of a step in each mode; the modes take turns."""
+    """Times of a step in each mode; the modes take turns."""
     x = torch.randn(batch, 3, pixels, pixels)
     models = {mode: _make(model, pixels, mode) for mode in MODES}
-    taken: dict[str, list[float]] = {mode: [] for mode in MODES}
+    taken: dict[str, list[Seconds]] = {mode: [] for mode in MODES}
     for _ in range(1 + rounds):
         for mode, network in models.items():
             network.zero_grad()
-            start = time.process_time()
+            before = now()
             loss: Tensor = network(x).square().mean()
             loss.backward()
-            taken[mode].append(time.process_time() - start)
+            taken[mode].append(now() - before)
     return {mode: np.array(times[1:]) for mode, times in taken.items()}, {}  # without the warm-up
 
 

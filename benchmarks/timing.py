@@ -12,12 +12,18 @@ import numpy as np
 from multibn import Communicator
 
 Step: TypeAlias = Callable[[], object]
+# A row for each round: the time on the wall, and of the processor.
 Seconds: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
+WALL, PROCESSOR = 0, 1
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 _FEWEST_ROUNDS = 5
 _MOST_ROUNDS = 101
+
+
+def now() -> Seconds:
+    return np.array([time.perf_counter(), time.process_time()])
 
 
 def keep_freed_memory() -> None:
@@ -37,7 +43,7 @@ def keep_freed_memory() -> None:
 def take_turns(
     steps: Mapping[str, Step], communicator: Communicator, *, seconds: float
 ) -> dict[str, Seconds]:
-    """Time of each step in every round, on this rank; about `seconds` in all.
+    """Times of each step in every round, on this rank; about `seconds` in all.
 
     Collective. All ranks start each step together; each round begins with the next of the steps.
     """
@@ -50,7 +56,7 @@ def take_turns(
     mean = float(communicator.allreduce(np.array([round_seconds]))[0]) / communicator.size
     rounds = int(np.clip(seconds / mean, _FEWEST_ROUNDS, _MOST_ROUNDS))
     names = list(steps)
-    taken: dict[str, list[float]] = {name: [] for name in names}
+    taken: dict[str, list[Seconds]] = {name: [] for name in names}
     gc.collect()
     gc.disable()
     try:
@@ -58,9 +64,9 @@ def take_turns(
             first = i % len(names)
             for name in names[first:] + names[:first]:
                 _together(communicator)
-                start = time.perf_counter()
+                before = now()
                 steps[name]()
-                taken[name].append(time.perf_counter() - start)
+                taken[name].append(now() - before)
     finally:
         gc.enable()
     return {name: np.array(times) for name, times in taken.items()}
@@ -72,12 +78,18 @@ def slowest(ranks: Sequence[Mapping[str, Seconds]]) -> dict[str, Seconds]:
 
 
 def median_ms(times: Seconds) -> float:
-    return float(np.median(times)) * 1e3
+    return float(np.median(times[:, WALL])) * 1e3
 
 
-def ratio(times: Seconds, others: Seconds) -> float:
+def ratio(times: Seconds, others: Seconds, clock: int = WALL) -> float:
     """Median over the rounds of `times / others`; both come from the same rounds."""
-    return float(np.median(times / others))
+    return float(np.median(times[:, clock] / others[:, clock]))
+
+
+def spread(times: Seconds, others: Seconds) -> float:
+    """Half the distance between the quartiles of `times / others`, on the wall."""
+    low, high = np.percentile(times[:, WALL] / others[:, WALL], [25, 75])
+    return float(high - low) / 2
 
 
 def geometric_mean(values: Sequence[float]) -> float:

@@ -6,7 +6,6 @@ import math
 import os
 import pickle
 import subprocess
-import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-import multibn
+from benchmarks.calls import count
 from multibn import kernels
 from multibn.communicators import Communicator
 from multibn.communicators.mpi import MPI
@@ -341,23 +340,8 @@ def check_the_calls_of_a_step(world: Communicator) -> None:
     """Few frames of Python in a step of a layer, forward and backward: all frames are counted."""
     layer = SyncBatchNorm(8, process_group=world)
     x, dy = torch.randn(4, 8, 4, 4, requires_grad=True), torch.randn(4, 8, 4, 4)
-    files: list[str] = []
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        if event == "call":
-            files.append(frame.f_code.co_filename)
-
-    before = sys.getprofile()
-    for _ in range(3):  # the first steps open the line, and fill caches
-        files.clear()
-        sys.setprofile(count)
-        try:
-            layer(x).backward(dy)
-        finally:
-            sys.setprofile(before)
-    package = str(Path(multibn.__file__).parent)
-    ours = sum(file.startswith(package) for file in files)
+    calls = count(lambda: layer(x).backward(dy))
     if isinstance(world, MPI) and kernels.select(x.detach()) is not kernels.generic:
-        assert ours <= 60, ours
+        assert calls["multibn"] <= 60, calls
         # Not those of pathlib and others, by which a test's process finds its launcher.
-        assert ours + sum("/torch/" in file for file in files) <= 120
+        assert sum(calls.values()) <= 120, calls

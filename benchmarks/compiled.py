@@ -1,0 +1,47 @@
+"""A residual block under torch.compile, synchronized and local, beside the same without."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.layer import layouts, memory_format
+from benchmarks.resnet import Bottleneck
+from benchmarks.timing import Seconds, Step, take_turns
+from multibn import Communicator
+from multibn.torch_backend import convert_sync_batchnorm
+
+
+def measure(
+    communicator: Communicator, shape: Sequence[int], seconds: float
+) -> tuple[dict[str, Seconds], dict[str, Any]]:
+    """Times of forward and backward by "layout/name"; the block keeps the number of channels."""
+    times: dict[str, Seconds] = {}
+    for layout in layouts(shape):
+        form = memory_format(layout, len(shape))
+        x = torch.randn(*shape).to(memory_format=form).requires_grad_()
+        dy = torch.randn(*shape).to(memory_format=form)
+
+        def step(compiled: bool, synchronized: bool, x: Any = x, dy: Any = dy) -> Step:
+            torch.manual_seed(0)
+            block: Any = Bottleneck(shape[1], shape[1] // 4, 1)
+            if synchronized:
+                block = convert_sync_batchnorm(block, communicator)
+            if compiled:
+                block = torch.compile(block, fullgraph=True)
+
+            def run() -> None:
+                x.grad = None
+                block.zero_grad()
+                block(x).backward(dy)
+
+            return run
+
+        steps = {
+            f"{'compiled' if compiled else 'eager'} {kind}": step(compiled, kind == "synchronized")
+            for compiled in (True, False)
+            for kind in ("synchronized", "local")
+        }
+        taken = take_turns(steps, communicator, seconds=seconds)
+        times |= {f"{layout}/{name}": t for name, t in taken.items()}
+    return times, {"shape": list(shape)}
