@@ -36,6 +36,16 @@ def running_variance(
     ------
     ValueError
         If `convention` is none of the three.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn import SingleProcess, batch_statistics, running_variance
+    >>> batch = batch_statistics(np.asarray([[1.0], [3.0]]), SingleProcess())
+    >>> print(running_variance(batch, local_count=2.0))
+    [2.]
+    >>> print(running_variance(batch, local_count=2.0, convention="biased"))
+    [1.]
     """
     return batch.var * generic.variance_factor(_on_host(batch.count), local_count, convention)
 
@@ -95,6 +105,17 @@ class PopulationEstimator:
     like
         Any per-channel array, for its shape and device: a rank without a batch takes part in
         `compute`, too.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn import PopulationEstimator, local_moments
+    >>> estimator = PopulationEstimator(np.zeros(1))
+    >>> for batch in ([[1.0], [3.0]], [[5.0], [7.0], [9.0]]):
+    ...     estimator.update(local_moments(np.asarray(batch)))
+    >>> population = estimator.compute()
+    >>> print(population.mean, population.var)
+    [5.] [8.]
     """
 
     def __init__(self, like: Array, /) -> None:

@@ -37,7 +37,19 @@ class _Pass:
 
 
 class recording(_Pass):  # noqa: N801 (read as a verb: `with recording() as tape`)
-    """Context manager for a first pass; yields the `Tape` that the pass fills."""
+    """Context manager for a first pass; yields the `Tape` that the pass fills.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn import recording
+    >>> from multibn.torch_backend import SyncBatchNorm
+    >>> layer = SyncBatchNorm(1)
+    >>> with recording() as tape:
+    ...     y = layer(torch.tensor([[1.0], [3.0]]))
+    >>> tape.entries[0].mean
+    tensor([2.], dtype=torch.float64)
+    """
 
     def __init__(self) -> None:
         super().__init__(Tape())
@@ -51,6 +63,19 @@ class replaying(_Pass):  # noqa: N801
     RuntimeError
         If the pass meets more batch norms than the first pass, or batch norms of other channels;
         on leaving the context without an exception, if the pass has met fewer.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn import recording, replaying
+    >>> from multibn.torch_backend import SyncBatchNorm
+    >>> layer, x = SyncBatchNorm(8), torch.randn(4, 8)
+    >>> with recording() as tape:
+    ...     y = layer(x)
+    >>> with replaying(tape):
+    ...     again = layer(x)
+    >>> torch.equal(y, again), layer.num_batches_tracked  # the batch counts once
+    (True, tensor(1))
     """
 
     def __enter__(self) -> Tape:

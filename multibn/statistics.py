@@ -44,6 +44,14 @@ class Moments(NamedTuple):
         Elements per channel, N*H*W...
     num_samples
         N; read only by `weighting="sample"`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn import Moments
+    >>> moments = Moments(np.asarray([2.0]), np.asarray([5.0]), count=8.0, num_samples=4.0)
+    >>> print(moments.meansqr - moments.mean**2)  # the biased variance
+    [1.]
     """
 
     mean: Array
@@ -63,6 +71,14 @@ class BatchStatistics(NamedTuple):
         Elements per channel over all ranks, shape `()`, float64; 0 if every rank was empty.
     element_weight
         Derivative of `mean` with respect to one local element, shape `()`, float64.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn import SingleProcess, batch_statistics
+    >>> batch = batch_statistics(np.ones((4, 3, 5)), SingleProcess())
+    >>> float(batch.count), float(batch.element_weight)
+    (20.0, 0.05)
     """
 
     mean: Array
@@ -76,6 +92,14 @@ class GradientSums(NamedTuple):
 
     As they come from `backward_sums` they are local, and the gradients of bias and weight: `sum_dy`
     of bias, `sum_dy_xhat` of weight.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn import GradientSums
+    >>> parts = [GradientSums(np.asarray([n]), np.asarray([2 * n])) for n in (1.0, 2.0)]
+    >>> print(GradientSums(*map(sum, zip(*parts))).sum_dy_xhat)  # of two parts of a batch
+    [6.]
     """
 
     sum_dy: Array
@@ -114,6 +138,14 @@ def local_moments(
     16-bit input is computed in float32. Raises TypeError unless `x` is real and floating-point.
     With a `mask`, see `multibn.masks`, only the elements where the mask is True count, and `count`
     is an array if these are on a GPU.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn import local_moments
+    >>> moments = local_moments(np.asarray([[1.0, 2.0], [3.0, 4.0]]))
+    >>> print(moments.mean, moments.meansqr, moments.count)
+    [2. 3.] [ 5. 10.] 2.0
     """
     require_floating(x)
     axis = reduced_axes(x.ndim) if axis is None else axis
@@ -180,6 +212,17 @@ def aggregate(
         On every rank, if another rank called `refuse` (host arrays only).
     FloatingPointError
         On every rank, if the moments of one are not finite (host arrays only).
+
+    Examples
+    --------
+    Two parts of this rank's batch, and one message for both:
+
+    >>> import numpy as np
+    >>> from multibn import SingleProcess, aggregate, local_moments, merge_moments
+    >>> parts = map(local_moments, (np.asarray([[1.0]]), np.asarray([[3.0], [5.0]])))
+    >>> batch = aggregate(merge_moments(*parts), SingleProcess())
+    >>> print(batch.mean, batch.count)
+    [3.] 3.0
     """
     mean, meansqr, count, num_samples = moments
     weight = rank_weight(count, num_samples, weighting)
@@ -347,6 +390,16 @@ def backward_sums(
         Added to the variance.
     axis
         As in `local_moments`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn import SingleProcess, backward_sums, batch_statistics
+    >>> x, dy = np.asarray([[1.0], [3.0]]), np.asarray([[1.0], [2.0]])
+    >>> batch = batch_statistics(x, SingleProcess())
+    >>> dbias, dweight = backward_sums(dy, x, batch, eps=1e-12)
+    >>> print(dbias, dweight)
+    [3.] [1.]
     """
     axis = reduced_axes(x.ndim) if axis is None else axis
     statistics = batch.mean, batch.var, None, None
@@ -364,6 +417,14 @@ def aggregate_sums(sums: GradientSums, communicator: Communicator, /) -> Gradien
         This rank's, from `backward_sums`.
     communicator
         The ranks that share statistics.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn import GradientSums, SingleProcess, aggregate_sums
+    >>> local = GradientSums(np.asarray([3.0]), np.asarray([1.0]))
+    >>> print(aggregate_sums(local, SingleProcess()).sum_dy)  # two such ranks: 6
+    [3.]
     """
     summed = communicator.allreduce(message.concat(sums))
     return GradientSums(*generic.split_sums(summed, sums.sum_dy.shape))
@@ -392,6 +453,18 @@ def input_gradient(
         Of shape `(C,)`; None stands for ones.
     axis
         As in `local_moments`.
+
+    Examples
+    --------
+    The sum of a normalized batch does not depend on the batch:
+
+    >>> import numpy as np
+    >>> from multibn import SingleProcess, backward_sums, batch_statistics, input_gradient
+    >>> x, dy = np.asarray([[1.0], [3.0]]), np.ones((2, 1))
+    >>> batch = batch_statistics(x, SingleProcess())
+    >>> sums = backward_sums(dy, x, batch, eps=1e-5)
+    >>> print(np.abs(input_gradient(dy, x, batch, sums, eps=1e-5)).max())
+    0.0
     """
     axis = reduced_axes(x.ndim) if axis is None else axis
     mean, var, _, element_weight = batch

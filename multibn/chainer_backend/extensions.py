@@ -35,6 +35,23 @@ class FinetunePopulationStatistics(training.Extension):
     Runs once an epoch by default, before evaluators and snapshots. Its parameters are those of
     `finetune_population_statistics`, and are checked when the extension is built. Collective: the
     trainer of every rank must have it.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from chainer import iterators, links, optimizers, training
+    >>> from multibn.chainer_backend import FinetunePopulationStatistics
+    >>> data = np.asarray([[1], [3], [5], [7]], "f")
+    >>> link = links.BatchNormalization(1)
+    >>> optimizer = optimizers.SGD().setup(link)
+    >>> updater = training.StandardUpdater(iterators.SerialIterator(data, 2), optimizer)
+    >>> trainer = training.Trainer(updater, (10, "epoch"))
+    >>> once = iterators.SerialIterator(data, 2, repeat=False)
+    >>> extension = FinetunePopulationStatistics(once, link, progress=False)
+    >>> trainer.extend(extension)  # after each epoch, before evaluators and snapshots
+    >>> extension(trainer)
+    >>> print(link.avg_mean)
+    [4.]
     """
 
     trigger = 1, "epoch"
@@ -112,6 +129,17 @@ def finetune_population_statistics(
     ranks, for batches of any sizes. The variance is unbiased, times N/(N-1) with N these elements
     per channel, whatever the link's `avg_var` convention is. The link's `N` becomes the number of
     its calls on this rank. A link without input keeps its values.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from chainer import links
+    >>> from multibn.chainer_backend import finetune_population_statistics
+    >>> link = links.BatchNormalization(1)
+    >>> batches = [np.asarray([[1], [3]], "f"), np.asarray([[5], [7], [9]], "f")]
+    >>> finetune_population_statistics(batches, link, converter=None, progress=False)
+    >>> print(link.avg_mean, link.avg_var, link.N)
+    [5.] [10.] 2
     """
     _check_arguments(iterator, comm, num_passes)
     norms = _norms(target)

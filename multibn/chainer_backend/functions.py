@@ -82,6 +82,16 @@ def multi_node_batch_normalization(
     gradients are those of the sum of all ranks' losses, divided by the number of ranks for `gamma`
     and `beta`. A backward pass with a graph computes in float64 and repeats the forward pass's
     allreduce; each of its allreduces has another one in the next derivative.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn import SingleProcess
+    >>> from multibn.chainer_backend import multi_node_batch_normalization
+    >>> x = np.asarray([[1], [3]], "f")
+    >>> y, batch = multi_node_batch_normalization(x, comm=SingleProcess())
+    >>> print(y.array.ravel().round(3), batch.mean)
+    [-1.  1.] [2.]
     """
     check_eps(eps)
     axis = None if axis is None else checked_axes(axis)

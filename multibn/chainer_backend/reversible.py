@@ -64,6 +64,17 @@ class ReversibleSequence(chainer.Chain):
     CuPy's generators do not reveal their state: on a GPU, each F and G that draws random numbers
     gets a generator of its own, seeded from the user's. cuDNN's drop-out has further states, which
     are not repeated: set `chainer.config.use_cudnn = "never"`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from chainer import functions as F, links as L
+    >>> from multibn.chainer_backend import ReversibleSequence
+    >>> model = ReversibleSequence([(L.Linear(8, 8), F.tanh) for _ in range(4)])
+    >>> y1, y2 = model(np.ones((2, 8), "f"), np.ones((2, 8), "f"))
+    >>> F.sum(y1 + y2).backward()  # runs F and G again, from the last block to the first
+    >>> model.layers[0].F.W.grad.shape
+    (8, 8)
     """
 
     def __init__(self, blocks: Iterable[tuple[Any, Any]], *, mode: Mode = "auto") -> None:

@@ -46,6 +46,12 @@ def check_sync(model: chainer.Link, comm: Any = None, *, ignore: Iterable[str] =
     RuntimeError
         On all ranks. If values differ, the message has names, ranks and largest differences from
         rank 0; if the models are built differently, the additional and the missing names.
+
+    Examples
+    --------
+    >>> from chainer import links as L
+    >>> from multibn.chainer_backend import check_sync
+    >>> check_sync(L.BatchNormalization(8), ignore=["*/avg_*"])  # passes on one rank
     """
     arrays = {name: parameter.array for name, parameter in model.namedparams()}
     for path, link in model.namedlinks():

@@ -64,16 +64,7 @@ def join(
     most batches. A rank without data left gets two samples as a stand-in, because some of Chainer's
     functions (max pooling, for example) refuse empty batches. The stand-in has no weight:
     multi-node links use an empty batch in its place and return no gradient, other links keep their
-    moving averages, and `Joined.mean`, which the loss needs, leaves it out. Example, with an
-    optimizer of chainermn.create_multi_node_optimizer::
-
-        with join(model, comm) as joined:
-            for x, target in joined(iterator):
-                losses = F.softmax_cross_entropy(model(x), target, reduce="no")
-                loss = joined.mean(losses)
-                model.cleargrads()
-                loss.backward()
-                optimizer.update()
+    moving averages, and `Joined.mean`, which the loss needs, leaves it out.
 
     Parameters
     ----------
@@ -99,6 +90,24 @@ def join(
     -----
     A rank that raises in the body of the loop cannot tell the others, which may wait for it: start
     scripts as `python -m mpi4py`, which ends them.
+
+    Examples
+    --------
+    >>> import chainer, numpy as np
+    >>> from chainer import functions as F, links as L
+    >>> from multibn.chainer_backend import MultiNodeBatchNormalization, join
+    >>> model = chainer.Sequential(MultiNodeBatchNormalization(4, None), L.Linear(4, 2))
+    >>> optimizer = chainer.optimizers.SGD().setup(model)  # over ranks: a multi-node optimizer
+    >>> batches = [(np.ones((n, 4), "f"), np.zeros(n, "i")) for n in (8, 3)]
+    >>> with join(model, converter=None) as joined:
+    ...     for x, target in joined(batches):
+    ...         losses = F.softmax_cross_entropy(model(x), target, reduce="no")
+    ...         loss = joined.mean(losses)
+    ...         model.cleargrads()
+    ...         loss.backward()
+    ...         optimizer.update()
+    >>> optimizer.t
+    2
     """
     device = model.device if device is None else device
 

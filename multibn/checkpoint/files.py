@@ -30,7 +30,17 @@ _END_OF_ZIP = 22  # bytes of the record that ends a zip archive, without the arc
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be converted; the message names the file, the problem and a solution."""
+    """A checkpoint cannot be converted; the message names the file, the problem and a solution.
+
+    Examples
+    --------
+    >>> from multibn.checkpoint import CheckpointError, convert
+    >>> try:
+    ...     convert("model.npz", "model.pt")
+    ... except CheckpointError as error:
+    ...     print(error)
+    model.npz: no such file. Check the path.
+    """
 
 
 def framework(path: Path) -> str:

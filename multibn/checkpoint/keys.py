@@ -9,8 +9,18 @@ from typing import Any, NamedTuple, TypeAlias
 
 from multibn.checkpoint.files import SEPARATORS, CheckpointError
 
-# Old prefix or key -> new prefix or key, or None to leave the arrays out.
 Names: TypeAlias = Mapping[str, str | None]
+"""New names of layers or arrays by the old ones; None leaves the arrays out.
+
+Examples
+--------
+>>> import numpy as np
+>>> from multibn.checkpoint import Names, chainer_to_torch
+>>> names: Names = {"predictor/bn": "norm", "predictor/fc8": None}
+>>> arrays = {"predictor/bn/gamma": np.ones(8), "predictor/fc8/b": np.zeros(2)}
+>>> list(chainer_to_torch(arrays, names=names).state)
+['norm.weight']
+"""
 
 
 class Converted(NamedTuple):
@@ -22,6 +32,16 @@ class Converted(NamedTuple):
         The arrays, by their new names.
     notes
         The sentences.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn.checkpoint import chainer_to_torch
+    >>> converted = chainer_to_torch({"W": np.ones((2, 3)), "t": np.ones(())}, skip_unknown=True)
+    >>> list(converted.state)
+    ['weight']
+    >>> print(*converted.notes)
+    unknown, and left out: 't'.
     """
 
     state: dict[str, Any]
@@ -40,6 +60,17 @@ def load_names(path: str | os.PathLike[str]) -> dict[str, str | None]:
     ------
     CheckpointError
         If the file cannot be read or holds anything else.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> from multibn.checkpoint import load_names
+    >>> with TemporaryDirectory() as folder:
+    ...     file = Path(folder, "names.json")
+    ...     _ = file.write_text('{"predictor": "", "predictor/fc8": null}')
+    ...     load_names(file)
+    {'predictor': '', 'predictor/fc8': None}
     """
     try:
         names = json.loads(Path(path).read_text(encoding="utf-8"))

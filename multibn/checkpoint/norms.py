@@ -9,9 +9,21 @@ from multibn.checkpoint import keys
 from multibn.checkpoint.files import CheckpointError
 from multibn.checkpoint.keys import Names
 
-# Elements per channel by which the variance is unbiased, in the file and wanted; or such a pair by
-# layer.
 Counts: TypeAlias = tuple[float, float] | Mapping[str, tuple[float, float]]
+"""Elements per channel by which running variances are unbiased: the number in the source and the
+number wanted, or such a pair for each layer.
+
+Examples
+--------
+>>> import math
+>>> import numpy as np
+>>> from multibn.checkpoint import Counts, chainer_to_torch
+>>> counts: Counts = {"bn": (4, math.inf)}  # unbiased by 4 elements; biased is wanted
+>>> names = ("gamma", "beta", "avg_mean", "avg_var")
+>>> arrays = {f"bn/{name}": np.full(1, 4.0) for name in names} | {"bn/N": np.asarray(0)}
+>>> print(chainer_to_torch(arrays, avg_var_count=counts).state["bn.running_var"])
+[3.]
+"""
 
 
 class Words(NamedTuple):

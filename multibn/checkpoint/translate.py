@@ -59,6 +59,19 @@ def convert(
         If a file cannot be read, converted or written: the message begins with its name.
     TypeError, ValueError
         If an option is not valid. `CheckpointError` is a ValueError, too.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> import torch
+    >>> from chainer import links, serializers
+    >>> from multibn.checkpoint import convert
+    >>> with TemporaryDirectory() as folder:
+    ...     serializers.save_npz(f"{folder}/a.npz", links.Linear(3, 2))
+    ...     converted = convert(f"{folder}/a.npz", f"{folder}/a.pt")
+    ...     torch.nn.Linear(3, 2).load_state_dict(torch.load(f"{folder}/a.pt"))
+    <All keys matched successfully>
     """
     source, target = Path(src), Path(dst)
     with _about(target):

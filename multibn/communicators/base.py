@@ -11,7 +11,22 @@ _T = TypeVar("_T", bound="Handle")
 
 @runtime_checkable
 class Communicator(Protocol):
-    """Processes that share batch statistics. Names and meaning are MPI's."""
+    """Processes that share batch statistics. Names and meaning are MPI's.
+
+    Examples
+    --------
+    A class of one's own, for which no base class is needed:
+
+    >>> from multibn import Communicator
+    >>> class Alone:
+    ...     rank, size = 0, 1
+    ...     def allreduce(self, x):
+    ...         return x.copy()
+    ...     def split(self, color, key=0):
+    ...         return self
+    >>> isinstance(Alone(), Communicator)
+    True
+    """
 
     @property
     def rank(self) -> int:

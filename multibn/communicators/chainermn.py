@@ -32,6 +32,17 @@ class ChainerMN(LineCommunicator):
     ValueError
         If `communication_backend` is none of the three, or is `"nccl"` and `comm` is not pure_nccl;
         or if `timeout` is not positive.
+
+    Examples
+    --------
+    On each of two ranks, under `mpiexec -n 2 python -m mpi4py`:
+
+    >>> import multibn.chainer_backend  # makes Chainer importable
+    >>> import chainermn, numpy as np
+    >>> from multibn.communicators.chainermn import ChainerMN
+    >>> communicator = ChainerMN(chainermn.create_communicator("naive"))
+    >>> communicator.allreduce(np.asarray([1.0, 10.0]))
+    array([ 2., 20.])
     """
 
     def __init__(

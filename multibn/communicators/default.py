@@ -15,6 +15,12 @@ class DefaultCommunicator(Forwarding):
 
     Looked up at each use, so that a layer may be built, or loaded, before the group. If there is no
     group although a launcher started several processes, the first use warns.
+
+    Examples
+    --------
+    >>> from multibn import as_communicator
+    >>> as_communicator(None)
+    DefaultCommunicator()
     """
 
     _warned = False

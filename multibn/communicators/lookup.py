@@ -100,6 +100,15 @@ class Group(Forwarding):
         At each use: if k does not divide the number of ranks, on all of them; if the list has a
         rank that `parent` has not; or if this process is not in the list. At the first use of a
         list: if a rank in the list passes another one.
+
+    Examples
+    --------
+    >>> from multibn import Group
+    >>> pairs = Group(Group(None, "machine"), 2)  # ranks 0 and 1 of each machine, 2 and 3, ...
+    >>> pairs
+    Group(Group(DefaultCommunicator(), 'machine'), 2)
+    >>> Group(None, "machine").size  # no process group is initialized here
+    1
     """
 
     def __init__(self, parent: Any, spec: Any, /) -> None:

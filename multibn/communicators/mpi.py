@@ -51,6 +51,18 @@ class MPI(LineCommunicator):
         If `comm` is MPI.COMM_NULL: this process is not part of it; or `timeout` is not positive.
     TypeError
         If `comm` is an intercommunicator.
+
+    Examples
+    --------
+    On each of two ranks, under `mpiexec -n 2 python -m mpi4py`:
+
+    >>> import numpy as np
+    >>> from multibn.communicators.mpi import MPI
+    >>> communicator = MPI(timeout=60)
+    >>> communicator.allreduce(np.asarray([1.0, 10.0]))
+    array([ 2., 20.])
+    >>> communicator.split(communicator.rank).size
+    1
     """
 
     def __init__(

@@ -45,6 +45,15 @@ class NCCL(LineCommunicator):
         If `unique_id` is not of 128 numbers.
     TypeError
         If `parent` is no communicator.
+
+    Examples
+    --------
+    On a machine with a GPU and CuPy, in one process:
+
+    >>> import cupy
+    >>> from multibn.communicators.nccl import NCCL
+    >>> NCCL().allreduce(cupy.asarray([1.0, 10.0])).get()
+    array([ 1., 10.])
     """
 
     def __init__(self, parent: Any = None, *, unique_id: Sequence[int] | None = None) -> None:

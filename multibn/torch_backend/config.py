@@ -56,6 +56,14 @@ def get_norm(cfg: Any, dim: int = 3) -> Callable[..., nn.Module]:
         If `cfg` lacks BN or BN.NORM_TYPE, or `dim` is not 1, 2 or 3.
     NotImplementedError
         If NORM_TYPE is none of the four, as in PySlowFast.
+
+    Examples
+    --------
+    >>> from multibn.torch_backend import get_norm
+    >>> cfg = {"BN": {"NORM_TYPE": "sub_batchnorm", "NUM_SPLITS": 4}}
+    >>> layer = get_norm(cfg)(num_features=16)
+    >>> type(layer).__name__, layer.num_splits
+    ('SubBatchNorm3d', 4)
     """
     if isinstance(dim, bool) or dim not in (1, 2, 3):
         raise ValueError(f"`dim` must be 1, 2 or 3: got {dim!r}.")

@@ -32,6 +32,13 @@ class BatchNorm(_BatchNorm):
     """Batch normalization of this process alone, for any number of dimensions from 2.
 
     `revert_sync_batchnorm` returns one for a `SyncBatchNorm` that was never converted.
+
+    Examples
+    --------
+    >>> from multibn.torch_backend import SyncBatchNorm, revert_sync_batchnorm
+    >>> layer = revert_sync_batchnorm(SyncBatchNorm(4, momentum=0.01))
+    >>> type(layer).__name__, layer.momentum
+    ('BatchNorm', 0.01)
     """
 
     def _check_input_dim(self, input: Any) -> None:

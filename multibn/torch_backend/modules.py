@@ -339,18 +339,43 @@ class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
 
     `convert_sync_batchnorm` makes one of an nn.BatchNorm1d. Accepts inputs of any dimensions. The
     parameters are those of `SyncBatchNorm`.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from multibn.torch_backend import SyncBatchNorm1d
+    >>> isinstance(SyncBatchNorm1d(4), nn.BatchNorm1d)
+    True
     """
 
     converted_from = nn.BatchNorm1d
 
 
 class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
-    """As `SyncBatchNorm1d`, for nn.BatchNorm2d."""
+    """As `SyncBatchNorm1d`, for nn.BatchNorm2d.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn.torch_backend import SyncBatchNorm2d
+    >>> layer = SyncBatchNorm2d(8, fuse_relu=True)
+    >>> layer(torch.randn(2, 8, 4, 4)).min()
+    tensor(0., grad_fn=<MinBackward1>)
+    """
 
     converted_from = nn.BatchNorm2d
 
 
 class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
-    """As `SyncBatchNorm1d`, for nn.BatchNorm3d."""
+    """As `SyncBatchNorm1d`, for nn.BatchNorm3d.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn.torch_backend import SyncBatchNorm3d
+    >>> layer = SyncBatchNorm3d(8, process_group="machine")  # video, shared inside each machine
+    >>> layer(torch.randn(2, 8, 4, 6, 6)).shape
+    torch.Size([2, 8, 4, 6, 6])
+    """
 
     converted_from = nn.BatchNorm3d

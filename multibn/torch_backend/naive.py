@@ -94,13 +94,31 @@ class NaiveSyncBatchNorm1d(_NaiveSyncBatchNorm, SyncBatchNorm1d):
 
 
 class NaiveSyncBatchNorm2d(_NaiveSyncBatchNorm, SyncBatchNorm2d):
-    """As `NaiveSyncBatchNorm1d`, for inputs `(N, C, H, W)` and nn.BatchNorm2d."""
+    """As `NaiveSyncBatchNorm1d`, for inputs `(N, C, H, W)` and nn.BatchNorm2d.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn.torch_backend import NaiveSyncBatchNorm2d
+    >>> layer = NaiveSyncBatchNorm2d(global_sync=True, num_features=3)  # all ranks
+    >>> y = layer(torch.ones(2, 3, 4, 4))
+    >>> layer.running_mean
+    tensor([0.1000, 0.1000, 0.1000])
+    """
 
     _shapes = {4: "(N, C, H, W)"}
 
 
 class NaiveSyncBatchNorm3d(_NaiveSyncBatchNorm, SyncBatchNorm3d):
-    """As `NaiveSyncBatchNorm1d`, for inputs `(N, C, T, H, W)` and nn.BatchNorm3d."""
+    """As `NaiveSyncBatchNorm1d`, for inputs `(N, C, T, H, W)` and nn.BatchNorm3d.
+
+    Examples
+    --------
+    >>> from multibn.torch_backend import NaiveSyncBatchNorm3d
+    >>> layer = NaiveSyncBatchNorm3d(num_sync_devices=4, num_features=8)  # of one machine
+    >>> layer.process_group
+    Group(Group(DefaultCommunicator(), 'machine'), 4)
+    """
 
     _shapes = {5: "(N, C, T, H, W)"}
 

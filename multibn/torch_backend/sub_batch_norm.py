@@ -329,14 +329,34 @@ class _SubBatchNorm(Synchronized):
 
 
 class SubBatchNorm1d(_SubBatchNorm):
-    """As `SubBatchNorm3d`, for an input of shape `(N, C)` or `(N, C, L)`."""
+    """As `SubBatchNorm3d`, for an input of shape `(N, C)` or `(N, C, L)`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn.torch_backend import SubBatchNorm1d
+    >>> layer = SubBatchNorm1d(2, num_features=1, momentum=1.0)
+    >>> y = layer(torch.tensor([[1.0], [10.0], [3.0], [30.0]]))  # samples 0 and 2, and 1 and 3
+    >>> layer.split_bn.running_mean
+    tensor([ 2., 20.])
+    """
 
     _part = _BatchNorm1d
     _shapes = {2: "(N, C)", 3: "(N, C, L)"}
 
 
 class SubBatchNorm2d(_SubBatchNorm):
-    """As `SubBatchNorm3d`, for an input of shape `(N, C, H, W)`."""
+    """As `SubBatchNorm3d`, for an input of shape `(N, C, H, W)`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn.torch_backend import SubBatchNorm2d
+    >>> layer = SubBatchNorm2d(2, num_features=3, momentum=1.0)
+    >>> y = layer(torch.ones(4, 3, 5, 5))
+    >>> layer.bn.running_mean  # of the population, for evaluation
+    tensor([1., 1., 1.])
+    """
 
     _part = _BatchNorm2d
     _shapes = {4: "(N, C, H, W)"}

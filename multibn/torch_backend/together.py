@@ -51,6 +51,15 @@ def normalize_together(
         As the layers. TypeError if one of `layers` is not a `SyncBatchNorm`, or has a `forward` of
         its own. ValueError if `layers` is empty, `inputs` or `masks` has another length, or the
         layers differ in `process_group` or `weighting`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn.torch_backend import SyncBatchNorm, normalize_together
+    >>> layers = SyncBatchNorm(4), SyncBatchNorm(8)
+    >>> y, shortcut = normalize_together(layers, [torch.randn(2, 4, 6, 6), torch.randn(2, 8, 6, 6)])
+    >>> y.shape, shortcut.shape
+    (torch.Size([2, 4, 6, 6]), torch.Size([2, 8, 6, 6]))
     """
     masks = [None] * len(layers) if masks is None else masks
     _check(layers, inputs, masks)

@@ -32,14 +32,7 @@ def join(
     weight in statistics and losses; its forward and backward passes, DistributedDataParallel's
     included, communicate as before. DistributedDataParallel's own join does not support
     synchronized layers. Without DistributedDataParallel, call `average_gradients` before the
-    optimizer's step. Example::
-
-        with join(model) as joined:
-            for x, target in joined(loader):
-                optimizer.zero_grad()
-                losses = F.cross_entropy(model(x), target, reduction="none")
-                joined.mean(losses).backward()
-                optimizer.step()
+    optimizer's step.
 
     Parameters
     ----------
@@ -63,6 +56,25 @@ def join(
     A rank that raises in the body of the loop cannot tell the others, which may wait for it: let
     the launcher end them. The model must accept an empty batch: `x.flatten(1)` does,
     `x.view(len(x), -1)` raises. A rank that never had a batch gets tensors on the CPU.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch import nn
+    >>> from torch.nn import functional as F
+    >>> from multibn.torch_backend import SyncBatchNorm, average_gradients, join
+    >>> model = nn.Sequential(SyncBatchNorm(4), nn.Linear(4, 2))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> loader = [(torch.randn(n, 4), torch.zeros(n, dtype=torch.long)) for n in (8, 3)]
+    >>> with join(model) as joined:
+    ...     for x, target in joined(loader):
+    ...         optimizer.zero_grad()
+    ...         losses = F.cross_entropy(model(x), target, reduction="none")
+    ...         joined.mean(losses).backward()
+    ...         average_gradients(model)  # without DistributedDataParallel
+    ...         optimizer.step()
+    >>> model[0].num_batches_tracked
+    tensor(2)
     """
     joined = Joined(participants(model, process_group), _empty if empty is None else empty)
     yield joined

@@ -28,6 +28,7 @@ RUNS = [
     Run("checks_reversible_parity", ("mpiexec",), (2,), ("torch", "chainer")),
     Run("checks_dtensor", ("torchrun",), (4,), ("torch",)),
     Run("checks_pipeline", ("torchrun",), (4,), ("torch",)),
+    Run("checks_examples", launch.LAUNCHERS, (2,)),
     Run("checks_soak", launch.LAUNCHERS, (2,), ("torch",)),
     # Last: its last check makes the default process group anew.
     Run("checks_grouped", launch.LAUNCHERS, (1, 2, 4), ("torch",)),

@@ -30,6 +30,16 @@ class MultiBNLayerSync(LayerSync):
 
     The parameters are those of `multibn.torch_backend.convert_sync_batchnorm`. A `weighting` or
     `running_var` that is none of its choices raises ValueError.
+
+    Examples
+    --------
+    >>> from lightning.pytorch import Trainer
+    >>> from torch import nn
+    >>> from multibn.torch_backend.integrations.lightning import MultiBNLayerSync
+    >>> plugin = MultiBNLayerSync(weighting="sample")
+    >>> trainer = Trainer(plugins=[plugin], accelerator="cpu", logger=False)
+    >>> plugin.apply(nn.BatchNorm2d(8)).weighting  # the trainer calls `apply` in `fit`
+    'sample'
     """
 
     def __init__(
@@ -73,6 +83,15 @@ class PreciseBN(Callback):
     ------
     TypeError, ValueError
         If an argument has another type or value than those above.
+
+    Examples
+    --------
+    >>> from lightning.pytorch import Trainer
+    >>> from multibn.torch_backend.integrations.lightning import PreciseBN
+    >>> callback = PreciseBN(num_samples=8192, every_n_epochs=5)
+    >>> trainer = Trainer(callbacks=[callback], accelerator="cpu", logger=False)
+    >>> callback in trainer.callbacks
+    True
     """
 
     def __init__(

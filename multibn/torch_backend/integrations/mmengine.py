@@ -74,6 +74,13 @@ class PreciseBNHook(Hook):
         If an argument has another type or value than those above. Before the first iteration: if
         `by_epoch` is True in IterBasedTrainLoop, or if the batches never end and there is neither
         `num_samples` nor `num_iters`.
+
+    Examples
+    --------
+    >>> from mmengine.registry import HOOKS
+    >>> hook = HOOKS.build({"type": "multibn.PreciseBNHook", "num_samples": 1024, "interval": 5})
+    >>> hook.interval, hook.by_epoch  # epochs or iterations: the loop decides
+    (5, None)
     """
 
     priority = "ABOVE_NORMAL"

@@ -106,6 +106,15 @@ class MultiScaleAttention(nn.Module):
     References
     ----------
     Fan et al., "Multiscale Vision Transformers", ICCV 2021; Li et al., "MViTv2", CVPR 2022.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn.torch_backend.reversible import MultiScaleAttention
+    >>> grid = (1, 4, 4)
+    >>> attention = MultiScaleAttention(16, 32, 2, grid, kernel_q=(1, 3, 3), stride_q=(1, 2, 2))
+    >>> attention(torch.randn(8, 16, 16), grid).shape  # a quarter of the tokens, twice as wide
+    torch.Size([8, 4, 32])
     """
 
     rel_pos_h: Tensor | None

@@ -95,6 +95,14 @@ class RevMViTConfig:
         If a number is of another type.
     ValueError
         If an option is not valid. The model checks the options that concern several layers.
+
+    Examples
+    --------
+    >>> from multibn.torch_backend.reversible import RevMViTConfig
+    >>> cfg = {"MODEL": {"NUM_CLASSES": 10}, "MVIT": {"DEPTH": 4, "REV": {"ENABLE": True}}}
+    >>> config = RevMViTConfig.from_slowfast(cfg)
+    >>> config.num_classes, config.depth, config.embed_dim
+    (10, 4, 96)
     """
 
     crop_size: int = _key("DATA.TRAIN_CROP_SIZE", 224)

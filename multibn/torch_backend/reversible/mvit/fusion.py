@@ -57,6 +57,13 @@ class TwoStreamFusion(nn.Module):
     ------
     TypeError, ValueError
         If `mode` is unknown, or `dim` is no positive int.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn.torch_backend.reversible import TwoStreamFusion
+    >>> TwoStreamFusion("max", 4)(torch.tensor([[[1.0, 2.0, 5.0, 0.0]]]))
+    tensor([[[5., 2.]]])
     """
 
     def __init__(self, mode: str, dim: int, norm: NormFactory = layer_norm) -> None:

@@ -51,6 +51,18 @@ class ReversibleMViT(nn.Module):
     ------
     ValueError
         If an option is not valid, or two layers do not match.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn.torch_backend.reversible import ReversibleMViT, RevMViTConfig
+    >>> config = RevMViTConfig(
+    ...     patch_2d=True, patch_kernel=(8, 8), patch_stride=(8, 8), patch_padding=(0, 0),
+    ...     num_frames=1, crop_size=32, embed_dim=16, depth=2,
+    ... )
+    >>> layers = ReversibleMViT(config)
+    >>> layers(torch.randn(4, 16, 16)).shape  # 16 tokens; both streams side by side
+    torch.Size([4, 16, 32])
     """
 
     def __init__(
@@ -183,6 +195,18 @@ class RevMViT(nn.Module):
     References
     ----------
     Mangalam et al., "Reversible Vision Transformers", CVPR 2022.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn.torch_backend.reversible import RevMViT, RevMViTConfig
+    >>> config = RevMViTConfig(
+    ...     patch_2d=True, patch_kernel=(8, 8), patch_stride=(8, 8), patch_padding=(0, 0),
+    ...     num_frames=1, crop_size=32, embed_dim=16, depth=2, num_classes=10,
+    ... )
+    >>> model = RevMViT(config, norm="sync_batchnorm")
+    >>> model(torch.randn(4, 3, 32, 32)).shape
+    torch.Size([4, 10])
     """
 
     def __init__(self, config: RevMViTConfig, *, norm: Any = None, mode: Mode = "auto") -> None:

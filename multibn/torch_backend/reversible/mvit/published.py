@@ -54,12 +54,32 @@ def rev_vit_s(*, norm: Any = None, mode: Mode = "auto", **options: Any) -> RevMV
     """Rev-ViT-S for ImageNet: 22 M parameters, 4.6 G multiply-adds.
 
     `norm` and `mode` are those of `RevMViT`; `options` replace published fields of `RevMViTConfig`.
+
+    Examples
+    --------
+    Fewer layers and classes, for small images:
+
+    >>> import torch
+    >>> from multibn.torch_backend.reversible import rev_vit_s
+    >>> model = rev_vit_s(depth=2, crop_size=32, num_classes=10)
+    >>> model(torch.randn(2, 3, 32, 32)).shape
+    torch.Size([2, 10])
     """
     return _make({**_VIT, "embed_dim": 384, "num_heads": 6}, norm, mode, options)
 
 
 def rev_vit_b(*, norm: Any = None, mode: Mode = "auto", **options: Any) -> RevMViT:
-    """Rev-ViT-B for ImageNet: 87 M parameters, 17.5 G multiply-adds; as `rev_vit_s`."""
+    """Rev-ViT-B for ImageNet: 87 M parameters, 17.5 G multiply-adds; as `rev_vit_s`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn.torch_backend.reversible import rev_vit_b
+    >>> with torch.device("meta"):  # without memory for the weights
+    ...     model = rev_vit_b(norm="sync_batchnorm")
+    >>> sum(p.numel() for p in model.parameters()) // 10**6
+    87
+    """
     config = {**_VIT, "embed_dim": 768, "num_heads": 12, "droppath_rate": 0.2}
     return _make(config, norm, mode, options)
 
@@ -68,13 +88,32 @@ def rev_vit_l(*, norm: Any = None, mode: Mode = "auto", **options: Any) -> RevMV
     """Rev-ViT-L for ImageNet: 305 M parameters, 61.2 G multiply-adds; as `rev_vit_s`.
 
     Its config is not published; the rate of stochastic depth is that of Rev-ViT-B.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn.torch_backend.reversible import rev_vit_l
+    >>> with torch.device("meta"):
+    ...     model = rev_vit_l(mode="stored")
+    >>> model.rev_backbone.mode
+    'stored'
     """
     config = {**_VIT, "embed_dim": 1024, "num_heads": 16, "depth": 24, "droppath_rate": 0.2}
     return _make(config, norm, mode, options)
 
 
 def rev_mvit_b(*, norm: Any = None, mode: Mode = "auto", **options: Any) -> RevMViT:
-    """Rev-MViT-B for ImageNet: 39.7 M parameters, 8.6 G multiply-adds; as `rev_vit_s`."""
+    """Rev-MViT-B for ImageNet: 39.7 M parameters, 8.6 G multiply-adds; as `rev_vit_s`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn.torch_backend.reversible import rev_mvit_b
+    >>> with torch.device("meta"):
+    ...     model = rev_mvit_b()
+    >>> model.train()(torch.empty(1, 3, 224, 224, device="meta")).shape
+    torch.Size([1, 1000])
+    """
     return _make(_MVIT_B, norm, mode, options)
 
 
@@ -82,6 +121,15 @@ def rev_mvit_b_16x4(*, norm: Any = None, mode: Mode = "auto", **options: Any) ->
     """Rev-MViT-B for Kinetics-400, 16 frames: 35 M parameters, 63.7 G multiply-adds per clip.
 
     Otherwise as `rev_vit_s`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn.torch_backend.reversible import rev_mvit_b_16x4
+    >>> with torch.device("meta"):
+    ...     model = rev_mvit_b_16x4(num_classes=600)
+    >>> model.head.projection  # for Kinetics-600
+    Linear(in_features=1536, out_features=600, bias=True)
     """
     return _make(_MVIT_B_16X4, norm, mode, options)
 
