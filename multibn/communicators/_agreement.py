@@ -30,11 +30,12 @@ class Agreement:
     ) -> None:
         self.communicator, self.lines, self.size = communicator, lines, size
         self.num_numbers, self.place = num_numbers, place
-        self.lanes = np.array(lanes)
+        self.lanes: HostArray = np.array(lanes)
         # What all ranks together send if each sends the same.
         self.fingerprints = [size * v for v in lanes[-2:]]
         self.buffer: HostArray = np.empty(0)  # of the line, when the line is open
         self.payload: HostArray | None = None  # the first `num_numbers` of the buffer
+        self.tail = self.summed_prints = self.buffer  # the others, and the last two of these
         self._agreements = agreements
         self._pieces: dict[Any, tuple[Array, Array]] = {}
 
@@ -67,6 +68,7 @@ class Agreement:
             length = self.num_numbers + self.lanes.size
             self.buffer = self.lines.buffer(length, call, self.communicator.timeout)
             self.payload = self.buffer[: self.num_numbers]
+            self.tail, self.summed_prints = self.buffer[self.num_numbers :], self.buffer[-2:]
         return self.payload
 
     def around(self, x: Array) -> tuple[Array, Array]:

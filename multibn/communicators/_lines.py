@@ -11,6 +11,7 @@ import atexit
 import os
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -88,9 +89,8 @@ class _Buffer(NamedTuple):
     """The memory of a line, as layers use it whose messages have one length."""
 
     message: HostArray
-    padding: HostArray  # before the message
-    memory: HostArray  # both
-    line: Line
+    padding: HostArray | None  # before the message
+    begin: Callable[[], Done]  # sums both
 
 
 class Lines:
@@ -135,17 +135,18 @@ class Lines:
                 self._opened(number, memory, text, timeout)
                 self._memory[number] = memory
             memory, start = self._memory[number], number - length
+            begin = partial(self._open[number].begin, memory)
             self._buffers[length] = _Buffer(
-                memory[start:], memory[:start], memory, self._open[number]
+                memory[start:], memory[:start] if start else None, begin
             )
         return self._buffers[length].message
 
     def exchange(self, buffer: HostArray, place: str, text: object, timeout: float) -> None:
         """Sum what stands in a `buffer` over the ranks, in place. Collective."""
-        _, padding, memory, line = self._buffers[buffer.size]
-        if padding.size:
+        _, padding, begin = self._buffers[buffer.size]
+        if padding is not None:
             padding.fill(0.0)  # sums of a longer message
-        self.watch.wait(partial(line.begin, memory), place, text, timeout)
+        self.watch.wait(begin, place, text, timeout)
 
     def disown(self) -> None:
         """This process is a fork of the one whose place among the ranks the lines have."""

@@ -126,11 +126,10 @@ class Phase(Forwarding):
             payload[:] = to_host(x)
         mine = None if x is payload or is_on_host(x) else payload.copy()
         assert agreed.lines is not None
-        buffer = agreed.buffer
-        buffer[agreed.num_numbers :] = agreed.lanes
-        agreed.lines.exchange(buffer, agreed.place, call, agreed.communicator.timeout)
-        if buffer[-2:].tolist() != agreed.fingerprints:
-            self._check(buffer, agreed.size)
+        agreed.tail[:] = agreed.lanes
+        agreed.lines.exchange(agreed.buffer, agreed.place, call, agreed.communicator.timeout)
+        if agreed.summed_prints.tolist() != agreed.fingerprints:
+            self._check(agreed.buffer, agreed.size)
         if mine is not None and self.name == "forward" and not np.isfinite(payload).all():
             # The caller does not look at numbers on a GPU, and these are in host memory.
             if message.is_refusal(payload):

@@ -244,6 +244,7 @@ class _Line:
         self._duplication = duplication
         self._buffer = buffer
         self._request: Any = None
+        self._done: Any = None  # of the persistent request
         from mpi4py import MPI as mpi
 
         self._in_place: Any = mpi.IN_PLACE
@@ -255,12 +256,13 @@ class _Line:
             with suppress(NotImplementedError):
                 self._request = self._comm.Allreduce_init(self._in_place, self._buffer)
                 self._requests.append(self._request)
+                self._done = partial(_test, self._request)
         return True
 
     def begin(self, a: HostArray) -> Done:
         if a is self._buffer and self._request is not None:
             self._request.Start()
-            return partial(_test, self._request)
+            return self._done
         return partial(_test, self._comm.Iallreduce(self._in_place, a))
 
 
