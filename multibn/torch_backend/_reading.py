@@ -18,7 +18,7 @@ from torch.fx.proxy import GraphAppendingTracer
 from multibn.torch_backend.modules import has_hooks
 
 
-class CannotRead(Exception):
+class ReadingError(Exception):
     """The forward pass does not only call modules and operations on tensors."""
 
 
@@ -49,21 +49,21 @@ def read(module: nn.Module, cls: type[nn.Module], /, *, ends_in: type[nn.Module]
 
     Raises
     ------
-    CannotRead
+    ReadingError
         If the pass depends on numbers, types or random numbers, changes attributes, or sets a
         context such as torch.no_grad.
     """
     names = getattr(cls.forward, "__code__", (lambda: None).__code__).co_names
     asks_types = "isinstance" in names
     if asks_types and {"list", "tuple"} & {*names}:
-        raise CannotRead("it asks for the types of its inputs")
+        raise ReadingError("it asks for the types of its inputs")
     tracer = _Tracer(module, ends_in)
     arguments = list(signature(cls.forward).parameters.values())[1:]
     if any(a.kind in (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL) for a in arguments):
-        raise CannotRead("it takes any number of inputs")
+        raise ReadingError("it takes any number of inputs")
     required = [a for a in arguments if a.default is Parameter.empty]
     if any(a.kind is Parameter.KEYWORD_ONLY for a in required):
-        raise CannotRead("it has an input that must be passed by keyword")
+        raise ReadingError("it has an input that must be passed by keyword")
     twin: Any = object.__new__(cls)
     twin.__dict__ |= {
         **module.__dict__,
@@ -72,7 +72,9 @@ def read(module: nn.Module, cls: type[nn.Module], /, *, ends_in: type[nn.Module]
             name: child if child is None else _Child(child, name, tracer)
             for name, child in module._modules.items()
         },
-        "_parameters": {name: tracer.without_data(name, t) for name, t in module._parameters.items()},
+        "_parameters": {
+            name: tracer.without_data(name, t) for name, t in module._parameters.items()
+        },
         "_buffers": {name: tracer.without_data(name, t) for name, t in module._buffers.items()},
     }
     before = _sizes(twin), torch.get_rng_state(), random.getstate()
@@ -80,19 +82,17 @@ def read(module: nn.Module, cls: type[nn.Module], /, *, ends_in: type[nn.Module]
         proxies = [tracer.create_proxy("placeholder", a.name, (), {}) for a in required]
         y = cls.forward(twin, *proxies)
         tracer.create_node("output", "output", (tracer.create_arg(y),), {})
-    except CannotRead:
+    except ReadingError:
         raise
     except Exception as error:  # whatever another's code raises for a proxy
-        raise CannotRead(f"{type(error).__name__}: {error}") from error
+        raise ReadingError(f"{type(error).__name__}: {error}") from error
     if _sizes(twin) != before[0]:
-        raise CannotRead("it sets an attribute")
+        raise ReadingError("it sets an attribute")
     if not torch.equal(torch.get_rng_state(), before[1]) or random.getstate() != before[2]:
-        raise CannotRead("it draws random numbers")
+        raise ReadingError("it draws random numbers")
     inside = [module, *(m for m in tracer.passed if isinstance(m, nn.Sequential))]
     children: Any = [(m._modules, tuple(m._modules.values())) for m in inside]
-    return Reading(
-        tracer.graph, tracer.modules, tracer.passed, children, len(required), asks_types
-    )
+    return Reading(tracer.graph, tracer.modules, tracer.passed, children, len(required), asks_types)
 
 
 def last(module: nn.Module) -> nn.Module:
@@ -131,10 +131,13 @@ class _Proxy(fx.Proxy):
 
 
 def _inplace(function: Callable[[Any, Any], Any]) -> Callable[[_Proxy, Any], fx.Proxy]:
-    return lambda proxy, other: proxy.tracer.create_proxy("call_function", function, (proxy, other), {})
+    return lambda proxy, other: proxy.tracer.create_proxy(
+        "call_function", function, (proxy, other), {}
+    )
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"):
+_OPERATIONS = "add, sub, mul, truediv, floordiv, mod, pow, matmul, and, or, xor"
+for _name in _OPERATIONS.split(", "):
     setattr(_Proxy, f"__i{_name}__", _inplace(getattr(operator, f"i{_name}")))
 
 
@@ -160,16 +163,16 @@ class _Tracer(GraphAppendingTracer):
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if _ambient() != self.ambient:
-            raise CannotRead("it sets a context, such as torch.no_grad or a checkpoint")
+            raise ReadingError("it sets a context, such as torch.no_grad or a checkpoint")
         return super().create_node(*args, **kwargs)
 
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, Tensor):
             if id(a) not in self.own:
-                raise CannotRead("it takes a tensor that is not its own")
+                raise ReadingError("it takes a tensor that is not its own")
             return self.create_node("get_attr", self.own[id(a)], (), {})
         if isinstance(a, (torch.dtype, torch.device)) and self.own:
-            raise CannotRead("it may depend on the dtype or device of its own tensors")
+            raise ReadingError("it may depend on the dtype or device of its own tensors")
         return super().create_arg(a)
 
     def call(self, module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
@@ -178,13 +181,13 @@ class _Tracer(GraphAppendingTracer):
         if plain and type(module) is nn.Identity:
             self.passed.append(module)
             return args[0]
-        if plain and type(module).forward is nn.Sequential.forward:
-            if isinstance(last(module), self.ends_in):
-                self.passed.append(module)
-                (y,) = args
-                for name, child in module._modules.items():
-                    y = self.call(child, f"{path}.{name}", (y,), {})
-                return y
+        is_sequence = plain and type(module).forward is nn.Sequential.forward
+        if is_sequence and isinstance(last(module), self.ends_in):
+            self.passed.append(module)
+            (y,) = args
+            for name, child in module._modules.items():
+                y = self.call(child, f"{path}.{name}", (y,), {})
+            return y
         y = self.create_proxy("call_module", path, args, kwargs)
         self.modules[y.node] = module
         return y
@@ -208,7 +211,7 @@ class _Child:
         if isinstance(value, nn.Module):
             return _Child(value, f"{self.__path}.{name}", self.__tracer)
         if callable(value) or isinstance(value, Tensor):
-            raise CannotRead(f"it reads `{name}` of {self.__path}")
+            raise ReadingError(f"it reads `{name}` of {self.__path}")
         return value
 
     def __bool__(self) -> bool:
@@ -219,12 +222,12 @@ class _Child:
 
     def __iter__(self) -> Iterator[Any]:
         if not isinstance(self.__module, (nn.ModuleList, nn.Sequential)):
-            raise CannotRead(f"it goes through {self.__path}")
+            raise ReadingError(f"it goes through {self.__path}")
         for name in self.__module._modules:
             yield self.__getattr__(name)
 
     def __getitem__(self, key: Any) -> Any:
         if not isinstance(self.__module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            raise CannotRead(f"it takes a part of {self.__path}")
+            raise ReadingError(f"it takes a part of {self.__path}")
         names = list(self.__module._modules)
         return self.__getattr__(key if isinstance(key, str) else names[operator.index(key)])

@@ -83,7 +83,7 @@ def fuse_batch_norm_relu(model: nn.Module) -> Fusion:
         original = type(block).original if isinstance(block, _Block) else type(block)
         try:
             way, ends, others = _way(block, original)
-        except _reading.CannotRead as error:
+        except _reading.ReadingError as error:
             name = path or "the model"
             left |= {
                 prefix + child: f"torch.fx cannot read {name}, {original.__qualname__}: {error}"
@@ -174,7 +174,7 @@ def _new(original: type[nn.Module]) -> nn.Module:
 def _read_again(block: _Block) -> _Way | None:
     try:
         way, _, _ = _way(block, block.original)
-    except _reading.CannotRead:
+    except _reading.ReadingError:
         way = None
     _ways[block] = way
     return way
@@ -254,9 +254,7 @@ def _is_relu(node: fx.Node, modules: dict[fx.Node, nn.Module]) -> bool:
     return node.target in _RELUS and len(node.args) > 0
 
 
-def _candidates(
-    source: fx.Node, layers: Sequence[fx.Node]
-) -> list[tuple[fx.Node, fx.Node | None]]:
+def _candidates(source: fx.Node, layers: Sequence[fx.Node]) -> list[tuple[fx.Node, fx.Node | None]]:
     """The layers that a ReLU's input may come from, the latest first, with what is added."""
     if source in layers:
         return [(source, None)]
