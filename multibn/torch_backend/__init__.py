@@ -8,6 +8,8 @@ from multibn.torch_backend.convert import BatchNorm as BatchNorm
 from multibn.torch_backend.convert import convert_sync_batchnorm as convert_sync_batchnorm
 from multibn.torch_backend.convert import revert_sync_batchnorm as revert_sync_batchnorm
 from multibn.torch_backend.functional import sync_batch_norm as sync_batch_norm
+from multibn.torch_backend.fusion import Fusion as Fusion
+from multibn.torch_backend.fusion import fuse_batch_norm_relu as fuse_batch_norm_relu
 from multibn.torch_backend.micro_batches import step_statistics as step_statistics
 from multibn.torch_backend.modules import SyncBatchNorm as SyncBatchNorm
 from multibn.torch_backend.modules import SyncBatchNorm1d as SyncBatchNorm1d

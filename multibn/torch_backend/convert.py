@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from multibn._typing import RunningVar, Weighting
-from multibn.torch_backend import _data_parallel, derived
+from multibn.torch_backend import _data_parallel, derived, fusion
 from multibn.torch_backend.modules import SyncBatchNorm, Synchronized
 from multibn.torch_backend.sub_batch_norm import _SubBatchNorm
 
@@ -156,6 +156,7 @@ def revert_sync_batchnorm(module: nn.Module) -> Any:
     >>> type(model[1]).__name__
     'BatchNorm2d'
     """
+    fusion.unfuse(module)
     obstacles: dict[str, str] = {}
     for path, part in _named_parts(module):
         if not isinstance(part, SyncBatchNorm):

@@ -267,6 +267,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         *,
         mask: Tensor | None = None,
         lengths: Tensor | None = None,
+        relu: bool = False,  # of `fuse_batch_norm_relu`, for inputs that are dense
     ) -> Tensor:
         if isinstance(input, fx.Proxy):
             options = {k: v for k, v in (("mask", mask), ("lengths", lengths)) if v is not None}
@@ -291,7 +292,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
             )
             return functional.masked(functional.add_relu(y, residual, self.fuse_relu), where)
         conversation = self.conversation if self.training else ALONE
-        i = self.as_input(input, residual, asked)
+        i = self.as_input(input, residual, asked, relu)
         if not compiled.takes(input):
             ((y, _),) = functional.forward_all(
                 [i], [self.num_features], conversation, weighting=self.weighting
@@ -307,14 +308,18 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         return y
 
     def as_input(
-        self, x: Tensor, residual: Tensor | None = None, mask: masks.Asked | None = None
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        mask: masks.Asked | None = None,
+        relu: bool = False,
     ) -> Input:
         """The input of a pass, which in training moves the layer's running statistics in place."""
         running = None
         if self.training and self.track_running_stats:
             _data_parallel.watch_active(Synchronized)
             running = running_of(self, self.running_var_convention)
-        relu = self.fuse_relu
+        relu = relu or self.fuse_relu
         return Input(x, self.weight, self.bias, self.eps, (), residual, relu, running, mask)
 
     def __prepare_scriptable__(self) -> NoReturn:  # torch.jit.script calls it
