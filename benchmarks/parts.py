@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import layer, resnet, scaling
-from benchmarks.machine import num_gpus
 from benchmarks.timing import PROCESSOR, Seconds, geometric_mean, median_ms, ratio, slowest, spread
 from multibn._launch import run_workers
 
@@ -217,15 +216,6 @@ def reversible_time(settings: Settings) -> list[Row]:
     return rows
 
 
-def gpu(settings: Settings) -> list[Row]:
-    size = num_gpus()
-    if not size:
-        return [{"not_run": "no GPU here"}]
-    times, notes = _run("gpu", "torchrun", size, shapes=settings.shapes,
-                        seconds=settings.seconds)  # fmt: skip
-    return [{**row, "ranks": size} for row in _layer_rows(times, notes, settings.shapes)]
-
-
 # In the order of the report.
 PARTS: dict[str, Callable[[Settings], Any]] = {
     "torch": torch_layer,
@@ -242,7 +232,6 @@ PARTS: dict[str, Callable[[Settings], Any]] = {
     "model": model,
     "reversible_memory": reversible_memory,
     "reversible_time": reversible_time,
-    "gpu": gpu,
 }
 
 
@@ -337,7 +326,4 @@ def targets(results: Mapping[str, Any]) -> list[Row]:
     judge("reversible: step / the stored run's, worst", 1.35,
           [r["processor"]["stored"] for r in results.get("reversible_time", []) if "ratio" in r],
           max)  # fmt: skip
-    judge("GPU: step / nn.SyncBatchNorm's, geometric mean", 1.0,
-          [r["ratio"]["nn.SyncBatchNorm"] for r in results.get("gpu", []) if "ratio" in r],
-          geometric_mean)  # fmt: skip
     return judged

@@ -188,5 +188,4 @@ _TABLES: dict[str, Callable[[Any], Table]] = {
     "model": _model,
     "reversible_memory": _reversible_memory,
     "reversible_time": _reversible_time,
-    "gpu": _layer("GPU, one layer's step over NCCL"),
 }

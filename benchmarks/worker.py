@@ -32,19 +32,11 @@ PARTS = {
     "collectives gloo": ("collectives", "measure", "gloo"),
     "reversible memory": ("reversible", "measure_memory_of", "single process"),
     "reversible time": ("reversible", "measure_time", "single process"),
-    "gpu": ("gpu", "measure", "nccl"),
 }
 
 
 def main(part: str, options: str, directory: str) -> None:
     module, function, over = PARTS[part]
-    if over == "nccl":
-        import torch
-        import torch.distributed as dist
-
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("cpu:gloo,cuda:nccl")
-        over = "gloo"
     communicator = enter_world(over)
     # A core of its own for each rank, if there are enough cores.
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []

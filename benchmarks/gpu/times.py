@@ -1,0 +1,203 @@
+"""The parts that measure: each is a generator of rows of microseconds.
+
+nn.SyncBatchNorm falls back to the local batch norm on one rank. So the peer calls the autograd
+function of nn.SyncBatchNorm, as nn.SyncBatchNorm does on several ranks; and multibn's layer takes
+the way of two equal ranks.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks import resnet
+from benchmarks.gpu.checks import enter_nccl
+from benchmarks.gpu.device import (
+    DEVICE,
+    STAND_INS,
+    Equal,
+    gpu_microseconds,
+    sized,
+    synchronize,
+)
+from multibn import as_communicator
+from multibn._launch import leave_world
+from multibn.torch_backend import SyncBatchNorm, convert_sync_batchnorm
+
+Row = dict[str, Any]
+OURS, PEER, LOCAL = "multibn", "nn.SyncBatchNorm", "nn.BatchNorm"
+
+# Sizes of ResNet-50, and sizes that fill a large GPU.
+SHAPES: list[tuple[int, ...]] = sized(
+    [(32, 2048, 7, 7), (32, 256, 14, 14), (32, 256, 28, 28), (256, 64, 56, 56),
+     (128, 64, 112, 112)],
+    [(2, 3, 4, 5)],
+)  # fmt: skip
+SMALL = sized((8, 64, 28, 28), (2, 3, 4, 5))
+DTYPES = sized((torch.float32, torch.bfloat16), (torch.float32,))
+FILLS = 50e6  # elements from which a size counts as one that fills the chip
+CHAIN = sized(20, 2)
+IMAGES = sized((64, 3, 224, 224), (2, 3, 32, 32))
+
+
+class _AlwaysSynchronized(nn.SyncBatchNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        from torch.nn.modules._functions import SyncBatchNorm as Function
+
+        self.num_batches_tracked.add_(1)  # type: ignore[operator]
+        y: Tensor = Function.apply(
+            input, self.weight, self.bias, self.running_mean, self.running_var,
+            self.eps, self.momentum, dist.group.WORLD, dist.get_world_size(),
+        )  # fmt: skip
+        return y
+
+
+def layers() -> Iterator[Row]:
+    """GPU time of one layer's step, without the host, beside eight passes at a copy's speed."""
+    enter_nccl()
+    for shape, dtype, layout in product(SHAPES, DTYPES, ("NCHW", "channels_last")):
+        x, dy = _data(shape, dtype, layout)
+        copy = torch.empty_like(dy)
+        four = gpu_microseconds(lambda copy=copy, dy=dy: [copy.copy_(dy) for _ in range(4)])
+        num_bytes = x.numel() * x.element_size()
+        taken = {}
+        for name, layer in _layers(shape[1]).items():
+            taken[name] = gpu_microseconds(_step(layer, x, dy))
+            _free()
+        yield {
+            "time": "a layer's step on the GPU", "shape": list(shape), "dtype": _name(dtype),
+            "layout": layout, "microseconds": taken, "eight passes": four,
+            "copied GB/s": 8e-3 * num_bytes / four,
+            "GB/s": {name: 8e-3 * num_bytes / t for name, t in taken.items()},
+            "fills": x.numel() >= FILLS,
+        }  # fmt: skip
+        del x, dy, copy
+        _free()
+    leave_world()
+
+
+def host() -> Iterator[Row]:
+    """Host time of a chain of small layers that never wait, for one layer's step."""
+    enter_nccl()
+    for dtype in DTYPES:
+        x, dy = _data(SMALL, dtype, "NCHW")
+        steps = {}
+        for name in _layers(1):
+            chain = nn.Sequential(*(_layers(SMALL[1])[name] for _ in range(CHAIN)))
+            steps[name] = _step(chain, x, dy)
+        taken, whole = _in_turns(steps, rounds=sized(41, 2))
+        yield {
+            "time": f"host, a chain of {CHAIN} layers, for each layer's step",
+            "shape": list(SMALL), "dtype": _name(dtype),
+            "microseconds": {name: t / CHAIN for name, t in taken.items()},
+            "with the GPU": {name: t / CHAIN for name, t in whole.items()},
+        }  # fmt: skip
+    leave_world()
+
+
+def network() -> Iterator[Row]:
+    """A training step of a network like ResNet-50, with autocast to bfloat16."""
+    enter_nccl()
+    blocks = sized(resnet.BLOCKS, (1,))
+    ours, peer, local = (resnet.network(blocks) for _ in range(3))
+    ours = convert_sync_batchnorm(ours, _communicator())
+    if not STAND_INS:
+        peer = nn.SyncBatchNorm.convert_sync_batchnorm(peer)
+        for module in peer.modules():
+            if type(module) is nn.SyncBatchNorm:
+                module.__class__ = _AlwaysSynchronized
+    models = {OURS: ours, PEER: peer, LOCAL: local}
+    x = torch.randn(*IMAGES, device=DEVICE).contiguous(memory_format=torch.channels_last)
+    labels = torch.arange(len(x), device=DEVICE)
+
+    def step(model: nn.Module) -> Callable[[], object]:
+        def run() -> None:
+            model.zero_grad()
+            with torch.autocast(DEVICE.type, torch.bfloat16, enabled=not STAND_INS):
+                loss = F.cross_entropy(model(x), labels)
+            loss.backward()
+
+        return run
+
+    for model in models.values():
+        model.to(DEVICE, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    steps = {name: step(model) for name, model in models.items()}
+    taken, whole = _in_turns(steps, rounds=sized(15, 1))
+    yield {
+        "time": "ResNet-50, a training step", "shape": list(IMAGES), "dtype": "bfloat16 (autocast)",
+        "layout": "channels_last", "microseconds": whole, "host": taken,
+    }  # fmt: skip
+    leave_world()
+
+
+def _communicator() -> Equal:
+    return Equal(as_communicator(None))
+
+
+def _layers(num_channels: int) -> Mapping[str, nn.Module]:
+    return {
+        OURS: SyncBatchNorm(num_channels, process_group=_communicator()).to(DEVICE),
+        # Its operators are CUDA's only.
+        PEER: (nn.BatchNorm2d if STAND_INS else _AlwaysSynchronized)(num_channels, device=DEVICE),
+        LOCAL: nn.BatchNorm2d(num_channels, device=DEVICE),
+    }
+
+
+def _data(shape: Sequence[int], dtype: torch.dtype, layout: str) -> tuple[Tensor, Tensor]:
+    memory_format = torch.channels_last if layout == "channels_last" else torch.contiguous_format
+    x, dy = (
+        torch.randn(*shape, device=DEVICE, dtype=dtype).contiguous(memory_format=memory_format)
+        for _ in range(2)
+    )
+    return x.requires_grad_(), dy
+
+
+def _step(layer: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], object]:
+    def run() -> None:
+        x.grad = None
+        layer.zero_grad()
+        layer(x).backward(dy)
+
+    return run
+
+
+def _in_turns(
+    steps: Mapping[str, Callable[[], object]], *, rounds: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Microseconds until the host is done, and until the GPU is: medians; the steps take turns."""
+    done: dict[str, list[float]] = {name: [] for name in steps}
+    whole: dict[str, list[float]] = {name: [] for name in steps}
+    gc.collect()
+    gc.disable()
+    for i in range(-3, rounds):  # the first rounds compile and allocate
+        for name, step in steps.items():
+            synchronize()
+            start = time.perf_counter()
+            step()
+            middle = time.perf_counter()
+            synchronize()
+            if i >= 0:
+                done[name].append(middle - start)
+                whole[name].append(time.perf_counter() - start)
+    gc.enable()
+    return tuple(
+        {name: median(taken) * 1e6 for name, taken in times.items()} for times in (done, whole)
+    )  # type: ignore[return-value]
+
+
+def _free() -> None:
+    """Give back what graphs and large inputs have allocated."""
+    gc.collect()
+    if not STAND_INS:
+        torch.cuda.empty_cache()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
