@@ -77,12 +77,12 @@ def _shape(row: Mapping[str, Any]) -> str:
 
 def _network(rows: Sequence[Mapping[str, Any]]) -> Table:
     lines = [
-        [row["layout"], *(f"{ms:.0f}" for ms in row["milliseconds"].values()),
-         _ratio(row, "local")]
+        [f"{row['layout']}, {row['model']}",
+         *(f"{ms:.0f}" for ms in row["milliseconds"].values()), _ratio(row, "local")]
         for row in rows
     ]  # fmt: skip
     title = f"A step of a network like ResNet-50, 2 ranks, each {_shape(rows[0])}: {_RATIO}"
-    return _table(title, ("", "synchronized ms", "local ms", "ratio"), lines)
+    return _table(title, ("", "multibn ms", "local ms", "ratio"), lines)
 
 
 def _compiled(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -1,5 +1,6 @@
 """A step of a network like ResNet-50, with synchronized and with local batch norms."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 from benchmarks.layer import layouts, memory_format
 from benchmarks.timing import Seconds, Step, take_turns
 from multibn import Communicator
-from multibn.torch_backend import convert_sync_batchnorm
+from multibn.torch_backend import convert_sync_batchnorm, fuse_batch_norm_relu
 
 BLOCKS = (3, 4, 6, 3)
 
@@ -54,9 +55,10 @@ def measure(
     for layout in layouts(batch):
         form = memory_format(layout, len(batch))
         torch.manual_seed(0)
-        local = network(blocks).to(memory_format=form)  # type: ignore[call-overload]
-        synchronized = network(blocks).to(memory_format=form)  # type: ignore[call-overload]
-        synchronized = convert_sync_batchnorm(synchronized, communicator)
+        local: Any = network(blocks).to(memory_format=form)  # type: ignore[call-overload]
+        synchronized = convert_sync_batchnorm(copy.deepcopy(local), communicator)
+        fused = copy.deepcopy(synchronized)
+        fuse_batch_norm_relu(fused)
         x = torch.randn(*batch).to(memory_format=form)
         labels = torch.arange(len(x))
 
@@ -67,7 +69,8 @@ def measure(
 
             return run
 
-        steps = {"synchronized": step(synchronized), "local": step(local)}
+        models = {"synchronized": synchronized, "fused": fused, "local": local}
+        steps = {name: step(model) for name, model in models.items()}
         taken = take_turns(steps, communicator, seconds=seconds)
         times |= {f"{layout}/{name}": t for name, t in taken.items()}
     num_layers = sum(isinstance(m, nn.BatchNorm2d) for m in local.modules())
