@@ -71,7 +71,7 @@ static void output_coefficients(const double *var, const Affine *a, double eps, 
 
 /* Write the variance from the sums of all parts, and the mean in place of the centre. Returns how
 many channels had a centre that was far from the mean. */
-static int64_t finish_moments(const double *sums, double *mean, double *var, int64_t count, int64_t C,
+static int64_t finish_moments(const double *sums, double *mean, double *var, double count, int64_t C,
                               int64_t parts)
 {
     int64_t far = 0;
@@ -152,6 +152,7 @@ those of `sums`, or NULL: then they are made here, a second time if the centre w
 typedef struct {
     int64_t dtype;
     const void *x;
+    const uint8_t *mask;
     int64_t N, C, S, parts;
     double *sums, *mean, *var;
     int64_t again;
@@ -162,14 +163,17 @@ typedef struct {
 exact if these are equal. */
 static void centre(const Pass *p, int64_t dtype, int64_t N, int64_t again, double *mean)
 {
-    const int64_t n = at_most(N * p->S, FEW);
+    int64_t at[FEW] = {0}, n = 0;
+    for (int64_t i = 0; i < N * p->S && n < FEW && !again; i++)
+        if (!p->mask || p->mask[i])
+            at[n++] = i / p->S * p->C * p->S + i % p->S;
     for (int64_t c = p->c0; c < p->c1; c++) {
         if (!again) {
-            const double first = get(p->x, dtype, c * p->S);
+            const double first = n ? get(p->x, dtype, at[0] + c * p->S) : 0;
             double rest = 0;
             for (int64_t i = 1; i < n; i++)
-                rest += get(p->x, dtype, (i / p->S * p->C + c) * p->S + i % p->S) - first;
-            mean[c] = first + rest / n;
+                rest += get(p->x, dtype, at[i] + c * p->S) - first;
+            mean[c] = n ? first + rest / n : 0;
         }
         mean[c] = rounded(p->loops, mean[c]);
     }
@@ -183,7 +187,9 @@ static int64_t begin_forward(const Loops *loops, const BeginForward *a)
         return -1;
     double *mean = a->mean ? a->mean : memory, *var = a->var ? a->var : memory + C;
     double *sums = a->sums ? a->sums : memory + 2 * C;
-    Pass p = {.loops = loops, .x = a->x, .mean = mean, .sums = sums, .C = C, .S = a->S, .c1 = C, .kind = MOMENTS};
+    const double count = !a->mask ? a->N * a->S : a->count > 1 ? a->count : 1;
+    Pass p = {.loops = loops, .x = a->x, .mask = a->mask, .mean = mean, .sums = sums, .C = C, .S = a->S, .c1 = C,
+              .kind = MOMENTS};
     int64_t far = 0;
     for (int64_t again = a->again; again < 2; again++) {
         centre(&p, a->dtype, a->N, again, mean);
@@ -191,7 +197,7 @@ static int64_t begin_forward(const Loops *loops, const BeginForward *a)
             free(memory);
             return -1;
         }
-        far = finish_moments(sums, mean, var, a->N * a->S, C, a->parts);
+        far = finish_moments(sums, mean, var, count, C, a->parts);
         if (!far || a->sums)
             break;
     }
@@ -201,7 +207,7 @@ static int64_t begin_forward(const Loops *loops, const BeginForward *a)
     return a->sums ? far : 0;
 }
 
-FUNCTION(begin_forward, BeginForward, "iiiiiiiiiiidd")
+FUNCTION(begin_forward, BeginForward, "iiiiiiiiiiiidd")
 
 /* What a pass reads beside the activations. */
 typedef struct {
@@ -214,6 +220,7 @@ typedef struct {
 typedef struct {
     int64_t dtype, kind;
     const void *x, *dy, *y;
+    const uint8_t *mask;
     Statistics s;
     int64_t N, C, S;
     double *sums;
@@ -222,8 +229,8 @@ typedef struct {
 
 static int sums(const Loops *loops, const Sums *a)
 {
-    Pass p = {.loops = loops, .x = a->x, .dy = a->dy, .y = a->y, .mean = a->s.mean, .sums = a->sums,
-              .C = a->C, .S = a->S, .c0 = a->c0, .c1 = a->c1, .kind = (int)a->kind};
+    Pass p = {.loops = loops, .x = a->x, .dy = a->dy, .y = a->y, .mask = a->mask, .mean = a->s.mean,
+              .sums = a->sums, .C = a->C, .S = a->S, .c0 = a->c0, .c1 = a->c1, .kind = (int)a->kind};
     double *memory = malloc(2 * a->C * sizeof(double));
     if (!memory)
         return -1;
@@ -242,7 +249,7 @@ static int sums(const Loops *loops, const Sums *a)
     return failed;
 }
 
-FUNCTION(sums, Sums, "iiiiiiiiiidiiiiiiiii")
+FUNCTION(sums, Sums, "iiiiiiiiiiidiiiiiiiii")
 
 /* Sums of dy and of dy * xhat, into the message and the gradients of weight and bias. `sums` are those of `sums`,
 or NULL: then they are made here. */
@@ -282,12 +289,13 @@ static int begin_backward(const Loops *loops, BeginBackward *a)
     return 0;
 }
 
-FUNCTION(begin_backward, BeginBackward, "iiiiiiiiiidiiiiiiiiiiii")
+FUNCTION(begin_backward, BeginBackward, "iiiiiiiiiiidiiiiiiiiiiii")
 
 /* A thread's part of y. */
 typedef struct {
     int64_t dtype, relu;
     const void *x, *residual;
+    const uint8_t *mask;
     Statistics s;
     void *y;
     int64_t C, S, n0, n1, c0, c1;
@@ -298,8 +306,8 @@ static int normalize(const Loops *loops, const Normalize *a)
     double *memory = malloc(2 * a->C * sizeof(double));
     if (!memory)
         return -1;
-    Pass p = {.loops = loops, .x = a->x, .y = a->residual, .out = a->y, .mean = a->s.mean, .scale = memory,
-              .shift = memory + a->C, .C = a->C, .S = a->S, .n0 = a->n0, .n1 = a->n1, .c0 = a->c0,
+    Pass p = {.loops = loops, .x = a->x, .y = a->residual, .mask = a->mask, .out = a->y, .mean = a->s.mean,
+              .scale = memory, .shift = memory + a->C, .C = a->C, .S = a->S, .n0 = a->n0, .n1 = a->n1, .c0 = a->c0,
               .c1 = a->c1, .kind = a->relu ? SIGN_OF_X : GRADIENT};
     output_coefficients(a->s.var, &a->s.affine, a->s.eps, a->C, memory, memory + a->C);
     const int failed = elementwise(&p, loops->normalize, 3);
@@ -307,7 +315,7 @@ static int normalize(const Loops *loops, const Normalize *a)
     return failed;
 }
 
-FUNCTION(normalize, Normalize, "iiiiiiiiidiiiiiii")
+FUNCTION(normalize, Normalize, "iiiiiiiiiidiiiiiii")
 
 enum { UNBIASED_GLOBAL, UNBIASED_LOCAL }; /* else biased */
 
@@ -359,12 +367,13 @@ static int finish_forward(const Loops *loops, const FinishForward *a)
     return a->n.n0 < a->n.n1 ? normalize(loops, &a->n) : RIGHT;
 }
 
-FUNCTION(finish_forward, FinishForward, "iiiiiiiiidiiiiiiiiddiiiiidii")
+FUNCTION(finish_forward, FinishForward, "iiiiiiiiiidiiiiiiiiddiiiiidii")
 
 /* A thread's part of dx; of the residual's gradient only where dy is not itself the gradient. */
 typedef struct {
     int64_t dtype, kind;
     const void *x, *dy, *y;
+    const uint8_t *mask;
     Statistics s;
     const double *summed;
     double element_weight;
@@ -387,8 +396,8 @@ static int finish_backward(const Loops *loops, const FinishBackward *a)
         scale[c] = pull * invstd * a->summed[C + c];
         shift[c] = pull * a->summed[c];
     }
-    Pass p = {.loops = loops, .x = a->x, .dy = a->dy, .y = a->y, .out = a->dx, .more = a->dresidual,
-              .mean = a->s.mean, .scale = scale, .shift = shift, .slope = slope, .y_scale = y_scale,
+    Pass p = {.loops = loops, .x = a->x, .dy = a->dy, .y = a->y, .mask = a->mask, .out = a->dx,
+              .more = a->dresidual, .mean = a->s.mean, .scale = scale, .shift = shift, .slope = slope, .y_scale = y_scale,
               .y_shift = y_shift, .C = C, .S = a->S, .n0 = a->n0, .n1 = a->n1, .c0 = a->c0,
               .c1 = a->c1, .kind = (int)a->kind};
     const int failed = elementwise(&p, loops->input_gradient, a->kind == SIGN_OF_X ? 6 : 4);
@@ -396,7 +405,7 @@ static int finish_backward(const Loops *loops, const FinishBackward *a)
     return failed;
 }
 
-FUNCTION(finish_backward, FinishBackward, "iiiiiiiiiididiiiiiiii")
+FUNCTION(finish_backward, FinishBackward, "iiiiiiiiiiididiiiiiiii")
 
 static PyObject *py_use_level(PyObject *self, PyObject *number)
 {

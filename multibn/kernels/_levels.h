@@ -28,6 +28,7 @@ enum { MOMENTS, GRADIENT, SIGN_OF_X, SIGN_OF_Y };
 /* What an innermost loop takes: rows of memory in the dtype of the arithmetic. */
 typedef struct {
     const void *x, *dy, *y; /* y: the output of ReLU, or what is added to the output */
+    const uint8_t *mask;    /* of the elements of one plane, or of each column; NULL if all count */
     void *out, *more, *first, *second;
     const void *k[6]; /* centre, factor and offset; slope; factor and offset of what goes into ReLU */
     int64_t planes, S, stride;

@@ -10,8 +10,17 @@ each kind for a plane. The columns of a tile are planes of one element. */
 #define LANES (VECTOR / (int)sizeof(A))
 typedef A NAME(vector) __attribute__((vector_size(VECTOR), aligned(sizeof(A)), may_alias));
 typedef __typeof__((NAME(vector)){0} > (NAME(vector)){0}) NAME(mask);
+typedef int8_t NAME(bytes) __attribute__((vector_size(LANES), aligned(1), may_alias));
 
 INLINE NAME(vector) NAME(load)(const A *p) { return *(const NAME(vector) *)p; }
+
+/* All bits of a lane where the byte of a mask is true: to be and-ed, so that NaN leaves nothing. */
+INLINE NAME(mask) NAME(load_mask)(const uint8_t *p)
+{
+    return __builtin_convertvector(*(const NAME(bytes) *)p != 0, NAME(mask));
+}
+
+INLINE NAME(vector) NAME(select)(NAME(mask) m, NAME(vector) v) { return (NAME(vector))((NAME(mask))v & m); }
 
 INLINE double NAME(total)(NAME(vector) v)
 {
@@ -25,25 +34,25 @@ INLINE double NAME(total)(NAME(vector) v)
 
 /* Add the sums of g and g * d over n values in a row, n at least LANES; d is x - centre, and g is d
 or the gradient of what goes into ReLU. */
-INLINE void NAME(add_values)(const A *x, const A *dy, const A *y, int64_t n, A centre, A factor, A offset,
-                             const int kind, double *first, double *second)
+INLINE void NAME(add_values)(const A *x, const A *dy, const A *y, const uint8_t *mask, int64_t n, A centre,
+                             A factor, A offset, const int kind, const int masked, double *first, double *second)
 {
     typedef NAME(vector) V;
     typedef NAME(mask) M;
     V firsts[4] = {{0}}, seconds[4] = {{0}};
-#define ADD(u, at, mask)                                            \
-    do {                                                            \
-        V d = NAME(load)(x + (at)) - centre, g = d;                 \
-        if (kind != MOMENTS)                                        \
-            g = NAME(load)(dy + (at));                              \
-        if (kind == SIGN_OF_X)                                      \
-            g = (V)((M)g & (d * factor + offset > 0));              \
-        if (kind == SIGN_OF_Y)                                      \
-            g = (V)((M)g & (NAME(load)(y + (at)) > 0));             \
-        d = (V)((M)d & (mask));                                     \
-        g = (V)((M)g & (mask));                                     \
-        firsts[u] += g;                                             \
-        seconds[u] += g * d;                                        \
+#define ADD(u, at, counts)                                                              \
+    do {                                                                                \
+        V d = NAME(load)(x + (at)) - centre, g = d;                                     \
+        if (kind != MOMENTS)                                                            \
+            g = NAME(load)(dy + (at));                                                  \
+        if (kind == SIGN_OF_X)                                                          \
+            g = NAME(select)(d * factor + offset > 0, g);                               \
+        if (kind == SIGN_OF_Y)                                                          \
+            g = NAME(select)(NAME(load)(y + (at)) > 0, g);                              \
+        const M m = masked ? (counts) & NAME(load_mask)(mask + (at)) : (counts);        \
+        g = NAME(select)(m, g);                                                         \
+        firsts[u] += g;                                                                 \
+        seconds[u] += g * NAME(select)(m, d);                                           \
     } while (0)
     const M all = firsts[0] == 0;
     int64_t i = 0;
@@ -66,87 +75,110 @@ INLINE void NAME(add_values)(const A *x, const A *dy, const A *y, int64_t n, A c
     *second += NAME(total)((seconds[0] + seconds[1]) + (seconds[2] + seconds[3]));
 }
 
-INLINE void NAME(sums_of)(const Rows *r, const int kind)
+INLINE void NAME(sums_of)(const Rows *r, const int kind, const int masked)
 {
     const A *x = r->x, *dy = r->dy, *y = r->y, *centre = r->k[0], *factor = r->k[1], *offset = r->k[2];
     for (int64_t c = 0, at = 0; c < r->planes; c++)
         for (int64_t i = 0, n; i < r->S; i += n, at += n) {
             n = r->S - i < BLOCK + LANES ? r->S - i : BLOCK;
-            NAME(add_values)(x + at, kind == MOMENTS ? NULL : dy + at, kind == SIGN_OF_Y ? y + at : NULL, n,
-                             centre[c], kind == SIGN_OF_X ? factor[c] : 0, kind == SIGN_OF_X ? offset[c] : 0,
-                             kind, (double *)r->first + c, (double *)r->second + c);
+            NAME(add_values)(x + at, kind == MOMENTS ? NULL : dy + at, kind == SIGN_OF_Y ? y + at : NULL,
+                             masked ? r->mask + i : NULL, n, centre[c], kind == SIGN_OF_X ? factor[c] : 0,
+                             kind == SIGN_OF_X ? offset[c] : 0, kind, masked, (double *)r->first + c,
+                             (double *)r->second + c);
         }
 }
+
+#define EACH_KIND(CODE)                  \
+    switch (r->kind) {                   \
+    case MOMENTS: CODE(MOMENTS); break;  \
+    case GRADIENT: CODE(GRADIENT); break; \
+    case SIGN_OF_X: CODE(SIGN_OF_X); break; \
+    default: CODE(SIGN_OF_Y);            \
+    }
 
 /* Sums of long planes, in float64. */
 static void NAME(sums)(const Rows *r)
 {
-    switch (r->kind) {
-    case MOMENTS: NAME(sums_of)(r, MOMENTS); break;
-    case GRADIENT: NAME(sums_of)(r, GRADIENT); break;
-    case SIGN_OF_X: NAME(sums_of)(r, SIGN_OF_X); break;
-    default: NAME(sums_of)(r, SIGN_OF_Y);
-    }
+#define CODE(kind) r->mask ? NAME(sums_of)(r, kind, 1) : NAME(sums_of)(r, kind, 0)
+    EACH_KIND(CODE)
+#undef CODE
 }
 
-INLINE A NAME(gradient)(A d, A dy, A y, A factor, A offset, const int kind)
+/* The loop over a row of fewer than LANES columns, by copies that are LANES long and end in zeros. */
+static void NAME(pad)(const Rows *r, void (*loop)(const Rows *))
 {
-    if (kind == MOMENTS)
-        return d;
-    if (kind == SIGN_OF_X)
-        y = d * factor + offset;
-    return kind == GRADIENT || y > 0 ? dy : 0;
+    const size_t size = r->planes * sizeof(A);
+    A values[11][LANES] = {{0}};
+    uint8_t mask[LANES] = {0};
+    Rows padded = *r;
+    const void **arrays[] = {&padded.x, &padded.dy, &padded.y, padded.k, padded.k + 1, padded.k + 2,
+                             padded.k + 3, padded.k + 4, padded.k + 5};
+    for (int j = 0; j < 9; j++)
+        if (*arrays[j])
+            *arrays[j] = memcpy(values[j], *arrays[j], size);
+    if (r->mask)
+        padded.mask = memcpy(mask, r->mask, r->planes);
+    padded.planes = LANES;
+    padded.out = values[9];
+    padded.more = r->more ? values[10] : NULL;
+    loop(&padded);
+    if (r->out)
+        memcpy(r->out, values[9], size);
+    if (r->more)
+        memcpy(r->more, values[10], size);
 }
 
-INLINE void NAME(column_sums_of)(const Rows *r, const int rows, const int kind)
+INLINE void NAME(column_sums_of)(const Rows *r, const int rows, const int kind, const int masked)
 {
+    typedef NAME(vector) V;
     const int64_t n = r->planes, s = r->stride;
-    const A *x0 = r->x, *x1 = x0 + s, *x2 = x1 + s, *x3 = x2 + s;
-    const A *dy0 = kind == MOMENTS ? x0 : r->dy, *dy1 = dy0 + s, *dy2 = dy1 + s, *dy3 = dy2 + s;
-    const A *y0 = kind == SIGN_OF_Y ? r->y : x0, *y1 = y0 + s, *y2 = y1 + s, *y3 = y2 + s;
-    const A *centre = r->k[0], *factor = r->k[1], *offset = r->k[2];
+    const A *x = r->x, *dy = r->dy, *y = r->y, *centre = r->k[0], *factor = r->k[1], *offset = r->k[2];
     A *first = r->first, *second = r->second;
-#define TERM(u)                                                                                    \
-    const A d##u = x##u[j] - centre[j];                                                            \
-    const A g##u = NAME(gradient)(d##u, kind == MOMENTS ? 0 : dy##u[j], kind == SIGN_OF_Y ? y##u[j] : 0, \
-                                  kind == SIGN_OF_X ? factor[j] : 0, kind == SIGN_OF_X ? offset[j] : 0, kind)
-    if (rows == 4) {
-        INDEPENDENT
-        for (int64_t j = 0; j < n; j++) {
-            TERM(0);
-            TERM(1);
-            TERM(2);
-            TERM(3);
-            first[j] += (g0 + g1) + (g2 + g3);
-            second[j] += (g0 * d0 + g1 * d1) + (g2 * d2 + g3 * d3);
+    NAME(mask) counts = (V){0} == 0;
+    for (int64_t j = 0; j < n; j += LANES) {
+        if (j + LANES > n) { /* the last columns, without those that are in the sums already */
+            for (int k = 0; k < LANES; k++)
+                counts[k] = k < j + LANES - n ? 0 : -1;
+            j = n - LANES;
         }
-    } else {
-        INDEPENDENT
-        for (int64_t j = 0; j < n; j++) {
-            TERM(0);
-            first[j] += g0;
-            second[j] += g0 * d0;
+        V g[4], gd[4];
+        for (int u = 0; u < rows; u++) {
+            const int64_t i = u * s + j;
+            V d = NAME(load)(x + i) - NAME(load)(centre + j);
+            g[u] = d;
+            if (kind != MOMENTS)
+                g[u] = NAME(load)(dy + i);
+            if (kind == SIGN_OF_X)
+                g[u] = NAME(select)(d * NAME(load)(factor + j) + NAME(load)(offset + j) > 0, g[u]);
+            if (kind == SIGN_OF_Y)
+                g[u] = NAME(select)(NAME(load)(y + i) > 0, g[u]);
+            const NAME(mask) m = masked ? counts & NAME(load_mask)(r->mask + u * n + j) : counts;
+            g[u] = NAME(select)(m, g[u]);
+            gd[u] = g[u] * NAME(select)(m, d);
         }
+        if (rows == 4) {
+            g[0] = (g[0] + g[1]) + (g[2] + g[3]);
+            gd[0] = (gd[0] + gd[1]) + (gd[2] + gd[3]);
+        }
+        *(V *)(first + j) += g[0];
+        *(V *)(second + j) += gd[0];
     }
-#undef TERM
 }
 
 /* Sums of the columns of four rows, or of one, in A. */
 static void NAME(column_sums)(const Rows *r)
 {
-#define CASE(kind)                                 \
-    if (r->rows == 4)                              \
-        NAME(column_sums_of)(r, 4, kind);          \
-    else                                           \
-        NAME(column_sums_of)(r, 1, kind);          \
-    break
-    switch (r->kind) {
-    case MOMENTS: CASE(MOMENTS);
-    case GRADIENT: CASE(GRADIENT);
-    case SIGN_OF_X: CASE(SIGN_OF_X);
-    default: CASE(SIGN_OF_Y);
+    if (r->planes < LANES) {
+        NAME(pad)(r, NAME(column_sums));
+        return;
     }
-#undef CASE
+#define CODE(kind)                                                                                  \
+    if (r->rows == 4)                                                                               \
+        r->mask ? NAME(column_sums_of)(r, 4, kind, 1) : NAME(column_sums_of)(r, 4, kind, 0);        \
+    else                                                                                            \
+        r->mask ? NAME(column_sums_of)(r, 1, kind, 1) : NAME(column_sums_of)(r, 1, kind, 0)
+    EACH_KIND(CODE)
+#undef CODE
 }
 
 static void NAME(widen_sums)(void *sums, int64_t n, double *restrict wide)
@@ -158,70 +190,90 @@ static void NAME(widen_sums)(void *sums, int64_t n, double *restrict wide)
     }
 }
 
-/* A loop over the columns of a tile, and one over long planes, which has its coefficients in registers. */
-#define EACH(CODE)                                                           \
-    if (r->S == 1) {                                                         \
-        INDEPENDENT                                                          \
-        for (int64_t i = 0; i < r->planes; i++)                              \
-            CODE(i)                                                          \
-    } else                                                                   \
-        for (int64_t c = 0; c < r->planes; c++) {                            \
-            const int64_t end = (c + 1) * r->S;                              \
-            INDEPENDENT                                                      \
-            for (int64_t i = c * r->S; i < end; i++)                         \
-                CODE(c)                                                      \
-        }
-
-INLINE void NAME(normalize_of)(const Rows *r, const int adds, const int relu)
+INLINE void NAME(store)(A *p, NAME(vector) v, const uint8_t *mask, const int masked)
 {
-    const A *x = r->x, *residual = r->y, *centre = r->k[0], *factor = r->k[1], *offset = r->k[2];
-    A *y = r->out;
-#define CODE(c)                                                 \
-    {                                                           \
-        A v = (x[i] - centre[c]) * factor[c] + offset[c];       \
-        if (adds)                                               \
-            v += residual[i];                                   \
-        y[i] = relu && v < 0 ? 0 : v; /* NaN stays */           \
+    *(NAME(vector) *)p = masked ? NAME(select)(NAME(load_mask)(mask), v) : v;
+}
+
+/* CODE for LANES elements at a time, of long planes, whose coefficients stay in registers, or of the columns of a
+tile. The last vector overlaps the one before, and writes the same there. */
+#define EACH(CODE)                                                                          \
+    const int64_t n = columns ? r->planes : r->S, planes = columns ? 1 : r->planes;         \
+    for (int64_t c = 0; c < planes; c++) {                                                  \
+        NAME(vector) k[6] = {{0}};                                                          \
+        for (int j = 0; j < 6 && !columns; j++)                                             \
+            if (r->k[j])                                                                    \
+                k[j] += ((const A *)r->k[j])[c];                                            \
+        for (int64_t m = 0; m < n; m += LANES) {                                            \
+            m = m + LANES > n ? n - LANES : m;                                              \
+            const int64_t i = c * n + m;                                                    \
+            CODE                                                                            \
+        }                                                                                   \
     }
+#define K(j) (columns ? NAME(load)((const A *)r->k[j] + m) : k[j])
+
+INLINE void NAME(normalize_of)(const Rows *r, const int adds, const int relu, const int masked, const int columns)
+{
+    const A *x = r->x, *residual = r->y;
+    A *y = r->out;
+#define CODE                                                          \
+    NAME(vector) v = (NAME(load)(x + i) - K(0)) * K(1) + K(2);        \
+    if (adds)                                                         \
+        v += NAME(load)(residual + i);                                \
+    if (relu)                                                         \
+        v = NAME(select)(~(v < 0), v); /* NaN stays */                \
+    NAME(store)(y + i, v, r->mask + m, masked);
     EACH(CODE)
 #undef CODE
 }
+
+INLINE void NAME(input_gradient_of)(const Rows *r, const int kind, const int writes, const int masked,
+                                    const int columns)
+{
+    const A *x = r->x, *dy = r->dy, *y = r->y;
+    A *dx = r->out, *dresidual = r->more;
+#define CODE                                                                         \
+    NAME(vector) d = NAME(load)(x + i) - K(0), g = NAME(load)(dy + i);               \
+    if (kind == SIGN_OF_X)                                                           \
+        g = NAME(select)(d * K(4) + K(5) > 0, g);                                    \
+    if (kind == SIGN_OF_Y)                                                           \
+        g = NAME(select)(NAME(load)(y + i) > 0, g);                                  \
+    NAME(store)(dx + i, d * K(1) + (g * K(3) + K(2)), r->mask + m, masked);          \
+    if (writes)                                                                      \
+        NAME(store)(dresidual + i, g, r->mask + m, masked);
+    EACH(CODE)
+#undef CODE
+}
+
+#undef EACH
+#undef K
+
+#define CODE(f, ...)                                                                                    \
+    r->S == 1 ? r->mask ? NAME(f)(r, __VA_ARGS__, 1, 1) : NAME(f)(r, __VA_ARGS__, 0, 1)                 \
+              : r->mask ? NAME(f)(r, __VA_ARGS__, 1, 0) : NAME(f)(r, __VA_ARGS__, 0, 0)
 
 static void NAME(normalize)(const Rows *r)
 {
-    if (r->y)
-        r->kind == GRADIENT ? NAME(normalize_of)(r, 1, 0) : NAME(normalize_of)(r, 1, 1);
+    if (r->S == 1 && r->planes < LANES)
+        NAME(pad)(r, NAME(normalize));
+    else if (r->y)
+        r->kind == GRADIENT ? (CODE(normalize_of, 1, 0)) : (CODE(normalize_of, 1, 1));
     else
-        r->kind == GRADIENT ? NAME(normalize_of)(r, 0, 0) : NAME(normalize_of)(r, 0, 1);
-}
-
-INLINE void NAME(input_gradient_of)(const Rows *r, const int kind, const int writes)
-{
-    const A *x = r->x, *dy = r->dy, *y = r->y, *centre = r->k[0], *factor = r->k[1], *offset = r->k[2];
-    const A *slope = r->k[3], *y_factor = r->k[4], *y_offset = r->k[5];
-    A *dx = r->out, *dresidual = r->more;
-#define CODE(c)                                                                                          \
-    {                                                                                                    \
-        const A d = x[i] - centre[c];                                                                    \
-        const A g = NAME(gradient)(d, dy[i], kind == SIGN_OF_Y ? y[i] : 0,                               \
-                                   kind == SIGN_OF_X ? y_factor[c] : 0, kind == SIGN_OF_X ? y_offset[c] : 0, kind); \
-        dx[i] = d * factor[c] + (g * slope[c] + offset[c]);                                              \
-        if (writes)                                                                                      \
-            dresidual[i] = g;                                                                            \
-    }
-    EACH(CODE)
-#undef CODE
+        r->kind == GRADIENT ? (CODE(normalize_of, 0, 0)) : (CODE(normalize_of, 0, 1));
 }
 
 static void NAME(input_gradient)(const Rows *r)
 {
-    if (r->kind == GRADIENT)
-        NAME(input_gradient_of)(r, GRADIENT, 0);
+    if (r->S == 1 && r->planes < LANES)
+        NAME(pad)(r, NAME(input_gradient));
+    else if (r->kind == GRADIENT)
+        CODE(input_gradient_of, GRADIENT, 0);
     else if (r->kind == SIGN_OF_X)
-        NAME(input_gradient_of)(r, SIGN_OF_X, 0);
+        CODE(input_gradient_of, SIGN_OF_X, 0);
     else
-        r->more ? NAME(input_gradient_of)(r, SIGN_OF_Y, 1) : NAME(input_gradient_of)(r, SIGN_OF_Y, 0);
+        r->more ? (CODE(input_gradient_of, SIGN_OF_Y, 1)) : (CODE(input_gradient_of, SIGN_OF_Y, 0));
 }
 
-#undef EACH
+#undef CODE
+#undef EACH_KIND
 #undef LANES

@@ -20,7 +20,7 @@ Group: TypeAlias = tuple[Sequence[Array | None], Any, tuple[int, ...], tuple[int
 class NumPy:
     """Addresses and copies of NumPy arrays."""
 
-    float64, int64 = np.dtype(np.float64), np.dtype(np.int64)
+    float64, int64, bool = np.dtype(np.float64), np.dtype(np.int64), np.dtype(np.bool_)
     strides = staticmethod(attrgetter("strides"))
     empty_like = staticmethod(np.empty_like)
 
@@ -56,6 +56,10 @@ class NumPy:
         array[...] = a
         return array
 
+    def flat(self, a: Array, order: tuple[int, ...]) -> Array:
+        """`a` as a dense vector, its axes in this order."""
+        return np.ascontiguousarray(a.transpose(order).reshape(-1))
+
     def wide(self, a: Array) -> Array:
         """`a` as a dense float64 array."""
         return np.ascontiguousarray(a, dtype=np.float64)
@@ -82,7 +86,7 @@ class Torch:
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self.plain = (torch.Tensor, torch.nn.Parameter)
-        self.float64, self.int64 = torch.float64, torch.int64
+        self.float64, self.int64, self.bool = torch.float64, torch.int64, torch.bool
         self.empty_like = torch.empty_like
         self._templates: dict[Any, Array] = {}  # as many as there are numbers of channels
 
@@ -112,6 +116,9 @@ class Torch:
 
     def dense_copy(self, a: Array, like: Array) -> Array:
         return self._torch.empty_like(like).copy_(a)
+
+    def flat(self, a: Array, order: tuple[int, ...]) -> Array:
+        return a.permute(order).reshape(-1).contiguous()
 
     def wide(self, a: Array) -> Array:
         return a.double().contiguous()

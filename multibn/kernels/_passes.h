@@ -12,6 +12,7 @@ values are widened block by block: no pass has a copy of an activation. */
 typedef struct {
     const Loops *loops;
     const void *x, *dy, *y;
+    const uint8_t *mask; /* a byte for each element of a plane, the same for all channels; or NULL */
     void *out, *more;
     const double *mean, *scale, *shift, *slope, *y_scale, *y_shift;
     double *sums;
@@ -112,6 +113,7 @@ static void stream(Stream *s, const char *from, size_t bytes, char *to)
 /* Memory of a pass: coefficients of channels and of columns, sums of columns, and widened blocks. */
 typedef struct {
     char *memory, *k[6], *columns[6], *buffers, *first;
+    uint8_t *masks; /* of four rows of columns */
     double *wide;
     int64_t size; /* columns of a tile; 0 for long planes */
     Tile tile;
@@ -128,7 +130,8 @@ static int start(Work *w, const Pass *p, int num, int64_t long_plane)
     const int64_t wide = 2 * w->size, line = 64 / size;
     const int64_t row = (at_least(p->C, 1) + line) / line * line, column = (w->size + line) / line * line;
     const int64_t buffers = p->loops->widen || p->streams ? at_least(6 * BUFFER, 12 * w->size) : 0;
-    w->memory = malloc((wide + buffers) * sizeof(double) + (num * (row + column) + 2 * column) * size + 64);
+    w->memory = malloc((wide + buffers) * sizeof(double) + (num * (row + column) + 2 * column) * size + 64 +
+                       4 * w->size + 8);
     if (!w->memory)
         return -1;
     w->wide = (double *)(((uintptr_t)w->memory + 63) & ~(uintptr_t)63); /* a vector crosses no two lines */
@@ -139,6 +142,7 @@ static int start(Work *w, const Pass *p, int num, int64_t long_plane)
         w->columns[i] = next;
     w->first = next;
     w->buffers = next + 2 * column * size;
+    w->masks = (uint8_t *)w->buffers + buffers * sizeof(double);
     /* The rounding error of the mean goes into the offsets. */
     for (int64_t c = p->c0; c < p->c1; c++) {
         const double centre = rounded(p->loops, p->mean[c]), rest = p->mean[c] - centre;
@@ -178,6 +182,31 @@ static void spread(const Work *w, const Pass *p, int num, int64_t a, int64_t b, 
     }
 }
 
+/* The mask of the sample n's planes, or of the columns of some samples and channels; NULL if all elements count. */
+static const uint8_t *mask_of(const Pass *p, const Work *w, int64_t n, int64_t samples, int64_t channels)
+{
+    const uint8_t *from = p->mask + n * p->S;
+    if (!p->mask || !memchr(from, 0, samples * p->S)) /* all count */
+        return NULL;
+    if (!w->size)
+        return from;
+    const int64_t row = channels * p->S;
+    uint8_t *to = w->masks;
+    for (int64_t t = 0; t < samples; t++, from += p->S, to += row)
+        if (p->S == 1) { /* eight at a time: what is too much is the next sample's */
+            const uint64_t eight = *from * UINT64_C(0x0101010101010101);
+            for (int64_t c = 0; c < row; c += 8)
+                memcpy(to + c, &eight, 8);
+        } else {
+            memcpy(to, from, p->S);
+            int64_t done = p->S;
+            for (; 2 * done < row; done *= 2)
+                memcpy(to + done, to, done);
+            memcpy(to + done, to, row - done);
+        }
+    return w->masks;
+}
+
 static const void *widened(const Loops *loops, const void *array, int64_t at, int64_t n, void *buffer)
 {
     if (!array)
@@ -214,6 +243,7 @@ static void run(const Pass *p, Work *w, Rows *r, void (*loop)(const Rows *), int
     const void *k[6];
     memcpy(k, r->k, sizeof k);
     double *first = r->first, *second = r->second;
+    const uint8_t *mask = r->mask;
     for (int64_t c = 0; c < planes; c += r->planes)
         for (int64_t i = 0; i < S; i += r->S) {
             r->planes = planes;
@@ -228,6 +258,8 @@ static void run(const Pass *p, Work *w, Rows *r, void (*loop)(const Rows *), int
             char *buffer = w->buffers;
             for (int j = 0; j < 6; j++)
                 r->k[j] = k[j] ? (const char *)k[j] + c * l->size : NULL;
+            if (mask)
+                r->mask = mask + (S == 1 ? c : i);
             r->first = first + c;
             r->second = second + c;
             r->x = widened(l, p->x, here, n, buffer);
@@ -242,6 +274,7 @@ static void run(const Pass *p, Work *w, Rows *r, void (*loop)(const Rows *), int
                 deliver(p, w->streams + 1, r->more, n, buffer + 5 * buffer_size, p->more, here);
         }
     memcpy(r->k, k, sizeof k);
+    r->mask = mask;
     r->first = first;
     r->second = second;
 }
@@ -268,6 +301,7 @@ static int elementwise(Pass *p, void (*loop)(const Rows *), int num)
                 r.k[i] = w.k[i] + a * p->loops->size;
             for (int64_t n = begin, samples; n < end; n += samples) {
                 samples = w.size ? at_most(end - n, w.tile.samples) : 1;
+                r.mask = mask_of(p, &w, n, samples, b - a);
                 run(p, &w, &r, loop, (n * C + a) * S, w.size ? samples * (b - a) * S : b - a, w.size ? 1 : S);
             }
         }
@@ -296,8 +330,10 @@ static int add_sums(const Pass *p)
             r.k[i] = w.k[i] + p->c0 * l->size;
         r.first = p->sums + p->c0;
         r.second = p->sums + C + p->c0;
-        for (int64_t n = p->n0; n < p->n1; n++)
+        for (int64_t n = p->n0; n < p->n1; n++) {
+            r.mask = mask_of(p, &w, n, 1, 0);
             run(p, &w, &r, l->sums, (n * C + p->c0) * S, p->c1 - p->c0, S);
+        }
         free(w.memory);
         return 0;
     }
@@ -312,9 +348,12 @@ static int add_sums(const Pass *p)
             const int64_t end = at_most(begin + w.tile.run, p->n1);
             for (int64_t n = begin, samples; n < end; n += r.rows * samples) {
                 samples = at_most(w.tile.samples, end - n);
-                r.rows = n + 4 * samples <= end ? 4 : 1;
                 r.planes = samples * row;
+                r.rows = n + 4 * samples <= end && r.planes >= LONG ? 4 : 1; /* fewer columns are copied */
+                if (p->mask && !memchr(p->mask + n * S, 1, r.rows * samples * S))
+                    continue;
                 r.stride = l->widen ? w.size : samples * C * S;
+                r.mask = mask_of(p, &w, n, r.rows * samples, b - a);
                 const void **to[] = {&r.x, &r.dy, &r.y}, *from[] = {p->x, p->dy, p->y};
                 for (int i = 0; i < 3; i++)
                     for (int u = r.rows; u-- > 0;)

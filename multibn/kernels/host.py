@@ -2,21 +2,14 @@
 
 The loops of `_core` see an array as an address and its sizes (N, C, S), see `_layout`. Contiguous
 and channels-last activations of any number of dimensions have such sizes and are not copied, 16-bit
-dtypes neither. Other strides are first copied to dense memory. An activation without (N, C, S) goes
-to `generic`, and so do masks.
-
-Large arrays are divided among threads: torch's number of threads, or OMP_NUM_THREADS where torch is
-not loaded. How a sum is cut into parts depends on the shape alone, so its value does not depend on
-the number of threads.
+dtypes neither. Other strides are first copied to dense memory. A mask is a byte for each of the N
+times S elements. An activation without (N, C, S) goes to `generic`. Large arrays are divided among
+threads, see `_threads`.
 """
 
 import math
-import os
-import sys
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import cache, lru_cache
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -25,12 +18,10 @@ from multibn._typing import Array
 from multibn.kernels import _core, generic
 from multibn.kernels._layout import sizes_in_memory
 from multibn.kernels._memory import DTYPES, LIBRARIES, code_of, scratch
+from multibn.kernels._threads import SHARE, num_threads, run, sum_tasks, tasks
 from multibn.kernels.generic import RIGHT, Finished, Running
 from multibn.message import forward_payload
 
-_SHARE = 1 << 19  # elements that are worth a thread
-_WIDE = 1 << 16  # elements of a sample from which threads divide the channels, not the samples
-_PARTS = 64  # a sum over samples has at most so many parts
 _FLOAT64 = 8  # bytes
 _MOMENTS, _GRADIENT, _SIGN_OF_X, _SIGN_OF_Y = range(4)  # kinds of sums, see _core.c
 _CONVENTIONS = {"unbiased_global": 0, "unbiased_local": 1, "biased": 2}
@@ -40,34 +31,29 @@ move = generic.move
 
 def begin_forward(
     x: Array,
-    rank_weight: float,
-    count: float,
     /,
-    *,
+    *share: float,
     axis: tuple[int, ...],
     mask: Array | None = None,
     out: Array | None = None,
 ) -> Array:
     """As `generic.begin_forward`."""
-    o = None if mask is not None else _operands(axis, (x, None))
+    o = _operands(axis, (x, None), mask)
     if o is None:
-        return generic.begin_forward(x, rank_weight, count, axis=axis, mask=mask, out=out)
-    library, plan, (x_at, *_), _, _alive = o
+        return generic.begin_forward(x, *share, axis=axis, mask=mask, out=out)
+    library, plan, (x_at, _, mask_at, *_), _, _alive = o
     N, C, S = plan.sizes
-    tasks = plan.sums if plan.sums is not None else _sum_tasks(plan.sizes, _num_threads())
-    if out is None:
-        (payload,), (payload_at,) = library.new(library.float64, (plan.length,))
-    else:
-        payload, payload_at = out, out.__array_interface__["data"][0]
-    head, packing = (plan.dtype, x_at, N, C, S, tasks[0][0]), (payload_at, rank_weight, count)
-    if len(tasks) == 1:
+    parts = plan.sums if plan.sums is not None else sum_tasks(plan.sizes, num_threads())
+    payload, payload_at = _payload(library, out, plan.length)
+    head, packing = (plan.dtype, x_at, mask_at, N, C, S, parts[0][0]), (payload_at, *share)
+    if len(parts) == 1:
         _core.begin_forward(*head, 0, 0, 0, 0, *packing)
         return payload
     _memory, mean_at = scratch(2 * C)
     for again in (0, 1):  # a second time, about the mean, if the first centre was far from it
         statistics = mean_at if again else 0, 0, 0, 0, 0, 0.0
         _sums_memory, sums_at = _sums(
-            (plan.dtype, _MOMENTS, x_at, 0, 0, *statistics, N, C, S), C, tasks
+            (plan.dtype, _MOMENTS, x_at, 0, 0, mask_at, *statistics, N, C, S), C, parts
         )
         written = sums_at, mean_at, mean_at + C * _FLOAT64, again
         if not _core.begin_forward(*head, *written, *packing):
@@ -78,12 +64,8 @@ def begin_forward(
 def finish_forward(
     summed: Array,
     x: Array,
-    weight: Array | None,
-    bias: Array | None,
-    rank_weight: float,
-    count: float,
     /,
-    *,
+    *parameters_and_share: Any,
     eps: float,
     axis: tuple[int, ...],
     residual: Array | None = None,
@@ -92,29 +74,29 @@ def finish_forward(
     running: Running | None = None,
 ) -> Finished:
     """As `generic.finish_forward`."""
-    o = None if mask is not None else _operands(axis, (x, residual), (), (weight, bias))
+    weight, bias, rank_weight, count = parameters_and_share
+    o = _operands(axis, (x, residual), mask, (), (weight, bias))
     summed_at = None if o is None else _message(summed, o[1].length)
     if o is None or summed_at is None:
-        on: Any = {"eps": eps, "axis": axis, "residual": residual, "relu": relu, "mask": mask}
-        share = rank_weight, count
-        return generic.finish_forward(summed, x, weight, bias, *share, running=running, **on)
-    library, plan, (x_at, residual_at, *parameters, code), _, (like, *_alive) = o
+        on: Any = {"residual": residual, "relu": relu, "mask": mask, "running": running}
+        return generic.finish_forward(summed, x, *parameters_and_share, eps=eps, axis=axis, **on)
+    library, plan, (x_at, residual_at, mask_at, *parameters), _, (like, *_alive) = o
     shape = plan.shape
     statistics, (mean_at, var_at, *totals_at) = library.new(library.float64, shape, shape, (), ())
     y = library.empty_like(like)
-    tasks = plan.tasks if plan.tasks is not None else _tasks(plan.sizes, _num_threads())
+    parts = plan.tasks if plan.tasks is not None else tasks(plan.sizes, num_threads())
     arguments = (
-        plan.dtype, relu, x_at, residual_at, mean_at, var_at, *parameters, code, eps,
+        plan.dtype, relu, x_at, residual_at, mask_at, mean_at, var_at, *parameters, eps,
         library.address(y), *plan.sizes[1:],
     )  # fmt: skip
     moved = _NOT_MOVED if running is None else _moved(running, library, shape)
     state = _core.finish_forward(
-        *arguments, *(tasks[0] if len(tasks) == 1 else _NOTHING),
+        *arguments, *(parts[0] if len(parts) == 1 else _NOTHING),
         summed_at, rank_weight, count, *totals_at, *(moved or _NOT_MOVED),
     )  # fmt: skip
     if state == RIGHT:
-        if len(tasks) > 1:
-            _run(_core.normalize, arguments, tasks)
+        if len(parts) > 1:
+            run(_core.normalize, arguments, parts)
         if running is not None and moved is not None:
             library.changed(running.mean, running.var, running.num_batches)
         elif running is not None:
@@ -126,12 +108,8 @@ def finish_forward(
 def begin_backward(
     dy: Array,
     x: Array,
-    mean: Array,
-    var: Array,
-    weight: Array | None,
-    bias: Array | None,
     /,
-    *,
+    *statistics: Any,
     eps: float,
     axis: tuple[int, ...],
     relu: bool = False,
@@ -140,23 +118,20 @@ def begin_backward(
     out: Array | None = None,
 ) -> tuple[Array, Array | None, Array | None]:
     """As `generic.begin_backward`."""
-    o = None if mask is not None else _operands(axis, (x, dy, y), (mean, var), (weight, bias))
+    mean, var, weight, bias = statistics
+    o = _operands(axis, (x, dy, y), mask, (mean, var), (weight, bias))
     if o is None:
-        on: Any = {"eps": eps, "axis": axis, "relu": relu, "y": y, "mask": mask, "out": out}
-        return generic.begin_backward(dy, x, mean, var, weight, bias, **on)
+        on: Any = {"relu": relu, "y": y, "mask": mask, "out": out}
+        return generic.begin_backward(dy, x, *statistics, eps=eps, axis=axis, **on)
     library, plan, addresses, dtype, _alive = o
     _, C, _ = plan.sizes
-    if out is None:
-        (payload,), (payload_at,) = library.new(library.float64, (2 * C,))
-    else:
-        payload, payload_at = out, out.__array_interface__["data"][0]
-    (dweight, dbias), (dweight_at, dbias_at) = library.new(dtype, plan.shape, plan.shape)
-    kind = _SIGN_OF_Y if y is not None else _SIGN_OF_X if relu else _GRADIENT
-    arguments = plan.dtype, kind, *addresses, eps, *plan.sizes
-    tasks = plan.sums if plan.sums is not None else _sum_tasks(plan.sizes, _num_threads())
-    _memory, sums_at = (None, 0) if len(tasks) == 1 else _sums(arguments, C, tasks)
-    whole = tasks[0][0], 0, 1, 0, C
-    _core.begin_backward(*arguments, sums_at, *whole, payload_at, dweight_at, dbias_at)
+    payload, payload_at = _payload(library, out, 2 * C)
+    (dweight, dbias), gradients_at = library.new(dtype, plan.shape, plan.shape)
+    arguments = plan.dtype, _kind(relu, y), *addresses, eps, *plan.sizes
+    parts = plan.sums if plan.sums is not None else sum_tasks(plan.sizes, num_threads())
+    _memory, sums_at = (None, 0) if len(parts) == 1 else _sums(arguments, C, parts)
+    whole = parts[0][0], 0, 1, 0, C
+    _core.begin_backward(*arguments, sums_at, *whole, payload_at, *gradients_at)
     if weight is None:
         dweight = None
     elif weight.dtype != dtype:
@@ -172,13 +147,8 @@ def finish_backward(
     summed: Array,
     dy: Array,
     x: Array,
-    mean: Array,
-    var: Array,
-    weight: Array | None,
-    bias: Array | None,
-    element_weight: Array,
     /,
-    *,
+    *statistics: Any,
     eps: float,
     axis: tuple[int, ...],
     relu: bool = False,
@@ -186,51 +156,47 @@ def finish_backward(
     mask: Array | None = None,
 ) -> tuple[Array, Array | None]:
     """As `generic.finish_backward`."""
-    o = None if mask is not None else _operands(axis, (x, dy, y), (mean, var), (weight, bias))
+    mean, var, weight, bias, element_weight = statistics
+    o = _operands(axis, (x, dy, y), mask, (mean, var), (weight, bias))
     summed_at = None if o is None else _message(summed, 2 * o[1].sizes[1])
     if o is None or summed_at is None:
-        on: Any = {"eps": eps, "axis": axis, "relu": relu, "y": y, "mask": mask}
-        statistics = mean, var, weight, bias, element_weight
-        return generic.finish_backward(summed, dy, x, *statistics, **on)
+        on: Any = {"relu": relu, "y": y, "mask": mask}
+        return generic.finish_backward(summed, dy, x, *statistics, eps=eps, axis=axis, **on)
     library, plan, addresses, _, (like, *_alive) = o
     dx = library.empty_like(like)
     dresidual = None if y is None else library.empty_like(like)
-    kind = _SIGN_OF_Y if y is not None else _SIGN_OF_X if relu else _GRADIENT
     arguments = (
-        plan.dtype, kind, *addresses, eps, summed_at, float(element_weight),
+        plan.dtype, _kind(relu, y), *addresses, eps, summed_at, float(element_weight),
         library.address(dx), 0 if dresidual is None else library.address(dresidual),
         *plan.sizes[1:],
     )  # fmt: skip
     if plan.tasks is not None:
         _core.finish_backward(*arguments, *plan.tasks[0])
     else:
-        _run(_core.finish_backward, arguments, _tasks(plan.sizes, _num_threads()))
+        run(_core.finish_backward, arguments, tasks(plan.sizes, num_threads()))
     return dx, dresidual
 
 
 def normalize(
     x: Array,
-    mean: Array,
-    var: Array,
-    weight: Array | None,
-    bias: Array | None,
     /,
-    *,
+    *statistics: Any,
     eps: float,
     axis: tuple[int, ...],
     residual: Array | None = None,
     relu: bool = False,
 ) -> Array:
     """As `generic.normalize`."""
-    o = _operands(axis, (x, residual), (mean, var), (weight, bias))
+    mean, var, *parameters = statistics
+    o = _operands(axis, (x, residual), None, (mean, var), parameters)
     if o is None:
-        on: Any = {"eps": eps, "axis": axis, "residual": residual, "relu": relu}
-        return generic.normalize(x, mean, var, weight, bias, **on)
+        on: Any = {"residual": residual, "relu": relu}
+        return generic.normalize(x, *statistics, eps=eps, axis=axis, **on)
     library, plan, addresses, _, (like, *_alive) = o
     y = library.empty_like(like)
     arguments = plan.dtype, relu, *addresses, eps, library.address(y), *plan.sizes[1:]
-    tasks = plan.tasks if plan.tasks is not None else _tasks(plan.sizes, _num_threads())
-    _run(_core.normalize, arguments, tasks)
+    parts = plan.tasks if plan.tasks is not None else tasks(plan.sizes, num_threads())
+    run(_core.normalize, arguments, parts)
     return y
 
 
@@ -240,6 +206,7 @@ class _Plan(NamedTuple):
     shape: tuple[int, ...]  # of a per-channel array
     dtype: int  # see `DTYPES`
     sizes: tuple[int, int, int]  # (N, C, S)
+    order: tuple[int, ...]  # of the axes in memory
     sums: Sequence[tuple[int, ...]] | None  # the task of one thread; None where more may help
     tasks: Sequence[tuple[int, ...]] | None
     length: int  # of a forward payload
@@ -259,23 +226,24 @@ def _plan(
     if sizes is None:
         return None
     per_channel = tuple(n for i, n in enumerate(shape) if i not in axis)
-    length = forward_payload(sizes[1])
-    if math.prod(sizes) >= 2 * _SHARE:
-        return _Plan(per_channel, code, sizes, None, None, length)
-    return _Plan(per_channel, code, sizes, _sum_tasks(sizes, 1), _tasks(sizes, 1), length)
+    order = tuple(sorted(range(len(shape)), key=lambda i: -strides[i]))
+    large = math.prod(sizes) >= 2 * SHARE
+    parts = (None, None) if large else (sum_tasks(sizes, 1), tasks(sizes, 1))
+    return _Plan(per_channel, code, sizes, order, *parts, forward_payload(sizes[1]))
 
 
-# The library; the plan; the addresses of activations and per-channel arrays, 0 for None, and the
-# number of the parameters' dtype; this dtype; the first activation, dense, and all other copies,
-# which live as long as they are referred to.
+# The library; the plan; the addresses of activations, mask and per-channel arrays, 0 for None, and
+# the number of the parameters' dtype; this dtype; the first activation, dense, and all other
+# copies, which live as long as they are referred to.
 _Operands: TypeAlias = tuple[Any, _Plan, list[int], Any, list[Array]]
 
 
 def _operands(
     axis: tuple[int, ...],
     activations: tuple[Array | None, ...],
+    mask: Array | None,
     wide: tuple[Array, ...] = (),
-    parameters: tuple[Array | None, ...] = (None, None),
+    parameters: Sequence[Array | None] = (None, None),
 ) -> _Operands | None:
     """Operands of a pass, copied where needed; None if the loops cannot take them."""
     x: Any = activations[0]
@@ -288,23 +256,26 @@ def _operands(
     strides = library.strides(x)
     plan = _plan(x.dtype, x.shape, strides, axis)
     if plan is not None and code is not None:
+        flat = None if mask is None else library.flat(mask, plan.order)
         addresses = library.locate(
             (activations, x.dtype, x.shape, strides),
+            ((flat,), library.bool, (plan.sizes[0] * plan.sizes[2],), None),
             (wide, library.float64, plan.shape, None),
             (parameters, dtype, plan.shape, None),
         )
         if addresses is not None:
             addresses.append(code)
-            return library, plan, addresses, dtype or library.float64, [x]
-    return _copied(library, axis, activations, wide, parameters)
+            return library, plan, addresses, dtype or library.float64, [x, flat]
+    return _copied(library, axis, activations, mask, wide, parameters)
 
 
 def _copied(
     library: Any,
     axis: tuple[int, ...],
     activations: tuple[Array | None, ...],
+    mask: Array | None,
     wide: tuple[Array, ...],
-    parameters: tuple[Array | None, ...],
+    parameters: Sequence[Array | None],
 ) -> _Operands | None:
     """As `_operands`, of dense copies."""
     x, *others = activations
@@ -321,18 +292,32 @@ def _copied(
     if plan is None or any(v is not None and v.shape != plan.shape for v in (*wide, *parameters)):
         return None
     activations = (like, *[None if a is None else library.dense_copy(a, like=like) for a in others])
+    flat = None if mask is None else library.flat(mask, plan.order)
     wide = tuple(library.wide(v) for v in wide)
-    parameters = tuple(None if p is None else library.wide(p) for p in parameters)
+    parameters = [None if p is None else library.wide(p) for p in parameters]
     float64 = library.float64
     addresses = library.locate(
         (activations, like.dtype, like.shape, strides),
+        ((flat,), library.bool, (plan.sizes[0] * plan.sizes[2],), None),
         ((*wide, *parameters), float64, plan.shape, None),
     )
     if addresses is None:
         return None
     addresses.append(DTYPES["float64"])
-    alive = [like, *activations, *wide, *parameters]
+    alive = [like, *activations, flat, *wide, *parameters]
     return library, plan, addresses, float64, alive
+
+
+def _kind(relu: bool, y: Array | None) -> int:
+    return _SIGN_OF_Y if y is not None else _SIGN_OF_X if relu else _GRADIENT
+
+
+def _payload(library: Any, out: Array | None, n: int) -> tuple[Array, int]:
+    """Memory for the `n` numbers of a message, and its address."""
+    if out is None:
+        (payload,), (address,) = library.new(library.float64, (n,))
+        return payload, address
+    return out, out.__array_interface__["data"][0]
 
 
 def _message(summed: Array, n: int) -> int | None:
@@ -368,75 +353,11 @@ def _moved(running: Running, library: Any, shape: tuple[int, ...]) -> tuple[Any,
     return mean_at, var_at, code, momentum, _CONVENTIONS[convention], counter_at
 
 
-def _sums(arguments: tuple[Any, ...], C: int, tasks: Sequence[tuple[int, ...]]) -> tuple[Any, int]:
+def _sums(arguments: tuple[Any, ...], C: int, parts: Sequence[tuple[int, ...]]) -> tuple[Any, int]:
     """Memory of the sums of each part, which threads make, and its address.
 
     The caller must hold the memory while the sums are read.
     """
-    memory, address = scratch(tasks[0][0] * 2 * C)
-    _run(_core.sums, (*arguments, address), tasks)
+    memory, address = scratch(parts[0][0] * 2 * C)
+    run(_core.sums, (*arguments, address), parts)
     return memory, address
-
-
-@lru_cache(maxsize=1024)
-def _sum_tasks(sizes: tuple[int, int, int], threads: int) -> Sequence[tuple[int, ...]]:
-    """Tasks `(parts, first, step, c0, c1)`, at most one for each thread."""
-    N, C, S = sizes
-    worth = max(N * C * S // _SHARE, 1)
-    if C * S >= _WIDE:
-        return [(1, 0, 1, a, b) for a, b in _cuts(C, min(threads, worth))]
-    parts = min(_PARTS, worth, N)
-    step = min(threads, parts)
-    return [(parts, first, step, 0, C) for first in range(step)]
-
-
-@lru_cache(maxsize=1024)
-def _tasks(sizes: tuple[int, int, int], threads: int) -> Sequence[tuple[int, ...]]:
-    """Tasks `(n0, n1, c0, c1)`, at most one for each thread."""
-    N, C, S = sizes
-    shares = min(threads, max(N * C * S // _SHARE, 1))
-    if C * S >= _WIDE:
-        return [(0, N, a, b) for a, b in _cuts(C, shares)]
-    return [(a, b, 0, C) for a, b in _cuts(N, shares)]
-
-
-def _cuts(n: int, parts: int) -> list[tuple[int, int]]:
-    """Starts and ends of at most `parts` parts of `range(n)`, none of them empty."""
-    parts = min(n, parts)
-    return [(n * i // parts, n * (i + 1) // parts) for i in range(parts)]
-
-
-def _run(
-    loop: Callable[..., Any], arguments: tuple[Any, ...], tasks: Sequence[tuple[int, ...]]
-) -> None:
-    """Run the loop for each task, on one thread per task."""
-    first, *rest = tasks
-    running: list[Future[Any]] = []
-    try:
-        for task in rest:
-            running.append(_pool().submit(loop, *arguments, *task))
-        loop(*arguments, *first)
-        for other in running:
-            other.result()
-    except BaseException:  # Ctrl-C, for example: the threads write to memory of the caller
-        wait(running)
-        raise
-
-
-def _num_threads() -> int:
-    """Threads to use for a large array."""
-    if not threading.main_thread().is_alive():  # the program ends, and no thread can be started
-        return 1
-    if "torch" in sys.modules:
-        return int(sys.modules["torch"].get_num_threads())
-    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return max(int(asked), 1) if asked.isdigit() else os.cpu_count() or 1
-
-
-@cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="multibn")
-
-
-if hasattr(os, "register_at_fork"):  # a forked process has the pool but not its threads
-    os.register_at_fork(after_in_child=_pool.cache_clear)

@@ -27,15 +27,15 @@ class Passes:
 
     def local_moments(self, x: Any, *, axis: tuple[int, ...]) -> tuple[Any, Any]:
         """Mean and variance, with the digits that a message would take from the variance."""
-        o = None if self.kernels is generic else self.kernels._operands(axis, (x, None))
+        o = None if self.kernels is generic else self.kernels._operands(axis, (x, None), None)
         if o is None:
             return generic.local_moments(x, axis=axis)
         from multibn.kernels import _core
 
         library, plan, (x_at, *_), _, _alive = o
         moments, addresses = library.new(library.float64, plan.shape, plan.shape)
-        parts = self.kernels._sum_tasks(plan.sizes, 1)[0][0]
-        _core.begin_forward(plan.dtype, x_at, *plan.sizes, parts, 0, *addresses, 0, 0, 0.0, 0.0)
+        parts = self.kernels.sum_tasks(plan.sizes, 1)[0][0]
+        _core.begin_forward(plan.dtype, x_at, 0, *plan.sizes, parts, 0, *addresses, 0, 0, 0.0, 0.0)
         return tuple(moments)
 
     def backward_sums(

@@ -61,7 +61,7 @@ def test_any_number_of_threads_gives_the_same_bits(
     found = []
     for n in (1, 2, 3):
         threads.set(n)
-        assert compiled._num_threads() == n
+        assert compiled.num_threads() == n
         found.append(passes(host, dy, x, c, (0, 2, 3)))
     found.append(check(dy, x))
     for one, *others in zip(*found, strict=True):
@@ -133,10 +133,10 @@ def test_memory_is_not_left_to_threads_by_an_interrupt() -> None:
         time.sleep(0.05)
         ended.append(task)
 
-    from multibn.kernels.host import _run
+    from multibn.kernels._threads import run
 
     with pytest.raises(KeyboardInterrupt):
-        _run(loop, (), [("first",), ("second",), ("third",)])  # type: ignore[list-item]
+        run(loop, (), [("first",), ("second",), ("third",)])  # type: ignore[list-item]
     assert sorted(ended) == ["second", "third"]
 
 
