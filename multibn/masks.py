@@ -98,12 +98,13 @@ def _mask_of(lengths: Array, elements: tuple[int, ...], x: Array) -> Array:
             f"{tuple(lengths.shape)}."
         )
     if is_on_host(lengths):
-        for n, length in enumerate(lengths):
-            if not 0 <= length <= L:
-                raise ValueError(
-                    f"`lengths` must be from 0 to {L}, the size of axis 2 of the input: got "
-                    f"{int(length)} for sample {n}."
-                )
+        wrong = xp.nonzero((lengths < 0) | (lengths > L))[0]
+        if wrong.shape[0]:
+            n = int(wrong[0])
+            raise ValueError(
+                f"`lengths` must be from 0 to {L}, the size of axis 2 of the input: got "
+                f"{int(lengths[n])} for sample {n}."
+            )
     lengths = xp.reshape(to_device(lengths, device(x)), (N, 1))
     mask = xp.arange(L, device=device(x)) < lengths
     return xp.reshape(mask, (N, L) + (1,) * len(others))
