@@ -244,6 +244,5 @@ def _check(state: int, communicator: Communicator, own: tuple[Any, ...]) -> None
 def _normalize(i: Input, batch: BatchStatistics) -> Array:
     x, weight, bias, eps, axis, residual, relu, _, mask = i
     options: Any = {"eps": eps, "axis": axis, "residual": residual, "relu": relu}
-    x = generic.masked(x, mask)
     y = statistics.normalize(x, batch, weight=weight, bias=bias, **options)
     return generic.masked(y, mask)

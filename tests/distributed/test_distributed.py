@@ -26,6 +26,7 @@ RUNS = [
     Run("checks_lightning", ("torchrun",), (2,), ("torch", "lightning")),
     Run("checks_collectives", launch.LAUNCHERS, (2, 8), ("torch", "chainer")),
     Run("checks_reversible_parity", ("mpiexec",), (2,), ("torch", "chainer")),
+    Run("checks_reversible_masks", launch.LAUNCHERS, (2,), ("torch", "chainer")),
     Run("checks_dtensor", ("torchrun",), (4,), ("torch",)),
     Run("checks_pipeline", ("torchrun",), (4,), ("torch",)),
     Run("checks_examples", launch.LAUNCHERS, (2,)),
