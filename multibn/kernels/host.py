@@ -24,7 +24,7 @@ import numpy as np
 from multibn._typing import Array
 from multibn.kernels import _core, generic
 from multibn.kernels._layout import sizes_in_memory
-from multibn.kernels._memory import DTYPES, LIBRARIES, code_of, scratch
+from multibn.kernels._memory import DTYPES, LIBRARIES, address_of, code_of, scratch
 from multibn.kernels.generic import RIGHT, Finished, Running
 from multibn.message import forward_payload
 
@@ -58,7 +58,7 @@ def begin_forward(
     if out is None:
         (payload,), (payload_at,) = library.new(library.float64, (plan.length,))
     else:
-        payload, payload_at = out, out.__array_interface__["data"][0]
+        payload, payload_at = out, address_of(out)
     head, packing = (plan.dtype, x_at, N, C, S, tasks[0][0]), (payload_at, rank_weight, count)
     if len(tasks) == 1:
         _core.begin_forward(*head, 0, 0, 0, 0, *packing)
@@ -149,7 +149,7 @@ def begin_backward(
     if out is None:
         (payload,), (payload_at,) = library.new(library.float64, (2 * C,))
     else:
-        payload, payload_at = out, out.__array_interface__["data"][0]
+        payload, payload_at = out, address_of(out)
     (dweight, dbias), (dweight_at, dbias_at) = library.new(dtype, plan.shape, plan.shape)
     kind = _SIGN_OF_Y if y is not None else _SIGN_OF_X if relu else _GRADIENT
     arguments = plan.dtype, kind, *addresses, eps, *plan.sizes
@@ -339,7 +339,7 @@ def _message(summed: Array, n: int) -> int | None:
     """The address of a message of `n` numbers; None if the loops cannot read it."""
     if type(summed) is np.ndarray and summed.flags.carray:  # a line's memory, located faster
         is_message = summed.dtype == np.float64 and summed.shape == (n,)
-        return int(summed.__array_interface__["data"][0]) if is_message else None
+        return address_of(summed) if is_message else None
     library = LIBRARIES[type(summed)]
     if library is None:
         return None
