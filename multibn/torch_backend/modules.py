@@ -316,8 +316,13 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         if self.training and self.track_running_stats:
             _data_parallel.watch_active(Synchronized)
             running = running_of(self, self.running_var_convention)
-        relu = self.fuse_relu
-        return Input(x, self.weight, self.bias, self.eps, (), residual, relu, running, mask)
+        parameters = self._parameters  # as in `running_of`
+        if "weight" in parameters and "bias" in parameters:
+            weight, bias = parameters["weight"], parameters["bias"]
+        else:  # parametrized
+            weight, bias = self.weight, self.bias
+        axis = functional.all_but_channels(getattr(x, "ndim", 2))
+        return Input(x, weight, bias, self.eps, axis, residual, self.fuse_relu, running, mask)
 
     def __prepare_scriptable__(self) -> NoReturn:  # torch.jit.script calls it
         raise RuntimeError(
