@@ -28,6 +28,13 @@ def among(tensors: Iterable[Any], /) -> bool:
     return module is not None and module.DTensor in map(type, tensors)
 
 
+def among_inputs(inputs: Iterable[Input], /) -> bool:
+    """Whether a tensor of one of `inputs` is a DTensor."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return False
+    return any(among((*i[:3], getattr(i.running, "mean", None))) for i in inputs)
+
+
 def forward_all(
     function: Callable[..., list[tuple[Tensor, BatchStatistics]]],
     inputs: Sequence[Input],
@@ -118,7 +125,7 @@ class _Layout:
 
     def localize(self, i: Input) -> Input:
         """The local part of an input, and of what goes with it."""
-        if i.axis and among(i[:3]):
+        if i.axis and len(i.axis) < i.x.ndim - 1 and among(i[:3]):
             raise TypeError(
                 "a layer that normalizes parts of a batch apart cannot take a DTensor: got "
                 f"placements {self.placements}. Call to_local on the input."

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from multibn import masks, recompute, statistics, step
 from multibn._typing import Weighting, check_eps
@@ -123,10 +124,10 @@ def forward_all(
 
     `num_channels` has the required channels of each input, see `check_input`.
     """
-    for i in inputs:
-        if dtensors.among((*i[:3], getattr(i.running, "mean", None))):
-            return _forward_distributed(inputs, num_channels, communicator, weighting)
-    refuse_ddp_join(communicator)
+    if dtensors.among_inputs(inputs):
+        return _forward_distributed(inputs, num_channels, communicator, weighting)
+    if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+        refuse_ddp_join(communicator)
     if torch._C._get_tracing_state() is not None:
         raise RuntimeError(
             "torch.jit.trace, which some exporters and counters of operations call, cannot trace "
@@ -138,7 +139,7 @@ def forward_all(
         try:
             check_input(i.x, n)
             check_options(i)
-            checked.append(complete(i))
+            checked.append(i if i.axis and i.mask is None else complete(i))
         except (TypeError, ValueError) as error:
             refuse(error, [i.x for i in inputs], num_channels, communicator)
     if _differentiable.is_needed():
@@ -148,10 +149,16 @@ def forward_all(
 
 def complete(i: Input, /) -> Input:
     """`i` with the axes to reduce and the engine's mask; raises if the mask does not fit."""
-    axis, mask = i.axis or (0, *range(2, i.x.ndim)), i.mask
+    axis, mask = i.axis or all_but_channels(i.x.ndim), i.mask
     if isinstance(mask, masks.Asked):
         mask = masks.checked(i.x, mask, axis=axis)
     return Input(*i[:4], axis, *i[5:8], mask)
+
+
+@cache
+def all_but_channels(ndim: int, /) -> tuple[int, ...]:
+    """The axes of an input `(N, C, *spatial)` that a layer reduces."""
+    return statistics.reduced_axes(ndim)
 
 
 def masked(x: Tensor, mask: Tensor | None, /) -> Tensor:
@@ -233,18 +240,18 @@ def check_input(x: Any, num_channels: int | None, /) -> None:
         raise TypeError(
             f"the input must be a dense tensor: got layout {x.layout}. Call to_dense() on it."
         )
-    shape = tuple(x.shape)
+    shape = x.shape
     if len(shape) < 2:
         raise ValueError(
-            f"the input must have 2 or more dimensions, (N, C, *spatial): got shape {shape}."
+            f"the input must have 2 or more dimensions, (N, C, *spatial): got shape {tuple(shape)}."
         )
     if shape[1] == 0:
-        raise ValueError(f"the input must have channels: got 0 in shape {shape}.")
+        raise ValueError(f"the input must have channels: got 0 in shape {tuple(shape)}.")
     if num_channels is not None and shape[1] != num_channels:
         raise ValueError(
             f"the input must have {num_channels} channels in dimension 1, as many as the layer's "
             "`num_features` or the length of `weight` and `bias`: "
-            f"got {shape[1]} in shape {shape}."
+            f"got {shape[1]} in shape {tuple(shape)}."
         )
     if not x.dtype.is_floating_point:
         raise statistics.not_floating(x)
@@ -252,7 +259,7 @@ def check_input(x: Any, num_channels: int | None, /) -> None:
 
 def check_options(i: Input) -> None:
     """Raise unless the parameters, `eps` and the residual fit the input, which was checked."""
-    x, weight, bias, eps, axis, residual, *_ = i
+    x, weight, bias, eps, axis, residual = i[:6]
     if x.is_meta:
         raise TypeError("the input must have data: got a tensor on meta. Use a layer for shapes.")
     if not (isinstance(eps, float) and 0 < eps < math.inf):
@@ -289,7 +296,7 @@ def refuse_ddp_join(communicator: Communicator) -> None:
     There, a rank without data runs the collectives of DistributedDataParallel only, which the other
     ranks would take for a layer's.
     """
-    ddp: Any = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    ddp: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
     joining = None if ddp is None else ddp._join_config
     if not (joining and joining.enable) or joining.throw_on_early_termination:
         return

@@ -115,10 +115,12 @@ def running_of(
     pool: Pool | None = getattr(bn, "pool", None)
     if pool is not None:
         return pool
-    mean, var = bn.running_mean, bn.running_var
+    # Attributes of a module, which has its own look-up, take longer.
+    buffers = bn._buffers
+    mean, var = buffers["running_mean"], buffers["running_var"]
     if mean is None or var is None:
         return None
-    counter = bn.num_batches_tracked if momentum is None else None
+    counter = buffers["num_batches_tracked"] if momentum is None else None
     if momentum is None:
         momentum = bn.momentum
         if counter is None and momentum is None:
@@ -320,7 +322,13 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
             _data_parallel.watch_active(Synchronized)
             running = running_of(self, self.running_var_convention)
         relu = relu or self.fuse_relu
-        return Input(x, self.weight, self.bias, self.eps, (), residual, relu, running, mask)
+        parameters = self._parameters  # as in `running_of`
+        if "weight" in parameters and "bias" in parameters:
+            weight, bias = parameters["weight"], parameters["bias"]
+        else:  # parametrized
+            weight, bias = self.weight, self.bias
+        axis = functional.all_but_channels(getattr(x, "ndim", 2))
+        return Input(x, weight, bias, self.eps, axis, residual, relu, running, mask)
 
     def __prepare_scriptable__(self) -> NoReturn:  # torch.jit.script calls it
         raise RuntimeError(
