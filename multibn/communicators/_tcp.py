@@ -270,7 +270,8 @@ def _address_of(interface: str) -> str:
         if address is None:
             raise RuntimeError(
                 f"the interface {interface!r} of GLOO_SOCKET_IFNAME has no IPv4 address here: "
-                f"{error}. The interfaces are {', '.join(name for _, name in socket.if_nameindex())}."
+                f"{error}. "
+                f"The interfaces are {', '.join(name for _, name in socket.if_nameindex())}."
             ) from error
         return address
 

@@ -1,8 +1,8 @@
 """Lines through shared memory, between threads: each opens the memory as a process would."""
 
+import json
 import os
 import signal
-import json
 import subprocess
 import sys
 import threading
