@@ -9,7 +9,6 @@ open, what the ranks agree on, deadlines and notices (see `_watch`), and the end
 
 import atexit
 import os
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache, partial
@@ -22,7 +21,7 @@ import numpy as np
 from multibn._arrays import from_host, to_host
 from multibn._typing import Array
 from multibn.communicators._objects import gather
-from multibn.communicators._watch import Board, Done, Watch, announce_end
+from multibn.communicators._watch import Board, Done, Watch, announce_end, uncaught
 from multibn.communicators.base import Handle
 
 HostArray: TypeAlias = np.ndarray[Any, Any]
@@ -256,8 +255,7 @@ def _leave() -> None:
     """At exit: no rank may be left to wait for this process."""
     announce_end()
     every = list(_all_lines)
-    # `last_type` is where Python keeps an exception that has ended the program.
-    if any(lines.watch.failure for lines in every) or getattr(sys, "last_type", None) is not None:
+    if uncaught() is not None or any(lines.watch.failure for lines in every):
         for lines in every:
             lines.transport.abort()
     for lines in every:

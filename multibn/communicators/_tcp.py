@@ -21,6 +21,7 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -30,14 +31,16 @@ from multibn.communicators._watch import Done, RankLeftError
 
 _HEAD = struct.Struct("<iIq")  # the line's number, a fingerprint of dtype and shape, bytes
 _HELLO = struct.Struct("<16sq")  # the listening rank's code, the number of the rank that connects
-_HELLO_TIMEOUT = 1.0  # seconds
+_STRANGERS = 64  # connections that may be silent while the partners connect
 _NAP = 1e-3  # seconds
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+_IPV6_ADDRESSES = Path("/proc/net/if_inet6")  # address, index, bits, scope, flags, interface
+_LINK = "20"  # the scope of addresses that are valid on one link only
 
 _GOODBYE = _HEAD.pack(-1 << 31, 0, 0)
 
-# Pieces of work. Between two, the socket and the events to wait for; None for a nap.
-_Work: TypeAlias = Iterator[tuple[socket.socket, int] | None]
+# Pieces of work. Between two, sockets and the events of which one is awaited; none for a nap.
+_Work: TypeAlias = Iterator[list[tuple[socket.socket, int]]]
 
 
 class Connections:
@@ -89,13 +92,13 @@ class Connections:
     def _connect(self, partner: int) -> _Work:
         key = f"address of {partner}"
         while not self._store.check([key]):
-            yield None
+            yield []
         address, port, code = json.loads(self._store.get(key))
         connection = self._sockets[partner] = socket.socket(_family(address))
         connection.setblocking(False)
         error = connection.connect_ex((address, port))
         if error == errno.EINPROGRESS:
-            yield connection, select.POLLOUT
+            yield [(connection, select.POLLOUT)]
             error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             raise RuntimeError(
@@ -106,25 +109,50 @@ class Connections:
 
     def _let_connect(self, partners: set[int]) -> _Work:
         key, code, address = f"address of {self._rank}", secrets.token_bytes(16), find_address()
+        said: dict[socket.socket, bytes] = {}  # by those who have not said hello yet
         with socket.create_server((address, 0), family=_family(address)) as listener:
             listener.setblocking(False)
             port = listener.getsockname()[1]
             self._store.set(key, json.dumps([address, port, code.hex()]))
-            while not partners <= self._sockets.keys():
-                yield listener, select.POLLIN
-                with contextlib.suppress(OSError):  # anybody may connect, and go away
-                    self._accept(listener, code)
+            try:
+                while not partners <= self._sockets.keys():
+                    yield [(each, select.POLLIN) for each in (listener, *said)]
+                    self._accept(listener, said)
+                    self._hear(said, code)
+            finally:
+                for stranger in said:
+                    stranger.close()
         # A later group may use the store, and have the same name.
         self._store.delete_key(key)
 
-    def _accept(self, listener: socket.socket, code: bytes) -> None:
-        connection, _ = listener.accept()
-        connection.settimeout(_HELLO_TIMEOUT)
-        hello = connection.recv(_HELLO.size, socket.MSG_WAITALL)
-        if len(hello) == _HELLO.size and secrets.compare_digest(hello[: len(code)], code):
-            self._sockets[_HELLO.unpack(hello)[1]] = connection
-        else:
-            connection.close()
+    def _accept(self, listener: socket.socket, said: dict[socket.socket, bytes]) -> None:
+        with contextlib.suppress(OSError):  # anybody may connect, and go away
+            connection, _ = listener.accept()
+            connection.setblocking(False)
+            said[connection] = b""
+        if len(said) > _STRANGERS:
+            eldest = next(iter(said))
+            del said[eldest]
+            eldest.close()
+
+    def _hear(self, said: dict[socket.socket, bytes], code: bytes) -> None:
+        """Read what has come; nobody waits for a stranger who says nothing."""
+        for connection in list(said):
+            try:
+                more = connection.recv(_HELLO.size - len(said[connection]))
+            except BlockingIOError:
+                continue
+            except OSError:
+                more = b""
+            said[connection] += more
+            hello = said[connection]
+            if more and len(hello) < _HELLO.size:
+                continue
+            del said[connection]
+            if more and secrets.compare_digest(hello[: len(code)], code):
+                self._sockets[_HELLO.unpack(hello)[1]] = connection
+            else:
+                connection.close()
 
     def _sum(self, number: int, a: HostArray) -> _Work:
         head = _HEAD.pack(number, zlib.crc32(f"{a.dtype} {a.shape}".encode()), a.nbytes)
@@ -161,7 +189,7 @@ class Connections:
                 to_send, to_receive = sent < len(sending), received < len(receiving)
                 if not (to_send or to_receive):
                     return
-                yield connection, select.POLLOUT * to_send | select.POLLIN * to_receive
+                yield [(connection, select.POLLOUT * to_send | select.POLLIN * to_receive)]
                 if to_receive:
                     with contextlib.suppress(BlockingIOError):
                         count = connection.recv_into(receiving[received:])
@@ -203,16 +231,18 @@ def _meet_another(partner: int, head: bytes) -> _Work:
     if head == _GOODBYE:
         raise RankLeftError(partner)
     while True:
-        yield None
+        yield []
 
 
 def find_address() -> str:
     """The address that torch would choose: of GLOO_SOCKET_IFNAME's first interface, or of the name.
 
+    torch spreads its connections over all interfaces that are named there.
+
     Raises
     ------
     RuntimeError
-        If there is no such interface.
+        If there is no such interface, or it has no address that others can use.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if interface:
@@ -228,6 +258,7 @@ def find_address() -> str:
 
 
 def _address_of(interface: str) -> str:
+    """An IPv4 address, or where the interface has none, an IPv6 address."""
     try:
         import fcntl
 
@@ -235,10 +266,24 @@ def _address_of(interface: str) -> str:
             name = struct.pack("256s", interface.encode()[:15])
             return socket.inet_ntoa(fcntl.ioctl(any_socket, _SIOCGIFADDR, name)[20:24])
     except OSError as error:
-        raise RuntimeError(
-            f"the interface {interface!r} of GLOO_SOCKET_IFNAME has no IPv4 address here: {error}. "
-            f"The interfaces are {', '.join(name for _, name in socket.if_nameindex())}."
-        ) from error
+        address = _ipv6_address_of(interface)
+        if address is None:
+            raise RuntimeError(
+                f"the interface {interface!r} of GLOO_SOCKET_IFNAME has no IPv4 address here: "
+                f"{error}. "
+                f"The interfaces are {', '.join(name for _, name in socket.if_nameindex())}."
+            ) from error
+        return address
+
+
+def _ipv6_address_of(interface: str) -> str | None:
+    """None also where the only one is valid on one link: others cannot know by which name."""
+    with contextlib.suppress(OSError):
+        for line in _IPV6_ADDRESSES.read_text().splitlines():
+            digits, _, _, scope, _, name = line.split()
+            if name == interface and scope != _LINK:
+                return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+    return None
 
 
 def _family(address: str) -> socket.AddressFamily:
@@ -254,16 +299,16 @@ def _go_on(work: _Work, awaited: list[Any], seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while awaited[0] is not _END:
         left = deadline - time.monotonic()
-        if awaited[0] is None:
-            if left <= 0:
-                return False
-            time.sleep(min(_NAP, left))
-        else:
-            connection, events = awaited[0]
+        if awaited[0]:
             poll = select.poll()
-            poll.register(connection, events)
+            for connection, events in awaited[0]:
+                poll.register(connection, events)
             if not poll.poll(max(1000 * left, 0.0)):
                 return False
+        elif left <= 0:
+            return False
+        else:
+            time.sleep(min(_NAP, left))
         awaited[0] = next(work, _END)
     return True
 

@@ -282,11 +282,22 @@ def _announce(message: str) -> None:
 
 def announce_end() -> None:
     """Print an announced message again, if its error ends the program."""
-    error = getattr(sys, "last_value", None)
+    error = uncaught()
     while error is not None and str(error) not in _announced:
         error = error.__cause__ or error.__context__
     if error is not None:
         _print(str(error))
+
+
+def uncaught() -> BaseException | None:
+    """The exception that has ended the program, once the program has ended."""
+    # Python keeps such an exception here; so do interactive shells and test runners, with those
+    # that they have caught: the traceback then begins in a function that somebody has called.
+    trace = getattr(sys, "last_traceback", None)
+    if trace is None or trace.tb_frame.f_back is not None:
+        return None
+    error: BaseException | None = getattr(sys, "last_value", None)
+    return error
 
 
 def _print(message: str) -> None:

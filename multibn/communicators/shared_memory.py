@@ -17,13 +17,13 @@ import secrets
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import numpy as np
 
 from multibn import message
-from multibn._environment import process_state
+from multibn._environment import process_state, this_machine
 from multibn.communicators._lines import HostArray, Line
 from multibn.communicators._watch import Done, RankLeftError, poll
 
@@ -88,20 +88,21 @@ class Machines:
     def _meet(self) -> Generator[bool, None, None]:
         """Ends when all ranks have met."""
         with ExitStack() as stack:
-            offer: dict[str, Any] = {"pid": os.getpid()}
+            offer: dict[str, Any] = {"pid": os.getpid(), "pid_space": _pid_space()}
             shares = why_not() is None
             if shares:
                 with suppress(OSError):
                     size = (2 * _NUMBER * _NUMBERS + _GATE) * self._size
-                    offer, self._memory = stack.enter_context(_offered(size))
+                    memory, self._memory = stack.enter_context(_offered(size))
+                    offer |= memory
             offers = yield from self._gather("offer", offer)
             first = self._rank
             for rank in range(self._rank if shares else 0):
-                memory = _opened(offers[rank])
-                if memory is not None:
-                    first, self._memory = rank, memory
+                opened = _opened(offers[rank])
+                if opened is not None:
+                    first, self._memory = rank, opened
                     break
-            firsts = yield from self._gather("first rank", first)
+            firsts = yield from self._gather("first rank", first, partial(_check_alive, offers))
         # A later group may use the store. The last rank to come here leaves nothing there.
         if self._store.add("ranks that have read", 1) == self._size:
             for key in (*self._keys("offer"), *self._keys("first rank"), "ranks that have read"):
@@ -116,11 +117,14 @@ class Machines:
             self._neighbours = _Neighbours(self._rank, here, gates)
             self._used = gates.size
 
-    def _gather(self, what: str, mine: Any) -> Generator[bool, None, list[Any]]:
-        """`mine` of every rank."""
+    def _gather(
+        self, what: str, mine: Any, check: Callable[[], None] = lambda: None
+    ) -> Generator[bool, None, list[Any]]:
+        """`mine` of every rank; `check` raises where a rank will not come."""
         keys = self._keys(what)
         self._store.set(keys[self._rank], json.dumps(mine))
         while not self._store.check(keys):
+            check()
             yield False
         return [json.loads(self._store.get(key)) for key in keys]
 
@@ -374,6 +378,22 @@ class _LineOverMachines(_SharedLine):
         a, slot = self._message, self._slots_at[self._begun & 1]
         _core.arrive(self._summed, self._begun - 1, slot, self._message_at, a.nbytes)
         return True
+
+
+def _check_alive(offers: Sequence[dict[str, Any]]) -> None:
+    """Raise if one of the processes that have made offers has ended, as far as can be seen."""
+    for rank, offer in enumerate(offers):
+        if offer["pid_space"] == _pid_space() and not process_state(offer["pid"]):
+            raise RuntimeError(f"the process of rank {rank} has ended")
+
+
+@cache
+def _pid_space() -> str:
+    """Equal for processes that know each other by their pids."""
+    try:
+        return f"{this_machine()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return secrets.token_hex(16)
 
 
 def _yielding(num_here: int) -> float:

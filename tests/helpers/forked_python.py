@@ -255,7 +255,12 @@ def _run(arguments: list[str]) -> None:
         trace = error.__traceback__
         while trace and trace.tb_next and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
-        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+        frame = sys._getframe()
+        while frame.f_back:
+            frame = frame.f_back
+        # As of an exception that nobody has caught: from the frame that nobody has called.
+        whole = types.TracebackType(trace, frame, frame.f_lasti, frame.f_lineno)
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, whole
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.exit(1)
 

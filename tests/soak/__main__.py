@@ -5,58 +5,88 @@ The exit status is 1 if anything grew on a rank.
 
 import argparse
 import json
-import platform
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 from multibn import _launch
 from tests.helpers import launch
+from tests.soak import report
+from tests.soak.deeds import Row
 
-# The shares of the time; 32 ranks spend most of theirs on the import of torch.
-_RUNS = [
-    *(("torchrun", ranks, share) for ranks, share in ((2, 0.25), (4, 0.1), (8, 0.1), (16, 0.05))),
-    *(("mpiexec", ranks, share) for ranks, share in ((2, 0.25), (4, 0.1), (8, 0.1), (32, 0.05))),
-]
-_DEADLINE = 900.0  # seconds beyond a run's share
-_HEAD = """# What a long run holds
-
-Written by `make soak`: each line is one deed, done again and again on all ranks, with what rank 0
-held after the first half of the turns and at the end. A run fails if a rank holds more descriptors,
-threads, groups or duplicates of MPI communicators at the end, or 16 MB more memory.
-
-| launcher | ranks | deed | turns | MB | descriptors | threads | groups | MPI duplicates |
-|---|---|---|---|---|---|---|---|---|
-"""
+# How ranks exchange messages: the launcher, and variables.
+TRANSPORTS = {
+    "shared memory": ("torchrun", {}),
+    "TCP": ("torchrun", {"MULTIBN_SHARED_MEMORY": "0"}),
+    "MPI": ("mpiexec", {}),
+}
+# Each transport's share of the time, by ranks.
+_SHARES = {2: 0.08, 4: 0.04, 8: 0.03, 16: 0.02, 32: 0.02}
+_DEADLINE = 600.0  # seconds beyond a run's share
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--ranks", type=int, default=32, help="the most ranks")
+    parser.add_argument("--page", type=Path, default=Path("docs/soak.md"), help="to write")
     arguments = parser.parse_args()
-    lines, failed = [], False
-    for launcher, ranks, share in _RUNS:
-        if ranks > arguments.ranks:
-            continue
-        seconds = arguments.seconds * share
-        with tempfile.TemporaryDirectory() as name:
-            file = Path(name, "rows")
-            worker = ["-m", "tests.soak.worker", launcher, str(seconds), str(file)]
-            command = _launch.launch_command(launcher, ranks, worker)
-            ran = _launch.run(command, timeout=seconds + _DEADLINE, variables=launch.VARIABLES)
-            if ran.returncode or not file.exists():
-                print(f"{launcher}, {ranks} ranks: failed\n{ran.stdout[-4000:]}", flush=True)
-                failed = True
-                continue
-            for deed, turns, before, after in json.loads(file.read_text()):
-                held = [f"{b:.0f} → {a:.0f}" for b, a in zip(before, after, strict=True)]
-                lines.append(f"| {' | '.join([launcher, str(ranks), deed, str(turns), *held])} |")
-                print(lines[-1], flush=True)
+    began = time.monotonic()
+    runs: dict[tuple[str, int], Any] = {}
+    failed = False
+    with launch.forked_python():  # ranks that find torch imported
+        for ranks, share in _SHARES.items():
+            for transport in TRANSPORTS if ranks <= arguments.ranks else ():
+                results = _run(transport, ranks, arguments.seconds * share)
+                if results is None:
+                    failed = True
+                    continue
+                runs[transport, ranks] = results
+                for row in results["rows"]:
+                    print(report.line(transport, ranks, row), flush=True)
+                    for growth in row.growth:
+                        failed = True
+                        print(f"GROWN: {transport}, {ranks} ranks, {growth}", flush=True)
     if not failed:
-        end = f"\nPython {platform.python_version()}, {arguments.seconds:g} s.\n"
-        Path("docs/soak.md").write_text(_HEAD + "\n".join(lines) + "\n" + end)
+        figures = {kind: _figures([kind], 1) for kind in ("torch", "multibn")}
+        if arguments.ranks >= 32:
+            figures["starts"] = _figures(["starts"], 32)
+        arguments.page.write_text(report.page(runs, figures, time.monotonic() - began))
     return int(failed)
+
+
+def _run(transport: str, ranks: int, seconds: float) -> dict[str, Any] | None:
+    launcher, variables = TRANSPORTS[transport]
+    with tempfile.TemporaryDirectory() as name:
+        file = Path(name, "results")
+        worker = ["-m", "tests.soak.worker", launcher, str(seconds), str(file)]
+        command = _launch.launch_command(launcher, ranks, worker)
+        ran = _launch.run(
+            command, timeout=seconds + _DEADLINE, variables=launch.VARIABLES | variables
+        )
+        if ran.returncode or not file.exists():
+            print(f"{transport}, {ranks} ranks: failed\n{ran.stdout[-4000:]}", flush=True)
+            return None
+        results: dict[str, Any] = json.loads(file.read_text())
+    results["rows"] = [Row(*row) for row in results["rows"]]
+    return results
+
+
+def _figures(arguments: list[str], ranks: int) -> Any:
+    """What `tests.soak.figures` prints, from processes that import torch themselves."""
+    launcher = "mpiexec" if ranks > 1 else ""
+    command = _launch.launch_command(launcher, ranks, ["-m", "tests.soak.figures", *arguments])
+    began = time.time()
+    variables = launch.VARIABLES | {"SOAK_BEGAN": str(began)}
+    ran = _launch.run(command, timeout=_DEADLINE, variables=variables)
+    lines = [line for line in ran.stdout.splitlines() if line.startswith("figures ")]
+    assert lines, ran.stdout
+    figures = json.loads(lines[0].removeprefix("figures "))
+    return (
+        figures | {"the launcher has ended": [time.time() - began, None]} if ranks > 1 else figures
+    )
 
 
 if __name__ == "__main__":

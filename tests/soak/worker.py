@@ -1,24 +1,34 @@
-"""One rank: python -m tests.soak.worker LAUNCHER SECONDS FILE, which gets rank 0's rows."""
+"""One rank: python -m tests.soak.worker LAUNCHER SECONDS FILE, which gets the results."""
 
 import json
+import resource
 import sys
 from pathlib import Path
+from typing import Any
 
 from multibn._launch import enter_world, leave_world
-from tests.soak.deeds import DEEDS, hold, inits
+from tests.soak import figures
+from tests.soak.deeds import hold, of_launcher
+
+_DESCRIPTORS = 128  # a limit that other programs run under, for 2 ranks
 
 
 def main(launcher: str, seconds: str, file: str) -> None:
     world = enter_world({"torchrun": "gloo", "mpiexec": "mpi"}[launcher])
-    rows = []
-    deeds = DEEDS if launcher == "torchrun" else [deed for deed in DEEDS if deed is not inits]
-    for deed in deeds:
-        row = hold(deed, world, float(seconds) / len(deeds))
-        if growth := row.after.growth(row.before):
-            raise AssertionError(f"rank {world.rank}, {row.deed}: {growth}")
-        rows.append(row)
+    results: dict[str, Any] = {}
+    if world.size == 2:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (_DESCRIPTORS, most))
+    if world.size < 32:
+        results["widths"] = figures.of_widths(world)
+    if world.size == 2:
+        results["groups"] = [figures.of_groups(world, plain=plain) for plain in (True, False)]
+        if launcher == "torchrun":
+            results["keys"] = [figures.of_rounds(world, plain=plain) for plain in (True, False)]
+    deeds = of_launcher(world)
+    results["rows"] = [hold(deed, world, float(seconds) / len(deeds)) for deed in deeds]
     if world.rank == 0:
-        Path(file).write_text(json.dumps(rows))
+        Path(file).write_text(json.dumps(results))
     leave_world()
 
 

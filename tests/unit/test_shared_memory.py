@@ -1,5 +1,6 @@
 """Lines through shared memory, between threads: each opens the memory as a process would."""
 
+import json
 import os
 import signal
 import subprocess
@@ -291,6 +292,23 @@ def test_a_process_that_ended_is_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
         return "noticed"
 
     assert _on_ranks(2, lose)[0] == ["noticed", ""]
+
+
+def test_a_process_that_ends_while_the_ranks_meet_is_noticed() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    store = Store()
+    for space, seconds, noticed in (
+        (shared_memory._pid_space(), 10.0, True),
+        ("other", 0.2, False),
+    ):
+        store.set("offer of 1", json.dumps({"pid": ended.pid, "pid_space": space}))
+        line = Machines(store, 0, 2).open_line(0, None, lambda ranks: None)  # type: ignore[arg-type,return-value]
+        if noticed:
+            with pytest.raises(RuntimeError, match="the process of rank 1 has ended"):
+                line.opened(seconds)
+        else:  # on another machine, the number says nothing
+            assert not line.opened(seconds)
 
 
 def test_a_rank_that_leaves_is_noticed_when_its_last_message_is_read() -> None:

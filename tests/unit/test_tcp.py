@@ -1,16 +1,20 @@
 """Sums over TCP connections, with ranks as threads."""
 
+import contextlib
 import json
 import math
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from multibn.communicators._tcp import Connections, partners_of
+from multibn.communicators import _tcp
+from multibn.communicators._tcp import _STRANGERS, Connections, find_address, partners_of
 from multibn.communicators._watch import RankLeftError
 from tests.helpers import require
 
@@ -105,7 +109,7 @@ def test_the_end_of_a_partner_is_seen() -> None:
 
 
 def test_strangers_are_turned_away() -> None:
-    """A program that connects by mistake, and says nothing or something else."""
+    """Programs that connect by mistake, and go, say something else, or stay and say nothing."""
     store = dist.HashStore()
     first: Any = None
     ready = threading.Event()
@@ -128,11 +132,39 @@ def test_strangers_are_turned_away() -> None:
                 stranger.sendall(said)
         with socket.create_connection((address, port)) as stranger:
             stranger.sendall(bytes.fromhex(code)[:-1] + bytes(9))
+        silent = [socket.create_connection((address, port)) for _ in range(_STRANGERS + 6)]
+        silent[-1].sendall(bytes.fromhex(code)[:5])
+        start = time.monotonic()
         second = Connections(store, 1, 2)
         assert second.opened(SECONDS)
         a = np.ones(1)
         assert second.begin(0, a)(SECONDS)
         assert future.result(SECONDS) == a.item() == 2
+        assert time.monotonic() - start < 1  # nobody waits for those who say nothing
+    for stranger in silent:
+        stranger.settimeout(SECONDS)
+        with stranger, contextlib.suppress(ConnectionResetError):
+            assert not stranger.recv(1)  # the rank keeps no connection with them
     assert not store.check(["address of 0"])
     first.close(goodbye=False)
     second.close(goodbye=False)
+
+
+def test_interfaces_with_ipv6_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Their address is in the system's list; ranks connect by it."""
+    addresses = tmp_path / "if_inet6"
+    of_link, of_all = f"fe80{0:026x}01 04 40 20 80", f"{0:031x}1 01 80 10 80"
+    addresses.write_text(f"{of_link} eth9\n{of_all} eth9\n{of_link} eth8\n")
+    monkeypatch.setattr(_tcp, "_IPV6_ADDRESSES", addresses)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth8")  # an address of its link alone
+    with pytest.raises(RuntimeError, match="the interface 'eth8' of GLOO_SOCKET_IFNAME has no"):
+        find_address()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9,eth8")
+    assert find_address() == "::1"
+
+    def work(connections: Connections, rank: int) -> tuple[Any, float]:
+        a = np.full(3, 1.0 + rank)
+        assert connections.begin(0, a)(SECONDS)
+        return connections._sockets[1 - rank].family, a[0]
+
+    assert _on_ranks(2, work) == [(socket.AF_INET6, 3.0)] * 2

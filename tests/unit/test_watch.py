@@ -233,6 +233,11 @@ def test_an_interrupted_wait_is_a_failure() -> None:
     ]
 
 
+_IN_A_SHELL = (
+    "import code\n    code.InteractiveInterpreter({'error': error}).runsource('raise error')"
+)
+
+
 def test_the_line_that_matters_is_the_first_and_the_last() -> None:
     """Also where a trainer has raised its own error from ours; once where the program goes on."""
     program = (
@@ -247,6 +252,8 @@ def test_the_line_that_matters_is_the_first_and_the_last() -> None:
         ("raise KeyError('a trainer') from error", "multibn: rank 1 is late"),
         ("raise KeyError('a trainer')", "multibn: rank 1 is late"),
         ("pass", "multibn: rank 1 is late"),
+        # Shells keep what they have caught where Python keeps what has ended the program.
+        (_IN_A_SHELL, "TimeoutError: rank 1 is late"),
         ("print('caught', flush=True)\nraise SystemExit('another reason')", "another reason"),
     ):
         ran = subprocess.run(

@@ -1,0 +1,171 @@
+"""docs/soak.md, from the results of the runs."""
+
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from multibn.communicators._tcp import partners_of
+from tests.soak.deeds import Row
+from tests.soak.held import COLUMNS, MEMORY
+
+_BEFORE = "1662144"  # the commit whose figures stand in the tables as "before"
+
+
+def line(transport: str, ranks: int, row: Row) -> str:
+    """A deed's line of the table."""
+    held = [
+        f"{b:.1f} → {a:.1f}" if name == "MB" else f"{b:.0f} → {a:.0f}"
+        for name, b, a in zip(COLUMNS, row.before, row.after, strict=True)
+    ]
+    return _row([transport, ranks, row.deed, row.turns, *held])
+
+
+def page(runs: Mapping[tuple[str, int], Any], figures: Mapping[str, Any], seconds: float) -> str:
+    """The whole page; `runs` by transport and number of ranks."""
+    deeds = [line(*key, row) for key, results in runs.items() for row in results["rows"]]
+    parts = [
+        _HEAD,
+        _table(["transport", "ranks", "deed", "turns", *COLUMNS], deeds),
+        _WIDTHS,
+        _table(_WIDTHS_HEAD, _widths(runs)),
+        _more_ranks(runs),
+        _GROUPS,
+        _table(["", f"at {_BEFORE}", "now", "without multibn"], _before_and_now(runs, figures)),
+    ]
+    if "starts" in figures:
+        stages = [
+            _row([stage, f"{last:.1f}", "" if mean is None else f"{mean:.2f}"])
+            for stage, (last, mean) in figures["starts"].items()
+        ]
+        parts += [
+            _STARTS,
+            _table(["stage", "s until the last rank", "processor s of a rank"], stages),
+        ]
+    parts += [_WORKERS, f"Python {platform.python_version()}, {seconds:.0f} s in all."]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(head: Sequence[str], rows: Iterable[str]) -> str:
+    return "\n".join([_row(head), "|" + "---|" * len(head), *rows])
+
+
+def _row(cells: Iterable[object]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _widths(runs: Mapping[tuple[str, int], Any]) -> Iterable[str]:
+    for (transport, ranks), results in runs.items():
+        if "widths" not in results:
+            continue
+        held = results["widths"]
+        columns = [[held[when][i] for when in ("alone", "1", "40", "200")] for i in range(3)]
+        descriptors, threads, duplicates = columns
+        yield _row(
+            [
+                *(transport, ranks, *descriptors),
+                *(f"{column[0]} / {column[-1]}" for column in (threads, duplicates)),
+            ]
+        )
+
+
+def _more_ranks(runs: Mapping[tuple[str, int], Any]) -> str:
+    """What the formula says, once it is known to be right for the runs."""
+    added = {
+        ranks: results["widths"]
+        for (transport, ranks), results in runs.items()
+        if transport == "TCP" and "widths" in results
+    }
+    for ranks, held in added.items():
+        got = held["200"][0] - held["alone"][0]
+        expected = most_partners(ranks)
+        if got > expected:
+            raise AssertionError(f"{ranks} ranks: {got} descriptors instead of {expected}")
+    return _MORE_RANKS.format(
+        few=", ".join(f"{most_partners(n)} at {n}" for n in added),
+        **{f"at_{n}": most_partners(n) for n in (64, 1024)},
+    )
+
+
+def most_partners(ranks: int) -> int:
+    """The most ranks that a rank has TCP connections with."""
+    return max(len(partners_of(rank, ranks)) for rank in range(ranks))
+
+
+def _before_and_now(
+    runs: Mapping[tuple[str, int], Any], figures: Mapping[str, Any]
+) -> Iterable[str]:
+    tcp, mpi = runs["TCP", 2], runs["MPI", 2]
+    held = tcp["widths"]
+    yield _row(
+        ["200 widths, 2 ranks, TCP: descriptors and threads", "217, 208"]
+        + [f"{held[when][0]}, {held[when][1]}" for when in ("200", "alone")]
+    )
+    if ("TCP", 16) in runs:
+        held = runs["TCP", 16]["widths"]
+        yield _row(["40 widths, 16 ranks, TCP: descriptors", 657, held["40"][0], held["alone"][0]])
+    yield _row(["200 widths, 2 ranks, `ulimit -n 128`", "aborts inside gloo", "runs", "runs"])
+    groups = [f"{g['descriptors']}, {g['threads']}" for g in reversed(tcp["groups"])]
+    yield _row(["200 groups made, used, destroyed: descriptors and threads", "2410, 1404", *groups])
+    kilobytes = [f"{g['kB a group']:.1f}" for g in reversed(mpi["groups"])]
+    yield _row(["kB kept for each MPI communicator duplicated, used, freed", 40, *kilobytes])
+    keys = [f"{number:.1f}" for number in reversed(tcp["keys"])]
+    yield _row(["store keys kept for each init and destroy", 8, *keys])
+    peaks = [f"{figures[kind]['peak']:.2f}" for kind in ("multibn", "torch")]
+    yield _row(["peak of a float16 forward pass on CPU, in inputs", "4.9", *peaks])
+    seconds = [f"{figures[kind]['seconds']:.1f}" for kind in ("multibn", "torch")]
+    yield _row(["processor seconds of this pass, 1.07 GB", "", *seconds])
+
+
+_HEAD = f"""# What a long run holds
+
+`make soak` writes this page. Each line is one deed, done again and again on all ranks, with the
+most that a rank held after the first half of the turns and at the end. The run fails if any rank
+holds more descriptors, threads, groups with lines, store keys of multibn's or MPI communicators
+at the end, or {MEMORY:g} MB more memory. `tests/distributed/checks_soak.py` plants a leak of each
+kind, and sees that each of them is found.
+
+The ranks of *TCP* run with `MULTIBN_SHARED_MEMORY=0`, as ranks of several machines do. MB are a
+rank's own memory and shared memory, without the files that are mapped. The 2 ranks run with at most
+128 descriptors. The deeds: `steps` trains one network; `models` builds, converts, trains and drops
+one; `widths` runs 200 layers of 200 widths; `groups` makes, uses and destroys a group; `saves`
+saves, loads and pickles a model; `forks` trains in a forked child, and `spawns` in two spawned
+children that share statistics; `inits` destroys the default process group and makes it anew."""
+
+_WIDTHS = """## Descriptors, by ranks and widths
+
+Descriptors of a rank, of the rank that has most: of torch.distributed (gloo) or MPI alone, after
+200 sums of 200 lengths, and with layers of 1, 40 and 200 different numbers of channels. Threads and
+MPI communicators: alone / with 200 widths."""
+
+_WIDTHS_HEAD = ["transport", "ranks", "alone", "1", "40", "200", "threads", "MPI communicators"]
+
+_MORE_RANKS = """Layers add no descriptors by their widths. Over TCP, a rank has one connection with
+each rank that it exchanges messages with: {few} ranks, as counted above. The same formula, the
+logarithm of the ranks to the base of 2, gives {at_64} connections for 64 ranks and {at_1024} for
+1,024 ranks, whatever the number of widths. torch's own group has one connection with every other
+rank, which are 63 and 1,023 descriptors: with the usual limit of 1,024 descriptors, torch itself
+ends before 1,024 ranks. Within a machine, multibn adds no descriptor, and one thread that asks the
+store. Over MPI, it adds at most one duplicate of the communicator for each doubling of the width,
+and two more."""
+
+_GROUPS = f"""## Before and now
+
+The column "at {_BEFORE}" has the figures that were measured at that commit, with 2 ranks where
+nothing else is said. The column "without multibn" has the same program with sums of
+torch.distributed or mpi4py in place of layers; for the last two lines, `torch.nn.BatchNorm2d`."""
+
+_STARTS = f"""## 32 ranks over MPI on {len(os.sched_getaffinity(0))} cores
+
+Where the time goes for 32 ranks with one thread each. The imports take most of the time: they are
+processor time, and come before multibn or MPI does anything. Ranks that wait leave their core to
+others after 0.2 ms where ranks outnumber the cores."""
+
+_WORKERS = """## Workers of a DataLoader that run a layer with two threads
+
+A layer runs with two threads in the parent, and then in forked workers that call
+`torch.set_num_threads(2)`. Plain `torch.nn.BatchNorm2d` hangs, in training and in evaluation: no
+batch came within 15 s. Its threads are those of GNU OpenMP, which a fork does not have. A layer of
+multibn does not hang in training, where the loops are multibn's own; it hangs in evaluation, where
+it calls torch's function. One thread, which is what torch gives to workers, is right for both; so
+are workers that are started by spawn."""
