@@ -19,9 +19,9 @@ export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 # pip compiles one file after the other, which takes a minute; some files are of Python 2.
 compile = $(BIN)/python -W ignore -m compileall -qq -j 0 $(1) || true
 
-.PHONY: demo video test lint docs evidence bench fuzz faults programs clean
+.PHONY: demo video test lint docs evidence bench fuzz faults soak programs versions release clean
 
-$(VENV)/installed: pyproject.toml setup.py constraints.txt $(wildcard multibn/*/*.[ch])
+$(VENV)/installed: pyproject.toml setup.py constraints.txt chainer-constraints.txt $(wildcard multibn/*/*.[ch])
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile \
 		--editable '.[torch,chainer,mpi,cli,lightning,mmengine,video,dev]'
@@ -87,5 +87,24 @@ soak: $(VENV)/installed  ## ten minutes of all that a long run does, on 2 to 32 
 programs: $(PROGRAMS)/installed  ## other people's models, trainers and rules: docs/programs.md
 	$(PROGRAMS)/bin/python -m tests.programs
 
+$(VENV)/versions: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --editable '.[versions]'
+	touch $@
+
+versions: $(VENV)/versions  ## the tests without ranks, with the oldest and the newest packages: docs/versions.md
+	$(BIN)/python -m nox --session versions
+
+$(VENV)/release: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --editable '.[release]'
+	touch $@
+
+release: $(VENV)/release  ## wheel and sdist in dist/, checked, and installed where only torch is
+	rm -rf dist build
+	$(BIN)/python -m build
+	$(BIN)/python -m auditwheel repair --strip --wheel-dir dist dist/*-linux_*.whl
+	rm dist/*-linux_*.whl
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python -m nox --session release
+
 clean:
-	rm -rf $(VENV) out
+	rm -rf $(VENV) .nox build dist out

@@ -1,0 +1,96 @@
+"""What is declared is what is tested: pyproject.toml, the workflow and docs/versions.md agree."""
+
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tests.versions import report
+
+ROOT = Path(__file__).parents[2]
+PROJECT = (ROOT / "pyproject.toml").read_text()
+WORKFLOW = (ROOT / ".github/workflows/ci.yml").read_text()
+TABLE = [
+    dict(zip(report.COLUMNS, cells, strict=True))
+    for line in (ROOT / "docs/versions.md").read_text().splitlines()
+    if len(cells := line.strip("| ").split(" | ")) == len(report.COLUMNS) and cells[1][0] == "3"
+]
+
+
+def test_the_declared_pythons_are_tested() -> None:
+    tested = {re.match(r"3\.\d+", row["Python"])[0] for row in TABLE}  # type: ignore[index]
+    assert tested == set(re.findall(r'"Programming Language :: Python :: (3\.\d+)"', PROJECT))
+    assert re.findall(r'requires-python = ">=(.*)"', PROJECT) == [min(tested, key=report.numbers)]
+
+
+@pytest.mark.parametrize("title, name", [("torch", "torch"), ("NumPy", "numpy")])
+def test_the_declared_minimum_is_tested(title: str, name: str) -> None:
+    (row,) = (row for row in TABLE if row["set"] == "minimum")
+    (declared,) = set(re.findall(rf'"{name}>=(.*?)"', PROJECT))
+    assert row[title].startswith(f"{declared}.")
+
+
+def test_the_workflow_runs_each_set() -> None:
+    sets = dict(re.findall(r'{set: (\w+), python: "(.*)"}', WORKFLOW))
+    assert sets == {row["set"]: re.match(r"3\.\d+", row["Python"])[0] for row in TABLE}  # type: ignore[index]
+    assert "secrets" not in WORKFLOW
+
+
+def test_no_set_fails() -> None:
+    assert [row["set"] for row in TABLE if row["failed"] != "0" or row["passed"] == "0"] == []
+
+
+def test_a_result_in_the_table(tmp_path: Path) -> None:
+    junit = tmp_path / "junit.xml"
+    junit.write_text(
+        '<testsuites><testsuite><testcase classname="a" name="b"/>'
+        '<testcase classname="a" name="c"><failure message="assert 1&#10;more"/></testcase>'
+        '<testcase classname="" name="d"><error message="no module"/></testcase>'
+        '<testcase classname="a" name="e"><skipped message="no GPU"/></testcase>'
+        "</testsuite></testsuites>"
+    )
+    outcome = report.outcome(junit)
+    assert outcome == {
+        "passed": 1,
+        "failed": 2,
+        "skipped": 1,
+        "reasons": [
+            ("failed: .d: no module", 1),
+            ("failed: a.c: assert 1", 1),
+            ("skipped: no GPU", 1),
+        ],
+    }
+    versions = {"Python": "3.13.0"} | dict.fromkeys(report.PACKAGES, "-") | {"torch": "2.15.0"}
+    row = {"name": "newest", "date": "2026-11-22", "versions": versions, "outcome": outcome}
+    older = row | {"name": "older", "versions": versions | {"torch": "2.6.0+cpu"}}
+    page = report.page([row, older])
+    line = "| newest | 3.13.0 | 2.15.0 | - | - | - | - | 1 | 2 | 1 | 2026-11-22 |"
+    assert line in page
+    assert page.index("| older |") < page.index(line)
+    assert "- newest: 1 skipped: no GPU" in page
+
+
+def test_the_sdist_has_every_file(tmp_path: Path) -> None:
+    """What git knows, in a copy, so that no build writes into the tree."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git repository")
+    files = listed.stdout.strip("\0").split("\0")
+    for file in files:
+        target = tmp_path / "tree" / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.symlink_to(ROOT / file)
+    build = "from setuptools import build_meta; build_meta.build_sdist('..')"
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", build],
+        cwd=tmp_path / "tree",
+        check=True,
+        capture_output=True,
+    )
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        packed = {name.partition("/")[2] for name in tar.getnames()}
+    assert sorted(set(files) - packed) == []

@@ -1,0 +1,98 @@
+"""The table of all sets, as docs/versions.md."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+PACKAGES = {
+    "torch": ["torch"],
+    "Triton": ["triton"],
+    "NumPy": ["numpy"],
+    "CuPy": ["cupy-cuda12x", "cupy-cuda13x"],
+    "Chainer": ["chainer"],
+}
+COUNTS = ("passed", "failed", "skipped")
+COLUMNS = ("set", "Python", *PACKAGES, *COUNTS, "date")
+
+
+def installed() -> dict[str, str]:
+    """The versions of PACKAGES in this environment."""
+    versions = {each.name.lower(): each.version for each in metadata.distributions()}
+    names = {title: [name for name in PACKAGES[title] if name in versions] for title in PACKAGES}
+    return {title: versions[present[0]] if present else "-" for title, present in names.items()}
+
+
+def outcome(junit: Path) -> dict[str, Any]:
+    """Numbers of tests, and why tests did not pass, from pytest's JUnit file."""
+    counts = dict.fromkeys(COUNTS, 0)
+    reasons: Counter[str] = Counter()
+    for case in ElementTree.parse(junit).iter("testcase"):
+        kind, reason = _judge(case)
+        counts[kind] += 1
+        if reason:
+            reasons[f"{kind}: {reason}"] += 1
+    return counts | {"reasons": sorted(reasons.items())}
+
+
+def _judge(case: ElementTree.Element) -> tuple[str, str]:
+    for tag in ("failure", "error"):
+        if (part := case.find(tag)) is not None:
+            return "failed", f"{case.get('classname')}.{case.get('name')}: {_first_line(part)}"
+    if (part := case.find("skipped")) is not None:
+        return "skipped", _first_line(part)
+    return "passed", ""
+
+
+def _first_line(part: ElementTree.Element) -> str:
+    return part.get("message", "").split("\n")[0]
+
+
+def page(rows: Iterable[Mapping[str, Any]]) -> str:
+    """docs/versions.md, the oldest torch first."""
+    ordered = sorted(rows, key=lambda row: numbers(row["versions"]["torch"]))
+    reasons = [
+        f"- {row['name']}: {number} {reason}"
+        for row in ordered
+        for reason, number in row["outcome"]["reasons"]
+    ]
+    return _PAGE.format(table=_markdown(map(_line, ordered)), reasons="\n".join(reasons))
+
+
+def numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)]
+
+
+def _line(row: Mapping[str, Any]) -> Sequence[str]:
+    counts = (str(row["outcome"][count]) for count in COUNTS)
+    return (row["name"], *row["versions"].values(), *counts, row["date"])
+
+
+def _markdown(rows: Iterable[Sequence[str]]) -> str:
+    lines = [COLUMNS, ["---"] * len(COLUMNS), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+# Lines as long as those of the other pages.
+# ruff: noqa: E501
+_PAGE = """\
+# Versions
+
+Written by `make versions`, which runs the tests that need no launcher (`tests/unit` and `tests/parity`, warnings as errors) in
+an environment for each set of versions, on a machine without a GPU.
+
+{table}
+
+- minimum: the lowest versions that `pyproject.toml` admits, of multibn's own dependencies and of its extras `torch`,
+  `chainer`, `mpi` and `cli`
+- gpu: the packages of a machine with an NVIDIA GPU in 2026; CuPy can be imported there, and Triton's interpreter runs the kernels
+- pin: what `make` installs for `make test`, which also runs the tests on ranks
+- newest: whatever pip installs today
+
+Failed and skipped tests, with their numbers:
+
+{reasons}
+"""
