@@ -1,5 +1,6 @@
 """What this machine has: libraries and launchers, found without importing or starting them."""
 
+import difflib
 import importlib.util
 import json
 import os
@@ -8,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,12 @@ def process_state(pid: int) -> str:
     except OSError:
         return ""
     return "" if letter in "ZX" else letter
+
+
+def nearest(name: str, names: Iterable[str], most: int = 3) -> str:
+    """Names that were perhaps meant, for the message that refuses `name`; "" if none is near."""
+    near = [repr(other) for other in difflib.get_close_matches(name, list(names), most)]
+    return f", the nearest {'is' if len(near) == 1 else 'are'} {', '.join(near)}" if near else ""
 
 
 def importable(name: str) -> bool:

@@ -1,17 +1,21 @@
 """The command line, `multibn COMMAND` or `python -m multibn COMMAND`."""
 
 import argparse
+import re
 import signal
 import sys
+import textwrap
 from collections.abc import Sequence
 
 from multibn import __version__, checkpoint, info
-from multibn._environment import importable
+from multibn._environment import importable, nearest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`, by default this process's own; returns the exit status."""
-    args = _parser().parse_args(argv)
+    args, unknown = _parser().parse_known_args(argv)
+    if unknown:
+        _refuse_unknown(unknown[0], args.parser)
     needed = ["numpy", "rich"] if args.command == "parity" else []
     if getattr(args, "plot", None):
         needed.append("matplotlib")
@@ -36,25 +40,57 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"multibn {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    command = commands.add_parser(
-        "info", help="show the installed versions, and which communicators would work"
+
+    def add(name: str, summary: str, description: str, examples: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=textwrap.fill(description, 79),
+            epilog="examples:\n" + textwrap.indent(textwrap.dedent(examples).strip(), "  "),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.set_defaults(parser=command)
+        return command
+
+    command = add(
+        "info",
+        "show the installed versions, and which communicators would work",
+        "Show the installed versions, the kernels in use, and for each communicator whether it "
+        "works here, or the next thing to install. Exit status: 0.",
+        """
+        multibn info
+        multibn info --json > machine.json
+        """,
     )
     info.add_arguments(command)
     command.set_defaults(run=info.run)
-    command = commands.add_parser(
+    command = add(
         "convert",
-        help="rewrite a checkpoint of Chainer as one of torch, or the other way",
-        description="The suffix says what a file is: .npz is Chainer's, .pt, .pth and .safetensors "
-        "are torch's. DST is replaced only when the new file is complete. Notes name what is lost.",
+        "rewrite a checkpoint of Chainer as one of torch, or the other way",
+        "The suffix says what a file is: .npz is Chainer's, .pt, .pth and .safetensors are "
+        "torch's. DST is replaced only when the new file is complete. Notes name what is lost. "
+        "Exit status: 0, or 2 if a file or an option is refused; DST is unchanged then.",
+        """
+        multibn convert model.npz model.pt
+        multibn convert --prefix updater/model:main snapshot.npz model.pt
+        multibn convert --names names.json --skip-unknown model.pt model.npz
+        multibn convert --avg-var-count 3136 inf model.npz model.pt
+            (variances unbiased by 64 samples of 7 x 7 places become biased ones)
+        """,
     )
     _add_convert_arguments(command)
     command.set_defaults(run=_convert)
-    command = commands.add_parser(
+    command = add(
         "parity",
-        help="compare both frameworks, over every communicator, with exact results",
-        description="Train the layers of both frameworks over every communicator that works here, "
-        "on real processes, and compare them with a float64 oracle and with each other. Exit "
-        "status: 0 all within bounds, 1 a bound is broken, 2 it could not be run.",
+        "compare both frameworks, over every communicator, with exact results",
+        "Train the layers of both frameworks over every communicator that works here, on real "
+        "processes, and compare them with a float64 oracle and with each other. Exit status: 0 "
+        "all within bounds, 1 a bound is broken, 2 it could not be run.",
+        """
+        multibn parity
+        multibn parity --ranks 2 --cases 'float32,uneven*' --plot errors.png
+        multibn parity --model mymodels:pair
+        """,
     )
     if importable("numpy"):  # without NumPy, `main` says that `parity` needs it
         from multibn.parity import command as parity
@@ -62,6 +98,13 @@ def _parser() -> argparse.ArgumentParser:
         parity.add_arguments(command)
         command.set_defaults(run=parity.run)
     return parser
+
+
+def _refuse_unknown(argument: str, parser: argparse.ArgumentParser) -> None:
+    """Exit with status 2, the command's own usage, and the options that were perhaps meant."""
+    option = argument.partition("=")[0]
+    near = nearest(option, parser._option_string_actions) if option.startswith("-") else ""
+    parser.error(f"unknown argument: got {argument!r}{near}.")
 
 
 def _add_convert_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,12 +123,39 @@ def _add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--avg-var-count",
-        type=float,
+        type=_count,
         nargs=2,
         metavar=("HAVE", "WANT"),
         help="elements per channel that the running variances in SRC are unbiased by, and those "
         "that they should be unbiased by; inf for biased ones",
     )
+
+
+def _count(text: str) -> float:
+    try:
+        if float(text) >= 1:
+            return float(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(
+        f"must be two numbers of elements from 1, or inf for biased variances: got {text!r}."
+    )
+
+
+# The words of a Python program in messages of `checkpoint`, and those of the command line.
+_WORDS = {
+    r"`(names|prefix|skip_unknown|num_batches_tracked|avg_var_count)`": r"`--\1`",
+    r"prefix='(.*?)'": r"--prefix '\1'",
+    r"skip_unknown=True": "--skip-unknown",
+    r"\(None leaves": "(null leaves",
+}
+
+
+def _in_options(message: str) -> str:
+    """A message of `checkpoint` in the words of the command line."""
+    for python, own in _WORDS.items():
+        message = re.sub(python, own, message)
+    return re.sub(r"`--\w+`", lambda option: option[0].replace("_", "-"), message)
 
 
 def _convert(args: argparse.Namespace) -> int:
@@ -100,9 +170,9 @@ def _convert(args: argparse.Namespace) -> int:
             avg_var_count=args.avg_var_count and tuple(args.avg_var_count),
         )
     except ValueError as error:
-        return _complain(args.command, str(error))
+        return _complain(args.command, _in_options(str(error)))
     for note in converted.notes:
-        print(f"note: {note}")
+        print(f"note: {_in_options(note)}")
     print(f"wrote {len(converted.state)} arrays to {args.dst}")
     return 0
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from multibn._environment import nearest
 from multibn._typing import Array
 
 # The framework that reads a file, by its suffix.
@@ -136,9 +137,12 @@ def _select(keys: Iterable[str], prefix: str, separator: str) -> dict[str, str]:
     selected = {key[len(start) :]: key for key in keys if key.startswith(start)}
     if not selected:
         tops = sorted({key.partition(separator)[0] for key in keys})
+        # "a/b/c" is below "a" and "a/b".
+        parts = [key.split(separator) for key in keys]
+        prefixes = {separator.join(p[:n]) for p in parts for n in range(1, len(p))}
         raise CheckpointError(
-            f"no key is below `prefix` {prefix!r}: found {', '.join(map(repr, tops[:8])) or 'no'} "
-            "at the top. Pass one of these as `prefix`, or none."
+            f"no key is below `prefix` {prefix!r}{nearest(prefix, prefixes)}: found "
+            f"{', '.join(map(repr, tops[:8])) or 'no'} at the top. Pass another `prefix`, or none."
         )
     return selected
 

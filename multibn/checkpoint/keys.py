@@ -1,12 +1,12 @@
 """The keys of a checkpoint: names of layers and their arrays, and renaming."""
 
-import difflib
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from multibn._environment import nearest
 from multibn.checkpoint.files import SEPARATORS, CheckpointError
 
 Names: TypeAlias = Mapping[str, str | None]
@@ -129,10 +129,10 @@ def leave_out(
     for name in names:
         if any(_follows(key, name, separator) for key in state):
             continue
-        near = difflib.get_close_matches(name, [*state, *layers(state, separator)], 1)
+        near = nearest(name, [*state, *layers(state, separator)], 1)
         raise CheckpointError(
             f"every entry of `names` must match a key or a prefix: {name!r} matches none"
-            f"{f', the nearest is {near[0]!r}' if near else ''}. Correct it, or remove it."
+            f"{near}. Correct it, or remove it."
         )
     left_out = [key for key, rule in rules.items() if rule is not None and names[rule] is None]
     if left_out:

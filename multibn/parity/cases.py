@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from multibn._environment import nearest
 from multibn._typing import RunningVar, Weighting
 
 NDArrayAny = NDArray[Any]
@@ -160,7 +161,8 @@ def select(pattern: str) -> list[Case]:
     chosen = [c for c in CASES if any(fnmatchcase(c.name, p) for p in pattern.split(","))]
     if not chosen:
         raise ValueError(
-            f"`--cases` must match the name of a case: got {pattern!r}. The cases are "
-            f"{', '.join(case.name for case in CASES)}; '*' stands for any characters."
+            f"must match the name of a case: got {pattern!r}"
+            f"{nearest(pattern, [case.name for case in CASES])}. Run multibn parity --help for all "
+            "names; '*' stands for any characters."
         )
     return chosen

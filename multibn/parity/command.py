@@ -33,11 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     add = parser.add_argument
     names = ", ".join(case.name for case in cases.CASES)
-    add("--ranks", type=_ranks, default=[1, 2, 4], metavar="N,...", help="default: 1,2,4")
+    add("--ranks", type=_ranks, metavar="N,...", help="default: 1,2,4")
     add(
         "--cases",
         type=_cases,
-        default=cases.CASES,
         metavar="PATTERN,...",
         help=f"shell-style patterns of names, default all: {names}",
     )
@@ -51,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--model",
+        type=_spec,
         metavar="MODULE:FUNCTION",
         help="instead, compare a pair of models of your own, on one process and on two ranks: "
         "FUNCTION() returns a torch model, the Chainer model with the same layers, whose weights "
@@ -67,23 +67,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command with parsed arguments; returns the exit status."""
-    from multibn.parity import report
+    from multibn.parity import model, report
 
     for path in (args.json, args.plot):
         if path and (path.is_dir() or not path.parent.is_dir()):
-            print(
-                f"multibn parity: {path} must be a file in a folder that exists. Make the "
-                "folder first.",
-                file=sys.stderr,
-            )
-            return 2
+            return _refuse(f"{path} must be a file in a folder that exists. Make the folder first.")
     if args.model:
-        rows = _run_model(args)
+        for option in ("ranks", "cases", "peers"):
+            if getattr(args, option):
+                return _refuse(
+                    f"`--{option}` must be left out beside `--model`, which compares a pair of "
+                    "models on one process and on two ranks."
+                )
+        absent = missing()
+        if not absent.keys() & {"torch", "chainer"} and (
+            complaint := model.complaint(args.model, args.timeout)
+        ):
+            return _refuse(complaint)
+        rows = _run_model(args, absent)
     else:
-        rows = plan(args.ranks, peers=args.peers)
+        chosen = args.cases or cases.CASES
+        rows = plan(args.ranks or [1, 2, 4], peers=args.peers)
         with report.progress() as say:
             for _, equal_sizes in groupby(rows, key=lambda row: row.size):
-                run_and_compare(list(equal_sizes), args.cases, args.timeout, say)
+                run_and_compare(list(equal_sizes), chosen, args.timeout, say)
     report.show(rows)
     if args.json:
         report.write_json(rows, args.json)
@@ -94,10 +101,14 @@ def run(args: argparse.Namespace) -> int:
     return compare.exit_status(rows)
 
 
-def _run_model(args: argparse.Namespace) -> list[Row]:
+def _refuse(message: str) -> int:
+    print(f"multibn parity: {message}", file=sys.stderr)
+    return 2
+
+
+def _run_model(args: argparse.Namespace, absent: dict[str, str]) -> list[Row]:
     from multibn.parity import model, report
 
-    absent = missing()
     needed = [absent[name] for name in ("torch", "chainer") if name in absent]
     if needed:
         return [Row("torch, chainer", "single process", 1, not_run="; ".join(needed))]
@@ -214,8 +225,7 @@ def _ranks(text: str) -> list[int]:
         sizes = [0]
     if sizes[0] < 1:
         raise argparse.ArgumentTypeError(
-            f"`--ranks` must be positive numbers separated by commas: got {text!r}. "
-            "Try --ranks 1,2."
+            f"must be positive numbers separated by commas: got {text!r}. Try --ranks 1,2."
         )
     return sizes
 
@@ -227,7 +237,16 @@ def _seconds(text: str) -> float:
     except ValueError:
         pass
     raise argparse.ArgumentTypeError(
-        f"`--timeout` must be a positive number of seconds: got {text!r}. Try --timeout 120."
+        f"must be a positive number of seconds: got {text!r}. Try --timeout 120."
+    )
+
+
+def _spec(text: str) -> str:
+    if all(text.partition(":")):
+        return text
+    raise argparse.ArgumentTypeError(
+        f"must be MODULE:FUNCTION: got {text!r}. Try --model {text.strip(':')}:pair, with a "
+        "function `pair` that returns a torch model, a Chainer model and an input."
     )
 
 

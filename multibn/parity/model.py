@@ -7,11 +7,15 @@ must return one array with an entry per sample, and draw no random numbers (drop
 """
 
 import importlib
+import os
+import pkgutil
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from multibn._environment import ask, nearest
 from multibn._launch import LAUNCHERS, WorkerError, Written
 from multibn.communicators import Communicator
 from multibn.parity import compare
@@ -54,13 +58,7 @@ def load(spec: str) -> tuple[Any, Any, NDArrayAny]:
     """Call the function `spec`; returns a torch model, a Chainer model and an input."""
     import torch
 
-    module, _, name = spec.partition(":")
-    function = getattr(importlib.import_module(module), name, None) if name else None
-    if not callable(function):
-        raise ValueError(
-            f"`--model` must be MODULE:FUNCTION, a function that can be imported: got {spec!r}. "
-            "Write a function that returns a torch model, a Chainer model and an input."
-        )
+    function = _function(spec)
     # All ranks and runs must start with the same weights.
     torch.manual_seed(0)
     np.random.seed(0)  # noqa: NPY002 (Chainer's initializers use this one)
@@ -78,8 +76,66 @@ def load(spec: str) -> tuple[Any, Any, NDArrayAny]:
     return result
 
 
+def complaint(spec: str, timeout: float) -> str:
+    """Why the models of `spec` cannot be compared, in a sentence; "" if nothing is known.
+
+    Another process imports the user's module, which may initialise MPI.
+    """
+    call = f"json.dumps(model.why_not({spec!r}))"
+    said = ask(f"import json; from multibn.parity import model; print({call})", timeout=timeout)
+    return said if isinstance(said, str) else f"`--model` {spec}: {said['error']}"
+
+
+def why_not(spec: str) -> str:
+    """As `complaint`, in this process."""
+    import multibn.chainer_backend  # noqa: F401 (makes Chainer importable)
+
+    try:
+        torch_model, chainer_model, _ = load(spec)
+        carry_over(chainer_model, torch_model)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    except Exception as error:
+        module, _, name = spec.partition(":")
+        return (
+            f"`--model` {spec} raised {type(error).__name__}: {error}. To see where, run "
+            f"python -c 'import {module}; {module}.{name}()'"
+        )
+    return ""
+
+
+def _function(spec: str) -> Any:
+    """The function MODULE:FUNCTION; ValueError with the nearest names if there is none."""
+    name, _, attribute = spec.partition(":")
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = str(error.name)
+        if not f"{name}.".startswith(f"{missing}."):
+            raise  # the user's module exists, and imports another one that does not
+        parent, dot, _ = missing.rpartition(".")
+        path = sys.modules[parent].__path__ if parent else None
+        near = nearest(missing, [parent + dot + m.name for m in pkgutil.iter_modules(path)])
+        raise ValueError(
+            f"`--model` must name a module that can be imported in {os.getcwd()}: got "
+            f"{missing!r}{near}. Correct the name, or go to the folder of the module."
+        ) from None
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        names = [name for name, value in vars(module).items() if callable(value)]
+        raise ValueError(
+            f"`--model` must name a function of {name}: got {attribute!r}"
+            f"{nearest(attribute, names)}. Write a function that returns a torch model, a Chainer "
+            "model and an input."
+        )
+    return function
+
+
 def carry_over(chainer_model: Any, torch_model: Any) -> None:
-    """Give the torch model the weights and running statistics of the Chainer model."""
+    """Give the torch model the weights and running statistics of the Chainer model.
+
+    Raises ValueError if the models have other layers, or layers of other shapes.
+    """
     import torch
     from chainer.serializers import DictionarySerializer
 
@@ -88,6 +144,24 @@ def carry_over(chainer_model: Any, torch_model: Any) -> None:
     serializer = DictionarySerializer()
     serializer.save(chainer_model)
     state = checkpoint.chainer_to_torch(serializer.target).state
+    own = torch_model.state_dict()
+    differences = [
+        f"{names[:3]} {'are' if len(names) > 1 else 'is'} in {model} alone"
+        for names, model in (
+            (sorted(own.keys() - state.keys()), "the torch model"),
+            (sorted(state.keys() - own.keys()), "the Chainer model"),
+        )
+        if names
+    ] or [
+        f"{name} has shape {tuple(own[name].shape)} in torch, {a.shape} in Chainer"
+        for name, a in state.items()
+        if tuple(own[name].shape) != a.shape
+    ]
+    if differences:
+        raise ValueError(
+            "the two models must have the same layers under the same names: "
+            f"{'; '.join(differences[:3])}. Rename or change the layers of one model."
+        )
     torch_model.load_state_dict({name: torch.tensor(a) for name, a in state.items()})
 
 

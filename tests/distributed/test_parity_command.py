@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from multibn import cli
+from multibn.parity import model
 from tests.helpers import require
 
 require.need("cli")
@@ -66,6 +67,12 @@ def test_a_pair_of_models(tmp_path: Path) -> None:
     ]
 
 
-def test_a_pair_that_cannot_be_imported() -> None:
-    require.need("cli", "torch", "chainer", "mpiexec")
-    assert cli.main(["parity", "--model", "no_such_module:pair"]) == 2
+def test_a_misspelt_pair_is_refused_before_any_rank_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    require.need("cli", "torch", "chainer")
+    monkeypatch.setattr(model, "run", None)
+    assert cli.main(["parity", "--model", "tests.helpers.models:pear"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "function of tests.helpers.models: got 'pear', the nearest is 'pair'. W" in said.err

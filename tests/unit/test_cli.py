@@ -102,20 +102,31 @@ def test_usage() -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--ranks", "2,x"], "`--ranks` must be positive numbers .* got '2,x'"),
-        (["--ranks", "0"], "`--ranks` must be positive numbers .* got '0'"),
+        (["parity", "--ranks", "2,x"], r"--ranks: must be positive numbers .* got '2,x'\. Try"),
+        (["parity", "--ranks", "0"], "--ranks: must be positive numbers .* got '0'"),
         *[
-            (["--timeout", wrong], f"`--timeout` must be a positive .* seconds: got '{wrong}'")
-            for wrong in ("0", "nan", "inf", "soon")
+            (["parity", "--timeout", wrong], f"--timeout: must be a .* seconds: got '{wrong}'")
+            for wrong in ("-1", "0", "nan", "inf", "soon")
         ],
-        (["--cases", "nothing"], "`--cases` must match the name of a case: got 'nothing'"),
+        (["parity", "--cases", "float23"], "--cases: .*: got 'float23', the nearest are 'float32'"),
+        (["parity", "--model", "models"], "--model: must be MODULE:FUNCTION: got 'models'"),
+        (["parity", "--model", ":pair"], "--model: must be MODULE:FUNCTION: got ':pair'"),
+        (["convert", "a.npz"], "required: DST"),
+        (["convert", "a.npz", "a.pt", "b.pt"], r"unknown argument: got 'b\.pt'\."),
+        (["convert", "a.npz", "a.pt", "--prefx", "l"], "got '--prefx', the nearest is '--prefix'"),
+        (["convert", "a.npz", "a.pt", "--avg-var-count", "0", "4"], "numbers of el.* got '0'"),
+        (["convert", "a.npz", "a.pt", "--avg-var-count", "4", "x"], "or inf for .* got 'x'"),
+        (["info", "--jsn"], "unknown argument: got '--jsn', the nearest is '--json'"),
+        (["covert", "a.npz", "a.pt"], "invalid choice: 'covert' .*convert"),
     ],
 )
 def test_arguments_that_do_not_fit(arguments: list[str], message: str, capsys: Any) -> None:
+    """Each is refused with the usage of its own command."""
     with pytest.raises(SystemExit, match="2"):
-        cli.main(["parity", *arguments])
+        cli.main(arguments)
     said = " ".join(capsys.readouterr().err.split())
     assert re.search(message, said), said
+    assert "covert" in said or said.startswith(f"usage: multibn {arguments[0]} "), said
 
 
 @pytest.mark.parametrize("name", ["rich", "matplotlib"])
@@ -151,6 +162,110 @@ def test_convert(tmp_path: Path, capsys: Any) -> None:
     assert set(state) == {"l.weight", "l.bias"}
     assert cli.main(["convert", str(tmp_path / "no.npz"), str(tmp_path / "b.pt")]) == 2
     assert "no.npz" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["model.npz", "a.onnx"], "the suffix must be one of .npz, .pt, .pth, .safetensors"),
+        (["trainer.npz", "a.pt"], "Pass --prefix 'updater/model:main'"),
+        (["trainer.npz", "a.pt", "--prefix", "updater/model"],
+         "`--prefix` 'updater/model', the nearest are 'updater/model:main'"),
+        (["optimizer.npz", "a.pt"],
+         "Name them in `--names` (null leaves one out), select the model with `--prefix`, or pass "
+         "--skip-unknown."),
+        (["object.npz", "a.npz"], "Select the model alone with `--prefix`."),
+        (["model.npz", "a.pt", "--names", "names.json"], "entry of `--names` must match"),
+        (["model.npz", "a.pt", "--num-batches-tracked", "-1"], "`--num-batches-tracked` must be 0"),
+        (["model.npz", "a.npz", "--num-batches-tracked", "1"], "`--num-batches-tracked` has no me"),
+        (["model.npz", "a.npz", "--avg-var-count", "4", "inf"], "`--avg-var-count` has no meaning"),
+    ],
+)  # fmt: skip
+def test_convert_speaks_of_its_own_options(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    require.need("torch")
+    monkeypatch.chdir(tmp_path)
+    one = np.ones(1)
+    for name, arrays in {
+        "model": {"l/b": one},
+        "trainer": {"updater/model:main/l/b": one, "updater/iteration": one},
+        "optimizer": {"t": one, "l/b/v": one},
+        "object": {"x": one.astype("U1")},
+    }.items():
+        np.savez(f"{name}.npz", **arrays)  # type: ignore[arg-type]
+    Path("names.json").write_text('{"k": "m"}')
+    assert cli.main(["convert", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("multibn convert: ")
+    assert message in said, said
+    assert not Path(arguments[1]).exists()
+
+
+def test_notes_of_convert_speak_of_its_own_options(tmp_path: Path, capsys: Any) -> None:
+    require.need("torch")
+    bn = {f"bn/{name}": np.ones(2, "f") for name in ("gamma", "beta", "avg_mean", "avg_var")}
+    np.savez(tmp_path / "a.npz", **bn, **{"bn/N": np.array(0)})  # type: ignore[arg-type]
+    assert cli.main(["convert", str(tmp_path / "a.npz"), str(tmp_path / "a.pt")]) == 0
+    said = capsys.readouterr().out
+    assert "Pass `--avg-var-count` to change it." in said
+    assert "avg_var_count" not in said
+
+
+PAIRS = """
+import numpy as np
+import multibn.chainer_backend
+from chainer import Sequential as S, links as L
+from torch.nn import BatchNorm1d, Linear, Sequential
+
+x = np.ones((4, 3), "f")
+def pair(): return Sequential(Linear(3, 2)), S(L.Linear(3, 2)), x
+def names(): return Sequential(Linear(3, 2), BatchNorm1d(2)), S(L.Linear(3, 2)), x
+def shapes(): return Sequential(Linear(3, 2)), S(L.Linear(3, 5)), x
+def two(): return 1, 2
+def raises(): return 1 / 0
+def short(): return Sequential(Linear(3, 2)), S(L.Linear(3, 2)), x[:1]
+"""
+
+
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        ("pairs_here:pair", ""),
+        (
+            "pairs_here:pear",
+            "a function of pairs_here: got 'pear', the nearest are 'pair', 'Linear'",
+        ),
+        ("pairs_hre:pair", "be imported in .*: got 'pairs_hre', the nearest are 'pairs_here'"),
+        ("multibn.parity.modle:pair", "'multibn.parity.modle', the nearest .* 'multibn.parity.mod"),
+        ("pairs_here:x", "must name a function of pairs_here: got 'x'"),
+        ("pairs_here:names", r"same names: \['1.bias', .* are in the torch model alone. Rename"),
+        ("pairs_here:shapes", r"0.weight has shape \(2, 3\) in torch, \(5, 3\) in Chainer"),
+        ("pairs_here:two", r"must return a torch model, .*: got \(1, 2\)"),
+        ("pairs_here:short", r"with 2 or more samples: got float32 of shape \(1, 3\)"),
+        ("pairs_here:raises", "pairs_here:raises raised ZeroDivisionError: .* run python -c"),
+        ("pairs_broken:f", "raised ModuleNotFoundError: No module named 'no_such_library'"),
+    ],
+)
+def test_a_pair_that_cannot_be_compared(
+    spec: str, message: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    require.need("torch", "chainer")
+    from multibn.parity import model
+
+    (tmp_path / "pairs_here.py").write_text(PAIRS)
+    (tmp_path / "pairs_broken.py").write_text("import no_such_library")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    said = model.why_not(spec)
+    monkeypatch.delitem(sys.modules, "pairs_here", raising=False)
+    assert re.search(message, said) if message else not said, said
+
+
+@pytest.mark.parametrize("option", [["--ranks", "2"], ["--cases", "uneven"], ["--peers"]])
+def test_options_that_do_not_go_with_a_pair(option: list[str], capsys: Any) -> None:
+    require.need("cli")
+    assert cli.main(["parity", "--model", "a:b", *option]) == 2
+    assert f"`{option[0]}` must be left out beside `--model`" in capsys.readouterr().err
 
 
 def test_convert_rescales_the_running_variance(tmp_path: Path) -> None:
