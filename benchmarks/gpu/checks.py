@@ -200,13 +200,6 @@ def cupy_nccl() -> Iterator[Row]:
         yield row("a sum in a CUDA graph of torch's", float((y - x).abs().max()), 0.0)
 
 
-def cupy_passes() -> Iterator[Row]:
-    """The four verbs for arrays of CuPy, against those of the array API in float64."""
-    from benchmarks.gpu import cupy_verbs
-
-    yield from cupy_verbs.check(IMAGES)
-
-
 def gloo() -> Iterator[Row]:
     """Two ranks on one GPU: messages go through host memory."""
     dist.init_process_group("gloo")
