@@ -5,7 +5,6 @@ that every part runs to its end.
 """
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator
 from statistics import median
@@ -17,7 +16,7 @@ from benchmarks.gpu import names
 from multibn import kernels
 from multibn.communicators.base import Handle
 
-STAND_INS = os.environ.get(names.STAND_INS) == "1"
+STAND_INS = names.on_stand_ins()
 DEVICE = torch.device("cpu" if STAND_INS else "cuda")
 
 _T = TypeVar("_T")

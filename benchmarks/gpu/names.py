@@ -1,3 +1,9 @@
-"""The variable that tells the processes of `--stand-ins` to use stand-ins."""
+"""Whether this process uses stand-ins, told by a variable."""
 
-STAND_INS = "MULTIBN_GPU_STAND_INS"
+import os
+
+STAND_INS = "MULTIBN_GPU_STAND_INS"  # "1" in the processes of `--stand-ins`
+
+
+def on_stand_ins() -> bool:
+    return os.environ.get(STAND_INS) == "1"

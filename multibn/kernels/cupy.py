@@ -1,116 +1,425 @@
-"""The passes for CuPy arrays: reduction and elementwise kernels, for any memory layout.
+"""The verbs for CuPy arrays, as CUDA kernels: two launches each.
 
-No pass makes a temporary of the size of an activation. Arithmetic is in float64, in registers only:
-activations are read and written in their own dtype, and reading and writing takes the time.
+Activations are read as often as must be: forward once for the moments and once for the output,
+backward twice for the sums and twice for the gradient. No pass makes a temporary of the size of an
+activation. Arithmetic is in float64, in registers only.
+
+The kernels (`_cupy`) take activations that have sizes (N, C, S), see `_layout`. Masks and
+everything else go to `generic`. Results do not depend on the order in which blocks run.
 """
 
-import sys
-from functools import partial
-from typing import Any
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import cupy
+import numpy as np
 
+from multibn import message
 from multibn._typing import Array
 from multibn.kernels import generic
+from multibn.kernels._cupy import SOURCE
+from multibn.kernels._layout import sizes_in_memory
+from multibn.kernels.generic import Finished, Running
 
-_DTYPES = ("float16", "float32", "float64")
-
-
-def _sum_kernel(arguments: str, term: str, name: str) -> cupy.ReductionKernel:
-    return cupy.ReductionKernel(arguments, "float64 s", term, "a + b", "s = a", "0", name)
-
-
-_D = "(static_cast<double>(x) - mean)"
-_sum = _sum_kernel("T x", "static_cast<double>(x)", "multibn_sum")
-_sum_of_squares = _sum_kernel("T x, float64 mean", f"{_D} * {_D}", "multibn_sum_of_squares")
-_sum_of_products = _sum_kernel(
-    "G dy, T x, float64 mean", f"static_cast<double>(dy) * {_D}", "multibn_sum_of_products"
-)
-_normalize = cupy.ElementwiseKernel(
-    "T x, float64 mean, float64 scale, float64 shift",
-    "T y",
-    f"y = static_cast<T>({_D} * scale + shift)",
-    "multibn_normalize",
-)
-_input_gradient = cupy.ElementwiseKernel(
-    "G dy, T x, float64 mean, float64 dy_scale, float64 x_scale, float64 shift",
-    "T dx",
-    f"dx = static_cast<T>({_D} * x_scale + static_cast<double>(dy) * dy_scale + shift)",
-    "multibn_input_gradient",
-)
+_TYPES = {"float16": "half", "float32": "float", "float64": "double"}
+_THREADS = 256
+_BLOCKS = 1024  # enough to fill any GPU
+_NULL = np.uintp(0)  # an array that is not there
 
 
-def local_moments(x: Array, /, *, axis: tuple[int, ...]) -> tuple[Array, Array]:
-    """As `generic.local_moments`."""
-    if x.dtype.name not in _DTYPES:
-        return generic.local_moments(x, axis=axis)
-    n = max(generic.num_elements(x, axis), 1)
-    mean = _reduce(_sum, x, axis=axis) / n
-    return mean, _reduce(_sum_of_squares, x, _beside(x, mean, axis), axis=axis) / n
+def begin_forward(
+    x: Array, weight: float, count: float, /, *, axis: tuple[int, ...], **options: Any
+) -> Array:
+    """As `generic.begin_forward`; two launches."""
+    plan = _plan(x, axis)
+    if plan is None or any(v is not None for v in options.values()):
+        return generic.begin_forward(x, weight, count, axis=axis, **options)
+    packed = _wide(message.forward_payload(plan.C))
+    run = _Kernels(plan, x.dtype)
+    partials = _wide(2, plan.splits, plan.C)
+    run("moments", plan.split_grid, x, partials, *plan.sizes, plan.length, np.uint32(plan.cols))
+    numbers = np.float64(weight), np.float64(count), np.float64(plan.N * plan.S)
+    run("pack", plan.merge_grid, partials, x, packed, *numbers, plan.C, plan.S, plan.num_splits)
+    return packed
 
 
-begin_forward = partial(generic.begin_forward, passes=sys.modules[__name__])
-finish_forward = partial(generic.finish_forward, passes=sys.modules[__name__])
-begin_backward = partial(generic.begin_backward, passes=sys.modules[__name__])
-finish_backward = partial(generic.finish_backward, passes=sys.modules[__name__])
-move = generic.move
+def finish_forward(
+    summed: Array,
+    x: Array,
+    weight: Array | None,
+    bias: Array | None,
+    rank_weight: float,
+    count: float,
+    /,
+    *,
+    eps: float,
+    axis: tuple[int, ...],
+    residual: Array | None = None,
+    relu: bool = False,
+    mask: Array | None = None,
+    running: Running | None = None,
+) -> Finished:
+    """As `generic.finish_forward`; two launches."""
+    plan = _plan(x, axis)
+    if (
+        plan is None
+        or mask is not None
+        or not isinstance(summed, cupy.ndarray)
+        or not _fit(plan, (), weight, bias)
+        or (residual is not None and residual.dtype != x.dtype)
+        or not (running is None or _fit_running(plan, running))
+    ):
+        on: dict[str, Any] = {"residual": residual, "relu": relu, "mask": mask, "running": running}
+        return generic.finish_forward(
+            summed, x, weight, bias, rank_weight, count, eps=eps, axis=axis, **on
+        )
+    state = generic.state(summed, count)
+    mean, var, total, element_weight = (_wide(*s) for s in (plan.shape, plan.shape, (), ()))
+    scale, shift = _wide(plan.C), _wide(plan.C)
+    moved, numbers = _moved(running if state == generic.RIGHT else None, count)
+    run = _Kernels(plan, x.dtype, parameter=_dtype(weight, bias), running=_dtype(*moved[:2]))
+    outputs = mean, var, total, element_weight, scale, shift
+    floats = map(np.float64, (rank_weight, max(count, 1.0), eps, *numbers))
+    run("unpack", plan.channel_grid, summed, weight, bias, *moved, *outputs, *floats, plan.C)
+    y = _normalized(run, x, mean, scale, shift, residual, relu)
+    return y, mean, var, total, element_weight, state
+
+
+def begin_backward(
+    dy: Array,
+    x: Array,
+    mean: Array,
+    var: Array,
+    weight: Array | None,
+    bias: Array | None,
+    /,
+    *,
+    eps: float,
+    axis: tuple[int, ...],
+    relu: bool = False,
+    y: Array | None = None,
+    **options: Any,
+) -> tuple[Array, Array | None, Array | None]:
+    """As `generic.begin_backward`; two launches, three after a ReLU without a residual."""
+    plan = _plan(x, axis)
+    if (
+        plan is None
+        or any(v is not None for v in options.values())
+        or not _fit(plan, (mean, var), weight, bias)
+        or not _fit_gradient(dy, x, y)
+    ):
+        about = dy, x, mean, var, weight, bias
+        on: dict[str, Any] = {"relu": relu, "y": y, **options}
+        return generic.begin_backward(*about, eps=eps, axis=axis, **on)
+    run = _Kernels(plan, x.dtype, gradient=dy.dtype, parameter=_dtype(weight, bias))
+    scale = shift = None
+    if relu and y is None:
+        scale, shift = _wide(plan.C), _wide(plan.C)
+        _coefficients(run, var, weight, bias, eps, scale, shift)
+    partials = _wide(2, plan.splits, plan.C)
+    activations = _laid_out_as(x, dy), x, _laid_out_as(x, y) if relu else None
+    sizes = *plan.sizes, plan.length, np.uint32(plan.cols), np.int32(relu)
+    run("backward_sums", plan.split_grid, *activations, mean, scale, shift, partials, *sizes)
+    packed = _wide(message.backward_payload(plan.C))
+    gradients = [None if p is None else cupy.empty_like(p) for p in (weight, bias)]
+    numbers = plan.C, plan.num_splits
+    run("pack_sums", plan.merge_grid, partials, var, np.float64(eps), packed, *gradients, *numbers)
+    dweight, dbias = gradients
+    return packed, dweight, dbias
+
+
+def finish_backward(
+    summed: Array,
+    dy: Array,
+    x: Array,
+    mean: Array,
+    var: Array,
+    weight: Array | None,
+    bias: Array | None,
+    element_weight: Array,
+    /,
+    *,
+    eps: float,
+    axis: tuple[int, ...],
+    relu: bool = False,
+    y: Array | None = None,
+    mask: Array | None = None,
+) -> tuple[Array, Array | None]:
+    """As `generic.finish_backward`; two launches."""
+    plan = _plan(x, axis)
+    if (
+        plan is None
+        or mask is not None
+        or not isinstance(summed, cupy.ndarray)
+        or not _fit(plan, (mean, var), weight, bias)
+        or not _fit_gradient(dy, x, y)
+        or not (isinstance(element_weight, float) or _is_number(element_weight))
+    ):
+        about = dy, x, mean, var, weight, bias, element_weight
+        on: dict[str, Any] = {"relu": relu, "y": y, "mask": mask}
+        return generic.finish_backward(summed, *about, eps=eps, axis=axis, **on)
+    run = _Kernels(plan, x.dtype, gradient=dy.dtype, parameter=_dtype(weight, bias))
+    scale, shift, slope, intercept = (_wide(plan.C) for _ in range(4))
+    share = (None, element_weight) if isinstance(element_weight, float) else (element_weight, 0.0)
+    sums = summed, *share, slope, intercept
+    _coefficients(run, var, weight, bias, eps, scale, shift, *sums)
+    dx = cupy.empty_like(x)
+    dresidual = None if y is None else cupy.empty_like(x, dtype=dy.dtype)
+    inputs = _laid_out_as(x, dy), x, _laid_out_as(x, y) if relu else None
+    columns = mean, scale, shift, slope, intercept
+    sizes = plan.size, plan.C, plan.S, np.int32(relu)
+    run("input_gradient", plan.element_grid, *inputs, *columns, dx, dresidual, *sizes)
+    return dx, dresidual
 
 
 def normalize(
-    x: Array, /, *statistics: Any, residual: Array | None = None, relu: bool = False, **on: Any
+    x: Array,
+    mean: Array,
+    var: Array,
+    weight: Array | None,
+    bias: Array | None,
+    /,
+    *,
+    eps: float,
+    axis: tuple[int, ...],
+    residual: Array | None = None,
+    relu: bool = False,
 ) -> Array:
-    """As `generic.normalize`."""
-    y = _normalized(x, *statistics, **on)
-    if residual is not None:
-        y += residual
-    return cupy.maximum(y, 0, out=y) if relu else y
+    """As `generic.normalize`; two launches. The output is rounded once, to the dtype of `x`."""
+    plan = _plan(x, axis)
+    if (
+        plan is None
+        or not _fit(plan, (mean, var), weight, bias)
+        or (residual is not None and residual.dtype != x.dtype)
+    ):
+        on: dict[str, Any] = {"residual": residual, "relu": relu}
+        return generic.normalize(x, mean, var, weight, bias, eps=eps, axis=axis, **on)
+    run = _Kernels(plan, x.dtype, parameter=_dtype(weight, bias))
+    scale, shift = _wide(plan.C), _wide(plan.C)
+    _coefficients(run, var, weight, bias, eps, scale, shift)
+    return _normalized(run, x, mean, scale, shift, residual, relu)
 
 
-def _normalized(x: Array, /, *statistics: Any, eps: float, axis: tuple[int, ...]) -> Array:
-    mean, var, weight, bias = statistics
-    if x.dtype.name not in _DTYPES:
-        return generic.normalize(x, *statistics, eps=eps, axis=axis)
-    scale = 1.0 / cupy.sqrt(var + eps)
-    if weight is not None:
-        scale *= weight
-    shift = cupy.zeros_like(scale) if bias is None else generic.as_wide(bias)
-    coefficients = (_beside(x, v, axis) for v in (mean, scale, shift))
-    return _normalize(x, *coefficients, cupy.empty_like(x))
+move = generic.move
 
 
-def backward_sums(
-    dy: Array, x: Array, mean: Array, var: Array, /, *, eps: float, axis: tuple[int, ...]
-) -> tuple[Array, Array]:
-    """As `generic.backward_sums`."""
-    if x.dtype.name not in _DTYPES or dy.dtype.name not in _DTYPES:
-        return generic.backward_sums(dy, x, mean, var, eps=eps, axis=axis)
-    sum_dy_xmu = _reduce(_sum_of_products, dy, x, _beside(x, mean, axis), axis=axis)
-    return _reduce(_sum, dy, axis=axis), sum_dy_xmu / cupy.sqrt(var + eps)
+class _Plan(NamedTuple):
+    """How the passes over an activation are divided among blocks."""
+
+    N: int
+    C: int
+    S: int
+    shape: tuple[int, ...]  # of a per-channel array
+    cols: int  # channels of a block of a reduction
+    length: int  # elements of a channel in a split
+    splits: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self[:3]
+
+    @property
+    def size(self) -> int:
+        return self.N * self.C * self.S
+
+    @property
+    def num_splits(self) -> Any:
+        return np.int32(self.splits)
+
+    @property
+    def split_grid(self) -> tuple[int, int]:
+        return -(-self.C // self.cols), self.splits
+
+    @property
+    def merge_grid(self) -> tuple[int, int]:
+        return -(-self.C // 32), 1
+
+    @property
+    def channel_grid(self) -> tuple[int, int]:
+        return -(-self.C // _THREADS), 1
+
+    @property
+    def element_grid(self) -> tuple[int, int]:
+        return -(-self.size // (4 * _THREADS)), 1
 
 
-def input_gradient(
-    dy: Array, x: Array, /, *statistics: Any, eps: float, axis: tuple[int, ...]
+class _Kernels:
+    """Launches the kernels for some dtypes and one plan."""
+
+    def __init__(
+        self,
+        plan: _Plan,
+        x: Any,
+        *,
+        gradient: Any = None,
+        parameter: str = "float32",
+        running: str = "float32",
+    ) -> None:
+        self.plan = plan
+        # A thread counts 4 elements beyond the last, a walk through a split one step of the block.
+        self.index = np.uint32 if plan.size + 4 * _THREADS < 2**32 else np.uint64
+        gradient = x if gradient is None else gradient
+        self._types = x.name, gradient.name, parameter, running, self.index.__name__
+
+    def __call__(self, name: str, grid: tuple[int, int], *arguments: Any) -> None:
+        converted = [
+            self.index(v) if type(v) is int else _NULL if v is None else v for v in arguments
+        ]
+        _kernel(name, _THREADS, *self._types)(grid, (_THREADS,), converted)
+
+
+@cache
+def _kernel(name: str, *types: Any) -> Any:
+    return _module(*types).get_function(name)
+
+
+@cache
+def _module(threads: int, *types: str) -> Any:
+    *floating, index = types
+    values = [*(_TYPES[name] for name in floating), _INDEX[index], str(threads)]
+    names = ("X", "G", "P", "R", "INDEX", "THREADS")
+    macros = tuple(f"-D{n}={v}" for n, v in zip(names, values, strict=True))
+    return cupy.RawModule(code=SOURCE, options=("--std=c++11", "--fmad=false", *macros))
+
+
+_INDEX = {"uint32": "unsigned", "uint64": "unsigned long long"}
+
+
+def _coefficients(
+    run: _Kernels,
+    var: Array,
+    weight: Array | None,
+    bias: Array | None,
+    eps: float,
+    scale: Array,
+    shift: Array,
+    summed: Array | None = None,
+    element_weight: Array | None = None,
+    factor: float = 0.0,
+    *slopes: Array,
+) -> None:
+    inputs = var, weight, bias, np.float64(eps), summed, element_weight, np.float64(factor)
+    outputs = scale, shift, *(slopes or (None, None))
+    run("coefficients", run.plan.channel_grid, *inputs, *outputs, run.plan.C)
+
+
+def _normalized(
+    run: _Kernels,
+    x: Array,
+    mean: Array,
+    scale: Array,
+    shift: Array,
+    residual: Array | None,
+    relu: bool,
 ) -> Array:
-    """As `generic.input_gradient`."""
-    if x.dtype.name not in _DTYPES or dy.dtype.name not in _DTYPES:
-        return generic.input_gradient(dy, x, *statistics, eps=eps, axis=axis)
-    mean, *others = statistics
-    coefficients = mean, *generic.gradient_coefficients(*others, eps=eps)
-    columns = (_beside(x, v, axis) for v in coefficients)
-    return _input_gradient(dy, x, *columns, cupy.empty_like(x))
+    plan = run.plan
+    y = cupy.empty_like(x)
+    arguments = x, _laid_out_as(x, residual), mean, scale, shift, y
+    sizes = plan.size, plan.C, plan.S, np.int32(relu)
+    run("normalize", plan.element_grid, *arguments, *sizes)
+    return y
 
 
-def _beside(x: Array, v: Array, axis: tuple[int, ...]) -> Array:
-    """Per-channel array `v`, shaped to broadcast against `x`."""
-    return v.reshape(tuple(1 if i in axis else n for i, n in enumerate(x.shape)))
+def _moved(
+    running: Running | None, count: float
+) -> tuple[tuple[Array | None, Array | None, Array | None], tuple[float, float]]:
+    """What `unpack` moves; the momentum, and the factor of the variance, 0 for the global one."""
+    if running is None:
+        return (None, None, None), (0.0, 0.0)
+    is_global = running.convention == "unbiased_global"
+    factor = 0.0 if is_global else generic.variance_factor(0.0, count, running.convention)
+    return (running.mean, running.var, running.num_batches), (running.momentum or 0.0, factor)
 
 
-def _reduce(kernel: cupy.ReductionKernel, *arrays: Array, axis: tuple[int, ...]) -> Array:
-    """`kernel` over the spatial axes, then a sum over the batch.
+def _fit_running(plan: _Plan, running: Running) -> bool:
+    """Whether `unpack` can move the statistics.
 
-    CuPy computes each result by one block: this way N*C blocks run instead of C.
+    A cumulative average would read the counter, which another block may have written.
     """
-    batch, *spatial = sorted(axis)
-    if not spatial:
-        return kernel(*arrays, axis=batch)
-    return kernel(*arrays, axis=tuple(spatial)).sum(axis=batch)
+    counter = running.num_batches
+    return (
+        (running.momentum is not None or counter is None)
+        and all(_is_parameter(plan, v) for v in (running.mean, running.var))
+        and running.mean.dtype == running.var.dtype
+        and (counter is None or (isinstance(counter, cupy.ndarray) and counter.dtype == np.int64))
+    )
+
+
+def _fit(plan: _Plan, wide: tuple[Array, ...], *parameters: Array | None) -> bool:
+    """Whether the kernels can take these per-channel arrays."""
+    present = [p for p in parameters if p is not None]
+    return (
+        all(_is_parameter(plan, v) and v.dtype == np.float64 for v in wide)
+        and all(_is_parameter(plan, p) for p in present)
+        and len({p.dtype for p in present}) < 2
+    )
+
+
+def _is_parameter(plan: _Plan, v: Any) -> bool:
+    return (
+        isinstance(v, cupy.ndarray)
+        and v.size == plan.C
+        and v.dtype.name in _TYPES
+        and v.flags.c_contiguous
+    )
+
+
+def _is_number(v: Any) -> bool:
+    return isinstance(v, cupy.ndarray) and v.shape == () and v.dtype == np.float64
+
+
+def _fit_gradient(dy: Array, x: Array, y: Array | None) -> bool:
+    return dy.dtype.name in _TYPES and (y is None or y.dtype == x.dtype)
+
+
+def _plan(x: Array, axis: tuple[int, ...]) -> _Plan | None:
+    """The plan for `x`; None if the kernels cannot take `x`."""
+    return _plan_of(x.shape, x.strides, x.itemsize, axis) if x.dtype.name in _TYPES else None
+
+
+@lru_cache(maxsize=1024)
+def _plan_of(
+    shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, axis: tuple[int, ...]
+) -> _Plan | None:
+    if 0 in shape:
+        return None
+    sizes = sizes_in_memory(shape, tuple(n // itemsize for n in strides), axis)
+    if sizes is None:
+        return None
+    N, C, S = sizes
+    cols = 32 if S == 1 else 1
+    elements = N * S
+    splits = max(min(_BLOCKS // -(-C // cols), elements // (4 * _THREADS // cols)), 1)
+    length = -(-elements // splits)
+    return _Plan(
+        *sizes,
+        shape=tuple(n for i, n in enumerate(shape) if i not in axis),
+        cols=cols,
+        length=length,
+        splits=-(-elements // length),
+    )
+
+
+def _dtype(*arrays: Array | None) -> str:
+    """The dtype's name of those that are there."""
+    return next((str(a.dtype) for a in arrays if a is not None), "float32")
+
+
+def _wide(*shape: int) -> Array:
+    """Uninitialised float64 array."""
+    return cupy.empty(shape, dtype=np.float64)
+
+
+def _laid_out_as(x: Array, other: Array | None) -> Array | None:
+    """`other` in the memory order of `x`; a copy if need be."""
+    if other is None:
+        return None
+    same = all(
+        n == 1 or a // x.itemsize == b // other.itemsize
+        for n, a, b in zip(x.shape, x.strides, other.strides, strict=True)
+    )
+    if same:
+        return other
+    out = cupy.empty_like(x, dtype=other.dtype)
+    out[...] = other
+    return out
