@@ -5,7 +5,7 @@ from setuptools import Extension, setup
 CORE = Extension(
     "multibn.kernels._core",
     ["multibn/kernels/_core.c"],
-    depends=[f"multibn/kernels/_{name}.h" for name in ("levels", "loops", "passes", "widths")],
+    depends=[f"multibn/kernels/_{name}.h" for name in ("levels", "locate", "loops", "passes", "widths")],
     # Why no fused operations: see _core.c. Traps and errno would keep loops from being vectorized.
     extra_compile_args=[
         *("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")

@@ -42,13 +42,19 @@ class Input(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """The gradient of one output, and the values that made the output."""
+    """The gradient of one output, and the values that made the output, as `Input` names them."""
 
     dy: Array
-    input: Input
+    x: Array
+    weight: Array | None
+    bias: Array | None
     batch: BatchStatistics
-    needs_dx: bool = True
+    eps: float
+    axis: tuple[int, ...]
+    relu: bool = False
     y: Array | None = None  # the output, if there was a ReLU after a residual
+    mask: Array | None = None
+    needs_dx: bool = True
 
 
 # Of x; of the residual, if there was a ReLU after the residual; of weight and bias.
@@ -85,38 +91,40 @@ def share(
     select = select or kernels.select
     shares = []
     lengths = []
-    for x, _, _, _, axis, *_, mask in inputs:
+    for x, _, _, _, axis, _, _, _, mask in inputs:
         _, count, length = statistics.sizes(x.shape, axis)
         weight = count
         if mask is not None:
             weight, count = masks.share(mask, weighting, axis=axis)
         elif weighting != "element":
             weight = statistics.rank_weight(count, float(x.shape[axis[0]]), weighting)
-        shares.append((select(x), x, {"axis": axis, "mask": mask}, weight, count))
+        shares.append((select(x), x, axis, mask, weight, count))
         lengths.append(length)
     communicator, memory, outs = _open(communicator, "forward", inputs, lengths)
     payloads = []
-    for (k, x, where, weight, count), out in zip(shares, outs, strict=True):
-        payloads.append(k.begin_forward(x, weight, count, out=out, **where))
+    for n, (k, x, axis, mask, weight, count) in enumerate(shares):
+        payloads.append(k.begin_forward(x, weight, count, axis=axis, mask=mask, out=outs[n]))
     if len(payloads) == 1:
         sums: Sequence[Array] = (communicator.allreduce(payloads[0]),)
     else:
         sums = _send(communicator, memory, payloads, lengths)
-    if len(sums) > 1:  # no running statistics may move where another layer's sum is wrong
+        # No running statistics may move where another layer's sum is wrong.
         for own, summed in zip(shares, sums, strict=True):
             _check(generic.state(summed, own[-1]), communicator, own)
     results = []
-    for own, i, summed in zip(shares, inputs, sums, strict=True):
-        k, x, where, weight, count = own
-        _, gamma, beta, eps, _, residual, relu, running, mask = i
-        moved = running if type(running) is Running else None
-        options = {"eps": eps, "residual": residual, "relu": relu, "running": moved, **where}
-        y, *statistics_, state = k.finish_forward(summed, x, gamma, beta, weight, count, **options)
+    for n, own in enumerate(shares):
+        k, x, axis, mask, weight, count = own
+        _, gamma, beta, eps, _, residual, relu, running, _ = inputs[n]
+        y, mean, var, total, element_weight, state = k.finish_forward(
+            sums[n], x, gamma, beta, weight, count,
+            eps=eps, axis=axis, residual=residual, relu=relu, mask=mask,
+            running=running if type(running) is Running else None,
+        )  # fmt: skip
         if state != RIGHT:
             _check(state, communicator, own)
-        batch = BatchStatistics(*statistics_)
-        if mask is not None and is_on_host(batch.count):
-            require_element(batch.count, x.shape, communicator)
+        batch = BatchStatistics(mean, var, total, element_weight)
+        if mask is not None and is_on_host(total):
+            require_element(total, x.shape, communicator)
         if type(running) is Pool:
             running.add(batch, local_count=count)
         results.append((y, batch))
@@ -156,15 +164,17 @@ def backward(
     sharing = []
     about = []
     lengths = []
-    for n, (dy, i, batch, needs_dx, y) in enumerate(gradients):
-        x, weight, bias, eps, axis, _, relu, _, mask = i
-        arguments = dy, x, batch.mean, batch.var, weight, bias
+    for n, gradient in enumerate(gradients):
+        dy, x, weight, bias, (mean, var, _, element_weight), eps, axis, relu, y, mask, needs_dx = (
+            gradient
+        )
+        arguments = dy, x, mean, var, weight, bias
         options = {"eps": eps, "axis": axis, "relu": relu, "y": y, "mask": mask}
         k = kernels.select(x)
         if needs_dx:
-            sharing.append((n, k, arguments, batch.element_weight, options))
-            about.append(i)
-            lengths.append(message.backward_payload(math.prod(batch.mean.shape)))
+            sharing.append((n, k, arguments, element_weight, options))
+            about.append(gradient)
+            lengths.append(message.backward_payload(math.prod(mean.shape)))
         else:
             _, *parameters = k.begin_backward(*arguments, **options)
             results[n] = None, None if y is None else generic.rectified(dy, y), *parameters
@@ -172,15 +182,15 @@ def backward(
         return results
     communicator, memory, outs = _open(communicator, "backward", about, lengths)
     payloads = []
-    for (n, k, arguments, _, options), out in zip(sharing, outs, strict=True):
-        payload, *results[n] = k.begin_backward(*arguments, out=out, **options)
+    for place, (n, k, arguments, _, options) in enumerate(sharing):
+        payload, *results[n] = k.begin_backward(*arguments, out=outs[place], **options)
         payloads.append(payload)
     if len(payloads) == 1:
         sums: Sequence[Array] = (communicator.allreduce(payloads[0]),)
     else:
         sums = _send(communicator, memory, payloads, lengths)
-    for (n, k, arguments, element_weight, options), summed in zip(sharing, sums, strict=True):
-        parameters = results[n]
+    for place, (n, k, arguments, element_weight, options) in enumerate(sharing):
+        summed, parameters = sums[place], results[n]
         if means:
             _, _, mean, _, weight, bias = arguments
             shape, size = mean.shape, communicator.size
@@ -197,7 +207,7 @@ def local_count(i: Input, /) -> float | Array:
     return masks.share(i.mask, "element", axis=i.axis)[1]
 
 
-def announced(inputs: Sequence[Input], /) -> Any:
+def announced(inputs: Sequence[Input | Gradient], /) -> Any:
     """The dtype that a message about some inputs announces: one dtype, or the names of several."""
     if len(inputs) == 1:
         return inputs[0].x.dtype
@@ -205,7 +215,10 @@ def announced(inputs: Sequence[Input], /) -> Any:
 
 
 def _open(
-    communicator: Communicator, phase: str, inputs: Sequence[Input], lengths: Sequence[int]
+    communicator: Communicator,
+    phase: str,
+    inputs: Sequence[Input | Gradient],
+    lengths: Sequence[int],
 ) -> tuple[Communicator, Array | None, Sequence[Array | None]]:
     """The communicator of a message about `inputs`, and memory: of all payloads, and of each."""
     x = inputs[0].x
@@ -236,8 +249,8 @@ def _check(state: int, communicator: Communicator, own: tuple[Any, ...]) -> None
     """Raise unless the sum of a message is right."""
     if state != RIGHT:
         # Packed again: the sum may have taken the place of this rank's own numbers.
-        k, x, where, *numbers = own
-        payload = k.begin_forward(x, *numbers, **where)
+        k, x, axis, mask, *numbers = own
+        payload = k.begin_forward(x, *numbers, axis=axis, mask=mask)
         statistics.raise_for(state, communicator, payload, x)
 
 

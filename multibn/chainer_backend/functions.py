@@ -289,12 +289,14 @@ class BatchNormalization(FunctionNode):
 def _gradients(node: BatchNormalization, *arrays: Array) -> list[Array]:
     """Gradients of x, gamma and beta, those of the latter two only if the node has them."""
     *retained, dy = arrays
-    i = Input(*node.arguments(retained), node.eps, node.axis, mask=node.mask)
+    arguments = node.arguments(retained)
     if chainer.is_debug():
         counted = generic.masked(dy, node.mask)
         raise_for_nan_gradients(node.communicator, bool((counted != counted).any()))
     ((dx, _, *parameters),) = step.backward(
-        [Gradient(dy, i, node.batch)], node.communicator, means=True
+        [Gradient(dy, *arguments, node.batch, node.eps, node.axis, mask=node.mask)],
+        node.communicator,
+        means=True,
     )
     return [v for v in (dx, *parameters) if v is not None]
 

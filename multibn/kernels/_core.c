@@ -407,6 +407,8 @@ static int finish_backward(const Loops *loops, const FinishBackward *a)
 
 FUNCTION(finish_backward, FinishBackward, "iiiiiiiiiiididiiiiiiii")
 
+#include "_locate.h"
+
 static PyObject *py_use_level(PyObject *self, PyObject *number)
 {
     (void)self;
@@ -426,6 +428,7 @@ static PyMethodDef functions[] = {
     METHOD(finish_backward),
     METHOD(normalize),
     METHOD(sums),
+    METHOD(locate),
     {"use_level", py_use_level, METH_O, "Use these instructions, a place in `levels`, in all threads: for tests."},
     {NULL, NULL, 0, NULL},
 };

@@ -3,18 +3,24 @@
 import ctypes
 import sys
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter, methodcaller
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from multibn._typing import Array
+from multibn.kernels import _core
 
 DTYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}  # their numbers in _core.c
 
 # Arrays, or None; their dtype and shape, and their strides, or None for contiguous memory.
 Group: TypeAlias = tuple[Sequence[Array | None], Any, tuple[int, ...], tuple[int, ...] | None]
+
+
+def address_of(a: Array) -> int:
+    """Address of NumPy's contiguous memory that one may write to."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(a))
 
 
 class NumPy:
@@ -28,7 +34,7 @@ class NumPy:
         """Address of the first element; 0 if `a` is misaligned."""
         flags = a.flags
         if flags.carray and a.size:  # in a third of the time of __array_interface__
-            return ctypes.addressof(ctypes.c_char.from_buffer(a.data))
+            return address_of(a)
         return int(a.__array_interface__["data"][0]) if flags.aligned else 0
 
     def locate(self, *groups: Group) -> list[int] | None:
@@ -89,6 +95,13 @@ class Torch:
         self.float64, self.int64, self.bool = torch.float64, torch.int64, torch.bool
         self.empty_like = torch.empty_like
         self._templates: dict[Any, Array] = {}  # as many as there are numbers of channels
+        exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+        if exchange is not None:  # torch 2.10 and later: the same, in a third of the time
+            names = {"float16": 0x210, "float32": 0x220, "float64": 0x240, "bfloat16": 0x410}
+            names |= {"int64": 0x040, "bool": 0x608}  # DLPack's codes and bits
+            numbers = {getattr(torch, name): number for name, number in names.items()}
+            locate: Any = partial(_core.locate, (exchange, self.plain, numbers, "is_neg"))
+            self.locate = locate  # type: ignore[method-assign]
 
     def locate(self, *groups: Group) -> list[int] | None:
         addresses = []

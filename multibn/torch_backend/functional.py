@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NoReturn
 
 import torch
@@ -123,9 +123,8 @@ def forward_all(
 
     `num_channels` has the required channels of each input, see `check_input`.
     """
-    for i in inputs:
-        if dtensors.among((*i[:3], getattr(i.running, "mean", None))):
-            return _forward_distributed(inputs, num_channels, communicator, weighting)
+    if dtensors.among_inputs(inputs):
+        return _forward_distributed(inputs, num_channels, communicator, weighting)
     refuse_ddp_join(communicator)
     if torch._C._get_tracing_state() is not None:
         raise RuntimeError(
@@ -148,10 +147,15 @@ def forward_all(
 
 def complete(i: Input, /) -> Input:
     """`i` with the axes to reduce and the engine's mask; raises if the mask does not fit."""
-    axis, mask = i.axis or (0, *range(2, i.x.ndim)), i.mask
-    if isinstance(mask, masks.Asked):
+    axis, mask = i.axis or _all_but_channels(i.x.ndim), i.mask
+    if mask is not None and isinstance(mask, masks.Asked):
         mask = masks.checked(i.x, mask, axis=axis)
     return Input(*i[:4], axis, *i[5:8], mask)
+
+
+@cache
+def _all_but_channels(ndim: int) -> tuple[int, ...]:
+    return statistics.reduced_axes(ndim)
 
 
 def masked(x: Tensor, mask: Tensor | None, /) -> Tensor:
@@ -233,18 +237,18 @@ def check_input(x: Any, num_channels: int | None, /) -> None:
         raise TypeError(
             f"the input must be a dense tensor: got layout {x.layout}. Call to_dense() on it."
         )
-    shape = tuple(x.shape)
+    shape = x.shape
     if len(shape) < 2:
         raise ValueError(
-            f"the input must have 2 or more dimensions, (N, C, *spatial): got shape {shape}."
+            f"the input must have 2 or more dimensions, (N, C, *spatial): got shape {tuple(shape)}."
         )
     if shape[1] == 0:
-        raise ValueError(f"the input must have channels: got 0 in shape {shape}.")
+        raise ValueError(f"the input must have channels: got 0 in shape {tuple(shape)}.")
     if num_channels is not None and shape[1] != num_channels:
         raise ValueError(
             f"the input must have {num_channels} channels in dimension 1, as many as the layer's "
             "`num_features` or the length of `weight` and `bias`: "
-            f"got {shape[1]} in shape {shape}."
+            f"got {shape[1]} in shape {tuple(shape)}."
         )
     if not x.dtype.is_floating_point:
         raise statistics.not_floating(x)
@@ -252,7 +256,7 @@ def check_input(x: Any, num_channels: int | None, /) -> None:
 
 def check_options(i: Input) -> None:
     """Raise unless the parameters, `eps` and the residual fit the input, which was checked."""
-    x, weight, bias, eps, axis, residual, *_ = i
+    x, weight, bias, eps, axis, residual = i[:6]
     if x.is_meta:
         raise TypeError("the input must have data: got a tensor on meta. Use a layer for shapes.")
     if not (isinstance(eps, float) and 0 < eps < math.inf):

@@ -115,10 +115,12 @@ def running_of(
     pool: Pool | None = getattr(bn, "pool", None)
     if pool is not None:
         return pool
-    mean, var = bn.running_mean, bn.running_var
+    # Attributes of a module, which has its own look-up, take longer.
+    buffers = bn._buffers
+    mean, var = buffers["running_mean"], buffers["running_var"]
     if mean is None or var is None:
         return None
-    counter = bn.num_batches_tracked if momentum is None else None
+    counter = buffers["num_batches_tracked"] if momentum is None else None
     if momentum is None:
         momentum = bn.momentum
         if counter is None and momentum is None:
