@@ -8,7 +8,7 @@ each other in the same moment.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 from array_api_compat import is_cupy_array, is_torch_array
@@ -117,7 +117,7 @@ class Phase(Forwarding):
         if agreed.size == 1:
             return agreed.communicator.allreduce(x)
         self._calls += 1
-        call = _Call(self, self._calls)
+        call = _Call((self, self._calls))
         payload = agreed.payload
         if payload is None or x is not payload:
             if agreed.lines is None or agreed.communicator.takes(x):
@@ -139,10 +139,10 @@ class Phase(Forwarding):
         return payload if x is payload else from_host(payload.copy(), x)
 
     def __str__(self) -> str:
-        return str(_Call(self, self._calls))
+        return str(_Call((self, self._calls)))
 
     def next_call(self) -> "_Call":
-        return _Call(self, self._calls + 1)
+        return _Call((self, self._calls + 1))
 
     def _allreduce_array(self, agreed: Agreement, x: Array) -> Array:
         """Over a communicator that is handed arrays: a GPU's transport, or a user's own class."""
@@ -228,16 +228,14 @@ class Phase(Forwarding):
         return agreed
 
 
-class _Call(NamedTuple):
-    """One call of a layer in one phase; for people."""
+class _Call(tuple[Phase, int]):
+    """One call of a layer in one phase, by its number; for people."""
 
-    phase: Phase
-    number: int
+    __slots__ = ()
 
     def __str__(self) -> str:
-        phase = self.phase
-        name = for_people(phase.wrapped.name)
-        return f"{name} ({phase.name}, {phase.dtype}, call {self.number})"
+        phase, number = self
+        return f"{for_people(phase.wrapped.name)} ({phase.name}, {phase.dtype}, call {number})"
 
 
 def _copy_to_host(summed: Array) -> Callable[[], HostArray] | None:

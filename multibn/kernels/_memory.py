@@ -153,9 +153,8 @@ class Torch:
         return tensors, addresses
 
     def changed(self, *arrays: Array | None) -> None:
-        for a in arrays:
-            if a is not None and not a.is_inference():
-                self._torch.autograd.graph.increment_version(a)
+        written = [a for a in arrays if a is not None and not a.is_inference()]
+        self._torch.autograd.graph.increment_version(written)
 
 
 class _Libraries(dict[type, Any]):

@@ -125,7 +125,7 @@ class _Layout:
 
     def localize(self, i: Input) -> Input:
         """The local part of an input, and of what goes with it."""
-        if i.axis and among(i[:3]):
+        if i.axis and len(i.axis) < i.x.ndim - 1 and among(i[:3]):
             raise TypeError(
                 "a layer that normalizes parts of a batch apart cannot take a DTensor: got "
                 f"placements {self.placements}. Call to_local on the input."

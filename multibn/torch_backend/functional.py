@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from multibn import masks, recompute, statistics, step
 from multibn._typing import Weighting, check_eps
@@ -125,7 +126,8 @@ def forward_all(
     """
     if dtensors.among_inputs(inputs):
         return _forward_distributed(inputs, num_channels, communicator, weighting)
-    refuse_ddp_join(communicator)
+    if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+        refuse_ddp_join(communicator)
     if torch._C._get_tracing_state() is not None:
         raise RuntimeError(
             "torch.jit.trace, which some exporters and counters of operations call, cannot trace "
@@ -137,7 +139,7 @@ def forward_all(
         try:
             check_input(i.x, n)
             check_options(i)
-            checked.append(complete(i))
+            checked.append(i if i.axis and i.mask is None else complete(i))
         except (TypeError, ValueError) as error:
             refuse(error, [i.x for i in inputs], num_channels, communicator)
     if _differentiable.is_needed():
@@ -147,15 +149,10 @@ def forward_all(
 
 def complete(i: Input, /) -> Input:
     """`i` with the axes to reduce and the engine's mask; raises if the mask does not fit."""
-    axis, mask = i.axis or _all_but_channels(i.x.ndim), i.mask
-    if mask is not None and isinstance(mask, masks.Asked):
+    axis, mask = i.axis or (0, *range(2, i.x.ndim)), i.mask
+    if isinstance(mask, masks.Asked):
         mask = masks.checked(i.x, mask, axis=axis)
     return Input(*i[:4], axis, *i[5:8], mask)
-
-
-@cache
-def _all_but_channels(ndim: int) -> tuple[int, ...]:
-    return statistics.reduced_axes(ndim)
 
 
 def masked(x: Tensor, mask: Tensor | None, /) -> Tensor:
@@ -293,7 +290,7 @@ def refuse_ddp_join(communicator: Communicator) -> None:
     There, a rank without data runs the collectives of DistributedDataParallel only, which the other
     ranks would take for a layer's.
     """
-    ddp: Any = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    ddp: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
     joining = None if ddp is None else ddp._join_config
     if not (joining and joining.enable) or joining.throw_on_early_termination:
         return

@@ -322,7 +322,13 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
             _data_parallel.watch_active(Synchronized)
             running = running_of(self, self.running_var_convention)
         relu = relu or self.fuse_relu
-        return Input(x, self.weight, self.bias, self.eps, (), residual, relu, running, mask)
+        parameters = self._parameters  # as in `running_of`
+        if "weight" in parameters and "bias" in parameters:
+            weight, bias = parameters["weight"], parameters["bias"]
+        else:  # parametrized
+            weight, bias = self.weight, self.bias
+        axis = 0, *range(2, getattr(x, "ndim", 2))
+        return Input(x, weight, bias, self.eps, axis, residual, relu, running, mask)
 
     def __prepare_scriptable__(self) -> NoReturn:  # torch.jit.script calls it
         raise RuntimeError(
