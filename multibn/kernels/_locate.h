@@ -64,7 +64,9 @@ static PyObject *py_locate(PyObject *self, PyObject *const *args, Py_ssize_t num
     const Exchange *exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     PyObject *addresses = exchange ? PyList_New(0) : NULL;
     for (Py_ssize_t g = 1; addresses && g < num; g++) {
-        if (!PyArg_ParseTuple(args[g], "O!OOO", &PyTuple_Type, &arrays, &dtype, &shape, &strides))
+        arrays = PyTuple_GetItem(args[g], 0), dtype = PyTuple_GetItem(args[g], 1);
+        shape = PyTuple_GetItem(args[g], 2), strides = PyTuple_GetItem(args[g], 3);
+        if (!strides || !PyTuple_Check(arrays))
             Py_CLEAR(addresses);
         PyObject *number = addresses ? PyDict_GetItem(dtypes, dtype) : NULL;
         for (Py_ssize_t i = 0; addresses && i < PyTuple_Size(arrays); i++) {
