@@ -3,6 +3,8 @@
 from abc import ABC, abstractmethod
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import numpy as np
+
 from multibn._arrays import array_namespace
 from multibn._typing import Array
 
@@ -88,6 +90,8 @@ class SingleProcess(Handle):
 
     def allreduce(self, x: Array, /) -> Array:
         """A copy of `x`."""
+        if type(x) is np.ndarray:
+            return x.copy()
         if hasattr(x, "clone"):  # torch: autograd differentiates a clone, not an asarray
             return x.clone()
         return array_namespace(x).asarray(x, copy=True)

@@ -102,7 +102,9 @@ class Phase(Forwarding):
         None where the communicator has no lines. Collective at the first call.
         """
         agreed = self._agree(n)
-        if agreed.lines is None or agreed.size == 1:
+        if agreed.size == 1:
+            return np.empty(n)
+        if agreed.lines is None:
             return None
         return agreed.payload if agreed.payload is not None else agreed.open(self.next_call())
 

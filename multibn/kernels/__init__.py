@@ -34,7 +34,7 @@ def select(x: Array, /, *others: Any) -> Any:
         return _native("host")
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
-        if type(x) not in (torch.Tensor, torch.nn.Parameter):
+        if type(x) is not torch.Tensor and type(x) is not torch.nn.Parameter:
             return generic
         if torch.is_grad_enabled():
             # Autograd differentiates torch's own operations only, so no compiled loop.

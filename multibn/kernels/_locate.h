@@ -64,7 +64,10 @@ static PyObject *py_locate(PyObject *self, PyObject *const *args, Py_ssize_t num
     const Exchange *exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     PyObject *addresses = exchange ? PyList_New(0) : NULL;
     for (Py_ssize_t g = 1; addresses && g < num; g++) {
-        if (!PyArg_ParseTuple(args[g], "O!OOO", &PyTuple_Type, &arrays, &dtype, &shape, &strides))
+        dtype = PyTuple_GetItem(args[g], 1), shape = PyTuple_GetItem(args[g], 2);
+        strides = PyTuple_GetItem(args[g], 3);
+        arrays = strides ? PySequence_Tuple(PyTuple_GetItem(args[g], 0)) : NULL;
+        if (!arrays)
             Py_CLEAR(addresses);
         PyObject *number = addresses ? PyDict_GetItem(dtypes, dtype) : NULL;
         for (Py_ssize_t i = 0; addresses && i < PyTuple_Size(arrays); i++) {
@@ -78,6 +81,7 @@ static PyObject *py_locate(PyObject *self, PyObject *const *args, Py_ssize_t num
                 if (negated != Py_False) {
                     PyErr_Clear(); /* a tensor that torch.func transforms has no address */
                     Py_DECREF(addresses);
+                    Py_DECREF(arrays);
                     Py_RETURN_NONE;
                 }
             }
@@ -86,6 +90,7 @@ static PyObject *py_locate(PyObject *self, PyObject *const *args, Py_ssize_t num
                 Py_CLEAR(addresses);
             Py_XDECREF(address);
         }
+        Py_XDECREF(arrays);
     }
     return addresses;
 }

@@ -327,7 +327,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
             weight, bias = parameters["weight"], parameters["bias"]
         else:  # parametrized
             weight, bias = self.weight, self.bias
-        axis = functional.all_but_channels(getattr(x, "ndim", 2))
+        axis = 0, *range(2, getattr(x, "ndim", 2))
         return Input(x, weight, bias, self.eps, axis, residual, relu, running, mask)
 
     def __prepare_scriptable__(self) -> NoReturn:  # torch.jit.script calls it
