@@ -7,6 +7,7 @@ takes the graph's way in training. Layers and ReLU modules stay as they are, so 
 caller, evaluation and a block with hooks have the forward pass of before.
 """
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -80,9 +81,9 @@ def fuse_batch_norm_relu(model: nn.Module) -> Fusion:
         if not _may_call_layers(block):
             continue
         prefix = f"{path}." if path else ""
-        original = type(block).original if isinstance(block, _Block) else type(block)
+        original = _reading.class_of(block)
         try:
-            way, ends, others = _way(block, original)
+            way, ends, others = _way(block)
         except _reading.ReadingError as error:
             name = path or "the model"
             left |= {
@@ -103,7 +104,7 @@ def unfuse(model: nn.Module) -> None:
     """Give the blocks of `fuse_batch_norm_relu` their classes back."""
     for block in model.modules():
         if isinstance(block, _Block):
-            block.__class__ = type(block).original
+            block.__class__ = block.fused_from
 
 
 class _Way(NamedTuple):
@@ -125,16 +126,7 @@ _ways: WeakKeyDictionary[nn.Module, _Way | None] = WeakKeyDictionary()
 class _Block(nn.Module):
     """Base of the classes of fused blocks, which no module has by name."""
 
-    original: type[nn.Module]
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.training and not (kwargs or torch.compiler.is_compiling()):
-            way = _ways.get(self, _UNREAD)
-            if way is _UNREAD or (way is not None and not way.is_right()):
-                way = _read_again(self)
-            if way is not None and not any(way.hooks) and way.reading.takes(args):
-                return way.run(self, *args)
-        return super().forward(*args, **kwargs)
+    fused_from: type[nn.Module]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "training":
@@ -147,7 +139,7 @@ class _Block(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _, _, *state = super().__reduce_ex__(protocol)
-        return _new, (self.original,), *state
+        return _new, (self.fused_from,), *state
 
 
 _UNREAD: Any = object()
@@ -159,10 +151,27 @@ def _class(original: type[nn.Module]) -> type[_Block]:
         attributes = {
             "__doc__": f"{original.__qualname__} with ReLUs in its batch norms.",
             "__module__": __name__,
-            "original": original,
+            "forward": _forward(original.forward),
+            "fused_from": original,
         }
         _classes[original] = type(f"Fused{original.__name__}", (_Block, original), attributes)
     return _classes[original]
+
+
+def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward pass of a block's class; torch.fx and others see the original's arguments."""
+
+    @functools.wraps(original)
+    def forward(self: _Block, *args: Any, **kwargs: Any) -> Any:
+        if self.training and not kwargs and not torch.compiler.is_compiling():
+            way = _ways.get(self, _UNREAD)
+            if way is _UNREAD or (way is not None and not way.is_right()):
+                way = _read_again(self)
+            if way is not None and not any(way.hooks) and way.reading.takes(args):
+                return way.run(self, *args)
+        return original(self, *args, **kwargs)
+
+    return forward
 
 
 def _new(original: type[nn.Module]) -> nn.Module:
@@ -173,7 +182,7 @@ def _new(original: type[nn.Module]) -> nn.Module:
 
 def _read_again(block: _Block) -> _Way | None:
     try:
-        way, _, _ = _way(block, block.original)
+        way, _, _ = _way(block)
     except _reading.ReadingError:
         way = None
     _ways[block] = way
@@ -182,24 +191,20 @@ def _read_again(block: _Block) -> _Way | None:
 
 def _may_call_layers(module: nn.Module) -> bool:
     """Whether to read a module: if a child is, or ends in, a synchronized layer."""
-    cls = type(module)
+    cls = _reading.class_of(module)
     if isinstance(module, (Synchronized, nn.ModuleList, nn.ModuleDict)):
         return False
     if cls.__module__.startswith("torch.nn.") and cls is not nn.Sequential:
         return False
     reduces = {"__reduce__", "__reduce_ex__", "__deepcopy__", "__setattr__", "__delattr__"}
-    if not isinstance(module, _Block) and any(
-        getattr(cls, name, None) is not getattr(nn.Module, name, None) for name in reduces
-    ):
+    if any(getattr(cls, name, None) is not getattr(nn.Module, name, None) for name in reduces):
         return False
     return any(isinstance(_reading.last(child), SyncBatchNorm) for child in module.children())
 
 
-def _way(
-    block: nn.Module, original: type[nn.Module]
-) -> tuple[_Way | None, dict[str, str], dict[str, str]]:
+def _way(block: nn.Module) -> tuple[_Way | None, dict[str, str], dict[str, str]]:
     """The way through `block`, None if nothing is fused; layers that are, and that are not."""
-    reading = _reading.read(block, original, ends_in=SyncBatchNorm)
+    reading = _reading.read(block, ends_in=SyncBatchNorm)
     graph, modules = reading.graph, reading.modules
     ends: dict[str, str] = {}
     left: dict[str, str] = {}
