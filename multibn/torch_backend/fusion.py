@@ -11,7 +11,6 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
@@ -24,10 +23,18 @@ from multibn.torch_backend.modules import SyncBatchNorm, Synchronized, has_hooks
 
 
 class Fusion(NamedTuple):
-    """What `fuse_batch_norm_relu` has done: paths of synchronized layers."""
+    """What `fuse_batch_norm_relu` has done to each synchronized layer, by the layer's path.
 
-    fused: dict[str, str]  #: what the layer's pass ends in: "ReLU" or "addition and ReLU"
-    left: dict[str, str]  #: why the layer's pass stays as it was
+    Parameters
+    ----------
+    fused
+        What the layer's pass ends in: "ReLU" or "addition and ReLU".
+    left
+        Why the layer's pass stays as it was.
+    """
+
+    fused: dict[str, str]
+    left: dict[str, str]
 
 
 def fuse_batch_norm_relu(model: nn.Module) -> Fusion:
@@ -96,7 +103,7 @@ def fuse_batch_norm_relu(model: nn.Module) -> Fusion:
         if way is not None:
             fused |= {prefix + child: end for child, end in ends.items()}
             block.__class__ = _class(original)
-            _ways[block] = way
+            block.__dict__["_way"] = way
     return Fusion(fused, {path: why for path, why in left.items() if path not in fused})
 
 
@@ -105,6 +112,7 @@ def unfuse(model: nn.Module) -> None:
     for block in model.modules():
         if isinstance(block, _Block):
             block.__class__ = block.fused_from
+            block.__dict__.pop("_way", None)
 
 
 class _Way(NamedTuple):
@@ -118,31 +126,32 @@ class _Way(NamedTuple):
         return self.reading.is_right()
 
 
-# Not attributes of the blocks: a copy of a block has modules of its own, and needs its own way.
-# None for a block that has nothing to fuse any more.
-_ways: WeakKeyDictionary[nn.Module, _Way | None] = WeakKeyDictionary()
-
-
 class _Block(nn.Module):
     """Base of the classes of fused blocks, which no module has by name."""
 
     fused_from: type[nn.Module]
 
+    # In the instance's dictionary, but not in copies, whose modules are others: the way that was
+    # read last, None if nothing can be fused any more. Without an entry the block is to be read.
+    _way: _Way | None
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "training":
-            _ways.pop(self, None)
+            self.__dict__.pop("_way", None)
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        _ways.pop(self, None)
+        self.__dict__.pop("_way", None)
         super().__delattr__(name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _, _, *state = super().__reduce_ex__(protocol)
-        return _new, (self.fused_from,), *state
+        _, _, state, *others = super().__reduce_ex__(protocol)
+        if isinstance(state, dict):
+            state = {name: value for name, value in state.items() if name != "_way"}
+        return _new, (self.fused_from,), state, *others
 
 
-_UNREAD: Any = object()
+_UNREAD: Any = False
 _classes: dict[type[nn.Module], type[_Block]] = {}
 
 
@@ -163,10 +172,10 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def forward(self: _Block, *args: Any, **kwargs: Any) -> Any:
-        if self.training and not kwargs and not torch.compiler.is_compiling():
-            way = _ways.get(self, _UNREAD)
+        if self.training and not kwargs:
+            way = self.__dict__.get("_way", _UNREAD)
             if way is _UNREAD or (way is not None and not way.is_right()):
-                way = _read_again(self)
+                way = None if torch.compiler.is_compiling() else _read_again(self)
             if way is not None and not any(way.hooks) and way.reading.takes(args):
                 return way.run(self, *args)
         return original(self, *args, **kwargs)
@@ -185,7 +194,7 @@ def _read_again(block: _Block) -> _Way | None:
         way, _, _ = _way(block)
     except _reading.ReadingError:
         way = None
-    _ways[block] = way
+    block.__dict__["_way"] = way
     return way
 
 
