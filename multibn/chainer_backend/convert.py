@@ -31,6 +31,7 @@ _MULTI_NODE = {
     "_communication_backend",
     "weighting",
     "avg_var_convention",
+    "fuse_relu",
     "_initial_averages",
     "_single_node_class",
 }
@@ -120,7 +121,7 @@ def revert_mnbn_model(link: chainer.Link) -> chainer.Link:
     Warns
     -----
     UserWarning
-        As `create_mnbn_model`.
+        As `create_mnbn_model`; also for a link with `fuse_relu`.
 
     Examples
     --------
@@ -163,11 +164,13 @@ def _obstructed(link: chainer.Link, base: type, consequence: str) -> bool:
     cls = type(link)
     derived = itertools.takewhile(lambda other: other is not base, cls.__mro__)
     overridden = sorted({name for other in derived for name in vars(other)} - _HARMLESS)
-    if not overridden:
+    has_relu = base is MultiNodeBatchNormalization and link.fuse_relu
+    if not (overridden or has_relu):
         return False
+    lost = f"its class overrides {', '.join(overridden)}" if overridden else "it has a ReLU inside"
     warnings.warn(
-        f"{cls.__module__}.{cls.__qualname__} is copied as it is, {consequence}: its class "
-        f"overrides {', '.join(overridden)}, which would be lost.",
+        f"{cls.__module__}.{cls.__qualname__} is copied as it is, {consequence}: {lost}, which "
+        "would be lost.",
         stacklevel=4,
     )
     return True

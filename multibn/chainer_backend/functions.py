@@ -121,8 +121,12 @@ def normalize(
     axis: tuple[int, ...],
     mask: Array | None = None,
     running: Running | Pool | None = None,
+    residual: Any = None,
+    relu: bool = False,
 ) -> tuple[Variable, BatchStatistics]:
     """`x` normalized by the whole batch, and the statistics over `axis`; moves `running` in place.
+
+    `residual` is added to the output, and `relu` follows the addition, in the same pass.
 
     Collective, unless `multibn.recompute` replays the statistics or `forgetting.remembering`, which
     explains `owner`, remembers them. The backward pass is collective, too.
@@ -142,8 +146,10 @@ def normalize(
         has_gamma=gamma is not None,
         has_beta=beta is not None,
         running=running,
+        relu=relu,
+        has_residual=residual is not None,
     )
-    (y,) = function.apply([v for v in (x, gamma, beta) if v is not None])
+    (y,) = function.apply([v for v in (x, gamma, beta, residual) if v is not None])
     return y, function.batch
 
 
@@ -180,10 +186,11 @@ def check_input(
     asked: Asked,
     communicator: Communicator,
     /,
+    residual: Any = None,
 ) -> tuple[tuple[int, ...], Array | None]:
     """The axes to reduce, and the engine's mask.
 
-    Raises unless `x` is floating-point, its other axes are `channels`, and the mask fits.
+    Raises unless `x` is floating-point, its other axes are `channels`, and mask and residual fit.
     Collective only if it raises: then the other ranks raise, too. `channels=None` accepts any shape
     without 0. `axis=None` is Chainer's rule: the channel axes start at 1, all others are reduced.
     """
@@ -193,6 +200,8 @@ def check_input(
         axis = statistics.reduced_axes(ndim, range(1, 1 + num_channel_axes))
     try:
         _check(x, channels, axis)
+        if residual is not None:
+            _check_residual(residual, x)
         return axis, masks.checked(chainer.as_array(x), asked, axis=axis)
     except (TypeError, ValueError) as error:
         if channels is None and ndim > max(axis, default=0):
@@ -234,6 +243,18 @@ def _check(x: Any, channels: tuple[int, ...] | None, axis: tuple[int, ...]) -> N
         raise statistics.not_floating(x)
 
 
+def _check_residual(residual: Any, x: Any) -> None:
+    if not isinstance(residual, _arrays()):
+        raise TypeError(
+            f"`residual` must be a Variable or an array: got {type(residual).__qualname__}."
+        )
+    if (residual.shape, residual.dtype) != (x.shape, x.dtype):
+        raise ValueError(
+            f"`residual` must have the shape and dtype of the input, {x.shape} and {x.dtype}: got "
+            f"{residual.shape} and {residual.dtype}."
+        )
+
+
 class BatchNormalization(FunctionNode):
     """Normalization by `batch`. The gradient of x includes the one through the statistics.
 
@@ -255,16 +276,23 @@ class BatchNormalization(FunctionNode):
         has_gamma: bool,
         has_beta: bool,
         running: Running | Pool | None,
+        relu: bool,
+        has_residual: bool,
     ) -> None:
         super().__init__()
         self.communicator, self.eps, self.axis, self.mask = communicator, eps, axis, mask
         self.has_gamma, self.has_beta = has_gamma, has_beta
+        self.relu, self.has_residual = relu, has_residual
         self._owner, self._weighting, self._running = owner, weighting, running
 
     def forward(self, inputs: tuple[Array, ...]) -> tuple[Array]:
-        self.retain_inputs(tuple(range(len(inputs))))
+        self.retain_inputs(tuple(range(len(inputs) - self.has_residual)))
+        if self.relu:
+            self.retain_outputs((0,))
         x, gamma, beta = self.arguments(inputs)
-        i = Input(x, gamma, beta, self.eps, self.axis, running=self._running, mask=self.mask)
+        residual = inputs[-1] if self.has_residual else None
+        own = self.eps, self.axis, residual, self.relu, self._running, self.mask
+        i = Input(x, gamma, beta, *own)
         sharing = during(self.communicator, "forward", x.dtype)
         sharing = forgetting.remembering(sharing, owner=self._owner)
         ((y, self.batch),) = step.forward([i], sharing, weighting=self._weighting)
@@ -274,38 +302,43 @@ class BatchNormalization(FunctionNode):
     def arguments(self, inputs: Sequence[Any]) -> tuple[Any, Any, Any]:
         """x, gamma and beta among the inputs, None for those that the node lacks."""
         gamma = inputs[1] if self.has_gamma else None
-        return inputs[0], gamma, inputs[-1] if self.has_beta else None
+        return inputs[0], gamma, inputs[1 + self.has_gamma] if self.has_beta else None
 
     def backward(
         self, indexes: tuple[int, ...], grad_outputs: tuple[Variable]
     ) -> tuple[Variable, ...]:
         inputs = (*self.get_retained_inputs(), *grad_outputs)
+        y = chainer.as_array(self.get_retained_outputs()[0]) if self.relu else None
         if chainer.config.enable_backprop:  # enable_double_backprop=True
-            return _differentiable_gradients(self, *inputs)
-        gradients = _gradients(self, *map(chainer.as_array, inputs))
+            return _differentiable_gradients(self, y, *inputs)
+        gradients = _gradients(self, y, *map(chainer.as_array, inputs))
         return tuple(Variable(gradient, requires_grad=False) for gradient in gradients)
 
 
-def _gradients(node: BatchNormalization, *arrays: Array) -> list[Array]:
-    """Gradients of x, gamma and beta, those of the latter two only if the node has them."""
+def _gradients(node: BatchNormalization, y: Array | None, *arrays: Array) -> list[Array]:
+    """Gradients of x, gamma, beta and the residual, but for what the node lacks."""
     *retained, dy = arrays
     arguments = node.arguments(retained)
     if chainer.is_debug():
         counted = generic.masked(dy, node.mask)
         raise_for_nan_gradients(node.communicator, bool((counted != counted).any()))
-    ((dx, _, *parameters),) = step.backward(
-        [Gradient(dy, *arguments, node.batch, node.eps, node.axis, mask=node.mask)],
-        node.communicator,
-        means=True,
+    y = y if node.has_residual else None  # without a residual, `x` has the signs
+    about = node.batch, node.eps, node.axis, node.relu, y, node.mask
+    ((dx, dresidual, *parameters),) = step.backward(
+        [Gradient(dy, *arguments, *about)], node.communicator, means=True
     )
-    return [v for v in (dx, *parameters) if v is not None]
+    if node.has_residual and dresidual is None:
+        dresidual = generic.masked(dy, node.mask)
+    return [v for v in (dx, *parameters, dresidual) if v is not None]
 
 
 def _differentiable_gradients(
-    node: BatchNormalization, *variables: Variable
+    node: BatchNormalization, y: Array | None, *variables: Variable
 ) -> tuple[Variable, ...]:
     """`_gradients` from differentiable functions; computes the statistics again, from `x`."""
     *retained, dy = variables
+    dy = dy if y is None else where(y > 0, dy)
+    dresidual = dy if node.mask is None else where(node.mask, dy)
     x, gamma, _ = node.arguments(retained)
     axis, size = node.axis, node.communicator.size
     channels = statistics.channels(x, axis)
@@ -339,11 +372,12 @@ def _differentiable_gradients(
         gradients.append(F.cast(sum_dy_xhat / size, gamma.dtype))
     if node.has_beta:
         gradients.append(F.cast(sum_dy / size, node.inputs[-1].dtype))
+    gradients += [dresidual] if node.has_residual else []
     return (F.cast(dx * per_channel(scale), x.dtype), *gradients)
 
 
 def where(mask: Array, v: Variable, /) -> Variable:
-    """`v`, and 0 where the engine's mask is False."""
+    """`v`, and 0 where the mask, which broadcasts to `v`, is False."""
     xp = chainer.backend.get_array_module(mask)
     return F.where(xp.broadcast_to(mask, v.shape), v, xp.zeros(v.shape, v.dtype))
 

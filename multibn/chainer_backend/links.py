@@ -71,6 +71,9 @@ class MultiNodeBatchNormalization(chainer.Link):
     avg_var
         The variance in the persistent value of this name: `"unbiased_global"`, `"unbiased_local"`
         or `"biased"`, see `multibn.running_variance`.
+    fuse_relu
+        Whether the link ends in a ReLU; `link(x, residual=residual)` adds an array like `x` before
+        the ReLU, in the same pass.
 
     Attributes
     ----------
@@ -123,6 +126,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         conventions: Conventions | None = None,
         weighting: Weighting | None = None,
         avg_var: RunningVar | None = None,
+        fuse_relu: bool = False,
     ) -> None:
         super().__init__()
         if size is None and axis is None:
@@ -134,6 +138,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         self.weighting, self.avg_var_convention = _resolved(conventions, weighting, avg_var)
         self.decay = decay
         self.eps = eps
+        self.fuse_relu = fuse_relu
         self.axis = None if axis is None else functions.checked_axes(axis)
         self._highprec_dtype = _floating_dtype(dtype)
         self._initial_averages = (0, 0)  # `create_mnbn_model` sets those of a lazy link
@@ -171,7 +176,13 @@ class MultiNodeBatchNormalization(chainer.Link):
         _conversations.pop(self, None)
 
     def forward(
-        self, x: Any, finetune: bool = False, *, mask: Any = None, lengths: Any = None
+        self,
+        x: Any,
+        finetune: bool = False,
+        *,
+        residual: Any = None,
+        mask: Any = None,
+        lengths: Any = None,
     ) -> chainer.Variable:
         """Normalize `x`, a Variable or array of shape `(N, C, *spatial)`.
 
@@ -182,6 +193,9 @@ class MultiNodeBatchNormalization(chainer.Link):
         finetune
             In training, average the statistics cumulatively, all batches alike, instead of with
             `decay`: see `start_finetuning`.
+        residual
+            Variable or array of the shape and dtype of `x` that is added to the output, before the
+            ReLU of `fuse_relu=True`.
         mask
             Booleans of the shape of `x` without the channel axes, or one that broadcasts to it.
             Where the mask is False, elements take no part, whatever they hold; the output and the
@@ -196,12 +210,14 @@ class MultiNodeBatchNormalization(chainer.Link):
             As `multi_node_batch_normalization`; the last two in training only.
         """
         v = functions.standard_layout(x)
-        return functions.with_layout_of(x, self._forward(v, finetune, Asked(mask, lengths)))
+        added = functions.standard_layout(residual)
+        y = self._forward(v, finetune, added, Asked(mask, lengths))
+        return functions.with_layout_of(x, y)
 
-    def _forward(self, x: Any, finetune: bool, asked: Asked) -> chainer.Variable:
+    def _forward(self, x: Any, finetune: bool, residual: Any, asked: Asked) -> chainer.Variable:
         communicator = self.conversation if chainer.config.train else SingleProcess()
         channels = None if self.avg_mean is None else self.avg_mean.shape
-        axis, mask = functions.check_input(x, channels, self.axis, asked, communicator)
+        axis, mask = functions.check_input(x, channels, self.axis, asked, communicator, residual)
         if self.avg_mean is None:
             self._initialize(statistics.channels(x, axis))
         if not chainer.config.train:
@@ -209,6 +225,8 @@ class MultiNodeBatchNormalization(chainer.Link):
             y = F.fixed_batch_normalization(
                 x, *self._scale_and_shift(), self.avg_mean, self.avg_var, self.eps, axis
             )
+            y = y if residual is None else y + residual
+            y = F.relu(y) if self.fuse_relu else y
             return y if mask is None else functions.where(mask, y)
         running = self.running(finetune)
         y, _ = functions.normalize(
@@ -223,6 +241,8 @@ class MultiNodeBatchNormalization(chainer.Link):
             mask=mask,
             # F.forget sets Chainer's flag, `forgetting.forget` replays multibn's tapes.
             running=None if chainer.config.in_recomputing else running,
+            residual=residual,
+            relu=self.fuse_relu,
         )
         self.count(running)
         return y

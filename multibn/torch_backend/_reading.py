@@ -5,6 +5,7 @@ runs, and silently leaves out contexts, checkpoints, random numbers and changed 
 pass runs on a stand-in for one module, and whatever the graph could not repeat is an error.
 """
 
+import copy
 import operator
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,8 @@ from torch import Tensor, fx, nn
 from torch.fx.proxy import GraphAppendingTracer
 
 from multibn.torch_backend.modules import has_hooks
+
+_COLLECTIONS = (list, dict, set)
 
 
 class ReadingError(Exception):
@@ -42,8 +45,8 @@ class Reading(NamedTuple):
         return len(args) == self.num_args and all(isinstance(a, kinds) for a in args)
 
 
-def read(module: nn.Module, cls: type[nn.Module], /, *, ends_in: type[nn.Module]) -> Reading:
-    """Run the forward pass that `cls` gives to `module`, with `module.training` True.
+def read(module: nn.Module, /, *, ends_in: type[nn.Module]) -> Reading:
+    """Run the forward pass of `class_of(module)`, with `module.training` True.
 
     An nn.Sequential that ends in a module of class `ends_in` is gone into; other children are not.
 
@@ -53,6 +56,7 @@ def read(module: nn.Module, cls: type[nn.Module], /, *, ends_in: type[nn.Module]
         If the pass depends on numbers, types or random numbers, changes attributes, or sets a
         context such as torch.no_grad.
     """
+    cls = class_of(module)
     names = getattr(cls.forward, "__code__", (lambda: None).__code__).co_names
     asks_types = "isinstance" in names
     if asks_types and {"list", "tuple"} & {*names}:
@@ -66,7 +70,10 @@ def read(module: nn.Module, cls: type[nn.Module], /, *, ends_in: type[nn.Module]
         raise ReadingError("it has an input that must be passed by keyword")
     twin: Any = object.__new__(cls)
     twin.__dict__ |= {
-        **module.__dict__,
+        name: copy.copy(value) if type(value) in _COLLECTIONS else value
+        for name, value in module.__dict__.items()
+    }
+    twin.__dict__ |= {
         "training": True,
         "_modules": {
             name: child if child is None else _Child(child, name, tracer)
@@ -97,16 +104,26 @@ def read(module: nn.Module, cls: type[nn.Module], /, *, ends_in: type[nn.Module]
 
 def last(module: nn.Module) -> nn.Module:
     """The module that gives the output of an nn.Sequential, through any number of these."""
-    while type(module).forward is nn.Sequential.forward and len(module._modules):
+    while _is_sequence(module) and module._modules:
         module = next(m for m in reversed(module._modules.values()))
     return module
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class of `module`, or that before `fuse_batch_norm_relu`."""
+    cls: type[nn.Module] = getattr(type(module), "fused_from", type(module))
+    return cls
+
+
+def _is_sequence(module: nn.Module) -> bool:
+    return class_of(module).forward is nn.Sequential.forward and "forward" not in vars(module)
 
 
 def _sizes(module: nn.Module) -> dict[str, Any]:
     """What changes with an attribute: identities, lengths of lists, and versions of tensors."""
     sizes: dict[str, Any] = {}
     for name, value in (module.__dict__ | module._parameters | module._buffers).items():
-        length = len(value) if isinstance(value, (list, dict, set)) else None
+        length = len(value) if type(value) in _COLLECTIONS else None
         sizes[name] = id(value), length, getattr(value, "_version", None)
     return sizes
 
@@ -181,8 +198,7 @@ class _Tracer(GraphAppendingTracer):
         if plain and type(module) is nn.Identity:
             self.passed.append(module)
             return args[0]
-        is_sequence = plain and type(module).forward is nn.Sequential.forward
-        if is_sequence and isinstance(last(module), self.ends_in):
+        if plain and _is_sequence(module) and isinstance(last(module), self.ends_in):
             self.passed.append(module)
             (y,) = args
             for name, child in module._modules.items():

@@ -174,12 +174,13 @@ class _SyncBatchNorm(torch.autograd.Function):
             else:
                 rank_weight, count = masks.share(mask, weighting, axis=axis)
                 payload = generic.begin_forward(x, rank_weight, count, axis=axis, mask=mask)
-            with _once():
+            with _marked(CheckpointPolicy.MUST_SAVE):
                 summed = torch.ops.multibn.allreduce(payload, "forward", *ctx.about)
-            options = {**ctx.options, "residual": residual, "mask": mask}
+            options = {"eps": eps, "axis": axis, "residual": residual, "mask": mask}
             y, *batch, _ = generic.finish_forward(
                 summed, x, weight, bias, rank_weight, count, **options
             )
+            y = y.relu() if relu else y  # a comparison would be a Boolean array on CPU
         has_residual = relu and residual is not None
         ctx.save_for_backward(x, weight, bias, mask, y if has_residual else None, *batch)
         ctx.mark_non_differentiable(*batch)
@@ -192,11 +193,16 @@ class _SyncBatchNorm(torch.autograd.Function):
         about = dy, x, mean, var, weight, bias
         options = {**ctx.options, "y": y, "mask": mask}
         dx = dresidual = None
+        here = CheckpointPolicy.PREFER_RECOMPUTE
         with without_autocast(x):
-            payload, dweight, dbias = generic.begin_backward(*about, **options)
+            with _marked(here):
+                payload, dweight, dbias = generic.begin_backward(*about, **options)
             if ctx.needs_input_grad[0]:
                 summed = torch.ops.multibn.allreduce(payload, "backward", *ctx.about)
-                dx, dresidual = generic.finish_backward(summed, *about, element_weight, **options)
+                with _marked(here):
+                    dx, dresidual = generic.finish_backward(
+                        summed, *about, element_weight, **options
+                    )
             elif y is not None:
                 dresidual = generic.rectified(dy, y)
         if dresidual is None and ctx.needs_input_grad[5]:
@@ -205,10 +211,13 @@ class _SyncBatchNorm(torch.autograd.Function):
 
 
 @contextmanager
-def _once() -> Iterator[None]:
-    """Context whose operations a checkpoint that is compiled does not repeat in the backward pass.
+def _marked(policy: CheckpointPolicy) -> Iterator[None]:
+    """Context whose operations run in the pass that `policy` says, once the graph is in two.
 
-    torch marks all operations of a checkpoint to be repeated, and cannot repeat effects.
+    With MUST_SAVE in the forward pass only: torch marks all operations of a checkpoint to be
+    repeated in the backward pass, and cannot repeat effects. With PREFER_RECOMPUTE in the backward
+    pass: the compiler would otherwise take a comparison for a ReLU into the forward pass, and write
+    the Boolean result, element by element.
     """
     mode: Any = get_proxy_mode()
     before = 0 if mode is None else len(mode.tracer.graph.nodes)
@@ -216,7 +225,7 @@ def _once() -> Iterator[None]:
     if mode is not None:
         nodes = mode.tracer.graph.nodes
         for node in islice(reversed(nodes), len(nodes) - before):
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            node.meta["recompute"] = policy
 
 
 def _moments(x: Tensor, axis: tuple[int, ...]) -> tuple[Tensor, Tensor]:

@@ -7,10 +7,10 @@ takes the graph's way in training. Layers and ReLU modules stay as they are, so 
 caller, evaluation and a block with hooks have the forward pass of before.
 """
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
@@ -23,10 +23,18 @@ from multibn.torch_backend.modules import SyncBatchNorm, Synchronized, has_hooks
 
 
 class Fusion(NamedTuple):
-    """What `fuse_batch_norm_relu` has done: paths of synchronized layers."""
+    """What `fuse_batch_norm_relu` has done to each synchronized layer, by the layer's path.
 
-    fused: dict[str, str]  #: what the layer's pass ends in: "ReLU" or "addition and ReLU"
-    left: dict[str, str]  #: why the layer's pass stays as it was
+    Parameters
+    ----------
+    fused
+        What the layer's pass ends in: "ReLU" or "addition and ReLU".
+    left
+        Why the layer's pass stays as it was.
+    """
+
+    fused: dict[str, str]
+    left: dict[str, str]
 
 
 def fuse_batch_norm_relu(model: nn.Module) -> Fusion:
@@ -80,9 +88,9 @@ def fuse_batch_norm_relu(model: nn.Module) -> Fusion:
         if not _may_call_layers(block):
             continue
         prefix = f"{path}." if path else ""
-        original = type(block).original if isinstance(block, _Block) else type(block)
+        original = _reading.class_of(block)
         try:
-            way, ends, others = _way(block, original)
+            way, ends, others = _way(block)
         except _reading.ReadingError as error:
             name = path or "the model"
             left |= {
@@ -95,7 +103,7 @@ def fuse_batch_norm_relu(model: nn.Module) -> Fusion:
         if way is not None:
             fused |= {prefix + child: end for child, end in ends.items()}
             block.__class__ = _class(original)
-            _ways[block] = way
+            block.__dict__["_way"] = way
     return Fusion(fused, {path: why for path, why in left.items() if path not in fused})
 
 
@@ -103,7 +111,8 @@ def unfuse(model: nn.Module) -> None:
     """Give the blocks of `fuse_batch_norm_relu` their classes back."""
     for block in model.modules():
         if isinstance(block, _Block):
-            block.__class__ = type(block).original
+            block.__class__ = block.fused_from
+            block.__dict__.pop("_way", None)
 
 
 class _Way(NamedTuple):
@@ -117,40 +126,32 @@ class _Way(NamedTuple):
         return self.reading.is_right()
 
 
-# Not attributes of the blocks: a copy of a block has modules of its own, and needs its own way.
-# None for a block that has nothing to fuse any more.
-_ways: WeakKeyDictionary[nn.Module, _Way | None] = WeakKeyDictionary()
-
-
 class _Block(nn.Module):
     """Base of the classes of fused blocks, which no module has by name."""
 
-    original: type[nn.Module]
+    fused_from: type[nn.Module]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.training and not (kwargs or torch.compiler.is_compiling()):
-            way = _ways.get(self, _UNREAD)
-            if way is _UNREAD or (way is not None and not way.is_right()):
-                way = _read_again(self)
-            if way is not None and not any(way.hooks) and way.reading.takes(args):
-                return way.run(self, *args)
-        return super().forward(*args, **kwargs)
+    # In the instance's dictionary, but not in copies, whose modules are others: the way that was
+    # read last, None if nothing can be fused any more. Without an entry the block is to be read.
+    _way: _Way | None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "training":
-            _ways.pop(self, None)
+            self.__dict__.pop("_way", None)
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        _ways.pop(self, None)
+        self.__dict__.pop("_way", None)
         super().__delattr__(name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _, _, *state = super().__reduce_ex__(protocol)
-        return _new, (self.original,), *state
+        _, _, state, *others = super().__reduce_ex__(protocol)
+        if isinstance(state, dict):
+            state = {name: value for name, value in state.items() if name != "_way"}
+        return _new, (self.fused_from,), state, *others
 
 
-_UNREAD: Any = object()
+_UNREAD: Any = False
 _classes: dict[type[nn.Module], type[_Block]] = {}
 
 
@@ -159,10 +160,27 @@ def _class(original: type[nn.Module]) -> type[_Block]:
         attributes = {
             "__doc__": f"{original.__qualname__} with ReLUs in its batch norms.",
             "__module__": __name__,
-            "original": original,
+            "forward": _forward(original.forward),
+            "fused_from": original,
         }
         _classes[original] = type(f"Fused{original.__name__}", (_Block, original), attributes)
     return _classes[original]
+
+
+def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward pass of a block's class; torch.fx and others see the original's arguments."""
+
+    @functools.wraps(original)
+    def forward(self: _Block, *args: Any, **kwargs: Any) -> Any:
+        if self.training and not kwargs:
+            way = self.__dict__.get("_way", _UNREAD)
+            if way is _UNREAD or (way is not None and not way.is_right()):
+                way = None if torch.compiler.is_compiling() else _read_again(self)
+            if way is not None and not any(way.hooks) and way.reading.takes(args):
+                return way.run(self, *args)
+        return original(self, *args, **kwargs)
+
+    return forward
 
 
 def _new(original: type[nn.Module]) -> nn.Module:
@@ -173,33 +191,29 @@ def _new(original: type[nn.Module]) -> nn.Module:
 
 def _read_again(block: _Block) -> _Way | None:
     try:
-        way, _, _ = _way(block, block.original)
+        way, _, _ = _way(block)
     except _reading.ReadingError:
         way = None
-    _ways[block] = way
+    block.__dict__["_way"] = way
     return way
 
 
 def _may_call_layers(module: nn.Module) -> bool:
     """Whether to read a module: if a child is, or ends in, a synchronized layer."""
-    cls = type(module)
+    cls = _reading.class_of(module)
     if isinstance(module, (Synchronized, nn.ModuleList, nn.ModuleDict)):
         return False
     if cls.__module__.startswith("torch.nn.") and cls is not nn.Sequential:
         return False
     reduces = {"__reduce__", "__reduce_ex__", "__deepcopy__", "__setattr__", "__delattr__"}
-    if not isinstance(module, _Block) and any(
-        getattr(cls, name, None) is not getattr(nn.Module, name, None) for name in reduces
-    ):
+    if any(getattr(cls, name, None) is not getattr(nn.Module, name, None) for name in reduces):
         return False
     return any(isinstance(_reading.last(child), SyncBatchNorm) for child in module.children())
 
 
-def _way(
-    block: nn.Module, original: type[nn.Module]
-) -> tuple[_Way | None, dict[str, str], dict[str, str]]:
+def _way(block: nn.Module) -> tuple[_Way | None, dict[str, str], dict[str, str]]:
     """The way through `block`, None if nothing is fused; layers that are, and that are not."""
-    reading = _reading.read(block, original, ends_in=SyncBatchNorm)
+    reading = _reading.read(block, ends_in=SyncBatchNorm)
     graph, modules = reading.graph, reading.modules
     ends: dict[str, str] = {}
     left: dict[str, str] = {}
