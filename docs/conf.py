@@ -1,8 +1,12 @@
 """The documentation site. `make docs` writes the site to out/site; any warning fails the build."""
 
+import importlib
+from typing import Any
+
 # Before any other file imports Chainer: the package makes Chainer importable.
 import multibn.chainer_backend  # noqa: F401
 from multibn import __version__
+from tests.helpers import examples
 
 project = "multibn"
 author = "the multibn authors"
@@ -41,3 +45,16 @@ html_theme_options = {
     "footer_end": [],
 }
 html_show_sourcelink = False
+
+
+def _describe_type(
+    app: Any, what: str, name: str, value: object, options: Any, lines: list[str]
+) -> None:
+    """A type alias has no docstring of its own: its text is below its assignment."""
+    if what == "data":
+        module, _, alias = name.rpartition(".")
+        lines[:] = examples.docstring(importlib.import_module(module), alias).splitlines()
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", _describe_type, priority=100)  # before numpydoc
