@@ -36,6 +36,7 @@ numpydoc_show_class_members = False
 numpydoc_validation_checks = {"GL06", "GL07", "GL08", "PR02", "SS01"}
 
 html_theme = "pydata_sphinx_theme"
+html_static_path, html_css_files = ["static"], ["site.css"]
 html_title = f"multibn {version}"
 html_theme_options = {
     "navbar_align": "left",
