@@ -23,10 +23,26 @@ from multibn.torch_backend.modules import SyncBatchNorm, Synchronized, has_hooks
 
 
 class Fusion(NamedTuple):
-    """What `fuse_batch_norm_relu` has done: paths of synchronized layers."""
+    """What `fuse_batch_norm_relu` has done to each synchronized layer, by the layer's path.
 
-    fused: dict[str, str]  #: what the layer's pass ends in: "ReLU" or "addition and ReLU"
-    left: dict[str, str]  #: why the layer's pass stays as it was
+    Parameters
+    ----------
+    fused
+        What the layer's pass ends in: "ReLU" or "addition and ReLU".
+    left
+        Why the layer's pass stays as it was.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from multibn.torch_backend import SyncBatchNorm, fuse_batch_norm_relu
+    >>> fusion = fuse_batch_norm_relu(nn.Sequential(SyncBatchNorm(8), nn.ReLU(), SyncBatchNorm(8)))
+    >>> list(fusion.fused), list(fusion.left)
+    (['0'], ['2'])
+    """
+
+    fused: dict[str, str]
+    left: dict[str, str]
 
 
 def fuse_batch_norm_relu(model: nn.Module) -> Fusion:
