@@ -1,8 +1,12 @@
 """The documentation site. `make docs` writes the site to out/site; any warning fails the build."""
 
+import importlib
+from typing import Any
+
 # Before any other file imports Chainer: the package makes Chainer importable.
 import multibn.chainer_backend  # noqa: F401
 from multibn import __version__
+from tests.helpers import examples
 
 project = "multibn"
 author = "the multibn authors"
@@ -32,6 +36,7 @@ numpydoc_show_class_members = False
 numpydoc_validation_checks = {"GL06", "GL07", "GL08", "PR02", "SS01"}
 
 html_theme = "pydata_sphinx_theme"
+html_static_path, html_css_files = ["static"], ["site.css"]
 html_title = f"multibn {version}"
 html_theme_options = {
     "navbar_align": "left",
@@ -41,3 +46,16 @@ html_theme_options = {
     "footer_end": [],
 }
 html_show_sourcelink = False
+
+
+def _describe_type(
+    app: Any, what: str, name: str, value: object, options: Any, lines: list[str]
+) -> None:
+    """A type alias has no docstring of its own: its text is below its assignment."""
+    if what == "data":
+        module, _, alias = name.rpartition(".")
+        lines[:] = examples.docstring(importlib.import_module(module), alias).splitlines()
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", _describe_type, priority=100)  # before numpydoc

@@ -187,8 +187,7 @@ def normalize(
     relu: bool = False,
 ) -> Array:
     """As `generic.normalize`."""
-    mean, var, *parameters = statistics
-    o = _operands(axis, (x, residual), None, (mean, var), parameters)
+    o = _operands(axis, (x, residual), None, statistics[:2], statistics[2:])
     if o is None:
         on: Any = {"residual": residual, "relu": relu}
         return generic.normalize(x, *statistics, eps=eps, axis=axis, **on)

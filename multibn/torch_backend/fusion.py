@@ -31,6 +31,14 @@ class Fusion(NamedTuple):
         What the layer's pass ends in: "ReLU" or "addition and ReLU".
     left
         Why the layer's pass stays as it was.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from multibn.torch_backend import SyncBatchNorm, fuse_batch_norm_relu
+    >>> fusion = fuse_batch_norm_relu(nn.Sequential(SyncBatchNorm(8), nn.ReLU(), SyncBatchNorm(8)))
+    >>> list(fusion.fused), list(fusion.left)
+    (['0'], ['2'])
     """
 
     fused: dict[str, str]
