@@ -61,7 +61,8 @@ def forward(
         In torch.export: the program would hold the communicator of this process.
     """
     compiling = torch.compiler.is_compiling()
-    if compiling and _is_exporting():
+    # Not is_exporting(): the compiler of torch 2.11 takes that for true in torch.compile as well.
+    if compiling and getattr(torch.compiler, "_is_exporting_flag", False):
         raise RuntimeError(
             "torch.export cannot export layers that share statistics in training: the program "
             "would need the processes of this run. Call model.eval() first, or export a copy of "
@@ -98,10 +99,6 @@ def mask_of(
         return None if asked is None else masks.checked(x, asked, axis=axis)
     mask: Tensor = torch.ops.multibn.mask(x, *asked, num_channels, axis, id(communicator))
     return mask
-
-
-# torch 2.6 has no such function.
-_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
 def _forward(

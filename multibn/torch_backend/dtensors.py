@@ -25,7 +25,7 @@ def among(tensors: Iterable[Any], /) -> bool:
     """Whether one of `tensors` is a DTensor."""
     # A program without DTensors need not import their module, which takes a second.
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and module.DTensor in map(type, tensors)
+    return module is not None and module.DTensor in [type(t) for t in tensors]
 
 
 def among_inputs(inputs: Iterable[Input], /) -> bool:

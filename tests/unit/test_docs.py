@@ -101,7 +101,7 @@ def test_python_blocks_are_python_and_import_what_exists(page: str) -> None:
             if "chainer" in str(node.module):
                 require.need("chainer")
             elif "backend" in str(node.module):
-                require.need("torch")
+                require.need("torch", *MODULES.get(str(node.module), ((), ()))[1])
             module = _import(str(node.module))
             for alias in node.names:
                 assert hasattr(module, alias.name), f"{page}: {node.module} has no {alias.name}"

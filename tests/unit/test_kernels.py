@@ -163,6 +163,8 @@ def test_memory_format_is_kept(kernels: Any) -> None:
 
 def test_a_device_without_float64_uses_the_host() -> None:
     strict = pytest.importorskip("array_api_strict")
+    if np.lib.NumpyVersion(np.__version__) < "2.0.0":
+        pytest.skip("array-api-strict moves arrays between devices with NumPy 2 only")
     device = strict.Device("no_float64")
     data = np.random.default_rng(0).normal(1000, 1, (8, 3, 4, 4)).astype("float32")
     x = strict.asarray(data, device=device)
