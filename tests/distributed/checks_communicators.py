@@ -147,8 +147,8 @@ def check_which_line_is_opened(world: Communicator) -> None:
             line = communicator.lines._open[0]._chosen
             kinds.append(type(getattr(line, "_line", line)).__name__)
     alone = world.rank == 2 and world.size == 3
-    shared = "_SharedLine" if world.size == 2 else "_LineOverMachines"
-    assert kinds == ["_SharedLine", "_TCPLine", "_TCPLine" if alone else shared]
+    shared = "SharedLine" if world.size == 2 else "LineOverMachines"
+    assert kinds == ["SharedLine", "_TCPLine", "_TCPLine" if alone else shared]
 
 
 def _of_another_backend(size: int) -> Any:
