@@ -76,14 +76,23 @@ static int addresses(PyObject *const *arguments, Py_ssize_t given, void **where,
     return 1;
 }
 
+/* The first two of `all` arguments. */
+static gate *gate_and_goal(PyObject *const *arguments, Py_ssize_t given, Py_ssize_t all,
+                           uint32_t *goal) {
+    void *where[1];
+    if (!addresses(arguments, given, where, 1, all))
+        return NULL;
+    *goal = (uint32_t)PyLong_AsUnsignedLongMask(arguments[1]);
+    return where[0];
+}
+
 /* arrive(gate, goal, to, source, nbytes): copy bytes, and count as arrived. The rank whose arrival
    reaches the goal wakes those that sleep. */
 static PyObject *py_arrive(PyObject *self, PyObject *const *arguments, Py_ssize_t given) {
-    void *where[1];
-    if (!addresses(arguments, given, where, 1, 5))
+    uint32_t goal;
+    gate *g = gate_and_goal(arguments, given, 5, &goal);
+    if (g == NULL)
         return NULL;
-    gate *g = where[0];
-    uint32_t goal = (uint32_t)PyLong_AsUnsignedLongMask(arguments[1]);
     void *to = PyLong_AsVoidPtr(arguments[2]), *source = PyLong_AsVoidPtr(arguments[3]);
     size_t nbytes = PyLong_AsSize_t(arguments[4]);
     if (PyErr_Occurred())
@@ -99,11 +108,10 @@ static PyObject *py_arrive(PyObject *self, PyObject *const *arguments, Py_ssize_
 /* wait(gate, goal, seconds, yielding): whether so many have arrived within that time. In the first
    `yielding` seconds the rank keeps its core, and only offers it to others. */
 static PyObject *py_wait(PyObject *self, PyObject *const *arguments, Py_ssize_t given) {
-    void *where[1];
-    if (!addresses(arguments, given, where, 1, 4))
+    uint32_t goal;
+    gate *g = gate_and_goal(arguments, given, 4, &goal);
+    if (g == NULL)
         return NULL;
-    gate *g = where[0];
-    uint32_t goal = (uint32_t)PyLong_AsUnsignedLongMask(arguments[1]);
     double seconds = PyFloat_AsDouble(arguments[2]), yielding = PyFloat_AsDouble(arguments[3]);
     if (PyErr_Occurred())
         return NULL;

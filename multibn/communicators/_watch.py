@@ -10,9 +10,12 @@ import json
 import os
 import sys
 import time
+import zlib
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
+from weakref import WeakSet
 
 from multibn._environment import process_state, this_machine
 from multibn._typing import check_number
@@ -37,6 +40,7 @@ class Notice(NamedTuple):
     completed: int  # how many collectives the rank has completed
     place: str  # where the rank waits, equal on ranks that will meet
     text: str  # the place for people, or what went wrong
+    counts: dict[str, int] = {}  # of a rank that waits: `completed` of each of its groups
 
     def encode(self) -> bytes:
         return json.dumps(self).encode()
@@ -89,12 +93,18 @@ class Watch:
         self.failure: str | None = None
         self._launcher = _launcher()
         self._peers: list[tuple[str, int]] = []  # machine and pid of each rank
+        self._key = ""  # the group's, equal on its ranks
         self._last: object = "the start"  # str() gives the text
         self._last_at = time.monotonic()
 
     def introduce(self, allgather: Callable[[Any], list[Any]]) -> None:
         """Learn every rank's machine and pid. Collective."""
-        self._peers = allgather((this_machine(), os.getpid()))
+        self._peers = [(machine, pid) for machine, pid in allgather((this_machine(), os.getpid()))]
+        # The ranks of several groups meet in these in the same order.
+        members = zlib.crc32(repr(self._peers).encode())
+        self._key = f"{members} {_introduced[members]}"
+        _introduced[members] += 1
+        _watches.add(self)
 
     def wait(self, begin: Callable[[], Done], place: str, text: object, timeout: float) -> None:
         """Begin a collective, and return when it is done.
@@ -144,7 +154,9 @@ class Watch:
 
     def _publish(self, state: str, place: str, text: str) -> None:
         if self.board is not None:
-            self.board.publish(Notice(state, self.completed, place, text))
+            waits = _watches if state == "waits" else ()
+            counts = {watch._key: watch.completed for watch in list(waits)}
+            self.board.publish(Notice(state, self.completed, place, text, counts))
 
     def _wait_long(self, done: Done, place: str, text: str, timeout: float) -> None:
         deadline = time.monotonic() + max(timeout - PATIENCE, 0.0)
@@ -191,7 +203,31 @@ class Watch:
                 f"the ranks are in different places: rank {self.rank} is in {text}; {others}. All "
                 "ranks must run the same layers in the same order, in training or not.",
             )
+        self._check_other_groups(text, notices)
         return notices
+
+    def _check_other_groups(self, text: str, notices: dict[int, Notice]) -> None:
+        """Raise if this rank waits here for one that waits for this rank in another group."""
+        for other in list(_watches):
+            if other is self or other.failure is not None:
+                continue
+            for member, notice in other._notices().items():
+                # In no thread of its process has that rank completed the collective of this group.
+                peer, completed = other._peers[member], notice.counts.get(self._key)
+                if completed != self.completed or peer == self._peers[self.rank]:
+                    continue
+                rank = self._peers.index(peer)
+                if rank in notices:
+                    continue
+                message = (
+                    f"the ranks are in different places: rank {self.rank} is in {text}, and waits "
+                    f"for rank {rank} of {self.size}; rank {rank} is in {notice.text}, and waits "
+                    f"for rank {self.rank} in another group, of {other.size} ranks. All ranks must "
+                    "use the same groups, and run the same layers, in the same order."
+                )
+                other.failure = message  # the message of that rank stays under way
+                other._publish("failed", "", message)
+                self._fail(RuntimeError, message)
 
     def _miss(self, notices: dict[int, Notice], text: str, timeout: float) -> NoReturn:
         absent = [r for r in range(self.size) if r != self.rank and r not in notices]
@@ -248,6 +284,10 @@ class Watch:
         if machine != this_machine() or not Path("/proc/self/stat").exists():
             return "is on another machine" if self._peers else "is not known"
         return {"T": "is stopped", "": "has ended"}.get(process_state(pid), "is running")
+
+
+_watches: WeakSet[Watch] = WeakSet()  # whose ranks know each other
+_introduced: Counter[int] = Counter()  # groups, by a fingerprint of their members
 
 
 def fail(kind: type[Exception], message: str) -> NoReturn:

@@ -147,8 +147,8 @@ def check_which_line_is_opened(world: Communicator) -> None:
             line = communicator.lines._open[0]._chosen
             kinds.append(type(getattr(line, "_line", line)).__name__)
     alone = world.rank == 2 and world.size == 3
-    shared = "_SharedLine" if world.size == 2 else "_LineOverMachines"
-    assert kinds == ["_SharedLine", "_TCPLine", "_TCPLine" if alone else shared]
+    shared = "SharedLine" if world.size == 2 else "LineOverMachines"
+    assert kinds == ["SharedLine", "_TCPLine", "_TCPLine" if alone else shared]
 
 
 def _of_another_backend(size: int) -> Any:
@@ -237,7 +237,7 @@ def check_native_objects_are_recognised(world: Communicator) -> None:
         assert communicator.allreduce(ones)[0] == world.size
 
 
-def _fresh(world: Communicator) -> Any:
+def fresh(world: Communicator) -> Any:
     """A communicator of the same ranks that has communicated nothing yet."""
     if _under_torchrun(world):
         import torch.distributed as dist
@@ -259,7 +259,7 @@ def _resources() -> tuple[int, int]:
 
 def check_lines_do_not_grow_with_the_model(world: Communicator) -> None:
     """20 widths; a step of each of them is exact."""
-    communicator = _fresh(world)
+    communicator = fresh(world)
     _phase(communicator, "first").allreduce(np.ones(6))
     before = _resources()
     for C in range(3, 403, 20):
@@ -278,7 +278,7 @@ def check_what_the_user_destroys_is_let_go(world: Communicator) -> None:
         return  # the same code for any number of ranks
     counts = []
     for _ in range(6):
-        communicator = _fresh(world)
+        communicator = fresh(world)
         for C in (8, 100):
             _phase(communicator, f"bn{C}").allreduce(np.ones(2 * C + 2))
         lines = communicator.lines
@@ -305,7 +305,7 @@ def check_a_destroyed_group_is_named(world: Communicator) -> None:
         return
     import torch.distributed as dist
 
-    communicator = _fresh(world)
+    communicator = fresh(world)
     communicator.allreduce(np.ones(1))
     dist.destroy_process_group(communicator.group)
     with pytest.raises(
@@ -320,7 +320,7 @@ def check_a_rank_that_lets_go_is_missed(world: Communicator) -> None:
         return
     import torch.distributed as dist
 
-    communicator = _fresh(world)
+    communicator = fresh(world)
     communicator.allreduce(np.ones(1))
     lines, said = communicator.lines, ""
     if world.rank == 1:
@@ -342,7 +342,7 @@ def check_unlike_arrays_are_refused(world: Communicator) -> None:
     if not _under_torchrun(world) or world.size == 1:
         return
     for mine in (np.ones(3 + world.rank), np.ones(3, np.float32 if world.rank else np.float64)):
-        communicator = _fresh(world)
+        communicator = fresh(world)
         said = ""
         try:
             communicator.allreduce(mine)
@@ -358,7 +358,7 @@ def check_unlike_widths(world: Communicator) -> None:
     """Their messages may meet in a line; the fingerprints keep them apart."""
     if world.size == 1:
         return
-    communicator = _fresh(world)
+    communicator = fresh(world)
     narrow, wide = _phase(communicator, "narrow"), _phase(communicator, "wide")
     one, other = _phase(communicator, "bn"), _phase(communicator, "bn")  # of two models
     for _ in range(2):

@@ -30,6 +30,7 @@ from multibn.torch_backend import (
     get_norm,
     revert_sync_batchnorm,
 )
+from tests.distributed.checks_communicators import fresh
 from tests.helpers import conformance, launch, reference
 from tests.helpers.ranks import CountingCommunicator
 from tests.helpers.reference import relative_error
@@ -471,6 +472,35 @@ def check_lists_that_do_not_fit(world: Communicator) -> None:
         else:
             with pytest.raises(ValueError, match=outside):
                 first.allreduce(torch.ones(1))
+
+
+def check_ranks_that_wait_for_each_other_in_different_groups(world: Communicator) -> None:
+    """One list on both ranks, and then another one on one of them: no deadline is awaited."""
+    if world.size != 2:
+        return
+    parent: Any = fresh(world)
+    parent.timeout = 10.0
+    both = Group(parent, [1, 0])
+    for _ in range(2):
+        both.allreduce(np.ones(1))
+    group = both if world.rank == 0 else Group(parent, [1])
+    said = ""
+    try:
+        group.allreduce(np.ones(1))
+    except (RuntimeError, TimeoutError) as error:
+        said = str(error)
+    for communicator in (parent, both.resolve()):
+        communicator.lines.abandon()
+    world.allreduce(np.ones(1))
+    # Ranks are numbered as in the group of the rank that looks first, which tells the other one.
+    is_in, waits = r"rank \d is in a sum of {} numbers of shape \(.*\), ", r"and waits for rank \d "
+    places = [is_in.format(dtype) for dtype in ("float64", "int64")]
+    for one, other in (places, places[::-1]):
+        if re.search(
+            f"different places: {one}{waits}of 2; {other}{waits}in another group, of 2", said
+        ):
+            return
+    raise AssertionError(said)
 
 
 def check_bad_input_on_one_rank_is_an_error_in_its_group(world: Communicator) -> None:

@@ -217,4 +217,4 @@ def test_two_machines_with_two_ranks_each(tmp_path: Path, monkeypatch: pytest.Mo
     sums = [line for output in said for line in output.splitlines() if line.startswith("sum ")]
     assert len(sums) == 4, said
     assert len(set(sums)) == 1, sums
-    assert sums[0].endswith(" _LineOverMachines")
+    assert sums[0].endswith(" LineOverMachines")

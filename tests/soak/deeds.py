@@ -53,7 +53,7 @@ def hold(deed: Callable[[Communicator], object], world: Communicator, seconds: f
     befores, afters, growths = zip(*all_ranks, strict=True)
     growth = [f"rank {rank}, {deed.__name__}: {text}" for rank, text in enumerate(growths) if text]
     most = [[max(column) for column in zip(*rows, strict=True)] for rows in (befores, afters)]
-    return Row(deed.__name__, turns, *most, growth)
+    return Row(deed.__name__, turns, most[0], most[1], growth)
 
 
 def steps(world: Communicator) -> None:

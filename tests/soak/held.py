@@ -5,7 +5,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from multibn.communicators._lines import Lines
 
@@ -20,7 +20,7 @@ class Held(NamedTuple):
     descriptors: int
     threads: int
     groups: int  # with lines
-    keys: int  # of multibn's, in the store of torch's default process group
+    keys: int  # of multibn's, in the store of torch's default process group; see `_is_notice`
     communicators: int  # of MPI, MPI's own included
 
     @classmethod
@@ -31,7 +31,7 @@ class Held(NamedTuple):
             len(os.listdir("/proc/self/fd")),
             len(os.listdir("/proc/self/task")),
             sum(type(obj) is Lines for obj in gc.get_objects()),
-            sum("multibn/" in key for key in _keys()),
+            sum("multibn/" in key and not _is_notice(key) for key in _keys()),
             communicators(),
         )
 
@@ -76,7 +76,16 @@ def _keys() -> list[str]:
     return list(store.list_keys()) if store is not None else []
 
 
-def base_store():  # type: ignore[no-untyped-def]
+def _is_notice(key: str) -> bool:
+    """Whether a rank that has waited long has left this key, one at most for each living group."""
+    import torch.distributed as dist
+
+    group = key.partition("multibn/")[2].partition("/")[0]
+    living: Any = dist.distributed_c10d._world.pg_names.values()
+    return "/notice of " in key and group in living
+
+
+def base_store() -> Any:
     """The store of torch's default process group, without the parts that torch makes of it."""
     import torch.distributed as dist
 

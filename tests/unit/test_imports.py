@@ -37,9 +37,10 @@ ROOMS = [
         "multibn.communicators.lookup",
     ],
     [
-        *("multibn.communicators._agreement", "multibn.communicators.mpi"),
-        *("multibn.communicators._tcp", "multibn.communicators.shared_memory"),
+        *("multibn.communicators._agreement", "multibn.communicators._mpi_lines"),
+        *("multibn.communicators._tcp", "multibn.communicators._shared_lines"),
     ],
+    ["multibn.communicators.mpi", "multibn.communicators.shared_memory"],
     ["multibn.communicators.nccl", "multibn.communicators.torch_distributed"],
     ["multibn.communicators.chainermn", "multibn.communicators.conversation"],
     ["multibn.communicators", "multibn.kernels"],

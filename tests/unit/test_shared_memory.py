@@ -335,7 +335,7 @@ def gate() -> HostArray:
 
 
 def test_a_gate_counts_beyond_its_32_bits(gate: HostArray) -> None:
-    core, at, a = shared_memory._core, gate.ctypes.data, np.zeros(1)
+    core, at, a = shared_memory.core, gate.ctypes.data, np.zeros(1)
     gate[0] = 2**32 - 2
     goal = 2**32 + 1
     for _ in range(3):
@@ -348,7 +348,7 @@ def test_a_gate_counts_beyond_its_32_bits(gate: HostArray) -> None:
 
 @pytest.mark.parametrize("yielding", [0.0, 10.0])
 def test_a_wait_gives_way_to_threads_and_signals(gate: HostArray, yielding: float) -> None:
-    core, at, a = shared_memory._core, gate.ctypes.data, np.zeros(1)
+    core, at, a = shared_memory.core, gate.ctypes.data, np.zeros(1)
     start = time.monotonic()
     assert not core.wait(at, 1, 0.1, yielding)
     assert 0.1 <= time.monotonic() - start < 5.0
@@ -372,9 +372,9 @@ def test_a_wait_gives_way_to_threads_and_signals(gate: HostArray, yielding: floa
 
 def test_arguments_of_the_extension_are_checked(gate: HostArray) -> None:
     with pytest.raises(TypeError, match="1 arguments instead of 4"):
-        shared_memory._core.wait(0)  # type: ignore[call-arg]
+        shared_memory.core.wait(0)  # type: ignore[call-arg]
     with pytest.raises(TypeError):
-        shared_memory._core.wait(gate.ctypes.data, 1, "soon", 0.0)  # type: ignore[arg-type]
+        shared_memory.core.wait(gate.ctypes.data, 1, "soon", 0.0)  # type: ignore[arg-type]
 
 
 def test_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,7 +390,7 @@ def test_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     for where, name, instead, said in (
         (shared_memory, "_opened", lambda offer: None, "needs /proc: cannot open /proc/"),
         (os, "posix_fallocate", refuse, "gives no memory to share: Cannot allocate"),
-        (shared_memory, "_core", None, "multibn was built without a C compiler: install one"),
+        (shared_memory, "core", None, "multibn was built without a C compiler: install one"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(where, name, instead)
