@@ -187,8 +187,8 @@ def normalize(
     relu: bool = False,
 ) -> Array:
     """As `generic.normalize`."""
-    mean, var, *parameters = statistics
-    o = _operands(axis, (x, residual), None, (mean, var), parameters)
+    mean, var, weight, bias = statistics
+    o = _operands(axis, (x, residual), None, (mean, var), (weight, bias))
     if o is None:
         on: Any = {"residual": residual, "relu": relu}
         return generic.normalize(x, *statistics, eps=eps, axis=axis, **on)
@@ -243,7 +243,7 @@ def _operands(
     activations: tuple[Array | None, ...],
     mask: Array | None,
     wide: tuple[Array, ...] = (),
-    parameters: Sequence[Array | None] = (None, None),
+    parameters: tuple[Array | None, ...] = (None, None),
 ) -> _Operands | None:
     """Operands of a pass, copied where needed; None if the loops cannot take them."""
     x: Any = activations[0]
@@ -275,7 +275,7 @@ def _copied(
     activations: tuple[Array | None, ...],
     mask: Array | None,
     wide: tuple[Array, ...],
-    parameters: Sequence[Array | None],
+    parameters: tuple[Array | None, ...],
 ) -> _Operands | None:
     """As `_operands`, of dense copies."""
     x, *others = activations
@@ -294,7 +294,7 @@ def _copied(
     activations = (like, *[None if a is None else library.dense_copy(a, like=like) for a in others])
     flat = None if mask is None else library.flat(mask, plan.order)
     wide = tuple(library.wide(v) for v in wide)
-    parameters = [None if p is None else library.wide(p) for p in parameters]
+    parameters = tuple(None if p is None else library.wide(p) for p in parameters)
     float64 = library.float64
     addresses = library.locate(
         (activations, like.dtype, like.shape, strides),
