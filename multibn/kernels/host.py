@@ -242,7 +242,7 @@ def _operands(
     activations: tuple[Array | None, ...],
     mask: Array | None,
     wide: tuple[Array, ...] = (),
-    parameters: Sequence[Array | None] = (None, None),
+    parameters: tuple[Array | None, ...] = (None, None),
 ) -> _Operands | None:
     """Operands of a pass, copied where needed; None if the loops cannot take them."""
     x: Any = activations[0]
@@ -274,7 +274,7 @@ def _copied(
     activations: tuple[Array | None, ...],
     mask: Array | None,
     wide: tuple[Array, ...],
-    parameters: Sequence[Array | None],
+    parameters: tuple[Array | None, ...],
 ) -> _Operands | None:
     """As `_operands`, of dense copies."""
     x, *others = activations
@@ -293,7 +293,7 @@ def _copied(
     activations = (like, *[None if a is None else library.dense_copy(a, like=like) for a in others])
     flat = None if mask is None else library.flat(mask, plan.order)
     wide = tuple(library.wide(v) for v in wide)
-    parameters = [None if p is None else library.wide(p) for p in parameters]
+    parameters = tuple(None if p is None else library.wide(p) for p in parameters)
     float64 = library.float64
     addresses = library.locate(
         (activations, like.dtype, like.shape, strides),
