@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,15 +26,16 @@ from benchmarks.gpu.device import (
     use_gpu_kernels,
 )
 from benchmarks.gpu.oracle import BOUNDS, Data, Row, check_layer, data, row
-from multibn import SingleProcess, as_communicator, kernels
+from multibn import Communicator, SingleProcess, as_communicator, kernels
 from multibn._environment import importable
 from multibn._launch import leave_world
+from multibn.communicators.torch_distributed import TorchDistributed
 from multibn.torch_backend import SyncBatchNorm
 
 ROOT = Path(__file__).parents[2]
 IMAGES = sized((8, 64, 28, 28), (2, 3, 4, 5))
 DTYPES = sized((torch.float32, torch.bfloat16), (torch.float32,))
-COMMUNICATORS = SingleProcess(), Equal(SingleProcess())
+COMMUNICATORS: Sequence[Communicator] = (SingleProcess(), Equal(SingleProcess()))
 
 
 def device() -> Iterator[Row]:
@@ -61,12 +62,13 @@ def numbers() -> Iterator[Row]:
     """A layer's step by Triton's kernels, on one rank and as on two, in all dtypes and layouts."""
     use_gpu_kernels()
     shapes: Any = sized(
-        [(8, 64, 56, 56), (32, 96, 14, 14), (64, 512, 7, 7), (5, 3, 9, 11), (256, 1000),
-         (4, 6, 50)],
+        [(32, 96, 14, 14), (8, 64, 56, 56), (5, 3, 9, 11), (256, 1000)],
         [(2, 3, 4, 5), (6, 4)],
     )  # fmt: skip
     dtypes: Any = sized(tuple(BOUNDS), (torch.float32, torch.bfloat16))
     for communicator, dtype, shape in product(COMMUNICATORS, dtypes, shapes):
+        if dtype in (torch.float16, torch.float64) and shape != shapes[0]:
+            continue  # each shape and dtype compiles its kernels: 0.4 s a kernel
         for channels_last in [False, True] if len(shape) == 4 else [False]:
             every = data(shape, dtype, 1, channels_last=channels_last)
             if communicator.size > 1:
@@ -164,7 +166,7 @@ def graphs() -> Iterator[Row]:
 def nccl() -> Iterator[Row]:
     """A rank on each GPU, over NCCL."""
     enter_nccl()
-    world = as_communicator(None)
+    world = TorchDistributed()
     every = data(IMAGES, torch.float32, world.size)
     what = f"rank {world.rank} of {world.size}"
     yield from check_layer(what, _layer(IMAGES[1], world), every, world.rank)
@@ -240,7 +242,7 @@ def _ranks(world: Any) -> Iterator[Row]:
         yield from check_layer(what, _layer(IMAGES[1], world, dtype), every, world.rank)
 
 
-def _layer(num_channels: int, communicator: Any, dtype: Any = torch.float32) -> SyncBatchNorm:
+def _layer(num_channels: int, communicator: Any, dtype: Any = torch.float32) -> Any:
     # Parameters beside activations of 16 bits are usually wider.
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     layer = SyncBatchNorm(num_channels, process_group=communicator)

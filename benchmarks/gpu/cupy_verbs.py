@@ -74,10 +74,10 @@ def step(
     C = math.prod(shape)
     weight = bias = None
     if dtype is not None:
-        weight, bias = (like(np.linspace(*ends, C).reshape(shape).astype(dtype))
-                        for ends in ((0.5, 2), (-1, 1)))  # fmt: skip
-    averages = (like(np.full(shape, v, "float32")) for v in (0.0, 1.0))
-    running = Running(*averages, 0.1, num_batches=like(np.array(4)))
+        weight, bias = (like(np.linspace(first, last, C).reshape(shape).astype(dtype))
+                        for first, last in ((0.5, 2.0), (-1.0, 1.0)))  # fmt: skip
+    zeros, ones = (like(np.full(shape, v, "float32")) for v in (0.0, 1.0))
+    running = Running(zeros, ones, 0.1, num_batches=like(np.array(4)))
     n = float(x.size // C)
     sent = file.begin_forward(x, n, n, axis=axis)
     y, mean, var, count, element_weight, state = file.finish_forward(

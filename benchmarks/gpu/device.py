@@ -116,10 +116,8 @@ def use_gpu_kernels() -> None:
         return
     from multibn.kernels import cuda
 
-    select = kernels.select
-
     def selected(x: Any, /, *others: Any) -> Any:
-        file = select(x, *others)
-        return file if file is kernels.generic else cuda
+        differentiated = any(getattr(a, "requires_grad", False) for a in (x, *others))
+        return kernels.generic if differentiated and torch.is_grad_enabled() else cuda
 
     kernels.select = selected

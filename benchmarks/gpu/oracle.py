@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.gpu.device import DEVICE
 
@@ -72,7 +72,7 @@ def row(what: str, error: float, bound: float, **others: Any) -> Row:
     return {"check": what, "error": error, "bound": bound, "ok": error <= bound, **others}
 
 
-def _step(layer: nn.Module, every: Sequence[Data], rank: int) -> tuple[Row, Row]:
+def _step(layer: Any, every: Sequence[Data], rank: int) -> tuple[Row, Row]:
     """The right values, and the sizes that errors are measured by."""
     weight, bias = (p.detach().cpu().double() for p in (layer.weight, layer.bias))
     eps, momentum = layer.eps, layer.momentum

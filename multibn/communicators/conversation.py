@@ -91,7 +91,7 @@ class Phase(Forwarding):
         self.num_lanes = message.num_lanes(phase, layer.num_layers)
         self._calls = 0
         self._agreed: Agreement | None = None
-        self._unread: Callable[[], HostArray] | None = None
+        self._unread: Callable[[], HostArray | None] | None = None
 
     def _look_up(self) -> Conversation:
         return self.wrapped
@@ -152,7 +152,9 @@ class Phase(Forwarding):
         numbers = to_host(x) if on_host else x
         if self._unread is not None:
             unread, self._unread = self._unread, None
-            self._check(unread(), agreed.size, latest=False)
+            previous = unread()
+            if previous is not None:
+                self._check(previous, agreed.size, latest=False)
         before, after = agreed.around(numbers)
         summed = agreed.communicator.allreduce(message.concat([before, numbers, after]))
         payload = summed[before.shape[0] : -self.num_lanes]
@@ -240,17 +242,20 @@ class _Call(tuple[Phase, int]):
         return f"{for_people(phase.wrapped.name)} ({phase.name}, {phase.dtype}, call {number})"
 
 
-def _copy_to_host(summed: Array) -> Callable[[], HostArray] | None:
+def _copy_to_host(summed: Array) -> Callable[[], HostArray | None] | None:
     """Begin to copy a message from a GPU, and return what waits for the copy.
 
     The copy is looked at before the next message of the same layer and phase is sent. By then it
     has long arrived, so that nothing waits; and all ranks look at the same moment, so that they can
-    go on to ask each other. None while a CUDA graph is captured, in which no copy can be looked at.
+    go on to ask each other. None while a CUDA graph is captured, in which no copy can be looked at,
+    and no event waited for: what waits returns None then.
     """
+    capturing: Callable[[], bool]
     if is_torch_array(summed) and summed.is_cuda:
         import torch
 
-        if torch.cuda.is_current_stream_capturing():
+        capturing = torch.cuda.is_current_stream_capturing
+        if capturing():
             return None
         tensor = torch.empty(summed.shape, dtype=summed.dtype, pin_memory=True)
         tensor.copy_(summed, non_blocking=True)
@@ -260,7 +265,10 @@ def _copy_to_host(summed: Array) -> Callable[[], HostArray] | None:
         import cupy
         import cupyx
 
-        if cupy.cuda.get_current_stream().is_capturing():
+        def capturing() -> bool:
+            return bool(cupy.cuda.get_current_stream().is_capturing())
+
+        if capturing():
             return None
         copy, event = cupyx.empty_pinned(summed.shape, summed.dtype), cupy.cuda.Event()
         summed.get(out=copy, blocking=False)
@@ -269,7 +277,9 @@ def _copy_to_host(summed: Array) -> Callable[[], HostArray] | None:
         copied = to_host(summed)
         return lambda: copied
 
-    def wait() -> HostArray:
+    def wait() -> HostArray | None:
+        if capturing():
+            return None
         event.synchronize()
         return copy
 

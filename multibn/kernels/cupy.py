@@ -67,7 +67,6 @@ def finish_forward(
         or not isinstance(summed, cupy.ndarray)
         or not _fit(plan, (), weight, bias)
         or (residual is not None and residual.dtype != x.dtype)
-        or not (running is None or _fit_running(plan, running))
     ):
         on: dict[str, Any] = {"residual": residual, "relu": relu, "mask": mask, "running": running}
         return generic.finish_forward(
@@ -76,11 +75,15 @@ def finish_forward(
     state = generic.state(summed, count)
     mean, var, total, element_weight = (_wide(*s) for s in (plan.shape, plan.shape, (), ()))
     scale, shift = _wide(plan.C), _wide(plan.C)
-    moved, numbers = _moved(running if state == generic.RIGHT else None, count)
+    running = running if state == generic.RIGHT else None
+    fits = running is not None and _fit_running(plan, running)
+    moved, numbers = _moved(running if fits else None, count)
     run = _Kernels(plan, x.dtype, parameter=_dtype(weight, bias), running=_dtype(*moved[:2]))
     outputs = mean, var, total, element_weight, scale, shift
     floats = map(np.float64, (rank_weight, max(count, 1.0), eps, *numbers))
     run("unpack", plan.channel_grid, summed, weight, bias, *moved, *outputs, *floats, plan.C)
+    if running is not None and not fits:
+        move(running, mean, var, total, count)
     y = _normalized(run, x, mean, scale, shift, residual, relu)
     return y, mean, var, total, element_weight, state
 
@@ -262,9 +265,9 @@ class _Kernels:
         self._types = x.name, gradient.name, parameter, running, self.index.__name__
 
     def __call__(self, name: str, grid: tuple[int, int], *arguments: Any) -> None:
-        converted = [
+        converted = tuple(
             self.index(v) if type(v) is int else _NULL if v is None else v for v in arguments
-        ]
+        )
         _kernel(name, _THREADS, *self._types)(grid, (_THREADS,), converted)
 
 

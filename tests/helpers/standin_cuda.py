@@ -76,7 +76,7 @@ static void launch(
 """
 
 
-class ndarray(np.ndarray):  # type: ignore[type-arg]
+class ndarray(np.ndarray):
     """An array of NumPy's that is told from others."""
 
     def get(self) -> Any:

@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -148,6 +149,34 @@ def test_infinity_on_a_gpu_is_an_error_one_call_later(transport: Any) -> None:
     for error in _errors(2, work):
         assert isinstance(error, FloatingPointError)
         assert "were not finite in the previous call of bn (forward, float32, call" in str(error)
+
+
+@pytest.mark.parametrize("transport", ["cupy", "cupy over NCCL"], indirect=True)
+def test_no_event_is_waited_for_while_a_graph_is_captured(
+    transport: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver refuses such a call, and the capture fails."""
+    make, ones = transport
+    import cupy
+
+    def refuse() -> None:
+        raise RuntimeError("cudaErrorStreamCaptureUnsupported")
+
+    event = SimpleNamespace(record=lambda: None, synchronize=refuse)
+    monkeypatch.setattr(cupy.cuda, "Event", lambda: event)
+    stream = cupy.cuda.get_current_stream()
+    capturing = [False]
+    monkeypatch.setattr(stream, "is_capturing", lambda: capturing[0])
+
+    def work(world: ThreadCommunicator) -> None:
+        layer = _phase(make(world), "bn")
+        layer.allreduce(ones(2 * C + 2))
+        world.allreduce(np.zeros(1))
+        capturing[0] = True
+        for _ in range(2):
+            layer.allreduce(ones(2 * C + 2))
+
+    run_ranks(2, work)
 
 
 @pytest.mark.parametrize("scale", [0.25, 1e-3, 1.0, 1e6])

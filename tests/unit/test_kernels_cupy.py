@@ -84,14 +84,14 @@ def test_residual_and_relu(cupy: Any, last: bool, has_residual: bool, relu: bool
     x, dy, residual = (normal(3, 5, 4, 7, last=last, seed=n) for n in range(3))
     options: Any = {"residual": residual} if has_residual else {}
     if has_residual and not relu:  # the output is of no use to the backward pass
-        pair = [
+        got, right = (
             file.finish_forward(
                 file.begin_forward(x, 84.0, 84.0, axis=AXIS), x, None, None, 84.0, 84.0,
                 eps=VAR_EPS, axis=AXIS, **options,
             )[0]
             for file in (cupy, generic)
-        ]  # fmt: skip
-        np.testing.assert_allclose(*pair, rtol=1e-6, atol=1e-6)
+        )  # fmt: skip
+        np.testing.assert_allclose(got, right, rtol=1e-6, atol=1e-6)
     else:
         compare(cupy, x, dy, relu=relu, **options)
 
@@ -132,16 +132,32 @@ def test_running_statistics(cupy: Any, convention: Any, count: float, launches: 
     sent = generic.begin_forward(x, min(count, 1.0), count, axis=AXIS).view(standin_cuda.ndarray)
     found = []
     for file in (cupy, generic):
-        running = Running(
-            *(np.full(5, v, "float64").view(standin_cuda.ndarray) for v in (0.5, 2.0)), 0.3,
-            convention, np.array(4).view(standin_cuda.ndarray),
-        )  # fmt: skip
+        mean, var, n = (np.array(v).view(standin_cuda.ndarray) for v in ([0.5] * 5, [2.0] * 5, 4))
+        running = Running(mean, var, 0.3, convention, n)
         arguments = sent, x, None, None, 1.0, 5.0
         file.finish_forward(*arguments, eps=0.1, axis=AXIS, running=running)
         found.append([running.mean, running.var, running.num_batches])
     for got, right in zip(*found, strict=True):
         np.testing.assert_allclose(got, right, rtol=1e-14)
     assert launches == ["unpack", "normalize"]
+
+
+def test_running_statistics_that_generic_moves(cupy: Any, launches: list[str]) -> None:
+    """A cumulative average; two dtypes; a counter of another library."""
+    x = normal(3, 5, 2, 2)
+    sent = cupy.begin_forward(x, 12.0, 12.0, axis=AXIS)
+    for momentum, dtype, counter in ((None, "f8", x), (0.1, "f4", x), (0.1, "f8", np.array(0))):
+        found = []
+        for file in (cupy, generic):
+            n = np.array(4).view(type(counter))
+            mean, var = (v.view(type(x)) for v in (np.zeros(5), np.ones(5, dtype)))
+            running = Running(mean, var, momentum, num_batches=n)
+            arguments = sent, x, None, None, 12.0, 12.0
+            file.finish_forward(*arguments, eps=0.1, axis=AXIS, running=running)
+            found.append(running[:2] + running[4:])
+        for got, right in zip(*found, strict=True):
+            np.testing.assert_allclose(got, right, rtol=1e-6)
+    assert launches == ["moments", "pack"] + 3 * ["unpack", "normalize"]
 
 
 def test_invalid_values_are_not_hidden(cupy: Any) -> None:
