@@ -17,7 +17,7 @@ layer meet, and find that out from the fingerprints.
 import math
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from multibn._arrays import array_namespace
 from multibn._typing import Array
@@ -30,6 +30,24 @@ _NUM_SCALARS = 2  # a layer's weight and count
 _NUM_FINGERPRINTS = 2  # v and v**2
 # Fingerprints are below 2**20: their squares are then summed exactly in float64 by 8192 ranks.
 _FINGERPRINT_BITS = 20
+
+
+class Message(NamedTuple):
+    """Memory of a GPU for a message of one layer: what writes the payload writes the rest, too.
+
+    Attributes
+    ----------
+    numbers
+        The whole message, not initialised.
+    start
+        Where the payload begins; zeros come before. After the payload come its lanes.
+    fingerprint
+        The v of the lanes.
+    """
+
+    numbers: Array
+    start: int
+    fingerprint: float
 
 
 def forward_payload(num_channels: int, /) -> int:

@@ -219,16 +219,22 @@ def _open(
     phase: str,
     inputs: Sequence[Input | Gradient],
     lengths: Sequence[int],
-) -> tuple[Communicator, Array | None, Sequence[Array | None]]:
-    """The communicator of a message about `inputs`, and memory: of all payloads, and of each."""
+) -> tuple[Communicator, Array | None, Sequence[Any]]:
+    """The communicator of a message about `inputs`, and memory: of all payloads, and of each.
+
+    On a GPU, a `message.Message` for one payload.
+    """
     x = inputs[0].x
     if type(communicator) is Conversation:
         dtype = x.dtype if len(inputs) == 1 else announced(inputs)
         known = communicator.phases.get((phase, dtype))
         communicator = communicator.during(phase, dtype) if known is None else known
-    memory = None
-    if type(communicator) is Phase and (type(x) is np.ndarray or getattr(x, "is_cpu", False)):
-        memory = communicator.buffer(sum(lengths))
+    memory: Any = None
+    if type(communicator) is Phase:
+        if type(x) is np.ndarray or getattr(x, "is_cpu", False):
+            memory = communicator.buffer(sum(lengths))
+        elif len(lengths) == 1 and getattr(x, "is_cuda", False):
+            memory = communicator.message(lengths[0], x)
     if memory is None or len(lengths) == 1:
         return communicator, memory, [memory] * len(lengths)
     return communicator, memory, message.split(memory, lengths)

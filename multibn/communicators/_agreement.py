@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from multibn import _version, message
-from multibn._arrays import device, from_host, to_host
+from multibn._arrays import array_namespace, device, from_host, to_host
 from multibn._typing import Array
 from multibn.communicators._lines import FIRST_MESSAGES, HostArray, LineCommunicator, Lines
 from multibn.communicators._names import by_answer, for_people
@@ -31,6 +31,7 @@ class Agreement:
         self.communicator, self.lines, self.size = communicator, lines, size
         self.num_numbers, self.place = num_numbers, place
         self.lanes: HostArray = np.array(lanes)
+        self.fingerprint = lanes[-2] if lanes else 0.0
         # What all ranks together send if each sends the same.
         self.fingerprints = [size * v for v in lanes[-2:]]
         self.buffer: HostArray = np.empty(0)  # of the line, when the line is open
@@ -38,6 +39,7 @@ class Agreement:
         self.tail = self.summed_prints = self.buffer  # the others, and the last two of these
         self._agreements = agreements
         self._pieces: dict[Any, tuple[Array, Array]] = {}
+        self._zeros = -1, 0  # how many layers were known, and the zeros before a message then
 
     @classmethod
     def make(cls, phase: Any, communicator: Any, n: int) -> "Agreement":
@@ -79,11 +81,25 @@ class Agreement:
         """
         key = type(x), device(x), len(self._agreements)
         if key not in self._pieces:
-            own = self.num_numbers + self.lanes.size
-            longest = max((length for _, length in self._agreements), default=own)
-            zeros = np.zeros(max(longest - own, 0))
+            zeros = np.zeros(self._num_zeros())
             self._pieces = {key: (from_host(zeros, x), from_host(self.lanes, x))}
         return self._pieces[key]
+
+    def message(self, like: Array) -> message.Message:
+        """Memory on the device of `like`, a torch tensor, for such a message; see `around`."""
+        start = self._num_zeros()
+        length = start + self.num_numbers + self.lanes.size
+        numbers = like.new_empty(length, dtype=array_namespace(like).float64)
+        return message.Message(numbers, start, self.fingerprint)
+
+    def _num_zeros(self) -> int:
+        num_known, num_zeros = self._zeros
+        if num_known != len(self._agreements):
+            own = self.num_numbers + self.lanes.size
+            longest = max((length for _, length in self._agreements), default=own)
+            num_zeros = max(longest - own, 0)
+            self._zeros = len(self._agreements), num_zeros
+        return num_zeros
 
 
 def _compare(layer: Any, communicator: Any, lines: Lines | None, length: int, call: object) -> str:

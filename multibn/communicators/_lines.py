@@ -225,6 +225,10 @@ class LineCommunicator(Handle, ABC):
         """As `allreduce`, of what the communicator `takes`. Without a deadline."""
         raise TypeError(f"{self!r} sums arrays in host memory: got {type(x).__qualname__}.")
 
+    def allreduce_in_place(self, x: Array, /) -> Array:
+        """As `allreduce_on_device`; the sum may stand in `x`, whose numbers are then gone."""
+        return self.allreduce_on_device(x)
+
     def allreduce_host(self, a: HostArray, /) -> HostArray:
         """As `allreduce`, of a contiguous array in host memory."""
         assert self.lines is not None

@@ -17,11 +17,12 @@ from multibn import message
 from multibn._arrays import from_host, is_on_host, to_host
 from multibn._typing import Array
 from multibn.communicators._agreement import Agreement
-from multibn.communicators._lines import HostArray
+from multibn.communicators._lines import HostArray, LineCommunicator
 from multibn.communicators._names import by_answer, for_people
 from multibn.communicators._objects import gather
 from multibn.communicators._watch import fail
 from multibn.communicators.base import Communicator, Forwarding
+from multibn.message import Message
 
 
 class Conversation(Forwarding):
@@ -108,12 +109,27 @@ class Phase(Forwarding):
             return None
         return agreed.payload if agreed.payload is not None else agreed.open(self.next_call())
 
-    def allreduce(self, x: Array, /) -> Array:
+    def message(self, n: int, like: Array) -> Message | None:
+        """Memory on a torch GPU for a message with a payload of `n` numbers; `allreduce` takes it.
+
+        None where such a message would go through host memory. Collective at the first call.
+        """
+        agreed = self._agree(n)
+        if agreed.size == 1 or not (agreed.lines is None or agreed.communicator.takes(like)):
+            return None
+        return agreed.message(like)
+
+    def allreduce(self, x: Array | Message, /) -> Array:
         """Sum a payload; raise on all ranks if the ranks are in different places.
 
-        Memory that `buffer` returned is summed in place, and stays valid until the next message.
+        Memory that `buffer` returned is summed in place, and stays valid until the next message; so
+        is a `message`, whose memory is its own.
         """
         agreed = self._agreed
+        if isinstance(x, Message):
+            assert agreed is not None
+            self._calls += 1
+            return self._allreduce_array(agreed, x)
         if agreed is None or x is not agreed.payload:
             agreed = self._agree(x.shape[0])
         if agreed.size == 1:
@@ -146,18 +162,26 @@ class Phase(Forwarding):
     def next_call(self) -> "_Call":
         return _Call((self, self._calls + 1))
 
-    def _allreduce_array(self, agreed: Agreement, x: Array) -> Array:
+    def _allreduce_array(self, agreed: Agreement, x: Array | Message) -> Array:
         """Over a communicator that is handed arrays: a GPU's transport, or a user's own class."""
-        on_host = is_on_host(x)
-        numbers = to_host(x) if on_host else x
+        on_host = not isinstance(x, Message) and is_on_host(x)
         if self._unread is not None:
             unread, self._unread = self._unread, None
             previous = unread()
             if previous is not None:
                 self._check(previous, agreed.size, latest=False)
-        before, after = agreed.around(numbers)
-        summed = agreed.communicator.allreduce(message.concat([before, numbers, after]))
-        payload = summed[before.shape[0] : -self.num_lanes]
+        if isinstance(x, Message):
+            start, communicator = x.start, agreed.communicator
+            if isinstance(communicator, LineCommunicator):
+                summed = communicator.allreduce_in_place(x.numbers)
+            else:
+                summed = communicator.allreduce(x.numbers)
+        else:
+            numbers = to_host(x) if on_host else x
+            before, after = agreed.around(numbers)
+            start = before.shape[0]
+            summed = agreed.communicator.allreduce(message.concat([before, numbers, after]))
+        payload = summed[start : -self.num_lanes]
         if on_host:
             self._check(summed, agreed.size)
             return from_host(payload, x)

@@ -140,9 +140,11 @@ class TorchDistributed(LineCommunicator):
             import cupy
 
             return cupy.from_dlpack(self.allreduce_on_device(torch.from_dlpack(x)))
-        out = x.detach().clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(out, group=self.group)
-        return out
+        return self.allreduce_in_place(x.detach().clone(memory_format=torch.contiguous_format))
+
+    def allreduce_in_place(self, x: Array, /) -> Array:
+        dist.all_reduce(x, group=self.group)
+        return x
 
     def split(self, color: int, key: int = 0) -> "TorchDistributed":
         table = torch.zeros((self.size, 3), dtype=torch.int64)

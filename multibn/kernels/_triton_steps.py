@@ -1,7 +1,8 @@
 """The steps between the passes as Triton kernels; `cuda_steps` launches them.
 
-A program handles BLOCK of the C channels; the first program writes the scalars, too. Arithmetic is
-float64, whatever the dtype of parameters and running statistics.
+A program handles BLOCK of the C channels; the first program writes what is not of one channel, too.
+Arithmetic is float64, whatever the dtype of parameters and running statistics. The coefficients of
+the passes are rounded once, to the dtype of the passes' arithmetic.
 
 Triton would pass a Python float in float32, so a number comes as its 64 bits in an int64, or as the
 address of a tensor with one element.
@@ -11,60 +12,176 @@ address of a tensor with one element.
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from multibn import message
 
-WEIGHT, COUNT = tl.constexpr(message.WEIGHT), tl.constexpr(message.COUNT)
+WEIGHT, COUNT = constexpr(message.WEIGHT), constexpr(message.COUNT)
+SCALARS = constexpr(message.forward_payload(0))
+LANES = constexpr(message.num_lanes("backward"))
 
 
-@triton.jit(do_not_specialize=["weight", "count"])
-def unpack(
-    summed, mean, var, total_count, element_weight,
-    weight: tl.int64, count: tl.int64, C, BLOCK: tl.constexpr,
+# Triton of before 3.3 fails on a None that it must not specialize.
+_OPTIONAL = {"weight", "bias", "dweight", "dbias", "running_mean", "running_var", "num_batches"}
+_CONSTANTS = {"BLOCK", "SPLITS", "CUMULATIVE", "UNBIASED"}
+
+
+def _step(function):
+    """A kernel of which one serves all sizes, and arrays that begin anywhere in memory."""
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    others = [name for name in names if name not in _OPTIONAL | _CONSTANTS]
+    return triton.jit(do_not_specialize=others)(function)
+
+
+@_step
+def merge_moments(
+    partials, numbers, start, length, fingerprint: tl.int64, weight: tl.int64, count: tl.int64,
+    splits, C, BLOCK: constexpr, SPLITS: constexpr,
 ):  # fmt: skip
-    """`count` is at least 1."""
+    """The forward message, from the sums of `_triton.moments`.
+
+    The splits' moments are added up about the centre of the first split, which is near the mean.
+    """
     c, exists = _channels(C, BLOCK)
+    size = splits * C
+    reference = tl.load(partials + size + c, exists, 0.0).to(tl.float64)
+    n = tl.zeros((1, BLOCK), tl.float64)
+    first_sum = tl.zeros((1, BLOCK), tl.float64)
+    second_sum = tl.zeros((1, BLOCK), tl.float64)
+    for first in range(0, splits, SPLITS):
+        at, inside = _splits(first, splits, c, C, SPLITS)
+        count_in_split = tl.load(partials + at, inside, 0.0)
+        centre = tl.load(partials + size + at, inside, 0.0).to(tl.float64)
+        sum_d = tl.load(partials + 2 * size + at, inside, 0.0)
+        sum_dd = tl.load(partials + 3 * size + at, inside, 0.0).to(tl.float64)
+        # Rounded, but the same number in the mean and in the sum of squares about the mean.
+        mean_d = (sum_d / tl.where(inside, count_in_split, 1.0)).to(tl.float64)
+        m2 = sum_dd - (2.0 * sum_d.to(tl.float64) - count_in_split.to(tl.float64) * mean_d) * mean_d
+        shift = tl.where(inside, centre - reference + mean_d, 0.0)
+        first_term = count_in_split.to(tl.float64) * shift
+        n += tl.sum(count_in_split.to(tl.float64), 0, keep_dims=True)
+        first_sum += tl.sum(first_term, 0, keep_dims=True)
+        second_sum += tl.sum(m2 + first_term * shift, 0, keep_dims=True)
+    n = tl.where(exists, n, 1.0)
+    first_sum /= n
+    mean = reference + first_sum
+    var = second_sum / n - first_sum * first_sum
+    var = tl.where(var < 0.0, 0.0, var)  # a NaN stays
+    w = number(weight)
+    payload = numbers + start
+    tl.store(payload + c, w * mean, exists)
+    tl.store(payload + C + c, w * (var + mean * mean), exists)
+    if tl.program_id(0) == 0:
+        tl.store(payload + 2 * C + WEIGHT, w)
+        tl.store(payload + 2 * C + COUNT, number(count))
+        _store_around(numbers, start, 2 * C + SCALARS, length, fingerprint)
+
+
+@_step
+def merge_sums(
+    partials, mean, var, numbers, dweight, dbias, start, length,
+    fingerprint: tl.int64, eps: tl.int64, splits, C,
+    BLOCK: constexpr, SPLITS: constexpr,
+):  # fmt: skip
+    """The backward message, from the sums of `_triton.backward_sums`.
+
+    `dweight` and `dbias`, which get this rank's gradients, may be None.
+    """
+    c, exists = _channels(C, BLOCK)
+    first_sum = tl.zeros((1, BLOCK), tl.float64)
+    second_sum = tl.zeros((1, BLOCK), tl.float64)
+    for first in range(0, splits, SPLITS):
+        at, inside = _splits(first, splits, c, C, SPLITS)
+        first_sum += tl.sum(tl.load(partials + at, inside, 0.0).to(tl.float64), 0, keep_dims=True)
+        others = partials + splits * C
+        second_sum += tl.sum(tl.load(others + at, inside, 0.0).to(tl.float64), 0, keep_dims=True)
+    m = tl.load(mean + c, exists, 0.0)
+    remainder = m - m.to(partials.dtype.element_ty).to(tl.float64)
+    invstd = 1.0 / tl.sqrt(tl.load(var + c, exists, 1.0) + number(eps))
+    second_sum = (second_sum - remainder * first_sum) * invstd
+    payload = numbers + start
+    tl.store(payload + c, first_sum, exists)
+    tl.store(payload + C + c, second_sum, exists)
+    if dweight is not None:
+        _store_rounded(dweight + c, second_sum, exists)
+    if dbias is not None:
+        _store_rounded(dbias + c, first_sum, exists)
+    if tl.program_id(0) == 0:
+        _store_around(numbers, start, 2 * C, length, fingerprint)
+
+
+@_step
+def finish_forward(
+    summed, mean, var, total_count, element_weight, weight, bias, coefficients,
+    running_mean, running_var, num_batches, rank_weight: tl.int64, count: tl.int64, eps: tl.int64,
+    momentum: tl.int64, factor: tl.int64, C,
+    CUMULATIVE: constexpr, UNBIASED: constexpr, BLOCK: constexpr,
+):  # fmt: skip
+    """The statistics in a message, the coefficients of `_triton.normalize`, and `move`.
+
+    `count` is at least 1. `weight`, `bias`, and what is moved may be None.
+    """
+    c, exists = _channels(C, BLOCK)
+    total = tl.load(summed + 2 * C + COUNT)
     total_weight = tl.load(summed + 2 * C + WEIGHT)
     divisor = tl.where(total_weight == 0.0, 1.0, total_weight)
-    m = tl.load(summed + c, exists) / divisor
-    difference = tl.load(summed + C + c, exists) / divisor - m * m
+    m = tl.load(summed + c, exists, 0.0) / divisor
+    v = tl.load(summed + C + c, exists, 0.0) / divisor - m * m
+    v = tl.where(v < 0.0, 0.0, v)  # a NaN stays
     tl.store(mean + c, m, exists)
-    tl.store(var + c, tl.where(difference < 0.0, 0.0, difference), exists)  # a NaN stays
+    tl.store(var + c, v, exists)
     if tl.program_id(0) == 0:
-        tl.store(total_count, tl.load(summed + 2 * C + COUNT))
-        tl.store(element_weight, number(weight) / (number(count) * divisor))
+        tl.store(total_count, total)
+        tl.store(element_weight, number(rank_weight) / (number(count) * divisor))
+    _store_output_coefficients(coefficients, c, exists, C, m, v, weight, bias, eps)
+    if running_mean is not None:
+        _move(
+            running_mean, running_var, num_batches, c, exists, m, v, total, momentum, factor,
+            CUMULATIVE, UNBIASED,
+        )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["momentum", "factor"])
+@_step
+def coefficients_of(
+    mean, var, weight, bias, coefficients, eps: tl.int64, C, BLOCK: constexpr
+):  # fmt: skip
+    """The coefficients of `_triton.normalize`."""
+    c, exists = _channels(C, BLOCK)
+    m, v = tl.load(mean + c, exists, 0.0), tl.load(var + c, exists, 1.0)
+    _store_output_coefficients(coefficients, c, exists, C, m, v, weight, bias, eps)
+
+
+@_step
+def finish_backward(
+    summed, mean, var, weight, bias, element_weight, coefficients, eps: tl.int64,
+    C, BLOCK: constexpr,
+):  # fmt: skip
+    """The coefficients of `_triton.input_gradient`."""
+    c, exists = _channels(C, BLOCK)
+    m, v = tl.load(mean + c, exists, 0.0), tl.load(var + c, exists, 1.0)
+    invstd, scale, remainder = _store_output_coefficients(
+        coefficients, c, exists, C, m, v, weight, bias, eps
+    )
+    pull = -scale * number(element_weight)
+    slope = pull * invstd * tl.load(summed + C + c, exists, 0.0)
+    intercept = pull * tl.load(summed + c, exists, 0.0) - remainder * slope
+    DTYPE: constexpr = coefficients.dtype.element_ty
+    tl.store(coefficients + 3 * C + c, slope.to(DTYPE), exists)
+    tl.store(coefficients + 4 * C + c, intercept.to(DTYPE), exists)
+
+
+@_step
 def move(
     running_mean, running_var, num_batches, mean, var, count, momentum: tl.int64, factor: tl.int64,
-    C, CUMULATIVE: tl.constexpr, UNBIASED: tl.constexpr, BLOCK: tl.constexpr,
+    C, CUMULATIVE: constexpr, UNBIASED: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    """`num_batches` is None, or a counter: CUMULATIVE reads it, otherwise it is moved, too."""
+    """Move running statistics. `num_batches` is a counter or None."""
     c, exists = _channels(C, BLOCK)
-    n = tl.load(count)
-    seen = n > 0.0
-    if CUMULATIVE:
-        a = 1.0 / tl.maximum(tl.load(num_batches), 1).to(tl.float64)
-    else:
-        a = number(momentum)
-        if num_batches is not None:
-            _count(num_batches, seen)
-    a = tl.where(seen, a, 0.0)
-    f = n / tl.where(n < 2.0, 1.0, n - 1.0) if UNBIASED else number(factor)
-    _move(running_mean + c, tl.load(mean + c, exists), exists, a)
-    _move(running_var + c, tl.load(var + c, exists) * f, exists, a)
-
-
-@triton.jit
-def store_packed(packed, c, mean, meansqr, weight, count, C):
-    """Store the part of channels `c` of a payload; the first program stores weight and count."""
-    w = number(weight)
-    tl.store(packed + c, w * mean, c < C)
-    tl.store(packed + C + c, w * meansqr, c < C)
-    if tl.program_id(0) == 0:
-        tl.store(packed + 2 * C + WEIGHT, w)
-        tl.store(packed + 2 * C + COUNT, number(count))
+    m, v = tl.load(mean + c, exists, 0.0), tl.load(var + c, exists, 0.0)
+    _move(
+        running_mean, running_var, num_batches, c, exists, m, v, tl.load(count), momentum, factor,
+        CUMULATIVE, UNBIASED,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -74,10 +191,67 @@ def number(v):
 
 
 @triton.jit
-def _channels(C, BLOCK: tl.constexpr):
-    """This program's channels, and which of these exist."""
-    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+def _channels(C, BLOCK: constexpr):
+    """This program's channels, a row, and which of these exist."""
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     return c, c < C
+
+
+@triton.jit
+def _splits(first, splits, c, C, SPLITS: constexpr):
+    """Where the sums of some splits stand, and which are there."""
+    split = first + tl.arange(0, SPLITS)[:, None]
+    return split * C + c, (split < splits) & (c < C)
+
+
+@triton.jit
+def _store_around(numbers, start, payload, length, fingerprint):
+    """Zeros before a payload; after the payload, zeros and the fingerprint's two numbers."""
+    for first in range(0, start, 1024):
+        i = first + tl.arange(0, 1024)
+        tl.store(numbers + i, tl.zeros((1024,), tl.float64), i < start)
+    i = start + payload + tl.arange(0, LANES)
+    v = number(fingerprint)
+    lane = tl.where(i == length - 2, v, tl.where(i == length - 1, v * v, 0.0))
+    tl.store(numbers + i, lane, i < length)
+
+
+@triton.jit
+def _store_output_coefficients(coefficients, c, exists, C, mean, var, weight, bias, eps):
+    """Centre, scale and shift, see `generic`; returns invstd, scale, and the mean's remainder."""
+    DTYPE: constexpr = coefficients.dtype.element_ty
+    centre = mean.to(DTYPE)
+    remainder = mean - centre.to(tl.float64)
+    invstd = 1.0 / tl.sqrt(var + number(eps))
+    scale = invstd
+    if weight is not None:
+        scale = invstd * tl.load(weight + c, exists, 0.0).to(tl.float64)
+    shift = -remainder * scale
+    if bias is not None:
+        shift += tl.load(bias + c, exists, 0.0).to(tl.float64)
+    tl.store(coefficients + c, centre, exists)
+    tl.store(coefficients + C + c, scale.to(DTYPE), exists)
+    tl.store(coefficients + 2 * C + c, shift.to(DTYPE), exists)
+    return invstd, scale, remainder
+
+
+@triton.jit
+def _move(
+    running_mean, running_var, num_batches, c, exists, mean, var, n, momentum, factor,
+    CUMULATIVE: constexpr, UNBIASED: constexpr,
+):  # fmt: skip
+    seen = n > 0.0
+    if CUMULATIVE:  # one program, and one thread of the program, reads and writes the counter
+        batches = tl.atomic_add(num_batches, seen.to(tl.int64)) + seen.to(tl.int64)
+        a = 1.0 / tl.maximum(batches, 1).to(tl.float64)
+    else:
+        a = number(momentum)
+        if num_batches is not None:
+            _count(num_batches, seen)
+    a = tl.where(seen, a, 0.0)
+    f = n / tl.where(n < 2.0, 1.0, n - 1.0) if UNBIASED else number(factor)
+    _move_one(running_mean + c, mean, exists, a)
+    _move_one(running_var + c, var * f, exists, a)
 
 
 @triton.jit
@@ -88,8 +262,13 @@ def _count(num_batches, seen):
 
 
 @triton.jit
-def _move(running, new, exists, momentum):
-    wide = (1.0 - momentum) * tl.load(running, exists).to(tl.float64) + momentum * new
-    if running.dtype.element_ty != tl.float64:
-        wide = wide.to(tl.float32)  # torch rounds to 16 bits by way of float32, too
-    tl.store(running, wide.to(running.dtype.element_ty), exists)
+def _move_one(running, new, exists, momentum):
+    wide = (1.0 - momentum) * tl.load(running, exists, 0.0).to(tl.float64) + momentum * new
+    _store_rounded(running, wide, exists)
+
+
+@triton.jit
+def _store_rounded(at, v, exists):
+    if at.dtype.element_ty != tl.float64:
+        v = v.to(tl.float32)  # torch rounds to 16 bits by way of float32, too
+    tl.store(at, v.to(at.dtype.element_ty), exists)

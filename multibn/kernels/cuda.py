@@ -1,16 +1,17 @@
-"""The passes for torch tensors on a GPU, as Triton kernels: one or two launches each.
+"""The verbs for torch tensors on a GPU, as Triton kernels: a few launches each.
 
 The kernels take activations that have sizes (N, C, S), see `_layout`: contiguous and channels-last
 formats of any number of dimensions. They take per-channel tensors as `cuda_steps` does. Everything
-else goes to `generic`. Nothing waits for the GPU, and the launches depend on shapes, strides and
-dtypes only: a CUDA graph can capture a pass that has been compiled by an earlier run outside of it.
-While the graph is replayed, no Python looks at the messages between the ranks. NaN or infinity on a
-rank then shows in the running statistics of all ranks; ranks in different layers go unnoticed.
-Results do not depend on the order in which programs run.
+else goes to `generic`, and so do masks. Nothing waits for the GPU, and the launches depend on
+shapes, strides and dtypes only: a CUDA graph can capture a pass that has been compiled by an
+earlier run outside of it. While the graph is replayed, no Python looks at the messages between the
+ranks. NaN or infinity on a rank then shows in the running statistics of all ranks; ranks in
+different layers go unnoticed. Results do not depend on the order in which programs run, but on the
+number of the GPU's multiprocessors, among which sums are divided.
 """
 
-import sys
-from functools import lru_cache, partial
+import math
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,207 +19,324 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from multibn import message
-from multibn.kernels import _triton, generic
+from multibn.kernels import _triton, cuda_steps, generic
 from multibn.kernels._layout import sizes_in_memory
-from multibn.kernels.cuda_steps import bits, fit, number, unpack, wide
+from multibn.kernels.cuda_steps import fit, launch, movable, number
 from multibn.kernels.cuda_steps import move as move
-from multibn.kernels.generic import Finished
+from multibn.kernels.generic import RIGHT, Finished, Running
+from multibn.message import Message, forward_payload
 
-_ARITHMETIC = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), tl.float32)
-_ARITHMETIC[torch.float64] = tl.float64
+_DTYPES = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float32)
+_DTYPES[torch.float64] = torch.float64
+_LANGUAGE = {torch.float32: tl.float32, torch.float64: tl.float64}
 _TILE = 2048  # elements: 16 for each thread of Triton's 4 warps
-_PROGRAMS = 1024  # enough to fill any GPU, and few enough for small arrays of partial sums
-_MAX_TILES = 64  # per program; bounds the rounding error, see `_triton.moments`
-_MERGED = 1024  # partial sums that a program reads at a time
-
-
-def local_moments(x: Tensor, /, *, axis: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """As `generic.local_moments`; two launches."""
-    plan = _plan(x, axis)
-    if plan is None:
-        return generic.local_moments(x, axis=axis)
-    mean, var = wide(x, plan.shape), wide(x, plan.shape)
-    _merge(_triton.merge_moments, plan, _split_moments(x, plan), mean, var)
-    return mean, var
+_VECTOR = 16  # bytes that a thread reads at once
+# Programs for each multiprocessor: sums run all at a time; of the other passes, whose programs have
+# nothing in common, many, so that none waits long for the last.
+_SUMS, _ELEMENTWISE = 4, 32
+_MAX_TILES = 64  # of a program that sums; bounds the rounding error, see `_triton.moments`
+_PARTIALS = 0.1  # of the traffic of a pass may be sums of splits, which are written and read
 
 
 def begin_forward(
-    x: Tensor, weight: float, count: float, /, *, axis: tuple[int, ...], **options: Any
-) -> Tensor:
+    x: Tensor,
+    rank_weight: float,
+    count: float,
+    /,
+    *,
+    axis: tuple[int, ...],
+    mask: Tensor | None = None,
+    out: Message | None = None,
+) -> Tensor | Message:
     """As `generic.begin_forward`; two launches."""
-    plan = _plan(x, axis)
-    if plan is None or any(v is not None for v in options.values()):
-        return generic.begin_forward(x, weight, count, axis=axis, **options)
-    packed = wide(x, (message.forward_payload(plan.channels),))
-    partials = _split_moments(x, plan)
-    _merge(_triton.merge_and_pack_moments, plan, partials, packed, bits(weight), bits(count))
-    return packed
+    plan = _plan_of(x.shape, x.stride(), x.dtype, axis, x.device)
+    if plan is None or mask is not None:
+        return generic.begin_forward(x, rank_weight, count, axis=axis, mask=mask, out=out)
+    programs, sizes, splits, constants = plan.sums
+    with torch.cuda.device_of(x):
+        partials = x.new_empty((4, splits, plan.channels), dtype=plan.dtype)
+        launch(_triton.moments, programs, x, partials, *sizes, **constants)
+        return cuda_steps.merge_moments(partials, out, rank_weight, count)
 
 
-def finish_forward(summed: Tensor, x: Tensor, /, *arguments: Any, **options: Any) -> Finished:
-    """As `generic.finish_forward`; three launches, five if the momentum is cumulative."""
-    weight, bias, *share = arguments
-    running, mask = options.pop("running", None), options.get("mask")
-    if mask is not None:
-        return generic.finish_forward(summed, x, *arguments, running=running, **options)
-    options.pop("mask", None)
-    shape = tuple(n for i, n in enumerate(x.shape) if i not in options["axis"])
-    mean, var, count, element_weight, state = unpack(summed, shape, *share)
-    y = normalize(x, mean, var, weight, bias, **options)
-    if running is not None and state == generic.RIGHT:
-        move(running, mean, var, count, share[1])
-    return y, mean, var, count, element_weight, state
+def finish_forward(
+    summed: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    rank_weight: float,
+    count: float,
+    /,
+    *,
+    eps: float,
+    axis: tuple[int, ...],
+    residual: Tensor | None = None,
+    relu: bool = False,
+    mask: Tensor | None = None,
+    running: Running | None = None,
+) -> Finished:
+    """As `generic.finish_forward`; two launches."""
+    plan = _plan_of(x.shape, x.stride(), x.dtype, axis, x.device)
+    parameters = weight, bias
+    if (
+        plan is None
+        or mask is not None
+        or (residual is not None and residual.dtype != x.dtype)
+        or summed.shape[0] != plan.payload
+        or not fit(summed, parameters=parameters, shape=plan.shape)
+    ):
+        on: dict[str, Any] = {"eps": eps, "axis": axis, "residual": residual, "relu": relu}
+        share = rank_weight, count
+        return generic.finish_forward(
+            summed, x, *parameters, *share, running=running, mask=mask, **on
+        )
+    state = generic.state(summed, count)
+    moved = running
+    if running is not None and not (
+        state == RIGHT and movable(running, summed, plan.channels, count)
+    ):
+        moved = None
+    share = rank_weight, count
+    with torch.cuda.device_of(x):
+        batch, coefficients = cuda_steps.finish_forward(
+            summed, plan.shape, *parameters, *share, eps, plan.dtype, moved
+        )
+        y = _normalize(plan, x, coefficients, residual, relu)
+    if running is not None and moved is None and state == RIGHT:
+        generic.move(running, *batch[:3], count)
+    return y, *batch, state
 
 
-begin_backward = partial(generic.begin_backward, passes=sys.modules[__name__])
-finish_backward = partial(generic.finish_backward, passes=sys.modules[__name__])
+def begin_backward(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    /,
+    *,
+    eps: float,
+    axis: tuple[int, ...],
+    relu: bool = False,
+    y: Tensor | None = None,
+    mask: Tensor | None = None,
+    out: Message | None = None,
+) -> tuple[Tensor | Message, Tensor | None, Tensor | None]:
+    """As `generic.begin_backward`; two launches, three for the sign of an output that is gone."""
+    plan = _plan_of(x.shape, x.stride(), x.dtype, axis, x.device)
+    parameters = weight, bias
+    if plan is None or mask is not None or not plan.takes(mean, var, parameters):
+        on: dict[str, Any] = {"eps": eps, "axis": axis, "relu": relu, "y": y, "mask": mask}
+        return generic.begin_backward(dy, x, mean, var, *parameters, out=out, **on)
+    programs, sizes, splits, constants = plan.sums
+    with torch.cuda.device_of(x):
+        coefficients = None
+        if relu and y is None:
+            coefficients = cuda_steps.output_coefficients(mean, var, *parameters, eps, plan.dtype)
+        partials = x.new_empty((2, splits, plan.channels), dtype=plan.dtype)
+        inputs = _laid_out_as(x, dy), x, _laid_out_as(x, y) if relu else None
+        arguments = *inputs, mean, coefficients, partials, *sizes
+        launch(_triton.backward_sums, programs, *arguments, **constants)
+        return cuda_steps.merge_sums(partials, out, mean, var, *parameters, eps)
+
+
+def finish_backward(
+    summed: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    element_weight: Tensor,
+    /,
+    *,
+    eps: float,
+    axis: tuple[int, ...],
+    relu: bool = False,
+    y: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """As `generic.finish_backward`; two launches."""
+    plan = _plan_of(x.shape, x.stride(), x.dtype, axis, x.device)
+    factor = number(element_weight, x)
+    parameters = weight, bias
+    if (
+        plan is None
+        or mask is not None
+        or factor is None
+        or summed.shape[0] != 2 * plan.channels
+        or not (plan.takes(mean, var, parameters) and fit(summed))
+    ):
+        on: dict[str, Any] = {"eps": eps, "axis": axis, "relu": relu, "y": y, "mask": mask}
+        statistics = mean, var, *parameters, element_weight
+        return generic.finish_backward(summed, dy, x, *statistics, **on)
+    programs, sizes, _, constants = plan.elementwise
+    with torch.cuda.device_of(x):
+        coefficients = cuda_steps.gradient_coefficients(
+            summed, mean, var, *parameters, factor, eps, plan.dtype
+        )
+        dx = torch.empty_like(x)
+        dresidual = None if y is None else torch.empty_like(x)
+        inputs = _laid_out_as(x, dy), x, _laid_out_as(x, y) if relu else None
+        arguments = *inputs, coefficients, dx, dresidual, *sizes
+        launch(_triton.input_gradient, programs, *arguments, RELU=relu, **constants)
+    return dx, dresidual
 
 
 def normalize(
     x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
     /,
-    *statistics: Any,
+    *,
     eps: float,
     axis: tuple[int, ...],
     residual: Tensor | None = None,
     relu: bool = False,
 ) -> Tensor:
-    """As `generic.normalize`; one launch. The output is rounded once, to the dtype of `x`."""
-    mean, var, weight, bias = statistics
-    plan = _plan(x, axis, mean, var, parameters=(weight, bias))
-    if plan is None or (residual is not None and residual.dtype != x.dtype):
+    """As `generic.normalize`; two launches. The output is rounded once, to the dtype of `x`."""
+    plan = _plan_of(x.shape, x.stride(), x.dtype, axis, x.device)
+    parameters = weight, bias
+    if (
+        plan is None
+        or not plan.takes(mean, var, parameters)
+        or (residual is not None and residual.dtype != x.dtype)
+    ):
         on: dict[str, Any] = {"residual": residual, "relu": relu}
-        return generic.normalize(x, *statistics, eps=eps, axis=axis, **on)
+        return generic.normalize(x, mean, var, *parameters, eps=eps, axis=axis, **on)
+    with torch.cuda.device_of(x):
+        coefficients = cuda_steps.output_coefficients(mean, var, *parameters, eps, plan.dtype)
+        return _normalize(plan, x, coefficients, residual, relu)
+
+
+def _normalize(
+    plan: "_Plan", x: Tensor, coefficients: Tensor, residual: Tensor | None, relu: bool
+) -> Tensor:
+    programs, sizes, _, constants = plan.elementwise
     y = torch.empty_like(x)
-    residual = None if residual is None else _laid_out_as(x, residual)
-    arguments = x, *statistics, residual, y, bits(eps), *plan.sizes
-    _launch(_triton.normalize, plan.programs, *arguments, like=x, RELU=relu, **plan.constants)
+    arguments = x, coefficients, _laid_out_as(x, residual), y, *sizes
+    launch(_triton.normalize, programs, *arguments, RELU=relu, **constants)
     return y
 
 
-def backward_sums(
-    dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, /, *, eps: float, axis: tuple[int, ...]
-) -> tuple[Tensor, Tensor]:
-    """As `generic.backward_sums`; two launches."""
-    plan = _plan(x, axis, mean, var)
-    if plan is None:
-        return generic.backward_sums(dy, x, mean, var, eps=eps, axis=axis)
-    partials = wide(x, (2, plan.channels, plan.splits))
-    arguments = _laid_out_as(x, dy), x, mean, partials, *plan.sizes, plan.splits
-    _launch(_triton.backward_sums, plan.programs, *arguments, like=x, **plan.constants)
-    sum_dy, sum_dy_xhat = wide(x, mean.shape), wide(x, mean.shape)
-    _merge(_triton.merge_sums, plan, partials, var, sum_dy, sum_dy_xhat, bits(eps))
-    return sum_dy, sum_dy_xhat
+class _Tiling(NamedTuple):
+    """How a pass over an activation is divided among programs, see `_triton`."""
 
-
-def input_gradient(
-    dy: Tensor, x: Tensor, /, *statistics: Any, eps: float, axis: tuple[int, ...]
-) -> Tensor:
-    """As `generic.input_gradient`; one launch."""
-    mean, var, weight, element_weight, sum_dy, sum_dy_xhat = statistics
-    plan = _plan(x, axis, mean, var, sum_dy, sum_dy_xhat, parameters=(weight,))
-    factor = number(element_weight, x)
-    if plan is None or factor is None:
-        return generic.input_gradient(dy, x, *statistics, eps=eps, axis=axis)
-    dx = torch.empty_like(x)
-    inputs = _laid_out_as(x, dy), x, mean, var, weight, factor, sum_dy, sum_dy_xhat
-    arguments = *inputs, dx, bits(eps), *plan.sizes
-    _launch(_triton.input_gradient, plan.programs, *arguments, like=x, **plan.constants)
-    return dx
+    programs: int
+    sizes: tuple[int, ...]  # as in `_triton`
+    splits: int
+    constants: dict[str, Any]
 
 
 class _Plan(NamedTuple):
-    """How a pass over an activation is divided among programs, see `_triton`."""
+    """The passes over all activations of one dtype, shape, strides and device."""
 
-    outer: int
-    channels: int
-    inner: int
-    blocks: int
-    tiles_per_program: int
-    splits: int
-    constants: dict[str, Any]
     shape: tuple[int, ...]  # of a per-channel tensor
+    channels: int
+    payload: int  # numbers of a forward message
+    dtype: torch.dtype  # of the arithmetic
+    device: torch.device
+    sums: _Tiling
+    elementwise: _Tiling
 
-    @property
-    def programs(self) -> int:
-        return self.blocks * self.splits
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return self[:5]
-
-
-def _split_moments(x: Tensor, plan: _Plan) -> Tensor:
-    """The splits' moments, which `merge_moments` merges; one launch."""
-    partials = wide(x, (3, plan.channels, plan.splits))
-    arguments = x, partials, *plan.sizes, plan.splits
-    _launch(_triton.moments, plan.programs, *arguments, like=x, **plan.constants)
-    return partials
-
-
-def _merge(kernel: Any, plan: _Plan, partials: Tensor, *arguments: Tensor | int) -> None:
-    block = min(triton.next_power_of_2(plan.splits), _MERGED)
-    arguments = partials, *arguments, plan.channels, plan.splits
-    # Without fused operations products and sums are rounded one by one, as in `generic`.
-    options = {"BLOCK": block, "enable_fp_fusion": False}
-    _launch(kernel, plan.channels, *arguments, like=partials, **options)
-
-
-def _launch(kernel: Any, programs: int, *arguments: Any, like: Tensor, **constants: Any) -> None:
-    with torch.cuda.device_of(like):
-        kernel[programs,](*arguments, **constants)
-
-
-def _plan(
-    x: Tensor,
-    axis: tuple[int, ...],
-    *per_channel: Tensor,
-    parameters: tuple[Tensor | None, ...] = (),
-) -> _Plan | None:
-    """The plan for `x`; None if the kernels cannot take `x` or the per-channel tensors."""
-    plan = _plan_of(x.shape, x.stride(), x.dtype, axis)
-    if plan is None or not per_channel:
-        return plan
-    if per_channel[0].device != x.device or per_channel[0].shape != plan.shape:
-        return None
-    return plan if fit(*per_channel, parameters=parameters) else None
+    def takes(
+        self, mean: Tensor, var: Tensor, parameters: tuple[Tensor | None, Tensor | None]
+    ) -> bool:
+        """Whether the kernels can take these per-channel tensors."""
+        fits = mean.shape == self.shape and mean.device == self.device
+        return fits and fit(mean, var, parameters=parameters)
 
 
 @lru_cache(maxsize=1024)
 def _plan_of(
-    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, axis: tuple[int, ...]
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    axis: tuple[int, ...],
+    device: torch.device,
 ) -> _Plan | None:
+    """The plan; None if the kernels cannot take such activations."""
     sizes = sizes_in_memory(shape, strides, axis)
-    if sizes is None or 0 in shape or dtype not in _ARITHMETIC:
+    if sizes is None or 0 in shape or dtype not in _DTYPES:
         return None
-    outer, channels, inner = sizes
-    last = inner == 1 and channels > 1
-    width = channels if last else inner
-    cols = min(triton.next_power_of_2(width), 64 if last else 512)
-    rows = min(triton.next_power_of_2(outer), _TILE // cols)
-    blocks = triton.cdiv(channels, cols) if last else channels
-    tiles = triton.cdiv(outer, rows) * (1 if last else triton.cdiv(inner, cols))
-    per_program = min(max(tiles * blocks // _PROGRAMS, 1), tiles, _MAX_TILES)
-    return _Plan(
-        outer,
-        channels,
-        inner,
-        blocks,
-        per_program,
-        triton.cdiv(tiles, per_program),
-        {
-            "ROWS": rows,
-            "COLS": cols,
-            "CHANNELS_LAST": last,
-            "DTYPE": _ARITHMETIC[dtype],
-            "enable_fp_fusion": True,  # the default, but Triton 3.9 warns without it
-        },
-        tuple(n for i, n in enumerate(shape) if i not in axis),
-    )
+    _, C, S = sizes
+    per_channel = tuple(n for i, n in enumerate(shape) if i not in axis)
+    multiprocessors = _num_multiprocessors(device)
+    last = int(S == 1 and C > 1)
+    sums = _sums(sizes, last, dtype, _SUMS * multiprocessors)
+    columns = 2 if S % 2 == 1 and S > 1 else last
+    elementwise = _tiling(sizes, columns, dtype, _ELEMENTWISE * multiprocessors)
+    arithmetic = _DTYPES[dtype]
+    return _Plan(per_channel, C, forward_payload(C), arithmetic, device, sums, elementwise)
 
 
-def _laid_out_as(x: Tensor, dy: Tensor) -> Tensor:
-    """`dy` in the memory order of `x`; a copy if need be, of an expanded gradient for example."""
-    same = all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), dy.stride(), strict=True))
-    return dy if same else torch.empty_like(x, dtype=dy.dtype).copy_(dy)
+def _sums(sizes: tuple[int, int, int], columns: int, dtype: torch.dtype, programs: int) -> _Tiling:
+    """Programs that sum: as many as run at a time, but few enough for small arrays of sums."""
+    N, C, S = sizes
+    # Four numbers of each split are written and read.
+    partials, traffic = 2 * 4 * _DTYPES[dtype].itemsize, N * S * dtype.itemsize
+    splits = max(int(_PARTIALS * traffic / partials), 1)
+    cols = 64
+    while columns and cols * dtype.itemsize > 32 and _cdiv(C, cols) * splits < programs:
+        cols //= 2  # 32 bytes are the least that a GPU reads from its memory
+    return _tiling(sizes, columns, dtype, programs, cols, splits, _MAX_TILES)
+
+
+def _tiling(
+    sizes: tuple[int, int, int],
+    columns: int,
+    dtype: torch.dtype,
+    programs: int,
+    cols: int = 64,
+    max_splits: int = 1 << 30,
+    max_tiles: int = 1 << 30,
+) -> _Tiling:
+    """Tiles for about so many programs; `cols` is for channels that come last."""
+    N, C, S = sizes
+    width = C * S if columns else S
+    cols = min(triton.next_power_of_2(width), (512, cols, 256)[columns], _TILE)
+    rows = min(triton.next_power_of_2(N), _TILE // cols)
+    blocks = _cdiv(width, cols) if columns else C
+    tiles = _cdiv(N, rows) * (1 if columns else _cdiv(S, cols))
+    per_program = max(_cdiv(tiles * blocks, programs), _cdiv(tiles, max_splits))
+    per_program = min(per_program, tiles, max_tiles)
+    splits = _cdiv(tiles, per_program)
+    vector = math.gcd(width, C * S, _VECTOR // dtype.itemsize)
+    constants = {
+        "ROWS": rows,
+        "COLS": cols,
+        "COLUMNS": columns,
+        "VECTOR": vector,
+        "DTYPE": _LANGUAGE[_DTYPES[dtype]],
+        "enable_fp_fusion": True,  # the default, but Triton 3.9 warns without it
+    }
+    inner = S if columns else 1
+    arguments = N, width // vector, C * S // vector, inner, C, blocks, per_program, splits
+    return _Tiling(blocks * splits, arguments, splits, constants)
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@cache
+def _num_multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":  # Triton's interpreter
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _laid_out_as(x: Tensor, other: Tensor | None) -> Tensor | None:
+    """`other` in the memory order of `x`; a copy if need be, of an expanded tensor for example."""
+    if other is None:
+        return None
+    if other.stride() == x.stride():
+        return other
+    strides = zip(x.shape, x.stride(), other.stride(), strict=True)
+    if all(n == 1 or a == b for n, a, b in strides):
+        return other
+    return torch.empty_like(x, dtype=other.dtype).copy_(other)

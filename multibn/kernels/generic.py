@@ -93,7 +93,8 @@ def begin_forward(
         False take no part, whatever they hold.
     out
         A float64 vector in host memory (of NumPy, for activations of any library) that gets the
-        payload and is returned.
+        payload and is returned; or a `message.Message`, which `cuda` fills and returns. All other
+        files return a payload in its place.
     passes
         A module whose `local_moments`, `normalize`, `backward_sums` and `input_gradient` take the
         place of this file's, for a file that has no verbs of its own; not read with a mask.
@@ -193,9 +194,7 @@ def begin_backward(
     dy = masked(dy, mask)
     payload = message.concat(k.backward_sums(dy, x, mean, var, eps=eps, axis=axis))
     gradients = parameter_gradients(payload, mean.shape, weight, bias)
-    if out is not None:
-        out[:] = to_host(payload)
-    return payload if out is None else out, *gradients
+    return _written(payload, out), *gradients
 
 
 def finish_backward(
@@ -247,11 +246,7 @@ def pack(
         else xp.full((1,), v, dtype=mean.dtype, device=device(mean))
         for v in (weight, count)
     ]
-    packed = message.concat([weight * mean, weight * meansqr, *numbers])
-    if out is None:
-        return packed
-    out[:] = to_host(packed)
-    return out
+    return _written(message.concat([weight * mean, weight * meansqr, *numbers]), out)
 
 
 def unpack(
@@ -387,6 +382,14 @@ def _passes(passes: Any, mask: Array | None) -> Any:
 def _like(summed: Array, x: Array) -> Array:
     """A sum in the library of `x`, in memory that is not a line's."""
     return array_namespace(x).asarray(summed.copy()) if type(summed) is np.ndarray else summed
+
+
+def _written(payload: Array, out: Any) -> Array:
+    """The payload, or `out` with the payload in it if that is in host memory."""
+    if out is None or isinstance(out, message.Message):
+        return payload
+    out[:] = to_host(payload)
+    return out
 
 
 def _move(running: Array, new: Array, momentum: float | Array) -> Array:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from multibn.kernels import Running, cuda, generic
+from multibn.kernels import Running, cuda, cuda_steps, generic
+from multibn.message import Message, lanes, num_lanes
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has none of this")
@@ -29,16 +30,42 @@ def _afresh() -> None:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that were launched, to be told from what was left to `generic`."""
     launches: list[str] = []
-    launch = cuda._launch
+    launch = cuda.launch
 
     def recorded(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
         launches.append(kernel.__name__)
         # In the interpreter every operation is rounded.
-        assert options["enable_fp_fusion"] is not kernel.__name__.startswith("merge")
+        assert options["enable_fp_fusion"] is ("DTYPE" in options)
         launch(kernel, programs, *arguments, **options)
 
-    monkeypatch.setattr(cuda, "_launch", recorded)
+    for file in (cuda, cuda_steps):
+        monkeypatch.setattr(file, "launch", recorded)
     return launches
+
+
+def plan_of(x: Any, axis: Any = AXIS) -> Any:
+    return cuda._plan_of(x.shape, x.stride(), x.dtype, axis, x.device)
+
+
+def local_moments(x: Any, axis: Any = AXIS) -> Any:
+    shape = tuple(n for i, n in enumerate(x.shape) if i not in axis)
+    mean, meansqr = generic.split_sums(cuda.begin_forward(x, 1.0, 1.0, axis=axis)[:-2], shape)
+    return mean, meansqr - mean * mean
+
+
+def backward_sums(dy: Any, x: Any, mean: Any, var: Any, eps: float, axis: Any = AXIS) -> Any:
+    payload: Any
+    payload, *_ = cuda.begin_backward(dy, x, mean, var, None, None, eps=eps, axis=axis)
+    return generic.split_sums(payload, mean.shape)
+
+
+def input_gradient(dy: Any, x: Any, *statistics: Any, eps: float, axis: Any = AXIS) -> Any:
+    """`statistics` are what `generic.input_gradient` takes."""
+    mean, var, weight, element_weight, *sums = statistics
+    summed = torch.cat([v.flatten() for v in sums])
+    parameters = weight, None, element_weight
+    dx, _ = cuda.finish_backward(summed, dy, x, mean, var, *parameters, eps=eps, axis=axis)
+    return dx
 
 
 def wide(*shape: int) -> Any:
@@ -63,17 +90,19 @@ def check(
 ) -> None:
     """All passes against float64 ones; `native` says whether Triton is to do them."""
     axis = tuple(i for i in range(x.ndim) if i != 1) if axis is None else axis
-    assert (cuda._plan(x, axis) is not None) is native
+    assert (plan_of(x, axis) is not None) is native
     eps = min(EPS[x.dtype], 1e-6)  # 16-bit values are added in float32
     expected_var, expected_mean = torch.var_mean(x.double(), axis, correction=0)
     std = expected_var.sqrt()
-    mean, var = cuda.local_moments(x, axis=axis)
+    mean, var = local_moments(x, axis)
     assert mean.dtype == var.dtype == torch.float64
     close((mean - expected_mean) / std, 0 * std, eps)
     close(var / expected_var, std / std, eps)
     weight, count = 7.0, 2.0**24 + 1
     packed = cuda.begin_forward(x, weight, count, axis=axis)
-    assert torch.equal(packed, generic.pack(mean, var + mean * mean, weight, count))
+    plain = cuda.begin_forward(x, 1.0, 1.0, axis=axis)
+    assert torch.equal(packed[:-2], weight * plain[:-2])  # type: ignore[index]
+    assert packed[-2:].tolist() == [weight, count]  # type: ignore[index]
 
     dy = torch.randn(x.shape, generator=GENERATOR).to(DEVICE, x.dtype) if dy is None else dy
     check_normalize(x, mean, var, wide(*mean.shape), wide(*mean.shape).float(), axis)
@@ -89,7 +118,7 @@ def check_normalize(x: Any, mean: Any, var: Any, weight: Any, bias: Any, axis: A
 
 
 def check_backward_sums(dy: Any, x: Any, mean: Any, var: Any, axis: Any = AXIS) -> Any:
-    sums = cuda.backward_sums(dy, x, mean, var, eps=VAR_EPS, axis=axis)
+    sums = backward_sums(dy, x, mean, var, VAR_EPS, axis)
     eps = min(EPS[x.dtype], 1e-6)  # 16-bit values are added in float32
     dy, x = dy.double(), x.double()
     expected = generic.backward_sums(dy, x, mean, var, eps=VAR_EPS, axis=axis)
@@ -104,7 +133,7 @@ def check_backward_sums(dy: Any, x: Any, mean: Any, var: Any, axis: Any = AXIS) 
 def check_input_gradient(dy: Any, x: Any, *statistics: Any) -> None:
     """`statistics` are what `input_gradient` takes, and the axis."""
     *given, axis = statistics
-    dx = cuda.input_gradient(dy, x, *given, eps=VAR_EPS, axis=axis)
+    dx = input_gradient(dy, x, *given, eps=VAR_EPS, axis=axis)
     expected = generic.input_gradient(dy.double(), x.double(), *given, eps=VAR_EPS, axis=axis)
     check_like(x, dx, expected)
 
@@ -142,7 +171,8 @@ def test_dtypes_of_parameters(
     sums = wide(5), wide(5)
     for element_weight in (0.0, 1 / 3, number(1 / 3)):
         check_input_gradient(dy, x, mean, var, weight, element_weight, *sums, AXIS)
-    assert launched == ["normalize"] * 2 + ["input_gradient"] * 3
+    normalized, derived = ["coefficients_of", "normalize"], ["finish_backward", "input_gradient"]
+    assert launched == normalized * 2 + derived * 3
 
 
 @pytest.mark.parametrize(
@@ -161,14 +191,17 @@ def test_several_blocks_of_channels() -> None:
 @layouts
 def test_several_splits_of_several_tiles(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What large activations are divided into, on a small one."""
-    monkeypatch.setattr(cuda, "_PROGRAMS", 8)
+    monkeypatch.setattr(cuda, "_SUMS", 8)
+    monkeypatch.setattr(cuda, "_ELEMENTWISE", 8)
     monkeypatch.setattr(cuda, "_TILE", 128)
-    monkeypatch.setattr(cuda, "_MERGED", 2)
+    monkeypatch.setitem(cuda_steps._FEW_SPLITS, "SPLITS", 2)
+    monkeypatch.setitem(cuda_steps._FEW_SPLITS, "BLOCK", 2)
     x = normal(7, 3, 9, 11, layout=layout)
-    plan = cuda._plan(x, AXIS)
+    plan = plan_of(x)
     assert plan is not None
-    assert plan.tiles_per_program > 1
-    assert plan.splits > 2
+    assert plan.sums.sizes[6] > 1  # tiles of a program
+    assert plan.elementwise.sizes[6] > 1
+    assert plan.sums.splits > 2
     check(x)
 
 
@@ -178,7 +211,7 @@ def test_a_large_mean(layout: str) -> None:
     x = x.to(memory_format=getattr(torch, layout))
     exact = x.double()
     expected_var, expected_mean = torch.var_mean(exact, AXIS, correction=0)
-    mean, var = cuda.local_moments(x, axis=AXIS)
+    mean, var = local_moments(x)
     close(mean, expected_mean, 1e-6)
     close(var / expected_var, var / var, 1e-6)
     for bias in (None, 0 * mean):
@@ -186,12 +219,12 @@ def test_a_large_mean(layout: str) -> None:
         expected = generic.normalize(exact, mean, var, None, bias, eps=0.0, axis=AXIS)
         close(y.double(), expected, 1e-6)
     dy = x - 9999
-    sums = cuda.backward_sums(dy, x, mean, var, eps=0.0, axis=AXIS)
+    sums = backward_sums(dy, x, mean, var, 0.0)
     expected_sums = generic.backward_sums(dy.double(), exact, mean, var, eps=0.0, axis=AXIS)
     for got, expected in zip(sums, expected_sums, strict=True):
         close(got / expected, var / var, 1e-6)
     given = mean, var, var, 1 / 189, *sums
-    dx = cuda.input_gradient(dy, x, *given, eps=0.0, axis=AXIS)
+    dx = input_gradient(dy, x, *given, eps=0.0, axis=AXIS)
     expected = generic.input_gradient(dy.double(), exact, *given, eps=0.0, axis=AXIS)
     close(dx.double(), expected, 1e-6)
 
@@ -208,25 +241,25 @@ def test_packed_moments(layout: str, count: float, launched: list[str]) -> None:
     packed = cuda.begin_forward(x, 4.0, 4.0, axis=AXIS)
     _, var, *_ = generic.unpack(packed + packed, (5,), 4.0, 4.0)
     assert not var.any()
-    assert launched == 2 * ["moments", "merge_and_pack_moments"]
+    assert launched == 2 * ["moments", "merge_moments"]
 
 
 def test_a_first_tile_unlike_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its mean, which centres the others, is then a poor one."""
-    monkeypatch.setattr(cuda, "_PROGRAMS", 1)
+    monkeypatch.setattr(cuda, "_SUMS", 1)
     x = torch.randn(64, 2, 16, 16, generator=GENERATOR).to(DEVICE) + 1000
     x[:8] = 0
-    plan = cuda._plan(x, AXIS)
+    plan = plan_of(x)
     assert plan is not None
-    assert (plan.tiles_per_program, plan.splits) == (8, 1)
-    _, var = cuda.local_moments(x, axis=AXIS)
+    assert (plan.sums.sizes[6], plan.sums.splits) == (8, 1)
+    _, var = local_moments(x)
     close(var / x.double().var(AXIS, correction=0), var / var, 1e-6)
 
 
 def test_invalid_values_are_not_hidden() -> None:
     x = normal(3, 2, 4, 4)
     x[1, 1, 2, 2] = torch.nan
-    mean, var = cuda.local_moments(x, axis=AXIS)
+    mean, var = local_moments(x)
     assert mean.isnan().tolist() == var.isnan().tolist() == [False, True]
     packed = cuda.begin_forward(x, 1.0, 1.0, axis=AXIS)
     assert packed.isnan().tolist() == [False, True, False, True, False, False]
@@ -238,13 +271,16 @@ def test_statistics_that_are_nan(which: str, launched: list[str]) -> None:
     x, one = normal(3, 2, 4, 4), torch.ones(2, dtype=torch.float64, device=DEVICE)
     bad = torch.tensor([1, math.nan], dtype=torch.float64, device=DEVICE)
     mean, var = (one, bad) if which == "var" else (bad, one)
-    sums = cuda.backward_sums(x, x, mean, var, eps=VAR_EPS, axis=AXIS)
+    sums = backward_sums(x, x, mean, var, VAR_EPS)
     assert [v.isnan().tolist() for v in sums] == [[False, False], [False, True]]
     y = cuda.normalize(x, mean, var, one, one, eps=VAR_EPS, axis=AXIS)
-    dx = cuda.input_gradient(x, x, mean, var, one, 0.5, one, one, eps=VAR_EPS, axis=AXIS)
+    dx = input_gradient(x, x, mean, var, one, 0.5, one, one, eps=VAR_EPS, axis=AXIS)
     for v in (y, dx):
         assert v.isnan().all(AXIS).tolist() == v.isnan().any(AXIS).tolist() == [False, True]
-    assert launched == ["backward_sums", "merge_sums", "normalize", "input_gradient"]
+    assert launched == [
+        "backward_sums", "merge_sums", "coefficients_of", "normalize", "finish_backward",
+        "input_gradient",
+    ]  # fmt: skip
 
 
 def test_two_channel_axes() -> None:
@@ -268,7 +304,7 @@ def test_residual_and_relu(layout: str, native: bool, relu: bool) -> None:
     x = normal(3, 2, 4, 5, layout=layout)
     residual = normal(3, 2, 4, 5)
     x = x if native else x.repeat_interleave(2, 3)[..., ::2]
-    assert (cuda._plan(x, AXIS) is not None) is native
+    assert (plan_of(x) is not None) is native
     x[0, 0, 0, 0] = torch.nan
     c = torch.tensor([1.0, 2.0], dtype=torch.float64, device=DEVICE)
     given = c, c, c, -c
@@ -283,8 +319,8 @@ def test_residual_and_relu(layout: str, native: bool, relu: bool) -> None:
 @layouts
 @pytest.mark.parametrize("has_residual", [True, False])
 @pytest.mark.parametrize("masked", [True, False])
-def test_the_verbs(layout: str, has_residual: bool, masked: bool) -> None:
-    """A pass each way with ReLU, against `generic`."""
+def test_the_verbs(layout: str, has_residual: bool, masked: bool, launched: list[str]) -> None:
+    """A pass each way with ReLU, against `generic`; a mask is left to `generic`."""
     x, dy = normal(3, 5, 4, 6, layout=layout), normal(3, 5, 4, 6, layout=layout)
     residual = normal(3, 5, 4, 6) if has_residual else None
     weight, bias = wide(5).float(), wide(5).float()
@@ -311,13 +347,52 @@ def test_the_verbs(layout: str, has_residual: bool, masked: bool) -> None:
     for got, right in zip(*found, strict=True):
         assert got.dtype == right.dtype
         torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-5)
+    forward = ["moments", "merge_moments", "finish_forward", "normalize"]
+    again = [] if has_residual else ["coefficients_of"]
+    backward = [*again, "backward_sums", "merge_sums", "finish_backward", "input_gradient"]
+    assert launched == ([] if masked else forward + backward)
+
+
+@layouts
+def test_the_sign_of_an_output_is_that_of_the_forward_pass(layout: str) -> None:
+    """Where outputs round to 0 or are a rounding error from it."""
+    x = normal(3, 5, 7, 9, layout=layout)
+    x[0] = x.mean(AXIS).view(1, 5, 1, 1)
+    mean, var = x.double().mean(AXIS), x.double().var(AXIS, correction=0)
+    weight, bias = wide(5).float(), torch.zeros(5, device=DEVICE)
+    bias[2] = 1e-30
+    on: Any = {"eps": VAR_EPS, "axis": AXIS, "relu": True}
+    y = cuda.normalize(x, mean, var, weight, bias, **on)
+    given = torch.zeros(10, dtype=torch.float64, device=DEVICE), torch.ones_like(x), x, mean, var
+    dx, _ = cuda.finish_backward(*given, weight, bias, number(0.0), **on)
+    assert torch.equal(dx != 0, y > 0)
+
+
+@pytest.mark.parametrize("start", [0, 3, 2000])
+def test_a_message_in_memory_of_its_own(start: int) -> None:
+    """Zeros before the payload, the payload, zeros and the fingerprint after the payload."""
+    x, mean, var = normal(2, 5, 3, 3), wide(5), wide(5) ** 2
+
+    def memory(phase: str, payload: int) -> Message:
+        length = start + payload + num_lanes(phase)
+        return Message(torch.full((length,), math.nan, dtype=torch.float64).to(DEVICE), start, 7.0)
+
+    out = memory("forward", 12)
+    assert cuda.begin_forward(x, 2.0, 3.0, axis=AXIS, out=out) is out
+    payload: Any = cuda.begin_forward(x, 2.0, 3.0, axis=AXIS)
+    assert out.numbers.tolist() == start * [0] + payload.tolist() + lanes("forward", 7.0)
+    given = x, x, mean, var, None, None
+    out = memory("backward", 10)
+    assert cuda.begin_backward(*given, eps=VAR_EPS, axis=AXIS, out=out)[0] is out
+    payload, *_ = cuda.begin_backward(*given, eps=VAR_EPS, axis=AXIS)
+    assert out.numbers.tolist() == start * [0] + payload.tolist() + lanes("backward", 7.0)
 
 
 def test_what_is_left_to_generic(launched: list[str]) -> None:
     check(normal(3, 2, 8, 5)[:, :, ::2], native=False)
     check(normal(3, 1, 4, 5).expand(3, 2, 4, 5), native=False)
     empty = torch.empty(0, 2, 4, 5, device=DEVICE)
-    mean, var = cuda.local_moments(empty, axis=AXIS)
+    mean, var = local_moments(empty)
     assert mean.tolist() == var.tolist() == [0, 0]
     packed = cuda.begin_forward(empty, 0.0, 0.0, axis=AXIS)
     assert packed.tolist() == [0] * 6
@@ -348,18 +423,29 @@ def test_per_channel_arrays_that_are_left_to_generic(launched: list[str]) -> Non
         ("input_gradient", (dy, x, v, var, whole, 0.5, v, v)),
         ("input_gradient", (dy, x, v, var, None, half, v, v)),
         ("input_gradient", (dy, x, v, var, None, number(0.5).reshape(1), v, v)),
-        ("input_gradient", (dy, x, v, var, None, 0.5, apart, v)),
-        ("input_gradient", (dy, x, v, var, None, 0.5, v, apart)),
     ]
     for name, given in passes:
-        got = getattr(cuda, name)(*given, eps=VAR_EPS, axis=AXIS)
+        function = {"backward_sums": backward_sums, "input_gradient": input_gradient}.get(name)
+        got = (function or cuda.normalize)(*given, eps=VAR_EPS, axis=AXIS)
         expected = getattr(generic, name)(*given, eps=VAR_EPS, axis=AXIS)
-        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+        torch.testing.assert_close(tuple(got), tuple(expected), rtol=0, atol=0)
         assert launched == []
     elsewhere = v.to("meta")
-    assert cuda._plan(x, AXIS, v, var, parameters=(v, None)) is not None
-    assert cuda._plan(x, AXIS, elsewhere, elsewhere) is None
-    assert cuda._plan(x, AXIS, v, var, parameters=(v, elsewhere)) is None
+    plan = plan_of(x)
+    assert plan.takes(v, var, (v, None))
+    assert not plan.takes(elsewhere, elsewhere, (None, None))
+    assert not plan.takes(v, var, (v, elsewhere))
+    sums = wide(10)
+    for payload in (wide(12, 2)[:, 0], wide(12).view(12, 1)[:, 0].float()):
+        share = 4.0, 4.0
+        found = cuda.finish_forward(payload, x, v, v, *share, eps=VAR_EPS, axis=AXIS)
+        right = generic.finish_forward(payload, x, v, v, *share, eps=VAR_EPS, axis=AXIS)
+        torch.testing.assert_close(found, right, rtol=0, atol=0, equal_nan=True)
+    for payload in (sums.float(), wide(10, 2)[:, 0]):
+        given = payload, dy, x, v, var, v, v, 0.5
+        found = cuda.finish_backward(*given, eps=VAR_EPS, axis=AXIS)
+        assert torch.equal(found[0], generic.finish_backward(*given, eps=VAR_EPS, axis=AXIS)[0])
+    assert launched == []
 
 
 @on_gpu
@@ -368,11 +454,11 @@ def test_capture_in_a_graph() -> None:
 
     def passes() -> list[Any]:
         packed = cuda.begin_forward(x, 7.0, 7.0, axis=AXIS)
-        mean, var = cuda.local_moments(x, axis=AXIS)
+        mean, var = local_moments(x)
         given: dict[str, Any] = {"eps": VAR_EPS, "axis": AXIS}
         y = cuda.normalize(x, mean, var, weight, None, **given)
-        sums = cuda.backward_sums(y, x, mean, var, **given)
-        dx = cuda.input_gradient(y, x, mean, var, weight, packed[-1:].view(()), *sums, **given)
+        sums = backward_sums(y, x, mean, var, VAR_EPS)
+        dx = input_gradient(y, x, mean, var, weight, packed[-1:].view(()), *sums, **given)
         return [packed, mean, var, y, *sums, dx]
 
     passes()
@@ -389,7 +475,7 @@ def test_capture_in_a_graph() -> None:
 def test_more_than_2_to_the_31_elements() -> None:
     x = torch.ones((1 << 15, 3, 1 << 15, 1), dtype=torch.float16, device="cuda")
     x[-1, -1, -1] = 3
-    mean, _ = cuda.local_moments(x, axis=AXIS)
+    mean, _ = local_moments(x)
     close(mean.cpu(), torch.tensor([1, 1, 1 + 2 / 2**30], dtype=torch.float64), 1e-12)
     y = cuda.normalize(x, 0 * mean, 0 * mean + 0.25, None, None, eps=0.0, axis=AXIS)
     assert y[-1, -1, -1].item() == 6

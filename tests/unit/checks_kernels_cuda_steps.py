@@ -32,14 +32,21 @@ def _seed() -> None:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that were launched, to be told from what was left to `generic`."""
     launches: list[str] = []
-    launch = cuda_steps._launch
+    launch = cuda_steps.launch
 
-    def recorded(kernel: Any, *arguments: Any, like: Any, **constants: Any) -> None:
+    def recorded(kernel: Any, *arguments: Any, **constants: Any) -> None:
         launches.append(kernel.__name__)
-        launch(kernel, *arguments, like=like, **constants)
+        launch(kernel, *arguments, **constants)
 
-    monkeypatch.setattr(cuda_steps, "_launch", recorded)
+    for file in (cuda, cuda_steps):
+        monkeypatch.setattr(file, "launch", recorded)
     return launches
+
+
+def unpack(summed: Any, shape: tuple[int, ...], rank_weight: float, count: float) -> Any:
+    """Mean, variance, count and element weight."""
+    options = None, None, rank_weight, count, 1e-5, torch.float32, None
+    return cuda_steps.finish_forward(summed, shape, *options)[0]
 
 
 def wide(*shape: int) -> Any:
@@ -67,19 +74,18 @@ def test_unpack(shape: tuple[int, ...], count: float, launched: list[str]) -> No
     meansqr = mean**2 + wide(*shape) ** 2
     weight = min(count, 2.0**40 - 1)
     summed = 3 * generic.pack(mean, meansqr, weight, count)
-    *got, state = cuda_steps.unpack(summed, shape, weight, count)
-    *expected, right_state = generic.unpack(summed, shape, weight, count)
+    got = unpack(summed, shape, weight, count)
+    *expected, _ = generic.unpack(summed, shape, weight, count)
     for a, b, size in zip(got, expected, (None, meansqr, None, None), strict=True):
         compare(a, b, size)
-    assert state == right_state == generic.RIGHT
-    assert launched == ["unpack"]
+    assert launched == ["finish_forward"]
 
 
 def test_the_weights_of_a_rank_without_data() -> None:
     """Another rank's data are there; a sum of weights below 1 is that of no data at all."""
     others = generic.pack(wide(5), wide(5) ** 2 + 9, 4.0, 8.0)
     for summed, total in ((others, 4.0), (0 * others, 0.0)):
-        mean, var, count, element_weight, _ = cuda_steps.unpack(summed, (5,), 0.0, 0.0)
+        mean, var, count, element_weight = unpack(summed, (5,), 0.0, 0.0)
         compare(mean, summed[:5] / max(total, 1))
         assert element_weight.item() == 0
         assert count.item() == 2 * total
@@ -91,11 +97,11 @@ def test_the_variance_is_not_negative_and_a_nan_stays() -> None:
     mean = torch.tensor([3.0, math.nan, 2.0], dtype=torch.float64, device=DEVICE)
     meansqr = torch.tensor([8.9, 1.0, math.nan], dtype=torch.float64, device=DEVICE)
     summed = generic.pack(mean, meansqr, 2.0, 2.0)
-    got_mean, got_var, *_ = cuda_steps.unpack(summed, (3,), 2.0, 2.0)
+    got_mean, got_var, *_ = unpack(summed, (3,), 2.0, 2.0)
     assert got_var[0].item() == 0
     assert got_var.isnan().tolist() == [False, True, True]
     assert got_mean.isnan().tolist() == [False, True, False]
-    for found in cuda_steps.unpack(math.nan * summed, (3,), 2.0, 2.0)[:4]:
+    for found in unpack(math.nan * summed, (3,), 2.0, 2.0):
         assert found.isnan().all()
 
 
@@ -166,7 +172,7 @@ def test_a_layer_moves_its_running_statistics_in_one_launch(
                 patch.setattr(kernels, "select", lambda x, *others: cuda)
             launched.clear()
             there(x)
-        assert launched == ["unpack", "move"]
+        assert launched == ["moments", "merge_moments", "finish_forward", "normalize"]
     state, expected = there.state_dict(), here.state_dict()
     assert state["num_batches_tracked"].item() == 3
     for name in expected:
@@ -178,7 +184,7 @@ def test_infinity_of_one_channel_is_in_its_running_statistics() -> None:
     """Also where nobody looks at messages: while a CUDA graph is replayed."""
     moments = torch.tensor([1.0, math.inf, 2.0], dtype=torch.float64, device=DEVICE)
     summed = generic.pack(moments, moments**2, 2.0, 2.0)
-    mean, var, count, *_ = cuda_steps.unpack(summed, (3,), 2.0, 2.0)
+    mean, var, count, _ = unpack(summed, (3,), 2.0, 2.0)
     running = wide(3).float(), wide(3).float()
     cuda_steps.move(Running(*running, 0.1), mean, var, count, 2.0)
     for moved in running:
@@ -215,18 +221,10 @@ def test_parts_of_a_message(launched: list[str]) -> None:
     message = wide(17)
     summed = generic.pack(wide(5), wide(5) ** 2 + 9, 4.0, 8.0)
     message[5:] = summed
-    part: Any = cuda_steps.unpack(message[5:], (5,), 4.0, 8.0)
-    whole: Any = cuda_steps.unpack(summed, (5,), 4.0, 8.0)
+    part, whole = unpack(message[5:], (5,), 4.0, 8.0), unpack(summed, (5,), 4.0, 8.0)
     for a, b in zip(part, whole, strict=True):
-        assert a is b or torch.equal(a, b)
-    assert launched == ["unpack", "unpack"]
-
-
-def test_what_is_left_to_generic(launched: list[str]) -> None:
-    for arguments in ((wide(12, 2)[:, 0], (5,), 1.0, 1.0), (wide(2), (0,), 1.0, 1.0)):
-        got, expected = cuda_steps.unpack(*arguments), generic.unpack(*arguments)
-        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
-    assert launched == []
+        assert torch.equal(a, b)
+    assert launched == ["finish_forward", "finish_forward"]
 
 
 @on_gpu
@@ -235,7 +233,7 @@ def test_capture_in_a_graph() -> None:
 
     def steps() -> list[Any]:
         packed = torch.cat([v, v**2 + var, five, five])
-        mean, found, count, element_weight, _ = cuda_steps.unpack(packed, (700,), 5.0, 5.0)
+        mean, found, count, element_weight = unpack(packed, (700,), 5.0, 5.0)
         running = weight.clone(), weight.clone()
         cuda_steps.move(Running(*running, 0.1), mean, found, count, 5.0)
         return [packed, mean, found, count, element_weight, *running]

@@ -34,85 +34,78 @@ def test_the_checks(where: str) -> None:
     assert " passed" in run.stdout
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32", "fp64", None])
-@pytest.mark.parametrize("channels_last", [True, False])
-def test_they_compile_for_a_gpu(
-    channels_last: bool, dtype: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kernel", "with_residual"),
+    [("moments", False), ("normalize", True), ("normalize", False), ("backward_sums", True),
+     ("backward_sums", False), ("input_gradient", True), ("input_gradient", False)],
+)  # fmt: skip
+@pytest.mark.parametrize("columns", [0, 1, 2])
+def test_the_passes_compile_for_a_gpu(
+    columns: int, kernel: str, with_residual: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The compiler is stricter than the interpreter, and needs no GPU; `dtype` of parameters."""
+    """The compiler is stricter than the interpreter, and needs no GPU."""
     require.need("triton")
     import triton
 
     from multibn.kernels import _triton
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    constants: dict[str, Any] = {"ROWS": 16, "COLS": 128, "CHANNELS_LAST": channels_last}
-    constants |= {"DTYPE": triton.language.float32, "RELU": True, "tiles_per_program": 1}
-    activations = ("x", "y", "dy", "dx", "residual")
-    types: dict[str, Any] = dict.fromkeys(activations, "*bf16") | {"eps": "i64"}
-    types |= dict.fromkeys(("partials", "mean", "var", "sum_dy", "sum_dy_xhat"), "*fp64")
-    types["element_weight"] = "*fp64" if dtype else "i64"
-    parameters = dict.fromkeys(("weight", "bias"), f"*{dtype}" if dtype else None)
-    constants |= {n: None for n, v in parameters.items() if v is None}
-    for kernel in (_triton.normalize, _triton.input_gradient):
-        ptx = compile_for_a_gpu(kernel, types | parameters, constants, fused=True)
-        assert "sqrt.rn.f64" in ptx
-        assert not re.search(r"\b(div|sqrt|rsqrt)\S*f32", ptx)
-    if dtype is None:
-        for kernel in (_triton.moments, _triton.backward_sums):
-            compile_for_a_gpu(kernel, types, constants, fused=True)
+    constants: dict[str, Any] = {"ROWS": 16, "COLS": 128, "COLUMNS": columns, "VECTOR": 8}
+    constants |= {"DTYPE": triton.language.float32, "RELU": True}
+    types: dict[str, Any] = dict.fromkeys(("x", "y", "dy", "dx", "residual"), "*bf16")
+    types |= dict.fromkeys(("coefficients", "partials"), "*fp32") | {"mean": "*fp64"}
+    types |= dict.fromkeys(_triton._SIZES, "i64") | {"inner": "i32"}
+    if not with_residual:
+        constants |= {"residual": None, "dresidual": None}
+        constants |= {"coefficients": None} if kernel == "backward_sums" else {}
+    if kernel in ("backward_sums", "input_gradient") and not with_residual:
+        constants["y"] = None
+    types |= {"dresidual": "*bf16"}
+    ptx = compile_for_a_gpu(getattr(_triton, kernel), types, constants, fused=True)
+    assert not re.search(r"\b(add|sub|mul|div|fma|sqrt)\S*f64", ptx)
+    assert ".v4.b32" in ptx  # 16 bytes at a time
 
 
-def test_the_merges_compile_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    require.need("triton")
-
-    from multibn.kernels import _triton
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    wide = ("partials", "mean", "var", "packed", "sum_dy", "sum_dy_xhat")
-    types = dict.fromkeys(wide, "*fp64") | dict.fromkeys(("weight", "count", "eps"), "i64")
-    for kernel in (_triton.merge_moments, _triton.merge_and_pack_moments, _triton.merge_sums):
-        for block in (1, 1024):
-            check_rounding(compile_for_a_gpu(kernel, types, {"BLOCK": block}, fused=False))
-
-
-def test_unpacking_compiles_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    require.need("triton")
-
-    from multibn.kernels import _triton_steps
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    wide = ("summed", "mean", "var", "total_count", "element_weight")
-    types = dict.fromkeys(wide, "*fp64") | dict.fromkeys(("weight", "count"), "i64")
-    kernel = _triton_steps.unpack
-    check_rounding(compile_for_a_gpu(kernel, types, {"BLOCK": 256}, fused=False))
-
-
-@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32", "fp64"])
-@pytest.mark.parametrize("cumulative", [False, True])
-def test_moving_compiles_for_a_gpu(
-    cumulative: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("parameter", ["fp16", "bf16", "fp32", "fp64", None])
+def test_the_steps_compile_for_a_gpu(
+    parameter: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`dtype` is that of running statistics."""
+    """`parameter` is the dtype of parameters and running statistics."""
     require.need("triton")
 
     from multibn.kernels import _triton_steps
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    types = dict.fromkeys(("mean", "var", "count"), "*fp64") | {"num_batches": "*i64"}
-    types |= dict.fromkeys(("running_mean", "running_var"), f"*{dtype}")
-    types |= dict.fromkeys(("momentum", "factor"), "i64")
-    constants: dict[str, Any] = {"CUMULATIVE": cumulative, "BLOCK": 256}
-    for others in ({"UNBIASED": True}, {"UNBIASED": False, "num_batches": None}):
-        if not (cumulative and "num_batches" in others):
-            kernel = _triton_steps.move
-            check_rounding(compile_for_a_gpu(kernel, types, constants | others, fused=False))
+    wide = ("summed", "numbers", "mean", "var", "total_count", "count", "element_weight")
+    parameters = ("weight", "bias", "dweight", "dbias", "running_mean", "running_var")
+    numbers = ("fingerprint", "weight", "count", "rank_weight", "eps", "momentum", "factor")
+    types = dict.fromkeys(wide, "*fp64") | dict.fromkeys(("partials", "coefficients"), "*fp32")
+    types |= dict.fromkeys(parameters, f"*{parameter}") | {"num_batches": "*i64"}
+    optional: dict[str, Any] = {} if parameter else dict.fromkeys((*parameters, "num_batches"))
+    step: dict[str, Any] = {"BLOCK": 256}
+    merge = {"BLOCK": 32, "SPLITS": 8}
+    moved = step | {"CUMULATIVE": parameter == "fp32", "UNBIASED": parameter != "fp16"}
+    kernels: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("merge_moments", dict.fromkeys(numbers, "i64"), merge),
+        ("merge_sums", {"fingerprint": "i64", "eps": "i64"}, merge | optional),
+        ("finish_forward", dict.fromkeys(numbers, "i64"), moved | optional),
+        ("coefficients_of", {"eps": "i64"}, step | optional),
+        ("finish_backward", {"eps": "i64"}, step | optional),
+    ]
+    if parameter:
+        kernels.append(("move", {"momentum": "i64", "factor": "i64"}, moved))
+    for name, others, constants in kernels:
+        arguments = types | others
+        if name == "finish_forward" and parameter:
+            arguments["weight"] = f"*{parameter}"
+        kernel = getattr(_triton_steps, name)
+        check_rounding(compile_for_a_gpu(kernel, arguments, constants, fused=False))
 
 
 def check_rounding(ptx: str) -> None:
     """Arithmetic is float64, and each operation is rounded."""
     assert "f64" in ptx
-    assert not re.search(r"\bfma|\b(add|sub|mul|div|sqrt)\S*f32", ptx)
+    assert not re.search(r"\bfma|\b(add|sub|mul|sqrt)\S*f32", ptx)
 
 
 def compile_for_a_gpu(
@@ -128,6 +121,12 @@ def compile_for_a_gpu(
         kernel,
         {n: "constexpr" if n in constants else types.get(n, "i32") for n in names},
         {(names.index(n),): value for n, value in constants.items() if n in names},
+        # Memory begins at multiples of 16 bytes.
+        {
+            (i,): [["tt.divisibility", 16]]
+            for i, n in enumerate(names)
+            if types.get(n, "")[:1] == "*"
+        },
     )
     compiled = triton.compile(
         source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": fused}
