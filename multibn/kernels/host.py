@@ -226,9 +226,10 @@ def _plan(
         return None
     per_channel = tuple(n for i, n in enumerate(shape) if i not in axis)
     order = tuple(sorted(range(len(shape)), key=lambda i: -strides[i]))
-    large = math.prod(sizes) >= 2 * SHARE
-    parts = (None, None) if large else (sum_tasks(sizes, 1), tasks(sizes, 1))
-    return _Plan(per_channel, code, sizes, order, *parts, forward_payload(sizes[1]))
+    length = forward_payload(sizes[1])
+    if math.prod(sizes) >= 2 * SHARE:
+        return _Plan(per_channel, code, sizes, order, None, None, length)
+    return _Plan(per_channel, code, sizes, order, sum_tasks(sizes, 1), tasks(sizes, 1), length)
 
 
 # The library; the plan; the addresses of activations, mask and per-channel arrays, 0 for None, and
