@@ -17,7 +17,7 @@ import numpy as np
 from multibn._typing import Array
 from multibn.kernels import _core, generic
 from multibn.kernels._layout import sizes_in_memory
-from multibn.kernels._memory import DTYPES, LIBRARIES, address_of, code_of, scratch
+from multibn.kernels._memory import DTYPES, LIBRARIES, addressof, at_start, code_of, scratch
 from multibn.kernels._threads import SHARE, num_threads, run, sum_tasks, tasks
 from multibn.kernels.generic import RIGHT, Finished, Running
 from multibn.message import forward_payload
@@ -316,14 +316,14 @@ def _payload(library: Any, out: Array | None, n: int) -> tuple[Array, int]:
     if out is None:
         (payload,), (address,) = library.new(library.float64, (n,))
         return payload, address
-    return out, address_of(out)
+    return out, addressof(at_start(out))
 
 
 def _message(summed: Array, n: int) -> int | None:
     """The address of a message of `n` numbers; None if the loops cannot read it."""
     if type(summed) is np.ndarray and summed.flags.carray:  # a line's memory, located faster
         is_message = summed.dtype == np.float64 and summed.shape == (n,)
-        return address_of(summed) if is_message else None
+        return addressof(at_start(summed)) if is_message else None
     library = LIBRARIES[type(summed)]
     if library is None:
         return None
