@@ -18,9 +18,9 @@ DTYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}  # their numb
 Group: TypeAlias = tuple[Sequence[Array | None], Any, tuple[int, ...], tuple[int, ...] | None]
 
 
-def address_of(a: Array) -> int:
-    """Address of NumPy's contiguous memory that one may write to."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(a))
+# `addressof(at_start(a))` is the address of NumPy's contiguous memory that one may write to, in a
+# fifth of the time of __array_interface__.
+addressof, at_start = ctypes.addressof, ctypes.c_char.from_buffer
 
 
 class NumPy:
@@ -34,7 +34,7 @@ class NumPy:
         """Address of the first element; 0 if `a` is misaligned."""
         flags = a.flags
         if flags.carray and a.size:  # in a third of the time of __array_interface__
-            return address_of(a)
+            return addressof(at_start(a))
         return int(a.__array_interface__["data"][0]) if flags.aligned else 0
 
     def locate(self, *groups: Group) -> list[int] | None:

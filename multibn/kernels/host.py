@@ -17,13 +17,20 @@ import numpy as np
 from multibn._typing import Array
 from multibn.kernels import _core, generic
 from multibn.kernels._layout import sizes_in_memory
-from multibn.kernels._memory import DTYPES, LIBRARIES, address_of, code_of, scratch
+from multibn.kernels._memory import DTYPES, LIBRARIES, addressof, at_start, code_of, scratch
 from multibn.kernels._threads import SHARE, num_threads, run, sum_tasks, tasks
 from multibn.kernels.generic import RIGHT, Finished, Running
 from multibn.message import forward_payload
 
 _FLOAT64 = 8  # bytes
 _MOMENTS, _GRADIENT, _SIGN_OF_X, _SIGN_OF_Y = range(4)  # kinds of sums, see _core.c
+# Of a pass, by whether a ReLU came last, and whether the output is there.
+_KINDS = {
+    (False, False): _GRADIENT,
+    (False, True): _SIGN_OF_Y,
+    (True, False): _SIGN_OF_X,
+    (True, True): _SIGN_OF_Y,
+}
 _CONVENTIONS = {"unbiased_global": 0, "unbiased_local": 1, "biased": 2}
 
 move = generic.move
@@ -127,7 +134,7 @@ def begin_backward(
     _, C, _ = plan.sizes
     payload, payload_at = _payload(library, out, 2 * C)
     (dweight, dbias), gradients_at = library.new(dtype, plan.shape, plan.shape)
-    arguments = plan.dtype, _kind(relu, y), *addresses, eps, *plan.sizes
+    arguments = plan.dtype, _KINDS[relu, y is not None], *addresses, eps, *plan.sizes
     parts = plan.sums if plan.sums is not None else sum_tasks(plan.sizes, num_threads())
     _memory, sums_at = (None, 0) if len(parts) == 1 else _sums(arguments, C, parts)
     whole = parts[0][0], 0, 1, 0, C
@@ -166,7 +173,7 @@ def finish_backward(
     dx = library.empty_like(like)
     dresidual = None if y is None else library.empty_like(like)
     arguments = (
-        plan.dtype, _kind(relu, y), *addresses, eps, summed_at, float(element_weight),
+        plan.dtype, _KINDS[relu, y is not None], *addresses, eps, summed_at, float(element_weight),
         library.address(dx), 0 if dresidual is None else library.address(dresidual),
         *plan.sizes[1:],
     )  # fmt: skip
@@ -308,23 +315,19 @@ def _copied(
     return library, plan, addresses, float64, alive
 
 
-def _kind(relu: bool, y: Array | None) -> int:
-    return _SIGN_OF_Y if y is not None else _SIGN_OF_X if relu else _GRADIENT
-
-
 def _payload(library: Any, out: Array | None, n: int) -> tuple[Array, int]:
     """Memory for the `n` numbers of a message, and its address."""
     if out is None:
         (payload,), (address,) = library.new(library.float64, (n,))
         return payload, address
-    return out, address_of(out)
+    return out, addressof(at_start(out))
 
 
 def _message(summed: Array, n: int) -> int | None:
     """The address of a message of `n` numbers; None if the loops cannot read it."""
     if type(summed) is np.ndarray and summed.flags.carray:  # a line's memory, located faster
         is_message = summed.dtype == np.float64 and summed.shape == (n,)
-        return address_of(summed) if is_message else None
+        return addressof(at_start(summed)) if is_message else None
     library = LIBRARIES[type(summed)]
     if library is None:
         return None
