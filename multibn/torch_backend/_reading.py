@@ -105,7 +105,8 @@ def read(module: nn.Module, /, *, ends_in: type[nn.Module]) -> Reading:
 def last(module: nn.Module) -> nn.Module:
     """The module that gives the output of an nn.Sequential, through any number of these."""
     while _is_sequence(module) and module._modules:
-        module = next(m for m in reversed(module._modules.values()))
+        children: Any = module._modules.values()
+        module = [*children][-1]
     return module
 
 
@@ -201,7 +202,8 @@ class _Tracer(GraphAppendingTracer):
         if plain and _is_sequence(module) and isinstance(last(module), self.ends_in):
             self.passed.append(module)
             (y,) = args
-            for name, child in module._modules.items():
+            children: Any = module._modules.items()  # a module may be there twice
+            for name, child in children:
                 y = self.call(child, f"{path}.{name}", (y,), {})
             return y
         y = self.create_proxy("call_module", path, args, kwargs)
@@ -215,7 +217,7 @@ class _Child:
     def __init__(self, module: nn.Module, path: str, tracer: _Tracer) -> None:
         self.__module, self.__path, self.__tracer = module, path, tracer
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return type(self.__module)
 

@@ -173,7 +173,7 @@ class _SyncBatchNorm(torch.autograd.Function):
                 payload = generic.begin_forward(x, rank_weight, count, axis=axis, mask=mask)
             with _marked(CheckpointPolicy.MUST_SAVE):
                 summed = torch.ops.multibn.allreduce(payload, "forward", *ctx.about)
-            options = {"eps": eps, "axis": axis, "residual": residual, "mask": mask}
+            options: Any = {"eps": eps, "axis": axis, "residual": residual, "mask": mask}
             y, *batch, _ = generic.finish_forward(
                 summed, x, weight, bias, rank_weight, count, **options
             )

@@ -119,7 +119,7 @@ def unfuse(model: nn.Module) -> None:
     """Give the blocks of `fuse_batch_norm_relu` their classes back."""
     for block in model.modules():
         if isinstance(block, _Block):
-            block.__class__ = block.fused_from
+            block.__class__ = block.fused_from  # type: ignore[assignment]
             block.__dict__.pop("_way", None)
 
 
@@ -153,7 +153,8 @@ class _Block(nn.Module):
         super().__delattr__(name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _, _, state, *others = super().__reduce_ex__(protocol)
+        reduced: Any = super().__reduce_ex__(protocol)
+        _, _, state, *others = reduced
         if isinstance(state, dict):
             state = {name: value for name, value in state.items() if name != "_way"}
         return _new, (self.fused_from,), state, *others
@@ -223,6 +224,8 @@ def _way(block: nn.Module) -> tuple[_Way | None, dict[str, str], dict[str, str]]
     """The way through `block`, None if nothing is fused; layers that are, and that are not."""
     reading = _reading.read(block, ends_in=SyncBatchNorm)
     graph, modules = reading.graph, reading.modules
+    relu: Any
+    layer: Any
     ends: dict[str, str] = {}
     left: dict[str, str] = {}
     involved: list[nn.Module] = list(reading.passed)
@@ -303,7 +306,7 @@ def _cannot_fuse(
         return "the output has other readers"
     if residual is not None:
         # The layer then runs later, when its input must be as it was.
-        x = node.args[0]
+        x: Any = node.args[0]
         produced = isinstance(modules.get(x), (_ConvNd, nn.Linear)) and len(x.users) == 1
         if not produced and node.next is not source:
             return "the input could be modified before the addition"

@@ -25,10 +25,10 @@ LENGTHS = np.asarray([5, 2, 0, 4])
 
 def link_of(**options: Any) -> Any:
     rng = np.random.default_rng(0)
-    parameters = {name: rng.normal(size=C) for name in ("initial_gamma", "initial_beta")}
-    parameters = {
+    drawn = {name: rng.normal(size=C) for name in ("initial_gamma", "initial_beta")}
+    parameters: Any = {
         name: None if options.get(name.replace("initial", "use")) is False else value
-        for name, value in parameters.items()
+        for name, value in drawn.items()
     }
     return MultiNodeBatchNormalization(
         C, SingleProcess(), dtype=np.float64, **parameters, **options
