@@ -148,8 +148,8 @@ logarithm of the ranks to the base of 2, gives {at_64} connections for 64 ranks 
 1,024 ranks, whatever the number of widths. torch's own group has one connection with every other
 rank, which are 63 and 1,023 descriptors: with the usual limit of 1,024 descriptors, torch itself
 ends before 1,024 ranks. Within a machine, multibn adds one descriptor, the shared memory, for any
-number of ranks. One thread asks the store. Over MPI, it adds at most one duplicate of the communicator for each doubling of the width,
-and two more."""
+number of ranks. One thread asks the store. Over MPI, it adds at most one duplicate of the
+communicator for each doubling of the width, and two more."""
 
 _GROUPS = f"""## Before and now
 
