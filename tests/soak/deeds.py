@@ -167,7 +167,7 @@ def init_anew(world: Communicator) -> None:
     dist.init_process_group("gloo", store=part, rank=rank, world_size=size)
 
 
-def of_launcher(world: Communicator) -> tuple[Callable[[Communicator], None], ...]:
+def deeds_of(world: Communicator) -> tuple[Callable[[Communicator], None], ...]:
     """The deeds that can be done. MPI is initialised once in a process."""
     every = (steps, models, widths, groups, saves, forks)
     # The children import torch, which takes long where ranks outnumber the cores.

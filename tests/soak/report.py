@@ -2,6 +2,7 @@
 
 import os
 import platform
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -81,10 +82,11 @@ def _more_ranks(runs: Mapping[tuple[str, int], Any]) -> str:
         expected = most_partners(ranks)
         if got > expected:
             raise AssertionError(f"{ranks} ranks: {got} descriptors instead of {expected}")
-    return _MORE_RANKS.format(
+    text = _MORE_RANKS.format(
         few=", ".join(f"{most_partners(n)} at {n}" for n in added),
         **{f"at_{n}": most_partners(n) for n in (64, 1024)},
     )
+    return textwrap.fill(text, 100)
 
 
 def most_partners(ranks: int) -> int:
@@ -145,9 +147,9 @@ each rank that it exchanges messages with: {few} ranks, as counted above. The sa
 logarithm of the ranks to the base of 2, gives {at_64} connections for 64 ranks and {at_1024} for
 1,024 ranks, whatever the number of widths. torch's own group has one connection with every other
 rank, which are 63 and 1,023 descriptors: with the usual limit of 1,024 descriptors, torch itself
-ends before 1,024 ranks. Within a machine, multibn adds no descriptor, and one thread that asks the
-store. Over MPI, it adds at most one duplicate of the communicator for each doubling of the width,
-and two more."""
+ends before 1,024 ranks. Within a machine, multibn adds one descriptor, the shared memory, for any
+number of ranks. One thread asks the store. Over MPI, it adds at most one duplicate of the
+communicator for each doubling of the width, and two more."""
 
 _GROUPS = f"""## Before and now
 

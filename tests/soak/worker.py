@@ -8,7 +8,7 @@ from typing import Any
 
 from multibn._launch import enter_world, leave_world
 from tests.soak import figures
-from tests.soak.deeds import hold, of_launcher
+from tests.soak.deeds import deeds_of, hold
 
 _DESCRIPTORS = 128  # a limit that other programs run under, for 2 ranks
 
@@ -25,7 +25,7 @@ def main(launcher: str, seconds: str, file: str) -> None:
         results["groups"] = [figures.of_groups(world, plain=plain) for plain in (True, False)]
         if launcher == "torchrun":
             results["keys"] = [figures.of_rounds(world, plain=plain) for plain in (True, False)]
-    deeds = of_launcher(world)
+    deeds = deeds_of(world)
     results["rows"] = [hold(deed, world, float(seconds) / len(deeds)) for deed in deeds]
     if world.rank == 0:
         Path(file).write_text(json.dumps(results))
