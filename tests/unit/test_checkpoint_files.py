@@ -248,6 +248,8 @@ def test_the_dict_of_a_training_script(tmp_path: Path) -> None:
     refused(tmp_path / "b.pt", r"must hold a dict of tensors: got list\. Save `model.state_dict")
 
 
+# torch 2.11 warns of every sparse tensor that it loads.
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 @pytest.mark.parametrize(
     "value",
     [torch.eye(2).to_sparse(), torch.zeros(2, device="meta")],

@@ -7,9 +7,11 @@ import os
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.helpers import require
@@ -18,9 +20,17 @@ HERE = Path(__file__).parent
 CHECKS = [str(HERE / name) for name in ("checks_kernels_cuda.py", "checks_kernels_cuda_steps.py")]
 
 
+def _takes_int_of_an_array() -> bool:
+    """As Triton 3.6 does, and 3.9 does no more."""
+    triton = tuple(int(n) for n in metadata.version("triton").split(".")[:2])
+    return triton < (3, 9) and np.lib.NumpyVersion(np.__version__) >= "2.5.0"
+
+
 @pytest.mark.parametrize("where", ["interpreter", "gpu"])
 def test_the_checks(where: str) -> None:
     require.need("torch", "triton", *(["gpu"] if where == "gpu" else []))
+    if where == "interpreter" and _takes_int_of_an_array():
+        pytest.skip("Triton's interpreter takes int() of an array, which NumPy 2.5 refuses")
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *CHECKS],
         cwd=HERE.parents[1],

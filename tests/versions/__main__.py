@@ -24,7 +24,16 @@ def main(argv: Sequence[str]) -> int:
     name, *tests = argv
     RESULTS.mkdir(parents=True, exist_ok=True)
     junit = RESULTS / f"{name}.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml", junit]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--junitxml",
+        str(junit),
+    ]
     run = subprocess.run(
         [*command, *(tests or TESTS)],
         cwd=ROOT,
