@@ -442,9 +442,9 @@ def test_per_channel_arrays_that_are_left_to_generic(launched: list[str]) -> Non
         right = generic.finish_forward(payload, x, v, v, *share, eps=VAR_EPS, axis=AXIS)
         torch.testing.assert_close(found, right, rtol=0, atol=0, equal_nan=True)
     for payload in (sums.float(), wide(10, 2)[:, 0]):
-        given: Any = payload, dy, x, v, var, v, v, 0.5
-        dx, _ = cuda.finish_backward(*given, eps=VAR_EPS, axis=AXIS)
-        assert torch.equal(dx, generic.finish_backward(*given, eps=VAR_EPS, axis=AXIS)[0])
+        about: Any = payload, dy, x, v, var, v, v, 0.5
+        dx, _ = cuda.finish_backward(*about, eps=VAR_EPS, axis=AXIS)
+        assert torch.equal(dx, generic.finish_backward(*about, eps=VAR_EPS, axis=AXIS)[0])
     assert launched == []
 
 
