@@ -47,7 +47,7 @@ def begin_forward(
     axis: tuple[int, ...],
     mask: Tensor | None = None,
     out: Message | None = None,
-) -> Tensor | Message:
+) -> Any:
     """As `generic.begin_forward`; two launches."""
     plan = _plan_of(x.shape, x.stride(), x.dtype, axis, x.device)
     if plan is None or mask is not None:
@@ -122,7 +122,7 @@ def begin_backward(
     y: Tensor | None = None,
     mask: Tensor | None = None,
     out: Message | None = None,
-) -> tuple[Tensor | Message, Tensor | None, Tensor | None]:
+) -> tuple[Any, Tensor | None, Tensor | None]:
     """As `generic.begin_backward`; two launches, three for the sign of an output that is gone."""
     plan = _plan_of(x.shape, x.stride(), x.dtype, axis, x.device)
     parameters = weight, bias

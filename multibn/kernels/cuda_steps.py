@@ -30,15 +30,13 @@ _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def merge_moments(
-    partials: Tensor, out: Message | None, weight: float, count: float, /
-) -> Tensor | Message:
+def merge_moments(partials: Tensor, out: Message | None, weight: float, count: float, /) -> Any:
     """The forward message, or its payload where there is no `out`; of `_triton.moments`."""
     _, splits, C = partials.shape
-    out, around = _around(out, partials, message.forward_payload(C))
+    sent, around = _around(out, partials, message.forward_payload(C))
     arguments = partials, *around, bits(weight), bits(count), splits, C
     _merge(_triton_steps.merge_moments, arguments)
-    return out
+    return sent
 
 
 def merge_sums(
@@ -49,15 +47,15 @@ def merge_sums(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-) -> tuple[Tensor | Message, Tensor | None, Tensor | None]:
+) -> tuple[Any, Tensor | None, Tensor | None]:
     """As `generic.begin_backward`, of `_triton.backward_sums`."""
     _, splits, C = partials.shape
-    out, (numbers, *around) = _around(out, partials, message.backward_payload(C))
+    sent, (numbers, *around) = _around(out, partials, message.backward_payload(C))
     dweight = None if weight is None else torch.empty_like(weight)
     dbias = None if bias is None else torch.empty_like(bias)
     arguments = partials, mean, var, numbers, dweight, dbias, *around, bits(eps), splits, C
     _merge(_triton_steps.merge_sums, arguments)
-    return out, dweight, dbias
+    return sent, dweight, dbias
 
 
 def finish_forward(
@@ -173,7 +171,7 @@ def _has_changed(running: Running) -> None:
 
 def _around(
     out: Message | None, like: Tensor, payload: int
-) -> tuple[Tensor | Message, tuple[Tensor, int, int, int]]:
+) -> tuple[Any, tuple[Tensor, int, int, int]]:
     """A new payload, or the message `out`; its numbers, the payload's place in them, their
     length and the fingerprint.
     """
