@@ -323,7 +323,7 @@ def _gradients(node: BatchNormalization, y: Array | None, *arrays: Array) -> lis
         counted = generic.masked(dy, node.mask)
         raise_for_nan_gradients(node.communicator, bool((counted != counted).any()))
     y = y if node.has_residual else None  # without a residual, `x` has the signs
-    about = node.batch, node.eps, node.axis, node.relu, y, node.mask
+    about: Any = node.batch, node.eps, node.axis, node.relu, y, node.mask
     ((dx, dresidual, *parameters),) = step.backward(
         [Gradient(dy, *arguments, *about)], node.communicator, means=True
     )

@@ -20,7 +20,8 @@ Group: TypeAlias = tuple[Sequence[Array | None], Any, tuple[int, ...], tuple[int
 
 # `addressof(at_start(a))` is the address of NumPy's contiguous memory that one may write to, in a
 # fifth of the time of __array_interface__.
-addressof, at_start = ctypes.addressof, ctypes.c_char.from_buffer
+addressof: Any = ctypes.addressof
+at_start: Any = ctypes.c_char.from_buffer
 
 
 class NumPy:

@@ -43,7 +43,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         inputs, communicator, weighting, batches = call
         with without_autocast(inputs[0].x):
             results = step.forward(inputs, communicator, weighting=weighting)
-        options = []
+        options: list[Any] = []
         ys = []
         saved: list[Tensor | None] = []
         for n, (y, batch) in enumerate(results):
@@ -65,7 +65,9 @@ class _SyncBatchNorm(torch.autograd.Function):
         gradients = []
         for n, dy in enumerate(grad_outputs):
             x, weight, bias, y, mask = saved[5 * n : 5 * n + 5]
-            gradients.append(Gradient(dy, x, weight, bias, *options[n], y, mask, needed[4 * n + 1]))
+            batch, eps, axis, relu = options[n]
+            own = eps, axis, relu, y, mask, needed[4 * n + 1]
+            gradients.append(Gradient(dy, x, weight, bias, batch, *own))
         results: list[Tensor | None] = [None]
         with without_autocast(saved[0]):
             if _is_transformed(grad_outputs):
@@ -117,11 +119,14 @@ def _differentiable_backward(
         for n, g in enumerate(gradients):
             # Views, which are new tensors: if `x` depends on a parameter (a layer used twice),
             # autograd would otherwise differentiate through `x` too, which the outer graph does.
-            views = [None if t is None else t.view_as(t) for t in (g.x, g.weight, g.bias)]
+            views: list[Any] = [
+                None if t is None else t.view_as(t) for t in (g.x, g.weight, g.bias)
+            ]
             relu, dy = g.relu, g.dy
             if g.y is not None:  # the residual is gone; `y` has the signs
                 relu, dy = False, torch.where(g.y.detach() > 0, dy, 0.0)
-            inputs.append(Input(*views, g.eps, g.axis, relu=relu, mask=g.mask))
+            x, weight, bias = views
+            inputs.append(Input(x, weight, bias, g.eps, g.axis, relu=relu, mask=g.mask))
             dys.append(generic.masked(dy, g.mask))
             sources += compress(views, needed[4 * n : 4 * n + 3])
         ys, _ = _differentiable.normalize_all(inputs, communicator, weighting, phase="second order")

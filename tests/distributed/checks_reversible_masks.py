@@ -39,7 +39,7 @@ class _Masked(nn.Module):
         self.norm = SyncBatchNorm(C, process_group=communicator)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        return self.norm(x, mask=mask).tanh()  # type: ignore[no-any-return]
+        return self.norm(x, mask=mask).tanh()
 
 
 def _of_torch(communicator: Any, xs: Any, mask: Any, mode: Any) -> tuple[Any, Any, Any]:
@@ -70,7 +70,10 @@ class _MaskedLink(chainer.Chain):
 
 def _of_chainer(communicator: Any, xs: Any, mask: Any, mode: Any) -> tuple[Any, Any, Any]:
     with chainer.using_config("dtype", np.float64):
-        links = [[_MaskedLink(communicator, mask) for _ in "FG"] for _ in range(BLOCKS)]
+        links = [
+            (_MaskedLink(communicator, mask), _MaskedLink(communicator, mask))
+            for _ in range(BLOCKS)
+        ]
     model = ChainerSequence(links, mode=mode)
     model.cleargrads()
     streams = [chainer.Variable(x) for x in xs]

@@ -38,8 +38,9 @@ def last(a: Any) -> Any:
     return np.ascontiguousarray(a.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
 
 
-def verbs(k: Any, x: Any, dy: Any, residual: Any, mask: Any, relu: bool) -> list[Any]:
-    """The results of all four, by the sums that one rank sends."""
+def verbs(k: Any, arrays: Any, mask: Any, relu: bool) -> list[Any]:
+    """The results of all four for x, dy and residual, by the sums that one rank sends."""
+    x, dy, residual = arrays
     *_, weight, bias, _, _ = per_channel(x.shape[1])
     count = float(np.count_nonzero(mask))
     on: Any = {"axis": AXIS, "mask": mask}
@@ -68,16 +69,16 @@ def test_masks(
     x, dy, residual = (data(shape, dtype, seed) for seed in range(3))
     for mask in masks(shape):
         for relu, added in [(False, None), (False, residual), (True, None), (True, residual)]:
-            arrays = [x, dy, residual if added is None else added]
-            clean = [np.where(mask, a, 0).astype("float64") for a in arrays]
+            arrays: list[Any] = [x, dy, residual if added is None else added]
+            clean: list[Any] = [np.where(mask, a, 0).astype("float64") for a in arrays]
             arrays = [layout(poisoned(a, mask)) for a in arrays]
             if added is None:
                 clean[2] = arrays[2] = None
-            expected = verbs(generic, *clean, mask, relu)
+            expected = verbs(generic, clean, mask, relu)
             with monkeypatch.context() as patch:
                 for name in VERBS:
                     patch.setattr(generic, name, refuse)
-                got = verbs(host, *arrays, mask, relu)
+                got = verbs(host, arrays, mask, relu)
             # A sign that rounding turns around changes elements of dx, and sums.
             compared = 5 if relu and dtype != "float64" else len(got)
             for one, other in list(zip(got, expected, strict=True))[:compared]:
@@ -123,7 +124,8 @@ def test_views_and_memory_in_another_order() -> None:
     mask = masks(x.shape)[0]
     for view in (lambda a: a.transpose(0, 1, 3, 2), lambda a: a[:, :, ::2], lambda a: a[::-1]):
         there = view(mask)
-        arrays = [view(poisoned(a, mask)) for a in (x, dy)]
-        expected = verbs(generic, *(np.where(there, a, 0) for a in arrays), None, there, False)
-        for one, other in zip(verbs(host, *arrays, None, there, False), expected, strict=True):
+        arrays: Any = [view(poisoned(a, mask)) for a in (x, dy)]
+        clean: Any = [np.where(there, a, 0) for a in arrays]
+        expected = verbs(generic, [*clean, None], there, False)
+        for one, other in zip(verbs(host, [*arrays, None], there, False), expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
