@@ -124,6 +124,8 @@ def measure(seed: int) -> None:
         counting = Counting(as_communicator(None), sizes)
         counted = Training(KINDS[size][name], seed, counting)
         counted.step(x[part], y[part])
+        sizes.clear()  # the first step's, in which the ranks compare their layers, too
+        counted.step(x[part], y[part])
         loss = torch.stack(training.losses[-digits.STEPS_PER_EPOCH :]).mean()
         dist.all_reduce(loss)
 
