@@ -8,7 +8,6 @@ so that a change of the machine's load meets all of them.
 """
 
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -26,7 +25,8 @@ from resnet_torch import ResNet, accuracy
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from multibn import Communicator, Group, as_communicator
+from multibn.communicators.counting import CountingCommunicator
+from multibn.communicators.torch_distributed import TorchDistributed
 from multibn.torch_backend import (
     SubBatchNorm2d,
     average_gradients,
@@ -37,21 +37,6 @@ from multibn.torch_backend import (
 
 NUM_STEPS = 3 * digits.STEPS_PER_EPOCH
 SEEDS = range(3)
-
-
-class Counting:
-    """A communicator that records the size of each message."""
-
-    def __init__(self, communicator: Communicator, sizes: list[int]) -> None:
-        self.communicator, self.sizes = communicator, sizes
-        self.rank, self.size = communicator.rank, communicator.size
-
-    def allreduce(self, x: Any, /) -> Any:
-        self.sizes.append(math.prod(x.shape))
-        return self.communicator.allreduce(x)
-
-    def split(self, color: int, key: int = 0) -> "Counting":
-        return Counting(self.communicator.split(color, key), self.sizes)
 
 
 def sub_batch(module: nn.Module, group: Any) -> None:
@@ -65,16 +50,13 @@ def plain(model: nn.Module, group: Any) -> None:
     pass
 
 
-def grouped(model: nn.Module, group: Any) -> None:
-    convert_sync_batchnorm(model, Group(group, 2))
-
-
 # By number of ranks.
 KINDS: dict[int, dict[str, Callable[[nn.Module, Any], object]]] = {
     1: {"plain": plain, "sub-batch, 2 parts": sub_batch},
     2: {"plain": plain, "synchronized": convert_sync_batchnorm},
-    4: {"plain": plain, "grouped, 2 ranks": grouped},
+    4: {"plain": plain, "grouped, 2 ranks": convert_sync_batchnorm},
 }
+SHARING = {"grouped, 2 ranks": 2}  # of the other kinds, all ranks or none share
 
 
 class Training:
@@ -106,7 +88,9 @@ def measure(seed: int) -> None:
     (x, y), test = ([torch.from_numpy(a) for a in images] for images in digits.load("float32"))
     order = np.random.default_rng(seed).permutation(digits.NUM_TRAIN)  # other batches per seed
     x, y = x[order], y[order]
-    trainings = {name: Training(convert, seed, None) for name, convert in KINDS[size].items()}
+    trainings = {
+        name: Training(convert, seed, SHARING.get(name)) for name, convert in KINDS[size].items()
+    }
     for part in digits.batches(NUM_STEPS, rank, size):
         for training in trainings.values():
             training.step(x[part], y[part])
@@ -119,12 +103,9 @@ def measure(seed: int) -> None:
     unit = statistics.median(trainings["plain"].seconds)
     for name, training in trainings.items():
         model = training.model
-        # Messages are counted beside the training: over a user's own class they are slower.
-        sizes: list[int] = []
-        counting = Counting(as_communicator(None), sizes)
+        # Messages are counted beside the training, which counting would make slower.
+        counting = CountingCommunicator(TorchDistributed().split(rank // SHARING.get(name, size)))
         counted = Training(KINDS[size][name], seed, counting)
-        counted.step(x[part], y[part])
-        sizes.clear()  # the first step's, in which the ranks compare their layers, too
         counted.step(x[part], y[part])
         loss = torch.stack(training.losses[-digits.STEPS_PER_EPOCH :]).mean()
         dist.all_reduce(loss)
@@ -134,14 +115,13 @@ def measure(seed: int) -> None:
             row = {"name": f"{name}{suffix}", "accuracy": accuracy(model, *test)}  # noqa: B023
             row |= {"ranks": size, "loss": loss.item() / size, "time": seconds / unit}  # noqa: B023
             if rank == 0:
-                print(json.dumps(row | {"sizes": sizes}), flush=True)  # noqa: B023
+                print(json.dumps(row | {"sizes": counting.take()}), flush=True)  # noqa: B023
 
         report("", statistics.median(training.seconds))
         if size != 2:
             continue
 
         def call(suffix: str, function: Callable[[nn.Module, Any], object]) -> None:
-            sizes.clear()  # noqa: B023
             function(counted.model.train(), counting)  # noqa: B023
             start = time.process_time()
             function(model.train(), None)  # noqa: B023
