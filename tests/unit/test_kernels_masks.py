@@ -95,10 +95,10 @@ def test_instructions(level: int) -> None:
         x, dy, residual = (data(shape, seed=seed) for seed in range(3))
         mask = masks(shape)[0]
         x, dy = (poisoned(a, mask) for a in (x, dy))
-        expected = verbs(host, x, dy, residual, mask, True)
+        expected = verbs(host, (x, dy, residual), mask, True)
         try:
             _core.use_level(level)
-            found = verbs(host, x, dy, residual, mask, True)
+            found = verbs(host, (x, dy, residual), mask, True)
         finally:
             _core.use_level(len(_core.levels) - 1)
         for one, other in zip(found, expected, strict=True):
@@ -114,7 +114,7 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         found = []
         for n in (1, 3):
             monkeypatch.setattr(host, "num_threads", lambda n=n: n)
-            found.append(verbs(host, poisoned(x, mask), poisoned(dy, mask), None, mask, True))
+            found.append(verbs(host, (poisoned(x, mask), poisoned(dy, mask), None), mask, True))
         for one, other in zip(*found, strict=True):
             np.testing.assert_array_equal(one, other)
 
