@@ -19,7 +19,7 @@ export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 # pip compiles one file after the other, which takes a minute; some files are of Python 2.
 compile = $(BIN)/python -W ignore -m compileall -qq -j 0 $(1) || true
 
-.PHONY: demo video test lint docs evidence bench fuzz faults soak programs versions release clean
+.PHONY: demo video test lint docs evidence bench gpu fuzz faults soak programs versions release clean
 
 $(VENV)/installed: pyproject.toml setup.py constraints.txt chainer-constraints.txt $(wildcard multibn/*/*.[ch])
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -74,6 +74,9 @@ evidence: $(VENV)/evidence  ## when it matters who shares statistics: docs/guide
 
 bench: $(VENV)/installed  ## what a layer, a network and a message cost beside their peers: benchmarks/results
 	$(BIN)/python -m benchmarks
+
+gpu:  ## the GPU path, checked and timed in under ten minutes by this machine's own Python: out/gpu
+	$(PYTHON) -m benchmarks.gpu
 
 fuzz: $(VENV)/installed  ## 10,000 layer calls in each framework and 2,000 spoiled files, at random
 	MULTIBN_FUZZ=10000 $(BIN)/python -m pytest -s tests/unit/test_fuzz_layers.py tests/unit/test_fuzz_files.py
