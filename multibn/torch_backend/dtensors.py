@@ -28,13 +28,6 @@ def among(tensors: Iterable[Any], /) -> bool:
     return module is not None and module.DTensor in [type(t) for t in tensors]
 
 
-def among_inputs(inputs: Iterable[Input], /) -> bool:
-    """Whether a tensor of one of `inputs` is a DTensor."""
-    if "torch.distributed.tensor" not in sys.modules:
-        return False
-    return any(among((*i[:3], getattr(i.running, "mean", None))) for i in inputs)
-
-
 def forward_all(
     function: Callable[..., list[tuple[Tensor, BatchStatistics]]],
     inputs: Sequence[Input],

@@ -124,8 +124,9 @@ def forward_all(
 
     `num_channels` has the required channels of each input, see `check_input`.
     """
-    if dtensors.among_inputs(inputs):
-        return _forward_distributed(inputs, num_channels, communicator, weighting)
+    for i in inputs:
+        if dtensors.among((*i[:3], getattr(i.running, "mean", None))):
+            return _forward_distributed(inputs, num_channels, communicator, weighting)
     if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
         refuse_ddp_join(communicator)
     if torch._C._get_tracing_state() is not None:
