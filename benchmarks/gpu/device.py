@@ -114,6 +114,7 @@ def use_gpu_kernels() -> None:
     """With stand-ins: compute on tensors in host memory by `kernels.cuda`, interpreted."""
     if not STAND_INS:
         return
+    from multibn.communicators.conversation import Phase
     from multibn.kernels import cuda
 
     def selected(x: Any, /, *others: Any) -> Any:
@@ -121,3 +122,4 @@ def use_gpu_kernels() -> None:
         return kernels.generic if differentiated and torch.is_grad_enabled() else cuda
 
     kernels.select = selected
+    Phase.buffer = lambda self, n: None  # type: ignore[method-assign]  # no host memory for a GPU
