@@ -8,10 +8,9 @@ is an error at once. Nothing is sent while all ranks come in time.
 import contextlib
 import json
 import os
+import secrets
 import sys
 import time
-import zlib
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
@@ -93,17 +92,15 @@ class Watch:
         self.failure: str | None = None
         self._launcher = _launcher()
         self._peers: list[tuple[str, int]] = []  # machine and pid of each rank
-        self._key = ""  # the group's, equal on its ranks
+        self._key = ""  # of the group, equal on its ranks
         self._last: object = "the start"  # str() gives the text
         self._last_at = time.monotonic()
 
     def introduce(self, allgather: Callable[[Any], list[Any]]) -> None:
         """Learn every rank's machine and pid. Collective."""
-        self._peers = [(machine, pid) for machine, pid in allgather((this_machine(), os.getpid()))]
-        # The ranks of several groups meet in these in the same order.
-        members = zlib.crc32(repr(self._peers).encode())
-        self._key = f"{members} {_introduced[members]}"
-        _introduced[members] += 1
+        members = allgather((this_machine(), os.getpid(), secrets.token_hex(8)))
+        self._peers = [(machine, pid) for machine, pid, _ in members]
+        self._key = members[0][2]
         _watches.add(self)
 
     def wait(self, begin: Callable[[], Done], place: str, text: object, timeout: float) -> None:
@@ -287,7 +284,6 @@ class Watch:
 
 
 _watches: WeakSet[Watch] = WeakSet()  # whose ranks know each other
-_introduced: Counter[int] = Counter()  # groups, by a fingerprint of their members
 
 
 def fail(kind: type[Exception], message: str) -> NoReturn:
