@@ -121,7 +121,7 @@ class _OwnForward(_Derived):
         if has_dtensor and torch.compiler.is_dynamo_compiling():
             return dtensors.uncompiled(self.forward)(*args, **kwargs)
         own = self.own_forward
-        forward = own or partial(self.converted_from.forward, self)
+        forward = partial(self.converted_from.forward, self) if own is None else own
         if own is not None:  # in an unpickled `own`, a method `forward` is this one
             self.own_forward = None
         try:

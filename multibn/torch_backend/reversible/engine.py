@@ -296,7 +296,7 @@ def _streams(
             raise TypeError(f"the {name} stream must be a floating-point tensor: got {got}.")
     seen = torch.promote_types(x1.dtype, x2.dtype)
     kind = x1.device.type  # is_autocast_enabled raises for "meta"
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    if kind != "meta" and torch.is_autocast_enabled(kind):
         seen = torch.promote_types(seen, torch.float32)
         # A float32 stream may be recomputed with another last bit, which can flip a rounding to
         # bfloat16: in a chain of many blocks, some flip. MPS has no float64.
