@@ -9,7 +9,7 @@ from rich.table import Table
 
 from benchmarks import layer
 
-_WIDTH = 110  # of the tables, if the output is no terminal
+_WIDTH = 124  # of the tables, if the output is no terminal
 
 
 def console() -> Console:
