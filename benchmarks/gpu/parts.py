@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.gpu.names import STAND_INS
 from multibn import _launch
 from multibn._environment import find_command, importable
+from multibn._launch import launch_command
 
 Row = dict[str, Any]
 _OUTPUT = 4000  # characters that are kept of what a failed part printed
@@ -74,7 +75,7 @@ def run(name: str, seconds: float, *, stand_ins: bool, num_gpus: int = 1) -> Row
         size = part.ranks or num_gpus
         # One rank needs no launcher.
         launcher = "torchrun" if part.ranks == 0 and size > 1 else part.launcher
-        command = _launch.launch_command(launcher, size, worker)
+        command = launch_command(launcher, size, worker)
         if stand_ins and part.interpreted:
             # Triton reads at its import whether to interpret: not as a fork that has imported it.
             command[0] = sys.executable

@@ -480,6 +480,7 @@ def check_ranks_that_wait_for_each_other_in_different_groups(world: Communicator
         return
     parent: Any = fresh(world)
     parent.timeout = 10.0
+    parent.allreduce(np.ones(1))  # a group that has never met is told at the deadline
     both = Group(parent, [1, 0])
     for _ in range(2):
         both.allreduce(np.ones(1))

@@ -182,10 +182,9 @@ def test_convert(tmp_path: Path, capsys: Any) -> None:
     ],
 )  # fmt: skip
 def test_convert_speaks_of_its_own_options(
-    arguments: list[str], message: str, tmp_path: Path, monkeypatch: Any, capsys: Any
+    arguments: list[str], message: str, tmp_path: Path, capsys: Any
 ) -> None:
     require.need("torch")
-    monkeypatch.chdir(tmp_path)
     one = np.ones(1)
     for name, arrays in {
         "model": {"l/b": one},
@@ -193,9 +192,11 @@ def test_convert_speaks_of_its_own_options(
         "optimizer": {"t": one, "l/b/v": one},
         "object": {"x": one.astype("U1")},
     }.items():
-        np.savez(f"{name}.npz", **arrays)  # type: ignore[arg-type]
-    Path("names.json").write_text('{"k": "m"}')
-    assert cli.main(["convert", *arguments]) == 2
+        np.savez(tmp_path / f"{name}.npz", **arrays)  # type: ignore[arg-type]
+    Path(tmp_path, "names.json").write_text('{"k": "m"}')
+    # Not by a change of directory, in which the launches beside this test would start.
+    paths = [str(tmp_path / a) if Path(a).suffix else a for a in arguments]
+    assert cli.main(["convert", *paths]) == 2
     said = capsys.readouterr().err
     assert said.startswith("multibn convert: ")
     assert message in said, said

@@ -63,9 +63,9 @@ def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts that end in different ways."""
     worker = tmp_path / "worker.py"
     worker.write_text(WORKER)
-    launch_command = parts._launch.launch_command
+    launch_command = parts.launch_command
     monkeypatch.setattr(
-        parts._launch,
+        parts,
         "launch_command",
         lambda launcher, size, words: launch_command(launcher, size, [str(worker), *words[2:]]),
     )
