@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _SHORTEST = 2**7  # numbers: the moments of 64 channels. Shorter messages take as long.
 _SHORTEST_NAP, _LONGEST_NAP = 5e-5, 1e-3  # seconds
+_OFTEN = 50  # messages after which a line is worth a persistent request
 
 
 class MPITransport(Transport):
@@ -78,8 +79,10 @@ class MPITransport(Transport):
 class _Line:
     """A duplicate of the communicator.
 
-    Messages that are sent from one buffer have a persistent request where MPI knows such (since
-    4.0): making a new request takes half of the time of a small message.
+    Messages that are sent often from one buffer have a persistent request where MPI knows such
+    (since 4.0): making a new request takes half of the time of a small message. Lines of few
+    messages have none, since Open MPI 5.0 never frees the working memory of such a request, which
+    is as long as the message: groups made and destroyed again and again would add up.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class _Line:
         self._comm = comm
         self._duplication = duplication
         self._buffer = buffer
+        self._num_begun = 0
         self._request: Any = None
         self._done: Any = None  # of the persistent request
         from mpi4py import MPI as mpi
@@ -100,20 +104,22 @@ class _Line:
         self._in_place: Any = mpi.IN_PLACE
 
     def opened(self, seconds: float) -> bool:
-        if not _test(self._duplication, seconds):
-            return False
-        if self._buffer is not None:
-            with suppress(NotImplementedError):
-                self._request = self._comm.Allreduce_init(self._in_place, self._buffer)
-                self._requests.append(self._request)
-                self._done = partial(_test, self._request)
-        return True
+        return _test(self._duplication, seconds)
 
     def begin(self, a: HostArray) -> Done:
+        self._num_begun += 1
+        if self._num_begun == _OFTEN and self._buffer is not None:
+            self._keep_request(self._buffer)  # collective: all ranks have begun as many
         if a is self._buffer and self._request is not None:
             self._request.Start()
             return self._done
         return partial(_test, self._comm.Iallreduce(self._in_place, a))
+
+    def _keep_request(self, buffer: HostArray) -> None:
+        with suppress(NotImplementedError):
+            self._request = self._comm.Allreduce_init(self._in_place, buffer)
+            self._requests.append(self._request)
+            self._done = partial(_test, self._request)
 
 
 class _Board:
