@@ -19,7 +19,7 @@ class Asked(NamedTuple):
     lengths: Any = None
 
 
-def checked(x: Array, asked: Asked, /, *, axis: tuple[int, ...], read: bool = True) -> Array | None:
+def checked(x: Array, asked: Asked, /, *, axis: tuple[int, ...]) -> Array | None:
     """The engine's mask for `x`, whose axes `axis` are reduced; None if all elements count.
 
     Raises TypeError or ValueError, naming the argument. The numbers of `lengths` are checked in
@@ -32,8 +32,8 @@ def checked(x: Array, asked: Asked, /, *, axis: tuple[int, ...], read: bool = Tr
         raise ValueError("`mask` and `lengths` cannot be passed together: got both.")
     name, value = ("mask", mask) if lengths is None else ("lengths", lengths)
     xp = array_namespace(x)
-    kind = type(x).__name__
     if not hasattr(value, "dtype") or array_namespace(value) is not xp:
+        kind = type(x).__name__
         raise TypeError(f"`{name}` must be a {kind} like the input: got {type(value).__name__}.")
     elements = tuple(x.shape[i] for i in axis)
     if lengths is not None:
@@ -47,18 +47,15 @@ def checked(x: Array, asked: Asked, /, *, axis: tuple[int, ...], read: bool = Tr
         raise ValueError(
             f"`mask` must be on the device of the input, {device(x)}: got {device(mask)}."
         )
-    shape = tuple(mask.shape)
-    fits = len(shape) <= len(elements) and all(
-        m in (1, n) for m, n in zip(reversed(shape), reversed(elements), strict=False)
-    )
-    if not fits:
+    try:
+        mask = xp.broadcast_to(mask, elements)
+    except (RuntimeError, ValueError) as error:  # of torch, of all others
         raise ValueError(
             f"`mask` must have the shape of the input without the channels, {elements}, or one "
-            f"that broadcasts to it: got {shape} for an input of shape {tuple(x.shape)}."
-        )
-    sizes = iter((1,) * (len(elements) - len(shape)) + shape)
-    mask = xp.reshape(mask, tuple(next(sizes) if i in axis else 1 for i in range(x.ndim)))
-    return xp.broadcast_to(mask, tuple(n if i in axis else 1 for i, n in enumerate(x.shape)))
+            f"that broadcasts to it: got {tuple(mask.shape)} for an input of shape "
+            f"{tuple(x.shape)}."
+        ) from error
+    return xp.reshape(mask, tuple(n if i in axis else 1 for i, n in enumerate(x.shape)))
 
 
 def share(
@@ -69,25 +66,24 @@ def share(
     A sample that no element counts of is no sample.
     """
     xp = array_namespace(mask)
-
-    def number(v: Array) -> float | Array:
-        readable = is_on_host(v) and not is_abstract(v)
-        return float(v) if readable else generic.as_wide(v)
-
-    count = xp.count_nonzero(mask)
+    weight = count = xp.count_nonzero(mask)
     if weighting == "sample":
         others = tuple(i for i in range(mask.ndim) if i != axis[0])
-        return number(xp.count_nonzero(xp.any(mask, axis=others))), number(count)
-    return number(count if weighting == "element" else count > 0), number(count)
+        weight = xp.count_nonzero(xp.any(mask, axis=others))
+    elif weighting == "rank":
+        weight = count > 0
+    if is_on_host(mask) and not is_abstract(mask):
+        return float(weight), float(count)
+    return generic.as_wide(weight), generic.as_wide(count)
 
 
 def _mask_of(lengths: Array, elements: tuple[int, ...], x: Array) -> Array:
     """The mask of samples of these lengths, padded at their ends."""
     xp = array_namespace(x)
     if len(elements) < 2:
+        shape = tuple(x.shape)
         raise ValueError(
-            "`lengths` needs an input of shape (N, C, L) or (N, C, L, ...): got shape "
-            f"{tuple(x.shape)}."
+            f"`lengths` needs an input of shape (N, C, L) or (N, C, L, ...): got shape {shape}."
         )
     if not xp.isdtype(lengths.dtype, "integral"):
         raise TypeError(f"`lengths` must be integers: got dtype {lengths.dtype}.")
@@ -105,6 +101,6 @@ def _mask_of(lengths: Array, elements: tuple[int, ...], x: Array) -> Array:
                 f"`lengths` must be from 0 to {L}, the size of axis 2 of the input: got "
                 f"{int(lengths[n])} for sample {n}."
             )
-    lengths = xp.reshape(to_device(lengths, device(x)), (N, 1))
-    mask = xp.arange(L, device=device(x)) < lengths
+    lengths = to_device(lengths, device(x))
+    mask = xp.arange(L, device=device(x)) < lengths[:, None]
     return xp.reshape(mask, (N, L) + (1,) * len(others))

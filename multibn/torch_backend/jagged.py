@@ -12,14 +12,8 @@ from multibn.torch_backend import functional
 def values(x: Tensor, /) -> Tensor:
     """The elements of `x` as one dense tensor `(elements, C, *others)`, a view.
 
-    `x` has the shape `(N, j, C)` or `(N, C, j, *others)`, where j is the jagged size.
-
-    Raises
-    ------
-    TypeError
-        If `x` has another layout than torch.jagged, or gaps between its samples.
-    ValueError
-        If `x` has another shape.
+    `x` has the shape `(N, j, C)` or `(N, C, j, *others)`, where j is the jagged size. Raises
+    TypeError for another layout, and for gaps between the samples; ValueError for another shape.
     """
     if x.layout != torch.jagged:
         raise TypeError(
