@@ -5,6 +5,8 @@ One rule covers every framework: `running += momentum * (batch - running)`. torc
 momentum = 1/n at the n-th batch.
 """
 
+from typing import Any
+
 from multibn._arrays import array_namespace, is_on_host
 from multibn._typing import Array, RunningVar
 from multibn.communicators import Communicator, SingleProcess
@@ -136,15 +138,12 @@ class PopulationEstimator:
 class Pool:
     """The statistics of the batches of one step, as those of their concatenation.
 
-    Each batch counts by its elements over all ranks. The statistics of a batch are the same on all
-    ranks, and so are those of the pool, without a message. A copy or a pickle of a pool is None: a
-    copy of a layer has no part in the step of the layer.
-
-    Parameters
-    ----------
-    like
-        Any per-channel array, for its shape and device.
+    Each batch counts by its elements over all ranks. As its statistics are the same on all ranks,
+    the pool needs no message. `like` is any per-channel array. A copy or a pickle of a pool is
+    None: a copy of a layer has no part in the step of the layer.
     """
+
+    running: Any = None  # what the step moves at its end, where that depends on the last call
 
     def __init__(self, like: Array, /) -> None:
         wide = generic.as_wide(like)
@@ -157,7 +156,8 @@ class Pool:
 
         Not collective. Writes over the old numbers: a compiled graph remembers where they are.
         """
-        mean, var, count, _ = batch
+        xp, count = array_namespace(self._mean), batch.count
+        mean, var = (xp.reshape(v, self._mean.shape) for v in batch[:2])
         total = self._count + count
         share = count / (total + (total == 0))
         shift = mean - self._mean
@@ -168,7 +168,7 @@ class Pool:
 
     def compute(self) -> tuple[BatchStatistics, Array]:
         """Statistics of all batches together, and this rank's elements per channel."""
-        per_element = 1.0 / array_namespace(self._mean).clip(self._count, 1.0, None)
+        per_element = 1.0 / generic.at_least_one(self._count)
         batch = BatchStatistics(self._mean, self._squares * per_element, self._count, per_element)
         return batch, self._local_count
 

@@ -12,7 +12,7 @@ from chainer import functions as F
 from chainer import initializers
 from chainer import links as L
 
-from multibn import population, statistics
+from multibn import statistics
 from multibn._typing import RunningVar, Weighting, check_choice, check_eps, check_int, check_number
 from multibn.chainer_backend import functions
 from multibn.communicators import Communicator, SingleProcess, as_communicator
@@ -21,6 +21,7 @@ from multibn.communicators.chainermn import ChainerMN, select_backend
 from multibn.communicators.conversation import Conversation
 from multibn.kernels import Running
 from multibn.masks import Asked
+from multibn.population import Pool
 
 Conventions: TypeAlias = Literal["exact", "chainermn"]
 
@@ -198,11 +199,11 @@ class MultiNodeBatchNormalization(chainer.Link):
             ReLU of `fuse_relu=True`.
         mask
             Booleans of the shape of `x` without the channel axes, or one that broadcasts to it.
-            Where the mask is False, elements take no part, whatever they hold; the output and the
-            gradient are 0 there. All channels of an element have the same mask.
+            Where the mask is False, elements have no part in anything, whatever they hold, and the
+            output and the gradient are 0.
         lengths
-            The same for samples of unequal lengths: integers of shape `(N,)`; of sample n, the
-            first `lengths[n]` elements of the first spatial axis count.
+            Or integers of shape `(N,)`: of sample n, the first `lengths[n]` elements of the first
+            spatial axis count.
 
         Raises
         ------
@@ -251,18 +252,19 @@ class MultiNodeBatchNormalization(chainer.Link):
         """Set `N` to 0; call it before each fine-tuning but the first."""
         self.N = 0
 
-    def running(self, finetune: bool) -> Running | population.Pool:
+    def running(self, finetune: bool) -> Running | Pool:
         """What a training step moves in place, with a copy of `N`, or the pool of the step."""
-        if self in steps:
-            pool, _ = steps[self] or (population.Pool(self.avg_mean), finetune)
-            steps[self] = pool, finetune
-            return pool
         momentum = None if finetune else 1.0 - self.decay
         num_batches = self.xp.asarray(self.N, np.int64) if finetune else None
         convention = self.avg_var_convention
-        return Running(self.avg_mean, self.avg_var, momentum, convention, num_batches)
+        running = Running(self.avg_mean, self.avg_var, momentum, convention, num_batches)
+        if self not in steps:
+            return running
+        steps[self] = pool = steps[self] or Pool(self.avg_mean)
+        pool.running = running
+        return pool
 
-    def count(self, running: Running | population.Pool) -> None:
+    def count(self, running: Running | Pool) -> None:
         """Set `N` to the number of batches that have moved `running`."""
         if isinstance(running, Running) and running.num_batches is not None:
             self.N = int(running.num_batches)  # waits for a GPU: npz files need N as a number
@@ -302,9 +304,8 @@ class MultiNodeBatchNormalization(chainer.Link):
 # Not attributes of the links: a copy of a link needs its own conversation, with its own name.
 _conversations: WeakKeyDictionary[chainer.Link, Conversation] = WeakKeyDictionary()
 
-# The links in a step of `step_statistics`, with the pool and the latest `finetune` after a call. A
-# copy of a link is in no step.
-steps: WeakKeyDictionary[chainer.Link, tuple[population.Pool, bool] | None] = WeakKeyDictionary()
+# The links in a step of `step_statistics`, and their pools after a call. Copies are in no step.
+steps: WeakKeyDictionary[chainer.Link, Pool | None] = WeakKeyDictionary()
 
 
 def _name(link: chainer.Link | None) -> str:

@@ -13,9 +13,8 @@ from multibn.chainer_backend.links import MultiNodeBatchNormalization, steps
 def step_statistics(model: chainer.Link) -> Iterator[None]:
     """Update the moving averages of `model` once for all forward passes in this context.
 
-    As `multibn.torch_backend.step_statistics`: at the end of the context, `avg_mean` and `avg_var`
-    of the multi-node links move by the statistics of all batches together, and `N` by one if the
-    last call of the link had `finetune=True`. Not collective.
+    As `multibn.torch_backend.step_statistics`; `N` moves by one if the last call of the link had
+    `finetune=True`.
 
     Parameters
     ----------
@@ -45,16 +44,12 @@ def step_statistics(model: chainer.Link) -> Iterator[None]:
             f"{type(model).__qualname__}. Convert the model by create_mnbn_model."
         )
     entered = [link for link in links if link not in steps]
-    for link in entered:
-        steps[link] = None
-    pools = []
+    steps.update(dict.fromkeys(entered))
     try:
         yield
     finally:
         pools = [(link, steps.pop(link)) for link in entered]
-    for link, pooled in pools:
-        if pooled is not None:
-            pool, finetune = pooled
-            running = link.running(finetune)
-            step.move(running, *pool.compute())
-            link.count(running)
+    for link, pool in pools:
+        if pool is not None:
+            step.move(pool.running, *pool.compute())
+            link.count(pool.running)

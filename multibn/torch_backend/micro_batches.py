@@ -19,15 +19,8 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
     For steps of several forward passes: accumulated gradients, the micro-batches of a pipeline, a
     loss of several outputs of the model. At the end of the context the running statistics move by
     those of all batches together, and `num_batches_tracked` by one, as after a single forward pass
-    with the concatenated batch::
-
-        with step_statistics(model):
-            for x, target in micro_batches:
-                (loss(model(x), target) / len(micro_batches)).backward()
-        optimizer.step()
-
-    Each forward pass still normalizes by its own batch: the first micro-batch has left the model
-    before the last one comes. Not collective: each batch has the same statistics on all its ranks.
+    with the concatenated batch. Each forward pass still normalizes by its own batch: the first
+    micro-batch has left the model before the last one comes. Not collective.
 
     Parameters
     ----------
@@ -47,8 +40,8 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
 
     Recomputed passes and layers in evaluation add nothing; evaluation uses the running statistics
     from before the step. These stay after an exception, or without a batch in training. Inside of
-    another step the context does nothing: the outer step has all batches. A copy of a layer has no
-    part in the step. A compiled model is compiled once more for steps.
+    another step the context does nothing, and a copy of a layer has no part in the step. A compiled
+    model is compiled once more for steps.
 
     torchgpipe's `DeferredBatchNorm` (Kim et al., 2020, arXiv:2004.09910) does so in one process.
 
@@ -63,22 +56,18 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
     >>> layer.running_mean, layer.num_batches_tracked
     (tensor([4.]), tensor(1))
     """
-    layers = [layer for layer in model.modules() if isinstance(layer, Synchronized)]
+    layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, Synchronized)]
     if not layers:
         raise ValueError(
             "`model` must have a layer of multibn.torch_backend: got none in "
             f"{type(model).__qualname__}. Convert the model by convert_sync_batchnorm; for one "
             "process alone with process_group=multibn.SingleProcess()."
         )
-    entered = []
+    entered: list[tuple[Any, Any, Pool]] = []
     for layer in layers:
-        norms: list[Any] = [(layer, (layer.num_features,))]
-        if isinstance(layer, _SubBatchNorm):
-            splits = layer.num_splits, layer.num_features
-            norms = [(layer.split_bn, splits), (layer.bn, splits[1:])]
-        for bn, shape in norms:
+        for bn in (layer.split_bn, layer.bn) if isinstance(layer, _SubBatchNorm) else (layer,):
             if bn.running_mean is not None and getattr(bn, "pool", None) is None:
-                bn.pool = Pool(torch.zeros(shape, device=bn.running_mean.device))
+                bn.pool = Pool(torch.zeros(bn.num_features, device=bn.running_mean.device))
                 entered.append((layer, bn, bn.pool))
     try:
         yield
@@ -86,7 +75,6 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
         for _, bn, _ in entered:
             del bn.pool
     for layer, bn, pool in entered:
-        batch, local_count = pool.compute()
-        update_buffers(bn, batch, local_count, layer.running_var_convention)
-        if isinstance(layer, _SubBatchNorm) and bn is layer.split_bn:
+        update_buffers(bn, *pool.compute(), layer.running_var_convention)
+        if bn is getattr(layer, "split_bn", None):
             layer.aggregate_stats()
