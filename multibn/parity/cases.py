@@ -88,23 +88,22 @@ class Case:
             shape = (num_samples, CHANNELS, *spatial)
             xs.append(self._laid_out(offset + self.std * rng.normal(size=shape)))
             dys.append(self._laid_out(rng.normal(size=shape)))
-        for x, mask in zip(xs, self.masks(size, step), strict=True):
-            if mask is not None:
+        if self.padding is not None:
+            for x, mask in zip(xs, self.masks(size, step), strict=True):
                 np.moveaxis(x, 1, -1)[~mask] = self.padding
         return xs, dys
 
-    def masks(self, size: int, step: int) -> list[NDArrayAny | None]:
-        """Which elements of each rank count, None for all; the first sample of rank 0 is whole."""
+    def masks(self, size: int, step: int) -> list[NDArrayAny]:
+        """Which elements of each rank count; the first sample of rank 0 is whole."""
         rng = np.random.default_rng([zlib.crc32(self.name.encode()), size, step, 1])
-        if self.padding is None:
-            return [None] * size
-        masks: list[NDArrayAny | None] = []
+        masks = []
         for rank in range(size):
             num_samples, spatial = SPLITS[self.split](rank, size, self.spatial)
-            mask = rng.random((num_samples, *spatial)) < rng.random(
-                (num_samples, *[1] * len(spatial))
-            )
-            mask[: rank == 0] = True
+            mask = np.ones((num_samples, *spatial), bool)
+            if self.padding is not None:
+                parts = num_samples, *[1] * len(spatial)
+                mask = rng.random(mask.shape) < rng.random(parts)
+                mask[: rank == 0] = True
             masks.append(mask)
         return masks
 

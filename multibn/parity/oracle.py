@@ -30,7 +30,7 @@ def train(case: Case, size: int, *, running_var: str | None = None) -> list[Arra
         step_arrays, batch_mean, batch_var = _step(case, xs, dys, masks)
         momentum = 1 / (step + 1) if case.cumulative else MOMENTUM
         for rank, arrays in enumerate(step_arrays):
-            factor = _factor(running_var or case.running_var, xs, masks, rank)
+            factor = _factor(running_var or case.running_var, masks, rank)
             mean[rank] = (1 - momentum) * mean[rank] + momentum * batch_mean
             var[rank] = (1 - momentum) * var[rank] + momentum * factor * batch_var
             arrays |= {"running_mean": mean[rank], "running_var": var[rank]}
@@ -38,17 +38,17 @@ def train(case: Case, size: int, *, running_var: str | None = None) -> list[Arra
     weight, bias = (a.astype(np.float64) for a in case.parameters())
     for rank, (x, mask) in enumerate(zip(xs, masks, strict=True)):
         rows = (_rows(x, mask) - mean[rank]) / np.sqrt(var[rank] + EPS) * weight + bias
-        results[rank][f"{step}/eval"] = _unrows(rows, x, mask)
+        results[rank][f"{step}/eval"] = _unrows(rows, mask)
     return results
 
 
 def _step(
-    case: Case, xs: list[NDArrayAny], dys: list[NDArrayAny], masks: list[NDArrayAny | None]
+    case: Case, xs: list[NDArrayAny], dys: list[NDArrayAny], masks: list[NDArrayAny]
 ) -> tuple[list[Arrays], NDArrayAny, NDArrayAny]:
     """Each rank's arrays of one step, and mean and biased variance of the batch."""
     weight, bias = (a.astype(np.float64) for a in case.parameters())
     x, dy = (np.concatenate(list(map(_rows, arrays, masks))) for arrays in (xs, dys))
-    p = _shares(case.weighting, xs, masks)[:, None]
+    p = _shares(case.weighting, masks)[:, None]
     mean = (p * x).sum(0)
     var = (p * (x - mean) ** 2).sum(0)
     std = np.sqrt(var + EPS)
@@ -56,49 +56,40 @@ def _step(
     dweight, dbias = (dy * xhat).sum(0), dy.sum(0)
     y = weight * xhat + bias
     dx = weight / std * (dy - p * (dbias + xhat * dweight))
-    stops = np.cumsum(_counts(xs, masks))[:-1]
-    parts = zip(np.split(y, stops), np.split(dx, stops), xs, masks, strict=True)
+    stops = np.cumsum([mask.sum() for mask in masks])[:-1]
+    parts = zip(np.split(y, stops), np.split(dx, stops), masks, strict=True)
     sums = {"dweight": dweight / len(xs), "dbias": dbias / len(xs)}
-    arrays: list[Arrays] = [
-        {"y": _unrows(a, x, mask), "dx": _unrows(b, x, mask), **sums} for a, b, x, mask in parts
-    ]
+    arrays = [{"y": _unrows(a, mask), "dx": _unrows(b, mask), **sums} for a, b, mask in parts]
     return arrays, mean, var
 
 
-def _shares(weighting: str, xs: list[NDArrayAny], masks: list[NDArrayAny | None]) -> NDArrayAny:
+def _shares(weighting: str, masks: list[NDArrayAny]) -> NDArrayAny:
     shares = []
-    for x, mask, count in zip(xs, masks, _counts(xs, masks), strict=True):
-        samples = len(x) if mask is None else sum(sample.any() for sample in mask)
+    for mask in masks:
+        count = mask.sum()
+        samples = sum(sample.any() for sample in mask)
         weight = {"element": count, "sample": samples, "rank": 1}[weighting] if count else 0
         shares.append(np.full(count, weight / max(count, 1)))
     p = np.concatenate(shares)
     return p / p.sum()
 
 
-def _factor(
-    running_var: str, xs: list[NDArrayAny], masks: list[NDArrayAny | None], rank: int
-) -> float:
+def _factor(running_var: str, masks: list[NDArrayAny], rank: int) -> float:
     """The factor from the biased variance to that of the convention."""
     if running_var == "biased":
         return 1.0
-    counts = _counts(xs, masks)
-    n = counts[rank] if running_var == "unbiased_local" else sum(counts)
+    counted = [masks[rank]] if running_var == "unbiased_local" else masks
+    n = sum(mask.sum() for mask in counted)
     return n / max(n - 1, 1)
 
 
-def _counts(xs: list[NDArrayAny], masks: list[NDArrayAny | None]) -> list[int]:
-    """Elements per channel of each rank."""
-    return [len(_rows(x, mask)) for x, mask in zip(xs, masks, strict=True)]
-
-
-def _rows(a: NDArrayAny, mask: NDArrayAny | None) -> NDArrayAny:
+def _rows(a: NDArrayAny, mask: NDArrayAny) -> NDArrayAny:
     """The elements of `(N, C, *spatial)` that count as `(elements, C)` in float64."""
-    rows = np.moveaxis(a, 1, -1).reshape(-1, CHANNELS)
-    return (rows if mask is None else rows[mask.ravel()]).astype(np.float64)
+    return np.moveaxis(a, 1, -1)[mask].astype(np.float64)
 
 
-def _unrows(rows: NDArrayAny, like: NDArrayAny, mask: NDArrayAny | None) -> NDArrayAny:
+def _unrows(rows: NDArrayAny, mask: NDArrayAny) -> NDArrayAny:
     """The opposite of `_rows`; 0 for the elements that do not count."""
-    whole = np.zeros(np.moveaxis(like, 1, -1).shape)
-    whole[... if mask is None else mask] = rows.reshape(whole.shape) if mask is None else rows
+    whole = np.zeros((*mask.shape, CHANNELS))
+    whole[mask] = rows
     return np.moveaxis(whole, -1, 1)

@@ -25,10 +25,10 @@ class Step(NamedTuple):
 class Surface(Protocol):
     """A layer whose running mean starts at 0 and running variance at 1."""
 
-    def train(self, x: NDArrayAny, dy: NDArrayAny, mask: NDArrayAny | None) -> Step:
+    def train(self, x: NDArrayAny, dy: NDArrayAny, **masks: NDArrayAny) -> Step:
         """Forward, backward and the update of the running statistics."""
 
-    def evaluate(self, x: NDArrayAny, mask: NDArrayAny | None) -> NDArrayAny:
+    def evaluate(self, x: NDArrayAny, **masks: NDArrayAny) -> NDArrayAny:
         """Normalize by the running statistics."""
 
     def running(self) -> tuple[NDArrayAny, NDArrayAny]:
@@ -54,28 +54,28 @@ class TorchSurface:
             options: Any = {"use_reentrant": False, "context_fn": contexts or noop_context_fn}
             self.call = lambda x, **masks: checkpoint(self.layer, x, **masks, **options)
 
-    def train(self, x: NDArrayAny, dy: NDArrayAny, mask: NDArrayAny | None) -> Step:
+    def train(self, x: NDArrayAny, dy: NDArrayAny, **masks: NDArrayAny) -> Step:
         t = self._tensor(x).requires_grad_()
         self.layer.train().zero_grad()
-        y = self.call(t, **self._masks(mask))
+        y = self.call(t, **self._tensors(masks))
         y.backward(self._tensor(dy))
         results = y, t.grad, self.layer.weight.grad, self.layer.bias.grad
         return Step(*(a.detach().cpu().numpy() for a in results))
 
-    def evaluate(self, x: NDArrayAny, mask: NDArrayAny | None) -> NDArrayAny:
+    def evaluate(self, x: NDArrayAny, **masks: NDArrayAny) -> NDArrayAny:
         with self.torch.no_grad():
-            y = self.layer.eval()(self._tensor(x), **self._masks(mask))
+            y = self.layer.eval()(self._tensor(x), **self._tensors(masks))
             return np.asarray(y.cpu())
 
     def running(self) -> tuple[NDArrayAny, NDArrayAny]:
         mean, var = self.layer.running_mean, self.layer.running_var
         return mean.cpu().numpy().copy(), var.cpu().numpy().copy()
 
-    def _masks(self, mask: NDArrayAny | None) -> dict[str, Any]:
-        return {} if mask is None else {"mask": self._tensor(mask)}
-
     def _tensor(self, a: NDArrayAny) -> Any:
         return self.torch.from_numpy(a).to(self.device)
+
+    def _tensors(self, arrays: dict[str, NDArrayAny]) -> dict[str, Any]:
+        return {name: self._tensor(a) for name, a in arrays.items()}
 
 
 class ChainerSurface:
@@ -86,33 +86,27 @@ class ChainerSurface:
         self.link.gamma.array[...], self.link.beta.array[...] = case.parameters()
         self.link.avg_var[...] = 1
 
-    def train(self, x: NDArrayAny, dy: NDArrayAny, mask: NDArrayAny | None) -> Step:
+    def train(self, x: NDArrayAny, dy: NDArrayAny, **masks: NDArrayAny) -> Step:
         import chainer
         from chainer import functions as F
 
         v = chainer.Variable(x)
         self.link.cleargrads()
-        call = partial(self._call, mask)
+        options: Any = {"finetune": True} if self.case.cumulative else {}
+        call = partial(self.link, **options, **masks)
         y = F.forget(call, v) if self.case.recompute else call(v)
         y.grad = dy
         y.backward()
         return Step(y.array, v.grad, self.link.gamma.grad.copy(), self.link.beta.grad.copy())
 
-    def evaluate(self, x: NDArrayAny, mask: NDArrayAny | None) -> NDArrayAny:
+    def evaluate(self, x: NDArrayAny, **masks: NDArrayAny) -> NDArrayAny:
         import chainer
 
         with chainer.using_config("train", False):
-            return np.asarray(self.link(x, **self._masks(mask)).array)
+            return np.asarray(self.link(x, **masks).array)
 
     def running(self) -> tuple[NDArrayAny, NDArrayAny]:
         return self.link.avg_mean.copy(), self.link.avg_var.copy()
-
-    def _masks(self, mask: NDArrayAny | None) -> dict[str, Any]:
-        return {} if mask is None else {"mask": mask}
-
-    def _call(self, mask: NDArrayAny | None, v: Any) -> Any:
-        options = {"finetune": True} if self.case.cumulative else {}
-        return self.link(v, **options, **self._masks(mask))
 
 
 def torch_layer(case: Case, communicator: Communicator) -> Surface:

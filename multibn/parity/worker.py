@@ -36,16 +36,17 @@ def train(
     rank, size = communicator.rank, communicator.size
     for step in range(case.steps):
         xs, dys = case.batches(size, step)
-        # The originals know no masks.
-        mask = None if surface in PEERS else case.masks(size, step)[rank]
+        masks = {}
+        if case.padding is not None and surface not in PEERS:  # which know no masks
+            masks["mask"] = case.masks(size, step)[rank]
         start = time.perf_counter()
-        result = layer.train(xs[rank], dys[rank], mask)
+        result = layer.train(xs[rank], dys[rank], **masks)
         seconds.append(time.perf_counter() - start)
         mean, var = layer.running()
         quantities = {**result._asdict(), "running_mean": mean, "running_var": var}
         arrays |= {f"{step}/{name}": np.array(a) for name, a in quantities.items()}
         messages.append(counting.take())
-    arrays[f"{step}/eval"] = layer.evaluate(xs[rank], mask)
+    arrays[f"{step}/eval"] = layer.evaluate(xs[rank], **masks)
     messages.append(counting.take())
     return arrays, {"messages": messages, "seconds": seconds}
 
