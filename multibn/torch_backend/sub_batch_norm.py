@@ -1,6 +1,6 @@
 """Batch normalization of each part of a batch by its own statistics (sub-batch, ghost BN)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -109,8 +109,13 @@ class _SubBatchNorm(Synchronized):
             return call_node(self, input)
         part, num_splits = (self.split_bn, self.num_splits) if self.training else (self.bn, 1)
         communicator = self.conversation if self.training and part.training else ALONE
+        num_channels = [num_splits * self.num_features]
         asked = functional.asked(mask, lengths)
-        where = self._check_input(input, asked, num_splits, communicator, part)
+        if asked is not None and self.training:  # the splits are layers that share a message
+            num_channels = [self.num_features] * num_splits
+            if isinstance(communicator, Conversation):
+                communicator = shared_conversation([self] * num_splits)
+        where = self._check_input(input, asked, num_channels, communicator, part)
         x, split_where = input, where
         if self.training:  # a view for any strides; sample i is in split i % num_splits, on axis 1
             splits = len(input) // num_splits, num_splits
@@ -156,11 +161,9 @@ class _SubBatchNorm(Synchronized):
             return self._normalize_masked(communicator, mask, x, weight, bias)
         axis = reduced_axes(x.ndim, channel_axes=range(1, 1 + len(channels)))
         i = Input(x, weight, bias, part.eps, axis, mask=mask)
-        weighting = self.weighting
-        try:  # to `compiled.forward`, the splits are the channels of axis 1
-            y, batch, local_count = compiled.forward(
-                i, channels[0], communicator, weighting=weighting
-            )
+        sharing = channels[0], communicator  # to the pass, the splits are the channels of axis 1
+        try:
+            y, batch, local_count = compiled.forward(i, *sharing, weighting=self.weighting)
         except OneValueError as error:
             if not self.training:
                 raise
@@ -196,20 +199,16 @@ class _SubBatchNorm(Synchronized):
             )
         inputs = []
         for k in range(self.num_splits):
-            own = None
+            own = running
             if running is not None:
                 mean, var = (v.view(self._channels())[k] for v in running[:2])
-                own = running._replace(mean=mean, var=var, num_batches=None)
-                if running.momentum is None:
-                    own = own._replace(num_batches=running.num_batches.clone())
+                counter = None if running.num_batches is None else running.num_batches.clone()
+                own = running._replace(mean=mean, var=var, num_batches=counter)
             gamma, beta = (None if p is None else p[k] for p in (weight, bias))
             inputs.append(Input(x[:, k], gamma, beta, part.eps, running=own, mask=mask[:, k]))
-        if isinstance(communicator, Conversation):
-            communicator = shared_conversation([self] * self.num_splits)
         num_channels = [self.num_features] * self.num_splits
-        results = functional.forward_all(
-            inputs, num_channels, communicator, weighting=self.weighting
-        )
+        weighting = self.weighting
+        results = functional.forward_all(inputs, num_channels, communicator, weighting=weighting)
         if running is not None and not recompute.in_recomputing():
             if running.num_batches is not None:
                 running.num_batches.add_(torch.stack([b.count for _, b in results]).amax() > 0)
@@ -284,19 +283,16 @@ class _SubBatchNorm(Synchronized):
         self,
         input: Any,
         asked: Asked | None,
-        num_splits: int,
+        num_channels: Sequence[int],
         communicator: Communicator,
         part: Any,
     ) -> Tensor | None:
-        """As `functional.check_input`; also checks the number of dimensions and the batch size.
-
-        Returns the engine's mask.
-        """
+        """The engine's mask. As `functional.check_input`; also checks dimensions and batch size."""
         try:
             functional.check_input(input, self.num_features)
             if input.ndim not in self._shapes:
                 raise functional.dimensions_error(self, input, self._shapes)
-            _check_divides(num_splits, len(input), communicator)
+            _check_divides(self.num_splits if self.training else 1, len(input), communicator)
             if asked is not None and not isinstance(part, Part):
                 raise TypeError(
                     f"`mask` and `lengths` need the parts that a {type(self).__name__} is made "
@@ -304,10 +300,6 @@ class _SubBatchNorm(Synchronized):
                 )
             return compiled.mask_of(input, asked, self.num_features, ALONE)
         except (TypeError, ValueError) as error:
-            num_channels = [num_splits * self.num_features]
-            if asked is not None and isinstance(communicator, Conversation):
-                num_channels = [self.num_features] * num_splits
-                communicator = shared_conversation([self] * num_splits)
             functional.refuse(error, [input] * len(num_channels), num_channels, communicator)
 
     def _load_from_state_dict(
