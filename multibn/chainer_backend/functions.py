@@ -7,11 +7,10 @@ from typing import Any, NoReturn
 import chainer
 import numpy as np
 from chainer import FunctionNode, Variable
-from chainer import functions as F
 
 from multibn import masks, statistics, step
 from multibn._typing import Array, Weighting, check_eps, check_int
-from multibn.chainer_backend import forgetting
+from multibn.chainer_backend import _differentiable, forgetting
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.conversation import Conversation, during, raise_for_nan_gradients
 from multibn.kernels import Running, generic
@@ -310,7 +309,7 @@ class BatchNormalization(FunctionNode):
         inputs = (*self.get_retained_inputs(), *grad_outputs)
         y = chainer.as_array(self.get_retained_outputs()[0]) if self.relu else None
         if chainer.config.enable_backprop:  # enable_double_backprop=True
-            return _differentiable_gradients(self, y, *inputs)
+            return _differentiable.gradients(self, y, *inputs)
         gradients = _gradients(self, y, *map(chainer.as_array, inputs))
         return tuple(Variable(gradient, requires_grad=False) for gradient in gradients)
 
@@ -330,76 +329,3 @@ def _gradients(node: BatchNormalization, y: Array | None, *arrays: Array) -> lis
     if node.has_residual and dresidual is None:
         dresidual = generic.masked(dy, node.mask)
     return [v for v in (dx, *parameters, dresidual) if v is not None]
-
-
-def _differentiable_gradients(
-    node: BatchNormalization, y: Array | None, *variables: Variable
-) -> tuple[Variable, ...]:
-    """`_gradients` from differentiable functions; computes the statistics again, from `x`."""
-    *retained, dy = variables
-    dy = dy if y is None else where(y > 0, dy)
-    dresidual = dy if node.mask is None else where(node.mask, dy)
-    x, gamma, _ = node.arguments(retained)
-    axis, size = node.axis, node.communicator.size
-    channels = statistics.channels(x, axis)
-    broadcastable = tuple(1 if i in axis else n for i, n in enumerate(x.shape))
-
-    def per_channel(v: Any) -> Variable:
-        return F.broadcast_to(F.reshape(v, broadcastable), x.shape)
-
-    def sums(*vs: Variable) -> list[Variable]:
-        packed = F.stack([F.sum(v, axis) for v in vs])
-        (summed,) = _AllReduce(node.communicator).apply((packed,))
-        return [F.reshape(v, channels) for v in F.separate(summed)]
-
-    def masked(v: Variable) -> Variable:
-        return v if node.mask is None else where(node.mask, v)
-
-    e = float(node.batch.element_weight)
-    # Minus the mean, as a constant: otherwise the variance would lose digits to cancellation.
-    d = masked(F.cast(x, np.float64) - per_channel(node.batch.mean))
-    dy = masked(F.cast(dy, np.float64))
-    mean, meansqr = sums(e * d, e * d * d)
-    invstd = (meansqr - mean * mean + node.eps) ** -0.5
-    xhat = masked((d - per_channel(mean)) * per_channel(invstd))
-    sum_dy, sum_dy_xhat = sums(dy, dy * xhat)
-    dx = masked(dy - e * (per_channel(sum_dy) + xhat * per_channel(sum_dy_xhat)))
-    scale = invstd
-    gradients = []
-    if node.has_gamma:
-        (copied,) = _Copied(node.communicator, 1 / size).apply((gamma,))
-        scale = scale * F.cast(copied, np.float64)
-        gradients.append(F.cast(sum_dy_xhat / size, gamma.dtype))
-    if node.has_beta:
-        gradients.append(F.cast(sum_dy / size, node.inputs[-1].dtype))
-    gradients += [dresidual] if node.has_residual else []
-    return (F.cast(dx * per_channel(scale), x.dtype), *gradients)
-
-
-def where(mask: Array, v: Variable, /) -> Variable:
-    """`v`, and 0 where the mask, which broadcasts to `v`, is False."""
-    xp = chainer.backend.get_array_module(mask)
-    return F.where(xp.broadcast_to(mask, v.shape), v, xp.zeros(v.shape, v.dtype))
-
-
-class _AllReduce(FunctionNode):
-    """y = scale * sum over ranks of x. The backward pass is the same operation."""
-
-    def __init__(self, communicator: Communicator, scale: float = 1.0) -> None:
-        super().__init__()
-        self.communicator, self.scale = communicator, scale
-
-    def forward(self, inputs: tuple[Array, ...]) -> tuple[Array]:
-        return (self.communicator.allreduce(inputs[0]) * inputs[0].dtype.type(self.scale),)
-
-    def backward(
-        self, indexes: tuple[int, ...], grad_outputs: tuple[Variable]
-    ) -> tuple[Variable, ...]:
-        return _AllReduce(self.communicator, self.scale).apply(grad_outputs)
-
-
-class _Copied(_AllReduce):
-    """y = x. The backward pass is that of `_AllReduce`."""
-
-    def forward(self, inputs: tuple[Array, ...]) -> tuple[Array]:
-        return (inputs[0].copy(),)

@@ -15,6 +15,7 @@ from chainer import links as L
 from multibn import statistics
 from multibn._typing import RunningVar, Weighting, check_choice, check_eps, check_int, check_number
 from multibn.chainer_backend import functions
+from multibn.chainer_backend._differentiable import masked
 from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.communicators._names import find_path
 from multibn.communicators.chainermn import ChainerMN, select_backend
@@ -222,13 +223,13 @@ class MultiNodeBatchNormalization(chainer.Link):
         if self.avg_mean is None:
             self._initialize(statistics.channels(x, axis))
         if not chainer.config.train:
-            x = x if mask is None else functions.where(mask, x)
+            x = masked(x, mask)
             y = F.fixed_batch_normalization(
                 x, *self._scale_and_shift(), self.avg_mean, self.avg_var, self.eps, axis
             )
             y = y if residual is None else y + residual
             y = F.relu(y) if self.fuse_relu else y
-            return y if mask is None else functions.where(mask, y)
+            return masked(y, mask)
         running = self.running(finetune)
         y, _ = functions.normalize(
             x,
