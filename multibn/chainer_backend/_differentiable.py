@@ -26,7 +26,7 @@ def gradients(node: Any, y: Array | None, *variables: Variable) -> tuple[Variabl
     *retained, dy = variables
     dy = dy if y is None else _where(y > 0, dy)
     dresidual = masked(dy, node.mask)
-    x, gamma, _ = node.arguments(retained)
+    x, gamma, beta = node.arguments(retained)
     axis, size = node.axis, node.communicator.size
     channels = statistics.channels(x, axis)
     broadcastable = tuple(1 if i in axis else n for i, n in enumerate(x.shape))
@@ -55,7 +55,7 @@ def gradients(node: Any, y: Array | None, *variables: Variable) -> tuple[Variabl
         scale = scale * F.cast(copied, np.float64)
         parameters.append(F.cast(sum_dy_xhat / size, gamma.dtype))
     if node.has_beta:
-        parameters.append(F.cast(sum_dy / size, node.inputs[-1].dtype))
+        parameters.append(F.cast(sum_dy / size, beta.dtype))
     residuals = [dresidual] if node.has_residual else []
     return (F.cast(dx * per_channel(scale), x.dtype), *parameters, *residuals)
 

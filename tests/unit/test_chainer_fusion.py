@@ -69,6 +69,16 @@ def test_a_step(add: bool, relu: bool, second: bool, on: Any, options: Any) -> N
         np.testing.assert_allclose(mine, theirs, rtol=1e-10, atol=1e-10)
 
 
+def test_gradients_have_the_dtypes_of_their_parameters() -> None:
+    """Of a residual in half precision, too, which is the node's last input."""
+    link = MultiNodeBatchNormalization(C, SingleProcess(), dtype=np.float32, fuse_relu=True)
+    x, residual = (chainer.Variable(np.ones(SHAPE, np.float16)) for _ in range(2))
+    y = link(x, residual=residual)
+    F.sum(y * y).backward(enable_double_backprop=True)
+    assert link.gamma.grad.dtype == link.beta.grad.dtype == np.float32
+    assert x.grad.dtype == residual.grad.dtype == np.float16
+
+
 def test_evaluation() -> None:
     results = []
     with chainer.using_config("train", False):
