@@ -145,13 +145,14 @@ def _forward(
             link.decay = decay
     v = functions.standard_layout(chainer.as_variable(x))
     batch_axis = 0 if link.axis is None else link.axis[0]
+    none = (slice(None),) * batch_axis + (slice(0),)
     # Call the link on an empty slice, for its collectives forward and backward. Append a constant,
     # so that the next layers get a batch.
     asked = Asked(options.pop("mask", None), options.pop("lengths", None))
-    empty = forward(v[(slice(None),) * batch_axis + (slice(0),)], **options)
+    residual = functions.standard_layout(options.pop("residual", None))
+    empty = forward(v[none], residual=None if residual is None else residual[none], **options)
     axis, mask = functions.check_input(v, link.avg_mean.shape, link.axis, asked, _ALONE)
-    moments = statistics.local_moments(v.array, axis=axis, mask=mask)
-    batch = statistics.aggregate(moments, _ALONE)
+    batch = statistics.aggregate(statistics.local_moments(v.array, axis=axis, mask=mask), _ALONE)
     weight, bias = map(chainer.as_array, link._scale_and_shift())
     array = generic.masked(v.array, mask)
     own = statistics.normalize(array, batch, weight=weight, bias=bias, eps=link.eps, axis=axis)

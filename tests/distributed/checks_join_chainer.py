@@ -128,6 +128,33 @@ def check_a_rank_without_any_batch(world: Communicator) -> None:
     expect_in_sync(model, world, ignore=["/1/*"])
 
 
+class Residual(chainer.Chain):
+    def __init__(self, comm: Any) -> None:
+        super().__init__()
+        with self.init_scope():
+            self.shortcut = MultiNodeBatchNormalization(3, comm, dtype=np.float64)
+            self.norm = MultiNodeBatchNormalization(3, comm, dtype=np.float64, fuse_relu=True)
+
+    def forward(self, x: Any) -> Any:
+        return self.norm(x, residual=self.shortcut(x))
+
+
+def check_stand_ins_of_a_residual(world: Communicator) -> None:
+    """The branch of the residual has its collectives, too, and the stand-in leaves no trace."""
+    model = Residual(world)
+    last = world.size - 1
+    x = np.random.default_rng(0).normal(size=(4, 3))
+    with join(model, converter=None) as joined:
+        for batch in joined([x] if world.rank == last else [x, x]):
+            model.cleargrads()
+            y = model(batch)
+            assert y.shape == batch.shape
+            joined.mean(F.sum(y * y, axis=1)).backward()
+    for link in (model.shortcut, model.norm):
+        np.testing.assert_allclose(link.avg_mean, (1 - 0.9**2) * x.mean(0), rtol=1e-12)
+    expect_in_sync(model, world)
+
+
 def check_errors(world: Communicator) -> None:
     guilty = world.rank == world.size - 1
     with pytest.raises(RuntimeError, match="left the loop"):
