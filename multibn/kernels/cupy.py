@@ -8,8 +8,7 @@ The kernels (`_cupy`) take activations that have sizes (N, C, S), see `_layout`.
 everything else go to `generic`. Results do not depend on the order in which blocks run.
 """
 
-from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import cupy
 import numpy as np
@@ -17,25 +16,19 @@ import numpy as np
 from multibn import message
 from multibn._typing import Array
 from multibn.kernels import generic
-from multibn.kernels._cupy import SOURCE
-from multibn.kernels._layout import sizes_in_memory
+from multibn.kernels.cupy_launch import TYPES, Kernels, Plan, plan_of
 from multibn.kernels.generic import Finished, Running
-
-_TYPES = {"float16": "half", "float32": "float", "float64": "double"}
-_THREADS = 256
-_BLOCKS = 1024  # enough to fill any GPU
-_NULL = np.uintp(0)  # an array that is not there
 
 
 def begin_forward(
     x: Array, weight: float, count: float, /, *, axis: tuple[int, ...], **options: Any
 ) -> Array:
     """As `generic.begin_forward`; two launches."""
-    plan = _plan(x, axis)
+    plan = plan_of(x, axis)
     if plan is None or any(v is not None for v in options.values()):
         return generic.begin_forward(x, weight, count, axis=axis, **options)
     packed = _wide(message.forward_payload(plan.C))
-    run = _Kernels(plan, x.dtype)
+    run = Kernels(plan, x.dtype)
     partials = _wide(2, plan.splits, plan.C)
     run("moments", plan.split_grid, x, partials, *plan.sizes, plan.length, np.uint32(plan.cols))
     numbers = np.float64(weight), np.float64(count), np.float64(plan.N * plan.S)
@@ -46,12 +39,8 @@ def begin_forward(
 def finish_forward(
     summed: Array,
     x: Array,
-    weight: Array | None,
-    bias: Array | None,
-    rank_weight: float,
-    count: float,
     /,
-    *,
+    *parameters_and_share: Any,
     eps: float,
     axis: tuple[int, ...],
     residual: Array | None = None,
@@ -60,7 +49,8 @@ def finish_forward(
     running: Running | None = None,
 ) -> Finished:
     """As `generic.finish_forward`; two launches."""
-    plan = _plan(x, axis)
+    weight, bias, rank_weight, count = parameters_and_share
+    plan = plan_of(x, axis)
     if (
         plan is None
         or mask is not None
@@ -69,16 +59,14 @@ def finish_forward(
         or (residual is not None and residual.dtype != x.dtype)
     ):
         on: dict[str, Any] = {"residual": residual, "relu": relu, "mask": mask, "running": running}
-        return generic.finish_forward(
-            summed, x, weight, bias, rank_weight, count, eps=eps, axis=axis, **on
-        )
+        return generic.finish_forward(summed, x, *parameters_and_share, eps=eps, axis=axis, **on)
     state = generic.state(summed, count)
     mean, var, total, element_weight = (_wide(*s) for s in (plan.shape, plan.shape, (), ()))
     scale, shift = _wide(plan.C), _wide(plan.C)
     running = running if state == generic.RIGHT else None
     fits = running is not None and _fit_running(plan, running)
     moved, numbers = _moved(running if fits else None, count)
-    run = _Kernels(plan, x.dtype, parameter=_dtype(weight, bias), running=_dtype(*moved[:2]))
+    run = Kernels(plan, x.dtype, parameter=_dtype(weight, bias), running=_dtype(*moved[:2]))
     outputs = mean, var, total, element_weight, scale, shift
     floats = map(np.float64, (rank_weight, max(count, 1.0), eps, *numbers))
     run("unpack", plan.channel_grid, summed, weight, bias, *moved, *outputs, *floats, plan.C)
@@ -91,12 +79,8 @@ def finish_forward(
 def begin_backward(
     dy: Array,
     x: Array,
-    mean: Array,
-    var: Array,
-    weight: Array | None,
-    bias: Array | None,
     /,
-    *,
+    *statistics: Any,
     eps: float,
     axis: tuple[int, ...],
     relu: bool = False,
@@ -104,17 +88,17 @@ def begin_backward(
     **options: Any,
 ) -> tuple[Array, Array | None, Array | None]:
     """As `generic.begin_backward`; two launches, three after a ReLU without a residual."""
-    plan = _plan(x, axis)
+    mean, var, weight, bias = statistics
+    plan = plan_of(x, axis)
     if (
         plan is None
         or any(v is not None for v in options.values())
         or not _fit(plan, (mean, var), weight, bias)
         or not _fit_gradient(dy, x, y)
     ):
-        about = dy, x, mean, var, weight, bias
         on: dict[str, Any] = {"relu": relu, "y": y, **options}
-        return generic.begin_backward(*about, eps=eps, axis=axis, **on)
-    run = _Kernels(plan, x.dtype, gradient=dy.dtype, parameter=_dtype(weight, bias))
+        return generic.begin_backward(dy, x, *statistics, eps=eps, axis=axis, **on)
+    run = Kernels(plan, x.dtype, gradient=dy.dtype, parameter=_dtype(weight, bias))
     scale = shift = None
     if relu and y is None:
         scale, shift = _wide(plan.C), _wide(plan.C)
@@ -135,13 +119,8 @@ def finish_backward(
     summed: Array,
     dy: Array,
     x: Array,
-    mean: Array,
-    var: Array,
-    weight: Array | None,
-    bias: Array | None,
-    element_weight: Array,
     /,
-    *,
+    *statistics: Any,
     eps: float,
     axis: tuple[int, ...],
     relu: bool = False,
@@ -149,7 +128,8 @@ def finish_backward(
     mask: Array | None = None,
 ) -> tuple[Array, Array | None]:
     """As `generic.finish_backward`; two launches."""
-    plan = _plan(x, axis)
+    mean, var, weight, bias, element_weight = statistics
+    plan = plan_of(x, axis)
     if (
         plan is None
         or mask is not None
@@ -158,10 +138,9 @@ def finish_backward(
         or not _fit_gradient(dy, x, y)
         or not (isinstance(element_weight, float) or _is_number(element_weight))
     ):
-        about = dy, x, mean, var, weight, bias, element_weight
         on: dict[str, Any] = {"relu": relu, "y": y, "mask": mask}
-        return generic.finish_backward(summed, *about, eps=eps, axis=axis, **on)
-    run = _Kernels(plan, x.dtype, gradient=dy.dtype, parameter=_dtype(weight, bias))
+        return generic.finish_backward(summed, dy, x, *statistics, eps=eps, axis=axis, **on)
+    run = Kernels(plan, x.dtype, gradient=dy.dtype, parameter=_dtype(weight, bias))
     scale, shift, slope, intercept = (_wide(plan.C) for _ in range(4))
     share = (None, element_weight) if isinstance(element_weight, float) else (element_weight, 0.0)
     sums = summed, *share, slope, intercept
@@ -177,27 +156,24 @@ def finish_backward(
 
 def normalize(
     x: Array,
-    mean: Array,
-    var: Array,
-    weight: Array | None,
-    bias: Array | None,
     /,
-    *,
+    *statistics: Any,
     eps: float,
     axis: tuple[int, ...],
     residual: Array | None = None,
     relu: bool = False,
 ) -> Array:
     """As `generic.normalize`; two launches. The output is rounded once, to the dtype of `x`."""
-    plan = _plan(x, axis)
+    mean, var, weight, bias = statistics
+    plan = plan_of(x, axis)
     if (
         plan is None
         or not _fit(plan, (mean, var), weight, bias)
         or (residual is not None and residual.dtype != x.dtype)
     ):
         on: dict[str, Any] = {"residual": residual, "relu": relu}
-        return generic.normalize(x, mean, var, weight, bias, eps=eps, axis=axis, **on)
-    run = _Kernels(plan, x.dtype, parameter=_dtype(weight, bias))
+        return generic.normalize(x, *statistics, eps=eps, axis=axis, **on)
+    run = Kernels(plan, x.dtype, parameter=_dtype(weight, bias))
     scale, shift = _wide(plan.C), _wide(plan.C)
     _coefficients(run, var, weight, bias, eps, scale, shift)
     return _normalized(run, x, mean, scale, shift, residual, relu)
@@ -206,90 +182,8 @@ def normalize(
 move = generic.move
 
 
-class _Plan(NamedTuple):
-    """How the passes over an activation are divided among blocks."""
-
-    N: int
-    C: int
-    S: int
-    shape: tuple[int, ...]  # of a per-channel array
-    cols: int  # channels of a block of a reduction
-    length: int  # elements of a channel in a split
-    splits: int
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return self[:3]
-
-    @property
-    def size(self) -> int:
-        return self.N * self.C * self.S
-
-    @property
-    def num_splits(self) -> Any:
-        return np.int32(self.splits)
-
-    @property
-    def split_grid(self) -> tuple[int, int]:
-        return -(-self.C // self.cols), self.splits
-
-    @property
-    def merge_grid(self) -> tuple[int, int]:
-        return -(-self.C // 32), 1
-
-    @property
-    def channel_grid(self) -> tuple[int, int]:
-        return -(-self.C // _THREADS), 1
-
-    @property
-    def element_grid(self) -> tuple[int, int]:
-        return -(-self.size // (4 * _THREADS)), 1
-
-
-class _Kernels:
-    """Launches the kernels for some dtypes and one plan."""
-
-    def __init__(
-        self,
-        plan: _Plan,
-        x: Any,
-        *,
-        gradient: Any = None,
-        parameter: str = "float32",
-        running: str = "float32",
-    ) -> None:
-        self.plan = plan
-        # A thread counts 4 elements beyond the last, a walk through a split one step of the block.
-        self.index = np.uint32 if plan.size + 4 * _THREADS < 2**32 else np.uint64
-        gradient = x if gradient is None else gradient
-        self._types = x.name, gradient.name, parameter, running, self.index.__name__
-
-    def __call__(self, name: str, grid: tuple[int, int], *arguments: Any) -> None:
-        converted = tuple(
-            self.index(v) if type(v) is int else _NULL if v is None else v for v in arguments
-        )
-        _kernel(name, _THREADS, *self._types)(grid, (_THREADS,), converted)
-
-
-@cache
-def _kernel(name: str, *types: Any) -> Any:
-    return _module(*types).get_function(name)
-
-
-@cache
-def _module(threads: int, *types: str) -> Any:
-    *floating, index = types
-    values = [*(_TYPES[name] for name in floating), _INDEX[index], str(threads)]
-    names = ("X", "G", "P", "R", "INDEX", "THREADS")
-    macros = tuple(f"-D{n}={v}" for n, v in zip(names, values, strict=True))
-    return cupy.RawModule(code=SOURCE, options=("--std=c++11", "--fmad=false", *macros))
-
-
-_INDEX = {"uint32": "unsigned", "uint64": "unsigned long long"}
-
-
 def _coefficients(
-    run: _Kernels,
+    run: Kernels,
     var: Array,
     weight: Array | None,
     bias: Array | None,
@@ -307,7 +201,7 @@ def _coefficients(
 
 
 def _normalized(
-    run: _Kernels,
+    run: Kernels,
     x: Array,
     mean: Array,
     scale: Array,
@@ -334,7 +228,7 @@ def _moved(
     return (running.mean, running.var, running.num_batches), (running.momentum or 0.0, factor)
 
 
-def _fit_running(plan: _Plan, running: Running) -> bool:
+def _fit_running(plan: Plan, running: Running) -> bool:
     """Whether `unpack` can move the statistics.
 
     A cumulative average would read the counter, which another block may have written.
@@ -348,7 +242,7 @@ def _fit_running(plan: _Plan, running: Running) -> bool:
     )
 
 
-def _fit(plan: _Plan, wide: tuple[Array, ...], *parameters: Array | None) -> bool:
+def _fit(plan: Plan, wide: tuple[Array, ...], *parameters: Array | None) -> bool:
     """Whether the kernels can take these per-channel arrays."""
     present = [p for p in parameters if p is not None]
     return (
@@ -358,11 +252,11 @@ def _fit(plan: _Plan, wide: tuple[Array, ...], *parameters: Array | None) -> boo
     )
 
 
-def _is_parameter(plan: _Plan, v: Any) -> bool:
+def _is_parameter(plan: Plan, v: Any) -> bool:
     return (
         isinstance(v, cupy.ndarray)
         and v.size == plan.C
-        and v.dtype.name in _TYPES
+        and v.dtype.name in TYPES
         and v.flags.c_contiguous
     )
 
@@ -372,35 +266,7 @@ def _is_number(v: Any) -> bool:
 
 
 def _fit_gradient(dy: Array, x: Array, y: Array | None) -> bool:
-    return dy.dtype.name in _TYPES and (y is None or y.dtype == x.dtype)
-
-
-def _plan(x: Array, axis: tuple[int, ...]) -> _Plan | None:
-    """The plan for `x`; None if the kernels cannot take `x`."""
-    return _plan_of(x.shape, x.strides, x.itemsize, axis) if x.dtype.name in _TYPES else None
-
-
-@lru_cache(maxsize=1024)
-def _plan_of(
-    shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, axis: tuple[int, ...]
-) -> _Plan | None:
-    if 0 in shape:
-        return None
-    sizes = sizes_in_memory(shape, tuple(n // itemsize for n in strides), axis)
-    if sizes is None:
-        return None
-    N, C, S = sizes
-    cols = 32 if S == 1 else 1
-    elements = N * S
-    splits = max(min(_BLOCKS // -(-C // cols), elements // (4 * _THREADS // cols)), 1)
-    length = -(-elements // splits)
-    return _Plan(
-        *sizes,
-        shape=tuple(n for i, n in enumerate(shape) if i not in axis),
-        cols=cols,
-        length=length,
-        splits=-(-elements // length),
-    )
+    return dy.dtype.name in TYPES and (y is None or y.dtype == x.dtype)
 
 
 def _dtype(*arrays: Array | None) -> str:

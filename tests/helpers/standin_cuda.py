@@ -127,19 +127,19 @@ def installed() -> Iterator[Any]:
     cupy.empty_like = lambda a, dtype=None: np.full_like(a, -7, dtype).view(ndarray)
     cupy.asarray = lambda a: np.array(a).view(ndarray)
     cupy.__version__ = "stand-in"
-    name = "multibn.kernels.cupy"
-    assert not {"cupy", name} & sys.modules.keys(), "CuPy is installed: test with that"
+    names = "multibn.kernels.cupy", "multibn.kernels.cupy_launch"
+    assert not {"cupy", *names} & sys.modules.keys(), "CuPy is installed: test with that"
     sys.modules["cupy"] = cupy
     _arrays._namespaces[ndarray] = np
     try:
         from importlib import import_module
 
-        file = import_module(name)
-        vars(file)["_THREADS"] = 64
+        file, launch = map(import_module, names)
+        vars(launch)["THREADS"] = 64
         yield file
     finally:
         RawModule.launches.clear()
         del _arrays._namespaces[ndarray]
-        for loaded in ("cupy", name):
+        for loaded in ("cupy", *names):
             sys.modules.pop(loaded, None)
-        vars(sys.modules["multibn.kernels"]).pop("cupy", None)
+            vars(sys.modules["multibn.kernels"]).pop(loaded.rpartition(".")[2], None)

@@ -104,10 +104,10 @@ def test_shapes_parameters_and_several_blocks(cupy: Any, launches: list[str]) ->
         compare(cupy, normal(*shape), normal(*shape, seed=1), dtype, axis)
     compare(cupy, normal(20, 40, 3, 3, last=True), normal(20, 40, 3, 3, seed=1))
     assert len(launches) == 10 * 5
-    plan = cupy._plan(normal(20, 40, 3, 3, last=True), AXIS)
+    plan = cupy.plan_of(normal(20, 40, 3, 3, last=True), AXIS)
     assert plan.splits > 1
     assert plan.split_grid[0] > 1
-    assert cupy._plan(normal(3, 2, 250), (0, 2)).splits > 1
+    assert cupy.plan_of(normal(3, 2, 250), (0, 2)).splits > 1
 
 
 def test_two_channel_axes_and_another_memory_order(cupy: Any, launches: list[str]) -> None:
