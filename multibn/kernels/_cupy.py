@@ -73,6 +73,18 @@ __device__ inline Walk walk(INDEX N, INDEX C, INDEX S, INDEX length, unsigned co
     return Walk(first + threadIdx.x / cols, first + (left < length ? left : length), rows, C, S, c);
 }
 
+// Writes a block's sums, those of `cols` channels in one split.
+__device__ inline void write_sums(
+    double *partials, double *a, double *b, double a_own, double b_own, INDEX C, INDEX c,
+    unsigned cols
+) {
+    add_rows(a, b, a_own, b_own, cols);
+    if (c < C && threadIdx.x < cols) {
+        partials[blockIdx.y * C + c] = a[threadIdx.x];
+        partials[((INDEX)gridDim.y + blockIdx.y) * C + c] = b[threadIdx.x];
+    }
+}
+
 // Sums of x - x0 and (x - x0)**2 in each split, where x0 is the first element of the channel.
 extern "C" __global__ void moments(
     const X *x, double *partials, INDEX N, INDEX C, INDEX S, INDEX length, unsigned cols
@@ -88,11 +100,7 @@ extern "C" __global__ void moments(
             second += d * d;
         }
     }
-    add_rows(a, b, first, second, cols);
-    if (c < C && threadIdx.x < cols) {
-        partials[blockIdx.y * C + c] = a[threadIdx.x];
-        partials[((INDEX)gridDim.y + blockIdx.y) * C + c] = b[threadIdx.x];
-    }
+    write_sums(partials, a, b, first, second, C, c, cols);
 }
 
 // Sums of dy and dy * (x - mean) in each split; dy counts as 0 where a ReLU's output was not > 0.
@@ -116,11 +124,7 @@ extern "C" __global__ void backward_sums(
             sum_dy_xmu += g * d;
         }
     }
-    add_rows(a, b, sum_dy, sum_dy_xmu, cols);
-    if (c < C && threadIdx.x < cols) {
-        partials[blockIdx.y * C + c] = a[threadIdx.x];
-        partials[((INDEX)gridDim.y + blockIdx.y) * C + c] = b[threadIdx.x];
-    }
+    write_sums(partials, a, b, sum_dy, sum_dy_xmu, C, c, cols);
 }
 
 // Sums of the partial sums of a block's 32 channels, in `a` and `b`.
