@@ -35,6 +35,7 @@ class Activation:
     dtype: str
     layout: str
     values: str
+    counts: float | None = None  # which part of the elements, at random; None without a mask
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,10 @@ class Call:
     generic: bool
     seed: int
 
+    @property
+    def kind(self) -> str:
+        return "" if self.ranks[0].counts is None else ", masked"
+
 
 def _mostly(draw: Any, usual: Any, *unusual: Any, odds: int = 8) -> Any:
     return draw(st.sampled_from((usual,) * odds + unusual))
@@ -67,6 +72,7 @@ def calls(draw: Any, dtypes: tuple[str, ...]) -> Call:
     usual_dtype = draw(st.sampled_from(dtypes))
     usual_values = draw(st.sampled_from(VALUES))
     ndim = draw(st.integers(2, 6))
+    masked = _mostly(draw, False, True, odds=3)
     ranks = []
     for _ in range(draw(st.integers(1, 4))):
         sizes = draw(st.lists(st.sampled_from((1, 2, 3, 4, 5, 0)), min_size=ndim, max_size=ndim))
@@ -79,7 +85,9 @@ def calls(draw: Any, dtypes: tuple[str, ...]) -> Call:
         values = usual_values
         if draw(st.integers(0, 19)) == 0:
             values = draw(st.sampled_from(VALUES + NOT_FINITE))
-        ranks.append(Activation(shape, dtype, draw(st.sampled_from(LAYOUTS)), values))
+        layout = draw(st.sampled_from(LAYOUTS))
+        counts = _mostly(draw, 0.6, 0.0, 0.1, 1.0, odds=3) if masked else None
+        ranks.append(Activation(shape, dtype, layout, values, counts))
     return Call(
         num_channels,
         tuple(ranks),
@@ -115,6 +123,20 @@ def values(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> Array
             "normal": 1.0, "zeros": 0.0, "tiny": 1e-4, "subnormal": 1e-40, "large": 1e4,
             "huge": 1e300,
         }[kind]  # fmt: skip
+    return x
+
+
+def mask_of(a: Activation, rng: np.random.Generator) -> Array | None:
+    """Which elements count, `(N, *spatial)`; None for all, and for an input without channels."""
+    if a.counts is None or len(a.shape) < 2:
+        return None
+    return np.asarray(rng.random((a.shape[0], *a.shape[2:])) < a.counts)
+
+
+def padded(x: Array, a: Activation, mask: Array | None, rng: np.random.Generator) -> Array:
+    """`x`, and anything in the elements that do not count, unless the layout repeats elements."""
+    if mask is not None and a.layout not in ("expanded", "overlapping"):
+        np.moveaxis(x, 1, -1)[~mask] = rng.choice([0.0, 1e30, np.nan, -np.inf])
     return x
 
 

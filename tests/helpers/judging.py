@@ -40,6 +40,8 @@ class Step:
     before: tuple[Array, ...] = ()  # running mean and variance
     after: tuple[Array, ...] = ()
     changed: str = ""  # what was passed in and is not as it was
+    mask: Array | None = None
+    num_samples: int | None = None  # that have an element which counts; None without a mask
 
 
 def kind(error: BaseException | None) -> Any:
@@ -72,7 +74,7 @@ def expected_errors(call: Call, steps: list[Step]) -> list[tuple[type[Exception]
         return [(RuntimeError,)] * size
     if not all(np.isfinite(step.x).all() for step in steps):
         return [(FloatingPointError,)] * size
-    if sum(step.x[:, 0].size for step in steps) == 1:
+    if sum(step.x[:, 0].size for step in steps) == 1 or _is_masked_out(steps):
         return [(ValueError,)] * size
     return [()] * size
 
@@ -83,7 +85,12 @@ def _expected_alone(step: Step) -> tuple[type[Exception], ...]:
         return ()
     if not np.isfinite(step.x).all():
         return (FloatingPointError,)
-    return (ValueError,) if step.x[:, 0].size == 1 else ()
+    return (ValueError,) if step.x[:, 0].size == 1 or _is_masked_out([step]) else ()
+
+
+def _is_masked_out(steps: list[Step]) -> bool:
+    """Whether there are masks that leave no element."""
+    return steps[0].num_samples is not None and not any(step.x.size for step in steps)
 
 
 def _refused(call: Call, a: Activation) -> tuple[type[Exception], ...]:
@@ -117,6 +124,7 @@ K = 64  # rounding errors that may add up
 def verdict(call: Call, steps: list[Step], gradients_are_means: bool) -> str:
     """What came of the call: "right", or the name of an error. Raises AssertionError if neither."""
     errors = [step.error for step in steps]
+    steps = [_of_elements(step) for step in steps]
     for step in steps:
         assert not step.changed, step.changed
     for rank, error in enumerate(errors):
@@ -157,6 +165,19 @@ def verdict(call: Call, steps: list[Step], gradients_are_means: bool) -> str:
     return "right (evaluation)"
 
 
+def _of_elements(step: Step) -> Step:
+    """The step without a mask: the elements that count as samples, `(elements, C)`."""
+    mask = step.mask
+    if mask is None:
+        return step
+    for a in (step.y, step.dx):
+        assert a is None or not np.moveaxis(a, 1, -1)[~mask].any(), "not 0 where a mask is False"
+    names = ("x", "y", "dy", "dx")
+    arrays = {name: getattr(step, name) for name in names if getattr(step, name) is not None}
+    chosen = {name: np.moveaxis(a, 1, -1)[mask] for name, a in arrays.items()}
+    return replace(step, num_samples=sum(map(np.any, mask)), **chosen)
+
+
 def _may_overflow(call: Call, steps: list[Step]) -> bool:
     """Squares that the dtype of the arithmetic cannot hold."""
     largest = max((np.abs(s.x).max() for s in steps if s.x.size), default=0.0)
@@ -179,7 +200,10 @@ def _compare_training(call: Call, steps: list[Step], means: bool) -> str:
     bias = np.zeros(C) if first.bias is None else first.bias
     dys = [np.zeros(s.x.shape) if s.dy is None else s.dy for s in steps]
     finite = [np.nan_to_num(dy) for dy in dys]
-    want = reference.batch_norm(xs, finite, weight, bias, eps=call.eps, weighting=call.weighting)
+    num_samples = [len(s.x) if s.num_samples is None else s.num_samples for s in steps]
+    want = reference.batch_norm(
+        xs, finite, weight, bias, eps=call.eps, weighting=call.weighting, num_samples=num_samples
+    )
     dtype = call.ranks[0].dtype
     out, u = precision(dtype), min(precision(dtype), 2.0**-24)
     mean, var = want.mean, want.var

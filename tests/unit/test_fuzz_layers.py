@@ -58,9 +58,11 @@ def steps(call: Call, run: Callable[[Call, int, ThreadCommunicator], Step]) -> l
         return run_ranks(len(call.ranks), on_rank)
 
 
-def torch_input(a: Activation, layout: str, kind: str, rng: np.random.Generator) -> torch.Tensor:
+def torch_input(
+    a: Activation, layout: str, kind: str, rng: np.random.Generator, mask: Any = None
+) -> torch.Tensor:
     """A tensor of that layout; torch has no negative strides, but views that are negated."""
-    x = torch.from_numpy(np.array(fuzz.values(kind, a.shape, rng)))
+    x = torch.from_numpy(fuzz.padded(np.array(fuzz.values(kind, a.shape, rng)), a, mask, rng))
     x = x.to(getattr(torch, a.dtype))
     if layout == "permuted":
         order = [int(i) for i in rng.permutation(x.ndim)]
@@ -115,16 +117,18 @@ def torch_step(call: Call, rank: int, communicator: ThreadCommunicator) -> Step:
         if call.tracked:
             bn.running_mean.copy_(torch.from_numpy(common.normal(size=call.num_channels)))
             bn.running_var.copy_(torch.from_numpy(common.uniform(0.5, 2, call.num_channels)))
-    x = torch_input(a, a.layout, a.values, rng)
+    mask = fuzz.mask_of(a, rng)
+    told = {} if mask is None else {"mask": torch.from_numpy(mask)}
+    x = torch_input(a, a.layout, a.values, rng, mask)
     if needs_x and (x.is_floating_point() or x.is_complex()):
         x.requires_grad_()
     buffers = [b.clone() for b in bn.buffers()]
-    step = Step(as_numpy(x), weight=as_numpy(bn.weight), bias=as_numpy(bn.bias))
+    step = Step(as_numpy(x), weight=as_numpy(bn.weight), bias=as_numpy(bn.bias), mask=mask)
     given = [t.detach().clone() for t in (x, *bn.parameters())]
     running = (bn.running_mean, bn.running_var) if call.tracked else ()
     step.before = tuple(as_numpy(b) for b in running)
     try:
-        y = bn(x)
+        y = bn(x, **told)
         step.y = as_numpy(y)
         assert y.dtype == x.dtype
         if y.requires_grad and call.train:
@@ -157,7 +161,8 @@ TORCH = fuzz.calls(("float32", "float64", "float16", "bfloat16"))
 @several
 @given(TORCH)
 def test_torch(call: Call) -> None:
-    OUTCOMES["torch: " + judging.verdict(call, steps(call, torch_step), False)] += 1
+    verdict = judging.verdict(call, steps(call, torch_step), False)
+    OUTCOMES[f"torch{call.kind}: {verdict}"] += 1
 
 
 def chainer_step(call: Call, rank: int, communicator: ThreadCommunicator) -> Step:
@@ -181,18 +186,19 @@ def chainer_step(call: Call, rank: int, communicator: ThreadCommunicator) -> Ste
     link.avg_mean[...] = common.normal(size=call.num_channels)
     link.avg_var[...] = common.uniform(0.5, 2, call.num_channels)
     link.cleargrads()  # they begin as NaN
-    data = chainer_input(a, a.layout, a.values, rng)
+    mask = fuzz.mask_of(a, rng)
+    data = chainer_input(a, a.layout, a.values, rng, mask)
     x = chainer.Variable(data, requires_grad=call.needs[0]) if call.needs[1] else data
     parameters = [p for p in (link.gamma, link.beta) if p is not None]
     given = [data.copy(), *(p.array.copy() for p in parameters)]
-    step = Step(data.astype("complex128" if data.dtype.kind == "c" else "float64"))
+    step = Step(data.astype("complex128" if data.dtype.kind == "c" else "float64"), mask=mask)
     step.weight, step.bias = (
         None if p is None else p.array.astype("f8") for p in (link.gamma, link.beta)
     )
     step.before = (link.avg_mean.astype("f8"), link.avg_var.astype("f8"))
     with np.errstate(all="ignore"), chainer.using_config("train", call.train):
         try:
-            y = link(x, finetune=call.momentum is None)
+            y = link(x, finetune=call.momentum is None, mask=mask)
             step.y = y.array.astype("f8")
             assert y.dtype == data.dtype
             if call.train and call.needs[1]:
@@ -216,8 +222,10 @@ def chainer_step(call: Call, rank: int, communicator: ThreadCommunicator) -> Ste
     return step
 
 
-def chainer_input(a: Activation, layout: str, kind: str, rng: np.random.Generator) -> Any:
-    x = np.asarray(fuzz.values(kind, a.shape, rng))
+def chainer_input(
+    a: Activation, layout: str, kind: str, rng: np.random.Generator, mask: Any = None
+) -> Any:
+    x = fuzz.padded(np.array(fuzz.values(kind, a.shape, rng)), a, mask, rng)
     if np.dtype(a.dtype).kind in "iub":
         x = np.nan_to_num(x)
     with np.errstate(all="ignore"):
@@ -234,4 +242,5 @@ CHAINER = fuzz.calls(("float32", "float64", "float16"))
 @several
 @given(CHAINER)
 def test_chainer(call: Call) -> None:
-    OUTCOMES["chainer: " + judging.verdict(call, steps(call, chainer_step), True)] += 1
+    verdict = judging.verdict(call, steps(call, chainer_step), True)
+    OUTCOMES[f"chainer{call.kind}: {verdict}"] += 1
