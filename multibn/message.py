@@ -65,8 +65,7 @@ def length(*num_channels: int) -> int:
     return sum(map(forward_payload, num_channels)) + _NUM_FINGERPRINTS
 
 
-_NUM_FACTS = 3
-FIRST_LENGTH = _NUM_FACTS * _NUM_FINGERPRINTS
+_NUM_FACTS = 3  # that the first message compares
 
 
 def first(name: str, length: int, version: str, /) -> list[float]:

@@ -291,16 +291,11 @@ def batch_statistics(
     >>> print(batch.mean, batch.var)
     [ 2. 20.] [  1. 100.]
     """
-    require_floating(x)
-    axis = reduced_axes(x.ndim) if axis is None else axis
-    shape, count, _ = sizes(x.shape, axis)
-    weight = rank_weight(count, float(x.shape[axis[0]]), weighting)
-    payload = kernels.select(x).begin_forward(x, weight, count, axis=axis)
-    summed = communicator.allreduce(payload)
-    *batch, state = generic.unpack(summed, shape, weight, count)
-    if state != kernels.RIGHT:
-        raise_for(state, communicator, payload, x)
-    return BatchStatistics(*batch)
+    moments = local_moments(x, axis=axis)
+    batch = aggregate(moments, communicator, weighting=weighting)
+    if moments.count <= 1 and bool(batch.count == 1):  # only then may the host wait for a GPU
+        raise_for(kernels.ONE_VALUE, communicator, moments.mean, x)
+    return batch
 
 
 def refuse(communicator: Communicator, /, *num_channels: int, like: Array) -> None:

@@ -1,5 +1,6 @@
 """Files of arrays: reading executes nothing, and writing is atomic."""
 
+import io
 import math
 import os
 import pickle
@@ -205,8 +206,6 @@ def _read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
 
 
 def _parse_npy(key: str, data: bytes) -> Array:
-    import io
-
     import numpy as np
     from numpy.lib import format as npy
 

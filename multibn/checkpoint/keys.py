@@ -198,6 +198,7 @@ def _follows(key: str, name: str, separator: str) -> bool:
     return not name or key == name or key.startswith(name + separator)
 
 
-def _some(keys: list[str], most: int = 6) -> str:
-    more = f" and {len(keys) - most} more" if len(keys) > most else ""
-    return ", ".join(map(repr, keys[:most])) + more
+def _some(keys: list[str]) -> str:
+    """The first six of the keys, for people."""
+    more = f" and {len(keys) - 6} more" if len(keys) > 6 else ""
+    return ", ".join(map(repr, keys[:6])) + more

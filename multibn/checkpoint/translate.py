@@ -251,7 +251,7 @@ def torch_to_chainer(
             "the eps of the layers, which is 1e-5 by default in torch and 2e-5 in Chainer.",
         ]
         notes += norms.recount(arrays, layers, TORCH, avg_var_count)
-    scaled: list[str] = []
+    scaled: list[Mapping[str, Array]] = []  # layers taken for normalizations
 
     def leaf_names(leaves: Mapping[str, Array]) -> dict[str, str]:
         weight = leaves.get("weight")
@@ -262,7 +262,7 @@ def torch_to_chainer(
         if weight is None or (weight.ndim > 1 and not like_bias):
             return {"weight": "W", "bias": "b"}
         if weight.ndim == 1 and like_bias:
-            scaled.append("weight")
+            scaled.append(leaves)
             return {"weight": "gamma", "bias": "beta"}
         return {"bias": "b"}  # the weight may be of PReLU, RMSNorm, LayerNorm over two axes...
 

@@ -108,6 +108,21 @@ def test_the_oracle_by_finite_differences(weighting: str) -> None:
             assert abs((above - below) / (2 * h) - analytic[index]) < 1e-7
 
 
+@pytest.mark.parametrize("weighting", ["element", "sample", "rank"])
+def test_statistics_of_a_batch_by_each_weighting(weighting: Any) -> None:
+    rng = np.random.default_rng(0)
+    xs = [rng.normal(n, 1, (n, C, m)) for n, m in ((1, 5), (3, 2))]
+    weight, bias = np.ones(C), np.zeros(C)
+    expected = reference.batch_norm(xs, xs, weight, bias, eps=EPS, weighting=weighting)
+
+    def step(communicator: ThreadCommunicator) -> Any:
+        return batch_statistics(xs[communicator.rank], communicator, weighting=weighting)
+
+    for batch in run_ranks(2, step):
+        np.testing.assert_allclose(batch.mean, expected.mean, rtol=1e-13)
+        np.testing.assert_allclose(batch.var, expected.var, rtol=1e-12)
+
+
 def test_all_ranks_empty(xp: Any) -> None:
     def step(communicator: ThreadCommunicator) -> Any:
         x = xp.zeros((0, C, 4))
