@@ -14,7 +14,7 @@ def step_statistics(model: chainer.Link) -> Iterator[None]:
     """Update the moving averages of `model` once for all forward passes in this context.
 
     As `multibn.torch_backend.step_statistics`; `N` moves by one if the last call of the link had
-    `finetune=True`.
+    `finetune=True`. Not collective.
 
     Parameters
     ----------

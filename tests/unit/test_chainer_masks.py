@@ -114,18 +114,25 @@ def test_other_axes_and_the_function() -> None:
 
 
 def test_second_order() -> None:
-    x, _, mask = batch(0)
-    results = []
-    for array, options in ((x, {"mask": mask}), (chosen(x, mask), {})):
-        v = chainer.Variable(array)
-        y = link_of()(v, **options)
+    """Over two ranks, as of the elements that count in one process."""
+
+    def derivatives(communicator: Any, x: Any, **options: Any) -> list[Any]:
+        v = chainer.Variable(x)
+        y = link_of(communicator)(v, **options)
         (g,) = chainer.grad([F.sum(y * y * y)], [v], enable_double_backprop=True)
         (second,) = chainer.grad([F.sum(g * g * g)], [v])
-        results.append((g.array, second.array))
-    (g, second), (g_flat, second_flat) = results
-    assert relative_error(chosen(g, mask), g_flat) < 1e-9
-    assert relative_error(chosen(second, mask), second_flat) < 1e-9
-    assert not np.moveaxis(second, 1, -1)[~mask].any()
+        return [g.array, second.array]
+
+    def masked(communicator: ThreadCommunicator) -> list[Any]:
+        x, _, mask = batch(communicator.rank)
+        got = derivatives(communicator, x, mask=mask)
+        assert not np.moveaxis(got[1], 1, -1)[~mask].any()
+        return [chosen(v, mask) for v in got]
+
+    got = map(np.concatenate, zip(*run_ranks(2, masked), strict=True))
+    whole = np.concatenate([chosen(x, mask) for x, _, mask in map(batch, (0, 1))])
+    for mine, expected in zip(got, derivatives(SingleProcess(), whole), strict=True):
+        assert relative_error(mine, expected) < 1e-9
 
 
 class Model(chainer.Chain):

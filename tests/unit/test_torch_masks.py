@@ -225,24 +225,27 @@ def test_a_residual_and_relu() -> None:
 
 @pytest.mark.parametrize("argument", ["mask", "lengths"])
 def test_second_order(argument: str) -> None:
-    x, lengths, mask = batch(0)
-    flat = chosen(x, mask).requires_grad_()
-    x.requires_grad_()
-    results = []
-    for layer, v, options in (
-        (layer_of(), x, {argument: mask if argument == "mask" else lengths}),
-        (layer_of(), flat, {}),
-    ):
-        y = layer(v, **options)
+    """Over two ranks, as of the elements that count in one process."""
+
+    def derivatives(communicator: Any, x: Tensor, **options: Any) -> list[Tensor]:
+        x.requires_grad_()
+        y = layer_of(communicator)(x, **options)
         weights = torch.linspace(1, 2, C).double()[:, None]
         loss = (y.movedim(1, -1) if y.ndim == 3 else y).pow(3) @ weights
-        (g,) = torch.autograd.grad(loss.sum(), v, create_graph=True)
-        (second,) = torch.autograd.grad(g.pow(3).sum(), v)
-        results.append((g.detach(), second))
-    (g, second), (g_flat, second_flat) = results
-    assert relative_error(chosen(g, mask), g_flat) < 1e-9
-    assert relative_error(chosen(second, mask), second_flat) < 1e-9
-    assert not second.movedim(1, -1)[~mask].any()
+        (g,) = torch.autograd.grad(loss.sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(g.pow(3).sum(), x)
+        return [g.detach(), second]
+
+    def masked(communicator: ThreadCommunicator) -> list[Tensor]:
+        x, lengths, mask = batch(communicator.rank)
+        got = derivatives(communicator, x, **{argument: mask if argument == "mask" else lengths})
+        assert not got[1].movedim(1, -1)[~mask].any()
+        return [chosen(v, mask) for v in got]
+
+    got = map(torch.cat, zip(*run_ranks(2, masked), strict=True))
+    whole = torch.cat([chosen(x, mask) for x, _, mask in map(batch, (0, 1))])
+    for mine, expected in zip(got, derivatives(ALONE, whole), strict=True):
+        assert relative_error(mine, expected) < 1e-9
 
 
 def test_torch_func() -> None:
