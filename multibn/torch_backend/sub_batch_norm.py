@@ -26,6 +26,7 @@ from multibn.torch_backend.modules import (
     has_hooks,
     running_of,
     update_buffers,
+    without_none,
 )
 from multibn.torch_backend.together import shared_conversation
 
@@ -106,7 +107,7 @@ class _SubBatchNorm(Synchronized):
         self, input: Tensor, *, mask: Tensor | None = None, lengths: Tensor | None = None
     ) -> Tensor:
         if isinstance(input, fx.Proxy):
-            return call_node(self, input)
+            return call_node(self, input, **without_none(mask=mask, lengths=lengths))
         part, num_splits = (self.split_bn, self.num_splits) if self.training else (self.bn, 1)
         communicator = self.conversation if self.training and part.training else ALONE
         num_channels = [num_splits * self.num_features]

@@ -327,6 +327,17 @@ class Masked(nn.Module):
         return self.norm(x, lengths=lengths)
 
 
+@pytest.mark.parametrize("layer", [layer_of(), SubBatchNorm1d(2, C).double()])
+def test_a_graph_of_torch_fx(layer: nn.Module) -> None:
+    """It passes the lengths on, and has no node argument for what the call leaves out."""
+    model = Masked(layer)
+    graph = torch.fx.symbolic_trace(model)
+    (node,) = [node for node in graph.graph.nodes if node.op == "call_module"]
+    assert set(node.kwargs) == {"lengths"}
+    x, lengths, _ = batch(0)
+    assert torch.equal(graph(x, lengths), model(x, lengths))
+
+
 @pytest.mark.parametrize("kind", ["sync", "sub"])
 def test_update_bn_stats(kind: str) -> None:
     """A model that passes masks is measured by them, over uneven ranks, too."""
