@@ -112,9 +112,9 @@ class _SubBatchNorm(Synchronized):
         communicator = self.conversation if self.training and part.training else ALONE
         num_channels = [num_splits * self.num_features]
         asked = functional.asked(mask, lengths)
-        if asked is not None and self.training:  # the splits are layers that share a message
+        if asked is not None and self.training:
             num_channels = [self.num_features] * num_splits
-            if isinstance(communicator, Conversation):
+            if isinstance(communicator, Conversation) and not compiled.takes(input):
                 communicator = shared_conversation([self] * num_splits)
         where = self._check_input(input, asked, num_channels, communicator, part)
         x, split_where = input, where
@@ -188,7 +188,10 @@ class _SubBatchNorm(Synchronized):
         weight: Tensor | None,
         bias: Tensor | None,
     ) -> Tensor:
-        """Normalize splits that have a count each: as layers that share a message."""
+        """Normalize splits that have a count each: as layers that share a message.
+
+        In compiled code and without data, each split has a message of its own.
+        """
         part = self.split_bn
         running: Any = None
         if part.track_running_stats:
@@ -207,9 +210,20 @@ class _SubBatchNorm(Synchronized):
                 own = running._replace(mean=mean, var=var, num_batches=counter)
             gamma, beta = (None if p is None else p[k] for p in (weight, bias))
             inputs.append(Input(x[:, k], gamma, beta, part.eps, running=own, mask=mask[:, k]))
-        num_channels = [self.num_features] * self.num_splits
-        weighting = self.weighting
-        results = functional.forward_all(inputs, num_channels, communicator, weighting=weighting)
+        sharing: Any = {"weighting": self.weighting}
+        if compiled.takes(x):
+            results = []
+            for i in inputs:
+                alone = i._replace(running=None, mask=Asked(i.mask[:, 0]))
+                y, batch, count = compiled.forward(
+                    alone, self.num_features, communicator, **sharing
+                )
+                if i.running is not None:
+                    compiled.move(i.running, batch, count)
+                results.append((y, batch))
+        else:
+            num_channels = [self.num_features] * self.num_splits
+            results = functional.forward_all(inputs, num_channels, communicator, **sharing)
         if running is not None and not recompute.in_recomputing():
             if running.num_batches is not None:
                 running.num_batches.add_(torch.stack([b.count for _, b in results]).amax() > 0)
@@ -299,7 +313,7 @@ class _SubBatchNorm(Synchronized):
                     f"`mask` and `lengths` need the parts that a {type(self).__name__} is made "
                     f"with: got {type(part).__qualname__}."
                 )
-            return compiled.mask_of(input, asked, self.num_features, ALONE)
+            return compiled.mask_of(input, asked, self.num_features, communicator)
         except (TypeError, ValueError) as error:
             functional.refuse(error, [input] * len(num_channels), num_channels, communicator)
 
@@ -409,7 +423,8 @@ class SubBatchNorm3d(_SubBatchNorm):
     loaded statistics until the next training step.
 
     `mask` and `lengths` are as in a call of `SyncBatchNorm`. Splits then have unequal numbers of
-    elements, so that a message has 2C+2 numbers for each split and 2 more.
+    elements, so that a message has 2C+2 numbers for each split and 2 more; in compiled code, each
+    split has a message of its own.
 
     Hooks of `bn` and `split_bn` get the tensors that they get in SlowFast's layer: in training, all
     channels of all splits on axis 1, and no weight and bias in the output. Without hooks, weight

@@ -174,6 +174,26 @@ def test_compiled_lengths() -> None:
         torch.testing.assert_close(compiled(x, lengths=lengths), layer(x, mask=mask))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Dynamo itself
+def test_a_compiled_sub_batch_norm() -> None:
+    torch._dynamo.reset()
+    eager: Any = SubBatchNorm1d(2, C, momentum=None).double()
+    layer = copy.deepcopy(eager)
+    compiled: Any = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        x, lengths, _ = batch(0)
+        grads = []
+        for each in (eager, compiled):
+            v = x.clone().requires_grad_()
+            each(v, lengths=lengths).square().sum().backward()
+            grads.append(v.grad)
+        torch.testing.assert_close(*grads)
+    torch.testing.assert_close(layer.state_dict(), eager.state_dict())
+    assert layer.bn.num_batches_tracked == 2
+    with pytest.raises(ValueError, match="got 9 for sample 0"):
+        compiled(x, lengths=lengths.clone().fill_(9))
+
+
 def test_masks_that_broadcast() -> None:
     x = torch.randn(4, C, 5, 6)
     mask = torch.rand(5, 6) < 0.5
