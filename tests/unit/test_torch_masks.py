@@ -2,6 +2,8 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ require.need("torch")
 
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from multibn.torch_backend import (  # noqa: E402
@@ -192,6 +195,18 @@ def test_a_compiled_sub_batch_norm() -> None:
     assert layer.bn.num_batches_tracked == 2
     with pytest.raises(ValueError, match="got 9 for sample 0"):
         compiled(x, lengths=lengths.clone().fill_(9))
+
+
+@pytest.mark.parametrize("make", [partial(SyncBatchNorm, C), partial(SubBatchNorm1d, 2, C)])
+@pytest.mark.parametrize("training", [True, False])
+def test_tensors_without_numbers(make: Any, training: bool) -> None:
+    """Fake ones and those on meta tell shapes; the numbers of lengths are not checked."""
+    for context, device in ((FakeTensorMode(), "cpu"), (nullcontext(), "meta")):
+        with context, torch.device(device):
+            layer = make().train(training)
+            x = torch.zeros(4, C, L)
+            assert layer(x, lengths=torch.ones(4).long()).shape == x.shape
+            assert layer(x, mask=torch.ones(4, L).bool()).shape == x.shape
 
 
 def test_masks_that_broadcast() -> None:
