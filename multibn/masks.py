@@ -5,7 +5,7 @@ A mask of the engine has the shape of the activation but for the channel axes, w
 
 from typing import Any, NamedTuple
 
-from array_api_compat import to_device
+from array_api_compat import is_array_api_obj, to_device
 
 from multibn._arrays import array_namespace, device, is_abstract, is_on_host
 from multibn._typing import Array, Weighting
@@ -32,7 +32,7 @@ def checked(x: Array, asked: Asked, /, *, axis: tuple[int, ...]) -> Array | None
         raise ValueError("`mask` and `lengths` cannot be passed together: got both.")
     name, value = ("mask", mask) if lengths is None else ("lengths", lengths)
     xp = array_namespace(x)
-    if not hasattr(value, "dtype") or array_namespace(value) is not xp:
+    if not is_array_api_obj(value) or array_namespace(value) is not xp:
         kind = type(x).__name__
         raise TypeError(f"`{name}` must be a {kind} like the input: got {type(value).__name__}.")
     elements = tuple(x.shape[i] for i in axis)
