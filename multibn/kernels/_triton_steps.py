@@ -21,15 +21,13 @@ SCALARS = constexpr(message.forward_payload(0))
 LANES = constexpr(message.num_lanes("backward"))
 
 
-# Triton of before 3.3 fails on a None that it must not specialize.
-_OPTIONAL = {"weight", "bias", "dweight", "dbias", "running_mean", "running_var", "num_batches"}
 _CONSTANTS = {"BLOCK", "SPLITS", "CUMULATIVE", "UNBIASED"}
 
 
 def _step(function):
     """A kernel of which one serves all sizes, and arrays that begin anywhere in memory."""
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    others = [name for name in names if name not in _OPTIONAL | _CONSTANTS]
+    others = [name for name in names if name not in _CONSTANTS]
     return triton.jit(do_not_specialize=others)(function)
 
 
@@ -50,18 +48,15 @@ def merge_moments(
     second_sum = tl.zeros((1, BLOCK), tl.float64)
     for first in range(0, splits, SPLITS):
         at, inside = _splits(first, splits, c, C, SPLITS)
-        count_in_split = tl.load(partials + at, inside, 0.0)
+        count_in_split = tl.load(partials + at, inside, 0.0).to(tl.float64)
         centre = tl.load(partials + size + at, inside, 0.0).to(tl.float64)
-        sum_d = tl.load(partials + 2 * size + at, inside, 0.0)
+        sum_d = tl.load(partials + 2 * size + at, inside, 0.0).to(tl.float64)
         sum_dd = tl.load(partials + 3 * size + at, inside, 0.0).to(tl.float64)
-        # Rounded, but the same number in the mean and in the sum of squares about the mean.
-        mean_d = (sum_d / tl.where(inside, count_in_split, 1.0)).to(tl.float64)
-        m2 = sum_dd - (2.0 * sum_d.to(tl.float64) - count_in_split.to(tl.float64) * mean_d) * mean_d
-        shift = tl.where(inside, centre - reference + mean_d, 0.0)
-        first_term = count_in_split.to(tl.float64) * shift
-        n += tl.sum(count_in_split.to(tl.float64), 0, keep_dims=True)
-        first_sum += tl.sum(first_term, 0, keep_dims=True)
-        second_sum += tl.sum(m2 + first_term * shift, 0, keep_dims=True)
+        shift = tl.where(inside, centre - reference, 0.0)
+        n += tl.sum(count_in_split, 0, keep_dims=True)
+        first_sum += tl.sum(sum_d + count_in_split * shift, 0, keep_dims=True)
+        about = sum_dd + (2.0 * sum_d + count_in_split * shift) * shift
+        second_sum += tl.sum(about, 0, keep_dims=True)
     n = tl.where(exists, n, 1.0)
     first_sum /= n
     mean = reference + first_sum
@@ -165,9 +160,8 @@ def finish_backward(
     pull = -scale * number(element_weight)
     slope = pull * invstd * tl.load(summed + C + c, exists, 0.0)
     intercept = pull * tl.load(summed + c, exists, 0.0) - remainder * slope
-    DTYPE: constexpr = coefficients.dtype.element_ty
-    tl.store(coefficients + 3 * C + c, slope.to(DTYPE), exists)
-    tl.store(coefficients + 4 * C + c, intercept.to(DTYPE), exists)
+    tl.store(coefficients + 3 * C + c, slope.to(coefficients.dtype.element_ty), exists)
+    tl.store(coefficients + 4 * C + c, intercept.to(coefficients.dtype.element_ty), exists)
 
 
 @_step
@@ -219,7 +213,7 @@ def _store_around(numbers, start, payload, length, fingerprint):
 @triton.jit
 def _store_output_coefficients(coefficients, c, exists, C, mean, var, weight, bias, eps):
     """Centre, scale and shift, see `generic`; returns invstd, scale, and the mean's remainder."""
-    DTYPE: constexpr = coefficients.dtype.element_ty
+    DTYPE = coefficients.dtype.element_ty
     centre = mean.to(DTYPE)
     remainder = mean - centre.to(tl.float64)
     invstd = 1.0 / tl.sqrt(var + number(eps))

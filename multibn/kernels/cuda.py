@@ -52,11 +52,11 @@ def begin_forward(
     plan = _plan_of(x.shape, x.stride(), x.dtype, axis, x.device)
     if plan is None or mask is not None:
         return generic.begin_forward(x, rank_weight, count, axis=axis, mask=mask, out=out)
-    programs, sizes, splits, constants = plan.sums
-    with torch.cuda.device_of(x):
-        partials = x.new_empty((4, splits, plan.channels), dtype=plan.dtype)
-        launch(_triton.moments, programs, x, partials, *sizes, **constants)
-        return cuda_steps.merge_moments(partials, out, rank_weight, count)
+    programs, sizes, splits, constants, known = plan.sums
+    partials = x.new_empty((4, splits, plan.channels), dtype=plan.dtype)
+    key = "moments" if x.data_ptr() % 16 == 0 else None
+    launch(_triton.moments, programs, (x, partials, *sizes), constants, known, key)
+    return cuda_steps.merge_moments(partials, out, rank_weight, count)
 
 
 def finish_forward(
@@ -82,26 +82,25 @@ def finish_forward(
         plan is None
         or mask is not None
         or (residual is not None and residual.dtype != x.dtype)
-        or summed.shape[0] != plan.payload
-        or not fit(summed, parameters=parameters, shape=plan.shape)
+        or not fit(plan.device, plan.payload, (summed,))
+        or not fit(plan.device, plan.shape, (), parameters)
     ):
         on: dict[str, Any] = {"eps": eps, "axis": axis, "residual": residual, "relu": relu}
         share = rank_weight, count
         return generic.finish_forward(
             summed, x, *parameters, *share, running=running, mask=mask, **on
         )
-    state = generic.state(summed, count)
+    state = RIGHT if summed.is_cuda and count > 1.0 else generic.state(summed, count)
     moved = running
     if running is not None and not (
         state == RIGHT and movable(running, summed, plan.channels, count)
     ):
         moved = None
     share = rank_weight, count
-    with torch.cuda.device_of(x):
-        batch, coefficients = cuda_steps.finish_forward(
-            summed, plan.shape, *parameters, *share, eps, plan.dtype, moved
-        )
-        y = _normalize(plan, x, coefficients, residual, relu)
+    batch, coefficients = cuda_steps.finish_forward(
+        summed, plan.shape, *parameters, *share, eps, plan.dtype, moved
+    )
+    y = _normalize(plan, x, coefficients, residual, relu)
     if running is not None and moved is None and state == RIGHT:
         generic.move(running, *batch[:3], count)
     return y, *batch, state
@@ -126,19 +125,23 @@ def begin_backward(
     """As `generic.begin_backward`; two launches, three for the sign of an output that is gone."""
     plan = _plan_of(x.shape, x.stride(), x.dtype, axis, x.device)
     parameters = weight, bias
-    if plan is None or mask is not None or not plan.takes(mean, var, parameters):
+    if (
+        plan is None
+        or mask is not None
+        or not fit(plan.device, plan.shape, (mean, var), parameters)
+    ):
         on: dict[str, Any] = {"eps": eps, "axis": axis, "relu": relu, "y": y, "mask": mask}
         return generic.begin_backward(dy, x, mean, var, *parameters, out=out, **on)
-    programs, sizes, splits, constants = plan.sums
-    with torch.cuda.device_of(x):
-        coefficients = None
-        if relu and y is None:
-            coefficients = cuda_steps.output_coefficients(mean, var, *parameters, eps, plan.dtype)
-        partials = x.new_empty((2, splits, plan.channels), dtype=plan.dtype)
-        inputs = _laid_out_as(x, dy), x, _laid_out_as(x, y) if relu else None
-        arguments = *inputs, mean, coefficients, partials, *sizes
-        launch(_triton.backward_sums, programs, *arguments, **constants)
-        return cuda_steps.merge_sums(partials, out, mean, var, *parameters, eps)
+    programs, sizes, splits, constants, known = plan.sums
+    coefficients = None
+    if relu and y is None:
+        coefficients = cuda_steps.output_coefficients(mean, var, *parameters, eps, plan.dtype)
+    partials = x.new_empty((2, splits, plan.channels), dtype=plan.dtype)
+    inputs, key = _inputs(dy, x, y if relu else None)
+    key = key and (*key, "sums", coefficients is None) if mean.data_ptr() % 16 == 0 else None
+    arguments = *inputs, mean, coefficients, partials, *sizes
+    launch(_triton.backward_sums, programs, arguments, constants, known, key)
+    return cuda_steps.merge_sums(partials, out, mean, var, *parameters, eps)
 
 
 def finish_backward(
@@ -166,22 +169,22 @@ def finish_backward(
         plan is None
         or mask is not None
         or factor is None
-        or summed.shape[0] != 2 * plan.channels
-        or not (plan.takes(mean, var, parameters) and fit(summed))
+        or not fit(plan.device, (2 * plan.channels,), (summed,))
+        or not fit(plan.device, plan.shape, (mean, var), parameters)
     ):
         on: dict[str, Any] = {"eps": eps, "axis": axis, "relu": relu, "y": y, "mask": mask}
         statistics = mean, var, *parameters, element_weight
         return generic.finish_backward(summed, dy, x, *statistics, **on)
-    programs, sizes, _, constants = plan.elementwise
-    with torch.cuda.device_of(x):
-        coefficients = cuda_steps.gradient_coefficients(
-            summed, mean, var, *parameters, factor, eps, plan.dtype
-        )
-        dx = torch.empty_like(x)
-        dresidual = None if y is None else torch.empty_like(x)
-        inputs = _laid_out_as(x, dy), x, _laid_out_as(x, y) if relu else None
-        arguments = *inputs, coefficients, dx, dresidual, *sizes
-        launch(_triton.input_gradient, programs, *arguments, RELU=relu, **constants)
+    programs, sizes, _, constants, known = plan.elementwise[relu]
+    coefficients = cuda_steps.gradient_coefficients(
+        summed, mean, var, *parameters, factor, eps, plan.dtype
+    )
+    dx = torch.empty_like(x)
+    dresidual = None if y is None else torch.empty_like(x)
+    inputs, key = _inputs(dy, x, y if relu else None)
+    arguments = *inputs, coefficients, dx, dresidual, *sizes
+    key = key and (*key, "gradient", y is None)
+    launch(_triton.input_gradient, programs, arguments, constants, known, key)
     return dx, dresidual
 
 
@@ -203,24 +206,37 @@ def normalize(
     parameters = weight, bias
     if (
         plan is None
-        or not plan.takes(mean, var, parameters)
+        or not fit(plan.device, plan.shape, (mean, var), parameters)
         or (residual is not None and residual.dtype != x.dtype)
     ):
         on: dict[str, Any] = {"residual": residual, "relu": relu}
         return generic.normalize(x, mean, var, *parameters, eps=eps, axis=axis, **on)
-    with torch.cuda.device_of(x):
-        coefficients = cuda_steps.output_coefficients(mean, var, *parameters, eps, plan.dtype)
-        return _normalize(plan, x, coefficients, residual, relu)
+    coefficients = cuda_steps.output_coefficients(mean, var, *parameters, eps, plan.dtype)
+    return _normalize(plan, x, coefficients, residual, relu)
 
 
 def _normalize(
     plan: "_Plan", x: Tensor, coefficients: Tensor, residual: Tensor | None, relu: bool
 ) -> Tensor:
-    programs, sizes, _, constants = plan.elementwise
+    programs, sizes, _, constants, known = plan.elementwise[relu]
     y = torch.empty_like(x)
-    arguments = x, coefficients, _laid_out_as(x, residual), y, *sizes
-    launch(_triton.normalize, programs, *arguments, RELU=relu, **constants)
+    place, residual = x.data_ptr(), _laid_out_as(x, residual)
+    if residual is not None:
+        place |= residual.data_ptr()
+    key = ("normalize", residual is None) if place % 16 == 0 else None
+    arguments = x, coefficients, residual, y, *sizes
+    launch(_triton.normalize, programs, arguments, constants, known, key)
     return y
+
+
+def _inputs(dy: Tensor, x: Tensor, y: Tensor | None) -> tuple[tuple[Tensor | None, ...], Any]:
+    """What a backward pass reads, laid out as `x`, and its part of a key for `launch`."""
+    dy = _laid_out_as(x, dy)
+    place, dtype = x.data_ptr() | dy.data_ptr(), None
+    if y is not None:
+        y = _laid_out_as(x, y)
+        place, dtype = place | y.data_ptr(), y.dtype
+    return (dy, x, y), (dy.dtype, dtype) if place % 16 == 0 else None
 
 
 class _Tiling(NamedTuple):
@@ -230,6 +246,7 @@ class _Tiling(NamedTuple):
     sizes: tuple[int, ...]  # as in `_triton`
     splits: int
     constants: dict[str, Any]
+    known: dict[Any, Any]  # what `launch` has compiled
 
 
 class _Plan(NamedTuple):
@@ -237,18 +254,11 @@ class _Plan(NamedTuple):
 
     shape: tuple[int, ...]  # of a per-channel tensor
     channels: int
-    payload: int  # numbers of a forward message
+    payload: tuple[int]  # the shape of a forward payload
     dtype: torch.dtype  # of the arithmetic
     device: torch.device
     sums: _Tiling
-    elementwise: _Tiling
-
-    def takes(
-        self, mean: Tensor, var: Tensor, parameters: tuple[Tensor | None, Tensor | None]
-    ) -> bool:
-        """Whether the kernels can take these per-channel tensors."""
-        fits = mean.shape == self.shape and mean.device == self.device
-        return fits and fit(mean, var, parameters=parameters)
+    elementwise: tuple[_Tiling, _Tiling]  # without and with a ReLU
 
 
 @lru_cache(maxsize=1024)
@@ -269,9 +279,13 @@ def _plan_of(
     last = int(S == 1 and C > 1)
     sums = _sums(sizes, last, dtype, _SUMS * multiprocessors)
     columns = 2 if S % 2 == 1 and S > 1 else last
-    elementwise = _tiling(sizes, columns, dtype, _ELEMENTWISE * multiprocessors)
-    arithmetic = _DTYPES[dtype]
-    return _Plan(per_channel, C, forward_payload(C), arithmetic, device, sums, elementwise)
+    plain, relu = (
+        tiling._replace(constants=tiling.constants | {"RELU": relu}, known={})
+        for tiling in [_tiling(sizes, columns, dtype, _ELEMENTWISE * multiprocessors)]
+        for relu in (False, True)
+    )
+    payload, arithmetic = (forward_payload(C),), _DTYPES[dtype]
+    return _Plan(per_channel, C, payload, arithmetic, device, sums, (plain, relu))
 
 
 def _sums(sizes: tuple[int, int, int], columns: int, dtype: torch.dtype, programs: int) -> _Tiling:
@@ -316,7 +330,7 @@ def _tiling(
     }
     inner = S if columns else 1
     arguments = N, width // vector, C * S // vector, inner, C, blocks, per_program, splits
-    return _Tiling(blocks * splits, arguments, splits, constants)
+    return _Tiling(blocks * splits, arguments, splits, constants, {})
 
 
 def _cdiv(a: int, b: int) -> int:
@@ -330,11 +344,9 @@ def _num_multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _laid_out_as(x: Tensor, other: Tensor | None) -> Tensor | None:
+def _laid_out_as(x: Tensor, other: Any) -> Any:
     """`other` in the memory order of `x`; a copy if need be, of an expanded tensor for example."""
-    if other is None:
-        return None
-    if other.stride() == x.stride():
+    if other is None or other.stride() == x.stride():
         return other
     strides = zip(x.shape, x.stride(), other.stride(), strict=True)
     if all(n == 1 or a == b for n, a, b in strides):

@@ -33,9 +33,9 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 def merge_moments(partials: Tensor, out: Message | None, weight: float, count: float, /) -> Any:
     """The forward message, or its payload where there is no `out`; of `_triton.moments`."""
     _, splits, C = partials.shape
-    sent, around = _around(out, partials, message.forward_payload(C))
+    sent, *around = _around(out, partials, message.forward_payload(C))
     arguments = partials, *around, bits(weight), bits(count), splits, C
-    _merge(_triton_steps.merge_moments, arguments)
+    _merge(_triton_steps.merge_moments, arguments, ("merge_moments",))
     return sent
 
 
@@ -50,11 +50,12 @@ def merge_sums(
 ) -> tuple[Any, Tensor | None, Tensor | None]:
     """As `generic.begin_backward`, of `_triton.backward_sums`."""
     _, splits, C = partials.shape
-    sent, (numbers, *around) = _around(out, partials, message.backward_payload(C))
+    sent, numbers, *around = _around(out, partials, message.backward_payload(C))
     dweight = None if weight is None else torch.empty_like(weight)
     dbias = None if bias is None else torch.empty_like(bias)
     arguments = partials, mean, var, numbers, dweight, dbias, *around, bits(eps), splits, C
-    _merge(_triton_steps.merge_sums, arguments)
+    key = "merge_sums", weight is None or weight.dtype, bias is None or bias.dtype
+    _merge(_triton_steps.merge_sums, arguments, key)
     return sent, dweight, dbias
 
 
@@ -78,9 +79,10 @@ def finish_forward(
     statistics = new(shape), new(shape), new(()), new(())
     coefficients = summed.new_empty((3, C), dtype=dtype)
     numbers = bits(rank_weight), bits(max(count, 1.0)), bits(eps)
-    arrays, how, programs, constants = _moved(running, count, C)
+    arrays, how, programs, constants, key = _moved(running, count, C)
     arguments = summed, *statistics, weight, bias, coefficients, *arrays, *numbers, *how, C
-    launch(_triton_steps.finish_forward, programs, *arguments, **constants)
+    key = weight is None or weight.dtype, bias is None or bias.dtype, dtype, *key
+    _launch(_triton_steps.finish_forward, programs, arguments, constants, ("finish_forward", *key))
     if running is not None:
         _has_changed(running)
     return statistics, coefficients
@@ -93,7 +95,8 @@ def output_coefficients(
     C = mean.numel()
     coefficients = mean.new_empty((3, C), dtype=dtype)
     arguments = mean, var, weight, bias, coefficients, bits(eps), C
-    launch(_triton_steps.coefficients_of, _blocks(C), *arguments, **_STEP)
+    key = "coefficients_of", weight is None or weight.dtype, bias is None or bias.dtype, dtype
+    _launch(_triton_steps.coefficients_of, -(-C // _BLOCK), arguments, _STEP, key)
     return coefficients
 
 
@@ -111,7 +114,10 @@ def gradient_coefficients(
     C = mean.numel()
     coefficients = mean.new_empty((5, C), dtype=dtype)
     arguments = summed, mean, var, weight, bias, element_weight, coefficients, bits(eps), C
-    launch(_triton_steps.finish_backward, _blocks(C), *arguments, **_STEP)
+    key = "finish_backward", weight is None or weight.dtype, bias is None or bias.dtype, dtype
+    # Triton passes a number in 32 or 64 bits, as the number needs.
+    key = key if isinstance(element_weight, Tensor) else None
+    _launch(_triton_steps.finish_backward, -(-C // _BLOCK), arguments, _STEP, key)
     return coefficients
 
 
@@ -119,104 +125,104 @@ def move(running: Running, mean: Tensor, var: Tensor, count: Tensor, local_count
     """As `generic.move`; one launch."""
     mean, var = mean.view(running.mean.shape), var.view(running.mean.shape)
     if (
-        not fit(mean, var)
+        not fit(mean.device, mean.shape, (mean, var))
         or not movable(running, mean, mean.numel(), local_count)
         or not isinstance(number(count, mean), Tensor)
     ):
         generic.move(running, mean, var, count, local_count)
         return
     C = mean.numel()
-    arrays, how, programs, constants = _moved(running, local_count, C)
-    with torch.cuda.device_of(mean):
-        launch(_triton_steps.move, programs, *arrays, mean, var, count, *how, C, **constants)
+    arrays, how, programs, constants, key = _moved(running, local_count, C)
+    arguments = *arrays, mean, var, count, *how, C
+    _launch(_triton_steps.move, programs, arguments, constants, ("move", *key))
     _has_changed(running)
 
 
 def movable(running: Running, like: Tensor, C: int, local_count: Any) -> bool:
     """Whether the kernels can move these running statistics by those of C channels."""
-    mean, var, _, convention, num_batches = running
+    mean, var, _, convention, counter = running
     return (
         mean.numel() == C
-        and fit(like, parameters=(mean, var), shape=mean.shape)
+        and fit(like.device, mean.shape, (), (mean, var))
         and not (convention == "unbiased_local" and isinstance(local_count, Tensor))
         and not (mean.is_inference() or var.is_inference())
-        and (num_batches is None or _is_counter(num_batches, like))
+        and (
+            counter is None
+            or (
+                type(counter) is Tensor
+                and counter.shape == ()
+                and counter.dtype == torch.int64
+                and counter.device == like.device
+                and not counter.is_inference()
+            )
+        )
     )
 
 
 def _moved(
     running: Running | None, local_count: Any, C: int
-) -> tuple[tuple[Any, ...], tuple[int, int], int, dict[str, Any]]:
-    """Arrays and numbers of `_triton_steps.move`, how many programs it takes, and constants."""
-    programs, constants = _blocks(C), _NOT_MOVED
+) -> tuple[tuple[Any, ...], tuple[int, int], int, dict[str, Any], tuple[Any, ...]]:
+    """Arrays and numbers of `_triton_steps.move`, how many programs, constants, part of a key."""
+    programs, constants = -(-C // _BLOCK), _NOT_MOVED
     if running is None:
-        return (None, None, None), (0, 0), programs, constants
-    mean, var, momentum, convention, num_batches = running
+        return (None, None, None), (0, 0), programs, constants, (None,)
+    mean, var, momentum, convention, counter = running
     is_global = convention == "unbiased_global"  # the kernel then computes the factor
     factor = 0.0 if is_global else generic.variance_factor(0.0, local_count, convention)
-    cumulative = momentum is None and num_batches is not None
-    if cumulative or is_global:
-        constants = _STEP | {"CUMULATIVE": cumulative, "UNBIASED": is_global}
+    cumulative = momentum is None and counter is not None
+    block = _BLOCK
     if cumulative:  # one program reads and writes the counter
-        programs, constants = 1, constants | {"BLOCK": max(triton.next_power_of_2(C), _BLOCK)}
-    return (mean, var, num_batches), (bits(momentum or 0.0), bits(factor)), programs, constants
+        programs, block = 1, max(triton.next_power_of_2(C), _BLOCK)
+    if cumulative or is_global:
+        constants = _STEP | {"CUMULATIVE": cumulative, "UNBIASED": is_global, "BLOCK": block}
+    key = mean.dtype, var.dtype, counter is None, cumulative, is_global, block
+    return (mean, var, counter), (bits(momentum or 0.0), bits(factor)), programs, constants, key
 
 
 def _has_changed(running: Running) -> None:
     """Autograd would not notice otherwise that a saved tensor has changed."""
-    mean, var, _, _, num_batches = running
-    moved = (mean, var) if num_batches is None else (mean, var, num_batches)
+    mean, var, _, _, counter = running
+    moved = (mean, var) if counter is None else (mean, var, counter)
     torch.autograd.graph.increment_version(moved)
 
 
-def _around(
-    out: Message | None, like: Tensor, payload: int
-) -> tuple[Any, tuple[Tensor, int, int, int]]:
+def _around(out: Message | None, like: Tensor, payload: int) -> tuple[Any, Tensor, int, int, int]:
     """A new payload, or the message `out`; its numbers, the payload's place in them, their
     length and the fingerprint.
     """
     if out is None:
         numbers = like.new_empty(payload, dtype=torch.float64)
-        return numbers, (numbers, 0, payload, 0)
-    return out, (out.numbers, out.start, out.numbers.shape[0], bits(out.fingerprint))
+        return numbers, numbers, 0, payload, 0
+    numbers, start, fingerprint = out
+    return out, numbers, start, numbers.shape[0], bits(fingerprint)
 
 
 def fit(
-    first: Tensor,
-    *others: Tensor,
+    device: torch.device,
+    shape: tuple[int, ...],
+    wide: tuple[Tensor, ...],
     parameters: tuple[Tensor | None, ...] = (),
-    shape: tuple[int, ...] | None = None,
 ) -> bool:
     """Whether the kernels can take these wide tensors, and `parameters` of other dtypes."""
-    for v in (first, *others):
+    for v in wide:
         if (
             v.dtype != torch.float64
+            or v.shape != shape
+            or v.device != device
             or type(v) not in _PLAIN
-            or v.shape != first.shape
-            or v.device != first.device
             or not v.is_contiguous()
         ):
             return False
     for p in parameters:
         if p is not None and (
             p.dtype not in _FLOATING
+            or p.shape != shape
+            or p.device != device
             or type(p) not in _PLAIN
-            or p.shape != (first.shape if shape is None else shape)
-            or p.device != first.device
             or not p.is_contiguous()
         ):
             return False
-    return first.numel() > 0
-
-
-def _is_counter(v: Tensor, like: Tensor) -> bool:
-    return (
-        type(v) is Tensor
-        and v.shape == ()
-        and v.dtype == torch.int64
-        and v.device == like.device
-        and not v.is_inference()
-    )
+    return 0 not in shape
 
 
 def number(v: float | Tensor, like: Tensor) -> int | Tensor | None:
@@ -237,43 +243,53 @@ _NOT_MOVED = _STEP | {"CUMULATIVE": False, "UNBIASED": False}
 _INT64, _FLOAT64 = struct.Struct("=q"), struct.Struct("=d")
 
 
-def _merge(kernel: Any, arguments: tuple[Any, ...]) -> None:
-    *_, splits, C = arguments
+def _merge(kernel: Any, arguments: tuple[Any, ...], key: tuple[Any, ...]) -> None:
+    partials, *_, splits, C = arguments
     constants = _FEW_SPLITS if splits <= 32 else _MANY_SPLITS
-    launch(kernel, _blocks(C, constants["BLOCK"]), *arguments, **constants)
+    key = *key, partials.dtype, splits <= 32
+    _launch(kernel, -(-C // constants["BLOCK"]), arguments, constants, key)
 
 
-def _blocks(C: int, block: int = _BLOCK) -> int:
-    return -(-C // block)
+def _launch(
+    kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any], key: Any
+) -> None:
+    device = arguments[0].get_device()
+    launch(kernel, programs, arguments, constants, _known, key and (*key, device))
 
 
-def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-    """Launch a kernel, whose constants are its last parameters; `num_warps` and so on are options.
+def launch(
+    kernel: Any,
+    programs: int,
+    arguments: tuple[Any, ...],
+    constants: dict[str, Any],
+    known: dict[Any, Any],
+    key: Any,
+) -> None:
+    """Launch a kernel on the device of its first argument; `num_warps` and so on are constants.
 
-    Triton takes 14 us to look at the arguments of each launch, a third of it to find that a
-    compiled kernel fits them. No number is a constant of these kernels and each has one width, so
-    that dtypes and alignment tell which compiled kernel fits.
+    Triton takes 14 us to look at the arguments of a launch. So `known` keeps what was compiled for
+    a `key`, which the caller makes of all that can change: dtypes, and which arguments are None. No
+    number is specialized in these kernels. If arguments that are specialized begin anywhere in
+    memory, the key is None, and Triton looks.
     """
-    key = (
-        kernel.__name__,
-        arguments[0].device,
-        *constants.values(),
-        *[
-            a if a is None else a.dtype if a.data_ptr() % 16 == 0 else (a.dtype,)
-            for a in arguments
-            if type(a) is not int
-        ],
-    )
-    direct = _compiled.get(key)
-    if direct is not None:
-        compiled, values = direct
-        compiled[programs, 1, 1](*arguments, *values)
-        return
-    compiled = kernel[programs,](*arguments, **constants)
-    # Triton's interpreter compiles nothing, and Triton before 3.3 passes no constants on.
-    if compiled is not None and len(compiled.src.signature) == len(kernel.arg_names):
+    found = known.get(key)
+    if found is not None and not _knobs.launch_enter_hook.calls:  # of profilers
+        _, run, function, metadata, stream_of, values = found
+        device = arguments[0].get_device()
+        if device == _current_device():
+            stream = stream_of(device)
+            launched = programs, 1, 1, stream, function, metadata, None, None, None
+            run(*launched, *arguments, *values)
+            return
+    with torch.cuda.device_of(arguments[0]):
+        compiled = kernel[programs,](*arguments, **constants)
+    if compiled is not None and key is not None:  # Triton's interpreter compiles nothing
         values = [constants[name] for name in kernel.arg_names[len(arguments) :]]
-        _compiled[key] = compiled, values
+        run, function = compiled.run, compiled.function
+        stream_of = triton.runtime.driver.active.get_current_stream
+        known[key] = compiled, run, function, compiled.packed_metadata, stream_of, values
 
 
-_compiled: dict[Any, tuple[Any, list[Any]]] = {}
+_known: dict[Any, Any] = {}  # of the steps
+_knobs = triton.knobs.runtime
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", lambda: -1)

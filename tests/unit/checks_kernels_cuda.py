@@ -32,11 +32,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     launches: list[str] = []
     launch = cuda.launch
 
-    def recorded(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
+    def recorded(kernel: Any, programs: int, arguments: Any, constants: Any, *others: Any) -> None:
         launches.append(kernel.__name__)
         # In the interpreter every operation is rounded.
-        assert options["enable_fp_fusion"] is ("DTYPE" in options)
-        launch(kernel, programs, *arguments, **options)
+        assert constants["enable_fp_fusion"] is ("DTYPE" in constants)
+        launch(kernel, programs, arguments, constants, *others)
 
     for file in (cuda, cuda_steps):
         monkeypatch.setattr(file, "launch", recorded)
@@ -200,7 +200,7 @@ def test_several_splits_of_several_tiles(layout: str, monkeypatch: pytest.Monkey
     plan = plan_of(x)
     assert plan is not None
     assert plan.sums.sizes[6] > 1  # tiles of a program
-    assert plan.elementwise.sizes[6] > 1
+    assert plan.elementwise[0].sizes[6] > 1
     assert plan.sums.splits > 2
     check(x)
 
@@ -431,10 +431,9 @@ def test_per_channel_arrays_that_are_left_to_generic(launched: list[str]) -> Non
         torch.testing.assert_close(tuple(got), tuple(expected), rtol=0, atol=0)
         assert launched == []
     elsewhere = v.to("meta")
-    plan = plan_of(x)
-    assert plan.takes(v, var, (v, None))
-    assert not plan.takes(elsewhere, elsewhere, (None, None))
-    assert not plan.takes(v, var, (v, elsewhere))
+    assert cuda_steps.fit(x.device, (5,), (v, var), (v, None))
+    assert not cuda_steps.fit(x.device, (5,), (elsewhere, elsewhere))
+    assert not cuda_steps.fit(x.device, (5,), (v, var), (v, elsewhere))
     sums = wide(10)
     for payload in (wide(12, 2)[:, 0], wide(12).view(12, 1)[:, 0].float()):
         share = 4.0, 4.0

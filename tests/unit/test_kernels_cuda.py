@@ -115,7 +115,7 @@ def test_the_steps_compile_for_a_gpu(
 def check_rounding(ptx: str) -> None:
     """Arithmetic is float64, and each operation is rounded."""
     assert "f64" in ptx
-    assert not re.search(r"\bfma|\b(add|sub|mul|sqrt)\S*f32", ptx)
+    assert not re.search(r"\bfma|\b(add|sub|mul|div|sqrt)\S*f32", ptx)
 
 
 def compile_for_a_gpu(
