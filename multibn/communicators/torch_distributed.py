@@ -143,7 +143,10 @@ class TorchDistributed(LineCommunicator):
         return self.allreduce_in_place(x.detach().clone(memory_format=torch.contiguous_format))
 
     def allreduce_in_place(self, x: Array, /) -> Array:
-        dist.all_reduce(x, group=self.group)
+        # As dist.all_reduce, which asks six functions about the group and the tensor.
+        work = self.group.allreduce([x], _SUM)
+        if work is not None:  # of a backend that does not wait by itself
+            work.wait()
         return x
 
     def split(self, color: int, key: int = 0) -> "TorchDistributed":
@@ -355,6 +358,8 @@ class _World:
                     self.groups[key] = group
 
 
+_SUM = dist.AllreduceOptions()
+_SUM.asyncOp = False  # in the current stream
 _latest_world: _World | None = None
 _inherited: dist.ProcessGroup | None = None  # in a forked child: the parent's default group
 
