@@ -102,7 +102,9 @@ class Agreement:
         dtype = self._dtypes[device]
         if dtype is None:
             return None
-        start = self._num_zeros()
+        num_known, start = self._zeros
+        if num_known != len(self._agreements):
+            start = self._num_zeros()
         length = start + self.num_numbers + self.lanes.size
         return message.Message(like.new_empty(length, dtype=dtype), start, self.fingerprint)
 

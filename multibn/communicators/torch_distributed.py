@@ -89,12 +89,13 @@ class TorchDistributed(LineCommunicator):
         """The ProcessGroup."""
         if self._ranks is None:
             # init_process_group may have run again since the last use.
-            if dist.group.WORLD is None:
+            world = dist.group.WORLD
+            if world is None:
                 raise RuntimeError(
                     "no default process group is initialised. Call "
                     "torch.distributed.init_process_group() first, or pass None as communicator."
                 )
-            return dist.group.WORLD
+            return world
         known = self.known_group
         if known is None:
             if dist.group.WORLD is not None and self._known_under() is dist.group.WORLD:

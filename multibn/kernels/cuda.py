@@ -55,7 +55,7 @@ def begin_forward(
     programs, sizes, splits, constants, known = plan.sums
     partials = x.new_empty((4, splits, plan.channels), dtype=plan.dtype)
     key = "moments" if x.data_ptr() % 16 == 0 else None
-    launch(_triton.moments, programs, (x, partials, *sizes), constants, known, key)
+    launch(_triton.moments, programs, (x, partials, *sizes), constants, key, known)
     return cuda_steps.merge_moments(partials, out, rank_weight, count)
 
 
@@ -140,7 +140,7 @@ def begin_backward(
     inputs, key = _inputs(dy, x, y if relu else None)
     key = key and (*key, "sums", coefficients is None) if mean.data_ptr() % 16 == 0 else None
     arguments = *inputs, mean, coefficients, partials, *sizes
-    launch(_triton.backward_sums, programs, arguments, constants, known, key)
+    launch(_triton.backward_sums, programs, arguments, constants, key, known)
     return cuda_steps.merge_sums(partials, out, mean, var, *parameters, eps)
 
 
@@ -184,7 +184,7 @@ def finish_backward(
     inputs, key = _inputs(dy, x, y if relu else None)
     arguments = *inputs, coefficients, dx, dresidual, *sizes
     key = key and (*key, "gradient", y is None)
-    launch(_triton.input_gradient, programs, arguments, constants, known, key)
+    launch(_triton.input_gradient, programs, arguments, constants, key, known)
     return dx, dresidual
 
 
@@ -220,18 +220,20 @@ def _normalize(
 ) -> Tensor:
     programs, sizes, _, constants, known = plan.elementwise[relu]
     y = torch.empty_like(x)
-    place, residual = x.data_ptr(), _laid_out_as(x, residual)
+    place = x.data_ptr()
     if residual is not None:
+        residual = _laid_out_as(x, residual)
         place |= residual.data_ptr()
     key = ("normalize", residual is None) if place % 16 == 0 else None
     arguments = x, coefficients, residual, y, *sizes
-    launch(_triton.normalize, programs, arguments, constants, known, key)
+    launch(_triton.normalize, programs, arguments, constants, key, known)
     return y
 
 
 def _inputs(dy: Tensor, x: Tensor, y: Tensor | None) -> tuple[tuple[Tensor | None, ...], Any]:
     """What a backward pass reads, laid out as `x`, and its part of a key for `launch`."""
-    dy = _laid_out_as(x, dy)
+    if dy.stride() != x.stride():
+        dy = _laid_out_as(x, dy)
     place, dtype = x.data_ptr() | dy.data_ptr(), None
     if y is not None:
         y = _laid_out_as(x, y)
@@ -344,10 +346,8 @@ def _num_multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _laid_out_as(x: Tensor, other: Any) -> Any:
+def _laid_out_as(x: Tensor, other: Tensor) -> Tensor:
     """`other` in the memory order of `x`; a copy if need be, of an expanded tensor for example."""
-    if other is None or other.stride() == x.stride():
-        return other
     strides = zip(x.shape, x.stride(), other.stride(), strict=True)
     if all(n == 1 or a == b for n, a, b in strides):
         return other

@@ -7,6 +7,7 @@ Nothing waits for the GPU, and a CUDA graph can capture the steps as it can the 
 """
 
 import struct
+from collections.abc import Callable
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -33,7 +34,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 def merge_moments(partials: Tensor, out: Message | None, weight: float, count: float, /) -> Any:
     """The forward message, or its payload where there is no `out`; of `_triton.moments`."""
     _, splits, C = partials.shape
-    sent, *around = _around(out, partials, message.forward_payload(C))
+    sent, *around = _around(out, partials, message.forward_payload, C)
     arguments = partials, *around, bits(weight), bits(count), splits, C
     _merge(_triton_steps.merge_moments, arguments, ("merge_moments",))
     return sent
@@ -50,7 +51,7 @@ def merge_sums(
 ) -> tuple[Any, Tensor | None, Tensor | None]:
     """As `generic.begin_backward`, of `_triton.backward_sums`."""
     _, splits, C = partials.shape
-    sent, numbers, *around = _around(out, partials, message.backward_payload(C))
+    sent, numbers, *around = _around(out, partials, message.backward_payload, C)
     dweight = None if weight is None else torch.empty_like(weight)
     dbias = None if bias is None else torch.empty_like(bias)
     arguments = partials, mean, var, numbers, dweight, dbias, *around, bits(eps), splits, C
@@ -81,10 +82,10 @@ def finish_forward(
     numbers = bits(rank_weight), bits(max(count, 1.0)), bits(eps)
     arrays, how, programs, constants, key = _moved(running, count, C)
     arguments = summed, *statistics, weight, bias, coefficients, *arrays, *numbers, *how, C
-    key = weight is None or weight.dtype, bias is None or bias.dtype, dtype, *key
-    _launch(_triton_steps.finish_forward, programs, arguments, constants, ("finish_forward", *key))
+    key = "forward", weight is None or weight.dtype, bias is None or bias.dtype, dtype, *key
+    launch(_triton_steps.finish_forward, programs, arguments, constants, key, _known)
     if running is not None:
-        _has_changed(running)
+        _have_changed(arrays)
     return statistics, coefficients
 
 
@@ -96,7 +97,7 @@ def output_coefficients(
     coefficients = mean.new_empty((3, C), dtype=dtype)
     arguments = mean, var, weight, bias, coefficients, bits(eps), C
     key = "coefficients_of", weight is None or weight.dtype, bias is None or bias.dtype, dtype
-    _launch(_triton_steps.coefficients_of, -(-C // _BLOCK), arguments, _STEP, key)
+    launch(_triton_steps.coefficients_of, -(-C // _BLOCK), arguments, _STEP, key, _known)
     return coefficients
 
 
@@ -117,7 +118,7 @@ def gradient_coefficients(
     key = "finish_backward", weight is None or weight.dtype, bias is None or bias.dtype, dtype
     # Triton passes a number in 32 or 64 bits, as the number needs.
     key = key if isinstance(element_weight, Tensor) else None
-    _launch(_triton_steps.finish_backward, -(-C // _BLOCK), arguments, _STEP, key)
+    launch(_triton_steps.finish_backward, -(-C // _BLOCK), arguments, _STEP, key, _known)
     return coefficients
 
 
@@ -134,8 +135,8 @@ def move(running: Running, mean: Tensor, var: Tensor, count: Tensor, local_count
     C = mean.numel()
     arrays, how, programs, constants, key = _moved(running, local_count, C)
     arguments = *arrays, mean, var, count, *how, C
-    _launch(_triton_steps.move, programs, arguments, constants, ("move", *key))
-    _has_changed(running)
+    launch(_triton_steps.move, programs, arguments, constants, ("move", *key), _known)
+    _have_changed(arrays)
 
 
 def movable(running: Running, like: Tensor, C: int, local_count: Any) -> bool:
@@ -143,7 +144,7 @@ def movable(running: Running, like: Tensor, C: int, local_count: Any) -> bool:
     mean, var, _, convention, counter = running
     return (
         mean.numel() == C
-        and fit(like.device, mean.shape, (), (mean, var))
+        and fit(like.device, mean.shape, parameters=(mean, var))
         and not (convention == "unbiased_local" and isinstance(local_count, Tensor))
         and not (mean.is_inference() or var.is_inference())
         and (
@@ -179,20 +180,20 @@ def _moved(
     return (mean, var, counter), (bits(momentum or 0.0), bits(factor)), programs, constants, key
 
 
-def _has_changed(running: Running) -> None:
+def _have_changed(arrays: tuple[Any, ...]) -> None:
     """Autograd would not notice otherwise that a saved tensor has changed."""
-    mean, var, _, _, counter = running
-    moved = (mean, var) if counter is None else (mean, var, counter)
-    torch.autograd.graph.increment_version(moved)
+    torch.autograd.graph.increment_version(arrays if arrays[2] is not None else arrays[:2])
 
 
-def _around(out: Message | None, like: Tensor, payload: int) -> tuple[Any, Tensor, int, int, int]:
+def _around(
+    out: Message | None, like: Tensor, payload: Callable[[int], int], C: int
+) -> tuple[Any, Tensor, int, int, int]:
     """A new payload, or the message `out`; its numbers, the payload's place in them, their
     length and the fingerprint.
     """
     if out is None:
-        numbers = like.new_empty(payload, dtype=torch.float64)
-        return numbers, numbers, 0, payload, 0
+        numbers = like.new_empty(payload(C), dtype=torch.float64)
+        return numbers, numbers, 0, numbers.shape[0], 0
     numbers, start, fingerprint = out
     return out, numbers, start, numbers.shape[0], bits(fingerprint)
 
@@ -200,7 +201,7 @@ def _around(out: Message | None, like: Tensor, payload: int) -> tuple[Any, Tenso
 def fit(
     device: torch.device,
     shape: tuple[int, ...],
-    wide: tuple[Tensor, ...],
+    wide: tuple[Tensor, ...] = (),
     parameters: tuple[Tensor | None, ...] = (),
 ) -> bool:
     """Whether the kernels can take these wide tensors, and `parameters` of other dtypes."""
@@ -247,14 +248,7 @@ def _merge(kernel: Any, arguments: tuple[Any, ...], key: tuple[Any, ...]) -> Non
     partials, *_, splits, C = arguments
     constants = _FEW_SPLITS if splits <= 32 else _MANY_SPLITS
     key = *key, partials.dtype, splits <= 32
-    _launch(kernel, -(-C // constants["BLOCK"]), arguments, constants, key)
-
-
-def _launch(
-    kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any], key: Any
-) -> None:
-    device = arguments[0].get_device()
-    launch(kernel, programs, arguments, constants, _known, key and (*key, device))
+    launch(kernel, -(-C // constants["BLOCK"]), arguments, constants, key, _known)
 
 
 def launch(
@@ -262,8 +256,8 @@ def launch(
     programs: int,
     arguments: tuple[Any, ...],
     constants: dict[str, Any],
-    known: dict[Any, Any],
     key: Any,
+    known: dict[Any, Any],
 ) -> None:
     """Launch a kernel on the device of its first argument; `num_warps` and so on are constants.
 
@@ -272,24 +266,23 @@ def launch(
     number is specialized in these kernels. If arguments that are specialized begin anywhere in
     memory, the key is None, and Triton looks.
     """
-    found = known.get(key)
-    if found is not None and not _knobs.launch_enter_hook.calls:  # of profilers
-        _, run, function, metadata, stream_of, values = found
-        device = arguments[0].get_device()
-        if device == _current_device():
-            stream = stream_of(device)
-            launched = programs, 1, 1, stream, function, metadata, None, None, None
-            run(*launched, *arguments, *values)
-            return
+    device = arguments[0].get_device()
+    found = known.get((device, key))
+    if found is not None and device == _current_device() and not _knobs.launch_enter_hook.calls:
+        _, run, stream_of, function, metadata, values = found
+        stream = stream_of(device)
+        # Neither metadata of the launch nor hooks, which profilers set.
+        run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments, *values)
+        return
     with torch.cuda.device_of(arguments[0]):
         compiled = kernel[programs,](*arguments, **constants)
     if compiled is not None and key is not None:  # Triton's interpreter compiles nothing
         values = [constants[name] for name in kernel.arg_names[len(arguments) :]]
-        run, function = compiled.run, compiled.function
         stream_of = triton.runtime.driver.active.get_current_stream
-        known[key] = compiled, run, function, compiled.packed_metadata, stream_of, values
+        launcher = compiled.run, stream_of, compiled.function, compiled.packed_metadata
+        known[device, key] = compiled, *launcher, values
 
 
-_known: dict[Any, Any] = {}  # of the steps
+_known: dict[Any, Any] = {}  # of all steps
 _knobs = triton.knobs.runtime
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", lambda: -1)
