@@ -13,8 +13,11 @@ these sums are added up pairwise, and those of all splits in float64 by `_triton
 the coefficients are made, once for each channel: many GPUs have a unit for float64 for 64 of their
 units for float32. Offsets are 64 bits wide.
 
-Widths and strides count vectors of VECTOR elements, which a thread reads at once. Sizes are no
-constants of a kernel, so that images of any size need the same few kernels.
+A thread reads VECTOR elements at once, which begin at multiples of VECTOR; strides, steps and the
+width of whole rows count such vectors. Planes need not begin there: passes that sum read the
+vectors in which a plane begins and ends, and leave out what is not of the plane. Tiles of such
+planes are `step` apart, less than COLS. Sizes are no constants of a kernel, so that images of any
+size need the same few kernels.
 """
 
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
@@ -24,14 +27,15 @@ import triton.language as tl
 from triton.language import constexpr
 
 _SIZES = (
-    "outer", "width", "stride", "inner", "channels", "blocks", "tiles_per_program", "splits",
+    "outer", "width", "stride", "step", "inner", "channels", "blocks", "tiles_per_program",
+    "splits",
 )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def moments(
     x, partials,
-    outer: tl.int64, width: tl.int64, stride: tl.int64, inner, channels: tl.int64,
+    outer: tl.int64, width: tl.int64, stride: tl.int64, step: tl.int64, inner, channels: tl.int64,
     blocks: tl.int64, tiles_per_program: tl.int64, splits: tl.int64,
     ROWS: constexpr, COLS: constexpr, COLUMNS: constexpr, VECTOR: constexpr, DTYPE: constexpr,
 ):  # fmt: skip
@@ -46,16 +50,19 @@ def moments(
     block, first, channel, exists = _place(
         width, inner, blocks, tiles_per_program, COLS, COLUMNS, VECTOR
     )
-    offsets, inside, count = _tile(first, block, outer, width, stride, ROWS, COLS, COLUMNS, VECTOR)
-    centre = _sum(tl.load(x + offsets, inside, 0.0).to(DTYPE), COLUMNS) / count.to(DTYPE)
+    offsets, readable, inside, count = _tile(
+        first, block, outer, width, stride, step, ROWS, COLS, COLUMNS, VECTOR
+    )
+    v = tl.where(inside, tl.load(x + offsets, readable, 0.0).to(DTYPE), 0.0)
+    centre = _sum(v, COLUMNS) / count.to(DTYPE)
     sum_d = tl.zeros((ROWS, COLS), DTYPE)
     sum_dd = tl.zeros((ROWS, COLS), DTYPE)
     total = tl.zeros((), tl.int64)
     for i in range(tiles_per_program):
-        offsets, inside, count = _tile(
-            first + i, block, outer, width, stride, ROWS, COLS, COLUMNS, VECTOR
+        offsets, readable, inside, count = _tile(
+            first + i, block, outer, width, stride, step, ROWS, COLS, COLUMNS, VECTOR
         )
-        d = tl.where(inside, tl.load(x + offsets, inside, 0.0).to(DTYPE) - centre, 0.0)
+        d = tl.where(inside, tl.load(x + offsets, readable, 0.0).to(DTYPE) - centre, 0.0)
         sum_d += d
         sum_dd += d * d
         total += count
@@ -70,7 +77,7 @@ def moments(
 @triton.jit(do_not_specialize=_SIZES)
 def normalize(
     x, coefficients, residual, y,
-    outer: tl.int64, width: tl.int64, stride: tl.int64, inner, channels: tl.int64,
+    outer: tl.int64, width: tl.int64, stride: tl.int64, step: tl.int64, inner, channels: tl.int64,
     blocks: tl.int64, tiles_per_program: tl.int64, splits: tl.int64,
     ROWS: constexpr, COLS: constexpr, COLUMNS: constexpr, VECTOR: constexpr, DTYPE: constexpr,
     RELU: constexpr,
@@ -81,8 +88,8 @@ def normalize(
     )
     centre, scale, shift = _output_coefficients(coefficients, channel, channels, exists)
     for i in range(tiles_per_program):
-        offsets, inside, _ = _tile(
-            first + i, block, outer, width, stride, ROWS, COLS, COLUMNS, VECTOR
+        offsets, inside, _, _ = _tile(
+            first + i, block, outer, width, stride, step, ROWS, COLS, COLUMNS, VECTOR
         )
         d = tl.load(x + offsets, inside).to(DTYPE) - centre
         v = _output(d, scale, shift)
@@ -96,7 +103,7 @@ def normalize(
 @triton.jit(do_not_specialize=_SIZES)
 def backward_sums(
     dy, x, y, mean, coefficients, partials,
-    outer: tl.int64, width: tl.int64, stride: tl.int64, inner, channels: tl.int64,
+    outer: tl.int64, width: tl.int64, stride: tl.int64, step: tl.int64, inner, channels: tl.int64,
     blocks: tl.int64, tiles_per_program: tl.int64, splits: tl.int64,
     ROWS: constexpr, COLS: constexpr, COLUMNS: constexpr, VECTOR: constexpr, DTYPE: constexpr,
 ):  # fmt: skip
@@ -116,13 +123,13 @@ def backward_sums(
     sum_dy = tl.zeros((ROWS, COLS), DTYPE)
     sum_dy_d = tl.zeros((ROWS, COLS), DTYPE)
     for i in range(tiles_per_program):
-        offsets, inside, _ = _tile(
-            first + i, block, outer, width, stride, ROWS, COLS, COLUMNS, VECTOR
+        offsets, readable, inside, _ = _tile(
+            first + i, block, outer, width, stride, step, ROWS, COLS, COLUMNS, VECTOR
         )
-        g = tl.load(dy + offsets, inside, 0.0).to(DTYPE)
-        d = tl.where(inside, tl.load(x + offsets, inside, 0.0).to(DTYPE) - centre, 0.0)
+        g = tl.where(inside, tl.load(dy + offsets, readable, 0.0).to(DTYPE), 0.0)
+        d = tl.where(inside, tl.load(x + offsets, readable, 0.0).to(DTYPE) - centre, 0.0)
         if y is not None:
-            g = tl.where(tl.load(y + offsets, inside, 0.0) > 0.0, g, 0.0)
+            g = tl.where(tl.load(y + offsets, readable, 0.0) > 0.0, g, 0.0)
         elif coefficients is not None:
             g = tl.where(_output(d, scale, shift) > 0.0, g, 0.0)
         sum_dy += g
@@ -135,7 +142,7 @@ def backward_sums(
 @triton.jit(do_not_specialize=_SIZES)
 def input_gradient(
     dy, x, y, coefficients, dx, dresidual,
-    outer: tl.int64, width: tl.int64, stride: tl.int64, inner, channels: tl.int64,
+    outer: tl.int64, width: tl.int64, stride: tl.int64, step: tl.int64, inner, channels: tl.int64,
     blocks: tl.int64, tiles_per_program: tl.int64, splits: tl.int64,
     ROWS: constexpr, COLS: constexpr, COLUMNS: constexpr, VECTOR: constexpr, DTYPE: constexpr,
     RELU: constexpr,
@@ -152,8 +159,8 @@ def input_gradient(
     slope = tl.load(coefficients + 3 * channels + channel, exists, 0.0)
     intercept = tl.load(coefficients + 4 * channels + channel, exists, 0.0)
     for i in range(tiles_per_program):
-        offsets, inside, _ = _tile(
-            first + i, block, outer, width, stride, ROWS, COLS, COLUMNS, VECTOR
+        offsets, inside, _, _ = _tile(
+            first + i, block, outer, width, stride, step, ROWS, COLS, COLUMNS, VECTOR
         )
         g = tl.load(dy + offsets, inside).to(DTYPE)
         d = tl.load(x + offsets, inside).to(DTYPE) - centre
@@ -185,27 +192,34 @@ def _place(
 
 @triton.jit
 def _tile(
-    tile, block, outer, width, stride,
+    tile, block, outer, width, stride, step,
     ROWS: constexpr, COLS: constexpr, COLUMNS: constexpr, VECTOR: constexpr,
 ):  # fmt: skip
-    """Offsets of a tile, which are inside the activation, and how many per channel are inside."""
-    width = width.to(tl.int64) * VECTOR
+    """Offsets of a tile, which can be read, which are inside a plane, and how many per channel.
+
+    Without COLUMNS, all that can be read is inside if planes begin at multiples of VECTOR.
+    """
     if COLUMNS:
         row = tile * ROWS
-        col = block * COLS
-        start = block * 0
+        start = block * COLS
+        before = block * 0
+        length = width.to(tl.int64) * VECTOR - start
     else:
-        across = tl.cdiv(width, COLS)
+        step = step.to(tl.int64) * VECTOR
+        across = tl.cdiv(width, step)
         row = tile // across * ROWS
-        col = tile % across * COLS
-        start = block * width
+        col = tile % across * step
+        before = block * width % VECTOR
+        start = block * width // VECTOR * VECTOR + col
+        length = tl.minimum(width - col, step)
     rows = row + tl.arange(0, ROWS)[:, None]
-    cols = col + tl.arange(0, COLS)[None, :]
+    cols = tl.arange(0, COLS)[None, :]
     count = tl.minimum(tl.maximum(outer - row, 0), ROWS)
     if not COLUMNS:
-        count *= tl.minimum(width - col, COLS)
+        count *= length
     offsets = start + rows * (stride.to(tl.int64) * VECTOR) + cols
-    return offsets, (rows < outer) & (cols < width), count
+    readable = (rows < outer) & (cols < tl.cdiv(before + length, VECTOR) * VECTOR)
+    return offsets, readable, readable & (cols >= before) & (cols < before + length), count
 
 
 @triton.jit

@@ -280,7 +280,7 @@ def _plan_of(
     multiprocessors = _num_multiprocessors(device)
     last = int(S == 1 and C > 1)
     sums = _sums(sizes, last, dtype, _SUMS * multiprocessors)
-    columns = 2 if S % 2 == 1 and S > 1 else last
+    columns = 2 if S % _vector(sizes, dtype) and S > 1 else last
     plain, relu = (
         tiling._replace(constants=tiling.constants | {"RELU": relu}, known={})
         for tiling in [_tiling(sizes, columns, dtype, _ELEMENTWISE * multiprocessors)]
@@ -313,15 +313,17 @@ def _tiling(
 ) -> _Tiling:
     """Tiles for about so many programs; `cols` is for channels that come last."""
     N, C, S = sizes
+    vector = _vector(sizes, dtype)
     width = C * S if columns else S
-    cols = min(triton.next_power_of_2(width), (512, cols, 256)[columns], _TILE)
+    # Of a plane that begins inside of a vector.
+    slack = 0 if columns or S % vector == 0 else vector
+    cols = min(triton.next_power_of_2(width + slack), (512, cols, 256)[columns], _TILE)
     rows = min(triton.next_power_of_2(N), _TILE // cols)
     blocks = _cdiv(width, cols) if columns else C
-    tiles = _cdiv(N, rows) * (1 if columns else _cdiv(S, cols))
+    tiles = _cdiv(N, rows) * (1 if columns else _cdiv(S, cols - slack))
     per_program = max(_cdiv(tiles * blocks, programs), _cdiv(tiles, max_splits))
     per_program = min(per_program, tiles, max_tiles)
     splits = _cdiv(tiles, per_program)
-    vector = math.gcd(width, C * S, _VECTOR // dtype.itemsize)
     constants = {
         "ROWS": rows,
         "COLS": cols,
@@ -330,9 +332,14 @@ def _tiling(
         "DTYPE": _LANGUAGE[_DTYPES[dtype]],
         "enable_fp_fusion": True,  # the default, but Triton 3.9 warns without it
     }
-    inner = S if columns else 1
-    arguments = N, width // vector, C * S // vector, inner, C, blocks, per_program, splits
+    width, step = (width // vector, 0) if columns else (S, (cols - slack) // vector)
+    arguments = N, width, C * S // vector, step, S, C, blocks, per_program, splits
     return _Tiling(blocks * splits, arguments, splits, constants, {})
+
+
+def _vector(sizes: tuple[int, int, int], dtype: torch.dtype) -> int:
+    """How many elements a thread reads at once: rows begin at their multiples."""
+    return math.gcd(sizes[1] * sizes[2], _VECTOR // dtype.itemsize)
 
 
 def _cdiv(a: int, b: int) -> int:
