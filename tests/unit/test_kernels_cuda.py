@@ -9,6 +9,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,12 @@ def test_the_passes_compile_for_a_gpu(
     types |= {"dresidual": "*bf16"}
     ptx = compile_for_a_gpu(getattr(_triton, kernel), types, constants, fused=True)
     assert not re.search(r"\b(add|sub|mul|div|fma|sqrt)\S*f64", ptx)
-    assert ".v4.b32" in ptx  # 16 bytes at a time
+    # 16 bytes of an activation at a time, of planes of any size.
+    assert ".v4.b32" in ptx
+    assert not re.search(r"\b(ld|st)\.global\S*16\b", ptx)
+    # What a channel's coefficients need is divided in the steps; a tile's mean, here.
+    divides = re.search(r"\b(div|sqrt|rsqrt|rcp)\S*f32", ptx) is not None
+    assert divides is (kernel == "moments")
 
 
 @pytest.mark.parametrize("parameter", ["fp16", "bf16", "fp32", "fp64", None])
@@ -116,6 +122,59 @@ def check_rounding(ptx: str) -> None:
     """Arithmetic is float64, and each operation is rounded."""
     assert "f64" in ptx
     assert not re.search(r"\bfma|\b(add|sub|mul|div|sqrt)\S*f32", ptx)
+
+
+def test_triton_looks_at_the_arguments_of_a_first_launch_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel is compiled for a GPU, and launched by a launcher that does nothing."""
+    require.need("torch", "triton")
+    import torch
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from multibn.kernels import _triton_steps, cuda_steps
+
+    launches: list[tuple[Any, ...]] = []
+    looks: list[int] = []
+    utils = SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": 1 << 17, "warpSize": 32},
+        load_binary=lambda *binary: (None, "a function", 0, 0, 1024),
+    )
+    driver = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 77,
+        launcher_cls=lambda source, metadata: lambda *launch: launches.append(launch),
+        utils=utils,
+    )
+    kernel = _triton_steps.coefficients_of
+    look = kernel.run
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    monkeypatch.setattr(cuda_steps, "_known", {})
+    monkeypatch.setattr(cuda_steps, "_current_device", lambda: -1)  # of tensors in host memory
+    monkeypatch.setattr(kernel, "run", lambda *a, **k: looks.append(0) or look(*a, **k))
+    mean, weight = torch.rand(700, dtype=torch.float64), torch.rand(700)
+
+    def launched(bias: Any, looked: int) -> tuple[Any, ...]:
+        launches.clear()
+        looks.clear()
+        cuda_steps.output_coefficients(mean, mean, weight, bias, 1e-5, torch.float32)
+        assert len(looks) == looked
+        *grid, stream, function, packed, _, _, _ = launches[0][:9]
+        assert (grid, stream, function) == ([3, 1, 1], 77, "a function")
+        *inputs, coefficients, eps, C, block = launches[0][9:]
+        assert coefficients.shape == (3, 700)
+        return [id(v) for v in inputs], eps, C, block, packed
+
+    assert launched(weight, 1) == launched(weight, 0) == launched(weight, 0)
+    assert launched(None, 1) == launched(None, 0)
+    assert launched(weight.half(), 1)[1:] == launched(weight.half(), 0)[1:]
+    monkeypatch.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [lambda metadata: None])
+    launched(weight, 1)  # a profiler's hook
+    monkeypatch.setattr(cuda_steps, "_current_device", lambda: 1)
+    launched(None, 1)  # another GPU is current
 
 
 def compile_for_a_gpu(
