@@ -115,9 +115,9 @@ def gradient_coefficients(
     C = mean.numel()
     coefficients = mean.new_empty((5, C), dtype=dtype)
     arguments = summed, mean, var, weight, bias, element_weight, coefficients, bits(eps), C
-    key = "finish_backward", weight is None or weight.dtype, bias is None or bias.dtype, dtype
-    # Triton passes a number in 32 or 64 bits, as the number needs.
-    key = key if isinstance(element_weight, Tensor) else None
+    key: Any = "backward", weight is None or weight.dtype, bias is None or bias.dtype, dtype
+    if not isinstance(element_weight, Tensor):
+        key = None  # Triton passes a number in 32 or 64 bits, as the number needs
     launch(_triton_steps.finish_backward, -(-C // _BLOCK), arguments, _STEP, key, _known)
     return coefficients
 
