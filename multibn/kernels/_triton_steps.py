@@ -33,12 +33,13 @@ def _step(function):
 
 @_step
 def merge_moments(
-    partials, numbers, start, length, fingerprint: tl.int64, weight: tl.int64, count: tl.int64,
-    splits, C, BLOCK: constexpr, SPLITS: constexpr,
+    partials, numbers, weight_at, count_at, start, length, fingerprint: tl.int64,
+    weight: tl.int64, count: tl.int64, splits, C, BLOCK: constexpr, SPLITS: constexpr,
 ):  # fmt: skip
     """The forward message, from the sums of `_triton.moments`.
 
-    The splits' moments are added up about the centre of the first split, which is near the mean.
+    The splits' moments are added up about a split's centre, which is near the mean. Where no mask
+    says what counts, `weight_at` and `count_at` are None.
     """
     c, exists = _channels(C, BLOCK)
     size = splits * C
@@ -57,18 +58,18 @@ def merge_moments(
         first_sum += tl.sum(sum_d + count_in_split * shift, 0, keep_dims=True)
         about = sum_dd + (2.0 * sum_d + count_in_split * shift) * shift
         second_sum += tl.sum(about, 0, keep_dims=True)
-    n = tl.where(exists, n, 1.0)
+    n = tl.where(n == 0.0, 1.0, n)
     first_sum /= n
     mean = reference + first_sum
     var = second_sum / n - first_sum * first_sum
     var = tl.where(var < 0.0, 0.0, var)  # a NaN stays
-    w = number(weight)
+    w = _share(weight, weight_at)
     payload = numbers + start
     tl.store(payload + c, w * mean, exists)
     tl.store(payload + C + c, w * (var + mean * mean), exists)
     if tl.program_id(0) == 0:
         tl.store(payload + 2 * C + WEIGHT, w)
-        tl.store(payload + 2 * C + COUNT, number(count))
+        tl.store(payload + 2 * C + COUNT, _share(count, count_at))
         _store_around(numbers, start, 2 * C + SCALARS, length, fingerprint)
 
 
@@ -107,14 +108,14 @@ def merge_sums(
 
 @_step
 def finish_forward(
-    summed, mean, var, total_count, element_weight, weight, bias, coefficients,
+    summed, mean, var, total_count, element_weight, weight_at, count_at, weight, bias, coefficients,
     running_mean, running_var, num_batches, rank_weight: tl.int64, count: tl.int64, eps: tl.int64,
     momentum: tl.int64, factor: tl.int64, C,
     CUMULATIVE: constexpr, UNBIASED: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     """The statistics in a message, the coefficients of `_triton.normalize`, and `move`.
 
-    `count` is at least 1. `weight`, `bias`, and what is moved may be None.
+    `weight`, `bias`, and what is moved may be None; `weight_at` and `count_at` as in the merge.
     """
     c, exists = _channels(C, BLOCK)
     total = tl.load(summed + 2 * C + COUNT)
@@ -127,7 +128,8 @@ def finish_forward(
     tl.store(var + c, v, exists)
     if tl.program_id(0) == 0:
         tl.store(total_count, total)
-        tl.store(element_weight, number(rank_weight) / (number(count) * divisor))
+        n = tl.maximum(_share(count, count_at), 1.0)
+        tl.store(element_weight, _share(rank_weight, weight_at) / (n * divisor))
     _store_output_coefficients(coefficients, c, exists, C, m, v, weight, bias, eps)
     if running_mean is not None:
         _move(
@@ -182,6 +184,11 @@ def move(
 def number(v):
     # Triton passes a small Python int in 32 bits if the parameter has no annotation.
     return tl.load(v) if v.dtype.is_ptr() else v.to(tl.int64).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _share(v, at):
+    return number(v) if at is None else tl.load(at)
 
 
 @triton.jit

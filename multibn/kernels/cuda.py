@@ -2,7 +2,7 @@
 
 The kernels take activations that have sizes (N, C, S), see `_layout`: contiguous and channels-last
 formats of any number of dimensions. They take per-channel tensors as `cuda_steps` does. Everything
-else goes to `generic`, and so do masks. Nothing waits for the GPU, and the launches depend on
+else goes to `generic`. Nothing waits for the GPU, and the launches depend on
 shapes, strides and dtypes only: a CUDA graph can capture a pass that has been compiled by an
 earlier run outside of it. While the graph is replayed, no Python looks at the messages between the
 ranks. NaN or infinity on a rank then shows in the running statistics of all ranks; ranks in
@@ -49,13 +49,14 @@ def begin_forward(
     out: Message | None = None,
 ) -> Any:
     """As `generic.begin_forward`; two launches."""
-    plan = _plan_of(x.shape, x.stride(), x.dtype, axis, x.device)
-    if plan is None or mask is not None:
+    plan = _plan_of(x.shape, x.stride(), x.dtype, axis, x.device, mask is not None)
+    if plan is None:
         return generic.begin_forward(x, rank_weight, count, axis=axis, mask=mask, out=out)
     programs, sizes, splits, constants, known = plan.sums
     partials = x.new_empty((4, splits, plan.channels), dtype=plan.dtype)
     key = "moments" if x.data_ptr() % 16 == 0 else None
-    launch(_triton.moments, programs, (x, partials, *sizes), constants, key, known)
+    arguments = x, None if mask is None else _bytes(mask), partials, *sizes
+    launch(_triton.moments, programs, arguments, constants, key, known)
     return cuda_steps.merge_moments(partials, out, rank_weight, count)
 
 
@@ -76,11 +77,10 @@ def finish_forward(
     running: Running | None = None,
 ) -> Finished:
     """As `generic.finish_forward`; two launches."""
-    plan = _plan_of(x.shape, x.stride(), x.dtype, axis, x.device)
+    plan = _plan_of(x.shape, x.stride(), x.dtype, axis, x.device, mask is not None)
     parameters = weight, bias
     if (
         plan is None
-        or mask is not None
         or (residual is not None and residual.dtype != x.dtype)
         or not fit(plan.device, plan.payload, (summed,))
         or not fit(plan.device, plan.shape, (), parameters)
@@ -90,7 +90,8 @@ def finish_forward(
         return generic.finish_forward(
             summed, x, *parameters, *share, running=running, mask=mask, **on
         )
-    state = RIGHT if summed.is_cuda and count > 1.0 else generic.state(summed, count)
+    is_many = isinstance(count, float) and count > 1.0
+    state = RIGHT if summed.is_cuda and is_many else generic.state(summed, count)
     moved = running
     if running is not None and not (
         state == RIGHT and movable(running, summed, plan.channels, count)
@@ -100,7 +101,7 @@ def finish_forward(
     batch, coefficients = cuda_steps.finish_forward(
         summed, plan.shape, *parameters, *share, eps, plan.dtype, moved
     )
-    y = _normalize(plan, x, coefficients, residual, relu)
+    y = _normalize(plan, x, coefficients, residual, relu, mask)
     if running is not None and moved is None and state == RIGHT:
         generic.move(running, *batch[:3], count)
     return y, *batch, state
@@ -123,13 +124,9 @@ def begin_backward(
     out: Message | None = None,
 ) -> tuple[Any, Tensor | None, Tensor | None]:
     """As `generic.begin_backward`; two launches, three for the sign of an output that is gone."""
-    plan = _plan_of(x.shape, x.stride(), x.dtype, axis, x.device)
+    plan = _plan_of(x.shape, x.stride(), x.dtype, axis, x.device, mask is not None)
     parameters = weight, bias
-    if (
-        plan is None
-        or mask is not None
-        or not fit(plan.device, plan.shape, (mean, var), parameters)
-    ):
+    if plan is None or not fit(plan.device, plan.shape, (mean, var), parameters):
         on: dict[str, Any] = {"eps": eps, "axis": axis, "relu": relu, "y": y, "mask": mask}
         return generic.begin_backward(dy, x, mean, var, *parameters, out=out, **on)
     programs, sizes, splits, constants, known = plan.sums
@@ -137,11 +134,11 @@ def begin_backward(
     if relu and y is None:
         coefficients = cuda_steps.output_coefficients(mean, var, *parameters, eps, plan.dtype)
     partials = x.new_empty((2, splits, plan.channels), dtype=plan.dtype)
-    inputs, key = _inputs(dy, x, y if relu else None)
+    inputs, key = _inputs(dy, x, y if relu else None, mask)
     key = key and (*key, "sums", coefficients is None) if mean.data_ptr() % 16 == 0 else None
     arguments = *inputs, mean, coefficients, partials, *sizes
     launch(_triton.backward_sums, programs, arguments, constants, key, known)
-    return cuda_steps.merge_sums(partials, out, mean, var, *parameters, eps)
+    return cuda_steps.merge_sums(partials, out, (mean, var, *parameters), eps)
 
 
 def finish_backward(
@@ -162,26 +159,24 @@ def finish_backward(
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """As `generic.finish_backward`; two launches."""
-    plan = _plan_of(x.shape, x.stride(), x.dtype, axis, x.device)
+    plan = _plan_of(x.shape, x.stride(), x.dtype, axis, x.device, mask is not None)
     factor = number(element_weight, x)
     parameters = weight, bias
     if (
         plan is None
-        or mask is not None
         or factor is None
         or not fit(plan.device, (2 * plan.channels,), (summed,))
         or not fit(plan.device, plan.shape, (mean, var), parameters)
     ):
         on: dict[str, Any] = {"eps": eps, "axis": axis, "relu": relu, "y": y, "mask": mask}
-        statistics = mean, var, *parameters, element_weight
-        return generic.finish_backward(summed, dy, x, *statistics, **on)
+        about = mean, var, *parameters, element_weight
+        return generic.finish_backward(summed, dy, x, *about, **on)
     programs, sizes, _, constants, known = plan.elementwise[relu]
-    coefficients = cuda_steps.gradient_coefficients(
-        summed, mean, var, *parameters, factor, eps, plan.dtype
-    )
+    statistics = mean, var, *parameters
+    coefficients = cuda_steps.gradient_coefficients(summed, statistics, factor, eps, plan.dtype)
     dx = torch.empty_like(x)
     dresidual = None if y is None else torch.empty_like(x)
-    inputs, key = _inputs(dy, x, y if relu else None)
+    inputs, key = _inputs(dy, x, y if relu else None, mask)
     arguments = *inputs, coefficients, dx, dresidual, *sizes
     key = key and (*key, "gradient", y is None)
     launch(_triton.input_gradient, programs, arguments, constants, key, known)
@@ -216,7 +211,7 @@ def normalize(
 
 
 def _normalize(
-    plan: "_Plan", x: Tensor, coefficients: Tensor, residual: Tensor | None, relu: bool
+    plan: "_Plan", x: Tensor, coefficients: Tensor, residual: Any, relu: bool, mask: Any = None
 ) -> Tensor:
     programs, sizes, _, constants, known = plan.elementwise[relu]
     y = torch.empty_like(x)
@@ -225,12 +220,16 @@ def _normalize(
         residual = _laid_out_as(x, residual)
         place |= residual.data_ptr()
     key = ("normalize", residual is None) if place % 16 == 0 else None
-    arguments = x, coefficients, residual, y, *sizes
+    arguments = x, None if mask is None else _bytes(mask), coefficients, residual, y, *sizes
     launch(_triton.normalize, programs, arguments, constants, key, known)
     return y
 
 
-def _inputs(dy: Tensor, x: Tensor, y: Tensor | None) -> tuple[tuple[Tensor | None, ...], Any]:
+def _bytes(mask: Tensor) -> Tensor:
+    return mask.contiguous().view(torch.uint8)
+
+
+def _inputs(dy: Tensor, x: Tensor, y: Tensor | None, mask: Tensor | None) -> tuple[Any, Any]:
     """What a backward pass reads, laid out as `x`, and its part of a key for `launch`."""
     if dy.stride() != x.stride():
         dy = _laid_out_as(x, dy)
@@ -238,7 +237,8 @@ def _inputs(dy: Tensor, x: Tensor, y: Tensor | None) -> tuple[tuple[Tensor | Non
     if y is not None:
         y = _laid_out_as(x, y)
         place, dtype = place | y.data_ptr(), y.dtype
-    return (dy, x, y), (dy.dtype, dtype) if place % 16 == 0 else None
+    key = (dy.dtype, dtype) if place % 16 == 0 else None
+    return (dy, x, y, None if mask is None else _bytes(mask)), key
 
 
 class _Tiling(NamedTuple):
@@ -252,7 +252,7 @@ class _Tiling(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """The passes over all activations of one dtype, shape, strides and device."""
+    """The passes over all activations of one dtype, shape, strides and device, masked or not."""
 
     shape: tuple[int, ...]  # of a per-channel tensor
     channels: int
@@ -270,10 +270,14 @@ def _plan_of(
     dtype: torch.dtype,
     axis: tuple[int, ...],
     device: torch.device,
+    is_masked: bool = False,
 ) -> _Plan | None:
     """The plan; None if the kernels cannot take such activations."""
     sizes = sizes_in_memory(shape, strides, axis)
-    if sizes is None or 0 in shape or dtype not in _DTYPES:
+    reduced = [strides[i] for i in axis if shape[i] > 1]
+    # The elements of a channel must be in memory as those of a mask.
+    in_order = not is_masked or reduced == sorted(reduced, reverse=True)
+    if sizes is None or 0 in shape or dtype not in _DTYPES or not in_order:
         return None
     _, C, S = sizes
     per_channel = tuple(n for i, n in enumerate(shape) if i not in axis)

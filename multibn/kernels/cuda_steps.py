@@ -31,25 +31,21 @@ _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def merge_moments(partials: Tensor, out: Message | None, weight: float, count: float, /) -> Any:
+def merge_moments(partials: Tensor, out: Message | None, weight: Any, count: Any, /) -> Any:
     """The forward message, or its payload where there is no `out`; of `_triton.moments`."""
     _, splits, C = partials.shape
-    sent, *around = _around(out, partials, message.forward_payload, C)
-    arguments = partials, *around, bits(weight), bits(count), splits, C
-    _merge(_triton_steps.merge_moments, arguments, ("merge_moments",))
+    sent, numbers, *around = _around(out, partials, message.forward_payload, C)
+    at, share = _share(weight, count)
+    arguments = partials, numbers, *at, *around, *share, splits, C
+    _merge(_triton_steps.merge_moments, arguments, ("merge_moments", at[0] is None))
     return sent
 
 
 def merge_sums(
-    partials: Tensor,
-    out: Message | None,
-    mean: Tensor,
-    var: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
+    partials: Tensor, out: Message | None, statistics: tuple[Any, ...], eps: float
 ) -> tuple[Any, Tensor | None, Tensor | None]:
-    """As `generic.begin_backward`, of `_triton.backward_sums`."""
+    """As `generic.begin_backward`, of `_triton.backward_sums`; `statistics` as below."""
+    mean, var, weight, bias = statistics
     _, splits, C = partials.shape
     sent, numbers, *around = _around(out, partials, message.backward_payload, C)
     dweight = None if weight is None else torch.empty_like(weight)
@@ -65,8 +61,8 @@ def finish_forward(
     shape: tuple[int, ...],
     weight: Tensor | None,
     bias: Tensor | None,
-    rank_weight: float,
-    count: float,
+    rank_weight: Any,
+    count: Any,
     eps: float,
     dtype: torch.dtype,
     running: Running | None,
@@ -75,15 +71,15 @@ def finish_forward(
 
     Moves running statistics, which must be `movable`, or None.
     """
-    C = prod(shape)
-    new = summed.new_empty
+    C, new = prod(shape), summed.new_empty
     statistics = new(shape), new(shape), new(()), new(())
-    coefficients = summed.new_empty((3, C), dtype=dtype)
-    numbers = bits(rank_weight), bits(max(count, 1.0)), bits(eps)
+    coefficients = new((3, C), dtype=dtype)
+    at, share = _share(rank_weight, count)
     arrays, how, programs, constants, key = _moved(running, count, C)
-    arguments = summed, *statistics, weight, bias, coefficients, *arrays, *numbers, *how, C
-    key = "forward", weight is None or weight.dtype, bias is None or bias.dtype, dtype, *key
-    launch(_triton_steps.finish_forward, programs, arguments, constants, key, _known)
+    numbers = *share, bits(eps), *how, C
+    arguments = summed, *statistics, *at, weight, bias, coefficients, *arrays, *numbers
+    key = weight is None or weight.dtype, bias is None or bias.dtype, dtype, at[0] is None, *key
+    launch(_triton_steps.finish_forward, programs, arguments, constants, ("forward", *key), _known)
     if running is not None:
         _have_changed(arrays)
     return statistics, coefficients
@@ -102,19 +98,13 @@ def output_coefficients(
 
 
 def gradient_coefficients(
-    summed: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    element_weight: Any,
-    eps: float,
-    dtype: Any,
+    summed: Tensor, statistics: tuple[Any, ...], element_weight: Any, eps: float, dtype: Any
 ) -> Tensor:
-    """The coefficients of `_triton.input_gradient`."""
+    """The coefficients of `_triton.input_gradient`; `statistics` are mean, var, weight, bias."""
+    mean, _, weight, bias = statistics
     C = mean.numel()
     coefficients = mean.new_empty((5, C), dtype=dtype)
-    arguments = summed, mean, var, weight, bias, element_weight, coefficients, bits(eps), C
+    arguments = summed, *statistics, element_weight, coefficients, bits(eps), C
     key: Any = "backward", weight is None or weight.dtype, bias is None or bias.dtype, dtype
     if not isinstance(element_weight, Tensor):
         key = None  # Triton passes a number in 32 or 64 bits, as the number needs
@@ -198,12 +188,7 @@ def _around(
     return out, numbers, start, numbers.shape[0], bits(fingerprint)
 
 
-def fit(
-    device: torch.device,
-    shape: tuple[int, ...],
-    wide: tuple[Tensor, ...] = (),
-    parameters: tuple[Tensor | None, ...] = (),
-) -> bool:
+def fit(device: Any, shape: tuple[int, ...], wide: Any = (), parameters: Any = ()) -> bool:
     """Whether the kernels can take these wide tensors, and `parameters` of other dtypes."""
     for v in wide:
         if (
@@ -234,6 +219,13 @@ def number(v: float | Tensor, like: Tensor) -> int | Tensor | None:
     return v if fits and v.device == like.device else None
 
 
+def _share(weight: Any, count: Any) -> tuple[tuple[Any, Any], tuple[int, int]]:
+    """A rank's weight and count as arrays on a GPU, None without a mask there, and as numbers."""
+    if isinstance(count, Tensor):
+        return (weight, count), (0, 0)
+    return (None, None), (bits(weight), bits(count))
+
+
 @lru_cache(maxsize=1024)
 def bits(v: float) -> int:
     """The bits of `v` in float64: Triton would pass `v` itself in float32."""
@@ -252,12 +244,7 @@ def _merge(kernel: Any, arguments: tuple[Any, ...], key: tuple[Any, ...]) -> Non
 
 
 def launch(
-    kernel: Any,
-    programs: int,
-    arguments: tuple[Any, ...],
-    constants: dict[str, Any],
-    key: Any,
-    known: dict[Any, Any],
+    kernel: Any, programs: int, arguments: Any, constants: dict[str, Any], key: Any, known: Any
 ) -> None:
     """Launch a kernel on the device of its first argument; `num_warps` and so on are constants.
 

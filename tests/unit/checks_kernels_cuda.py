@@ -320,11 +320,14 @@ def test_residual_and_relu(layout: str, native: bool, relu: bool) -> None:
 @pytest.mark.parametrize("has_residual", [True, False])
 @pytest.mark.parametrize("masked", [True, False])
 def test_the_verbs(layout: str, has_residual: bool, masked: bool, launched: list[str]) -> None:
-    """A pass each way with ReLU, against `generic`; a mask is left to `generic`."""
+    """A pass each way with ReLU, against `generic`; what a mask leaves out may be NaN."""
     x, dy = normal(3, 5, 4, 6, layout=layout), normal(3, 5, 4, 6, layout=layout)
     residual = normal(3, 5, 4, 6) if has_residual else None
     weight, bias = wide(5).float(), wide(5).float()
     mask = torch.rand((3, 1, 4, 6), generator=GENERATOR).to(DEVICE) < 0.7 if masked else None
+    if mask is not None:
+        x, dy = (torch.where(mask, v, math.nan) for v in (x, dy))
+        x = x.contiguous(memory_format=getattr(torch, layout))
     count = 72.0 if mask is None else float(mask.sum())
     on: Any = {"axis": AXIS, "mask": mask}
     found = []
@@ -350,7 +353,32 @@ def test_the_verbs(layout: str, has_residual: bool, masked: bool, launched: list
     forward = ["moments", "merge_moments", "finish_forward", "normalize"]
     again = [] if has_residual else ["coefficients_of"]
     backward = [*again, "backward_sums", "merge_sums", "finish_backward", "input_gradient"]
-    assert launched == ([] if masked else forward + backward)
+    assert launched == forward + backward
+
+
+@layouts
+def test_padding(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits whose first tiles are padding, a large mean, counts as they are on a GPU."""
+    monkeypatch.setattr(cuda, "_SUMS", 2)
+    monkeypatch.setattr(cuda, "_TILE", 64)
+    x = (1e4 + torch.randn(6, 3, 5, 17, generator=GENERATOR)).to(DEVICE)
+    mask = torch.zeros((6, 1, 5, 17), dtype=torch.bool, device=DEVICE)
+    mask[1::2, :, 1:, 9:15] = True
+    exact = x.double()[1::2, :, 1:, 9:15]
+    x = torch.where(mask, x, math.nan).contiguous(memory_format=getattr(torch, layout))
+    count = number(72.0)
+    summed = cuda.begin_forward(x, count, count, axis=AXIS, mask=mask)
+    var, mean = torch.var_mean(exact, AXIS, correction=0)
+    given: Any = None, None, count, count
+    y, found_mean, found_var, total, element_weight, _ = cuda.finish_forward(
+        summed, x, *given, eps=VAR_EPS, axis=AXIS, mask=mask
+    )
+    close(found_mean, mean, 1e-6)
+    close(found_var / var, var / var, 1e-6)
+    assert (total.item(), element_weight.item()) == (72, 1 / 72)
+    assert bool((y[~mask.expand_as(y)] == 0).all())
+    none = cuda.begin_forward(x, 0 * count, 0 * count, axis=AXIS, mask=mask & False)
+    assert none.tolist() == [0] * 8
 
 
 @layouts

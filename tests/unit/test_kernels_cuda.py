@@ -46,13 +46,14 @@ def test_the_checks(where: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "with_residual"),
-    [("moments", False), ("normalize", True), ("normalize", False), ("backward_sums", True),
-     ("backward_sums", False), ("input_gradient", True), ("input_gradient", False)],
+    ("kernel", "with_all"),
+    [("moments", True), ("moments", False), ("normalize", True), ("normalize", False),
+     ("backward_sums", True), ("backward_sums", False), ("input_gradient", True),
+     ("input_gradient", False)],
 )  # fmt: skip
 @pytest.mark.parametrize("columns", [0, 1, 2])
 def test_the_passes_compile_for_a_gpu(
-    columns: int, kernel: str, with_residual: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    columns: int, kernel: str, with_all: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The compiler is stricter than the interpreter, and needs no GPU."""
     require.need("triton")
@@ -66,12 +67,12 @@ def test_the_passes_compile_for_a_gpu(
     types: dict[str, Any] = dict.fromkeys(("x", "y", "dy", "dx", "residual"), "*bf16")
     types |= dict.fromkeys(("coefficients", "partials"), "*fp32") | {"mean": "*fp64"}
     types |= dict.fromkeys(_triton._SIZES, "i64") | {"inner": "i32"}
-    if not with_residual:
-        constants |= {"residual": None, "dresidual": None}
+    if not with_all:  # neither residual nor mask
+        constants |= {"residual": None, "dresidual": None, "mask": None}
         constants |= {"coefficients": None} if kernel == "backward_sums" else {}
-    if kernel in ("backward_sums", "input_gradient") and not with_residual:
+    if kernel in ("backward_sums", "input_gradient") and not with_all:
         constants["y"] = None
-    types |= {"dresidual": "*bf16"}
+    types |= {"dresidual": "*bf16", "mask": "*u8"}
     ptx = compile_for_a_gpu(getattr(_triton, kernel), types, constants, fused=True)
     assert not re.search(r"\b(add|sub|mul|div|fma|sqrt)\S*f64", ptx)
     # 16 bytes of an activation at a time, of planes of any size.
@@ -92,17 +93,20 @@ def test_the_steps_compile_for_a_gpu(
     from multibn.kernels import _triton_steps
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    wide = ("summed", "numbers", "mean", "var", "total_count", "count", "element_weight")
+    shares = ("weight_at", "count_at")
+    wide = ("summed", "numbers", "mean", "var", "total_count", "count", "element_weight", *shares)
     parameters = ("weight", "bias", "dweight", "dbias", "running_mean", "running_var")
     numbers = ("fingerprint", "weight", "count", "rank_weight", "eps", "momentum", "factor")
     types = dict.fromkeys(wide, "*fp64") | dict.fromkeys(("partials", "coefficients"), "*fp32")
     types |= dict.fromkeys(parameters, f"*{parameter}") | {"num_batches": "*i64"}
+    unmasked: dict[str, Any] = {} if parameter else dict.fromkeys(shares)
     optional: dict[str, Any] = {} if parameter else dict.fromkeys((*parameters, "num_batches"))
+    optional |= unmasked
     step: dict[str, Any] = {"BLOCK": 256}
     merge = {"BLOCK": 32, "SPLITS": 8}
     moved = step | {"CUMULATIVE": parameter == "fp32", "UNBIASED": parameter != "fp16"}
     kernels: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-        ("merge_moments", dict.fromkeys(numbers, "i64"), merge),
+        ("merge_moments", dict.fromkeys(numbers, "i64"), merge | unmasked),
         ("merge_sums", {"fingerprint": "i64", "eps": "i64"}, merge | optional),
         ("finish_forward", dict.fromkeys(numbers, "i64"), moved | optional),
         ("coefficients_of", {"eps": "i64"}, step | optional),
