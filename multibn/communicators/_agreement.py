@@ -38,6 +38,11 @@ class Agreement:
         self.payload: HostArray | None = None  # the first `num_numbers` of the buffer
         self.tail = self.summed_prints = self.buffer  # the others, and the last two of these
         self._agreements = agreements
+        # In place, unless a user's own class sums.
+        in_place = isinstance(communicator, LineCommunicator)
+        self.allreduce = communicator.allreduce_in_place if in_place else communicator.allreduce
+        # Of messages on a GPU, by the GPU; None where messages go through host memory.
+        self._dtypes: dict[Any, Any] = {}
         self._pieces: dict[Any, tuple[Array, Array]] = {}
         self._zeros = -1, 0  # how many layers were known, and the zeros before a message then
 
@@ -85,12 +90,23 @@ class Agreement:
             self._pieces = {key: (from_host(zeros, x), from_host(self.lanes, x))}
         return self._pieces[key]
 
-    def message(self, like: Array) -> message.Message:
-        """Memory on the device of `like`, a torch tensor, for such a message; see `around`."""
-        start = self._num_zeros()
+    def message(self, like: Array) -> message.Message | None:
+        """Memory on the device of `like`, a torch tensor, for such a message; see `around`.
+
+        None where such a message would go through host memory.
+        """
+        device = like.device
+        if device not in self._dtypes:
+            takes = self.size > 1 and (self.lines is None or self.communicator.takes(like))
+            self._dtypes[device] = array_namespace(like).float64 if takes else None
+        dtype = self._dtypes[device]
+        if dtype is None:
+            return None
+        num_known, start = self._zeros
+        if num_known != len(self._agreements):
+            start = self._num_zeros()
         length = start + self.num_numbers + self.lanes.size
-        numbers = like.new_empty(length, dtype=array_namespace(like).float64)
-        return message.Message(numbers, start, self.fingerprint)
+        return message.Message(like.new_empty(length, dtype=dtype), start, self.fingerprint)
 
     def _num_zeros(self) -> int:
         num_known, num_zeros = self._zeros

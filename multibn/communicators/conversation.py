@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import numpy as np
-from array_api_compat import is_cupy_array, is_torch_array
+from array_api_compat import is_cupy_array
 
 from multibn import message
 from multibn._arrays import from_host, is_on_host, to_host
 from multibn._typing import Array
 from multibn.communicators._agreement import Agreement
-from multibn.communicators._lines import HostArray, LineCommunicator
+from multibn.communicators._lines import HostArray
 from multibn.communicators._names import by_answer, for_people
 from multibn.communicators._objects import gather
 from multibn.communicators._watch import fail
@@ -93,6 +93,7 @@ class Phase(Forwarding):
         self._calls = 0
         self._agreed: Agreement | None = None
         self._unread: Callable[[], HostArray | None] | None = None
+        self._pinned: dict[Any, tuple[Any, HostArray, Any]] = {}
 
     def _look_up(self) -> Conversation:
         return self.wrapped
@@ -114,10 +115,7 @@ class Phase(Forwarding):
 
         None where such a message would go through host memory. Collective at the first call.
         """
-        agreed = self._agree(n)
-        if agreed.size == 1 or not (agreed.lines is None or agreed.communicator.takes(like)):
-            return None
-        return agreed.message(like)
+        return self._agree(n).message(like)
 
     def allreduce(self, x: Array | Message, /) -> Array:
         """Sum a payload; raise on all ranks if the ranks are in different places.
@@ -171,11 +169,8 @@ class Phase(Forwarding):
             if previous is not None:
                 self._check(previous, agreed.size, latest=False)
         if isinstance(x, Message):
-            start, communicator = x.start, agreed.communicator
-            if isinstance(communicator, LineCommunicator):
-                summed = communicator.allreduce_in_place(x.numbers)
-            else:
-                summed = communicator.allreduce(x.numbers)
+            start = x.start
+            summed = agreed.allreduce(x.numbers)
         else:
             numbers = to_host(x) if on_host else x
             before, after = agreed.around(numbers)
@@ -185,7 +180,7 @@ class Phase(Forwarding):
         if on_host:
             self._check(summed, agreed.size)
             return from_host(payload, x)
-        self._unread = _copy_to_host(summed)
+        self._unread = _copy_to_host(summed, self._pinned)
         return payload
 
     def _check(self, summed: HostArray, size: int, *, latest: bool = True) -> None:
@@ -266,24 +261,30 @@ class _Call(tuple[Phase, int]):
         return f"{for_people(phase.wrapped.name)} ({phase.name}, {phase.dtype}, call {number})"
 
 
-def _copy_to_host(summed: Array) -> Callable[[], HostArray | None] | None:
+def _copy_to_host(
+    summed: Array, pinned: dict[Any, tuple[Any, HostArray, Any]]
+) -> Callable[[], HostArray | None] | None:
     """Begin to copy a message from a GPU, and return what waits for the copy.
 
     The copy is looked at before the next message of the same layer and phase is sent. By then it
     has long arrived, so that nothing waits; and all ranks look at the same moment, so that they can
     go on to ask each other. None while a CUDA graph is captured, in which no copy can be looked at,
-    and no event waited for: what waits returns None then.
+    and no event waited for: what waits returns None then. `pinned` keeps memory and an event for
+    the messages of each length.
     """
     capturing: Callable[[], bool]
-    if is_torch_array(summed) and summed.is_cuda:
+    if getattr(summed, "is_cuda", False):  # torch's
         import torch
 
         capturing = torch.cuda.is_current_stream_capturing
         if capturing():
             return None
-        tensor = torch.empty(summed.shape, dtype=summed.dtype, pin_memory=True)
-        tensor.copy_(summed, non_blocking=True)
-        copy, event = tensor.numpy(), torch.cuda.Event()
+        if summed.shape not in pinned:
+            memory = torch.empty(summed.shape, dtype=summed.dtype, pin_memory=True)
+            # torch.cuda.Event looks the current stream up in Python.
+            pinned[summed.shape] = memory, memory.numpy(), torch.Event(summed.device)
+        memory, copy, event = pinned[summed.shape]
+        memory.copy_(summed, non_blocking=True)
         event.record()
     elif is_cupy_array(summed):
         import cupy

@@ -108,6 +108,9 @@ class NCCL(LineCommunicator):
     def allreduce_on_device(self, x: Array, /) -> Array:
         return allreduce(self.comm, x)
 
+    def allreduce_in_place(self, x: Array, /) -> Array:
+        return allreduce(self.comm, x, in_place=True)
+
     def allreduce_host(self, a: HostArray, /) -> HostArray:
         summed: HostArray = self._parent.allreduce(a)
         return summed
@@ -130,10 +133,11 @@ def is_on_gpu(x: Array) -> bool:
     return is_cupy_array(x) or (is_torch_array(x) and x.device.type == "cuda")
 
 
-def allreduce(comm: Any, x: Array, /) -> Array:
+def allreduce(comm: Any, x: Array, /, *, in_place: bool = False) -> Array:
     """Sum `x`, a CuPy array or a torch tensor on a GPU, over the ranks of an NcclCommunicator.
 
-    Collective. Returns a new array like `x`. Nothing waits for the host.
+    Collective. Returns a new array like `x`; with `in_place`, in the memory of `x` where that is
+    contiguous. Nothing waits for the host.
 
     Raises
     ------
@@ -154,7 +158,7 @@ def allreduce(comm: Any, x: Array, /) -> Array:
         # Not by DLPack and CuPy's stream: a CUDA graph of torch's captures torch's stream only.
         with torch.cuda.device_of(x):
             x = x.detach().contiguous()
-            summed = torch.empty_like(x)
+            summed = x if in_place else torch.empty_like(x)
             stream = torch.cuda.current_stream(x.device).cuda_stream
             sent, received = x.data_ptr(), summed.data_ptr()
             comm.allReduce(sent, received, x.numel(), kind, nccl.NCCL_SUM, stream)
@@ -163,7 +167,7 @@ def allreduce(comm: Any, x: Array, /) -> Array:
 
     with x.device:
         x = cupy.ascontiguousarray(x).reshape(x.shape)  # ascontiguousarray makes () into (1,)
-        out = cupy.empty_like(x)
+        out = x if in_place else cupy.empty_like(x)
         stream = cupy.cuda.get_current_stream()
         comm.allReduce(x.data.ptr, out.data.ptr, x.size, kind, nccl.NCCL_SUM, stream.ptr)
     return out

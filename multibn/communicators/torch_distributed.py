@@ -89,12 +89,13 @@ class TorchDistributed(LineCommunicator):
         """The ProcessGroup."""
         if self._ranks is None:
             # init_process_group may have run again since the last use.
-            if dist.group.WORLD is None:
+            world = dist.group.WORLD
+            if world is None:
                 raise RuntimeError(
                     "no default process group is initialised. Call "
                     "torch.distributed.init_process_group() first, or pass None as communicator."
                 )
-            return dist.group.WORLD
+            return world
         known = self.known_group
         if known is None:
             if dist.group.WORLD is not None and self._known_under() is dist.group.WORLD:
@@ -143,7 +144,10 @@ class TorchDistributed(LineCommunicator):
         return self.allreduce_in_place(x.detach().clone(memory_format=torch.contiguous_format))
 
     def allreduce_in_place(self, x: Array, /) -> Array:
-        dist.all_reduce(x, group=self.group)
+        # As dist.all_reduce, which asks six functions about the group and the tensor.
+        work = self.group.allreduce([x], _SUM)
+        if work is not None:  # of a backend that does not wait by itself
+            work.wait()
         return x
 
     def split(self, color: int, key: int = 0) -> "TorchDistributed":
@@ -355,6 +359,8 @@ class _World:
                     self.groups[key] = group
 
 
+_SUM = dist.AllreduceOptions()
+_SUM.asyncOp = False  # in the current stream
 _latest_world: _World | None = None
 _inherited: dist.ProcessGroup | None = None  # in a forked child: the parent's default group
 

@@ -13,8 +13,12 @@ these sums are added up pairwise, and those of all splits in float64 by `_triton
 the coefficients are made, once for each channel: many GPUs have a unit for float64 for 64 of their
 units for float32. Offsets are 64 bits wide.
 
-Widths and strides count vectors of VECTOR elements, which a thread reads at once. Sizes are no
-constants of a kernel, so that images of any size need the same few kernels.
+A thread reads VECTOR elements at once, which begin at multiples of VECTOR; strides, steps and the
+width of whole rows count such vectors. Planes need not begin there: passes that sum read the
+vectors in which a plane begins and ends, and leave out what is not of the plane. Tiles of such
+planes are `step` apart, less than COLS. `mask`, bytes of the shape of `outer` rows of `inner`
+elements, or None, says which elements count; the others may be anything. Sizes are no constants of
+a kernel, so that images of any size need the same few kernels.
 """
 
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
@@ -24,14 +28,15 @@ import triton.language as tl
 from triton.language import constexpr
 
 _SIZES = (
-    "outer", "width", "stride", "inner", "channels", "blocks", "tiles_per_program", "splits",
+    "outer", "width", "stride", "step", "inner", "channels", "blocks", "tiles_per_program",
+    "splits",
 )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def moments(
-    x, partials,
-    outer: tl.int64, width: tl.int64, stride: tl.int64, inner, channels: tl.int64,
+    x, mask, partials,
+    outer: tl.int64, width: tl.int64, stride: tl.int64, step: tl.int64, inner, channels: tl.int64,
     blocks: tl.int64, tiles_per_program: tl.int64, splits: tl.int64,
     ROWS: constexpr, COLS: constexpr, COLUMNS: constexpr, VECTOR: constexpr, DTYPE: constexpr,
 ):  # fmt: skip
@@ -46,16 +51,24 @@ def moments(
     block, first, channel, exists = _place(
         width, inner, blocks, tiles_per_program, COLS, COLUMNS, VECTOR
     )
-    offsets, inside, count = _tile(first, block, outer, width, stride, ROWS, COLS, COLUMNS, VECTOR)
-    centre = _sum(tl.load(x + offsets, inside, 0.0).to(DTYPE), COLUMNS) / count.to(DTYPE)
+    offsets, readable, inside, count = _tile(
+        first, block, mask, outer, width, stride, step, inner, ROWS, COLS, COLUMNS, VECTOR
+    )
+    v = tl.where(inside, tl.load(x + offsets, readable, 0.0).to(DTYPE), 0.0)
+    centre = _sum(v, COLUMNS) / tl.maximum(count, 1).to(DTYPE)
     sum_d = tl.zeros((ROWS, COLS), DTYPE)
     sum_dd = tl.zeros((ROWS, COLS), DTYPE)
     total = tl.zeros((), tl.int64)
     for i in range(tiles_per_program):
-        offsets, inside, count = _tile(
-            first + i, block, outer, width, stride, ROWS, COLS, COLUMNS, VECTOR
+        offsets, readable, inside, count = _tile(
+            first + i, block, mask, outer, width, stride, step, inner, ROWS, COLS, COLUMNS, VECTOR
         )
-        d = tl.where(inside, tl.load(x + offsets, inside, 0.0).to(DTYPE) - centre, 0.0)
+        v = tl.load(x + offsets, readable, 0.0).to(DTYPE)
+        if mask is not None:  # noqa: SIM102  Triton takes None for a constant here only
+            if total == 0:  # no element of an earlier tile counts
+                of_tile = _sum(tl.where(inside, v, 0.0), COLUMNS)
+                centre = of_tile / tl.maximum(count, 1).to(DTYPE)
+        d = tl.where(inside, v - centre, 0.0)
         sum_d += d
         sum_dd += d * d
         total += count
@@ -69,8 +82,8 @@ def moments(
 
 @triton.jit(do_not_specialize=_SIZES)
 def normalize(
-    x, coefficients, residual, y,
-    outer: tl.int64, width: tl.int64, stride: tl.int64, inner, channels: tl.int64,
+    x, mask, coefficients, residual, y,
+    outer: tl.int64, width: tl.int64, stride: tl.int64, step: tl.int64, inner, channels: tl.int64,
     blocks: tl.int64, tiles_per_program: tl.int64, splits: tl.int64,
     ROWS: constexpr, COLS: constexpr, COLUMNS: constexpr, VECTOR: constexpr, DTYPE: constexpr,
     RELU: constexpr,
@@ -81,22 +94,24 @@ def normalize(
     )
     centre, scale, shift = _output_coefficients(coefficients, channel, channels, exists)
     for i in range(tiles_per_program):
-        offsets, inside, _ = _tile(
-            first + i, block, outer, width, stride, ROWS, COLS, COLUMNS, VECTOR
+        offsets, readable, inside, _ = _tile(
+            first + i, block, mask, outer, width, stride, step, inner, ROWS, COLS, COLUMNS, VECTOR
         )
-        d = tl.load(x + offsets, inside).to(DTYPE) - centre
+        d = tl.load(x + offsets, readable).to(DTYPE) - centre
         v = _output(d, scale, shift)
         if residual is not None:
-            v += tl.load(residual + offsets, inside).to(DTYPE)
+            v += tl.load(residual + offsets, readable).to(DTYPE)
         if RELU:
             v = tl.where(v < 0.0, 0.0, v)  # a NaN stays
-        tl.store(y + offsets, v, inside)
+        if mask is not None:
+            v = tl.where(inside, v, 0.0)
+        tl.store(y + offsets, v, readable)
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def backward_sums(
-    dy, x, y, mean, coefficients, partials,
-    outer: tl.int64, width: tl.int64, stride: tl.int64, inner, channels: tl.int64,
+    dy, x, y, mask, mean, coefficients, partials,
+    outer: tl.int64, width: tl.int64, stride: tl.int64, step: tl.int64, inner, channels: tl.int64,
     blocks: tl.int64, tiles_per_program: tl.int64, splits: tl.int64,
     ROWS: constexpr, COLS: constexpr, COLUMNS: constexpr, VECTOR: constexpr, DTYPE: constexpr,
 ):  # fmt: skip
@@ -116,13 +131,13 @@ def backward_sums(
     sum_dy = tl.zeros((ROWS, COLS), DTYPE)
     sum_dy_d = tl.zeros((ROWS, COLS), DTYPE)
     for i in range(tiles_per_program):
-        offsets, inside, _ = _tile(
-            first + i, block, outer, width, stride, ROWS, COLS, COLUMNS, VECTOR
+        offsets, readable, inside, _ = _tile(
+            first + i, block, mask, outer, width, stride, step, inner, ROWS, COLS, COLUMNS, VECTOR
         )
-        g = tl.load(dy + offsets, inside, 0.0).to(DTYPE)
-        d = tl.where(inside, tl.load(x + offsets, inside, 0.0).to(DTYPE) - centre, 0.0)
+        g = tl.where(inside, tl.load(dy + offsets, readable, 0.0).to(DTYPE), 0.0)
+        d = tl.where(inside, tl.load(x + offsets, readable, 0.0).to(DTYPE) - centre, 0.0)
         if y is not None:
-            g = tl.where(tl.load(y + offsets, inside, 0.0) > 0.0, g, 0.0)
+            g = tl.where(tl.load(y + offsets, readable, 0.0) > 0.0, g, 0.0)
         elif coefficients is not None:
             g = tl.where(_output(d, scale, shift) > 0.0, g, 0.0)
         sum_dy += g
@@ -134,8 +149,8 @@ def backward_sums(
 
 @triton.jit(do_not_specialize=_SIZES)
 def input_gradient(
-    dy, x, y, coefficients, dx, dresidual,
-    outer: tl.int64, width: tl.int64, stride: tl.int64, inner, channels: tl.int64,
+    dy, x, y, mask, coefficients, dx, dresidual,
+    outer: tl.int64, width: tl.int64, stride: tl.int64, step: tl.int64, inner, channels: tl.int64,
     blocks: tl.int64, tiles_per_program: tl.int64, splits: tl.int64,
     ROWS: constexpr, COLS: constexpr, COLUMNS: constexpr, VECTOR: constexpr, DTYPE: constexpr,
     RELU: constexpr,
@@ -152,18 +167,21 @@ def input_gradient(
     slope = tl.load(coefficients + 3 * channels + channel, exists, 0.0)
     intercept = tl.load(coefficients + 4 * channels + channel, exists, 0.0)
     for i in range(tiles_per_program):
-        offsets, inside, _ = _tile(
-            first + i, block, outer, width, stride, ROWS, COLS, COLUMNS, VECTOR
+        offsets, readable, inside, _ = _tile(
+            first + i, block, mask, outer, width, stride, step, inner, ROWS, COLS, COLUMNS, VECTOR
         )
-        g = tl.load(dy + offsets, inside).to(DTYPE)
-        d = tl.load(x + offsets, inside).to(DTYPE) - centre
+        g = tl.load(dy + offsets, readable).to(DTYPE)
+        d = tl.load(x + offsets, readable).to(DTYPE) - centre
         if y is not None:
-            g = tl.where(tl.load(y + offsets, inside) > 0.0, g, 0.0)
+            g = tl.where(tl.load(y + offsets, readable) > 0.0, g, 0.0)
         elif RELU:
             g = tl.where(_output(d, scale, shift) > 0.0, g, 0.0)
+        v = d * slope + g * scale + intercept
+        if mask is not None:
+            g, v = tl.where(inside, g, 0.0), tl.where(inside, v, 0.0)
         if dresidual is not None:
-            tl.store(dresidual + offsets, g, inside)
-        tl.store(dx + offsets, d * slope + g * scale + intercept, inside)
+            tl.store(dresidual + offsets, g, readable)
+        tl.store(dx + offsets, v, readable)
 
 
 @triton.jit
@@ -185,27 +203,41 @@ def _place(
 
 @triton.jit
 def _tile(
-    tile, block, outer, width, stride,
+    tile, block, mask, outer, width, stride, step, inner,
     ROWS: constexpr, COLS: constexpr, COLUMNS: constexpr, VECTOR: constexpr,
 ):  # fmt: skip
-    """Offsets of a tile, which are inside the activation, and how many per channel are inside."""
-    width = width.to(tl.int64) * VECTOR
+    """Offsets of a tile, which can be read, which count, and how many of these each channel has.
+
+    Without COLUMNS and a mask, all that can be read counts if planes begin at multiples of VECTOR.
+    """
     if COLUMNS:
         row = tile * ROWS
-        col = block * COLS
-        start = block * 0
+        start = block * COLS
+        before = block * 0
+        col = start % inner
+        length = width.to(tl.int64) * VECTOR - start
     else:
-        across = tl.cdiv(width, COLS)
+        step = step.to(tl.int64) * VECTOR
+        across = tl.cdiv(width, step)
         row = tile // across * ROWS
-        col = tile % across * COLS
-        start = block * width
+        col = tile % across * step
+        before = block * width % VECTOR
+        start = block * width // VECTOR * VECTOR + col
+        length = tl.minimum(width - col, step)
     rows = row + tl.arange(0, ROWS)[:, None]
-    cols = col + tl.arange(0, COLS)[None, :]
+    cols = tl.arange(0, COLS)[None, :]
     count = tl.minimum(tl.maximum(outer - row, 0), ROWS)
     if not COLUMNS:
-        count *= tl.minimum(width - col, COLS)
+        count *= length
     offsets = start + rows * (stride.to(tl.int64) * VECTOR) + cols
-    return offsets, (rows < outer) & (cols < width), count
+    readable = (rows < outer) & (cols < tl.cdiv(before + length, VECTOR) * VECTOR)
+    counts = readable & (cols >= before) & (cols < before + length)
+    if mask is not None:
+        place = (col + cols - before) % inner if COLUMNS else col + cols - before
+        counts &= tl.load(mask + rows.to(tl.int64) * inner + place, counts, 0) != 0
+        columns = tl.sum(counts.to(tl.int64), 0)
+        count = tl.max(columns, 0) if COLUMNS else tl.sum(columns, 0)
+    return offsets, readable, counts, count
 
 
 @triton.jit

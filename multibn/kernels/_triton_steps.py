@@ -21,26 +21,25 @@ SCALARS = constexpr(message.forward_payload(0))
 LANES = constexpr(message.num_lanes("backward"))
 
 
-# Triton of before 3.3 fails on a None that it must not specialize.
-_OPTIONAL = {"weight", "bias", "dweight", "dbias", "running_mean", "running_var", "num_batches"}
 _CONSTANTS = {"BLOCK", "SPLITS", "CUMULATIVE", "UNBIASED"}
 
 
 def _step(function):
     """A kernel of which one serves all sizes, and arrays that begin anywhere in memory."""
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    others = [name for name in names if name not in _OPTIONAL | _CONSTANTS]
+    others = [name for name in names if name not in _CONSTANTS]
     return triton.jit(do_not_specialize=others)(function)
 
 
 @_step
 def merge_moments(
-    partials, numbers, start, length, fingerprint: tl.int64, weight: tl.int64, count: tl.int64,
-    splits, C, BLOCK: constexpr, SPLITS: constexpr,
+    partials, numbers, weight_at, count_at, start, length, fingerprint: tl.int64,
+    weight: tl.int64, count: tl.int64, splits, C, BLOCK: constexpr, SPLITS: constexpr,
 ):  # fmt: skip
     """The forward message, from the sums of `_triton.moments`.
 
-    The splits' moments are added up about the centre of the first split, which is near the mean.
+    The splits' moments are added up about a split's centre, which is near the mean. Where no mask
+    says what counts, `weight_at` and `count_at` are None.
     """
     c, exists = _channels(C, BLOCK)
     size = splits * C
@@ -50,30 +49,27 @@ def merge_moments(
     second_sum = tl.zeros((1, BLOCK), tl.float64)
     for first in range(0, splits, SPLITS):
         at, inside = _splits(first, splits, c, C, SPLITS)
-        count_in_split = tl.load(partials + at, inside, 0.0)
+        count_in_split = tl.load(partials + at, inside, 0.0).to(tl.float64)
         centre = tl.load(partials + size + at, inside, 0.0).to(tl.float64)
-        sum_d = tl.load(partials + 2 * size + at, inside, 0.0)
+        sum_d = tl.load(partials + 2 * size + at, inside, 0.0).to(tl.float64)
         sum_dd = tl.load(partials + 3 * size + at, inside, 0.0).to(tl.float64)
-        # Rounded, but the same number in the mean and in the sum of squares about the mean.
-        mean_d = (sum_d / tl.where(inside, count_in_split, 1.0)).to(tl.float64)
-        m2 = sum_dd - (2.0 * sum_d.to(tl.float64) - count_in_split.to(tl.float64) * mean_d) * mean_d
-        shift = tl.where(inside, centre - reference + mean_d, 0.0)
-        first_term = count_in_split.to(tl.float64) * shift
-        n += tl.sum(count_in_split.to(tl.float64), 0, keep_dims=True)
-        first_sum += tl.sum(first_term, 0, keep_dims=True)
-        second_sum += tl.sum(m2 + first_term * shift, 0, keep_dims=True)
-    n = tl.where(exists, n, 1.0)
+        shift = tl.where(inside, centre - reference, 0.0)
+        n += tl.sum(count_in_split, 0, keep_dims=True)
+        first_sum += tl.sum(sum_d + count_in_split * shift, 0, keep_dims=True)
+        about = sum_dd + (2.0 * sum_d + count_in_split * shift) * shift
+        second_sum += tl.sum(about, 0, keep_dims=True)
+    n = tl.where(n == 0.0, 1.0, n)
     first_sum /= n
     mean = reference + first_sum
     var = second_sum / n - first_sum * first_sum
     var = tl.where(var < 0.0, 0.0, var)  # a NaN stays
-    w = number(weight)
+    w = _share(weight, weight_at)
     payload = numbers + start
     tl.store(payload + c, w * mean, exists)
     tl.store(payload + C + c, w * (var + mean * mean), exists)
     if tl.program_id(0) == 0:
         tl.store(payload + 2 * C + WEIGHT, w)
-        tl.store(payload + 2 * C + COUNT, number(count))
+        tl.store(payload + 2 * C + COUNT, _share(count, count_at))
         _store_around(numbers, start, 2 * C + SCALARS, length, fingerprint)
 
 
@@ -112,14 +108,14 @@ def merge_sums(
 
 @_step
 def finish_forward(
-    summed, mean, var, total_count, element_weight, weight, bias, coefficients,
+    summed, mean, var, total_count, element_weight, weight_at, count_at, weight, bias, coefficients,
     running_mean, running_var, num_batches, rank_weight: tl.int64, count: tl.int64, eps: tl.int64,
     momentum: tl.int64, factor: tl.int64, C,
     CUMULATIVE: constexpr, UNBIASED: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     """The statistics in a message, the coefficients of `_triton.normalize`, and `move`.
 
-    `count` is at least 1. `weight`, `bias`, and what is moved may be None.
+    `weight`, `bias`, and what is moved may be None; `weight_at` and `count_at` as in the merge.
     """
     c, exists = _channels(C, BLOCK)
     total = tl.load(summed + 2 * C + COUNT)
@@ -132,7 +128,8 @@ def finish_forward(
     tl.store(var + c, v, exists)
     if tl.program_id(0) == 0:
         tl.store(total_count, total)
-        tl.store(element_weight, number(rank_weight) / (number(count) * divisor))
+        n = tl.maximum(_share(count, count_at), 1.0)
+        tl.store(element_weight, _share(rank_weight, weight_at) / (n * divisor))
     _store_output_coefficients(coefficients, c, exists, C, m, v, weight, bias, eps)
     if running_mean is not None:
         _move(
@@ -165,9 +162,8 @@ def finish_backward(
     pull = -scale * number(element_weight)
     slope = pull * invstd * tl.load(summed + C + c, exists, 0.0)
     intercept = pull * tl.load(summed + c, exists, 0.0) - remainder * slope
-    DTYPE: constexpr = coefficients.dtype.element_ty
-    tl.store(coefficients + 3 * C + c, slope.to(DTYPE), exists)
-    tl.store(coefficients + 4 * C + c, intercept.to(DTYPE), exists)
+    tl.store(coefficients + 3 * C + c, slope.to(coefficients.dtype.element_ty), exists)
+    tl.store(coefficients + 4 * C + c, intercept.to(coefficients.dtype.element_ty), exists)
 
 
 @_step
@@ -188,6 +184,11 @@ def move(
 def number(v):
     # Triton passes a small Python int in 32 bits if the parameter has no annotation.
     return tl.load(v) if v.dtype.is_ptr() else v.to(tl.int64).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _share(v, at):
+    return number(v) if at is None else tl.load(at)
 
 
 @triton.jit
@@ -219,7 +220,7 @@ def _store_around(numbers, start, payload, length, fingerprint):
 @triton.jit
 def _store_output_coefficients(coefficients, c, exists, C, mean, var, weight, bias, eps):
     """Centre, scale and shift, see `generic`; returns invstd, scale, and the mean's remainder."""
-    DTYPE: constexpr = coefficients.dtype.element_ty
+    DTYPE = coefficients.dtype.element_ty
     centre = mean.to(DTYPE)
     remainder = mean - centre.to(tl.float64)
     invstd = 1.0 / tl.sqrt(var + number(eps))

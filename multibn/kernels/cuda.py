@@ -2,7 +2,7 @@
 
 The kernels take activations that have sizes (N, C, S), see `_layout`: contiguous and channels-last
 formats of any number of dimensions. They take per-channel tensors as `cuda_steps` does. Everything
-else goes to `generic`, and so do masks. Nothing waits for the GPU, and the launches depend on
+else goes to `generic`. Nothing waits for the GPU, and the launches depend on
 shapes, strides and dtypes only: a CUDA graph can capture a pass that has been compiled by an
 earlier run outside of it. While the graph is replayed, no Python looks at the messages between the
 ranks. NaN or infinity on a rank then shows in the running statistics of all ranks; ranks in
@@ -49,14 +49,15 @@ def begin_forward(
     out: Message | None = None,
 ) -> Any:
     """As `generic.begin_forward`; two launches."""
-    plan = _plan_of(x.shape, x.stride(), x.dtype, axis, x.device)
-    if plan is None or mask is not None:
+    plan = _plan_of(x.shape, x.stride(), x.dtype, axis, x.device, mask is not None)
+    if plan is None:
         return generic.begin_forward(x, rank_weight, count, axis=axis, mask=mask, out=out)
-    programs, sizes, splits, constants = plan.sums
-    with torch.cuda.device_of(x):
-        partials = x.new_empty((4, splits, plan.channels), dtype=plan.dtype)
-        launch(_triton.moments, programs, x, partials, *sizes, **constants)
-        return cuda_steps.merge_moments(partials, out, rank_weight, count)
+    programs, sizes, splits, constants, known = plan.sums
+    partials = x.new_empty((4, splits, plan.channels), dtype=plan.dtype)
+    key = "moments" if x.data_ptr() % 16 == 0 else None
+    arguments = x, None if mask is None else _bytes(mask), partials, *sizes
+    launch(_triton.moments, programs, arguments, constants, key, known)
+    return cuda_steps.merge_moments(partials, out, rank_weight, count)
 
 
 def finish_forward(
@@ -76,32 +77,31 @@ def finish_forward(
     running: Running | None = None,
 ) -> Finished:
     """As `generic.finish_forward`; two launches."""
-    plan = _plan_of(x.shape, x.stride(), x.dtype, axis, x.device)
+    plan = _plan_of(x.shape, x.stride(), x.dtype, axis, x.device, mask is not None)
     parameters = weight, bias
     if (
         plan is None
-        or mask is not None
         or (residual is not None and residual.dtype != x.dtype)
-        or summed.shape[0] != plan.payload
-        or not fit(summed, parameters=parameters, shape=plan.shape)
+        or not fit(plan.device, plan.payload, (summed,))
+        or not fit(plan.device, plan.shape, (), parameters)
     ):
         on: dict[str, Any] = {"eps": eps, "axis": axis, "residual": residual, "relu": relu}
         share = rank_weight, count
         return generic.finish_forward(
             summed, x, *parameters, *share, running=running, mask=mask, **on
         )
-    state = generic.state(summed, count)
+    is_many = isinstance(count, float) and count > 1.0
+    state = RIGHT if summed.is_cuda and is_many else generic.state(summed, count)
     moved = running
     if running is not None and not (
         state == RIGHT and movable(running, summed, plan.channels, count)
     ):
         moved = None
     share = rank_weight, count
-    with torch.cuda.device_of(x):
-        batch, coefficients = cuda_steps.finish_forward(
-            summed, plan.shape, *parameters, *share, eps, plan.dtype, moved
-        )
-        y = _normalize(plan, x, coefficients, residual, relu)
+    batch, coefficients = cuda_steps.finish_forward(
+        summed, plan.shape, *parameters, *share, eps, plan.dtype, moved
+    )
+    y = _normalize(plan, x, coefficients, residual, relu, mask)
     if running is not None and moved is None and state == RIGHT:
         generic.move(running, *batch[:3], count)
     return y, *batch, state
@@ -124,21 +124,21 @@ def begin_backward(
     out: Message | None = None,
 ) -> tuple[Any, Tensor | None, Tensor | None]:
     """As `generic.begin_backward`; two launches, three for the sign of an output that is gone."""
-    plan = _plan_of(x.shape, x.stride(), x.dtype, axis, x.device)
+    plan = _plan_of(x.shape, x.stride(), x.dtype, axis, x.device, mask is not None)
     parameters = weight, bias
-    if plan is None or mask is not None or not plan.takes(mean, var, parameters):
+    if plan is None or not fit(plan.device, plan.shape, (mean, var), parameters):
         on: dict[str, Any] = {"eps": eps, "axis": axis, "relu": relu, "y": y, "mask": mask}
         return generic.begin_backward(dy, x, mean, var, *parameters, out=out, **on)
-    programs, sizes, splits, constants = plan.sums
-    with torch.cuda.device_of(x):
-        coefficients = None
-        if relu and y is None:
-            coefficients = cuda_steps.output_coefficients(mean, var, *parameters, eps, plan.dtype)
-        partials = x.new_empty((2, splits, plan.channels), dtype=plan.dtype)
-        inputs = _laid_out_as(x, dy), x, _laid_out_as(x, y) if relu else None
-        arguments = *inputs, mean, coefficients, partials, *sizes
-        launch(_triton.backward_sums, programs, *arguments, **constants)
-        return cuda_steps.merge_sums(partials, out, mean, var, *parameters, eps)
+    programs, sizes, splits, constants, known = plan.sums
+    coefficients = None
+    if relu and y is None:
+        coefficients = cuda_steps.output_coefficients(mean, var, *parameters, eps, plan.dtype)
+    partials = x.new_empty((2, splits, plan.channels), dtype=plan.dtype)
+    inputs, key = _inputs(dy, x, y if relu else None, mask)
+    key = key and (*key, "sums", coefficients is None) if mean.data_ptr() % 16 == 0 else None
+    arguments = *inputs, mean, coefficients, partials, *sizes
+    launch(_triton.backward_sums, programs, arguments, constants, key, known)
+    return cuda_steps.merge_sums(partials, out, (mean, var, *parameters), eps)
 
 
 def finish_backward(
@@ -159,29 +159,27 @@ def finish_backward(
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """As `generic.finish_backward`; two launches."""
-    plan = _plan_of(x.shape, x.stride(), x.dtype, axis, x.device)
+    plan = _plan_of(x.shape, x.stride(), x.dtype, axis, x.device, mask is not None)
     factor = number(element_weight, x)
     parameters = weight, bias
     if (
         plan is None
-        or mask is not None
         or factor is None
-        or summed.shape[0] != 2 * plan.channels
-        or not (plan.takes(mean, var, parameters) and fit(summed))
+        or not fit(plan.device, (2 * plan.channels,), (summed,))
+        or not fit(plan.device, plan.shape, (mean, var), parameters)
     ):
         on: dict[str, Any] = {"eps": eps, "axis": axis, "relu": relu, "y": y, "mask": mask}
-        statistics = mean, var, *parameters, element_weight
-        return generic.finish_backward(summed, dy, x, *statistics, **on)
-    programs, sizes, _, constants = plan.elementwise
-    with torch.cuda.device_of(x):
-        coefficients = cuda_steps.gradient_coefficients(
-            summed, mean, var, *parameters, factor, eps, plan.dtype
-        )
-        dx = torch.empty_like(x)
-        dresidual = None if y is None else torch.empty_like(x)
-        inputs = _laid_out_as(x, dy), x, _laid_out_as(x, y) if relu else None
-        arguments = *inputs, coefficients, dx, dresidual, *sizes
-        launch(_triton.input_gradient, programs, *arguments, RELU=relu, **constants)
+        about = mean, var, *parameters, element_weight
+        return generic.finish_backward(summed, dy, x, *about, **on)
+    programs, sizes, _, constants, known = plan.elementwise[relu]
+    statistics = mean, var, *parameters
+    coefficients = cuda_steps.gradient_coefficients(summed, statistics, factor, eps, plan.dtype)
+    dx = torch.empty_like(x)
+    dresidual = None if y is None else torch.empty_like(x)
+    inputs, key = _inputs(dy, x, y if relu else None, mask)
+    arguments = *inputs, coefficients, dx, dresidual, *sizes
+    key = key and (*key, "gradient", y is None)
+    launch(_triton.input_gradient, programs, arguments, constants, key, known)
     return dx, dresidual
 
 
@@ -203,24 +201,44 @@ def normalize(
     parameters = weight, bias
     if (
         plan is None
-        or not plan.takes(mean, var, parameters)
+        or not fit(plan.device, plan.shape, (mean, var), parameters)
         or (residual is not None and residual.dtype != x.dtype)
     ):
         on: dict[str, Any] = {"residual": residual, "relu": relu}
         return generic.normalize(x, mean, var, *parameters, eps=eps, axis=axis, **on)
-    with torch.cuda.device_of(x):
-        coefficients = cuda_steps.output_coefficients(mean, var, *parameters, eps, plan.dtype)
-        return _normalize(plan, x, coefficients, residual, relu)
+    coefficients = cuda_steps.output_coefficients(mean, var, *parameters, eps, plan.dtype)
+    return _normalize(plan, x, coefficients, residual, relu)
 
 
 def _normalize(
-    plan: "_Plan", x: Tensor, coefficients: Tensor, residual: Tensor | None, relu: bool
+    plan: "_Plan", x: Tensor, coefficients: Tensor, residual: Any, relu: bool, mask: Any = None
 ) -> Tensor:
-    programs, sizes, _, constants = plan.elementwise
+    programs, sizes, _, constants, known = plan.elementwise[relu]
     y = torch.empty_like(x)
-    arguments = x, coefficients, _laid_out_as(x, residual), y, *sizes
-    launch(_triton.normalize, programs, *arguments, RELU=relu, **constants)
+    place = x.data_ptr()
+    if residual is not None:
+        residual = _laid_out_as(x, residual)
+        place |= residual.data_ptr()
+    key = ("normalize", residual is None) if place % 16 == 0 else None
+    arguments = x, None if mask is None else _bytes(mask), coefficients, residual, y, *sizes
+    launch(_triton.normalize, programs, arguments, constants, key, known)
     return y
+
+
+def _bytes(mask: Tensor) -> Tensor:
+    return mask.contiguous().view(torch.uint8)
+
+
+def _inputs(dy: Tensor, x: Tensor, y: Tensor | None, mask: Tensor | None) -> tuple[Any, Any]:
+    """What a backward pass reads, laid out as `x`, and its part of a key for `launch`."""
+    if dy.stride() != x.stride():
+        dy = _laid_out_as(x, dy)
+    place, dtype = x.data_ptr() | dy.data_ptr(), None
+    if y is not None:
+        y = _laid_out_as(x, y)
+        place, dtype = place | y.data_ptr(), y.dtype
+    key = (dy.dtype, dtype) if place % 16 == 0 else None
+    return (dy, x, y, None if mask is None else _bytes(mask)), key
 
 
 class _Tiling(NamedTuple):
@@ -230,25 +248,19 @@ class _Tiling(NamedTuple):
     sizes: tuple[int, ...]  # as in `_triton`
     splits: int
     constants: dict[str, Any]
+    known: dict[Any, Any]  # what `launch` has compiled
 
 
 class _Plan(NamedTuple):
-    """The passes over all activations of one dtype, shape, strides and device."""
+    """The passes over all activations of one dtype, shape, strides and device, masked or not."""
 
     shape: tuple[int, ...]  # of a per-channel tensor
     channels: int
-    payload: int  # numbers of a forward message
+    payload: tuple[int]  # the shape of a forward payload
     dtype: torch.dtype  # of the arithmetic
     device: torch.device
     sums: _Tiling
-    elementwise: _Tiling
-
-    def takes(
-        self, mean: Tensor, var: Tensor, parameters: tuple[Tensor | None, Tensor | None]
-    ) -> bool:
-        """Whether the kernels can take these per-channel tensors."""
-        fits = mean.shape == self.shape and mean.device == self.device
-        return fits and fit(mean, var, parameters=parameters)
+    elementwise: tuple[_Tiling, _Tiling]  # without and with a ReLU
 
 
 @lru_cache(maxsize=1024)
@@ -258,20 +270,28 @@ def _plan_of(
     dtype: torch.dtype,
     axis: tuple[int, ...],
     device: torch.device,
+    is_masked: bool = False,
 ) -> _Plan | None:
     """The plan; None if the kernels cannot take such activations."""
     sizes = sizes_in_memory(shape, strides, axis)
-    if sizes is None or 0 in shape or dtype not in _DTYPES:
+    reduced = [strides[i] for i in axis if shape[i] > 1]
+    # The elements of a channel must be in memory as those of a mask.
+    in_order = not is_masked or reduced == sorted(reduced, reverse=True)
+    if sizes is None or 0 in shape or dtype not in _DTYPES or not in_order:
         return None
     _, C, S = sizes
     per_channel = tuple(n for i, n in enumerate(shape) if i not in axis)
     multiprocessors = _num_multiprocessors(device)
     last = int(S == 1 and C > 1)
     sums = _sums(sizes, last, dtype, _SUMS * multiprocessors)
-    columns = 2 if S % 2 == 1 and S > 1 else last
-    elementwise = _tiling(sizes, columns, dtype, _ELEMENTWISE * multiprocessors)
-    arithmetic = _DTYPES[dtype]
-    return _Plan(per_channel, C, forward_payload(C), arithmetic, device, sums, elementwise)
+    columns = 2 if S % _vector(sizes, dtype) and S > 1 else last
+    plain, relu = (
+        tiling._replace(constants=tiling.constants | {"RELU": relu}, known={})
+        for tiling in [_tiling(sizes, columns, dtype, _ELEMENTWISE * multiprocessors)]
+        for relu in (False, True)
+    )
+    payload, arithmetic = (forward_payload(C),), _DTYPES[dtype]
+    return _Plan(per_channel, C, payload, arithmetic, device, sums, (plain, relu))
 
 
 def _sums(sizes: tuple[int, int, int], columns: int, dtype: torch.dtype, programs: int) -> _Tiling:
@@ -297,15 +317,17 @@ def _tiling(
 ) -> _Tiling:
     """Tiles for about so many programs; `cols` is for channels that come last."""
     N, C, S = sizes
+    vector = _vector(sizes, dtype)
     width = C * S if columns else S
-    cols = min(triton.next_power_of_2(width), (512, cols, 256)[columns], _TILE)
+    # Of a plane that begins inside of a vector.
+    slack = 0 if columns or S % vector == 0 else vector
+    cols = min(triton.next_power_of_2(width + slack), (512, cols, 256)[columns], _TILE)
     rows = min(triton.next_power_of_2(N), _TILE // cols)
     blocks = _cdiv(width, cols) if columns else C
-    tiles = _cdiv(N, rows) * (1 if columns else _cdiv(S, cols))
+    tiles = _cdiv(N, rows) * (1 if columns else _cdiv(S, cols - slack))
     per_program = max(_cdiv(tiles * blocks, programs), _cdiv(tiles, max_splits))
     per_program = min(per_program, tiles, max_tiles)
     splits = _cdiv(tiles, per_program)
-    vector = math.gcd(width, C * S, _VECTOR // dtype.itemsize)
     constants = {
         "ROWS": rows,
         "COLS": cols,
@@ -314,9 +336,14 @@ def _tiling(
         "DTYPE": _LANGUAGE[_DTYPES[dtype]],
         "enable_fp_fusion": True,  # the default, but Triton 3.9 warns without it
     }
-    inner = S if columns else 1
-    arguments = N, width // vector, C * S // vector, inner, C, blocks, per_program, splits
-    return _Tiling(blocks * splits, arguments, splits, constants)
+    width, step = (width // vector, 0) if columns else (S, (cols - slack) // vector)
+    arguments = N, width, C * S // vector, step, S, C, blocks, per_program, splits
+    return _Tiling(blocks * splits, arguments, splits, constants, {})
+
+
+def _vector(sizes: tuple[int, int, int], dtype: torch.dtype) -> int:
+    """How many elements a thread reads at once: rows begin at their multiples."""
+    return math.gcd(sizes[1] * sizes[2], _VECTOR // dtype.itemsize)
 
 
 def _cdiv(a: int, b: int) -> int:
@@ -330,12 +357,8 @@ def _num_multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _laid_out_as(x: Tensor, other: Tensor | None) -> Tensor | None:
+def _laid_out_as(x: Tensor, other: Tensor) -> Tensor:
     """`other` in the memory order of `x`; a copy if need be, of an expanded tensor for example."""
-    if other is None:
-        return None
-    if other.stride() == x.stride():
-        return other
     strides = zip(x.shape, x.stride(), other.stride(), strict=True)
     if all(n == 1 or a == b for n, a, b in strides):
         return other

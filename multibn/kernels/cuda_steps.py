@@ -7,6 +7,7 @@ Nothing waits for the GPU, and a CUDA graph can capture the steps as it can the 
 """
 
 import struct
+from collections.abc import Callable
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -30,31 +31,28 @@ _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def merge_moments(partials: Tensor, out: Message | None, weight: float, count: float, /) -> Any:
+def merge_moments(partials: Tensor, out: Message | None, weight: Any, count: Any, /) -> Any:
     """The forward message, or its payload where there is no `out`; of `_triton.moments`."""
     _, splits, C = partials.shape
-    sent, around = _around(out, partials, message.forward_payload(C))
-    arguments = partials, *around, bits(weight), bits(count), splits, C
-    _merge(_triton_steps.merge_moments, arguments)
+    sent, numbers, *around = _around(out, partials, message.forward_payload, C)
+    at, share = _share(weight, count)
+    arguments = partials, numbers, *at, *around, *share, splits, C
+    _merge(_triton_steps.merge_moments, arguments, ("merge_moments", at[0] is None))
     return sent
 
 
 def merge_sums(
-    partials: Tensor,
-    out: Message | None,
-    mean: Tensor,
-    var: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
+    partials: Tensor, out: Message | None, statistics: tuple[Any, ...], eps: float
 ) -> tuple[Any, Tensor | None, Tensor | None]:
-    """As `generic.begin_backward`, of `_triton.backward_sums`."""
+    """As `generic.begin_backward`, of `_triton.backward_sums`; `statistics` as below."""
+    mean, var, weight, bias = statistics
     _, splits, C = partials.shape
-    sent, (numbers, *around) = _around(out, partials, message.backward_payload(C))
+    sent, numbers, *around = _around(out, partials, message.backward_payload, C)
     dweight = None if weight is None else torch.empty_like(weight)
     dbias = None if bias is None else torch.empty_like(bias)
     arguments = partials, mean, var, numbers, dweight, dbias, *around, bits(eps), splits, C
-    _merge(_triton_steps.merge_sums, arguments)
+    key = "merge_sums", weight is None or weight.dtype, bias is None or bias.dtype
+    _merge(_triton_steps.merge_sums, arguments, key)
     return sent, dweight, dbias
 
 
@@ -63,8 +61,8 @@ def finish_forward(
     shape: tuple[int, ...],
     weight: Tensor | None,
     bias: Tensor | None,
-    rank_weight: float,
-    count: float,
+    rank_weight: Any,
+    count: Any,
     eps: float,
     dtype: torch.dtype,
     running: Running | None,
@@ -73,16 +71,17 @@ def finish_forward(
 
     Moves running statistics, which must be `movable`, or None.
     """
-    C = prod(shape)
-    new = summed.new_empty
+    C, new = prod(shape), summed.new_empty
     statistics = new(shape), new(shape), new(()), new(())
-    coefficients = summed.new_empty((3, C), dtype=dtype)
-    numbers = bits(rank_weight), bits(max(count, 1.0)), bits(eps)
-    arrays, how, programs, constants = _moved(running, count, C)
-    arguments = summed, *statistics, weight, bias, coefficients, *arrays, *numbers, *how, C
-    launch(_triton_steps.finish_forward, programs, *arguments, **constants)
+    coefficients = new((3, C), dtype=dtype)
+    at, share = _share(rank_weight, count)
+    arrays, how, programs, constants, key = _moved(running, count, C)
+    numbers = *share, bits(eps), *how, C
+    arguments = summed, *statistics, *at, weight, bias, coefficients, *arrays, *numbers
+    key = weight is None or weight.dtype, bias is None or bias.dtype, dtype, at[0] is None, *key
+    launch(_triton_steps.finish_forward, programs, arguments, constants, ("forward", *key), _known)
     if running is not None:
-        _has_changed(running)
+        _have_changed(arrays)
     return statistics, coefficients
 
 
@@ -93,25 +92,23 @@ def output_coefficients(
     C = mean.numel()
     coefficients = mean.new_empty((3, C), dtype=dtype)
     arguments = mean, var, weight, bias, coefficients, bits(eps), C
-    launch(_triton_steps.coefficients_of, _blocks(C), *arguments, **_STEP)
+    key = "coefficients_of", weight is None or weight.dtype, bias is None or bias.dtype, dtype
+    launch(_triton_steps.coefficients_of, -(-C // _BLOCK), arguments, _STEP, key, _known)
     return coefficients
 
 
 def gradient_coefficients(
-    summed: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    element_weight: Any,
-    eps: float,
-    dtype: Any,
+    summed: Tensor, statistics: tuple[Any, ...], element_weight: Any, eps: float, dtype: Any
 ) -> Tensor:
-    """The coefficients of `_triton.input_gradient`."""
+    """The coefficients of `_triton.input_gradient`; `statistics` are mean, var, weight, bias."""
+    mean, _, weight, bias = statistics
     C = mean.numel()
     coefficients = mean.new_empty((5, C), dtype=dtype)
-    arguments = summed, mean, var, weight, bias, element_weight, coefficients, bits(eps), C
-    launch(_triton_steps.finish_backward, _blocks(C), *arguments, **_STEP)
+    arguments = summed, *statistics, element_weight, coefficients, bits(eps), C
+    key: Any = "backward", weight is None or weight.dtype, bias is None or bias.dtype, dtype
+    if not isinstance(element_weight, Tensor):
+        key = None  # Triton passes a number in 32 or 64 bits, as the number needs
+    launch(_triton_steps.finish_backward, -(-C // _BLOCK), arguments, _STEP, key, _known)
     return coefficients
 
 
@@ -119,104 +116,99 @@ def move(running: Running, mean: Tensor, var: Tensor, count: Tensor, local_count
     """As `generic.move`; one launch."""
     mean, var = mean.view(running.mean.shape), var.view(running.mean.shape)
     if (
-        not fit(mean, var)
+        not fit(mean.device, mean.shape, (mean, var))
         or not movable(running, mean, mean.numel(), local_count)
         or not isinstance(number(count, mean), Tensor)
     ):
         generic.move(running, mean, var, count, local_count)
         return
     C = mean.numel()
-    arrays, how, programs, constants = _moved(running, local_count, C)
-    with torch.cuda.device_of(mean):
-        launch(_triton_steps.move, programs, *arrays, mean, var, count, *how, C, **constants)
-    _has_changed(running)
+    arrays, how, programs, constants, key = _moved(running, local_count, C)
+    arguments = *arrays, mean, var, count, *how, C
+    launch(_triton_steps.move, programs, arguments, constants, ("move", *key), _known)
+    _have_changed(arrays)
 
 
 def movable(running: Running, like: Tensor, C: int, local_count: Any) -> bool:
     """Whether the kernels can move these running statistics by those of C channels."""
-    mean, var, _, convention, num_batches = running
+    mean, var, _, convention, counter = running
     return (
         mean.numel() == C
-        and fit(like, parameters=(mean, var), shape=mean.shape)
+        and fit(like.device, mean.shape, parameters=(mean, var))
         and not (convention == "unbiased_local" and isinstance(local_count, Tensor))
         and not (mean.is_inference() or var.is_inference())
-        and (num_batches is None or _is_counter(num_batches, like))
+        and (
+            counter is None
+            or (
+                type(counter) is Tensor
+                and counter.shape == ()
+                and counter.dtype == torch.int64
+                and counter.device == like.device
+                and not counter.is_inference()
+            )
+        )
     )
 
 
 def _moved(
     running: Running | None, local_count: Any, C: int
-) -> tuple[tuple[Any, ...], tuple[int, int], int, dict[str, Any]]:
-    """Arrays and numbers of `_triton_steps.move`, how many programs it takes, and constants."""
-    programs, constants = _blocks(C), _NOT_MOVED
+) -> tuple[tuple[Any, ...], tuple[int, int], int, dict[str, Any], tuple[Any, ...]]:
+    """Arrays and numbers of `_triton_steps.move`, how many programs, constants, part of a key."""
+    programs, constants = -(-C // _BLOCK), _NOT_MOVED
     if running is None:
-        return (None, None, None), (0, 0), programs, constants
-    mean, var, momentum, convention, num_batches = running
+        return (None, None, None), (0, 0), programs, constants, (None,)
+    mean, var, momentum, convention, counter = running
     is_global = convention == "unbiased_global"  # the kernel then computes the factor
     factor = 0.0 if is_global else generic.variance_factor(0.0, local_count, convention)
-    cumulative = momentum is None and num_batches is not None
-    if cumulative or is_global:
-        constants = _STEP | {"CUMULATIVE": cumulative, "UNBIASED": is_global}
+    cumulative = momentum is None and counter is not None
+    block = _BLOCK
     if cumulative:  # one program reads and writes the counter
-        programs, constants = 1, constants | {"BLOCK": max(triton.next_power_of_2(C), _BLOCK)}
-    return (mean, var, num_batches), (bits(momentum or 0.0), bits(factor)), programs, constants
+        programs, block = 1, max(triton.next_power_of_2(C), _BLOCK)
+    if cumulative or is_global:
+        constants = _STEP | {"CUMULATIVE": cumulative, "UNBIASED": is_global, "BLOCK": block}
+    key = mean.dtype, var.dtype, counter is None, cumulative, is_global, block
+    return (mean, var, counter), (bits(momentum or 0.0), bits(factor)), programs, constants, key
 
 
-def _has_changed(running: Running) -> None:
+def _have_changed(arrays: tuple[Any, ...]) -> None:
     """Autograd would not notice otherwise that a saved tensor has changed."""
-    mean, var, _, _, num_batches = running
-    moved = (mean, var) if num_batches is None else (mean, var, num_batches)
-    torch.autograd.graph.increment_version(moved)
+    torch.autograd.graph.increment_version(arrays if arrays[2] is not None else arrays[:2])
 
 
 def _around(
-    out: Message | None, like: Tensor, payload: int
-) -> tuple[Any, tuple[Tensor, int, int, int]]:
+    out: Message | None, like: Tensor, payload: Callable[[int], int], C: int
+) -> tuple[Any, Tensor, int, int, int]:
     """A new payload, or the message `out`; its numbers, the payload's place in them, their
     length and the fingerprint.
     """
     if out is None:
-        numbers = like.new_empty(payload, dtype=torch.float64)
-        return numbers, (numbers, 0, payload, 0)
-    return out, (out.numbers, out.start, out.numbers.shape[0], bits(out.fingerprint))
+        numbers = like.new_empty(payload(C), dtype=torch.float64)
+        return numbers, numbers, 0, numbers.shape[0], 0
+    numbers, start, fingerprint = out
+    return out, numbers, start, numbers.shape[0], bits(fingerprint)
 
 
-def fit(
-    first: Tensor,
-    *others: Tensor,
-    parameters: tuple[Tensor | None, ...] = (),
-    shape: tuple[int, ...] | None = None,
-) -> bool:
+def fit(device: Any, shape: tuple[int, ...], wide: Any = (), parameters: Any = ()) -> bool:
     """Whether the kernels can take these wide tensors, and `parameters` of other dtypes."""
-    for v in (first, *others):
+    for v in wide:
         if (
             v.dtype != torch.float64
+            or v.shape != shape
+            or v.device != device
             or type(v) not in _PLAIN
-            or v.shape != first.shape
-            or v.device != first.device
             or not v.is_contiguous()
         ):
             return False
     for p in parameters:
         if p is not None and (
             p.dtype not in _FLOATING
+            or p.shape != shape
+            or p.device != device
             or type(p) not in _PLAIN
-            or p.shape != (first.shape if shape is None else shape)
-            or p.device != first.device
             or not p.is_contiguous()
         ):
             return False
-    return first.numel() > 0
-
-
-def _is_counter(v: Tensor, like: Tensor) -> bool:
-    return (
-        type(v) is Tensor
-        and v.shape == ()
-        and v.dtype == torch.int64
-        and v.device == like.device
-        and not v.is_inference()
-    )
+    return 0 not in shape
 
 
 def number(v: float | Tensor, like: Tensor) -> int | Tensor | None:
@@ -225,6 +217,13 @@ def number(v: float | Tensor, like: Tensor) -> int | Tensor | None:
         return bits(v)
     fits = type(v) is Tensor and v.ndim == 0 and v.dtype == torch.float64
     return v if fits and v.device == like.device else None
+
+
+def _share(weight: Any, count: Any) -> tuple[tuple[Any, Any], tuple[int, int]]:
+    """A rank's weight and count as arrays on a GPU, None without a mask there, and as numbers."""
+    if isinstance(count, Tensor):
+        return (weight, count), (0, 0)
+    return (None, None), (bits(weight), bits(count))
 
 
 @lru_cache(maxsize=1024)
@@ -237,43 +236,40 @@ _NOT_MOVED = _STEP | {"CUMULATIVE": False, "UNBIASED": False}
 _INT64, _FLOAT64 = struct.Struct("=q"), struct.Struct("=d")
 
 
-def _merge(kernel: Any, arguments: tuple[Any, ...]) -> None:
-    *_, splits, C = arguments
+def _merge(kernel: Any, arguments: tuple[Any, ...], key: tuple[Any, ...]) -> None:
+    partials, *_, splits, C = arguments
     constants = _FEW_SPLITS if splits <= 32 else _MANY_SPLITS
-    launch(kernel, _blocks(C, constants["BLOCK"]), *arguments, **constants)
+    key = *key, partials.dtype, splits <= 32
+    launch(kernel, -(-C // constants["BLOCK"]), arguments, constants, key, _known)
 
 
-def _blocks(C: int, block: int = _BLOCK) -> int:
-    return -(-C // block)
+def launch(
+    kernel: Any, programs: int, arguments: Any, constants: dict[str, Any], key: Any, known: Any
+) -> None:
+    """Launch a kernel on the device of its first argument; `num_warps` and so on are constants.
 
-
-def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-    """Launch a kernel, whose constants are its last parameters; `num_warps` and so on are options.
-
-    Triton takes 14 us to look at the arguments of each launch, a third of it to find that a
-    compiled kernel fits them. No number is a constant of these kernels and each has one width, so
-    that dtypes and alignment tell which compiled kernel fits.
+    Triton takes 14 us to look at the arguments of a launch. So `known` keeps what was compiled for
+    a `key`, which the caller makes of all that can change: dtypes, and which arguments are None. No
+    number is specialized in these kernels. If arguments that are specialized begin anywhere in
+    memory, the key is None, and Triton looks.
     """
-    key = (
-        kernel.__name__,
-        arguments[0].device,
-        *constants.values(),
-        *[
-            a if a is None else a.dtype if a.data_ptr() % 16 == 0 else (a.dtype,)
-            for a in arguments
-            if type(a) is not int
-        ],
-    )
-    direct = _compiled.get(key)
-    if direct is not None:
-        compiled, values = direct
-        compiled[programs, 1, 1](*arguments, *values)
+    device = arguments[0].get_device()
+    found = known.get((device, key))
+    if found is not None and device == _current_device() and not _knobs.launch_enter_hook.calls:
+        _, run, stream_of, function, metadata, values = found
+        stream = stream_of(device)
+        # Neither metadata of the launch nor hooks, which profilers set.
+        run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments, *values)
         return
-    compiled = kernel[programs,](*arguments, **constants)
-    # Triton's interpreter compiles nothing, and Triton before 3.3 passes no constants on.
-    if compiled is not None and len(compiled.src.signature) == len(kernel.arg_names):
+    with torch.cuda.device_of(arguments[0]):
+        compiled = kernel[programs,](*arguments, **constants)
+    if compiled is not None and key is not None:  # Triton's interpreter compiles nothing
         values = [constants[name] for name in kernel.arg_names[len(arguments) :]]
-        _compiled[key] = compiled, values
+        stream_of = triton.runtime.driver.active.get_current_stream
+        launcher = compiled.run, stream_of, compiled.function, compiled.packed_metadata
+        known[device, key] = compiled, *launcher, values
 
 
-_compiled: dict[Any, tuple[Any, list[Any]]] = {}
+_known: dict[Any, Any] = {}  # of all steps
+_knobs = triton.knobs.runtime
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", lambda: -1)

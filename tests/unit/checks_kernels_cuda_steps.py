@@ -35,9 +35,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     launches: list[str] = []
     launch = cuda_steps.launch
 
-    def recorded(kernel: Any, *arguments: Any, **constants: Any) -> None:
+    def recorded(kernel: Any, *arguments: Any) -> None:
         launches.append(kernel.__name__)
-        launch(kernel, *arguments, **constants)
+        launch(kernel, *arguments)
 
     for file in (cuda, cuda_steps):
         monkeypatch.setattr(file, "launch", recorded)

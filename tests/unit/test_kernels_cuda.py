@@ -9,6 +9,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -45,13 +46,14 @@ def test_the_checks(where: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "with_residual"),
-    [("moments", False), ("normalize", True), ("normalize", False), ("backward_sums", True),
-     ("backward_sums", False), ("input_gradient", True), ("input_gradient", False)],
+    ("kernel", "with_all"),
+    [("moments", True), ("moments", False), ("normalize", True), ("normalize", False),
+     ("backward_sums", True), ("backward_sums", False), ("input_gradient", True),
+     ("input_gradient", False)],
 )  # fmt: skip
 @pytest.mark.parametrize("columns", [0, 1, 2])
 def test_the_passes_compile_for_a_gpu(
-    columns: int, kernel: str, with_residual: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    columns: int, kernel: str, with_all: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The compiler is stricter than the interpreter, and needs no GPU."""
     require.need("triton")
@@ -65,15 +67,20 @@ def test_the_passes_compile_for_a_gpu(
     types: dict[str, Any] = dict.fromkeys(("x", "y", "dy", "dx", "residual"), "*bf16")
     types |= dict.fromkeys(("coefficients", "partials"), "*fp32") | {"mean": "*fp64"}
     types |= dict.fromkeys(_triton._SIZES, "i64") | {"inner": "i32"}
-    if not with_residual:
-        constants |= {"residual": None, "dresidual": None}
+    if not with_all:  # neither residual nor mask
+        constants |= {"residual": None, "dresidual": None, "mask": None}
         constants |= {"coefficients": None} if kernel == "backward_sums" else {}
-    if kernel in ("backward_sums", "input_gradient") and not with_residual:
+    if kernel in ("backward_sums", "input_gradient") and not with_all:
         constants["y"] = None
-    types |= {"dresidual": "*bf16"}
+    types |= {"dresidual": "*bf16", "mask": "*u8"}
     ptx = compile_for_a_gpu(getattr(_triton, kernel), types, constants, fused=True)
     assert not re.search(r"\b(add|sub|mul|div|fma|sqrt)\S*f64", ptx)
-    assert ".v4.b32" in ptx  # 16 bytes at a time
+    # 16 bytes of an activation at a time, of planes of any size.
+    assert ".v4.b32" in ptx
+    assert not re.search(r"\b(ld|st)\.global\S*16\b", ptx)
+    # What a channel's coefficients need is divided in the steps; a tile's mean, here.
+    divides = re.search(r"\b(div|sqrt|rsqrt|rcp)\S*f32", ptx) is not None
+    assert divides is (kernel == "moments")
 
 
 @pytest.mark.parametrize("parameter", ["fp16", "bf16", "fp32", "fp64", None])
@@ -86,17 +93,20 @@ def test_the_steps_compile_for_a_gpu(
     from multibn.kernels import _triton_steps
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    wide = ("summed", "numbers", "mean", "var", "total_count", "count", "element_weight")
+    shares = ("weight_at", "count_at")
+    wide = ("summed", "numbers", "mean", "var", "total_count", "count", "element_weight", *shares)
     parameters = ("weight", "bias", "dweight", "dbias", "running_mean", "running_var")
     numbers = ("fingerprint", "weight", "count", "rank_weight", "eps", "momentum", "factor")
     types = dict.fromkeys(wide, "*fp64") | dict.fromkeys(("partials", "coefficients"), "*fp32")
     types |= dict.fromkeys(parameters, f"*{parameter}") | {"num_batches": "*i64"}
+    unmasked: dict[str, Any] = {} if parameter else dict.fromkeys(shares)
     optional: dict[str, Any] = {} if parameter else dict.fromkeys((*parameters, "num_batches"))
+    optional |= unmasked
     step: dict[str, Any] = {"BLOCK": 256}
     merge = {"BLOCK": 32, "SPLITS": 8}
     moved = step | {"CUMULATIVE": parameter == "fp32", "UNBIASED": parameter != "fp16"}
     kernels: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-        ("merge_moments", dict.fromkeys(numbers, "i64"), merge),
+        ("merge_moments", dict.fromkeys(numbers, "i64"), merge | unmasked),
         ("merge_sums", {"fingerprint": "i64", "eps": "i64"}, merge | optional),
         ("finish_forward", dict.fromkeys(numbers, "i64"), moved | optional),
         ("coefficients_of", {"eps": "i64"}, step | optional),
@@ -115,7 +125,65 @@ def test_the_steps_compile_for_a_gpu(
 def check_rounding(ptx: str) -> None:
     """Arithmetic is float64, and each operation is rounded."""
     assert "f64" in ptx
-    assert not re.search(r"\bfma|\b(add|sub|mul|sqrt)\S*f32", ptx)
+    assert not re.search(r"\bfma|\b(add|sub|mul|div|sqrt)\S*f32", ptx)
+
+
+def test_triton_looks_at_the_arguments_of_a_first_launch_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel is compiled for a GPU, and launched by a launcher that does nothing."""
+    require.need("torch", "triton")
+    import torch
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from multibn.kernels import _triton_steps, cuda_steps
+
+    launches: list[tuple[Any, ...]] = []
+    looks: list[int] = []
+    utils = SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": 1 << 17, "warpSize": 32},
+        load_binary=lambda *binary: (None, "a function", 0, 0, 1024),
+    )
+    driver = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 77,
+        launcher_cls=lambda source, metadata: lambda *launch: launches.append(launch),
+        utils=utils,
+    )
+    kernel = _triton_steps.coefficients_of
+    look = kernel.run
+
+    def looked_at(*arguments: Any, **options: Any) -> Any:
+        looks.append(len(arguments))
+        return look(*arguments, **options)
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    monkeypatch.setattr(cuda_steps, "_known", {})
+    monkeypatch.setattr(cuda_steps, "_current_device", lambda: -1)  # of tensors in host memory
+    monkeypatch.setattr(kernel, "run", looked_at)
+    mean, weight = torch.rand(700, dtype=torch.float64), torch.rand(700)
+
+    def launched(bias: Any, looked: int) -> tuple[Any, ...]:
+        launches.clear()
+        looks.clear()
+        cuda_steps.output_coefficients(mean, mean, weight, bias, 1e-5, torch.float32)
+        assert len(looks) == looked
+        *grid, stream, function, packed, _, _, _ = launches[0][:9]
+        assert (grid, stream, function) == ([3, 1, 1], 77, "a function")
+        *inputs, coefficients, eps, C, block = launches[0][9:]
+        assert coefficients.shape == (3, 700)
+        return [id(v) for v in inputs], eps, C, block, packed
+
+    assert launched(weight, 1) == launched(weight, 0) == launched(weight, 0)
+    assert launched(None, 1) == launched(None, 0)
+    assert launched(weight.half(), 1)[1:] == launched(weight.half(), 0)[1:]
+    monkeypatch.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [lambda metadata: None])
+    launched(weight, 1)  # a profiler's hook
+    monkeypatch.setattr(cuda_steps, "_current_device", lambda: 1)
+    launched(None, 1)  # another GPU is current
 
 
 def compile_for_a_gpu(

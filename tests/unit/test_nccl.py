@@ -76,7 +76,8 @@ def test_the_unique_id_of_either_cupy_is_taken(cupy: Any, handed: bool) -> None:
         assert communicator.comm.unique_id == unique_id
         summed = communicator.allreduce(cupy.asarray([1.0, world.rank]))
         np.testing.assert_array_equal(summed.get(), [2.0, 1.0])
-        assert communicator.comm.streams == [standin_cupy.STREAM]
+        np.testing.assert_array_equal(communicator.allreduce_in_place(summed).get(), [4.0, 2.0])
+        assert communicator.comm.streams == [standin_cupy.STREAM] * 2
 
     run_ranks(2, work)
 
@@ -110,7 +111,11 @@ def test_torch_tensors_are_summed_in_the_stream_that_a_cuda_graph_of_torch_captu
         number = torch.ones((), dtype=torch.float64, requires_grad=True)
         summed = communicator.allreduce_on_device(number)
         assert (summed.shape, summed.item(), summed.requires_grad) == ((), 2.0, False)
-        assert communicator.comm.streams == [77] * (len(dtypes) + 1)
+        x = torch.arange(6.0) + world.rank
+        summed = communicator.allreduce_in_place(x)
+        assert summed.data_ptr() == x.data_ptr()
+        assert torch.equal(x, 2 * torch.arange(6.0) + 1)
+        assert communicator.comm.streams == [77] * (len(dtypes) + 2)
 
     run_ranks(2, work)
 
