@@ -5,6 +5,7 @@ ended. All checks of one launcher and number of ranks share a launch, which runs
 that need no launch.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,6 +17,10 @@ from tests.helpers.checks import Checks
 
 Launch = tuple[str, int]  # launcher and number of ranks
 _LAUNCHES = pytest.StashKey[dict[Launch, Checks]]()
+
+# Each process that compiles by inductor would ask the compiler ten times for what the processor
+# has, and start a pool of processes: 17 s of processor time.
+_INDUCTOR = {"TORCHINDUCTOR_VEC_ISA_OK": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,6 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     require.set_required(name for name in config.getoption("--require").split(",") if name)
+    os.environ.update(_INDUCTOR)  # before torch is imported, and for the ranks
 
 
 def _check(item: pytest.Item) -> pytest.Mark | None:

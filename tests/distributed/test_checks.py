@@ -47,7 +47,8 @@ MODULE = """
             sys.exit(3)
 """
 
-DEADLINE = 10.0  # seconds for each of them, on a busy machine
+DEADLINE = 6.0  # seconds for each of them, on a busy machine
+GRACE = 2.0  # seconds for a rank that waits for one that has failed: it waits for ever
 
 # What is said of each check, in the order in which they run.
 SAID = {
@@ -84,7 +85,7 @@ def test_a_check_that_goes_wrong_fails_alone(
     (tmp_path / "throw_away.py").write_text(textwrap.dedent(MODULE))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     names = {name: f"throw_away:{name}" for name in CHOSEN[launcher]}
-    several = checks.Checks(launcher, 2, names.values(), deadline=DEADLINE)
+    several = checks.Checks(launcher, 2, names.values(), deadline=DEADLINE, grace=GRACE)
     several.run()
     for name in names:
         complaint = several.complaint(names[name])

@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers import launch, require
 
-# Each rank runs each case in a child of its own, for which torch and the kernels are loaded.
+# Each rank runs all cases at once, each in a child, for which torch and the kernels are loaded.
 _SCRIPT = """
     import json, os, signal, sys, time
     from collections import OrderedDict
@@ -43,13 +43,15 @@ _SCRIPT = """
         print("nothing happened", flush=True)
 
     rank, directory = int(os.environ["RANK"]), sys.argv[2]
+    children = []
     for case, (fault, *arguments, _) in enumerate(json.loads(sys.argv[1])):
-        child = os.fork()
-        if child == 0:
+        children.append(os.fork())
+        if children[case] == 0:
             output = os.open(f"{directory}/{case}.{rank}", os.O_WRONLY | os.O_CREAT)
             os.dup2(output, 1), os.dup2(output, 2)
             main(case, rank, fault, *arguments)
             sys.exit()
+    for case, child in enumerate(children):
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         with open(f"{directory}/{case}.{rank}.status", "w") as file:
             file.write(str(status))

@@ -39,12 +39,20 @@ class Checks:
         "module:function" of each check.
     deadline
         Seconds for each check.
+    grace
+        Seconds for the other ranks when a check has failed on one.
     """
 
     def __init__(
-        self, launcher: str, size: int, names: Iterable[str], *, deadline: float = DEADLINE
+        self,
+        launcher: str,
+        size: int,
+        names: Iterable[str],
+        *,
+        deadline: float = DEADLINE,
+        grace: float = GRACE,
     ) -> None:
-        self.launcher, self.size, self.deadline = launcher, size, deadline
+        self.launcher, self.size, self.deadline, self.grace = launcher, size, deadline, grace
         self._complaints: dict[str, Future[str]] = {name: Future() for name in names}
         self._stop = threading.Event()
 
@@ -118,7 +126,7 @@ class Checks:
                 return f"exit status {process.returncode}" if process.returncode else ""
             ends = [ranks.end(rank, behind) for rank in range(self.size)]
             if any(end and end.error for end in ends):
-                limit = min(limit, time.monotonic() + GRACE)
+                limit = min(limit, time.monotonic() + self.grace)
             if time.monotonic() > limit:
                 return why
             if all(ends) and any(end and not end.in_step for end in ends):

@@ -9,8 +9,11 @@ import torch
 
 from multibn.kernels import Running, cuda, cuda_steps, generic
 from multibn.message import Message, lanes, num_lanes
+from tests.helpers import interpreter
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+if DEVICE == "cpu":
+    interpreter.patch_once()
 on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has none of this")
 
 AXIS = (0, 2, 3)

@@ -11,8 +11,11 @@ from multibn import kernels
 from multibn.communicators.conversation import Phase
 from multibn.kernels import Running, cuda, cuda_steps, generic
 from multibn.torch_backend import SyncBatchNorm
+from tests.helpers import interpreter
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+if DEVICE == "cpu":
+    interpreter.patch_once()
 on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has none of this")
 
 GENERATOR = torch.Generator()

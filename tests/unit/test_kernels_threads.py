@@ -147,6 +147,7 @@ import sys, numpy as np
 from multibn import info, local_moments
 if not {available}:
     sys.modules["multibn.kernels._core"] = None  # what the import system does with what is missing
+info.ask = lambda code: None  # other processes, which import the frameworks
 mean = local_moments(np.ones((2, 3, 4, 4), "float32")).mean
 print(mean, "multibn.kernels.host" in sys.modules, info.text(info.collect()))
 """
@@ -164,7 +165,7 @@ print(mean, "multibn.kernels.host" in sys.modules, info.text(info.collect()))
         assert "Install a C compiler (gcc or clang)" in line
 
 
-@pytest.mark.parametrize("shape", [(6, 64, 64, 64), (37, 3, 2, 2), (19, 2100, 1, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 20, 64, 64), (37, 3, 2, 2), (19, 2100, 1, 1)], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 def test_all_instructions_give_the_same_numbers(shape: tuple[int, ...], dtype: str) -> None:
     """Those of each processor: only the order of sums may differ."""
