@@ -285,7 +285,8 @@ def _copy_to_host(
             pinned[summed.shape] = memory, memory.numpy(), torch.Event(summed.device)
         memory, copy, event = pinned[summed.shape]
         memory.copy_(summed, non_blocking=True)
-        event.record()
+        is_current = summed.get_device() == torch.cuda.current_device()
+        event.record(None if is_current else torch.cuda.current_stream(summed.device))
     elif is_cupy_array(summed):
         import cupy
         import cupyx
