@@ -158,6 +158,13 @@ def test_dtypes(dtype: torch.dtype, layout: str) -> None:
     check(normal(3, 5, 7, 9, dtype=dtype, layout=layout))
 
 
+@pytest.mark.parametrize("dtype", list(EPS), ids=str)
+def test_planes_that_begin_inside_of_vectors(dtype: torch.dtype) -> None:
+    x = normal(3, 8, 5, 13, dtype=dtype)
+    assert plan_of(x).sums.constants["VECTOR"] == 16 // x.element_size()
+    check(x)
+
+
 @layouts
 @pytest.mark.parametrize("parameter", [*EPS, None], ids=str)
 def test_dtypes_of_parameters(
@@ -194,12 +201,12 @@ def test_several_blocks_of_channels() -> None:
 @layouts
 def test_several_splits_of_several_tiles(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What large activations are divided into, on a small one."""
-    monkeypatch.setattr(cuda, "_SUMS", 8)
+    monkeypatch.setattr(cuda, "_SUMS", 12)
     monkeypatch.setattr(cuda, "_ELEMENTWISE", 8)
-    monkeypatch.setattr(cuda, "_TILE", 128)
+    monkeypatch.setattr(cuda, "_TILE", 64)
     monkeypatch.setitem(cuda_steps._FEW_SPLITS, "SPLITS", 2)
     monkeypatch.setitem(cuda_steps._FEW_SPLITS, "BLOCK", 2)
-    x = normal(7, 3, 9, 11, layout=layout)
+    x = normal(7, 4, 9, 11, layout=layout)
     plan = plan_of(x)
     assert plan is not None
     assert plan.sums.sizes[7] > 1  # tiles of a program
@@ -364,7 +371,7 @@ def test_padding(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Splits whose first tiles are padding, a large mean, counts as they are on a GPU."""
     monkeypatch.setattr(cuda, "_SUMS", 2)
     monkeypatch.setattr(cuda, "_TILE", 64)
-    x = (1e4 + torch.randn(6, 3, 5, 17, generator=GENERATOR)).to(DEVICE)
+    x = (1e4 + torch.randn(6, 4, 5, 17, generator=GENERATOR)).to(DEVICE)
     mask = torch.zeros((6, 1, 5, 17), dtype=torch.bool, device=DEVICE)
     mask[1::2, :, 1:, 9:15] = True
     exact = x.double()[1::2, :, 1:, 9:15]
@@ -381,7 +388,7 @@ def test_padding(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (total.item(), element_weight.item()) == (72, 1 / 72)
     assert bool((y[~mask.expand_as(y)] == 0).all())
     none = cuda.begin_forward(x, 0 * count, 0 * count, axis=AXIS, mask=mask & False)
-    assert none.tolist() == [0] * 8
+    assert none.tolist() == [0] * 10
 
 
 @layouts
