@@ -17,7 +17,7 @@ from multibn.masks import Asked
 from multibn.population import Pool
 from multibn.statistics import OneValueError, reduced_axes
 from multibn.step import Input
-from multibn.torch_backend import compiled, functional
+from multibn.torch_backend import _data_parallel, compiled, functional
 from multibn.torch_backend.modules import (
     ALONE,
     Synchronized,
@@ -120,8 +120,7 @@ class _SubBatchNorm(Synchronized):
         x, split_where = input, where
         if self.training:  # a view for any strides; sample i is in split i % num_splits, on axis 1
             splits = len(input) // num_splits, num_splits
-            x = input.unflatten(0, splits)
-            split_where = None if where is None else where.unflatten(0, splits)
+            x, split_where = (t if t is None else t.unflatten(0, splits) for t in (input, where))
         normalize = partial(self._normalize, part, communicator, split_where)
         if isinstance(part, Part) and not has_hooks(part):
             y = part(x, normalize=partial(normalize, weight=self.weight, bias=self.bias))
@@ -193,9 +192,8 @@ class _SubBatchNorm(Synchronized):
         In compiled code and without data, each split has a message of its own.
         """
         part = self.split_bn
-        running: Any = None
-        if part.track_running_stats:
-            running = running_of(part, self.running_var_convention)
+        convention = self.running_var_convention
+        running: Any = running_of(part, convention) if part.track_running_stats else None
         if isinstance(running, Pool):
             raise NotImplementedError(
                 f"a {type(self).__name__} with a `mask` cannot be in a step of step_statistics: "
@@ -210,20 +208,19 @@ class _SubBatchNorm(Synchronized):
                 own = running._replace(mean=mean, var=var, num_batches=counter)
             gamma, beta = (None if p is None else p[k] for p in (weight, bias))
             inputs.append(Input(x[:, k], gamma, beta, part.eps, running=own, mask=mask[:, k]))
-        sharing: Any = {"weighting": self.weighting}
+        C, weighting = self.num_features, self.weighting
         if compiled.takes(x):
             results = []
             for i in inputs:
                 alone = i._replace(running=None, mask=Asked(i.mask[:, 0]))
-                y, batch, count = compiled.forward(
-                    alone, self.num_features, communicator, **sharing
-                )
+                y, batch, count = compiled.forward(alone, C, communicator, weighting=weighting)
                 if i.running is not None:
                     compiled.move(i.running, batch, count)
                 results.append((y, batch))
         else:
-            num_channels = [self.num_features] * self.num_splits
-            results = functional.forward_all(inputs, num_channels, communicator, **sharing)
+            _data_parallel.watch_active(Synchronized)
+            sharing = [C] * self.num_splits, communicator
+            results = functional.forward_all(inputs, *sharing, weighting=weighting)
         if running is not None and not recompute.in_recomputing():
             if running.num_batches is not None:
                 running.num_batches.add_(torch.stack([b.count for _, b in results]).amax() > 0)
