@@ -101,6 +101,5 @@ def _mask_of(lengths: Array, elements: tuple[int, ...], x: Array) -> Array:
                 f"`lengths` must be from 0 to {L}, the size of axis 2 of the input: got "
                 f"{int(lengths[n])} for sample {n}."
             )
-    lengths = to_device(lengths, device(x))
-    mask = xp.arange(L, device=device(x)) < lengths[:, None]
+    mask = xp.arange(L, device=device(x)) < to_device(lengths, device(x))[:, None]
     return xp.reshape(mask, (N, L) + (1,) * len(others))

@@ -36,9 +36,8 @@ def train(
     rank, size = communicator.rank, communicator.size
     for step in range(case.steps):
         xs, dys = case.batches(size, step)
-        masks = {}
-        if case.padding is not None and surface not in PEERS:  # which know no masks
-            masks["mask"] = case.masks(size, step)[rank]
+        tells = case.padding is not None and surface not in PEERS  # which know no masks
+        masks = {"mask": case.masks(size, step)[rank]} if tells else {}
         start = time.perf_counter()
         result = layer.train(xs[rank], dys[rank], **masks)
         seconds.append(time.perf_counter() - start)

@@ -104,11 +104,6 @@ def call_node(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return tracer.create_proxy("call_module", path, args, kwargs)
 
 
-def without_none(**options: Any) -> dict[str, Any]:
-    """The options that are not None: nodes of torch.fx have no arguments that stand for nothing."""
-    return {name: value for name, value in options.items() if value is not None}
-
-
 def running_of(
     bn: _BatchNorm, convention: RunningVar, momentum: float | None = None
 ) -> Running | Pool | None:
@@ -277,8 +272,8 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         relu: bool = False,  # of `fuse_batch_norm_relu`, for inputs that are dense
     ) -> Tensor:
         if isinstance(input, fx.Proxy):
-            tensors = (input,) if residual is None else (input, residual)
-            return call_node(self, *tensors, **without_none(mask=mask, lengths=lengths))
+            options = {k: v for k, v in (("mask", mask), ("lengths", lengths)) if v is not None}
+            return call_node(self, input, *(() if residual is None else (residual,)), **options)
         if getattr(input, "is_nested", False):
             conversation = self.conversation if self.training else ALONE
             return jagged.apply(self, conversation, input, residual, mask, lengths)

@@ -26,7 +26,6 @@ from multibn.torch_backend.modules import (
     has_hooks,
     running_of,
     update_buffers,
-    without_none,
 )
 from multibn.torch_backend.together import shared_conversation
 
@@ -106,21 +105,22 @@ class _SubBatchNorm(Synchronized):
     def forward(
         self, input: Tensor, *, mask: Tensor | None = None, lengths: Tensor | None = None
     ) -> Tensor:
+        asked = functional.asked(mask, lengths)
         if isinstance(input, fx.Proxy):
-            return call_node(self, input, **without_none(mask=mask, lengths=lengths))
+            return call_node(self, input, **(asked._asdict() if asked else {}))
         part, num_splits = (self.split_bn, self.num_splits) if self.training else (self.bn, 1)
         communicator = self.conversation if self.training and part.training else ALONE
         num_channels = [num_splits * self.num_features]
-        asked = functional.asked(mask, lengths)
         if asked is not None and self.training:
             num_channels = [self.num_features] * num_splits
             if isinstance(communicator, Conversation) and not compiled.takes(input):
                 communicator = shared_conversation([self] * num_splits)
         where = self._check_input(input, asked, num_channels, communicator, part)
-        x, split_where = input, where
+        tensors: Any = input, where
         if self.training:  # a view for any strides; sample i is in split i % num_splits, on axis 1
             splits = len(input) // num_splits, num_splits
-            x, split_where = (t if t is None else t.unflatten(0, splits) for t in (input, where))
+            tensors = (t if t is None else t.unflatten(0, splits) for t in tensors)
+        x, split_where = tensors
         normalize = partial(self._normalize, part, communicator, split_where)
         if isinstance(part, Part) and not has_hooks(part):
             y = part(x, normalize=partial(normalize, weight=self.weight, bias=self.bias))
