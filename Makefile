@@ -78,7 +78,7 @@ bench: $(VENV)/installed  ## what a layer, a network and a message cost beside t
 gpu:  ## the GPU path, checked and timed in under ten minutes by this machine's own Python: out/gpu
 	$(PYTHON) -m benchmarks.gpu
 
-fuzz: $(VENV)/installed  ## 10,000 layer calls in each framework and 2,000 spoiled files, at random
+fuzz: $(VENV)/installed  ## 10,000 layer calls in each framework, a quarter of them masked, and 2,000 spoiled files
 	MULTIBN_FUZZ=10000 $(BIN)/python -m pytest -s tests/unit/test_fuzz_layers.py tests/unit/test_fuzz_files.py
 
 faults: $(VENV)/installed  ## what goes wrong in training, done on purpose: docs/faults.md, faults/results
