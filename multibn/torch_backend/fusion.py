@@ -19,6 +19,7 @@ from torch.nn.modules import module as torch_module
 from torch.nn.modules.conv import _ConvNd
 
 from multibn.torch_backend import _reading
+from multibn.torch_backend.derived import OwnForward
 from multibn.torch_backend.modules import SyncBatchNorm, Synchronized, has_hooks
 
 
@@ -87,32 +88,28 @@ def fuse_batch_norm_relu(model: nn.Module) -> Fusion:
     Fusion(fused={'1': 'ReLU'}, left={})
     """
     fused: dict[str, str] = {}
-    left = {
-        path: "no module that torch.fx reads calls the layer"
-        for path, part in model.named_modules()
-        if isinstance(part, SyncBatchNorm)
-    }
+    layers = [path for path, part in model.named_modules() if isinstance(part, SyncBatchNorm)]
+    left = dict.fromkeys(layers, "no module that torch.fx reads calls the layer")
     for path, block in list(model.named_modules()):
         if not _may_call_layers(block):
             continue
-        prefix = f"{path}." if path else ""
-        original = _reading.class_of(block)
         try:
             way, ends, others = _way(block)
         except _reading.ReadingError as error:
-            name = path or "the model"
-            left |= {
-                prefix + child: f"torch.fx cannot read {name}, {original.__qualname__}: {error}"
-                for child, part in block.named_children()
-                if isinstance(part, SyncBatchNorm)
-            }
-            continue
-        left |= {prefix + child: why for child, why in others.items()}
+            name = f"{path or 'the model'}, {_reading.class_of(block).__qualname__}"
+            why = f"torch.fx cannot read {name}: {error}"
+            children = [n for n, m in block.named_children() if isinstance(m, SyncBatchNorm)]
+            way, ends, others = None, {}, dict.fromkeys(children or [""], why)
+        left |= {_join(path, child): why for child, why in others.items()}
+        fused |= {_join(path, child): end for child, end in ends.items()}
         if way is not None:
-            fused |= {prefix + child: end for child, end in ends.items()}
-            block.__class__ = _class(original)
+            block.__class__ = _class(_reading.class_of(block))
             block.__dict__["_way"] = way
-    return Fusion(fused, {path: why for path, why in left.items() if path not in fused})
+    return Fusion(fused, {path: left[path] for path in layers if path not in fused})
+
+
+def _join(*paths: str) -> str:
+    return ".".join(path for path in paths if path)
 
 
 def unfuse(model: nn.Module) -> None:
@@ -124,14 +121,17 @@ def unfuse(model: nn.Module) -> None:
 
 
 class _Way(NamedTuple):
-    """A block's forward pass in training, and the modules on which this way depends."""
+    """A block's forward pass in training, with the conditions under which this way is right."""
 
     run: Callable[..., Any]
     reading: _reading.Reading
-    hooks: tuple[Any, ...]  # dictionaries: while there are hooks, the block runs as before
 
-    def is_right(self) -> bool:
-        return self.reading.is_right()
+    def is_open(self, args: Sequence[Any]) -> bool:
+        """Whether a call with `args` can go this way: nobody looks at what is not on it."""
+        hooks = torch_module._global_forward_hooks or torch_module._global_backward_hooks
+        if hooks or torch_module._global_backward_pre_hooks or not self.reading.takes(args):
+            return False
+        return not any(has_hooks(module) for module in self.reading.entered[:-1])
 
 
 class _Block(nn.Module):
@@ -140,27 +140,17 @@ class _Block(nn.Module):
     fused_from: type[nn.Module]
 
     # In the instance's dictionary, but not in copies, whose modules are others: the way that was
-    # read last, None if nothing can be fused any more. Without an entry the block is to be read.
-    _way: _Way | None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name != "training":
-            self.__dict__.pop("_way", None)
-        super().__setattr__(name, value)
-
-    def __delattr__(self, name: str) -> None:
-        self.__dict__.pop("_way", None)
-        super().__delattr__(name)
+    # read last, None if nothing can be fused any more. False: the block is to be read.
+    _way: Any = False
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
-        _, _, state, *others = reduced
-        if isinstance(state, dict):
-            state = {name: value for name, value in state.items() if name != "_way"}
-        return _new, (self.fused_from,), state, *others
+        make, args, state, *others = reduced
+        args = [self.fused_from if arg is type(self) else arg for arg in args]
+        state = {name: value for name, value in state.items() if name != "_way"}
+        return _new, (make, *args), state, *others
 
 
-_UNREAD: Any = False
 _classes: dict[type[nn.Module], type[_Block]] = {}
 
 
@@ -176,26 +166,27 @@ def _class(original: type[nn.Module]) -> type[_Block]:
     return _classes[original]
 
 
+def _new(make: Callable[..., nn.Module], *args: Any) -> nn.Module:
+    """A block without attributes, for copies and pickles; `make(*args)` has the original class."""
+    block = make(*args)
+    block.__class__ = _class(type(block))
+    return block
+
+
 def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
     """The forward pass of a block's class; torch.fx and others see the original's arguments."""
 
     @functools.wraps(original)
     def forward(self: _Block, *args: Any, **kwargs: Any) -> Any:
         if self.training and not kwargs:
-            way = self.__dict__.get("_way", _UNREAD)
-            if way is _UNREAD or (way is not None and not way.is_right()):
+            way = self._way
+            if way is False or (way is not None and not way.reading.is_right()):
                 way = None if torch.compiler.is_compiling() else _read_again(self)
-            if way is not None and not any(way.hooks) and way.reading.takes(args):
+            if way is not None and way.is_open(args):
                 return way.run(self, *args)
         return original(self, *args, **kwargs)
 
     return forward
-
-
-def _new(original: type[nn.Module]) -> nn.Module:
-    """A block without attributes, for copies and pickles."""
-    block: nn.Module = object.__new__(_class(original))
-    return block
 
 
 def _read_again(block: _Block) -> _Way | None:
@@ -208,27 +199,32 @@ def _read_again(block: _Block) -> _Way | None:
 
 
 def _may_call_layers(module: nn.Module) -> bool:
-    """Whether to read a module: if a child is, or ends in, a synchronized layer."""
+    """Whether to read a module: if a child is, or may end in, a synchronized layer."""
     cls = _reading.class_of(module)
-    if isinstance(module, (Synchronized, nn.ModuleList, nn.ModuleDict)):
+    if isinstance(module, OwnForward):
+        return module.own_forward is None
+    if isinstance(module, (Synchronized, nn.ModuleList, nn.ModuleDict)) or "forward" in vars(
+        module
+    ):
         return False
     if cls.__module__.startswith("torch.nn.") and cls is not nn.Sequential:
         return False
-    reduces = {"__reduce__", "__reduce_ex__", "__deepcopy__", "__setattr__", "__delattr__"}
+    reduces = {"__reduce__", "__reduce_ex__", "__deepcopy__"}
     if any(getattr(cls, name, None) is not getattr(nn.Module, name, None) for name in reduces):
         return False
-    return any(isinstance(_reading.last(child), SyncBatchNorm) for child in module.children())
+    return any(_reading.may_end_in(child, SyncBatchNorm) for child in module.children())
 
 
 def _way(block: nn.Module) -> tuple[_Way | None, dict[str, str], dict[str, str]]:
     """The way through `block`, None if nothing is fused; layers that are, and that are not."""
     reading = _reading.read(block, ends_in=SyncBatchNorm)
+    if isinstance(block, OwnForward):
+        return _way_of_layer(block, reading)
     graph, modules = reading.graph, reading.modules
     relu: Any
     layer: Any
     ends: dict[str, str] = {}
     left: dict[str, str] = {}
-    involved: list[nn.Module] = list(reading.passed)
     layers = [n for n in graph.nodes if isinstance(modules.get(n), SyncBatchNorm)]
     fusions = {}
     for relu in graph.nodes:
@@ -241,32 +237,61 @@ def _way(block: nn.Module) -> tuple[_Way | None, dict[str, str], dict[str, str]]
                 break
     for layer in layers:
         if layer not in fusions:
-            left.setdefault(layer.target, "no ReLU follows")
+            left.setdefault(layer.target, _what_follows(layer, modules))
             continue
         relu, residual, source = fusions[layer]
         with graph.inserting_before(source):
             bn = graph.get_attr(layer.target)
-            y = graph.call_function(_rectified, (bn, layer.args[0], residual))
+            activation = graph.get_attr(relu.target) if relu in modules else None
+            y = graph.call_function(_rectified, (bn, activation, layer.args[0], residual))
         relu.replace_all_uses_with(y)
         ends[layer.target] = "ReLU" if residual is None else "addition and ReLU"
-        involved += [modules[n] for n in (layer, relu) if n in modules]
         for node in dict.fromkeys((relu, source, layer)):
             graph.erase_node(node)
     left = {path: why for path, why in left.items() if path not in ends}
     if not fusions:
         return None, ends, left
-    run = type(fx.GraphModule(block, graph)).forward
-    hooks = [
-        torch_module._global_forward_hooks,
-        torch_module._global_backward_hooks,
-        torch_module._global_backward_pre_hooks,
-    ]
-    for module in involved:
-        hooks += [getattr(module, name) for name in _HOOKS]
-    return _Way(run, reading, tuple(hooks)), ends, left
+    return _Way(type(fx.GraphModule(block, graph)).forward, reading), ends, left
 
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+def _way_of_layer(
+    layer: OwnForward, reading: _reading.Reading
+) -> tuple[_Way | None, dict[str, str], dict[str, str]]:
+    """As `_way`, for a layer whose own forward pass may be batch norm and ReLU, no more."""
+    graph, modules = reading.graph, reading.modules
+    norms = [n for n in graph.nodes if _is_batch_norm(n, layer)]
+    steps = [n for n in graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
+    steps = [n for n in steps if n.target not in _CHECKS]
+    if len(norms) != 1 or steps[0] is not norms[0] or norms[0].args[0].op != "placeholder":
+        return None, {}, {"": "the layer has a forward pass of its own"}
+    relu = steps[-1]
+    if len(steps) != 2 or not _is_relu(relu, modules) or len(relu.users) != 1:
+        return None, {}, {"": _what_follows(steps[0], modules)}
+    original, activation = _reading.class_of(layer).forward, modules.get(relu)
+
+    def run(layer: Any, x: Any) -> Any:
+        if type(x) is not Tensor or x.is_nested or not _is_plain(activation, nn.ReLU):
+            return original(layer, x)
+        layer._check_input_dim(x)
+        return SyncBatchNorm.forward(layer, x, relu=True)
+
+    return _Way(run, reading), {"": "ReLU"}, {}
+
+
+def _is_batch_norm(node: fx.Node, layer: Any) -> bool:
+    """Whether a node is the call of torch's batch norm that `layer` itself would be."""
+    if node.target is not F.batch_norm:
+        return False
+    names = "input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"
+    values = dict(zip(names, node.args, strict=False)) | node.kwargs
+    actual = [v.target if isinstance(v, fx.Node) else v for v in map(values.get, names[1:])]
+    tensors = names[1:5] if layer.track_running_stats else (None, None, *names[3:5])
+    expected = [n if n and getattr(layer, n) is not None else None for n in tensors]
+    return actual == [*expected, True, layer.momentum or 0.0, layer.eps]
+
+
+# What a layer asks about its input, before.
+_CHECKS = {getattr, operator.eq, operator.ne, torch._assert, "dim"}
 _RELUS = {F.relu, torch.relu, torch.relu_, F.relu_, "relu", "relu_"}
 _ADDITIONS = {operator.add, operator.iadd, torch.add, "add", "add_"}
 _INPLACE_ADDITIONS = {operator.iadd, "add_"}
@@ -275,8 +300,21 @@ _INPLACE_ADDITIONS = {operator.iadd, "add_"}
 def _is_relu(node: fx.Node, modules: dict[fx.Node, nn.Module]) -> bool:
     module = modules.get(node)
     if module is not None:
-        return type(module) is nn.ReLU and "forward" not in vars(module) and not has_hooks(module)
+        return type(module) is nn.ReLU and _is_plain(module, nn.ReLU)
     return node.target in _RELUS and len(node.args) > 0
+
+
+def _is_plain(module: nn.Module | None, cls: type[nn.Module]) -> bool:
+    """Whether a call of `module` is the forward pass of `cls`, and nobody else looks at it."""
+    if module is None:
+        return True
+    own = type(module).forward is cls.forward and "forward" not in vars(module)
+    return own and not has_hooks(module)
+
+
+def _what_follows(node: fx.Node, modules: dict[fx.Node, nn.Module]) -> str:
+    names = [type(modules[reader]).__name__ for reader in node.users if reader in modules]
+    return f"no ReLU follows{f', but {names[0]}' if names else ''}"
 
 
 def _candidates(source: fx.Node, layers: Sequence[fx.Node]) -> list[tuple[fx.Node, fx.Node | None]]:
@@ -296,12 +334,12 @@ def _cannot_fuse(
 ) -> str | None:
     """Why a layer cannot take what follows, if there is a reason."""
     layer: Any = modules[node]
-    if type(layer).forward is not SyncBatchNorm.forward or "forward" in vars(layer):
+    if has_hooks(layer):
+        return "the layer has hooks"
+    if not _is_plain(layer, SyncBatchNorm):
         return "the layer has a forward pass of its own"
     if layer.fuse_relu or len(node.args) != 1 or node.kwargs:
         return "the layer has a ReLU, a residual or a mask already"
-    if has_hooks(layer):
-        return "the layer has hooks"
     if len(node.users) > 1 or len(source.users) > 1 or node is residual:
         return "the output has other readers"
     if residual is not None:
@@ -313,14 +351,17 @@ def _cannot_fuse(
     return None
 
 
-def _rectified(layer: Any, x: Tensor, residual: Tensor | None) -> Tensor:
+def _rectified(layer: Any, relu: Any, x: Tensor, residual: Tensor | None) -> Tensor:
     """`relu(layer(x) + residual)`, in one pass where the layer takes this."""
-    takes = isinstance(layer, SyncBatchNorm) and layer.training and type(x) is Tensor
+    takes = isinstance(layer, SyncBatchNorm) and layer.training and not layer.fuse_relu
+    takes = takes and type(x) is Tensor and not x.is_nested
+    takes = takes and _is_plain(layer, SyncBatchNorm) and _is_plain(relu, nn.ReLU)
     if residual is not None:
         takes = takes and type(residual) is Tensor
         takes = takes and (residual.shape, residual.dtype) == (x.shape, x.dtype)
-    if takes and not x.is_nested:
+    if takes:
         y: Tensor = layer(x, residual, relu=True)
         return y
     y = layer(x)
-    return F.relu(y if residual is None else y + residual)
+    y = y if residual is None else y + residual
+    return F.relu(y) if relu is None else relu(y)

@@ -2,8 +2,9 @@
 
 import copy
 import pickle
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -76,11 +77,59 @@ class Dense(nn.Module):
         return self.relu(self.norm(torch.cat(xs, 1)))
 
 
+class Transform(nn.Module):
+    """As SlowFast's BottleneckTransform: a batch norm gives the output of a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.a_bn, self.a_relu = conv(), nn.BatchNorm2d(C), nn.ReLU(inplace=True)
+        self.c, self.c_bn, self.scale = conv(), nn.BatchNorm2d(C), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a_relu(self.a_bn(self.a(x)))
+        return self.c_bn(self.scale * self.c(x))
+
+
+class Transformed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch, self.relu = Transform(), nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(x + self.branch(x))
+
+
+class NormAct(nn.BatchNorm2d):
+    """As timm's BatchNormAct2d: a layer with its own activation."""
+
+    def __init__(self, act: nn.Module | None = None, drop: nn.Module | None = None) -> None:
+        super().__init__(C, momentum=None)
+        self.drop, self.act = drop or nn.Identity(), act or nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._assert(x.ndim == 4, f"expected 4D input (got {x.ndim}D input)")
+        momentum = 0.0
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            momentum = 1.0 / float(self.num_batches_tracked)
+        y = F.batch_norm(
+            *(x, self.running_mean, self.running_var, self.weight, self.bias),
+            *(self.training, momentum, self.eps),
+        )
+        return self.act(self.drop(y))
+
+
+class NormRelu(nn.BatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return F.relu(super().forward(input), inplace=True)
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, C, 3), nn.BatchNorm2d(C), nn.ReLU(), Basic())
-        self.layers = nn.ModuleList([Basic(downsample=True), Functional()])
+        layers = [Basic(downsample=True), Functional(), Transformed(), NormAct(), NormRelu(C)]
+        self.layers = nn.ModuleList(layers)
         self.dense = Dense()
         self.bn, self.fc = nn.BatchNorm2d(2 * C), nn.Linear(2 * C, 3)
 
@@ -100,6 +149,10 @@ FUSED = {
     "layers.0.bn2": "addition and ReLU",
     "layers.1.body.1": "ReLU",
     "layers.1.body.4": "addition and ReLU",
+    "layers.2.branch.a_bn": "ReLU",
+    "layers.2.branch.c_bn": "addition and ReLU",
+    "layers.3": "ReLU",
+    "layers.4": "ReLU",
     "dense.norm": "ReLU",
     "bn": "ReLU",
 }
@@ -165,10 +218,10 @@ def test_a_model_computes_the_same_in_fewer_passes(passes: Counter[str]) -> None
     for seed in range(2):
         passes.clear()
         expected = step(model, images(seed))
-        assert passes == {"neither": 10}
+        assert passes == {"neither": 12}  # no layers with forward passes of their own
         passes.clear()
         actual = step(fused, images(seed))
-        assert passes == {"ReLU": 6, "addition and ReLU": 3, "neither": 1}
+        assert passes == {"ReLU": 9, "addition and ReLU": 4, "neither": 1}
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     with torch.no_grad():
         assert torch.equal(fused.eval()(images()), model.eval()(images()))
@@ -182,7 +235,7 @@ def test_copies_are_fused(passes: Counter[str], how: str) -> None:
     again = copy.deepcopy(fused) if how == "deepcopy" else pickle.loads(pickle.dumps(fused))
     assert type(again.stem) is type(fused.stem)
     assert_same(model, again)
-    assert passes["addition and ReLU"] == 3
+    assert passes["addition and ReLU"] == 4
 
 
 def test_reverted_models_have_their_relus() -> None:
@@ -220,7 +273,7 @@ def test_checkpoints(passes: Counter[str], reentrant: bool) -> None:
         return checkpoint(fused, x, use_reentrant=reentrant, context_fn=checkpoint_contexts)
 
     assert_same(model, fused, run=run)
-    assert passes["addition and ReLU"] == 6
+    assert passes["addition and ReLU"] == 8
 
 
 def test_second_order() -> None:
@@ -257,6 +310,10 @@ HOOKED: dict[str, Callable[[Any], nn.Module]] = {
     "ReLU": lambda model: model.layers[0].relu,
     "Identity": lambda model: model.layers[0].drop_path,
     "Sequential": lambda model: model.layers[1].body,
+    "module that ends in a layer": lambda model: model.layers[2].branch,
+    "activation of a layer": lambda model: model.layers[3].act,
+    "layer that nothing modifies": lambda model: model.layers[1].body[1],
+    "ReLU that modifies nothing": lambda model: model.layers[1].body[2],
 }
 
 
@@ -265,12 +322,48 @@ def test_hooks_see_what_they_saw(where: str) -> None:
     seen: list[list[Tensor]] = [[], []]
     models = build(), build()
     fuse_batch_norm_relu(models[1])
-    for model, outputs in zip(models, seen, strict=True):
+    for model, tensors in zip(models, seen, strict=True):
+        see = partial(_see, tensors)
         hooked = HOOKED[where](model)
-        hooked.register_forward_hook(lambda *args, out=outputs: out.append(args[-1].clone()))
+        hooked.register_forward_hook(see)
+        hooked.register_forward_pre_hook(see)
+        if "nothing" in where:  # torch refuses backward hooks of tensors that are modified
+            hooked.register_full_backward_hook(see)
+            hooked.register_full_backward_pre_hook(see)
     assert_same(*models)
-    assert len(seen[0]) == (2 if where == "ReLU" else 1)
+    assert len(seen[0]) == (4 if "nothing" in where or where == "ReLU" else 2)
     torch.testing.assert_close(*seen)
+
+
+def _see(tensors: list[Tensor], module: nn.Module, *values: Any) -> None:
+    value = values[-1]
+    tensors.append((value[0] if isinstance(value, tuple) else value).clone())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("where", ["conv", "bn", "relu"])
+@pytest.mark.parametrize("guards", [False, True])
+def test_hooks_after_compilation_are_those_of_torch(guards: bool, where: str) -> None:
+    """torch sees them only without `skip_nnmodule_hook_guards`, whatever the module is."""
+
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.bn, self.relu = conv(), nn.BatchNorm2d(C), nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.relu(self.bn(self.conv(x)))
+
+    model = build(Small)
+    fuse_batch_norm_relu(model)
+    seen: list[Tensor] = []
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=not guards):
+        torch._dynamo.reset()
+        run = torch.compile(model, backend="eager", fullgraph=True)
+        expected = run(images(1, C))
+        getattr(model, where).register_forward_hook(partial(_see, seen))
+        torch.testing.assert_close(run(images(1, C)), expected)
+    assert len(seen) == guards
 
 
 def test_hooks_of_all_modules_see_what_they_saw() -> None:
@@ -284,7 +377,7 @@ def test_hooks_of_all_modules_see_what_they_saw() -> None:
         model(images())
     finally:
         handle.remove()
-    assert seen.count("ReLU") == 7
+    assert seen.count("ReLU") == 10
 
 
 def test_a_hooked_layer_is_left() -> None:
@@ -302,6 +395,13 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "add_module": lambda m: m.layers[0].add_module("downsample", nn.Identity()),
     "a longer nn.Sequential": lambda m: m.layers[1].body.append(nn.Tanh()),
     "another activation": lambda m: setattr(m.dense, "relu", nn.ReLU6()),
+    "an attribute of a child": lambda m: setattr(m.layers[2].branch, "scale", 2.0),
+    "another activation of a layer": lambda m: setattr(m.layers[3], "act", nn.SiLU()),
+    "a layer's momentum": lambda m: setattr(m.layers[3], "momentum", 0.3),
+    "a layer's own ReLU": lambda m: setattr(m.layers[0].bn2, "fuse_relu", True),
+    "a layer's forward": lambda m: setattr(m.layers[0].bn2, "forward", torch.neg),
+    "a ReLU's forward": lambda m: setattr(m.layers[0].relu, "forward", torch.neg),
+    "a block's forward": lambda m: setattr(m.layers[0], "forward", torch.neg),
 }
 
 
@@ -431,6 +531,19 @@ def _constant(self: Any, x: Tensor) -> Any:
     return F.relu(self.bn(x)) * torch.ones(())
 
 
+def _own_dict(self: Any, x: Tensor) -> Any:
+    return OrderedDict(y=F.relu(self.bn(x)))
+
+
+def _types_in_a_function(self: Any, x: Tensor) -> Any:
+    return F.relu(self.bn(_first(x)))
+
+
+def _first(x: Any) -> Tensor:
+    y: Tensor = x if isinstance(x, Tensor) else x[0]
+    return y
+
+
 def _types(self: Any, x: Tensor) -> Any:
     return F.relu(self.bn(x[0] if isinstance(x, (list, tuple)) else x))
 
@@ -439,7 +552,7 @@ LEFT = {
     _other_readers: "the output has other readers",
     _sum_read_twice: "the output has other readers",
     _twice_the_same: "the output has other readers",
-    _another_activation: "no ReLU follows",
+    _another_activation: "no ReLU follows, but ReLU6",
     _changed_input: "the input could be modified before the addition",
     _onto_the_shortcut: "no ReLU follows",
     _scaled_addition: "no ReLU follows",
@@ -453,6 +566,8 @@ LEFT = {
     _reentrant: "cannot read the model, {name}: ",
     _weights: "cannot read the model, {name}: it reads `weight` of bn",
     _constant: "cannot read the model, {name}: it takes a tensor that is not its own",
+    _own_dict: "cannot read the model, {name}: it makes a OrderedDict",
+    _types_in_a_function: "cannot read the model, {name}: it asks for the types of its inputs",
     _types: "cannot read the model, {name}: it asks for the types of its inputs",
 }
 
@@ -475,6 +590,38 @@ def test_what_is_left(passes: Counter[str], body: Any) -> None:
     torch.manual_seed(0)
     torch.testing.assert_close(fused(images(1, C).requires_grad_()), expected)
     assert passes["ReLU"] == passes["addition and ReLU"] == 0
+
+
+LEFT_LAYERS = {
+    "no ReLU follows, but SiLU": lambda: NormAct(nn.SiLU()),
+    "no ReLU follows, but Dropout": lambda: NormAct(drop=nn.Dropout()),
+    "no ReLU follows": lambda: NormAct(nn.Identity()),
+    "the layer has a forward pass of its own": lambda: Scaled(C),
+}
+
+
+class Scaled(nn.BatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return F.relu(super().forward(2 * input))
+
+
+@pytest.mark.parametrize("why", LEFT_LAYERS)
+def test_layers_that_are_left(why: str) -> None:
+    model = build(lambda: nn.Sequential(LEFT_LAYERS[why]()))
+    assert fuse_batch_norm_relu(model) == ({}, {"0": why})
+
+
+def test_layers_with_a_relu_come_back(passes: Counter[str]) -> None:
+    fused = build(NormAct)
+    fuse_batch_norm_relu(fused)
+    with pytest.raises(ValueError, match="expected 4D input"):
+        fused(torch.ones(3, C, dtype=torch.float64))
+    for model in (fused, pickle.loads(pickle.dumps(fused)), copy.deepcopy(fused)):
+        passes.clear()
+        assert_same(build(NormAct), model, images(1, C))
+        assert passes == {"ReLU": 1}
+        assert type(revert_sync_batchnorm(model)) is NormAct
+        assert [*vars(model)] == [*vars(NormAct())]
 
 
 def test_layers_that_nobody_calls_are_named() -> None:
