@@ -1,6 +1,7 @@
 """`fuse_batch_norm_relu`: the numbers of the model before, and nothing else changes."""
 
 import copy
+import io
 import pickle
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -16,7 +17,9 @@ require.need("torch")
 
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
+from torch.ao.quantization import fuse_modules, fuse_modules_qat  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
+from torch.optim.swa_utils import AveragedModel  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from multibn.torch_backend import (  # noqa: E402
@@ -341,29 +344,92 @@ def _see(tensors: list[Tensor], module: nn.Module, *values: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("where", ["conv", "bn", "relu"])
 @pytest.mark.parametrize("guards", [False, True])
-def test_hooks_after_compilation_are_those_of_torch(guards: bool, where: str) -> None:
+def test_hooks_after_compilation_are_those_of_torch(guards: bool) -> None:
     """torch sees them only without `skip_nnmodule_hook_guards`, whatever the module is."""
-
-    class Small(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.bn, self.relu = conv(), nn.BatchNorm2d(C), nn.ReLU()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.relu(self.bn(self.conv(x)))
-
-    model = build(Small)
+    model = build(Transformed)
     fuse_batch_norm_relu(model)
     seen: list[Tensor] = []
     with torch._dynamo.config.patch(skip_nnmodule_hook_guards=not guards):
         torch._dynamo.reset()
         run = torch.compile(model, backend="eager", fullgraph=True)
         expected = run(images(1, C))
-        getattr(model, where).register_forward_hook(partial(_see, seen))
+        for part in (model.branch.c_bn, model.relu, model.branch.a_relu):
+            part.register_forward_hook(partial(_see, seen))
         torch.testing.assert_close(run(images(1, C)), expected)
-    assert len(seen) == guards
+    assert len(seen) == (3 if guards else 0)
+
+
+TOOLS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "torch.fx": lambda model, x: torch.fx.symbolic_trace(model)(x),
+    "torch.jit.trace": lambda model, x: torch.jit.trace(model, (x,))(x),
+    "torch.export": lambda model, x: torch.export.export(model, (x,)).module()(x),
+    "fuse_modules": lambda model, x: fuse_modules(model, [["stem.0", "stem.1", "stem.2"]])(x),
+    "torch.save": lambda model, x: _saved(model)(x),
+    "torch.func": lambda model, x: torch.func.functional_call(model, dict(model.state_dict()), x),
+    "swa_utils": lambda model, x: AveragedModel(model).eval()(x),
+}
+
+
+def _saved(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit", "ignore:.torch.ao", "ignore:Converting a tensor")
+@pytest.mark.parametrize("tool", TOOLS)
+def test_tools_for_evaluation(tool: str) -> None:
+    fused = build()
+    fuse_batch_norm_relu(fused)
+    fused(images())
+    fused.eval()
+    torch.testing.assert_close(TOOLS[tool](fused, images()), fused(images()))
+
+
+REFUSED = {
+    "torch.jit.script cannot compile layers that share stat": lambda m, x: torch.jit.script(m),
+    "torch.jit.trace, which some exporters .* model.eval": lambda m, x: torch.jit.trace(m, (x,)),
+    "cannot export layers that share stat(.|\n)*model.eval": lambda m, x: torch.export.export(
+        m, (x,)
+    ),
+    "fuse_modules_qat would train with": lambda m, x: fuse_modules_qat(m.stem, [["0", "1", "2"]]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit", "ignore:.torch.ao")
+@pytest.mark.parametrize("message", REFUSED)
+def test_tools_that_refuse_training(message: str) -> None:
+    fused = build()
+    fuse_batch_norm_relu(fused)
+    with pytest.raises(Exception, match=message):
+        REFUSED[message](fused, images())
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_state_dicts_from_before_and_after(first: bool) -> None:
+    model, fused = build(), build()
+    model(images())
+    if first:
+        fused.load_state_dict(model.state_dict())
+    fuse_batch_norm_relu(fused)
+    if not first:
+        fused.load_state_dict(model.state_dict())
+    assert_same(model, fused)
+
+
+def test_conversion_after_fusion(passes: Counter[str]) -> None:
+    """A layer that came later is converted, and its block read again after another fusion."""
+    model, fused = build(), build()
+    fuse_batch_norm_relu(fused)
+    for net in (model, fused):
+        torch.manual_seed(0)
+        net.layers[0].bn2 = nn.BatchNorm2d(C).double()
+        convert_sync_batchnorm(net, SingleProcess())
+    assert fuse_batch_norm_relu(fused).fused == FUSED
+    assert_same(model, fused)
+    assert passes["addition and ReLU"] == 4
 
 
 def test_hooks_of_all_modules_see_what_they_saw() -> None:
