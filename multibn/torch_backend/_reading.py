@@ -99,14 +99,14 @@ def _own_class(module: nn.Module) -> type[nn.Module]:
     return module.converted_from if isinstance(module, OwnForward) else class_of(module)
 
 
-# What may change between two calls of a forward pass that was read with `training` True.
-_CHANGING = {"training", "pool", "_way"}
+# Attributes that say nothing about the forward pass; torch.compile sets two.
+_OTHERS = {"training", "pool", "_way", "_is_torch_compile", "_compiled_call_impl"}
 
 
 def _attributes(module: nn.Module) -> list[object]:
     """The attributes and children of a module, to be compared by identity."""
     tensors = (*module._parameters.values(), *module._buffers.values())
-    own = [value for name, value in vars(module).items() if name not in _CHANGING]
+    own = [value for name, value in vars(module).items() if name not in _OTHERS]
     return [*own, *module._modules.values(), *(tensor is None for tensor in tensors)]
 
 

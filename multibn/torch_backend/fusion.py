@@ -7,7 +7,9 @@ takes the graph's way in training. Layers and ReLU modules stay as they are, so 
 caller, evaluation and a block with hooks have the forward pass of before.
 """
 
+import contextlib
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -226,24 +228,32 @@ def _way(block: nn.Module) -> tuple[_Way | None, dict[str, str], dict[str, str]]
     ends: dict[str, str] = {}
     left: dict[str, str] = {}
     layers = [n for n in graph.nodes if isinstance(modules.get(n), SyncBatchNorm)]
+    norms = {n: own for n in layers if (own := _reading_of_norm(modules[n]))}
     fusions = {}
     for relu in graph.nodes:
         if _is_relu(relu, modules) and isinstance(source := relu.args[0], fx.Node):
             for layer, residual in _candidates(source, layers):
-                if why := _cannot_fuse(layer, residual, source, modules):
+                if why := _cannot_fuse(layer, residual, source, modules, layer in norms):
                     left[layer.target] = why
                     continue
-                fusions[layer] = relu, residual, source
+                fusions[layer] = relu, source
                 break
     for layer in layers:
         if layer not in fusions:
             left.setdefault(layer.target, _what_follows(layer, modules))
             continue
-        relu, residual, source = fusions[layer]
+        relu, source = fusions[layer]
+        # The residual may be what an earlier layer of this loop has put in the place of its ReLU.
+        residual = next((term for term in source.args if term is not layer), None)
+        residual = None if source is layer else residual
         with graph.inserting_before(source):
             bn = graph.get_attr(layer.target)
             activation = graph.get_attr(relu.target) if relu in modules else None
-            y = graph.call_function(_rectified, (bn, activation, layer.args[0], residual))
+            args = bn, layer in norms, activation, layer.args[0], residual
+            y = graph.call_function(_rectified, args)
+        if layer in norms:
+            reading.entered[:0] = norms[layer].entered
+            reading.attributes[:0] = norms[layer].attributes
         relu.replace_all_uses_with(y)
         ends[layer.target] = "ReLU" if residual is None else "addition and ReLU"
         for node in dict.fromkeys((relu, source, layer)):
@@ -258,16 +268,12 @@ def _way_of_layer(
     layer: OwnForward, reading: _reading.Reading
 ) -> tuple[_Way | None, dict[str, str], dict[str, str]]:
     """As `_way`, for a layer whose own forward pass may be batch norm and ReLU, no more."""
-    graph, modules = reading.graph, reading.modules
-    norms = [n for n in graph.nodes if _is_batch_norm(n, layer)]
-    steps = [n for n in graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
-    steps = [n for n in steps if n.target not in _CHECKS]
-    if len(norms) != 1 or steps[0] is not norms[0] or norms[0].args[0].op != "placeholder":
+    norm, *rest = _own_steps(layer, reading) or (None,)
+    if norm is None:
         return None, {}, {"": "the layer has a forward pass of its own"}
-    relu = steps[-1]
-    if len(steps) != 2 or not _is_relu(relu, modules) or len(relu.users) != 1:
-        return None, {}, {"": _what_follows(steps[0], modules)}
-    original, activation = _reading.class_of(layer).forward, modules.get(relu)
+    if len(rest) != 1 or not _is_relu(rest[0], reading.modules):
+        return None, {}, {"": _what_follows(norm, reading.modules)}
+    original, activation = _reading.class_of(layer).forward, reading.modules.get(rest[0])
 
     def run(layer: Any, x: Any) -> Any:
         if type(x) is not Tensor or x.is_nested or not _is_plain(activation, nn.ReLU):
@@ -276,6 +282,26 @@ def _way_of_layer(
         return SyncBatchNorm.forward(layer, x, relu=True)
 
     return _Way(run, reading), {"": "ReLU"}, {}
+
+
+def _own_steps(layer: nn.Module, reading: _reading.Reading) -> list[fx.Node]:
+    """Batch norm and what a layer's own forward pass does then, one by one; [] if not so."""
+    source, *nodes, output = [n for n in reading.graph.nodes if n.op != "get_attr"]
+    steps = [n for n in nodes if n.target not in _CHECKS]
+    chain = [source, *steps, output]
+    follows = all(a is b.args[0] for a, b in itertools.pairwise(chain))
+    alone = all(len(step.users) == 1 for step in steps)
+    return steps if steps and _is_batch_norm(steps[0], layer) and follows and alone else []
+
+
+def _reading_of_norm(layer: nn.Module) -> _reading.Reading | None:
+    """How a layer with a forward pass of its own was read, if this is batch norm alone."""
+    if not isinstance(layer, OwnForward) or layer.own_forward is not None:
+        return None
+    with contextlib.suppress(_reading.ReadingError):
+        reading = _reading.read(layer, ends_in=SyncBatchNorm)
+        return reading if len(_own_steps(layer, reading)) == 1 else None
+    return None
 
 
 def _is_batch_norm(node: fx.Node, layer: Any) -> bool:
@@ -330,13 +356,17 @@ def _candidates(source: fx.Node, layers: Sequence[fx.Node]) -> list[tuple[fx.Nod
 
 
 def _cannot_fuse(
-    node: fx.Node, residual: fx.Node | None, source: fx.Node, modules: dict[fx.Node, nn.Module]
+    node: fx.Node,
+    residual: fx.Node | None,
+    source: fx.Node,
+    modules: dict[fx.Node, nn.Module],
+    is_norm: bool,
 ) -> str | None:
     """Why a layer cannot take what follows, if there is a reason."""
     layer: Any = modules[node]
     if has_hooks(layer):
         return "the layer has hooks"
-    if not _is_plain(layer, SyncBatchNorm):
+    if not (is_norm or _is_plain(layer, SyncBatchNorm)):
         return "the layer has a forward pass of its own"
     if layer.fuse_relu or len(node.args) != 1 or node.kwargs:
         return "the layer has a ReLU, a residual or a mask already"
@@ -351,17 +381,22 @@ def _cannot_fuse(
     return None
 
 
-def _rectified(layer: Any, relu: Any, x: Tensor, residual: Tensor | None) -> Tensor:
-    """`relu(layer(x) + residual)`, in one pass where the layer takes this."""
+def _rectified(layer: Any, is_norm: bool, relu: Any, x: Tensor, residual: Tensor | None) -> Tensor:
+    """`relu(layer(x) + residual)`, in one pass where the layer takes this.
+
+    With `is_norm`, the layer's own forward pass is batch norm alone, and nobody looks at the layer.
+    """
     takes = isinstance(layer, SyncBatchNorm) and layer.training and not layer.fuse_relu
-    takes = takes and type(x) is Tensor and not x.is_nested
-    takes = takes and _is_plain(layer, SyncBatchNorm) and _is_plain(relu, nn.ReLU)
+    takes = takes and type(x) is Tensor and not x.is_nested and _is_plain(relu, nn.ReLU)
+    takes = takes and (is_norm or _is_plain(layer, SyncBatchNorm))
     if residual is not None:
         takes = takes and type(residual) is Tensor
         takes = takes and (residual.shape, residual.dtype) == (x.shape, x.dtype)
-    if takes:
-        y: Tensor = layer(x, residual, relu=True)
-        return y
-    y = layer(x)
-    y = y if residual is None else y + residual
-    return F.relu(y) if relu is None else relu(y)
+    if not takes:
+        y = layer(x)
+        y = y if residual is None else y + residual
+        return F.relu(y) if relu is None else relu(y)
+    if is_norm:
+        layer._check_input_dim(x)
+        return SyncBatchNorm.forward(layer, x, residual, relu=True)
+    return layer(x, residual, relu=True)  # type: ignore[no-any-return]

@@ -97,24 +97,29 @@ class Transformed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.branch, self.relu = Transform(), nn.ReLU()
+        self.shortcut = nn.Sequential(conv(), NormAct(nn.Identity()))
 
     def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(x + self.shortcut(x))
         return self.relu(x + self.branch(x))
 
 
 class NormAct(nn.BatchNorm2d):
     """As timm's BatchNormAct2d: a layer with its own activation."""
 
-    def __init__(self, act: nn.Module | None = None, drop: nn.Module | None = None) -> None:
-        super().__init__(C, momentum=None)
+    def __init__(
+        self, act: nn.Module | None = None, drop: nn.Module | None = None, momentum: Any = 0.1
+    ) -> None:
+        super().__init__(C, momentum=momentum)
         self.drop, self.act = drop or nn.Identity(), act or nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
         torch._assert(x.ndim == 4, f"expected 4D input (got {x.ndim}D input)")
-        momentum = 0.0
+        momentum = 0.0 if self.momentum is None else self.momentum
         if self.training and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-            momentum = 1.0 / float(self.num_batches_tracked)
+            if self.momentum is None:
+                momentum = 1.0 / float(self.num_batches_tracked)
         y = F.batch_norm(
             *(x, self.running_mean, self.running_var, self.weight, self.bias),
             *(self.training, momentum, self.eps),
@@ -131,7 +136,13 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, C, 3), nn.BatchNorm2d(C), nn.ReLU(), Basic())
-        layers = [Basic(downsample=True), Functional(), Transformed(), NormAct(), NormRelu(C)]
+        layers = [
+            Basic(downsample=True),
+            Functional(),
+            Transformed(),
+            NormAct(momentum=None),
+            NormRelu(C),
+        ]
         self.layers = nn.ModuleList(layers)
         self.dense = Dense()
         self.bn, self.fc = nn.BatchNorm2d(2 * C), nn.Linear(2 * C, 3)
@@ -154,6 +165,7 @@ FUSED = {
     "layers.1.body.4": "addition and ReLU",
     "layers.2.branch.a_bn": "ReLU",
     "layers.2.branch.c_bn": "addition and ReLU",
+    "layers.2.shortcut.1": "addition and ReLU",
     "layers.3": "ReLU",
     "layers.4": "ReLU",
     "dense.norm": "ReLU",
@@ -224,7 +236,7 @@ def test_a_model_computes_the_same_in_fewer_passes(passes: Counter[str]) -> None
         assert passes == {"neither": 12}  # no layers with forward passes of their own
         passes.clear()
         actual = step(fused, images(seed))
-        assert passes == {"ReLU": 9, "addition and ReLU": 4, "neither": 1}
+        assert passes == {"ReLU": 9, "addition and ReLU": 5, "neither": 1}
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     with torch.no_grad():
         assert torch.equal(fused.eval()(images()), model.eval()(images()))
@@ -238,7 +250,7 @@ def test_copies_are_fused(passes: Counter[str], how: str) -> None:
     again = copy.deepcopy(fused) if how == "deepcopy" else pickle.loads(pickle.dumps(fused))
     assert type(again.stem) is type(fused.stem)
     assert_same(model, again)
-    assert passes["addition and ReLU"] == 4
+    assert passes["addition and ReLU"] == 5
 
 
 def test_reverted_models_have_their_relus() -> None:
@@ -276,7 +288,7 @@ def test_checkpoints(passes: Counter[str], reentrant: bool) -> None:
         return checkpoint(fused, x, use_reentrant=reentrant, context_fn=checkpoint_contexts)
 
     assert_same(model, fused, run=run)
-    assert passes["addition and ReLU"] == 8
+    assert passes["addition and ReLU"] == 10
 
 
 def test_second_order() -> None:
@@ -293,12 +305,18 @@ def test_second_order() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_compiled() -> None:
-    model, fused = build(), build()
-    fuse_batch_norm_relu(fused)
+@pytest.mark.parametrize("network", [Net, Transformed])
+def test_compiled(passes: Counter[str], network: Any) -> None:
+    """Blocks, and the whole model if this is one, are fused."""
+    model, fused = build(network), build(network)
+    num_fused = len(fuse_batch_norm_relu(fused).fused)
+    x = images(channels=3 if network is Net else C)
+    expected = step(model, x)
+    passes.clear()
     torch._dynamo.reset()
     run: Any = torch.compile(fused, fullgraph=True, backend="aot_eager")
-    assert_same(model, fused, run=run)
+    torch.testing.assert_close(step(fused, x, run), expected, rtol=1e-12, atol=1e-12)
+    assert passes["ReLU"] + passes["addition and ReLU"] == num_fused
 
 
 def test_graphs_of_torch_fx_are_those_of_the_model() -> None:
@@ -315,6 +333,7 @@ HOOKED: dict[str, Callable[[Any], nn.Module]] = {
     "Sequential": lambda model: model.layers[1].body,
     "module that ends in a layer": lambda model: model.layers[2].branch,
     "activation of a layer": lambda model: model.layers[3].act,
+    "layer with an activation": lambda model: model.layers[2].shortcut[1],
     "layer that nothing modifies": lambda model: model.layers[1].body[1],
     "ReLU that modifies nothing": lambda model: model.layers[1].body[2],
 }
@@ -354,7 +373,7 @@ def test_hooks_after_compilation_are_those_of_torch(guards: bool) -> None:
         torch._dynamo.reset()
         run = torch.compile(model, backend="eager", fullgraph=True)
         expected = run(images(1, C))
-        for part in (model.branch.c_bn, model.relu, model.branch.a_relu):
+        for part in (model.branch.c_bn, model.relu, model.shortcut[1]):
             part.register_forward_hook(partial(_see, seen))
         torch.testing.assert_close(run(images(1, C)), expected)
     assert len(seen) == (3 if guards else 0)
@@ -429,7 +448,7 @@ def test_conversion_after_fusion(passes: Counter[str]) -> None:
         convert_sync_batchnorm(net, SingleProcess())
     assert fuse_batch_norm_relu(fused).fused == FUSED
     assert_same(model, fused)
-    assert passes["addition and ReLU"] == 4
+    assert passes["addition and ReLU"] == 5
 
 
 def test_hooks_of_all_modules_see_what_they_saw() -> None:
@@ -464,6 +483,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "an attribute of a child": lambda m: setattr(m.layers[2].branch, "scale", 2.0),
     "another activation of a layer": lambda m: setattr(m.layers[3], "act", nn.SiLU()),
     "a layer's momentum": lambda m: setattr(m.layers[3], "momentum", 0.3),
+    "an activation": lambda m: setattr(m.layers[2].shortcut[1], "act", nn.Tanh()),
     "a layer's own ReLU": lambda m: setattr(m.layers[0].bn2, "fuse_relu", True),
     "a layer's forward": lambda m: setattr(m.layers[0].bn2, "forward", torch.neg),
     "a ReLU's forward": lambda m: setattr(m.layers[0].relu, "forward", torch.neg),
