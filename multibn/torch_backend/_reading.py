@@ -233,7 +233,7 @@ class _Tracer(GraphAppendingTracer):
                 before = len(self.graph.nodes), len(self.entered), self.asks_types
                 try:
                     y = self.enter(module, path, args)
-                    if isinstance(self.modules.get(getattr(y, "node", None)), self.ends_in):
+                    if isinstance(y, _Proxy) and isinstance(self.modules.get(y.node), self.ends_in):
                         return y
                 except ReadingError:
                     pass

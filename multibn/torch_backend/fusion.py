@@ -1,26 +1,22 @@
 """Batch norm, addition and ReLU in one pass, in models that call them one after the other.
 
-A block is a module whose own forward pass calls batch norms, or an nn.Sequential. `_reading.read`
-runs this forward pass once with proxies of torch.fx in the place of tensors. If a layer's output
-goes into a ReLU alone, with or without an addition before, the block gets a class of its own that
+A block is a module whose own forward pass calls batch norms, an nn.Sequential, or a layer whose own
+forward pass ends in a ReLU. `_reading.read` runs this forward pass once with proxies of torch.fx in
+the place of tensors; `_patterns.fuse` looks in the graph for layers whose output goes into a ReLU
+alone, with or without an addition before. If there are some, the block gets a class of its own that
 takes the graph's way in training. Layers and ReLU modules stay as they are, so that every other
-caller, evaluation and a block with hooks have the forward pass of before.
+caller and evaluation have the forward pass of before.
 """
 
-import contextlib
 import functools
-import itertools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
-from torch.nn import functional as F
+from torch import nn
 from torch.nn.modules import module as torch_module
-from torch.nn.modules.conv import _ConvNd
 
-from multibn.torch_backend import _reading
+from multibn.torch_backend import _patterns, _reading
 from multibn.torch_backend.derived import OwnForward
 from multibn.torch_backend.modules import SyncBatchNorm, Synchronized, has_hooks
 
@@ -53,22 +49,27 @@ def fuse_batch_norm_relu(model: nn.Module) -> Fusion:
 
     Changes `model` in place. For models after `convert_sync_batchnorm`: in training, a
     `SyncBatchNorm` and the nn.ReLU or F.relu that alone reads the layer's output take one pass, and
-    so do ``relu(bn(x) + shortcut)`` and ``out += identity; relu(out)``. The numbers are the same.
-    State dicts, module paths, hooks, copies and pickles stay; a block's class becomes a subclass of
-    the class that the block had. `revert_sync_batchnorm` undoes the fusion, too. Evaluation and
-    torch.compile, which fuses by itself, run the forward pass of before. Not collective, but all
-    ranks must fuse the same model.
+    so do ``relu(bn(x) + shortcut)`` and ``out += identity; relu(out)``. A layer that ends in a ReLU
+    of its own, such as timm's BatchNormAct2d, takes one pass, too. The numbers are the same. State
+    dicts, module paths, hooks, copies and pickles stay; a block's class becomes a subclass of the
+    class that the block had. `revert_sync_batchnorm` undoes the fusion, too. Evaluation runs the
+    forward pass of before. Not collective, but all ranks must fuse the same model.
 
-    torch.fx reads the forward pass of each module that calls a synchronized layer, with training on
-    and the child modules unread; a module that torch.fx cannot read, because its way depends on
-    numbers, for example, stays as it was. A module is read again after one of its attributes was
-    set. So a forward pass in training must not depend on anything else than tensors and the
-    module's own attributes: neither on global variables nor on attributes of other modules.
+    torch.fx reads the forward pass of each module that calls a synchronized layer, with training
+    on. The child modules stay unread, but for those whose output is a layer's. A module that
+    torch.fx cannot read, because its way depends on numbers, for example, stays as it was. A module
+    is read again after one of its attributes or children was set, in the next call; torch.compile
+    notices this as for any module. So a forward pass in training must not depend on anything else
+    than tensors and the module's own attributes: neither on global variables nor on attributes of
+    other modules, nor on what a list or a dictionary holds.
 
     Nothing is fused where the output of the layer has another reader, with another activation than
     nn.ReLU itself, or where the input of an addition could be modified in between: there the layer
-    must read the output of a convolution or nn.Linear. While the layer, the ReLU or a module around
-    both has hooks, the block runs as before; hooks must be the same on all ranks.
+    must read the output of a convolution or nn.Linear. While the layer or the ReLU has a hook, both
+    run one after the other, and hooks see what they saw. While an nn.Sequential or another module
+    around both has a hook, its block runs as before; such hooks must be the same on all ranks.
+    Compiled code calls a hook that was registered later as torch does for any module: not unless
+    ``torch._dynamo.config.skip_nnmodule_hook_guards`` is False.
 
     Parameters
     ----------
@@ -205,9 +206,9 @@ def _may_call_layers(module: nn.Module) -> bool:
     cls = _reading.class_of(module)
     if isinstance(module, OwnForward):
         return module.own_forward is None
-    if isinstance(module, (Synchronized, nn.ModuleList, nn.ModuleDict)) or "forward" in vars(
-        module
-    ):
+    if isinstance(module, (Synchronized, nn.ModuleList, nn.ModuleDict)):
+        return False
+    if "forward" in vars(module):
         return False
     if cls.__module__.startswith("torch.nn.") and cls is not nn.Sequential:
         return False
@@ -220,183 +221,5 @@ def _may_call_layers(module: nn.Module) -> bool:
 def _way(block: nn.Module) -> tuple[_Way | None, dict[str, str], dict[str, str]]:
     """The way through `block`, None if nothing is fused; layers that are, and that are not."""
     reading = _reading.read(block, ends_in=SyncBatchNorm)
-    if isinstance(block, OwnForward):
-        return _way_of_layer(block, reading)
-    graph, modules = reading.graph, reading.modules
-    relu: Any
-    layer: Any
-    ends: dict[str, str] = {}
-    left: dict[str, str] = {}
-    layers = [n for n in graph.nodes if isinstance(modules.get(n), SyncBatchNorm)]
-    norms = {n: own for n in layers if (own := _reading_of_norm(modules[n]))}
-    fusions = {}
-    for relu in graph.nodes:
-        if _is_relu(relu, modules) and isinstance(source := relu.args[0], fx.Node):
-            for layer, residual in _candidates(source, layers):
-                if why := _cannot_fuse(layer, residual, source, modules, layer in norms):
-                    left[layer.target] = why
-                    continue
-                fusions[layer] = relu, source
-                break
-    for layer in layers:
-        if layer not in fusions:
-            left.setdefault(layer.target, _what_follows(layer, modules))
-            continue
-        relu, source = fusions[layer]
-        # The residual may be what an earlier layer of this loop has put in the place of its ReLU.
-        residual = next((term for term in source.args if term is not layer), None)
-        residual = None if source is layer else residual
-        with graph.inserting_before(source):
-            bn = graph.get_attr(layer.target)
-            activation = graph.get_attr(relu.target) if relu in modules else None
-            args = bn, layer in norms, activation, layer.args[0], residual
-            y = graph.call_function(_rectified, args)
-        if layer in norms:
-            reading.entered[:0] = norms[layer].entered
-            reading.attributes[:0] = norms[layer].attributes
-        relu.replace_all_uses_with(y)
-        ends[layer.target] = "ReLU" if residual is None else "addition and ReLU"
-        for node in dict.fromkeys((relu, source, layer)):
-            graph.erase_node(node)
-    left = {path: why for path, why in left.items() if path not in ends}
-    if not fusions:
-        return None, ends, left
-    return _Way(type(fx.GraphModule(block, graph)).forward, reading), ends, left
-
-
-def _way_of_layer(
-    layer: OwnForward, reading: _reading.Reading
-) -> tuple[_Way | None, dict[str, str], dict[str, str]]:
-    """As `_way`, for a layer whose own forward pass may be batch norm and ReLU, no more."""
-    norm, *rest = _own_steps(layer, reading) or (None,)
-    if norm is None:
-        return None, {}, {"": "the layer has a forward pass of its own"}
-    if len(rest) != 1 or not _is_relu(rest[0], reading.modules):
-        return None, {}, {"": _what_follows(norm, reading.modules)}
-    original, activation = _reading.class_of(layer).forward, reading.modules.get(rest[0])
-
-    def run(layer: Any, x: Any) -> Any:
-        if type(x) is not Tensor or x.is_nested or not _is_plain(activation, nn.ReLU):
-            return original(layer, x)
-        layer._check_input_dim(x)
-        return SyncBatchNorm.forward(layer, x, relu=True)
-
-    return _Way(run, reading), {"": "ReLU"}, {}
-
-
-def _own_steps(layer: nn.Module, reading: _reading.Reading) -> list[fx.Node]:
-    """Batch norm and what a layer's own forward pass does then, one by one; [] if not so."""
-    source, *nodes, output = [n for n in reading.graph.nodes if n.op != "get_attr"]
-    steps = [n for n in nodes if n.target not in _CHECKS]
-    chain = [source, *steps, output]
-    follows = all(a is b.args[0] for a, b in itertools.pairwise(chain))
-    alone = all(len(step.users) == 1 for step in steps)
-    return steps if steps and _is_batch_norm(steps[0], layer) and follows and alone else []
-
-
-def _reading_of_norm(layer: nn.Module) -> _reading.Reading | None:
-    """How a layer with a forward pass of its own was read, if this is batch norm alone."""
-    if not isinstance(layer, OwnForward) or layer.own_forward is not None:
-        return None
-    with contextlib.suppress(_reading.ReadingError):
-        reading = _reading.read(layer, ends_in=SyncBatchNorm)
-        return reading if len(_own_steps(layer, reading)) == 1 else None
-    return None
-
-
-def _is_batch_norm(node: fx.Node, layer: Any) -> bool:
-    """Whether a node is the call of torch's batch norm that `layer` itself would be."""
-    if node.target is not F.batch_norm:
-        return False
-    names = "input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"
-    values = dict(zip(names, node.args, strict=False)) | node.kwargs
-    actual = [v.target if isinstance(v, fx.Node) else v for v in map(values.get, names[1:])]
-    tensors = names[1:5] if layer.track_running_stats else (None, None, *names[3:5])
-    expected = [n if n and getattr(layer, n) is not None else None for n in tensors]
-    return actual == [*expected, True, layer.momentum or 0.0, layer.eps]
-
-
-# What a layer asks about its input, before.
-_CHECKS = {getattr, operator.eq, operator.ne, torch._assert, "dim"}
-_RELUS = {F.relu, torch.relu, torch.relu_, F.relu_, "relu", "relu_"}
-_ADDITIONS = {operator.add, operator.iadd, torch.add, "add", "add_"}
-_INPLACE_ADDITIONS = {operator.iadd, "add_"}
-
-
-def _is_relu(node: fx.Node, modules: dict[fx.Node, nn.Module]) -> bool:
-    module = modules.get(node)
-    if module is not None:
-        return type(module) is nn.ReLU and _is_plain(module, nn.ReLU)
-    return node.target in _RELUS and len(node.args) > 0
-
-
-def _is_plain(module: nn.Module | None, cls: type[nn.Module]) -> bool:
-    """Whether a call of `module` is the forward pass of `cls`, and nobody else looks at it."""
-    if module is None:
-        return True
-    own = type(module).forward is cls.forward and "forward" not in vars(module)
-    return own and not has_hooks(module)
-
-
-def _what_follows(node: fx.Node, modules: dict[fx.Node, nn.Module]) -> str:
-    names = [type(modules[reader]).__name__ for reader in node.users if reader in modules]
-    return f"no ReLU follows{f', but {names[0]}' if names else ''}"
-
-
-def _candidates(source: fx.Node, layers: Sequence[fx.Node]) -> list[tuple[fx.Node, fx.Node | None]]:
-    """The layers that a ReLU's input may come from, the latest first, with what is added."""
-    if source in layers:
-        return [(source, None)]
-    terms = source.args
-    is_addition = source.target in _ADDITIONS and len(terms) == 2 and not source.kwargs
-    if not is_addition or not all(isinstance(term, fx.Node) for term in terms):
-        return []
-    pairs: Any = [terms] if source.target in _INPLACE_ADDITIONS else [terms, terms[::-1]]
-    return sorted((p for p in pairs if p[0] in layers), key=lambda p: -layers.index(p[0]))
-
-
-def _cannot_fuse(
-    node: fx.Node,
-    residual: fx.Node | None,
-    source: fx.Node,
-    modules: dict[fx.Node, nn.Module],
-    is_norm: bool,
-) -> str | None:
-    """Why a layer cannot take what follows, if there is a reason."""
-    layer: Any = modules[node]
-    if has_hooks(layer):
-        return "the layer has hooks"
-    if not (is_norm or _is_plain(layer, SyncBatchNorm)):
-        return "the layer has a forward pass of its own"
-    if layer.fuse_relu or len(node.args) != 1 or node.kwargs:
-        return "the layer has a ReLU, a residual or a mask already"
-    if len(node.users) > 1 or len(source.users) > 1 or node is residual:
-        return "the output has other readers"
-    if residual is not None:
-        # The layer then runs later, when its input must be as it was.
-        x: Any = node.args[0]
-        produced = isinstance(modules.get(x), (_ConvNd, nn.Linear)) and len(x.users) == 1
-        if not produced and node.next is not source:
-            return "the input could be modified before the addition"
-    return None
-
-
-def _rectified(layer: Any, is_norm: bool, relu: Any, x: Tensor, residual: Tensor | None) -> Tensor:
-    """`relu(layer(x) + residual)`, in one pass where the layer takes this.
-
-    With `is_norm`, the layer's own forward pass is batch norm alone, and nobody looks at the layer.
-    """
-    takes = isinstance(layer, SyncBatchNorm) and layer.training and not layer.fuse_relu
-    takes = takes and type(x) is Tensor and not x.is_nested and _is_plain(relu, nn.ReLU)
-    takes = takes and (is_norm or _is_plain(layer, SyncBatchNorm))
-    if residual is not None:
-        takes = takes and type(residual) is Tensor
-        takes = takes and (residual.shape, residual.dtype) == (x.shape, x.dtype)
-    if not takes:
-        y = layer(x)
-        y = y if residual is None else y + residual
-        return F.relu(y) if relu is None else relu(y)
-    if is_norm:
-        layer._check_input_dim(x)
-        return SyncBatchNorm.forward(layer, x, residual, relu=True)
-    return layer(x, residual, relu=True)  # type: ignore[no-any-return]
+    run, ends, left = _patterns.fuse(block, reading)
+    return None if run is None else _Way(run, reading), ends, left

@@ -1,7 +1,6 @@
 """`fuse_batch_norm_relu` over ranks: the numbers of one process without it, on the whole batch."""
 
 import copy
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -58,7 +57,7 @@ class _Net(nn.Module):
         return F.relu(x * self.spare) if self.uses_spare else x
 
 
-def _train(net: Any, batches: Sequence[Tensor], share: slice, scale: float, steps: int) -> Any:
+def _train(net: Any, batches: Tensor, share: slice, scale: float, steps: int) -> Any:
     """Gradients and states after each step, of which there is one or one for each batch."""
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
     targets = torch.randn(len(batches[0]), C, 4, 4, generator=torch.Generator().manual_seed(2))
