@@ -45,7 +45,10 @@ class Reading(NamedTuple):
     def takes(self, args: Sequence[Any]) -> bool:
         """Whether the graph holds for `args`."""
         kinds = (list, tuple) if self.asks_types else (Tensor, list, tuple)
-        return len(args) == self.num_args and all(isinstance(a, kinds) for a in args)
+        for a in args:  # a generator would cost a frame for each
+            if not isinstance(a, kinds):
+                return False
+        return len(args) == self.num_args
 
 
 def read(module: nn.Module, /, *, ends_in: type[nn.Module]) -> Reading:
@@ -100,14 +103,16 @@ def _own_class(module: nn.Module) -> type[nn.Module]:
 
 
 # Attributes that say nothing about the forward pass; torch.compile sets two.
-_OTHERS = {"training", "pool", "_way", "_is_torch_compile", "_compiled_call_impl"}
+_OTHERS = dict.fromkeys(["training", "pool", "_way", "_is_torch_compile", "_compiled_call_impl"])
 
 
 def _attributes(module: nn.Module) -> list[object]:
-    """The attributes and children of a module, to be compared by identity."""
-    tensors = (*module._parameters.values(), *module._buffers.values())
-    own = [value for name, value in vars(module).items() if name not in _OTHERS]
-    return [*own, *module._modules.values(), *(tensor is None for tensor in tensors)]
+    """The attributes and children of a module, to be compared by identity in each call."""
+    parameters, buffers = module._parameters, module._buffers
+    attributes = [*{**vars(module), **_OTHERS}.values(), *module._modules.values()]
+    if parameters or buffers:
+        attributes += [t is None for t in (*parameters.values(), *buffers.values())]
+    return attributes
 
 
 def _sizes(module: nn.Module) -> dict[str, Any]:

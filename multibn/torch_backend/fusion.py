@@ -134,7 +134,8 @@ class _Way(NamedTuple):
         hooks = torch_module._global_forward_hooks or torch_module._global_backward_hooks
         if hooks or torch_module._global_backward_pre_hooks or not self.reading.takes(args):
             return False
-        return not any(has_hooks(module) for module in self.reading.entered[:-1])
+        entered = self.reading.entered
+        return len(entered) == 1 or not any(has_hooks(module) for module in entered[:-1])
 
 
 class _Block(nn.Module):
