@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.proxy import GraphAppendingTracer
 
+from multibn.torch_backend.derived import OwnForward
 from multibn.torch_backend.modules import has_hooks
-
-_COLLECTIONS = (list, dict, set)
 
 
 class ReadingError(Exception):
@@ -30,25 +29,32 @@ class Reading(NamedTuple):
 
     graph: fx.Graph
     modules: dict[fx.Node, nn.Module]  # that the nodes call
-    passed: list[nn.Module]  # modules without a node: each nn.Sequential and nn.Identity gone into
-    children: list[tuple[dict[str, Any], tuple[Any, ...]]]  # of the module, and of those gone into
+    entered: list[nn.Module]  # whose own forward passes are in the graph; the whole module is last
+    attributes: list[list[object]]  # of each of these
     num_args: int
     asks_types: bool  # tensors would have answered otherwise than the proxies did
 
     def is_right(self) -> bool:
-        """Whether the child modules are those of the graph."""
-        return all(tuple(now.values()) == before for now, before in self.children)
+        """Whether the modules have the attributes and children that they had."""
+        for module, before in zip(self.entered, self.attributes, strict=True):
+            now = _attributes(module)
+            if len(now) != len(before) or not all(map(operator.is_, now, before)):
+                return False
+        return True
 
     def takes(self, args: Sequence[Any]) -> bool:
         """Whether the graph holds for `args`."""
         kinds = (list, tuple) if self.asks_types else (Tensor, list, tuple)
-        return len(args) == self.num_args and all(isinstance(a, kinds) for a in args)
+        for a in args:  # a generator would cost a frame for each
+            if not isinstance(a, kinds):
+                return False
+        return len(args) == self.num_args
 
 
 def read(module: nn.Module, /, *, ends_in: type[nn.Module]) -> Reading:
     """Run the forward pass of `class_of(module)`, with `module.training` True.
 
-    An nn.Sequential that ends in a module of class `ends_in` is gone into; other children are not.
+    A child whose output is that of a module of class `ends_in` is entered; others are nodes.
 
     Raises
     ------
@@ -56,58 +62,33 @@ def read(module: nn.Module, /, *, ends_in: type[nn.Module]) -> Reading:
         If the pass depends on numbers, types or random numbers, changes attributes, or sets a
         context such as torch.no_grad.
     """
-    cls = class_of(module)
-    names = getattr(cls.forward, "__code__", (lambda: None).__code__).co_names
-    asks_types = "isinstance" in names
-    if asks_types and {"list", "tuple"} & {*names}:
-        raise ReadingError("it asks for the types of its inputs")
-    tracer = _Tracer(module, ends_in)
-    arguments = list(signature(cls.forward).parameters.values())[1:]
+    arguments = list(signature(_own_class(module).forward).parameters.values())[1:]
     if any(a.kind in (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL) for a in arguments):
         raise ReadingError("it takes any number of inputs")
     required = [a for a in arguments if a.default is Parameter.empty]
     if any(a.kind is Parameter.KEYWORD_ONLY for a in required):
         raise ReadingError("it has an input that must be passed by keyword")
-    twin: Any = object.__new__(cls)
-    twin.__dict__ |= {
-        name: copy.copy(value) if type(value) in _COLLECTIONS else value
-        for name, value in module.__dict__.items()
-    }
-    twin.__dict__ |= {
-        "training": True,
-        "_modules": {
-            name: child if child is None else _Child(child, name, tracer)
-            for name, child in module._modules.items()
-        },
-        "_parameters": {
-            name: tracer.without_data(name, t) for name, t in module._parameters.items()
-        },
-        "_buffers": {name: tracer.without_data(name, t) for name, t in module._buffers.items()},
-    }
-    before = _sizes(twin), torch.get_rng_state(), random.getstate()
-    try:
-        proxies = [tracer.create_proxy("placeholder", a.name, (), {}) for a in required]
-        y = cls.forward(twin, *proxies)
-        tracer.create_node("output", "output", (tracer.create_arg(y),), {})
-    except ReadingError:
-        raise
-    except Exception as error:  # whatever another's code raises for a proxy
-        raise ReadingError(f"{type(error).__name__}: {error}") from error
-    if _sizes(twin) != before[0]:
-        raise ReadingError("it sets an attribute")
-    if not torch.equal(torch.get_rng_state(), before[1]) or random.getstate() != before[2]:
-        raise ReadingError("it draws random numbers")
-    inside = [module, *(m for m in tracer.passed if isinstance(m, nn.Sequential))]
-    children: Any = [(m._modules, tuple(m._modules.values())) for m in inside]
-    return Reading(tracer.graph, tracer.modules, tracer.passed, children, len(required), asks_types)
+    tracer = _Tracer(ends_in)
+    proxies = [tracer.create_proxy("placeholder", a.name, (), {}) for a in required]
+    y = tracer.enter(module, "", proxies)
+    tracer.create_node("output", "output", (tracer.create_arg(y),), {})
+    attributes = [_attributes(m) for m in tracer.entered]
+    return Reading(
+        *(tracer.graph, tracer.modules, tracer.entered, attributes),
+        num_args=len(required),
+        asks_types=tracer.asks_types,
+    )
 
 
-def last(module: nn.Module) -> nn.Module:
-    """The module that gives the output of an nn.Sequential, through any number of these."""
-    while _is_sequence(module) and module._modules:
-        children: Any = module._modules.values()
-        module = [*children][-1]
-    return module
+def may_end_in(module: nn.Module, cls: type[nn.Module]) -> bool:
+    """Whether `module`, or the module that gives its output, may be a `cls`."""
+    own, children = class_of(module), [*module.children()]
+    if own.forward is nn.Sequential.forward:
+        return bool(children) and may_end_in(children[-1], cls)
+    if isinstance(module, cls) or own.__module__.startswith("torch.nn."):
+        return isinstance(module, cls)
+    sequences = (c for c in children if class_of(c).forward is nn.Sequential.forward)
+    return any(isinstance(c, cls) for c in children) or any(may_end_in(c, cls) for c in sequences)
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
@@ -116,15 +97,29 @@ def class_of(module: nn.Module) -> type[nn.Module]:
     return cls
 
 
-def _is_sequence(module: nn.Module) -> bool:
-    return class_of(module).forward is nn.Sequential.forward and "forward" not in vars(module)
+def _own_class(module: nn.Module) -> type[nn.Module]:
+    """The class whose forward pass is the module's own; a converted layer's is the original."""
+    return module.converted_from if isinstance(module, OwnForward) else class_of(module)
+
+
+# Attributes that say nothing about the forward pass; torch.compile sets two.
+_OTHERS = dict.fromkeys(["training", "pool", "_way", "_is_torch_compile", "_compiled_call_impl"])
+
+
+def _attributes(module: nn.Module) -> list[object]:
+    """The attributes and children of a module, to be compared by identity in each call."""
+    parameters, buffers = module._parameters, module._buffers
+    attributes = [*{**vars(module), **_OTHERS}.values(), *module._modules.values()]
+    if parameters or buffers:
+        attributes += [t is None for t in (*parameters.values(), *buffers.values())]
+    return attributes
 
 
 def _sizes(module: nn.Module) -> dict[str, Any]:
     """What changes with an attribute: identities, lengths of lists, and versions of tensors."""
     sizes: dict[str, Any] = {}
     for name, value in (module.__dict__ | module._parameters | module._buffers).items():
-        length = len(value) if type(value) in _COLLECTIONS else None
+        length = len(value) if type(value) in (list, dict, set) else None
         sizes[name] = id(value), length, getattr(value, "_version", None)
     return sizes
 
@@ -145,7 +140,13 @@ def _ambient() -> tuple[Any, ...]:
 
 
 class _Proxy(fx.Proxy):
-    """As torch.fx's, which takes `x += y` for `x = x + y`."""
+    """As torch.fx's, which takes `x += y` for `x = x + y`, and does not notice isinstance."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        tracer: Any = self.tracer
+        tracer.asks_types = True
+        return _Proxy
 
 
 def _inplace(function: Callable[[Any, Any], Any]) -> Callable[[_Proxy, Any], fx.Proxy]:
@@ -160,24 +161,97 @@ for _name in _OPERATIONS.split(", "):
 
 
 class _Tracer(GraphAppendingTracer):
-    def __init__(self, root: nn.Module, ends_in: type[nn.Module]) -> None:
+    def __init__(self, ends_in: type[nn.Module]) -> None:
         super().__init__(fx.Graph())
-        self.root, self.ends_in, self.ambient = root, ends_in, _ambient()
-        self.own: dict[int, str] = {}
+        self.ends_in, self.ambient = ends_in, _ambient()
+        self.own: dict[Tensor, str] = {}
         self.modules: dict[fx.Node, nn.Module] = {}
-        self.passed: list[nn.Module] = []
+        self.entered: list[nn.Module] = []
+        self.asks_types = False
+
+    def enter(self, module: nn.Module, path: str, args: Sequence[Any]) -> Any:
+        """The output of a module's own forward pass, whose operations become nodes."""
+        twin = self._twin(module, f"{path}." if path else "")
+        forward = type(twin).forward
+        sizes, states = _sizes(twin), (torch.get_rng_state(), random.getstate())
+        try:
+            y = forward(twin, *args)
+        except ReadingError:
+            raise
+        except Exception as error:  # whatever another's code raises for a proxy
+            raise ReadingError(f"{type(error).__name__}: {error}") from error
+        finally:
+            draws = not torch.equal(torch.get_rng_state(), states[0])
+            draws = draws or random.getstate() != states[1]
+            torch.set_rng_state(states[0])
+            random.setstate(states[1])
+        if _sizes(twin) != sizes:
+            raise ReadingError("it sets an attribute")
+        if draws:
+            raise ReadingError("it draws random numbers")
+        if self.asks_types:
+            names = getattr(getattr(forward, "__code__", None), "co_names", ())
+            if path or "isinstance" not in names or {"list", "tuple"} & {*names}:
+                raise ReadingError("it asks for the types of its inputs")
+        self.entered.append(module)
+        return y
+
+    def _twin(self, module: nn.Module, prefix: str) -> Any:
+        """Stands for `module`, in training; its attributes may be set, its tensors have no data."""
+        twin: Any = object.__new__(_own_class(module))
+        twin.__dict__ |= {
+            name: copy.copy(value) if type(value) in (list, dict, set) else value
+            for name, value in vars(module).items()
+        }
+        twin.__dict__ |= {
+            "training": True,
+            "_modules": {
+                name: None if child is None else _Child(child, prefix + name, self)
+                for name, child in module._modules.items()
+            },
+            "_parameters": self._without_data(module._parameters, prefix),
+            "_buffers": self._without_data(module._buffers, prefix),
+        }
+        if isinstance(module, OwnForward):  # these ask for numbers, and count
+            twin.__dict__["_check_input_dim"] = lambda x: None
+            twin._buffers["num_batches_tracked"] = None
+        return twin
+
+    def _without_data(self, tensors: Any, prefix: str) -> dict[str, Tensor | None]:
+        """Stand for tensors of a module; the pass can neither read nor change their numbers."""
+        own: dict[str, Tensor | None] = dict.fromkeys(tensors)
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                meta = tensor.detach().to("meta")
+                if isinstance(tensor, nn.Parameter):
+                    meta = nn.Parameter(meta, tensor.requires_grad)
+                self.own[meta], own[name] = prefix + name, meta
+        return own
+
+    def call(self, module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
+        """The output of a child module."""
+        if not kwargs and not has_hooks(module) and "forward" not in vars(module):
+            if type(module) is nn.Identity and len(args) == 1:
+                self.entered.append(module)
+                return args[0]
+            if not isinstance(module, self.ends_in) and may_end_in(module, self.ends_in):
+                before = len(self.graph.nodes), len(self.entered), self.asks_types
+                try:
+                    y = self.enter(module, path, args)
+                    if isinstance(y, _Proxy) and isinstance(self.modules.get(y.node), self.ends_in):
+                        return y
+                except ReadingError:
+                    pass
+                for node in reversed([*self.graph.nodes][before[0] :]):
+                    self.graph.erase_node(node)
+                del self.entered[before[1] :]
+                self.asks_types = before[2]
+        y = self.create_proxy("call_module", path, args, kwargs)
+        self.modules[y.node] = module
+        return y
 
     def proxy(self, node: fx.Node) -> _Proxy:
         return _Proxy(node, self)
-
-    def without_data(self, name: str, tensor: Tensor | None) -> Tensor | None:
-        """Stands for a tensor of the module; the pass can neither read nor change its numbers."""
-        if tensor is None:
-            return None
-        own = tensor.detach().to("meta")
-        own = nn.Parameter(own, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else own
-        self.own[id(own)] = name
-        return own
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if _ambient() != self.ambient:
@@ -185,30 +259,19 @@ class _Tracer(GraphAppendingTracer):
         return super().create_node(*args, **kwargs)
 
     def create_arg(self, a: Any) -> Any:
+        if isinstance(a, fx.Proxy):
+            return a.node
         if isinstance(a, Tensor):
-            if id(a) not in self.own:
+            if a not in self.own:
                 raise ReadingError("it takes a tensor that is not its own")
-            return self.create_node("get_attr", self.own[id(a)], (), {})
+            return self.create_node("get_attr", self.own[a], (), {})
+        is_container = type(a) in (dict, list, tuple, torch.Size) or hasattr(a, "_fields")
+        if isinstance(a, (dict, list, tuple)) and not is_container:
+            # torch.fx would make a plain dict of an OrderedDict.
+            raise ReadingError(f"it makes a {type(a).__qualname__}")
         if isinstance(a, (torch.dtype, torch.device)) and self.own:
             raise ReadingError("it may depend on the dtype or device of its own tensors")
         return super().create_arg(a)
-
-    def call(self, module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
-        """The output of a child module."""
-        plain = len(args) == 1 and not kwargs and not has_hooks(module)
-        if plain and type(module) is nn.Identity:
-            self.passed.append(module)
-            return args[0]
-        if plain and _is_sequence(module) and isinstance(last(module), self.ends_in):
-            self.passed.append(module)
-            (y,) = args
-            children: Any = module._modules.items()  # a module may be there twice
-            for name, child in children:
-                y = self.call(child, f"{path}.{name}", (y,), {})
-            return y
-        y = self.create_proxy("call_module", path, args, kwargs)
-        self.modules[y.node] = module
-        return y
 
 
 class _Child:

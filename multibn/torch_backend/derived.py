@@ -87,7 +87,7 @@ def _class(original: type[_BatchNorm], has_own_forward: bool) -> type[SyncBatchN
         }
         if has_own_forward:
             attributes["_check_input_dim"] = original._check_input_dim
-        bases = (_OwnForward if has_own_forward else _Derived, original)
+        bases = (OwnForward if has_own_forward else _Derived, original)
         _classes[key] = type(f"Sync{original.__name__}", bases, attributes)
     return _classes[key]
 
@@ -102,11 +102,11 @@ class _Derived(SyncBatchNorm):
     """Base of the classes that no module has by name. Copies and pickles name the original."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        key = self.converted_from, isinstance(self, _OwnForward)
+        key = self.converted_from, isinstance(self, OwnForward)
         return _new, key, self.__getstate__()
 
 
-class _OwnForward(_Derived):
+class OwnForward(_Derived):
     """A layer that calls batch norm and does something of its own before or after."""
 
     converted_from: type[_BatchNorm]
@@ -148,7 +148,7 @@ class _OwnForward(_Derived):
 class _Sharing(TorchFunctionMode):
     """In this context, batch norm with a layer's running mean is the one of this package."""
 
-    def __init__(self, layer: _OwnForward) -> None:
+    def __init__(self, layer: OwnForward) -> None:
         super().__init__()
         self.layer = layer
         counter = layer.num_batches_tracked

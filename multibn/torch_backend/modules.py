@@ -28,8 +28,8 @@ def has_hooks(module: nn.Module) -> bool:
 
     Hooks of all modules do not count: `checkpoint_contexts` has one in the recomputation only.
     """
-    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    return any(getattr(module, kind) for kind in kinds)
+    forward = module._forward_pre_hooks or module._forward_hooks
+    return bool(forward or module._backward_pre_hooks or module._backward_hooks)
 
 
 class Synchronized(nn.Module):

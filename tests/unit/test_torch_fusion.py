@@ -1,9 +1,11 @@
 """`fuse_batch_norm_relu`: the numbers of the model before, and nothing else changes."""
 
 import copy
+import io
 import pickle
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +17,9 @@ require.need("torch")
 
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
+from torch.ao.quantization import fuse_modules, fuse_modules_qat  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
+from torch.optim.swa_utils import AveragedModel  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from multibn.torch_backend import (  # noqa: E402
@@ -76,11 +80,70 @@ class Dense(nn.Module):
         return self.relu(self.norm(torch.cat(xs, 1)))
 
 
+class Transform(nn.Module):
+    """As SlowFast's BottleneckTransform: a batch norm gives the output of a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.a_bn, self.a_relu = conv(), nn.BatchNorm2d(C), nn.ReLU(inplace=True)
+        self.c, self.c_bn, self.scale = conv(), nn.BatchNorm2d(C), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a_relu(self.a_bn(self.a(x)))
+        return self.c_bn(self.scale * self.c(x))
+
+
+class Transformed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch, self.relu = Transform(), nn.ReLU()
+        self.shortcut = nn.Sequential(conv(), NormAct(nn.Identity()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(x + self.shortcut(x))
+        return self.relu(x + self.branch(x))
+
+
+class NormAct(nn.BatchNorm2d):
+    """As timm's BatchNormAct2d: a layer with its own activation."""
+
+    def __init__(
+        self, act: nn.Module | None = None, drop: nn.Module | None = None, momentum: Any = 0.1
+    ) -> None:
+        super().__init__(C, momentum=momentum)
+        self.drop, self.act = drop or nn.Identity(), act or nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._assert(x.ndim == 4, f"expected 4D input (got {x.ndim}D input)")
+        momentum = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                momentum = 1.0 / float(self.num_batches_tracked)
+        y = F.batch_norm(
+            *(x, self.running_mean, self.running_var, self.weight, self.bias),
+            *(self.training, momentum, self.eps),
+        )
+        return self.act(self.drop(y))
+
+
+class NormRelu(nn.BatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return F.relu(super().forward(input), inplace=True)
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, C, 3), nn.BatchNorm2d(C), nn.ReLU(), Basic())
-        self.layers = nn.ModuleList([Basic(downsample=True), Functional()])
+        layers = [
+            Basic(downsample=True),
+            Functional(),
+            Transformed(),
+            NormAct(momentum=None),
+            NormRelu(C),
+        ]
+        self.layers = nn.ModuleList(layers)
         self.dense = Dense()
         self.bn, self.fc = nn.BatchNorm2d(2 * C), nn.Linear(2 * C, 3)
 
@@ -100,6 +163,11 @@ FUSED = {
     "layers.0.bn2": "addition and ReLU",
     "layers.1.body.1": "ReLU",
     "layers.1.body.4": "addition and ReLU",
+    "layers.2.branch.a_bn": "ReLU",
+    "layers.2.branch.c_bn": "addition and ReLU",
+    "layers.2.shortcut.1": "addition and ReLU",
+    "layers.3": "ReLU",
+    "layers.4": "ReLU",
     "dense.norm": "ReLU",
     "bn": "ReLU",
 }
@@ -165,10 +233,10 @@ def test_a_model_computes_the_same_in_fewer_passes(passes: Counter[str]) -> None
     for seed in range(2):
         passes.clear()
         expected = step(model, images(seed))
-        assert passes == {"neither": 10}
+        assert passes == {"neither": 12}  # no layers with forward passes of their own
         passes.clear()
         actual = step(fused, images(seed))
-        assert passes == {"ReLU": 6, "addition and ReLU": 3, "neither": 1}
+        assert passes == {"ReLU": 9, "addition and ReLU": 5, "neither": 1}
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     with torch.no_grad():
         assert torch.equal(fused.eval()(images()), model.eval()(images()))
@@ -182,7 +250,7 @@ def test_copies_are_fused(passes: Counter[str], how: str) -> None:
     again = copy.deepcopy(fused) if how == "deepcopy" else pickle.loads(pickle.dumps(fused))
     assert type(again.stem) is type(fused.stem)
     assert_same(model, again)
-    assert passes["addition and ReLU"] == 3
+    assert passes["addition and ReLU"] == 5
 
 
 def test_reverted_models_have_their_relus() -> None:
@@ -220,7 +288,7 @@ def test_checkpoints(passes: Counter[str], reentrant: bool) -> None:
         return checkpoint(fused, x, use_reentrant=reentrant, context_fn=checkpoint_contexts)
 
     assert_same(model, fused, run=run)
-    assert passes["addition and ReLU"] == 6
+    assert passes["addition and ReLU"] == 10
 
 
 def test_second_order() -> None:
@@ -237,12 +305,17 @@ def test_second_order() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_compiled() -> None:
-    model, fused = build(), build()
-    fuse_batch_norm_relu(fused)
+@pytest.mark.parametrize("network", [lambda: nn.Sequential(Basic(), NormRelu(C)), Transformed])
+def test_compiled(passes: Counter[str], network: Any) -> None:
+    """Blocks, and the whole model if this is one, are fused."""
+    model, fused = build(network), build(network)
+    num_fused = len(fuse_batch_norm_relu(fused).fused)
+    expected = step(model, images(1, C))
+    passes.clear()
     torch._dynamo.reset()
     run: Any = torch.compile(fused, fullgraph=True, backend="aot_eager")
-    assert_same(model, fused, run=run)
+    torch.testing.assert_close(step(fused, images(1, C), run), expected, rtol=1e-12, atol=1e-12)
+    assert passes["ReLU"] + passes["addition and ReLU"] == num_fused
 
 
 def test_graphs_of_torch_fx_are_those_of_the_model() -> None:
@@ -257,6 +330,11 @@ HOOKED: dict[str, Callable[[Any], nn.Module]] = {
     "ReLU": lambda model: model.layers[0].relu,
     "Identity": lambda model: model.layers[0].drop_path,
     "Sequential": lambda model: model.layers[1].body,
+    "module that ends in a layer": lambda model: model.layers[2].branch,
+    "activation of a layer": lambda model: model.layers[3].act,
+    "layer with an activation": lambda model: model.layers[2].shortcut[1],
+    "layer that nothing modifies": lambda model: model.layers[1].body[1],
+    "ReLU that modifies nothing": lambda model: model.layers[1].body[2],
 }
 
 
@@ -265,12 +343,111 @@ def test_hooks_see_what_they_saw(where: str) -> None:
     seen: list[list[Tensor]] = [[], []]
     models = build(), build()
     fuse_batch_norm_relu(models[1])
-    for model, outputs in zip(models, seen, strict=True):
+    for model, tensors in zip(models, seen, strict=True):
+        see = partial(_see, tensors)
         hooked = HOOKED[where](model)
-        hooked.register_forward_hook(lambda *args, out=outputs: out.append(args[-1].clone()))
+        hooked.register_forward_hook(see)
+        hooked.register_forward_pre_hook(see)
+        if "nothing" in where:  # torch refuses backward hooks of tensors that are modified
+            hooked.register_full_backward_hook(see)
+            hooked.register_full_backward_pre_hook(see)
     assert_same(*models)
-    assert len(seen[0]) == (2 if where == "ReLU" else 1)
+    assert len(seen[0]) == (4 if "nothing" in where or where == "ReLU" else 2)
     torch.testing.assert_close(*seen)
+
+
+def _see(tensors: list[Tensor], module: nn.Module, *values: Any) -> None:
+    value = values[-1]
+    tensors.append((value[0] if isinstance(value, tuple) else value).clone())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("guards", [False, True])
+def test_hooks_after_compilation_are_those_of_torch(guards: bool) -> None:
+    """torch sees them only without `skip_nnmodule_hook_guards`, whatever the module is."""
+    model = build(Transformed)
+    fuse_batch_norm_relu(model)
+    seen: list[Tensor] = []
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=not guards):
+        torch._dynamo.reset()
+        run = torch.compile(model, backend="eager", fullgraph=True)
+        expected = run(images(1, C))
+        for part in (model.branch.c_bn, model.relu, model.shortcut[1]):
+            part.register_forward_hook(partial(_see, seen))
+        torch.testing.assert_close(run(images(1, C)), expected)
+    assert len(seen) == (3 if guards else 0)
+
+
+TOOLS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "torch.fx": lambda model, x: torch.fx.symbolic_trace(model)(x),
+    "torch.jit.trace": lambda model, x: torch.jit.trace(model, (x,))(x),
+    "torch.export": lambda model, x: torch.export.export(model, (x,)).module()(x),
+    "fuse_modules": lambda model, x: fuse_modules(model, [["stem.0", "stem.1", "stem.2"]])(x),
+    "torch.save": lambda model, x: _saved(model)(x),
+    "torch.func": lambda model, x: torch.func.functional_call(model, dict(model.state_dict()), x),
+    "swa_utils": lambda model, x: AveragedModel(model).eval()(x),
+}
+
+
+def _saved(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit", "ignore:.torch.ao", "ignore:Converting a tensor")
+@pytest.mark.parametrize("tool", TOOLS)
+def test_tools_for_evaluation(tool: str) -> None:
+    fused = build()
+    fuse_batch_norm_relu(fused)
+    fused(images())
+    fused.eval()
+    torch.testing.assert_close(TOOLS[tool](fused, images()), fused(images()))
+
+
+REFUSED = {
+    "torch.jit.script cannot compile layers that share stat": lambda m, x: torch.jit.script(m),
+    "torch.jit.trace, which some exporters .* model.eval": lambda m, x: torch.jit.trace(m, (x,)),
+    "cannot export layers that share stat(.|\n)*model.eval": lambda m, x: torch.export.export(
+        m, (x,)
+    ),
+    "fuse_modules_qat would train with": lambda m, x: fuse_modules_qat(m.stem, [["0", "1", "2"]]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit", "ignore:.torch.ao")
+@pytest.mark.parametrize("message", REFUSED)
+def test_tools_that_refuse_training(message: str) -> None:
+    fused = build()
+    fuse_batch_norm_relu(fused)
+    with pytest.raises(Exception, match=message):
+        REFUSED[message](fused, images())
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_state_dicts_from_before_and_after(first: bool) -> None:
+    model, fused = build(), build()
+    model(images())
+    if first:
+        fused.load_state_dict(model.state_dict())
+    fuse_batch_norm_relu(fused)
+    if not first:
+        fused.load_state_dict(model.state_dict())
+    assert_same(model, fused)
+
+
+def test_conversion_after_fusion(passes: Counter[str]) -> None:
+    """A layer that came later is converted, and its block read again after another fusion."""
+    model, fused = build(), build()
+    fuse_batch_norm_relu(fused)
+    for net in (model, fused):
+        torch.manual_seed(0)
+        net.layers[0].bn2 = nn.BatchNorm2d(C).double()
+        convert_sync_batchnorm(net, SingleProcess())
+    assert fuse_batch_norm_relu(fused).fused == FUSED
+    assert_same(model, fused)
+    assert passes["addition and ReLU"] == 5
 
 
 def test_hooks_of_all_modules_see_what_they_saw() -> None:
@@ -284,7 +461,7 @@ def test_hooks_of_all_modules_see_what_they_saw() -> None:
         model(images())
     finally:
         handle.remove()
-    assert seen.count("ReLU") == 7
+    assert seen.count("ReLU") == 10
 
 
 def test_a_hooked_layer_is_left() -> None:
@@ -302,6 +479,14 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "add_module": lambda m: m.layers[0].add_module("downsample", nn.Identity()),
     "a longer nn.Sequential": lambda m: m.layers[1].body.append(nn.Tanh()),
     "another activation": lambda m: setattr(m.dense, "relu", nn.ReLU6()),
+    "an attribute of a child": lambda m: setattr(m.layers[2].branch, "scale", 2.0),
+    "another activation of a layer": lambda m: setattr(m.layers[3], "act", nn.SiLU()),
+    "a layer's momentum": lambda m: setattr(m.layers[3], "momentum", 0.3),
+    "an activation": lambda m: setattr(m.layers[2].shortcut[1], "act", nn.Tanh()),
+    "a layer's own ReLU": lambda m: setattr(m.layers[0].bn2, "fuse_relu", True),
+    "a layer's forward": lambda m: setattr(m.layers[0].bn2, "forward", torch.neg),
+    "a ReLU's forward": lambda m: setattr(m.layers[0].relu, "forward", torch.neg),
+    "a block's forward": lambda m: setattr(m.layers[0], "forward", torch.neg),
 }
 
 
@@ -431,6 +616,19 @@ def _constant(self: Any, x: Tensor) -> Any:
     return F.relu(self.bn(x)) * torch.ones(())
 
 
+def _own_dict(self: Any, x: Tensor) -> Any:
+    return OrderedDict(y=F.relu(self.bn(x)))
+
+
+def _types_in_a_function(self: Any, x: Tensor) -> Any:
+    return F.relu(self.bn(_first(x)))
+
+
+def _first(x: Any) -> Tensor:
+    y: Tensor = x if isinstance(x, Tensor) else x[0]
+    return y
+
+
 def _types(self: Any, x: Tensor) -> Any:
     return F.relu(self.bn(x[0] if isinstance(x, (list, tuple)) else x))
 
@@ -439,7 +637,7 @@ LEFT = {
     _other_readers: "the output has other readers",
     _sum_read_twice: "the output has other readers",
     _twice_the_same: "the output has other readers",
-    _another_activation: "no ReLU follows",
+    _another_activation: "no ReLU follows, but ReLU6",
     _changed_input: "the input could be modified before the addition",
     _onto_the_shortcut: "no ReLU follows",
     _scaled_addition: "no ReLU follows",
@@ -453,6 +651,8 @@ LEFT = {
     _reentrant: "cannot read the model, {name}: ",
     _weights: "cannot read the model, {name}: it reads `weight` of bn",
     _constant: "cannot read the model, {name}: it takes a tensor that is not its own",
+    _own_dict: "cannot read the model, {name}: it makes a OrderedDict",
+    _types_in_a_function: "cannot read the model, {name}: it asks for the types of its inputs",
     _types: "cannot read the model, {name}: it asks for the types of its inputs",
 }
 
@@ -475,6 +675,38 @@ def test_what_is_left(passes: Counter[str], body: Any) -> None:
     torch.manual_seed(0)
     torch.testing.assert_close(fused(images(1, C).requires_grad_()), expected)
     assert passes["ReLU"] == passes["addition and ReLU"] == 0
+
+
+LEFT_LAYERS = {
+    "no ReLU follows, but SiLU": lambda: NormAct(nn.SiLU()),
+    "no ReLU follows, but Dropout": lambda: NormAct(drop=nn.Dropout()),
+    "no ReLU follows": lambda: NormAct(nn.Identity()),
+    "the layer has a forward pass of its own": lambda: Scaled(C),
+}
+
+
+class Scaled(nn.BatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return F.relu(super().forward(2 * input))
+
+
+@pytest.mark.parametrize("why", LEFT_LAYERS)
+def test_layers_that_are_left(why: str) -> None:
+    model = build(lambda: nn.Sequential(LEFT_LAYERS[why]()))
+    assert fuse_batch_norm_relu(model) == ({}, {"0": why})
+
+
+def test_layers_with_a_relu_come_back(passes: Counter[str]) -> None:
+    fused = build(NormAct)
+    fuse_batch_norm_relu(fused)
+    with pytest.raises(ValueError, match="expected 4D input"):
+        fused(torch.ones(3, C, dtype=torch.float64))
+    for model in (fused, pickle.loads(pickle.dumps(fused)), copy.deepcopy(fused)):
+        passes.clear()
+        assert_same(build(NormAct), model, images(1, C))
+        assert passes == {"ReLU": 1}
+        assert type(revert_sync_batchnorm(model)) is NormAct
+        assert [*vars(model)] == [*vars(NormAct())]
 
 
 def test_layers_that_nobody_calls_are_named() -> None:
