@@ -15,7 +15,7 @@ of exactly 0, and the backward pass finds the sign of an output that the forward
 #include <stdlib.h>
 #include <string.h>
 #ifdef __SSE2__
-#include <emmintrin.h>
+#include <immintrin.h>
 #endif
 
 #include "_levels.h"

@@ -16,6 +16,7 @@ _Static_assert(sizeof(void *) == 8, "addresses and sizes are 64-bit numbers here
 #define BESIDE 512     /* up to so many columns, short samples stand side by side */
 #define CHUNK 65536    /* elements in a row of a pass that goes backwards */
 #define STREAMED (8 << 20) /* bytes of a result that leave the caches: their lines are not read first */
+#define AHEAD 4096     /* bytes from a value to those that a loop asks for: a page, whose address takes time to find */
 #define RUN 16         /* rows of a tile summed before the sums move to float64; more where so many */
 #define LONG_RUN 64    /* sums follow that their errors average out */
 #define FEW 8          /* values whose mean is the first centre */
@@ -33,6 +34,7 @@ typedef struct {
     const void *k[6]; /* centre, factor and offset; slope; factor and offset of what goes into ReLU */
     int64_t planes, S, stride;
     int rows, kind;
+    int streams; /* whether results leave past the caches; then each row has whole cache lines */
 } Rows;
 
 typedef struct {
@@ -46,6 +48,14 @@ typedef struct {
     void (*widen)(const uint16_t *, int64_t, float *); /* NULL if these are the same */
     void (*narrow)(const float *, int64_t, uint16_t *);
 } Loops;
+
+/* Ask for the cache lines that are AHEAD bytes after some values. The processor asks for lines by itself, but stops at
+the end of each page. */
+INLINE void ask_ahead(const void *values, int bytes)
+{
+    for (int i = 0; i < bytes; i += 64)
+        __builtin_prefetch((const char *)values + AHEAD + i);
+}
 
 static inline float as_float(uint32_t bits)
 {

@@ -57,6 +57,11 @@ INLINE void NAME(add_values)(const A *x, const A *dy, const A *y, const uint8_t 
     const M all = firsts[0] == 0;
     int64_t i = 0;
     for (; i + 4 * LANES <= n; i += 4 * LANES) {
+        ask_ahead(x + i, 4 * VECTOR);
+        if (kind != MOMENTS)
+            ask_ahead(dy + i, 4 * VECTOR);
+        if (kind == SIGN_OF_Y)
+            ask_ahead(y + i, 4 * VECTOR);
         ADD(0, i, all);
         ADD(1, i + LANES, all);
         ADD(2, i + 2 * LANES, all);
@@ -132,6 +137,8 @@ INLINE void NAME(column_sums_of)(const Rows *r, const int rows, const int kind, 
 {
     typedef NAME(vector) V;
     const int64_t n = r->planes, s = r->stride;
+    /* Values up to those to ask for: to the next four rows if rows are adjacent, else along the row. */
+    const int64_t next = s == n ? 4 * s : 1024 / (int64_t)sizeof(A);
     const A *x = r->x, *dy = r->dy, *y = r->y, *centre = r->k[0], *factor = r->k[1], *offset = r->k[2];
     A *first = r->first, *second = r->second;
     NAME(mask) counts = (V){0} == 0;
@@ -144,6 +151,11 @@ INLINE void NAME(column_sums_of)(const Rows *r, const int rows, const int kind, 
         V g[4], gd[4];
         for (int u = 0; u < rows; u++) {
             const int64_t i = u * s + j;
+            __builtin_prefetch(x + i + next, 0, 2);
+            if (kind != MOMENTS)
+                __builtin_prefetch(dy + i + next, 0, 2);
+            if (kind == SIGN_OF_Y)
+                __builtin_prefetch(y + i + next, 0, 2);
             V d = NAME(load)(x + i) - NAME(load)(centre + j);
             g[u] = d;
             if (kind != MOMENTS)
@@ -190,9 +202,23 @@ static void NAME(widen_sums)(void *sums, int64_t n, double *restrict wide)
     }
 }
 
-INLINE void NAME(store)(A *p, NAME(vector) v, const uint8_t *mask, const int masked)
+INLINE void NAME(store)(A *p, NAME(vector) v, const uint8_t *mask, const int masked, const int streams)
 {
-    *(NAME(vector) *)p = masked ? NAME(select)(NAME(load_mask)(mask), v) : v;
+    if (masked)
+        v = NAME(select)(NAME(load_mask)(mask), v);
+#ifdef __SSE2__
+    if (streams) {
+#if VECTOR == 64
+        _mm512_stream_si512((void *)p, (__m512i)v);
+#elif VECTOR == 32
+        _mm256_stream_si256((void *)p, (__m256i)v);
+#else
+        _mm_stream_si128((void *)p, (__m128i)v);
+#endif
+        return;
+    }
+#endif
+    *(NAME(vector) *)p = v;
 }
 
 /* CODE for LANES elements at a time, of long planes, whose coefficients stay in registers, or of the columns of a
@@ -217,12 +243,15 @@ INLINE void NAME(normalize_of)(const Rows *r, const int adds, const int relu, co
     const A *x = r->x, *residual = r->y;
     A *y = r->out;
 #define CODE                                                          \
+    ask_ahead(x + i, VECTOR);                                         \
     NAME(vector) v = (NAME(load)(x + i) - K(0)) * K(1) + K(2);        \
-    if (adds)                                                         \
+    if (adds) {                                                       \
+        ask_ahead(residual + i, VECTOR);                              \
         v += NAME(load)(residual + i);                                \
+    }                                                                 \
     if (relu)                                                         \
         v = NAME(select)(~(v < 0), v); /* NaN stays */                \
-    NAME(store)(y + i, v, r->mask + m, masked);
+    NAME(store)(y + i, v, r->mask + m, masked, r->streams);
     EACH(CODE)
 #undef CODE
 }
@@ -232,15 +261,19 @@ INLINE void NAME(input_gradient_of)(const Rows *r, const int kind, const int wri
 {
     const A *x = r->x, *dy = r->dy, *y = r->y;
     A *dx = r->out, *dresidual = r->more;
-#define CODE                                                                         \
-    NAME(vector) d = NAME(load)(x + i) - K(0), g = NAME(load)(dy + i);               \
-    if (kind == SIGN_OF_X)                                                           \
-        g = NAME(select)(d * K(4) + K(5) > 0, g);                                    \
-    if (kind == SIGN_OF_Y)                                                           \
-        g = NAME(select)(NAME(load)(y + i) > 0, g);                                  \
-    NAME(store)(dx + i, d * K(1) + (g * K(3) + K(2)), r->mask + m, masked);          \
-    if (writes)                                                                      \
-        NAME(store)(dresidual + i, g, r->mask + m, masked);
+#define CODE                                                                          \
+    ask_ahead(x + i, VECTOR);                                                         \
+    ask_ahead(dy + i, VECTOR);                                                        \
+    NAME(vector) d = NAME(load)(x + i) - K(0), g = NAME(load)(dy + i);                \
+    if (kind == SIGN_OF_X)                                                            \
+        g = NAME(select)(d * K(4) + K(5) > 0, g);                                     \
+    if (kind == SIGN_OF_Y) {                                                          \
+        ask_ahead(y + i, VECTOR);                                                     \
+        g = NAME(select)(NAME(load)(y + i) > 0, g);                                   \
+    }                                                                                 \
+    NAME(store)(dx + i, d * K(1) + (g * K(3) + K(2)), r->mask + m, masked, r->streams); \
+    if (writes)                                                                       \
+        NAME(store)(dresidual + i, g, r->mask + m, masked, r->streams);
     EACH(CODE)
 #undef CODE
 }

@@ -5,6 +5,10 @@ plane the channel's coefficients stay in registers. Short planes are handled in 
 planes of several channels side by side, and of several samples where a sample is short too; each column has its own
 copy of the coefficients.
 
+A pass over a large activation waits for memory. So the loops ask for cache lines a page ahead of their turn, and a large
+result leaves past the caches, whose lines would be read first otherwise. Where planes share cache lines, such a result
+goes through a buffer.
+
 A few dozen values in a row are summed in the dtype of the arithmetic, and these sums are added up in float64. 16-bit
 values are widened block by block: no pass has a copy of an activation. */
 
@@ -213,6 +217,7 @@ static const void *widened(const Loops *loops, const void *array, int64_t at, in
         return NULL;
     if (!loops->widen)
         return (const char *)array + at * loops->size;
+    ask_ahead((const uint16_t *)array + at, (int)(n * sizeof(uint16_t)));
     loops->widen((const uint16_t *)array + at, n, buffer);
     return buffer;
 }
@@ -234,11 +239,20 @@ static void deliver(const Pass *p, Stream *s, void *values, int64_t n, char *buf
 #endif
 }
 
-/* A row of memory, in blocks if they are to be widened or streamed. */
+/* Whether results of `n` bytes in a row, which begin at this address, have whole cache lines. */
+static int has_whole_lines(const void *out, int64_t at, int64_t n)
+{
+    return !((((uintptr_t)out + at) | n) & 63);
+}
+
+/* A row of memory, in blocks if they are to be widened, or streamed where planes share cache lines. */
 static void run(const Pass *p, Work *w, Rows *r, void (*loop)(const Rows *), int64_t at, int64_t planes, int64_t S)
 {
     const Loops *l = p->loops;
-    const int blocks = l->widen || p->streams;
+    const int64_t place = at * l->stored, row = (S == 1 ? planes : S) * l->stored;
+    r->streams = p->streams && !l->widen && has_whole_lines(p->out, place, row) &&
+                 (!p->more || has_whole_lines(p->more, place, row));
+    const int blocks = l->widen || (p->streams && !r->streams);
     const size_t buffer_size = BUFFER * sizeof(double);
     const void *k[6];
     memcpy(k, r->k, sizeof k);

@@ -184,3 +184,44 @@ def test_all_instructions_give_the_same_numbers(shape: tuple[int, ...], dtype: s
             if one.shape == shape:  # y and dx
                 np.testing.assert_array_equal(one, other)
             np.testing.assert_allclose(one, other, rtol=1e-5 if dtype != "float64" else 1e-12)
+
+
+@pytest.mark.parametrize(
+    "shape, layout",
+    [
+        ((9, 64, 64, 64), "contiguous_format"),
+        ((9, 64, 64, 64), "channels_last"),
+        ((3, 70, 101, 100), "contiguous_format"),
+    ],
+    ids=str,
+)
+def test_a_large_result_is_that_of_its_samples(shape: tuple[int, ...], layout: str) -> None:
+    """A result of 8 MB leaves past the caches: from registers if planes have whole cache lines, as
+    in torch's memory, or else through buffers, as in NumPy's.
+    """
+    require.need("torch")
+    import torch
+
+    arrays = [torch.from_numpy(data(shape, seed=n)) for n in range(3)]
+    x, dy, residual = (a.to(memory_format=getattr(torch, layout)) for a in arrays)
+    statistics = [torch.from_numpy(v) for v in per_channel(shape[1])]
+    summed = torch.cat(statistics[4:])
+
+    def results(samples: Any, like: Any) -> list[Any]:
+        on: Any = {"eps": 0.25, "axis": (0, 2, 3), "relu": True}
+        x_, dy_, residual_ = (like(a[samples]) for a in (x, dy, residual))
+        about = [like(v) for v in statistics[:4]]
+        y = compiled.normalize(x_, *about, **on, residual=residual_)
+        gradients = compiled.finish_backward(like(summed), dy_, x_, *about, 0.3, **on, y=y)
+        return [np.asarray(a) for a in (y, *gradients)]
+
+    parts = [results(slice(n, n + 1), lambda a: a) for n in range(shape[0])]
+    right = [np.concatenate(samples) for samples in zip(*parts, strict=True)]
+    try:
+        for level in range(len(_core.levels)):
+            _core.use_level(level)
+            for like in (lambda a: a, lambda a: a.numpy()):
+                for got, expected in zip(results(slice(None), like), right, strict=True):
+                    np.testing.assert_array_equal(got, expected)
+    finally:
+        _core.use_level(len(_core.levels) - 1)
