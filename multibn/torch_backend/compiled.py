@@ -207,7 +207,7 @@ def _compare_here() -> None:
             return
         if node.target is torch.ops.aten.le.Scalar:
             y = node.args[0]
-            while y.target is torch.ops.aten.alias.default:
+            while y.target in (torch.ops.aten.alias.default, torch.ops.aten.detach.default):
                 y = y.args[0]
             if y.target is torch.ops.aten.relu.default and y.meta["val"].is_cpu:
                 node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
