@@ -11,13 +11,11 @@ from tests.helpers import require
 require.need("torch")
 
 import torch  # noqa: E402
-from functorch.compile import (  # noqa: E402
-    make_boxed_func,
-    min_cut_rematerialization_partition,
-)
 from torch import nn  # noqa: E402
 from torch._decomp import core_aten_decompositions  # noqa: E402
 from torch._dynamo.backends.common import aot_autograd  # noqa: E402
+from torch._functorch.aot_autograd import make_boxed_func  # noqa: E402
+from torch._functorch.partitioners import min_cut_rematerialization_partition  # noqa: E402
 from torch._inductor.utils import run_and_get_code  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
