@@ -104,11 +104,14 @@ def network(settings: Settings) -> list[Row]:
                         seconds=settings.resnet_seconds)  # fmt: skip
     rows = []
     for layout, model in product(("NCHW", "channels_last"), ("synchronized", "fused")):
-        ours, local = times[f"{layout}/{model}"], times[f"{layout}/local"]
+        ours = times[f"{layout}/{model}"]
+        peers = {peer: times[f"{layout}/{peer}"] for peer in ("local", "waiting")}
         rows.append({
             "layout": layout, "model": model, **notes, "rounds": len(ours),
-            "milliseconds": {layer.OURS: median_ms(ours), "local": median_ms(local)},
-            **_compared({"local": (ours, local)}),
+            "milliseconds": {
+                layer.OURS: median_ms(ours), **{peer: median_ms(t) for peer, t in peers.items()},
+            },
+            **_compared({peer: (ours, t) for peer, t in peers.items()}),
         })  # fmt: skip
     return rows
 

@@ -76,13 +76,22 @@ def _shape(row: Mapping[str, Any]) -> str:
 
 
 def _network(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """With the network "waiting": local batch norms that wait for the other rank, as ours do."""
+    peers = list(rows[0]["ratio"])
     lines = [
         [f"{row['layout']}, {row['model']}",
-         *(f"{ms:.0f}" for ms in row["milliseconds"].values()), _ratio(row, "local")]
+         *(f"{ms:.0f}" for ms in row["milliseconds"].values()),
+         *(_ratio(row, peer) for peer in peers)]
         for row in rows
     ]  # fmt: skip
     title = f"A step of a network like ResNet-50, 2 ranks, each {_shape(rows[0])}: {_RATIO}"
-    return _table(title, ("", "multibn ms", "local ms", "ratio"), lines)
+    columns = (
+        "",
+        "multibn ms",
+        *(f"{peer} ms" for peer in peers),
+        *(f"/ {peer}" for peer in peers),
+    )
+    return _table(title, columns, lines)
 
 
 def _compiled(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -47,10 +48,37 @@ def network(blocks: Sequence[int] = BLOCKS, width: int = 64) -> nn.Sequential:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(num_in, 1000))
 
 
+class _Wait(torch.autograd.Function):
+    """The input and its gradient, once all ranks are there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, communicator: Communicator) -> Tensor:
+        ctx.communicator = communicator
+        communicator.allreduce(np.zeros(1))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        ctx.communicator.allreduce(np.zeros(1))
+        return dy, None
+
+
+def waiting(model: nn.Module, communicator: Communicator) -> nn.Module:
+    """`model` with batch norms that stay local, but wait for the other ranks, both ways."""
+    for layer in model.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.register_forward_pre_hook(lambda _, xs: _Wait.apply(xs[0], communicator))
+    return model
+
+
 def measure(
     communicator: Communicator, blocks: Sequence[int], batch: Sequence[int], seconds: float
 ) -> tuple[dict[str, Seconds], dict[str, Any]]:
-    """Times of forward, loss and backward by "layout/name"; each rank has a `batch` of images."""
+    """Times of forward, loss and backward by "layout/name"; each rank has a `batch` of images.
+
+    A local network does not wait for the slower rank, a synchronized one does at every layer. The
+    network "waiting" is local and waits, so that the price of waiting shows by itself.
+    """
     times: dict[str, Seconds] = {}
     for layout in layouts(batch):
         form = memory_format(layout, len(batch))
@@ -69,7 +97,10 @@ def measure(
 
             return run
 
-        models = {"synchronized": synchronized, "fused": fused, "local": local}
+        models = {
+            "synchronized": synchronized, "fused": fused, "local": local,
+            "waiting": waiting(copy.deepcopy(local), communicator),
+        }  # fmt: skip
         steps = {name: step(model) for name, model in models.items()}
         taken = take_turns(steps, communicator, seconds=seconds)
         times |= {f"{layout}/{name}": t for name, t in taken.items()}

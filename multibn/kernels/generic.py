@@ -29,7 +29,6 @@ from multibn.kernels.generic_passes import arithmetic_dtype as arithmetic_dtype
 from multibn.kernels.generic_passes import as_wide as as_wide
 from multibn.kernels.generic_passes import at_least_one as at_least_one
 from multibn.kernels.generic_passes import backward_sums as backward_sums
-from multibn.kernels.generic_passes import gradient_coefficients as gradient_coefficients
 from multibn.kernels.generic_passes import input_gradient as input_gradient
 from multibn.kernels.generic_passes import local_moments as local_moments
 from multibn.kernels.generic_passes import masked as masked

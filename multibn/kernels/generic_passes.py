@@ -40,16 +40,34 @@ def normalize(
     """`(x - mean) / sqrt(var + eps) * weight + bias + residual`, then ReLU, in the dtype of `x`."""
     xp = array_namespace(x)
     dtype = arithmetic_dtype(xp, x.dtype)
-    centre, remainder = _round(mean, dtype)
-    scale = _times(_invstd(var, eps), weight)
-    shift = -remainder * scale if bias is None else as_wide(bias) - remainder * scale
+    centre, scale, shift = coefficients(mean, var, weight, bias, eps=eps, dtype=dtype)
     d = xp.astype(x, dtype, copy=False) - _per_channel(centre, x, axis)
     y = d * _per_channel(scale, x, axis, dtype)
     # Not in place: vmap may give `shift` a batch that `y` lacks.
     y = xp.astype(y + _per_channel(shift, x, axis, dtype), x.dtype, copy=False)
     if residual is not None:
         y = y + residual
-    return _where(~(y <= 0), y) if relu else y  # NaN stays
+    return xp.where(y <= 0, xp.zeros((), dtype=y.dtype, device=device(y)), y) if relu else y
+
+
+def coefficients(
+    mean: Array,
+    var: Array,
+    weight: Array | None,
+    bias: Array | None,
+    /,
+    *,
+    eps: float,
+    dtype: Any,
+) -> tuple[Array, Array, Array]:
+    """Centre, scale and shift: `normalize` computes `(x - centre) * scale + shift`.
+
+    The centre has the dtype of the arithmetic, `dtype`; the others are wide.
+    """
+    centre, remainder = _round(mean, dtype)
+    scale = _times(_invstd(var, eps), weight)
+    shift = -remainder * scale if bias is None else as_wide(bias) - remainder * scale
+    return centre, scale, shift
 
 
 def local_moments(
@@ -104,18 +122,18 @@ def input_gradient(
     """
     xp = array_namespace(x)
     dtype = arithmetic_dtype(xp, x.dtype)
-    centre, remainder = _round(mean, dtype)
-    dy_scale, x_scale, shift = gradient_coefficients(
-        var, weight, element_weight, sum_dy, sum_dy_xhat, eps=eps
+    centre, x_scale, dy_scale, shift = gradient_coefficients(
+        mean, var, weight, element_weight, sum_dy, sum_dy_xhat, eps=eps, dtype=dtype
     )
     d = xp.astype(x, dtype, copy=False) - _per_channel(centre, x, axis)
     dx = d * _per_channel(x_scale, x, axis, dtype)
     dx += xp.astype(dy, dtype, copy=False) * _per_channel(dy_scale, x, axis, dtype)
-    dx += _per_channel(shift - remainder * x_scale, x, axis, dtype)
+    dx += _per_channel(shift, x, axis, dtype)
     return xp.astype(dx, x.dtype, copy=False)
 
 
 def gradient_coefficients(
+    mean: Array,
     var: Array,
     weight: Array | None,
     element_weight: Array,
@@ -124,12 +142,15 @@ def gradient_coefficients(
     /,
     *,
     eps: float,
-) -> tuple[Array, Array, Array]:
-    """The input's gradient is linear in `dy` and `x - mean`: the two slopes and the intercept."""
+    dtype: Any,
+) -> tuple[Array, Array, Array, Array]:
+    """As `coefficients`, for the gradient `(x - centre) * x_scale + dy * dy_scale + shift`."""
+    centre, remainder = _round(mean, dtype)
     s = _invstd(var, eps)
-    scale = _times(s, weight)
-    pull = -scale * element_weight
-    return scale, pull * s * sum_dy_xhat, pull * sum_dy
+    dy_scale = _times(s, weight)
+    pull = -dy_scale * element_weight
+    x_scale = pull * s * sum_dy_xhat
+    return centre, x_scale, dy_scale, pull * sum_dy - remainder * x_scale
 
 
 def as_wide(v: Array, /) -> Array:

@@ -12,6 +12,11 @@ require.need("torch")
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
+from torch._decomp import core_aten_decompositions  # noqa: E402
+from torch._dynamo.backends.common import aot_autograd  # noqa: E402
+from torch._functorch.aot_autograd import make_boxed_func  # noqa: E402
+from torch._functorch.partitioners import min_cut_rematerialization_partition  # noqa: E402
+from torch._inductor.utils import run_and_get_code  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from multibn.torch_backend import (  # noqa: E402
@@ -167,14 +172,47 @@ def test_sixteen_bits(autocast: bool) -> None:
     torch.testing.assert_close(*results, rtol=2e-2, atol=2e-2)
 
 
+def test_relus_save_no_booleans() -> None:
+    """Inductor's code writes and reads them one by one: half of a block's step on a CPU."""
+    saved: list[torch.dtype] = []
+
+    def compile_forward(graph: Any, _: Any) -> Any:
+        outputs = graph.graph.output_node().args[0]
+        saved.extend(node.meta["val"].dtype for node in outputs if node is not None)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=compile_forward,
+        bw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=core_aten_decompositions(),
+    )
+    conv, layer = nn.Conv2d(4, 4, 1), SyncBatchNorm(4, process_group=SingleProcess())
+    block = torch.compile(lambda x: (layer(conv(x)) + x).relu(), fullgraph=True, backend=backend)
+    x = torch.randn(2, 4, 5, 5, requires_grad=True)
+    block(x).sum().backward()
+    assert torch.float32 in saved
+    assert torch.bool not in saved
+
+
 def test_accuracy() -> None:
     """Mean 1e4, standard deviation 1, in float32, compared with float64."""
     torch.manual_seed(0)
     x = torch.randn(8, 3, 16, 16).add(1e4).to(memory_format=torch.channels_last).requires_grad_()
     dy = torch.randn(x.shape)
     layer = SyncBatchNorm(3, momentum=1.0, process_group=SingleProcess())
-    y: Any = torch.compile(layer, fullgraph=True)(x)
-    y.backward(dy)
+    compiled: Any = torch.compile(layer, fullgraph=True)
+
+    def step() -> Any:
+        y = compiled(x)
+        y.backward(dy)
+        return y
+
+    y, codes = run_and_get_code(step)
+    # In the two loops over the elements, one each way, the coefficients are float32 numbers.
+    loops = [part for code in codes for part in code.split("x0<static_cast<int64_t>(2048L)")[1:]]
+    assert len(loops) == 2
+    assert not any("double" in loop.partition("_flag = nullptr")[0] for loop in loops)
     wide, axes = x.detach().double(), (0, 2, 3)
     var, mean = torch.var_mean(wide, axes, correction=0, keepdim=True)
     xhat = (wide - mean) / (var + layer.eps).sqrt()

@@ -318,6 +318,28 @@ def test_compiled(passes: Counter[str], network: Any) -> None:
     assert passes["ReLU"] + passes["addition and ReLU"] == num_fused
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_compiled_block_is_fused(inplace: bool) -> None:
+    """torch.compile sets attributes of the module that it is called on."""
+    block: Any = nn.Sequential(SyncBatchNorm(4, process_group=SingleProcess()), nn.ReLU())
+    fuse_batch_norm_relu(block)
+    targets: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        targets.extend(node.target for node in graph.graph.nodes)
+        return graph
+
+    torch._dynamo.reset()
+    if inplace:
+        block.compile(fullgraph=True, backend=backend)
+    else:
+        block = torch.compile(block, fullgraph=True, backend=backend)
+    assert block(torch.randn(5, 4)).min() == 0
+    assert torch.ops.multibn.forward in targets
+    assert torch.nn.functional.relu not in targets
+
+
 def test_graphs_of_torch_fx_are_those_of_the_model() -> None:
     model, fused = build(lambda: Basic(downsample=True)), build(lambda: Basic(downsample=True))
     fuse_batch_norm_relu(fused)
