@@ -37,6 +37,7 @@ NUM_SERVERS = 2
 MODULES = (
     "torch",
     "torch._inductor.compile_fx",
+    "torch.distributed.tensor.experimental",  # the compiler imports it at its first graph
     "torch.distributed.run",
     "torch.nn.parallel",
     "multibn.torch_backend",
