@@ -2,12 +2,12 @@
 
 A test with the mark `check` (tests/helpers/runs.py) asks how a check on the ranks of a launch has
 ended. All checks of one launcher and number of ranks share a launch, which runs beside the tests
-that need no launch.
+that need no launch. So does the function of a mark `beside`, after the launches.
 """
 
 import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from tests.helpers.checks import Checks
 
 Launch = tuple[str, int]  # launcher and number of ranks
 _LAUNCHES = pytest.StashKey[dict[Launch, Checks]]()
+_BESIDE = pytest.StashKey[dict[str, Future[Any]]]()  # by the test's name
 
 # Each process that compiles by inductor would ask the compiler ten times for what the processor
 # has, and start a pool of processes: 17 s of processor time.
@@ -42,12 +43,14 @@ def _check(item: pytest.Item) -> pytest.Mark | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Checks after the tests that they run beside, launch by launch, then what runs alone."""
+    """Checks, launch by launch, after the tests that they run beside; then what runs alone."""
     launches = list(dict.fromkeys(mark.args[:2] for item in items if (mark := _check(item))))
 
     def turn(item: pytest.Item) -> tuple[bool, int]:
         mark = _check(item)
         alone = item.get_closest_marker("alone") is not None
+        if item.get_closest_marker("beside"):
+            return alone, 1 + len(launches)
         return alone, 1 + launches.index(mark.args[:2]) if mark else 0
 
     items.sort(key=turn)
@@ -64,21 +67,33 @@ def _launches(items: Sequence[pytest.Item]) -> dict[Launch, Checks]:
     return {launch: Checks(*launch, names[launch]) for launch in names}
 
 
+def _beside(items: Sequence[pytest.Item]) -> dict[str, Callable[[], Any]]:
+    """The functions of the selected tests that can run here."""
+    marks = [(item.nodeid, item.get_closest_marker("beside")) for item in items]
+    return {
+        name: mark.args[0] for name, mark in marks if mark and require.available(*mark.args[1:])
+    }
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop(session: pytest.Session) -> Iterator[Any]:
-    launches = {} if session.config.option.collectonly else _launches(session.items)
-    session.stash[_LAUNCHES] = launches
+    items = [] if session.config.option.collectonly else session.items
+    session.stash[_LAUNCHES] = launches = _launches(items)
     with (
         launch.forked_python(),
         ThreadPoolExecutor(1) as pool,  # one launch at a time: it has more ranks than one
     ):
         for checks in launches.values():
             pool.submit(checks.run)
+        session.stash[_BESIDE] = {
+            name: pool.submit(function) for name, function in _beside(items).items()
+        }
         try:
             return (yield)
         finally:
             for checks in launches.values():
                 checks.stop()
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 @pytest.fixture
@@ -88,3 +103,11 @@ def complaint(request: pytest.FixtureRequest) -> str:
     assert mark
     launcher, size, name, _ = mark.args
     return request.session.stash[_LAUNCHES][launcher, size].complaint(name)
+
+
+@pytest.fixture
+def beside(request: pytest.FixtureRequest) -> Any:
+    """What the function of this test's mark `beside` has returned; raises what it has raised."""
+    mark = request.node.get_closest_marker("beside")
+    require.need(*mark.args[1:])
+    return request.session.stash[_BESIDE][request.node.nodeid].result()

@@ -25,7 +25,7 @@ def check_nothing_grows(world: Communicator) -> None:
 
 
 def _widths(world: Communicator) -> None:
-    widths(world, range(3, 323, 8))
+    widths(world, range(3, 163, 8))
 
 
 def check_each_leak_is_noticed(world: Communicator) -> None:

@@ -27,14 +27,14 @@ def _parts(world: Communicator, *shape: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator).double() for _ in range(world.size)]
 
 
-def _network(**options: Any) -> Any:
+def _network() -> Any:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(3, 4, 3),
-        nn.BatchNorm2d(4, **options),
+        nn.BatchNorm2d(4),
         nn.ReLU(),
         nn.Conv2d(4, 4, 3),
-        nn.BatchNorm2d(4, **options),
+        nn.BatchNorm2d(4),
         nn.Flatten(),
         nn.Linear(4 * 4 * 4, 2),
     ).double()
@@ -72,25 +72,29 @@ def check_nan_in_a_gradient_is_named_in_anomaly_mode(world: Communicator) -> Non
 
 
 def check_compiled_with_fullgraph(world: Communicator) -> None:
+    """A layer that averages cumulatively, and one with a momentum, in one compilation."""
     # Inductor takes seconds, and is asked once: Dynamo and autograd see what other graphs have.
     inductor = world.size == 2 and isinstance(world, TorchDistributed)
-    for momentum, backend in ((0.1, "inductor" if inductor else "aot_eager"), (None, "aot_eager")):
-        eager = convert_sync_batchnorm(_network(momentum=momentum), world)
-        torch._dynamo.reset()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of its imports
-            compiled: Any = torch.compile(copy.deepcopy(eager), fullgraph=True, backend=backend)
-            results = []
-            for net in (eager, compiled):
-                for step in range(3):
-                    x = (_parts(world, 2, 3, 8, 8)[world.rank] + step).requires_grad_()
-                    y = net(x)
-                    y.square().sum().backward()
-                    results.append((y, x.grad))
-        torch.testing.assert_close(results[:3], results[3:], rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(
-            list(compiled.state_dict().values()), list(eager.state_dict().values())
-        )
+    network = _network()
+    network[1].momentum = None
+    eager = convert_sync_batchnorm(network, world)
+    assert [m.momentum for m in eager.modules() if isinstance(m, SyncBatchNorm)] == [None, 0.1]
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of its imports
+        backend = "inductor" if inductor else "aot_eager"
+        compiled: Any = torch.compile(copy.deepcopy(eager), fullgraph=True, backend=backend)
+        results = []
+        for net in (eager, compiled):
+            for step in range(3):
+                x = (_parts(world, 2, 3, 8, 8)[world.rank] + step).requires_grad_()
+                y = net(x)
+                y.square().sum().backward()
+                results.append((y, x.grad))
+    torch.testing.assert_close(results[:3], results[3:], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        list(compiled.state_dict().values()), list(eager.state_dict().values())
+    )
 
 
 class _Branches(nn.Module):

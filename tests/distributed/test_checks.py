@@ -1,11 +1,15 @@
 """One check that goes wrong on one rank fails alone, by name, with what the ranks printed."""
 
+import os
+import tempfile
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import checks, require
+from multibn._launch import environment
+from tests.helpers import checks
 
 MODULE = """
     import os, signal, sys, time
@@ -77,18 +81,29 @@ CHOSEN = {
 }
 
 
-@pytest.mark.parametrize("launcher", CHOSEN)
-def test_a_check_that_goes_wrong_fails_alone(
-    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    require.need(launcher)
-    (tmp_path / "throw_away.py").write_text(textwrap.dedent(MODULE))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    names = {name: f"throw_away:{name}" for name in CHOSEN[launcher]}
-    several = checks.Checks(launcher, 2, names.values(), deadline=DEADLINE, grace=GRACE)
-    several.run()
-    for name in names:
-        complaint = several.complaint(names[name])
+def _complaints(launcher: str) -> dict[str, str]:
+    """What is said of each of the chosen checks, by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "throw_away.py").write_text(textwrap.dedent(MODULE))
+        names = {name: f"throw_away:{name}" for name in CHOSEN[launcher]}
+        path = f"{environment()['PYTHONPATH']}{os.pathsep}{folder}"
+        several = checks.Checks(
+            launcher, 2, names.values(), deadline=DEADLINE, grace=GRACE, path=path
+        )
+        several.run()
+        return {name: several.complaint(names[name]) for name in names}
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param(name, marks=pytest.mark.beside(partial(_complaints, name), name))
+        for name in CHOSEN
+    ],
+)
+def test_a_check_that_goes_wrong_fails_alone(launcher: str, beside: dict[str, str]) -> None:
+    assert list(beside) == CHOSEN[launcher]
+    for name, complaint in beside.items():
         assert bool(complaint) == bool(SAID[name]), f"{name}: {complaint}"
         for text in SAID[name]:
             assert text in complaint, f"{name}: {complaint}"

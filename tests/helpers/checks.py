@@ -41,6 +41,8 @@ class Checks:
         Seconds for each check.
     grace
         Seconds for the other ranks when a check has failed on one.
+    path
+        PYTHONPATH of the ranks, if not this process's.
     """
 
     def __init__(
@@ -51,8 +53,10 @@ class Checks:
         *,
         deadline: float = DEADLINE,
         grace: float = GRACE,
+        path: str = "",
     ) -> None:
         self.launcher, self.size, self.deadline, self.grace = launcher, size, deadline, grace
+        self._variables = VARIABLES | ({"PYTHONPATH": path} if path else {})
         self._complaints: dict[str, Future[str]] = {name: Future() for name in names}
         self._stop = threading.Event()
 
@@ -93,7 +97,7 @@ class Checks:
             output = Path(directory, "output")
             with (
                 output.open("w") as file,
-                _launch.started(command, output=file, variables=VARIABLES) as process,
+                _launch.started(command, output=file, variables=self._variables) as process,
             ):
                 why = self._follow(process, ranks, names)
             behind = int(ranks.progress.min())

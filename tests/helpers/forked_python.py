@@ -37,6 +37,7 @@ NUM_SERVERS = 2
 MODULES = (
     "torch",
     "torch._inductor.compile_fx",
+    "torch.distributed.tensor.experimental",  # the compiler imports it at its first graph
     "torch.distributed.run",
     "torch.nn.parallel",
     "multibn.torch_backend",
@@ -134,7 +135,9 @@ def _serve(listener: socket.socket) -> tuple[Request, list[int]]:
                     return request, streams
                 for stream in streams:
                     os.close(stream)
-                connection.sendall(pid.to_bytes(8, "little"))
+                # The process may be killed as soon as its fork has begun; its connection tells.
+                with contextlib.suppress(OSError):
+                    connection.sendall(pid.to_bytes(8, "little"))
                 for file in (os.pidfd_open(pid), connection.fileno()):
                     forks[file] = pid, connection
                     selector.register(file, selectors.EVENT_READ)

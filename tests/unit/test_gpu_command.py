@@ -1,12 +1,15 @@
 """`python -m benchmarks.gpu` on stand-ins, from end to end; and what it does with failures."""
 
 import json
+import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers import require
+from multibn._launch import environment
+from tests.helpers import launch, require
 
 require.need("cli", "torch", "triton", "torchrun", "mpiexec")
 
@@ -14,22 +17,34 @@ import benchmarks.gpu.__main__ as command  # noqa: E402
 from benchmarks.gpu import parts, report  # noqa: E402
 
 
+def _run_on_stand_ins() -> tuple[subprocess.CompletedProcess[str], dict[str, bytes]]:
+    """The command's end, and the files that the command has written."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["--stand-ins", "--seconds", "840", "--output", folder]
+        ran = subprocess.run(
+            [launch.python(), "-m", "benchmarks.gpu", *options],
+            capture_output=True, text=True, cwd=launch.ROOT, env=environment() | launch.VARIABLES,
+        )  # fmt: skip
+        return ran, {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
 @pytest.mark.timeout(900)  # 14 launches, where other processes take the cores
+@pytest.mark.beside(_run_on_stand_ins, "cli", "triton", "torchrun", "mpiexec")
 def test_every_part_runs_to_its_end_on_stand_ins(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    beside: tuple[subprocess.CompletedProcess[str], dict[str, bytes]],
 ) -> None:
-    status = command.main(["--stand-ins", "--seconds", "840", "--output", str(tmp_path)])
-    results = json.loads((tmp_path / "gpu.json").read_text())
+    ran, files = beside
+    results = json.loads(files["gpu.json"])
     ends = {part["part"]: (part["status"], part.get("output")) for part in results["parts"]}
     assert ends == dict.fromkeys(parts.PARTS, ("passed", None))
-    assert status == 0
+    assert ran.returncode == 0, ran.stderr
     assert all(part["stand-in"] and part["rows"] for part in results["parts"])
-    table = (tmp_path / "gpu.md").read_text()
+    table = files["gpu.md"].decode()
     assert "Not run on a GPU: every part ran on stand-ins" in table
-    assert table in capsys.readouterr().out
+    assert table in ran.stdout
     for name in ("numbers", "Triton's interpreter", "ResNet-50, a training step", results["date"]):
         assert name in table
-    assert (tmp_path / "gpu.png").read_bytes().startswith(b"\x89PNG")
+    assert files["gpu.png"].startswith(b"\x89PNG")
 
 
 # A part for each kind of end, and the status and the reason that are told.
