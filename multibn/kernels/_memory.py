@@ -82,8 +82,9 @@ class Torch:
         return (a.double() if wide else a).contiguous()
 
     def changed(self, *arrays: Array | None) -> None:
-        written = [a for a in arrays if a is not None and not a.is_inference()]
-        self._torch._C._increment_version(written)
+        if arrays[-1] is None:
+            arrays = arrays[:-1]
+        self._torch._C._increment_version(arrays)
 
 
 class _Libraries(dict[type, Any]):
