@@ -121,9 +121,7 @@ def channels(x: Array, axis: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def sizes(
-    shape: tuple[int, ...], axis: tuple[int, ...]
-) -> tuple[tuple[int, ...], float, int, int]:
+def sizes(shape: tuple[int, ...], axis: tuple[int, ...]) -> tuple[tuple[int, ...], float, int, int]:
     """Of an input of `shape`: the shape of its statistics, its elements per channel, and how many
     numbers it sends forward and backward.
     """

@@ -4,7 +4,6 @@ The functions of `multibn.statistics` are for people; the layers of both framewo
 verbs of `multibn.kernels`. Layers that are ready at the same time share a message.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 

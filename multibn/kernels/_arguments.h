@@ -140,6 +140,8 @@ static int parse(PyObject *const *args, Py_ssize_t num, const char *letters, voi
     return PyErr_Occurred() ? ERROR : state == TAKEN && is_large ? TOO_LARGE : state;
 }
 
+enum { BRIEF = 1 << 14 }; /* elements from which a pass lets other threads of Python run */
+
 /* A function for Python. Returns a number, or MemoryError for one below 0; None if an argument is not as its letter
 says; and, of an x that threads may share, (N, C, S). */
 #define FUNCTION(name, Arguments, letters)                                                        \
@@ -156,9 +158,10 @@ says; and, of an x that threads may share, (N, C, S). */
             Py_RETURN_NONE;                                                                       \
         if (state == TOO_LARGE)                                                                   \
             return Py_BuildValue("LLL", (long long)i->N, (long long)i->C, (long long)i->S);       \
-        Py_BEGIN_ALLOW_THREADS                                                                    \
+        PyThreadState *others = i->N * i->C * i->S >= BRIEF ? PyEval_SaveThread() : NULL;         \
         number = name(LEVELS[level].loops + i->dtype, &a);                                        \
-        Py_END_ALLOW_THREADS                                                                      \
+        if (others)                                                                               \
+            PyEval_RestoreThread(others);                                                         \
         return number < 0 ? PyErr_NoMemory() : PyLong_FromLongLong(number);                       \
     }
 

@@ -1,14 +1,14 @@
 """The verbs for host memory, NumPy arrays and torch tensors alike, by the C core: one call each.
 
-Python makes the results. The core finds out where all arrays lie (`_locate.h`), and takes dense
-activations of any number of dimensions, 16-bit dtypes included, whose memory has the order (N, C, S)
-of `_layout`: contiguous and channels-last ones have. It returns None for arrays that it cannot
-take: these are copied to dense memory, if that helps, or go to `generic`. For a large array, which
-threads may share (`_threads`), it returns the sizes (N, C, S).
+Python makes the results, and the core finds out where all arrays lie. The core takes dense
+activations of any number of dimensions, 16-bit dtypes included, whose memory has the order
+(N, C, S) of `_layout`: contiguous and channels-last ones have this order. A function of the core
+returns None for arrays that the function cannot take: these are copied to dense memory, if that
+helps, or go to `generic`. For a large array, which threads may share (`_threads`), the function
+returns the sizes (N, C, S).
 """
 
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +21,7 @@ from multibn.message import backward_payload, forward_payload
 
 _FLOAT64 = 8  # bytes
 _NOTHING = 0, 0, 0, 1  # a task without samples
+_ACTIVATIONS = ("residual", "y")  # among the options of a verb
 
 move = generic.move
 
@@ -45,9 +46,8 @@ def begin_forward(
     if type(done) is tuple:
         _begin_forward_in_threads(x, axis, rows, written, done)
     elif done is None:
-        dense = _dense(library, axis, (x,))
-        k: Any = generic.begin_forward if dense is None else begin_forward
-        return k(*(dense or (x,)), *share, axis=axis, mask=mask, out=out)
+        on = {"axis": axis, "mask": mask, "out": out}
+        return _elsewhere(begin_forward, "a--", (x, *share), on)
     return payload
 
 
@@ -81,17 +81,11 @@ def finish_forward(
             if state == RIGHT:
                 _run(_core.normalize, head, parts)
     elif state is None:
-        on: Any = {"eps": eps, "axis": axis, "relu": relu, "mask": mask}
-        dense = _dense(library, axis, (x, residual), (), (weight, bias))
-        if dense is not None:
-            x, residual, weight, bias = dense
-            on |= {"residual": residual, "running": running}
-            return finish_forward(summed, x, weight, bias, *share, **on)
-        on["residual"] = residual
+        on = {"eps": eps, "axis": axis, "residual": residual, "relu": relu, "mask": mask}
+        arguments = summed, x, *parameters_and_share
         if running is None:
-            return generic.finish_forward(summed, x, weight, bias, *share, **on)
-        # The core may be unable to move these.
-        finished = finish_forward(summed, x, weight, bias, *share, **on)
+            return _elsewhere(finish_forward, "-app--", arguments, on)
+        finished = finish_forward(*arguments, **on)
         if finished[-1] == RIGHT:
             generic.move(running, *finished[1:4], share[1])
         return finished
@@ -119,7 +113,9 @@ def begin_backward(
     dweight = None if weight is None else library.empty_like(weight)
     dbias = None if bias is None else library.empty_like(bias)
     rows = None if mask is None else library.flat(mask, x)
-    head = x, axis, dy, y, rows, mean, var, weight, bias, eps, relu
+    # To make the output again, of which a ReLU's gradient takes the sign.
+    parameters = (weight, bias) if relu else (None, None)
+    head = x, axis, dy, y, rows, mean, var, *parameters, eps, relu
     written = payload, dweight, dbias
     done = _core.begin_backward(*head, 0, None, *written)
     if type(done) is tuple:
@@ -127,12 +123,8 @@ def begin_backward(
         _memory, sums_at = (None, 0) if len(parts) == 1 else _sums(head, done, parts)
         _core.begin_backward(*head, sums_at, (parts[0][0], 0, 1, 0, 0), *written)
     elif done is None:
-        on: Any = {"eps": eps, "axis": axis, "relu": relu, "mask": mask, "out": out}
-        dense = _dense(library, axis, (x, dy, y), (mean, var), (weight, bias))
-        if dense is None:
-            return generic.begin_backward(dy, x, *statistics, y=y, **on)
-        x, dy, y, *statistics = dense  # type: ignore[assignment]
-        return begin_backward(dy, x, *statistics, y=y, **on)
+        on = {"eps": eps, "axis": axis, "relu": relu, "y": y, "mask": mask, "out": out}
+        return _elsewhere(begin_backward, "aawwpp", (dy, x, *statistics), on)
     return payload, dweight, dbias
 
 
@@ -161,12 +153,8 @@ def finish_backward(
     if type(done) is tuple:
         _run(_core.finish_backward, arguments, tasks(done, num_threads()))
     elif done is None:
-        on: Any = {"eps": eps, "axis": axis, "relu": relu, "mask": mask}
-        dense = _dense(library, axis, (x, dy, y), per_channel[:2], per_channel[2:])
-        if dense is None:
-            return generic.finish_backward(summed, dy, x, *statistics, y=y, **on)
-        x, dy, y, *per_channel = dense
-        return finish_backward(summed, dy, x, *per_channel, element_weight, y=y, **on)
+        on = {"eps": eps, "axis": axis, "relu": relu, "y": y, "mask": mask}
+        return _elsewhere(finish_backward, "-aawwpp-", (summed, dy, x, *statistics), on)
     return dx, dresidual
 
 
@@ -187,43 +175,34 @@ def normalize(
     if type(done) is tuple:
         _run(_core.normalize, arguments, tasks(done, num_threads()))
     elif done is None:
-        dense = _dense(library, axis, (x, residual), statistics[:2], statistics[2:])
-        if dense is None:
-            on: Any = {"residual": residual, "relu": relu}
-            return generic.normalize(x, *statistics, eps=eps, axis=axis, **on)
-        x, residual, *statistics = dense  # type: ignore[assignment]
-        return normalize(x, *statistics, eps=eps, axis=axis, residual=residual, relu=relu)
+        on = {"eps": eps, "axis": axis, "residual": residual, "relu": relu}
+        return _elsewhere(normalize, "awwpp", (x, *statistics), on)
     return y
 
 
-def _dense(
-    library: Any,
-    axis: tuple[int, ...],
-    activations: Sequence[Array | None],
-    wide: Sequence[Array] = (),
-    parameters: Sequence[Array | None] = (),
-) -> list[Array | None] | None:
-    """All these arrays, copied where the core cannot take them; None if copies do not help."""
-    arrays = [*activations, *wide, *parameters]
-    x: Any = activations[0]
-    if _core.fits(x, axis, None, None, None) is None:
-        x = library.dense_copy(x, x)
-        if _core.fits(x, axis, None, None, None) is None:
-            return None
-    copies = [x]
-    for a in activations[1:]:
-        if a is not None and _core.fits(x, axis, a, None, None) is None:
-            if a.dtype != x.dtype or a.shape != x.shape:
-                return None
-            a = library.dense_copy(a, x)
-        copies.append(a)
-    for v in wide:
-        taken = _core.fits(x, axis, None, v, None)
-        copies.append(library.contiguous(v, wide=True) if taken is None else v)
-    for p in parameters:
-        taken = _core.fits(x, axis, None, None, p)
-        copies.append(library.contiguous(p, wide=False) if taken is None else p)
-    return None if all(map(operator.is_, arrays, copies)) else copies
+def _elsewhere(verb: Any, letters: str, arguments: Sequence[Any], options: dict[str, Any]) -> Any:
+    """`verb` of copies that the core takes, or of `generic` where no copy helps.
+
+    `letters` are those of `_arguments.h`, for each of the arguments; the last activation is x.
+    """
+    x, axis = arguments[letters.rindex("a")], options["axis"]
+    library = LIBRARIES[type(x)]
+    like = x if _core.fits(x, axis, None, None, None) else library.dense_copy(x, x)
+
+    def copied(letter: str, a: Any) -> Any:
+        if letter == "-" or _core.fits(like, axis, *[a if letter == k else None for k in "awp"]):
+            return a
+        if letter != "a":
+            return library.contiguous(a, wide=letter == "w")
+        return library.dense_copy(a, like) if (a.dtype, a.shape) == (x.dtype, x.shape) else a
+
+    if _core.fits(like, axis, None, None, None):
+        copies = list(map(copied, letters, arguments))
+        others = {k: copied("a" if k in _ACTIVATIONS else "-", v) for k, v in options.items()}
+        pairs = zip((*copies, *others.values()), (*arguments, *options.values()), strict=True)
+        if any(copy is not a for copy, a in pairs):
+            return verb(*copies, **others)
+    return getattr(generic, verb.__name__)(*arguments, **options)
 
 
 def _run(loop: Any, arguments: tuple[Any, ...], parts: Sequence[tuple[int, ...]]) -> None:
