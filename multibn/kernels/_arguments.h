@@ -7,9 +7,9 @@ each argument is:
     p       numbers of the channels: address, dtype
     f b     numbers of a forward or backward message
     s n     a float64 number; an int64 number
-    r       running statistics
+    c       which running variance, a word
     4 5     a task of so many numbers: zeros for None, with which a function takes the whole of x, unless that is large
-    i d     a number
+    i d     a number; -1 for None
 An array is NULL for None. A function writes to those in capitals. */
 
 #include "_locate.h"
@@ -20,14 +20,7 @@ typedef struct {
     int64_t N, C, S;
 } Input;
 
-typedef struct {
-    void *mean, *var; /* NULL if nothing is to be moved */
-    int64_t dtype;
-    double momentum; /* negative for 1/n at the n-th batch */
-    int64_t convention, *num_batches; /* NULL if nothing is to be counted */
-} Running;
-
-enum { UNBIASED_GLOBAL, UNBIASED_LOCAL, BIASED, NUM_CONVENTIONS };
+enum { UNBIASED_GLOBAL, UNBIASED_LOCAL, BIASED, NUM_CONVENTIONS }; /* of a running variance */
 static const char *const CONVENTIONS[] = {"unbiased_global", "unbiased_local", "biased"};
 
 enum { ERROR = -1, TAKEN, NOT_TAKEN, TOO_LARGE };
@@ -63,38 +56,6 @@ static int take(PyObject *object, char letter, const Activation *x, void **at, i
     return fits ? TAKEN : NOT_TAKEN;
 }
 
-/* See `generic.Running`. */
-static int take_running(PyObject *object, const Activation *x, Running *r)
-{
-    void *num_batches;
-    int64_t dtype;
-    memset(r, 0, sizeof *r);
-    if (object == Py_None)
-        return TAKEN;
-    PyObject *part[5];
-    for (int i = 0; i < 5; i++)
-        if (!(part[i] = PyTuple_GetItem(object, i)))
-            return ERROR;
-    if (part[0] == Py_None || part[1] == Py_None || take(part[0], 'P', x, &r->mean, &r->dtype) ||
-        take(part[1], 'P', x, &r->var, &dtype) || dtype != r->dtype || take(part[4], 'N', x, &num_batches, &dtype))
-        return NOT_TAKEN;
-    r->num_batches = num_batches;
-    r->momentum = part[2] != Py_None ? PyFloat_AsDouble(part[2]) : num_batches ? -1 : 0;
-    while (r->convention < NUM_CONVENTIONS && PyUnicode_Check(part[3]) &&
-           PyUnicode_CompareWithASCIIString(part[3], CONVENTIONS[r->convention]))
-        r->convention++;
-    return PyErr_Occurred() ? ERROR : r->convention < NUM_CONVENTIONS ? TAKEN : NOT_TAKEN;
-}
-
-static double number(PyObject *object, const Activation *x)
-{
-    void *at;
-    int64_t dtype;
-    if (!PyFloat_Check(object) && !take(object, 's', x, &at, &dtype) && at)
-        return *(double *)at;
-    return PyFloat_AsDouble(object);
-}
-
 static int parse(PyObject *const *args, Py_ssize_t num, const char *letters, void *fields)
 {
     const Py_ssize_t expected = strlen(letters) + 1;
@@ -107,7 +68,8 @@ static int parse(PyObject *const *args, Py_ssize_t num, const char *letters, voi
     }
     for (; *letters && state == TAKEN; letters++) {
         PyObject *arg = *args++;
-        double v;
+        double v = -1;
+        void *at;
         switch (*letters) {
         case 'x':
             if (!look(arg, 0, &x.a) || number_of(x.a.dtype) < 0 || !lay_out(&x, *args++))
@@ -115,9 +77,11 @@ static int parse(PyObject *const *args, Py_ssize_t num, const char *letters, voi
             *(Input *)field = (Input){number_of(x.a.dtype), x.a.data, x.sizes[2], x.sizes[1], x.sizes[0]};
             field += sizeof(Input) / 8;
             break;
-        case 'r':
-            state = take_running(arg, &x, (Running *)field);
-            field += sizeof(Running) / 8;
+        case 'c':
+            for (*field = 0; *field < NUM_CONVENTIONS && PyUnicode_Check(arg); ++*field)
+                if (!PyUnicode_CompareWithASCIIString(arg, CONVENTIONS[*field]))
+                    break;
+            state = *field++ < NUM_CONVENTIONS ? TAKEN : NOT_TAKEN;
             break;
         case '4':
         case '5':
@@ -127,7 +91,10 @@ static int parse(PyObject *const *args, Py_ssize_t num, const char *letters, voi
             break;
         case 'i': *field++ = PyLong_AsLongLong(arg); break;
         case 'd':
-            v = number(arg, &x);
+            if (!PyFloat_Check(arg) && !take(arg, 's', &x, &at, &dtype) && at)
+                v = *(double *)at;
+            else if (arg != Py_None)
+                v = PyFloat_AsDouble(arg);
             memcpy(field++, &v, 8);
             break;
         default:

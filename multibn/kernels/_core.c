@@ -318,24 +318,30 @@ static int normalize(const Loops *loops, const Normalize *a)
 
 FUNCTION(normalize, Normalize, "xamwwppdiA4")
 
+/* See `generic.Running`. */
+typedef struct {
+    Parameter mean, var; /* NULL if nothing is to be moved */
+    double momentum;     /* negative for 1/n at the n-th batch */
+    int64_t convention, *num_batches;
+} Running;
+
 static void move(const Running *r, const double *mean, const double *var, int64_t C, double total, double count)
 {
     if (!(total > 0))
         return;
     double momentum = r->momentum, factor = 1;
-    if (r->num_batches) {
+    if (r->num_batches)
         ++*r->num_batches;
-        if (momentum < 0)
-            momentum = 1.0 / (*r->num_batches > 1 ? *r->num_batches : 1);
-    }
+    if (momentum < 0)
+        momentum = r->num_batches ? 1.0 / (*r->num_batches > 1 ? *r->num_batches : 1) : 0;
     if (r->convention == UNBIASED_GLOBAL)
         factor = total / (total > 2 ? total - 1 : 1);
     if (r->convention == UNBIASED_LOCAL)
         factor = count / (count > 2 ? count - 1 : 1);
     for (int64_t c = 0; c < C; c++) {
-        const double old_mean = get(r->mean, r->dtype, c), old_var = get(r->var, r->dtype, c);
-        put(r->mean, r->dtype, c, (1 - momentum) * old_mean + momentum * mean[c]);
-        put(r->var, r->dtype, c, (1 - momentum) * old_var + momentum * (var[c] * factor));
+        const double old_mean = get(r->mean.at, r->mean.dtype, c), old_var = get(r->var.at, r->var.dtype, c);
+        put(r->mean.at, r->mean.dtype, c, (1 - momentum) * old_mean + momentum * mean[c]);
+        put(r->var.at, r->var.dtype, c, (1 - momentum) * old_var + momentum * (var[c] * factor));
     }
 }
 
@@ -354,13 +360,13 @@ static int finish_forward(const Loops *loops, const FinishForward *a)
     const int state = unpack(a->summed, mean, var, a->total, a->element_weight, a->n.i.C, a->weight, a->count);
     if (state != RIGHT)
         return state;
-    if (a->running.mean)
+    if (a->running.mean.at)
         move(&a->running, mean, var, a->n.i.C, *a->total, a->count);
     const Task t = task_of(&a->n.i, a->n.task);
     return t.n0 < t.n1 ? normalize(loops, &a->n) : RIGHT;
 }
 
-FUNCTION(finish_forward, FinishForward, "xamWWppdiA4fddSSr")
+FUNCTION(finish_forward, FinishForward, "xamWWppdiA4fddSSPPdcN")
 
 /* A thread's part of dx; of the residual's gradient only where dy is not itself the gradient. */
 typedef struct {

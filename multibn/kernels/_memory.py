@@ -1,6 +1,5 @@
 """New arrays and copies of NumPy and of torch, for the C core, which finds out where arrays lie."""
 
-import ctypes
 import sys
 from functools import lru_cache
 from typing import Any
@@ -104,9 +103,3 @@ class _Libraries(dict[type, Any]):
 
 LIBRARIES = _Libraries({np.ndarray: NumPy()})
 _core.use_arrays(np.ndarray, None, None, None, 2 * SHARE)
-
-
-def scratch(n: int) -> tuple[Any, int]:
-    """`n` float64 zeros and their address; the caller must hold the memory while it is used."""
-    memory = (ctypes.c_double * n)()  # in a sixth of the time of numpy.zeros
-    return memory, ctypes.addressof(memory)

@@ -12,15 +12,18 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from multibn._typing import Array
 from multibn.kernels import _core, generic
-from multibn.kernels._memory import LIBRARIES, channels, scratch
+from multibn.kernels._memory import LIBRARIES, channels
 from multibn.kernels._threads import num_threads, run, sum_tasks, tasks
 from multibn.kernels.generic import RIGHT, Finished, Running
 from multibn.message import backward_payload, forward_payload
 
 _FLOAT64 = 8  # bytes
 _NOTHING = 0, 0, 0, 1  # a task without samples
+_UNMOVED = Running(None, None, None)
 _ACTIVATIONS = ("residual", "y")  # among the options of a verb
 
 move = generic.move
@@ -70,7 +73,7 @@ def finish_forward(
     mean, var, count, element_weight = statistics = library.statistics(x, axis)
     rows = None if mask is None else library.flat(mask, x)
     head = x, axis, residual, rows, mean, var, weight, bias, eps, relu, y
-    tail = summed, *share, count, element_weight, running
+    tail = summed, *share, count, element_weight, *(running or _UNMOVED)
     state = _core.finish_forward(*head, None, *tail)
     if type(state) is tuple:
         parts = tasks(state, num_threads())
@@ -219,7 +222,8 @@ def _begin_forward_in_threads(
     if len(parts) == 1:
         _core.begin_forward(x, axis, rows, *written, (num, 0, 0, 0, 0))
         return
-    _memory, mean_at = scratch(2 * C)
+    mean = np.empty((2, C))  # and variance
+    mean_at = mean.ctypes.data
     for again in (0, 1):  # a second time, about the mean, if the first centre was far from it
         head = x, axis, None, None, rows, mean_at if again else 0, 0, None, None, 0.0, 0
         _sums_memory, sums_at = _sums(head, sizes, parts)
@@ -231,10 +235,7 @@ def _begin_forward_in_threads(
 def _sums(
     head: tuple[Any, ...], sizes: tuple[int, int, int], parts: Sequence[tuple[int, ...]]
 ) -> tuple[Any, int]:
-    """Memory of the sums of each part, which threads make, and its address.
-
-    The caller must hold the memory while the sums are read.
-    """
-    memory, address = scratch(parts[0][0] * 2 * sizes[1])
-    _run(_core.sums, (*head, address), parts)
-    return memory, address
+    """The sums of each part, which threads make, and their address."""
+    memory = np.empty(parts[0][0] * 2 * sizes[1])
+    _run(_core.sums, (*head, memory.ctypes.data), parts)
+    return memory, memory.ctypes.data
