@@ -122,9 +122,7 @@ def channels(x: Array, axis: tuple[int, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def sizes(shape: tuple[int, ...], axis: tuple[int, ...]) -> tuple[tuple[int, ...], float, int, int]:
-    """Of an input of `shape`: the shape of its statistics, its elements per channel, and how many
-    numbers it sends forward and backward.
-    """
+    """An input's shape of statistics, elements per channel, numbers sent forward and backward."""
     channels = tuple(n for i, n in enumerate(shape) if i not in axis)
     count, C = math.prod(shape[i] for i in axis), math.prod(channels)
     return channels, float(count), message.forward_payload(C), message.backward_payload(C)

@@ -158,8 +158,7 @@ static int lay_out(Activation *x, PyObject *axis)
     return 1;
 }
 
-/* use_arrays(numpy.ndarray, torch.Tensor, torch.nn.Parameter, the capsule of torch's functions, large); None before
-torch is imported. */
+/* numpy.ndarray, torch.Tensor, torch.nn.Parameter, the capsule of torch's functions, large; None without torch. */
 static PyObject *py_use_arrays(PyObject *self, PyObject *args)
 {
     PyObject *capsule;

@@ -21,9 +21,9 @@ class NumPy:
 
     empty_like = staticmethod(np.empty_like)
 
-    def numbers(self, n: int) -> Array:
+    def numbers(self, shape: Any) -> Array:
         """Memory for so many float64 numbers."""
-        return np.empty(n)
+        return np.empty(shape)
 
     def statistics(self, x: Array, axis: tuple[int, ...]) -> tuple[Array, ...]:
         """Memory for the results of `finish_forward` but y."""
@@ -55,19 +55,18 @@ class Torch:
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self.empty_like = torch.empty_like
-        self._templates = lru_cache(maxsize=1024)(self._new_templates)
+        self._templates = lru_cache(maxsize=1024)(
+            lambda shape, axis: [self.numbers(n) for n in (channels(shape, axis), ())]
+        )
 
-    def numbers(self, n: int) -> Array:
+    def numbers(self, shape: Any) -> Array:
         # The default device may be a GPU.
-        return self._torch.empty(n, dtype=self._torch.float64, device="cpu")
+        return self._torch.empty(shape, dtype=self._torch.float64, device="cpu")
 
     def statistics(self, x: Array, axis: tuple[int, ...]) -> tuple[Array, ...]:
         per_channel, number = self._templates(x.shape, axis)
         new = self.empty_like  # in half of the time of torch.empty
         return new(per_channel), new(per_channel), new(number), new(number)
-
-    def _new_templates(self, shape: tuple[int, ...], axis: tuple[int, ...]) -> tuple[Array, Array]:
-        return self.numbers(channels(shape, axis)), self.numbers(())  # type: ignore[arg-type]
 
     def dense_copy(self, a: Array, like: Array) -> Array:
         return self._torch.empty_like(like).copy_(a)

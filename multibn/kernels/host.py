@@ -39,15 +39,13 @@ def begin_forward(
 ) -> Array:
     """As `generic.begin_forward`."""
     library = LIBRARIES[type(x)]
+    payload = out
     if out is None:
         payload = library.numbers(forward_payload(math.prod(channels(x.shape, axis))))
-    else:
-        payload = out
     rows = None if mask is None else library.flat(mask, x)
-    written = payload, *share
-    done = _core.begin_forward(x, axis, rows, *written, None)
+    done = _core.begin_forward(x, axis, rows, payload, *share, None)
     if type(done) is tuple:
-        _begin_forward_in_threads(x, axis, rows, written, done)
+        _begin_forward_in_threads(x, axis, rows, (payload, *share), done)
     elif done is None:
         on = {"axis": axis, "mask": mask, "out": out}
         return _elsewhere(begin_forward, "a--", (x, *share), on)
@@ -77,14 +75,11 @@ def finish_forward(
     state = _core.finish_forward(*head, None, *tail)
     if type(state) is tuple:
         parts = tasks(state, num_threads())
-        if len(parts) == 1:
-            state = _core.finish_forward(*head, parts[0], *tail)
-        else:
-            state = _core.finish_forward(*head, _NOTHING, *tail)
-            if state == RIGHT:
-                _run(_core.normalize, head, parts)
+        state = _core.finish_forward(*head, _NOTHING, *tail)
+        if state == RIGHT:
+            _run(_core.normalize, head, parts)
     elif state is None:
-        on = {"eps": eps, "axis": axis, "residual": residual, "relu": relu, "mask": mask}
+        on: Any = {"eps": eps, "axis": axis, "residual": residual, "relu": relu, "mask": mask}
         arguments = summed, x, *parameters_and_share
         if running is None:
             return _elsewhere(finish_forward, "-app--", arguments, on)
@@ -123,7 +118,7 @@ def begin_backward(
     done = _core.begin_backward(*head, 0, None, *written)
     if type(done) is tuple:
         parts = sum_tasks(done, num_threads())
-        _memory, sums_at = (None, 0) if len(parts) == 1 else _sums(head, done, parts)
+        _memory, sums_at = _sums(head, done, parts)
         _core.begin_backward(*head, sums_at, (parts[0][0], 0, 1, 0, 0), *written)
     elif done is None:
         on = {"eps": eps, "axis": axis, "relu": relu, "y": y, "mask": mask, "out": out}
@@ -218,16 +213,12 @@ def _begin_forward_in_threads(
 ) -> None:
     """`_core.begin_forward` of a large array."""
     parts, C = sum_tasks(sizes, num_threads()), sizes[1]
-    num = parts[0][0]
-    if len(parts) == 1:
-        _core.begin_forward(x, axis, rows, *written, (num, 0, 0, 0, 0))
-        return
     mean = np.empty((2, C))  # and variance
     mean_at = mean.ctypes.data
     for again in (0, 1):  # a second time, about the mean, if the first centre was far from it
         head = x, axis, None, None, rows, mean_at if again else 0, 0, None, None, 0.0, 0
         _sums_memory, sums_at = _sums(head, sizes, parts)
-        task = num, sums_at, mean_at, mean_at + C * _FLOAT64, again
+        task = parts[0][0], sums_at, mean_at, mean_at + C * _FLOAT64, again
         if not _core.begin_forward(x, axis, rows, *written, task):
             break
 
