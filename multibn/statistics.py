@@ -121,13 +121,11 @@ def channels(x: Array, axis: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def sizes(shape: tuple[int, ...], axis: tuple[int, ...]) -> tuple[tuple[int, ...], float, int]:
-    """Of an input of `shape`: the shape of its statistics, its elements per channel, and how many
-    numbers it sends forward.
-    """
+def sizes(shape: tuple[int, ...], axis: tuple[int, ...]) -> tuple[tuple[int, ...], float, int, int]:
+    """An input's shape of statistics, elements per channel, numbers sent forward and backward."""
     channels = tuple(n for i, n in enumerate(shape) if i not in axis)
-    count = math.prod(shape[i] for i in axis)
-    return channels, float(count), message.forward_payload(math.prod(channels))
+    count, C = math.prod(shape[i] for i in axis), math.prod(channels)
+    return channels, float(count), message.forward_payload(C), message.backward_payload(C)
 
 
 def local_moments(
@@ -149,7 +147,7 @@ def local_moments(
     """
     require_floating(x)
     axis = reduced_axes(x.ndim) if axis is None else axis
-    shape, count, _ = sizes(x.shape, axis)
+    shape, count, *_ = sizes(x.shape, axis)
     if mask is not None:
         _, count = masks.share(mask, "element", axis=axis)
     payload = kernels.select(x).begin_forward(x, 1.0, count, axis=axis, mask=mask)

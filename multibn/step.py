@@ -4,7 +4,6 @@ The functions of `multibn.statistics` are for people; the layers of both framewo
 verbs of `multibn.kernels`. Layers that are ready at the same time share a message.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -92,7 +91,7 @@ def share(
     shares = []
     lengths = []
     for x, _, _, _, axis, _, _, _, mask in inputs:
-        _, count, length = statistics.sizes(x.shape, axis)
+        _, count, length, _ = statistics.sizes(x.shape, axis)
         weight = count
         if mask is not None:
             weight, count = masks.share(mask, weighting, axis=axis)
@@ -174,7 +173,7 @@ def backward(
         if needs_dx:
             sharing.append((n, k, arguments, element_weight, options))
             about.append(gradient)
-            lengths.append(message.backward_payload(math.prod(mean.shape)))
+            lengths.append(statistics.sizes(x.shape, axis)[3])
         else:
             _, *parameters = k.begin_backward(*arguments, **options)
             results[n] = None, None if y is None else generic.rectified(dy, y), *parameters

@@ -105,7 +105,10 @@ class Phase(Forwarding):
         """
         agreed = self._agree(n)
         if agreed.size == 1:
-            return np.empty(n)
+            memory = np.empty(n)
+            if agreed.lines is not None:
+                agreed.payload = memory
+            return memory
         if agreed.lines is None:
             return None
         return agreed.payload if agreed.payload is not None else agreed.open(self.next_call())
@@ -131,7 +134,7 @@ class Phase(Forwarding):
         if agreed is None or x is not agreed.payload:
             agreed = self._agree(x.shape[0])
         if agreed.size == 1:
-            return agreed.communicator.allreduce(x)
+            return x if x is agreed.payload else agreed.communicator.allreduce(x)
         self._calls += 1
         call = _Call((self, self._calls))
         payload = agreed.payload

@@ -81,6 +81,8 @@ class TorchDistributed(LineCommunicator):
         # Global ranks in the order of the group's ranks; None for the default group.
         self._ranks: tuple[int, ...] | None = None
         self._known_under = _reference(None if group is None else dist.group.WORLD)
+        self._lines: Lines | None = None
+        self._lines_of = _reference(None)  # the group of these lines
         if group is not None and group is not dist.group.WORLD:
             self._ranks = tuple(dist.get_process_group_ranks(group))
 
@@ -129,7 +131,10 @@ class TorchDistributed(LineCommunicator):
 
     @property
     def lines(self) -> Lines:
-        return _world().lines_of(self.group)
+        group = self.group
+        if self._lines is None or self._lines_of() is not group:
+            self._lines, self._lines_of = _world().lines_of(group), _reference(group)
+        return self._lines
 
     def takes(self, x: Array, /) -> bool:
         kind = "cuda" if is_cupy_array(x) else x.device.type if is_torch_array(x) else "cpu"

@@ -1,9 +1,10 @@
 /* The compiled part of the host kernels: loops over activations, and the steps between them.
 
-Arrays come as addresses of dense memory; Python looks after their types, shapes and life. Nothing
-here knows of NumPy or torch. `generic.py` says what each function computes; `_passes.h` has the
-passes and `_loops.h` their innermost loops. The core needs GCC or Clang (vector types) and uses
-CPython's stable ABI: one build serves all versions of Python from 3.10 on.
+Python hands over arrays, `_locate.h` finds out where they lie, and a function takes them or says
+that it cannot; Python makes the results and looks after the life of all. `generic.py` says what
+each function computes; `_passes.h` has the passes and `_loops.h` their innermost loops. The core
+needs GCC or Clang (vector types) and uses CPython's stable ABI: one build serves all versions of
+Python from 3.10 on.
 
 The build has -ffp-contract=off: each operation is rounded, so that equal moments leave a variance
 of exactly 0, and the backward pass finds the sign of an output that the forward pass has found. */
@@ -21,6 +22,7 @@ of exactly 0, and the backward pass finds the sign of an output that the forward
 #include "_levels.h"
 
 #include "_passes.h"
+
 
 /* The steps. */
 
@@ -54,18 +56,25 @@ static int unpack(const double *summed, double *mean, double *var, double *total
     return isnan(*total_count) ? REFUSED : state;
 }
 
+/* A parameter, or NULL for ones or zeros. */
 typedef struct {
-    const void *weight, *bias; /* NULL for ones and zeros */
+    void *at;
     int64_t dtype;
-} Affine;
+} Parameter;
 
-static void output_coefficients(const double *var, const Affine *a, double eps, int64_t C, double *scale,
-                                double *shift)
+/* What a pass reads beside the activations. */
+typedef struct {
+    const double *mean, *var;
+    Parameter weight, bias;
+    double eps;
+} Statistics;
+
+static void output_coefficients(const Statistics *s, int64_t C, double *scale, double *shift)
 {
     for (int64_t c = 0; c < C; c++) {
-        const double invstd = 1 / sqrt(var[c] + eps);
-        scale[c] = a->weight ? invstd * get(a->weight, a->dtype, c) : invstd;
-        shift[c] = a->bias ? get(a->bias, a->dtype, c) : 0;
+        const double invstd = 1 / sqrt(s->var[c] + s->eps);
+        scale[c] = s->weight.at ? invstd * get(s->weight.at, s->weight.dtype, c) : invstd;
+        shift[c] = s->bias.at ? get(s->bias.at, s->bias.dtype, c) : 0;
     }
 }
 
@@ -110,53 +119,29 @@ static int sum_parts(Pass *p, int64_t N, int64_t parts, int64_t first, int64_t s
     return 0;
 }
 
-/* Python's side. All arguments of a function are 64 bits wide: numbers and addresses. */
+#include "_arguments.h"
 
-static int parse(PyObject *const *args, Py_ssize_t n, const char *kinds, void *fields)
-{
-    if (n != (Py_ssize_t)strlen(kinds)) {
-        PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", (Py_ssize_t)strlen(kinds), n);
-        return -1;
-    }
-    char *field = fields;
-    for (Py_ssize_t i = 0; i < n; i++, field += 8) {
-        if (kinds[i] == 'd') {
-            const double v = PyFloat_AsDouble(args[i]);
-            memcpy(field, &v, 8);
-        } else {
-            const int64_t v = PyLong_AsLongLong(args[i]);
-            memcpy(field, &v, 8);
-        }
-    }
-    return PyErr_Occurred() ? -1 : 0;
-}
+/* Whether a pass takes these arrays; for Python, which copies those that it does not. */
+typedef struct {
+    Input i;
+    const void *like;
+    const double *wide;
+    Parameter parameter;
+} Fits;
 
-/* A function for Python, whose arguments are the fields of a struct; the first is the dtype. Returns a number, or
-MemoryError for one below 0. */
-#define FUNCTION(name, Arguments, kinds)                                                          \
-    static PyObject *py_##name(PyObject *self, PyObject *const *args, Py_ssize_t num)             \
-    {                                                                                             \
-        Arguments a;                                                                              \
-        int64_t number;                                                                           \
-        (void)self;                                                                               \
-        if (parse(args, num, kinds, &a))                                                          \
-            return NULL;                                                                          \
-        Py_BEGIN_ALLOW_THREADS                                                                    \
-        number = name(LEVELS[level].loops + (*(const int64_t *)&a & 3), &a);                      \
-        Py_END_ALLOW_THREADS                                                                      \
-        return number < 0 ? PyErr_NoMemory() : PyLong_FromLongLong(number);                       \
-    }
+static int64_t fits(const Loops *loops, const Fits *a) { return loops && a; }
+
+FUNCTION(fits, Fits, "xawp")
 
 /* Moments of x about a centre: `mean` if `again`, else the mean of the first values. `sums` are
 those of `sums`, or NULL: then they are made here, a second time if the centre was far. */
 typedef struct {
-    int64_t dtype;
-    const void *x;
+    Input i;
     const uint8_t *mask;
-    int64_t N, C, S, parts;
+    double *packed, weight, count;
+    int64_t parts;
     double *sums, *mean, *var;
     int64_t again;
-    double *packed, weight, count;
 } BeginForward;
 
 /* What moments are taken about, rounded: the mean, or at first the mean of each channel's first values, which is
@@ -181,23 +166,23 @@ static void centre(const Pass *p, int64_t dtype, int64_t N, int64_t again, doubl
 
 static int64_t begin_forward(const Loops *loops, const BeginForward *a)
 {
-    const int64_t C = a->C;
-    double *memory = malloc((a->sums ? 2 : 2 + 2 * a->parts) * C * sizeof(double));
+    const int64_t C = a->i.C, parts = at_least(a->parts, 1);
+    double *memory = malloc((a->sums ? 2 : 2 + 2 * parts) * C * sizeof(double));
     if (!memory)
         return -1;
     double *mean = a->mean ? a->mean : memory, *var = a->var ? a->var : memory + C;
     double *sums = a->sums ? a->sums : memory + 2 * C;
-    const double count = !a->mask ? a->N * a->S : a->count > 1 ? a->count : 1;
-    Pass p = {.loops = loops, .x = a->x, .mask = a->mask, .mean = mean, .sums = sums, .C = C, .S = a->S, .c1 = C,
+    const double count = !a->mask ? a->i.N * a->i.S : a->count > 1 ? a->count : 1;
+    Pass p = {.loops = loops, .x = a->i.x, .mask = a->mask, .mean = mean, .sums = sums, .C = C, .S = a->i.S, .c1 = C,
               .kind = MOMENTS};
     int64_t far = 0;
     for (int64_t again = a->again; again < 2; again++) {
-        centre(&p, a->dtype, a->N, again, mean);
-        if (!a->sums && sum_parts(&p, a->N, a->parts, 0, 1)) {
+        centre(&p, a->i.dtype, a->i.N, again, mean);
+        if (!a->sums && sum_parts(&p, a->i.N, parts, 0, 1)) {
             free(memory);
             return -1;
         }
-        far = finish_moments(sums, mean, var, count, C, a->parts);
+        far = finish_moments(sums, mean, var, count, C, parts);
         if (!far || a->sums)
             break;
     }
@@ -207,65 +192,67 @@ static int64_t begin_forward(const Loops *loops, const BeginForward *a)
     return a->sums ? far : 0;
 }
 
-FUNCTION(begin_forward, BeginForward, "iiiiiiiiiiiidd")
+FUNCTION(begin_forward, BeginForward, "xmFdd5")
 
-/* What a pass reads beside the activations. */
+/* What the passes backward read. */
 typedef struct {
-    const double *mean, *var;
-    Affine affine;
-    double eps;
-} Statistics;
-
-/* One thread's part of `begin_forward` or `begin_backward`. */
-typedef struct {
-    int64_t dtype, kind;
-    const void *x, *dy, *y;
+    Input i;
+    const void *dy, *y;
     const uint8_t *mask;
     Statistics s;
-    int64_t N, C, S;
+    int64_t relu;
+} Gradient;
+
+static int kind_of(const Gradient *g) { return g->y ? SIGN_OF_Y : g->relu ? SIGN_OF_X : GRADIENT; }
+
+/* One thread's part of `begin_forward`, if there is no dy, or of `begin_backward`. */
+typedef struct {
+    Gradient g;
     double *sums;
     int64_t parts, first, step, c0, c1;
 } Sums;
 
 static int sums(const Loops *loops, const Sums *a)
 {
-    Pass p = {.loops = loops, .x = a->x, .dy = a->dy, .y = a->y, .mask = a->mask, .mean = a->s.mean,
-              .sums = a->sums, .C = a->C, .S = a->S, .c0 = a->c0, .c1 = a->c1, .kind = (int)a->kind};
-    double *memory = malloc(2 * a->C * sizeof(double));
+    const Gradient *g = &a->g;
+    Pass p = {.loops = loops, .x = g->i.x, .dy = g->dy, .y = g->y, .mask = g->mask, .mean = g->s.mean,
+              .sums = a->sums, .C = g->i.C, .S = g->i.S, .c0 = a->c0, .c1 = a->c1, .kind = g->dy ? kind_of(g) : MOMENTS};
+    double *memory = malloc(2 * p.C * sizeof(double));
     if (!memory)
         return -1;
-    if (a->kind == MOMENTS) {
-        if (a->s.mean)
-            memcpy(memory, a->s.mean, a->C * sizeof(double));
-        centre(&p, a->dtype, a->N, a->s.mean != NULL, memory);
+    if (p.kind == MOMENTS) {
+        if (g->s.mean)
+            memcpy(memory, g->s.mean, p.C * sizeof(double));
+        centre(&p, g->i.dtype, g->i.N, g->s.mean != NULL, memory);
         p.mean = memory;
-    } else if (a->kind == SIGN_OF_X) {
+    } else if (p.kind == SIGN_OF_X) {
         p.scale = memory;
-        p.shift = memory + a->C;
-        output_coefficients(a->s.var, &a->s.affine, a->s.eps, a->C, memory, memory + a->C);
+        p.shift = memory + p.C;
+        output_coefficients(&g->s, p.C, memory, memory + p.C);
     }
-    const int failed = sum_parts(&p, a->N, a->parts, a->first, a->step);
+    const int failed = sum_parts(&p, g->i.N, a->parts, a->first, a->step);
     free(memory);
     return failed;
 }
 
-FUNCTION(sums, Sums, "iiiiiiiiiiidiiiiiiiii")
+FUNCTION(sums, Sums, "xaamwwppdii5")
 
 /* Sums of dy and of dy * xhat, into the message and the gradients of weight and bias. `sums` are those of `sums`,
 or NULL: then they are made here. */
 typedef struct {
     Sums s;
     double *packed;
-    void *dweight, *dbias; /* NULL where a parameter is */
+    Parameter dweight, dbias;
 } BeginBackward;
 
 static int begin_backward(const Loops *loops, BeginBackward *a)
 {
-    const int64_t C = a->s.C, parts = a->s.parts, dtype = a->s.s.affine.dtype;
+    const Statistics *s = &a->s.g.s;
+    const int64_t C = a->s.g.i.C, parts = a->s.parts = at_least(a->s.parts, 1);
     double *memory = NULL;
     if (!a->s.sums) {
-        memory = malloc(2 * C * parts * sizeof(double));
-        a->s.sums = memory;
+        a->s.step = 1, a->s.c1 = C;
+        a->s.sums = memory = malloc(2 * C * parts * sizeof(double));
         if (!memory || sums(loops, &a->s)) {
             free(memory);
             return -1;
@@ -277,53 +264,61 @@ static int begin_backward(const Loops *loops, BeginBackward *a)
             first += a->s.sums[2 * p * C + c];
             second += a->s.sums[(2 * p + 1) * C + c];
         }
-        second /= sqrt(a->s.s.var[c] + a->s.s.eps);
+        second /= sqrt(s->var[c] + s->eps);
         a->packed[c] = first;
         a->packed[C + c] = second;
-        if (a->dweight)
-            put(a->dweight, dtype, c, second);
-        if (a->dbias)
-            put(a->dbias, dtype, c, first);
+        if (a->dweight.at)
+            put(a->dweight.at, a->dweight.dtype, c, second);
+        if (a->dbias.at)
+            put(a->dbias.at, a->dbias.dtype, c, first);
     }
     free(memory);
     return 0;
 }
 
-FUNCTION(begin_backward, BeginBackward, "iiiiiiiiiiidiiiiiiiiiiii")
+FUNCTION(begin_backward, BeginBackward, "xaamwwppdii5BPP")
+
+/* A thread's part of an activation; all of it for zeros. */
+typedef struct {
+    int64_t n0, n1, c0, c1;
+} Task;
+
+static Task task_of(const Input *i, Task t) { return t.c1 ? t : (Task){0, i->N, 0, i->C}; }
 
 /* A thread's part of y. */
 typedef struct {
-    int64_t dtype, relu;
-    const void *x, *residual;
+    Input i;
+    const void *residual;
     const uint8_t *mask;
     Statistics s;
+    int64_t relu;
     void *y;
-    int64_t C, S, n0, n1, c0, c1;
+    Task task;
 } Normalize;
 
 static int normalize(const Loops *loops, const Normalize *a)
 {
-    double *memory = malloc(2 * a->C * sizeof(double));
+    const int64_t C = a->i.C;
+    const Task t = task_of(&a->i, a->task);
+    double *memory = malloc(2 * C * sizeof(double));
     if (!memory)
         return -1;
-    Pass p = {.loops = loops, .x = a->x, .y = a->residual, .mask = a->mask, .out = a->y, .mean = a->s.mean,
-              .scale = memory, .shift = memory + a->C, .C = a->C, .S = a->S, .n0 = a->n0, .n1 = a->n1, .c0 = a->c0,
-              .c1 = a->c1, .kind = a->relu ? SIGN_OF_X : GRADIENT};
-    output_coefficients(a->s.var, &a->s.affine, a->s.eps, a->C, memory, memory + a->C);
+    Pass p = {.loops = loops, .x = a->i.x, .y = a->residual, .mask = a->mask, .out = a->y, .mean = a->s.mean,
+              .scale = memory, .shift = memory + C, .C = C, .S = a->i.S, .n0 = t.n0, .n1 = t.n1, .c0 = t.c0,
+              .c1 = t.c1, .kind = a->relu ? SIGN_OF_X : GRADIENT};
+    output_coefficients(&a->s, C, memory, memory + C);
     const int failed = elementwise(&p, loops->normalize, 3);
     free(memory);
     return failed;
 }
 
-FUNCTION(normalize, Normalize, "iiiiiiiiiidiiiiiii")
+FUNCTION(normalize, Normalize, "xamwwppdiA4")
 
-enum { UNBIASED_GLOBAL, UNBIASED_LOCAL }; /* else biased */
-
+/* See `generic.Running`. */
 typedef struct {
-    void *mean, *var; /* NULL if nothing is to be moved */
-    int64_t dtype;
-    double momentum; /* negative for 1/n at the n-th batch */
-    int64_t convention, *num_batches; /* NULL if nothing is to be counted */
+    Parameter mean, var; /* NULL if nothing is to be moved */
+    double momentum;     /* negative for 1/n at the n-th batch */
+    int64_t convention, *num_batches;
 } Running;
 
 static void move(const Running *r, const double *mean, const double *var, int64_t C, double total, double count)
@@ -331,19 +326,18 @@ static void move(const Running *r, const double *mean, const double *var, int64_
     if (!(total > 0))
         return;
     double momentum = r->momentum, factor = 1;
-    if (r->num_batches) {
+    if (r->num_batches)
         ++*r->num_batches;
-        if (momentum < 0)
-            momentum = 1.0 / (*r->num_batches > 1 ? *r->num_batches : 1);
-    }
+    if (momentum < 0)
+        momentum = r->num_batches ? 1.0 / (*r->num_batches > 1 ? *r->num_batches : 1) : 0;
     if (r->convention == UNBIASED_GLOBAL)
         factor = total / (total > 2 ? total - 1 : 1);
     if (r->convention == UNBIASED_LOCAL)
         factor = count / (count > 2 ? count - 1 : 1);
     for (int64_t c = 0; c < C; c++) {
-        const double old_mean = get(r->mean, r->dtype, c), old_var = get(r->var, r->dtype, c);
-        put(r->mean, r->dtype, c, (1 - momentum) * old_mean + momentum * mean[c]);
-        put(r->var, r->dtype, c, (1 - momentum) * old_var + momentum * (var[c] * factor));
+        const double old_mean = get(r->mean.at, r->mean.dtype, c), old_var = get(r->var.at, r->var.dtype, c);
+        put(r->mean.at, r->mean.dtype, c, (1 - momentum) * old_mean + momentum * mean[c]);
+        put(r->var.at, r->var.dtype, c, (1 - momentum) * old_var + momentum * (var[c] * factor));
     }
 }
 
@@ -359,55 +353,52 @@ typedef struct {
 static int finish_forward(const Loops *loops, const FinishForward *a)
 {
     double *mean = (double *)a->n.s.mean, *var = (double *)a->n.s.var;
-    const int state = unpack(a->summed, mean, var, a->total, a->element_weight, a->n.C, a->weight, a->count);
+    const int state = unpack(a->summed, mean, var, a->total, a->element_weight, a->n.i.C, a->weight, a->count);
     if (state != RIGHT)
         return state;
-    if (a->running.mean)
-        move(&a->running, mean, var, a->n.C, *a->total, a->count);
-    return a->n.n0 < a->n.n1 ? normalize(loops, &a->n) : RIGHT;
+    if (a->running.mean.at)
+        move(&a->running, mean, var, a->n.i.C, *a->total, a->count);
+    const Task t = task_of(&a->n.i, a->n.task);
+    return t.n0 < t.n1 ? normalize(loops, &a->n) : RIGHT;
 }
 
-FUNCTION(finish_forward, FinishForward, "iiiiiiiiiidiiiiiiiiddiiiiidii")
+FUNCTION(finish_forward, FinishForward, "xamWWppdiA4fddSSPPdcN")
 
 /* A thread's part of dx; of the residual's gradient only where dy is not itself the gradient. */
 typedef struct {
-    int64_t dtype, kind;
-    const void *x, *dy, *y;
-    const uint8_t *mask;
-    Statistics s;
+    Gradient g;
     const double *summed;
     double element_weight;
     void *dx, *dresidual;
-    int64_t C, S, n0, n1, c0, c1;
+    Task task;
 } FinishBackward;
 
 static int finish_backward(const Loops *loops, const FinishBackward *a)
 {
-    const int64_t C = a->C;
+    const Gradient *g = &a->g;
+    const int64_t C = g->i.C;
+    const Task t = task_of(&g->i, a->task);
     double *memory = malloc(5 * C * sizeof(double));
     if (!memory)
         return -1;
     double *y_scale = memory, *y_shift = y_scale + C, *slope = y_shift + C, *scale = slope + C;
     double *shift = scale + C;
-    output_coefficients(a->s.var, &a->s.affine, a->s.eps, C, y_scale, y_shift);
+    output_coefficients(&g->s, C, y_scale, y_shift);
     for (int64_t c = 0; c < C; c++) {
-        const double invstd = 1 / sqrt(a->s.var[c] + a->s.eps), pull = -y_scale[c] * a->element_weight;
+        const double invstd = 1 / sqrt(g->s.var[c] + g->s.eps), pull = -y_scale[c] * a->element_weight;
         slope[c] = y_scale[c];
         scale[c] = pull * invstd * a->summed[C + c];
         shift[c] = pull * a->summed[c];
     }
-    Pass p = {.loops = loops, .x = a->x, .dy = a->dy, .y = a->y, .mask = a->mask, .out = a->dx,
-              .more = a->dresidual, .mean = a->s.mean, .scale = scale, .shift = shift, .slope = slope, .y_scale = y_scale,
-              .y_shift = y_shift, .C = C, .S = a->S, .n0 = a->n0, .n1 = a->n1, .c0 = a->c0,
-              .c1 = a->c1, .kind = (int)a->kind};
-    const int failed = elementwise(&p, loops->input_gradient, a->kind == SIGN_OF_X ? 6 : 4);
+    Pass p = {.loops = loops, .x = g->i.x, .dy = g->dy, .y = g->y, .mask = g->mask, .out = a->dx, .more = a->dresidual,
+              .mean = g->s.mean, .scale = scale, .shift = shift, .slope = slope, .y_scale = y_scale, .y_shift = y_shift,
+              .C = C, .S = g->i.S, .n0 = t.n0, .n1 = t.n1, .c0 = t.c0, .c1 = t.c1, .kind = kind_of(g)};
+    const int failed = elementwise(&p, loops->input_gradient, p.kind == SIGN_OF_X ? 6 : 4);
     free(memory);
     return failed;
 }
 
-FUNCTION(finish_backward, FinishBackward, "iiiiiiiiiiididiiiiiiii")
-
-#include "_locate.h"
+FUNCTION(finish_backward, FinishBackward, "xaamwwppdibdAA4")
 
 static PyObject *py_use_level(PyObject *self, PyObject *number)
 {
@@ -428,7 +419,8 @@ static PyMethodDef functions[] = {
     METHOD(finish_backward),
     METHOD(normalize),
     METHOD(sums),
-    METHOD(locate),
+    METHOD(fits),
+    {"use_arrays", py_use_arrays, METH_VARARGS, "The types of arrays, and how to look at them."},
     {"use_level", py_use_level, METH_O, "Use these instructions, a place in `levels`, in all threads: for tests."},
     {NULL, NULL, 0, NULL},
 };

@@ -1,96 +1,176 @@
-/* Addresses of torch's tensors, by the C functions that torch offers for DLPack from 2.10 on: a look
-at a tensor takes some nanoseconds, where Python's questions about one take a microsecond. */
+/* Where the arrays of a pass lie: NumPy tells by the struct of its array interface, torch by the C functions that it
+offers for DLPack. A look takes some nanoseconds, where Python's questions about an array take a microsecond. */
+
+enum { MAX_NDIM = 8 };
+/* Dtypes, by DLPack's code and bits. */
+enum { INT64 = 0x040, FLOAT16 = 0x210, FLOAT32 = 0x220, FLOAT64 = 0x240, BFLOAT16 = 0x410, BOOL = 0x608 };
 
 typedef struct {
-    void *data;
+    char *data;
+    int dtype, ndim;
+    int64_t shape[MAX_NDIM], strides[MAX_NDIM]; /* in elements */
+} Array;
+
+typedef struct { /* of NumPy */
+    int two, ndim;
+    char kind;
+    int itemsize, flags;
+    const int64_t *shape, *strides; /* in bytes */
+    char *data;
+} Interface;
+
+typedef struct { /* of DLPack */
+    char *data;
     int32_t device_type, device_id; /* type 1 is host memory */
     int32_t ndim;
     uint8_t code, bits; /* of the dtype */
     uint16_t lanes;
     const int64_t *shape, *strides; /* in elements */
     uint64_t byte_offset;
-} View;
+} Tensor;
 
 typedef struct {
     uint32_t major, minor;
     const void *older;
     void *others[3];
-    int (*look)(void *tensor, View *view); /* -1, and an exception, if the tensor has no memory */
+    int (*look)(void *tensor, Tensor *found); /* -1, and an exception, if the tensor has no memory */
 } Exchange;
 
-/* Whether a tuple has these numbers; the stride of an axis with one element does not matter. */
-static int are_equal(PyObject *wanted, const View *v, const int64_t *numbers)
-{
-    int equal = PyTuple_Check(wanted) && PyTuple_Size(wanted) == v->ndim;
-    for (int32_t i = 0; equal && i < v->ndim; i++)
-        equal = PyLong_AsLongLong(PyTuple_GetItem(wanted, i)) == numbers[i] ||
-                (numbers == v->strides && v->shape[i] == 1);
-    return equal;
-}
+static struct {
+    PyObject *ndarray, *tensor, *parameter; /* the types; an array of a subclass may be anything */
+    const Exchange *exchange;
+    PyObject *array_struct, *is_neg; /* names of attributes */
+    int64_t large;                   /* elements of an activation that threads may share */
+} known;
 
-static int is_contiguous(const View *v)
+static int describe(Array *a, char *data, int dtype, int ndim, const int64_t *shape, const int64_t *strides,
+                    int64_t unit)
 {
-    int64_t stride = 1;
-    int contiguous = 1;
-    for (int32_t i = v->ndim - 1; i >= 0; i--) {
-        contiguous &= v->strides[i] == stride || v->shape[i] == 1;
-        stride *= v->shape[i];
+    *a = (Array){data, dtype, ndim, {0}, {0}};
+    if (!data || ndim > MAX_NDIM)
+        return 0;
+    for (int i = 0; i < ndim; i++) {
+        if (strides[i] % unit)
+            return 0;
+        a->shape[i] = shape[i];
+        a->strides[i] = strides[i] / unit;
     }
-    return contiguous;
+    return 1;
 }
 
-/* The address of a tensor; NULL if the tensor is not as its group says, or has no address. */
-static void *locate_one(PyObject *a, const Exchange *exchange, PyObject *kinds, long dtype, PyObject *shape,
-                        PyObject *strides)
+/* Whether `object` is an array in host memory. One that a pass `writes` must be writable; another must not be
+lazily negated, as torch has tensors. */
+static int look(PyObject *object, int writes, Array *a)
 {
-    PyObject *kind = (PyObject *)Py_TYPE(a);
-    View v;
-    if (kind != PyTuple_GetItem(kinds, 0) && kind != PyTuple_GetItem(kinds, 1))
-        return NULL;
-    if (exchange->look(a, &v) || v.device_type != 1 || (v.code << 8 | v.bits) != dtype || v.lanes != 1)
-        return NULL;
-    if (!are_equal(shape, &v, v.shape) || !(strides == Py_None ? is_contiguous(&v) : are_equal(strides, &v, v.strides)))
-        return NULL;
-    return v.data ? (char *)v.data + v.byte_offset : NULL;
-}
-
-/* locate((capsule, types of tensors, numbers of dtypes, "is_neg"), *groups): see Torch in _memory.py. */
-static PyObject *py_locate(PyObject *self, PyObject *const *args, Py_ssize_t num)
-{
-    (void)self;
-    PyObject *capsule, *kinds, *dtypes, *is_neg, *arrays, *dtype, *shape, *strides;
-    if (num < 1 || !PyArg_ParseTuple(args[0], "OO!OO", &capsule, &PyTuple_Type, &kinds, &dtypes, &is_neg))
-        return NULL;
-    const Exchange *exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
-    PyObject *addresses = exchange ? PyList_New(0) : NULL;
-    for (Py_ssize_t g = 1; addresses && g < num; g++) {
-        dtype = PyTuple_GetItem(args[g], 1), shape = PyTuple_GetItem(args[g], 2);
-        strides = PyTuple_GetItem(args[g], 3);
-        arrays = strides ? PySequence_Tuple(PyTuple_GetItem(args[g], 0)) : NULL;
-        if (!arrays)
-            Py_CLEAR(addresses);
-        PyObject *number = addresses ? PyDict_GetItem(dtypes, dtype) : NULL;
-        for (Py_ssize_t i = 0; addresses && i < PyTuple_Size(arrays); i++) {
-            PyObject *a = PyTuple_GetItem(arrays, i);
-            void *at = NULL;
-            if (a != Py_None) {
-                at = number ? locate_one(a, exchange, kinds, PyLong_AsLong(number), shape, strides) : NULL;
-                /* A tensor may be lazily negated. */
-                PyObject *negated = at ? PyObject_CallMethodObjArgs(a, is_neg, NULL) : NULL;
-                Py_XDECREF(negated);
-                if (negated != Py_False) {
-                    PyErr_Clear(); /* a tensor that torch.func transforms has no address */
-                    Py_DECREF(addresses);
-                    Py_DECREF(arrays);
-                    Py_RETURN_NONE;
-                }
-            }
-            PyObject *address = PyLong_FromVoidPtr(at);
-            if (!address || PyList_Append(addresses, address))
-                Py_CLEAR(addresses);
-            Py_XDECREF(address);
+    const PyObject *kind = (PyObject *)Py_TYPE(object);
+    int there = 0;
+    if (kind == known.ndarray) {
+        enum { ALIGNED = 0x100, IN_THIS_BYTE_ORDER = 0x200, WRITABLE = 0x400 };
+        const int needed = ALIGNED | IN_THIS_BYTE_ORDER | (writes ? WRITABLE : 0);
+        PyObject *capsule = PyObject_GetAttr(object, known.array_struct);
+        const Interface *i = capsule ? PyCapsule_GetPointer(capsule, NULL) : NULL;
+        if (i && (i->flags & needed) == needed && i->itemsize > 0) {
+            const int code = i->kind == 'f' ? 2 : i->kind == 'i' ? 0 : i->kind == 'b' ? 6 : 0xff;
+            there = describe(a, i->data, code << 8 | i->itemsize * 8, i->ndim, i->shape, i->strides, i->itemsize);
         }
-        Py_XDECREF(arrays);
+        Py_XDECREF(capsule);
+    } else if (known.exchange && (kind == known.tensor || kind == known.parameter)) {
+        Tensor t;
+        if (!known.exchange->look(object, &t) && t.device_type == 1 && t.lanes == 1)
+            there = describe(a, t.data, t.code << 8 | t.bits, t.ndim, t.shape, t.strides, 1);
+        if (there) {
+            a->data += t.byte_offset;
+            PyObject *negated = writes ? Py_NewRef(Py_False) : PyObject_CallMethodObjArgs(object, known.is_neg, NULL);
+            there = negated == Py_False;
+            Py_XDECREF(negated);
+        }
     }
-    return addresses;
+    if (!there)
+        PyErr_Clear(); /* a tensor that torch.func transforms has no address */
+    return there;
+}
+
+/* The number of a dtype in the loops; -1 if these do not know it. */
+static int number_of(int dtype)
+{
+    return dtype == FLOAT32 ? 0 : dtype == FLOAT64 ? 1 : dtype == FLOAT16 ? 2 : dtype == BFLOAT16 ? 3 : -1;
+}
+
+static int is_contiguous(const Array *a, int ndim, const int64_t *shape)
+{
+    int fits = a->ndim == ndim;
+    for (int64_t i = ndim - 1, stride = 1; fits && i >= 0; stride *= shape[i--])
+        fits = a->shape[i] == shape[i] && (a->strides[i] == stride || shape[i] == 1);
+    return fits;
+}
+
+static int is_like(const Array *a, const Array *b)
+{
+    int fits = a->dtype == b->dtype && a->ndim == b->ndim;
+    for (int i = 0; fits && i < a->ndim; i++)
+        fits = a->shape[i] == b->shape[i] && (a->strides[i] == b->strides[i] || a->shape[i] == 1);
+    return fits;
+}
+
+/* The activation of a pass: dense memory in the order (N, C, S), see _layout.py. */
+typedef struct {
+    Array a;
+    int64_t sizes[3];                     /* S, C, N */
+    int64_t channels[MAX_NDIM], num_axes; /* the shape of a per-channel array */
+} Activation;
+
+static int lay_out(Activation *x, PyObject *axis)
+{
+    const Array *a = &x->a;
+    int reduced[MAX_NDIM] = {0}, num = 0, part = 0, before = MAX_NDIM;
+    if (!PyTuple_Check(axis))
+        return 0;
+    for (Py_ssize_t j = 0; j < PyTuple_Size(axis); j++) {
+        const long i = PyLong_AsLong(PyTuple_GetItem(axis, j));
+        if (i < 0 || i >= a->ndim)
+            return 0;
+        reduced[i] = 1;
+    }
+    x->num_axes = 0;
+    for (int i = 0; i < a->ndim; i++) {
+        if (!reduced[i])
+            x->channels[x->num_axes++] = a->shape[i];
+        if (!a->shape[i])
+            return 0;
+        num += a->shape[i] != 1;
+    }
+    x->sizes[0] = x->sizes[1] = x->sizes[2] = 1;
+    for (int64_t stride = 1; num; num--) { /* the last in memory first */
+        int i = 0;
+        while (i < a->ndim && (a->strides[i] != stride || a->shape[i] == 1))
+            i++;
+        if (i == a->ndim) /* there are gaps between elements */
+            return 0;
+        if (!reduced[i] && (part == 2 || i > before)) /* the channels are divided, or in another order */
+            return 0;
+        if (reduced[i] != (part != 1))
+            part++;
+        if (!reduced[i])
+            before = i;
+        x->sizes[part] *= a->shape[i];
+        stride *= a->shape[i];
+    }
+    return 1;
+}
+
+/* numpy.ndarray, torch.Tensor, torch.nn.Parameter, the capsule of torch's functions, large; None without torch. */
+static PyObject *py_use_arrays(PyObject *self, PyObject *args)
+{
+    PyObject *capsule;
+    long long large;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "OOOOL", &known.ndarray, &known.tensor, &known.parameter, &capsule, &large))
+        return NULL;
+    if (capsule != Py_None && !(known.exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api")))
+        return NULL;
+    Py_INCREF(args); /* the types live as long as the process */
+    known.large = large;
+    known.array_struct = PyUnicode_InternFromString("__array_struct__");
+    known.is_neg = PyUnicode_InternFromString("is_neg");
+    Py_RETURN_NONE;
 }

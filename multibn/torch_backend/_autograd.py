@@ -26,7 +26,7 @@ def forward(
     for i in inputs:
         tensors += i.x, i.weight, i.bias, i.residual
     batches: list[BatchStatistics] = []
-    ys = _SyncBatchNorm.apply((inputs, communicator, weighting, batches), *tensors)
+    ys = _apply((inputs, communicator, weighting, batches), *tensors)
     return list(zip(ys, batches, strict=True))
 
 
@@ -82,6 +82,10 @@ class _SyncBatchNorm(torch.autograd.Function):
                     dresidual = generic.masked(grad_outputs[n], gradients[n].mask)
                 results += dx, dweight, dbias, dresidual
         return tuple(results)
+
+
+# Function.apply without the questions that are for torch.func, which `functional` has asked.
+_apply = super(torch.autograd.Function, _SyncBatchNorm).apply
 
 
 def find_nan(gradients: Sequence[Gradient], communicator: Communicator) -> None:

@@ -75,7 +75,7 @@ def _allreduce(
             raise_for_nan_gradients(over, bool(payload.isnan().any()))
         return over.allreduce(payload)
     functional.refuse_ddp_join(conversation)
-    channels, count, _ = statistics.sizes(tuple(shape), tuple(axis))
+    channels, count, *_ = statistics.sizes(tuple(shape), tuple(axis))
     count = payload[-1].item() if masked and is_on_host(payload) else count
     batches = recompute.replayed([channels])
     if batches is not None:

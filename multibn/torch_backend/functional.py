@@ -265,7 +265,9 @@ def check_options(i: Input) -> None:
         raise TypeError("the input must have data: got a tensor on meta. Use a layer for shapes.")
     if not (isinstance(eps, float) and 0 < eps < math.inf):
         check_eps(eps)
-    shape = statistics.channels(x, axis) if axis else x.shape[1:2]
+    shape = x.shape[1:2]
+    if axis and (1 in axis or len(axis) != x.ndim - 1):
+        shape = statistics.channels(x, axis)
     if weight is not None and weight.shape != shape:
         raise _parameter_error("weight", weight, shape)
     if bias is not None and bias.shape != shape:

@@ -19,7 +19,6 @@ from torch import nn
 from benchmarks.calls import count
 from multibn import kernels
 from multibn.communicators import Communicator
-from multibn.communicators.mpi import MPI
 from multibn.communicators.torch_distributed import TorchDistributed
 from multibn.torch_backend import (
     SyncBatchNorm,
@@ -338,10 +337,14 @@ def check_buffers_agree(world: Communicator) -> None:
 
 def check_the_calls_of_a_step(world: Communicator) -> None:
     """Few frames of Python in a step of a layer, forward and backward: all frames are counted."""
-    layer = SyncBatchNorm(8, process_group=world)
     x, dy = torch.randn(4, 8, 4, 4, requires_grad=True), torch.randn(4, 8, 4, 4)
-    calls = count(lambda: layer(x).backward(dy))
-    if isinstance(world, MPI) and kernels.select(x.detach()) is not kernels.generic:
-        assert calls["multibn"] <= 60, calls
-        # Not those of pathlib and others, by which a test's process finds its launcher.
-        assert sum(calls.values()) <= 120, calls
+    alone = world.split(world.rank)
+    for group in (world, alone):
+        layer = SyncBatchNorm(8, process_group=group)
+        # A rank that waits long looks after the others: these are frames, too.
+        steps = [count(lambda f=layer: f(x).backward(dy)) for _ in range(3)]  # type: ignore[misc]
+        calls = min(steps, key=lambda calls: calls["multibn"])
+        if kernels.select(x.detach()) is not kernels.generic:
+            assert calls["multibn"] <= 60, calls
+            # Not those of pathlib and others, by which a test's process finds its launcher.
+            assert sum(calls.values()) <= 120, calls

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from multibn._arrays import array_namespace
 from multibn.kernels import RIGHT, Running, generic
 from multibn.message import concat
 
@@ -27,16 +28,22 @@ class Passes:
 
     def local_moments(self, x: Any, *, axis: tuple[int, ...]) -> tuple[Any, Any]:
         """Mean and variance, with the digits that a message would take from the variance."""
-        o = None if self.kernels is generic else self.kernels._operands(axis, (x, None), None)
-        if o is None:
+        if self.kernels is generic:
             return generic.local_moments(x, axis=axis)
         from multibn.kernels import _core
+        from multibn.kernels._memory import LIBRARIES, channels
 
-        library, plan, (x_at, *_), _, _alive = o
-        moments, addresses = library.new(library.float64, plan.shape, plan.shape)
-        parts = self.kernels.sum_tasks(plan.sizes, 1)[0][0]
-        _core.begin_forward(plan.dtype, x_at, 0, *plan.sizes, parts, 0, *addresses, 0, 0, 0.0, 0.0)
-        return tuple(moments)
+        taken = _core.fits(x, axis, None, None, None)
+        dense = x if taken else LIBRARIES[type(x)].dense_copy(x, x)
+        mean, var = (np.empty(channels(x.shape, axis)) for _ in range(2))
+        written = mean.ctypes.data, var.ctypes.data
+        sizes = _core.begin_forward(dense, axis, None, None, 0.0, 0.0, None)
+        if sizes is None:
+            return generic.local_moments(x, axis=axis)
+        parts = self.kernels.sum_tasks(sizes, 1)[0][0] if sizes else 1
+        _core.begin_forward(dense, axis, None, None, 0.0, 0.0, (parts, 0, *written, 0))
+        xp = array_namespace(x)
+        return xp.asarray(mean), xp.asarray(var)
 
     def backward_sums(
         self, dy: Any, x: Any, mean: Any, var: Any, *, eps: float, axis: tuple[int, ...]
