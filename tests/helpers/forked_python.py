@@ -134,7 +134,8 @@ def _serve(listener: socket.socket) -> tuple[Request, list[int]]:
                     return request, streams
                 for stream in streams:
                     os.close(stream)
-                connection.sendall(pid.to_bytes(8, "little"))
+                with contextlib.suppress(OSError):  # the command may have been killed by now
+                    connection.sendall(pid.to_bytes(8, "little"))
                 for file in (os.pidfd_open(pid), connection.fileno()):
                     forks[file] = pid, connection
                     selector.register(file, selectors.EVENT_READ)
