@@ -39,6 +39,7 @@ from multibn.torch_backend import (
     sync_batch_norm,
 )
 from tests.helpers import reference
+from tests.helpers.pages import script
 
 SHAPE = (5, 7, 3, 6)  # 2 ranks divide some evenly, some unevenly
 C = SHAPE[1]
@@ -485,3 +486,7 @@ def check_fully_sharded_with_images_in_parts(world: Communicator) -> None:
             optimizer.zero_grad()
     for name, tensor in net.state_dict().items():
         torch.testing.assert_close(_full(tensor), whole.state_dict()[name], rtol=1e-11, atol=1e-11)
+
+
+def check_the_blocks_of_the_page(world: Communicator) -> None:
+    exec(script("docs/guides/dtensors.md"), {})

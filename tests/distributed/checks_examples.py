@@ -1,9 +1,12 @@
 """The examples in the docstrings of communicators that need a launcher, on two ranks."""
 
+import importlib
 import inspect
+from typing import Any
 
 from multibn.communicators import Communicator
 from tests.helpers import examples, require
+from tests.helpers.pages import python_blocks
 
 
 def check_the_communicator_of_the_launcher(world: Communicator) -> None:
@@ -16,6 +19,24 @@ def check_chainermn(world: Communicator) -> None:
 
     if type(world).__name__ == "MPI" and require.available("chainer"):
         _check(ChainerMN)
+
+
+def check_the_blocks_of_the_readme(world: Communicator) -> None:
+    """Those of MPI and Chainer; `train.py` is a program."""
+    if type(world).__name__ != "MPI" or not require.available("torch", "chainer"):
+        return
+    from torch import nn
+
+    over_mpi, in_chainer = python_blocks("README.md")[1:]
+    names: dict[str, Any] = {"model": nn.Sequential(nn.BatchNorm1d(3))}
+    exec(over_mpi, names)
+    assert names["model"][0].process_group.size == world.size
+    importlib.import_module("multibn.chainer_backend")  # makes Chainer importable
+    from chainer import Sequential, links
+
+    names = {"model": Sequential(links.BatchNormalization(3))}
+    exec(in_chainer, names)
+    assert names["model"][0].comm.size == world.size
 
 
 def _check(communicator: type) -> None:

@@ -31,6 +31,25 @@ def programs(page: str) -> dict[str, str]:
     return {match[1]: block for match, block in named if match}
 
 
+def script(page: str) -> str:
+    """The blocks of Python that are no programs, and code that the page hides from its readers.
+
+    Hidden code stands in comments that begin with `<!-- run`: what a block builds on, and what the
+    block must have done. All other lines are empty, so that a traceback has the page's numbers.
+    """
+    text = (launch.ROOT / page).read_text()
+    rows = [""] * text.count("\n")
+    for block in re.finditer(
+        r"^( *)(?:```python|<!-- run)\n(?!# \w+\.py\n)(.*?)^ *(?:```|-->)$",
+        text,
+        re.DOTALL | re.MULTILINE,
+    ):
+        first = text.count("\n", 0, block.start(2))
+        for number, row in enumerate(block[2].splitlines(), first):
+            rows[number] = row.removeprefix(block[1])
+    return "\n".join(rows)
+
+
 def commands(page: str) -> list[Command]:
     """The commands of the page's console blocks, in order."""
     text = (launch.ROOT / page).read_text()

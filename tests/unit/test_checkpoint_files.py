@@ -248,8 +248,9 @@ def test_the_dict_of_a_training_script(tmp_path: Path) -> None:
     refused(tmp_path / "b.pt", r"must hold a dict of tensors: got list\. Save `model.state_dict")
 
 
-# torch 2.11 warns of every sparse tensor that it loads.
+# torch 2.11 and 2.15 warn, in other words, of every sparse tensor that they load.
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants:UserWarning")
 @pytest.mark.parametrize(
     "value",
     [torch.eye(2).to_sparse(), torch.zeros(2, device="meta")],

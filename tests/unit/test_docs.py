@@ -16,7 +16,7 @@ import pytest
 from multibn import Communicator
 from multibn._environment import importable
 from tests.helpers import examples, launch, require, standin_cupy
-from tests.helpers.pages import MARKDOWN, python_blocks
+from tests.helpers.pages import MARKDOWN, python_blocks, script
 
 # Public names: those that these packages export, and the parts that each package needs;
 PACKAGES = {
@@ -107,10 +107,25 @@ def test_python_blocks_are_python_and_import_what_exists(page: str) -> None:
                 assert hasattr(module, alias.name), f"{page}: {node.module} has no {alias.name}"
 
 
-def test_the_block_that_converts_a_model() -> None:
-    require.need("torch")
-    (block,) = python_blocks("docs/guides/convert.md")
-    exec(block, {})
+# Pages whose blocks run elsewhere: distributed/checks_examples.py, distributed/checks_dtensor.py,
+# and test_checkpoint.py.
+ELSEWHERE = {"README.md", "docs/guides/dtensors.md", "docs/guides/from-chainermn-to-torch.md"}
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in MARKDOWN if page not in ELSEWHERE and script(page).strip()]
+)
+def test_the_blocks_of_a_page_run(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = script(page)
+    parts = [part for part in ("chainer", "lightning", "mmengine") if part in code]
+    require.need("torch", *parts)
+    for part in parts:
+        if part != "chainer":
+            _import(f"multibn.torch_backend.integrations.{part}")  # without the trainer's warnings
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, page, "exec"), {"__name__": page})
 
 
 # Docstrings.
