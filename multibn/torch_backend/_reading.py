@@ -102,8 +102,10 @@ def _own_class(module: nn.Module) -> type[nn.Module]:
     return module.converted_from if isinstance(module, OwnForward) else class_of(module)
 
 
-# Attributes that say nothing about the forward pass; torch.compile sets two.
-_OTHERS = dict.fromkeys(["training", "pool", "_way", "_is_torch_compile", "_compiled_call_impl"])
+# Attributes that say nothing about the forward pass, and that others set; `_compile_kwargs` is
+# Lightning's, whose import replaces torch.compile.
+_COMPILED = ["_is_torch_compile", "_compiled_call_impl", "_compile_kwargs"]
+_OTHERS = dict.fromkeys(["training", "pool", "_way", *_COMPILED])
 
 
 def _attributes(module: nn.Module) -> list[object]:

@@ -215,8 +215,8 @@ def check_what_a_step_communicates(world: Communicator) -> None:
         y.sum().backward()
         seen.append(counting.take())
     table = [world.size] * (world.size > 1)  # who is on which machine, in the first step
-    # Nobody to be compared with: then a message has nothing but the statistics.
-    step = [[2 * C + 4], [2 * C + 4]] if world.size > 1 else [[2 * C + 2], [2 * C]]
+    # A rank alone has nobody to send a message to.
+    step = [[2 * C + 4], [2 * C + 4]] if world.size > 1 else [[], []]
     assert seen == [[*table, *step[0]], step[1], *step * 2]
 
 

@@ -1,6 +1,7 @@
 """`fuse_batch_norm_relu`: the numbers of the model before, and nothing else changes."""
 
 import copy
+import importlib
 import io
 import pickle
 from collections import Counter, OrderedDict
@@ -319,9 +320,12 @@ def test_compiled(passes: Counter[str], network: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("inplace", [False, True])
-def test_a_compiled_block_is_fused(inplace: bool) -> None:
+@pytest.mark.parametrize("compiler", ["torch.compile", "block.compile", "Lightning"])
+def test_a_compiled_block_is_fused(compiler: str) -> None:
     """torch.compile sets attributes of the module that it is called on."""
+    if compiler == "Lightning":
+        require.need("lightning")
+        importlib.import_module("lightning.fabric")  # replaces torch.compile
     block: Any = nn.Sequential(SyncBatchNorm(4, process_group=SingleProcess()), nn.ReLU())
     fuse_batch_norm_relu(block)
     targets: list[Any] = []
@@ -331,7 +335,7 @@ def test_a_compiled_block_is_fused(inplace: bool) -> None:
         return graph
 
     torch._dynamo.reset()
-    if inplace:
+    if compiler == "block.compile":
         block.compile(fullgraph=True, backend=backend)
     else:
         block = torch.compile(block, fullgraph=True, backend=backend)
