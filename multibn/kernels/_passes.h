@@ -135,7 +135,7 @@ static int start(Work *w, const Pass *p, int num, int64_t long_plane)
     const int64_t row = (at_least(p->C, 1) + line) / line * line, column = (w->size + line) / line * line;
     const int64_t buffers = p->loops->widen || p->streams ? at_least(6 * BUFFER, 12 * w->size) : 0;
     w->memory = malloc((wide + buffers) * sizeof(double) + (num * (row + column) + 2 * column) * size + 64 +
-                       4 * w->size + 8);
+                       4 * w->size + 16);
     if (!w->memory)
         return -1;
     w->wide = (double *)(((uintptr_t)w->memory + 63) & ~(uintptr_t)63); /* a vector crosses no two lines */
@@ -197,10 +197,11 @@ static const uint8_t *mask_of(const Pass *p, const Work *w, int64_t n, int64_t s
     const int64_t row = channels * p->S;
     uint8_t *to = w->masks;
     for (int64_t t = 0; t < samples; t++, from += p->S, to += row)
-        if (p->S == 1) { /* eight at a time: what is too much is the next sample's */
-            const uint64_t eight = *from * UINT64_C(0x0101010101010101);
-            for (int64_t c = 0; c < row; c += 8)
-                memcpy(to + c, &eight, 8);
+        if (p->S == 1) { /* sixteen at a time: what is too much is the next sample's */
+            typedef uint8_t Bytes __attribute__((vector_size(16)));
+            const Bytes sixteen = (Bytes){0} + *from;
+            for (int64_t c = 0; c < row; c += 16)
+                memcpy(to + c, &sixteen, 16);
         } else {
             memcpy(to, from, p->S);
             int64_t done = p->S;
