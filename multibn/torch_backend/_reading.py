@@ -30,15 +30,21 @@ class Reading(NamedTuple):
     graph: fx.Graph
     modules: dict[fx.Node, nn.Module]  # that the nodes call
     entered: list[nn.Module]  # whose own forward passes are in the graph; the whole module is last
-    attributes: list[list[object]]  # of each of these
+    attributes: list[tuple[dict[str, object], list[object]]]  # of each of these, and `_parts`
     num_args: int
     asks_types: bool  # tensors would have answered otherwise than the proxies did
 
     def is_right(self) -> bool:
         """Whether the modules have the attributes and children that they had."""
-        for module, before in zip(self.entered, self.attributes, strict=True):
-            now = _attributes(module)
-            if len(now) != len(before) or not all(map(operator.is_, now, before)):
+        for module, (own, parts) in zip(self.entered, self.attributes, strict=True):
+            now, now_parts = vars(module), _parts(module)
+            for name, value in own.items():
+                if now.get(name, own) is not value:
+                    return False
+            if len(now_parts) != len(parts) or not all(map(operator.is_, now_parts, parts)):
+                return False
+            # Dynamo of torch 2.11 cannot list a module's attributes.
+            if not torch.compiler.is_compiling() and not now.keys() <= own.keys() | _OTHERS:
                 return False
         return True
 
@@ -72,7 +78,7 @@ def read(module: nn.Module, /, *, ends_in: type[nn.Module]) -> Reading:
     proxies = [tracer.create_proxy("placeholder", a.name, (), {}) for a in required]
     y = tracer.enter(module, "", proxies)
     tracer.create_node("output", "output", (tracer.create_arg(y),), {})
-    attributes = [_attributes(m) for m in tracer.entered]
+    attributes = [(_attributes(m), _parts(m)) for m in tracer.entered]
     return Reading(
         *(tracer.graph, tracer.modules, tracer.entered, attributes),
         num_args=len(required),
@@ -102,19 +108,24 @@ def _own_class(module: nn.Module) -> type[nn.Module]:
     return module.converted_from if isinstance(module, OwnForward) else class_of(module)
 
 
-# Attributes that say nothing about the forward pass, and that others set; `_compile_kwargs` is
-# Lightning's, whose import replaces torch.compile.
-_COMPILED = ["_is_torch_compile", "_compiled_call_impl", "_compile_kwargs"]
-_OTHERS = dict.fromkeys(["training", "pool", "_way", *_COMPILED])
+# Attributes that say nothing about the forward pass: every module's, whose contents are looked at
+# elsewhere, and marks of others. Lightning replaces torch.compile, and leaves `_compile_kwargs`.
+_MARKS = {"pool", "_way", "_is_torch_compile", "_compiled_call_impl", "_compile_kwargs"}
+_OTHERS = {*vars(nn.Module()), *_MARKS}
 
 
-def _attributes(module: nn.Module) -> list[object]:
-    """The attributes and children of a module, to be compared by identity in each call."""
+def _attributes(module: nn.Module) -> dict[str, object]:
+    """The attributes of a module, to be compared by identity in each call."""
+    return {name: value for name, value in vars(module).items() if name not in _OTHERS}
+
+
+def _parts(module: nn.Module) -> list[object]:
+    """The children of a module, and which parameters and buffers are None."""
     parameters, buffers = module._parameters, module._buffers
-    attributes = [*{**vars(module), **_OTHERS}.values(), *module._modules.values()]
+    parts: list[object] = [*module._modules.values()]
     if parameters or buffers:
-        attributes += [t is None for t in (*parameters.values(), *buffers.values())]
-    return attributes
+        parts += [t is None for t in (*parameters.values(), *buffers.values())]
+    return parts
 
 
 def _sizes(module: nn.Module) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -97,9 +98,9 @@ class _Recomputation:
         self._replay.__exit__(*exception)  # may raise
 
     def _copy_buffers(self, module: nn.Module, _: Any) -> None:
-        # A Part's layer has a tape. Compiled code calls a Part, too, and cannot ask for the thread.
+        # A Part's layer has a tape. Compiled code cannot ask for the thread, and runs in its own.
         if isinstance(module, Part) or not isinstance(module, _NormBase):
             return
-        if threading.get_ident() == self._thread:
+        if torch.compiler.is_compiling() or threading.get_ident() == self._thread:
             for buffer in module.buffers(recurse=False):
                 self._before.setdefault(buffer, buffer.detach().clone())
