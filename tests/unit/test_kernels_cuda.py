@@ -8,26 +8,17 @@ import re
 import subprocess
 import sys
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.helpers import require
+from tests.helpers.interpreter import takes_int_of_an_array
 
 HERE = Path(__file__).parent
 CHECKS = [str(HERE / name) for name in ("checks_kernels_cuda.py", "checks_kernels_cuda_steps.py")]
-
-
-def _takes_int_of_an_array() -> bool:
-    """As Triton 3.6 does, and 3.9 does no more."""
-    if not require.available("triton"):
-        return False
-    triton = tuple(int(n) for n in metadata.version("triton").split(".")[:2])
-    return triton < (3, 9) and np.lib.NumpyVersion(np.__version__) >= "2.5.0"
 
 
 def _run_checks(*, interpreted: bool) -> subprocess.CompletedProcess[str]:
@@ -42,7 +33,7 @@ def _run_checks(*, interpreted: bool) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(
-    _takes_int_of_an_array(),
+    takes_int_of_an_array(),
     reason="Triton's interpreter takes int() of an array, which NumPy 2.5 refuses",
 )
 @pytest.mark.beside(partial(_run_checks, interpreted=True), "torch", "triton")
