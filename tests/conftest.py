@@ -107,7 +107,7 @@ def complaint(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def beside(request: pytest.FixtureRequest) -> Any:
-    """What the function of this test's mark `beside` has returned; raises what it has raised."""
+    """The result of the function in this test's mark `beside`; raises its exception."""
     mark = request.node.get_closest_marker("beside")
     require.need(*mark.args[1:])
     return request.session.stash[_BESIDE][request.node.nodeid].result()

@@ -230,7 +230,7 @@ def _bytes(mask: Tensor) -> Tensor:
 
 
 def _inputs(dy: Tensor, x: Tensor, y: Tensor | None, mask: Tensor | None) -> tuple[Any, Any]:
-    """What a backward pass reads, laid out as `x`, and its part of a key for `launch`."""
+    """The arrays that a backward pass reads, laid out as `x`, and their part of a launch's key."""
     if dy.stride() != x.stride():
         dy = _laid_out_as(x, dy)
     place, dtype = x.data_ptr() | dy.data_ptr(), None

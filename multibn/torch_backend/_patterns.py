@@ -116,7 +116,7 @@ def _is_batch_norm(node: fx.Node, layer: Any) -> bool:
     return actual == [*expected, True, layer.momentum or 0.0, layer.eps]
 
 
-# What a layer asks about its input, before.
+# Operations by which a layer checks its input before it normalizes.
 _CHECKS = {getattr, operator.eq, operator.ne, torch._assert, "dim"}
 _RELUS = {F.relu, torch.relu, torch.relu_, F.relu_, "relu", "relu_"}
 _ADDITIONS = {operator.add, operator.iadd, torch.add, "add", "add_"}
@@ -156,7 +156,7 @@ def _candidates(source: Any, layers: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _residual(layer: fx.Node, source: fx.Node) -> Any:
-    """What is added to a layer's output, None if `source` is this output itself."""
+    """The node that is added to a layer's output, None if `source` is this output itself."""
     if source is layer:
         return None
     return next((term for term in source.args if term is not layer), layer)

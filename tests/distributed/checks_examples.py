@@ -22,7 +22,7 @@ def check_chainermn(world: Communicator) -> None:
 
 
 def check_the_blocks_of_the_readme(world: Communicator) -> None:
-    """Those of MPI and Chainer; `train.py` is a program."""
+    """README's blocks for MPI and for Chainer; its `train.py` is a program, run elsewhere."""
     if type(world).__name__ != "MPI" or not require.available("torch", "chainer"):
         return
     from torch import nn
