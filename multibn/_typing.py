@@ -96,6 +96,17 @@ def check_eps(value: Any, /) -> None:
         )
 
 
+def check_residual(residual: Any, x: Array, kinds: Any, words: str) -> None:
+    """Raise unless `residual` is of `kinds`, in words, and has the shape and dtype of `x`."""
+    if not isinstance(residual, kinds):
+        raise TypeError(f"`residual` must be {words}: got {type(residual).__qualname__}.")
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        raise ValueError(
+            f"`residual` must have the shape and dtype of the input, {tuple(x.shape)} and "
+            f"{x.dtype}: got {tuple(residual.shape)} and {residual.dtype}."
+        )
+
+
 def _checked_type(name: str, value: Any, kind: type, words: str, none: str) -> Any:
     """`value`, of type `kind`, or None where None has a meaning."""
     if (value is None and none) or (isinstance(value, kind) and not isinstance(value, bool)):

@@ -3,7 +3,7 @@
 A mask of the engine has the shape of the activation but for the channel axes, which have size 1.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from array_api_compat import is_array_api_obj, to_device
 
@@ -12,20 +12,12 @@ from multibn._typing import Array, Weighting
 from multibn.kernels import generic
 
 
-class Asked(NamedTuple):
-    """The arguments `mask` and `lengths` of a layer, which `checked` makes one mask of."""
-
-    mask: Any = None
-    lengths: Any = None
-
-
-def checked(x: Array, asked: Asked, /, *, axis: tuple[int, ...]) -> Array | None:
+def checked(x: Array, mask: Any, lengths: Any, /, *, axis: tuple[int, ...]) -> Array | None:
     """The engine's mask for `x`, whose axes `axis` are reduced; None if all elements count.
 
     Raises TypeError or ValueError, naming the argument. The numbers of `lengths` are checked in
     host memory only: this process would have to wait for a GPU.
     """
-    mask, lengths = asked
     if mask is None and lengths is None:
         return None
     if mask is not None and lengths is not None:

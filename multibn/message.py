@@ -33,14 +33,16 @@ _FINGERPRINT_BITS = 20
 
 
 class Message(NamedTuple):
-    """Memory of a GPU for a message of one layer: what writes the payload writes the rest, too.
+    """Memory of a torch GPU for a message, or for one layer's part of the message.
+
+    A kernel that writes a layer's payload writes the rest of the memory, too.
 
     Attributes
     ----------
     numbers
-        The whole message, not initialised.
+        The memory, not initialised.
     start
-        Where the payload begins; zeros come before. After the payload come its lanes.
+        Where the payload begins; zeros come before. Lanes follow the payload of the last layer.
     fingerprint
         The v of the lanes.
     """
@@ -48,6 +50,22 @@ class Message(NamedTuple):
     numbers: Array
     start: int
     fingerprint: float
+
+    def split(self, lengths: Sequence[int]) -> "list[Message]":
+        """The parts of several layers, whose payloads have these lengths."""
+        rest = self.numbers.shape[0] - self.start - sum(lengths)
+        lengths = [self.start + lengths[0], *lengths[1:-1], lengths[-1] + rest]
+        parts = split(self.numbers, lengths)
+        return [Message(v, 0 if n else self.start, self.fingerprint) for n, v in enumerate(parts)]
+
+    def write(self, payload: Array) -> "Message":
+        """Fill the memory."""
+        numbers, start, v = self
+        end = start + payload.shape[0]
+        numbers[:start], numbers[start:end], numbers[end:] = 0.0, payload, 0.0
+        if end < numbers.shape[0]:
+            numbers[-2], numbers[-1] = v, v * v
+        return self
 
 
 def forward_payload(num_channels: int, /) -> int:

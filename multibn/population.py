@@ -7,7 +7,7 @@ momentum = 1/n at the n-th batch.
 
 from typing import Any
 
-from multibn._arrays import array_namespace, is_on_host
+from multibn._arrays import array_namespace
 from multibn._typing import Array, RunningVar
 from multibn.communicators import Communicator, SingleProcess
 from multibn.kernels import generic
@@ -49,7 +49,7 @@ def running_variance(
     >>> print(running_variance(batch, local_count=2.0, convention="biased"))
     [1.]
     """
-    return batch.var * generic.variance_factor(_on_host(batch.count), local_count, convention)
+    return batch.var * generic.variance_factor(batch.count, local_count, convention)
 
 
 def update_running(
@@ -89,14 +89,10 @@ def update_running(
     >>> print(mean, var)
     [1.] [1.5]
     """
-    count = batch.count if isinstance(batch.count, float) else _on_host(batch.count)
-    if isinstance(count, float):
-        momentum = momentum if count > 0 else 0.0
-    else:
-        xp = array_namespace(count)
-        momentum = momentum * xp.astype(count > 0, count.dtype)
+    mean, var, count, _ = batch
     factor = generic.variance_factor(count, local_count, convention)
-    return generic.move_averages(running_mean, running_var, batch.mean, batch.var, momentum, factor)
+    moves = count > 0 if isinstance(count, float) else generic.as_wide(count > 0)
+    return generic.move_averages(running_mean, running_var, mean, var, moves * momentum, factor)
 
 
 class PopulationEstimator:
@@ -174,8 +170,3 @@ class Pool:
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(None), ()
-
-
-def _on_host(count: Array) -> float | Array:
-    """`count` as a number, which is faster, unless this process would have to wait for a GPU."""
-    return float(count) if isinstance(count, float) or is_on_host(count) else count

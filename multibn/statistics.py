@@ -21,16 +21,17 @@ several. Nothing here makes a GPU wait for the host, except where a rank holds a
 channel.
 """
 
-import math
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from multibn import kernels, masks, message
 from multibn._arrays import array_namespace, device, is_on_host, values
 from multibn._typing import Array, Weighting, check_choice
 from multibn.communicators import Communicator, conversation
-from multibn.kernels import generic
+from multibn.kernels import BatchStatistics as BatchStatistics
+from multibn.kernels import Gradient, Input, generic
+from multibn.kernels._layout import channels as channels
+from multibn.kernels._layout import sizes as sizes
 
 
 class Moments(NamedTuple):
@@ -58,33 +59,6 @@ class Moments(NamedTuple):
     meansqr: Array
     count: float  # type: ignore[assignment]  # a tuple's method, which nobody calls
     num_samples: float
-
-
-class BatchStatistics(NamedTuple):
-    """Statistics of the whole batch; equal on every rank but for `element_weight`.
-
-    Attributes
-    ----------
-    mean, var
-        Mean and biased variance per channel, shape `(C,)`, float64; the variance is never negative.
-    count
-        Elements per channel over all ranks, shape `()`, float64; 0 if every rank was empty.
-    element_weight
-        Derivative of `mean` with respect to one local element, shape `()`, float64.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from multibn import SingleProcess, batch_statistics
-    >>> batch = batch_statistics(np.ones((4, 3, 5)), SingleProcess())
-    >>> float(batch.count), float(batch.element_weight)
-    (20.0, 0.05)
-    """
-
-    mean: Array
-    var: Array
-    count: Array
-    element_weight: Array
 
 
 class GradientSums(NamedTuple):
@@ -115,19 +89,6 @@ def reduced_axes(ndim: int, channel_axes: Sequence[int] = (1,)) -> tuple[int, ..
     return tuple(sorted(set(range(ndim)).difference(channel_axes)))
 
 
-def channels(x: Array, axis: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of the axes of `x` that are not reduced: that of its statistics."""
-    return tuple(n for i, n in enumerate(x.shape) if i not in axis)
-
-
-@lru_cache(maxsize=1024)
-def sizes(shape: tuple[int, ...], axis: tuple[int, ...]) -> tuple[tuple[int, ...], float, int, int]:
-    """An input's shape of statistics, elements per channel, numbers sent forward and backward."""
-    channels = tuple(n for i, n in enumerate(shape) if i not in axis)
-    count, C = math.prod(shape[i] for i in axis), math.prod(channels)
-    return channels, float(count), message.forward_payload(C), message.backward_payload(C)
-
-
 def local_moments(
     x: Array, /, *, axis: tuple[int, ...] | None = None, mask: Array | None = None
 ) -> Moments:
@@ -145,19 +106,21 @@ def local_moments(
     >>> print(moments.mean, moments.meansqr, moments.count)
     [2. 3.] [ 5. 10.] 2.0
     """
-    require_floating(x)
+    if not array_namespace(x).isdtype(x.dtype, "real floating"):
+        raise not_floating(x)
     axis = reduced_axes(x.ndim) if axis is None else axis
     shape, count, *_ = sizes(x.shape, axis)
     if mask is not None:
         _, count = masks.share(mask, "element", axis=axis)
-    payload = kernels.select(x).begin_forward(x, 1.0, count, axis=axis, mask=mask)
+    i = Input(x, None, None, 0.0, axis, mask=mask)
+    payload = kernels.select(x).begin_forward(i, 1.0, count)
     mean, meansqr = generic.split_sums(payload, shape)
     return Moments(mean, meansqr, count, float(x.shape[axis[0]]))
 
 
 def empty_moments(like: Array, /) -> Moments:
     """Moments of no data for channels shaped like `like`: what `merge_moments` starts from."""
-    zeros = array_namespace(like).zeros_like(kernels.as_wide(like))
+    zeros = array_namespace(like).zeros_like(generic.as_wide(like))
     return Moments(zeros, zeros, 0.0, 0.0)
 
 
@@ -226,10 +189,10 @@ def aggregate(
     weight = rank_weight(count, num_samples, weighting)
     payload = generic.pack(mean, meansqr, weight, count)
     summed = communicator.allreduce(payload)
-    *batch, state = generic.unpack(summed, mean.shape, weight, count)
+    batch, state = generic.unpack(summed, mean.shape, weight, count)
     if state in (kernels.REFUSED, kernels.NOT_FINITE):
         raise_for(state, communicator, payload, mean)
-    return BatchStatistics(*batch)
+    return batch
 
 
 def rank_weight(count: float, num_samples: float, weighting: Weighting) -> float:
@@ -307,7 +270,7 @@ def refuse(communicator: Communicator, /, *num_channels: int, like: Array) -> No
     if communicator.size == 1:
         return
     xp = array_namespace(like)
-    wide = kernels.as_wide(xp.zeros((), dtype=xp.float32, device=device(like)))
+    wide = generic.as_wide(xp.zeros((), dtype=xp.float32, device=device(like)))
     length = sum(map(message.forward_payload, num_channels))
     payload = xp.full((length,), message.REFUSED, dtype=wide.dtype, device=device(wide))
     conversation.during(communicator, "forward", like.dtype).allreduce(payload)
@@ -355,9 +318,8 @@ def normalize(
     [-1.  1.]
     """
     axis = reduced_axes(x.ndim) if axis is None else axis
-    arguments = x, batch.mean, batch.var, weight, bias
-    options: dict[str, Any] = {"eps": eps, "axis": axis, "residual": residual, "relu": relu}
-    return kernels.select(*arguments, residual).normalize(*arguments, **options)
+    i = Input(x, weight, bias, eps, axis, residual, relu)
+    return kernels.select(*i, *batch).normalize(i, batch)
 
 
 def backward_sums(
@@ -395,9 +357,8 @@ def backward_sums(
     [3.] [1.]
     """
     axis = reduced_axes(x.ndim) if axis is None else axis
-    statistics = batch.mean, batch.var, None, None
-    begin = kernels.select(x, dy, *statistics).begin_backward
-    payload, *_ = begin(dy, x, *statistics, eps=eps, axis=axis)
+    g = Gradient(dy, x, None, None, batch, eps, axis)
+    payload, *_ = kernels.select(x, dy, *batch).begin_backward(g)
     return GradientSums(*generic.split_sums(payload, batch.mean.shape))
 
 
@@ -460,24 +421,9 @@ def input_gradient(
     0.0
     """
     axis = reduced_axes(x.ndim) if axis is None else axis
-    mean, var, _, element_weight = batch
-    arguments = dy, x, mean, var, weight, None, element_weight
-    finish = kernels.select(x, *arguments, *sums).finish_backward
-    dx, _ = finish(message.concat(sums), *arguments, eps=eps, axis=axis)
+    g = Gradient(dy, x, weight, None, batch, eps, axis)
+    dx, _ = kernels.select(x, dy, weight, *batch, *sums).finish_backward(g, message.concat(sums))
     return dx
-
-
-def require_floating(x: Array) -> None:
-    """Raise TypeError unless `x` is of a real floating-point dtype."""
-    kind = type(x), x.dtype
-    if kind not in _floating:
-        if not array_namespace(x).isdtype(x.dtype, "real floating"):
-            raise not_floating(x)
-        _floating.add(kind)
-
-
-# Types of arrays and dtypes that are known to be real and floating-point.
-_floating: set[tuple[type, Any]] = set()
 
 
 def not_floating(x: Array) -> TypeError:

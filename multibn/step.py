@@ -5,7 +5,7 @@ verbs of `multibn.kernels`. Layers that are ready at the same time share a messa
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -14,47 +14,11 @@ from multibn._arrays import is_on_host
 from multibn._typing import Array, Weighting
 from multibn.communicators import Communicator
 from multibn.communicators.conversation import Conversation, Phase
-from multibn.kernels import RIGHT, Running, generic
+from multibn.kernels import RIGHT, BatchStatistics, Running, generic
+from multibn.kernels import Gradient as Gradient
+from multibn.kernels import Input as Input
+from multibn.message import Message
 from multibn.population import Pool
-from multibn.statistics import BatchStatistics
-
-
-class Input(NamedTuple):
-    """The input of one layer, with the layer's parameters, options and running statistics.
-
-    `axis` names the axes to reduce. `weight` and `bias` have the shape of the other axes, `(C,)`.
-    `residual`, an array like `x`, is added to the normalized input; `relu` follows the addition.
-    `mask`, see `multibn.masks`, says which elements count; in frameworks, before the input is
-    checked, a `masks.Asked`. The forward pass moves `running` in place, or adds the batch to a
-    pool, unless `multibn.recompute` runs the pass again.
-    """
-
-    x: Array
-    weight: Array | None
-    bias: Array | None
-    eps: float
-    axis: tuple[int, ...] = ()
-    residual: Array | None = None
-    relu: bool = False
-    running: Running | Pool | None = None
-    mask: Any = None
-
-
-class Gradient(NamedTuple):
-    """The gradient of one output, and the values that made the output, as `Input` names them."""
-
-    dy: Array
-    x: Array
-    weight: Array | None
-    bias: Array | None
-    batch: BatchStatistics
-    eps: float
-    axis: tuple[int, ...]
-    relu: bool = False
-    y: Array | None = None  # the output, if there was a ReLU after a residual
-    mask: Array | None = None
-    needs_dx: bool = True
-
 
 # Of x; of the residual, if there was a ReLU after the residual; of weight and bias.
 Gradients: TypeAlias = tuple[Array | None, Array | None, Array | None, Array | None]
@@ -70,9 +34,10 @@ def forward(
     """
     if not recompute.state.stack:
         return share(inputs, communicator, weighting=weighting)
-    batches = recompute.replayed([statistics.channels(i.x, i.axis) for i in inputs])
+    batches = recompute.replayed([statistics.channels(i.x.shape, i.axis) for i in inputs])
     if batches is not None:
-        return [(_normalize(i, batch), batch) for i, batch in zip(inputs, batches, strict=True)]
+        pairs = zip(inputs, batches, strict=True)
+        return [(kernels.select(i.x).normalize(i, batch), batch) for i, batch in pairs]
     results = share(inputs, communicator, weighting=weighting)
     recompute.record([batch for _, batch in results])
     return results
@@ -88,44 +53,41 @@ def share(
 ) -> list[tuple[Array, BatchStatistics]]:
     """As `forward`, by the kernels that `select` chooses, and of no concern to `recompute`."""
     select = select or kernels.select
-    shares = []
+    shares: list[tuple[Any, Input, Any, Any]] = []
     lengths = []
-    for x, _, _, _, axis, _, _, _, mask in inputs:
-        _, count, length, _ = statistics.sizes(x.shape, axis)
-        weight = count
-        if mask is not None:
-            weight, count = masks.share(mask, weighting, axis=axis)
+    for i in inputs:
+        _, count, length, _ = statistics.sizes(i.x.shape, i.axis)
+        weight: Any = count
+        if i.mask is not None:
+            weight, count = masks.share(i.mask, weighting, axis=i.axis)
         elif weighting != "element":
-            weight = statistics.rank_weight(count, float(x.shape[axis[0]]), weighting)
-        shares.append((select(x), x, axis, mask, weight, count))
+            weight = statistics.rank_weight(count, float(i.x.shape[i.axis[0]]), weighting)
+        shares.append((select(i.x), i, weight, count))
         lengths.append(length)
     communicator, memory, outs = _open(communicator, "forward", inputs, lengths)
     payloads = []
-    for n, (k, x, axis, mask, weight, count) in enumerate(shares):
-        payloads.append(k.begin_forward(x, weight, count, axis=axis, mask=mask, out=outs[n]))
+    for n, (k, i, weight, count) in enumerate(shares):
+        payloads.append(k.begin_forward(i, weight, count, out=outs[n]))
     if len(payloads) == 1:
         sums: Sequence[Array] = (communicator.allreduce(payloads[0]),)
     else:
         sums = _send(communicator, memory, payloads, lengths)
         # No running statistics may move where another layer's sum is wrong.
         for own, summed in zip(shares, sums, strict=True):
-            _check(generic.state(summed, own[-1]), communicator, own)
+            state = generic.state(summed, own[-1])
+            if state != RIGHT:
+                _raise(state, communicator, *own)
     results = []
-    for n, own in enumerate(shares):
-        k, x, axis, mask, weight, count = own
-        _, gamma, beta, eps, _, residual, relu, running, _ = inputs[n]
-        y, mean, var, total, element_weight, state = k.finish_forward(
-            sums[n], x, gamma, beta, weight, count,
-            eps=eps, axis=axis, residual=residual, relu=relu, mask=mask,
-            running=running if type(running) is Running else None,
-        )  # fmt: skip
+    for n, (k, i, weight, count) in enumerate(shares):
+        pool = i.running if type(i.running) is Pool else None
+        moving = i if pool is None else i._replace(running=None)
+        y, batch, state = k.finish_forward(moving, sums[n], weight, count)
         if state != RIGHT:
-            _check(state, communicator, own)
-        batch = BatchStatistics(mean, var, total, element_weight)
-        if mask is not None and is_on_host(total):
-            require_element(total, x.shape, communicator)
-        if type(running) is Pool:
-            running.add(batch, local_count=count)
+            _raise(state, communicator, k, i, weight, count)
+        if i.mask is not None and is_on_host(batch.count):
+            require_element(batch.count, i.x.shape, communicator)
+        if pool is not None:
+            pool.add(batch, local_count=count)
         results.append((y, batch))
     return results
 
@@ -163,39 +125,34 @@ def backward(
     sharing = []
     about = []
     lengths = []
-    for n, gradient in enumerate(gradients):
-        dy, x, weight, bias, (mean, var, _, element_weight), eps, axis, relu, y, mask, needs_dx = (
-            gradient
-        )
-        arguments = dy, x, mean, var, weight, bias
-        options = {"eps": eps, "axis": axis, "relu": relu, "y": y, "mask": mask}
-        k = kernels.select(x)
-        if needs_dx:
-            sharing.append((n, k, arguments, element_weight, options))
-            about.append(gradient)
-            lengths.append(statistics.sizes(x.shape, axis)[3])
+    for n, g in enumerate(gradients):
+        k = kernels.select(g.x)
+        if g.needs_dx:
+            sharing.append((n, k))
+            about.append(g)
+            lengths.append(statistics.sizes(g.x.shape, g.axis)[3])
         else:
-            _, *parameters = k.begin_backward(*arguments, **options)
-            results[n] = None, None if y is None else generic.rectified(dy, y), *parameters
+            _, dweight, dbias, *_ = k.begin_backward(g)
+            dresidual = None if g.y is None else generic.rectified(g.dy, g.y)
+            results[n] = None, dresidual, dweight, dbias
     if not sharing:
         return results
     communicator, memory, outs = _open(communicator, "backward", about, lengths)
     payloads = []
-    for place, (n, k, arguments, _, options) in enumerate(sharing):
-        payload, *results[n] = k.begin_backward(*arguments, out=outs[place], **options)
+    for place, (n, k) in enumerate(sharing):
+        payload, *results[n] = k.begin_backward(about[place], out=outs[place])
         payloads.append(payload)
     if len(payloads) == 1:
         sums: Sequence[Array] = (communicator.allreduce(payloads[0]),)
     else:
         sums = _send(communicator, memory, payloads, lengths)
-    for place, (n, k, arguments, element_weight, options) in enumerate(sharing):
-        summed, parameters = sums[place], results[n]
+    for place, (n, k) in enumerate(sharing):
+        g, summed = about[place], sums[place]
+        dweight, dbias, *begun = results[n]
         if means:
-            _, _, mean, _, weight, bias = arguments
-            shape, size = mean.shape, communicator.size
-            parameters = generic.parameter_gradients(summed, shape, weight, bias, size)
-        dx, dresidual = k.finish_backward(summed, *arguments, element_weight, **options)
-        results[n] = dx, dresidual, *parameters
+            dweight, dbias = generic.parameter_gradients(summed, g, divisor=communicator.size)
+        dx, dresidual = k.finish_backward(g, summed, *begun)
+        results[n] = dx, dresidual, dweight, dbias
     return results
 
 
@@ -221,7 +178,7 @@ def _open(
 ) -> tuple[Communicator, Array | None, Sequence[Any]]:
     """The communicator of a message about `inputs`, and memory: of all payloads, and of each.
 
-    On a GPU, a `message.Message` for one payload.
+    On a GPU of torch's, the memory is a `Message`.
     """
     x = inputs[0].x
     if type(communicator) is Conversation:
@@ -232,10 +189,14 @@ def _open(
     if type(communicator) is Phase:
         if type(x) is np.ndarray or getattr(x, "is_cpu", False):
             memory = communicator.buffer(sum(lengths))
-        elif len(lengths) == 1 and getattr(x, "is_cuda", False):
-            memory = communicator.message(lengths[0], x)
+        elif getattr(x, "is_cuda", False) and (
+            len(inputs) == 1 or all(i.x.device == x.device for i in inputs)
+        ):
+            memory = communicator.message(sum(lengths), x)
     if memory is None or len(lengths) == 1:
         return communicator, memory, [memory] * len(lengths)
+    if isinstance(memory, Message):
+        return communicator, memory, memory.split(lengths)
     return communicator, memory, message.split(memory, lengths)
 
 
@@ -250,17 +211,10 @@ def _send(
     return message.split(summed, lengths)
 
 
-def _check(state: int, communicator: Communicator, own: tuple[Any, ...]) -> None:
-    """Raise unless the sum of a message is right."""
-    if state != RIGHT:
-        # Packed again: the sum may have taken the place of this rank's own numbers.
-        k, x, axis, mask, *numbers = own
-        payload = k.begin_forward(x, *numbers, axis=axis, mask=mask)
-        statistics.raise_for(state, communicator, payload, x)
-
-
-def _normalize(i: Input, batch: BatchStatistics) -> Array:
-    x, weight, bias, eps, axis, residual, relu, _, mask = i
-    options: Any = {"eps": eps, "axis": axis, "residual": residual, "relu": relu}
-    y = statistics.normalize(x, batch, weight=weight, bias=bias, **options)
-    return generic.masked(y, mask)
+def _raise(
+    state: int, communicator: Communicator, k: Any, i: Input, weight: Any, count: Any
+) -> NoReturn:
+    """Raise for a sum of messages that is not right."""
+    # Packed again: the sum may have taken the place of this rank's own numbers.
+    payload = k.begin_forward(i, weight, count)
+    statistics.raise_for(state, communicator, payload, i.x)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu import names
-from multibn.kernels import Running, generic
+from multibn.kernels import Gradient, Input, Running, generic
 
 BOUNDS = {"float64": 1e-12, "float32": 1e-6, "float16": 2e-3}
 VAR_EPS = 0.1
@@ -79,21 +79,17 @@ def step(
     zeros, ones = (like(np.full(shape, v, "float32")) for v in (0.0, 1.0))
     running = Running(zeros, ones, 0.1, num_batches=like(np.array(4)))
     n = float(x.size // C)
-    sent = file.begin_forward(x, n, n, axis=axis)
-    y, mean, var, count, element_weight, state = file.finish_forward(
-        sent + sent, x, weight, bias, n, n, eps=VAR_EPS, axis=axis, running=running, **options
-    )
+    i = Input(x, weight, bias, VAR_EPS, axis, running=running, **options)
+    sent = file.begin_forward(i, n, n)
+    y, batch, state = file.finish_forward(i, sent + sent, n, n)
     assert state == generic.RIGHT
-    about = dy, x, mean, var, weight, bias
-    residual, relu = options.get("residual"), options.get("relu", False)
-    on: Any = {"eps": VAR_EPS, "axis": axis, "relu": relu, "y": None if residual is None else y}
-    sums, dweight, dbias = file.begin_backward(*about, **on)
-    dx, dresidual = file.finish_backward(sums + sums, *about, element_weight, **on)
-    known = file.normalize(x, mean, var, weight, bias, eps=VAR_EPS, axis=axis, **options)
+    g = Gradient(dy, *i[:3], batch, VAR_EPS, axis, i.relu, None if i.residual is None else y)
+    sums, dweight, dbias = file.begin_backward(g)
+    dx, dresidual = file.finish_backward(g, sums + sums)
+    known = file.normalize(i, batch)
     return {
-        "sent": sent, "y": y, "mean": mean, "var": var, "count": count, "known": known,
-        "element_weight": element_weight, "sums": sums, "dweight": dweight, "dbias": dbias,
-        "dx": dx, "dresidual": dresidual, "running_mean": running.mean,
+        "sent": sent, "y": y, **batch._asdict(), "known": known, "sums": sums, "dweight": dweight,
+        "dbias": dbias, "dx": dx, "dresidual": dresidual, "running_mean": running.mean,
         "running_var": running.var, "num_batches": running.num_batches,
     }  # fmt: skip
 

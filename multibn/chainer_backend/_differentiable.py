@@ -28,7 +28,7 @@ def gradients(node: Any, y: Array | None, *variables: Variable) -> tuple[Variabl
     dresidual = masked(dy, node.mask)
     x, gamma, beta = node.arguments(retained)
     axis, size = node.axis, node.communicator.size
-    channels = statistics.channels(x, axis)
+    channels = statistics.channels(x.shape, axis)
     broadcastable = tuple(1 if i in axis else n for i, n in enumerate(x.shape))
 
     def per_channel(v: Any) -> Variable:

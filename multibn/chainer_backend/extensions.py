@@ -24,7 +24,6 @@ from multibn.chainer_backend import functions
 from multibn.chainer_backend.links import MultiNodeBatchNormalization
 from multibn.chainer_backend.synchrony import participants
 from multibn.communicators import Communicator, SingleProcess, as_communicator
-from multibn.masks import Asked
 from multibn.population import PopulationEstimator, running_variance
 from multibn.statistics import local_moments
 
@@ -244,10 +243,10 @@ class _Watch(chainer.LinkHook):
         if norm is None:
             return
         x = functions.standard_layout(next(iter((*args.args, *args.kwargs.values())), None))
-        channels = norm.link.avg_mean.shape
-        asked = Asked(args.kwargs.get("mask"), args.kwargs.get("lengths"))
+        layout = norm.link.avg_mean.shape, norm.link.axis
+        masks = {name: args.kwargs.get(name) for name in ("mask", "lengths")}
         try:
-            axis, mask = functions.check_input(x, channels, norm.link.axis, asked, SingleProcess())
+            axis, mask = functions.check_input(x, *layout, SingleProcess(), **masks)
         except (TypeError, ValueError):
             return  # the link will raise, and tell the other ranks
         x = chainer.as_array(x)

@@ -9,13 +9,11 @@ import numpy as np
 from chainer import FunctionNode, Variable
 
 from multibn import masks, statistics, step
-from multibn._typing import Array, Weighting, check_eps, check_int
+from multibn._typing import Array, Weighting, check_eps, check_int, check_residual
 from multibn.chainer_backend import _differentiable, forgetting
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.conversation import Conversation, during, raise_for_nan_gradients
-from multibn.kernels import Running, generic
-from multibn.masks import Asked
-from multibn.population import Pool
+from multibn.kernels import generic
 from multibn.statistics import BatchStatistics
 from multibn.step import Gradient, Input
 
@@ -100,32 +98,17 @@ def multi_node_batch_normalization(
     if len(set(shapes)) > 1:
         error = ValueError(f"`gamma` and `beta` must have the same shape: got {shapes}.")
         _refuse(error, v, shapes[0], communicator)
-    asked = Asked(mask, lengths)
-    axis, where = check_input(v, shapes[0] if shapes else None, axis, asked, communicator)
-    options: dict[str, Any] = {"weighting": weighting, "eps": eps, "axis": axis, "mask": where}
-    y, batch = normalize(v, gamma, beta, communicator, owner=comm, **options)
+    channels = shapes[0] if shapes else None
+    axis, where = check_input(v, channels, axis, communicator, mask=mask, lengths=lengths)
+    i = Input(v, gamma, beta, eps, axis, mask=where)
+    y, batch = normalize(i, communicator, owner=comm, weighting=weighting)
     return with_layout_of(x, y), batch
 
 
 def normalize(
-    x: Any,
-    gamma: Any,
-    beta: Any,
-    communicator: Communicator,
-    /,
-    *,
-    owner: object,
-    weighting: Weighting,
-    eps: float,
-    axis: tuple[int, ...],
-    mask: Array | None = None,
-    running: Running | Pool | None = None,
-    residual: Any = None,
-    relu: bool = False,
+    i: Input, communicator: Communicator, /, *, owner: object, weighting: Weighting
 ) -> tuple[Variable, BatchStatistics]:
-    """`x` normalized by the whole batch, and the statistics over `axis`; moves `running` in place.
-
-    `residual` is added to the output, and `relu` follows the addition, in the same pass.
+    """`i.x` normalized by the whole batch, and the statistics; moves `i.running` in place.
 
     Collective, unless `multibn.recompute` replays the statistics or `forgetting.remembering`, which
     explains `owner`, remembers them. The backward pass is collective, too.
@@ -135,20 +118,8 @@ def normalize(
             "ranks cannot share batch statistics inside chainer.static_graph, which would repeat "
             "those of the first batch. Remove the decorator, which may stay for evaluation."
         )
-    function = BatchNormalization(
-        communicator,
-        owner=owner,
-        weighting=weighting,
-        eps=eps,
-        axis=axis,
-        mask=mask,
-        has_gamma=gamma is not None,
-        has_beta=beta is not None,
-        running=running,
-        relu=relu,
-        has_residual=residual is not None,
-    )
-    (y,) = function.apply([v for v in (x, gamma, beta, residual) if v is not None])
+    function = BatchNormalization(i, communicator, owner, weighting)
+    (y,) = function.apply([v for v in (i.x, i.weight, i.bias, i.residual) if v is not None])
     return y, function.batch
 
 
@@ -182,10 +153,12 @@ def check_input(
     x: Any,
     channels: tuple[int, ...] | None,
     axis: tuple[int, ...] | None,
-    asked: Asked,
     communicator: Communicator,
     /,
+    *,
     residual: Any = None,
+    mask: Any = None,
+    lengths: Any = None,
 ) -> tuple[tuple[int, ...], Array | None]:
     """The axes to reduce, and the engine's mask.
 
@@ -200,11 +173,11 @@ def check_input(
     try:
         _check(x, channels, axis)
         if residual is not None:
-            _check_residual(residual, x)
-        return axis, masks.checked(chainer.as_array(x), asked, axis=axis)
+            check_residual(residual, x, _arrays(), "a Variable or an array")
+        return axis, masks.checked(chainer.as_array(x), mask, lengths, axis=axis)
     except (TypeError, ValueError) as error:
         if channels is None and ndim > max(axis, default=0):
-            channels = statistics.channels(x, axis)
+            channels = statistics.channels(x.shape, axis)
         _refuse(error, x, channels, communicator)
 
 
@@ -230,7 +203,7 @@ def _check(x: Any, channels: tuple[int, ...] | None, axis: tuple[int, ...]) -> N
             f"the input must have 2 or more dimensions and all of the axes to reduce, {axis}: "
             f"got shape {x.shape}."
         )
-    actual = statistics.channels(x, axis)
+    actual = statistics.channels(x.shape, axis)
     if 0 in actual:
         raise ValueError(f"the input must have channels: got {actual} in shape {x.shape}.")
     if channels is not None and actual != channels:
@@ -242,18 +215,6 @@ def _check(x: Any, channels: tuple[int, ...] | None, axis: tuple[int, ...]) -> N
         raise statistics.not_floating(x)
 
 
-def _check_residual(residual: Any, x: Any) -> None:
-    if not isinstance(residual, _arrays()):
-        raise TypeError(
-            f"`residual` must be a Variable or an array: got {type(residual).__qualname__}."
-        )
-    if (residual.shape, residual.dtype) != (x.shape, x.dtype):
-        raise ValueError(
-            f"`residual` must have the shape and dtype of the input, {x.shape} and {x.dtype}: got "
-            f"{residual.shape} and {residual.dtype}."
-        )
-
-
 class BatchNormalization(FunctionNode):
     """Normalization by `batch`. The gradient of x includes the one through the statistics.
 
@@ -263,26 +224,14 @@ class BatchNormalization(FunctionNode):
     batch: BatchStatistics
 
     def __init__(
-        self,
-        communicator: Communicator,
-        /,
-        *,
-        owner: object,
-        weighting: Weighting,
-        eps: float,
-        axis: tuple[int, ...],
-        mask: Array | None,
-        has_gamma: bool,
-        has_beta: bool,
-        running: Running | Pool | None,
-        relu: bool,
-        has_residual: bool,
+        self, i: Input, communicator: Communicator, owner: object, weighting: Weighting
     ) -> None:
         super().__init__()
-        self.communicator, self.eps, self.axis, self.mask = communicator, eps, axis, mask
-        self.has_gamma, self.has_beta = has_gamma, has_beta
-        self.relu, self.has_residual = relu, has_residual
-        self._owner, self._weighting, self._running = owner, weighting, running
+        self.communicator, self._owner, self._weighting = communicator, owner, weighting
+        # Not `i` itself: of the arrays, Chainer keeps those that the backward pass needs.
+        _, gamma, beta, self.eps, self.axis, residual, self.relu, self._running, self.mask = i
+        self.has_gamma, self.has_beta = gamma is not None, beta is not None
+        self.has_residual = residual is not None
 
     def forward(self, inputs: tuple[Array, ...]) -> tuple[Array]:
         self.retain_inputs(tuple(range(len(inputs) - self.has_residual)))

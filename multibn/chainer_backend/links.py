@@ -21,8 +21,8 @@ from multibn.communicators._names import find_path
 from multibn.communicators.chainermn import ChainerMN, select_backend
 from multibn.communicators.conversation import Conversation
 from multibn.kernels import Running
-from multibn.masks import Asked
 from multibn.population import Pool
+from multibn.step import Input
 
 Conventions: TypeAlias = Literal["exact", "chainermn"]
 
@@ -198,76 +198,59 @@ class MultiNodeBatchNormalization(chainer.Link):
         residual
             Variable or array of the shape and dtype of `x` that is added to the output, before the
             ReLU of `fuse_relu=True`.
-        mask
-            Booleans of the shape of `x` without the channel axes, or one that broadcasts to it.
-            Where the mask is False, elements have no part in anything, whatever they hold, and the
-            output and the gradient are 0.
-        lengths
-            Or integers of shape `(N,)`: of sample n, the first `lengths[n]` elements of the first
-            spatial axis count.
+        mask, lengths
+            Which elements count: booleans of the shape of `x` without the channel axes, or one that
+            broadcasts to it; or integers of shape `(N,)`, for each sample the number of elements of
+            the first spatial axis. The others have no part in anything, whatever they hold; output
+            and gradient are 0 there.
 
         Raises
         ------
         TypeError, ValueError, RuntimeError, FloatingPointError, NotImplementedError
             As `multi_node_batch_normalization`; the last two in training only.
         """
-        v = functions.standard_layout(x)
-        added = functions.standard_layout(residual)
-        y = self._forward(v, finetune, added, Asked(mask, lengths))
-        return functions.with_layout_of(x, y)
-
-    def _forward(self, x: Any, finetune: bool, residual: Any, asked: Asked) -> chainer.Variable:
+        v, residual = map(functions.standard_layout, (x, residual))
         communicator = self.conversation if chainer.config.train else SingleProcess()
         channels = None if self.avg_mean is None else self.avg_mean.shape
-        axis, mask = functions.check_input(x, channels, self.axis, asked, communicator, residual)
+        options = {"residual": residual, "mask": mask, "lengths": lengths}
+        axis, mask = functions.check_input(v, channels, self.axis, communicator, **options)
         if self.avg_mean is None:
-            self._initialize(statistics.channels(x, axis))
-        if not chainer.config.train:
-            x = masked(x, mask)
-            y = F.fixed_batch_normalization(
-                x, *self._scale_and_shift(), self.avg_mean, self.avg_var, self.eps, axis
-            )
-            y = y if residual is None else y + residual
-            y = F.relu(y) if self.fuse_relu else y
-            return masked(y, mask)
-        running = self.running(finetune)
-        y, _ = functions.normalize(
-            x,
-            self.gamma,
-            self.beta,
-            communicator,
-            owner=communicator,
-            weighting=self.weighting,
-            eps=self.eps,
-            axis=axis,
-            mask=mask,
-            # F.forget sets Chainer's flag, `forgetting.forget` replays multibn's tapes.
-            running=None if chainer.config.in_recomputing else running,
-            residual=residual,
-            relu=self.fuse_relu,
-        )
-        self.count(running)
+            self._initialize(statistics.channels(v.shape, axis))
+        i = Input(v, self.gamma, self.beta, self.eps, axis, residual, self.fuse_relu, mask=mask)
+        y = self._train(i, finetune) if chainer.config.train else self._evaluate(i)
+        return functions.with_layout_of(x, y)
+
+    def _train(self, i: Input, finetune: bool) -> chainer.Variable:
+        momentum = None if finetune else 1.0 - self.decay
+        num_batches = self.xp.asarray(self.N, np.int64) if finetune else None
+        convention = self.avg_var_convention
+        running = Running(self.avg_mean, self.avg_var, momentum, convention, num_batches)
+        pool = None
+        if self in steps:
+            steps[self] = pool = steps[self] or Pool(self.avg_mean)
+            pool.running = running
+        # F.forget sets Chainer's flag, `forgetting.forget` replays multibn's tapes.
+        if not chainer.config.in_recomputing:
+            i = i._replace(running=running if pool is None else pool)
+        owner = self.conversation
+        y, _ = functions.normalize(i, owner, owner=owner, weighting=self.weighting)
+        if pool is None:
+            self.count(running)
         return y
+
+    def _evaluate(self, i: Input) -> chainer.Variable:
+        x, averages = masked(i.x, i.mask), (self.avg_mean, self.avg_var)
+        y = F.fixed_batch_normalization(x, *self._scale_and_shift(), *averages, i.eps, i.axis)
+        y = y if i.residual is None else y + i.residual
+        return masked(F.relu(y) if i.relu else y, i.mask)
 
     def start_finetuning(self) -> None:
         """Set `N` to 0; call it before each fine-tuning but the first."""
         self.N = 0
 
-    def running(self, finetune: bool) -> Running | Pool:
-        """What a training step moves in place, with a copy of `N`, or the pool of the step."""
-        momentum = None if finetune else 1.0 - self.decay
-        num_batches = self.xp.asarray(self.N, np.int64) if finetune else None
-        convention = self.avg_var_convention
-        running = Running(self.avg_mean, self.avg_var, momentum, convention, num_batches)
-        if self not in steps:
-            return running
-        steps[self] = pool = steps[self] or Pool(self.avg_mean)
-        pool.running = running
-        return pool
-
-    def count(self, running: Running | Pool) -> None:
+    def count(self, running: Running) -> None:
         """Set `N` to the number of batches that have moved `running`."""
-        if isinstance(running, Running) and running.num_batches is not None:
+        if running.num_batches is not None:
             self.N = int(running.num_batches)  # waits for a GPU: npz files need N as a number
 
     def _parameter(self, name: str, initial: Any, default: float) -> chainer.Parameter:
@@ -282,15 +265,10 @@ class MultiNodeBatchNormalization(chainer.Link):
         return chainer.Parameter(initializer)
 
     def _initialize(self, channels: tuple[int, ...]) -> None:
+        where: Any = {"xp": self.xp, "dtype": self._highprec_dtype, "device": self.device}
         self.avg_mean, self.avg_var = (
-            initializers.generate_array(
-                initializers._get_initializer(initial),
-                channels,
-                self.xp,
-                dtype=self._highprec_dtype,
-                device=self.device,
-            )
-            for initial in self._initial_averages
+            initializers.generate_array(initializers._get_initializer(v), channels, **where)
+            for v in self._initial_averages
         )
         for parameter in (self.gamma, self.beta):
             if parameter is not None:

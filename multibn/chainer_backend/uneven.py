@@ -16,7 +16,6 @@ from multibn.chainer_backend.links import MultiNodeBatchNormalization
 from multibn.chainer_backend.synchrony import participants
 from multibn.communicators import Communicator, SingleProcess
 from multibn.kernels import generic
-from multibn.masks import Asked
 
 
 class Joined(lockstep.Joined[chainer.Variable]):
@@ -148,10 +147,10 @@ def _forward(
     none = (slice(None),) * batch_axis + (slice(0),)
     # Call the link on an empty slice, for its collectives forward and backward. Append a constant,
     # so that the next layers get a batch.
-    asked = Asked(options.pop("mask", None), options.pop("lengths", None))
+    masks = {name: options.pop(name, None) for name in ("mask", "lengths")}
     residual = functions.standard_layout(options.pop("residual", None))
     empty = forward(v[none], residual=None if residual is None else residual[none], **options)
-    axis, mask = functions.check_input(v, link.avg_mean.shape, link.axis, asked, _ALONE)
+    axis, mask = functions.check_input(v, link.avg_mean.shape, link.axis, _ALONE, **masks)
     batch = statistics.aggregate(statistics.local_moments(v.array, axis=axis, mask=mask), _ALONE)
     weight, bias = map(chainer.as_array, link._scale_and_shift())
     array = generic.masked(v.array, mask)

@@ -36,7 +36,10 @@ class Agreement:
         self.fingerprints = [size * v for v in lanes[-2:]]
         self.buffer: HostArray = np.empty(0)  # of the line, when the line is open
         self.payload: HostArray | None = None  # the first `num_numbers` of the buffer
-        self.tail = self.summed_prints = self.buffer  # the others, and the last two of these
+        # The others, the last two of these, and what a rank sends there. NumPy takes 1.2 us to copy
+        # four numbers, memoryviews 0.1.
+        self.tail = self.summed_prints = self.buffer.data
+        self.sent_tail = self.lanes.data
         self._agreements = agreements
         # In place, unless a user's own class sums.
         in_place = isinstance(communicator, LineCommunicator)
@@ -75,7 +78,8 @@ class Agreement:
             length = self.num_numbers + self.lanes.size
             self.buffer = self.lines.buffer(length, call, self.communicator.timeout)
             self.payload = self.buffer[: self.num_numbers]
-            self.tail, self.summed_prints = self.buffer[self.num_numbers :], self.buffer[-2:]
+            self.tail = self.buffer[self.num_numbers :].data
+            self.summed_prints = self.tail[-2:]
         return self.payload
 
     def around(self, x: Array) -> tuple[Array, Array]:

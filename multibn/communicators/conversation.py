@@ -21,7 +21,7 @@ from multibn.communicators._lines import HostArray
 from multibn.communicators._names import by_answer, for_people
 from multibn.communicators._objects import gather
 from multibn.communicators._watch import fail
-from multibn.communicators.base import Communicator, Forwarding
+from multibn.communicators.base import Communicator, Forwarding, SingleProcess
 from multibn.message import Message
 
 
@@ -106,7 +106,8 @@ class Phase(Forwarding):
         agreed = self._agree(n)
         if agreed.size == 1:
             memory = np.empty(n)
-            if agreed.lines is not None:
+            # A user's own class may do anything, and is called.
+            if agreed.lines is not None or type(agreed.communicator) is SingleProcess:
                 agreed.payload = memory
             return memory
         if agreed.lines is None:
@@ -145,7 +146,7 @@ class Phase(Forwarding):
             payload[:] = to_host(x)
         mine = None if x is payload or is_on_host(x) else payload.copy()
         assert agreed.lines is not None
-        agreed.tail[:] = agreed.lanes
+        agreed.tail[:] = agreed.sent_tail
         agreed.lines.exchange(agreed.buffer, agreed.place, call, agreed.communicator.timeout)
         if agreed.summed_prints.tolist() != agreed.fingerprints:
             self._check(agreed.buffer, agreed.size)
@@ -273,7 +274,7 @@ def _copy_to_host(
     has long arrived, so that nothing waits; and all ranks look at the same moment, so that they can
     go on to ask each other. None while a CUDA graph is captured, in which no copy can be looked at,
     and no event waited for: what waits returns None then. `pinned` keeps memory and an event for
-    the messages of each length.
+    the messages of each device and length.
     """
     capturing: Callable[[], bool]
     if getattr(summed, "is_cuda", False):  # torch's
@@ -282,11 +283,12 @@ def _copy_to_host(
         capturing = torch.cuda.is_current_stream_capturing
         if capturing():
             return None
-        if summed.shape not in pinned:
+        key = summed.device, summed.shape  # an event is of the GPU on which it was recorded first
+        if key not in pinned:
             memory = torch.empty(summed.shape, dtype=summed.dtype, pin_memory=True)
             # torch.cuda.Event looks the current stream up in Python.
-            pinned[summed.shape] = memory, memory.numpy(), torch.Event(summed.device)
-        memory, copy, event = pinned[summed.shape]
+            pinned[key] = memory, memory.numpy(), torch.Event(summed.device)
+        memory, copy, event = pinned[key]
         memory.copy_(summed, non_blocking=True)
         is_current = summed.get_device() == torch.cuda.current_device()
         event.record(None if is_current else torch.cuda.current_stream(summed.device))

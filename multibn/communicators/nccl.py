@@ -20,7 +20,7 @@ class NCCL(LineCommunicator):
 
     CuPy arrays are reduced on their GPU in CuPy's current stream, torch tensors in torch's, where a
     CUDA graph can capture the sum; arrays in host memory go over `parent`. The GPU must be another
-    one on each rank, and is the one that is current when the communicator is first used.
+    one on each rank, and is that of the first array.
 
     While a CUDA graph is replayed, no Python runs, so that nobody looks at the messages of a layer:
     ranks in different places are not noticed. NaN or infinity on any rank is in the running
@@ -69,7 +69,7 @@ class NCCL(LineCommunicator):
 
     @property
     def comm(self) -> Any:
-        """CuPy's NcclCommunicator. Collective over all ranks at its first use."""
+        """CuPy's NcclCommunicator, on the current GPU. Collective over all ranks at first."""
         if self._comm is None:
             nccl = _library()
             unique_id = self._unique_id
@@ -106,10 +106,10 @@ class NCCL(LineCommunicator):
         return is_on_gpu(x)
 
     def allreduce_on_device(self, x: Array, /) -> Array:
-        return allreduce(self.comm, x)
+        return allreduce(self._comm_for(x), x)
 
     def allreduce_in_place(self, x: Array, /) -> Array:
-        return allreduce(self.comm, x, in_place=True)
+        return allreduce(self._comm_for(x), x, in_place=True)
 
     def allreduce_host(self, a: HostArray, /) -> HostArray:
         summed: HostArray = self._parent.allreduce(a)
@@ -123,6 +123,12 @@ class NCCL(LineCommunicator):
 
     def __repr__(self) -> str:
         return f"NCCL({self._parent!r})"
+
+    def _comm_for(self, x: Array) -> Any:
+        if self._comm is None:
+            with _gpu_of(x):
+                return self.comm
+        return self._comm
 
     def _resolved(self) -> Any:
         return self._parent.resolve() if isinstance(self._parent, Forwarding) else self._parent
@@ -156,7 +162,7 @@ def allreduce(comm: Any, x: Array, /, *, in_place: bool = False) -> Array:
         import torch
 
         # Not by DLPack and CuPy's stream: a CUDA graph of torch's captures torch's stream only.
-        with torch.cuda.device_of(x):
+        with _gpu_of(x):
             x = x.detach().contiguous()
             summed = x if in_place else torch.empty_like(x)
             stream = torch.cuda.current_stream(x.device).cuda_stream
@@ -165,12 +171,21 @@ def allreduce(comm: Any, x: Array, /, *, in_place: bool = False) -> Array:
         return summed
     import cupy
 
-    with x.device:
+    with _gpu_of(x):
         x = cupy.ascontiguousarray(x).reshape(x.shape)  # ascontiguousarray makes () into (1,)
         out = x if in_place else cupy.empty_like(x)
         stream = cupy.cuda.get_current_stream()
         comm.allReduce(x.data.ptr, out.data.ptr, x.size, kind, nccl.NCCL_SUM, stream.ptr)
     return out
+
+
+def _gpu_of(x: Array) -> Any:
+    """A context in which the GPU of `x` is current."""
+    if is_torch_array(x):
+        import torch
+
+        return torch.cuda.device_of(x)
+    return x.device
 
 
 def _library() -> Any:

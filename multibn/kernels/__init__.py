@@ -2,10 +2,12 @@
 
 A kernels file has the four verbs of a pass, two halves each way with the message between:
 `begin_forward` and `finish_forward`, `begin_backward` and `finish_backward`; and `normalize`, the
-pass by known statistics. `generic` says what each function does, and works for every library of the
-array API standard. `host` (NumPy arrays and torch tensors in host memory), `cuda` (torch tensors on
-a GPU) and `cupy` compute the same faster, if their compiler is installed, and pass what they have
-no loop for on to `generic`. Nothing here knows of processes.
+pass by known statistics. `arguments` has what the verbs take. `generic` says what each verb
+computes, and works for every library of the array API standard. `host` (NumPy arrays and torch
+tensors in host memory), `cuda` (torch tensors on a GPU) and `cupy` compute the same faster, if
+their compiler is installed, and pass what they have no loop for on to `generic`. What a file's
+`begin_backward` returns beside the payload and the gradients of the parameters, the same file's
+`finish_backward` takes as its last argument. Nothing here knows of processes.
 """
 
 import importlib
@@ -19,13 +21,14 @@ from array_api_compat import is_cupy_array
 
 from multibn._typing import Array
 from multibn.kernels import generic as generic
-from multibn.kernels.generic import NOT_FINITE as NOT_FINITE
-from multibn.kernels.generic import ONE_VALUE as ONE_VALUE
-from multibn.kernels.generic import REFUSED as REFUSED
-from multibn.kernels.generic import RIGHT as RIGHT
-from multibn.kernels.generic import Running as Running
-from multibn.kernels.generic import as_wide as as_wide
-from multibn.kernels.generic import num_elements as num_elements
+from multibn.kernels.arguments import NOT_FINITE as NOT_FINITE
+from multibn.kernels.arguments import ONE_VALUE as ONE_VALUE
+from multibn.kernels.arguments import REFUSED as REFUSED
+from multibn.kernels.arguments import RIGHT as RIGHT
+from multibn.kernels.arguments import BatchStatistics as BatchStatistics
+from multibn.kernels.arguments import Gradient as Gradient
+from multibn.kernels.arguments import Input as Input
+from multibn.kernels.arguments import Running as Running
 
 
 def select(x: Array, /, *others: Any) -> Any:

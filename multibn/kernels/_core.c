@@ -56,12 +56,6 @@ static int unpack(const double *summed, double *mean, double *var, double *total
     return isnan(*total_count) ? REFUSED : state;
 }
 
-/* A parameter, or NULL for ones or zeros. */
-typedef struct {
-    void *at;
-    int64_t dtype;
-} Parameter;
-
 /* What a pass reads beside the activations. */
 typedef struct {
     const double *mean, *var;
@@ -72,10 +66,15 @@ typedef struct {
 static void output_coefficients(const Statistics *s, int64_t C, double *scale, double *shift)
 {
     for (int64_t c = 0; c < C; c++) {
-        const double invstd = 1 / sqrt(s->var[c] + s->eps);
-        scale[c] = s->weight.at ? invstd * get(s->weight.at, s->weight.dtype, c) : invstd;
-        shift[c] = s->bias.at ? get(s->bias.at, s->bias.dtype, c) : 0;
+        scale[c] = 1;
+        shift[c] = 0;
     }
+    if (s->weight.at)
+        get(s->weight, 0, 1, C, scale);
+    if (s->bias.at)
+        get(s->bias, 0, 1, C, shift);
+    for (int64_t c = 0; c < C; c++)
+        scale[c] *= 1 / sqrt(s->var[c] + s->eps);
 }
 
 /* Write the variance from the sums of all parts, and the mean in place of the centre. Returns how
@@ -94,7 +93,7 @@ static int64_t finish_moments(const double *sums, double *mean, double *var, dou
         const double difference = second / count - first * first;
         mean[c] += first;
         var[c] = difference < 0 ? 0 : difference; /* NaN stays */
-        far += first * first > FAR * FAR * var[c];
+        far += first * first > DISTANT * DISTANT * var[c];
     }
     return far;
 }
@@ -152,15 +151,19 @@ static void centre(const Pass *p, int64_t dtype, int64_t N, int64_t again, doubl
     for (int64_t i = 0; i < N * p->S && n < FEW && !again; i++)
         if (!p->mask || p->mask[i])
             at[n++] = i / p->S * p->C * p->S + i % p->S;
-    for (int64_t c = p->c0; c < p->c1; c++) {
-        if (!again) {
-            const double first = n ? get(p->x, dtype, at[0] + c * p->S) : 0;
-            double rest = 0;
-            for (int64_t i = 1; i < n; i++)
-                rest += get(p->x, dtype, at[i] + c * p->S) - first;
-            mean[c] = n ? first + rest / n : 0;
+    double value[PIECE], rest[PIECE];
+    for (int64_t c = p->c0, few; c < p->c1; c += few) {
+        few = at_most(PIECE, p->c1 - c);
+        for (int64_t i = 0; i < n; i++) {
+            get((Parameter){(void *)p->x, dtype}, at[i] + c * p->S, p->S, few, i ? value : mean + c);
+            for (int64_t j = 0; j < few; j++)
+                rest[j] = i ? rest[j] + (value[j] - mean[c + j]) : 0;
         }
-        mean[c] = rounded(p->loops, mean[c]);
+        for (int64_t j = 0; j < few; j++) {
+            if (!again)
+                mean[c + j] = n ? mean[c + j] + rest[j] / n : 0;
+            mean[c + j] = rounded(p->loops, mean[c + j]);
+        }
     }
 }
 
@@ -258,20 +261,17 @@ static int begin_backward(const Loops *loops, BeginBackward *a)
             return -1;
         }
     }
-    for (int64_t c = 0; c < C; c++) {
-        double first = 0, second = 0;
-        for (int64_t p = 0; p < parts; p++) {
-            first += a->s.sums[2 * p * C + c];
-            second += a->s.sums[(2 * p + 1) * C + c];
-        }
-        second /= sqrt(s->var[c] + s->eps);
-        a->packed[c] = first;
-        a->packed[C + c] = second;
-        if (a->dweight.at)
-            put(a->dweight.at, a->dweight.dtype, c, second);
-        if (a->dbias.at)
-            put(a->dbias.at, a->dbias.dtype, c, first);
+    for (int64_t c = 0; c < 2 * C; c++) {
+        a->packed[c] = 0;
+        for (int64_t p = 0; p < parts; p++)
+            a->packed[c] += a->s.sums[2 * p * C + c];
     }
+    for (int64_t c = 0; c < C; c++)
+        a->packed[C + c] /= sqrt(s->var[c] + s->eps);
+    if (a->dbias.at)
+        put(a->packed, C, a->dbias, 0);
+    if (a->dweight.at)
+        put(a->packed + C, C, a->dweight, 0);
     free(memory);
     return 0;
 }
@@ -314,12 +314,25 @@ static int normalize(const Loops *loops, const Normalize *a)
 
 FUNCTION(normalize, Normalize, "xamwwppdiA4")
 
-/* See `generic.Running`. */
+/* See `arguments.Running`. */
 typedef struct {
     Parameter mean, var; /* NULL if nothing is to be moved */
     double momentum;     /* negative for 1/n at the n-th batch */
     int64_t convention, *num_batches;
 } Running;
+
+/* Move a running statistic towards that of a batch. */
+static void approach(Parameter running, const double *batch, int64_t C, double momentum, double factor)
+{
+    double old[PIECE];
+    for (int64_t c = 0, few; c < C; c += few) {
+        few = at_most(PIECE, C - c);
+        get(running, c, 1, few, old);
+        for (int64_t j = 0; j < few; j++)
+            old[j] = (1 - momentum) * old[j] + momentum * (batch[c + j] * factor);
+        put(old, few, running, c);
+    }
+}
 
 static void move(const Running *r, const double *mean, const double *var, int64_t C, double total, double count)
 {
@@ -334,11 +347,8 @@ static void move(const Running *r, const double *mean, const double *var, int64_
         factor = total / (total > 2 ? total - 1 : 1);
     if (r->convention == UNBIASED_LOCAL)
         factor = count / (count > 2 ? count - 1 : 1);
-    for (int64_t c = 0; c < C; c++) {
-        const double old_mean = get(r->mean.at, r->mean.dtype, c), old_var = get(r->var.at, r->var.dtype, c);
-        put(r->mean.at, r->mean.dtype, c, (1 - momentum) * old_mean + momentum * mean[c]);
-        put(r->var.at, r->var.dtype, c, (1 - momentum) * old_var + momentum * (var[c] * factor));
-    }
+    approach(r->mean, mean, C, momentum, 1);
+    approach(r->var, var, C, momentum, factor);
 }
 
 /* Writes the statistics of the message, moves the running statistics, and then a part of y: none where threads
@@ -378,20 +388,18 @@ static int finish_backward(const Loops *loops, const FinishBackward *a)
     const Gradient *g = &a->g;
     const int64_t C = g->i.C;
     const Task t = task_of(&g->i, a->task);
-    double *memory = malloc(5 * C * sizeof(double));
+    double *memory = malloc(4 * C * sizeof(double));
     if (!memory)
         return -1;
-    double *y_scale = memory, *y_shift = y_scale + C, *slope = y_shift + C, *scale = slope + C;
-    double *shift = scale + C;
+    double *y_scale = memory, *y_shift = y_scale + C, *scale = y_shift + C, *shift = scale + C;
     output_coefficients(&g->s, C, y_scale, y_shift);
     for (int64_t c = 0; c < C; c++) {
         const double invstd = 1 / sqrt(g->s.var[c] + g->s.eps), pull = -y_scale[c] * a->element_weight;
-        slope[c] = y_scale[c];
         scale[c] = pull * invstd * a->summed[C + c];
         shift[c] = pull * a->summed[c];
     }
     Pass p = {.loops = loops, .x = g->i.x, .dy = g->dy, .y = g->y, .mask = g->mask, .out = a->dx, .more = a->dresidual,
-              .mean = g->s.mean, .scale = scale, .shift = shift, .slope = slope, .y_scale = y_scale, .y_shift = y_shift,
+              .mean = g->s.mean, .scale = scale, .shift = shift, .slope = y_scale, .y_scale = y_scale, .y_shift = y_shift,
               .C = C, .S = g->i.S, .n0 = t.n0, .n1 = t.n1, .c0 = t.c0, .c1 = t.c1, .kind = kind_of(g)};
     const int failed = elementwise(&p, loops->input_gradient, p.kind == SIGN_OF_X ? 6 : 4);
     free(memory);

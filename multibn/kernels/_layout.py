@@ -1,4 +1,22 @@
-"""The sizes (N, C, S) of an activation as it lies in memory, whatever the order of its axes."""
+"""The channels of an activation, and its sizes (N, C, S) as it lies in memory."""
+
+import math
+from functools import lru_cache
+
+from multibn import message
+
+
+def channels(shape: tuple[int, ...], axis: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a per-channel array: that of the axes that are not reduced."""
+    return tuple(n for i, n in enumerate(shape) if i not in axis)
+
+
+@lru_cache(maxsize=1024)
+def sizes(shape: tuple[int, ...], axis: tuple[int, ...]) -> tuple[tuple[int, ...], float, int, int]:
+    """The shape of a per-channel array, elements per channel, numbers sent forward and backward."""
+    per_channel = channels(shape, axis)
+    count, C = math.prod(shape[i] for i in axis), math.prod(per_channel)
+    return per_channel, float(count), message.forward_payload(C), message.backward_payload(C)
 
 
 def sizes_in_memory(

@@ -15,26 +15,30 @@ _Static_assert(sizeof(void *) == 8, "addresses and sizes are 64-bit numbers here
 #define COLUMNS 2048   /* of a tile: the coefficients and sums of so many stay in the nearest caches */
 #define BESIDE 512     /* up to so many columns, short samples stand side by side */
 #define CHUNK 65536    /* elements in a row of a pass that goes backwards */
-#define STREAMED (8 << 20) /* bytes of a result that leave the caches: their lines are not read first */
+#define STREAMED (2 << 20) /* bytes of a result that leave the caches: their lines are not read first */
+#define FAR (8 << 20)      /* bytes of an activation that no cache holds, when sums are made */
 #define AHEAD 4096     /* bytes from a value to those that a loop asks for: a page, whose address takes time to find */
 #define RUN 16         /* rows of a tile summed before the sums move to float64; more where so many */
 #define LONG_RUN 64    /* sums follow that their errors average out */
 #define FEW 8          /* values whose mean is the first centre */
-#define FAR 4          /* standard deviations from centre to mean that make a second pass worthwhile */
+#define DISTANT 4      /* standard deviations from centre to mean that make a second pass worthwhile */
 
 /* Of a gradient: sums of x - mean; of dy; of dy where the output of ReLU, made again from x, or
 read, is positive. */
 enum { MOMENTS, GRADIENT, SIGN_OF_X, SIGN_OF_Y };
 
+/* How a loop is masked: by a byte for each element, or for each row. */
+enum { BY_ELEMENT = 1, BY_ROW };
+
 /* What an innermost loop takes: rows of memory in the dtype of the arithmetic. */
 typedef struct {
     const void *x, *dy, *y; /* y: the output of ReLU, or what is added to the output */
-    const uint8_t *mask;    /* of the elements of one plane, or of each column; NULL if all count */
+    const uint8_t *mask;    /* of the elements of one plane, of each column, or `by_row`; NULL if all count */
     void *out, *more, *first, *second;
     const void *k[6]; /* centre, factor and offset; slope; factor and offset of what goes into ReLU */
-    int64_t planes, S, stride;
-    int rows, kind;
-    int streams; /* whether results leave past the caches; then each row has whole cache lines */
+    int64_t planes, S, stride, next; /* next: from rows of columns to those that are read after them */
+    int rows, kind, by_row;
+    int streams; /* whether results leave past the caches, or sums are of far memory */
 } Rows;
 
 typedef struct {
@@ -49,12 +53,20 @@ typedef struct {
     void (*narrow)(const float *, int64_t, uint16_t *);
 } Loops;
 
+/* From MOST_LANES - n on: the mask of the first n lanes of a vector. */
+enum { MOST_LANES = 16 };
+static const uint8_t ONES_AND_ZEROS[2 * MOST_LANES] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+
 /* Ask for the cache lines that are AHEAD bytes after some values. The processor asks for lines by itself, but stops at
-the end of each page. */
-INLINE void ask_ahead(const void *values, int bytes)
+the end of each page. Lines of `far` memory come to the second cache only: few can be on their way to the first, and
+stores past the caches take the same places. */
+INLINE void ask_ahead(const void *values, int bytes, const int far)
 {
     for (int i = 0; i < bytes; i += 64)
-        __builtin_prefetch((const char *)values + AHEAD + i);
+        if (far)
+            __builtin_prefetch((const char *)values + AHEAD + i, 0, 2);
+        else
+            __builtin_prefetch((const char *)values + AHEAD + i);
 }
 
 static inline float as_float(uint32_t bits)

@@ -22,6 +22,11 @@ INLINE NAME(mask) NAME(load_mask)(const uint8_t *p)
 
 INLINE NAME(vector) NAME(select)(NAME(mask) m, NAME(vector) v) { return (NAME(vector))((NAME(mask))v & m); }
 
+INLINE NAME(vector) NAME(join)(NAME(mask) m, NAME(vector) v, NAME(vector) others)
+{
+    return (NAME(vector))(((NAME(mask))v & m) | ((NAME(mask))others & ~m));
+}
+
 INLINE double NAME(total)(NAME(vector) v)
 {
     A values[LANES];
@@ -35,7 +40,8 @@ INLINE double NAME(total)(NAME(vector) v)
 /* Add the sums of g and g * d over n values in a row, n at least LANES; d is x - centre, and g is d
 or the gradient of what goes into ReLU. */
 INLINE void NAME(add_values)(const A *x, const A *dy, const A *y, const uint8_t *mask, int64_t n, A centre,
-                             A factor, A offset, const int kind, const int masked, double *first, double *second)
+                             A factor, A offset, const int kind, const int masked, int far, double *first,
+                             double *second)
 {
     typedef NAME(vector) V;
     typedef NAME(mask) M;
@@ -57,11 +63,11 @@ INLINE void NAME(add_values)(const A *x, const A *dy, const A *y, const uint8_t 
     const M all = firsts[0] == 0;
     int64_t i = 0;
     for (; i + 4 * LANES <= n; i += 4 * LANES) {
-        ask_ahead(x + i, 4 * VECTOR);
+        ask_ahead(x + i, 4 * VECTOR, far);
         if (kind != MOMENTS)
-            ask_ahead(dy + i, 4 * VECTOR);
+            ask_ahead(dy + i, 4 * VECTOR, far);
         if (kind == SIGN_OF_Y)
-            ask_ahead(y + i, 4 * VECTOR);
+            ask_ahead(y + i, 4 * VECTOR, far);
         ADD(0, i, all);
         ADD(1, i + LANES, all);
         ADD(2, i + 2 * LANES, all);
@@ -88,17 +94,17 @@ INLINE void NAME(sums_of)(const Rows *r, const int kind, const int masked)
             n = r->S - i < BLOCK + LANES ? r->S - i : BLOCK;
             NAME(add_values)(x + at, kind == MOMENTS ? NULL : dy + at, kind == SIGN_OF_Y ? y + at : NULL,
                              masked ? r->mask + i : NULL, n, centre[c], kind == SIGN_OF_X ? factor[c] : 0,
-                             kind == SIGN_OF_X ? offset[c] : 0, kind, masked, (double *)r->first + c,
+                             kind == SIGN_OF_X ? offset[c] : 0, kind, masked, r->streams, (double *)r->first + c,
                              (double *)r->second + c);
         }
 }
 
-#define EACH_KIND(CODE)                  \
-    switch (r->kind) {                   \
-    case MOMENTS: CODE(MOMENTS); break;  \
-    case GRADIENT: CODE(GRADIENT); break; \
+#define EACH_KIND(CODE)                     \
+    switch (r->kind) {                      \
+    case MOMENTS: CODE(MOMENTS); break;     \
+    case GRADIENT: CODE(GRADIENT); break;   \
     case SIGN_OF_X: CODE(SIGN_OF_X); break; \
-    default: CODE(SIGN_OF_Y);            \
+    default: CODE(SIGN_OF_Y);               \
     }
 
 /* Sums of long planes, in float64. */
@@ -136,9 +142,7 @@ static void NAME(pad)(const Rows *r, void (*loop)(const Rows *))
 INLINE void NAME(column_sums_of)(const Rows *r, const int rows, const int kind, const int masked)
 {
     typedef NAME(vector) V;
-    const int64_t n = r->planes, s = r->stride;
-    /* Values up to those to ask for: to the next four rows if rows are adjacent, else along the row. */
-    const int64_t next = s == n ? 4 * s : 1024 / (int64_t)sizeof(A);
+    const int64_t n = r->planes, s = r->stride, next = r->next;
     const A *x = r->x, *dy = r->dy, *y = r->y, *centre = r->k[0], *factor = r->k[1], *offset = r->k[2];
     A *first = r->first, *second = r->second;
     NAME(mask) counts = (V){0} == 0;
@@ -202,12 +206,17 @@ static void NAME(widen_sums)(void *sums, int64_t n, double *restrict wide)
     }
 }
 
-INLINE void NAME(store)(A *p, NAME(vector) v, const uint8_t *mask, const int masked, const int streams)
+INLINE NAME(vector) NAME(masked)(NAME(vector) v, const uint8_t *mask, NAME(mask) whole, const int masked)
 {
-    if (masked)
-        v = NAME(select)(NAME(load_mask)(mask), v);
+    if (masked == BY_ROW)
+        return NAME(select)(whole, v);
+    return masked ? NAME(select)(NAME(load_mask)(mask), v) : v;
+}
+
+INLINE void NAME(store)(A *p, NAME(vector) v, const int streams)
+{
 #ifdef __SSE2__
-    if (streams) {
+    if (streams && !((uintptr_t)p % VECTOR)) {
 #if VECTOR == 64
         _mm512_stream_si512((void *)p, (__m512i)v);
 #elif VECTOR == 32
@@ -221,69 +230,86 @@ INLINE void NAME(store)(A *p, NAME(vector) v, const uint8_t *mask, const int mas
     *(NAME(vector) *)p = v;
 }
 
-/* CODE for LANES elements at a time, of long planes, whose coefficients stay in registers, or of the columns of a
-tile. The last vector overlaps the one before, and writes the same there. */
-#define EACH(CODE)                                                                          \
-    const int64_t n = columns ? r->planes : r->S, planes = columns ? 1 : r->planes;         \
-    for (int64_t c = 0; c < planes; c++) {                                                  \
-        NAME(vector) k[6] = {{0}};                                                          \
-        for (int j = 0; j < 6 && !columns; j++)                                             \
-            if (r->k[j])                                                                    \
-                k[j] += ((const A *)r->k[j])[c];                                            \
-        for (int64_t m = 0; m < n; m += LANES) {                                            \
-            m = m + LANES > n ? n - LANES : m;                                              \
-            const int64_t i = c * n + m;                                                    \
-            CODE                                                                            \
-        }                                                                                   \
+/* CODE for LANES elements at a time, of long planes, whose coefficients stay in registers, or of adjacent rows of the
+columns of a tile. If `out` is to leave past the caches, the second vector begins with one of its cache lines. A vector
+at the end of a plane or row goes on in the next one: with the coefficients of both planes, or with those of the first
+columns, which stand again after the last ones. The last vector, and with a mask the last one of each plane, overlaps
+the one before, and writes the same there. */
+#define EACH(CODE)                                                                                    \
+    const int64_t n = columns ? r.planes : r.S, planes = columns ? r.rows : r.planes;                 \
+    int64_t step = r.streams && n > LANES ? LANES - (uintptr_t)r.out % VECTOR / sizeof(A) : LANES;    \
+    for (int64_t c = 0, i = 0, end = n; c < planes; c++, end += n) {                                  \
+        const NAME(mask) whole = (NAME(vector)){0} + (A)(masked == BY_ROW && r.mask[c]) > 0;          \
+        NAME(vector) k[6] = {{0}};                                                                    \
+        for (int j = 0; j < 6 && !columns; j++)                                                       \
+            if (r.k[j])                                                                               \
+                k[j] += ((const A *)r.k[j])[c];                                                       \
+        for (; i < end; i += step, step = LANES) {                                                    \
+            if (i + LANES > end && (masked || c + 1 == planes))                                       \
+                i = end - LANES;                                                                      \
+            else if (i + LANES > end && !columns) {                                                   \
+                const NAME(mask) own = NAME(load_mask)(ONES_AND_ZEROS + MOST_LANES - (end - i));      \
+                for (int j = 0; j < 6; j++)                                                           \
+                    if (r.k[j])                                                                       \
+                        k[j] = NAME(join)(own, k[j], (NAME(vector)){0} + ((const A *)r.k[j])[c + 1]); \
+            }                                                                                         \
+            const int64_t m = i + n - end;                                                            \
+            CODE                                                                                      \
+        }                                                                                             \
     }
-#define K(j) (columns ? NAME(load)((const A *)r->k[j] + m) : k[j])
+#define K(j) (columns ? NAME(load)((const A *)r.k[j] + m) : k[j])
+#define MASKED(v) NAME(masked)(v, r.mask + m, whole, masked)
 
-INLINE void NAME(normalize_of)(const Rows *r, const int adds, const int relu, const int masked, const int columns)
+INLINE void NAME(normalize_of)(const Rows r, const int adds, const int relu, const int masked, const int columns)
 {
-    const A *x = r->x, *residual = r->y;
-    A *y = r->out;
-#define CODE                                                          \
-    ask_ahead(x + i, VECTOR);                                         \
-    NAME(vector) v = (NAME(load)(x + i) - K(0)) * K(1) + K(2);        \
-    if (adds) {                                                       \
-        ask_ahead(residual + i, VECTOR);                              \
-        v += NAME(load)(residual + i);                                \
-    }                                                                 \
-    if (relu)                                                         \
-        v = NAME(select)(~(v < 0), v); /* NaN stays */                \
-    NAME(store)(y + i, v, r->mask + m, masked, r->streams);
+    const A *x = r.x, *residual = r.y;
+    A *y = r.out;
+#define CODE                                                   \
+    ask_ahead(x + i, VECTOR, r.streams);                       \
+    NAME(vector) v = (NAME(load)(x + i) - K(0)) * K(1) + K(2); \
+    if (adds) {                                                \
+        ask_ahead(residual + i, VECTOR, r.streams);            \
+        v += NAME(load)(residual + i);                         \
+    }                                                          \
+    if (relu)                                                  \
+        v = NAME(select)(~(v < 0), v); /* NaN stays */         \
+    NAME(store)(y + i, MASKED(v), r.streams);
     EACH(CODE)
 #undef CODE
 }
 
-INLINE void NAME(input_gradient_of)(const Rows *r, const int kind, const int writes, const int masked,
+INLINE void NAME(input_gradient_of)(const Rows r, const int kind, const int writes, const int masked,
                                     const int columns)
 {
-    const A *x = r->x, *dy = r->dy, *y = r->y;
-    A *dx = r->out, *dresidual = r->more;
+    const A *x = r.x, *dy = r.dy, *y = r.y;
+    A *dx = r.out, *dresidual = r.more;
 #define CODE                                                                          \
-    ask_ahead(x + i, VECTOR);                                                         \
-    ask_ahead(dy + i, VECTOR);                                                        \
+    ask_ahead(x + i, VECTOR, r.streams);                                              \
+    ask_ahead(dy + i, VECTOR, r.streams);                                             \
     NAME(vector) d = NAME(load)(x + i) - K(0), g = NAME(load)(dy + i);                \
     if (kind == SIGN_OF_X)                                                            \
         g = NAME(select)(d * K(4) + K(5) > 0, g);                                     \
     if (kind == SIGN_OF_Y) {                                                          \
-        ask_ahead(y + i, VECTOR);                                                     \
+        ask_ahead(y + i, VECTOR, r.streams);                                          \
         g = NAME(select)(NAME(load)(y + i) > 0, g);                                   \
     }                                                                                 \
-    NAME(store)(dx + i, d * K(1) + (g * K(3) + K(2)), r->mask + m, masked, r->streams); \
+    NAME(store)(dx + i, MASKED(d * K(1) + (g * K(3) + K(2))), r.streams);             \
     if (writes)                                                                       \
-        NAME(store)(dresidual + i, g, r->mask + m, masked, r->streams);
+        NAME(store)(dresidual + i, MASKED(g), r.streams);
     EACH(CODE)
 #undef CODE
 }
 
 #undef EACH
 #undef K
+#undef MASKED
 
-#define CODE(f, ...)                                                                                    \
-    r->S == 1 ? r->mask ? NAME(f)(r, __VA_ARGS__, 1, 1) : NAME(f)(r, __VA_ARGS__, 0, 1)                 \
-              : r->mask ? NAME(f)(r, __VA_ARGS__, 1, 0) : NAME(f)(r, __VA_ARGS__, 0, 0)
+#define CODE(f, ...)                                                                      \
+    r->S == 1 ? !r->mask    ? NAME(f)(*r, __VA_ARGS__, 0, 1)                              \
+                : r->by_row ? NAME(f)(*r, __VA_ARGS__, BY_ROW, 1)                         \
+                            : NAME(f)(*r, __VA_ARGS__, BY_ELEMENT, 1)                     \
+    : r->mask ? NAME(f)(*r, __VA_ARGS__, BY_ELEMENT, 0)                                   \
+              : NAME(f)(*r, __VA_ARGS__, 0, 0)
 
 static void NAME(normalize)(const Rows *r)
 {

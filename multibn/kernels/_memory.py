@@ -8,12 +8,9 @@ import numpy as np
 
 from multibn._typing import Array
 from multibn.kernels import _core
+from multibn.kernels._layout import channels
 from multibn.kernels._threads import SHARE
-
-
-def channels(shape: tuple[int, ...], axis: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a per-channel array."""
-    return tuple(n for i, n in enumerate(shape) if i not in axis)
+from multibn.kernels.arguments import BatchStatistics
 
 
 class NumPy:
@@ -25,10 +22,10 @@ class NumPy:
         """Memory for so many float64 numbers."""
         return np.empty(shape)
 
-    def statistics(self, x: Array, axis: tuple[int, ...]) -> tuple[Array, ...]:
-        """Memory for the results of `finish_forward` but y."""
+    def statistics(self, x: Array, axis: tuple[int, ...]) -> BatchStatistics:
+        """Memory for the statistics of a batch."""
         shape = channels(x.shape, axis)
-        return np.empty(shape), np.empty(shape), np.empty(()), np.empty(())
+        return BatchStatistics(np.empty(shape), np.empty(shape), np.empty(()), np.empty(()))
 
     def dense_copy(self, a: Array, like: Array) -> Array:
         """A dense copy of `a` in the memory order of `like`."""
@@ -55,6 +52,7 @@ class Torch:
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self.empty_like = torch.empty_like
+        self._increment_version = torch._C._increment_version
         self._templates = lru_cache(maxsize=1024)(
             lambda shape, axis: [self.numbers(n) for n in (channels(shape, axis), ())]
         )
@@ -63,10 +61,10 @@ class Torch:
         # The default device may be a GPU.
         return self._torch.empty(shape, dtype=self._torch.float64, device="cpu")
 
-    def statistics(self, x: Array, axis: tuple[int, ...]) -> tuple[Array, ...]:
+    def statistics(self, x: Array, axis: tuple[int, ...]) -> BatchStatistics:
         per_channel, number = self._templates(x.shape, axis)
         new = self.empty_like  # in half of the time of torch.empty
-        return new(per_channel), new(per_channel), new(number), new(number)
+        return BatchStatistics(new(per_channel), new(per_channel), new(number), new(number))
 
     def dense_copy(self, a: Array, like: Array) -> Array:
         return self._torch.empty_like(like).copy_(a)
@@ -82,7 +80,7 @@ class Torch:
     def changed(self, *arrays: Array | None) -> None:
         if arrays[-1] is None:
             arrays = arrays[:-1]
-        self._torch._C._increment_version(arrays)
+        self._increment_version(arrays)
 
 
 class _Libraries(dict[type, Any]):

@@ -5,9 +5,8 @@ plane the channel's coefficients stay in registers. Short planes are handled in 
 planes of several channels side by side, and of several samples where a sample is short too; each column has its own
 copy of the coefficients.
 
-A pass over a large activation waits for memory. So the loops ask for cache lines a page ahead of their turn, and a large
-result leaves past the caches, whose lines would be read first otherwise. Where planes share cache lines, such a result
-goes through a buffer.
+A pass over a large activation waits for memory. So the loops ask for cache lines a page ahead of their turn, and a
+large result leaves past the caches, whose lines would be read first otherwise; 16-bit values do so through a buffer.
 
 A few dozen values in a row are summed in the dtype of the arithmetic, and these sums are added up in float64. 16-bit
 values are widened block by block: no pass has a copy of an activation. */
@@ -21,7 +20,7 @@ typedef struct {
     const double *mean, *scale, *shift, *slope, *y_scale, *y_shift;
     double *sums;
     int64_t C, S, n0, n1, c0, c1;
-    int kind, streams;
+    int kind;
 } Pass;
 
 typedef struct {
@@ -41,25 +40,37 @@ static Tile tile_of(const Pass *p)
     return tile;
 }
 
-/* An element of an array of parameters or running statistics. */
-static double get(const void *array, int64_t dtype, int64_t i)
-{
-    switch (dtype) {
-    case 0: return ((const float *)array)[i];
-    case 1: return ((const double *)array)[i];
-    case 2: return from_float16(((const uint16_t *)array)[i]);
-    default: return from_bfloat16(((const uint16_t *)array)[i]);
+/* An array of parameters or running statistics, or NULL. */
+typedef struct {
+    void *at;
+    int64_t dtype;
+} Parameter;
+
+enum { PIECE = 128 }; /* channels at a time, where numbers need other memory meanwhile */
+
+#define EACH_DTYPE(CODE)                                      \
+    switch (array.dtype) {                                    \
+    case 0: CODE(float, , (float)); break;                    \
+    case 1: CODE(double, , ); break;                          \
+    case 2: CODE(uint16_t, from_float16, to_float16); break;  \
+    default: CODE(uint16_t, from_bfloat16, to_bfloat16);      \
     }
+
+/* n numbers of an array in float64, from one on and `step` apart; and float64 numbers into an array. */
+static void get(Parameter array, int64_t from, int64_t step, int64_t n, double *restrict numbers)
+{
+#define CODE(A, wide, narrow) \
+    for (int64_t i = 0; i < n; i++) numbers[i] = wide(((const A *)array.at)[from + i * step])
+    EACH_DTYPE(CODE)
+#undef CODE
 }
 
-static void put(void *array, int64_t dtype, int64_t i, double v)
+static void put(const double *restrict numbers, int64_t n, Parameter array, int64_t to)
 {
-    switch (dtype) {
-    case 0: ((float *)array)[i] = (float)v; break;
-    case 1: ((double *)array)[i] = v; break;
-    case 2: ((uint16_t *)array)[i] = to_float16((float)v); break;
-    default: ((uint16_t *)array)[i] = to_bfloat16((float)v);
-    }
+#define CODE(A, wide, narrow) \
+    for (int64_t i = 0; i < n; i++) ((A *)array.at)[to + i] = narrow(numbers[i])
+    EACH_DTYPE(CODE)
+#undef CODE
 }
 
 /* The passes over an activation. */
@@ -121,7 +132,8 @@ typedef struct {
     double *wide;
     int64_t size; /* columns of a tile; 0 for long planes */
     Tile tile;
-    Stream streams[2]; /* of the results */
+    int streams; /* whether results leave past the caches */
+    Stream results[2];
 } Work;
 
 enum { BUFFER = BLOCK + 64 };
@@ -132,8 +144,12 @@ static int start(Work *w, const Pass *p, int num, int64_t long_plane)
     w->tile = tile_of(p);
     w->size = p->S >= long_plane ? 0 : w->tile.channels * p->S * w->tile.samples;
     const int64_t wide = 2 * w->size, line = 64 / size;
-    const int64_t row = (at_least(p->C, 1) + line) / line * line, column = (w->size + line) / line * line;
-    const int64_t buffers = p->loops->widen || p->streams ? at_least(6 * BUFFER, 12 * w->size) : 0;
+    const int64_t row = (p->C + 2 * line) / line * line, column = (w->size + 2 * line) / line * line;
+    w->streams = 0;
+#ifdef __SSE2__
+    w->streams = (p->n1 - p->n0) * (p->c1 - p->c0) * p->S * p->loops->stored >= (p->out ? STREAMED : FAR);
+#endif
+    const int64_t buffers = p->loops->widen ? at_least(6 * BUFFER, 12 * w->size) : 0;
     w->memory = malloc((wide + buffers) * sizeof(double) + (num * (row + column) + 2 * column) * size + 64 +
                        4 * w->size + 16);
     if (!w->memory)
@@ -162,6 +178,8 @@ static int start(Work *w, const Pass *p, int num, int64_t long_plane)
             set(w->k[5], size, c, p->y_shift[c] - rest * p->y_scale[c]);
         }
     }
+    for (int i = 0; i < num; i++)
+        memcpy(w->k[i] + p->C * size, w->k[i], at_most(p->C * size, 64));
     return 0;
 }
 
@@ -183,6 +201,7 @@ static void spread(const Work *w, const Pass *p, int num, int64_t a, int64_t b, 
                         ((float *)w->columns[i])[j] = ((const float *)values)[c];
                     else
                         ((double *)w->columns[i])[j] = ((const double *)values)[c];
+        memcpy(w->columns[i] + j * size, w->columns[i], at_most(j * size, 64)); /* for rows that follow */
     }
 }
 
@@ -218,90 +237,70 @@ static const void *widened(const Loops *loops, const void *array, int64_t at, in
         return NULL;
     if (!loops->widen)
         return (const char *)array + at * loops->size;
-    ask_ahead((const uint16_t *)array + at, (int)(n * sizeof(uint16_t)));
+    ask_ahead((const uint16_t *)array + at, (int)(n * sizeof(uint16_t)), 0);
     loops->widen((const uint16_t *)array + at, n, buffer);
     return buffer;
 }
 
-/* The result of a block: from the buffer that holds it, if any, to its place. */
-static void deliver(const Pass *p, Stream *s, void *values, int64_t n, char *buffer, void *out, int64_t at)
+/* A result of a block, to its place. */
+static void deliver(const Loops *l, Work *w, int result, const void *values, int64_t n, char *buffer, void *out,
+                    int64_t at)
 {
-    const Loops *l = p->loops;
-    char *place = (char *)out + at * l->stored;
-    if (l->narrow) {
-        l->narrow(values, n, (uint16_t *)(p->streams ? buffer : place));
-        values = buffer;
-    }
+    uint16_t *place = (uint16_t *)out + at;
+    l->narrow(values, n, w->streams ? (uint16_t *)buffer : place);
 #ifdef __SSE2__
-    if (p->streams)
-        stream(s, values, n * l->stored, place);
+    if (w->streams)
+        stream(w->results + result, buffer, n * sizeof *place, (char *)place);
 #else
-    (void)s;
+    (void)result;
 #endif
 }
 
-/* Whether results of `n` bytes in a row, which begin at this address, have whole cache lines. */
-static int has_whole_lines(const void *out, int64_t at, int64_t n)
-{
-    return !((((uintptr_t)out + at) | n) & 63);
-}
-
-/* A row of memory, in blocks if they are to be widened, or streamed where planes share cache lines. */
-static void run(const Pass *p, Work *w, Rows *r, void (*loop)(const Rows *), int64_t at, int64_t planes, int64_t S)
+/* A row of memory, in blocks if they are to be widened. */
+static void run(const Pass *p, Work *w, const Rows *row, void (*loop)(const Rows *), int64_t at, int64_t planes,
+                int64_t S)
 {
     const Loops *l = p->loops;
-    const int64_t place = at * l->stored, row = (S == 1 ? planes : S) * l->stored;
-    r->streams = p->streams && !l->widen && has_whole_lines(p->out, place, row) &&
-                 (!p->more || has_whole_lines(p->more, place, row));
-    const int blocks = l->widen || (p->streams && !r->streams);
     const size_t buffer_size = BUFFER * sizeof(double);
-    const void *k[6];
-    memcpy(k, r->k, sizeof k);
-    double *first = r->first, *second = r->second;
-    const uint8_t *mask = r->mask;
-    for (int64_t c = 0; c < planes; c += r->planes)
-        for (int64_t i = 0; i < S; i += r->S) {
-            r->planes = planes;
-            r->S = S;
+    Rows r = *row;
+    const int blocks = l->widen != NULL;
+    r.streams = w->streams && !blocks;
+    for (int64_t c = 0; c < planes; c += r.planes)
+        for (int64_t i = 0; i < S; i += r.S) {
+            r.planes = planes;
+            r.S = S;
             if (blocks && S <= BLOCK)
-                r->planes = at_most(planes - c, BLOCK / S);
+                r.planes = at_most(planes - c, BLOCK / S);
             else if (blocks) {
-                r->planes = 1;
-                r->S = S - i < BUFFER ? S - i : BLOCK;
+                r.planes = 1;
+                r.S = S - i < BUFFER ? S - i : BLOCK;
             }
-            const int64_t here = at + c * S + i, n = r->planes * r->S;
+            const int64_t here = at + c * S + i, n = r.planes * r.S;
             char *buffer = w->buffers;
             for (int j = 0; j < 6; j++)
-                r->k[j] = k[j] ? (const char *)k[j] + c * l->size : NULL;
-            if (mask)
-                r->mask = mask + (S == 1 ? c : i);
-            r->first = first + c;
-            r->second = second + c;
-            r->x = widened(l, p->x, here, n, buffer);
-            r->dy = widened(l, p->dy, here, n, buffer + buffer_size);
-            r->y = widened(l, p->y, here, n, buffer + 2 * buffer_size);
-            r->out = blocks ? buffer + 3 * buffer_size : (char *)p->out + here * l->size;
-            r->more = !p->more ? NULL : blocks ? buffer + 4 * buffer_size : (char *)p->more + here * l->size;
-            loop(r);
+                r.k[j] = row->k[j] ? (const char *)row->k[j] + c * l->size : NULL;
+            if (row->mask)
+                r.mask = row->mask + (S == 1 ? c : i);
+            r.first = (double *)row->first + c;
+            r.second = (double *)row->second + c;
+            r.x = widened(l, p->x, here, n, buffer);
+            r.dy = widened(l, p->dy, here, n, buffer + buffer_size);
+            r.y = widened(l, p->y, here, n, buffer + 2 * buffer_size);
+            r.out = blocks ? buffer + 3 * buffer_size : (char *)p->out + here * l->size;
+            r.more = !p->more ? NULL : blocks ? buffer + 4 * buffer_size : (char *)p->more + here * l->size;
+            loop(&r);
             if (blocks && p->out)
-                deliver(p, w->streams, r->out, n, buffer + 5 * buffer_size, p->out, here);
+                deliver(l, w, 0, r.out, n, buffer + 5 * buffer_size, p->out, here);
             if (blocks && p->more)
-                deliver(p, w->streams + 1, r->more, n, buffer + 5 * buffer_size, p->more, here);
+                deliver(l, w, 1, r.more, n, buffer + 5 * buffer_size, p->more, here);
         }
-    memcpy(r->k, k, sizeof k);
-    r->mask = mask;
-    r->first = first;
-    r->second = second;
 }
 
-static int elementwise(Pass *p, void (*loop)(const Rows *), int num)
+static int elementwise(const Pass *p, void (*loop)(const Rows *), int num)
 {
     const int64_t C = p->C, S = p->S;
     Work w = {0};
     Rows r = {.kind = p->kind};
-#ifdef __SSE2__
-    p->streams = (p->n1 - p->n0) * (p->c1 - p->c0) * S * p->loops->stored >= STREAMED;
-#endif
     if (start(&w, p, num, LONG))
         return -1;
     /* The last samples come first: the pass before has left these in the caches. */
@@ -314,15 +313,20 @@ static int elementwise(Pass *p, void (*loop)(const Rows *), int num)
                 spread(&w, p, num, a, b, &r);
             for (int i = 0; i < num && !w.size; i++)
                 r.k[i] = w.k[i] + a * p->loops->size;
-            for (int64_t n = begin, samples; n < end; n += samples) {
-                samples = w.size ? at_most(end - n, w.tile.samples) : 1;
-                r.mask = mask_of(p, &w, n, samples, b - a);
-                run(p, &w, &r, loop, (n * C + a) * S, w.size ? samples * (b - a) * S : b - a, w.size ? 1 : S);
+            const int all_rows = w.size && b - a == C && !p->loops->widen;
+            const int masked = p->mask && memchr(p->mask + begin * S, 0, (end - begin) * S);
+            r.by_row = masked && all_rows && S == 1 && C >= LONG;
+            for (int64_t n = begin, samples; n < end; n += r.rows * samples) {
+                samples = w.size && !r.by_row ? at_most(end - n, w.tile.samples) : 1;
+                const int64_t row = w.size ? samples * (b - a) * S : b - a;
+                r.rows = all_rows && row >= LONG && (!masked || r.by_row) ? (end - n) / samples : 1;
+                r.mask = r.by_row ? p->mask + n : masked ? mask_of(p, &w, n, samples, b - a) : NULL;
+                run(p, &w, &r, loop, (n * C + a) * S, row, w.size ? 1 : S);
             }
         }
     }
     for (int i = 0; i < 2; i++)
-        flush(w.streams + i);
+        flush(w.results + i);
 #ifdef __SSE2__
     _mm_sfence(); /* what was streamed comes before what other threads are told */
 #endif
@@ -368,6 +372,7 @@ static int add_sums(const Pass *p)
                 if (p->mask && !memchr(p->mask + n * S, 1, r.rows * samples * S))
                     continue;
                 r.stride = l->widen ? w.size : samples * C * S;
+                r.next = l->widen ? 0 : n + r.rows * samples < p->n1 ? r.rows * r.stride : row - (n - p->n0) * C * S;
                 r.mask = mask_of(p, &w, n, r.rows * samples, b - a);
                 const void **to[] = {&r.x, &r.dy, &r.y}, *from[] = {p->x, p->dy, p->y};
                 for (int i = 0; i < 3; i++)
@@ -380,11 +385,15 @@ static int add_sums(const Pass *p)
         }
         int64_t j = 0;
         for (int64_t t = 0; t < w.tile.samples; t++)
-            for (int64_t c = a; c < b; c++)
+            for (int64_t c = a; c < b; c++) {
+                double first = p->sums[c], second = p->sums[C + c];
                 for (int64_t i = 0; i < S; i++, j++) {
-                    p->sums[c] += w.wide[j];
-                    p->sums[C + c] += w.wide[w.size + j];
+                    first += w.wide[j];
+                    second += w.wide[w.size + j];
                 }
+                p->sums[c] = first;
+                p->sums[C + c] = second;
+            }
         memset(w.wide, 0, 2 * w.size * sizeof(double));
     }
     free(w.memory);

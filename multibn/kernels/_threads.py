@@ -45,16 +45,14 @@ def _cuts(n: int, parts: int) -> list[tuple[int, int]]:
     return [(n * i // parts, n * (i + 1) // parts) for i in range(parts)]
 
 
-def run(
-    loop: Callable[..., Any], arguments: tuple[Any, ...], tasks: Sequence[tuple[int, ...]]
-) -> None:
-    """Run the loop for each task, on one thread per task."""
+def run(loop: Callable[..., Any], arguments: tuple[Any, ...], tasks: Sequence[Any]) -> None:
+    """Run the loop for each task, its last argument, on one thread per task."""
     first, *rest = tasks
     running: list[Future[Any]] = []
     try:
         for task in rest:
-            running.append(_pool().submit(loop, *arguments, *task))
-        loop(*arguments, *first)
+            running.append(_pool().submit(loop, *arguments, task))
+        loop(*arguments, first)
         for other in running:
             other.result()
     except BaseException:  # Ctrl-C, for example: the threads write to memory of the caller

@@ -11,7 +11,9 @@ A program handles one block, a channel or COLS columns, and in this block `tiles
 in a row, its split. Each element of the tile has its own sum in DTYPE, of one addition per tile;
 these sums are added up pairwise, and those of all splits in float64 by `_triton_steps`. There, too,
 the coefficients are made, once for each channel: many GPUs have a unit for float64 for 64 of their
-units for float32. Offsets are 64 bits wide.
+units for float32. `coefficients`, `(5, channels)`, are centre, scale and shift, where the output is
+`(x - centre) * scale + shift`, `invstd`, and the remainder, `mean - centre`. Offsets are 64 bits
+wide.
 
 A thread reads VECTOR elements at once, which begin at multiples of VECTOR; strides, steps and the
 width of whole rows count such vectors. Planes need not begin there: passes that sum read the
@@ -27,13 +29,21 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
+from multibn.kernels._triton_steps import number
+
 _SIZES = (
     "outer", "width", "stride", "step", "inner", "channels", "blocks", "tiles_per_program",
     "splits",
 )  # fmt: skip
+_ANYWHERE = ("mask", "mean", "summed", "element_weight")  # in memory
 
 
-@triton.jit(do_not_specialize=_SIZES)
+def _pass(function):
+    """A kernel of which one serves all sizes; activations begin at multiples of 16 bytes or not."""
+    return triton.jit(do_not_specialize=(*_SIZES, *_ANYWHERE))(function)
+
+
+@_pass
 def moments(
     x, mask, partials,
     outer: tl.int64, width: tl.int64, stride: tl.int64, step: tl.int64, inner, channels: tl.int64,
@@ -80,7 +90,7 @@ def moments(
     tl.store(out + 3 * size, _sum(sum_dd, COLUMNS), exists)
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@_pass
 def normalize(
     x, mask, coefficients, residual, y,
     outer: tl.int64, width: tl.int64, stride: tl.int64, step: tl.int64, inner, channels: tl.int64,
@@ -88,7 +98,7 @@ def normalize(
     ROWS: constexpr, COLS: constexpr, COLUMNS: constexpr, VECTOR: constexpr, DTYPE: constexpr,
     RELU: constexpr,
 ):  # fmt: skip
-    """`coefficients`, `(3, channels)`: centre, scale, shift. `residual` may be None."""
+    """The output; `residual` may be None."""
     block, first, channel, exists = _place(
         width, inner, blocks, tiles_per_program, COLS, COLUMNS, VECTOR
     )
@@ -108,7 +118,7 @@ def normalize(
         tl.store(y + offsets, v, readable)
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@_pass
 def backward_sums(
     dy, x, y, mask, mean, coefficients, partials,
     outer: tl.int64, width: tl.int64, stride: tl.int64, step: tl.int64, inner, channels: tl.int64,
@@ -117,8 +127,8 @@ def backward_sums(
 ):  # fmt: skip
     """Each split's sums of `dy` and of `dy * (x - mean)`: `partials`, `(2, splits, channels)`.
 
-    Of a ReLU: `y` is what came out, or None and `coefficients` are those of `normalize`. The mean
-    is rounded to DTYPE.
+    Of a ReLU: `y` is what came out, or None and the coefficients tell the sign of the output.
+    Without a ReLU both are None. The mean is rounded to DTYPE.
     """
     block, first, channel, exists = _place(
         width, inner, blocks, tiles_per_program, COLS, COLUMNS, VECTOR
@@ -147,15 +157,15 @@ def backward_sums(
     tl.store(out + splits.to(tl.int64) * channels, _sum(sum_dy_d, COLUMNS), exists)
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@_pass
 def input_gradient(
-    dy, x, y, mask, coefficients, dx, dresidual,
+    dy, x, y, mask, coefficients, dx, dresidual, summed, element_weight,
     outer: tl.int64, width: tl.int64, stride: tl.int64, step: tl.int64, inner, channels: tl.int64,
     blocks: tl.int64, tiles_per_program: tl.int64, splits: tl.int64,
     ROWS: constexpr, COLS: constexpr, COLUMNS: constexpr, VECTOR: constexpr, DTYPE: constexpr,
     RELU: constexpr,
 ):  # fmt: skip
-    """`coefficients`, `(5, channels)`: those of `normalize`, slope of `x - centre`, intercept.
+    """The gradient of `x`, from the sum of all ranks' payloads.
 
     Of a ReLU: `y` is what came out, or None; `dresidual`, which may be None, gets the gradient
     before the ReLU.
@@ -164,8 +174,12 @@ def input_gradient(
         width, inner, blocks, tiles_per_program, COLS, COLUMNS, VECTOR
     )
     centre, scale, shift = _output_coefficients(coefficients, channel, channels, exists)
-    slope = tl.load(coefficients + 3 * channels + channel, exists, 0.0)
-    intercept = tl.load(coefficients + 4 * channels + channel, exists, 0.0)
+    invstd = tl.load(coefficients + 3 * channels + channel, exists, 0.0)
+    remainder = tl.load(coefficients + 4 * channels + channel, exists, 0.0)
+    # Of each channel's elements the mean of `dy`, and the slope of `xhat` times its mean with `dy`.
+    share = number(element_weight).to(DTYPE)
+    slope = share * tl.load(summed + channels + channel, exists, 0.0).to(DTYPE) * invstd
+    mean_dy = share * tl.load(summed + channel, exists, 0.0).to(DTYPE) - remainder * slope
     for i in range(tiles_per_program):
         offsets, readable, inside, _ = _tile(
             first + i, block, mask, outer, width, stride, step, inner, ROWS, COLS, COLUMNS, VECTOR
@@ -176,7 +190,7 @@ def input_gradient(
             g = tl.where(tl.load(y + offsets, readable) > 0.0, g, 0.0)
         elif RELU:
             g = tl.where(_output(d, scale, shift) > 0.0, g, 0.0)
-        v = d * slope + g * scale + intercept
+        v = (g - mean_dy - d * slope) * scale
         if mask is not None:
             g, v = tl.where(inside, g, 0.0), tl.where(inside, v, 0.0)
         if dresidual is not None:

@@ -18,8 +18,6 @@ from multibn import message
 
 WEIGHT, COUNT = constexpr(message.WEIGHT), constexpr(message.COUNT)
 SCALARS = constexpr(message.forward_payload(0))
-LANES = constexpr(message.num_lanes("backward"))
-
 
 _CONSTANTS = {"BLOCK", "SPLITS", "CUMULATIVE", "UNBIASED"}
 
@@ -75,13 +73,13 @@ def merge_moments(
 
 @_step
 def merge_sums(
-    partials, mean, var, numbers, dweight, dbias, start, length,
-    fingerprint: tl.int64, eps: tl.int64, splits, C,
-    BLOCK: constexpr, SPLITS: constexpr,
+    partials, mean, var, weight, bias, coefficients, numbers, dweight, dbias, start, length,
+    fingerprint: tl.int64, eps: tl.int64, splits, C, BLOCK: constexpr, SPLITS: constexpr,
 ):  # fmt: skip
     """The backward message, from the sums of `_triton.backward_sums`.
 
-    `dweight` and `dbias`, which get this rank's gradients, may be None.
+    And the coefficients of the passes. `dweight` and `dbias`, which get this rank's gradients, may
+    be None.
     """
     c, exists = _channels(C, BLOCK)
     first_sum = tl.zeros((1, BLOCK), tl.float64)
@@ -91,9 +89,8 @@ def merge_sums(
         first_sum += tl.sum(tl.load(partials + at, inside, 0.0).to(tl.float64), 0, keep_dims=True)
         others = partials + splits * C
         second_sum += tl.sum(tl.load(others + at, inside, 0.0).to(tl.float64), 0, keep_dims=True)
-    m = tl.load(mean + c, exists, 0.0)
-    remainder = m - m.to(partials.dtype.element_ty).to(tl.float64)
-    invstd = 1.0 / tl.sqrt(tl.load(var + c, exists, 1.0) + number(eps))
+    m, v = tl.load(mean + c, exists, 0.0), tl.load(var + c, exists, 1.0)
+    invstd, remainder = _store_coefficients(coefficients, c, exists, C, m, v, weight, bias, eps)
     second_sum = (second_sum - remainder * first_sum) * invstd
     payload = numbers + start
     tl.store(payload + c, first_sum, exists)
@@ -113,7 +110,7 @@ def finish_forward(
     momentum: tl.int64, factor: tl.int64, C,
     CUMULATIVE: constexpr, UNBIASED: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    """The statistics in a message, the coefficients of `_triton.normalize`, and `move`.
+    """The statistics in a message, the coefficients of the passes, and `move`.
 
     `weight`, `bias`, and what is moved may be None; `weight_at` and `count_at` as in the merge.
     """
@@ -130,7 +127,7 @@ def finish_forward(
         tl.store(total_count, total)
         n = tl.maximum(_share(count, count_at), 1.0)
         tl.store(element_weight, _share(rank_weight, weight_at) / (n * divisor))
-    _store_output_coefficients(coefficients, c, exists, C, m, v, weight, bias, eps)
+    _store_coefficients(coefficients, c, exists, C, m, v, weight, bias, eps)
     if running_mean is not None:
         _move(
             running_mean, running_var, num_batches, c, exists, m, v, total, momentum, factor,
@@ -142,28 +139,10 @@ def finish_forward(
 def coefficients_of(
     mean, var, weight, bias, coefficients, eps: tl.int64, C, BLOCK: constexpr
 ):  # fmt: skip
-    """The coefficients of `_triton.normalize`."""
+    """The coefficients of the passes."""
     c, exists = _channels(C, BLOCK)
     m, v = tl.load(mean + c, exists, 0.0), tl.load(var + c, exists, 1.0)
-    _store_output_coefficients(coefficients, c, exists, C, m, v, weight, bias, eps)
-
-
-@_step
-def finish_backward(
-    summed, mean, var, weight, bias, element_weight, coefficients, eps: tl.int64,
-    C, BLOCK: constexpr,
-):  # fmt: skip
-    """The coefficients of `_triton.input_gradient`."""
-    c, exists = _channels(C, BLOCK)
-    m, v = tl.load(mean + c, exists, 0.0), tl.load(var + c, exists, 1.0)
-    invstd, scale, remainder = _store_output_coefficients(
-        coefficients, c, exists, C, m, v, weight, bias, eps
-    )
-    pull = -scale * number(element_weight)
-    slope = pull * invstd * tl.load(summed + C + c, exists, 0.0)
-    intercept = pull * tl.load(summed + c, exists, 0.0) - remainder * slope
-    tl.store(coefficients + 3 * C + c, slope.to(coefficients.dtype.element_ty), exists)
-    tl.store(coefficients + 4 * C + c, intercept.to(coefficients.dtype.element_ty), exists)
+    _store_coefficients(coefficients, c, exists, C, m, v, weight, bias, eps)
 
 
 @_step
@@ -208,18 +187,17 @@ def _splits(first, splits, c, C, SPLITS: constexpr):
 @triton.jit
 def _store_around(numbers, start, payload, length, fingerprint):
     """Zeros before a payload; after the payload, zeros and the fingerprint's two numbers."""
-    for first in range(0, start, 1024):
-        i = first + tl.arange(0, 1024)
-        tl.store(numbers + i, tl.zeros((1024,), tl.float64), i < start)
-    i = start + payload + tl.arange(0, LANES)
     v = number(fingerprint)
-    lane = tl.where(i == length - 2, v, tl.where(i == length - 1, v * v, 0.0))
-    tl.store(numbers + i, lane, i < length)
+    for first in range(0, length, 1024):
+        i = first + tl.arange(0, 1024)
+        around = (i < length) & ((i < start) | (i >= start + payload))
+        lane = tl.where(i == length - 2, v, tl.where(i == length - 1, v * v, 0.0))
+        tl.store(numbers + i, lane, around)
 
 
 @triton.jit
-def _store_output_coefficients(coefficients, c, exists, C, mean, var, weight, bias, eps):
-    """Centre, scale and shift, see `generic`; returns invstd, scale, and the mean's remainder."""
+def _store_coefficients(coefficients, c, exists, C, mean, var, weight, bias, eps):
+    """The coefficients, see `_triton`, of which the last two are returned."""
     DTYPE = coefficients.dtype.element_ty
     centre = mean.to(DTYPE)
     remainder = mean - centre.to(tl.float64)
@@ -233,7 +211,9 @@ def _store_output_coefficients(coefficients, c, exists, C, mean, var, weight, bi
     tl.store(coefficients + c, centre, exists)
     tl.store(coefficients + C + c, scale.to(DTYPE), exists)
     tl.store(coefficients + 2 * C + c, shift.to(DTYPE), exists)
-    return invstd, scale, remainder
+    tl.store(coefficients + 3 * C + c, invstd.to(DTYPE), exists)
+    tl.store(coefficients + 4 * C + c, remainder.to(DTYPE), exists)
+    return invstd, remainder
 
 
 @triton.jit
@@ -247,19 +227,13 @@ def _move(
         a = 1.0 / tl.maximum(batches, 1).to(tl.float64)
     else:
         a = number(momentum)
-        if num_batches is not None:
-            _count(num_batches, seen)
+        if num_batches is not None:  # noqa: SIM102  Triton takes None for a constant here only
+            if tl.program_id(0) == 0:  # one program writes, and none reads
+                tl.store(num_batches, tl.load(num_batches) + seen.to(tl.int64))
     a = tl.where(seen, a, 0.0)
     f = n / tl.where(n < 2.0, 1.0, n - 1.0) if UNBIASED else number(factor)
     _move_one(running_mean + c, mean, exists, a)
     _move_one(running_var + c, var * f, exists, a)
-
-
-@triton.jit
-def _count(num_batches, seen):
-    # One program writes, and no other one may read the counter then.
-    if tl.program_id(0) == 0:
-        tl.store(num_batches, tl.load(num_batches) + seen.to(tl.int64))
 
 
 @triton.jit

@@ -11,7 +11,7 @@ number of the GPU's multiprocessors, among which sums are divided.
 """
 
 import math
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +20,14 @@ import triton.language as tl
 from torch import Tensor
 
 from multibn.kernels import _triton, cuda_steps, generic
-from multibn.kernels._layout import sizes_in_memory
+from multibn.kernels._layout import channels, sizes_in_memory
+from multibn.kernels.arguments import RIGHT, BatchStatistics, Gradient, Input
 from multibn.kernels.cuda_steps import fit, launch, movable, number
 from multibn.kernels.cuda_steps import move as move
-from multibn.kernels.generic import RIGHT, Finished, Running
 from multibn.message import Message, forward_payload
+
+if torch.cuda.is_available():
+    cuda_steps.require_launcher()
 
 _DTYPES = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float32)
 _DTYPES[torch.float64] = torch.float64
@@ -38,20 +41,12 @@ _MAX_TILES = 64  # of a program that sums; bounds the rounding error, see `_trit
 _PARTIALS = 0.1  # of the traffic of a pass may be sums of splits, which are written and read
 
 
-def begin_forward(
-    x: Tensor,
-    rank_weight: float,
-    count: float,
-    /,
-    *,
-    axis: tuple[int, ...],
-    mask: Tensor | None = None,
-    out: Message | None = None,
-) -> Any:
+def begin_forward(i: Input, rank_weight: Any, count: Any, /, *, out: Message | None = None) -> Any:
     """As `generic.begin_forward`; two launches."""
-    plan = _plan_of(x.shape, x.stride(), x.dtype, axis, x.device, mask is not None)
+    x, mask = i.x, i.mask
+    plan = _plan_of(x.shape, x.stride(), x.dtype, i.axis, x.device, mask is not None)
     if plan is None:
-        return generic.begin_forward(x, rank_weight, count, axis=axis, mask=mask, out=out)
+        return generic.begin_forward(i, rank_weight, count, out=out)
     programs, sizes, splits, constants, known = plan.sums
     partials = x.new_empty((4, splits, plan.channels), dtype=plan.dtype)
     key = "moments" if x.data_ptr() % 16 == 0 else None
@@ -61,159 +56,98 @@ def begin_forward(
 
 
 def finish_forward(
-    summed: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    rank_weight: float,
-    count: float,
-    /,
-    *,
-    eps: float,
-    axis: tuple[int, ...],
-    residual: Tensor | None = None,
-    relu: bool = False,
-    mask: Tensor | None = None,
-    running: Running | None = None,
-) -> Finished:
+    i: Input, summed: Tensor, rank_weight: Any, count: Any, /
+) -> tuple[Tensor, BatchStatistics, int]:
     """As `generic.finish_forward`; two launches."""
+    x, weight, bias, eps, axis, residual, _, running, mask = i
     plan = _plan_of(x.shape, x.stride(), x.dtype, axis, x.device, mask is not None)
-    parameters = weight, bias
     if (
         plan is None
         or (residual is not None and residual.dtype != x.dtype)
         or not fit(plan.device, plan.payload, (summed,))
-        or not fit(plan.device, plan.shape, (), parameters)
+        or not fit(plan.device, plan.shape, (), (weight, bias))
     ):
-        on: dict[str, Any] = {"eps": eps, "axis": axis, "residual": residual, "relu": relu}
-        share = rank_weight, count
-        return generic.finish_forward(
-            summed, x, *parameters, *share, running=running, mask=mask, **on
-        )
+        return generic.finish_forward(i, summed, rank_weight, count)
     is_many = isinstance(count, float) and count > 1.0
     state = RIGHT if summed.is_cuda and is_many else generic.state(summed, count)
-    moved = running
-    if running is not None and not (
-        state == RIGHT and movable(running, summed, plan.channels, count)
-    ):
+    moved = running if state == RIGHT else None
+    if moved is not None and not movable(moved, summed, plan.channels, count):
         moved = None
-    share = rank_weight, count
-    batch, coefficients = cuda_steps.finish_forward(
-        summed, plan.shape, *parameters, *share, eps, plan.dtype, moved
+    numbers, coefficients = cuda_steps.finish_forward(
+        summed, plan.shape, eps, plan.dtype, moved, weight, bias, rank_weight, count
     )
-    y = _normalize(plan, x, coefficients, residual, relu, mask)
+    batch = BatchStatistics(*numbers)
+    y = _normalize(plan, i, coefficients)
     if running is not None and moved is None and state == RIGHT:
         generic.move(running, *batch[:3], count)
-    return y, *batch, state
+    return y, batch, state
 
 
-def begin_backward(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    /,
-    *,
-    eps: float,
-    axis: tuple[int, ...],
-    relu: bool = False,
-    y: Tensor | None = None,
-    mask: Tensor | None = None,
-    out: Message | None = None,
-) -> tuple[Any, Tensor | None, Tensor | None]:
-    """As `generic.begin_backward`; two launches, three for the sign of an output that is gone."""
+def begin_backward(g: Gradient, /, *, out: Message | None = None) -> tuple[Any, ...]:
+    """As `generic.begin_backward`; two launches, three for the sign of an output that is gone.
+
+    Also returns what `finish_backward` goes on from.
+    """
+    dy, x, weight, bias, (mean, var, _, _), eps, axis, relu, y, mask, _ = g
     plan = _plan_of(x.shape, x.stride(), x.dtype, axis, x.device, mask is not None)
-    parameters = weight, bias
-    if plan is None or not fit(plan.device, plan.shape, (mean, var), parameters):
-        on: dict[str, Any] = {"eps": eps, "axis": axis, "relu": relu, "y": y, "mask": mask}
-        return generic.begin_backward(dy, x, mean, var, *parameters, out=out, **on)
+    statistics = mean, var, weight, bias
+    if plan is None or not fit(plan.device, plan.shape, (mean, var), (weight, bias)):
+        return generic.begin_backward(g, out=out)
     programs, sizes, splits, constants, known = plan.sums
     coefficients = None
     if relu and y is None:
-        coefficients = cuda_steps.output_coefficients(mean, var, *parameters, eps, plan.dtype)
+        coefficients = cuda_steps.coefficients_of(*statistics, eps, plan.dtype)
     partials = x.new_empty((2, splits, plan.channels), dtype=plan.dtype)
     inputs, key = _inputs(dy, x, y if relu else None, mask)
-    key = key and (*key, "sums", coefficients is None) if mean.data_ptr() % 16 == 0 else None
     arguments = *inputs, mean, coefficients, partials, *sizes
-    launch(_triton.backward_sums, programs, arguments, constants, key, known)
-    return cuda_steps.merge_sums(partials, out, (mean, var, *parameters), eps)
+    own_key = key and (*key, "sums", coefficients is None)
+    launch(_triton.backward_sums, programs, arguments, constants, own_key, known)
+    *results, coefficients = cuda_steps.merge_sums(partials, out, statistics, eps)
+    return *results, (plan, inputs, key, coefficients)
 
 
 def finish_backward(
-    summed: Tensor,
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    element_weight: Tensor,
-    /,
-    *,
-    eps: float,
-    axis: tuple[int, ...],
-    relu: bool = False,
-    y: Tensor | None = None,
-    mask: Tensor | None = None,
+    g: Gradient, summed: Tensor, begun: Any = None, /
 ) -> tuple[Tensor, Tensor | None]:
-    """As `generic.finish_backward`; two launches."""
-    plan = _plan_of(x.shape, x.stride(), x.dtype, axis, x.device, mask is not None)
+    """As `generic.finish_backward`; one launch, two without what `begin_backward` returned last."""
+    dy, x, weight, bias, (mean, var, _, element_weight), eps, axis, relu, y, mask, _ = g
     factor = number(element_weight, x)
-    parameters = weight, bias
-    if (
-        plan is None
-        or factor is None
-        or not fit(plan.device, (2 * plan.channels,), (summed,))
-        or not fit(plan.device, plan.shape, (mean, var), parameters)
-    ):
-        on: dict[str, Any] = {"eps": eps, "axis": axis, "relu": relu, "y": y, "mask": mask}
-        about = mean, var, *parameters, element_weight
-        return generic.finish_backward(summed, dy, x, *about, **on)
+    fits = factor is not None and fit(x.device, (2 * mean.numel(),), (summed,))
+    if fits and begun is None:
+        plan = _plan_of(x.shape, x.stride(), x.dtype, axis, x.device, mask is not None)
+        if plan is not None and fit(plan.device, plan.shape, (mean, var), (weight, bias)):
+            coefficients = cuda_steps.coefficients_of(mean, var, weight, bias, eps, plan.dtype)
+            begun = plan, *_inputs(dy, x, y if relu else None, mask), coefficients
+    if not fits or begun is None:
+        return generic.finish_backward(g, summed)
+    plan, inputs, key, coefficients = begun
     programs, sizes, _, constants, known = plan.elementwise[relu]
-    statistics = mean, var, *parameters
-    coefficients = cuda_steps.gradient_coefficients(summed, statistics, factor, eps, plan.dtype)
     dx = torch.empty_like(x)
     dresidual = None if y is None else torch.empty_like(x)
-    inputs, key = _inputs(dy, x, y if relu else None, mask)
-    arguments = *inputs, coefficients, dx, dresidual, *sizes
-    key = key and (*key, "gradient", y is None)
+    arguments = *inputs, coefficients, dx, dresidual, summed, factor, *sizes
+    # Triton passes a number in 32 or 64 bits, as the number needs.
+    key = key and (*key, "gradient", y is None) if isinstance(factor, Tensor) else None
     launch(_triton.input_gradient, programs, arguments, constants, key, known)
     return dx, dresidual
 
 
-def normalize(
-    x: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    /,
-    *,
-    eps: float,
-    axis: tuple[int, ...],
-    residual: Tensor | None = None,
-    relu: bool = False,
-) -> Tensor:
+def normalize(i: Input, batch: BatchStatistics, /) -> Tensor:
     """As `generic.normalize`; two launches. The output is rounded once, to the dtype of `x`."""
-    plan = _plan_of(x.shape, x.stride(), x.dtype, axis, x.device)
-    parameters = weight, bias
+    x, mean, var, parameters = i.x, batch.mean, batch.var, (i.weight, i.bias)
+    plan = _plan_of(x.shape, x.stride(), x.dtype, i.axis, x.device, i.mask is not None)
     if (
         plan is None
         or not fit(plan.device, plan.shape, (mean, var), parameters)
-        or (residual is not None and residual.dtype != x.dtype)
+        or (i.residual is not None and i.residual.dtype != x.dtype)
     ):
-        on: dict[str, Any] = {"residual": residual, "relu": relu}
-        return generic.normalize(x, mean, var, *parameters, eps=eps, axis=axis, **on)
-    coefficients = cuda_steps.output_coefficients(mean, var, *parameters, eps, plan.dtype)
-    return _normalize(plan, x, coefficients, residual, relu)
+        return generic.normalize(i, batch)
+    coefficients = cuda_steps.coefficients_of(mean, var, *parameters, i.eps, plan.dtype)
+    return _normalize(plan, i, coefficients)
 
 
-def _normalize(
-    plan: "_Plan", x: Tensor, coefficients: Tensor, residual: Any, relu: bool, mask: Any = None
-) -> Tensor:
-    programs, sizes, _, constants, known = plan.elementwise[relu]
+def _normalize(plan: "_Plan", i: Input, coefficients: Tensor) -> Tensor:
+    x, residual, mask = i.x, i.residual, i.mask
+    programs, sizes, _, constants, known = plan.elementwise[i.relu]
     y = torch.empty_like(x)
     place = x.data_ptr()
     if residual is not None:
@@ -280,8 +214,9 @@ def _plan_of(
     if sizes is None or 0 in shape or dtype not in _DTYPES or not in_order:
         return None
     _, C, S = sizes
-    per_channel = tuple(n for i, n in enumerate(shape) if i not in axis)
-    multiprocessors = _num_multiprocessors(device)
+    multiprocessors = 1
+    if device.type == "cuda":  # not Triton's interpreter
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     last = int(S == 1 and C > 1)
     sums = _sums(sizes, last, dtype, _SUMS * multiprocessors)
     columns = 2 if S % _vector(sizes, dtype) and S > 1 else last
@@ -291,7 +226,7 @@ def _plan_of(
         for relu in (False, True)
     )
     payload, arithmetic = (forward_payload(C),), _DTYPES[dtype]
-    return _Plan(per_channel, C, payload, arithmetic, device, sums, (plain, relu))
+    return _Plan(channels(shape, axis), C, payload, arithmetic, device, sums, (plain, relu))
 
 
 def _sums(sizes: tuple[int, int, int], columns: int, dtype: torch.dtype, programs: int) -> _Tiling:
@@ -301,7 +236,7 @@ def _sums(sizes: tuple[int, int, int], columns: int, dtype: torch.dtype, program
     partials, traffic = 2 * 4 * _DTYPES[dtype].itemsize, N * S * dtype.itemsize
     splits = max(int(_PARTIALS * traffic / partials), 1)
     cols = 64
-    while columns and cols * dtype.itemsize > 32 and _cdiv(C, cols) * splits < programs:
+    while columns and cols * dtype.itemsize > 32 and triton.cdiv(C, cols) * splits < programs:
         cols //= 2  # 32 bytes are the least that a GPU reads from its memory
     return _tiling(sizes, columns, dtype, programs, cols, splits, _MAX_TILES)
 
@@ -323,11 +258,11 @@ def _tiling(
     slack = 0 if columns or S % vector == 0 else vector
     cols = min(triton.next_power_of_2(width + slack), (512, cols, 256)[columns], _TILE)
     rows = min(triton.next_power_of_2(N), _TILE // cols)
-    blocks = _cdiv(width, cols) if columns else C
-    tiles = _cdiv(N, rows) * (1 if columns else _cdiv(S, cols - slack))
-    per_program = max(_cdiv(tiles * blocks, programs), _cdiv(tiles, max_splits))
+    blocks = triton.cdiv(width, cols) if columns else C
+    tiles = triton.cdiv(N, rows) * (1 if columns else triton.cdiv(S, cols - slack))
+    per_program = max(triton.cdiv(tiles * blocks, programs), triton.cdiv(tiles, max_splits))
     per_program = min(per_program, tiles, max_tiles)
-    splits = _cdiv(tiles, per_program)
+    splits = triton.cdiv(tiles, per_program)
     constants = {
         "ROWS": rows,
         "COLS": cols,
@@ -344,17 +279,6 @@ def _tiling(
 def _vector(sizes: tuple[int, int, int], dtype: torch.dtype) -> int:
     """How many elements a thread reads at once: rows begin at their multiples."""
     return math.gcd(sizes[1] * sizes[2], _VECTOR // dtype.itemsize)
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-@cache
-def _num_multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":  # Triton's interpreter
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _laid_out_as(x: Tensor, other: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ Nothing waits for the GPU, and a CUDA graph can capture the steps as it can the 
 """
 
 import struct
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from math import prod
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from multibn import message
 from multibn.kernels import _triton_steps, generic
-from multibn.kernels.generic import Running
+from multibn.kernels.arguments import Running
 from multibn.message import Message
 
 _BLOCK = 256  # channels of a program
@@ -27,53 +28,49 @@ _STEP: dict[str, Any] = {"BLOCK": _BLOCK, "enable_fp_fusion": False}
 # Of programs that merge; they read so many splits of so many channels at a time.
 _FEW_SPLITS = _STEP | {"BLOCK": 32, "SPLITS": 8, "num_warps": 1}
 _MANY_SPLITS = _STEP | {"BLOCK": 8, "SPLITS": 128, "num_warps": 4}
+_WIDE = (torch.float64,)
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def merge_moments(partials: Tensor, out: Message | None, weight: Any, count: Any, /) -> Any:
     """The forward message, or its payload where there is no `out`; of `_triton.moments`."""
-    _, splits, C = partials.shape
-    sent, numbers, *around = _around(out, partials, message.forward_payload, C)
+    numbers, *around = _message(out, partials, message.forward_payload)
     at, share = _share(weight, count)
-    arguments = partials, numbers, *at, *around, *share, splits, C
+    arguments = partials, numbers, *at, *around, *share
     _merge(_triton_steps.merge_moments, arguments, ("merge_moments", at[0] is None))
-    return sent
+    return numbers if out is None else out
 
 
 def merge_sums(
     partials: Tensor, out: Message | None, statistics: tuple[Any, ...], eps: float
-) -> tuple[Any, Tensor | None, Tensor | None]:
-    """As `generic.begin_backward`, of `_triton.backward_sums`; `statistics` as below."""
-    mean, var, weight, bias = statistics
-    _, splits, C = partials.shape
-    sent, numbers, *around = _around(out, partials, message.backward_payload, C)
+) -> tuple[Any, Tensor | None, Tensor | None, Tensor]:
+    """What `generic.begin_backward` returns, and the coefficients of the passes.
+
+    `partials` are of `_triton.backward_sums`; `statistics` are mean, variance, weight and bias.
+    """
+    _, _, weight, bias = statistics
+    numbers, *around = _message(out, partials, message.backward_payload)
+    coefficients = partials.new_empty((5, partials.shape[-1]))
     dweight = None if weight is None else torch.empty_like(weight)
     dbias = None if bias is None else torch.empty_like(bias)
-    arguments = partials, mean, var, numbers, dweight, dbias, *around, bits(eps), splits, C
+    arguments = partials, *statistics, coefficients, numbers, dweight, dbias, *around, bits(eps)
     key = "merge_sums", weight is None or weight.dtype, bias is None or bias.dtype
     _merge(_triton_steps.merge_sums, arguments, key)
-    return sent, dweight, dbias
+    return numbers if out is None else out, dweight, dbias, coefficients
 
 
 def finish_forward(
-    summed: Tensor,
-    shape: tuple[int, ...],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    rank_weight: Any,
-    count: Any,
-    eps: float,
-    dtype: torch.dtype,
-    running: Running | None,
+    summed: Tensor, shape: Any, eps: float, dtype: Any, running: Any, /, *parameters_and_share: Any
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Mean, variance, count and element weight; the coefficients of `_triton.normalize`.
+    """Mean, variance, count and element weight; the coefficients of the passes.
 
     Moves running statistics, which must be `movable`, or None.
     """
+    weight, bias, rank_weight, count = parameters_and_share
     C, new = prod(shape), summed.new_empty
     statistics = new(shape), new(shape), new(()), new(())
-    coefficients = new((3, C), dtype=dtype)
+    coefficients = new((5, C), dtype=dtype)
     at, share = _share(rank_weight, count)
     arrays, how, programs, constants, key = _moved(running, count, C)
     numbers = *share, bits(eps), *how, C
@@ -85,30 +82,15 @@ def finish_forward(
     return statistics, coefficients
 
 
-def output_coefficients(
+def coefficients_of(
     mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: Any
 ) -> Tensor:
-    """The coefficients of `_triton.normalize`."""
+    """The coefficients of the passes."""
     C = mean.numel()
-    coefficients = mean.new_empty((3, C), dtype=dtype)
+    coefficients = mean.new_empty((5, C), dtype=dtype)
     arguments = mean, var, weight, bias, coefficients, bits(eps), C
     key = "coefficients_of", weight is None or weight.dtype, bias is None or bias.dtype, dtype
     launch(_triton_steps.coefficients_of, -(-C // _BLOCK), arguments, _STEP, key, _known)
-    return coefficients
-
-
-def gradient_coefficients(
-    summed: Tensor, statistics: tuple[Any, ...], element_weight: Any, eps: float, dtype: Any
-) -> Tensor:
-    """The coefficients of `_triton.input_gradient`; `statistics` are mean, var, weight, bias."""
-    mean, _, weight, bias = statistics
-    C = mean.numel()
-    coefficients = mean.new_empty((5, C), dtype=dtype)
-    arguments = summed, *statistics, element_weight, coefficients, bits(eps), C
-    key: Any = "backward", weight is None or weight.dtype, bias is None or bias.dtype, dtype
-    if not isinstance(element_weight, Tensor):
-        key = None  # Triton passes a number in 32 or 64 bits, as the number needs
-    launch(_triton_steps.finish_backward, -(-C // _BLOCK), arguments, _STEP, key, _known)
     return coefficients
 
 
@@ -175,39 +157,31 @@ def _have_changed(arrays: tuple[Any, ...]) -> None:
     torch.autograd.graph.increment_version(arrays if arrays[2] is not None else arrays[:2])
 
 
-def _around(
-    out: Message | None, like: Tensor, payload: Callable[[int], int], C: int
-) -> tuple[Any, Tensor, int, int, int]:
-    """A new payload, or the message `out`; its numbers, the payload's place in them, their
+def _message(
+    out: Message | None, like: Tensor, payload: Callable[[int], int]
+) -> tuple[Tensor, int, int, int]:
+    """The numbers of the message `out`, or a new payload; the payload's place in them, their
     length and the fingerprint.
     """
     if out is None:
-        numbers = like.new_empty(payload(C), dtype=torch.float64)
-        return numbers, numbers, 0, numbers.shape[0], 0
+        length = payload(like.shape[-1])
+        return like.new_empty(length, dtype=torch.float64), 0, length, 0
     numbers, start, fingerprint = out
-    return out, numbers, start, numbers.shape[0], bits(fingerprint)
+    return numbers, start, numbers.shape[0], bits(fingerprint)
 
 
 def fit(device: Any, shape: tuple[int, ...], wide: Any = (), parameters: Any = ()) -> bool:
-    """Whether the kernels can take these wide tensors, and `parameters` of other dtypes."""
-    for v in wide:
-        if (
-            v.dtype != torch.float64
-            or v.shape != shape
-            or v.device != device
-            or type(v) not in _PLAIN
-            or not v.is_contiguous()
-        ):
-            return False
-    for p in parameters:
-        if p is not None and (
-            p.dtype not in _FLOATING
-            or p.shape != shape
-            or p.device != device
-            or type(p) not in _PLAIN
-            or not p.is_contiguous()
-        ):
-            return False
+    """Whether the kernels can take these wide tensors, and `parameters` of other dtypes or None."""
+    for dtypes, arrays in ((_WIDE, wide), (_FLOATING, parameters)):
+        for v in arrays:
+            if v is not None and (
+                v.dtype not in dtypes
+                or v.shape != shape
+                or v.device != device
+                or type(v) not in _PLAIN
+                or not v.is_contiguous()
+            ):
+                return False
     return 0 not in shape
 
 
@@ -237,10 +211,27 @@ _INT64, _FLOAT64 = struct.Struct("=q"), struct.Struct("=d")
 
 
 def _merge(kernel: Any, arguments: tuple[Any, ...], key: tuple[Any, ...]) -> None:
-    partials, *_, splits, C = arguments
+    partials = arguments[0]
+    _, splits, C = partials.shape
     constants = _FEW_SPLITS if splits <= 32 else _MANY_SPLITS
     key = *key, partials.dtype, splits <= 32
-    launch(kernel, -(-C // constants["BLOCK"]), arguments, constants, key, _known)
+    programs = -(-C // constants["BLOCK"])
+    launch(kernel, programs, (*arguments, splits, C), constants, key, _known)
+
+
+def require_launcher() -> None:
+    """Raise ImportError, with a warning, where Triton cannot compile its launcher."""
+    try:
+        triton.runtime.driver.active.get_current_target()
+    except Exception as error:  # of Triton, or of the compiler's process
+        warnings.warn(
+            f"Triton cannot launch kernels here: {error} Layers compute on the GPU by torch's "
+            "operations, which takes longer. Install a C compiler and Python's headers, on Debian "
+            "gcc and python3-dev.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        raise ImportError("Triton cannot launch kernels") from error
 
 
 def launch(
@@ -254,15 +245,18 @@ def launch(
     memory, the key is None, and Triton looks.
     """
     device = arguments[0].get_device()
+    if device != -1 and device != _current_device():  # -1: host memory, in Triton's interpreter
+        with torch.cuda.device_of(arguments[0]):
+            launch(kernel, programs, arguments, constants, key, known)
+        return
     found = known.get((device, key))
-    if found is not None and device == _current_device() and not _knobs.launch_enter_hook.calls:
+    if found is not None and not _knobs.launch_enter_hook.calls:
         _, run, stream_of, function, metadata, values = found
         stream = stream_of(device)
         # Neither metadata of the launch nor hooks, which profilers set.
         run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments, *values)
         return
-    with torch.cuda.device_of(arguments[0]):
-        compiled = kernel[programs,](*arguments, **constants)
+    compiled = kernel[programs,](*arguments, **constants)
     if compiled is not None and key is not None:  # Triton's interpreter compiles nothing
         values = [constants[name] for name in kernel.arg_names[len(arguments) :]]
         stream_of = triton.runtime.driver.active.get_current_stream

@@ -16,135 +16,84 @@ import numpy as np
 from multibn import message
 from multibn._typing import Array
 from multibn.kernels import generic
+from multibn.kernels.arguments import RIGHT, BatchStatistics, Gradient, Input, Running
 from multibn.kernels.cupy_launch import TYPES, Kernels, Plan, plan_of
-from multibn.kernels.generic import Finished, Running
 
 
-def begin_forward(
-    x: Array, weight: float, count: float, /, *, axis: tuple[int, ...], **options: Any
-) -> Array:
+def begin_forward(i: Input, weight: float, count: float, /, *, out: Any = None) -> Array:
     """As `generic.begin_forward`; two launches."""
-    plan = plan_of(x, axis)
-    if plan is None or any(v is not None for v in options.values()):
-        return generic.begin_forward(x, weight, count, axis=axis, **options)
+    plan = plan_of(i.x, i.axis)
+    if plan is None or i.mask is not None or out is not None:
+        return generic.begin_forward(i, weight, count, out=out)
     packed = _wide(message.forward_payload(plan.C))
-    run = Kernels(plan, x.dtype)
+    run = Kernels(plan, i.x.dtype)
     partials = _wide(2, plan.splits, plan.C)
-    run("moments", plan.split_grid, x, partials, *plan.sizes, plan.length, np.uint32(plan.cols))
+    run("moments", plan.split_grid, i.x, partials, *plan.sizes, plan.length, np.uint32(plan.cols))
     numbers = np.float64(weight), np.float64(count), np.float64(plan.N * plan.S)
-    run("pack", plan.merge_grid, partials, x, packed, *numbers, plan.C, plan.S, plan.num_splits)
+    run("pack", plan.merge_grid, partials, i.x, packed, *numbers, plan.C, plan.S, plan.num_splits)
     return packed
 
 
 def finish_forward(
-    summed: Array,
-    x: Array,
-    /,
-    *parameters_and_share: Any,
-    eps: float,
-    axis: tuple[int, ...],
-    residual: Array | None = None,
-    relu: bool = False,
-    mask: Array | None = None,
-    running: Running | None = None,
-) -> Finished:
+    i: Input, summed: Array, rank_weight: float, count: float, /
+) -> tuple[Array, BatchStatistics, int]:
     """As `generic.finish_forward`; two launches."""
-    weight, bias, rank_weight, count = parameters_and_share
+    x, weight, bias, eps, axis, _, _, running, _ = i
     plan = plan_of(x, axis)
-    if (
-        plan is None
-        or mask is not None
-        or not isinstance(summed, cupy.ndarray)
-        or not _fit(plan, (), weight, bias)
-        or (residual is not None and residual.dtype != x.dtype)
-    ):
-        on: dict[str, Any] = {"residual": residual, "relu": relu, "mask": mask, "running": running}
-        return generic.finish_forward(summed, x, *parameters_and_share, eps=eps, axis=axis, **on)
+    if plan is None or not isinstance(summed, cupy.ndarray) or not _fit_input(plan, i):
+        return generic.finish_forward(i, summed, rank_weight, count)
     state = generic.state(summed, count)
-    mean, var, total, element_weight = (_wide(*s) for s in (plan.shape, plan.shape, (), ()))
+    batch = BatchStatistics(*(_wide(*shape) for shape in (plan.shape, plan.shape, (), ())))
     scale, shift = _wide(plan.C), _wide(plan.C)
-    running = running if state == generic.RIGHT else None
+    running = running if state == RIGHT else None
     fits = running is not None and _fit_running(plan, running)
     moved, numbers = _moved(running if fits else None, count)
     run = Kernels(plan, x.dtype, parameter=_dtype(weight, bias), running=_dtype(*moved[:2]))
-    outputs = mean, var, total, element_weight, scale, shift
     floats = map(np.float64, (rank_weight, max(count, 1.0), eps, *numbers))
-    run("unpack", plan.channel_grid, summed, weight, bias, *moved, *outputs, *floats, plan.C)
+    arrays = summed, weight, bias, *moved, *batch, scale, shift
+    run("unpack", plan.channel_grid, *arrays, *floats, plan.C)
     if running is not None and not fits:
-        move(running, mean, var, total, count)
-    y = _normalized(run, x, mean, scale, shift, residual, relu)
-    return y, mean, var, total, element_weight, state
+        move(running, *batch[:3], count)
+    return _normalized(run, i, batch.mean, scale, shift), batch, state
 
 
-def begin_backward(
-    dy: Array,
-    x: Array,
-    /,
-    *statistics: Any,
-    eps: float,
-    axis: tuple[int, ...],
-    relu: bool = False,
-    y: Array | None = None,
-    **options: Any,
-) -> tuple[Array, Array | None, Array | None]:
+def begin_backward(g: Gradient, /, *, out: Any = None) -> tuple[Array, Array | None, Array | None]:
     """As `generic.begin_backward`; two launches, three after a ReLU without a residual."""
-    mean, var, weight, bias = statistics
+    dy, x, weight, bias, (mean, var, _, _), eps, axis, relu, y, _, _ = g
     plan = plan_of(x, axis)
-    if (
-        plan is None
-        or any(v is not None for v in options.values())
-        or not _fit(plan, (mean, var), weight, bias)
-        or not _fit_gradient(dy, x, y)
-    ):
-        on: dict[str, Any] = {"relu": relu, "y": y, **options}
-        return generic.begin_backward(dy, x, *statistics, eps=eps, axis=axis, **on)
+    if plan is None or out is not None or not _fit_gradient(plan, g):
+        return generic.begin_backward(g, out=out)
     run = Kernels(plan, x.dtype, gradient=dy.dtype, parameter=_dtype(weight, bias))
     scale = shift = None
     if relu and y is None:
         scale, shift = _wide(plan.C), _wide(plan.C)
-        _coefficients(run, var, weight, bias, eps, scale, shift)
+        _coefficients(run, g, var, scale, shift)
     partials = _wide(2, plan.splits, plan.C)
     activations = _laid_out_as(x, dy), x, _laid_out_as(x, y) if relu else None
     sizes = *plan.sizes, plan.length, np.uint32(plan.cols), np.int32(relu)
     run("backward_sums", plan.split_grid, *activations, mean, scale, shift, partials, *sizes)
     packed = _wide(message.backward_payload(plan.C))
-    gradients = [None if p is None else cupy.empty_like(p) for p in (weight, bias)]
-    numbers = plan.C, plan.num_splits
-    run("pack_sums", plan.merge_grid, partials, var, np.float64(eps), packed, *gradients, *numbers)
-    dweight, dbias = gradients
-    return packed, dweight, dbias
+    dweight, dbias = (None if p is None else cupy.empty_like(p) for p in (weight, bias))
+    written, numbers = (packed, dweight, dbias), (plan.C, plan.num_splits)
+    run("pack_sums", plan.merge_grid, partials, var, np.float64(eps), *written, *numbers)
+    return written
 
 
-def finish_backward(
-    summed: Array,
-    dy: Array,
-    x: Array,
-    /,
-    *statistics: Any,
-    eps: float,
-    axis: tuple[int, ...],
-    relu: bool = False,
-    y: Array | None = None,
-    mask: Array | None = None,
-) -> tuple[Array, Array | None]:
+def finish_backward(g: Gradient, summed: Array, /) -> tuple[Array, Array | None]:
     """As `generic.finish_backward`; two launches."""
-    mean, var, weight, bias, element_weight = statistics
+    dy, x, weight, bias, (mean, var, _, element_weight), _, axis, relu, y, _, _ = g
     plan = plan_of(x, axis)
     if (
         plan is None
-        or mask is not None
         or not isinstance(summed, cupy.ndarray)
-        or not _fit(plan, (mean, var), weight, bias)
-        or not _fit_gradient(dy, x, y)
+        or not _fit_gradient(plan, g)
         or not (isinstance(element_weight, float) or _is_number(element_weight))
     ):
-        on: dict[str, Any] = {"relu": relu, "y": y, "mask": mask}
-        return generic.finish_backward(summed, dy, x, *statistics, eps=eps, axis=axis, **on)
+        return generic.finish_backward(g, summed)
     run = Kernels(plan, x.dtype, gradient=dy.dtype, parameter=_dtype(weight, bias))
     scale, shift, slope, intercept = (_wide(plan.C) for _ in range(4))
     share = (None, element_weight) if isinstance(element_weight, float) else (element_weight, 0.0)
-    sums = summed, *share, slope, intercept
-    _coefficients(run, var, weight, bias, eps, scale, shift, *sums)
+    _coefficients(run, g, var, scale, shift, summed, *share, slope, intercept)
     dx = cupy.empty_like(x)
     dresidual = None if y is None else cupy.empty_like(x, dtype=dy.dtype)
     inputs = _laid_out_as(x, dy), x, _laid_out_as(x, y) if relu else None
@@ -154,29 +103,15 @@ def finish_backward(
     return dx, dresidual
 
 
-def normalize(
-    x: Array,
-    /,
-    *statistics: Any,
-    eps: float,
-    axis: tuple[int, ...],
-    residual: Array | None = None,
-    relu: bool = False,
-) -> Array:
+def normalize(i: Input, batch: BatchStatistics, /) -> Array:
     """As `generic.normalize`; two launches. The output is rounded once, to the dtype of `x`."""
-    mean, var, weight, bias = statistics
-    plan = plan_of(x, axis)
-    if (
-        plan is None
-        or not _fit(plan, (mean, var), weight, bias)
-        or (residual is not None and residual.dtype != x.dtype)
-    ):
-        on: dict[str, Any] = {"residual": residual, "relu": relu}
-        return generic.normalize(x, *statistics, eps=eps, axis=axis, **on)
-    run = Kernels(plan, x.dtype, parameter=_dtype(weight, bias))
+    plan = plan_of(i.x, i.axis)
+    if plan is None or not _fit_input(plan, i) or not _fit(plan, batch[:2]):
+        return generic.normalize(i, batch)
+    run = Kernels(plan, i.x.dtype, parameter=_dtype(i.weight, i.bias))
     scale, shift = _wide(plan.C), _wide(plan.C)
-    _coefficients(run, var, weight, bias, eps, scale, shift)
-    return _normalized(run, x, mean, scale, shift, residual, relu)
+    _coefficients(run, i, batch.var, scale, shift)
+    return _normalized(run, i, batch.mean, scale, shift)
 
 
 move = generic.move
@@ -184,10 +119,8 @@ move = generic.move
 
 def _coefficients(
     run: Kernels,
+    layer: Input | Gradient,
     var: Array,
-    weight: Array | None,
-    bias: Array | None,
-    eps: float,
     scale: Array,
     shift: Array,
     summed: Array | None = None,
@@ -195,24 +128,16 @@ def _coefficients(
     factor: float = 0.0,
     *slopes: Array,
 ) -> None:
-    inputs = var, weight, bias, np.float64(eps), summed, element_weight, np.float64(factor)
+    inputs = var, layer.weight, layer.bias, np.float64(layer.eps)
+    sums = summed, element_weight, np.float64(factor)
     outputs = scale, shift, *(slopes or (None, None))
-    run("coefficients", run.plan.channel_grid, *inputs, *outputs, run.plan.C)
+    run("coefficients", run.plan.channel_grid, *inputs, *sums, *outputs, run.plan.C)
 
 
-def _normalized(
-    run: Kernels,
-    x: Array,
-    mean: Array,
-    scale: Array,
-    shift: Array,
-    residual: Array | None,
-    relu: bool,
-) -> Array:
-    plan = run.plan
-    y = cupy.empty_like(x)
-    arguments = x, _laid_out_as(x, residual), mean, scale, shift, y
-    sizes = plan.size, plan.C, plan.S, np.int32(relu)
+def _normalized(run: Kernels, i: Input, mean: Array, scale: Array, shift: Array) -> Array:
+    plan, y = run.plan, cupy.empty_like(i.x)
+    arguments = i.x, _laid_out_as(i.x, i.residual), mean, scale, shift, y
+    sizes = plan.size, plan.C, plan.S, np.int32(i.relu)
     run("normalize", plan.element_grid, *arguments, *sizes)
     return y
 
@@ -242,6 +167,24 @@ def _fit_running(plan: Plan, running: Running) -> bool:
     )
 
 
+def _fit_input(plan: Plan, i: Input) -> bool:
+    """Whether the kernels can normalize the input."""
+    return (
+        i.mask is None
+        and (i.residual is None or i.residual.dtype == i.x.dtype)
+        and _fit(plan, (), i.weight, i.bias)
+    )
+
+
+def _fit_gradient(plan: Plan, g: Gradient) -> bool:
+    return (
+        g.mask is None
+        and g.dy.dtype.name in TYPES
+        and (g.y is None or g.y.dtype == g.x.dtype)
+        and _fit(plan, g.batch[:2], g.weight, g.bias)
+    )
+
+
 def _fit(plan: Plan, wide: tuple[Array, ...], *parameters: Array | None) -> bool:
     """Whether the kernels can take these per-channel arrays."""
     present = [p for p in parameters if p is not None]
@@ -263,10 +206,6 @@ def _is_parameter(plan: Plan, v: Any) -> bool:
 
 def _is_number(v: Any) -> bool:
     return isinstance(v, cupy.ndarray) and v.shape == () and v.dtype == np.float64
-
-
-def _fit_gradient(dy: Array, x: Array, y: Array | None) -> bool:
-    return dy.dtype.name in TYPES and (y is None or y.dtype == x.dtype)
 
 
 def _dtype(*arrays: Array | None) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 
 from multibn._typing import Array
 from multibn.kernels._cupy import SOURCE
-from multibn.kernels._layout import sizes_in_memory
+from multibn.kernels._layout import channels, sizes_in_memory
 
 TYPES = {"float16": "half", "float32": "float", "float64": "double"}
 _INDEX = {"uint32": "unsigned", "uint64": "unsigned long long"}
@@ -117,7 +117,7 @@ def _plan(
     length = -(-elements // splits)
     return Plan(
         *sizes,
-        shape=tuple(n for i, n in enumerate(shape) if i not in axis),
+        shape=channels(shape, axis),
         cols=cols,
         length=length,
         splits=-(-elements // length),

@@ -2,13 +2,13 @@
 
 A layer's pass is two halves each way, with the message between: `begin_forward` gives the numbers
 that the rank sends, `finish_forward` takes their sum; `begin_backward` and `finish_backward` the
-same for the gradients. `normalize` is the pass by known statistics. All else here are the steps
-between an activation and a message; `generic_passes` has the passes over activations, and says what
-arrays these take.
+same for the gradients. `normalize` is the pass by known statistics. `arguments` describes what the
+verbs take. All else here are the steps between an activation and a message; `generic_passes` has
+the passes over activations.
 """
 
 import math
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import numpy as np
 from array_api_compat import to_device
@@ -24,214 +24,112 @@ from multibn._arrays import (
     values,
 )
 from multibn._typing import Array, RunningVar, check_choice
-from multibn.kernels import generic_passes
-from multibn.kernels.generic_passes import arithmetic_dtype as arithmetic_dtype
+from multibn.kernels._layout import channels
+from multibn.kernels.arguments import (
+    NOT_FINITE,
+    ONE_VALUE,
+    REFUSED,
+    RIGHT,
+    BatchStatistics,
+    Gradient,
+    Input,
+    Running,
+)
+from multibn.kernels.generic_passes import PASSES, Passes
 from multibn.kernels.generic_passes import as_wide as as_wide
 from multibn.kernels.generic_passes import at_least_one as at_least_one
-from multibn.kernels.generic_passes import backward_sums as backward_sums
-from multibn.kernels.generic_passes import input_gradient as input_gradient
-from multibn.kernels.generic_passes import local_moments as local_moments
 from multibn.kernels.generic_passes import masked as masked
-from multibn.kernels.generic_passes import normalize as normalize
-from multibn.kernels.generic_passes import num_elements as num_elements
 from multibn.kernels.generic_passes import rectified as rectified
-
-# What `finish_forward` says of a message. On a GPU, where reading would wait, the sum is taken to
-# be right, but for `ONE_VALUE` where this rank has at most one value per channel.
-RIGHT, REFUSED, NOT_FINITE, ONE_VALUE = 0, 1, 2, 3
-
-
-class Running(NamedTuple):
-    """Running statistics, which `finish_forward` moves in place.
-
-    Attributes
-    ----------
-    mean, var
-        As many numbers as there are channels, in any shape and floating-point dtype.
-    momentum
-        The weight of the batch; None for 1/n at the n-th batch, which needs `num_batches`.
-    convention
-        Which variance goes into `var`, see `multibn.running_variance`.
-    num_batches
-        A counter of shape `()`, or None where nothing is to be counted.
-    """
-
-    mean: Array
-    var: Array
-    momentum: float | None
-    convention: RunningVar = "unbiased_global"
-    num_batches: Array | None = None
-
-
-# y, mean, var, count over all ranks, element_weight (see `multibn.BatchStatistics`), and the state.
-Finished: TypeAlias = tuple[Array, Array, Array, Array, Array, int]
 
 
 def begin_forward(
-    x: Array,
+    i: Input,
     rank_weight: float | Array,
     count: float | Array,
     /,
     *,
-    axis: tuple[int, ...],
-    mask: Array | None = None,
-    out: Array | None = None,
-    passes: Any = None,
+    out: Any = None,
+    passes: Passes = PASSES,
 ) -> Array:
     """This rank's numbers for the forward message: a layer's payload, see `multibn.message`.
 
     Parameters
     ----------
-    x
-        The activation; may be empty.
+    i
+        The input.
     rank_weight, count
         What this rank counts for, and its elements per channel, those of the mask only if there is
         one; with a mask on a GPU, arrays of shape `()`.
-    mask
-        Booleans that broadcast against `x`, the same for all channels: elements where the mask is
-        False take no part, whatever they hold.
     out
         A float64 vector in host memory (of NumPy, for activations of any library) that gets the
-        payload and is returned; or a `message.Message`, which `cuda` fills and returns. All other
-        files return a payload in its place.
+        payload and is returned; or a `message.Message`, which is filled and returned.
     passes
-        A module whose `local_moments`, `normalize`, `backward_sums` and `input_gradient` take the
-        place of this file's, for a file that has no verbs of its own; not read with a mask.
+        The passes to compute by; compiled code has passes of its own, and no verbs.
     """
-    masked = {} if mask is None else {"mask": mask, "count": count}
-    mean, var = _passes(passes, mask).local_moments(x, axis=axis, **masked)
+    mean, var = passes.local_moments(i.x, i.axis, i.mask, count)
     return pack(mean, var + mean * mean, rank_weight, count, out=out)
 
 
 def finish_forward(
+    i: Input,
     summed: Array,
-    x: Array,
-    weight: Array | None,
-    bias: Array | None,
     rank_weight: float | Array,
     count: float | Array,
     /,
     *,
-    eps: float,
-    axis: tuple[int, ...],
-    residual: Array | None = None,
-    relu: bool = False,
-    mask: Array | None = None,
-    running: Running | None = None,
-    passes: Any = None,
-) -> Finished:
-    """Normalize `x` by the sum of all ranks' payloads, and move the running statistics.
+    passes: Passes = PASSES,
+) -> tuple[Array, BatchStatistics, int]:
+    """Normalize by the sum of all ranks' payloads, and move the running statistics.
 
-    Returns `y, mean, var, count, element_weight, state`: the activation's output, the statistics
-    of the whole batch, and `RIGHT`, or what is wrong with the message. In the latter case the
-    running statistics stay as they are, and `y` may be anything.
+    Returns the output, the statistics of the whole batch, and `RIGHT`, or what is wrong with the
+    message. In the latter case the running statistics stay as they are, and the output may be
+    anything.
 
     Parameters
     ----------
     summed
         The sum, on the device of `x` or in host memory. Not kept: the memory may be the line's.
-    x, rank_weight, count, mask
-        As in `begin_forward`. The output is 0 where the mask is False.
-    weight, bias, eps
-        Of the normalization, see `normalize`.
-    residual, relu
-        Added to the output, an array like `x`; whether ReLU comes last.
-    running
-        Moved in place, unless all ranks were empty.
-    passes
+    i, rank_weight, count, passes
         As in `begin_forward`.
     """
-    shape = tuple(n for i, n in enumerate(x.shape) if i not in axis)
-    mean, var, total, element_weight, state = unpack(_like(summed, x), shape, rank_weight, count)
-    options: dict[str, Any] = {"eps": eps, "axis": axis, "residual": residual, "relu": relu}
-    y = _passes(passes, mask).normalize(masked(x, mask), mean, var, weight, bias, **options)
-    if running is not None and state == RIGHT:
-        move(running, mean, var, total, count)
-    return masked(y, mask), mean, var, total, element_weight, state
+    batch, state = unpack(_like(summed, i.x), channels(i.x.shape, i.axis), rank_weight, count)
+    y = normalize(i, batch, passes=passes)
+    if i.running is not None and state == RIGHT:
+        move(i.running, *batch[:3], count)
+    return y, batch, state
+
+
+def normalize(i: Input, batch: BatchStatistics, /, *, passes: Passes = PASSES) -> Array:
+    """The output by known statistics, in the dtype of `x`. No running statistics are moved."""
+    y = passes.normalize(i._replace(x=masked(i.x, i.mask)), batch)
+    return masked(y, i.mask)
 
 
 def begin_backward(
-    dy: Array,
-    x: Array,
-    mean: Array,
-    var: Array,
-    weight: Array | None,
-    bias: Array | None,
-    /,
-    *,
-    eps: float,
-    axis: tuple[int, ...],
-    relu: bool = False,
-    y: Array | None = None,
-    mask: Array | None = None,
-    out: Array | None = None,
-    passes: Any = None,
+    g: Gradient, /, *, out: Any = None, passes: Passes = PASSES
 ) -> tuple[Array, Array | None, Array | None]:
     """This rank's numbers for the backward message, and the gradients of weight and bias.
 
     The payload has the sums over `axis` of `dy` and of `dy * xhat`, where
     `xhat = (x - mean) / sqrt(var + eps)`. The gradients are the same numbers in memory of their own
-    and in the dtypes of `weight` and `bias`, None where a parameter is.
-
-    Parameters
-    ----------
-    dy
-        Gradient of the output of `finish_forward`, of the shape of `x`.
-    x, mean, var, weight, bias, eps, axis, mask
-        As in and from the forward pass.
-    relu
-        Whether the forward pass ended in ReLU: `dy` is then taken for 0 where the output was not
-        positive.
-    y
-        The output, if there was a residual before the ReLU. Without a residual the output's sign is
-        computed from `x`, by exactly the arithmetic of the forward pass.
-    out, passes
-        As in `begin_forward`.
+    and in the dtypes of `weight` and `bias`, None where a parameter is. `out` and `passes` are as
+    in `begin_forward`.
     """
-    k, x = _passes(passes, mask), masked(x, mask)
-    dy = _before_relu(k, dy, x, mean, var, weight, bias, eps=eps, axis=axis, relu=relu, y=y)
-    dy = masked(dy, mask)
-    payload = message.concat(k.backward_sums(dy, x, mean, var, eps=eps, axis=axis))
-    gradients = parameter_gradients(payload, mean.shape, weight, bias)
-    return _written(payload, out), *gradients
+    payload = message.concat(passes.backward_sums(_before_relu(g, passes)))
+    return _written(payload, out), *parameter_gradients(payload, g)
 
 
 def finish_backward(
-    summed: Array,
-    dy: Array,
-    x: Array,
-    mean: Array,
-    var: Array,
-    weight: Array | None,
-    bias: Array | None,
-    element_weight: Array,
-    /,
-    *,
-    eps: float,
-    axis: tuple[int, ...],
-    relu: bool = False,
-    y: Array | None = None,
-    mask: Array | None = None,
-    passes: Any = None,
+    g: Gradient, summed: Array, /, *, passes: Passes = PASSES
 ) -> tuple[Array, Array | None]:
     """The gradients of `x` and, if `y` is passed, of the residual before the ReLU.
 
-    Parameters
-    ----------
-    summed
-        The sum of all ranks' payloads, as in `finish_forward`.
-    element_weight
-        From `finish_forward`.
-    dy, x, mean, var, weight, bias, eps, axis, relu, y, mask, passes
-        As in `begin_backward`. The gradients are 0 where the mask is False.
+    `summed` is the sum of all ranks' payloads, as in `finish_forward`.
     """
-    k, x = _passes(passes, mask), masked(x, mask)
-    dy = _before_relu(k, dy, x, mean, var, weight, bias, eps=eps, axis=axis, relu=relu, y=y)
-    dy = masked(dy, mask)
-    sums = split_sums(_like(summed, mean), mean.shape)
-    statistics = mean, var, weight, element_weight, *sums
-    dx = k.input_gradient(dy, x, *statistics, eps=eps, axis=axis)
-    return masked(dx, mask), None if y is None else dy
+    before = _before_relu(g, passes)
+    sums = split_sums(_like(summed, g.batch.mean), g.batch.mean.shape)
+    dx = masked(passes.input_gradient(before, sums), g.mask)
+    return dx, None if g.y is None else before.dy
 
 
 def pack(
@@ -250,10 +148,10 @@ def pack(
 
 def unpack(
     summed: Array, shape: tuple[int, ...], rank_weight: Array, count: Array, /
-) -> tuple[Array, Array, Array, Array, int]:
+) -> tuple[BatchStatistics, int]:
     """The statistics in the sum of all ranks' payloads, and the state of the message.
 
-    The results are those of `finish_forward`; per-channel arrays get `shape`.
+    Per-channel arrays get `shape`.
     """
     xp = array_namespace(summed)
     C = math.prod(shape)
@@ -264,13 +162,10 @@ def unpack(
     )
     divisor = xp.where(total_weight == 0.0, xp.ones_like(total_weight), total_weight)
     mean = summed[:C] / divisor
-    return (
-        xp.reshape(mean, shape),
-        xp.reshape(xp.clip(meansqr / divisor - mean * mean, 0.0, None), shape),
-        total,
-        rank_weight / (at_least_one(count) * divisor),
-        state(summed, count),
-    )
+    var = xp.clip(meansqr / divisor - mean * mean, 0.0, None)
+    element_weight = rank_weight / (at_least_one(count) * divisor)
+    batch = BatchStatistics(xp.reshape(mean, shape), xp.reshape(var, shape), total, element_weight)
+    return batch, state(summed, count)
 
 
 def state(summed: Array, count: float | Array, /) -> int:
@@ -296,22 +191,18 @@ def split_sums(summed: Array, shape: tuple[int, ...], /) -> list[Array]:
 
 
 def parameter_gradients(
-    payload: Array,
-    shape: tuple[int, ...],
-    weight: Array | None,
-    bias: Array | None,
-    divisor: float = 1.0,
+    payload: Array, g: Gradient, /, *, divisor: float = 1.0
 ) -> tuple[Array | None, Array | None]:
     """The gradients of weight and bias in a backward payload, divided by `divisor`."""
-    gradients = []
-    for v, p in zip(split_sums(payload, shape), (bias, weight), strict=True):
-        if p is not None:
-            xp = array_namespace(p)
-            v = xp.astype(v / divisor, p.dtype, copy=False)
-            v = to_device(v, device(p))
-        gradients.append(None if p is None else v)
-    dbias, dweight = gradients
-    return dweight, dbias
+
+    def gradient(v: Array, parameter: Array | None) -> Array | None:
+        if parameter is None:
+            return None
+        v = array_namespace(parameter).astype(v / divisor, parameter.dtype, copy=False)
+        return to_device(v, device(parameter))
+
+    sum_dy, sum_dy_xhat = split_sums(payload, g.batch.mean.shape)
+    return gradient(sum_dy_xhat, g.weight), gradient(sum_dy, g.bias)
 
 
 def move(running: Running, mean: Array, var: Array, count: Array, local_count: Array, /) -> None:
@@ -365,17 +256,15 @@ def move_averages(
     return _move(running_mean, mean, momentum), _move(running_var, var * factor, momentum)
 
 
-def _before_relu(
-    k: Any, dy: Array, x: Array, *statistics: Any, relu: bool, y: Array | None, **on: Any
-) -> Array:
-    """The gradient before a ReLU whose output was `y`, or, if that is None, is computed."""
-    if not relu:
-        return dy
-    return rectified(dy, k.normalize(x, *statistics, **on) if y is None else y)
-
-
-def _passes(passes: Any, mask: Array | None) -> Any:
-    return generic_passes if passes is None or mask is not None else passes
+def _before_relu(g: Gradient, passes: Passes) -> Gradient:
+    """The gradient before a ReLU, with zeros for the elements that do not count."""
+    x, dy = masked(g.x, g.mask), g.dy
+    if g.relu:
+        y = g.y
+        if y is None:
+            y = passes.normalize(Input(x, g.weight, g.bias, g.eps, g.axis), g.batch)
+        dy = rectified(dy, y)
+    return g._replace(dy=masked(dy, g.mask), x=x)
 
 
 def _like(summed: Array, x: Array) -> Array:
@@ -384,9 +273,11 @@ def _like(summed: Array, x: Array) -> Array:
 
 
 def _written(payload: Array, out: Any) -> Array:
-    """The payload, or `out` with the payload in it if that is in host memory."""
-    if out is None or isinstance(out, message.Message):
+    """The payload, or `out` with the payload in it."""
+    if out is None:
         return payload
+    if isinstance(out, message.Message):
+        return out.write(payload)
     out[:] = to_host(payload)
     return out
 

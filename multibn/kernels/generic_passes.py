@@ -15,6 +15,7 @@ order, saves the factors of `a * b` but never the result.
 """
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -22,135 +23,102 @@ from array_api_compat import is_torch_namespace, to_device
 
 from multibn._arrays import array_namespace, device
 from multibn._typing import Array
+from multibn.kernels.arguments import BatchStatistics, Gradient, Input
 
 
-def normalize(
-    x: Array,
-    mean: Array,
-    var: Array,
-    weight: Array | None,
-    bias: Array | None,
-    /,
-    *,
-    eps: float,
-    axis: tuple[int, ...],
-    residual: Array | None = None,
-    relu: bool = False,
-) -> Array:
-    """`(x - mean) / sqrt(var + eps) * weight + bias + residual`, then ReLU, in the dtype of `x`."""
-    xp = array_namespace(x)
-    dtype = arithmetic_dtype(xp, x.dtype)
-    centre, scale, shift = coefficients(mean, var, weight, bias, eps=eps, dtype=dtype)
-    d = xp.astype(x, dtype, copy=False) - _per_channel(centre, x, axis)
-    y = d * _per_channel(scale, x, axis, dtype)
-    # Not in place: vmap may give `shift` a batch that `y` lacks.
-    y = xp.astype(y + _per_channel(shift, x, axis, dtype), x.dtype, copy=False)
-    if residual is not None:
-        y = y + residual
-    return xp.where(y <= 0, xp.zeros((), dtype=y.dtype, device=device(y)), y) if relu else y
+class Passes:
+    """The passes. None looks at a mask but `local_moments`: the verbs put zeros into activations.
 
-
-def coefficients(
-    mean: Array,
-    var: Array,
-    weight: Array | None,
-    bias: Array | None,
-    /,
-    *,
-    eps: float,
-    dtype: Any,
-) -> tuple[Array, Array, Array]:
-    """Centre, scale and shift: `normalize` computes `(x - centre) * scale + shift`.
-
-    The centre has the dtype of the arithmetic, `dtype`; the others are wide.
+    The methods from `per_channel` on are what `torch_backend._compiled_passes` does in another way.
     """
-    centre, remainder = _round(mean, dtype)
-    scale = _times(_invstd(var, eps), weight)
-    shift = -remainder * scale if bias is None else as_wide(bias) - remainder * scale
-    return centre, scale, shift
+
+    def normalize(self, i: Input, batch: BatchStatistics, /) -> Array:
+        """`(x - mean) / sqrt(var + eps) * weight + bias + residual`, then ReLU."""
+        x, weight, bias, eps, axis, residual, relu, *_ = i
+        xp = array_namespace(x)
+        dtype = arithmetic_dtype(xp, x.dtype)
+        centre, remainder = _round(batch.mean, dtype)
+        scale = _times(_invstd(batch.var, eps), weight)
+        shift = -remainder * scale if bias is None else as_wide(bias) - remainder * scale
+        d = xp.astype(x, dtype, copy=False) - self.per_channel(centre, x, axis, dtype)
+        y = d * self.per_channel(scale, x, axis, dtype)
+        # Not in place: vmap may give `shift` a batch that `y` lacks.
+        y = xp.astype(y + self.per_channel(shift, x, axis, dtype), x.dtype, copy=False)
+        y = y if residual is None else y + residual
+        return self.relu(y) if relu else y
+
+    def backward_sums(self, g: Gradient, /) -> tuple[Array, Array]:
+        """Sums over `axis` of `dy` and of `dy * (x - mean) / sqrt(var + eps)`, both wide."""
+        x, axis = g.x, g.axis
+        xp = array_namespace(x)
+        dtype = arithmetic_dtype(xp, x.dtype)
+        centre, remainder = _round(g.batch.mean, dtype)
+        dy = xp.astype(g.dy, dtype, copy=False)
+        d = xp.astype(x, dtype, copy=False) - self.per_channel(centre, x, axis, dtype)
+        sum_dy, sum_dy_d = self.sum(dy, x, axis), self.sum(dy * d, x, axis)
+        return sum_dy, (sum_dy_d - remainder * sum_dy) * _invstd(g.batch.var, g.eps)
+
+    def input_gradient(self, g: Gradient, sums: Sequence[Array], /) -> Array:
+        """`weight * invstd * (dy - element_weight * (sum_dy + xhat * sum_dy_xhat))`, like `x`.
+
+        Here `invstd = 1 / sqrt(var + eps)` and `xhat = (x - mean) * invstd`.
+        """
+        x, axis, (mean, var, _, element_weight) = g.x, g.axis, g.batch
+        sum_dy, sum_dy_xhat = sums
+        xp = array_namespace(x)
+        dtype = arithmetic_dtype(xp, x.dtype)
+        centre, remainder = _round(mean, dtype)
+        invstd = _invstd(var, g.eps)
+        dy_scale = _times(invstd, g.weight)
+        pull = -dy_scale * element_weight
+        x_scale = pull * invstd * sum_dy_xhat
+        shift = pull * sum_dy - remainder * x_scale
+        d = xp.astype(x, dtype, copy=False) - self.per_channel(centre, x, axis, dtype)
+        dx = d * self.per_channel(x_scale, x, axis, dtype)
+        dx += xp.astype(g.dy, dtype, copy=False) * self.per_channel(dy_scale, x, axis, dtype)
+        dx += self.per_channel(shift, x, axis, dtype)
+        return xp.astype(dx, x.dtype, copy=False)
+
+    def local_moments(
+        self, x: Array, /, axis: tuple[int, ...], mask: Array | None = None, count: Any = None
+    ) -> tuple[Array, Array]:
+        """Mean and biased variance of `x` over `axis`, both wide; zeros for an empty `x`.
+
+        Two passes: a rounded mean, then first and second moments about it, which correct the
+        rounding error of the mean and avoid cancellation in the variance. With a mask, `count` is
+        the number of elements per channel that take part.
+        """
+        xp = array_namespace(x)
+        x = masked(xp.astype(x, arithmetic_dtype(xp, x.dtype), copy=False), mask)
+        n = at_least_one(num_elements(x, axis) if mask is None else count)
+        centre = xp.astype(self.sum(x, x, axis) / n, x.dtype)
+        d = masked(x - self.per_channel(centre, x, axis, x.dtype), mask)
+        first, second = self.sum(d, x, axis) / n, self.sum(d * d, x, axis) / n
+        return as_wide(centre) + first, xp.clip(second - first * first, 0.0, None)
+
+    def relu(self, y: Array, /) -> Array:
+        """`y`, and 0 where `y` is not positive; NaN stays."""
+        xp = array_namespace(y)
+        return xp.where(y <= 0, xp.zeros((), dtype=y.dtype, device=device(y)), y)
+
+    def per_channel(self, v: Array, x: Array, axis: tuple[int, ...], dtype: Any, /) -> Array:
+        """`v` with a dtype, on the device of `x`, and shaped to broadcast against `x`."""
+        xp = array_namespace(v)
+        v = to_device(xp.astype(v, dtype, copy=False), device(x))
+        return xp.reshape(v, tuple(1 if i in axis else n for i, n in enumerate(x.shape)))
+
+    def sum(self, v: Array, x: Array, axis: tuple[int, ...], /) -> Array:
+        """The wide sum over `axis` of `v`, whose elements are computed from those of `x`."""
+        xp = array_namespace(v)
+        # torch sums float32 in a cascade (relative error 2e-7 at 2M values), and dtype=float64
+        # would make it copy `v`; NumPy sums outer axes one by one, and dtype=float64 costs it no
+        # copy.
+        if is_torch_namespace(xp) or not _has_float64(xp, device(v)):
+            return as_wide(xp.sum(v, axis=axis))
+        return xp.sum(v, axis=axis, dtype=xp.float64)
 
 
-def local_moments(
-    x: Array, /, *, axis: tuple[int, ...], mask: Array | None = None, count: Array | None = None
-) -> tuple[Array, Array]:
-    """Mean and biased variance of `x` over `axis`, both wide; zeros for an empty `x`.
-
-    Two passes: a rounded mean, then first and second moments about it, which correct the rounding
-    error of the mean and avoid cancellation in the variance. With a mask, `count` is the number of
-    elements per channel that take part.
-    """
-    xp = array_namespace(x)
-    x = masked(xp.astype(x, arithmetic_dtype(xp, x.dtype), copy=False), mask)
-    n = at_least_one(num_elements(x, axis) if mask is None or count is None else count)
-    centre = xp.astype(_sum(x, axis) / n, x.dtype)
-    d = masked(x - _per_channel(centre, x, axis), mask)
-    first = _sum(d, axis) / n
-    second = _sum(d * d, axis) / n
-    return as_wide(centre) + first, xp.clip(second - first * first, 0.0, None)
-
-
-def backward_sums(
-    dy: Array, x: Array, mean: Array, var: Array, /, *, eps: float, axis: tuple[int, ...]
-) -> tuple[Array, Array]:
-    """Sums over `axis` of `dy` and of `dy * (x - mean) / sqrt(var + eps)`, both wide."""
-    xp = array_namespace(x)
-    dtype = arithmetic_dtype(xp, x.dtype)
-    centre, remainder = _round(mean, dtype)
-    dy = xp.astype(dy, dtype, copy=False)
-    d = xp.astype(x, dtype, copy=False) - _per_channel(centre, x, axis)
-    sum_dy = _sum(dy, axis)
-    return sum_dy, (_sum(dy * d, axis) - remainder * sum_dy) * _invstd(var, eps)
-
-
-def input_gradient(
-    dy: Array,
-    x: Array,
-    mean: Array,
-    var: Array,
-    weight: Array | None,
-    element_weight: Array,
-    sum_dy: Array,
-    sum_dy_xhat: Array,
-    /,
-    *,
-    eps: float,
-    axis: tuple[int, ...],
-) -> Array:
-    """`weight * invstd * (dy - element_weight * (sum_dy + xhat * sum_dy_xhat))`, like `x`.
-
-    Here `invstd = 1 / sqrt(var + eps)` and `xhat = (x - mean) * invstd`.
-    """
-    xp = array_namespace(x)
-    dtype = arithmetic_dtype(xp, x.dtype)
-    centre, x_scale, dy_scale, shift = gradient_coefficients(
-        mean, var, weight, element_weight, sum_dy, sum_dy_xhat, eps=eps, dtype=dtype
-    )
-    d = xp.astype(x, dtype, copy=False) - _per_channel(centre, x, axis)
-    dx = d * _per_channel(x_scale, x, axis, dtype)
-    dx += xp.astype(dy, dtype, copy=False) * _per_channel(dy_scale, x, axis, dtype)
-    dx += _per_channel(shift, x, axis, dtype)
-    return xp.astype(dx, x.dtype, copy=False)
-
-
-def gradient_coefficients(
-    mean: Array,
-    var: Array,
-    weight: Array | None,
-    element_weight: Array,
-    sum_dy: Array,
-    sum_dy_xhat: Array,
-    /,
-    *,
-    eps: float,
-    dtype: Any,
-) -> tuple[Array, Array, Array, Array]:
-    """As `coefficients`, for the gradient `(x - centre) * x_scale + dy * dy_scale + shift`."""
-    centre, remainder = _round(mean, dtype)
-    s = _invstd(var, eps)
-    dy_scale = _times(s, weight)
-    pull = -dy_scale * element_weight
-    x_scale = pull * s * sum_dy_xhat
-    return centre, x_scale, dy_scale, pull * sum_dy - remainder * x_scale
+PASSES = Passes()
 
 
 def as_wide(v: Array, /) -> Array:
@@ -211,23 +179,3 @@ def _round(mean: Array, dtype: Any) -> tuple[Array, Array]:
     xp = array_namespace(mean)
     centre = xp.astype(mean, dtype, copy=False)
     return centre, mean - as_wide(centre)
-
-
-def _per_channel(v: Array, x: Array, axis: tuple[int, ...], dtype: Any = None) -> Array:
-    """`v` with the dtype and on the device of `x`, shaped to broadcast against it."""
-    xp = array_namespace(v)
-    if dtype is not None:
-        v = xp.astype(v, dtype, copy=False)
-    return xp.reshape(
-        to_device(v, device(x)), tuple(1 if i in axis else n for i, n in enumerate(x.shape))
-    )
-
-
-def _sum(v: Array, axis: tuple[int, ...]) -> Array:
-    """Wide sum of `v` over `axis`."""
-    xp = array_namespace(v)
-    # torch sums float32 in a cascade (relative error 2e-7 at 2M values), and dtype=float64 would
-    # make it copy `v`; NumPy sums outer axes one by one, and dtype=float64 costs it no copy.
-    if is_torch_namespace(xp) or not _has_float64(xp, device(v)):
-        return as_wide(xp.sum(v, axis=axis))
-    return xp.sum(v, axis=axis, dtype=xp.float64)

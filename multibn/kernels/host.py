@@ -8,67 +8,49 @@ helps, or go to `generic`. For a large array, which threads may share (`_threads
 returns the sizes (N, C, S).
 """
 
-import math
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import numpy as np
 
 from multibn._typing import Array
 from multibn.kernels import _core, generic
-from multibn.kernels._memory import LIBRARIES, channels
+from multibn.kernels._layout import sizes
+from multibn.kernels._memory import LIBRARIES
 from multibn.kernels._threads import num_threads, run, sum_tasks, tasks
-from multibn.kernels.generic import RIGHT, Finished, Running
-from multibn.message import backward_payload, forward_payload
+from multibn.kernels.arguments import RIGHT, BatchStatistics, Gradient, Input, Running
 
 _FLOAT64 = 8  # bytes
 _NOTHING = 0, 0, 0, 1  # a task without samples
 _UNMOVED = Running(None, None, None)
-_ACTIVATIONS = ("residual", "y")  # among the options of a verb
+# The kind of array that the core takes for each name, see `_arguments.h`.
+_KINDS = dict.fromkeys(("x", "dy", "y", "residual"), "a")
+_KINDS |= dict.fromkeys(("weight", "bias"), "p") | dict.fromkeys(("mean", "var"), "w")
 
 move = generic.move
 
 
-def begin_forward(
-    x: Array,
-    /,
-    *share: float,
-    axis: tuple[int, ...],
-    mask: Array | None = None,
-    out: Array | None = None,
-) -> Array:
+def begin_forward(i: Input, rank_weight: float, count: float, *, out: Array | None = None) -> Array:
     """As `generic.begin_forward`."""
+    x, _, _, _, axis, _, _, _, mask = i
     library = LIBRARIES[type(x)]
-    payload = out
-    if out is None:
-        payload = library.numbers(forward_payload(math.prod(channels(x.shape, axis))))
+    payload = library.numbers(sizes(x.shape, axis)[2]) if out is None else out
     rows = None if mask is None else library.flat(mask, x)
-    done = _core.begin_forward(x, axis, rows, payload, *share, None)
+    done = _core.begin_forward(x, axis, rows, payload, rank_weight, count, None)
     if type(done) is tuple:
-        _begin_forward_in_threads(x, axis, rows, (payload, *share), done)
+        _begin_forward_in_threads(x, axis, rows, (payload, rank_weight, count), done)
     elif done is None:
-        on = {"axis": axis, "mask": mask, "out": out}
-        return _elsewhere(begin_forward, "a--", (x, *share), on)
+        return _elsewhere(begin_forward, i, rank_weight, count, out=out)
     return payload
 
 
-def finish_forward(
-    summed: Array,
-    x: Array,
-    /,
-    *parameters_and_share: Any,
-    eps: float,
-    axis: tuple[int, ...],
-    residual: Array | None = None,
-    relu: bool = False,
-    mask: Array | None = None,
-    running: Running | None = None,
-) -> Finished:
+def finish_forward(i: Input, summed: Array, *share: float) -> tuple[Array, BatchStatistics, int]:
     """As `generic.finish_forward`."""
-    weight, bias, *share = parameters_and_share
+    x, weight, bias, eps, axis, residual, relu, running, mask = i
     library = LIBRARIES[type(x)]
     y = library.empty_like(x)
-    mean, var, count, element_weight = statistics = library.statistics(x, axis)
+    batch = mean, var, count, element_weight = library.statistics(x, axis)
     rows = None if mask is None else library.flat(mask, x)
     head = x, axis, residual, rows, mean, var, weight, bias, eps, relu, y
     tail = summed, *share, count, element_weight, *(running or _UNMOVED)
@@ -77,37 +59,26 @@ def finish_forward(
         parts = tasks(state, num_threads())
         state = _core.finish_forward(*head, _NOTHING, *tail)
         if state == RIGHT:
-            _run(_core.normalize, head, parts)
+            run(_core.normalize, head, parts)
     elif state is None:
-        on: Any = {"eps": eps, "axis": axis, "residual": residual, "relu": relu, "mask": mask}
-        arguments = summed, x, *parameters_and_share
         if running is None:
-            return _elsewhere(finish_forward, "-app--", arguments, on)
-        finished = finish_forward(*arguments, **on)
-        if finished[-1] == RIGHT:
-            generic.move(running, *finished[1:4], share[1])
-        return finished
+            return _elsewhere(finish_forward, i, summed, *share)
+        y, batch, state = finish_forward(i._replace(running=None), summed, *share)
+        if state == RIGHT:
+            generic.move(running, *batch[:3], share[1])
+        return y, batch, state
     if running is not None:
         library.changed(running.mean, running.var, running.num_batches)
-    return y, *statistics, state
+    return y, batch, state
 
 
 def begin_backward(
-    dy: Array,
-    x: Array,
-    /,
-    *statistics: Any,
-    eps: float,
-    axis: tuple[int, ...],
-    relu: bool = False,
-    y: Array | None = None,
-    mask: Array | None = None,
-    out: Array | None = None,
+    g: Gradient, *, out: Array | None = None
 ) -> tuple[Array, Array | None, Array | None]:
     """As `generic.begin_backward`."""
-    mean, var, weight, bias = statistics
+    dy, x, weight, bias, (mean, var, _, _), eps, axis, relu, y, mask, _ = g
     library = LIBRARIES[type(x)]
-    payload = library.numbers(backward_payload(math.prod(mean.shape))) if out is None else out
+    payload = library.numbers(sizes(x.shape, axis)[3]) if out is None else out
     dweight = None if weight is None else library.empty_like(weight)
     dbias = None if bias is None else library.empty_like(bias)
     rows = None if mask is None else library.flat(mask, x)
@@ -121,91 +92,66 @@ def begin_backward(
         _memory, sums_at = _sums(head, done, parts)
         _core.begin_backward(*head, sums_at, (parts[0][0], 0, 1, 0, 0), *written)
     elif done is None:
-        on = {"eps": eps, "axis": axis, "relu": relu, "y": y, "mask": mask, "out": out}
-        return _elsewhere(begin_backward, "aawwpp", (dy, x, *statistics), on)
+        return _elsewhere(begin_backward, g, out=out)
     return payload, dweight, dbias
 
 
-def finish_backward(
-    summed: Array,
-    dy: Array,
-    x: Array,
-    /,
-    *statistics: Any,
-    eps: float,
-    axis: tuple[int, ...],
-    relu: bool = False,
-    y: Array | None = None,
-    mask: Array | None = None,
-) -> tuple[Array, Array | None]:
+def finish_backward(g: Gradient, summed: Array) -> tuple[Array, Array | None]:
     """As `generic.finish_backward`."""
-    *per_channel, element_weight = statistics
+    dy, x, weight, bias, (mean, var, _, element_weight), eps, axis, relu, y, mask, _ = g
     library = LIBRARIES[type(x)]
     dx = library.empty_like(x)
     dresidual = None if y is None else library.empty_like(x)
     rows = None if mask is None else library.flat(mask, x)
-    arguments = (
-        x, axis, dy, y, rows, *per_channel, eps, relu, summed, element_weight, dx, dresidual
-    )  # fmt: skip
+    read = x, axis, dy, y, rows, mean, var, weight, bias, eps, relu, summed, element_weight
+    arguments = *read, dx, dresidual
     done = _core.finish_backward(*arguments, None)
     if type(done) is tuple:
-        _run(_core.finish_backward, arguments, tasks(done, num_threads()))
+        run(_core.finish_backward, arguments, tasks(done, num_threads()))
     elif done is None:
-        on = {"eps": eps, "axis": axis, "relu": relu, "y": y, "mask": mask}
-        return _elsewhere(finish_backward, "-aawwpp-", (summed, dy, x, *statistics), on)
+        return _elsewhere(finish_backward, g, summed)
     return dx, dresidual
 
 
-def normalize(
-    x: Array,
-    /,
-    *statistics: Any,
-    eps: float,
-    axis: tuple[int, ...],
-    residual: Array | None = None,
-    relu: bool = False,
-) -> Array:
+def normalize(i: Input, batch: BatchStatistics) -> Array:
     """As `generic.normalize`."""
+    x, weight, bias, eps, axis, residual, relu, _, mask = i
     library = LIBRARIES[type(x)]
     y = library.empty_like(x)
-    arguments = x, axis, residual, None, *statistics, eps, relu, y
+    rows = None if mask is None else library.flat(mask, x)
+    arguments = x, axis, residual, rows, batch.mean, batch.var, weight, bias, eps, relu, y
     done = _core.normalize(*arguments, None)
     if type(done) is tuple:
-        _run(_core.normalize, arguments, tasks(done, num_threads()))
+        run(_core.normalize, arguments, tasks(done, num_threads()))
     elif done is None:
-        on = {"eps": eps, "axis": axis, "residual": residual, "relu": relu}
-        return _elsewhere(normalize, "awwpp", (x, *statistics), on)
+        return _elsewhere(normalize, i, batch)
     return y
 
 
-def _elsewhere(verb: Any, letters: str, arguments: Sequence[Any], options: dict[str, Any]) -> Any:
-    """`verb` of copies that the core takes, or of `generic` where no copy helps.
+def _elsewhere(verb: Any, i: Input | Gradient, *others: Any, **options: Any) -> Any:
+    """`verb` of copies that the core takes, or of `generic` where no copy helps."""
+    library = LIBRARIES[type(i.x)]
+    like = i.x if _core.fits(i.x, i.axis, None, None, None) else library.dense_copy(i.x, i.x)
 
-    `letters` are those of `_arguments.h`, for each of the arguments; the last activation is x.
-    """
-    x, axis = arguments[letters.rindex("a")], options["axis"]
-    library = LIBRARIES[type(x)]
-    like = x if _core.fits(x, axis, None, None, None) else library.dense_copy(x, x)
-
-    def copied(letter: str, a: Any) -> Any:
-        if letter == "-" or _core.fits(like, axis, *[a if letter == k else None for k in "awp"]):
+    def copied(name: str, a: Any) -> Any:
+        if isinstance(a, Input | Gradient | BatchStatistics):
+            fields = type(a)(*map(copied, a._fields, a))
+            return a if all(map(is_, fields, a)) else fields
+        kind = _KINDS.get(name)
+        if a is None or kind is None:
             return a
-        if letter != "a":
-            return library.contiguous(a, wide=letter == "w")
-        return library.dense_copy(a, like) if (a.dtype, a.shape) == (x.dtype, x.shape) else a
+        if _core.fits(like, i.axis, *[a if kind == k else None for k in "awp"]):
+            return a
+        if kind != "a":
+            return library.contiguous(a, wide=kind == "w")
+        same = (a.dtype, a.shape) == (like.dtype, like.shape)
+        return library.dense_copy(a, like) if same else a
 
-    if _core.fits(like, axis, None, None, None):
-        copies = list(map(copied, letters, arguments))
-        others = {k: copied("a" if k in _ACTIVATIONS else "-", v) for k, v in options.items()}
-        pairs = zip((*copies, *others.values()), (*arguments, *options.values()), strict=True)
-        if any(copy is not a for copy, a in pairs):
-            return verb(*copies, **others)
-    return getattr(generic, verb.__name__)(*arguments, **options)
-
-
-def _run(loop: Any, arguments: tuple[Any, ...], parts: Sequence[tuple[int, ...]]) -> None:
-    """Run a function of the core for each task, on one thread per task."""
-    run(loop, arguments, [(part,) for part in parts])  # type: ignore[misc]
+    if _core.fits(like, i.axis, None, None, None):
+        copies = [copied("", a) for a in (i, *others)]
+        if not all(map(is_, copies, (i, *others))):
+            return verb(*copies, **options)
+    return getattr(generic, verb.__name__)(i, *others, **options)
 
 
 def _begin_forward_in_threads(
@@ -228,5 +174,5 @@ def _sums(
 ) -> tuple[Any, int]:
     """The sums of each part, which threads make, and their address."""
     memory = np.empty(parts[0][0] * 2 * sizes[1])
-    _run(_core.sums, (*head, memory.ctypes.data), parts)
+    run(_core.sums, (*head, memory.ctypes.data), parts)
     return memory, memory.ctypes.data

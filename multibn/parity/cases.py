@@ -77,35 +77,28 @@ class Case:
         weight, bias = rng.normal(1, 0.3, CHANNELS), rng.normal(0, 0.3, CHANNELS)
         return Parameters(weight.astype(dtype), bias.astype(dtype))
 
-    def batches(self, size: int, step: int) -> tuple[list[NDArrayAny], list[NDArrayAny]]:
-        """Inputs and output gradients of all `size` ranks; the same on every rank."""
-        rng = np.random.default_rng([zlib.crc32(self.name.encode()), size, step])
+    def batches(self, size: int, step: int) -> tuple[list[NDArrayAny], ...]:
+        """Inputs, output gradients and masks of all `size` ranks; the same on every rank.
+
+        All elements of a mask are True without padding, and in the first sample of rank 0.
+        """
+        seed = [zlib.crc32(self.name.encode()), size, step]
+        rng, rng_of_masks = np.random.default_rng(seed), np.random.default_rng([*seed, 1])
         ones = (1,) * len(self.spatial)
         offset = self.mean + self.std * rng.normal(size=(1, CHANNELS, *ones))
-        xs, dys = [], []
+        xs, dys, masks = [], [], []
         for rank in range(size):
             num_samples, spatial = SPLITS[self.split](rank, size, self.spatial)
             shape = (num_samples, CHANNELS, *spatial)
             xs.append(self._laid_out(offset + self.std * rng.normal(size=shape)))
             dys.append(self._laid_out(rng.normal(size=shape)))
-        if self.padding is not None:
-            for x, mask in zip(xs, self.masks(size, step), strict=True):
-                np.moveaxis(x, 1, -1)[~mask] = self.padding
-        return xs, dys
-
-    def masks(self, size: int, step: int) -> list[NDArrayAny]:
-        """Which elements of each rank count; the first sample of rank 0 is whole."""
-        rng = np.random.default_rng([zlib.crc32(self.name.encode()), size, step, 1])
-        masks = []
-        for rank in range(size):
-            num_samples, spatial = SPLITS[self.split](rank, size, self.spatial)
-            mask = np.ones((num_samples, *spatial), bool)
+            masks.append(np.ones((num_samples, *spatial), bool))
             if self.padding is not None:
-                parts = num_samples, *[1] * len(spatial)
-                mask = rng.random(mask.shape) < rng.random(parts)
-                mask[: rank == 0] = True
-            masks.append(mask)
-        return masks
+                numbers = rng_of_masks.random((num_samples, *spatial))
+                masks[rank] = numbers < rng_of_masks.random((num_samples, *ones))
+                masks[rank][: rank == 0] = True
+                np.moveaxis(xs[rank], 1, -1)[~masks[rank]] = self.padding
+        return xs, dys, masks
 
     def _laid_out(self, a: NDArrayAny) -> NDArrayAny:
         a = a.astype(self.dtype)

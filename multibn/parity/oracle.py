@@ -25,8 +25,7 @@ def train(case: Case, size: int, *, running_var: str | None = None) -> list[Arra
     mean = [np.zeros(CHANNELS) for _ in range(size)]
     var = [np.ones(CHANNELS) for _ in range(size)]
     for step in range(case.steps):
-        xs, dys = case.batches(size, step)
-        masks = case.masks(size, step)
+        xs, dys, masks = case.batches(size, step)
         step_arrays, batch_mean, batch_var = _step(case, xs, dys, masks)
         momentum = 1 / (step + 1) if case.cumulative else MOMENTUM
         for rank, arrays in enumerate(step_arrays):

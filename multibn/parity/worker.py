@@ -35,17 +35,17 @@ def train(
     messages, seconds = [], []
     rank, size = communicator.rank, communicator.size
     for step in range(case.steps):
-        xs, dys = case.batches(size, step)
+        xs, dys, masks = case.batches(size, step)
         tells = case.padding is not None and surface not in PEERS  # which know no masks
-        masks = {"mask": case.masks(size, step)[rank]} if tells else {}
+        arguments = {"mask": masks[rank]} if tells else {}
         start = time.perf_counter()
-        result = layer.train(xs[rank], dys[rank], **masks)
+        result = layer.train(xs[rank], dys[rank], **arguments)
         seconds.append(time.perf_counter() - start)
         mean, var = layer.running()
         quantities = {**result._asdict(), "running_mean": mean, "running_var": var}
         arrays |= {f"{step}/{name}": np.array(a) for name, a in quantities.items()}
         messages.append(counting.take())
-    arrays[f"{step}/eval"] = layer.evaluate(xs[rank], **masks)
+    arrays[f"{step}/eval"] = layer.evaluate(xs[rank], **arguments)
     messages.append(counting.take())
     return arrays, {"messages": messages, "seconds": seconds}
 

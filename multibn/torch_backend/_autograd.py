@@ -15,7 +15,7 @@ from multibn.kernels import generic
 from multibn.statistics import BatchStatistics
 from multibn.step import Gradient, Input
 from multibn.torch_backend import _differentiable
-from multibn.torch_backend._input import without_autocast
+from multibn.torch_backend._differentiable import without_autocast
 
 
 def forward(
@@ -66,8 +66,10 @@ class _SyncBatchNorm(torch.autograd.Function):
         for n, dy in enumerate(grad_outputs):
             x, weight, bias, y, mask = saved[5 * n : 5 * n + 5]
             batch, eps, axis, relu = options[n]
-            own = eps, axis, relu, y, mask, needed[4 * n + 1]
-            gradients.append(Gradient(dy, x, weight, bias, batch, *own))
+            needs_dx = needed[4 * n + 1]
+            gradients.append(
+                Gradient(dy, x, weight, bias, batch, eps, axis, relu, y, mask, needs_dx)
+            )
         results: list[Tensor | None] = [None]
         with without_autocast(saved[0]):
             if _is_transformed(grad_outputs):

@@ -7,6 +7,7 @@ their messages; its derivative is the sum of the messages' derivatives, which is
 
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,12 +21,22 @@ from multibn.communicators import Communicator, conversation
 from multibn.kernels import generic
 from multibn.statistics import BatchStatistics
 from multibn.step import Input
-from multibn.torch_backend._input import without_autocast
+
+_NOTHING = nullcontext()
 
 
 def is_needed() -> bool:
     """Whether torch.func transforms this call, or forward mode may have tangents for its inputs."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def without_autocast(x: Any, /) -> AbstractContextManager[Any]:
+    """A context in which operations on tensors like `x` keep their dtypes."""
+    if torch._C._is_any_autocast_enabled():
+        kind = x.device.type
+        if kind != "meta" and torch.is_autocast_enabled(kind):
+            return torch.autocast(kind, enabled=False)
+    return _NOTHING
 
 
 def forward_all(
@@ -42,7 +53,9 @@ def _forward_all(
 ) -> list[tuple[Tensor, BatchStatistics]]:
     # A pass that runs again goes on along its tape, and yet computes the statistics anew: those on
     # the tape have no derivatives.
-    replays = recompute.replayed([statistics.channels(i.x, i.axis) for i in inputs]) is not None
+    replays = (
+        recompute.replayed([statistics.channels(i.x.shape, i.axis) for i in inputs]) is not None
+    )
     ys, batches = normalize_all(inputs, communicator, weighting, phase="forward")
     batches = [BatchStatistics(*[part.detach() for part in batch]) for batch in batches]
     if not replays:
@@ -65,12 +78,6 @@ def normalize_all(
     with without_autocast(inputs[0].x):
         results = step.share(pure, sharing, weighting=weighting, select=lambda x: generic)
     return [y for y, _ in results], [batch for _, batch in results]
-
-
-def add_relu(y: Tensor, residual: Tensor | None, relu: bool, /) -> Tensor:
-    """Add `residual`, if any, to `y`, then apply ReLU if `relu`."""
-    y = y if residual is None else y + residual
-    return y.relu() if relu else y
 
 
 class _Differentiable:

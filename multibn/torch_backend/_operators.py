@@ -3,17 +3,16 @@
 An operator takes only tensors, numbers and strings, so a communicator is passed as its id.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
-from multibn import masks, recompute, statistics, step
+from multibn import recompute, statistics, step
 from multibn._arrays import is_on_host
-from multibn._typing import Weighting
 from multibn.communicators import Communicator
 from multibn.communicators.conversation import during, raise_for_nan_gradients
 from multibn.kernels import RIGHT, generic
@@ -24,40 +23,46 @@ from multibn.torch_backend import functional
 # Weak: a communicator ends with its layer, and so does the graph compiled for the layer.
 _communicators: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
 
+# The output, and the numbers of `BatchStatistics`.
+Results: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
 
 def register(communicator: Communicator, /) -> None:
     """Let the operator find a communicator by its id."""
     _communicators[id(communicator)] = communicator
 
 
-def run(i: Input, num_channels: int, communicator: int, weighting: Weighting) -> tuple[Tensor, ...]:
+def run(i: Input, num_channels: int, communicator: int, weighting: Any) -> Results:
     """The pass without compilation."""
     ((y, batch),) = functional.forward_all(
         [i], [num_channels], _communicators[communicator], weighting=weighting
     )
-    return y, *(_uncounted(batch) if recompute.in_recomputing() else batch)
-
-
-def _uncounted(batch: BatchStatistics) -> BatchStatistics:
-    """With a count of 0, by which running statistics do not move."""
-    return batch._replace(count=torch.zeros_like(batch.count))
+    if recompute.in_recomputing():  # with a count of 0, running statistics do not move
+        batch = batch._replace(count=torch.zeros_like(batch.count))
+    return y, *batch
 
 
 library = torch.library.Library("multibn", "DEF")
-library.define(
-    "allreduce(Tensor payload, str phase, SymInt[] shape, int[] axis, bool masked, "
-    "ScalarType dtype, int communicator) -> Tensor"
-)
-library.define(
-    "mask(Tensor x, Tensor? mask, Tensor? lengths, int num_channels, int[] axis, "
-    "int communicator) -> Tensor"
-)
-library.define(
-    "refuse(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, int num_channels, "
-    "int[] axis, int communicator) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
 
 
+def operator(
+    key: str = "CompositeExplicitAutograd", *, mutates: Sequence[str] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a function `_name` the operator `multibn::name`; the annotations are the schema.
+
+    torch's dispatcher calls the function by `key`. The operator writes to the arguments `mutates`.
+    """
+
+    def define(function: Callable[..., Any]) -> Callable[..., Any]:
+        name = function.__name__.removeprefix("_")
+        library.define(name + torch.library.infer_schema(function, mutates_args=mutates))
+        library.impl(name, function, key)
+        return function
+
+    return define
+
+
+@operator()
 def _allreduce(
     payload: Tensor,
     phase: str,
@@ -87,8 +92,10 @@ def _allreduce(
     if masked and is_on_host(summed):
         step.require_element(summed[-1], shape, over)
     if recompute.state.stack:
-        *batch, _ = generic.unpack(summed, channels, payload[-2], payload[-1])
-        recompute.record([_Sum.made(summed, batch)])
+        batch, _ = generic.unpack(summed, channels, payload[-2], payload[-1])
+        entry = _Sum(*batch)
+        entry.summed = summed
+        recompute.record([entry])
     return summed
 
 
@@ -96,12 +103,6 @@ class _Sum(BatchStatistics):
     """Statistics on a tape of `recompute`, with the sum of payloads that they come from."""
 
     summed: Tensor
-
-    @classmethod
-    def made(cls, summed: Tensor, batch: Sequence[Tensor]) -> "_Sum":
-        entry = cls(*batch)
-        entry.summed = summed
-        return entry
 
 
 def _sum_again(batch: BatchStatistics, payload: Tensor) -> Tensor:
@@ -118,6 +119,7 @@ def _sum_again(batch: BatchStatistics, payload: Tensor) -> Tensor:
     return summed
 
 
+@operator()
 def _refuse(
     x: Tensor,
     weight: Tensor | None,
@@ -126,33 +128,20 @@ def _refuse(
     num_channels: int,
     axis: Sequence[int],
     communicator: int,
-) -> tuple[Tensor, ...]:
+) -> Results:
     """Raise for an input that does not fit, on all ranks. Collective."""
     i = Input(x, weight, bias, 1.0, tuple(axis), residual)
     return run(i, num_channels, communicator, "element")
 
 
+@operator()
 def _mask(
-    x: Tensor,
-    mask: Tensor | None,
-    lengths: Tensor | None,
-    num_channels: int,
-    axis: Sequence[int],
-    communicator: int,
+    x: Tensor, mask: Tensor | None, lengths: Tensor | None, num_channels: int, communicator: int
 ) -> Tensor:
-    """The engine's mask, see `masks.checked`; raises on all ranks if the mask does not fit."""
-    try:
-        functional.check_input(x, num_channels)
-        checked = masks.checked(x, masks.Asked(mask, lengths), axis=tuple(axis))
-    except (TypeError, ValueError) as error:
-        functional.refuse(error, [x], [num_channels], _communicators[communicator])
+    """The engine's mask. Collective if it raises."""
+    checked = functional.mask_of(x, mask, lengths, [num_channels], _communicators[communicator])
     assert checked is not None
     return checked.clone()  # an operator's output must not share memory with its inputs
-
-
-library.impl("mask", _mask, "CompositeExplicitAutograd")
-library.impl("allreduce", _allreduce, "CompositeExplicitAutograd")
-library.impl("refuse", _refuse, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("multibn::allreduce", lib=library)
@@ -161,9 +150,8 @@ def _(payload: Tensor, *_: Any) -> Tensor:
 
 
 @torch.library.register_fake("multibn::mask", lib=library)
-def _(x: Tensor, *others: Any) -> Tensor:
-    *_, axis, _ = others
-    return x.new_empty([n if i in axis else 1 for i, n in enumerate(x.shape)], dtype=torch.bool)
+def _(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty([1 if i == 1 else n for i, n in enumerate(x.shape)], dtype=torch.bool)
 
 
 @torch.library.register_fake("multibn::refuse", lib=library)

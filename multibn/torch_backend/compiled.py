@@ -16,17 +16,21 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from multibn import masks, statistics, step
+from multibn import masks, statistics
 from multibn._arrays import is_abstract
-from multibn._typing import RunningVar, Weighting
+from multibn._typing import Weighting
 from multibn.communicators import Communicator
-from multibn.kernels import Running, generic
+from multibn.kernels import generic
+from multibn.kernels.generic_passes import num_elements
 from multibn.population import Pool
 from multibn.statistics import BatchStatistics
-from multibn.step import Input
-from multibn.torch_backend import _compiled_passes, _differentiable, _operators, functional
-from multibn.torch_backend._input import without_autocast
+from multibn.step import Gradient, Input
+from multibn.torch_backend import _differentiable, _operators, functional
+from multibn.torch_backend._compiled_passes import CompiledPasses
+from multibn.torch_backend._differentiable import without_autocast
 from multibn.torch_backend._operators import register as register
+
+_PASSES = CompiledPasses()
 
 
 def takes(x: Any, /) -> bool:
@@ -36,13 +40,19 @@ def takes(x: Any, /) -> bool:
     return isinstance(x, FakeTensor) or getattr(x, "is_meta", False)
 
 
-def forward(
-    input: Input, num_channels: int, communicator: Communicator, /, *, weighting: Weighting
-) -> tuple[Tensor, BatchStatistics, Any]:
-    """`functional.forward_all` of one input, for compiled code and without data.
+def forward_all(
+    inputs: Sequence[Input],
+    num_channels: Sequence[int],
+    communicator: Communicator,
+    /,
+    *,
+    weighting: Weighting,
+) -> list[tuple[Tensor, BatchStatistics]]:
+    """As `functional.forward_all`; in compiled code and without data, each input has a message.
 
-    Under torch.func and in forward mode the pass runs without compilation. The third result is this
-    rank's elements per channel.
+    Under torch.func and in forward mode the pass runs without compilation. Compiled code cannot
+    tell whether it runs in a recomputation. There, a batch has a count of 0, by which running
+    statistics do not move.
 
     Raises
     ------
@@ -58,38 +68,39 @@ def forward(
             "the model after revert_sync_batchnorm."
         )
     # Not by `takes`: where this frame is not compiled, the compiler may yet take that one.
-    without_data = isinstance(input.x, FakeTensor) or getattr(input.x, "is_meta", False)
+    without_data = isinstance(inputs[0].x, FakeTensor) or getattr(inputs[0].x, "is_meta", False)
     if _differentiable.is_needed() if compiling else not without_data:
-        results = functional.forward_all([input], [num_channels], communicator, weighting=weighting)
-        return *results[0], step.local_count(functional.complete(input))
-    if not compiling:
-        functional.check_input(input.x, num_channels)
-    x, weight, bias, eps, axis, residual, relu, _, asked = input
-    axis = axis or statistics.reduced_axes(x.ndim)
-    mask = asked if asked is None else mask_of(x, asked, num_channels, communicator, axis)
-    options = eps, axis, relu, id(communicator), weighting
-    forward = torch.ops.multibn.forward
-    y, *batch = forward(x, weight, bias, residual, mask, num_channels, *options)
-    if mask is None:
-        return y, BatchStatistics(*batch), x.numel() // max(batch[0].numel(), 1)
-    return y, BatchStatistics(*batch), mask.sum().to(batch[0])
+        return functional.forward_all(inputs, num_channels, communicator, weighting=weighting)
+    results = []
+    for i, n in zip(inputs, num_channels, strict=True):
+        if not compiling:
+            functional.check_input(i.x, n)
+        x, weight, bias, eps, axis, residual, relu, running, mask = i
+        options = eps, axis, relu, id(communicator), weighting
+        y, *numbers = torch.ops.multibn.forward(x, weight, bias, residual, mask, n, *options)
+        batch = BatchStatistics(*numbers)
+        count: Any = x.numel() // max(batch.mean.numel(), 1) if mask is None else mask.sum()
+        if isinstance(running, Pool):
+            running.add(batch, local_count=count)
+        elif running is not None:
+            counted = (count, None) if mask is None else (None, count.to(batch.mean))
+            torch.ops.multibn.move(*running, *batch[:3], *counted)
+        results.append((y, batch))
+    return results
 
 
 def mask_of(
-    x: Tensor,
-    asked: masks.Asked | None,
-    num_channels: int,
-    communicator: Communicator,
-    axis: tuple[int, ...] = (),
+    x: Any, mask: Any, lengths: Any, num_channels: Sequence[int], communicator: Communicator
 ) -> Tensor | None:
-    """The engine's mask for `x`, by `masks.checked`; one operator in compiled code."""
-    axis = axis or statistics.reduced_axes(x.ndim)
-    if asked is None or not torch.compiler.is_compiling():
-        return None if asked is None else masks.checked(x, asked, axis=axis)
-    mask: Tensor = torch.ops.multibn.mask(x, *asked, num_channels, axis, id(communicator))
-    return mask
+    """As `functional.mask_of`; in compiled code, whose messages have one input, an operator."""
+    if (mask is None and lengths is None) or not torch.compiler.is_compiling():
+        return functional.mask_of(x, mask, lengths, num_channels, communicator)
+    checked: Tensor = torch.ops.multibn.mask(x, mask, lengths, num_channels[0], id(communicator))
+    return checked
 
 
+# Dynamo writes down the calls of `forward` and `move`; what follows sees the operations inside.
+@_operators.operator("CompositeImplicitAutograd")
 def _forward(
     x: Tensor,
     weight: Tensor | None,
@@ -101,8 +112,8 @@ def _forward(
     axis: Sequence[int],
     relu: bool,
     communicator: int,
-    weighting: Weighting,
-) -> tuple[Tensor, ...]:
+    weighting: str,
+) -> _operators.Results:
     axis = tuple(axis)
     i = Input(x, weight, bias, eps, axis, residual, relu, mask=mask)
     if not is_abstract(x):  # torch.compile(backend="eager")
@@ -136,21 +147,18 @@ class _SyncBatchNorm(torch.autograd.Function):
         weighting: Weighting,
     ) -> tuple[Tensor, ...]:
         ctx.about = x.shape, axis, mask is not None, x.dtype, communicator
-        ctx.options = {"eps": eps, "axis": axis, "relu": relu}
-        count: Any = generic.num_elements(x, axis)
-        on: dict[str, Any] = {"axis": axis, "mask": mask, "passes": _compiled_passes}
+        ctx.options = eps, axis, relu
+        i = Input(x, weight, bias, eps, axis, residual, relu, mask=mask)
+        count: Any = num_elements(x, axis)
         with without_autocast(x):
             if mask is None:
                 rank_weight: Any = statistics.rank_weight(count, x.shape[axis[0]], weighting)
             else:
                 rank_weight, count = masks.share(mask, weighting, axis=axis)
-            payload = generic.begin_forward(x, rank_weight, count, **on)
+            payload = generic.begin_forward(i, rank_weight, count, passes=_PASSES)
             with _marked(CheckpointPolicy.MUST_SAVE):
                 summed = torch.ops.multibn.allreduce(payload, "forward", *ctx.about)
-            numbers = summed, x, weight, bias, rank_weight, count
-            y, *batch, _ = generic.finish_forward(
-                *numbers, eps=eps, residual=residual, relu=relu, **on
-            )
+            y, batch, _ = generic.finish_forward(i, summed, rank_weight, count, passes=_PASSES)
         has_residual = relu and residual is not None
         ctx.save_for_backward(x, weight, bias, mask, y if has_residual else None, *batch)
         ctx.mark_non_differentiable(*batch)
@@ -158,22 +166,20 @@ class _SyncBatchNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, mask, y, mean, var, _, element_weight = ctx.saved_tensors
+        x, weight, bias, mask, y, *batch = ctx.saved_tensors
         dy, *_ = grad_outputs
-        about = dy, x, mean, var, weight, bias
-        options = {**ctx.options, "y": y, "mask": mask, "passes": _compiled_passes}
+        eps, axis, relu = ctx.options
+        g = Gradient(dy, x, weight, bias, BatchStatistics(*batch), eps, axis, relu, y, mask)
         dx = dresidual = None
         here = CheckpointPolicy.PREFER_RECOMPUTE
         _compare_here()
         with without_autocast(x):
             with _marked(here):
-                payload, dweight, dbias = generic.begin_backward(*about, **options)
+                payload, dweight, dbias = generic.begin_backward(g, passes=_PASSES)
             if ctx.needs_input_grad[0]:
                 summed = torch.ops.multibn.allreduce(payload, "backward", *ctx.about)
                 with _marked(here):
-                    dx, dresidual = generic.finish_backward(
-                        summed, *about, element_weight, **options
-                    )
+                    dx, dresidual = generic.finish_backward(g, summed, passes=_PASSES)
             elif y is not None:
                 dresidual = generic.rectified(dy, y)
         if dresidual is None and ctx.needs_input_grad[5]:
@@ -219,20 +225,14 @@ def _nodes() -> Any:
     return () if mode is None else mode.tracer.graph.nodes
 
 
-def move(running: Running | Pool, batch: BatchStatistics, local_count: int | Tensor, /) -> None:
-    """`functional.move` in compiled code and without data."""
-    if isinstance(running, Pool):
-        running.add(batch, local_count=local_count)
-    else:
-        counted = (None, local_count) if isinstance(local_count, Tensor) else (local_count, None)
-        torch.ops.multibn.move(*running, *batch[:3], *counted)
-
-
+@_operators.operator(
+    "CompositeImplicitAutograd", mutates=("running_mean", "running_var", "num_batches")
+)
 def _move(
     running_mean: Tensor,
     running_var: Tensor,
     momentum: float | None,
-    convention: RunningVar,
+    convention: str,
     num_batches: Tensor | None,
     mean: Tensor,
     var: Tensor,
@@ -240,20 +240,6 @@ def _move(
     local_count: int | None,
     local_tensor: Tensor | None,
 ) -> None:
-    running = Running(running_mean, running_var, momentum, convention, num_batches)
+    # An operator has no Literals.
+    running: Any = running_mean, running_var, momentum, convention, num_batches
     generic.move(running, mean, var, count, local_tensor if local_count is None else local_count)
-
-
-_operators.library.define(
-    "forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? mask, "
-    "int num_channels, float eps, int[] axis, bool relu, int communicator, str weighting) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-_operators.library.define(
-    "move(Tensor(a!) running_mean, Tensor(b!) running_var, float? momentum, str convention, "
-    "Tensor(c!)? num_batches, Tensor mean, Tensor var, Tensor count, SymInt? local_count, "
-    "Tensor? local_tensor) -> ()"
-)
-# Dynamo writes the calls down; what comes after Dynamo sees the operations inside.
-_operators.library.impl("forward", _forward, "CompositeImplicitAutograd")
-_operators.library.impl("move", _move, "CompositeImplicitAutograd")

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from multibn.statistics import BatchStatistics
 from multibn.step import Input
 from multibn.torch_backend import compiled, dtensors, functional
 from multibn.torch_backend.modules import (
@@ -25,7 +24,8 @@ from multibn.torch_backend.modules import (
     SyncBatchNorm2d,
     SyncBatchNorm3d,
     call_node,
-    update_buffers,
+    moves,
+    running_of,
 )
 
 _classes: dict[tuple[type[_BatchNorm], bool], type[SyncBatchNorm]] = {
@@ -145,6 +145,10 @@ class OwnForward(_Derived):
         return y
 
 
+# The order of torch.batch_norm's arguments, which is not torch.nn.functional.batch_norm's.
+_ORDER = "input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"
+
+
 class _Sharing(TorchFunctionMode):
     """In this context, batch norm with a layer's running mean is the one of this package."""
 
@@ -162,7 +166,9 @@ class _Sharing(TorchFunctionMode):
         if func is F.batch_norm:
             return self._batch_norm(*args, **kwargs)
         if func is torch.batch_norm:
-            return self._primitive(*args, **kwargs)
+            named = dict(zip(_ORDER, args, strict=False)) | kwargs
+            named.pop("cudnn_enabled", None)
+            return self._batch_norm(**named)
         return func(*args, **kwargs)
 
     def _batch_norm(
@@ -188,38 +194,18 @@ class _Sharing(TorchFunctionMode):
             return F.batch_norm(
                 input, running_mean, running_var, weight, bias, training, momentum, eps
             )
-        y, batch, local_count = compiled.forward(
-            Input(input, weight, bias, eps),
-            layer.num_features,
+        running = running_of(layer, layer.running_var_convention, momentum)
+        axis = functional.all_but_channels(input)
+        ((y, batch),) = compiled.forward_all(
+            [Input(input, weight, bias, eps, axis, running=running)],
+            [layer.num_features],
             layer.conversation,
             weighting=layer.weighting,
         )
-        if running_mean is not None:
-            self._update(batch, local_count, momentum)
-        return y
-
-    def _update(self, batch: BatchStatistics, local_count: Any, momentum: float) -> None:
-        """Update the running statistics. The forward pass has counted, once for each call."""
-        layer, before, counter = self.layer, self.count_before, self.layer.num_batches_tracked
-        updated = update_buffers(layer, batch, local_count, layer.running_var_convention, momentum)
-        # Neither a recomputation counts, nor a batch that is empty on all ranks.
-        if before is not None and counter is not None:
-            counts = batch.count > 0 if updated else torch.zeros_like(before, dtype=torch.bool)
+        before, counter = self.count_before, layer.num_batches_tracked
+        if running is not None and before is not None and counter is not None:
+            # The forward pass has counted, once for each call. Neither a recomputation counts, nor
+            # a batch that is empty on all ranks.
+            counts = (batch.count > 0) & moves(running, input)
             counter.copy_(torch.where(counts, counter, before))
-
-    def _primitive(
-        self,
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        training: bool,
-        momentum: float,
-        eps: float,
-        cudnn_enabled: bool,
-    ) -> Tensor:
-        """In the place of torch.batch_norm, which has another order of arguments."""
-        return self._batch_norm(
-            input, running_mean, running_var, weight, bias, training, momentum, eps
-        )
+        return y

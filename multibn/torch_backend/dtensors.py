@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multibn import recompute, step
 from multibn.communicators import Communicator
 from multibn.kernels import Running
+from multibn.population import Pool
 from multibn.statistics import BatchStatistics
 from multibn.step import Input
 from multibn.torch_backend import _meshes
@@ -49,11 +51,14 @@ def forward_all(
     if first.mesh is not None:
         num_channels = [i.x.shape[1] for i in local]
         communicator = _meshes.sharing(communicator, first.mesh, first.sharing)
-    results = function(local, num_channels, communicator)
-    return [
-        (layout.wrap(y), layout.gather(batch))
-        for layout, (y, batch) in zip(layouts, results, strict=True)
-    ]
+    results = []
+    parts = function(local, num_channels, communicator)
+    for i, layout, (y, batch) in zip(inputs, layouts, parts, strict=True):
+        batch = layout.gather(batch)
+        if i.running is not None and not recompute.in_recomputing():
+            move(i.running, batch, i.x.numel() // i.x.shape[1])
+        results.append((layout.wrap(y), batch))
+    return results
 
 
 def uncompiled(forward: Callable[..., Any], /) -> Callable[..., Any]:
@@ -71,13 +76,15 @@ def evaluate(function: Callable[..., Tensor], x: Tensor, /, *parameters: Tensor 
     return layout.wrap(function(_local(x), *map(layout.parameter, parameters)))
 
 
-def local_running(running: Running, batch: BatchStatistics, /) -> tuple[Running, BatchStatistics]:
-    """The local memory of running statistics, and of `batch` the channels that are there."""
-    _check_placements("running_mean", running.mean)
-    _check_placements("running_var", running.var)
-    part = _part(running.mean, 0)
-    batch = batch._replace(mean=batch.mean.narrow(0, *part), var=batch.var.narrow(0, *part))
-    return Running(*map(_local, running)), batch
+def move(running: Running | Pool, batch: BatchStatistics, local_count: float | Tensor) -> None:
+    """Move running statistics in place, which may be DTensors, or add the batch to a pool."""
+    if isinstance(running, Running) and among([running.mean]):
+        _check_placements("running_mean", running.mean)
+        _check_placements("running_var", running.var)
+        part = _part(running.mean, 0)
+        batch = batch._replace(mean=batch.mean.narrow(0, *part), var=batch.var.narrow(0, *part))
+        running = Running(*map(_local, running))
+    step.move(running, batch, local_count)
 
 
 class _Layout:
@@ -118,7 +125,7 @@ class _Layout:
 
     def localize(self, i: Input) -> Input:
         """The local part of an input, and of what goes with it."""
-        if i.axis and len(i.axis) < i.x.ndim - 1 and among(i[:3]):
+        if len(i.axis) < i.x.ndim - 1 and among(i[:3]):
             raise TypeError(
                 "a layer that normalizes parts of a batch apart cannot take a DTensor: got "
                 f"placements {self.placements}. Call to_local on the input."
@@ -135,7 +142,7 @@ class _Layout:
                 f"{placements or 'a plain tensor'}."
             )
         x, weight, bias = _local(i.x), self.parameter(i.weight), self.parameter(i.bias)
-        # The caller moves `running`, by the statistics of all channels.
+        # `forward_all` moves `running`, by the statistics of all channels.
         return i._replace(x=x, weight=weight, bias=bias, residual=_local(i.residual), running=None)
 
     def parameter(self, p: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -10,16 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from multibn import masks, recompute, statistics, step
-from multibn._typing import Weighting, check_eps
+from multibn import masks, statistics
+from multibn._typing import Weighting, check_eps, check_residual
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.conversation import Conversation
-from multibn.kernels import Running
-from multibn.population import Pool
 from multibn.statistics import BatchStatistics
 from multibn.step import Input
 from multibn.torch_backend import _autograd, _differentiable, dtensors
-from multibn.torch_backend._differentiable import add_relu as add_relu
 
 
 def sync_batch_norm(
@@ -103,13 +100,25 @@ def sync_batch_norm(
         error = ValueError(f"`weight` and `bias` must have the same shape (C,): got {shapes}.")
         refuse(error, [x], [None], communicator)
     num_channels = [shapes[0][0] if shapes else None]
-    i = Input(x, weight, bias, eps, mask=asked(mask, lengths))
+    mask = mask_of(x, mask, lengths, num_channels, communicator)
+    i = Input(x, weight, bias, eps, all_but_channels(x), mask=mask)
     return forward_all([i], num_channels, communicator, weighting=weighting)[0]
 
 
-def asked(mask: Any, lengths: Any) -> masks.Asked | None:
-    """The arguments of a layer, as `Input.mask`."""
-    return None if mask is None and lengths is None else masks.Asked(mask, lengths)
+def mask_of(
+    x: Any, mask: Any, lengths: Any, num_channels: Sequence[int | None], communicator: Communicator
+) -> Tensor | None:
+    """The engine's mask for `x`, see `masks.checked`.
+
+    Collective if it raises, see `refuse`: `num_channels` are those of all inputs in a message.
+    """
+    if mask is None and lengths is None:
+        return None
+    try:
+        check_input(x, None)
+        return masks.checked(x, mask, lengths, axis=all_but_channels(x))
+    except (TypeError, ValueError) as error:
+        refuse(error, [x] * len(num_channels), num_channels, communicator)
 
 
 def forward_all(
@@ -126,7 +135,11 @@ def forward_all(
     """
     for i in inputs:
         if dtensors.among((*i[:3], getattr(i.running, "mean", None))):
-            return _forward_distributed(inputs, num_channels, communicator, weighting)
+            for whole, n in zip(inputs, num_channels, strict=True):
+                if dtensors.among([whole.x]):
+                    check_input(whole.x, n)  # not each rank's part, so that all ranks raise
+            function = partial(forward_all, weighting=weighting)
+            return dtensors.forward_all(function, inputs, num_channels, communicator)
     if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
         refuse_ddp_join(communicator)
     if torch._C._get_tracing_state() is not None:
@@ -135,61 +148,20 @@ def forward_all(
             "layers that compute statistics of a batch. Call model.eval() first, or trace a copy "
             "of the model after revert_sync_batchnorm."
         )
-    checked = []
     for i, n in zip(inputs, num_channels, strict=True):
         try:
             check_input(i.x, n)
             check_options(i)
-            checked.append(i if i.axis and i.mask is None else complete(i))
         except (TypeError, ValueError) as error:
             refuse(error, [i.x for i in inputs], num_channels, communicator)
     if _differentiable.is_needed():
-        return _differentiable.forward_all(checked, communicator, weighting)
-    return _autograd.forward(checked, communicator, weighting)
+        return _differentiable.forward_all(inputs, communicator, weighting)
+    return _autograd.forward(inputs, communicator, weighting)
 
 
-def complete(i: Input, /) -> Input:
-    """`i` with the axes to reduce and the engine's mask; raises if the mask does not fit."""
-    axis, mask = i.axis or all_but_channels(i.x.ndim), i.mask
-    if isinstance(mask, masks.Asked):
-        mask = masks.checked(i.x, mask, axis=axis)
-    return Input(*i[:4], axis, *i[5:8], mask)
-
-
-@cache
-def all_but_channels(ndim: int, /) -> tuple[int, ...]:
-    """The axes of an input `(N, C, *spatial)` that a layer reduces."""
-    return statistics.reduced_axes(ndim)
-
-
-def masked(x: Tensor, mask: Tensor | None, /) -> Tensor:
-    """`x`, and 0 where the engine's mask is False."""
-    return x if mask is None else torch.where(mask, x, 0.0)
-
-
-def _forward_distributed(
-    inputs: Sequence[Input],
-    num_channels: Sequence[int | None],
-    communicator: Communicator,
-    weighting: Weighting,
-) -> list[tuple[Tensor, BatchStatistics]]:
-    """`forward_all` where there are DTensors."""
-    for i, n in zip(inputs, num_channels, strict=True):
-        if dtensors.among([i.x]):
-            check_input(i.x, n)  # the whole shape, so that all ranks raise
-    function = partial(forward_all, weighting=weighting)
-    results = dtensors.forward_all(function, inputs, num_channels, communicator)
-    for i, (_, batch) in zip(inputs, results, strict=True):
-        if i.running is not None and not recompute.in_recomputing():
-            move(i.running, batch, i.x.numel() // i.x.shape[1])
-    return results
-
-
-def move(running: Running | Pool, batch: BatchStatistics, local_count: float | Tensor) -> None:
-    """Move running statistics in place, which may be DTensors, or add the batch to a pool."""
-    if isinstance(running, Running) and dtensors.among([running.mean]):
-        running, batch = dtensors.local_running(running, batch)
-    step.move(running, batch, local_count)
+def all_but_channels(x: Any, /) -> tuple[int, ...]:
+    """The axes of an input `(N, C, *spatial)` that a layer reduces; `x` need not be a tensor."""
+    return 0, *range(2, getattr(x, "ndim", 2))
 
 
 def normalize_by_running(
@@ -266,31 +238,16 @@ def check_options(i: Input) -> None:
     if not (isinstance(eps, float) and 0 < eps < math.inf):
         check_eps(eps)
     shape = x.shape[1:2]
-    if axis and (1 in axis or len(axis) != x.ndim - 1):
-        shape = statistics.channels(x, axis)
-    if weight is not None and weight.shape != shape:
-        raise _parameter_error("weight", weight, shape)
-    if bias is not None and bias.shape != shape:
-        raise _parameter_error("bias", bias, shape)
+    if 1 in axis or len(axis) != x.ndim - 1:
+        shape = statistics.channels(x.shape, axis)
+    for name, p in (("weight", weight), ("bias", bias)):
+        if p is not None and p.shape != shape:
+            raise ValueError(
+                f"`{name}` must have shape {tuple(shape)}, a number for each channel of the input: "
+                f"got {tuple(p.shape)}."
+            )
     if residual is not None:
-        _check_residual(residual, x)
-
-
-def _parameter_error(name: str, parameter: Tensor, shape: Sequence[int]) -> ValueError:
-    return ValueError(
-        f"`{name}` must have shape {tuple(shape)}, a number for each channel of the input: got "
-        f"{tuple(parameter.shape)}."
-    )
-
-
-def _check_residual(residual: Any, x: Tensor) -> None:
-    if not isinstance(residual, Tensor):
-        raise TypeError(f"`residual` must be a torch.Tensor: got {type(residual).__qualname__}.")
-    if residual.shape != x.shape or residual.dtype != x.dtype:
-        raise ValueError(
-            f"`residual` must have the shape and dtype of the input, {tuple(x.shape)} and "
-            f"{x.dtype}: got {tuple(residual.shape)} and {residual.dtype}."
-        )
+        check_residual(residual, x, Tensor, "a torch.Tensor")
 
 
 def refuse_ddp_join(communicator: Communicator) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from multibn.kernels import Running
 from multibn.population import Pool
-from multibn.torch_backend.modules import Synchronized, update_buffers
+from multibn.torch_backend import dtensors
+from multibn.torch_backend.modules import Synchronized, running_of
 from multibn.torch_backend.sub_batch_norm import _SubBatchNorm
 
 
@@ -63,18 +65,19 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
             f"{type(model).__qualname__}. Convert the model by convert_sync_batchnorm; for one "
             "process alone with process_group=multibn.SingleProcess()."
         )
-    entered: list[tuple[Any, Any, Pool]] = []
+    entered: list[tuple[Any, Any, Running, Pool]] = []
     for layer in layers:
         for bn in (layer.split_bn, layer.bn) if isinstance(layer, _SubBatchNorm) else (layer,):
-            if bn.running_mean is not None and getattr(bn, "pool", None) is None:
-                bn.pool = Pool(torch.zeros(bn.num_features, device=bn.running_mean.device))
-                entered.append((layer, bn, bn.pool))
+            running = running_of(bn, layer.running_var_convention)
+            if isinstance(running, Running):  # neither None nor the pool of another step
+                bn.pool = Pool(torch.zeros(bn.num_features, device=running.mean.device))
+                entered.append((layer, bn, running, bn.pool))
     try:
         yield
     finally:
-        for _, bn, _ in entered:
+        for _, bn, *_ in entered:
             del bn.pool
-    for layer, bn, pool in entered:
-        update_buffers(bn, *pool.compute(), layer.running_var_convention)
+    for layer, bn, running, pool in entered:
+        dtensors.move(running, *pool.compute())
         if bn is getattr(layer, "split_bn", None):
             layer.aggregate_stats()

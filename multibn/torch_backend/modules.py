@@ -7,14 +7,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from multibn import masks, recompute
+from multibn import recompute
 from multibn._typing import RunningVar, Weighting, check_choice, check_eps, check_int, check_number
 from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.communicators._names import find_path
 from multibn.communicators.conversation import Conversation
-from multibn.kernels import Running
+from multibn.kernels import Running, generic
 from multibn.population import Pool
-from multibn.statistics import BatchStatistics
 from multibn.step import Input
 from multibn.torch_backend import _data_parallel, compiled, dtensors, functional, jagged
 
@@ -64,6 +63,12 @@ class Synchronized(nn.Module):
         self.conversation = Conversation(as_communicator(obj), lambda: _name(layer()))
         compiled.register(self.conversation)
 
+    def extra_repr(self) -> str:
+        return (
+            f"{super().extra_repr()}, process_group={self.process_group}, "
+            f"weighting={self.weighting!r}, running_var={self.running_var_convention!r}"
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "conversation": self.process_group}
 
@@ -112,6 +117,9 @@ def running_of(
     In a step of `step_statistics`, the pool of the step. With `momentum`, the caller has counted
     the batch already.
     """
+    if not bn.track_running_stats:
+        return None
+    _data_parallel.watch_active(Synchronized)
     pool: Pool | None = getattr(bn, "pool", None)
     if pool is not None:
         return pool
@@ -120,39 +128,19 @@ def running_of(
     mean, var = buffers["running_mean"], buffers["running_var"]
     if mean is None or var is None:
         return None
-    counter = buffers["num_batches_tracked"] if momentum is None else None
-    if momentum is None:
-        momentum = bn.momentum
-        if counter is None and momentum is None:
-            momentum = 0.0
+    if momentum is not None:
+        return Running(mean, var, momentum, convention)
+    counter = buffers["num_batches_tracked"]
+    momentum = 0.0 if counter is None and bn.momentum is None else bn.momentum
     return Running(mean, var, momentum, convention, counter)
 
 
-def update_buffers(
-    bn: _BatchNorm,
-    batch: BatchStatistics,
-    local_count: int | Tensor,
-    convention: RunningVar,
-    momentum: float | None = None,
-) -> bool:
-    """Move the buffers of `bn` by a batch, where the forward pass has not moved them.
+def moves(running: Running | Pool | None, x: Tensor) -> bool:
+    """Whether a pass over `x` moves the buffers `running`: a pool and a recomputation leave them.
 
-    `local_count` is this rank's elements per channel; `momentum` as in `running_of`.
-    Returns False, and writes nothing, in a recomputation, and in a step of `step_statistics`, where
-    the batch goes into a pool. Compiled code cannot tell whether it runs in a recomputation. There,
-    `batch.count` is 0, which makes `update_running` keep the old values.
+    Compiled code cannot tell whether it runs in a recomputation. There this function answers True.
     """
-    running = running_of(bn, convention, momentum)
-    if running is None:
-        return False
-    if compiled.takes(batch.count):
-        compiled.move(running, batch, local_count)
-        return not isinstance(running, Pool)
-    if recompute.in_recomputing():
-        return False
-    _data_parallel.watch_active(Synchronized)
-    functional.move(running, batch, local_count)
-    return not isinstance(running, Pool)
+    return isinstance(running, Running) and (compiled.takes(x) or not recompute.in_recomputing())
 
 
 class SyncBatchNorm(Synchronized, _BatchNorm):
@@ -274,60 +262,48 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         if isinstance(input, fx.Proxy):
             options = {k: v for k, v in (("mask", mask), ("lengths", lengths)) if v is not None}
             return call_node(self, input, *(() if residual is None else (residual,)), **options)
+        conversation = self.conversation if self.training else ALONE
         if getattr(input, "is_nested", False):
-            conversation = self.conversation if self.training else ALONE
             return jagged.apply(self, conversation, input, residual, mask, lengths)
-        # Most calls have neither, and are spared a frame.
-        asked = None
-        if mask is not None or lengths is not None:
-            asked = functional.asked(mask, lengths)
         if not self.training and self.running_mean is not None and self.running_var is not None:
             if isinstance(input, Tensor) and input.is_mkldnn:  # of torch.utils.mkldnn.to_mkldnn
                 residual = None if residual is None else residual.to_dense()
                 dense = self.forward(input.to_dense(), residual, mask=mask, lengths=lengths)
                 return dense.to_mkldnn()
             functional.check_input(input, self.num_features)
-            where = compiled.mask_of(input, asked, self.num_features, ALONE)
-            x = functional.masked(input, where)  # the gradients of weight and bias would be NaN
+            where = compiled.mask_of(input, mask, lengths, [self.num_features], ALONE)
+            x = generic.masked(input, where)  # the gradients of weight and bias would be NaN
             y = functional.normalize_by_running(
                 x, self.weight, self.bias, self.running_mean, self.running_var, eps=self.eps
             )
-            return functional.masked(functional.add_relu(y, residual, self.fuse_relu), where)
-        conversation = self.conversation if self.training else ALONE
-        i = self.as_input(input, residual, asked, relu)
-        if not compiled.takes(input):
-            ((y, _),) = functional.forward_all(
-                [i], [self.num_features], conversation, weighting=self.weighting
-            )
-            return y
-        if torch.compiler.is_dynamo_compiling() and dtensors.among((input, self.weight)):
+            y = y if residual is None else y + residual
+            return generic.masked(y.relu() if self.fuse_relu else y, where)
+        takes = compiled.takes(input)
+        if takes and torch.compiler.is_dynamo_compiling() and dtensors.among((input, self.weight)):
             return dtensors.uncompiled(self.forward)(input, residual, mask=mask, lengths=lengths)
-        y, batch, local_count = compiled.forward(
-            i, self.num_features, conversation, weighting=self.weighting
-        )
-        if i.running is not None:
-            update_buffers(self, batch, local_count, self.running_var_convention)
+        if mask is not None or lengths is not None:  # most calls have neither
+            mask = compiled.mask_of(input, mask, lengths, [self.num_features], conversation)
+        i = self.as_input(input, residual, mask, relu)
+        forward_all = compiled.forward_all if takes else functional.forward_all
+        ((y, _),) = forward_all([i], [self.num_features], conversation, weighting=self.weighting)
         return y
 
     def as_input(
         self,
         x: Tensor,
         residual: Tensor | None = None,
-        mask: masks.Asked | None = None,
+        mask: Tensor | None = None,
         relu: bool = False,
     ) -> Input:
-        """The input of a pass, which in training moves the layer's running statistics in place."""
-        running = None
-        if self.training and self.track_running_stats:
-            _data_parallel.watch_active(Synchronized)
-            running = running_of(self, self.running_var_convention)
+        """A pass's input, with the engine's `mask`. In training the pass moves the buffers."""
+        running = running_of(self, self.running_var_convention) if self.training else None
         relu = relu or self.fuse_relu
         parameters = self._parameters  # as in `running_of`
         if "weight" in parameters and "bias" in parameters:
             weight, bias = parameters["weight"], parameters["bias"]
         else:  # parametrized
             weight, bias = self.weight, self.bias
-        axis = 0, *range(2, getattr(x, "ndim", 2))
+        axis = 0, *range(2, getattr(x, "ndim", 2))  # as `functional.all_but_channels`
         return Input(x, weight, bias, self.eps, axis, residual, relu, running, mask)
 
     def __prepare_scriptable__(self) -> NoReturn:  # torch.jit.script calls it
@@ -340,11 +316,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         """Accept every input: `forward` checks it."""
 
     def extra_repr(self) -> str:
-        return (
-            f"{super().extra_repr()}, process_group={self.process_group}, "
-            f"weighting={self.weighting!r}, running_var={self.running_var_convention!r}"
-            f"{', fuse_relu=True' if self.fuse_relu else ''}"
-        )
+        return f"{super().extra_repr()}{', fuse_relu=True' if self.fuse_relu else ''}"
 
 
 class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):

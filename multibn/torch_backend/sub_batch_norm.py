@@ -1,31 +1,27 @@
 """Batch normalization of each part of a batch by its own statistics (sub-batch, ghost BN)."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from multibn import recompute
 from multibn._typing import RunningVar, Weighting, check_int
 from multibn.communicators import Communicator
-from multibn.communicators.conversation import Conversation
 from multibn.kernels import generic
-from multibn.masks import Asked
 from multibn.population import Pool
 from multibn.statistics import OneValueError, reduced_axes
 from multibn.step import Input
-from multibn.torch_backend import _data_parallel, compiled, functional
+from multibn.torch_backend import compiled, functional
 from multibn.torch_backend.modules import (
     ALONE,
     Synchronized,
     call_node,
     check_arguments,
     has_hooks,
+    moves,
     running_of,
-    update_buffers,
 )
 from multibn.torch_backend.together import shared_conversation
 
@@ -105,65 +101,63 @@ class _SubBatchNorm(Synchronized):
     def forward(
         self, input: Tensor, *, mask: Tensor | None = None, lengths: Tensor | None = None
     ) -> Tensor:
-        asked = functional.asked(mask, lengths)
+        masks = {k: v for k, v in (("mask", mask), ("lengths", lengths)) if v is not None}
         if isinstance(input, fx.Proxy):
-            return call_node(self, input, **(asked._asdict() if asked else {}))
+            return call_node(self, input, **masks)
         part, num_splits = (self.split_bn, self.num_splits) if self.training else (self.bn, 1)
-        communicator = self.conversation if self.training and part.training else ALONE
+        shares = self.training and part.training
+        communicator: Communicator = self.conversation if shares else ALONE
         num_channels = [num_splits * self.num_features]
-        if asked is not None and self.training:
+        if masks and self.training:
             num_channels = [self.num_features] * num_splits
-            if isinstance(communicator, Conversation) and not compiled.takes(input):
+            if shares and not compiled.takes(input):
                 communicator = shared_conversation([self] * num_splits)
-        where = self._check_input(input, asked, num_channels, communicator, part)
+        try:
+            self._check(input, masks, part, communicator)
+        except (TypeError, ValueError) as error:
+            functional.refuse(error, [input] * len(num_channels), num_channels, communicator)
+        where = compiled.mask_of(input, mask, lengths, num_channels, communicator)
         tensors: Any = input, where
         if self.training:  # a view for any strides; sample i is in split i % num_splits, on axis 1
             splits = len(input) // num_splits, num_splits
             tensors = (t if t is None else t.unflatten(0, splits) for t in tensors)
         x, split_where = tensors
-        normalize = partial(self._normalize, part, communicator, split_where)
+        channels = self._channels()
+        axis = reduced_axes(x.ndim, channel_axes=range(1, 1 + len(channels)))
+        i = Input(x, self.weight, self.bias, 0.0, axis, mask=split_where)  # eps is the part's
         if isinstance(part, Part) and not has_hooks(part):
-            y = part(x, normalize=partial(normalize, weight=self.weight, bias=self.bias))
+            y = part(x, normalize=lambda x: self._normalize(part, i._replace(x=x), communicator))
             return y.flatten(0, 1) if self.training else y
 
         # Hooks, and a part of another class, get the tensors of SlowFast's layer: all channels on
         # axis 1, neither weight nor bias. In channels_last, the splits must be copied for that.
-        channels = self._channels()
-
         def normalize_flat(x: Tensor) -> Tensor:
-            return normalize(x.unflatten(1, channels)).flatten(1, len(channels))
+            own = i._replace(x=x.unflatten(1, channels), weight=None, bias=None)
+            return self._normalize(part, own, communicator).flatten(1, len(channels))
 
         options = {"normalize": normalize_flat} if isinstance(part, Part) else {}
         y = part(x.flatten(1, len(channels)), **options).reshape(input.shape)
         y = functional.affine(y, self.weight, self.bias).to(y.dtype)
-        return functional.masked(y, where)
+        return generic.masked(y, where)
 
-    def _normalize(
-        self,
-        part: Any,
-        communicator: Communicator,
-        mask: Tensor | None,
-        x: Tensor,
-        *,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        """The arithmetic of a call of `part`. From axis 1, `x` has the axes of `_channels`."""
+    def _normalize(self, part: Any, i: Input, communicator: Communicator) -> Tensor:
+        """The arithmetic of a call of `part`. From axis 1, `i.x` has the axes of `_channels`."""
         channels = self._channels()
+        x, weight, bias, _, axis, _, _, _, mask = i
         if self.training:  # autograd adds up the splits' gradients
             weight, bias = (None if p is None else p.expand(channels) for p in (weight, bias))
         if part.running_mean is not None and not part.training:
-            running = (v.view(channels) for v in (part.running_mean, part.running_var))
-            x = functional.masked(x, mask)
-            y = functional.normalize_by_running(x, weight, bias, *running, eps=part.eps)
-            return functional.masked(y, mask)
+            statistics = (v.view(channels) for v in (part.running_mean, part.running_var))
+            x = generic.masked(x, mask)
+            y = functional.normalize_by_running(x, weight, bias, *statistics, eps=part.eps)
+            return generic.masked(y, mask)
+        running = running_of(part, self.running_var_convention)
+        i = Input(x, weight, bias, part.eps, axis, running=running, mask=mask)
         if self.training and mask is not None:
-            return self._normalize_masked(communicator, mask, x, weight, bias)
-        axis = reduced_axes(x.ndim, channel_axes=range(1, 1 + len(channels)))
-        i = Input(x, weight, bias, part.eps, axis, mask=mask)
-        sharing = channels[0], communicator  # to the pass, the splits are the channels of axis 1
+            return self._normalize_apart(i, communicator)
+        sharing = channels[:1], communicator  # to the pass, the splits are the channels of axis 1
         try:
-            y, batch, local_count = compiled.forward(i, *sharing, weighting=self.weighting)
+            ((y, _),) = compiled.forward_all([i], *sharing, weighting=self.weighting)
         except OneValueError as error:
             if not self.training:
                 raise
@@ -173,27 +167,14 @@ class _SubBatchNorm(Synchronized):
                 f"an input of shape {tuple(x.flatten(0, 1).shape)} on rank {communicator.rank}. "
                 "Use a larger batch or a smaller `num_splits`, drop the last batch, or call eval()."
             ) from error
-        if part.training and part.track_running_stats:
-            updated = update_buffers(part, batch, local_count, self.running_var_convention)
-            if updated and self.training:
-                self.aggregate_stats()
+        if self.training and moves(running, x):
+            self.aggregate_stats()
         return y
 
-    def _normalize_masked(
-        self,
-        communicator: Communicator,
-        mask: Tensor,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-    ) -> Tensor:
-        """Normalize splits that have a count each: as layers that share a message.
-
-        In compiled code and without data, each split has a message of its own.
-        """
-        part = self.split_bn
-        convention = self.running_var_convention
-        running: Any = running_of(part, convention) if part.track_running_stats else None
+    def _normalize_apart(self, i: Input, communicator: Communicator) -> Tensor:
+        """Normalize splits whose masks give each its own count: as layers that share a message."""
+        running: Any = i.running
+        mask: Any = i.mask
         if isinstance(running, Pool):
             raise NotImplementedError(
                 f"a {type(self).__name__} with a `mask` cannot be in a step of step_statistics: "
@@ -206,22 +187,13 @@ class _SubBatchNorm(Synchronized):
                 mean, var = (v.view(self._channels())[k] for v in running[:2])
                 counter = None if running.num_batches is None else running.num_batches.clone()
                 own = running._replace(mean=mean, var=var, num_batches=counter)
-            gamma, beta = (None if p is None else p[k] for p in (weight, bias))
-            inputs.append(Input(x[:, k], gamma, beta, part.eps, running=own, mask=mask[:, k]))
-        C, weighting = self.num_features, self.weighting
-        if compiled.takes(x):
-            results = []
-            for i in inputs:
-                alone = i._replace(running=None, mask=Asked(i.mask[:, 0]))
-                y, batch, count = compiled.forward(alone, C, communicator, weighting=weighting)
-                if i.running is not None:
-                    compiled.move(i.running, batch, count)
-                results.append((y, batch))
-        else:
-            _data_parallel.watch_active(Synchronized)
-            sharing = [C] * self.num_splits, communicator
-            results = functional.forward_all(inputs, *sharing, weighting=weighting)
-        if running is not None and not recompute.in_recomputing():
+            x = i.x[:, k]
+            weight, bias = (None if p is None else p[k] for p in (i.weight, i.bias))
+            axis = functional.all_but_channels(x)
+            inputs.append(Input(x, weight, bias, i.eps, axis, running=own, mask=mask[:, k]))
+        sharing = [self.num_features] * self.num_splits, communicator
+        results = compiled.forward_all(inputs, *sharing, weighting=self.weighting)
+        if moves(running, i.x):
             if running.num_batches is not None:
                 running.num_batches.add_(torch.stack([b.count for _, b in results]).amax() > 0)
             self.aggregate_stats()
@@ -229,9 +201,7 @@ class _SubBatchNorm(Synchronized):
 
     def _channels(self) -> tuple[int, ...]:
         """Shape of the statistics of a call: in training, every split has its own."""
-        if self.training:
-            return self.num_splits, self.num_features
-        return (self.num_features,)
+        return (self.num_splits, self.num_features) if self.training else (self.num_features,)
 
     @torch.no_grad()
     def aggregate_stats(self) -> None:
@@ -285,34 +255,28 @@ class _SubBatchNorm(Synchronized):
                 getattr(self.split_bn, name).data = getattr(self.bn, name).repeat(num_splits)
 
     def extra_repr(self) -> str:
-        return (
-            f"{self.num_features}, num_splits={self.num_splits}, affine={self.affine}, "
-            f"process_group={self.process_group}, weighting={self.weighting!r}, "
-            f"running_var={self.running_var_convention!r}"
-        )
+        shared = super().extra_repr()
+        return f"{self.num_features}, num_splits={self.num_splits}, affine={self.affine}{shared}"
 
-    def _check_input(
-        self,
-        input: Any,
-        asked: Asked | None,
-        num_channels: Sequence[int],
-        communicator: Communicator,
-        part: Any,
-    ) -> Tensor | None:
-        """The engine's mask. As `functional.check_input`; also checks dimensions and batch size."""
-        try:
-            functional.check_input(input, self.num_features)
-            if input.ndim not in self._shapes:
-                raise functional.dimensions_error(self, input, self._shapes)
-            _check_divides(self.num_splits if self.training else 1, len(input), communicator)
-            if asked is not None and not isinstance(part, Part):
-                raise TypeError(
-                    f"`mask` and `lengths` need the parts that a {type(self).__name__} is made "
-                    f"with: got {type(part).__qualname__}."
-                )
-            return compiled.mask_of(input, asked, self.num_features, communicator)
-        except (TypeError, ValueError) as error:
-            functional.refuse(error, [input] * len(num_channels), num_channels, communicator)
+    def _check(self, input: Any, masks: object, part: Any, communicator: Communicator) -> None:
+        """As `functional.check_input`; also checks dimensions, batch size, and parts for masks."""
+        functional.check_input(input, self.num_features)
+        if input.ndim not in self._shapes:
+            raise functional.dimensions_error(self, input, self._shapes)
+        batch_size, num_splits = len(input), self.num_splits if self.training else 1
+        if batch_size % num_splits != 0:
+            *others, last = (str(d) for d in range(1, batch_size + 1) if batch_size % d == 0)
+            where = f" on rank {communicator.rank}" if communicator.size > 1 else ""
+            divisors = f"{', '.join(others)} or {last}" if others else last
+            raise ValueError(
+                f"`num_splits` must divide the batch size: got {num_splits} splits for a batch of "
+                f"{batch_size}{where}. Drop the last batch or pass num_splits={divisors}."
+            )
+        if masks and not isinstance(part, Part):
+            raise TypeError(
+                f"`mask` and `lengths` need the parts that a {type(self).__name__} is made with: "
+                f"got {type(part).__qualname__}."
+            )
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
@@ -444,22 +408,10 @@ class SubBatchNorm3d(_SubBatchNorm):
 @torch.library.custom_op("multibn::total_statistics", mutates_args=())
 def _total(means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and variance over all splits (axis 0), by the law of total variance."""
-    mean, between = generic.local_moments(generic.as_wide(means), axis=(0,))
+    between, mean = torch.var_mean(generic.as_wide(means), 0, correction=0)
     return mean.to(means), (generic.as_wide(variances).mean(0) + between).to(variances)
 
 
 @_total.register_fake
 def _(means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(means[0]), torch.empty_like(variances[0])
-
-
-def _check_divides(num_splits: int, batch_size: int, communicator: Communicator) -> None:
-    if batch_size % num_splits == 0:
-        return
-    *others, last = (str(d) for d in range(1, batch_size + 1) if batch_size % d == 0)
-    where = f" on rank {communicator.rank}" if communicator.size > 1 else ""
-    divisors = f"{', '.join(others)} or {last}" if others else last
-    raise ValueError(
-        f"`num_splits` must divide the batch size: got {num_splits} splits for a batch of "
-        f"{batch_size}{where}. Drop the last batch or pass num_splits={divisors}."
-    )

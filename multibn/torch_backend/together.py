@@ -74,7 +74,10 @@ def normalize_together(
     except (TypeError, ValueError) as error:  # the other ranks will wait for this one
         functional.refuse(error, [x for _, x, _ in sharing], num_features, communicator)
     outputs = functional.forward_all(
-        [bn.as_input(x, mask=functional.asked(mask, None)) for bn, x, mask in sharing],
+        [
+            bn.as_input(x, mask=functional.mask_of(x, mask, None, num_features, communicator))
+            for bn, x, mask in sharing
+        ],
         num_features,
         communicator,
         weighting=layers[0].weighting,

@@ -11,6 +11,7 @@ Imports, and other numbers of threads than one, are tested with `sys.executable`
 
 import atexit
 import contextlib
+import functools
 import gc
 import importlib
 import io
@@ -163,9 +164,8 @@ def _serve(listener: socket.socket) -> tuple[Request, list[int]]:
                 connection.close()
 
 
+@functools.cache  # at the first request, once
 def _import_modules() -> None:
-    if gc.get_freeze_count():
-        return
     for module in MODULES:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)

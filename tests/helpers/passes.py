@@ -1,4 +1,4 @@
-"""The parts of a pass, by the verbs of a kernels file: for tests that look at one part alone."""
+"""The verbs of a kernels file with their arguments one by one, and the parts of a pass alone."""
 
 import math
 from typing import Any, NamedTuple
@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from multibn._arrays import array_namespace
-from multibn.kernels import RIGHT, Running, generic
+from multibn.kernels import RIGHT, BatchStatistics, Gradient, Input, Running, generic
+from multibn.kernels._layout import channels
+from multibn.kernels.generic_passes import PASSES
 from multibn.message import concat
 
 
@@ -18,20 +20,44 @@ class Unpacked(NamedTuple):
     state: int = RIGHT
 
 
-class Passes:
-    """By the module `kernels`."""
+class Verbs:
+    """By the module `kernels`. The options are fields of `Input` or `Gradient`."""
 
     def __init__(self, kernels: Any) -> None:
         self.kernels = kernels
-        self.begin_forward = kernels.begin_forward
-        self.normalize = kernels.normalize
+
+    def begin_forward(
+        self, x: Any, rank_weight: Any, count: Any, *, out: Any = None, **options: Any
+    ) -> Any:
+        return self.kernels.begin_forward(
+            Input(x, None, None, 1.0, **options), rank_weight, count, out=out
+        )
+
+    def finish_forward(
+        self, summed: Any, x: Any, weight: Any, bias: Any, *share: Any, **options: Any
+    ) -> Any:
+        """y, mean, var, count, element_weight and state."""
+        i = Input(x, weight, bias, **options)
+        y, batch, state = self.kernels.finish_forward(i, summed, *share)
+        return y, *batch, state
+
+    def begin_backward(self, *about: Any, out: Any = None, **options: Any) -> Any:
+        return self.kernels.begin_backward(gradient(*about, **options), out=out)
+
+    def finish_backward(self, summed: Any, *about: Any, begun: Any = (), **options: Any) -> Any:
+        """`begun` is what `begin_backward` returned after the gradients of the parameters."""
+        return self.kernels.finish_backward(gradient(*about, **options), summed, *begun)
+
+    def normalize(self, x: Any, mean: Any, var: Any, weight: Any, bias: Any, **options: Any) -> Any:
+        batch = BatchStatistics(mean, var, None, None)
+        return self.kernels.normalize(Input(x, weight, bias, **options), batch)
 
     def local_moments(self, x: Any, *, axis: tuple[int, ...]) -> tuple[Any, Any]:
         """Mean and variance, with the digits that a message would take from the variance."""
         if self.kernels is generic:
-            return generic.local_moments(x, axis=axis)
+            return PASSES.local_moments(x, axis)
         from multibn.kernels import _core
-        from multibn.kernels._memory import LIBRARIES, channels
+        from multibn.kernels._memory import LIBRARIES
 
         taken = _core.fits(x, axis, None, None, None)
         dense = x if taken else LIBRARIES[type(x)].dense_copy(x, x)
@@ -39,7 +65,7 @@ class Passes:
         written = mean.ctypes.data, var.ctypes.data
         sizes = _core.begin_forward(dense, axis, None, None, 0.0, 0.0, None)
         if sizes is None:
-            return generic.local_moments(x, axis=axis)
+            return PASSES.local_moments(x, axis)
         parts = self.kernels.sum_tasks(sizes, 1)[0][0] if sizes else 1
         _core.begin_forward(dense, axis, None, None, 0.0, 0.0, (parts, 0, *written, 0))
         xp = array_namespace(x)
@@ -48,7 +74,7 @@ class Passes:
     def backward_sums(
         self, dy: Any, x: Any, mean: Any, var: Any, *, eps: float, axis: tuple[int, ...]
     ) -> Any:
-        payload, dweight, dbias = self.kernels.begin_backward(
+        payload, dweight, dbias = self.begin_backward(
             dy, x, mean, var, None, None, eps=eps, axis=axis
         )
         assert dweight is None
@@ -61,7 +87,7 @@ class Passes:
     ) -> Any:  # fmt: skip
         summed = concat([sum_dy, sum_dy_xhat])
         statistics = mean, var, weight, None, element_weight
-        dx, dresidual = self.kernels.finish_backward(summed, dy, x, *statistics, eps=eps, axis=axis)
+        dx, dresidual = self.finish_backward(summed, dy, x, *statistics, eps=eps, axis=axis)
         assert dresidual is None
         return dx
 
@@ -71,9 +97,8 @@ class Passes:
             import torch
 
             x = torch.from_numpy(x)
-        _, *found = self.kernels.finish_forward(
-            summed, x, None, None, weight, count, eps=1.0, axis=(0,)
-        )
+        share = weight, count
+        _, *found = self.finish_forward(summed, x, None, None, *share, eps=1.0, axis=(0,))
         return Unpacked(*found)
 
     def move(self, running: Running, mean: Any, var: Any, count: float, local_count: float) -> None:
@@ -86,5 +111,13 @@ class Passes:
 
             x, summed = torch.from_numpy(x), torch.from_numpy(summed)
         options: Any = {"eps": 1.0, "axis": (0,), "running": running}
-        *_, state = self.kernels.finish_forward(summed, x, None, None, 1.0, local_count, **options)
+        *_, state = self.finish_forward(summed, x, None, None, 1.0, local_count, **options)
         assert state == RIGHT
+
+
+def gradient(
+    dy: Any, x: Any, mean: Any, var: Any, weight: Any, bias: Any,
+    element_weight: Any = None, **options: Any,
+) -> Gradient:  # fmt: skip
+    batch = BatchStatistics(mean, var, None, element_weight)
+    return Gradient(dy, x, weight, bias, batch, **options)

@@ -8,12 +8,15 @@ import pytest
 import torch
 
 from multibn.kernels import Running, cuda, cuda_steps, generic
+from multibn.kernels.generic_passes import num_elements
 from multibn.message import Message, lanes, num_lanes
 from tests.helpers import interpreter
+from tests.helpers.passes import Verbs
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 if DEVICE == "cpu":
     interpreter.patch_once()
+verbs, reference = Verbs(cuda), Verbs(generic)
 on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has none of this")
 
 AXIS = (0, 2, 3)
@@ -52,13 +55,13 @@ def plan_of(x: Any, axis: Any = AXIS) -> Any:
 
 def local_moments(x: Any, axis: Any = AXIS) -> Any:
     shape = tuple(n for i, n in enumerate(x.shape) if i not in axis)
-    mean, meansqr = generic.split_sums(cuda.begin_forward(x, 1.0, 1.0, axis=axis)[:-2], shape)
+    mean, meansqr = generic.split_sums(verbs.begin_forward(x, 1.0, 1.0, axis=axis)[:-2], shape)
     return mean, meansqr - mean * mean
 
 
 def backward_sums(dy: Any, x: Any, mean: Any, var: Any, eps: float, axis: Any = AXIS) -> Any:
     payload: Any
-    payload, *_ = cuda.begin_backward(dy, x, mean, var, None, None, eps=eps, axis=axis)
+    payload, *_ = verbs.begin_backward(dy, x, mean, var, None, None, eps=eps, axis=axis)
     return generic.split_sums(payload, mean.shape)
 
 
@@ -67,7 +70,7 @@ def input_gradient(dy: Any, x: Any, *statistics: Any, eps: float, axis: Any = AX
     mean, var, weight, element_weight, *sums = statistics
     summed = torch.cat([v.flatten() for v in sums])
     parameters = weight, None, element_weight
-    dx, _ = cuda.finish_backward(summed, dy, x, mean, var, *parameters, eps=eps, axis=axis)
+    dx, _ = verbs.finish_backward(summed, dy, x, mean, var, *parameters, eps=eps, axis=axis)
     return dx
 
 
@@ -102,30 +105,30 @@ def check(
     close((mean - expected_mean) / std, 0 * std, eps)
     close(var / expected_var, std / std, eps)
     weight, count = 7.0, 2.0**24 + 1
-    packed = cuda.begin_forward(x, weight, count, axis=axis)
-    plain = cuda.begin_forward(x, 1.0, 1.0, axis=axis)
+    packed = verbs.begin_forward(x, weight, count, axis=axis)
+    plain = verbs.begin_forward(x, 1.0, 1.0, axis=axis)
     assert torch.equal(packed[:-2], weight * plain[:-2])
     assert packed[-2:].tolist() == [weight, count]
 
     dy = torch.randn(x.shape, generator=GENERATOR).to(DEVICE, x.dtype) if dy is None else dy
     check_normalize(x, mean, var, wide(*mean.shape), wide(*mean.shape).float(), axis)
     sums = check_backward_sums(dy, x, mean, var, axis)
-    element_weight = number(0.5 / generic.num_elements(x, axis))  # not all of `dy` cancels
+    element_weight = number(0.5 / num_elements(x, axis))  # not all of `dy` cancels
     check_input_gradient(dy, x, mean, var, wide(*mean.shape), element_weight, *sums, axis)
 
 
 def check_normalize(x: Any, mean: Any, var: Any, weight: Any, bias: Any, axis: Any = AXIS) -> None:
     statistics = mean, var, weight, bias
-    y = cuda.normalize(x, *statistics, eps=VAR_EPS, axis=axis)
-    check_like(x, y, generic.normalize(x.double(), *statistics, eps=VAR_EPS, axis=axis))
+    y = verbs.normalize(x, *statistics, eps=VAR_EPS, axis=axis)
+    check_like(x, y, reference.normalize(x.double(), *statistics, eps=VAR_EPS, axis=axis))
 
 
 def check_backward_sums(dy: Any, x: Any, mean: Any, var: Any, axis: Any = AXIS) -> Any:
     sums = backward_sums(dy, x, mean, var, VAR_EPS, axis)
     eps = min(EPS[x.dtype], 1e-6)  # 16-bit values are added in float32
     dy, x = dy.double(), x.double()
-    expected = generic.backward_sums(dy, x, mean, var, eps=VAR_EPS, axis=axis)
-    sizes = generic.backward_sums(dy.abs(), x.abs() + 1, 0 * mean, var, eps=VAR_EPS, axis=axis)
+    expected = reference.backward_sums(dy, x, mean, var, eps=VAR_EPS, axis=axis)
+    sizes = reference.backward_sums(dy.abs(), x.abs() + 1, 0 * mean, var, eps=VAR_EPS, axis=axis)
     for got, right, size in zip(sums, expected, sizes, strict=True):
         assert got.dtype == torch.float64
         assert got.shape == mean.shape
@@ -137,7 +140,7 @@ def check_input_gradient(dy: Any, x: Any, *statistics: Any) -> None:
     """`statistics` are what `input_gradient` takes, and the axis."""
     *given, axis = statistics
     dx = input_gradient(dy, x, *given, eps=VAR_EPS, axis=axis)
-    expected = generic.input_gradient(dy.double(), x.double(), *given, eps=VAR_EPS, axis=axis)
+    expected = reference.input_gradient(dy.double(), x.double(), *given, eps=VAR_EPS, axis=axis)
     check_like(x, dx, expected)
 
 
@@ -181,7 +184,7 @@ def test_dtypes_of_parameters(
     sums = wide(5), wide(5)
     for element_weight in (0.0, 1 / 3, number(1 / 3)):
         check_input_gradient(dy, x, mean, var, weight, element_weight, *sums, AXIS)
-    normalized, derived = ["coefficients_of", "normalize"], ["finish_backward", "input_gradient"]
+    normalized, derived = (["coefficients_of", name] for name in ("normalize", "input_gradient"))
     assert launched == normalized * 2 + derived * 3
 
 
@@ -225,17 +228,17 @@ def test_a_large_mean(layout: str) -> None:
     close(mean, expected_mean, 1e-6)
     close(var / expected_var, var / var, 1e-6)
     for bias in (None, 0 * mean):
-        y = cuda.normalize(x, mean, var, None, bias, eps=0.0, axis=AXIS)
-        expected = generic.normalize(exact, mean, var, None, bias, eps=0.0, axis=AXIS)
+        y = verbs.normalize(x, mean, var, None, bias, eps=0.0, axis=AXIS)
+        expected = reference.normalize(exact, mean, var, None, bias, eps=0.0, axis=AXIS)
         close(y.double(), expected, 1e-6)
     dy = x - 9999
     sums = backward_sums(dy, x, mean, var, 0.0)
-    expected_sums = generic.backward_sums(dy.double(), exact, mean, var, eps=0.0, axis=AXIS)
+    expected_sums = reference.backward_sums(dy.double(), exact, mean, var, eps=0.0, axis=AXIS)
     for got, expected in zip(sums, expected_sums, strict=True):
         close(got / expected, var / var, 1e-6)
     given = mean, var, var, 1 / 189, *sums
     dx = input_gradient(dy, x, *given, eps=0.0, axis=AXIS)
-    expected = generic.input_gradient(dy.double(), exact, *given, eps=0.0, axis=AXIS)
+    expected = reference.input_gradient(dy.double(), exact, *given, eps=0.0, axis=AXIS)
     close(dx.double(), expected, 1e-6)
 
 
@@ -245,12 +248,12 @@ def test_packed_moments(layout: str, count: float, launched: list[str]) -> None:
     """Numbers that float32 would round; constants, which have no variance over ranks."""
     values = torch.randn(1, 5, 1, 1, generator=GENERATOR).to(DEVICE)
     x = values.expand(2, 5, 2, 4).contiguous(memory_format=getattr(torch, layout))
-    packed = cuda.begin_forward(x, count, count + 1, axis=AXIS)
+    packed = verbs.begin_forward(x, count, count + 1, axis=AXIS)
     mean = values.double().flatten()
     assert torch.equal(packed, generic.pack(mean, mean * mean, count, count + 1))
-    packed = cuda.begin_forward(x, 4.0, 4.0, axis=AXIS)
-    _, var, *_ = generic.unpack(packed + packed, (5,), 4.0, 4.0)
-    assert not var.any()
+    packed = verbs.begin_forward(x, 4.0, 4.0, axis=AXIS)
+    batch, _ = generic.unpack(packed + packed, (5,), 4.0, 4.0)
+    assert not batch.var.any()
     assert launched == 2 * ["moments", "merge_moments"]
 
 
@@ -271,7 +274,7 @@ def test_invalid_values_are_not_hidden() -> None:
     x[1, 1, 2, 2] = torch.nan
     mean, var = local_moments(x)
     assert mean.isnan().tolist() == var.isnan().tolist() == [False, True]
-    packed = cuda.begin_forward(x, 1.0, 1.0, axis=AXIS)
+    packed = verbs.begin_forward(x, 1.0, 1.0, axis=AXIS)
     assert packed.isnan().tolist() == [False, True, False, True, False, False]
 
 
@@ -283,12 +286,12 @@ def test_statistics_that_are_nan(which: str, launched: list[str]) -> None:
     mean, var = (one, bad) if which == "var" else (bad, one)
     sums = backward_sums(x, x, mean, var, VAR_EPS)
     assert [v.isnan().tolist() for v in sums] == [[False, False], [False, True]]
-    y = cuda.normalize(x, mean, var, one, one, eps=VAR_EPS, axis=AXIS)
+    y = verbs.normalize(x, mean, var, one, one, eps=VAR_EPS, axis=AXIS)
     dx = input_gradient(x, x, mean, var, one, 0.5, one, one, eps=VAR_EPS, axis=AXIS)
     for v in (y, dx):
         assert v.isnan().all(AXIS).tolist() == v.isnan().any(AXIS).tolist() == [False, True]
     assert launched == [
-        "backward_sums", "merge_sums", "coefficients_of", "normalize", "finish_backward",
+        "backward_sums", "merge_sums", "coefficients_of", "normalize", "coefficients_of",
         "input_gradient",
     ]  # fmt: skip
 
@@ -318,10 +321,10 @@ def test_residual_and_relu(layout: str, native: bool, relu: bool) -> None:
     x[0, 0, 0, 0] = torch.nan
     c = torch.tensor([1.0, 2.0], dtype=torch.float64, device=DEVICE)
     given = c, c, c, -c
-    plain = cuda.normalize(x, *given, eps=VAR_EPS, axis=AXIS)
+    plain = verbs.normalize(x, *given, eps=VAR_EPS, axis=AXIS)
     for added, to_add in ((residual, residual), (0, None)):
         expected = (plain + added).relu() if relu else plain + added
-        got = cuda.normalize(x, *given, eps=VAR_EPS, axis=AXIS, residual=to_add, relu=relu)
+        got = verbs.normalize(x, *given, eps=VAR_EPS, axis=AXIS, residual=to_add, relu=relu)
         assert got.stride() == plain.stride()
         torch.testing.assert_close(got, expected, equal_nan=True)
 
@@ -341,7 +344,7 @@ def test_the_verbs(layout: str, has_residual: bool, masked: bool, launched: list
     count = 72.0 if mask is None else float(mask.sum())
     on: Any = {"axis": AXIS, "mask": mask}
     found = []
-    for file in (cuda, generic):
+    for file in (verbs, reference):
         running = Running(torch.zeros_like(weight), torch.ones_like(weight), 0.1)
         summed = file.begin_forward(x, count, count, **on)
         y, *batch, state = file.finish_forward(
@@ -351,18 +354,18 @@ def test_the_verbs(layout: str, has_residual: bool, masked: bool, launched: list
         mean, var, _, element_weight = batch
         about = dy, x, mean, var, weight, bias
         options = {"eps": VAR_EPS, "relu": True, "y": y if has_residual else None, **on}
-        sums, *parameters = file.begin_backward(*about, **options)
-        dx, dresidual = file.finish_backward(sums, *about, element_weight, **options)
+        sums, dweight, dbias, *begun = file.begin_backward(*about, **options)
+        dx, dresidual = file.finish_backward(sums, *about, element_weight, begun=begun, **options)
         assert state == generic.RIGHT
         assert (dresidual is None) is (not has_residual)
-        gradients = dx, *parameters, *(v for v in (dresidual,) if v is not None)
+        gradients = dx, dweight, dbias, *(v for v in (dresidual,) if v is not None)
         found.append([y, *batch, *running[:2], *gradients])
     for got, right in zip(*found, strict=True):
         assert got.dtype == right.dtype
         torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-5)
     forward = ["moments", "merge_moments", "finish_forward", "normalize"]
     again = [] if has_residual else ["coefficients_of"]
-    backward = [*again, "backward_sums", "merge_sums", "finish_backward", "input_gradient"]
+    backward = [*again, "backward_sums", "merge_sums", "input_gradient"]
     assert launched == forward + backward
 
 
@@ -377,17 +380,17 @@ def test_padding(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     exact = x.double()[1::2, :, 1:, 9:15]
     x = torch.where(mask, x, math.nan).contiguous(memory_format=getattr(torch, layout))
     count = number(72.0)
-    summed = cuda.begin_forward(x, count, count, axis=AXIS, mask=mask)
+    summed = verbs.begin_forward(x, count, count, axis=AXIS, mask=mask)
     var, mean = torch.var_mean(exact, AXIS, correction=0)
     given: Any = None, None, count, count
-    y, found_mean, found_var, total, element_weight, _ = cuda.finish_forward(
+    y, found_mean, found_var, total, element_weight, _ = verbs.finish_forward(
         summed, x, *given, eps=VAR_EPS, axis=AXIS, mask=mask
     )
     close(found_mean, mean, 1e-6)
     close(found_var / var, var / var, 1e-6)
     assert (total.item(), element_weight.item()) == (72, 1 / 72)
     assert bool((y[~mask.expand_as(y)] == 0).all())
-    none = cuda.begin_forward(x, 0 * count, 0 * count, axis=AXIS, mask=mask & False)
+    none = verbs.begin_forward(x, 0 * count, 0 * count, axis=AXIS, mask=mask & False)
     assert none.tolist() == [0] * 10
 
 
@@ -400,30 +403,38 @@ def test_the_sign_of_an_output_is_that_of_the_forward_pass(layout: str) -> None:
     weight, bias = wide(5).float(), torch.zeros(5, device=DEVICE)
     bias[2] = 1e-30
     on: Any = {"eps": VAR_EPS, "axis": AXIS, "relu": True}
-    y = cuda.normalize(x, mean, var, weight, bias, **on)
+    y = verbs.normalize(x, mean, var, weight, bias, **on)
     given = torch.zeros(10, dtype=torch.float64, device=DEVICE), torch.ones_like(x), x, mean, var
-    dx, _ = cuda.finish_backward(*given, weight, bias, number(0.0), **on)
+    dx, _ = verbs.finish_backward(*given, weight, bias, number(0.0), **on)
     assert torch.equal(dx != 0, y > 0)
 
 
 @pytest.mark.parametrize("start", [0, 3, 2000])
-def test_a_message_in_memory_of_its_own(start: int) -> None:
-    """Zeros before the payload, the payload, zeros and the fingerprint after the payload."""
+@pytest.mark.parametrize("file", [verbs, reference], ids=["cuda", "generic"])
+def test_a_message_in_memory_of_its_own(start: int, file: Verbs, launched: list[str]) -> None:
+    """Zeros before the payload, the payload, zeros and the fingerprint after the payload.
+
+    The same for two layers that share a message.
+    """
     x, mean, var = normal(2, 5, 3, 3), wide(5), wide(5) ** 2
 
-    def memory(phase: str, payload: int) -> Message:
-        length = start + payload + num_lanes(phase)
-        return Message(torch.full((length,), math.nan, dtype=torch.float64).to(DEVICE), start, 7.0)
+    def written(phase: str, out: Message | None = None) -> Any:
+        if phase == "forward":
+            return file.begin_forward(x, 2.0, 3.0, axis=AXIS, out=out)
+        about = x, x, mean, var, None, None
+        return file.begin_backward(*about, eps=VAR_EPS, axis=AXIS, out=out)[0]
 
-    out = memory("forward", 12)
-    assert cuda.begin_forward(x, 2.0, 3.0, axis=AXIS, out=out) is out
-    payload: Any = cuda.begin_forward(x, 2.0, 3.0, axis=AXIS)
-    assert out.numbers.tolist() == start * [0] + payload.tolist() + lanes("forward", 7.0)
-    given = x, x, mean, var, None, None
-    out = memory("backward", 10)
-    assert cuda.begin_backward(*given, eps=VAR_EPS, axis=AXIS, out=out)[0] is out
-    payload, *_ = cuda.begin_backward(*given, eps=VAR_EPS, axis=AXIS)
-    assert out.numbers.tolist() == start * [0] + payload.tolist() + lanes("backward", 7.0)
+    for phase, n in (("forward", 12), ("backward", 10)):
+        payload = written(phase).tolist()
+        for layers in (1, 2):
+            length = start + layers * n + num_lanes(phase, layers)
+            numbers = torch.full((length,), math.nan, dtype=torch.float64).to(DEVICE)
+            message = Message(numbers, start, 7.0)
+            for part in message.split([n] * layers) if layers > 1 else [message]:
+                assert written(phase, part) is part
+            right = start * [0] + layers * payload + lanes(phase, 7.0, layers)
+            assert numbers.tolist() == right
+    assert (launched == []) is (file is reference)
 
 
 def test_what_is_left_to_generic(launched: list[str]) -> None:
@@ -432,9 +443,9 @@ def test_what_is_left_to_generic(launched: list[str]) -> None:
     empty = torch.empty(0, 2, 4, 5, device=DEVICE)
     mean, var = local_moments(empty)
     assert mean.tolist() == var.tolist() == [0, 0]
-    packed = cuda.begin_forward(empty, 0.0, 0.0, axis=AXIS)
+    packed = verbs.begin_forward(empty, 0.0, 0.0, axis=AXIS)
     assert packed.tolist() == [0] * 6
-    y = cuda.normalize(empty, mean, var, None, None, eps=VAR_EPS, axis=AXIS)
+    y = verbs.normalize(empty, mean, var, None, None, eps=VAR_EPS, axis=AXIS)
     assert y.shape == empty.shape
     assert launched == []
 
@@ -464,8 +475,8 @@ def test_per_channel_arrays_that_are_left_to_generic(launched: list[str]) -> Non
     ]
     for name, given in passes:
         function: Any = {"backward_sums": backward_sums, "input_gradient": input_gradient}.get(name)
-        got = (function or cuda.normalize)(*given, eps=VAR_EPS, axis=AXIS)
-        expected = getattr(generic, name)(*given, eps=VAR_EPS, axis=AXIS)
+        got = (function or verbs.normalize)(*given, eps=VAR_EPS, axis=AXIS)
+        expected = getattr(reference, name)(*given, eps=VAR_EPS, axis=AXIS)
         torch.testing.assert_close(tuple(got), tuple(expected), rtol=0, atol=0)
         assert launched == []
     elsewhere = v.to("meta")
@@ -475,13 +486,13 @@ def test_per_channel_arrays_that_are_left_to_generic(launched: list[str]) -> Non
     sums = wide(10)
     for payload in (wide(12, 2)[:, 0], wide(12).view(12, 1)[:, 0].float()):
         share = 4.0, 4.0
-        found = cuda.finish_forward(payload, x, v, v, *share, eps=VAR_EPS, axis=AXIS)
-        right = generic.finish_forward(payload, x, v, v, *share, eps=VAR_EPS, axis=AXIS)
+        found = verbs.finish_forward(payload, x, v, v, *share, eps=VAR_EPS, axis=AXIS)
+        right = reference.finish_forward(payload, x, v, v, *share, eps=VAR_EPS, axis=AXIS)
         torch.testing.assert_close(found, right, rtol=0, atol=0, equal_nan=True)
     for payload in (sums.float(), wide(10, 2)[:, 0]):
         about: Any = payload, dy, x, v, var, v, v, 0.5
-        dx, _ = cuda.finish_backward(*about, eps=VAR_EPS, axis=AXIS)
-        assert torch.equal(dx, generic.finish_backward(*about, eps=VAR_EPS, axis=AXIS)[0])
+        dx, _ = verbs.finish_backward(*about, eps=VAR_EPS, axis=AXIS)
+        assert torch.equal(dx, reference.finish_backward(*about, eps=VAR_EPS, axis=AXIS)[0])
     assert launched == []
 
 
@@ -490,10 +501,10 @@ def test_capture_in_a_graph() -> None:
     x, weight = normal(8, 16, 14, 14), wide(16).half()
 
     def passes() -> list[Any]:
-        packed = cuda.begin_forward(x, 7.0, 7.0, axis=AXIS)
+        packed = verbs.begin_forward(x, 7.0, 7.0, axis=AXIS)
         mean, var = local_moments(x)
         given: dict[str, Any] = {"eps": VAR_EPS, "axis": AXIS}
-        y = cuda.normalize(x, mean, var, weight, None, **given)
+        y = verbs.normalize(x, mean, var, weight, None, **given)
         sums = backward_sums(y, x, mean, var, VAR_EPS)
         dx = input_gradient(y, x, mean, var, weight, packed[-1:].view(()), *sums, **given)
         return [packed, mean, var, y, *sums, dx]
@@ -514,5 +525,5 @@ def test_more_than_2_to_the_31_elements() -> None:
     x[-1, -1, -1] = 3
     mean, _ = local_moments(x)
     close(mean.cpu(), torch.tensor([1, 1, 1 + 2 / 2**30], dtype=torch.float64), 1e-12)
-    y = cuda.normalize(x, 0 * mean, 0 * mean + 0.25, None, None, eps=0.0, axis=AXIS)
+    y = verbs.normalize(x, 0 * mean, 0 * mean + 0.25, None, None, eps=0.0, axis=AXIS)
     assert y[-1, -1, -1].item() == 6

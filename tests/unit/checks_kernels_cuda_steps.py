@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from multibn import kernels
+from multibn.communicators.base import Handle
 from multibn.communicators.conversation import Phase
 from multibn.kernels import Running, cuda, cuda_steps, generic
-from multibn.torch_backend import SyncBatchNorm
+from multibn.torch_backend import SyncBatchNorm, normalize_together
 from tests.helpers import interpreter
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -40,7 +42,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def recorded(kernel: Any, *arguments: Any) -> None:
         launches.append(kernel.__name__)
-        launch(kernel, *arguments)
+        with _disable_current_modes():  # the interpreter's operations are no launches
+            launch(kernel, *arguments)
 
     for file in (cuda, cuda_steps):
         monkeypatch.setattr(file, "launch", recorded)
@@ -49,8 +52,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def unpack(summed: Any, shape: tuple[int, ...], rank_weight: float, count: float) -> Any:
     """Mean, variance, count and element weight."""
-    options = None, None, rank_weight, count, 1e-5, torch.float32, None
-    return cuda_steps.finish_forward(summed, shape, *options)[0]
+    share = None, None, rank_weight, count
+    return cuda_steps.finish_forward(summed, shape, 1e-5, torch.float32, None, *share)[0]
 
 
 def wide(*shape: int) -> Any:
@@ -79,7 +82,7 @@ def test_unpack(shape: tuple[int, ...], count: float, launched: list[str]) -> No
     weight = min(count, 2.0**40 - 1)
     summed = 3 * generic.pack(mean, meansqr, weight, count)
     got = unpack(summed, shape, weight, count)
-    *expected, _ = generic.unpack(summed, shape, weight, count)
+    expected, _ = generic.unpack(summed, shape, weight, count)
     for a, b, size in zip(got, expected, (None, meansqr, None, None), strict=True):
         compare(a, b, size)
     assert launched == ["finish_forward"]
@@ -182,6 +185,74 @@ def test_a_layer_moves_its_running_statistics_in_one_launch(
     assert state["num_batches_tracked"].item() == 3
     for name in expected:
         torch.testing.assert_close(state[name].cpu(), expected[name], rtol=1e-6, atol=1e-6)
+
+
+class Twice(Handle):
+    """Two equal ranks; a multiplication stands for the launch of a transport."""
+
+    rank, size = 0, 2
+
+    def allreduce(self, x: Any, /) -> Any:
+        x *= 2
+        return x
+
+    def split(self, color: int, key: int = 0) -> "Twice":
+        return self
+
+
+class Operations(TorchDispatchMode):
+    """The names of torch's operations that launch something on a GPU."""
+
+    NO_LAUNCH = ("alias", "detach", "empty", "empty_like", "new_empty", "select", "slice", "view")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name not in self.NO_LAUNCH:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_the_launches_of_a_step(
+    num_layers: int, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eleven, of which layers that share messages share the transport's and the copies to the host.
+
+    In the interpreter the two copies are none.
+    """
+    if DEVICE == "cpu":  # as for tensors on a GPU
+        monkeypatch.setattr(kernels, "select", lambda x, *others: cuda)
+        monkeypatch.setattr(generic, "is_on_host", lambda a: False)
+        monkeypatch.setattr(Phase, "buffer", lambda self, n: self.message(n, torch.empty(0)))
+    ranks = Twice()
+    layers = [SyncBatchNorm(3 + k, process_group=ranks).to(DEVICE) for k in range(num_layers)]
+    for _ in range(2):
+        xs = [wide(4, 3 + k, 5).float().requires_grad_() for k in range(num_layers)]
+        dys = [wide(4, 3 + k, 5).float() for k in range(num_layers)]
+        launched.clear()
+        for layer in layers:
+            layer.zero_grad()
+        with Operations() as operations:
+            ys = normalize_together(layers, xs)
+            torch.autograd.backward(ys, dys)
+    each_way = ["mul_"] if DEVICE == "cpu" else ["mul_", "copy_"]
+    assert operations.names == 2 * each_way
+    assert launched == [
+        *num_layers * ["moments", "merge_moments"], *num_layers * ["finish_forward", "normalize"],
+        *num_layers * ["backward_sums", "merge_sums"], *num_layers * ["input_gradient"],
+    ]  # fmt: skip
+    for x, y, dy in zip(xs, ys, dys, strict=True):
+        both = torch.cat([x, x]).detach().double().requires_grad_()
+        right = torch.nn.functional.batch_norm(both, None, None, training=True)
+        right.backward(torch.cat([dy, dy]).double())
+        assert both.grad is not None
+        assert x.grad is not None
+        torch.testing.assert_close(y.double(), right[:4], rtol=0, atol=1e-5)
+        torch.testing.assert_close(x.grad.double(), both.grad[:4], rtol=0, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter

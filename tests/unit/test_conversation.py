@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from multibn import message
+from multibn.communicators import conversation
 from multibn.communicators.conversation import Conversation, Phase
 from multibn.communicators.nccl import NCCL
 from multibn.statistics import Moments, aggregate
-from tests.helpers import standin_cupy
+from tests.helpers import require, standin_cupy
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
 C = 3
@@ -177,6 +178,48 @@ def test_no_event_is_waited_for_while_a_graph_is_captured(
             layer.allreduce(ones(2 * C + 2))
 
     run_ranks(2, work)
+
+
+def test_a_layer_that_moves_to_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's event stays on the GPU on which it was recorded first."""
+    require.need("torch")
+    import torch
+
+    class OnGPU(torch.Tensor):
+        is_cuda = True
+        gpu = 0
+
+        @property
+        def device(self) -> Any:  # type: ignore[override]
+            return torch.device("cuda", self.gpu)
+
+        def get_device(self) -> int:
+            return self.gpu
+
+    class Event:
+        def __init__(self, device: torch.device) -> None:
+            self.gpu = device.index
+
+        def record(self, stream: Any) -> None:
+            assert stream == (None if self.gpu == 0 else f"the stream of GPU {self.gpu}")
+
+        def synchronize(self) -> None:
+            pass
+
+    empty = torch.empty
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory, **options: empty(*a, **options))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    streams = "the stream of GPU {0.index}".format
+    monkeypatch.setattr(torch.cuda, "current_stream", streams)
+    pinned: Any = {}
+    for gpu in (0, 1, 0):
+        summed: Any = torch.full((4,), 3.0 + gpu).as_subclass(OnGPU)
+        summed.gpu = gpu
+        wait: Any = conversation._copy_to_host(summed, pinned)
+        assert wait().tolist() == [3.0 + gpu] * 4
+    assert len(pinned) == 2
 
 
 @pytest.mark.parametrize("scale", [0.25, 1e-3, 1.0, 1e6])

@@ -8,9 +8,9 @@ import pytest
 
 from multibn.kernels import generic as reference
 from tests.helpers import require
-from tests.helpers.passes import Passes
+from tests.helpers.passes import Verbs
 
-generic = Passes(reference)
+generic = Verbs(reference)
 
 AXIS = (0, 2, 3)
 
@@ -19,7 +19,7 @@ AXIS = (0, 2, 3)
 def kernels(request: pytest.FixtureRequest) -> Any:
     if request.param == "host":
         require.need("core")
-    return Passes(importlib.import_module(f"multibn.kernels.{request.param}"))
+    return Verbs(importlib.import_module(f"multibn.kernels.{request.param}"))
 
 
 def moments(kernels: Any, x: Any) -> tuple[Any, Any]:
@@ -182,7 +182,7 @@ def test_a_device_without_float64_uses_the_host() -> None:
         rtol=1e-9,
     )
     # As `pack` and `unpack` of one rank.
-    unpacked = reference.unpack(packed, (3,), 2.0, 3.0)
+    unpacked, _ = reference.unpack(packed, (3,), 2.0, 3.0)
     assert unpacked[0].dtype == unpacked[1].dtype == strict.float64
     np.testing.assert_allclose(np.asarray(unpacked[0]), exact.mean(AXIS), rtol=1e-9)
     np.testing.assert_allclose(np.asarray(unpacked[1]), exact.var(AXIS), rtol=1e-5)

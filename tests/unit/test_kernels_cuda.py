@@ -3,10 +3,12 @@
 Triton reads at its import whether to interpret, so each runs in a process of its own.
 """
 
+import contextlib
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,6 +72,7 @@ def test_the_passes_compile_for_a_gpu(
     constants |= {"DTYPE": triton.language.float32, "RELU": True}
     types: dict[str, Any] = dict.fromkeys(("x", "y", "dy", "dx", "residual"), "*bf16")
     types |= dict.fromkeys(("coefficients", "partials"), "*fp32") | {"mean": "*fp64"}
+    types |= dict.fromkeys(("summed", "element_weight"), "*fp64")
     types |= dict.fromkeys(_triton._SIZES, "i64") | {"inner": "i32"}
     if not with_all:  # neither residual nor mask
         constants |= {"residual": None, "dresidual": None, "mask": None}
@@ -77,7 +80,10 @@ def test_the_passes_compile_for_a_gpu(
     if kernel in ("backward_sums", "input_gradient") and not with_all:
         constants["y"] = None
     types |= {"dresidual": "*bf16", "mask": "*u8"}
-    ptx = compile_for_a_gpu(getattr(_triton, kernel), types, constants, fused=True)
+    asm = compile_for_a_gpu(getattr(_triton, kernel), types, constants, fused=True)
+    offsets = re.findall(r"tt\.addptr .*, (?:tensor<\S*x)?(i\d+)>? loc", asm["ttir"])
+    assert set(offsets) == {"i64"}, "there may be more than 2**31 elements"
+    ptx = asm["ptx"]
     assert not re.search(r"\b(add|sub|mul|div|fma|sqrt)\S*f64", ptx)
     # 16 bytes of an activation at a time, of planes of any size.
     assert ".v4.b32" in ptx
@@ -114,7 +120,6 @@ def test_the_steps_compile_for_a_gpu(
         ("merge_sums", {"fingerprint": "i64", "eps": "i64"}, merge | optional),
         ("finish_forward", dict.fromkeys(numbers, "i64"), moved | optional),
         ("coefficients_of", {"eps": "i64"}, step | optional),
-        ("finish_backward", {"eps": "i64"}, step | optional),
     ]
     if parameter:
         kernels.append(("move", {"momentum": "i64", "factor": "i64"}, moved))
@@ -123,7 +128,7 @@ def test_the_steps_compile_for_a_gpu(
         if name == "finish_forward" and parameter:
             arguments["weight"] = f"*{parameter}"
         kernel = getattr(_triton_steps, name)
-        check_rounding(compile_for_a_gpu(kernel, arguments, constants, fused=False))
+        check_rounding(compile_for_a_gpu(kernel, arguments, constants, fused=False)["ptx"])
 
 
 def check_rounding(ptx: str) -> None:
@@ -145,6 +150,7 @@ def test_triton_looks_at_the_arguments_of_a_first_launch_only(
 
     launches: list[tuple[Any, ...]] = []
     looks: list[int] = []
+    on: list[str] = []
     utils = SimpleNamespace(
         get_device_properties=lambda device: {"max_shared_mem": 1 << 17, "warpSize": 32},
         load_binary=lambda *binary: (None, "a function", 0, 0, 1024),
@@ -159,6 +165,13 @@ def test_triton_looks_at_the_arguments_of_a_first_launch_only(
     kernel = _triton_steps.coefficients_of
     look = kernel.run
 
+    @contextlib.contextmanager
+    def second(x: Any) -> Iterator[None]:
+        on.append(f"GPU {x.get_device()}")
+        current.append(x.get_device())
+        yield
+        current.pop()
+
     def looked_at(*arguments: Any, **options: Any) -> Any:
         looks.append(len(arguments))
         return look(*arguments, **options)
@@ -166,19 +179,25 @@ def test_triton_looks_at_the_arguments_of_a_first_launch_only(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     monkeypatch.setattr(cuda_steps, "_known", {})
-    monkeypatch.setattr(cuda_steps, "_current_device", lambda: -1)  # of tensors in host memory
+    current = [0]
+    monkeypatch.setattr(cuda_steps, "_current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device_of", second)
     monkeypatch.setattr(kernel, "run", looked_at)
     mean, weight = torch.rand(700, dtype=torch.float64), torch.rand(700)
 
-    def launched(bias: Any, looked: int) -> tuple[Any, ...]:
+    class OnSecond(torch.Tensor):
+        def get_device(self) -> int:
+            return 1
+
+    def launched(bias: Any, looked: int, mean: Any = mean) -> tuple[Any, ...]:
         launches.clear()
         looks.clear()
-        cuda_steps.output_coefficients(mean, mean, weight, bias, 1e-5, torch.float32)
+        cuda_steps.coefficients_of(mean, mean, weight, bias, 1e-5, torch.float32)
         assert len(looks) == looked
         *grid, stream, function, packed, _, _, _ = launches[0][:9]
         assert (grid, stream, function) == ([3, 1, 1], 77, "a function")
         *inputs, coefficients, eps, C, block = launches[0][9:]
-        assert coefficients.shape == (3, 700)
+        assert coefficients.shape == (5, 700)
         return [id(v) for v in inputs], eps, C, block, packed
 
     assert launched(weight, 1) == launched(weight, 0) == launched(weight, 0)
@@ -186,14 +205,36 @@ def test_triton_looks_at_the_arguments_of_a_first_launch_only(
     assert launched(weight.half(), 1)[1:] == launched(weight.half(), 0)[1:]
     monkeypatch.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [lambda metadata: None])
     launched(weight, 1)  # a profiler's hook
-    monkeypatch.setattr(cuda_steps, "_current_device", lambda: 1)
-    launched(None, 1)  # another GPU is current
+    monkeypatch.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [])
+    for looked in (1, 0):  # another GPU than the current one
+        launched(None, looked, mean.as_subclass(OnSecond))
+    assert on == ["GPU 1"] * 2
+
+
+def test_a_gpu_without_a_compiler_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton makes its launcher by a C compiler: torch's operations compute without one."""
+    require.need("torch", "triton")
+    import torch
+    import triton
+
+    from multibn import kernels
+
+    def target() -> None:
+        raise RuntimeError("Failed to find C compiler.")
+
+    driver = SimpleNamespace(get_current_target=target)
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delitem(sys.modules, "multibn.kernels.cuda", raising=False)
+    expected = r"Triton cannot launch .* here: Failed to find C compiler\. .* gcc and python3-dev"
+    with pytest.warns(RuntimeWarning, match=expected):
+        assert kernels._native.__wrapped__("cuda") is kernels.generic
 
 
 def compile_for_a_gpu(
     kernel: Any, types: dict[str, str], constants: dict[str, Any], *, fused: bool
-) -> str:
-    """Its PTX; parameters that are in neither are int32."""
+) -> dict[str, Any]:
+    """The stages of its compilation; parameters that are in neither are int32."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -214,4 +255,4 @@ def compile_for_a_gpu(
         source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": fused}
     )
     assert compiled.asm["cubin"]
-    return str(compiled.asm["ptx"])
+    return dict(compiled.asm)

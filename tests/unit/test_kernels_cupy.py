@@ -12,6 +12,7 @@ from benchmarks.gpu.cupy_verbs import step
 from multibn._environment import importable
 from multibn.kernels import Running, generic
 from tests.helpers import standin_cuda
+from tests.helpers.passes import Verbs
 
 EPS = {"float64": 1e-13, "float32": 1e-6, "float16": 2e-3}
 AXIS = (0, 2, 3)
@@ -87,8 +88,8 @@ def test_residual_and_relu(cupy: Any, last: bool, has_residual: bool, relu: bool
     options: Any = {"residual": residual} if has_residual else {}
     if has_residual and not relu:  # the output is of no use to the backward pass
         got, right = (
-            file.finish_forward(
-                file.begin_forward(x, 84.0, 84.0, axis=AXIS), x, None, None, 84.0, 84.0,
+            Verbs(file).finish_forward(
+                Verbs(file).begin_forward(x, 84.0, 84.0, axis=AXIS), x, None, None, 84.0, 84.0,
                 eps=VAR_EPS, axis=AXIS, **options,
             )[0]
             for file in (cupy, generic)
@@ -122,8 +123,10 @@ def test_a_large_mean_and_constants(cupy: Any) -> None:
     compare(cupy, x, dy, None)
     values = np.random.default_rng(0).standard_normal((1, 5, 1, 1))
     x = np.ascontiguousarray(np.broadcast_to(values, (3, 5, 2, 4))).view(standin_cuda.ndarray)
-    sent = cupy.begin_forward(x, 4.0, 24.0, axis=AXIS)
-    _, _, var, *_ = cupy.finish_forward(2 * sent, x, None, None, 4.0, 24.0, eps=0.1, axis=AXIS)
+    sent = Verbs(cupy).begin_forward(x, 4.0, 24.0, axis=AXIS)
+    _, _, var, *_ = Verbs(cupy).finish_forward(
+        2 * sent, x, None, None, 4.0, 24.0, eps=0.1, axis=AXIS
+    )
     assert not var.any()
 
 
@@ -131,13 +134,17 @@ def test_a_large_mean_and_constants(cupy: Any) -> None:
 @pytest.mark.parametrize("count", [0.0, 1.0, 7.0])
 def test_running_statistics(cupy: Any, convention: Any, count: float, launches: list[str]) -> None:
     x = normal(3, 5, 2, 2)
-    sent = generic.begin_forward(x, min(count, 1.0), count, axis=AXIS).view(standin_cuda.ndarray)
+    sent = (
+        Verbs(generic)
+        .begin_forward(x, min(count, 1.0), count, axis=AXIS)
+        .view(standin_cuda.ndarray)
+    )
     found = []
     for file in (cupy, generic):
         mean, var, n = (np.array(v).view(standin_cuda.ndarray) for v in ([0.5] * 5, [2.0] * 5, 4))
         running = Running(mean, var, 0.3, convention, n)
         arguments = sent, x, None, None, 1.0, 5.0
-        file.finish_forward(*arguments, eps=0.1, axis=AXIS, running=running)
+        Verbs(file).finish_forward(*arguments, eps=0.1, axis=AXIS, running=running)
         found.append([running.mean, running.var, running.num_batches])
     for got, right in zip(*found, strict=True):
         np.testing.assert_allclose(got, right, rtol=1e-14)
@@ -147,7 +154,7 @@ def test_running_statistics(cupy: Any, convention: Any, count: float, launches: 
 def test_running_statistics_that_generic_moves(cupy: Any, launches: list[str]) -> None:
     """A cumulative average; two dtypes; a counter of another library."""
     x = normal(3, 5, 2, 2)
-    sent = cupy.begin_forward(x, 12.0, 12.0, axis=AXIS)
+    sent = Verbs(cupy).begin_forward(x, 12.0, 12.0, axis=AXIS)
     for momentum, dtype, counter in ((None, "f8", x), (0.1, "f4", x), (0.1, "f8", np.array(0))):
         found = []
         for file in (cupy, generic):
@@ -155,7 +162,7 @@ def test_running_statistics_that_generic_moves(cupy: Any, launches: list[str]) -
             mean, var = (v.view(type(x)) for v in (np.zeros(5), np.ones(5, dtype)))
             running = Running(mean, var, momentum, num_batches=n)
             arguments = sent, x, None, None, 12.0, 12.0
-            file.finish_forward(*arguments, eps=0.1, axis=AXIS, running=running)
+            Verbs(file).finish_forward(*arguments, eps=0.1, axis=AXIS, running=running)
             found.append(running[:2] + running[4:])
         for got, right in zip(*found, strict=True):
             np.testing.assert_allclose(got, right, rtol=1e-6)
@@ -165,12 +172,12 @@ def test_running_statistics_that_generic_moves(cupy: Any, launches: list[str]) -
 def test_invalid_values_are_not_hidden(cupy: Any) -> None:
     x = normal(3, 2, 4, 4)
     x[1, 1, 2, 2] = np.nan
-    sent = cupy.begin_forward(x, 1.0, 1.0, axis=AXIS)
+    sent = Verbs(cupy).begin_forward(x, 1.0, 1.0, axis=AXIS)
     assert np.isnan(sent).tolist() == [False, True, False, True, False, False]
     one = np.ones(2).view(standin_cuda.ndarray)
-    y = cupy.normalize(x, one, one, None, None, eps=0.1, axis=AXIS, relu=True)
+    y = Verbs(cupy).normalize(x, one, one, None, None, eps=0.1, axis=AXIS, relu=True)
     assert np.isnan(y).sum() == 1
-    sums, *_ = cupy.begin_backward(x, x, one, one, None, None, eps=0.1, axis=AXIS)
+    sums, *_ = Verbs(cupy).begin_backward(x, x, one, one, None, None, eps=0.1, axis=AXIS)
     assert np.isnan(sums).tolist() == [False, True, False, True]
 
 
@@ -180,8 +187,8 @@ def test_what_is_left_to_generic(cupy: Any, launches: list[str]) -> None:
     for name, expected in right.items():
         np.testing.assert_array_equal(got[name], expected)
     empty = normal(0, 2, 4, 5)
-    assert cupy.begin_forward(empty, 0.0, 0.0, axis=AXIS).tolist() == [0] * 6
+    assert Verbs(cupy).begin_forward(empty, 0.0, 0.0, axis=AXIS).tolist() == [0] * 6
     mask = np.ones((3, 1, 4, 5), bool).view(standin_cuda.ndarray)
     x = normal(3, 2, 4, 5)
-    cupy.begin_forward(x, 60.0, np.array(60.0), axis=AXIS, mask=mask)
+    Verbs(cupy).begin_forward(x, 60.0, np.array(60.0), axis=AXIS, mask=mask)
     assert launches == []

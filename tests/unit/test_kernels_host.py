@@ -13,9 +13,9 @@ require.need("core")
 from multibn import kernels as selection  # noqa: E402
 from multibn.kernels import generic as reference  # noqa: E402
 from multibn.kernels import host as compiled  # noqa: E402
-from tests.helpers.passes import Passes  # noqa: E402
+from tests.helpers.passes import Verbs  # noqa: E402
 
-generic, host = Passes(reference), Passes(compiled)
+generic, host = Verbs(reference), Verbs(compiled)
 
 # Long planes and short ones, more columns than a tile has, several samples in a tile, few rows and
 # many, one channel, one sample, one element.
@@ -365,14 +365,14 @@ def test_tensors_without_memory_of_their_own() -> None:
     c = torch.ones(5, dtype=torch.float64)
 
     def loss(x: torch.Tensor) -> torch.Tensor:
-        k = selection.select(x)
+        k = Verbs(selection.select(x))
         summed = k.begin_forward(x, 2.0, 2.0, axis=(0, 2, 3))
         options: Any = {"eps": 0.0, "axis": (0, 2, 3)}
         y, *_ = k.finish_forward(summed, x, c, None, 2.0, 2.0, **options)
         return y.square().sum() + y[0].sum()
 
     def packed(x: torch.Tensor) -> Any:
-        k = selection.select(x)
+        k = Verbs(selection.select(x))
         return k.begin_forward(x, 2.0, 3.0, axis=(0, 2, 3)).square().sum()
 
     for function in (loss, packed):

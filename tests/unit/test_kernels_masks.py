@@ -10,6 +10,7 @@ from tests.helpers import require
 require.need("core")
 
 from multibn.kernels import _core, generic, host  # noqa: E402
+from tests.helpers.passes import Verbs  # noqa: E402
 from tests.unit.test_kernels_host import SHAPES, VERBS, data, per_channel, refuse  # noqa: E402
 
 AXIS = (0, 2, 3)
@@ -40,6 +41,7 @@ def last(a: Any) -> Any:
 
 def verbs(k: Any, arrays: Any, mask: Any, relu: bool) -> list[Any]:
     """The results of all four for x, dy and residual, by the sums that one rank sends."""
+    k = Verbs(k)
     x, dy, residual = arrays
     *_, weight, bias, _, _ = per_channel(x.shape[1])
     count = float(np.count_nonzero(mask))

@@ -10,6 +10,7 @@ from tests.helpers import require
 require.need("core")
 
 from multibn import kernels as selection  # noqa: E402
+from tests.helpers.passes import Verbs  # noqa: E402
 from tests.unit.test_kernels_host import (  # noqa: E402
     EPS,
     VERBS,
@@ -231,7 +232,7 @@ def test_packed_moments_are_written_where_they_are_sent(kernels: Any) -> None:
         np.testing.assert_allclose(out, expected, rtol=1e-6)
         np.testing.assert_array_equal(memory[-2:], 7.0)
         on: Any = {"eps": 0.0, "axis": AXIS}
-        _, mean, var, *_ = kernels.kernels.finish_forward(out, like, None, None, 3.0, 5.0, **on)
+        _, mean, var, *_ = kernels.finish_forward(out, like, None, None, 3.0, 5.0, **on)
         assert type(mean) is type(like)
         out[:] = 0.0  # the transport's next message
         assert var[0] > 0
@@ -254,7 +255,7 @@ def test_residual_and_relu(relu: bool, residual: bool, library: str) -> None:
 
         given = [torch.from_numpy(v) for v in given]
         other = torch.from_numpy(other)
-    y = selection.select(*given).normalize(
+    y = Verbs(selection.select(*given)).normalize(
         *given, **ON, residual=other if residual else None, relu=relu
     )
     assert type(y) is type(given[0])
@@ -274,15 +275,15 @@ def test_large_results_are_the_same_as_small_ones(
     x[...] = np.random.default_rng(0).normal(size=shape[1:])
     residual, c = x[::-1] - x[:1], per_channel(shape[1])
     assert x.nbytes > 9 << 20
-    whole = selection.select(x).normalize(x, *c[:4], **ON, residual=residual)
+    whole = Verbs(selection.select(x)).normalize(x, *c[:4], **ON, residual=residual)
     sums = np.concatenate(c[4:])
-    dx, dresidual = selection.select(x).finish_backward(
+    dx, dresidual = Verbs(selection.select(x)).finish_backward(
         sums, x, x, *c[:4], 0.3, **ON, relu=True, y=whole
     )
     for part in (slice(0, 1), slice(shape[0] // 2, shape[0] // 2 + 2), slice(-2, None)):
-        y = selection.select(x).normalize(x[part], *c[:4], **ON, residual=residual[part])
+        y = Verbs(selection.select(x)).normalize(x[part], *c[:4], **ON, residual=residual[part])
         np.testing.assert_array_equal(whole[part], y)
-        of_part = selection.select(x).finish_backward(
+        of_part = Verbs(selection.select(x)).finish_backward(
             sums, x[part], x[part], *c[:4], 0.3, **ON, relu=True, y=y
         )
         for got, expected in zip((dx[part], dresidual[part]), of_part, strict=True):

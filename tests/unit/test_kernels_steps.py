@@ -12,6 +12,7 @@ require.need("core")
 
 from multibn import kernels  # noqa: E402
 from multibn.kernels import NOT_FINITE, ONE_VALUE, REFUSED, RIGHT, Running  # noqa: E402
+from tests.helpers.passes import Verbs  # noqa: E402
 from tests.unit.test_kernels_host import (  # noqa: E402
     EPS,
     VERBS,
@@ -134,7 +135,7 @@ def test_nothing_moves_where_all_ranks_are_empty_or_the_message_is_wrong(
         summed = of(np.array([2.0, 4.0, 6.0, 12.0 * bad, 2.0, count]))
         x = of(np.ones((2, 2)))
         options: Any = {"eps": 1.0, "axis": (0,), "running": running}
-        passes.kernels.finish_forward(summed, x, None, None, 1.0, 2.0, **options)
+        passes.finish_forward(summed, x, None, None, 1.0, 2.0, **options)
         np.testing.assert_array_equal(running.mean, 1.0)
         np.testing.assert_array_equal(running.var, 1.0)
         assert running.num_batches == 1
@@ -236,6 +237,7 @@ def test_relu_both_ways(
     options: Any = {"eps": 1e-3, "axis": (0, 2, 3), "relu": True}
 
     def run(k: Any) -> list[Any]:
+        k = Verbs(k)
         summed = k.begin_forward(x, 2.0, 2.0, axis=(0, 2, 3))
         y, mean, var, _, element_weight, _ = k.finish_forward(
             summed, x, weight, bias, 2.0, 2.0, residual=other if residual else None, **options
@@ -287,7 +289,7 @@ def test_tensors_that_need_a_gradient_are_differentiated(weight: list[float] | N
 
     def verb(name: str, *arguments: Any) -> Any:
         options: Any = {"axis": (0,)} | ({} if name == "begin_forward" else {"eps": 0.25})
-        found = getattr(kernels.select(*arguments[::-1]), name)(*arguments, **options)
+        found = getattr(Verbs(kernels.select(*arguments[::-1])), name)(*arguments, **options)
         return found if isinstance(found, torch.Tensor) else found[0]
 
     x, w = tensor([[2.0, 1.0], [0.5, 4.0]]), None if weight is None else tensor(weight)
@@ -311,7 +313,7 @@ def test_tensors_of_torch_without_memory() -> None:
 
     on: Any = {"eps": EPS, "axis": (0,)}
     x = torch.arange(38.0).reshape(2, 19)  # of a size that no other test has
-    k = kernels.select(x)
+    k = Verbs(kernels.select(x))
     with torch.device("meta"):
         payload = k.begin_forward(x, 2.0, 2.0, axis=(0,))
         y, mean, var, *_, state = k.finish_forward(payload, x, None, None, 2.0, 2.0, **on)

@@ -136,7 +136,7 @@ def test_memory_is_not_left_to_threads_by_an_interrupt() -> None:
     from multibn.kernels._threads import run
 
     with pytest.raises(KeyboardInterrupt):
-        run(loop, (), [("first",), ("second",), ("third",)])  # type: ignore[list-item]
+        run(loop, (), ["first", "second", "third"])
     assert sorted(ended) == ["second", "third"]
 
 
@@ -191,13 +191,16 @@ def test_all_instructions_give_the_same_numbers(shape: tuple[int, ...], dtype: s
     [
         ((9, 64, 64, 64), "contiguous_format"),
         ((9, 64, 64, 64), "channels_last"),
-        ((3, 70, 101, 100), "contiguous_format"),
+        ((5, 208, 23, 23), "contiguous_format"),
+        ((9, 70, 51, 50), "contiguous_format"),
+        ((9, 21, 61, 60), "channels_last"),
     ],
     ids=str,
 )
 def test_a_large_result_is_that_of_its_samples(shape: tuple[int, ...], layout: str) -> None:
-    """A result of 8 MB leaves past the caches: from registers if planes have whole cache lines, as
-    in torch's memory, or else through buffers, as in NumPy's.
+    """A result of 2 MB leaves past the caches, in whole cache lines.
+
+    torch's memory begins with one, NumPy's does not.
     """
     require.need("torch")
     import torch
@@ -211,8 +214,8 @@ def test_a_large_result_is_that_of_its_samples(shape: tuple[int, ...], layout: s
         on: Any = {"eps": 0.25, "axis": (0, 2, 3), "relu": True}
         x_, dy_, residual_ = (like(a[samples]) for a in (x, dy, residual))
         about = [like(v) for v in statistics[:4]]
-        y = compiled.normalize(x_, *about, **on, residual=residual_)
-        gradients = compiled.finish_backward(like(summed), dy_, x_, *about, 0.3, **on, y=y)
+        y = host.normalize(x_, *about, **on, residual=residual_)
+        gradients = host.finish_backward(like(summed), dy_, x_, *about, 0.3, **on, y=y)
         return [np.asarray(a) for a in (y, *gradients)]
 
     parts = [results(slice(n, n + 1), lambda a: a) for n in range(shape[0])]

@@ -1,5 +1,6 @@
 """What of NCCL's communicator can be told without a GPU."""
 
+import contextlib
 import importlib.util
 import json
 import pickle
@@ -118,6 +119,43 @@ def test_torch_tensors_are_summed_in_the_stream_that_a_cuda_graph_of_torch_captu
         assert communicator.comm.streams == [77] * (len(dtypes) + 2)
 
     run_ranks(2, work)
+
+
+@pytest.mark.parametrize("library", ["cupy", "torch"])
+def test_the_gpu_is_that_of_the_first_array(
+    library: str, cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program may compute on its second GPU without making that GPU the current one."""
+    current = ["the first GPU"]
+    made_on = []
+
+    @contextlib.contextmanager
+    def second(*x: Any) -> Iterator[None]:
+        current.append("the second GPU")
+        yield
+        current.pop()
+
+    make = standin_cupy.NcclCommunicator.__init__
+
+    def recorded(self: Any, *arguments: Any) -> None:
+        made_on.append(current[-1])
+        make(self, *arguments)
+
+    monkeypatch.setattr(standin_cupy.NcclCommunicator, "__init__", recorded)
+    monkeypatch.setattr(standin_cupy.ndarray, "device", property(second))
+    x = cupy.asarray(np.ones(3))
+    if library == "torch":
+        require.need("torch")
+        import torch
+
+        monkeypatch.setattr(torch.cuda, "device_of", second)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda d: SimpleNamespace(cuda_stream=7))
+        x = torch.ones(3)
+    communicator = NCCL(SingleProcess())
+    for _ in range(2):
+        communicator.allreduce_on_device(x)
+        communicator.allreduce_in_place(x)
+    assert set(made_on) == {"the second GPU"}
 
 
 def test_dtypes_that_nccl_does_not_sum_are_refused(cupy: Any) -> None:

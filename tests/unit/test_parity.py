@@ -49,15 +49,15 @@ def test_cases_are_selected_by_patterns() -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_batches(case: Case) -> None:
     for size in (1, 4):
-        xs, dys = case.batches(size, step=0)
+        xs, dys, _ = case.batches(size, step=0)
         for x, dy in zip(xs, dys, strict=True):
             assert x.shape == dy.shape
             assert x.dtype == dy.dtype == np.dtype(case.dtype)
             if case.layout == "channels_last":
                 assert np.moveaxis(x, 1, -1).flags.c_contiguous
         assert [len(x) for x in xs].count(0) == (case.split == "empty" and size > 1)
-        again, _ = case.batches(size, step=0)
-        other, _ = case.batches(size, step=1)
+        again, *_ = case.batches(size, step=0)
+        other, *_ = case.batches(size, step=1)
         for x, same in zip(xs, again, strict=True):
             np.testing.assert_array_equal(x, same)  # NaN where a mask hides it
         assert not np.array_equal(xs[0], other[0])
@@ -75,8 +75,7 @@ def test_oracle_agrees_with_the_tests_own(case: Case, size: int) -> None:
         assert error < 1e-10, (rank, name, error)
 
     for step in range(case.steps):
-        xs, dys = case.batches(size, step)
-        masks = case.masks(size, step)
+        xs, dys, masks = case.batches(size, step)
         want = reference.batch_norm(
             [x.reshape(len(x), 5, -1) for x in xs] if xs[0].ndim == 2 else xs,
             [dy.reshape(len(dy), 5, -1) for dy in dys] if xs[0].ndim == 2 else dys,

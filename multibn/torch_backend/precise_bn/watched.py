@@ -9,17 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from multibn import masks
 from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.communicators.conversation import during
 from multibn.kernels.generic import as_wide
 from multibn.population import PopulationEstimator, running_variance
 from multibn.statistics import Moments, aggregate, local_moments
-from multibn.step import Input
 from multibn.torch_backend import functional, jagged
 from multibn.torch_backend.modules import Synchronized
 
 Estimator: TypeAlias = Literal["population", "mean_of_var"]
-
 
 # New running mean and variance, and whether any rank had data.
 Estimate: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -83,12 +82,12 @@ class WatchedNorm:
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x: Any = next(iter((*args, *kwargs.values())), None)
-            asked = functional.asked(kwargs.get("mask"), kwargs.get("lengths"))
             try:
                 if getattr(x, "is_nested", False):
                     x = jagged.values(x)
                 functional.check_input(x, self.num_features)
-                mask = functional.complete(Input(x, None, None, 0.0, mask=asked)).mask
+                arguments = x, kwargs.get("mask"), kwargs.get("lengths")
+                mask = masks.checked(*arguments, axis=functional.all_but_channels(x))
             except (TypeError, ValueError):
                 return  # the layer will raise, and tell the other ranks
             empty = x.new_empty((0, *x.shape[1:]))

@@ -3,7 +3,6 @@
 Importing this module imports torch's compiler, which takes seconds.
 """
 
-import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,15 +13,13 @@ from torch.autograd.graph import get_gradient_edge
 from multibn.torch_backend.reversible.ambient import Ambient
 from multibn.torch_backend.reversible.half import Half, tensors
 
-_REASON = {
-    "reason": "reversible blocks recompute their activations outside of compiled graphs. Compile "
-    'without fullgraph=True, or F and G themselves, or take `mode="stored"`.'
-}
-if "reason" not in inspect.signature(torch.compiler.disable).parameters:  # before torch 2.8
-    _REASON = {}
+_REASON = (
+    "reversible blocks recompute their activations outside of compiled graphs. Compile without "
+    'fullgraph=True, or F and G themselves, or take `mode="stored"`.'
+)
 
 
-@torch.compiler.disable(**_REASON)
+@torch.compiler.disable(reason=_REASON)
 def run_recomputed(
     halves: Iterable[Half], streams: list[Tensor], cond: Sequence[Any], stored: set[int]
 ) -> None:

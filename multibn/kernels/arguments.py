@@ -1,0 +1,128 @@
+"""The arguments and results of the verbs, the same in all kernels files."""
+
+from typing import Any, NamedTuple
+
+from multibn._typing import Array, RunningVar
+
+# What `finish_forward` says of a message. On a GPU, where reading would wait, the sum is taken to
+# be right, but for `ONE_VALUE` where this rank has at most one value per channel.
+RIGHT, REFUSED, NOT_FINITE, ONE_VALUE = 0, 1, 2, 3
+
+
+class BatchStatistics(NamedTuple):
+    """Statistics of the whole batch; equal on every rank but for `element_weight`.
+
+    Attributes
+    ----------
+    mean, var
+        Mean and biased variance per channel, shape `(C,)`, float64; the variance is never negative.
+    count
+        Elements per channel over all ranks, shape `()`, float64; 0 if every rank was empty.
+    element_weight
+        Derivative of `mean` with respect to one local element, shape `()`, float64.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn import SingleProcess, batch_statistics
+    >>> batch = batch_statistics(np.ones((4, 3, 5)), SingleProcess())
+    >>> float(batch.count), float(batch.element_weight)
+    (20.0, 0.05)
+    """
+
+    mean: Array
+    var: Array
+    count: Array
+    element_weight: Array
+
+
+class Running(NamedTuple):
+    """Running statistics, which `finish_forward` moves in place.
+
+    Attributes
+    ----------
+    mean, var
+        As many numbers as there are channels, in any shape and floating-point dtype.
+    momentum
+        The weight of the batch; None for 1/n at the n-th batch, which needs `num_batches`.
+    convention
+        Which variance goes into `var`, see `multibn.running_variance`.
+    num_batches
+        A counter of shape `()`, or None where nothing is to be counted.
+    """
+
+    mean: Array
+    var: Array
+    momentum: float | None
+    convention: RunningVar = "unbiased_global"
+    num_batches: Array | None = None
+
+
+class Input(NamedTuple):
+    """The input of one layer, with the layer's parameters, options and running statistics.
+
+    Attributes
+    ----------
+    x
+        The activation; may be empty.
+    weight, bias
+        Of the shape of the axes that are not reduced, `(C,)`, in any floating-point dtype; None for
+        ones and zeros.
+    eps
+        Added to the variance.
+    axis
+        The axes to reduce.
+    residual
+        Added to the normalized input, an array like `x`.
+    relu
+        Whether a ReLU comes last.
+    running
+        A `Running` to be moved in place, unless all ranks are empty. `multibn.step` takes a
+        `population.Pool` as well.
+    mask
+        Booleans that broadcast against `x`, the same for all channels, see `multibn.masks`.
+        Elements where the mask is False take no part, whatever they hold, and the output is 0
+        there.
+    """
+
+    x: Array
+    weight: Array | None
+    bias: Array | None
+    eps: float
+    axis: tuple[int, ...]
+    residual: Array | None = None
+    relu: bool = False
+    running: Any = None
+    mask: Array | None = None
+
+
+class Gradient(NamedTuple):
+    """The gradient of one output, and the values that made the output, as `Input` names them.
+
+    Attributes
+    ----------
+    dy
+        The gradient, of the shape of `x`. With `relu`, taken for 0 where the output was not
+        positive.
+    batch
+        From the forward pass.
+    y
+        The output, if there was a residual before the ReLU. Without a residual the output's sign is
+        computed from `x`, by exactly the arithmetic of the forward pass.
+    mask
+        The gradients are 0 where the mask is False.
+    needs_dx
+        Whether the gradient of `x` is asked for.
+    """
+
+    dy: Array
+    x: Array
+    weight: Array | None
+    bias: Array | None
+    batch: BatchStatistics
+    eps: float
+    axis: tuple[int, ...]
+    relu: bool = False
+    y: Array | None = None
+    mask: Array | None = None
+    needs_dx: bool = True
