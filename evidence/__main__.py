@@ -39,13 +39,21 @@ def run(name: str, seeds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def put_into_guide(name: str, table: str) -> None:
-    """Replace the table between the study's two comments."""
+def section(study: Any, results: dict[str, Any]) -> str:
+    """How and when the study was run, and its table."""
+    command = f"python -m {study.__name__.replace('.', ' ')}"
+    date, seconds, rows = (results[name] for name in ("date", "seconds", "rows"))
+    seeds = len({row["seed"] for row in rows})
+    return f"`{command}` on {date}, {seconds} s, {seeds} seeds:\n\n{study.table(rows)}"
+
+
+def put_into_guide(name: str, section: str) -> None:
+    """Replace what is between the study's two comments."""
     text = GUIDE.read_text()
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
     before, _, rest = text.partition(begin)
     _, _, after = rest.partition(end)
-    GUIDE.write_text(f"{before}{begin}\n{table}\n\n{end}{after}")
+    GUIDE.write_text(f"{before}{begin}\n{section}\n\n{end}{after}")
 
 
 def main() -> None:
@@ -64,13 +72,12 @@ def main() -> None:
             start = time.monotonic()
             with console.status(f"{name}: on {study.SIZES} ranks"):
                 rows = run(name, arguments.seeds)
-            seconds = time.monotonic() - start
-            path.write_text(json.dumps({"seconds": round(seconds), "rows": rows}, indent=1) + "\n")
+            run_on = {"date": time.strftime("%Y-%m-%d"), "seconds": round(time.monotonic() - start)}
+            path.write_text(json.dumps(run_on | {"rows": rows}, indent=1) + "\n")
         results = json.loads(path.read_text())
-        table = study.table(results["rows"])
-        put_into_guide(study.NAME, table)
+        put_into_guide(study.NAME, section(study, results))
         study.draw(results["rows"]).savefig(GUIDE.parent / f"{study.NAME}.png", dpi=120)
-        console.print(f"{name}, {results['seconds']} s\n{table}\n", markup=False, highlight=False)
+        console.print(f"{section(study, results)}\n", markup=False, highlight=False)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Data of two domains (Wu and Johnson, 2021, arXiv:2105.07576, section 5, Tables 5 and 6).
+"""Data of two domains (Wu and Johnson, 2021, arXiv:2105.07576, section 5 and Table 5).
 
 MNIST-1D on two ranks. The other domain has the same sequences at twice the amplitude, moved by 1
 and with noise. One study trains on the first domain and evaluates on the other. The second study

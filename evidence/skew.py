@@ -101,7 +101,8 @@ def draw(rows: list[dict[str, Any]]) -> Figure:
                 )
                 spread = [[mean - low], [high - mean]]
                 axes.errorbar(i + 0.27 * (k - 1), mean, spread, color="black", capsize=3)
-                axes.text(i + 0.27 * (k - 1), 3, f"{mean:.0f}", ha="center", color="white")
+                ink = "black" if k == 1 else "white"
+                axes.text(i + 0.27 * (k - 1), 3, f"{mean:.0f}", ha="center", color=ink)
         classes = 10 // size
         axes.set_xticks(range(2), [f"{classes} classes\non each rank", "all classes\non each rank"])
         axes.set(title=f"{size} ranks", ylim=(0, 100))
