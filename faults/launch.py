@@ -23,6 +23,7 @@ _START, _END = 120.0, 6.0  # seconds for ranks to start, and to end
 # launchers take longer.
 _WAITS = DEADLINE + 1.0
 _PEER, _PEER_ENDS = 3.0, 6.0
+_LAUNCHES = 4  # of a fault that the launcher meets before the ranks do
 
 
 @dataclass
@@ -39,7 +40,7 @@ class Job:
         with tempfile.TemporaryDirectory() as files:
             self._launch_earlier(files)
             while left:
-                outcomes = self._launch(left, files)
+                outcomes = self._launch_heard(left, files)
                 yield from outcomes
                 left = left[len(outcomes) :]
 
@@ -58,6 +59,14 @@ class Job:
                 # Without its files, the peer's scenario ends in an error.
                 if status != 0 and not SETUPS[self.setup].beside:
                     raise RuntimeError(f"{self}: {names} on {size} ranks\n{output.read_text()}")
+
+    def _launch_heard(self, names: list[str], files: str) -> list[Outcome]:
+        """Launch, and a few times again while the launcher ends the ranks before one has spoken."""
+        for _ in range(_LAUNCHES):
+            outcomes = self._launch(names, files)
+            if not outcomes[-1].is_unheard:
+                break
+        return outcomes
 
     def _launch(self, names: list[str], files: str) -> list[Outcome]:
         with tempfile.TemporaryDirectory() as name:

@@ -97,6 +97,11 @@ class Outcome:
         return [r for r in range(len(self.ranks)) if not (without_1 and r == 1)]
 
     @property
+    def is_unheard(self) -> bool:
+        """Whether torchrun, which looks every 0.1 s, has seen a killed rank before others did."""
+        return self.setup.launcher == "torchrun" and all(r.how == "ended" for r in self.ranks)
+
+    @property
     def _says(self) -> str:
         return SCENARIOS[self.scenario].says_in(self.setup)
 
