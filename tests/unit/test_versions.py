@@ -42,16 +42,17 @@ def test_a_result_in_the_table(tmp_path: Path) -> None:
         "failed": 2,
         "skipped": 1,
         "reasons": [
-            ("failed: .d: no module", 1),
-            ("failed: a.c: assert 1", 1),
+            ("failed: `.d`: no module", 1),
+            ("failed: `a.c`: assert 1", 1),
             ("skipped: no GPU", 1),
         ],
     }
     versions = {"Python": "3.13.0"} | dict.fromkeys(report.PACKAGES, "-") | {"torch": "2.15.0"}
-    row = {"name": "newest", "date": "2026-11-22", "versions": versions, "outcome": outcome}
+    run = {"name": "newest", "date": "2026-11-22", "commit": "0b3e8a9"}
+    row = run | {"versions": versions, "outcome": outcome}
     older = row | {"name": "older", "versions": versions | {"torch": "2.6.0+cpu"}}
     page = report.page([row, older])
-    line = "| newest | 3.13.0 | 2.15.0 | - | - | - | - | 1 | 2 | 1 | 2026-11-22 |"
+    line = "| newest | 3.13.0 | 2.15.0 | - | - | - | - | 1 | 2 | 1 | 2026-11-22 | 0b3e8a9 |"
     assert line in page
     assert page.index("| older |") < page.index(line)
     assert "- newest: 1 skipped: no GPU" in page

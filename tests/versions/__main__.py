@@ -24,6 +24,7 @@ def main(argv: Sequence[str]) -> int:
     name, *tests = argv
     RESULTS.mkdir(parents=True, exist_ok=True)
     junit = RESULTS / f"{name}.xml"
+    commit = report.commit(ROOT)
     command = [
         sys.executable,
         "-m",
@@ -43,6 +44,7 @@ def main(argv: Sequence[str]) -> int:
     row = {
         "name": name,
         "date": time.strftime("%Y-%m-%d"),
+        "commit": commit,
         "versions": {"Python": platform.python_version()} | report.installed(),
         "outcome": report.outcome(junit),
     }

@@ -1,6 +1,7 @@
 """The table of all sets, as docs/versions.md."""
 
 import re
+import subprocess
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
@@ -16,7 +17,8 @@ PACKAGES = {
     "Chainer": ["chainer"],
 }
 COUNTS = ("passed", "failed", "skipped")
-COLUMNS = ("set", "Python", *PACKAGES, *COUNTS, "date")
+COLUMNS = ("set", "Python", *PACKAGES, *COUNTS, "date", "commit")
+TESTED = ("multibn", "tests", "pyproject.toml", "setup.py")
 
 
 def installed() -> dict[str, str]:
@@ -24,6 +26,16 @@ def installed() -> dict[str, str]:
     versions = {each.name.lower(): each.version for each in metadata.distributions()}
     names = {title: [name for name in PACKAGES[title] if name in versions] for title in PACKAGES}
     return {title: versions[present[0]] if present else "-" for title, present in names.items()}
+
+
+def commit(root: Path) -> str:
+    """The last commit that changed TESTED, with a + if files differ from that commit."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments, "--", *TESTED]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    return git("log", "-1", "--format=%h") + "+" * bool(git("status", "--porcelain"))
 
 
 def outcome(junit: Path) -> dict[str, Any]:
@@ -41,7 +53,8 @@ def outcome(junit: Path) -> dict[str, Any]:
 def _judge(case: ElementTree.Element) -> tuple[str, str]:
     for tag in ("failure", "error"):
         if (part := case.find(tag)) is not None:
-            return "failed", f"{case.get('classname')}.{case.get('name')}: {_first_line(part)}"
+            name = f"{case.get('classname')}.{case.get('name')}"  # with <lambda>, for instance
+            return "failed", f"`{name}`: {_first_line(part)}"
     if (part := case.find("skipped")) is not None:
         return "skipped", _first_line(part)
     return "passed", ""
@@ -68,7 +81,7 @@ def numbers(version: str) -> list[int]:
 
 def _line(row: Mapping[str, Any]) -> Sequence[str]:
     counts = (str(row["outcome"][count]) for count in COUNTS)
-    return (row["name"], *row["versions"].values(), *counts, row["date"])
+    return (row["name"], *row["versions"].values(), *counts, row["date"], row["commit"])
 
 
 def _markdown(rows: Iterable[Sequence[str]]) -> str:
