@@ -20,24 +20,26 @@ def study(request: pytest.FixtureRequest) -> ModuleType:
     return importlib.import_module(f"evidence.{request.param}")
 
 
-def _rows(study: ModuleType) -> list[dict[str, Any]]:
+def _results(study: ModuleType) -> dict[str, Any]:
     text = (launch.ROOT / f"evidence/results/{study.NAME}.json").read_text()
-    rows: list[dict[str, Any]] = json.loads(text)["rows"]
-    return rows
+    results: dict[str, Any] = json.loads(text)
+    return results
 
 
-def test_the_guide_has_the_table_of_the_results(study: ModuleType) -> None:
+def test_the_guide_has_the_results(study: ModuleType) -> None:
+    from evidence.__main__ import section
+
     guide = (launch.ROOT / "docs/guides/which-batch-norm.md").read_text()
-    assert study.table(_rows(study)) in guide
+    assert section(study, _results(study)) in guide
     assert f"]({study.NAME}.png)" in guide
     assert (launch.ROOT / f"docs/guides/{study.NAME}.png").exists()
-    study.draw(_rows(study))
+    study.draw(_results(study)["rows"])
 
 
 def test_synchronized_layers_gain_50_points_on_skewed_data() -> None:
     require.need("torch", "cli", "dev")
     from evidence import skew
 
-    rows = _rows(skew)
+    rows = _results(skew)["rows"]
     assert {row["seed"] for row in rows} == set(range(5))
     assert skew.gap(rows, 5) >= 50
