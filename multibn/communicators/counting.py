@@ -32,12 +32,10 @@ class CountingCommunicator(LineCommunicator):
 
     @property
     def lines(self) -> Any:
-        inner = self.inner
-        # A layer sends nothing over the lines of one rank alone; without lines, a sum is counted.
-        if not isinstance(inner, LineCommunicator) or inner.size == 1 or inner.lines is None:
+        if not isinstance(self.inner, LineCommunicator) or self.inner.lines is None:
             return None
         if self._counting is None:
-            self._counting = _CountingLines(inner.lines, self)
+            self._counting = _CountingLines(self.inner.lines, self)
         return self._counting
 
     def allreduce(self, x: Array, /) -> Array:

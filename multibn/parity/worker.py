@@ -47,6 +47,8 @@ def train(
         messages.append(counting.take())
     arrays[f"{step}/eval"] = layer.evaluate(xs[rank], **arguments)
     messages.append(counting.take())
+    if size == 1:  # without lines, a layer alone hands its numbers over, and sends nothing
+        messages = [[] for _ in messages]
     return arrays, {"messages": messages, "seconds": seconds}
 
 
