@@ -85,6 +85,7 @@ def _mask_of(lengths: Array, elements: tuple[int, ...], x: Array) -> Array:
             f"`lengths` must have shape ({N},), a number for each sample: got "
             f"{tuple(lengths.shape)}."
         )
+    lengths = xp.astype(lengths, xp.int64, copy=False)  # torch compares no uint16, uint32 or uint64
     if is_on_host(lengths) and not is_abstract(lengths):
         wrong = xp.nonzero((lengths < 0) | (lengths > L))[0]
         if wrong.shape[0]:

@@ -194,8 +194,9 @@ def _rectified(layer: Any, is_norm: bool, relu: Any, x: Tensor, residual: Tensor
     takes = takes and type(x) is Tensor and not x.is_nested and _is_plain(relu, nn.ReLU)
     takes = takes and (is_norm or _is_plain(layer, SyncBatchNorm))
     if residual is not None:
-        takes = takes and type(residual) is Tensor
+        takes = takes and type(residual) is Tensor and not residual.is_nested
         takes = takes and (residual.shape, residual.dtype) == (x.shape, x.dtype)
+        takes = takes and residual.layout == x.layout
     y: Tensor
     if not takes:
         y = layer(x)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from multibn import masks, statistics
-from multibn._typing import Weighting, check_eps, check_residual
+from multibn._typing import Weighting, check_choice, check_eps, check_residual
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.conversation import Conversation
 from multibn.statistics import BatchStatistics
@@ -93,16 +93,31 @@ def sync_batch_norm(
     >>> y.flatten(), statistics.mean.item()
     (tensor([-1.,  1.]), 2.0)
     """
-    check_eps(eps)
     communicator = Conversation(as_communicator(process_group), lambda: "sync_batch_norm")
-    shapes = [tuple(p.shape) for p in (weight, bias) if p is not None]
-    if len(set(shapes)) > 1 or any(len(shape) != 1 for shape in shapes):
-        error = ValueError(f"`weight` and `bias` must have the same shape (C,): got {shapes}.")
+    try:
+        check_eps(eps)
+        check_choice("weighting", weighting, Weighting)
+        num_channels = [_channels_of(weight, bias)]
+    except (TypeError, ValueError) as error:
         refuse(error, [x], [None], communicator)
-    num_channels = [shapes[0][0] if shapes else None]
     mask = mask_of(x, mask, lengths, num_channels, communicator)
     i = Input(x, weight, bias, eps, all_but_channels(x), mask=mask)
     return forward_all([i], num_channels, communicator, weighting=weighting)[0]
+
+
+def _channels_of(weight: Any, bias: Any) -> int | None:
+    """The channels of the parameters; None if there are no parameters."""
+    shapes = []
+    for name, p in (("weight", weight), ("bias", bias)):
+        if p is None:
+            continue
+        if not isinstance(p, Tensor):
+            raise TypeError(f"`{name}` must be a torch.Tensor or None: got {type(p).__qualname__}.")
+        check_dense(f"`{name}`", p)
+        shapes.append(tuple(p.shape))
+    if len(set(shapes)) > 1 or any(len(shape) != 1 for shape in shapes):
+        raise ValueError(f"`weight` and `bias` must have the same shape (C,): got {shapes}.")
+    return shapes[0][0] if shapes else None
 
 
 def mask_of(
@@ -116,6 +131,8 @@ def mask_of(
         return None
     try:
         check_input(x, None)
+        check_dense("`mask`", mask)
+        check_dense("`lengths`", lengths)
         return masks.checked(x, mask, lengths, axis=all_but_channels(x))
     except (TypeError, ValueError) as error:
         refuse(error, [x] * len(num_channels), num_channels, communicator)
@@ -209,10 +226,7 @@ def check_input(x: Any, num_channels: int | None, /) -> None:
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"the input must be a torch.Tensor: got {type(x).__qualname__}.")
-    if x.layout != torch.strided:
-        raise TypeError(
-            f"the input must be a dense tensor: got layout {x.layout}. Call to_dense() on it."
-        )
+    check_dense("the input", x)
     shape = x.shape
     if len(shape) < 2:
         raise ValueError(
@@ -228,6 +242,15 @@ def check_input(x: Any, num_channels: int | None, /) -> None:
         )
     if not x.dtype.is_floating_point:
         raise statistics.not_floating(x)
+
+
+def check_dense(name: str, x: Any, /) -> None:
+    """Raise if `x` is a tensor without a shape or without an element in memory for each place."""
+    if isinstance(x, Tensor) and (x.is_nested or x.layout != torch.strided):
+        kind, call = f"layout {x.layout}", "to_dense()"
+        if x.is_nested:
+            kind, call = f"a nested one of {kind}", "torch.nested.to_padded_tensor"
+        raise TypeError(f"{name} must be a dense tensor: got {kind}. Call {call} on it.")
 
 
 def check_options(i: Input) -> None:
@@ -247,7 +270,12 @@ def check_options(i: Input) -> None:
                 f"got {tuple(p.shape)}."
             )
     if residual is not None:
+        check_dense("`residual`", residual)
         check_residual(residual, x, Tensor, "a torch.Tensor")
+        if residual.device != x.device:
+            raise ValueError(
+                f"`residual` must be on the device of the input, {x.device}: got {residual.device}."
+            )
 
 
 def refuse_ddp_join(communicator: Communicator) -> None:
@@ -281,7 +309,7 @@ def refuse(
     this rank raises alone.
     """
     known = [
-        n or (x.shape[1] if isinstance(x, Tensor) and x.ndim > 1 else 0)
+        n or (x.shape[1] if isinstance(x, Tensor) and not x.is_nested and x.ndim > 1 else 0)
         for x, n in zip(xs, num_channels, strict=True)
     ]
     if all(known):

@@ -528,22 +528,26 @@ def test_blocks_may_change(change: str) -> None:
     assert_same(*models)
 
 
-def test_a_residual_of_another_dtype_or_shape_is_added_as_before(passes: Counter[str]) -> None:
+def test_a_residual_of_another_kind_is_added_as_before(
+    passes: Counter[str],
+) -> None:
     class Wide(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.conv, self.bn = conv(), nn.BatchNorm2d(C)
 
         def forward(self, x: Tensor, shortcut: Tensor) -> Tensor:
-            return F.relu(shortcut + self.bn(self.conv(x)))
+            return F.relu(self.bn(self.conv(x)) + shortcut)
 
     models = build(Wide), build(Wide)
     assert fuse_batch_norm_relu(models[1]).fused == {"bn": "addition and ReLU"}
-    for shortcut in (torch.ones(3, C, 6, 6), torch.ones(C, 1, 1, dtype=torch.float64)):
+    shortcuts = torch.ones(3, C, 6, 6), torch.ones(C, 1, 1, dtype=torch.float64)
+    sparse = torch.ones(3, C, 6, 6, dtype=torch.float64).to_sparse()
+    for shortcut in (*shortcuts, sparse):
         runs: Any = [lambda x, m=m, s=shortcut: m(x, s) for m in models]
         results = [step(m, images(1, C), run) for m, run in zip(models, runs, strict=True)]
         torch.testing.assert_close(*results)
-    assert passes == {"neither": 4}
+    assert passes == {"neither": 6}
     assert step(models[1], images(1, C), lambda x: models[1](x, shortcut=x))  # as before, too
 
 

@@ -473,6 +473,10 @@ WRONG: list[tuple[str, dict[str, Any], Any, str]] = [
     ("long", {"lengths": torch.tensor([1, 8, 0, 1])}, ValueError,
      "`lengths` must be from 0 to 7, the size of axis 2 of the input: got 8 for sample 1"),
     ("negative", {"lengths": torch.tensor([1, 7, -1, 1])}, ValueError, "got -1 for sample 2"),
+    ("sparse", {"mask": torch.ones(4, L).bool().to_sparse()}, TypeError,
+     r"`mask` must be a dense tensor: got layout torch.sparse_coo. Call to_dense\(\) on it"),
+    ("sparse lengths", {"lengths": torch.ones(4).long().to_sparse()}, TypeError,
+     "`lengths` must be a dense tensor: got layout torch.sparse_coo"),
     ("number", {"lengths": torch.ones(3).long()}, ValueError, r"shape \(4,\), .* got \(3,\)"),
     ("real", {"lengths": torch.ones(4)}, TypeError, "must be integers: got dtype torch.float32"),
     ("none", {"lengths": torch.zeros(4).long()}, ValueError,
@@ -500,6 +504,13 @@ def test_wrong_masks_are_errors_on_every_rank(
             )
 
     run_ranks(2, train)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.uint16, torch.uint64])
+def test_lengths_of_any_integers(dtype: torch.dtype) -> None:
+    """torch compares no numbers of uint16 and uint64."""
+    x, lengths, mask = batch(0)
+    assert torch.equal(layer_of()(x, lengths=lengths.to(dtype)), layer_of()(x, mask=mask))
 
 
 def test_lengths_need_an_axis_to_be_of() -> None:

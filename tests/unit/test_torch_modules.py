@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,19 +11,30 @@ import pytest
 
 from multibn import SingleProcess
 from tests.helpers import require
+from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
 require.need("torch")
 
 import torch  # noqa: E402
-from torch import nn  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
 
-from multibn.torch_backend import SyncBatchNorm, sync_batch_norm  # noqa: E402
+from multibn.torch_backend import (  # noqa: E402
+    SubBatchNorm1d,
+    SyncBatchNorm,
+    normalize_together,
+    sync_batch_norm,
+)
 
 SHAPES: dict[int, tuple[Any, list[tuple[int, ...]]]] = {
     1: (nn.BatchNorm1d, [(6, 4), (6, 4, 5)]),
     2: (nn.BatchNorm2d, [(6, 4, 5, 3)]),
     3: (nn.BatchNorm3d, [(6, 4, 2, 5, 3)]),
 }
+
+
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", "The PyTorch API of nested tensors is in prototype")
+    NESTED = torch.nested.nested_tensor([torch.zeros(3, 2), torch.zeros(3, 2)])
 
 
 def make(*arguments: Any, **options: Any) -> Any:
@@ -227,6 +240,59 @@ def test_bad_input(training: bool) -> None:
             layer(bad)
 
 
+def errors_of_rank_0(call: Callable[[bool, Any], Any], kind: Any, message: str) -> None:
+    """Rank 0 makes the wrong call, which the other rank must learn."""
+
+    def run(communicator: ThreadCommunicator) -> None:
+        wrong = communicator.rank == 0
+        expected = (kind, message) if wrong else (RuntimeError, r"refused on rank\(s\) \[0\]")
+        with pytest.raises(expected[0], match=expected[1]):
+            call(wrong, communicator)
+
+    run_ranks(2, run)
+
+
+def test_nested_tensors_where_none_can_be() -> None:
+    """torch raises errors of its own where such a tensor is asked for its shape."""
+    x = torch.randn(2, 3, 2)
+    calls: list[Callable[[Tensor, Any], Any]] = [
+        lambda x, group: sync_batch_norm(x, torch.ones(3), process_group=group),
+        lambda x, group: SubBatchNorm1d(2, 3, process_group=group)(x),
+        lambda x, group: normalize_together([SyncBatchNorm(3, process_group=group)], [x]),
+    ]
+    message = "the input must be a dense tensor: got a nested one of layout torch.strided"
+    for call in calls:
+
+        def one(wrong: bool, group: Any, call: Any = call) -> Any:
+            return call(NESTED if wrong else x, group)
+
+        errors_of_rank_0(one, TypeError, message)
+    with pytest.raises(TypeError, match="the input must be a dense tensor: got a nested one"):
+        sync_batch_norm(NESTED)
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"weight": "ones"}, TypeError, "`weight` must be a torch.Tensor or None: got str"),
+        ({"bias": [0.0] * 3}, TypeError, "`bias` must be a torch.Tensor or None: got list"),
+        ({"weight": NESTED}, TypeError, "`weight` must be a dense tensor: got a nested one"),
+        ({"weight": torch.ones(3, 1)}, ValueError, r"same shape \(C,\): got \[\(3, 1\), \(3,\)\]"),
+        ({"eps": 0.0}, ValueError, "`eps` must be"),
+        ({"weighting": "size"}, ValueError, "`weighting` must be one of"),
+    ],
+)
+def test_bad_arguments_of_the_function_on_one_rank(
+    options: dict[str, Any], error: Any, message: str
+) -> None:
+    def call(wrong: bool, group: Any) -> Any:
+        given = {"weight": torch.ones(3), "bias": torch.zeros(3), **(options if wrong else {})}
+        parameters = given.pop("weight"), given.pop("bias")
+        return sync_batch_norm(torch.randn(2, 3), *parameters, process_group=group, **given)
+
+    errors_of_rank_0(call, error, message)
+
+
 def test_bad_parameters_of_the_function() -> None:
     with pytest.raises(TypeError, match=r"must have data: got a tensor on meta. Use a layer"):
         sync_batch_norm(torch.ones(2, 3, device="meta"))
@@ -288,8 +354,28 @@ def test_fused_relu_of_second_order() -> None:
         (torch.zeros(4, 3, 1), ValueError, r"shape and dtype of the input, \(4, 3, 2\).*\(4, 3, 1"),
         (torch.zeros(4, 3, 2).half(), ValueError, "torch.float32: got .* torch.float16"),
         (1.0, TypeError, "`residual` must be a torch.Tensor: got float"),
+        (
+            NESTED,
+            TypeError,
+            "`residual` must be a dense tensor: got a nested one of layout torch.strided. Call "
+            "torch.nested.to_padded_tensor",
+        ),
+        (
+            torch.zeros(4, 3, 2).to_sparse(),
+            TypeError,
+            r"`residual` must be a dense tensor: got layout torch.sparse_coo. Call to_dense\(\)",
+        ),
+        (
+            torch.zeros(4, 3, 2, device="meta"),
+            ValueError,
+            "`residual` must be on the device of the input, cpu: got meta",
+        ),
     ],
 )
 def test_a_residual_that_does_not_fit(residual: Any, error: Any, message: str) -> None:
-    with pytest.raises(error, match=message):
-        SyncBatchNorm(3)(torch.randn(4, 3, 2), residual)
+    x = torch.randn(4, 3, 2)
+    errors_of_rank_0(
+        lambda wrong, group: SyncBatchNorm(3, process_group=group)(x, residual if wrong else x),
+        error,
+        message,
+    )
