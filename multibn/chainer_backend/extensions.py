@@ -8,6 +8,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from operator import length_hint
 from typing import Any
 
@@ -228,6 +229,10 @@ def _norms(target: chainer.Link) -> list[_Norm]:
     return norms
 
 
+# What a caller may name before the input.
+_OPTIONS = {"finetune", "residual", "mask", "lengths"}
+
+
 class _Watch(chainer.LinkHook):
     """Records the moments of the links' inputs, and `visits` for `lockstep.run`."""
 
@@ -242,7 +247,8 @@ class _Watch(chainer.LinkHook):
         norm = self._norms.get(id(args.link))
         if norm is None:
             return
-        x = functions.standard_layout(next(iter((*args.args, *args.kwargs.values())), None))
+        named = (v for name, v in args.kwargs.items() if name not in _OPTIONS)
+        x = functions.standard_layout(next(chain(args.args, named), None))
         layout = norm.link.avg_mean.shape, norm.link.axis
         masks = {name: args.kwargs.get(name) for name in ("mask", "lengths")}
         try:

@@ -131,11 +131,11 @@ _NORMS = MultiNodeBatchNormalization, L.BatchNormalization
 
 
 def _forward(
-    link: Any, forward: Callable[..., Any], joined: Joined, x: Any, **options: Any
+    link: Any, forward: Callable[..., Any], joined: Joined, x: Any, *finetune: bool, **options: Any
 ) -> chainer.Variable:
     """`forward(x)`; a stand-in is normalized by itself, so that deep models stay in range."""
     if not (joined.absent and chainer.config.train):
-        return forward(x, **options)
+        return forward(x, *finetune, **options)
     if isinstance(link, L.BatchNormalization):
         decay, link.decay = link.decay, 1.0  # with decay 1 the moving averages stay
         try:
@@ -149,7 +149,8 @@ def _forward(
     # so that the next layers get a batch.
     masks = {name: options.pop(name, None) for name in ("mask", "lengths")}
     residual = functions.standard_layout(options.pop("residual", None))
-    empty = forward(v[none], residual=None if residual is None else residual[none], **options)
+    options["residual"] = None if residual is None else residual[none]
+    empty = forward(v[none], *finetune, **options)
     axis, mask = functions.check_input(v, link.avg_mean.shape, link.axis, _ALONE, **masks)
     batch = statistics.aggregate(statistics.local_moments(v.array, axis=axis, mask=mask), _ALONE)
     weight, bias = map(chainer.as_array, link._scale_and_shift())

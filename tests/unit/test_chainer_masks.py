@@ -161,6 +161,15 @@ def test_fine_tuning() -> None:
         assert relative_error(var, np.concatenate(parts).var(0, ddof=1)) < 1e-11
 
 
+def test_fine_tuning_where_the_input_is_named_last() -> None:
+    link, (x, lengths, mask) = link_of(fuse_relu=True), batch(0)
+    finetune_population_statistics(
+        [(x, lengths)], link, converter=None, progress=False,
+        eval_func=lambda x, lengths: link(lengths=lengths, residual=x + 1, x=x),
+    )  # fmt: skip
+    assert relative_error(link.avg_mean, chosen(x, mask).mean(0)) < 1e-11
+
+
 def test_join() -> None:
     """A rank that has run out stands in with two samples, whose elements do not count."""
 
@@ -178,6 +187,24 @@ def test_join() -> None:
     x, _, mask = batch(1)
     for mean in run_ranks(2, train):
         assert relative_error(mean, chosen(x, mask).mean(0)) < 1e-11
+
+
+def test_join_where_finetune_is_passed_by_position() -> None:
+    """As ChainerMN's link takes the argument."""
+
+    def train(communicator: ThreadCommunicator) -> Any:
+        link = link_of(communicator)
+        x, lengths, _ = batch(communicator.rank)
+        with join(link, communicator, converter=None) as joined:
+            for xs, ns in joined([(x, lengths)] * (1 + communicator.rank)):
+                F.sum(link(xs, True, lengths=ns)).backward()
+        return link
+
+    both = np.concatenate([chosen(x, mask) for x, _, mask in (batch(0), batch(1))]).mean(0)
+    x, _, mask = batch(1)
+    for link in run_ranks(2, train):
+        assert link.N == 2
+        assert relative_error(link.avg_mean, (both + chosen(x, mask).mean(0)) / 2) < 1e-11
 
 
 def test_a_step_of_masked_micro_batches() -> None:

@@ -226,6 +226,14 @@ def test_a_layer_used_twice_counts_both_inputs() -> None:
     np.testing.assert_allclose(kept(bn)[1], x.var(1, ddof=1), rtol=1e-6)
 
 
+def test_an_input_that_is_named_last() -> None:
+    bn = SyncBatchNorm(2)
+    x = torch.randn(5, 2)
+    mask = torch.tensor([True, True, False, True, True])
+    precise(bn, [x], forward_fn=lambda m, x: m(mask=mask, residual=x + 1, input=x))
+    np.testing.assert_allclose(kept(bn)[0], rows([x[mask]]).mean(1), rtol=1e-6)
+
+
 def test_layers_that_are_frozen_or_untracked_are_left_alone() -> None:
     model: Any = nn.Sequential(
         nn.BatchNorm1d(2),

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -22,6 +23,9 @@ Estimator: TypeAlias = Literal["population", "mean_of_var"]
 
 # New running mean and variance, and whether any rank had data.
 Estimate: TypeAlias = tuple[Tensor, Tensor, Tensor]
+
+# What a caller may name before the input.
+_OPTIONS = {"residual", "mask", "lengths"}
 
 
 class Population(PopulationEstimator):
@@ -81,7 +85,8 @@ class WatchedNorm:
         """Record the moments of each input, and in `visits` a call with such an empty input."""
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x: Any = next(iter((*args, *kwargs.values())), None)
+            named = (v for name, v in kwargs.items() if name not in _OPTIONS)
+            x: Any = next(chain(args, named), None)
             try:
                 if getattr(x, "is_nested", False):
                     x = jagged.values(x)
