@@ -5,13 +5,13 @@ Other processes import the frameworks and MPI, so that this process initialises 
 
 import argparse
 import json
-import os
 import platform
 import subprocess
 from importlib import import_module, metadata
 from typing import Any
 
 import multibn
+from multibn import kernels
 from multibn._environment import ask, find_command, importable
 from multibn.communicators import shared_memory
 
@@ -73,7 +73,7 @@ def collect() -> dict[str, Any]:
         "torch": ask(_ASK_TORCH) if importable("torch") else None,
         "mpi": ask(_ASK_MPI) if importable("mpi4py") else None,
         "cupy": ask(_ASK_CUPY) if importable("cupy") else None,
-        "no_shared_memory": shared_memory.why_not(),
+        "no_shared_memory": _no_shared_memory(),
         "gpus": [s for s in _output("nvidia-smi", "-L").splitlines() if s.startswith("GPU ")],
     }
     return facts | {"communicators": _communicators(facts)}
@@ -121,8 +121,11 @@ def _versions() -> dict[str, str | None]:
 
 def _kernels() -> dict[str, str | None]:
     """What computes for NumPy arrays and torch tensors in host memory, and for tensors on a GPU."""
-    if os.environ.get("MULTIBN_KERNELS") == "generic":
-        return dict.fromkeys(("host", "GPU"), "generic (slow): MULTIBN_KERNELS=generic is set")
+    try:
+        if kernels.turned_off():
+            return dict.fromkeys(("host", "GPU"), "generic (slow): MULTIBN_KERNELS=generic is set")
+    except ValueError as error:
+        return dict.fromkeys(("host", "GPU"), f"none: {error}")
     try:
         core = import_module("multibn.kernels._core")
         host = f"C core, {core.levels[-1]}"
@@ -133,6 +136,14 @@ def _kernels() -> dict[str, str | None]:
         )
     gpu = "Triton" if importable("triton") else "generic (slow): pip install triton"
     return {"host": host, "GPU": gpu}
+
+
+def _no_shared_memory() -> str | None:
+    try:
+        reason = shared_memory.why_not()
+    except ValueError as error:
+        return str(error)
+    return f"{reason}. Ranks of one machine use the network instead" if reason else None
 
 
 def _launcher(name: str) -> dict[str, str] | None:
@@ -185,7 +196,7 @@ def _communicators(facts: dict[str, Any]) -> dict[str, str | None]:
         "torch.distributed, gloo": over_gloo,
         "torch.distributed, gloo, shared memory": [
             *over_gloo,
-            (no_memory is None, f"{no_memory}. Ranks of one machine use the network instead"),
+            (no_memory is None, str(no_memory)),
         ],
         "torch.distributed, NCCL": [
             has_torch,

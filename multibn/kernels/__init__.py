@@ -48,10 +48,18 @@ def select(x: Array, /, *others: Any) -> Any:
     return _native("cupy") if is_cupy_array(x) else generic
 
 
+def turned_off() -> bool:
+    """Whether MULTIBN_KERNELS turns the compiled kernels off; ValueError for a wrong value."""
+    asked = os.environ.get("MULTIBN_KERNELS", "")
+    if asked not in ("", "generic"):
+        raise ValueError(f"MULTIBN_KERNELS must be generic, or not be set: got {asked!r}.")
+    return asked == "generic"
+
+
 @cache
 def _native(name: str) -> Any:
     """The module `name`; `generic` if MULTIBN_KERNELS says so, or its compiler is missing."""
-    if os.environ.get("MULTIBN_KERNELS") == "generic":
+    if turned_off():
         return generic
     try:
         return importlib.import_module(f"multibn.kernels.{name}")

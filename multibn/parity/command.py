@@ -72,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
     for path in (args.json, args.plot):
         if path and (path.is_dir() or not path.parent.is_dir()):
             return _refuse(f"{path} must be a file in a folder that exists. Make the folder first.")
+    if args.plot and args.plot.suffix != ".png":
+        return _refuse(f"`--plot` must be the name of a file that ends in .png: got {args.plot}.")
     if args.model:
         for option in ("ranks", "cases", "peers"):
             if getattr(args, option):

@@ -64,7 +64,7 @@ LAUNCHERS = {"torchrun": None, "mpiexec": {"path": "/mpiexec", "version": "5"}}
         ("torch.distributed, gloo, shared memory", {}, "pip install 'multibn[torch]'"),
         ("torch.distributed, gloo, shared memory", {"torch": TORCH}, None),
         ("torch.distributed, gloo, shared memory", {"torch": TORCH, "no_shared_memory": "none"},
-         "none. Ranks of one machine use the network instead"),
+         "none"),
         ("torch.distributed, NCCL", {"torch": TORCH}, "needs an NVIDIA GPU"),
         ("torch.distributed, NCCL", {"torch": TORCH, "gpus": ["GPU 0"]}, None),
         ("torch.distributed, NCCL", {"torch": TORCH | {"gpus": 0}, "gpus": ["0"]}, "sees no GPU"),
@@ -91,6 +91,22 @@ def test_info_names_the_one_thing_to_do(
     said = info._communicators(found)[communicator]
     assert said is None if advice is None else advice in str(said)
     assert communicator in info.text(found | {"communicators": info._communicators(found)})
+
+
+@pytest.mark.parametrize(
+    "variable, message",
+    [
+        ("MULTIBN_KERNELS", "none: MULTIBN_KERNELS must be generic, or not be set: got 'of'."),
+        ("MULTIBN_SHARED_MEMORY", "no: MULTIBN_SHARED_MEMORY must be 0 or 1: got 'of'."),
+    ],
+)
+def test_info_names_a_variable_with_a_wrong_value(
+    variable: str, message: str, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv(variable, "of")
+    monkeypatch.setattr(info, "importable", lambda name: name == "torch")
+    monkeypatch.setattr(info, "ask", lambda _: TORCH)  # in place of a process, which takes seconds
+    assert f"{message}\n" in info.text(info.collect())
 
 
 def test_usage() -> None:
@@ -148,6 +164,8 @@ def test_files_that_cannot_be_written_are_refused_first(tmp_path: Path, capsys: 
     require.need("cli")
     assert cli.main(["parity", "--json", str(tmp_path / "no" / "a.json")]) == 2
     assert "must be a file in a folder that exists" in capsys.readouterr().err
+    assert cli.main(["parity", "--plot", str(tmp_path / "a.pdf")]) == 2
+    assert "`--plot` must be the name of a file that ends in .png: got /" in capsys.readouterr().err
 
 
 def test_convert(tmp_path: Path, capsys: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from multibn.kernels import _native
 from multibn.kernels import generic as reference
 from tests.helpers import require
 from tests.helpers.passes import Verbs
@@ -218,3 +219,11 @@ def test_the_argument_is_left_unchanged(kernels: Any) -> None:
     np.testing.assert_array_equal(x, before)
     np.testing.assert_array_equal(c, np.linspace(1, 2, 3))
     np.testing.assert_array_equal(narrow, np.linspace(1, 2, 3).astype("float32"))
+
+
+def test_a_wrong_value_of_the_variable_is_an_error(monkeypatch: Any) -> None:
+    monkeypatch.setenv("MULTIBN_KERNELS", "off")
+    with pytest.raises(
+        ValueError, match="MULTIBN_KERNELS must be generic, or not be set: got 'off'"
+    ):
+        _native.__wrapped__("host")
