@@ -55,25 +55,39 @@ def train(spec: str, communicator: Communicator) -> tuple[Arrays, dict[str, Any]
 
 
 def load(spec: str) -> tuple[Any, Any, NDArrayAny]:
-    """Call the function `spec`; returns a torch model, a Chainer model and an input."""
+    """Call the function `spec`; returns a torch model, a Chainer model and an input.
+
+    RuntimeError if the function raises; TypeError or ValueError for what cannot be compared.
+    """
+    import chainer
     import torch
 
     function = _function(spec)
     # All ranks and runs must start with the same weights.
     torch.manual_seed(0)
     np.random.seed(0)  # noqa: NPY002 (Chainer's initializers use this one)
-    result = function()
-    if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[2], np.ndarray):
+    try:
+        result = function()
+    except Exception as error:
+        module, _, name = spec.partition(":")
+        raise RuntimeError(
+            f"`--model` {spec} raised {type(error).__name__}: {error}. To see where, run "
+            f"python -c 'import {module}; {module}.{name}()'"
+        ) from error
+    kinds = torch.nn.Module, chainer.Link, np.ndarray
+    results = result if isinstance(result, tuple) else (result,)
+    if len(results) != 3 or not all(map(isinstance, results, kinds)):
+        names = ", ".join(type(v).__qualname__ for v in results)
         raise TypeError(
-            f"{spec} must return a torch model, a Chainer model and a NumPy array: got {result!r}."
+            f"{spec} must return a torch model, a Chainer model and a NumPy array: got {names}."
         )
-    x = result[2]
+    x = results[2]
     if x.ndim < 1 or len(x) < max(SIZES) or x.dtype.name not in BOUNDS:
         raise ValueError(
             f"{spec} must return an input of float32 or float64 with {max(SIZES)} or more samples: "
             f"got {x.dtype} of shape {x.shape}."
         )
-    return result
+    return results
 
 
 def complaint(spec: str, timeout: float) -> str:
@@ -91,16 +105,11 @@ def why_not(spec: str) -> str:
     import multibn.chainer_backend  # noqa: F401 (makes Chainer importable)
 
     try:
-        torch_model, chainer_model, _ = load(spec)
+        torch_model, chainer_model, x = load(spec)
         carry_over(chainer_model, torch_model)
-    except (TypeError, ValueError) as error:
+        check_dtypes(chainer_model, torch_model, x)
+    except (TypeError, ValueError, RuntimeError) as error:
         return str(error)
-    except Exception as error:
-        module, _, name = spec.partition(":")
-        return (
-            f"`--model` {spec} raised {type(error).__name__}: {error}. To see where, run "
-            f"python -c 'import {module}; {module}.{name}()'"
-        )
     return ""
 
 
@@ -163,6 +172,19 @@ def carry_over(chainer_model: Any, torch_model: Any) -> None:
             f"{'; '.join(differences[:3])}. Rename or change the layers of one model."
         )
     torch_model.load_state_dict({name: torch.tensor(a) for name, a in state.items()})
+
+
+def check_dtypes(chainer_model: Any, torch_model: Any, x: NDArrayAny) -> None:
+    """Raise TypeError for parameters of another dtype than the input."""
+    for model, dtypes in (
+        ("torch", {str(p.dtype).removeprefix("torch.") for p in torch_model.parameters()}),
+        ("Chainer", {p.dtype.name for p in chainer_model.params()}),
+    ):
+        if dtypes - {x.dtype.name}:
+            raise TypeError(
+                f"the parameters must have the dtype of the example input, {x.dtype}: got "
+                f"{' and '.join(sorted(dtypes))} in the {model} model. Cast one of them."
+            )
 
 
 def differing_settings(torch_model: Any, chainer_model: Any) -> list[str]:
@@ -246,7 +268,8 @@ def _torch_step(model: Any, x: NDArrayAny, communicator: Communicator) -> Arrays
 
     t = torch.tensor(_part(x, communicator), requires_grad=True)
     y = model.train()(t)
-    y.backward(torch.from_numpy(_output_gradient(y, x, communicator)))
+    dy = torch.from_numpy(_output_gradient(y, x, communicator))
+    y.backward(dy)
     assert t.grad is not None
     with torch.no_grad():
         evaluated = model.eval()(t)

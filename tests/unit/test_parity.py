@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -263,25 +264,44 @@ def test_workers_that_fail_or_hang_are_errors() -> None:
         dataclasses.replace(job, surfaces=("torch",)).run(timeout=0.02)
 
 
+def raising() -> None:
+    raise OSError("no weights")
+
+
 @pytest.mark.parametrize(
-    "spec, returned, message",
+    "spec, message",
     [
-        ("tests.unit.test_parity", None, "`--model` must name a function of .* got ''"),
-        ("tests.unit.test_parity:nothing", None, "must name a function of .* got 'nothing'"),
-        ("tests.unit.test_parity:pair", (1, 2), r"must return a torch model, .* got \(1, 2\)"),
+        ("tests.unit.test_parity", "`--model` must name a function of .* got ''"),
+        ("tests.unit.test_parity:nothing", "must name a function of .* got 'nothing'"),
+        ("tests.unit.test_parity:raising",
+         "raised OSError: no weights. To see where, .*; tests.unit.test_parity.raising()"),
+    ],
+)  # fmt: skip
+def test_functions_that_return_nothing(spec: str, message: str) -> None:
+    require.need("torch", "chainer")
+    assert re.search(message, model.why_not(spec))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda t, c, x: (t, c), "must return a torch model, .*: got TorchModel, ChainerModel."),
+        (lambda t, c, x: (c, t, x), "got ChainerModel, TorchModel, ndarray."),
+        (lambda t, c, x: (t, c, x[:1]), "2 or more samples: got float32 of shape"),
+        (lambda t, c, x: (t, c, x.astype(int)), "samples: got int64 of shape"),
+        (lambda t, c, x: (t.double(), c, x), "dtype .*, float32: got float64 in the torch model"),
         (
-            "tests.unit.test_parity:pair",
-            (1, 2, np.ones((1, 3), "f")),
-            "2 or more samples: got floa",
+            lambda t, c, x: (t.double(), c, x.astype(float)),
+            "float64: got float32 in the Chainer model",
         ),
-        ("tests.unit.test_parity:pair", (1, 2, np.ones((4, 3), int)), "samples: got int64 of shap"),
     ],
 )
-def test_models_that_do_not_fit(spec: str, returned: Any, message: str, monkeypatch: Any) -> None:
-    require.need("torch")
-    monkeypatch.setitem(globals(), "pair", lambda: returned)
-    with pytest.raises((TypeError, ValueError), match=message):
-        model.load(spec)
+def test_models_that_do_not_fit(change: Any, message: str, monkeypatch: Any) -> None:
+    require.need("torch", "chainer")
+    from tests.helpers.models import pair
+
+    monkeypatch.setitem(globals(), "pair", lambda: change(*pair()))
+    assert re.search(message, model.why_not("tests.unit.test_parity:pair"))
 
 
 def test_settings_that_differ_are_said() -> None:
@@ -295,3 +315,10 @@ def test_settings_that_differ_are_said() -> None:
 def test_outputs_must_have_an_entry_per_sample() -> None:
     with pytest.raises(TypeError, match=r"one array with an entry per sample: got \(\)"):
         model._output_gradient(np.zeros(()), np.zeros((4, 3)), SingleProcess())
+    with pytest.raises(TypeError, match="one array with an entry per sample: got tuple"):
+        model._torch_step(_Tuples(), np.zeros((4, 3), "f"), SingleProcess())
+
+
+class _Tuples:
+    def train(self) -> Any:
+        return lambda x: (x, x)
