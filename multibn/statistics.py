@@ -89,6 +89,17 @@ def reduced_axes(ndim: int, channel_axes: Sequence[int] = (1,)) -> tuple[int, ..
     return tuple(sorted(set(range(ndim)).difference(channel_axes)))
 
 
+def _checked_axes(x: Array, axis: tuple[int, ...] | None) -> tuple[int, ...]:
+    """The argument `axis` of a function about `x`; ValueError for axes that `x` lacks."""
+    axis = reduced_axes(x.ndim) if axis is None else axis
+    if not (isinstance(axis, tuple) and axis and min(axis) >= 0 and max(axis) < x.ndim):
+        raise ValueError(
+            "`axis` must be a tuple of axes of the input, counted from 0: got "
+            f"{axis} for an input of shape {tuple(x.shape)}."
+        )
+    return axis
+
+
 def local_moments(
     x: Array, /, *, axis: tuple[int, ...] | None = None, mask: Array | None = None
 ) -> Moments:
@@ -108,7 +119,7 @@ def local_moments(
     """
     if not array_namespace(x).isdtype(x.dtype, "real floating"):
         raise not_floating(x)
-    axis = reduced_axes(x.ndim) if axis is None else axis
+    axis = _checked_axes(x, axis)
     shape, count, *_ = sizes(x.shape, axis)
     if mask is not None:
         _, count = masks.share(mask, "element", axis=axis)
@@ -317,7 +328,7 @@ def normalize(
     >>> print(normalize(x, batch_statistics(x, SingleProcess()), eps=1e-12).ravel())
     [-1.  1.]
     """
-    axis = reduced_axes(x.ndim) if axis is None else axis
+    axis = _checked_axes(x, axis)
     i = Input(x, weight, bias, eps, axis, residual, relu)
     return kernels.select(*i, *batch).normalize(i, batch)
 
@@ -356,7 +367,7 @@ def backward_sums(
     >>> print(dbias, dweight)
     [3.] [1.]
     """
-    axis = reduced_axes(x.ndim) if axis is None else axis
+    axis = _checked_axes(x, axis)
     g = Gradient(dy, x, None, None, batch, eps, axis)
     payload, *_ = kernels.select(x, dy, *batch).begin_backward(g)
     return GradientSums(*generic.split_sums(payload, batch.mean.shape))
@@ -420,7 +431,7 @@ def input_gradient(
     >>> print(np.abs(input_gradient(dy, x, batch, sums, eps=1e-5)).max())
     0.0
     """
-    axis = reduced_axes(x.ndim) if axis is None else axis
+    axis = _checked_axes(x, axis)
     g = Gradient(dy, x, weight, None, batch, eps, axis)
     dx, _ = kernels.select(x, dy, weight, *batch, *sums).finish_backward(g, message.concat(sums))
     return dx

@@ -9,6 +9,7 @@ import pytest
 from multibn import statistics
 from multibn.communicators import SingleProcess
 from multibn.statistics import (
+    GradientSums,
     aggregate,
     aggregate_sums,
     backward_sums,
@@ -188,6 +189,21 @@ def test_a_refusal_reaches_the_other_ranks() -> None:
 def test_integers_are_refused(xp: Any) -> None:
     with pytest.raises(TypeError, match=r"real floating-point dtype: got .*int32"):
         local_moments(xp.ones((2, 3), dtype=xp.int32))
+
+
+@pytest.mark.parametrize("axis", [(), (2,), (-2,), [0], 0])
+def test_axes_that_the_input_lacks(axis: Any) -> None:
+    x = np.ones((2, 3))
+    batch = batch_statistics(x, SingleProcess())
+    calls: list[Callable[[], object]] = [
+        lambda: local_moments(x, axis=axis),
+        lambda: normalize(x, batch, eps=EPS, axis=axis),
+        lambda: backward_sums(x, x, batch, eps=EPS, axis=axis),
+        lambda: input_gradient(x, x, batch, GradientSums(*batch[:2]), eps=EPS, axis=axis),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"`axis` must be a tuple of .* got .* shape \(2, 3\)"):
+            call()
 
 
 def test_unknown_weighting() -> None:
