@@ -5,6 +5,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
+from array_api_compat import is_array_api_obj
 
 from multibn import _version, message
 from multibn._arrays import array_namespace, device, from_host, to_host
@@ -126,7 +127,7 @@ def _compare(layer: Any, communicator: Any, lines: Lines | None, length: int, ca
     """The layer's name, once all ranks are known to be in the same layer. Collective."""
     numbers = np.array(message.first(layer.name, length, _version.__version__))
     if lines is None:
-        summed = to_host(communicator.allreduce(numbers))
+        summed = _sum(numbers, communicator)
     else:
         text = f"the first message of {call}"
         summed = lines.sum(
@@ -160,6 +161,27 @@ def _compare(layer: Any, communicator: Any, lines: Lines | None, length: int, ca
             "the same model on all ranks.",
         )
     return str(shortest)
+
+
+def _sum(numbers: HostArray, communicator: Any) -> HostArray:
+    """By a user's own class, perhaps, whose mistakes would seem to be mistakes of the ranks."""
+    own = numbers.tolist()
+    summed = communicator.allreduce(numbers)
+    found = type(summed).__qualname__
+    if is_array_api_obj(summed):
+        summed = to_host(summed)
+        found = f"{summed.dtype} of shape {summed.shape}"
+    expected = f"float64 of shape {numbers.shape}"
+    if found == expected and summed.tolist() == own:
+        found = "the numbers of this rank"
+    if found != expected:
+        fail(
+            TypeError,
+            f"`allreduce` of {type(communicator).__qualname__} must return the sum over "
+            f"{communicator.size} ranks, an array like its argument, {expected}: got {found} on "
+            f"rank {communicator.rank}. Correct this method.",
+        )
+    return summed
 
 
 # What the ranks have compared over communicators that have no lines, by the communicator.

@@ -85,6 +85,28 @@ def test_unlike_channels_are_named_before_messages_of_unlike_sizes(transport: An
         )
 
 
+@pytest.mark.parametrize(
+    "allreduce, found",
+    [
+        (lambda x: None, "got NoneType on rank 0"),
+        (lambda x: (2 * x).tolist(), "got list on rank 0"),
+        (lambda x: (2 * x).astype("float32"), "got float32 of shape (6,) on rank 0"),
+        (lambda x: 2 * x[1:], "got float64 of shape (5,) on rank 0"),
+        (lambda x: x.copy(), "got the numbers of this rank on rank 0"),  # a mean, for example
+    ],
+)
+def test_a_sum_that_is_none_is_a_mistake_of_the_communicators_class(
+    allreduce: Callable[[Any], Any], found: str
+) -> None:
+    own = SimpleNamespace(rank=0, size=2, allreduce=allreduce, split=None)
+    with pytest.raises(TypeError) as raised:
+        _phase(own, "0").allreduce(np.ones(2 * C + 2))
+    assert str(raised.value) == (
+        "`allreduce` of SimpleNamespace must return the sum over 2 ranks, an array like its "
+        f"argument, float64 of shape (6,): {found}. Correct this method."
+    )
+
+
 def test_unlike_layers_are_named_later(transport: Any) -> None:
     """On a GPU one call later: the host looks at a message when the next one is sent."""
     make, ones = transport
