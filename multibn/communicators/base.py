@@ -15,8 +15,9 @@ _T = TypeVar("_T", bound="Handle")
 class Communicator(Protocol):
     """Processes that share batch statistics. Names and meaning are MPI's.
 
-    A deep copy of a layer copies a communicator of a user's own class, too. Where the object holds a
-    socket or a lock, which cannot be copied, the class needs a `__deepcopy__` that returns `self`.
+    A deep copy of a layer copies a communicator of a user's own class, too. Where the object holds
+    a socket or a lock, which cannot be copied, the class needs a `__deepcopy__` that returns
+    `self`.
 
     Examples
     --------
