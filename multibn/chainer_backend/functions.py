@@ -9,7 +9,7 @@ import numpy as np
 from chainer import FunctionNode, Variable
 
 from multibn import masks, statistics, step
-from multibn._typing import Array, Weighting, check_eps, check_int, check_residual
+from multibn._typing import Array, Weighting, check_choice, check_eps, check_int, check_residual
 from multibn.chainer_backend import _differentiable, forgetting
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.conversation import Conversation, during, raise_for_nan_gradients
@@ -90,15 +90,19 @@ def multi_node_batch_normalization(
     >>> print(y.array.ravel().round(3), batch.mean)
     [-1.  1.] [2.]
     """
-    check_eps(eps)
-    axis = None if axis is None else checked_axes(axis)
     communicator = Conversation(as_communicator(comm), lambda: "multi_node_batch_normalization")
     v = standard_layout(x)
-    shapes = [tuple(p.shape) for p in (gamma, beta) if p is not None]
-    if len(set(shapes)) > 1:
-        error = ValueError(f"`gamma` and `beta` must have the same shape: got {shapes}.")
-        _refuse(error, v, shapes[0], communicator)
+    shapes = [tuple(p.shape) for p in (gamma, beta) if isinstance(p, _arrays())]
     channels = shapes[0] if shapes else None
+    try:
+        check_eps(eps)
+        check_choice("weighting", weighting, Weighting)
+        axis = None if axis is None else checked_axes(axis)
+        _check_parameters(gamma=gamma, beta=beta)
+        if len(set(shapes)) > 1:
+            raise ValueError(f"`gamma` and `beta` must have the same shape: got {shapes}.")
+    except (TypeError, ValueError) as error:
+        _refuse(error, v, channels, communicator)
     axis, where = check_input(v, channels, axis, communicator, mask=mask, lengths=lengths)
     i = Input(v, gamma, beta, eps, axis, mask=where)
     y, batch = normalize(i, communicator, owner=comm, weighting=weighting)
@@ -184,11 +188,24 @@ def check_input(
 def _refuse(
     error: Exception, x: Any, channels: tuple[int, ...] | None, communicator: Communicator
 ) -> NoReturn:
-    """Raise `error`, and let the other ranks raise too. Collective if the channels are known."""
+    """Raise `error`, and let the other ranks raise too. Collective if channels can be told.
+
+    Without the caller's, `x` has them, for an axis that `x` lacks those of the default axes.
+    """
+    if channels is None and getattr(x, "ndim", 0) > 1:
+        channels = tuple(x.shape[1:2])
     if channels is not None and 0 not in channels:
         like = chainer.as_array(x) if isinstance(x, _arrays()) else np.zeros(())
         statistics.refuse(communicator, math.prod(channels), like=like)
     raise error
+
+
+def _check_parameters(**parameters: Any) -> None:
+    for name, parameter in parameters.items():
+        if parameter is not None and not isinstance(parameter, _arrays()):
+            raise TypeError(
+                f"`{name}` must be a Variable or an array: got {type(parameter).__qualname__}."
+            )
 
 
 def _arrays() -> Any:

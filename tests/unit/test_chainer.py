@@ -87,6 +87,37 @@ def test_bad_parameters_of_the_function() -> None:
             multi_node_batch_normalization(np.ones((2, 3)), comm=ALONE, **options)
 
 
+@pytest.mark.parametrize(
+    "options, kind, message",
+    [
+        ({"eps": 0}, ValueError, "`eps` must be positive and finite: got 0"),
+        (
+            {"weighting": "batch"},
+            ValueError,
+            "`weighting` must be one of .* got 'batch'",
+        ),
+        ({"axis": (1, 0)}, ValueError, "ascending tuple of them: got"),
+        ({"axis": (0, 7)}, ValueError, r"the axes to reduce, \(0, 7\): got shape"),
+        ({"gamma": [1.0] * 3}, TypeError, "`gamma` must be a Variable or an array: got list"),
+        ({"beta": np.ones(4)}, ValueError, r"same shape: got \[\(3,\), \(4,\)\]"),
+    ],
+)
+def test_a_wrong_argument_on_one_rank_is_an_error_on_all(
+    options: Any, kind: Any, message: str
+) -> None:
+    def call(communicator: ThreadCommunicator) -> None:
+        wrong = communicator.rank == 1
+        expected = (kind, message) if wrong else (RuntimeError, r"was refused on rank\(s\) \[1\]")
+        arguments = {"gamma": np.ones(3), "beta": np.ones(3)} | (options if wrong else {})
+        parameters = arguments.pop("gamma"), arguments.pop("beta")
+        with pytest.raises(expected[0], match=expected[1]):
+            multi_node_batch_normalization(
+                np.ones((2, 3)), *parameters, comm=communicator, **arguments
+            )
+
+    run_ranks(2, call)
+
+
 def test_mixed16() -> None:
     with chainer.using_config("dtype", chainer.mixed16):
         link: Any = MultiNodeBatchNormalization(3, ALONE)
