@@ -270,9 +270,15 @@ class MultiNodeBatchNormalization(chainer.Link):
             initializers.generate_array(initializers._get_initializer(v), channels, **where)
             for v in self._initial_averages
         )
-        for parameter in (self.gamma, self.beta):
-            if parameter is not None:
+        for name, parameter in (("initial_gamma", self.gamma), ("initial_beta", self.beta)):
+            if parameter is None:
+                continue
+            try:
                 parameter.initialize(channels)
+            except ValueError as error:
+                raise ValueError(
+                    f"`{name}` must fill an array of shape {channels}, the channels: {error}."
+                ) from error
 
     def _scale_and_shift(self) -> tuple[Any, Any]:
         gamma = self.xp.ones_like(self.avg_mean) if self.gamma is None else self.gamma

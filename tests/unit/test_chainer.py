@@ -215,6 +215,11 @@ def test_bad_arguments() -> None:
         ({"decay": None}, TypeError, "`decay` must be a number: got None"),
         ({"dtype": "i"}, TypeError, "`dtype` must be a real floating-point dtype: got 'i'"),
         ({"dtype": "single?"}, TypeError, "`dtype` must be a real floating-point.*got 'single[?]'"),
+        (
+            {"initial_beta": np.ones(7)},
+            ValueError,
+            r"`initial_beta` must fill .* \(3,\), the",
+        ),
         ({"initial_gamma": "one"}, TypeError, "`initial_gamma` must be a number, .*got 'one' of"),
         ({"initial_beta": {}}, TypeError, "`initial_beta` must be a number, an array or"),
         ({"comm": "mpi"}, TypeError, "a communicator must be None"),
