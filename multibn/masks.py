@@ -47,7 +47,8 @@ def checked(x: Array, mask: Any, lengths: Any, /, *, axis: tuple[int, ...]) -> A
             f"that broadcasts to it: got {tuple(mask.shape)} for an input of shape "
             f"{tuple(x.shape)}."
         ) from error
-    return xp.reshape(mask, tuple(n if i in axis else 1 for i, n in enumerate(x.shape)))
+    shape = tuple(n if i in axis else 1 for i, n in enumerate(x.shape))
+    return xp.reshape(xp.reshape(mask, (-1,)), shape)  # dense, once for all passes
 
 
 def share(

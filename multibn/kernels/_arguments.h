@@ -2,7 +2,7 @@
 each argument is:
     x       the activation; the next argument has the axes to reduce: dtype, address, N, C, S
     a       an activation like x
-    m       N * S bytes of a mask
+    m       a mask of the activation, in its memory order
     w       float64 numbers of the channels; Python may pass an address
     p       numbers of the channels: address, dtype
     f b     numbers of a forward or backward message
@@ -28,7 +28,7 @@ enum { ERROR = -1, TAKEN, NOT_TAKEN, TOO_LARGE };
 /* The address of an array of the kind of a letter, and its dtype; not taken if it is of another kind. */
 static int take(PyObject *object, char letter, const Activation *x, void **at, int64_t *dtype)
 {
-    const int64_t mask = x->sizes[2] * x->sizes[0], backward = 2 * x->sizes[1], forward = backward + NUM_SCALARS;
+    const int64_t backward = 2 * x->sizes[1], forward = backward + NUM_SCALARS;
     Array a;
     int fits = 0;
     *at = NULL;
@@ -43,7 +43,7 @@ static int take(PyObject *object, char letter, const Activation *x, void **at, i
         return NOT_TAKEN;
     switch (letter | 0x20) { /* in lower case */
     case 'a': fits = is_like(&a, &x->a); break;
-    case 'm': fits = a.dtype == BOOL && is_contiguous(&a, 1, &mask); break;
+    case 'm': fits = is_like(&a, &x->mask); break;
     case 'w': fits = a.dtype == FLOAT64 && is_contiguous(&a, x->num_axes, x->channels); break;
     case 'p': fits = number_of(a.dtype) >= 0 && is_contiguous(&a, x->num_axes, x->channels); break;
     case 'f': fits = a.dtype == FLOAT64 && is_contiguous(&a, 1, &forward); break;

@@ -123,14 +123,14 @@ static int sum_parts(Pass *p, int64_t N, int64_t parts, int64_t first, int64_t s
 /* Whether a pass takes these arrays; for Python, which copies those that it does not. */
 typedef struct {
     Input i;
-    const void *like;
+    const void *like, *mask;
     const double *wide;
     Parameter parameter;
 } Fits;
 
 static int64_t fits(const Loops *loops, const Fits *a) { return loops && a; }
 
-FUNCTION(fits, Fits, "xawp")
+FUNCTION(fits, Fits, "xamwp")
 
 /* Moments of x about a centre: `mean` if `again`, else the mean of the first values. `sums` are
 those of `sums`, or NULL: then they are made here, a second time if the centre was far. */

@@ -114,7 +114,7 @@ static int is_like(const Array *a, const Array *b)
 
 /* The activation of a pass: dense memory in the order (N, C, S), see _layout.py. */
 typedef struct {
-    Array a;
+    Array a, mask;                        /* a mask has one channel, and the memory order of the activation */
     int64_t sizes[3];                     /* S, C, N */
     int64_t channels[MAX_NDIM], num_axes; /* the shape of a per-channel array */
 } Activation;
@@ -132,9 +132,11 @@ static int lay_out(Activation *x, PyObject *axis)
         reduced[i] = 1;
     }
     x->num_axes = 0;
+    x->mask = *a;
+    x->mask.dtype = BOOL;
     for (int i = 0; i < a->ndim; i++) {
         if (!reduced[i])
-            x->channels[x->num_axes++] = a->shape[i];
+            x->mask.shape[i] = 1, x->channels[x->num_axes++] = a->shape[i];
         if (!a->shape[i])
             return 0;
         num += a->shape[i] != 1;
@@ -152,6 +154,7 @@ static int lay_out(Activation *x, PyObject *axis)
             part++;
         if (!reduced[i])
             before = i;
+        x->mask.strides[i] = x->sizes[0] * x->sizes[2];
         x->sizes[part] *= a->shape[i];
         stride *= a->shape[i];
     }

@@ -28,15 +28,10 @@ class NumPy:
         return BatchStatistics(np.empty(shape), np.empty(shape), np.empty(()), np.empty(()))
 
     def dense_copy(self, a: Array, like: Array) -> Array:
-        """A dense copy of `a` in the memory order of `like`."""
-        array = np.empty_like(like)
+        """A dense copy of `a`, an activation or a mask, in the memory order of `like`."""
+        array = np.empty_like(like, a.dtype, shape=a.shape)
         array[...] = a
         return array
-
-    def flat(self, mask: Array, x: Array) -> Array:
-        """The engine's mask as a dense vector, its axes in the memory order of `x`."""
-        order = sorted(range(x.ndim), key=lambda i: -x.strides[i])
-        return np.ascontiguousarray(mask.transpose(order).reshape(-1))
 
     def contiguous(self, a: Array, *, wide: bool) -> Array:
         """`a` in contiguous memory, and in float64 if `wide`."""
@@ -67,12 +62,8 @@ class Torch:
         return BatchStatistics(new(per_channel), new(per_channel), new(number), new(number))
 
     def dense_copy(self, a: Array, like: Array) -> Array:
-        return self._torch.empty_like(like).copy_(a)
-
-    def flat(self, mask: Array, x: Array) -> Array:
-        strides = x.stride()
-        order = sorted(range(x.ndim), key=lambda i: -strides[i])
-        return mask.permute(order).reshape(-1).contiguous()
+        like = like[tuple(map(slice, a.shape))]  # a mask has one channel
+        return self.empty_like(like, dtype=a.dtype).copy_(a)
 
     def contiguous(self, a: Array, *, wide: bool) -> Array:
         return (a.double() if wide else a).contiguous()

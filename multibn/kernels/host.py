@@ -27,6 +27,7 @@ _UNMOVED = Running(None, None, None)
 # The kind of array that the core takes for each name, see `_arguments.h`.
 _KINDS = dict.fromkeys(("x", "dy", "y", "residual"), "a")
 _KINDS |= dict.fromkeys(("weight", "bias"), "p") | dict.fromkeys(("mean", "var"), "w")
+_KINDS["mask"] = "m"
 
 move = generic.move
 
@@ -36,10 +37,9 @@ def begin_forward(i: Input, rank_weight: float, count: float, *, out: Array | No
     x, _, _, _, axis, _, _, _, mask = i
     library = LIBRARIES[type(x)]
     payload = library.numbers(sizes(x.shape, axis)[2]) if out is None else out
-    rows = None if mask is None else library.flat(mask, x)
-    done = _core.begin_forward(x, axis, rows, payload, rank_weight, count, None)
+    done = _core.begin_forward(x, axis, mask, payload, rank_weight, count, None)
     if type(done) is tuple:
-        _begin_forward_in_threads(x, axis, rows, (payload, rank_weight, count), done)
+        _begin_forward_in_threads(x, axis, mask, (payload, rank_weight, count), done)
     elif done is None:
         return _elsewhere(begin_forward, i, rank_weight, count, out=out)
     return payload
@@ -51,8 +51,7 @@ def finish_forward(i: Input, summed: Array, *share: float) -> tuple[Array, Batch
     library = LIBRARIES[type(x)]
     y = library.empty_like(x)
     batch = mean, var, count, element_weight = library.statistics(x, axis)
-    rows = None if mask is None else library.flat(mask, x)
-    head = x, axis, residual, rows, mean, var, weight, bias, eps, relu, y
+    head = x, axis, residual, mask, mean, var, weight, bias, eps, relu, y
     tail = summed, *share, count, element_weight, *(running or _UNMOVED)
     state = _core.finish_forward(*head, None, *tail)
     if type(state) is tuple:
@@ -81,10 +80,9 @@ def begin_backward(
     payload = library.numbers(sizes(x.shape, axis)[3]) if out is None else out
     dweight = None if weight is None else library.empty_like(weight)
     dbias = None if bias is None else library.empty_like(bias)
-    rows = None if mask is None else library.flat(mask, x)
     # To make the output again, of which a ReLU's gradient takes the sign.
     parameters = (weight, bias) if relu else (None, None)
-    head = x, axis, dy, y, rows, mean, var, *parameters, eps, relu
+    head = x, axis, dy, y, mask, mean, var, *parameters, eps, relu
     written = payload, dweight, dbias
     done = _core.begin_backward(*head, 0, None, *written)
     if type(done) is tuple:
@@ -102,8 +100,7 @@ def finish_backward(g: Gradient, summed: Array) -> tuple[Array, Array | None]:
     library = LIBRARIES[type(x)]
     dx = library.empty_like(x)
     dresidual = None if y is None else library.empty_like(x)
-    rows = None if mask is None else library.flat(mask, x)
-    read = x, axis, dy, y, rows, mean, var, weight, bias, eps, relu, summed, element_weight
+    read = x, axis, dy, y, mask, mean, var, weight, bias, eps, relu, summed, element_weight
     arguments = *read, dx, dresidual
     done = _core.finish_backward(*arguments, None)
     if type(done) is tuple:
@@ -118,8 +115,7 @@ def normalize(i: Input, batch: BatchStatistics) -> Array:
     x, weight, bias, eps, axis, residual, relu, _, mask = i
     library = LIBRARIES[type(x)]
     y = library.empty_like(x)
-    rows = None if mask is None else library.flat(mask, x)
-    arguments = x, axis, residual, rows, batch.mean, batch.var, weight, bias, eps, relu, y
+    arguments = x, axis, residual, mask, batch.mean, batch.var, weight, bias, eps, relu, y
     done = _core.normalize(*arguments, None)
     if type(done) is tuple:
         run(_core.normalize, arguments, tasks(done, num_threads()))
@@ -131,41 +127,44 @@ def normalize(i: Input, batch: BatchStatistics) -> Array:
 def _elsewhere(verb: Any, i: Input | Gradient, *others: Any, **options: Any) -> Any:
     """`verb` of copies that the core takes, or of `generic` where no copy helps."""
     library = LIBRARIES[type(i.x)]
-    like = i.x if _core.fits(i.x, i.axis, None, None, None) else library.dense_copy(i.x, i.x)
+    like = i.x if _fits(i.x, i.axis) else library.dense_copy(i.x, i.x)
 
     def copied(name: str, a: Any) -> Any:
         if isinstance(a, Input | Gradient | BatchStatistics):
             fields = type(a)(*map(copied, a._fields, a))
             return a if all(map(is_, fields, a)) else fields
         kind = _KINDS.get(name)
-        if a is None or kind is None:
+        if a is None or kind is None or _fits(like, i.axis, kind, a):
             return a
-        if _core.fits(like, i.axis, *[a if kind == k else None for k in "awp"]):
-            return a
-        if kind != "a":
+        if kind in "wp":
             return library.contiguous(a, wide=kind == "w")
-        same = (a.dtype, a.shape) == (like.dtype, like.shape)
-        return library.dense_copy(a, like) if same else a
+        copy = library.dense_copy(a, like)
+        return copy if _fits(like, i.axis, kind, copy) else a
 
-    if _core.fits(like, i.axis, None, None, None):
+    if _fits(like, i.axis):
         copies = [copied("", a) for a in (i, *others)]
         if not all(map(is_, copies, (i, *others))):
             return verb(*copies, **options)
     return getattr(generic, verb.__name__)(i, *others, **options)
 
 
+def _fits(like: Array, axis: tuple[int, ...], kind: str = "", a: Array | None = None) -> bool:
+    """Whether the core takes `like` for the activation, and with it `a`, an array of this kind."""
+    return bool(_core.fits(like, axis, *[a if kind == k else None for k in "amwp"]))
+
+
 def _begin_forward_in_threads(
-    x: Array, axis: tuple[int, ...], rows: Any, written: Any, sizes: tuple[int, int, int]
+    x: Array, axis: tuple[int, ...], mask: Any, written: Any, sizes: tuple[int, int, int]
 ) -> None:
     """`_core.begin_forward` of a large array."""
     parts, C = sum_tasks(sizes, num_threads()), sizes[1]
     mean = np.empty((2, C))  # and variance
     mean_at = mean.ctypes.data
     for again in (0, 1):  # a second time, about the mean, if the first centre was far from it
-        head = x, axis, None, None, rows, mean_at if again else 0, 0, None, None, 0.0, 0
+        head = x, axis, None, None, mask, mean_at if again else 0, 0, None, None, 0.0, 0
         _sums_memory, sums_at = _sums(head, sizes, parts)
         task = parts[0][0], sums_at, mean_at, mean_at + C * _FLOAT64, again
-        if not _core.begin_forward(x, axis, rows, *written, task):
+        if not _core.begin_forward(x, axis, mask, *written, task):
             break
 
 

@@ -59,7 +59,7 @@ class Verbs:
         from multibn.kernels import _core
         from multibn.kernels._memory import LIBRARIES
 
-        taken = _core.fits(x, axis, None, None, None)
+        taken = _core.fits(x, axis, *[None] * 4)
         dense = x if taken else LIBRARIES[type(x)].dense_copy(x, x)
         mean, var = (np.empty(channels(x.shape, axis)) for _ in range(2))
         written = mean.ctypes.data, var.ctypes.data
