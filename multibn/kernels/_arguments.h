@@ -20,9 +20,6 @@ typedef struct {
     int64_t N, C, S;
 } Input;
 
-enum { UNBIASED_GLOBAL, UNBIASED_LOCAL, BIASED, NUM_CONVENTIONS }; /* of a running variance */
-static const char *const CONVENTIONS[] = {"unbiased_global", "unbiased_local", "biased"};
-
 enum { ERROR = -1, TAKEN, NOT_TAKEN, TOO_LARGE };
 
 /* The address of an array of the kind of a letter, and its dtype; not taken if it is of another kind. */

@@ -40,41 +40,6 @@ static Tile tile_of(const Pass *p)
     return tile;
 }
 
-/* An array of parameters or running statistics, or NULL. */
-typedef struct {
-    void *at;
-    int64_t dtype;
-} Parameter;
-
-enum { PIECE = 128 }; /* channels at a time, where numbers need other memory meanwhile */
-
-#define EACH_DTYPE(CODE)                                      \
-    switch (array.dtype) {                                    \
-    case 0: CODE(float, , (float)); break;                    \
-    case 1: CODE(double, , ); break;                          \
-    case 2: CODE(uint16_t, from_float16, to_float16); break;  \
-    default: CODE(uint16_t, from_bfloat16, to_bfloat16);      \
-    }
-
-/* n numbers of an array in float64, from one on and `step` apart; and float64 numbers into an array. */
-static void get(Parameter array, int64_t from, int64_t step, int64_t n, double *restrict numbers)
-{
-#define CODE(A, wide, narrow) \
-    for (int64_t i = 0; i < n; i++) numbers[i] = wide(((const A *)array.at)[from + i * step])
-    EACH_DTYPE(CODE)
-#undef CODE
-}
-
-static void put(const double *restrict numbers, int64_t n, Parameter array, int64_t to)
-{
-#define CODE(A, wide, narrow) \
-    for (int64_t i = 0; i < n; i++) ((A *)array.at)[to + i] = narrow(numbers[i])
-    EACH_DTYPE(CODE)
-#undef CODE
-}
-
-/* The passes over an activation. */
-
 static void set(void *array, size_t size, int64_t i, double v)
 {
     if (size == sizeof(float))

@@ -1,0 +1,146 @@
+/* The steps between an activation and a message, on C numbers: as in generic.py, but for the passes. */
+
+/* An array of parameters or running statistics, or NULL. */
+typedef struct {
+    void *at;
+    int64_t dtype;
+} Parameter;
+
+enum { PIECE = 128 }; /* channels at a time, where numbers need other memory meanwhile */
+
+#define EACH_DTYPE(CODE)                                      \
+    switch (array.dtype) {                                    \
+    case 0: CODE(float, , (float)); break;                    \
+    case 1: CODE(double, , ); break;                          \
+    case 2: CODE(uint16_t, from_float16, to_float16); break;  \
+    default: CODE(uint16_t, from_bfloat16, to_bfloat16);      \
+    }
+
+/* n numbers of an array in float64, from one on and `step` apart; and float64 numbers into an array. */
+static void get(Parameter array, int64_t from, int64_t step, int64_t n, double *restrict numbers)
+{
+#define CODE(A, wide, narrow) \
+    for (int64_t i = 0; i < n; i++) numbers[i] = wide(((const A *)array.at)[from + i * step])
+    EACH_DTYPE(CODE)
+#undef CODE
+}
+
+static void put(const double *restrict numbers, int64_t n, Parameter array, int64_t to)
+{
+#define CODE(A, wide, narrow) \
+    for (int64_t i = 0; i < n; i++) ((A *)array.at)[to + i] = narrow(numbers[i])
+    EACH_DTYPE(CODE)
+#undef CODE
+}
+
+enum { WEIGHT, COUNT, NUM_SCALARS }; /* after the 2C numbers of a forward message: see message.py */
+enum { RIGHT, REFUSED, NOT_FINITE, ONE_VALUE }; /* states of a message: see arguments.py */
+
+static void pack(const double *mean, const double *var, double *packed, int64_t C, double weight, double count)
+{
+    for (int64_t c = 0; c < C; c++) {
+        packed[c] = weight * mean[c];
+        packed[C + c] = weight * (var[c] + mean[c] * mean[c]);
+    }
+    packed[2 * C + WEIGHT] = weight;
+    packed[2 * C + COUNT] = count;
+}
+
+static int unpack(const double *summed, double *mean, double *var, double *total_count,
+                  double *element_weight, int64_t C, double weight, double count)
+{
+    const double total_weight = summed[2 * C + WEIGHT], divisor = total_weight == 0 ? 1 : total_weight;
+    int state = count <= 1 && summed[2 * C + COUNT] == 1 ? ONE_VALUE : RIGHT;
+    for (int64_t c = 0; c < C; c++) {
+        mean[c] = summed[c] / divisor;
+        const double difference = summed[C + c] / divisor - mean[c] * mean[c];
+        var[c] = difference < 0 ? 0 : difference; /* NaN stays */
+        if (!isfinite(summed[C + c]))
+            state = NOT_FINITE;
+    }
+    *total_count = summed[2 * C + COUNT];
+    *element_weight = weight / ((count > 1 ? count : 1) * divisor);
+    return isnan(*total_count) ? REFUSED : state;
+}
+
+/* What a pass reads beside the activations. */
+typedef struct {
+    const double *mean, *var;
+    Parameter weight, bias;
+    double eps;
+} Statistics;
+
+static void output_coefficients(const Statistics *s, int64_t C, double *scale, double *shift)
+{
+    for (int64_t c = 0; c < C; c++) {
+        scale[c] = 1;
+        shift[c] = 0;
+    }
+    if (s->weight.at)
+        get(s->weight, 0, 1, C, scale);
+    if (s->bias.at)
+        get(s->bias, 0, 1, C, shift);
+    for (int64_t c = 0; c < C; c++)
+        scale[c] *= 1 / sqrt(s->var[c] + s->eps);
+}
+
+/* Write the variance from the sums of all parts, and the mean in place of the centre. Returns how
+many channels had a centre that was far from the mean. */
+static int64_t finish_moments(const double *sums, double *mean, double *var, double count, int64_t C,
+                              int64_t parts)
+{
+    int64_t far = 0;
+    for (int64_t c = 0; c < C; c++) {
+        double first = 0, second = 0;
+        for (int64_t p = 0; p < parts; p++) {
+            first += sums[2 * p * C + c];
+            second += sums[(2 * p + 1) * C + c];
+        }
+        first /= count;
+        const double difference = second / count - first * first;
+        mean[c] += first;
+        var[c] = difference < 0 ? 0 : difference; /* NaN stays */
+        far += first * first > DISTANT * DISTANT * var[c];
+    }
+    return far;
+}
+
+enum { UNBIASED_GLOBAL, UNBIASED_LOCAL, BIASED, NUM_CONVENTIONS }; /* of a running variance */
+static const char *const CONVENTIONS[] = {"unbiased_global", "unbiased_local", "biased"};
+
+/* See `arguments.Running`. */
+typedef struct {
+    Parameter mean, var; /* NULL if nothing is to be moved */
+    double momentum;     /* negative for 1/n at the n-th batch */
+    int64_t convention, *num_batches;
+} Running;
+
+/* Move a running statistic towards that of a batch. */
+static void approach(Parameter running, const double *batch, int64_t C, double momentum, double factor)
+{
+    double old[PIECE];
+    for (int64_t c = 0, few; c < C; c += few) {
+        few = at_most(PIECE, C - c);
+        get(running, c, 1, few, old);
+        for (int64_t j = 0; j < few; j++)
+            old[j] = (1 - momentum) * old[j] + momentum * (batch[c + j] * factor);
+        put(old, few, running, c);
+    }
+}
+
+static void move(const Running *r, const double *mean, const double *var, int64_t C, double total, double count)
+{
+    if (!(total > 0))
+        return;
+    double momentum = r->momentum, factor = 1;
+    if (r->num_batches)
+        ++*r->num_batches;
+    if (momentum < 0)
+        momentum = r->num_batches ? 1.0 / (*r->num_batches > 1 ? *r->num_batches : 1) : 0;
+    if (r->convention == UNBIASED_GLOBAL)
+        factor = total / (total > 2 ? total - 1 : 1);
+    if (r->convention == UNBIASED_LOCAL)
+        factor = count / (count > 2 ? count - 1 : 1);
+    approach(r->mean, mean, C, momentum, 1);
+    approach(r->var, var, C, momentum, factor);
+}
