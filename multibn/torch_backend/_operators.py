@@ -1,4 +1,4 @@
-"""Operators of a layer that torch.compile calls without looking inside: message, mask, refusal.
+"""Operators of a layer that torch.compile calls without looking inside, such as the message.
 
 An operator takes only tensors, numbers and strings, so a communicator is passed as its id.
 """
@@ -144,6 +144,13 @@ def _mask(
     return checked.clone()  # an operator's output must not share memory with its inputs
 
 
+@operator()
+def _total_statistics(means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance over all splits of a batch, axis 0, by the law of total variance."""
+    between, mean = torch.var_mean(generic.as_wide(means), 0, correction=0)
+    return mean.to(means), (generic.as_wide(variances).mean(0) + between).to(variances)
+
+
 @torch.library.register_fake("multibn::allreduce", lib=library)
 def _(payload: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(payload)
@@ -158,6 +165,11 @@ def _(x: Tensor, *_: Any) -> Tensor:
 def _(x: Tensor, weight: Any, bias: Any, residual: Any, num_channels: int, *_: Any) -> Any:
     batch = [x.new_empty(shape, dtype=torch.float64) for shape in ([num_channels],) * 2 + ([],) * 2]
     return torch.empty_like(x), *batch
+
+
+@torch.library.register_fake("multibn::total_statistics", lib=library)
+def _(means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(means[0]), torch.empty_like(variances[0])
 
 
 # The compiler keeps effects in order, and neither drops nor repeats one.

@@ -143,38 +143,40 @@ class _SubBatchNorm(Synchronized):
     def _normalize(self, part: Any, i: Input, communicator: Communicator) -> Tensor:
         """The arithmetic of a call of `part`. From axis 1, `i.x` has the axes of `_channels`."""
         channels = self._channels()
-        x, weight, bias, _, axis, _, _, _, mask = i
+        weight, bias = i.weight, i.bias
         if self.training:  # autograd adds up the splits' gradients
             weight, bias = (None if p is None else p.expand(channels) for p in (weight, bias))
         if part.running_mean is not None and not part.training:
             statistics = (v.view(channels) for v in (part.running_mean, part.running_var))
-            x = generic.masked(x, mask)
+            x = generic.masked(i.x, i.mask)
             y = functional.normalize_by_running(x, weight, bias, *statistics, eps=part.eps)
-            return generic.masked(y, mask)
-        running = running_of(part, self.running_var_convention)
-        i = Input(x, weight, bias, part.eps, axis, running=running, mask=mask)
-        if self.training and mask is not None:
-            return self._normalize_apart(i, communicator)
-        sharing = channels[:1], communicator  # to the pass, the splits are the channels of axis 1
+            return generic.masked(y, i.mask)
+        running: Any = running_of(part, self.running_var_convention)
+        i = i._replace(weight=weight, bias=bias, eps=part.eps, running=running)
+        apart = self.training and i.mask is not None
+        # To a pass over all splits together, these are the channels of axis 1.
+        inputs = self._splits(i) if apart else [i]
+        sharing = [each.x.shape[1] for each in inputs], communicator
         try:
-            ((y, _),) = compiled.forward_all([i], *sharing, weighting=self.weighting)
+            results = compiled.forward_all(inputs, *sharing, weighting=self.weighting)
         except OneValueError as error:
-            if not self.training:
+            if apart or not self.training:
                 raise
             raise OneValueError(
                 "training needs more than 1 value per channel in each of the "
                 f"{self.num_splits} splits: got 1 over {communicator.size} rank(s) together, with "
-                f"an input of shape {tuple(x.flatten(0, 1).shape)} on rank {communicator.rank}. "
+                f"an input of shape {tuple(i.x.flatten(0, 1).shape)} on rank {communicator.rank}. "
                 "Use a larger batch or a smaller `num_splits`, drop the last batch, or call eval()."
             ) from error
-        if self.training and moves(running, x):
+        if self.training and moves(running, i.x):
+            if apart and running.num_batches is not None:
+                running.num_batches.add_(torch.stack([b.count for _, b in results]).amax() > 0)
             self.aggregate_stats()
-        return y
+        return torch.stack([y for y, _ in results], dim=1) if apart else results[0][0]
 
-    def _normalize_apart(self, i: Input, communicator: Communicator) -> Tensor:
-        """Normalize splits whose masks give each its own count: as layers that share a message."""
-        running: Any = i.running
-        mask: Any = i.mask
+    def _splits(self, i: Any) -> list[Input]:
+        """An input for each split, for masks that give each its own count."""
+        running, mask = i.running, i.mask
         if isinstance(running, Pool):
             raise NotImplementedError(
                 f"a {type(self).__name__} with a `mask` cannot be in a step of step_statistics: "
@@ -191,13 +193,7 @@ class _SubBatchNorm(Synchronized):
             weight, bias = (None if p is None else p[k] for p in (i.weight, i.bias))
             axis = functional.all_but_channels(x)
             inputs.append(Input(x, weight, bias, i.eps, axis, running=own, mask=mask[:, k]))
-        sharing = [self.num_features] * self.num_splits, communicator
-        results = compiled.forward_all(inputs, *sharing, weighting=self.weighting)
-        if moves(running, i.x):
-            if running.num_batches is not None:
-                running.num_batches.add_(torch.stack([b.count for _, b in results]).amax() > 0)
-            self.aggregate_stats()
-        return torch.stack([y for y, _ in results], dim=1)
+        return inputs
 
     def _channels(self) -> tuple[int, ...]:
         """Shape of the statistics of a call: in training, every split has its own."""
@@ -223,7 +219,7 @@ class _SubBatchNorm(Synchronized):
         if self.split_bn.running_mean is None:
             return
         shape = (self.num_splits, self.num_features)
-        mean, var = _total(
+        mean, var = torch.ops.multibn.total_statistics(
             self.split_bn.running_mean.view(shape), self.split_bn.running_var.view(shape)
         )
         self.bn.running_mean.copy_(mean)
@@ -402,16 +398,3 @@ class SubBatchNorm3d(_SubBatchNorm):
 
     _part = _BatchNorm3d
     _shapes = {5: "(N, C, D, H, W)"}
-
-
-# An operator, so that torch.compile does not look inside.
-@torch.library.custom_op("multibn::total_statistics", mutates_args=())
-def _total(means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance over all splits (axis 0), by the law of total variance."""
-    between, mean = torch.var_mean(generic.as_wide(means), 0, correction=0)
-    return mean.to(means), (generic.as_wide(variances).mean(0) + between).to(variances)
-
-
-@_total.register_fake
-def _(means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(means[0]), torch.empty_like(variances[0])
