@@ -1,4 +1,4 @@
-"""Which elements of an activation count: masks and lengths, for any library of arrays.
+"""Which elements of an activation count, and what a rank counts for: masks, lengths, weightings.
 
 A mask of the engine has the shape of the activation but for the channel axes, which have size 1.
 """
@@ -8,8 +8,8 @@ from typing import Any
 from array_api_compat import is_array_api_obj, to_device
 
 from multibn._arrays import array_namespace, device, is_abstract, is_on_host
-from multibn._typing import Array, Weighting
-from multibn.kernels import generic
+from multibn._typing import Array, Weighting, check_choice
+from multibn.kernels import Input, generic
 
 
 def checked(x: Array, mask: Any, lengths: Any, /, *, axis: tuple[int, ...]) -> Array | None:
@@ -51,23 +51,33 @@ def checked(x: Array, mask: Any, lengths: Any, /, *, axis: tuple[int, ...]) -> A
     return xp.reshape(xp.reshape(mask, (-1,)), shape)  # dense, once for all passes
 
 
-def share(
-    mask: Array, weighting: Weighting, /, *, axis: tuple[int, ...]
-) -> tuple[float | Array, float | Array]:
-    """What this rank counts for, and its elements per channel: numbers, or arrays on a GPU.
+def share(i: Input, count: float, weighting: Weighting, /) -> tuple[float | Array, float | Array]:
+    """What this rank counts for, and its elements per channel, which are `count` without a mask.
 
-    A sample that no element counts of is no sample.
+    Numbers, or arrays of a mask on a GPU. A sample that no element counts of is no sample.
     """
-    xp = array_namespace(mask)
-    weight = count = xp.count_nonzero(mask)
+    if i.mask is None:
+        return rank_weight(count, i.x.shape[i.axis[0]], weighting), count
+    xp = array_namespace(i.mask)
+    weight = counted = xp.count_nonzero(i.mask)
     if weighting == "sample":
-        others = tuple(i for i in range(mask.ndim) if i != axis[0])
-        weight = xp.count_nonzero(xp.any(mask, axis=others))
+        others = tuple(k for k in range(i.mask.ndim) if k != i.axis[0])
+        weight = xp.count_nonzero(xp.any(i.mask, axis=others))
     elif weighting == "rank":
-        weight = count > 0
-    if is_on_host(mask) and not is_abstract(mask):
-        return float(weight), float(count)
-    return generic.as_wide(weight), generic.as_wide(count)
+        weight = counted > 0
+    if is_on_host(i.mask) and not is_abstract(i.mask):
+        return float(weight), float(counted)
+    return generic.as_wide(weight), generic.as_wide(counted)
+
+
+def rank_weight(count: float, num_samples: float, weighting: Weighting) -> float:
+    """What a rank with so many elements per channel and samples counts for."""
+    if weighting == "element":
+        return count
+    check_choice("weighting", weighting, Weighting)
+    if count == 0:
+        return 0.0
+    return num_samples if weighting == "sample" else 1.0
 
 
 def _mask_of(lengths: Array, elements: tuple[int, ...], x: Array) -> Array:

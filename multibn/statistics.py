@@ -16,9 +16,8 @@ communicator::
 This is batch normalization (Ioffe & Szegedy, 2015, arXiv:1502.03167) of the concatenated batch when
 a_i = n_i. There is one allreduce each way, whatever the number of ranks: of 2C+4 numbers as the
 layers use a communicator (see `multibn.message`), of 2C+2 forward and 2C backward over a bare one.
-Layers that are ready at the same time share a message: the functions that end in `_all` take
-several. Nothing here makes a GPU wait for the host, except where a rank holds at most one value per
-channel.
+Layers that are ready at the same time share a message, see `multibn.step`. Nothing here makes a GPU
+wait for the host, except where a rank holds at most one value per channel.
 """
 
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from typing import NamedTuple, NoReturn
 
 from multibn import kernels, masks, message
 from multibn._arrays import array_namespace, device, is_on_host, values
-from multibn._typing import Array, Weighting, check_choice
+from multibn._typing import Array, Weighting
 from multibn.communicators import Communicator, conversation
 from multibn.kernels import BatchStatistics as BatchStatistics
 from multibn.kernels import Gradient, Input, generic
@@ -121,9 +120,8 @@ def local_moments(
         raise not_floating(x)
     axis = _checked_axes(x, axis)
     shape, count, *_ = sizes(x.shape, axis)
-    if mask is not None:
-        _, count = masks.share(mask, "element", axis=axis)
     i = Input(x, None, None, 0.0, axis, mask=mask)
+    _, count = masks.share(i, count, "element")
     payload = kernels.select(x).begin_forward(i, 1.0, count)
     mean, meansqr = generic.split_sums(payload, shape)
     return Moments(mean, meansqr, count, float(x.shape[axis[0]]))
@@ -197,23 +195,13 @@ def aggregate(
     [3.] 3.0
     """
     mean, meansqr, count, num_samples = moments
-    weight = rank_weight(count, num_samples, weighting)
+    weight = masks.rank_weight(count, num_samples, weighting)
     payload = generic.pack(mean, meansqr, weight, count)
     summed = communicator.allreduce(payload)
     batch, state = generic.unpack(summed, mean.shape, weight, count)
     if state in (kernels.REFUSED, kernels.NOT_FINITE):
         raise_for(state, communicator, payload, mean)
     return batch
-
-
-def rank_weight(count: float, num_samples: float, weighting: Weighting) -> float:
-    """What a rank with so many elements per channel and samples counts for."""
-    if weighting == "element":
-        return count
-    check_choice("weighting", weighting, Weighting)
-    if count == 0:
-        return 0.0
-    return num_samples if weighting == "sample" else 1.0
 
 
 def raise_for(state: int, communicator: Communicator, payload: Array, x: Array) -> NoReturn:
@@ -276,7 +264,7 @@ def refuse(communicator: Communicator, /, *num_channels: int, like: Array) -> No
     For a rank that finds its input to be invalid, before it raises its own error: without it the
     other ranks would wait for this one. Arrays are made beside `like`.
     Collective: matches one `aggregate` of `num_channels` channels on the other ranks, or one
-    `batch_statistics_all` where several numbers are given.
+    message of several layers where several numbers are given.
     """
     if communicator.size == 1:
         return

@@ -20,7 +20,7 @@ from multibn.kernels import Input as Input
 from multibn.message import Message
 from multibn.population import Pool
 
-# Of x; of the residual, if there was a ReLU after the residual; of weight and bias.
+# Of x; of the residual, or None, see `generic.residual_gradient`; of weight and bias.
 Gradients: TypeAlias = tuple[Array | None, Array | None, Array | None, Array | None]
 
 
@@ -58,10 +58,8 @@ def share(
     for i in inputs:
         _, count, length, _ = statistics.sizes(i.x.shape, i.axis)
         weight: Any = count
-        if i.mask is not None:
-            weight, count = masks.share(i.mask, weighting, axis=i.axis)
-        elif weighting != "element":
-            weight = statistics.rank_weight(count, float(i.x.shape[i.axis[0]]), weighting)
+        if i.mask is not None or weighting != "element":
+            weight, count = masks.share(i, count, weighting)
         shares.append((select(i.x), i, weight, count))
         lengths.append(length)
     communicator, memory, outs = _open(communicator, "forward", inputs, lengths)
@@ -133,8 +131,7 @@ def backward(
             lengths.append(statistics.sizes(g.x.shape, g.axis)[3])
         else:
             _, dweight, dbias, *_ = k.begin_backward(g)
-            dresidual = None if g.y is None else generic.rectified(g.dy, g.y)
-            results[n] = None, dresidual, dweight, dbias
+            results[n] = None, None, dweight, dbias
     if not sharing:
         return results
     communicator, memory, outs = _open(communicator, "backward", about, lengths)
@@ -154,13 +151,6 @@ def backward(
         dx, dresidual = k.finish_backward(g, summed, *begun)
         results[n] = dx, dresidual, dweight, dbias
     return results
-
-
-def local_count(i: Input, /) -> float | Array:
-    """This rank's elements per channel."""
-    if i.mask is None:
-        return statistics.sizes(i.x.shape, i.axis)[1]
-    return masks.share(i.mask, "element", axis=i.axis)[1]
 
 
 def announced(inputs: Sequence[Input | Gradient], /) -> Any:

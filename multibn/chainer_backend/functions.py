@@ -289,9 +289,8 @@ def _gradients(node: BatchNormalization, y: Array | None, *arrays: Array) -> lis
         raise_for_nan_gradients(node.communicator, bool((counted != counted).any()))
     y = y if node.has_residual else None  # without a residual, `x` has the signs
     about: Any = node.batch, node.eps, node.axis, node.relu, y, node.mask
-    ((dx, dresidual, *parameters),) = step.backward(
-        [Gradient(dy, *arguments, *about)], node.communicator, means=True
-    )
+    g = Gradient(dy, *arguments, *about)
+    ((dx, dresidual, *parameters),) = step.backward([g], node.communicator, means=True)
     if node.has_residual and dresidual is None:
-        dresidual = generic.masked(dy, node.mask)
+        dresidual = generic.residual_gradient(g)
     return [v for v in (dx, *parameters, dresidual) if v is not None]

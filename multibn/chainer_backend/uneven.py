@@ -10,12 +10,12 @@ from chainer import functions as F
 from chainer import links as L
 from chainer.dataset import concat_examples
 
-from multibn import lockstep, statistics
+from multibn import kernels, lockstep, statistics
 from multibn.chainer_backend import functions
 from multibn.chainer_backend.links import MultiNodeBatchNormalization
 from multibn.chainer_backend.synchrony import participants
 from multibn.communicators import Communicator, SingleProcess
-from multibn.kernels import generic
+from multibn.kernels import Input
 
 
 class Joined(lockstep.Joined[chainer.Variable]):
@@ -154,9 +154,8 @@ def _forward(
     axis, mask = functions.check_input(v, link.avg_mean.shape, link.axis, _ALONE, **masks)
     batch = statistics.aggregate(statistics.local_moments(v.array, axis=axis, mask=mask), _ALONE)
     weight, bias = map(chainer.as_array, link._scale_and_shift())
-    array = generic.masked(v.array, mask)
-    own = statistics.normalize(array, batch, weight=weight, bias=bias, eps=link.eps, axis=axis)
-    own = generic.masked(own, mask)
+    i = Input(v.array, weight, bias, link.eps, axis, mask=mask)
+    own = kernels.select(v.array).normalize(i, batch)
     return functions.with_layout_of(x, F.concat([empty, own], axis=batch_axis))
 
 

@@ -43,14 +43,14 @@ _PARTIALS = 0.1  # of the traffic of a pass may be sums of splits, which are wri
 
 def begin_forward(i: Input, rank_weight: Any, count: Any, /, *, out: Message | None = None) -> Any:
     """As `generic.begin_forward`; two launches."""
-    x, mask = i.x, i.mask
-    plan = _plan_of(x.shape, x.stride(), x.dtype, i.axis, x.device, mask is not None)
+    x = i.x
+    plan = _plan_of(x.shape, x.stride(), x.dtype, i.axis, x.device, i.mask is not None)
     if plan is None:
         return generic.begin_forward(i, rank_weight, count, out=out)
     programs, sizes, splits, constants, known = plan.sums
     partials = x.new_empty((4, splits, plan.channels), dtype=plan.dtype)
     key = "moments" if x.data_ptr() % 16 == 0 else None
-    arguments = x, None if mask is None else _bytes(mask), partials, *sizes
+    arguments = x, _bytes(i.mask), partials, *sizes
     launch(_triton.moments, programs, arguments, constants, key, known)
     return cuda_steps.merge_moments(partials, out, rank_weight, count)
 
@@ -146,7 +146,7 @@ def normalize(i: Input, batch: BatchStatistics, /) -> Tensor:
 
 
 def _normalize(plan: "_Plan", i: Input, coefficients: Tensor) -> Tensor:
-    x, residual, mask = i.x, i.residual, i.mask
+    x, residual = i.x, i.residual
     programs, sizes, _, constants, known = plan.elementwise[i.relu]
     y = torch.empty_like(x)
     place = x.data_ptr()
@@ -154,13 +154,13 @@ def _normalize(plan: "_Plan", i: Input, coefficients: Tensor) -> Tensor:
         residual = _laid_out_as(x, residual)
         place |= residual.data_ptr()
     key = ("normalize", residual is None) if place % 16 == 0 else None
-    arguments = x, None if mask is None else _bytes(mask), coefficients, residual, y, *sizes
+    arguments = x, _bytes(i.mask), coefficients, residual, y, *sizes
     launch(_triton.normalize, programs, arguments, constants, key, known)
     return y
 
 
-def _bytes(mask: Tensor) -> Tensor:
-    return mask.contiguous().view(torch.uint8)
+def _bytes(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask.contiguous().view(torch.uint8)
 
 
 def _inputs(dy: Tensor, x: Tensor, y: Tensor | None, mask: Tensor | None) -> tuple[Any, Any]:
@@ -172,7 +172,7 @@ def _inputs(dy: Tensor, x: Tensor, y: Tensor | None, mask: Tensor | None) -> tup
         y = _laid_out_as(x, y)
         place, dtype = place | y.data_ptr(), y.dtype
     key = (dy.dtype, dtype) if place % 16 == 0 else None
-    return (dy, x, y, None if mask is None else _bytes(mask)), key
+    return (dy, x, y, _bytes(mask)), key
 
 
 class _Tiling(NamedTuple):

@@ -35,11 +35,10 @@ from multibn.kernels.arguments import (
     Input,
     Running,
 )
-from multibn.kernels.generic_passes import PASSES, Passes
+from multibn.kernels.generic_passes import PASSES, Passes, rectified
 from multibn.kernels.generic_passes import as_wide as as_wide
 from multibn.kernels.generic_passes import at_least_one as at_least_one
 from multibn.kernels.generic_passes import masked as masked
-from multibn.kernels.generic_passes import rectified as rectified
 
 
 def begin_forward(
@@ -130,6 +129,11 @@ def finish_backward(
     sums = split_sums(_like(summed, g.batch.mean), g.batch.mean.shape)
     dx = masked(passes.input_gradient(before, sums), g.mask)
     return dx, None if g.y is None else before.dy
+
+
+def residual_gradient(g: Gradient, /) -> Array:
+    """The gradient of a residual, where `finish_backward` has not made it in its own pass."""
+    return masked(g.dy, g.mask) if g.y is None else rectified(g.dy, g.y)
 
 
 def pack(

@@ -81,7 +81,7 @@ class _SyncBatchNorm(torch.autograd.Function):
                 step.backward(gradients, communicator)
             ):
                 if dresidual is None and needed[4 * n + 4]:
-                    dresidual = generic.masked(grad_outputs[n], gradients[n].mask)
+                    dresidual = generic.residual_gradient(gradients[n])
                 results += dx, dweight, dbias, dresidual
         return tuple(results)
 
@@ -128,12 +128,10 @@ def _differentiable_backward(
             views: list[Any] = [
                 None if t is None else t.view_as(t) for t in (g.x, g.weight, g.bias)
             ]
-            relu, dy = g.relu, g.dy
-            if g.y is not None:  # the residual is gone; `y` has the signs
-                relu, dy = False, torch.where(g.y.detach() > 0, dy, 0.0)
+            relu = g.relu and g.y is None  # of a residual, which is gone, `y` has the signs
             x, weight, bias = views
             inputs.append(Input(x, weight, bias, g.eps, g.axis, relu=relu, mask=g.mask))
-            dys.append(generic.masked(dy, g.mask))
+            dys.append(generic.residual_gradient(g))
             sources += compress(views, needed[4 * n : 4 * n + 3])
         ys, _ = _differentiable.normalize_all(inputs, communicator, weighting, phase="second order")
         grads = iter(torch.autograd.grad(ys, sources, dys, create_graph=create_graph))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from multibn import message, recompute, statistics, step
+from multibn import masks, message, recompute, statistics, step
 from multibn._arrays import is_on_host, is_traced
 from multibn._typing import Weighting
 from multibn.communicators import Communicator, conversation
@@ -62,7 +62,8 @@ def _forward_all(
         recompute.record(batches)
         for i, batch in zip(inputs, batches, strict=True):
             if i.running is not None:
-                step.move(i.running, batch, step.local_count(i), generic)
+                _, count, *_ = statistics.sizes(i.x.shape, i.axis)
+                step.move(i.running, batch, masks.share(i, count, "element")[1], generic)
     return list(zip(ys, batches, strict=True))
 
 

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from multibn import masks, statistics
+from multibn import masks
 from multibn._arrays import is_abstract
 from multibn._typing import Weighting
 from multibn.communicators import Communicator
@@ -149,12 +149,8 @@ class _SyncBatchNorm(torch.autograd.Function):
         ctx.about = x.shape, axis, mask is not None, x.dtype, communicator
         ctx.options = eps, axis, relu
         i = Input(x, weight, bias, eps, axis, residual, relu, mask=mask)
-        count: Any = num_elements(x, axis)
         with without_autocast(x):
-            if mask is None:
-                rank_weight: Any = statistics.rank_weight(count, x.shape[axis[0]], weighting)
-            else:
-                rank_weight, count = masks.share(mask, weighting, axis=axis)
+            rank_weight, count = masks.share(i, num_elements(x, axis), weighting)
             payload = generic.begin_forward(i, rank_weight, count, passes=_PASSES)
             with _marked(CheckpointPolicy.MUST_SAVE):
                 summed = torch.ops.multibn.allreduce(payload, "forward", *ctx.about)
@@ -180,10 +176,8 @@ class _SyncBatchNorm(torch.autograd.Function):
                 summed = torch.ops.multibn.allreduce(payload, "backward", *ctx.about)
                 with _marked(here):
                     dx, dresidual = generic.finish_backward(g, summed, passes=_PASSES)
-            elif y is not None:
-                dresidual = generic.rectified(dy, y)
         if dresidual is None and ctx.needs_input_grad[5]:
-            dresidual = generic.masked(dy, mask)
+            dresidual = generic.residual_gradient(g)
         return dx, dweight, dbias, None, None, dresidual, *[None] * 4
 
 
