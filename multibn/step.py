@@ -66,11 +66,8 @@ def share(
     payloads = []
     for n, (k, i, weight, count) in enumerate(shares):
         payloads.append(k.begin_forward(i, weight, count, out=outs[n]))
-    if len(payloads) == 1:
-        sums: Sequence[Array] = (communicator.allreduce(payloads[0]),)
-    else:
-        sums = _send(communicator, memory, payloads, lengths)
-        # No running statistics may move where another layer's sum is wrong.
+    sums = _send(communicator, memory, payloads, lengths)
+    if len(payloads) > 1:  # no running statistics may move where another layer's sum is wrong
         for own, summed in zip(shares, sums, strict=True):
             state = generic.state(summed, own[-1])
             if state != RIGHT:
@@ -139,10 +136,7 @@ def backward(
     for place, (n, k) in enumerate(sharing):
         payload, *results[n] = k.begin_backward(about[place], out=outs[place])
         payloads.append(payload)
-    if len(payloads) == 1:
-        sums: Sequence[Array] = (communicator.allreduce(payloads[0]),)
-    else:
-        sums = _send(communicator, memory, payloads, lengths)
+    sums = _send(communicator, memory, payloads, lengths)
     for place, (n, k) in enumerate(sharing):
         g, summed = about[place], sums[place]
         dweight, dbias, *begun = results[n]
@@ -196,7 +190,9 @@ def _send(
     payloads: Sequence[Array],
     lengths: Sequence[int],
 ) -> Sequence[Array]:
-    """The sums of several payloads over the ranks. Collective."""
+    """The sums of the payloads over the ranks. Collective."""
+    if len(payloads) == 1:
+        return (communicator.allreduce(payloads[0]),)
     summed = communicator.allreduce(message.concat(payloads) if memory is None else memory)
     return message.split(summed, lengths)
 
