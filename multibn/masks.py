@@ -5,7 +5,7 @@ A mask of the engine has the shape of the activation but for the channel axes, w
 
 from typing import Any
 
-from array_api_compat import is_array_api_obj, to_device
+from array_api_compat import is_array_api_obj, is_torch_array, to_device
 
 from multibn._arrays import array_namespace, device, is_abstract, is_on_host
 from multibn._typing import Array, Weighting, check_choice
@@ -47,8 +47,13 @@ def checked(x: Array, mask: Any, lengths: Any, /, *, axis: tuple[int, ...]) -> A
             f"that broadcasts to it: got {tuple(mask.shape)} for an input of shape "
             f"{tuple(x.shape)}."
         ) from error
-    shape = tuple(n if i in axis else 1 for i, n in enumerate(x.shape))
-    return xp.reshape(xp.reshape(mask, (-1,)), shape)  # dense, once for all passes
+    mask = xp.reshape(mask, tuple(n if i in axis else 1 for i, n in enumerate(x.shape)))
+    # Dense, in the memory order of `x`, so that no pass needs a copy.
+    strides = x.stride() if is_torch_array(x) else getattr(x, "strides", (0,) * x.ndim)
+    order = sorted(range(x.ndim), key=lambda i: -strides[i])
+    rows = xp.permute_dims(mask, order)
+    dense = xp.reshape(xp.reshape(rows, (-1,)), rows.shape)
+    return xp.permute_dims(dense, sorted(range(x.ndim), key=order.__getitem__))
 
 
 def share(i: Input, count: float, weighting: Weighting, /) -> tuple[float | Array, float | Array]:

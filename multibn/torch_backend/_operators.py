@@ -141,7 +141,8 @@ def _mask(
     """The engine's mask. Collective if it raises."""
     checked = functional.mask_of(x, mask, lengths, [num_channels], _communicators[communicator])
     assert checked is not None
-    return checked.clone()  # an operator's output must not share memory with its inputs
+    # New memory, as an operator's output must be, with the strides that the compiler is told.
+    return checked.clone(memory_format=torch.contiguous_format)
 
 
 @operator()

@@ -238,13 +238,16 @@ def test_channels_last(shape: tuple[int, ...]) -> None:
 
 
 def test_memory_in_another_order() -> None:
-    """The mask is copied into the order of the input."""
+    """The mask is copied into the order of the input, but in compiled code, which expects one."""
     torch.manual_seed(0)
     x, mask = torch.randn(4, C, 5, 6), torch.rand(4, 5, 6) < 0.5
     turned = x.transpose(2, 3).contiguous().transpose(2, 3)
-    y = layer_of().float()(turned, mask=mask)
+    layer = layer_of().float()
+    y = layer(turned, mask=mask)
     assert y.stride() == turned.stride()
     torch.testing.assert_close(y, layer_of().float()(x, mask=mask))
+    made = torch.ops.multibn.mask(turned, mask, None, C, id(layer.conversation))
+    assert made.is_contiguous()
 
 
 def test_a_residual_and_relu() -> None:
