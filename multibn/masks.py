@@ -63,6 +63,7 @@ def share(i: Input, count: float, weighting: Weighting, /) -> tuple[float | Arra
     """
     if i.mask is None:
         return rank_weight(count, i.x.shape[i.axis[0]], weighting), count
+    check_choice("weighting", weighting, Weighting)
     xp = array_namespace(i.mask)
     weight = counted = xp.count_nonzero(i.mask)
     if weighting == "sample":

@@ -318,6 +318,10 @@ def test_functional() -> None:
     assert relative_error(statistics.var, plain.var) < 1e-11
     assert statistics.count == plain.count == sum(LENGTHS[0])
     assert torch.equal(sync_batch_norm(x, process_group=ALONE, lengths=lengths)[0], y)
+    wrong: Any = {"weighting": "batch", "process_group": ALONE}
+    for options in (wrong, wrong | {"mask": mask}):
+        with pytest.raises(ValueError, match="`weighting` must be one of 'element', 'sample', 'r"):
+            sync_batch_norm(x, **options)
 
 
 def test_sub_batch_norm() -> None:
