@@ -225,16 +225,16 @@ class MultiNodeBatchNormalization(chainer.Link):
         num_batches = self.xp.asarray(self.N, np.int64) if finetune else None
         convention = self.avg_var_convention
         running = Running(self.avg_mean, self.avg_var, momentum, convention, num_batches)
-        pool = None
+        moved: Any = running
         if self in steps:
-            steps[self] = pool = steps[self] or Pool(self.avg_mean)
-            pool.running = running
+            steps[self] = moved = steps[self] or Pool(self.avg_mean)
+            moved.running = running
         # F.forget sets Chainer's flag, `forgetting.forget` replays multibn's tapes.
         if not chainer.config.in_recomputing:
-            i = i._replace(running=running if pool is None else pool)
+            i = i._replace(running=moved)
         owner = self.conversation
         y, _ = functions.normalize(i, owner, owner=owner, weighting=self.weighting)
-        if pool is None:
+        if moved is running:
             self.count(running)
         return y
 
