@@ -38,6 +38,11 @@ def watch_active(kind: type[nn.Module], /) -> None:
         watch(ddp, kind)
 
 
+# torch.compiler.assume_constant_result sets this, and imports the compiler. Without the mark, the
+# compiler would guard the keys of `_meetings`, whose number changes as networks are collected.
+watch_active._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def watch(ddp: Any, kind: type[nn.Module], /) -> None:
     """Make a message of multibn's the first of every training forward pass of `ddp`.
 

@@ -1,6 +1,7 @@
 """Models under DistributedDataParallel: what it goes on to broadcast, and who waits for whom."""
 
 import copy
+import gc
 import warnings
 from contextlib import nullcontext
 from typing import Any
@@ -161,6 +162,18 @@ def check_copies_and_compiled_models_train(world: Communicator) -> None:
         torch.testing.assert_close(
             list(other.state_dict().values()), list(ddp.state_dict().values())
         )
+
+
+def check_a_compiled_model_does_not_depend_on_others(world: Communicator) -> None:
+    """The end of another model is no reason to compile again, and may come while one compiles."""
+    other = _train(DistributedDataParallel(convert_sync_batchnorm(_Net())), world)
+    ddp = DistributedDataParallel(convert_sync_batchnorm(_Net()))
+    compiled = _train(torch.compile(ddp, backend="eager"), world)
+    assert not _broadcast(ddp)
+    del other
+    gc.collect()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        _train(compiled, world)
 
 
 def check_another_version_of_torch_is_left_alone(world: Communicator) -> None:
