@@ -69,11 +69,7 @@ def load(spec: str) -> tuple[Any, Any, NDArrayAny]:
     try:
         result = function()
     except Exception as error:
-        module, _, name = spec.partition(":")
-        raise RuntimeError(
-            f"`--model` {spec} raised {type(error).__name__}: {error}. To see where, run "
-            f"python -c 'import {module}; {module}.{name}()'"
-        ) from error
+        raise RuntimeError(_raised(spec, error)) from error
     kinds = torch.nn.Module, chainer.Link, np.ndarray
     results = result if isinstance(result, tuple) else (result,)
     if len(results) != 3 or not all(map(isinstance, results, kinds)):
@@ -110,7 +106,17 @@ def why_not(spec: str) -> str:
         check_dtypes(chainer_model, torch_model, x)
     except (TypeError, ValueError, RuntimeError) as error:
         return str(error)
+    except Exception as error:  # of the user's module, when imported
+        return _raised(spec, error)
     return ""
+
+
+def _raised(spec: str, error: Exception) -> str:
+    module, _, name = spec.partition(":")
+    return (
+        f"`--model` {spec} raised {type(error).__name__}: {error}. To see where, run "
+        f"python -c 'import {module}; {module}.{name}()'"
+    )
 
 
 def _function(spec: str) -> Any:

@@ -1,5 +1,6 @@
 """Ranks as threads, for tests of the engine that need no launcher; and a counting communicator."""
 
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -59,6 +60,8 @@ def run_ranks(size: int, function: Callable[[ThreadCommunicator], T]) -> list[T]
 
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(run, rank) for rank in range(size)]
+    if "torch._dynamo" in sys.modules:  # `update_bn_stats` puts compilation off, for all threads
+        sys.modules["torch"].compiler.set_stance("default")
     errors = [f.exception() for f in futures if f.exception()]
     for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
         assert error is not None

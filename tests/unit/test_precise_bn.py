@@ -532,10 +532,8 @@ def test_messages() -> None:
     assert counting.take() == [2] * 4 + [2 * 3 + 2, 2 * 4 + 2]
 
 
-def test_ranks_whose_loaders_differ(request: pytest.FixtureRequest) -> None:
+def test_ranks_whose_loaders_differ() -> None:
     """Plain layers: unequal numbers of batches of unequal sizes, and a rank with none."""
-    # Ranks that are threads put compilation off and on again for each other.
-    request.addfinalizer(lambda: torch.compiler.set_stance("default"))
     data = [batches([4, 6, 2]), [], batches([3], seed=9, mean=4)]
 
     def run(estimator: str) -> Any:
