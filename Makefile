@@ -9,23 +9,20 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 export PATH := $(BIN):$(PATH)
 export OMP_NUM_THREADS ?= 1
-# Each of the many processes would compile the package anew.
+# Each of the many processes would compile its modules anew.
 export PYTHONDONTWRITEBYTECODE :=
 # Open MPI refuses root, and more ranks than cores, unless told otherwise.
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 
-# pip compiles one file after the other, which takes a minute; some files are of Python 2.
-compile = $(BIN)/python -W ignore -m compileall -qq -j 0 $(1) || true
-
 .PHONY: demo video test lint docs evidence bench gpu fuzz faults soak programs versions release clean
 
+# --no-compile: Python compiles what is imported; all files, one after the other, take pip a minute.
 $(VENV)/installed: pyproject.toml setup.py constraints.txt chainer-constraints.txt $(wildcard multibn/*/*.[ch])
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile \
 		--editable '.[torch,chainer,mpi,cli,lightning,mmengine,video,dev]'
-	$(call compile,$(VENV)/lib)
 	touch $@
 
 # An environment of its own, which sees the packages of the other one. PyPI's torchvision is built
@@ -41,7 +38,6 @@ $(PROGRAMS)/installed: $(VENV)/installed
 
 $(VENV)/originals: tests/originals/requirements.txt $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --no-compile --no-deps --upgrade --target $@ --requirement $<
-	$(call compile,$@)
 	touch $@
 
 demo: $(VENV)/installed  ## train the same network in both frameworks, synchronized and not

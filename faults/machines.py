@@ -113,6 +113,8 @@ def on(machine: str, command: list[str]) -> list[str]:
 
 
 def main(launcher: str, *arguments: str) -> int:
+    # Of the launchers' Python, which may be a fork: in the network of the process that it is of.
+    os.environ.pop("PYTHON_EXEC", None)
     if launcher == "mpiexec":
         return _mpiexec(list(arguments))
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"

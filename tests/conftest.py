@@ -17,7 +17,7 @@ from tests.helpers.checks import Checks
 
 Launch = tuple[str, int]  # launcher and number of ranks
 _LAUNCHES = pytest.StashKey[dict[Launch, Checks]]()
-_BESIDE = pytest.StashKey[dict[str, Future[Any]]]()  # by the test's name
+_BESIDE = pytest.StashKey[dict[Callable[[], Any], Future[Any]]]()
 
 # Each process that compiles by inductor would ask the compiler ten times for what the processor
 # has, and start a pool of processes: 17 s of processor time.
@@ -43,15 +43,20 @@ def _check(item: pytest.Item) -> pytest.Mark | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Checks, launch by launch, after the tests that they run beside; then what runs alone."""
+    """Checks, launch by launch, after the tests that they run beside; then what runs alone.
+
+    The other tests of tests/distributed start ranks of their own: when most launches have ended.
+    """
     launches = list(dict.fromkeys(mark.args[:2] for item in items if (mark := _check(item))))
 
     def turn(item: pytest.Item) -> tuple[bool, int]:
         mark = _check(item)
         alone = item.get_closest_marker("alone") is not None
         if item.get_closest_marker("beside"):
-            return alone, 1 + len(launches)
-        return alone, 1 + launches.index(mark.args[:2]) if mark else 0
+            return alone, 2 + len(launches)
+        if mark:
+            return alone, 2 + launches.index(mark.args[:2])
+        return alone, int("tests/distributed/" in item.nodeid)
 
     items.sort(key=turn)
 
@@ -67,12 +72,10 @@ def _launches(items: Sequence[pytest.Item]) -> dict[Launch, Checks]:
     return {launch: Checks(*launch, names[launch]) for launch in names}
 
 
-def _beside(items: Sequence[pytest.Item]) -> dict[str, Callable[[], Any]]:
-    """The functions of the selected tests that can run here."""
-    marks = [(item.nodeid, item.get_closest_marker("beside")) for item in items]
-    return {
-        name: mark.args[0] for name, mark in marks if mark and require.available(*mark.args[1:])
-    }
+def _beside(items: Sequence[pytest.Item]) -> list[Callable[[], Any]]:
+    """The functions of the selected tests that can run here, each once."""
+    marks = filter(None, (item.get_closest_marker("beside") for item in items))
+    return list(dict.fromkeys(mark.args[0] for mark in marks if require.available(*mark.args[1:])))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -85,9 +88,7 @@ def pytest_runtestloop(session: pytest.Session) -> Iterator[Any]:
     ):
         for checks in launches.values():
             pool.submit(checks.run)
-        session.stash[_BESIDE] = {
-            name: pool.submit(function) for name, function in _beside(items).items()
-        }
+        session.stash[_BESIDE] = {function: pool.submit(function) for function in _beside(items)}
         try:
             return (yield)
         finally:
@@ -110,4 +111,4 @@ def beside(request: pytest.FixtureRequest) -> Any:
     """The result of the function in this test's mark `beside`; raises its exception."""
     mark = request.node.get_closest_marker("beside")
     require.need(*mark.args[1:])
-    return request.session.stash[_BESIDE][request.node.nodeid].result()
+    return request.session.stash[_BESIDE][mark.args[0]].result()

@@ -4,9 +4,11 @@ import contextlib
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,8 +24,6 @@ from faults.launch import Job  # noqa: E402
 from faults.outcome import Outcome  # noqa: E402
 from faults.scenarios import SCENARIOS  # noqa: E402
 from faults.setups import SETUPS  # noqa: E402
-
-pytestmark = pytest.mark.alone
 
 # README's recipes for torch and for Chainer: one over shared memory, the other over MPI.
 _RECIPES = ("ddp", "chainermn")
@@ -80,6 +80,7 @@ def _expect(outcome: Outcome) -> None:
     assert not complaint, f"{complaint}\n{outcome.ranks}\n{outcome.output}"
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("setup, name", _CASES)
 def test_fault(setup: str, name: str, outcomes: Outcomes) -> None:
     """Seen in time, on every rank, with a message that names layers and ranks."""
@@ -87,6 +88,7 @@ def test_fault(setup: str, name: str, outcomes: Outcomes) -> None:
     _expect(outcomes[setup, name].result()[name])
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("setup, name", _CASES_THAT_END)
 def test_fault_that_ends_processes(setup: str, name: str, outcomes: Outcomes) -> None:
     """Multibn's line is the first and the last that a rank prints."""
@@ -94,6 +96,7 @@ def test_fault_that_ends_processes(setup: str, name: str, outcomes: Outcomes) ->
     _expect(outcomes[setup, name].result()[name])
 
 
+@pytest.mark.alone
 def test_survivors_go_on_where_mpi_lets_them(tmp_path: Path) -> None:
     """Open MPI with ULFM: `shrink` after a rank was killed, and exact statistics of the rest."""
     require.need("mpiexec")
@@ -155,47 +158,50 @@ def test_survivors_go_on_where_mpi_lets_them(tmp_path: Path) -> None:
     assert "lost the connection in SyncBatchNorm (forward, float64, call" in output
 
 
-@pytest.mark.parametrize("setup, name", [("gloo", "partition"), ("mpi", "delay")])
-def test_networks_between_two_machines(
-    setup: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that fails, and one with a delay."""
-    # A fork would be in the network of the server that has made it.
-    monkeypatch.delenv("PYTHON_EXEC", raising=False)
-    _need(setup)
-    require.need("netns")
-    _expect(machines.run(name, setup))
-
-
-def test_two_machines_with_two_ranks_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shared memory inside, the network between; processes of both have the same numbers."""
-    require.need("torchrun", "netns")
-    monkeypatch.delenv("PYTHON_EXEC", raising=False)  # its processes have another network
-    script = tmp_path / "sum.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import numpy as np
-            from multibn._launch import enter_world, leave_world
-
-            world = enter_world("gloo")
-            total = world.allreduce(np.random.default_rng(world.rank).standard_normal(5000))
-            line = world.lines._open[0]._chosen._line
-            numbers = f"{total.tobytes().hex()[:32]} {total.sum()}"
-            # In one piece: four processes write.
-            print(f"sum {numbers} {type(line).__name__}\\n", end="", flush=True)
-            leave_world()
-            """
+@pytest.mark.parametrize(
+    "setup",
+    [
+        pytest.param(
+            setup,
+            marks=pytest.mark.beside(
+                partial(machines.run, name, setup), SETUPS[setup].launcher, "netns"
+            ),
         )
-    )
+        for setup, name in (("gloo", "partition"), ("mpi", "delay"))
+    ],
+)
+def test_networks_between_two_machines(setup: str, beside: Outcome) -> None:
+    """One that fails, and one with a delay."""
+    assert beside.setup is SETUPS[setup]
+    _expect(beside)
+
+
+def _sums_of_two_machines() -> list[str]:
+    """What processes on two machines, two on each, print of the same sum."""
+    script = """
+        import numpy as np
+        from multibn._launch import enter_world, leave_world
+
+        world = enter_world("gloo")
+        total = world.allreduce(np.random.default_rng(world.rank).standard_normal(5000))
+        line = world.lines._open[0]._chosen._line
+        numbers = f"{total.tobytes().hex()[:32]} {total.sum()}"
+        # In one piece: four processes write.
+        print(f"sum {numbers} {type(line).__name__}\\n", end="", flush=True)
+        leave_world()
+    """
     apart = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable]
     torchrun = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
     where = ["--master-addr=10.77.0.1", "--master-port=29533"]
-    with machines.two_machines():
+    # A fork would be in the network of the process that it is of.
+    variables = {"GLOO_SOCKET_IFNAME": "eth0", "PYTHON_EXEC": sys.executable}
+    with machines.two_machines(), tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        file.write(textwrap.dedent(script))
+        file.flush()
         agents = [
             subprocess.Popen(
-                machines.on(name, [*apart, *torchrun, *where, f"--node-rank={i}", str(script)]),
-                env=environment() | {"GLOO_SOCKET_IFNAME": "eth0"},
+                machines.on(name, [*apart, *torchrun, *where, f"--node-rank={i}", file.name]),
+                env=environment() | variables,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -210,5 +216,11 @@ def test_two_machines_with_two_ranks_each(tmp_path: Path, monkeypatch: pytest.Mo
                 agent.wait()
     sums = [line for output in said for line in output.splitlines() if line.startswith("sum ")]
     assert len(sums) == 4, said
-    assert len(set(sums)) == 1, sums
-    assert sums[0].endswith(" LineOverMachines")
+    return sums
+
+
+@pytest.mark.beside(_sums_of_two_machines, "torchrun", "netns")
+def test_two_machines_with_two_ranks_each(beside: list[str]) -> None:
+    """Shared memory inside, the network between; processes of both have the same numbers."""
+    assert len(set(beside)) == 1, beside
+    assert beside[0].endswith(" LineOverMachines")

@@ -1,34 +1,46 @@
 """`multibn parity` as a user runs it, on one and two ranks and a few cases."""
 
 import json
+import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from multibn import cli
+from multibn import _launch, cli
 from multibn.parity import model
-from tests.helpers import require
+from tests.helpers import launch, require
 
 require.need("cli")
 CASES = ["uneven", "empty-rank", "mean-1e4", "recompute"]
 
 
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    require.need("cli", "torch", "chainer", "torchrun", "mpiexec")
-    path: Path = tmp_path_factory.mktemp("parity") / "out.json"
-    status = cli.main(
-        ["parity", "--ranks", "1,2", "--cases", ",".join(CASES), "--peers", "--json", str(path)]
-    )
-    document = json.loads(path.read_text())
-    assert status == document["exit_status"] == 0, document
+def _parity(*options: str) -> list[dict[str, Any]]:
+    """The rows that the command writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "out.json")
+        command = [launch.python(), "-m", "multibn", "parity", *options, "--json", str(path)]
+        ran = _launch.run(command, timeout=280, variables=launch.VARIABLES)
+        assert path.exists(), ran.stdout
+        document = json.loads(path.read_text())
+    assert ran.returncode == document["exit_status"] == 0, document
     found: list[dict[str, Any]] = document["rows"]
     return found
 
 
-def test_every_combination_is_within_bounds(rows: list[dict[str, Any]]) -> None:
-    ours = [row for row in rows if not row["peer"]]
+_EVERY = pytest.mark.beside(
+    partial(_parity, "--ranks", "1,2", "--cases", ",".join(CASES), "--peers"),
+    *("cli", "torch", "chainer", "torchrun", "mpiexec"),
+)
+_PAIR = pytest.mark.beside(
+    partial(_parity, "--model", "tests.helpers.models:pair"), "cli", "torch", "chainer", "mpiexec"
+)
+
+
+@_EVERY
+def test_every_combination_is_within_bounds(beside: list[dict[str, Any]]) -> None:
+    ours = [row for row in beside if not row["peer"]]
     over = [("single process", 1)]
     over += [(name, size) for name in ("gloo", "mpi", "chainermn naive") for size in (1, 2)]
     assert {(row["surface"], row["communicator"], row["ranks"]) for row in ours} == {
@@ -43,8 +55,9 @@ def test_every_combination_is_within_bounds(rows: list[dict[str, Any]]) -> None:
             assert not case["unexpected_messages"]
 
 
-def test_weak_spots_of_chainermn_show(rows: list[dict[str, Any]]) -> None:
-    (row,) = [r for r in rows if r["surface"] == "ChainerMN's link" and r["ranks"] == 2]
+@_EVERY
+def test_weak_spots_of_chainermn_show(beside: list[dict[str, Any]]) -> None:
+    (row,) = [r for r in beside if r["surface"] == "ChainerMN's link" and r["ranks"] == 2]
     errors = {name: case["errors"] for name, case in row["cases"].items()}
     assert errors["uneven"]["y"] > 1e-3
     assert errors["mean-1e4"]["y"] is None  # NaN
@@ -54,12 +67,9 @@ def test_weak_spots_of_chainermn_show(rows: list[dict[str, Any]]) -> None:
     assert errors["recompute"]["running_mean"] > 0.1
 
 
-def test_a_pair_of_models(tmp_path: Path) -> None:
-    require.need("cli", "torch", "chainer", "mpiexec")
-    path = tmp_path / "out.json"
-    assert cli.main(["parity", "--model", "tests.helpers.models:pair", "--json", str(path)]) == 0
-    rows = json.loads(path.read_text())["rows"]
-    assert [(row["surface"], row["ranks"], list(row["cases"])) for row in rows] == [
+@_PAIR
+def test_a_pair_of_models(beside: list[dict[str, Any]]) -> None:
+    assert [(row["surface"], row["ranks"], list(row["cases"])) for row in beside] == [
         ("torch, chainer", 1, ["each other"]),
         ("torch, chainer", 2, ["each other"]),
         ("torch", 2, ["one process"]),
