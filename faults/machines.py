@@ -113,7 +113,7 @@ def on(machine: str, command: list[str]) -> list[str]:
 
 
 def main(launcher: str, *arguments: str) -> int:
-    # Of the launchers' Python, which may be a fork: in the network of the process that it is of.
+    # The launchers would start this Python: a fork, in the network of the process that forks.
     os.environ.pop("PYTHON_EXEC", None)
     if launcher == "mpiexec":
         return _mpiexec(list(arguments))

@@ -57,7 +57,7 @@ def checked(x: Array, mask: Any, lengths: Any, /, *, axis: tuple[int, ...]) -> A
 
 
 def share(i: Input, count: float, weighting: Weighting, /) -> tuple[float | Array, float | Array]:
-    """What this rank counts for, and its elements per channel, which are `count` without a mask.
+    """The weight of this rank, and its elements per channel, which are `count` without a mask.
 
     Numbers, or arrays of a mask on a GPU. A sample that no element counts of is no sample.
     """
@@ -77,7 +77,7 @@ def share(i: Input, count: float, weighting: Weighting, /) -> tuple[float | Arra
 
 
 def rank_weight(count: float, num_samples: float, weighting: Weighting) -> float:
-    """What a rank with so many elements per channel and samples counts for."""
+    """The weight of a rank with so many elements per channel, and so many samples."""
     if weighting == "element":
         return count
     check_choice("weighting", weighting, Weighting)

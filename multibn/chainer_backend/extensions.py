@@ -229,7 +229,7 @@ def _norms(target: chainer.Link) -> list[_Norm]:
     return norms
 
 
-# What a caller may name before the input.
+# Arguments that a caller may name before the input.
 _OPTIONS = {"finetune", "residual", "mask", "lengths"}
 
 

@@ -177,7 +177,7 @@ def test_networks_between_two_machines(setup: str, beside: Outcome) -> None:
 
 
 def _sums_of_two_machines() -> list[str]:
-    """What processes on two machines, two on each, print of the same sum."""
+    """The lines that four processes, two on each of two machines, print of one sum."""
     script = """
         import numpy as np
         from multibn._launch import enter_world, leave_world
@@ -193,7 +193,7 @@ def _sums_of_two_machines() -> list[str]:
     apart = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable]
     torchrun = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
     where = ["--master-addr=10.77.0.1", "--master-port=29533"]
-    # A fork would be in the network of the process that it is of.
+    # A fork would be in the network of the process that forks.
     variables = {"GLOO_SOCKET_IFNAME": "eth0", "PYTHON_EXEC": sys.executable}
     with machines.two_machines(), tempfile.NamedTemporaryFile("w", suffix=".py") as file:
         file.write(textwrap.dedent(script))

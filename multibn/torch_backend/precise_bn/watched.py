@@ -24,7 +24,7 @@ Estimator: TypeAlias = Literal["population", "mean_of_var"]
 # New running mean and variance, and whether any rank had data.
 Estimate: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
-# What a caller may name before the input.
+# Arguments that a caller may name before the input.
 _OPTIONS = {"residual", "mask", "lengths"}
 
 
