@@ -11,14 +11,15 @@ from resnet_torch import ResNet, accuracy
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from multibn.torch_backend import convert_sync_batchnorm
+from multibn import as_communicator
+from multibn.torch_backend import convert_sync_batchnorm, register_allreduce_hook
 
 
 def main() -> None:
     args = parse_args(__doc__)
     torch.set_default_dtype(getattr(torch, args.dtype))
     dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
+    comm = as_communicator()
     train, test = (
         [torch.from_numpy(a) for a in images_and_labels]
         for images_and_labels in digits.load(args.dtype)
@@ -28,24 +29,21 @@ def main() -> None:
     if args.norm == "sync":
         convert_sync_batchnorm(model)
     parallel = DistributedDataParallel(model)
+    register_allreduce_hook(parallel)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
 
-    for step, part in enumerate(digits.batches(args.steps, rank, size)):
+    for step, part in enumerate(digits.batches(args.steps, comm.rank, comm.size)):
         loss = F.cross_entropy(parallel(train[0][part]), train[1][part])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 
-        loss = loss.detach()
-        dist.all_reduce(loss)
-        if rank == 0:
-            write_line(args.output, step=step, loss=loss.item() / size)
+        mean_loss = comm.allreduce(loss.detach()) / comm.size
+        if comm.rank == 0:
+            write_line(args.output, step=step, loss=mean_loss.item())
 
-    # All ranks evaluate, not rank 0 alone: if a rank exits right after its last collective, gloo's
-    # thread, which still holds the tensor, may abort the process.
-    test_accuracy = accuracy(model, *test)
-    if rank == 0:
-        write_line(args.output, accuracy=test_accuracy)
+    if comm.rank == 0:
+        write_line(args.output, accuracy=accuracy(model, *test))
     dist.destroy_process_group()
 
 

@@ -39,7 +39,8 @@ _DDP = Promises(
     "shared memory, under DistributedDataParallel",
     "yes, after DistributedDataParallel has compared the parameters",
     "yes",
-    "yes, but between the last layer's backward pass and the end of the step",
+    "yes, but between the last layer's backward pass and the end of the step; "
+    "with `register_allreduce_hook` there too",
     "yes, as the deadline",
     "`ConnectionError` with its rank and layer, as the deadline",
 )

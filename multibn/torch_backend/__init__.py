@@ -24,6 +24,9 @@ from multibn.torch_backend.sub_batch_norm import SubBatchNorm2d as SubBatchNorm2
 from multibn.torch_backend.sub_batch_norm import SubBatchNorm3d as SubBatchNorm3d
 from multibn.torch_backend.synchrony import average_gradients as average_gradients
 from multibn.torch_backend.synchrony import check_sync as check_sync
+from multibn.torch_backend.synchrony import (
+    register_allreduce_hook as register_allreduce_hook,
+)
 from multibn.torch_backend.synchrony import sync_running_stats as sync_running_stats
 from multibn.torch_backend.together import normalize_together as normalize_together
 from multibn.torch_backend.uneven import join as join

@@ -6,6 +6,7 @@ from itertools import chain
 from typing import Any, Literal, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -193,3 +194,74 @@ def average_gradients(parameters: nn.Module | Iterable[Tensor], process_group: A
         mean = communicator.allreduce(flat / communicator.size)
         for p, part in zip(group, mean.split([p.numel() for p in group]), strict=True):
             p.grad = part.view_as(p)
+
+
+def register_allreduce_hook(model: DistributedDataParallel, process_group: Any = None) -> None:
+    """Let DistributedDataParallel (DDP) average gradients by multibn's messages.
+
+    For models in host memory. A rank that is late or lost during the backward pass is then named at
+    multibn's deadline, not at the process group's; and ranks of one machine sum gradients through
+    shared memory, in less time than over gloo. Gradients are averaged when all are there: nothing
+    is computed meanwhile. `model.register_comm_hook` takes one hook.
+    Not collective, but every rank must call it; then one allreduce for each of DDP's buckets, in
+    `backward()`, which raises ConnectionError or TimeoutError on the other ranks if a rank has
+    ended or does not come by the deadline.
+
+    Parameters
+    ----------
+    model
+        The wrapper.
+    process_group
+        The ranks that train together, as in `check_sync`. A communicator may have a deadline of its
+        own.
+
+    Raises
+    ------
+    ValueError
+        For `process_group` as `check_sync`.
+    TypeError
+        If `model` is no DistributedDataParallel.
+
+    Examples
+    --------
+    On each of two ranks, after `init_process_group`:
+
+    >>> from torch import nn
+    >>> from torch.nn.parallel import DistributedDataParallel
+    >>> from multibn.torch_backend import convert_sync_batchnorm, register_allreduce_hook
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+    >>> model = DistributedDataParallel(convert_sync_batchnorm(model))
+    >>> register_allreduce_hook(model)
+    """
+    buckets = _Buckets(participants(model, process_group))
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            f"`model` must be a DistributedDataParallel: got {type(model).__qualname__}. Without "
+            "DistributedDataParallel, call `average_gradients` after backward()."
+        )
+    model.register_comm_hook(buckets, _average)
+
+
+class _Buckets:
+    """The buckets of gradients that are full in this backward pass."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self.full: list[tuple[Tensor, torch.futures.Future[Tensor]]] = []
+
+
+def _average(buckets: _Buckets, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average all buckets when the last one is full: after the layers' own messages.
+
+    With find_unused_parameters a bucket may be full before a layer's backward pass on one rank, and
+    after this pass on another.
+    """
+    averaged: torch.futures.Future[Tensor] = torch.futures.Future()
+    buckets.full.append((bucket.buffer(), averaged))
+    if bucket.is_last():
+        communicator = buckets.communicator
+        for gradients, future in buckets.full:
+            # Divided before the sum, which may overflow in 16 bits.
+            future.set_result(communicator.allreduce(gradients / communicator.size))
+        buckets.full.clear()
+    return averaged

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of communicators that need a launcher, on two ranks."""
+"""The examples in docstrings that need a launcher, on two ranks."""
 
 import importlib
 import inspect
@@ -21,6 +21,13 @@ def check_chainermn(world: Communicator) -> None:
         _check(ChainerMN)
 
 
+def check_the_hook_of_distributed_data_parallel(world: Communicator) -> None:
+    if type(world).__name__ == "TorchDistributed":
+        from multibn.torch_backend import register_allreduce_hook
+
+        _check(register_allreduce_hook)
+
+
 def check_the_blocks_of_the_readme(world: Communicator) -> None:
     """README's blocks for MPI and for Chainer; its `train.py` is a program, run elsewhere."""
     if type(world).__name__ != "MPI" or not require.available("torch", "chainer"):
@@ -39,6 +46,6 @@ def check_the_blocks_of_the_readme(world: Communicator) -> None:
     assert names["model"][0].comm.size == world.size
 
 
-def _check(communicator: type) -> None:
-    complaints = examples.complaints(communicator.__name__, inspect.getdoc(communicator) or "")
+def _check(public: Any) -> None:
+    complaints = examples.complaints(public.__name__, inspect.getdoc(public) or "")
     assert not complaints, complaints

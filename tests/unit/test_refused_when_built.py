@@ -380,6 +380,7 @@ EXEMPT = {
     "ChainerMN": "`select_backend` and `timeout`, in the rows of `select_backend` and `MPI`",
     "NCCL": "needs a GPU; test_nccl.py has its `unique_id`",
     "allreduce": "a function of arrays",
+    "register_allreduce_hook": "takes DistributedDataParallel, which needs ranks",
     **dict.fromkeys(("find_comm", "restore"), "takes ranks that a communicator has"),
     "torch_backend.reversible.mvit.config.RevMViTConfig(norm=)": "for the model to check",
     "communicators.mpi.MPI(comm=)": "looking at it initialises MPI",
