@@ -234,17 +234,18 @@ INLINE void NAME(store)(A *p, NAME(vector) v, const int streams)
 columns of a tile. If `out` is to leave past the caches, the second vector begins with one of its cache lines. A vector
 at the end of a plane or row goes on in the next one: with the coefficients of both planes, or with those of the first
 columns, which stand again after the last ones. The last vector, and with a mask the last one of each plane, overlaps
-the one before, and writes the same there. */
+the one before, and writes the same there. Between two vectors of a long plane, the only question is whether the plane
+has ended: more questions take longer than the arithmetic. */
 #define EACH(CODE)                                                                                    \
     const int64_t n = columns ? r.planes : r.S, planes = columns ? r.rows : r.planes;                 \
-    int64_t step = r.streams && n > LANES ? LANES - (uintptr_t)r.out % VECTOR / sizeof(A) : LANES;    \
+    int64_t step = streams && n > LANES ? LANES - (uintptr_t)r.out % VECTOR / sizeof(A) : LANES;      \
     for (int64_t c = 0, i = 0, end = n; c < planes; c++, end += n) {                                  \
         const NAME(mask) whole = (NAME(vector)){0} + (A)(masked == BY_ROW && r.mask[c]) > 0;          \
         NAME(vector) k[6] = {{0}};                                                                    \
         for (int j = 0; j < 6 && !columns; j++)                                                       \
             if (r.k[j])                                                                               \
                 k[j] += ((const A *)r.k[j])[c];                                                       \
-        for (; i < end; i += step, step = LANES) {                                                    \
+        while (i < end) {                                                                             \
             if (i + LANES > end && (masked || c + 1 == planes))                                       \
                 i = end - LANES;                                                                      \
             else if (i + LANES > end && !columns) {                                                   \
@@ -253,49 +254,54 @@ the one before, and writes the same there. */
                     if (r.k[j])                                                                       \
                         k[j] = NAME(join)(own, k[j], (NAME(vector)){0} + ((const A *)r.k[j])[c + 1]); \
             }                                                                                         \
-            const int64_t m = i + n - end;                                                            \
-            CODE                                                                                      \
+            do {                                                                                      \
+                const int64_t m = i + n - end;                                                        \
+                CODE                                                                                  \
+                i += step;                                                                            \
+                step = LANES;                                                                         \
+            } while (!columns && i + LANES <= end);                                                   \
         }                                                                                             \
     }
 #define K(j) (columns ? NAME(load)((const A *)r.k[j] + m) : k[j])
 #define MASKED(v) NAME(masked)(v, r.mask + m, whole, masked)
 
-INLINE void NAME(normalize_of)(const Rows r, const int adds, const int relu, const int masked, const int columns)
+INLINE void NAME(normalize_of)(const Rows r, const int adds, const int relu, const int masked, const int columns,
+                               const int streams)
 {
     const A *x = r.x, *residual = r.y;
     A *y = r.out;
 #define CODE                                                   \
-    ask_ahead(x + i, VECTOR, r.streams);                       \
+    ask_ahead(x + i, VECTOR, streams);                         \
     NAME(vector) v = (NAME(load)(x + i) - K(0)) * K(1) + K(2); \
     if (adds) {                                                \
-        ask_ahead(residual + i, VECTOR, r.streams);            \
+        ask_ahead(residual + i, VECTOR, streams);              \
         v += NAME(load)(residual + i);                         \
     }                                                          \
     if (relu)                                                  \
         v = NAME(select)(~(v < 0), v); /* NaN stays */         \
-    NAME(store)(y + i, MASKED(v), r.streams);
+    NAME(store)(y + i, MASKED(v), streams);
     EACH(CODE)
 #undef CODE
 }
 
 INLINE void NAME(input_gradient_of)(const Rows r, const int kind, const int writes, const int masked,
-                                    const int columns)
+                                    const int columns, const int streams)
 {
     const A *x = r.x, *dy = r.dy, *y = r.y;
     A *dx = r.out, *dresidual = r.more;
 #define CODE                                                                          \
-    ask_ahead(x + i, VECTOR, r.streams);                                              \
-    ask_ahead(dy + i, VECTOR, r.streams);                                             \
+    ask_ahead(x + i, VECTOR, streams);                                                \
+    ask_ahead(dy + i, VECTOR, streams);                                               \
     NAME(vector) d = NAME(load)(x + i) - K(0), g = NAME(load)(dy + i);                \
     if (kind == SIGN_OF_X)                                                            \
         g = NAME(select)(d * K(4) + K(5) > 0, g);                                     \
     if (kind == SIGN_OF_Y) {                                                          \
-        ask_ahead(y + i, VECTOR, r.streams);                                          \
+        ask_ahead(y + i, VECTOR, streams);                                            \
         g = NAME(select)(NAME(load)(y + i) > 0, g);                                   \
     }                                                                                 \
-    NAME(store)(dx + i, MASKED(d * K(1) + (g * K(3) + K(2))), r.streams);             \
+    NAME(store)(dx + i, MASKED(d * K(1) + (g * K(3) + K(2))), streams);               \
     if (writes)                                                                       \
-        NAME(store)(dresidual + i, MASKED(g), r.streams);
+        NAME(store)(dresidual + i, MASKED(g), streams);
     EACH(CODE)
 #undef CODE
 }
@@ -304,21 +310,22 @@ INLINE void NAME(input_gradient_of)(const Rows r, const int kind, const int writ
 #undef K
 #undef MASKED
 
-#define CODE(f, ...)                                                                      \
-    r->S == 1 ? !r->mask    ? NAME(f)(*r, __VA_ARGS__, 0, 1)                              \
-                : r->by_row ? NAME(f)(*r, __VA_ARGS__, BY_ROW, 1)                         \
-                            : NAME(f)(*r, __VA_ARGS__, BY_ELEMENT, 1)                     \
-    : r->mask ? NAME(f)(*r, __VA_ARGS__, BY_ELEMENT, 0)                                   \
-              : NAME(f)(*r, __VA_ARGS__, 0, 0)
+#define MASKS(f, streams, ...)                                                                      \
+    r->S == 1 ? !r->mask    ? NAME(f)(*r, __VA_ARGS__, 0, 1, streams)                               \
+                : r->by_row ? NAME(f)(*r, __VA_ARGS__, BY_ROW, 1, streams)                          \
+                            : NAME(f)(*r, __VA_ARGS__, BY_ELEMENT, 1, streams)                      \
+    : r->mask ? NAME(f)(*r, __VA_ARGS__, BY_ELEMENT, 0, streams)                                    \
+              : NAME(f)(*r, __VA_ARGS__, 0, 0, streams)
+#define CODE(f, ...) (r->streams ? (MASKS(f, 1, __VA_ARGS__)) : (MASKS(f, 0, __VA_ARGS__)))
 
 static void NAME(normalize)(const Rows *r)
 {
     if (r->S == 1 && r->planes < LANES)
         NAME(pad)(r, NAME(normalize));
     else if (r->y)
-        r->kind == GRADIENT ? (CODE(normalize_of, 1, 0)) : (CODE(normalize_of, 1, 1));
+        r->kind == GRADIENT ? CODE(normalize_of, 1, 0) : CODE(normalize_of, 1, 1);
     else
-        r->kind == GRADIENT ? (CODE(normalize_of, 0, 0)) : (CODE(normalize_of, 0, 1));
+        r->kind == GRADIENT ? CODE(normalize_of, 0, 0) : CODE(normalize_of, 0, 1);
 }
 
 static void NAME(input_gradient)(const Rows *r)
@@ -330,9 +337,10 @@ static void NAME(input_gradient)(const Rows *r)
     else if (r->kind == SIGN_OF_X)
         CODE(input_gradient_of, SIGN_OF_X, 0);
     else
-        r->more ? (CODE(input_gradient_of, SIGN_OF_Y, 1)) : (CODE(input_gradient_of, SIGN_OF_Y, 0));
+        r->more ? CODE(input_gradient_of, SIGN_OF_Y, 1) : CODE(input_gradient_of, SIGN_OF_Y, 0);
 }
 
 #undef CODE
+#undef MASKS
 #undef EACH_KIND
 #undef LANES
