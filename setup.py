@@ -8,9 +8,11 @@ CORE = Extension(
     "multibn.kernels._core",
     ["multibn/kernels/_core.c"],
     depends=sorted(glob("multibn/kernels/_*.h")),
-    # Why no fused operations: see _core.c. Traps and errno would keep loops from being vectorized.
+    # Why no fused operations: see _core.c. Traps and errno would keep loops from being vectorized. A
+    # loop that begins within a cache line of code takes up to 1.2 of the time.
     extra_compile_args=[
-        *("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+        *("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+        "-falign-loops=64",
     ],
     define_macros=[("Py_LIMITED_API", "0x030a0000")],
     py_limited_api=True,

@@ -5,11 +5,19 @@ from typing import Any
 
 import torch
 
-from benchmarks.layer import layouts, memory_format
+from benchmarks.layer import memory_format
 from benchmarks.resnet import Bottleneck
 from benchmarks.timing import Seconds, Step, take_turns
 from multibn import Communicator
 from multibn.torch_backend import convert_sync_batchnorm
+
+# Memory formats, and options of inductor. By default, inductor copies what enters and leaves the
+# block to channels_last and back, on CPU.
+LAYOUTS: dict[str, tuple[str, dict[str, bool]]] = {
+    "NCHW": ("NCHW", {}),
+    "NCHW, layout_optimization=False": ("NCHW", {"layout_optimization": False}),
+    "channels_last": ("channels_last", {}),
+}
 
 
 def measure(
@@ -17,18 +25,20 @@ def measure(
 ) -> tuple[dict[str, Seconds], dict[str, Any]]:
     """Times of forward and backward by "layout/name"; the block keeps the number of channels."""
     times: dict[str, Seconds] = {}
-    for layout in layouts(shape):
+    for name, (layout, options) in LAYOUTS.items():
         form = memory_format(layout, len(shape))
         x = torch.randn(*shape).to(memory_format=form).requires_grad_()
         dy = torch.randn(*shape).to(memory_format=form)
 
-        def step(compiled: bool, synchronized: bool, x: Any = x, dy: Any = dy) -> Step:
+        def step(
+            compiled: bool, synchronized: bool, x: Any = x, dy: Any = dy, options: Any = options
+        ) -> Step:
             torch.manual_seed(0)
             block: Any = Bottleneck(shape[1], shape[1] // 4, 1)
             if synchronized:
                 block = convert_sync_batchnorm(block, communicator)
             if compiled:
-                block = torch.compile(block, fullgraph=True)
+                block = torch.compile(block, fullgraph=True, options=options)
 
             def run() -> None:
                 x.grad = None
@@ -43,5 +53,5 @@ def measure(
             for kind in ("synchronized", "local")
         }
         taken = take_turns(steps, communicator, seconds=seconds)
-        times |= {f"{layout}/{name}": t for name, t in taken.items()}
+        times |= {f"{name}/{model}": t for model, t in taken.items()}
     return times, {"shape": list(shape)}

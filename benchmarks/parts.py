@@ -121,8 +121,10 @@ def compiled(settings: Settings) -> list[Row]:
     times, notes = _run("compiled", "mpiexec", 2, shape=settings.compiled_shape,
                         seconds=settings.compiled_seconds)  # fmt: skip
     rows = []
-    for layout in ("NCHW", "channels_last"):
-        taken = {name.partition("/")[2]: t for name, t in times.items() if name.startswith(layout)}
+    for layout in dict.fromkeys(name.partition("/")[0] for name in times):
+        taken = {
+            name.partition("/")[2]: t for name, t in times.items() if name.startswith(f"{layout}/")
+        }
         ours = taken.pop("compiled synchronized")
         rows.append({
             "layout": layout, **notes, "rounds": len(ours), "milliseconds": median_ms(ours),
