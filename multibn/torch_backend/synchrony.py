@@ -218,7 +218,7 @@ def register_allreduce_hook(model: DistributedDataParallel, process_group: Any =
     Raises
     ------
     ValueError
-        For `process_group` as `check_sync`.
+        If the model is on a GPU; for `process_group` as `check_sync`.
     TypeError
         If `model` is no DistributedDataParallel.
 
@@ -238,6 +238,11 @@ def register_allreduce_hook(model: DistributedDataParallel, process_group: Any =
         raise TypeError(
             f"`model` must be a DistributedDataParallel: got {type(model).__qualname__}. Without "
             "DistributedDataParallel, call `average_gradients` after backward()."
+        )
+    if model.device_type != "cpu":
+        raise ValueError(
+            f"`model` must be in host memory: got parameters on {model.device_type}. Without the "
+            "hook, NCCL sums their gradients while others are computed."
         )
     model.register_comm_hook(buckets, _average)
 

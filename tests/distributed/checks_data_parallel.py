@@ -260,6 +260,9 @@ def check_the_hook_outside_of_the_usual(world: Communicator) -> None:
         register_allreduce_hook(_Net())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a communicator must"):
         register_allreduce_hook(ddp, 2.5)
+    ddp.device_type = "cuda"  # as of a model on a GPU
+    with pytest.raises(ValueError, match="must be in host memory: got parameters on cuda"):
+        register_allreduce_hook(ddp)
     layer = nn.Linear(1, 1, bias=False).half()
     ddp = DistributedDataParallel(layer)
     register_allreduce_hook(ddp)
