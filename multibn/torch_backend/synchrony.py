@@ -212,13 +212,13 @@ def register_allreduce_hook(model: DistributedDataParallel, process_group: Any =
     model
         The wrapper.
     process_group
-        The ranks that train together, as in `check_sync`. A communicator may have a deadline of its
+        The ranks of the wrapper, which is the default. A communicator may have a deadline of its
         own.
 
     Raises
     ------
     ValueError
-        If the model is on a GPU; for `process_group` as `check_sync`.
+        If the model is on a GPU, or `process_group` has another number of ranks than the wrapper.
     TypeError
         If `model` is no DistributedDataParallel.
 
@@ -243,6 +243,12 @@ def register_allreduce_hook(model: DistributedDataParallel, process_group: Any =
         raise ValueError(
             f"`model` must be in host memory: got parameters on {model.device_type}. Without the "
             "hook, NCCL sums their gradients while others are computed."
+        )
+    size, num_ranks = buckets.communicator.size, model.process_group.size()
+    if size != num_ranks:
+        raise ValueError(
+            f"`process_group` must be the {num_ranks} ranks of `model`: got {size}, and gradients "
+            "would be averaged over these alone. Give DistributedDataParallel the same group."
         )
     model.register_comm_hook(buckets, _average)
 

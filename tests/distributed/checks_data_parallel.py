@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from multibn import SingleProcess
 from multibn.communicators import Communicator
 from multibn.torch_backend import (
     SubBatchNorm1d,
@@ -260,6 +261,8 @@ def check_the_hook_outside_of_the_usual(world: Communicator) -> None:
         register_allreduce_hook(_Net())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a communicator must"):
         register_allreduce_hook(ddp, 2.5)
+    with pytest.raises(ValueError, match="must be the 2 ranks of `model`: got 1, and gradients"):
+        register_allreduce_hook(ddp, SingleProcess())
     ddp.device_type = "cuda"  # as of a model on a GPU
     with pytest.raises(ValueError, match="must be in host memory: got parameters on cuda"):
         register_allreduce_hook(ddp)
