@@ -19,7 +19,7 @@ export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 .PHONY: demo video test lint docs evidence bench gpu fuzz faults soak programs versions release clean
 
 # --no-compile: Python compiles what is imported; all files, one after the other, take pip a minute.
-$(VENV)/installed: pyproject.toml setup.py constraints.txt chainer-constraints.txt $(wildcard multibn/*/*.[ch])
+$(VENV)/installed: pyproject.toml setup.py constraints.txt chainer-constraints.txt $(wildcard multibn/*/*/*.[ch])
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile \
 		--editable '.[torch,chainer,mpi,cli,lightning,mmengine,video,dev]'

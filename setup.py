@@ -5,9 +5,9 @@ from glob import glob
 from setuptools import Extension, setup
 
 CORE = Extension(
-    "multibn.kernels._core",
-    ["multibn/kernels/_core.c"],
-    depends=sorted(glob("multibn/kernels/_*.h")),
+    "multibn.kernels.core._core",
+    ["multibn/kernels/core/_core.c"],
+    depends=sorted(glob("multibn/kernels/core/_*.h")),
     # Why no fused operations: see _core.c. Traps and errno would keep loops from being vectorized.
     # Some loops take 1.2 of their time if they begin in the middle of a cache line.
     extra_compile_args=[
@@ -20,8 +20,8 @@ CORE = Extension(
 )
 
 SHARED_MEMORY = Extension(
-    "multibn.communicators._shared_memory",
-    ["multibn/communicators/_shared_memory.c"],
+    "multibn.communicators.transports._shared_memory",
+    ["multibn/communicators/transports/_shared_memory.c"],
     extra_compile_args=["-std=c11", "-O3"],
     define_macros=[("Py_LIMITED_API", "0x030a0000")],
     py_limited_api=True,

@@ -118,18 +118,18 @@ def enter_world(name: str) -> Communicator:
     if name == "gloo":
         import torch.distributed as dist
 
-        from multibn.communicators.torch_distributed import TorchDistributed
+        from multibn.communicators.transports.torch_distributed import TorchDistributed
 
         if not dist.is_initialized():
             dist.init_process_group("gloo")
         return TorchDistributed()
     if name == "mpi":
-        from multibn.communicators.mpi import MPI
+        from multibn.communicators.transports.mpi import MPI
 
         return MPI()
     if name == "chainermn naive":
         from multibn.chainer_backend import compat
-        from multibn.communicators.chainermn import ChainerMN
+        from multibn.communicators.transports.chainermn import ChainerMN
 
         compat.make_importable()
         import chainermn

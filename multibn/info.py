@@ -13,7 +13,7 @@ from typing import Any
 import multibn
 from multibn import kernels
 from multibn._environment import ask, find_command, importable
-from multibn.communicators import shared_memory
+from multibn.communicators.transports import shared_memory
 
 _LIBRARIES = ("numpy", "torch", "chainer", "cupy", "mpi4py")
 
@@ -30,7 +30,7 @@ print(json.dumps({"backends": backends, "cuda": torch.version.cuda,
 _ASK_MPI = """
 import json
 from mpi4py import MPI
-from multibn.communicators.mpi import mpi_is_cuda_aware
+from multibn.communicators.transports.mpi import mpi_is_cuda_aware
 library = MPI.Get_library_version().strip(chr(0)).splitlines()[0].partition(",")[0]
 print(json.dumps({"library": library, "cuda_aware": mpi_is_cuda_aware()}))
 """
@@ -38,7 +38,7 @@ print(json.dumps({"library": library, "cuda_aware": mpi_is_cuda_aware()}))
 # Sums a number: CuPy finds libraries and NCCL finds the GPU only when they are used.
 _ASK_CUPY = """
 import json, cupy, multibn
-from multibn.communicators.nccl import NCCL
+from multibn.communicators.transports.nccl import NCCL
 from cupy.cuda import nccl
 summed = NCCL(multibn.SingleProcess()).allreduce(cupy.asarray([1.0])).get()
 assert summed[0] == 1.0, f"NCCL's sum of the number 1.0 over one rank is {summed[0]}"
@@ -127,7 +127,7 @@ def _kernels() -> dict[str, str | None]:
     except ValueError as error:
         return dict.fromkeys(("host", "GPU"), f"none: {error}")
     try:
-        core = import_module("multibn.kernels._core")
+        core = import_module("multibn.kernels.core._core")
         host = f"C core, {core.levels[-1]}"
     except ImportError as error:
         host = (

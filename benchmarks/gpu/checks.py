@@ -29,7 +29,7 @@ from benchmarks.gpu.oracle import BOUNDS, Data, Row, check_layer, data, row
 from multibn import Communicator, SingleProcess, as_communicator, kernels
 from multibn._environment import find_command, importable
 from multibn._launch import leave_world
-from multibn.communicators.torch_distributed import TorchDistributed
+from multibn.communicators.transports.torch_distributed import TorchDistributed
 from multibn.torch_backend import SyncBatchNorm
 
 ROOT = Path(__file__).parents[2]
@@ -182,7 +182,7 @@ def cupy_nccl() -> Iterator[Row]:
     with _cupy():
         import cupy
 
-        from multibn.communicators.nccl import NCCL
+        from multibn.communicators.transports.nccl import NCCL
 
         if not STAND_INS:
             yield {"fact": "CuPy", "value": cupy.__version__}

@@ -29,7 +29,7 @@ from benchmarks.gpu.device import (
 )
 from benchmarks.gpu.oracle import Row, row
 from multibn._launch import leave_world
-from multibn.communicators.torch_distributed import TorchDistributed
+from multibn.communicators.transports.torch_distributed import TorchDistributed
 from multibn.torch_backend import SyncBatchNorm, convert_sync_batchnorm
 
 OURS, PEER, LOCAL = "multibn", "nn.SyncBatchNorm", "nn.BatchNorm"

@@ -11,9 +11,9 @@ import numpy as np
 from chainer import FunctionNode, Variable
 from chainer import functions as F
 
-from multibn import statistics
 from multibn._typing import Array
 from multibn.communicators import Communicator
+from multibn.engine import statistics
 
 
 def gradients(node: Any, y: Array | None, *variables: Variable) -> tuple[Variable, ...]:

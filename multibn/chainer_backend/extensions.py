@@ -18,15 +18,15 @@ from chainer import links as L
 from chainer import training
 from chainer.dataset import concat_examples
 
-from multibn import lockstep
 from multibn._progress import progress as show_progress
 from multibn._typing import check_int
 from multibn.chainer_backend import functions
 from multibn.chainer_backend.links import MultiNodeBatchNormalization
 from multibn.chainer_backend.synchrony import participants
 from multibn.communicators import Communicator, SingleProcess, as_communicator
-from multibn.population import PopulationEstimator, running_variance
-from multibn.statistics import local_moments
+from multibn.engine import lockstep
+from multibn.engine.population import PopulationEstimator, running_variance
+from multibn.engine.statistics import local_moments
 
 
 class FinetunePopulationStatistics(training.Extension):

@@ -18,9 +18,9 @@ import chainer
 import numpy as np
 from chainer import functions as F
 
-from multibn import recompute
 from multibn._typing import Array
 from multibn.communicators import Communicator
+from multibn.engine import recompute
 
 
 def forget(func: Callable[..., Any], *xs: Any) -> Any:

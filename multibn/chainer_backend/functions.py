@@ -8,14 +8,14 @@ import chainer
 import numpy as np
 from chainer import FunctionNode, Variable
 
-from multibn import masks, statistics, step
 from multibn._typing import Array, Weighting, check_choice, check_eps, check_int, check_residual
 from multibn.chainer_backend import _differentiable, forgetting
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.conversation import Conversation, during, raise_for_nan_gradients
+from multibn.engine import masks, statistics, step
+from multibn.engine.statistics import BatchStatistics
+from multibn.engine.step import Gradient, Input
 from multibn.kernels import generic
-from multibn.statistics import BatchStatistics
-from multibn.step import Gradient, Input
 
 
 def multi_node_batch_normalization(
@@ -114,7 +114,7 @@ def normalize(
 ) -> tuple[Variable, BatchStatistics]:
     """`i.x` normalized by the whole batch, and the statistics; moves `i.running` in place.
 
-    Collective, unless `multibn.recompute` replays the statistics or `forgetting.remembering`, which
+    Collective, unless `engine.recompute` replays the statistics or `forgetting.remembering`, which
     explains `owner`, remembers them. The backward pass is collective, too.
     """
     if chainer.config.schedule_func is not None:

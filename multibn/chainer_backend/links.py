@@ -12,17 +12,17 @@ from chainer import functions as F
 from chainer import initializers
 from chainer import links as L
 
-from multibn import statistics
 from multibn._typing import RunningVar, Weighting, check_choice, check_eps, check_int, check_number
 from multibn.chainer_backend import functions
 from multibn.chainer_backend._differentiable import masked
 from multibn.communicators import Communicator, SingleProcess, as_communicator
-from multibn.communicators._names import find_path
-from multibn.communicators.chainermn import ChainerMN, select_backend
 from multibn.communicators.conversation import Conversation
+from multibn.communicators.names import find_path
+from multibn.communicators.transports.chainermn import ChainerMN, select_backend
+from multibn.engine import statistics
+from multibn.engine.population import Pool
+from multibn.engine.step import Input
 from multibn.kernels import Running
-from multibn.population import Pool
-from multibn.step import Input
 
 Conventions: TypeAlias = Literal["exact", "chainermn"]
 

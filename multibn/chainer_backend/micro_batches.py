@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 import chainer
 
-from multibn import step
 from multibn.chainer_backend.links import MultiNodeBatchNormalization, steps
+from multibn.engine import step
 
 
 @contextmanager

@@ -11,9 +11,9 @@ import numpy as np
 from chainer import FunctionNode, Variable
 from chainer.backends import cuda
 
-from multibn import recompute
 from multibn._typing import Array, check_choice
 from multibn.chainer_backend import forgetting
+from multibn.engine import recompute
 
 Mode: TypeAlias = Literal["auto", "reversible", "stored"]
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from multibn.chainer_backend.links import MultiNodeBatchNormalization
 from multibn.communicators import Communicator, as_communicator
-from multibn.participants import largest
-from multibn.synchrony import check_equal
+from multibn.engine.participants import largest
+from multibn.engine.synchrony import check_equal
 
 
 def participants(model: chainer.Link, comm: Any, /) -> Communicator:

@@ -10,11 +10,12 @@ from chainer import functions as F
 from chainer import links as L
 from chainer.dataset import concat_examples
 
-from multibn import kernels, lockstep, statistics
+from multibn import kernels
 from multibn.chainer_backend import functions
 from multibn.chainer_backend.links import MultiNodeBatchNormalization
 from multibn.chainer_backend.synchrony import participants
 from multibn.communicators import Communicator, SingleProcess
+from multibn.engine import lockstep, statistics
 from multibn.kernels import Input
 
 
@@ -34,7 +35,7 @@ class Joined(lockstep.Joined[chainer.Variable]):
         self._convert = convert
 
     def __call__(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """As `multibn.lockstep.Joined`, with the arrays that `converter` makes of each batch.
+        """As `engine.lockstep.Joined`, with the arrays that `converter` makes of each batch.
 
         `batches` is any iterable. A Chainer iterator is reset first. Raises ValueError if the
         iterator never ends.
@@ -81,7 +82,7 @@ def join(
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        For `comm` as `check_sync`, in the loop as `multibn.lockstep.Joined`. At the end of the
+        For `comm` as `check_sync`, in the loop as `engine.lockstep.Joined`. At the end of the
         context RuntimeError on all ranks, if some left the loop while others had batches. All ranks
         may leave the loop in the same step.
 

@@ -16,12 +16,12 @@ from array_api_compat import is_cupy_array
 from multibn import message
 from multibn._arrays import from_host, is_on_host, to_host
 from multibn._typing import Array
-from multibn.communicators._agreement import Agreement
-from multibn.communicators._lines import HostArray
-from multibn.communicators._names import by_answer, for_people
-from multibn.communicators._objects import gather
-from multibn.communicators._watch import fail
+from multibn.communicators.agreement import Agreement
 from multibn.communicators.base import Communicator, Forwarding, SingleProcess
+from multibn.communicators.lines import HostArray
+from multibn.communicators.names import by_answer, for_people
+from multibn.communicators.objects import gather
+from multibn.communicators.watch import fail
 from multibn.message import Message
 
 

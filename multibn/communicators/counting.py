@@ -4,8 +4,8 @@ from math import prod
 from typing import Any
 
 from multibn._typing import Array
-from multibn.communicators._lines import FIRST_MESSAGES, HostArray, LineCommunicator, Lines
 from multibn.communicators.base import Communicator
+from multibn.communicators.lines import FIRST_MESSAGES, HostArray, LineCommunicator, Lines
 
 
 class CountingCommunicator(LineCommunicator):

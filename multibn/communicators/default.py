@@ -74,7 +74,7 @@ def default_communicator() -> DefaultCommunicator:
 @cache
 def _default_group() -> Communicator:
     # By name: torch_distributed stands above this file and imports it.
-    module = import_module("multibn.communicators.torch_distributed")
+    module = import_module("multibn.communicators.transports.torch_distributed")
     communicator: Communicator = module.TorchDistributed()
     return communicator
 

@@ -56,7 +56,7 @@ def as_communicator(obj: Any = None, /) -> Communicator:
         libraries.add("torch")
     for library, (file, name) in _WRAPPERS.items():
         if library in libraries:
-            wrapper = getattr(import_module(f"multibn.communicators.{file}"), name)
+            wrapper = getattr(import_module(f"multibn.communicators.transports.{file}"), name)
             return cast(Communicator, wrapper(obj))
     if (isinstance(obj, str) and obj == "machine") or (
         isinstance(obj, int | list | tuple) and not isinstance(obj, bool)

@@ -4,7 +4,7 @@ Macros of the compilation are X, G, P and R, the dtypes of the activation, of th
 output, of weight and bias, and of the running statistics; INDEX, which counts elements; and
 THREADS, of a block of the reductions, a power of two.
 
-An activation has sizes (N, C, S) in memory, see `_layout`. Arithmetic is in float64. It is compiled
+An activation has sizes (N, C, S) in memory, see `layout`. Arithmetic is in float64. It is compiled
 without fused operations, so that products and sums are rounded one by one, as in `generic`:
 otherwise a constant would have a variance over the ranks.
 """

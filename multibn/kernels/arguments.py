@@ -77,10 +77,10 @@ class Input(NamedTuple):
     relu
         Whether a ReLU comes last.
     running
-        A `Running` to be moved in place, unless all ranks are empty. `multibn.step` takes a
+        A `Running` to be moved in place, unless all ranks are empty. `multibn.engine.step` takes a
         `population.Pool` as well.
     mask
-        Booleans that broadcast against `x`, the same for all channels, see `multibn.masks`.
+        Booleans that broadcast against `x`, the same for all channels, see `multibn.engine.masks`.
         Elements where the mask is False take no part, whatever they hold, and the output is 0
         there.
     """

@@ -1,6 +1,6 @@
 """The verbs for torch tensors on a GPU, as Triton kernels: a few launches each.
 
-The kernels take activations that have sizes (N, C, S), see `_layout`: contiguous and channels-last
+The kernels take activations that have sizes (N, C, S), see `layout`: contiguous and channels-last
 formats of any number of dimensions. They take per-channel tensors as `cuda_steps` does. Everything
 else goes to `generic`. Nothing waits for the GPU, and the launches depend on
 shapes, strides and dtypes only: a CUDA graph can capture a pass that has been compiled by an
@@ -19,11 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from multibn.kernels import _triton, cuda_steps, generic
-from multibn.kernels._layout import channels, sizes_in_memory
+from multibn.kernels import generic
 from multibn.kernels.arguments import RIGHT, BatchStatistics, Gradient, Input
-from multibn.kernels.cuda_steps import fit, launch, movable, number
-from multibn.kernels.cuda_steps import move as move
+from multibn.kernels.layout import channels, sizes_in_memory
+from multibn.kernels.triton import launch as cuda_steps
+from multibn.kernels.triton import passes
+from multibn.kernels.triton.launch import fit, launch, movable, number
+from multibn.kernels.triton.launch import move as move
 from multibn.message import Message, forward_payload
 
 if torch.cuda.is_available():
@@ -37,7 +39,7 @@ _VECTOR = 16  # bytes that a thread reads at once
 # Programs for each multiprocessor: sums run all at a time; of the other passes, whose programs have
 # nothing in common, many, so that none waits long for the last.
 _SUMS, _ELEMENTWISE = 4, 32
-_MAX_TILES = 64  # of a program that sums; bounds the rounding error, see `_triton.moments`
+_MAX_TILES = 64  # of a program that sums; bounds the rounding error, see `passes.moments`
 _PARTIALS = 0.1  # of the traffic of a pass may be sums of splits, which are written and read
 
 
@@ -51,7 +53,7 @@ def begin_forward(i: Input, rank_weight: Any, count: Any, /, *, out: Message | N
     partials = x.new_empty((4, splits, plan.channels), dtype=plan.dtype)
     key = "moments" if x.data_ptr() % 16 == 0 else None
     arguments = x, _bytes(i.mask), partials, *sizes
-    launch(_triton.moments, programs, arguments, constants, key, known)
+    launch(passes.moments, programs, arguments, constants, key, known)
     return cuda_steps.merge_moments(partials, out, rank_weight, count)
 
 
@@ -101,7 +103,7 @@ def begin_backward(g: Gradient, /, *, out: Message | None = None) -> tuple[Any, 
     inputs, key = _inputs(dy, x, y if relu else None, mask)
     arguments = *inputs, mean, coefficients, partials, *sizes
     own_key = key and (*key, "sums", coefficients is None)
-    launch(_triton.backward_sums, programs, arguments, constants, own_key, known)
+    launch(passes.backward_sums, programs, arguments, constants, own_key, known)
     *results, coefficients = cuda_steps.merge_sums(partials, out, statistics, eps)
     return *results, (plan, inputs, key, coefficients)
 
@@ -127,7 +129,7 @@ def finish_backward(
     arguments = *inputs, coefficients, dx, dresidual, summed, factor, *sizes
     # Triton passes a number in 32 or 64 bits, as the number needs.
     key = key and (*key, "gradient", y is None) if isinstance(factor, Tensor) else None
-    launch(_triton.input_gradient, programs, arguments, constants, key, known)
+    launch(passes.input_gradient, programs, arguments, constants, key, known)
     return dx, dresidual
 
 
@@ -155,7 +157,7 @@ def _normalize(plan: "_Plan", i: Input, coefficients: Tensor) -> Tensor:
         place |= residual.data_ptr()
     key = ("normalize", residual is None) if place % 16 == 0 else None
     arguments = x, _bytes(i.mask), coefficients, residual, y, *sizes
-    launch(_triton.normalize, programs, arguments, constants, key, known)
+    launch(passes.normalize, programs, arguments, constants, key, known)
     return y
 
 
@@ -176,10 +178,10 @@ def _inputs(dy: Tensor, x: Tensor, y: Tensor | None, mask: Tensor | None) -> tup
 
 
 class _Tiling(NamedTuple):
-    """How a pass over an activation is divided among programs, see `_triton`."""
+    """How a pass over an activation is divided among programs, see `passes`."""
 
     programs: int
-    sizes: tuple[int, ...]  # as in `_triton`
+    sizes: tuple[int, ...]  # as in `passes`
     splits: int
     constants: dict[str, Any]
     known: dict[Any, Any]  # what `launch` has compiled

@@ -4,7 +4,7 @@ Activations are read as often as must be: forward once for the moments and once 
 backward twice for the sums and twice for the gradient. No pass makes a temporary of the size of an
 activation. Arithmetic is in float64, in registers only.
 
-The kernels (`_cupy`) take activations that have sizes (N, C, S), see `_layout`. Masks and
+The kernels (`_cupy`) take activations that have sizes (N, C, S), see `layout`. Masks and
 everything else go to `generic`. Results do not depend on the order in which blocks run.
 """
 

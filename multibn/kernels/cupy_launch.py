@@ -8,7 +8,7 @@ import numpy as np
 
 from multibn._typing import Array
 from multibn.kernels._cupy import SOURCE
-from multibn.kernels._layout import channels, sizes_in_memory
+from multibn.kernels.layout import channels, sizes_in_memory
 
 TYPES = {"float16": "half", "float32": "float", "float64": "double"}
 _INDEX = {"uint32": "unsigned", "uint64": "unsigned long long"}

@@ -24,7 +24,6 @@ from multibn._arrays import (
     values,
 )
 from multibn._typing import Array, RunningVar, check_choice
-from multibn.kernels._layout import channels
 from multibn.kernels.arguments import (
     NOT_FINITE,
     ONE_VALUE,
@@ -39,6 +38,7 @@ from multibn.kernels.generic_passes import PASSES, Passes, rectified
 from multibn.kernels.generic_passes import as_wide as as_wide
 from multibn.kernels.generic_passes import at_least_one as at_least_one
 from multibn.kernels.generic_passes import masked as masked
+from multibn.kernels.layout import channels
 
 
 def begin_forward(

@@ -29,7 +29,7 @@ from multibn.kernels.arguments import BatchStatistics, Gradient, Input
 class Passes:
     """The passes. None looks at a mask but `local_moments`: the verbs put zeros into activations.
 
-    The methods from `per_channel` on are what `torch_backend._compiled_passes` does in another way.
+    The methods from `per_channel` on are what `compiled_passes` does in another way.
     """
 
     def normalize(self, i: Input, batch: BatchStatistics, /) -> Array:

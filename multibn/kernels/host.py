@@ -2,9 +2,9 @@
 
 Python makes the results, and the core finds out where all arrays lie. The core takes dense
 activations of any number of dimensions, 16-bit dtypes included, whose memory has the order
-(N, C, S) of `_layout`: contiguous and channels-last ones have this order. A function of the core
+(N, C, S) of `layout`: contiguous and channels-last ones have this order. A function of the core
 returns None for arrays that the function cannot take: these are copied to dense memory, if that
-helps, or go to `generic`. For a large array, which threads may share (`_threads`), the function
+helps, or go to `generic`. For a large array, which threads may share (`threads`), the function
 returns the sizes (N, C, S).
 """
 
@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from multibn._typing import Array
-from multibn.kernels import _core, generic
-from multibn.kernels._layout import sizes
-from multibn.kernels._memory import LIBRARIES
-from multibn.kernels._threads import num_threads, run, sum_tasks, tasks
+from multibn.kernels import generic
 from multibn.kernels.arguments import RIGHT, BatchStatistics, Gradient, Input, Running
+from multibn.kernels.core import _core
+from multibn.kernels.core.memory import LIBRARIES
+from multibn.kernels.core.threads import num_threads, run, sum_tasks, tasks
+from multibn.kernels.layout import sizes
 
 _FLOAT64 = 8  # bytes
 _NOTHING = 0, 0, 0, 1  # a task without samples

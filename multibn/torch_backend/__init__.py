@@ -1,34 +1,34 @@
 """PyTorch layers whose batch statistics are shared between processes."""
 
 from multibn.torch_backend import _quantization
-from multibn.torch_backend.checkpointing import checkpoint_contexts as checkpoint_contexts
-from multibn.torch_backend.checkpointing import recomputed as recomputed
-from multibn.torch_backend.config import get_norm as get_norm
-from multibn.torch_backend.convert import BatchNorm as BatchNorm
-from multibn.torch_backend.convert import convert_sync_batchnorm as convert_sync_batchnorm
-from multibn.torch_backend.convert import revert_sync_batchnorm as revert_sync_batchnorm
-from multibn.torch_backend.functional import sync_batch_norm as sync_batch_norm
+from multibn.torch_backend.convert.config import get_norm as get_norm
+from multibn.torch_backend.convert.convert import BatchNorm as BatchNorm
+from multibn.torch_backend.convert.convert import convert_sync_batchnorm as convert_sync_batchnorm
+from multibn.torch_backend.convert.convert import revert_sync_batchnorm as revert_sync_batchnorm
 from multibn.torch_backend.fusion import Fusion as Fusion
 from multibn.torch_backend.fusion import fuse_batch_norm_relu as fuse_batch_norm_relu
-from multibn.torch_backend.micro_batches import step_statistics as step_statistics
-from multibn.torch_backend.modules import SyncBatchNorm as SyncBatchNorm
-from multibn.torch_backend.modules import SyncBatchNorm1d as SyncBatchNorm1d
-from multibn.torch_backend.modules import SyncBatchNorm2d as SyncBatchNorm2d
-from multibn.torch_backend.modules import SyncBatchNorm3d as SyncBatchNorm3d
-from multibn.torch_backend.naive import NaiveSyncBatchNorm1d as NaiveSyncBatchNorm1d
-from multibn.torch_backend.naive import NaiveSyncBatchNorm2d as NaiveSyncBatchNorm2d
-from multibn.torch_backend.naive import NaiveSyncBatchNorm3d as NaiveSyncBatchNorm3d
+from multibn.torch_backend.layer.functional import sync_batch_norm as sync_batch_norm
+from multibn.torch_backend.layer.modules import SyncBatchNorm as SyncBatchNorm
+from multibn.torch_backend.layer.modules import SyncBatchNorm1d as SyncBatchNorm1d
+from multibn.torch_backend.layer.modules import SyncBatchNorm2d as SyncBatchNorm2d
+from multibn.torch_backend.layer.modules import SyncBatchNorm3d as SyncBatchNorm3d
+from multibn.torch_backend.layer.naive import NaiveSyncBatchNorm1d as NaiveSyncBatchNorm1d
+from multibn.torch_backend.layer.naive import NaiveSyncBatchNorm2d as NaiveSyncBatchNorm2d
+from multibn.torch_backend.layer.naive import NaiveSyncBatchNorm3d as NaiveSyncBatchNorm3d
+from multibn.torch_backend.layer.sub_batch_norm import SubBatchNorm1d as SubBatchNorm1d
+from multibn.torch_backend.layer.sub_batch_norm import SubBatchNorm2d as SubBatchNorm2d
+from multibn.torch_backend.layer.sub_batch_norm import SubBatchNorm3d as SubBatchNorm3d
 from multibn.torch_backend.precise_bn import update_bn_stats as update_bn_stats
-from multibn.torch_backend.sub_batch_norm import SubBatchNorm1d as SubBatchNorm1d
-from multibn.torch_backend.sub_batch_norm import SubBatchNorm2d as SubBatchNorm2d
-from multibn.torch_backend.sub_batch_norm import SubBatchNorm3d as SubBatchNorm3d
-from multibn.torch_backend.synchrony import average_gradients as average_gradients
-from multibn.torch_backend.synchrony import check_sync as check_sync
-from multibn.torch_backend.synchrony import (
+from multibn.torch_backend.train.checkpointing import checkpoint_contexts as checkpoint_contexts
+from multibn.torch_backend.train.checkpointing import recomputed as recomputed
+from multibn.torch_backend.train.micro_batches import step_statistics as step_statistics
+from multibn.torch_backend.train.synchrony import average_gradients as average_gradients
+from multibn.torch_backend.train.synchrony import check_sync as check_sync
+from multibn.torch_backend.train.synchrony import (
     register_allreduce_hook as register_allreduce_hook,
 )
-from multibn.torch_backend.synchrony import sync_running_stats as sync_running_stats
-from multibn.torch_backend.together import normalize_together as normalize_together
-from multibn.torch_backend.uneven import join as join
+from multibn.torch_backend.train.synchrony import sync_running_stats as sync_running_stats
+from multibn.torch_backend.train.together import normalize_together as normalize_together
+from multibn.torch_backend.train.uneven import join as join
 
 _quantization.register()

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
 from multibn.torch_backend import _reading
-from multibn.torch_backend.derived import OwnForward
-from multibn.torch_backend.modules import SyncBatchNorm, has_hooks
+from multibn.torch_backend.convert.derived import OwnForward
+from multibn.torch_backend.layer.modules import SyncBatchNorm, has_hooks
 
 #: A forward pass, None if nothing is fused; layers that are, by path, and why others are not.
 Result: TypeAlias = tuple[Callable[..., Any] | None, dict[str, str], dict[str, str]]

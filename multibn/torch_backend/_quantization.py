@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from torch import nn
 
-from multibn.torch_backend.convert import revert_sync_batchnorm
-from multibn.torch_backend.modules import (
+from multibn.torch_backend.convert.convert import revert_sync_batchnorm
+from multibn.torch_backend.layer.modules import (
     SyncBatchNorm,
     SyncBatchNorm1d,
     SyncBatchNorm2d,

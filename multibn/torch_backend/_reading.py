@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.proxy import GraphAppendingTracer
 
-from multibn.torch_backend.derived import OwnForward
-from multibn.torch_backend.modules import has_hooks
+from multibn.torch_backend.convert.derived import OwnForward
+from multibn.torch_backend.layer.modules import has_hooks
 
 
 class ReadingError(Exception):

@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from multibn.torch_backend import _patterns, _reading
-from multibn.torch_backend.derived import OwnForward
-from multibn.torch_backend.modules import SyncBatchNorm, Synchronized, has_hooks
+from multibn.torch_backend.convert.derived import OwnForward
+from multibn.torch_backend.layer.modules import SyncBatchNorm, Synchronized, has_hooks
 
 
 class Fusion(NamedTuple):

@@ -14,7 +14,7 @@ import pytest
 
 from multibn.chainer_backend import MultiNodeBatchNormalization, create_mnbn_model
 from multibn.communicators import Communicator, SingleProcess
-from multibn.communicators.chainermn import ChainerMN
+from multibn.communicators.transports.chainermn import ChainerMN
 from tests.helpers import parity
 
 

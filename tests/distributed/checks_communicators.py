@@ -12,14 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multibn.communicators import (
-    Communicator,
-    SingleProcess,
-    _lines,
-    as_communicator,
-    shared_memory,
-)
+from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.communicators.conversation import Conversation
+from multibn.communicators.transports import shared_memory
 from tests.helpers import conformance, require, standin_cupy
 
 
@@ -75,7 +70,7 @@ def _with_timeout(world: Communicator) -> Iterator[Any]:
     if _under_torchrun(world):
         import torch.distributed as dist
 
-        from multibn.communicators.torch_distributed import TorchDistributed
+        from multibn.communicators.transports.torch_distributed import TorchDistributed
 
         for context in (contextlib.nullcontext(), _no_shared_memory(), _machines_of_two(world)):
             with context:
@@ -84,12 +79,12 @@ def _with_timeout(world: Communicator) -> Iterator[Any]:
         return
     from mpi4py import MPI as mpi
 
-    from multibn.communicators.mpi import MPI
+    from multibn.communicators.transports.mpi import MPI
 
     yield MPI(mpi.COMM_WORLD.Dup(), timeout=0.8)
     if require.available("chainer"):
         from multibn.chainer_backend import compat
-        from multibn.communicators.chainermn import ChainerMN
+        from multibn.communicators.transports.chainermn import ChainerMN
 
         compat.make_importable()
         import chainermn
@@ -183,7 +178,7 @@ def check_gpu_tensors_go_through_watched_lines(world: Communicator) -> None:
     assert not transport.takes(on_gpu)
     assert not transport.takes(torch.ones(3))
     if not _under_torchrun(world):
-        from multibn.communicators.mpi import MPI
+        from multibn.communicators.transports.mpi import MPI
 
         assert MPI(cuda_aware=True).takes(on_gpu)
         assert not MPI(cuda_aware=True).takes(on_gpu.half())
@@ -293,7 +288,7 @@ def check_what_the_user_destroys_is_let_go(world: Communicator) -> None:
             assert not lines.transport.duplicates
         with pytest.raises(RuntimeError, match="its process group was destroyed"):
             lines.sum(np.ones(1), "", "", 1.0)
-        counts.append((*_resources(), len(_lines._all_lines), keys))
+        counts.append((*_resources(), len(lines._all_lines), keys))
     world.allreduce(np.ones(1))
     first, last = counts[1], counts[-1]  # the first may start a thread that stays
     assert last[:3] == first[:3]

@@ -19,12 +19,12 @@ from multibn.torch_backend import (
     SubBatchNorm1d,
     SubBatchNorm2d,
     SyncBatchNorm,
-    _data_parallel,
     convert_sync_batchnorm,
     register_allreduce_hook,
     step_statistics,
 )
 from multibn.torch_backend import check_sync as expect_in_sync  # not a check of its own
+from multibn.torch_backend.train import data_parallel
 from tests.helpers.ranks import CountingCommunicator
 from tests.helpers.reference import relative_error
 
@@ -71,8 +71,8 @@ def _broadcast(ddp: Any) -> set[str]:
 
 def _meetings(ddp: Any) -> CountingCommunicator:
     """Counts the messages before forward passes from now on."""
-    counting = CountingCommunicator(_data_parallel._meetings[ddp])
-    _data_parallel._meetings[ddp] = counting
+    counting = CountingCommunicator(data_parallel._meetings[ddp])
+    data_parallel._meetings[ddp] = counting
     return counting
 
 
@@ -183,7 +183,7 @@ def check_a_compiled_model_does_not_depend_on_others(world: Communicator) -> Non
 def check_another_version_of_torch_is_left_alone(world: Communicator) -> None:
     """One without the private parts that this takes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_data_parallel, "_PRIVATE", ("no_such_part",))
+        patch.setattr(data_parallel, "_PRIVATE", ("no_such_part",))
         ddp = DistributedDataParallel(convert_sync_batchnorm(_Net()))
         _train(ddp, world)
     assert len(_broadcast(ddp)) == 6

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from multibn import SingleProcess
 from multibn.communicators import Communicator
-from multibn.communicators._lines import FIRST_MESSAGES, Lines
+from multibn.communicators.lines import FIRST_MESSAGES, Lines
 from multibn.torch_backend import (
     SubBatchNorm2d,
     SyncBatchNorm,

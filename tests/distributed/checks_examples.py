@@ -15,7 +15,7 @@ def check_the_communicator_of_the_launcher(world: Communicator) -> None:
 
 
 def check_chainermn(world: Communicator) -> None:
-    from multibn.communicators.chainermn import ChainerMN
+    from multibn.communicators.transports.chainermn import ChainerMN
 
     if type(world).__name__ == "MPI" and require.available("chainer"):
         _check(ChainerMN)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from multibn import Group, as_communicator
 from multibn.communicators import Communicator, groups, lookup
-from multibn.communicators.torch_distributed import TorchDistributed
+from multibn.communicators.transports.torch_distributed import TorchDistributed
 from multibn.torch_backend import (
     NaiveSyncBatchNorm1d,
     NaiveSyncBatchNorm2d,

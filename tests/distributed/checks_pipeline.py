@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional as F
 
 from multibn.communicators import Communicator
-from multibn.communicators.torch_distributed import TorchDistributed
+from multibn.communicators.transports.torch_distributed import TorchDistributed
 from multibn.torch_backend import convert_sync_batchnorm
 from tests.helpers.launch import ROOT
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from multibn import SingleProcess
 from multibn.communicators import Communicator
-from multibn.communicators.torch_distributed import TorchDistributed
+from multibn.communicators.transports.torch_distributed import TorchDistributed
 from multibn.torch_backend import SyncBatchNorm, average_gradients
 from multibn.torch_backend.reversible import ReversibleSequence
 from tests.helpers.ranks import CountingCommunicator

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from multibn.communicators import Communicator, as_communicator
-from multibn.communicators.mpi import MPI
+from multibn.communicators.transports.mpi import MPI
 from tests.soak.deeds import destroy, forks, groups, hold, models, new_group, saves, steps, widths
 from tests.soak.held import COLUMNS, base_store
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from multibn.communicators import Communicator
-from multibn.communicators.torch_distributed import TorchDistributed
+from multibn.communicators.transports.torch_distributed import TorchDistributed
 from multibn.torch_backend import SubBatchNorm2d, SubBatchNorm3d
 from tests.helpers import reference
 from tests.helpers.ranks import CountingCommunicator

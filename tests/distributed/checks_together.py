@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from multibn import SingleProcess
 from multibn.communicators import Communicator
-from multibn.communicators.torch_distributed import TorchDistributed
+from multibn.communicators.transports.torch_distributed import TorchDistributed
 from multibn.torch_backend import (
     SyncBatchNorm,
     average_gradients,

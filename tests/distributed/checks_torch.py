@@ -19,7 +19,7 @@ from torch import nn
 from benchmarks.calls import count
 from multibn import kernels
 from multibn.communicators import Communicator
-from multibn.communicators.torch_distributed import TorchDistributed
+from multibn.communicators.transports.torch_distributed import TorchDistributed
 from multibn.torch_backend import (
     SyncBatchNorm,
     average_gradients,

@@ -106,7 +106,7 @@ def test_survivors_go_on_where_mpi_lets_them(tmp_path: Path) -> None:
             """
             import os, signal, sys
             import torch
-            from multibn.communicators.mpi import MPI
+            from multibn.communicators.transports.mpi import MPI
             from multibn.torch_backend import SyncBatchNorm
 
             world = MPI()

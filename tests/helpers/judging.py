@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import multibn
-from multibn.statistics import OneValueError
+from multibn.engine.statistics import OneValueError
 from tests.helpers import reference
 from tests.helpers.fuzz import FLOATS, Activation, Call
 

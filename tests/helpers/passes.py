@@ -7,8 +7,8 @@ import numpy as np
 
 from multibn._arrays import array_namespace
 from multibn.kernels import RIGHT, BatchStatistics, Gradient, Input, Running, generic
-from multibn.kernels._layout import channels
 from multibn.kernels.generic_passes import PASSES
+from multibn.kernels.layout import channels
 from multibn.message import concat
 
 
@@ -56,8 +56,8 @@ class Verbs:
         """Mean and variance, with the digits that a message would take from the variance."""
         if self.kernels is generic:
             return PASSES.local_moments(x, axis)
-        from multibn.kernels import _core
-        from multibn.kernels._memory import LIBRARIES
+        from multibn.kernels.core import _core
+        from multibn.kernels.core.memory import LIBRARIES
 
         taken = _core.fits(x, axis, *[None] * 4)
         dense = x if taken else LIBRARIES[type(x)].dense_copy(x, x)

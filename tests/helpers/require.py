@@ -43,7 +43,7 @@ def _namespaces() -> bool:
 PROBES: dict[str, Callable[[], bool]] = {
     "torch": lambda: importable("torch"),
     "chainer": lambda: importable("chainer"),
-    "core": lambda: importable("multibn.kernels._core"),
+    "core": lambda: importable("multibn.kernels.core._core"),
     "triton": lambda: importable("triton"),
     "gpu": lambda: _gpu("torch"),
     "cupy": lambda: _gpu("cupy"),

@@ -18,7 +18,7 @@ import pytest
 
 from multibn.chainer_backend import MultiNodeBatchNormalization, create_mnbn_model
 from multibn.communicators import Communicator
-from multibn.communicators.chainermn import ChainerMN
+from multibn.communicators.transports.chainermn import ChainerMN
 from tests.originals import chainer_programs
 
 import chainer  # isort: skip (multibn makes it importable)

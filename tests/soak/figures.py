@@ -15,7 +15,7 @@ from torch import nn
 
 from multibn import SingleProcess
 from multibn.communicators import Communicator, as_communicator
-from multibn.communicators._objects import gather
+from multibn.communicators.objects import gather
 from multibn.torch_backend import SyncBatchNorm
 from tests.soak.deeds import WIDTHS, destroy, init_anew, new_group
 from tests.soak.held import Held, store_keys

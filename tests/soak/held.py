@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from multibn.communicators._lines import Lines
+from multibn.communicators.lines import Lines
 
 MEMORY = 1.0  # MB by which a rank may grow: the allocator's
 COLUMNS = ("MB", "descriptors", "threads", "groups", "store keys", "MPI communicators")

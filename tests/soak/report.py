@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from multibn.communicators._tcp import partners_of
+from multibn.communicators.transports.tcp import partners_of
 from tests.soak.deeds import Row
 from tests.soak.held import COLUMNS, MEMORY
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from multibn.kernels import Running, cuda, cuda_steps, generic
+from multibn.kernels import Running, cuda, generic
 from multibn.kernels.generic_passes import num_elements
+from multibn.kernels.triton import launch as cuda_steps
 from multibn.message import Message, lanes, num_lanes
 from tests.helpers import interpreter
 from tests.helpers.passes import Verbs

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from multibn import kernels
 from multibn.communicators.base import Handle
 from multibn.communicators.conversation import Phase
-from multibn.kernels import Running, cuda, cuda_steps, generic
+from multibn.kernels import Running, cuda, generic
+from multibn.kernels.triton import launch as cuda_steps
 from multibn.torch_backend import SyncBatchNorm, normalize_together
 from tests.helpers import interpreter
 

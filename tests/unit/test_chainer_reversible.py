@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multibn import SingleProcess, recompute
+from multibn import SingleProcess
+from multibn.engine import recompute
 from tests.helpers import require
 from tests.helpers.ranks import CountingCommunicator, ThreadCommunicator, run_ranks
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from multibn.communicators import Communicator
-from multibn.synchrony import check_equal
+from multibn.engine.synchrony import check_equal
 from tests.helpers.ranks import CountingCommunicator, run_ranks
 
 

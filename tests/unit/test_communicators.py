@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from multibn.communicators import DefaultCommunicator, SingleProcess, as_communicator
-from multibn.communicators._tcp import find_address
+from multibn.communicators.transports.tcp import find_address
 from tests.helpers import require
 from tests.helpers.ranks import CountingCommunicator, run_ranks
 
@@ -45,7 +45,7 @@ def test_a_default_that_stays_local_warns_once(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_restored_group_says_what_is_missing() -> None:
     require.need("torch")
-    from multibn.communicators.torch_distributed import TorchDistributed, restore
+    from multibn.communicators.transports.torch_distributed import TorchDistributed, restore
 
     with pytest.raises(RuntimeError, match=r"made for ranks \[0, 1\] of torch.distributed, and no"):
         restore((0, 1), 300).allreduce(np.ones(1))

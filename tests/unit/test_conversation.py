@@ -11,8 +11,8 @@ import pytest
 from multibn import message
 from multibn.communicators import conversation
 from multibn.communicators.conversation import Conversation, Phase
-from multibn.communicators.nccl import NCCL
-from multibn.statistics import Moments, aggregate
+from multibn.communicators.transports.nccl import NCCL
+from multibn.engine.statistics import Moments, aggregate
 from tests.helpers import require, standin_cupy
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 

@@ -29,10 +29,10 @@ PACKAGES = {
 }
 # and those that users import from other files.
 MODULES = {
-    "multibn.communicators.torch_distributed": (("TorchDistributed",), ("torch",)),
-    "multibn.communicators.mpi": (("MPI",), ("mpiexec",)),
-    "multibn.communicators.chainermn": (("ChainerMN",), ("chainer",)),
-    "multibn.communicators.nccl": (("NCCL",), ()),
+    "multibn.communicators.transports.torch_distributed": (("TorchDistributed",), ("torch",)),
+    "multibn.communicators.transports.mpi": (("MPI",), ("mpiexec",)),
+    "multibn.communicators.transports.chainermn": (("ChainerMN",), ("chainer",)),
+    "multibn.communicators.transports.nccl": (("NCCL",), ()),
     "multibn.torch_backend.integrations.lightning": (
         ("MultiBNLayerSync", "PreciseBN"),
         ("lightning",),
@@ -228,12 +228,12 @@ def test_the_reference_lists_every_public_name_once() -> None:
 
 # Examples that run elsewhere: on ranks, tests/distributed/checks_examples.py; and with CuPy.
 ON_RANKS = {
-    "multibn.communicators.torch_distributed.TorchDistributed",
-    "multibn.communicators.mpi.MPI",
-    "multibn.communicators.chainermn.ChainerMN",
+    "multibn.communicators.transports.torch_distributed.TorchDistributed",
+    "multibn.communicators.transports.mpi.MPI",
+    "multibn.communicators.transports.chainermn.ChainerMN",
     "multibn.torch_backend.register_allreduce_hook",
 }
-BY_CUPY = {"multibn.communicators.nccl.NCCL"}
+BY_CUPY = {"multibn.communicators.transports.nccl.NCCL"}
 
 
 @pytest.mark.parametrize("public", sorted(_listed()))

@@ -8,7 +8,7 @@ import pytest
 
 from multibn import SingleProcess
 from multibn.communicators import Communicator
-from multibn.lockstep import END, Joined, Lockstep
+from multibn.engine.lockstep import END, Joined, Lockstep
 from tests.helpers import require
 from tests.helpers.ranks import run_ranks
 

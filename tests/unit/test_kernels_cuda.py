@@ -65,7 +65,7 @@ def test_the_passes_compile_for_a_gpu(
     require.need("triton")
     import triton
 
-    from multibn.kernels import _triton
+    from multibn.kernels.triton import passes
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     constants: dict[str, Any] = {"ROWS": 16, "COLS": 128, "COLUMNS": columns, "VECTOR": 8}
@@ -73,14 +73,14 @@ def test_the_passes_compile_for_a_gpu(
     types: dict[str, Any] = dict.fromkeys(("x", "y", "dy", "dx", "residual"), "*bf16")
     types |= dict.fromkeys(("coefficients", "partials"), "*fp32") | {"mean": "*fp64"}
     types |= dict.fromkeys(("summed", "element_weight"), "*fp64")
-    types |= dict.fromkeys(_triton._SIZES, "i64") | {"inner": "i32"}
+    types |= dict.fromkeys(passes._SIZES, "i64") | {"inner": "i32"}
     if not with_all:  # neither residual nor mask
         constants |= {"residual": None, "dresidual": None, "mask": None}
         constants |= {"coefficients": None} if kernel == "backward_sums" else {}
     if kernel in ("backward_sums", "input_gradient") and not with_all:
         constants["y"] = None
     types |= {"dresidual": "*bf16", "mask": "*u8"}
-    asm = compile_for_a_gpu(getattr(_triton, kernel), types, constants, fused=True)
+    asm = compile_for_a_gpu(getattr(passes, kernel), types, constants, fused=True)
     offsets = re.findall(r"tt\.addptr .*, (?:tensor<\S*x)?(i\d+)>? loc", asm["ttir"])
     assert set(offsets) == {"i64"}, "there may be more than 2**31 elements"
     ptx = asm["ptx"]
@@ -100,7 +100,7 @@ def test_the_steps_compile_for_a_gpu(
     """`parameter` is the dtype of parameters and running statistics."""
     require.need("triton")
 
-    from multibn.kernels import _triton_steps
+    from multibn.kernels.triton import steps
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     shares = ("weight_at", "count_at")
@@ -127,7 +127,7 @@ def test_the_steps_compile_for_a_gpu(
         arguments = types | others
         if name == "finish_forward" and parameter:
             arguments["weight"] = f"*{parameter}"
-        kernel = getattr(_triton_steps, name)
+        kernel = getattr(steps, name)
         check_rounding(compile_for_a_gpu(kernel, arguments, constants, fused=False)["ptx"])
 
 
@@ -146,7 +146,8 @@ def test_triton_looks_at_the_arguments_of_a_first_launch_only(
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from multibn.kernels import _triton_steps, cuda_steps
+    from multibn.kernels.triton import launch as cuda_steps
+    from multibn.kernels.triton import steps
 
     launches: list[tuple[Any, ...]] = []
     looks: list[int] = []
@@ -162,7 +163,7 @@ def test_triton_looks_at_the_arguments_of_a_first_launch_only(
         launcher_cls=lambda source, metadata: lambda *launch: launches.append(launch),
         utils=utils,
     )
-    kernel = _triton_steps.coefficients_of
+    kernel = steps.coefficients_of
     look = kernel.run
 
     @contextlib.contextmanager

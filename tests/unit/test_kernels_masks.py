@@ -9,7 +9,8 @@ from tests.helpers import require
 
 require.need("core")
 
-from multibn.kernels import _core, generic, host  # noqa: E402
+from multibn.kernels import generic, host  # noqa: E402
+from multibn.kernels.core import _core  # noqa: E402
 from tests.helpers.passes import Verbs  # noqa: E402
 from tests.unit.test_kernels_host import SHAPES, VERBS, data, per_channel, refuse  # noqa: E402
 

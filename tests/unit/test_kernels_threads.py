@@ -16,7 +16,7 @@ from tests.helpers.launch import ROOT
 
 require.need("core")
 
-from multibn.kernels import _core  # noqa: E402
+from multibn.kernels.core import _core  # noqa: E402
 from tests.unit.test_kernels_host import (  # noqa: E402
     check,
     compiled,
@@ -133,7 +133,7 @@ def test_memory_is_not_left_to_threads_by_an_interrupt() -> None:
         time.sleep(0.05)
         ended.append(task)
 
-    from multibn.kernels._threads import run
+    from multibn.kernels.core.threads import run
 
     with pytest.raises(KeyboardInterrupt):
         run(loop, (), ["first", "second", "third"])
@@ -146,7 +146,7 @@ def test_without_the_core_the_generic_kernels_are_used(available: bool) -> None:
 import sys, numpy as np
 from multibn import info, local_moments
 if not {available}:
-    sys.modules["multibn.kernels._core"] = None  # what the import system does with what is missing
+    sys.modules["multibn.kernels.core._core"] = None  # as if missing
 info.ask = lambda code: None  # other processes, which import the frameworks
 mean = local_moments(np.ones((2, 3, 4, 4), "float32")).mean
 print(mean, "multibn.kernels.host" in sys.modules, info.text(info.collect()))

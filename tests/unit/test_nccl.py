@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from multibn import SingleProcess, as_communicator, info
-from multibn.communicators import nccl
-from multibn.communicators.nccl import NCCL
+from multibn.communicators.transports import nccl
+from multibn.communicators.transports.nccl import NCCL
 from tests.helpers import require, standin_cupy
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 

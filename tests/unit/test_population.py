@@ -5,7 +5,7 @@ import pytest
 
 from multibn import PopulationEstimator, local_moments, running_variance, update_running
 from multibn.communicators import SingleProcess
-from multibn.statistics import BatchStatistics, batch_statistics
+from multibn.engine.statistics import BatchStatistics, batch_statistics
 from tests.helpers import reference
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from multibn import BatchStatistics, SingleProcess, recording, replaying
-from multibn.recompute import Tape, in_recomputing, record, replayed
+from multibn.engine.recompute import Tape, in_recomputing, record, replayed
 from tests.helpers import require
 from tests.helpers.ranks import CountingCommunicator
 

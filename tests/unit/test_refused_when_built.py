@@ -280,9 +280,9 @@ def _chainer() -> dict[Callable[..., Any], Row]:
 
 def _engine() -> dict[Callable[..., Any], Row]:
     from multibn import Group, as_communicator, checkpoint
-    from multibn.communicators.chainermn import select_backend
-    from multibn.communicators.mpi import MPI
-    from multibn.communicators.torch_distributed import TorchDistributed
+    from multibn.communicators.transports.chainermn import select_backend
+    from multibn.communicators.transports.mpi import MPI
+    from multibn.communicators.transports.torch_distributed import TorchDistributed
 
     counts = {"num_batches_tracked": COUNT, "avg_var_count": PAIR}
     state = {"bn/avg_mean": np.zeros(2), "bn/avg_var": np.ones(2)}
@@ -383,7 +383,7 @@ EXEMPT = {
     "register_allreduce_hook": "takes DistributedDataParallel, which needs ranks",
     **dict.fromkeys(("find_comm", "restore"), "takes ranks that a communicator has"),
     "torch_backend.reversible.mvit.config.RevMViTConfig(norm=)": "for the model to check",
-    "communicators.mpi.MPI(comm=)": "looking at it initialises MPI",
+    "communicators.transports.mpi.MPI(comm=)": "looking at it initialises MPI",
     "load_names": "a file's name",
 }  # fmt: skip
 PACKAGES = (
@@ -395,10 +395,10 @@ PACKAGES = (
     "multibn.checkpoint",
 )
 MODULES = (
-    "multibn.communicators.chainermn",
-    "multibn.communicators.mpi",
-    "multibn.communicators.nccl",
-    "multibn.communicators.torch_distributed",
+    "multibn.communicators.transports.chainermn",
+    "multibn.communicators.transports.mpi",
+    "multibn.communicators.transports.nccl",
+    "multibn.communicators.transports.torch_distributed",
     "multibn.torch_backend.integrations.lightning",
     "multibn.torch_backend.integrations.mmengine",
 )

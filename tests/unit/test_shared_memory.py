@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multibn.communicators import shared_memory
-from multibn.communicators._lines import HostArray, Line
-from multibn.communicators._watch import Done, RankLeftError
-from multibn.communicators.shared_memory import Machines
+from multibn.communicators.lines import HostArray, Line
+from multibn.communicators.transports import shared_memory
+from multibn.communicators.transports.shared_memory import Machines
+from multibn.communicators.watch import Done, RankLeftError
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
 if shared_memory.why_not() is not None:

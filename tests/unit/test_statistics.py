@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multibn import statistics
 from multibn.communicators import SingleProcess
-from multibn.statistics import (
+from multibn.engine import statistics
+from multibn.engine.statistics import (
     GradientSums,
     aggregate,
     aggregate_sums,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from multibn import SingleProcess
-from multibn.population import Pool
-from multibn.statistics import BatchStatistics
+from multibn.engine.population import Pool
+from multibn.engine.statistics import BatchStatistics
 from tests.helpers import require
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 

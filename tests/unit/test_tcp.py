@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multibn.communicators import _tcp
-from multibn.communicators._tcp import _STRANGERS, Connections, partners_of
-from multibn.communicators._watch import RankLeftError
+from multibn.communicators.transports import tcp
+from multibn.communicators.transports.tcp import _STRANGERS, Connections, partners_of
+from multibn.communicators.watch import RankLeftError
 from tests.helpers import require
 
 require.need("torch")
@@ -155,12 +155,12 @@ def test_interfaces_with_ipv6_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     addresses = tmp_path / "if_inet6"
     of_link, of_all = f"fe80{0:026x}01 04 40 20 80", f"{0:031x}1 01 80 10 80"
     addresses.write_text(f"{of_link} eth9\n{of_all} eth9\n{of_link} eth8\n")
-    monkeypatch.setattr(_tcp, "_IPV6_ADDRESSES", addresses)
+    monkeypatch.setattr(tcp, "_IPV6_ADDRESSES", addresses)
     # Without GLOO_SOCKET_IFNAME, which the launches beside this test would read, too.
     with pytest.raises(RuntimeError, match="the interface 'eth8' of GLOO_SOCKET_IFNAME has no"):
-        _tcp._address_of("eth8")  # has an address of its link alone
-    monkeypatch.setattr(_tcp, "find_address", lambda: _tcp._address_of("eth9"))
-    assert _tcp.find_address() == "::1"
+        tcp._address_of("eth8")  # has an address of its link alone
+    monkeypatch.setattr(tcp, "find_address", lambda: tcp._address_of("eth9"))
+    assert tcp.find_address() == "::1"
 
     def work(connections: Connections, rank: int) -> tuple[Any, float]:
         a = np.full(3, 1.0 + rank)

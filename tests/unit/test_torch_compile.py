@@ -102,7 +102,7 @@ def test_errors_are_the_layers_own() -> None:
 
 
 def test_operators_keep_torchs_rules() -> None:
-    from multibn.torch_backend import compiled
+    from multibn.torch_backend.layer import compiled
 
     alone = SingleProcess()
     compiled.register(alone)

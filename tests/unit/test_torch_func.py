@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from multibn import recompute
+from multibn.engine import recompute
 from tests.helpers import require
 
 require.need("torch")

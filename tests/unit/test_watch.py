@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from multibn.communicators._watch import (
+from multibn.communicators.watch import (
     Notice,
     Watch,
     check_timeout,
@@ -242,7 +242,7 @@ def test_the_line_that_matters_is_the_first_and_the_last() -> None:
     """Also where a trainer has raised its own error from ours; once where the program goes on."""
     program = (
         "import atexit\n"
-        "from multibn.communicators._watch import announce_end, fail\n"
+        "from multibn.communicators.watch import announce_end, fail\n"
         "atexit.register(announce_end)\n"
         "try:\n    fail(TimeoutError, 'rank 1 is late')\n"
         "except TimeoutError as error:\n    {then}\n"

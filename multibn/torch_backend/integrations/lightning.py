@@ -12,7 +12,7 @@ from torch import nn
 
 from multibn._typing import RunningVar, Weighting, check_choice, check_int
 from multibn.communicators import as_communicator
-from multibn.torch_backend.convert import convert_sync_batchnorm, revert_sync_batchnorm
+from multibn.torch_backend.convert.convert import convert_sync_batchnorm, revert_sync_batchnorm
 from multibn.torch_backend.precise_bn import (
     Estimator,
     check_arguments,

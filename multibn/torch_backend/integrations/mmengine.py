@@ -28,7 +28,7 @@ from torch.utils.data import (
 
 from multibn._typing import check_choice, check_int
 from multibn.registry import HOOKS, MODELS
-from multibn.torch_backend.modules import SyncBatchNorm
+from multibn.torch_backend.layer.modules import SyncBatchNorm
 from multibn.torch_backend.precise_bn import Estimator, check_arguments, run_pass, second_reader
 
 MODELS.register_module(module=SyncBatchNorm)

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from multibn import lockstep
 from multibn._progress import progress as show_progress
 from multibn._typing import check_choice, check_int
+from multibn.engine import lockstep
 from multibn.torch_backend.precise_bn.watched import Estimator, WatchedNorm, layers_in_training
-from multibn.torch_backend.synchrony import participants
+from multibn.torch_backend.train.synchrony import participants
 
 
 def update_bn_stats(

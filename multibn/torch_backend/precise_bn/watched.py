@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from multibn import masks
 from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.communicators.conversation import during
+from multibn.engine import masks
+from multibn.engine.population import PopulationEstimator, running_variance
+from multibn.engine.statistics import Moments, aggregate, local_moments
 from multibn.kernels.generic import as_wide
-from multibn.population import PopulationEstimator, running_variance
-from multibn.statistics import Moments, aggregate, local_moments
-from multibn.torch_backend import functional, jagged
-from multibn.torch_backend.modules import Synchronized
+from multibn.torch_backend.layer import functional, jagged
+from multibn.torch_backend.layer.modules import Synchronized
 
 Estimator: TypeAlias = Literal["population", "mean_of_var"]
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from multibn.torch_backend.checkpointing import checkpoint_contexts
-from multibn.torch_backend.modules import Synchronized
+from multibn.torch_backend.layer.modules import Synchronized
+from multibn.torch_backend.train.checkpointing import checkpoint_contexts
 
 _NORMS = (_NormBase, Synchronized)
 

@@ -1,0 +1,268 @@
+"""Lines: the ways of messages in host memory, the same for every transport.
+
+A line is a way between all ranks of a group for messages of one length, so that unlike messages
+never meet, neither with each other nor with what else the program sends. A transport opens lines
+and moves bytes; where each line takes much, layers of nearly one width share a line, and zeros
+before their messages bring these to the line's length. All else stands here once: which lines are
+open, what the ranks agree on, deadlines and notices (see `watch`), and the end of the program.
+"""
+
+import atexit
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import cache, partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Protocol, TypeAlias
+from weakref import WeakSet
+
+import numpy as np
+
+from multibn._arrays import from_host, to_host
+from multibn._typing import Array
+from multibn.communicators.base import Handle
+from multibn.communicators.objects import gather
+from multibn.communicators.watch import Board, Done, Watch, announce_end, uncaught
+
+HostArray: TypeAlias = np.ndarray[Any, Any]
+
+# Lines that are not named by the length of their messages.
+_ANY = 0  # carries arrays of any length and dtype
+FIRST_MESSAGES = -1  # carries the first messages of layers, whose length is fixed
+
+
+class Line(Protocol):
+    """A way for messages between all ranks; one message at a time."""
+
+    def opened(self, seconds: float) -> bool:
+        """Whether all ranks have opened the line; waits so many seconds at most."""
+
+    def begin(self, a: HostArray) -> Done:
+        """Begin to sum `a` over the ranks, in place."""
+
+
+class Transport(ABC):
+    """What differs between the libraries that move bytes, for one group of processes."""
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def open_line(self, number: int, buffer: HostArray | None, timeout: float) -> Line:
+        """Begin to open a line. Collective: all ranks open the same lines in the same order.
+
+        All messages of the line are sent from `buffer`, unless that is None. `timeout` is the
+        deadline of the messages, in seconds.
+        """
+
+    def line_length(self, length: int) -> int:
+        """The length of the line that carries a layer's messages of `length` numbers."""
+        return length
+
+    @property
+    @abstractmethod
+    def board(self) -> Board | None:
+        """Where notices are left; None until the first line is open."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """The program ends by an error: end the other ranks where they would wait for ever."""
+
+    @abstractmethod
+    def disown(self) -> None:
+        """This process is a fork: let go of what it has inherited, unnoticed by other ranks."""
+
+    @abstractmethod
+    def release(self, *, failed: bool) -> None:
+        """The user has destroyed the group: let go of all that the lines were made of.
+
+        After a failure a message may be under way.
+        """
+
+    @abstractmethod
+    def close(self, *, failed: bool) -> None:
+        """The program ends: let go of threads and connections."""
+
+
+class _Buffer(NamedTuple):
+    """The memory of a line, as layers use it whose messages have one length."""
+
+    message: HostArray
+    padding: HostArray | None  # before the message
+    begin: Callable[[], Done]  # sums both
+
+
+class Lines:
+    """The lines of one group of processes, which all handles of the group share.
+
+    Attributes
+    ----------
+    agreements
+        What the layers of these ranks have compared already, see `conversation`.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        _leave_at_exit()
+        self.transport = transport
+        self.rank, self.size = transport.rank, transport.size
+        self.watch = Watch(self.rank, self.size)
+        self.agreements: dict[Any, Any] = {}
+        self._open: dict[int, Line] = {}
+        self._buffers: dict[int, _Buffer] = {}  # by the length of a layer's messages
+        self._memory: dict[int, HostArray] = {}  # by the length of the line's
+        _all_lines.add(self)
+
+    def sum(
+        self, a: HostArray, place: str, text: object, timeout: float, *, number: int = _ANY
+    ) -> HostArray:
+        """The sum of `a` over the ranks, a new array; arguments as `Watch.wait`. Collective."""
+        total = a.copy()
+        if self.size > 1:
+            line = self._open.get(number) or self._opened(number, None, text, timeout)
+            self.watch.wait(lambda: line.begin(total), place, text, timeout)
+        return total
+
+    def buffer(self, length: int, text: object, timeout: float) -> HostArray:
+        """Memory of `length` float64 numbers, of which `exchange` makes their sums.
+
+        Layers share the memory. Collective when a line is opened for such lengths.
+        """
+        if length not in self._buffers:
+            number = self.transport.line_length(length)
+            if number not in self._memory:
+                memory = np.zeros(number)
+                self._opened(number, memory, text, timeout)
+                self._memory[number] = memory
+            memory, start = self._memory[number], number - length
+            begin = partial(self._open[number].begin, memory)
+            self._buffers[length] = _Buffer(
+                memory[start:], memory[:start] if start else None, begin
+            )
+        return self._buffers[length].message
+
+    def exchange(self, buffer: HostArray, place: str, text: object, timeout: float) -> None:
+        """Sum what stands in a `buffer` over the ranks, in place. Collective."""
+        _, padding, begin = self._buffers[buffer.size]
+        if padding is not None:
+            padding.fill(0.0)  # sums of a longer message
+        self.watch.wait(begin, place, text, timeout)
+
+    def disown(self) -> None:
+        """This process is a fork of the one whose place among the ranks the lines have."""
+        self.abandon()
+        self.transport.disown()
+        self.watch.failure = (
+            f"this process (pid {os.getpid()}) is a fork of rank {self.rank} (pid {os.getppid()}), "
+            "whose connections it cannot use. Let the parent train, or give the child's layers "
+            "process_group=multibn.SingleProcess(), or start the child by spawn."
+        )
+
+    def abandon(self) -> None:
+        """No rank waits for these lines any more; the end of the program need not mention them."""
+        _all_lines.discard(self)
+
+    def release(self) -> None:
+        """The user has destroyed the group: let go of what the lines hold."""
+        self.abandon()
+        failed = self.watch.failure is not None
+        if not failed:
+            self.watch.failure = "its process group was destroyed. Give the layer another one."
+        self.watch.board = None
+        for part in (self._open, self._buffers, self._memory):
+            part.clear()
+        self.transport.release(failed=failed)
+
+    def _opened(self, number: int, buffer: HostArray | None, text: object, timeout: float) -> Line:
+        self.watch.check(text)  # before a fork touches the transport
+        if number != _ANY and _ANY not in self._open:
+            self._opened(_ANY, None, text, timeout)
+        line = None
+
+        def begin() -> Done:
+            nonlocal line
+            line = self.transport.open_line(number, buffer, timeout)
+            return line.opened
+
+        self.watch.board = self.transport.board
+        self.watch.look(f"open {number}", str(text))  # connecting to a rank that failed takes long
+        self.watch.wait(begin, f"open {number}", text, timeout)
+        self.watch.board = self.transport.board
+        assert line is not None
+        self._open[number] = line
+        if number == _ANY:
+            every: Any = SimpleNamespace(rank=self.rank, size=self.size)
+            every.allreduce = lambda a: self.sum(a, "introduction", text, timeout)
+            self.watch.introduce(lambda me: gather(me, every))
+        return line
+
+
+class LineCommunicator(Handle, ABC):
+    """A communicator whose messages in host memory travel in lines.
+
+    Attributes
+    ----------
+    timeout
+        Seconds that a collective may take.
+    """
+
+    timeout: float
+
+    @property
+    @abstractmethod
+    def lines(self) -> Lines | None:
+        """None if a user's own class moves the bytes."""
+
+    def allreduce(self, x: Array, /) -> Array:
+        if self.takes(x):
+            return self.allreduce_on_device(x)
+        return from_host(self.allreduce_host(to_host(x)), x)
+
+    def takes(self, x: Array, /) -> bool:
+        """Whether `x` is summed on its device; otherwise `x` goes through host memory."""
+        return False
+
+    def allreduce_on_device(self, x: Array, /) -> Array:
+        """As `allreduce`, of what the communicator `takes`. Without a deadline."""
+        raise TypeError(f"{self!r} sums arrays in host memory: got {type(x).__qualname__}.")
+
+    def allreduce_in_place(self, x: Array, /) -> Array:
+        """As `allreduce_on_device`; the sum may stand in `x`, whose numbers are then gone."""
+        return self.allreduce_on_device(x)
+
+    def allreduce_host(self, a: HostArray, /) -> HostArray:
+        """As `allreduce`, of a contiguous array in host memory."""
+        assert self.lines is not None
+        text = f"a sum of {a.dtype} numbers of shape {a.shape}"
+        return self.lines.sum(a, text, text, self.timeout)
+
+
+_all_lines: WeakSet[Lines] = WeakSet()
+
+
+@cache
+def _leave_at_exit() -> None:
+    # At the first use and not before: handlers run last in, first out, and this one needs the
+    # libraries that move bytes.
+    atexit.register(_leave)
+
+
+def _after_fork() -> None:
+    """In a forked child: the child says nothing in its parent's name, not even at its end."""
+    for lines in list(_all_lines):
+        lines.disown()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _leave() -> None:
+    """At exit: no rank may be left to wait for this process."""
+    announce_end()
+    every = list(_all_lines)
+    if uncaught() is not None or any(lines.watch.failure for lines in every):
+        for lines in every:
+            lines.transport.abort()
+    for lines in every:
+        lines.watch.leave()
+    for lines in every:
+        lines.transport.close(failed=lines.watch.failure is not None)

@@ -1,0 +1,1 @@
+"""How bytes move between processes: one file for each library that moves them."""

@@ -1,0 +1,139 @@
+"""Communicator over one of ChainerMN's, with its rules for the communication backend."""
+
+from functools import cache
+from typing import Any
+
+from multibn._typing import Array
+from multibn.communicators.base import SingleProcess
+from multibn.communicators.lines import HostArray, LineCommunicator, Lines
+from multibn.communicators.transports import nccl
+from multibn.communicators.transports.mpi import MPI, find_comm
+
+
+class ChainerMN(LineCommunicator):
+    """The processes of a ChainerMN communicator.
+
+    Arrays in host memory travel as `MPI(comm.mpi_comm)` sends them, with its checks and deadlines;
+    those on a GPU by NCCL, or through host memory. Where the class of `comm` overrides `allreduce`,
+    that method sums the arrays in host memory: without a deadline.
+
+    Parameters
+    ----------
+    comm
+        Any communicator of `chainermn.create_communicator`, or one derived from its classes.
+    communication_backend
+        `"mpi"`, `"nccl"` or `"auto"`, which is NCCL with a pure_nccl communicator and MPI with any
+        other.
+    timeout
+        Seconds that a collective over MPI may take; default: MULTIBN_TIMEOUT, or 300.
+
+    Raises
+    ------
+    ValueError
+        If `communication_backend` is none of the three, or is `"nccl"` and `comm` is not pure_nccl;
+        or if `timeout` is not positive.
+
+    Examples
+    --------
+    On each of two ranks, under `mpiexec -n 2 python -m mpi4py`:
+
+    >>> import multibn.chainer_backend  # makes Chainer importable
+    >>> import chainermn, numpy as np
+    >>> from multibn.communicators.transports.chainermn import ChainerMN
+    >>> communicator = ChainerMN(chainermn.create_communicator("naive"))
+    >>> communicator.allreduce(np.asarray([1.0, 10.0]))
+    array([ 2., 20.])
+    """
+
+    def __init__(
+        self, comm: Any, communication_backend: str = "auto", *, timeout: float | None = None
+    ) -> None:
+        self._comm = comm
+        self._class: Any = type(comm)
+        self._mpi = MPI(comm.mpi_comm, timeout=timeout)
+        self.timeout = self._mpi.timeout
+        self.communication_backend = select_backend(type(comm), communication_backend)
+
+    @property
+    def comm(self) -> Any:
+        """The ChainerMN communicator."""
+        if self._comm is None:
+            self._comm = _find_comm(self._class, self._mpi.world_ranks)
+        return self._comm
+
+    @property
+    def rank(self) -> int:
+        return self._mpi.rank
+
+    @property
+    def size(self) -> int:
+        return self._mpi.size
+
+    @property
+    def lines(self) -> Lines | None:
+        return None if self._overrides_allreduce() else self._mpi.lines
+
+    def takes(self, x: Array, /) -> bool:
+        return self.communication_backend == "nccl" and nccl.is_on_gpu(x)
+
+    def allreduce_on_device(self, x: Array, /) -> Array:
+        self.comm._init_comms()  # ChainerMN makes its NCCL communicator when it is first needed
+        return nccl.allreduce(self.comm.nccl_comm, x)
+
+    def allreduce_host(self, a: HostArray, /) -> HostArray:
+        if self._overrides_allreduce():
+            summed: HostArray = self.comm.allreduce(a)
+            return summed
+        return super().allreduce_host(a)
+
+    def split(self, color: int, key: int = 0) -> "ChainerMN":
+        comm = self.comm.split(color, key)
+        return ChainerMN(comm, self.communication_backend, timeout=self.timeout)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._mpi.world_ranks is not None and len(self._mpi.world_ranks) == 1:
+            return SingleProcess, ()
+        return _restore, (self._class, self._mpi, self.communication_backend)
+
+    def __repr__(self) -> str:
+        return f"ChainerMN(communication_backend={self.communication_backend!r})"
+
+    def _overrides_allreduce(self) -> bool:
+        home = next(cls for cls in self._class.__mro__ if "allreduce" in vars(cls))
+        return home.__module__.partition(".")[0] != "chainermn"
+
+
+def select_backend(comm_type: type, communication_backend: str) -> str:
+    """`"mpi"` or `"nccl"`, by ChainerMN's rules."""
+    if communication_backend not in ("mpi", "nccl", "auto"):
+        raise ValueError(
+            "`communication_backend` must be 'mpi', 'nccl' or 'auto': "
+            f"got {communication_backend!r}."
+        )
+    is_nccl = any(cls.__name__ == "PureNcclCommunicator" for cls in comm_type.__mro__)
+    if communication_backend == "nccl" and not is_nccl:
+        raise ValueError(
+            "`communication_backend='nccl'` needs ChainerMN's pure_nccl communicator: "
+            f"got {comm_type.__qualname__}. Pass 'mpi' or 'auto', or create the communicator as "
+            "chainermn.create_communicator('pure_nccl')."
+        )
+    if communication_backend == "auto":
+        return "nccl" if is_nccl else "mpi"
+    return communication_backend
+
+
+@cache
+def _find_comm(cls: Any, world_ranks: tuple[int, ...] | None) -> Any:
+    """A communicator of `cls` over these ranks of MPI.COMM_WORLD, None for all of them.
+
+    Collective over those ranks when it is first called for them.
+    """
+    return cls(mpi_comm=find_comm(world_ranks))
+
+
+def _restore(cls: type, mpi: MPI, backend: str) -> ChainerMN:
+    restored = ChainerMN.__new__(ChainerMN)
+    restored._comm = None
+    restored._class, restored._mpi, restored.timeout = cls, mpi, mpi.timeout
+    restored.communication_backend = backend
+    return restored

@@ -1,0 +1,230 @@
+"""Lines over MPI: duplicates of a communicator, and what MPI lets go of with the communicator."""
+
+import os
+import sys
+import time
+from contextlib import suppress
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, cast
+
+from multibn import message
+from multibn.communicators.lines import HostArray, Lines, Transport
+from multibn.communicators.watch import Done, Notice
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm, Request
+
+
+_SHORTEST = 2**7  # numbers: the moments of 64 channels. Shorter messages take as long.
+_SHORTEST_NAP, _LONGEST_NAP = 5e-5, 1e-3  # seconds
+_OFTEN = 50  # messages after which a line is worth a persistent request
+
+
+class MPITransport(Transport):
+    """Duplicates of an mpi4py communicator, out of reach of the program's other messages."""
+
+    def __init__(self, comm: "Comm") -> None:
+        self.rank, self.size = comm.rank, comm.size
+        self.duplicates: list[Comm] = []
+        self.requests: list[Any] = []  # persistent ones
+        self._comm = comm
+        self._board: _Board | None = None
+
+    def open_line(self, number: int, buffer: HostArray | None, timeout: float) -> "_Line":
+        # After the first, duplicates of a duplicate: the program may use `comm` meanwhile.
+        source = self.duplicates[0] if self.duplicates else self._comm
+        duplicate, request = source.Idup()
+        self.duplicates.append(duplicate)
+        return _Line(duplicate, request, buffer, self.requests)
+
+    def line_length(self, length: int) -> int:
+        # A duplicate takes 40 kB, and the library has 65,000 of them at most.
+        extras = message.length(0)  # beside the moments
+        return max(_SHORTEST, 1 << (length - extras - 1).bit_length()) + extras
+
+    @property
+    def board(self) -> "_Board | None":
+        # Collectives and point-to-point messages of one communicator do not meet.
+        if self._board is None and self.duplicates:
+            self._board = _Board(self.duplicates[0])
+        return self._board
+
+    def abort(self) -> None:
+        # MPI_Finalize would wait for the other ranks, and they for this one; nor can MPI be
+        # finalized with a message under way.
+        from mpi4py import MPI as mpi
+
+        if mpi.COMM_WORLD.size > 1 and not mpi.Is_finalized():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            mpi.COMM_WORLD.Abort(1)
+
+    def disown(self) -> None:
+        """What a fork has inherited of MPI is not to be touched."""
+
+    def release(self, *, failed: bool) -> None:
+        if failed:
+            return
+        for request in self.requests:
+            request.Free()
+        for duplicate in reversed(self.duplicates):
+            duplicate.Free()
+        self.requests.clear()
+        self.duplicates.clear()
+
+    def close(self, *, failed: bool) -> None:
+        """MPI_Finalize, which mpi4py calls, lets go of the duplicates."""
+
+
+class _Line:
+    """A duplicate of the communicator.
+
+    Messages that are sent often from one buffer have a persistent request where MPI knows such
+    (since 4.0): making a new request takes half of the time of a small message. Lines of few
+    messages have none, since Open MPI 5.0 never frees the working memory of such a request, which
+    is as long as the message: groups made and destroyed again and again would add up.
+    """
+
+    def __init__(
+        self,
+        comm: "Comm",
+        duplication: "Request",
+        buffer: HostArray | None,
+        requests: list[Any],
+    ) -> None:
+        self._requests = requests
+        self._comm = comm
+        self._duplication = duplication
+        self._buffer = buffer
+        self._num_begun = 0
+        self._request: Any = None
+        self._done: Any = None  # of the persistent request
+        from mpi4py import MPI as mpi
+
+        self._in_place: Any = mpi.IN_PLACE
+
+    def opened(self, seconds: float) -> bool:
+        return _test(self._duplication, seconds)
+
+    def begin(self, a: HostArray) -> Done:
+        self._num_begun += 1
+        if self._num_begun == _OFTEN and self._buffer is not None:
+            self._keep_request(self._buffer)  # collective: all ranks have begun as many
+        if a is self._buffer and self._request is not None:
+            self._request.Start()
+            return self._done
+        return partial(_test, self._comm.Iallreduce(self._in_place, a))
+
+    def _keep_request(self, buffer: HostArray) -> None:
+        with suppress(NotImplementedError):
+            self._request = self._comm.Allreduce_init(self._in_place, buffer)
+            self._requests.append(self._request)
+            self._done = partial(_test, self._request)
+
+
+class _Board:
+    """Notices as messages to every other rank; only ranks that have waited long send any.
+
+    An MPI with ULFM refuses messages to and from dead ranks, which mpi4py makes a RuntimeError.
+    """
+
+    def __init__(self, comm: "Comm") -> None:
+        self._comm = comm
+        self._others = [rank for rank in range(comm.size) if rank != comm.rank]
+        self._notices: dict[int, Notice] = {}
+        self._sent: list[Any] = []  # requests and what they send, which must stay in memory
+
+    def close(self) -> None:
+        """MPI delivers what was sent."""
+
+    def publish(self, notice: Notice, /) -> None:
+        data = notice.encode()
+        for rank in self._others:
+            with suppress(RuntimeError):
+                self._sent.append((self._comm.Isend(data, rank), data))
+
+    def read(self) -> dict[int, Notice]:
+        from mpi4py import MPI as mpi
+
+        status = mpi.Status()
+        for rank in self._others:
+            with suppress(RuntimeError):
+                while self._comm.Iprobe(rank, status=status):
+                    data = bytearray(status.count)
+                    self._comm.Recv(data, rank)
+                    self._notices[rank] = Notice.decode(bytes(data))
+        for pair in list(self._sent):
+            with suppress(RuntimeError):
+                if pair[0].Test():
+                    self._sent.remove(pair)
+        return self._notices
+
+
+_inherited = False  # whether this process is a fork of one that had initialised MPI
+
+
+def _after_fork() -> None:
+    global _inherited
+    loaded = sys.modules.get("mpi4py.MPI")
+    _inherited = loaded is not None and loaded.Is_initialized()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def lines_of(comm: "Comm") -> Lines:
+    """The lines of all handles of one mpi4py communicator."""
+    lines: Any = comm.Get_attr(_keyval())
+    if lines is None:
+        lines = Lines(MPITransport(comm))
+        if _inherited:
+            lines.disown()
+        comm.Set_attr(_keyval(), lines)
+    return cast(Lines, lines)
+
+
+@cache
+def _keyval() -> int:
+    """The key under which MPI keeps the lines with the communicator, and lets go of both."""
+    from mpi4py import MPI as mpi
+
+    return mpi.Comm.Create_keyval(delete_fn=_on_free)
+
+
+def _on_free(comm: "Comm", keyval: int, lines: Lines) -> None:
+    """The user frees a communicator, which is collective; or MPI_Finalize frees the world."""
+    from mpi4py import MPI as mpi
+
+    if not _inherited and comm not in (mpi.COMM_WORLD, mpi.COMM_SELF):
+        lines.release()
+
+
+def _test(request: "Request", seconds: float) -> bool:
+    """Whether a request completes within that time."""
+    if request.Test():
+        return True
+    start = time.monotonic()
+    nap = _SHORTEST_NAP
+    while not request.Test():
+        waited = time.monotonic() - start
+        if waited >= seconds:
+            return False
+        # Other ranks may need this core: offer it, and after a while leave it to them.
+        if waited < _yielding():
+            os.sched_yield()
+        else:
+            time.sleep(nap)
+            nap = min(1.1 * nap, _LONGEST_NAP)
+    return True
+
+
+@cache
+def _yielding() -> float:
+    """Seconds in which a waiting rank only offers its core, and wakes without delay.
+
+    Few where ranks outnumber the cores: the kernel would spend its time on their offers.
+    """
+    # Open MPI's name, MPICH's and Intel MPI's.
+    names = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+    ranks = max(int(os.environ.get(name, "1")) for name in names)
+    return 2e-4 if ranks > len(os.sched_getaffinity(0)) else 0.1

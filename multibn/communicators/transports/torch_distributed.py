@@ -1,0 +1,392 @@
+"""Communicator over torch.distributed: gloo, nccl, or any other backend."""
+
+import functools
+import os
+import weakref
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from array_api_compat import is_cupy_array, is_torch_array
+
+from multibn._typing import Array
+from multibn.communicators.base import SingleProcess
+from multibn.communicators.default import default_communicator, is_outsiders_marker
+from multibn.communicators.lines import HostArray, Line, LineCommunicator, Lines, Transport
+from multibn.communicators.transports.shared_memory import Machines
+from multibn.communicators.transports.store import StoreBoard
+from multibn.communicators.transports.tcp import Connections
+from multibn.communicators.watch import Done, check_timeout, poll
+
+
+class TorchDistributed(LineCommunicator):
+    """The processes of a torch ProcessGroup.
+
+    Arrays on a GPU are summed there by a backend for GPUs, NCCL for example; over gloo they go
+    through host memory. Where the group has gloo, arrays in host memory travel in connections of
+    multibn's own, so that no message of the program can be taken for one of multibn's; over another
+    backend, or where gloo is to encrypt what it sends, in the group itself. The group stays the
+    program's: `destroy_process_group(group)` lets go of the connections, too.
+
+    Parameters
+    ----------
+    group
+        A ProcessGroup, a one-dimensional DeviceMesh, or None for the default process group.
+    timeout
+        Seconds that a collective of arrays in host memory may take; default: MULTIBN_TIMEOUT, or
+        300. For arrays on a GPU, the backend's watchdog counts, with the group's timeout.
+
+    Raises
+    ------
+    ValueError
+        If this process is not part of the group, a DeviceMesh has several dimensions, or `timeout`
+        is not positive.
+    TypeError
+        If `group` is another object.
+
+    Examples
+    --------
+    On each of two ranks, after `init_process_group`:
+
+    >>> import numpy as np
+    >>> from multibn.communicators.transports.torch_distributed import TorchDistributed
+    >>> communicator = TorchDistributed(timeout=60)
+    >>> communicator.size
+    2
+    >>> communicator.allreduce(np.asarray([1.0, 10.0]))
+    array([ 2., 20.])
+    """
+
+    def __init__(self, group: Any = None, *, timeout: float | None = None) -> None:
+        self.timeout = check_timeout(timeout)
+        if isinstance(group, dist.DeviceMesh):
+            if group.ndim != 1:
+                raise ValueError(
+                    f"a DeviceMesh must have one dimension: got {group.ndim}, {group}. "
+                    "Pick one by name, mesh['dp'] for example."
+                )
+            group = group.get_group()
+        if is_outsiders_marker(group):
+            raise ValueError(
+                f"this process, rank {dist.get_rank()} of the default group, is not part of the "
+                "process group. Give each process the group it belongs to."
+            )
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                "a process group must be a torch ProcessGroup or DeviceMesh: "
+                f"got {group!r} of type {type(group).__qualname__}."
+            )
+        self._group = _reference(group)
+        # Global ranks in the order of the group's ranks; None for the default group.
+        self._ranks: tuple[int, ...] | None = None
+        self._known_under = _reference(None if group is None else dist.group.WORLD)
+        self._lines: Lines | None = None
+        self._lines_of = _reference(None)  # the group of these lines
+        if group is not None and group is not dist.group.WORLD:
+            self._ranks = tuple(dist.get_process_group_ranks(group))
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ProcessGroup."""
+        if self._ranks is None:
+            # init_process_group may have run again since the last use.
+            world = dist.group.WORLD
+            if world is None:
+                raise RuntimeError(
+                    "no default process group is initialised. Call "
+                    "torch.distributed.init_process_group() first, or pass None as communicator."
+                )
+            return world
+        known = self.known_group
+        if known is None:
+            if dist.group.WORLD is not None and self._known_under() is dist.group.WORLD:
+                raise RuntimeError(
+                    f"the process group of ranks {list(self._ranks)} was destroyed. Give the layer "
+                    "another one."
+                )
+            known = _world().find_group(self._ranks)
+            self._known_under, self._group = _reference(dist.group.WORLD), _reference(known)
+        return known
+
+    @property
+    def known_group(self) -> dist.ProcessGroup | None:
+        """The ProcessGroup where this process knows one already, without communication."""
+        # Groups end with the default process group under which they were made.
+        return self._group() if self._known_under() is dist.group.WORLD else None
+
+    @property
+    def rank(self) -> int:
+        if self._ranks is None:
+            return dist.get_rank()
+        return self._ranks.index(dist.get_rank())
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self.group)
+
+    @property
+    def default_group(self) -> object:
+        return dist.group.WORLD
+
+    @property
+    def lines(self) -> Lines:
+        group = self.group
+        if self._lines is None or self._lines_of() is not group:
+            self._lines, self._lines_of = _world().lines_of(group), _reference(group)
+        return self._lines
+
+    def takes(self, x: Array, /) -> bool:
+        kind = "cuda" if is_cupy_array(x) else x.device.type if is_torch_array(x) else "cpu"
+        # gloo, too, copies CUDA tensors to host memory, but would wait without a deadline.
+        return kind != "cpu" and _backends(self.group).get(kind, "gloo") != "gloo"
+
+    def allreduce_on_device(self, x: Array, /) -> Array:
+        if is_cupy_array(x):
+            import cupy
+
+            return cupy.from_dlpack(self.allreduce_on_device(torch.from_dlpack(x)))
+        return self.allreduce_in_place(x.detach().clone(memory_format=torch.contiguous_format))
+
+    def allreduce_in_place(self, x: Array, /) -> Array:
+        # As dist.all_reduce, which asks six functions about the group and the tensor.
+        work = self.group.allreduce([x], _SUM)
+        if work is not None:  # of a backend that does not wait by itself
+            work.wait()
+        return x
+
+    def split(self, color: int, key: int = 0) -> "TorchDistributed":
+        table = torch.zeros((self.size, 3), dtype=torch.int64)
+        table[self.rank] = torch.tensor([color, key, dist.get_rank()])
+        rows = sorted(self.allreduce(table).tolist(), key=lambda row: row[1])
+        members = {c: tuple(r for d, _, r in rows if d == c) for c in sorted({c for c, *_ in rows})}
+        if self._ranks is None:
+            _world().make_groups(members.values())
+        return restore(members[color], self.timeout)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A group of all ranks would be made again only where all are in equally many groups.
+        if self._ranks is None or (
+            dist.is_initialized() and self._ranks == tuple(range(dist.get_world_size()))
+        ):
+            return default_communicator, ()
+        if len(self._ranks) == 1:
+            return SingleProcess, ()
+        return restore, (self._ranks, self.timeout)
+
+    def __repr__(self) -> str:
+        ranks = "world" if self._ranks is None else list(self._ranks)
+        return f"TorchDistributed(ranks={ranks})"
+
+
+def _reference(group: dist.ProcessGroup | None) -> Callable[[], dist.ProcessGroup | None]:
+    """A reference with which a destroyed group, its threads and its connections can end."""
+    return (lambda: None) if group is None else weakref.ref(group)
+
+
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """The backend for each kind of device: "cpu:gloo,cuda:nccl" is such a group's description."""
+    entries = dist.get_backend_config(group).split(",")
+    return dict(entry.split(":") for entry in entries)
+
+
+class _Transport(Transport):
+    """The processes of one group: connections of their own, or the group itself."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._group = _reference(group)
+        self._backends = _backends(group)
+        # A part of the store in which the default group's processes have met, used by no other.
+        store = dist.distributed_c10d._get_default_store()
+        self._store: dist.Store | None = dist.PrefixStore(f"multibn/{group.group_name}", store)
+        self._machines: Machines | None = None
+        # Between all ranks, or the first ranks of all machines.
+        self._connections: dict[tuple[int, ...], Connections] = {}
+        self._board: StoreBoard | None = None
+
+    @property
+    def board(self) -> StoreBoard:
+        if self._board is None:
+            assert self._store is not None
+            self._board = StoreBoard(self._store, self.rank, self.size)
+        return self._board
+
+    def open_line(self, number: int, buffer: HostArray | None, timeout: float) -> Line:
+        encrypts = os.environ.get("GLOO_DEVICE_TRANSPORT") == "TCP_TLS"
+        if self._backends.get("cpu") != "gloo" or encrypts:
+            return _GroupLine(self._group, self._device())
+        if self._machines is None:
+            assert self._store is not None
+            store = dist.PrefixStore("machines", self._store)
+            self._machines = Machines(store, self.rank, self.size)
+        return self._machines.open_line(number, buffer, functools.partial(self._connect, number))
+
+    def _connect(self, number: int, ranks: Sequence[int]) -> Line:
+        """Begin to open a line over the network, between some of the ranks."""
+        key = tuple(ranks)
+        if key not in self._connections:
+            assert self._store is not None
+            store = dist.PrefixStore(f"{len(key)} ranks", self._store)
+            self._connections[key] = Connections(store, key.index(self.rank), len(key), key)
+        return _TCPLine(self._connections[key], number)
+
+    def _device(self) -> torch.device:
+        """Where the group can sum."""
+        kind = "cpu" if "cpu" in self._backends else next(iter(self._backends))
+        if kind == "cuda":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device(kind)
+
+    def abort(self) -> None:
+        """Torchrun ends the other ranks when it sees that this process has failed."""
+
+    def disown(self) -> None:
+        # Otherwise the parent's connections would not end with the parent.
+        self._disconnect(failed=True)
+        self._board = None
+
+    def release(self, *, failed: bool) -> None:
+        self._disconnect(failed=failed)
+        if self._board is not None:
+            self._board.withdraw()
+        self._board = self._store = None
+
+    def close(self, *, failed: bool) -> None:
+        self._disconnect(failed=failed)
+        # A process that ends with gloo's threads running is aborted now and then (3 of 24 in a
+        # trial).
+        global _latest_world
+        _latest_world = None
+        if dist.is_initialized() and dist.get_backend() == "gloo":
+            dist.destroy_process_group()
+
+    def _disconnect(self, *, failed: bool) -> None:
+        for connections in self._connections.values():
+            connections.close(goodbye=not failed)
+        self._connections = {}
+        if self._machines is not None:
+            self._machines.close(goodbye=not failed)
+        self._machines = None
+
+
+class _GroupLine:
+    """The user's own group, over a backend of which no second group is made."""
+
+    def __init__(self, group: Callable[[], dist.ProcessGroup | None], device: torch.device) -> None:
+        self._group, self._device = group, device
+
+    def opened(self, seconds: float) -> bool:
+        return True
+
+    def begin(self, a: HostArray) -> Done:
+        host = torch.from_numpy(a)
+        x = host.to(self._device)
+        work: Any = dist.all_reduce(x, group=self._group(), async_op=True)
+
+        def done(seconds: float) -> bool:
+            # `work.wait` knows no deadline over some backends, and over NCCL the host does not
+            # wait in it.
+            if not poll(work.is_completed, seconds):
+                return False
+            work.wait()
+            host.copy_(x)
+            return True
+
+        return done
+
+
+class _TCPLine:
+    """What DistributedDataParallel sends in the group cannot be taken for a message of the line."""
+
+    def __init__(self, connections: Connections, number: int) -> None:
+        self._connections, self._number = connections, number
+
+    def opened(self, seconds: float) -> bool:
+        return self._connections.opened(seconds)
+
+    def begin(self, a: HostArray) -> Done:
+        return self._connections.begin(self._number, a)
+
+
+class _World:
+    """What is known under one default process group; with another, all is found out anew."""
+
+    def __init__(self) -> None:
+        self.default_group = _reference(dist.group.WORLD)
+        self.lines: MutableMapping[dist.ProcessGroup, Lines] = weakref.WeakKeyDictionary()
+        # Groups made here, by their sorted ranks: torch gives a group no other order.
+        self.groups: MutableMapping[tuple[int, ...], dist.ProcessGroup] = (
+            weakref.WeakValueDictionary()
+        )
+        # Those among them that all ranks of the default group have made together.
+        self.split: set[tuple[int, ...]] = set()
+
+    def lines_of(self, group: dist.ProcessGroup) -> Lines:
+        """The lines of all handles of one process group."""
+        if group not in self.lines:
+            lines = self.lines[group] = Lines(_Transport(group))
+            # torch tells nobody that a group was destroyed, but drops it.
+            weakref.finalize(group, lines.release).atexit = False
+            if _inherited is not None and self.default_group() is _inherited:
+                self.lines[group].disown()
+        return self.lines[group]
+
+    def find_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """The group of these global ranks. Collective over them when first called for them."""
+        where = "no process group is initialised"
+        if self.default_group() is not None:
+            where = f"this is rank {dist.get_rank()} of {dist.get_world_size()}"
+        if (
+            self.default_group() is None
+            or dist.get_rank() not in ranks
+            or max(ranks) >= dist.get_world_size()
+        ):
+            raise RuntimeError(
+                f"the communicator was made for ranks {list(ranks)} of torch.distributed, and "
+                f"{where}. Give the layer another communicator, None for the default one."
+            )
+        key = tuple(sorted(ranks))
+        if key not in self.groups:
+            # torch numbers such groups by how many groups a rank is in: equal numbers are needed.
+            self.groups[key] = dist.new_group(list(key), use_local_synchronization=True)
+        return self.groups[key]
+
+    def make_groups(self, members: Iterable[tuple[int, ...]]) -> None:
+        """Make groups of global ranks. Collective over the default group."""
+        for ranks in members:
+            key = tuple(sorted(ranks))
+            # Not `key in self.groups`: a rank inside the group may know the group from elsewhere.
+            if key not in self.split:
+                self.split.add(key)
+                group = dist.new_group(list(key))
+                if not is_outsiders_marker(group):
+                    self.groups[key] = group
+
+
+_SUM = dist.AllreduceOptions()
+_SUM.asyncOp = False  # in the current stream
+_latest_world: _World | None = None
+_inherited: dist.ProcessGroup | None = None  # in a forked child: the parent's default group
+
+
+def _after_fork() -> None:
+    global _inherited
+    _inherited = dist.group.WORLD
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _world() -> _World:
+    global _latest_world
+    if _latest_world is None or _latest_world.default_group() is not dist.group.WORLD:
+        _latest_world = _World()
+    return _latest_world
+
+
+def restore(ranks: tuple[int, ...], timeout: float | None = None) -> TorchDistributed:
+    """The processes with these ranks of the default group. Their first use is collective."""
+    restored = TorchDistributed(timeout=timeout)
+    restored._ranks = ranks
+    return restored

@@ -1,0 +1,178 @@
+"""Running statistics, and the statistics of a whole population.
+
+One rule covers every framework: `running += momentum * (batch - running)`. torch's momentum is
+1 - Chainer's decay; torch's `momentum=None` and Chainer's fine-tuning are the cumulative average,
+momentum = 1/n at the n-th batch.
+"""
+
+from typing import Any
+
+from multibn._arrays import array_namespace
+from multibn._typing import Array, RunningVar
+from multibn.communicators import Communicator, SingleProcess
+from multibn.engine.statistics import (
+    BatchStatistics,
+    Moments,
+    aggregate,
+    empty_moments,
+    merge_moments,
+)
+from multibn.kernels import generic
+
+
+def running_variance(
+    batch: BatchStatistics,
+    /,
+    *,
+    local_count: float | Array,
+    convention: RunningVar = "unbiased_global",
+) -> Array:
+    """The variance that goes into a running average, shape `(C,)`, float64.
+
+    Parameters
+    ----------
+    batch
+        Statistics of the whole batch; their variance is biased.
+    local_count
+        This rank's elements per channel; read by `"unbiased_local"` only.
+    convention
+        `"unbiased_global"` multiplies by N/(N-1) with N counted over all ranks (torch);
+        `"unbiased_local"` by m/max(m-1, 1) with m counted on this rank (ChainerMN), so that ranks
+        with different m get different values; `"biased"` by 1 (detectron2, SlowFast, flax).
+
+    Raises
+    ------
+    ValueError
+        If `convention` is none of the three.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn import SingleProcess, batch_statistics, running_variance
+    >>> batch = batch_statistics(np.asarray([[1.0], [3.0]]), SingleProcess())
+    >>> print(running_variance(batch, local_count=2.0))
+    [2.]
+    >>> print(running_variance(batch, local_count=2.0, convention="biased"))
+    [1.]
+    """
+    return batch.var * generic.variance_factor(batch.count, local_count, convention)
+
+
+def update_running(
+    running_mean: Array,
+    running_var: Array,
+    batch: BatchStatistics,
+    /,
+    *,
+    momentum: float | Array,
+    local_count: float | Array,
+    convention: RunningVar = "unbiased_global",
+) -> tuple[Array, Array]:
+    """New running mean and variance, in the dtype and on the device of the old ones. Pure.
+
+    Nothing changes if all ranks were empty.
+
+    Parameters
+    ----------
+    running_mean, running_var
+        The old ones, of shape `(C,)`.
+    batch
+        Statistics of the batch over all ranks.
+    momentum
+        The weight of the batch: a number, or an array of shape `()` on the GPU that nobody need
+        wait for.
+    local_count
+        This rank's elements per channel.
+    convention
+        That of `running_variance`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn import SingleProcess, batch_statistics, update_running
+    >>> batch = batch_statistics(np.asarray([[1.0], [3.0]]), SingleProcess())
+    >>> mean, var = update_running(np.zeros(1), np.ones(1), batch, momentum=0.5, local_count=2)
+    >>> print(mean, var)
+    [1.] [1.5]
+    """
+    mean, var, count, _ = batch
+    factor = generic.variance_factor(count, local_count, convention)
+    moves = count > 0 if isinstance(count, float) else generic.as_wide(count > 0)
+    return generic.move_averages(running_mean, running_var, mean, var, moves * momentum, factor)
+
+
+class PopulationEstimator:
+    """Exact mean and variance of all batches shown by `update`, also of unequal sizes.
+
+    Parameters
+    ----------
+    like
+        Any per-channel array, for its shape and device: a rank without a batch takes part in
+        `compute`, too.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn import PopulationEstimator, local_moments
+    >>> estimator = PopulationEstimator(np.zeros(1))
+    >>> for batch in ([[1.0], [3.0]], [[5.0], [7.0], [9.0]]):
+    ...     estimator.update(local_moments(np.asarray(batch)))
+    >>> population = estimator.compute()
+    >>> print(population.mean, population.var)
+    [5.] [8.]
+    """
+
+    def __init__(self, like: Array, /) -> None:
+        self._moments = empty_moments(like)
+
+    def update(self, moments: Moments, /) -> None:
+        """Add one batch. Not collective."""
+        self._moments = merge_moments(self._moments, moments)
+
+    def compute(self, communicator: Communicator | None = None, /) -> BatchStatistics:
+        """Statistics of all batches of all ranks; the variance is biased.
+
+        Collective over `communicator` (default: this process alone); one allreduce of 2C+2 numbers.
+        """
+        return aggregate(self._moments, SingleProcess() if communicator is None else communicator)
+
+
+class Pool:
+    """The statistics of the batches of one step, as those of their concatenation.
+
+    Each batch counts by its elements over all ranks. As its statistics are the same on all ranks,
+    the pool needs no message. `like` is any per-channel array. A copy or a pickle of a pool is
+    None: a copy of a layer has no part in the step of the layer.
+    """
+
+    running: Any = None  # what the step moves at its end, where that depends on the last call
+
+    def __init__(self, like: Array, /) -> None:
+        wide = generic.as_wide(like)
+        xp = array_namespace(wide)
+        self._mean, self._squares = xp.zeros_like(wide), xp.zeros_like(wide)  # squares: about _mean
+        self._count, self._local_count = xp.sum(self._mean), xp.sum(self._mean)
+
+    def add(self, batch: BatchStatistics, /, *, local_count: float | Array) -> None:
+        """Add a batch, of which this rank has `local_count` elements per channel.
+
+        Not collective. Writes over the old numbers: a compiled graph remembers where they are.
+        """
+        xp, count = array_namespace(self._mean), batch.count
+        mean, var = (xp.reshape(v, self._mean.shape) for v in batch[:2])
+        total = self._count + count
+        share = count / (total + (total == 0))
+        shift = mean - self._mean
+        self._squares += count * var + self._count * share * shift * shift
+        self._mean += share * shift
+        self._count += count
+        self._local_count += local_count * (count > 0)
+
+    def compute(self) -> tuple[BatchStatistics, Array]:
+        """Statistics of all batches together, and this rank's elements per channel."""
+        per_element = 1.0 / generic.at_least_one(self._count)
+        batch = BatchStatistics(self._mean, self._squares * per_element, self._count, per_element)
+        return batch, self._local_count
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()

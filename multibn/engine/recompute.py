@@ -1,0 +1,146 @@
+"""Batch statistics of a first pass, reused when the pass runs again.
+
+An activation-checkpointed or reversible block runs its forward pass twice. In the first pass,
+`recording` puts each layer's batch statistics on a tape of this one call; in the second pass
+`replaying` returns them in the same order. So the second pass communicates nothing, updates
+nothing, and computes the numbers of the first bit for bit.
+
+The two contexts may be nested in any way: a checkpoint inside a checkpoint records anew while the
+outer one replays. A context is in force in the thread that enters it.
+"""
+
+import threading
+from collections.abc import Sequence
+
+from multibn.engine.statistics import BatchStatistics
+
+
+class Tape:
+    """The batch statistics of one forward pass, in the order of its layers."""
+
+    def __init__(self) -> None:
+        self.entries: list[BatchStatistics] = []
+
+
+class _Pass:
+    """A context manager that is on its thread's stack from enter to exit."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+
+    def __enter__(self) -> Tape:
+        state.stack.append(self)
+        return self.tape
+
+    def __exit__(self, *exception: object) -> None:
+        state.stack.remove(self)
+
+
+class recording(_Pass):  # noqa: N801 (read as a verb: `with recording() as tape`)
+    """Context manager for a first pass; yields the `Tape` that the pass fills.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn import recording
+    >>> from multibn.torch_backend import SyncBatchNorm
+    >>> layer = SyncBatchNorm(1)
+    >>> with recording() as tape:
+    ...     y = layer(torch.tensor([[1.0], [3.0]]))
+    >>> tape.entries[0].mean
+    tensor([2.], dtype=torch.float64)
+    """
+
+    def __init__(self) -> None:
+        super().__init__(Tape())
+
+
+class replaying(_Pass):  # noqa: N801
+    """Context manager for a pass that runs again, from the start of `tape`; can be entered again.
+
+    Raises
+    ------
+    RuntimeError
+        If the pass meets more batch norms than the first pass, or batch norms of other channels;
+        on leaving the context without an exception, if the pass has met fewer.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn import recording, replaying
+    >>> from multibn.torch_backend import SyncBatchNorm
+    >>> layer, x = SyncBatchNorm(8), torch.randn(4, 8)
+    >>> with recording() as tape:
+    ...     y = layer(x)
+    >>> with replaying(tape):
+    ...     again = layer(x)
+    >>> torch.equal(y, again), layer.num_batches_tracked  # the batch counts once
+    (True, tensor(1))
+    """
+
+    def __enter__(self) -> Tape:
+        self.position = 0
+        return super().__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        # torch.utils.checkpoint ends a pass early, by an exception, when it has recomputed all the
+        # tensors that it needs.
+        if not any(exception) and self.position < len(self.tape.entries):
+            raise RuntimeError(
+                f"the recomputation has met {self.position} of the {len(self.tape.entries)} batch "
+                "norms of the first pass. A recomputed block must do the same both times: switch "
+                "between training and evaluation after the backward pass."
+            )
+
+    def next(self, channels: tuple[int, ...]) -> BatchStatistics:
+        """The next statistics on the tape, which must have shape `channels`."""
+        if self.position == len(self.tape.entries):
+            raise RuntimeError(
+                f"the recomputation has met more batch norms than the first pass, which had "
+                f"{self.position}. A recomputed block must do the same both times."
+            )
+        batch = self.tape.entries[self.position]
+        self.position += 1
+        if tuple(batch.mean.shape) != channels:
+            raise RuntimeError(
+                f"batch norm {self.position} of the recomputation has channels {channels} where "
+                f"the first pass had {tuple(batch.mean.shape)}. A recomputed block must do the "
+                "same both times."
+            )
+        return batch
+
+
+def in_recomputing() -> bool:
+    """Whether this pass runs again, so that running statistics must not be updated."""
+    stack = state.stack
+    return bool(stack) and any(isinstance(entered, replaying) for entered in stack)
+
+
+def replayed(channels: Sequence[tuple[int, ...]]) -> list[BatchStatistics] | None:
+    """The next statistics of the innermost replay, of shapes `channels`; None if nothing replays.
+
+    All tapes that record inside of that replay get the statistics, too.
+    """
+    for current in reversed(state.stack):
+        if isinstance(current, replaying):
+            batches = [current.next(shape) for shape in channels]
+            record(batches)
+            return batches
+    return None
+
+
+def record(batches: Sequence[BatchStatistics]) -> None:
+    """Put statistics on all tapes that record inside of the innermost replay, if any."""
+    for current in reversed(state.stack):
+        if isinstance(current, replaying):
+            break
+        current.tape.entries += batches
+
+
+class _State(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[_Pass] = []
+
+
+state = _State()  # of this thread; the stack is empty where neither of the contexts is in force

@@ -1,0 +1,434 @@
+"""The engine: moments of a batch, merged over the ranks that share it, and their gradients.
+
+Everything here is a pure function of arrays of any library in the array API standard. Per-channel
+arrays are float64 and have shape `(C,)`, or more generally the shape of the axes that are not
+reduced (`axis` names the reduced ones; an activation is `(N, C, *spatial)` by default). Variances
+are biased (divided by the count) unless a name says otherwise; counts are elements per channel,
+N*H*W..., not batches.
+
+With rank weights a_i, element counts n_i and e_i = a_i / (n_i * sum a), sums over the ranks of the
+communicator::
+
+    mean = sum(a_i * mean_i) / sum(a_i)     meansqr likewise     var = max(meansqr - mean**2, 0)
+    xhat = (x - mean) * invstd              invstd = 1 / sqrt(var + eps)
+    dx = weight * invstd * (dy - e_i * (sum_dy + xhat * sum_dy_xhat))
+
+This is batch normalization (Ioffe & Szegedy, 2015, arXiv:1502.03167) of the concatenated batch when
+a_i = n_i. There is one allreduce each way, whatever the number of ranks: of 2C+4 numbers as the
+layers use a communicator (see `multibn.message`), of 2C+2 forward and 2C backward over a bare one.
+Layers that are ready at the same time share a message, see `step`. Nothing here makes a GPU
+wait for the host, except where a rank holds at most one value per channel.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn
+
+from multibn import kernels, message
+from multibn._arrays import array_namespace, device, is_on_host, values
+from multibn._typing import Array, Weighting
+from multibn.communicators import Communicator, conversation
+from multibn.engine import masks
+from multibn.kernels import BatchStatistics as BatchStatistics
+from multibn.kernels import Gradient, Input, generic
+from multibn.kernels.layout import channels as channels
+from multibn.kernels.layout import sizes as sizes
+
+
+class Moments(NamedTuple):
+    """Moments of one sub-batch, one rank, or one batch of a loader.
+
+    Attributes
+    ----------
+    mean, meansqr
+        Mean and mean of squares per channel, shape `(C,)`, float64.
+    count
+        Elements per channel, N*H*W...
+    num_samples
+        N; read only by `weighting="sample"`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn import Moments
+    >>> moments = Moments(np.asarray([2.0]), np.asarray([5.0]), count=8.0, num_samples=4.0)
+    >>> print(moments.meansqr - moments.mean**2)  # the biased variance
+    [1.]
+    """
+
+    mean: Array
+    meansqr: Array
+    count: float  # type: ignore[assignment]  # a tuple's method, which nobody calls
+    num_samples: float
+
+
+class GradientSums(NamedTuple):
+    """Sums over elements of `dy` and of `dy * xhat`, shape `(C,)`, float64.
+
+    As they come from `backward_sums` they are local, and the gradients of bias and weight: `sum_dy`
+    of bias, `sum_dy_xhat` of weight.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn import GradientSums
+    >>> parts = [GradientSums(np.asarray([n]), np.asarray([2 * n])) for n in (1.0, 2.0)]
+    >>> print(GradientSums(*map(sum, zip(*parts))).sum_dy_xhat)  # of two parts of a batch
+    [6.]
+    """
+
+    sum_dy: Array
+    sum_dy_xhat: Array
+
+
+class OneValueError(ValueError):
+    """All ranks together hold one value per channel, which has no variance."""
+
+
+def reduced_axes(ndim: int, channel_axes: Sequence[int] = (1,)) -> tuple[int, ...]:
+    """All axes of an `ndim`-dimensional activation but the channel axes."""
+    return tuple(sorted(set(range(ndim)).difference(channel_axes)))
+
+
+def _checked_axes(x: Array, axis: tuple[int, ...] | None) -> tuple[int, ...]:
+    """The argument `axis` of a function about `x`; ValueError for axes that `x` lacks."""
+    axis = reduced_axes(x.ndim) if axis is None else axis
+    if not (isinstance(axis, tuple) and axis and min(axis) >= 0 and max(axis) < x.ndim):
+        raise ValueError(
+            "`axis` must be a tuple of axes of the input, counted from 0: got "
+            f"{axis} for an input of shape {tuple(x.shape)}."
+        )
+    return axis
+
+
+def local_moments(
+    x: Array, /, *, axis: tuple[int, ...] | None = None, mask: Array | None = None
+) -> Moments:
+    """Moments of an activation over `axis`, by default all axes but 1; zero for an empty batch.
+
+    16-bit input is computed in float32. Raises TypeError unless `x` is real and floating-point.
+    With a `mask`, see `masks`, only the elements where the mask is True count, and `count`
+    is an array if these are on a GPU.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn import local_moments
+    >>> moments = local_moments(np.asarray([[1.0, 2.0], [3.0, 4.0]]))
+    >>> print(moments.mean, moments.meansqr, moments.count)
+    [2. 3.] [ 5. 10.] 2.0
+    """
+    if not array_namespace(x).isdtype(x.dtype, "real floating"):
+        raise not_floating(x)
+    axis = _checked_axes(x, axis)
+    shape, count, *_ = sizes(x.shape, axis)
+    i = Input(x, None, None, 0.0, axis, mask=mask)
+    _, count = masks.share(i, count, "element")
+    payload = kernels.select(x).begin_forward(i, 1.0, count)
+    mean, meansqr = generic.split_sums(payload, shape)
+    return Moments(mean, meansqr, count, float(x.shape[axis[0]]))
+
+
+def empty_moments(like: Array, /) -> Moments:
+    """Moments of no data for channels shaped like `like`: what `merge_moments` starts from."""
+    zeros = array_namespace(like).zeros_like(generic.as_wide(like))
+    return Moments(zeros, zeros, 0.0, 0.0)
+
+
+def merge_moments(*moments: Moments) -> Moments:
+    """Moments of the concatenation of the batches that `moments` describe (weighted by count).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn import local_moments, merge_moments
+    >>> parts = np.asarray([[1.0]]), np.asarray([[3.0], [5.0]])
+    >>> print(merge_moments(*map(local_moments, parts)).mean)
+    [3.]
+    """
+    count = sum(m.count for m in moments)
+    divisor = generic.at_least_one(count)
+    return Moments(
+        sum(m.mean * (m.count / divisor) for m in moments),
+        sum(m.meansqr * (m.count / divisor) for m in moments),
+        count,
+        sum(m.num_samples for m in moments),
+    )
+
+
+def aggregate(
+    moments: Moments, communicator: Communicator, /, *, weighting: Weighting = "element"
+) -> BatchStatistics:
+    """Statistics of the batch that the ranks of `communicator` hold together.
+
+    Collective: every rank must call it, a rank with an empty batch included; one allreduce of
+    2C+2 float64 numbers.
+
+    Parameters
+    ----------
+    moments
+        This rank's moments.
+    communicator
+        The ranks that share statistics.
+    weighting
+        `"element"` weights a rank by its elements per channel: exactly the statistics of the
+        concatenated batch. `"sample"` weights it by its batch size (detectron2's mode "N").
+        `"rank"` gives all ranks that are not empty the same weight (ChainerMN). The three agree if
+        all ranks hold equal shapes.
+
+    Raises
+    ------
+    ValueError
+        If `weighting` is none of the three.
+    RuntimeError
+        On every rank, if another rank called `refuse` (host arrays only).
+    FloatingPointError
+        On every rank, if the moments of one are not finite (host arrays only).
+
+    Examples
+    --------
+    Two parts of this rank's batch, and one message for both:
+
+    >>> import numpy as np
+    >>> from multibn import SingleProcess, aggregate, local_moments, merge_moments
+    >>> parts = map(local_moments, (np.asarray([[1.0]]), np.asarray([[3.0], [5.0]])))
+    >>> batch = aggregate(merge_moments(*parts), SingleProcess())
+    >>> print(batch.mean, batch.count)
+    [3.] 3.0
+    """
+    mean, meansqr, count, num_samples = moments
+    weight = masks.rank_weight(count, num_samples, weighting)
+    payload = generic.pack(mean, meansqr, weight, count)
+    summed = communicator.allreduce(payload)
+    batch, state = generic.unpack(summed, mean.shape, weight, count)
+    if state in (kernels.REFUSED, kernels.NOT_FINITE):
+        raise_for(state, communicator, payload, mean)
+    return batch
+
+
+def raise_for(state: int, communicator: Communicator, payload: Array, x: Array) -> NoReturn:
+    """Raise what a kernel says of a message. `payload` is this rank's, and `x` its input."""
+    if state == kernels.REFUSED:
+        conversation.raise_for_refusal(communicator, refused=False)
+    if state == kernels.NOT_FINITE:
+        xp = array_namespace(payload)
+        mine = bool(xp.all(xp.isfinite(values(xp.sum(payload)))))
+        conversation.raise_for_non_finite(communicator, mine)
+    raise OneValueError(
+        "normalizing by the statistics of a batch needs more than 1 value per channel over "
+        f"all ranks together: got 1 on {communicator.size} rank(s), with an input of shape "
+        f"{tuple(x.shape)} on rank {communicator.rank}. Use a larger batch, drop the last "
+        "one, or evaluate with running statistics."
+    )
+
+
+def batch_statistics(
+    x: Array,
+    communicator: Communicator,
+    /,
+    *,
+    weighting: Weighting = "element",
+    axis: tuple[int, ...] | None = None,
+) -> BatchStatistics:
+    """`local_moments`, `aggregate`, and the check that there is a variance to speak of.
+
+    Collective: every rank must call it; one allreduce of 2C+2 float64 numbers.
+
+    Raises as `local_moments` and `aggregate`; and on every rank OneValueError, a ValueError, if the
+    ranks hold one value per channel together: its variance is 0, and the output would not depend
+    on the input.
+
+    Parameters
+    ----------
+    x, axis
+        As in `local_moments`.
+    communicator, weighting
+        As in `aggregate`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn import SingleProcess, batch_statistics
+    >>> batch = batch_statistics(np.asarray([[1.0, 10.0], [3.0, 30.0]]), SingleProcess())
+    >>> print(batch.mean, batch.var)
+    [ 2. 20.] [  1. 100.]
+    """
+    moments = local_moments(x, axis=axis)
+    batch = aggregate(moments, communicator, weighting=weighting)
+    if moments.count <= 1 and bool(batch.count == 1):  # only then may the host wait for a GPU
+        raise_for(kernels.ONE_VALUE, communicator, moments.mean, x)
+    return batch
+
+
+def refuse(communicator: Communicator, /, *num_channels: int, like: Array) -> None:
+    """Take part in the other ranks' `aggregate` only to tell them that this rank cannot.
+
+    For a rank that finds its input to be invalid, before it raises its own error: without it the
+    other ranks would wait for this one. Arrays are made beside `like`.
+    Collective: matches one `aggregate` of `num_channels` channels on the other ranks, or one
+    message of several layers where several numbers are given.
+    """
+    if communicator.size == 1:
+        return
+    xp = array_namespace(like)
+    wide = generic.as_wide(xp.zeros((), dtype=xp.float32, device=device(like)))
+    length = sum(map(message.forward_payload, num_channels))
+    payload = xp.full((length,), message.REFUSED, dtype=wide.dtype, device=device(wide))
+    conversation.during(communicator, "forward", like.dtype).allreduce(payload)
+    if is_on_host(payload):
+        conversation.raise_for_refusal(communicator, refused=True)
+
+
+def normalize(
+    x: Array,
+    batch: BatchStatistics,
+    /,
+    *,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    eps: float,
+    axis: tuple[int, ...] | None = None,
+    residual: Array | None = None,
+    relu: bool = False,
+) -> Array:
+    """`(x - mean) * invstd * weight + bias`, in the dtype of `x`. Not collective.
+
+    Parameters
+    ----------
+    x
+        The input; its statistics may be those of a larger batch.
+    batch
+        The statistics.
+    weight, bias
+        Of shape `(C,)`; None stands for ones and zeros.
+    eps
+        Added to the variance.
+    axis
+        As in `local_moments`.
+    residual
+        Added to the output, of the shape and dtype of `x`.
+    relu
+        Whether ReLU comes last.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn import SingleProcess, batch_statistics, normalize
+    >>> x = np.asarray([[1.0], [3.0]])
+    >>> print(normalize(x, batch_statistics(x, SingleProcess()), eps=1e-12).ravel())
+    [-1.  1.]
+    """
+    axis = _checked_axes(x, axis)
+    i = Input(x, weight, bias, eps, axis, residual, relu)
+    return kernels.select(*i, *batch).normalize(i, batch)
+
+
+def backward_sums(
+    dy: Array,
+    x: Array,
+    batch: BatchStatistics,
+    /,
+    *,
+    eps: float,
+    axis: tuple[int, ...] | None = None,
+) -> GradientSums:
+    """This rank's sums of `dy` and `dy * xhat`. Not collective.
+
+    Parameters
+    ----------
+    dy
+        Gradient of the output, of the shape of `x`.
+    x
+        The input of the forward pass.
+    batch
+        Statistics of the forward pass.
+    eps
+        Added to the variance.
+    axis
+        As in `local_moments`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn import SingleProcess, backward_sums, batch_statistics
+    >>> x, dy = np.asarray([[1.0], [3.0]]), np.asarray([[1.0], [2.0]])
+    >>> batch = batch_statistics(x, SingleProcess())
+    >>> dbias, dweight = backward_sums(dy, x, batch, eps=1e-12)
+    >>> print(dbias, dweight)
+    [3.] [1.]
+    """
+    axis = _checked_axes(x, axis)
+    g = Gradient(dy, x, None, None, batch, eps, axis)
+    payload, *_ = kernels.select(x, dy, *batch).begin_backward(g)
+    return GradientSums(*generic.split_sums(payload, batch.mean.shape))
+
+
+def aggregate_sums(sums: GradientSums, communicator: Communicator, /) -> GradientSums:
+    """Sums over all ranks. Collective: one allreduce of 2C float64 numbers.
+
+    Parameters
+    ----------
+    sums
+        This rank's, from `backward_sums`.
+    communicator
+        The ranks that share statistics.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn import GradientSums, SingleProcess, aggregate_sums
+    >>> local = GradientSums(np.asarray([3.0]), np.asarray([1.0]))
+    >>> print(aggregate_sums(local, SingleProcess()).sum_dy)  # two such ranks: 6
+    [3.]
+    """
+    summed = communicator.allreduce(message.concat(sums))
+    return GradientSums(*generic.split_sums(summed, sums.sum_dy.shape))
+
+
+def input_gradient(
+    dy: Array,
+    x: Array,
+    batch: BatchStatistics,
+    sums: GradientSums,
+    /,
+    *,
+    weight: Array | None = None,
+    eps: float,
+    axis: tuple[int, ...] | None = None,
+) -> Array:
+    """Gradient with respect to `x`, in its dtype, from the sums over all ranks. Not collective.
+
+    Parameters
+    ----------
+    dy, x, batch, eps
+        As in `backward_sums`.
+    sums
+        The sums over all ranks, from `aggregate_sums`.
+    weight
+        Of shape `(C,)`; None stands for ones.
+    axis
+        As in `local_moments`.
+
+    Examples
+    --------
+    The sum of a normalized batch does not depend on the batch:
+
+    >>> import numpy as np
+    >>> from multibn import SingleProcess, backward_sums, batch_statistics, input_gradient
+    >>> x, dy = np.asarray([[1.0], [3.0]]), np.ones((2, 1))
+    >>> batch = batch_statistics(x, SingleProcess())
+    >>> sums = backward_sums(dy, x, batch, eps=1e-5)
+    >>> print(np.abs(input_gradient(dy, x, batch, sums, eps=1e-5)).max())
+    0.0
+    """
+    axis = _checked_axes(x, axis)
+    g = Gradient(dy, x, weight, None, batch, eps, axis)
+    dx, _ = kernels.select(x, dy, weight, *batch, *sums).finish_backward(g, message.concat(sums))
+    return dx
+
+
+def not_floating(x: Array) -> TypeError:
+    """The error for an input of another dtype."""
+    return TypeError(
+        f"the input must be of a real floating-point dtype: got {x.dtype}. "
+        "Convert it first, to float32 for example."
+    )

@@ -1,0 +1,207 @@
+"""A training step of layers: two halves each way, with one message between them.
+
+The functions of `engine.statistics` are for people; the layers of both frameworks run here, by the
+verbs of `multibn.kernels`. Layers that are ready at the same time share a message.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeAlias
+
+import numpy as np
+
+from multibn import kernels, message
+from multibn._arrays import is_on_host
+from multibn._typing import Array, Weighting
+from multibn.communicators import Communicator
+from multibn.communicators.conversation import Conversation, Phase
+from multibn.engine import masks, recompute, statistics
+from multibn.engine.population import Pool
+from multibn.kernels import RIGHT, BatchStatistics, Running, generic
+from multibn.kernels import Gradient as Gradient
+from multibn.kernels import Input as Input
+from multibn.message import Message
+
+# Of x; of the residual, or None, see `generic.residual_gradient`; of weight and bias.
+Gradients: TypeAlias = tuple[Array | None, Array | None, Array | None, Array | None]
+
+
+def forward(
+    inputs: Sequence[Input], communicator: Communicator, /, *, weighting: Weighting
+) -> list[tuple[Array, BatchStatistics]]:
+    """Normalize each input by the batch that all ranks hold together.
+
+    Collective, one allreduce of 2C+2 float64 numbers for each input, unless `engine.recompute`
+    replays the statistics. Raises as `statistics.batch_statistics`.
+    """
+    if not recompute.state.stack:
+        return share(inputs, communicator, weighting=weighting)
+    batches = recompute.replayed([statistics.channels(i.x.shape, i.axis) for i in inputs])
+    if batches is not None:
+        pairs = zip(inputs, batches, strict=True)
+        return [(kernels.select(i.x).normalize(i, batch), batch) for i, batch in pairs]
+    results = share(inputs, communicator, weighting=weighting)
+    recompute.record([batch for _, batch in results])
+    return results
+
+
+def share(
+    inputs: Sequence[Input],
+    communicator: Communicator,
+    /,
+    *,
+    weighting: Weighting,
+    select: Callable[[Array], Any] | None = None,
+) -> list[tuple[Array, BatchStatistics]]:
+    """As `forward`, by the kernels that `select` chooses, and of no concern to `recompute`."""
+    select = select or kernels.select
+    shares: list[tuple[Any, Input, Any, Any]] = []
+    lengths = []
+    for i in inputs:
+        _, count, length, _ = statistics.sizes(i.x.shape, i.axis)
+        weight: Any = count
+        if i.mask is not None or weighting != "element":
+            weight, count = masks.share(i, count, weighting)
+        shares.append((select(i.x), i, weight, count))
+        lengths.append(length)
+    communicator, memory, outs = _open(communicator, "forward", inputs, lengths)
+    payloads = []
+    for n, (k, i, weight, count) in enumerate(shares):
+        payloads.append(k.begin_forward(i, weight, count, out=outs[n]))
+    sums = _send(communicator, memory, payloads, lengths)
+    if len(payloads) > 1:  # no running statistics may move where another layer's sum is wrong
+        for own, summed in zip(shares, sums, strict=True):
+            state = generic.state(summed, own[-1])
+            if state != RIGHT:
+                _raise(state, communicator, *own)
+    results = []
+    for n, (k, i, weight, count) in enumerate(shares):
+        pool = i.running if type(i.running) is Pool else None
+        moving = i if pool is None else i._replace(running=None)
+        y, batch, state = k.finish_forward(moving, sums[n], weight, count)
+        if state != RIGHT:
+            _raise(state, communicator, k, i, weight, count)
+        if i.mask is not None and is_on_host(batch.count):
+            require_element(batch.count, i.x.shape, communicator)
+        if pool is not None:
+            pool.add(batch, local_count=count)
+        results.append((y, batch))
+    return results
+
+
+def require_element(count: Array, shape: Sequence[int], communicator: Communicator) -> None:
+    """Raise if masks leave none of the elements of all ranks; `shape` is that of the input."""
+    if count == 0:
+        raise ValueError(
+            "`mask` or `lengths` must leave an element of the batch: got none over "
+            f"{communicator.size} rank(s) together, with an input of shape {tuple(shape)} on "
+            f"rank {communicator.rank}."
+        )
+
+
+def move(
+    running: Running | Pool, batch: BatchStatistics, local_count: Array, k: Any = None
+) -> None:
+    """Move running statistics by those of a batch, by the kernels `k`, or add it to a pool."""
+    if isinstance(running, Pool):
+        running.add(batch, local_count=local_count)
+    else:
+        (k or kernels.select(batch.mean)).move(running, *batch[:3], local_count)
+
+
+def backward(
+    gradients: Sequence[Gradient], communicator: Communicator, /, *, means: bool = False
+) -> list[Gradients]:
+    """The gradients of each layer's input, residual and parameters.
+
+    Collective if any `x` needs a gradient: one allreduce of 2C float64 numbers for each of these.
+    The gradients of parameters are this rank's, or, with `means`, the means over the ranks; then
+    every `x` must need a gradient.
+    """
+    results: list[Any] = [None] * len(gradients)
+    sharing = []
+    about = []
+    lengths = []
+    for n, g in enumerate(gradients):
+        k = kernels.select(g.x)
+        if g.needs_dx:
+            sharing.append((n, k))
+            about.append(g)
+            lengths.append(statistics.sizes(g.x.shape, g.axis)[3])
+        else:
+            _, dweight, dbias, *_ = k.begin_backward(g)
+            results[n] = None, None, dweight, dbias
+    if not sharing:
+        return results
+    communicator, memory, outs = _open(communicator, "backward", about, lengths)
+    payloads = []
+    for place, (n, k) in enumerate(sharing):
+        payload, *results[n] = k.begin_backward(about[place], out=outs[place])
+        payloads.append(payload)
+    sums = _send(communicator, memory, payloads, lengths)
+    for place, (n, k) in enumerate(sharing):
+        g, summed = about[place], sums[place]
+        dweight, dbias, *begun = results[n]
+        if means:
+            dweight, dbias = generic.parameter_gradients(summed, g, divisor=communicator.size)
+        dx, dresidual = k.finish_backward(g, summed, *begun)
+        results[n] = dx, dresidual, dweight, dbias
+    return results
+
+
+def announced(inputs: Sequence[Input | Gradient], /) -> Any:
+    """The dtype that a message about some inputs announces: one dtype, or the names of several."""
+    if len(inputs) == 1:
+        return inputs[0].x.dtype
+    return ", ".join(str(i.x.dtype).rpartition(".")[2] for i in inputs)
+
+
+def _open(
+    communicator: Communicator,
+    phase: str,
+    inputs: Sequence[Input | Gradient],
+    lengths: Sequence[int],
+) -> tuple[Communicator, Array | None, Sequence[Any]]:
+    """The communicator of a message about `inputs`, and memory: of all payloads, and of each.
+
+    On a GPU of torch's, the memory is a `Message`.
+    """
+    x = inputs[0].x
+    if type(communicator) is Conversation:
+        dtype = x.dtype if len(inputs) == 1 else announced(inputs)
+        known = communicator.phases.get((phase, dtype))
+        communicator = communicator.during(phase, dtype) if known is None else known
+    memory: Any = None
+    if type(communicator) is Phase:
+        if type(x) is np.ndarray or getattr(x, "is_cpu", False):
+            memory = communicator.buffer(sum(lengths))
+        elif getattr(x, "is_cuda", False) and (
+            len(inputs) == 1 or all(i.x.device == x.device for i in inputs)
+        ):
+            memory = communicator.message(sum(lengths), x)
+    if memory is None or len(lengths) == 1:
+        return communicator, memory, [memory] * len(lengths)
+    if isinstance(memory, Message):
+        return communicator, memory, memory.split(lengths)
+    return communicator, memory, message.split(memory, lengths)
+
+
+def _send(
+    communicator: Communicator,
+    memory: Array | None,
+    payloads: Sequence[Array],
+    lengths: Sequence[int],
+) -> Sequence[Array]:
+    """The sums of the payloads over the ranks. Collective."""
+    if len(payloads) == 1:
+        return (communicator.allreduce(payloads[0]),)
+    summed = communicator.allreduce(message.concat(payloads) if memory is None else memory)
+    return message.split(summed, lengths)
+
+
+def _raise(
+    state: int, communicator: Communicator, k: Any, i: Input, weight: Any, count: Any
+) -> NoReturn:
+    """Raise for a sum of messages that is not right."""
+    # Packed again: the sum may have taken the place of this rank's own numbers.
+    payload = k.begin_forward(i, weight, count)
+    statistics.raise_for(state, communicator, payload, i.x)

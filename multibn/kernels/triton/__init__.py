@@ -1,0 +1,1 @@
+"""The Triton kernels for torch tensors on a GPU: passes, steps between them, and launches."""

@@ -1,0 +1,249 @@
+"""The steps between the passes as Triton kernels; `cuda_steps` launches them.
+
+A program handles BLOCK of the C channels; the first program writes what is not of one channel, too.
+Arithmetic is float64, whatever the dtype of parameters and running statistics. The coefficients of
+the passes are rounded once, to the dtype of the passes' arithmetic.
+
+Triton would pass a Python float in float32, so a number comes as its 64 bits in an int64, or as the
+address of a tensor with one element.
+"""
+
+# mypy: disallow-untyped-defs=False, check-untyped-defs=False
+
+import triton
+import triton.language as tl
+from triton.language import constexpr
+
+from multibn import message
+
+WEIGHT, COUNT = constexpr(message.WEIGHT), constexpr(message.COUNT)
+SCALARS = constexpr(message.forward_payload(0))
+
+_CONSTANTS = {"BLOCK", "SPLITS", "CUMULATIVE", "UNBIASED"}
+
+
+def _step(function):
+    """A kernel of which one serves all sizes, and arrays that begin anywhere in memory."""
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    others = [name for name in names if name not in _CONSTANTS]
+    return triton.jit(do_not_specialize=others)(function)
+
+
+@_step
+def merge_moments(
+    partials, numbers, weight_at, count_at, start, length, fingerprint: tl.int64,
+    weight: tl.int64, count: tl.int64, splits, C, BLOCK: constexpr, SPLITS: constexpr,
+):  # fmt: skip
+    """The forward message, from the sums of `passes.moments`.
+
+    The splits' moments are added up about a split's centre, which is near the mean. Where no mask
+    says what counts, `weight_at` and `count_at` are None.
+    """
+    c, exists = _channels(C, BLOCK)
+    size = splits * C
+    reference = tl.load(partials + size + c, exists, 0.0).to(tl.float64)
+    n = tl.zeros((1, BLOCK), tl.float64)
+    first_sum = tl.zeros((1, BLOCK), tl.float64)
+    second_sum = tl.zeros((1, BLOCK), tl.float64)
+    for first in range(0, splits, SPLITS):
+        at, inside = _splits(first, splits, c, C, SPLITS)
+        count_in_split = tl.load(partials + at, inside, 0.0).to(tl.float64)
+        centre = tl.load(partials + size + at, inside, 0.0).to(tl.float64)
+        sum_d = tl.load(partials + 2 * size + at, inside, 0.0).to(tl.float64)
+        sum_dd = tl.load(partials + 3 * size + at, inside, 0.0).to(tl.float64)
+        shift = tl.where(inside, centre - reference, 0.0)
+        n += tl.sum(count_in_split, 0, keep_dims=True)
+        first_sum += tl.sum(sum_d + count_in_split * shift, 0, keep_dims=True)
+        about = sum_dd + (2.0 * sum_d + count_in_split * shift) * shift
+        second_sum += tl.sum(about, 0, keep_dims=True)
+    n = tl.where(n == 0.0, 1.0, n)
+    first_sum /= n
+    mean = reference + first_sum
+    var = second_sum / n - first_sum * first_sum
+    var = tl.where(var < 0.0, 0.0, var)  # a NaN stays
+    w = _share(weight, weight_at)
+    payload = numbers + start
+    tl.store(payload + c, w * mean, exists)
+    tl.store(payload + C + c, w * (var + mean * mean), exists)
+    if tl.program_id(0) == 0:
+        tl.store(payload + 2 * C + WEIGHT, w)
+        tl.store(payload + 2 * C + COUNT, _share(count, count_at))
+        _store_around(numbers, start, 2 * C + SCALARS, length, fingerprint)
+
+
+@_step
+def merge_sums(
+    partials, mean, var, weight, bias, coefficients, numbers, dweight, dbias, start, length,
+    fingerprint: tl.int64, eps: tl.int64, splits, C, BLOCK: constexpr, SPLITS: constexpr,
+):  # fmt: skip
+    """The backward message, from the sums of `passes.backward_sums`.
+
+    And the coefficients of the passes. `dweight` and `dbias`, which get this rank's gradients, may
+    be None.
+    """
+    c, exists = _channels(C, BLOCK)
+    first_sum = tl.zeros((1, BLOCK), tl.float64)
+    second_sum = tl.zeros((1, BLOCK), tl.float64)
+    for first in range(0, splits, SPLITS):
+        at, inside = _splits(first, splits, c, C, SPLITS)
+        first_sum += tl.sum(tl.load(partials + at, inside, 0.0).to(tl.float64), 0, keep_dims=True)
+        others = partials + splits * C
+        second_sum += tl.sum(tl.load(others + at, inside, 0.0).to(tl.float64), 0, keep_dims=True)
+    m, v = tl.load(mean + c, exists, 0.0), tl.load(var + c, exists, 1.0)
+    invstd, remainder = _store_coefficients(coefficients, c, exists, C, m, v, weight, bias, eps)
+    second_sum = (second_sum - remainder * first_sum) * invstd
+    payload = numbers + start
+    tl.store(payload + c, first_sum, exists)
+    tl.store(payload + C + c, second_sum, exists)
+    if dweight is not None:
+        _store_rounded(dweight + c, second_sum, exists)
+    if dbias is not None:
+        _store_rounded(dbias + c, first_sum, exists)
+    if tl.program_id(0) == 0:
+        _store_around(numbers, start, 2 * C, length, fingerprint)
+
+
+@_step
+def finish_forward(
+    summed, mean, var, total_count, element_weight, weight_at, count_at, weight, bias, coefficients,
+    running_mean, running_var, num_batches, rank_weight: tl.int64, count: tl.int64, eps: tl.int64,
+    momentum: tl.int64, factor: tl.int64, C,
+    CUMULATIVE: constexpr, UNBIASED: constexpr, BLOCK: constexpr,
+):  # fmt: skip
+    """The statistics in a message, the coefficients of the passes, and `move`.
+
+    `weight`, `bias`, and what is moved may be None; `weight_at` and `count_at` as in the merge.
+    """
+    c, exists = _channels(C, BLOCK)
+    total = tl.load(summed + 2 * C + COUNT)
+    total_weight = tl.load(summed + 2 * C + WEIGHT)
+    divisor = tl.where(total_weight == 0.0, 1.0, total_weight)
+    m = tl.load(summed + c, exists, 0.0) / divisor
+    v = tl.load(summed + C + c, exists, 0.0) / divisor - m * m
+    v = tl.where(v < 0.0, 0.0, v)  # a NaN stays
+    tl.store(mean + c, m, exists)
+    tl.store(var + c, v, exists)
+    if tl.program_id(0) == 0:
+        tl.store(total_count, total)
+        n = tl.maximum(_share(count, count_at), 1.0)
+        tl.store(element_weight, _share(rank_weight, weight_at) / (n * divisor))
+    _store_coefficients(coefficients, c, exists, C, m, v, weight, bias, eps)
+    if running_mean is not None:
+        _move(
+            running_mean, running_var, num_batches, c, exists, m, v, total, momentum, factor,
+            CUMULATIVE, UNBIASED,
+        )  # fmt: skip
+
+
+@_step
+def coefficients_of(
+    mean, var, weight, bias, coefficients, eps: tl.int64, C, BLOCK: constexpr
+):  # fmt: skip
+    """The coefficients of the passes."""
+    c, exists = _channels(C, BLOCK)
+    m, v = tl.load(mean + c, exists, 0.0), tl.load(var + c, exists, 1.0)
+    _store_coefficients(coefficients, c, exists, C, m, v, weight, bias, eps)
+
+
+@_step
+def move(
+    running_mean, running_var, num_batches, mean, var, count, momentum: tl.int64, factor: tl.int64,
+    C, CUMULATIVE: constexpr, UNBIASED: constexpr, BLOCK: constexpr,
+):  # fmt: skip
+    """Move running statistics. `num_batches` is a counter or None."""
+    c, exists = _channels(C, BLOCK)
+    m, v = tl.load(mean + c, exists, 0.0), tl.load(var + c, exists, 0.0)
+    _move(
+        running_mean, running_var, num_batches, c, exists, m, v, tl.load(count), momentum, factor,
+        CUMULATIVE, UNBIASED,
+    )  # fmt: skip
+
+
+@triton.jit
+def number(v):
+    # Triton passes a small Python int in 32 bits if the parameter has no annotation.
+    return tl.load(v) if v.dtype.is_ptr() else v.to(tl.int64).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _share(v, at):
+    return number(v) if at is None else tl.load(at)
+
+
+@triton.jit
+def _channels(C, BLOCK: constexpr):
+    """This program's channels, a row, and which of these exist."""
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    return c, c < C
+
+
+@triton.jit
+def _splits(first, splits, c, C, SPLITS: constexpr):
+    """Where the sums of some splits stand, and which are there."""
+    split = first + tl.arange(0, SPLITS)[:, None]
+    return split * C + c, (split < splits) & (c < C)
+
+
+@triton.jit
+def _store_around(numbers, start, payload, length, fingerprint):
+    """Zeros before a payload; after the payload, zeros and the fingerprint's two numbers."""
+    v = number(fingerprint)
+    for first in range(0, length, 1024):
+        i = first + tl.arange(0, 1024)
+        around = (i < length) & ((i < start) | (i >= start + payload))
+        lane = tl.where(i == length - 2, v, tl.where(i == length - 1, v * v, 0.0))
+        tl.store(numbers + i, lane, around)
+
+
+@triton.jit
+def _store_coefficients(coefficients, c, exists, C, mean, var, weight, bias, eps):
+    """The coefficients, see `passes`, of which the last two are returned."""
+    DTYPE = coefficients.dtype.element_ty
+    centre = mean.to(DTYPE)
+    remainder = mean - centre.to(tl.float64)
+    invstd = 1.0 / tl.sqrt(var + number(eps))
+    scale = invstd
+    if weight is not None:
+        scale = invstd * tl.load(weight + c, exists, 0.0).to(tl.float64)
+    shift = -remainder * scale
+    if bias is not None:
+        shift += tl.load(bias + c, exists, 0.0).to(tl.float64)
+    tl.store(coefficients + c, centre, exists)
+    tl.store(coefficients + C + c, scale.to(DTYPE), exists)
+    tl.store(coefficients + 2 * C + c, shift.to(DTYPE), exists)
+    tl.store(coefficients + 3 * C + c, invstd.to(DTYPE), exists)
+    tl.store(coefficients + 4 * C + c, remainder.to(DTYPE), exists)
+    return invstd, remainder
+
+
+@triton.jit
+def _move(
+    running_mean, running_var, num_batches, c, exists, mean, var, n, momentum, factor,
+    CUMULATIVE: constexpr, UNBIASED: constexpr,
+):  # fmt: skip
+    seen = n > 0.0
+    if CUMULATIVE:  # one program, and one thread of the program, reads and writes the counter
+        batches = tl.atomic_add(num_batches, seen.to(tl.int64)) + seen.to(tl.int64)
+        a = 1.0 / tl.maximum(batches, 1).to(tl.float64)
+    else:
+        a = number(momentum)
+        if num_batches is not None:  # noqa: SIM102  Triton takes None for a constant here only
+            if tl.program_id(0) == 0:  # one program writes, and none reads
+                tl.store(num_batches, tl.load(num_batches) + seen.to(tl.int64))
+    a = tl.where(seen, a, 0.0)
+    f = n / tl.where(n < 2.0, 1.0, n - 1.0) if UNBIASED else number(factor)
+    _move_one(running_mean + c, mean, exists, a)
+    _move_one(running_var + c, var * f, exists, a)
+
+
+@triton.jit
+def _move_one(running, new, exists, momentum):
+    wide = (1.0 - momentum) * tl.load(running, exists, 0.0).to(tl.float64) + momentum * new
+    _store_rounded(running, wide, exists)
+
+
+@triton.jit
+def _store_rounded(at, v, exists):
+    if at.dtype.element_ty != tl.float64:
+        v = v.to(tl.float32)  # torch rounds to 16 bits by way of float32, too
+    tl.store(at, v.to(at.dtype.element_ty), exists)

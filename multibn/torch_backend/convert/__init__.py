@@ -1,0 +1,1 @@
+"""Models that are converted to synchronized layers, and back."""

@@ -1,0 +1,232 @@
+"""Exchange the batch norm layers of a model for synchronized ones, and back."""
+
+import itertools
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.parallel import DistributedDataParallel
+
+from multibn._typing import RunningVar, Weighting
+from multibn.torch_backend import fusion
+from multibn.torch_backend.convert import derived
+from multibn.torch_backend.layer.modules import SyncBatchNorm, Synchronized
+from multibn.torch_backend.layer.sub_batch_norm import _SubBatchNorm
+from multibn.torch_backend.train import data_parallel
+
+# A class that defines only these names behaves like the layer that it derives from.
+_HARMLESS = {
+    "__annotations__",
+    "__constants__",
+    "__doc__",
+    "__firstlineno__",
+    "__init__",
+    "__module__",
+    "__static_attributes__",
+    "_check_input_dim",
+    "extra_repr",
+}
+
+
+class BatchNorm(_BatchNorm):
+    """Batch normalization of this process alone, for any number of dimensions from 2.
+
+    `revert_sync_batchnorm` returns one for a `SyncBatchNorm` that was never converted.
+
+    Examples
+    --------
+    >>> from multibn.torch_backend import SyncBatchNorm, revert_sync_batchnorm
+    >>> layer = revert_sync_batchnorm(SyncBatchNorm(4, momentum=0.01))
+    >>> type(layer).__name__, layer.momentum
+    ('BatchNorm', 0.01)
+    """
+
+    def _check_input_dim(self, input: Any) -> None:
+        if input.ndim < 2:
+            raise ValueError(
+                f"the input must have 2 or more dimensions: got shape {tuple(input.shape)}."
+            )
+
+
+def convert_sync_batchnorm(
+    module: nn.Module,
+    process_group: Any = None,
+    *,
+    weighting: Weighting = "element",
+    running_var: RunningVar = "unbiased_global",
+    strict: bool = False,
+) -> Any:
+    """Synchronize every batch norm of a model, subclasses of torch's among them.
+
+    Changes the layers in place and returns `module`. A converted layer is a `SyncBatchNorm`, and
+    stays an instance of its class: an nn.BatchNorm2d becomes a `SyncBatchNorm2d`. The exception is
+    nn.SyncBatchNorm, a class that DistributedDataParallel (DDP) refuses on CPU. A layer with a
+    forward pass of its own runs this pass; in training, torch.nn.functional.batch_norm then shares
+    statistics. All attributes stay, parameters, buffers and hooks among them. Call this function
+    before or after the construction of the optimizer, DDP and FSDP. From the first training forward
+    pass on, at the latest, DDP leaves running statistics that are equal on all ranks out of its
+    broadcast of buffers. Layers that are only in plain lists and dictionaries stay unchanged. Not
+    collective.
+
+    Parameters
+    ----------
+    module
+        The model, changed in place.
+    process_group
+        The ranks that share statistics: anything that `multibn.as_communicator` takes. With None,
+        an nn.SyncBatchNorm keeps its own group.
+    weighting, running_var
+        As `SyncBatchNorm`'s.
+    strict
+        Whether a layer that cannot be converted is an error. No layer is changed then.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `SyncBatchNorm`. TypeError if `strict` and a layer cannot be converted.
+    RuntimeError
+        In the first training forward pass of a layer whose own forward pass does not call
+        torch.nn.functional.batch_norm with its running mean: it computes statistics by itself.
+
+    Warns
+    -----
+    UserWarning
+        One warning for all layers that stay as they are, with their paths: a layer that is
+        parametrized, lazy and without an input so far, a subclass of nn.SyncBatchNorm with a
+        forward pass of its own, or a module that has running statistics and is not of torch's batch
+        norm class.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from multibn.torch_backend import convert_sync_batchnorm
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+    >>> model = convert_sync_batchnorm(model)
+    >>> type(model[1]).__name__, isinstance(model[1], nn.BatchNorm2d)
+    ('SyncBatchNorm2d', True)
+    """
+    SyncBatchNorm(1, process_group=process_group, weighting=weighting, running_var=running_var)
+    layers: list[_BatchNorm] = []
+    obstacles: dict[str, str] = {}
+    for path, part in _named_parts(module):
+        if isinstance(part, Synchronized):
+            continue
+        if why := _cannot_convert(part):
+            obstacles[path] = f"{_name(part)}: {why}"
+        elif isinstance(part, _BatchNorm):
+            layers.append(part)
+    if obstacles:
+        message = _list(obstacles, "their statistics are not shared")
+        if strict:
+            raise TypeError(message)
+        warnings.warn(message, stacklevel=2)
+    for layer in layers:
+        group = process_group
+        if group is None and isinstance(layer, nn.SyncBatchNorm):
+            group = layer.process_group
+        derived.derive(layer)
+        assert isinstance(layer, SyncBatchNorm)
+        layer.configure(group, weighting=weighting, running_var=running_var)
+    for part in module.modules():
+        if isinstance(part, DistributedDataParallel):
+            data_parallel.watch(part, Synchronized)
+    return module
+
+
+def revert_sync_batchnorm(module: nn.Module) -> Any:
+    """Give every `SyncBatchNorm` the class that it was converted from.
+
+    For export or single-process use. Changes the layers in place and returns `module`. A layer that
+    was built as a `SyncBatchNorm` becomes a `BatchNorm`, a `NaiveSyncBatchNorm2d` an
+    nn.BatchNorm2d. An nn.SyncBatchNorm gets its process group back, if this process knows the
+    group. Not collective.
+
+    Warns
+    -----
+    UserWarning
+        One warning for all layers that stay as they are, with their paths: a layer that is
+        parametrized, whose class adds to a synchronized one, or that ends in a ReLU.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from multibn.torch_backend import convert_sync_batchnorm, revert_sync_batchnorm
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+    >>> model = revert_sync_batchnorm(convert_sync_batchnorm(model))
+    >>> type(model[1]).__name__
+    'BatchNorm2d'
+    """
+    fusion.unfuse(module)
+    obstacles: dict[str, str] = {}
+    for path, part in _named_parts(module):
+        if not isinstance(part, SyncBatchNorm):
+            continue
+        if why := _cannot_revert(part):
+            obstacles[path] = f"{_name(part)}: {why}"
+        else:
+            derived.restore(part, part.converted_from or BatchNorm)
+    if obstacles:
+        warnings.warn(_list(obstacles, "they stay synchronized"), stacklevel=2)
+    return module
+
+
+def _named_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules below and with `module`; no parts of a SubBatchNorm, which has its own ranks."""
+    parts = list(module.named_modules())
+    inside = {id(p) for _, m in parts if isinstance(m, _SubBatchNorm) for p in m.children()}
+    yield from ((path, part) for path, part in parts if id(part) not in inside)
+
+
+_PARAMETRIZED = "it is parametrized. Remove the parametrizations, and register them again later"
+
+
+def _cannot_convert(layer: nn.Module) -> str | None:
+    """Why `layer`, which has running statistics, cannot be synchronized."""
+    if not isinstance(layer, _BatchNorm):
+        buffers = layer._buffers
+        # A norm whose weight is a buffer, too, is frozen: torchvision's FrozenBatchNorm2d.
+        if isinstance(layer, _NormBase) or "weight" in buffers:
+            return None
+        if "running_mean" in buffers and "running_var" in buffers:
+            return "it is not of torch's batch norm class"
+        return None
+    if hasattr(layer, "parametrizations"):
+        return _PARAMETRIZED
+    if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
+        return "it has not seen an input. Run the model once before"
+    if isinstance(layer, nn.SyncBatchNorm) and (
+        "forward" in vars(layer) or type(layer).forward is not nn.SyncBatchNorm.forward
+    ):
+        return "it adds to nn.SyncBatchNorm. Convert the model as it was before torch's conversion"
+    return None
+
+
+def _cannot_revert(layer: SyncBatchNorm) -> str | None:
+    added = itertools.takewhile(
+        lambda base: not base.__module__.startswith("multibn."), type(layer).__mro__
+    )
+    overridden = sorted({name for base in added for name in vars(base)} - _HARMLESS)
+    if hasattr(layer, "parametrizations"):
+        return _PARAMETRIZED
+    if overridden:
+        return f"its class overrides {', '.join(overridden)}, which would be lost"
+    if layer.fuse_relu:
+        return "it has a ReLU inside, which would be lost"
+    if "forward" in vars(layer):
+        return "it has a forward pass of its own, which would be lost"
+    return None
+
+
+def _name(layer: nn.Module) -> str:
+    return f"{type(layer).__module__}.{type(layer).__qualname__}"
+
+
+def _list(obstacles: dict[str, str], consequence: str) -> str:
+    """One message about all `obstacles`, path: reason."""
+    paths: dict[str, list[str]] = {}
+    for path, why in obstacles.items():
+        paths.setdefault(why, []).append(path or "the model itself")
+    lines = [f"{', '.join(names)} ({why})" for why, names in paths.items()]
+    return f"{len(obstacles)} layer(s) stay as they are, {consequence}: {'; '.join(lines)}."

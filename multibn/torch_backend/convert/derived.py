@@ -1,0 +1,211 @@
+"""The classes of converted layers: each is the class that the layer had, and synchronized.
+
+Code around a model finds layers by class: optimizers that do not decay norms, freezing, precise
+statistics, initialization. So a converted layer must stay an instance of its class. A class with a
+forward pass of its own, as timm's BatchNormAct2d, keeps this pass. A TorchFunctionMode around the
+pass exchanges the call of `torch.nn.functional.batch_norm`, which costs some 0.1 ms for each call.
+"""
+
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+
+from multibn.engine.step import Input
+from multibn.torch_backend.layer import compiled, dtensors, functional
+from multibn.torch_backend.layer.modules import (
+    SyncBatchNorm,
+    SyncBatchNorm1d,
+    SyncBatchNorm2d,
+    SyncBatchNorm3d,
+    call_node,
+    moves,
+    running_of,
+)
+
+_classes: dict[tuple[type[_BatchNorm], bool], type[SyncBatchNorm]] = {
+    (nn.BatchNorm1d, False): SyncBatchNorm1d,
+    (nn.BatchNorm2d, False): SyncBatchNorm2d,
+    (nn.BatchNorm3d, False): SyncBatchNorm3d,
+}
+
+# What a synchronized layer has in its dictionary, and its original does not.
+_ATTRIBUTES = (
+    "conversation",
+    "converted_from",
+    "fuse_relu",
+    "pool",
+    "running_var_convention",
+    "weighting",
+    "_shares",
+)
+
+
+def derive(layer: _BatchNorm, /) -> None:
+    """Change the class of `layer` to one that is synchronized; its `configure` must follow."""
+    original = type(layer)
+    if isinstance(layer, nn.SyncBatchNorm):  # DistributedDataParallel refuses its instances on CPU
+        layer.__dict__.pop("process_group", None)  # a property of the new class
+        layer.__class__ = SyncBatchNorm  # type: ignore[assignment]
+        layer.__dict__["converted_from"] = original
+        return
+    own = layer.__dict__.pop("forward", None)
+    if isinstance(own, MethodType) and own.__self__ is layer:
+        # Pickle saves a method by its name, which is that of another function in the new class.
+        own = partial(own.__func__, layer)
+    has_own = own is not None or original.forward is not _BatchNorm.forward
+    layer.__class__ = _class(original, has_own)
+    if own is not None:
+        layer.__dict__["own_forward"] = own
+
+
+def restore(layer: SyncBatchNorm, original: type[_BatchNorm], /) -> None:
+    """Change the class of `layer` to `original`, and remove the attributes that it lacks."""
+    communicator = layer.process_group
+    own = layer.__dict__.pop("own_forward", None)
+    for name in _ATTRIBUTES:
+        layer.__dict__.pop(name, None)
+    layer.__class__ = original  # type: ignore[assignment]
+    if own is not None:
+        layer.__dict__["forward"] = own
+    if issubclass(original, nn.SyncBatchNorm):
+        layer.__dict__["process_group"] = getattr(communicator, "known_group", None)
+
+
+def _class(original: type[_BatchNorm], has_own_forward: bool) -> type[SyncBatchNorm]:
+    key = original, has_own_forward
+    if key not in _classes:
+        attributes: dict[str, Any] = {
+            "__doc__": f"{original.__qualname__} with shared statistics.",
+            "__module__": __name__,
+            "converted_from": original,
+        }
+        if has_own_forward:
+            attributes["_check_input_dim"] = original._check_input_dim
+        bases = (OwnForward if has_own_forward else _Derived, original)
+        _classes[key] = type(f"Sync{original.__name__}", bases, attributes)
+    return _classes[key]
+
+
+def _new(original: type[_BatchNorm], has_own_forward: bool) -> SyncBatchNorm:
+    """A layer without attributes, for copies and pickles."""
+    layer: SyncBatchNorm = object.__new__(_class(original, has_own_forward))
+    return layer
+
+
+class _Derived(SyncBatchNorm):
+    """Base of the classes that no module has by name. Copies and pickles name the original."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        key = self.converted_from, isinstance(self, OwnForward)
+        return _new, key, self.__getstate__()
+
+
+class OwnForward(_Derived):
+    """A layer that calls batch norm and does something of its own before or after."""
+
+    converted_from: type[_BatchNorm]
+    own_forward: Any = None  # a forward pass that was set on the instance
+    _shares = False  # whether a forward pass has called batch norm
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        arguments = (*args, *kwargs.values())
+        if any(isinstance(argument, fx.Proxy) for argument in arguments):
+            return call_node(self, *args, **kwargs)
+        has_dtensor = dtensors.among((*arguments, self.weight))
+        if has_dtensor and torch.compiler.is_dynamo_compiling():
+            return dtensors.uncompiled(self.forward)(*args, **kwargs)
+        own = self.own_forward
+        forward = partial(self.converted_from.forward, self) if own is None else own
+        if own is not None:  # in an unpickled `own`, a method `forward` is this one
+            self.own_forward = None
+        try:
+            if not (self.training or has_dtensor):
+                return forward(*args, **kwargs)
+            sharing = _Sharing(self)
+            with sharing:
+                y = forward(*args, **kwargs)
+        finally:
+            if own is not None:
+                self.own_forward = own
+        if self.training and not (sharing.reached or self._shares):
+            raise RuntimeError(
+                f"`{self.conversation.name}`, a {self.converted_from.__qualname__}, cannot share "
+                "statistics: its forward pass in training did not call "
+                "torch.nn.functional.batch_norm with the layer's running_mean. Call "
+                "revert_sync_batchnorm, then convert the parts of the model without this layer."
+            )
+        if not (self._shares or torch.compiler.is_compiling()):
+            self._shares = True
+        return y
+
+
+# The order of torch.batch_norm's arguments, which is not torch.nn.functional.batch_norm's.
+_ORDER = "input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"
+
+
+class _Sharing(TorchFunctionMode):
+    """In this context, batch norm with a layer's running mean is the one of this package."""
+
+    def __init__(self, layer: OwnForward) -> None:
+        super().__init__()
+        self.layer = layer
+        counter = layer.num_batches_tracked
+        self.count_before = None if counter is None else counter.clone()
+        self.reached = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.batch_norm:
+            return self._batch_norm(*args, **kwargs)
+        if func is torch.batch_norm:
+            named = dict(zip(_ORDER, args, strict=False)) | kwargs
+            named.pop("cudnn_enabled", None)
+            return self._batch_norm(**named)
+        return func(*args, **kwargs)
+
+    def _batch_norm(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        """In the place of torch.nn.functional.batch_norm."""
+        layer = self.layer
+        own = running_mean is (layer.running_mean if layer.track_running_stats else None)
+        self.reached |= own
+        if own and not training and running_mean is not None and running_var is not None:
+            return functional.normalize_by_running(
+                input, weight, bias, running_mean, running_var, eps=eps
+            )
+        if not (own and training):
+            return F.batch_norm(
+                input, running_mean, running_var, weight, bias, training, momentum, eps
+            )
+        running = running_of(layer, layer.running_var_convention, momentum)
+        axis = functional.all_but_channels(input)
+        ((y, batch),) = compiled.forward_all(
+            [Input(input, weight, bias, eps, axis, running=running)],
+            [layer.num_features],
+            layer.conversation,
+            weighting=layer.weighting,
+        )
+        before, counter = self.count_before, layer.num_batches_tracked
+        if running is not None and before is not None and counter is not None:
+            # The forward pass has counted, once for each call. Neither a recomputation counts, nor
+            # a batch that is empty on all ranks.
+            counts = (batch.count > 0) & moves(running, input)
+            counter.copy_(torch.where(counts, counter, before))
+        return y

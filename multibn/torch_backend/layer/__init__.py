@@ -1,0 +1,1 @@
+"""The layers, and the function and autograd node behind them."""

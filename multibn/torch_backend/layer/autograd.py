@@ -1,0 +1,142 @@
+"""Batch normalization of several inputs as one autograd node: one message each way."""
+
+from collections.abc import Sequence
+from itertools import compress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multibn._typing import Weighting
+from multibn.communicators import Communicator
+from multibn.communicators.conversation import raise_for_nan_gradients
+from multibn.engine import step
+from multibn.engine.statistics import BatchStatistics
+from multibn.engine.step import Gradient, Input
+from multibn.kernels import generic
+from multibn.torch_backend.layer import differentiable
+from multibn.torch_backend.layer.differentiable import without_autocast
+
+
+def forward(
+    inputs: Sequence[Input], communicator: Communicator, weighting: Weighting
+) -> list[tuple[Tensor, BatchStatistics]]:
+    """As `step.forward`, differentiably through the statistics, which have no gradient."""
+    tensors: list[Tensor | None] = []
+    for i in inputs:
+        tensors += i.x, i.weight, i.bias, i.residual
+    batches: list[BatchStatistics] = []
+    ys = _apply((inputs, communicator, weighting, batches), *tensors)
+    return list(zip(ys, batches, strict=True))
+
+
+class _SyncBatchNorm(torch.autograd.Function):
+    """The autograd node. Each half is collective; `batches` gets the statistics."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: tuple[Sequence[Input], Communicator, Weighting, list[BatchStatistics]],
+        *tensors: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        # torch looks at each argument of this function, so that four are in one.
+        inputs, communicator, weighting, batches = call
+        with without_autocast(inputs[0].x):
+            results = step.forward(inputs, communicator, weighting=weighting)
+        options: list[Any] = []
+        ys = []
+        saved: list[Tensor | None] = []
+        for n, (y, batch) in enumerate(results):
+            x, weight, bias, eps, axis, residual, relu, _, mask = inputs[n]
+            # The statistics have no gradient, and torch takes a microsecond to save a tensor.
+            options.append((batch, eps, axis, relu))
+            saved += x, weight, bias, y if relu and residual is not None else None, mask
+            ys.append(y)
+            batches.append(batch)
+        ctx.layers = communicator, weighting, options
+        ctx.save_for_backward(*saved)
+        return tuple(ys)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        needed = ctx.needs_input_grad
+        communicator, weighting, options = ctx.layers
+        gradients = []
+        for n, dy in enumerate(grad_outputs):
+            x, weight, bias, y, mask = saved[5 * n : 5 * n + 5]
+            batch, eps, axis, relu = options[n]
+            needs_dx = needed[4 * n + 1]
+            gradients.append(
+                Gradient(dy, x, weight, bias, batch, eps, axis, relu, y, mask, needs_dx)
+            )
+        results: list[Tensor | None] = [None]
+        with without_autocast(saved[0]):
+            if _is_transformed(grad_outputs):
+                grads = _differentiable_backward(gradients, needed[1:], communicator, weighting)
+                return None, *grads
+            if torch.is_anomaly_enabled():
+                find_nan(gradients, communicator)
+            for n, (dx, dresidual, dweight, dbias) in enumerate(
+                step.backward(gradients, communicator)
+            ):
+                if dresidual is None and needed[4 * n + 4]:
+                    dresidual = generic.residual_gradient(gradients[n])
+                results += dx, dweight, dbias, dresidual
+        return tuple(results)
+
+
+# Function.apply without the questions that are for torch.func, which `functional` has asked.
+_apply = super(torch.autograd.Function, _SyncBatchNorm).apply
+
+
+def find_nan(gradients: Sequence[Gradient], communicator: Communicator) -> None:
+    """Say on which ranks gradients of outputs have NaN. Collective, as the backward pass is."""
+    if any(g.needs_dx for g in gradients):
+        dys = [generic.masked(g.dy, g.mask) for g in gradients]
+        raise_for_nan_gradients(communicator, any(bool(dy.isnan().any()) for dy in dys))
+
+
+def _is_transformed(dys: Sequence[Tensor]) -> bool:
+    """Whether torch is to differentiate the backward pass (`create_graph`), or to batch it."""
+    return (
+        torch.is_grad_enabled()
+        or differentiable.is_needed()
+        or any(map(torch._C._functorch.is_legacy_batchedtensor, dys))
+    )
+
+
+def _differentiable_backward(
+    gradients: Sequence[Gradient],
+    needed: Sequence[bool],
+    communicator: Communicator,
+    weighting: Weighting,
+) -> list[Tensor | None]:
+    """Gradients of each x, weight, bias and residual, as differentiable functions.
+
+    Runs the forward pass again from differentiable operations, its collective included, and lets
+    autograd differentiate the result.
+    """
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        inputs: list[Input] = []
+        dys: list[Tensor] = []
+        sources: list[Any] = []
+        for n, g in enumerate(gradients):
+            # Views, which are new tensors: if `x` depends on a parameter (a layer used twice),
+            # autograd would otherwise differentiate through `x` too, which the outer graph does.
+            views: list[Any] = [
+                None if t is None else t.view_as(t) for t in (g.x, g.weight, g.bias)
+            ]
+            relu = g.relu and g.y is None  # of a residual, which is gone, `y` has the signs
+            x, weight, bias = views
+            inputs.append(Input(x, weight, bias, g.eps, g.axis, relu=relu, mask=g.mask))
+            dys.append(generic.residual_gradient(g))
+            sources += compress(views, needed[4 * n : 4 * n + 3])
+        ys, _ = differentiable.normalize_all(inputs, communicator, weighting, phase="second order")
+        grads = iter(torch.autograd.grad(ys, sources, dys, create_graph=create_graph))
+    results: list[Tensor | None] = []
+    for n, dy in enumerate(dys):
+        results += [next(grads) if need else None for need in needed[4 * n : 4 * n + 3]]
+        results.append(dy if needed[4 * n + 3] else None)
+    return results

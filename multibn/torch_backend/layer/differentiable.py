@@ -1,0 +1,148 @@
+"""The forward pass made of operations that torch can differentiate in any mode, again and again.
+
+For second derivatives, forward mode and torch.func. Training steps take the analytic backward pass
+of `autograd` instead, which needs less time and memory. The ranks share one operation, the sum of
+their messages; its derivative is the sum of the messages' derivatives, which is one more message.
+"""
+
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from multibn import message
+from multibn._arrays import is_on_host, is_traced
+from multibn._typing import Weighting
+from multibn.communicators import Communicator, conversation
+from multibn.engine import masks, recompute, statistics, step
+from multibn.engine.statistics import BatchStatistics
+from multibn.engine.step import Input
+from multibn.kernels import generic
+
+_NOTHING = nullcontext()
+
+
+def is_needed() -> bool:
+    """Whether torch.func transforms this call, or forward mode may have tangents for its inputs."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def without_autocast(x: Any, /) -> AbstractContextManager[Any]:
+    """A context in which operations on tensors like `x` keep their dtypes."""
+    if torch._C._is_any_autocast_enabled():
+        kind = x.device.type
+        if kind != "meta" and torch.is_autocast_enabled(kind):
+            return torch.autocast(kind, enabled=False)
+    return _NOTHING
+
+
+def forward_all(
+    inputs: Sequence[Input], communicator: Communicator, weighting: Weighting
+) -> list[tuple[Tensor, BatchStatistics]]:
+    """Each input normalized, and the statistics of its batch, without a gradient. Collective."""
+    if "torch._dynamo" in sys.modules:  # `disable` would load the compiler, which takes seconds
+        return torch.compiler.disable(_forward_all)(inputs, communicator, weighting)
+    return _forward_all(inputs, communicator, weighting)
+
+
+def _forward_all(
+    inputs: Sequence[Input], communicator: Communicator, weighting: Weighting
+) -> list[tuple[Tensor, BatchStatistics]]:
+    # A pass that runs again goes on along its tape, and yet computes the statistics anew: those on
+    # the tape have no derivatives.
+    replays = (
+        recompute.replayed([statistics.channels(i.x.shape, i.axis) for i in inputs]) is not None
+    )
+    ys, batches = normalize_all(inputs, communicator, weighting, phase="forward")
+    batches = [BatchStatistics(*[part.detach() for part in batch]) for batch in batches]
+    if not replays:
+        recompute.record(batches)
+        for i, batch in zip(inputs, batches, strict=True):
+            if i.running is not None:
+                _, count, *_ = statistics.sizes(i.x.shape, i.axis)
+                step.move(i.running, batch, masks.share(i, count, "element")[1], generic)
+    return list(zip(ys, batches, strict=True))
+
+
+def normalize_all(
+    inputs: Sequence[Input], communicator: Communicator, weighting: Weighting, *, phase: str
+) -> tuple[list[Tensor], list[BatchStatistics]]:
+    """Each input normalized, and the statistics, both differentiable.
+
+    Collective, and so is each derivative.
+    """
+    pure = [i._replace(running=None) for i in inputs]
+    sharing = _Differentiable(communicator, phase, step.announced(inputs))
+    with without_autocast(inputs[0].x):
+        results = step.share(pure, sharing, weighting=weighting, select=lambda x: generic)
+    return [y for y, _ in results], [batch for _, batch in results]
+
+
+class _Differentiable:
+    """A layer's communicator in one phase, whose allreduce torch can differentiate."""
+
+    def __init__(self, communicator: Communicator, phase: str, dtypes: Any) -> None:
+        self.wrapped, self.phase, self.dtypes = communicator, phase, dtypes
+        self.rank, self.size = communicator.rank, communicator.size
+
+    def allreduce(self, x: Tensor, /) -> Tensor:
+        # torch differentiates all that one process does, and traces it, too.
+        return x if self.size == 1 else _AllReduce.apply(x, self, self.phase)
+
+    def split(self, color: int, key: int = 0) -> Communicator:
+        return _Differentiable(self.wrapped.split(color, key), self.phase, self.dtypes)
+
+
+class _AllReduce(torch.autograd.Function):
+    """y = sum over ranks of x. The derivatives of y are the sums of those of x, both ways.
+
+    vmap sends one message for each entry of its batch, so that all messages have one length.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, communicator: _Differentiable, phase: str) -> Tensor:
+        _check_numbers(x, communicator.size)
+        during = conversation.during(communicator.wrapped, phase, communicator.dtypes)
+        summed = during.allreduce(x)
+        # Checked here, as vmap's next message would not be for the rank that refused its input.
+        # A derivative may be NaN.
+        if phase == "forward" and is_on_host(summed) and message.is_refusal(summed):
+            conversation.raise_for_refusal(during, refused=False)
+        return summed
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.communicator, _ = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        return _AllReduce.apply(grad_outputs[0], ctx.communicator, "gradient"), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *grad_inputs: Any) -> Tensor:
+        return _AllReduce.apply(grad_inputs[0], ctx.communicator, "tangent")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, *others: Any) -> tuple[Tensor, int]:
+        return torch.stack([_AllReduce.apply(v, *others) for v in x.unbind(in_dims[0])]), 0
+
+
+def _check_numbers(x: Tensor, num_ranks: int) -> None:
+    """Raise unless `x` has numbers that a message can carry to the other ranks."""
+    if torch._C._functorch.is_legacy_batchedtensor(x):
+        raise NotImplementedError(
+            "`vectorize=True` in torch.autograd.functional and `is_grads_batched=True` in "
+            "torch.autograd.grad do not work for a layer that shares statistics with other ranks: "
+            f"got {num_ranks} ranks. torch hides the numbers of such a batch from the layer. Use "
+            "torch.func.jacrev, jacfwd, hessian or vmap."
+        )
+    if is_traced(x):
+        raise NotImplementedError(
+            "torch.func.linearize and make_fx cannot trace a layer that shares statistics with "
+            f"other ranks: got {num_ranks} ranks. The trace would repeat the sums of this call for "
+            "other numbers, too. Use torch.func.jvp."
+        )

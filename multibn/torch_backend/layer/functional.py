@@ -1,0 +1,327 @@
+"""Synchronized batch normalization as a differentiable function of tensors."""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from multibn._typing import Weighting, check_choice, check_eps, check_residual
+from multibn.communicators import Communicator, as_communicator
+from multibn.communicators.conversation import Conversation
+from multibn.engine import masks, statistics
+from multibn.engine.statistics import BatchStatistics
+from multibn.engine.step import Input
+from multibn.torch_backend.layer import autograd, differentiable, dtensors
+
+
+def sync_batch_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    /,
+    *,
+    process_group: Any = None,
+    eps: float = 1e-5,
+    weighting: Weighting = "element",
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, BatchStatistics]:
+    """Normalize `x` by the statistics of the batch that all ranks hold together.
+
+    Collective: every rank of `process_group` must call it, a rank with an empty batch included, and
+    must run the backward pass if any rank does. One allreduce of 2C+4 float64 numbers each way;
+    none backward if `x` needs no gradient.
+
+    Parameters
+    ----------
+    x
+        Shape `(N, C, *spatial)`, floating-point, any memory format. N and the spatial sizes may
+        differ between ranks and may be 0. The placements of a DTensor say which ranks share, see
+        docs/guides/dtensors.md.
+    weight, bias
+        Shape `(C,)`, or None for 1 and 0. Their gradients are this rank's sums, as with
+        torch.nn.SyncBatchNorm: DistributedDataParallel averages them like any other gradient.
+    process_group, eps, weighting
+        As `SyncBatchNorm`.
+    mask, lengths
+        Which elements count, as in a call of `SyncBatchNorm`; None for all.
+
+    Returns
+    -------
+    y
+        Same shape, dtype and memory format as `x`; 0 where elements do not count.
+    batch
+        Mean, biased variance and count of the whole batch, float64, without a gradient.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `x` is not floating-point, or a DTensor with an unsupported placement, the shapes do not
+        fit, `mask` or `lengths` is not as above, `eps` is not a positive number, or `process_group`
+        is no communicator. ValueError if all ranks hold one value per channel together, or if a
+        mask leaves none.
+    RuntimeError
+        On the other ranks, if one rank's input was refused. On all ranks, if they are in different
+        layers, or in different phases of one layer.
+    FloatingPointError
+        On all ranks, if the moments of one rank are not finite (on a GPU one call later).
+
+    Notes
+    -----
+    Second derivatives (`create_graph=True`) are exact over ranks; the backward pass then repeats
+    the forward pass's allreduce. `x` must need a gradient on all ranks or on none: in the backward
+    pass, ranks that need one wait for all others.
+
+    torch.func and forward mode work over ranks, too, if all ranks transform alike. A derivative by
+    a rank's `x` or parameters is that of all ranks' outputs together, as an ordinary gradient is. A
+    tangent of `y` has the tangents of all ranks in it. Each derivative repeats the forward pass's
+    allreduce, under vmap once for each entry. NotImplementedError on all ranks, if there are
+    several, from torch.func.linearize, `vectorize=True` of torch.autograd.functional, and
+    `is_grads_batched=True` of torch.autograd.grad, which hide the numbers that ranks share.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn.torch_backend import sync_batch_norm
+    >>> x = torch.tensor([[1.0], [3.0]])
+    >>> y, statistics = sync_batch_norm(x, eps=1e-12)
+    >>> y.flatten(), statistics.mean.item()
+    (tensor([-1.,  1.]), 2.0)
+    """
+    communicator = Conversation(as_communicator(process_group), lambda: "sync_batch_norm")
+    try:
+        check_eps(eps)
+        check_choice("weighting", weighting, Weighting)
+        num_channels = [_channels_of(weight, bias)]
+    except (TypeError, ValueError) as error:
+        refuse(error, [x], [None], communicator)
+    mask = mask_of(x, mask, lengths, num_channels, communicator)
+    i = Input(x, weight, bias, eps, all_but_channels(x), mask=mask)
+    return forward_all([i], num_channels, communicator, weighting=weighting)[0]
+
+
+def _channels_of(weight: Any, bias: Any) -> int | None:
+    """The channels of the parameters; None if there are no parameters."""
+    shapes = []
+    for name, p in (("weight", weight), ("bias", bias)):
+        if p is None:
+            continue
+        if not isinstance(p, Tensor):
+            raise TypeError(f"`{name}` must be a torch.Tensor or None: got {type(p).__qualname__}.")
+        check_dense(f"`{name}`", p)
+        shapes.append(tuple(p.shape))
+    if len(set(shapes)) > 1 or any(len(shape) != 1 for shape in shapes):
+        raise ValueError(f"`weight` and `bias` must have the same shape (C,): got {shapes}.")
+    return shapes[0][0] if shapes else None
+
+
+def mask_of(
+    x: Any, mask: Any, lengths: Any, num_channels: Sequence[int | None], communicator: Communicator
+) -> Tensor | None:
+    """The engine's mask for `x`, see `masks.checked`.
+
+    Collective if it raises, see `refuse`: `num_channels` are those of all inputs in a message.
+    """
+    if mask is None and lengths is None:
+        return None
+    try:
+        check_input(x, None)
+        check_dense("`mask`", mask)
+        check_dense("`lengths`", lengths)
+        return masks.checked(x, mask, lengths, axis=all_but_channels(x))
+    except (TypeError, ValueError) as error:
+        refuse(error, [x] * len(num_channels), num_channels, communicator)
+
+
+def forward_all(
+    inputs: Sequence[Input],
+    num_channels: Sequence[int | None],
+    communicator: Communicator,
+    /,
+    *,
+    weighting: Weighting,
+) -> list[tuple[Tensor, BatchStatistics]]:
+    """Check several inputs and normalize them, with one message each way. Collective.
+
+    `num_channels` has the required channels of each input, see `check_input`.
+    """
+    for i in inputs:
+        if dtensors.among((*i[:3], getattr(i.running, "mean", None))):
+            for whole, n in zip(inputs, num_channels, strict=True):
+                if dtensors.among([whole.x]):
+                    check_input(whole.x, n)  # not each rank's part, so that all ranks raise
+            function = partial(forward_all, weighting=weighting)
+            return dtensors.forward_all(function, inputs, num_channels, communicator)
+    if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+        refuse_ddp_join(communicator)
+    if torch._C._get_tracing_state() is not None:
+        raise RuntimeError(
+            "torch.jit.trace, which some exporters and counters of operations call, cannot trace "
+            "layers that compute statistics of a batch. Call model.eval() first, or trace a copy "
+            "of the model after revert_sync_batchnorm."
+        )
+    for i, n in zip(inputs, num_channels, strict=True):
+        try:
+            check_input(i.x, n)
+            check_options(i)
+        except (TypeError, ValueError) as error:
+            refuse(error, [i.x for i in inputs], num_channels, communicator)
+    if differentiable.is_needed():
+        return differentiable.forward_all(inputs, communicator, weighting)
+    return autograd.forward(inputs, communicator, weighting)
+
+
+def all_but_channels(x: Any, /) -> tuple[int, ...]:
+    """The axes of an input `(N, C, *spatial)` that a layer reduces; `x` need not be a tensor."""
+    return 0, *range(2, getattr(x, "ndim", 2))
+
+
+def normalize_by_running(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    /,
+    *,
+    eps: float,
+) -> Tensor:
+    """Normalize `x` by running statistics, whose axes are those of `x` from 1. Not collective."""
+    if dtensors.among((x, weight, running_mean)):
+        function = partial(normalize_by_running, eps=eps)
+        return dtensors.evaluate(function, x, weight, bias, running_mean, running_var)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    parameters = {p.dtype for p in (weight, bias, running_mean) if p is not None}
+    if running_mean.ndim == 1 and len(parameters) == 1 and parameters <= {x.dtype, wide}:
+        return F.batch_norm(x, running_mean, running_var, weight, bias, eps=eps)
+    # F.batch_norm refuses the other mixtures of dtypes, which training accepts, and would copy some
+    # inputs with splits.
+    axis = statistics.reduced_axes(x.ndim, range(1, 1 + running_mean.ndim))
+    check_options(Input(x, weight, bias, eps, axis))
+    mean, invstd = running_mean.to(wide), (running_var.to(wide) + eps).rsqrt()
+    y = (x.to(wide) - per_channel(mean, x)) * per_channel(invstd, x)
+    return affine(y, weight, bias).to(x.dtype)
+
+
+def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, /) -> Tensor:
+    """`x * weight + bias`."""
+    y = x if weight is None else x * per_channel(weight, x)
+    return y if bias is None else y + per_channel(bias, x)
+
+
+def per_channel(p: Tensor, x: Tensor, /) -> Tensor:
+    """Add axes to `p`, whose shape is that of the axes of `x` from 1, for the other axes of `x`."""
+    return p.reshape(*p.shape, *[1] * (x.ndim - 1 - p.ndim))
+
+
+def check_input(x: Any, num_channels: int | None, /) -> None:
+    """Raise unless `x` is a floating-point tensor of shape `(N, num_channels, *spatial)`.
+
+    `num_channels=None` accepts any number but 0. Not collective: see `refuse`.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"the input must be a torch.Tensor: got {type(x).__qualname__}.")
+    check_dense("the input", x)
+    shape = x.shape
+    if len(shape) < 2:
+        raise ValueError(
+            f"the input must have 2 or more dimensions, (N, C, *spatial): got shape {tuple(shape)}."
+        )
+    if shape[1] == 0:
+        raise ValueError(f"the input must have channels: got 0 in shape {tuple(shape)}.")
+    if num_channels is not None and shape[1] != num_channels:
+        raise ValueError(
+            f"the input must have {num_channels} channels in dimension 1, as many as the layer's "
+            "`num_features` or the length of `weight` and `bias`: "
+            f"got {shape[1]} in shape {tuple(shape)}."
+        )
+    if not x.dtype.is_floating_point:
+        raise statistics.not_floating(x)
+
+
+def check_dense(name: str, x: Any, /) -> None:
+    """Raise if `x` is a tensor without a shape or without an element in memory for each place."""
+    if isinstance(x, Tensor) and (x.is_nested or x.layout != torch.strided):
+        kind, call = f"layout {x.layout}", "to_dense()"
+        if x.is_nested:
+            kind, call = f"a nested one of {kind}", "torch.nested.to_padded_tensor"
+        raise TypeError(f"{name} must be a dense tensor: got {kind}. Call {call} on it.")
+
+
+def check_options(i: Input) -> None:
+    """Raise unless the parameters, `eps` and the residual fit the input, which was checked."""
+    x, weight, bias, eps, axis, residual = i[:6]
+    if x.is_meta:
+        raise TypeError("the input must have data: got a tensor on meta. Use a layer for shapes.")
+    if not (isinstance(eps, float) and 0 < eps < math.inf):
+        check_eps(eps)
+    shape = x.shape[1:2]
+    if 1 in axis or len(axis) != x.ndim - 1:
+        shape = statistics.channels(x.shape, axis)
+    for name, p in (("weight", weight), ("bias", bias)):
+        if p is not None and p.shape != shape:
+            raise ValueError(
+                f"`{name}` must have shape {tuple(shape)}, a number for each channel of the input: "
+                f"got {tuple(p.shape)}."
+            )
+    if residual is not None:
+        check_dense("`residual`", residual)
+        check_residual(residual, x, Tensor, "a torch.Tensor")
+        if residual.device != x.device:
+            raise ValueError(
+                f"`residual` must be on the device of the input, {x.device}: got {residual.device}."
+            )
+
+
+def refuse_ddp_join(communicator: Communicator) -> None:
+    """Raise inside DistributedDataParallel.join, on all ranks, before any communication.
+
+    There, a rank without data runs the collectives of DistributedDataParallel only, which the other
+    ranks would take for a layer's.
+    """
+    ddp: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    joining = None if ddp is None else ddp._join_config
+    if not (joining and joining.enable) or joining.throw_on_early_termination:
+        return
+    if communicator.size > 1:
+        raise RuntimeError(
+            "layers that share statistics cannot be trained inside DistributedDataParallel.join: "
+            f"that join does not know of their communication over {communicator.size} ranks. Use "
+            "multibn.torch_backend.join, or join(throw_on_early_termination=True), which ends "
+            "with the first rank that runs out of data."
+        )
+
+
+def refuse(
+    error: Exception,
+    xs: Sequence[Any],
+    num_channels: Sequence[int | None],
+    communicator: Communicator,
+) -> NoReturn:
+    """Raise `error`, and let the other ranks raise too. Collective if the channels are known.
+
+    The message that the other ranks expect has a length that depends on the channels. Without them
+    this rank raises alone.
+    """
+    known = [
+        n or (x.shape[1] if isinstance(x, Tensor) and not x.is_nested and x.ndim > 1 else 0)
+        for x, n in zip(xs, num_channels, strict=True)
+    ]
+    if all(known):
+        device = next((x.device for x in xs if isinstance(x, Tensor) and not x.is_meta), None)
+        statistics.refuse(communicator, *known, like=torch.empty(0, device=device))
+    raise error
+
+
+def dimensions_error(layer: nn.Module, x: Tensor, shapes: Mapping[int, str], /) -> ValueError:
+    """The error for an `x` whose number of dimensions is not among `shapes`, number: text."""
+    return ValueError(
+        f"the input of {type(layer).__name__} must have {' or '.join(map(str, shapes))} "
+        f"dimensions, {' or '.join(shapes.values())}: got shape {tuple(x.shape)}. Use the 1d, 2d "
+        "or 3d class that fits."
+    )

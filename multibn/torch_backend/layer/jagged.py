@@ -1,0 +1,51 @@
+"""Jagged nested tensors: samples of unequal lengths, without padding. All elements count."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multibn.communicators import Communicator
+from multibn.torch_backend.layer import functional
+
+
+def values(x: Tensor, /) -> Tensor:
+    """The elements of `x` as one dense tensor `(elements, C, *others)`, a view.
+
+    `x` has the shape `(N, j, C)` or `(N, C, j, *others)`, where j is the jagged size. Raises
+    TypeError for another layout, and for gaps between the samples; ValueError for another shape.
+    """
+    if x.layout != torch.jagged:
+        raise TypeError(
+            f"a nested tensor must have layout torch.jagged: got {x.layout}. Make it with "
+            "torch.nested.nested_tensor(..., layout=torch.jagged)."
+        )
+    if x.lengths() is not None:  # type: ignore[attr-defined]
+        raise TypeError(
+            "a nested tensor must have no gaps between its samples: got one with lengths. Call "
+            "contiguous() first."
+        )
+    jagged_dim = x._ragged_idx  # type: ignore[attr-defined]
+    if jagged_dim > 2 or (jagged_dim == 1 and x.ndim != 3):
+        raise ValueError(
+            "a nested tensor must have shape (N, j, C) or (N, C, j, *others), where j is the "
+            f"jagged size: got {tuple(x.shape)}."
+        )
+    return x.values() if jagged_dim == 1 else x.values().movedim(1, 0)
+
+
+def apply(layer: Any, communicator: Communicator, x: Any, *others: Tensor | None) -> Tensor:
+    """Apply `layer` to the elements of `x` and of a residual; the result is nested like `x`."""
+    residual, mask, lengths = others
+    try:
+        if mask is not None or lengths is not None:
+            raise ValueError(
+                "a nested tensor has lengths of its own: got `mask` or `lengths`, too."
+            )
+        dense = [None if t is None else values(t) for t in (x, residual)]
+    except (TypeError, ValueError) as error:
+        functional.refuse(error, [x], [layer.num_features], communicator)
+    y = layer.forward(*dense)
+    jagged_dim = x._ragged_idx
+    y = y if jagged_dim == 1 else y.movedim(0, 1)
+    return torch.nested.nested_tensor_from_jagged(y, x.offsets(), jagged_dim=jagged_dim)

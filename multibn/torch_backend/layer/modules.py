@@ -1,0 +1,367 @@
+"""Batch normalization layers for torch."""
+
+import weakref
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from multibn._typing import RunningVar, Weighting, check_choice, check_eps, check_int, check_number
+from multibn.communicators import Communicator, SingleProcess, as_communicator
+from multibn.communicators.conversation import Conversation
+from multibn.communicators.names import find_path
+from multibn.engine import recompute
+from multibn.engine.population import Pool
+from multibn.engine.step import Input
+from multibn.kernels import Running, generic
+from multibn.torch_backend.layer import compiled, dtensors, functional, jagged
+from multibn.torch_backend.train import data_parallel
+
+#: This process alone, known to compiled code.
+ALONE = SingleProcess()
+compiled.register(ALONE)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of `module` runs hooks of its own.
+
+    Hooks of all modules do not count: `checkpoint_contexts` has one in the recomputation only.
+    """
+    forward = module._forward_pre_hooks or module._forward_hooks
+    return bool(forward or module._backward_pre_hooks or module._backward_hooks)
+
+
+class Synchronized(nn.Module):
+    """Base class of the layers that share statistics: the ranks, and the conventions."""
+
+    conversation: Conversation  # the layer's communicator, with the layer's name in its model
+    pool: Pool | None = None  # of the step of `step_statistics` that is under way
+
+    def configure(
+        self,
+        process_group: Any,
+        *,
+        weighting: Weighting = "element",
+        running_var: RunningVar = "unbiased_global",
+    ) -> None:
+        """Set the ranks and the conventions, see `SyncBatchNorm`. Not collective."""
+        check_choice("weighting", weighting, Weighting)
+        check_choice("running_var", running_var, RunningVar)
+        self.process_group = process_group
+        self.weighting: Weighting = weighting
+        self.running_var_convention: RunningVar = running_var
+
+    @property
+    def process_group(self) -> Communicator:
+        """The ranks that share statistics, as a communicator."""
+        return self.conversation.wrapped
+
+    @process_group.setter
+    def process_group(self, obj: Any) -> None:
+        # A weak reference: the conversation must not keep its layer alive.
+        layer = weakref.ref(self)
+        self.conversation = Conversation(as_communicator(obj), lambda: _name(layer()))
+        compiled.register(self.conversation)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{super().extra_repr()}, process_group={self.process_group}, "
+            f"weighting={self.weighting!r}, running_var={self.running_var_convention!r}"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "conversation": self.process_group}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.process_group = self.__dict__.pop("conversation")  # a copy has its own name
+
+
+def check_arguments(num_features: object, eps: object, momentum: object) -> None:
+    """Raise unless a layer can have these arguments."""
+    check_int("num_features", num_features)
+    check_eps(eps)
+    check_number("momentum", momentum, "[0, 1]", none="the cumulative average")
+
+
+def _name(layer: nn.Module | None) -> str:
+    """The layer's name in the state dict of the model whose forward pass is running."""
+    if layer is None:
+        return "a layer"
+    path = find_path(layer, nn.Module, lambda model: model.named_modules())
+    # DistributedDataParallel adds "module" to the path, torch.compile adds "_orig_mod".
+    steps = [step for step in path.split(".") if step not in ("module", "_orig_mod")]
+    return ".".join(steps) or type(layer).__qualname__
+
+
+def call_node(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A node of torch.fx that calls `layer`, as torch.fx makes one for each of torch's own layers.
+
+    One of the arguments is a torch.fx.Proxy.
+    """
+    proxy = next(a for a in (*args, *kwargs.values()) if isinstance(a, fx.Proxy))
+    tracer: Any = proxy.tracer
+    path = tracer.path_of_module(layer)
+    if not path:
+        raise TypeError(
+            f"torch.fx cannot trace a {type(layer).__name__} by itself, only a model around one."
+        )
+    return tracer.create_proxy("call_module", path, args, kwargs)
+
+
+def running_of(
+    bn: _BatchNorm, convention: RunningVar, momentum: float | None = None
+) -> Running | Pool | None:
+    """The buffers of `bn` that a training step moves in place, once; None if there are none.
+
+    In a step of `step_statistics`, the pool of the step. With `momentum`, the caller has counted
+    the batch already.
+    """
+    if not bn.track_running_stats:
+        return None
+    data_parallel.watch_active(Synchronized)
+    pool: Pool | None = getattr(bn, "pool", None)
+    if pool is not None:
+        return pool
+    # Attributes of a module, which has its own look-up, take longer.
+    buffers = bn._buffers
+    mean, var = buffers["running_mean"], buffers["running_var"]
+    if mean is None or var is None:
+        return None
+    if momentum is not None:
+        return Running(mean, var, momentum, convention)
+    counter = buffers["num_batches_tracked"]
+    momentum = 0.0 if counter is None and bn.momentum is None else bn.momentum
+    return Running(mean, var, momentum, convention, counter)
+
+
+def moves(running: Running | Pool | None, x: Tensor) -> bool:
+    """Whether a pass over `x` moves the buffers `running`: a pool and a recomputation leave them.
+
+    Compiled code cannot tell whether it runs in a recomputation. There this function answers True.
+    """
+    return isinstance(running, Running) and (compiled.takes(x) or not recompute.in_recomputing())
+
+
+class SyncBatchNorm(Synchronized, _BatchNorm):
+    """Batch normalization over the batches of all ranks of a process group.
+
+    N ranks give the numbers that one process gives on the concatenated batch, on any device and
+    backend, for any split of the batch, empty ranks included. The layer takes the place of
+    torch.nn.SyncBatchNorm and of nn.BatchNorm1d, 2d and 3d, and its state dicts are theirs. Its
+    base class is not nn.SyncBatchNorm, which DistributedDataParallel refuses on CPU.
+
+    In training, the forward pass is collective: every rank must call it. It has one allreduce of
+    2C+4 float64 numbers, and so has the backward pass: moments or sums, and a fingerprint by which
+    the ranks see that they are in the same layer. A layer's first call has one more allreduce, of a
+    fixed size. In evaluation the layer does not communicate.
+
+    A DTensor as input says by its placements which ranks share, see docs/guides/dtensors.md.
+
+    Parameters
+    ----------
+    num_features
+        Channels C of an input of shape `(N, C, *spatial)`.
+    eps, momentum, affine, track_running_stats, device, dtype, bias
+        As torch's batch norms; `momentum=None` keeps the cumulative average.
+    process_group
+        Anything that `multibn.as_communicator` takes. None stands for the default process group if
+        one is initialised when the layer is first used, else for this process alone.
+    weighting
+        The weight of a rank: `"element"`, its elements per channel (the concatenated batch),
+        `"sample"`, its batch size, or `"rank"`, the same for every rank that is not empty.
+    running_var
+        The variance in the buffer of this name: `"unbiased_global"` (torch), `"unbiased_local"`
+        (ChainerMN) or `"biased"` (detectron2), see `multibn.running_variance`.
+    fuse_relu
+        Whether the layer ends in a ReLU; `layer(input, residual)` adds a tensor like the input
+        before the ReLU. On a GPU neither costs a pass of its own, and the values before the ReLU
+        take no memory.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `process_group` is no communicator, or this process is not part of it; `num_features` is
+        no positive int, `eps` is no positive number, `momentum` is neither None nor in [0, 1], or
+        `weighting` or `running_var` is unknown. A call raises as `sync_batch_norm`.
+
+    Notes
+    -----
+    `layer(input, mask=mask)` leaves elements out: `mask` has dtype bool and the shape
+    `(N, *spatial)`, or one that broadcasts to it, on the device of the input. For samples that are
+    padded at the end, `layer(input, lengths=lengths)` takes integers of shape `(N,)` and an input
+    `(N, C, L)` or `(N, C, L, ...)`: of sample n, the first `lengths[n]` elements of L count. A
+    jagged nested tensor, `(N, j, C)` or `(N, C, j, ...)`, needs neither, and gives one; for
+    `weighting="sample"` each of its elements is a sample.
+
+    Elements that do not count have no part in statistics and gradients, whatever they hold, NaN and
+    infinity included. The output is 0 there, in evaluation, too, and so is the gradient. Counts,
+    unbiased variances and the weights of ranks are those of the elements that count, or of the
+    samples that have one. A rank may have none, but ValueError is raised on all ranks if all have
+    none together. On a GPU, whose counts are not read, the errors for no element, for a single one
+    and for `lengths` that do not fit are not raised; longer ones then stand for all of L.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn.torch_backend import SyncBatchNorm
+    >>> layer = SyncBatchNorm(2)
+    >>> y = layer(torch.tensor([[1.0, 10.0], [3.0, 30.0]]))
+    >>> layer.running_mean
+    tensor([0.2000, 2.0000])
+    """
+
+    # The class for `revert_sync_batchnorm`: of the layer's class, or of a layer that was converted.
+    converted_from: type[_BatchNorm] | None = None
+    fuse_relu = False  # the value in layers that were converted
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: Any = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+        weighting: Weighting = "element",
+        running_var: RunningVar = "unbiased_global",
+        fuse_relu: bool = False,
+    ) -> None:
+        check_arguments(num_features, eps, momentum)
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
+        )
+        if affine and not bias:  # torch before 2.13 has no such argument
+            self.register_parameter("bias", None)
+        self.configure(process_group, weighting=weighting, running_var=running_var)
+        self.fuse_relu = fuse_relu
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> Any:
+        """As `multibn.torch_backend.convert_sync_batchnorm`, under torch.nn.SyncBatchNorm's name.
+
+        The new layers are the same for every subclass of `SyncBatchNorm` that this is called on.
+        """
+        from multibn.torch_backend.convert import convert  # imports this file
+
+        return convert.convert_sync_batchnorm(module, process_group)
+
+    def forward(
+        self,
+        input: Tensor,
+        residual: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        lengths: Tensor | None = None,
+        relu: bool = False,  # of `fuse_batch_norm_relu`, for inputs that are dense
+    ) -> Tensor:
+        if isinstance(input, fx.Proxy):
+            options = {k: v for k, v in (("mask", mask), ("lengths", lengths)) if v is not None}
+            return call_node(self, input, *(() if residual is None else (residual,)), **options)
+        conversation = self.conversation if self.training else ALONE
+        if getattr(input, "is_nested", False):
+            return jagged.apply(self, conversation, input, residual, mask, lengths)
+        if not self.training and self.running_mean is not None and self.running_var is not None:
+            if isinstance(input, Tensor) and input.is_mkldnn:  # of torch.utils.mkldnn.to_mkldnn
+                residual = None if residual is None else residual.to_dense()
+                dense = self.forward(input.to_dense(), residual, mask=mask, lengths=lengths)
+                return dense.to_mkldnn()
+            functional.check_input(input, self.num_features)
+            where = compiled.mask_of(input, mask, lengths, [self.num_features], ALONE)
+            x = generic.masked(input, where)  # the gradients of weight and bias would be NaN
+            y = functional.normalize_by_running(
+                x, self.weight, self.bias, self.running_mean, self.running_var, eps=self.eps
+            )
+            y = y if residual is None else y + residual
+            return generic.masked(y.relu() if self.fuse_relu else y, where)
+        takes = compiled.takes(input)
+        if takes and torch.compiler.is_dynamo_compiling() and dtensors.among((input, self.weight)):
+            return dtensors.uncompiled(self.forward)(input, residual, mask=mask, lengths=lengths)
+        if mask is not None or lengths is not None:  # most calls have neither
+            mask = compiled.mask_of(input, mask, lengths, [self.num_features], conversation)
+        i = self.as_input(input, residual, mask, relu)
+        forward_all = compiled.forward_all if takes else functional.forward_all
+        ((y, _),) = forward_all([i], [self.num_features], conversation, weighting=self.weighting)
+        return y
+
+    def as_input(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        mask: Tensor | None = None,
+        relu: bool = False,
+    ) -> Input:
+        """A pass's input, with the engine's `mask`. In training the pass moves the buffers."""
+        running = running_of(self, self.running_var_convention) if self.training else None
+        relu = relu or self.fuse_relu
+        parameters = self._parameters  # as in `running_of`
+        if "weight" in parameters and "bias" in parameters:
+            weight, bias = parameters["weight"], parameters["bias"]
+        else:  # parametrized
+            weight, bias = self.weight, self.bias
+        axis = 0, *range(2, getattr(x, "ndim", 2))  # as `functional.all_but_channels`
+        return Input(x, weight, bias, self.eps, axis, residual, relu, running, mask)
+
+    def __prepare_scriptable__(self) -> NoReturn:  # torch.jit.script calls it
+        raise RuntimeError(
+            "torch.jit.script cannot compile layers that share statistics. Script a copy of the "
+            "model after revert_sync_batchnorm, or use torch.jit.trace in evaluation."
+        )
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        """Accept every input: `forward` checks it."""
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}{', fuse_relu=True' if self.fuse_relu else ''}"
+
+
+class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
+    """A `SyncBatchNorm` that is an nn.BatchNorm1d to code that looks for this class.
+
+    `convert_sync_batchnorm` makes one of an nn.BatchNorm1d. Accepts inputs of any dimensions. The
+    parameters are those of `SyncBatchNorm`.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from multibn.torch_backend import SyncBatchNorm1d
+    >>> isinstance(SyncBatchNorm1d(4), nn.BatchNorm1d)
+    True
+    """
+
+    converted_from = nn.BatchNorm1d
+
+
+class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
+    """As `SyncBatchNorm1d`, for nn.BatchNorm2d.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn.torch_backend import SyncBatchNorm2d
+    >>> layer = SyncBatchNorm2d(8, fuse_relu=True)
+    >>> layer(torch.randn(2, 8, 4, 4)).min()
+    tensor(0., grad_fn=<MinBackward1>)
+    """
+
+    converted_from = nn.BatchNorm2d
+
+
+class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
+    """As `SyncBatchNorm1d`, for nn.BatchNorm3d.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn.torch_backend import SyncBatchNorm3d
+    >>> layer = SyncBatchNorm3d(8, process_group="machine")  # video, shared inside each machine
+    >>> layer(torch.randn(2, 8, 4, 6, 6)).shape
+    torch.Size([2, 8, 4, 6, 6])
+    """
+
+    converted_from = nn.BatchNorm3d

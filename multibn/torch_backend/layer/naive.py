@@ -1,0 +1,135 @@
+"""Grouped synchronization under the names of detectron2, PySlowFast, pytorchvideo and TimeSformer.
+
+Those "naive" layers average the ranks' means and means of squares in float32 and keep the biased
+variance. Here the statistics are exact, and `weighting="rank"` with `running_var="biased"` gives
+the numbers of the naive layers.
+"""
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from multibn.communicators import Communicator, Group, as_communicator
+from multibn.torch_backend.layer import functional
+from multibn.torch_backend.layer.modules import (
+    ALONE,
+    SyncBatchNorm,
+    SyncBatchNorm1d,
+    SyncBatchNorm2d,
+    SyncBatchNorm3d,
+)
+
+
+class _NaiveSyncBatchNorm(SyncBatchNorm):
+    _shapes: ClassVar[dict[int, str]]  # number of dimensions of the input: text for errors
+
+    def __init__(
+        self,
+        num_sync_devices: int | None = None,
+        global_sync: bool | None = None,
+        *,
+        num_features: int,
+        process_group: Any = None,
+        **bn_args: Any,
+    ) -> None:
+        everyone = as_communicator(process_group)
+        if global_sync is None:
+            global_sync = num_sync_devices is None
+        group = everyone if global_sync else _inside_machine(everyone, num_sync_devices)
+        super().__init__(num_features, process_group=group, **bn_args)
+
+    def forward(self, input: Tensor, residual: Tensor | None = None, **options: Any) -> Tensor:
+        self._check_input_dim(input)
+        return super().forward(input, residual, **options)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if isinstance(input, Tensor) and input.ndim not in self._shapes:
+            communicator = self.conversation if self.training else ALONE
+            error = functional.dimensions_error(self, input, self._shapes)
+            functional.refuse(error, [input], [self.num_features], communicator)
+
+
+class NaiveSyncBatchNorm1d(_NaiveSyncBatchNorm, SyncBatchNorm1d):
+    """Batch normalization of `(N, C)` or `(N, C, L)` over groups of ranks inside a machine.
+
+    A `SyncBatchNorm` with the constructor of PySlowFast's layer and, as that layer, an
+    nn.BatchNorm1d, so that tools which look for this class find it. `revert_sync_batchnorm` turns
+    it into a plain nn.BatchNorm1d. Collective as `SyncBatchNorm` within the group; the first
+    training step forms the groups and is collective over all ranks of `process_group`.
+
+    Parameters
+    ----------
+    num_sync_devices
+        Number of consecutive ranks in a group, a divisor of the number of ranks on the machine.
+        0 or less: all ranks of the machine.
+    global_sync
+        Share statistics with all ranks of all machines, whatever `num_sync_devices` is. False: with
+        a group on the machine; there `num_sync_devices=None` means 0. None: as pytorchvideo's
+        default, True unless `num_sync_devices` is an int.
+    process_group
+        The ranks that are divided into groups, as in `SyncBatchNorm`. For other groups use a
+        `SyncBatchNorm` with a `multibn.Group`.
+    num_features, **bn_args
+        As `SyncBatchNorm`, with its defaults: the statistics of the group's concatenated batch.
+        `weighting="rank", running_var="biased"` gives the numbers of PySlowFast, TimeSformer and
+        detectron2.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        As `SyncBatchNorm`. TypeError if `num_sync_devices` is neither an int nor None. ValueError
+        in the first training step, if `num_sync_devices` does not divide the number of the
+        machine's ranks, and in each call, if the input has another number of dimensions.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn.torch_backend import NaiveSyncBatchNorm1d
+    >>> layer = NaiveSyncBatchNorm1d(num_sync_devices=0, num_features=16)  # all ranks of a machine
+    >>> layer(torch.randn(4, 16)).shape
+    torch.Size([4, 16])
+    """
+
+    _shapes = {2: "(N, C)", 3: "(N, C, L)"}
+
+
+class NaiveSyncBatchNorm2d(_NaiveSyncBatchNorm, SyncBatchNorm2d):
+    """As `NaiveSyncBatchNorm1d`, for inputs `(N, C, H, W)` and nn.BatchNorm2d.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn.torch_backend import NaiveSyncBatchNorm2d
+    >>> layer = NaiveSyncBatchNorm2d(global_sync=True, num_features=3)  # all ranks
+    >>> y = layer(torch.ones(2, 3, 4, 4))
+    >>> layer.running_mean
+    tensor([0.1000, 0.1000, 0.1000])
+    """
+
+    _shapes = {4: "(N, C, H, W)"}
+
+
+class NaiveSyncBatchNorm3d(_NaiveSyncBatchNorm, SyncBatchNorm3d):
+    """As `NaiveSyncBatchNorm1d`, for inputs `(N, C, T, H, W)` and nn.BatchNorm3d.
+
+    Examples
+    --------
+    >>> from multibn.torch_backend import NaiveSyncBatchNorm3d
+    >>> layer = NaiveSyncBatchNorm3d(num_sync_devices=4, num_features=8)  # of one machine
+    >>> layer.process_group
+    Group(Group(DefaultCommunicator(), 'machine'), 4)
+    """
+
+    _shapes = {5: "(N, C, T, H, W)"}
+
+
+def _inside_machine(everyone: Communicator, num_sync_devices: int | None) -> Communicator:
+    if isinstance(num_sync_devices, bool) or not isinstance(num_sync_devices, int | None):
+        raise TypeError(
+            "`num_sync_devices` must be an int, or None for all ranks of the machine: got "
+            f"{num_sync_devices!r} of type {type(num_sync_devices).__qualname__}."
+        )
+    machine = Group(everyone, "machine")
+    if num_sync_devices is None or num_sync_devices <= 0:
+        return machine
+    return Group(machine, num_sync_devices)

@@ -1,0 +1,400 @@
+"""Batch normalization of each part of a batch by its own statistics (sub-batch, ghost BN)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from multibn._typing import RunningVar, Weighting, check_int
+from multibn.communicators import Communicator
+from multibn.engine.population import Pool
+from multibn.engine.statistics import OneValueError, reduced_axes
+from multibn.engine.step import Input
+from multibn.kernels import generic
+from multibn.torch_backend.layer import compiled, functional
+from multibn.torch_backend.layer.modules import (
+    ALONE,
+    Synchronized,
+    call_node,
+    check_arguments,
+    has_hooks,
+    moves,
+    running_of,
+)
+from multibn.torch_backend.train.together import shared_conversation
+
+_STATISTICS = ("running_mean", "running_var")
+
+
+class Part(_BatchNorm):
+    """`bn` or `split_bn`. Its layer calls it, for the part's hooks, and does the arithmetic."""
+
+    def forward(self, input: Tensor, normalize: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        return super().forward(input) if normalize is None else normalize(input)
+
+
+class _BatchNorm1d(Part, nn.BatchNorm1d):
+    pass
+
+
+class _BatchNorm2d(Part, nn.BatchNorm2d):
+    pass
+
+
+class _BatchNorm3d(Part, nn.BatchNorm3d):
+    pass
+
+
+class _SubBatchNorm(Synchronized):
+    _part: type[Part]
+    _shapes: dict[int, str]  # number of dimensions of the input: text for errors
+
+    weight: Tensor | None
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        num_splits: int,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: Any = ALONE,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+        weighting: Weighting = "element",
+        running_var: RunningVar = "unbiased_global",
+    ) -> None:
+        check_int("num_splits", num_splits)
+        check_arguments(num_features, eps, momentum)
+        super().__init__()
+        self.num_splits = num_splits
+        self.num_features = num_features
+        self.affine = affine
+        for name, wanted in (("weight", affine), ("bias", affine and bias)):
+            values = torch.empty(num_features, device=device, dtype=dtype) if wanted else None
+            self.register_parameter(name, None if values is None else nn.Parameter(values))
+
+        def make(features: int) -> Any:
+            return self._part(
+                features, eps, momentum, False, track_running_stats, device=device, dtype=dtype
+            )
+
+        self.bn = make(num_features)
+        self.split_bn = make(num_features * num_splits)
+        self.configure(process_group, weighting=weighting, running_var=running_var)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set weight to 1, bias to 0, and all statistics to those of a new layer."""
+        for parameter, value in ((self.weight, 1.0), (self.bias, 0.0)):
+            if parameter is not None:
+                nn.init.constant_(parameter, value)
+        self.bn.reset_running_stats()
+        self.split_bn.reset_running_stats()
+
+    def forward(
+        self, input: Tensor, *, mask: Tensor | None = None, lengths: Tensor | None = None
+    ) -> Tensor:
+        masks = {k: v for k, v in (("mask", mask), ("lengths", lengths)) if v is not None}
+        if isinstance(input, fx.Proxy):
+            return call_node(self, input, **masks)
+        part, num_splits = (self.split_bn, self.num_splits) if self.training else (self.bn, 1)
+        shares = self.training and part.training
+        communicator: Communicator = self.conversation if shares else ALONE
+        num_channels = [num_splits * self.num_features]
+        if masks and self.training:
+            num_channels = [self.num_features] * num_splits
+            if shares and not compiled.takes(input):
+                communicator = shared_conversation([self] * num_splits)
+        try:
+            self._check(input, masks, part, communicator)
+        except (TypeError, ValueError) as error:
+            functional.refuse(error, [input] * len(num_channels), num_channels, communicator)
+        where = compiled.mask_of(input, mask, lengths, num_channels, communicator)
+        tensors: Any = input, where
+        if self.training:  # a view for any strides; sample i is in split i % num_splits, on axis 1
+            splits = len(input) // num_splits, num_splits
+            tensors = (t if t is None else t.unflatten(0, splits) for t in tensors)
+        x, split_where = tensors
+        channels = self._channels()
+        axis = reduced_axes(x.ndim, channel_axes=range(1, 1 + len(channels)))
+        i = Input(x, self.weight, self.bias, 0.0, axis, mask=split_where)  # eps is the part's
+        if isinstance(part, Part) and not has_hooks(part):
+            y = part(x, normalize=lambda x: self._normalize(part, i._replace(x=x), communicator))
+            return y.flatten(0, 1) if self.training else y
+
+        # Hooks, and a part of another class, get the tensors of SlowFast's layer: all channels on
+        # axis 1, neither weight nor bias. In channels_last, the splits must be copied for that.
+        def normalize_flat(x: Tensor) -> Tensor:
+            own = i._replace(x=x.unflatten(1, channels), weight=None, bias=None)
+            return self._normalize(part, own, communicator).flatten(1, len(channels))
+
+        options = {"normalize": normalize_flat} if isinstance(part, Part) else {}
+        y = part(x.flatten(1, len(channels)), **options).reshape(input.shape)
+        y = functional.affine(y, self.weight, self.bias).to(y.dtype)
+        return generic.masked(y, where)
+
+    def _normalize(self, part: Any, i: Input, communicator: Communicator) -> Tensor:
+        """The arithmetic of a call of `part`. From axis 1, `i.x` has the axes of `_channels`."""
+        channels = self._channels()
+        weight, bias = i.weight, i.bias
+        if self.training:  # autograd adds up the splits' gradients
+            weight, bias = (None if p is None else p.expand(channels) for p in (weight, bias))
+        if part.running_mean is not None and not part.training:
+            statistics = (v.view(channels) for v in (part.running_mean, part.running_var))
+            x = generic.masked(i.x, i.mask)
+            y = functional.normalize_by_running(x, weight, bias, *statistics, eps=part.eps)
+            return generic.masked(y, i.mask)
+        running: Any = running_of(part, self.running_var_convention)
+        i = i._replace(weight=weight, bias=bias, eps=part.eps, running=running)
+        apart = self.training and i.mask is not None
+        # To a pass over all splits together, these are the channels of axis 1.
+        inputs = self._splits(i) if apart else [i]
+        sharing = [each.x.shape[1] for each in inputs], communicator
+        try:
+            results = compiled.forward_all(inputs, *sharing, weighting=self.weighting)
+        except OneValueError as error:
+            if apart or not self.training:
+                raise
+            raise OneValueError(
+                "training needs more than 1 value per channel in each of the "
+                f"{self.num_splits} splits: got 1 over {communicator.size} rank(s) together, with "
+                f"an input of shape {tuple(i.x.flatten(0, 1).shape)} on rank {communicator.rank}. "
+                "Use a larger batch or a smaller `num_splits`, drop the last batch, or call eval()."
+            ) from error
+        if self.training and moves(running, i.x):
+            if apart and running.num_batches is not None:
+                running.num_batches.add_(torch.stack([b.count for _, b in results]).amax() > 0)
+            self.aggregate_stats()
+        return torch.stack([y for y, _ in results], dim=1) if apart else results[0][0]
+
+    def _splits(self, i: Any) -> list[Input]:
+        """An input for each split, for masks that give each its own count."""
+        running, mask = i.running, i.mask
+        if isinstance(running, Pool):
+            raise NotImplementedError(
+                f"a {type(self).__name__} with a `mask` cannot be in a step of step_statistics: "
+                "its splits count unequal numbers of elements. Leave the layer out."
+            )
+        inputs = []
+        for k in range(self.num_splits):
+            own = running
+            if running is not None:
+                mean, var = (v.view(self._channels())[k] for v in running[:2])
+                counter = None if running.num_batches is None else running.num_batches.clone()
+                own = running._replace(mean=mean, var=var, num_batches=counter)
+            x = i.x[:, k]
+            weight, bias = (None if p is None else p[k] for p in (i.weight, i.bias))
+            axis = functional.all_but_channels(x)
+            inputs.append(Input(x, weight, bias, i.eps, axis, running=own, mask=mask[:, k]))
+        return inputs
+
+    def _channels(self) -> tuple[int, ...]:
+        """Shape of the statistics of a call: in training, every split has its own."""
+        return (self.num_splits, self.num_features) if self.training else (self.num_features,)
+
+    @torch.no_grad()
+    def aggregate_stats(self) -> None:
+        """Compute `bn`'s running statistics, those of the population, from `split_bn`'s.
+
+        Every training step ends with this call, so call it only after other code has written to the
+        buffers of `split_bn`, as fvcore's `update_bn_stats` does. Copies `num_batches_tracked`,
+        too. Not collective.
+
+        By the law of total variance, for splits of equal weight::
+
+            mean = mean over splits of mean_k
+            var  = mean over splits of var_k + biased variance over splits of mean_k
+
+        This is SlowFast's formula. With `running_var="biased"` and momentum 1 the result is exactly
+        the biased variance of the whole batch. By default var_k is unbiased as in SlowFast, which
+        adds 1/(n-1) of the mean biased var_k, for n elements per channel and split.
+        """
+        if self.split_bn.running_mean is None:
+            return
+        shape = (self.num_splits, self.num_features)
+        mean, var = torch.ops.multibn.total_statistics(
+            self.split_bn.running_mean.view(shape), self.split_bn.running_var.view(shape)
+        )
+        self.bn.running_mean.copy_(mean)
+        self.bn.running_var.copy_(var)
+        self.bn.num_batches_tracked.copy_(self.split_bn.num_batches_tracked)
+
+    @torch.no_grad()
+    def set_num_splits(self, num_splits: int) -> None:
+        """Divide each batch into another number of splits from now on, for multigrid schedules.
+
+        Each new split starts from the statistics of the population, those in `bn`, and the number
+        of batches tracked stays. So evaluation gives the same numbers as before. Parameters and
+        buffers stay the same objects, for optimizers and DistributedDataParallel. Not collective;
+        every rank must call it.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If `num_splits` is no positive int.
+        """
+        check_int("num_splits", num_splits)
+        if num_splits == self.num_splits:
+            return
+        self.num_splits = num_splits
+        self.split_bn.num_features = num_splits * self.num_features
+        if self.split_bn.running_mean is not None:
+            for name in _STATISTICS:
+                # `.data` changes the size of the same object: other references stay valid.
+                getattr(self.split_bn, name).data = getattr(self.bn, name).repeat(num_splits)
+
+    def extra_repr(self) -> str:
+        shared = super().extra_repr()
+        return f"{self.num_features}, num_splits={self.num_splits}, affine={self.affine}{shared}"
+
+    def _check(self, input: Any, masks: object, part: Any, communicator: Communicator) -> None:
+        """As `functional.check_input`; also checks dimensions, batch size, and parts for masks."""
+        functional.check_input(input, self.num_features)
+        if input.ndim not in self._shapes:
+            raise functional.dimensions_error(self, input, self._shapes)
+        batch_size, num_splits = len(input), self.num_splits if self.training else 1
+        if batch_size % num_splits != 0:
+            *others, last = (str(d) for d in range(1, batch_size + 1) if batch_size % d == 0)
+            where = f" on rank {communicator.rank}" if communicator.size > 1 else ""
+            divisors = f"{', '.join(others)} or {last}" if others else last
+            raise ValueError(
+                f"`num_splits` must divide the batch size: got {num_splits} splits for a batch of "
+                f"{batch_size}{where}. Drop the last batch or pass num_splits={divisors}."
+            )
+        if masks and not isinstance(part, Part):
+            raise TypeError(
+                f"`mask` and `lengths` need the parts that a {type(self).__name__} is made with: "
+                f"got {type(part).__qualname__}."
+            )
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        # In the state of a plain batch norm, or of another number of splits, each split starts from
+        # the statistics of the population.
+        tracked = (*_STATISTICS, "num_batches_tracked") if self.bn.running_mean is not None else ()
+        for name in tracked:
+            whole, split = f"{prefix}bn.{name}", f"{prefix}split_bn.{name}"
+            plain = state_dict.pop(prefix + name, None)
+            if plain is not None:
+                state_dict[whole], state_dict[split] = plain, plain.clone()
+            if name in _STATISTICS and {whole, split} <= state_dict.keys():
+                size = len(state_dict[split])
+                if size != self.split_bn.num_features and size % self.num_features == 0:
+                    state_dict[split] = state_dict[whole].repeat(self.num_splits)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+class SubBatchNorm1d(_SubBatchNorm):
+    """As `SubBatchNorm3d`, for an input of shape `(N, C)` or `(N, C, L)`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn.torch_backend import SubBatchNorm1d
+    >>> layer = SubBatchNorm1d(2, num_features=1, momentum=1.0)
+    >>> y = layer(torch.tensor([[1.0], [10.0], [3.0], [30.0]]))  # samples 0 and 2, and 1 and 3
+    >>> layer.split_bn.running_mean
+    tensor([ 2., 20.])
+    """
+
+    _part = _BatchNorm1d
+    _shapes = {2: "(N, C)", 3: "(N, C, L)"}
+
+
+class SubBatchNorm2d(_SubBatchNorm):
+    """As `SubBatchNorm3d`, for an input of shape `(N, C, H, W)`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn.torch_backend import SubBatchNorm2d
+    >>> layer = SubBatchNorm2d(2, num_features=3, momentum=1.0)
+    >>> y = layer(torch.ones(4, 3, 5, 5))
+    >>> layer.bn.running_mean  # of the population, for evaluation
+    tensor([1., 1., 1.])
+    """
+
+    _part = _BatchNorm2d
+    _shapes = {4: "(N, C, H, W)"}
+
+
+class SubBatchNorm3d(_SubBatchNorm):
+    """Batch normalization in which each of `num_splits` parts of the batch has its own statistics.
+
+    For training with large batches per device as if they were small (multigrid training,
+    arXiv:1912.00998; ghost batch normalization, arXiv:1705.08741). Sample i belongs to split
+    i % num_splits. All splits have the same `weight` and `bias`, shape `(C,)`. Evaluation uses the
+    statistics of the whole population, which every training step updates. The layer takes the place
+    of SlowFast's: arguments, numbers, `aggregate_stats`, state dict, and the calls of its two parts
+    are the same.
+
+    Parameters
+    ----------
+    num_splits
+        Number of parts, a divisor of every batch size; 1 is plain batch normalization.
+    num_features
+        Channels C of an input of shape `(N, C, D, H, W)`; the output has its memory format.
+    eps, momentum, affine, track_running_stats, device, dtype, bias
+        As `SyncBatchNorm`. Without running statistics, evaluation normalizes by the statistics of
+        the whole batch.
+    process_group, weighting
+        As `SyncBatchNorm`, but by default this process alone. Otherwise split k of all ranks has
+        common statistics: it is split k of the global batch.
+    running_var
+        The variance in the buffers, see `multibn.running_variance`; the unbiased variances are so
+        by the number of elements per channel in one split.
+
+    Attributes
+    ----------
+    split_bn
+        An nn.BatchNorm3d without weight and bias, whose buffers are the splits' running statistics,
+        shape `(num_splits * C,)`, split after split. The layer calls it in training. Its eval mode
+        freezes the layer: each split is normalized by its own running statistics.
+    bn
+        The same for the whole population, shape `(C,)`; see `aggregate_stats`. The layer calls it
+        in evaluation. In training mode it normalizes by the whole batch, which it then tracks.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `SyncBatchNorm`, or if `num_splits` is no positive int.
+
+    Notes
+    -----
+    In training, the call raises as `sync_batch_norm`, and ValueError for a batch that `num_splits`
+    does not divide, or whose splits have one value per channel. With a process group, the call is
+    collective: every rank must make it, with an empty batch too, with one allreduce of
+    2C*num_splits+4 float64 numbers, and one in the backward pass. In evaluation the layer does not
+    communicate.
+
+    `load_state_dict` also accepts the state of a plain batch norm, or of a layer with another
+    number of splits: each split then starts from the statistics of the population. `bn` keeps the
+    loaded statistics until the next training step.
+
+    `mask` and `lengths` are as in a call of `SyncBatchNorm`. Splits then have unequal numbers of
+    elements, so that a message has 2C+2 numbers for each split and 2 more; in compiled code, each
+    split has a message of its own.
+
+    Hooks of `bn` and `split_bn` get the tensors that they get in SlowFast's layer: in training, all
+    channels of all splits on axis 1, and no weight and bias in the output. Without hooks, weight
+    and bias cost no pass of their own. With hooks, an input in channels_last is copied.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn.torch_backend import SubBatchNorm3d
+    >>> layer = SubBatchNorm3d(2, num_features=16)
+    >>> layer(torch.randn(4, 16, 2, 8, 8)).shape  # two halves, each with its own statistics
+    torch.Size([4, 16, 2, 8, 8])
+    """
+
+    _part = _BatchNorm3d
+    _shapes = {5: "(N, C, D, H, W)"}

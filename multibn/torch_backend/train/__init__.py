@@ -1,0 +1,1 @@
+"""What acts on the layers of a model while it trains."""

@@ -1,0 +1,106 @@
+"""Activation checkpointing that updates and communicates batch statistics once.
+
+torch.utils.checkpoint runs a block again in the backward pass. A batch norm inside would update
+its running statistics, and communicate, a second time (pytorch/pytorch#96136). Here the second pass
+replays the statistics of the first.
+"""
+
+import functools
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from multibn.engine import recompute
+from multibn.torch_backend.layer.sub_batch_norm import Part
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Contexts of the first pass and of its recomputation, for torch.utils.checkpoint.
+
+    `checkpoint(function, x, use_reentrant=False, context_fn=checkpoint_contexts)` gives the numbers
+    of `function(x)` bit for bit. All batch norms inside update their running statistics once.
+    Layers of multibn communicate once forward and once backward; nn.SyncBatchNorm communicates
+    again in the recomputation.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch.utils.checkpoint import checkpoint
+    >>> from multibn.torch_backend import SyncBatchNorm, checkpoint_contexts
+    >>> layer = SyncBatchNorm(2)
+    >>> x = torch.randn(4, 2, requires_grad=True)
+    >>> y = checkpoint(layer, x, use_reentrant=False, context_fn=checkpoint_contexts)
+    >>> y.sum().backward()
+    >>> layer.num_batches_tracked
+    tensor(1)
+    """
+    first = recompute.recording()
+    return first, _Recomputation(first.tape)
+
+
+def recomputed(function: Callable[P, R]) -> Callable[P, R]:
+    """`function` for one call of torch.utils.checkpoint with `use_reentrant=True`.
+
+    `checkpoint(recomputed(function), x, use_reentrant=True)` has the effect of
+    `checkpoint_contexts`, which the reentrant checkpoint does not accept. The first call of the
+    returned function is the first pass, every other call is a recomputation. So make a new one for
+    each call of checkpoint.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch.utils.checkpoint import checkpoint
+    >>> from multibn.torch_backend import SyncBatchNorm, recomputed
+    >>> layer = SyncBatchNorm(2)
+    >>> x = torch.randn(4, 2, requires_grad=True)
+    >>> checkpoint(recomputed(layer), x, use_reentrant=True).sum().backward()
+    >>> layer.num_batches_tracked
+    tensor(1)
+    """
+    first, again = checkpoint_contexts()
+    contexts = [first]
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with contexts.pop() if contexts else again:
+            return function(*args, **kwargs)
+
+    return run
+
+
+class _Recomputation:
+    """Replays a tape, and restores the buffers of batch norms that have no tape."""
+
+    def __init__(self, tape: recompute.Tape) -> None:
+        self._replay = recompute.replaying(tape)
+
+    def __enter__(self) -> None:
+        self._thread = threading.get_ident()  # the hook runs for modules of all threads
+        self._before: dict[Tensor, Tensor] = {}
+        self._replay.__enter__()
+        self._hook = register_module_forward_pre_hook(self._copy_buffers)
+
+    def __exit__(self, *exception: object) -> None:
+        self._hook.remove()
+        for buffer, before in self._before.items():
+            # `.data` keeps the version counter: autograd has saved the buffer with these values,
+            # and a higher version would be an error in the backward pass.
+            buffer.data.copy_(before)
+        self._replay.__exit__(*exception)  # may raise
+
+    def _copy_buffers(self, module: nn.Module, _: Any) -> None:
+        # A Part's layer has a tape. Compiled code cannot ask for the thread, and runs in its own.
+        if isinstance(module, Part) or not isinstance(module, _NormBase):
+            return
+        if torch.compiler.is_compiling() or threading.get_ident() == self._thread:
+            for buffer in module.buffers(recurse=False):
+                self._before.setdefault(buffer, buffer.detach().clone())

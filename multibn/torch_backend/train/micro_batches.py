@@ -1,0 +1,83 @@
+"""One update of the running statistics for all forward passes of an optimizer's step."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from multibn.engine.population import Pool
+from multibn.kernels import Running
+from multibn.torch_backend.layer import dtensors
+from multibn.torch_backend.layer.modules import Synchronized, running_of
+from multibn.torch_backend.layer.sub_batch_norm import _SubBatchNorm
+
+
+@contextmanager
+def step_statistics(model: nn.Module) -> Iterator[None]:
+    """Update the running statistics of `model` once for all forward passes in this context.
+
+    For steps of several forward passes: accumulated gradients, the micro-batches of a pipeline, a
+    loss of several outputs of the model. At the end of the context the running statistics move by
+    those of all batches together, and `num_batches_tracked` by one, as after a single forward pass
+    with the concatenated batch. Each forward pass still normalizes by its own batch: the first
+    micro-batch has left the model before the last one comes. Not collective.
+
+    Parameters
+    ----------
+    model
+        The model, in any wrapper. Its layers of this package take part; other batch norms update
+        their running statistics in each forward pass.
+
+    Raises
+    ------
+    ValueError
+        If `model` has no layer of this package.
+
+    Notes
+    -----
+    A batch counts by its elements over all ranks. So the result is that of the concatenated batch
+    for `weighting="element"`; for the other weightings, if all ranks divide theirs alike.
+
+    Recomputed passes and layers in evaluation add nothing; evaluation uses the running statistics
+    from before the step. These stay after an exception, or without a batch in training. Inside of
+    another step the context does nothing, and a copy of a layer has no part in the step. A compiled
+    model is compiled once more for steps.
+
+    torchgpipe's `DeferredBatchNorm` (Kim et al., 2020, arXiv:2004.09910) does so in one process.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn.torch_backend import SyncBatchNorm, step_statistics
+    >>> layer = SyncBatchNorm(1, momentum=1.0)
+    >>> with step_statistics(layer):
+    ...     for x in torch.tensor([[[1.0], [3.0]], [[5.0], [7.0]]]):
+    ...         y = layer(x)
+    >>> layer.running_mean, layer.num_batches_tracked
+    (tensor([4.]), tensor(1))
+    """
+    layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, Synchronized)]
+    if not layers:
+        raise ValueError(
+            "`model` must have a layer of multibn.torch_backend: got none in "
+            f"{type(model).__qualname__}. Convert the model by convert_sync_batchnorm; for one "
+            "process alone with process_group=multibn.SingleProcess()."
+        )
+    entered: list[tuple[Any, Any, Running, Pool]] = []
+    for layer in layers:
+        for bn in (layer.split_bn, layer.bn) if isinstance(layer, _SubBatchNorm) else (layer,):
+            running = running_of(bn, layer.running_var_convention)
+            if isinstance(running, Running):  # neither None nor the pool of another step
+                bn.pool = Pool(torch.zeros(bn.num_features, device=running.mean.device))
+                entered.append((layer, bn, running, bn.pool))
+    try:
+        yield
+    finally:
+        for _, bn, *_ in entered:
+            del bn.pool
+    for layer, bn, running, pool in entered:
+        dtensors.move(running, *pool.compute())
+        if bn is getattr(layer, "split_bn", None):
+            layer.aggregate_stats()

@@ -1,0 +1,278 @@
+"""Equal models on all ranks: a check, and means over ranks of gradients and running statistics."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from multibn._typing import check_choice
+from multibn.communicators import Communicator, as_communicator
+from multibn.engine.participants import largest
+from multibn.engine.synchrony import check_equal
+from multibn.kernels.generic import as_wide
+from multibn.torch_backend.layer.modules import Synchronized
+
+How: TypeAlias = Literal["broadcast", "pool"]
+
+
+def participants(model: nn.Module, process_group: Any, /) -> Communicator:
+    """The ranks of `process_group`, or of the model by the rule of `check_sync`. Not collective."""
+    if process_group is not None:
+        return as_communicator(process_group)
+    modules = list(model.modules())
+    for module in modules:
+        if isinstance(module, DistributedDataParallel):
+            return as_communicator(module.process_group)
+    groups = [module.process_group for module in modules if isinstance(module, Synchronized)]
+    return largest([*groups, as_communicator()], parameter="process_group")
+
+
+def check_sync(model: nn.Module, process_group: Any = None, *, ignore: Iterable[str] = ()) -> None:
+    """Raise on all ranks unless they hold the same model, bit for bit.
+
+    After data-parallel training every rank should have the same parameters and, if the layers share
+    batch statistics, the same buffers. Call this function before saving, or once an epoch: it
+    copies the model to host memory.
+    Collective: every rank must call it, with one allreduce of 32 numbers if all models are equal.
+
+    Parameters
+    ----------
+    model
+        Parameters and buffers are compared, under the names of the state dict. They must not be
+        sharded.
+    process_group
+        The ranks to compare, anything that `multibn.as_communicator` takes. Default: the ranks of a
+        DistributedDataParallel in the model; else the largest group of its synchronized layers, or
+        torch's default process group if that is larger.
+    ignore
+        Names to leave out, with wildcards: `["*.running_*", "*.num_batches_tracked"]` for batch
+        norms that do not share statistics.
+
+    Raises
+    ------
+    ValueError
+        If `process_group` is None and a launcher started several processes, but neither the model's
+        layers nor torch.distributed name any process but this one.
+    RuntimeError
+        On all ranks. If values differ, the message has names, ranks and largest differences from
+        rank 0; if the models are built differently, the additional and the missing names.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from multibn.torch_backend import check_sync
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+    >>> check_sync(model)  # passes on one rank
+    """
+    named = chain(model.named_parameters(), model.named_buffers())
+    arrays = {name: None if is_lazy(t) else t for name, t in named}
+    check_equal(arrays, participants(model, process_group), ignore=ignore)
+
+
+@torch.no_grad()
+def sync_running_stats(model: nn.Module, process_group: Any = None, how: How = "broadcast") -> None:
+    """Make the running statistics of all ranks equal.
+
+    For layers with statistics of their own rank, before evaluating or saving.
+    Collective: every rank must call it, with the same model; one allreduce.
+
+    Parameters
+    ----------
+    model
+        Every `_BatchNorm` in it that has running statistics, in any mode.
+    process_group
+        The ranks whose statistics become equal, as in `check_sync`.
+    how
+        `"broadcast"`: rank 0's statistics and counters `num_batches_tracked`. `"pool"`: statistics
+        of the ranks' data together, if all ranks had equally much data: the mean of the means, and
+        by the law of total variance the mean of the variances plus the biased variance (divided by
+        the number of ranks) of the means; counters stay.
+
+    Raises
+    ------
+    ValueError
+        If `how` is neither; for `process_group` as `check_sync`.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> from multibn.torch_backend import sync_running_stats
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+    >>> sync_running_stats(model, how="pool")  # nothing changes on one rank
+    """
+    check_choice("how", how, How)
+    layers = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+    means = [m.running_mean for m in layers if m.running_mean is not None]
+    variances = [m.running_var for m in layers if m.running_var is not None]
+    counters = [m.num_batches_tracked for m in layers if m.num_batches_tracked is not None]
+    if not means:
+        return
+    communicator = participants(model, process_group)
+    if how == "broadcast":
+        buffers = [*means, *variances, *counters]
+        packed = _pack(buffers)
+        # Zeros, and not zero times the other ranks' buffers, which may hold NaN.
+        mine = packed if communicator.rank == 0 else torch.zeros_like(packed)
+        _unpack(communicator.allreduce(mine), buffers)
+        return
+    mean, var = _pack(means), _pack(variances)
+    mean, meansqr = communicator.allreduce(torch.stack([mean, var + mean**2])) / communicator.size
+    _unpack(torch.cat([mean, (meansqr - mean**2).clamp(min=0)]), [*means, *variances])
+
+
+def _pack(buffers: Sequence[Tensor]) -> Tensor:
+    wide = [as_wide(b).flatten() for b in buffers]
+    return torch.cat([w.to(wide[0].device) for w in wide])
+
+
+def _unpack(packed: Tensor, buffers: Sequence[Tensor]) -> None:
+    for buffer, part in zip(buffers, packed.split([b.numel() for b in buffers]), strict=True):
+        buffer.copy_(part.view(buffer.shape))
+
+
+@torch.no_grad()
+def average_gradients(parameters: nn.Module | Iterable[Tensor], process_group: Any = None) -> None:
+    """Replace each parameter's gradient by its mean over the ranks.
+
+    Does the work of DistributedDataParallel over any communicator, for example MPI without
+    torch.distributed. Call it between backward() and the optimizer's step.
+    Collective: every rank must call it, with the same parameters; one allreduce for each dtype
+    and device.
+
+    Parameters
+    ----------
+    parameters
+        The model, or `model.parameters()`. Parameters that need no gradient are left out. A missing
+        gradient counts as zeros, and becomes zeros if no rank used the parameter.
+    process_group
+        The ranks that train together, as in `check_sync`. For `model.parameters()`, which do not
+        tell the layers, the default is torch's default process group.
+
+    Raises
+    ------
+    ValueError
+        For `process_group` as `check_sync`.
+    TypeError
+        If a gradient is sparse.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch import nn
+    >>> from multibn.torch_backend import average_gradients
+    >>> model = nn.Linear(2, 1)
+    >>> model(torch.ones(1, 2)).sum().backward()
+    >>> average_gradients(model)  # before the optimizer's step
+    >>> model.weight.grad
+    tensor([[1., 1.]])
+    """
+    model = nn.Module()
+    if isinstance(parameters, nn.Module):
+        model, parameters = parameters, parameters.parameters()
+    communicator = participants(model, process_group)
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    for p in parameters:
+        if p.grad is not None and p.grad.layout != torch.strided:
+            raise TypeError(
+                f"gradients must be dense: got layout {p.grad.layout} for a parameter of shape "
+                f"{tuple(p.shape)}. Create the embedding with sparse=False."
+            )
+        if p.requires_grad:
+            alike[p.dtype, p.device].append(p)
+    for group in alike.values():
+        flat = torch.cat(
+            [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in group]
+        )
+        # Divided before the sum, which may overflow in 16 bits.
+        mean = communicator.allreduce(flat / communicator.size)
+        for p, part in zip(group, mean.split([p.numel() for p in group]), strict=True):
+            p.grad = part.view_as(p)
+
+
+def register_allreduce_hook(model: DistributedDataParallel, process_group: Any = None) -> None:
+    """Let DistributedDataParallel (DDP) average gradients by multibn's messages.
+
+    For models in host memory. A rank that is late or lost during the backward pass is then named at
+    multibn's deadline, not at the process group's; and ranks of one machine sum gradients through
+    shared memory, in less time than over gloo. Gradients are averaged when all are there: nothing
+    is computed meanwhile. `model.register_comm_hook` takes one hook.
+    Not collective, but every rank must call it; then one allreduce for each of DDP's buckets, in
+    `backward()`, which raises ConnectionError or TimeoutError on the other ranks if a rank has
+    ended or does not come by the deadline.
+
+    Parameters
+    ----------
+    model
+        The wrapper.
+    process_group
+        The ranks of the wrapper, which is the default. A communicator may have a deadline of its
+        own.
+
+    Raises
+    ------
+    ValueError
+        If the model is on a GPU, or `process_group` has another number of ranks than the wrapper.
+    TypeError
+        If `model` is no DistributedDataParallel.
+
+    Examples
+    --------
+    On each of two ranks, after `init_process_group`:
+
+    >>> from torch import nn
+    >>> from torch.nn.parallel import DistributedDataParallel
+    >>> from multibn.torch_backend import convert_sync_batchnorm, register_allreduce_hook
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+    >>> model = DistributedDataParallel(convert_sync_batchnorm(model))
+    >>> register_allreduce_hook(model)
+    """
+    buckets = _Buckets(participants(model, process_group))
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            f"`model` must be a DistributedDataParallel: got {type(model).__qualname__}. Without "
+            "DistributedDataParallel, call `average_gradients` after backward()."
+        )
+    if model.device_type != "cpu":
+        raise ValueError(
+            f"`model` must be in host memory: got parameters on {model.device_type}. Without the "
+            "hook, NCCL sums their gradients while others are computed."
+        )
+    size, num_ranks = buckets.communicator.size, model.process_group.size()
+    if size != num_ranks:
+        raise ValueError(
+            f"`process_group` must be the {num_ranks} ranks of `model`: got {size}, and gradients "
+            "would be averaged over these alone. Give DistributedDataParallel the same group."
+        )
+    model.register_comm_hook(buckets, _average)
+
+
+class _Buckets:
+    """The buckets of gradients that are full in this backward pass."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self.full: list[tuple[Tensor, torch.futures.Future[Tensor]]] = []
+
+
+def _average(buckets: _Buckets, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average all buckets when the last one is full: after the layers' own messages.
+
+    With find_unused_parameters a bucket may be full before a layer's backward pass on one rank, and
+    after this pass on another.
+    """
+    averaged: torch.futures.Future[Tensor] = torch.futures.Future()
+    buckets.full.append((bucket.buffer(), averaged))
+    if bucket.is_last():
+        communicator = buckets.communicator
+        for gradients, future in buckets.full:
+            # Divided before the sum, which may overflow in 16 bits.
+            future.set_result(communicator.allreduce(gradients / communicator.size))
+        buckets.full.clear()
+    return averaged

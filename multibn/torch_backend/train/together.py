@@ -1,0 +1,145 @@
+"""One message each way for several layers whose inputs are ready at the same time."""
+
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor
+
+from multibn.communicators.base import identity
+from multibn.communicators.conversation import Conversation
+from multibn.torch_backend.layer import functional
+from multibn.torch_backend.layer.modules import SyncBatchNorm, Synchronized, has_hooks
+
+
+def normalize_together(
+    layers: Sequence[SyncBatchNorm],
+    inputs: Sequence[Tensor],
+    *,
+    masks: Sequence[Tensor | None] | None = None,
+) -> list[Tensor]:
+    """`[layer(x) for layer, x in zip(layers, inputs)]` with one message each way.
+
+    For batch norms of which none needs another's output, such as the last one of a residual block
+    and the one of its downsampling branch::
+
+        y, shortcut = normalize_together([self.bn2, self.downsample_bn], [y, shortcut])
+
+    In training, collective: every rank must call it with the same layers, with one allreduce of
+    2C+2 float64 numbers for each layer and 2 more, and one in the backward pass if any input needs
+    a gradient. The backward pass begins when autograd has the gradients of all outputs; the
+    gradient of an unused output is zeros. Layers in evaluation do not communicate.
+
+    If a layer has hooks, which expect a call of the layer, or torch.compile compiles the caller,
+    the layers run one by one: the same numbers, with one message for each layer. So hooks must be
+    the same on all ranks.
+
+    Parameters
+    ----------
+    layers
+        Layers with any numbers of channels and the same `process_group` and `weighting`.
+    inputs
+        One for each layer, shape `(N, C, *spatial)`, of any floating-point dtypes, on one device.
+    masks
+        One for each layer, see `SyncBatchNorm`; None where all elements count.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        As the layers. TypeError if one of `layers` is not a `SyncBatchNorm`, or has a `forward` of
+        its own. ValueError if `layers` is empty, `inputs` or `masks` has another length, or the
+        layers differ in `process_group` or `weighting`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn.torch_backend import SyncBatchNorm, normalize_together
+    >>> layers = SyncBatchNorm(4), SyncBatchNorm(8)
+    >>> y, shortcut = normalize_together(layers, [torch.randn(2, 4, 6, 6), torch.randn(2, 8, 6, 6)])
+    >>> y.shape, shortcut.shape
+    (torch.Size([2, 4, 6, 6]), torch.Size([2, 8, 6, 6]))
+    """
+    masks = [None] * len(layers) if masks is None else masks
+    _check(layers, inputs, masks)
+    calls = list(zip(layers, inputs, masks, strict=True))
+    sharing = [call for call in calls if call[0].training]
+    if not sharing or any(map(has_hooks, layers)) or torch.compiler.is_compiling():
+        return [layer(x, mask=mask) for layer, x, mask in calls]
+    communicator = shared_conversation([layer for layer, _, _ in sharing])
+    num_features = [layer.num_features for layer, _, _ in sharing]
+    try:
+        evaluated = iter([layer(x, mask=mask) for layer, x, mask in calls if not layer.training])
+    except (TypeError, ValueError) as error:  # the other ranks will wait for this one
+        functional.refuse(error, [x for _, x, _ in sharing], num_features, communicator)
+    outputs = functional.forward_all(
+        [
+            bn.as_input(x, mask=functional.mask_of(x, mask, None, num_features, communicator))
+            for bn, x, mask in sharing
+        ],
+        num_features,
+        communicator,
+        weighting=layers[0].weighting,
+    )
+    trained = iter([y for y, _ in outputs])
+    return [next(trained if layer.training else evaluated) for layer in layers]
+
+
+def _check(
+    layers: Sequence[SyncBatchNorm], inputs: Sequence[Tensor], masks: Sequence[Tensor | None]
+) -> None:
+    """Raise unless `layers` can share a message, and there are an input and a mask for each."""
+    for layer in layers:
+        if not isinstance(layer, SyncBatchNorm) or type(layer).forward is not SyncBatchNorm.forward:
+            raise TypeError(
+                "`layers` must be multibn.torch_backend.SyncBatchNorm layers: got "
+                f"{type(layer).__qualname__}. Convert the model by convert_sync_batchnorm, or call "
+                "the layer by itself."
+            )
+    if not layers or len(layers) != len(inputs):
+        raise ValueError(
+            "`layers` must be one or more, and `inputs` one for each: got "
+            f"{len(layers)} layers and {len(inputs)} inputs."
+        )
+    if len(layers) != len(masks):
+        raise ValueError(
+            "`masks` must be one for each of `layers`, which may be None: got "
+            f"{len(layers)} layers and {len(masks)} masks."
+        )
+    first, *others = layers
+    for other in others:
+        for name, key in (("weighting", str), ("process_group", identity)):
+            mine, theirs = getattr(first, name), getattr(other, name)
+            if mine is not theirs and key(mine) != key(theirs):
+                raise ValueError(
+                    f"`layers` must have the same `{name}`: got {mine!r} and {theirs!r}. Call them "
+                    "one by one."
+                )
+
+
+# For each first layer, the conversations of that layer with others. They last as long as the layer:
+# a new conversation in each step would compare the ranks in each step.
+_merged: WeakKeyDictionary[Conversation, dict[tuple[Any, ...], Conversation]] = WeakKeyDictionary()
+
+
+def shared_conversation(layers: Sequence[Synchronized]) -> Conversation:
+    """The communicator for messages of all `layers` together."""
+    parts = [layer.conversation for layer in layers]
+    if len(parts) == 1:
+        return parts[0]
+    known = _merged.setdefault(parts[0], {})
+    key = tuple(ref(part) for part in parts[1:])
+    if key not in known:
+        name = _common_name([part.name for part in parts])
+        known[key] = Conversation(parts[0].wrapped, lambda: name, num_layers=len(parts))
+    return known[key]
+
+
+def _common_name(names: Sequence[str]) -> str:
+    """One name for several layers: "layer1.0.[bn2, downsample.1]"."""
+    steps = [name.split(".") for name in names]
+    parents = zip(*(path[:-1] for path in steps), strict=False)
+    common = [step for step, *_ in takewhile(lambda level: len(set(level)) == 1, parents)]
+    parts = ", ".join(".".join(path[len(common) :]) for path in steps)
+    return ".".join([*common, f"[{parts}]"])
