@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.tensor_memory import measure_memory
 from benchmarks.timing import Seconds, now
 from multibn import Communicator
-from multibn.torch_backend import reversible
-from multibn.torch_backend.reversible import RevMViT, RevMViTConfig, measure_memory
+from multibn.torch_backend.reversible import RevMViT, RevMViTConfig, published_rev_mvit
 from multibn.torch_backend.reversible.engine import Mode
 
 TimesAndNotes = tuple[dict[str, Seconds], dict[str, Any]]
@@ -64,8 +64,7 @@ def _make(name: str, pixels: int, mode: Mode) -> RevMViT:
     """A published model by its name, or a ViT of width 192: "12 blocks"."""
     torch.manual_seed(0)
     if not name.endswith(" blocks"):
-        published: RevMViT = getattr(reversible, name)(mode=mode)
-        return published
+        return published_rev_mvit(name, mode=mode)  # type: ignore[arg-type]
     config = RevMViTConfig(
         crop_size=pixels, num_frames=1, num_classes=10, head_dropout_rate=0.0, patch_2d=True,
         patch_kernel=(16, 16), patch_stride=(16, 16), patch_padding=(0, 0), embed_dim=192,

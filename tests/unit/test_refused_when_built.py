@@ -199,7 +199,6 @@ def _reversible() -> dict[Callable[..., Any], Row]:
         "drop_rate": PROBABILITY,
         "pool_mode": CHOICE,
     }
-    published = (rev.rev_vit_s, rev.rev_vit_b, rev.rev_vit_l, rev.rev_mvit_b, rev.rev_mvit_b_16x4)
     return {
         rev.ReversibleSequence: Row(partial(rev.ReversibleSequence, blocks), chain),
         rev.reversible: Row(partial(rev.reversible, blocks, x, x), chain),
@@ -213,7 +212,9 @@ def _reversible() -> dict[Callable[..., Any], Row]:
         rev.TwoStreamFusion: Row(
             partial(rev.TwoStreamFusion, mode="add", dim=8), {"mode": CHOICE, "dim": POSITIVE_INT}
         ),
-        **{make: Row(partial(make, **sizes), named) for make in published},
+        rev.published_rev_mvit: Row(
+            partial(rev.published_rev_mvit, name="rev_vit_s", **sizes), {**named, "name": CHOICE}
+        ),
     }
 
 

@@ -14,8 +14,12 @@ require.need("torch")
 import torch  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
-from multibn.torch_backend import reversible  # noqa: E402
-from multibn.torch_backend.reversible import ReversibleMViT, RevMViT, RevMViTConfig  # noqa: E402
+from multibn.torch_backend.reversible import (  # noqa: E402
+    ReversibleMViT,
+    RevMViT,
+    RevMViTConfig,
+    published_rev_mvit,
+)
 from multibn.torch_backend.reversible.mvit.layout import Geometry  # noqa: E402
 from tests.helpers.rev_mvit import DATA, REFERENCE, SMALL, slowfast_config  # noqa: E402
 
@@ -39,9 +43,9 @@ def tree(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_sizes(name: str) -> None:
+def test_published_sizes(name: Any) -> None:
     with torch.device("meta"):
-        model = getattr(reversible, name)().eval()
+        model = published_rev_mvit(name).eval()
         x = (
             torch.empty(1, 3, 16, 224, 224)
             if name.endswith("16x4")
@@ -54,10 +58,10 @@ def test_published_sizes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", YAML)
-def test_published_yaml(name: str) -> None:
+def test_published_yaml(name: Any) -> None:
     path = DATA / f"{name}.yaml"
     with torch.device("meta"):
-        config = getattr(reversible, name)().config
+        config = published_rev_mvit(name).config
         model = RevMViT.from_config(path)
     if name == "rev_vit_b":  # its file names a fusion that a model of one stage has no use for
         config = RevMViTConfig(**{**vars(config), "pre_q_fusion": "concat"})
@@ -70,13 +74,15 @@ def test_published_yaml_of_kinetics() -> None:
     with pytest.warns(UserWarning, match=CLS):
         config = RevMViTConfig.from_slowfast(DATA / "rev_mvit_b_16x4.yaml")
     with torch.device("meta"):
-        assert config == reversible.rev_mvit_b_16x4().config
+        assert config == published_rev_mvit("rev_mvit_b_16x4").config
     assert config.patch_kernel == (3, 7, 7)
 
 
 def test_options_replace_the_published_ones() -> None:
     with torch.device("meta"):
-        model = reversible.rev_vit_s(num_classes=7, depth=2, mode="stored", norm="batchnorm")
+        model = published_rev_mvit(
+            "rev_vit_s", num_classes=7, depth=2, mode="stored", norm="batchnorm"
+        )
     assert model.head.projection.weight.shape == (7, 768)
     assert model.rev_backbone.mode == "stored"
     assert "norm.running_mean" in model.state_dict()

@@ -9,10 +9,10 @@ require.need("torch")
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
+from benchmarks.tensor_memory import measure_memory  # noqa: E402
 from multibn.torch_backend.reversible import (  # noqa: E402
     ReversibleSequence,
-    measure_memory,
-    rev_vit_s,
+    published_rev_mvit,
 )
 
 KB = 1024
@@ -59,7 +59,7 @@ def test_a_published_model(attention: str) -> None:
     """Table 1 of the paper has 66.5 and 8.8 MB an image for Rev-ViT-S, on a GPU."""
     from benchmarks.reversible import ATTENTION
 
-    model = rev_vit_s()
+    model = published_rev_mvit("rev_vit_s")
     x = torch.randn(1, 3, 224, 224)
     found = {}
     for mode in ("stored", "reversible"):

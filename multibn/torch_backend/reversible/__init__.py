@@ -4,8 +4,6 @@ from multibn.torch_backend.reversible.engine import Drift as Drift
 from multibn.torch_backend.reversible.engine import drift as drift
 from multibn.torch_backend.reversible.engine import inverse as inverse
 from multibn.torch_backend.reversible.engine import reversible as reversible
-from multibn.torch_backend.reversible.memory import Memory as Memory
-from multibn.torch_backend.reversible.memory import measure_memory as measure_memory
 from multibn.torch_backend.reversible.mvit.attention import (
     MultiScaleAttention as MultiScaleAttention,
 )
@@ -13,9 +11,7 @@ from multibn.torch_backend.reversible.mvit.config import RevMViTConfig as RevMVi
 from multibn.torch_backend.reversible.mvit.fusion import TwoStreamFusion as TwoStreamFusion
 from multibn.torch_backend.reversible.mvit.model import ReversibleMViT as ReversibleMViT
 from multibn.torch_backend.reversible.mvit.model import RevMViT as RevMViT
-from multibn.torch_backend.reversible.mvit.published import rev_mvit_b as rev_mvit_b
-from multibn.torch_backend.reversible.mvit.published import rev_mvit_b_16x4 as rev_mvit_b_16x4
-from multibn.torch_backend.reversible.mvit.published import rev_vit_b as rev_vit_b
-from multibn.torch_backend.reversible.mvit.published import rev_vit_l as rev_vit_l
-from multibn.torch_backend.reversible.mvit.published import rev_vit_s as rev_vit_s
+from multibn.torch_backend.reversible.mvit.published import (
+    published_rev_mvit as published_rev_mvit,
+)
 from multibn.torch_backend.reversible.sequence import ReversibleSequence as ReversibleSequence
