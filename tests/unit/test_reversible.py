@@ -667,7 +667,7 @@ def test_a_buffer_that_was_modified_is_an_error() -> None:
         loss.backward()
 
 
-# Inverse, drift, options
+# Inverse, options
 
 
 def test_inverse() -> None:
@@ -681,21 +681,6 @@ def test_inverse() -> None:
     model.train()
     with pytest.raises(RuntimeError, match=r"G of block 5 is in training.*Call eval\(\) first"):
         model.inverse(*xs)
-
-
-def test_drift_is_what_computing_back_costs() -> None:
-    model = build("reversible", pair=random_pair, depth=8, drop_path=0.2, dtype=torch.float32)
-    xs = inputs(torch.float32)
-    torch.manual_seed(0)
-    report = model.drift(*xs)
-    assert [d.block for d in report] == list(range(8))
-    assert 0 < report[0].max_abs < 1e-5
-    assert 0 < report[0].relative < 1e-5
-    model.buffer_after = range(8)
-    torch.manual_seed(0)
-    assert model.drift(*xs)[0].max_abs < report[0].max_abs
-    exact = build("reversible", pair=lambda: (Constant(), Constant()), depth=2)
-    assert {d.max_abs for d in exact.drift(*(x.round() for x in inputs()))} == {0}
 
 
 def test_without_gradients_nothing_is_kept() -> None:

@@ -1,7 +1,5 @@
 """Reversible blocks: the backward pass recomputes activations instead of storing them."""
 
-from multibn.torch_backend.reversible.engine import Drift as Drift
-from multibn.torch_backend.reversible.engine import drift as drift
 from multibn.torch_backend.reversible.engine import inverse as inverse
 from multibn.torch_backend.reversible.engine import reversible as reversible
 from multibn.torch_backend.reversible.mvit.attention import (

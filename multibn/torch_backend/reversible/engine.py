@@ -11,13 +11,13 @@ recomputes the other streams, half a block at a time.
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from multibn._typing import check_choice, check_int, check_number
-from multibn.torch_backend.reversible.half import Half, tensors
+from multibn.torch_backend.reversible.half import Half
 
 Mode: TypeAlias = Literal["auto", "reversible", "stored"]
 Block: TypeAlias = tuple[nn.Module, nn.Module]
@@ -141,6 +141,8 @@ def inverse(
 ) -> tuple[Tensor, Tensor]:
     """Inputs of `reversible` from its outputs, for modules in evaluation mode; no gradient.
 
+    Beside the true inputs, these show the rounding error of the recomputation: see `buffer_after`.
+
     Parameters
     ----------
     blocks, *cond, stream_dtype
@@ -174,84 +176,6 @@ def inverse(
         here, there = streams[half.into], streams[1 - half.into]
         streams[half.into] = here - half(here, there, cond)
     return streams[0].to(seen), streams[1].to(seen)
-
-
-class Drift(NamedTuple):
-    """How far the streams before a block, recomputed from the end, are from the original ones.
-
-    Attributes
-    ----------
-    block
-        Index of the block.
-    max_abs
-        Largest absolute difference.
-    relative
-        `max_abs` divided by the largest absolute value of the original streams.
-
-    Examples
-    --------
-    The block with the largest error, after which `buffer_after` could store the streams:
-
-    >>> import torch
-    >>> from torch import nn
-    >>> from multibn.torch_backend.reversible import drift
-    >>> blocks = [(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3)]
-    >>> worst = max(drift(blocks, *torch.randn(2, 4, 8)), key=lambda at: at.relative)
-    >>> worst.block in range(3), worst.max_abs < 1e-4
-    (True, True)
-    """
-
-    block: int
-    max_abs: float
-    relative: float
-
-
-@torch.no_grad()
-def drift(
-    blocks: Sequence[Block],
-    x1: Tensor,
-    x2: Tensor,
-    *cond: Any,
-    drop_path: Sequence[float] | None = None,
-    tied_drop_path: bool = False,
-    buffer_after: Collection[int] = (),
-    stream_dtype: torch.dtype | None = None,
-) -> list[Drift]:
-    """Rounding error that the backward pass of `reversible` would meet at each block, in order.
-
-    Runs a forward pass, and stores the streams before each block: in training, batch norms count
-    the batch, and the call is collective if they are. The parameters are those of `reversible`.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from torch import nn
-    >>> from multibn.torch_backend.reversible import drift
-    >>> blocks = [(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3)]
-    >>> errors = drift(blocks, torch.randn(4, 8), torch.randn(4, 8))
-    >>> len(errors), all(error.relative < 1e-5 for error in errors)
-    (3, True)
-    """
-    from multibn.torch_backend.reversible.coupling import Run  # as in `reversible`
-
-    rates, buffered = check_options(len(blocks), drop_path, buffer_after, stream_dtype)
-    run = Run(cond)
-    streams, seen = _streams(x1, x2, stream_dtype)
-    stations = [list(streams)]
-    for half in _halves(blocks, streams, seen, rates, tied_drop_path):
-        streams[half.into] = run.first_pass(half, streams[half.into], streams[1 - half.into], cond)
-        if half.into == 1:
-            stations.append(list(streams))
-    drifts = []
-    for block in reversed(range(len(blocks))):
-        if block in buffered:
-            run.restore(2 * (block + 1), [*stations[block + 1], *tensors(cond)])
-        run.rewind(2 * block)
-        true = stations[block]
-        error = max(float((a - b).abs().max()) for a, b in zip(run.streams, true, strict=True))
-        size = max(float(t.abs().max()) for t in true)
-        drifts.append(Drift(block, error, error / size if size else 0.0))
-    return drifts[::-1]
 
 
 def check_options(

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from multibn._typing import check_choice
 from multibn.torch_backend.reversible import engine
-from multibn.torch_backend.reversible.engine import Block, Drift, Mode
+from multibn.torch_backend.reversible.engine import Block, Mode
 
 
 class ReversibleSequence(nn.Module):
@@ -75,10 +75,6 @@ class ReversibleSequence(nn.Module):
     def inverse(self, y1: Tensor, y2: Tensor, *cond: Any) -> tuple[Tensor, Tensor]:
         """Inputs of `forward` from its outputs, as `reversible.inverse` computes and raises."""
         return engine.inverse(self._blocks(), y1, y2, *cond, stream_dtype=self.stream_dtype)
-
-    def drift(self, x1: Tensor, x2: Tensor, *cond: Any) -> list[Drift]:
-        """Rounding error of each block's recomputed inputs, as `reversible.drift` measures."""
-        return engine.drift(self._blocks(), x1, x2, *cond, **self._options())
 
     def extra_repr(self) -> str:
         return f"mode={self.mode!r}, drop_path={self.drop_path}, buffer_after={self.buffer_after}"
