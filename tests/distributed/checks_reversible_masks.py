@@ -2,15 +2,11 @@
 
 from typing import Any
 
-import chainer
-import chainer.functions as F
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from multibn import SingleProcess
-from multibn.chainer_backend import MultiNodeBatchNormalization
-from multibn.chainer_backend.reversible import ReversibleSequence as ChainerSequence
 from multibn.communicators import Communicator
 from multibn.torch_backend import SyncBatchNorm
 from multibn.torch_backend.reversible import ReversibleSequence
@@ -42,7 +38,7 @@ class _Masked(nn.Module):
         return self.norm(x, mask=mask).tanh()
 
 
-def _of_torch(communicator: Any, xs: Any, mask: Any, mode: Any) -> tuple[Any, Any, Any]:
+def _step(communicator: Any, xs: Any, mask: Any, mode: Any) -> tuple[Any, Any, Any]:
     model = ReversibleSequence(
         [(_Masked(communicator), _Masked(communicator)) for _ in range(BLOCKS)], mode=mode
     ).double()
@@ -57,54 +53,15 @@ def _of_torch(communicator: Any, xs: Any, mask: Any, mode: Any) -> tuple[Any, An
     return dx, np.concatenate(parameters), np.concatenate([a.reshape(-1) for a in averages])
 
 
-class _MaskedLink(chainer.Chain):
-    def __init__(self, communicator: Any, mask: Any) -> None:
-        super().__init__()
-        self.mask = mask
-        with self.init_scope():
-            self.norm = MultiNodeBatchNormalization(C, communicator)
-
-    def forward(self, x: Any) -> Any:
-        return F.tanh(self.norm(x, mask=self.mask))
-
-
-def _of_chainer(communicator: Any, xs: Any, mask: Any, mode: Any) -> tuple[Any, Any, Any]:
-    with chainer.using_config("dtype", np.float64):
-        links = [
-            (_MaskedLink(communicator, mask), _MaskedLink(communicator, mask))
-            for _ in range(BLOCKS)
-        ]
-    model = ChainerSequence(links, mode=mode)
-    model.cleargrads()
-    streams = [chainer.Variable(x) for x in xs]
-    y1, y2 = model(*streams)
-    loss = F.sin(y1) * y2
-    if mask is not None:
-        loss *= np.broadcast_to(mask[:, None], loss.shape).astype("float64")
-    F.sum(loss).backward()
-    # Gradients of parameters are the means over ranks.
-    parameters = [p.grad for _, p in sorted(model.namedparams())]
-    averages = [n for a in links for link in a for n in (link.norm.avg_mean, link.norm.avg_var)]
-    return np.stack([x.grad for x in streams]), np.concatenate(parameters), np.concatenate(averages)
-
-
-def _check(world: Communicator, step: Any) -> None:
+def check_the_padded_batch_is_the_batch_without_padding(world: Communicator) -> None:
     batches = _batches(world.size)
     xs, mask = batches[world.rank]
     whole = np.concatenate([_elements(*batch) for batch in batches], axis=1)
-    expected = step(SingleProcess(), whole, None, "stored")
+    expected = _step(SingleProcess(), whole, None, "stored")
     ends = np.cumsum([0, *(int(m.sum()) for _, m in batches)])
     mine = expected[0][:, ends[world.rank] : ends[world.rank + 1]]
     for mode in MODES:
-        dx, dparameters, averages = step(world, np.where(mask[:, None], xs, 1e6), mask, mode)
+        dx, dparameters, averages = _step(world, np.where(mask[:, None], xs, 1e6), mask, mode)
         np.testing.assert_allclose(_elements(dx, mask), mine, rtol=1e-9, atol=1e-9)
         np.testing.assert_allclose(world.allreduce(dparameters), expected[1], rtol=1e-9, atol=1e-9)
         np.testing.assert_allclose(averages, expected[2], rtol=1e-9, atol=1e-9)
-
-
-def check_torch(world: Communicator) -> None:
-    _check(world, _of_torch)
-
-
-def check_chainer(world: Communicator) -> None:
-    _check(world, _of_chainer)

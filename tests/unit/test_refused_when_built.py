@@ -268,9 +268,6 @@ def _chainer() -> dict[Callable[..., Any], Row]:
             ),
             finetune,
         ),
-        cb.ReversibleSequence: Row(
-            partial(cb.ReversibleSequence, [(L.Linear(3, 3), L.Linear(3, 3))]), {"mode": CHOICE}
-        ),
         cb.check_sync: Row(partial(cb.check_sync, model()), {"comm": GROUP}),
         cb.join: Row(partial(cb.join, model()), {"comm": GROUP}),
     }
