@@ -53,7 +53,6 @@ PARTS = {
     "gloo": Part("checks.gloo", 60, _HOST, "torchrun", 2),
     "mpi": Part("checks.mpi", 60, _HOST, "mpiexec", 2, ("mpi4py", "mpiexec")),
     "cupy nccl": Part("checks.cupy_nccl", 60, "the tests' stand-in of CuPy", needs=("cupy",)),
-    "cupy": Part("cupy_verbs.check", 60, "CUDA's source compiled for the host", needs=("cupy",)),
     "compiled": Part("checks.compiled", 120, "no compiler after torch's tracing"),
     "resnet": Part("times.network", 90, "gloo, nn.BatchNorm for nn.SyncBatchNorm"),
 }
