@@ -5,8 +5,6 @@ from multibn.torch_backend.convert.config import get_norm as get_norm
 from multibn.torch_backend.convert.convert import BatchNorm as BatchNorm
 from multibn.torch_backend.convert.convert import convert_sync_batchnorm as convert_sync_batchnorm
 from multibn.torch_backend.convert.convert import revert_sync_batchnorm as revert_sync_batchnorm
-from multibn.torch_backend.fusion import Fusion as Fusion
-from multibn.torch_backend.fusion import fuse_batch_norm_relu as fuse_batch_norm_relu
 from multibn.torch_backend.layer.functional import sync_batch_norm as sync_batch_norm
 from multibn.torch_backend.layer.modules import SyncBatchNorm as SyncBatchNorm
 from multibn.torch_backend.layer.modules import SyncBatchNorm1d as SyncBatchNorm1d

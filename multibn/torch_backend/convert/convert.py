@@ -10,7 +10,6 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from multibn._typing import RunningVar, Weighting
-from multibn.torch_backend import fusion
 from multibn.torch_backend.convert import derived
 from multibn.torch_backend.layer.modules import SyncBatchNorm, Synchronized
 from multibn.torch_backend.layer.sub_batch_norm import _SubBatchNorm
@@ -158,7 +157,6 @@ def revert_sync_batchnorm(module: nn.Module) -> Any:
     >>> type(model[1]).__name__
     'BatchNorm2d'
     """
-    fusion.unfuse(module)
     obstacles: dict[str, str] = {}
     for path, part in _named_parts(module):
         if not isinstance(part, SyncBatchNorm):

@@ -258,7 +258,6 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         *,
         mask: Tensor | None = None,
         lengths: Tensor | None = None,
-        relu: bool = False,  # of `fuse_batch_norm_relu`, for inputs that are dense
     ) -> Tensor:
         if isinstance(input, fx.Proxy):
             options = {k: v for k, v in (("mask", mask), ("lengths", lengths)) if v is not None}
@@ -284,28 +283,23 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
             return dtensors.uncompiled(self.forward)(input, residual, mask=mask, lengths=lengths)
         if mask is not None or lengths is not None:  # most calls have neither
             mask = compiled.mask_of(input, mask, lengths, [self.num_features], conversation)
-        i = self.as_input(input, residual, mask, relu)
+        i = self.as_input(input, residual, mask)
         forward_all = compiled.forward_all if takes else functional.forward_all
         ((y, _),) = forward_all([i], [self.num_features], conversation, weighting=self.weighting)
         return y
 
     def as_input(
-        self,
-        x: Tensor,
-        residual: Tensor | None = None,
-        mask: Tensor | None = None,
-        relu: bool = False,
+        self, x: Tensor, residual: Tensor | None = None, mask: Tensor | None = None
     ) -> Input:
         """A pass's input, with the engine's `mask`. In training the pass moves the buffers."""
         running = running_of(self, self.running_var_convention) if self.training else None
-        relu = relu or self.fuse_relu
         parameters = self._parameters  # as in `running_of`
         if "weight" in parameters and "bias" in parameters:
             weight, bias = parameters["weight"], parameters["bias"]
         else:  # parametrized
             weight, bias = self.weight, self.bias
         axis = 0, *range(2, getattr(x, "ndim", 2))  # as `functional.all_but_channels`
-        return Input(x, weight, bias, self.eps, axis, residual, relu, running, mask)
+        return Input(x, weight, bias, self.eps, axis, residual, self.fuse_relu, running, mask)
 
     def __prepare_scriptable__(self) -> NoReturn:  # torch.jit.script calls it
         raise RuntimeError(
