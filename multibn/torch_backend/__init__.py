@@ -1,6 +1,5 @@
 """PyTorch layers whose batch statistics are shared between processes."""
 
-from multibn.torch_backend import _quantization
 from multibn.torch_backend.convert.config import get_norm as get_norm
 from multibn.torch_backend.convert.convert import BatchNorm as BatchNorm
 from multibn.torch_backend.convert.convert import convert_sync_batchnorm as convert_sync_batchnorm
@@ -28,5 +27,3 @@ from multibn.torch_backend.train.synchrony import (
 from multibn.torch_backend.train.synchrony import sync_running_stats as sync_running_stats
 from multibn.torch_backend.train.together import normalize_together as normalize_together
 from multibn.torch_backend.train.uneven import join as join
-
-_quantization.register()
