@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from multibn._typing import RunningVar, Weighting
 from multibn.torch_backend.convert import derived
+from multibn.torch_backend.layer import data_parallel
 from multibn.torch_backend.layer.modules import SyncBatchNorm, Synchronized
 from multibn.torch_backend.layer.sub_batch_norm import _SubBatchNorm
-from multibn.torch_backend.train import data_parallel
 
 # A class that defines only these names behaves like the layer that it derives from.
 _HARMLESS = {
@@ -228,3 +228,7 @@ def _list(obstacles: dict[str, str], consequence: str) -> str:
         paths.setdefault(why, []).append(path or "the model itself")
     lines = [f"{', '.join(names)} ({why})" for why, names in paths.items()]
     return f"{len(obstacles)} layer(s) stay as they are, {consequence}: {'; '.join(lines)}."
+
+
+# Under the name and with the arguments of torch.nn.SyncBatchNorm's; the same for every subclass.
+SyncBatchNorm.convert_sync_batchnorm = staticmethod(convert_sync_batchnorm)
