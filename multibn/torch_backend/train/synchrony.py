@@ -14,8 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from multibn._typing import check_choice
 from multibn.communicators import Communicator, as_communicator
-from multibn.engine.participants import largest
-from multibn.engine.synchrony import check_equal
+from multibn.engine.synchrony import check_equal, largest_group
 from multibn.kernels.generic import as_wide
 from multibn.torch_backend.layer.modules import Synchronized
 
@@ -31,7 +30,7 @@ def participants(model: nn.Module, process_group: Any, /) -> Communicator:
         if isinstance(module, DistributedDataParallel):
             return as_communicator(module.process_group)
     groups = [module.process_group for module in modules if isinstance(module, Synchronized)]
-    return largest([*groups, as_communicator()], parameter="process_group")
+    return largest_group([*groups, as_communicator()], parameter="process_group")
 
 
 def check_sync(model: nn.Module, process_group: Any = None, *, ignore: Iterable[str] = ()) -> None:
