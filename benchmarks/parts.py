@@ -103,11 +103,11 @@ def network(settings: Settings) -> list[Row]:
     times, notes = _run("resnet", "mpiexec", 2, blocks=settings.blocks, batch=settings.images,
                         seconds=settings.resnet_seconds)  # fmt: skip
     rows = []
-    for layout, model in product(("NCHW", "channels_last"), ("synchronized", "fused")):
-        ours = times[f"{layout}/{model}"]
+    for layout in ("NCHW", "channels_last"):
+        ours = times[f"{layout}/synchronized"]
         peers = {peer: times[f"{layout}/{peer}"] for peer in ("local", "waiting")}
         rows.append({
-            "layout": layout, "model": model, **notes, "rounds": len(ours),
+            "layout": layout, **notes, "rounds": len(ours),
             "milliseconds": {
                 layer.OURS: median_ms(ours), **{peer: median_ms(t) for peer, t in peers.items()},
             },
@@ -306,10 +306,9 @@ def targets(results: Mapping[str, Any]) -> list[Row]:
                    if r.get("variant") == split]  # fmt: skip
         judge(f"Chainer, {split} split: step / ChainerMN's, geometric mean", 0.222, to_peer,
               geometric_mean)  # fmt: skip
-    for name, bound in (("synchronized", 1.0), ("fused", 0.92)):
-        judge(f"network, {name}: step / with local batch norms, worst", bound,
-              [r["ratio"]["local"] for r in results.get("resnet", []) if r.get("model") == name],
-              max)  # fmt: skip
+    judge("network: step / with local batch norms, worst", 1.0,
+          [r["ratio"]["local"] for r in results.get("resnet", []) if "ratio" in r],
+          max)  # fmt: skip
     for peer, bound in (("compiled local", 1.05), ("eager synchronized", 1.0)):
         judge(f"compiled block: step / the {peer} one's, worst", bound,
               [r["ratio"][peer] for r in results.get("compiled", []) if "ratio" in r],

@@ -79,7 +79,7 @@ def _network(rows: Sequence[Mapping[str, Any]]) -> Table:
     """With the network "waiting": local batch norms that wait for the other rank, as ours do."""
     peers = list(rows[0]["ratio"])
     lines = [
-        [f"{row['layout']}, {row['model']}",
+        [row['layout'],
          *(f"{ms:.0f}" for ms in row["milliseconds"].values()),
          *(_ratio(row, peer) for peer in peers)]
         for row in rows

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from benchmarks.layer import layouts, memory_format
 from benchmarks.timing import Seconds, Step, take_turns
 from multibn import Communicator
-from multibn.torch_backend import convert_sync_batchnorm, fuse_batch_norm_relu
+from multibn.torch_backend import convert_sync_batchnorm
 
 BLOCKS = (3, 4, 6, 3)
 
@@ -85,8 +85,6 @@ def measure(
         torch.manual_seed(0)
         local: Any = network(blocks).to(memory_format=form)  # type: ignore[call-overload]
         synchronized = convert_sync_batchnorm(copy.deepcopy(local), communicator)
-        fused = copy.deepcopy(synchronized)
-        fuse_batch_norm_relu(fused)
         x = torch.randn(*batch).to(memory_format=form)
         labels = torch.arange(len(x))
 
@@ -98,7 +96,7 @@ def measure(
             return run
 
         models = {
-            "synchronized": synchronized, "fused": fused, "local": local,
+            "synchronized": synchronized, "local": local,
             "waiting": waiting(copy.deepcopy(local), communicator),
         }  # fmt: skip
         steps = {name: step(model) for name, model in models.items()}

@@ -8,8 +8,7 @@ import numpy as np
 
 from multibn.chainer_backend.links import MultiNodeBatchNormalization
 from multibn.communicators import Communicator, as_communicator
-from multibn.engine.participants import largest
-from multibn.engine.synchrony import check_equal
+from multibn.engine.synchrony import check_equal, largest_group
 
 
 def participants(model: chainer.Link, comm: Any, /) -> Communicator:
@@ -18,7 +17,7 @@ def participants(model: chainer.Link, comm: Any, /) -> Communicator:
         return as_communicator(comm)
     links = [link for link in model.links() if isinstance(link, MultiNodeBatchNormalization)]
     groups = [link.conversation.wrapped for link in links] or [as_communicator()]
-    return largest(groups, parameter="comm")
+    return largest_group(groups, parameter="comm")
 
 
 def check_sync(model: chainer.Link, comm: Any = None, *, ignore: Iterable[str] = ()) -> None:

@@ -1,4 +1,4 @@
-"""Comparison of arrays that should be equal on all ranks."""
+"""The ranks that act on a model together, and whether their models are equal."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,12 +10,44 @@ import numpy.typing as npt
 
 from multibn._arrays import to_host
 from multibn._typing import Array
-from multibn.communicators import Communicator
+from multibn.communicators import Communicator, DefaultCommunicator, Group, SingleProcess
+from multibn.communicators.default import launched_processes
 from multibn.communicators.objects import broadcast, gather
 from multibn.message import all_equal
 
 _LANES = 8  # 16-bit parts of a digest: sums of their squares are exact in float64
 _AT_MOST = 8  # names, arrays or ranks that an error message lists
+
+
+def largest_group(groups: Iterable[Communicator], /, *, parameter: str) -> Communicator:
+    """The largest of `groups`, the communicators of a model's layers. Not collective.
+
+    A `Group` counts as its parent: ranks that share statistics in parts still train one model.
+    Raises ValueError if every one of `groups` is this process alone, although a launcher started
+    several; `parameter` is the name of the caller's argument, for the message.
+    """
+    candidates = []
+    for group in groups:
+        while isinstance(group, Group):
+            group = group.parent
+        if isinstance(group, DefaultCommunicator):  # whose `size` may warn
+            is_alone = group.default_group is None
+        else:
+            is_alone = isinstance(group, SingleProcess)
+        if not is_alone:
+            candidates.append(group)
+    if candidates:
+        return max(candidates, key=lambda c: c.size)
+    name, size = launched_processes()
+    if size > 1:
+        raise ValueError(
+            f"`{parameter}` must say which ranks take part: got None, but the launcher started "
+            f"{size} processes ({name}={size}), the model has no layer that shares statistics with "
+            "another, and torch.distributed is not initialised. Pass a communicator, "
+            "mpi4py.MPI.COMM_WORLD for example, or call torch.distributed.init_process_group() "
+            "before. To act on this process alone, pass multibn.SingleProcess()."
+        )
+    return SingleProcess()
 
 
 def check_equal(
@@ -24,8 +56,8 @@ def check_equal(
     """Raise RuntimeError on all ranks unless they hold the same arrays, bit for bit.
 
     Compares 128-bit digests of copies in host memory. Collective: one allreduce of 32 numbers for
-    any number of equal arrays. If arrays differ, a few more allreduces describe the difference, one
-    of them as large as each array that differs.
+    any number of equal arrays. If arrays differ, more allreduces describe the difference, one for
+    each array that differs, of its size.
 
     `arrays` maps names to arrays of any library and device, or to None for an array without a value
     yet. Names that match a pattern of `ignore`, `"*.running_*"` for example, are not compared.
@@ -60,7 +92,7 @@ def _digest(content: bytes) -> bytes:
 
 
 def _agree(digests: Sequence[bytes], communicator: Communicator) -> npt.NDArray[np.bool_]:
-    """Which of the digests are the same on all ranks. Collective: one allreduce."""
+    """For each of the digests, whether all ranks have the same. Collective: one allreduce."""
     v = np.frombuffer(b"".join(digests), dtype=np.uint16).astype(np.float64)
     sums = communicator.allreduce(np.stack([v, v**2]))
     equal = [all_equal(a, b, communicator.size) for a, b in zip(*sums, strict=True)]
@@ -91,16 +123,16 @@ def _how_different(
     communicator: Communicator,
 ) -> str:
     """Which arrays differ from rank 0's, where, and by how much. Collective."""
-    texts = [digest.hex() for digest in digests]
-    firsts = broadcast(texts, communicator, root=0)
-    differing = np.flatnonzero(~_agree(digests, communicator)).tolist()
-    distances = {i: _distance_from_rank_0(copies[i], communicator) for i in differing}
-    by_rank = gather(
-        [d if texts[i] != firsts[i] else None for i, d in distances.items()], communicator
-    )
+    by_rank = gather([digest.hex() for digest in digests], communicator)
+    differing = [i for i, texts in enumerate(zip(*by_rank, strict=True)) if len({*texts}) > 1]
+    distances = gather([_distance(copies[i], communicator) for i in differing], communicator)
     lines = []
-    for i, on_ranks in zip(differing, zip(*by_rank, strict=True), strict=True):
-        far = [f"{d:.3g} on rank {rank}" for rank, d in enumerate(on_ranks) if d is not None]
+    for number, i in enumerate(differing):
+        far = [
+            f"{distances[rank][number]:.3g} on rank {rank}"
+            for rank, texts in enumerate(by_rank)
+            if texts[i] != by_rank[0][i]
+        ]
         lines.append(f"{names[i]} by up to {_shortened(far)}")
     return (
         f"{len(differing)} of {len(names)} arrays are not the same on all {communicator.size} "
@@ -109,8 +141,8 @@ def _how_different(
     )
 
 
-def _distance_from_rank_0(mine: npt.NDArray[Any], communicator: Communicator) -> float:
-    """The largest absolute difference. Collective: one allreduce of the array's size."""
+def _distance(mine: npt.NDArray[Any], communicator: Communicator) -> float:
+    """The largest absolute difference from rank 0's. Collective: one allreduce of the size."""
     mine = mine.reshape(-1)
     wide = (mine.view(mine.real.dtype) if np.iscomplexobj(mine) else mine).astype(np.float64)
     first = communicator.allreduce(wide if communicator.rank == 0 else np.zeros_like(wide))

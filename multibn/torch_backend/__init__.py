@@ -1,12 +1,9 @@
 """PyTorch layers whose batch statistics are shared between processes."""
 
-from multibn.torch_backend import _quantization
 from multibn.torch_backend.convert.config import get_norm as get_norm
 from multibn.torch_backend.convert.convert import BatchNorm as BatchNorm
 from multibn.torch_backend.convert.convert import convert_sync_batchnorm as convert_sync_batchnorm
 from multibn.torch_backend.convert.convert import revert_sync_batchnorm as revert_sync_batchnorm
-from multibn.torch_backend.fusion import Fusion as Fusion
-from multibn.torch_backend.fusion import fuse_batch_norm_relu as fuse_batch_norm_relu
 from multibn.torch_backend.layer.functional import sync_batch_norm as sync_batch_norm
 from multibn.torch_backend.layer.modules import SyncBatchNorm as SyncBatchNorm
 from multibn.torch_backend.layer.modules import SyncBatchNorm1d as SyncBatchNorm1d
@@ -30,5 +27,3 @@ from multibn.torch_backend.train.synchrony import (
 from multibn.torch_backend.train.synchrony import sync_running_stats as sync_running_stats
 from multibn.torch_backend.train.together import normalize_together as normalize_together
 from multibn.torch_backend.train.uneven import join as join
-
-_quantization.register()

@@ -24,7 +24,7 @@ from multibn.torch_backend import (
     step_statistics,
 )
 from multibn.torch_backend import check_sync as expect_in_sync  # not a check of its own
-from multibn.torch_backend.train import data_parallel
+from multibn.torch_backend.layer import data_parallel
 from tests.helpers.ranks import CountingCommunicator
 from tests.helpers.reference import relative_error
 

@@ -16,7 +16,6 @@ RUNS = [
     Run("checks_torch_features", launch.LAUNCHERS, (2, 4), ("torch",)),
     Run("checks_torch_func", ("torchrun",), (2,), ("torch",)),
     Run("checks_data_parallel", ("torchrun",), (2,), ("torch",)),
-    Run("checks_fusion", ("torchrun",), (2,), ("torch",)),
     Run("checks_together", launch.LAUNCHERS, (3,), ("torch",)),
     Run("checks_join", launch.LAUNCHERS, (3,), ("torch",)),
     Run("checks_join_chainer", ("mpiexec",), (3,), ("chainer",)),

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +21,7 @@ from ultralytics.engine.trainer import BaseTrainer
 from ultralytics.nn.tasks import DetectionModel
 
 from multibn import SingleProcess
-from multibn.torch_backend import convert_sync_batchnorm, fuse_batch_norm_relu
+from multibn.torch_backend import convert_sync_batchnorm
 from tests.helpers.fvcore import get_bn_modules, update_bn_stats
 from tests.programs.row import Row
 
@@ -93,12 +92,6 @@ def features(model: nn.Module) -> Found:
     return list(extractor(images())), outputs
 
 
-def after_fusion(rule: Callable[[nn.Module], Found], model: nn.Module) -> Found:
-    """As `rule` after `fuse_batch_norm_relu`, which leaves the plain model as it is."""
-    fuse_batch_norm_relu(model)
-    return rule(model)
-
-
 def _outputs(model: nn.Module) -> Sequence[Tensor]:
     model(images())
     return [model.eval()(images())]
@@ -158,12 +151,6 @@ RULES: Sequence[tuple[str, str, Callable[[nn.Module], Found], Callable[[], nn.Mo
     ("ultralytics", "fuse, yolov8n: parts afterwards", fusing, _yolo),
     ("torchvision", "split_normalization_params, resnet18", split_norms, resnet),
     ("torchvision", "create_feature_extractor, resnet18, in training: nodes", features, resnet),
-    (
-        "torchvision",
-        "create_feature_extractor after fuse_batch_norm_relu, resnet18, in training: nodes",
-        partial(after_fusion, features),
-        resnet,
-    ),
     ("lightning", "BaseFinetuning.freeze, resnet18: parameters still trained", finetuning, resnet),
     ("fvcore", "get_bn_modules, update_bn_stats, resnet18", precise_statistics, resnet),
 )

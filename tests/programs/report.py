@@ -66,9 +66,6 @@ the last step.
   A row passes with a difference up to {bound:g}, or up to {amplified:g} times this one, which must be below {not_rounding:g}.
 - "statistics not shared" is the two ranks without conversion. A row fails if they are right as well.
 
-"layers fused": `fuse_batch_norm_relu` on the converted model of the ranks, and why layers are left. The difference is
-the largest of outputs, gradients, parameters and buffers of a training step in float64 before and after the fusion.
-
 "found": a rule of the program looks for layers of certain classes, or a tool describes or translates the model. It has
 to find in a converted model what it finds in the model as it was, by name and in the same order. The difference is the
 largest of the numbers that follow, such as fvcore's statistics, the output of a frozen model after a training step, or

@@ -5,7 +5,6 @@ import copy
 import io
 import tempfile
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 import onnx
@@ -20,7 +19,7 @@ from torchao.quantization import (
     quantize_,
 )
 
-from tests.programs.classes import Found, after_fusion, images, kinds, resnet
+from tests.programs.classes import Found, images, kinds, resnet
 
 
 def summary(model: nn.Module) -> Found:
@@ -74,12 +73,6 @@ def flops(model: nn.Module) -> Found:
 TOOLS: Sequence[tuple[str, str, Callable[[nn.Module], Found], Callable[[], nn.Module]]] = (
     ("torchinfo", "summary, resnet18, on CPU and on meta: lines", summary, resnet),
     ("onnxruntime", "torch.onnx.export, both exporters, resnet18: operators", exporting, resnet),
-    (
-        "onnxruntime",
-        "torch.onnx.export, both exporters, resnet18 after fuse_batch_norm_relu: operators",
-        partial(after_fusion, exporting),
-        resnet,
-    ),
     ("torchao", "quantize_ to int8, resnet18: parts afterwards", int8, resnet),
     ("fvcore", "FlopCountAnalysis, resnet18: kinds of operators", flops, resnet),
 )

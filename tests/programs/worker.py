@@ -24,16 +24,12 @@ from tests.programs.row import Row
 def parts() -> Mapping[str, Callable[[], Row]]:
     """Everything that is tried, by name: each gives a row, and may be collective."""
     operators.declare()  # before torchvision is imported
-    from tests.programs import classes, conversion, fusing, models, tools, trainers, training
+    from tests.programs import classes, conversion, models, tools, trainers, training
 
     return {
         "timm every": conversion.every_file_of_timm,
         "torchvision every": conversion.every_model_of_torchvision,
         **{f"{m.program} {m.name}": partial(training.trained, m) for m in models.MODELS},
-        **{
-            f"{e.model.program} {e.model.name} fused": partial(fusing.fused, e)
-            for e in fusing.NETWORKS
-        },
         "accelerate": trainers.accelerate,
         "lightning": trainers.lightning,
         "transformers Trainer": trainers.transformers,

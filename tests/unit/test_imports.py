@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,105 +13,128 @@ from tests.helpers.launch import ROOT
 
 PACKAGE = ROOT / "multibn"
 
-# Rooms from the bottom up; a module imports only from its own room and from those below.
-ROOMS = [
-    [
-        "multibn._typing",
-        "multibn._version",
-        "multibn._arrays",
-        "multibn._environment",
-        "multibn._progress",
-        "multibn.message",
-        "multibn.checkpoint.files",
-    ],
-    ["multibn.checkpoint.keys"],
-    ["multibn.checkpoint.norms"],
-    ["multibn.communicators.base"],
-    [
-        *("multibn.communicators.names", "multibn.communicators.objects"),
-        *("multibn.communicators.watch", "multibn.communicators.default"),
-        "multibn.communicators.groups",
-    ],
-    [
-        *("multibn.communicators.lines", "multibn.communicators.transports.store"),
-        "multibn.communicators.transports._shared_memory",
-        "multibn.communicators.lookup",
-    ],
-    [
-        *("multibn.communicators.agreement", "multibn.communicators.transports.mpi_lines"),
-        *("multibn.communicators.transports.tcp", "multibn.communicators.transports.shared_lines"),
-    ],
-    ["multibn.communicators.transports.mpi", "multibn.communicators.transports.shared_memory"],
-    ["multibn.communicators.transports.nccl", "multibn.communicators.transports.torch_distributed"],
-    ["multibn.communicators.transports.chainermn", "multibn.communicators.conversation"],
-    ["multibn.communicators", "multibn.kernels"],
-    ["multibn.engine.masks", "multibn.engine.statistics"],
-    [
-        "multibn.engine.population",
-        "multibn.engine.recompute",
-        "multibn.engine.step",
-        "multibn.checkpoint",
-        "multibn.engine.lockstep",
-        "multibn.engine.participants",
-        "multibn.engine.synchrony",
-    ],
-    ["multibn"],
-    ["multibn.torch_backend", "multibn.chainer_backend", "multibn.registry"],
-    ["multibn.torch_backend.integrations", "multibn.torch_backend.reversible"],
-    ["multibn.torch_backend.reversible.mvit"],
-    ["multibn._launch"],
-    ["multibn.parity", "multibn.info"],
-    ["multibn.cli", "multibn.__main__"],
-]
+# From the bottom up: modules, and folders for the modules in them that stand on no other floor.
+# A module imports from its own floor and from those below.
+FLOORS = """
+_typing _version _environment _progress registry
+_arrays checkpoint.files
+message checkpoint.keys communicators.base
+checkpoint communicators.names communicators.objects communicators.watch
+communicators.default communicators.groups communicators.lines communicators.transports.store
+communicators.lookup communicators.agreement communicators.transports
+communicators.conversation
+communicators kernels.arguments kernels.layout kernels.core
+kernels.generic_passes kernels.triton.steps
+kernels.generic kernels.triton
+kernels
+engine.masks
+engine.statistics
+engine.population engine.recompute
+engine
+multibn
+torch_backend.layer chainer_backend
+torch_backend.train
+torch_backend.convert torch_backend.precise_bn torch_backend.reversible
+torch_backend.reversible.mvit torch_backend.integrations
+torch_backend
+_launch
+parity info
+cli __main__
+"""
+
+# The default process group of torch, for which None stands, is a communicator of torch_distributed.
+KNOWN_ARROWS_UP = ["communicators.default imports communicators.transports.torch_distributed"]
+KNOWN_CIRCLES = [["communicators.default", "communicators.transports.torch_distributed"]]
 
 
-def _room(module: str) -> int:
-    names = [(name, level) for level, names in enumerate(ROOMS) for name in names]
-    matches = [
-        (len(name), level)
-        for name, level in names
-        if module == name or (module.startswith(name + ".") and name != "multibn")
+@cache
+def _modules() -> dict[str, Path]:
+    """Files by the names of their modules, without "multibn." in front."""
+    modules = {}
+    for path in [*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.pyi")]:
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        modules[name.removeprefix("multibn.")] = path
+    return modules
+
+
+@cache
+def _arrows() -> dict[str, set[str]]:
+    """The modules of the package that each one imports, inside of functions and by name too."""
+    modules = _modules()
+    arrows: dict[str, set[str]] = {module: set() for module in modules}
+    for module, path in modules.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            imported: list[str] = []
+            if isinstance(node, ast.Import):
+                imported = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                imported = [
+                    name if name.removeprefix("multibn.") in modules else node.module or ""
+                    for name in names
+                ]
+            elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+                imported = [str(a.value) for a in node.args if isinstance(a, ast.Constant)]
+            ours = (name for name in imported if name.split(".")[0] == "multibn")
+            arrows[module] |= {name.removeprefix("multibn.") for name in ours} & modules.keys()
+    return arrows
+
+
+def test_every_module_stands_on_a_floor() -> None:
+    entries = set(FLOORS.split())
+    assert len(entries) == len(FLOORS.split())
+    inside = {m.rpartition(".")[0] for m in _modules()}
+    assert entries <= _modules().keys() | inside, "the floors name modules that are gone"
+    assert not [m for m in _modules() if _floor(m) < 0]
+
+
+def _floor(module: str) -> int:
+    """The floor of a module, or of the innermost folder around it that stands on one."""
+    lines = enumerate(FLOORS.splitlines())
+    floors = {name: number for number, line in lines for name in line.split()}
+    parts = module.split(".")
+    places = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((floors[place] for place in places if place in floors), -1)
+
+
+def test_imports_point_down() -> None:
+    up = [
+        f"{module} imports {imported}"
+        for module, others in _arrows().items()
+        for imported in others
+        if _floor(imported) > _floor(module)
+        and not imported.startswith(f"{module}.")  # a folder names what is in it
     ]
-    assert matches, f"{module} stands in no room"
-    return max(matches)[1]
+    assert up == KNOWN_ARROWS_UP
 
 
-def _modules() -> list[tuple[str, Path]]:
-    return [
-        (".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"), path)
-        for path in sorted(PACKAGE.rglob("*.py"))
+def test_neither_backend_imports_the_other() -> None:
+    serve_both = ("parity", "_launch")  # and import each where it is used
+    wrong = [
+        f"{module} imports {imported}"
+        for module, others in _arrows().items()
+        for imported in others
+        if not module.startswith(serve_both) and "_backend" in imported
+        if not module.startswith(imported.split(".")[0])
     ]
+    assert not wrong
 
 
-def _imports(path: Path) -> list[str]:
-    found = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            parent = ROOT / node.module.replace(".", "/")
-            found += [
-                f"{node.module}.{alias.name}"
-                if (parent / f"{alias.name}.py").exists() or (parent / alias.name).is_dir()
-                else node.module
-                for alias in node.names
-            ]
-    return found
-
-
-@pytest.mark.parametrize("module, path", _modules(), ids=lambda value: str(value))
-def test_imports_point_down(module: str, path: Path) -> None:
-    backends = {"torch_backend", "chainer_backend"}
-    for imported in _imports(path):
-        if imported.split(".")[0] != "multibn":
-            continue
-        if path.name == "__init__.py" and imported.startswith(f"{module}."):
-            continue  # a folder names what its own rooms offer
-        assert _room(imported) <= _room(module), f"{module} imports {imported}"
-        other = backends & set(imported.split("."))
-        if module.startswith(("multibn.parity", "multibn._launch")):
-            continue  # serve both, and import each where it is used
-        assert not other or other <= set(module.split(".")), f"{module} imports {imported}"
+def test_no_circles() -> None:
+    arrows = _arrows()
+    reached: dict[str, set[str]] = {}
+    for module in arrows:
+        reached[module] = set()
+        new = arrows[module]
+        while new := new - reached[module]:
+            reached[module] |= new
+            new = {further for each in new for further in arrows[each]}
+    circles = {
+        tuple(sorted(other for other in reached[module] if module in reached[other]))
+        for module in arrows
+        if module in reached[module]
+    }
+    assert sorted(map(list, circles)) == KNOWN_CIRCLES
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,6 @@ from multibn import SingleProcess  # noqa: E402
 from multibn.torch_backend import (  # noqa: E402
     NaiveSyncBatchNorm2d,
     SyncBatchNorm,
-    SyncBatchNorm2d,
     convert_sync_batchnorm,
     revert_sync_batchnorm,
 )
@@ -90,27 +89,15 @@ def test_fusion_leaves_the_layers() -> None:
 
 
 def test_fusion_by_hand() -> None:
-    """As for the plain model, by both functions of torch."""
+    """`fuse_modules` knows torch's own classes only, so that a model is reverted before."""
     net = convert_sync_batchnorm(plain())
     net(X)
     fused = fuse_conv_bn_eval(net.eval()[0], net[1])
     torch.testing.assert_close(fused(X), net[:2](X))
-    for names in (["0", "1"], ["0", "1", "2"], ["1", "2"]):
-        fused = quantization.fuse_modules(net, [names])
-        torch.testing.assert_close(fused(X), net(X))
-        reverted = quantization.fuse_modules(revert_sync_batchnorm(copy.deepcopy(net)), [names])
-        assert repr(fused[:3]) == repr(reverted[:3])
-    assert type(net[1]) is SyncBatchNorm2d  # a copy was fused
-
-
-def test_fusion_that_changes_numbers_is_refused() -> None:
-    cure = r"got SyncBatchNorm2d\(.*Call revert_sync_batchnorm\(model\) first, or train"
-    net = convert_sync_batchnorm(plain())
-    with pytest.raises(ValueError, match=cure):
-        quantization.fuse_modules_qat(net, [["0", "1", "2"]])
-    net[1].fuse_relu = True
-    with pytest.raises(ValueError, match=cure):
-        quantization.fuse_modules(net.eval(), [["0", "1"]])
+    with pytest.raises(AssertionError, match=r"find fuser method for.*SyncBatchNorm2d"):
+        quantization.fuse_modules(net, [["0", "1", "2"]])
+    fused = quantization.fuse_modules(revert_sync_batchnorm(copy.deepcopy(net)), [["0", "1", "2"]])
+    torch.testing.assert_close(fused(X), net(X))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Please use quant_min")

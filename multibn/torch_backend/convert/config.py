@@ -92,6 +92,6 @@ def get_norm(cfg: Any, dim: int = 3) -> Callable[..., nn.Module]:
 
 
 def _get(node: Any, key: str, default: Any) -> Any:
-    if isinstance(node, Mapping):  # as nodes of yacs and OmegaConf are
+    if isinstance(node, Mapping):  # the nodes of yacs and OmegaConf are mappings
         return node.get(key, default)
     return getattr(node, key, default)

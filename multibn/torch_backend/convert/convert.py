@@ -10,23 +10,15 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from multibn._typing import RunningVar, Weighting
-from multibn.torch_backend import fusion
 from multibn.torch_backend.convert import derived
+from multibn.torch_backend.layer import data_parallel
 from multibn.torch_backend.layer.modules import SyncBatchNorm, Synchronized
 from multibn.torch_backend.layer.sub_batch_norm import _SubBatchNorm
-from multibn.torch_backend.train import data_parallel
 
 # A class that defines only these names behaves like the layer that it derives from.
 _HARMLESS = {
-    "__annotations__",
-    "__constants__",
-    "__doc__",
-    "__firstlineno__",
-    "__init__",
-    "__module__",
-    "__static_attributes__",
-    "_check_input_dim",
-    "extra_repr",
+    *("__annotations__", "__constants__", "__doc__", "__firstlineno__", "__init__", "__module__"),
+    *("__static_attributes__", "_check_input_dim", "extra_repr"),
 }
 
 
@@ -158,7 +150,6 @@ def revert_sync_batchnorm(module: nn.Module) -> Any:
     >>> type(model[1]).__name__
     'BatchNorm2d'
     """
-    fusion.unfuse(module)
     obstacles: dict[str, str] = {}
     for path, part in _named_parts(module):
         if not isinstance(part, SyncBatchNorm):
@@ -173,7 +164,7 @@ def revert_sync_batchnorm(module: nn.Module) -> Any:
 
 
 def _named_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules below and with `module`; no parts of a SubBatchNorm, which has its own ranks."""
+    """The modules of a model, without the parts of a SubBatchNorm, which has ranks of its own."""
     parts = list(module.named_modules())
     inside = {id(p) for _, m in parts if isinstance(m, _SubBatchNorm) for p in m.children()}
     yield from ((path, part) for path, part in parts if id(part) not in inside)
@@ -183,7 +174,7 @@ _PARAMETRIZED = "it is parametrized. Remove the parametrizations, and register t
 
 
 def _cannot_convert(layer: nn.Module) -> str | None:
-    """Why `layer`, which has running statistics, cannot be synchronized."""
+    """The reason why `layer` cannot be synchronized, or None: it can, or has nothing to share."""
     if not isinstance(layer, _BatchNorm):
         buffers = layer._buffers
         # A norm whose weight is a buffer, too, is frozen: torchvision's FrozenBatchNorm2d.
@@ -204,6 +195,7 @@ def _cannot_convert(layer: nn.Module) -> str | None:
 
 
 def _cannot_revert(layer: SyncBatchNorm) -> str | None:
+    """The reason why `layer` must keep its class, or None."""
     added = itertools.takewhile(
         lambda base: not base.__module__.startswith("multibn."), type(layer).__mro__
     )
@@ -224,9 +216,13 @@ def _name(layer: nn.Module) -> str:
 
 
 def _list(obstacles: dict[str, str], consequence: str) -> str:
-    """One message about all `obstacles`, path: reason."""
+    """One message for all `obstacles`, which maps paths of layers to reasons."""
     paths: dict[str, list[str]] = {}
     for path, why in obstacles.items():
         paths.setdefault(why, []).append(path or "the model itself")
     lines = [f"{', '.join(names)} ({why})" for why, names in paths.items()]
     return f"{len(obstacles)} layer(s) stay as they are, {consequence}: {'; '.join(lines)}."
+
+
+# Under the name and with the arguments of torch.nn.SyncBatchNorm's; the same for every subclass.
+SyncBatchNorm.convert_sync_batchnorm = staticmethod(convert_sync_batchnorm)

@@ -34,16 +34,9 @@ _classes: dict[tuple[type[_BatchNorm], bool], type[SyncBatchNorm]] = {
     (nn.BatchNorm3d, False): SyncBatchNorm3d,
 }
 
-# What a synchronized layer has in its dictionary, and its original does not.
-_ATTRIBUTES = (
-    "conversation",
-    "converted_from",
-    "fuse_relu",
-    "pool",
-    "running_var_convention",
-    "weighting",
-    "_shares",
-)
+# The attributes of a synchronized layer that its original lacks.
+_ATTRIBUTES = vars(SyncBatchNorm(1)).keys() - vars(nn.BatchNorm1d(1)).keys()
+_ATTRIBUTES |= {"converted_from", "pool", "_shares"}
 
 
 def derive(layer: _BatchNorm, /) -> None:
@@ -87,7 +80,7 @@ def _class(original: type[_BatchNorm], has_own_forward: bool) -> type[SyncBatchN
         }
         if has_own_forward:
             attributes["_check_input_dim"] = original._check_input_dim
-        bases = (OwnForward if has_own_forward else _Derived, original)
+        bases = (_OwnForward if has_own_forward else _Derived, original)
         _classes[key] = type(f"Sync{original.__name__}", bases, attributes)
     return _classes[key]
 
@@ -102,11 +95,11 @@ class _Derived(SyncBatchNorm):
     """Base of the classes that no module has by name. Copies and pickles name the original."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        key = self.converted_from, isinstance(self, OwnForward)
+        key = self.converted_from, isinstance(self, _OwnForward)
         return _new, key, self.__getstate__()
 
 
-class OwnForward(_Derived):
+class _OwnForward(_Derived):
     """A layer that calls batch norm and does something of its own before or after."""
 
     converted_from: type[_BatchNorm]
@@ -152,7 +145,7 @@ _ORDER = "input", "weight", "bias", "running_mean", "running_var", "training", "
 class _Sharing(TorchFunctionMode):
     """In this context, batch norm with a layer's running mean is the one of this package."""
 
-    def __init__(self, layer: OwnForward) -> None:
+    def __init__(self, layer: _OwnForward) -> None:
         super().__init__()
         self.layer = layer
         counter = layer.num_batches_tracked

@@ -1,7 +1,9 @@
 """Batch normalization layers for torch."""
 
 import weakref
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
@@ -15,8 +17,7 @@ from multibn.engine import recompute
 from multibn.engine.population import Pool
 from multibn.engine.step import Input
 from multibn.kernels import Running, generic
-from multibn.torch_backend.layer import compiled, dtensors, functional, jagged
-from multibn.torch_backend.train import data_parallel
+from multibn.torch_backend.layer import compiled, data_parallel, dtensors, functional, jagged
 
 #: This process alone, known to compiled code.
 ALONE = SingleProcess()
@@ -93,6 +94,35 @@ def _name(layer: nn.Module | None) -> str:
     # DistributedDataParallel adds "module" to the path, torch.compile adds "_orig_mod".
     steps = [step for step in path.split(".") if step not in ("module", "_orig_mod")]
     return ".".join(steps) or type(layer).__qualname__
+
+
+# For each first layer, the conversations of that layer with others. They last as long as the layer:
+# a new conversation in each step would compare the ranks in each step.
+_merged: weakref.WeakKeyDictionary[Conversation, dict[tuple[Any, ...], Conversation]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def shared_conversation(layers: Sequence[Synchronized]) -> Conversation:
+    """The communicator for messages of all `layers` together."""
+    parts = [layer.conversation for layer in layers]
+    if len(parts) == 1:
+        return parts[0]
+    known = _merged.setdefault(parts[0], {})
+    key = tuple(weakref.ref(part) for part in parts[1:])
+    if key not in known:
+        name = _common_name([part.name for part in parts])
+        known[key] = Conversation(parts[0].wrapped, lambda: name, num_layers=len(parts))
+    return known[key]
+
+
+def _common_name(names: Sequence[str]) -> str:
+    """One name for several layers: "layer1.0.[bn2, downsample.1]"."""
+    steps = [name.split(".") for name in names]
+    parents = zip(*(path[:-1] for path in steps), strict=False)
+    common = [step for step, *_ in takewhile(lambda level: len(set(level)) == 1, parents)]
+    parts = ", ".join(".".join(path[len(common) :]) for path in steps)
+    return ".".join([*common, f"[{parts}]"])
 
 
 def call_node(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -215,6 +245,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
     # The class for `revert_sync_batchnorm`: of the layer's class, or of a layer that was converted.
     converted_from: type[_BatchNorm] | None = None
     fuse_relu = False  # the value in layers that were converted
+    convert_sync_batchnorm: ClassVar[Callable[..., Any]]  # convert.py sets this method
 
     def __init__(
         self,
@@ -241,16 +272,6 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         self.configure(process_group, weighting=weighting, running_var=running_var)
         self.fuse_relu = fuse_relu
 
-    @classmethod
-    def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> Any:
-        """As `multibn.torch_backend.convert_sync_batchnorm`, under torch.nn.SyncBatchNorm's name.
-
-        The new layers are the same for every subclass of `SyncBatchNorm` that this is called on.
-        """
-        from multibn.torch_backend.convert import convert  # imports this file
-
-        return convert.convert_sync_batchnorm(module, process_group)
-
     def forward(
         self,
         input: Tensor,
@@ -258,7 +279,6 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         *,
         mask: Tensor | None = None,
         lengths: Tensor | None = None,
-        relu: bool = False,  # of `fuse_batch_norm_relu`, for inputs that are dense
     ) -> Tensor:
         if isinstance(input, fx.Proxy):
             options = {k: v for k, v in (("mask", mask), ("lengths", lengths)) if v is not None}
@@ -284,28 +304,23 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
             return dtensors.uncompiled(self.forward)(input, residual, mask=mask, lengths=lengths)
         if mask is not None or lengths is not None:  # most calls have neither
             mask = compiled.mask_of(input, mask, lengths, [self.num_features], conversation)
-        i = self.as_input(input, residual, mask, relu)
+        i = self.as_input(input, residual, mask)
         forward_all = compiled.forward_all if takes else functional.forward_all
         ((y, _),) = forward_all([i], [self.num_features], conversation, weighting=self.weighting)
         return y
 
     def as_input(
-        self,
-        x: Tensor,
-        residual: Tensor | None = None,
-        mask: Tensor | None = None,
-        relu: bool = False,
+        self, x: Tensor, residual: Tensor | None = None, mask: Tensor | None = None
     ) -> Input:
         """A pass's input, with the engine's `mask`. In training the pass moves the buffers."""
         running = running_of(self, self.running_var_convention) if self.training else None
-        relu = relu or self.fuse_relu
         parameters = self._parameters  # as in `running_of`
         if "weight" in parameters and "bias" in parameters:
             weight, bias = parameters["weight"], parameters["bias"]
         else:  # parametrized
             weight, bias = self.weight, self.bias
         axis = 0, *range(2, getattr(x, "ndim", 2))  # as `functional.all_but_channels`
-        return Input(x, weight, bias, self.eps, axis, residual, relu, running, mask)
+        return Input(x, weight, bias, self.eps, axis, residual, self.fuse_relu, running, mask)
 
     def __prepare_scriptable__(self) -> NoReturn:  # torch.jit.script calls it
         raise RuntimeError(

@@ -22,8 +22,8 @@ from multibn.torch_backend.layer.modules import (
     has_hooks,
     moves,
     running_of,
+    shared_conversation,
 )
-from multibn.torch_backend.train.together import shared_conversation
 
 _STATISTICS = ("running_mean", "running_var")
 

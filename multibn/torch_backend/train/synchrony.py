@@ -14,8 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from multibn._typing import check_choice
 from multibn.communicators import Communicator, as_communicator
-from multibn.engine.participants import largest
-from multibn.engine.synchrony import check_equal
+from multibn.engine.synchrony import check_equal, largest_group
 from multibn.kernels.generic import as_wide
 from multibn.torch_backend.layer.modules import Synchronized
 
@@ -31,7 +30,7 @@ def participants(model: nn.Module, process_group: Any, /) -> Communicator:
         if isinstance(module, DistributedDataParallel):
             return as_communicator(module.process_group)
     groups = [module.process_group for module in modules if isinstance(module, Synchronized)]
-    return largest([*groups, as_communicator()], parameter="process_group")
+    return largest_group([*groups, as_communicator()], parameter="process_group")
 
 
 def check_sync(model: nn.Module, process_group: Any = None, *, ignore: Iterable[str] = ()) -> None:
@@ -117,24 +116,29 @@ def sync_running_stats(model: nn.Module, process_group: Any = None, how: How = "
     communicator = participants(model, process_group)
     if how == "broadcast":
         buffers = [*means, *variances, *counters]
-        packed = _pack(buffers)
+        mine = _flat(map(as_wide, buffers))
         # Zeros, and not zero times the other ranks' buffers, which may hold NaN.
-        mine = packed if communicator.rank == 0 else torch.zeros_like(packed)
-        _unpack(communicator.allreduce(mine), buffers)
-        return
-    mean, var = _pack(means), _pack(variances)
-    mean, meansqr = communicator.allreduce(torch.stack([mean, var + mean**2])) / communicator.size
-    _unpack(torch.cat([mean, (meansqr - mean**2).clamp(min=0)]), [*means, *variances])
+        result = communicator.allreduce(mine if communicator.rank == 0 else torch.zeros_like(mine))
+    else:
+        buffers = [*means, *variances]
+        mean, var = _flat(map(as_wide, means)), _flat(map(as_wide, variances))
+        mine = torch.stack([mean, var + mean**2])
+        mean, meansqr = communicator.allreduce(mine) / communicator.size
+        result = torch.cat([mean, (meansqr - mean**2).clamp(min=0)])
+    for buffer, part in zip(buffers, _parts(result, buffers), strict=True):
+        buffer.copy_(part)
 
 
-def _pack(buffers: Sequence[Tensor]) -> Tensor:
-    wide = [as_wide(b).flatten() for b in buffers]
-    return torch.cat([w.to(wide[0].device) for w in wide])
+def _flat(tensors: Iterable[Tensor]) -> Tensor:
+    """The elements of all tensors, on the device of the first one."""
+    first, *others = tensors
+    return torch.cat([first.flatten(), *(t.flatten().to(first.device) for t in others)])
 
 
-def _unpack(packed: Tensor, buffers: Sequence[Tensor]) -> None:
-    for buffer, part in zip(buffers, packed.split([b.numel() for b in buffers]), strict=True):
-        buffer.copy_(part.view(buffer.shape))
+def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Views of `flat` with the shapes of the tensors `like`."""
+    parts = flat.split([t.numel() for t in like])
+    return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]
 
 
 @torch.no_grad()
@@ -187,13 +191,11 @@ def average_gradients(parameters: nn.Module | Iterable[Tensor], process_group: A
         if p.requires_grad:
             alike[p.dtype, p.device].append(p)
     for group in alike.values():
-        flat = torch.cat(
-            [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in group]
-        )
+        gradients = _flat(torch.zeros_like(p) if p.grad is None else p.grad for p in group)
         # Divided before the sum, which may overflow in 16 bits.
-        mean = communicator.allreduce(flat / communicator.size)
-        for p, part in zip(group, mean.split([p.numel() for p in group]), strict=True):
-            p.grad = part.view_as(p)
+        mean = communicator.allreduce(gradients / communicator.size)
+        for p, part in zip(group, _parts(mean, group), strict=True):
+            p.grad = part
 
 
 def register_allreduce_hook(model: DistributedDataParallel, process_group: Any = None) -> None:
@@ -233,7 +235,7 @@ def register_allreduce_hook(model: DistributedDataParallel, process_group: Any =
     >>> model = DistributedDataParallel(convert_sync_batchnorm(model))
     >>> register_allreduce_hook(model)
     """
-    buckets = _Buckets(participants(model, process_group))
+    communicator = participants(model, process_group)
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
             f"`model` must be a DistributedDataParallel: got {type(model).__qualname__}. Without "
@@ -244,35 +246,28 @@ def register_allreduce_hook(model: DistributedDataParallel, process_group: Any =
             f"`model` must be in host memory: got parameters on {model.device_type}. Without the "
             "hook, NCCL sums their gradients while others are computed."
         )
-    size, num_ranks = buckets.communicator.size, model.process_group.size()
+    size, num_ranks = communicator.size, model.process_group.size()
     if size != num_ranks:
         raise ValueError(
             f"`process_group` must be the {num_ranks} ranks of `model`: got {size}, and gradients "
             "would be averaged over these alone. Give DistributedDataParallel the same group."
         )
-    model.register_comm_hook(buckets, _average)
+    full: list[tuple[Tensor, torch.futures.Future[Tensor]]] = []  # buckets of this backward pass
+    model.register_comm_hook((communicator, full), _average)
 
 
-class _Buckets:
-    """The buckets of gradients that are full in this backward pass."""
-
-    def __init__(self, communicator: Communicator) -> None:
-        self.communicator = communicator
-        self.full: list[tuple[Tensor, torch.futures.Future[Tensor]]] = []
-
-
-def _average(buckets: _Buckets, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Average all buckets when the last one is full: after the layers' own messages.
+def _average(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average all buckets when the last one is full, after the layers' own messages.
 
     With find_unused_parameters a bucket may be full before a layer's backward pass on one rank, and
     after this pass on another.
     """
+    communicator, full = state
     averaged: torch.futures.Future[Tensor] = torch.futures.Future()
-    buckets.full.append((bucket.buffer(), averaged))
+    full.append((bucket.buffer(), averaged))
     if bucket.is_last():
-        communicator = buckets.communicator
-        for gradients, future in buckets.full:
+        for gradients, future in full:
             # Divided before the sum, which may overflow in 16 bits.
             future.set_result(communicator.allreduce(gradients / communicator.size))
-        buckets.full.clear()
+        full.clear()
     return averaged

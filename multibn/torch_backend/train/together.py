@@ -1,17 +1,13 @@
 """One message each way for several layers whose inputs are ready at the same time."""
 
 from collections.abc import Sequence
-from itertools import takewhile
-from typing import Any
-from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
 
 from multibn.communicators.base import identity
-from multibn.communicators.conversation import Conversation
 from multibn.torch_backend.layer import functional
-from multibn.torch_backend.layer.modules import SyncBatchNorm, Synchronized, has_hooks
+from multibn.torch_backend.layer.modules import SyncBatchNorm, has_hooks, shared_conversation
 
 
 def normalize_together(
@@ -116,30 +112,3 @@ def _check(
                     f"`layers` must have the same `{name}`: got {mine!r} and {theirs!r}. Call them "
                     "one by one."
                 )
-
-
-# For each first layer, the conversations of that layer with others. They last as long as the layer:
-# a new conversation in each step would compare the ranks in each step.
-_merged: WeakKeyDictionary[Conversation, dict[tuple[Any, ...], Conversation]] = WeakKeyDictionary()
-
-
-def shared_conversation(layers: Sequence[Synchronized]) -> Conversation:
-    """The communicator for messages of all `layers` together."""
-    parts = [layer.conversation for layer in layers]
-    if len(parts) == 1:
-        return parts[0]
-    known = _merged.setdefault(parts[0], {})
-    key = tuple(ref(part) for part in parts[1:])
-    if key not in known:
-        name = _common_name([part.name for part in parts])
-        known[key] = Conversation(parts[0].wrapped, lambda: name, num_layers=len(parts))
-    return known[key]
-
-
-def _common_name(names: Sequence[str]) -> str:
-    """One name for several layers: "layer1.0.[bn2, downsample.1]"."""
-    steps = [name.split(".") for name in names]
-    parents = zip(*(path[:-1] for path in steps), strict=False)
-    common = [step for step, *_ in takewhile(lambda level: len(set(level)) == 1, parents)]
-    parts = ", ".join(".".join(path[len(common) :]) for path in steps)
-    return ".".join([*common, f"[{parts}]"])
