@@ -9,7 +9,7 @@ import numpy as np
 from chainer import FunctionNode, Variable
 
 from multibn._typing import Array, Weighting, check_choice, check_eps, check_int, check_residual
-from multibn.chainer_backend import _differentiable, forgetting
+from multibn.chainer_backend import _differentiable
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.conversation import Conversation, during, raise_for_nan_gradients
 from multibn.engine import masks, statistics, step
@@ -105,24 +105,24 @@ def multi_node_batch_normalization(
         _refuse(error, v, channels, communicator)
     axis, where = check_input(v, channels, axis, communicator, mask=mask, lengths=lengths)
     i = Input(v, gamma, beta, eps, axis, mask=where)
-    y, batch = normalize(i, communicator, owner=comm, weighting=weighting)
+    y, batch = normalize(i, communicator, weighting=weighting)
     return with_layout_of(x, y), batch
 
 
 def normalize(
-    i: Input, communicator: Communicator, /, *, owner: object, weighting: Weighting
+    i: Input, communicator: Communicator, /, *, weighting: Weighting
 ) -> tuple[Variable, BatchStatistics]:
     """`i.x` normalized by the whole batch, and the statistics; moves `i.running` in place.
 
-    Collective, unless `engine.recompute` replays the statistics or `forgetting.remembering`, which
-    explains `owner`, remembers them. The backward pass is collective, too.
+    Collective, unless `engine.recompute` replays the statistics. The backward pass is collective,
+    too.
     """
     if chainer.config.schedule_func is not None:
         raise NotImplementedError(
             "ranks cannot share batch statistics inside chainer.static_graph, which would repeat "
             "those of the first batch. Remove the decorator, which may stay for evaluation."
         )
-    function = BatchNormalization(i, communicator, owner, weighting)
+    function = BatchNormalization(i, communicator, weighting)
     (y,) = function.apply([v for v in (i.x, i.weight, i.bias, i.residual) if v is not None])
     return y, function.batch
 
@@ -240,11 +240,9 @@ class BatchNormalization(FunctionNode):
 
     batch: BatchStatistics
 
-    def __init__(
-        self, i: Input, communicator: Communicator, owner: object, weighting: Weighting
-    ) -> None:
+    def __init__(self, i: Input, communicator: Communicator, weighting: Weighting) -> None:
         super().__init__()
-        self.communicator, self._owner, self._weighting = communicator, owner, weighting
+        self.communicator, self._weighting = communicator, weighting
         # Not `i` itself: of the arrays, Chainer keeps those that the backward pass needs.
         _, gamma, beta, self.eps, self.axis, residual, self.relu, self._running, self.mask = i
         self.has_gamma, self.has_beta = gamma is not None, beta is not None
@@ -259,9 +257,8 @@ class BatchNormalization(FunctionNode):
         own = self.eps, self.axis, residual, self.relu, self._running, self.mask
         i = Input(x, gamma, beta, *own)
         sharing = during(self.communicator, "forward", x.dtype)
-        sharing = forgetting.remembering(sharing, owner=self._owner)
         ((y, self.batch),) = step.forward([i], sharing, weighting=self._weighting)
-        del self._owner, self._running  # the graph need not keep them
+        del self._running  # the graph need not keep them
         return (y,)
 
     def arguments(self, inputs: Sequence[Any]) -> tuple[Any, Any, Any]:

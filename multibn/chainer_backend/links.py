@@ -232,8 +232,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         # F.forget sets Chainer's flag, `forgetting.forget` replays multibn's tapes.
         if not chainer.config.in_recomputing:
             i = i._replace(running=moved)
-        owner = self.conversation
-        y, _ = functions.normalize(i, owner, owner=owner, weighting=self.weighting)
+        y, _ = functions.normalize(i, self.conversation, weighting=self.weighting)
         if moved is running:
             self.count(running)
         return y

@@ -16,7 +16,6 @@ require.need("chainer")
 from multibn.chainer_backend import (  # noqa: E402
     MultiNodeBatchNormalization,
     forget,
-    forgetting,
     multi_node_batch_normalization,
 )
 
@@ -92,22 +91,24 @@ def test_equals_the_run_without(block: Callable[..., Any], how: Any) -> None:
     numbers, forward, backward, calls = run(block, how, SingleProcess(), x)
     expected, forward_without, backward_without, _ = run(block, plainly, SingleProcess(), x)
     assert forward == forward_without == [FORWARD] * calls
-    assert backward == backward_without
-    assert set(backward) == {BACKWARD}
+    if how is forget:  # Chainer's own block sends its forward messages again
+        assert backward == backward_without
+        assert set(backward) == {BACKWARD}
     for got, want in zip(numbers, expected, strict=True):
         np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("how", [forget, F.forget])
 def test_over_ranks(how: Any) -> None:
-    """Rank 1 has no data; ranks keep their own tapes and memories."""
+    """Rank 1 has no data; ranks keep their own tapes."""
 
     def rank(world: ThreadCommunicator) -> Any:
         x = np.random.default_rng(world.rank).normal(size=(0 if world.rank == 1 else 4, C))
         return [run(in_several_blocks, h, world, x) for h in (how, plainly)]
 
     for (numbers, forward, backward, _), (expected, *messages, _) in run_ranks(3, rank):
-        assert [forward, backward] == messages
+        assert forward == messages[0]
+        assert how is F.forget or backward == messages[1]
         for got, want in zip(numbers, expected, strict=True):
             np.testing.assert_array_equal(got, want)
 
@@ -125,7 +126,8 @@ def test_blocks_of_both_kinds_in_each_other(kinds: Any) -> None:
     x = np.random.default_rng(0).normal(size=(5, C))
     numbers, forward, backward, _ = run(block, forget, SingleProcess(), x)
     expected, *messages, _ = run(block, plainly, SingleProcess(), x)
-    assert [forward, backward] == messages
+    assert forward == messages[0]
+    assert F.forget in kinds or backward == messages[1]
     for got, want in zip(numbers, expected, strict=True):
         np.testing.assert_array_equal(got, want)
 
@@ -140,7 +142,8 @@ def test_backward_twice(how: Any) -> None:
     once = x.grad.copy()
     y.backward()
     np.testing.assert_allclose(x.grad, 2 * once)
-    assert counting.take() == [FORWARD, BACKWARD, BACKWARD]
+    again = [FORWARD] if how is F.forget else []
+    assert counting.take() == [FORWARD, *again, BACKWARD, *again, BACKWARD]
 
 
 @pytest.mark.parametrize("comm", [None, SingleProcess()])
@@ -192,41 +195,16 @@ def test_several_arguments_and_results() -> None:
     np.testing.assert_allclose(b.array, link(3 * x).array)
 
 
-@pytest.mark.parametrize("how", [forget, F.forget])
-def test_a_block_that_differs_is_an_error(how: Any) -> None:
-    factors = iter([1.0, 2.0, 3.0])
+def test_a_block_that_differs_is_an_error() -> None:
+    factors = iter([1.0, 2.0])
     link = MultiNodeBatchNormalization(C, SingleProcess(), dtype=np.float64)
     x = np.random.default_rng(0).normal(size=(4, C))
 
     def block(v: Any) -> Any:
-        for _ in range(1 if next(factors) == 1 else 2):
+        for _ in range(int(next(factors))):
             v = link(3.5 * v)
         return v
 
-    def other_input(v: Any) -> Any:
-        return link(next(factors) * v)
-
-    # ours counts links, Chainer's knows their inputs only
-    y = how(block if how is forget else other_input, x)
-    message = "more batch norms than the first" if how is forget else "another input in the recomp"
-    with pytest.raises(RuntimeError, match=message):
+    y = forget(block, x)
+    with pytest.raises(RuntimeError, match="more batch norms than the first"):
         F.sum(y).backward()
-
-
-def test_memory_has_an_end(monkeypatch: Any) -> None:
-    monkeypatch.setattr(forgetting, "_CAPACITY", 2)
-    link = MultiNodeBatchNormalization(C, SingleProcess(), dtype=np.float64)
-    xs = np.random.default_rng(0).normal(size=(3, 4, C))
-    ys = [F.sum(F.forget(link, x)) for x in xs]
-    assert len(forgetting._sums) == 2
-    ys[2].backward()
-    with pytest.raises(RuntimeError, match=r"2 latest first passes on rank 0.*multibn.chainer_b"):
-        ys[0].backward()
-
-
-@pytest.mark.parametrize("how, remembered", [(plainly, 0), (forget, 0), (F.forget, 1)])
-def test_remembered_only_where_there_is_no_tape(how: Any, remembered: int) -> None:
-    for block in BLOCKS:
-        forgetting._sums.clear()
-        messages = run(block, how, SingleProcess(), np.random.default_rng(0).normal(size=(5, C)))[1]
-        assert len(forgetting._sums) == remembered * len(messages)
