@@ -22,4 +22,3 @@ from multibn.chainer_backend.functions import (
 from multibn.chainer_backend.links import MultiNodeBatchNormalization as MultiNodeBatchNormalization
 from multibn.chainer_backend.micro_batches import step_statistics as step_statistics
 from multibn.chainer_backend.synchrony import check_sync as check_sync
-from multibn.chainer_backend.uneven import join as join

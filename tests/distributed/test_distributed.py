@@ -18,7 +18,7 @@ RUNS = [
     Run("checks_data_parallel", ("torchrun",), (2,), ("torch",)),
     Run("checks_together", launch.LAUNCHERS, (3,), ("torch",)),
     Run("checks_join", launch.LAUNCHERS, (3,), ("torch",)),
-    Run("checks_join_chainer", ("mpiexec",), (3,), ("chainer",)),
+    Run("checks_chainer_sync", ("mpiexec",), (3,), ("chainer",)),
     Run("checks_faults", ("mpiexec",), (2,), ("torch",)),
     Run("checks_reversible", launch.LAUNCHERS, (2,), ("torch",)),
     Run("checks_precise_bn", launch.LAUNCHERS, (2, 4), ("torch",)),

@@ -16,7 +16,6 @@ require.need("chainer")
 from multibn.chainer_backend import (  # noqa: E402
     MultiNodeBatchNormalization,
     finetune_population_statistics,
-    join,
     multi_node_batch_normalization,
 )
 
@@ -119,20 +118,3 @@ def test_finetuning() -> None:
     whole = np.concatenate(batches)
     np.testing.assert_allclose(model.norm.avg_mean, whole.mean((0, 2, 3)), rtol=1e-12)
     np.testing.assert_allclose(model.norm.avg_var, whole.var((0, 2, 3), ddof=0), rtol=3e-3)
-
-
-def test_stand_ins_of_join() -> None:
-    """Of a rank without data, and Chainer's own link as well."""
-    x = data()
-    for norm in (link(), L.BatchNormalization(3, dtype=np.float64)):
-        outputs = []
-        with join(chainer.ChainList(norm), ALONE) as joined:
-            before = norm.avg_mean.copy()
-            joined.absent = True
-            for layout in LAYOUTS:
-                y = norm(chainer.Variable(x).as_layout(layout))
-                assert y.layout == layout
-                outputs.append(y.as_layout(None).array)
-            joined.absent = False
-        np.testing.assert_allclose(outputs[1], outputs[0], rtol=1e-12, atol=1e-12)
-        np.testing.assert_array_equal(norm.avg_mean, before)

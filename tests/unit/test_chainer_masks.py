@@ -15,7 +15,6 @@ from multibn.chainer_backend import (  # noqa: E402
     MultiNodeBatchNormalization,
     finetune_population_statistics,
     forget,
-    join,
     multi_node_batch_normalization,
     step_statistics,
 )
@@ -168,43 +167,6 @@ def test_fine_tuning_where_the_input_is_named_last() -> None:
         eval_func=lambda x, lengths: link(lengths=lengths, residual=x + 1, x=x),
     )  # fmt: skip
     assert relative_error(link.avg_mean, chosen(x, mask).mean(0)) < 1e-11
-
-
-def test_join() -> None:
-    """A rank that has run out stands in with two samples, whose elements do not count."""
-
-    def train(communicator: ThreadCommunicator) -> Any:
-        model = Model(communicator)
-        x, lengths, _ = batch(communicator.rank)
-        batches = [[(a, n) for a, n in zip(x, lengths, strict=True)]] * (1 + communicator.rank)
-        with join(model, communicator) as joined:
-            for xs, ns in joined(batches):
-                y = model(xs, ns)
-                assert np.isfinite(y.array).all()
-                F.sum(y).backward()
-        return model.norm.avg_mean
-
-    x, _, mask = batch(1)
-    for mean in run_ranks(2, train):
-        assert relative_error(mean, chosen(x, mask).mean(0)) < 1e-11
-
-
-def test_join_where_finetune_is_passed_by_position() -> None:
-    """As ChainerMN's link takes the argument."""
-
-    def train(communicator: ThreadCommunicator) -> Any:
-        link = link_of(communicator)
-        x, lengths, _ = batch(communicator.rank)
-        with join(link, communicator, converter=None) as joined:
-            for xs, ns in joined([(x, lengths)] * (1 + communicator.rank)):
-                F.sum(link(xs, True, lengths=ns)).backward()
-        return link
-
-    both = np.concatenate([chosen(x, mask) for x, _, mask in (batch(0), batch(1))]).mean(0)
-    x, _, mask = batch(1)
-    for link in run_ranks(2, train):
-        assert link.N == 2
-        assert relative_error(link.avg_mean, (both + chosen(x, mask).mean(0)) / 2) < 1e-11
 
 
 def test_a_step_of_masked_micro_batches() -> None:

@@ -116,17 +116,3 @@ def test_losses_that_are_reduced_already() -> None:
             with pytest.raises(ValueError, match=r'got shape \(\).*Pass reduction="none"'):
                 joined.mean(torch.tensor(1.0))
             np.testing.assert_allclose(joined.mean(torch.tensor([1.0, 2.0])), 1.5)
-
-
-def test_chainer_refuses_what_never_ends_and_reduced_losses() -> None:
-    require.need("chainer")
-    from multibn.chainer_backend import join as join_chainer
-
-    import chainer  # isort: skip (multibn makes it importable)
-
-    data = [np.ones(2, dtype=np.float32)]
-    with join_chainer(chainer.links.Linear(2), SingleProcess()) as joined:
-        with pytest.raises(ValueError, match=r"got an iterator that repeats. Make it with"):
-            joined(chainer.iterators.SerialIterator(data, 1))
-        with pytest.raises(ValueError, match=r'got shape \(\).*Pass reduce="no"'):
-            joined.mean(np.ones(()))

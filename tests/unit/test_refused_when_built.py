@@ -269,7 +269,6 @@ def _chainer() -> dict[Callable[..., Any], Row]:
             finetune,
         ),
         cb.check_sync: Row(partial(cb.check_sync, model()), {"comm": GROUP}),
-        cb.join: Row(partial(cb.join, model()), {"comm": GROUP}),
     }
 
 
