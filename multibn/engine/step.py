@@ -26,20 +26,27 @@ Gradients: TypeAlias = tuple[Array | None, Array | None, Array | None, Array | N
 
 
 def forward(
-    inputs: Sequence[Input], communicator: Communicator, /, *, weighting: Weighting
-) -> list[tuple[Array, BatchStatistics]]:
+    inputs: Sequence[Input],
+    communicator: Communicator,
+    /,
+    *,
+    weighting: Weighting,
+    select: Callable[[Array], Any] = kernels.select,
+) -> list[tuple[Any, BatchStatistics]]:
     """Normalize each input by the batch that all ranks hold together.
+
+    `select` chooses the kernels for an array; what they make of the input is returned.
 
     Collective, one allreduce of 2C+2 float64 numbers for each input, unless `engine.recompute`
     replays the statistics. Raises as `statistics.batch_statistics`.
     """
     if not recompute.state.stack:
-        return share(inputs, communicator, weighting=weighting)
+        return share(inputs, communicator, weighting=weighting, select=select)
     batches = recompute.replayed([statistics.channels(i.x.shape, i.axis) for i in inputs])
     if batches is not None:
         pairs = zip(inputs, batches, strict=True)
-        return [(kernels.select(i.x).normalize(i, batch), batch) for i, batch in pairs]
-    results = share(inputs, communicator, weighting=weighting)
+        return [(select(i.x).normalize(i, batch), batch) for i, batch in pairs]
+    results = share(inputs, communicator, weighting=weighting, select=select)
     recompute.record([batch for _, batch in results])
     return results
 
@@ -50,10 +57,9 @@ def share(
     /,
     *,
     weighting: Weighting,
-    select: Callable[[Array], Any] | None = None,
-) -> list[tuple[Array, BatchStatistics]]:
-    """As `forward`, by the kernels that `select` chooses, and of no concern to `recompute`."""
-    select = select or kernels.select
+    select: Callable[[Array], Any] = kernels.select,
+) -> list[tuple[Any, BatchStatistics]]:
+    """As `forward`, and of no concern to `recompute`."""
     shares: list[tuple[Any, Input, Any, Any]] = []
     lengths = []
     for i in inputs:
@@ -109,7 +115,12 @@ def move(
 
 
 def backward(
-    gradients: Sequence[Gradient], communicator: Communicator, /, *, means: bool = False
+    gradients: Sequence[Gradient],
+    communicator: Communicator,
+    /,
+    *,
+    means: bool = False,
+    select: Callable[[Array], Any] = kernels.select,
 ) -> list[Gradients]:
     """The gradients of each layer's input, residual and parameters.
 
@@ -122,7 +133,7 @@ def backward(
     about = []
     lengths = []
     for n, g in enumerate(gradients):
-        k = kernels.select(g.x)
+        k = select(g.x)
         if g.needs_dx:
             sharing.append((n, k))
             about.append(g)

@@ -24,6 +24,7 @@ from multibn._arrays import (
     values,
 )
 from multibn._typing import Array, RunningVar, check_choice
+from multibn.kernels import generic_passes
 from multibn.kernels.arguments import (
     NOT_FINITE,
     ONE_VALUE,
@@ -34,10 +35,10 @@ from multibn.kernels.arguments import (
     Input,
     Running,
 )
-from multibn.kernels.generic_passes import PASSES, Passes, rectified
 from multibn.kernels.generic_passes import as_wide as as_wide
 from multibn.kernels.generic_passes import at_least_one as at_least_one
 from multibn.kernels.generic_passes import masked as masked
+from multibn.kernels.generic_passes import rectified
 from multibn.kernels.layout import channels
 
 
@@ -48,7 +49,6 @@ def begin_forward(
     /,
     *,
     out: Any = None,
-    passes: Passes = PASSES,
 ) -> Array:
     """This rank's numbers for the forward message: a layer's payload, see `multibn.message`.
 
@@ -62,10 +62,8 @@ def begin_forward(
     out
         A float64 vector in host memory (of NumPy, for activations of any library) that gets the
         payload and is returned; or a `message.Message`, which is filled and returned.
-    passes
-        The passes to compute by; compiled code has passes of its own, and no verbs.
     """
-    mean, var = passes.local_moments(i.x, i.axis, i.mask, count)
+    mean, var = generic_passes.local_moments(i.x, i.axis, i.mask, count)
     return pack(mean, var + mean * mean, rank_weight, count, out=out)
 
 
@@ -75,8 +73,6 @@ def finish_forward(
     rank_weight: float | Array,
     count: float | Array,
     /,
-    *,
-    passes: Passes = PASSES,
 ) -> tuple[Array, BatchStatistics, int]:
     """Normalize by the sum of all ranks' payloads, and move the running statistics.
 
@@ -88,52 +84,68 @@ def finish_forward(
     ----------
     summed
         The sum, on the device of `x` or in host memory. Not kept: the memory may be the line's.
-    i, rank_weight, count, passes
+    i, rank_weight, count
         As in `begin_forward`.
     """
-    batch, state = unpack(_like(summed, i.x), channels(i.x.shape, i.axis), rank_weight, count)
-    y = normalize(i, batch, passes=passes)
+    batch, state = unpack_for(i, summed, rank_weight, count)
+    y = normalize(i, batch)
     if i.running is not None and state == RIGHT:
         move(i.running, *batch[:3], count)
     return y, batch, state
 
 
-def normalize(i: Input, batch: BatchStatistics, /, *, passes: Passes = PASSES) -> Array:
+def normalize(i: Input, batch: BatchStatistics, /) -> Array:
     """The output by known statistics, in the dtype of `x`. No running statistics are moved."""
-    y = passes.normalize(i._replace(x=masked(i.x, i.mask)), batch)
-    return masked(y, i.mask)
+    return finish(i, generic_passes.output_coefficients(i, batch))
 
 
-def begin_backward(
-    g: Gradient, /, *, out: Any = None, passes: Passes = PASSES
-) -> tuple[Array, Array | None, Array | None]:
+def finish(i: Input, coefficients: Any, /) -> Array:
+    """The output by the coefficients of `generic_passes.output_coefficients`."""
+    return masked(generic_passes.finish(i._replace(x=masked(i.x, i.mask)), coefficients), i.mask)
+
+
+def begin_backward(g: Gradient, /, *, out: Any = None) -> tuple[Array, Array | None, Array | None]:
     """This rank's numbers for the backward message, and the gradients of weight and bias.
 
     The payload has the sums over `axis` of `dy` and of `dy * xhat`, where
     `xhat = (x - mean) / sqrt(var + eps)`. The gradients are the same numbers in memory of their own
-    and in the dtypes of `weight` and `bias`, None where a parameter is. `out` and `passes` are as
-    in `begin_forward`.
+    and in the dtypes of `weight` and `bias`, None where a parameter is. `out` is as in
+    `begin_forward`.
     """
-    payload = message.concat(passes.backward_sums(_before_relu(g, passes)))
+    payload = message.concat(generic_passes.backward_sums(_before_relu(g)))
     return _written(payload, out), *parameter_gradients(payload, g)
 
 
-def finish_backward(
-    g: Gradient, summed: Array, /, *, passes: Passes = PASSES
-) -> tuple[Array, Array | None]:
+def finish_backward(g: Gradient, summed: Array, /) -> tuple[Array, Array | None]:
     """The gradients of `x` and, if `y` is passed, of the residual before the ReLU.
 
     `summed` is the sum of all ranks' payloads, as in `finish_forward`.
     """
-    before = _before_relu(g, passes)
-    sums = split_sums(_like(summed, g.batch.mean), g.batch.mean.shape)
-    dx = masked(passes.input_gradient(before, sums), g.mask)
-    return dx, None if g.y is None else before.dy
+    before = _before_relu(g)
+    dx = generic_passes.input_gradient(before, sums_for(g, summed))
+    return masked(dx, g.mask), None if g.y is None else before.dy
+
+
+def finish_gradient(g: Gradient, coefficients: Any, /) -> Array:
+    """The gradient of `x` by those of `generic_passes.gradient_coefficients`; no ReLU came last."""
+    return masked(generic_passes.finish_gradient(_before_relu(g), coefficients), g.mask)
 
 
 def residual_gradient(g: Gradient, /) -> Array:
     """The gradient of a residual, where `finish_backward` has not made it in its own pass."""
     return masked(g.dy, g.mask) if g.y is None else rectified(g.dy, g.y)
+
+
+def unpack_for(
+    i: Input, summed: Array, rank_weight: float | Array, count: float | Array, /
+) -> tuple[BatchStatistics, int]:
+    """`unpack` for the arguments of `finish_forward`."""
+    return unpack(_like(summed, i.x), channels(i.x.shape, i.axis), rank_weight, count)
+
+
+def sums_for(g: Gradient, summed: Array, /) -> list[Array]:
+    """`split_sums` for the arguments of `finish_backward`."""
+    return split_sums(_like(summed, g.batch.mean), g.batch.mean.shape)
 
 
 def pack(
@@ -260,13 +272,13 @@ def move_averages(
     return _move(running_mean, mean, momentum), _move(running_var, var * factor, momentum)
 
 
-def _before_relu(g: Gradient, passes: Passes) -> Gradient:
+def _before_relu(g: Gradient) -> Gradient:
     """The gradient before a ReLU, with zeros for the elements that do not count."""
     x, dy = masked(g.x, g.mask), g.dy
     if g.relu:
         y = g.y
         if y is None:
-            y = passes.normalize(Input(x, g.weight, g.bias, g.eps, g.axis), g.batch)
+            y = generic_passes.normalize(Input(x, g.weight, g.bias, g.eps, g.axis), g.batch)
         dy = rectified(dy, y)
     return g._replace(dy=masked(dy, g.mask), x=x)
 

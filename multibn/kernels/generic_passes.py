@@ -26,99 +26,114 @@ from multibn._typing import Array
 from multibn.kernels.arguments import BatchStatistics, Gradient, Input
 
 
-class Passes:
-    """The passes. None looks at a mask but `local_moments`: the verbs put zeros into activations.
+def normalize(i: Input, batch: BatchStatistics, /) -> Array:
+    """`(x - mean) / sqrt(var + eps) * weight + bias + residual`, then ReLU."""
+    return finish(i, output_coefficients(i, batch))
 
-    The methods from `per_channel` on are what `compiled_passes` does in another way.
+
+def output_coefficients(i: Input, batch: BatchStatistics, /) -> tuple[Array, Array, Array]:
+    """Per channel `centre`, `scale` and `shift`; the output is `(x - centre) * scale + shift`."""
+    centre, remainder = _round(batch.mean, i.x)
+    scale = _times(_invstd(batch.var, i.eps), i.weight)
+    shift = -remainder * scale
+    return _narrow(i.x, centre, scale, shift if i.bias is None else as_wide(i.bias) + shift)
+
+
+def finish(i: Input, coefficients: Sequence[Array], /) -> Array:
+    """The output, after the residual and the ReLU."""
+    x = i.x
+    xp = array_namespace(x)
+    centre, scale, shift = (per_channel(v, x, i.axis) for v in coefficients)
+    # Not in place: vmap may give `shift` a batch that the product lacks.
+    y = (xp.astype(x, centre.dtype, copy=False) - centre) * scale + shift
+    y = xp.astype(y, x.dtype, copy=False)
+    y = y if i.residual is None else y + i.residual
+    return _relu(y) if i.relu else y
+
+
+def backward_sums(g: Gradient, /) -> tuple[Array, Array]:
+    """Sums over `axis` of `dy` and of `dy * (x - mean) / sqrt(var + eps)`, both wide."""
+    x, axis = g.x, g.axis
+    wide, remainder = _round(g.batch.mean, x)
+    (centre,) = _narrow(x, wide)
+    xp = array_namespace(x)
+    dy = xp.astype(g.dy, centre.dtype, copy=False)
+    d = xp.astype(x, centre.dtype, copy=False) - per_channel(centre, x, axis)
+    sum_dy, sum_dy_d = _sum(dy, axis), _sum(dy * d, axis)
+    return sum_dy, (sum_dy_d - remainder * sum_dy) * _invstd(g.batch.var, g.eps)
+
+
+def input_gradient(g: Gradient, sums: Sequence[Array], /) -> Array:
+    """`weight * invstd * (dy - element_weight * (sum_dy + xhat * sum_dy_xhat))`, like `x`.
+
+    Here `invstd = 1 / sqrt(var + eps)` and `xhat = (x - mean) * invstd`.
     """
-
-    def normalize(self, i: Input, batch: BatchStatistics, /) -> Array:
-        """`(x - mean) / sqrt(var + eps) * weight + bias + residual`, then ReLU."""
-        x, weight, bias, eps, axis, residual, relu, *_ = i
-        xp = array_namespace(x)
-        dtype = arithmetic_dtype(xp, x.dtype)
-        centre, remainder = _round(batch.mean, dtype)
-        scale = _times(_invstd(batch.var, eps), weight)
-        shift = -remainder * scale if bias is None else as_wide(bias) - remainder * scale
-        d = xp.astype(x, dtype, copy=False) - self.per_channel(centre, x, axis, dtype)
-        y = d * self.per_channel(scale, x, axis, dtype)
-        # Not in place: vmap may give `shift` a batch that `y` lacks.
-        y = xp.astype(y + self.per_channel(shift, x, axis, dtype), x.dtype, copy=False)
-        y = y if residual is None else y + residual
-        return self.relu(y) if relu else y
-
-    def backward_sums(self, g: Gradient, /) -> tuple[Array, Array]:
-        """Sums over `axis` of `dy` and of `dy * (x - mean) / sqrt(var + eps)`, both wide."""
-        x, axis = g.x, g.axis
-        xp = array_namespace(x)
-        dtype = arithmetic_dtype(xp, x.dtype)
-        centre, remainder = _round(g.batch.mean, dtype)
-        dy = xp.astype(g.dy, dtype, copy=False)
-        d = xp.astype(x, dtype, copy=False) - self.per_channel(centre, x, axis, dtype)
-        sum_dy, sum_dy_d = self.sum(dy, x, axis), self.sum(dy * d, x, axis)
-        return sum_dy, (sum_dy_d - remainder * sum_dy) * _invstd(g.batch.var, g.eps)
-
-    def input_gradient(self, g: Gradient, sums: Sequence[Array], /) -> Array:
-        """`weight * invstd * (dy - element_weight * (sum_dy + xhat * sum_dy_xhat))`, like `x`.
-
-        Here `invstd = 1 / sqrt(var + eps)` and `xhat = (x - mean) * invstd`.
-        """
-        x, axis, (mean, var, _, element_weight) = g.x, g.axis, g.batch
-        sum_dy, sum_dy_xhat = sums
-        xp = array_namespace(x)
-        dtype = arithmetic_dtype(xp, x.dtype)
-        centre, remainder = _round(mean, dtype)
-        invstd = _invstd(var, g.eps)
-        dy_scale = _times(invstd, g.weight)
-        pull = -dy_scale * element_weight
-        x_scale = pull * invstd * sum_dy_xhat
-        shift = pull * sum_dy - remainder * x_scale
-        d = xp.astype(x, dtype, copy=False) - self.per_channel(centre, x, axis, dtype)
-        dx = d * self.per_channel(x_scale, x, axis, dtype)
-        dx += xp.astype(g.dy, dtype, copy=False) * self.per_channel(dy_scale, x, axis, dtype)
-        dx += self.per_channel(shift, x, axis, dtype)
-        return xp.astype(dx, x.dtype, copy=False)
-
-    def local_moments(
-        self, x: Array, /, axis: tuple[int, ...], mask: Array | None = None, count: Any = None
-    ) -> tuple[Array, Array]:
-        """Mean and biased variance of `x` over `axis`, both wide; zeros for an empty `x`.
-
-        Two passes: a rounded mean, then first and second moments about it, which correct the
-        rounding error of the mean and avoid cancellation in the variance. With a mask, `count` is
-        the number of elements per channel that take part.
-        """
-        xp = array_namespace(x)
-        x = masked(xp.astype(x, arithmetic_dtype(xp, x.dtype), copy=False), mask)
-        n = at_least_one(num_elements(x, axis) if mask is None else count)
-        centre = xp.astype(self.sum(x, x, axis) / n, x.dtype)
-        d = masked(x - self.per_channel(centre, x, axis, x.dtype), mask)
-        first, second = self.sum(d, x, axis) / n, self.sum(d * d, x, axis) / n
-        return as_wide(centre) + first, xp.clip(second - first * first, 0.0, None)
-
-    def relu(self, y: Array, /) -> Array:
-        """`y`, and 0 where `y` is not positive; NaN stays."""
-        xp = array_namespace(y)
-        return xp.where(y <= 0, xp.zeros((), dtype=y.dtype, device=device(y)), y)
-
-    def per_channel(self, v: Array, x: Array, axis: tuple[int, ...], dtype: Any, /) -> Array:
-        """`v` with a dtype, on the device of `x`, and shaped to broadcast against `x`."""
-        xp = array_namespace(v)
-        v = to_device(xp.astype(v, dtype, copy=False), device(x))
-        return xp.reshape(v, tuple(1 if i in axis else n for i, n in enumerate(x.shape)))
-
-    def sum(self, v: Array, x: Array, axis: tuple[int, ...], /) -> Array:
-        """The wide sum over `axis` of `v`, whose elements are computed from those of `x`."""
-        xp = array_namespace(v)
-        # torch sums float32 in a cascade (relative error 2e-7 at 2M values), and dtype=float64
-        # would make it copy `v`; NumPy sums outer axes one by one, and dtype=float64 costs it no
-        # copy.
-        if is_torch_namespace(xp) or not _has_float64(xp, device(v)):
-            return as_wide(xp.sum(v, axis=axis))
-        return xp.sum(v, axis=axis, dtype=xp.float64)
+    return finish_gradient(g, gradient_coefficients(g, sums))
 
 
-PASSES = Passes()
+def gradient_coefficients(g: Gradient, sums: Sequence[Array], /) -> tuple[Array, ...]:
+    """Per channel; the gradient of `x` is `(x - centre) * x_scale + dy * dy_scale + shift`."""
+    sum_dy, sum_dy_xhat = sums
+    centre, remainder = _round(g.batch.mean, g.x)
+    invstd = _invstd(g.batch.var, g.eps)
+    dy_scale = _times(invstd, g.weight)
+    pull = -dy_scale * g.batch.element_weight
+    x_scale = pull * invstd * sum_dy_xhat
+    shift = pull * sum_dy - remainder * x_scale
+    return _narrow(g.x, centre, x_scale, dy_scale, shift)
+
+
+def finish_gradient(g: Gradient, coefficients: Sequence[Array], /) -> Array:
+    """The gradient of `x`."""
+    x = g.x
+    xp = array_namespace(x)
+    centre, x_scale, dy_scale, shift = (per_channel(v, x, g.axis) for v in coefficients)
+    dx = (xp.astype(x, centre.dtype, copy=False) - centre) * x_scale
+    dx += xp.astype(g.dy, centre.dtype, copy=False) * dy_scale
+    dx += shift
+    return xp.astype(dx, x.dtype, copy=False)
+
+
+def local_moments(
+    x: Array, /, axis: tuple[int, ...], mask: Array | None = None, count: Any = None
+) -> tuple[Array, Array]:
+    """Mean and biased variance of `x` over `axis`, both wide; zeros for an empty `x`.
+
+    Two passes: a rounded mean, then first and second moments about it, which correct the
+    rounding error of the mean and avoid cancellation in the variance. With a mask, `count` is
+    the number of elements per channel that take part.
+    """
+    xp = array_namespace(x)
+    x = masked(xp.astype(x, arithmetic_dtype(xp, x.dtype), copy=False), mask)
+    n = at_least_one(num_elements(x, axis) if mask is None else count)
+    (centre,) = _narrow(x, _sum(x, axis) / n)
+    d = masked(x - per_channel(centre, x, axis), mask)
+    first, second = _sum(d, axis) / n, _sum(d * d, axis) / n
+    return as_wide(centre) + first, xp.clip(second - first * first, 0.0, None)
+
+
+def _relu(y: Array, /) -> Array:
+    """`y`, and 0 where `y` is not positive; NaN stays."""
+    xp = array_namespace(y)
+    return xp.where(y <= 0, xp.zeros((), dtype=y.dtype, device=device(y)), y)
+
+
+def per_channel(v: Array, x: Array, axis: tuple[int, ...], /) -> Array:
+    """`v` shaped to broadcast against `x`."""
+    return array_namespace(v).reshape(
+        v, tuple(1 if i in axis else n for i, n in enumerate(x.shape))
+    )
+
+
+def _sum(v: Array, axis: tuple[int, ...], /) -> Array:
+    """The wide sum over `axis`."""
+    xp = array_namespace(v)
+    # torch sums float32 in a cascade (relative error 2e-7 at 2M values), and dtype=float64
+    # would make it copy `v`; NumPy sums outer axes one by one, and dtype=float64 costs it no
+    # copy.
+    if is_torch_namespace(xp) or not _has_float64(xp, device(v)):
+        return as_wide(xp.sum(v, axis=axis))
+    return xp.sum(v, axis=axis, dtype=xp.float64)
 
 
 def as_wide(v: Array, /) -> Array:
@@ -175,7 +190,15 @@ def _times(scale: Array, weight: Array | None) -> Array:
     return scale if weight is None else scale * as_wide(weight)
 
 
-def _round(mean: Array, dtype: Any) -> tuple[Array, Array]:
+def _round(mean: Array, x: Array) -> tuple[Array, Array]:
+    """The mean rounded to the arithmetic dtype of `x`, and the remainder, both wide."""
     xp = array_namespace(mean)
-    centre = xp.astype(mean, dtype, copy=False)
-    return centre, mean - as_wide(centre)
+    centre = as_wide(xp.astype(mean, arithmetic_dtype(xp, x.dtype), copy=False))
+    return centre, mean - centre
+
+
+def _narrow(x: Array, /, *values: Array) -> tuple[Array, ...]:
+    """Per-channel arrays in the arithmetic dtype of `x`, on its device."""
+    xp = array_namespace(x)
+    dtype = arithmetic_dtype(xp, x.dtype)
+    return tuple(to_device(xp.astype(v, dtype, copy=False), device(x)) for v in values)

@@ -6,8 +6,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from multibn._arrays import array_namespace
-from multibn.kernels import RIGHT, BatchStatistics, Gradient, Input, Running, generic
-from multibn.kernels.generic_passes import PASSES
+from multibn.kernels import (
+    RIGHT,
+    BatchStatistics,
+    Gradient,
+    Input,
+    Running,
+    generic,
+    generic_passes,
+)
 from multibn.kernels.layout import channels
 from multibn.message import concat
 
@@ -55,7 +62,7 @@ class Verbs:
     def local_moments(self, x: Any, *, axis: tuple[int, ...]) -> tuple[Any, Any]:
         """Mean and variance, with the digits that a message would take from the variance."""
         if self.kernels is generic:
-            return PASSES.local_moments(x, axis)
+            return generic_passes.local_moments(x, axis)
         from multibn.kernels.core import _core
         from multibn.kernels.core.memory import LIBRARIES
 
@@ -65,7 +72,7 @@ class Verbs:
         written = mean.ctypes.data, var.ctypes.data
         sizes = _core.begin_forward(dense, axis, None, None, 0.0, 0.0, None)
         if sizes is None:
-            return PASSES.local_moments(x, axis)
+            return generic_passes.local_moments(x, axis)
         parts = self.kernels.sum_tasks(sizes, 1)[0][0] if sizes else 1
         _core.begin_forward(dense, axis, None, None, 0.0, 0.0, (parts, 0, *written, 0))
         xp = array_namespace(x)

@@ -101,13 +101,27 @@ def test_errors_are_the_layers_own() -> None:
         layer(torch.ones(2, 4))
 
 
-def test_operators_keep_torchs_rules() -> None:
+TALKING = ["forward_sums", "backward_sums", "mask"]
+
+
+@pytest.mark.parametrize("needs_dx", [True, False])
+def test_operators_keep_torchs_rules(needs_dx: bool) -> None:
     from multibn.torch_backend.layer import compiled
 
     alone = SingleProcess()
     compiled.register(alone)
-    arguments = (torch.ones(8), "forward", (4, 3, 2), (0, 2), False, torch.float32, id(alone))
-    torch.library.opcheck(torch.ops.multibn.allreduce.default, arguments)
+    x, weight = torch.randn(4, 3, 2), torch.ones(3)
+    i = x, weight, None, None, None, 1e-5, (0, 2)
+    torch.library.opcheck(torch.ops.multibn.forward_sums.default, (*i, 3, id(alone), "element"))
+    batch = [torch.zeros(3).double(), torch.ones(3).double(), torch.tensor(8.0).double()]
+    arguments = (x, *i, *batch, torch.tensor(0.125).double(), needs_dx, id(alone))
+    torch.library.opcheck(torch.ops.multibn.backward_sums.default, arguments)
+
+
+@pytest.mark.parametrize("name", TALKING)
+def test_no_cuda_graph_holds_what_talks(name: str) -> None:
+    """A graph would repeat the sums of one step, and ask nothing of the other ranks."""
+    assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.multibn, name).default.tags
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch asks itself
@@ -212,7 +226,7 @@ def test_accuracy() -> None:
     # In the two loops over the elements, one each way, the coefficients are float32 numbers.
     loops = [part for code in codes for part in code.split("x0<static_cast<int64_t>(2048L)")[1:]]
     assert len(loops) == 2
-    assert not any("double" in loop.partition("_flag = nullptr")[0] for loop in loops)
+    assert not any("double" in loop.partition("\n    }\n")[0] for loop in loops)
     wide, axes = x.detach().double(), (0, 2, 3)
     var, mean = torch.var_mean(wide, axes, correction=0, keepdim=True)
     xhat = (wide - mean) / (var + layer.eps).sqrt()

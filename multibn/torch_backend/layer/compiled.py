@@ -1,17 +1,21 @@
-"""A layer's passes as torch.compile sees them: torch's operations, around an operator per message.
+"""A layer's pass in compiled code: operators for sums and message, the compiler for elements.
 
-The compiler makes code of the passes, and fuses them with the operations around the layer. It calls
-the operator `multibn::allreduce` without looking inside, in the order of the layers. Meta and fake
-tensors take the same way.
+The operators are the eager kernels, called without a look inside, in the order of the layers. They
+return a few numbers per channel. The compiler fuses `(x - centre) * scale + shift`, and the like of
+the gradient, with the operations around the layer. Meta and fake tensors take the same way.
+
+An operator takes only tensors, numbers and strings, so a communicator is passed as its id.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointPolicy
@@ -19,22 +23,26 @@ from torch.utils.checkpoint import CheckpointPolicy
 from multibn._arrays import is_abstract
 from multibn._typing import Weighting
 from multibn.communicators import Communicator
-from multibn.engine import masks
+from multibn.engine import recompute, step
 from multibn.engine.population import Pool
 from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Gradient, Input
-from multibn.kernels import generic
-from multibn.kernels.generic_passes import num_elements
-from multibn.torch_backend.layer import differentiable, functional, operators
-from multibn.torch_backend.layer.compiled_passes import CompiledPasses
+from multibn.kernels import Running, generic, generic_passes, select
+from multibn.kernels.layout import channels
+from multibn.torch_backend.layer import autograd, differentiable, functional
 from multibn.torch_backend.layer.differentiable import without_autocast
-from multibn.torch_backend.layer.operators import register as register
 
-_PASSES = CompiledPasses()
+# Weak: a communicator ends with its layer, and so does the graph compiled for the layer.
+_communicators: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
+
+
+def register(communicator: Communicator, /) -> None:
+    """Let the operators find a communicator by its id."""
+    _communicators[id(communicator)] = communicator
 
 
 def takes(x: Any, /) -> bool:
-    """Whether `forward` is to take `x`: in compiled code, and without data."""
+    """Whether `forward_all` is to take `x`: in compiled code, and without data."""
     if torch.compiler.is_compiling():
         return True
     return isinstance(x, FakeTensor) or getattr(x, "is_meta", False)
@@ -75,16 +83,15 @@ def forward_all(
     for i, n in zip(inputs, num_channels, strict=True):
         if not compiling:
             functional.check_input(i.x, n)
-        x, weight, bias, eps, axis, residual, relu, running, mask = i
-        options = eps, axis, relu, id(communicator), weighting
-        y, *numbers = torch.ops.multibn.forward(x, weight, bias, residual, mask, n, *options)
+        y, *numbers = torch.ops.multibn.forward(*_spread(i), n, id(communicator), weighting, i.relu)
         batch = BatchStatistics(*numbers)
-        count: Any = x.numel() // max(batch.mean.numel(), 1) if mask is None else mask.sum()
-        if isinstance(running, Pool):
-            running.add(batch, local_count=count)
-        elif running is not None:
+        mask = i.mask
+        count: Any = i.x.numel() // max(batch.mean.numel(), 1) if mask is None else mask.sum()
+        if isinstance(i.running, Pool):
+            i.running.add(batch, local_count=count)
+        elif i.running is not None:
             counted = (count, None) if mask is None else (None, count.to(batch.mean))
-            torch.ops.multibn.move(*running, *batch[:3], *counted)
+            torch.ops.multibn.move(*i.running, *batch[:3], *counted)
         results.append((y, batch))
     return results
 
@@ -99,86 +106,225 @@ def mask_of(
     return checked
 
 
+_LIBRARY = torch.library.Library("multibn", "DEF")
+
+
+def operator(
+    schema: str, like: Callable[..., Any] | None = None, *, talks: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a function the operator of this schema in the namespace `multibn`.
+
+    The compiler looks inside unless `like` says what the operator returns, in shape and dtype. The
+    order of operators that talk stays, none is dropped or repeated, and no CUDA graph holds one.
+    """
+
+    def define(function: Callable[..., Any]) -> Callable[..., Any]:
+        name = schema.partition("(")[0]
+        _LIBRARY.define(schema, tags=[torch.Tag.cudagraph_unsafe] if talks else [])
+        kind = "CompositeImplicitAutograd" if like is None else "CompositeExplicitAutograd"
+        _LIBRARY.impl(name, function, kind)
+        if like is not None:
+            torch.library.register_fake(f"multibn::{name}", like, lib=_LIBRARY)
+        if talks:
+            _register_effectful_op(getattr(torch.ops.multibn, name).default, _EffectType.ORDERED)
+        return function
+
+    return define
+
+
+_INPUT = (
+    "Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? mask, float eps, int[] axis"
+)
+_SHARING = "SymInt num_channels, int communicator, str weighting"
+
+
+def _spread(i: Input) -> tuple[Any, ...]:
+    """The arguments `_INPUT` of an operator."""
+    return i.x, i.weight, i.bias, i.residual, i.mask, i.eps, i.axis
+
+
+def _input(
+    x: Tensor, weight: Any, bias: Any, residual: Any, mask: Any, eps: float, axis: Any, *others: Any
+) -> tuple[Any, ...]:
+    """The input that `_spread` has spread, and all other arguments."""
+    return Input(x, weight, bias, eps, tuple(axis), residual, mask=mask), *others
+
+
+class _UpToElements:
+    """The kernels for an array, but for the passes that write: coefficients take their place."""
+
+    @staticmethod
+    def begin_forward(i: Input, *arguments: Any, out: Any = None) -> Any:
+        return select(i.x).begin_forward(i, *arguments, out=out)
+
+    @staticmethod
+    def finish_forward(i: Input, summed: Any, *arguments: Any) -> Any:
+        batch, state = generic.unpack_for(i, summed, *arguments)
+        return generic_passes.output_coefficients(i, batch), batch, state
+
+    normalize = staticmethod(generic_passes.output_coefficients)
+
+    @staticmethod
+    def begin_backward(g: Gradient, *, out: Any = None) -> Any:
+        return select(g.x).begin_backward(g, out=out)[:3]
+
+    @staticmethod
+    def finish_backward(g: Gradient, summed: Any) -> Any:
+        return generic_passes.gradient_coefficients(g, generic.sums_for(g, summed)), None
+
+
+def _coefficients_like(x: Tensor, mean: Tensor, count: int) -> list[Tensor]:
+    dtype = generic_passes.arithmetic_dtype(torch, x.dtype)
+    return [torch.empty_like(mean, dtype=dtype) for _ in range(count)]
+
+
+def _forward_sums_like(*arguments: Any) -> list[Tensor]:
+    i, num_channels, *_ = _input(*arguments)
+    shape = num_channels, *channels(i.x.shape, i.axis)[1:]  # of the layer, if `x` does not fit
+    batch = [i.x.new_empty(s, dtype=torch.float64) for s in (shape, shape, (), ())]
+    return _coefficients_like(i.x, batch[0], 3) + batch
+
+
+@operator(f"forward_sums({_INPUT}, {_SHARING}) -> Tensor[]", _forward_sums_like, talks=True)
+def _forward_sums(*arguments: Any) -> list[Tensor]:
+    """The coefficients of the output, and the numbers of `BatchStatistics`. Collective."""
+
+    def forward(inputs: Sequence[Input], communicator: Communicator, weighting: Weighting) -> Any:
+        with torch.no_grad(), without_autocast(inputs[0].x):
+            return step.forward(
+                inputs, communicator, weighting=weighting, select=lambda x: _UpToElements
+            )
+
+    coefficients, batch = _run(forward, *_input(*arguments))
+    return [v.clone() for v in (*coefficients, *batch)]  # the centre may be the mean
+
+
+def _run(
+    forward: Any, i: Input, num_channels: int, communicator: int, weighting: Weighting
+) -> tuple[Any, BatchStatistics]:
+    ((y, batch),) = functional.forward_all(
+        [i], [num_channels], _communicators[communicator], weighting=weighting, forward=forward
+    )
+    if recompute.in_recomputing():  # with a count of 0, running statistics do not move
+        batch = batch._replace(count=torch.zeros_like(batch.count))
+    return y, batch
+
+
+def _backward_sums_like(dy: Tensor, *arguments: Any) -> list[Tensor]:
+    i, mean, *_ = _input(*arguments)
+    parameters = [
+        i.x.new_empty(0) if p is None else torch.empty_like(p) for p in (i.weight, i.bias)
+    ]
+    return _coefficients_like(i.x, mean, 4) + parameters
+
+
+@operator(
+    f"backward_sums(Tensor dy, {_INPUT}, Tensor mean, Tensor var, Tensor count, "
+    "Tensor element_weight, bool needs_dx, int communicator) -> Tensor[]",
+    _backward_sums_like,
+    talks=True,
+)
+def _backward_sums(dy: Tensor, *arguments: Any) -> list[Tensor]:
+    """The coefficients of the gradient of `x`, and the gradients of the parameters. Collective."""
+    i, *batch, needs_dx, communicator = _input(*arguments)
+    g = _gradient(dy, i, batch, needs_dx)
+    sharing = _communicators[communicator]
+    with torch.no_grad(), without_autocast(i.x):
+        if torch.is_anomaly_enabled():
+            autograd.find_nan([g], sharing)
+        ((dx, _, *parameters),) = step.backward([g], sharing, select=lambda x: _UpToElements)
+        found: Any = dx
+    coefficients = (
+        [v.clone() for v in found]
+        if needs_dx
+        else [v.zero_() for v in _coefficients_like(i.x, batch[0], 4)]
+    )
+    return coefficients + [i.x.new_empty(0) if p is None else p for p in parameters]
+
+
+def _gradient(dy: Tensor, i: Input, batch: Sequence[Tensor], needs_dx: bool) -> Gradient:
+    """Of an output before the ReLU."""
+    statistics = BatchStatistics(*batch)
+    return Gradient(
+        dy, i.x, i.weight, i.bias, statistics, i.eps, i.axis, mask=i.mask, needs_dx=needs_dx
+    )
+
+
+def _mask_like(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty([1 if i == 1 else n for i, n in enumerate(x.shape)], dtype=torch.bool)
+
+
+@operator(
+    "mask(Tensor x, Tensor? mask, Tensor? lengths, SymInt num_channels, int communicator)"
+    " -> Tensor",
+    _mask_like,
+    talks=True,
+)
+def _mask(x: Tensor, mask: Any, lengths: Any, num_channels: int, communicator: int) -> Tensor:
+    """The engine's mask. Collective if it raises."""
+    checked = functional.mask_of(x, mask, lengths, [num_channels], _communicators[communicator])
+    assert checked is not None
+    # New memory, as an operator's output must be, with the strides that the compiler is told.
+    return checked.clone(memory_format=torch.contiguous_format)
+
+
 # Dynamo writes down the calls of `forward` and `move`; what follows sees the operations inside.
-@operators.operator("CompositeImplicitAutograd")
-def _forward(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    mask: Tensor | None,
-    num_channels: int,
-    eps: float,
-    axis: Sequence[int],
-    relu: bool,
-    communicator: int,
-    weighting: str,
-) -> operators.Results:
-    axis = tuple(axis)
-    i = Input(x, weight, bias, eps, axis, residual, relu, mask=mask)
-    if not is_abstract(x):  # torch.compile(backend="eager")
-        return operators.run(i, num_channels, communicator, weighting)
+@operator(f"forward({_INPUT}, {_SHARING}, bool relu) -> Tensor[]")
+def _forward(*arguments: Any) -> list[Tensor]:
+    """The output, and the numbers of `BatchStatistics`. Collective."""
+    i, num_channels, *sharing, relu = _input(*arguments)
+    i = i._replace(relu=relu)
+    if not is_abstract(i.x):  # torch.compile(backend="eager")
+        y, batch = _run(autograd.forward, i, num_channels, *sharing)
+        return [y, *batch]
     try:
-        functional.check_input(x, num_channels)
-        if not x.is_meta:
+        functional.check_input(i.x, num_channels)
+        if not i.x.is_meta:
             functional.check_options(i)
     except (TypeError, ValueError):  # which all ranks are to learn when the code runs
-        refuse = torch.ops.multibn.refuse
         with torch.no_grad():
-            return refuse(x, weight, bias, residual, num_channels, axis, communicator)
-    return _SyncBatchNorm.apply(*i[:7], mask, communicator, weighting)
+            numbers = torch.ops.multibn.forward_sums(*_spread(i), num_channels, *sharing)
+        return [torch.empty_like(i.x), *numbers[3:]]
+    return list(_SyncBatchNorm.apply(i, (num_channels, *sharing), *_spread(i)[:4]))
 
 
 class _SyncBatchNorm(torch.autograd.Function):
     """The autograd node, as `autograd` has one, made of operations that are compiled."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        axis: tuple[int, ...],
-        residual: Tensor | None,
-        relu: bool,
-        mask: Tensor | None,
-        communicator: int,
-        weighting: Weighting,
-    ) -> tuple[Tensor, ...]:
-        ctx.about = x.shape, axis, mask is not None, x.dtype, communicator
-        ctx.options = eps, axis, relu
-        i = Input(x, weight, bias, eps, axis, residual, relu, mask=mask)
-        with without_autocast(x):
-            rank_weight, count = masks.share(i, num_elements(x, axis), weighting)
-            payload = generic.begin_forward(i, rank_weight, count, passes=_PASSES)
+    def forward(ctx: Any, i: Input, sharing: tuple[Any, ...], *_: Any) -> tuple[Tensor, ...]:
+        summed = i._replace(residual=None)  # the operator would need the residual in memory
+        with without_autocast(i.x):
             with _marked(CheckpointPolicy.MUST_SAVE):
-                summed = torch.ops.multibn.allreduce(payload, "forward", *ctx.about)
-            y, batch, _ = generic.finish_forward(i, summed, rank_weight, count, passes=_PASSES)
-        has_residual = relu and residual is not None
-        ctx.save_for_backward(x, weight, bias, mask, y if has_residual else None, *batch)
+                numbers = torch.ops.multibn.forward_sums(*_spread(summed), *sharing)
+            y = generic.finish(i, numbers[:3])
+        batch = numbers[3:]
+        ctx.about = i.eps, i.axis, sharing[1]
+        ctx.save_for_backward(i.x, i.weight, i.bias, i.mask, y if i.relu else None, *batch)
         ctx.mark_non_differentiable(*batch)
         return y, *batch
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mask, y, *batch = ctx.saved_tensors
-        dy, *_ = grad_outputs
-        eps, axis, relu = ctx.options
-        g = Gradient(dy, x, weight, bias, BatchStatistics(*batch), eps, axis, relu, y, mask)
-        dx = dresidual = None
+        eps, axis, communicator = ctx.about
+        i, dy, dx = Input(x, weight, bias, eps, axis, mask=mask), grad_outputs[0], None
+        _, _, needs_dx, needs_dweight, needs_dbias, needs_dresidual = ctx.needs_input_grad
         here = CheckpointPolicy.PREFER_RECOMPUTE
         _compare_here()
         with without_autocast(x):
             with _marked(here):
-                payload, dweight, dbias = generic.begin_backward(g, passes=_PASSES)
-            if ctx.needs_input_grad[0]:
-                summed = torch.ops.multibn.allreduce(payload, "backward", *ctx.about)
+                dy = dy if y is None else generic_passes.rectified(dy, y)
+            *coefficients, dweight, dbias = torch.ops.multibn.backward_sums(
+                dy, *_spread(i), *batch, needs_dx, communicator
+            )
+            g = _gradient(dy, i, batch, needs_dx)
+            if needs_dx:
                 with _marked(here):
-                    dx, dresidual = generic.finish_backward(g, summed, passes=_PASSES)
-        if dresidual is None and ctx.needs_input_grad[5]:
-            dresidual = generic.residual_gradient(g)
-        return dx, dweight, dbias, None, None, dresidual, *[None] * 4
+                    dx = generic.finish_gradient(g, coefficients)
+        dresidual = generic.residual_gradient(g) if needs_dresidual else None
+        dparameters = dweight if needs_dweight else None, dbias if needs_dbias else None
+        return None, None, dx, *dparameters, dresidual
 
 
 @contextmanager
@@ -203,7 +349,7 @@ def _compare_here() -> None:
     than numbers; inductor's code for gcc writes and reads these one by one, with a branch each.
     """
     for node in reversed(_nodes()):
-        if torch.ops.multibn.allreduce.default in node.args:  # the message before
+        if "multibn" in str(node.args[1:2]):  # the message before
             return
         if node.target is torch.ops.aten.le.Scalar:
             y = node.args[0]
@@ -219,21 +365,12 @@ def _nodes() -> Any:
     return () if mode is None else mode.tracer.graph.nodes
 
 
-@operators.operator(
-    "CompositeImplicitAutograd", mutates=("running_mean", "running_var", "num_batches")
+@operator(
+    "move(Tensor(a!) running_mean, Tensor(b!) running_var, float? momentum, str convention, "
+    "Tensor(c!)? num_batches, Tensor mean, Tensor var, Tensor count, SymInt? local_count, "
+    "Tensor? local_tensor) -> ()"
 )
-def _move(
-    running_mean: Tensor,
-    running_var: Tensor,
-    momentum: float | None,
-    convention: str,
-    num_batches: Tensor | None,
-    mean: Tensor,
-    var: Tensor,
-    count: Tensor,
-    local_count: int | None,
-    local_tensor: Tensor | None,
-) -> None:
-    # An operator has no Literals.
-    running: Any = running_mean, running_var, momentum, convention, num_batches
-    generic.move(running, mean, var, count, local_tensor if local_count is None else local_count)
+def _move(*arguments: Any) -> None:
+    *running, mean, var, count, local_count, local_tensor = arguments
+    local_count = local_tensor if local_count is None else local_count
+    generic.move(Running(*running), mean, var, count, local_count)

@@ -1,7 +1,7 @@
 """Synchronized batch normalization as a differentiable function of tensors."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -145,10 +145,12 @@ def forward_all(
     /,
     *,
     weighting: Weighting,
+    forward: Callable[..., Any] = autograd.forward,
 ) -> list[tuple[Tensor, BatchStatistics]]:
     """Check several inputs and normalize them, with one message each way. Collective.
 
-    `num_channels` has the required channels of each input, see `check_input`.
+    `num_channels` has the required channels of each input, see `check_input`; `forward` is the
+    pass, in which no derivative is asked for by torch.func or in forward mode.
     """
     for i in inputs:
         if dtensors.among((*i[:3], getattr(i.running, "mean", None))):
@@ -173,7 +175,7 @@ def forward_all(
             refuse(error, [i.x for i in inputs], num_channels, communicator)
     if differentiable.is_needed():
         return differentiable.forward_all(inputs, communicator, weighting)
-    return autograd.forward(inputs, communicator, weighting)
+    return forward(inputs, communicator, weighting)
 
 
 def all_but_channels(x: Any, /) -> tuple[int, ...]:

@@ -398,3 +398,15 @@ class SubBatchNorm3d(_SubBatchNorm):
 
     _part = _BatchNorm3d
     _shapes = {5: "(N, C, D, H, W)"}
+
+
+def _first_of_each(*values: Tensor) -> list[Tensor]:
+    return [torch.empty_like(v[0]) for v in values]
+
+
+@compiled.operator("total_statistics(Tensor means, Tensor variances) -> Tensor[]", _first_of_each)
+def _total_statistics(means: Tensor, variances: Tensor) -> list[Tensor]:
+    """Mean and variance over all splits of a batch, axis 0, by the law of total variance."""
+    between, mean = torch.var_mean(generic.as_wide(means), 0, correction=0)
+    total = generic.as_wide(variances).mean(0) + between
+    return [mean.to(means), total.to(variances)]
