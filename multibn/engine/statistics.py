@@ -122,7 +122,7 @@ def local_moments(
     axis = _checked_axes(x, axis)
     shape, count, *_ = sizes(x.shape, axis)
     i = Input(x, None, None, 0.0, axis, mask=mask)
-    _, count = masks.share(i, count, "element")
+    _, count = masks.weigh(i, count, "element")
     payload = kernels.select(x).begin_forward(i, 1.0, count)
     mean, meansqr = generic.split_sums(payload, shape)
     return Moments(mean, meansqr, count, float(x.shape[axis[0]]))

@@ -60,7 +60,7 @@ def share(
         _, count, length, _ = statistics.sizes(i.x.shape, i.axis)
         weight: Any = count
         if i.mask is not None or weighting != "element":
-            weight, count = masks.share(i, count, weighting)
+            weight, count = masks.weigh(i, count, weighting)
         shares.append((select(i.x), i, weight, count))
         lengths.append(length)
     communicator, memory, outs = _open(communicator, "forward", inputs, lengths)

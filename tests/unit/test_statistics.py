@@ -1,13 +1,16 @@
 """The engine over ranks as threads, in several array libraries, against the oracle."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
+from multibn._typing import Weighting
 from multibn.communicators import SingleProcess
-from multibn.engine import statistics
+from multibn.engine import statistics, step
+from multibn.engine.masks import WEIGHTINGS
 from multibn.engine.statistics import (
     GradientSums,
     aggregate,
@@ -21,6 +24,7 @@ from multibn.engine.statistics import (
     normalize,
     refuse,
 )
+from multibn.kernels import Input
 from tests.helpers import reference
 from tests.helpers.ranks import CountingCommunicator, ThreadCommunicator, run_ranks
 from tests.helpers.reference import relative_error
@@ -48,7 +52,7 @@ def as_numpy(a: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype, bound", [("float32", 2e-6), ("float64", 1e-12)])
-@pytest.mark.parametrize("weighting", ["element", "sample", "rank"])
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_forward_and_backward(
@@ -84,7 +88,7 @@ def test_forward_and_backward(
         assert count == expected.count
 
 
-@pytest.mark.parametrize("weighting", ["element", "sample", "rank"])
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
 def test_the_oracle_by_finite_differences(weighting: str) -> None:
     rng = np.random.default_rng(0)
     xs = [rng.normal(size=(2, 2, 2)), rng.normal(size=(3, 2, 1))]
@@ -109,7 +113,7 @@ def test_the_oracle_by_finite_differences(weighting: str) -> None:
             assert abs((above - below) / (2 * h) - analytic[index]) < 1e-7
 
 
-@pytest.mark.parametrize("weighting", ["element", "sample", "rank"])
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
 def test_statistics_of_a_batch_by_each_weighting(weighting: Any) -> None:
     rng = np.random.default_rng(0)
     xs = [rng.normal(n, 1, (n, C, m)) for n, m in ((1, 5), (3, 2))]
@@ -122,6 +126,41 @@ def test_statistics_of_a_batch_by_each_weighting(weighting: Any) -> None:
     for batch in run_ranks(2, step):
         np.testing.assert_allclose(batch.mean, expected.mean, rtol=1e-13)
         np.testing.assert_allclose(batch.var, expected.var, rtol=1e-12)
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+def test_a_mask_of_all_elements_weights_ranks_as_no_mask_does(xp: Any, weighting: Any) -> None:
+    rng = np.random.default_rng(0)
+    xs = [rng.normal(n, 1, (n, C, m)) for n, m in ((4, 2), (16, 1), (0, 3), (1, 1))]
+    expected = reference.batch_norm(xs, xs, np.ones(C), np.zeros(C), eps=EPS, weighting=weighting)
+
+    def batch(communicator: ThreadCommunicator) -> Any:
+        x = xp.asarray(xs[communicator.rank])
+        everything = xp.ones((x.shape[0], 1, x.shape[2]), dtype=xp.bool)
+        inputs = [Input(x, None, None, EPS, (0, 2), mask=m) for m in (None, everything)]
+        results = [step.forward([i], communicator, weighting=weighting)[0] for i in inputs]
+        return [[as_numpy(a) for a in (y, *batch)] for y, batch in results]
+
+    for rank, (unmasked, masked) in enumerate(run_ranks(len(xs), batch)):
+        np.testing.assert_array_equal(masked[-1], unmasked[-1])  # the weight of an element
+        for found in (unmasked, masked):
+            for one, right in zip(
+                found, (expected.y[rank], expected.mean, expected.var), strict=False
+            ):
+                np.testing.assert_allclose(one, right, rtol=1e-12, atol=1e-12)
+
+
+def test_each_weighting_is_a_word_of_the_signatures_and_of_the_documents() -> None:
+    from multibn.chainer_backend import MultiNodeBatchNormalization
+    from multibn.torch_backend import SyncBatchNorm
+
+    assert get_args(Weighting) == tuple(WEIGHTINGS), "`_typing.Weighting` must list WEIGHTINGS"
+    conventions = Path(__file__).parents[2] / "docs/conventions.md"
+    texts = [conventions.read_text(), *(str(o.__doc__) for o in (
+        aggregate, SyncBatchNorm, MultiNodeBatchNormalization
+    ))]  # fmt: skip
+    for word in WEIGHTINGS:
+        assert all(f'`"{word}"`' in text for text in texts), word
 
 
 def test_all_ranks_empty(xp: Any) -> None:

@@ -150,7 +150,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         ctx.options = eps, axis, relu
         i = Input(x, weight, bias, eps, axis, residual, relu, mask=mask)
         with without_autocast(x):
-            rank_weight, count = masks.share(i, num_elements(x, axis), weighting)
+            rank_weight, count = masks.weigh(i, num_elements(x, axis), weighting)
             payload = generic.begin_forward(i, rank_weight, count, passes=_PASSES)
             with _marked(CheckpointPolicy.MUST_SAVE):
                 summed = torch.ops.multibn.allreduce(payload, "forward", *ctx.about)
