@@ -127,13 +127,13 @@ def finish_backward(
     """
     before = _before_relu(g, passes)
     sums = split_sums(_like(summed, g.batch.mean), g.batch.mean.shape)
-    dx = masked(passes.input_gradient(before, sums), g.mask)
+    dx = masked(passes.input_gradient(before, sums), g.input.mask)
     return dx, None if g.y is None else before.dy
 
 
 def residual_gradient(g: Gradient, /) -> Array:
     """The gradient of a residual, where `finish_backward` has not made it in its own pass."""
-    return masked(g.dy, g.mask) if g.y is None else rectified(g.dy, g.y)
+    return masked(g.dy, g.input.mask) if g.y is None else rectified(g.dy, g.y)
 
 
 def pack(
@@ -206,7 +206,7 @@ def parameter_gradients(
         return to_device(v, device(parameter))
 
     sum_dy, sum_dy_xhat = split_sums(payload, g.batch.mean.shape)
-    return gradient(sum_dy_xhat, g.weight), gradient(sum_dy, g.bias)
+    return gradient(sum_dy_xhat, g.input.weight), gradient(sum_dy, g.input.bias)
 
 
 def move(running: Running, mean: Array, var: Array, count: Array, local_count: Array, /) -> None:
@@ -214,10 +214,11 @@ def move(running: Running, mean: Array, var: Array, count: Array, local_count: A
 
     Nothing changes if `count`, the elements per channel over all ranks, is 0.
     """
-    old_mean, old_var, momentum, convention, num_batches = running
+    old_mean, old_var, momentum = running.mean, running.var, running.momentum
     readable = is_on_host(count) and not (is_traced(count) or is_abstract(count))
     total = float(count) if readable else count
     moves: Any = total > 0
+    num_batches = running.num_batches
     if num_batches is not None:
         num_batches += moves
         if momentum is None:
@@ -230,7 +231,7 @@ def move(running: Running, mean: Array, var: Array, count: Array, local_count: A
         array_namespace(mean).reshape(mean, old_mean.shape),
         array_namespace(var).reshape(var, old_var.shape),
         (momentum or 0.0 if isinstance(momentum, float | None) else momentum) * moves,
-        variance_factor(total, local_count, convention),
+        variance_factor(total, local_count, running.convention),
     )
     old_mean[...], old_var[...] = moved
 
@@ -262,13 +263,12 @@ def move_averages(
 
 def _before_relu(g: Gradient, passes: Passes) -> Gradient:
     """The gradient before a ReLU, with zeros for the elements that do not count."""
-    x, dy = masked(g.x, g.mask), g.dy
-    if g.relu:
-        y = g.y
-        if y is None:
-            y = passes.normalize(Input(x, g.weight, g.bias, g.eps, g.axis), g.batch)
+    i = g.input._replace(x=masked(g.input.x, g.input.mask), residual=None, running=None)
+    dy = g.dy
+    if i.relu:
+        y = passes.normalize(i._replace(relu=False), g.batch) if g.y is None else g.y
         dy = rectified(dy, y)
-    return g._replace(dy=masked(dy, g.mask), x=x)
+    return g._replace(dy=masked(dy, i.mask), input=i)
 
 
 def _like(summed: Array, x: Array) -> Array:

@@ -34,43 +34,43 @@ class Passes:
 
     def normalize(self, i: Input, batch: BatchStatistics, /) -> Array:
         """`(x - mean) / sqrt(var + eps) * weight + bias + residual`, then ReLU."""
-        x, weight, bias, eps, axis, residual, relu, *_ = i
+        x, bias, axis = i.x, i.bias, i.axis
         xp = array_namespace(x)
         dtype = arithmetic_dtype(xp, x.dtype)
         centre, remainder = _round(batch.mean, dtype)
-        scale = _times(_invstd(batch.var, eps), weight)
+        scale = _times(_invstd(batch.var, i.eps), i.weight)
         shift = -remainder * scale if bias is None else as_wide(bias) - remainder * scale
         d = xp.astype(x, dtype, copy=False) - self.per_channel(centre, x, axis, dtype)
         y = d * self.per_channel(scale, x, axis, dtype)
         # Not in place: vmap may give `shift` a batch that `y` lacks.
         y = xp.astype(y + self.per_channel(shift, x, axis, dtype), x.dtype, copy=False)
-        y = y if residual is None else y + residual
-        return self.relu(y) if relu else y
+        y = y if i.residual is None else y + i.residual
+        return self.relu(y) if i.relu else y
 
     def backward_sums(self, g: Gradient, /) -> tuple[Array, Array]:
         """Sums over `axis` of `dy` and of `dy * (x - mean) / sqrt(var + eps)`, both wide."""
-        x, axis = g.x, g.axis
+        x, axis = g.input.x, g.input.axis
         xp = array_namespace(x)
         dtype = arithmetic_dtype(xp, x.dtype)
         centre, remainder = _round(g.batch.mean, dtype)
         dy = xp.astype(g.dy, dtype, copy=False)
         d = xp.astype(x, dtype, copy=False) - self.per_channel(centre, x, axis, dtype)
         sum_dy, sum_dy_d = self.sum(dy, x, axis), self.sum(dy * d, x, axis)
-        return sum_dy, (sum_dy_d - remainder * sum_dy) * _invstd(g.batch.var, g.eps)
+        return sum_dy, (sum_dy_d - remainder * sum_dy) * _invstd(g.batch.var, g.input.eps)
 
     def input_gradient(self, g: Gradient, sums: Sequence[Array], /) -> Array:
         """`weight * invstd * (dy - element_weight * (sum_dy + xhat * sum_dy_xhat))`, like `x`.
 
         Here `invstd = 1 / sqrt(var + eps)` and `xhat = (x - mean) * invstd`.
         """
-        x, axis, (mean, var, _, element_weight) = g.x, g.axis, g.batch
+        x, axis = g.input.x, g.input.axis
         sum_dy, sum_dy_xhat = sums
         xp = array_namespace(x)
         dtype = arithmetic_dtype(xp, x.dtype)
-        centre, remainder = _round(mean, dtype)
-        invstd = _invstd(var, g.eps)
-        dy_scale = _times(invstd, g.weight)
-        pull = -dy_scale * element_weight
+        centre, remainder = _round(g.batch.mean, dtype)
+        invstd = _invstd(g.batch.var, g.input.eps)
+        dy_scale = _times(invstd, g.input.weight)
+        pull = -dy_scale * g.batch.element_weight
         x_scale = pull * invstd * sum_dy_xhat
         shift = pull * sum_dy - remainder * x_scale
         d = xp.astype(x, dtype, copy=False) - self.per_channel(centre, x, axis, dtype)

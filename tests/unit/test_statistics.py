@@ -12,19 +12,15 @@ from multibn.communicators import SingleProcess
 from multibn.engine import statistics, step
 from multibn.engine.masks import WEIGHTINGS
 from multibn.engine.statistics import (
-    GradientSums,
     aggregate,
-    aggregate_sums,
-    backward_sums,
     batch_statistics,
     empty_moments,
-    input_gradient,
     local_moments,
     merge_moments,
     normalize,
     refuse,
 )
-from multibn.kernels import Input
+from multibn.kernels import Gradient, Input
 from tests.helpers import reference
 from tests.helpers.ranks import CountingCommunicator, ThreadCommunicator, run_ranks
 from tests.helpers.reference import relative_error
@@ -65,20 +61,26 @@ def test_forward_and_backward(
     weight, bias = (rng.normal(size=C).astype(dtype) for _ in range(2))
     expected = reference.batch_norm(xs, dys, weight, bias, eps=EPS, weighting=weighting)
 
-    def step(communicator: ThreadCommunicator) -> Any:
+    def both_ways(communicator: ThreadCommunicator) -> Any:
+        dx: Any
         counting = CountingCommunicator(communicator)
         x, dy, w, b = (
             xp.asarray(a) for a in (xs[communicator.rank], dys[communicator.rank], weight, bias)
         )
-        batch = aggregate(local_moments(x), counting, weighting=weighting)
-        y = normalize(x, batch, weight=w, bias=b, eps=EPS)
-        sums = aggregate_sums(backward_sums(dy, x, batch, eps=EPS), counting)
-        dx = input_gradient(dy, x, batch, sums, weight=w, eps=EPS)
-        assert counting.take() == [2 * C + 2, 2 * C]
+        i = Input(x, w, b, EPS, (0, 2))
+        ((y, batch),) = step.forward([i], counting, weighting=weighting)
+        again = aggregate(local_moments(x), counting, weighting=weighting)
+        for one, other in zip(batch, again, strict=True):
+            np.testing.assert_allclose(as_numpy(one), as_numpy(other), rtol=1e-12)
+        assert relative_error(as_numpy(normalize(x, again, weight=w, bias=b, eps=EPS)), y) < bound
+        gradient = Gradient(dy, i, batch)
+        ((dx, _, *parameters),) = step.backward([gradient], counting, means=True)
+        assert counting.take() == [2 * C + 2, 2 * C + 2, 2 * C]
         assert x.dtype == y.dtype == dx.dtype
-        return [as_numpy(a) for a in (y, dx, sums.sum_dy_xhat, sums.sum_dy, *batch[:3])]
+        return [as_numpy(a) for a in (y, dx, *parameters, *batch[:3])]
 
-    for rank, (y, dx, dweight, dbias, mean, var, count) in enumerate(run_ranks(size, step)):
+    for rank, (y, dx, dweight, dbias, mean, var, count) in enumerate(run_ranks(size, both_ways)):
+        dweight, dbias = size * dweight, size * dbias
         assert relative_error(y, expected.y[rank]) < bound
         assert relative_error(dx, expected.dx[rank]) < bound
         assert relative_error(dweight, expected.dweight) < bound
@@ -164,16 +166,16 @@ def test_each_weighting_is_a_word_of_the_signatures_and_of_the_documents() -> No
 
 
 def test_all_ranks_empty(xp: Any) -> None:
-    def step(communicator: ThreadCommunicator) -> Any:
-        x = xp.zeros((0, C, 4))
-        batch = batch_statistics(x, communicator)
-        y = normalize(x, batch, eps=EPS)
-        sums = aggregate_sums(backward_sums(x, x, batch, eps=EPS), communicator)
-        dx = input_gradient(x, x, batch, sums, eps=EPS)
+    def both_ways(communicator: ThreadCommunicator) -> Any:
+        dx: Any
+        x, ones = xp.zeros((0, C, 4)), xp.ones(C)
+        i = Input(x, ones, ones, EPS, (0, 2))
+        ((y, batch),) = step.forward([i], communicator, weighting="element")
+        ((dx, _, *gradients),) = step.backward([Gradient(x, i, batch)], communicator)
         assert y.shape == dx.shape == x.shape
-        return [as_numpy(a) for a in (*batch, *sums)]
+        return [as_numpy(a) for a in (*batch, *gradients)]
 
-    for arrays in run_ranks(3, step):
+    for arrays in run_ranks(3, both_ways):
         assert all((a == 0).all() for a in arrays)
 
 
@@ -237,8 +239,6 @@ def test_axes_that_the_input_lacks(axis: Any) -> None:
     calls: list[Callable[[], object]] = [
         lambda: local_moments(x, axis=axis),
         lambda: normalize(x, batch, eps=EPS, axis=axis),
-        lambda: backward_sums(x, x, batch, eps=EPS, axis=axis),
-        lambda: input_gradient(x, x, batch, GradientSums(*batch[:2]), eps=EPS, axis=axis),
     ]
     for call in calls:
         with pytest.raises(ValueError, match=r"`axis` must be a tuple of .* got .* shape \(2, 3\)"):

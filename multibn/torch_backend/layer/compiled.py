@@ -23,7 +23,7 @@ from multibn.engine import masks
 from multibn.engine.population import Pool
 from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Gradient, Input
-from multibn.kernels import generic
+from multibn.kernels import Running, generic
 from multibn.kernels.generic_passes import num_elements
 from multibn.torch_backend.layer import differentiable, functional, operators
 from multibn.torch_backend.layer.compiled_passes import CompiledPasses
@@ -165,7 +165,8 @@ class _SyncBatchNorm(torch.autograd.Function):
         x, weight, bias, mask, y, *batch = ctx.saved_tensors
         dy, *_ = grad_outputs
         eps, axis, relu = ctx.options
-        g = Gradient(dy, x, weight, bias, BatchStatistics(*batch), eps, axis, relu, y, mask)
+        i = Input(x, weight, bias, eps, axis, relu=relu, mask=mask)
+        g = Gradient(dy, i, BatchStatistics(*batch), y)
         dx = dresidual = None
         here = CheckpointPolicy.PREFER_RECOMPUTE
         _compare_here()
@@ -234,6 +235,6 @@ def _move(
     local_count: int | None,
     local_tensor: Tensor | None,
 ) -> None:
-    # An operator has no Literals.
-    running: Any = running_mean, running_var, momentum, convention, num_batches
+    kind: Any = convention  # an operator has no Literals
+    running = Running(running_mean, running_var, momentum, kind, num_batches)
     generic.move(running, mean, var, count, local_tensor if local_count is None else local_count)

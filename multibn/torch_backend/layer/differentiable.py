@@ -76,7 +76,7 @@ def normalize_all(
     Collective, and so is each derivative.
     """
     pure = [i._replace(running=None) for i in inputs]
-    sharing = _Differentiable(communicator, phase, step.announced(inputs))
+    sharing = _Differentiable(communicator, phase, step.announced([i.x for i in inputs]))
     with without_autocast(inputs[0].x):
         results = step.share(pure, sharing, weighting=weighting, select=lambda x: generic)
     return [y for y, _ in results], [batch for _, batch in results]
