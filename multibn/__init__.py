@@ -15,13 +15,9 @@ from multibn.engine.population import update_running as update_running
 from multibn.engine.recompute import recording as recording
 from multibn.engine.recompute import replaying as replaying
 from multibn.engine.statistics import BatchStatistics as BatchStatistics
-from multibn.engine.statistics import GradientSums as GradientSums
 from multibn.engine.statistics import Moments as Moments
 from multibn.engine.statistics import aggregate as aggregate
-from multibn.engine.statistics import aggregate_sums as aggregate_sums
-from multibn.engine.statistics import backward_sums as backward_sums
 from multibn.engine.statistics import batch_statistics as batch_statistics
-from multibn.engine.statistics import input_gradient as input_gradient
 from multibn.engine.statistics import local_moments as local_moments
 from multibn.engine.statistics import merge_moments as merge_moments
 from multibn.engine.statistics import normalize as normalize

@@ -24,10 +24,11 @@ def gradients(node: Any, y: Array | None, *variables: Variable) -> tuple[Variabl
     output, if the pass ended in a ReLU.
     """
     *retained, dy = variables
+    mask = node.input.mask
     dy = dy if y is None else _where(y > 0, dy)
-    dresidual = masked(dy, node.mask)
+    dresidual = masked(dy, mask)
     x, gamma, beta = node.arguments(retained)
-    axis, size = node.axis, node.communicator.size
+    axis, size = node.input.axis, node.communicator.size
     channels = statistics.channels(x.shape, axis)
     broadcastable = tuple(1 if i in axis else n for i, n in enumerate(x.shape))
 
@@ -41,13 +42,13 @@ def gradients(node: Any, y: Array | None, *variables: Variable) -> tuple[Variabl
 
     e = float(node.batch.element_weight)
     # Minus the mean, as a constant: otherwise the variance would lose digits to cancellation.
-    d = masked(F.cast(x, np.float64) - per_channel(node.batch.mean), node.mask)
+    d = masked(F.cast(x, np.float64) - per_channel(node.batch.mean), mask)
     dy = F.cast(dresidual, np.float64)
     mean, meansqr = sums(e * d, e * d * d)
-    invstd = (meansqr - mean * mean + node.eps) ** -0.5
-    xhat = masked((d - per_channel(mean)) * per_channel(invstd), node.mask)
+    invstd = (meansqr - mean * mean + node.input.eps) ** -0.5
+    xhat = masked((d - per_channel(mean)) * per_channel(invstd), mask)
     sum_dy, sum_dy_xhat = sums(dy, dy * xhat)
-    dx = masked(dy - e * (per_channel(sum_dy) + xhat * per_channel(sum_dy_xhat)), node.mask)
+    dx = masked(dy - e * (per_channel(sum_dy) + xhat * per_channel(sum_dy_xhat)), mask)
     scale = invstd
     parameters = []
     if node.has_gamma:

@@ -244,21 +244,21 @@ class BatchNormalization(FunctionNode):
         super().__init__()
         self.communicator, self._weighting = communicator, weighting
         # Not `i` itself: of the arrays, Chainer keeps those that the backward pass needs.
-        _, gamma, beta, self.eps, self.axis, residual, self.relu, self._running, self.mask = i
-        self.has_gamma, self.has_beta = gamma is not None, beta is not None
-        self.has_residual = residual is not None
+        self.input = i._replace(x=None, weight=None, bias=None, residual=None)
+        self.has_gamma, self.has_beta = i.weight is not None, i.bias is not None
+        self.has_residual = i.residual is not None
 
     def forward(self, inputs: tuple[Array, ...]) -> tuple[Array]:
         self.retain_inputs(tuple(range(len(inputs) - self.has_residual)))
-        if self.relu:
+        if self.input.relu:
             self.retain_outputs((0,))
         x, gamma, beta = self.arguments(inputs)
         residual = inputs[-1] if self.has_residual else None
-        own = self.eps, self.axis, residual, self.relu, self._running, self.mask
-        i = Input(x, gamma, beta, *own)
+        i = self.input._replace(x=x, weight=gamma, bias=beta, residual=residual)
         sharing = during(self.communicator, "forward", x.dtype)
         ((y, self.batch),) = step.forward([i], sharing, weighting=self._weighting)
-        del self._running  # the graph need not keep them
+        # The graph need not keep running statistics.
+        self.input = self.input._replace(running=None)
         return (y,)
 
     def arguments(self, inputs: Sequence[Any]) -> tuple[Any, Any, Any]:
@@ -270,7 +270,7 @@ class BatchNormalization(FunctionNode):
         self, indexes: tuple[int, ...], grad_outputs: tuple[Variable]
     ) -> tuple[Variable, ...]:
         inputs = (*self.get_retained_inputs(), *grad_outputs)
-        y = chainer.as_array(self.get_retained_outputs()[0]) if self.relu else None
+        y = chainer.as_array(self.get_retained_outputs()[0]) if self.input.relu else None
         if chainer.config.enable_backprop:  # enable_double_backprop=True
             return _differentiable.gradients(self, y, *inputs)
         gradients = _gradients(self, y, *map(chainer.as_array, inputs))
@@ -280,13 +280,13 @@ class BatchNormalization(FunctionNode):
 def _gradients(node: BatchNormalization, y: Array | None, *arrays: Array) -> list[Array]:
     """Gradients of x, gamma, beta and the residual, but for what the node lacks."""
     *retained, dy = arrays
-    arguments = node.arguments(retained)
     if chainer.is_debug():
-        counted = generic.masked(dy, node.mask)
+        counted = generic.masked(dy, node.input.mask)
         raise_for_nan_gradients(node.communicator, bool((counted != counted).any()))
     y = y if node.has_residual else None  # without a residual, `x` has the signs
-    about: Any = node.batch, node.eps, node.axis, node.relu, y, node.mask
-    g = Gradient(dy, *arguments, *about)
+    x, gamma, beta = node.arguments(retained)
+    i = node.input._replace(x=x, weight=gamma, bias=beta)
+    g = Gradient(dy, i, node.batch, y)
     ((dx, dresidual, *parameters),) = step.backward([g], node.communicator, means=True)
     if node.has_residual and dresidual is None:
         dresidual = generic.residual_gradient(g)

@@ -3,6 +3,7 @@
 A mask of the engine has the shape of the activation but for the channel axes, which have size 1.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from array_api_compat import is_array_api_obj, is_torch_array, to_device
@@ -56,34 +57,43 @@ def checked(x: Array, mask: Any, lengths: Any, /, *, axis: tuple[int, ...]) -> A
     return xp.permute_dims(dense, sorted(range(x.ndim), key=order.__getitem__))
 
 
-def share(i: Input, count: float, weighting: Weighting, /) -> tuple[float | Array, float | Array]:
+#: What a rank counts for, from its elements per channel and its samples: numbers, or float64 arrays
+#: of shape `()` where a mask is on a GPU. A weighting is an entry here and a word of
+#: `_typing.Weighting`. A rank without an element counts for 0 in each.
+WEIGHTINGS: dict[str, Callable[[Any, Any], Any]] = {
+    "element": lambda count, samples: count,
+    "sample": lambda count, samples: samples,
+    "rank": lambda count, samples: 1.0,
+}
+
+
+def weigh(i: Input, count: float, weighting: Weighting, /) -> tuple[float | Array, float | Array]:
     """The weight of this rank, and its elements per channel, which are `count` without a mask.
 
-    Numbers, or arrays of a mask on a GPU. A sample that no element counts of is no sample.
+    Numbers, or arrays of a mask on a GPU. A sample without an element that counts is no sample.
     """
+    samples: Any = i.x.shape[i.axis[0]]
     if i.mask is None:
-        return rank_weight(count, i.x.shape[i.axis[0]], weighting), count
-    check_choice("weighting", weighting, Weighting)
+        return rank_weight(count, samples, weighting), count
     xp = array_namespace(i.mask)
-    weight = counted = xp.count_nonzero(i.mask)
-    if weighting == "sample":
+    counted = xp.count_nonzero(i.mask)
+    if weighting != "element":  # the only weighting known not to read the samples, and the default
         others = tuple(k for k in range(i.mask.ndim) if k != i.axis[0])
-        weight = xp.count_nonzero(xp.any(i.mask, axis=others))
-    elif weighting == "rank":
-        weight = counted > 0
+        samples = xp.count_nonzero(xp.any(i.mask, axis=others))
+    numbers: Any = generic.as_wide
     if is_on_host(i.mask) and not is_abstract(i.mask):
-        return float(weight), float(counted)
-    return generic.as_wide(weight), generic.as_wide(counted)
+        numbers = float
+    counted, samples = (numbers(n) if hasattr(n, "dtype") else n for n in (counted, samples))
+    return rank_weight(counted, samples, weighting), counted
 
 
-def rank_weight(count: float, num_samples: float, weighting: Weighting) -> float:
-    """The weight of a rank with so many elements per channel, and so many samples."""
-    if weighting == "element":
-        return count
+def rank_weight(count: Any, num_samples: Any, weighting: Weighting, /) -> Any:
+    """The weight of a rank with these elements per channel and samples; 0 without an element."""
     check_choice("weighting", weighting, Weighting)
-    if count == 0:
-        return 0.0
-    return num_samples if weighting == "sample" else 1.0
+    weight = WEIGHTINGS[weighting](count, num_samples)
+    if hasattr(count, "dtype"):
+        return generic.as_wide(count > 0) * weight
+    return weight if count else 0.0
 
 
 def _mask_of(lengths: Array, elements: tuple[int, ...], x: Array) -> Array:

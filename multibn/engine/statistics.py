@@ -29,7 +29,7 @@ from multibn._typing import Array, Weighting
 from multibn.communicators import Communicator, conversation
 from multibn.engine import masks
 from multibn.kernels import BatchStatistics as BatchStatistics
-from multibn.kernels import Gradient, Input, generic
+from multibn.kernels import Input, generic
 from multibn.kernels.layout import channels as channels
 from multibn.kernels.layout import sizes as sizes
 
@@ -59,25 +59,6 @@ class Moments(NamedTuple):
     meansqr: Array
     count: float  # type: ignore[assignment]  # a tuple's method, which nobody calls
     num_samples: float
-
-
-class GradientSums(NamedTuple):
-    """Sums over elements of `dy` and of `dy * xhat`, shape `(C,)`, float64.
-
-    As they come from `backward_sums` they are local, and the gradients of bias and weight: `sum_dy`
-    of bias, `sum_dy_xhat` of weight.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from multibn import GradientSums
-    >>> parts = [GradientSums(np.asarray([n]), np.asarray([2 * n])) for n in (1.0, 2.0)]
-    >>> print(GradientSums(*map(sum, zip(*parts))).sum_dy_xhat)  # of two parts of a batch
-    [6.]
-    """
-
-    sum_dy: Array
-    sum_dy_xhat: Array
 
 
 class OneValueError(ValueError):
@@ -122,7 +103,7 @@ def local_moments(
     axis = _checked_axes(x, axis)
     shape, count, *_ = sizes(x.shape, axis)
     i = Input(x, None, None, 0.0, axis, mask=mask)
-    _, count = masks.share(i, count, "element")
+    _, count = masks.weigh(i, count, "element")
     payload = kernels.select(x).begin_forward(i, 1.0, count)
     mean, meansqr = generic.split_sums(payload, shape)
     return Moments(mean, meansqr, count, float(x.shape[axis[0]]))
@@ -320,110 +301,6 @@ def normalize(
     axis = _checked_axes(x, axis)
     i = Input(x, weight, bias, eps, axis, residual, relu)
     return kernels.select(*i, *batch).normalize(i, batch)
-
-
-def backward_sums(
-    dy: Array,
-    x: Array,
-    batch: BatchStatistics,
-    /,
-    *,
-    eps: float,
-    axis: tuple[int, ...] | None = None,
-) -> GradientSums:
-    """This rank's sums of `dy` and `dy * xhat`. Not collective.
-
-    Parameters
-    ----------
-    dy
-        Gradient of the output, of the shape of `x`.
-    x
-        The input of the forward pass.
-    batch
-        Statistics of the forward pass.
-    eps
-        Added to the variance.
-    axis
-        As in `local_moments`.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from multibn import SingleProcess, backward_sums, batch_statistics
-    >>> x, dy = np.asarray([[1.0], [3.0]]), np.asarray([[1.0], [2.0]])
-    >>> batch = batch_statistics(x, SingleProcess())
-    >>> dbias, dweight = backward_sums(dy, x, batch, eps=1e-12)
-    >>> print(dbias, dweight)
-    [3.] [1.]
-    """
-    axis = _checked_axes(x, axis)
-    g = Gradient(dy, x, None, None, batch, eps, axis)
-    payload, *_ = kernels.select(x, dy, *batch).begin_backward(g)
-    return GradientSums(*generic.split_sums(payload, batch.mean.shape))
-
-
-def aggregate_sums(sums: GradientSums, communicator: Communicator, /) -> GradientSums:
-    """Sums over all ranks. Collective: one allreduce of 2C float64 numbers.
-
-    Parameters
-    ----------
-    sums
-        This rank's, from `backward_sums`.
-    communicator
-        The ranks that share statistics.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from multibn import GradientSums, SingleProcess, aggregate_sums
-    >>> local = GradientSums(np.asarray([3.0]), np.asarray([1.0]))
-    >>> print(aggregate_sums(local, SingleProcess()).sum_dy)  # two such ranks: 6
-    [3.]
-    """
-    summed = communicator.allreduce(message.concat(sums))
-    return GradientSums(*generic.split_sums(summed, sums.sum_dy.shape))
-
-
-def input_gradient(
-    dy: Array,
-    x: Array,
-    batch: BatchStatistics,
-    sums: GradientSums,
-    /,
-    *,
-    weight: Array | None = None,
-    eps: float,
-    axis: tuple[int, ...] | None = None,
-) -> Array:
-    """Gradient with respect to `x`, in its dtype, from the sums over all ranks. Not collective.
-
-    Parameters
-    ----------
-    dy, x, batch, eps
-        As in `backward_sums`.
-    sums
-        The sums over all ranks, from `aggregate_sums`.
-    weight
-        Of shape `(C,)`; None stands for ones.
-    axis
-        As in `local_moments`.
-
-    Examples
-    --------
-    The sum of a normalized batch does not depend on the batch:
-
-    >>> import numpy as np
-    >>> from multibn import SingleProcess, backward_sums, batch_statistics, input_gradient
-    >>> x, dy = np.asarray([[1.0], [3.0]]), np.ones((2, 1))
-    >>> batch = batch_statistics(x, SingleProcess())
-    >>> sums = backward_sums(dy, x, batch, eps=1e-5)
-    >>> print(np.abs(input_gradient(dy, x, batch, sums, eps=1e-5)).max())
-    0.0
-    """
-    axis = _checked_axes(x, axis)
-    g = Gradient(dy, x, weight, None, batch, eps, axis)
-    dx, _ = kernels.select(x, dy, weight, *batch, *sums).finish_backward(g, message.concat(sums))
-    return dx
 
 
 def not_floating(x: Array) -> TypeError:

@@ -61,15 +61,16 @@ def share(
 ) -> list[tuple[Any, BatchStatistics]]:
     """As `forward`, and of no concern to `recompute`."""
     shares: list[tuple[Any, Input, Any, Any]] = []
-    lengths = []
+    xs, lengths = [], []
     for i in inputs:
         _, count, length, _ = statistics.sizes(i.x.shape, i.axis)
         weight: Any = count
         if i.mask is not None or weighting != "element":
-            weight, count = masks.share(i, count, weighting)
+            weight, count = masks.weigh(i, count, weighting)
         shares.append((select(i.x), i, weight, count))
+        xs.append(i.x)
         lengths.append(length)
-    communicator, memory, outs = _open(communicator, "forward", inputs, lengths)
+    communicator, memory, outs = _open(communicator, "forward", xs, lengths)
     payloads = []
     for n, (k, i, weight, count) in enumerate(shares):
         payloads.append(k.begin_forward(i, weight, count, out=outs[n]))
@@ -129,21 +130,20 @@ def backward(
     every `x` must need a gradient.
     """
     results: list[Any] = [None] * len(gradients)
-    sharing = []
-    about = []
-    lengths = []
+    sharing, about, xs, lengths = [], [], [], []
     for n, g in enumerate(gradients):
-        k = select(g.x)
+        k = select(g.input.x)
         if g.needs_dx:
             sharing.append((n, k))
             about.append(g)
-            lengths.append(statistics.sizes(g.x.shape, g.axis)[3])
+            xs.append(g.input.x)
+            lengths.append(statistics.sizes(g.input.x.shape, g.input.axis)[3])
         else:
             _, dweight, dbias, *_ = k.begin_backward(g)
             results[n] = None, None, dweight, dbias
     if not sharing:
         return results
-    communicator, memory, outs = _open(communicator, "backward", about, lengths)
+    communicator, memory, outs = _open(communicator, "backward", xs, lengths)
     payloads = []
     for place, (n, k) in enumerate(sharing):
         payload, *results[n] = k.begin_backward(about[place], out=outs[place])
@@ -159,26 +159,26 @@ def backward(
     return results
 
 
-def announced(inputs: Sequence[Input | Gradient], /) -> Any:
+def announced(xs: Sequence[Array], /) -> Any:
     """The dtype that a message about some inputs announces: one dtype, or the names of several."""
-    if len(inputs) == 1:
-        return inputs[0].x.dtype
-    return ", ".join(str(i.x.dtype).rpartition(".")[2] for i in inputs)
+    if len(xs) == 1:
+        return xs[0].dtype
+    return ", ".join(str(x.dtype).rpartition(".")[2] for x in xs)
 
 
 def _open(
     communicator: Communicator,
     phase: str,
-    inputs: Sequence[Input | Gradient],
+    xs: Sequence[Array],
     lengths: Sequence[int],
 ) -> tuple[Communicator, Array | None, Sequence[Any]]:
-    """The communicator of a message about `inputs`, and memory: of all payloads, and of each.
+    """The communicator of a message about inputs `xs`; memory of all payloads, and of each.
 
     On a GPU of torch's, the memory is a `Message`.
     """
-    x = inputs[0].x
+    x = xs[0]
     if type(communicator) is Conversation:
-        dtype = x.dtype if len(inputs) == 1 else announced(inputs)
+        dtype = x.dtype if len(xs) == 1 else announced(xs)
         known = communicator.phases.get((phase, dtype))
         communicator = communicator.during(phase, dtype) if known is None else known
     memory: Any = None
@@ -186,7 +186,7 @@ def _open(
         if type(x) is np.ndarray or getattr(x, "is_cpu", False):
             memory = communicator.buffer(sum(lengths))
         elif getattr(x, "is_cuda", False) and (
-            len(inputs) == 1 or all(i.x.device == x.device for i in inputs)
+            len(xs) == 1 or all(other.device == x.device for other in xs)
         ):
             memory = communicator.message(sum(lengths), x)
     if memory is None or len(lengths) == 1:

@@ -1,5 +1,6 @@
 """The arguments and results of the verbs, the same in all kernels files."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from multibn._typing import Array, RunningVar
@@ -97,32 +98,41 @@ class Input(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """The gradient of one output, and the values that made the output, as `Input` names them.
+    """The gradient of one output, and what made the output.
 
     Attributes
     ----------
     dy
-        The gradient, of the shape of `x`. With `relu`, taken for 0 where the output was not
-        positive.
+        The gradient, of the shape of `x`. With ReLU, taken for 0 where the output was not positive.
+    input
+        From the forward pass; its residual and its running statistics are not read.
     batch
         From the forward pass.
     y
         The output, if there was a residual before the ReLU. Without a residual the output's sign is
         computed from `x`, by exactly the arithmetic of the forward pass.
-    mask
-        The gradients are 0 where the mask is False.
     needs_dx
         Whether the gradient of `x` is asked for.
     """
 
     dy: Array
-    x: Array
-    weight: Array | None
-    bias: Array | None
+    input: Input
     batch: BatchStatistics
-    eps: float
-    axis: tuple[int, ...]
-    relu: bool = False
     y: Array | None = None
-    mask: Array | None = None
     needs_dx: bool = True
+
+
+def asks_more(kind: Any, /, *known: str) -> Callable[[Any], bool]:
+    """A function: whether a named tuple of this kind has more to say than its fields `known` do.
+
+    Every other field has a default, which stands for nothing to be done.
+    """
+    missing = set(known).difference(kind._fields)
+    if missing:
+        raise TypeError(f"{kind.__name__} must have the fields {sorted(missing)}: got none.")
+    others = [
+        (place, kind._field_defaults.get(name))
+        for place, name in enumerate(kind._fields)
+        if name not in known
+    ]
+    return lambda a: any(a[place] is not usual for place, usual in others)

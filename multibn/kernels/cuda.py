@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from multibn.kernels import generic
-from multibn.kernels.arguments import RIGHT, BatchStatistics, Gradient, Input
+from multibn.kernels.arguments import RIGHT, BatchStatistics, Gradient, Input, asks_more
 from multibn.kernels.layout import channels, sizes_in_memory
 from multibn.kernels.triton import launch as cuda_steps
 from multibn.kernels.triton import passes
@@ -45,8 +45,7 @@ _PARTIALS = 0.1  # of the traffic of a pass may be sums of splits, which are wri
 
 def begin_forward(i: Input, rank_weight: Any, count: Any, /, *, out: Message | None = None) -> Any:
     """As `generic.begin_forward`; two launches."""
-    x = i.x
-    plan = _plan_of(x.shape, x.stride(), x.dtype, i.axis, x.device, i.mask is not None)
+    x, plan = i.x, _plan(i)
     if plan is None:
         return generic.begin_forward(i, rank_weight, count, out=out)
     programs, sizes, splits, constants, known = plan.sums
@@ -61,13 +60,12 @@ def finish_forward(
     i: Input, summed: Tensor, rank_weight: Any, count: Any, /
 ) -> tuple[Tensor, BatchStatistics, int]:
     """As `generic.finish_forward`; two launches."""
-    x, weight, bias, eps, axis, residual, _, running, mask = i
-    plan = _plan_of(x.shape, x.stride(), x.dtype, axis, x.device, mask is not None)
+    plan, parameters, running = _plan(i), (i.weight, i.bias), i.running
     if (
         plan is None
-        or (residual is not None and residual.dtype != x.dtype)
+        or not _fits(i.residual, i.x)
         or not fit(plan.device, plan.payload, (summed,))
-        or not fit(plan.device, plan.shape, (), (weight, bias))
+        or not fit(plan.device, plan.shape, (), parameters)
     ):
         return generic.finish_forward(i, summed, rank_weight, count)
     is_many = isinstance(count, float) and count > 1.0
@@ -76,7 +74,7 @@ def finish_forward(
     if moved is not None and not movable(moved, summed, plan.channels, count):
         moved = None
     numbers, coefficients = cuda_steps.finish_forward(
-        summed, plan.shape, eps, plan.dtype, moved, weight, bias, rank_weight, count
+        summed, plan.shape, i.eps, plan.dtype, moved, *parameters, rank_weight, count
     )
     batch = BatchStatistics(*numbers)
     y = _normalize(plan, i, coefficients)
@@ -90,21 +88,20 @@ def begin_backward(g: Gradient, /, *, out: Message | None = None) -> tuple[Any, 
 
     Also returns what `finish_backward` goes on from.
     """
-    dy, x, weight, bias, (mean, var, _, _), eps, axis, relu, y, mask, _ = g
-    plan = _plan_of(x.shape, x.stride(), x.dtype, axis, x.device, mask is not None)
-    statistics = mean, var, weight, bias
-    if plan is None or not fit(plan.device, plan.shape, (mean, var), (weight, bias)):
+    i, plan = g.input, _plan_backward(g)
+    if plan is None:
         return generic.begin_backward(g, out=out)
+    statistics = g.batch.mean, g.batch.var, i.weight, i.bias
     programs, sizes, splits, constants, known = plan.sums
     coefficients = None
-    if relu and y is None:
-        coefficients = cuda_steps.coefficients_of(*statistics, eps, plan.dtype)
-    partials = x.new_empty((2, splits, plan.channels), dtype=plan.dtype)
-    inputs, key = _inputs(dy, x, y if relu else None, mask)
-    arguments = *inputs, mean, coefficients, partials, *sizes
+    if i.relu and g.y is None:
+        coefficients = cuda_steps.coefficients_of(*statistics, i.eps, plan.dtype)
+    partials = i.x.new_empty((2, splits, plan.channels), dtype=plan.dtype)
+    inputs, key = _inputs(g)
+    arguments = *inputs, g.batch.mean, coefficients, partials, *sizes
     own_key = key and (*key, "sums", coefficients is None)
     launch(passes.backward_sums, programs, arguments, constants, own_key, known)
-    *results, coefficients = cuda_steps.merge_sums(partials, out, statistics, eps)
+    *results, coefficients = cuda_steps.merge_sums(partials, out, statistics, i.eps)
     return *results, (plan, inputs, key, coefficients)
 
 
@@ -112,38 +109,38 @@ def finish_backward(
     g: Gradient, summed: Tensor, begun: Any = None, /
 ) -> tuple[Tensor, Tensor | None]:
     """As `generic.finish_backward`; one launch, two without what `begin_backward` returned last."""
-    dy, x, weight, bias, (mean, var, _, element_weight), eps, axis, relu, y, mask, _ = g
-    factor = number(element_weight, x)
+    i, (mean, var), x = g.input, g.batch[:2], g.input.x
+    factor = number(g.batch.element_weight, x)
     fits = factor is not None and fit(x.device, (2 * mean.numel(),), (summed,))
     if fits and begun is None:
-        plan = _plan_of(x.shape, x.stride(), x.dtype, axis, x.device, mask is not None)
-        if plan is not None and fit(plan.device, plan.shape, (mean, var), (weight, bias)):
-            coefficients = cuda_steps.coefficients_of(mean, var, weight, bias, eps, plan.dtype)
-            begun = plan, *_inputs(dy, x, y if relu else None, mask), coefficients
+        plan = _plan_backward(g)
+        if plan is not None:
+            about = mean, var, i.weight, i.bias, i.eps, plan.dtype
+            begun = plan, *_inputs(g), cuda_steps.coefficients_of(*about)
     if not fits or begun is None:
         return generic.finish_backward(g, summed)
     plan, inputs, key, coefficients = begun
-    programs, sizes, _, constants, known = plan.elementwise[relu]
+    programs, sizes, _, constants, known = plan.elementwise[i.relu]
     dx = torch.empty_like(x)
-    dresidual = None if y is None else torch.empty_like(x)
+    dresidual = None if g.y is None else torch.empty_like(x)
     arguments = *inputs, coefficients, dx, dresidual, summed, factor, *sizes
     # Triton passes a number in 32 or 64 bits, as the number needs.
-    key = key and (*key, "gradient", y is None) if isinstance(factor, Tensor) else None
+    key = key and (*key, "gradient", g.y is None) if isinstance(factor, Tensor) else None
     launch(passes.input_gradient, programs, arguments, constants, key, known)
     return dx, dresidual
 
 
 def normalize(i: Input, batch: BatchStatistics, /) -> Tensor:
     """As `generic.normalize`; two launches. The output is rounded once, to the dtype of `x`."""
-    x, mean, var, parameters = i.x, batch.mean, batch.var, (i.weight, i.bias)
-    plan = _plan_of(x.shape, x.stride(), x.dtype, i.axis, x.device, i.mask is not None)
+    plan, about = _plan(i), (batch.mean, batch.var)
+    parameters = i.weight, i.bias
     if (
         plan is None
-        or not fit(plan.device, plan.shape, (mean, var), parameters)
-        or (i.residual is not None and i.residual.dtype != x.dtype)
+        or not fit(plan.device, plan.shape, about, parameters)
+        or not _fits(i.residual, i.x)
     ):
         return generic.normalize(i, batch)
-    coefficients = cuda_steps.coefficients_of(mean, var, *parameters, i.eps, plan.dtype)
+    coefficients = cuda_steps.coefficients_of(*about, *parameters, i.eps, plan.dtype)
     return _normalize(plan, i, coefficients)
 
 
@@ -165,8 +162,9 @@ def _bytes(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.contiguous().view(torch.uint8)
 
 
-def _inputs(dy: Tensor, x: Tensor, y: Tensor | None, mask: Tensor | None) -> tuple[Any, Any]:
+def _inputs(g: Gradient) -> tuple[Any, Any]:
     """The arrays that a backward pass reads, laid out as `x`, and their part of a launch's key."""
+    dy, x, y = g.dy, g.input.x, g.y if g.input.relu else None
     if dy.stride() != x.stride():
         dy = _laid_out_as(x, dy)
     place, dtype = x.data_ptr() | dy.data_ptr(), None
@@ -174,7 +172,11 @@ def _inputs(dy: Tensor, x: Tensor, y: Tensor | None, mask: Tensor | None) -> tup
         y = _laid_out_as(x, y)
         place, dtype = place | y.data_ptr(), y.dtype
     key = (dy.dtype, dtype) if place % 16 == 0 else None
-    return (dy, x, y, _bytes(mask)), key
+    return (dy, x, y, _bytes(g.input.mask)), key
+
+
+def _fits(residual: Tensor | None, x: Tensor) -> bool:
+    return residual is None or residual.dtype == x.dtype
 
 
 class _Tiling(NamedTuple):
@@ -197,6 +199,28 @@ class _Plan(NamedTuple):
     device: torch.device
     sums: _Tiling
     elementwise: tuple[_Tiling, _Tiling]  # without and with a ReLU
+
+
+# Fields that these kernels do not know go to `generic` where they have another value than usual.
+_asks_more = asks_more(
+    Input, "x", "weight", "bias", "eps", "axis", "residual", "relu", "running", "mask"
+)
+_gradient_asks_more = asks_more(Gradient, "dy", "input", "batch", "y", "needs_dx")
+
+
+def _plan(i: Input) -> "_Plan | None":
+    """The plan of a pass; None if the kernels cannot take the pass."""
+    x = i.x
+    if _asks_more(i):
+        return None
+    return _plan_of(x.shape, x.stride(), x.dtype, i.axis, x.device, i.mask is not None)
+
+
+def _plan_backward(g: Gradient) -> "_Plan | None":
+    """As `_plan`, backward."""
+    i, plan = g.input, None if _gradient_asks_more(g) else _plan(g.input)
+    fits = plan is not None and fit(plan.device, plan.shape, g.batch[:2], (i.weight, i.bias))
+    return plan if fits else None
 
 
 @lru_cache(maxsize=1024)

@@ -123,17 +123,18 @@ def finish_backward(g: Gradient, summed: Array, /) -> tuple[Array, Array | None]
     """
     before = _before_relu(g)
     dx = generic_passes.input_gradient(before, sums_for(g, summed))
-    return masked(dx, g.mask), None if g.y is None else before.dy
+    return masked(dx, g.input.mask), None if g.y is None else before.dy
 
 
 def finish_gradient(g: Gradient, coefficients: Any, /) -> Array:
     """The gradient of `x` by those of `generic_passes.gradient_coefficients`; no ReLU came last."""
-    return masked(generic_passes.finish_gradient(_before_relu(g), coefficients), g.mask)
+    dx = generic_passes.finish_gradient(_before_relu(g), coefficients)
+    return masked(dx, g.input.mask)
 
 
 def residual_gradient(g: Gradient, /) -> Array:
     """The gradient of a residual, where `finish_backward` has not made it in its own pass."""
-    return masked(g.dy, g.mask) if g.y is None else rectified(g.dy, g.y)
+    return masked(g.dy, g.input.mask) if g.y is None else rectified(g.dy, g.y)
 
 
 def unpack_for(
@@ -218,7 +219,7 @@ def parameter_gradients(
         return to_device(v, device(parameter))
 
     sum_dy, sum_dy_xhat = split_sums(payload, g.batch.mean.shape)
-    return gradient(sum_dy_xhat, g.weight), gradient(sum_dy, g.bias)
+    return gradient(sum_dy_xhat, g.input.weight), gradient(sum_dy, g.input.bias)
 
 
 def move(running: Running, mean: Array, var: Array, count: Array, local_count: Array, /) -> None:
@@ -226,10 +227,11 @@ def move(running: Running, mean: Array, var: Array, count: Array, local_count: A
 
     Nothing changes if `count`, the elements per channel over all ranks, is 0.
     """
-    old_mean, old_var, momentum, convention, num_batches = running
+    old_mean, old_var, momentum = running.mean, running.var, running.momentum
     readable = is_on_host(count) and not (is_traced(count) or is_abstract(count))
     total = float(count) if readable else count
     moves: Any = total > 0
+    num_batches = running.num_batches
     if num_batches is not None:
         num_batches += moves
         if momentum is None:
@@ -242,7 +244,7 @@ def move(running: Running, mean: Array, var: Array, count: Array, local_count: A
         array_namespace(mean).reshape(mean, old_mean.shape),
         array_namespace(var).reshape(var, old_var.shape),
         (momentum or 0.0 if isinstance(momentum, float | None) else momentum) * moves,
-        variance_factor(total, local_count, convention),
+        variance_factor(total, local_count, running.convention),
     )
     old_mean[...], old_var[...] = moved
 
@@ -274,13 +276,12 @@ def move_averages(
 
 def _before_relu(g: Gradient) -> Gradient:
     """The gradient before a ReLU, with zeros for the elements that do not count."""
-    x, dy = masked(g.x, g.mask), g.dy
-    if g.relu:
-        y = g.y
-        if y is None:
-            y = generic_passes.normalize(Input(x, g.weight, g.bias, g.eps, g.axis), g.batch)
+    i = g.input._replace(x=masked(g.input.x, g.input.mask), residual=None, running=None)
+    dy = g.dy
+    if i.relu:
+        y = generic_passes.normalize(i._replace(relu=False), g.batch) if g.y is None else g.y
         dy = rectified(dy, y)
-    return g._replace(dy=masked(dy, g.mask), x=x)
+    return g._replace(dy=masked(dy, i.mask), input=i)
 
 
 def _like(summed: Array, x: Array) -> Array:

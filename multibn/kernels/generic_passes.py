@@ -53,14 +53,14 @@ def finish(i: Input, coefficients: Sequence[Array], /) -> Array:
 
 def backward_sums(g: Gradient, /) -> tuple[Array, Array]:
     """Sums over `axis` of `dy` and of `dy * (x - mean) / sqrt(var + eps)`, both wide."""
-    x, axis = g.x, g.axis
+    x, axis = g.input.x, g.input.axis
     wide, remainder = _round(g.batch.mean, x)
     (centre,) = _narrow(x, wide)
     xp = array_namespace(x)
     dy = xp.astype(g.dy, centre.dtype, copy=False)
     d = xp.astype(x, centre.dtype, copy=False) - per_channel(centre, x, axis)
     sum_dy, sum_dy_d = _sum(dy, axis), _sum(dy * d, axis)
-    return sum_dy, (sum_dy_d - remainder * sum_dy) * _invstd(g.batch.var, g.eps)
+    return sum_dy, (sum_dy_d - remainder * sum_dy) * _invstd(g.batch.var, g.input.eps)
 
 
 def input_gradient(g: Gradient, sums: Sequence[Array], /) -> Array:
@@ -74,20 +74,20 @@ def input_gradient(g: Gradient, sums: Sequence[Array], /) -> Array:
 def gradient_coefficients(g: Gradient, sums: Sequence[Array], /) -> tuple[Array, ...]:
     """Per channel; the gradient of `x` is `(x - centre) * x_scale + dy * dy_scale + shift`."""
     sum_dy, sum_dy_xhat = sums
-    centre, remainder = _round(g.batch.mean, g.x)
-    invstd = _invstd(g.batch.var, g.eps)
-    dy_scale = _times(invstd, g.weight)
+    centre, remainder = _round(g.batch.mean, g.input.x)
+    invstd = _invstd(g.batch.var, g.input.eps)
+    dy_scale = _times(invstd, g.input.weight)
     pull = -dy_scale * g.batch.element_weight
     x_scale = pull * invstd * sum_dy_xhat
     shift = pull * sum_dy - remainder * x_scale
-    return _narrow(g.x, centre, x_scale, dy_scale, shift)
+    return _narrow(g.input.x, centre, x_scale, dy_scale, shift)
 
 
 def finish_gradient(g: Gradient, coefficients: Sequence[Array], /) -> Array:
     """The gradient of `x`."""
-    x = g.x
+    x = g.input.x
     xp = array_namespace(x)
-    centre, x_scale, dy_scale, shift = (per_channel(v, x, g.axis) for v in coefficients)
+    centre, x_scale, dy_scale, shift = (per_channel(v, x, g.input.axis) for v in coefficients)
     dx = (xp.astype(x, centre.dtype, copy=False) - centre) * x_scale
     dx += xp.astype(g.dy, centre.dtype, copy=False) * dy_scale
     dx += shift

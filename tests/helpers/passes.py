@@ -66,22 +66,24 @@ class Verbs:
         from multibn.kernels.core import _core
         from multibn.kernels.core.memory import LIBRARIES
 
-        taken = _core.fits(x, axis, *[None] * 4)
-        dense = x if taken else LIBRARIES[type(x)].dense_copy(x, x)
         mean, var = (np.empty(channels(x.shape, axis)) for _ in range(2))
         written = mean.ctypes.data, var.ctypes.data
-        sizes = _core.begin_forward(dense, axis, None, None, 0.0, 0.0, None)
-        if sizes is None:
+        i = Input(x, None, None, 1.0, axis)
+        sizes = _core.begin_forward(i, None, 0.0, 0.0, None)
+        if sizes == "x":
+            i = i._replace(x=LIBRARIES[type(x)].dense_copy(x, x))
+            sizes = _core.begin_forward(i, None, 0.0, 0.0, None)
+        if sizes in (None, "x"):
             return generic_passes.local_moments(x, axis)
         parts = self.kernels.sum_tasks(sizes, 1)[0][0] if sizes else 1
-        _core.begin_forward(dense, axis, None, None, 0.0, 0.0, (parts, 0, *written, 0))
+        _core.begin_forward(i, None, 0.0, 0.0, (parts, 0, *written, 0))
         xp = array_namespace(x)
         return xp.asarray(mean), xp.asarray(var)
 
     def backward_sums(
         self, dy: Any, x: Any, mean: Any, var: Any, *, eps: float, axis: tuple[int, ...]
     ) -> Any:
-        payload, dweight, dbias = self.begin_backward(
+        payload, dweight, dbias, *_ = self.begin_backward(
             dy, x, mean, var, None, None, eps=eps, axis=axis
         )
         assert dweight is None
@@ -127,4 +129,5 @@ def gradient(
     element_weight: Any = None, **options: Any,
 ) -> Gradient:  # fmt: skip
     batch = BatchStatistics(mean, var, None, element_weight)
-    return Gradient(dy, x, weight, bias, batch, **options)
+    of_gradient = {name: options.pop(name) for name in ("y", "needs_dx") if name in options}
+    return Gradient(dy, Input(x, weight, bias, **options), batch, **of_gradient)

@@ -54,8 +54,8 @@ def verbs(k: Any, arrays: Any, mask: Any, relu: bool) -> list[Any]:
     )
     on["y"] = y if relu and residual is not None else None
     statistics = mean, var, weight, bias
-    sums, dweight, dbias = k.begin_backward(dy, x, *statistics, **on)
-    dx, dresidual = k.finish_backward(sums, dy, x, *statistics, element_weight, **on)
+    sums, dweight, dbias, *begun = k.begin_backward(dy, x, *statistics, element_weight, **on)
+    dx, dresidual = k.finish_backward(sums, dy, x, *statistics, element_weight, begun=begun, **on)
     found = [message, y, mean, var, total, sums, dweight, dbias, dx]
     assert state == generic.RIGHT
     return found if dresidual is None else [*found, dresidual]

@@ -1,26 +1,26 @@
 """The engine over ranks as threads, in several array libraries, against the oracle."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
+from multibn._typing import Weighting
 from multibn.communicators import SingleProcess
-from multibn.engine import statistics
+from multibn.engine import statistics, step
+from multibn.engine.masks import WEIGHTINGS
 from multibn.engine.statistics import (
-    GradientSums,
     aggregate,
-    aggregate_sums,
-    backward_sums,
     batch_statistics,
     empty_moments,
-    input_gradient,
     local_moments,
     merge_moments,
     normalize,
     refuse,
 )
+from multibn.kernels import Gradient, Input
 from tests.helpers import reference
 from tests.helpers.ranks import CountingCommunicator, ThreadCommunicator, run_ranks
 from tests.helpers.reference import relative_error
@@ -48,7 +48,7 @@ def as_numpy(a: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype, bound", [("float32", 2e-6), ("float64", 1e-12)])
-@pytest.mark.parametrize("weighting", ["element", "sample", "rank"])
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_forward_and_backward(
@@ -61,20 +61,26 @@ def test_forward_and_backward(
     weight, bias = (rng.normal(size=C).astype(dtype) for _ in range(2))
     expected = reference.batch_norm(xs, dys, weight, bias, eps=EPS, weighting=weighting)
 
-    def step(communicator: ThreadCommunicator) -> Any:
+    def both_ways(communicator: ThreadCommunicator) -> Any:
+        dx: Any
         counting = CountingCommunicator(communicator)
         x, dy, w, b = (
             xp.asarray(a) for a in (xs[communicator.rank], dys[communicator.rank], weight, bias)
         )
-        batch = aggregate(local_moments(x), counting, weighting=weighting)
-        y = normalize(x, batch, weight=w, bias=b, eps=EPS)
-        sums = aggregate_sums(backward_sums(dy, x, batch, eps=EPS), counting)
-        dx = input_gradient(dy, x, batch, sums, weight=w, eps=EPS)
-        assert counting.take() == [2 * C + 2, 2 * C]
+        i = Input(x, w, b, EPS, (0, 2))
+        ((y, batch),) = step.forward([i], counting, weighting=weighting)
+        again = aggregate(local_moments(x), counting, weighting=weighting)
+        for one, other in zip(batch, again, strict=True):
+            np.testing.assert_allclose(as_numpy(one), as_numpy(other), rtol=1e-12)
+        assert relative_error(as_numpy(normalize(x, again, weight=w, bias=b, eps=EPS)), y) < bound
+        gradient = Gradient(dy, i, batch)
+        ((dx, _, *parameters),) = step.backward([gradient], counting, means=True)
+        assert counting.take() == [2 * C + 2, 2 * C + 2, 2 * C]
         assert x.dtype == y.dtype == dx.dtype
-        return [as_numpy(a) for a in (y, dx, sums.sum_dy_xhat, sums.sum_dy, *batch[:3])]
+        return [as_numpy(a) for a in (y, dx, *parameters, *batch[:3])]
 
-    for rank, (y, dx, dweight, dbias, mean, var, count) in enumerate(run_ranks(size, step)):
+    for rank, (y, dx, dweight, dbias, mean, var, count) in enumerate(run_ranks(size, both_ways)):
+        dweight, dbias = size * dweight, size * dbias
         assert relative_error(y, expected.y[rank]) < bound
         assert relative_error(dx, expected.dx[rank]) < bound
         assert relative_error(dweight, expected.dweight) < bound
@@ -84,7 +90,7 @@ def test_forward_and_backward(
         assert count == expected.count
 
 
-@pytest.mark.parametrize("weighting", ["element", "sample", "rank"])
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
 def test_the_oracle_by_finite_differences(weighting: str) -> None:
     rng = np.random.default_rng(0)
     xs = [rng.normal(size=(2, 2, 2)), rng.normal(size=(3, 2, 1))]
@@ -109,7 +115,7 @@ def test_the_oracle_by_finite_differences(weighting: str) -> None:
             assert abs((above - below) / (2 * h) - analytic[index]) < 1e-7
 
 
-@pytest.mark.parametrize("weighting", ["element", "sample", "rank"])
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
 def test_statistics_of_a_batch_by_each_weighting(weighting: Any) -> None:
     rng = np.random.default_rng(0)
     xs = [rng.normal(n, 1, (n, C, m)) for n, m in ((1, 5), (3, 2))]
@@ -124,17 +130,52 @@ def test_statistics_of_a_batch_by_each_weighting(weighting: Any) -> None:
         np.testing.assert_allclose(batch.var, expected.var, rtol=1e-12)
 
 
-def test_all_ranks_empty(xp: Any) -> None:
-    def step(communicator: ThreadCommunicator) -> Any:
-        x = xp.zeros((0, C, 4))
-        batch = batch_statistics(x, communicator)
-        y = normalize(x, batch, eps=EPS)
-        sums = aggregate_sums(backward_sums(x, x, batch, eps=EPS), communicator)
-        dx = input_gradient(x, x, batch, sums, eps=EPS)
-        assert y.shape == dx.shape == x.shape
-        return [as_numpy(a) for a in (*batch, *sums)]
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+def test_a_mask_of_all_elements_weights_ranks_as_no_mask_does(xp: Any, weighting: Any) -> None:
+    rng = np.random.default_rng(0)
+    xs = [rng.normal(n, 1, (n, C, m)) for n, m in ((4, 2), (16, 1), (0, 3), (1, 1))]
+    expected = reference.batch_norm(xs, xs, np.ones(C), np.zeros(C), eps=EPS, weighting=weighting)
 
-    for arrays in run_ranks(3, step):
+    def batch(communicator: ThreadCommunicator) -> Any:
+        x = xp.asarray(xs[communicator.rank])
+        everything = xp.ones((x.shape[0], 1, x.shape[2]), dtype=xp.bool)
+        inputs = [Input(x, None, None, EPS, (0, 2), mask=m) for m in (None, everything)]
+        results = [step.forward([i], communicator, weighting=weighting)[0] for i in inputs]
+        return [[as_numpy(a) for a in (y, *batch)] for y, batch in results]
+
+    for rank, (unmasked, masked) in enumerate(run_ranks(len(xs), batch)):
+        np.testing.assert_array_equal(masked[-1], unmasked[-1])  # the weight of an element
+        for found in (unmasked, masked):
+            for one, right in zip(
+                found, (expected.y[rank], expected.mean, expected.var), strict=False
+            ):
+                np.testing.assert_allclose(one, right, rtol=1e-12, atol=1e-12)
+
+
+def test_each_weighting_is_a_word_of_the_signatures_and_of_the_documents() -> None:
+    from multibn.chainer_backend import MultiNodeBatchNormalization
+    from multibn.torch_backend import SyncBatchNorm
+
+    assert get_args(Weighting) == tuple(WEIGHTINGS), "`_typing.Weighting` must list WEIGHTINGS"
+    conventions = Path(__file__).parents[2] / "docs/conventions.md"
+    texts = [conventions.read_text(), *(str(o.__doc__) for o in (
+        aggregate, SyncBatchNorm, MultiNodeBatchNormalization
+    ))]  # fmt: skip
+    for word in WEIGHTINGS:
+        assert all(f'`"{word}"`' in text for text in texts), word
+
+
+def test_all_ranks_empty(xp: Any) -> None:
+    def both_ways(communicator: ThreadCommunicator) -> Any:
+        dx: Any
+        x, ones = xp.zeros((0, C, 4)), xp.ones(C)
+        i = Input(x, ones, ones, EPS, (0, 2))
+        ((y, batch),) = step.forward([i], communicator, weighting="element")
+        ((dx, _, *gradients),) = step.backward([Gradient(x, i, batch)], communicator)
+        assert y.shape == dx.shape == x.shape
+        return [as_numpy(a) for a in (*batch, *gradients)]
+
+    for arrays in run_ranks(3, both_ways):
         assert all((a == 0).all() for a in arrays)
 
 
@@ -198,8 +239,6 @@ def test_axes_that_the_input_lacks(axis: Any) -> None:
     calls: list[Callable[[], object]] = [
         lambda: local_moments(x, axis=axis),
         lambda: normalize(x, batch, eps=EPS, axis=axis),
-        lambda: backward_sums(x, x, batch, eps=EPS, axis=axis),
-        lambda: input_gradient(x, x, batch, GradientSums(*batch[:2]), eps=EPS, axis=axis),
     ]
     for call in calls:
         with pytest.raises(ValueError, match=r"`axis` must be a tuple of .* got .* shape \(2, 3\)"):

@@ -1,131 +1,248 @@
-/* Arguments of functions for Python. A function takes the fields of a struct, each 64 bits wide. A letter says what
-each argument is:
-    x       the activation; the next argument has the axes to reduce: dtype, address, N, C, S
-    a       an activation like x
-    m       a mask of the activation, in its memory order
-    w       float64 numbers of the channels; Python may pass an address
-    p       numbers of the channels: address, dtype
-    f b     numbers of a forward or backward message
-    s n     a float64 number; an int64 number
-    c       which running variance, a word
-    4 5     a task of so many numbers: zeros for None, with which a function takes the whole of x, unless that is large
-    i d     a number; -1 for None
-An array is NULL for None. A function writes to those in capitals. */
+/* Arguments of functions for Python: the named tuples of arguments.py, whose fields are read by name, and arrays. */
 
 #include "_locate.h"
 
+/* The fields that the core reads, or knows to have no part in what the core computes. */
+#define FIELDS(Input, Gradient, BatchStatistics, Running)                                              \
+    Input(x) Input(weight) Input(bias) Input(eps) Input(axis) Input(residual) Input(relu)              \
+        Input(running) Input(mask)                                                                     \
+    Gradient(dy) Gradient(input) Gradient(batch) Gradient(y) Gradient(needs_dx)                        \
+    BatchStatistics(mean) BatchStatistics(var) BatchStatistics(count) BatchStatistics(element_weight)  \
+    Running(mean) Running(var) Running(momentum) Running(convention) Running(num_batches)
+
+enum { INPUT_RECORD, GRADIENT_RECORD, BATCH_RECORD, RUNNING_RECORD, NUM_RECORDS };
+enum { MAX_FIELDS = 64 };
+#define OF_INPUT(name) Input_##name,
+#define OF_GRADIENT(name) Gradient_##name,
+#define OF_BATCH(name) Batch_##name,
+#define OF_RUNNING(name) Running_##name,
+enum { FIELDS(OF_INPUT, OF_GRADIENT, OF_BATCH, OF_RUNNING) NUM_FIELDS };
+#define IN_INPUT(name) {#name, INPUT_RECORD},
+#define IN_GRADIENT(name) {#name, GRADIENT_RECORD},
+#define IN_BATCH(name) {#name, BATCH_RECORD},
+#define IN_RUNNING(name) {#name, RUNNING_RECORD},
+
+static struct {
+    const char *const name;
+    const int record;
+    Py_ssize_t place; /* in the named tuple */
+} fields[] = {FIELDS(IN_INPUT, IN_GRADIENT, IN_BATCH, IN_RUNNING)};
+
+static struct {
+    PyObject *type;
+    Py_ssize_t size;
+    int num_others; /* fields that the core does not know, and their defaults, NULL without one */
+    Py_ssize_t others[MAX_FIELDS];
+    PyObject *defaults[MAX_FIELDS];
+} records[NUM_RECORDS];
+
+/* The named tuples, in the order of the records. Finds the places of all fields. */
+static PyObject *py_use_fields(PyObject *self, PyObject *args)
+{
+    (void)self;
+    Py_INCREF(args); /* the types live as long as the process */
+    for (int r = 0; r < NUM_RECORDS; r++) {
+        PyObject *type = records[r].type = PyTuple_GetItem(args, r);
+        PyObject *names = type ? PyObject_GetAttrString(type, "_fields") : NULL;
+        PyObject *defaults = names ? PyObject_GetAttrString(type, "_field_defaults") : NULL; /* kept */
+        const Py_ssize_t size = defaults ? PyTuple_Size(names) : -1;
+        int is_known[MAX_FIELDS] = {0};
+        if (size < 0 || size > MAX_FIELDS)
+            return NULL;
+        records[r].size = size;
+        for (int f = 0; f < NUM_FIELDS; f++) {
+            Py_ssize_t n = 0;
+            if (fields[f].record != r)
+                continue;
+            while (n < size && PyUnicode_CompareWithASCIIString(PyTuple_GetItem(names, n), fields[f].name))
+                n++;
+            if (n == size)
+                return PyErr_Format(PyExc_TypeError, "%R must have a field `%s`, which the C core reads: got %R", type,
+                                    fields[f].name, names);
+            fields[f].place = n;
+            is_known[n] = 1;
+        }
+        records[r].num_others = 0;
+        for (Py_ssize_t n = 0; n < size; n++)
+            if (!is_known[n]) {
+                const int other = records[r].num_others++;
+                records[r].others[other] = n;
+                records[r].defaults[other] = PyDict_GetItemWithError(defaults, PyTuple_GetItem(names, n));
+            }
+        Py_DECREF(names);
+    }
+    Py_RETURN_NONE;
+}
+
+/* The activation of a pass, in the words of the loops. */
 typedef struct {
     int64_t dtype;
     const void *x;
     int64_t N, C, S;
 } Input;
 
-enum { ERROR = -1, TAKEN, NOT_TAKEN, TOO_LARGE };
+enum { TAKEN, NOT_TAKEN, TOO_LARGE };
 
-/* The address of an array of the kind of a letter, and its dtype; not taken if it is of another kind. */
-static int take(PyObject *object, char letter, const Activation *x, void **at, int64_t *dtype)
+/* A call of a function. Once the call is not taken, no argument is read any more. */
+typedef struct {
+    Activation x;
+    int state;
+    const char *refused; /* the field of an array that could be copied, or NULL */
+} Call;
+
+static void refuse(Call *call, const char *field)
 {
+    if (call->state == NOT_TAKEN)
+        return;
+    call->state = NOT_TAKEN;
+    call->refused = field;
+}
+
+/* Whether `tuple` is a record whose fields that the core does not know have their defaults. */
+static int is_plain(Call *call, PyObject *tuple, int record)
+{
+    if (call->state == NOT_TAKEN)
+        return 0;
+    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != records[record].size) {
+        PyErr_Format(PyExc_TypeError, "expected %R, got %R", records[record].type, (PyObject *)Py_TYPE(tuple));
+        refuse(call, NULL);
+    }
+    for (int i = 0; i < records[record].num_others && call->state != NOT_TAKEN; i++) {
+        PyObject *value = PyTuple_GetItem(tuple, records[record].others[i]), *usual = records[record].defaults[i];
+        if (value != usual && (!usual || PyObject_RichCompareBool(value, usual, Py_EQ) != 1)) {
+            PyErr_Clear(); /* arrays may refuse to be compared */
+            refuse(call, NULL);
+        }
+    }
+    return call->state != NOT_TAKEN;
+}
+
+/* A field of a record, which `is_plain` has looked at; borrowed. */
+static PyObject *get_field(const Call *call, PyObject *record, int field)
+{
+    return call->state == NOT_TAKEN ? Py_None : PyTuple_GetItem(record, fields[field].place);
+}
+
+/* What an array must be for an argument. */
+enum {
+    LIKE_X,
+    MASK,      /* of the memory order of x */
+    CHANNELS,  /* numbers of the channels */
+    AS_MANY,   /* as many numbers as channels, in any shape */
+    WIDE,      /* float64 numbers of the channels */
+    FORWARD,   /* a message */
+    BACKWARD,
+    ONE,       /* float64 number */
+    COUNTER,   /* int64 number */
+    WRITTEN = 16, /* to be added */
+};
+
+/* An array, or NULL for None; `field` is the name of an array that could be copied. */
+static Parameter take(Call *call, PyObject *object, int kind, const char *field)
+{
+    const Activation *x = &call->x;
     const int64_t backward = 2 * x->sizes[1], forward = backward + NUM_SCALARS;
     Array a;
     int fits = 0;
-    *at = NULL;
-    *dtype = 0;
-    if (object == Py_None)
-        return TAKEN;
-    if (letter == 'w' && PyLong_Check(object)) {
-        *at = PyLong_AsVoidPtr(object);
-        return TAKEN;
+    if (call->state == NOT_TAKEN || object == Py_None)
+        return (Parameter){0};
+    if (look(object, kind & WRITTEN, &a))
+        switch (kind & ~WRITTEN) {
+        case LIKE_X: fits = is_like(&a, &x->a); break;
+        case MASK: fits = is_like(&a, &x->mask); break;
+        case CHANNELS: fits = number_of(a.dtype) >= 0 && is_contiguous(&a, x->num_axes, x->channels); break;
+        case AS_MANY:
+            fits = number_of(a.dtype) >= 0 && is_contiguous(&a, a.ndim, a.shape) && length(&a) == x->sizes[1];
+            break;
+        case WIDE: fits = a.dtype == FLOAT64 && is_contiguous(&a, x->num_axes, x->channels); break;
+        case FORWARD: fits = a.dtype == FLOAT64 && is_contiguous(&a, 1, &forward); break;
+        case BACKWARD: fits = a.dtype == FLOAT64 && is_contiguous(&a, 1, &backward); break;
+        case ONE: fits = a.dtype == FLOAT64 && !a.ndim; break;
+        case COUNTER: fits = a.dtype == INT64 && !a.ndim;
+        }
+    if (!fits) {
+        refuse(call, field);
+        return (Parameter){0};
     }
-    if (!look(object, letter < 'a', &a))
-        return NOT_TAKEN;
-    switch (letter | 0x20) { /* in lower case */
-    case 'a': fits = is_like(&a, &x->a); break;
-    case 'm': fits = is_like(&a, &x->mask); break;
-    case 'w': fits = a.dtype == FLOAT64 && is_contiguous(&a, x->num_axes, x->channels); break;
-    case 'p': fits = number_of(a.dtype) >= 0 && is_contiguous(&a, x->num_axes, x->channels); break;
-    case 'f': fits = a.dtype == FLOAT64 && is_contiguous(&a, 1, &forward); break;
-    case 'b': fits = a.dtype == FLOAT64 && is_contiguous(&a, 1, &backward); break;
-    case 's': fits = a.dtype == FLOAT64 && !a.ndim; break;
-    case 'n': fits = a.dtype == INT64 && !a.ndim;
-    }
-    *at = a.data;
-    *dtype = number_of(a.dtype);
-    return fits ? TAKEN : NOT_TAKEN;
+    return (Parameter){a.data, number_of(a.dtype)};
 }
 
-static int parse(PyObject *const *args, Py_ssize_t num, const char *letters, void *fields)
+/* A number, also in an array; -1 for None. */
+static double number(Call *call, PyObject *object)
 {
-    const Py_ssize_t expected = strlen(letters) + 1;
-    Activation x;
-    int64_t *field = fields, dtype;
-    int state = TAKEN, is_large = 0;
-    if (num != expected) {
-        PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", expected, num);
-        return ERROR;
-    }
-    for (; *letters && state == TAKEN; letters++) {
-        PyObject *arg = *args++;
-        double v = -1;
-        void *at;
-        switch (*letters) {
-        case 'x':
-            if (!look(arg, 0, &x.a) || number_of(x.a.dtype) < 0 || !lay_out(&x, *args++))
-                return PyErr_Occurred() ? ERROR : NOT_TAKEN;
-            *(Input *)field = (Input){number_of(x.a.dtype), x.a.data, x.sizes[2], x.sizes[1], x.sizes[0]};
-            field += sizeof(Input) / 8;
-            break;
-        case 'c':
-            for (*field = 0; *field < NUM_CONVENTIONS && PyUnicode_Check(arg); ++*field)
-                if (!PyUnicode_CompareWithASCIIString(arg, CONVENTIONS[*field]))
-                    break;
-            state = *field++ < NUM_CONVENTIONS ? TAKEN : NOT_TAKEN;
-            break;
-        case '4':
-        case '5':
-            is_large |= arg == Py_None && x.sizes[0] * x.sizes[1] * x.sizes[2] >= known.large;
-            for (int i = 0; i < *letters - '0'; i++)
-                *field++ = arg == Py_None ? 0 : PyLong_AsLongLong(PyTuple_GetItem(arg, i));
-            break;
-        case 'i': *field++ = PyLong_AsLongLong(arg); break;
-        case 'd':
-            if (!PyFloat_Check(arg) && !take(arg, 's', &x, &at, &dtype) && at)
-                v = *(double *)at;
-            else if (arg != Py_None)
-                v = PyFloat_AsDouble(arg);
-            memcpy(field++, &v, 8);
-            break;
-        default:
-            state = take(arg, *letters, &x, (void **)field, &dtype);
-            field++;
-            if ((*letters | 0x20) == 'p')
-                *field++ = dtype;
-        }
-    }
-    return PyErr_Occurred() ? ERROR : state == TAKEN && is_large ? TOO_LARGE : state;
+    Array a;
+    if (call->state == NOT_TAKEN || object == Py_None)
+        return -1;
+    if (!PyFloat_Check(object) && look(object, 0, &a) && a.dtype == FLOAT64 && !a.ndim)
+        return *(const double *)a.data;
+    return PyFloat_AsDouble(object);
 }
+
+/* A thread's task, some whole numbers. Zeros for None, with which a function takes the whole of x, unless that is
+large. */
+static void task(Call *call, PyObject *object, int64_t *numbers, int num)
+{
+    const int64_t *sizes = call->x.sizes;
+    if (call->state == TAKEN && object == Py_None && sizes[0] * sizes[1] * sizes[2] >= known.large)
+        call->state = TOO_LARGE;
+    for (int i = 0; i < num; i++)
+        numbers[i] = object == Py_None ? 0 : PyLong_AsLongLong(PyTuple_GetItem(object, i));
+}
+
+static Input activation(Call *call, PyObject *i)
+{
+    Activation *x = &call->x;
+    if (!is_plain(call, i, INPUT_RECORD))
+        return (Input){0};
+    if (!look(get_field(call, i, Input_x), 0, &x->a) || number_of(x->a.dtype) < 0 || !lay_out(x, get_field(call, i, Input_axis))) {
+        refuse(call, "x");
+        return (Input){0};
+    }
+    return (Input){number_of(x->a.dtype), x->a.data, x->sizes[2], x->sizes[1], x->sizes[0]};
+}
+
+/* What a pass reads beside the activations; `written` if a pass is to write mean and variance. */
+static Statistics statistics(Call *call, PyObject *i, PyObject *batch, int written)
+{
+    const char *copied = written ? NULL : "batch";
+    if (!is_plain(call, batch, BATCH_RECORD))
+        return (Statistics){0};
+    return (Statistics){
+        .mean = take(call, get_field(call, batch, Batch_mean), WIDE | written, copied).at,
+        .var = take(call, get_field(call, batch, Batch_var), WIDE | written, copied).at,
+        .weight = take(call, get_field(call, i, Input_weight), CHANNELS, "weight"),
+        .bias = take(call, get_field(call, i, Input_bias), CHANNELS, "bias"),
+        .eps = number(call, get_field(call, i, Input_eps)),
+    };
+}
+
+static int is_true(Call *call, PyObject *object) { return call->state != NOT_TAKEN && PyObject_IsTrue(object) == 1; }
 
 enum { BRIEF = 1 << 14 }; /* elements from which a pass lets other threads of Python run */
 
-/* A function for Python. Returns a number, or MemoryError for one below 0; None if an argument is not as its letter
-says; and, of an x that threads may share, (N, C, S). */
-#define FUNCTION(name, Arguments, letters)                                                        \
-    static PyObject *py_##name(PyObject *self, PyObject *const *args, Py_ssize_t num)             \
-    {                                                                                             \
-        Arguments a;                                                                              \
-        const Input *i = (const Input *)&a;                                                       \
-        int64_t number;                                                                           \
-        (void)self;                                                                               \
-        const int state = parse(args, num, letters, &a);                                          \
-        if (state == ERROR)                                                                       \
-            return NULL;                                                                          \
-        if (state == NOT_TAKEN)                                                                   \
-            Py_RETURN_NONE;                                                                       \
-        if (state == TOO_LARGE)                                                                   \
-            return Py_BuildValue("LLL", (long long)i->N, (long long)i->C, (long long)i->S);       \
-        PyThreadState *others = i->N * i->C * i->S >= BRIEF ? PyEval_SaveThread() : NULL;         \
-        number = name(LEVELS[level].loops + i->dtype, &a);                                        \
-        if (others)                                                                               \
-            PyEval_RestoreThread(others);                                                         \
-        return number < 0 ? PyErr_NoMemory() : PyLong_FromLongLong(number);                       \
+/* A function for Python, of a record and other arguments, which `read_<name>` reads. Returns a number, or raises
+MemoryError for one below 0. Otherwise nothing was done: (N, C, S) is the answer to an x that threads may share, the
+name of a field to an array that may be copied, None to what the core cannot compute. */
+#define FUNCTION(name, Arguments, num_arguments)                                                          \
+    static PyObject *py_##name(PyObject *self, PyObject *const *args, Py_ssize_t num)                     \
+    {                                                                                                     \
+        Arguments a = {0};                                                                                \
+        Call call = {.state = TAKEN};                                                                     \
+        const Input *i = (const Input *)&a; /* the first of its arguments */                              \
+        int64_t number;                                                                                   \
+        (void)self;                                                                                       \
+        if (num != num_arguments)                                                                         \
+            return PyErr_Format(PyExc_TypeError, "expected %d arguments, got %zd", num_arguments, num);   \
+        read_##name(&call, args, &a);                                                                     \
+        if (PyErr_Occurred())                                                                             \
+            return NULL;                                                                                  \
+        if (call.state == NOT_TAKEN)                                                                      \
+            return call.refused ? PyUnicode_FromString(call.refused) : Py_NewRef(Py_None);                \
+        if (call.state == TOO_LARGE)                                                                      \
+            return Py_BuildValue("LLL", (long long)i->N, (long long)i->C, (long long)i->S);               \
+        PyThreadState *others = i->N * i->C * i->S >= BRIEF ? PyEval_SaveThread() : NULL;                 \
+        number = name(LEVELS[level].loops + i->dtype, &a);                                                \
+        if (others)                                                                                       \
+            PyEval_RestoreThread(others);                                                                 \
+        return number < 0 ? PyErr_NoMemory() : PyLong_FromLongLong(number);                               \
     }
-

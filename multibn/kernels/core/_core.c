@@ -46,18 +46,6 @@ static int sum_parts(Pass *p, int64_t N, int64_t parts, int64_t first, int64_t s
 
 #include "_arguments.h"
 
-/* Whether a pass takes these arrays; for Python, which copies those that it does not. */
-typedef struct {
-    Input i;
-    const void *like, *mask;
-    const double *wide;
-    Parameter parameter;
-} Fits;
-
-static int64_t fits(const Loops *loops, const Fits *a) { return loops && a; }
-
-FUNCTION(fits, Fits, "xamwp")
-
 /* Moments of x about a centre: `mean` if `again`, else the mean of the first values. `sums` are
 those of `sums`, or NULL: then they are made here, a second time if the centre was far. */
 typedef struct {
@@ -121,7 +109,24 @@ static int64_t begin_forward(const Loops *loops, const BeginForward *a)
     return a->sums ? far : 0;
 }
 
-FUNCTION(begin_forward, BeginForward, "xmFdd5")
+/* An Input, the payload or None, what the rank counts for, its elements per channel, a task. */
+static void read_begin_forward(Call *call, PyObject *const *args, BeginForward *a)
+{
+    int64_t numbers[5];
+    a->i = activation(call, args[0]);
+    a->mask = take(call, get_field(call, args[0], Input_mask), MASK, "mask").at;
+    a->packed = take(call, args[1], FORWARD | WRITTEN, NULL).at;
+    a->weight = number(call, args[2]);
+    a->count = number(call, args[3]);
+    task(call, args[4], numbers, 5);
+    a->parts = numbers[0];
+    a->sums = (double *)numbers[1];
+    a->mean = (double *)numbers[2];
+    a->var = (double *)numbers[3];
+    a->again = numbers[4];
+}
+
+FUNCTION(begin_forward, BeginForward, 5)
 
 /* What the passes backward read. */
 typedef struct {
@@ -131,6 +136,28 @@ typedef struct {
     Statistics s;
     int64_t relu;
 } Gradient;
+
+static void read_gradient(Call *call, PyObject *tuple, Gradient *g, int needs_weight)
+{
+    if (!is_plain(call, tuple, GRADIENT_RECORD))
+        return;
+    PyObject *i = get_field(call, tuple, Gradient_input), *batch = get_field(call, tuple, Gradient_batch);
+    g->i = activation(call, i);
+    g->dy = take(call, get_field(call, tuple, Gradient_dy), LIKE_X, "dy").at;
+    g->y = take(call, get_field(call, tuple, Gradient_y), LIKE_X, "y").at;
+    g->mask = take(call, get_field(call, i, Input_mask), MASK, "mask").at;
+    g->relu = is_true(call, get_field(call, i, Input_relu));
+    if (is_plain(call, batch, BATCH_RECORD)) {
+        const int again = g->relu && !g->y; /* to make the output, of which ReLU's gradient takes the sign */
+        g->s.mean = take(call, get_field(call, batch, Batch_mean), WIDE, "batch").at;
+        g->s.var = take(call, get_field(call, batch, Batch_var), WIDE, "batch").at;
+        g->s.eps = number(call, get_field(call, i, Input_eps));
+        if (needs_weight || again)
+            g->s.weight = take(call, get_field(call, i, Input_weight), CHANNELS, "weight");
+        if (again)
+            g->s.bias = take(call, get_field(call, i, Input_bias), CHANNELS, "bias");
+    }
+}
 
 static int kind_of(const Gradient *g) { return g->y ? SIGN_OF_Y : g->relu ? SIGN_OF_X : GRADIENT; }
 
@@ -164,7 +191,23 @@ static int sums(const Loops *loops, const Sums *a)
     return failed;
 }
 
-FUNCTION(sums, Sums, "xaamwwppdii5")
+/* An Input and the address of a mean, or 0; or a Gradient and 0. Then the address of the sums, a task. */
+static void read_sums(Call *call, PyObject *const *args, Sums *a)
+{
+    int64_t numbers[5];
+    if ((PyObject *)Py_TYPE(args[0]) == records[GRADIENT_RECORD].type) {
+        read_gradient(call, args[0], &a->g, 0);
+    } else {
+        a->g.i = activation(call, args[0]);
+        a->g.mask = take(call, get_field(call, args[0], Input_mask), MASK, "mask").at;
+        a->g.s.mean = PyLong_AsVoidPtr(args[1]);
+    }
+    a->sums = PyLong_AsVoidPtr(args[2]);
+    task(call, args[3], numbers, 5);
+    a->parts = numbers[0], a->first = numbers[1], a->step = numbers[2], a->c0 = numbers[3], a->c1 = numbers[4];
+}
+
+FUNCTION(sums, Sums, 4)
 
 /* Sums of dy and of dy * xhat, into the message and the gradients of weight and bias. `sums` are those of `sums`,
 or NULL: then they are made here. */
@@ -202,7 +245,20 @@ static int begin_backward(const Loops *loops, BeginBackward *a)
     return 0;
 }
 
-FUNCTION(begin_backward, BeginBackward, "xaamwwppdii5BPP")
+/* A Gradient, the payload, the gradients of weight and bias or None, and of `sums` their parts and address. */
+static void read_begin_backward(Call *call, PyObject *const *args, BeginBackward *a)
+{
+    int64_t numbers[2];
+    read_gradient(call, args[0], &a->s.g, 0);
+    a->packed = take(call, args[1], BACKWARD | WRITTEN, NULL).at;
+    a->dweight = take(call, args[2], CHANNELS | WRITTEN, NULL);
+    a->dbias = take(call, args[3], CHANNELS | WRITTEN, NULL);
+    task(call, args[4], numbers, 2);
+    a->s.parts = numbers[0];
+    a->s.sums = (double *)numbers[1];
+}
+
+FUNCTION(begin_backward, BeginBackward, 5)
 
 /* A thread's part of an activation; all of it for zeros. */
 typedef struct {
@@ -238,7 +294,24 @@ static int normalize(const Loops *loops, const Normalize *a)
     return failed;
 }
 
-FUNCTION(normalize, Normalize, "xamwwppdiA4")
+static void read_pass(Call *call, PyObject *const *args, Normalize *a, PyObject *of_thread, int written)
+{
+    int64_t numbers[4];
+    PyObject *i = args[0];
+    a->i = activation(call, i);
+    a->residual = take(call, get_field(call, i, Input_residual), LIKE_X, "residual").at;
+    a->mask = take(call, get_field(call, i, Input_mask), MASK, "mask").at;
+    a->s = statistics(call, i, args[1], written);
+    a->relu = is_true(call, get_field(call, i, Input_relu));
+    a->y = take(call, args[2], LIKE_X | WRITTEN, NULL).at;
+    task(call, of_thread, numbers, 4);
+    a->task = (Task){numbers[0], numbers[1], numbers[2], numbers[3]};
+}
+
+/* An Input, BatchStatistics, y, a task. */
+static void read_normalize(Call *call, PyObject *const *args, Normalize *a) { read_pass(call, args, a, args[3], 0); }
+
+FUNCTION(normalize, Normalize, 4)
 
 /* Writes the statistics of the message, moves the running statistics, and then a part of y: none where threads
 are to follow. Returns the state of the message. */
@@ -261,7 +334,36 @@ static int finish_forward(const Loops *loops, const FinishForward *a)
     return t.n0 < t.n1 ? normalize(loops, &a->n) : RIGHT;
 }
 
-FUNCTION(finish_forward, FinishForward, "xamWWppdiA4fddSSPPdcN")
+/* An Input, BatchStatistics, y, a task, the sum of all messages, and as `begin_forward` weight and count. */
+static void read_finish_forward(Call *call, PyObject *const *args, FinishForward *a)
+{
+    read_pass(call, args, &a->n, args[3], WRITTEN);
+    a->summed = take(call, args[4], FORWARD, NULL).at;
+    a->weight = number(call, args[5]);
+    a->count = number(call, args[6]);
+    a->total = take(call, get_field(call, args[1], Batch_count), ONE | WRITTEN, NULL).at;
+    a->element_weight = take(call, get_field(call, args[1], Batch_element_weight), ONE | WRITTEN, NULL).at;
+    PyObject *running = get_field(call, args[0], Input_running);
+    if (running == Py_None)
+        return;
+    if (!is_plain(call, running, RUNNING_RECORD)) {
+        call->refused = "running";
+        return;
+    }
+    Running *r = &a->running;
+    r->mean = take(call, get_field(call, running, Running_mean), AS_MANY | WRITTEN, "running");
+    r->var = take(call, get_field(call, running, Running_var), AS_MANY | WRITTEN, "running");
+    r->num_batches = take(call, get_field(call, running, Running_num_batches), COUNTER | WRITTEN, "running").at;
+    r->momentum = number(call, get_field(call, running, Running_momentum));
+    PyObject *word = get_field(call, running, Running_convention);
+    while (r->convention < NUM_CONVENTIONS &&
+           !(PyUnicode_Check(word) && !PyUnicode_CompareWithASCIIString(word, CONVENTIONS[r->convention])))
+        r->convention++;
+    if (r->convention == NUM_CONVENTIONS)
+        refuse(call, "running");
+}
+
+FUNCTION(finish_forward, FinishForward, 7)
 
 /* A thread's part of dx; of the residual's gradient only where dy is not itself the gradient. */
 typedef struct {
@@ -295,7 +397,21 @@ static int finish_backward(const Loops *loops, const FinishBackward *a)
     return failed;
 }
 
-FUNCTION(finish_backward, FinishBackward, "xaamwwppdibdAA4")
+/* A Gradient, the sum of all messages, dx, the gradient of the residual or None, a task. */
+static void read_finish_backward(Call *call, PyObject *const *args, FinishBackward *a)
+{
+    int64_t numbers[4];
+    read_gradient(call, args[0], &a->g, 1);
+    a->summed = take(call, args[1], BACKWARD, NULL).at;
+    PyObject *batch = get_field(call, args[0], Gradient_batch);
+    a->element_weight = number(call, get_field(call, batch, Batch_element_weight));
+    a->dx = take(call, args[2], LIKE_X | WRITTEN, NULL).at;
+    a->dresidual = take(call, args[3], LIKE_X | WRITTEN, NULL).at;
+    task(call, args[4], numbers, 4);
+    a->task = (Task){numbers[0], numbers[1], numbers[2], numbers[3]};
+}
+
+FUNCTION(finish_backward, FinishBackward, 5)
 
 static PyObject *py_use_level(PyObject *self, PyObject *number)
 {
@@ -316,7 +432,7 @@ static PyMethodDef functions[] = {
     METHOD(finish_backward),
     METHOD(normalize),
     METHOD(sums),
-    METHOD(fits),
+    {"use_fields", py_use_fields, METH_VARARGS, "The named tuples of the arguments."},
     {"use_arrays", py_use_arrays, METH_VARARGS, "The types of arrays, and how to look at them."},
     {"use_level", py_use_level, METH_O, "Use these instructions, a place in `levels`, in all threads: for tests."},
     {NULL, NULL, 0, NULL},

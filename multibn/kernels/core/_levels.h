@@ -118,7 +118,7 @@ static inline uint16_t to_float16(float f) /* ties to even */
 
 #define LEVEL baseline
 #define VECTOR 16
-#include "_widths.h"
+#include "_loops.h"
 #undef LEVEL
 #undef VECTOR
 
@@ -131,7 +131,7 @@ static inline uint16_t to_float16(float f) /* ties to even */
 #endif
 #define LEVEL avx2
 #define VECTOR 32
-#include "_widths.h"
+#include "_loops.h"
 #undef LEVEL
 #undef VECTOR
 #ifdef __clang__
@@ -144,7 +144,7 @@ static inline uint16_t to_float16(float f) /* ties to even */
 #endif
 #define LEVEL avx512
 #define VECTOR 64
-#include "_widths.h"
+#include "_loops.h"
 #undef LEVEL
 #undef VECTOR
 #ifdef __clang__

@@ -104,6 +104,14 @@ static int is_contiguous(const Array *a, int ndim, const int64_t *shape)
     return fits;
 }
 
+static int64_t length(const Array *a)
+{
+    int64_t n = 1;
+    for (int i = 0; i < a->ndim; i++)
+        n *= a->shape[i];
+    return n;
+}
+
 static int is_like(const Array *a, const Array *b)
 {
     int fits = a->dtype == b->dtype && a->ndim == b->ndim;

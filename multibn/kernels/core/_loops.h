@@ -1,11 +1,49 @@
 /* The innermost loops, for one dtype of arithmetic and one set of instructions.
 
-_core.c includes this file once for each pair of them and defines before:
-    A         the dtype             NAME(f)  the name of function f
-    VECTOR    bytes of a vector register
+_levels.h includes this file once for each set of instructions, and defines LEVEL, the set's name, and VECTOR, the
+bytes of a vector register. Then this file includes itself once for each dtype A, where NAME(f) is the name of
+function f.
 
 A loop takes `planes` planes of S elements, one after the other in memory, and coefficients: one of
 each kind for a plane. The columns of a tile are planes of one element. */
+
+#ifndef A
+#define NAME(f) PASTE(f, A, LEVEL)
+#define A float
+#include "_loops.h"
+#undef A
+#define A double
+#include "_loops.h"
+#undef A
+#undef NAME
+
+#define CONVERSION(dtype)                                                                               \
+    static void PASTE(widen, dtype, LEVEL)(const uint16_t *restrict p, int64_t n, float *restrict wide)  \
+    {                                                                                                   \
+        for (int64_t i = 0; i < n; i++)                                                                 \
+            wide[i] = from_##dtype(p[i]);                                                               \
+    }                                                                                                   \
+    static void PASTE(narrow, dtype, LEVEL)(const float *restrict wide, int64_t n, uint16_t *restrict p) \
+    {                                                                                                   \
+        for (int64_t i = 0; i < n; i++)                                                                 \
+            p[i] = to_##dtype(wide[i]);                                                                 \
+    }
+CONVERSION(float16)
+CONVERSION(bfloat16)
+#undef CONVERSION
+
+#define LOOPS(A) \
+    PASTE(sums, A, LEVEL), PASTE(column_sums, A, LEVEL), PASTE(widen_sums, A, LEVEL), PASTE(normalize, A, LEVEL), \
+        PASTE(input_gradient, A, LEVEL), sizeof(A)
+static const Loops PASTE(loops, of, LEVEL)[] = {
+    {LOOPS(float), sizeof(float), NULL, NULL},
+    {LOOPS(double), sizeof(double), NULL, NULL},
+    {LOOPS(float), 2, PASTE(widen, float16, LEVEL), PASTE(narrow, float16, LEVEL)},
+    {LOOPS(float), 2, PASTE(widen, bfloat16, LEVEL), PASTE(narrow, bfloat16, LEVEL)},
+};
+#undef LOOPS
+
+#else /* of the dtype A */
 
 #define LANES (VECTOR / (int)sizeof(A))
 typedef A NAME(vector) __attribute__((vector_size(VECTOR), aligned(sizeof(A)), may_alias));
@@ -344,3 +382,5 @@ static void NAME(input_gradient)(const Rows *r)
 #undef MASKS
 #undef EACH_KIND
 #undef LANES
+
+#endif

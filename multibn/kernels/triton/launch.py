@@ -19,7 +19,7 @@ from torch import Tensor
 
 from multibn import message
 from multibn.kernels import generic
-from multibn.kernels.arguments import Running
+from multibn.kernels.arguments import Running, asks_more
 from multibn.kernels.triton import steps
 from multibn.message import Message
 
@@ -31,6 +31,7 @@ _FEW_SPLITS = _STEP | {"BLOCK": 32, "SPLITS": 8, "num_warps": 1}
 _MANY_SPLITS = _STEP | {"BLOCK": 8, "SPLITS": 128, "num_warps": 4}
 _WIDE = (torch.float64,)
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_asks_more = asks_more(Running, "mean", "var", "momentum", "convention", "num_batches")
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -114,11 +115,12 @@ def move(running: Running, mean: Tensor, var: Tensor, count: Tensor, local_count
 
 def movable(running: Running, like: Tensor, C: int, local_count: Any) -> bool:
     """Whether the kernels can move these running statistics by those of C channels."""
-    mean, var, _, convention, counter = running
+    mean, var, counter = running.mean, running.var, running.num_batches
     return (
-        mean.numel() == C
+        not _asks_more(running)
+        and mean.numel() == C
         and fit(like.device, mean.shape, parameters=(mean, var))
-        and not (convention == "unbiased_local" and isinstance(local_count, Tensor))
+        and not (running.convention == "unbiased_local" and isinstance(local_count, Tensor))
         and not (mean.is_inference() or var.is_inference())
         and (
             counter is None
@@ -140,7 +142,8 @@ def _moved(
     programs, constants = -(-C // _BLOCK), _NOT_MOVED
     if running is None:
         return (None, None, None), (0, 0), programs, constants, (None,)
-    mean, var, momentum, convention, counter = running
+    mean, var, counter = running.mean, running.var, running.num_batches
+    momentum, convention = running.momentum, running.convention
     is_global = convention == "unbiased_global"  # the kernel then computes the factor
     factor = 0.0 if is_global else generic.variance_factor(0.0, local_count, convention)
     cumulative = momentum is None and counter is not None

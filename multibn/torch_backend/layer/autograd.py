@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import compress
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -30,6 +31,15 @@ def forward(
     return list(zip(ys, batches, strict=True))
 
 
+# All but the arrays, which torch saves for the backward pass, and what this pass does not read.
+_OPTIONS = tuple(
+    name
+    for name in Input._fields
+    if name not in ("x", "weight", "bias", "residual", "running", "mask")
+)
+_options = attrgetter(*_OPTIONS)
+
+
 class _SyncBatchNorm(torch.autograd.Function):
     """The autograd node. Each half is collective; `batches` gets the statistics."""
 
@@ -47,10 +57,11 @@ class _SyncBatchNorm(torch.autograd.Function):
         ys = []
         saved: list[Tensor | None] = []
         for n, (y, batch) in enumerate(results):
-            x, weight, bias, eps, axis, residual, relu, _, mask = inputs[n]
+            i = inputs[n]
             # The statistics have no gradient, and torch takes a microsecond to save a tensor.
-            options.append((batch, eps, axis, relu))
-            saved += x, weight, bias, y if relu and residual is not None else None, mask
+            options.append((batch, _options(i)))
+            saved += i.x, i.weight, i.bias, i.mask
+            saved.append(y if i.relu and i.residual is not None else None)
             ys.append(y)
             batches.append(batch)
         ctx.layers = communicator, weighting, options
@@ -64,12 +75,10 @@ class _SyncBatchNorm(torch.autograd.Function):
         communicator, weighting, options = ctx.layers
         gradients = []
         for n, dy in enumerate(grad_outputs):
-            x, weight, bias, y, mask = saved[5 * n : 5 * n + 5]
-            batch, eps, axis, relu = options[n]
-            needs_dx = needed[4 * n + 1]
-            gradients.append(
-                Gradient(dy, x, weight, bias, batch, eps, axis, relu, y, mask, needs_dx)
-            )
+            x, weight, bias, mask, y = saved[5 * n : 5 * n + 5]
+            batch, others = options[n]
+            i = Input(x, weight, bias, mask=mask, **dict(zip(_OPTIONS, others, strict=True)))
+            gradients.append(Gradient(dy, i, batch, y, needed[4 * n + 1]))
         results: list[Tensor | None] = [None]
         with without_autocast(saved[0]):
             if _is_transformed(grad_outputs):
@@ -93,7 +102,7 @@ _apply = super(torch.autograd.Function, _SyncBatchNorm).apply
 def find_nan(gradients: Sequence[Gradient], communicator: Communicator) -> None:
     """Say on which ranks gradients of outputs have NaN. Collective, as the backward pass is."""
     if any(g.needs_dx for g in gradients):
-        dys = [generic.masked(g.dy, g.mask) for g in gradients]
+        dys = [generic.masked(g.dy, g.input.mask) for g in gradients]
         raise_for_nan_gradients(communicator, any(bool(dy.isnan().any()) for dy in dys))
 
 
@@ -125,12 +134,13 @@ def _differentiable_backward(
         for n, g in enumerate(gradients):
             # Views, which are new tensors: if `x` depends on a parameter (a layer used twice),
             # autograd would otherwise differentiate through `x` too, which the outer graph does.
+            i = g.input
             views: list[Any] = [
-                None if t is None else t.view_as(t) for t in (g.x, g.weight, g.bias)
+                None if t is None else t.view_as(t) for t in (i.x, i.weight, i.bias)
             ]
-            relu = g.relu and g.y is None  # of a residual, which is gone, `y` has the signs
+            relu = i.relu and g.y is None  # of a residual, which is gone, `y` has the signs
             x, weight, bias = views
-            inputs.append(Input(x, weight, bias, g.eps, g.axis, relu=relu, mask=g.mask))
+            inputs.append(i._replace(x=x, weight=weight, bias=bias, relu=relu))
             dys.append(generic.residual_gradient(g))
             sources += compress(views, needed[4 * n : 4 * n + 3])
         ys, _ = differentiable.normalize_all(inputs, communicator, weighting, phase="second order")

@@ -166,7 +166,7 @@ class _UpToElements:
 
     @staticmethod
     def begin_backward(g: Gradient, *, out: Any = None) -> Any:
-        return select(g.x).begin_backward(g, out=out)[:3]
+        return select(g.input.x).begin_backward(g, out=out)[:3]
 
     @staticmethod
     def finish_backward(g: Gradient, summed: Any) -> Any:
@@ -227,7 +227,7 @@ def _backward_sums_like(dy: Tensor, *arguments: Any) -> list[Tensor]:
 def _backward_sums(dy: Tensor, *arguments: Any) -> list[Tensor]:
     """The coefficients of the gradient of `x`, and the gradients of the parameters. Collective."""
     i, *batch, needs_dx, communicator = _input(*arguments)
-    g = _gradient(dy, i, batch, needs_dx)
+    g = Gradient(dy, i, BatchStatistics(*batch), needs_dx=needs_dx)
     sharing = _communicators[communicator]
     with torch.no_grad(), without_autocast(i.x):
         if torch.is_anomaly_enabled():
@@ -240,14 +240,6 @@ def _backward_sums(dy: Tensor, *arguments: Any) -> list[Tensor]:
         else [v.zero_() for v in _coefficients_like(i.x, batch[0], 4)]
     )
     return coefficients + [i.x.new_empty(0) if p is None else p for p in parameters]
-
-
-def _gradient(dy: Tensor, i: Input, batch: Sequence[Tensor], needs_dx: bool) -> Gradient:
-    """Of an output before the ReLU."""
-    statistics = BatchStatistics(*batch)
-    return Gradient(
-        dy, i.x, i.weight, i.bias, statistics, i.eps, i.axis, mask=i.mask, needs_dx=needs_dx
-    )
 
 
 def _mask_like(x: Tensor, *_: Any) -> Tensor:
@@ -318,7 +310,7 @@ class _SyncBatchNorm(torch.autograd.Function):
             *coefficients, dweight, dbias = torch.ops.multibn.backward_sums(
                 dy, *_spread(i), *batch, needs_dx, communicator
             )
-            g = _gradient(dy, i, batch, needs_dx)
+            g = Gradient(dy, i, BatchStatistics(*batch), needs_dx=needs_dx)
             if needs_dx:
                 with _marked(here):
                     dx = generic.finish_gradient(g, coefficients)

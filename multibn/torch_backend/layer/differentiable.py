@@ -64,7 +64,7 @@ def _forward_all(
         for i, batch in zip(inputs, batches, strict=True):
             if i.running is not None:
                 _, count, *_ = statistics.sizes(i.x.shape, i.axis)
-                step.move(i.running, batch, masks.share(i, count, "element")[1], generic)
+                step.move(i.running, batch, masks.weigh(i, count, "element")[1], generic)
     return list(zip(ys, batches, strict=True))
 
 
@@ -76,7 +76,7 @@ def normalize_all(
     Collective, and so is each derivative.
     """
     pure = [i._replace(running=None) for i in inputs]
-    sharing = _Differentiable(communicator, phase, step.announced(inputs))
+    sharing = _Differentiable(communicator, phase, step.announced([i.x for i in inputs]))
     with without_autocast(inputs[0].x):
         results = step.share(pure, sharing, weighting=weighting, select=lambda x: generic)
     return [y for y, _ in results], [batch for _, batch in results]

@@ -1,0 +1,117 @@
+"""A field of the passes' arguments reaches every verb, or the verb leaves the pass to `generic`."""
+
+import inspect
+from collections import namedtuple
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers import require
+
+require.need("core")
+
+from multibn.engine import step  # noqa: E402
+from multibn.kernels import BatchStatistics, Gradient, Input, Running, generic, host  # noqa: E402
+from multibn.kernels import generic_passes as passes  # noqa: E402
+from multibn.kernels.arguments import asks_more  # noqa: E402
+from multibn.kernels.core import _core  # noqa: E402
+
+RECORDS: list[Any] = [Input, Gradient, BatchStatistics, Running]
+AXIS = (0, 2)
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_the_reference_reads_each_field(record: Any) -> None:
+    source = "".join(map(inspect.getsource, (generic, passes, step)))
+    for name in record._fields:
+        assert f".{name}" in source, (
+            f"`{record.__name__}.{name}` reaches no verb: generic.py or generic_passes.py must "
+            "read the field by name. Other kernels leave a pass to them where the field is set."
+        )
+
+
+def with_one_more(record: Any) -> Any:
+    fields, defaults = record._fields, record._field_defaults
+    return namedtuple(record.__name__, [*fields, "more"], defaults=[*defaults.values(), 0.0])
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    yield
+    _core.use_fields(*RECORDS)
+
+
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize("record", [Input, Gradient, Running])
+@pytest.mark.parametrize("more", [0.0, 1.0])
+def test_a_field_that_the_core_does_not_know_goes_to_generic(
+    record: Any, more: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    x, dy = rng.normal(size=(2, 4, 3, 5))
+    running = Running(np.zeros(3), np.ones(3), 0.1)
+    i = Input(x, np.ones(3), np.ones(3), 1e-5, AXIS)
+    message = host.begin_forward(i, 20.0, 20.0)
+    _, batch, _ = host.finish_forward(i, message, 20.0, 20.0)
+
+    new = with_one_more(record)
+    _core.use_fields(*[new if each is record else each for each in RECORDS])
+
+    def extended(value: Any) -> Any:
+        return new(*value, more=more) if type(value) is record else value
+
+    running = extended(running)
+    i = extended(i._replace(running=running))
+    g = extended(Gradient(dy, i, batch))
+    calls: dict[str, tuple[Any, ...]] = {
+        "begin_forward": (i, 20.0, 20.0),
+        "finish_forward": (i, message, 20.0, 20.0),
+        "normalize": (i._replace(running=None), batch),
+        "begin_backward": (g,),
+        "finish_backward": (g, message[:6]),
+    }
+    used: list[str] = []
+
+    def note(name: str) -> Any:
+        def verb(*_: Any, **__: Any) -> Any:
+            used.append(name)
+            return 0, 0, 0
+
+        return verb
+
+    for name in (*calls, "move"):
+        monkeypatch.setattr(generic, name, note(name))
+    monkeypatch.setattr(host, "move", generic.move)
+    for name, arguments in calls.items():
+        getattr(host, name)(*arguments)
+    reached = {
+        Input: list(calls),
+        Gradient: ["begin_backward", "finish_backward"],
+        Running: ["move"],
+    }[record]
+    assert used == (reached if more else []), "a set field must not be forgotten in silence"
+
+
+@pytest.mark.usefixtures("restored")
+def test_a_field_that_the_core_misses_is_named() -> None:
+    less: Any = namedtuple("Input", ["x", "weight"])  # type: ignore[name-match]
+    with pytest.raises(TypeError, match=r"must have a field `bias`, which the C core reads: got"):
+        _core.use_fields(less, *RECORDS[1:])
+    with pytest.raises(TypeError, match=r"Input must have the fields \['bias'\]: got none"):
+        asks_more(less, "x", "bias")
+
+
+def test_the_gpu_kernels_are_told_of_other_fields() -> None:
+    new = with_one_more(Running)
+    ask = asks_more(new, *Running._fields)
+    assert not ask(new(None, None, 0.1))
+    assert ask(new(None, None, 0.1, more=1.0))
+
+
+def test_the_core_says_which_arguments_were_wrong() -> None:
+    with pytest.raises(TypeError, match="expected 5 arguments, got 1"):
+        _core.begin_forward(1)
+    with pytest.raises(TypeError, match=r"expected .*Input.*, got .*int"):
+        _core.begin_forward(1, None, 1.0, 1.0, None)
