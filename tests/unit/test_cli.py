@@ -192,7 +192,7 @@ def test_convert(tmp_path: Path, capsys: Any) -> None:
         (["optimizer.npz", "a.pt"],
          "Name them in `--names` (null leaves one out), select the model with `--prefix`, or pass "
          "--skip-unknown."),
-        (["object.npz", "a.npz"], "Select the model alone with `--prefix`."),
+        (["object.npz", "a.npz"], "Select the model alone with `--prefix`; name"),
         (["model.npz", "a.pt", "--names", "names.json"], "entry of `--names` must match"),
         (["model.npz", "a.pt", "--num-batches-tracked", "-1"], "`--num-batches-tracked` must be 0"),
         (["model.npz", "a.npz", "--num-batches-tracked", "1"], "`--num-batches-tracked` has no me"),
