@@ -1,4 +1,4 @@
-"""One rank of a launch of the parity command: `python -m multibn.parity.worker JOB DIRECTORY`.
+"""One rank of the parity command: `python -m multibn.parity.worker JOB DIRECTORY`.
 
 JOB is a `Job` as JSON. The rank trains every surface over every communicator of its launcher, and
 writes arrays, messages and times to DIRECTORY. It compares nothing, so that it cannot fail and
@@ -8,43 +8,70 @@ leave the other ranks waiting in a collective.
 import json
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from multibn._launch import enter_world, leave_world, write
+from multibn._launch import LAUNCHERS, Written, enter_world, leave_world, run_workers, write
 from multibn.communicators import Communicator
-from multibn.communicators.counting import CountingCommunicator
-from multibn.parity.cases import CASES, Case, NDArrayAny
-from multibn.parity.job import Job
-from multibn.parity.peers import PEERS
+from multibn.parity.cases import CASES, Case
+from multibn.parity.counting import CountingCommunicator
+from multibn.parity.oracle import Array
 from multibn.parity.surfaces import SURFACES
+
+
+@dataclass(frozen=True)
+class Job:
+    """One launch of workers: each surface is trained over each communicator, of one launcher."""
+
+    size: int  # number of ranks
+    communicators: Sequence[str]
+    surfaces: Sequence[str] = ()
+    cases: Sequence[str] = ()  # their names
+    model: str = ""  # a user's `module:function`, instead of surfaces and cases
+
+    @property
+    def name(self) -> str:
+        """Name for people."""
+        over = ", ".join(self.communicators)
+        return f"{', '.join(self.surfaces)}{self.model} over {over}, ranks: {self.size}"
+
+    def run(self, *, timeout: float) -> list[Written]:
+        """The ranks' results. Raises WorkerError after `timeout` seconds, or if workers fail."""
+        launcher = LAUNCHERS[self.communicators[0]]
+        worker = ["-m", "multibn.parity.worker", json.dumps(asdict(self))]
+        return run_workers(self.name, launcher, self.size, worker, timeout=timeout)
 
 
 def train(
     surface: str, case: Case, communicator: Communicator
-) -> tuple[dict[str, NDArrayAny], dict[str, Any]]:
+) -> tuple[dict[str, Array], dict[str, Any]]:
     """This rank's arrays by "step/quantity", and notes: messages and seconds of every step.
 
-    Collective over `communicator`. The last entry of the messages is that of the evaluation.
+    Collective over `communicator`. The gradients of weight and bias are means over the ranks. The
+    last entry of the messages is that of the evaluation.
     """
     counting = CountingCommunicator(communicator)
-    make = PEERS[surface].make if surface in PEERS else SURFACES[surface]
-    layer = make(case, counting)
-    arrays: dict[str, NDArrayAny] = {}
+    layer = SURFACES[surface](case, counting)
+    arrays: dict[str, Array] = {}
     messages, seconds = [], []
     rank, size = communicator.rank, communicator.size
     for step in range(case.steps):
         xs, dys, masks = case.batches(size, step)
-        tells = case.padding is not None and surface not in PEERS  # which know no masks
-        arguments = {"mask": masks[rank]} if tells else {}
+        arguments = {} if case.padding is None else {"mask": masks[rank]}
         start = time.perf_counter()
-        result = layer.train(xs[rank], dys[rank], **arguments)
+        trained = layer.train(xs[rank], dys[rank], **arguments)
         seconds.append(time.perf_counter() - start)
-        mean, var = layer.running()
-        quantities = {**result._asdict(), "running_mean": mean, "running_var": var}
-        arrays |= {f"{step}/{name}": np.array(a) for name, a in quantities.items()}
         messages.append(counting.take())
+        # Optimizers average so. torch's gradients are each rank's sums; Chainer's are means.
+        dweight, dbias = (
+            np.asarray(communicator.allreduce(a.astype(np.float64))) / size
+            for a in (trained.dweight, trained.dbias)
+        )
+        trained = trained._replace(dweight=dweight, dbias=dbias)
+        arrays |= {f"{step}/{name}": a for name, a in trained._asdict().items()}
     arrays[f"{step}/eval"] = layer.evaluate(xs[rank], **arguments)
     messages.append(counting.take())
     if size == 1:  # without lines, a layer alone hands its numbers over, and sends nothing
@@ -55,7 +82,7 @@ def train(
 def main(spec: str, directory: str) -> None:
     """Run the job `spec` and write this rank's results to `directory`."""
     job = Job(**json.loads(spec))
-    arrays: dict[str, NDArrayAny] = {}
+    arrays: dict[str, Array] = {}
     notes: dict[str, Any] = {}
     for name in job.communicators:
         communicator = enter_world(name)

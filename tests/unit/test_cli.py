@@ -208,56 +208,7 @@ def test_notes_of_convert_speak_of_its_own_options(tmp_path: Path, capsys: Any) 
     assert "avg_var_count" not in said
 
 
-PAIRS = """
-import numpy as np
-import multibn.chainer_backend
-from chainer import Sequential as S, links as L
-from torch.nn import BatchNorm1d, Linear, Sequential
-
-x = np.ones((4, 3), "f")
-def pair(): return Sequential(Linear(3, 2)), S(L.Linear(3, 2)), x
-def names(): return Sequential(Linear(3, 2), BatchNorm1d(2)), S(L.Linear(3, 2)), x
-def shapes(): return Sequential(Linear(3, 2)), S(L.Linear(3, 5)), x
-def two(): return 1, 2
-def raises(): return 1 / 0
-def short(): return Sequential(Linear(3, 2)), S(L.Linear(3, 2)), x[:1]
-"""
-
-
-@pytest.mark.parametrize(
-    "spec, message",
-    [
-        ("pairs_here:pair", ""),
-        (
-            "pairs_here:pear",
-            "a function of pairs_here: got 'pear', the nearest are 'pair', 'Linear'",
-        ),
-        ("pairs_hre:pair", "be imported in .*: got 'pairs_hre', the nearest are 'pairs_here'"),
-        ("multibn.parity.modle:pair", "'multibn.parity.modle', the nearest .* 'multibn.parity.mod"),
-        ("pairs_here:x", "must name a function of pairs_here: got 'x'"),
-        ("pairs_here:names", r"same names: \['1.bias', .* are in the torch model alone. Rename"),
-        ("pairs_here:shapes", r"0.weight has shape \(2, 3\) in torch, \(5, 3\) in Chainer"),
-        ("pairs_here:two", r"must return a torch model, .*: got int, int\."),
-        ("pairs_here:short", r"with 2 or more samples: got float32 of shape \(1, 3\)"),
-        ("pairs_here:raises", "pairs_here:raises raised ZeroDivisionError: .* run python -c"),
-        ("pairs_broken:f", "raised ModuleNotFoundError: No module named 'no_such_library'"),
-    ],
-)
-def test_a_pair_that_cannot_be_compared(
-    spec: str, message: str, tmp_path: Path, monkeypatch: Any
-) -> None:
-    require.need("torch", "chainer")
-    from multibn.parity import model
-
-    (tmp_path / "pairs_here.py").write_text(PAIRS)
-    (tmp_path / "pairs_broken.py").write_text("import no_such_library")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    said = model.why_not(spec)
-    monkeypatch.delitem(sys.modules, "pairs_here", raising=False)
-    assert re.search(message, said) if message else not said, said
-
-
-@pytest.mark.parametrize("option", [["--ranks", "2"], ["--cases", "uneven"], ["--peers"]])
+@pytest.mark.parametrize("option", [["--ranks", "2"], ["--cases", "uneven"]])
 def test_options_that_do_not_go_with_a_pair(option: list[str], capsys: Any) -> None:
     require.need("cli")
     assert cli.main(["parity", "--model", "a:b", *option]) == 2
