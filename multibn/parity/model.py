@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from multibn._environment import nearest
 from multibn._launch import WorkerError, Written
 from multibn.communicators import Communicator
 from multibn.parity import oracle
@@ -109,11 +110,17 @@ def load(spec: str) -> tuple[Any, Any, Array]:
     import torch
 
     module, _, name = spec.partition(":")
-    function = getattr(importlib.import_module(module), name)
+    members = vars(importlib.import_module(module))
+    if not callable(members.get(name)):
+        near = nearest(name, [key for key, value in members.items() if callable(value)])
+        raise ValueError(
+            f"`--model` must name a function of {module}: got {name!r}{near}. Write a function "
+            "that returns a torch model, a Chainer model and an input."
+        )
     # All ranks and runs must start with the same weights.
     torch.manual_seed(0)
     np.random.seed(0)  # noqa: NPY002 (Chainer's initializers use this one)
-    result = function()
+    result = members[name]()
     results = result if isinstance(result, tuple) else (result,)
     kinds = torch.nn.Module, chainer.Link, np.ndarray
     if len(results) != 3 or not all(map(isinstance, results, kinds)):

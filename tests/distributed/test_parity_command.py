@@ -65,7 +65,7 @@ def test_a_misspelt_pair_is_refused_by_one_process(capsys: pytest.CaptureFixture
     require.need("cli", "torch", "chainer", "mpiexec")
     assert cli.main(["parity", "--model", "tests.helpers.models:pear"]) == 2
     said = capsys.readouterr()
-    error = "AttributeError: module 'tests.helpers.models' has no attribute 'pear'. Did you mean: "
+    error = "function of tests.helpers.models: got 'pear', the nearest is 'pair'. Write a function"
     assert error in said.err
-    assert "single process, ranks 1: failed: AttributeError: module" in said.out
+    assert "single process, ranks 1: failed: ValueError: `--model` must name a fun" in said.out
     assert "mpi" not in said.out
