@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -65,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot and args.plot.suffix != ".png":
         return _refuse(f"`--plot` must be the name of a file that ends in .png: got {args.plot}.")
     out = report.console(stderr=True)
+    say = partial(out.print, soft_wrap=True)
     with out.status("starting") as status:
         if args.model:
             for option in ("ranks", "cases"):
@@ -77,14 +79,13 @@ def run(args: argparse.Namespace) -> int:
             absent = not_run("chainer", over)
             rows = [Row("torch, chainer", over, 2, absent)]
             if not absent:
-                rows = model.run(args.model, over, timeout=args.timeout, say=out.print)
+                rows = model.run(args.model, over, timeout=args.timeout, say=say)
         else:
             rows = plan(args.ranks or [1, 2, 4])
             for _, equal_sizes in groupby(rows, key=lambda row: row.size):
                 run_and_compare(
-                    list(equal_sizes), args.cases or cases.CASES, args.timeout, status.update,
-                    out.print,
-                )  # fmt: skip
+                    list(equal_sizes), args.cases or cases.CASES, args.timeout, status.update, say
+                )
     report.show(rows)
     if args.json:
         report.write_json(rows, args.json)
@@ -149,9 +150,7 @@ def run_and_compare(
             for row in group:
                 row.not_run, row.failed = error.reason, True
             continue
-        for row in group:
-            compare.time_steps(row, written)
-            ran.append((row, written))
+        ran += [(row, written) for row in group]
     for case in chosen if ran else ():
         update(f"comparing {case.name}")
         compare.compare([row for row, _ in ran], [written for _, written in ran], case)

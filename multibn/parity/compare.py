@@ -1,9 +1,8 @@
 """Errors of the workers' results against the oracle and each other, and their verdict."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -93,7 +92,6 @@ class Row:
     not_run: str = ""  # why the row has no results
     failed: bool = False  # the workers failed
     outcomes: dict[str, Outcome] = field(default_factory=dict)  # by case
-    us_per_step: float = math.nan  # microseconds per training step: median over steps and ranks
 
     @property
     def verdict(self) -> str:
@@ -125,7 +123,7 @@ def compare(rows: Sequence[Row], results: Sequence[Sequence[Written]], case: Cas
         key = f"{row.surface}/{row.communicator}/{case.name}"
         got.append([{name: w.arrays[f"{key}/{name}"] for name in want[0]} for w in ranks])
         errors = largest(got[-1], want, want)
-        sent = [written.notes[key]["messages"] for written in ranks]
+        sent = [written.notes[key] for written in ranks]
         wrong = [s for s in sent if s != [messages(row.size)] * case.steps + [[]]]
         bounds = {name: case.bound(name) for name in errors}
         row.outcomes[case.name] = Outcome(bounds, errors, messages=next(iter(wrong), []))
@@ -152,10 +150,3 @@ def largest(
             error = oracle.relative_error(have[key], array, scales[key])
             errors[quantity] = max(errors.get(quantity, 0.0), error)
     return errors
-
-
-def time_steps(row: Row, ranks: Sequence[Written]) -> None:
-    """Set the time of a step from the ranks' notes."""
-    prefix = f"{row.surface}/{row.communicator}/"
-    notes: list[Any] = [w.notes[key] for w in ranks for key in w.notes if key.startswith(prefix)]
-    row.us_per_step = float(np.median([s for note in notes for s in note["seconds"]])) * 1e6

@@ -36,8 +36,8 @@ def show(rows: Sequence[Row]) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0, caption=_CAPTION)
     table.caption_justify = "left"
     for header in ("surface", "communicator", "ranks", "error", "bound", "quantity, case", "apart",
-                   "allreduce", "µs/step", "verdict"):  # fmt: skip
-        justify: Any = "right" if header in ("error", "bound", "apart", "µs/step") else "left"
+                   "allreduce", "verdict"):  # fmt: skip
+        justify: Any = "right" if header in ("error", "bound", "apart") else "left"
         # One column wraps in a narrow terminal.
         table.add_column(header, justify=justify, no_wrap=header != "quantity, case")
     for row in ordered(rows):
@@ -123,9 +123,8 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 def _cells(row: Row) -> list[str]:
     cells = [row.surface, row.communicator, str(row.size)]
     if not row.outcomes:
-        return [*cells, *[""] * 6, row.verdict]
+        return [*cells, *[""] * 5, row.verdict]
     worst = row.worst()
-    timed = math.isfinite(row.us_per_step)
     wrong = [outcome.messages for outcome in row.outcomes.values() if outcome.messages]
     sent = wrong[0][0] if wrong else messages(row.size)
     return [
@@ -134,8 +133,7 @@ def _cells(row: Row) -> list[str]:
         f"{row.outcomes[worst.case].bounds[worst.quantity]:.0e}",
         f"{worst.quantity}, {worst.case}",
         f"{row.worst('differences').ratio:.2f}",
-        " + ".join(map(str, sent)) if timed else "",
-        f"{row.us_per_step:.0f}" if timed else "",
+        " + ".join(map(str, sent)),
         row.verdict,
     ]
 

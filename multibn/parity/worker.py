@@ -1,13 +1,12 @@
 """One rank of the parity command: `python -m multibn.parity.worker JOB DIRECTORY`.
 
 JOB is a `Job` as JSON. The rank trains every surface over every communicator of its launcher, and
-writes arrays, messages and times to DIRECTORY. It compares nothing, so that it cannot fail and
+writes arrays and messages to DIRECTORY. It compares nothing, so that it cannot fail and
 leave the other ranks waiting in a collective.
 """
 
 import json
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -47,23 +46,21 @@ class Job:
 
 def train(
     surface: str, case: Case, communicator: Communicator
-) -> tuple[dict[str, Array], dict[str, Any]]:
-    """This rank's arrays by "step/quantity", and notes: messages and seconds of every step.
+) -> tuple[dict[str, Array], list[list[int]]]:
+    """This rank's arrays by "step/quantity", and the lengths of the messages of every step.
 
     Collective over `communicator`. The gradients of weight and bias are means over the ranks. The
-    last entry of the messages is that of the evaluation.
+    last messages are those of the evaluation.
     """
     counting = CountingCommunicator(communicator)
     layer = SURFACES[surface](case, counting)
     arrays: dict[str, Array] = {}
-    messages, seconds = [], []
+    messages = []
     rank, size = communicator.rank, communicator.size
     for step in range(case.steps):
         xs, dys, masks = case.batches(size, step)
         arguments = {} if case.padding is None else {"mask": masks[rank]}
-        start = time.perf_counter()
         trained = layer.train(xs[rank], dys[rank], **arguments)
-        seconds.append(time.perf_counter() - start)
         messages.append(counting.take())
         # Optimizers average so. torch's gradients are each rank's sums; Chainer's are means.
         dweight, dbias = (
@@ -76,7 +73,7 @@ def train(
     messages.append(counting.take())
     if size == 1:  # without lines, a layer alone hands its numbers over, and sends nothing
         messages = [[] for _ in messages]
-    return arrays, {"messages": messages, "seconds": seconds}
+    return arrays, messages
 
 
 def main(spec: str, directory: str) -> None:

@@ -44,7 +44,6 @@ def test_every_combination_is_within_bounds(beside: list[dict[str, Any]]) -> Non
     for row in beside:
         assert row["verdict"] == "ok", row
         assert list(row["outcomes"]) == CASES
-        assert row["us_per_step"] > 0
         for case in row["outcomes"].values():
             assert case["errors"].keys() == case["differences"].keys() == case["bounds"].keys()
             assert not case["messages"]
@@ -66,6 +65,6 @@ def test_a_misspelt_pair_is_refused_by_one_process(capsys: pytest.CaptureFixture
     assert cli.main(["parity", "--model", "tests.helpers.models:pear"]) == 2
     said = capsys.readouterr()
     error = "function of tests.helpers.models: got 'pear', the nearest is 'pair'. Write a function"
-    assert error in said.err
-    assert "single process, ranks 1: failed: ValueError: `--model` must name a fun" in said.out
+    assert error in " ".join(said.err.split())
+    assert "ranks 1: failed: ValueError: `--model` must name a" in " ".join(said.out.split())
     assert "mpi" not in said.out

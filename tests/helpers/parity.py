@@ -16,8 +16,8 @@ from tests.helpers import require
 
 def errors(surface: str, case: Case, communicator: Communicator) -> dict[str, float]:
     """By quantity, this rank's largest error from the oracle. Collective."""
-    arrays, notes = worker.train(surface, case, communicator)
-    assert notes["messages"] == [compare.messages(communicator.size)] * case.steps + [[]]
+    arrays, messages = worker.train(surface, case, communicator)
+    assert messages == [compare.messages(communicator.size)] * case.steps + [[]]
     assert arrays["0/y"].dtype == arrays["0/dx"].dtype == np.dtype(case.dtype)
     want = compare.expected(case, communicator.size)[communicator.rank]
     return compare.largest([arrays], [want], [want])

@@ -103,7 +103,7 @@ def test_one_message_too_many_is_found() -> None:
     (row,) = rows_of("torch")
     results = written("torch", UNEVEN)
     (notes,) = results[0].notes.values()
-    notes["messages"][1] = [12, 12, 10]
+    notes[1] = [12, 12, 10]
     compare.compare([row], [results], UNEVEN)
     assert compare.exit_status([row]) == 1
     assert "sends [[], [12, 12, 10]" in report.details([row])[0]
@@ -150,8 +150,6 @@ def test_json_table_and_plot(tmp_path: Path) -> None:
     for case in cases.select("float32,uneven"):
         results = [written("torch", case), written("chainer", case, "y", np.nan)]
         compare.compare(rows, results, case)
-        for row, result in zip(rows, results, strict=True):
-            compare.time_steps(row, result)
     rows.append(Row("chainer", "mpi", 2, not_run="no mpiexec on PATH"))
     report.show(rows)
 
@@ -160,7 +158,6 @@ def test_json_table_and_plot(tmp_path: Path) -> None:
     assert document["exit_status"] == 1
     assert document["rows"][1]["outcomes"]["uneven"]["errors"]["y"] is None
     assert document["rows"][0]["outcomes"]["uneven"]["errors"]["y"] < 2e-6
-    assert document["rows"][0]["us_per_step"] > 0
     assert document["rows"][2]["verdict"] == "not run"
 
     report.plot(rows, tmp_path / "a.png")
