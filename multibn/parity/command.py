@@ -12,8 +12,8 @@ from multibn._launch import LAUNCHERS, WorkerError, Written
 from multibn.parity import cases, compare
 from multibn.parity.cases import Case
 from multibn.parity.compare import Row
+from multibn.parity.job import Job
 from multibn.parity.surfaces import SURFACES
-from multibn.parity.worker import Job
 
 # The modules that surfaces and communicators need.
 NEEDS = {

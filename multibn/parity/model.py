@@ -17,8 +17,8 @@ from multibn._launch import WorkerError, Written
 from multibn.communicators import Communicator
 from multibn.parity import oracle
 from multibn.parity.compare import Arrays, Outcome, Row
+from multibn.parity.job import Job
 from multibn.parity.oracle import Array
-from multibn.parity.worker import Job
 
 # Wider than the bounds of single layers: rounding errors grow with depth.
 BOUNDS = {

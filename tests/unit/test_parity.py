@@ -26,7 +26,7 @@ from multibn.parity import (  # noqa: E402
 )
 from multibn.parity.cases import BOUNDS, CASES, Case  # noqa: E402
 from multibn.parity.compare import Row  # noqa: E402
-from multibn.parity.worker import Job  # noqa: E402
+from multibn.parity.job import Job  # noqa: E402
 
 UNEVEN = next(case for case in CASES if case.name == "uneven")
 
