@@ -2,17 +2,13 @@
 
 import difflib
 import importlib.util
-import json
 import os
 import platform
 import shutil
-import subprocess
-import sys
 import sysconfig
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 
 @cache
@@ -51,23 +47,3 @@ def find_command(name: str) -> str | None:
     """Path of the command `name`: this environment's own if it has one, else the one on PATH."""
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
     return shutil.which(name, path=path)
-
-
-def ask(code: str, *, timeout: float = 60) -> Any:
-    """What `code` prints, as JSON, in another Python process; a dict with "error" if it fails.
-
-    For what must be imported to be known: here, the import would initialise MPI or CUDA.
-    """
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    try:
-        ran = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"no answer within {timeout:.0f} s"}
-    lines = ran.stdout.strip().splitlines()
-    try:
-        return json.loads(lines[-1])
-    except (IndexError, ValueError):
-        said = ran.stderr.strip().splitlines() or [f"exit status {ran.returncode}"]
-        return {"error": said[-1]}

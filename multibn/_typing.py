@@ -24,20 +24,13 @@ def check_choice(name: str, value: object, choices: Any) -> None:
         )
 
 
-def check_int(name: str, value: object, least: int | None = 1, *, none: str = "") -> None:
-    """Raise unless `value` is an int of at least `least`; a bool is none.
+def check_int(name: str, value: Any, least: int | None = 1, *, none: str = "") -> None:
+    """Raise TypeError unless `value` is an int, not a bool; ValueError if it is below `least`.
 
-    `none` is the meaning of None, for the message; without a meaning None is refused.
-
-    Raises
-    ------
-    TypeError
-        If `value` is no int.
-    ValueError
-        If `value` is below `least`.
+    If `none` is given, None is allowed, and the message explains None with this text.
     """
-    number = _checked_type(name, value, Integral, "an int", none)
-    if number is not None and least is not None and number < least:
+    _check_type(name, value, Integral, "an int", none)
+    if least is not None and value is not None and value < least:
         wanted = {0: "0 or more", 1: "positive"}.get(least, f"{least} or more")
         raise ValueError(f"`{name}` must be {wanted}{_or_none(none)}: got {value!r}.")
 
@@ -48,24 +41,17 @@ def check_ints(name: str, values: Iterable[object], least: int = 1) -> None:
         check_int(name, value, least)
 
 
-def check_number(name: str, value: object, interval: str, *, none: str = "") -> None:
-    """Raise unless `value` is a number in `interval`, such as "[0, 1)"; a bool and NaN are none.
+def check_number(name: str, value: Any, interval: str, *, none: str = "") -> None:
+    """Raise TypeError unless `value` is a real number; ValueError outside of `interval`, or NaN.
 
-    "(0, inf)" stands for positive and finite numbers. `none` is as for `check_int`.
-
-    Raises
-    ------
-    TypeError
-        If `value` is no real number.
-    ValueError
-        If `value` is outside of `interval`.
+    The interval is such as "[0, 1)"; "(0, inf)" stands for positive and finite numbers. `none` is
+    as for `check_int`.
     """
-    number = _checked_type(name, value, Real, "a number", none)
-    if number is None:
-        return
+    _check_type(name, value, Real, "a number", none)
     low, high = map(float, interval[1:-1].split(","))
-    inside = (low <= number if interval[0] == "[" else low < number) and (
-        number <= high if interval[-1] == "]" else number < high
+    inside = value is None or (
+        (low <= value if interval[0] == "[" else low < value)
+        and (value <= high if interval[-1] == "]" else value < high)
     )
     if not inside:
         wanted = "positive and finite" if interval == "(0, inf)" else f"in {interval}"
@@ -76,17 +62,10 @@ _LEAST_EPS = 2.0**-126  # the smallest normal number of float32
 
 
 def check_eps(value: Any, /) -> None:
-    """Raise unless `value` is positive, and large enough for a channel of equal values.
+    """Raise as `check_number`, or ValueError below 2**-126.
 
-    Below 1e-77, that channel's inverse standard deviation is infinite in float32, and NaN comes
-    out; subnormal numbers are 0 on some devices.
-
-    Raises
-    ------
-    TypeError
-        If `value` is no real number.
-    ValueError
-        If `value` is below 2**-126 or not finite.
+    Below 1e-77, the inverse standard deviation of a channel of equal values is infinite in float32,
+    and NaN comes out; subnormal numbers are 0 on some devices.
     """
     check_number("eps", value, "(0, inf)")
     if value < _LEAST_EPS:
@@ -107,14 +86,13 @@ def check_residual(residual: Any, x: Array, kinds: Any, words: str) -> None:
         )
 
 
-def _checked_type(name: str, value: Any, kind: type, words: str, none: str) -> Any:
-    """`value`, of type `kind`, or None where None has a meaning."""
-    if (value is None and none) or (isinstance(value, kind) and not isinstance(value, bool)):
-        return value
-    raise TypeError(
-        f"`{name}` must be {words}{_or_none(none)}: got {value!r} of type "
-        f"{type(value).__qualname__}."
-    )
+def _check_type(name: str, value: object, kind: type, words: str, none: str) -> None:
+    """Raise TypeError unless `value` is of type `kind`, or None where None has a meaning."""
+    if isinstance(value, bool) or not (isinstance(value, kind) or (value is None and none)):
+        raise TypeError(
+            f"`{name}` must be {words}{_or_none(none)}: got {value!r} of type "
+            f"{type(value).__qualname__}."
+        )
 
 
 def _or_none(none: str) -> str:

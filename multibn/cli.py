@@ -54,9 +54,9 @@ def _parser() -> argparse.ArgumentParser:
 
     command = add(
         "info",
-        "show the installed versions, and which communicators would work",
-        "Show the installed versions, the kernels in use, and for each communicator whether it "
-        "works here, or the next thing to install. Exit status: 0.",
+        "show the installed versions, the kernels and the transports in use",
+        "Show the installed versions, what computes, what carries messages, and the reason and the "
+        "cure where a faster way is missing. Exit status: 0.",
         """
         multibn info
         multibn info --json > machine.json

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -100,9 +100,8 @@ def layers(state: Mapping[str, Any], separator: str) -> dict[str, dict[str, Any]
     return by_layer
 
 
-def numbered(state: Mapping[str, Any], names: Names | None, source: str) -> list[str]:
+def numbered(state: Mapping[str, Any], names: Names | None, separator: str) -> list[str]:
     """A note on layers whose children have numbers as names, unless `names` renames them."""
-    separator = SEPARATORS[source]
     containers: dict[str, None] = {}
     for key in state:
         *parts, _ = key.split(separator)
@@ -113,31 +112,29 @@ def numbered(state: Mapping[str, Any], names: Names | None, source: str) -> list
     if not containers:
         return []
     return [
-        f"the numbers of the layers in {_some(list(containers))} are carried as they are, which is "
+        f"the numbers of the layers in {_some(containers)} are carried as they are, which is "
         "right for a ChainList. A chainer.Sequential numbers its links in another order and does "
         "not count functions: name them in `names`, as docs/guides/from-chainermn-to-torch.md says."
     ]
 
 
 def leave_out(
-    state: Mapping[str, Any], names: Names | None, source: str, notes: list[str]
+    state: Mapping[str, Any], names: Names | None, separator: str, notes: list[str]
 ) -> dict[str, Any]:
     """The state without the keys that `names` maps to None. Raises if a name matches no key."""
     names = names or {}
-    separator = SEPARATORS[source]
-    rules = {key: _rule(key, names, separator) for key in state}
     for name in names:
-        if any(_follows(key, name, separator) for key in state):
-            continue
-        near = nearest(name, [*state, *layers(state, separator)], 1)
-        raise CheckpointError(
-            f"every entry of `names` must match a key or a prefix: {name!r} matches none"
-            f"{near}. Correct it, or remove it."
-        )
-    left_out = [key for key, rule in rules.items() if rule is not None and names[rule] is None]
-    if left_out:
-        notes.append(f"left out by `names`: {_some(left_out)}.")
-    return {key: value for key, value in state.items() if key not in left_out}
+        if not any(_follows(key, name, separator) for key in state):
+            near = nearest(name, [*state, *layers(state, separator)], 1)
+            raise CheckpointError(
+                f"every entry of `names` must match a key or a prefix: {name!r} matches none"
+                f"{near}. Correct it, or remove it."
+            )
+    rules = {key: _rule(key, names, separator) for key in state}
+    kept = {k: v for k, v in state.items() if rules[k] is None or names[rules[k]] is not None}
+    if left_out := state.keys() - kept.keys():
+        notes.append(f"left out by `names`: {_some(key for key in state if key in left_out)}.")
+    return kept
 
 
 def rename(
@@ -147,11 +144,11 @@ def rename(
     leaf_names: Callable[[Mapping[str, Any]], Mapping[str, str]],
     names: Names | None,
     skip_unknown: bool,
-    notes: Iterable[str],
+    notes: list[str],
 ) -> Converted:
     """Give every key its new name; `leaf_names` translates the last parts of a layer's keys."""
     old_sep, new_sep = SEPARATORS[source], SEPARATORS[target]
-    names, notes, unknown = names or {}, list(notes), []
+    names, unknown = names or {}, []
     renamed: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for layer, leaves in layers(state, old_sep).items():
@@ -187,10 +184,8 @@ def rename(
     return Converted(renamed, tuple(notes))
 
 
-def _rule(key: str, names: Collection[str], separator: str) -> str | None:
-    """The entry of `names` that applies to `key`: the key itself, or the longest prefix."""
-    if key in names:
-        return key
+def _rule(key: str, names: Names, separator: str) -> Any:
+    """The entry of `names` that applies to `key`: the longest; None without one."""
     return max((n for n in names if _follows(key, n, separator)), key=len, default=None)
 
 
@@ -198,7 +193,8 @@ def _follows(key: str, name: str, separator: str) -> bool:
     return not name or key == name or key.startswith(name + separator)
 
 
-def _some(keys: list[str]) -> str:
+def _some(keys: Iterable[str]) -> str:
     """The first six of the keys, for people."""
-    more = f" and {len(keys) - 6} more" if len(keys) > 6 else ""
-    return ", ".join(map(repr, keys[:6])) + more
+    quoted = [repr(key) for key in keys]
+    more = f" and {len(quoted) - 6} more" if len(quoted) > 6 else ""
+    return ", ".join(quoted[:6]) + more

@@ -6,8 +6,7 @@ from typing import NamedTuple, TypeAlias
 
 from multibn._typing import Array
 from multibn.checkpoint import keys
-from multibn.checkpoint.files import CheckpointError
-from multibn.checkpoint.keys import Names
+from multibn.checkpoint.files import SEPARATORS, CheckpointError
 
 Counts: TypeAlias = tuple[float, float] | Mapping[str, tuple[float, float]]
 """Elements per channel by which running variances are unbiased: the number in the source and the
@@ -27,88 +26,66 @@ Examples
 
 
 class Words(NamedTuple):
-    """A framework's names of the arrays of a batch normalization."""
+    """A framework's name, and its names of the arrays of a batch normalization."""
 
-    separator: str
+    framework: str
     mean: str
     var: str
     counter: str
     scale: str
     shift: str
 
+    def key(self, layer: str, name: str) -> str:
+        """The key of a layer's array."""
+        return keys.join(SEPARATORS[self.framework], layer, name)
 
-CHAINER = Words("/", "avg_mean", "avg_var", "N", "gamma", "beta")
-TORCH = Words(".", "running_mean", "running_var", "num_batches_tracked", "weight", "bias")
 
-
-def translation(source: Words, target: Words) -> dict[str, str]:
-    """Map from a source's to a target's name of each array of a layer."""
-    return dict(zip(source[1:], target[1:], strict=True))
+CHAINER = Words("chainer", "avg_mean", "avg_var", "N", "gamma", "beta")
+TORCH = Words("torch", "running_mean", "running_var", "num_batches_tracked", "weight", "bias")
 
 
 def checked_layers(state: Mapping[str, Array], words: Words) -> list[str]:
-    """Names of the layers with running statistics. Raises if a shape or a counter is not valid."""
-    import numpy as np
-
+    """Names of the layers with running statistics. Raises if a layer's arrays are not valid."""
     norms = []
-    for layer, leaves in keys.layers(state, words.separator).items():
+    for layer, leaves in keys.layers(state, SEPARATORS[words.framework]).items():
         if not {words.mean, words.var} & leaves.keys():
             continue
-        arrays = {k: leaves.get(k) for k in (words.mean, words.var)}
-        arrays |= {k: leaves[k] for k in (words.scale, words.shift) if k in leaves}
-        shapes = {k: None if a is None else a.shape for k, a in arrays.items()}
-        shape = next(iter(shapes.values()))
-        if shape is None or len(shape) != 1 or set(shapes.values()) != {shape}:
+        arrays = {name: leaves[name] for name in words[1:] if name in leaves}
+        said = ", ".join(f"{k} {a.dtype} {a.shape or a}" for k, a in arrays.items())
+        counter = arrays.pop(words.counter, None)
+        if (
+            not {words.mean, words.var} <= arrays.keys()
+            or len({a.shape for a in arrays.values()}) > 1
+            or any(a.ndim != 1 or a.dtype.kind != "f" for a in arrays.values())
+            or (counter is not None and not _is_number_of_batches(counter))
+        ):
             raise CheckpointError(
-                f"the arrays of the batch normalization {layer!r} must have one shape (C,): got "
-                f"{', '.join(f'{k} {s}' for k, s in shapes.items())}. Save the model again, or "
-                "leave the layer out with `names`."
-            )
-        for name, array in arrays.items():
-            if array is not None and array.dtype.kind != "f":
-                raise CheckpointError(
-                    f"{keys.join(words.separator, layer, name)!r} must be floating-point: got "
-                    f"{array.dtype}. Save the model again."
-                )
-        counter = leaves.get(words.counter, np.zeros((), np.int64))
-        if counter.shape != () or counter.dtype.kind not in "iu" or counter < 0:
-            raise CheckpointError(
-                f"{keys.join(words.separator, layer, words.counter)!r} must be one number of "
-                f"batches: got {counter!r}. Save the model again."
+                f"the batch normalization {layer!r} must have {words.mean} and {words.var}, all of "
+                f"its arrays floating-point of one shape (C,), and one integer {words.counter}, if "
+                f"any, of 0 or more: got {said}. Save the model again, or leave the layer out with "
+                "`names`."
             )
         norms.append(layer)
     return norms
 
 
-def set_counters(
-    state: dict[str, Array], norms: list[str], words: Words, value: int, names: Names | None
-) -> int:
-    """Set each layer's counter in `state`, unless in `names`; returns the largest old counter."""
-    import numpy as np
-
-    largest = 0
-    for layer in norms:
-        counter = keys.join(words.separator, layer, words.counter)
-        largest = max(largest, int(state.get(counter, 0)))
-        if counter not in (names or {}):
-            state[counter] = np.asarray(value, np.int64)
-    return largest
+def _is_number_of_batches(counter: Array) -> bool:
+    return counter.ndim == 0 and counter.dtype.kind in "iu" and bool(counter >= 0)
 
 
 def check_counts(counts: Counts | None) -> None:
     """Raise ValueError unless `counts` are pairs of counts."""
     for pair in counts.values() if isinstance(counts, Mapping) else [counts]:
         if pair is not None and not (
-            isinstance(pair, (tuple, list)) and len(pair) == 2 and all(map(_is_count, pair))
+            isinstance(pair, tuple | list)
+            and len(pair) == 2
+            and all(isinstance(n, int | float) and n is not True and n >= 1 for n in pair)
         ):
             raise ValueError(
-                "`avg_var_count` must be two counts of elements from 1, in the file and wanted: "
-                f"got {pair!r}. Pass math.inf for the biased variance."
+                "`avg_var_count` must be two counts of elements, each 1 or more: the one by which "
+                f"the file is unbiased, and the one wanted: got {pair!r}. Pass math.inf for the "
+                "biased variance."
             )
-
-
-def _is_count(n: object) -> bool:
-    return isinstance(n, (int, float)) and not isinstance(n, bool) and n >= 1
 
 
 def recount(
@@ -126,7 +103,7 @@ def recount(
         if pair is None:
             continue
         factor = _bessel(pair[1]) / _bessel(pair[0])
-        key = keys.join(words.separator, layer, words.var)
+        key = words.key(layer, words.var)
         state[key] = (state[key].astype("float64") * factor).astype(state[key].dtype)
         notes.append(f"{key!r} is multiplied by {factor:.6g}, from count {pair[0]} to {pair[1]}.")
     if same := len(norms) - len(notes):

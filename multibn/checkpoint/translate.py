@@ -12,7 +12,7 @@ from typing import Any
 
 from multibn._typing import Array, check_int
 from multibn.checkpoint import files, keys, norms
-from multibn.checkpoint.files import CheckpointError
+from multibn.checkpoint.files import SEPARATORS, CheckpointError
 from multibn.checkpoint.keys import Converted, Names
 from multibn.checkpoint.norms import CHAINER, TORCH, Counts
 
@@ -89,17 +89,24 @@ def convert(
             raise _meaningless("avg_var_count", source, target)
         if num_batches_tracked and (came_from, to) != ("chainer", "torch"):
             raise _meaningless("num_batches_tracked", source, target)
-        options: Any = {
-            "names": names,
-            "skip_unknown": skip_unknown,
-            "avg_var_count": avg_var_count,
-        }
         if came_from == to:
-            converted = _copy(state, to, names)
+            notes: list[str] = []
+            state = keys.leave_out(state, names, SEPARATORS[to], notes)
+            converted = keys.rename(
+                state, to, to, lambda leaves: {k: k for k in leaves}, names, False, notes
+            )
         elif to == "torch":
-            converted = chainer_to_torch(state, num_batches_tracked=num_batches_tracked, **options)
+            converted = chainer_to_torch(
+                state,
+                names=names,
+                skip_unknown=skip_unknown,
+                num_batches_tracked=num_batches_tracked,
+                avg_var_count=avg_var_count,
+            )
         else:
-            converted = torch_to_chainer(state, **options)
+            converted = torch_to_chainer(
+                state, names=names, skip_unknown=skip_unknown, avg_var_count=avg_var_count
+            )
     with _about(target):
         files.write(target, converted.state)
     return converted
@@ -168,28 +175,18 @@ def chainer_to_torch(
     ['bn.weight', 'bn.bias']
     """
     check_int("num_batches_tracked", num_batches_tracked, least=0)
-    norms.check_counts(avg_var_count)
-    notes: list[str] = []
-    arrays = keys.leave_out(arrays, names, "chainer", notes)
-    state = {key: _as_array(key, value)[0] for key, value in arrays.items()}
-    notes += keys.numbered(state, names, "chainer")
-    layers = norms.checked_layers(state, CHAINER)
-    largest = norms.set_counters(state, layers, CHAINER, num_batches_tracked, names)
-    if layers:
-        notes += [
-            f"N counts the batches of fine-tuning (here up to {largest}) and is left out: it is "
-            f"not num_batches_tracked, which is set to {num_batches_tracked} in {len(layers)} "
-            "layer(s). It matters with momentum=None only.",
-            "eps and decay are not in the file: build the layers with momentum = 1 - decay and the "
-            "eps of the links, which is 2e-5 by default in Chainer and 1e-5 in torch.",
-        ]
-        notes += norms.recount(state, layers, CHAINER, avg_var_count)
 
     def leaf_names(leaves: Mapping[str, Array]) -> dict[str, str]:
         known = {"W": "weight", "b": "bias", "gamma": "weight", "beta": "bias"}
-        return norms.translation(CHAINER, TORCH) | known if "avg_mean" in leaves else known
+        return (
+            known | dict(zip(CHAINER[1:], TORCH[1:], strict=True))
+            if "avg_mean" in leaves
+            else known
+        )
 
-    return keys.rename(state, "chainer", "torch", leaf_names, names, skip_unknown, notes)
+    notes: list[str] = []
+    arrays = _translate(arrays, CHAINER, TORCH, names, num_batches_tracked, avg_var_count, notes)
+    return keys.rename(arrays, "chainer", "torch", leaf_names, names, skip_unknown, notes)
 
 
 def torch_to_chainer(
@@ -232,32 +229,15 @@ def torch_to_chainer(
     >>> list(torch_to_chainer({"bn.weight": np.ones(8), "bn.bias": np.zeros(8)}).state)
     ['bn/gamma', 'bn/beta']
     """
-    norms.check_counts(avg_var_count)
     notes: list[str] = []
     state = _without_splits(_unwrapped(state, notes), notes)
-    state = keys.leave_out(state, names, "torch", notes)
-    pairs = {key: _as_array(key, value) for key, value in state.items()}
-    arrays = {key: array for key, (array, _) in pairs.items()}
-    if widened := sum(widened for _, widened in pairs.values()):
-        notes.append(f"{widened} array(s) of bfloat16 became float32, which holds the same values.")
-    notes += keys.numbered(arrays, names, "torch")
-    layers = norms.checked_layers(arrays, TORCH)
-    largest = norms.set_counters(arrays, layers, TORCH, 0, names)
-    if layers:
-        notes += [
-            f"num_batches_tracked (here up to {largest}) is left out: N, which counts the "
-            f"batches of fine-tuning, is set to 0 in {len(layers)} layer(s).",
-            "eps and momentum are not in the file: build the links with decay = 1 - momentum and "
-            "the eps of the layers, which is 1e-5 by default in torch and 2e-5 in Chainer.",
-        ]
-        notes += norms.recount(arrays, layers, TORCH, avg_var_count)
+    arrays = _translate(state, TORCH, CHAINER, names, 0, avg_var_count, notes)
     scaled: list[Mapping[str, Array]] = []  # layers taken for normalizations
 
     def leaf_names(leaves: Mapping[str, Array]) -> dict[str, str]:
-        weight = leaves.get("weight")
         if "running_mean" in leaves:
-            return norms.translation(TORCH, CHAINER)
-        bias = leaves.get("bias")
+            return dict(zip(TORCH[1:], CHAINER[1:], strict=True))
+        weight, bias = leaves.get("weight"), leaves.get("bias")
         like_bias = weight is not None and bias is not None and weight.shape == bias.shape
         if weight is None or (weight.ndim > 1 and not like_bias):
             return {"weight": "W", "bias": "b"}
@@ -276,38 +256,68 @@ def torch_to_chainer(
     return converted
 
 
-def _as_array(key: str, value: Any) -> tuple[Array, bool]:
-    """`value` as a NumPy array, and whether it was widened from bfloat16."""
+def _translate(
+    state: Mapping[str, Any],
+    source: norms.Words,
+    target: norms.Words,
+    names: Names | None,
+    counter: int,
+    counts: Counts | None,
+    notes: list[str],
+) -> dict[str, Array]:
+    """The arrays of `state` under their old names, with the numbers of the new ones."""
     import numpy as np
 
-    widen = str(getattr(value, "dtype", "")) == "torch.bfloat16"
-    if hasattr(value, "detach"):
-        value = value.detach().cpu()
-        value = value.float() if widen else value
+    norms.check_counts(counts)
+    separator = SEPARATORS[source.framework]
+    state = keys.leave_out(state, names, separator, notes)
+    arrays = {key: _as_array(key, value) for key, value in state.items()}
+    if widened := sum(_is_bfloat16(value) for value in state.values()):
+        notes.append(f"{widened} array(s) of bfloat16 became float32, which holds the same values.")
+    notes += keys.numbered(arrays, names, separator)
+    layers = norms.checked_layers(arrays, source)
+    counters = [source.key(layer, source.counter) for layer in layers]
+    largest = max((int(arrays.get(key, 0)) for key in counters), default=0)
+    arrays |= {key: np.asarray(counter, np.int64) for key in counters if key not in (names or {})}
+    if layers:
+        notes += [
+            f"{source.counter} (here up to {largest}) is left out: {target.counter} is set to "
+            f"{counter} in {len(layers)} layer(s). N counts the batches of fine-tuning, "
+            "num_batches_tracked those of training, which matter with momentum=None only.",
+            "eps and momentum (Chainer's 1 - decay) are not in the file: build the layers with "
+            "those of the source. eps is 2e-5 by default in Chainer and 1e-5 in torch.",
+        ]
+        notes += norms.recount(arrays, layers, source, counts)
+    return arrays
+
+
+def _is_bfloat16(value: Any) -> bool:
+    return str(getattr(value, "dtype", "")) == "torch.bfloat16"
+
+
+def _as_array(key: str, value: Any) -> Array:
+    """`value` as a NumPy array; bfloat16, which NumPy does not have, becomes float32."""
+    import numpy as np
+
     try:
+        if hasattr(value, "detach"):
+            value = (value.float() if _is_bfloat16(value) else value).detach().cpu()
         array = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{key!r} must be of a dtype of NumPy: {error}. Cast it.") from error
+        raise CheckpointError(
+            f"{key!r} must be dense and of a dtype of NumPy: {error}. Save it as such."
+        ) from error
     if array.dtype.kind not in "fiub":
         raise CheckpointError(
             f"{key!r} must be an array of real numbers: got {array.dtype}. Leave it out with "
             f"names={{{key!r}: None}}, or call an uninitialised model once before it is saved."
         )
-    return array, widen
+    return array
 
 
 def _meaningless(option: str, source: Path, target: Path) -> ValueError:
     suffixes = f"from {source.suffix} to {target.suffix}"
     return ValueError(f"`{option}` has no meaning {suffixes}: it must be left out.")
-
-
-def _copy(state: Mapping[str, Any], framework: str, names: Names | None) -> Converted:
-    """The same arrays, renamed by `names`; no key is unknown."""
-    notes: list[str] = []
-    state = keys.leave_out(state, names, framework, notes)
-    return keys.rename(
-        state, framework, framework, lambda leaves: {k: k for k in leaves}, names, False, notes
-    )
 
 
 def _unwrapped(state: Mapping[str, Any], notes: list[str]) -> Mapping[str, Any]:
@@ -320,22 +330,18 @@ def _unwrapped(state: Mapping[str, Any], notes: list[str]) -> Mapping[str, Any]:
 
 def _without_splits(state: Mapping[str, Any], notes: list[str]) -> Mapping[str, Any]:
     """The state with each SubBatchNorm as a plain batch norm, with the aggregated buffers."""
-    marks = [key.rpartition(".running_mean")[0] for key in state if key.endswith(".running_mean")]
-    splits = [name for name in marks if name.rpartition(".")[2] == "split_bn"]
-    for split in splits:
-        layer = split.rpartition(".")[0]
-        whole = keys.join(".", layer, "bn")
-        if f"{whole}.running_mean" not in state or keys.join(".", layer, "running_mean") in state:
+    for mark in [key for key in state if f".{key}".endswith(".split_bn.running_mean")]:
+        layer = mark.removesuffix("split_bn.running_mean")  # "" or with a dot at its end
+        whole, split = f"{layer}bn.", f"{layer}split_bn."
+        if f"{whole}running_mean" not in state or f"{layer}running_mean" in state:
             continue
-        renamed = {}
-        for key, value in state.items():
-            if key.startswith(f"{whole}."):
-                key = keys.join(".", layer, key.removeprefix(f"{whole}."))
-            if not key.startswith(f"{split}."):
-                renamed[key] = value
-        state = renamed
+        state = {
+            layer + key.removeprefix(whole) if key.startswith(whole) else key: value
+            for key, value in state.items()
+            if not key.startswith(split)
+        }
         notes.append(
-            f"{layer!r} is a SubBatchNorm: the statistics of the population (bn) are "
+            f"{layer.rstrip('.')!r} is a SubBatchNorm: the statistics of the population (bn) are "
             "kept, those of each split (split_bn) are left out."
         )
     return state

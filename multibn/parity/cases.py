@@ -5,15 +5,13 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from multibn._environment import nearest
 from multibn._typing import RunningVar, Weighting
-
-NDArrayAny = NDArray[Any]
+from multibn.parity.oracle import Array
 
 CHANNELS = 5
 EPS = 1e-5
@@ -43,8 +41,8 @@ SPLITS: dict[str, Callable[[int, int, tuple[int, ...]], tuple[int, tuple[int, ..
 class Parameters(NamedTuple):
     """A layer's parameters, `(C,)`."""
 
-    weight: NDArrayAny
-    bias: NDArrayAny
+    weight: Array
+    bias: Array
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ class Case:
         weight, bias = rng.normal(1, 0.3, CHANNELS), rng.normal(0, 0.3, CHANNELS)
         return Parameters(weight.astype(dtype), bias.astype(dtype))
 
-    def batches(self, size: int, step: int) -> tuple[list[NDArrayAny], ...]:
+    def batches(self, size: int, step: int) -> tuple[list[Array], ...]:
         """Inputs, output gradients and masks of all `size` ranks; the same on every rank.
 
         All elements of a mask are True without padding, and in the first sample of rank 0.
@@ -100,7 +98,7 @@ class Case:
                 np.moveaxis(xs[rank], 1, -1)[~masks[rank]] = self.padding
         return xs, dys, masks
 
-    def _laid_out(self, a: NDArrayAny) -> NDArrayAny:
+    def _laid_out(self, a: Array) -> Array:
         a = a.astype(self.dtype)
         if self.layout == "channels_last":
             return np.moveaxis(np.ascontiguousarray(np.moveaxis(a, 1, -1)), -1, 1)

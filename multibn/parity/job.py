@@ -4,28 +4,27 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from multibn._launch import Written, run_workers
+from multibn._launch import LAUNCHERS, Written, run_workers
 
 
 @dataclass(frozen=True)
 class Job:
-    """One launch of workers: each surface is trained over each communicator."""
+    """One launch of workers: each surface is trained over each communicator, of one launcher."""
 
-    launcher: str  # a value of `LAUNCHERS`
     size: int  # number of ranks
     communicators: Sequence[str]
     surfaces: Sequence[str] = ()
     cases: Sequence[str] = ()  # their names
     model: str = ""  # a user's `module:function`, instead of surfaces and cases
-    risky: bool = False  # a crash of the workers is a result
 
     @property
     def name(self) -> str:
         """Name for people."""
-        ranks = f"{self.size} rank{'s' * (self.size > 1)}"
-        return f"{self.launcher or 'no launcher'}, {ranks}: {', '.join(self.surfaces)}{self.model}"
+        over = ", ".join(self.communicators)
+        return f"{', '.join(self.surfaces)}{self.model} over {over}, ranks: {self.size}"
 
     def run(self, *, timeout: float) -> list[Written]:
         """The ranks' results. Raises WorkerError after `timeout` seconds, or if workers fail."""
+        launcher = LAUNCHERS[self.communicators[0]]
         worker = ["-m", "multibn.parity.worker", json.dumps(asdict(self))]
-        return run_workers(self.name, self.launcher, self.size, worker, timeout=timeout)
+        return run_workers(self.name, launcher, self.size, worker, timeout=timeout)

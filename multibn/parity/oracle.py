@@ -8,87 +8,106 @@ Every element x_i of the batch has a share p_i in the statistics, with sum(p) = 
 With equal shares this is Ioffe & Szegedy (2015). The weighting determines the shares.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
-from multibn.parity.cases import CHANNELS, EPS, MOMENTUM, Case, NDArrayAny
-
-# One rank's arrays by "step/quantity"; gradients of weight and bias are means over the ranks.
-Arrays = dict[str, NDArrayAny]
+Array = NDArray[Any]
 
 
-def train(case: Case, size: int, *, running_var: str | None = None) -> list[Arrays]:
-    """What each of `size` ranks should compute in every step of `case`.
+@dataclass
+class Result:
+    """One step; lists have an entry per rank, the rest belongs to the whole batch."""
 
-    `running_var` replaces the convention of the case.
+    y: list[Array]
+    dx: list[Array]
+    dweight: Array  # sums over all ranks, as dbias
+    dbias: Array
+    mean: Array
+    var: Array  # biased
+    count: int  # elements per channel
+
+
+def batch_norm(
+    xs: Sequence[Array],
+    dys: Sequence[Array],
+    weight: Array,
+    bias: Array,
+    *,
+    eps: float,
+    weighting: str = "element",
+    masks: Sequence[Array] | None = None,
+    num_samples: Sequence[int] | None = None,
+) -> Result:
+    """Batch norm of the ranks' batches `xs`, each `(N, C, *spatial)`, and its gradients.
+
+    With `masks`, each `(N, *spatial)`, that of the elements where the mask is True; `y` and `dx`
+    are 0 elsewhere. `num_samples` of each rank are by default those with any element that counts.
     """
-    results: list[Arrays] = [{} for _ in range(size)]
-    mean = [np.zeros(CHANNELS) for _ in range(size)]
-    var = [np.ones(CHANNELS) for _ in range(size)]
-    for step in range(case.steps):
-        xs, dys, masks = case.batches(size, step)
-        step_arrays, batch_mean, batch_var = _step(case, xs, dys, masks)
-        momentum = 1 / (step + 1) if case.cumulative else MOMENTUM
-        for rank, arrays in enumerate(step_arrays):
-            factor = _factor(running_var or case.running_var, masks, rank)
-            mean[rank] = (1 - momentum) * mean[rank] + momentum * batch_mean
-            var[rank] = (1 - momentum) * var[rank] + momentum * factor * batch_var
-            arrays |= {"running_mean": mean[rank], "running_var": var[rank]}
-            results[rank] |= {f"{step}/{name}": a for name, a in arrays.items()}
-    weight, bias = (a.astype(np.float64) for a in case.parameters())
-    for rank, (x, mask) in enumerate(zip(xs, masks, strict=True)):
-        rows = (_rows(x, mask) - mean[rank]) / np.sqrt(var[rank] + EPS) * weight + bias
-        results[rank][f"{step}/eval"] = _unrows(rows, mask)
-    return results
-
-
-def _step(
-    case: Case, xs: list[NDArrayAny], dys: list[NDArrayAny], masks: list[NDArrayAny]
-) -> tuple[list[Arrays], NDArrayAny, NDArrayAny]:
-    """Each rank's arrays of one step, and mean and biased variance of the batch."""
-    weight, bias = (a.astype(np.float64) for a in case.parameters())
+    masks = masks or [np.ones(x[:, :1].shape, bool)[:, 0] for x in xs]
     x, dy = (np.concatenate(list(map(_rows, arrays, masks))) for arrays in (xs, dys))
-    p = _shares(case.weighting, masks)[:, None]
+    weight, bias = weight.astype(np.float64), bias.astype(np.float64)
+    counts = [int(mask.sum()) for mask in masks]
+    samples = num_samples or [sum(sample.any() for sample in mask) for mask in masks]
+    weights = {"element": counts, "sample": samples, "rank": [1] * len(xs)}[weighting]
+    shares = [np.full(n, a / max(n, 1)) for n, a in zip(counts, weights, strict=True)]
+    p = np.concatenate(shares)[:, None]
+    p = p / p.sum()
     mean = (p * x).sum(0)
     var = (p * (x - mean) ** 2).sum(0)
-    std = np.sqrt(var + EPS)
+    std = np.sqrt(var + eps)
     xhat = (x - mean) / std
     dweight, dbias = (dy * xhat).sum(0), dy.sum(0)
     y = weight * xhat + bias
     dx = weight / std * (dy - p * (dbias + xhat * dweight))
-    stops = np.cumsum([mask.sum() for mask in masks])[:-1]
-    parts = zip(np.split(y, stops), np.split(dx, stops), masks, strict=True)
-    sums = {"dweight": dweight / len(xs), "dbias": dbias / len(xs)}
-    arrays = [{"y": _unrows(a, mask), "dx": _unrows(b, mask), **sums} for a, b, mask in parts]
-    return arrays, mean, var
+    stops = np.cumsum(counts)[:-1]
+    ys, dxs = (list(map(_unrows, np.split(rows, stops), masks)) for rows in (y, dx))
+    return Result(ys, dxs, dweight, dbias, mean, var, len(x))
 
 
-def _shares(weighting: str, masks: list[NDArrayAny]) -> NDArrayAny:
-    shares = []
-    for mask in masks:
-        count = mask.sum()
-        samples = sum(sample.any() for sample in mask)
-        weight = {"element": count, "sample": samples, "rank": 1}[weighting] if count else 0
-        shares.append(np.full(count, weight / max(count, 1)))
-    p = np.concatenate(shares)
-    return p / p.sum()
+def running(
+    old: tuple[Array, Array], mean: Array, var: Array, factor: float, momentum: float
+) -> tuple[Array, Array]:
+    """Running mean and variance after one batch; `factor` makes the variance unbiased, or not."""
+    return (
+        (1 - momentum) * old[0] + momentum * mean,
+        (1 - momentum) * old[1] + momentum * factor * var,
+    )
 
 
-def _factor(running_var: str, masks: list[NDArrayAny], rank: int) -> float:
-    """The factor from the biased variance to that of the convention."""
-    if running_var == "biased":
-        return 1.0
-    counted = [masks[rank]] if running_var == "unbiased_local" else masks
-    n = sum(mask.sum() for mask in counted)
-    return n / max(n - 1, 1)
+def normalize(
+    x: Array, mean: Array, var: Array, weight: Array, bias: Array, *, eps: float, mask: Array
+) -> Array:
+    """`x` normalized by running statistics; 0 where `mask` is False."""
+    return _unrows((_rows(x, mask) - mean) / np.sqrt(var + eps) * weight + bias, mask)
 
 
-def _rows(a: NDArrayAny, mask: NDArrayAny) -> NDArrayAny:
+def relative_error(got: Any, expected: Any, scale: Any = None) -> float:
+    """Largest error, relative to the largest entry of `scale`, which is `expected` by default.
+
+    NaN and another shape count as infinite.
+    """
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    if got.shape != expected.shape:
+        return float("inf")
+    if not expected.size:
+        return 0.0
+    with np.errstate(invalid="ignore", over="ignore"):
+        largest = np.abs(expected if scale is None else scale).max()
+        error = float(np.abs(got - expected).max() / max(largest, 1e-300))
+    return error if np.isfinite(error) else float("inf")
+
+
+def _rows(a: Array, mask: Array) -> Array:
     """The elements of `(N, C, *spatial)` that count as `(elements, C)` in float64."""
     return np.moveaxis(a, 1, -1)[mask].astype(np.float64)
 
 
-def _unrows(rows: NDArrayAny, mask: NDArrayAny) -> NDArrayAny:
+def _unrows(rows: Array, mask: Array) -> Array:
     """The opposite of `_rows`; 0 for the elements that do not count."""
-    whole = np.zeros((*mask.shape, CHANNELS))
+    whole = np.zeros((*mask.shape, rows.shape[1]))
     whole[mask] = rows
     return np.moveaxis(whole, -1, 1)

@@ -15,7 +15,8 @@ from multibn.chainer_backend import (
     revert_mnbn_model,
 )
 from multibn.communicators import Communicator
-from tests.helpers import reference, require, second_order
+from multibn.parity import oracle
+from tests.helpers import require, second_order
 from tests.helpers.ranks import CountingCommunicator
 
 import chainer  # isort: skip (multibn makes it importable)
@@ -176,7 +177,7 @@ def check_groups_share_among_themselves(world: Communicator) -> None:
     y.grad = dys[group.rank]
     y.backward()
     world.allreduce(np.zeros(1))
-    expected = reference.batch_norm(xs, dys, np.ones(C), np.zeros(C), eps=2e-5)
+    expected = oracle.batch_norm(xs, dys, np.ones(C), np.zeros(C), eps=2e-5)
     np.testing.assert_allclose(y.array, expected.y[group.rank], rtol=1e-10, atol=1e-12)
     np.testing.assert_allclose(v.grad, expected.dx[group.rank], rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(link.gamma.grad * group.size, expected.dweight, rtol=1e-9)
@@ -193,7 +194,7 @@ def check_mixed16(world: Communicator) -> None:
     y = link(v)
     y.grad = dys[world.rank]
     y.backward()
-    expected = reference.batch_norm(xs, dys, np.ones(C), np.zeros(C), eps=2e-5)
+    expected = oracle.batch_norm(xs, dys, np.ones(C), np.zeros(C), eps=2e-5)
     assert y.dtype == v.grad.dtype == np.float16
     assert link.gamma.grad.dtype == link.avg_var.dtype == np.float32
     np.testing.assert_allclose(y.array, expected.y[world.rank], rtol=2e-3, atol=2e-3)

@@ -15,6 +15,7 @@ import pytest
 from multibn.chainer_backend import MultiNodeBatchNormalization, create_mnbn_model
 from multibn.communicators import Communicator, SingleProcess
 from multibn.communicators.transports.chainermn import ChainerMN
+from multibn.parity.cases import CHANNELS
 from tests.helpers import parity
 
 
@@ -26,14 +27,7 @@ def naive() -> Any:
     return chainermn.create_communicator("naive")
 
 
-def _compare(framework: str, split: str, dtype: str, world: Communicator) -> None:
-    parity.compare_with_oracle(framework, split, dtype, ChainerMN(naive()))
-
-
-for _framework, _split, _dtype in parity.cases():
-    globals()[f"check_{_framework}_{_split}_{_dtype}"] = functools.partial(
-        _compare, _framework, _split, _dtype
-    )
+globals().update(parity.checks(lambda world: ChainerMN(naive())))
 
 
 def _peers(**options: Any) -> tuple[Any, Any]:
@@ -41,8 +35,8 @@ def _peers(**options: Any) -> tuple[Any, Any]:
     import chainermn
 
     with pytest.warns(FutureWarning):  # ChainerMN calls its own link experimental
-        theirs = chainermn.links.MultiNodeBatchNormalization(parity.CHANNELS, naive(), **options)
-    ours = MultiNodeBatchNormalization(parity.CHANNELS, naive(), **options, conventions="chainermn")
+        theirs = chainermn.links.MultiNodeBatchNormalization(CHANNELS, naive(), **options)
+    ours = MultiNodeBatchNormalization(CHANNELS, naive(), **options, conventions="chainermn")
     return theirs, ours
 
 
@@ -104,7 +98,7 @@ def check_equals_chainermn_after_create_mnbn_model(world: Communicator) -> None:
     import chainermn
     from chainer import links as L
 
-    plain = L.BatchNormalization(parity.CHANNELS, dtype=np.float64)
+    plain = L.BatchNormalization(CHANNELS, dtype=np.float64)
     with pytest.warns(FutureWarning):
         theirs = chainermn.links.create_mnbn_model(plain, naive())
     ours = create_mnbn_model(plain, naive(), conventions="chainermn")
@@ -221,7 +215,7 @@ def check_groups_of_chainermn(world: Communicator) -> None:
     """A communicator that comm.split made."""
     group = naive().split(world.rank % 2, world.rank)
     xs, _ = parity.batches("uneven", world.size, "float64", seed=0)
-    link = MultiNodeBatchNormalization(parity.CHANNELS, group, dtype=np.float64)
+    link = MultiNodeBatchNormalization(CHANNELS, group, dtype=np.float64)
     link(xs[world.rank])
     world.allreduce(np.zeros(1))
     assert link.comm is group
@@ -237,7 +231,7 @@ def check_allreduce_persistent(world: Communicator) -> None:
     found = []
     for conventions in ("exact", "chainermn"):
         link = MultiNodeBatchNormalization(
-            parity.CHANNELS, naive(), dtype=np.float64, conventions=conventions
+            CHANNELS, naive(), dtype=np.float64, conventions=conventions
         )
         link(xs[world.rank])
         before = link.avg_var.copy()

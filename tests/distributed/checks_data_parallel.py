@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from multibn import SingleProcess
 from multibn.communicators import Communicator
+from multibn.parity.oracle import relative_error
 from multibn.torch_backend import (
     SubBatchNorm1d,
     SubBatchNorm2d,
@@ -26,7 +27,6 @@ from multibn.torch_backend import (
 from multibn.torch_backend import check_sync as expect_in_sync  # not a check of its own
 from multibn.torch_backend.layer import data_parallel
 from tests.helpers.ranks import CountingCommunicator
-from tests.helpers.reference import relative_error
 
 STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
 

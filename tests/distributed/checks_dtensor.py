@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from multibn import SingleProcess
 from multibn.communicators import Communicator
 from multibn.communicators.lines import FIRST_MESSAGES, Lines
+from multibn.parity import oracle
 from multibn.torch_backend import (
     SubBatchNorm2d,
     SyncBatchNorm,
@@ -38,7 +39,6 @@ from multibn.torch_backend import (
     normalize_together,
     sync_batch_norm,
 )
-from tests.helpers import reference
 from tests.helpers.pages import script
 
 SHAPE = (5, 7, 3, 6)  # 2 ranks divide some evenly, some unevenly
@@ -108,9 +108,7 @@ def _messages() -> Iterator[list[int]]:
 def _expected(layer: Any, steps: int) -> list[Any]:
     weight, bias = (p.detach().numpy() for p in (layer.weight, layer.bias))
     return [
-        reference.batch_norm(
-            [_whole(k).numpy()], [_whole(k + 9).numpy()], weight, bias, eps=layer.eps
-        )
+        oracle.batch_norm([_whole(k).numpy()], [_whole(k + 9).numpy()], weight, bias, eps=layer.eps)
         for k in range(steps)
     ]
 
@@ -122,7 +120,7 @@ def _full(t: Any) -> Any:
 def _compare(got: dict[str, Any], expected: dict[str, Any], case: Any) -> None:
     full = {name: _full(t).detach().numpy() for name, t in got.items()}
     for name, value in expected.items():
-        error = reference.relative_error(full[name], value)
+        error = oracle.relative_error(full[name], value)
         assert error < 1e-11, (case, name, error)
 
 
@@ -148,7 +146,7 @@ def _train(layer: Any, mesh: Any, placements: Any, whole: list[Any], world: Comm
                 replicas = 2 ** sum(p.is_replicate() for p in placements)
                 gradients[name] = world.allreduce(grad) / replicas
         factor = expected.count / (expected.count - 1)
-        moving = reference.running(moving, expected.mean, expected.var, factor, 0.1)
+        moving = oracle.running(moving, expected.mean, expected.var, factor, 0.1)
         buffers = {name: _full(b) for name, b in layer.named_buffers()}
         got = {"y": y, "dx": x.grad.full_tensor(), **gradients, **buffers}
         right = {"y": expected.y[0], "dx": expected.dx[0], "weight": expected.dweight}
@@ -420,7 +418,7 @@ def check_named_groups(world: Communicator) -> None:
         )
         _compare({"y": full}, {"y": expected.y[0]}, group)
     weight, bias = (p.detach().numpy() for p in _layer().parameters())
-    by_rows = reference.batch_norm([mine.numpy()], [mine.numpy()], weight, bias, eps=1e-5)
+    by_rows = oracle.batch_norm([mine.numpy()], [mine.numpy()], weight, bias, eps=1e-5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         y = _layer(process_group=spatial)(x)

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from multibn import Group, as_communicator
 from multibn.communicators import Communicator, groups, lookup
 from multibn.communicators.transports.torch_distributed import TorchDistributed
+from multibn.parity import oracle
+from multibn.parity.oracle import relative_error
 from multibn.torch_backend import (
     NaiveSyncBatchNorm1d,
     NaiveSyncBatchNorm2d,
@@ -31,9 +33,8 @@ from multibn.torch_backend import (
     revert_sync_batchnorm,
 )
 from tests.distributed.checks_communicators import fresh
-from tests.helpers import conformance, launch, reference
+from tests.helpers import conformance, launch
 from tests.helpers.ranks import CountingCommunicator
-from tests.helpers.reference import relative_error
 
 C = 3
 EPS = 1e-5
@@ -666,7 +667,7 @@ def _exact(steps: list[Any], weight: Any, bias: Any, me: int) -> Numbers:
     numbers = Numbers([], [], [], [], np.zeros(C), np.ones(C))
     running: Any = numbers.running_mean, numbers.running_var
     for xs, dys in steps:
-        whole = reference.batch_norm(xs, dys, weight, bias, eps=EPS)
+        whole = oracle.batch_norm(xs, dys, weight, bias, eps=EPS)
         numbers.y.append(whole.y[me])
         numbers.dx.append(whole.dx[me])
         axes = tuple(i for i in range(xs[me].ndim) if i != 1)
@@ -675,7 +676,7 @@ def _exact(steps: list[Any], weight: Any, bias: Any, me: int) -> Numbers:
         numbers.dweight.append((dys[me].astype(np.float64) * xhat).sum(axes))
         numbers.dbias.append(dys[me].astype(np.float64).sum(axes))
         unbiased = whole.count / (whole.count - 1)
-        running = reference.running(running, whole.mean, whole.var, unbiased, MOMENTUM)
+        running = oracle.running(running, whole.mean, whole.var, unbiased, MOMENTUM)
     return numbers._replace(running_mean=running[0], running_var=running[1])
 
 

@@ -1,39 +1,21 @@
-"""Both surfaces, driven by the launcher's own communicator, against the whole-batch oracle."""
-
-import functools
-
-import numpy as np
+"""Both layers, driven by the launcher's own communicator, against the whole-batch oracle."""
 
 from multibn.communicators import Communicator, SingleProcess
-from tests.helpers import parity, reference
+from multibn.parity import compare, oracle
+from multibn.parity.cases import Case
+from multibn.parity.surfaces import SURFACES
+from tests.helpers import parity
 
-for _framework, _split, _dtype in parity.cases():
-    globals()[f"check_{_framework}_{_split}_{_dtype}"] = functools.partial(
-        parity.compare_with_oracle, _framework, _split, _dtype
-    )
-
-for _framework in parity.frameworks():
-    for _weighting in ("sample", "rank"):
-        for _running_var in ("unbiased_local", "biased"):
-            globals()[f"check_{_framework}_{_weighting}_{_running_var}"] = functools.partial(
-                parity.compare_with_oracle,
-                _framework,
-                "spatial",
-                "float64",
-                weighting=_weighting,
-                running_var=_running_var,
-            )
+globals().update(parity.checks())
 
 
 def check_ordinary_batch_norm_on_the_parts_differs(world: Communicator) -> None:
     """The negative control: without a communicator the oracle is missed."""
-    ones, zeros = np.ones(parity.CHANNELS), np.zeros(parity.CHANNELS)
-    xs, dys = parity.batches("even", world.size, "float64", seed=0)
-    expected = reference.batch_norm(xs, dys, ones, zeros, eps=parity.EPS)
+    case = Case("control", dtype="float64", steps=1)
+    xs, dys, _ = case.batches(world.size, 0)
+    want = compare.expected(case, world.size)[world.rank]
     for framework in parity.frameworks():
-        layer = parity.SURFACES[framework](
-            ones, zeros, SingleProcess(), eps=parity.EPS, momentum=0.1
-        )
+        layer = SURFACES[framework](case, SingleProcess())
         got = layer.train(xs[world.rank], dys[world.rank])
-        assert reference.relative_error(got.y, expected.y[world.rank]) > 1e-2
-        assert reference.relative_error(got.dx, expected.dx[world.rank]) > 1e-2
+        assert oracle.relative_error(got.y, want["0/y"]) > 1e-2
+        assert oracle.relative_error(got.dx, want["0/dx"]) > 1e-2

@@ -12,6 +12,7 @@ from torch import nn
 
 from multibn.communicators import Communicator
 from multibn.communicators.transports.torch_distributed import TorchDistributed
+from multibn.parity.oracle import Array
 from multibn.torch_backend import (
     NaiveSyncBatchNorm1d,
     SubBatchNorm1d,
@@ -20,7 +21,6 @@ from multibn.torch_backend import (
     update_bn_stats,
 )
 from tests.helpers.ranks import CountingCommunicator
-from tests.helpers.reference import Array
 
 C, D = 3, 4
 EPS = 1e-5

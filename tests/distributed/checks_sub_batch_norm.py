@@ -12,8 +12,8 @@ from torch import nn
 
 from multibn.communicators import Communicator
 from multibn.communicators.transports.torch_distributed import TorchDistributed
+from multibn.parity import oracle
 from multibn.torch_backend import SubBatchNorm2d, SubBatchNorm3d
-from tests.helpers import reference
 from tests.helpers.ranks import CountingCommunicator
 
 C = 3
@@ -46,7 +46,7 @@ def check_the_splits_of_the_global_batch(world: Communicator) -> None:
     errors: dict[str, float] = {}
 
     def note(name: str, got: Any, expected: Any) -> None:
-        errors[name] = max(errors.get(name, 0.0), reference.relative_error(got, expected))
+        errors[name] = max(errors.get(name, 0.0), oracle.relative_error(got, expected))
 
     rng = np.random.default_rng(0)
     weight, bias = rng.normal(1, 0.3, C), rng.normal(0, 0.3, C)
@@ -75,7 +75,7 @@ def check_the_splits_of_the_global_batch(world: Communicator) -> None:
                 dweight = _sum(world, layer.weight.grad)
                 dbias = _sum(world, layer.bias.grad)
                 of_splits = [
-                    reference.batch_norm(
+                    oracle.batch_norm(
                         [x[k::SPLITS] for x in xs],
                         [dy[k::SPLITS] for dy in dys],
                         weight.astype(dtype),
@@ -89,7 +89,7 @@ def check_the_splits_of_the_global_batch(world: Communicator) -> None:
                     note(f"{dtype} y", got[0][k::SPLITS], expected.y[world.rank])
                     note(f"{dtype} dx", got[1][k::SPLITS], expected.dx[world.rank])
                     factor = expected.count / (expected.count - 1)
-                    running[k] = reference.running(
+                    running[k] = oracle.running(
                         running[k], expected.mean, expected.var, factor, 0.1
                     )
                 note(f"{dtype} dweight", dweight, sum(e.dweight for e in of_splits))

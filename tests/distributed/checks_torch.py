@@ -20,13 +20,14 @@ from benchmarks.calls import count
 from multibn import kernels
 from multibn.communicators import Communicator
 from multibn.communicators.transports.torch_distributed import TorchDistributed
+from multibn.parity import oracle
 from multibn.torch_backend import (
     SyncBatchNorm,
     average_gradients,
     convert_sync_batchnorm,
     sync_batch_norm,
 )
-from tests.helpers import launch, reference
+from tests.helpers import launch
 
 
 def _model() -> nn.Sequential:
@@ -58,7 +59,7 @@ def check_high_mean(world: Communicator) -> None:
         for rank in range(world.size)
     ]
     zeros = [np.zeros_like(x) for x in xs]
-    expected = reference.batch_norm(xs, zeros, np.ones(2), np.zeros(2), eps=1e-5)
+    expected = oracle.batch_norm(xs, zeros, np.ones(2), np.zeros(2), eps=1e-5)
     layer = _layer(2, momentum=1.0, process_group=world)
     y = layer(torch.from_numpy(xs[world.rank]))
     np.testing.assert_allclose(y.detach().numpy(), expected.y[world.rank], atol=1e-5)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 import multibn
 from multibn.engine.statistics import OneValueError
-from tests.helpers import reference
+from multibn.parity import oracle
 from tests.helpers.fuzz import FLOATS, Activation, Call
 
 Array = NDArray[Any]
@@ -201,7 +201,7 @@ def _compare_training(call: Call, steps: list[Step], means: bool) -> str:
     dys = [np.zeros(s.x.shape) if s.dy is None else s.dy for s in steps]
     finite = [np.nan_to_num(dy) for dy in dys]
     num_samples = [len(s.x) if s.num_samples is None else s.num_samples for s in steps]
-    want = reference.batch_norm(
+    want = oracle.batch_norm(
         xs, finite, weight, bias, eps=call.eps, weighting=call.weighting, num_samples=num_samples
     )
     dtype = call.ranks[0].dtype
@@ -270,7 +270,7 @@ def _compare_running(
             "biased": 1.0,
         }[call.running_var]
         before = (step.before[0], step.before[1])
-        want = reference.running(before, mean, var, factor, momentum)
+        want = oracle.running(before, mean, var, factor, momentum)
         last = precision(call.parameter_dtype)
         for name, got, new, error in zip(
             ("mean", "var"), step.after, want, (dmean, 2 * dvar), strict=True

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers import reference, require
+from multibn.parity import oracle
+from tests.helpers import require
 from tests.helpers.runs import Run, assert_passed, on_ranks
 
 require.need("torch", "dev")
@@ -89,7 +90,7 @@ def test_gradients_in_another_layout_than_the_input(
     y = layer(x)
     y.backward(dy)
     w, b = layer.weight.detach().numpy(), layer.bias.detach().numpy()
-    expected = reference.batch_norm(
+    expected = oracle.batch_norm(
         [data.double().numpy()], [dy.double().numpy()], w, b, eps=layer.eps
     )
     assert y.is_contiguous(memory_format=x_format)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from multibn import SingleProcess, as_communicator
+from multibn.parity.oracle import relative_error
 from tests.helpers import require
 from tests.helpers.ranks import CountingCommunicator, ThreadCommunicator, run_ranks
-from tests.helpers.reference import relative_error
 
 require.need("chainer")
 

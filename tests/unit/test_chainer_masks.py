@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from multibn import SingleProcess
-from tests.helpers import reference, require
+from multibn.parity import oracle
+from tests.helpers import require
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
 require.need("chainer")
@@ -22,7 +23,7 @@ from multibn.chainer_backend import (  # noqa: E402
 import chainer  # noqa: E402  # isort: skip (multibn makes it importable)
 from chainer import functions as F  # noqa: E402  # isort: skip
 
-from tests.helpers.reference import relative_error  # noqa: E402
+from multibn.parity.oracle import relative_error  # noqa: E402
 
 C, STEPS = 3, 7
 LENGTHS = [[7, 2, 0, 5], [3, 1, 6]]  # of the samples on two ranks
@@ -54,7 +55,7 @@ def test_equals_the_unpadded_oracle(weighting: Any, padding: float, forgets: boo
     rng = np.random.default_rng(9)
     data = [batch(rank, padding) for rank in (0, 1)]
     dys = [rng.normal(size=x.shape) for x, _, _ in data]
-    expected = reference.batch_norm(
+    expected = oracle.batch_norm(
         [x for x, _, _ in data], dys, np.ones(C), np.zeros(C), eps=2e-5, weighting=weighting,
         masks=[mask for _, _, mask in data],
     )  # fmt: skip
@@ -72,7 +73,7 @@ def test_equals_the_unpadded_oracle(weighting: Any, padding: float, forgets: boo
 
     factor = expected.count / (expected.count - 1)
     zeros = np.zeros(C)
-    mean, var = reference.running((zeros, zeros), expected.mean, expected.var, factor, 0.1)
+    mean, var = oracle.running((zeros, zeros), expected.mean, expected.var, factor, 0.1)
     for rank, (y, dx, dgamma, dbeta, avg_mean, avg_var) in enumerate(run_ranks(2, train)):
         assert relative_error(y, expected.y[rank]) < 1e-11
         assert relative_error(dx, expected.dx[rank]) < 1e-11

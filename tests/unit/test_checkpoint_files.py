@@ -2,13 +2,9 @@
 
 import io
 import os
-import pickle
-import random
-import shutil
 import stat
 import sys
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +22,6 @@ from safetensors.torch import save_file  # noqa: E402
 from torch import nn  # noqa: E402
 
 BEFORE = b"what was there before"
-
-
-class Payload:
-    """Unpickled, it makes a file."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.marker),)
 
 
 def arrays() -> dict[str, Any]:
@@ -76,149 +62,6 @@ def refused(source: Path, message: str, **options: Any) -> None:
     assert sorted(source.parent.iterdir()) == before
 
 
-# Each takes the path of a sound file and spoils it; and gets a folder's name to make if executed.
-Mutation = Callable[[Path, random.Random, Path], None]
-
-
-def truncate(path: Path, rng: random.Random, marker: Path) -> None:
-    data = path.read_bytes()
-    path.write_bytes(data[: rng.randrange(len(data))])
-
-
-def flip_bits(path: Path, rng: random.Random, marker: Path) -> None:
-    data = bytearray(path.read_bytes())
-    for _ in range(rng.choice([1, 1, 2, 50])):
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-    path.write_bytes(data)
-
-
-def overwrite(path: Path, rng: random.Random, marker: Path) -> None:
-    """A page of zeros, as a disk leaves behind."""
-    data = bytearray(path.read_bytes())
-    start = 0 if path.suffix == ".safetensors" else rng.randrange(len(data))
-    data[start : start + 64] = bytes(len(data[start : start + 64]))
-    path.write_bytes(data)
-
-
-def foreign(path: Path, rng: random.Random, marker: Path) -> None:
-    path.write_bytes(rng.randbytes(rng.choice([0, 1, 7, 100, 5000])))
-
-
-def other_format(path: Path, rng: random.Random, marker: Path) -> None:
-    """The right name for another format, which zip archives of torch and NumPy make easy."""
-    others = [suffix for suffix in (".npz", ".pt", ".safetensors") if suffix != path.suffix]
-    make(path.with_name(f"other{rng.choice(others)}")).rename(path)
-
-
-def pickled(path: Path, rng: random.Random, marker: Path) -> None:
-    payload = Payload(marker)
-    if path.suffix == ".npz":
-        value = np.empty((), object) if rng.random() < 0.5 else np.empty(4, object)
-        value[...] = payload
-        np.savez(path, **(arrays() | {"bn/gamma": value}))
-    elif rng.random() < 0.5:
-        torch.save(tensors() | {"extra": payload}, path)
-    else:
-        path.write_bytes(pickle.dumps(payload, protocol=2))
-
-
-def wrong_shape(path: Path, rng: random.Random, marker: Path) -> None:
-    shape = rng.choice([(), (3,), (4, 1), (0,), (1,)])
-    if path.suffix == ".npz":
-        key = rng.choice(["bn/gamma", "bn/beta", "bn/avg_mean", "bn/avg_var"])
-        make(path, arrays() | {key: np.zeros(shape, "f4")})
-    else:
-        key = rng.choice(["bn.weight", "bn.bias", "bn.running_mean", "bn.running_var"])
-        make(path, tensors() | {key: torch.zeros(shape)})
-
-
-def unknown_key(path: Path, rng: random.Random, marker: Path) -> None:
-    key = rng.choice(["x", "bn_x", "fc_V", "../../x", "x\n", "\N{SNOWMAN}"])
-    make(path, arrays() | {key: np.zeros(4)} if path.suffix == ".npz" else tensors() | {key: _ONE})
-
-
-def zip_of_something(path: Path, rng: random.Random, marker: Path) -> None:
-    with zipfile.ZipFile(path, "w") as archive:
-        for name in rng.choice([[], ["a.txt"], ["a.npy"], ["data.pkl"], ["archive/data.pkl"]]):
-            archive.writestr(name, rng.randbytes(50))
-
-
-def absurd_header(path: Path, rng: random.Random, marker: Path) -> None:
-    if path.suffix == ".npz":
-        shape = rng.choice(["(10**12,)", "(1000000000000,)", "(-4,)", "(4, -1)", "(True,)", "(5,)"])
-        header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}}}".ljust(117) + "\n"
-        npy = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + bytes(16)
-        with zipfile.ZipFile(path, "w") as archive:
-            archive.writestr("bn/gamma.npy", npy)
-    elif path.suffix == ".safetensors":
-        size = rng.choice([2**63, 2**40, 10**8])
-        path.write_bytes(size.to_bytes(8, "little") + b"{" + bytes(100))
-    else:  # a view of one number, terabytes long
-        make(path, {"fc.weight": torch.zeros(1).expand(10 ** rng.choice([10, 12, 15]))})
-
-
-def symlink(path: Path, rng: random.Random, marker: Path) -> None:
-    path.unlink()
-    path.symlink_to(rng.choice(["nowhere", path.name, str(path.parent), "/dev/zero"]))
-
-
-_ONE = torch.zeros(4)
-MUTATIONS = [
-    truncate, flip_bits, overwrite, foreign, other_format, pickled, wrong_shape, unknown_key,
-    zip_of_something, absurd_header, symlink,
-]  # fmt: skip
-MAY_BE_HARMLESS = {flip_bits, overwrite}  # a date in a zip archive, or padding
-SUFFIXES = [".npz", ".pt", ".safetensors"]
-NUM_EACH = 10  # x 11 mutations x 3 formats
-
-
-def outcome(source: Path, target: Path) -> tuple[dict[str, Any], str]:
-    """What was converted, or the message of the one error that there may be."""
-    try:
-        return convert(source, target).state, ""
-    except CheckpointError as error:
-        return {}, str(error)
-
-
-@pytest.mark.parametrize("suffix", SUFFIXES)
-@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
-def test_mutated_files(mutate: Mutation, suffix: str, tmp_path: Path) -> None:
-    marker = tmp_path / "executed"
-    sound = make(tmp_path / f"sound{suffix}")
-    expected = convert(sound, tmp_path / f"expected{'.pt' if suffix == '.npz' else '.npz'}").state
-    for seed in range(NUM_EACH):
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        source = Path(shutil.copy(sound, folder / f"src{suffix}"))
-        mutate(source, random.Random(f"{mutate.__name__} {suffix} {seed}"), marker)
-        target = destination(source)
-        there = {path.name for path in folder.iterdir()}
-        state, message = outcome(source, target)
-        if message:
-            assert message.startswith(f"{source}: ")
-            assert message.endswith(".")
-            assert len(message) < 600, message
-            assert target.read_bytes() == BEFORE
-        else:
-            assert mutate in MAY_BE_HARMLESS
-            if suffix == ".safetensors":  # has no checksum, for names as for values
-                continue
-            assert list(state) == list(expected)
-            assert all(np.array_equal(state[key], expected[key]) for key in expected)
-        assert {path.name for path in folder.iterdir()} == there
-        assert not marker.exists()
-
-
-def test_the_payload_is_one(tmp_path: Path) -> None:
-    """What the test above rests on."""
-    pickle.loads(pickle.dumps(Payload(tmp_path / "executed")))
-    assert (tmp_path / "executed").exists()
-    pickled(tmp_path / "a.npz", random.Random(0), tmp_path / "again")
-    with np.load(tmp_path / "a.npz", allow_pickle=True) as file:
-        file["bn/gamma"]
-    assert (tmp_path / "again").exists()
-
-
 def test_uninitialised_parameters(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", **(arrays() | {"fc/W": np.asarray(None)}))
     refused(tmp_path / "a.npz", "'fc/W' must be an array of numbers: it is a pickled object, .* ca")
@@ -230,7 +73,9 @@ def test_a_snapshot_of_a_trainer(tmp_path: Path) -> None:
     snapshot["extensions/LogReport/_log"] = np.asarray("[]")
     np.savez(tmp_path / "a.npz", **snapshot)
     refused(tmp_path / "a.npz", r"snapshot of a trainer .* Pass prefix='updater/model:main'\.")
-    refused(tmp_path / "a.npz", "must be an array of floating.*<U2.*prefix", prefix="extensions")
+    refused(
+        tmp_path / "a.npz", "'LogReport/_log'|real numbers: got <U2. Select", prefix="extensions"
+    )
     refused(tmp_path / "a.npz", "'_order' must be|pickled object", prefix="updater/iterator:main")
     refused(tmp_path / "a.npz", r"no key is below `prefix` 'x': found 'extensions', ", prefix="x")
     for prefix in ("updater/model:main", "updater/model:main/"):
@@ -241,11 +86,19 @@ def test_a_snapshot_of_a_trainer(tmp_path: Path) -> None:
 def test_the_dict_of_a_training_script(tmp_path: Path) -> None:
     model = tensors()
     torch.save({"model": model, "optimizer": {"state": {0: model}}, "epoch": 3}, tmp_path / "a.pt")
-    refused(tmp_path / "a.pt", "'epoch' must be a tensor: got int. Select the model alone with `p")
-    state = convert(tmp_path / "a.pt", tmp_path / "a.npz", prefix="model").state
-    assert "bn/avg_mean" in state
+    refused(
+        tmp_path / "a.pt", "'model' must be an array or a tensor of real numbers: got Ord.* Sel"
+    )
+    refused(tmp_path / "a.pt", "below `prefix` 'modle', the nearest is 'model': f", prefix="modle")
+    refused(tmp_path / "a.pt", "a dict of tensors by name: got dict", prefix="optimizer.state")
+    torch.save({"all": {"model": model}, "epoch": 3}, tmp_path / "a.pt")
+    for prefix in ("all.model", "all.model."):
+        state = convert(tmp_path / "a.pt", tmp_path / "a.npz", prefix=prefix).state
+        assert "bn/avg_mean" in state
+    state = convert(tmp_path / "a.pt", tmp_path / "a.npz", prefix="all.model.fc").state
+    assert list(state) == ["W", "b"]
     torch.save([model], tmp_path / "b.pt")
-    refused(tmp_path / "b.pt", r"must hold a dict of tensors: got list\. Save `model.state_dict")
+    refused(tmp_path / "b.pt", "must hold a dict of tensors by name: got list. Save `model.st")
 
 
 # torch 2.11 and 2.15 warn, in other words, of every sparse tensor that they load.
@@ -258,21 +111,15 @@ def test_the_dict_of_a_training_script(tmp_path: Path) -> None:
 )
 def test_tensors_that_are_not_dense(value: Any, tmp_path: Path) -> None:
     torch.save({"fc.weight": value}, tmp_path / "a.pt")
-    refused(tmp_path / "a.pt", r"'fc\.weight' must be a dense tensor with values")
+    refused(tmp_path / "a.pt", r"'fc\.weight' must be dense and of a dtype of NumPy: .* Save it")
 
 
 def test_complex_numbers(tmp_path: Path) -> None:
     torch.save({"fc.weight": torch.zeros(2, 2, dtype=torch.complex64)}, tmp_path / "a.pt")
     refused(tmp_path / "a.pt", "'fc.weight' must be an array of real numbers: got complex64")
     make(tmp_path / "a.npz", {"fc/W": np.zeros((2, 2), "c8")})
-    refused(tmp_path / "a.npz", "'fc/W' must be an array of floating-point numbers .* complex64")
-
-
-def test_executables(tmp_path: Path) -> None:
-    pickled(tmp_path / "a.pt", random.Random(0), tmp_path / "marker")
     refused(
-        tmp_path / "a.pt",
-        "holds Python objects that are no tensors, or is damaged; nothing was executed",
+        tmp_path / "a.npz", "'fc/W' must be an array or a tensor of real numbers: got complex64"
     )
 
 
@@ -281,7 +128,7 @@ def test_checksums(tmp_path: Path) -> None:
     value = tensors()["fc.weight"].numpy().tobytes()
     assert data.count(value) == 1
     (tmp_path / "a.pt").write_bytes(data.replace(value, value[:-1] + bytes([value[-1] ^ 1])))
-    refused(tmp_path / "a.pt", r"the checksum of '.*/data/\d' must fit its contents")
+    refused(tmp_path / "a.pt", r"BadZipFile: the checksum of '.*/data/\d' does not fit\. Copy")
 
 
 def test_an_archive_with_hidden_members(tmp_path: Path) -> None:
@@ -291,7 +138,7 @@ def test_an_archive_with_hidden_members(tmp_path: Path) -> None:
     *_, entry, _ = [i for i in range(len(data)) if data[i : i + 4] == b"PK\x01\x02"]
     data[entry + 32] ^= 64  # the comment's length
     path.write_bytes(data)
-    refused(path, r"the archive must have 7 members: 6 are found\. Copy it again")
+    refused(path, r"BadZipFile: 6 of 7 members are found\. Copy it again")
 
 
 def test_archives_that_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,19 +153,31 @@ def test_archives_that_fill_the_memory(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_shape_that_the_data_do_not_have(tmp_path: Path) -> None:
-    absurd_header(tmp_path / "a.npz", random.Random(0), tmp_path)
     buffer = io.BytesIO()
     np.save(buffer, np.zeros(4, "f4"))
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
         archive.writestr("fc/W.npy", buffer.getvalue()[:-4])
-    refused(tmp_path / "a.npz", r"'fc/W' must hold 16 bytes for its shape \(4,\): got 12")
+    refused(tmp_path / "a.npz", r"ValueError: EOF: reading array data, expected 16 bytes got 12")
 
 
-def test_a_name_that_is_there_twice(tmp_path: Path) -> None:
-    make(tmp_path / "a.npz")
-    with zipfile.ZipFile(tmp_path / "a.npz", "a") as archive, pytest.warns(match="Duplicate"):
-        archive.writestr("fc/W.npy", b"")
-    refused(tmp_path / "a.npz", r"arrays with distinct names: got 'fc/W\.npy' twice")
+def test_a_torch_file_called_npz(tmp_path: Path) -> None:
+    make(tmp_path / "a.pt").rename(tmp_path / "a.npz")
+    refused(
+        tmp_path / "a.npz",
+        r"must be an array or a tensor of real numbers: got bytes\. .* one of torch \.pt",
+    )
+
+
+def test_other_compressions(tmp_path: Path) -> None:
+    """zipfile would unpack them in pieces of any size."""
+    make(tmp_path / "b.npz")
+    with (
+        zipfile.ZipFile(tmp_path / "b.npz") as sound,
+        zipfile.ZipFile(tmp_path / "a.npz", "w", zipfile.ZIP_LZMA) as archive,
+    ):
+        for name in sound.namelist():
+            archive.writestr(name, sound.read(name))
+    refused(tmp_path / "a.npz", "BadZipFile: members must be stored or deflated, as NumPy and tor")
 
 
 def test_paths(tmp_path: Path) -> None:
@@ -390,7 +249,7 @@ def test_too_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         raise MemoryError("no room")
 
     source = make(tmp_path / "a.npz")
-    monkeypatch.setattr(np, "frombuffer", exhausted)
+    monkeypatch.setattr(np.lib.format, "read_array", exhausted)
     refused(source, r"cannot be read as \.npz, it is damaged or another format: MemoryError: no r")
 
 

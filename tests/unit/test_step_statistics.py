@@ -21,6 +21,7 @@ from torch import nn  # noqa: E402
 from torch._dynamo.backends.registry import lookup_backend  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+from multibn.parity.oracle import relative_error  # noqa: E402
 from multibn.torch_backend import (  # noqa: E402
     SubBatchNorm1d,
     SyncBatchNorm,
@@ -28,7 +29,6 @@ from multibn.torch_backend import (  # noqa: E402
     convert_sync_batchnorm,
     step_statistics,
 )
-from tests.helpers.reference import relative_error  # noqa: E402
 
 # Samples of each micro-batch on ranks 0 and 1; a rank may have none.
 STEPS = {

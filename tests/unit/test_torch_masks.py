@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from multibn import SingleProcess
-from tests.helpers import reference, require
+from multibn.parity import oracle
+from tests.helpers import require
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
 require.need("torch")
@@ -20,6 +21,7 @@ from torch import Tensor, nn  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+from multibn.parity.oracle import relative_error  # noqa: E402
 from multibn.torch_backend import (  # noqa: E402
     NaiveSyncBatchNorm1d,
     SubBatchNorm1d,
@@ -32,7 +34,6 @@ from multibn.torch_backend import (  # noqa: E402
     sync_batch_norm,
     update_bn_stats,
 )
-from tests.helpers.reference import relative_error  # noqa: E402
 
 ALONE = SingleProcess()
 C, L = 3, 7
@@ -73,9 +74,7 @@ def test_equals_the_unpadded_oracle(argument: str, weighting: Any, padding: floa
     dys = [rng.normal(size=x.shape) for x, _, _ in data]
     xs, masks = [d[0].numpy() for d in data], [d[2].numpy() for d in data]
     weight, bias = (p.detach().numpy() for p in layer_of().parameters())
-    expected = reference.batch_norm(
-        xs, dys, weight, bias, eps=1e-5, weighting=weighting, masks=masks
-    )
+    expected = oracle.batch_norm(xs, dys, weight, bias, eps=1e-5, weighting=weighting, masks=masks)
 
     def train(communicator: ThreadCommunicator) -> list[Any]:
         layer = layer_of(communicator, weighting=weighting)
@@ -89,7 +88,7 @@ def test_equals_the_unpadded_oracle(argument: str, weighting: Any, padding: floa
     ranks = run_ranks(2, train)
     factor = expected.count / (expected.count - 1)
     zeros, ones = np.zeros(C), np.ones(C)
-    mean, var = reference.running((zeros, ones), expected.mean, expected.var, factor, 0.1)
+    mean, var = oracle.running((zeros, ones), expected.mean, expected.var, factor, 0.1)
     for rank, (y, dx, _, _, running_mean, running_var) in enumerate(ranks):
         assert relative_error(y, expected.y[rank]) < 1e-11
         assert relative_error(dx, expected.dx[rank]) < 1e-11

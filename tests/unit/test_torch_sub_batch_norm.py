@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from multibn import Moments, SingleProcess, merge_moments
-from tests.helpers import reference, require
+from multibn.parity import oracle
+from tests.helpers import require
 from tests.helpers.ranks import run_ranks
 
 require.need("torch")
@@ -118,24 +119,24 @@ def test_against_the_oracle_in_every_layout(dimension: str, layout: str) -> None
     dweight, dbias = np.zeros(C), np.zeros(C)
     for k in range(num_splits):
         of_split = slice(k, None, num_splits)
-        expected = reference.batch_norm(
+        expected = oracle.batch_norm(
             [x.detach().numpy()[of_split]],
             [dy.numpy()[of_split]],
             weight.numpy(),
             bias.numpy(),
             eps=1e-5,
         )
-        assert reference.relative_error(y.detach().numpy()[of_split], expected.y[0]) < 1e-6
-        assert reference.relative_error(dx.numpy()[of_split], expected.dx[0]) < 1e-6
+        assert oracle.relative_error(y.detach().numpy()[of_split], expected.y[0]) < 1e-6
+        assert oracle.relative_error(dx.numpy()[of_split], expected.dx[0]) < 1e-6
         channels = slice(k * C, (k + 1) * C)
         unbiased = expected.var * expected.count / (expected.count - 1)
         running = layer.split_bn.running_mean[channels], layer.split_bn.running_var[channels]
-        assert reference.relative_error(running[0], expected.mean) < 1e-6
-        assert reference.relative_error(running[1], unbiased) < 1e-6
+        assert oracle.relative_error(running[0], expected.mean) < 1e-6
+        assert oracle.relative_error(running[1], unbiased) < 1e-6
         dweight += expected.dweight
         dbias += expected.dbias
-    assert reference.relative_error(layer.weight.grad, dweight) < 1e-6
-    assert reference.relative_error(layer.bias.grad, dbias) < 1e-6
+    assert oracle.relative_error(layer.weight.grad, dweight) < 1e-6
+    assert oracle.relative_error(layer.bias.grad, dbias) < 1e-6
     if layout in ("contiguous", "channels_last", "transposed", "batch innermost"):
         assert y.stride() == dx.stride() == x.stride()
 
