@@ -37,10 +37,11 @@ print(json.dumps({"library": library, "cuda_aware": mpi_is_cuda_aware()}))
 
 # Sums a number: CuPy finds libraries and NCCL finds the GPU only when they are used.
 _ASK_CUPY = """
-import json, cupy, multibn
-from multibn.communicators.transports.nccl import NCCL
+import json, cupy
 from cupy.cuda import nccl
-summed = NCCL(multibn.SingleProcess()).allreduce(cupy.asarray([1.0])).get()
+from multibn.communicators.transports.chainermn import sum_by_nccl
+alone = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
+summed = sum_by_nccl(alone, cupy.asarray([1.0])).get()
 assert summed[0] == 1.0, f"NCCL's sum of the number 1.0 over one rank is {summed[0]}"
 print(json.dumps({"gpus": cupy.cuda.runtime.getDeviceCount(), "nccl": nccl.get_version()}))
 """
@@ -211,7 +212,6 @@ def _communicators(facts: dict[str, Any]) -> dict[str, str | None]:
             has_gpu,
             (bool(mpi.get("cuda_aware")), "install an MPI that is CUDA-aware; others copy"),
         ],
-        "NCCL, by CuPy": over_cupy,
         "ChainerMN, naive": [has_chainer, *over_mpi],
         "ChainerMN, pure_nccl": [has_chainer, *over_mpi, *over_cupy],
     }
