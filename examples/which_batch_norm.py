@@ -25,8 +25,8 @@ from resnet_torch import ResNet, accuracy
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from multibn.communicators.counting import CountingCommunicator
 from multibn.communicators.transports.torch_distributed import TorchDistributed
+from multibn.parity.counting import CountingCommunicator
 from multibn.torch_backend import (
     SubBatchNorm2d,
     average_gradients,

@@ -14,8 +14,8 @@ import numpy as np
 
 from multibn._launch import enter_world, leave_world, write
 from multibn.communicators import Communicator
-from multibn.communicators.counting import CountingCommunicator
 from multibn.parity.cases import CASES, Case, NDArrayAny
+from multibn.parity.counting import CountingCommunicator
 from multibn.parity.job import Job
 from multibn.parity.peers import PEERS
 from multibn.parity.surfaces import SURFACES
