@@ -72,7 +72,7 @@ _UNTRIED = (
         "torch's watchdog",
     ),
     Promises(
-        "GPU arrays over `NCCL`, pure_nccl, or MPI that is CUDA-aware",
+        "GPU arrays over pure_nccl, or MPI that is CUDA-aware",
         "yes, over the communicator for host memory",
         "yes, one call late",
         "no",

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -177,32 +176,6 @@ def nccl() -> Iterator[Row]:
     leave_world()
 
 
-def cupy_nccl() -> Iterator[Row]:
-    """One rank over CuPy's NCCL: tensors of torch, captured too, and arrays of CuPy."""
-    with _cupy():
-        import cupy
-
-        from multibn.communicators.transports.nccl import NCCL
-
-        if not STAND_INS:
-            yield {"fact": "CuPy", "value": cupy.__version__}
-        communicator = NCCL(SingleProcess())
-        every = data(IMAGES, torch.float32, 1)
-        for world in (communicator, Equal(communicator)):
-            layer = _layer(IMAGES[1], world)
-            yield from check_layer(f"a layer, {world.size} rank(s)", layer, every * world.size)
-        for dtype in ("float16", "float32", "float64", "int32", "int64"):
-            a = cupy.asarray(np.arange(6).astype(dtype))
-            error = np.abs(communicator.allreduce(a).get() - np.arange(6)).max()
-            yield row(f"a sum of CuPy's {dtype}", float(error), 0.0)
-        x = torch.arange(6.0, device=DEVICE)
-        y = torch.empty_like(x)
-        replay = captured(lambda: y.copy_(communicator.allreduce(x)))
-        x += 1
-        replay()
-        yield row("a sum in a CUDA graph of torch's", float((y - x).abs().max()), 0.0)
-
-
 def gloo() -> Iterator[Row]:
     """Two ranks on one GPU: messages go through host memory."""
     dist.init_process_group("gloo")
@@ -256,15 +229,3 @@ def _on_device(pair: Data) -> tuple[Any, Any]:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-@contextlib.contextmanager
-def _cupy() -> Iterator[None]:
-    """CuPy, or the stand-in of the tests."""
-    if not STAND_INS:
-        yield
-        return
-    from tests.helpers import standin_cupy
-
-    with standin_cupy.installed():
-        yield

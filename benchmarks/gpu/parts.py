@@ -52,7 +52,6 @@ PARTS = {
     "host": Part("times.host", 60, "gloo, nn.BatchNorm for nn.SyncBatchNorm"),
     "gloo": Part("checks.gloo", 60, _HOST, "torchrun", 2),
     "mpi": Part("checks.mpi", 60, _HOST, "mpiexec", 2, ("mpi4py", "mpiexec")),
-    "cupy nccl": Part("checks.cupy_nccl", 60, "the tests' stand-in of CuPy", needs=("cupy",)),
     "compiled": Part("checks.compiled", 120, "no compiler after torch's tracing"),
     "resnet": Part("times.network", 90, "gloo, nn.BatchNorm for nn.SyncBatchNorm"),
 }
@@ -66,7 +65,7 @@ def run(name: str, seconds: float, *, stand_ins: bool, num_gpus: int = 1) -> Row
     """
     part = PARTS[name]
     missing = [n for n in part.needs if not (importable(n) or find_command(n))]
-    if missing and not (stand_ins and missing == ["cupy"]):
+    if missing:
         return {"part": name, "status": "missing", "reason": ", ".join(missing), "rows": []}
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="multibn-") as directory:

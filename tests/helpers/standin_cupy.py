@@ -1,14 +1,13 @@
 """The small part of CuPy that messages need, in host memory: for machines without a GPU.
 
-The arrays say that they are on a GPU. The library's real numbers are tested where a GPU is. What
-differs between CuPy 13 and 14 is as in 13.6.0 and 14.2.0.
+The arrays say that they are on a GPU. The library's real numbers are tested where a GPU is.
 """
 
 import contextlib
 import ctypes
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,30 +69,19 @@ class Device:
         return 0
 
 
-# By NCCL's numbers; bfloat16, which NumPy has not, as the upper half of float32.
-_KINDS = {"INT32": 2, "INT64": 4, "FLOAT16": 6, "FLOAT32": 7, "FLOAT64": 8, "BFLOAT16": 9}
-_DTYPES: dict[int, Any] = {
-    number: np.uint16 if number == 9 else kind.lower() for kind, number in _KINDS.items()
-}
+# By NCCL's numbers.
+_KINDS = {"INT32": 2, "INT64": 4, "FLOAT16": 6, "FLOAT32": 7, "FLOAT64": 8}
+_DTYPES: dict[int, Any] = {number: kind.lower() for kind, number in _KINDS.items()}
 STREAM = 13
 
 
 class NcclCommunicator:
-    """Sums memory over ranks that are threads; `meet` is their exchange, by rank."""
+    """Sums memory over ranks that are threads; `exchange` sums an array over them."""
 
-    meet: dict[int, Any] = {}
-    id_type: type = bytes
-
-    def __init__(self, size: int, unique_id: Any, rank: int) -> None:
-        expected, got = self.id_type.__name__, type(unique_id).__name__
-        if got != expected:
-            raise TypeError(
-                f"Argument 'commId' has incorrect type (expected {expected}, got {got})"
-            )
-        if self.id_type is tuple and not all(-128 <= n < 128 for n in unique_id):
-            raise OverflowError("value too large to convert to char")
-        self._exchange = self.meet.get(rank, np.copy)
-        self.unique_id = unique_id
+    def __init__(
+        self, size: int, unique_id: Any, rank: int, exchange: Callable[[Any], Any] = np.copy
+    ) -> None:
+        self._exchange = exchange
         self.streams: list[int] = []
 
     def allReduce(  # noqa: N802 (CuPy's name)
@@ -101,32 +89,27 @@ class NcclCommunicator:
     ) -> None:
         dtype = np.dtype(_DTYPES[kind])
         source, target = (
-            np.frombuffer((ctypes.c_char * (n * dtype.itemsize)).from_address(p), dtype)
+            np.frombuffer((ctypes.c_byte * (n * dtype.itemsize)).from_address(p), dtype)
             for p in (sent, received)
         )
-        if kind == _KINDS["BFLOAT16"]:
-            wide = (source.astype(np.uint32) << 16).view(np.float32)
-            target[:] = self._exchange(wide).view(np.uint32) >> 16
-        else:
-            target[:] = self._exchange(source)
+        target[:] = self._exchange(source)
         self.streams.append(stream)
 
 
 @contextlib.contextmanager
-def installed(version: int = 14) -> Iterator[Any]:
+def installed() -> Iterator[Any]:
     """`cupy` and `cupyx` in sys.modules, with arrays that array_api_compat knows as CuPy's."""
     cupy: Any = types.ModuleType("cupy")
     cupy.ndarray, cupy.float64 = ndarray, np.float64
     cupy.asarray = lambda a, dtype=None: ndarray(getattr(a, "_a", a))
     cupy.concat = lambda arrays: ndarray(np.concatenate([a._a for a in arrays]))
     cupy.ascontiguousarray = lambda a: ndarray(np.ascontiguousarray(a._a))
+    cupy.from_dlpack = lambda x: ndarray(x.numpy())  # a tensor of torch's in host memory
     cupy.empty_like = lambda a: ndarray(np.empty_like(a._a))
     nccl: Any = types.ModuleType("cupy.cuda.nccl")
     nccl.available, nccl.NcclCommunicator = True, NcclCommunicator
-    signed = tuple(range(-64, 64))
-    nccl.get_unique_id = lambda: signed if version < 14 else bytes(n & 255 for n in signed)
+    nccl.get_unique_id = lambda: bytes(range(128))
     nccl.get_version = lambda: 23203
-    NcclCommunicator.id_type = type(nccl.get_unique_id())
     for kind, number in {**_KINDS, "SUM": 0}.items():
         setattr(nccl, f"NCCL_{kind}", number)
     stream = SimpleNamespace(ptr=STREAM, is_capturing=lambda: False, synchronize=lambda: None)
@@ -145,7 +128,6 @@ def installed(version: int = 14) -> Iterator[Any]:
     try:
         yield cupy
     finally:
-        NcclCommunicator.meet.clear()
         del _arrays._namespaces[ndarray]
         for name in modules:
             del sys.modules[name]

@@ -11,7 +11,8 @@ import pytest
 from multibn import message
 from multibn.communicators import conversation
 from multibn.communicators.conversation import Conversation, Phase
-from multibn.communicators.transports.nccl import NCCL
+from multibn.communicators.lines import HostArray, LineCommunicator, Lines
+from multibn.communicators.transports.chainermn import sum_by_nccl
 from multibn.engine.statistics import Moments, aggregate
 from tests.helpers import require, standin_cupy
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
@@ -36,6 +37,27 @@ def _phase(communicator: Any, name: str, phase: str = "forward") -> Phase:
     return Conversation(communicator, lambda: name).during(phase, np.dtype("float32"))
 
 
+class OverNCCL(LineCommunicator):
+    """The threads of `world`; arrays of CuPy's stand-in are summed as pure_nccl sums them."""
+
+    lines: Lines | None = None
+
+    def __init__(self, world: ThreadCommunicator) -> None:
+        self.rank, self.size, self._world = world.rank, world.size, world
+        self._comm = standin_cupy.NcclCommunicator(
+            world.size, b"", world.rank, lambda a: world.allreduce(a.copy())
+        )
+
+    def takes(self, x: Any, /) -> bool:
+        return isinstance(x, standin_cupy.ndarray)
+
+    def allreduce_on_device(self, x: Any, /) -> Any:
+        return sum_by_nccl(self._comm, x)
+
+    def allreduce_host(self, a: HostArray, /) -> HostArray:
+        return self._world.allreduce(a)
+
+
 @pytest.fixture(params=["numpy", "cupy", "cupy over NCCL"])
 def transport(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A user's own communicator and arrays for it; CuPy arrays also over NCCL."""
@@ -45,13 +67,7 @@ def transport(request: pytest.FixtureRequest) -> Iterator[Any]:
     if importlib.util.find_spec("cupy") is not None:
         pytest.skip("the stand-in is for machines without CuPy")
     with standin_cupy.installed() as cupy:
-
-        def make(world: ThreadCommunicator) -> Any:
-            if request.param == "cupy":
-                return world
-            standin_cupy.NcclCommunicator.meet[world.rank] = lambda a: world.allreduce(a.copy())
-            return NCCL(world)
-
+        make = OverNCCL if request.param == "cupy over NCCL" else lambda world: world
         yield make, lambda n: cupy.asarray(np.ones(n))
 
 

@@ -6,7 +6,6 @@ import inspect
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,8 +13,7 @@ from typing import Any
 import pytest
 
 from multibn import Communicator
-from multibn._environment import importable
-from tests.helpers import examples, launch, require, standin_cupy
+from tests.helpers import examples, launch, require
 from tests.helpers.pages import MARKDOWN, python_blocks, script
 
 # Public names: those that these packages export, and the parts that each package needs;
@@ -32,7 +30,6 @@ MODULES = {
     "multibn.communicators.transports.torch_distributed": (("TorchDistributed",), ("torch",)),
     "multibn.communicators.transports.mpi": (("MPI",), ("mpiexec",)),
     "multibn.communicators.transports.chainermn": (("ChainerMN",), ("chainer",)),
-    "multibn.communicators.transports.nccl": (("NCCL",), ()),
     "multibn.torch_backend.integrations.lightning": (
         ("MultiBNLayerSync", "PreciseBN"),
         ("lightning",),
@@ -226,14 +223,13 @@ def test_the_reference_lists_every_public_name_once() -> None:
     assert set(_listed()) == public
 
 
-# Examples that run elsewhere: on ranks, tests/distributed/checks_examples.py; and with CuPy.
+# Examples that run elsewhere, on ranks: tests/distributed/checks_examples.py.
 ON_RANKS = {
     "multibn.communicators.transports.torch_distributed.TorchDistributed",
     "multibn.communicators.transports.mpi.MPI",
     "multibn.communicators.transports.chainermn.ChainerMN",
     "multibn.torch_backend.register_allreduce_hook",
 }
-BY_CUPY = {"multibn.communicators.transports.nccl.NCCL"}
 
 
 @pytest.mark.parametrize("public", sorted(_listed()))
@@ -247,9 +243,5 @@ def test_every_public_name_has_an_example_that_runs(public: str) -> None:
     for framework in ("torch", "chainer"):
         if re.search(rf">>> .*\b{framework}", doc):
             require.need(framework)
-    stand_in = public in BY_CUPY and not importable("cupy")
-    if public in BY_CUPY and not stand_in:
-        require.need("cupy")
-    with standin_cupy.installed() if stand_in else nullcontext():
-        complaints = examples.complaints(name, doc)
+    complaints = examples.complaints(name, doc)
     assert not complaints, complaints

@@ -3,10 +3,11 @@
 from functools import cache
 from typing import Any
 
+from array_api_compat import is_cupy_array, is_torch_array
+
 from multibn._typing import Array
 from multibn.communicators.base import SingleProcess
 from multibn.communicators.lines import HostArray, LineCommunicator, Lines
-from multibn.communicators.transports import nccl
 from multibn.communicators.transports.mpi import MPI, find_comm
 
 
@@ -74,11 +75,13 @@ class ChainerMN(LineCommunicator):
         return None if self._overrides_allreduce() else self._mpi.lines
 
     def takes(self, x: Array, /) -> bool:
-        return self.communication_backend == "nccl" and nccl.is_on_gpu(x)
+        if self.communication_backend != "nccl":
+            return False
+        return is_cupy_array(x) or (is_torch_array(x) and x.device.type == "cuda")
 
     def allreduce_on_device(self, x: Array, /) -> Array:
         self.comm._init_comms()  # ChainerMN makes its NCCL communicator when it is first needed
-        return nccl.allreduce(self.comm.nccl_comm, x)
+        return sum_by_nccl(self.comm.nccl_comm, x)
 
     def allreduce_host(self, a: HostArray, /) -> HostArray:
         if self._overrides_allreduce():
@@ -120,6 +123,42 @@ def select_backend(comm_type: type, communication_backend: str) -> str:
     if communication_backend == "auto":
         return "nccl" if is_nccl else "mpi"
     return communication_backend
+
+
+_NCCL_DTYPES = ("float16", "float32", "float64", "int32", "int64")
+
+
+def sum_by_nccl(comm: Any, x: Array, /) -> Array:
+    """Sum `x`, an array on a GPU, over the ranks of a NcclCommunicator of CuPy's.
+
+    Collective. Returns a new array like `x`. Nothing waits for the host.
+
+    Raises
+    ------
+    TypeError
+        If `x` is of another dtype than floating-point or integers of NCCL's that CuPy has.
+    """
+    import cupy
+    from cupy.cuda import nccl
+
+    dtype = str(x.dtype).removeprefix("torch.")
+    if dtype not in _NCCL_DTYPES:
+        raise TypeError(
+            f"an array that NCCL sums must be of dtype {', '.join(_NCCL_DTYPES[:-1])} or "
+            f"{_NCCL_DTYPES[-1]}: got {dtype}. Convert it first."
+        )
+    if is_torch_array(x):
+        import torch
+
+        summed: Array = torch.from_dlpack(sum_by_nccl(comm, cupy.from_dlpack(x.detach())))
+        return summed
+    with x.device:
+        x = cupy.ascontiguousarray(x).reshape(x.shape)  # ascontiguousarray makes () into (1,)
+        out = cupy.empty_like(x)
+        kind = getattr(nccl, f"NCCL_{dtype.upper()}")
+        stream = cupy.cuda.get_current_stream()
+        comm.allReduce(x.data.ptr, out.data.ptr, x.size, kind, nccl.NCCL_SUM, stream.ptr)
+    return out
 
 
 @cache
