@@ -127,45 +127,6 @@ class Lockstep(Iterator[Step]):
         return occupied, int(total)
 
 
-def run(
-    steps: Iterable[Step],
-    forward: Callable[[Any], object],
-    visits: list[Callable[[], object]],
-    communicators: Iterable[Communicator],
-    *,
-    source: str,
-    layers: str,
-    otherwise: str,
-) -> Iterator[Step]:
-    """Run a model without gradients on this rank's batches, or its shared layers on empty ones.
-
-    `forward` runs the model on a batch and appends to `visits`, for each layer, a call that shows
-    the layer an empty batch. A rank without a batch repeats the calls of its last batch, for which
-    the other ranks' layers wait. Yields each step after its run. `communicators` are those of all
-    layers; `source`, `layers` and `otherwise` are parts of the error message.
-
-    Raises ValueError on all ranks if layers are shared and one rank never has a batch: only a
-    forward pass shows in which order that rank must visit the layers.
-    """
-    shared = any(communicator.size > 1 for communicator in communicators)
-    for number, step in enumerate(steps):
-        if number == 0 and shared and not step.occupied.all():
-            raise ValueError(
-                f"{source} must give at least one batch on every rank of a model with {layers}: "
-                f"got none on rank(s) {np.flatnonzero(~step.occupied).tolist()} of "
-                f"{len(step.occupied)}. Share the data among fewer ranks, {otherwise}."
-            )
-        last_pass = visits.copy()
-        visits.clear()
-        if step.batch is END:
-            for visit in last_pass:
-                visit()
-            visits[:] = last_pass
-        else:
-            forward(step.batch)
-        yield step
-
-
 class Joined(Generic[Losses]):
     """Loops over uneven data, in step, and the losses for them; the backends' `join` returns one.
 
