@@ -11,8 +11,7 @@ from multibn import kernels
 from multibn._arrays import array_namespace
 from multibn._typing import Array, RunningVar
 from multibn.communicators import Communicator, SingleProcess
-from multibn.engine import masks
-from multibn.engine.statistics import BatchStatistics, Moments, aggregate, sizes
+from multibn.engine.statistics import BatchStatistics, Moments, aggregate, local_moments, sizes
 from multibn.kernels import Input, generic
 
 
@@ -131,8 +130,10 @@ class PopulationEstimator:
 
     def show(self, x: Array, /, *, axis: tuple[int, ...], mask: Array | None = None) -> None:
         """Add one batch: an activation, with moments over `axis`, and its mask. Not collective."""
-        i = Input(x, None, None, 0.0, axis, mask=mask)
-        count, _ = masks.share(i, sizes(x.shape, axis)[1], "element")
+        if mask is not None:
+            self.update(local_moments(x, axis=axis, mask=mask))
+            return
+        i, count = Input(x, None, None, 0.0, axis), sizes(x.shape, axis)[1]
         self._sums = self._sums + kernels.select(x).begin_forward(i, count, count)
 
     def compute(self, communicator: Communicator | None = None, /) -> BatchStatistics:
