@@ -126,7 +126,7 @@ class PopulationEstimator:
     def update(self, moments: Moments, /) -> None:
         """Add one batch. Not collective."""
         mean, meansqr, count, _ = moments
-        self._sums = self._sums + generic.pack(mean, meansqr, count, count)
+        self._sums += generic.pack(mean, meansqr, count, count)
 
     def show(self, x: Array, /, *, axis: tuple[int, ...], mask: Array | None = None) -> None:
         """Add one batch: an activation, with moments over `axis`, and its mask. Not collective."""
@@ -134,7 +134,7 @@ class PopulationEstimator:
             self.update(local_moments(x, axis=axis, mask=mask))
             return
         i, count = Input(x, None, None, 0.0, axis), sizes(x.shape, axis)[1]
-        self._sums = self._sums + kernels.select(x).begin_forward(i, count, count)
+        self._sums += kernels.select(x).begin_forward(i, count, count)
 
     def compute(self, communicator: Communicator | None = None, /) -> BatchStatistics:
         """Statistics of all batches of all ranks; the variance is biased.

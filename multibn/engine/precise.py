@@ -1,7 +1,7 @@
 """Running statistics from whole passes over data: one loop for the layers of all backends."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -149,4 +149,6 @@ class Pass:
 
 def input_of(args: Sequence[Any], kwargs: Mapping[str, Any], /) -> Any:
     """The input among a layer's arguments, where callers may name options before the input."""
-    return next(chain(args, (v for name, v in kwargs.items() if name not in _OPTIONS)), None)
+    if args:
+        return args[0]
+    return next((v for name, v in kwargs.items() if name not in _OPTIONS), None)
