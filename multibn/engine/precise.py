@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -17,16 +17,6 @@ Estimate: TypeAlias = tuple[Array, Array, Any]
 
 # Arguments of a layer that a caller may name before the input.
 _OPTIONS = {"finetune", "residual", "mask", "lengths"}
-
-
-class Layer(Protocol):
-    """A layer in a pass. Its hook calls `Pass.show` for each input."""
-
-    communicator: Communicator  # the ranks that share the layer's batch statistics
-    estimator: Any  # with `show` and `estimate`, as `Population`; None without running statistics
-
-    def write(self, mean: Array, var: Array, /) -> None:
-        """Write new running statistics."""
 
 
 class Population(PopulationEstimator):
@@ -50,11 +40,12 @@ class Words(NamedTuple):
 class Pass:
     """A run of a model without gradients over the batches of all ranks of `communicator`.
 
-    `layers` are all layers that share statistics or have running statistics. A rank without a batch
-    repeats the visits of its last batch, for which the other ranks' layers wait.
+    `layers` are all that share statistics or have running statistics: each has a `communicator`, an
+    `estimator` as `Population` or None, and `write(mean, var)`. A rank without a batch repeats the
+    visits of its last batch, for which the other ranks' layers wait.
     """
 
-    def __init__(self, layers: Sequence[Layer], communicator: Communicator, words: Words) -> None:
+    def __init__(self, layers: Sequence[Any], communicator: Communicator, words: Words) -> None:
         self._layers, self._communicator, self._words = layers, communicator, words
         self._visits: list[Callable[[], object]] = []
         self._tracked = [layer for layer in layers if layer.estimator is not None]
@@ -62,7 +53,7 @@ class Pass:
 
     def show(
         self,
-        layer: Layer,
+        layer: Any,
         x: Array,
         axis: tuple[int, ...],
         mask: Array | None,
@@ -103,7 +94,13 @@ class Pass:
             for step in islice(steps, num_iters):
                 if num_steps == 0:
                     self._check_first(step)
-                self._take(step, forward)
+                last_pass, self._visits = self._visits, []
+                if step.batch is not END:
+                    forward(step.batch)
+                else:
+                    for visit in last_pass:
+                        visit()
+                    self._visits = last_pass
                 num_steps += 1
                 num_batches += step.batch is not END
                 samples += step.amount
@@ -125,16 +122,6 @@ class Pass:
             if any_data:
                 layer.write(mean, var)
             yield layer, bool(any_data)
-
-    def _take(self, step: Step, forward: Callable[[Any], object]) -> None:
-        last_pass = self._visits.copy()
-        self._visits.clear()
-        if step.batch is not END:
-            forward(step.batch)
-            return
-        for visit in last_pass:
-            visit()
-        self._visits[:] = last_pass
 
     def _check_first(self, step: Step) -> None:
         is_shared = any(layer.communicator.size > 1 for layer in self._layers)
