@@ -4,7 +4,8 @@ All checks raise when an object is built, so that a mistake does not end a job h
 messages name the argument.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import takewhile
 from numbers import Integral, Real
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -84,6 +85,22 @@ def check_residual(residual: Any, x: Array, kinds: Any, words: str) -> None:
             f"`residual` must have the shape and dtype of the input, {tuple(x.shape)} and "
             f"{x.dtype}: got {tuple(residual.shape)} and {residual.dtype}."
         )
+
+
+# Of a class statement, or of the constructor: no call of a layer reads these.
+_HARMLESS = {
+    *("__abstractmethods__", "__annotations__", "__doc__", "__firstlineno__", "__init__"),
+    *("__module__", "__static_attributes__", "_abc_impl"),
+}
+
+
+def overridden(cls: type, is_base: Callable[[type], bool], /, *harmless: str) -> list[str]:
+    """The names by which `cls` may behave unlike its first base class for which `is_base` is true.
+
+    `harmless` are further names that change nothing.
+    """
+    derived = takewhile(lambda other: not is_base(other), cls.__mro__)
+    return sorted({name for other in derived for name in vars(other)} - _HARMLESS - {*harmless})
 
 
 def _check_type(name: str, value: object, kind: type, words: str, none: str) -> None:

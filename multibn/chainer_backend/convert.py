@@ -1,7 +1,6 @@
 """Exchange the batch normalization links of a model for multi-node ones, and back."""
 
 import copy
-import itertools
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -10,30 +9,13 @@ from typing import Any
 import chainer
 from chainer import links as L
 
-from multibn._typing import RunningVar, Weighting
+from multibn._typing import RunningVar, Weighting, overridden
 from multibn.chainer_backend.links import Conventions, MultiNodeBatchNormalization
-
-# A class that defines only these names behaves like its base class.
-_HARMLESS = {
-    "__abstractmethods__",
-    "__annotations__",
-    "__doc__",
-    "__firstlineno__",
-    "__init__",
-    "__module__",
-    "__static_attributes__",
-    "_abc_impl",
-}
 
 # Attributes that L.BatchNormalization does not have.
 _MULTI_NODE = {
-    "_communicator",
-    "_communication_backend",
-    "weighting",
-    "avg_var_convention",
-    "fuse_relu",
-    "_initial_averages",
-    "_single_node_class",
+    *("_communicator", "_communication_backend", "weighting", "avg_var_convention", "fuse_relu"),
+    *("_initial_averages", "_single_node_class"),
 }
 
 
@@ -162,12 +144,11 @@ def _copy_with(
 def _obstructed(link: chainer.Link, base: type, consequence: str) -> bool:
     """Warn and return True if the link's class does more than `base`."""
     cls = type(link)
-    derived = itertools.takewhile(lambda other: other is not base, cls.__mro__)
-    overridden = sorted({name for other in derived for name in vars(other)} - _HARMLESS)
+    names = overridden(cls, lambda other: other is base)
     has_relu = base is MultiNodeBatchNormalization and link.fuse_relu
-    if not (overridden or has_relu):
+    if not (names or has_relu):
         return False
-    lost = f"its class overrides {', '.join(overridden)}" if overridden else "it has a ReLU inside"
+    lost = f"its class overrides {', '.join(names)}" if names else "it has a ReLU inside"
     warnings.warn(
         f"{cls.__module__}.{cls.__qualname__} is copied as it is, {consequence}: {lost}, which "
         "would be lost.",

@@ -8,7 +8,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from functools import partial
 from operator import length_hint
 from typing import Any
 
@@ -18,15 +18,20 @@ from chainer import links as L
 from chainer import training
 from chainer.dataset import concat_examples
 
-from multibn._progress import progress as show_progress
 from multibn._typing import check_int
 from multibn.chainer_backend import functions
 from multibn.chainer_backend.links import MultiNodeBatchNormalization
 from multibn.chainer_backend.synchrony import participants
 from multibn.communicators import Communicator, SingleProcess, as_communicator
-from multibn.engine import lockstep
-from multibn.engine.population import PopulationEstimator, running_variance
-from multibn.engine.statistics import local_moments
+from multibn.engine.precise import Pass, Population, Words, input_of
+
+_WORDS = Words(
+    title="fine-tuning",
+    source="`iterator`",
+    readers="`iterator` or `converter`",
+    layers="multi-node links",
+    otherwise="chainermn.scatter_dataset for example",
+)
 
 
 class FinetunePopulationStatistics(training.Extension):
@@ -162,34 +167,18 @@ def finetune_population_statistics(
         else:
             function(arrays)
 
-    watch = _Watch(norms)
+    run = Pass(norms, communicator, _WORDS)
     with (
         _unchanged(target, eval_func),
         chainer.using_config("train", True),
         chainer.no_backprop_mode(),
-        watch,
-        show_progress(
-            progress and communicator.rank == 0, "fine-tuning", _num_batches(iterator, num_passes)
-        ) as advance,
+        _Watch(norms, run),
     ):
         for norm in norms:
             norm.link.start_finetuning()
-        for _ in lockstep.run(
-            lockstep.Lockstep(batches(), communicator, source="`iterator` or `converter`"),
-            call,
-            watch.visits,
-            [norm.communicator for norm in norms],
-            source="`iterator`",
-            layers="multi-node links",
-            otherwise="chainermn.scatter_dataset for example",
-        ):
-            advance()
-        populations = [norm.estimator.compute(communicator) for norm in norms]
-    for norm, population in zip(norms, populations, strict=True):
-        if bool(population.count > 0):
-            norm.link.avg_mean[...] = population.mean
-            norm.link.avg_var[...] = running_variance(population, local_count=0)
-            norm.link.N = norm.num_calls
+        total = _num_batches(iterator, num_passes)
+        run.run(batches(), call, progress=progress, total=total)
+    list(run.write())
 
 
 def _check_arguments(iterator: Any, comm: Any, num_passes: int) -> None:
@@ -207,68 +196,67 @@ class _Norm:
 
     def __init__(self, link: Any) -> None:
         self.link = link
-        self.estimator = PopulationEstimator(link.avg_mean)
+        self.estimator = Population(link.avg_mean)
         self.num_calls = 0
         is_multi_node = isinstance(link, MultiNodeBatchNormalization)
         self.communicator: Communicator = link.conversation if is_multi_node else SingleProcess()
 
+    def visit(self, empty: Any, kwargs: Any) -> None:
+        if self.communicator.size > 1:
+            self.link(empty, **kwargs)
+        else:  # no other rank waits, and Chainer's own link refuses an empty batch
+            self.num_calls += 1
+
+    def write(self, mean: Any, var: Any, /) -> None:
+        self.link.avg_mean[...] = mean
+        self.link.avg_var[...] = var
+        self.link.N = self.num_calls
+
 
 def _norms(target: chainer.Link) -> list[_Norm]:
-    norms = []
-    for name, link in target.namedlinks():
-        if not isinstance(link, (MultiNodeBatchNormalization, L.BatchNormalization)):
-            continue
+    links = [
+        (name, link)
+        for name, link in target.namedlinks()
+        if isinstance(link, (MultiNodeBatchNormalization, L.BatchNormalization))
+    ]
+    for name, link in links:
         if link.avg_mean is None:
             raise ValueError(
                 f"batch normalization links must have a size: got {name} of `target`, which has "
                 "seen no input yet. Call the model once before."
             )
-        norms.append(_Norm(link))
-    if not norms:
+    if not links:
         raise ValueError("`target` must have a batch normalization link: got none.")
-    return norms
-
-
-# Arguments that a caller may name before the input.
-_OPTIONS = {"finetune", "residual", "mask", "lengths"}
+    return [_Norm(link) for _, link in links]
 
 
 class _Watch(chainer.LinkHook):
-    """Records the moments of the links' inputs, and `visits` for `lockstep.run`."""
+    """Shows the links' inputs to a pass."""
 
     name = "FinetunePopulationStatistics"
 
-    def __init__(self, norms: Sequence[_Norm]) -> None:
+    def __init__(self, norms: Sequence[_Norm], run: Pass) -> None:
         super().__init__()
         self._norms = {id(norm.link): norm for norm in norms}
-        self.visits: list[Callable[[], object]] = []
+        self._run = run
 
     def forward_preprocess(self, args: Any) -> None:
         norm = self._norms.get(id(args.link))
         if norm is None:
             return
-        named = (v for name, v in args.kwargs.items() if name not in _OPTIONS)
-        x = functions.standard_layout(next(chain(args.args, named), None))
+        x = functions.standard_layout(input_of(args.args, args.kwargs))
         layout = norm.link.avg_mean.shape, norm.link.axis
-        masks = {name: args.kwargs.get(name) for name in ("mask", "lengths")}
+        elements = {name: args.kwargs.get(name) for name in ("mask", "lengths")}
         try:
-            axis, mask = functions.check_input(x, *layout, SingleProcess(), **masks)
+            axis, mask = functions.check_input(x, *layout, SingleProcess(), **elements)
         except (TypeError, ValueError):
             return  # the link will raise, and tell the other ranks
         x = chainer.as_array(x)
-        norm.estimator.update(local_moments(x, axis=axis, mask=mask))
         norm.num_calls += 1
         shape = tuple(0 if i == axis[0] else n for i, n in enumerate(x.shape))
         empty = chainer.backend.get_array_module(x).empty(shape, x.dtype)
         kwargs = {k: v for k, v in args.kwargs.items() if k == "finetune"}
-
-        def visit() -> None:
-            if norm.communicator.size > 1:
-                norm.link(empty, **kwargs)
-            else:  # no other rank waits, and Chainer's own link refuses an empty batch
-                norm.num_calls += 1
-
-        self.visits.append(visit)
+        self._run.show(norm, x, axis, mask, partial(norm.visit, empty, kwargs))
 
 
 @contextmanager

@@ -98,7 +98,10 @@ def multi_node_batch_normalization(
         check_eps(eps)
         check_choice("weighting", weighting, Weighting)
         axis = None if axis is None else checked_axes(axis)
-        _check_parameters(gamma=gamma, beta=beta)
+        for name, parameter in (("gamma", gamma), ("beta", beta)):
+            if parameter is not None and not isinstance(parameter, _arrays()):
+                kind = type(parameter).__qualname__
+                raise TypeError(f"`{name}` must be a Variable or an array: got {kind}.")
         if len(set(shapes)) > 1:
             raise ValueError(f"`gamma` and `beta` must have the same shape: got {shapes}.")
     except (TypeError, ValueError) as error:
@@ -198,14 +201,6 @@ def _refuse(
         like = chainer.as_array(x) if isinstance(x, _arrays()) else np.zeros(())
         statistics.refuse(communicator, math.prod(channels), like=like)
     raise error
-
-
-def _check_parameters(**parameters: Any) -> None:
-    for name, parameter in parameters.items():
-        if parameter is not None and not isinstance(parameter, _arrays()):
-            raise TypeError(
-                f"`{name}` must be a Variable or an array: got {type(parameter).__qualname__}."
-            )
 
 
 def _arrays() -> Any:

@@ -238,8 +238,11 @@ class MultiNodeBatchNormalization(chainer.Link):
         return y
 
     def _evaluate(self, i: Input) -> chainer.Variable:
-        x, averages = masked(i.x, i.mask), (self.avg_mean, self.avg_var)
-        y = F.fixed_batch_normalization(x, *self._scale_and_shift(), *averages, i.eps, i.axis)
+        mean, var = self.avg_mean, self.avg_var
+        gamma = self.xp.ones_like(mean) if self.gamma is None else self.gamma
+        beta = self.xp.zeros_like(mean) if self.beta is None else self.beta
+        x = masked(i.x, i.mask)
+        y = F.fixed_batch_normalization(x, gamma, beta, mean, var, i.eps, i.axis)
         y = y if i.residual is None else y + i.residual
         return masked(F.relu(y) if i.relu else y, i.mask)
 
@@ -278,11 +281,6 @@ class MultiNodeBatchNormalization(chainer.Link):
                 raise ValueError(
                     f"`{name}` must fill an array of shape {channels}, the channels: {error}."
                 ) from error
-
-    def _scale_and_shift(self) -> tuple[Any, Any]:
-        gamma = self.xp.ones_like(self.avg_mean) if self.gamma is None else self.gamma
-        beta = self.xp.zeros_like(self.avg_mean) if self.beta is None else self.beta
-        return gamma, beta
 
 
 # Not attributes of the links: a copy of a link needs its own conversation, with its own name.
@@ -328,9 +326,9 @@ def _resolved(
                     f"`conventions` sets `{name}`: got conventions={conventions!r} and "
                     f"{name}={value!r}. Pass one or the other."
                 )
-    default_weighting, default_avg_var = _CONVENTIONS[conventions or "exact"]
-    weighting = default_weighting if weighting is None else weighting
-    avg_var = default_avg_var if avg_var is None else avg_var
+    resolved = _CONVENTIONS[conventions or "exact"]
+    weighting = resolved[0] if weighting is None else weighting
+    avg_var = resolved[1] if avg_var is None else avg_var
     check_choice("weighting", weighting, Weighting)
     check_choice("avg_var", avg_var, RunningVar)
     return weighting, avg_var

@@ -9,15 +9,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from enum import IntEnum
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from multibn._typing import Array
 from multibn.communicators import Communicator
 from multibn.communicators.objects import broadcast_object
-
-Losses = TypeVar("Losses")  # a backend's tensor
 
 #: `Step.batch` on a rank that has no batch left.
 END: Any = object()
@@ -127,47 +126,8 @@ class Lockstep(Iterator[Step]):
         return occupied, int(total)
 
 
-def run(
-    steps: Iterable[Step],
-    forward: Callable[[Any], object],
-    visits: list[Callable[[], object]],
-    communicators: Iterable[Communicator],
-    *,
-    source: str,
-    layers: str,
-    otherwise: str,
-) -> Iterator[Step]:
-    """Run a model without gradients on this rank's batches, or its shared layers on empty ones.
-
-    `forward` runs the model on a batch and appends to `visits`, for each layer, a call that shows
-    the layer an empty batch. A rank without a batch repeats the calls of its last batch, for which
-    the other ranks' layers wait. Yields each step after its run. `communicators` are those of all
-    layers; `source`, `layers` and `otherwise` are parts of the error message.
-
-    Raises ValueError on all ranks if layers are shared and one rank never has a batch: only a
-    forward pass shows in which order that rank must visit the layers.
-    """
-    shared = any(communicator.size > 1 for communicator in communicators)
-    for number, step in enumerate(steps):
-        if number == 0 and shared and not step.occupied.all():
-            raise ValueError(
-                f"{source} must give at least one batch on every rank of a model with {layers}: "
-                f"got none on rank(s) {np.flatnonzero(~step.occupied).tolist()} of "
-                f"{len(step.occupied)}. Share the data among fewer ranks, {otherwise}."
-            )
-        last_pass = visits.copy()
-        visits.clear()
-        if step.batch is END:
-            for visit in last_pass:
-                visit()
-            visits[:] = last_pass
-        else:
-            forward(step.batch)
-        yield step
-
-
-class Joined(Generic[Losses]):
-    """Loops over uneven data, in step, and the losses for them; the backends' `join` returns one.
+class Joined:
+    """Loops over uneven data, in step, and the losses for them; `join` returns one.
 
     Attributes
     ----------
@@ -177,14 +137,16 @@ class Joined(Generic[Losses]):
         Whether this rank has a stand-in in the present step, because it has no batch left.
     """
 
-    # The backend's sum of losses, and the argument that keeps its loss functions from reducing.
-    _sum: Callable[[Losses], Losses]
-    _unreduced: str
-
-    def __init__(self, communicator: Communicator, stand_in: Callable[[Any], Any]) -> None:
+    def __init__(
+        self,
+        communicator: Communicator,
+        stand_in: Callable[[Any], Any],
+        portable: Callable[[Any], Any] = lambda batch: batch,
+    ) -> None:
         self.communicator = communicator
         self.absent = False
         self._stand_in = stand_in
+        self._portable = portable  # gives a batch the form in which it is pickled for another rank
         self._steps: Lockstep | None = None
 
     def __call__(self, batches: Iterable[Any]) -> Iterator[Any]:
@@ -227,33 +189,31 @@ class Joined(Generic[Losses]):
         if self._steps is not None:
             self._steps.leave()
 
-    def mean(self, losses: Losses) -> Losses:
+    def mean(self, losses: Array) -> Any:
         """This rank's part of the mean of all ranks' losses, of shape `()`; 0 for a stand-in.
 
-        The average of this part over the ranks, and of its gradient as DistributedDataParallel,
-        `average_gradients` and ChainerMN's optimizers compute it, is exactly the mean over all
-        elements of all ranks, and its gradient. Collective: every rank must call this method in
-        each step; one allreduce of one number.
+        The average of this part over the ranks, and of its gradient as DistributedDataParallel and
+        `average_gradients` compute it, is exactly the mean over all elements of all ranks, and its
+        gradient. Collective: every rank must call this method in each step; one allreduce of one
+        number.
 
         Parameters
         ----------
         losses
-            One number for each sample, pixel..., of any shape but `()`: pass `reduction="none"`
-            (torch) or `reduce="no"` (Chainer) to the loss function.
+            One number for each sample, pixel..., of any shape but `()`: pass `reduction="none"` to
+            the loss function.
 
         Raises
         ------
         ValueError
             If `losses` is a single number, so already reduced.
         """
-        array: Any = losses
-        if array.ndim == 0:
+        if losses.ndim == 0:
             raise ValueError(
                 "`losses` must have a number for each sample: got shape (), which is reduced "
-                f"already. Pass {self._unreduced} to the loss function."
+                'already. Pass reduction="none" to the loss function.'
             )
-        scaled: Any = type(self)._sum(losses)
-        return scaled * self.scale(math.prod(array.shape))
+        return losses.sum() * self.scale(math.prod(losses.shape))
 
     def scale(self, count: int) -> float:
         """The factor of a sum over `count` local values, for gradients that are averaged.
@@ -264,10 +224,6 @@ class Joined(Generic[Losses]):
         count = 0 if self.absent else count
         total = self.communicator.allreduce(np.array([count], dtype=np.float64))
         return 0.0 if self.absent else self.communicator.size / max(float(total[0]), 1.0)
-
-    def _portable(self, batch: Any) -> Any:
-        """`batch` in the form in which it is pickled for another rank."""
-        return batch
 
     def _run(self, steps: Lockstep, stand_in: list[Any]) -> Iterator[Any]:
         for number, step in enumerate(steps):

@@ -7,17 +7,12 @@ momentum = 1/n at the n-th batch.
 
 from typing import Any
 
+from multibn import kernels
 from multibn._arrays import array_namespace
 from multibn._typing import Array, RunningVar
 from multibn.communicators import Communicator, SingleProcess
-from multibn.engine.statistics import (
-    BatchStatistics,
-    Moments,
-    aggregate,
-    empty_moments,
-    merge_moments,
-)
-from multibn.kernels import generic
+from multibn.engine.statistics import BatchStatistics, Moments, aggregate, local_moments, sizes
+from multibn.kernels import Input, generic
 
 
 def running_variance(
@@ -123,18 +118,33 @@ class PopulationEstimator:
     """
 
     def __init__(self, like: Array, /) -> None:
-        self._moments = empty_moments(like)
+        wide = generic.as_wide(like)
+        zeros = array_namespace(wide).zeros_like(wide)
+        self._shape = tuple(zeros.shape)
+        self._sums = generic.pack(zeros, zeros, 0.0, 0.0)  # of the batches' forward payloads
 
     def update(self, moments: Moments, /) -> None:
         """Add one batch. Not collective."""
-        self._moments = merge_moments(self._moments, moments)
+        mean, meansqr, count, _ = moments
+        self._sums += generic.pack(mean, meansqr, count, count)
+
+    def show(self, x: Array, /, *, axis: tuple[int, ...], mask: Array | None = None) -> None:
+        """Add one batch: an activation, with moments over `axis`, and its mask. Not collective."""
+        if mask is not None:
+            self.update(local_moments(x, axis=axis, mask=mask))
+            return
+        i, count = Input(x, None, None, 0.0, axis), sizes(x.shape, axis)[1]
+        self._sums += kernels.select(x).begin_forward(i, count, count)
 
     def compute(self, communicator: Communicator | None = None, /) -> BatchStatistics:
         """Statistics of all batches of all ranks; the variance is biased.
 
         Collective over `communicator` (default: this process alone); one allreduce of 2C+2 numbers.
         """
-        return aggregate(self._moments, SingleProcess() if communicator is None else communicator)
+        count = self._sums[-1]
+        mean, meansqr = generic.split_sums(self._sums / generic.at_least_one(count), self._shape)
+        moments = Moments(mean, meansqr, count, count)
+        return aggregate(moments, SingleProcess() if communicator is None else communicator)
 
 
 class Pool:

@@ -59,7 +59,7 @@ def test_no_batch_at_all_is_an_error_on_all_ranks() -> None:
 
 def test_the_scale_leaves_stand_ins_out() -> None:
     def scales(world: Communicator) -> list[tuple[bool, float]]:
-        joined: Joined[Any] = Joined(world, lambda batch: batch)
+        joined = Joined(world, lambda batch: batch)
         return [
             (joined.absent, joined.scale(len(batch)))
             for batch in joined([[1, 2], [3]][world.rank :])

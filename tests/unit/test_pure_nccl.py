@@ -2,14 +2,12 @@
 
 import contextlib
 import importlib.util
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from multibn import info
 from multibn.communicators.transports.chainermn import ChainerMN, sum_by_nccl
 from tests.helpers import require, standin_cupy
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
@@ -107,15 +105,3 @@ def test_dtypes_that_nccl_does_not_sum_are_refused(cupy: Any) -> None:
     comm = standin_cupy.NcclCommunicator(1, b"", 0)
     with pytest.raises(TypeError, match=r"of dtype float16, .* or int64: got complex64. Convert"):
         sum_by_nccl(comm, cupy.asarray(np.ones(1, np.complex64)))
-
-
-def test_info_lets_nccl_sum_a_number(cupy: Any, capsys: Any, monkeypatch: Any) -> None:
-    exec(info._ASK_CUPY, {})
-    assert json.loads(capsys.readouterr().out) == {"gpus": 1, "nccl": 23203}
-
-    def refuse(*arguments: Any) -> None:
-        raise RuntimeError("NCCL_ERROR_UNHANDLED_CUDA_ERROR")
-
-    monkeypatch.setattr(standin_cupy.NcclCommunicator, "allReduce", refuse)
-    with pytest.raises(RuntimeError, match="UNHANDLED"):
-        exec(info._ASK_CUPY, {})

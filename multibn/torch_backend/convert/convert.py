@@ -1,6 +1,5 @@
 """Exchange the batch norm layers of a model for synchronized ones, and back."""
 
-import itertools
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -9,17 +8,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from multibn._typing import RunningVar, Weighting
+from multibn._typing import RunningVar, Weighting, overridden
 from multibn.torch_backend.convert import derived
 from multibn.torch_backend.layer import data_parallel
 from multibn.torch_backend.layer.modules import SyncBatchNorm, Synchronized
 from multibn.torch_backend.layer.sub_batch_norm import _SubBatchNorm
 
-# A class that defines only these names behaves like the layer that it derives from.
-_HARMLESS = {
-    *("__annotations__", "__constants__", "__doc__", "__firstlineno__", "__init__", "__module__"),
-    *("__static_attributes__", "_check_input_dim", "extra_repr"),
-}
+# Names that a class may define and still behave like the layer that it derives from.
+_HARMLESS = "__constants__", "_check_input_dim", "extra_repr"
 
 
 class BatchNorm(_BatchNorm):
@@ -196,14 +192,11 @@ def _cannot_convert(layer: nn.Module) -> str | None:
 
 def _cannot_revert(layer: SyncBatchNorm) -> str | None:
     """The reason why `layer` must keep its class, or None."""
-    added = itertools.takewhile(
-        lambda base: not base.__module__.startswith("multibn."), type(layer).__mro__
-    )
-    overridden = sorted({name for base in added for name in vars(base)} - _HARMLESS)
+    names = overridden(type(layer), lambda c: c.__module__.startswith("multibn."), *_HARMLESS)
     if hasattr(layer, "parametrizations"):
         return _PARAMETRIZED
-    if overridden:
-        return f"its class overrides {', '.join(overridden)}, which would be lost"
+    if names:
+        return f"its class overrides {', '.join(names)}, which would be lost"
     if layer.fuse_relu:
         return "it has a ReLU inside, which would be lost"
     if "forward" in vars(layer):

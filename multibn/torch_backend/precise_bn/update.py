@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import islice
 from operator import length_hint
 from typing import Any, NamedTuple
 
@@ -18,11 +17,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from multibn._progress import progress as show_progress
 from multibn._typing import check_choice, check_int
-from multibn.engine import lockstep
+from multibn.engine.precise import Pass, Words
 from multibn.torch_backend.precise_bn.watched import Estimator, WatchedNorm, layers_in_training
 from multibn.torch_backend.train.synchrony import participants
+
+_WORDS = Words(
+    title="precise batch norm",
+    source="`data_loader`",
+    readers="`data_loader`",
+    layers="synchronized layers",
+    otherwise="or freeze the layers with eval()",
+)
 
 
 def update_bn_stats(
@@ -177,48 +183,21 @@ def run_pass(
     if not tracked:
         return PassReport([], [], others, 0, "")
     communicator = participants(wrapped, process_group)
-    rank = communicator.rank
-    amount = None if num_samples is None else samples_in or _batch_size
-    steps = lockstep.Lockstep(data_loader, communicator, source="`data_loader`", amount=amount)
     known = [n for n in (num_iters, length_hint(data_loader)) if n]
-    total = min(known) if known and num_samples is None else None
-    num_steps = num_batches = samples = 0
-    with (
-        _watched(model, layers) as visits,
-        show_progress(progress and rank == 0, "precise batch norm", total) as advance,
-    ):
-        for step in lockstep.run(
-            islice(steps, num_iters),
+    run = Pass(layers, communicator, _WORDS)
+    with _watched(model, layers, run):
+        num_batches, early_end = run.run(
+            data_loader,
             partial(_forward if forward_fn is None else forward_fn, model),
-            visits,
-            [layer.communicator for layer in layers],
-            source="`data_loader`",
-            layers="synchronized layers",
-            otherwise="or freeze the layers with eval()",
-        ):
-            num_steps += 1
-            num_batches += step.batch is not lockstep.END
-            samples += step.amount
-            advance()
-            if num_samples is not None and samples >= num_samples:
-                break
-        estimates = [layer.estimator.estimate(communicator) for layer in tracked]
-    updated, unseen = [], []
-    for layer, (mean, var, any_data) in zip(tracked, estimates, strict=True):
-        if any_data:
-            layer.write(mean, var)
-            updated.append(layer.name)
-        else:
-            unseen.append(layer.name)
-    enough = num_samples is not None and samples >= num_samples
-    ended = ""
-    if num_iters is not None and num_batches < (num_steps if enough else num_iters):
-        ended = (
-            f"`num_iters` is {num_iters}: `data_loader` ended after {num_batches} on rank {rank}"
+            progress=progress,
+            total=min(known) if known and num_samples is None else None,
+            num_iters=num_iters,
+            num_samples=num_samples,
+            samples_in=None if num_samples is None else samples_in or _batch_size,
         )
-    elif num_samples is not None and not enough and num_steps != num_iters:
-        ended = f"`num_samples` is {num_samples}: `data_loader` ended after {samples} on all ranks"
-    early_end = f"{ended}. The batches that came were used." if ended else ""
+    found = [(layer.name, has_data) for layer, has_data in run.write()]
+    updated = [name for name, has_data in found if has_data]
+    unseen = [name for name, has_data in found if not has_data]
     return PassReport(updated, unseen, others, num_batches, early_end)
 
 
@@ -252,17 +231,14 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 
 
 @contextmanager
-def _watched(
-    model: nn.Module, layers: Iterable[WatchedNorm]
-) -> Iterator[list[Callable[[], object]]]:
-    """Watch `layers`, and leave `model` unchanged. Yields the visits for `lockstep.run`."""
-    visits: list[Callable[[], object]] = []
+def _watched(model: nn.Module, layers: Iterable[WatchedNorm], run: Pass) -> Iterator[None]:
+    """Show the inputs of `layers` to `run`, and leave `model` unchanged."""
     with _unchanged(model), torch.no_grad(), ExitStack() as hooks:
         if "torch._dynamo" in sys.modules:  # compiled code does not see new hooks
             hooks.enter_context(torch.compiler.set_stance("force_eager"))
         for layer in layers:
-            hooks.enter_context(layer.watched(visits))
-        yield visits
+            hooks.enter_context(layer.watched(run))
+        yield
 
 
 @contextmanager

@@ -1,9 +1,8 @@
 """Batch norms in training mode, and estimators of their running statistics."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import chain
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -13,25 +12,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.communicators.conversation import during
 from multibn.engine import masks
-from multibn.engine.population import PopulationEstimator, running_variance
-from multibn.engine.statistics import Moments, aggregate, local_moments
+from multibn.engine.population import running_variance
+from multibn.engine.precise import Estimate, Pass, Population, input_of
+from multibn.engine.statistics import aggregate, local_moments
 from multibn.kernels.generic import as_wide
 from multibn.torch_backend.layer import functional, jagged
 from multibn.torch_backend.layer.modules import Synchronized
 
 Estimator: TypeAlias = Literal["population", "mean_of_var"]
-
-# New running mean and variance, and whether any rank had data.
-Estimate: TypeAlias = tuple[Tensor, Tensor, Tensor]
-
-# Arguments that a caller may name before the input.
-_OPTIONS = {"residual", "mask", "lengths"}
-
-
-class Population(PopulationEstimator):
-    def estimate(self, communicator: Communicator, /) -> Estimate:
-        batch = self.compute(communicator)
-        return batch.mean, running_variance(batch, local_count=0), batch.count > 0
 
 
 class MeanOfVar:
@@ -41,7 +29,8 @@ class MeanOfVar:
         self._num_batches = zeros.new_zeros(())
         self._shared_by = shared_by
 
-    def update(self, moments: Moments, /) -> None:
+    def show(self, x: Tensor, /, *, axis: tuple[int, ...], mask: Tensor | None = None) -> None:
+        moments = local_moments(x, axis=axis, mask=mask)
         # In the phase "forward": on another rank this message may meet a layer's refusal.
         batch = aggregate(moments, during(self._shared_by, "forward", moments.mean.dtype))
         occupied = float(moments.count > 0)
@@ -75,32 +64,37 @@ class WatchedNorm:
             self.communicator = as_communicator(module.process_group)
         self.num_features = norms[0].num_features
         self.tracking: list[Any] = [norm for norm in norms if norm.running_mean is not None]
-        like = self.tracking[0].running_mean if self.tracking else torch.zeros(self.num_features)
-        self.estimator: Population | MeanOfVar = (
-            Population(like) if estimator == "population" else MeanOfVar(like, self.communicator)
-        )
+        self.estimator: Population | MeanOfVar | None = None
+        if self.tracking:
+            like = self.tracking[0].running_mean
+            is_population = estimator == "population"
+            self.estimator = (
+                Population(like) if is_population else MeanOfVar(like, self.communicator)
+            )
 
     @contextmanager
-    def watched(self, visits: list[Callable[[], object]]) -> Iterator[None]:
-        """Record the moments of each input, and in `visits` a call with such an empty input."""
+    def watched(self, run: Pass) -> Iterator[None]:
+        """Show each input to `run`, with a call with such an empty input."""
+        is_shared = self.communicator.size > 1
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            named = (v for name, v in kwargs.items() if name not in _OPTIONS)
-            x: Any = next(chain(args, named), None)
+            x = input_of(args, kwargs)
             try:
                 if getattr(x, "is_nested", False):
                     x = jagged.values(x)
                 functional.check_input(x, self.num_features)
-                arguments = x, kwargs.get("mask"), kwargs.get("lengths")
-                mask = masks.checked(*arguments, axis=functional.all_but_channels(x))
+                axis = functional.all_but_channels(x)
+                mask = masks.checked(x, kwargs.get("mask"), kwargs.get("lengths"), axis=axis)
             except (TypeError, ValueError):
                 return  # the layer will raise, and tell the other ranks
-            empty = x.new_empty((0, *x.shape[1:]))
-            options = {} if mask is None else {"mask": mask[:0].flatten(0, 1)}
-            visits.append(partial(module, empty, **options))
-            if self.tracking:
-                with torch.autocast(x.device.type, enabled=False):
-                    self.estimator.update(local_moments(x.detach(), mask=mask))
+            visit = None
+            if is_shared:
+                options = {} if mask is None else {"mask": mask[:0].flatten(0, 1)}
+                visit = partial(module, x.new_empty((0, *x.shape[1:])), **options)
+            device = x.device.type
+            without_autocast = torch.is_autocast_enabled(device)
+            with torch.autocast(device, enabled=False) if without_autocast else nullcontext():
+                run.show(self, x.detach(), axis, mask, visit)
 
         handle = self.module.register_forward_pre_hook(note, with_kwargs=True)
         try:
@@ -108,7 +102,7 @@ class WatchedNorm:
         finally:
             handle.remove()
 
-    def write(self, mean: Tensor, var: Tensor) -> None:
+    def write(self, mean: Tensor, var: Tensor, /) -> None:
         """Write running statistics; all splits of a sub-batch norm get the same ones."""
         for norm in self.tracking:
             num_splits = norm.num_features // self.num_features

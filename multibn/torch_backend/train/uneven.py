@@ -4,21 +4,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from multibn.engine import lockstep
+from multibn.engine.lockstep import Joined, map_arrays, shortened
 from multibn.torch_backend.train.synchrony import participants
-
-
-class Joined(lockstep.Joined[Tensor]):
-    """The object that `join` yields; a call makes a loop over this rank's data."""
-
-    _sum = staticmethod(torch.sum)
-    _unreduced = 'reduction="none"'
-
-    def _portable(self, batch: Any) -> Any:
-        return lockstep.map_arrays(Tensor.cpu, batch, Tensor)
 
 
 @contextmanager
@@ -76,15 +65,20 @@ def join(
     >>> model[0].num_batches_tracked
     tensor(2)
     """
-    joined = Joined(participants(model, process_group), _empty if empty is None else empty)
+    stand_in = _empty if empty is None else empty
+    joined = Joined(participants(model, process_group), stand_in, _on_host)
     yield joined
     joined.leave()  # not after an exception: the other ranks may be in another collective
 
 
 def _empty(batch: Any) -> Any:
-    return lockstep.shortened(
+    return shortened(
         batch,
         lambda x: x.new_empty((0, *x.shape[1:])),
         Tensor,
         otherwise="Pass `empty`, a function that returns an empty batch like its argument.",
     )
+
+
+def _on_host(batch: Any) -> Any:
+    return map_arrays(Tensor.cpu, batch, Tensor)

@@ -1,0 +1,141 @@
+"""Running statistics from whole passes over data: one loop for the layers of all backends."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from multibn._progress import progress as show_progress
+from multibn._typing import Array
+from multibn.communicators import Communicator
+from multibn.engine.lockstep import END, Lockstep, Step
+from multibn.engine.population import PopulationEstimator, running_variance
+
+# New running mean and variance, and whether any rank had data.
+Estimate: TypeAlias = tuple[Array, Array, Any]
+
+# Arguments of a layer that a caller may name before the input.
+_OPTIONS = {"finetune", "residual", "mask", "lengths"}
+
+
+class Population(PopulationEstimator):
+    """Exact mean and unbiased variance of all inputs on all ranks."""
+
+    def estimate(self, communicator: Communicator, /) -> Estimate:
+        batch = self.compute(communicator)
+        return batch.mean, running_variance(batch, local_count=0), batch.count > 0
+
+
+class Words(NamedTuple):
+    """A backend's own words, for the messages."""
+
+    title: str  # of the progress bar
+    source: str  # what gives the batches
+    readers: str  # what may raise while a batch is read
+    layers: str  # layers that share statistics
+    otherwise: str  # what to do about a rank without a batch
+
+
+class Pass:
+    """A run of a model without gradients over the batches of all ranks of `communicator`.
+
+    `layers` are all that share statistics or have running statistics: each has a `communicator`, an
+    `estimator` as `Population` or None, and `write(mean, var)`. A rank without a batch repeats the
+    visits of its last batch, for which the other ranks' layers wait.
+    """
+
+    def __init__(self, layers: Sequence[Any], communicator: Communicator, words: Words) -> None:
+        self._layers, self._communicator, self._words = layers, communicator, words
+        self._visits: list[Callable[[], object]] = []
+        self._tracked = [layer for layer in layers if layer.estimator is not None]
+        self._estimates: list[Estimate] = []
+
+    def show(
+        self,
+        layer: Any,
+        x: Array,
+        axis: tuple[int, ...],
+        mask: Array | None,
+        visit: Callable[[], object] | None,
+    ) -> None:
+        """Add the input of a call of `layer`; `visit` repeats the call with an empty batch.
+
+        None in place of a visit: no other rank waits for the layer.
+        """
+        if visit is not None:
+            self._visits.append(visit)
+        if layer.estimator is not None:
+            layer.estimator.show(x, axis=axis, mask=mask)
+
+    def run(
+        self,
+        batches: Iterable[Any],
+        forward: Callable[[Any], object],
+        *,
+        progress: bool,
+        total: int | None,
+        num_iters: int | None = None,
+        num_samples: int | None = None,
+        samples_in: Callable[[Any], int] | None = None,
+    ) -> tuple[int, str]:
+        """Run `forward` on each batch, then compute the statistics. Collective.
+
+        Returns the number of this rank's batches and, if they ended before `num_iters` or
+        `num_samples`, a sentence that says so.
+
+        Raises ValueError on all ranks if layers are shared and one rank never has a batch: only a
+        forward pass shows in which order that rank must visit the layers.
+        """
+        rank, source, readers = self._communicator.rank, self._words.source, self._words.readers
+        steps = Lockstep(batches, self._communicator, source=readers, amount=samples_in)
+        num_steps = num_batches = samples = 0
+        with show_progress(progress and rank == 0, self._words.title, total) as advance:
+            for step in islice(steps, num_iters):
+                if num_steps == 0:
+                    self._check_first(step)
+                last_pass, self._visits = self._visits, []
+                if step.batch is not END:
+                    forward(step.batch)
+                else:
+                    for visit in last_pass:
+                        visit()
+                    self._visits = last_pass
+                num_steps += 1
+                num_batches += step.batch is not END
+                samples += step.amount
+                advance()
+                if num_samples is not None and samples >= num_samples:
+                    break
+            self._estimates = [v.estimator.estimate(self._communicator) for v in self._tracked]
+        enough = num_samples is not None and samples >= num_samples
+        ended = ""
+        if num_iters is not None and num_batches < (num_steps if enough else num_iters):
+            ended = f"`num_iters` is {num_iters}: {source} ended after {num_batches} on rank {rank}"
+        elif num_samples is not None and not enough and num_steps != num_iters:
+            ended = f"`num_samples` is {num_samples}: {source} ended after {samples} on all ranks"
+        return num_batches, f"{ended}. The batches that came were used." if ended else ""
+
+    def write(self) -> Iterator[tuple[Any, bool]]:
+        """Write the statistics. Yields each layer that has any, and whether a rank had data."""
+        for layer, (mean, var, any_data) in zip(self._tracked, self._estimates, strict=True):
+            if any_data:
+                layer.write(mean, var)
+            yield layer, bool(any_data)
+
+    def _check_first(self, step: Step) -> None:
+        is_shared = any(layer.communicator.size > 1 for layer in self._layers)
+        if is_shared and not step.occupied.all():
+            _, source, _, layers, otherwise = self._words
+            raise ValueError(
+                f"{source} must give at least one batch on every rank of a model with {layers}: "
+                f"got none on rank(s) {np.flatnonzero(~step.occupied).tolist()} of "
+                f"{len(step.occupied)}. Share the data among fewer ranks, {otherwise}."
+            )
+
+
+def input_of(args: Sequence[Any], kwargs: Mapping[str, Any], /) -> Any:
+    """The input among a layer's arguments, where callers may name options before the input."""
+    if args:
+        return args[0]
+    return next((v for name, v in kwargs.items() if name not in _OPTIONS), None)
