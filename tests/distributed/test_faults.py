@@ -184,7 +184,7 @@ def _sums_of_two_machines() -> list[str]:
 
         world = enter_world("gloo")
         total = world.allreduce(np.random.default_rng(world.rank).standard_normal(5000))
-        line = world.lines._open[0]._chosen._line
+        line = world.lines._open[0]._small
         numbers = f"{total.tobytes().hex()[:32]} {total.sum()}"
         # In one piece: four processes write.
         print(f"sum {numbers} {type(line).__name__}\\n", end="", flush=True)
