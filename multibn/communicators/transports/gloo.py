@@ -116,6 +116,7 @@ class Side:
         self._store, self._rank, self._size = store, rank, size
         self._devices = _devices_of(like)
         self._group: Any = None
+        self._sent: torch.Tensor | None = None
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
 
@@ -164,7 +165,10 @@ class Side:
             self._error = error
 
     def _begin(self, a: HostArray) -> Done:
-        work = self._group.allreduce([torch.from_numpy(a)])
+        # Kept until the next message: to free memory of Python's, gloo's thread would need Python's
+        # lock, perhaps while this thread waits for the end of that one.
+        self._sent = torch.from_numpy(a)
+        work = self._group.allreduce([self._sent])
 
         def done(seconds: float) -> bool:
             end = time.monotonic() + seconds
