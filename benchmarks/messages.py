@@ -11,7 +11,7 @@ from benchmarks.timing import Seconds, Step, take_turns
 from multibn import Communicator, message
 from multibn.communicators.conversation import Conversation
 
-_REPEAT = {"mpi": 50, "shared memory": 50, "TCP": 10}
+_REPEAT = {"mpi": 50, "shared memory": 50, "gloo": 10}
 
 
 def measure(

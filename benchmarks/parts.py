@@ -143,7 +143,7 @@ def calls(settings: Settings) -> list[Row]:
 def messages(settings: Settings) -> list[Row]:
     """A layer's message with all checks, and the bare allreduce of torch.distributed or MPI."""
     rows = []
-    for over in ("mpi", "shared memory", "TCP"):
+    for over in ("mpi", "shared memory", "gloo"):
         part, launcher = ("mpi", "mpiexec") if over == "mpi" else ("gloo", "torchrun")
         times, _ = _run(f"messages {part}", launcher, 2, over=over,
                         channels=settings.collective_channels,

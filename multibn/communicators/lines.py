@@ -9,8 +9,9 @@ open, what the ranks agree on, deadlines and notices (see `watch`), and the end 
 
 import atexit
 import os
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -30,12 +31,11 @@ HostArray: TypeAlias = np.ndarray[Any, Any]
 _ANY = 0  # carries arrays of any length and dtype
 FIRST_MESSAGES = -1  # carries the first messages of layers, whose length is fixed
 
+_SHORTEST_NAP, _LONGEST_NAP = 1e-4, 0.1  # seconds between two steps of opening a line
+
 
 class Line(Protocol):
     """A way for messages between all ranks; one message at a time."""
-
-    def opened(self, seconds: float) -> bool:
-        """Whether all ranks have opened the line; waits so many seconds at most."""
 
     def begin(self, a: HostArray) -> Done:
         """Begin to sum `a` over the ranks, in place."""
@@ -48,8 +48,12 @@ class Transport(ABC):
     size: int
 
     @abstractmethod
-    def open_line(self, number: int, buffer: HostArray | None, timeout: float) -> Line:
-        """Begin to open a line. Collective: all ranks open the same lines in the same order.
+    def open_line(
+        self, number: int, buffer: HostArray | None, timeout: float
+    ) -> Generator[None, None, Line]:
+        """Open a line, and yield where others are waited for, see `Opening`.
+
+        Collective: all ranks open the same lines in the same order.
 
         All messages of the line are sent from `buffer`, unless that is None. `timeout` is the
         deadline of the messages, in seconds.
@@ -82,6 +86,37 @@ class Transport(ABC):
     @abstractmethod
     def close(self, *, failed: bool) -> None:
         """The program ends: let go of threads and connections."""
+
+
+class Opening:
+    """A line that is being opened.
+
+    Attributes
+    ----------
+    line
+        None until all ranks have opened the line.
+    """
+
+    def __init__(self, steps: Generator[None, None, Line]) -> None:
+        self.line: Line | None = None
+        self._steps = steps
+        self._nap = _SHORTEST_NAP
+
+    def done(self, seconds: float) -> bool:
+        """Whether the line is open; waits so many seconds at most, and looks ever less often."""
+        end = time.monotonic() + seconds
+        while self.line is None:
+            try:
+                next(self._steps)
+            except StopIteration as stop:
+                self.line = stop.value
+                break
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(self._nap, left))
+            self._nap = min(1.5 * self._nap, _LONGEST_NAP)
+        return True
 
 
 class _Buffer(NamedTuple):
@@ -176,19 +211,13 @@ class Lines:
         self.watch.check(text)  # before a fork touches the transport
         if number != _ANY and _ANY not in self._open:
             self._opened(_ANY, None, text, timeout)
-        line = None
-
-        def begin() -> Done:
-            nonlocal line
-            line = self.transport.open_line(number, buffer, timeout)
-            return line.opened
-
+        opening = Opening(self.transport.open_line(number, buffer, timeout))
         self.watch.board = self.transport.board
         self.watch.look(f"open {number}", str(text))  # connecting to a rank that failed takes long
-        self.watch.wait(begin, f"open {number}", text, timeout)
+        self.watch.wait(lambda: opening.done, f"open {number}", text, timeout)
         self.watch.board = self.transport.board
-        assert line is not None
-        self._open[number] = line
+        assert opening.line is not None
+        line = self._open[number] = opening.line
         if number == _ANY:
             every: Any = SimpleNamespace(rank=self.rank, size=self.size)
             every.allreduce = lambda a: self.sum(a, "introduction", text, timeout)
@@ -236,6 +265,12 @@ class LineCommunicator(Handle, ABC):
         return self.lines.sum(a, text, text, self.timeout)
 
 
+def after_fork(function: Callable[[], object]) -> None:
+    """Call `function` in each forked child of this process, where the system has forks."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=function)
+
+
 _all_lines: WeakSet[Lines] = WeakSet()
 
 
@@ -252,7 +287,7 @@ def _after_fork() -> None:
         lines.disown()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+after_fork(_after_fork)
 
 
 def _leave() -> None:

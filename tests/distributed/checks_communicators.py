@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from multibn.communicators import Communicator, SingleProcess, as_communicator
+from multibn.communicators import lines as _lines
 from multibn.communicators.conversation import Conversation
 from multibn.communicators.transports import shared_memory
 from tests.helpers import conformance, require, standin_cupy
@@ -139,11 +140,11 @@ def check_which_line_is_opened(world: Communicator) -> None:
         with context:
             communicator: Any = as_communicator(dist.new_group(list(range(world.size))))
             communicator.allreduce(np.ones(1))
-            line = communicator.lines._open[0]._chosen
-            kinds.append(type(getattr(line, "_line", line)).__name__)
+            line = communicator.lines._open[0]
+            kinds.append(type(getattr(line, "_small", line)).__name__)
     alone = world.rank == 2 and world.size == 3
     shared = "SharedLine" if world.size == 2 else "LineOverMachines"
-    assert kinds == ["SharedLine", "_TCPLine", "_TCPLine" if alone else shared]
+    assert kinds == ["SharedLine", "EngineLine", "EngineLine" if alone else shared]
 
 
 def _of_another_backend(size: int) -> Any:
@@ -268,6 +269,21 @@ def check_lines_do_not_grow_with_the_model(world: Communicator) -> None:
     assert len(duplicates) <= 6  # any array, first messages, up to 64, 128, 256 and 512 channels
 
 
+def check_200_widths_over_gloo_take_one_group(world: Communicator) -> None:
+    """A connection with each other rank and a thread, whatever the number of widths."""
+    if not _under_torchrun(world):
+        return
+    with _no_shared_memory():
+        communicator = fresh(world)
+        before = _resources()
+        for C in range(3, 1603, 8):
+            summed = _phase(communicator, f"bn{C}").allreduce(np.full(2 * C + 2, world.rank + 1.0))
+            np.testing.assert_array_equal(summed, sum(range(world.size + 1)))
+    descriptors, threads = (a - b for a, b in zip(_resources(), before, strict=True))
+    assert descriptors <= world.size - 1
+    assert threads <= 2  # gloo's, and the one that asks the store
+
+
 def check_what_the_user_destroys_is_let_go(world: Communicator) -> None:
     if world.size != 2:
         return  # the same code for any number of ranks
@@ -282,13 +298,14 @@ def check_what_the_user_destroys_is_let_go(world: Communicator) -> None:
             import torch.distributed as dist
 
             dist.destroy_process_group(communicator.group)
+            world.allreduce(np.ones(1))  # the last rank to let go leaves no key
             keys = dist.distributed_c10d._get_default_store().num_keys()
         else:
             communicator.comm.Free()
             assert not lines.transport.duplicates
         with pytest.raises(RuntimeError, match="its process group was destroyed"):
             lines.sum(np.ones(1), "", "", 1.0)
-        counts.append((*_resources(), len(lines._all_lines), keys))
+        counts.append((*_resources(), len(_lines._all_lines), keys))
     world.allreduce(np.ones(1))
     first, last = counts[1], counts[-1]  # the first may start a thread that stays
     assert last[:3] == first[:3]

@@ -1,7 +1,5 @@
 """Faults of `python -m faults` that take little time, on real processes: what the user sees."""
 
-import contextlib
-import signal
 import subprocess
 import sys
 import tempfile
@@ -9,13 +7,11 @@ import textwrap
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import pytest
 
-from multibn._environment import find_command
 from multibn._launch import environment
-from tests.helpers import launch, require
+from tests.helpers import require
 
 require.need("torch")
 
@@ -39,7 +35,7 @@ _CASES = [
     if SCENARIOS[name].runs_under(SETUPS[setup]) and not SCENARIOS[name].ends_in(SETUPS[setup])
 ]
 _CASES_THAT_END = [
-    ("ddp", "killed"), ("gloo", "killed"), ("gloo", "launcher_killed"),
+    ("ddp", "killed"), ("gloo", "killed"), ("gloo", "launcher_killed"), ("gloo", "stopped"),
     ("chainermn", "out_of_data"), ("chainermn", "exception_plain"),
 ]  # fmt: skip
 Outcomes = dict[tuple[str, str], Future[dict[str, Outcome]]]
@@ -96,68 +92,6 @@ def test_fault_that_ends_processes(setup: str, name: str, outcomes: Outcomes) ->
     _expect(outcomes[setup, name].result()[name])
 
 
-@pytest.mark.alone
-def test_survivors_go_on_where_mpi_lets_them(tmp_path: Path) -> None:
-    """Open MPI with ULFM: `shrink` after a rank was killed, and exact statistics of the rest."""
-    require.need("mpiexec")
-    script = tmp_path / "survive.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import os, signal, sys
-            import torch
-            from multibn.communicators.transports.mpi import MPI
-            from multibn.torch_backend import SyncBatchNorm
-
-            world = MPI()
-            layer = SyncBatchNorm(3, process_group=world, momentum=1.0, dtype=torch.float64)
-            x = torch.arange(12.0, dtype=torch.float64).reshape(4, 3) * (1 + world.rank)
-            layer(x)
-            if world.rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            try:
-                layer(x)
-                layer(x)
-            except ConnectionError:
-                world = world.shrink()
-                layer.process_group = world
-            layer(x)
-            print("survivors", world.size, layer.running_mean.tolist(), flush=True)
-            """
-        )
-    )
-    # Without the barrier in MPI_Finalize, which now and then waits for the dead for ever.
-    options = ["--with-ft", "ulfm", "--mca", "async_mpi_finalize", "1", "-n", "3"]
-    command = [
-        find_command("mpiexec") or "",
-        *options,
-        launch.python(),
-        "-m",
-        "mpi4py",
-        str(script),
-    ]
-    said = tmp_path / "said"
-    with said.open("w") as file:
-        process = subprocess.Popen(
-            command,
-            env=environment() | {"MULTIBN_TIMEOUT": "10"},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        status = process.wait(60)
-    finally:
-        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):  # the second is "at once"
-            process.send_signal(number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(3)
-    output = said.read_text()
-    assert status == 0, output
-    assert output.count("survivors 2 [9.0, 11.0, 13.0]") == 2, output
-    assert "lost the connection in SyncBatchNorm (forward, float64, call" in output
-
-
 @pytest.mark.parametrize(
     "setup",
     [
@@ -184,7 +118,7 @@ def _sums_of_two_machines() -> list[str]:
 
         world = enter_world("gloo")
         total = world.allreduce(np.random.default_rng(world.rank).standard_normal(5000))
-        line = world.lines._open[0]._chosen._line
+        line = world.lines._open[0]._small
         numbers = f"{total.tobytes().hex()[:32]} {total.sum()}"
         # In one piece: four processes write.
         print(f"sum {numbers} {type(line).__name__}\\n", end="", flush=True)

@@ -19,7 +19,7 @@ from tests.soak.deeds import Row
 # How ranks exchange messages: the launcher, and variables.
 TRANSPORTS = {
     "shared memory": ("torchrun", {}),
-    "TCP": ("torchrun", {"MULTIBN_SHARED_MEMORY": "0"}),
+    "gloo": ("torchrun", {"MULTIBN_SHARED_MEMORY": "0"}),
     "MPI": ("mpiexec", {}),
 }
 # Each transport's share of the time, by ranks.

@@ -6,7 +6,6 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from multibn.communicators.transports.tcp import partners_of
 from tests.soak.deeds import Row
 from tests.soak.held import COLUMNS, MEMORY
 
@@ -75,43 +74,34 @@ def _more_ranks(runs: Mapping[tuple[str, int], Any]) -> str:
     added = {
         ranks: results["widths"]
         for (transport, ranks), results in runs.items()
-        if transport == "TCP" and "widths" in results
+        if transport == "gloo" and "widths" in results
     }
     for ranks, held in added.items():
         got = held["200"][0] - held["alone"][0]
-        expected = most_partners(ranks)
+        expected = ranks - 1
         if got > expected:
             raise AssertionError(f"{ranks} ranks: {got} descriptors instead of {expected}")
-    text = _MORE_RANKS.format(
-        few=", ".join(f"{most_partners(n)} at {n}" for n in added),
-        **{f"at_{n}": most_partners(n) for n in (64, 1024)},
-    )
-    return textwrap.fill(text, 100)
-
-
-def most_partners(ranks: int) -> int:
-    """The most ranks that a rank has TCP connections with."""
-    return max(len(partners_of(rank, ranks)) for rank in range(ranks))
+    return textwrap.fill(_MORE_RANKS, 100)
 
 
 def _before_and_now(
     runs: Mapping[tuple[str, int], Any], figures: Mapping[str, Any]
 ) -> Iterable[str]:
-    tcp, mpi = runs["TCP", 2], runs["MPI", 2]
-    held = tcp["widths"]
+    gloo, mpi = runs["gloo", 2], runs["MPI", 2]
+    held = gloo["widths"]
     yield _row(
-        ["200 widths, 2 ranks, TCP: descriptors and threads", "217, 208"]
+        ["200 widths, 2 ranks, gloo: descriptors and threads", "217, 208"]
         + [f"{held[when][0]}, {held[when][1]}" for when in ("200", "alone")]
     )
-    if ("TCP", 16) in runs:
-        held = runs["TCP", 16]["widths"]
-        yield _row(["40 widths, 16 ranks, TCP: descriptors", 657, held["40"][0], held["alone"][0]])
+    if ("gloo", 16) in runs:
+        held = runs["gloo", 16]["widths"]
+        yield _row(["40 widths, 16 ranks, gloo: descriptors", 657, held["40"][0], held["alone"][0]])
     yield _row(["200 widths, 2 ranks, `ulimit -n 128`", "aborts inside gloo", "runs", "runs"])
-    groups = [f"{g['descriptors']}, {g['threads']}" for g in reversed(tcp["groups"])]
+    groups = [f"{g['descriptors']}, {g['threads']}" for g in reversed(gloo["groups"])]
     yield _row(["200 groups made, used, destroyed: descriptors and threads", "2410, 1404", *groups])
     kilobytes = [f"{g['kB a group']:.1f}" for g in reversed(mpi["groups"])]
     yield _row(["kB kept for each MPI communicator duplicated, used, freed", 40, *kilobytes])
-    keys = [f"{number:.1f}" for number in reversed(tcp["keys"])]
+    keys = [f"{number:.1f}" for number in reversed(gloo["keys"])]
     yield _row(["store keys kept for each init and destroy", 8, *keys])
     peaks = [f"{figures[kind]['peak']:.2f}" for kind in ("multibn", "torch")]
     yield _row(["peak of a float16 forward pass on CPU, in inputs", "4.9", *peaks])
@@ -127,7 +117,7 @@ holds more descriptors, threads, groups with lines, store keys of multibn's or M
 at the end, or {MEMORY:g} MB more memory. `tests/distributed/checks_soak.py` plants a leak of each
 kind, and sees that each of them is found.
 
-The ranks of *TCP* run with `MULTIBN_SHARED_MEMORY=0`, as ranks of several machines do. MB are a
+The ranks of *gloo* run with `MULTIBN_SHARED_MEMORY=0`, as ranks of several machines do. MB are a
 rank's own memory and shared memory, without the files that are mapped. The 2 ranks run with at most
 128 descriptors. The deeds: `steps` trains one network; `models` builds, converts, trains and drops
 one; `widths` runs 200 layers of 200 widths; `groups` makes, uses and destroys a group; `saves`
@@ -142,14 +132,12 @@ MPI communicators: alone / with 200 widths."""
 
 _WIDTHS_HEAD = ["transport", "ranks", "alone", "1", "40", "200", "threads", "MPI communicators"]
 
-_MORE_RANKS = """Layers add no descriptors by their widths. Over TCP, a rank has one connection with
-each rank that it exchanges messages with: {few} ranks, as counted above. The same formula, the
-logarithm of the ranks to the base of 2, gives {at_64} connections for 64 ranks and {at_1024} for
-1,024 ranks, whatever the number of widths. torch's own group has one connection with every other
-rank, which are 63 and 1,023 descriptors: with the usual limit of 1,024 descriptors, torch itself
-ends before 1,024 ranks. Within a machine, multibn adds one descriptor, the shared memory, for any
-number of ranks. One thread asks the store. Over MPI, it adds at most one duplicate of the
-communicator for each doubling of the width, and two more."""
+_MORE_RANKS = """Layers add no descriptors by their widths. Over gloo, multibn's group has one
+connection with every other rank that it talks with, as torch's own group has, whatever the number
+of widths. Of several machines, the first rank of each talks: 64 machines are 63 connections. Within
+a machine, multibn adds one descriptor, the shared memory, for any number of ranks, and arrays above
+64 kB open the group of all ranks. One thread asks the store, one waits for gloo. Over MPI, it adds
+at most one duplicate of the communicator for each doubling of the width, and two more."""
 
 _GROUPS = f"""## Before and now
 

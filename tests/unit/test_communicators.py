@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from multibn.communicators import DefaultCommunicator, SingleProcess, as_communicator
-from multibn.communicators.transports.tcp import find_address
 from tests.helpers import require
 from tests.helpers.ranks import CountingCommunicator, run_ranks
 
@@ -69,14 +68,3 @@ def test_this_process_has_no_mpi_and_no_group() -> None:
     distributed = sys.modules.get("torch.distributed")
     assert distributed is None or not distributed.is_initialized()
     assert "RANK" not in os.environ
-
-
-def test_connections_use_the_interface_that_torch_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    assert find_address()
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
-    assert find_address() == "127.0.0.1"
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no such one")
-    message = r"'no such one' of GLOO_SOCKET_IFNAME has no IPv4 address here: .*interfaces are .*lo"
-    with pytest.raises(RuntimeError, match=message):
-        find_address()

@@ -20,7 +20,7 @@ _typing _version _environment _progress registry
 _arrays checkpoint.files
 message checkpoint.keys communicators.base
 checkpoint communicators.names communicators.objects communicators.watch
-communicators.default communicators.groups communicators.lines communicators.transports.store
+communicators.default communicators.groups communicators.lines
 communicators.lookup communicators.agreement communicators.transports
 communicators.conversation
 communicators kernels.arguments kernels.layout kernels.core

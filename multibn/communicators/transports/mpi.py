@@ -12,7 +12,7 @@ from array_api_compat import is_cupy_array, is_torch_array
 from multibn._typing import Array
 from multibn.communicators.base import SingleProcess
 from multibn.communicators.lines import LineCommunicator, Lines
-from multibn.communicators.transports.mpi_lines import MPITransport, lines_of
+from multibn.communicators.transports.mpi_lines import lines_of
 from multibn.communicators.watch import check_timeout
 
 if TYPE_CHECKING:
@@ -136,21 +136,6 @@ class MPI(LineCommunicator):
     def split(self, color: int, key: int = 0) -> "MPI":
         comm = self.comm.Split(color, key)
         return MPI(comm, cuda_aware=self._cuda_aware, timeout=self.timeout)
-
-    def shrink(self) -> "MPI":
-        """Communicator of the ranks that are left after others have died. Collective over those.
-
-        For MPI libraries with ULFM, where the launcher lets the survivors go on: Open MPI's under
-        `mpiexec --with-ft ulfm --mca async_mpi_finalize 1`; without the second, the barrier in
-        MPI_Finalize now and then waits for the dead for ever. Call it after a ConnectionError, and
-        give the layers what it returns: `layer.process_group = shrunk`.
-        """
-        transport = self.lines.transport
-        assert isinstance(transport, MPITransport)
-        for comm in transport.duplicates:  # interrupts the ranks that still wait in a message
-            comm.Revoke()
-        self.lines.abandon()
-        return MPI(self.comm.Shrink(), cuda_aware=self._cuda_aware, timeout=self.timeout)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.world_ranks is not None and len(self.world_ranks) == 1:

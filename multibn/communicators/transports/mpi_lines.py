@@ -3,12 +3,13 @@
 import os
 import sys
 import time
+from collections.abc import Generator
 from contextlib import suppress
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 from multibn import message
-from multibn.communicators.lines import HostArray, Lines, Transport
+from multibn.communicators.lines import HostArray, Lines, Transport, after_fork
 from multibn.communicators.watch import Done, Notice
 
 if TYPE_CHECKING:
@@ -30,12 +31,16 @@ class MPITransport(Transport):
         self._comm = comm
         self._board: _Board | None = None
 
-    def open_line(self, number: int, buffer: HostArray | None, timeout: float) -> "_Line":
+    def open_line(
+        self, number: int, buffer: HostArray | None, timeout: float
+    ) -> "Generator[None, None, _Line]":
         # After the first, duplicates of a duplicate: the program may use `comm` meanwhile.
         source = self.duplicates[0] if self.duplicates else self._comm
         duplicate, request = source.Idup()
         self.duplicates.append(duplicate)
-        return _Line(duplicate, request, buffer, self.requests)
+        while not request.Test():
+            yield
+        return _Line(duplicate, buffer, self.requests)
 
     def line_length(self, length: int) -> int:
         # A duplicate takes 40 kB, and the library has 65,000 of them at most.
@@ -85,16 +90,9 @@ class _Line:
     is as long as the message: groups made and destroyed again and again would add up.
     """
 
-    def __init__(
-        self,
-        comm: "Comm",
-        duplication: "Request",
-        buffer: HostArray | None,
-        requests: list[Any],
-    ) -> None:
+    def __init__(self, comm: "Comm", buffer: HostArray | None, requests: list[Any]) -> None:
         self._requests = requests
         self._comm = comm
-        self._duplication = duplication
         self._buffer = buffer
         self._num_begun = 0
         self._request: Any = None
@@ -102,9 +100,6 @@ class _Line:
         from mpi4py import MPI as mpi
 
         self._in_place: Any = mpi.IN_PLACE
-
-    def opened(self, seconds: float) -> bool:
-        return _test(self._duplication, seconds)
 
     def begin(self, a: HostArray) -> Done:
         self._num_begun += 1
@@ -169,7 +164,7 @@ def _after_fork() -> None:
     _inherited = loaded is not None and loaded.Is_initialized()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+after_fork(_after_fork)
 
 
 def lines_of(comm: "Comm") -> Lines:

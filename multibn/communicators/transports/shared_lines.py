@@ -7,13 +7,14 @@ each machine adds, sums over the machines by another line, and hands the result 
 
 import os
 import time
+from collections.abc import Callable, Generator
 from typing import Any
 
 import numpy as np
 
 from multibn import message
 from multibn._environment import process_state
-from multibn.communicators.lines import HostArray, Line
+from multibn.communicators.lines import HostArray, Line, Opening
 from multibn.communicators.watch import Done, RankLeftError
 
 try:
@@ -22,7 +23,9 @@ except ImportError:  # built without a C compiler
     core = None  # type: ignore[assignment]
 
 NUMBER = 8  # bytes of a float64
+SMALL = 2**16  # bytes: each rank reads what all ranks write, and an engine hands larger arrays on
 GATE = 256  # bytes, see _shared_memory.c
+_HEAD = 8  # numbers before those of an array of any kind: a cache line
 _LOOK = 0.02  # seconds between two looks at whether the other processes live
 
 
@@ -60,37 +63,35 @@ class Neighbours:
         return None
 
 
-class InPieces:
-    """A line for arrays of any length: the messages of a line with slots of `nbytes`.
+class SmallOrLarge:
+    """A line for arrays of any length: small ones in memory, others as an engine sums them.
 
-    The first message tells whether the `size` ranks send arrays of one dtype and shape. Memory does
-    not tell: numbers of one rank would be added to whatever stands beside those of another.
+    Parameters
+    ----------
+    small
+        The line of the first.
+    open_large
+        Opens the line of the others, when one comes.
     """
 
-    def __init__(self, line: Line, nbytes: int, size: int) -> None:
-        self._line, self._nbytes, self._size, self.opened = line, nbytes, size, line.opened
+    def __init__(self, small: Line, open_large: Callable[[], Generator[None, None, Line]]) -> None:
+        self._small, self._open_large = small, open_large
+        self._large: Opening | None = None
 
     def begin(self, a: HostArray) -> Done:
-        flat, n = a.reshape(-1), self._nbytes // a.itemsize
-        fingerprint = message.fingerprint(f"{a.dtype} {a.shape}")
-        kind = np.array([fingerprint, fingerprint**2])
-        pieces = iter([flat[start : start + n] for start in range(0, flat.size, n)])
-        current = self._line.begin(kind)
-        are_alike = True
+        if a.nbytes <= SMALL:
+            return self._small.begin(a)
+        opening = self._large = self._large or Opening(self._open_large())
+        pending: Done | None = None
 
         def done(seconds: float) -> bool:
-            nonlocal current, are_alike
+            nonlocal pending
             end = time.monotonic() + seconds
-            while are_alike and current(max(end - time.monotonic(), 0.0)):
-                are_alike = message.all_equal(kind[0], kind[1], self._size)
-                if are_alike:
-                    piece = next(pieces, None)
-                    if piece is None:
-                        return True
-                    current = self._line.begin(piece)
-            if not are_alike:  # the notices will say where the other ranks are
-                time.sleep(max(end - time.monotonic(), 0.0))
-            return False
+            if not opening.done(seconds):
+                return False
+            assert opening.line is not None
+            pending = pending or opening.line.begin(a)
+            return pending(max(end - time.monotonic(), 0.0))
 
         return done
 
@@ -107,6 +108,10 @@ class SharedLine:
     slots
         Memory of shape (2, ranks, length), for messages with even and with odd numbers. When a rank
         begins a message, all ranks have read the message before the last.
+    buffer
+        What all messages are sent from. None for arrays of any dtype and shape: their slots begin
+        with a fingerprint of both, for numbers of one rank would be added to whatever stands beside
+        those of another.
     """
 
     def __init__(
@@ -117,42 +122,43 @@ class SharedLine:
         slots: HostArray,
         buffer: HostArray | None,
     ) -> None:
+        self._kinds = None if buffer is not None else slots[:, :, 0]
+        slots = slots if buffer is not None else slots[:, :, _HEAD:]
         self._slots, self._neighbours, self._place = slots, neighbours, neighbours.place
         self._buffer, self._memory = buffer, gates
         self._all_here = gates.ctypes.data
         self._summed = self._all_here + GATE
         self._slots_at = [slots[parity].ctypes.data for parity in (0, 1)]
-        _, self._num_here, length = slots.shape
-        self._stride = length * NUMBER
+        self._num_here, self._stride = slots.shape[1], slots.strides[1]
         self._buffer_at = 0 if buffer is None else buffer.ctypes.data
         self._yielding = _yielding(self._num_here)
         self._begun = 0  # messages
         self._waited = 0.0  # seconds, in this message
         self._message: HostArray = np.empty(0)
         self._message_at = 0
-        # The first message, on this machine alone, tells whether all open the line of this number.
-        self._numbers = np.array([number + 2.0, (number + 2.0) ** 2])
-        self._has_met = False
+        self._number = number
 
-    def opened(self, seconds: float) -> bool:
-        if self._begun == 0:
-            self.begin(self._numbers)
-        if not self._has_met:
-            self._has_met = self._add_all(seconds)
-            if not self._has_met:
-                return False
-        total, squares = self._numbers
-        if message.all_equal(total, squares, self._num_here):
-            return True
-        time.sleep(seconds)  # the notices will say where the other ranks are
-        return False
+    def meet(self) -> Generator[None, None, None]:
+        """Ends when all ranks of this machine have opened the line of this number.
+
+        The ranks of other lines have failed to meet, and notices will say where they are.
+        """
+        numbers = np.array([self._number + 2.0, (self._number + 2.0) ** 2])
+        self.begin(numbers)
+        while not self._add_all(0.0):
+            yield
+        while not message.all_equal(numbers[0], numbers[1], self._num_here):
+            yield
 
     def begin(self, a: HostArray) -> Done:
         self._begun += 1
         self._waited = 0.0
         self._message = a
         self._message_at = self._buffer_at if a is self._buffer else a.ctypes.data
-        slot = self._slots_at[self._begun & 1] + self._place * self._stride
+        parity = self._begun & 1
+        if self._kinds is not None:
+            self._kinds[parity, self._place] = message.fingerprint(f"{a.dtype} {a.shape}")
+        slot = self._slots_at[parity] + self._place * self._stride
         core.arrive(self._all_here, self._begun * self._num_here, slot, self._message_at, a.nbytes)
         return self._done
 
@@ -160,6 +166,11 @@ class SharedLine:
         """Make of the message the sum over this machine; False if a rank has not come by then."""
         if not self._open(self._all_here, self._begun * self._num_here, seconds):
             return False
+        if self._kinds is not None:
+            kinds = self._kinds[self._begun & 1]
+            if (kinds != kinds[0]).any():
+                time.sleep(seconds)  # the notices will say where the other ranks are
+                return False
         self._add(self._num_here)
         return True
 
@@ -201,16 +212,7 @@ class LineOverMachines(SharedLine):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments[:-1])
         self._across: Line | None = arguments[-1]
-        self._across_opened = False
         self._pending: Done | None = None
-
-    def opened(self, seconds: float) -> bool:
-        end = time.monotonic() + seconds
-        if self._across is not None and not self._across_opened:
-            self._across_opened = self._across.opened(seconds)
-            if not self._across_opened:
-                return False
-        return super().opened(max(end - time.monotonic(), 0.0))
 
     def _done(self, seconds: float) -> bool:
         if self._across is None:

@@ -1,4 +1,4 @@
-"""Lines through memory that the ranks of one machine share; to other machines, by another line.
+"""Memory that the ranks of one machine share, and the lines that a group opens in it.
 
 The ranks of a group meet in a store. Each offers memory, and each takes the first that it can
 really open: names of machines repeat, and containers may be shut off from each other. The ranks
@@ -11,11 +11,10 @@ import json
 import mmap
 import os
 import secrets
-import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -24,18 +23,17 @@ from multibn.communicators.lines import HostArray, Line
 from multibn.communicators.transports.shared_lines import (
     GATE,
     NUMBER,
-    InPieces,
+    SMALL,
     LineOverMachines,
     Neighbours,
     SharedLine,
+    SmallOrLarge,
     core,
 )
-from multibn.communicators.watch import Done, poll
 
 # Numbers that a rank may have in all lines of a group together. Addresses are reserved for so many;
 # memory that nobody has written to is not used.
 _NUMBERS = 2**20
-_PIECE = 4096  # numbers of a message at a time, in lines for arrays of any length
 _TRIAL = 2**16  # bytes that must be had before the others are told of the memory
 _ROUND = 8  # numbers in a cache line: lengths are rounded up to a multiple
 
@@ -47,7 +45,12 @@ class Store(Protocol):
     def get(self, key: str, /) -> bytes: ...
     def check(self, keys: list[str], /) -> bool: ...
     def add(self, key: str, amount: int, /) -> int: ...
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
     def delete_key(self, key: str, /) -> bool: ...
+
+
+# Opens a line of another kind between some ranks.
+Between: TypeAlias = Callable[[Sequence[int]], Generator[None, None, Line]]
 
 
 class Machines:
@@ -63,7 +66,6 @@ class Machines:
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
-        self._meeting = self._meet()
         self._memory: mmap.mmap | None = None
         self._neighbours: Neighbours | None = None
         self._firsts: list[int] = []  # for each rank, the first rank of its machine
@@ -71,10 +73,26 @@ class Machines:
         self._used = 0  # bytes of the memory
 
     def open_line(
-        self, number: int, buffer: HostArray | None, between: Callable[[Sequence[int]], Line]
-    ) -> Line:
+        self, number: int, buffer: HostArray | None, between: Between
+    ) -> Generator[None, None, Line]:
         """As `Transport.open_line`; `between` opens a line of another kind between some ranks."""
-        return _Line(self._meeting, partial(self._choose, number, buffer, between))
+        if not self._firsts:
+            yield from self._meet()
+        firsts, everybody = sorted(set(self._firsts)), range(self._size)
+        length = -(-(SMALL // NUMBER if buffer is None else buffer.size) // _ROUND) * _ROUND
+        length += _ROUND * (buffer is None)
+        self._numbers += length + 2 * GATE // NUMBER
+        if len(firsts) == self._size or self._numbers > _NUMBERS:
+            return (yield from between(everybody))
+        across: Line | None = None
+        if self._rank in firsts and len(firsts) > 1:
+            across = yield from between(firsts)
+        line = across
+        if self._neighbours is not None:
+            line = self._shared(number, buffer, length, across, len(firsts) > 1)
+            yield from line.meet()
+        assert line is not None
+        return line if buffer is not None else SmallOrLarge(line, lambda: between(everybody))
 
     def close(self, *, goodbye: bool) -> None:
         """Let go of the memory; `goodbye` tells those who wait that this rank will not come."""
@@ -82,7 +100,25 @@ class Machines:
             self._neighbours.leave()
         self._memory = self._neighbours = None
 
-    def _meet(self) -> Generator[bool, None, None]:
+    def _shared(
+        self,
+        number: int,
+        buffer: HostArray | None,
+        length: int,
+        across: Line | None,
+        over_machines: bool,
+    ) -> SharedLine:
+        """A line in the next part of the memory."""
+        assert self._memory is not None
+        assert self._neighbours is not None
+        start, num_here = self._used, len(self._neighbours.ranks)
+        self._used += 2 * GATE + 2 * num_here * length * NUMBER
+        gates = np.ndarray(2 * GATE, np.uint8, self._memory, start)
+        slots = np.ndarray((2, num_here, length), np.float64, self._memory, start + gates.size)
+        parts = (number, self._neighbours, gates, slots, buffer)
+        return LineOverMachines(*parts, across) if over_machines else SharedLine(*parts)
+
+    def _meet(self) -> Generator[None, None, None]:
         """Ends when all ranks have met."""
         with ExitStack() as stack:
             offer: dict[str, Any] = {"pid": os.getpid(), "pid_space": _pid_space()}
@@ -116,60 +152,22 @@ class Machines:
 
     def _gather(
         self, what: str, mine: Any, check: Callable[[], None] = lambda: None
-    ) -> Generator[bool, None, list[Any]]:
+    ) -> Generator[None, None, list[Any]]:
         """`mine` of every rank; `check` raises where a rank will not come."""
-        keys = self._keys(what)
+        *keys, number, complete = self._keys(what)
         self._store.set(keys[self._rank], json.dumps(mine))
-        while not self._store.check(keys):
+        # While ranks are late, one key says so, and not as many as there are ranks.
+        if self._store.add(number, 1) == self._size:
+            self._store.set(complete, "")
+        while not self._store.check([complete]):
             check()
-            yield False
-        return [json.loads(self._store.get(key)) for key in keys]
+            yield
+        return [json.loads(text) for text in self._store.multi_get(keys)]
 
     def _keys(self, what: str) -> list[str]:
-        return [f"{what} of {rank}" for rank in range(self._size)]
-
-    def _choose(
-        self, number: int, buffer: HostArray | None, between: Callable[[Sequence[int]], Line]
-    ) -> Line:
-        """The kind of line that fits; the same on all ranks."""
-        length = -(-(_PIECE if buffer is None else buffer.size) // _ROUND) * _ROUND
-        self._numbers += length + 2 * GATE // NUMBER
-        firsts = sorted(set(self._firsts))
-        if len(firsts) == self._size or self._numbers > _NUMBERS:
-            return between(range(self._size))
-        across = between(firsts) if self._rank in firsts and len(firsts) > 1 else None
-        line: Line
-        if self._neighbours is None:
-            assert across is not None
-            line = across
-        else:
-            assert self._memory is not None
-            start, num_here = self._used, len(self._neighbours.ranks)
-            self._used += 2 * GATE + 2 * num_here * length * NUMBER
-            gates = np.ndarray(2 * GATE, np.uint8, self._memory, start)
-            slots = np.ndarray((2, num_here, length), np.float64, self._memory, start + gates.size)
-            parts = (number, self._neighbours, gates, slots, buffer)
-            line = SharedLine(*parts) if len(firsts) == 1 else LineOverMachines(*parts, across)
-        return line if buffer is not None else InPieces(line, length * NUMBER, self._size)
-
-
-class _Line:
-    """A line whose kind is known when all ranks have met."""
-
-    begin: Callable[[HostArray], Done]
-
-    def __init__(self, meeting: Iterator[bool], choose: Callable[[], Line]) -> None:
-        self._meeting, self._choose = meeting, choose
-        self._chosen: Line | None = None
-
-    def opened(self, seconds: float) -> bool:
-        end = time.monotonic() + seconds
-        if self._chosen is None:
-            if not poll(lambda: next(self._meeting, True), seconds):
-                return False
-            self._chosen = self._choose()
-            self.begin = self._chosen.begin
-        return self._chosen.opened(max(end - time.monotonic(), 0.0))
+        """Of each rank, of the number of ranks that have come, and one for when all have."""
+        of_ranks = [f"{what} of {rank}" for rank in range(self._size)]
+        return [*of_ranks, f"number of {what}", f"all of {what}"]
 
 
 def _check_alive(offers: Sequence[dict[str, Any]]) -> None:
@@ -193,13 +191,19 @@ def _offered(nbytes: int) -> Iterator[tuple[dict[str, Any], mmap.mmap]]:
     """Memory, and by what another process of this user opens it until the block is left."""
     # Nobody can guess the name, so that a process of the same number, in another container or on
     # another machine, is not taken for this one.
+    import fcntl  # Linux has it, as what follows
+
     name = f"multibn-{secrets.token_hex(16)}"
-    fd = os.memfd_create(name)
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, nbytes)
+        # A process that made the memory shorter would end those that read beyond its end.
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         os.posix_fallocate(fd, 0, _TRIAL)
-        yield {"pid": os.getpid(), "fd": fd, "name": name}, mmap.mmap(fd, nbytes)
+        offer = {"pid": os.getpid(), "fd": fd, "name": name, "nbytes": nbytes}
+        yield offer, mmap.mmap(fd, nbytes)
     finally:
         os.close(fd)
 
@@ -208,12 +212,15 @@ def _opened(offer: dict[str, Any]) -> mmap.mmap | None:
     """The memory that another process offers; None if this process cannot open it."""
     if "fd" not in offer:
         return None
-    path = f"/proc/{offer['pid']}/fd/{offer['fd']}"
+    # Numbers: whoever can write to the store is not to choose the path.
+    path = f"/proc/{int(offer['pid'])}/fd/{int(offer['fd'])}"
     try:
         if os.readlink(path) != f"/memfd:{offer['name']} (deleted)":
             return None
         fd = os.open(path, os.O_RDWR)
         try:
+            if os.fstat(fd).st_size != offer["nbytes"]:
+                return None
             return mmap.mmap(fd, 0)
         finally:
             os.close(fd)

@@ -1,6 +1,5 @@
 """Notices over torch.distributed's store, which the ranks have met in."""
 
-import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -8,29 +7,33 @@ from functools import cache
 
 import torch.distributed as dist
 
+from multibn.communicators.lines import after_fork
 from multibn.communicators.watch import Notice
 
 _ANSWER = 0.3  # seconds to wait for a store's answer
 _LAST_ANSWER = 15.0  # at the end of the process: TCP is slow to notice that a network is back
+# One counter tells how many ranks have notices and, in steps of this number, how often any rank has
+# written one. A look that finds the counter as it was asks for nothing else.
+_WRITTEN = 2**24
+_COUNTER, _WITHDRAWN = "notices", "withdrawn notices"
 
 
 class StoreBoard:
     """Notices as entries of a store of torch.distributed."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self._store = store
-        self._others = [r for r in range(size) if r != rank]
-        self._rank = rank
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        self._store, self._rank = store, rank
         self._notices: dict[int, Notice] = {}
-        self._published = False
+        self._number = 0  # of this rank among those with notices; 0 for none
+        self._count = 0  # as it was at the last look
+        self._ended = False  # the process that keeps the store
 
     def publish(self, notice: Notice, /) -> None:
-        text = notice.encode().decode()
-        self._published = True
-        _messenger().ask(lambda: self._store.set(f"notice of {self._rank}", text), must=True)
+        text = f"{self._rank} {notice.encode().decode()}"
+        self._ask(lambda: self._publish(text), must=True)
 
     def read(self) -> dict[int, Notice]:
-        _messenger().ask(self._read)
+        self._ask(self._read)
         return dict(self._notices)
 
     def close(self) -> None:
@@ -38,14 +41,54 @@ class StoreBoard:
 
     def withdraw(self) -> None:
         """Remove this rank's notice: a later group may use the store, and have the same name."""
-        if self._published:
-            _messenger().ask(lambda: self._store.delete_key(f"notice of {self._rank}"), must=True)
+        if self._number:
+            self._ask(self._withdraw, must=True)
+
+    def _ask(self, task: Callable[[], object], *, must: bool = False) -> None:
+        def unless_ended() -> None:
+            if not self._ended:
+                try:
+                    task()
+                except RuntimeError:  # torch would print a trace for each further request
+                    self._ended = True
+
+        _messenger().ask(unless_ended, must=must)
+
+    def _publish(self, text: str) -> None:
+        if not self._number:
+            self._number = self._store.add(_COUNTER, 1) % _WRITTEN
+        self._store.set(_key(self._number), text)
+        self._store.add(_COUNTER, _WRITTEN)
+
+    def _withdraw(self) -> None:
+        self._store.set(_key(self._number), "")  # another rank may be about to read the key
+        num_notices = self._store.add(_COUNTER, 0) % _WRITTEN
+        if self._store.add(_WITHDRAWN, 1) == num_notices:
+            for number in range(1, num_notices + 1):
+                self._store.delete_key(_key(number))
+            self._store.delete_key(_COUNTER)
+            self._store.delete_key(_WITHDRAWN)
 
     def _read(self) -> None:
-        for rank in self._others:
-            key = f"notice of {rank}"
-            if self._store.check([key]):
-                self._notices[rank] = Notice.decode(self._store.get(key))
+        # Adding nothing would make the key.
+        if not self._count and not self._store.check([_COUNTER]):
+            return
+        count = self._store.add(_COUNTER, 0)
+        if count == self._count:
+            return
+        keys = [_key(number) for number in range(1, count % _WRITTEN + 1) if number != self._number]
+        if keys and not self._store.check(keys):  # one is being written
+            keys = [key for key in keys if self._store.check([key])]
+        else:
+            self._count = count
+        for text in self._store.multi_get(keys) if keys else ():
+            rank, _, notice = text.partition(b" ")
+            if notice:
+                self._notices[int(rank)] = Notice.decode(notice)
+
+
+def _key(number: int) -> str:
+    return f"notice {number}"
 
 
 class _Messenger:
@@ -78,8 +121,7 @@ class _Messenger:
     def _run(self) -> None:
         while True:
             task = self._tasks.get()
-            with contextlib.suppress(RuntimeError):  # the process that keeps the store has ended
-                task()
+            task()
             del task
             with self._changed:
                 self._unanswered -= 1
@@ -89,3 +131,7 @@ class _Messenger:
 @cache
 def _messenger() -> _Messenger:
     return _Messenger()
+
+
+# A fork has no thread of its parent's, and may make a group of its own.
+after_fork(_messenger.cache_clear)

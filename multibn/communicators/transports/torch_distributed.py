@@ -1,9 +1,7 @@
 """Communicator over torch.distributed: gloo, nccl, or any other backend."""
 
-import functools
-import os
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Generator, Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -13,21 +11,28 @@ from array_api_compat import is_cupy_array, is_torch_array
 from multibn._typing import Array
 from multibn.communicators.base import SingleProcess
 from multibn.communicators.default import default_communicator, is_outsiders_marker
-from multibn.communicators.lines import HostArray, Line, LineCommunicator, Lines, Transport
+from multibn.communicators.lines import (
+    HostArray,
+    Line,
+    LineCommunicator,
+    Lines,
+    Transport,
+    after_fork,
+)
+from multibn.communicators.transports.gloo import EngineLine, Side, in_group
 from multibn.communicators.transports.shared_memory import Machines
 from multibn.communicators.transports.store import StoreBoard
-from multibn.communicators.transports.tcp import Connections
-from multibn.communicators.watch import Done, check_timeout, poll
+from multibn.communicators.watch import check_timeout
 
 
 class TorchDistributed(LineCommunicator):
     """The processes of a torch ProcessGroup.
 
     Arrays on a GPU are summed there by a backend for GPUs, NCCL for example; over gloo they go
-    through host memory. Where the group has gloo, arrays in host memory travel in connections of
-    multibn's own, so that no message of the program can be taken for one of multibn's; over another
-    backend, or where gloo is to encrypt what it sends, in the group itself. The group stays the
-    program's: `destroy_process_group(group)` lets go of the connections, too.
+    through host memory. Arrays in host memory travel in memory that the ranks of a machine share,
+    and in a gloo group of multibn's own, so that no message of the program can be taken for one of
+    multibn's; in the group itself only where that has a backend for GPUs alone. The group stays the
+    program's: `destroy_process_group(group)` lets go of multibn's, too.
 
     Parameters
     ----------
@@ -201,35 +206,39 @@ class _Transport(Transport):
         store = dist.distributed_c10d._get_default_store()
         self._store: dist.Store | None = dist.PrefixStore(f"multibn/{group.group_name}", store)
         self._machines: Machines | None = None
-        # Between all ranks, or the first ranks of all machines.
-        self._connections: dict[tuple[int, ...], Connections] = {}
+        # Of all ranks, and of the first ranks of all machines.
+        self._sides: dict[tuple[int, ...], Side] = {}
         self._board: StoreBoard | None = None
 
     @property
     def board(self) -> StoreBoard:
         if self._board is None:
             assert self._store is not None
-            self._board = StoreBoard(self._store, self.rank, self.size)
+            self._board = StoreBoard(self._store, self.rank)
         return self._board
 
-    def open_line(self, number: int, buffer: HostArray | None, timeout: float) -> Line:
-        encrypts = os.environ.get("GLOO_DEVICE_TRANSPORT") == "TCP_TLS"
-        if self._backends.get("cpu") != "gloo" or encrypts:
-            return _GroupLine(self._group, self._device())
+    def open_line(
+        self, number: int, buffer: HostArray | None, timeout: float
+    ) -> Generator[None, None, Line]:
+        # A network that works for NCCL need not work for gloo.
+        if "cpu" not in self._backends or not dist.is_gloo_available():
+            return EngineLine(number, self.size, in_group(self._group, self._device()))
         if self._machines is None:
             assert self._store is not None
             store = dist.PrefixStore("machines", self._store)
             self._machines = Machines(store, self.rank, self.size)
-        return self._machines.open_line(number, buffer, functools.partial(self._connect, number))
 
-    def _connect(self, number: int, ranks: Sequence[int]) -> Line:
-        """Begin to open a line over the network, between some of the ranks."""
-        key = tuple(ranks)
-        if key not in self._connections:
+        def between(ranks: Sequence[int]) -> Generator[None, None, Line]:
+            return self._side(tuple(ranks)).open_line(number, timeout)
+
+        return (yield from self._machines.open_line(number, buffer, between))
+
+    def _side(self, ranks: tuple[int, ...]) -> Side:
+        if ranks not in self._sides:
             assert self._store is not None
-            store = dist.PrefixStore(f"{len(key)} ranks", self._store)
-            self._connections[key] = Connections(store, key.index(self.rank), len(key), key)
-        return _TCPLine(self._connections[key], number)
+            store = dist.PrefixStore(f"{len(ranks)} ranks", self._store)
+            self._sides[ranks] = Side(store, ranks.index(self.rank), len(ranks), self._group())
+        return self._sides[ranks]
 
     def _device(self) -> torch.device:
         """Where the group can sum."""
@@ -242,13 +251,14 @@ class _Transport(Transport):
         """Torchrun ends the other ranks when it sees that this process has failed."""
 
     def disown(self) -> None:
-        # Otherwise the parent's connections would not end with the parent.
         self._disconnect(failed=True)
         self._board = None
 
     def release(self, *, failed: bool) -> None:
         self._disconnect(failed=failed)
-        if self._board is not None:
+        # Torch prints a trace where the process that keeps the store has ended, and the store may
+        # end with the default group.
+        if self._board is not None and dist.is_initialized():
             self._board.withdraw()
         self._board = self._store = None
 
@@ -262,51 +272,12 @@ class _Transport(Transport):
             dist.destroy_process_group()
 
     def _disconnect(self, *, failed: bool) -> None:
-        for connections in self._connections.values():
-            connections.close(goodbye=not failed)
-        self._connections = {}
+        for side in self._sides.values():
+            side.close(failed=failed)
+        self._sides = {}
         if self._machines is not None:
             self._machines.close(goodbye=not failed)
         self._machines = None
-
-
-class _GroupLine:
-    """The user's own group, over a backend of which no second group is made."""
-
-    def __init__(self, group: Callable[[], dist.ProcessGroup | None], device: torch.device) -> None:
-        self._group, self._device = group, device
-
-    def opened(self, seconds: float) -> bool:
-        return True
-
-    def begin(self, a: HostArray) -> Done:
-        host = torch.from_numpy(a)
-        x = host.to(self._device)
-        work: Any = dist.all_reduce(x, group=self._group(), async_op=True)
-
-        def done(seconds: float) -> bool:
-            # `work.wait` knows no deadline over some backends, and over NCCL the host does not
-            # wait in it.
-            if not poll(work.is_completed, seconds):
-                return False
-            work.wait()
-            host.copy_(x)
-            return True
-
-        return done
-
-
-class _TCPLine:
-    """What DistributedDataParallel sends in the group cannot be taken for a message of the line."""
-
-    def __init__(self, connections: Connections, number: int) -> None:
-        self._connections, self._number = connections, number
-
-    def opened(self, seconds: float) -> bool:
-        return self._connections.opened(seconds)
-
-    def begin(self, a: HostArray) -> Done:
-        return self._connections.begin(self._number, a)
 
 
 class _World:
@@ -375,7 +346,7 @@ def _after_fork() -> None:
     _inherited = dist.group.WORLD
 
 
-os.register_at_fork(after_in_child=_after_fork)
+after_fork(_after_fork)
 
 
 def _world() -> _World:

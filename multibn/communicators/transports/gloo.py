@@ -1,0 +1,218 @@
+"""Messages over an engine of torch's: a gloo group of multibn's own, beside the user's group.
+
+gloo ends the process where messages of unlike lengths meet. So every message begins with a part of
+one length for all lines: a fingerprint of the line, the dtype and the shape, and as much of the
+message as has room. Only where the fingerprints of all ranks agree does the rest follow.
+"""
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Generator
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from multibn import message
+from multibn.communicators.lines import HostArray, Line
+from multibn.communicators.watch import Done, poll
+
+_ROOM = 516  # numbers of a message in its first part: the moments of 256 channels and fingerprints
+_SLICE = 0.05  # seconds; after each wait of this length, Python looks for signals
+_AFTER = 60.0  # seconds that gloo waits longer than multibn, which knows more words
+# What gloo can sum of NumPy's; other whole numbers travel as int64.
+_SUMMABLE = ("float64", "float32", "float16", "int64", "int32", "int8", "uint8")
+
+Start: TypeAlias = Callable[[HostArray], Done]
+
+
+class EngineLine:
+    """A line over sums of an engine, which must be of one length on all ranks.
+
+    Parameters
+    ----------
+    number
+        Of the line.
+    size
+        How many ranks the line has.
+    start
+        Begins to sum a vector over the ranks, in place.
+    """
+
+    def __init__(self, number: int, size: int, start: Start) -> None:
+        self._number, self._size, self._start = number, size, start
+        self._first = np.zeros(2 + _ROOM)
+
+    def begin(self, a: HostArray) -> Done:
+        kind = message.fingerprint(f"{self._number} {a.dtype} {a.shape}")
+        flat, first = a.reshape(-1), self._first
+        here = flat[: _ROOM if a.dtype == np.float64 else 0]
+        first[:2] = kind, kind * kind
+        first[2:] = 0.0
+        if here.size:
+            first[2 : 2 + here.size] = here
+        pending: Done | None = self._start(first)
+        rest: HostArray | None = None
+
+        def done(seconds: float) -> bool:
+            nonlocal pending, rest
+            end = time.monotonic() + seconds
+            if pending is not None and not pending(seconds):
+                return False
+            pending = None
+            if rest is None:
+                if not message.all_equal(first[0], first[1], self._size):
+                    time.sleep(seconds)  # the notices will say where the other ranks are
+                    return False
+                if here.size:
+                    here[:] = first[2 : 2 + here.size]
+                rest = flat[here.size :]
+                if rest.size:
+                    pending = _sum(rest, self._start)
+                    return done(max(end - time.monotonic(), 0.0))
+            return True
+
+        return done
+
+
+def _sum(a: HostArray, start: Start) -> Done:
+    """Begin to sum a vector of any dtype, in place."""
+    parts = a.view(a.real.dtype) if np.iscomplexobj(a) else a
+    sent = parts if parts.dtype.name in _SUMMABLE else parts.astype(np.int64)
+    pending = start(sent)
+
+    def done(seconds: float) -> bool:
+        if not pending(seconds):
+            return False
+        if sent is not parts:
+            parts[:] = sent.astype(parts.dtype)
+        return True
+
+    return done
+
+
+class Side:
+    """A gloo group of some of a group's ranks, for messages of multibn's alone.
+
+    The interfaces and the encryption are those of the user's gloo group, where the user's group is
+    one; otherwise those that torch's environment variables say.
+
+    Parameters
+    ----------
+    store
+        Used by this group, and for nothing else.
+    rank, size
+        Of this process among the group.
+    like
+        The user's group.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, like: dist.ProcessGroup | None
+    ) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._devices = _devices_of(like)
+        self._group: Any = None
+        self._sent: torch.Tensor | None = None
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    def open_line(self, number: int, timeout: float) -> Generator[None, None, Line]:
+        """As `Transport.open_line`."""
+        if self._thread is None:
+            # Connecting waits for the other ranks without a deadline of multibn's.
+            arguments = (self._options(timeout),)
+            self._thread = threading.Thread(
+                target=self._connect, args=arguments, daemon=True, name="multibn-gloo"
+            )
+            self._thread.start()
+        while self._thread.is_alive():
+            yield
+        if self._error is not None:
+            raise RuntimeError(f"no connection over gloo: {self._error}") from self._error
+        return EngineLine(number, self._size, self._begin)
+
+    def close(self, *, failed: bool) -> None:
+        """End the group.
+
+        After a failure, gloo would wait for a message that is under way; and a fork would wait for
+        its parent's threads. Then the group is kept for ever, so that the process ends by itself.
+        """
+        if failed and self._group is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+        self._group = None
+
+    def _options(self, timeout: float) -> Any:
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices, options._threads = self._devices, 1
+        options._timeout = timedelta(seconds=timeout + _AFTER)
+        return options
+
+    def _connect(self, options: Any) -> None:
+        try:
+            group = dist.ProcessGroupGloo(self._store, self._rank, self._size, options)
+            self._group = group
+            # A later group may use the store, and gloo would take old addresses for new ones.
+            if self._store.add("connected", 1) == self._size:
+                for rank in range(self._size):
+                    for device in range(len(self._devices)):
+                        self._store.delete_key(f"{device}/{rank}")
+                self._store.delete_key("connected")
+        except Exception as error:
+            self._error = error
+
+    def _begin(self, a: HostArray) -> Done:
+        # Kept until the next message: to free memory of Python's, gloo's thread would need Python's
+        # lock, perhaps while this thread waits for the end of that one.
+        self._sent = torch.from_numpy(a)
+        work = self._group.allreduce([self._sent])
+
+        def done(seconds: float) -> bool:
+            end = time.monotonic() + seconds
+            while True:
+                left = max(end - time.monotonic(), 0.0)
+                try:
+                    # gloo takes less than a millisecond for no limit.
+                    work.wait(timedelta(seconds=max(min(left, _SLICE), 1e-3)))
+                    return True
+                except RuntimeError:
+                    if work.is_completed():
+                        work.wait()  # raises, unless the message has come meanwhile
+                        return True
+                if left <= 0:
+                    return False
+
+        return done
+
+
+def _devices_of(like: dist.ProcessGroup | None) -> list[Any]:
+    """The network devices of the user's gloo group, or of torch's own choice."""
+    try:
+        devices = like._get_backend(torch.device("cpu")).options._devices  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError):  # another engine's
+        devices = []
+    return list(devices) or [dist.ProcessGroupGloo.create_default_device()]
+
+
+def in_group(group: Callable[[], dist.ProcessGroup | None], device: torch.device) -> Start:
+    """Sums in the user's own group, over an engine that knows no arrays in host memory."""
+
+    def start(a: HostArray) -> Done:
+        host = torch.from_numpy(a)
+        x = host.to(device)
+        work: Any = dist.all_reduce(x, group=group(), async_op=True)
+
+        def done(seconds: float) -> bool:
+            # Over NCCL the host does not wait in `work.wait`.
+            if not poll(work.is_completed, seconds):
+                return False
+            work.wait()
+            host.copy_(x)
+            return True
+
+        return done
+
+    return start

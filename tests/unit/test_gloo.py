@@ -1,0 +1,144 @@
+"""Lines over gloo, with ranks as threads."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers import require
+
+require.need("torch")
+
+import torch.distributed as dist  # noqa: E402
+
+from multibn.communicators.lines import Line, Opening  # noqa: E402
+from multibn.communicators.transports.gloo import Side  # noqa: E402
+
+SECONDS = 60.0
+
+
+def _opened(side: Side, number: int) -> Line:
+    opening = Opening(side.open_line(number, SECONDS))
+    assert opening.done(SECONDS)
+    assert opening.line is not None
+    return opening.line
+
+
+def _on_ranks(size: int, work: Callable[[Side, int], Any]) -> list[Any]:
+    """What `work(side, rank)` returns on each rank; nothing is left in the store."""
+    store = dist.HashStore()
+    over = threading.Barrier(size)
+
+    def run(rank: int) -> Any:
+        side = Side(dist.PrefixStore("side", store), rank, size, None)
+        result = work(side, rank)
+        over.wait(SECONDS)
+        side.close(failed=False)
+        return result
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(run, rank) for rank in range(size)]
+        results = [future.result(SECONDS) for future in futures]
+    assert store.num_keys() == 0
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_sums_are_right_and_equal_bit_for_bit(size: int) -> None:
+    """Of dtypes that gloo knows and does not know, shorter and longer than the first part."""
+    cases = [
+        (dtype, n)
+        for dtype in ("float64", "float32", "float16", "int64", "int16", "uint8", "complex128")
+        for n in (0, 1, 516, 517, 5000)
+    ]
+
+    def work(side: Side, rank: int) -> list[Any]:
+        line = _opened(side, 0)
+        sums = []
+        for dtype, n in cases:
+            a = (np.arange(n) % 7 + rank).astype(dtype)
+            assert line.begin(a)(SECONDS)
+            sums.append(a)
+        a = np.full((2, 3), 1.5)
+        assert line.begin(a)(SECONDS)
+        assert (a == 1.5 * size).all()
+        return sums
+
+    results = _on_ranks(size, work)
+    for (dtype, n), sums in zip(cases, zip(*results, strict=True), strict=True):
+        expected = size * (np.arange(n) % 7) + sum(range(size))
+        for total in sums:
+            np.testing.assert_array_equal(total, expected.astype(dtype))
+
+
+@pytest.mark.parametrize(
+    "unlike",
+    [
+        pytest.param([(0, np.ones(3)), (0, np.ones(4))], id="lengths"),
+        pytest.param([(0, np.ones(3)), (0, np.ones(5000))], id="lengths, one with a rest"),
+        pytest.param([(0, np.ones(4)), (0, np.ones((2, 2)))], id="shapes"),
+        pytest.param([(0, np.ones(4)), (0, np.ones(4, np.float32))], id="dtypes"),
+        pytest.param([(42, np.ones(4)), (62, np.ones(4))], id="lines"),
+    ],
+)
+def test_unlike_messages_never_meet(unlike: list[tuple[int, Any]]) -> None:
+    """Gloo itself would end the process; the arrays stay as they are."""
+
+    def work(side: Side, rank: int) -> list[bool]:
+        number, a = unlike[rank]
+        before = a.copy()
+        done = _opened(side, number).begin(a)
+        waits = [done(1.0), done(0.01)]
+        np.testing.assert_array_equal(a, before)
+        return waits
+
+    assert _on_ranks(2, work) == [[False, False]] * 2
+
+
+def test_a_wait_has_a_deadline_and_can_be_repeated() -> None:
+    came = threading.Event()
+
+    def work(side: Side, rank: int) -> float:
+        line, a = _opened(side, 0), np.ones(600)
+        if rank == 1:
+            came.wait(SECONDS)
+        done = line.begin(a)
+        if rank == 0:
+            start = time.monotonic()
+            assert not done(0.0)
+            assert not done(0.12)
+            assert 0.1 < time.monotonic() - start < 10.0
+            came.set()
+        assert done(SECONDS)
+        return float(a.sum())
+
+    assert _on_ranks(2, work) == [1200.0, 1200.0]
+
+
+def test_after_a_failure_the_group_is_kept_for_ever() -> None:
+    """Gloo would wait for the message under way, and the process could not end."""
+    references = []
+
+    def work(side: Side, rank: int) -> None:
+        done = _opened(side, 0).begin(np.ones(1))
+        assert done(SECONDS)
+        group = side._group
+        before = sys.getrefcount(group)
+        side.close(failed=True)
+        assert side._group is None
+        references.append(sys.getrefcount(group) - before)
+
+    _on_ranks(2, work)
+    assert references == [0, 0]  # one for that of `side`
+
+
+def test_a_connection_that_fails_is_an_error() -> None:
+    side = Side(dist.HashStore(), 2, 2, None)  # a rank that cannot be
+    opening = Opening(side.open_line(0, 1.0))
+    with pytest.raises(RuntimeError, match="no connection over gloo: "):
+        opening.done(SECONDS)

@@ -1,0 +1,140 @@
+"""Notices in a store of torch.distributed."""
+
+import os
+import queue
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.helpers import require
+
+require.need("torch")
+
+import torch.distributed as dist  # noqa: E402
+
+from multibn.communicators.transports import shared_memory, store  # noqa: E402
+from multibn.communicators.transports.store import StoreBoard  # noqa: E402
+from multibn.communicators.watch import Notice  # noqa: E402
+
+SIZE = 64
+
+
+class Counting:
+    """A store that counts what it is asked for."""
+
+    def __init__(self) -> None:
+        self._store, self.asked = dist.HashStore(), Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked[name] += 1
+        return getattr(self._store, name)
+
+    def take(self) -> int:
+        """How many requests came since the last call."""
+        total = self.asked.total()
+        self.asked.clear()
+        return total
+
+    def num_keys(self) -> int:
+        return int(self._store.num_keys())
+
+
+def _notice(rank: int) -> Notice:
+    return Notice("waits", rank, "place", f"bn{rank} (forward, float32, call 1)")
+
+
+def test_ranks_ask_for_one_key_where_nothing_is_new() -> None:
+    asked = Counting()
+    boards = [StoreBoard(asked, rank) for rank in range(SIZE)]  # type: ignore[arg-type]
+    assert not boards[0].read()
+    for board in boards:
+        board._read()
+    assert asked.take() == SIZE + 1
+    for rank in range(1, SIZE):
+        boards[rank].publish(_notice(rank))
+    asked.take()
+    for board in boards:
+        board._read()
+    assert asked.take() <= 4 * SIZE
+    for board in boards:
+        board._read()
+    assert asked.take() == SIZE
+    assert boards[0].read() == {rank: _notice(rank) for rank in range(1, SIZE)}
+    boards[1].publish(_notice(2))
+    assert boards[0].read()[1] == _notice(2)
+    for board in boards:
+        board.withdraw()
+    boards[0].close()
+    assert asked.num_keys() == 0  # a later group may have the same name
+
+
+def test_a_notice_that_is_being_written_is_read_later() -> None:
+    asked = Counting()
+    first, second = (StoreBoard(asked, rank) for rank in range(2))  # type: ignore[arg-type]
+    late = asked.add("notices", 1)  # of a third rank, which has not gone on yet
+    second.publish(_notice(1))
+    assert first.read() == {1: _notice(1)}
+    asked.set(f"notice {late}", f"2 {_notice(2).encode().decode()}")
+    assert first.read() == {1: _notice(1), 2: _notice(2)}
+
+
+def test_a_store_that_has_ended_is_asked_no_more() -> None:
+    """Torch prints a trace for each request."""
+    asked = []
+
+    class Ended:
+        def check(self, keys: list[str]) -> bool:
+            asked.append(keys)
+            raise RuntimeError("Connection reset by peer")
+
+    board = StoreBoard(Ended(), 0)  # type: ignore[arg-type]
+    for _ in range(3):
+        assert not board.read()
+    board.publish(_notice(0))
+    board.close()
+    assert len(asked) == 1
+
+
+def test_a_fork_has_a_messenger_of_its_own() -> None:
+    """The thread of its parent's stays with the parent."""
+    StoreBoard(dist.HashStore(), 0).publish(_notice(0))
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = b"nothing"
+        try:
+            asked = dist.HashStore()
+            StoreBoard(asked, 1).publish(_notice(1))
+            said = str(StoreBoard(asked, 0).read()[1].text).encode()
+        finally:
+            os.write(writer, said)
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reader, 1000) == b"bn1 (forward, float32, call 1)"
+
+
+def test_a_system_without_forks() -> None:
+    assert isinstance(store._messenger()._tasks, queue.SimpleQueue)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(os, "register_at_fork")
+        store.after_fork(lambda: None)
+
+
+def test_while_a_rank_is_late_the_others_ask_for_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "why_not", lambda: "none")
+    asked = Counting()
+    meetings = [shared_memory.Machines(asked, rank, SIZE)._meet() for rank in range(SIZE)]
+    for meeting in meetings[:-1]:
+        next(meeting)
+    asked.take()
+    for meeting in meetings[:-1]:
+        next(meeting)
+    assert asked.asked == {"check": SIZE - 1}
+    while meetings:
+        for meeting in list(meetings):
+            if next(meeting, "met") == "met":
+                meetings.remove(meeting)
+    assert asked.num_keys() == 0
+    assert threading.active_count() < SIZE
