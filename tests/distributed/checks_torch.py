@@ -76,8 +76,11 @@ def check_calls_of_a_step(world: Communicator) -> None:
     ys: list[Any] = []
     forward = _frames(lambda: ys.append(layer(x)))
     backward = _frames(lambda: ys[0].backward(torch.ones_like(x)))
+    y = layer(x)
+    of_sum = _frames(lambda: y.sum().backward())  # a gradient of stride 0, which is copied once
     assert forward <= 30, f"a forward pass makes {forward} calls"
     assert backward <= 17, f"a backward pass makes {backward} calls"
+    assert of_sum <= 25, f"the backward pass of a sum makes {of_sum} calls"
 
 
 def check_high_mean(world: Communicator) -> None:
