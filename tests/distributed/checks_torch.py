@@ -19,7 +19,6 @@ from torch import nn
 from benchmarks.calls import count
 from multibn import kernels
 from multibn.communicators import Communicator
-from multibn.communicators.torch_distributed import TorchDistributed
 from multibn.torch_backend import (
     SyncBatchNorm,
     average_gradients,
@@ -27,6 +26,7 @@ from multibn.torch_backend import (
     sync_batch_norm,
 )
 from tests.helpers import launch, reference
+from tests.helpers.runs import only
 
 
 def _model() -> nn.Sequential:
@@ -293,10 +293,9 @@ def check_one_value_over_all_ranks_is_an_error(world: Communicator) -> None:
     layer(torch.ones(1, 3))  # one value on each rank is enough
 
 
+@only("torchrun")
 def check_ddp_trains(world: Communicator) -> None:
     """A converted model under DDP on CPU, as the model of one process on the whole batch."""
-    if not isinstance(world, TorchDistributed):
-        return
     from torch.nn.parallel import DistributedDataParallel
 
     for broadcast_buffers in (False, True):
