@@ -16,8 +16,9 @@ from multibn.chainer_backend import (
 )
 from multibn.communicators import Communicator
 from multibn.parity import oracle
-from tests.helpers import require, second_order
+from tests.helpers import second_order
 from tests.helpers.ranks import CountingCommunicator
+from tests.helpers.runs import only
 
 import chainer  # isort: skip (multibn makes it importable)
 from chainer import functions as F, links as L  # isort: skip
@@ -29,10 +30,9 @@ def _normal(seed: Any, *shape: int) -> Any:
     return np.random.default_rng(seed).normal(size=shape)
 
 
+@only("torchrun")
 def check_no_mpi_under_torchrun(world: Communicator) -> None:
     """A link takes torch's process groups as they are."""
-    if type(world).__name__ != "TorchDistributed":
-        return
     import torch.distributed as dist
 
     xs = [_normal(rank, 2 + rank, C) for rank in range(world.size)]
@@ -74,10 +74,9 @@ def check_second_order(world: Communicator) -> None:
     second_order.compare_with_one_process(world)
 
 
+@only(needs=("torch",))
 def check_second_order_equals_torchs(world: Communicator) -> None:
     """Gradients of a penalty on dx; torch's are sums of a rank, Chainer's means over ranks."""
-    if not require.available("torch"):
-        return
     import torch
 
     from multibn.torch_backend import sync_batch_norm

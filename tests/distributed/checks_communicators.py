@@ -1,7 +1,6 @@
 """Every communicator that the launcher can drive conforms; bad groups are refused."""
 
 import contextlib
-import importlib.util
 import os
 import pickle
 import re
@@ -17,6 +16,7 @@ from multibn.communicators import lines as _lines
 from multibn.communicators.conversation import Conversation
 from multibn.communicators.transports import shared_memory
 from tests.helpers import conformance, require, standin_cupy
+from tests.helpers.runs import only
 
 
 def _under_torchrun(world: Communicator) -> bool:
@@ -35,32 +35,40 @@ def check_single_process_conforms(world: Communicator) -> None:
     conformance.check_communicator(SingleProcess())
 
 
+@only("torchrun")
 def check_default_conforms(world: Communicator) -> None:
     """None is the default process group under torchrun."""
     default = as_communicator(None)
-    if _under_torchrun(world):
-        assert (default.rank, default.size) == (world.rank, world.size)
-        conformance.check_communicator(default)
+    assert (default.rank, default.size) == (world.rank, world.size)
+    conformance.check_communicator(default)
 
 
+@only("mpiexec", needs=("chainer",))
 def check_chainermn_conforms(world: Communicator) -> None:
-    if _under_torchrun(world) or not require.available("chainer"):
-        return
     from tests.distributed.checks_chainermn import naive
 
     conformance.check_communicator(as_communicator(naive()))
 
 
+@only(sizes=(2, 3, 4))
 def check_deadlines(world: Communicator) -> None:
     """Of every transport of the launcher."""
     for comm in _with_timeout(world):
         conformance.check_deadline(comm, world)
 
 
+@only(sizes=(2,))  # the lines of any number of ranks are the same code, but for several machines
 def check_interruptions_and_forks(world: Communicator) -> None:
     """Of every transport of the launcher."""
-    if world.size not in (2, 3) or (world.size == 3 and not _under_torchrun(world)):
-        return  # the lines of any number of ranks are the same code, but for several machines
+    _interrupt_and_fork(world)
+
+
+@only("torchrun", sizes=(3,))
+def check_interruptions_and_forks_on_two_machines(world: Communicator) -> None:
+    _interrupt_and_fork(world)
+
+
+def _interrupt_and_fork(world: Communicator) -> None:
     for comm in _with_timeout(world):
         conformance.check_fork(comm, used=False)
         conformance.check_fork(comm, used=True)
@@ -118,10 +126,9 @@ def _machines_of_two(world: Communicator) -> Iterator[None]:
         shared_memory._opened = opened
 
 
+@only("torchrun")
 def check_machines_conform(world: Communicator) -> None:
     """Without shared memory, and with shared memory inside of several machines."""
-    if not _under_torchrun(world):
-        return
     import torch.distributed as dist
 
     for context in (_no_shared_memory(), _machines_of_two(world)):
@@ -130,9 +137,8 @@ def check_machines_conform(world: Communicator) -> None:
             conformance.check_communicator(as_communicator(group))
 
 
+@only("torchrun", sizes=(2, 3, 4))
 def check_which_line_is_opened(world: Communicator) -> None:
-    if not _under_torchrun(world) or world.size == 1:
-        return
     import torch.distributed as dist
 
     kinds = []
@@ -160,15 +166,14 @@ def _of_another_backend(size: int) -> Any:
     return dist.new_group(list(range(size)), backend=name)
 
 
+@only("torchrun")
 def check_another_backend_conforms(world: Communicator) -> None:
-    if _under_torchrun(world):
-        conformance.check_communicator(as_communicator(_of_another_backend(world.size)))
+    conformance.check_communicator(as_communicator(_of_another_backend(world.size)))
 
 
+@only(sizes=(2,), needs=("torch",))  # the answers do not depend on the number of ranks
 def check_gpu_tensors_go_through_watched_lines(world: Communicator) -> None:
     """Over gloo, and over an MPI that is not CUDA-aware: no GPU is needed to see the way."""
-    if world.size != 2 or not require.available("torch"):
-        return  # the answers do not depend on the number of ranks
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -185,11 +190,10 @@ def check_gpu_tensors_go_through_watched_lines(world: Communicator) -> None:
         assert not MPI(cuda_aware=True).takes(on_gpu.half())
 
 
+@only(sizes=(2, 3, 4), needs=("no cupy",))
 def check_numbers_from_a_gpu_are_looked_at_in_host_memory(world: Communicator) -> None:
     """At once, and not one call later: over these transports they come through host memory."""
     phase = Conversation(world, lambda: "bn").during("forward", np.dtype("float32"))
-    if importlib.util.find_spec("cupy") is not None or world.size == 1:
-        return
     with standin_cupy.installed() as cupy:
         for spoiled, kind, message in (
             (np.inf, FloatingPointError, r"of bn are not finite: .* on rank\(s\) \[1\] of"),
@@ -269,10 +273,9 @@ def check_lines_do_not_grow_with_the_model(world: Communicator) -> None:
     assert len(duplicates) <= 6  # any array, first messages, up to 64, 128, 256 and 512 channels
 
 
+@only("torchrun")
 def check_200_widths_over_gloo_take_one_group(world: Communicator) -> None:
     """A connection with each other rank and a thread, whatever the number of widths."""
-    if not _under_torchrun(world):
-        return
     with _no_shared_memory():
         communicator = fresh(world)
         before = _resources()
@@ -284,9 +287,8 @@ def check_200_widths_over_gloo_take_one_group(world: Communicator) -> None:
     assert threads <= 2  # gloo's, and the one that asks the store
 
 
+@only(sizes=(2,))  # the same code for any number of ranks
 def check_what_the_user_destroys_is_let_go(world: Communicator) -> None:
-    if world.size != 2:
-        return  # the same code for any number of ranks
     counts = []
     for _ in range(6):
         communicator = fresh(world)
@@ -312,9 +314,8 @@ def check_what_the_user_destroys_is_let_go(world: Communicator) -> None:
     assert last[3] - first[3] <= 4 * 2  # two of torch's own for each group
 
 
+@only("torchrun", sizes=(2,))
 def check_a_destroyed_group_is_named(world: Communicator) -> None:
-    if not _under_torchrun(world) or world.size != 2:
-        return
     import torch.distributed as dist
 
     communicator = fresh(world)
@@ -326,10 +327,9 @@ def check_a_destroyed_group_is_named(world: Communicator) -> None:
         communicator.allreduce(np.ones(1))
 
 
+@only("torchrun", sizes=(2, 3, 4))
 def check_a_rank_that_lets_go_is_missed(world: Communicator) -> None:
     """By ranks that wait for a message: at once, and not after a deadline."""
-    if not _under_torchrun(world) or world.size == 1:
-        return
     import torch.distributed as dist
 
     communicator = fresh(world)
@@ -349,10 +349,10 @@ def check_a_rank_that_lets_go_is_missed(world: Communicator) -> None:
         assert "for rank(s) [1], whose program ended before it came there: rank 1 (mach" in said
 
 
+@only("torchrun", sizes=(2, 3))
+@only("torchrun", sizes=(2, 3, 4))
 def check_unlike_arrays_are_refused(world: Communicator) -> None:
     """Sums of unlike arrays: over gloo itself, the process with the shorter one would end."""
-    if not _under_torchrun(world) or world.size == 1:
-        return
     for mine in (np.ones(3 + world.rank), np.ones(3, np.float32 if world.rank else np.float64)):
         communicator = fresh(world)
         said = ""
@@ -366,10 +366,9 @@ def check_unlike_arrays_are_refused(world: Communicator) -> None:
         assert "is in a sum of float64 numbers of shape (3,)" in said
 
 
+@only(sizes=(2, 3, 4))
 def check_unlike_widths(world: Communicator) -> None:
     """Their messages may meet in a line; the fingerprints keep them apart."""
-    if world.size == 1:
-        return
     communicator = fresh(world)
     narrow, wide = _phase(communicator, "narrow"), _phase(communicator, "wide")
     one, other = _phase(communicator, "bn"), _phase(communicator, "bn")  # of two models
@@ -412,12 +411,15 @@ def check_a_group_without_this_rank_is_refused(world: Communicator) -> None:
             as_communicator(group)
 
 
+@only("mpiexec")
 def check_other_types_are_refused(world: Communicator) -> None:
     for wrong in ("nccl", 3.0, True, object(), {0, 1}):
         with pytest.raises(TypeError, match="a communicator must be None, a torch ProcessGroup"):
             as_communicator(wrong)
-    if not require.available("torch"):
-        return
+
+
+@only(needs=("torch",))
+def check_a_tensor_is_no_communicator(world: Communicator) -> None:
     import torch
 
     with pytest.raises(TypeError, match="must be a torch ProcessGroup or DeviceMesh"):

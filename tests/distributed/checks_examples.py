@@ -5,8 +5,9 @@ import inspect
 from typing import Any
 
 from multibn.communicators import Communicator
-from tests.helpers import examples, require
+from tests.helpers import examples
 from tests.helpers.pages import python_blocks
+from tests.helpers.runs import only
 
 
 def check_the_communicator_of_the_launcher(world: Communicator) -> None:
@@ -14,24 +15,23 @@ def check_the_communicator_of_the_launcher(world: Communicator) -> None:
     _check(type(world))
 
 
+@only("mpiexec", needs=("chainer",))
 def check_chainermn(world: Communicator) -> None:
     from multibn.communicators.transports.chainermn import ChainerMN
 
-    if type(world).__name__ == "MPI" and require.available("chainer"):
-        _check(ChainerMN)
+    _check(ChainerMN)
 
 
+@only("torchrun", needs=("torch",))
 def check_the_hook_of_distributed_data_parallel(world: Communicator) -> None:
-    if type(world).__name__ == "TorchDistributed":
-        from multibn.torch_backend import register_allreduce_hook
+    from multibn.torch_backend import register_allreduce_hook
 
-        _check(register_allreduce_hook)
+    _check(register_allreduce_hook)
 
 
+@only("mpiexec", needs=("torch", "chainer"))
 def check_the_blocks_of_the_readme(world: Communicator) -> None:
     """README's blocks for MPI and for Chainer; its `train.py` is a program, run elsewhere."""
-    if type(world).__name__ != "MPI" or not require.available("torch", "chainer"):
-        return
     from torch import nn
 
     over_mpi, in_chainer = python_blocks("README.md")[1:]

@@ -35,6 +35,7 @@ from multibn.torch_backend import (
 from tests.distributed.checks_communicators import fresh
 from tests.helpers import conformance, launch
 from tests.helpers.ranks import CountingCommunicator
+from tests.helpers.runs import only
 
 C = 3
 EPS = 1e-5
@@ -112,10 +113,9 @@ def check_members(world: Communicator) -> None:
     assert here == everyone
 
 
+@only(sizes=(4,))
 def check_lists_are_known_on_all_ranks(world: Communicator) -> None:
     """After own lists, a list of some ranks is known on the others, too, which do not wait."""
-    if world.size < 4:
-        return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lookup, "_resolved", {})
         mine = list(_mates(world, 2))
@@ -154,18 +154,16 @@ def check_machines_of_different_sizes(world: Communicator) -> None:
     assert members == ([0] if world.rank == 0 else list(range(1, world.size)))
 
 
+@only("torchrun")
 def check_groups_of_the_default_communicator(world: Communicator) -> None:
-    if not isinstance(world, TorchDistributed):
-        return
     k, everyone = _pair(world), list(range(world.size))
     found = [_members(world, as_communicator(obj)) for obj in ("machine", k, everyone[::-1])]
     assert found == [everyone, list(_mates(world, k)), everyone[::-1]]
 
 
+@only("torchrun")
 def check_a_dimension_of_a_mesh(world: Communicator) -> None:
     """Named, of a mesh with two: the statistics are those of the column's, or row's, batch."""
-    if not isinstance(world, TorchDistributed):
-        return
     import torch.distributed as dist
 
     k = _pair(world)
@@ -383,10 +381,9 @@ def check_revert_and_convert(world: Communicator) -> None:
     torch.testing.assert_close(plain.eval()(x), layer.eval()(x))
 
 
+@only("torchrun")
 def check_ddp_trains(world: Communicator) -> None:
     """Parameters stay equal on all ranks, running statistics within a group."""
-    if not isinstance(world, TorchDistributed):
-        return
     k = _pair(world)
     torch.manual_seed(0)
     bn: Any = NaiveSyncBatchNorm2d(k, num_features=4)
@@ -425,11 +422,16 @@ def check_get_norm(world: Communicator) -> None:
         )
         layer(x)
         torch.testing.assert_close(layer.running_mean, expected)
-    if not isinstance(world, TorchDistributed):  # apex's has no other world than torch's
-        return
+
+
+@only("torchrun")  # apex's has no other world than torch's
+def check_get_norm_of_apex(world: Communicator) -> None:
+    x = _tensor((world.rank, 6), (2, C, 2, 3, 4))
+    own = x.mean((0, 2, 3, 4))
+    over_world = world.allreduce(own) / world.size
     for size, expected in ((1, own), (world.size, over_world), (0, over_world)):
         bn = {"NORM_TYPE": "sync_batchnorm_apex", "NUM_SYNC_DEVICES": size}
-        layer = get_norm({"BN": bn})(num_features=C, momentum=1.0, dtype=torch.float64)
+        layer: Any = get_norm({"BN": bn})(num_features=C, momentum=1.0, dtype=torch.float64)
         layer(x)
         torch.testing.assert_close(layer.running_mean, expected)
 
@@ -463,8 +465,10 @@ def check_lists_that_do_not_fit(world: Communicator) -> None:
     )
     with pytest.raises(ValueError, match=message):
         Group(world, [0, world.size]).allreduce(torch.ones(1))
-    if world.size == 1:
-        return
+
+
+@only(sizes=(2, 4))
+def check_a_list_without_this_rank(world: Communicator) -> None:
     first = Group(world, [0])
     outside = rf"rank {world.rank} of {world.size}, is not in the list.*Group\(.*, \[0\]\)\. Give"
     for _ in range(2):  # the second time without communicating
@@ -475,10 +479,9 @@ def check_lists_that_do_not_fit(world: Communicator) -> None:
                 first.allreduce(torch.ones(1))
 
 
+@only(sizes=(2,))
 def check_ranks_that_wait_for_each_other_in_different_groups(world: Communicator) -> None:
     """One list on both ranks, and then another one on one of them: no deadline is awaited."""
-    if world.size != 2:
-        return
     parent: Any = fresh(world)
     parent.timeout = 10.0
     parent.allreduce(np.ones(1))  # a group that has never met is told at the deadline
@@ -520,10 +523,9 @@ def check_bad_input_on_one_rank_is_an_error_in_its_group(world: Communicator) ->
     layer(good)
 
 
+@only("torchrun")
 def check_a_process_group_made_anew(world: Communicator) -> None:
     """Last here: it exchanges the default process group under the world."""
-    if not isinstance(world, TorchDistributed):
-        return
     import torch.distributed as dist
 
     k, rank, size = _pair(world), world.rank, world.size

@@ -21,6 +21,7 @@ from multibn.torch_backend import (
 )
 from multibn.torch_backend import check_sync as expect_in_sync  # not a check of its own
 from tests.helpers.ranks import CountingCommunicator
+from tests.helpers.runs import only
 
 SIZES = [[3, 5, 2], [4, 1, 2, 6], [2, 3]]  # of the batches of each rank, 3 against 4 against 2
 
@@ -178,10 +179,9 @@ def check_breaking_off(world: Communicator) -> None:
     assert _loop([x], world, break_off=guilty) == 1
 
 
+@only("torchrun")
 def check_ddps_own_join_is_refused(world: Communicator) -> None:
     """It would abort the process; an error on every rank, and the ranks go on in step."""
-    if not isinstance(world, TorchDistributed):
-        return
     model = DistributedDataParallel(convert_sync_batchnorm(_network()))
 
     def train(**options: bool) -> None:

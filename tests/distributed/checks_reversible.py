@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from multibn import SingleProcess
 from multibn.communicators import Communicator
-from multibn.communicators.transports.torch_distributed import TorchDistributed
 from multibn.torch_backend import SyncBatchNorm, average_gradients
 from multibn.torch_backend.reversible import ReversibleSequence
 from tests.helpers.ranks import CountingCommunicator
+from tests.helpers.runs import only
 
 BLOCKS, CHANNELS = 3, 4
 MODES = ("stored", "reversible")
@@ -108,9 +108,8 @@ def check_average_gradients(world: Communicator) -> None:
     _expect_close(_gradients(model) * world.size, _gradients(_whole(world)))
 
 
+@only("torchrun")
 def check_defect_13_distributed_data_parallel(world: Communicator) -> None:
-    if not isinstance(world, TorchDistributed):
-        return
     from torch.nn.parallel import DistributedDataParallel
 
     whole = _whole(world)
@@ -132,9 +131,8 @@ def check_defect_13_distributed_data_parallel(world: Communicator) -> None:
                 _expect_close(_state(model), _state(whole))
 
 
+@only("torchrun")
 def check_accumulating_without_synchronization(world: Communicator) -> None:
-    if not isinstance(world, TorchDistributed):
-        return
     from torch.nn.parallel import DistributedDataParallel
 
     results = []

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from multibn.communicators import Communicator
-from multibn.communicators.transports.torch_distributed import TorchDistributed
 from multibn.parity import oracle
 from multibn.torch_backend import SubBatchNorm2d, SubBatchNorm3d
 from tests.helpers.ranks import CountingCommunicator
+from tests.helpers.runs import only
 
 C = 3
 SPLITS = 2
@@ -196,10 +196,9 @@ def check_copies_share_the_group(world: Communicator) -> None:
     world.allreduce(torch.zeros(1))  # nobody leaves while another group still works
 
 
+@only("torchrun")
 def check_ddp_trains_through_a_multigrid_schedule(world: Communicator) -> None:
     """Under DistributedDataParallel, as the model of one process on the whole batch."""
-    if not isinstance(world, TorchDistributed):
-        return
     from torch.nn.parallel import DistributedDataParallel
 
     def model(**options: Any) -> nn.Sequential:

@@ -21,7 +21,6 @@ import multibn
 from benchmarks.calls import count
 from multibn import kernels
 from multibn.communicators import Communicator
-from multibn.communicators.transports.torch_distributed import TorchDistributed
 from multibn.parity import oracle
 from multibn.torch_backend import (
     SyncBatchNorm,
@@ -30,6 +29,7 @@ from multibn.torch_backend import (
     sync_batch_norm,
 )
 from tests.helpers import launch
+from tests.helpers.runs import only
 
 
 def _model() -> nn.Sequential:
@@ -326,10 +326,9 @@ def check_one_value_over_all_ranks_is_an_error(world: Communicator) -> None:
     layer(torch.ones(1, 3))  # one value on each rank is enough
 
 
+@only("torchrun")
 def check_ddp_trains(world: Communicator) -> None:
     """A converted model under DDP on CPU, as the model of one process on the whole batch."""
-    if not isinstance(world, TorchDistributed):
-        return
     from torch.nn.parallel import DistributedDataParallel
 
     for broadcast_buffers in (False, True):

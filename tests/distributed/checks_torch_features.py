@@ -19,6 +19,7 @@ from multibn.torch_backend import (
     recomputed,
 )
 from tests.helpers.ranks import CountingCommunicator
+from tests.helpers.runs import only
 
 
 def _parts(world: Communicator, *shape: int) -> list[torch.Tensor]:
@@ -195,10 +196,9 @@ def _train(net: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return losses
 
 
+@only("torchrun")
 def check_sharded(world: Communicator) -> None:
     """FSDP and FSDP2 on CPU train like one process on the whole batch."""
-    if not isinstance(world, TorchDistributed):
-        return
     import torch.distributed as dist
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
@@ -222,10 +222,9 @@ def check_sharded(world: Communicator) -> None:
             torch.testing.assert_close(buffer, buffers[name.removeprefix("_fsdp_wrapped_module.")])
 
 
+@only("torchrun")
 def check_join_fails_cleanly(world: Communicator) -> None:
     """Uneven data under DDP's join: an error on every rank, no abort and no hang."""
-    if not isinstance(world, TorchDistributed):
-        return
     from torch.nn.parallel import DistributedDataParallel
 
     net = DistributedDataParallel(convert_sync_batchnorm(_network()))

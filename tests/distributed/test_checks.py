@@ -14,6 +14,7 @@ from tests.helpers import checks
 MODULE = """
     import os, signal, sys, time
     import numpy as np
+    from tests.helpers import reference
 
     def check_that_passes(world):
         assert world.allreduce(np.ones(1)).item() == world.size
@@ -24,6 +25,15 @@ MODULE = """
         check_that_passes(world)
         print("before the assertion")
         assert world.rank == 0, "asserted"
+
+    def check_that_compares(world):
+        check_that_passes(world)
+        members = [world.rank]
+        assert members == []
+
+    def check_that_asserts_in_a_helper(world):
+        check_that_passes(world)
+        reference.relative_error(np.ones(2), np.ones(3))
 
     def check_that_asserts_too_early(world):
         assert world.rank == 0, "out of step"
@@ -58,6 +68,13 @@ GRACE = 2.0  # seconds for a rank that waits for one that has failed: it waits f
 SAID = {
     "check_that_passes": [],
     "check_that_asserts": ["rank 0: passed", "AssertionError: asserted", "before the assertion"],
+    "check_that_compares": [
+        "rank 0: Traceback",
+        "assert members == []",
+        "AssertionError: assert [0] == []",
+        "AssertionError: assert [1] == []",
+    ],
+    "check_that_asserts_in_a_helper": ["assert (2,) == (3,)"],
     "check_between": [],
     "check_that_asserts_too_early": ["AssertionError: out of step", "rank 0: no end"],
     "check_that_raises": ["KeyError: 'raised'", "rank 0: no end"],
@@ -84,8 +101,8 @@ CHOSEN = {
 def _complaints(launcher: str) -> dict[str, str]:
     """What is said of each of the chosen checks, by name."""
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "throw_away.py").write_text(textwrap.dedent(MODULE))
-        names = {name: f"throw_away:{name}" for name in CHOSEN[launcher]}
+        Path(folder, "checks_throw_away.py").write_text(textwrap.dedent(MODULE))
+        names = {name: f"checks_throw_away:{name}" for name in CHOSEN[launcher]}
         path = f"{environment()['PYTHONPATH']}{os.pathsep}{folder}"
         several = checks.Checks(
             launcher, 2, names.values(), deadline=DEADLINE, grace=GRACE, path=path

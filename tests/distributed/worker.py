@@ -13,13 +13,18 @@ import traceback
 import warnings
 from pathlib import Path
 
+from _pytest.assertion import install_importhook
+from _pytest.config import get_config
+
 from multibn._launch import enter_world, leave_world
 from multibn.communicators import Communicator
 from tests.helpers.checks import End, Ranks
+from tests.helpers.launch import ROOT
 
 
 def main(launcher: str, directory: str) -> None:
     warnings.simplefilter("error")
+    _show_sides()
     world = enter_world({"torchrun": "gloo", "mpiexec": "mpi"}[launcher])
     names, deadline = json.loads(Path(directory, "spec").read_text())
     ranks = Ranks(Path(directory), world.size)
@@ -40,6 +45,12 @@ def main(launcher: str, directory: str) -> None:
             ranks.progress[world.rank] = number + 1
     _meet(ranks, len(names))
     leave_world()
+
+
+def _show_sides() -> None:
+    """A failed `assert` of checks and helpers says both sides, as those of tests do in pytest."""
+    hook = install_importhook(get_config())
+    hook.fnpats = ["checks_*.py", str(ROOT / "tests" / "*")]
 
 
 def _meet(ranks: Ranks, number: int) -> None:

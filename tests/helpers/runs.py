@@ -4,12 +4,14 @@ A module of checks has functions `check_*(world)`; `world` is the communicator o
 """
 
 import importlib
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import NamedTuple, TypeVar
 
 import pytest
 
 from tests.helpers import require
+
+_F = TypeVar("_F", bound=Callable[..., None])
 
 
 class Run(NamedTuple):
@@ -19,6 +21,29 @@ class Run(NamedTuple):
     launchers: tuple[str, ...]
     sizes: tuple[int, ...]
     needs: tuple[str, ...] = ()
+
+
+class Only(NamedTuple):
+    """Which of a module's launches run a check, and what the check needs beside its module."""
+
+    launcher: str = ""  # any
+    sizes: Collection[int] = ()  # any
+    needs: tuple[str, ...] = ()
+
+    def applies(self, launcher: str, size: int) -> bool:
+        return self.launcher in ("", launcher) and (not self.sizes or size in self.sizes)
+
+
+def only(
+    launcher: str = "", *, sizes: Collection[int] = (), needs: tuple[str, ...] = ()
+) -> Callable[[_F], _F]:
+    """A check that applies to some launches: no test is made of the check and another launch."""
+
+    def mark(check: _F) -> _F:
+        check.__dict__["only"] = Only(launcher, sizes, needs)
+        return check
+
+    return mark
 
 
 def on_ranks(package: str | None, runs: Iterable[Run]) -> pytest.MarkDecorator:
@@ -37,19 +62,22 @@ def assert_passed(needs: tuple[str, ...], request: pytest.FixtureRequest) -> Non
     assert not complaint, complaint
 
 
-def _checks(module: str, needs: tuple[str, ...]) -> list[str]:
+def _checks(module: str, needs: tuple[str, ...]) -> dict[str, Only]:
     if not require.available(*needs):
-        return ["all"]  # a test that says what is missing
-    return [name for name in vars(importlib.import_module(module)) if name.startswith("check_")]
+        return {"all": Only()}  # a test that says what is missing
+    found = vars(importlib.import_module(module)).items()
+    return {name: getattr(c, "only", Only()) for name, c in found if name.startswith("check_")}
 
 
 def _tests(package: str | None, runs: Iterable[Run]) -> Iterator[object]:
     for run in runs:
         module = f"{package}.{run.module}"
         checks = _checks(module, run.needs)
-        for launcher in run.launchers:
-            for size in run.sizes:
-                for check in checks:
-                    mark = pytest.mark.check(launcher, size, f"{module}:{check}", run.needs)
+        launches = [(launcher, size) for launcher in run.launchers for size in run.sizes]
+        for launcher, size in launches:
+            for check, its in checks.items():
+                if its.applies(launcher, size):
+                    needs = run.needs + its.needs
+                    mark = pytest.mark.check(launcher, size, f"{module}:{check}", needs)
                     name = f"{launcher}-{size}-{run.module}-{check}"
-                    yield pytest.param((launcher, *run.needs), id=name, marks=mark)
+                    yield pytest.param((launcher, *needs), id=name, marks=mark)
