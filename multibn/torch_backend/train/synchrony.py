@@ -202,9 +202,8 @@ def register_allreduce_hook(model: DistributedDataParallel, process_group: Any =
     """Let DistributedDataParallel (DDP) average gradients by multibn's messages.
 
     For models in host memory. A rank that is late or lost during the backward pass is then named at
-    multibn's deadline, not at the process group's; and ranks of one machine sum gradients through
-    shared memory, in less time than over gloo. Gradients are averaged when all are there: nothing
-    is computed meanwhile. `model.register_comm_hook` takes one hook.
+    multibn's deadline, not at the process group's. Gradients are averaged when all are there:
+    nothing is computed meanwhile. `model.register_comm_hook` takes one hook.
     Not collective, but every rank must call it; then one allreduce for each of DDP's buckets, in
     `backward()`, which raises ConnectionError or TimeoutError on the other ranks if a rank has
     ended or does not come by the deadline.
