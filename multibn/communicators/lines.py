@@ -100,10 +100,13 @@ class Opening:
     def __init__(self, steps: Generator[None, None, Line]) -> None:
         self.line: Line | None = None
         self._steps = steps
-        self._nap = _SHORTEST_NAP
+        self._begun = time.monotonic()
 
     def done(self, seconds: float) -> bool:
-        """Whether the line is open; waits so many seconds at most, and looks ever less often."""
+        """Whether the line is open; waits so many seconds at most, and looks ever less often.
+
+        A nap is a twentieth of the time since the beginning, so that the last one costs little.
+        """
         end = time.monotonic() + seconds
         while self.line is None:
             try:
@@ -111,11 +114,11 @@ class Opening:
             except StopIteration as stop:
                 self.line = stop.value
                 break
-            left = end - time.monotonic()
-            if left <= 0:
+            now = time.monotonic()
+            if now >= end:
                 return False
-            time.sleep(min(self._nap, left))
-            self._nap = min(1.5 * self._nap, _LONGEST_NAP)
+            nap = max(_SHORTEST_NAP, min((now - self._begun) / 20, _LONGEST_NAP))
+            time.sleep(min(nap, end - now))
         return True
 
 
