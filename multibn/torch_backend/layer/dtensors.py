@@ -8,19 +8,25 @@ and its results get the placements of the input.
 
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from multibn.communicators import Communicator
+from multibn.communicators import Communicator, SingleProcess, as_communicator
+from multibn.communicators.base import Forwarding
+from multibn.communicators.conversation import Conversation
+from multibn.communicators.default import DefaultCommunicator
+from multibn.communicators.transports.torch_distributed import TorchDistributed, restore
 from multibn.engine import recompute, step
 from multibn.engine.population import Pool
 from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Input
 from multibn.kernels import Running
-from multibn.torch_backend.layer import meshes
 
 
 def among(tensors: Iterable[Any], /) -> bool:
@@ -50,7 +56,7 @@ def forward_all(
     first = layouts[0]
     if first.mesh is not None:
         num_channels = [i.x.shape[1] for i in local]
-        communicator = meshes.sharing(communicator, first.mesh, first.sharing)
+        communicator = _sharing(communicator, first.mesh, first.sharing)
     results = []
     parts = function(local, num_channels, communicator)
     for i, layout, (y, batch) in zip(inputs, layouts, parts, strict=True):
@@ -184,7 +190,7 @@ class _Layout:
             return batch
         rows = batch.mean.new_zeros((2, self.shape[1]))
         rows.narrow(1, *self.part).copy_(torch.stack((batch.mean, batch.var)))
-        mean, var = meshes.along(self.mesh, self.dividing).allreduce(rows)
+        mean, var = _along(self.mesh, self.dividing).allreduce(rows)
         return batch._replace(mean=mean, var=var)
 
 
@@ -210,3 +216,63 @@ def _part(x: Any, axis: int) -> tuple[int, int]:
 
     shape, start = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
     return start[axis], shape[axis]
+
+
+def _sharing(communicator: Communicator, mesh: Any, dims: tuple[int, ...]) -> Communicator:
+    """The ranks that share along dimensions of a mesh, for a layer's conversation.
+
+    A group that was named for the layer may have ranks outside of the mesh, which share, too.
+    """
+    if not isinstance(communicator, Conversation):  # evaluation without running statistics
+        return _along(mesh, dims)
+    named: Any = communicator.wrapped
+    return communicator.over(_named(named, mesh, dims))
+
+
+@lru_cache(maxsize=256)
+def _along(mesh: Any, dims: tuple[int, ...]) -> Communicator:
+    """The ranks along some dimensions of a mesh."""
+    if not dims:
+        return SingleProcess()
+    if len(dims) == 1:
+        return as_communicator(mesh.get_group(dims[0]))
+    here = [slice(None) if k in dims else n for k, n in enumerate(mesh.get_coordinate())]
+    ranks = mesh.mesh[tuple(here)].flatten().tolist()
+    return as_communicator() if len(ranks) == dist.get_world_size() else restore(tuple(ranks))
+
+
+@lru_cache(maxsize=256)
+def _named(named: Communicator, mesh: Any, dims: tuple[int, ...]) -> Communicator:
+    """The ranks that share, if a layer's ranks are `named`."""
+    members, world = _ranks(_along(mesh, dims)), set(mesh.mesh.flatten().tolist())
+    if isinstance(named, DefaultCommunicator):
+        if dist.get_world_size() > len(world):
+            warnings.warn(
+                f"statistics are shared over ranks {sorted(members)}, by the placements of the "
+                f"input on {mesh}, and with no rank outside of the mesh. To share them with ranks "
+                "that hold further samples, pass a `process_group` with these; if there are none, "
+                f"pass process_group={_along(mesh, dims)!r}.",
+                stacklevel=2,
+            )
+        return _along(mesh, dims)
+    if _ranks(named) & world != members:
+        raise ValueError(
+            f"`process_group` must have ranks {sorted(members)} of the mesh of the input, which "
+            f"share by its placements, and no other ranks of {mesh}: got {named!r} on rank "
+            f"{dist.get_rank()}. Pass None, and the placements alone decide."
+        )
+    return named
+
+
+def _ranks(communicator: Communicator) -> set[int]:
+    """The ranks of torch's default process group that a communicator has."""
+    if isinstance(communicator, Forwarding):
+        communicator = communicator.resolve()
+    if isinstance(communicator, TorchDistributed):
+        return set(dist.get_process_group_ranks(communicator.group))
+    if isinstance(communicator, SingleProcess):
+        return {dist.get_rank()}
+    raise TypeError(
+        "`process_group` must be None or processes of torch.distributed, for a DTensor as input: "
+        f"got {communicator!r}."
+    )
