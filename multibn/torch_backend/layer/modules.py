@@ -177,15 +177,22 @@ def moves(running: Running | Pool | None, x: Tensor) -> bool:
 class SyncBatchNorm(Synchronized, _BatchNorm):
     """Batch normalization over the batches of all ranks of a process group.
 
+    For each channel, over the elements of all ranks together::
+
+        y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias
+
+    The variance in the formula is biased. In evaluation, the running mean and variance take the
+    places of mean(x) and var(x), and the layer does not communicate.
+
     N ranks give the numbers that one process gives on the concatenated batch, on any device and
     backend, for any split of the batch, empty ranks included. The layer takes the place of
     torch.nn.SyncBatchNorm and of nn.BatchNorm1d, 2d and 3d, and its state dicts are theirs. Its
     base class is not nn.SyncBatchNorm, which DistributedDataParallel refuses on CPU.
 
-    In training, the forward pass is collective: every rank must call it. It has one allreduce of
-    2C+4 float64 numbers, and so has the backward pass: moments or sums, and a fingerprint by which
-    the ranks see that they are in the same layer. A layer's first call has one more allreduce, of a
-    fixed size. In evaluation the layer does not communicate.
+    In training, the forward pass is collective: every rank must call it. The forward pass has one
+    allreduce of 2C+4 float64 numbers, and so has the backward pass: moments or sums, and a
+    fingerprint by which the ranks see that they are in the same layer. A layer's first call has one
+    more allreduce, of a fixed size.
 
     A DTensor as input says by its placements which ranks share, see docs/guides/dtensors.md.
 
@@ -280,6 +287,22 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         mask: Tensor | None = None,
         lengths: Tensor | None = None,
     ) -> Tensor:
+        is_dense = type(input) is Tensor and not (input.is_nested or input.is_meta)
+        is_masked = mask is not None or lengths is not None
+        if not (is_dense and self.training) or is_masked or torch.compiler.is_compiling():
+            return self._forward_special(input, residual, mask=mask, lengths=lengths)
+        ((y, _),) = functional.forward_all(
+            [self.as_input(input, residual)],
+            [self.num_features],
+            self.conversation,
+            weighting=self.weighting,
+        )
+        return y
+
+    def _forward_special(
+        self, input: Any, residual: Tensor | None, *, mask: Tensor | None, lengths: Tensor | None
+    ) -> Any:
+        """`forward` in evaluation, with a mask, in compiled code, or not of a dense tensor."""
         if isinstance(input, fx.Proxy):
             options = {k: v for k, v in (("mask", mask), ("lengths", lengths)) if v is not None}
             return call_node(self, input, *(() if residual is None else (residual,)), **options)
@@ -287,27 +310,30 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         if getattr(input, "is_nested", False):
             return jagged.apply(self, conversation, input, residual, mask, lengths)
         if not self.training and self.running_mean is not None and self.running_var is not None:
-            if isinstance(input, Tensor) and input.is_mkldnn:  # of torch.utils.mkldnn.to_mkldnn
-                residual = None if residual is None else residual.to_dense()
-                dense = self.forward(input.to_dense(), residual, mask=mask, lengths=lengths)
-                return dense.to_mkldnn()
-            functional.check_input(input, self.num_features)
-            where = compiled.mask_of(input, mask, lengths, [self.num_features], ALONE)
-            x = generic.masked(input, where)  # the gradients of weight and bias would be NaN
-            y = functional.normalize_by_running(
-                x, self.weight, self.bias, self.running_mean, self.running_var, eps=self.eps
-            )
-            y = y if residual is None else y + residual
-            return generic.masked(y.relu() if self.fuse_relu else y, where)
-        takes = compiled.takes(input)
-        if takes and torch.compiler.is_dynamo_compiling() and dtensors.among((input, self.weight)):
+            return self._evaluate(input, residual, mask, lengths)
+        if torch.compiler.is_dynamo_compiling() and dtensors.among((input, self.weight)):
             return dtensors.uncompiled(self.forward)(input, residual, mask=mask, lengths=lengths)
-        if mask is not None or lengths is not None:  # most calls have neither
-            mask = compiled.mask_of(input, mask, lengths, [self.num_features], conversation)
+        mask = compiled.mask_of(input, mask, lengths, [self.num_features], conversation)
         i = self.as_input(input, residual, mask)
-        forward_all = compiled.forward_all if takes else functional.forward_all
-        ((y, _),) = forward_all([i], [self.num_features], conversation, weighting=self.weighting)
+        ((y, _),) = compiled.forward_all(
+            [i], [self.num_features], conversation, weighting=self.weighting
+        )
         return y
+
+    def _evaluate(
+        self, input: Any, residual: Tensor | None, mask: Tensor | None, lengths: Tensor | None
+    ) -> Tensor:
+        """Normalize by the running statistics. Not collective."""
+        if isinstance(input, Tensor) and input.is_mkldnn:  # of torch.utils.mkldnn.to_mkldnn
+            residual = None if residual is None else residual.to_dense()
+            return self._evaluate(input.to_dense(), residual, mask, lengths).to_mkldnn()
+        functional.check_input(input, self.num_features)
+        where = compiled.mask_of(input, mask, lengths, [self.num_features], ALONE)
+        x = generic.masked(input, where)  # the gradients of weight and bias would be NaN
+        statistics: Any = self.running_mean, self.running_var
+        y = functional.normalize_by_running(x, self.weight, self.bias, *statistics, eps=self.eps)
+        y = y if residual is None else y + residual
+        return generic.masked(y.relu() if self.fuse_relu else y, where)
 
     def as_input(
         self, x: Tensor, residual: Tensor | None = None, mask: Tensor | None = None
