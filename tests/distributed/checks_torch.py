@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 import subprocess
+import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+import multibn
 from benchmarks.calls import count
 from multibn import kernels
 from multibn.communicators import Communicator
@@ -50,6 +52,36 @@ def _layer(*arguments: Any, **options: Any) -> Any:
 def _equal_on_all_ranks(world: Communicator, *values: torch.Tensor) -> bool:
     flat = torch.cat([v.detach().double().flatten() for v in values])
     return torch.allclose(world.allreduce(flat) / world.size, flat, rtol=1e-12)
+
+
+def _frames(function: Any) -> int:
+    """How many calls of functions of the package `function` makes, in this thread."""
+    package, calls = os.path.dirname(multibn.__file__) + os.sep, [0]
+
+    def profile(frame: Any, event: str, _: Any) -> None:
+        calls[0] += event == "call" and frame.f_code.co_filename.startswith(package)
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return calls[0]
+
+
+def check_calls_of_a_step(world: Communicator) -> None:
+    """A warm step of a dense tensor is short: small layers spend their time in Python."""
+    layer, x = _layer(16, process_group=world), _input(world, 4, 16, 8, 8).requires_grad_()
+    for _ in range(3):
+        layer(x).backward(torch.ones_like(x))
+    ys: list[Any] = []
+    calls = {"forward": _frames(lambda: ys.append(layer(x)))}
+    calls["backward"] = _frames(lambda: ys[0].backward(torch.ones_like(x)))
+    y = layer(x).sum()
+    calls["of a sum"] = _frames(y.backward)  # the gradient has stride 0, and is copied once
+    line = 5 if isinstance(world, TorchDistributed) else 0  # what shared memory takes beyond MPI
+    most = {"forward": 30, "backward": 17, "of a sum": 25}
+    assert all(calls[name] <= most[name] + line for name in most), calls
 
 
 def check_high_mean(world: Communicator) -> None:
