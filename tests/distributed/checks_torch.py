@@ -75,13 +75,13 @@ def check_calls_of_a_step(world: Communicator) -> None:
     for _ in range(3):
         layer(x).backward(torch.ones_like(x))
     ys: list[Any] = []
-    forward = _frames(lambda: ys.append(layer(x)))
-    backward = _frames(lambda: ys[0].backward(torch.ones_like(x)))
-    y = layer(x)
-    of_sum = _frames(lambda: y.sum().backward())  # a gradient of stride 0, which is copied once
-    assert forward <= 30, f"a forward pass makes {forward} calls"
-    assert backward <= 17, f"a backward pass makes {backward} calls"
-    assert of_sum <= 25, f"the backward pass of a sum makes {of_sum} calls"
+    calls = {"forward": _frames(lambda: ys.append(layer(x)))}
+    calls["backward"] = _frames(lambda: ys[0].backward(torch.ones_like(x)))
+    y = layer(x).sum()
+    calls["of a sum"] = _frames(y.backward)  # the gradient has stride 0, and is copied once
+    line = 5 if isinstance(world, TorchDistributed) else 0  # what shared memory takes beyond MPI
+    most = {"forward": 30, "backward": 17, "of a sum": 25}
+    assert all(calls[name] <= most[name] + line for name in most), calls
 
 
 def check_high_mean(world: Communicator) -> None:
