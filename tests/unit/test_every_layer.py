@@ -7,7 +7,9 @@ tensor of the same shape, sample by sample.
 import copy
 import io
 import pickle
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -280,7 +282,7 @@ def test_ranks_are_one_process_on_the_whole_batch(name: str, sizes: tuple[int, .
 @every_layer
 def test_compiled_in_one_graph(name: str) -> None:
     torch._dynamo.reset()
-    layer, eager = make(name), make(name)
+    layer, eager = (make(name, running_var="unbiased_local") for _ in range(2))
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     found, expected = train(compiled, layer, batch()), train(eager, eager, batch())
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
@@ -324,7 +326,7 @@ def test_16_bits(name: str, dtype: torch.dtype) -> None:
         narrow = dtype if kind == "model" else torch.float32
         layer = make(name, dtype=narrow)
         wide = copy.deepcopy(layer).double()
-        x = batch(64, dtype=dtype)
+        x = batch(1024, dtype=dtype)  # more elements than float16 can count
         with torch.autocast("cpu", dtype, enabled=kind == "autocast"):
             for training in (True, False):
                 t, exact = x.clone().requires_grad_(), x.double().requires_grad_()
@@ -390,3 +392,35 @@ def test_no_layer_keeps_another_tensor_of_the_inputs_size(name: str) -> None:
     pointers = {t.untyped_storage().data_ptr() for t in large}
     own = {"derived": 1, "derived with the function": 1, "together": 1}  # of their operations
     assert len(pointers - {x.untyped_storage().data_ptr()}) == own.get(name, 0)
+
+
+def _resident(field: str) -> int:
+    """Bytes of this process: now (VmRSS), or at most since the peak was reset (VmHWM)."""
+    match = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match
+    return int(match[1]) * 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_a_step_needs_no_memory_beside_inputs_and_outputs(
+    memory_format: torch.memory_format,
+) -> None:
+    """Of their size. Arrays of 33 MB or more go back to the system at once, and so are counted."""
+    require.need("core")
+    x, dy = (torch.randn(48, 64, 64, 64).to(memory_format=memory_format) for _ in "ab")
+    x.requires_grad_()
+    layer = SyncBatchNorm(64, process_group=ALONE)
+    for _ in range(2):  # the first step loads code
+        x.grad = None
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        before = _resident("VmRSS")
+        y = layer(x)
+        after = _resident("VmRSS")
+        forward = (_resident("VmHWM") - before) / x.nbytes
+        Path("/proc/self/clear_refs").write_text("5")
+        y.backward(dy)
+        backward = (_resident("VmHWM") - after) / x.nbytes
+        kept = (after - before) / x.nbytes
+        del y
+    assert max(forward, kept, backward) < 1.05, (forward, kept, backward)
