@@ -248,7 +248,7 @@ def test_create_graph_changes_no_first_gradient(name: str) -> None:
     torch.testing.assert_close(plain, with_graph)
 
 
-@pytest.mark.parametrize("sizes", [(2, 4), (4, 0, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 4), (0, 4, 2), (8, 0)], ids=str)
 @every_layer
 def test_ranks_are_one_process_on_the_whole_batch(name: str, sizes: tuple[int, ...]) -> None:
     """Outputs, gradients of first and second order, and the state."""
@@ -392,6 +392,19 @@ def test_no_layer_keeps_another_tensor_of_the_inputs_size(name: str) -> None:
     pointers = {t.untyped_storage().data_ptr() for t in large}
     own = {"derived": 1, "derived with the function": 1, "together": 1}  # of their operations
     assert len(pointers - {x.untyped_storage().data_ptr()}) == own.get(name, 0)
+    masks = {t.untyped_storage().data_ptr() for t in saved if t.dtype == torch.bool}
+    assert len(masks) == int(name.startswith("masked"))
+
+
+@every_layer
+def test_two_forward_passes_before_one_backward_pass(name: str) -> None:
+    layer, a = make(name), batch().requires_grad_()
+    first, _ = layer(a), layer(batch(6, seed=1))
+    first.backward(weights(first))
+    alone = batch().requires_grad_()
+    y = make(name)(alone)
+    y.backward(weights(y))
+    torch.testing.assert_close(a.grad, alone.grad, rtol=0, atol=0)
 
 
 def _resident(field: str) -> int:

@@ -479,20 +479,3 @@ def test_a_step_of_masked_micro_batches() -> None:
     plain(torch.cat([chosen(x, mask) for x, _, mask in (batch(0), batch(1))]))
     for got, want in zip(layer.buffers(), plain.buffers(), strict=True):
         assert relative_error(got, want) < 1e-12
-
-
-def test_a_masked_layer_saves_the_mask_only() -> None:
-    """Beside the input, which the graph has anyway."""
-    x, _, mask = batch(0)
-    saved: list[Tensor] = []
-
-    def pack(t: Tensor) -> Tensor:
-        saved.append(t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        layer_of()(x.requires_grad_(), mask=mask)
-    large = [t for t in saved if t.numel() > 2 * C]
-    assert [t.dtype for t in large] == [torch.float64, torch.bool]
-    assert large[0].data_ptr() == x.data_ptr()
-    assert large[1].data_ptr() == mask.data_ptr()

@@ -134,16 +134,6 @@ def test_evaluation_takes_the_dtypes_that_training_takes(
         torch.testing.assert_close(y.double(), expected, atol=0.05, rtol=0.05)
 
 
-def test_two_forwards_before_one_backward() -> None:
-    layer = make(3)
-    a, b = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
-    (layer(a).square().sum() + layer(b).square().sum()).backward()
-    alone = torch.randn(0)
-    alone = a.detach().clone().requires_grad_()
-    make(3)(alone).square().sum().backward()
-    torch.testing.assert_close(a.grad, alone.grad)
-
-
 def test_an_empty_batch_in_eval() -> None:
     layer = make(3).eval()
     assert layer(torch.zeros(0, 3, 4, 4)).shape == (0, 3, 4, 4)

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multibn import Moments, SingleProcess, merge_moments
+from multibn import Moments, merge_moments
 from multibn.parity import oracle
 from tests.helpers import require
-from tests.helpers.ranks import run_ranks
 
 require.need("torch")
 
@@ -523,15 +522,6 @@ def test_an_empty_batch_changes_nothing() -> None:
     assert int(make(2, C, momentum=None)(x).numel()) == 0
 
 
-def test_two_forwards_before_one_backward() -> None:
-    layer = make(2, C)
-    a, b = (torch.randn(4, C, 2, 3, 3, requires_grad=True) for _ in range(2))
-    (layer(a).pow(3).sum() + layer(b).pow(3).sum()).backward()
-    alone = a.detach().clone().requires_grad_()
-    make(2, C)(alone).pow(3).sum().backward()
-    torch.testing.assert_close(a.grad, alone.grad)
-
-
 def test_reset_parameters() -> None:
     layer = trained()
     layer.reset_parameters()
@@ -546,30 +536,6 @@ def test_repr_names_the_splits_and_the_conventions() -> None:
     text = repr(make(2, C, weighting="sample"))
     assert "3, num_splits=2, affine=True, process_group=SingleProcess(), weighting='sample'" in text
     assert "running_var='unbiased_global'" in text
-
-
-@pytest.mark.parametrize("sizes", [(4, 4), (2, 6), (0, 4, 2), (8, 0)])
-def test_ranks_together_are_one_process(sizes: tuple[int, ...]) -> None:
-    """The splits of the concatenated batch; with the same convention for each rank's weight."""
-    torch.manual_seed(0)
-    parts = [torch.randn(n, C, 2, 3, 2).double() * (1 + n) + n for n in sizes]
-    dys = [torch.randn(x.shape).double() for x in parts]
-
-    def train(x: torch.Tensor, dy: torch.Tensor, group: Any) -> tuple[Any, ...]:
-        layer = make(2, C, process_group=group, dtype=torch.float64)
-        t = x.clone().requires_grad_()
-        y = layer(t)
-        y.backward(dy)
-        return layer, y, t.grad
-
-    whole, y, dx = train(torch.cat(parts), torch.cat(dys), SingleProcess())
-    ranks = run_ranks(len(sizes), lambda comm: train(parts[comm.rank], dys[comm.rank], comm))
-    torch.testing.assert_close(torch.cat([r[1] for r in ranks]), y)
-    torch.testing.assert_close(torch.cat([r[2] for r in ranks]), dx)
-    torch.testing.assert_close(sum(r[0].weight.grad for r in ranks), whole.weight.grad)
-    torch.testing.assert_close(sum(r[0].bias.grad for r in ranks), whole.bias.grad)
-    for layer, *_ in ranks:
-        torch.testing.assert_close(dict(layer.named_buffers()), dict(whole.named_buffers()))
 
 
 def test_bad_arguments() -> None:
