@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from benchmarks import layer, resnet, scaling
@@ -23,11 +22,9 @@ class Settings:
 
     shapes: Sequence[tuple[int, ...]] = tuple(layer.SHAPES)
     seconds: float = 5.5
-    growth_shape: tuple[int, ...] = (4, 64, 56, 56)
     blocks: tuple[int, ...] = resnet.BLOCKS
     images: tuple[int, ...] = (8, 3, 112, 112)
     resnet_seconds: float = 45.0
-    memory_shape: tuple[int, ...] = (64, 64, 64, 64)
     worlds: tuple[int, ...] = (2, 4, 8)
     collective_channels: tuple[int, ...] = (64, 256, 2048)
     collective_seconds: float = 1.5
@@ -45,7 +42,6 @@ class Settings:
 QUICK = Settings(
     shapes=((2, 3, 4, 4), (8, 4)),
     seconds=0.0,
-    growth_shape=(2, 3, 4, 4),
     blocks=(1,),
     images=(2, 3, 16, 16),
     resnet_seconds=0.0,
@@ -86,17 +82,6 @@ def chainer_layer(settings: Settings) -> list[Row]:
     times, notes = _run("layer chainer", "mpiexec", 2, shapes=settings.shapes,
                         seconds=settings.seconds)  # fmt: skip
     return _layer_rows(times, notes, settings.shapes)
-
-
-def growth(settings: Settings) -> list[Row]:
-    """The layer's step on more ranks; ranks beyond the number of cores share the cores."""
-    rows = []
-    for size in settings.worlds:
-        shapes = [settings.growth_shape]
-        times, notes = _run("layer torch", "mpiexec", size, shapes=shapes,
-                            seconds=settings.seconds)  # fmt: skip
-        rows += [{"ranks": size, **row} for row in _layer_rows(times, notes, shapes)]
-    return rows
 
 
 def network(settings: Settings) -> list[Row]:
@@ -156,22 +141,6 @@ def messages(settings: Settings) -> list[Row]:
     return rows
 
 
-def memory(settings: Settings) -> list[Row]:
-    """Memory in units of the input, beside input and output."""
-    if not Path("/proc/self/clear_refs").exists():
-        return [{"not_run": "needs Linux's /proc"}]
-    return [
-        {"layer": name, **row}
-        for part in ("memory torch", "memory chainer")
-        for name, row in _run(part, "mpiexec", 2, shape=settings.memory_shape)[1].items()
-    ]
-
-
-def first_call(settings: Settings) -> dict[str, Row]:
-    """Seconds in a new process."""
-    return {"a new process": _run("first call", "", 1, shape=settings.growth_shape)[1]}
-
-
 def collectives(settings: Settings) -> list[Row]:
     """Measured times, and the model, which is fitted to the allreduce of two ranks."""
     rows = []
@@ -228,9 +197,6 @@ PARTS: dict[str, Callable[[Settings], Any]] = {
     "chainer": chainer_layer,
     "resnet": network,
     "compiled": compiled,
-    "memory": memory,
-    "first_call": first_call,
-    "growth": growth,
     "calls": calls,
     "messages": messages,
     "collectives": collectives,
@@ -319,10 +285,6 @@ def targets(results: Mapping[str, Any]) -> list[Row]:
     judge("a checked message of 256 channels in shared memory, microseconds", 20,
           [r["microseconds"]["checked"] for r in results.get("messages", [])
            if (r.get("over"), r.get("channels")) == ("shared memory", 256)], max)  # fmt: skip
-    ours = [r for r in results.get("memory", []) if r.get("layer", "").startswith(layer.OURS)]
-    judge("saved beside the input / input, worst", 0.01, [r["saved"] for r in ours], max)
-    judge("temporaries / output, worst", 1.01,
-          [max(r["forward"], r["backward"]) for r in ours], max)  # fmt: skip
     least = {"rev_vit_s": 8.9, "rev_vit_b": 7.9, "rev_vit_l": 14.2, "rev_mvit_b": 2.0}
     for row in results.get("reversible_memory", []):
         if row.get("model") in least:

@@ -50,7 +50,7 @@ def _layer(title: str) -> Callable[[Any], Table]:
         columns = ["shape", "", "MB", "multibn ms", *(f"/ {name}" for name in peers)]
         lines = [
             [
-                f"{row['ranks']} ranks, {_shape(row)}" if "ranks" in row else _shape(row),
+                _shape(row),
                 row["variant"],
                 f"{row['megabytes']:.1f}",
                 f"{row['milliseconds'][layer.OURS]:.2f}",
@@ -125,23 +125,6 @@ def _messages(rows: Sequence[Mapping[str, Any]]) -> Table:
     return _table(title, ("", "with all checks", "bare"), lines)
 
 
-def _memory(rows: Sequence[Mapping[str, Any]]) -> Table:
-    lines = [
-        [row["layer"], *(f"{row[column]:.2f}" for column in ("saved", "forward", "backward")),
-         f"{row['saved_beside_input_bytes']:,}" if "saved_beside_input_bytes" in row else ""]
-        for row in rows
-    ]  # fmt: skip
-    columns = ("in units of the input", "saved", "temporary, forward", "backward",
-               "saved by autograd, bytes")  # fmt: skip
-    return _table("Memory beside input, output and their gradients", columns, lines)
-
-
-def _first_call(states: Mapping[str, Mapping[str, float]]) -> Table:
-    names = list(next(iter(states.values())))
-    lines = [[name, *(f"{1e3 * state[name]:.1f}" for state in states.values())] for name in names]
-    return _table("The first call of a process, ms", ("", *states), lines)
-
-
 def _collectives(rows: Sequence[Mapping[str, Any]]) -> Table:
     ways = list(dict.fromkeys(row["way"] for row in rows))
     lines: dict[str, list[str]] = {}
@@ -188,9 +171,6 @@ _TABLES: dict[str, Callable[[Any], Table]] = {
     "chainer": _layer("Chainer, one layer's step on 2 ranks over MPI"),
     "resnet": _network,
     "compiled": _compiled,
-    "memory": _memory,
-    "first_call": _first_call,
-    "growth": _layer("Growth with ranks"),
     "calls": _calls,
     "messages": _messages,
     "collectives": _collectives,

@@ -25,9 +25,6 @@ PARTS = {
     "calls gloo": ("calls", "measure", "gloo"),
     "messages mpi": ("messages", "measure", "mpi"),
     "messages gloo": ("messages", "measure", "gloo"),
-    "memory torch": ("memory", "measure_torch", "mpi"),
-    "memory chainer": ("memory", "measure_chainer", "chainermn naive"),
-    "first call": ("memory", "measure_first_call", "single process"),
     "collectives mpi": ("collectives", "measure", "mpi"),
     "collectives gloo": ("collectives", "measure", "gloo"),
     "reversible memory": ("reversible", "measure_memory_of", "single process"),
@@ -42,7 +39,7 @@ def main(part: str, options: str, directory: str) -> None:
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if communicator.size <= (os.cpu_count() or 1) and over != "gloo" and len(cores) > 1:
         os.sched_setaffinity(0, {cores[communicator.rank % len(cores)]})
-    if function != "measure_memory_of" and module != "memory":
+    if function != "measure_memory_of":
         keep_freed_memory()
     measure = getattr(importlib.import_module(f"benchmarks.{module}"), function)
     times, notes = measure(communicator, **json.loads(options))

@@ -1,4 +1,4 @@
-"""Statistics shared in groups of ranks, against the naive formula and the oracle of each group."""
+"""Statistics shared in groups of ranks, against the oracle of each group."""
 
 import copy
 import io
@@ -631,54 +631,31 @@ def _train(
         steps.append(([xs[r] for r in mates], [dys[r] for r in mates]))
     got = got._replace(running_mean=layer.running_mean, running_var=layer.running_var)
     me = world.rank % k
-    return got, Expected(_naive(steps, weight, bias, me), _exact(steps, weight, bias, me))
+    return got, Expected(
+        naive=_by_the_oracle(steps, weight, bias, me, "rank", biased=True),
+        exact=_by_the_oracle(steps, weight, bias, me, "element", biased=False),
+    )
 
 
-def _naive(steps: list[Any], weight: Any, bias: Any, me: int) -> Numbers:
-    """Means of the ranks' means and of their means of squares, differentiated as a whole.
-
-    The gradient of the sum of all ranks' losses is what an allreduce backward computes.
-    """
-    numbers = Numbers([], [], [], [], np.zeros(C), np.ones(C))
-    for xs, dys in steps:
-        x = [torch.from_numpy(a).double().requires_grad_() for a in xs]
-        # Each rank has its own copy of the parameters.
-        w = [torch.from_numpy(weight).double().requires_grad_() for _ in xs]
-        b = [torch.from_numpy(bias).double().requires_grad_() for _ in xs]
-        dims = [d for d in range(x[0].ndim) if d != 1]
-        mean = torch.stack([t.mean(dims) for t in x]).mean(0)
-        meansqr = torch.stack([(t * t).mean(dims) for t in x]).mean(0)
-        var = meansqr - mean * mean
-        shape = (-1, *[1] * (x[0].ndim - 2))
-        y = []
-        for t, v, c in zip(x, w, b, strict=True):
-            scale = v * torch.rsqrt(var + EPS)
-            y.append(t * scale.view(shape) + (c - mean * scale).view(shape))
-        loss = sum((t * torch.from_numpy(dy)).sum() for t, dy in zip(y, dys, strict=True))
-        assert isinstance(loss, Tensor)
-        gradients = torch.autograd.grad(loss, (x[me], w[me], b[me]))
-        for seen, new in zip(numbers[:4], (y[me], *gradients), strict=True):
-            seen.append(new.detach().numpy())
-        for running, new in ((numbers.running_mean, mean), (numbers.running_var, var)):
-            running += MOMENTUM * (new.detach().numpy() - running)
-    return numbers
-
-
-def _exact(steps: list[Any], weight: Any, bias: Any, me: int) -> Numbers:
-    """By the oracle of the concatenated batch; the parameters' gradients are this rank's."""
+def _by_the_oracle(
+    steps: list[Any], weight: Any, bias: Any, me: int, weighting: str, *, biased: bool
+) -> Numbers:
+    """Of the concatenated batch; the parameters' gradients are this rank's."""
     numbers = Numbers([], [], [], [], np.zeros(C), np.ones(C))
     running: Any = numbers.running_mean, numbers.running_var
     for xs, dys in steps:
-        whole = oracle.batch_norm(xs, dys, weight, bias, eps=EPS)
+        whole = oracle.batch_norm(xs, dys, weight, bias, eps=EPS, weighting=weighting)
         numbers.y.append(whole.y[me])
         numbers.dx.append(whole.dx[me])
         axes = tuple(i for i in range(xs[me].ndim) if i != 1)
-        shape = (-1, *[1] * (xs[me].ndim - 2))
-        xhat = (xs[me] - whole.mean.reshape(shape)) / np.sqrt(whole.var.reshape(shape) + EPS)
+        xhat = oracle.normalize(
+            xs[me], whole.mean, whole.var, np.ones(C), np.zeros(C), eps=EPS,
+            mask=np.ones(xs[me].shape[:1] + xs[me].shape[2:], bool),
+        )  # fmt: skip
         numbers.dweight.append((dys[me].astype(np.float64) * xhat).sum(axes))
         numbers.dbias.append(dys[me].astype(np.float64).sum(axes))
-        unbiased = whole.count / (whole.count - 1)
-        running = oracle.running(running, whole.mean, whole.var, unbiased, MOMENTUM)
+        factor = 1.0 if biased else whole.count / (whole.count - 1)
+        running = oracle.running(running, whole.mean, whole.var, factor, MOMENTUM)
     return numbers._replace(running_mean=running[0], running_var=running[1])
 
 

@@ -148,26 +148,6 @@ def check_sixteen_bits(world: Communicator) -> None:
     assert math.isfinite(float(half.running_var.sum()))
 
 
-def check_second_order(world: Communicator) -> None:
-    """A gradient penalty's gradient, against the same on the whole batch in one process."""
-    shapes = [(2 + rank, 3, 2) for rank in range(world.size)]
-    parts = [torch.randn(s, generator=torch.Generator().manual_seed(7)).double() for s in shapes]
-
-    def penalty_gradient(x: torch.Tensor, group: Any) -> torch.Tensor:
-        w = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
-        y, _ = sync_batch_norm(x, w, None, process_group=group, eps=0.1)
-        (dx,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
-        (ddx,) = torch.autograd.grad((dx**2).sum(), x)
-        return ddx
-
-    from multibn import SingleProcess
-
-    mine = penalty_gradient(parts[world.rank].clone().requires_grad_(), world)
-    whole = penalty_gradient(torch.cat(parts).requires_grad_(), SingleProcess())
-    expected = whole.split([len(p) for p in parts])[world.rank]
-    torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-10)
-
-
 class _Replicate(torch.autograd.Function):
     """The same tensor on all ranks, whose gradient is the sum of theirs."""
 

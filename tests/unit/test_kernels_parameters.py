@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import require
+from tests.helpers.spread import spread
 
 require.need("core")
 
@@ -63,38 +64,41 @@ def cast(v: Any, dtype: str | None) -> Any:
     return np.repeat(v, 2)[::2] if dtype == "strided" else v.astype(dtype)
 
 
+PARAMETERS = [
+    ("float32", "float32"),
+    ("float64", "float64"),
+    ("float16", "float16"),
+    ("float32", "float64"),
+    ("float64", "float16"),
+    ("strided", "strided"),
+    ("float32", "strided"),
+    ("float32", None),
+    (None, "float32"),
+    ("float16", None),
+    (None, "strided"),
+    (None, None),
+]
+
+
 @pytest.mark.parametrize("kernels", [generic, host], ids=["generic", "host"])
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 @pytest.mark.parametrize(
-    "weight, bias",
-    [
-        ("float32", "float32"),
-        ("float64", "float64"),
-        ("float16", "float16"),
-        ("float32", "float64"),
-        ("float64", "float16"),
-        ("strided", "strided"),
-        ("float32", "strided"),
-        ("float32", None),
-        (None, "float32"),
-        ("float16", None),
-        (None, "strided"),
-        (None, None),
-    ],
+    "parameters, dtype, library",
+    spread(
+        PARAMETERS, over=[["float32", "float64", "float16"], ["numpy", "numpy", "torch", "torch"]]
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_weight_and_bias(
     kernels: Any,
+    parameters: tuple[str | None, str | None],
     dtype: str,
-    weight: str | None,
-    bias: str | None,
     library: str,
     request: pytest.FixtureRequest,
 ) -> None:
     if kernels is host:
         request.getfixturevalue("compiled_only")
     x, dy, c = data(SHAPE, dtype), data(SHAPE, dtype, 1), per_channel(5)
-    c[2:4] = cast(c[2], weight), cast(c[3], bias)
+    c[2:4] = cast(c[2], parameters[0]), cast(c[3], parameters[1])
     right = definition(dy, x, c, 0.3, EPS)
     given: list[Any] = [dy, x, c]
     if library == "torch":

@@ -13,6 +13,7 @@ require.need("core")
 from multibn import kernels  # noqa: E402
 from multibn.kernels import NOT_FINITE, ONE_VALUE, REFUSED, RIGHT, Running  # noqa: E402
 from tests.helpers.passes import Verbs  # noqa: E402
+from tests.helpers.spread import spread  # noqa: E402
 from tests.unit.test_kernels_host import (  # noqa: E402
     EPS,
     VERBS,
@@ -60,11 +61,15 @@ def moved(
     return running
 
 
-@libraries
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
-@pytest.mark.parametrize("momentum", [0.3, 1.0, None])
-@pytest.mark.parametrize("n", [None, 0, 3])
-@pytest.mark.parametrize("convention", ["unbiased_global", "unbiased_local", "biased"])
+@pytest.mark.parametrize(
+    "momentum, n, convention, dtype, of",
+    spread(
+        [0.3, 1.0, None],
+        [None, 0, 3],
+        ["unbiased_global", "unbiased_local", "biased"],
+        over=[["float32", "float64", "float16"], [as_numpy, as_torch]],
+    ),
+)
 def test_running_statistics(
     dtype: str,
     momentum: float | None,

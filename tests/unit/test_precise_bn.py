@@ -280,9 +280,15 @@ def _raise(error: BaseException) -> Any:
     raise error
 
 
-@pytest.mark.parametrize("where", ["loader", "forward_fn", "layer"])
-@pytest.mark.parametrize("error", [OSError("disk"), KeyboardInterrupt()])
-@pytest.mark.parametrize("estimator", ["population", "mean_of_var"])
+@pytest.mark.parametrize(
+    "where, error, estimator",
+    [
+        ("loader", OSError("disk"), "population"),
+        ("forward_fn", KeyboardInterrupt(), "population"),
+        ("layer", OSError("disk"), "mean_of_var"),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_after_an_exception_all_is_as_before(
     kind: str, estimator: str, error: BaseException, where: str

@@ -1,7 +1,6 @@
 """One update of the running statistics for all forward passes of a step."""
 
 import copy
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -191,22 +190,6 @@ def test_a_step_inside_of_a_step_belongs_to_the_outer_one() -> None:
     expected(torch.cat(xs))
     assert layer.num_batches_tracked == 1
     assert relative_error(layer.running_var, expected.running_var) < 1e-12
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_a_copy_has_no_part_in_the_step(duplicate: Any) -> None:
-    model = nn.Sequential(
-        SyncBatchNorm(4, process_group=SingleProcess()), SubBatchNorm1d(2, 4)
-    ).double()
-    (x,) = data([(6, 0)], 0)
-    with step_statistics(model):
-        model(x)
-        twin = duplicate(model)
-        twin(x)
-        assert [int(b) for b in twin.buffers() if not b.is_floating_point()] == [1, 1, 1]
-        assert [int(b) for b in model.buffers() if not b.is_floating_point()] == [0, 0, 0]
-    for got, want in zip(model.buffers(), twin.buffers(), strict=True):
-        assert relative_error(got, want) < 1e-12
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Dynamo itself

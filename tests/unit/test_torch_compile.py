@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 
 from multibn import SingleProcess
@@ -19,6 +20,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition  #
 from torch._inductor.utils import run_and_get_code  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+from multibn.parity import oracle  # noqa: E402
 from multibn.torch_backend import (  # noqa: E402
     SubBatchNorm1d,
     SyncBatchNorm,
@@ -227,17 +229,15 @@ def test_accuracy() -> None:
     loops = [part for code in codes for part in code.split("x0<static_cast<int64_t>(2048L)")[1:]]
     assert len(loops) == 2
     assert not any("double" in loop.partition("\n    }\n")[0] for loop in loops)
-    wide, axes = x.detach().double(), (0, 2, 3)
-    var, mean = torch.var_mean(wide, axes, correction=0, keepdim=True)
-    xhat = (wide - mean) / (var + layer.eps).sqrt()
-    pulled = dy - dy.double().mean(axes, keepdim=True) - xhat * (dy * xhat).mean(axes, keepdim=True)
-    n = x.numel() // 3
-    for got, expected, bound in (
-        (y, xhat, 4e-6),
-        (x.grad, pulled / (var + layer.eps).sqrt(), 4e-6),
-        (layer.weight.grad, (dy * xhat).sum(axes), 8e-5),
-        (layer.running_mean, mean.flatten(), 5e-4),  # half of float32's steps at 1e4
-        (layer.running_var, var.flatten() * n / (n - 1), 2e-7),
+    arrays = [[x.detach().numpy()], [dy.numpy()]]
+    expected = oracle.batch_norm(*arrays, np.ones(3), np.zeros(3), eps=layer.eps)
+    unbiased = expected.var * expected.count / (expected.count - 1)
+    for got, numbers, bound in (
+        (y, expected.y[0], 4e-6),
+        (x.grad, expected.dx[0], 4e-6),
+        (layer.weight.grad, expected.dweight, 8e-5),
+        (layer.running_mean, expected.mean, 5e-4),  # half of float32's steps at 1e4
+        (layer.running_var, unbiased, 2e-7),
     ):
         assert got is not None
-        torch.testing.assert_close(got.double(), expected, rtol=0, atol=bound)
+        torch.testing.assert_close(got.double(), torch.from_numpy(numbers), rtol=0, atol=bound)

@@ -15,11 +15,9 @@ require.need("torch")
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from multibn.torch_backend import (  # noqa: E402
     SyncBatchNorm,
-    checkpoint_contexts,
     convert_sync_batchnorm,
     revert_sync_batchnorm,
 )
@@ -201,40 +199,6 @@ def test_each_batch_is_one_message_each_way(kind: Any) -> None:
     for first, training, evaluation in run_ranks(2, count):
         assert len(first) >= 1
         assert (training, evaluation) == ([size, size], [])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_recomputation_counts_nothing(kind: Any) -> None:
-    layer = convert_sync_batchnorm(_layer(kind))
-    plain = copy.deepcopy(layer)
-    x = _input(4).requires_grad_()
-    y = checkpoint(layer, x, use_reentrant=False, context_fn=checkpoint_contexts)
-    y.pow(3).sum().backward()
-    got = x.grad
-    x.grad = None
-    plain(x).pow(3).sum().backward()
-    torch.testing.assert_close(got, x.grad)
-    torch.testing.assert_close(layer.state_dict(), plain.state_dict())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_of_any_order(kind: Any) -> None:
-    layer = convert_sync_batchnorm(_layer(kind))
-    x = _input(2)[:, :, :2, :1].clone().requires_grad_()
-    assert torch.autograd.gradcheck(layer, x)
-    assert torch.autograd.gradgradcheck(layer, x)
-
-
-@pytest.mark.parametrize("kind", [Activated, Copied, patched])
-def test_compiled_in_one_graph(kind: Any) -> None:
-    layer = convert_sync_batchnorm(_layer(kind))
-    eager = copy.deepcopy(layer)
-    run = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    batches = [_input(4), _input(4, 1)]
-    torch.testing.assert_close(
-        _run(run, batches)[:-1], _run(eager, batches)[:-1], rtol=1e-9, atol=1e-9
-    )
-    torch.testing.assert_close(layer.state_dict(), eager.state_dict(), rtol=1e-9, atol=1e-9)
 
 
 def test_other_overrides_stay() -> None:

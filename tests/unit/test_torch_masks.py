@@ -1,7 +1,6 @@
 """Masks and lengths: elements that do not count take no part, whatever they hold."""
 
 import copy
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -19,15 +18,11 @@ require.need("torch")
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from multibn.parity.oracle import relative_error  # noqa: E402
 from multibn.torch_backend import (  # noqa: E402
-    NaiveSyncBatchNorm1d,
     SubBatchNorm1d,
     SyncBatchNorm,
-    checkpoint_contexts,
-    convert_sync_batchnorm,
     join,
     normalize_together,
     step_statistics,
@@ -100,98 +95,12 @@ def test_equals_the_unpadded_oracle(argument: str, weighting: Any, padding: floa
     assert relative_error(sum(r[3] for r in ranks), expected.dbias) < 1e-11
 
 
-def compare(
-    layer: Any, run: Callable[..., Tensor], *, dtype: Any = torch.float64, bound: float = 1e-11
-) -> None:
-    """`run(layer, x, mask)` against the same layer on the elements that count."""
-    x, _, mask = batch(0, dtype=dtype)
-    plain = copy.deepcopy(layer)
-    x.requires_grad_()
-    flat = chosen(x.detach(), mask).requires_grad_()
-    for _ in range(2):
-        y, expected = run(layer, x, mask), plain(flat)
-        dy = torch.linspace(-1, 2, y.numel(), dtype=y.dtype).reshape(y.shape)
-        y.backward(dy)
-        expected.backward(chosen(dy, mask))
-    assert x.grad is not None
-    assert flat.grad is not None
-    assert relative_error(chosen(y, mask).detach().double(), expected.detach().double()) < bound
-    assert relative_error(chosen(x.grad, mask).double(), flat.grad.double()) < bound
-    for name in ("weight", "bias"):
-        got, want = getattr(layer, name).grad, getattr(plain, name).grad
-        assert relative_error(got.double(), want.double()) < bound
-    for got, want in zip(layer.buffers(), plain.buffers(), strict=True):
-        assert relative_error(got.double(), want.double()) < bound
-    assert not y.movedim(1, -1)[~mask].any()
-    assert not x.grad.movedim(1, -1)[~mask].any()
-
-
-@pytest.mark.parametrize(
-    "layer",
-    [
-        layer_of(),
-        layer_of(momentum=None),
-        layer_of(running_var="unbiased_local"),
-        layer_of(fuse_relu=True),
-        NaiveSyncBatchNorm1d(num_features=C, process_group=ALONE).double(),
-        convert_sync_batchnorm(nn.BatchNorm1d(C).double(), ALONE),
-        layer_of().eval(),
-    ],
-    ids=lambda layer: str(layer)[:60],
-)
-def test_a_layer(layer: Any) -> None:
-    compare(layer, lambda layer, x, mask: layer(x, mask=mask))
-
-
-@pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
-def test_16_bits(dtype: Any, bound: float) -> None:
-    layer = SyncBatchNorm(C, process_group=ALONE)
-    compare(layer, lambda layer, x, mask: layer(x, mask=mask), dtype=dtype, bound=bound)
-
-
-def test_a_checkpoint() -> None:
-    def run(layer: Any, x: Tensor, mask: Tensor) -> Any:
-        options: Any = {"use_reentrant": False, "context_fn": checkpoint_contexts}
-        return checkpoint(layer, x, mask=mask, **options)
-
-    compare(layer_of(), run)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Dynamo itself
-@pytest.mark.parametrize("options", [{}, {"running_var": "unbiased_local"}, {"fuse_relu": True}])
-def test_a_compiled_layer(options: Any) -> None:
-    torch._dynamo.reset()
-
-    def run(layer: Any, x: Tensor, mask: Tensor) -> Any:
-        return torch.compile(layer, backend="aot_eager", fullgraph=True)(x, mask=mask)
-
-    compare(layer_of(**options), run)
-
-
 def test_compiled_lengths() -> None:
     torch._dynamo.reset()
     x, lengths, mask = batch(0)
     for layer in (layer_of(), layer_of().eval()):
         compiled = torch.compile(copy.deepcopy(layer), backend="eager", fullgraph=True)
         torch.testing.assert_close(compiled(x, lengths=lengths), layer(x, mask=mask))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Dynamo itself
-def test_a_compiled_sub_batch_norm() -> None:
-    torch._dynamo.reset()
-    eager: Any = SubBatchNorm1d(2, C, momentum=None).double()
-    layer = copy.deepcopy(eager)
-    compiled: Any = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    for _ in range(2):
-        x, lengths, _ = batch(0)
-        grads = []
-        for each in (eager, compiled):
-            v = x.clone().requires_grad_()
-            each(v, lengths=lengths).square().sum().backward()
-            grads.append(v.grad)
-        torch.testing.assert_close(*grads)
-    torch.testing.assert_close(layer.state_dict(), eager.state_dict())
-    assert layer.bn.num_batches_tracked == 2
     with pytest.raises(ValueError, match="got 9 for sample 0"):
         compiled(x, lengths=lengths.clone().fill_(9))
 
@@ -570,20 +479,3 @@ def test_a_step_of_masked_micro_batches() -> None:
     plain(torch.cat([chosen(x, mask) for x, _, mask in (batch(0), batch(1))]))
     for got, want in zip(layer.buffers(), plain.buffers(), strict=True):
         assert relative_error(got, want) < 1e-12
-
-
-def test_a_masked_layer_saves_the_mask_only() -> None:
-    """Beside the input, which the graph has anyway."""
-    x, _, mask = batch(0)
-    saved: list[Tensor] = []
-
-    def pack(t: Tensor) -> Tensor:
-        saved.append(t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        layer_of()(x.requires_grad_(), mask=mask)
-    large = [t for t in saved if t.numel() > 2 * C]
-    assert [t.dtype for t in large] == [torch.float64, torch.bool]
-    assert large[0].data_ptr() == x.data_ptr()
-    assert large[1].data_ptr() == mask.data_ptr()

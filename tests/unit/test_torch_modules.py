@@ -1,7 +1,5 @@
 """The torch layer in one process."""
 
-import copy
-import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -112,28 +110,6 @@ def test_only_wanted_gradients(requires: tuple[int, ...]) -> None:
     assert [t.grad is not None for t in tensors] == [i in requires for i in range(3)]
 
 
-def test_gradients_of_any_order() -> None:
-    x = torch.randn(4, 3, 2, dtype=torch.float64, requires_grad=True)
-    w, b = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
-
-    def function(*tensors: torch.Tensor) -> torch.Tensor:
-        return sync_batch_norm(*tensors)[0]
-
-    assert torch.autograd.gradcheck(function, (x, w, b))
-    assert torch.autograd.gradgradcheck(function, (x, w, b))
-
-
-def test_create_graph_changes_no_first_gradient() -> None:
-    """Also where a parameter is reached through the input: a layer that is used twice."""
-    layer = make(3, dtype=torch.float64)
-    x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
-    out = layer(torch.tanh(layer(x)) * torch.arange(3)).pow(3).sum()
-    inputs = [x, *layer.parameters()]
-    plain = torch.autograd.grad(out, inputs, retain_graph=True)
-    with_graph = torch.autograd.grad(out, inputs, create_graph=True)
-    torch.testing.assert_close(plain, with_graph)
-
-
 def test_torch_func() -> None:
     x = torch.randn(5, 3, dtype=torch.float64)
 
@@ -158,42 +134,9 @@ def test_evaluation_takes_the_dtypes_that_training_takes(
         torch.testing.assert_close(y.double(), expected, atol=0.05, rtol=0.05)
 
 
-def test_two_forwards_before_one_backward() -> None:
-    layer = make(3)
-    a, b = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
-    (layer(a).square().sum() + layer(b).square().sum()).backward()
-    alone = torch.randn(0)
-    alone = a.detach().clone().requires_grad_()
-    make(3)(alone).square().sum().backward()
-    torch.testing.assert_close(a.grad, alone.grad)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_autocast_and_half_models(dtype: torch.dtype) -> None:
-    layer = make(4)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), layer)
-    with torch.autocast("cpu", dtype=dtype):
-        y = model(torch.randn(2, 3, 6, 6))
-    assert y.dtype == dtype
-    y.float().sum().backward()
-    assert layer.weight.grad.dtype == layer.running_mean.dtype == torch.float32
-    half = make(4).to(dtype)
-    half(torch.randn(2, 4, 3, dtype=dtype)).sum().backward()
-    assert half.weight.grad.dtype == half.running_var.dtype == dtype
-    assert half.num_batches_tracked.dtype == torch.int64
-
-
 def test_an_empty_batch_in_eval() -> None:
     layer = make(3).eval()
     assert layer(torch.zeros(0, 3, 4, 4)).shape == (0, 3, 4, 4)
-
-
-def test_copies_and_pickles() -> None:
-    layer = make(3, process_group=SingleProcess(), weighting="rank", running_var="biased")
-    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert isinstance(other.process_group, SingleProcess)
-        assert (other.weighting, other.running_var_convention) == ("rank", "biased")
-    assert copy.deepcopy(layer).process_group is layer.process_group
 
 
 def test_the_group_can_be_exchanged() -> None:
@@ -338,17 +281,6 @@ def test_fused_relu_and_residual(mode: str, with_residual: bool) -> None:
             got, expected, rtol=1e-5, atol=2e-3 if mode == "float16" else 1e-6
         )
     torch.testing.assert_close(fused.state_dict(), plain.state_dict())
-
-
-def test_fused_relu_of_second_order() -> None:
-    layer = SyncBatchNorm(2, fuse_relu=True, dtype=torch.float64)
-    x, residual = (
-        torch.randn(3, 2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(i))
-        .requires_grad_()
-        for i in (0, 1)
-    )  # fmt: skip
-    assert torch.autograd.gradcheck(layer, (x, residual))
-    assert torch.autograd.gradgradcheck(layer, (x, residual))
 
 
 @pytest.mark.parametrize(

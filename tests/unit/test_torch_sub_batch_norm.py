@@ -7,24 +7,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multibn import Moments, SingleProcess, merge_moments
+from multibn import Moments, merge_moments
 from multibn.parity import oracle
 from tests.helpers import require
-from tests.helpers.ranks import run_ranks
 
 require.need("torch")
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from multibn.torch_backend import (  # noqa: E402
     SubBatchNorm1d,
     SubBatchNorm2d,
     SubBatchNorm3d,
-    checkpoint_contexts,
 )
 from tests.helpers import slowfast  # noqa: E402
+from tests.helpers.spread import spread  # noqa: E402
 
 C = 3
 # For an even number of samples, per class: torch's own class and a shape.
@@ -68,9 +66,11 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("given", OPTIONS, ids=str)
-@pytest.mark.parametrize("num_splits", [1, 2, 3, 12])
-@pytest.mark.parametrize("dimension", DIMENSIONS)
+@pytest.mark.parametrize(
+    "given, num_splits, dimension",
+    spread(OPTIONS, [1, 2, 3, 12], over=[list(DIMENSIONS)]),
+    ids=str,
+)
 def test_slowfasts_numbers(dimension: str, num_splits: int, given: dict[str, Any]) -> None:
     """Training, aggregation and evaluation, with all gradients and the state."""
     cls, theirs_cls, shape = DIMENSIONS[dimension]
@@ -370,9 +370,15 @@ def watch(layer: Any, seen: dict[str, list[Any]]) -> None:
         part.register_full_backward_hook(note("after backward"))
 
 
-@pytest.mark.parametrize("way", ["trains", "is hooked", "is frozen", "is frozen and hooked"])
-@pytest.mark.parametrize("given", OPTIONS, ids=str)
-@pytest.mark.parametrize("dimension", DIMENSIONS)
+@pytest.mark.parametrize(
+    "given, way, dimension",
+    spread(
+        OPTIONS,
+        ["trains", "is hooked", "is frozen", "is frozen and hooked"],
+        over=[list(DIMENSIONS)],
+    ),
+    ids=str,
+)
 def test_the_parts_are_slowfasts(dimension: str, given: dict[str, Any], way: str) -> None:
     """Hooks of the parts get SlowFast's tensors; a frozen split has its own running statistics."""
     cls, theirs_cls, shape = DIMENSIONS[dimension]
@@ -490,30 +496,6 @@ def test_a_part_by_itself_is_torchs_batch_norm() -> None:
     torch.testing.assert_close(layer.bn(x), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_autocast_and_half_models(dtype: torch.dtype) -> None:
-    x = torch.randn(4, 2, 4, 6, 6)
-    layer = make(2, C)
-    model = nn.Sequential(nn.Conv3d(2, C, 3), layer)
-    with torch.autocast("cpu", dtype=dtype):
-        y = model(x)
-        assert model.eval()(x).dtype == dtype
-    assert y.dtype == dtype
-    y.float().sum().backward()
-    assert layer.weight.grad.dtype == layer.bn.running_mean.dtype == torch.float32
-
-    half = make(2, C).to(dtype)
-    inputs = (5 + torch.randn(64, C, 4, 10, 10)).to(dtype)  # more elements than float16 counts
-    half(inputs).float().square().mean().backward()
-    assert half.weight.grad.dtype == half.bn.running_var.dtype == dtype
-    assert half.split_bn.num_batches_tracked.dtype == torch.int64
-    whole = make(2, C, dtype=torch.float64)
-    assert make(2, C, dtype=dtype).weight.dtype == dtype
-    torch.testing.assert_close(
-        half.train()(inputs).double(), whole(inputs.double()), rtol=0, atol=4 * 2**-7
-    )
-
-
 def test_mixed_dtypes() -> None:
     layer = trained()
     x = torch.randn(4, C, 2, 3, 3)
@@ -540,55 +522,6 @@ def test_an_empty_batch_changes_nothing() -> None:
     assert int(make(2, C, momentum=None)(x).numel()) == 0
 
 
-def test_two_forwards_before_one_backward() -> None:
-    layer = make(2, C)
-    a, b = (torch.randn(4, C, 2, 3, 3, requires_grad=True) for _ in range(2))
-    (layer(a).pow(3).sum() + layer(b).pow(3).sum()).backward()
-    alone = a.detach().clone().requires_grad_()
-    make(2, C)(alone).pow(3).sum().backward()
-    torch.testing.assert_close(a.grad, alone.grad)
-
-
-def test_a_recomputed_block_is_counted_once() -> None:
-    """torch.utils.checkpoint: the numbers of the stored run, bit for bit, and one update."""
-    x = torch.randn(4, C, 2, 3, 3)
-    results = []
-    for recomputing in (False, True):
-        layer, t = make(2, C), x.clone().requires_grad_()
-        if recomputing:
-            y = checkpoint(layer, t, use_reentrant=False, context_fn=checkpoint_contexts)
-        else:
-            y = layer(t)
-        y.pow(3).sum().backward()
-        results.append([y, t.grad, layer.weight.grad, *layer.state_dict().values()])
-    torch.testing.assert_close(*results, rtol=0, atol=0)
-
-
-def test_gradients_of_any_order() -> None:
-    layer = make(2, 2, cls=SubBatchNorm1d, dtype=torch.float64)
-    x = torch.randn(4, 2, 3, dtype=torch.float64, requires_grad=True)
-    w, b = (torch.randn(2, dtype=torch.float64, requires_grad=True) for _ in range(2))
-
-    def function(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Any:
-        return torch.func.functional_call(layer, {"weight": w, "bias": b}, (x,))
-
-    assert torch.autograd.gradcheck(function, (x, w, b))
-    assert torch.autograd.gradgradcheck(function, (x, w, b))
-
-
-def test_copies_and_pickles() -> None:
-    alone = SingleProcess()
-    layer = trained(process_group=alone, weighting="rank", running_var="biased")
-    x = torch.randn(4, C, 2, 3, 3)
-    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert isinstance(other.process_group, SingleProcess)
-        assert (other.weighting, other.running_var_convention) == ("rank", "biased")
-        other.set_num_splits(4)
-        torch.testing.assert_close(other.eval()(x), layer.eval()(x))
-    assert layer.num_splits == 2
-    assert copy.deepcopy(layer).process_group is alone
-
-
 def test_reset_parameters() -> None:
     layer = trained()
     layer.reset_parameters()
@@ -603,30 +536,6 @@ def test_repr_names_the_splits_and_the_conventions() -> None:
     text = repr(make(2, C, weighting="sample"))
     assert "3, num_splits=2, affine=True, process_group=SingleProcess(), weighting='sample'" in text
     assert "running_var='unbiased_global'" in text
-
-
-@pytest.mark.parametrize("sizes", [(4, 4), (2, 6), (0, 4, 2), (8, 0)])
-def test_ranks_together_are_one_process(sizes: tuple[int, ...]) -> None:
-    """The splits of the concatenated batch; with the same convention for each rank's weight."""
-    torch.manual_seed(0)
-    parts = [torch.randn(n, C, 2, 3, 2).double() * (1 + n) + n for n in sizes]
-    dys = [torch.randn(x.shape).double() for x in parts]
-
-    def train(x: torch.Tensor, dy: torch.Tensor, group: Any) -> tuple[Any, ...]:
-        layer = make(2, C, process_group=group, dtype=torch.float64)
-        t = x.clone().requires_grad_()
-        y = layer(t)
-        y.backward(dy)
-        return layer, y, t.grad
-
-    whole, y, dx = train(torch.cat(parts), torch.cat(dys), SingleProcess())
-    ranks = run_ranks(len(sizes), lambda comm: train(parts[comm.rank], dys[comm.rank], comm))
-    torch.testing.assert_close(torch.cat([r[1] for r in ranks]), y)
-    torch.testing.assert_close(torch.cat([r[2] for r in ranks]), dx)
-    torch.testing.assert_close(sum(r[0].weight.grad for r in ranks), whole.weight.grad)
-    torch.testing.assert_close(sum(r[0].bias.grad for r in ranks), whole.bias.grad)
-    for layer, *_ in ranks:
-        torch.testing.assert_close(dict(layer.named_buffers()), dict(whole.named_buffers()))
 
 
 def test_bad_arguments() -> None:

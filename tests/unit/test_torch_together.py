@@ -13,12 +13,10 @@ require.need("torch")
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from multibn.communicators.lookup import Group  # noqa: E402
 from multibn.torch_backend import (  # noqa: E402
     SyncBatchNorm,
-    checkpoint_contexts,
     normalize_together,
     update_bn_stats,
 )
@@ -78,19 +76,6 @@ def test_what_comes_after_may_work_in_place() -> None:
     torch.testing.assert_close(block(normalize_together), block(_one_by_one), rtol=0, atol=0)
 
 
-def test_gradients_of_any_order() -> None:
-    model, xs = _Together(_layers(track_running_stats=False)[:2]), _inputs()[:2]
-    xs = [x[:3, :, ..., :1, :1].detach().requires_grad_() if x.ndim > 2 else x for x in xs]
-    names = [name for name, _ in model.named_parameters()]
-
-    def function(*tensors: torch.Tensor) -> Any:
-        parameters = dict(zip(names, tensors[2:], strict=True))
-        return torch.func.functional_call(model, parameters, (tensors[:2],))
-
-    assert torch.autograd.gradcheck(function, [*xs, *model.parameters()])
-    assert torch.autograd.gradgradcheck(function, [*xs, *model.parameters()])
-
-
 class _Together(nn.Module):
     def __init__(self, layers: Any) -> None:
         super().__init__()
@@ -98,15 +83,6 @@ class _Together(nn.Module):
 
     def forward(self, xs: Any) -> tuple[torch.Tensor, ...]:
         return tuple(normalize_together(self.layers, xs))
-
-
-def test_create_graph_changes_no_first_gradient() -> None:
-    layers, xs = _layers(), _inputs()
-    inputs = [*xs, *layers.parameters()]
-    out = torch.stack([y.pow(3).sum() for y in normalize_together(layers, xs)]).sum()
-    plain = torch.autograd.grad(out, inputs, retain_graph=True)
-    with_graph = torch.autograd.grad(out, inputs, create_graph=True)
-    torch.testing.assert_close(plain, with_graph)
 
 
 @pytest.mark.parametrize("wanted", [(), (0,), (1, 2)])
@@ -127,34 +103,6 @@ def test_an_output_that_is_not_used() -> None:
     _layers()[0](expected[0]).pow(3).sum().backward()
     assert torch.equal(xs[0].grad, expected[0].grad)  # type: ignore[arg-type]
     assert not any(x.grad.any() for x in xs[1:])  # type: ignore[union-attr]
-
-
-def test_checkpointed() -> None:
-    results = []
-    for recomputing in (True, False):
-        counting = CountingCommunicator(SingleProcess())
-        layers, xs = _layers(process_group=counting), _inputs()
-
-        def run(*xs: torch.Tensor, layers: Any = layers) -> list[torch.Tensor]:
-            return normalize_together(layers, xs)
-
-        def twice(layers: Any, xs: Any, run: Any = run) -> Any:
-            return checkpoint(run, *xs, use_reentrant=False, context_fn=checkpoint_contexts)
-
-        results.append(_train(twice if recomputing else normalize_together, layers, xs))
-        assert len(counting.take()) == 2
-    torch.testing.assert_close(*results, rtol=0, atol=0)
-
-
-def test_compiled() -> None:
-    results: list[list[Any]] = []
-    for layers in (_layers(), _layers()):
-        run = normalize_together
-        if results:
-            torch._dynamo.reset()
-            run = torch.compile(run, fullgraph=True, backend="aot_eager")
-        results.append(_train(run, layers, _inputs()))
-    torch.testing.assert_close(*results)
 
 
 def test_layers_with_hooks_are_called() -> None:

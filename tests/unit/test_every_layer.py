@@ -1,0 +1,439 @@
+"""Every layer keeps the same promises: a table of layers, and one test for each promise.
+
+A layer is wrapped where a call needs more than an input, so all of them map `(N, 3, 5)` to a
+tensor of the same shape, sample by sample.
+"""
+
+import copy
+import io
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multibn import SingleProcess
+from tests.helpers import require
+from tests.helpers.ranks import CountingCommunicator, run_ranks
+
+require.need("torch")
+
+import torch  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from multibn.torch_backend import (  # noqa: E402
+    NaiveSyncBatchNorm1d,
+    SubBatchNorm1d,
+    SyncBatchNorm,
+    checkpoint_contexts,
+    convert_sync_batchnorm,
+    normalize_together,
+    recomputed,
+    step_statistics,
+)
+
+C, L = 3, 5
+ALONE = SingleProcess()
+
+
+class Calls(nn.BatchNorm1d):
+    """A class with a forward pass that calls the one of its base."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.leaky_relu(super().forward(input), 0.1)
+
+
+class CallsTheFunction(nn.BatchNorm1d):
+    """A class with a forward pass that calls torch's function itself."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        mean, var, training = self.running_mean, self.running_var, self.training
+        if training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        momentum: Any = self.momentum
+        y = F.batch_norm(input, mean, var, self.weight, self.bias, training, momentum, self.eps)
+        return y.tanh()
+
+
+class Masked(nn.Module):
+    """Elements with a large first channel do not count."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Any:
+        if not isinstance(x, Tensor) or x.is_sparse or not x.is_floating_point():
+            return self.norm(x, mask=torch.ones(len(x), L, dtype=torch.bool))
+        return self.norm(x, mask=x.detach()[:, 0] < 1)
+
+
+class Together(nn.Module):
+    """Two layers by one message, the second of them with a ReLU."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(SyncBatchNorm(C, fuse_relu=k == 1, **options) for k in (0, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, z = normalize_together(self.layers, [x, x.square()])
+        return y + z
+
+
+def _convert(layer: nn.Module, process_group: Any, **options: Any) -> Any:
+    return convert_sync_batchnorm(layer, process_group, **options)
+
+
+LAYERS: dict[str, Callable[..., Any]] = {
+    "sync": lambda **options: SyncBatchNorm(C, **options),
+    "fused ReLU": lambda **options: SyncBatchNorm(C, fuse_relu=True, **options),
+    "cumulative": lambda **options: SyncBatchNorm(C, momentum=None, **options),
+    "naive": lambda **options: NaiveSyncBatchNorm1d(num_features=C, **options),
+    "sub": lambda **options: SubBatchNorm1d(2, C, **options),
+    "derived": lambda **options: _convert(Calls(C), **options),
+    "derived with the function": lambda **options: _convert(CallsTheFunction(C), **options),
+    "masked": lambda **options: Masked(SyncBatchNorm(C, **options)),
+    "masked sub": lambda **options: Masked(SubBatchNorm1d(2, C, **options)),
+    "together": lambda **options: Together(**options),
+}
+every_layer = pytest.mark.parametrize("name", LAYERS)
+
+
+def make(name: str, process_group: Any = ALONE, dtype: Any = torch.float64, **options: Any) -> Any:
+    """The layer, with parameters that no test can mistake for the identity."""
+    layer = LAYERS[name](process_group=process_group, **options).to(dtype)
+    with torch.no_grad():
+        for parameter_name, parameter in layer.named_parameters():
+            values = [1.5, -0.5, 1.0] if parameter_name.endswith("weight") else [0.5, 0.1, -1.0]
+            parameter.copy_(torch.tensor(values))
+    return layer
+
+
+def norms(model: nn.Module) -> list[Any]:
+    """The layers of this package in a model."""
+    return [m for m in model.modules() if hasattr(m, "weighting")]
+
+
+def batch(n: int = 4, seed: int = 0, dtype: Any = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, C, L, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def weights(like: Tensor, seed: int = 9) -> Tensor:
+    """Of a loss: of either sign, and no zero, so that no wrong gradient is multiplied away."""
+    return batch(len(like), seed, like.dtype)
+
+
+def train(run: Any, layer: Any, x: Tensor, steps: int = 2) -> list[Tensor]:
+    """Outputs, gradients and state of training steps, and an evaluation."""
+    results: list[Any] = []
+    for _ in range(steps):
+        layer.zero_grad()
+        t = x.clone().requires_grad_()
+        y = run(t)
+        y.backward(weights(y))
+        results += [y.detach(), t.grad, *(p.grad for p in layer.parameters())]
+    layer.eval()
+    results.append(run(x).detach())
+    layer.train()
+    return [*results, *layer.state_dict().values()]
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda layer: pickle.loads(pickle.dumps(layer)),
+    "torch.save": lambda layer: _saved(layer),
+}
+
+
+def _saved(layer: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(layer, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@every_layer
+def test_a_copy_is_the_same_layer_with_a_state_of_its_own(name: str) -> None:
+    layer = make(name, weighting="rank", running_var="biased")
+    layer(batch())
+    state = copy.deepcopy(layer.state_dict())
+    others = {way: duplicate(layer) for way, duplicate in COPIES.items()}
+    for way, other in others.items():
+        for mine, its in zip(norms(layer), norms(other), strict=True):
+            assert type(its) is type(mine), way
+            assert (its.weighting, its.running_var_convention) == ("rank", "biased"), way
+            assert type(its.process_group) is type(mine.process_group), way
+            if way == "deepcopy" and name != "naive":
+                assert its.process_group is mine.process_group
+    found = {way: train(other, other, batch(seed=1)) for way, other in others.items()}
+    torch.testing.assert_close(layer.state_dict(), state, rtol=0, atol=0)
+    expected = train(layer, layer, batch(seed=1))
+    for values in found.values():
+        torch.testing.assert_close(values, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", [n for n in LAYERS if n != "masked sub"])  # refused in a step
+def test_a_copy_has_no_part_in_a_step(name: str) -> None:
+    layer = make(name)
+    state = copy.deepcopy(layer.state_dict())
+    with step_statistics(layer):
+        layer(batch())
+        twins = [duplicate(layer) for duplicate in COPIES.values()]
+        for twin in twins:
+            twin(batch())
+        torch.testing.assert_close(layer.state_dict(), state, rtol=0, atol=0)
+    for twin in twins:
+        torch.testing.assert_close(twin.state_dict(), layer.state_dict())
+
+
+@every_layer
+def test_a_recomputed_layer_is_counted_once(name: str) -> None:
+    """The numbers of the stored run, bit for bit, with no message more."""
+    ways: dict[str, Callable[[Any, Tensor], Any]] = {
+        "stored": lambda layer, x: layer(x),
+        "reentrant": lambda layer, x: checkpoint(recomputed(layer), x, use_reentrant=True),
+        "not reentrant": lambda layer, x: checkpoint(
+            layer, x, use_reentrant=False, context_fn=checkpoint_contexts
+        ),
+    }
+    results = {}
+    for way, call in ways.items():
+        counting = CountingCommunicator(ALONE)
+        layer = make(name, process_group=counting)
+
+        def run(x: Tensor, layer: Any = layer, call: Any = call) -> Any:
+            return call(layer, x) if layer.training else layer(x)
+
+        results[way] = train(run, layer, batch()), counting.take()
+    (expected, messages), *others = results.values()
+    assert len(messages) == 4  # two steps
+    for found, others_messages in others:
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        assert others_messages == messages
+
+
+def functional(layer: Any) -> tuple[Callable[..., Any], list[Tensor]]:
+    """The layer as a function of the input and its parameters."""
+    names = [n for n, _ in layer.named_parameters()]
+
+    def function(x: Tensor, *parameters: Tensor) -> Any:
+        return torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), (x,))
+
+    return function, [p.detach().clone().requires_grad_() for p in layer.parameters()]
+
+
+@every_layer
+def test_derivatives_of_first_and_second_order(name: str) -> None:
+    function, parameters = functional(make(name))
+    x = batch(seed=3)[:, :, :2].clone().requires_grad_()
+    assert torch.autograd.gradcheck(function, (x, *parameters))
+    assert torch.autograd.gradgradcheck(function, (x, *parameters), weights(x)[:, :, :2].clone())
+
+
+@every_layer
+def test_create_graph_changes_no_first_gradient(name: str) -> None:
+    """Also where a parameter is reached through the input: a layer that is used twice."""
+    function, parameters = functional(make(name))
+    x = batch().requires_grad_()
+    y = function(torch.tanh(function(x, *parameters)), *parameters)
+    inputs = [x, *parameters]
+    plain = torch.autograd.grad(y, inputs, weights(y), retain_graph=True)
+    with_graph = torch.autograd.grad(y, inputs, weights(y), create_graph=True)
+    torch.testing.assert_close(plain, with_graph)
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (0, 4, 2), (8, 0)], ids=str)
+@every_layer
+def test_ranks_are_one_process_on_the_whole_batch(name: str, sizes: tuple[int, ...]) -> None:
+    """Outputs, gradients of first and second order, and the state."""
+    parts = [batch(n, rank) + rank for rank, n in enumerate(sizes)]
+    whole_weights = [weights(x, 20 + rank) for rank, x in enumerate(parts)]
+
+    def derivatives(layer: Any, x: Tensor, w: Tensor) -> list[Any]:
+        inputs = [x.clone().requires_grad_(), *layer.parameters()]
+        y = layer(inputs[0])
+        first = torch.autograd.grad(y, inputs, w, create_graph=True)
+        # The gradients of parameters are local: their squares would not add up over ranks.
+        second = torch.autograd.grad(first[0].pow(3).sum() + first[1].sum(), inputs[0])
+        return [[y.detach(), first[0].detach(), *second], first[1:], layer.state_dict()]
+
+    layer = make(name)
+    expected = derivatives(layer, torch.cat(parts), torch.cat(whole_weights))
+    ranks = run_ranks(
+        len(sizes),
+        lambda c: derivatives(make(name, process_group=c), parts[c.rank], whole_weights[c.rank]),
+    )
+    for k, values in enumerate(expected[0]):
+        got = torch.cat([r[0][k] for r in ranks])
+        torch.testing.assert_close(got, values, rtol=1e-9, atol=1e-9)
+    for k, values in enumerate(expected[1]):
+        torch.testing.assert_close(sum(r[1][k] for r in ranks), values, rtol=1e-9, atol=1e-9)
+    for _, _, state in ranks:
+        torch.testing.assert_close(state, expected[2], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Dynamo itself
+@every_layer
+def test_compiled_in_one_graph(name: str) -> None:
+    torch._dynamo.reset()
+    layer, eager = (make(name, running_var="unbiased_local") for _ in range(2))
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    found, expected = train(compiled, layer, batch()), train(eager, eager, batch())
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["channels first", "channels last"])
+@pytest.mark.parametrize("name", ["sync", "fused ReLU", "cumulative", "naive"])
+def test_elements_that_do_not_count_take_no_part(name: str, last: bool) -> None:
+    """The layer with a mask is the layer on the elements that count, whatever the others hold."""
+    layer, plain = make(name), make(name)
+    mask = torch.arange(L) < torch.tensor([5, 2, 0, 4])[:, None]
+    x = torch.where(mask[:, None], batch() + 3, torch.nan)
+    x = x.movedim(1, -1).contiguous().movedim(-1, 1) if last else x
+
+    def chosen(x: Tensor) -> Tensor:
+        return x.detach().movedim(1, -1)[mask]
+
+    for training in (True, True, False):
+        layer.train(training), plain.train(training)
+        t, flat = x.clone().requires_grad_(), chosen(x)[:, :, None].requires_grad_()
+        y, expected = layer(t, mask=mask), plain(flat)
+        dy = weights(y)
+        y.backward(dy)
+        expected.backward(chosen(dy)[:, :, None])
+        assert t.grad is not None
+        assert flat.grad is not None
+        torch.testing.assert_close(chosen(y), expected.detach()[:, :, 0])
+        torch.testing.assert_close(chosen(t.grad), flat.grad[:, :, 0])
+        for values in (y, t.grad):
+            assert not values.movedim(1, -1)[~mask].any()
+    torch.testing.assert_close(layer.state_dict(), plain.state_dict())
+    for got, want in zip(layer.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@every_layer
+def test_16_bits(name: str, dtype: torch.dtype) -> None:
+    """The output has the input's dtype, and the numbers are those of wide arithmetic."""
+    for kind in ("input", "autocast", "model"):
+        narrow = dtype if kind == "model" else torch.float32
+        layer = make(name, dtype=narrow)
+        wide = copy.deepcopy(layer).double()
+        x = batch(1024, dtype=dtype)  # more elements than float16 can count
+        with torch.autocast("cpu", dtype, enabled=kind == "autocast"):
+            for training in (True, False):
+                t, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+                y, expected = layer.train(training)(t), wide.train(training)(exact)
+                assert y.dtype == dtype, kind
+                layer.zero_grad(), wide.zero_grad()
+                y.backward(weights(y)), expected.backward(weights(y).double())
+                compared = [(y, expected), (t.grad, exact.grad)]
+                pairs = zip(layer.parameters(), wide.parameters(), strict=True)
+                compared += [(a.grad, b.grad) for a, b in pairs]
+                # A ReLU may see another sign of an element: errors are of all of them together.
+                errors = [((a.double() - b).norm() / b.norm()).item() for a, b in compared]
+                assert max(errors) < 0.06, (kind, training, errors)
+                assert t.grad is not None
+                assert t.grad.dtype == dtype
+        assert {p.grad.dtype for p in layer.parameters()} == {narrow}
+        for got, want in zip(layer.buffers(), wide.buffers(), strict=True):
+            assert got.dtype == (narrow if want.is_floating_point() else torch.int64)
+            torch.testing.assert_close(got.double(), want.double(), rtol=0.01, atol=0.01)
+
+
+WRONG_INPUTS: list[tuple[Any, type[Exception], str]] = [
+    (torch.ones(4, C + 1, L), ValueError, r"must have 3 channels in dimension 1.*got 4"),
+    (torch.ones(4, C, L).long(), TypeError, "real floating-point dtype: got torch.int64"),
+    (torch.ones(4, C, L).to(torch.complex64), TypeError, "dtype: got torch.complex64"),
+    (torch.ones(4, C, L).to_sparse(), TypeError, r"dense tensor: got layout torch.sparse"),
+    (np.ones((4, C, L)), TypeError, r"must be a torch\.Tensor: got ndarray"),
+]
+
+
+@every_layer
+def test_a_wrong_input_on_one_rank_is_an_error_on_all(name: str) -> None:
+    """In evaluation it is one for the rank alone. Afterwards the layer still works."""
+
+    def run(communicator: Any) -> None:
+        layer = make(name, process_group=communicator, dtype=torch.float32)
+        good = batch(dtype=torch.float32)
+        # What derived layers say in evaluation is their own class's matter.
+        for training in (True, False) if "derived" not in name else (True,):
+            layer.train(training)
+            for wrong, kind, message in WRONG_INPUTS:
+                if isinstance(wrong, np.ndarray) and name in ("derived", "together"):
+                    continue  # their classes ask arrays for what only tensors have
+                if communicator.rank == 0:
+                    with pytest.raises(kind, match=message):
+                        layer(wrong)
+                elif training:
+                    with pytest.raises(RuntimeError, match=r"refused on rank\(s\) \[0\]"):
+                        layer(good)
+                assert layer(good).isfinite().all(), message
+
+    run_ranks(2, run)
+
+
+@every_layer
+def test_no_layer_keeps_another_tensor_of_the_inputs_size(name: str) -> None:
+    """For the backward pass: the input, and a mask. A ReLU that is fused needs no other."""
+    layer, x = make(name), batch(64)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        layer(x.requires_grad_())
+    large = [t for t in saved if t.numel() >= 32 * L and t.dtype != torch.bool]
+    pointers = {t.untyped_storage().data_ptr() for t in large}
+    own = {"derived": 1, "derived with the function": 1, "together": 1}  # of their operations
+    assert len(pointers - {x.untyped_storage().data_ptr()}) == own.get(name, 0)
+    masks = {t.untyped_storage().data_ptr() for t in saved if t.dtype == torch.bool}
+    assert len(masks) == int(name.startswith("masked"))
+
+
+@every_layer
+def test_two_forward_passes_before_one_backward_pass(name: str) -> None:
+    layer, a = make(name), batch().requires_grad_()
+    first, _ = layer(a), layer(batch(6, seed=1))
+    first.backward(weights(first))
+    alone = batch().requires_grad_()
+    y = make(name)(alone)
+    y.backward(weights(y))
+    torch.testing.assert_close(a.grad, alone.grad, rtol=0, atol=0)
+
+
+def _resident(field: str) -> int:
+    """Bytes of this process: now (VmRSS), or at most since the peak was reset (VmHWM)."""
+    match = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match
+    return int(match[1]) * 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_a_step_needs_no_memory_beside_inputs_and_outputs(
+    memory_format: torch.memory_format,
+) -> None:
+    """Of their size. Arrays of 33 MB or more go back to the system at once, and so are counted."""
+    require.need("core")
+    x, dy = (torch.randn(48, 64, 64, 64).to(memory_format=memory_format) for _ in "ab")
+    x.requires_grad_()
+    layer = SyncBatchNorm(64, process_group=ALONE)
+    for _ in range(2):  # the first step loads code
+        x.grad = None
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        before = _resident("VmRSS")
+        y = layer(x)
+        after = _resident("VmRSS")
+        forward = (_resident("VmHWM") - before) / x.nbytes
+        Path("/proc/self/clear_refs").write_text("5")
+        y.backward(dy)
+        backward = (_resident("VmHWM") - after) / x.nbytes
+        kept = (after - before) / x.nbytes
+        del y
+    assert max(forward, kept, backward) < 1.05, (forward, kept, backward)
