@@ -31,15 +31,17 @@ def forward(
     /,
     *,
     weighting: Weighting,
-    select: Callable[[Array], Any] = kernels.select,
+    select: Callable[[Array], Any] | None = None,
 ) -> list[tuple[Any, BatchStatistics]]:
     """Normalize each input by the batch that all ranks hold together.
 
-    `select` chooses the kernels for an array; what they make of the input is returned.
+    `select` chooses the kernels for an array, in place of `kernels.select`; what they make of the
+    input is returned.
 
     Collective, one allreduce of 2C+2 float64 numbers for each input, unless `engine.recompute`
     replays the statistics. Raises as `statistics.batch_statistics`.
     """
+    select = select or kernels.select
     if not recompute.state.stack:
         return share(inputs, communicator, weighting=weighting, select=select)
     batches = recompute.replayed([statistics.channels(i.x.shape, i.axis) for i in inputs])
@@ -57,9 +59,10 @@ def share(
     /,
     *,
     weighting: Weighting,
-    select: Callable[[Array], Any] = kernels.select,
+    select: Callable[[Array], Any] | None = None,
 ) -> list[tuple[Any, BatchStatistics]]:
     """As `forward`, and of no concern to `recompute`."""
+    select = select or kernels.select
     shares: list[tuple[Any, Input, Any, Any]] = []
     xs, lengths = [], []
     for i in inputs:
@@ -121,7 +124,7 @@ def backward(
     /,
     *,
     means: bool = False,
-    select: Callable[[Array], Any] = kernels.select,
+    select: Callable[[Array], Any] | None = None,
 ) -> list[Gradients]:
     """The gradients of each layer's input, residual and parameters.
 
@@ -129,6 +132,7 @@ def backward(
     The gradients of parameters are this rank's, or, with `means`, the means over the ranks; then
     every `x` must need a gradient.
     """
+    select = select or kernels.select
     results: list[Any] = [None] * len(gradients)
     sharing, about, xs, lengths = [], [], [], []
     for n, g in enumerate(gradients):

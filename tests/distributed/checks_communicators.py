@@ -330,6 +330,16 @@ def check_a_destroyed_group_is_named(world: Communicator) -> None:
 @only("torchrun", sizes=(2, 3, 4))
 def check_a_rank_that_lets_go_is_missed(world: Communicator) -> None:
     """By ranks that wait for a message: at once, and not after a deadline."""
+    for context in (contextlib.nullcontext(), _no_shared_memory()):
+        with context:
+            said = _after_rank_1_has_left(world)
+        if world.rank != 1:
+            # Ranks that have no connection with rank 1 hear of the failure of those that have.
+            assert "for rank(s) [1], whose program ended before it came there: rank 1 (mach" in said
+
+
+def _after_rank_1_has_left(world: Communicator) -> str:
+    """What is said on the other ranks."""
     import torch.distributed as dist
 
     communicator = fresh(world)
@@ -344,12 +354,9 @@ def check_a_rank_that_lets_go_is_missed(world: Communicator) -> None:
             said = str(error)
         lines.abandon()
     world.allreduce(np.ones(1))
-    if world.rank != 1:
-        # Ranks that have no connection with rank 1 hear of the failure of those that have.
-        assert "for rank(s) [1], whose program ended before it came there: rank 1 (mach" in said
+    return said
 
 
-@only("torchrun", sizes=(2, 3))
 @only("torchrun", sizes=(2, 3, 4))
 def check_unlike_arrays_are_refused(world: Communicator) -> None:
     """Sums of unlike arrays: over gloo itself, the process with the shorter one would end."""
@@ -412,6 +419,17 @@ def check_a_group_without_this_rank_is_refused(world: Communicator) -> None:
 
 
 @only("mpiexec")
+def check_a_pickle_of_a_larger_world_is_refused(world: Communicator) -> None:
+    """Before MPI hears of ranks that it does not have."""
+    from multibn.communicators.transports import mpi
+
+    for ranks in ((world.size,), (world.rank, world.size)):
+        restored = mpi._restore(ranks, None, 1.0)
+        message = rf"made for ranks \[.*{world.size}\] of MPI.COMM_WORLD, and this is rank "
+        with pytest.raises(RuntimeError, match=rf"{message}{world.rank} of {world.size}\. Give th"):
+            restored.allreduce(np.ones(1))
+
+
 def check_other_types_are_refused(world: Communicator) -> None:
     for wrong in ("nccl", 3.0, True, object(), {0, 1}):
         with pytest.raises(TypeError, match="a communicator must be None, a torch ProcessGroup"):

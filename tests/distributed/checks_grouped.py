@@ -531,23 +531,26 @@ def check_a_process_group_made_anew(world: Communicator) -> None:
     k, rank, size = _pair(world), world.rank, world.size
     layer = NaiveSyncBatchNorm2d(k, num_features=C)
     x = _tensor((world.rank, 7), (2, C, 4, 4)).float()
-    first = layer(x)
-    members = _members(world, layer.process_group)
+    results = [layer(x)]
+    members, expected = [_members(world, layer.process_group)], [list(_mates(world, k))]
     unused = SyncBatchNorm(3)
-    dist.destroy_process_group()
-    after = SyncBatchNorm(3)
-    # The launcher's store still has the addresses of the first group: under another prefix.
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.PrefixStore("again", dist.TCPStore(*address, is_master=False))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    again = layer(x)
-    members_again = _members(world, layer.process_group)
-    assert members == members_again == list(_mates(world, k))
-    torch.testing.assert_close(first, again)
+    for number in (size - 1 - rank, rank):  # the ranks in reverse, and as they were
+        dist.destroy_process_group()
+        after = SyncBatchNorm(3)
+        # The launcher's store still has the addresses of earlier groups: under another prefix.
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.PrefixStore(f"{len(results)}", dist.TCPStore(*address, is_master=False))
+        dist.init_process_group("gloo", store=store, rank=number, world_size=size)
+        results.append(layer(x))
+        members.append(_members(world, layer.process_group))
+        expected.append(list(_mates(world, k)))
+    assert members == expected
+    for again in results[1:]:
+        torch.testing.assert_close(results[0], again)
     for built_earlier in (unused, after):
         built_earlier(torch.full((2, 3), float(rank)))
-        expected = torch.full((3,), 0.1 * (size - 1) / 2)
-        torch.testing.assert_close(built_earlier.running_mean, expected)
+        mean = torch.full((3,), 0.1 * (size - 1) / 2)
+        torch.testing.assert_close(built_earlier.running_mean, mean)
 
 
 class CountingGroups(CountingCommunicator):

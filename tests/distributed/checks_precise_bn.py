@@ -267,13 +267,18 @@ def check_untracked_layers_are_not_waited_for(world: Communicator) -> None:
 
 @only("torchrun")
 def check_ddp(world: Communicator) -> None:
-    """The wrapper would broadcast buffers, which ranks that have run out do not take part in."""
-    model = _model(world, "sync")
-    expected = copy.deepcopy(model)
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    update_bn_stats(wrapped, _loader(world.rank), progress=False)  # group: the default one
-    _precise(expected, _loader(world.rank), world)
-    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-12, atol=1e-12)
+    """The wrapper's first pass would broadcast buffers: a rank without data has no part in that."""
+    for layer, data in (
+        (_model(world, "sync"), _loader(world.rank)),
+        (nn.BatchNorm1d(C, dtype=torch.float64), _loader(world.rank) if world.rank else []),
+    ):
+        expected = copy.deepcopy(layer)
+        wrapped = nn.parallel.DistributedDataParallel(layer)
+        update_bn_stats(wrapped, data, progress=False)  # group: the default one
+        _precise(expected, data, world)
+        torch.testing.assert_close(
+            layer.state_dict(), expected.state_dict(), rtol=1e-12, atol=1e-12
+        )
 
 
 def check_messages(world: Communicator) -> None:

@@ -21,6 +21,7 @@ import multibn
 from benchmarks.calls import count
 from multibn import kernels
 from multibn.communicators import Communicator
+from multibn.communicators.transports.torch_distributed import TorchDistributed
 from multibn.parity import oracle
 from multibn.torch_backend import (
     SyncBatchNorm,

@@ -81,7 +81,7 @@ class Together(nn.Module):
         self.layers = nn.ModuleList(SyncBatchNorm(C, fuse_relu=k == 1, **options) for k in (0, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        y, z = normalize_together(self.layers, [x, x.square()])
+        y, z = normalize_together(list(self.layers), [x, x.square()])  # type: ignore[arg-type]
         return y + z
 
 
@@ -386,7 +386,12 @@ def test_no_layer_keeps_another_tensor_of_the_inputs_size(name: str) -> None:
     """For the backward pass: the input, and a mask. A ReLU that is fused needs no other."""
     layer, x = make(name), batch(64)
     saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+
+    def pack(t: Tensor) -> Tensor:
+        saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         layer(x.requires_grad_())
     large = [t for t in saved if t.numel() >= 32 * L and t.dtype != torch.bool]
     pointers = {t.untyped_storage().data_ptr() for t in large}

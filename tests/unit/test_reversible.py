@@ -256,6 +256,8 @@ def test_defect_04_what_f_and_g_drop_is_independent_unless_tied(mode: Mode) -> N
             [(Constant(), Constant())], mode=mode, drop_path=0.25, tied_drop_path=tied
         )
         masks.append(model(zeros, zeros))
+    blocks = [(Constant(), Constant())]  # by the function, with its own default
+    masks.append(reversible(blocks, zeros, zeros, mode=mode, drop_path=[0.25]))
     for f, g in masks:
         for mask in (f, g):
             assert (mask == mask[:, :1, :1]).all()  # a sample as a whole
@@ -263,6 +265,7 @@ def test_defect_04_what_f_and_g_drop_is_independent_unless_tied(mode: Mode) -> N
             assert 3 < int((mask[:, 0, 0] == 0).sum()) < 32
     assert not torch.equal(*masks[0])
     assert torch.equal(*masks[1])
+    assert not torch.equal(*masks[2])
 
 
 def test_defect_05_a_sample_that_is_dropped_passes_unchanged() -> None:

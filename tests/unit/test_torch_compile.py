@@ -229,8 +229,8 @@ def test_accuracy() -> None:
     loops = [part for code in codes for part in code.split("x0<static_cast<int64_t>(2048L)")[1:]]
     assert len(loops) == 2
     assert not any("double" in loop.partition("\n    }\n")[0] for loop in loops)
-    arrays = [[x.detach().numpy()], [dy.numpy()]]
-    expected = oracle.batch_norm(*arrays, np.ones(3), np.zeros(3), eps=layer.eps)
+    xs, dys = [x.detach().numpy()], [dy.numpy()]
+    expected = oracle.batch_norm(xs, dys, np.ones(3), np.zeros(3), eps=layer.eps)
     unbiased = expected.var * expected.count / (expected.count - 1)
     for got, numbers, bound in (
         (y, expected.y[0], 4e-6),

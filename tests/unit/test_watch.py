@@ -1,5 +1,6 @@
 """Waiting with a deadline, over ranks as threads: what is said when the others do not come."""
 
+import functools
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ from multibn.communicators.watch import (
     Notice,
     Watch,
     check_timeout,
+    poll,
 )
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
@@ -162,6 +164,19 @@ def test_a_connection_that_is_lost() -> None:
         r"last seen 0\.\d s ago in the start\. The transport says: reset by peer",
         str(error),
     )
+
+
+def test_a_poll_sees_soon() -> None:
+    """Ranks wait for an event at each message: what comes in a millisecond is seen in few more."""
+    began = time.monotonic()
+    for turn in range(1, 21):
+        event = time.monotonic() + 1e-3
+        assert poll(functools.partial(_is_over, event), 10.0)
+        assert time.monotonic() - began < 0.025 * turn + 0.5
+
+
+def _is_over(event: float) -> bool:
+    return time.monotonic() > event
 
 
 def test_a_rank_that_has_left() -> None:

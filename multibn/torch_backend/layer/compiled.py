@@ -174,6 +174,8 @@ class _UpToElements:
 
 
 def _coefficients_like(x: Tensor, mean: Tensor, count: int) -> list[Tensor]:
+    if not x.dtype.is_floating_point:  # which the operator will refuse
+        return [torch.empty_like(mean) for _ in range(count)]
     dtype = generic_passes.arithmetic_dtype(torch, x.dtype)
     return [torch.empty_like(mean, dtype=dtype) for _ in range(count)]
 
