@@ -339,7 +339,8 @@ def test_16_bits(name: str, dtype: torch.dtype) -> None:
                 compared += [(a.grad, b.grad) for a, b in pairs]
                 # A ReLU may see another sign of an element: errors are of all of them together.
                 errors = [((a.double() - b).norm() / b.norm()).item() for a, b in compared]
-                assert max(errors) < 0.06, (kind, training, errors)
+                bound = 0.06 if dtype == torch.float16 else 0.1
+                assert max(errors) < bound, (kind, training, errors)
                 assert t.grad is not None
                 assert t.grad.dtype == dtype
         assert {p.grad.dtype for p in layer.parameters()} == {narrow}
