@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from itertools import compress
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,13 +30,9 @@ def forward(
     return list(zip(ys, batches, strict=True))
 
 
-# All but the arrays, which torch saves for the backward pass, and what this pass does not read.
-_OPTIONS = tuple(
-    name
-    for name in Input._fields
-    if name not in ("x", "weight", "bias", "residual", "running", "mask")
-)
-_options = attrgetter(*_OPTIONS)
+# Arrays, which torch saves for the backward pass, and what this pass does not read.
+_ARRAYS = "x", "weight", "bias", "residual", "running", "mask"
+_WITHOUT_ARRAYS: dict[str, Any] = dict.fromkeys(_ARRAYS)
 
 
 class _SyncBatchNorm(torch.autograd.Function):
@@ -59,7 +54,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         for n, (y, batch) in enumerate(results):
             i = inputs[n]
             # The statistics have no gradient, and torch takes a microsecond to save a tensor.
-            options.append((batch, _options(i)))
+            options.append((batch, i._replace(**_WITHOUT_ARRAYS)))
             saved += i.x, i.weight, i.bias, i.mask
             saved.append(y if i.relu and i.residual is not None else None)
             ys.append(y)
@@ -76,8 +71,8 @@ class _SyncBatchNorm(torch.autograd.Function):
         gradients = []
         for n, dy in enumerate(grad_outputs):
             x, weight, bias, mask, y = saved[5 * n : 5 * n + 5]
-            batch, others = options[n]
-            i = Input(x, weight, bias, mask=mask, **dict(zip(_OPTIONS, others, strict=True)))
+            batch, i = options[n]
+            i = i._replace(x=x, weight=weight, bias=bias, mask=mask)
             gradients.append(Gradient(dy, i, batch, y, needed[4 * n + 1]))
         results: list[Tensor | None] = [None]
         with without_autocast(saved[0]):
