@@ -16,7 +16,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 
-.PHONY: demo video test lint docs evidence bench gpu fuzz faults soak programs versions release clean
+.PHONY: demo video test lint docs evidence bench gpu fuzz faults soak mutants programs versions release clean
 
 # --no-compile: Python compiles what is imported; all files, one after the other, take pip a minute.
 $(VENV)/installed: pyproject.toml setup.py constraints.txt chainer-constraints.txt $(wildcard multibn/*/*/*.[ch])
@@ -82,6 +82,16 @@ faults: $(VENV)/installed  ## what goes wrong in training, done on purpose: docs
 
 soak: $(VENV)/installed  ## ten minutes of all that a long run does, on 2 to 32 ranks: docs/soak.md
 	$(BIN)/python -m tests.soak
+
+$(VENV)/mutants: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --editable '.[mutants]'
+	touch $@
+
+# MUTANTS=120 SEED=1 are another number, and another choice.
+MUTANTS ?= 40
+SEED ?= $(shell date +%Y%m%d)
+mutants: $(VENV)/mutants  ## deliberate mistakes, drawn at random, and the tests that run them: which of them are seen
+	$(BIN)/python -m tests.mutants $(MUTANTS) $(SEED)
 
 programs: $(PROGRAMS)/installed  ## other people's models, trainers and rules: docs/programs.md
 	$(PROGRAMS)/bin/python -m tests.programs

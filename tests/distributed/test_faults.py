@@ -36,6 +36,7 @@ _CASES = [
 ]
 _CASES_THAT_END = [
     ("ddp", "killed"), ("gloo", "killed"), ("gloo", "launcher_killed"), ("gloo", "stopped"),
+    ("gloo", "out_of_data"), ("gloo", "exception"),
     ("chainermn", "out_of_data"), ("chainermn", "exception_plain"),
 ]  # fmt: skip
 Outcomes = dict[tuple[str, str], Future[dict[str, Outcome]]]

@@ -28,6 +28,7 @@ GRACE = 5.0  # seconds for the other ranks when a check has failed on one
 # Unbuffered, so that what a rank has printed is there when it hangs.
 VARIABLES = launch.VARIABLES | {"PYTHONUNBUFFERED": "1"}
 MAX_LAUNCHES = 12  # for the same checks
+WORKER = "tests.distributed.worker"  # the module that each rank runs
 
 
 class Checks:
@@ -38,7 +39,7 @@ class Checks:
     names
         "module:function" of each check.
     deadline
-        Seconds for each check.
+        Seconds for each check: DEADLINE if None.
     grace
         Seconds for the other ranks when a check has failed on one.
     path
@@ -51,11 +52,12 @@ class Checks:
         size: int,
         names: Iterable[str],
         *,
-        deadline: float = DEADLINE,
+        deadline: float | None = None,
         grace: float = GRACE,
         path: str = "",
     ) -> None:
-        self.launcher, self.size, self.deadline, self.grace = launcher, size, deadline, grace
+        self.launcher, self.size, self.grace = launcher, size, grace
+        self.deadline = DEADLINE if deadline is None else deadline
         self._variables = VARIABLES | ({"PYTHONPATH": path} if path else {})
         self._complaints: dict[str, Future[str]] = {name: Future() for name in names}
         self._stop = threading.Event()
@@ -92,7 +94,7 @@ class Checks:
             directory = Path(name)
             ranks = Ranks(directory, self.size)
             Path(directory, "spec").write_text(json.dumps([names, self.deadline]))
-            worker = ["-m", "tests.distributed.worker", self.launcher, name]
+            worker = ["-m", WORKER, self.launcher, name]
             command = _launch.launch_command(self.launcher, self.size, worker)
             output = Path(directory, "output")
             with (

@@ -1,0 +1,121 @@
+"""Deliberate mistakes: changes of one place of the package, drawn at random."""
+
+import ast
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_IN_C = {"==": "!=", "<": "<=", ">": ">=", "&&": "||", "+": "-", "*": "/", "+=": "-="}
+_OTHER = _IN_C | {"and": "or", "is": "is not", "in": "not in", "//": "*", "%": "*"}
+_OTHER |= {new: old for old, new in _OTHER.items() if new not in _OTHER}
+_C_WORDS = "|".join(map(re.escape, [*_IN_C, *_IN_C.values()]))
+_NO_CODE = re.compile(r'/\*.*?\*/|//[^\n]*|^ *#[^\n]*|"(?:\\.|[^"\\\n])*"', re.S | re.M)
+
+
+class Mutant(NamedTuple):
+    """The characters [start, end) of a file are replaced."""
+
+    path: str
+    kind: str
+    start: int
+    end: int
+    new: str
+    lines: range  # tests that run one of these may see the change; of the whole file, if empty
+
+    def change(self, source: str) -> str:
+        return source[: self.start] + self.new + source[self.end :]
+
+    def text(self, source: str) -> str:
+        """The lines before and after."""
+        begin, rest = source.rfind("\n", 0, self.start) + 1, source[self.end :].partition("\n")[2]
+        texts = (s[begin : len(s) - len(rest)].split() for s in (source, self.change(source)))
+        return "  - {}\n  + {}\n".format(*map(" ".join, texts))
+
+
+def _of_c(path: str, source: str) -> Iterator[Mutant]:
+    code = _NO_CODE.sub(lambda found: re.sub(r"\S", " ", found[0]), source)
+    for each in re.finditer(rf"(?<= )({_C_WORDS})(?= )", code):
+        yield Mutant(path, each[0], *each.span(), _OTHER[each[0]], range(0))
+    for each in re.finditer(r"(?<![\w.])\d+(?![\w.])", code):
+        yield Mutant(path, "constant", *each.span(), str(int(each[0]) + 1), range(0))
+    for each in re.finditer(r"(?<=\n) +\w+\([^;{}\n]*\)(?=;\n)", code):
+        yield Mutant(path, "statement", *each.span(), "", range(0))
+
+
+def _of_python(path: str, source: str) -> Iterator[Mutant]:
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    for node, lines in _nodes(ast.parse(source.encode("latin-1")), range(0)):
+        for kind, start, end, new in _changes(node, source, starts):
+            yield Mutant(path, kind, start, end, new, lines)
+
+
+def _nodes(node: ast.AST, lines: range) -> Iterator[tuple[Any, range]]:
+    """All in a node, with the lines of the statement; of a whole function where it is defined."""
+    for child in ast.iter_child_nodes(node):
+        own = lines
+        if isinstance(child, ast.FunctionDef) or (isinstance(child, ast.stmt) and lines):
+            own = range(child.lineno, (child.end_lineno or 0) + 1)
+        yield child, own
+        if not isinstance(child, ast.JoinedStr | ast.Raise):
+            yield from _nodes(child, own)
+
+
+def _changes(node: Any, source: str, starts: list[int]) -> Iterator[tuple[str, int, int, str]]:
+    def at(node: Any) -> tuple[int, int]:
+        first, last = starts[node.lineno - 1], starts[node.end_lineno - 1]
+        return first + node.col_offset, last + node.end_col_offset
+
+    kind = type(node).__name__
+    if isinstance(node, ast.Compare | ast.BinOp | ast.BoolOp):
+        left, right = [c for c in ast.iter_child_nodes(node) if isinstance(c, ast.expr)][:2]
+        start, end = at(left)[1], at(right)[0]
+        word = source[start:end].strip("() \n")
+        if word in _OTHER and not {'"'} & {source[end], source[start - 1]}:  # texts are left alone
+            yield kind, start, end, source[start:end].replace(word, _OTHER[word])
+    elif isinstance(node, ast.UnaryOp):
+        start = at(node)[0]
+        yield kind, start, start + (3 if isinstance(node.op, ast.Not) else 1), ""
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield kind, *at(node), str(not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        yield kind, *at(node), str(node.value + 1)
+    elif isinstance(node, ast.Call) and len(node.args) > 1:
+        (a, b), (c, d) = map(at, node.args[:2])
+        if "*" not in (source[a], source[c]):
+            yield kind, a, d, source[c:d] + source[b:c] + source[a:b]
+    elif isinstance(node, ast.Raise | ast.AugAssign | ast.Delete) or (
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    ):
+        yield "statement", *at(node), "pass"
+    for test in [getattr(node, "test", None), *getattr(node, "ifs", [])]:
+        if test and not source.startswith("TYPE_CHECKING", at(test)[0]):
+            yield "condition", *at(test), f"(not ({source[slice(*at(test))]}))"
+
+
+def room(path: str) -> str:
+    """The folder in the package; apart from it, what is written in C."""
+    return (Path(path).parts[1:-1] or ("engine",))[0] + ("" if path.endswith(".py") else " (C)")
+
+
+def draw(sources: dict[str, str], number: int, seed: int) -> list[Mutant]:
+    """So many of each room as its length's root says; a file by its length, the kind, the place."""
+    of = {p: [*(_of_python if p.endswith(".py") else _of_c)(p, s)] for p, s in sources.items()}
+    rooms: dict[str, list[str]] = {}
+    for path in sorted(path for path in of if of[path]):
+        rooms.setdefault(room(path), []).append(path)
+    size = {r: sum(len(sources[path]) for path in rooms[r]) ** 0.5 for r in rooms}
+    dice = {r: random.Random(f"{seed} {r}") for r in rooms}
+    drawn: dict[str, list[Mutant]] = {r: [] for r in rooms}
+    while sum(map(len, drawn.values())) < number:
+        r = max(rooms, key=lambda r: size[r] / (len(drawn[r]) + 1))
+        (path,) = dice[r].choices(rooms[r], [len(sources[path]) for path in rooms[r]])
+        kind = dice[r].choice(sorted({m.kind for m in of[path]}))
+        mutant = dice[r].choice([m for m in of[path] if m.kind == kind])
+        drawn[r] += [mutant] if mutant not in drawn[r] else []
+    mutants = [mutant for some in drawn.values() for mutant in some]
+    random.Random(seed).shuffle(mutants)
+    return mutants
