@@ -83,8 +83,6 @@ def _where(results: Mapping[str, Any]) -> str:
 
 def _heading(results: Mapping[str, Any]) -> Iterator[str]:
     versions = {"Python": results["machine"]["python"], **results["machine"]["versions"]}
-    versions |= {row["fact"]: row["value"] for row in _rows(results, "fact")
-                 if row["fact"] == "CuPy"}  # fmt: skip
     yield "# The GPU path, checked and timed\n"
     if results["stand_ins"]:
         yield "**Not run on a GPU: every part ran on stand-ins, and the times mean nothing.**\n"
