@@ -59,8 +59,9 @@ class Tests:
 
     def __init__(self, base: Path, record: str) -> None:
         self._base = base
-        command = "-m", "pytest", "-q", "-p", "tests.mutants.recorder"
-        print(_run(base, *command, limit=7200, MULTIBN_RECORD=record)[1][-500:])
+        options = ["-q", "-p", "tests.mutants.recorder", "--continue-on-collection-errors"]
+        ran = _run(base, "-m", "pytest", *options, limit=10 * LIMIT, MULTIBN_RECORD=record)
+        print(ran[1][-500:])
         lines = coverage.Coverage(f"{record}/lines", config_file=False)
         lines.combine()
         self._lines = lines.get_data()
@@ -116,7 +117,7 @@ class Tests:
 
 def main(number: int, seed: int) -> int:
     with tempfile.TemporaryDirectory(prefix="multibn-mutants-") as folder:
-        ignored = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "out")
+        ignored = shutil.ignore_patterns(".git", ".venv", ".nox", ".*_cache", "build", "out")
         base = shutil.copytree(ROOT, Path(folder, "base"), ignore=ignored)
         paths = [p for kind in ("py", "c", "h") for p in base.glob(f"multibn/**/*.{kind}")]
         sources = {str(path.relative_to(base)): path.read_text("latin-1") for path in paths}

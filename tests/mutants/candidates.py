@@ -36,12 +36,9 @@ class Mutant(NamedTuple):
 
 def _of_c(path: str, source: str) -> Iterator[Mutant]:
     code = _NO_CODE.sub(lambda found: re.sub(r"\S", " ", found[0]), source)
-    for each in re.finditer(rf"(?<= )({_C_WORDS})(?= )", code):
-        yield Mutant(path, each[0], *each.span(), _OTHER[each[0]], range(0))
-    for each in re.finditer(r"(?<![\w.])\d+(?![\w.])", code):
-        yield Mutant(path, "constant", *each.span(), str(int(each[0]) + 1), range(0))
-    for each in re.finditer(r"(?<=\n) +\w+\([^;{}\n]*\)(?=;\n)", code):
-        yield Mutant(path, "statement", *each.span(), "", range(0))
+    for each in re.finditer(rf"(?<= )({_C_WORDS})(?= )|(?<![\w.])\d+(?![\w.])", code):
+        new = _OTHER.get(each[0]) or str(int(each[0]) + 1)
+        yield Mutant(path, each[1] or "constant", *each.span(), new, range(0))
 
 
 def _of_python(path: str, source: str) -> Iterator[Mutant]:
@@ -79,10 +76,8 @@ def _changes(node: Any, source: str, starts: list[int]) -> Iterator[tuple[str, i
     elif isinstance(node, ast.UnaryOp):
         start = at(node)[0]
         yield kind, start, start + (3 if isinstance(node.op, ast.Not) else 1), ""
-    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
-        yield kind, *at(node), str(not node.value)
-    elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
-        yield kind, *at(node), str(node.value + 1)
+    elif isinstance(node, ast.Constant) and isinstance(value := node.value, bool | int | float):
+        yield kind, *at(node), str(not value if isinstance(value, bool) else value + 1)
     elif isinstance(node, ast.Call) and len(node.args) > 1:
         (a, b), (c, d) = map(at, node.args[:2])
         if "*" not in (source[a], source[c]):

@@ -47,7 +47,7 @@ class _Recorder:
         tests = {
             "{} {} {}".format(*mark.args) if mark else name: (name, 1.0 if mark else took)
             for name, mark in marks.items()
-            if (took := self._seconds[name]) < float("inf")
+            if (took := self._seconds.get(name, float("inf"))) < float("inf")
         }
         Path(f"{FOLDER}/tests").write_text(json.dumps(tests))
 
