@@ -75,7 +75,7 @@ gpu:  ## the GPU path, checked and timed in under ten minutes by this machine's 
 	$(PYTHON) -m benchmarks.gpu
 
 fuzz: $(VENV)/installed  ## 10,000 layer calls in each framework, a quarter of them masked, and 2,000 spoiled files
-	MULTIBN_FUZZ=10000 $(BIN)/python -m pytest -s tests/unit/test_fuzz_layers.py tests/unit/test_fuzz_files.py
+	MULTIBN_FUZZ=10000 $(BIN)/python -m pytest -s tests/fuzz/test_fuzz_layers.py tests/checkpoint/test_fuzz_files.py
 
 faults: $(VENV)/installed  ## what goes wrong in training, done on purpose: docs/faults.md, faults/results
 	$(BIN)/python -m faults

@@ -32,7 +32,7 @@ autodoc_inherit_docstrings = False
 
 numpydoc_show_class_members = False
 # No docstring, no summary, unknown or misplaced sections, parameters that do not exist. That each
-# parameter is named is a test's matter, tests/unit/test_docs.py, which needs no Sphinx.
+# parameter is named is a test's matter, tests/pages/test_docs.py, which needs no Sphinx.
 numpydoc_validation_checks = {"GL06", "GL07", "GL08", "PR02", "SS01"}
 
 html_theme = "pydata_sphinx_theme"

@@ -1,6 +1,6 @@
 """The parts that the test run must find, and the launches whose ranks run checks.
 
-A test with the mark `check` (tests/helpers/runs.py) asks how a check on the ranks of a launch has
+An item of a file checks_*.py (tests/harness/runs.py) asks how a check on the ranks of a launch has
 ended. All checks of one launcher and number of ranks share a launch, which runs beside the tests
 that need no launch. So does the function of a mark `beside`, after the launches.
 """
@@ -8,15 +8,15 @@ that need no launch. So does the function of a mark `beside`, after the launches
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.harness.checks import Checks
+from tests.harness.runs import LAUNCHES, Check, CheckFile
 from tests.helpers import launch, require
-from tests.helpers.checks import Checks
 
-Launch = tuple[str, int]  # launcher and number of ranks
-_LAUNCHES = pytest.StashKey[dict[Launch, Checks]]()
 _BESIDE = pytest.StashKey[dict[Callable[[], Any], Future[Any]]]()
 
 # Each process that compiles by inductor would ask the compiler ten times for what the processor
@@ -38,37 +38,36 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.update(_INDUCTOR)  # before torch is imported, and for the ranks
 
 
-def _check(item: pytest.Item) -> pytest.Mark | None:
-    return item.get_closest_marker("check")
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    if file_path.match("checks_*.py"):
+        return CheckFile.from_parent(parent, path=file_path)
+    return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Checks, launch by launch, after the tests that they run beside; then what runs alone.
 
-    The other tests of tests/distributed start ranks of their own: when most launches have ended.
+    Tests that start ranks of their own come when most launches have ended.
     """
-    launches = list(dict.fromkeys(mark.args[:2] for item in items if (mark := _check(item))))
+    launches = list(dict.fromkeys(item.launch for item in items if isinstance(item, Check)))
 
-    def turn(item: pytest.Item) -> tuple[bool, int]:
-        mark = _check(item)
+    def turn(item: pytest.Item) -> tuple[bool, int, bool]:
         alone = item.get_closest_marker("alone") is not None
         if item.get_closest_marker("beside"):
-            return alone, 2 + len(launches)
-        if mark:
-            return alone, 2 + launches.index(mark.args[:2])
-        return alone, int("tests/distributed/" in item.nodeid)
+            return alone, 2 + len(launches), False
+        if isinstance(item, Check):
+            return alone, 2 + launches.index(item.launch), item.last
+        return alone, int(item.get_closest_marker("launches") is not None), False
 
     items.sort(key=turn)
 
 
-def _launches(items: Sequence[pytest.Item]) -> dict[Launch, Checks]:
+def _launches(items: Sequence[pytest.Item]) -> dict[tuple[str, int], Checks]:
     """The selected checks that can run here."""
-    names: dict[Launch, list[str]] = {}
+    names: dict[tuple[str, int], list[str]] = {}
     for item in items:
-        if mark := _check(item):
-            launcher, size, name, needs = mark.args
-            if require.available(launcher, *needs):
-                names.setdefault((launcher, size), []).append(name)
+        if isinstance(item, Check) and require.available(item.launch[0], *item.needs):
+            names.setdefault(item.launch, []).append(item.check)
     return {launch: Checks(*launch, names[launch]) for launch in names}
 
 
@@ -81,7 +80,7 @@ def _beside(items: Sequence[pytest.Item]) -> list[Callable[[], Any]]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop(session: pytest.Session) -> Iterator[Any]:
     items = [] if session.config.option.collectonly else session.items
-    session.stash[_LAUNCHES] = launches = _launches(items)
+    session.stash[LAUNCHES] = launches = _launches(items)
     with (
         launch.forked_python(),
         ThreadPoolExecutor(1) as pool,  # one launch at a time: it has more ranks than one
@@ -95,15 +94,6 @@ def pytest_runtestloop(session: pytest.Session) -> Iterator[Any]:
             for checks in launches.values():
                 checks.stop()
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-@pytest.fixture
-def complaint(request: pytest.FixtureRequest) -> str:
-    """What the ranks of this check have to say: "" if it passed on all of them."""
-    mark = _check(request.node)
-    assert mark
-    launcher, size, name, _ = mark.args
-    return request.session.stash[_LAUNCHES][launcher, size].complaint(name)
 
 
 @pytest.fixture

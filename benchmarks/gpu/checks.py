@@ -82,8 +82,8 @@ def numbers() -> Iterator[Row]:
 
 
 def kernel_checks() -> Iterator[Row]:
-    """The unit tests of Triton's kernels, on the GPU."""
-    names = sorted(str(path) for path in (ROOT / "tests/unit").glob("checks_kernels_cuda*.py"))
+    """The tests of Triton's kernels, on the GPU."""
+    names = sorted(str(path) for path in (ROOT / "tests/kernels").glob("triton_*.py"))
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "results.xml")
         command = [

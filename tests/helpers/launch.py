@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from multibn import _launch
-from tests.helpers import forked_python as forked
+from tests.harness import forked_python as forked
 from tests.helpers import require
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,8 @@ from typing import Any
 import coverage
 import pytest
 
-from tests.helpers import checks
+from tests.harness import checks
+from tests.harness.runs import Check
 
 FOLDER = os.environ.get("MULTIBN_RECORD")  # to write to
 checks.DEADLINE = 60.0  # a mistake may make ranks wait for each other
@@ -42,14 +43,18 @@ class _Recorder:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         self._lines.stop()
         self._lines.save()
-        marks = {item.nodeid: item.get_closest_marker("check") for item in session.items}
         # How long a test waits for a check says nothing.
         tests = {
-            "{} {} {}".format(*mark.args) if mark else name: (name, 1.0 if mark else took)
-            for name, mark in marks.items()
-            if (took := self._seconds.get(name, float("inf"))) < float("inf")
+            self._context(item): (item.nodeid, 1.0 if isinstance(item, Check) else took)
+            for item in session.items
+            if (took := self._seconds.get(item.nodeid, float("inf"))) < float("inf")
         }
         Path(f"{FOLDER}/tests").write_text(json.dumps(tests))
+
+    def _context(self, item: pytest.Item) -> str:
+        if isinstance(item, Check):
+            return "{} {} {}".format(*item.launch, item.check)
+        return item.nodeid
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -59,7 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _on_rank(launcher: str, directory: str) -> None:
-    from tests.distributed import worker
+    from tests.harness import worker
 
     lines, run = _started(), worker._run
 

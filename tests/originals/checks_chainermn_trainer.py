@@ -19,11 +19,15 @@ import pytest
 from multibn.chainer_backend import MultiNodeBatchNormalization, create_mnbn_model
 from multibn.communicators import Communicator
 from multibn.communicators.transports.chainermn import ChainerMN
+from tests.harness.runs import on
 from tests.originals import chainer_programs
 
 import chainer  # isort: skip (multibn makes it importable)
 from chainer import functions as F, links as L, training  # isort: skip
 from chainer.training import extensions  # isort: skip
+
+RUNS = on("mpiexec", 2, needs="chainer")
+
 
 BATCH_SIZE = 4  # of one rank
 NUM_SAMPLES = 32

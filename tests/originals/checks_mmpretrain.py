@@ -16,8 +16,9 @@ from torch import nn
 
 from multibn.communicators import Communicator
 from multibn.torch_backend import SyncBatchNorm
-from tests.distributed.checks_mmengine import frameworks_warnings
+from tests.harness.runs import on
 from tests.helpers.require import ORIGINALS
+from tests.torch_backend.integrations.checks_mmengine import frameworks_warnings
 
 with frameworks_warnings():
     from mmengine.config import Config
@@ -27,6 +28,9 @@ with frameworks_warnings():
     from mmengine.runner import Runner
 
     from multibn.torch_backend.integrations.mmengine import PreciseBNHook
+
+RUNS = on("torchrun", 2, needs="torch mmengine mmpretrain")
+
 
 # For as long as torchvision needs the operators that stand in this library.
 _OPERATORS: list[torch.library.Library] = []

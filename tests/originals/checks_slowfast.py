@@ -8,7 +8,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from multibn.communicators import Communicator
 from multibn.torch_backend import get_norm
+from tests.harness.runs import on
 from tests.originals import slowfast
+
+RUNS = on("torchrun", 2, needs="torch dev")
+
 
 NAIVE: dict[str, Any] = {"weighting": "rank", "running_var": "biased"}
 

@@ -18,7 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from multibn.communicators import Communicator
 from multibn.torch_backend import SyncBatchNorm, convert_sync_batchnorm
+from tests.harness.runs import on
 from tests.helpers.fvcore import update_bn_stats
+
+RUNS = on("torchrun", 2, needs="torch dev")
 
 
 def _model() -> nn.Sequential:

@@ -8,7 +8,6 @@ import pytest
 
 from multibn import SingleProcess
 from tests.helpers import require
-from tests.helpers.runs import Run, assert_passed, on_ranks
 
 require.need("chainer")
 
@@ -17,13 +16,6 @@ from tests.originals import chainer_programs  # noqa: E402
 
 import chainer  # noqa: E402  # isort: skip (multibn makes it importable)
 from chainer import links as L  # noqa: E402  # isort: skip
-
-RUNS = [Run("checks_chainermn_trainer", ("mpiexec",), (2,), ("chainer",))]
-
-
-@on_ranks(__package__, RUNS)
-def test_on_ranks(needs: tuple[str, ...], request: pytest.FixtureRequest) -> None:
-    assert_passed(needs, request)
 
 
 def chainers(size: int, **options: Any) -> Any:

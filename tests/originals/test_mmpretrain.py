@@ -3,18 +3,8 @@
 import subprocess
 import sys
 
-import pytest
-
 from tests.helpers import require
 from tests.helpers.launch import ROOT
-from tests.helpers.runs import Run, assert_passed, on_ranks
-
-RUNS = [Run("checks_mmpretrain", ("torchrun",), (2,), ("torch", "mmengine", "mmpretrain"))]
-
-
-@on_ranks(__package__, RUNS)
-def test_check(needs: tuple[str, ...], request: pytest.FixtureRequest) -> None:
-    assert_passed(needs, request)
 
 
 def test_a_config_needs_no_import() -> None:

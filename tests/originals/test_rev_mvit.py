@@ -1,7 +1,8 @@
 """SlowFast's reversible MViT where it stood: its training order, evaluation, traces and counts.
 
-SlowFast cannot be installed. `tests/helpers/rev_mvit.py` has the numbers of its own code at commit
-287ec007, unmodified; the calls are those of its tools/train_net.py and slowfast/utils/misc.py.
+SlowFast cannot be installed. `tests/torch_backend/reversible/mvit/reference.py` has the numbers of
+its own code at commit 287ec007, unmodified; the calls are those of its tools/train_net.py and
+slowfast/utils/misc.py.
 """
 
 import io
@@ -21,8 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from multibn.torch_backend.reversible import RevMViT  # noqa: E402
-from tests.helpers import rev_mvit  # noqa: E402
-from tests.helpers.rev_mvit import EVALUATION, reference_model  # noqa: E402
+from tests.torch_backend.reversible.mvit import reference  # noqa: E402
+from tests.torch_backend.reversible.mvit.reference import EVALUATION, reference_model  # noqa: E402
 
 with warnings.catch_warnings():  # fvcore's, of torch.jit.script
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -33,7 +34,7 @@ LABELS = torch.tensor([3, 7])
 
 
 def batch(name: str) -> Tensor:
-    return rev_mvit.reference_input(rev_mvit.reference_case(name)["MVIT"]["PATCH_2D"])
+    return reference.reference_input(reference.reference_case(name)["MVIT"]["PATCH_2D"])
 
 
 def model_stats(model: nn.Module, inputs: Any) -> tuple[float, float]:
@@ -121,7 +122,7 @@ def test_evaluation_to_second_order(name: str) -> None:
     model = reference_model(name).eval()
     y = model([x])
     assert_near(y.detach(), expected["probabilities"])
-    (saliency,) = torch.autograd.grad(rev_mvit.reference_loss(y), x, create_graph=True)
+    (saliency,) = torch.autograd.grad(reference.reference_loss(y), x, create_graph=True)
     assert_summary(saliency.detach(), expected["saliency"])
     parameters = [p for p in model.parameters() if p.requires_grad]
     of_x, *others = torch.autograd.grad(
@@ -135,7 +136,7 @@ def test_evaluation_to_second_order(name: str) -> None:
 def test_sines_are_added_twice_by_a_config() -> None:
     """As in the original's forward pass; the other tests of this file hold the numbers."""
     name = "rev_mvit_sines"
-    cfg = rev_mvit.reference_case(name)
+    cfg = reference.reference_case(name)
     model = RevMViT.from_config(cfg)
     assert_near(model.pos_embed[0, 13].double(), EVALUATION[name]["pos_embed"], 1e-6)
     assert model.config.double_sincos_pos
@@ -173,7 +174,7 @@ def test_no_custom_backward() -> None:
         assert model.rev_backbone.no_custom_backward is switch
         parameters = list(model.parameters())
         with sdpa_kernel(SDPBackend.MATH):  # torch has no second order of its fused kernels
-            loss = rev_mvit.reference_loss(model([x]))
+            loss = reference.reference_loss(model([x]))
             gradients.append(torch.autograd.grad(loss, parameters, retain_graph=True))
             if switch:
                 second = torch.autograd.grad(loss, parameters, create_graph=True)

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from tests.helpers import require
-from tests.helpers.runs import Run, assert_passed, on_ranks
 
 require.need("torch", "dev")
 
@@ -32,11 +31,6 @@ def models(norm_type: str, **bn: Any) -> Any:
     """SlowFast's model of a config, and ours."""
     cfg = {"BN": DEFAULTS | {"NORM_TYPE": norm_type} | bn}
     return slowfast.pair(slowfast.get_norm(cfg), get_norm(cfg))
-
-
-@on_ranks(__package__, [Run("checks_slowfast", ("torchrun",), (2,), ("torch", "dev"))])
-def test_check(needs: tuple[str, ...], request: pytest.FixtureRequest) -> None:
-    assert_passed(needs, request)
 
 
 @pytest.mark.parametrize("frozen", [False, True])

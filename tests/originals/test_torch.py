@@ -10,7 +10,6 @@ import pytest
 
 from multibn.parity import oracle
 from tests.helpers import require
-from tests.helpers.runs import Run, assert_passed, on_ranks
 
 require.need("torch", "dev")
 
@@ -24,11 +23,6 @@ from multibn.torch_backend import (  # noqa: E402
     sync_batch_norm,
 )
 from tests.helpers.fvcore import get_bn_modules, update_bn_stats  # noqa: E402
-
-
-@on_ranks(__package__, [Run("checks_torch", ("torchrun",), (2,), ("torch", "dev"))])
-def test_on_ranks(needs: tuple[str, ...], request: pytest.FixtureRequest) -> None:
-    assert_passed(needs, request)
 
 
 def test_the_class_method_of_torchs_name() -> None:

@@ -3,7 +3,8 @@
 import pytest
 
 from multibn.communicators import Communicator, DefaultCommunicator, SingleProcess
-from tests.helpers import conformance, parity, require
+from tests.communicators import conformance
+from tests.helpers import parity, require
 
 
 @pytest.mark.parametrize("communicator", [SingleProcess(), DefaultCommunicator()], ids=repr)

@@ -114,7 +114,7 @@ _HEAD = f"""# What a long run holds
 `make soak` writes this page. Each line is one deed, done again and again on all ranks, with the
 most that a rank held after the first half of the turns and at the end. The run fails if any rank
 holds more descriptors, threads, groups with lines, store keys of multibn's or MPI communicators
-at the end, or {MEMORY:g} MB more memory. `tests/distributed/checks_soak.py` plants a leak of each
+at the end, or {MEMORY:g} MB more memory. `tests/soak/checks_soak.py` plants a leak of each
 kind, and sees that each of them is found.
 
 The ranks of *gloo* run with `MULTIBN_SHARED_MEMORY=0`, as ranks of several machines do. MB are a

@@ -94,7 +94,7 @@ def _markdown(rows: Iterable[Sequence[str]]) -> str:
 _PAGE = """\
 # Versions
 
-Written by `make versions`, which runs the tests that need no launcher (`tests/unit` and `tests/parity`, warnings as errors) in
+Written by `make versions`, which runs the tests that need no launcher (warnings as errors) in
 an environment for each set of versions, on a machine without a GPU.
 
 {table}

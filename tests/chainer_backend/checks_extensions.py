@@ -1,0 +1,204 @@
+"""Forgotten blocks, fine-tuning, second order and groups of Chainer links, on real processes."""
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multibn.chainer_backend import (
+    MultiNodeBatchNormalization,
+    create_mnbn_model,
+    finetune_population_statistics,
+    forget,
+    multi_node_batch_normalization,
+    revert_mnbn_model,
+)
+from multibn.communicators import Communicator
+from multibn.parity import oracle
+from tests.harness.runs import on, only
+from tests.helpers import second_order
+from tests.helpers.ranks import CountingCommunicator
+
+import chainer  # isort: skip (multibn makes it importable)
+from chainer import functions as F, links as L  # isort: skip
+
+RUNS = on("torchrun mpiexec", 2, 3, needs="chainer")
+
+
+C = 3
+
+
+def _normal(seed: Any, *shape: int) -> Any:
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+@only("torchrun")
+def check_no_mpi_under_torchrun(world: Communicator) -> None:
+    """A link takes torch's process groups as they are."""
+    import torch.distributed as dist
+
+    xs = [_normal(rank, 2 + rank, C) for rank in range(world.size)]
+    whole = np.concatenate(xs)
+    for comm in (dist.group.WORLD, None):
+        link = MultiNodeBatchNormalization(C, comm, dtype=np.float64)
+        y = link(xs[world.rank]).array
+        expected = (xs[world.rank] - whole.mean(0)) / np.sqrt(whole.var(0) + 2e-5)
+        np.testing.assert_allclose(y, expected, rtol=1e-10, atol=1e-12)
+    assert "mpi4py.MPI" not in sys.modules
+
+
+def _forgotten_step(world: Communicator, how: Any) -> Any:
+    counting = CountingCommunicator(world)
+    a, b = (MultiNodeBatchNormalization(C, counting, dtype=np.float64) for _ in range(2))
+    # rank 0 has no data in the first step
+    v = chainer.Variable(_normal(world.rank, 4 * min(world.rank, 1), C))
+    y = how(lambda u: b(a(F.tanh(a(u)))), v)
+    y = how(lambda u: a(how(b, u * u)), y)
+    forward = counting.take()
+    a.cleargrads()
+    b.cleargrads()
+    F.sum(y**3).backward()
+    numbers = [y.array, v.grad, a.gamma.grad, b.beta.grad, a.avg_mean, a.avg_var, b.avg_var]
+    return numbers, forward, counting.take()
+
+
+def check_forgotten_blocks_communicate_and_update_once(world: Communicator) -> None:
+    expected, *messages = _forgotten_step(world, lambda func, *xs: func(*xs))
+    found = [_forgotten_step(world, how) for how in (forget, F.forget)]
+    assert messages == [[2 * C + 4] * 5, [2 * C + 4] * 5]
+    for how, (numbers, *counted) in zip((forget, F.forget), found, strict=True):
+        assert counted == messages or (how is F.forget and counted[0] == messages[0])
+        for got, want in zip(numbers, expected, strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
+def check_second_order(world: Communicator) -> None:
+    second_order.compare_with_one_process(world)
+
+
+@only(needs=("torch",))
+def check_second_order_equals_torchs(world: Communicator) -> None:
+    """Gradients of a penalty on dx; torch's are sums of a rank, Chainer's means over ranks."""
+    import torch
+
+    from multibn.torch_backend import sync_batch_norm
+
+    x, target = second_order.data(world.rank)
+    gamma, beta = second_order.parameters()
+    tensors = [torch.from_numpy(a).requires_grad_() for a in (x, gamma, beta)]
+    y, _ = sync_batch_norm(*tensors, process_group=world, eps=second_order.EPS)
+    loss = (torch.tanh(y) * torch.from_numpy(target)).sum()
+    (dx,) = torch.autograd.grad(loss, tensors[:1], create_graph=True)
+    theirs = [g.numpy() for g in torch.autograd.grad((dx**3).sum(), tensors)]
+    theirs[1:] = [world.allreduce(g) / world.size for g in theirs[1:]]
+
+    variables = [chainer.Variable(a) for a in (x, gamma, beta)]
+    v, _ = multi_node_batch_normalization(*variables, comm=world, eps=second_order.EPS)
+    loss_here = F.sum(F.tanh(v) * target)
+    (gx,) = chainer.grad([loss_here], variables[:1], enable_double_backprop=True)
+    ours = [g.array for g in chainer.grad([F.sum(gx**3)], variables)]
+    for got, want in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-11)
+
+
+def _data(rank: int) -> list[Any]:
+    """`1 + rank` batches of unequal sizes and means."""
+    rng = np.random.default_rng(rank)
+    return [rng.normal(rank - i, 1 + i, (1 + (rank + i) % 3, C, 2)) for i in range(1 + rank)]
+
+
+def _rows(xs: list[Any]) -> Any:
+    return np.concatenate([np.moveaxis(x, 1, 0).reshape(C, -1) for x in xs], axis=1)
+
+
+def _second_inputs(members: list[int]) -> list[Any]:
+    """What a link behind a multi-node one and a square is shown on these ranks."""
+    seen = []
+    for step in range(1 + max(members)):
+        xs = [_data(r)[step] for r in members if r >= step]
+        mean, var = _rows(xs).mean(1), _rows(xs).var(1)
+        scale = np.sqrt(var + 2e-5).reshape(C, 1)
+        seen += [((x - mean.reshape(C, 1)) / scale) ** 2 for x in xs]
+    return seen
+
+
+def _assert_population(link: Any, xs: list[Any]) -> None:
+    np.testing.assert_allclose(link.avg_mean, _rows(xs).mean(1), rtol=1e-10)
+    np.testing.assert_allclose(link.avg_var, _rows(xs).var(1, ddof=1), rtol=1e-10)
+
+
+def check_finetuning_of_unequal_ranks(world: Communicator) -> None:
+    """Over all ranks, and over groups that have unequal numbers of steps among themselves."""
+    for comm, members in (
+        (world, list(range(world.size))),
+        (world.split(world.rank % 2), list(range(world.rank % 2, world.size, 2))),
+    ):
+        plain = [L.BatchNormalization(C, dtype=np.float64) for _ in range(2)]
+        model = create_mnbn_model(chainer.Sequential(plain[0], F.square, plain[1]), comm)
+        finetune_population_statistics(_data(world.rank), model, converter=None, progress=False)
+        _assert_population(model[0], [x for r in members for x in _data(r)])
+        _assert_population(model[2], _second_inputs(members))
+        assert model[0].N == model[2].N == 1 + max(members)
+        evaluated = revert_mnbn_model(model)
+        with chainer.using_config("train", False):
+            x = _data(world.rank)[0]
+            np.testing.assert_array_equal(evaluated(x).array, model(x).array)
+    world.allreduce(np.zeros(1))  # nobody leaves while another group still works
+
+
+class _Failing:
+    def __iter__(self) -> Any:
+        yield _data(0)[0]
+        raise OSError("disk")
+
+
+def check_an_iterator_that_raises_is_an_error_on_all_ranks(world: Communicator) -> None:
+    link = MultiNodeBatchNormalization(C, world, dtype=np.float64)
+    culprit = world.size - 1
+    data: Any = _Failing() if world.rank == culprit else _data(2)
+    error, message = (
+        (OSError, "disk")
+        if world.rank == culprit
+        else (RuntimeError, rf"`iterator` or `converter` raised on rank\(s\) \[{culprit}\]")
+    )
+    with pytest.raises(error, match=message):
+        finetune_population_statistics(data, link, converter=None, progress=False)
+    assert link.N == 0
+    np.testing.assert_array_equal(link.avg_mean, 0)
+
+
+def check_groups_share_among_themselves(world: Communicator) -> None:
+    group = world.split(world.rank % 2)
+    members = range(world.rank % 2, world.size, 2)
+    xs, dys = ([_normal((k, r), 3, C, 2) for r in members] for k in range(2))
+    link = MultiNodeBatchNormalization(C, group, dtype=np.float64)
+    link.cleargrads()
+    v = chainer.Variable(xs[group.rank])
+    y = link(v)
+    y.grad = dys[group.rank]
+    y.backward()
+    world.allreduce(np.zeros(1))
+    expected = oracle.batch_norm(xs, dys, np.ones(C), np.zeros(C), eps=2e-5)
+    np.testing.assert_allclose(y.array, expected.y[group.rank], rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(v.grad, expected.dx[group.rank], rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(link.gamma.grad * group.size, expected.dweight, rtol=1e-9)
+
+
+def check_mixed16(world: Communicator) -> None:
+    """Values beyond 256, whose squares float16 does not hold, where ChainerMN has NaN."""
+    with chainer.using_config("dtype", chainer.mixed16):
+        link: Any = MultiNodeBatchNormalization(C, world)
+    xs, dys = ([_normal((k, r), 8, C, 4).astype("e") for r in range(world.size)] for k in range(2))
+    xs = [x + np.float16(300) for x in xs]
+    link.cleargrads()
+    v = chainer.Variable(xs[world.rank])
+    y = link(v)
+    y.grad = dys[world.rank]
+    y.backward()
+    expected = oracle.batch_norm(xs, dys, np.ones(C), np.zeros(C), eps=2e-5)
+    assert y.dtype == v.grad.dtype == np.float16
+    assert link.gamma.grad.dtype == link.avg_var.dtype == np.float32
+    np.testing.assert_allclose(y.array, expected.y[world.rank], rtol=2e-3, atol=2e-3)
+    np.testing.assert_allclose(v.grad, expected.dx[world.rank], rtol=5e-3, atol=5e-3)
+    np.testing.assert_allclose(link.gamma.grad * world.size, expected.dweight, rtol=1e-4)

@@ -1,0 +1,458 @@
+"""Checkpoint files spoiled in many ways: bytes, headers, archives, pickles.
+
+`make fuzz` spoils 2,000 of them; a file is refused with one message, or means what it did. A writer
+that is killed leaves the old file.
+"""
+
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+import time
+import tracemalloc
+import zipfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multibn.checkpoint import CheckpointError, convert
+from tests.helpers import launch, require
+
+require.need("torch")
+pytest.importorskip("safetensors")
+
+import torch  # noqa: E402
+
+from tests.checkpoint import test_files as plain  # noqa: E402
+
+MANY = "MULTIBN_FUZZ" in os.environ
+FILES = int(os.environ.get("MULTIBN_FUZZ", "900")) // 5
+SECONDS, BYTES = 10, 1.5 * 2**30  # what one file may cost: see _ALWAYS_ALLOWED
+
+# Each takes the path of a sound file and spoils it; and gets a folder's name to make if executed.
+Mutation = Callable[[Path, random.Random, Path], None]
+
+
+class Payload:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)
+
+
+def truncate(path: Path, rng: random.Random, marker: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: rng.randrange(len(data))])
+
+
+def flip_bits(path: Path, rng: random.Random, marker: Path) -> None:
+    data = bytearray(path.read_bytes())
+    for _ in range(rng.choice([1, 1, 2, 50])):
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+
+
+def overwrite(path: Path, rng: random.Random, marker: Path) -> None:
+    """A page of zeros, as a disk leaves behind."""
+    data = bytearray(path.read_bytes())
+    start = 0 if path.suffix == ".safetensors" else rng.randrange(len(data))
+    data[start : start + 64] = bytes(len(data[start : start + 64]))
+    path.write_bytes(data)
+
+
+def foreign(path: Path, rng: random.Random, marker: Path) -> None:
+    path.write_bytes(rng.randbytes(rng.choice([0, 1, 7, 100, 5000])))
+
+
+def other_format(path: Path, rng: random.Random, marker: Path) -> None:
+    """The right name for another format, which zip archives of torch and NumPy make easy."""
+    others = [suffix for suffix in (".npz", ".pt", ".safetensors") if suffix != path.suffix]
+    plain.make(path.with_name(f"other{rng.choice(others)}")).rename(path)
+
+
+def pickled(path: Path, rng: random.Random, marker: Path) -> None:
+    payload = Payload(marker)
+    if path.suffix == ".npz":
+        value = np.empty((), object) if rng.random() < 0.5 else np.empty(4, object)
+        value[...] = payload
+        np.savez(path, **(plain.arrays() | {"bn/gamma": value}))
+    elif rng.random() < 0.5:
+        torch.save(plain.tensors() | {"extra": payload}, path)
+    else:
+        path.write_bytes(pickle.dumps(payload, protocol=2))
+
+
+def wrong_shape(path: Path, rng: random.Random, marker: Path) -> None:
+    shape = rng.choice([(), (3,), (4, 1), (0,), (1,)])
+    if path.suffix == ".npz":
+        key = rng.choice(["bn/gamma", "bn/beta", "bn/avg_mean", "bn/avg_var"])
+        plain.make(path, plain.arrays() | {key: np.zeros(shape, "f4")})
+    else:
+        key = rng.choice(["bn.weight", "bn.bias", "bn.running_mean", "bn.running_var"])
+        plain.make(path, plain.tensors() | {key: torch.zeros(shape)})
+
+
+def unknown_key(path: Path, rng: random.Random, marker: Path) -> None:
+    key = rng.choice(["x", "bn_x", "fc_V", "../../x", "x\n", "\N{SNOWMAN}"])
+    if path.suffix == ".npz":
+        plain.make(path, plain.arrays() | {key: np.zeros(4)})
+    else:
+        plain.make(path, plain.tensors() | {key: torch.zeros(4)})
+
+
+def zip_of_something(path: Path, rng: random.Random, marker: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in rng.choice([[], ["a.txt"], ["a.npy"], ["data.pkl"], ["archive/data.pkl"]]):
+            archive.writestr(name, rng.randbytes(50))
+
+
+def symlink(path: Path, rng: random.Random, marker: Path) -> None:
+    path.unlink()
+    path.symlink_to(rng.choice(["nowhere", path.name, str(path.parent), "/dev/zero"]))
+
+
+def members(path: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(path) as archive:
+        return {info.filename: archive.read(info) for info in archive.infolist()}
+
+
+def rewrite(path: Path, contents: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> None:
+    """With checksums that fit."""
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, data in contents.items():
+            archive.writestr(name, data)
+
+
+def edit_bytes(data: bytes, rng: random.Random, stop: int | None = None) -> bytes:
+    """Change, insert, remove or repeat a few bytes before `stop`."""
+    edited = bytearray(data)
+    for _ in range(rng.choice([1, 1, 2, 8])):
+        at = rng.randrange(max(min(stop or len(edited), len(edited)), 1))
+        some = rng.choice(
+            [rng.randbytes(1), b"\xff" * 4, b"\x00" * 4, b"(", b"9" * 20, edited[at : at + 9]]
+        )
+        cut = rng.choice([0, 1, len(some)])
+        edited[at : at + cut] = some
+    return bytes(edited)
+
+
+def zip_records(path: Path, rng: random.Random, marker: Path) -> None:
+    """Numbers in the headers of members, and in the directory: sizes, offsets, methods, flags."""
+    data = bytearray(path.read_bytes())
+    starts = [
+        i for mark in (b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06", b"PK\x06\x06")
+        for i in range(len(data)) if data.startswith(mark, i)
+    ]  # fmt: skip
+    for _ in range(rng.choice([1, 2, 5])):
+        at = rng.choice(starts) + rng.randrange(4, 46)
+        value = rng.choice([0, 1, 8, 12, 0xFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, rng.getrandbits(32)])
+        size = rng.choice([1, 2, 4])
+        data[at : at + size] = (value & (256**size - 1)).to_bytes(size, "little")
+    path.write_bytes(data)
+
+
+def zip_members(path: Path, rng: random.Random, marker: Path) -> None:
+    """Members that are compressed, gone, renamed, swapped, or one more."""
+    contents = members(path)
+    names = list(contents)
+    one, other = rng.choice(names), rng.choice(names)
+    what = rng.randrange(6)
+    if what == 0:
+        del contents[one]
+    elif what == 1:
+        new = rng.choice(
+            ["../../x.npy", "/x.npy", "a/b.npy", "\N{SNOWMAN}.npy", ".npy", "x" * 60000]
+        )
+        contents[new] = contents.pop(one)
+    elif what == 2:
+        contents[one], contents[other] = contents[other], contents[one]
+    elif what == 3:
+        contents["bn/extra.npy"] = contents[one]
+    elif what == 4:
+        contents[one] = edit_bytes(contents[one], rng)
+    rewrite(
+        path, contents, rng.choice([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA])
+    )
+
+
+def headers(path: Path, rng: random.Random, marker: Path) -> None:
+    """What describes the numbers: npy headers, the pickle of torch, the JSON of safetensors."""
+    if path.suffix == ".safetensors":
+        data = path.read_bytes()
+        (size,) = struct.unpack("<Q", data[:8])
+        header = edit_bytes(data[8 : 8 + size], rng)
+        path.write_bytes(struct.pack("<Q", len(header)) + header + data[8 + size :])
+        return
+    contents = members(path)
+    wanted = "data.pkl" if path.suffix == ".pt" else ".npy"
+    name = rng.choice([name for name in contents if name.endswith(wanted)])
+    stop = None if path.suffix == ".pt" else 128
+    contents[name] = edit_bytes(contents[name], rng, stop)
+    rewrite(path, contents)
+
+
+def npy(header: str) -> bytes:
+    data = header.encode() + b"\n"
+    return b"\x93NUMPY\x02\x00" + struct.pack("<I", len(data)) + data + bytes(16)
+
+
+def absurd(path: Path, rng: random.Random, marker: Path) -> None:
+    """Sizes that nobody has, nesting without end, and what is referred to again and again."""
+    depth = rng.choice([50, 900, 5000, 100_000])
+    if path.suffix == ".npz":
+        shape = rng.choice(
+            ["(" * depth + ")" * depth, "(1000000000000,)", "(-4,)", "(4, -1)", "(2**62,)",
+             f"({10**30},)", "(4611686018427387904, 4)",
+             "(0, 10**30)", f"({'1,' * depth})", "(1.5,)", "('4',)", "None", "__import__('os')"]
+        )  # fmt: skip
+        descr = rng.choice(["'<f4'", "'|O'", "[('a', '|O')]", "'<f4,|O'", "'V9999999999'", "5"])
+        text = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}}}"
+        rewrite(path, members(path) | {"bn/gamma.npy": npy(text)})
+    elif path.suffix == ".safetensors":
+        entry = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+        entry |= rng.choice(
+            [{"shape": [2**62, 4]}, {"shape": [-4]}, {"data_offsets": [0, 2**63]}, {"dtype": "F99"},
+             {"data_offsets": [16, 0]}, {"shape": [10**30]}, {"shape": "4"}, {"shape": [2**33, 0]}]
+        )  # fmt: skip
+        header = json.dumps({"fc.weight": entry}).encode()
+        if rng.random() < 0.3:
+            header = b'{"a":' * depth + b"0" + b"}" * depth
+        size = len(header) if rng.random() < 0.7 else rng.choice([2**63, 2**40, 10**8])
+        path.write_bytes(struct.pack("<Q", size) + header + bytes(16))
+    else:
+        made: Any = {"weight": torch.zeros(4)}
+        kind = rng.randrange(4)
+        if kind == 0:
+            for _ in range(rng.choice([50, 300])):
+                made = {"a": made}
+        elif kind == 1:  # each twice in the next
+            for _ in range(rng.choice([20, 60])):
+                made = {"a": made, "b": made}
+        elif kind == 2:
+            made["itself"] = made
+        else:
+            made = {f"{i}.weight": torch.zeros(1).expand(2**29) for i in range(100)}
+        torch.save(made, path)
+
+
+def dangerous_opcodes(path: Path, rng: random.Random, marker: Path) -> None:
+    """Pickles by hand that call what makes a folder, in each way there is to say so."""
+    name = str(marker).encode()
+    text = b"X" + struct.pack("<I", len(name)) + name
+    call = rng.choice(
+        [
+            b"cos\nmkdir\n" + text + b"\x85R",
+            b"(" + text + b"ios\nmkdir\n",
+            b"(cos\nmkdir\n" + text + b"o",
+            b"\x8c\x02os\x8c\x05mkdir\x93" + text + b"\x85R",
+            b"cos\nmkdir\n" + text + b"\x85\x81",
+            b"cbuiltins\neval\nX\x13\x00\x00\x00__import__('os').abR",
+            b"ctorch.serialization\nload\n" + text + b"\x85R",
+            b"cnumpy\nload\n" + text + b"\x85R",
+            b"cbuiltins\ngetattr\n" + text + b"\x85R",
+        ]
+    )
+    data = b"\x80\x02" + call + b"."
+    if path.suffix == ".npz":
+        text_ = "{'descr': '|O', 'fortran_order': False, 'shape': ()}"
+        rewrite(path, members(path) | {"bn/gamma.npy": npy(text_)[:-16] + data})
+    elif path.suffix == ".pt" and rng.random() < 0.7:
+        contents = members(path)
+        inside = next(name for name in contents if name.endswith("data.pkl"))
+        rewrite(path, contents | {inside: data})
+    else:
+        path.write_bytes(data)
+
+
+MUTATIONS: list[Mutation] = [
+    truncate, flip_bits, overwrite, foreign, other_format, pickled, wrong_shape, unknown_key,
+    zip_of_something, symlink, zip_records, zip_members, headers, absurd, dangerous_opcodes,
+]  # fmt: skip
+# Their changes can be to what nothing depends on, or make other names and numbers, with checksums.
+MAY_PASS = {flip_bits, overwrite, zip_records, zip_members, headers, absurd}
+ON_ZIPS = {zip_records, zip_members}
+UNCHANGED = {flip_bits, overwrite, zip_records}
+PAIRS = [
+    (mutate, suffix)
+    for mutate in MUTATIONS
+    for suffix in (".npz", ".pt", ".safetensors")
+    if suffix != ".safetensors" or mutate not in ON_ZIPS
+]
+
+
+def outcome(source: Path, target: Path) -> tuple[dict[str, Any], str]:
+    """What was converted, or the message of the one error that there may be."""
+    try:
+        return convert(source, target).state, ""
+    except CheckpointError as error:
+        return {}, str(error)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.filterwarnings("ignore:Duplicate name:UserWarning")
+def test_mutated_files(tmp_path: Path) -> None:
+    marker = tmp_path / "executed"
+    sound, meant = {}, {}
+    for suffix in (".npz", ".pt", ".safetensors"):
+        sound[suffix] = plain.make(tmp_path / f"sound{suffix}")
+        target = plain.destination(sound[suffix])
+        meant[suffix] = convert(sound[suffix], target).state
+    start = 0 if not MANY else random.SystemRandom().randrange(2**32)
+    counts: Counter[str] = Counter()
+    for number in range(FILES):
+        rng = random.Random(start + number)
+        mutate, suffix = PAIRS[number % len(PAIRS)]
+        which = f"{mutate.__name__} {suffix}, seed {start + number}"
+        folder = tmp_path / "each"
+        folder.mkdir()
+        source = Path(shutil.copy(sound[suffix], folder / f"src{suffix}"))
+        mutate(source, rng, marker)
+        target = plain.destination(source)
+        there = {path.name for path in folder.iterdir()}
+        peak, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+        state, message = outcome(source, target)
+        if message:
+            assert message.startswith(f"{source}: "), which
+            assert message.endswith("."), (which, message)
+            assert len(message) < 1000, (which, message)
+            assert target.read_bytes() == plain.BEFORE, which
+            counts["refused"] += 1
+        else:
+            assert mutate in MAY_PASS, which
+            same = list(state) == list(meant[suffix]) and all(
+                np.array_equal(state[key], value) for key, value in meant[suffix].items()
+            )
+            # safetensors has no checksum, for names as for values
+            assert same or mutate not in UNCHANGED or suffix == ".safetensors", which
+            counts["the same" if same else "other names or numbers, that are sound"] += 1
+        assert time.monotonic() - began < SECONDS, which
+        grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak)
+        assert grown < BYTES, (which, grown)
+        assert {path.name for path in folder.iterdir()} == there, which
+        assert not marker.exists(), which
+        shutil.rmtree(folder)
+    print(counts)
+    assert counts["refused"] > FILES / 2
+
+
+def test_the_payload_is_one(tmp_path: Path) -> None:
+    """What the test above rests on."""
+    pickle.loads(pickle.dumps(Payload(tmp_path / "executed")))
+    assert (tmp_path / "executed").exists()
+    pickled(tmp_path / "a.npz", random.Random(0), tmp_path / "again")
+    with np.load(tmp_path / "a.npz", allow_pickle=True) as file:
+        file["bn/gamma"]
+    assert (tmp_path / "again").exists()
+
+
+def test_executables(tmp_path: Path) -> None:
+    pickled(tmp_path / "a.pt", random.Random(0), tmp_path / "marker")
+    plain.refused(
+        tmp_path / "a.pt",
+        "holds Python objects that are no tensors, or is damaged; nothing was executed",
+    )
+
+
+WRITE_FOR_EVER = """
+import os, sys
+from multibn.checkpoint import CheckpointError, convert
+for i in range(10**9):
+    convert(sys.argv[1 + i % 2], sys.argv[3])
+    if i == 1:
+        print(os.getpid(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".pt", ".safetensors"])
+def test_a_writer_that_is_killed(suffix: str, tmp_path: Path) -> None:
+    """At any moment, the target is whole: what one source makes of it, or the other."""
+    other = ".npz" if suffix != ".npz" else ".pt"
+    sources = []
+    for i in range(2):
+        source = tmp_path / f"{i}{other}"
+        rng = np.random.default_rng(i)
+        arrays: dict[str, Any] = {"fc/W": rng.normal(size=(400, 400)), "fc/b": rng.normal(size=400)}
+        if other == ".npz":
+            np.savez(source, **arrays)
+        else:
+            named = {"fc.weight": arrays["fc/W"], "fc.bias": arrays["fc/b"]}
+            torch.save({k: torch.from_numpy(v) for k, v in named.items()}, source)
+        sources.append(source)
+    target = tmp_path / f"target{suffix}"
+    whole = set()
+    for source in sources:
+        convert(source, target)
+        whole.add(target.read_bytes())
+    rng_ = random.Random(0)
+    for _ in range(40 if MANY else 2):
+        writer = subprocess.Popen(
+            [launch.python(), "-c", WRITE_FOR_EVER, *map(str, sources), str(target)],
+            stdout=subprocess.PIPE,
+            env=os.environ | launch.VARIABLES,
+        )
+        assert writer.stdout is not None
+        pid = int(writer.stdout.readline())  # it has written twice
+        time.sleep(rng_.uniform(0, 0.05))
+        os.kill(pid, signal.SIGKILL)
+        assert writer.wait() == -signal.SIGKILL
+        writer.stdout.close()
+        assert target.read_bytes() in whole
+    convert(sources[0], target)  # what a killed writer leaves behind is in nobody's way
+
+
+def test_dicts_that_are_repeated(tmp_path: Path) -> None:
+    """Two to the power of 60 entries, in a file of 2 kB, of which the prefix chooses one."""
+    nested: dict[str, Any] = {"weight": torch.zeros(4)}
+    for _ in range(60):
+        nested = {"a": nested, "b": nested}
+    torch.save(nested, tmp_path / "a.pt")
+    plain.refused(tmp_path / "a.pt", "'a' must be an array or a tensor of real numbers: got dict")
+    plain.refused(
+        tmp_path / "a.pt",
+        "'a' must be an array or a tensor of real numbers: got dict",
+        prefix="b.a.b",
+    )
+    nested["a"] = nested
+    torch.save(nested, tmp_path / "a.pt")
+    plain.refused(
+        tmp_path / "a.pt",
+        "'a' must be an array or a tensor of real numbers: got dict",
+        prefix="a.a.a",
+    )
+
+
+def test_names_that_are_too_long(tmp_path: Path) -> None:
+    plain.make(tmp_path / "a.npz", {"x" * 60_000: np.zeros(4)})
+    plain.refused(tmp_path / "a.npz", "names must have at most 500 characters: got one of 60000")
+
+
+def test_a_size_that_the_directory_declares_too_small(tmp_path: Path) -> None:
+    """500 MB of zeros in 500 kB, of which nothing beyond the declared size is unpacked."""
+    path = tmp_path / "a.npz"
+    with (
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive,
+        archive.open("bn/gamma.npy", "w", force_zip64=True) as member,
+    ):
+        np.lib.format.write_array(member, np.zeros(4, np.float32))
+        for _ in range(500):
+            member.write(bytes(2**20))
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<I", data, data.rfind(b"PK\x01\x02") + 24, 144)
+    path.write_bytes(data)
+    tracemalloc.start()
+    plain.refused(path, r"BadZipFile: the checksum of 'bn/gamma\.npy' does not fit")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 50e6

@@ -1,0 +1,176 @@
+"""What importing brings in, and which room imports which."""
+
+import ast
+import subprocess
+import sys
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import require
+from tests.helpers.launch import ROOT
+
+PACKAGE = ROOT / "multibn"
+
+# From the bottom up: modules, and folders for the modules in them that stand on no other floor.
+# A module imports from its own floor and from those below.
+FLOORS = """
+_typing _version _environment _progress registry
+_arrays checkpoint.files
+message checkpoint.keys communicators.base
+checkpoint communicators.names communicators.objects communicators.watch
+communicators.default communicators.groups communicators.lines
+communicators.lookup communicators.agreement communicators.transports
+communicators.conversation
+communicators kernels.arguments kernels.layout kernels.core
+kernels.generic_passes kernels.triton.steps
+kernels.generic kernels.triton
+kernels
+engine.masks
+engine.statistics
+engine.population engine.recompute
+engine
+multibn
+torch_backend.layer chainer_backend
+torch_backend.train
+torch_backend.convert torch_backend.precise_bn torch_backend.reversible
+torch_backend.reversible.mvit torch_backend.integrations
+torch_backend
+_launch
+parity info
+cli __main__
+"""
+
+# The default process group of torch, for which None stands, is a communicator of torch_distributed.
+KNOWN_ARROWS_UP = ["communicators.default imports communicators.transports.torch_distributed"]
+KNOWN_CIRCLES = [["communicators.default", "communicators.transports.torch_distributed"]]
+
+
+@cache
+def _modules() -> dict[str, Path]:
+    """Files by the names of their modules, without "multibn." in front."""
+    modules = {}
+    for path in [*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.pyi")]:
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        modules[name.removeprefix("multibn.")] = path
+    return modules
+
+
+@cache
+def _arrows() -> dict[str, set[str]]:
+    """The modules of the package that each one imports, inside of functions and by name too."""
+    modules = _modules()
+    arrows: dict[str, set[str]] = {module: set() for module in modules}
+    for module, path in modules.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            imported: list[str] = []
+            if isinstance(node, ast.Import):
+                imported = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                imported = [
+                    name if name.removeprefix("multibn.") in modules else node.module or ""
+                    for name in names
+                ]
+            elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+                imported = [str(a.value) for a in node.args if isinstance(a, ast.Constant)]
+            ours = (name for name in imported if name.split(".")[0] == "multibn")
+            arrows[module] |= {name.removeprefix("multibn.") for name in ours} & modules.keys()
+    return arrows
+
+
+def test_every_module_stands_on_a_floor() -> None:
+    entries = set(FLOORS.split())
+    assert len(entries) == len(FLOORS.split())
+    inside = {m.rpartition(".")[0] for m in _modules()}
+    assert entries <= _modules().keys() | inside, "the floors name modules that are gone"
+    assert not [m for m in _modules() if _floor(m) < 0]
+
+
+def _floor(module: str) -> int:
+    """The floor of a module, or of the innermost folder around it that stands on one."""
+    lines = enumerate(FLOORS.splitlines())
+    floors = {name: number for number, line in lines for name in line.split()}
+    parts = module.split(".")
+    places = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((floors[place] for place in places if place in floors), -1)
+
+
+def test_imports_point_down() -> None:
+    up = [
+        f"{module} imports {imported}"
+        for module, others in _arrows().items()
+        for imported in others
+        if _floor(imported) > _floor(module)
+        and not imported.startswith(f"{module}.")  # a folder names what is in it
+    ]
+    assert up == KNOWN_ARROWS_UP
+
+
+def test_folders_have_at_most_twelve_files() -> None:
+    """Beside `__init__`. In a larger folder nobody finds a file: make folders inside of it."""
+    kinds = ("*.py", "*.pyi", "*.[ch]")
+    files = [p for room in (PACKAGE, ROOT / "tests") for kind in kinds for p in room.rglob(kind)]
+    counts = Counter(path.parent for path in files if path.stem != "__init__")
+    assert not {str(folder): count for folder, count in counts.items() if count > 12}
+
+
+def test_neither_backend_imports_the_other() -> None:
+    serve_both = ("parity", "_launch")  # and import each where it is used
+    wrong = [
+        f"{module} imports {imported}"
+        for module, others in _arrows().items()
+        for imported in others
+        if not module.startswith(serve_both) and "_backend" in imported
+        if not module.startswith(imported.split(".")[0])
+    ]
+    assert not wrong
+
+
+def test_no_circles() -> None:
+    arrows = _arrows()
+    reached: dict[str, set[str]] = {}
+    for module in arrows:
+        reached[module] = set()
+        new = arrows[module]
+        while new := new - reached[module]:
+            reached[module] |= new
+            new = {further for each in new for further in arrows[each]}
+    circles = {
+        tuple(sorted(other for other in reached[module] if module in reached[other]))
+        for module in arrows
+        if module in reached[module]
+    }
+    assert sorted(map(list, circles)) == KNOWN_CIRCLES
+
+
+@pytest.mark.parametrize(
+    "module, absent",
+    [
+        ("multibn.cli", ["torch", "chainer", "cupy", "mpi4py", "rich", "matplotlib"]),
+        ("multibn", ["torch", "chainer", "cupy", "mpi4py", "numpy.random"]),
+        ("multibn.checkpoint", ["torch", "chainer", "safetensors", "numpy.random"]),
+        (
+            "multibn.torch_backend",
+            ["chainer", "cupy", "mpi4py", "torch._dynamo", "torch.distributed.tensor"],
+        ),
+        ("multibn.chainer_backend", ["torch", "mpi4py.MPI"]),
+    ],
+)
+def test_importing_brings_in_no_other_framework(module: str, absent: list[str]) -> None:
+    backend = module.rpartition(".")[2].partition("_")[0]
+    if backend in ("torch", "chainer"):
+        require.need(backend)
+    # NumPy 1 imports numpy.random itself.
+    code = f"""\
+import sys, numpy
+own = set(sys.modules)
+import {module}
+print([m for m in {absent} if m in set(sys.modules) - own])"""
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True, text=True, timeout=100, cwd=ROOT,
+    )  # fmt: skip
+    assert (ran.returncode, ran.stdout.strip()) == (0, "[]"), ran.stderr

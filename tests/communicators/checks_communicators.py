@@ -1,0 +1,440 @@
+"""Every communicator that the launcher can drive conforms; bad groups are refused."""
+
+import contextlib
+import os
+import pickle
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multibn.communicators import Communicator, SingleProcess, as_communicator
+from multibn.communicators import lines as _lines
+from multibn.communicators.conversation import Conversation
+from multibn.communicators.transports import shared_memory
+from tests.communicators import conformance
+from tests.communicators.transports import standin_cupy
+from tests.harness.runs import on, only
+from tests.helpers import require
+
+RUNS = on("torchrun mpiexec", 1, 2, 3, 4)
+
+
+def _under_torchrun(world: Communicator) -> bool:
+    return type(world).__name__ == "TorchDistributed"
+
+
+def check_world_conforms(world: Communicator) -> None:
+    conformance.check_communicator(world)
+
+
+def check_group_conforms(world: Communicator) -> None:
+    conformance.check_communicator(world.split(world.rank // 2))
+
+
+def check_single_process_conforms(world: Communicator) -> None:
+    conformance.check_communicator(SingleProcess())
+
+
+@only("torchrun")
+def check_default_conforms(world: Communicator) -> None:
+    """None is the default process group under torchrun."""
+    default = as_communicator(None)
+    assert (default.rank, default.size) == (world.rank, world.size)
+    conformance.check_communicator(default)
+
+
+@only("mpiexec", needs=("chainer",))
+def check_chainermn_conforms(world: Communicator) -> None:
+    from tests.communicators.transports.checks_chainermn import naive
+
+    conformance.check_communicator(as_communicator(naive()))
+
+
+@only(sizes=(2, 3, 4))
+def check_deadlines(world: Communicator) -> None:
+    """Of every transport of the launcher."""
+    for comm in _with_timeout(world):
+        conformance.check_deadline(comm, world)
+
+
+@only(sizes=(2,))  # the lines of any number of ranks are the same code, but for several machines
+def check_interruptions_and_forks(world: Communicator) -> None:
+    """Of every transport of the launcher."""
+    _interrupt_and_fork(world)
+
+
+@only("torchrun", sizes=(3,))
+def check_interruptions_and_forks_on_two_machines(world: Communicator) -> None:
+    _interrupt_and_fork(world)
+
+
+def _interrupt_and_fork(world: Communicator) -> None:
+    for comm in _with_timeout(world):
+        conformance.check_fork(comm, used=False)
+        conformance.check_fork(comm, used=True)
+        conformance.check_interruption(comm, world)
+
+
+def _with_timeout(world: Communicator) -> Iterator[Any]:
+    if _under_torchrun(world):
+        import torch.distributed as dist
+
+        from multibn.communicators.transports.torch_distributed import TorchDistributed
+
+        for context in (contextlib.nullcontext(), _no_shared_memory(), _machines_of_two(world)):
+            with context:
+                yield TorchDistributed(dist.new_group(list(range(world.size))), timeout=0.8)
+        yield TorchDistributed(_of_another_backend(world.size), timeout=0.8)
+        return
+    from mpi4py import MPI as mpi
+
+    from multibn.communicators.transports.mpi import MPI
+
+    yield MPI(mpi.COMM_WORLD.Dup(), timeout=0.8)
+    if require.available("chainer"):
+        from multibn.chainer_backend import compat
+        from multibn.communicators.transports.chainermn import ChainerMN
+
+        compat.make_importable()
+        import chainermn
+
+        yield ChainerMN(chainermn.create_communicator("naive", mpi.COMM_WORLD.Dup()), timeout=0.8)
+
+
+@contextlib.contextmanager
+def _no_shared_memory() -> Iterator[None]:
+    """Ranks of one machine that exchange messages as ranks of several do."""
+    os.environ["MULTIBN_SHARED_MEMORY"] = "0"
+    try:
+        yield
+    finally:
+        del os.environ["MULTIBN_SHARED_MEMORY"]
+
+
+@contextlib.contextmanager
+def _machines_of_two(world: Communicator) -> Iterator[None]:
+    """Ranks that open each other's memory in pairs, as if each pair had a machine of its own."""
+    pids = np.zeros(world.size)
+    pids[world.rank] = os.getpid()
+    pids = world.allreduce(pids)
+    partners = pids[world.rank // 2 * 2 :][:2]
+    opened = shared_memory._opened
+    shared_memory._opened = lambda offer: opened(offer) if offer["pid"] in partners else None
+    try:
+        yield
+    finally:
+        shared_memory._opened = opened
+
+
+@only("torchrun")
+def check_machines_conform(world: Communicator) -> None:
+    """Without shared memory, and with shared memory inside of several machines."""
+    import torch.distributed as dist
+
+    for context in (_no_shared_memory(), _machines_of_two(world)):
+        with context:
+            group = dist.new_group(list(range(world.size)))
+            conformance.check_communicator(as_communicator(group))
+
+
+@only("torchrun", sizes=(2, 3, 4))
+def check_which_line_is_opened(world: Communicator) -> None:
+    import torch.distributed as dist
+
+    kinds = []
+    for context in (contextlib.nullcontext(), _no_shared_memory(), _machines_of_two(world)):
+        with context:
+            communicator: Any = as_communicator(dist.new_group(list(range(world.size))))
+            communicator.allreduce(np.ones(1))
+            line = communicator.lines._open[0]
+            kinds.append(type(getattr(line, "_small", line)).__name__)
+    alone = world.rank == 2 and world.size == 3
+    shared = "SharedLine" if world.size == 2 else "LineOverMachines"
+    assert kinds == ["SharedLine", "EngineLine", "EngineLine" if alone else shared]
+
+
+def _of_another_backend(size: int) -> Any:
+    """A group over a backend of which multibn knows nothing."""
+    import torch.distributed as dist
+
+    name = "another"
+    if name.upper() not in dir(dist.Backend):
+        gloo: Any = dist.ProcessGroupGloo
+        dist.Backend.register_backend(
+            name, lambda store, rank, size, timeout: gloo(store, rank, size, timeout), devices="cpu"
+        )
+    return dist.new_group(list(range(size)), backend=name)
+
+
+@only("torchrun")
+def check_another_backend_conforms(world: Communicator) -> None:
+    conformance.check_communicator(as_communicator(_of_another_backend(world.size)))
+
+
+@only(sizes=(2,), needs=("torch",))  # the answers do not depend on the number of ranks
+def check_gpu_tensors_go_through_watched_lines(world: Communicator) -> None:
+    """Over gloo, and over an MPI that is not CUDA-aware: no GPU is needed to see the way."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    transport: Any = world
+    with FakeTensorMode():
+        on_gpu = torch.empty(3, device="cuda")
+    assert on_gpu.device.type == "cuda"
+    assert not transport.takes(on_gpu)
+    assert not transport.takes(torch.ones(3))
+    if not _under_torchrun(world):
+        from multibn.communicators.transports.mpi import MPI
+
+        assert MPI(cuda_aware=True).takes(on_gpu)
+        assert not MPI(cuda_aware=True).takes(on_gpu.half())
+
+
+@only(sizes=(2, 3, 4), needs=("no cupy",))
+def check_numbers_from_a_gpu_are_looked_at_in_host_memory(world: Communicator) -> None:
+    """At once, and not one call later: over these transports they come through host memory."""
+    phase = Conversation(world, lambda: "bn").during("forward", np.dtype("float32"))
+    with standin_cupy.installed() as cupy:
+        for spoiled, kind, message in (
+            (np.inf, FloatingPointError, r"of bn are not finite: .* on rank\(s\) \[1\] of"),
+            (np.nan, RuntimeError, r"the input of bn was refused on rank\(s\) \[1\] of"),
+        ):
+            payload = cupy.asarray(np.full(8, spoiled if world.rank == 1 else 1.0))
+            if world.rank == 1 and spoiled is np.nan:  # this rank has an error of its own
+                phase.allreduce(payload)
+                continue
+            with pytest.raises(kind, match=message):
+                phase.allreduce(payload)
+        summed = phase.allreduce(cupy.asarray(np.ones(8)))
+        assert isinstance(summed, cupy.ndarray)
+        np.testing.assert_array_equal(summed.get(), world.size)
+
+
+def check_native_objects_are_recognised(world: Communicator) -> None:
+    ones = np.ones(2)
+    if _under_torchrun(world):
+        import torch.distributed as dist
+
+        mesh = dist.init_device_mesh("cpu", (1, world.size), mesh_dim_names=("a", "b"))
+        natives: list[Any] = [dist.group.WORLD, mesh["b"]]
+        with pytest.raises(ValueError, match="must have one dimension: got 2"):
+            as_communicator(mesh)
+        assert "mpi4py.MPI" not in sys.modules
+    else:
+        from mpi4py import MPI
+
+        natives = [MPI.COMM_WORLD, MPI.COMM_WORLD.Dup()]
+        alone = as_communicator(MPI.COMM_SELF)
+        assert alone.size == pickle.loads(pickle.dumps(alone)).size == 1
+        if world.size > 1:
+            half: Any = MPI.COMM_WORLD.Split(world.rank % 2)
+            inter = half.Create_intercomm(0, MPI.COMM_WORLD, 1 - world.rank % 2)
+            with pytest.raises(TypeError, match="must be an intracommunicator"):
+                as_communicator(inter)
+    for native in natives:
+        communicator = as_communicator(native)
+        assert (communicator.rank, communicator.size) == (world.rank, world.size)
+        assert communicator.allreduce(ones)[0] == world.size
+
+
+def fresh(world: Communicator) -> Any:
+    """A communicator of the same ranks that has communicated nothing yet."""
+    if _under_torchrun(world):
+        import torch.distributed as dist
+
+        return as_communicator(dist.new_group(list(range(world.size))))
+    from mpi4py import MPI
+
+    return as_communicator(MPI.COMM_WORLD.Dup())
+
+
+def _phase(communicator: Communicator, name: str) -> Any:
+    return Conversation(communicator, lambda: name).during("forward", np.dtype("float32"))
+
+
+def _resources() -> tuple[int, int]:
+    """Descriptors and threads of this process."""
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def check_lines_do_not_grow_with_the_model(world: Communicator) -> None:
+    """20 widths; a step of each of them is exact."""
+    communicator = fresh(world)
+    _phase(communicator, "first").allreduce(np.ones(6))
+    before = _resources()
+    for C in range(3, 403, 20):
+        payload = np.arange(2.0 * C + 2) + world.rank
+        summed = _phase(communicator, f"bn{C}").allreduce(payload.copy())
+        expected = world.size * (payload - world.rank) + sum(range(world.size))
+        np.testing.assert_array_equal(summed, expected)
+    after = _resources()
+    duplicates = getattr(communicator.lines.transport, "duplicates", [])
+    assert after == before
+    assert len(duplicates) <= 6  # any array, first messages, up to 64, 128, 256 and 512 channels
+
+
+@only("torchrun")
+def check_200_widths_over_gloo_take_one_group(world: Communicator) -> None:
+    """A connection with each other rank and a thread, whatever the number of widths."""
+    with _no_shared_memory():
+        communicator = fresh(world)
+        before = _resources()
+        for C in range(3, 1603, 8):
+            summed = _phase(communicator, f"bn{C}").allreduce(np.full(2 * C + 2, world.rank + 1.0))
+            np.testing.assert_array_equal(summed, sum(range(world.size + 1)))
+    descriptors, threads = (a - b for a, b in zip(_resources(), before, strict=True))
+    assert descriptors <= world.size - 1
+    assert threads <= 2  # gloo's, and the one that asks the store
+
+
+@only(sizes=(2,))  # the same code for any number of ranks
+def check_what_the_user_destroys_is_let_go(world: Communicator) -> None:
+    counts = []
+    for _ in range(6):
+        communicator = fresh(world)
+        for C in (8, 100):
+            _phase(communicator, f"bn{C}").allreduce(np.ones(2 * C + 2))
+        lines = communicator.lines
+        keys = 0
+        if _under_torchrun(world):
+            import torch.distributed as dist
+
+            dist.destroy_process_group(communicator.group)
+            world.allreduce(np.ones(1))  # the last rank to let go leaves no key
+            keys = dist.distributed_c10d._get_default_store().num_keys()
+        else:
+            communicator.comm.Free()
+            assert not lines.transport.duplicates
+        with pytest.raises(RuntimeError, match="its process group was destroyed"):
+            lines.sum(np.ones(1), "", "", 1.0)
+        counts.append((*_resources(), len(_lines._all_lines), keys))
+    world.allreduce(np.ones(1))
+    first, last = counts[1], counts[-1]  # the first may start a thread that stays
+    assert last[:3] == first[:3]
+    assert last[3] - first[3] <= 4 * 2  # two of torch's own for each group
+
+
+@only("torchrun", sizes=(2,))
+def check_a_destroyed_group_is_named(world: Communicator) -> None:
+    import torch.distributed as dist
+
+    communicator = fresh(world)
+    communicator.allreduce(np.ones(1))
+    dist.destroy_process_group(communicator.group)
+    with pytest.raises(
+        RuntimeError, match=r"the process group of ranks \[0, 1\] was destroyed\. Gi"
+    ):
+        communicator.allreduce(np.ones(1))
+
+
+@only("torchrun", sizes=(2, 3, 4))
+def check_a_rank_that_lets_go_is_missed(world: Communicator) -> None:
+    """By ranks that wait for a message: at once, and not after a deadline."""
+    import torch.distributed as dist
+
+    communicator = fresh(world)
+    communicator.allreduce(np.ones(1))
+    lines, said = communicator.lines, ""
+    if world.rank == 1:
+        dist.destroy_process_group(communicator.group)
+    else:
+        try:
+            communicator.allreduce(np.ones(1))
+        except (ConnectionError, RuntimeError) as error:
+            said = str(error)
+        lines.abandon()
+    world.allreduce(np.ones(1))
+    if world.rank != 1:
+        # Ranks that have no connection with rank 1 hear of the failure of those that have.
+        assert "for rank(s) [1], whose program ended before it came there: rank 1 (mach" in said
+
+
+@only("torchrun", sizes=(2, 3, 4))
+def check_unlike_arrays_are_refused(world: Communicator) -> None:
+    """Sums of unlike arrays: over gloo itself, the process with the shorter one would end."""
+    for mine in (np.ones(3 + world.rank), np.ones(3, np.float32 if world.rank else np.float64)):
+        communicator = fresh(world)
+        said = ""
+        try:
+            communicator.allreduce(mine)
+        except RuntimeError as error:
+            said = str(error)
+        communicator.lines.abandon()
+        world.allreduce(np.ones(1))
+        assert "the ranks are in different places: rank " in said
+        assert "is in a sum of float64 numbers of shape (3,)" in said
+
+
+@only(sizes=(2, 3, 4))
+def check_unlike_widths(world: Communicator) -> None:
+    """Their messages may meet in a line; the fingerprints keep them apart."""
+    communicator = fresh(world)
+    narrow, wide = _phase(communicator, "narrow"), _phase(communicator, "wide")
+    one, other = _phase(communicator, "bn"), _phase(communicator, "bn")  # of two models
+    for _ in range(2):
+        for phase, C in ((narrow, 40), (wide, 60), (one, 40), (other, 60)):
+            np.testing.assert_array_equal(phase.allreduce(np.ones(2 * C + 2)), world.size)
+    meet = not _under_torchrun(world)  # over MPI
+    for short, long in ((one, other), (narrow, wide)):
+        said = ""
+        try:
+            short.allreduce(np.ones(82)) if world.rank == 0 else long.allreduce(np.ones(122))
+        except RuntimeError as error:
+            said = str(error)
+        world.allreduce(np.ones(1))
+        assert "the ranks are in different places: " in said
+        if short is one and meet:
+            assert re.search(
+                r"rank\(s\) \[0\] in bn .*, 40 channels; .*\[1.*, 60 channels\. ", said
+            )
+        elif meet:
+            assert re.search(r"rank\(s\) \[0\] in narrow \(.*call 3\); .* in wide ", said)
+        else:
+            communicator.lines.abandon()
+            return  # the lines have found two ranks that wait in different places
+
+
+def check_a_group_without_this_rank_is_refused(world: Communicator) -> None:
+    if _under_torchrun(world):
+        import torch.distributed as dist
+
+        group = dist.new_group([0])
+    else:
+        from mpi4py import MPI
+
+        group = MPI.COMM_WORLD.Split(0 if world.rank == 0 else MPI.UNDEFINED)
+    if world.rank == 0:
+        assert as_communicator(group).size == 1
+    else:
+        with pytest.raises(ValueError, match=f"rank {world.rank}.*[Gg]ive each process the"):
+            as_communicator(group)
+
+
+@only("mpiexec")
+def check_a_pickle_of_a_larger_world_is_refused(world: Communicator) -> None:
+    """Before MPI hears of ranks that it does not have."""
+    from multibn.communicators.transports import mpi
+
+    for ranks in ((world.size,), (world.rank, world.size)):
+        restored = mpi._restore(ranks, None, 1.0)
+        message = rf"made for ranks \[.*{world.size}\] of MPI.COMM_WORLD, and this is rank "
+        with pytest.raises(RuntimeError, match=rf"{message}{world.rank} of {world.size}\. Give th"):
+            restored.allreduce(np.ones(1))
+
+
+def check_other_types_are_refused(world: Communicator) -> None:
+    for wrong in ("nccl", 3.0, True, object(), {0, 1}):
+        with pytest.raises(TypeError, match="a communicator must be None, a torch ProcessGroup"):
+            as_communicator(wrong)
+
+
+@only(needs=("torch",))
+def check_a_tensor_is_no_communicator(world: Communicator) -> None:
+    import torch
+
+    with pytest.raises(TypeError, match="must be a torch ProcessGroup or DeviceMesh"):
+        as_communicator(torch.ones(2))

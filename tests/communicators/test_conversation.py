@@ -1,0 +1,288 @@
+"""What a layer's messages tell over communicators that have no lines: a user's own, and GPUs'."""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multibn import message
+from multibn.communicators import conversation
+from multibn.communicators.conversation import Conversation, Phase
+from multibn.communicators.lines import HostArray, LineCommunicator, Lines
+from multibn.communicators.transports.chainermn import sum_by_nccl
+from multibn.engine.statistics import Moments, aggregate
+from tests.communicators.transports import standin_cupy
+from tests.helpers import require
+from tests.helpers.ranks import ThreadCommunicator, run_ranks
+
+C = 3
+
+
+def _errors(size: int, work: Callable[[ThreadCommunicator], object]) -> list[Exception]:
+    """The error of each rank; all of them must raise, and none may wait for another."""
+
+    def run(world: ThreadCommunicator) -> Exception:
+        try:
+            work(world)
+        except Exception as error:
+            return error
+        raise AssertionError(f"no error on rank {world.rank}")
+
+    return run_ranks(size, run)
+
+
+def _phase(communicator: Any, name: str, phase: str = "forward") -> Phase:
+    return Conversation(communicator, lambda: name).during(phase, np.dtype("float32"))
+
+
+class OverNCCL(LineCommunicator):
+    """The threads of `world`; arrays of CuPy's stand-in are summed as pure_nccl sums them."""
+
+    lines: Lines | None = None
+
+    def __init__(self, world: ThreadCommunicator) -> None:
+        self.rank, self.size, self._world = world.rank, world.size, world
+        self._comm = standin_cupy.NcclCommunicator(
+            world.size, b"", world.rank, lambda a: world.allreduce(a.copy())
+        )
+
+    def takes(self, x: Any, /) -> bool:
+        return isinstance(x, standin_cupy.ndarray)
+
+    def allreduce_on_device(self, x: Any, /) -> Any:
+        return sum_by_nccl(self._comm, x)
+
+    def allreduce_host(self, a: HostArray, /) -> HostArray:
+        return self._world.allreduce(a)
+
+
+@pytest.fixture(params=["numpy", "cupy", "cupy over NCCL"])
+def transport(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A user's own communicator and arrays for it; CuPy arrays also over NCCL."""
+    if request.param == "numpy":
+        yield lambda world: world, np.ones
+        return
+    if importlib.util.find_spec("cupy") is not None:
+        pytest.skip("the stand-in is for machines without CuPy")
+    with standin_cupy.installed() as cupy:
+        make = OverNCCL if request.param == "cupy over NCCL" else lambda world: world
+        yield make, lambda n: cupy.asarray(np.ones(n))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_unlike_layers_are_named_on_all_ranks_at_the_first_message(
+    transport: Any, size: int
+) -> None:
+    make, ones = transport
+
+    def work(world: ThreadCommunicator) -> None:
+        name = "layer1.bn2" if world.rank == 1 else "layer1.bn1"
+        _phase(make(world), name).allreduce(ones(2 * C + 2))
+
+    for error in _errors(size, work):
+        assert isinstance(error, RuntimeError)
+        assert "the ranks are in different places: rank(s) [0" in str(error)
+        assert "rank(s) [1] in layer1.bn2. All ranks must run the same layers" in str(error)
+
+
+def test_unlike_channels_are_named_before_messages_of_unlike_sizes(transport: Any) -> None:
+    make, ones = transport
+
+    def work(world: ThreadCommunicator) -> None:
+        _phase(make(world), "0").allreduce(ones(2 * (C + world.rank) + 2))
+
+    for error in _errors(2, work):
+        assert isinstance(error, ValueError)
+        assert str(error) == (
+            "the ranks have built layer 0 differently: rank(s) [0] in 3 channels; rank(s) [1] in 4 "
+            "channels. Build the same model on all ranks."
+        )
+
+
+@pytest.mark.parametrize(
+    "allreduce, found",
+    [
+        (lambda x: None, "got NoneType on rank 0"),
+        (lambda x: (2 * x).tolist(), "got list on rank 0"),
+        (lambda x: (2 * x).astype("float32"), "got float32 of shape (6,) on rank 0"),
+        (lambda x: 2 * x[1:], "got float64 of shape (5,) on rank 0"),
+        (lambda x: x.copy(), "got the numbers of this rank on rank 0"),  # a mean, for example
+    ],
+)
+def test_a_sum_that_is_none_is_a_mistake_of_the_communicators_class(
+    allreduce: Callable[[Any], Any], found: str
+) -> None:
+    own = SimpleNamespace(rank=0, size=2, allreduce=allreduce, split=None)
+    with pytest.raises(TypeError) as raised:
+        _phase(own, "0").allreduce(np.ones(2 * C + 2))
+    assert str(raised.value) == (
+        "`allreduce` of SimpleNamespace must return the sum over 2 ranks, an array like its "
+        f"argument, float64 of shape (6,): {found}. Correct this method."
+    )
+
+
+def test_unlike_layers_are_named_later(transport: Any) -> None:
+    """On a GPU one call later: the host looks at a message when the next one is sent."""
+    make, ones = transport
+
+    def work(world: ThreadCommunicator) -> None:
+        communicator = make(world)
+        layers = [_phase(communicator, name) for name in ("bn1", "bn2")]
+        for layer in layers:
+            summed = layer.allreduce(ones(2 * C + 2))
+            host = summed.get() if hasattr(summed, "get") else summed
+            np.testing.assert_array_equal(host, [2.0] * (2 * C + 2))
+        for layer in reversed(layers) if world.rank == 1 else layers:
+            layer.allreduce(ones(2 * C + 2))
+        for layer in layers:
+            layer.allreduce(ones(2 * C + 2))
+
+    for rank, error in enumerate(_errors(2, work)):
+        assert isinstance(error, RuntimeError)
+        if isinstance(ones(1), np.ndarray):
+            expected = (
+                "the ranks are in different places: rank(s) [0] in bn1 (forward, float32, call 2); "
+                "rank(s) [1] in bn2 (forward, float32, call 2). All ranks must run"
+            )
+        else:
+            expected = (
+                "the ranks were in different places in the previous call of bn1 (forward, float32, "
+                f"call 3), on rank {rank}: another rank was in another layer"
+            )
+        assert str(error).startswith(expected)
+
+
+def test_layers_of_unlike_widths_meet_in_messages_of_one_length(transport: Any) -> None:
+    """They would meet in the transport, with unlike sizes: a hang, or an error of its own."""
+    make, ones = transport
+
+    def work(world: ThreadCommunicator) -> None:
+        communicator = make(world)
+        layers = [_phase(communicator, f"bn{n}") for n in (C, 2 * C)]
+        for layer, n in zip(layers, (C, 2 * C), strict=True):
+            summed = layer.allreduce(ones(2 * n + 2))
+            assert summed.shape == (2 * n + 2,)
+        for _ in range(2):
+            i = world.rank % 2
+            layers[i].allreduce(ones(2 * (C, 2 * C)[i] + 2))
+
+    for error in _errors(2, work):
+        assert isinstance(error, RuntimeError)
+        assert "in different places" in str(error)
+
+
+@pytest.mark.parametrize("transport", ["cupy", "cupy over NCCL"], indirect=True)
+def test_infinity_on_a_gpu_is_an_error_one_call_later(transport: Any) -> None:
+    make, ones = transport
+
+    def work(world: ThreadCommunicator) -> None:
+        layer = _phase(make(world), "bn")
+        numbers = ones(2 * C + 2)
+        if world.rank == 1:
+            numbers = numbers + np.inf
+        layer.allreduce(numbers)
+        layer.allreduce(ones(2 * C + 2))
+
+    for error in _errors(2, work):
+        assert isinstance(error, FloatingPointError)
+        assert "were not finite in the previous call of bn (forward, float32, call" in str(error)
+
+
+@pytest.mark.parametrize("transport", ["cupy", "cupy over NCCL"], indirect=True)
+def test_no_event_is_waited_for_while_a_graph_is_captured(
+    transport: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver refuses such a call, and the capture fails."""
+    make, ones = transport
+    import cupy
+
+    def refuse() -> None:
+        raise RuntimeError("cudaErrorStreamCaptureUnsupported")
+
+    event = SimpleNamespace(record=lambda: None, synchronize=refuse)
+    monkeypatch.setattr(cupy.cuda, "Event", lambda: event)
+    stream = cupy.cuda.get_current_stream()
+    capturing = [False]
+    monkeypatch.setattr(stream, "is_capturing", lambda: capturing[0])
+
+    def work(world: ThreadCommunicator) -> None:
+        layer = _phase(make(world), "bn")
+        layer.allreduce(ones(2 * C + 2))
+        world.allreduce(np.zeros(1))
+        capturing[0] = True
+        for _ in range(2):
+            layer.allreduce(ones(2 * C + 2))
+
+    run_ranks(2, work)
+
+
+def test_a_layer_that_moves_to_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's event stays on the GPU on which it was recorded first."""
+    require.need("torch")
+    import torch
+
+    class OnGPU(torch.Tensor):
+        is_cuda = True
+        gpu = 0
+
+        @property
+        def device(self) -> Any:  # type: ignore[override]
+            return torch.device("cuda", self.gpu)
+
+        def get_device(self) -> int:
+            return self.gpu
+
+    class Event:
+        def __init__(self, device: torch.device) -> None:
+            self.gpu = device.index
+
+        def record(self, stream: Any) -> None:
+            assert stream == (None if self.gpu == 0 else f"the stream of GPU {self.gpu}")
+
+        def synchronize(self) -> None:
+            pass
+
+    empty = torch.empty
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory, **options: empty(*a, **options))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    streams = "the stream of GPU {0.index}".format
+    monkeypatch.setattr(torch.cuda, "current_stream", streams)
+    pinned: Any = {}
+    for gpu in (0, 1, 0):
+        summed: Any = torch.full((4,), 3.0 + gpu).as_subclass(OnGPU)
+        summed.gpu = gpu
+        wait: Any = conversation._copy_to_host(summed, pinned)
+        assert wait().tolist() == [3.0 + gpu] * 4
+    assert len(pinned) == 2
+
+
+@pytest.mark.parametrize("scale", [0.25, 1e-3, 1.0, 1e6])
+def test_any_positive_weight(scale: float) -> None:
+    """Weights count in relation to each other: a common factor changes nothing."""
+    batches = [np.array([1.0, 2.0, 6.0]), np.array([5.0])]
+    weights = [3.0 * scale, 1.0 * scale]
+
+    def work(world: ThreadCommunicator) -> Any:
+        x = batches[world.rank]
+        moments = Moments(
+            np.array([x.mean()]), np.array([(x**2).mean()]), len(x), weights[world.rank]
+        )
+        return aggregate(moments, world, weighting="sample")
+
+    for batch in run_ranks(2, work):
+        np.testing.assert_allclose(batch.mean, [3.5], rtol=1e-15)
+        np.testing.assert_allclose(batch.var, [66 / 4 - 3.5**2], rtol=1e-14)
+        assert batch.count == 4
+
+
+def test_the_length_of_messages() -> None:
+    assert message.length(C) == 2 * C + 4
+    assert message.length(C, 5) == 2 * C + 2 + 2 * 5 + 2 + 2
+    for phase, payload in (("forward", 2 * C + 2), ("backward", 2 * C)):
+        assert payload + message.num_lanes(phase) == message.length(C)
+    assert message.num_channels(message.length(C, 5), 2) == C + 5

@@ -1,0 +1,324 @@
+"""Under mpiexec only: ChainerMN's communicators, and its own link as a peer.
+
+chainermn is imported by the checks, not here: importing it initialises MPI.
+"""
+
+import functools
+import math
+import pickle
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multibn.chainer_backend import MultiNodeBatchNormalization, create_mnbn_model
+from multibn.communicators import Communicator, SingleProcess
+from multibn.communicators.transports.chainermn import ChainerMN
+from multibn.parity.cases import CHANNELS
+from tests.harness.runs import on
+from tests.helpers import parity
+
+RUNS = on("mpiexec", 2, 3, 4, needs="chainer")
+
+
+@functools.cache
+def naive() -> Any:
+    """ChainerMN's communicator for arrays in host memory, made once: its creation is collective."""
+    import chainermn
+
+    return chainermn.create_communicator("naive")
+
+
+globals().update(parity.checks(lambda world: ChainerMN(naive())))
+
+
+def _peers(**options: Any) -> tuple[Any, Any]:
+    """ChainerMN's link, and ours with its conventions."""
+    import chainermn
+
+    with pytest.warns(FutureWarning):  # ChainerMN calls its own link experimental
+        theirs = chainermn.links.MultiNodeBatchNormalization(CHANNELS, naive(), **options)
+    ours = MultiNodeBatchNormalization(CHANNELS, naive(), **options, conventions="chainermn")
+    return theirs, ours
+
+
+def _whole_mean(xs: list[Any]) -> Any:
+    return np.concatenate([np.moveaxis(x, 1, 0).reshape(x.shape[1], -1) for x in xs], 1).mean(1)
+
+
+def _train(link: Any, x: Any, dy: Any, **arguments: Any) -> list[Any]:
+    import chainer
+
+    link.cleargrads()
+    v = chainer.Variable(x)
+    with warnings.catch_warnings():
+        # ChainerMN's link still asks for its device number, which Chainer 7 deprecates.
+        warnings.filterwarnings("ignore", "Link._device_id", DeprecationWarning)
+        y = link(v, **arguments)
+    y.grad = dy
+    y.backward()
+    return [y.array, v.grad, *(p.grad for _, p in sorted(link.namedparams()))]
+
+
+def _compare_with_chainermn(
+    world: Communicator, *, split: str = "even", finetune: bool = False, **options: Any
+) -> None:
+    theirs, ours = _peers(dtype=np.float64, **options)
+    pairs: list[tuple[Any, Any]] = []
+    for step in range(3):
+        xs, dys = parity.batches(split, world.size, "float64", seed=step)
+        arguments = {"finetune": True} if finetune else {}
+        pairs += zip(
+            *[
+                _train(link, xs[world.rank], dys[world.rank], **arguments)
+                for link in (theirs, ours)
+            ],
+            strict=True,
+        )
+    assert theirs.N == ours.N == (3 if finetune else 0)
+    pairs += [(theirs.avg_mean, ours.avg_mean), (theirs.avg_var, ours.avg_var)]
+    for expected, got in pairs:
+        np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-12)
+
+
+def check_equals_chainermn(world: Communicator) -> None:
+    _compare_with_chainermn(world)
+
+
+def check_equals_chainermn_in_finetuning(world: Communicator) -> None:
+    _compare_with_chainermn(world, finetune=True)
+
+
+def check_equals_chainermn_on_uneven_batches(world: Communicator) -> None:
+    """Where its numbers are not those of the whole batch."""
+    for split in ("uneven", "spatial"):
+        for finetune in (False, True):
+            _compare_with_chainermn(world, split=split, finetune=finetune)
+
+
+def check_equals_chainermn_after_create_mnbn_model(world: Communicator) -> None:
+    import chainermn
+    from chainer import links as L
+
+    plain = L.BatchNormalization(CHANNELS, dtype=np.float64)
+    with pytest.warns(FutureWarning):
+        theirs = chainermn.links.create_mnbn_model(plain, naive())
+    ours = create_mnbn_model(plain, naive(), conventions="chainermn")
+    xs, dys = parity.batches("uneven", world.size, "float64", seed=0)
+    pairs = [_train(link, xs[world.rank], dys[world.rank]) for link in (theirs, ours)]
+    for expected, got in zip(*pairs, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(ours.avg_var, theirs.avg_var, rtol=1e-9)
+
+
+def check_equals_chainermn_without_gamma(world: Communicator) -> None:
+    _compare_with_chainermn(world, use_gamma=False)
+
+
+def check_equals_chainermn_without_beta(world: Communicator) -> None:
+    _compare_with_chainermn(world, use_beta=False)
+
+
+def check_npz_files_interchange(world: Communicator) -> None:
+    import io
+
+    import chainer
+
+    theirs, ours = _peers()
+    xs, dys = parity.batches("even", world.size, "float32", seed=0)
+    for link in (theirs, ours):
+        _train(link, xs[world.rank], dys[world.rank], finetune=True)
+    for source, target in ((theirs, _peers()[1]), (ours, _peers()[0])):
+        file = io.BytesIO()
+        chainer.serializers.save_npz(file, source)
+        file.seek(0)
+        chainer.serializers.load_npz(file, target, strict=True)
+        assert target.N == source.N == 1
+        for name in ("avg_mean", "avg_var"):
+            np.testing.assert_array_equal(getattr(target, name), getattr(source, name))
+        for (_, a), (_, b) in zip(
+            sorted(source.namedparams()), sorted(target.namedparams()), strict=True
+        ):
+            np.testing.assert_array_equal(a.array, b.array)
+
+
+def check_link_returns_the_communicator_it_was_given(world: Communicator) -> None:
+    import copy
+
+    link = MultiNodeBatchNormalization(3, naive())
+    assert link.comm is naive()
+    assert copy.deepcopy(link).comm is naive()
+    assert link.copy().comm is naive()
+    assert link.copy("init").comm is naive()
+
+
+def check_pickles_find_one_communicator(world: Communicator) -> None:
+    """Layers that shared a communicator share the one that is made for them when they load."""
+    links = [MultiNodeBatchNormalization(3, naive()) for _ in range(2)]
+    found = pickle.loads(pickle.dumps(links))
+    assert found[0].comm is found[1].comm
+    assert (found[0].comm.rank, found[0].comm.size) == (world.rank, world.size)
+    alone = pickle.loads(pickle.dumps(ChainerMN(naive()).split(world.rank)))
+    assert isinstance(alone, SingleProcess)
+
+
+def check_backend_rules(world: Communicator) -> None:
+    for backend, message in (("nccl", "pure_nccl"), ("smoke signals", "'mpi', 'nccl' or 'auto'")):
+        with pytest.raises(ValueError, match=message):
+            MultiNodeBatchNormalization(3, naive(), communication_backend=backend)
+        with pytest.raises(ValueError, match=message):
+            create_mnbn_model(_small_model(), naive(), backend)
+    for backend in ("mpi", "auto"):
+        communicator = ChainerMN(naive(), backend)
+        assert communicator.communication_backend == "mpi"
+
+
+def check_multi_node_optimizer_trains(world: Communicator) -> None:
+    """create_multi_node_optimizer averages gradients that are means already: nothing changes."""
+    import chainer
+    import chainermn
+
+    model = create_mnbn_model(_small_model(), naive())
+    optimizer = chainermn.create_multi_node_optimizer(chainer.optimizers.SGD(0.1), naive())
+    optimizer.setup(model)
+    rng = np.random.default_rng(world.rank)
+    for _ in range(3):
+        model.cleargrads()
+        loss = chainer.functions.mean(model(rng.normal(size=(4, 2, 5, 5)).astype("f")) ** 2)
+        loss.backward()
+        before = model[1].gamma.grad.copy()
+        naive().multi_node_mean_grad(model)
+        np.testing.assert_allclose(model[1].gamma.grad, before, rtol=1e-6)
+        optimizer.update()
+    values = world.allreduce(model[1].gamma.array.astype(np.float64))
+    np.testing.assert_allclose(values / world.size, model[1].gamma.array, rtol=1e-6)
+
+
+def check_chainermns_link_updates_twice_in_forgotten_blocks(world: Communicator) -> None:
+    """The negative control: ours updates once, be it forgotten by Chainer's function or ours."""
+    import chainer
+    from chainer import functions as F
+
+    from multibn.chainer_backend import forget
+
+    xs, _ = parity.batches("even", world.size, "float64", seed=0)
+    updates = []
+    for how in (F.forget, forget):
+        for link in _peers(dtype=np.float64):
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Link._device_id", DeprecationWarning)
+                F.sum(how(link, chainer.Variable(xs[world.rank])) ** 2).backward()
+            updates.append(link.avg_mean / _whole_mean(xs))
+    for update, expected in zip(updates, (0.19, 0.1, 0.19, 0.1), strict=True):
+        np.testing.assert_allclose(update, expected, rtol=1e-9)
+
+
+def check_groups_of_chainermn(world: Communicator) -> None:
+    """A communicator that comm.split made."""
+    group = naive().split(world.rank % 2, world.rank)
+    xs, _ = parity.batches("uneven", world.size, "float64", seed=0)
+    link = MultiNodeBatchNormalization(CHANNELS, group, dtype=np.float64)
+    link(xs[world.rank])
+    world.allreduce(np.zeros(1))
+    assert link.comm is group
+    mean = _whole_mean(xs[world.rank % 2 :: 2])
+    np.testing.assert_allclose(link.avg_mean, 0.1 * mean, rtol=1e-10)
+
+
+def check_allreduce_persistent(world: Communicator) -> None:
+    """Averages that are equal stay as they are; those of ChainerMN's convention become equal."""
+    from chainermn.extensions import AllreducePersistent
+
+    xs, _ = parity.batches("uneven", world.size, "float64", seed=0)
+    found = []
+    for conventions in ("exact", "chainermn"):
+        link = MultiNodeBatchNormalization(
+            CHANNELS, naive(), dtype=np.float64, conventions=conventions
+        )
+        link(xs[world.rank])
+        before = link.avg_var.copy()
+        sums = world.allreduce(before)
+        AllreducePersistent(link, naive())()
+        found.append((before, sums / world.size, link.avg_var))
+    (before, _, after), (_, mean, averaged) = found
+    np.testing.assert_allclose(after, before, rtol=1e-14)
+    np.testing.assert_allclose(averaged, mean, rtol=1e-14)
+
+
+def check_trainer_with_every_extension(world: Communicator) -> None:
+    """A trainer of two epochs: optimizer, evaluator, AllreducePersistent, and fine-tuning."""
+    import tempfile
+
+    import chainer
+    import chainermn
+    from chainer import links as L
+    from chainer import training
+
+    from multibn.chainer_backend import FinetunePopulationStatistics, revert_mnbn_model
+
+    rng = np.random.default_rng(0)
+    xs = rng.normal(3, 2, (14, 4)).astype("f")
+    labels = (xs.sum(1) > 12).astype("i")
+    mine = slice(world.rank, None, world.size)  # unequal numbers on three ranks
+    pairs = chainer.datasets.TupleDataset(xs[mine], labels[mine])
+    predictor = chainer.Sequential(
+        L.BatchNormalization(4), L.Linear(4, 2, initialW=np.eye(2, 4) * 0.3)
+    )
+    model = L.Classifier(create_mnbn_model(predictor, naive()))
+    optimizer = chainermn.create_multi_node_optimizer(chainer.optimizers.SGD(0.1), naive())
+    optimizer.setup(model)
+
+    def iterator(size: int, **options: Any) -> Any:
+        return chainer.iterators.SerialIterator(pairs, size, shuffle=False, **options)
+
+    updater = training.StandardUpdater(iterator(2), optimizer)
+    evaluator = training.extensions.Evaluator(iterator(3, repeat=False), model)
+    observations: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as directory:
+        trainer = training.Trainer(updater, (6, "iteration"), out=directory)
+        for extension in (
+            FinetunePopulationStatistics(iterator(2, repeat=False), model, progress=False),
+            chainermn.extensions.AllreducePersistent(model, naive()),
+            chainermn.create_multi_node_evaluator(evaluator, naive()),
+        ):
+            trainer.extend(extension, trigger=(3, "iteration"))
+        trainer.extend(
+            lambda t: observations.append(dict(t.observation)),
+            name="note",
+            trigger=(3, "iteration"),
+        )
+        trainer.run()
+    norm = model.predictor[0]
+    parameters = np.concatenate([p.array.ravel() for _, p in sorted(model.namedparams())])
+    total = world.allreduce(parameters.astype(np.float64))
+    np.testing.assert_allclose(norm.avg_mean, xs.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(norm.avg_var, xs.var(0, ddof=1), rtol=1e-5)
+    np.testing.assert_allclose(total / world.size, parameters, rtol=1e-5, atol=1e-7)
+    np.testing.assert_equal(norm.N, math.ceil(len(xs[:: world.size]) / 2))
+    assert len(observations) == 2
+    # the evaluator averages ranks' means; one process finds the same over the ranks' data
+    alone = revert_mnbn_model(model)
+    means = []
+    with chainer.using_config("train", False), chainer.no_backprop_mode():
+        for rank in range(world.size):
+            part = slice(rank, None, world.size)
+            batches = range(0, len(xs[part]), 3)
+            means.append(
+                np.mean(
+                    [
+                        float(alone(xs[part][i : i + 3], labels[part][i : i + 3]).array)
+                        for i in batches
+                    ]
+                )
+            )
+    np.testing.assert_allclose(observations[-1]["validation/main/loss"], np.mean(means), rtol=1e-5)
+
+
+def _small_model() -> Any:
+    import chainer
+    from chainer import links as L
+
+    return chainer.Sequential(
+        L.Convolution2D(2, 3, 3, initialW=0.1), L.BatchNormalization(3), chainer.functions.relu
+    )

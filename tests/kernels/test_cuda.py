@@ -1,0 +1,259 @@
+"""The Triton kernels, on a GPU and on the host through Triton's interpreter.
+
+Triton reads at its import whether to interpret, so each runs in a process of its own.
+"""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.helpers import require
+from tests.kernels.interpreter import takes_int_of_an_array
+
+HERE = Path(__file__).parent
+CHECKS = [str(HERE / name) for name in ("triton_passes.py", "triton_steps.py")]
+
+
+def _run_checks(*, interpreted: bool) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *CHECKS],
+        cwd=HERE.parents[1],
+        env=os.environ | {"TRITON_INTERPRET": str(int(interpreted)), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+@pytest.mark.skipif(
+    takes_int_of_an_array(),
+    reason="Triton's interpreter takes int() of an array, which NumPy 2.5 refuses",
+)
+@pytest.mark.beside(partial(_run_checks, interpreted=True), "torch", "triton")
+def test_the_checks_by_the_interpreter(beside: subprocess.CompletedProcess[str]) -> None:
+    assert beside.returncode == 0, beside.stdout + beside.stderr
+    assert " passed" in beside.stdout
+
+
+def test_the_checks_on_a_gpu() -> None:
+    require.need("torch", "triton", "gpu")
+    run = _run_checks(interpreted=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert " passed" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("kernel", "with_all"),
+    [("moments", True), ("moments", False), ("normalize", True), ("normalize", False),
+     ("backward_sums", True), ("backward_sums", False), ("input_gradient", True),
+     ("input_gradient", False)],
+)  # fmt: skip
+@pytest.mark.parametrize("columns", [0, 1, 2])
+def test_the_passes_compile_for_a_gpu(
+    columns: int, kernel: str, with_all: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler is stricter than the interpreter, and needs no GPU."""
+    require.need("triton")
+    import triton
+
+    from multibn.kernels.triton import passes
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    constants: dict[str, Any] = {"ROWS": 16, "COLS": 128, "COLUMNS": columns, "VECTOR": 8}
+    constants |= {"DTYPE": triton.language.float32, "RELU": True}
+    types: dict[str, Any] = dict.fromkeys(("x", "y", "dy", "dx", "residual"), "*bf16")
+    types |= dict.fromkeys(("coefficients", "partials"), "*fp32") | {"mean": "*fp64"}
+    types |= dict.fromkeys(("summed", "element_weight"), "*fp64")
+    types |= dict.fromkeys(passes._SIZES, "i64") | {"inner": "i32"}
+    if not with_all:  # neither residual nor mask
+        constants |= {"residual": None, "dresidual": None, "mask": None}
+        constants |= {"coefficients": None} if kernel == "backward_sums" else {}
+    if kernel in ("backward_sums", "input_gradient") and not with_all:
+        constants["y"] = None
+    types |= {"dresidual": "*bf16", "mask": "*u8"}
+    asm = compile_for_a_gpu(getattr(passes, kernel), types, constants, fused=True)
+    offsets = re.findall(r"tt\.addptr .*, (?:tensor<\S*x)?(i\d+)>? loc", asm["ttir"])
+    assert set(offsets) == {"i64"}, "there may be more than 2**31 elements"
+    ptx = asm["ptx"]
+    assert not re.search(r"\b(add|sub|mul|div|fma|sqrt)\S*f64", ptx)
+    # 16 bytes of an activation at a time, of planes of any size.
+    assert ".v4.b32" in ptx
+    assert not re.search(r"\b(ld|st)\.global\S*16\b", ptx)
+    # What a channel's coefficients need is divided in the steps; a tile's mean, here.
+    divides = re.search(r"\b(div|sqrt|rsqrt|rcp)\S*f32", ptx) is not None
+    assert divides is (kernel == "moments")
+
+
+@pytest.mark.parametrize("parameter", ["fp16", "bf16", "fp32", "fp64", None])
+def test_the_steps_compile_for_a_gpu(
+    parameter: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`parameter` is the dtype of parameters and running statistics."""
+    require.need("triton")
+
+    from multibn.kernels.triton import steps
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    shares = ("weight_at", "count_at")
+    wide = ("summed", "numbers", "mean", "var", "total_count", "count", "element_weight", *shares)
+    parameters = ("weight", "bias", "dweight", "dbias", "running_mean", "running_var")
+    numbers = ("fingerprint", "weight", "count", "rank_weight", "eps", "momentum", "factor")
+    types = dict.fromkeys(wide, "*fp64") | dict.fromkeys(("partials", "coefficients"), "*fp32")
+    types |= dict.fromkeys(parameters, f"*{parameter}") | {"num_batches": "*i64"}
+    unmasked: dict[str, Any] = {} if parameter else dict.fromkeys(shares)
+    optional: dict[str, Any] = {} if parameter else dict.fromkeys((*parameters, "num_batches"))
+    optional |= unmasked
+    step: dict[str, Any] = {"BLOCK": 256}
+    merge = {"BLOCK": 32, "SPLITS": 8}
+    moved = step | {"CUMULATIVE": parameter == "fp32", "UNBIASED": parameter != "fp16"}
+    kernels: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("merge_moments", dict.fromkeys(numbers, "i64"), merge | unmasked),
+        ("merge_sums", {"fingerprint": "i64", "eps": "i64"}, merge | optional),
+        ("finish_forward", dict.fromkeys(numbers, "i64"), moved | optional),
+        ("coefficients_of", {"eps": "i64"}, step | optional),
+    ]
+    if parameter:
+        kernels.append(("move", {"momentum": "i64", "factor": "i64"}, moved))
+    for name, others, constants in kernels:
+        arguments = types | others
+        if name == "finish_forward" and parameter:
+            arguments["weight"] = f"*{parameter}"
+        kernel = getattr(steps, name)
+        check_rounding(compile_for_a_gpu(kernel, arguments, constants, fused=False)["ptx"])
+
+
+def check_rounding(ptx: str) -> None:
+    """Arithmetic is float64, and each operation is rounded."""
+    assert "f64" in ptx
+    assert not re.search(r"\bfma|\b(add|sub|mul|div|sqrt)\S*f32", ptx)
+
+
+def test_triton_looks_at_the_arguments_of_a_first_launch_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel is compiled for a GPU, and launched by a launcher that does nothing."""
+    require.need("torch", "triton")
+    import torch
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from multibn.kernels.triton import launch as cuda_steps
+    from multibn.kernels.triton import steps
+
+    launches: list[tuple[Any, ...]] = []
+    looks: list[int] = []
+    on: list[str] = []
+    utils = SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": 1 << 17, "warpSize": 32},
+        load_binary=lambda *binary: (None, "a function", 0, 0, 1024),
+    )
+    driver = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 77,
+        launcher_cls=lambda source, metadata: lambda *launch: launches.append(launch),
+        utils=utils,
+    )
+    kernel = steps.coefficients_of
+    look = kernel.run
+
+    @contextlib.contextmanager
+    def second(x: Any) -> Iterator[None]:
+        on.append(f"GPU {x.get_device()}")
+        current.append(x.get_device())
+        yield
+        current.pop()
+
+    def looked_at(*arguments: Any, **options: Any) -> Any:
+        looks.append(len(arguments))
+        return look(*arguments, **options)
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    monkeypatch.setattr(cuda_steps, "_known", {})
+    current = [0]
+    monkeypatch.setattr(cuda_steps, "_current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device_of", second)
+    monkeypatch.setattr(kernel, "run", looked_at)
+    mean, weight = torch.rand(700, dtype=torch.float64), torch.rand(700)
+
+    class OnSecond(torch.Tensor):
+        def get_device(self) -> int:
+            return 1
+
+    def launched(bias: Any, looked: int, mean: Any = mean) -> tuple[Any, ...]:
+        launches.clear()
+        looks.clear()
+        cuda_steps.coefficients_of(mean, mean, weight, bias, 1e-5, torch.float32)
+        assert len(looks) == looked
+        *grid, stream, function, packed, _, _, _ = launches[0][:9]
+        assert (grid, stream, function) == ([3, 1, 1], 77, "a function")
+        *inputs, coefficients, eps, C, block = launches[0][9:]
+        assert coefficients.shape == (5, 700)
+        return [id(v) for v in inputs], eps, C, block, packed
+
+    assert launched(weight, 1) == launched(weight, 0) == launched(weight, 0)
+    assert launched(None, 1) == launched(None, 0)
+    assert launched(weight.half(), 1)[1:] == launched(weight.half(), 0)[1:]
+    monkeypatch.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [lambda metadata: None])
+    launched(weight, 1)  # a profiler's hook
+    monkeypatch.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [])
+    for looked in (1, 0):  # another GPU than the current one
+        launched(None, looked, mean.as_subclass(OnSecond))
+    assert on == ["GPU 1"] * 2
+
+
+def test_a_gpu_without_a_compiler_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton makes its launcher by a C compiler: torch's operations compute without one."""
+    require.need("torch", "triton")
+    import torch
+    import triton
+
+    from multibn import kernels
+
+    def target() -> None:
+        raise RuntimeError("Failed to find C compiler.")
+
+    driver = SimpleNamespace(get_current_target=target)
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delitem(sys.modules, "multibn.kernels.cuda", raising=False)
+    expected = r"Triton cannot launch .* here: Failed to find C compiler\. .* gcc and python3-dev"
+    with pytest.warns(RuntimeWarning, match=expected):
+        assert kernels._native.__wrapped__("cuda") is kernels.generic
+
+
+def compile_for_a_gpu(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], *, fused: bool
+) -> dict[str, Any]:
+    """The stages of its compilation; parameters that are in neither are int32."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    source = ASTSource(
+        kernel,
+        {n: "constexpr" if n in constants else types.get(n, "i32") for n in names},
+        {(names.index(n),): value for n, value in constants.items() if n in names},
+        # Memory begins at multiples of 16 bytes.
+        {
+            (i,): [["tt.divisibility", 16]]
+            for i, n in enumerate(names)
+            if types.get(n, "")[:1] == "*"
+        },
+    )
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": fused}
+    )
+    assert compiled.asm["cubin"]
+    return dict(compiled.asm)

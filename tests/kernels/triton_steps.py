@@ -1,0 +1,325 @@
+"""The Triton kernels of the steps against `generic`, see test_cuda.py."""
+
+import math
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from multibn import kernels
+from multibn.communicators.base import Handle
+from multibn.communicators.conversation import Phase
+from multibn.kernels import Running, cuda, generic
+from multibn.kernels.triton import launch as cuda_steps
+from multibn.torch_backend import SyncBatchNorm, normalize_together
+from tests.kernels import interpreter
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+if DEVICE == "cpu":
+    interpreter.patch_once()
+on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has none of this")
+
+GENERATOR = torch.Generator()
+SHAPES = [(1,), (2, 3), (256,), (700,), (75,)]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, None]
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+shapes_of_dtypes = pytest.mark.parametrize(
+    ("shape", "dtype"), list(zip(SHAPES, DTYPES, strict=True)), ids=str
+)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    GENERATOR.manual_seed(0)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that were launched, to be told from what was left to `generic`."""
+    launches: list[str] = []
+    launch = cuda_steps.launch
+
+    def recorded(kernel: Any, *arguments: Any) -> None:
+        launches.append(kernel.__name__)
+        with _disable_current_modes():  # the interpreter's operations are no launches
+            launch(kernel, *arguments)
+
+    for file in (cuda, cuda_steps):
+        monkeypatch.setattr(file, "launch", recorded)
+    return launches
+
+
+def unpack(summed: Any, shape: tuple[int, ...], rank_weight: float, count: float) -> Any:
+    """Mean, variance, count and element weight."""
+    share = None, None, rank_weight, count
+    return cuda_steps.finish_forward(summed, shape, 1e-5, torch.float32, None, *share)[0]
+
+
+def wide(*shape: int) -> Any:
+    return torch.randn(shape, generator=GENERATOR, dtype=torch.float64).to(DEVICE)
+
+
+def number(v: float) -> Any:
+    return torch.full((), v, dtype=torch.float64, device=DEVICE)
+
+
+def compare(got: Any, expected: Any, size: Any = None) -> None:
+    """Equal but for the last bit, of `size` where that is given; NaN where NaN is expected."""
+    assert got.dtype == expected.dtype
+    assert got.shape == expected.shape
+    assert got.is_contiguous()
+    scale = expected.abs() if size is None else size
+    near = (got - expected).abs() <= 1e-15 * scale
+    assert bool((near | (got.isnan() & expected.isnan())).all()), (got, expected)
+
+
+@shapes
+@pytest.mark.parametrize("count", [0.0, 1.0, 3.0, 2.0**24 + 1, 2.0**40 + 1])
+def test_unpack(shape: tuple[int, ...], count: float, launched: list[str]) -> None:
+    mean = wide(*shape)
+    meansqr = mean**2 + wide(*shape) ** 2
+    weight = min(count, 2.0**40 - 1)
+    summed = 3 * generic.pack(mean, meansqr, weight, count)
+    got = unpack(summed, shape, weight, count)
+    expected, _ = generic.unpack(summed, shape, weight, count)
+    for a, b, size in zip(got, expected, (None, meansqr, None, None), strict=True):
+        compare(a, b, size)
+    assert launched == ["finish_forward"]
+
+
+def test_the_weights_of_a_rank_without_data() -> None:
+    """Another rank's data are there; a sum of weights below 1 is that of no data at all."""
+    others = generic.pack(wide(5), wide(5) ** 2 + 9, 4.0, 8.0)
+    for summed, total in ((others, 4.0), (0 * others, 0.0)):
+        mean, var, count, element_weight = unpack(summed, (5,), 0.0, 0.0)
+        compare(mean, summed[:5] / max(total, 1))
+        assert element_weight.item() == 0
+        assert count.item() == 2 * total
+    assert var.tolist() == [0] * 5
+
+
+def test_the_variance_is_not_negative_and_a_nan_stays() -> None:
+    """What a rank that refuses sends is NaN throughout."""
+    mean = torch.tensor([3.0, math.nan, 2.0], dtype=torch.float64, device=DEVICE)
+    meansqr = torch.tensor([8.9, 1.0, math.nan], dtype=torch.float64, device=DEVICE)
+    summed = generic.pack(mean, meansqr, 2.0, 2.0)
+    got_mean, got_var, *_ = unpack(summed, (3,), 2.0, 2.0)
+    assert got_var[0].item() == 0
+    assert got_var.isnan().tolist() == [False, True, True]
+    assert got_mean.isnan().tolist() == [False, True, False]
+    for found in unpack(math.nan * summed, (3,), 2.0, 2.0):
+        assert found.isnan().all()
+
+
+@shapes_of_dtypes
+@pytest.mark.parametrize("momentum", [0.0, 0.1, 1.0, None], ids=["0", "n", "1", "cumulative"])
+@pytest.mark.parametrize("convention", ["unbiased_global", "unbiased_local", "biased"])
+@pytest.mark.parametrize("count", [0.0, 1.0, 7.0, math.nan])
+def test_move(
+    shape: tuple[int, ...],
+    dtype: torch.dtype | None,
+    momentum: float | None,
+    convention: Any,
+    count: float,
+    launched: list[str],
+) -> None:
+    """As `population.update_running`; a batch without elements changes nothing."""
+    dtype = dtype or torch.float32
+    running = wide(*shape).to(dtype), (wide(*shape) ** 2).to(dtype)
+    num_batches = torch.full((), 4, device=DEVICE)
+    before = [a.clone() for a in running]
+    batch = wide(*shape), wide(*shape) ** 2
+    if math.isnan(count):  # another rank refused its input
+        batch = batch[0] * math.nan, batch[1] * math.nan
+    n = number(count)
+    expected_batches = 4 + int(count > 0)
+    a = (1 / expected_batches if momentum is None else momentum) * (n > 0).double()
+    factor = {"unbiased_global": n / (n - 1).clamp(1), "unbiased_local": 1.25, "biased": 1.0}
+    expected = generic.move_averages(*running, *batch, a, factor[convention])
+    versions = [v._version for v in (*running, num_batches)]
+    cuda_steps.move(Running(*running, momentum, convention, num_batches), *batch, n, 5.0)
+    for moved, right, old in zip(running, expected, before, strict=True):
+        if dtype == torch.bfloat16 and DEVICE == "cpu":  # the interpreter cuts off
+            torch.testing.assert_close(moved, right, rtol=2**-7, atol=0, equal_nan=True)
+        else:
+            compare(moved, right, right.abs() + (dtype == torch.float64))
+        if count == 0:
+            assert torch.equal(moved, old)
+        # Nobody looks at a message in a replayed CUDA graph: this is where a program can look.
+        assert moved.isnan().all() == math.isnan(count)
+    assert num_batches.item() == expected_batches
+    # Autograd tells by the version that a saved tensor has changed.
+    assert all(v._version > old for v, old in zip((*running, num_batches), versions, strict=True))
+    assert launched == ["move"]
+
+
+def test_move_without_a_counter(launched: list[str]) -> None:
+    running = wide(5), wide(5) ** 2
+    batch = wide(5), wide(5) ** 2
+    expected = generic.move_averages(*running, *batch, 0.1, 1.0)
+    cuda_steps.move(Running(*running, 0.1, "biased"), *batch, number(3.0), 3.0)
+    for moved, right in zip(running, expected, strict=True):
+        compare(moved, right, right.abs() + 1)
+    assert launched == ["move"]
+
+
+@pytest.mark.parametrize("momentum", [0.1, None], ids=["n", "cumulative"])
+@pytest.mark.parametrize("convention", ["unbiased_global", "unbiased_local", "biased"])
+def test_a_layer_moves_its_running_statistics_in_one_launch(
+    momentum: float | None, convention: Any, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = [SyncBatchNorm(3, momentum=momentum, running_var=convention) for _ in range(2)]
+    there, here = layers[0].to(DEVICE), layers[1]
+    for _ in range(3):
+        x = wide(4, 3, 5).float()
+        here(x.cpu())
+        with monkeypatch.context() as patch:
+            if DEVICE == "cpu":  # as for tensors on a GPU
+                patch.setattr(kernels, "select", lambda x, *others: cuda)
+                patch.setattr(Phase, "buffer", lambda self, n: None)
+            launched.clear()
+            there(x)
+        assert launched == ["moments", "merge_moments", "finish_forward", "normalize"]
+    state, expected = there.state_dict(), here.state_dict()
+    assert state["num_batches_tracked"].item() == 3
+    for name in expected:
+        torch.testing.assert_close(state[name].cpu(), expected[name], rtol=1e-6, atol=1e-6)
+
+
+class Twice(Handle):
+    """Two equal ranks; a multiplication stands for the launch of a transport."""
+
+    rank, size = 0, 2
+
+    def allreduce(self, x: Any, /) -> Any:
+        x *= 2
+        return x
+
+    def split(self, color: int, key: int = 0) -> "Twice":
+        return self
+
+
+class Operations(TorchDispatchMode):
+    """The names of torch's operations that launch something on a GPU."""
+
+    NO_LAUNCH = ("alias", "detach", "empty", "empty_like", "new_empty", "select", "slice", "view")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name not in self.NO_LAUNCH:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_the_launches_of_a_step(
+    num_layers: int, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eleven, of which layers that share messages share the transport's and the copies to the host.
+
+    In the interpreter the two copies are none.
+    """
+    if DEVICE == "cpu":  # as for tensors on a GPU
+        monkeypatch.setattr(kernels, "select", lambda x, *others: cuda)
+        monkeypatch.setattr(generic, "is_on_host", lambda a: False)
+        monkeypatch.setattr(Phase, "buffer", lambda self, n: self.message(n, torch.empty(0)))
+    ranks = Twice()
+    layers = [SyncBatchNorm(3 + k, process_group=ranks).to(DEVICE) for k in range(num_layers)]
+    for _ in range(2):
+        xs = [wide(4, 3 + k, 5).float().requires_grad_() for k in range(num_layers)]
+        dys = [wide(4, 3 + k, 5).float() for k in range(num_layers)]
+        launched.clear()
+        for layer in layers:
+            layer.zero_grad()
+        with Operations() as operations:
+            ys = normalize_together(layers, xs)
+            torch.autograd.backward(ys, dys)
+    each_way = ["mul_"] if DEVICE == "cpu" else ["mul_", "copy_"]
+    assert operations.names == 2 * each_way
+    assert launched == [
+        *num_layers * ["moments", "merge_moments"], *num_layers * ["finish_forward", "normalize"],
+        *num_layers * ["backward_sums", "merge_sums"], *num_layers * ["input_gradient"],
+    ]  # fmt: skip
+    for x, y, dy in zip(xs, ys, dys, strict=True):
+        both = torch.cat([x, x]).detach().double().requires_grad_()
+        right = torch.nn.functional.batch_norm(both, None, None, training=True)
+        right.backward(torch.cat([dy, dy]).double())
+        assert both.grad is not None
+        assert x.grad is not None
+        torch.testing.assert_close(y.double(), right[:4], rtol=0, atol=1e-5)
+        torch.testing.assert_close(x.grad.double(), both.grad[:4], rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter
+def test_infinity_of_one_channel_is_in_its_running_statistics() -> None:
+    """Also where nobody looks at messages: while a CUDA graph is replayed."""
+    moments = torch.tensor([1.0, math.inf, 2.0], dtype=torch.float64, device=DEVICE)
+    summed = generic.pack(moments, moments**2, 2.0, 2.0)
+    mean, var, count, _ = unpack(summed, (3,), 2.0, 2.0)
+    running = wide(3).float(), wide(3).float()
+    cuda_steps.move(Running(*running, 0.1), mean, var, count, 2.0)
+    for moved in running:
+        assert moved.isfinite().tolist() == [True, False, True]
+
+
+def test_what_generic_moves(launched: list[str]) -> None:
+    batch = wide(5), wide(5) ** 2, number(3.0), 3.0
+    one_rank = torch.zeros((), device=DEVICE)  # of a dtype that no counter of torch's has
+    for var, counter in ((wide(5, 2)[:, 0], None), (wide(5), one_rank)):
+        running = wide(5), var
+        expected = generic.move_averages(*running, *batch[:2], 0.1, 1.5)
+        cuda_steps.move(Running(*running, 0.1, num_batches=counter), *batch)
+        for moved, right in zip(running, expected, strict=True):
+            compare(moved.contiguous(), right, 0)
+    assert one_rank.item() == 1
+    with torch.inference_mode():
+        frozen = wide(5)
+    with pytest.raises(RuntimeError, match="nference"):
+        cuda_steps.move(Running(frozen, wide(5), 0.1), *batch)
+    assert launched == []
+
+
+def test_parameters_of_two_dtypes(launched: list[str]) -> None:
+    running, batch = (wide(5).half(), wide(5).float() ** 2), (wide(5), wide(5) ** 2)
+    expected = generic.move_averages(*running, *batch, 0.1, 1.5)
+    cuda_steps.move(Running(*running, 0.1), *batch, number(3.0), 3.0)
+    assert all(map(torch.equal, running, expected))
+    assert launched == ["move"]
+
+
+def test_parts_of_a_message(launched: list[str]) -> None:
+    """Arrays that begin anywhere in memory."""
+    message = wide(17)
+    summed = generic.pack(wide(5), wide(5) ** 2 + 9, 4.0, 8.0)
+    message[5:] = summed
+    part, whole = unpack(message[5:], (5,), 4.0, 8.0), unpack(summed, (5,), 4.0, 8.0)
+    for a, b in zip(part, whole, strict=True):
+        assert torch.equal(a, b)
+    assert launched == ["finish_forward", "finish_forward"]
+
+
+@on_gpu
+def test_capture_in_a_graph() -> None:
+    v, var, weight, five = wide(700), wide(700) ** 2, wide(700).half(), number(5.0).view(1)
+
+    def steps() -> list[Any]:
+        packed = torch.cat([v, v**2 + var, five, five])
+        mean, found, count, element_weight = unpack(packed, (700,), 5.0, 5.0)
+        running = weight.clone(), weight.clone()
+        cuda_steps.move(Running(*running, 0.1), mean, found, count, 5.0)
+        return [packed, mean, found, count, element_weight, *running]
+
+    steps()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = steps()
+    v.copy_(2 * wide(700))
+    graph.replay()
+    for a, b in zip(got, steps(), strict=True):
+        assert torch.equal(a, b)

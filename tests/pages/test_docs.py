@@ -1,0 +1,247 @@
+"""The pages and the docstrings, as far as no generator is needed; `make docs` checks the rest."""
+
+import ast
+import importlib
+import inspect
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from multibn import Communicator
+from tests.helpers import examples, launch, require
+from tests.helpers.pages import MARKDOWN, python_blocks, script
+
+# Public names: those that these packages export, and the parts that each package needs;
+PACKAGES = {
+    "multibn": (),
+    "multibn.communicators": (),
+    "multibn.checkpoint": (),
+    "multibn.torch_backend": ("torch",),
+    "multibn.torch_backend.reversible": ("torch",),
+    "multibn.chainer_backend": ("chainer",),
+}
+# and those that users import from other files.
+MODULES = {
+    "multibn.communicators.transports.torch_distributed": (("TorchDistributed",), ("torch",)),
+    "multibn.communicators.transports.mpi": (("MPI",), ("mpiexec",)),
+    "multibn.communicators.transports.chainermn": (("ChainerMN",), ("chainer",)),
+    "multibn.torch_backend.integrations.lightning": (
+        ("MultiBNLayerSync", "PreciseBN"),
+        ("lightning",),
+    ),
+    "multibn.torch_backend.integrations.mmengine": (("PreciseBNHook",), ("mmengine",)),
+}
+REFERENCE = launch.ROOT / "docs/reference"
+
+
+def _import(module: str) -> ModuleType:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of mmengine's and Lightning's own imports
+        if "chainer" in module:
+            importlib.import_module("multibn.chainer_backend")  # makes Chainer importable
+        return importlib.import_module(module)
+
+
+def _exported(module: ModuleType) -> list[str]:
+    """The names that an __init__.py imports as themselves."""
+    tree = ast.parse(Path(str(module.__file__)).read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    aliases = [alias for node in imports for alias in node.names]
+    return [a.name for a in aliases if a.asname == a.name and not a.name.startswith("__")]
+
+
+def _public(module: str) -> list[str]:
+    if module in MODULES:
+        names, needs = MODULES[module]
+        require.need(*needs)
+        return list(names)
+    require.need(*PACKAGES[module])
+    names = tuple(_exported(_import(module)))
+    assert names, f"{module} exports nothing: does its __init__.py still say `name as name`?"
+    return list(names)
+
+
+def _anchors(page: Path) -> set[str]:
+    """The targets that GitHub and the site make of a page's headings."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", MARKDOWN, ids=str)
+def test_links_lead_to_files_and_headings(page: str) -> None:
+    path = launch.ROOT / page
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        linked = (path.parent / file).resolve() if file else path
+        assert linked.exists(), f"{page} links to {target}, which does not exist"
+        if anchor:
+            assert anchor in _anchors(linked), (
+                f"{page} links to {target}, which has no such heading"
+            )
+
+
+@pytest.mark.parametrize("page", MARKDOWN, ids=str)
+def test_python_blocks_are_python_and_import_what_exists(page: str) -> None:
+    for block in python_blocks(page):
+        for node in ast.walk(ast.parse(block, page)):
+            if not isinstance(node, ast.ImportFrom) or not str(node.module).startswith("multibn"):
+                continue
+            if "chainer" in str(node.module):
+                require.need("chainer")
+            elif "backend" in str(node.module):
+                require.need("torch", *MODULES.get(str(node.module), ((), ()))[1])
+            module = _import(str(node.module))
+            for alias in node.names:
+                assert hasattr(module, alias.name), f"{page}: {node.module} has no {alias.name}"
+
+
+# Pages whose blocks run elsewhere: pages/checks_examples.py, torch_backend/layer/checks_dtensor.py,
+# and test_checkpoint.py.
+ELSEWHERE = {"README.md", "docs/guides/dtensors.md", "docs/guides/from-chainermn-to-torch.md"}
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in MARKDOWN if page not in ELSEWHERE and script(page).strip()]
+)
+def test_the_blocks_of_a_page_run(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = script(page)
+    parts = [part for part in ("chainer", "lightning", "mmengine") if part in code]
+    require.need("torch", *parts)
+    for part in parts:
+        if part != "chainer":
+            _import(f"multibn.torch_backend.integrations.{part}")  # without the trainer's warnings
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, page, "exec"), {"__name__": page})
+
+
+# Docstrings.
+
+
+def _methods(value: Any) -> Iterator[str]:
+    """The public methods and properties that a class defines itself, but for a communicator's."""
+    for name, member in vars(value).items():
+        if name.startswith("_") or (value is not Communicator and name in vars(Communicator)):
+            continue
+        if inspect.isfunction(member) or isinstance(member, (property, classmethod, staticmethod)):
+            yield name
+
+
+def _parameters(value: Any) -> list[str]:
+    if inspect.isclass(value):
+        maker = next(c for c in value.__mro__ if "__init__" in vars(c) or "__new__" in vars(c))
+        if not maker.__module__.startswith("multibn"):
+            return []  # another library describes the constructor
+    variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    parameters = inspect.signature(value).parameters.values()
+    return [p.name for p in parameters if p.kind not in variadic and not p.name.startswith("_")]
+
+
+def _names(parameter: str, doc: str) -> bool:
+    """Whether a section lists the parameter, or a sentence has the name in backticks."""
+    listed = rf"^(?:\*{{0,2}}\w+, )*{parameter}(?:, \*{{0,2}}\w+)*(?: : .*)?$"
+    return bool(re.search(listed, doc, re.MULTILINE) or f"`{parameter}`" in doc)
+
+
+def _with_references(name: str, module: ModuleType) -> str:
+    """A docstring, and those of the names whose parameters a docstring says are its own."""
+    texts: dict[str, str] = {}
+    names = [name]
+    while names:
+        name = names.pop()
+        if name in texts or not hasattr(module, name):
+            continue
+        texts[name] = inspect.cleandoc(getattr(module, name).__doc__ or "")
+        phrases = r"(?:\b[Aa]s|\b[Pp]arameters\s+are\s+those\s+of)\s+`([\w.]+)`"
+        names += [named.rpartition(".")[2] for named in re.findall(phrases, texts[name])]
+    return "\n".join(texts.values())
+
+
+@pytest.mark.parametrize("module", [*PACKAGES, *MODULES])
+def test_docstrings_name_the_parameters(module: str) -> None:
+    names = _public(module)
+    imported = _import(module)
+    complaints = []
+    for name in names:
+        value = getattr(imported, name)
+        if not (inspect.isclass(value) or inspect.isfunction(value)):
+            continue  # a type
+        doc = inspect.cleandoc(value.__doc__ or "")
+        if not doc:
+            complaints.append(f"{name} has no docstring")
+        described = _with_references(name, imported)
+        complaints += [
+            f"{name}: the docstring does not name {parameter}"
+            for parameter in _parameters(value)
+            if not _names(parameter, described)
+        ]
+        if inspect.isclass(value):
+            complaints += [
+                f"{name}.{member} has no docstring"
+                for member in _methods(value)
+                if not inspect.getdoc(getattr(value, member))
+            ]
+    assert not complaints, "\n".join(complaints)
+
+
+# The reference.
+
+
+def _listed() -> dict[str, Path]:
+    """The names of the lists in docs/reference, with their modules."""
+    names = {}
+    for page in REFERENCE.glob("*.md"):
+        module = ""
+        for line in page.read_text().splitlines():
+            if line.startswith(".. currentmodule:: "):
+                module = line.removeprefix(".. currentmodule:: ")
+            elif re.fullmatch(r"   [\w.]+", line):
+                name = f"{module}.{line.strip()}"
+                assert name not in names, f"{name} is listed twice"
+                names[name] = page
+    return names
+
+
+def test_the_reference_lists_every_public_name_once() -> None:
+    public = {f"{module}.{name}" for module in [*PACKAGES, *MODULES] for name in _public(module)}
+    # `multibn` exports some names of `multibn.communicators`, under which they are listed.
+    public -= {
+        f"multibn.communicators.{name}"
+        for name in _public("multibn.communicators")
+        if f"multibn.{name}" in public
+    }
+    assert set(_listed()) == public
+
+
+# Examples that run elsewhere, on ranks: tests/pages/checks_examples.py.
+ON_RANKS = {
+    "multibn.communicators.transports.torch_distributed.TorchDistributed",
+    "multibn.communicators.transports.mpi.MPI",
+    "multibn.communicators.transports.chainermn.ChainerMN",
+    "multibn.torch_backend.register_allreduce_hook",
+}
+
+
+@pytest.mark.parametrize("public", sorted(_listed()))
+def test_every_public_name_has_an_example_that_runs(public: str) -> None:
+    package, _, name = public.rpartition(".")
+    require.need(*(MODULES[package][1] if package in MODULES else PACKAGES[package]))
+    doc = examples.docstring(_import(package), name)
+    if public in ON_RANKS:
+        assert f"{name}(" in doc.partition(">>> ")[2]
+        return
+    for framework in ("torch", "chainer"):
+        if re.search(rf">>> .*\b{framework}", doc):
+            require.need(framework)
+    complaints = examples.complaints(name, doc)
+    assert not complaints, complaints

@@ -1,0 +1,77 @@
+"""The programs on the pages, by the commands of the pages: they print what the pages show."""
+
+import shlex
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from multibn import _launch
+from tests.helpers import launch, require
+from tests.helpers.pages import MARKDOWN, commands, programs
+
+pytestmark = pytest.mark.launches
+PAGES = [page for page in MARKDOWN if commands(page)]
+
+
+def _write_programs(page: str, folder: Path) -> None:
+    for name, program in programs(page).items():
+        # As a test's other workers, the program waits for gloo's thread to let go of its tensors.
+        end = "import time; time.sleep(0.5)\n" if "destroy_process_group" in program else ""
+        (folder / name).write_text(program + end)
+
+
+def _arguments(line: str) -> list[str]:
+    """The command in this environment: its own launchers and Python."""
+    name, *arguments = shlex.split(line)
+    own = {
+        "torchrun": _launch.launch_command("torchrun", 1, [])[:3],
+        "mpiexec": _launch.launch_command("mpiexec", 1, [])[:1],
+    }
+    python = _launch.launch_command("", 1, [])[0]
+    return [*own[name], *(python if argument == "python" else argument for argument in arguments)]
+
+
+def test_pages_with_commands_are_found() -> None:
+    assert "README.md" in PAGES
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_programs_print_what_the_page_shows(page: str, tmp_path: Path) -> None:
+    require.need("torch", "chainer", "torchrun", "mpiexec")
+    _write_programs(page, tmp_path)
+    for line, printed in commands(page):
+        assert printed, f"{page} does not show what {line} prints"
+        # Not by this process's change of directory: the launches beside would start there.
+        command = ["env", f"--chdir={tmp_path}", *_arguments(line)]
+        for _ in range(2):
+            result = _launch.run(command, timeout=120, variables=launch.VARIABLES)
+            if launch.NOT_STARTED not in result.stdout:
+                break
+        assert result.returncode == 0, result.stdout
+        shown = [row for row in result.stdout.splitlines() if row in printed]
+        assert shown == printed, f"{line} printed\n{result.stdout}"
+
+
+def test_two_launchers_with_one_rendezvous(tmp_path: Path) -> None:
+    """The command of docs/guides/several-machines.md, on two "machines" that are this one."""
+    require.need("torch", "torchrun")
+    _write_programs("README.md", tmp_path)
+    text = (launch.ROOT / "docs/guides/several-machines.md").read_text()
+    (line,) = [row for row in text.splitlines() if row.startswith("torchrun ")]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    line = line.replace("node1:29500", f"localhost:{port}").replace("node 4", "node 1")
+    command = _arguments(line.replace("train.py", str(tmp_path / "train.py")))
+    losses = commands("README.md")[0].printed
+    with ExitStack() as stack:
+        launchers = [
+            stack.enter_context(_launch.started(command, variables=launch.VARIABLES))
+            for _ in range(2)
+        ]
+        outputs = [launcher.communicate(timeout=120)[0] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, 0], outputs
+    shown = [row for row in "\n".join(outputs).splitlines() if row in losses]
+    assert shown == losses, outputs

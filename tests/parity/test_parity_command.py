@@ -1,0 +1,71 @@
+"""`multibn parity` as a user runs it, on one and two ranks and a few cases."""
+
+import json
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multibn import _launch, cli
+from tests.helpers import launch, require
+
+require.need("cli")
+pytestmark = pytest.mark.launches
+CASES = ["uneven", "empty-rank", "mean-1e4", "recompute"]
+
+
+def _parity(*options: str) -> list[dict[str, Any]]:
+    """The rows that the command writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "out.json")
+        command = [launch.python(), "-m", "multibn", "parity", *options, "--json", str(path)]
+        ran = _launch.run(command, timeout=280, variables=launch.VARIABLES)
+        assert path.exists(), ran.stdout
+        document = json.loads(path.read_text())
+    assert ran.returncode == document["exit_status"] == 0, document
+    found: list[dict[str, Any]] = document["rows"]
+    return found
+
+
+_EVERY = pytest.mark.beside(
+    partial(_parity, "--ranks", "1,2", "--cases", ",".join(CASES)),
+    *("cli", "torch", "chainer", "torchrun", "mpiexec"),
+)
+
+
+@_EVERY
+def test_every_combination_is_within_bounds(beside: list[dict[str, Any]]) -> None:
+    over = [("single process", 1)]
+    over += [(name, size) for name in ("gloo", "mpi", "chainermn naive") for size in (1, 2)]
+    assert {(row["surface"], row["communicator"], row["size"]) for row in beside} == {
+        (surface, *place) for surface in ("torch", "chainer") for place in over
+    }
+    for row in beside:
+        assert row["verdict"] == "ok", row
+        assert list(row["outcomes"]) == CASES
+        for case in row["outcomes"].values():
+            assert case["errors"].keys() == case["differences"].keys() == case["bounds"].keys()
+            assert not case["messages"]
+
+
+def test_a_pair_of_models() -> None:
+    require.need("cli", "torch", "chainer", "mpiexec")
+    rows = _parity("--model", "tests.helpers.models:pair")
+    assert [(row["surface"], row["size"], list(row["outcomes"])) for row in rows] == [
+        ("torch, chainer", 1, ["each other"]),
+        ("torch, chainer", 2, ["each other"]),
+        ("torch", 2, ["one process"]),
+        ("chainer", 2, ["one process"]),
+    ]
+
+
+def test_a_misspelt_pair_is_refused_by_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    require.need("cli", "torch", "chainer", "mpiexec")
+    assert cli.main(["parity", "--model", "tests.helpers.models:pear"]) == 2
+    said = capsys.readouterr()
+    error = "function of tests.helpers.models: got 'pear', the nearest is 'pair'. Write a function"
+    assert error in " ".join(said.err.split())
+    assert "ranks 1: failed: ValueError: `--model` must name a" in " ".join(said.out.split())
+    assert "mpi" not in said.out

@@ -1,0 +1,259 @@
+"""convert_sync_batchnorm and revert_sync_batchnorm."""
+
+import copy
+import re
+from typing import Any
+
+import pytest
+
+from multibn import SingleProcess
+from tests.helpers import require
+
+require.need("torch")
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+
+from multibn.torch_backend import (  # noqa: E402
+    BatchNorm,
+    SubBatchNorm2d,
+    SyncBatchNorm,
+    SyncBatchNorm2d,
+    convert_sync_batchnorm,
+    revert_sync_batchnorm,
+)
+
+
+class Renamed(nn.BatchNorm2d):
+    """A subclass without a forward pass of its own."""
+
+
+class SyncActivated(nn.SyncBatchNorm):
+    """A subclass of the class that DistributedDataParallel refuses on CPU."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).relu()
+
+
+class Foreign(nn.Module):
+    """Norms of its own, as torch_geometric's HeteroBatchNorm."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(num_features))
+        self.register_buffer("running_mean", torch.zeros(num_features))
+        self.register_buffer("running_var", torch.ones(num_features))
+
+
+class OwnSync(SyncBatchNorm):
+    def forward(
+        self, input: torch.Tensor, residual: torch.Tensor | None = None, **options: Any
+    ) -> torch.Tensor:
+        return super().forward(input, residual, **options).relu()
+
+
+def test_everything_is_kept() -> None:
+    layer = nn.BatchNorm2d(3, eps=0.1, momentum=0.3, dtype=torch.float64)
+    old: Any = layer
+    old.eval()
+    old.bias.requires_grad_(False)
+    old.qconfig = "some configuration"
+    calls: list[str] = []
+    handle = old.register_forward_hook(lambda *_: calls.append("hook"))
+    old.register_forward_pre_hook(lambda *_: calls.append("pre-hook"))
+    names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+    before = [getattr(old, name) for name in names]
+    model = nn.Sequential(nn.Conv2d(1, 3, 1), old)
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    expected = old(x)
+    assert convert_sync_batchnorm(model, SingleProcess()) is model
+    new: Any = model[1]
+    assert new is old
+    assert type(new) is SyncBatchNorm2d
+    for name, tensor in zip(names, before, strict=True):
+        assert getattr(new, name) is tensor
+    assert (new.eps, new.momentum, new.qconfig) == (0.1, 0.3, "some configuration")
+    assert not new.training
+    assert not new.bias.requires_grad
+    torch.testing.assert_close(new(x), expected)
+    handle.remove()
+    calls.clear()
+    new(x)
+    assert calls == ["pre-hook"]
+
+
+@pytest.mark.parametrize(
+    "options", [{"affine": False}, {"track_running_stats": False}, {"momentum": None}]
+)
+def test_options_are_kept(options: dict[str, Any]) -> None:
+    old = nn.BatchNorm1d(3, **options)
+    new: Any = convert_sync_batchnorm(copy.deepcopy(old))
+    x = torch.randn(5, 3)
+    torch.testing.assert_close(new(x), old(x))
+    torch.testing.assert_close(new.state_dict(), old.state_dict())
+
+
+@pytest.mark.parametrize("cls", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, Renamed])
+def test_revert_restores_the_class(cls: Any) -> None:
+    old = cls(3)
+    new: Any = convert_sync_batchnorm(nn.Sequential(old), weighting="rank", running_var="biased")
+    assert (new[0].weighting, new[0].running_var_convention) == ("rank", "biased")
+    back: Any = revert_sync_batchnorm(new)[0]
+    assert type(back) is cls
+    assert back.__dict__.keys() == old.__dict__.keys()
+    assert back.weight is old.weight
+
+
+def test_a_bare_layer_stays_the_same_object() -> None:
+    layer: Any = nn.BatchNorm2d(3)
+    assert convert_sync_batchnorm(layer) is layer
+    assert type(layer) is SyncBatchNorm2d
+    assert revert_sync_batchnorm(layer) is layer
+    assert type(layer) is nn.BatchNorm2d
+
+
+def test_torchs_sync_batch_norm_there_and_back() -> None:
+    old = nn.SyncBatchNorm(3)
+    new: Any = convert_sync_batchnorm(old)
+    new(torch.randn(4, 3))
+    back: Any = revert_sync_batchnorm(new)
+    assert type(back) is nn.SyncBatchNorm
+    assert back.process_group is None
+
+
+def test_a_layer_built_as_one_reverts_to_any_dimensions() -> None:
+    back: Any = revert_sync_batchnorm(nn.Sequential(SyncBatchNorm(3)))[0]
+    assert type(back) is BatchNorm
+    for shape in ((4, 3), (4, 3, 2), (4, 3, 2, 2), (4, 3, 2, 2, 2)):
+        back(torch.randn(shape))
+    with pytest.raises(ValueError, match=r"2 or more dimensions: got shape \(3,\)"):
+        back(torch.randn(3))
+
+
+def test_converting_again_changes_nothing() -> None:
+    model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)), SingleProcess())
+    layer: Any = model[0]
+    group = layer.process_group
+    assert convert_sync_batchnorm(model)[0] is layer
+    assert layer.process_group is group
+
+
+def test_a_shared_layer_stays_shared() -> None:
+    norm = nn.BatchNorm2d(3)
+    model = nn.ModuleDict({"a": nn.Sequential(norm, nn.ReLU()), "b": norm})
+    new: Any = convert_sync_batchnorm(model)
+    assert new["a"][0] is new["b"]
+    assert type(new["b"]) is SyncBatchNorm2d
+
+
+def test_other_norms_are_not_touched() -> None:
+    model = nn.Sequential(
+        nn.InstanceNorm2d(3, affine=True, track_running_stats=True),
+        nn.GroupNorm(1, 3),
+        nn.LayerNorm(3),
+        SubBatchNorm2d(2, 3),
+    )
+    before = list(model.modules())
+    assert list(convert_sync_batchnorm(model).modules()) == before
+
+
+def unconvertible() -> dict[str, tuple[nn.Module, str]]:
+    parametrized = nn.BatchNorm2d(3)
+    nn.utils.parametrize.register_parametrization(parametrized, "weight", nn.Identity())
+    patched: Any = nn.SyncBatchNorm(3)
+    patched.forward = patched.forward
+    return {
+        "parametrized": (parametrized, "ParametrizedBatchNorm2d: it is parametrized. Remove"),
+        "lazy": (nn.LazyBatchNorm2d(), "LazyBatchNorm2d: it has not seen an input. Run the model"),
+        "act": (SyncActivated(3), "SyncActivated: it adds to nn.SyncBatchNorm. Convert the model"),
+        "patched": (patched, "SyncBatchNorm: it adds to nn.SyncBatchNorm. Convert the model"),
+        "foreign": (Foreign(3), "Foreign: it is not of torch's batch norm class"),
+    }
+
+
+def test_what_cannot_be_converted_is_one_message() -> None:
+    layers = unconvertible()
+    model = nn.ModuleDict({name: layer for name, (layer, _) in layers.items()})
+    model["more"] = nn.Sequential(nn.BatchNorm2d(3), Foreign(3))
+    classes = [type(part) for part in model.modules()]
+    with pytest.raises(
+        TypeError, match=r"^6 layer\(s\) stay as they are, their statistics are not"
+    ):
+        convert_sync_batchnorm(model, strict=True)
+    assert [type(part) for part in model.modules()] == classes
+    with pytest.warns(UserWarning, match=r"^6 layer\(s\) stay as they are") as caught:
+        convert_sync_batchnorm(model)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    message = str(caught[0].message)
+    for name, (_, why) in layers.items():
+        where = "foreign, more.1" if name == "foreign" else name
+        assert re.search(rf"{where} \([a-z_.]*{re.escape(why)}", message), message
+    classes[-2] = SyncBatchNorm2d
+    assert [type(part) for part in model.modules()] == classes
+    with pytest.warns(UserWarning, match=r"the model itself \(.*Foreign"):
+        convert_sync_batchnorm(Foreign(3))
+
+
+def test_what_never_shares_is_not_named() -> None:
+    """Frozen norms as torchvision's, and norms that have statistics of each sample."""
+    frozen = nn.Module()
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        frozen.register_buffer(name, torch.ones(3))
+    model = nn.Sequential(frozen, nn.InstanceNorm2d(3, track_running_stats=True))
+    assert convert_sync_batchnorm(model, strict=True) is model
+
+
+def test_what_cannot_be_reverted_is_one_message() -> None:
+    parametrized = SyncBatchNorm(3)
+    nn.utils.parametrize.register_parametrization(parametrized, "weight", nn.Identity())
+    patched: Any = SyncBatchNorm(3)
+    patched.forward = patched.forward
+    layers = {
+        OwnSync(3): f"0 ({__name__}.OwnSync: its class overrides forward, which",
+        parametrized: "1 (torch.nn.utils.parametrize.ParametrizedSyncBatchNorm: it is parametrized",
+        SyncBatchNorm(3, fuse_relu=True): "it has a ReLU inside, which would be lost",
+        patched: "it has a forward pass of its own, which would be lost",
+    }
+    model: Any = nn.Sequential(*layers, SyncBatchNorm(3))
+    with pytest.warns(
+        UserWarning, match=r"^4 layer\(s\) stay as they are, they stay syn"
+    ) as caught:
+        revert_sync_batchnorm(model)
+    assert len(caught) == 1
+    for message in layers.values():
+        assert message in str(caught[0].message)
+    assert list(model[:4]) == list(layers)
+    assert type(model[4]) is BatchNorm
+
+
+def test_load_hooks_go_on() -> None:
+    model: Any = nn.Sequential(nn.BatchNorm2d(3))
+    seen: list[Any] = []
+    model[0].register_load_state_dict_pre_hook(lambda module, *_: seen.append(module))
+    convert_sync_batchnorm(model)
+    model.load_state_dict(model.state_dict())
+    assert seen == [model[0]]
+
+
+def test_arguments_are_checked_without_a_layer_to_convert() -> None:
+    with pytest.raises(ValueError, match="`weighting` must be one of"):
+        convert_sync_batchnorm(nn.ReLU(), weighting="batch")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a communicator must be None"):
+        convert_sync_batchnorm(nn.ReLU(), "nccl")
+
+
+def test_modules_that_are_none() -> None:
+    model: Any = nn.Sequential(nn.BatchNorm2d(3))
+    model.register_module("absent", None)
+    assert convert_sync_batchnorm(model).absent is None
+
+
+def test_the_optimizer_goes_on() -> None:
+    model: Any = nn.Sequential(nn.BatchNorm1d(3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    convert_sync_batchnorm(model)
+    before = model[0].weight.detach().clone()
+    model(torch.randn(4, 3)).pow(3).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before)

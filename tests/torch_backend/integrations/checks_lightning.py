@@ -1,0 +1,219 @@
+"""The plugin and the callback in Lightning's own Trainer, with strategy="ddp" on CPU."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from multibn.communicators import Communicator
+from multibn.torch_backend import SyncBatchNorm1d, convert_sync_batchnorm
+from tests.harness.runs import on
+from tests.torch_backend.integrations.checks_mmengine import frameworks_warnings
+
+with frameworks_warnings():
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.plugins import TorchSyncBatchNorm
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    from multibn.torch_backend.integrations.lightning import MultiBNLayerSync, PreciseBN
+
+RUNS = on("torchrun", 2, needs="torch lightning")
+
+
+SAMPLES = 20
+BATCH_SIZE = 3
+
+
+class Net(pl.LightningModule):
+    def __init__(self, momentum: float = 0.1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bn = nn.BatchNorm1d(3, momentum=momentum)
+        self.head = nn.Linear(3, 1)
+        self.classes: set[type] = set()
+        self.batches: list[Any] = []
+        self.validated: list[tuple[Any, Any]] = []
+
+    def forward(self, x: Any) -> Any:
+        return self.head(self.bn(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.classes.add(type(self.bn))
+        self.batches.append(batch[0])
+        return self(batch[0]).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        assert self.bn.running_mean is not None
+        assert self.bn.running_var is not None
+        self.validated.append((self.bn.running_mean.clone(), self.bn.running_var.clone()))
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [2 * batch[0]]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def _data() -> Any:
+    return 5 + 2 * torch.randn(SAMPLES, 3, generator=torch.Generator().manual_seed(1))
+
+
+def _loader(shuffle: bool = True, **options: Any) -> Any:
+    return DataLoader(TensorDataset(_data()), BATCH_SIZE, shuffle=shuffle, **options)
+
+
+def _fit(
+    world: Communicator, net: Net, loader: Any, *callbacks: Any, directory: str = "", **options: Any
+) -> None:
+    with frameworks_warnings(), tempfile.TemporaryDirectory() as root:
+        trainer = pl.Trainer(
+            **{
+                "accelerator": "cpu",
+                "strategy": "ddp",
+                "devices": world.size,
+                "plugins": [MultiBNLayerSync()],
+                "callbacks": list(callbacks),
+                "default_root_dir": directory or root,
+                "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in callbacks),
+                "enable_progress_bar": False,
+                "enable_model_summary": False,
+                "logger": False,
+                "num_sanity_val_steps": 0,
+                **options,
+            }
+        )
+        trainer.fit(net, loader, _loader(shuffle=False, num_workers=0))
+
+
+def _exact(mean: Any, var: Any) -> bool:
+    x = 2 * _data().double().numpy()
+    return np.allclose(mean, x.mean(0), 1e-6) and np.allclose(var, x.var(0, ddof=1), 1e-6)
+
+
+def check_layers_are_synchronized_while_fitting(world: Communicator) -> None:
+    net = Net(momentum=1.0)
+    _fit(world, net, _loader(), max_steps=1)
+    x = net.batches[0].double()
+    sums = world.allreduce(torch.stack([x.sum(0), x.square().sum(0)])) / (BATCH_SIZE * world.size)
+    n = BATCH_SIZE * world.size
+    assert net.classes == {SyncBatchNorm1d}
+    assert type(net.bn) is nn.BatchNorm1d
+    np.testing.assert_allclose(net.bn.running_mean, sums[0], rtol=1e-6)  # type: ignore[arg-type]
+    var = (sums[1] - sums[0] ** 2) * n / (n - 1)
+    np.testing.assert_allclose(net.bn.running_var, var, rtol=1e-5)  # type: ignore[arg-type]
+
+
+def check_precise_before_validation_and_checkpoints(world: Communicator) -> None:
+    """Every second epoch and the last, in whatever order the callbacks are given."""
+    net = Net()
+    with tempfile.TemporaryDirectory() as directory:
+        _fit(
+            world,
+            net,
+            _loader(),
+            ModelCheckpoint(directory, "{epoch}", save_top_k=-1),
+            PreciseBN(every_n_epochs=2, progress=False),
+            max_epochs=3,
+        )
+        saved = [
+            torch.load(Path(directory, f"epoch={epoch}.ckpt"), weights_only=False)["state_dict"]
+            for epoch in range(3)
+            if world.rank == 0  # the only one that saves
+        ]
+    steps = len(net.validated) // 3
+    assert [_exact(*net.validated[epoch * steps]) for epoch in range(3)] == [False, True, True]
+    if world.rank == 0:
+        exact = [_exact(s["bn.running_mean"], s["bn.running_var"]) for s in saved]
+        assert exact == [False, True, True]
+
+
+class Stream(IterableDataset[Any]):
+    """This rank's share, without a length."""
+
+    def __init__(self, world: Communicator) -> None:
+        self.share = slice(world.rank, None, world.size)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([[x] for x in _data()[self.share]])
+
+
+def check_a_loader_without_a_length(world: Communicator) -> None:
+    net = Net()
+    _fit(
+        world,
+        net,
+        DataLoader(Stream(world), BATCH_SIZE),
+        PreciseBN(progress=False),
+        max_epochs=1,
+    )
+    assert _exact(*net.validated[0])
+
+
+def check_limits_precision_and_forward_fn(world: Communicator) -> None:
+    shown: list[Any] = []
+
+    def forward(net: Any, batch: Any) -> None:
+        shown.append((net.bn.training, torch.is_autocast_enabled("cpu")))
+        net(batch[0])
+
+    net = Net()
+    _fit(
+        world,
+        net,
+        _loader(),
+        PreciseBN(num_iters=3, forward_fn=forward, progress=False),
+        max_epochs=2,
+        limit_train_batches=2,
+        precision="bf16-mixed",
+    )
+    assert shown == [(True, True)] * 6
+    assert len(net.batches) == 4
+
+
+def check_persistent_workers_go_on_with_training(world: Communicator) -> None:
+    net = Net()
+    _fit(
+        world,
+        net,
+        _loader(num_workers=1, persistent_workers=True),
+        PreciseBN(num_iters=1, progress=False),
+        max_epochs=2,
+    )
+    assert len(net.batches) == 2 * -(-SAMPLES // world.size // BATCH_SIZE)
+
+
+def check_reverting(world: Communicator) -> None:
+    """Lightning's plugin knows nn.SyncBatchNorm only; ours brings the classes back."""
+    model: Any = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)))
+    converted = type(model[0])
+    assert type(TorchSyncBatchNorm().revert(model)[0]) is converted is not nn.BatchNorm2d  # type: ignore[index]
+    assert type(MultiBNLayerSync().revert(model)[0]) is nn.BatchNorm2d  # type: ignore[index]
+
+
+def check_not_beside_lightnings_own(world: Communicator) -> None:
+    with pytest.raises(MisconfigurationException, match=r"sync_batchnorm=True.*MultiBNLayerSync"):
+        _fit(world, Net(), _loader(), sync_batchnorm=True, max_steps=1)
+
+
+def check_bad_arguments(world: Communicator) -> None:
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"every_n_epochs": 0}, ValueError, "`every_n_epochs` must be positive: got 0"),
+        ({"every_n_epochs": 1.5}, TypeError, "`every_n_epochs` must be an int: got 1.5"),
+        ({"num_samples": -1}, ValueError, "`num_samples` must be positive, or None for no li"),
+        ({"num_iters": "8"}, TypeError, "`num_iters` must be an int, or None for no limit: g"),
+        ({"estimator": "median"}, ValueError, "`estimator` must be one of 'population', 'mean_of"),
+    ]
+    for options, kind, message in cases:
+        with pytest.raises(kind, match=message):
+            PreciseBN(**options)
+    with pytest.raises(ValueError, match="`weighting` must be one of 'element', 'sample', 'rank'"):
+        MultiBNLayerSync(weighting="batch")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`running_var` must be one of 'unbiased_global'"):
+        MultiBNLayerSync(running_var="sample")  # type: ignore[arg-type]

@@ -1,0 +1,420 @@
+"""The hook and the registered layers in mmengine's own Runner.
+
+Started by torchrun, with `launcher="none"` and a group that is there already: mmengine's own
+start-up calls torch.cuda.set_device, which torch for CPU lacks.
+"""
+
+import contextlib
+import logging
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from multibn.communicators import Communicator
+from multibn.torch_backend import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
+from tests.harness.runs import on
+
+RUNS = on("torchrun", 1, 2, needs="torch mmengine")
+
+
+@contextlib.contextmanager
+def frameworks_warnings() -> Iterator[None]:
+    """Let a framework warn, about torch's deprecations and its own settings; multibn may not."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", module="multibn")
+        yield
+
+
+with frameworks_warnings():
+    from mmengine.hooks import Hook
+    from mmengine.model import BaseDataPreprocessor, BaseModel, MMDistributedDataParallel
+    from mmengine.model import revert_sync_batchnorm as mmengine_revert
+    from mmengine.optim import AmpOptimWrapper, OptimWrapper
+    from mmengine.registry import HOOKS, MODELS
+    from mmengine.runner import Runner
+
+    from multibn.torch_backend.integrations.mmengine import PreciseBNHook
+
+SAMPLES = 20
+BATCH_SIZE = 3
+
+
+class Doubling(BaseDataPreprocessor):  # type: ignore[misc, unused-ignore]
+    """Stands for normalization, with a batch augmentation that is for training only."""
+
+    def forward(self, data: Any, training: bool = False) -> Any:
+        offset = 100.0 if training else 0.0
+        if isinstance(data["inputs"], list):  # by pseudo_collate
+            data = {name: torch.stack([*map(torch.as_tensor, v)]) for name, v in data.items()}
+        return {**data, "inputs": 2 * data["inputs"] + offset}
+
+
+class Net(BaseModel):  # type: ignore[misc, unused-ignore]
+    def __init__(self) -> None:
+        super().__init__(data_preprocessor=Doubling())
+        torch.manual_seed(0)
+        self.bn = MODELS.build({"type": "multibn.SyncBatchNorm", "num_features": 3})
+        self.head = nn.Linear(3, 1)
+        self.shown: list[Any] = []  # in passes without gradients
+        self.num_trained = 0
+
+    def forward(self, inputs: Any, data_samples: Any = None, mode: str = "tensor") -> Any:
+        assert mode == "loss"  # the only one that training needs a model to have
+        return {"loss": (self.output(inputs) - data_samples).square().mean()}
+
+    def output(self, inputs: Any) -> Any:
+        if torch.is_grad_enabled():
+            self.num_trained += 1
+        else:
+            self.shown.append(inputs.detach().clone())
+        return self.head(self.bn(inputs))[:, 0]
+
+
+class Noting(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes: set[tuple[bool, bool]] = set()  # whether with gradients, and under autocast
+
+    def output(self, inputs: Any) -> Any:
+        self.passes.add((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+        return super().output(inputs)
+
+
+class Amp(AmpOptimWrapper):  # type: ignore[misc, unused-ignore]
+    """mmengine's, without its demand for a GPU, which a scaler of the loss needs."""
+
+    def __init__(self, **options: Any) -> None:
+        OptimWrapper.__init__(self, **options)
+        self.cast_dtype = torch.bfloat16
+        self.loss_scaler = torch.amp.GradScaler("cpu", enabled=False)
+        self._scale_update_param = None
+
+
+class WithItsOwnStep(Net):
+    """Without a mode "loss", and with layers that a pass leaves as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.BatchNorm1d(3)
+        self.unused = nn.BatchNorm1d(3)
+
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        self.frozen.eval()
+        return self
+
+    def forward(self, inputs: Any, data_samples: Any = None, mode: str = "tensor") -> Any:
+        if mode != "tensor":
+            raise NotImplementedError(mode)
+        return self.output(self.frozen(inputs))
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> Any:
+        loss = self(**self.data_preprocessor(data, True)).square().mean()
+        optim_wrapper.update_params(loss)
+        return {"loss": loss}
+
+
+class Passes(Hook):  # type: ignore[misc, unused-ignore]
+    """Notes after which iterations the statistics had been replaced, before EMA has seen them."""
+
+    priority = 45  # between ABOVE_NORMAL and NORMAL
+
+    def __init__(self) -> None:
+        self.after: list[int] = []
+        self.messages: list[str] = []  # what the hook logged
+        self._seen = 0
+
+    def before_train(self, runner: Any) -> None:
+        handler = logging.Handler()
+        handler.emit = self._note  # type: ignore[method-assign]
+        runner.logger.addHandler(handler)
+
+    def _note(self, record: logging.LogRecord) -> None:
+        if "integrations" in record.pathname:
+            self.messages.append(record.getMessage())
+
+    def after_train_iter(self, runner: Any, *arguments: Any, **options: Any) -> None:
+        shown = len(getattr(runner.model, "module", runner.model).shown)
+        if shown > self._seen:
+            self.after.append(runner.iter + 1)
+        self._seen = shown
+
+
+def _data() -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        {"inputs": 5 + 2 * torch.randn(3, generator=generator), "data_samples": float(i % 2)}
+        for i in range(SAMPLES)
+    ]
+
+
+def _population() -> tuple[Any, Any]:
+    x = 2 * np.array([sample["inputs"].double().numpy() for sample in _data()])
+    return x.mean(0), x.var(0, ddof=1)
+
+
+def _train(
+    name: str,
+    directory: str,
+    hook: dict[str, Any],
+    sampler: str = "DefaultSampler",
+    loader: dict[str, Any] | None = None,
+    by_epoch: bool = True,
+    model: Any = None,
+    passes: Passes | None = None,
+    wrapper: Any = OptimWrapper,
+    **train_cfg: Any,
+) -> tuple[Any, list[int]]:
+    """A runner that has trained, and the iterations after which there was a precise pass."""
+    passes = passes or Passes()
+    with frameworks_warnings():
+        runner = Runner(
+            model=model or MMDistributedDataParallel(Net()),
+            work_dir=directory,
+            experiment_name=name,
+            log_level="ERROR",
+            train_dataloader={
+                "dataset": _data(),
+                "batch_size": BATCH_SIZE,
+                "num_workers": 0,
+                "sampler": {"type": sampler, "shuffle": True},
+                "collate_fn": {"type": "default_collate"},
+                **(loader or {}),
+            },
+            optim_wrapper={"type": wrapper, "optimizer": {"type": "SGD", "lr": 0.01}},
+            train_cfg={"by_epoch": by_epoch, **train_cfg},
+            default_hooks={
+                "checkpoint": {"type": "CheckpointHook", "interval": 1, "by_epoch": by_epoch}
+            },
+            custom_hooks=[
+                {"type": "EMAHook"},
+                {"type": "multibn.PreciseBNHook", "progress": False, **hook},
+                passes,
+            ],
+        )
+        runner.train()
+    return runner, passes.after
+
+
+def _saved(directory: str, name: str) -> dict[str, Any]:
+    checkpoint: dict[str, Any] = torch.load(Path(directory, name), weights_only=False)
+    return checkpoint
+
+
+def _iterations(world: Communicator) -> int:
+    return -(-SAMPLES // world.size // BATCH_SIZE)
+
+
+def check_by_epoch(world: Communicator) -> None:
+    """Every second epoch and the last; checkpoints and the averaged model have the statistics."""
+    with tempfile.TemporaryDirectory() as directory:
+        runner, after = _train(
+            "by_epoch",
+            directory,
+            {"interval": 2, "num_samples": None, "at_end": True},
+            max_epochs=3,
+        )
+        files = {
+            epoch: _saved(directory, f"epoch_{epoch}.pth")
+            for epoch in (1, 2, 3)
+            if world.rank == 0  # the only one that saves
+        }
+    expected = _population()
+    assert after == [2 * _iterations(world), 3 * _iterations(world)]
+    np.testing.assert_allclose(runner.model.module.bn.running_mean, expected[0], rtol=1e-6)
+    np.testing.assert_allclose(runner.model.module.bn.running_var, expected[1], rtol=1e-6)
+    for epoch, checkpoint in files.items():
+        for part, bn in (("state_dict", "bn"), ("ema_state_dict", "module.bn")):
+            mean, var = (checkpoint[part][f"{bn}.running_{name}"] for name in ("mean", "var"))
+            close = np.allclose(mean, expected[0], 1e-6) and np.allclose(var, expected[1], 1e-6)
+            assert close == (epoch > 1), epoch
+
+
+def check_by_iteration(world: Communicator) -> None:
+    """With an endless sampler: every second iteration and the last, on so many batches."""
+    with tempfile.TemporaryDirectory() as directory:
+        runner, after = _train(
+            "by_iteration",
+            directory,
+            {"interval": 2, "num_samples": None, "num_iters": 4, "at_end": True},
+            sampler="InfiniteSampler",
+            by_epoch=False,
+            max_iters=5,
+        )
+        saved = _saved(directory, "iter_5.pth") if world.rank == 0 else None
+    net = runner.model.module
+    last = torch.cat(net.shown[-4:]).double()
+    sums = world.allreduce(torch.stack([last.sum(0), last.square().sum(0)]))
+    n = 4 * BATCH_SIZE * world.size
+    mean, var = sums[0] / n, (sums[1] / n - (sums[0] / n) ** 2) * n / (n - 1)
+    assert after == [2, 4, 5]
+    assert len(net.shown) == 3 * 4
+    np.testing.assert_allclose(net.bn.running_mean, mean, rtol=1e-6)
+    np.testing.assert_allclose(net.bn.running_var, var, rtol=1e-5)
+    if saved:
+        np.testing.assert_allclose(saved["state_dict"]["bn.running_var"], var, rtol=1e-5)
+
+
+def check_number_of_samples(world: Communicator) -> None:
+    """Counted over all ranks, in whole batches; a batch may be a list of samples."""
+    for collate in ("default_collate", "pseudo_collate"):
+        with tempfile.TemporaryDirectory() as directory:
+            runner, after = _train(
+                f"samples_{collate}",
+                directory,
+                {"num_samples": 5},
+                loader={"batch_size": 2, "collate_fn": {"type": collate}},
+                max_epochs=1,
+            )
+        assert after == [SAMPLES // world.size // 2]
+        assert len(runner.model.module.shown) == -(-5 // (2 * world.size))
+
+
+def check_persistent_workers_go_on_with_training(world: Communicator) -> None:
+    """A second loop over such a loader would restart the training loop's own iterator."""
+    with tempfile.TemporaryDirectory() as directory:
+        runner, after = _train(
+            "workers",
+            directory,
+            {"num_samples": 3},
+            loader={"num_workers": 1, "persistent_workers": True},
+            max_epochs=2,
+        )
+    assert after == [_iterations(world), 2 * _iterations(world)]
+    assert runner.model.module.num_trained == 2 * _iterations(world)
+
+
+def check_a_loop_of_its_own(world: Communicator) -> None:
+    """With a sampler that begins anew, a pass takes all data, whatever the training has seen."""
+    with tempfile.TemporaryDirectory() as directory:
+        runner, after = _train(
+            "loop",
+            directory,
+            {"interval": 2, "num_samples": None},
+            loader={"batch_size": 2},
+            by_epoch=False,
+            max_iters=4,  # fewer than the data has, after which mmengine sleeps for 2 s
+        )
+    bn = runner.model.module.bn
+    assert after == [2, 4]
+    np.testing.assert_allclose(bn.running_mean, _population()[0], rtol=1e-6)
+    np.testing.assert_allclose(bn.running_var, _population()[1], rtol=1e-6)
+
+
+def check_a_model_with_a_step_of_its_own(world: Communicator) -> None:
+    """Runs in its default mode. The log names layers that keep their statistics, and short data."""
+    passes = Passes()
+    net = WithItsOwnStep()
+    with tempfile.TemporaryDirectory() as directory:
+        _, after = _train("own_step", directory, {}, model=net, passes=passes, max_epochs=2)
+    iterations = _iterations(world)
+    assert after == [iterations, 2 * iterations]
+    assert len(net.shown) == 2 * iterations
+    assert torch.equal(net.unused.state_dict()["running_var"], torch.ones(3))
+    all_samples = "8192 samples of all ranks"
+    first = [
+        f"starts, on {all_samples}.",
+        f"ends: 1 layer(s) have the statistics of {iterations} batch(es) on each rank.",
+        "leaves these layers as they were (frozen, without input, or no batch norm): unused, "
+        "frozen.",
+    ]
+    short = f"takes all training data, which is less than {all_samples}."
+    assert passes.messages == [f"Precise batch norm {m}" for m in (*first, short, *first)]
+
+
+def check_mixed_precision(world: Communicator) -> None:
+    """A pass runs in the precision of training."""
+    net = Noting()
+    model = MMDistributedDataParallel(net)
+    with tempfile.TemporaryDirectory() as directory:
+        _train("amp", directory, {"num_samples": None}, model=model, wrapper=Amp, max_epochs=1)
+    assert net.passes == {(True, True), (False, True)}
+    np.testing.assert_allclose(net.bn.running_mean, _population()[0], rtol=1e-6)
+    np.testing.assert_allclose(net.bn.running_var, _population()[1], rtol=1e-6)
+
+
+def check_nothing_to_update(world: Communicator) -> None:
+    passes = Passes()
+    net = Net()
+    net.bn = nn.BatchNorm1d(3, track_running_stats=False)
+    model = MMDistributedDataParallel(net)
+    options = {"num_samples": None, "num_iters": 2, "mode": "loss"}
+    with tempfile.TemporaryDirectory() as directory:
+        _train(
+            "nothing",
+            directory,
+            options,
+            loader={"batch_size": 2},
+            model=model,
+            passes=passes,
+            max_epochs=1,
+        )
+    assert passes.messages == [
+        "Precise batch norm starts, on 2 batches per rank.",
+        "Precise batch norm ends: there was no batch norm to update.",
+    ]
+
+
+def check_registered(world: Communicator) -> None:
+    # As mmcv's build_norm_layer does it.
+    config = {"eps": 1e-3, "weighting": "rank", "process_group": "machine"}
+    layer: Any = MODELS.get("multibn.SyncBatchNorm")(4, **config)
+    assert type(layer) is SyncBatchNorm
+    assert (layer.num_features, layer.eps, layer.weighting) == (4, 1e-3, "rank")
+    assert HOOKS.get("multibn.PreciseBNHook") is PreciseBNHook
+
+
+def check_reverting(world: Communicator) -> None:
+    """mmengine's function knows nn.SyncBatchNorm only; ours brings the classes back."""
+    model: Any = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)))
+    converted = type(model[0])
+    with frameworks_warnings():
+        assert type(mmengine_revert(model)[0]) is converted is not nn.BatchNorm2d  # type: ignore[index, unused-ignore]
+    assert type(revert_sync_batchnorm(model)[0]) is nn.BatchNorm2d
+
+
+def check_arguments(world: Communicator) -> None:
+    """Refused when the hook is built, or before the first iteration in a certain loop."""
+    hook = PreciseBNHook(12, 3)
+    assert (hook.num_samples, hook.interval) == (12, 3)
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"interval": 0}, ValueError, "`interval` must be positive: got 0"),
+        ({"interval": 1.5}, TypeError, "`interval` must be an int: got 1.5 of type float"),
+        ({"num_samples": -1}, ValueError, "`num_samples` must be positive, or None for no li"),
+        ({"num_samples": "8"}, TypeError, "`num_samples` must be an int, or None for no limit: g"),
+        ({"num_iters": 0}, ValueError, "`num_iters` must be positive, or None for no limit: got 0"),
+        ({"estimator": "median"}, ValueError, "`estimator` must be one of 'population', 'mean_of"),
+        ({"by_epoch": "yes"}, ValueError, "`by_epoch` must be one of None, True, False: got 'yes"),
+        ({"mode": 1}, TypeError, "`mode` must be a str, or None for the training's: got 1"),
+    ]
+    for options, kind, message in cases:
+        with pytest.raises(kind, match=message):
+            PreciseBNHook(**options)
+    in_a_loop: list[tuple[dict[str, Any], str]] = [
+        ({"by_epoch": True}, "`by_epoch` must be False or None.*got True in IterBasedTrainLoop"),
+        ({"num_samples": None}, "`num_samples` or `num_iters` must be an int.*got None for both"),
+    ]
+    for number, (options, message) in enumerate(in_a_loop):
+        net = Net()
+        with (
+            tempfile.TemporaryDirectory() as directory,
+            pytest.raises(ValueError, match=message),
+        ):
+            _train(
+                f"refused_{number}",
+                directory,
+                options,
+                sampler="InfiniteSampler",
+                by_epoch=False,
+                model=MMDistributedDataParallel(net),
+                max_iters=2,
+            )
+        assert net.num_trained == 0

@@ -1,0 +1,494 @@
+"""DTensors in and out, for all placements of a mesh of 2 x 2 ranks.
+
+The expected numbers are those of the whole batch in one process, in float64, by the oracle.
+"""
+
+import copy
+import itertools
+import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from multibn import SingleProcess
+from multibn.communicators import Communicator
+from multibn.communicators.lines import FIRST_MESSAGES, Lines
+from multibn.parity import oracle
+from multibn.torch_backend import (
+    SubBatchNorm2d,
+    SyncBatchNorm,
+    convert_sync_batchnorm,
+    normalize_together,
+    sync_batch_norm,
+)
+from tests.harness.runs import on
+from tests.helpers.pages import script
+
+RUNS = on("torchrun", 4, needs="torch")
+
+
+SHAPE = (5, 7, 3, 6)  # 2 ranks divide some evenly, some unevenly
+C = SHAPE[1]
+PLACEMENTS: list[Placement] = [Shard(0), Shard(1), Shard(2), Shard(3), Replicate()]
+BOTH = [Shard(0), Shard(3)]
+
+
+def _mesh(*sizes: int, **options: Any) -> Any:
+    names = ("dp", "spatial")[: len(sizes)]
+    return dist.init_device_mesh("cpu", sizes, mesh_dim_names=names, **options)
+
+
+def _whole(step: int, scale: float = 1.0) -> Tensor:
+    return torch.from_numpy(np.random.default_rng(step).normal(scale, 2, SHAPE))
+
+
+def _layer(**options: Any) -> Any:
+    torch.manual_seed(0)
+    layer = SyncBatchNorm(C, dtype=torch.float64, **options)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    return layer
+
+
+def _place(x: Tensor, mesh: Any, placements: Any) -> Any:
+    return distribute_tensor(x, mesh, placements, src_data_rank=None)
+
+
+class _Collectives(TorchDispatchMode):
+    """How many numbers each collective of DTensors or of autograd takes from this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented
+        if "c10d" in func.namespace and "wait" not in str(func):
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _messages() -> Iterator[list[int]]:
+    """The sizes of this rank's messages over lines, without the first messages of layers."""
+    sizes: list[int] = []
+    exchange, add = Lines.exchange, Lines.sum
+
+    def counting_exchange(self: Any, buffer: Any, *arguments: Any) -> None:
+        sizes.append(buffer.size)
+        exchange(self, buffer, *arguments)
+
+    def counting_sum(self: Any, a: Any, place: str, *arguments: Any, **options: Any) -> Any:
+        if options.get("number") != FIRST_MESSAGES and place != "introduction":
+            sizes.append(a.size)
+        return add(self, a, place, *arguments, **options)
+
+    with (
+        patch.object(Lines, "exchange", counting_exchange),
+        patch.object(Lines, "sum", counting_sum),
+    ):
+        yield sizes
+
+
+def _expected(layer: Any, steps: int) -> list[Any]:
+    weight, bias = (p.detach().numpy() for p in (layer.weight, layer.bias))
+    return [
+        oracle.batch_norm([_whole(k).numpy()], [_whole(k + 9).numpy()], weight, bias, eps=layer.eps)
+        for k in range(steps)
+    ]
+
+
+def _full(t: Any) -> Any:
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def _compare(got: dict[str, Any], expected: dict[str, Any], case: Any) -> None:
+    full = {name: _full(t).detach().numpy() for name, t in got.items()}
+    for name, value in expected.items():
+        error = oracle.relative_error(full[name], value)
+        assert error < 1e-11, (case, name, error)
+
+
+def _train(layer: Any, mesh: Any, placements: Any, whole: list[Any], world: Communicator) -> None:
+    """Two steps, compared with the oracle; counts what the ranks send."""
+    case = placements, type(layer.weight.data).__name__
+    moving = np.zeros(C), np.ones(C)
+    for step, expected in enumerate(whole):
+        x = _place(_whole(step), mesh, placements).requires_grad_()
+        layer.zero_grad()
+        with _Collectives() as collectives, _messages() as messages:
+            y = layer(x)
+            y.backward(_place(_whole(step + 9), mesh, placements))
+        for t in (y, x.grad):
+            assert t.placements == tuple(placements), (case, t)
+            assert (t.shape, t.stride()) == (x.shape, x.stride())
+        gradients = {}
+        for name in ("weight", "bias"):
+            grad = getattr(layer, name).grad
+            if isinstance(grad, DTensor):
+                gradients[name] = grad.full_tensor()
+            else:  # each rank's own part: replicas have equal parts
+                replicas = 2 ** sum(p.is_replicate() for p in placements)
+                gradients[name] = world.allreduce(grad) / replicas
+        factor = expected.count / (expected.count - 1)
+        moving = oracle.running(moving, expected.mean, expected.var, factor, 0.1)
+        buffers = {name: _full(b) for name, b in layer.named_buffers()}
+        got = {"y": y, "dx": x.grad.full_tensor(), **gradients, **buffers}
+        right = {"y": expected.y[0], "dx": expected.dx[0], "weight": expected.dweight}
+        right |= {"bias": expected.dbias, "running_mean": moving[0], "running_var": moving[1]}
+        _compare(got, right, (case, step))
+        assert buffers["num_batches_tracked"].item() == step + 1
+        # Two messages of 2 c + 4 numbers for the c channels that are here, if ranks share; and one
+        # of 2 C if the channels are divided. No collective is larger than a parameter.
+        own = x.to_local().shape[1]
+        divided = Shard(1) in placements
+        shared = any(p.is_shard() and p.dim != 1 for p in placements)
+        assert messages == [2 * own + 4] * shared + [2 * C] * divided + [2 * own + 4] * shared, case
+        assert max(collectives.sizes, default=0) <= C + 1, (case, collectives.sizes)
+        if not divided and not any(p.is_shard() for p in getattr(layer.weight, "placements", ())):
+            assert not collectives.sizes, case
+
+
+def check_all_placements_with_plain_parameters(world: Communicator) -> None:
+    mesh = _mesh(2, 2)
+    whole = _expected(_layer(), 2)
+    for placements in itertools.product(PLACEMENTS, PLACEMENTS):
+        _train(_layer(), mesh, placements, whole, world)
+
+
+def check_a_mesh_of_three_dimensions(world: Communicator) -> None:
+    """The ranks that share are along two of the dimensions, but not all ranks."""
+    mesh = dist.init_device_mesh("cpu", (2, 1, 2))
+    whole = _expected(_layer(), 2)
+    _train(_layer(), mesh, [Shard(0), Shard(2), Shard(1)], whole, world)
+
+
+def check_all_placements_with_parameters_on_the_mesh(world: Communicator) -> None:
+    mesh = _mesh(2, 2)
+    whole = _expected(_layer(), 2)
+    for placements in itertools.product(PLACEMENTS, PLACEMENTS):
+        layer: Any = distribute_module(_layer(), mesh)
+        _train(layer, mesh, placements, whole, world)
+
+
+def check_evaluation(world: Communicator) -> None:
+    """Local, in the placements of the input; the gradients are those of one process."""
+    mesh = _mesh(2, 2)
+    plain = _layer()
+    plain.running_mean.copy_(torch.arange(C))
+    plain.eval()
+    x, dy = _whole(0).requires_grad_(), _whole(1)
+    y = nn.functional.batch_norm(
+        x, plain.running_mean, plain.running_var, plain.weight, plain.bias, eps=plain.eps
+    )
+    y.backward(dy)
+    assert x.grad is not None
+    expected = {"y": y, "dx": x.grad, "weight": plain.weight.grad, "bias": plain.bias.grad}
+    for placements in itertools.product(PLACEMENTS, PLACEMENTS):
+        layer: Any = distribute_module(copy.deepcopy(plain), mesh)
+        layer.zero_grad()
+        part = _place(_whole(0), mesh, placements).requires_grad_()
+        with _messages() as messages, _Collectives() as collectives:
+            out = layer(part)
+        assert not messages
+        assert not collectives.sizes
+        out.backward(_place(dy, mesh, placements))
+        assert out.placements == part.grad.placements == placements
+        got = {"y": out, "dx": part.grad, "weight": layer.weight.grad, "bias": layer.bias.grad}
+        numbers = {name: t.detach().numpy() for name, t in expected.items()}
+        _compare(got, numbers, placements)
+
+
+def check_residual_and_relu(world: Communicator) -> None:
+    mesh = _mesh(2, 2)
+    plain, results = _layer(fuse_relu=True, process_group=SingleProcess()), []
+    for layer, place in ((plain, None), (_layer(fuse_relu=True), BOTH)):
+        x, residual = _whole(0), _whole(1)
+        if place:
+            x, residual = (_place(t, mesh, place) for t in (x, residual))
+        x.requires_grad_(), residual.requires_grad_()
+        y = layer(x, residual)
+        y.square().sum().backward()
+        results.append([_full(t) for t in (y, x.grad, residual.grad)])
+    torch.testing.assert_close(*results, rtol=1e-11, atol=1e-11)
+    part = _place(_whole(0), mesh, BOTH)
+    for wrong in (_place(_whole(1), mesh, [Replicate()] * 2), part.to_local()):
+        with pytest.raises(
+            TypeError, match=r"`residual` must have the placements of the input, \("
+        ):
+            layer(part, wrong)
+
+
+def check_second_order(world: Communicator) -> None:
+    mesh, results = _mesh(2, 2), []
+    for place in (None, BOTH):
+        layer = _layer(process_group=None if place else SingleProcess())
+        x = _place(_whole(0), mesh, place) if place else _whole(0)
+        x.requires_grad_()
+        (dx,) = torch.autograd.grad(layer(x).pow(3).sum(), x, create_graph=True)
+        dx.square().sum().backward()
+        results.append(_full(x.grad))
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
+
+
+def check_other_calls(world: Communicator) -> None:
+    """The function, layers that share a message, a group layer, an input still under way."""
+    mesh = _mesh(2, 2)
+    x = _place(_whole(0), mesh, BOTH)
+    expected = _expected(_layer(), 1)[0]
+    layer = _layer()
+    y, batch = sync_batch_norm(x, layer.weight, layer.bias)
+    _compare({"y": y, "mean": batch.mean}, {"y": expected.y[0], "mean": expected.mean}, 0)
+    divided = _place(_whole(0), mesh, [Shard(1), Shard(2)])
+    y, batch = sync_batch_norm(divided, layer.weight, layer.bias)
+    _compare({"y": y, "mean": batch.mean}, {"y": expected.y[0], "mean": expected.mean}, 1)
+    under_way = _place(_whole(0), mesh, [Replicate(), Shard(3)])
+    under_way = under_way.redistribute(placements=[Shard(0), Shard(0)], async_op=True)
+    _compare({"y": layer(under_way)}, {"y": expected.y[0]}, "under way")
+    pair = [_layer(), _layer()]
+    for y in normalize_together(pair, [x, x]):
+        _compare({"y": y}, {"y": expected.y[0]}, "together")
+    with pytest.raises(
+        ValueError, match=r"shared over the same dimensions .*\[\(Shard\(dim=0\), Shard"
+    ):
+        normalize_together(pair, [x, divided])
+    local, whole = _layer(running_var="unbiased_local"), _layer()
+    local(x), whole(x)
+    torch.testing.assert_close(local.running_var, whole.running_var, rtol=1e-12, atol=0)
+    no_buffers = _layer(track_running_stats=False).eval()
+    _compare({"y": no_buffers(x)}, {"y": expected.y[0]}, "no running statistics")
+
+
+class _Activated(nn.BatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+def check_a_forward_pass_of_its_own(world: Communicator) -> None:
+    """As the layer with a ReLU behind: training, then evaluation by what it has learned."""
+    mesh = _mesh(2, 2)
+    for place in (BOTH, [Shard(0), Shard(1)]):
+        results = []
+        for layer in (nn.Sequential(SyncBatchNorm(C), nn.ReLU()), _Activated(C)):
+            layer = convert_sync_batchnorm(layer.double())
+            for step in range(2):
+                x = _place(_whole(step), mesh, place).requires_grad_()
+                y = layer.train(step == 0)(x)
+                assert y.placements == tuple(place)
+                y.square().sum().backward()
+                results.append([_full(y), _full(x.grad)])
+            results.append([*layer.buffers()])
+        torch.testing.assert_close(results[3:], results[:3], rtol=1e-11, atol=1e-11)
+
+
+def check_compiled(world: Communicator) -> None:
+    """The layers train uncompiled between compiled parts; a whole graph is refused with a cure."""
+    mesh = _mesh(2, 2)
+    layers = SyncBatchNorm(C), _Activated(C)
+    net = convert_sync_batchnorm(nn.Sequential(nn.Tanh(), *layers, nn.Tanh()).double())
+    results = []
+    with warnings.catch_warnings():
+        # torch's own: of its imports, and of the inputs of compiled parts.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        compiled: Any = torch.compile(copy.deepcopy(net), backend="eager")
+        for model in (net, compiled):
+            for step in range(3):
+                x = _place(_whole(step), mesh, BOTH).requires_grad_()
+                y = model.train(step < 2)(x)
+                assert y.placements == tuple(BOTH)
+                y.square().sum().backward()
+                results.append([_full(y), _full(x.grad)])
+            results.append([*model.buffers()])
+        torch.testing.assert_close(results[4:], results[:4], rtol=1e-11, atol=1e-11)
+        for part in net.train()[1:3]:
+            whole: Any = torch.compile(nn.Sequential(part), backend="eager", fullgraph=True)
+            with pytest.raises(Exception, match=r"DTensor, and runs .* without fullgraph=True"):
+                whole(_place(_whole(0), mesh, BOTH))
+    torch._dynamo.reset()
+
+
+def check_copies_and_pickles(world: Communicator) -> None:
+    mesh = _mesh(2, 2)
+    x = _place(_whole(0), mesh, BOTH)
+    layer = _layer()
+    layer(x)
+    copies = [layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
+    outputs = [[_full(module(x)), *module.buffers()] for module in copies]
+    for other in outputs[1:]:
+        torch.testing.assert_close(other, outputs[0], rtol=0, atol=0)
+
+
+def check_sharded_buffers(world: Communicator) -> None:
+    """Parameters and buffers divided as the channels are: nothing of full size is anywhere."""
+    mesh = _mesh(2, 2)
+    whole = _expected(_layer(), 2)
+
+    def shard(name: str, module: nn.Module, mesh: Any) -> None:
+        for key, value in [*module.named_parameters()]:
+            shards = distribute_tensor(value.detach(), mesh, [Replicate(), Shard(0)])
+            module.register_parameter(key, nn.Parameter(shards))
+        for key, buffer in [*module.named_buffers()]:
+            placements = [Replicate(), Shard(0) if buffer.ndim else Replicate()]
+            module.register_buffer(key, distribute_tensor(buffer, mesh, placements))
+
+    for placements in ([Shard(0), Shard(1)], [Replicate(), Shard(1)], [Shard(0), Shard(0)]):
+        layer: Any = distribute_module(_layer(), mesh, shard)
+        _train(layer, mesh, placements, whole, world)
+        assert layer.running_mean.to_local().shape[0] < C
+
+
+def check_plain_inputs_with_parameters_on_a_mesh(world: Communicator) -> None:
+    """Each rank has a batch of its own: gradients of parameters add up over all of them."""
+    mesh = _mesh(2, 2)
+    parts, dys = _whole(0).chunk(4), _whole(9).chunk(4)  # 2, 2, 1 and no samples
+    mine = [t[world.rank] if world.rank < len(t) else t[0][:0] for t in (parts, dys)]
+    expected = _expected(_layer(), 1)[0]
+    for placement in (Replicate(), Shard(0)):
+        layer = _layer()
+        for name, p in [*layer.named_parameters()]:
+            part = _place(p.detach(), mesh, [Replicate(), placement])
+            layer.register_parameter(name, nn.Parameter(part))
+        layer(mine[0]).backward(mine[1])
+        got = {"weight": layer.weight.grad, "bias": layer.bias.grad}
+        _compare(got, {"weight": expected.dweight, "bias": expected.dbias}, placement)
+
+
+def check_refused(world: Communicator) -> None:
+    """The same error on all ranks, and no rank waits."""
+    mesh = _mesh(2, 2)
+    x, layer = _place(_whole(0), mesh, BOTH), _layer()
+    partial = DTensor.from_local(_whole(0), mesh, [Partial(), Replicate()])
+    for module in (layer, copy.deepcopy(layer).eval()):
+        with pytest.raises(
+            TypeError, match=r"placements of the input.*got Partial\(sum\) on dim.* 0"
+        ):
+            module(partial)
+    with pytest.raises(ValueError, match=r"must have 3 channels in dimension 1.*\(5, 7, 3, 6\)"):
+        SyncBatchNorm(3).double()(x)
+    few = _place(torch.ones(4, 1, 2, 2).double(), mesh, [Shard(1), Replicate()])
+    with pytest.raises(
+        ValueError, match=r"have channels of the input: got 1 channels divided over"
+    ):
+        SyncBatchNorm(1).double()(few)
+    line = _mesh(4)
+    other = _layer()
+    other.weight = nn.Parameter(_place(other.weight.detach(), line, [Replicate()]))
+    with pytest.raises(TypeError, match="DTensors must be on the mesh of the input"):
+        other(x)
+    with pytest.raises(TypeError, match="parts of a batch apart cannot take a DTensor"):
+        SubBatchNorm2d(2, num_features=C).double()(
+            _place(torch.ones(4, C, 2, 2).double(), mesh, BOTH)
+        )
+    buffers: Any = distribute_module(_layer(), mesh)
+    buffers.running_mean = DTensor.from_local(
+        torch.zeros(C).double(), mesh, [Partial(), Replicate()]
+    )
+    with pytest.raises(TypeError, match=r"placements of running_mean.*got Partial"):
+        buffers(x)
+    layer(x)
+
+
+def check_named_groups(world: Communicator) -> None:
+    """A named group may have further ranks, which hold further samples; otherwise it must fit."""
+    mesh = _mesh(2, 2)
+    spatial, dp = mesh["spatial"], mesh["dp"]
+    mine = _whole(0).chunk(2)[mesh.get_coordinate()[0]]  # the samples of this rank's row
+    x = _place(mine, spatial, [Shard(3)])
+    expected = _expected(_layer(), 1)[0]
+    for group in (world, dist.group.WORLD, [0, 1, 2, 3]):
+        y = _layer(process_group=group)(x)
+        full = DTensor.from_local(
+            _full(y), dp, [Shard(0)], shape=torch.Size(SHAPE), stride=_whole(0).stride()
+        )
+        _compare({"y": full}, {"y": expected.y[0]}, group)
+    weight, bias = (p.detach().numpy() for p in _layer().parameters())
+    by_rows = oracle.batch_norm([mine.numpy()], [mine.numpy()], weight, bias, eps=1e-5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        y = _layer(process_group=spatial)(x)
+    _compare({"y": y}, {"y": by_rows.y[0]}, "rows")
+    with pytest.warns(
+        UserWarning, match=r"over ranks \[\d, \d\], .* no rank outside of the mesh. To"
+    ):
+        y = _layer()(x)
+    _compare({"y": y}, {"y": by_rows.y[0]}, "rows")
+    _layer()(x)  # warned before
+    message = r"`process_group` must have ranks \[\d, \d\] of the mesh .*, which share"
+    for group in (dp, SingleProcess(), world.split(world.rank)):
+        with pytest.raises(ValueError, match=message):
+            _layer(process_group=group)(x)
+    with pytest.raises(ValueError, match=rf"must have ranks \[{world.rank}\] of .*no other ranks"):
+        _layer(process_group=world)(_place(mine, spatial, [Shard(1)]))
+    y = _layer(process_group=dp)(_place(mine, spatial, [Shard(1)]))
+    _compare({"y": y}, {"y": expected.y[0][mesh.get_coordinate()[0] * 3 :][:3]}, "dp")
+    with pytest.raises(TypeError, match=r"None or processes of torch\.distributed, for a DTensor"):
+        _layer(process_group=_Own())(x)
+
+
+class _Own:
+    """A user's own communicator."""
+
+    rank, size = 0, 1
+
+    def allreduce(self, x: Any, /) -> Any:
+        return x
+
+    def split(self, color: int, key: int = 0) -> Any:
+        return self
+
+
+class _Scale(nn.Module):
+    """A convolution of DTensors gathers the images; a product leaves them where they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-2, 2, 4).view(4, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def check_fully_sharded_with_images_in_parts(world: Communicator) -> None:
+    """FSDP2 over one dimension, the width of the images over the other: as one process trains."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = _mesh(2, 2)
+    parts = [_Scale(), nn.BatchNorm2d(4), nn.ReLU(), _Scale(), nn.BatchNorm2d(4)]
+    whole, images = nn.Sequential(*parts).double(), torch.randn(6, 4, 3, 8).double()
+    dist.broadcast(images, 0)
+    net: Any = convert_sync_batchnorm(copy.deepcopy(whole), world)
+    net = fully_shard(distribute_module(net, mesh["spatial"]), mesh=mesh["dp"])
+    optimizers = [torch.optim.SGD(n.parameters(), 0.1) for n in (whole, net)]
+    samples = images.chunk(2)[mesh.get_coordinate()[0]]
+    for _ in range(3):
+        whole(images).square().mean().backward()
+        net(_place(samples, mesh["spatial"], [Shard(3)])).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, tensor in net.state_dict().items():
+        torch.testing.assert_close(_full(tensor), whole.state_dict()[name], rtol=1e-11, atol=1e-11)
+
+
+def check_the_blocks_of_the_page(world: Communicator) -> None:
+    exec(script("docs/guides/dtensors.md"), {})

@@ -1,0 +1,241 @@
+"""The layer inside what torch wraps around models: compilation, checkpoints, sharding, join."""
+
+import copy
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from multibn.communicators import Communicator
+from multibn.communicators.transports.torch_distributed import TorchDistributed
+from multibn.torch_backend import (
+    SyncBatchNorm,
+    checkpoint_contexts,
+    convert_sync_batchnorm,
+    recomputed,
+)
+from tests.harness.runs import on, only
+from tests.helpers.ranks import CountingCommunicator
+
+RUNS = on("torchrun mpiexec", 2, 4, needs="torch")
+
+
+def _parts(world: Communicator, *shape: int) -> list[torch.Tensor]:
+    """All ranks' inputs, of equal shape."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).double() for _ in range(world.size)]
+
+
+def _network() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.Flatten(),
+        nn.Linear(4 * 4 * 4, 2),
+    ).double()
+
+
+def check_nan_in_a_gradient_is_named_in_anomaly_mode(world: Communicator) -> None:
+    """Otherwise a GradScaler finds NaN on all ranks, and all skip the step."""
+    model = nn.Sequential(SyncBatchNorm(3, process_group=world))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    dy = torch.ones(4, 3)
+    dy[0, 0] = torch.nan if world.rank == 1 else 1.0
+    message = rf"gradient of the output of .* has NaN on rank\(s\) \[1\] of {world.size}\. Look f"
+    for run in (model, compiled):
+        for check_nan in (False, True):
+            x = torch.randn(4, 3, requires_grad=True)
+            with torch.autograd.set_detect_anomaly(True, check_nan):
+                y = run(x)
+                # torch's traceback of the forward pass is a warning, which, as an error, would be
+                # taken for the end of the program.
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    with pytest.raises(FloatingPointError, match=message):
+                        y.backward(dy)
+                run(x).backward(torch.ones(4, 3))  # all is well
+    optimizer = torch.optim.SGD(model.parameters())
+    scaler = torch.amp.GradScaler("cpu")
+    x = torch.randn(4, 3, requires_grad=True)
+    loss = (model(x) * dy).sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert x.grad is not None
+    assert not x.grad.isfinite().all()
+    assert scaler.get_scale() <= 2.0**16
+
+
+def check_compiled_with_fullgraph(world: Communicator) -> None:
+    """A layer that averages cumulatively, and one with a momentum, in one compilation."""
+    # Inductor takes seconds, and is asked once: Dynamo and autograd see what other graphs have.
+    inductor = world.size == 2 and isinstance(world, TorchDistributed)
+    network = _network()
+    network[1].momentum = None
+    eager = convert_sync_batchnorm(network, world)
+    assert [m.momentum for m in eager.modules() if isinstance(m, SyncBatchNorm)] == [None, 0.1]
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of its imports
+        backend = "inductor" if inductor else "aot_eager"
+        compiled: Any = torch.compile(copy.deepcopy(eager), fullgraph=True, backend=backend)
+        results = []
+        for net in (eager, compiled):
+            for step in range(3):
+                x = (_parts(world, 2, 3, 8, 8)[world.rank] + step).requires_grad_()
+                y = net(x)
+                y.square().sum().backward()
+                results.append((y, x.grad))
+    torch.testing.assert_close(results[:3], results[3:], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        list(compiled.state_dict().values()), list(eager.state_dict().values())
+    )
+
+
+class _Branches(nn.Module):
+    """Layers that do not wait for each other, one of them without any effect on the output."""
+
+    def __init__(self, world: Communicator) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 4)
+        self.bns = nn.ModuleList(SyncBatchNorm(4, process_group=world) for _ in range(3))
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        self.bns[2](2 * y)
+        return self.bns[0](y).relu() + self.bns[1](y.sin())
+
+
+def check_compiled_beside_eager(world: Communicator) -> None:
+    """Compiled ranks send the messages of the others in their order, whatever their batches."""
+    eager, mixed = _Branches(world), _Branches(world)
+    torch._dynamo.reset()
+    run: Any = mixed
+    if world.rank == 0:
+        run = torch.compile(mixed, fullgraph=True, backend="aot_eager_decomp_partition")
+    results = []
+    for net, call in ((eager, eager), (mixed, run)):
+        for n in (2 + world.rank, 3, 0 if world.rank == 0 else 4):
+            x = torch.randn(n, 3, generator=torch.Generator().manual_seed(n)).double()
+            y = call(x.requires_grad_())
+            (y * torch.arange(y.numel()).view(y.shape).cos()).sum().backward()
+            results.append([y, x.grad])
+        results.append([p.grad for p in net.parameters() if p.grad is not None])
+        results.append(list(net.buffers()))
+    for got, expected in zip(results[5:], results[:5], strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
+def check_refusals_of_compiled_layers(world: Communicator) -> None:
+    last = world.rank == world.size - 1
+    x = torch.randn(2, 3)
+    errors = []
+    for mine in (torch.randn(2, 5), x / 0, x.long()):
+        torch._dynamo.reset()
+        layer: Any = SyncBatchNorm(3, process_group=world)
+        layer = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        try:
+            layer(mine if last else x)
+        except (ValueError, TypeError, RuntimeError, FloatingPointError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    refused = f"RuntimeError: rank {world.rank} cannot go on: .* refused on rank"
+    expected = [refused, "FloatingPointError: .* are not finite", refused]
+    if last:
+        expected = ["ValueError: .* must have 3 channels", expected[1], "TypeError: .* torch.int64"]
+    assert len(errors) == 3, errors
+    assert all(re.match(e, error) for e, error in zip(expected, errors, strict=True)), errors
+
+
+def check_collectives_of_twenty_layers(world: Communicator) -> None:
+    counting = CountingCommunicator(world)
+    layers = [nn.Sequential(SyncBatchNorm(4, process_group=counting), nn.ReLU()) for _ in range(20)]
+    forward, backward = [2 * 4 + 4] * 20, [2 * 4 + 4] * 20
+
+    def stored(x: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    def context(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(stored, x, use_reentrant=False, context_fn=checkpoint_contexts)
+
+    def reentrant(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(recomputed(stored), x, use_reentrant=True)
+
+    outputs, state = [], copy.deepcopy([layer.state_dict() for layer in layers])
+    for run in (stored, context, reentrant):
+        for layer, before in zip(layers, state, strict=True):
+            layer.load_state_dict(before)
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(world.rank)).requires_grad_()
+        y = run(x)
+        assert counting.take() == forward
+        y.square().sum().backward()
+        assert counting.take() == backward
+        outputs.append([y, x.grad, *[v for layer in layers for v in layer.state_dict().values()]])
+    for output in outputs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(outputs[0], output, strict=True))
+
+
+def _train(net: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(net.parameters(), 0.05)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+@only("torchrun")
+def check_sharded(world: Communicator) -> None:
+    """FSDP and FSDP2 on CPU train like one process on the whole batch."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    parts = _parts(world, 4, 3, 8, 8)
+    whole = _network()
+    expected = torch.stack(_train(whole, torch.cat(parts)))
+    mesh = dist.init_device_mesh("cpu", (world.size,))
+
+    def shard2(net: nn.Module) -> Any:
+        return fully_shard(net, mesh=mesh)
+
+    def shard1(net: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(net, device_id=torch.device("cpu"))
+
+    for shard in (shard2, shard1):
+        net = shard(convert_sync_batchnorm(_network()))
+        losses = world.allreduce(torch.stack(_train(net, parts[world.rank]))) / world.size
+        torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-11)
+        buffers = dict(whole.named_buffers())
+        for name, buffer in net.named_buffers():
+            torch.testing.assert_close(buffer, buffers[name.removeprefix("_fsdp_wrapped_module.")])
+
+
+@only("torchrun")
+def check_join_fails_cleanly(world: Communicator) -> None:
+    """Uneven data under DDP's join: an error on every rank, no abort and no hang."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    net = DistributedDataParallel(convert_sync_batchnorm(_network()))
+    x = _parts(world, 2, 3, 8, 8)[world.rank]
+    message = ""
+    try:
+        with net.join(throw_on_early_termination=True):
+            for _ in range(2 + world.rank):
+                net(x).sum().backward()
+    except RuntimeError as error:
+        message = str(error)
+    assert "exhausted" in message

@@ -1,0 +1,323 @@
+"""Precise batch norm on real processes, whose loaders have different lengths and batch sizes."""
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from multibn.communicators import Communicator
+from multibn.parity.oracle import Array
+from multibn.torch_backend import (
+    NaiveSyncBatchNorm1d,
+    SubBatchNorm1d,
+    SyncBatchNorm,
+    sync_running_stats,
+    update_bn_stats,
+)
+from tests.harness.runs import on, only
+from tests.helpers.ranks import CountingCommunicator
+
+RUNS = on("torchrun mpiexec", 2, 4, needs="torch")
+
+
+C, D = 3, 4
+EPS = 1e-5
+WEIGHT = np.random.default_rng(5).normal(size=(C, D))
+
+
+class Kind(NamedTuple):
+    """A layer, how many ranks share its statistics (0: all), and into how many parts."""
+
+    make: Any
+    sharing: int
+    num_splits: int = 1
+
+
+KINDS = {
+    "plain": Kind(lambda c, world: nn.BatchNorm1d(c, dtype=torch.float64), 1),
+    "sync": Kind(lambda c, world: SyncBatchNorm(c, process_group=world, dtype=torch.float64), 0),
+    "naive": Kind(
+        lambda c, world: NaiveSyncBatchNorm1d(
+            2, num_features=c, process_group=world, dtype=torch.float64
+        ),
+        2,
+    ),
+    "sub": Kind(lambda c, world: SubBatchNorm1d(2, c, dtype=torch.float64), 1, 2),
+    "sub and sync": Kind(
+        lambda c, world: SubBatchNorm1d(2, c, process_group=world, dtype=torch.float64), 0, 2
+    ),
+}
+
+
+def _batches(rank: int) -> list[Array]:
+    """`1 + rank` batches of unequal sizes and means."""
+    rng = np.random.default_rng(rank)
+    return [
+        rng.normal(rank - step, 1 + step, (2 * (2 + (rank + step) % 3), C))
+        for step in range(1 + rank)
+    ]
+
+
+def _loader(rank: int) -> list[torch.Tensor]:
+    return [torch.from_numpy(x) for x in _batches(rank)]
+
+
+def _model(world: Communicator, kind: str) -> Any:
+    linear = nn.Linear(C, D, bias=False, dtype=torch.float64)
+    linear.weight.data = torch.from_numpy(WEIGHT.T.copy())
+    make = KINDS[kind].make
+    return nn.Sequential(make(C, world), linear, nn.ReLU(), make(D, world))
+
+
+def _shared(steps: list[dict[int, Array]], size: int, kind: str) -> Iterator[list[Array]]:
+    """For each step, the batches of the ranks that share statistics."""
+    sharing = KINDS[kind].sharing or size
+    for step in steps:
+        for first in range(0, size, sharing):
+            members = [step[r] for r in range(first, first + sharing) if r in step]
+            if members:
+                yield members
+
+
+def _inputs(size: int, kind: str) -> list[list[dict[int, Array]]]:
+    """What both layers are shown: for each step, the inputs of the ranks that have a batch."""
+    first = [{r: _batches(r)[s] for r in range(size) if s <= r} for s in range(size)]
+    sharing, num_splits = KINDS[kind].sharing or size, KINDS[kind].num_splits
+    second = []
+    for step in first:
+        out = {}
+        for rank, x in step.items():
+            members = [v for r, v in step.items() if r // sharing == rank // sharing]
+            y = np.empty_like(x)
+            for split in range(num_splits):
+                part = np.concatenate([v[split::num_splits] for v in members])
+                scale = np.sqrt(part.var(0) + EPS)
+                y[split::num_splits] = (x[split::num_splits] - part.mean(0)) / scale
+            out[rank] = np.maximum(y @ WEIGHT, 0)
+        second.append(out)
+    return [first, second]
+
+
+def _running(layer: Any) -> tuple[Array, Array]:
+    layer = getattr(layer, "bn", layer)
+    return layer.running_mean.numpy().copy(), layer.running_var.numpy().copy()
+
+
+def _precise(model: Any, data: Any, world: Communicator, **options: Any) -> None:
+    update_bn_stats(model, data, process_group=world, progress=False, **options)
+
+
+def _unchanged_but_statistics(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    return all(
+        torch.equal(before[name], after[name])
+        for name in before
+        if not name.endswith(("running_mean", "running_var"))
+    )
+
+
+def check_population(world: Communicator) -> None:
+    """Both layers, the one behind a synchronized layer included, against NumPy."""
+    for kind in KINDS:
+        model = _model(world, kind)
+        before = copy.deepcopy(model.state_dict())
+        _precise(model, _loader(world.rank), world)
+        for layer, steps in zip((model[0], model[3]), _inputs(world.size, kind), strict=True):
+            x = np.concatenate([v for step in steps for v in step.values()])
+            mean, var = _running(layer)
+            np.testing.assert_allclose(mean, x.mean(0), rtol=1e-10, atol=1e-12, err_msg=kind)
+            np.testing.assert_allclose(var, x.var(0, ddof=1), rtol=1e-10, err_msg=kind)
+        assert _unchanged_but_statistics(before, model.state_dict()), kind
+
+
+def check_mean_of_var(world: Communicator) -> None:
+    """The mean over all ranks' batches; a synchronized layer's batch is that of its ranks."""
+    for kind in KINDS:
+        model = _model(world, kind)
+        _precise(model, _loader(world.rank), world, estimator="mean_of_var")
+        for layer, steps in zip((model[0], model[3]), _inputs(world.size, kind), strict=True):
+            groups = list(_shared(steps, world.size, kind))
+            weights = [len(group) for group in groups]
+            wholes = [np.concatenate(group) for group in groups]
+            mean, var = _running(layer)
+            np.testing.assert_allclose(
+                mean, np.average([x.mean(0) for x in wholes], 0, weights), rtol=1e-10, atol=1e-12
+            )
+            np.testing.assert_allclose(
+                var, np.average([x.var(0, ddof=1) for x in wholes], 0, weights), rtol=1e-10
+            )
+
+
+def check_equal_ranks_of_mmpretrain(world: Communicator) -> None:
+    """Its case: as many batches on each rank, and the mean over ranks of what each has found."""
+    ranks = [[x + rank for x in (_batches(2)[0], _batches(2)[1])] for rank in range(world.size)]
+    layer = nn.BatchNorm1d(C, dtype=torch.float64)
+    mine = [torch.from_numpy(x) for x in ranks[world.rank]]
+    _precise(layer, mine, world, estimator="mean_of_var")
+    means = [np.mean([x.mean(0) for x in batches], axis=0) for batches in ranks]
+    variances = [np.mean([x.var(0, ddof=1) for x in batches], axis=0) for batches in ranks]
+    np.testing.assert_allclose(_running(layer)[0], np.mean(means, axis=0), rtol=1e-10)
+    np.testing.assert_allclose(_running(layer)[1], np.mean(variances, axis=0), rtol=1e-10)
+
+
+def check_limits(world: Communicator) -> None:
+    """`num_iters` counts a rank's batches, `num_samples` those of all ranks together."""
+    sizes = [[len(x) for x in _batches(rank)] for rank in range(world.size)]
+    after_two = sum(n for of_rank in sizes for n in of_rank[:2])
+    expected = np.concatenate([x for rank in range(world.size) for x in _batches(rank)[:2]]).mean(0)
+    for limit in ({"num_iters": 2}, {"num_samples": after_two}):
+        layer = SyncBatchNorm(C, process_group=world, dtype=torch.float64)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            _precise(layer, _loader(world.rank), world, **limit)
+        said = [str(w.message) for w in caught]
+        np.testing.assert_allclose(_running(layer)[0], expected, rtol=1e-10, err_msg=str(limit))
+        if world.rank == 0 and "num_iters" in limit:
+            assert "`num_iters` is 2: `data_loader` ended after 1 on rank 0. The batches" in said[0]
+        else:
+            assert said == []
+    total = sum(map(sum, sizes))
+    with pytest.warns(UserWarning, match=f"is {total + 1}: `data_loader` ended after {total} on"):
+        _precise(layer, _loader(world.rank), world, num_samples=total + 1)
+
+
+class _Failing:
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[Any]:
+        yield _loader(self.rank)[0]
+        raise OSError("disk")
+
+
+def check_a_loader_that_raises_is_an_error_on_all_ranks(world: Communicator) -> None:
+    culprit = world.size - 1
+    for kind in KINDS:
+        model = _model(world, kind)
+        before = copy.deepcopy(model.state_dict())
+        data: Any = _Failing(culprit) if world.rank == culprit else _loader(culprit)
+        error, message = (
+            (OSError, "disk")
+            if world.rank == culprit
+            else (RuntimeError, rf"`data_loader` raised on rank\(s\) \[{culprit}\] of {world.size}")
+        )
+        with pytest.raises(error, match=message):
+            _precise(model, data, world)
+        torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+        assert not any(m._forward_pre_hooks for m in model.modules())
+
+
+def check_a_refused_input_is_an_error_on_all_ranks(world: Communicator) -> None:
+    for estimator in ("population", "mean_of_var"):
+        layer = SyncBatchNorm(C, process_group=world)
+        before = copy.deepcopy(layer.state_dict())
+        x = torch.ones(4, C + (world.rank == 0))
+        error, message = (
+            (ValueError, "must have 3 channels")
+            if world.rank == 0
+            else (RuntimeError, r"refused on rank\(s\) \[0\]")
+        )
+        with pytest.raises(error, match=message):
+            _precise(layer, [x], world, estimator=estimator)
+        torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
+
+
+def check_a_rank_without_any_batch(world: Communicator) -> None:
+    data = [] if world.rank == 0 else _loader(world.rank)
+    plain = nn.BatchNorm1d(C, dtype=torch.float64)
+    _precise(plain, data, world)
+    for kind in ("sync", "naive", "sub and sync"):
+        model = _model(world, kind)
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(ValueError, match=rf"got none on rank\(s\) \[0\] of {world.size}"):
+            _precise(model, data, world)
+        torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    with pytest.raises(ValueError, match=f"at least one batch: got none on any of {world.size} ra"):
+        _precise(plain, [], world)
+    x = np.concatenate([x for rank in range(1, world.size) for x in _batches(rank)])
+    np.testing.assert_allclose(_running(plain)[0], x.mean(0), rtol=1e-10)
+    np.testing.assert_allclose(_running(plain)[1], x.var(0, ddof=1), rtol=1e-10)
+
+
+def check_a_layer_that_only_some_ranks_use(world: Communicator) -> None:
+    """It has seen data, that of those ranks; one that none uses is named."""
+    model = nn.ModuleDict({name: nn.BatchNorm1d(C) for name in ("all", "one", "none")})
+
+    def forward(m: Any, x: torch.Tensor) -> None:
+        m["all"](x.float())
+        if world.rank == world.size - 1:
+            m["one"](x.float())
+
+    with pytest.warns(UserWarning, match=r"layer\(s\) none saw no data on any rank"):
+        _precise(model, _loader(world.rank), world, forward_fn=forward)
+    x = np.concatenate(_batches(world.size - 1))
+    np.testing.assert_allclose(model["one"].running_mean, x.mean(0), rtol=1e-5, atol=1e-6)  # type: ignore[arg-type]
+
+
+def check_untracked_layers_are_not_waited_for(world: Communicator) -> None:
+    """A synchronized layer without running statistics communicates as well."""
+    model: Any = nn.Sequential(
+        SyncBatchNorm(C, track_running_stats=False, process_group=world, dtype=torch.float64),
+        nn.BatchNorm1d(C, dtype=torch.float64),
+    )
+    _precise(model, _loader(world.rank), world)
+    assert float(model[1].running_mean.abs().max()) < 1
+
+
+@only("torchrun")
+def check_ddp(world: Communicator) -> None:
+    """The wrapper's first pass would broadcast buffers: a rank without data has no part in that."""
+    for layer, data in (
+        (_model(world, "sync"), _loader(world.rank)),
+        (nn.BatchNorm1d(C, dtype=torch.float64), _loader(world.rank) if world.rank else []),
+    ):
+        expected = copy.deepcopy(layer)
+        wrapped = nn.parallel.DistributedDataParallel(layer)
+        update_bn_stats(wrapped, data, progress=False)  # group: the default one
+        _precise(expected, data, world)
+        torch.testing.assert_close(
+            layer.state_dict(), expected.state_dict(), rtol=1e-12, atol=1e-12
+        )
+
+
+def check_messages(world: Communicator) -> None:
+    """One number exchange a batch, one at the end for each layer."""
+    counting = CountingCommunicator(world)
+    model, loader = _model(world, "plain"), _loader(world.rank)
+    update_bn_stats(model, loader, process_group=counting, progress=False)
+    steps = world.size + 1  # the longest loader's batches, and its end
+    assert counting.take() == [world.size + 1] * steps + [2 * C + 2, 2 * D + 2]
+
+
+def check_sync_running_stats(world: Communicator) -> None:
+    def make() -> Any:
+        model: Any = nn.Sequential(nn.BatchNorm1d(C), nn.BatchNorm1d(D).eval(), nn.Linear(2, 2))
+        for i, layer in enumerate(model[:2]):
+            layer.running_mean += _numbers(i, world.rank, len(layer.running_mean))
+            layer.running_var += _numbers(i + 2, world.rank, len(layer.running_var)).abs()
+            layer.num_batches_tracked += 5 + world.rank
+        return model
+
+    def _numbers(seed: int, rank: int, n: int) -> torch.Tensor:
+        return torch.from_numpy(np.random.default_rng((seed, rank)).normal(size=n)).float()
+
+    broadcast, pool = make(), make()
+    counting = CountingCommunicator(world)
+    if world.rank > 0:
+        broadcast[0].running_var.fill_(float("nan"))
+    sync_running_stats(broadcast, counting)
+    sync_running_stats(pool, counting, how="pool")
+    assert counting.take() == [2 * C + 2 * D + 2, 2 * C + 2 * D]
+    for i, n in enumerate((C, D)):
+        means = np.array([_numbers(i, r, n).numpy() for r in range(world.size)], "float64")
+        variances = 1 + np.abs([_numbers(i + 2, r, n).numpy() for r in range(world.size)])
+        np.testing.assert_allclose(broadcast[i].running_mean, means[0], rtol=1e-6)
+        np.testing.assert_allclose(broadcast[i].running_var, variances[0], rtol=1e-6)
+        assert int(broadcast[i].num_batches_tracked) == 5
+        np.testing.assert_allclose(pool[i].running_mean, means.mean(0), rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(pool[i].running_var, variances.mean(0) + means.var(0), rtol=1e-6)
+        assert int(pool[i].num_batches_tracked) == 5 + world.rank

@@ -1,0 +1,152 @@
+"""Reversible blocks over ranks: batch statistics, collectives, DistributedDataParallel."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multibn import SingleProcess
+from multibn.communicators import Communicator
+from multibn.torch_backend import SyncBatchNorm, average_gradients
+from multibn.torch_backend.reversible import ReversibleSequence
+from tests.harness.runs import on, only
+from tests.helpers.ranks import CountingCommunicator
+
+RUNS = on("torchrun mpiexec", 2, needs="torch")
+
+
+BLOCKS, CHANNELS = 3, 4
+MODES = ("stored", "reversible")
+
+
+def _shards(world: Communicator) -> list[list[Tensor]]:
+    """Both streams of every rank: 7 samples, then 3."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        [
+            torch.randn(n, CHANNELS, 5, generator=generator).double().requires_grad_()
+            for _ in range(2)
+        ]
+        for n in [7, 3, *[2] * world.size][: world.size]
+    ]
+
+
+def _model(communicator: Any, mode: Any) -> ReversibleSequence:
+    torch.manual_seed(0)
+    norm = functools.partial(SyncBatchNorm, CHANNELS, process_group=communicator)
+    conv = functools.partial(nn.Conv1d, CHANNELS, CHANNELS, 3, padding=1, bias=False)
+    return ReversibleSequence(
+        [[nn.Sequential(norm(), nn.GELU(), conv(), norm()) for _ in "FG"] for _ in range(BLOCKS)],  # type: ignore[misc]
+        mode=mode,
+    ).double()
+
+
+def _loss(y1: Tensor, y2: Tensor) -> Tensor:
+    return y1.square().sum() + y2.pow(3).sum() + (y1 * y2).sum()
+
+
+def _gradients(model: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def _state(model: nn.Module) -> Tensor:
+    return torch.cat([b.flatten().double() for b in model.buffers()])
+
+
+def _expect_close(found: Tensor, expected: Tensor) -> None:
+    assert float((found - expected).norm() / expected.norm()) < 1e-12
+
+
+def _whole(world: Communicator) -> nn.Module:
+    """The model after a step of one process on all shards."""
+    model = _model(SingleProcess(), "stored")
+    _loss(*model(*map(torch.cat, zip(*_shards(world), strict=True)))).backward()
+    return model
+
+
+def check_unequal_shards_are_the_whole_batch(world: Communicator) -> None:
+    whole = _whole(world)
+    counts = []
+    for mode in MODES:
+        counting = CountingCommunicator(world)
+        model = _model(counting, mode)
+        ys = model(*_shards(world)[world.rank])
+        forward = len(counting.take())
+        _loss(*ys).backward()
+        counts.append((forward, len(counting.take())))
+        gradients = world.allreduce(_gradients(model))
+        _expect_close(gradients, _gradients(whole))
+        _expect_close(_state(model), _state(whole))
+    # Forward, and backward with the recomputation in it: one for each of the norms.
+    assert counts == [(4 * BLOCKS, 4 * BLOCKS)] * 2
+
+
+def check_undoing_does_not_communicate(world: Communicator) -> None:
+    """A half whose stream has no loss is undone without its gradient."""
+    counting = CountingCommunicator(world)
+    model = _model(counting, "reversible")
+    y1, _ = model(*_shards(world)[world.rank])
+    counting.take()
+    y1.sum().backward()
+    assert len(counting.take()) == 4 * BLOCKS - 2  # all but those of the last G
+
+
+def check_an_empty_rank(world: Communicator) -> None:
+    """The last rank holds nothing, and takes part."""
+    results = []
+    for mode in MODES:
+        model = _model(world, mode)
+        xs = [x[: 0 if world.rank == world.size - 1 else None] for x in _shards(world)[world.rank]]
+        _loss(*model(*xs)).backward()
+        results.append((world.allreduce(_gradients(model)), _state(model)))
+    for found, expected in zip(*results, strict=True):
+        _expect_close(found, expected)
+
+
+def check_average_gradients(world: Communicator) -> None:
+    model = _model(world, "reversible")
+    _loss(*model(*_shards(world)[world.rank])).backward()
+    average_gradients(model.parameters(), world)
+    _expect_close(_gradients(model) * world.size, _gradients(_whole(world)))
+
+
+@only("torchrun")
+def check_defect_13_distributed_data_parallel(world: Communicator) -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    whole = _whole(world)
+    options: list[dict[str, Any]] = [
+        {},
+        {"static_graph": True},
+        {"find_unused_parameters": True},
+        {"gradient_as_bucket_view": True},
+        {"bucket_cap_mb": 1e-4},
+    ]
+    for option in options:
+        model = _model(world, "reversible")
+        parallel = DistributedDataParallel(model, **option)
+        for step in range(2):  # the first step of a static graph is not like the others
+            parallel.zero_grad()
+            _loss(*parallel(*_shards(world)[world.rank])).backward()
+            _expect_close(_gradients(model) * world.size, _gradients(whole))
+            if step == 0:
+                _expect_close(_state(model), _state(whole))
+
+
+@only("torchrun")
+def check_accumulating_without_synchronization(world: Communicator) -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    results = []
+    for mode in MODES:
+        model = _model(world, mode)
+        parallel = DistributedDataParallel(model, find_unused_parameters=True)
+        xs = _shards(world)[world.rank]
+        with parallel.no_sync():
+            _loss(*parallel(*xs)).backward()
+        # One stream's loss: the last G gets no gradient.
+        parallel(*(2 * x for x in xs))[0].square().sum().backward()
+        results.append((_gradients(model), _state(model)))
+    for found, expected in zip(*results, strict=True):
+        _expect_close(found, expected)

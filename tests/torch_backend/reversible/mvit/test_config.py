@@ -1,0 +1,225 @@
+"""Published configs and models, and what is refused before a shape error could say it."""
+
+import copy
+from dataclasses import make_dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.helpers import require
+
+require.need("torch")
+
+import torch  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
+from multibn.torch_backend.reversible import (  # noqa: E402
+    ReversibleMViT,
+    RevMViT,
+    RevMViTConfig,
+    published_rev_mvit,
+)
+from multibn.torch_backend.reversible.mvit.layout import Geometry  # noqa: E402
+from tests.torch_backend.reversible.mvit.reference import DATA, REFERENCE, SMALL, slowfast_config  # noqa: E402
+
+# Parameters, and multiply-adds for one image or clip.
+PUBLISHED: dict[str, tuple[int, int]] = {
+    "rev_vit_s": (22_434_664, 4_574_410_752),
+    "rev_vit_b": (87_335_656, 17_472_417_792),
+    "rev_vit_l": (305_350_632, 61_234_429_952),
+    "rev_mvit_b": (39_689_320, 8_637_816_576),
+    "rev_mvit_b_16x4": (34_963_120, 63_652_357_632),
+}
+YAML = ["rev_vit_s", "rev_vit_b", "rev_mvit_b"]
+CLS = "a reversible model has no cls token: the token is left out"
+
+
+def tree(**changes: Any) -> dict[str, Any]:
+    """SlowFast's config of a small model, with other values for keys of MVIT."""
+    cfg = copy.deepcopy(slowfast_config(REFERENCE["rev_mvit"]))
+    cfg["MVIT"].update(changes)
+    return cfg
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes(name: Any) -> None:
+    with torch.device("meta"):
+        model = published_rev_mvit(name).eval()
+        x = (
+            torch.empty(1, 3, 16, 224, 224)
+            if name.endswith("16x4")
+            else torch.empty(1, 3, 224, 224)
+        )
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(x)
+    multiply_adds = counter.get_total_flops() // 2
+    assert (sum(p.numel() for p in model.parameters()), multiply_adds) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", YAML)
+def test_published_yaml(name: Any) -> None:
+    path = DATA / f"{name}.yaml"
+    with torch.device("meta"):
+        config = published_rev_mvit(name).config
+        model = RevMViT.from_config(path)
+    if name == "rev_vit_b":  # its file names a fusion that a model of one stage has no use for
+        config = RevMViTConfig(**{**vars(config), "pre_q_fusion": "concat"})
+    assert model.config == config
+    assert RevMViTConfig.from_slowfast(str(path)) == config
+
+
+def test_published_yaml_of_kinetics() -> None:
+    """It turns a cls token on, and holds tuples, which yaml reads as strings."""
+    with pytest.warns(UserWarning, match=CLS):
+        config = RevMViTConfig.from_slowfast(DATA / "rev_mvit_b_16x4.yaml")
+    with torch.device("meta"):
+        assert config == published_rev_mvit("rev_mvit_b_16x4").config
+    assert config.patch_kernel == (3, 7, 7)
+
+
+def test_options_replace_the_published_ones() -> None:
+    with torch.device("meta"):
+        model = published_rev_mvit(
+            "rev_vit_s", num_classes=7, depth=2, mode="stored", norm="batchnorm"
+        )
+    assert model.head.projection.weight.shape == (7, 768)
+    assert model.rev_backbone.mode == "stored"
+    assert "norm.running_mean" in model.state_dict()
+    with torch.device("meta"):
+        path = DATA / "rev_vit_s.yaml"
+        model = RevMViT.from_config(path, depth=2, norm="batchnorm", drop_path_mode="whole")
+    assert (model.config.depth, model.config.drop_path_mode) == (2, "whole")
+
+
+def test_all_kinds_of_configs() -> None:
+    from omegaconf import OmegaConf
+    from yacs.config import CfgNode
+
+    cfg = tree()
+    expected = RevMViTConfig.from_slowfast(cfg)
+    sections = {k: make_dataclass(k, v)(**v) for k, v in cfg.items() if k != "MVIT"}
+    mvit = {**cfg["MVIT"], "REV": SimpleNamespace(**cfg["MVIT"]["REV"])}
+    for node in (
+        CfgNode(cfg),
+        OmegaConf.create(cfg),
+        SimpleNamespace(MVIT=SimpleNamespace(**mvit), **sections),
+    ):
+        found = RevMViTConfig.from_slowfast(node)
+        assert found == expected
+        assert hash(found) == hash(expected)  # no list is left in it
+
+
+def test_reversible_mvit_in_another_model() -> None:
+    """The original's signature: a config, and a module with five attributes."""
+    cfg = tree()
+    geometry = vars(Geometry(RevMViTConfig.from_slowfast(cfg)))
+    parent = SimpleNamespace(**{name: list(value) for name, value in geometry.items()})
+    assert set(geometry) == {"patch_dims", "pool_q", "pool_kv", "stride_q", "stride_kv"}
+    torch.manual_seed(0)
+    backbone = ReversibleMViT(cfg, parent)
+    torch.manual_seed(0)
+    alone = ReversibleMViT(cfg)
+    x = torch.randn(2, 64, 16)
+    y = backbone(x)
+    assert y.shape == (2, 4, 128)
+    assert torch.equal(y, alone(x, (1, 8, 8)))
+    whole = RevMViT.from_config(cfg).state_dict()
+    prefixed = {f"rev_backbone.{name}" for name in backbone.state_dict()}
+    assert prefixed == {name for name in whole if name.startswith("rev_backbone")}
+
+
+def test_wide_strides() -> None:
+    """Without a kernel, max pooling of stride 3 meets the grid of the queries."""
+    options = {**SMALL, "crop_size": 36, "pool_kvq_kernel": None, "res_path": "max"}
+    options |= {"pool_q_stride": ((1, 1, 3, 3), (3, 1, 2, 2))}
+    model = RevMViT(RevMViTConfig(**options))
+    assert model(torch.randn(2, 3, 36, 36)).shape == (2, 10)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            {"buffer_layers": (3,)},
+            r"`buffer_layers` must name each layer .* got \[3\], without layer 1",
+        ),
+        (
+            {"buffer_layers": ()},
+            r"`buffer_layers` must name each layer .* got \[\], without layer 1",
+        ),
+        ({"pool_q_stride": ((1, 1, 2, 2), (3, 1, 2, 2), (4, 1, 2, 2))}, r"without layer 4, which"),
+        ({"buffer_layers": (0, 3)}, r"`buffer_layers` must have .*: got layer 0, which has one"),
+        ({"buffer_layers": (1, 4)}, r"got the last layer, 4, which has two streams"),
+        ({"buffer_layers": (1, 2)}, r"got neighbours, 1 and 2"),
+        ({"buffer_layers": (7,)}, r"`buffer_layers` must name layers from 0 to 4: got 7"),
+        (
+            {"pool_q_stride": ((9, 1, 2, 2),)},
+            r"`pool_q_stride` must name layers from 0 to 4: got 9",
+        ),
+        ({"pool_q_stride": ((1, 2, 2),)}, r"`pool_q_stride` must list \(layer, T, H, W\): got"),
+        ({"dim_mul": ((1, 2, 3),)}, r"`dim_mul` must list \(layer, factor\): got"),
+        ({"num_heads": 3}, r"got width 16 before layer 0, which with 3 heads takes 15"),
+        (
+            {"num_heads": 2, "head_mul": ((2, 1.5),)},
+            r"`num_heads` must divide the width of each layer: got 2 heads and width 33 in layer 1",
+        ),
+        (
+            {"res_path": "max", "crop_size": 24, "pool_q_stride": ((1, 1, 3, 3),)},
+            r"`res_path` 'max' must give the grid",
+        ),
+        ({"pool_mode": "avg", "crop_size": 4}, r"`pool_mode` 'avg' needs a grid no smaller than"),
+        ({"pool_mode": "conv_unshared"}, r"'conv_unshared' pools the input .* pool_first=False"),
+        ({"pool_mode": "mean"}, r"`pool_mode` must be one of 'conv', 'conv_unshared'"),
+        ({"res_path": "avg"}, r"`res_path` must be one of 'conv', 'max': got 'avg'"),
+        ({"pre_q_fusion": "linear"}, r"`pre_q_fusion` must be 'add', .*: got 'linear'"),
+        (
+            {"respath_fuse": "concat_linear_a"},
+            r"`respath_fuse` must be 'add', .*: got 'concat_linear_a'",
+        ),
+        ({"head_act": "relu"}, r"`head_act` must be one of 'softmax', 'sigmoid', 'none'"),
+        ({"drop_path_mode": "half"}, r"`drop_path_mode` must be one of 'residual_branch', 'whole'"),
+        ({"droppath_rate": 1.0}, r"`droppath_rate` must be in \[0, 1\): got 1.0"),
+        ({"num_frames": 4}, r"`patch_2d` embeds images, which have `num_frames` 1: got 4"),
+        ({"patch_kernel": (3, 7, 7)}, r"`patch_kernel` must hold 2 numbers with patch_2d=True"),
+        ({"patch_padding": (0, 0), "crop_size": 4}, r"`patch_kernel` must fit the input"),
+        ({"num_frames": 0}, r"`num_frames` must be positive: got 0"),
+        ({"mlp_ratio": 0.0}, r"`mlp_ratio` must be positive and finite: got 0.0"),
+        ({"embed_dim": 24, "use_fixed_sincos_pos": True}, r"`embed_dim` must be a multiple of 16"),
+    ],
+)
+def test_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RevMViT(RevMViTConfig(**{**SMALL, **options}))
+
+
+@pytest.mark.parametrize(
+    "cfg, message",
+    [
+        (tree(REV={"ENABLE": False}), r"`cfg.MVIT.REV.ENABLE` must be True: got False"),
+        ({"MODEL": {"NUM_CLASSES": 4}}, r"`cfg.MVIT.REV.ENABLE` must be True: got None"),
+        (tree(EMBED_DIMS=32), r"`cfg` has keys that no reversible MViT reads: MVIT.EMBED_DIMS"),
+        ({**tree(), "DETECTION": {"ENABLE": True}}, r"`cfg.DETECTION.ENABLE` must be False"),
+        (tree(NORM="batch"), r"`norm` must be one of 'layernorm', .* got 'batch'"),
+    ],
+)
+def test_refused_config(cfg: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RevMViT.from_config(cfg)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"embed_dim": 96.0}, r"`embed_dim` must be an int: got 96.0 of type float"),
+        ({"dropout_rate": "0.1"}, r"`dropout_rate` must be a number: got '0.1' of type str"),
+    ],
+)
+def test_number_of_another_type(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        RevMViTConfig(**options)
+
+
+def test_unknown_mode() -> None:
+    with pytest.raises(ValueError, match=r"`mode` must be one of 'auto', 'reversible', 'stored'"):
+        ReversibleMViT(RevMViTConfig(**SMALL), mode="fast")  # type: ignore[arg-type]

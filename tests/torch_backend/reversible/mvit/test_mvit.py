@@ -1,0 +1,363 @@
+"""The reversible MViT against the original's numbers, and what the original gets wrong."""
+
+import copy
+import dataclasses
+import io
+import math
+import pickle
+from typing import Any
+
+import pytest
+
+from tests.helpers import require
+
+require.need("torch")
+
+import torch  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+from multibn.torch_backend import (  # noqa: E402
+    NaiveSyncBatchNorm1d,
+    SubBatchNorm1d,
+    SyncBatchNorm,
+    convert_sync_batchnorm,
+)
+from multibn.torch_backend.reversible import RevMViT  # noqa: E402
+from multibn.torch_backend.reversible.mvit.layers import StageTransitionBlock  # noqa: E402
+from tests.torch_backend.reversible.mvit import reference  # noqa: E402
+from tests.torch_backend.reversible.mvit.reference import REFERENCE, VIDEO, images, small  # noqa: E402
+
+MODES = ["reversible", "stored"]
+# Every kind of batch norm of multibn, and torch's.
+BATCH_NORMS: dict[str, Any] = {
+    "torch": "batchnorm",
+    "synchronized": "sync_batchnorm",
+    "grouped": lambda dim, role: NaiveSyncBatchNorm1d(1, num_features=dim),
+    "sub": lambda dim, role: SubBatchNorm1d(2, dim),
+}
+FUSIONS = ["avg", "concat", "concat_linear_2", "ln+concat_linear_0.5_0.1"]
+
+
+def transition(model: RevMViT, index: int = 1) -> StageTransitionBlock:
+    layer = model.rev_backbone.layers[index]
+    assert isinstance(layer, StageTransitionBlock)
+    return layer
+
+
+def step(model: RevMViT, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Output and gradients of one training step."""
+    y = model(x)
+    (y * torch.cos(torch.arange(y.numel(), dtype=y.dtype)).view_as(y)).sum().backward()
+    return y.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    """Equal by the norm of all gradients together: some of them are zero but for rounding."""
+    assert found.keys() == expected.keys()
+    norm = math.sqrt(sum(float(g.square().sum()) for g in expected.values()))
+    error = max(float((found[n] - g).norm()) for n, g in expected.items())
+    assert error <= tolerance * norm
+
+
+# --- the original -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", REFERENCE)
+def test_original(name: str, mode: Any) -> None:
+    case = REFERENCE[name]
+    model = RevMViT.from_config(reference.slowfast_config(case), mode=mode).double()
+    shapes = {key: list(value.shape) for key, value in model.state_dict().items()}
+    assert list(shapes.items()) == list(case["params"].items())  # names, shapes and their order
+    model.load_state_dict(
+        {key: reference.reference_weight(key, tuple(shape)) for key, shape in shapes.items()}
+    )
+    x = reference.reference_input(case["config"]["PATCH_2D"])
+    logits = model(x)
+    reference.reference_loss(logits).backward()
+
+    expected = torch.tensor(case["logits"], dtype=torch.float64)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-9)
+    tolerance = 1e-9 * case["grad_global_norm"]
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        norm, total, *first = case["grads"][key]
+        assert abs(float(parameter.grad.norm()) - norm) <= tolerance
+        assert abs(float(parameter.grad.sum()) - total) <= tolerance * parameter.numel() ** 0.5
+        assert parameter.grad.flatten()[:3].tolist() == pytest.approx(first, rel=0, abs=tolerance)
+    assert x.grad is not None
+    assert float(x.grad.norm()) == pytest.approx(case["input_grad"]["norm"], rel=1e-9)
+    assert x.grad.flatten()[:4].tolist() == pytest.approx(case["input_grad"]["head"], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pool_first": True, "residual_pooling": True},
+        {"pool_first": True, "pool_mode": "conv_unshared", "pre_q_fusion": "concat"},
+        {"pool_mode": "avg", "crop_size": 64},
+        {"pool_mode": "max", "res_path": "max", "pool_kvq_kernel": None},
+        {"norm_stem": True, "use_mean_pooling": True, "respath_fuse": "concat_linear"},
+        {**VIDEO, "rel_pos_spatial": True, "rel_pos_temporal": True, "sep_pos_embed": True},
+        {**VIDEO, "pool_q_stride": ((1, 2, 2, 2), (3, 1, 2, 2)), "rel_pos_temporal": True},
+        {"use_fixed_sincos_pos": True, "pre_q_fusion": "ln+concat_linear_2"},
+        {"use_abs_pos": False, "pool_kv_stride_adaptive": None, "separate_qkv": True},
+        {"dropout_rate": 0.2, "droppath_rate": 0.3, "head_dropout_rate": 0.5},
+        {"droppath_rate": 0.3, "tied_drop_path": True, "drop_path_mode": "whole"},
+    ],
+    ids=lambda options: " ".join(key for key in options if key not in VIDEO or key == "num_frames"),
+)
+def test_reversible_is_stored(options: dict[str, Any]) -> None:
+    x = images(3, options.get("crop_size", 32))
+    x = x if options.get("patch_2d", True) else torch.stack([x, x.flip(3), -x, x.flip(2)], dim=2)
+    results = []
+    for mode in MODES:
+        model = small(mode=mode, **options)
+        torch.manual_seed(5)
+        results.append((*step(model, x), torch.rand(1)))
+    (y, grads, drawn), (stored_y, stored_grads, stored_drawn) = results
+    assert torch.equal(y, stored_y)
+    assert torch.equal(drawn, stored_drawn)  # the random numbers after the step
+    assert_near(grads, stored_grads, 1e-9)
+
+
+def test_recomputation_in_evaluation() -> None:
+    (y, grads), (stored_y, stored_grads) = (
+        step(small(mode=mode, dropout_rate=0.5).eval(), images()) for mode in ("reversible", "auto")
+    )
+    torch.testing.assert_close(y, stored_y)  # other kernels of attention
+    assert_near(grads, stored_grads, 1e-9)
+
+
+def test_autocast() -> None:
+    results = []
+    for mode in MODES:
+        model = small(mode=mode, pre_q_fusion="concat_linear_2").float()
+        with torch.autocast("cpu", torch.bfloat16):
+            results.append(step(model, images().float()))
+    (y, grads), (stored_y, stored_grads) = results
+    assert torch.equal(y, stored_y)
+    assert_near(grads, stored_grads, 1e-2)
+
+
+# --- defects of the original --------------------------------------------------------------------
+
+
+def test_defect_5_a_dropped_sample_keeps_its_residual() -> None:
+    """Each branch is skipped or doubled at rate 1/2; "whole" zeroes or doubles what comes out."""
+    block = transition(small(droppath_rate=0.5, drop_path_mode="residual_branch"))
+    whole = transition(small(droppath_rate=0.5, drop_path_mode="whole"))
+    block.drop_path = whole.drop_path = 0.5
+    thw = (1, 8, 8)
+    x = torch.randn(32, 64, 32, dtype=torch.float64)
+
+    with torch.no_grad():
+        y, _ = block(x, thw)
+        skip, _ = block._residual(block.pre_q_fuse(x), thw)
+        attended = block.F(block.pre_q_fuse(x), thw)
+        branches = []
+        for scale_f in (0, 2):
+            middle = skip + scale_f * attended
+            branches += [middle, middle + 2 * block.G(middle)]
+        errors = torch.stack([(y - branch).abs().amax((1, 2)) for branch in branches])
+        assert errors.amin(0).max() < 1e-12
+        assert set(errors.argmin(0).tolist()) == {0, 1, 2, 3}
+
+        y, _ = whole(x, thw)
+        zeroed = y.abs().amax((1, 2)) == 0
+        assert 0 < zeroed.sum() < 32
+        torch.testing.assert_close(y[~zeroed], 2 * whole.eval()(x, thw)[0][~zeroed])
+
+
+@pytest.mark.parametrize("fusion", FUSIONS)
+def test_defect_15_model_is_picklable(fusion: str) -> None:
+    options: dict[str, Any] = {"respath_fuse": fusion, "pre_q_fusion": fusion}
+    model = small(**options, use_mean_pooling=True)
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    expected = model.eval()(images(2))
+    for copied in (
+        pickle.loads(pickle.dumps(model)),
+        copy.deepcopy(model),
+        torch.load(saved, weights_only=False),
+    ):
+        assert torch.equal(copied.eval()(images(2)), expected)
+    step(model.train(), images(2))
+
+
+def test_defect_18_res_path_max() -> None:
+    model = small(res_path="max")
+    _, grads = step(model, images())
+    assert len(grads) == len(list(model.parameters()))
+    block = transition(model)
+    x = torch.randn(2, 64, 32, dtype=torch.float64)
+    pooled, thw = block._residual(block.pre_q_fuse(x), (1, 8, 8))
+    grid = block.res_proj(block.pre_q_fuse(x)).transpose(1, 2).unflatten(-1, (8, 8))
+    expected = nn.functional.max_pool2d(grid, 3, 2, 1)
+    assert thw == (1, 4, 4)
+    assert torch.equal(pooled, expected.flatten(2).transpose(1, 2))
+
+
+@pytest.mark.parametrize("fusion", ["add", "avg", "max", "min"])
+@pytest.mark.parametrize("mean_first", [False, True])
+def test_defect_18_fusions_that_halve_the_width(fusion: str, mean_first: bool) -> None:
+    model = small(respath_fuse=fusion, use_mean_pooling=mean_first)
+    assert model.norm.weight.shape == (64,)
+    _, grads = step(model, images())
+    assert len(grads) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("separable", [False, True])
+def test_defect_18_sines_are_added_once(separable: bool) -> None:
+    model = small(use_fixed_sincos_pos=True, sep_pos_embed=separable)
+    assert not model.pos_embed.requires_grad
+    seen: list[Tensor] = []
+    model.rev_backbone.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with torch.no_grad():
+        model(images(2))
+        tokens, _ = model.patch_embed(images(2))
+    torch.testing.assert_close(seen[0] - tokens, model.pos_embed.expand_as(tokens))
+
+
+@pytest.mark.parametrize("pre_q_fusion", ["avg", "concat"])
+@pytest.mark.parametrize("pool_first", [False, True])
+def test_defect_19_residual_has_its_own_batch_norm(pre_q_fusion: str, pool_first: bool) -> None:
+    model = small(norm="batchnorm", pre_q_fusion=pre_q_fusion, pool_first=pool_first)
+    step(model, images())
+    norms = {n: m for n, m in model.named_modules() if isinstance(m, nn.BatchNorm1d)}
+    assert sum(n.endswith("norm_res") for n in norms) == 2
+    assert {n: int(m.num_batches_tracked or 0) for n, m in norms.items()} == dict.fromkeys(norms, 1)
+    block = transition(model)
+    assert isinstance(block.norm_res, nn.BatchNorm1d)
+    assert isinstance(block.F.attn.norm_q, nn.BatchNorm1d)
+    mean, mean_q = block.norm_res.running_mean, block.F.attn.norm_q.running_mean
+    assert mean is not None
+    assert mean_q is not None
+    assert not torch.allclose(mean, mean_q)
+    assert transition(small(norm="layernorm")).norm_res is None  # published state dicts
+
+
+@pytest.mark.parametrize("kind", BATCH_NORMS)
+@pytest.mark.parametrize(
+    "options", [{"pre_q_fusion": "ln+concat_linear", "norm_stem": True}, VIDEO]
+)
+def test_defect_20_any_batch_norm_fits(kind: str, options: dict[str, Any]) -> None:
+    """A step gives stored mode's numbers, counts every batch once, and training learns."""
+    x = images()
+    x = x if options is not VIDEO else torch.stack([x, x.flip(3), -x, x.flip(2)], dim=2)
+    results = []
+    for mode in MODES:
+        model = small(norm=BATCH_NORMS[kind], mode=mode, **options)
+        results.append((*step(model, x), dict(model.named_buffers())))
+    (y, grads, buffers), (stored_y, stored_grads, stored_buffers) = results
+    assert torch.equal(y, stored_y)
+    assert_near(grads, stored_grads, 1e-9)
+    assert all(torch.equal(buffers[n], b) for n, b in stored_buffers.items())
+    # `bn` of sub-batch norms is the population, made from the splits' statistics.
+    counts = [
+        b for n, b in buffers.items() if n.endswith("num_batches_tracked") and ".bn." not in n
+    ]
+    assert counts
+    assert all(count == 1 for count in counts)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    labels = torch.arange(4)
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+
+
+# --- norms --------------------------------------------------------------------------------------
+
+
+def test_norm_by_role() -> None:
+    roles = []
+
+    def norm(dim: int, role: Any) -> nn.Module:
+        roles.append(role)
+        return nn.BatchNorm1d(dim) if role == "pool" else nn.RMSNorm(dim)
+
+    model = small(norm=norm, norm_stem=True, pre_q_fusion="ln+concat_linear")
+    assert set(roles) == {"block", "pool", "residual", "fuse", "stem", "final"}
+    assert isinstance(model.rev_backbone.layers[0].F.norm, nn.RMSNorm)
+    _, grads = step(model, images())
+    assert len(grads) == len(list(model.parameters()))
+
+
+def test_batch_norms_can_be_converted() -> None:
+    model = convert_sync_batchnorm(small(norm="batchnorm"))
+    assert isinstance(transition(model).norm_res, SyncBatchNorm)
+    y, _ = step(model, images())
+    expected, _ = step(small(norm="sync_batchnorm"), images())
+    torch.testing.assert_close(y, expected)
+
+
+def test_unknown_norm() -> None:
+    with pytest.raises(ValueError, match=r"`norm` must be one of 'layernorm'.*got 'groupnorm'"):
+        small(norm="groupnorm")
+
+
+# --- the classifier -----------------------------------------------------------------------------
+
+
+def test_other_resolutions() -> None:
+    """Without position embeddings, weights know nothing of the size of the image."""
+    options: dict[str, Any] = {"use_abs_pos": False}
+    y = small(**options)(images(2, 64))
+    assert torch.equal(y, small(**options, crop_size=64)(images(2, 64)))
+    model = small(rel_pos_spatial=True)
+    _, grads = step(model, images(2, 64)[..., :40])  # not square, and not the configured one
+    assert len(grads) == len(list(model.parameters()))
+
+
+def test_head() -> None:
+    x = images(2)
+    with torch.no_grad():  # with gradients, attention is another kernel in evaluation
+        logits = small(head_act="none").eval()(x)
+    assert torch.equal(small().train()(x), logits)
+    torch.testing.assert_close(small().eval()(x), logits.softmax(1))
+    torch.testing.assert_close(small(head_act="sigmoid").eval()(x), logits.sigmoid())
+    assert torch.equal(small().train()([x]), logits)  # SlowFast's list of pathways
+    model = small(detach_final_fc=True)
+    _, grads = step(model, x)
+    assert set(grads) == {"head.projection.weight", "head.projection.bias"}
+
+
+@torch.no_grad()
+def test_initial_weights() -> None:
+    torch.manual_seed(0)
+    config = small().config
+    weights = RevMViT(config).state_dict()
+    for name, value in (
+        ("rev_backbone.layers.1.G.mlp.fc1.bias", 0.02),
+        ("norm.weight", 1.0),
+        ("norm.bias", 0.02),
+    ):
+        assert torch.equal(weights[name], torch.full_like(weights[name], value))
+    for name in ("rev_backbone.layers.1.G.mlp.fc1.weight", "pos_embed", "patch_embed.proj.weight"):
+        assert float(weights[name].std()) == pytest.approx(0.02, rel=0.1)
+    silent = RevMViT(dataclasses.replace(config, head_init_scale=0.0))
+    assert not any(p.any() for p in silent.head.parameters())
+
+
+def test_no_weight_decay() -> None:
+    names = small(rel_pos_spatial=True).no_weight_decay()
+    assert "pos_embed" in names
+    assert "rev_backbone.layers.4.F.attn.rel_pos_h" in names
+    assert len(names) == 11
+    assert small(zero_decay_pos_cls=False).no_weight_decay() == []
+
+
+def test_input_of_another_kind() -> None:
+    with pytest.raises(ValueError, match=r"`x` must be images \(B, C, H, W\).*\(3, 32, 32\)"):
+        small()(images(1)[0])
+    with pytest.raises(ValueError, match=r"`x` must be video \(B, C, T, H, W\) with"):
+        small(**VIDEO)(images(1))
+    with pytest.raises(ValueError, match=r"place of the grid \(1, 8, 8\): got shape \(2, 9, 16\)"):
+        small().rev_backbone(torch.zeros(2, 9, 16))

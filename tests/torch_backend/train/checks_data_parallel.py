@@ -1,0 +1,278 @@
+"""Models under DistributedDataParallel: what it goes on to broadcast, and who waits for whom."""
+
+import copy
+import gc
+import pickle
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from multibn import SingleProcess
+from multibn.communicators import Communicator
+from multibn.parity.oracle import relative_error
+from multibn.torch_backend import (
+    SubBatchNorm1d,
+    SubBatchNorm2d,
+    SyncBatchNorm,
+    convert_sync_batchnorm,
+    register_allreduce_hook,
+    step_statistics,
+)
+from multibn.torch_backend import check_sync as expect_in_sync  # not a check of its own
+from multibn.torch_backend.layer import data_parallel
+from tests.harness.runs import on
+from tests.helpers.ranks import CountingCommunicator
+
+RUNS = on("torchrun", 2, needs="torch")
+
+
+STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 4, 1)
+        self.bn1, self.bn2 = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.bn2(self.bn1(self.conv(x)).relu())
+
+
+class _WithBuffer(_Net):
+    scale: torch.Tensor
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(value))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+def _train(model: Any, world: Communicator, num_steps: int = 3) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    generator = torch.Generator().manual_seed(world.rank)
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        model(torch.randn(2, 3, 4, 4, generator=generator)).square().mean().backward()
+        optimizer.step()
+    return model
+
+
+def _broadcast(ddp: Any) -> set[str]:
+    ddp._assign_modules_buffers()  # as before each broadcast
+    assert len(ddp.modules_buffers) == len(ddp.named_module_buffers)
+    return set(ddp.named_module_buffers)
+
+
+def _meetings(ddp: Any) -> CountingCommunicator:
+    """Counts the messages before forward passes from now on."""
+    counting = CountingCommunicator(data_parallel._meetings[ddp])
+    data_parallel._meetings[ddp] = counting
+    return counting
+
+
+def check_equal_statistics_leave_the_broadcast(world: Communicator) -> None:
+    """After the first forward pass; at once, if the model is converted inside the wrapper."""
+    ddp = DistributedDataParallel(convert_sync_batchnorm(_Net()))
+    assert len(_broadcast(ddp)) == 6
+    _train(ddp, world, 1)
+    assert not _broadcast(ddp)
+    ddp = convert_sync_batchnorm(DistributedDataParallel(_Net()))
+    assert not _broadcast(ddp)
+    # One message before each forward pass until the gradients' order is agreed on; none after that.
+    counting = _meetings(ddp)
+    _train(ddp, world, 4)
+    assert len(counting.take()) == 2
+    expect_in_sync(ddp)
+
+
+def check_the_statistics_of_masked_splits_leave_the_broadcast(world: Communicator) -> None:
+    ddp = DistributedDataParallel(SubBatchNorm1d(2, 3, process_group=None))
+    lengths = torch.tensor([5, 2, 1 + world.rank, 3])
+    ddp(torch.ones(4, 3, 5), lengths=lengths).sum().backward()
+    assert not _broadcast(ddp)
+    expect_in_sync(ddp)
+
+
+def check_other_buffers_are_broadcast_as_ever(world: Communicator) -> None:
+    """After a message in which the ranks meet, in training only."""
+    ddp = DistributedDataParallel(convert_sync_batchnorm(_WithBuffer(1.0 + world.rank)))
+    _train(ddp, world, 1)
+    assert _broadcast(ddp) == {"scale"}
+    ddp.module.scale.fill_(3.0 + world.rank)
+    counting = _meetings(ddp)
+    _train(ddp, world, 3)
+    assert len(counting.take()) == 3
+    assert float(ddp.module.scale) == 3.0
+    with torch.no_grad():
+        ddp(torch.ones(1, 3, 4, 4))
+        ddp.eval()(torch.ones(1, 3, 4, 4))
+    assert not counting.take()
+
+
+def check_a_checkpoint_of_rank_0_reaches_all_ranks(world: Communicator) -> None:
+    """The constructor broadcasts, for training and for evaluation without any training."""
+    for train in (True, False):
+        net = _Net()
+        if world.rank == 0:
+            net.bn1.running_mean.fill_(5.0)  # type: ignore[union-attr]
+        ddp = DistributedDataParallel(convert_sync_batchnorm(net))
+        if train:
+            _train(ddp, world, 2)
+            assert float(ddp.module.bn1.running_mean.min()) > 3
+        else:
+            ddp.eval()(torch.ones(1, 3, 4, 4))
+        expect_in_sync(ddp)
+
+
+def check_statistics_of_fewer_ranks_stay_in_the_broadcast(world: Communicator) -> None:
+    """Those of a part of the ranks, those with this rank's own count, those of plain layers."""
+    net = _Net()
+    net.bn1 = convert_sync_batchnorm(net.bn1, running_var="unbiased_local")
+    net.bn2 = convert_sync_batchnorm(net.bn2, world.split(world.rank))
+    net.add_module("plain", nn.BatchNorm2d(4))
+    net.add_module("parts", SubBatchNorm2d(1, 4))
+    net.add_module("shared", SubBatchNorm2d(1, 4, process_group=None))
+    ddp = _train(DistributedDataParallel(net, find_unused_parameters=True), world, 2)
+    layers = ("bn1", "bn2", "plain", "parts.bn", "parts.split_bn")
+    assert _broadcast(ddp) == {f"{layer}.{name}" for layer in layers for name in STATISTICS}
+
+
+def check_one_rank_may_evaluate(world: Communicator) -> None:
+    """No broadcast is left for which the others would have to be there."""
+    ddp = _train(DistributedDataParallel(convert_sync_batchnorm(_Net())), world)
+    if world.rank == 0:
+        with torch.no_grad():
+            ddp.eval()(torch.ones(1, 3, 4, 4))
+    ddp.train()
+    _train(ddp, world)
+    expect_in_sync(ddp)
+
+
+def check_copies_and_compiled_models_train(world: Communicator) -> None:
+    ddp = _train(DistributedDataParallel(convert_sync_batchnorm(_WithBuffer(1.0))), world, 1)
+    copied = copy.deepcopy(ddp)
+    compiled = torch.compile(copy.deepcopy(ddp), backend="eager")
+    warnings.filterwarnings("ignore", "The .grad attribute", UserWarning)  # torch asks itself
+    _train(ddp, world)
+    other: Any
+    for other in (copied, compiled):
+        _train(other, world)
+        torch.testing.assert_close(
+            list(other.state_dict().values()), list(ddp.state_dict().values())
+        )
+
+
+def check_a_compiled_model_does_not_depend_on_others(world: Communicator) -> None:
+    """The end of another model is no reason to compile again, and may come while one compiles."""
+    other = _train(DistributedDataParallel(convert_sync_batchnorm(_Net())), world)
+    ddp = DistributedDataParallel(convert_sync_batchnorm(_Net()))
+    compiled = _train(torch.compile(ddp, backend="eager"), world)
+    assert not _broadcast(ddp)
+    del other
+    gc.collect()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        _train(compiled, world)
+
+
+def check_another_version_of_torch_is_left_alone(world: Communicator) -> None:
+    """One without the private parts that this takes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data_parallel, "_PRIVATE", ("no_such_part",))
+        ddp = DistributedDataParallel(convert_sync_batchnorm(_Net()))
+        _train(ddp, world)
+    assert len(_broadcast(ddp)) == 6
+    assert not ddp._forward_pre_hooks
+    expect_in_sync(ddp)
+
+
+def check_accumulated_gradients_are_one_step(world: Communicator) -> None:
+    """`step_statistics` with `no_sync`: the numbers of one batch, on uneven micro-batches."""
+    counting = CountingCommunicator(world)
+    layer = SyncBatchNorm(3, process_group=counting)
+    ddp = DistributedDataParallel(nn.Sequential(layer, nn.Linear(3, 2)).double())
+    whole = SyncBatchNorm(3, process_group=world.split(world.rank)).double()
+    generator = torch.Generator().manual_seed(0)  # the same on all ranks
+    results = []
+    for sizes in ([(3, 4)], [(1, 5), (2, 2)], [(2, 1), (0, 4), (3, 3), (1, 1), (2, 2)]):
+        batches = [torch.randn(sum(n), 3, generator=generator).double() + 2 for n in sizes]
+        counting.take()
+        with step_statistics(ddp):
+            for k, (batch, n) in enumerate(zip(batches, sizes, strict=True)):
+                with ddp.no_sync() if k + 1 < len(sizes) else nullcontext():
+                    ddp(batch.split(n)[world.rank]).square().sum().backward()
+        whole(torch.cat(batches))
+        numbers = zip(layer.buffers(), whole.buffers(), strict=True)
+        results.append([relative_error(a, b) for a, b in numbers] + [len(counting.take())])
+    expect_in_sync(ddp)
+    for k, (*errors, messages) in zip((1, 2, 5), results, strict=True):
+        assert max(errors) < 1e-12
+        assert messages == k, results
+
+
+class _Branches(_Net):
+    """Rank 0 does not use the last parameters, which DistributedDataParallel then has at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return x if dist.get_rank() == 0 else self.branch(x)
+
+
+def check_the_hook_averages_as_ever(world: Communicator) -> None:
+    """In buckets of any size and order, with each of DistributedDataParallel's modes."""
+    small = {"bucket_cap_mb": 1e-5}  # a bucket for each parameter, but for the first step
+    modes: list[tuple[type[nn.Module], dict[str, Any]]] = [
+        (_Net, {}),
+        (_Net, small),
+        (_Net, {"gradient_as_bucket_view": True}),
+        (_Net, {"static_graph": True, **small}),
+        (_Branches, {"find_unused_parameters": True, **small}),
+    ]
+    for net, mode in modes:
+        trained = []
+        counting = CountingCommunicator(world)
+        for state in (None, counting):
+            ddp = DistributedDataParallel(convert_sync_batchnorm(net()), **mode)
+            if state is not None:
+                register_allreduce_hook(ddp, state)
+            trained.append(_train(ddp, world))
+        for a, b in zip(*(ddp.parameters() for ddp in trained), strict=True):
+            assert relative_error(b.detach(), a.detach()) < 1e-6, mode
+        assert len(counting.take()) > (3 if "bucket_cap_mb" in mode else 2), mode
+
+
+def check_the_hook_outside_of_the_usual(world: Communicator) -> None:
+    """Copies train without the hook, as with torch's hooks; sums in 16 bits do not overflow."""
+    ddp = DistributedDataParallel(convert_sync_batchnorm(_Net()))
+    register_allreduce_hook(ddp)
+    _train(ddp, world)
+    _train(copy.deepcopy(ddp), world)
+    _train(pickle.loads(pickle.dumps(ddp)), world)
+    with pytest.raises(TypeError, match=r"`model` must be a DistributedDataParallel: got _Net\."):
+        register_allreduce_hook(_Net())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a communicator must"):
+        register_allreduce_hook(ddp, 2.5)
+    with pytest.raises(ValueError, match="must be the 2 ranks of `model`: got 1, and gradients"):
+        register_allreduce_hook(ddp, SingleProcess())
+    ddp.device_type = "cuda"  # as of a model on a GPU
+    with pytest.raises(ValueError, match="must be in host memory: got parameters on cuda"):
+        register_allreduce_hook(ddp)
+    layer = nn.Linear(1, 1, bias=False).half()
+    ddp = DistributedDataParallel(layer)
+    register_allreduce_hook(ddp)
+    (ddp(torch.ones(1, 1).half()) * 60000.0).sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.item() == torch.tensor(60000.0).half().item()
