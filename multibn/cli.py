@@ -74,8 +74,6 @@ def _parser() -> argparse.ArgumentParser:
         multibn convert model.npz model.pt
         multibn convert --prefix updater/model:main snapshot.npz model.pt
         multibn convert --names names.json --skip-unknown model.pt model.npz
-        multibn convert --avg-var-count 3136 inf model.npz model.pt
-            (variances unbiased by 64 samples of 7 x 7 places become biased ones)
         """,
     )
     _add_convert_arguments(command)
@@ -114,37 +112,11 @@ def _add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     add("--names", metavar="FILE.json", help="JSON object: old to new names of layers or arrays")
     add("--prefix", default="", metavar="P", help="convert only the keys below this name in SRC")
     add("--skip-unknown", action="store_true", help="leave out arrays that have no place in DST")
-    add(
-        "--num-batches-tracked",
-        type=int,
-        default=0,
-        metavar="N",
-        help="the counter of torch's batch norms, which a file of Chainer does not have; default 0",
-    )
-    add(
-        "--avg-var-count",
-        type=_count,
-        nargs=2,
-        metavar=("HAVE", "WANT"),
-        help="elements per channel that the running variances in SRC are unbiased by, and those "
-        "that they should be unbiased by; inf for biased ones",
-    )
-
-
-def _count(text: str) -> float:
-    try:
-        if float(text) >= 1:
-            return float(text)
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(
-        f"must be two numbers of elements from 1, or inf for biased variances: got {text!r}."
-    )
 
 
 # The words of a Python program in messages of `checkpoint`, and those of the command line.
 _WORDS = {
-    r"`(names|prefix|skip_unknown|num_batches_tracked|avg_var_count)`": r"`--\1`",
+    r"`(names|prefix)`": r"`--\1`",
     r"prefix='(.*?)'": r"--prefix '\1'",
     r"skip_unknown=True": "--skip-unknown",
     r"\(None leaves": "(null leaves",
@@ -155,7 +127,7 @@ def _in_options(message: str) -> str:
     """A message of `checkpoint` in the words of the command line."""
     for python, own in _WORDS.items():
         message = re.sub(python, own, message)
-    return re.sub(r"`--\w+`", lambda option: option[0].replace("_", "-"), message)
+    return message
 
 
 def _convert(args: argparse.Namespace) -> int:
@@ -166,8 +138,6 @@ def _convert(args: argparse.Namespace) -> int:
             names=checkpoint.load_names(args.names) if args.names else None,
             prefix=args.prefix,
             skip_unknown=args.skip_unknown,
-            num_batches_tracked=args.num_batches_tracked,
-            avg_var_count=args.avg_var_count and tuple(args.avg_var_count),
         )
     except ValueError as error:
         return _complain(args.command, _in_options(str(error)))

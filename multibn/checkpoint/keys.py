@@ -1,13 +1,14 @@
-"""The keys of a checkpoint: names of layers and their arrays, and renaming."""
+"""The keys of a checkpoint: each framework's names of layers and their arrays, and renaming."""
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from multibn._environment import nearest
-from multibn.checkpoint.files import SEPARATORS, CheckpointError
+from multibn.checkpoint.files import CheckpointError
 
 Names: TypeAlias = Mapping[str, str | None]
 """New names of layers or arrays by the old ones; None leaves the arrays out.
@@ -86,9 +87,23 @@ def load_names(path: str | os.PathLike[str]) -> dict[str, str | None]:
     return names
 
 
-def join(separator: str, *parts: str) -> str:
-    """Join the parts that are not empty."""
-    return separator.join(part for part in parts if part)
+class Words(NamedTuple):
+    """A framework's words for the parts of a state."""
+
+    framework: str
+    separator: str
+    plain: tuple[str, str]  # weight and bias of most layers
+    norm: tuple[str, str, str, str, str]  # of batch norm: scale, shift, mean, variance, counter
+
+
+CHAINER = Words("chainer", "/", ("W", "b"), ("gamma", "beta", "avg_mean", "avg_var", "N"))
+TORCH = Words(
+    "torch",
+    ".",
+    ("weight", "bias"),
+    ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"),
+)
+WORDS = {words.framework: words for words in (CHAINER, TORCH)}
 
 
 def layers(state: Mapping[str, Any], separator: str) -> dict[str, dict[str, Any]]:
@@ -100,96 +115,107 @@ def layers(state: Mapping[str, Any], separator: str) -> dict[str, dict[str, Any]
     return by_layer
 
 
-def numbered(state: Mapping[str, Any], names: Names | None, separator: str) -> list[str]:
+def numbered(state: Mapping[str, Any], names: Names, separator: str) -> list[str]:
     """A note on layers whose children have numbers as names, unless `names` renames them."""
-    containers: dict[str, None] = {}
-    for key in state:
-        *parts, _ = key.split(separator)
-        for i, part in enumerate(parts):
-            container = join(separator, *parts[:i])
-            if part.isdecimal() and not any(_follows(n, container, separator) for n in names or {}):
-                containers[container] = None
-    if not containers:
-        return []
-    return [
-        f"the numbers of the layers in {_some(containers)} are carried as they are, which is "
+    number = re.compile(rf"(^|{re.escape(separator)})\d+(?={re.escape(separator)})")
+    containers = dict.fromkeys(
+        key[: found.start()] for key in state for found in number.finditer(key)
+    )
+    carried = [c for c in containers if not any(_is_below(name, c, separator) for name in names)]
+    return carried and [
+        f"the numbers of the layers in {_some(carried)} are carried as they are, which is "
         "right for a ChainList. A chainer.Sequential numbers its links in another order and does "
         "not count functions: name them in `names`, as docs/guides/from-chainermn-to-torch.md says."
     ]
 
 
 def leave_out(
-    state: Mapping[str, Any], names: Names | None, separator: str, notes: list[str]
+    state: Mapping[str, Any], names: Names, separator: str, notes: list[str]
 ) -> dict[str, Any]:
     """The state without the keys that `names` maps to None. Raises if a name matches no key."""
-    names = names or {}
     for name in names:
-        if not any(_follows(key, name, separator) for key in state):
+        if not any(_is_below(key, name, separator) for key in state):
             near = nearest(name, [*state, *layers(state, separator)], 1)
             raise CheckpointError(
                 f"every entry of `names` must match a key or a prefix: {name!r} matches none"
                 f"{near}. Correct it, or remove it."
             )
-    rules = {key: _rule(key, names, separator) for key in state}
-    kept = {k: v for k, v in state.items() if rules[k] is None or names[rules[k]] is not None}
-    if left_out := state.keys() - kept.keys():
-        notes.append(f"left out by `names`: {_some(key for key in state if key in left_out)}.")
+    kept = {k: v for k, v in state.items() if _rule(k, names, separator)[1] is not None}
+    if len(kept) < len(state):
+        notes.append(f"left out by `names`: {_some(key for key in state if key not in kept)}.")
     return kept
 
 
 def rename(
     state: Mapping[str, Any],
-    source: str,
-    target: str,
-    leaf_names: Callable[[Mapping[str, Any]], Mapping[str, str]],
-    names: Names | None,
+    source: Words,
+    target: Words,
+    names: Names,
     skip_unknown: bool,
     notes: list[str],
 ) -> Converted:
-    """Give every key its new name; `leaf_names` translates the last parts of a layer's keys."""
-    old_sep, new_sep = SEPARATORS[source], SEPARATORS[target]
-    names, unknown = names or {}, []
-    renamed: dict[str, Any] = {}
-    origin: dict[str, str] = {}
-    for layer, leaves in layers(state, old_sep).items():
-        known = leaf_names(leaves)
-        for leaf, value in leaves.items():
-            key = join(old_sep, layer, leaf)
-            rule = _rule(key, names, old_sep)
-            new = (None if rule is None else names[rule]) or ""
+    """Give every key its new name."""
+    old, new = source.separator, target.separator
+    unknown: list[str] = []
+    origins: dict[str, str] = {}  # the old keys by the new ones
+    for layer, leaves in layers(state, old).items():
+        known = counterparts(leaves, source, target)
+        for leaf in leaves:
+            key = layer + old + leaf if layer else leaf
+            rule, name = _rule(key, names, old)
             if rule != key:
-                rest = layer[len(rule or "") :].strip(old_sep)
-                if leaf not in known or (new_sep != old_sep and new_sep in rest):
+                rest = layer[len(rule) :].strip(old)
+                if leaf not in known or (new != old and new in rest):
                     unknown.append(key)
                     continue
-                new = join(new_sep, new, rest.replace(old_sep, new_sep), known[leaf])
-            if not new or not new.isprintable() or new in renamed:
+                name = new.join(filter(None, (name, rest.replace(old, new), known[leaf])))
+            if not name or not name.isprintable() or name in origins:
                 raise CheckpointError(
-                    f"every key must get a name of its own: {key!r} becomes {new!r}"
-                    f"{f', as {origin[new]!r} does' if new in origin else ''}. Pass another name "
-                    "in `names`."
+                    f"every key must get a name of its own: {key!r} becomes {name!r}"
+                    f"{f', as {origins[name]!r} does' if name in origins else ''}. Pass another "
+                    "name in `names`."
                 )
-            renamed[new], origin[new] = value, key
+            origins[name] = key
     if unknown and not skip_unknown:
         optimizer = " It looks like an optimizer's file." if {"t", "epoch"} & set(unknown) else ""
         raise CheckpointError(
-            f"every key must have a place in {target}: {_some(unknown)} "
+            f"every key must have a place in {target.framework}: {_some(unknown)} "
             f"{'has' if len(unknown) == 1 else 'have'} none.{optimizer} Name them in `names` (None "
             "leaves one out), select the model with `prefix`, or pass skip_unknown=True."
         )
-    if not renamed:
+    if not origins:
         raise CheckpointError("holds nothing to convert. Check `prefix` and `names`.")
     if unknown:
         notes.append(f"unknown, and left out: {_some(unknown)}.")
-    return Converted(renamed, tuple(notes))
+    return Converted({name: state[key] for name, key in origins.items()}, tuple(notes))
 
 
-def _rule(key: str, names: Names, separator: str) -> Any:
-    """The entry of `names` that applies to `key`: the longest; None without one."""
-    return max((n for n in names if _follows(key, n, separator)), key=len, default=None)
+def counterparts(leaves: Mapping[str, Any], source: Words, target: Words) -> dict[str, str]:
+    """The names that a layer's arrays have in `target`, by those in `source`, as far as known."""
+    if source is target:
+        return {leaf: leaf for leaf in leaves}
+    plain, norm = (
+        dict(zip(old, new, strict=True))
+        for old, new in ((source.plain, target.plain), (source.norm, target.norm))
+    )
+    if source.norm[2] in leaves:
+        return plain | norm
+    if source is CHAINER:
+        return plain | dict(list(norm.items())[:2])
+    weight, bias = (getattr(leaves.get(name), "shape", None) for name in source.plain)
+    if weight is None or (len(weight) > 1 and weight != bias):
+        return plain
+    # Another weight may be of PReLU, RMSNorm, LayerNorm over two axes...
+    return norm if len(weight) == 1 and weight == bias else {"bias": "b"}
 
 
-def _follows(key: str, name: str, separator: str) -> bool:
+def _rule(key: str, names: Names, separator: str) -> tuple[str, str | None]:
+    """The longest entry of `names` that applies to `key`; without one, "" stays ""."""
+    rule = max((n for n in names if _is_below(key, n, separator)), key=len, default="")
+    return rule, names.get(rule, "")
+
+
+def _is_below(key: str, name: str, separator: str) -> bool:
     return not name or key == name or key.startswith(name + separator)
 
 

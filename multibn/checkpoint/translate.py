@@ -1,7 +1,7 @@
 """Translates a model's state between Chainer's npz and torch's state_dict.
 
-Translates names; values never change, unless the caller asks for another count for the running
-variance. Notes say what a file does not contain. Nothing in a file is executed.
+Translates names; values never change. Notes say what a file does not contain. Nothing in a file is
+executed.
 """
 
 import os
@@ -10,11 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from multibn._typing import Array, check_int
-from multibn.checkpoint import files, keys, norms
-from multibn.checkpoint.files import SEPARATORS, CheckpointError
-from multibn.checkpoint.keys import Converted, Names
-from multibn.checkpoint.norms import CHAINER, TORCH, Counts
+from multibn._typing import Array
+from multibn.checkpoint import files, keys
+from multibn.checkpoint.files import CheckpointError
+from multibn.checkpoint.keys import CHAINER, TORCH, Converted, Names, Words
 
 _WRAPPERS = ("module.", "_orig_mod.")  # of DistributedDataParallel and of torch.compile
 
@@ -26,8 +25,6 @@ def convert(
     names: Names | None = None,
     prefix: str = "",
     skip_unknown: bool = False,
-    num_batches_tracked: int = 0,
-    avg_var_count: Counts | None = None,
 ) -> Converted:
     """Convert the model in one checkpoint file to another file, of this or the other framework.
 
@@ -44,9 +41,8 @@ def convert(
     prefix
         Convert only the keys below this one: `"updater/model:main"` of the snapshot of a Chainer
         trainer, `"model"` or `"state_dict"` of the dict that a training script saves with torch.
-    names, skip_unknown, num_batches_tracked, avg_var_count
-        As `chainer_to_torch`. The keys in `names` are without `prefix`; `num_batches_tracked` can
-        be set only from Chainer to torch.
+    names, skip_unknown
+        As `chainer_to_torch`. The keys in `names` are without `prefix`.
 
     Returns
     -------
@@ -57,8 +53,6 @@ def convert(
     ------
     CheckpointError
         If a file cannot be read, converted or written: the message begins with its name.
-    TypeError, ValueError
-        If an option is not valid. `CheckpointError` is a ValueError, too.
 
     Examples
     --------
@@ -84,29 +78,8 @@ def convert(
         to = files.framework(target)
     with _about(source):
         state = files.read(source, prefix)
-        came_from = files.framework(source)
-        if avg_var_count is not None and came_from == to:
-            raise _meaningless("avg_var_count", source, target)
-        if num_batches_tracked and (came_from, to) != ("chainer", "torch"):
-            raise _meaningless("num_batches_tracked", source, target)
-        if came_from == to:
-            notes: list[str] = []
-            state = keys.leave_out(state, names, SEPARATORS[to], notes)
-            converted = keys.rename(
-                state, to, to, lambda leaves: {k: k for k in leaves}, names, False, notes
-            )
-        elif to == "torch":
-            converted = chainer_to_torch(
-                state,
-                names=names,
-                skip_unknown=skip_unknown,
-                num_batches_tracked=num_batches_tracked,
-                avg_var_count=avg_var_count,
-            )
-        else:
-            converted = torch_to_chainer(
-                state, names=names, skip_unknown=skip_unknown, avg_var_count=avg_var_count
-            )
+        source_words, target_words = keys.WORDS[files.framework(source)], keys.WORDS[to]
+        converted = _translate(state, source_words, target_words, names, skip_unknown)
     with _about(target):
         files.write(target, converted.state)
     return converted
@@ -127,8 +100,6 @@ def chainer_to_torch(
     *,
     names: Names | None = None,
     skip_unknown: bool = False,
-    num_batches_tracked: int = 0,
-    avg_var_count: Counts | None = None,
 ) -> Converted:
     """Translate the state of a Chainer model to torch's names.
 
@@ -146,13 +117,6 @@ def chainer_to_torch(
         arrays out. The longest match counts.
     skip_unknown
         Leave out arrays without a counterpart in the other framework, with a note; else raise.
-    num_batches_tracked
-        The counter of every batch normalization layer. A file of Chainer does not have one.
-    avg_var_count
-        Rescale the running variance, unbiased by a number of elements per channel, to another
-        number: the pair (number in the source, number wanted), where math.inf stands for the biased
-        variance. Or a dict from names of layers in the source to pairs, because the number of a
-        convolutional layer depends on the size of its input.
 
     Returns
     -------
@@ -163,9 +127,7 @@ def chainer_to_torch(
     ------
     CheckpointError
         If a key is unknown, a shape is not valid, two keys get one name, or an entry of `names`
-        or `avg_var_count` matches no key.
-    TypeError, ValueError
-        If `num_batches_tracked` or a count is not valid.
+        matches no key.
 
     Examples
     --------
@@ -174,19 +136,7 @@ def chainer_to_torch(
     >>> list(chainer_to_torch({"bn/gamma": np.ones(8), "bn/beta": np.zeros(8)}).state)
     ['bn.weight', 'bn.bias']
     """
-    check_int("num_batches_tracked", num_batches_tracked, least=0)
-
-    def leaf_names(leaves: Mapping[str, Array]) -> dict[str, str]:
-        known = {"W": "weight", "b": "bias", "gamma": "weight", "beta": "bias"}
-        return (
-            known | dict(zip(CHAINER[1:], TORCH[1:], strict=True))
-            if "avg_mean" in leaves
-            else known
-        )
-
-    notes: list[str] = []
-    arrays = _translate(arrays, CHAINER, TORCH, names, num_batches_tracked, avg_var_count, notes)
-    return keys.rename(arrays, "chainer", "torch", leaf_names, names, skip_unknown, notes)
+    return _translate(arrays, CHAINER, TORCH, names, skip_unknown)
 
 
 def torch_to_chainer(
@@ -195,7 +145,6 @@ def torch_to_chainer(
     *,
     names: Names | None = None,
     skip_unknown: bool = False,
-    avg_var_count: Counts | None = None,
 ) -> Converted:
     """Translate the state of a torch model to Chainer's names; the inverse of `chainer_to_torch`.
 
@@ -208,7 +157,7 @@ def torch_to_chainer(
     ----------
     state
         Tensors, or arrays, by their names in the state_dict.
-    names, skip_unknown, avg_var_count
+    names, skip_unknown
         As `chainer_to_torch`, from torch's names to Chainer's.
 
     Returns
@@ -219,7 +168,7 @@ def torch_to_chainer(
 
     Raises
     ------
-    CheckpointError, ValueError
+    CheckpointError
         As `chainer_to_torch`.
 
     Examples
@@ -229,66 +178,81 @@ def torch_to_chainer(
     >>> list(torch_to_chainer({"bn.weight": np.ones(8), "bn.bias": np.zeros(8)}).state)
     ['bn/gamma', 'bn/beta']
     """
-    notes: list[str] = []
-    state = _without_splits(_unwrapped(state, notes), notes)
-    arrays = _translate(state, TORCH, CHAINER, names, 0, avg_var_count, notes)
-    scaled: list[Mapping[str, Array]] = []  # layers taken for normalizations
-
-    def leaf_names(leaves: Mapping[str, Array]) -> dict[str, str]:
-        if "running_mean" in leaves:
-            return dict(zip(TORCH[1:], CHAINER[1:], strict=True))
-        weight, bias = leaves.get("weight"), leaves.get("bias")
-        like_bias = weight is not None and bias is not None and weight.shape == bias.shape
-        if weight is None or (weight.ndim > 1 and not like_bias):
-            return {"weight": "W", "bias": "b"}
-        if weight.ndim == 1 and like_bias:
-            scaled.append(leaves)
-            return {"weight": "gamma", "bias": "beta"}
-        return {"bias": "b"}  # the weight may be of PReLU, RMSNorm, LayerNorm over two axes...
-
-    converted = keys.rename(arrays, "torch", "chainer", leaf_names, names, skip_unknown, notes)
-    if scaled:
-        note = (
-            f"{len(scaled)} layer(s) have one-dimensional weights and no running statistics: taken "
-            "for gamma and beta of a normalization. Name them in `names` if they are not."
-        )
-        return Converted(converted.state, (*converted.notes, note))
-    return converted
+    return _translate(state, TORCH, CHAINER, names, skip_unknown)
 
 
 def _translate(
-    state: Mapping[str, Any],
-    source: norms.Words,
-    target: norms.Words,
-    names: Names | None,
-    counter: int,
-    counts: Counts | None,
-    notes: list[str],
+    state: Mapping[str, Any], source: Words, target: Words, names: Names | None, skip_unknown: bool
+) -> Converted:
+    notes: list[str] = []
+    names = names or {}
+    if (source, target) == (TORCH, CHAINER):
+        state = _without_splits(_unwrapped(state, notes), notes)
+    state = keys.leave_out(state, names, source.separator, notes)
+    if source is not target:
+        if widened := sum(map(_is_bfloat16, state.values())):
+            notes.append(f"{widened} array(s) of bfloat16 became float32, with the same values.")
+        state = {key: _as_array(key, value) for key, value in state.items()}
+        notes += keys.numbered(state, names, source.separator)
+        state = _with_new_counters(state, source, target, names, notes)
+    return keys.rename(state, source, target, names, skip_unknown, notes)
+
+
+def _with_new_counters(
+    arrays: dict[str, Array], source: Words, target: Words, names: Names, notes: list[str]
 ) -> dict[str, Array]:
-    """The arrays of `state` under their old names, with the numbers of the new ones."""
+    """The arrays with 0 for each counter of batches; notes on what a file does not say."""
     import numpy as np
 
-    norms.check_counts(counts)
-    separator = SEPARATORS[source.framework]
-    state = keys.leave_out(state, names, separator, notes)
-    arrays = {key: _as_array(key, value) for key, value in state.items()}
-    if widened := sum(_is_bfloat16(value) for value in state.values()):
-        notes.append(f"{widened} array(s) of bfloat16 became float32, which holds the same values.")
-    notes += keys.numbered(arrays, names, separator)
-    layers = norms.checked_layers(arrays, source)
-    counters = [source.key(layer, source.counter) for layer in layers]
-    largest = max((int(arrays.get(key, 0)) for key in counters), default=0)
-    arrays |= {key: np.asarray(counter, np.int64) for key in counters if key not in (names or {})}
-    if layers:
+    *_, mean, var, counter = source.norm
+    layers = keys.layers(arrays, source.separator)
+    norms = [name for name, leaves in layers.items() if {mean, var} & leaves.keys()]
+    for name in norms:
+        _check_norm(name, layers[name], source)
+    largest = max((int(layers[name].get(counter, 0)) for name in norms), default=0)
+    if norms:
         notes += [
-            f"{source.counter} (here up to {largest}) is left out: {target.counter} is set to "
-            f"{counter} in {len(layers)} layer(s). N counts the batches of fine-tuning, "
-            "num_batches_tracked those of training, which matter with momentum=None only.",
+            f"{counter} (here up to {largest}) is left out: {target.norm[-1]} is set to 0 in "
+            f"{len(norms)} layer(s). N counts the batches of fine-tuning, num_batches_tracked "
+            "those of training, which matter with momentum=None only.",
             "eps and momentum (Chainer's 1 - decay) are not in the file: build the layers with "
             "those of the source. eps is 2e-5 by default in Chainer and 1e-5 in torch.",
+            f"{var} of {len(norms)} layer(s) is carried as it is. A file does not say by which "
+            "count it is unbiased: the elements per channel of one rank (ChainerMN, chainer.links, "
+            "nn.BatchNorm), of all ranks (multibn, nn.SyncBatchNorm), or none "
+            "(NaiveSyncBatchNorm).",
         ]
-        notes += norms.recount(arrays, layers, source, counts)
-    return arrays
+    taken = sum(
+        keys.counterparts(leaves, source, target).get("weight") == "gamma"
+        for name, leaves in layers.items()
+        if name not in norms
+    )
+    if taken:
+        notes.append(
+            f"{taken} layer(s) have one-dimensional weights and no running statistics: taken for "
+            "gamma and beta of a normalization. Name them in `names` if they are not."
+        )
+    counters = (f"{name}{source.separator}{counter}" if name else counter for name in norms)
+    return arrays | {key: np.asarray(0, np.int64) for key in counters if key not in names}
+
+
+def _check_norm(name: str, leaves: Mapping[str, Array], words: Words) -> None:
+    """Raise unless the arrays of a batch normalization are valid."""
+    *_, mean, var, counter = words.norm
+    arrays = {leaf: leaves[leaf] for leaf in words.norm if leaf in leaves}
+    said = ", ".join(f"{leaf} {a.dtype} {a.shape or a}" for leaf, a in arrays.items())
+    number = arrays.pop(counter, None)
+    if (
+        not {mean, var} <= arrays.keys()
+        or len({a.shape for a in arrays.values()}) > 1
+        or any(a.ndim != 1 or a.dtype.kind != "f" for a in arrays.values())
+        or (number is not None and (number.ndim or number.dtype.kind not in "iu" or number < 0))
+    ):
+        raise CheckpointError(
+            f"the batch normalization {name!r} must have {mean} and {var}, all of its arrays "
+            f"floating-point of one shape (C,), and one integer {counter}, if any, of 0 or more: "
+            f"got {said}. Save the model again, or leave the layer out with `names`."
+        )
 
 
 def _is_bfloat16(value: Any) -> bool:
@@ -313,11 +277,6 @@ def _as_array(key: str, value: Any) -> Array:
             f"names={{{key!r}: None}}, or call an uninitialised model once before it is saved."
         )
     return array
-
-
-def _meaningless(option: str, source: Path, target: Path) -> ValueError:
-    suffixes = f"from {source.suffix} to {target.suffix}"
-    return ValueError(f"`{option}` has no meaning {suffixes}: it must be left out.")
 
 
 def _unwrapped(state: Mapping[str, Any], notes: list[str]) -> Mapping[str, Any]:

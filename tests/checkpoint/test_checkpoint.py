@@ -1,7 +1,6 @@
 """Checkpoints: names, layouts, what is said, and what is refused."""
 
 import json
-import math
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -140,11 +139,11 @@ def test_there_and_back(dtype: str, suffix: str, tmp_path: Path) -> None:
 def test_both_frameworks_load_the_result(dtype: str, tmp_path: Path) -> None:
     arrays = chainer_arrays(dtype, wrapped=False)
     names = sequential_names()
-    convert(save(tmp_path / "a.npz", arrays), tmp_path / "a.pt", names=names, num_batches_tracked=7)
+    convert(save(tmp_path / "a.npz", arrays), tmp_path / "a.pt", names=names)
     model = torch_model().to(getattr(torch, dtype))
     model.load_state_dict(torch.load(tmp_path / "a.pt", weights_only=True))
     state = model.state_dict()
-    assert state["bn.num_batches_tracked"] == 7
+    assert state["bn.num_batches_tracked"] == 0
     assert np.array_equal(state["bn.running_var"].numpy(), arrays["bn/avg_var"])
     assert np.array_equal(state["deconv.weight"].numpy(), arrays["deconv/W"])
     torch.save(state, tmp_path / "b.pt")
@@ -205,11 +204,11 @@ def test_a_layer_called_bn_is_not_a_sub_batch_norm() -> None:
 def test_what_is_said_from_chainer() -> None:
     arrays = chainer_arrays()
     arrays["predictor/bn/N"] = np.asarray(12)
-    converted = chainer_to_torch(arrays, num_batches_tracked=3)
-    check_note(converted, "N (here up to 12) is left out: num_batches_tracked is set to 3 in 3")
+    converted = chainer_to_torch(arrays)
+    check_note(converted, "N (here up to 12) is left out: num_batches_tracked is set to 0 in 3")
     check_note(converted, "eps and momentum (Chainer's 1 - decay) are not in the file")
     check_note(converted, "avg_var of 3 layer(s) is carried as it is")
-    assert converted.state["predictor.bn.num_batches_tracked"] == 3
+    assert converted.state["predictor.bn.num_batches_tracked"] == 0
 
 
 def test_what_is_said_from_torch() -> None:
@@ -261,32 +260,6 @@ def test_a_normalization_without_statistics() -> None:
         torch_to_chainer(nn.PReLU().state_dict())
     with pytest.raises(CheckpointError, match=r"a place in chainer: 'weight' has none"):
         torch_to_chainer(nn.LayerNorm((3, 2)).state_dict())
-
-
-@pytest.mark.parametrize("direction", ["chainer", "torch"])
-def test_the_count_of_the_variance(direction: str) -> None:
-    state = {"a/avg_mean": np.zeros(2, "f4"), "a/avg_var": np.full(2, 3.0, "f4")}
-    translate: Any = chainer_to_torch
-    name, new = "a", "a.running_var"
-    if direction == "torch":
-        state = {"a.running_mean": state["a/avg_mean"], "a.running_var": state["a/avg_var"]}
-        translate, new = torch_to_chainer, "a/avg_var"
-    for counts in ((4, 8), {name: (4, 8)}):
-        converted = translate(state, avg_var_count=counts)
-        np.testing.assert_allclose(converted.state[new], 3 * (8 / 7) / (4 / 3), rtol=1e-7)
-        assert converted.state[new].dtype == np.float32
-        check_note(converted, "is multiplied by 0.857143, from count 4 to 8")
-        assert not any("carried as it is" in note for note in converted.notes)
-    biased = translate(state, avg_var_count=(4, math.inf)).state[new]
-    np.testing.assert_allclose(biased, 3 * 3 / 4)
-    with pytest.raises(CheckpointError, match="must name batch normalizations of the file"):
-        translate(state, avg_var_count={"b": (4, 8)})
-    for wrong in ((4,), (0, 8), (4, math.nan), ("4", 8), (4, True), 4):
-        with pytest.raises(
-            ValueError,
-            match="`avg_var_count` must be two counts of elements, each 1 or ",
-        ):
-            translate(state, avg_var_count=wrong)
 
 
 def test_names() -> None:
@@ -353,11 +326,8 @@ def test_unknown_keys() -> None:
     "change, message",
     [
         ({"gamma": np.zeros(3, "f4")}, r"of one shape \(C,\), .*gamma float32 \(3,\)"),
-        ({"avg_var": None}, r"have avg_mean and avg_var, .*: got avg_mean float32 \(2,\), N"),
-        (
-            {"avg_mean": None},
-            r"have avg_mean and avg_var, .*: got avg_var float32 \(2,\), N int64 0, g",
-        ),
+        ({"avg_var": None}, r"have avg_mean and avg_var, .*: .* avg_mean float32 \(2,\), N"),
+        ({"avg_mean": None}, r"have avg_mean and avg_var, .*, avg_var float32 \(2,\), N int64 0\."),
         ({"avg_var": np.zeros(2, "i4")}, r"its arrays floating-point .* avg_var int32 \(2,\)"),
         ({"N": np.zeros(2, "i8")}, r"one integer N, if any, .* N int64 \(2,\)"),
         ({"N": np.asarray(-1)}, "one integer N, if any, of 0 or more: .* N int64 -1"),
@@ -384,13 +354,6 @@ def test_channels_in_two_axes() -> None:
 def test_dtypes_that_numpy_does_not_have() -> None:
     with pytest.raises(CheckpointError, match="'weight' must be dense and of a dtype of NumPy: "):
         torch_to_chainer({"weight": torch.zeros(2, 2).to(torch.float8_e5m2)})
-
-
-def test_a_number_of_batches_that_is_none() -> None:
-    with pytest.raises(ValueError, match="`num_batches_tracked` must be 0 or more: got -1"):
-        chainer_to_torch({}, num_batches_tracked=-1)
-    with pytest.raises(TypeError, match=r"`num_batches_tracked` must be an int: got 1\.5 of type"):
-        chainer_to_torch({}, num_batches_tracked=1.5)  # type: ignore[arg-type]
 
 
 def test_momentum_follows_the_names_of_its_parameters() -> None:

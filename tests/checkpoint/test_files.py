@@ -265,12 +265,6 @@ def test_within_a_framework(one: str, other: str, tmp_path: Path) -> None:
     renamed = convert(source, target, names={"bn": "norm", "fc": None})
     assert all(key.startswith("norm") for key in renamed.state)
     assert len(renamed.notes) == 1
-    with pytest.raises(ValueError, match=f"`avg_var_count` has no meaning from {one} to {other}"):
-        convert(source, target, avg_var_count=(1, 2))
-    with pytest.raises(
-        ValueError, match=r"`num_batches_tracked` has no meaning from .*: it must be"
-    ):
-        convert(make(tmp_path / "a.pt"), tmp_path / "b.npz", num_batches_tracked=1)
 
 
 def test_any_name_can_be_written(tmp_path: Path) -> None:

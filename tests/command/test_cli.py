@@ -107,8 +107,6 @@ def test_usage() -> None:
         (["convert", "a.npz"], "required: DST"),
         (["convert", "a.npz", "a.pt", "b.pt"], r"unknown argument: got 'b\.pt'\."),
         (["convert", "a.npz", "a.pt", "--prefx", "l"], "got '--prefx', the nearest is '--prefix'"),
-        (["convert", "a.npz", "a.pt", "--avg-var-count", "0", "4"], "numbers of el.* got '0'"),
-        (["convert", "a.npz", "a.pt", "--avg-var-count", "4", "x"], "or inf for .* got 'x'"),
         (["info", "--jsn"], "unknown argument: got '--jsn', the nearest is '--json'"),
         (["covert", "a.npz", "a.pt"], "invalid choice: 'covert' .*convert"),
     ],
@@ -171,9 +169,6 @@ def test_convert(tmp_path: Path, capsys: Any) -> None:
          "--skip-unknown."),
         (["object.npz", "a.npz"], "Select the model alone with `--prefix`; name"),
         (["model.npz", "a.pt", "--names", "names.json"], "entry of `--names` must match"),
-        (["model.npz", "a.pt", "--num-batches-tracked", "-1"], "`--num-batches-tracked` must be 0"),
-        (["model.npz", "a.npz", "--num-batches-tracked", "1"], "`--num-batches-tracked` has no me"),
-        (["model.npz", "a.npz", "--avg-var-count", "4", "inf"], "`--avg-var-count` has no meaning"),
     ],
 )  # fmt: skip
 def test_convert_speaks_of_its_own_options(
@@ -198,31 +193,8 @@ def test_convert_speaks_of_its_own_options(
     assert not Path(arguments[1]).exists()
 
 
-def test_notes_of_convert_speak_of_its_own_options(tmp_path: Path, capsys: Any) -> None:
-    require.need("torch")
-    bn = {f"bn/{name}": np.ones(2, "f") for name in ("gamma", "beta", "avg_mean", "avg_var")}
-    np.savez(tmp_path / "a.npz", **bn, **{"bn/N": np.array(0)})  # type: ignore[arg-type]
-    assert cli.main(["convert", str(tmp_path / "a.npz"), str(tmp_path / "a.pt")]) == 0
-    said = capsys.readouterr().out
-    assert "Pass `--avg-var-count` to change it." in said
-    assert "avg_var_count" not in said
-
-
 @pytest.mark.parametrize("option", [["--ranks", "2"], ["--cases", "uneven"]])
 def test_options_that_do_not_go_with_a_pair(option: list[str], capsys: Any) -> None:
     require.need("cli")
     assert cli.main(["parity", "--model", "a:b", *option]) == 2
     assert f"`{option[0]}` must be left out beside `--model`" in capsys.readouterr().err
-
-
-def test_convert_rescales_the_running_variance(tmp_path: Path) -> None:
-    require.need("torch")
-    import torch
-
-    bn = {"gamma": 1, "beta": 0, "avg_mean": 0, "avg_var": 3}
-    arrays = {f"bn/{name}": np.full(2, value, "f") for name, value in bn.items()}
-    np.savez(tmp_path / "a.npz", **arrays, **{"bn/N": np.array(0)})  # type: ignore[arg-type]
-    files = [str(tmp_path / "a.npz"), str(tmp_path / "a.pt")]
-    assert cli.main(["convert", *files, "--avg-var-count", "4", "inf"]) == 0
-    state = torch.load(files[1], weights_only=True)
-    torch.testing.assert_close(state["bn.running_var"], torch.full((2,), 3 * 3 / 4))

@@ -50,7 +50,6 @@ ANY_INT = Wrong((*_NOT_INTS, None))
 COUNT = Wrong((-1, *ANY_INT.values))  # from 0
 POSITIVE_INT = Wrong((0, *COUNT.values))
 CHOICE = Wrong(("nothing", 3, True, None))
-PAIR = Wrong(((4,), (0, 8), (4, nan), ("4", 8), (4, True), 4))
 SECONDS = Wrong((0, -1.0, nan, "5", True))  # infinity is a hundred million seconds
 INTS = Wrong(((0, 1, 1), (1.5, 1, 1), ("1", 1, 1), (True, 1, 1)))  # positive, one for each axis
 GROUP = Wrong((0, -1, 2.5, "nothing", True, [0, 0]), "a communicator must|a group must|a list of")
@@ -68,8 +67,6 @@ _RULES = {
     "depth dim dim_out": POSITIVE_INT,
     "num_sync_devices": Wrong(_NOT_INTS),
     "timeout": SECONDS,
-    "num_batches_tracked": COUNT,
-    "avg_var_count": PAIR,
     "by_epoch": Wrong(("yes", 2)),
     "size": Wrong((0, -1, 2.5, "2", True, (), (3, 0), (3, 2.0))),
     "axis": Wrong((-1, 2.5, "0", True, (), (0, -1), (2, 0))),
