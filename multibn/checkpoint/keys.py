@@ -107,11 +107,11 @@ WORDS = {words.framework: words for words in (CHAINER, TORCH)}
 
 
 def layers(state: Mapping[str, Any], separator: str) -> dict[str, dict[str, Any]]:
-    """Map from layer to a map from the last part of its keys to the value."""
+    """By layer, the separator at its end included, a map from the rest of its keys to the value."""
     by_layer: dict[str, dict[str, Any]] = {}
     for key, value in state.items():
-        layer, _, leaf = key.rpartition(separator)
-        by_layer.setdefault(layer, {})[leaf] = value
+        leaf = key.rpartition(separator)[2]
+        by_layer.setdefault(key.removesuffix(leaf), {})[leaf] = value
     return by_layer
 
 
@@ -135,7 +135,8 @@ def leave_out(
     """The state without the keys that `names` maps to None. Raises if a name matches no key."""
     for name in names:
         if not any(_is_below(key, name, separator) for key in state):
-            near = nearest(name, [*state, *layers(state, separator)], 1)
+            parents = [layer.rstrip(separator) for layer in layers(state, separator)]
+            near = nearest(name, [*state, *parents], 1)
             raise CheckpointError(
                 f"every entry of `names` must match a key or a prefix: {name!r} matches none"
                 f"{near}. Correct it, or remove it."
@@ -161,7 +162,7 @@ def rename(
     for layer, leaves in layers(state, old).items():
         known = counterparts(leaves, source, target)
         for leaf in leaves:
-            key = layer + old + leaf if layer else leaf
+            key = layer + leaf
             rule, name = _rule(key, names, old)
             if rule != key:
                 rest = layer[len(rule) :].strip(old)

@@ -208,7 +208,7 @@ def _with_new_counters(
     layers = keys.layers(arrays, source.separator)
     norms = [name for name, leaves in layers.items() if {mean, var} & leaves.keys()]
     for name in norms:
-        _check_norm(name, layers[name], source)
+        _check_norm(name.rstrip(source.separator), layers[name], source)
     largest = max((int(layers[name].get(counter, 0)) for name in norms), default=0)
     if norms:
         notes += [
@@ -232,8 +232,8 @@ def _with_new_counters(
             f"{taken} layer(s) have one-dimensional weights and no running statistics: taken for "
             "gamma and beta of a normalization. Name them in `names` if they are not."
         )
-    counters = (f"{name}{source.separator}{counter}" if name else counter for name in norms)
-    return arrays | {key: np.asarray(0, np.int64) for key in counters if key not in names}
+    counters = [name + counter for name in norms if name + counter not in names]
+    return arrays | {key: np.asarray(0, np.int64) for key in counters}
 
 
 def _check_norm(name: str, leaves: Mapping[str, Array], words: Words) -> None:

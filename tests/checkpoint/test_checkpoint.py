@@ -318,6 +318,8 @@ def test_unknown_keys() -> None:
         torch_to_chainer(lstm)
     with pytest.raises(CheckpointError, match="looks like an optimizer's file"):
         chainer_to_torch({"t": np.asarray(1), "epoch": np.asarray(1), "l/W/v": np.zeros(1)})
+    with pytest.raises(CheckpointError, match="'/W' becomes 'weight', as 'W' does"):
+        chainer_to_torch({"W": np.zeros((1, 1)), "/W": np.zeros((1, 1))})
     with pytest.raises(CheckpointError, match=r"'a/b\.weight' has none"):
         torch_to_chainer({"a/b.weight": torch.zeros(1, 1)})
 
