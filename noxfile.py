@@ -25,8 +25,7 @@ def minimum() -> list[str]:
     project = nox.project.load_toml("pyproject.toml")["project"]
     extras = project["optional-dependencies"]
     requirements = [*project["dependencies"], *(line for name in EXTRAS for line in extras[name])]
-    # matplotlib 3.8 calls functions that pyparsing 3.3 warns about.
-    return [*(requirement.replace(">=", "==") for requirement in requirements), "pyparsing<3.3"]
+    return [requirement.replace(">=", "==") for requirement in requirements]
 
 
 SETS = {

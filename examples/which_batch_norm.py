@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import digits
@@ -26,7 +27,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from multibn.communicators.transports.torch_distributed import TorchDistributed
-from multibn.parity.counting import CountingCommunicator
 from multibn.torch_backend import (
     SubBatchNorm2d,
     average_gradients,
@@ -84,6 +84,8 @@ class Training:
 
 
 def measure(seed: int) -> None:
+    from tests.helpers.counting import CountingCommunicator  # found in the checkout by `launch`
+
     rank, size = dist.get_rank(), dist.get_world_size()
     (x, y), test = ([torch.from_numpy(a) for a in images] for images in digits.load("float32"))
     order = np.random.default_rng(seed).permutation(digits.NUM_TRAIN)  # other batches per seed
@@ -135,7 +137,8 @@ def measure(seed: int) -> None:
 def launch(size: int) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(size), __file__, "--rank"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    checkout = str(Path(__file__).parents[1])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": checkout}
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
     return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
 

@@ -17,8 +17,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         _refuse_unknown(unknown[0], args.parser)
     needed = ["numpy", "rich"] if args.command == "parity" else []
-    if getattr(args, "plot", None):
-        needed.append("matplotlib")
     absent = [name for name in needed if not importable(name)]
     if absent:
         return _complain(
@@ -82,11 +80,11 @@ def _parser() -> argparse.ArgumentParser:
         "parity",
         "compare both frameworks, over every communicator, with exact results",
         "Train the layers of both frameworks over every communicator that works here, on real "
-        "processes, and compare them with a float64 oracle and with each other. Exit status: 0 "
+        "processes, and compare them with a float64 oracle. Exit status: 0 "
         "all within bounds, 1 a bound is broken, 2 it could not be run.",
         """
         multibn parity
-        multibn parity --ranks 2 --cases 'float32,uneven*' --plot errors.png
+        multibn parity --ranks 2 --cases 'float32,uneven*' --json errors.json
         multibn parity --model mymodels:pair
         """,
     )

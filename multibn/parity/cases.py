@@ -5,7 +5,6 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import NamedTuple
 
 import numpy as np
 
@@ -38,13 +37,6 @@ SPLITS: dict[str, Callable[[int, int, tuple[int, ...]], tuple[int, tuple[int, ..
 }
 
 
-class Parameters(NamedTuple):
-    """A layer's parameters, `(C,)`."""
-
-    weight: Array
-    bias: Array
-
-
 @dataclass(frozen=True)
 class Case:
     """A few steps of training, and one of evaluation."""
@@ -68,12 +60,12 @@ class Case:
         """The largest error allowed for `quantity`, relative to the largest entry."""
         return self.bounds.get(quantity, BOUNDS[self.dtype][quantity])
 
-    def parameters(self) -> Parameters:
+    def parameters(self) -> tuple[Array, Array]:
         """Weight and bias of the layer; the same on every rank."""
         rng = np.random.default_rng(zlib.crc32(self.name.encode()))
         dtype = np.promote_types(self.dtype, np.float32)
         weight, bias = rng.normal(1, 0.3, CHANNELS), rng.normal(0, 0.3, CHANNELS)
-        return Parameters(weight.astype(dtype), bias.astype(dtype))
+        return weight.astype(dtype), bias.astype(dtype)
 
     def batches(self, size: int, step: int) -> tuple[list[Array], ...]:
         """Inputs, output gradients and masks of all `size` ranks; the same on every rank.

@@ -1,18 +1,19 @@
 """`multibn parity`: plans the launches, runs them, and reports the comparison."""
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 
+import numpy as np
+
 from multibn._environment import find_command, importable
-from multibn._launch import LAUNCHERS, WorkerError, Written
-from multibn.parity import cases, compare
+from multibn._launch import LAUNCHERS, WorkerError, Written, run_workers
+from multibn.parity import cases, compare, oracle
 from multibn.parity.cases import Case
 from multibn.parity.compare import Row
-from multibn.parity.job import Job
 from multibn.parity.surfaces import SURFACES
 
 # The modules that surfaces and communicators need.
@@ -23,6 +24,11 @@ NEEDS = {
     "gloo": ["torch"],
     "mpi": ["mpi4py"],
     "chainermn naive": ["chainer", "mpi4py"],
+}
+# Bounds of models, wider than those of single layers: rounding errors grow with depth.
+OF_MODELS = {
+    "float32": {"y": 1e-4, "dx": 1e-3, "eval": 1e-4},
+    "float64": {"y": 1e-10, "dx": 1e-9, "eval": 1e-10},
 }
 
 
@@ -38,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"shell-style patterns of names, default all: {names}",
     )
     add("--json", type=Path, metavar="FILE", help="write all numbers to FILE")
-    add("--plot", type=Path, metavar="FILE.png", help="draw a heat map of the errors")
     add(
         "--model",
         type=_spec,
@@ -58,39 +63,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command with parsed arguments; returns the exit status."""
-    from multibn.parity import model, report
+    from multibn.parity import report
 
-    for path in (args.json, args.plot):
-        if path and (path.is_dir() or not path.parent.is_dir()):
-            return _refuse(f"{path} must be a file in a folder that exists. Make the folder first.")
-    if args.plot and args.plot.suffix != ".png":
-        return _refuse(f"`--plot` must be the name of a file that ends in .png: got {args.plot}.")
+    if args.json and (args.json.is_dir() or not args.json.parent.is_dir()):
+        return _refuse(
+            f"{args.json} must be a file in a folder that exists. Make the folder first."
+        )
+    for option in ("ranks", "cases"):
+        if args.model and getattr(args, option):
+            return _refuse(
+                f"`--{option}` must be left out beside `--model`, which compares a pair of models "
+                "on one process and on two ranks."
+            )
     out = report.console(stderr=True)
     say = partial(out.print, soft_wrap=True)
     with out.status("starting") as status:
         if args.model:
-            for option in ("ranks", "cases"):
-                if getattr(args, option):
-                    return _refuse(
-                        f"`--{option}` must be left out beside `--model`, which compares a pair of "
-                        "models on one process and on two ranks."
-                    )
-            over = "gloo" if not_run("torch", "mpi") else "mpi"
-            absent = not_run("chainer", over)
-            rows = [Row("torch, chainer", over, 2, absent)]
-            if not absent:
-                rows = model.run(args.model, over, timeout=args.timeout, say=say)
+            rows = run_models(args.model, args.timeout, say)
         else:
             rows = plan(args.ranks or [1, 2, 4])
-            for _, equal_sizes in groupby(rows, key=lambda row: row.size):
-                run_and_compare(
-                    list(equal_sizes), args.cases or cases.CASES, args.timeout, status.update, say
-                )
+            run_layers(rows, args.cases or cases.CASES, args.timeout, status.update, say)
     report.show(rows)
     if args.json:
         report.write_json(rows, args.json)
-    if args.plot:
-        report.plot(rows, args.plot)
     return compare.exit_status(rows)
 
 
@@ -119,41 +114,101 @@ def not_run(surface: str, communicator: str) -> str:
     return "; ".join(absent)
 
 
-def run_and_compare(
+def launch(
+    size: int,
+    communicators: Sequence[str],
+    *,
+    timeout: float,
+    surfaces: Sequence[str] = (),
+    cases: Sequence[str] = (),
+    model: str = "",
+) -> list[Written]:
+    """The results of `size` ranks that train each surface over each communicator, or a model.
+
+    All communicators have one launcher. Raises WorkerError after `timeout` seconds, or if workers
+    fail.
+    """
+    job = {"communicators": communicators, "surfaces": surfaces, "cases": cases, "model": model}
+    name = f"{', '.join(surfaces)}{model} over {', '.join(communicators)}, ranks: {size}"
+    worker = ["-m", "multibn.parity.worker", json.dumps(job)]
+    return run_workers(name, LAUNCHERS[communicators[0]], size, worker, timeout=timeout)
+
+
+def run_layers(
     rows: Sequence[Row],
     chosen: Sequence[Case],
     timeout: float,
     update: Callable[[str], object],
     say: Callable[[str], object],
 ) -> None:
-    """Run the combinations `rows`, all with one number of ranks, and fill in their outcomes.
+    """Run the combinations `rows` that can be run, and add their errors.
 
     `update` shows the running launch; `say` prints for good.
     """
-    groups: dict[str, list[Row]] = {}
+    launches: dict[tuple[int, str], list[Row]] = {}
     for row in rows:
         if not row.not_run:
-            groups.setdefault(LAUNCHERS[row.communicator], []).append(row)
-    ran: list[tuple[Row, list[Written]]] = []
-    for group in groups.values():
-        job = Job(
-            group[0].size,
-            tuple(dict.fromkeys(row.communicator for row in group)),
-            tuple(dict.fromkeys(row.surface for row in group)),
-            tuple(case.name for case in chosen),
-        )
-        update(job.name)
+            launches.setdefault((row.size, LAUNCHERS[row.communicator]), []).append(row)
+    for (size, launcher), group in launches.items():
+        update(f"{size} ranks{launcher and ' under '}{launcher}")
+        communicators = list(dict.fromkeys(row.communicator for row in group))
+        surfaces = list(dict.fromkeys(row.surface for row in group))
+        names = [case.name for case in chosen]
         try:
-            written = job.run(timeout=timeout)
+            written = launch(size, communicators, timeout=timeout, surfaces=surfaces, cases=names)
         except WorkerError as error:
-            say(f"{error.output}\n{error}")
-            for row in group:
-                row.not_run, row.failed = error.reason, True
+            _fail(group, error, say)
             continue
-        ran += [(row, written) for row in group]
-    for case in chosen if ran else ():
-        update(f"comparing {case.name}")
-        compare.compare([row for row, _ in ran], [written for _, written in ran], case)
+        for case in chosen:
+            for row in group:
+                compare.compare(row, written, case)
+
+
+def run_models(spec: str, timeout: float, say: Callable[[str], object]) -> list[Row]:
+    """Run a user's models on one process and on two ranks.
+
+    Returns rows for the frameworks against each other, and for two ranks against one process. A
+    pair that one process refuses is not launched again.
+    """
+    over = "gloo" if not_run("torch", "mpi") else "mpi"
+    if absent := not_run("chainer", over):
+        return [Row("torch, chainer", over, 2, absent)]
+    rows: list[Row] = []
+    alone: list[Written] = []
+    for name, size in (("single process", 1), (over, 2)):
+        both = Row("torch, chainer", name, size)
+        rows.append(both)
+        try:
+            written = launch(size, [name], timeout=timeout, model=spec)
+        except WorkerError as error:
+            _fail([both], error, say)
+            return rows
+        _compare_models(both, "each other", written, "torch", written, "chainer")
+        for framework in ("torch", "chainer") if alone else ():
+            rows.append(Row(framework, name, size))
+            _compare_models(rows[-1], "one process", written, framework, alone, framework)
+        for note in () if alone else written[0].notes["notes"]:
+            say(note)
+        alone = written
+    return rows
+
+
+def _fail(rows: Sequence[Row], error: WorkerError, say: Callable[[str], object]) -> None:
+    say(f"{error.output}\n{error}")
+    for row in rows:
+        row.not_run, row.failed = error.reason, True
+
+
+def _compare_models(
+    row: Row, case: str, ranks: Sequence[Written], one: str, others: Sequence[Written], other: str
+) -> None:
+    for name in ("y", "dx", "eval"):
+        got, expected = (
+            np.concatenate([rank.arrays[f"{framework}/{name}"] for rank in written])
+            for written, framework in ((ranks, one), (others, other))
+        )
+        bound = OF_MODELS[expected.dtype.name][name]
+        row.add(case, name, oracle.relative_error(got, expected), bound)
 
 
 def _ranks(text: str) -> list[int]:

@@ -7,63 +7,15 @@ must return one array with an entry per sample, and draw no random numbers (drop
 """
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from multibn._environment import nearest
-from multibn._launch import WorkerError, Written
 from multibn.communicators import Communicator
-from multibn.parity import oracle
-from multibn.parity.compare import Arrays, Outcome, Row
-from multibn.parity.job import Job
+from multibn.parity.compare import Arrays
 from multibn.parity.oracle import Array
-
-# Wider than the bounds of single layers: rounding errors grow with depth.
-BOUNDS = {
-    "float32": {"y": 1e-4, "dx": 1e-3, "eval": 1e-4},
-    "float64": {"y": 1e-10, "dx": 1e-9, "eval": 1e-10},
-}
-
-
-def run(spec: str, communicator: str, *, timeout: float, say: Callable[[str], object]) -> list[Row]:
-    """Launch the models on one process, and on two ranks over `communicator`.
-
-    Returns rows for the report: the frameworks against each other, and two ranks against one
-    process. A pair that one process refuses is not launched again.
-    """
-    rows: list[Row] = []
-    alone: list[Written] = []
-    for name, size in (("single process", 1), (communicator, 2)):
-        both = Row("torch, chainer", name, size)
-        rows.append(both)
-        try:
-            written = Job(size, (name,), model=spec).run(timeout=timeout)
-        except WorkerError as error:
-            say(error.output)
-            both.not_run, both.failed = error.reason, True
-            return rows
-        both.outcomes["each other"] = _compare(written, "torch", written, "chainer")
-        for framework in ("torch", "chainer") if alone else ():
-            row = Row(framework, name, size)
-            row.outcomes["one process"] = _compare(written, framework, alone, framework)
-            rows.append(row)
-        for note in () if alone else written[0].notes["notes"]:
-            say(note)
-        alone = written
-    return rows
-
-
-def _compare(
-    ranks: Sequence[Written], framework: str, others: Sequence[Written], other: str
-) -> Outcome:
-    errors = {}
-    for name in ("y", "dx", "eval"):
-        got = np.concatenate([rank.arrays[f"{framework}/{name}"] for rank in ranks])
-        expected = np.concatenate([rank.arrays[f"{other}/{name}"] for rank in others])
-        errors[name] = oracle.relative_error(got, expected)
-    return Outcome(BOUNDS[expected.dtype.name], errors)
 
 
 def train(spec: str, communicator: Communicator) -> tuple[Arrays, dict[str, Any]]:
@@ -129,7 +81,7 @@ def load(spec: str) -> tuple[Any, Any, Array]:
             f"{spec} must return a torch model, a Chainer model and a NumPy array: got {names}."
         )
     torch_model, chainer_model, x = results
-    if x.ndim < 1 or len(x) < 2 or x.dtype.name not in BOUNDS:
+    if x.ndim < 1 or len(x) < 2 or x.dtype.name not in ("float32", "float64"):
         raise ValueError(
             f"{spec} must return an input of float32 or float64 with 2 or more samples: "
             f"got {x.dtype} of shape {x.shape}."

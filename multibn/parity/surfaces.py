@@ -6,7 +6,7 @@ variance at 1.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -14,26 +14,8 @@ from multibn.communicators import Communicator
 from multibn.parity.cases import CHANNELS, EPS, MOMENTUM, Case
 from multibn.parity.oracle import Array
 
-
-class Step(NamedTuple):
-    """One rank's arrays of a training step; gradients as the framework returns them."""
-
-    y: Array
-    dx: Array
-    dweight: Array
-    dbias: Array
-    running_mean: Array
-    running_var: Array
-
-
-class Surface(Protocol):
-    """A layer."""
-
-    def train(self, x: Array, dy: Array, **masks: Array) -> Step:
-        """Forward, backward and the update of the running statistics."""
-
-    def evaluate(self, x: Array, **masks: Array) -> Array:
-        """Normalize by the running statistics."""
+# One rank's arrays of a training step, with gradients as the framework returns them.
+QUANTITIES = ("y", "dx", "dweight", "dbias", "running_mean", "running_var")
 
 
 class TorchSurface:
@@ -61,7 +43,8 @@ class TorchSurface:
             options: Any = {"use_reentrant": False, "context_fn": checkpoint_contexts}
             self.call = partial(checkpoint, self.layer, **options)
 
-    def train(self, x: Array, dy: Array, **masks: Array) -> Step:
+    def train(self, x: Array, dy: Array, **masks: Array) -> dict[str, Array]:
+        """Forward, backward and the update of the running statistics."""
         import torch
 
         layer = self.layer
@@ -71,9 +54,11 @@ class TorchSurface:
         y.backward(torch.from_numpy(dy))
         gradients = t.grad, layer.weight.grad, layer.bias.grad
         results = y.detach(), *gradients, layer.running_mean, layer.running_var
-        return Step(*(a.numpy().copy() for a in results if a is not None))
+        arrays = (a.numpy().copy() for a in results if a is not None)
+        return dict(zip(QUANTITIES, arrays, strict=True))
 
     def evaluate(self, x: Array, **masks: Array) -> Array:
+        """`x` normalized by the running statistics."""
         import torch
 
         with torch.no_grad():
@@ -101,7 +86,7 @@ class ChainerSurface:
         self.link.gamma.array[...], self.link.beta.array[...] = weight, bias
         self.link.avg_var[...] = 1
 
-    def train(self, x: Array, dy: Array, **masks: Array) -> Step:
+    def train(self, x: Array, dy: Array, **masks: Array) -> dict[str, Array]:
         import chainer
 
         from multibn.chainer_backend import forget
@@ -115,7 +100,7 @@ class ChainerSurface:
         y.grad = dy
         y.backward()
         results = y.array, v.grad, link.gamma.grad, link.beta.grad, link.avg_mean, link.avg_var
-        return Step(*map(np.array, results))
+        return dict(zip(QUANTITIES, map(np.array, results), strict=True))
 
     def evaluate(self, x: Array, **masks: Array) -> Array:
         import chainer
@@ -124,7 +109,4 @@ class ChainerSurface:
             return np.asarray(self.link(x, **masks).array)
 
 
-SURFACES: dict[str, Callable[[Case, Communicator], Surface]] = {
-    "torch": TorchSurface,
-    "chainer": ChainerSurface,
-}
+SURFACES: dict[str, Any] = {"torch": TorchSurface, "chainer": ChainerSurface}

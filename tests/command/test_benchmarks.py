@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers import require
 
-require.need("cli", "torch")
+require.need("cli", "torch", "dev")
 
 import benchmarks.__main__ as benchmarks  # noqa: E402
 from benchmarks import layer, machine, parts, peers, resnet, scaling, timing  # noqa: E402

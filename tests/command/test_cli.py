@@ -120,27 +120,19 @@ def test_arguments_that_do_not_fit(arguments: list[str], message: str, capsys: A
     assert "covert" in said or said.startswith(f"usage: multibn {arguments[0]} "), said
 
 
-@pytest.mark.parametrize("name", ["rich", "matplotlib"])
+@pytest.mark.parametrize("name", ["rich", "numpy"])
 def test_what_the_extra_brings_is_named(name: str, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(cli, "importable", lambda asked: asked != name)
-    assert cli.main(["parity", "--plot", "a.png"]) == 2
+    assert cli.main(["parity"]) == 2
     error = capsys.readouterr().err
     assert f"{name} must be installed" in error
     assert "pip install 'multibn[cli]'" in error
-
-
-def test_parity_without_numpy(monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setattr(cli, "importable", lambda asked: asked != "numpy")
-    assert cli.main(["parity"]) == 2
-    assert "numpy must be installed" in capsys.readouterr().err
 
 
 def test_files_that_cannot_be_written_are_refused_first(tmp_path: Path, capsys: Any) -> None:
     require.need("cli")
     assert cli.main(["parity", "--json", str(tmp_path / "no" / "a.json")]) == 2
     assert "must be a file in a folder that exists" in capsys.readouterr().err
-    assert cli.main(["parity", "--plot", str(tmp_path / "a.pdf")]) == 2
-    assert "`--plot` must be the name of a file that ends in .png: got /" in capsys.readouterr().err
 
 
 def test_convert(tmp_path: Path, capsys: Any) -> None:

@@ -12,7 +12,7 @@ from multibn._launch import environment
 from tests.helpers import launch, require
 from tests.kernels.interpreter import takes_int_of_an_array
 
-require.need("cli", "torch", "triton", "torchrun", "mpiexec")
+require.need("cli", "dev", "torch", "triton", "torchrun", "mpiexec")
 
 import benchmarks.gpu.__main__ as command  # noqa: E402
 from benchmarks.gpu import parts, report  # noqa: E402

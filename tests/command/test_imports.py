@@ -149,7 +149,7 @@ def test_no_circles() -> None:
 @pytest.mark.parametrize(
     "module, absent",
     [
-        ("multibn.cli", ["torch", "chainer", "cupy", "mpi4py", "rich", "matplotlib"]),
+        ("multibn.cli", ["torch", "chainer", "cupy", "mpi4py", "rich"]),
         ("multibn", ["torch", "chainer", "cupy", "mpi4py", "numpy.random"]),
         ("multibn.checkpoint", ["torch", "chainer", "safetensors", "numpy.random"]),
         (

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from multibn.parity.counting import CountingCommunicator as CountingCommunicator
+from tests.helpers.counting import CountingCommunicator as CountingCommunicator
 
 T = TypeVar("T")
 

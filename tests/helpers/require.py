@@ -14,7 +14,15 @@ import pytest
 from multibn._environment import find_command, importable
 
 # What pytest.importorskip may find missing. Required, it is missed before the first test.
-DEV = ("array_api_strict", "fvcore", "omegaconf", "safetensors", "tqdm", "yacs.config")
+DEV = (
+    "array_api_strict",
+    "fvcore",
+    "matplotlib",
+    "omegaconf",
+    "safetensors",
+    "tqdm",
+    "yacs.config",
+)
 
 # Where `make test` installs tests/originals/requirements.txt.
 ORIGINALS = Path(sys.prefix, "originals")
@@ -54,7 +62,7 @@ PROBES: dict[str, Callable[[], bool]] = {
     "lightning": lambda: importable("lightning"),
     "dev": lambda: all(map(importable, DEV)),
     "video": lambda: importable("av") and importable("skvideo"),
-    "cli": lambda: importable("rich") and importable("matplotlib"),
+    "cli": lambda: importable("rich"),
     "mpiexec": lambda: find_command("mpiexec") is not None and importable("mpi4py"),
     "netns": _namespaces,
 }

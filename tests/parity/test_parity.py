@@ -1,19 +1,18 @@
-"""The parity command's parts: cases, oracle, comparison, table, JSON, plot, exit status."""
+"""The parity command's parts: cases, oracle, comparison, table, JSON, exit status."""
 
-import dataclasses
 import json
-import struct
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.helpers import require
+from tests.helpers import launch, require
 
 require.need("cli")
 
-from multibn import SingleProcess, cli  # noqa: E402
+from multibn import SingleProcess, _launch, cli  # noqa: E402
 from multibn._launch import WorkerError, Written  # noqa: E402
 from multibn.parity import (  # noqa: E402
     cases,
@@ -26,7 +25,6 @@ from multibn.parity import (  # noqa: E402
 )
 from multibn.parity.cases import BOUNDS, CASES, Case  # noqa: E402
 from multibn.parity.compare import Row  # noqa: E402
-from multibn.parity.job import Job  # noqa: E402
 
 UNEVEN = next(case for case in CASES if case.name == "uneven")
 
@@ -65,15 +63,14 @@ def test_batches(case: Case) -> None:
 
 def written(surface: str, case: Case, spoil: str = "", by: float = 0.0) -> list[Written]:
     """What a single process writes; `spoil` names a quantity that is made wrong."""
-    arrays, notes = worker.train(surface, case, SingleProcess())
+    arrays = worker.train(surface, case, SingleProcess())
     key = f"{surface}/single process/{case.name}"
     return [
         Written(
             {
                 f"{key}/{name}": array + (by if name.endswith(f"/{spoil}") else 0)
                 for name, array in arrays.items()
-            },
-            {key: notes},
+            }
         )
     ]
 
@@ -88,25 +85,13 @@ def rows_of(*surfaces: str) -> list[Row]:
 def test_a_broken_surface_is_found(quantity: str, by: float) -> None:
     rows = rows_of("torch", "chainer")
     results = [written("torch", UNEVEN), written("chainer", UNEVEN, quantity, by)]
-    compare.compare(rows, results, UNEVEN)
-    worst = rows[1].worst()
-    assert (worst.case, worst.quantity) == ("uneven", quantity)
-    assert rows[1].outcomes["uneven"].broken
-    # Against each other, both are off.
-    assert all(row.worst("differences").quantity == quantity for row in rows)
+    for row, result in zip(rows, results, strict=True):
+        compare.compare(row, result, UNEVEN)
+    assert (rows[1].worst.case, rows[1].worst.quantity) == ("uneven", quantity)
     assert compare.exit_status(rows) == 1
-    assert rows[1].verdict == "BROKEN"
-    assert any(f"in {quantity}" in line for line in report.details(rows))
-
-
-def test_one_message_too_many_is_found() -> None:
-    (row,) = rows_of("torch")
-    results = written("torch", UNEVEN)
-    (notes,) = results[0].notes.values()
-    notes[1] = [12, 12, 10]
-    compare.compare([row], [results], UNEVEN)
-    assert compare.exit_status([row]) == 1
-    assert "sends [[], [12, 12, 10]" in report.details([row])[0]
+    assert [row.verdict for row in rows] == ["ok", "BROKEN"]
+    (line,) = report.details(rows)
+    assert f"BROKEN: uneven {rows[1].worst.error:.0e} in {quantity}" in line
 
 
 def test_exit_status_without_results() -> None:
@@ -145,37 +130,54 @@ def test_a_shape_that_differs_is_an_infinite_error() -> None:
     assert oracle.relative_error(np.ones((0, 3)), np.ones((0, 3)), np.ones((0, 3))) == 0
 
 
-def test_json_table_and_plot(tmp_path: Path) -> None:
+def test_json_and_table(tmp_path: Path, capsys: Any) -> None:
     rows = rows_of("torch", "chainer")
     for case in cases.select("float32,uneven"):
         results = [written("torch", case), written("chainer", case, "y", np.nan)]
-        compare.compare(rows, results, case)
+        for row, result in zip(rows, results, strict=True):
+            compare.compare(row, result, case)
     rows.append(Row("chainer", "mpi", 2, not_run="no mpiexec on PATH"))
     report.show(rows)
+    said = [line.split() for line in capsys.readouterr().out.splitlines()]
+    worst = rows[0].worst
+    numbers = [f"{worst.error:.0e}", f"{worst.bound:.0e}", f"{worst.quantity},", worst.case]
+    assert ["torch", "single", "process", "1", *numbers, "ok"] in said
+    assert ["chainer", "mpi", "2", "not", "run"] in said
 
     report.write_json(rows, tmp_path / "a.json")
     document = json.loads((tmp_path / "a.json").read_text())
     assert document["exit_status"] == 1
-    assert document["rows"][1]["outcomes"]["uneven"]["errors"]["y"] is None
-    assert document["rows"][0]["outcomes"]["uneven"]["errors"]["y"] < 2e-6
+    errors = [
+        {(e["case"], e["quantity"]): e["error"] for e in row["errors"]} for row in document["rows"]
+    ]
+    assert errors[1]["uneven", "y"] is None  # JSON has no NaN
+    assert errors[0]["uneven", "y"] < 2e-6
     assert document["rows"][2]["verdict"] == "not run"
-
-    report.plot(rows, tmp_path / "a.png")
-    content = (tmp_path / "a.png").read_bytes()
-    assert content.startswith(b"\x89PNG")
-    width, height = struct.unpack(">II", content[16:24])
-    assert 300 < width < 4000
-    assert 300 < height < 4000
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.json", "a.png"]
 
 
 def test_workers_that_fail_or_hang_are_errors() -> None:
-    job = Job(1, ("single process",), ("no such surface",), ("float32",))
+    start = partial(command.launch, 1, ["single process"], cases=["float32"])
     with pytest.raises(WorkerError, match=r"exit status 1, and 0 of 1 ranks") as raised:
-        job.run(timeout=60)
+        start(surfaces=["no such surface"], timeout=60)
     assert raised.value.reason == "KeyError: 'no such surface'"
     with pytest.raises(WorkerError, match=r"no result within 0.02 s. Pass a larger --timeout"):
-        dataclasses.replace(job, surfaces=("torch",)).run(timeout=0.02)
+        start(surfaces=["torch"], timeout=0.02)
+
+
+def test_rows_that_cannot_run_are_not_launched() -> None:
+    rows = [Row("chainer", "mpi", 2, not_run="no mpiexec on PATH")]
+    command.run_layers(rows, [UNEVEN], 0, update=print, say=print)
+    assert rows == [Row("chainer", "mpi", 2, not_run="no mpiexec on PATH")]
+
+
+def test_ranks_find_the_users_modules(monkeypatch: Any) -> None:
+    """Those in the working directory, and on the PYTHONPATH of the command."""
+    package = str(launch.ROOT)
+    monkeypatch.setattr(_launch.os, "getcwd", lambda: "/here")
+    monkeypatch.setenv("PYTHONPATH", "/there")
+    assert _launch.environment()["PYTHONPATH"] == f"{package}:/here:/there"
+    monkeypatch.delenv("PYTHONPATH")
+    assert _launch.environment()["PYTHONPATH"] == f"{package}:/here"
 
 
 def test_settings_that_differ_are_said() -> None:
