@@ -109,20 +109,13 @@ def carry_over(chainer_model: Any, torch_model: Any) -> None:
     serializer = DictionarySerializer()
     serializer.save(chainer_model)
     state = checkpoint.chainer_to_torch(serializer.target).state
-    shapes = {name: tuple(t.shape) for name, t in torch_model.state_dict().items()}
-    others = {name: a.shape for name, a in state.items()}
-    differences = [
-        f"{name} is {shapes.get(name, 'not there')} in torch, {others.get(name, 'not there')} in "
-        "Chainer"
-        for name in sorted(shapes.keys() | others.keys())
-        if shapes.get(name) != others.get(name)
-    ]
-    if differences:
+    try:
+        torch_model.load_state_dict({name: torch.tensor(a) for name, a in state.items()})
+    except RuntimeError as error:
         raise ValueError(
             "the two models must have the same layers under the same names: "
-            f"{'; '.join(differences[:3])}. Rename or change the layers of one model."
-        )
-    torch_model.load_state_dict({name: torch.tensor(a) for name, a in state.items()})
+            f"{' '.join(str(error).split())} Rename or change the layers of one model."
+        ) from error
 
 
 def differing_settings(torch_model: Any, chainer_model: Any) -> list[str]:
