@@ -84,7 +84,7 @@ class Training:
 
 
 def measure(seed: int) -> None:
-    from tests.helpers.counting import CountingCommunicator  # found in the checkout by `launch`
+    from tests.helpers.ranks import CountingCommunicator  # found in the checkout by `launch`
 
     rank, size = dist.get_rank(), dist.get_world_size()
     (x, y), test = ([torch.from_numpy(a) for a in images] for images in digits.load("float32"))

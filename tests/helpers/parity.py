@@ -13,7 +13,7 @@ from multibn.parity.cases import CASES, CHANNELS, Case
 from multibn.parity.oracle import Array
 from multibn.parity.surfaces import SURFACES
 from tests.helpers import require
-from tests.helpers.counting import CountingCommunicator
+from tests.helpers.ranks import CountingCommunicator
 
 
 def errors(surface: str, case: Case, communicator: Communicator) -> dict[str, float]:
