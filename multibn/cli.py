@@ -6,9 +6,11 @@ import signal
 import sys
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 
 from multibn import __version__, checkpoint, info
 from multibn._environment import importable, nearest
+from multibn.checkpoint.pool import pool_files
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,6 +79,20 @@ def _parser() -> argparse.ArgumentParser:
     _add_convert_arguments(command)
     command.set_defaults(run=_convert)
     command = add(
+        "pool",
+        "pool the running statistics of models that were trained apart",
+        "Write one checkpoint from those of one model's copies: running statistics are pooled by "
+        "the counts of samples, all other arrays must be equal, or are averaged. Exit status: 0, "
+        "or 2 if a file or an option is refused; DST is unchanged then.",
+        "multibn pool a.pt b.pt --counts 100 300 -o pooled.pt",
+    )
+    command.add_argument("src", nargs="+", type=Path, metavar="SRC", help="files to read")
+    command.add_argument("--counts", nargs="+", type=float, required=True, metavar="N")
+    command.add_argument("-o", dest="dst", type=Path, required=True, metavar="DST")
+    command.add_argument("--prefix", default="", metavar="P", help="pool only the keys below P")
+    command.add_argument("--average-parameters", action="store_true", help="average other arrays")
+    command.set_defaults(run=_pool)
+    command = add(
         "parity",
         "compare both frameworks, over every communicator, with exact results",
         "Train the layers of both frameworks over every communicator that works here, on real "
@@ -114,9 +130,10 @@ def _add_convert_arguments(parser: argparse.ArgumentParser) -> None:
 
 # The words of a Python program in messages of `checkpoint`, and those of the command line.
 _WORDS = {
-    r"`(names|prefix)`": r"`--\1`",
+    r"`(names|prefix|counts)`": r"`--\1`",
     r"prefix='(.*?)'": r"--prefix '\1'",
     r"skip_unknown=True": "--skip-unknown",
+    r"average_parameters=True": "--average-parameters",
     r"\(None leaves": "(null leaves",
 }
 
@@ -142,6 +159,16 @@ def _convert(args: argparse.Namespace) -> int:
     for note in converted.notes:
         print(f"note: {_in_options(note)}")
     print(f"wrote {len(converted.state)} arrays to {args.dst}")
+    return 0
+
+
+def _pool(args: argparse.Namespace) -> int:
+    try:
+        pool = pool_files(args.src, args.dst, args.counts, args.prefix, args.average_parameters)
+    except ValueError as error:
+        message = re.sub(r"states\[(\d+)\]", lambda i: str(args.src[int(i[1])]), str(error))
+        return _complain(args.command, _in_options(message))
+    print(f"wrote {len(pool)} arrays to {args.dst}")
     return 0
 
 

@@ -5,7 +5,7 @@ import pickle
 import secrets
 import shutil
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,27 @@ def framework(path: Path) -> str:
             "the file: the suffix says which format it has."
         )
     return FRAMEWORKS[suffix]
+
+
+@contextmanager
+def about(path: Path) -> Iterator[None]:
+    """Start the message of any CheckpointError with the name of the file."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error.__cause__
+
+
+def check_target(path: Path, sources: Iterable[Path]) -> str:
+    """The framework of a file to be written. Raises if its folder is missing, or for a source."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise CheckpointError("must be a file in a folder that exists. Make the folder first.")
+    for source in sources:
+        if os.path.realpath(source) == os.path.realpath(path) or (
+            source.exists() and path.exists() and source.samefile(path)
+        ):
+            raise CheckpointError(f"must be another file than {source}. Choose another name.")
+    return framework(path)
 
 
 def read(path: Path, prefix: str) -> dict[str, Any]:

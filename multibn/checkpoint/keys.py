@@ -115,6 +115,17 @@ def layers(state: Mapping[str, Any], separator: str) -> dict[str, dict[str, Any]
     return by_layer
 
 
+def running_statistics(state: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """The keys of running mean, running variance and counter of each layer that has them."""
+    return [
+        (key, layer + var, layer + counter)
+        for *_, mean, var, counter in (TORCH.norm, CHAINER.norm)
+        for key in state
+        if (layer := key.removesuffix(mean)) != key
+        and getattr(state.get(layer + var), "shape", None) == state[key].shape
+    ]
+
+
 def numbered(state: Mapping[str, Any], names: Names, separator: str) -> list[str]:
     """A note on layers whose children have numbers as names, unless `names` renames them."""
     number = re.compile(rf"(^|{re.escape(separator)})\d+(?={re.escape(separator)})")
@@ -123,7 +134,7 @@ def numbered(state: Mapping[str, Any], names: Names, separator: str) -> list[str
     )
     carried = [c for c in containers if not any(_is_below(name, c, separator) for name in names)]
     return carried and [
-        f"the numbers of the layers in {_some(carried)} are carried as they are, which is "
+        f"the numbers of the layers in {some(carried)} are carried as they are, which is "
         "right for a ChainList. A chainer.Sequential numbers its links in another order and does "
         "not count functions: name them in `names`, as docs/guides/from-chainermn-to-torch.md says."
     ]
@@ -143,7 +154,7 @@ def leave_out(
             )
     kept = {k: v for k, v in state.items() if _rule(k, names, separator)[1] is not None}
     if len(kept) < len(state):
-        notes.append(f"left out by `names`: {_some(key for key in state if key not in kept)}.")
+        notes.append(f"left out by `names`: {some(key for key in state if key not in kept)}.")
     return kept
 
 
@@ -180,14 +191,14 @@ def rename(
     if unknown and not skip_unknown:
         optimizer = " It looks like an optimizer's file." if {"t", "epoch"} & set(unknown) else ""
         raise CheckpointError(
-            f"every key must have a place in {target.framework}: {_some(unknown)} "
+            f"every key must have a place in {target.framework}: {some(unknown)} "
             f"{'has' if len(unknown) == 1 else 'have'} none.{optimizer} Name them in `names` (None "
             "leaves one out), select the model with `prefix`, or pass skip_unknown=True."
         )
     if not origins:
         raise CheckpointError("holds nothing to convert. Check `prefix` and `names`.")
     if unknown:
-        notes.append(f"unknown, and left out: {_some(unknown)}.")
+        notes.append(f"unknown, and left out: {some(unknown)}.")
     return Converted({name: state[key] for name, key in origins.items()}, tuple(notes))
 
 
@@ -220,7 +231,7 @@ def _is_below(key: str, name: str, separator: str) -> bool:
     return not name or key == name or key.startswith(name + separator)
 
 
-def _some(keys: Iterable[str]) -> str:
+def some(keys: Iterable[str]) -> str:
     """The first six of the keys, for people."""
     quoted = [repr(key) for key in keys]
     more = f" and {len(quoted) - 6} more" if len(quoted) > 6 else ""

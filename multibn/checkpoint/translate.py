@@ -5,8 +5,7 @@ executed.
 """
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,30 +67,15 @@ def convert(
     <All keys matched successfully>
     """
     source, target = Path(src), Path(dst)
-    with _about(target):
-        if target.is_dir() or not target.parent.is_dir():
-            raise CheckpointError("must be a file in a folder that exists. Make the folder first.")
-        if os.path.realpath(source) == os.path.realpath(target) or (
-            source.exists() and target.exists() and source.samefile(target)
-        ):
-            raise CheckpointError(f"must be another file than {source}. Choose another name.")
-        to = files.framework(target)
-    with _about(source):
+    with files.about(target):
+        to = files.check_target(target, [source])
+    with files.about(source):
         state = files.read(source, prefix)
         source_words, target_words = keys.WORDS[files.framework(source)], keys.WORDS[to]
         converted = _translate(state, source_words, target_words, names, skip_unknown)
-    with _about(target):
+    with files.about(target):
         files.write(target, converted.state)
     return converted
-
-
-@contextmanager
-def _about(path: Path) -> Iterator[None]:
-    """Start the message of any CheckpointError with the name of the file."""
-    try:
-        yield
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error.__cause__
 
 
 def chainer_to_torch(

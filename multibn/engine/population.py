@@ -96,6 +96,17 @@ def update_running(
     return generic.move_averages(running_mean, running_var, mean, var, moves * momentum, factor)
 
 
+def to_pool(mean: Array, var: Array, /) -> Array:
+    """What a model adds to a pool, shape `(2, C)`, from its running statistics in float64."""
+    return array_namespace(mean).stack([mean, var + mean * mean])
+
+
+def pooled(summed: Array, weight: float, /) -> tuple[Array, Array]:
+    """Mean and variance of all data, from the weighted sum of `to_pool`, and the sum of weights."""
+    mean, meansqr = summed / weight
+    return mean, array_namespace(mean).clip(meansqr - mean * mean, 0.0, None)
+
+
 class PopulationEstimator:
     """Exact mean and variance of all batches shown by `update`, also of unequal sizes.
 

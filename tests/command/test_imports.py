@@ -31,7 +31,7 @@ kernels
 engine.masks
 engine.statistics
 engine.population engine.recompute
-engine
+engine checkpoint.pool
 multibn
 torch_backend.layer chainer_backend
 torch_backend.train

@@ -67,6 +67,7 @@ _RULES = {
     "depth dim dim_out": POSITIVE_INT,
     "num_sync_devices": Wrong(_NOT_INTS),
     "timeout": SECONDS,
+    "counts": Wrong(((), (1, 2), *((n,) for n in POSITIVE.values))),
     "by_epoch": Wrong(("yes", 2)),
     "size": Wrong((0, -1, 2.5, "2", True, (), (3, 0), (3, 2.0))),
     "axis": Wrong((-1, 2.5, "0", True, (), (0, -1), (2, 0))),
@@ -224,6 +225,7 @@ def _engine() -> dict[Call, Call]:
         checkpoint.convert: convert,
         checkpoint.chainer_to_torch: partial(checkpoint.chainer_to_torch, state),
         checkpoint.torch_to_chainer: partial(checkpoint.torch_to_chainer, torchs),
+        checkpoint.pool_states: lambda counts=(1,): checkpoint.pool_states([state], counts),
     }
 
 

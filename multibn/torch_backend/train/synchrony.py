@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from multibn._typing import check_choice
 from multibn.communicators import Communicator, as_communicator
+from multibn.engine.population import pooled, to_pool
 from multibn.engine.synchrony import check_equal, largest_group
 from multibn.kernels.generic import as_wide
 from multibn.torch_backend.layer.modules import Synchronized
@@ -121,10 +122,8 @@ def sync_running_stats(model: nn.Module, process_group: Any = None, how: How = "
         result = communicator.allreduce(mine if communicator.rank == 0 else torch.zeros_like(mine))
     else:
         buffers = [*means, *variances]
-        mean, var = _flat(map(as_wide, means)), _flat(map(as_wide, variances))
-        mine = torch.stack([mean, var + mean**2])
-        mean, meansqr = communicator.allreduce(mine) / communicator.size
-        result = torch.cat([mean, (meansqr - mean**2).clamp(min=0)])
+        mine = to_pool(_flat(map(as_wide, means)), _flat(map(as_wide, variances)))
+        result = torch.cat(pooled(communicator.allreduce(mine), communicator.size))
     for buffer, part in zip(buffers, _parts(result, buffers), strict=True):
         buffer.copy_(part)
 

@@ -1,0 +1,199 @@
+"""Models that were trained apart, pooled without a message between them."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multibn import cli
+from multibn.checkpoint import CheckpointError, files, pool_states
+from tests.helpers import require
+from tests.helpers.ranks import run_ranks
+
+require.need("torch")
+pytest.importorskip("safetensors")
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+
+from multibn.torch_backend import sync_running_stats  # noqa: E402
+from tests.checkpoint import test_files as plain  # noqa: E402
+
+C = 3
+COUNTS = (7, 20, 400)
+
+
+def data() -> list[Any]:
+    """Samples of sites that differ."""
+    rng = np.random.default_rng(0)
+    return [rng.normal(3 * i, 1 + i, (count, C)) for i, count in enumerate(COUNTS)]
+
+
+def state(mean: Any, var: Any, framework: str, counter: int = 0) -> dict[str, Any]:
+    """A batch normalization inside of a model, beside an array that all models share."""
+    if framework == "chainer":
+        one, shared = {"avg_mean": mean, "avg_var": var, "N": np.asarray(counter)}, np.eye(2)
+        return {f"bn/{name}": a for name, a in one.items()} | {"fc/W": shared}
+    one = {"running_mean": mean, "running_var": var, "num_batches_tracked": np.asarray(counter)}
+    arrays = {f"bn.{name}": a for name, a in one.items()} | {"fc.weight": np.eye(2)}
+    return {name: torch.from_numpy(a) for name, a in arrays.items()}
+
+
+def states(framework: str) -> list[dict[str, Any]]:
+    return [state(x.mean(0), x.var(0), framework, i) for i, x in enumerate(data())]
+
+
+@pytest.mark.parametrize("framework", ["chainer", "torch"])
+def test_the_pool_has_the_statistics_of_all_data(framework: str) -> None:
+    pool = pool_states(states(framework), COUNTS)
+    mean, var, counter, shared = map(np.asarray, pool.values())
+    whole = np.concatenate(data())
+    np.testing.assert_allclose(mean, whole.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(var, whole.var(0), rtol=1e-12)
+    assert list(pool) == list(states(framework)[0])
+    assert counter == 0  # the first state's
+    np.testing.assert_array_equal(shared, np.eye(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_equal_counts_are_as_many_ranks_to_the_last_bit(size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.BatchNorm2d(C), nn.BatchNorm1d(2)).to(dtype) for _ in range(size)]
+    layers: list[Any] = [layer for model in models for layer in model]
+    for layer in layers:
+        nn.init.normal_(layer.running_mean)
+        nn.init.uniform_(layer.running_var, 0.1, 3)
+    apart = [{name: t.clone() for name, t in m.state_dict().items()} for m in models]
+    run_ranks(size, lambda rank: sync_running_stats(models[rank.rank], rank, how="pool"))
+    pool = pool_states(apart, [0.3] * size)
+    for name, t in models[0].state_dict().items():
+        assert pool[name].dtype == t.dtype
+        assert torch.equal(pool[name], t), name
+
+
+@pytest.mark.parametrize("framework", ["chainer", "torch"])
+def test_parameters_are_averaged_on_request_only(framework: str) -> None:
+    apart = states(framework)
+    key = list(apart[0])[-1]
+    apart[1][key] = apart[1][key] + 1
+    with pytest.raises(CheckpointError, match=f"statistics may differ: '{key}' are not equal in"):
+        pool_states(apart, COUNTS)
+    pool = pool_states(apart, COUNTS, average_parameters=True)
+    expected = np.eye(2) + COUNTS[1] / sum(COUNTS)
+    np.testing.assert_allclose(np.asarray(pool[key]), expected, rtol=1e-12)
+    assert int(pool[list(pool)[2]]) == 0  # a counter
+
+
+def test_integers_are_never_averaged() -> None:
+    with pytest.raises(CheckpointError, match="only running statistics may differ: 'steps'"):
+        pool_states([{"steps": np.asarray(i)} for i in (1, 3)], [1, 1], average_parameters=True)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            {"x": np.zeros(2)},
+            r"have 'x', .*: got none in states\[0\] and \(2,\) float64 in st.*\[1",
+        ),
+        ({"bn/avg_var": None}, r"'bn/avg_var', .* got \(3,\) float64 in states\[0\] and none in "),
+        ({"bn/avg_mean": np.zeros(4)}, r"'bn/avg_mean', .* and \(4,\) float64 in states\[1\]\. P"),
+        ({"bn/avg_mean": np.zeros(3, "f4")}, r"one shape and dtype: .* and \(3,\) float32 in sta"),
+    ],
+)
+def test_states_of_unlike_models_are_refused(change: dict[str, Any], message: str) -> None:
+    apart = states("chainer")
+    changed = {key: a for key, a in (apart[1] | change).items() if a is not None}
+    with pytest.raises(CheckpointError, match=message):
+        pool_states([apart[0], changed, apart[2]], COUNTS)
+
+
+def test_a_mean_and_a_variance_of_other_shapes_are_no_statistics() -> None:
+    odd = [state(np.zeros(1), np.full(C, i), "chainer") for i in range(2)]
+    with pytest.raises(CheckpointError, match="only running statistics may differ: 'bn/avg_var'"):
+        pool_states(odd, [1, 1])
+
+
+@pytest.mark.parametrize(
+    "counts, message",
+    [
+        ([1, 2], "`counts` must have one number for each of 1 or more states: got 2 for 3"),
+        ([1, 2, 0], "`counts` must be positive and finite: got 0"),
+        ([1, 2, float("inf")], "`counts` must be positive and finite: got inf"),
+        ([1, 2, "3"], "`counts` must be a number: got '3' of type str"),
+    ],
+)
+def test_counts_that_are_none(counts: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        pool_states(states("torch"), counts)
+    with pytest.raises(ValueError, match="each of 1 or more states: got 0 for 0"):
+        pool_states([], [])
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".pt", ".safetensors"])
+def test_files(suffix: str, tmp_path: Path, capsys: Any) -> None:
+    framework = "chainer" if suffix == ".npz" else "torch"
+    paths = [str(tmp_path / f"{i}{suffix}") for i in range(3)]
+    for path, one in zip(paths, states(framework), strict=True):
+        plain.make(Path(path), one)
+    target = tmp_path / f"pool{suffix}"
+    counts = ["--counts", *map(str, COUNTS), "-o", str(target)]
+    assert cli.main(["pool", *paths, *counts]) == 0
+    assert f"wrote 4 arrays to {target}" in capsys.readouterr().out
+    written, expected = files.read(target, ""), pool_states(states(framework), COUNTS)
+    assert written.keys() == expected.keys()
+    for key, a in expected.items():
+        np.testing.assert_array_equal(written[key], a)
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> list[str]:
+    """Two files of one model, and a target that holds something."""
+    for name, one in zip("ab", states("torch"), strict=False):
+        plain.make(tmp_path / f"{name}.pt", {"model": one})  # as training scripts save
+    (tmp_path / "dst.pt").write_bytes(plain.BEFORE)
+    return [str(tmp_path / name) for name in ("a.pt", "b.pt")]
+
+
+def refused(sources: list[str], *options: str, capsys: Any) -> str:
+    """What the command says; the target is as before."""
+    target = Path(sources[0]).with_name("dst.pt")
+    options = ("--counts", "1", "2", "--prefix", "model", "-o", str(target), *options)
+    assert cli.main(["pool", *sources, *options]) == 2
+    assert target.read_bytes() == plain.BEFORE
+    said: str = capsys.readouterr().err
+    assert said.startswith("multibn pool: ")
+    return said
+
+
+def test_a_file_that_executes_something_is_refused(two: list[str], capsys: Any) -> None:
+    marker = Path(two[1]).with_name("executed")
+    torch.save({"model": states("torch")[1] | {"x": Payload(marker)}}, two[1])
+    assert f"{two[1]}: holds Python objects that are no tensors" in refused(two, capsys=capsys)
+    assert not marker.exists()
+
+
+class Payload:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.marker,)
+
+
+def test_the_command_speaks_of_files_and_of_its_options(two: list[str], capsys: Any) -> None:
+    assert "`--counts` must have one number" in refused(two, "--counts", "1", capsys=capsys)
+    torch.save({"model": {"x": torch.zeros(2)}}, two[1])
+    said = refused(two, capsys=capsys)
+    assert f"got (3,) torch.float64 in {two[0]} and none in {two[1]}" in said
+    torch.save({"model": states("torch")[0] | {"fc.weight": torch.zeros(2, 2).double()}}, two[1])
+    assert "'fc.weight' are not equal" in (said := refused(two, capsys=capsys))
+    assert "pass --average-parameters." in said
+    other = str(plain.make(Path(two[0]).with_name("c.npz")))
+    assert f"{other}: must be of torch, as " in refused([two[0], other], capsys=capsys)
+    itself = two[0].replace("a.pt", "dst.pt")
+    assert "must be another file than" in refused([two[0], itself], capsys=capsys)
