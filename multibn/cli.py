@@ -1,6 +1,7 @@
 """The command line, `multibn COMMAND` or `python -m multibn COMMAND`."""
 
 import argparse
+import json
 import re
 import signal
 import sys
@@ -145,12 +146,28 @@ def _in_options(message: str) -> str:
     return message
 
 
+def _names(path: str) -> dict[str, str | None]:
+    """The new names of layers or arrays by the old ones, from a JSON file."""
+    try:
+        names = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(names, dict):
+            raise TypeError(f"got {type(names).__name__}")
+        if not all(value is None or isinstance(value, str) for value in names.values()):
+            raise TypeError("a value is neither a string nor null")
+    except (OSError, ValueError, RecursionError, TypeError) as error:
+        raise ValueError(
+            f'{path}: must be a JSON object of names, such as {{"predictor/bn": "norm"}}: {error}. '
+            "Write one, or leave it out."
+        ) from error
+    return names
+
+
 def _convert(args: argparse.Namespace) -> int:
     try:
         converted = checkpoint.convert(
             args.src,
             args.dst,
-            names=checkpoint.load_names(args.names) if args.names else None,
+            names=args.names and _names(args.names),
             prefix=args.prefix,
             skip_unknown=args.skip_unknown,
         )

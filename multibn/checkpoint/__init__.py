@@ -2,8 +2,6 @@
 
 from multibn.checkpoint.files import CheckpointError as CheckpointError
 from multibn.checkpoint.keys import Converted as Converted
-from multibn.checkpoint.keys import Names as Names
-from multibn.checkpoint.keys import load_names as load_names
 from multibn.checkpoint.pool import pool_states as pool_states
 from multibn.checkpoint.translate import chainer_to_torch as chainer_to_torch
 from multibn.checkpoint.translate import convert as convert

@@ -1,27 +1,14 @@
 """The keys of a checkpoint: each framework's names of layers and their arrays, and renaming."""
 
-import json
-import os
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from multibn._environment import nearest
 from multibn.checkpoint.files import CheckpointError
 
+# New names of layers or arrays by the old ones; None leaves the arrays out.
 Names: TypeAlias = Mapping[str, str | None]
-"""New names of layers or arrays by the old ones; None leaves the arrays out.
-
-Examples
---------
->>> import numpy as np
->>> from multibn.checkpoint import Names, chainer_to_torch
->>> names: Names = {"predictor/bn": "norm", "predictor/fc8": None}
->>> arrays = {"predictor/bn/gamma": np.ones(8), "predictor/fc8/b": np.zeros(2)}
->>> list(chainer_to_torch(arrays, names=names).state)
-['norm.weight']
-"""
 
 
 class Converted(NamedTuple):
@@ -47,44 +34,6 @@ class Converted(NamedTuple):
 
     state: dict[str, Any]
     notes: tuple[str, ...]
-
-
-def load_names(path: str | os.PathLike[str]) -> dict[str, str | None]:
-    """The `names` of `convert` from a JSON file: an object of strings, or null to leave out.
-
-    Parameters
-    ----------
-    path
-        The file.
-
-    Raises
-    ------
-    CheckpointError
-        If the file cannot be read or holds anything else.
-
-    Examples
-    --------
-    >>> from pathlib import Path
-    >>> from tempfile import TemporaryDirectory
-    >>> from multibn.checkpoint import load_names
-    >>> with TemporaryDirectory() as folder:
-    ...     file = Path(folder, "names.json")
-    ...     _ = file.write_text('{"predictor": "", "predictor/fc8": null}')
-    ...     load_names(file)
-    {'predictor': '', 'predictor/fc8': None}
-    """
-    try:
-        names = json.loads(Path(path).read_text(encoding="utf-8"))
-        if not isinstance(names, dict) or not all(
-            value is None or isinstance(value, str) for value in names.values()
-        ):
-            raise TypeError("a value is neither a string nor null")
-    except (OSError, ValueError, RecursionError, TypeError) as error:
-        raise CheckpointError(
-            f'{path}: must be a JSON object of names, such as {{"predictor/bn": "norm"}}: {error}. '
-            "Write one, or leave it out."
-        ) from error
-    return names
 
 
 class Words(NamedTuple):

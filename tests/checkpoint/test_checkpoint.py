@@ -1,6 +1,5 @@
 """Checkpoints: names, layouts, what is said, and what is refused."""
 
-import json
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from multibn.checkpoint import (  # noqa: E402
     CheckpointError,
     chainer_to_torch,
     convert,
-    load_names,
     torch_to_chainer,
 )
 
@@ -289,18 +287,6 @@ def test_names() -> None:
 def test_a_counter_that_is_named_is_carried() -> None:
     arrays = {"avg_mean": np.zeros(1), "avg_var": np.ones(1), "N": np.asarray(5)}
     assert chainer_to_torch(arrays, names={"N": "count"}).state["count"] == 5
-
-
-def test_names_from_json(tmp_path: Path) -> None:
-    path = tmp_path / "names.json"
-    path.write_text(json.dumps({"a": "b", "c": None}))
-    assert load_names(path) == {"a": "b", "c": None}
-    for wrong in ("[1]", '{"a": 1}', "{", "[" * 100000):
-        path.write_text(wrong)
-        with pytest.raises(CheckpointError, match=r"names\.json: must be a JSON object of names"):
-            load_names(path)
-    with pytest.raises(CheckpointError, match="No such file"):
-        load_names(tmp_path / "none.json")
 
 
 def test_unknown_keys() -> None:

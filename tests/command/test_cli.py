@@ -185,6 +185,25 @@ def test_convert_speaks_of_its_own_options(
     assert not Path(arguments[1]).exists()
 
 
+@pytest.mark.parametrize("text", ["[1]", '{"a": 1}', "{", "[" * 100000, None])
+def test_names_are_an_object_of_names(text: str | None, tmp_path: Path, capsys: Any) -> None:
+    require.need("torch")
+    arrays = {"l/b": np.ones(1), "l/W": np.ones((1, 1))}
+    np.savez(tmp_path / "a.npz", **arrays)  # type: ignore[arg-type]
+    path = tmp_path / "names.json"
+    convert = ["convert", str(tmp_path / "a.npz"), str(tmp_path / "a.pt"), "--names", str(path)]
+    path.write_text('{"l": "k", "l/b": null}')
+    assert cli.main(convert) == 0
+    assert "note: left out by `--names`: 'l/b'." in capsys.readouterr().out
+    path.unlink()
+    if text is not None:
+        path.write_text(text)
+    assert cli.main(convert) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"multibn convert: {path}: must be a JSON object of names, such as ")
+    assert (text is not None) or "No such file" in said
+
+
 @pytest.mark.parametrize("option", [["--ranks", "2"], ["--cases", "uneven"]])
 def test_options_that_do_not_go_with_a_pair(option: list[str], capsys: Any) -> None:
     require.need("cli")

@@ -314,7 +314,6 @@ EXEMPT = {
         "for the model to check",
     ),
     "communicators.transports.mpi.MPI(comm=)": "looking at it initialises MPI",
-    "load_names": "a file's name",
 }  # fmt: skip
 PACKAGES = (
     "multibn",
