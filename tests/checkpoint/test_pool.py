@@ -19,6 +19,7 @@ from torch import nn  # noqa: E402
 
 from multibn.torch_backend import sync_running_stats  # noqa: E402
 from tests.checkpoint import test_files as plain  # noqa: E402
+from tests.checkpoint.test_fuzz_files import Payload  # noqa: E402
 
 C = 3
 COUNTS = (7, 20, 400)
@@ -84,6 +85,13 @@ def test_parameters_are_averaged_on_request_only(framework: str) -> None:
     expected = np.eye(2) + COUNTS[1] / sum(COUNTS)
     np.testing.assert_allclose(np.asarray(pool[key]), expected, rtol=1e-12)
     assert int(pool[list(pool)[2]]) == 0  # a counter
+
+
+def test_no_variance_is_negative() -> None:
+    means = np.arange(1, 200) / 10
+    assert any((3 * m**2 / 3 - (3 * m / 3) ** 2) < 0 for m in means)  # what rounding does
+    one = state(means, np.zeros_like(means), "chainer")
+    assert (pool_states([one] * 3, [1, 1, 1])["bn/avg_var"] >= 0).all()
 
 
 def test_integers_are_never_averaged() -> None:
@@ -173,16 +181,6 @@ def test_a_file_that_executes_something_is_refused(two: list[str], capsys: Any) 
     torch.save({"model": states("torch")[1] | {"x": Payload(marker)}}, two[1])
     assert f"{two[1]}: holds Python objects that are no tensors" in refused(two, capsys=capsys)
     assert not marker.exists()
-
-
-class Payload:
-    """Unpickled, it makes a file."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.marker,)
 
 
 def test_the_command_speaks_of_files_and_of_its_options(two: list[str], capsys: Any) -> None:

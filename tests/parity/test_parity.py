@@ -108,6 +108,16 @@ def test_exit_status_without_results() -> None:
     )
 
 
+def test_details_name_the_worst_of_each_case() -> None:
+    row = Row("torch", "mpi", 2)
+    for error, quantity in ((2.0, "dx"), (9.0, "y"), (3.0, "eval"), (0.5, "dbias")):
+        row.add("uneven", quantity, error, bound=1.0)
+    row.add("masked", "y", 1e-3, bound=1e-4)
+    assert report.details([row]) == [
+        "torch, mpi, ranks 2: BROKEN: uneven 9e+00 in y; masked 1e-03 in y"
+    ]
+
+
 def test_what_cannot_run_says_why(monkeypatch: Any) -> None:
     monkeypatch.setattr(command, "importable", lambda name: name != "chainer")
     monkeypatch.setattr(command, "find_command", lambda name: None)
