@@ -9,7 +9,7 @@ from multibn._arrays import array_namespace, to_host
 from multibn._typing import Array, check_number
 from multibn.checkpoint import files, keys
 from multibn.checkpoint.files import CheckpointError
-from multibn.engine.population import pooled, to_pool
+from multibn.engine.population import pool_running
 from multibn.kernels.generic import as_wide
 
 
@@ -70,28 +70,33 @@ def pool_states(
     weights = [count / counts[0] for count in counts]
     result, others = dict(states[0]), dict(states[0])
 
-    def weighted(arrays: Sequence[Array]) -> Array:
-        return sum(weight * a for weight, a in zip(weights, arrays, strict=True))
+    def wide(key: str) -> Array:  # the states are the last axis
+        xp = array_namespace(result[key])
+        return xp.stack([as_wide(state[key]) for state in states], axis=-1)
+
+    def average(a: Array) -> Array:
+        return sum(weight * a[..., i] for i, weight in enumerate(weights)) / sum(weights)
 
     def replace(key: str, value: Array) -> None:
         result[key] = array_namespace(value).astype(value, result[key].dtype)
 
     for mean, var, counter in keys.running_statistics(result):
-        moments = [to_pool(as_wide(state[mean]), as_wide(state[var])) for state in states]
-        for key, value in zip((mean, var), pooled(weighted(moments), sum(weights)), strict=True):
-            replace(key, value)
+        new_mean, new_var = pool_running(wide(mean), wide(var), average)
+        replace(mean, new_mean)
+        replace(var, new_var)
         for key in (mean, var, counter):
             others.pop(key, None)
     unequal = []
     for key, first in others.items():
         if average_parameters and array_namespace(first).isdtype(first.dtype, "real floating"):
-            replace(key, weighted([as_wide(state[key]) for state in states]) / sum(weights))
+            replace(key, average(wide(key)))
         elif len({to_host(state[key]).tobytes() for state in states}) > 1:
             unequal.append(key)
     if unequal:
+        advice = "Leave them out" if average_parameters else "Pass average_parameters=True"
         raise CheckpointError(
             f"only running statistics may differ: {keys.some(unequal)} are not equal in all "
-            "states. If their models were trained apart, pass average_parameters=True."
+            f"states. {advice}, if the models were trained apart."
         )
     return result
 

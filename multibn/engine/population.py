@@ -5,6 +5,7 @@ One rule covers every framework: `running += momentum * (batch - running)`. torc
 momentum = 1/n at the n-th batch.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from multibn import kernels
@@ -96,15 +97,13 @@ def update_running(
     return generic.move_averages(running_mean, running_var, mean, var, moves * momentum, factor)
 
 
-def to_pool(mean: Array, var: Array, /) -> Array:
-    """What a model adds to a pool, shape `(2, C)`, from its running statistics in float64."""
-    return array_namespace(mean).stack([mean, var + mean * mean])
-
-
-def pooled(summed: Array, weight: float, /) -> tuple[Array, Array]:
-    """Mean and variance of all data, from the weighted sum of `to_pool`, and the sum of weights."""
-    mean, meansqr = summed / weight
-    return mean, array_namespace(mean).clip(meansqr - mean * mean, 0.0, None)
+def pool_running(
+    mean: Array, var: Array, average: Callable[[Array], Array], /
+) -> tuple[Array, Array]:
+    """Mean and variance of all models' data together, float64; `average` is over the models."""
+    xp = array_namespace(mean)
+    mean, meansqr = average(xp.stack([mean, var + mean * mean]))
+    return mean, xp.clip(meansqr - mean * mean, 0.0, None)
 
 
 class PopulationEstimator:

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from multibn._typing import check_choice
 from multibn.communicators import Communicator, as_communicator
-from multibn.engine.population import pooled, to_pool
+from multibn.engine.population import pool_running
 from multibn.engine.synchrony import check_equal, largest_group
 from multibn.kernels.generic import as_wide
 from multibn.torch_backend.layer.modules import Synchronized
@@ -122,8 +122,10 @@ def sync_running_stats(model: nn.Module, process_group: Any = None, how: How = "
         result = communicator.allreduce(mine if communicator.rank == 0 else torch.zeros_like(mine))
     else:
         buffers = [*means, *variances]
-        mine = to_pool(_flat(map(as_wide, means)), _flat(map(as_wide, variances)))
-        result = torch.cat(pooled(communicator.allreduce(mine), communicator.size))
+        mean, var = _flat(map(as_wide, means)), _flat(map(as_wide, variances))
+        result = torch.cat(
+            pool_running(mean, var, lambda a: communicator.allreduce(a) / communicator.size)
+        )
     for buffer, part in zip(buffers, _parts(result, buffers), strict=True):
         buffer.copy_(part)
 
