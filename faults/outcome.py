@@ -54,11 +54,11 @@ class Rank:
     def _announcement(self) -> str:
         return ANNOUNCEMENT + self.says.partition(": ")[2].partition("\n")[0]
 
-    def misplaced(self) -> str:
+    def misplaced(self, *, is_cut_off: bool) -> str:
         """The error in the place of the announcement; "" if the place is right.
 
         The announcement is the first line after the fault, and the last one, unless a launcher has
-        ended the process before the interpreter had printed the error.
+        ended the process (`is_cut_off`) before the interpreter had printed all.
         """
         if not self.is_announced:
             return ""
@@ -69,7 +69,7 @@ class Rank:
             return f"prints first: {printed[0]}"
         lines = self.says.splitlines()
         printed_error = any(line.endswith(lines[0]) for line in printed)
-        if printed_error and printed[-len(lines)] != self._announcement:
+        if printed_error and not is_cut_off and printed[-len(lines)] != self._announcement:
             return f"prints last: {printed[-1]}"
         return ""
 
@@ -152,7 +152,11 @@ class Outcome:
             expected = re.search(self._says, became.says) or became.says.startswith("SystemExit")
             if became.how == "error" and not (expected or became.is_announced):
                 return f"rank {rank} sees a raw error: {became.says[:200]}"
-            if chosen.ends_in(self.setup) and (misplaced := became.misplaced()):
+            # As the summary of torchrun says, which ends processes 0.1 s after one has failed.
+            is_cut_off = bool(re.search(rf"rank +: {rank} \(local_rank.*\n.*: -15 ", self.output))
+            if chosen.ends_in(self.setup) and (
+                misplaced := became.misplaced(is_cut_off=is_cut_off)
+            ):
                 return f"rank {rank} {misplaced}"
         fine = [r for r in self._bystanders if self.ranks[r].how == "ok"]
         if fine:
