@@ -86,11 +86,11 @@ def length(*num_channels: int) -> int:
 _NUM_FACTS = 3  # that the first message compares
 
 
-def first(name: str, length: int, version: str, /) -> list[float]:
-    """The first message of a layer: it compares the layer, the length of the later messages, and
-    the version of this package.
+def first(name: str, built: str, version: str, /) -> list[float]:
+    """The first message of a layer: it compares the layer's name, how the layer was built, and the
+    version of this package.
     """
-    prints = [fingerprint(fact) for fact in (name, str(length), version)]
+    prints = [fingerprint(fact) for fact in (name, built, version)]
     return prints + [v * v for v in prints]
 
 

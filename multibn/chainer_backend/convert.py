@@ -15,7 +15,7 @@ from multibn.chainer_backend.links import Conventions, MultiNodeBatchNormalizati
 # Attributes that L.BatchNormalization does not have.
 _MULTI_NODE = {
     *("_communicator", "_communication_backend", "weighting", "avg_var_convention", "fuse_relu"),
-    *("_initial_averages", "_single_node_class"),
+    *("_initial_averages", "_single_node_class", "_built"),
 }
 
 

@@ -90,7 +90,9 @@ def multi_node_batch_normalization(
     >>> print(y.array.ravel().round(3), batch.mean)
     [-1.  1.] [2.]
     """
-    communicator = Conversation(as_communicator(comm), lambda: "multi_node_batch_normalization")
+    options: dict[str, object] = {}
+    group, own_name = as_communicator(comm), "multi_node_batch_normalization"
+    communicator = Conversation(group, lambda: own_name, options=lambda: options)
     v = standard_layout(x)
     shapes = [tuple(p.shape) for p in (gamma, beta) if isinstance(p, _arrays())]
     channels = shapes[0] if shapes else None
@@ -106,6 +108,7 @@ def multi_node_batch_normalization(
             raise ValueError(f"`gamma` and `beta` must have the same shape: got {shapes}.")
     except (TypeError, ValueError) as error:
         _refuse(error, v, channels, communicator)
+    options |= {"eps": eps, "weighting": weighting}
     axis, where = check_input(v, channels, axis, communicator, mask=mask, lengths=lengths)
     i = Input(v, gamma, beta, eps, axis, mask=where)
     y, batch = normalize(i, communicator, weighting=weighting)

@@ -16,6 +16,7 @@ from multibn._typing import RunningVar, Weighting, check_choice, check_eps, chec
 from multibn.chainer_backend import functions
 from multibn.chainer_backend._differentiable import masked
 from multibn.communicators import Communicator, SingleProcess, as_communicator
+from multibn.communicators.agreement import Built
 from multibn.communicators.conversation import Conversation
 from multibn.communicators.names import find_path
 from multibn.communicators.transports.chainermn import ChainerMN, select_backend
@@ -135,6 +136,7 @@ class MultiNodeBatchNormalization(chainer.Link):
             raise ValueError("`size` or `axis` must be given: got None for both.")
         check_number("decay", decay, "[0, 1]")
         check_eps(eps)
+        self._built = Built()
         self._communicator = _wrapped(comm, communication_backend)
         self._communication_backend = communication_backend
         self.weighting, self.avg_var_convention = _resolved(conventions, weighting, avg_var)
@@ -160,7 +162,12 @@ class MultiNodeBatchNormalization(chainer.Link):
         """The link's communicator, under the name that the link has in its model."""
         if self not in _conversations:
             own = weakref.ref(self)
-            _conversations[self] = Conversation(self._communicator, lambda: _name(own()))
+            _conversations[self] = Conversation(
+                self._communicator,
+                lambda: _name(own()),
+                built=self._built,
+                options=lambda: _options(own()),
+            )
         return _conversations[self]
 
     @property
@@ -288,6 +295,12 @@ _conversations: WeakKeyDictionary[chainer.Link, Conversation] = WeakKeyDictionar
 
 # The links in a step of `step_statistics`, and their pools after a call. Copies are in no step.
 steps: WeakKeyDictionary[chainer.Link, Pool | None] = WeakKeyDictionary()
+
+
+def _options(link: Any) -> dict[str, object]:
+    """The options of a link, which must be equal on all ranks."""
+    options = {name: getattr(link, name) for name in ("decay", "eps", "weighting", "fuse_relu")}
+    return options | {"avg_var": link.avg_var_convention, "axis": link.axis}
 
 
 def _name(link: chainer.Link | None) -> str:

@@ -1,131 +1,98 @@
-"""What the ranks agree on before a layer's messages: that all of them are in the same layer."""
+"""What a layer's first message compares: that all ranks have come to the same layer of one model.
 
-from collections.abc import MutableMapping
-from typing import Any
-from weakref import WeakKeyDictionary
+The first message has the same length for all layers. It compares the layers' names, widths and
+options, which of the process's layers each is, and the versions of this package.
+"""
+
+import gc
+from itertools import count
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 from array_api_compat import is_array_api_obj
 
 from multibn import _version, message
-from multibn._arrays import array_namespace, device, from_host, to_host
-from multibn._typing import Array
-from multibn.communicators.lines import FIRST_MESSAGES, HostArray, LineCommunicator, Lines
+from multibn._arrays import to_host
+from multibn.communicators.lines import FIRST_MESSAGES, HostArray, Lines
 from multibn.communicators.names import by_answer, for_people
 from multibn.communicators.objects import gather
 from multibn.communicators.watch import fail
 
 
-class Agreement:
-    """What goes with a layer's messages of `num_numbers` in one phase, among some processes."""
+class Built:
+    """Which of this process's layers one is: two models of one architecture have the same names.
 
-    def __init__(
-        self,
-        communicator: Any,
-        lines: Lines | None,
-        size: int,
-        num_numbers: int,
-        place: str,
-        lanes: list[float],
-        agreements: MutableMapping[Any, str],
-    ) -> None:
-        self.communicator, self.lines, self.size = communicator, lines, size
-        self.num_numbers, self.place = num_numbers, place
-        self.lanes: HostArray = np.array(lanes)
-        self.fingerprint = lanes[-2] if lanes else 0.0
-        # What all ranks together send if each sends the same.
-        self.fingerprints = [size * v for v in lanes[-2:]]
-        self.buffer: HostArray = np.empty(0)  # of the line, when the line is open
-        self.payload: HostArray | None = None  # the first `num_numbers` of the buffer
-        # The others, the last two of these, and what a rank sends there. NumPy takes 1.2 us to copy
-        # four numbers, memoryviews 0.1.
-        self.tail = self.summed_prints = self.buffer.data
-        self.sent_tail = self.lanes.data
-        self._agreements = agreements
-        # In place, unless a user's own class sums.
-        in_place = isinstance(communicator, LineCommunicator)
-        self.allreduce = communicator.allreduce_in_place if in_place else communicator.allreduce
-        # Of messages on a GPU, by the GPU; None where messages go through host memory.
-        self._dtypes: dict[Any, Any] = {}
-        self._pieces: dict[Any, tuple[Array, Array]] = {}
-        self._zeros = -1, 0  # how many layers were known, and the zeros before a message then
+    A copy or a pickle of a layer has the number of its original, and no part in the numbers of
+    other layers, so that one rank may make copies of its own.
+    """
 
-    @classmethod
-    def make(cls, phase: Any, communicator: Any, n: int) -> "Agreement":
-        """About messages of `n` numbers of a layer's `Phase`. Collective for an unknown layer."""
-        layer = phase.wrapped
-        lines = communicator.lines if isinstance(communicator, LineCommunicator) else None
-        size = communicator.size
-        if size == 1:
-            return cls(communicator, lines, 1, n, "", [], {})
-        agreements = _agreements_of(communicator) if lines is None else lines.agreements
-        length = n + phase.num_lanes
-        name = layer.name
-        if (name, length) not in agreements:
-            agreements[name, length] = _compare(
-                layer, communicator, lines, length, phase.next_call()
-            )
-        name = agreements[name, length]
-        # With the length: layers of one name and unlike widths may meet in a message.
-        place = f"{name} {phase.name} {length}"
-        fingerprint = message.fingerprint(f"{place} {phase.dtype}")
-        lanes = message.lanes(phase.name, fingerprint, layer.num_layers)
-        return cls(communicator, lines, size, n, place, lanes, agreements)
+    num_layers = 0  # without copies
+    _orders = count()
+    _alive: "WeakSet[Built]" = WeakSet()
 
-    def open(self, call: object) -> HostArray:
-        """The payload's memory. Collective at the first call for this length."""
-        if self.payload is None:
-            assert self.lines is not None
-            length = self.num_numbers + self.lanes.size
-            self.buffer = self.lines.buffer(length, call, self.communicator.timeout)
-            self.payload = self.buffer[: self.num_numbers]
-            self.tail = self.buffer[self.num_numbers :].data
-            self.summed_prints = self.tail[-2:]
-        return self.payload
+    def __init__(self, original: int | None = None) -> None:
+        self.is_copy = original is not None
+        if original is None:
+            Built.num_layers += 1
+        self.number = original or Built.num_layers
+        self._order = next(self._orders)
+        self._alive.add(self)
 
-    def around(self, x: Array) -> tuple[Array, Array]:
-        """The zeros before a payload, and the lanes after the payload, as arrays like `x`.
+    def __copy__(self) -> "Built":
+        return Built(self.number)
 
-        Without lines, messages of unlike lengths would meet in the transport. The zeros make every
-        message as long as the longest that the ranks have agreed on.
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Built":
+        return Built(self.number)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Built, (self.number,)
+
+    def __str__(self) -> str:
+        what = "a copy of the layer" if self.is_copy else "the layer"
+        return f"{what} built as number {self.number}"
+
+    def place(self) -> tuple[int, int]:
+        """How many older layers are alive, of all without copies, and of copies of this one.
+
+        Equal on ranks of which one alone has made, and deleted, further layers before this one.
         """
-        key = type(x), device(x), len(self._agreements)
-        if key not in self._pieces:
-            zeros = np.zeros(self._num_zeros())
-            self._pieces = {key: (from_host(zeros, x), from_host(self.lanes, x))}
-        return self._pieces[key]
-
-    def message(self, like: Array) -> message.Message | None:
-        """Memory on the device of `like`, a torch tensor, for such a message; see `around`.
-
-        None where such a message would go through host memory.
-        """
-        device = like.device
-        if device not in self._dtypes:
-            takes = self.size > 1 and (self.lines is None or self.communicator.takes(like))
-            self._dtypes[device] = array_namespace(like).float64 if takes else None
-        dtype = self._dtypes[device]
-        if dtype is None:
-            return None
-        num_known, start = self._zeros
-        if num_known != len(self._agreements):
-            start = self._num_zeros()
-        length = start + self.num_numbers + self.lanes.size
-        return message.Message(like.new_empty(length, dtype=dtype), start, self.fingerprint)
-
-    def _num_zeros(self) -> int:
-        num_known, num_zeros = self._zeros
-        if num_known != len(self._agreements):
-            own = self.num_numbers + self.lanes.size
-            longest = max((length for _, length in self._agreements), default=own)
-            num_zeros = max(longest - own, 0)
-            self._zeros = len(self._agreements), num_zeros
-        return num_zeros
+        gc.collect()
+        alive = list(self._alive)
+        older = sum(not b.is_copy and b.number < self.number for b in alive)
+        return older, sum(b.number == self.number and b._order < self._order for b in alive)
 
 
-def _compare(layer: Any, communicator: Any, lines: Lines | None, length: int, call: object) -> str:
+class Known:
+    """What the layers of a group of ranks have compared, equal on all of them.
+
+    Attributes
+    ----------
+    names
+        Of what is no layer, but a function: by what was compared, under which name it goes on.
+    longest
+        The longest message that was agreed on.
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[Any, str] = {}
+        self.longest = 0
+        self._count = 0  # of first messages
+
+    def next_name(self, name: str, length: int) -> str:
+        """A name that no other layer has, whatever its name in its model."""
+        self._count += 1
+        self.longest = max(self.longest, length)
+        return f"{name} {self._count}"
+
+
+def compare(layer: Any, communicator: Any, lines: Lines | None, length: int, call: object) -> str:
     """The layer's name, once all ranks are known to be in the same layer. Collective."""
-    numbers = np.array(message.first(layer.name, length, _version.__version__))
+    # Ranks without lines may be threads of one process, which count each other's layers.
+    built = layer.built if lines is not None else None
+    options = {name: str(value) for name, value in layer.options().items()}
+    made = f"{length} {built} {sorted(options.items())}"
+    numbers: HostArray = np.array(message.first(layer.name, made, _version.__version__))
     if lines is None:
         summed = _sum(numbers, communicator)
     else:
@@ -134,10 +101,18 @@ def _compare(layer: Any, communicator: Any, lines: Lines | None, length: int, ca
             numbers, "first message", text, communicator.timeout, number=FIRST_MESSAGES
         )
     if message.first_agrees(summed, communicator.size):
-        return layer.name
-    num_channels = message.num_channels(length, layer.num_layers)
-    answers = gather((layer.name, num_channels, _version.__version__), communicator)
-    names, nums, versions = zip(*answers, strict=True)
+        return str(layer.name)
+    return _explained(layer, communicator, length, built, options)
+
+
+def _explained(
+    layer: Any, communicator: Any, length: int, built: Built | None, options: dict[str, str]
+) -> str:
+    """As `compare`, of ranks whose first messages differ; most differences are errors."""
+    width = f"{message.num_channels(length, layer.num_layers)} channels"
+    which = None if built is None else (f"{built} of {Built.num_layers}", *built.place())
+    facts = (_version.__version__, layer.name, width, options, which)
+    versions, names, widths, all_options, built_as = zip(*gather(facts, communicator), strict=True)
     if len(set(versions)) > 1:
         fail(
             RuntimeError,
@@ -153,14 +128,37 @@ def _compare(layer: Any, communicator: Any, lines: Lines | None, length: int, ca
             f"{by_answer(map(for_people, names))}. All ranks must run the same layers in "
             "the same order.",
         )
-    if len(set(nums)) > 1:
-        answer = by_answer([f"{n} channels" for n in nums])
+    if len(set(widths)) > 1:
+        _fail_for_building(shortest, widths)
+    # A rank that refuses its arguments names none.
+    differing = [
+        name
+        for name in dict.fromkeys(name for each in all_options for name in each)
+        if len({each[name] for each in all_options if name in each}) > 1
+    ]
+    if differing:
+        _fail_for_building(
+            shortest,
+            [", ".join(f"{name}={each.get(name)}" for name in differing) for each in all_options],
+        )
+    texts, *places = zip(*built_as, strict=True) if built is not None else ((), ())
+    if len(set(texts)) > 1 and any(len(set(place)) > 1 for place in places):
         fail(
-            ValueError,
-            f"the ranks have built {for_people(shortest)} differently: {answer}. Build "
-            "the same model on all ranks.",
+            RuntimeError,
+            f"the ranks are in different models, at {for_people(shortest)}: {by_answer(texts)}. "
+            "All ranks must build the same models in the same order, "
+            "and call them in the same order. Build a model that one rank alone needs after the "
+            "others, or copy it from one of them by copy.deepcopy.",
         )
     return str(shortest)
+
+
+def _fail_for_building(name: str, answers: Any) -> NoReturn:
+    fail(
+        ValueError,
+        f"the ranks have built {for_people(name)} differently: {by_answer(answers)}. Build "
+        "the same model on all ranks.",
+    )
 
 
 def _sum(numbers: HostArray, communicator: Any) -> HostArray:
@@ -184,12 +182,12 @@ def _sum(numbers: HostArray, communicator: Any) -> HostArray:
     return summed
 
 
-# What the ranks have compared over communicators that have no lines, by the communicator.
-_compared: WeakKeyDictionary[Any, dict[Any, str]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()
 
 
-def _agreements_of(communicator: Any) -> MutableMapping[Any, str]:
+def known_of(communicator: Any, lines: Lines | None) -> Known:
+    """What has been compared over these lines, or over a communicator that has none."""
     try:
-        return _compared.setdefault(communicator, {})
+        return _known.setdefault(communicator if lines is None else lines, Known())
     except TypeError:  # no hash, or no weak references: each layer compares for itself
-        return {}
+        return Known()

@@ -7,20 +7,20 @@ rank is doing (see `multibn.message`). All ranks see the same sums, so that all 
 each other in the same moment.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
-from array_api_compat import is_cupy_array
 
 from multibn import message
-from multibn._arrays import from_host, is_on_host, to_host
+from multibn._arrays import array_namespace, device, from_host, is_on_host, to_host
 from multibn._typing import Array
-from multibn.communicators.agreement import Agreement
+from multibn.communicators.agreement import Built, Known, compare, known_of
 from multibn.communicators.base import Communicator, Forwarding, SingleProcess
-from multibn.communicators.lines import HostArray
+from multibn.communicators.lines import HostArray, LineCommunicator, Lines
 from multibn.communicators.names import by_answer, for_people
 from multibn.communicators.objects import gather
+from multibn.communicators.pinned import begin_copy
 from multibn.communicators.watch import fail
 from multibn.message import Message
 
@@ -35,20 +35,32 @@ class Conversation(Forwarding):
     find_name
         Returns the name of the layer, the same on all ranks; called when the layer first
         communicates.
+    built
+        Which of the process's layers it is; None for a function, or several layers.
+    options
+        Returns what must be equal on all ranks, beside the name; called as `find_name`.
     num_layers
         How many layers share each message.
     """
 
     def __init__(
-        self, communicator: Communicator, find_name: Callable[[], str], *, num_layers: int = 1
+        self,
+        communicator: Communicator,
+        find_name: Callable[[], str],
+        *,
+        built: Built | None = None,
+        options: Callable[[], Mapping[str, object]] = dict,
+        num_layers: int = 1,
     ) -> None:
         self.wrapped = communicator
-        self.num_layers = num_layers
+        self.built, self.options, self.num_layers = built, options, num_layers
         self.forwarding = communicator if isinstance(communicator, Forwarding) else None
         self._find_name = find_name
         self._name: str | None = None
         self.phases: dict[tuple[str, Any], Phase] = {}
         self._elsewhere: dict[Communicator, Conversation] = {}
+        self._known: Known | None = None  # of the processes, and the layer's names among them
+        self._names: dict[Any, str] = {}
 
     @property
     def name(self) -> str:
@@ -64,7 +76,11 @@ class Conversation(Forwarding):
         """The same layer's conversation over other processes."""
         if communicator not in self._elsewhere:
             self._elsewhere[communicator] = Conversation(
-                communicator, lambda: self.name, num_layers=self.num_layers
+                communicator,
+                lambda: self.name,
+                built=self.built,
+                options=self.options,
+                num_layers=self.num_layers,
             )
         return self._elsewhere[communicator]
 
@@ -75,6 +91,24 @@ class Conversation(Forwarding):
             known = self.phases[phase, dtype] = Phase(self, phase, dtype)
         return known
 
+    def agreed_name(
+        self, communicator: Any, lines: Lines | None, length: int, call: object
+    ) -> tuple[str, Known]:
+        """The layer's name among these ranks, no other layer's, and what else they know.
+
+        Collective where the layer has not compared itself for messages of this length.
+        """
+        known = known_of(communicator, lines)
+        if known is not self._known:
+            self._known, self._names = known, {}
+        names: dict[Any, str] = self._names
+        key: object = length
+        if self.built is None:  # a function, whose conversations last as long as a call
+            names, key = known.names, (self.name, length)
+        if key not in names:
+            names[key] = known.next_name(compare(self, communicator, lines, length, call), length)
+        return names[key], known
+
 
 def during(communicator: Communicator, phase: str, dtype: Any, /) -> Communicator:
     """`Conversation.during` of a layer's communicator; any other communicator as it is."""
@@ -84,16 +118,39 @@ def during(communicator: Communicator, phase: str, dtype: Any, /) -> Communicato
 
 
 class Phase(Forwarding):
-    """A layer's communicator in one phase."""
+    """A layer's communicator in one phase.
+
+    What goes with each message is found out once for each number of numbers, by `_agree`.
+    """
+
+    _communicator: Any = None  # of the latest messages
+    _lines: Lines | None
+    _size: int
+    _known: Known
+    _place: str
+    _lanes: HostArray
+    _fingerprint: float
+    _fingerprints: list[float]  # what all ranks together send, if each sends the same
+    _buffer: HostArray  # of the line, when the line is open
+    _payload: HostArray | None  # the first numbers of the buffer
+    # The others, the last two of these, and what a rank sends there. NumPy takes 1.2 us to copy
+    # four numbers, memoryviews 0.1.
+    _tail: memoryview
+    _summed_prints: memoryview
+    _sent_tail: memoryview
 
     def __init__(self, layer: Conversation, phase: str, dtype: Any) -> None:
         self.wrapped = layer
         self.name, self.dtype = phase, str(dtype).rpartition(".")[2]
         self.num_lanes = message.num_lanes(phase, layer.num_layers)
+        self._num_numbers = -1
         self._calls = 0
-        self._agreed: Agreement | None = None
         self._unread: Callable[[], HostArray | None] | None = None
         self._pinned: dict[Any, tuple[Any, HostArray, Any]] = {}
+        # On a GPU: the dtype of messages, None where they go through host memory, and the numbers
+        # around a payload.
+        self._dtypes: dict[Any, Any] = {}
+        self._pieces: dict[Any, tuple[Array, Array]] = {}
 
     def _look_up(self) -> Conversation:
         return self.wrapped
@@ -103,23 +160,33 @@ class Phase(Forwarding):
 
         None where the communicator has no lines. Collective at the first call.
         """
-        agreed = self._agree(n)
-        if agreed.size == 1:
+        self._agree(n)
+        if self._size == 1:
             memory = np.empty(n)
             # A user's own class may do anything, and is called.
-            if agreed.lines is not None or type(agreed.communicator) is SingleProcess:
-                agreed.payload = memory
+            if self._lines is not None or type(self._communicator) is SingleProcess:
+                self._payload = memory
             return memory
-        if agreed.lines is None:
+        if self._lines is None:
             return None
-        return agreed.payload if agreed.payload is not None else agreed.open(self.next_call())
+        return self._payload if self._payload is not None else self._open(self.next_call())
 
     def message(self, n: int, like: Array) -> Message | None:
         """Memory on a torch GPU for a message with a payload of `n` numbers; `allreduce` takes it.
 
         None where such a message would go through host memory. Collective at the first call.
         """
-        return self._agree(n).message(like)
+        self._agree(n)
+        device = like.device
+        if device not in self._dtypes:
+            takes = self._size > 1 and (self._lines is None or self._communicator.takes(like))
+            self._dtypes[device] = array_namespace(like).float64 if takes else None
+        dtype = self._dtypes[device]
+        if dtype is None:
+            return None
+        start = self._num_zeros()
+        length = start + n + self.num_lanes
+        return Message(like.new_empty(length, dtype=dtype), start, self._fingerprint)
 
     def allreduce(self, x: Array | Message, /) -> Array:
         """Sum a payload; raise on all ranks if the ranks are in different places.
@@ -127,29 +194,27 @@ class Phase(Forwarding):
         Memory that `buffer` returned is summed in place, and stays valid until the next message; so
         is a `message`, whose memory is its own.
         """
-        agreed = self._agreed
         if isinstance(x, Message):
-            assert agreed is not None
             self._calls += 1
-            return self._allreduce_array(agreed, x)
-        if agreed is None or x is not agreed.payload:
-            agreed = self._agree(x.shape[0])
-        if agreed.size == 1:
-            return x if x is agreed.payload else agreed.communicator.allreduce(x)
+            return self._allreduce_array(x)
+        if self._num_numbers < 0 or x is not self._payload:
+            self._agree(x.shape[0])
+        payload = self._payload
+        if self._size == 1:
+            return x if x is payload else self._communicator.allreduce(x)
         self._calls += 1
         call = _Call((self, self._calls))
-        payload = agreed.payload
         if payload is None or x is not payload:
-            if agreed.lines is None or agreed.communicator.takes(x):
-                return self._allreduce_array(agreed, x)
-            payload = agreed.open(call)
+            if self._lines is None or self._communicator.takes(x):
+                return self._allreduce_array(x)
+            payload = self._open(call)
             payload[:] = to_host(x)
         mine = None if x is payload or is_on_host(x) else payload.copy()
-        assert agreed.lines is not None
-        agreed.tail[:] = agreed.sent_tail
-        agreed.lines.exchange(agreed.buffer, agreed.place, call, agreed.communicator.timeout)
-        if agreed.summed_prints.tolist() != agreed.fingerprints:
-            self._check(agreed.buffer, agreed.size)
+        assert self._lines is not None
+        self._tail[:] = self._sent_tail
+        self._lines.exchange(self._buffer, self._place, call, self._communicator.timeout)
+        if self._summed_prints.tolist() != self._fingerprints:
+            self._check(self._buffer)
         if mine is not None and self.name == "forward" and not np.isfinite(payload).all():
             # The caller does not look at numbers on a GPU, and these are in host memory.
             if message.is_refusal(payload):
@@ -164,41 +229,97 @@ class Phase(Forwarding):
     def next_call(self) -> "_Call":
         return _Call((self, self._calls + 1))
 
-    def _allreduce_array(self, agreed: Agreement, x: Array | Message) -> Array:
+    def _agree(self, n: int) -> None:
+        """Learn that all ranks are in a layer like this one; collective where that is not known."""
+        layer = self.wrapped
+        communicator: Any = (
+            layer.wrapped if layer.forwarding is None else layer.forwarding.resolve()
+        )
+        if (
+            communicator is self._communicator
+            and n == self._num_numbers
+            # torch's default process group may have been made anew.
+            and (self._lines is None or self._lines is communicator.lines)
+        ):
+            return
+        self._num_numbers = -1  # until the ranks have agreed
+        self._lines = communicator.lines if isinstance(communicator, LineCommunicator) else None
+        self._size, self._payload = communicator.size, None
+        lanes: list[float] = []
+        if self._size > 1:
+            length = n + self.num_lanes
+            call = self.next_call()
+            name, self._known = layer.agreed_name(communicator, self._lines, length, call)
+            # With the length: layers of one name and unlike widths may meet in a message.
+            self._place = f"{name} {self.name} {length}"
+            self._fingerprint = message.fingerprint(f"{self._place} {self.dtype}")
+            lanes = message.lanes(self.name, self._fingerprint, layer.num_layers)
+        self._lanes = np.array(lanes)
+        self._sent_tail = self._lanes.data
+        self._fingerprints = [self._size * v for v in lanes[-2:]]
+        self._communicator, self._num_numbers = communicator, n
+        self._dtypes, self._pieces = {}, {}
+
+    def _open(self, call: object) -> HostArray:
+        """The payload's memory. Collective at the first call for this length."""
+        assert self._lines is not None
+        n = self._num_numbers
+        self._buffer = self._lines.buffer(n + self.num_lanes, call, self._communicator.timeout)
+        self._payload = self._buffer[:n]
+        self._tail = self._buffer[n:].data
+        self._summed_prints = self._tail[-2:]
+        return self._payload
+
+    def _num_zeros(self) -> int:
+        """How many zeros stand before a payload that is handed over as an array.
+
+        Without lines, messages of unlike lengths would meet in the transport. The zeros make every
+        message as long as the longest that the ranks have agreed on.
+        """
+        return max(self._known.longest - self._num_numbers - self.num_lanes, 0)
+
+    def _allreduce_array(self, x: Array | Message) -> Array:
         """Over a communicator that is handed arrays: a GPU's transport, or a user's own class."""
         on_host = not isinstance(x, Message) and is_on_host(x)
         if self._unread is not None:
             unread, self._unread = self._unread, None
             previous = unread()
             if previous is not None:
-                self._check(previous, agreed.size, latest=False)
+                self._check(previous, latest=False)
+        communicator = self._communicator
         if isinstance(x, Message):
-            start = x.start
-            summed = agreed.allreduce(x.numbers)
+            start, numbers = x.start, x.numbers
         else:
-            numbers = to_host(x) if on_host else x
-            before, after = agreed.around(numbers)
-            start = before.shape[0]
-            summed = agreed.communicator.allreduce(message.concat([before, numbers, after]))
+            start = self._num_zeros()
+            sent = to_host(x) if on_host else x
+            key = type(sent), device(sent), start
+            if key not in self._pieces:
+                zeros = from_host(np.zeros(start), sent)
+                self._pieces = {key: (zeros, from_host(self._lanes, sent))}
+            before, after = self._pieces[key]
+            numbers = message.concat([before, sent, after])
+        # In place, unless a user's own class sums.
+        in_place = isinstance(x, Message) and isinstance(communicator, LineCommunicator)
+        sum_up = communicator.allreduce_in_place if in_place else communicator.allreduce
+        summed = sum_up(numbers)
         payload = summed[start : -self.num_lanes]
         if on_host:
-            self._check(summed, agreed.size)
+            self._check(summed)
             return from_host(payload, x)
-        self._unread = _copy_to_host(summed, self._pinned)
+        self._unread = begin_copy(summed, self._pinned)
         return payload
 
-    def _check(self, summed: HostArray, size: int, *, latest: bool = True) -> None:
+    def _check(self, summed: HostArray, *, latest: bool = True) -> None:
         """Raise on all ranks unless the messages that were summed belong together.
 
         The caller looks at the numbers of the latest message, this method at earlier ones.
         """
+        is_refused = self.name == "forward" and message.is_refusal(summed, self.num_lanes)
         if not latest and self.name == "forward" and not np.isfinite(summed).all():
-            self._raise_for_previous(message.is_refusal(summed, self.num_lanes))
+            self._raise_for_previous(is_refused)
         v, square = summed[-2:].tolist()
-        if not message.all_equal(v, square, size) and not (
-            # The refused input may be of another dtype, which the fingerprint tells.
-            self.name == "forward" and message.is_refusal(summed, self.num_lanes)
-        ):
+        # The refused input may be of another dtype, which the fingerprint tells.
+        if not message.all_equal(v, square, self._size) and not is_refused:
             self._raise_for_places(latest)
 
     def _raise_for_places(self, latest: bool) -> NoReturn:
@@ -210,17 +331,21 @@ class Phase(Forwarding):
                 f"{self.rank}: another rank was in another layer, or in another dtype. All ranks "
                 "must run the same layers in the same order, in training or not.",
             )
-        assert self._agreed is not None
         layer = self.wrapped
-        length = self._agreed.num_numbers + self.num_lanes
-        num_channels = message.num_channels(length, layer.num_layers)
-        answers = gather(f"{self}, {num_channels} channels", layer.wrapped)
-        names = [answer.rpartition(", ")[0] for answer in answers]
-        if len(set(names)) > 1:  # otherwise two models have layers of one name
-            answers = names
+        num_channels = message.num_channels(self._num_numbers + self.num_lanes, layer.num_layers)
+        number = self._place.split()[-3]
+        answers = gather(
+            (f"{self}", f"{num_channels} channels", f"layer {number} by the first call"),
+            layer.wrapped,
+        )
+        # The fewest words in which they differ: models may have layers of one name.
+        for n in range(1, 4):
+            texts = [", ".join(answer[:n]) for answer in answers]
+            if len(set(texts)) > 1:
+                break
         fail(
             RuntimeError,
-            f"the ranks are in different places: {by_answer(answers)}. All ranks must run the "
+            f"the ranks are in different places: {by_answer(texts)}. All ranks must run the "
             "same layers in the same order, with the same dtype, in training or not.",
         )
 
@@ -238,22 +363,6 @@ class Phase(Forwarding):
             "large values on some rank. Look for their origin in the layers before this one.",
         )
 
-    def _agree(self, n: int) -> Agreement:
-        """Learn that all ranks are in a layer like this one; collective where that is not known."""
-        layer, agreed = self.wrapped, self._agreed
-        communicator: Any = (
-            layer.wrapped if layer.forwarding is None else layer.forwarding.resolve()
-        )
-        if (
-            agreed is None
-            or agreed.communicator is not communicator
-            or agreed.num_numbers != n
-            # torch's default process group may have been made anew.
-            or (agreed.lines is not None and agreed.lines is not communicator.lines)
-        ):
-            agreed = self._agreed = Agreement.make(self, communicator, n)
-        return agreed
-
 
 class _Call(tuple[Phase, int]):
     """One call of a layer in one phase, by its number; for people."""
@@ -263,58 +372,6 @@ class _Call(tuple[Phase, int]):
     def __str__(self) -> str:
         phase, number = self
         return f"{for_people(phase.wrapped.name)} ({phase.name}, {phase.dtype}, call {number})"
-
-
-def _copy_to_host(
-    summed: Array, pinned: dict[Any, tuple[Any, HostArray, Any]]
-) -> Callable[[], HostArray | None] | None:
-    """Begin to copy a message from a GPU, and return what waits for the copy.
-
-    The copy is looked at before the next message of the same layer and phase is sent. By then it
-    has long arrived, so that nothing waits; and all ranks look at the same moment, so that they can
-    go on to ask each other. None while a CUDA graph is captured, in which no copy can be looked at,
-    and no event waited for: what waits returns None then. `pinned` keeps memory and an event for
-    the messages of each device and length.
-    """
-    capturing: Callable[[], bool]
-    if getattr(summed, "is_cuda", False):  # torch's
-        import torch
-
-        capturing = torch.cuda.is_current_stream_capturing
-        if capturing():
-            return None
-        key = summed.device, summed.shape  # an event is of the GPU on which it was recorded first
-        if key not in pinned:
-            memory = torch.empty(summed.shape, dtype=summed.dtype, pin_memory=True)
-            # torch.cuda.Event looks the current stream up in Python.
-            pinned[key] = memory, memory.numpy(), torch.Event(summed.device)
-        memory, copy, event = pinned[key]
-        memory.copy_(summed, non_blocking=True)
-        is_current = summed.get_device() == torch.cuda.current_device()
-        event.record(None if is_current else torch.cuda.current_stream(summed.device))
-    elif is_cupy_array(summed):
-        import cupy
-        import cupyx
-
-        def capturing() -> bool:
-            return bool(cupy.cuda.get_current_stream().is_capturing())
-
-        if capturing():
-            return None
-        copy, event = cupyx.empty_pinned(summed.shape, summed.dtype), cupy.cuda.Event()
-        summed.get(out=copy, blocking=False)
-        event.record()
-    else:
-        copied = to_host(summed)
-        return lambda: copied
-
-    def wait() -> HostArray | None:
-        if capturing():
-            return None
-        event.synchronize()
-        return copy
-
-    return wait
 
 
 def name_of(communicator: Any, /) -> str:

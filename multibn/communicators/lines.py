@@ -131,20 +131,13 @@ class _Buffer(NamedTuple):
 
 
 class Lines:
-    """The lines of one group of processes, which all handles of the group share.
-
-    Attributes
-    ----------
-    agreements
-        What the layers of these ranks have compared already, see `conversation`.
-    """
+    """The lines of one group of processes, which all handles of the group share."""
 
     def __init__(self, transport: Transport) -> None:
         _leave_at_exit()
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
         self.watch = Watch(self.rank, self.size)
-        self.agreements: dict[Any, Any] = {}
         self._open: dict[int, Line] = {}
         self._buffers: dict[int, _Buffer] = {}  # by the length of a layer's messages
         self._memory: dict[int, HostArray] = {}  # by the length of the line's

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from multibn import message
-from multibn.communicators import conversation
 from multibn.communicators.conversation import Conversation, Phase
 from multibn.communicators.lines import HostArray, LineCommunicator, Lines
+from multibn.communicators.pinned import begin_copy
 from multibn.communicators.transports.chainermn import sum_by_nccl
 from multibn.engine.statistics import Moments, aggregate
 from tests.communicators.transports import standin_cupy
@@ -256,7 +256,7 @@ def test_a_layer_that_moves_to_another_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     for gpu in (0, 1, 0):
         summed: Any = torch.full((4,), 3.0 + gpu).as_subclass(OnGPU)
         summed.gpu = gpu
-        wait: Any = conversation._copy_to_host(summed, pinned)
+        wait: Any = begin_copy(summed, pinned)
         assert wait().tolist() == [3.0 + gpu] * 4
     assert len(pinned) == 2
 

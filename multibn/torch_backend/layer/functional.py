@@ -93,13 +93,16 @@ def sync_batch_norm(
     >>> y.flatten(), statistics.mean.item()
     (tensor([-1.,  1.]), 2.0)
     """
-    communicator = Conversation(as_communicator(process_group), lambda: "sync_batch_norm")
+    options: dict[str, object] = {}
+    group = as_communicator(process_group)
+    communicator = Conversation(group, lambda: "sync_batch_norm", options=lambda: options)
     try:
         check_eps(eps)
         check_choice("weighting", weighting, Weighting)
         num_channels = [_channels_of(weight, bias)]
     except (TypeError, ValueError) as error:
         refuse(error, [x], [None], communicator)
+    options |= {"eps": eps, "weighting": weighting}
     mask = mask_of(x, mask, lengths, num_channels, communicator)
     i = Input(x, weight, bias, eps, all_but_channels(x), mask=mask)
     return forward_all([i], num_channels, communicator, weighting=weighting)[0]

@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn._typing import RunningVar, Weighting, check_choice, check_eps, check_int, check_number
 from multibn.communicators import Communicator, SingleProcess, as_communicator
+from multibn.communicators.agreement import Built
 from multibn.communicators.conversation import Conversation
 from multibn.communicators.names import find_path
 from multibn.engine import recompute
@@ -36,6 +37,7 @@ def has_hooks(module: nn.Module) -> bool:
 class Synchronized(nn.Module):
     """Base class of the layers that share statistics: the ranks, and the conventions."""
 
+    built: Built  # which of the process's layers this one is
     conversation: Conversation  # the layer's communicator, with the layer's name in its model
     pool: Pool | None = None  # of the step of `step_statistics` that is under way
 
@@ -49,6 +51,7 @@ class Synchronized(nn.Module):
         """Set the ranks and the conventions, see `SyncBatchNorm`. Not collective."""
         check_choice("weighting", weighting, Weighting)
         check_choice("running_var", running_var, RunningVar)
+        self.built = Built()
         self.process_group = process_group
         self.weighting: Weighting = weighting
         self.running_var_convention: RunningVar = running_var
@@ -62,7 +65,12 @@ class Synchronized(nn.Module):
     def process_group(self, obj: Any) -> None:
         # A weak reference: the conversation must not keep its layer alive.
         layer = weakref.ref(self)
-        self.conversation = Conversation(as_communicator(obj), lambda: _name(layer()))
+        self.conversation = Conversation(
+            as_communicator(obj),
+            lambda: _name(layer()),
+            built=self.built,
+            options=lambda: options_of(layer()),
+        )
         compiled.register(self.conversation)
 
     def extra_repr(self) -> str:
@@ -84,6 +92,19 @@ def check_arguments(num_features: object, eps: object, momentum: object) -> None
     check_int("num_features", num_features)
     check_eps(eps)
     check_number("momentum", momentum, "[0, 1]", none="the cumulative average")
+
+
+# Those of a layer's attributes that must be equal on all ranks, and what people call them.
+_OPTIONS = {
+    **{name: name for name in ("eps", "momentum", "affine", "track_running_stats")},
+    **{name: name for name in ("weighting", "fuse_relu", "num_splits")},
+    "running_var_convention": "running_var",
+}
+
+
+def options_of(layer: nn.Module | None) -> dict[str, object]:
+    """The options of a layer, which must be equal on all ranks."""
+    return {text: getattr(layer, name) for name, text in _OPTIONS.items() if hasattr(layer, name)}
 
 
 def _name(layer: nn.Module | None) -> str:
@@ -112,7 +133,15 @@ def shared_conversation(layers: Sequence[Synchronized]) -> Conversation:
     key = tuple(weakref.ref(part) for part in parts[1:])
     if key not in known:
         name = _common_name([part.name for part in parts])
-        known[key] = Conversation(parts[0].wrapped, lambda: name, num_layers=len(parts))
+        options = {
+            f"{option} of {part.name}": value
+            for part in parts
+            for option, value in part.options().items()
+        }
+        group, built = parts[0].wrapped, parts[0].built
+        known[key] = Conversation(
+            group, lambda: name, built=built, options=lambda: options, num_layers=len(parts)
+        )
     return known[key]
 
 

@@ -1,0 +1,62 @@
+"""Copies of a GPU's messages, which the host looks at one call later."""
+
+from collections.abc import Callable
+from typing import Any
+
+from array_api_compat import is_cupy_array
+
+from multibn._arrays import to_host
+from multibn._typing import Array
+from multibn.communicators.lines import HostArray
+
+
+def begin_copy(
+    summed: Array, pinned: dict[Any, tuple[Any, HostArray, Any]]
+) -> Callable[[], HostArray | None] | None:
+    """Begin to copy a message from a GPU, and return what waits for the copy.
+
+    The copy is looked at before the next message of the same layer and phase is sent. By then it
+    has long arrived, so that nothing waits; and all ranks look at the same moment, so that they can
+    go on to ask each other. None while a CUDA graph is captured, in which no copy can be looked at,
+    and no event waited for: what waits returns None then. `pinned` keeps memory and an event for
+    the messages of each device and length.
+    """
+    capturing: Callable[[], bool]
+    if getattr(summed, "is_cuda", False):  # torch's
+        import torch
+
+        capturing = torch.cuda.is_current_stream_capturing
+        if capturing():
+            return None
+        key = summed.device, summed.shape  # an event is of the GPU on which it was recorded first
+        if key not in pinned:
+            memory = torch.empty(summed.shape, dtype=summed.dtype, pin_memory=True)
+            # torch.cuda.Event looks the current stream up in Python.
+            pinned[key] = memory, memory.numpy(), torch.Event(summed.device)
+        memory, copy, event = pinned[key]
+        memory.copy_(summed, non_blocking=True)
+        is_current = summed.get_device() == torch.cuda.current_device()
+        event.record(None if is_current else torch.cuda.current_stream(summed.device))
+    elif is_cupy_array(summed):
+        import cupy
+        import cupyx
+
+        def capturing() -> bool:
+            return bool(cupy.cuda.get_current_stream().is_capturing())
+
+        if capturing():
+            return None
+        copy, event = cupyx.empty_pinned(summed.shape, summed.dtype), cupy.cuda.Event()
+        summed.get(out=copy, blocking=False)
+        event.record()
+    else:
+        copied = to_host(summed)
+        return lambda: copied
+
+    def wait() -> HostArray | None:
+        if capturing():
+            return None
+        event.synchronize()
+        return copy
+
+    return wait
