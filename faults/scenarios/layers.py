@@ -92,6 +92,57 @@ def sequence(trial: Trial) -> None:
     trial.steps(2)
 
 
+def _two_models(trial: Trial, steps_before: int) -> None:
+    """Steps of two models of one architecture; after `steps_before` of them in another order."""
+    models = []
+    for _ in range(2):
+        trial.build()
+        models.append(trial.trainee)
+    for step in range(steps_before + 2):
+        if step == steps_before:
+            trial.mark()
+            models = models[::-1] if trial.at_fault else models
+        for model in models:
+            trial.trainee = model
+            trial.step()
+
+
+@scenario(
+    "two models of one architecture in another order on a rank, first step",
+    says=r"the ranks are in different models, at layer1\.0\.bn1: rank\(s\) \[0, 2\] in the layer "
+    r"built as number .*; rank\(s\) \[1\] in the layer built as number ",
+    setups=tuple(name for name in OURS if name != "own"),
+    also_run_on_peers=False,
+)
+def models_first(trial: Trial) -> None:
+    _two_models(trial, 0)
+
+
+@scenario(
+    "... later",
+    says=_PLACES
+    + r"rank\(s\) \[0, 2\] in layer1\.0\.bn1 \(forward, float64, call 3\), 4 channels, "
+    r"layer \d+ by the first call; rank\(s\) \[1\] in layer1\.0\.bn1 .*, "
+    r"layer \d+ by the first call",
+)
+def models(trial: Trial) -> None:
+    _two_models(trial, 2)
+
+
+@scenario(
+    "another option on a rank",
+    says=r"have built layer1\.0\.bn1 differently: rank\(s\) \[0, 2\] in eps=[12]e-05; "
+    r"rank\(s\) \[1\] in eps=0\.5",
+    also_run_on_peers=False,
+)
+def options(trial: Trial) -> None:
+    trial.build()
+    for norm in trial.trainee.norms():
+        norm.eps = 0.5 if trial.at_fault else norm.eps
+    trial.mark()
+    trial.steps(2)
+
+
 @scenario(
     "a layer left out on a rank, first step",
     says=_PLACES + r"rank\(s\) \[0, 2\] in layer1\.0\.bn2; rank\(s\) \[1\] in layer1\.1\.bn1",

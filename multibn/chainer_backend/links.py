@@ -166,7 +166,7 @@ class MultiNodeBatchNormalization(chainer.Link):
                 self._communicator,
                 lambda: _name(own()),
                 built=self._built,
-                options=lambda: _options(own()),
+                options=lambda: options_of(own()),
             )
         return _conversations[self]
 
@@ -297,7 +297,7 @@ _conversations: WeakKeyDictionary[chainer.Link, Conversation] = WeakKeyDictionar
 steps: WeakKeyDictionary[chainer.Link, Pool | None] = WeakKeyDictionary()
 
 
-def _options(link: Any) -> dict[str, object]:
+def options_of(link: Any) -> dict[str, object]:
     """The options of a link, which must be equal on all ranks."""
     options = {name: getattr(link, name) for name in ("decay", "eps", "weighting", "fuse_relu")}
     return options | {"avg_var": link.avg_var_convention, "axis": link.axis}

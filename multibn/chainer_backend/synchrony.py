@@ -6,7 +6,7 @@ from typing import Any
 import chainer
 import numpy as np
 
-from multibn.chainer_backend.links import MultiNodeBatchNormalization
+from multibn.chainer_backend.links import MultiNodeBatchNormalization, options_of
 from multibn.communicators import Communicator, as_communicator
 from multibn.engine.synchrony import check_equal, largest_group
 
@@ -21,7 +21,7 @@ def participants(model: chainer.Link, comm: Any, /) -> Communicator:
 
 
 def check_sync(model: chainer.Link, comm: Any = None, *, ignore: Iterable[str] = ()) -> None:
-    """Raise on all ranks unless they hold the same model, bit for bit.
+    """Raise on all ranks unless they hold the same model, bit for bit, with the same options.
 
     Collective: every rank must call it, with one allreduce of 32 numbers if all models are equal.
     Call it before saving, or once an epoch: it copies the model to host memory.
@@ -60,4 +60,9 @@ def check_sync(model: chainer.Link, comm: Any = None, *, ignore: Iterable[str] =
                 value = np.asarray(value)
             if value is None or isinstance(value, chainer.get_array_types()):
                 arrays[f"{path.rstrip('/')}/{name}"] = value
-    check_equal(arrays, participants(model, comm), ignore=ignore)
+    options = {
+        path: options_of(link)
+        for path, link in model.namedlinks()
+        if isinstance(link, MultiNodeBatchNormalization)
+    }
+    check_equal(arrays, participants(model, comm), options=options, ignore=ignore)

@@ -51,7 +51,11 @@ def largest_group(groups: Iterable[Communicator], /, *, parameter: str) -> Commu
 
 
 def check_equal(
-    arrays: Mapping[str, Array | None], communicator: Communicator, *, ignore: Iterable[str] = ()
+    arrays: Mapping[str, Array | None],
+    communicator: Communicator,
+    *,
+    options: Mapping[str, Mapping[str, object]] | None = None,
+    ignore: Iterable[str] = (),
 ) -> None:
     """Raise RuntimeError on all ranks unless they hold the same arrays, bit for bit.
 
@@ -61,6 +65,7 @@ def check_equal(
 
     `arrays` maps names to arrays of any library and device, or to None for an array without a value
     yet. Names that match a pattern of `ignore`, `"*.running_*"` for example, are not compared.
+    `options` are those of the model's layers, by the layers' names.
     """
     ignore = list(ignore)
     chosen = [
@@ -69,6 +74,7 @@ def check_equal(
         if not any(fnmatchcase(name, pattern) for pattern in ignore)
     ]
     described = [_described(name, a) for name, a in chosen]
+    described += [f"{name} with {_listed(each)}" for name, each in sorted((options or {}).items())]
     copies = [np.zeros(0) if a is None else to_host(a) for _, a in chosen]
     digests = [_digest(a.tobytes()) for a in copies]
     alike_built, alike = _agree(
@@ -85,6 +91,10 @@ def _described(name: str, array: Array | None) -> str:
     if array is None:
         return f"{name} (no value yet)"
     return f"{name} of shape {tuple(array.shape)} and dtype {array.dtype}"
+
+
+def _listed(options: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in options.items())
 
 
 def _digest(content: bytes) -> bytes:

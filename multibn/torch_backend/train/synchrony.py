@@ -17,7 +17,7 @@ from multibn.communicators import Communicator, as_communicator
 from multibn.engine.population import pool_running
 from multibn.engine.synchrony import check_equal, largest_group
 from multibn.kernels.generic import as_wide
-from multibn.torch_backend.layer.modules import Synchronized
+from multibn.torch_backend.layer.modules import Synchronized, options_of
 
 How: TypeAlias = Literal["broadcast", "pool"]
 
@@ -35,7 +35,7 @@ def participants(model: nn.Module, process_group: Any, /) -> Communicator:
 
 
 def check_sync(model: nn.Module, process_group: Any = None, *, ignore: Iterable[str] = ()) -> None:
-    """Raise on all ranks unless they hold the same model, bit for bit.
+    """Raise on all ranks unless they hold the same model, bit for bit, with the same options.
 
     After data-parallel training every rank should have the same parameters and, if the layers share
     batch statistics, the same buffers. Call this function before saving, or once an epoch: it
@@ -73,7 +73,12 @@ def check_sync(model: nn.Module, process_group: Any = None, *, ignore: Iterable[
     """
     named = chain(model.named_parameters(), model.named_buffers())
     arrays = {name: None if is_lazy(t) else t for name, t in named}
-    check_equal(arrays, participants(model, process_group), ignore=ignore)
+    options = {
+        name: options_of(layer)
+        for name, layer in model.named_modules()
+        if isinstance(layer, Synchronized)
+    }
+    check_equal(arrays, participants(model, process_group), options=options, ignore=ignore)
 
 
 @torch.no_grad()

@@ -1,0 +1,110 @@
+"""Two models of one architecture are told apart; copies on one rank alone disturb nobody."""
+
+import copy
+import pickle
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from multibn import torch_backend
+from multibn.communicators import Communicator
+from tests.harness.runs import on
+
+RUNS = on("torchrun mpiexec", 2, 3, needs="torch")
+
+
+def _network(world: Communicator) -> nn.Module:
+    model = nn.Sequential(nn.Identity(), nn.BatchNorm1d(2, momentum=1.0))
+    return torch_backend.convert_sync_batchnorm(model, world)
+
+
+def _means(models: Sequence[nn.Module]) -> list[float]:
+    """After a step of each model over the batches that belong to it."""
+    for number, model in enumerate(models):
+        model(torch.full((4, 2), 100.0 * number) + torch.arange(4.0)[:, None])
+    return [float(model[1].running_mean[0]) for model in models]  # type: ignore[index]
+
+
+def _expect_right(models: Sequence[nn.Module]) -> None:
+    for _ in range(2):
+        assert _means(models) == [1.5 + 100.0 * n for n in range(len(models))]
+
+
+_COPIES: dict[str, Callable[[nn.Module], object]] = {
+    "a deep copy": copy.deepcopy,
+    "a shallow copy": copy.copy,
+    "a pickle": lambda model: pickle.loads(pickle.dumps(model)),
+}
+
+
+def check_copies_on_one_rank_alone(world: Communicator) -> None:
+    """Of averages over steps, for example: such a copy has no part in any message."""
+    for make in _COPIES.values():
+        models = [_network(world)]
+        kept = make(models[0]) if world.rank == 1 else None
+        models += [_network(world), copy.deepcopy(models[0])]
+        _expect_right(models)
+        del kept
+
+
+def check_a_model_that_one_rank_has_deleted(world: Communicator) -> None:
+    if world.rank == 1:
+        _network(world)
+    _expect_right([_network(world), _network(world)])
+
+
+def check_a_model_that_one_rank_has_received(world: Communicator) -> None:
+    """A rank goes on with a pickle, and another with the model that was pickled."""
+    model = _network(world)
+    if world.rank == 1:
+        model = pickle.loads(pickle.dumps(model))
+    _expect_right([model])
+
+
+def check_another_model_on_one_rank_is_an_error_on_all(world: Communicator) -> None:
+    further = _network(world) if world.rank == 1 else None
+    model = _network(world)
+    with pytest.raises(RuntimeError, match="the ranks are in different models, at layer 1: ") as e:
+        _means([model])
+    assert f"rank(s) {[r for r in range(world.size) if r != 1]} in the layer built as " in str(e)
+    assert "Build a model that one rank alone needs after the others, or copy it from" in str(e)
+    del further
+
+
+def check_a_copy_in_its_originals_place_is_an_error_on_all(world: Communicator) -> None:
+    student = _network(world)
+    models = [student, copy.deepcopy(student)]
+    with pytest.raises(RuntimeError, match="in a copy of the layer built as number"):
+        _means(models[::-1] if world.rank == 1 else models)
+
+
+def check_models_that_change_places_later(world: Communicator) -> None:
+    models = [_network(world), _network(world)]
+    _expect_right(models)
+    with pytest.raises(RuntimeError, match=r"layer .* by the first call; .* by the first call"):
+        _means(models[::-1] if world.rank == 1 else models)
+
+
+_OPTIONS: dict[str, object] = {
+    "eps": 0.5,
+    "momentum": 0.2,
+    "affine": False,
+    "weighting": "rank",
+    "running_var": "biased",
+    "fuse_relu": True,
+}
+
+
+def check_an_option_that_differs_is_an_error_on_all(world: Communicator) -> None:
+    """Named with both values, by the first message and by `check_sync`."""
+    for name, value in _OPTIONS.items():
+        options = {name: value} if world.rank == 1 else {}
+        layer = torch_backend.SyncBatchNorm(2, process_group=world, **options)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="built SyncBatchNorm differently: ") as raised:
+            layer(torch.ones(4, 2))
+        assert f"rank(s) [1] in {name}={value}" in str(raised.value), raised.value
+        assert str(raised.value).count(f"{name}=") == 2, raised.value
+        with pytest.raises(RuntimeError, match=f"{name}={value}"):
+            torch_backend.check_sync(nn.Sequential(layer), world)
