@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from faults.outcome import Outcome, Rank
 from faults.scenarios import DEADLINE, SCENARIOS, Scenario
@@ -32,7 +32,7 @@ class Job:
 
     setup: str
     scenarios: list[str]
-    size: ClassVar[int] = 3
+    size: int = 3
 
     def run(self) -> Iterator[Outcome]:
         """What became of each scenario; launches again after one that ends the ranks."""

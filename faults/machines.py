@@ -1,8 +1,8 @@
 """Two machines in one: network namespaces joined by a pair of virtual Ethernet devices.
 
 Or by a line with a delay, see `delay_line`. Needs Linux and the right to make namespaces.
-`python -m faults.machines LAUNCHER ARGUMENT...` starts `python ARGUMENT...` on a rank in each
-while `two_machines()` lasts.
+`python -m faults.machines LAUNCHER RANKS ARGUMENT...` starts `python ARGUMENT...` on so many ranks
+of each while `two_machines()` lasts.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,15 @@ MACHINES = ("mbnode1", "mbnode2")
 _ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
 
+@dataclass
 class MachinesJob(Job):
-    """Scenarios of one rank on each machine."""
+    """Scenarios of ranks on each machine."""
 
-    size = 2
+    size: int = 2
 
     def _launched(self, arguments: list[str], size: int) -> list[str]:
-        return [sys.executable, "-m", "faults.machines", SETUPS[self.setup].launcher, *arguments]
+        launcher = SETUPS[self.setup].launcher
+        return [sys.executable, "-m", "faults.machines", launcher, str(size // 2), *arguments]
 
 
 def rows() -> Iterator[dict[str, Any]]:
@@ -45,7 +48,7 @@ def rows() -> Iterator[dict[str, Any]]:
         return
     for setup in ("gloo", "mpi"):
         for chosen in SCENARIOS.values():
-            if chosen.two_machines:
+            if chosen.two_machines and setup in chosen.setups:
                 outcome = run(chosen.name, setup)
                 yield {
                     "what": chosen.what,
@@ -60,7 +63,7 @@ def rows() -> Iterator[dict[str, Any]]:
 def run(name: str, setup: str) -> Outcome:
     """The result of a scenario of two machines."""
     with two_machines(SCENARIOS[name].delay):
-        (outcome,) = MachinesJob(setup, [name]).run()
+        (outcome,) = MachinesJob(setup, [name], 2 * SCENARIOS[name].per_machine).run()
     return outcome
 
 
@@ -112,16 +115,17 @@ def on(machine: str, command: list[str]) -> list[str]:
     return ["ip", "netns", "exec", machine, "unshare", "--uts", "sh", "-c", inside]
 
 
-def main(launcher: str, *arguments: str) -> int:
+def main(launcher: str, per_machine: str, *arguments: str) -> int:
     # The launchers would start this Python: a fork, in the network of the process that forks.
     os.environ.pop("PYTHON_EXEC", None)
     if launcher == "mpiexec":
-        return _mpiexec(list(arguments))
+        return _mpiexec(per_machine, list(arguments))
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1",
-                f"--master-addr={_ADDRESSES[0]}", f"--master-port={port}"]  # fmt: skip
+    where = [f"--master-addr={_ADDRESSES[0]}", f"--master-port={port}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", *where]
+    torchrun += [f"--nproc-per-node={per_machine}"]
     agents = [
         subprocess.Popen(on(machine, [*torchrun, f"--node-rank={i}", *arguments]))
         for i, machine in enumerate(MACHINES)
@@ -129,7 +133,7 @@ def main(launcher: str, *arguments: str) -> int:
     return max(agent.wait() for agent in agents)
 
 
-def _mpiexec(arguments: list[str]) -> int:
+def _mpiexec(per_machine: str, arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as directory:
         # Takes the place of ssh; each machine has temporary files of its own.
         agent = Path(directory, "agent")
@@ -142,7 +146,8 @@ def _mpiexec(arguments: list[str]) -> int:
         mpiexec = [
             find_command("mpiexec") or "mpiexec",
             *("--prtemca", "plm_ssh_agent", str(agent), "--prtemca", "prte_if_include", "eth0"),
-            *("--host", ",".join(f"{machine}:1" for machine in MACHINES), "--map-by", "ppr:1:node"),
+            *("--host", ",".join(f"{machine}:{per_machine}" for machine in MACHINES)),
+            *("--map-by", f"ppr:{per_machine}:node"),
             *("--mca", "pml", "ob1", "--mca", "btl", "tcp,self"),
             *("--mca", "btl_tcp_if_include", "eth0"),
         ]

@@ -4,9 +4,11 @@ import difflib
 import importlib.util
 import os
 import platform
+import secrets
 import shutil
 import sysconfig
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +21,15 @@ def this_machine() -> str:
     return f"{platform.node()} {boot_id.read_text() if boot_id.exists() else ''}"
 
 
+@cache
+def pid_space() -> str:
+    """Equal for processes that know each other by their pids: containers have pids of their own."""
+    try:
+        return f"{this_machine()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return secrets.token_hex(16)
+
+
 def process_state(pid: int) -> str:
     """The letter that Linux has for the state of a process of this machine; "" if it has ended."""
     try:
@@ -27,6 +38,28 @@ def process_state(pid: int) -> str:
     except OSError:
         return ""
     return "" if letter in "ZX" else letter
+
+
+def ended_ranks() -> set[int]:
+    """The ranks that torchrun has started on this machine and that have ended, as far as is known.
+
+    Once the ranks have met: torchrun starts the processes of a machine one after the other.
+    """
+    names = ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    run, *numbers = (os.environ.get(name, "") for name in names)
+    if not run or not all(number.isdigit() for number in numbers):
+        return set()
+    rank, local_rank, local_size = map(int, numbers)
+    living = set()
+    for listed in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
+        for pid in listed.read_text().split():
+            with suppress(OSError):
+                variables = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+                of_rank = dict(entry.partition("=")[::2] for entry in variables.split("\0"))
+                if of_rank.get(names[0]) == run and process_state(int(pid)):
+                    living.add(int(of_rank["RANK"]))
+    first = rank - local_rank
+    return set(range(first, first + local_size)) - living if rank in living else set()
 
 
 def nearest(name: str, names: Iterable[str], most: int = 3) -> str:

@@ -44,8 +44,8 @@ class Scenario:
         Whether MPI's program is started without `-m mpi4py`.
     also_run_on_peers
         Whether the fault is tried with other libraries, too.
-    two_machines
-        Whether the fault takes two machines, with a rank on each.
+    two_machines, per_machine
+        Whether the fault takes two machines, and how many ranks are on each of them.
     delay
         Seconds that the line between the machines takes each way; 0 for a line without delay.
     earlier, earlier_size
@@ -69,6 +69,7 @@ class Scenario:
     without_mpi4py: bool = False
     also_run_on_peers: bool = True
     two_machines: bool = False
+    per_machine: int = 1
     delay: float = 0.0
     earlier: Callable[[Trial], None] | None = None
     earlier_size: int = 2

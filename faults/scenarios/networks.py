@@ -1,10 +1,12 @@
 """Networks between two machines."""
 
+import os
+import signal
 import subprocess
 import threading
 import time
 
-from faults.scenarios._scenario import SILENCE, scenario
+from faults.scenarios._scenario import DEADLINE, SILENCE, scenario
 from faults.trial import Trial
 
 
@@ -51,4 +53,57 @@ def partition(trial: Trial) -> None:
     trial.begin()
     if trial.at_fault:
         _link("down")
+    trial.steps(2)
+
+
+# Rank 1 and no other, also where nobody on the machine can look at the processes of rank 1's.
+_ONLY_1 = r"rank 1 \(machine mbnode1, pid \d+\) (?!.*rank \d \(machine)"
+
+
+@scenario(
+    "a rank killed, of two on each machine",
+    says=rf"lost the connection in layer1\.0\.bn1 .*: {_ONLY_1}",
+    seconds=2.0,
+    faulty_rank_may_be_silent=True,
+    ends=True,
+    two_machines=True,
+    per_machine=2,
+    setups=("gloo",),
+)
+def killed_of_four(trial: Trial) -> None:
+    trial.begin()
+    if trial.at_fault:
+        os.kill(os.getpid(), signal.SIGKILL)
+    trial.steps(2)
+
+
+@scenario(
+    "a rank stopped, of two on each machine",
+    says=rf"waited 3 s in layer1\.0\.bn1 .* for rank\(s\) \[1\]: {_ONLY_1}",
+    seconds=SILENCE,
+    faulty_rank_may_be_silent=True,
+    ends=True,
+    two_machines=True,
+    per_machine=2,
+)
+def stopped_of_four(trial: Trial) -> None:
+    trial.begin()
+    if trial.at_fault:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    trial.steps(2)
+
+
+@scenario(
+    "a rank late, of two on each machine",
+    says=rf"waited 3 s in layer1\.0\.bn1 .* for rank\(s\) \[1\]: {_ONLY_1}",
+    seconds=SILENCE,
+    faulty_rank_may_be_silent=True,
+    ends=True,
+    two_machines=True,
+    per_machine=2,
+)
+def late_of_four(trial: Trial) -> None:
+    trial.begin()
+    if trial.at_fault:
+        time.sleep(DEADLINE + 2)
     trial.steps(2)

@@ -202,7 +202,7 @@ def _refuse(
         channels = tuple(x.shape[1:2])
     if channels is not None and 0 not in channels:
         like = chainer.as_array(x) if isinstance(x, _arrays()) else np.zeros(())
-        statistics.refuse(communicator, math.prod(channels), like=like)
+        statistics.refuse(communicator, math.prod(channels), like=like, error=error)
     raise error
 
 

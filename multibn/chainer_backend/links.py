@@ -18,7 +18,7 @@ from multibn.chainer_backend._differentiable import masked
 from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.communicators.agreement import Built
 from multibn.communicators.conversation import Conversation
-from multibn.communicators.names import find_path
+from multibn.communicators.people import find_path
 from multibn.communicators.transports.chainermn import ChainerMN, select_backend
 from multibn.engine import statistics
 from multibn.engine.population import Pool

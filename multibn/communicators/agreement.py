@@ -15,9 +15,8 @@ from array_api_compat import is_array_api_obj
 from multibn import _version, message
 from multibn._arrays import to_host
 from multibn.communicators.lines import FIRST_MESSAGES, HostArray, Lines
-from multibn.communicators.names import by_answer, for_people
 from multibn.communicators.objects import gather
-from multibn.communicators.watch import fail
+from multibn.communicators.people import by_answer, fail, for_people
 
 
 class Built:

@@ -18,10 +18,10 @@ from multibn._typing import Array
 from multibn.communicators.agreement import Built, Known, compare, known_of
 from multibn.communicators.base import Communicator, Forwarding, SingleProcess
 from multibn.communicators.lines import HostArray, LineCommunicator, Lines
-from multibn.communicators.names import by_answer, for_people
 from multibn.communicators.objects import gather
+from multibn.communicators.people import by_answer, fail, for_people
 from multibn.communicators.pinned import begin_copy
-from multibn.communicators.watch import fail
+from multibn.communicators.watch import ALIKE
 from multibn.message import Message
 
 
@@ -328,8 +328,7 @@ class Phase(Forwarding):
             fail(
                 RuntimeError,
                 f"the ranks were in different places in the previous call of {self}, on rank "
-                f"{self.rank}: another rank was in another layer, or in another dtype. All ranks "
-                "must run the same layers in the same order, in training or not.",
+                f"{self.rank}: another rank was in another layer, or in another dtype. {ALIKE}",
             )
         layer = self.wrapped
         num_channels = message.num_channels(self._num_numbers + self.num_lanes, layer.num_layers)
@@ -345,8 +344,7 @@ class Phase(Forwarding):
                 break
         fail(
             RuntimeError,
-            f"the ranks are in different places: {by_answer(texts)}. All ranks must run the "
-            "same layers in the same order, with the same dtype, in training or not.",
+            f"the ranks are in different places: {by_answer(texts)}. {ALIKE}",
         )
 
     def _raise_for_previous(self, refused: bool) -> NoReturn:

@@ -22,8 +22,10 @@ import numpy as np
 from multibn._arrays import from_host, to_host
 from multibn._typing import Array
 from multibn.communicators.base import Handle
+from multibn.communicators.notices import Board, Known
 from multibn.communicators.objects import gather
-from multibn.communicators.watch import Board, Done, Watch, announce_end, uncaught
+from multibn.communicators.people import announce_end, uncaught
+from multibn.communicators.watch import Done, Watch
 
 HostArray: TypeAlias = np.ndarray[Any, Any]
 
@@ -46,6 +48,7 @@ class Transport(ABC):
 
     rank: int
     size: int
+    known: Known | None = None  # before the ranks have met
 
     @abstractmethod
     def open_line(
@@ -137,7 +140,7 @@ class Lines:
         _leave_at_exit()
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
-        self.watch = Watch(self.rank, self.size)
+        self.watch = Watch(self.rank, self.size, transport.known)
         self._open: dict[int, Line] = {}
         self._buffers: dict[int, _Buffer] = {}  # by the length of a layer's messages
         self._memory: dict[int, HostArray] = {}  # by the length of the line's
@@ -290,10 +293,11 @@ def _leave() -> None:
     """At exit: no rank may be left to wait for this process."""
     announce_end()
     every = list(_all_lines)
-    if uncaught() is not None or any(lines.watch.failure for lines in every):
+    error = uncaught()
+    if error is not None or any(lines.watch.failure for lines in every):
         for lines in every:
             lines.transport.abort()
     for lines in every:
-        lines.watch.leave()
+        lines.watch.leave(error)
     for lines in every:
         lines.transport.close(failed=lines.watch.failure is not None)

@@ -6,67 +6,39 @@ is an error at once. Nothing is sent while all ranks come in time.
 """
 
 import contextlib
-import json
 import os
 import secrets
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
+from typing import Any, NoReturn, TypeAlias, TypeVar
 from weakref import WeakSet
 
-from multibn._environment import process_state, this_machine
+from multibn._environment import pid_space, process_state, this_machine
 from multibn._typing import check_number
+from multibn.communicators.notices import Board, Known, Notice, Peer, RankLeftError, RankLostError
+from multibn.communicators.people import announce
 
 PATIENCE = 0.5  # seconds of waiting before a rank sends a notice
 _FIRST_LOOK, _LAST_LOOK = 0.02, 1.0  # seconds between two looks at the board, doubling
+_SEARCH = 0.5  # seconds to find out which rank was lost; another rank may have seen its end
+_NAMED = 8  # ranks in an error
 _LONGEST = 1e8  # seconds, three years: transports count nanoseconds in 64 bits
 
+# The end of an error about ranks that do not meet.
+ALIKE = (
+    "All ranks must run the same layers in the same order, with the same dtype, and none may "
+    "evaluate while others train."
+)
 _BEGIN_ANEW = (
     "Begin anew on all ranks: start the program again, or, over torch.distributed and in a "
-    "notebook, call destroy_process_group() and init_process_group()."
+    "notebook, call destroy_process_group() and init_process_group() with a new store, for example "
+    "init_method='file://' and the path of a new file."
 )
 
 # Waits so many seconds at most, and says whether the collective is done.
 Done: TypeAlias = Callable[[float], bool]
-
-
-class Notice(NamedTuple):
-    """What a rank tells the others."""
-
-    state: str  # "waits", "failed" or "left"
-    completed: int  # how many collectives the rank has completed
-    place: str  # where the rank waits, equal on ranks that will meet
-    text: str  # the place for people, or what went wrong
-    counts: dict[str, int] = {}  # of a rank that waits: `completed` of each of its groups
-
-    def encode(self) -> bytes:
-        return json.dumps(self).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> "Notice":
-        return cls(*json.loads(data))
-
-
-class Board(Protocol):
-    """Where ranks leave notices for each other; never blocks for long."""
-
-    def publish(self, notice: Notice, /) -> None: ...
-
-    def read(self) -> dict[int, Notice]:
-        """The latest notice of each other rank that has left one."""
-
-    def close(self) -> None:
-        """Finish publishing before the process ends."""
-
-
-class RankLeftError(RuntimeError):
-    """A rank has let go of the group, in order, while this rank waits for a message from there."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(f"rank {rank} has left")
-        self.rank = rank
 
 
 class Watch:
@@ -83,24 +55,32 @@ class Watch:
         ranks are at most one ahead or behind.
     failure
         The error message of the first failure, None before: no later collective can be trusted.
+
+    Parameters
+    ----------
+    known
+        What the transport knows before the ranks have met.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, known: Known | None = None) -> None:
         self.rank, self.size = rank, size
         self.board: Board | None = None
         self.completed = 0
         self.failure: str | None = None
         self._launcher = _launcher()
-        self._peers: list[tuple[str, int]] = []  # machine and pid of each rank
-        self._key = ""  # of the group, equal on its ranks
+        self._peers: list[Peer] = []
+        self._before = known
+        self._key = known.key if known else ""
+        self._members: Sequence[object] = known.members if known else ()
         self._last: object = "the start"  # str() gives the text
         self._last_at = time.monotonic()
 
     def introduce(self, allgather: Callable[[Any], list[Any]]) -> None:
-        """Learn every rank's machine and pid. Collective."""
-        members = allgather((this_machine(), os.getpid(), secrets.token_hex(8)))
-        self._peers = [(machine, pid) for machine, pid, _ in members]
-        self._key = members[0][2]
+        """Learn every rank's process. Collective."""
+        told = allgather((secrets.token_hex(8), this_machine(), pid_space(), os.getpid()))
+        self._peers = [Peer(*each[1:]) for each in told]
+        if not self._before:
+            self._key, self._members = told[0][0], self._peers
         _watches.add(self)
 
     def wait(self, begin: Callable[[], Done], place: str, text: object, timeout: float) -> None:
@@ -143,10 +123,14 @@ class Watch:
                 f"rank {self.rank} cannot communicate any more, at {text}: {self.failure}"
             )
 
-    def leave(self) -> None:
-        """Tell the others that this process ends."""
+    def leave(self, error: BaseException | None) -> None:
+        """Tell the others that this process ends, by an `error` or in order."""
         if self.failure is None and self.board is not None:
-            self._publish("left", "", str(self._last))
+            if error is None or isinstance(error, SystemExit):
+                self._publish("left", "", str(self._last))
+            else:
+                said = f"{type(error).__name__}: {error}".partition("\n")[0]
+                self._publish("failed", "", f"its program has ended by {said}")
             self.board.close()  # after a failure, which may be a broken network, nobody waits
 
     def _publish(self, state: str, place: str, text: str) -> None:
@@ -170,23 +154,31 @@ class Watch:
 
         A rank that has failed may be one collective behind: its message was under way already.
         """
-        board = self.board.read() if self.board is not None else {}
         return {
-            r: n for r, n in board.items() if n.completed == self.completed or n.state == "failed"
+            r: n
+            for r, n in self._read().items()
+            if (n.completed == self.completed and n.state != "looks") or n.state == "failed"
         }
+
+    def _read(self) -> dict[int, Notice]:
+        return self.board.read() if self.board is not None else {}
 
     def _check_for_end(self, text: str, notices: dict[int, Notice], left: list[int]) -> None:
         """Raise if a rank will not come, because its program has ended or has failed."""
         if left := left or [r for r, n in notices.items() if n.state == "left"]:
             self._fail(
                 ConnectionError,
-                f"rank {self.rank} waits in {text} for rank(s) {left}, whose program ended before "
-                f"it came there: {self._describe(left, 'left')}. All ranks must take the same "
-                "number of steps; see `join` for data of unequal length.",
+                f"rank {self.rank} waits in {text} for rank(s) {_some(left)}, whose program ended "
+                f"before it came there: {self._describe(left, 'left')}. All ranks must take the "
+                "same number of steps; see `join` for data of unequal length.",
             )
         for rank, notice in notices.items():
             if notice.state == "failed":
-                self._fail(RuntimeError, f"rank {rank} has failed: {notice.text}")
+                # The rank may have heard of another one's failure itself.
+                told = notice.text.startswith("rank ") and " has failed: " in notice.text
+                self._fail(
+                    RuntimeError, notice.text if told else f"rank {rank} has failed: {notice.text}"
+                )
 
     def look(self, place: str, text: str) -> dict[int, Notice]:
         """The others' notices; raises if one of them says that its rank will not come."""
@@ -194,14 +186,41 @@ class Watch:
         self._check_for_end(text, notices, [])
         elsewhere = {r: n for r, n in notices.items() if n.place != place}
         if elsewhere:
-            others = "; ".join(f"rank {r} is in {n.text}" for r, n in elsewhere.items())
+            others = "; ".join(f"rank {r} is in {n.text}" for r, n in _first(elsewhere.items()))
             self._fail(
                 RuntimeError,
-                f"the ranks are in different places: rank {self.rank} is in {text}; {others}. All "
-                "ranks must run the same layers in the same order, in training or not.",
+                f"the ranks are in different places: rank {self.rank} is in {text}; {others}. "
+                f"{ALIKE}",
             )
         self._check_other_groups(text, notices)
+        if self._before and not self._peers:
+            self._check_before_meeting(self._before, text)
         return notices
+
+    def _check_before_meeting(self, known: Known, text: str) -> None:
+        """Raise if a rank has ended, or if two groups wait for each other's ranks to meet."""
+        if ended := [r for r, member in enumerate(self._members) if member in known.find_ended()]:
+            self._fail(
+                ConnectionError,
+                f"rank {self.rank} waits in {text} for rank(s) {_some(ended)}, whose process has "
+                "ended before its first layer. Look for an error there, or for a rank without "
+                "data: all ranks must take the same number of steps.",
+            )
+        me = str(self._members[self.rank])
+        known.board.publish(
+            Notice("waits", 0, self._key, text, dict.fromkeys(map(str, self._members), 0))
+        )
+        have_met = {watch._key for watch in list(_watches)}
+        for member, notice in known.board.read().items():
+            is_elsewhere = notice.place != self._key and notice.place not in have_met
+            if is_elsewhere and member in self._members and me in notice.counts:
+                self._fail(
+                    RuntimeError,
+                    f"the ranks are in different places: rank {self.rank} is in {text}; rank "
+                    f"{self._members.index(member)} is in {notice.text}, and waits for rank "
+                    f"{self.rank} in another group, of {len(notice.counts)} ranks. All ranks must "
+                    "use the same groups, and run the same layers, in the same order.",
+                )
 
     def _check_other_groups(self, text: str, notices: dict[int, Notice]) -> None:
         """Raise if this rank waits here for one that waits for this rank in another group."""
@@ -210,11 +229,11 @@ class Watch:
                 continue
             for member, notice in other._notices().items():
                 # In no thread of its process has that rank completed the collective of this group.
-                peer, completed = other._peers[member], notice.counts.get(self._key)
-                if completed != self.completed or peer == self._peers[self.rank]:
+                peer, completed = other._members[member], notice.counts.get(self._key)
+                if completed != self.completed or peer not in self._members:
                     continue
-                rank = self._peers.index(peer)
-                if rank in notices:
+                rank = self._members.index(peer)
+                if rank == self.rank or rank in notices:
                     continue
                 message = (
                     f"the ranks are in different places: rank {self.rank} is in {text}, and waits "
@@ -230,25 +249,31 @@ class Watch:
         absent = [r for r in range(self.size) if r != self.rank and r not in notices]
         self._fail(
             TimeoutError,
-            f"rank {self.rank} has waited {timeout:g} s in {text} for rank(s) {absent}: "
-            f"{self._describe(absent)}. Find out what keeps it, or allow for more time: "
-            "MULTIBN_TIMEOUT, or the communicator's `timeout`.",
+            f"rank {self.rank} has waited {timeout:g} s in {text} for rank(s) {_some(absent)}: "
+            f"{self._describe(absent)}. Find out what keeps it (a model in eval(), which sends no "
+            "messages?), or allow for more time: MULTIBN_TIMEOUT, or the communicator's `timeout`.",
         )
 
     def _lost(self, text: str, error: RuntimeError) -> NoReturn:
-        others = [r for r in range(self.size) if r != self.rank]
-        gone: list[int] = []
         left = [error.rank] if isinstance(error, RankLeftError) else []
-        for _ in range(5):  # a connection may break a little before its process is seen to end
+        lost = [error.rank] if isinstance(error, RankLostError) else []
+        # Alive, with a broken connection: the others need not name this rank.
+        self._publish("looks", "", text)
+        end = time.monotonic() + _SEARCH
+        while not lost:
+            # A connection may break a little before its process is seen to end.
             self._check_for_end(text, self._notices(), left)
-            gone = [r for r in others if self._state(r) == "has ended"]
-            if gone:
-                break
+            others = [r for r in range(self.size) if r != self.rank]
+            states = {r: self._state(r) for r in others}
+            lost = [r for r in others if states[r] == "has ended"]
+            if not lost and time.monotonic() >= end:  # any of those that nobody knows to live
+                living = [r for r, n in self._read().items() if n.state == "looks"]
+                living += [r for r in others if states[r] == "is running"]
+                lost = [r for r in others if r not in living] or others
             time.sleep(0.01)
-        gone = gone or others  # any of the others may be lost
         self._fail(
             ConnectionError,
-            f"rank {self.rank} lost the connection in {text}: {self._describe(gone)}. "
+            f"rank {self.rank} lost the connection in {text}: {self._describe(lost)}. "
             f"The transport says: {error}",
             error,
         )
@@ -262,7 +287,7 @@ class Watch:
     def _note_failure(self, message: str) -> None:
         self.failure = message
         # Before all else: a launcher that sees one process end stops the others at once.
-        _announce(message)
+        announce(message)
         self._publish("failed", "", message)
 
     def _describe(self, ranks: list[int], how: str = "") -> str:
@@ -270,30 +295,37 @@ class Watch:
         if not self._peers:
             return f"no rank was heard of before, {seen}"
         return "; ".join(
-            f"rank {r} (machine {self._peers[r][0].split()[0]}, pid {self._peers[r][1]}) "
+            f"rank {r} (machine {self._peers[r].machine.split()[0]}, pid {self._peers[r].pid}) "
             f"{how or self._state(r)}, {seen}"
-            for r in ranks
+            for r in _first(ranks)
         )
 
     def _state(self, rank: int) -> str:
         """What the operating system says of a process of this machine."""
-        machine, pid = self._peers[rank] if self._peers else ("", 0)
-        if machine != this_machine() or not Path("/proc/self/stat").exists():
-            return "is on another machine" if self._peers else "is not known"
+        if not self._peers or not Path("/proc/self/stat").exists():
+            return "is not known"
+        machine, space, pid = self._peers[rank]
+        if machine != this_machine():
+            return "is on another machine"
+        if space != pid_space():
+            return "is in another container"
         return {"T": "is stopped", "": "has ended"}.get(process_state(pid), "is running")
 
 
+_T = TypeVar("_T")
+
+
+def _first(items: Iterable[_T]) -> list[_T]:
+    """As many as an error names."""
+    return list(islice(items, _NAMED))
+
+
+def _some(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"{_first(ranks)}{more}"
+
+
 _watches: WeakSet[Watch] = WeakSet()  # whose ranks know each other
-
-
-def fail(kind: type[Exception], message: str) -> NoReturn:
-    """Raise an error that tells a person about the ranks, with its message as a line on stderr.
-
-    The traceback may be long, and stand among those of other ranks. So the message is also the
-    first line that a rank prints, and, where the error ends the program, the last one.
-    """
-    _announce(message)
-    raise kind(message)
 
 
 def poll(condition: Callable[[], bool], seconds: float) -> bool:
@@ -306,40 +338,6 @@ def poll(condition: Callable[[], bool], seconds: float) -> bool:
         time.sleep(nap)
         nap = min(1.5 * nap, 0.02)
     return True
-
-
-_announced: set[str] = set()
-
-
-def _announce(message: str) -> None:
-    _announced.add(message)
-    _print(message)
-
-
-def announce_end() -> None:
-    """Print an announced message again, if its error ends the program."""
-    error = uncaught()
-    while error is not None and str(error) not in _announced:
-        error = error.__cause__ or error.__context__
-    if error is not None:
-        _print(str(error))
-
-
-def uncaught() -> BaseException | None:
-    """The exception that has ended the program, once the program has ended."""
-    # Python keeps such an exception here; so do interactive shells and test runners, with those
-    # that they have caught: the traceback then begins in a function that somebody has called.
-    trace = getattr(sys, "last_traceback", None)
-    if trace is None or trace.tb_frame.f_back is not None:
-        return None
-    error: BaseException | None = getattr(sys, "last_value", None)
-    return error
-
-
-def _print(message: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # the reader may have ended
-        sys.stderr.flush()
-        os.write(2, f"multibn: {message}\n".encode())
 
 
 def _launcher() -> int:

@@ -27,6 +27,7 @@ from multibn import kernels, message
 from multibn._arrays import array_namespace, device, is_on_host, values
 from multibn._typing import Array, Weighting
 from multibn.communicators import Communicator, conversation
+from multibn.communicators.people import announce
 from multibn.engine import masks
 from multibn.kernels import BatchStatistics as BatchStatistics
 from multibn.kernels import Input, generic
@@ -240,16 +241,21 @@ def batch_statistics(
     return batch
 
 
-def refuse(communicator: Communicator, /, *num_channels: int, like: Array) -> None:
+def refuse(
+    communicator: Communicator, /, *num_channels: int, like: Array, error: Exception | None = None
+) -> None:
     """Take part in the other ranks' `aggregate` only to tell them that this rank cannot.
 
-    For a rank that finds its input to be invalid, before it raises its own error: without it the
-    other ranks would wait for this one. Arrays are made beside `like`.
+    For a rank that finds its input to be invalid, before it raises its own `error`, which becomes a
+    line on stderr: without it the other ranks would wait for this one. Arrays are made beside
+    `like`.
     Collective: matches one `aggregate` of `num_channels` channels on the other ranks, or one
     message of several layers where several numbers are given.
     """
     if communicator.size == 1:
         return
+    if error is not None:
+        announce(str(error))
     xp = array_namespace(like)
     wide = generic.as_wide(xp.zeros((), dtype=xp.float32, device=device(like)))
     length = sum(map(message.forward_payload, num_channels))

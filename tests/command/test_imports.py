@@ -19,8 +19,8 @@ PACKAGE = ROOT / "multibn"
 FLOORS = """
 _typing _version _environment _progress registry
 _arrays checkpoint.files
-message checkpoint.keys communicators.base
-checkpoint communicators.names communicators.objects communicators.watch
+message checkpoint.keys communicators.base communicators.people communicators.notices
+checkpoint communicators.objects communicators.watch
 communicators.default communicators.groups communicators.lines
 communicators.lookup communicators.agreement communicators.pinned communicators.transports
 communicators.conversation

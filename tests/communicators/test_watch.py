@@ -13,12 +13,8 @@ from typing import Any
 
 import pytest
 
-from multibn.communicators.watch import (
-    Notice,
-    Watch,
-    check_timeout,
-    poll,
-)
+from multibn.communicators.notices import Known, Notice, RankLostError
+from multibn.communicators.watch import ALIKE, Watch, check_timeout, poll
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
 pytestmark = pytest.mark.alone
@@ -47,7 +43,7 @@ def _introduced(world: ThreadCommunicator, notices: dict[int, Notice], pid: int 
     watch.board = Board(notices, world.rank)
     watch.introduce(world._exchange)
     if pid:
-        watch._peers[1] = watch._peers[1][0], pid
+        watch._peers[1] = watch._peers[1]._replace(pid=pid)
     return watch
 
 
@@ -85,8 +81,7 @@ def test_ranks_in_different_places(capfd: pytest.CaptureFixture[str]) -> None:
     for rank, (first, later) in enumerate(of_ranks):
         told = (
             f"the ranks are in different places: rank {rank} is in layer{rank} (forward); rank "
-            f"{1 - rank} is in layer{1 - rank} (forward). All ranks must run the same layers in "
-            "the same order, in training or not."
+            f"{1 - rank} is in layer{1 - rank} (forward). {ALIKE}"
         )
         assert first in (told, f"rank {1 - rank} has failed: " + _of_other(told, rank))
         assert later == f"rank {rank} cannot communicate any more, at b (forward): {first}"
@@ -113,7 +108,11 @@ def test_a_rank_that_has_failed() -> None:
 
 
 @pytest.mark.parametrize(
-    "state", ["is running", "is stopped", "has ended", "is on another machine"]
+    "state",
+    [
+        *("is running", "is stopped", "has ended", "is on another machine"),
+        "is in another container",
+    ],
 )
 def test_a_deadline(state: str) -> None:
     """The message says who did not come, and what can be seen of its process."""
@@ -130,7 +129,9 @@ def test_a_deadline(state: str) -> None:
         if world.rank == 1:
             return None
         if state == "is on another machine":
-            watch._peers[1] = "elsewhere boot", other.pid
+            watch._peers[1] = watch._peers[1]._replace(machine="elsewhere boot")
+        if state == "is in another container":
+            watch._peers[1] = watch._peers[1]._replace(pid_space="another")
         return _says(watch.wait, _begin, "a", "layer1.0.bn1 (forward, float32, call 7)", 0.7)
 
     error = run_ranks(2, wait)[0]
@@ -140,8 +141,8 @@ def test_a_deadline(state: str) -> None:
     assert re.fullmatch(
         r"rank 0 has waited 0\.7 s in layer1\.0\.bn1 \(forward, float32, call 7\) for rank\(s\) "
         rf"\[1\]: rank 1 \(machine \S+, pid {other.pid}\) {state}, last seen \d\.\d s ago in the "
-        r"start\. Find out what keeps it, or allow for more time: MULTIBN_TIMEOUT, or the "
-        r"communicator's `timeout`\.",
+        r"start\. Find out what keeps it \(a model in eval\(\), which sends no messages\?\), or "
+        r"allow for more time: MULTIBN_TIMEOUT, or the communicator's `timeout`\.",
         str(error),
     )
 
@@ -166,6 +167,77 @@ def test_a_connection_that_is_lost() -> None:
     )
 
 
+def test_a_rank_that_a_transport_has_seen_to_end_is_the_only_one_named() -> None:
+    def wait(world: ThreadCommunicator) -> str:
+        watch = _introduced(world, {})
+
+        def broken(seconds: float) -> bool:
+            raise RankLostError(2)
+
+        return str(_says(watch.wait, lambda: broken, "a", "a (forward)", 10.0))
+
+    for error in run_ranks(4, wait):
+        assert re.fullmatch(
+            r"rank \d lost the connection in a \(forward\): rank 2 \(machine \S+, pid \d+\) [^;]*, "
+            r"last seen [^;]*\. The transport says: the process of rank 2 has ended",
+            error,
+        )
+
+
+def test_ranks_that_look_for_a_lost_one_are_not_named() -> None:
+    """On other machines, whose processes nobody here can see."""
+    notices: dict[int, Notice] = {}
+
+    def wait(world: ThreadCommunicator) -> str:
+        watch = _introduced(world, notices)
+        watch._peers = [peer._replace(machine=f"machine{r}") for r, peer in enumerate(watch._peers)]
+
+        def broken(seconds: float) -> bool:
+            raise RuntimeError("reset by peer")
+
+        if world.rank == 3:
+            return ""
+        return str(_says(watch.wait, lambda: broken, "a", "a (forward)", 10.0))
+
+    *errors, _ = run_ranks(4, wait)
+    for error in errors:
+        assert "rank 3 (machine machine3, pid " in error, error
+        assert not re.search(r"rank [012] \(machine", error), error
+
+
+def test_a_list_of_ranks_ends_after_eight() -> None:
+    error = _says(Watch(0, 1000).wait, _begin, "", "a", 0.6)
+    assert "for rank(s) [1, 2, 3, 4, 5, 6, 7, 8] and 991 more: " in str(error)
+
+
+def test_a_process_that_ended_before_its_first_message() -> None:
+    start = time.monotonic()
+    watch = Watch(0, 2, Known("a group", [0, 4], lambda: {4}, Board({}, 0)))
+    error = _says(watch.wait, _begin, "", "the first message of bn1", 60.0)
+    assert isinstance(error, ConnectionError)
+    assert str(error) == (
+        "rank 0 waits in the first message of bn1 for rank(s) [1], whose process has ended before "
+        "its first layer. Look for an error there, or for a rank without data: all ranks must take "
+        "the same number of steps."
+    )
+    assert time.monotonic() - start < 5.0
+
+
+def test_a_program_that_ended_by_an_error_of_its_own() -> None:
+    """The others are not told to take the same number of steps."""
+    notices: dict[int, Notice] = {}
+
+    def wait(world: ThreadCommunicator) -> str:
+        watch = _introduced(world, notices)
+        if world.rank == 1:
+            watch.leave(ValueError("a wrong shape\nand more"))
+            return ""
+        return str(_says(watch.wait, _begin, "a", "a", 10.0))
+
+    told = "rank 1 has failed: its program has ended by ValueError: a wrong shape"
+    assert run_ranks(2, wait)[0] == told
+
+
 def test_a_poll_sees_soon() -> None:
     """Ranks wait for an event at each message: what comes in a millisecond is seen in few more."""
     began = time.monotonic()
@@ -187,7 +259,7 @@ def test_a_rank_that_has_left() -> None:
         watch = _introduced(world, notices)
         watch.wait(lambda: lambda seconds: True, "a", "a (forward)", 10.0)
         if world.rank == 1:
-            watch.leave()
+            watch.leave(None)
             gone.set()
             return None
         gone.wait(10)
@@ -240,7 +312,8 @@ def test_an_interrupted_wait_is_a_failure() -> None:
     told = (
         "rank 0 was interrupted in a (forward) by KeyboardInterrupt, and the message is still "
         "under way. Begin anew on all ranks: start the program again, or, over torch.distributed "
-        "and in a notebook, call destroy_process_group() and init_process_group()."
+        "and in a notebook, call destroy_process_group() and init_process_group() with a new "
+        "store, for example init_method='file://' and the path of a new file."
     )
     assert run_ranks(2, wait) == [
         f"rank 0 cannot communicate any more, at b (forward): {told}",
@@ -257,7 +330,7 @@ def test_the_line_that_matters_is_the_first_and_the_last() -> None:
     """Also where a trainer has raised its own error from ours; once where the program goes on."""
     program = (
         "import atexit\n"
-        "from multibn.communicators.watch import announce_end, fail\n"
+        "from multibn.communicators.people import announce_end, fail\n"
         "atexit.register(announce_end)\n"
         "try:\n    fail(TimeoutError, 'rank 1 is late')\n"
         "except TimeoutError as error:\n    {then}\n"

@@ -1,5 +1,6 @@
 """Faults of `python -m faults` that take little time, on real processes: what the user sees."""
 
+import re
 import subprocess
 import sys
 import tempfile
@@ -114,20 +115,8 @@ def test_networks_between_two_machines(setup: str, beside: Outcome) -> None:
     _expect(beside)
 
 
-def _sums_of_two_machines() -> list[str]:
-    """The lines that four processes, two on each of two machines, print of one sum."""
-    script = """
-        import numpy as np
-        from multibn._launch import enter_world, leave_world
-
-        world = enter_world("gloo")
-        total = world.allreduce(np.random.default_rng(world.rank).standard_normal(5000))
-        line = world.lines._open[0]._small
-        numbers = f"{total.tobytes().hex()[:32]} {total.sum()}"
-        # In one piece: four processes write.
-        print(f"sum {numbers} {type(line).__name__}\\n", end="", flush=True)
-        leave_world()
-    """
+def _of_two_machines(script: str) -> list[str]:
+    """What four processes print, two on each of two machines, machine by machine."""
     apart = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable]
     torchrun = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
     where = ["--master-addr=10.77.0.1", "--master-port=29533"]
@@ -147,18 +136,50 @@ def _sums_of_two_machines() -> list[str]:
             for i, name in enumerate(machines.MACHINES)
         ]
         try:
-            said = [agent.communicate(timeout=200)[0] for agent in agents]
+            return [agent.communicate(timeout=200)[0] for agent in agents]
         finally:
             for agent in agents:
                 agent.kill()
                 agent.wait()
-    sums = [line for output in said for line in output.splitlines() if line.startswith("sum ")]
+
+
+def _sums_and_a_loss() -> list[str]:
+    """The lines that the processes print of one sum, and of the loss of rank 3."""
+    said = _of_two_machines("""
+        import os, signal
+        import numpy as np
+        from multibn._launch import enter_world, leave_world
+
+        world = enter_world("gloo")
+        total = world.allreduce(np.random.default_rng(world.rank).standard_normal(5000))
+        line = world.lines._open[0]._small
+        numbers = f"{total.tobytes().hex()[:32]} {total.sum()}"
+        # In one piece: four processes write.
+        print(f"sum {numbers} {type(line).__name__}\\n", end="", flush=True)
+        world.allreduce(total)
+        if world.rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        world.allreduce(total)
+    """)
+    lines = [line for output in said for line in output.splitlines()]
+    sums = [line for line in lines if line.startswith("sum ")]
     assert len(sums) == 4, said
-    return sums
+    return [*sums, *(line for line in lines if line.startswith("multibn: "))]
 
 
-@pytest.mark.beside(_sums_of_two_machines, "torchrun", "netns")
+@pytest.mark.beside(_sums_and_a_loss, "torchrun", "netns")
 def test_two_machines_with_two_ranks_each(beside: list[str]) -> None:
-    """Shared memory inside, the network between; processes of both have the same numbers."""
-    assert len(set(beside)) == 1, beside
-    assert beside[0].endswith(" LineOverMachines")
+    """Shared memory inside, the network between; processes of both have the same numbers.
+
+    Where a rank is lost, no rank that lives is named, on either machine.
+    """
+    sums = [line for line in beside if line.startswith("sum ")]
+    assert len(set(sums)) == 1, beside
+    assert sums[0].endswith(" LineOverMachines")
+    errors = [line for line in beside if line.startswith("multibn: ")]
+    assert errors
+    for line in errors:
+        # torchrun may end rank 2 before that rank can say which one it has lost.
+        lost = r"lost the connection in .*: (rank 2 \(.*)?rank 3 \(machine mbnode2, pid \d+\)"
+        assert re.search(lost, line), line
+        assert not re.search(r"rank [01] \(machine", line), line

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from multibn import message
 from multibn.communicators.lines import HostArray, Lines, Transport, after_fork
-from multibn.communicators.watch import Done, Notice
+from multibn.communicators.notices import Notice
+from multibn.communicators.watch import Done
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm, Request

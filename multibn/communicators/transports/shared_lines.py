@@ -15,7 +15,8 @@ import numpy as np
 from multibn import message
 from multibn._environment import process_state
 from multibn.communicators.lines import HostArray, Line, Opening
-from multibn.communicators.watch import Done, RankLeftError
+from multibn.communicators.notices import RankLeftError, RankLostError
+from multibn.communicators.watch import Done
 
 try:
     import multibn.communicators.transports._shared_memory as core
@@ -59,7 +60,7 @@ class Neighbours:
             if core.wait(gate, 1, 0.0, 0.0):
                 return RankLeftError(rank)
             if not process_state(pid):
-                return RuntimeError(f"the process of rank {rank} has ended")
+                return RankLostError(rank)
         return None
 
 

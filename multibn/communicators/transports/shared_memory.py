@@ -13,13 +13,14 @@ import os
 import secrets
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache, partial
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from multibn._environment import process_state, this_machine
+from multibn._environment import pid_space, process_state
 from multibn.communicators.lines import HostArray, Line
+from multibn.communicators.notices import RankLostError
 from multibn.communicators.transports.shared_lines import (
     GATE,
     NUMBER,
@@ -121,7 +122,7 @@ class Machines:
     def _meet(self) -> Generator[None, None, None]:
         """Ends when all ranks have met."""
         with ExitStack() as stack:
-            offer: dict[str, Any] = {"pid": os.getpid(), "pid_space": _pid_space()}
+            offer: dict[str, Any] = {"pid": os.getpid(), "pid_space": pid_space()}
             shares = why_not() is None
             if shares:
                 with suppress(OSError):
@@ -173,17 +174,8 @@ class Machines:
 def _check_alive(offers: Sequence[dict[str, Any]]) -> None:
     """Raise if one of the processes that have made offers has ended, as far as can be seen."""
     for rank, offer in enumerate(offers):
-        if offer["pid_space"] == _pid_space() and not process_state(offer["pid"]):
-            raise RuntimeError(f"the process of rank {rank} has ended")
-
-
-@cache
-def _pid_space() -> str:
-    """Equal for processes that know each other by their pids."""
-    try:
-        return f"{this_machine()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return secrets.token_hex(16)
+        if offer["pid_space"] == pid_space() and not process_state(offer["pid"]):
+            raise RankLostError(rank)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from functools import cache
 import torch.distributed as dist
 
 from multibn.communicators.lines import after_fork
-from multibn.communicators.watch import Notice
+from multibn.communicators.notices import Notice
 
 _ANSWER = 0.3  # seconds to wait for a store's answer
 _LAST_ANSWER = 15.0  # at the end of the process: TCP is slow to notice that a network is back

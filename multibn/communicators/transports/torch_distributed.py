@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from array_api_compat import is_cupy_array, is_torch_array
 
+from multibn._environment import ended_ranks
 from multibn._typing import Array
 from multibn.communicators.base import SingleProcess
 from multibn.communicators.default import default_communicator, is_outsiders_marker
@@ -19,6 +20,7 @@ from multibn.communicators.lines import (
     Transport,
     after_fork,
 )
+from multibn.communicators.notices import Known
 from multibn.communicators.transports.gloo import EngineLine, Side, in_group
 from multibn.communicators.transports.shared_memory import Machines
 from multibn.communicators.transports.store import StoreBoard
@@ -205,6 +207,9 @@ class _Transport(Transport):
         # A part of the store in which the default group's processes have met, used by no other.
         store = dist.distributed_c10d._get_default_store()
         self._store: dist.Store | None = dist.PrefixStore(f"multibn/{group.group_name}", store)
+        ranks = dist.get_process_group_ranks(group)
+        self._meetings = StoreBoard(dist.PrefixStore("multibn meetings", store), dist.get_rank())
+        self.known = Known(group.group_name, ranks, ended_ranks, self._meetings)
         self._machines: Machines | None = None
         # Of all ranks, and of the first ranks of all machines.
         self._sides: dict[tuple[int, ...], Side] = {}
@@ -260,6 +265,7 @@ class _Transport(Transport):
         # end with the default group.
         if self._board is not None and dist.is_initialized():
             self._board.withdraw()
+            self._meetings.withdraw()
         self._board = self._store = None
 
     def close(self, *, failed: bool) -> None:

@@ -319,7 +319,8 @@ def refuse(
     ]
     if all(known):
         device = next((x.device for x in xs if isinstance(x, Tensor) and not x.is_meta), None)
-        statistics.refuse(communicator, *known, like=torch.empty(0, device=device))
+        like = torch.empty(0, device=device)
+        statistics.refuse(communicator, *known, like=like, error=error)
     raise error
 
 

@@ -13,7 +13,7 @@ from multibn._typing import RunningVar, Weighting, check_choice, check_eps, chec
 from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.communicators.agreement import Built
 from multibn.communicators.conversation import Conversation
-from multibn.communicators.names import find_path
+from multibn.communicators.people import find_path
 from multibn.engine import recompute
 from multibn.engine.population import Pool
 from multibn.engine.step import Input

@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 
 from multibn.communicators.lines import HostArray, Line, Opening
+from multibn.communicators.notices import RankLeftError
 from multibn.communicators.transports import shared_memory
 from multibn.communicators.transports.shared_memory import Machines
-from multibn.communicators.watch import Done, RankLeftError
+from multibn.communicators.watch import Done
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
 if shared_memory.why_not() is not None:
@@ -323,7 +324,7 @@ def test_a_process_that_ends_while_the_ranks_meet_is_noticed() -> None:
     ended.wait()
     store = Store()
     for space, seconds, noticed in (
-        (shared_memory._pid_space(), 10.0, True),
+        (shared_memory.pid_space(), 10.0, True),
         ("other", 0.2, False),
     ):
         store.clear()

@@ -1,0 +1,79 @@
+"""What ranks know and tell each other about ranks that do not come."""
+
+import json
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple, Protocol
+
+
+class Notice(NamedTuple):
+    """What a rank tells the others."""
+
+    state: str  # "waits", "looks" for a lost rank, "failed" or "left"
+    completed: int  # how many collectives the rank has completed
+    place: str  # where the rank waits, equal on ranks that will meet
+    text: str  # the place for people, or what went wrong
+    counts: dict[str, int] = {}  # of a rank that waits: `completed` of each of its groups
+
+    def encode(self) -> bytes:
+        return json.dumps(self).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> "Notice":
+        return cls(*json.loads(data))
+
+
+class Board(Protocol):
+    """Where ranks leave notices for each other; never blocks for long."""
+
+    def publish(self, notice: Notice, /) -> None: ...
+
+    def read(self) -> dict[int, Notice]:
+        """The latest notice of each other rank that has left one."""
+
+    def close(self) -> None:
+        """Finish publishing before the process ends."""
+
+
+class Peer(NamedTuple):
+    """The process of a rank."""
+
+    machine: str
+    pid_space: str
+    pid: int
+
+
+class Known(NamedTuple):
+    """What a transport knows of a group before its ranks have met.
+
+    Attributes
+    ----------
+    key
+        A name of the group, equal on its ranks, and no other group's.
+    members
+        The ranks in the world, which is the same for all groups.
+    find_ended
+        Returns the world's ranks whose processes have ended, as far as a launcher tells.
+    board
+        Of the world, for ranks that wait for others to meet.
+    """
+
+    key: str
+    members: Sequence[int]
+    find_ended: Callable[[], Collection[int]]
+    board: Board
+
+
+class RankLostError(RuntimeError):
+    """The process of a rank has ended, as a transport has seen."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"the process of rank {rank} has ended")
+        self.rank = rank
+
+
+class RankLeftError(RuntimeError):
+    """A rank has let go of the group, in order, while this rank waits for a message from there."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank} has left")
+        self.rank = rank

@@ -1,0 +1,86 @@
+"""What people read: the names of layers, which ranks have said what, and lines on stderr."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+
+def find_path(
+    part: object, kind: type, named_parts: Callable[[Any], Iterable[tuple[str, object]]], /
+) -> str:
+    """The path of `part` in the outermost model of a `kind` whose methods are running now.
+
+    "" if no running model has the part; `named_parts(model)` are its parts with their paths.
+    """
+    frame = sys._getframe(1)
+    running = []
+    while frame is not None:
+        candidate = frame.f_locals.get("self")
+        if isinstance(candidate, kind) and candidate is not part:
+            running.append(candidate)
+        frame = frame.f_back  # type: ignore[assignment]
+    for model in reversed(running):
+        for path, candidate in named_parts(model):
+            if candidate is part:
+                return path
+    return ""
+
+
+def for_people(name: str) -> str:
+    """A layer's name, which in an nn.Sequential is a bare number, read as a layer's."""
+    return f"layer {name}" if name[:1].isdigit() else name
+
+
+def by_answer(answers: Iterable[str]) -> str:
+    """Which ranks have given which answer, for people."""
+    ranks: dict[str, list[int]] = {}
+    for rank, answer in enumerate(answers):
+        ranks.setdefault(answer, []).append(rank)
+    return "; ".join(f"rank(s) {members} in {answer}" for answer, members in ranks.items())
+
+
+_announced: set[str] = set()
+
+
+def fail(kind: type[Exception], message: str) -> NoReturn:
+    """Raise an error that tells a person about the ranks, with its message as a line on stderr.
+
+    The traceback may be long, and stand among those of other ranks. So the message is also the
+    first line that a rank prints, and, where the error ends the program, the last one.
+    """
+    announce(message)
+    raise kind(message)
+
+
+def announce(message: str) -> None:
+    """Print a line that begins with "multibn: "."""
+    _announced.add(message)
+    _print(message)
+
+
+def announce_end() -> None:
+    """Print an announced message again, if its error ends the program."""
+    error = uncaught()
+    while error is not None and str(error) not in _announced:
+        error = error.__cause__ or error.__context__
+    if error is not None:
+        _print(str(error))
+
+
+def uncaught() -> BaseException | None:
+    """The exception that has ended the program, once the program has ended."""
+    # Python keeps such an exception here; so do interactive shells and test runners, with those
+    # that they have caught: the traceback then begins in a function that somebody has called.
+    trace = getattr(sys, "last_traceback", None)
+    if trace is None or trace.tb_frame.f_back is not None:
+        return None
+    error: BaseException | None = getattr(sys, "last_value", None)
+    return error
+
+
+def _print(message: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # the reader may have ended
+        sys.stderr.flush()
+        os.write(2, f"multibn: {message}\n".encode())
