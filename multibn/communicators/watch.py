@@ -145,6 +145,8 @@ class Watch:
         pause = _FIRST_LOOK
         while not done(min(pause, max(deadline - time.monotonic(), 0.0))):
             notices = self.look(place, text)
+            if self._before and not self._peers:
+                self._check_before_meeting(self._before, text)
             if time.monotonic() >= deadline:
                 self._miss(notices, text, timeout)
             pause = min(2 * pause, _LAST_LOOK)
@@ -182,6 +184,7 @@ class Watch:
 
     def look(self, place: str, text: str) -> dict[int, Notice]:
         """The others' notices; raises if one of them says that its rank will not come."""
+        _met.add(self._key)
         notices = self._notices()
         self._check_for_end(text, notices, [])
         elsewhere = {r: n for r, n in notices.items() if n.place != place}
@@ -193,8 +196,6 @@ class Watch:
                 f"{ALIKE}",
             )
         self._check_other_groups(text, notices)
-        if self._before and not self._peers:
-            self._check_before_meeting(self._before, text)
         return notices
 
     def _check_before_meeting(self, known: Known, text: str) -> None:
@@ -210,10 +211,9 @@ class Watch:
         known.board.publish(
             Notice("waits", 0, self._key, text, dict.fromkeys(map(str, self._members), 0))
         )
-        have_met = {watch._key for watch in list(_watches)}
         for member, notice in known.board.read().items():
-            is_elsewhere = notice.place != self._key and notice.place not in have_met
-            if is_elsewhere and member in self._members and me in notice.counts:
+            waits_for_me = notice.place not in _met and me in notice.counts
+            if waits_for_me and member in self._members:
                 self._fail(
                     RuntimeError,
                     f"the ranks are in different places: rank {self.rank} is in {text}; rank "
@@ -326,6 +326,7 @@ def _some(ranks: list[int]) -> str:
 
 
 _watches: WeakSet[Watch] = WeakSet()  # whose ranks know each other
+_met: set[str] = set()  # the groups in which this rank has come to the first meeting, or later ones
 
 
 def poll(condition: Callable[[], bool], seconds: float) -> bool:

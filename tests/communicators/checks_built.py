@@ -1,8 +1,9 @@
 """Two models of one architecture are told apart; copies on one rank alone disturb nobody."""
 
+import contextlib
 import copy
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from multibn import torch_backend
 from multibn.communicators import Communicator
+from multibn.communicators.agreement import Built
 from tests.harness.runs import on
 
 RUNS = on("torchrun mpiexec", 2, 3, needs="torch")
@@ -32,6 +34,16 @@ def _expect_right(models: Sequence[nn.Module]) -> None:
         assert _means(models) == [1.5 + 100.0 * n for n in range(len(models))]
 
 
+@contextlib.contextmanager
+def _numbers_restored() -> Iterator[None]:
+    """Later checks share the processes, and compare which layers these have built."""
+    before = Built.num_layers
+    try:
+        yield
+    finally:
+        Built.num_layers = before
+
+
 _COPIES: dict[str, Callable[[nn.Module], object]] = {
     "a deep copy": copy.deepcopy,
     "a shallow copy": copy.copy,
@@ -50,9 +62,10 @@ def check_copies_on_one_rank_alone(world: Communicator) -> None:
 
 
 def check_a_model_that_one_rank_has_deleted(world: Communicator) -> None:
-    if world.rank == 1:
-        _network(world)
-    _expect_right([_network(world), _network(world)])
+    with _numbers_restored():
+        if world.rank == 1:
+            _network(world)
+        _expect_right([_network(world), _network(world)])
 
 
 def check_a_model_that_one_rank_has_received(world: Communicator) -> None:
@@ -64,13 +77,14 @@ def check_a_model_that_one_rank_has_received(world: Communicator) -> None:
 
 
 def check_another_model_on_one_rank_is_an_error_on_all(world: Communicator) -> None:
-    further = _network(world) if world.rank == 1 else None
-    model = _network(world)
-    with pytest.raises(RuntimeError, match="the ranks are in different models, at layer 1: ") as e:
-        _means([model])
+    with _numbers_restored():
+        further = [_network(world)] if world.rank == 1 else []
+        model = _network(world)
+        with pytest.raises(RuntimeError, match="ranks are in different models, at layer 1: ") as e:
+            _means([model])
+        further.clear()
     assert f"rank(s) {[r for r in range(world.size) if r != 1]} in the layer built as " in str(e)
     assert "Build a model that one rank alone needs after the others, or copy it from" in str(e)
-    del further
 
 
 def check_a_copy_in_its_originals_place_is_an_error_on_all(world: Communicator) -> None:

@@ -208,7 +208,7 @@ class _Transport(Transport):
         store = dist.distributed_c10d._get_default_store()
         self._store: dist.Store | None = dist.PrefixStore(f"multibn/{group.group_name}", store)
         ranks = dist.get_process_group_ranks(group)
-        self._meetings = StoreBoard(dist.PrefixStore("multibn meetings", store), dist.get_rank())
+        self._meetings = _world().meetings(store)
         self.known = Known(group.group_name, ranks, ended_ranks, self._meetings)
         self._machines: Machines | None = None
         # Of all ranks, and of the first ranks of all machines.
@@ -296,8 +296,16 @@ class _World:
         self.groups: MutableMapping[tuple[int, ...], dist.ProcessGroup] = (
             weakref.WeakValueDictionary()
         )
+        self._meetings: StoreBoard | None = None
         # Those among them that all ranks of the default group have made together.
         self.split: set[tuple[int, ...]] = set()
+
+    def meetings(self, store: dist.Store) -> StoreBoard:
+        """Where ranks say in which group they wait for the others to come for the first time."""
+        if self._meetings is None:
+            prefixed = dist.PrefixStore("multibn/meetings", store)
+            self._meetings = StoreBoard(prefixed, dist.get_rank())
+        return self._meetings
 
     def lines_of(self, group: dist.ProcessGroup) -> Lines:
         """The lines of all handles of one process group."""
