@@ -483,7 +483,7 @@ def check_a_list_without_this_rank(world: Communicator) -> None:
                 first.allreduce(torch.ones(1))
 
 
-@only(sizes=(2,))
+@only(sizes=(2,), last=True)  # the group of these ranks cannot be used after its failure
 def check_ranks_that_wait_for_each_other_in_different_groups(world: Communicator) -> None:
     """One list on both ranks, and then another one on one of them: no deadline is awaited."""
     parent: Any = fresh(world)
