@@ -68,12 +68,14 @@ def convert_sync_batchnorm(
     weighting, running_var
         As `SyncBatchNorm`'s.
     strict
-        Whether a layer that cannot be converted is an error. No layer is changed then.
+        Whether a layer that cannot be converted is an error, and a model without a batch norm. No
+        layer is changed then.
 
     Raises
     ------
     TypeError, ValueError
-        As `SyncBatchNorm`. TypeError if `strict` and a layer cannot be converted.
+        As `SyncBatchNorm`. TypeError if `module` is no module; if `strict` and a layer cannot be
+        converted, or if there is none.
     RuntimeError
         In the first training forward pass of a layer whose own forward pass does not call
         torch.nn.functional.batch_norm with its running mean: it computes statistics by itself.
@@ -81,10 +83,10 @@ def convert_sync_batchnorm(
     Warns
     -----
     UserWarning
-        One warning for all layers that stay as they are, with their paths: a layer that is
-        parametrized, lazy and without an input so far, a subclass of nn.SyncBatchNorm with a
+        One warning for all layers that stay as they are, with paths for each reason: a layer that
+        is parametrized, lazy and without an input so far, a subclass of nn.SyncBatchNorm with a
         forward pass of its own, or a module that has running statistics and is not of torch's batch
-        norm class.
+        norm class. One if the model has no batch norm.
 
     Examples
     --------
@@ -96,6 +98,7 @@ def convert_sync_batchnorm(
     ('SyncBatchNorm2d', True)
     """
     SyncBatchNorm(1, process_group=process_group, weighting=weighting, running_var=running_var)
+    _check_module(module)
     layers: list[_BatchNorm] = []
     obstacles: dict[str, str] = {}
     for path, part in _named_parts(module):
@@ -105,10 +108,14 @@ def convert_sync_batchnorm(
             obstacles[path] = f"{_name(part)}: {why}"
         elif isinstance(part, _BatchNorm):
             layers.append(part)
+    message = ""
     if obstacles:
         message = _list(obstacles, "their statistics are not shared")
-        if strict:
-            raise TypeError(message)
+    elif not (layers or any(isinstance(part, Synchronized) for part in module.modules())):
+        message = _nothing_to_convert(module)
+    if message and strict:
+        raise TypeError(message)
+    if message:
         warnings.warn(message, stacklevel=2)
     for layer in layers:
         group = process_group
@@ -146,6 +153,7 @@ def revert_sync_batchnorm(module: nn.Module) -> Any:
     >>> type(model[1]).__name__
     'BatchNorm2d'
     """
+    _check_module(module)
     obstacles: dict[str, str] = {}
     for path, part in _named_parts(module):
         if not isinstance(part, SyncBatchNorm):
@@ -166,6 +174,26 @@ def _named_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     yield from ((path, part) for path, part in parts if id(part) not in inside)
 
 
+def _check_module(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"`module` must be a torch.nn.Module: got {type(module).__qualname__}. Pass the model."
+        )
+
+
+def _nothing_to_convert(module: nn.Module) -> str:
+    """What to say of a model without a batch norm."""
+    if any(base.__module__.partition(".")[0] == "keras" for base in type(module).__mro__):
+        return (
+            f"`module` must have batch norms of torch: got {_name(module)}, a model of Keras, "
+            "which normalizes by functions of its own. Build the model from torch.nn's layers."
+        )
+    return (
+        f"`module` must have a batch norm: got none in {_name(module)}, so that no statistics are "
+        "shared. Group norms and layer norms need no sharing."
+    )
+
+
 _PARAMETRIZED = "it is parametrized. Remove the parametrizations, and register them again later"
 
 
@@ -176,7 +204,7 @@ def _cannot_convert(layer: nn.Module) -> str | None:
         # A norm whose weight is a buffer, too, is frozen: torchvision's FrozenBatchNorm2d.
         if isinstance(layer, _NormBase) or "weight" in buffers:
             return None
-        if "running_mean" in buffers and "running_var" in buffers:
+        if "running_var" in buffers:  # alone in timm's EvoNorm2dB0
             return "it is not of torch's batch norm class"
         return None
     if hasattr(layer, "parametrizations"):
@@ -213,8 +241,14 @@ def _list(obstacles: dict[str, str], consequence: str) -> str:
     paths: dict[str, list[str]] = {}
     for path, why in obstacles.items():
         paths.setdefault(why, []).append(path or "the model itself")
-    lines = [f"{', '.join(names)} ({why})" for why, names in paths.items()]
+    lines = [f"{_some(names)} ({why})" for why, names in paths.items()]
     return f"{len(obstacles)} layer(s) stay as they are, {consequence}: {'; '.join(lines)}."
+
+
+def _some(names: list[str]) -> str:
+    return (
+        ", ".join(names) if len(names) < 5 else f"{', '.join(names[:3])} and {len(names) - 3} more"
+    )
 
 
 # Under the name and with the arguments of torch.nn.SyncBatchNorm's; the same for every subclass.

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.overrides import TorchFunctionMode
 
+from multibn.engine.population import Pool
 from multibn.engine.step import Input
 from multibn.torch_backend.layer import compiled, dtensors, functional
 from multibn.torch_backend.layer.modules import (
@@ -32,6 +33,12 @@ _classes: dict[tuple[type[_BatchNorm], bool], type[SyncBatchNorm]] = {
     (nn.BatchNorm1d, False): SyncBatchNorm1d,
     (nn.BatchNorm2d, False): SyncBatchNorm2d,
     (nn.BatchNorm3d, False): SyncBatchNorm3d,
+}
+
+# For torch's checks of dimensions, the class that makes the same check on all ranks.
+_CHECKS: dict[Any, Any] = {
+    original._check_input_dim: synchronized
+    for (original, _), synchronized in list(_classes.items())
 }
 
 # The attributes of a synchronized layer that its original lacks.
@@ -78,8 +85,15 @@ def _class(original: type[_BatchNorm], has_own_forward: bool) -> type[SyncBatchN
             "__module__": __name__,
             "converted_from": original,
         }
+        check = original._check_input_dim
+        if check in _CHECKS:
+            attributes["_shapes"] = _CHECKS[check]._shapes
         if has_own_forward:
-            attributes["_check_input_dim"] = original._check_input_dim
+            attributes["_check_input_dim"] = check
+        elif check in _CHECKS:
+            attributes["_check_input_dim"] = _CHECKS[check]._check_input_dim
+        elif check is not _NormBase._check_input_dim:
+            attributes |= {"_check_input_dim": check, "_shapes": {}}
         bases = (_OwnForward if has_own_forward else _Derived, original)
         _classes[key] = type(f"Sync{original.__name__}", bases, attributes)
     return _classes[key]
@@ -188,10 +202,14 @@ class _Sharing(TorchFunctionMode):
                 input, running_mean, running_var, weight, bias, training, momentum, eps
             )
         running = running_of(layer, layer.running_var_convention, momentum)
+        if isinstance(running, Pool):
+            running.momentum = momentum
         axis = functional.all_but_channels(input)
+        # Not `num_features`: lightly's SplitBatchNorm views its splits as channels.
+        channels = [len(p) for p in (running_mean, weight, bias) if p is not None]
         ((y, batch),) = compiled.forward_all(
             [Input(input, weight, bias, eps, axis, running=running)],
-            [layer.num_features],
+            [*channels, layer.num_features][:1],
             layer.conversation,
             weighting=layer.weighting,
         )

@@ -252,6 +252,8 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
     # The class for `revert_sync_batchnorm`: of the layer's class, or of a layer that was converted.
     converted_from: type[_BatchNorm] | None = None
     fuse_relu = False  # the value in layers that were converted
+    # Of inputs, by the number of dimensions; `_check_input_dim` is asked about all others.
+    _shapes: ClassVar[dict[int, str]] = dict.fromkeys(range(2, 6), "")
     convert_sync_batchnorm: ClassVar[Callable[..., Any]]  # convert.py sets this method
 
     def __init__(
@@ -291,6 +293,8 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         is_masked = mask is not None or lengths is not None
         if not (is_dense and self.training) or is_masked or torch.compiler.is_compiling():
             return self._forward_special(input, residual, mask=mask, lengths=lengths)
+        if input.ndim not in self._shapes:
+            self._check_dimensions(input)
         ((y, _),) = functional.forward_all(
             [self.as_input(input, residual)],
             [self.num_features],
@@ -309,6 +313,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         conversation = self.conversation if self.training else ALONE
         if getattr(input, "is_nested", False):
             return jagged.apply(self, conversation, input, residual, mask, lengths)
+        self._check_dimensions(input)
         if not self.training and self.running_mean is not None and self.running_var is not None:
             return self._evaluate(input, residual, mask, lengths)
         if torch.compiler.is_dynamo_compiling() and dtensors.among((input, self.weight)):
@@ -354,18 +359,34 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
             "model after revert_sync_batchnorm, or use torch.jit.trace in evaluation."
         )
 
+    def _check_dimensions(self, input: Any) -> None:
+        """Raise if the layer's class refuses this number of dimensions. Collective in training."""
+        try:
+            if isinstance(input, Tensor):
+                self._check_input_dim(input)
+        except ValueError as error:
+            communicator: Communicator = self.conversation if self.training else ALONE
+            functional.refuse(error, [input], [self.num_features], communicator)
+
     def _check_input_dim(self, input: Tensor) -> None:
-        """Accept every input: `forward` checks it."""
+        """Accept every input: `forward` checks the rest."""
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}{', fuse_relu=True' if self.fuse_relu else ''}"
 
 
-class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
+class _OfDimensions(SyncBatchNorm):
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.ndim not in self._shapes:
+            raise functional.dimensions_error(self, input, self._shapes)
+
+
+class SyncBatchNorm1d(_OfDimensions, nn.BatchNorm1d):
     """A `SyncBatchNorm` that is an nn.BatchNorm1d to code that looks for this class.
 
-    `convert_sync_batchnorm` makes one of an nn.BatchNorm1d. Accepts inputs of any dimensions. The
-    parameters are those of `SyncBatchNorm`.
+    `convert_sync_batchnorm` makes one of an nn.BatchNorm1d. As that class, the layer refuses inputs
+    of other dimensions than `(N, C)` and `(N, C, L)`, on all ranks. The parameters are those of
+    `SyncBatchNorm`.
 
     Examples
     --------
@@ -376,9 +397,10 @@ class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
     """
 
     converted_from = nn.BatchNorm1d
+    _shapes = {2: "(N, C)", 3: "(N, C, L)"}
 
 
-class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
+class SyncBatchNorm2d(_OfDimensions, nn.BatchNorm2d):
     """As `SyncBatchNorm1d`, for nn.BatchNorm2d.
 
     Examples
@@ -391,9 +413,10 @@ class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
     """
 
     converted_from = nn.BatchNorm2d
+    _shapes = {4: "(N, C, H, W)"}
 
 
-class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
+class SyncBatchNorm3d(_OfDimensions, nn.BatchNorm3d):
     """As `SyncBatchNorm1d`, for nn.BatchNorm3d.
 
     Examples
@@ -406,3 +429,4 @@ class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
     """
 
     converted_from = nn.BatchNorm3d
+    _shapes = {5: "(N, C, T, H, W)"}
