@@ -16,7 +16,7 @@ from array_api_compat import is_cupy_array
 from multibn import message
 from multibn._arrays import from_host, is_on_host, to_host
 from multibn._typing import Array
-from multibn.communicators.agreement import Agreement
+from multibn.communicators.agreement import Agreement, sum_of
 from multibn.communicators.base import Communicator, Forwarding, SingleProcess
 from multibn.communicators.lines import HostArray
 from multibn.communicators.names import by_answer, for_people
@@ -179,7 +179,7 @@ class Phase(Forwarding):
             numbers = to_host(x) if on_host else x
             before, after = agreed.around(numbers)
             start = before.shape[0]
-            summed = agreed.communicator.allreduce(message.concat([before, numbers, after]))
+            summed = sum_of(message.concat([before, numbers, after]), agreed.communicator, self)
         payload = summed[start : -self.num_lanes]
         if on_host:
             self._check(summed, agreed.size)

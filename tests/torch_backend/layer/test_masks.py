@@ -479,3 +479,21 @@ def test_a_step_of_masked_micro_batches() -> None:
     plain(torch.cat([chosen(x, mask) for x, _, mask in (batch(0), batch(1))]))
     for got, want in zip(layer.buffers(), plain.buffers(), strict=True):
         assert relative_error(got, want) < 1e-12
+
+
+def test_a_mask_on_one_rank_only() -> None:
+    """Also where a message is longer than a first one: the second call is another layer's then."""
+
+    def run(communicator: ThreadCommunicator) -> str:
+        layer = SubBatchNorm1d(2, 3, process_group=communicator)
+        x, mask = torch.randn(4, 3, 5), torch.ones(4, 5, dtype=torch.bool)
+        layer(x)
+        with pytest.raises(RuntimeError) as caught:
+            layer(x, mask=None if communicator.rank else mask)
+        return str(caught.value)
+
+    for rank, error in enumerate(run_ranks(2, run)):
+        assert f"rank {rank} cannot sum" in error
+        assert (
+            "places: all ranks must run the same layers in the same order, with a `mask`" in error
+        )
