@@ -311,9 +311,9 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
             options = {k: v for k, v in (("mask", mask), ("lengths", lengths)) if v is not None}
             return call_node(self, input, *(() if residual is None else (residual,)), **options)
         conversation = self.conversation if self.training else ALONE
+        self._check_dimensions(input)
         if getattr(input, "is_nested", False):
             return jagged.apply(self, conversation, input, residual, mask, lengths)
-        self._check_dimensions(input)
         if not self.training and self.running_mean is not None and self.running_var is not None:
             return self._evaluate(input, residual, mask, lengths)
         if torch.compiler.is_dynamo_compiling() and dtensors.among((input, self.weight)):

@@ -23,6 +23,7 @@ from multibn.parity.oracle import relative_error  # noqa: E402
 from multibn.torch_backend import (  # noqa: E402
     SubBatchNorm1d,
     SyncBatchNorm,
+    convert_sync_batchnorm,
     join,
     normalize_together,
     step_statistics,
@@ -358,6 +359,17 @@ def test_jagged_nested_tensors(jagged_dim: int, training: bool) -> None:
     assert t.grad is not None
     assert t.grad.is_nested
     assert relative_error(layer.running_var, expected.running_var) < 1e-11
+
+
+def test_jagged_nested_tensors_of_images() -> None:
+    """A converted layer asks for the dimensions of its class, which the tensor has."""
+    rows = [torch.randn(n, C, 4).double() for n in (2, 5)]
+    t = torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
+    layer = convert_sync_batchnorm(nn.BatchNorm2d(C).double())
+    expected = nn.BatchNorm2d(C).double()(torch.cat(rows)[:, :, None])[:, :, 0]
+    assert relative_error(layer(t).values().movedim(1, 0).detach(), expected.detach()) < 1e-11
+    with pytest.raises(ValueError, match=r"SyncBatchNorm1d must have 2 or 3 dimensions.*j"):
+        convert_sync_batchnorm(nn.BatchNorm1d(C))(t)
 
 
 def test_update_bn_stats_of_nested_tensors() -> None:
