@@ -8,10 +8,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from multibn._typing import RunningVar, Weighting, overridden
+from multibn._typing import RunningVar, Weighting, check_int, overridden
 from multibn.torch_backend.convert import derived
 from multibn.torch_backend.layer import data_parallel
-from multibn.torch_backend.layer.modules import SyncBatchNorm, Synchronized
+from multibn.torch_backend.layer.modules import ALONE, SyncBatchNorm, Synchronized
 from multibn.torch_backend.layer.sub_batch_norm import _SubBatchNorm
 
 # Names that a class may define and still behave like the layer that it derives from.
@@ -98,6 +98,63 @@ def convert_sync_batchnorm(
     ('SyncBatchNorm2d', True)
     """
     SyncBatchNorm(1, process_group=process_group, weighting=weighting, running_var=running_var)
+    for layer in _find(module, strict):
+        group = process_group
+        if group is None and isinstance(layer, nn.SyncBatchNorm):
+            group = layer.process_group
+        derived.derive(layer)
+        assert isinstance(layer, SyncBatchNorm)
+        layer.configure(group, weighting=weighting, running_var=running_var)
+    for part in module.modules():
+        if isinstance(part, DistributedDataParallel):
+            data_parallel.watch(part, Synchronized)
+    return module
+
+
+def convert_sub_batchnorm(module: nn.Module, num_splits: int, *, strict: bool = False) -> Any:
+    """Let every batch norm of a model normalize each part of its batch by this part's statistics.
+
+    Ghost batch normalization (Hoffer et al., 2017, arXiv:1705.08741) for a model as it is: a large
+    batch trains as several small ones do. Changes the layers in place, as `convert_sync_batchnorm`
+    does, and returns `module`; `revert_sync_batchnorm` is the way back. The parts are consecutive
+    samples, of sizes that differ by one at most. The running statistics are those of the whole
+    batch, as an nn.BatchNorm2d keeps them, so that evaluation and state dicts stay what they were.
+    Not collective; nor are the layers. For parts of a batch that ranks share, and for SlowFast's
+    state, see `SubBatchNorm3d`.
+
+    Parameters
+    ----------
+    module, strict
+        As for `convert_sync_batchnorm`.
+    num_splits
+        The number of parts. A batch too small for them has fewer, so that each part has a sample,
+        and two values per channel.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `num_splits` is no positive int, and as `convert_sync_batchnorm`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch import nn
+    >>> from multibn.torch_backend import convert_sub_batchnorm
+    >>> model = convert_sub_batchnorm(nn.Sequential(nn.BatchNorm1d(1, affine=False)), 2)
+    >>> model(torch.tensor([[1.0], [2.0], [3.0], [30.0], [40.0]])).flatten()
+    tensor([-1.2247,  0.0000,  1.2247, -1.0000,  1.0000])
+    """
+    check_int("num_splits", num_splits)
+    for layer in _find(module, strict):
+        derived.derive(layer)
+        assert isinstance(layer, SyncBatchNorm)
+        layer.configure(ALONE)
+        layer._num_splits, layer._usual = num_splits, ()
+    return module
+
+
+def _find(module: nn.Module, strict: bool) -> list[_BatchNorm]:
+    """The layers to convert. All others that have statistics are an error or a warning."""
     _check_module(module)
     layers: list[_BatchNorm] = []
     obstacles: dict[str, str] = {}
@@ -116,22 +173,12 @@ def convert_sync_batchnorm(
     if message and strict:
         raise TypeError(message)
     if message:
-        warnings.warn(message, stacklevel=2)
-    for layer in layers:
-        group = process_group
-        if group is None and isinstance(layer, nn.SyncBatchNorm):
-            group = layer.process_group
-        derived.derive(layer)
-        assert isinstance(layer, SyncBatchNorm)
-        layer.configure(group, weighting=weighting, running_var=running_var)
-    for part in module.modules():
-        if isinstance(part, DistributedDataParallel):
-            data_parallel.watch(part, Synchronized)
-    return module
+        warnings.warn(message, stacklevel=3)
+    return layers
 
 
 def revert_sync_batchnorm(module: nn.Module) -> Any:
-    """Give every `SyncBatchNorm` the class that it was converted from.
+    """Give every `SyncBatchNorm` and split layer the class that it was converted from.
 
     For export or single-process use. Changes the layers in place and returns `module`. A layer that
     was built as a `SyncBatchNorm` becomes a `BatchNorm`, a `NaiveSyncBatchNorm2d` an

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from multibn.engine.population import Pool
 from multibn.engine.step import Input
-from multibn.torch_backend.layer import compiled, dtensors, functional
+from multibn.torch_backend.layer import dtensors, functional
 from multibn.torch_backend.layer.modules import (
     SyncBatchNorm,
     SyncBatchNorm1d,
@@ -43,7 +43,7 @@ _CHECKS: dict[Any, Any] = {
 
 # The attributes of a synchronized layer that its original lacks.
 _ATTRIBUTES = vars(SyncBatchNorm(1)).keys() - vars(nn.BatchNorm1d(1)).keys()
-_ATTRIBUTES |= {"converted_from", "pool", "_shares"}
+_ATTRIBUTES |= {"converted_from", "pool", "_shares", "_usual", "_num_splits"}
 
 
 def derive(layer: _BatchNorm, /) -> None:
@@ -87,13 +87,13 @@ def _class(original: type[_BatchNorm], has_own_forward: bool) -> type[SyncBatchN
         }
         check = original._check_input_dim
         if check in _CHECKS:
-            attributes["_shapes"] = _CHECKS[check]._shapes
+            attributes["_usual"] = attributes["_shapes"] = _CHECKS[check]._shapes
         if has_own_forward:
             attributes["_check_input_dim"] = check
         elif check in _CHECKS:
             attributes["_check_input_dim"] = _CHECKS[check]._check_input_dim
         elif check is not _NormBase._check_input_dim:
-            attributes |= {"_check_input_dim": check, "_shapes": {}}
+            attributes |= {"_check_input_dim": check, "_usual": ()}
         bases = (_OwnForward if has_own_forward else _Derived, original)
         _classes[key] = type(f"Sync{original.__name__}", bases, attributes)
     return _classes[key]
@@ -207,11 +207,10 @@ class _Sharing(TorchFunctionMode):
         axis = functional.all_but_channels(input)
         # Not `num_features`: lightly's SplitBatchNorm views its splits as channels.
         channels = [len(p) for p in (running_mean, weight, bias) if p is not None]
-        ((y, batch),) = compiled.forward_all(
-            [Input(input, weight, bias, eps, axis, running=running)],
+        y, batch = layer.normalize(
+            Input(input, weight, bias, eps, axis, running=running),
             [*channels, layer.num_features][:1],
             layer.conversation,
-            weighting=layer.weighting,
         )
         before, counter = self.count_before, layer.num_batches_tracked
         if running is not None and before is not None and counter is not None:

@@ -1,7 +1,7 @@
 """Batch normalization layers for torch."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
 from typing import Any, ClassVar, NoReturn
 
@@ -15,9 +15,17 @@ from multibn.communicators.conversation import Conversation
 from multibn.communicators.names import find_path
 from multibn.engine import recompute
 from multibn.engine.population import Pool
+from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Input
 from multibn.kernels import Running, generic
-from multibn.torch_backend.layer import compiled, data_parallel, dtensors, functional, jagged
+from multibn.torch_backend.layer import (
+    compiled,
+    data_parallel,
+    dtensors,
+    functional,
+    jagged,
+    splits,
+)
 
 #: This process alone, known to compiled code.
 ALONE = SingleProcess()
@@ -252,8 +260,11 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
     # The class for `revert_sync_batchnorm`: of the layer's class, or of a layer that was converted.
     converted_from: type[_BatchNorm] | None = None
     fuse_relu = False  # the value in layers that were converted
-    # Of inputs, by the number of dimensions; `_check_input_dim` is asked about all others.
+    # Inputs that take the short way, by their number of dimensions: all that `_check_input_dim`
+    # need not be asked about, and none for a layer that splits its batch.
     _shapes: ClassVar[dict[int, str]] = dict.fromkeys(range(2, 6), "")
+    _usual: Collection[int] = _shapes
+    _num_splits = 1  # `convert_sub_batchnorm` sets both
     convert_sync_batchnorm: ClassVar[Callable[..., Any]]  # convert.py sets this method
 
     def __init__(
@@ -293,8 +304,8 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         is_masked = mask is not None or lengths is not None
         if not (is_dense and self.training) or is_masked or torch.compiler.is_compiling():
             return self._forward_special(input, residual, mask=mask, lengths=lengths)
-        if input.ndim not in self._shapes:
-            self._check_dimensions(input)
+        if input.ndim not in self._usual:
+            return self._forward_special(input, residual, mask=mask, lengths=lengths)
         ((y, _),) = functional.forward_all(
             [self.as_input(input, residual)],
             [self.num_features],
@@ -320,10 +331,16 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
             return dtensors.uncompiled(self.forward)(input, residual, mask=mask, lengths=lengths)
         mask = compiled.mask_of(input, mask, lengths, [self.num_features], conversation)
         i = self.as_input(input, residual, mask)
-        ((y, _),) = compiled.forward_all(
-            [i], [self.num_features], conversation, weighting=self.weighting
-        )
-        return y
+        return self.normalize(i, [self.num_features], conversation)[0]
+
+    def normalize(
+        self, i: Input, num_channels: list[int], conversation: Communicator
+    ) -> tuple[Tensor, BatchStatistics]:
+        """The output, and the statistics of the batch. Collective."""
+        if self._num_splits > 1 and self.training:
+            return splits.forward(i, self._num_splits, conversation, self.weighting)
+        (result,) = compiled.forward_all([i], num_channels, conversation, weighting=self.weighting)
+        return result
 
     def _evaluate(
         self, input: Any, residual: Tensor | None, mask: Tensor | None, lengths: Tensor | None
@@ -372,7 +389,8 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         """Accept every input: `forward` checks the rest."""
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}{', fuse_relu=True' if self.fuse_relu else ''}"
+        splits = f", num_splits={self._num_splits}" if self._num_splits > 1 else ""
+        return f"{super().extra_repr()}{', fuse_relu=True' if self.fuse_relu else ''}{splits}"
 
 
 class _OfDimensions(SyncBatchNorm):
@@ -397,7 +415,7 @@ class SyncBatchNorm1d(_OfDimensions, nn.BatchNorm1d):
     """
 
     converted_from = nn.BatchNorm1d
-    _shapes = {2: "(N, C)", 3: "(N, C, L)"}
+    _usual = _shapes = {2: "(N, C)", 3: "(N, C, L)"}
 
 
 class SyncBatchNorm2d(_OfDimensions, nn.BatchNorm2d):
@@ -413,7 +431,7 @@ class SyncBatchNorm2d(_OfDimensions, nn.BatchNorm2d):
     """
 
     converted_from = nn.BatchNorm2d
-    _shapes = {4: "(N, C, H, W)"}
+    _usual = _shapes = {4: "(N, C, H, W)"}
 
 
 class SyncBatchNorm3d(_OfDimensions, nn.BatchNorm3d):
@@ -429,4 +447,4 @@ class SyncBatchNorm3d(_OfDimensions, nn.BatchNorm3d):
     """
 
     converted_from = nn.BatchNorm3d
-    _shapes = {5: "(N, C, T, H, W)"}
+    _usual = _shapes = {5: "(N, C, T, H, W)"}

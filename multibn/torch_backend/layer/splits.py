@@ -1,0 +1,51 @@
+"""Batch normalization of each part of a batch, for converted layers (ghost batch norm)."""
+
+import torch
+from torch import Tensor
+
+from multibn._typing import Weighting
+from multibn.communicators import Communicator
+from multibn.engine.population import Pool
+from multibn.engine.statistics import BatchStatistics, channels
+from multibn.engine.step import Input
+from multibn.kernels import Running
+from multibn.torch_backend.layer import compiled, dtensors
+
+
+def forward(
+    i: Input, num_splits: int, communicator: Communicator, weighting: Weighting
+) -> tuple[Tensor, BatchStatistics]:
+    """Normalize each split of `i` by its own statistics; move and return those of the whole."""
+    x, running = i.x, i.running
+    if dtensors.among([x]):
+        raise TypeError(
+            f"a layer that splits its batch by {num_splits} cannot take a DTensor: got placements "
+            f"{x.placements}. Call to_local on the input."
+        )
+    if communicator.size > 1:  # whose batches may have unequal numbers of parts
+        raise ValueError(
+            f"`process_group` must be one process for a layer that splits its batch: got "
+            f"{communicator.size}. Build the model with SubBatchNorm1d, 2d or 3d."
+        )
+    shape = channels(x.shape, i.axis)
+    # Each split has two values per channel if the batch has: the last batch may be small.
+    num_splits = max(1, min(num_splits, len(x), x.numel() // shape[0] // 2))
+    splits = [
+        [None] * num_splits if t is None else t.tensor_split(num_splits)
+        for t in (x, i.residual, i.mask)
+    ]
+    dtype = None if x.device.type == "mps" else torch.float64  # a device without float64
+    zeros = torch.zeros(shape, device=x.device, dtype=dtype)
+    pool = running if isinstance(running, Pool) else Pool(zeros)
+    inputs = [
+        i._replace(x=part, residual=residual, mask=mask, running=pool)
+        for part, residual, mask in zip(*splits, strict=True)
+    ]
+    sharing = [shape[0]] * num_splits, communicator
+    results = compiled.forward_all(inputs, *sharing, weighting=weighting)
+    batch, local_count = pool.compute()
+    if isinstance(running, Running) and compiled.takes(x):
+        torch.ops.multibn.move(*running, *batch[:3], None, local_count)
+    elif isinstance(running, Running):
+        dtensors.move(running, batch, local_count)
+    return torch.cat([y for y, _ in results]), batch
