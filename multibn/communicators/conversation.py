@@ -7,7 +7,7 @@ rank is doing (see `multibn.message`). All ranks see the same sums, so that all 
 each other in the same moment.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -38,6 +38,8 @@ class Conversation(Forwarding):
     num_layers
         How many layers share each message.
     """
+
+    names: Sequence[str] = ()  # of the layers that share each message, if several do
 
     def __init__(
         self, communicator: Communicator, find_name: Callable[[], str], *, num_layers: int = 1

@@ -121,6 +121,7 @@ def shared_conversation(layers: Sequence[Synchronized]) -> Conversation:
     if key not in known:
         name = _common_name([part.name for part in parts])
         known[key] = Conversation(parts[0].wrapped, lambda: name, num_layers=len(parts))
+        known[key].names = [part.name for part in parts]
     return known[key]
 
 
