@@ -73,10 +73,8 @@ class LayerStatistics(NamedTuple):
     ----------
     path
         The layer's name in the model's state dict.
-    batch
-        Mean, biased variance and count over all ranks.
-    own
-        The same of this rank's part alone; 0 if the part is empty.
+    batch, own
+        Mean, biased variance and count, over all ranks and of this rank alone.
 
     Examples
     --------
@@ -97,9 +95,9 @@ class LayerStatistics(NamedTuple):
 class observing(_Pass):  # noqa: N801
     """Context manager for those who study batch statistics; yields a list of `LayerStatistics`.
 
-    Each call of a layer in training adds one, a layer that splits its batch one for each split that
-    it computes apart; a pass that runs again adds none. The list keeps no activation. A layer sends
-    what it sends without this context, and computes this rank's moments once more. Not collective.
+    Each call of a layer in training adds one, or one for each split of the batch; a pass that runs
+    again adds none. The list keeps no activation. A layer sends what it sends without the context,
+    and computes this rank's moments once more. Not collective.
 
     Examples
     --------

@@ -17,11 +17,6 @@ def forward(
 ) -> tuple[Tensor, BatchStatistics]:
     """Normalize each split of `i` by its own statistics; move and return those of the whole."""
     x, running = i.x, i.running
-    if dtensors.among([x]):
-        raise TypeError(
-            f"a layer that splits its batch by {num_splits} cannot take a DTensor: got placements "
-            f"{x.placements}. Call to_local on the input."
-        )
     if communicator.size > 1:  # whose batches may have unequal numbers of parts
         raise ValueError(
             f"`process_group` must be one process for a layer that splits its batch: got "
