@@ -339,7 +339,8 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
     ) -> tuple[Tensor, BatchStatistics]:
         """The output, and the statistics of the batch. Collective."""
         if self._num_splits > 1 and self.training:
-            return splits.forward(i, self._num_splits, conversation, self.weighting)
+            sharing = num_channels, conversation, self.weighting
+            return splits.forward(i, self._num_splits, *sharing)
         (result,) = compiled.forward_all([i], num_channels, conversation, weighting=self.weighting)
         return result
 

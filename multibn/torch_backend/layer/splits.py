@@ -9,11 +9,15 @@ from multibn.engine.population import Pool
 from multibn.engine.statistics import BatchStatistics, channels
 from multibn.engine.step import Input
 from multibn.kernels import Running
-from multibn.torch_backend.layer import compiled, dtensors
+from multibn.torch_backend.layer import compiled, dtensors, functional
 
 
 def forward(
-    i: Input, num_splits: int, communicator: Communicator, weighting: Weighting
+    i: Input,
+    num_splits: int,
+    num_channels: list[int],
+    communicator: Communicator,
+    weighting: Weighting,
 ) -> tuple[Tensor, BatchStatistics]:
     """Normalize each split of `i` by its own statistics; move and return those of the whole."""
     x, running = i.x, i.running
@@ -22,6 +26,7 @@ def forward(
             f"`process_group` must be one process for a layer that splits its batch: got "
             f"{communicator.size}. Build the model with SubBatchNorm1d, 2d or 3d."
         )
+    functional.check_input(x, *num_channels)
     shape = channels(x.shape, i.axis)
     # Each split has two values per channel if the batch has: the last batch may be small.
     num_splits = max(1, min(num_splits, len(x), x.numel() // shape[0] // 2))
@@ -36,8 +41,8 @@ def forward(
         i._replace(x=part, residual=residual, mask=mask, running=pool)
         for part, residual, mask in zip(*splits, strict=True)
     ]
-    sharing = [shape[0]] * num_splits, communicator
-    results = compiled.forward_all(inputs, *sharing, weighting=weighting)
+    num_channels = num_channels * num_splits
+    results = compiled.forward_all(inputs, num_channels, communicator, weighting=weighting)
     batch, local_count = pool.compute()
     if isinstance(running, Running) and compiled.takes(x):
         torch.ops.multibn.move(*running, *batch[:3], None, local_count)

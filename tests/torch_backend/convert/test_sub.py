@@ -137,5 +137,14 @@ def test_what_is_refused() -> None:
         run_ranks(2, share)
     with pytest.raises(ValueError, match=r"SyncBatchNorm2d must have 4 dimensions"):
         layer(torch.randn(4, 3))
+    for x, kind, message in (
+        (torch.randn(4, 5, 2, 2), ValueError, "must have 3 channels in dimension 1"),
+        (torch.ones(4, 3, 2, 2).int(), TypeError, "must be of a real floating-point dtype"),
+        ([1.0], TypeError, r"must be a torch\.Tensor: got list"),
+    ):
+        with pytest.raises(kind, match=message):
+            layer(x)
+    layer(torch.zeros(0, 3, 2, 2))
+    assert not layer.num_batches_tracked
     with pytest.raises(ValueError, match="needs more than 1 value per channel"):
         convert_sub_batchnorm(nn.BatchNorm1d(3), 2)(torch.randn(1, 3))
