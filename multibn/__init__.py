@@ -12,6 +12,8 @@ from multibn.communicators import as_communicator as as_communicator
 from multibn.engine.population import PopulationEstimator as PopulationEstimator
 from multibn.engine.population import running_variance as running_variance
 from multibn.engine.population import update_running as update_running
+from multibn.engine.recompute import LayerStatistics as LayerStatistics
+from multibn.engine.recompute import observing as observing
 from multibn.engine.recompute import recording as recording
 from multibn.engine.recompute import replaying as replaying
 from multibn.engine.statistics import BatchStatistics as BatchStatistics

@@ -51,5 +51,7 @@ def step_statistics(model: chainer.Link) -> Iterator[None]:
         pools = [(link, steps.pop(link)) for link in entered]
     for link, pool in pools:
         if pool is not None:
-            step.move(pool.running, *pool.compute())
-            link.count(pool.running)
+            # The arrays of this moment: others may have taken the place of those of the call.
+            running = pool.running._replace(mean=link.avg_mean, var=link.avg_var)
+            step.move(running, *pool.compute())
+            link.count(running)

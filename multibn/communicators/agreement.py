@@ -93,7 +93,7 @@ def compare(layer: Any, communicator: Any, lines: Lines | None, length: int, cal
     made = f"{length} {built} {sorted(options.items())}"
     numbers: HostArray = np.array(message.first(layer.name, made, _version.__version__))
     if lines is None:
-        summed = _sum(numbers, communicator)
+        summed = _sum(numbers, communicator, f"the first message of {call}")
     else:
         text = f"the first message of {call}"
         summed = lines.sum(
@@ -160,10 +160,23 @@ def _fail_for_building(name: str, answers: Any) -> NoReturn:
     )
 
 
-def _sum(numbers: HostArray, communicator: Any) -> HostArray:
+def sum_of(numbers: Array, communicator: Any, message: object) -> Array:
+    """The sum by a communicator without lines, whose messages may be of unlike lengths."""
+    try:
+        return communicator.allreduce(numbers)
+    except ValueError as error:  # NumPy's, where a class adds the arrays of the ranks
+        fail(
+            RuntimeError,
+            f"rank {communicator.rank} cannot sum {message}: {error}. The ranks may be in "
+            "different places: all ranks must run the same layers in the same order, with a "
+            "`mask` or `lengths` on all of them or on none.",
+        )
+
+
+def _sum(numbers: HostArray, communicator: Any, message: str) -> HostArray:
     """By a user's own class, perhaps, whose mistakes would seem to be mistakes of the ranks."""
     own = numbers.tolist()
-    summed = communicator.allreduce(numbers)
+    summed = sum_of(numbers, communicator, message)
     found = type(summed).__qualname__
     if is_array_api_obj(summed):
         summed = to_host(summed)

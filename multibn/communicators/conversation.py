@@ -7,7 +7,7 @@ rank is doing (see `multibn.message`). All ranks see the same sums, so that all 
 each other in the same moment.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from multibn import message
 from multibn._arrays import array_namespace, device, from_host, is_on_host, to_host
 from multibn._typing import Array
-from multibn.communicators.agreement import Built, Known, compare, known_of
+from multibn.communicators.agreement import Built, Known, compare, known_of, sum_of
 from multibn.communicators.base import Communicator, Forwarding, SingleProcess
 from multibn.communicators.lines import HostArray, LineCommunicator, Lines
 from multibn.communicators.objects import gather
@@ -42,6 +42,8 @@ class Conversation(Forwarding):
     num_layers
         How many layers share each message.
     """
+
+    names: Sequence[str] = ()  # of the layers that share each message, if several do
 
     def __init__(
         self,
@@ -298,10 +300,10 @@ class Phase(Forwarding):
                 self._pieces = {key: (zeros, from_host(self._lanes, sent))}
             before, after = self._pieces[key]
             numbers = message.concat([before, sent, after])
-        # In place, unless a user's own class sums.
-        in_place = isinstance(x, Message) and isinstance(communicator, LineCommunicator)
-        sum_up = communicator.allreduce_in_place if in_place else communicator.allreduce
-        summed = sum_up(numbers)
+        if isinstance(x, Message) and isinstance(communicator, LineCommunicator):
+            summed = communicator.allreduce_in_place(numbers)
+        else:
+            summed = sum_of(numbers, communicator, self)
         payload = summed[start : -self.num_lanes]
         if on_host:
             self._check(summed)

@@ -165,7 +165,9 @@ class Pool:
     None: a copy of a layer has no part in the step of the layer.
     """
 
-    running: Any = None  # what the step moves at its end, where that depends on the last call
+    # What the step moves at its end, or by how much, where that depends on the last call.
+    running: Any = None
+    momentum: float | None = None
 
     def __init__(self, like: Array, /) -> None:
         wide = generic.as_wide(like)

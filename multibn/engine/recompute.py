@@ -11,8 +11,13 @@ outer one replays. A context is in force in the thread that enters it.
 
 import threading
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from multibn.engine.statistics import BatchStatistics
+from multibn import kernels
+from multibn.communicators.conversation import Conversation
+from multibn.engine import masks
+from multibn.engine.statistics import BatchStatistics, channels, sizes
+from multibn.kernels import Input, generic
 
 
 class Tape:
@@ -25,15 +30,21 @@ class Tape:
 class _Pass:
     """A context manager that is on its thread's stack from enter to exit."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Any) -> None:
         self.tape = tape
 
-    def __enter__(self) -> Tape:
+    def __enter__(self) -> Any:
         state.stack.append(self)
         return self.tape
 
     def __exit__(self, *exception: object) -> None:
         state.stack.remove(self)
+
+    def keep(
+        self, batches: Sequence[BatchStatistics], inputs: Sequence[Input], communicator: Any
+    ) -> None:
+        """Put the statistics of a message's inputs on the tape."""
+        self.tape.entries += batches
 
 
 class recording(_Pass):  # noqa: N801 (read as a verb: `with recording() as tape`)
@@ -53,6 +64,71 @@ class recording(_Pass):  # noqa: N801 (read as a verb: `with recording() as tape
 
     def __init__(self) -> None:
         super().__init__(Tape())
+
+
+class LayerStatistics(NamedTuple):
+    """The batch statistics of a layer in one forward pass.
+
+    Attributes
+    ----------
+    path
+        The layer's name in the model's state dict.
+    batch, own
+        Mean, biased variance and count, over all ranks and of this rank alone.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn import observing
+    >>> from multibn.torch_backend import SyncBatchNorm
+    >>> with observing() as seen:
+    ...     y = torch.nn.Sequential(SyncBatchNorm(1))(torch.tensor([[1.0], [3.0]]))
+    >>> seen[0].path, seen[0].own.mean
+    ('0', tensor([2.], dtype=torch.float64))
+    """
+
+    path: str
+    batch: BatchStatistics
+    own: BatchStatistics
+
+
+class observing(_Pass):  # noqa: N801
+    """Context manager for those who study batch statistics; yields a list of `LayerStatistics`.
+
+    Each call of a layer in training adds one, or one for each split of the batch; a pass that runs
+    again adds none. The list keeps no activation. A layer sends what it sends without the context,
+    and computes this rank's moments once more. Not collective.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn import observing
+    >>> from multibn.torch_backend import SyncBatchNorm
+    >>> layer = SyncBatchNorm(1)
+    >>> with observing() as seen:
+    ...     y = layer(torch.tensor([[1.0], [3.0]]))
+    >>> seen[0].path, seen[0].batch.var, seen[0].batch.count.item()
+    ('SyncBatchNorm', tensor([1.], dtype=torch.float64), 2.0)
+    """
+
+    def __init__(self) -> None:
+        super().__init__([])
+
+    def keep(
+        self, batches: Sequence[BatchStatistics], inputs: Sequence[Input], communicator: Any
+    ) -> None:
+        while not isinstance(communicator, Conversation) and hasattr(communicator, "wrapped"):
+            communicator = communicator.wrapped
+        names: Sequence[str] = ["a layer"]
+        if isinstance(communicator, Conversation):
+            names = communicator.names or [communicator.name]
+        names = [*names] * (len(inputs) // len(names))  # splits of one layer share a message, too
+        for name, batch, i in zip(names, batches, inputs, strict=bool(inputs)):
+            _, count = masks.weigh(i, sizes(i.x.shape, i.axis)[1], "element")
+            bare = Input(i.x, None, None, 0.0, i.axis, mask=i.mask)
+            payload = kernels.select(i.x).begin_forward(bare, count, count)
+            own, _ = generic.unpack(payload, channels(i.x.shape, i.axis), count, count)
+            self.tape.append(LayerStatistics(name, batch, own))
 
 
 class replaying(_Pass):  # noqa: N801
@@ -130,12 +206,14 @@ def replayed(channels: Sequence[tuple[int, ...]]) -> list[BatchStatistics] | Non
     return None
 
 
-def record(batches: Sequence[BatchStatistics]) -> None:
+def record(
+    batches: Sequence[BatchStatistics], inputs: Sequence[Input] = (), communicator: Any = None
+) -> None:
     """Put statistics on all tapes that record inside of the innermost replay, if any."""
     for current in reversed(state.stack):
         if isinstance(current, replaying):
             break
-        current.tape.entries += batches
+        current.keep(batches, inputs, communicator)
 
 
 class _State(threading.local):

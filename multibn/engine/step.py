@@ -49,7 +49,7 @@ def forward(
         pairs = zip(inputs, batches, strict=True)
         return [(select(i.x).normalize(i, batch), batch) for i, batch in pairs]
     results = share(inputs, communicator, weighting=weighting, select=select)
-    recompute.record([batch for _, batch in results])
+    recompute.record([batch for _, batch in results], inputs, communicator)
     return results
 
 

@@ -139,6 +139,8 @@ def _sum(v: Array, axis: tuple[int, ...], /) -> Array:
 def as_wide(v: Array, /) -> Array:
     """Per-channel array `v` in float64; in host memory if its device has no float64."""
     xp = array_namespace(v)
+    if v.dtype == xp.float64:
+        return v
     if not _has_float64(xp, device(v)):
         cpu = "cpu" if is_torch_namespace(xp) else xp.__array_namespace_info__().default_device()
         v = to_device(v, cpu)

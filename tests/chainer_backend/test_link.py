@@ -387,6 +387,17 @@ def test_a_step_of_micro_batches(sizes: list[tuple[int, int]], finetune: bool) -
         assert link.N == expected.N
 
 
+def test_arrays_that_are_replaced_inside_of_the_step() -> None:
+    link, expected = (MultiNodeBatchNormalization(4, ALONE, dtype=np.float64) for _ in "ab")
+    x = np.random.default_rng(0).normal(size=(3, 4))
+    with step_statistics(link):
+        link(x)
+        link.avg_mean, link.avg_var = link.avg_mean.copy(), link.avg_var.copy()
+    expected(x)
+    assert relative_error(link.avg_mean, expected.avg_mean) < 1e-12
+    assert relative_error(link.avg_var, expected.avg_var) < 1e-12
+
+
 def test_steps_that_fail_or_have_no_batch() -> None:
     link = MultiNodeBatchNormalization(4, ALONE)
     x = np.random.default_rng(0).normal(size=(3, 4)).astype("f")

@@ -113,6 +113,9 @@ def _torch() -> dict[Call, Call]:
 
     x = torch.randn(4, 3)
 
+    def convert_sub(num_splits: Any = 2) -> None:
+        tb.convert_sub_batchnorm(_model(), num_splits)
+
     def update(**options: Any) -> None:
         options.setdefault("num_iters", 1)
         tb.update_bn_stats(_model(), [x], progress=False, **options)
@@ -129,6 +132,7 @@ def _torch() -> dict[Call, Call]:
         **{function: partial(function, _model()) for function in of_models},
         tb.get_norm: partial(tb.get_norm, {"BN": {"NORM_TYPE": "batchnorm"}}),
         tb.convert_sync_batchnorm: lambda **options: tb.convert_sync_batchnorm(_model(), **options),
+        tb.convert_sub_batchnorm: convert_sub,
         tb.sync_batch_norm: partial(tb.sync_batch_norm, x),
         tb.update_bn_stats: update,
     }
@@ -290,7 +294,7 @@ def test_refused(room: Callable[[], dict[Call, Call]]) -> None:
 # Their numbers and choices are refused under other names, or there are none to check.
 EXEMPT = {
     **dict.fromkeys(
-        ("Moments", "BatchStatistics", "Converted"),
+        ("Moments", "BatchStatistics", "LayerStatistics", "Converted"),
         "results, which users read",
     ),
     **dict.fromkeys(

@@ -276,6 +276,9 @@ def test_which_group() -> None:
     ):
         layer = NaiveSyncBatchNorm2d(num_features=3, **options)
         assert repr(layer.process_group) == text
+        assert layer.global_sync == (machine not in text and "'machine'" not in text)
+    layer = NaiveSyncBatchNorm2d(0, num_features=3)
+    assert (layer.num_sync_devices, layer.num_groups) == (1, 1)
 
 
 def test_bad_arguments() -> None:

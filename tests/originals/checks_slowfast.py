@@ -43,9 +43,13 @@ def check_naive_layers_in_groups(world: Communicator) -> None:
         bn = {"NORM_TYPE": "sync_batchnorm", "NUM_SYNC_DEVICES": size, "GLOBAL_SYNC": False}
         model = _train(world, bn, **NAIVE)
         assert model.stem_bn.process_group.size == expected
+        bn = model.stem_bn
+        found = bn.global_sync, bn.num_sync_devices, bn.num_groups
+        assert found == (False, expected, world.size // expected)
 
 
 def check_naive_layers_everywhere(world: Communicator) -> None:
     bn = {"NORM_TYPE": "sync_batchnorm", "NUM_SYNC_DEVICES": None, "GLOBAL_SYNC": True}
-    model = _train(world, bn, **NAIVE)
-    assert model.stem_bn.process_group.size == world.size
+    layer = _train(world, bn, **NAIVE).stem_bn
+    assert layer.process_group.size == world.size
+    assert (layer.global_sync, layer.num_sync_devices, layer.num_groups) == (True, world.size, 1)

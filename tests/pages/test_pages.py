@@ -25,11 +25,12 @@ def _write_programs(page: str, folder: Path) -> None:
 def _arguments(line: str) -> list[str]:
     """The command in this environment: its own launchers and Python."""
     name, *arguments = shlex.split(line)
+    python = _launch.launch_command("", 1, [])[0]
     own = {
+        "python": [python],
         "torchrun": _launch.launch_command("torchrun", 1, [])[:3],
         "mpiexec": _launch.launch_command("mpiexec", 1, [])[:1],
     }
-    python = _launch.launch_command("", 1, [])[0]
     return [*own[name], *(python if argument == "python" else argument for argument in arguments)]
 
 

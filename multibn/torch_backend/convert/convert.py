@@ -8,10 +8,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from multibn._typing import RunningVar, Weighting, overridden
+from multibn._typing import RunningVar, Weighting, check_int, overridden
 from multibn.torch_backend.convert import derived
 from multibn.torch_backend.layer import data_parallel
-from multibn.torch_backend.layer.modules import SyncBatchNorm, Synchronized
+from multibn.torch_backend.layer.modules import ALONE, SyncBatchNorm, Synchronized
 from multibn.torch_backend.layer.sub_batch_norm import _SubBatchNorm
 
 # Names that a class may define and still behave like the layer that it derives from.
@@ -68,12 +68,14 @@ def convert_sync_batchnorm(
     weighting, running_var
         As `SyncBatchNorm`'s.
     strict
-        Whether a layer that cannot be converted is an error. No layer is changed then.
+        Whether a layer that cannot be converted is an error, and a model without a batch norm. No
+        layer is changed then.
 
     Raises
     ------
     TypeError, ValueError
-        As `SyncBatchNorm`. TypeError if `strict` and a layer cannot be converted.
+        As `SyncBatchNorm`. TypeError if `module` is no module; if `strict` and a layer cannot be
+        converted, or if there is none.
     RuntimeError
         In the first training forward pass of a layer whose own forward pass does not call
         torch.nn.functional.batch_norm with its running mean: it computes statistics by itself.
@@ -81,10 +83,10 @@ def convert_sync_batchnorm(
     Warns
     -----
     UserWarning
-        One warning for all layers that stay as they are, with their paths: a layer that is
-        parametrized, lazy and without an input so far, a subclass of nn.SyncBatchNorm with a
+        One warning for all layers that stay as they are, with paths for each reason: a layer that
+        is parametrized, lazy and without an input so far, a subclass of nn.SyncBatchNorm with a
         forward pass of its own, or a module that has running statistics and is not of torch's batch
-        norm class.
+        norm class. One if the model has no batch norm.
 
     Examples
     --------
@@ -96,21 +98,7 @@ def convert_sync_batchnorm(
     ('SyncBatchNorm2d', True)
     """
     SyncBatchNorm(1, process_group=process_group, weighting=weighting, running_var=running_var)
-    layers: list[_BatchNorm] = []
-    obstacles: dict[str, str] = {}
-    for path, part in _named_parts(module):
-        if isinstance(part, Synchronized):
-            continue
-        if why := _cannot_convert(part):
-            obstacles[path] = f"{_name(part)}: {why}"
-        elif isinstance(part, _BatchNorm):
-            layers.append(part)
-    if obstacles:
-        message = _list(obstacles, "their statistics are not shared")
-        if strict:
-            raise TypeError(message)
-        warnings.warn(message, stacklevel=2)
-    for layer in layers:
+    for layer in _find(module, strict):
         group = process_group
         if group is None and isinstance(layer, nn.SyncBatchNorm):
             group = layer.process_group
@@ -123,8 +111,74 @@ def convert_sync_batchnorm(
     return module
 
 
+def convert_sub_batchnorm(module: nn.Module, num_splits: int, *, strict: bool = False) -> Any:
+    """Let every batch norm of a model normalize each part of its batch by this part's statistics.
+
+    Ghost batch normalization (Hoffer et al., 2017, arXiv:1705.08741) for a model as it is: a large
+    batch trains as several small ones do. Changes the layers in place, as `convert_sync_batchnorm`
+    does, and returns `module`; `revert_sync_batchnorm` is the way back. The parts are consecutive
+    samples, of sizes that differ by one at most. The running statistics are those of the whole
+    batch, as an nn.BatchNorm2d keeps them, so that evaluation and state dicts stay what they were.
+    Not collective; nor are the layers. For parts of a batch that ranks share, and for SlowFast's
+    state, see `SubBatchNorm3d`.
+
+    Parameters
+    ----------
+    module, strict
+        As for `convert_sync_batchnorm`.
+    num_splits
+        The number of parts. A batch too small for them has fewer, so that each part has a sample,
+        and two values per channel.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `num_splits` is no positive int, and as `convert_sync_batchnorm`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch import nn
+    >>> from multibn.torch_backend import convert_sub_batchnorm
+    >>> model = convert_sub_batchnorm(nn.Sequential(nn.BatchNorm1d(1, affine=False)), 2)
+    >>> model(torch.tensor([[1.0], [2.0], [3.0], [30.0], [40.0]])).flatten()
+    tensor([-1.2247,  0.0000,  1.2247, -1.0000,  1.0000])
+    """
+    check_int("num_splits", num_splits)
+    for layer in _find(module, strict):
+        derived.derive(layer)
+        assert isinstance(layer, SyncBatchNorm)
+        layer.configure(ALONE)
+        layer._num_splits, layer._usual = num_splits, ()
+    return module
+
+
+def _find(module: nn.Module, strict: bool) -> list[_BatchNorm]:
+    """The layers to convert. All others that have statistics are an error or a warning."""
+    _check_module(module)
+    layers: list[_BatchNorm] = []
+    obstacles: dict[str, str] = {}
+    for path, part in _named_parts(module):
+        if isinstance(part, Synchronized):
+            continue
+        if why := _cannot_convert(part):
+            obstacles[path] = f"{_name(part)}: {why}"
+        elif isinstance(part, _BatchNorm):
+            layers.append(part)
+    message = ""
+    if obstacles:
+        message = _list(obstacles, "their statistics are not shared")
+    elif not (layers or any(isinstance(part, Synchronized) for part in module.modules())):
+        message = _nothing_to_convert(module)
+    if message and strict:
+        raise TypeError(message)
+    if message:
+        warnings.warn(message, stacklevel=3)
+    return layers
+
+
 def revert_sync_batchnorm(module: nn.Module) -> Any:
-    """Give every `SyncBatchNorm` the class that it was converted from.
+    """Give every `SyncBatchNorm` and split layer the class that it was converted from.
 
     For export or single-process use. Changes the layers in place and returns `module`. A layer that
     was built as a `SyncBatchNorm` becomes a `BatchNorm`, a `NaiveSyncBatchNorm2d` an
@@ -146,6 +200,7 @@ def revert_sync_batchnorm(module: nn.Module) -> Any:
     >>> type(model[1]).__name__
     'BatchNorm2d'
     """
+    _check_module(module)
     obstacles: dict[str, str] = {}
     for path, part in _named_parts(module):
         if not isinstance(part, SyncBatchNorm):
@@ -166,6 +221,26 @@ def _named_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     yield from ((path, part) for path, part in parts if id(part) not in inside)
 
 
+def _check_module(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"`module` must be a torch.nn.Module: got {type(module).__qualname__}. Pass the model."
+        )
+
+
+def _nothing_to_convert(module: nn.Module) -> str:
+    """What to say of a model without a batch norm."""
+    if any(base.__module__.partition(".")[0] == "keras" for base in type(module).__mro__):
+        return (
+            f"`module` must have batch norms of torch: got {_name(module)}, a model of Keras, "
+            "which normalizes by functions of its own. Build the model from torch.nn's layers."
+        )
+    return (
+        f"`module` must have a batch norm: got none in {_name(module)}, so that no statistics are "
+        "shared. Group norms and layer norms need no sharing."
+    )
+
+
 _PARAMETRIZED = "it is parametrized. Remove the parametrizations, and register them again later"
 
 
@@ -176,7 +251,7 @@ def _cannot_convert(layer: nn.Module) -> str | None:
         # A norm whose weight is a buffer, too, is frozen: torchvision's FrozenBatchNorm2d.
         if isinstance(layer, _NormBase) or "weight" in buffers:
             return None
-        if "running_mean" in buffers and "running_var" in buffers:
+        if "running_var" in buffers:  # alone in timm's EvoNorm2dB0
             return "it is not of torch's batch norm class"
         return None
     if hasattr(layer, "parametrizations"):
@@ -213,8 +288,14 @@ def _list(obstacles: dict[str, str], consequence: str) -> str:
     paths: dict[str, list[str]] = {}
     for path, why in obstacles.items():
         paths.setdefault(why, []).append(path or "the model itself")
-    lines = [f"{', '.join(names)} ({why})" for why, names in paths.items()]
+    lines = [f"{_some(names)} ({why})" for why, names in paths.items()]
     return f"{len(obstacles)} layer(s) stay as they are, {consequence}: {'; '.join(lines)}."
+
+
+def _some(names: list[str]) -> str:
+    return (
+        ", ".join(names) if len(names) < 5 else f"{', '.join(names[:3])} and {len(names) - 3} more"
+    )
 
 
 # Under the name and with the arguments of torch.nn.SyncBatchNorm's; the same for every subclass.

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.overrides import TorchFunctionMode
 
+from multibn.engine.population import Pool
 from multibn.engine.step import Input
-from multibn.torch_backend.layer import compiled, dtensors, functional
+from multibn.torch_backend.layer import dtensors, functional
 from multibn.torch_backend.layer.modules import (
     SyncBatchNorm,
     SyncBatchNorm1d,
@@ -34,9 +35,15 @@ _classes: dict[tuple[type[_BatchNorm], bool], type[SyncBatchNorm]] = {
     (nn.BatchNorm3d, False): SyncBatchNorm3d,
 }
 
+# For torch's checks of dimensions, the class that makes the same check on all ranks.
+_CHECKS: dict[Any, Any] = {
+    original._check_input_dim: synchronized
+    for (original, _), synchronized in list(_classes.items())
+}
+
 # The attributes of a synchronized layer that its original lacks.
 _ATTRIBUTES = vars(SyncBatchNorm(1)).keys() - vars(nn.BatchNorm1d(1)).keys()
-_ATTRIBUTES |= {"converted_from", "pool", "_shares"}
+_ATTRIBUTES |= {"converted_from", "pool", "_shares", "_usual", "_num_splits"}
 
 
 def derive(layer: _BatchNorm, /) -> None:
@@ -78,8 +85,15 @@ def _class(original: type[_BatchNorm], has_own_forward: bool) -> type[SyncBatchN
             "__module__": __name__,
             "converted_from": original,
         }
+        check = original._check_input_dim
+        if check in _CHECKS:
+            attributes["_usual"] = attributes["_shapes"] = _CHECKS[check]._shapes
         if has_own_forward:
-            attributes["_check_input_dim"] = original._check_input_dim
+            attributes["_check_input_dim"] = check
+        elif check in _CHECKS:
+            attributes["_check_input_dim"] = _CHECKS[check]._check_input_dim
+        elif check is not _NormBase._check_input_dim:
+            attributes |= {"_check_input_dim": check, "_usual": ()}
         bases = (_OwnForward if has_own_forward else _Derived, original)
         _classes[key] = type(f"Sync{original.__name__}", bases, attributes)
     return _classes[key]
@@ -188,12 +202,15 @@ class _Sharing(TorchFunctionMode):
                 input, running_mean, running_var, weight, bias, training, momentum, eps
             )
         running = running_of(layer, layer.running_var_convention, momentum)
+        if isinstance(running, Pool):
+            running.momentum = momentum
         axis = functional.all_but_channels(input)
-        ((y, batch),) = compiled.forward_all(
-            [Input(input, weight, bias, eps, axis, running=running)],
-            [layer.num_features],
+        # Not `num_features`: lightly's SplitBatchNorm views its splits as channels.
+        channels = [len(p) for p in (running_mean, weight, bias) if p is not None]
+        y, batch = layer.normalize(
+            Input(input, weight, bias, eps, axis, running=running),
+            [*channels, layer.num_features][:1],
             layer.conversation,
-            weighting=layer.weighting,
         )
         before, counter = self.count_before, layer.num_batches_tracked
         if running is not None and before is not None and counter is not None:

@@ -60,7 +60,7 @@ def _forward_all(
     ys, batches = normalize_all(inputs, communicator, weighting, phase="forward")
     batches = [BatchStatistics(*[part.detach() for part in batch]) for batch in batches]
     if not replays:
-        recompute.record(batches)
+        recompute.record(batches, inputs, communicator)
         for i, batch in zip(inputs, batches, strict=True):
             if i.running is not None:
                 _, count, *_ = statistics.sizes(i.x.shape, i.axis)

@@ -16,6 +16,7 @@ from multibn.communicators.conversation import Conversation
 from multibn.engine import masks, statistics
 from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Input
+from multibn.kernels import Running
 from multibn.torch_backend.layer import autograd, differentiable, dtensors
 
 
@@ -274,6 +275,14 @@ def check_options(i: Input) -> None:
                 f"`{name}` must have shape {tuple(shape)}, a number for each channel of the input: "
                 f"got {tuple(p.shape)}."
             )
+    running = i.running
+    if type(running) is Running:
+        size, sizes = math.prod(shape), (running.mean.numel(), running.var.numel())
+        if sizes != (size, size):
+            raise ValueError(
+                f"`running_mean` and `running_var` must have {size} numbers each, one for each "
+                f"channel of the input: got {sizes[0]} and {sizes[1]}."
+            )
     if residual is not None:
         check_dense("`residual`", residual)
         check_residual(residual, x, Tensor, "a torch.Tensor")
@@ -329,5 +338,5 @@ def dimensions_error(layer: nn.Module, x: Tensor, shapes: Mapping[int, str], /) 
     return ValueError(
         f"the input of {type(layer).__name__} must have {' or '.join(map(str, shapes))} "
         f"dimensions, {' or '.join(shapes.values())}: got shape {tuple(x.shape)}. Use the 1d, 2d "
-        "or 3d class that fits."
+        "or 3d class that fits, or SyncBatchNorm, which takes any number."
     )

@@ -45,7 +45,10 @@ def apply(layer: Any, communicator: Communicator, x: Any, *others: Tensor | None
         dense = [None if t is None else values(t) for t in (x, residual)]
     except (TypeError, ValueError) as error:
         functional.refuse(error, [x], [layer.num_features], communicator)
-    y = layer.forward(*dense)
     jagged_dim = x._ragged_idx
-    y = y if jagged_dim == 1 else y.movedim(0, 1)
+    if jagged_dim == 1:
+        y = layer.forward(*dense)
+    else:  # as many dimensions as `x` has, for layers that ask
+        y = layer.forward(*(t if t is None else t.unsqueeze(2) for t in dense))
+        y = y.squeeze(2).movedim(0, 1)
     return torch.nested.nested_tensor_from_jagged(y, x.offsets(), jagged_dim=jagged_dim)

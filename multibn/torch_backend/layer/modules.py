@@ -1,7 +1,7 @@
 """Batch normalization layers for torch."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
 from typing import Any, ClassVar, NoReturn
 
@@ -16,9 +16,17 @@ from multibn.communicators.conversation import Conversation
 from multibn.communicators.people import find_path
 from multibn.engine import recompute
 from multibn.engine.population import Pool
+from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Input
 from multibn.kernels import Running, generic
-from multibn.torch_backend.layer import compiled, data_parallel, dtensors, functional, jagged
+from multibn.torch_backend.layer import (
+    compiled,
+    data_parallel,
+    dtensors,
+    functional,
+    jagged,
+    splits,
+)
 
 #: This process alone, known to compiled code.
 ALONE = SingleProcess()
@@ -142,6 +150,7 @@ def shared_conversation(layers: Sequence[Synchronized]) -> Conversation:
         known[key] = Conversation(
             group, lambda: name, built=built, options=lambda: options, num_layers=len(parts)
         )
+        known[key].names = [part.name for part in parts]
     return known[key]
 
 
@@ -281,6 +290,11 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
     # The class for `revert_sync_batchnorm`: of the layer's class, or of a layer that was converted.
     converted_from: type[_BatchNorm] | None = None
     fuse_relu = False  # the value in layers that were converted
+    # Inputs that take the short way, by their number of dimensions: all that `_check_input_dim`
+    # need not be asked about, and none for a layer that splits its batch.
+    _shapes: ClassVar[dict[int, str]] = dict.fromkeys(range(2, 6), "")
+    _usual: Collection[int] = _shapes
+    _num_splits = 1  # `convert_sub_batchnorm` sets both
     convert_sync_batchnorm: ClassVar[Callable[..., Any]]  # convert.py sets this method
 
     def __init__(
@@ -320,6 +334,8 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         is_masked = mask is not None or lengths is not None
         if not (is_dense and self.training) or is_masked or torch.compiler.is_compiling():
             return self._forward_special(input, residual, mask=mask, lengths=lengths)
+        if input.ndim not in self._usual:
+            return self._forward_special(input, residual, mask=mask, lengths=lengths)
         ((y, _),) = functional.forward_all(
             [self.as_input(input, residual)],
             [self.num_features],
@@ -336,6 +352,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
             options = {k: v for k, v in (("mask", mask), ("lengths", lengths)) if v is not None}
             return call_node(self, input, *(() if residual is None else (residual,)), **options)
         conversation = self.conversation if self.training else ALONE
+        self._check_dimensions(input)
         if getattr(input, "is_nested", False):
             return jagged.apply(self, conversation, input, residual, mask, lengths)
         if not self.training and self.running_mean is not None and self.running_var is not None:
@@ -344,10 +361,17 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
             return dtensors.uncompiled(self.forward)(input, residual, mask=mask, lengths=lengths)
         mask = compiled.mask_of(input, mask, lengths, [self.num_features], conversation)
         i = self.as_input(input, residual, mask)
-        ((y, _),) = compiled.forward_all(
-            [i], [self.num_features], conversation, weighting=self.weighting
-        )
-        return y
+        return self.normalize(i, [self.num_features], conversation)[0]
+
+    def normalize(
+        self, i: Input, num_channels: list[int], conversation: Communicator
+    ) -> tuple[Tensor, BatchStatistics]:
+        """The output, and the statistics of the batch. Collective."""
+        if self._num_splits > 1 and self.training:
+            sharing = num_channels, conversation, self.weighting
+            return splits.forward(i, self._num_splits, *sharing)
+        (result,) = compiled.forward_all([i], num_channels, conversation, weighting=self.weighting)
+        return result
 
     def _evaluate(
         self, input: Any, residual: Tensor | None, mask: Tensor | None, lengths: Tensor | None
@@ -383,18 +407,35 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
             "model after revert_sync_batchnorm, or use torch.jit.trace in evaluation."
         )
 
+    def _check_dimensions(self, input: Any) -> None:
+        """Raise if the layer's class refuses this number of dimensions. Collective in training."""
+        try:
+            if isinstance(input, Tensor):
+                self._check_input_dim(input)
+        except ValueError as error:
+            communicator: Communicator = self.conversation if self.training else ALONE
+            functional.refuse(error, [input], [self.num_features], communicator)
+
     def _check_input_dim(self, input: Tensor) -> None:
-        """Accept every input: `forward` checks it."""
+        """Accept every input: `forward` checks the rest."""
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}{', fuse_relu=True' if self.fuse_relu else ''}"
+        splits = f", num_splits={self._num_splits}" if self._num_splits > 1 else ""
+        return f"{super().extra_repr()}{', fuse_relu=True' if self.fuse_relu else ''}{splits}"
 
 
-class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
+class _OfDimensions(SyncBatchNorm):
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.ndim not in self._shapes:
+            raise functional.dimensions_error(self, input, self._shapes)
+
+
+class SyncBatchNorm1d(_OfDimensions, nn.BatchNorm1d):
     """A `SyncBatchNorm` that is an nn.BatchNorm1d to code that looks for this class.
 
-    `convert_sync_batchnorm` makes one of an nn.BatchNorm1d. Accepts inputs of any dimensions. The
-    parameters are those of `SyncBatchNorm`.
+    `convert_sync_batchnorm` makes one of an nn.BatchNorm1d. As that class, the layer refuses inputs
+    of other dimensions than `(N, C)` and `(N, C, L)`, on all ranks. The parameters are those of
+    `SyncBatchNorm`.
 
     Examples
     --------
@@ -405,9 +446,10 @@ class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
     """
 
     converted_from = nn.BatchNorm1d
+    _usual = _shapes = {2: "(N, C)", 3: "(N, C, L)"}
 
 
-class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
+class SyncBatchNorm2d(_OfDimensions, nn.BatchNorm2d):
     """As `SyncBatchNorm1d`, for nn.BatchNorm2d.
 
     Examples
@@ -420,9 +462,10 @@ class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
     """
 
     converted_from = nn.BatchNorm2d
+    _usual = _shapes = {4: "(N, C, H, W)"}
 
 
-class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
+class SyncBatchNorm3d(_OfDimensions, nn.BatchNorm3d):
     """As `SyncBatchNorm1d`, for nn.BatchNorm3d.
 
     Examples
@@ -435,3 +478,4 @@ class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
     """
 
     converted_from = nn.BatchNorm3d
+    _usual = _shapes = {5: "(N, C, T, H, W)"}

@@ -5,14 +5,10 @@ variance. Here the statistics are exact, and `weighting="rank"` with `running_va
 the numbers of the naive layers.
 """
 
-from typing import Any, ClassVar
-
-from torch import Tensor
+from typing import Any
 
 from multibn.communicators import Communicator, Group, as_communicator
-from multibn.torch_backend.layer import functional
 from multibn.torch_backend.layer.modules import (
-    ALONE,
     SyncBatchNorm,
     SyncBatchNorm1d,
     SyncBatchNorm2d,
@@ -21,8 +17,6 @@ from multibn.torch_backend.layer.modules import (
 
 
 class _NaiveSyncBatchNorm(SyncBatchNorm):
-    _shapes: ClassVar[dict[int, str]]  # number of dimensions of the input: text for errors
-
     def __init__(
         self,
         num_sync_devices: int | None = None,
@@ -38,15 +32,24 @@ class _NaiveSyncBatchNorm(SyncBatchNorm):
         group = everyone if global_sync else _inside_machine(everyone, num_sync_devices)
         super().__init__(num_features, process_group=group, **bn_args)
 
-    def forward(self, input: Tensor, residual: Tensor | None = None, **options: Any) -> Tensor:
-        self._check_input_dim(input)
-        return super().forward(input, residual, **options)
+    @property
+    def global_sync(self) -> bool:
+        """Whether the layer shares with the ranks of all machines."""
+        return not isinstance(self.process_group, Group)
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        if isinstance(input, Tensor) and input.ndim not in self._shapes:
-            communicator = self.conversation if self.training else ALONE
-            error = functional.dimensions_error(self, input, self._shapes)
-            functional.refuse(error, [input], [self.num_features], communicator)
+    @property
+    def num_sync_devices(self) -> int:
+        """The number of ranks in a group, and in a machine if the layer shares with all."""
+        group = self.process_group
+        return (Group(group, "machine") if self.global_sync else group).size
+
+    @property
+    def num_groups(self) -> int:
+        """The number of groups on the machine."""
+        group = self.process_group
+        if isinstance(group, Group) and group.spec != "machine":
+            return group.parent.size // group.size
+        return 1
 
 
 class NaiveSyncBatchNorm1d(_NaiveSyncBatchNorm, SyncBatchNorm1d):
@@ -74,6 +77,12 @@ class NaiveSyncBatchNorm1d(_NaiveSyncBatchNorm, SyncBatchNorm1d):
         `weighting="rank", running_var="biased"` gives the numbers of PySlowFast, TimeSformer and
         detectron2.
 
+    Attributes
+    ----------
+    global_sync, num_sync_devices, num_groups
+        As PySlowFast's: whether the layer shares with all machines, the number of ranks in a group,
+        and of groups on the machine. The numbers need the groups, which the first use forms.
+
     Raises
     ------
     TypeError, ValueError, RuntimeError
@@ -90,8 +99,6 @@ class NaiveSyncBatchNorm1d(_NaiveSyncBatchNorm, SyncBatchNorm1d):
     torch.Size([4, 16])
     """
 
-    _shapes = {2: "(N, C)", 3: "(N, C, L)"}
-
 
 class NaiveSyncBatchNorm2d(_NaiveSyncBatchNorm, SyncBatchNorm2d):
     """As `NaiveSyncBatchNorm1d`, for inputs `(N, C, H, W)` and nn.BatchNorm2d.
@@ -106,8 +113,6 @@ class NaiveSyncBatchNorm2d(_NaiveSyncBatchNorm, SyncBatchNorm2d):
     tensor([0.1000, 0.1000, 0.1000])
     """
 
-    _shapes = {4: "(N, C, H, W)"}
-
 
 class NaiveSyncBatchNorm3d(_NaiveSyncBatchNorm, SyncBatchNorm3d):
     """As `NaiveSyncBatchNorm1d`, for inputs `(N, C, T, H, W)` and nn.BatchNorm3d.
@@ -119,8 +124,6 @@ class NaiveSyncBatchNorm3d(_NaiveSyncBatchNorm, SyncBatchNorm3d):
     >>> layer.process_group
     Group(Group(DefaultCommunicator(), 'machine'), 4)
     """
-
-    _shapes = {5: "(N, C, T, H, W)"}
 
 
 def _inside_machine(everyone: Communicator, num_sync_devices: int | None) -> Communicator:

@@ -65,19 +65,25 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
             f"{type(model).__qualname__}. Convert the model by convert_sync_batchnorm; for one "
             "process alone with process_group=multibn.SingleProcess()."
         )
-    entered: list[tuple[Any, Any, Running, Pool]] = []
+    entered: list[tuple[Any, Any, Pool]] = []
     for layer in layers:
         for bn in (layer.split_bn, layer.bn) if isinstance(layer, _SubBatchNorm) else (layer,):
             running = running_of(bn, layer.running_var_convention)
             if isinstance(running, Running):  # neither None nor the pool of another step
-                bn.pool = Pool(torch.zeros(bn.num_features, device=running.mean.device))
-                entered.append((layer, bn, running, bn.pool))
+                bn.pool = Pool(torch.zeros(running.mean.shape, device=running.mean.device))
+                entered.append((layer, bn, bn.pool))
     try:
         yield
     finally:
-        for _, bn, *_ in entered:
+        for _, bn, _ in entered:
             del bn.pool
-    for layer, bn, running, pool in entered:
+    for layer, bn, pool in entered:
+        # The buffers of this moment: `layer.double()` has put others in the place of the old ones.
+        running = running_of(bn, layer.running_var_convention)
+        if not isinstance(running, Running):
+            continue
+        if pool.momentum is not None:
+            running = running._replace(momentum=pool.momentum)
         dtensors.move(running, *pool.compute())
         if bn is getattr(layer, "split_bn", None):
             layer.aggregate_stats()

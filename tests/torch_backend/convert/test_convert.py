@@ -1,6 +1,7 @@
 """convert_sync_batchnorm and revert_sync_batchnorm."""
 
 import copy
+import functools
 import re
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from multibn import SingleProcess
 from tests.helpers import require
+from tests.helpers.ranks import run_ranks
 
 require.need("torch")
 
@@ -200,8 +202,105 @@ def test_what_never_shares_is_not_named() -> None:
     frozen = nn.Module()
     for name in ("weight", "bias", "running_mean", "running_var"):
         frozen.register_buffer(name, torch.ones(3))
-    model = nn.Sequential(frozen, nn.InstanceNorm2d(3, track_running_stats=True))
+    model = nn.Sequential(frozen, nn.InstanceNorm2d(3, track_running_stats=True), nn.BatchNorm2d(3))
     assert convert_sync_batchnorm(model, strict=True) is model
+
+
+class EvoNorm(nn.Module):
+    """Buffers as those of timm's EvoNorm2dB0, which has the variance of the batch only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("running_var", torch.ones(3))
+
+
+def test_a_norm_without_a_running_mean_is_named() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3), EvoNorm())
+    with pytest.raises(TypeError, match=r"^1 layer.*: 1 \(.*EvoNorm: it is not of torch's batch"):
+        convert_sync_batchnorm(model, strict=True)
+
+
+def test_many_layers_are_three_paths_and_a_number() -> None:
+    model = nn.Sequential(*(EvoNorm() for _ in range(44)), Foreign(3), nn.BatchNorm2d(3))
+    with pytest.warns(
+        UserWarning, match=r"^45 layer\(s\) stay .*: 0, 1, 2 and 41 more \(\S+Evo.*; 44"
+    ):
+        convert_sync_batchnorm(model)
+
+
+def test_what_is_no_model_and_what_has_no_batch_norm() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
+    for function in (convert_sync_batchnorm, revert_sync_batchnorm):
+        for wrong, name in ((None, "NoneType"), (optimizer, "SGD")):
+            with pytest.raises(
+                TypeError, match=rf"`module` must be a torch\.nn\.Module: got {name}"
+            ):
+                function(wrong)  # type: ignore[arg-type]
+    keras = type("Functional", (nn.Module,), {"__module__": "keras.src.models.functional"})
+    for model, message in (
+        (
+            nn.Sequential(nn.GroupNorm(1, 3)),
+            r"must have a batch norm: got none in .*Sequential, so",
+        ),
+        (keras(), r"must have batch norms of torch: got keras\.src.*Functional, a model of Keras"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            convert_sync_batchnorm(model, strict=True)
+        with pytest.warns(UserWarning, match=message):
+            assert convert_sync_batchnorm(model) is model
+    convert_sync_batchnorm(SyncBatchNorm(3), strict=True)
+
+
+def test_a_converted_layer_refuses_what_its_class_refuses() -> None:
+    class Any_(nn.BatchNorm2d):
+        def _check_input_dim(self, input: torch.Tensor) -> None:
+            if input.ndim == 3:
+                raise ValueError("not three")
+
+    def run(communicator: Any, cls: Any, shape: tuple[int, ...]) -> list[str]:
+        errors = []
+        layer: Any = convert_sync_batchnorm(cls(3), communicator)
+        xs = (2, 3, 4, 4), shape
+        for training in (True, False):
+            layer.train(training)
+            try:
+                layer(torch.randn(xs[communicator.rank if training else 1]))
+            except (ValueError, RuntimeError) as error:
+                errors.append(str(error))
+        return errors
+
+    cases: list[tuple[Any, tuple[int, ...], str]] = [
+        (
+            nn.BatchNorm2d,
+            (4, 3),
+            r"SyncBatchNorm2d must have 4 dimensions, \(N, C, H, W\): got.*or Sy",
+        ),
+        (Renamed, (4, 3, 2), r"SyncRenamed must have 4 dimensions"),
+        (Any_, (4, 3, 2), "not three"),
+    ]
+    for cls, shape, message in cases:
+        mine, theirs = run_ranks(2, functools.partial(run, cls=cls, shape=shape))
+        assert "was refused on rank(s) [1] of 2" in mine[0]
+        for error in (*theirs, mine[1]):
+            assert re.search(message, error), error
+    convert_sync_batchnorm(Any_(3))(torch.randn(4, 3))
+    convert_sync_batchnorm(nn.SyncBatchNorm(3))(torch.randn(4, 3))
+
+
+@pytest.mark.parametrize("name", ["running_mean", "running_var"])
+def test_running_statistics_of_another_size(name: str) -> None:
+    def run(communicator: Any) -> str:
+        layer: Any = convert_sync_batchnorm(nn.BatchNorm1d(3), communicator)
+        if communicator.rank == 1:
+            setattr(layer, name, torch.ones(4))
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            layer(torch.randn(5, 3))
+        return str(caught.value)
+
+    mine, theirs = run_ranks(2, run)
+    assert "was refused on rank(s) [1] of 2" in mine
+    assert "`running_mean` and `running_var` must have 3 numbers each, one for each ch" in theirs
 
 
 def test_what_cannot_be_reverted_is_one_message() -> None:

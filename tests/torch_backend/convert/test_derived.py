@@ -90,6 +90,30 @@ def _after(forward: Callable[[torch.Tensor], torch.Tensor], input: torch.Tensor)
     return forward(input).tanh()
 
 
+class Split(nn.BatchNorm2d):
+    """Splits of the batch as channels, as lightly's SplitBatchNorm."""
+
+    def __init__(self, num_features: int, **options: Any) -> None:
+        super().__init__(num_features, **options)
+        for name in ("running_mean", "running_var"):
+            if getattr(self, name) is not None:
+                setattr(self, name, getattr(self, name).repeat(2))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        n, c, h, w = input.shape
+        weight, bias = (None if p is None else p.repeat(2) for p in (self.weight, self.bias))
+        statistics: list[Any] = [self.running_mean, self.running_var]
+        if not self.training and self.track_running_stats:
+            statistics = [s[:c] for s in statistics]
+            mean, var = statistics
+            return F.batch_norm(input, mean, var, self.weight, self.bias, eps=self.eps)
+        x = input.view(-1, 2 * c, h, w)
+        factor = 0.1 if self.momentum is None else self.momentum
+        mean, var = statistics
+        y = F.batch_norm(x, mean, var, weight, bias, True, factor, self.eps)
+        return y.view(n, c, h, w)
+
+
 KINDS: list[Callable[..., Any]] = [Activated, Copied, Primitive, patched]
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -159,6 +183,29 @@ def test_ranks_are_one_process_on_the_whole_batch(kind: Any, options: dict[str, 
             torch.testing.assert_close(got, gradient, rtol=1e-9, atol=1e-9)
         for results in ranks:
             torch.testing.assert_close(results[step][-2:], [evaluated, state], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("track", [True, False])
+def test_a_class_that_calls_with_other_channels(track: bool) -> None:
+    batches = [[_input(n, rank) for rank, n in enumerate(sizes)] for sizes in [(4, 2), (0, 6)]]
+    layer = _layer(Split, track_running_stats=track)
+    expected = _run(copy.deepcopy(layer), [torch.cat(parts) for parts in batches])
+
+    def train(communicator: Any) -> list[Any]:
+        mine = convert_sync_batchnorm(copy.deepcopy(layer), communicator)
+        return _run(mine, [parts[communicator.rank] for parts in batches])
+
+    ranks = run_ranks(2, train)
+    for step in range(2):
+        joins: list[Any] = [torch.cat, torch.cat, sum, sum]
+        for k, join in enumerate(joins):
+            got = join([r[4 * step + k] for r in ranks])
+            torch.testing.assert_close(got, expected[4 * step + k], rtol=1e-9, atol=1e-9)
+    for results in ranks:
+        torch.testing.assert_close(results[-1], expected[-1], rtol=1e-9, atol=1e-9)
+    wrong = convert_sync_batchnorm(_layer(Split))
+    with pytest.raises(ValueError, match=r"must have 6 channels in dimension 1.* got 8 in"):
+        wrong(torch.zeros(2, 4, 5, 5))
 
 
 @pytest.mark.parametrize("kind", KINDS)

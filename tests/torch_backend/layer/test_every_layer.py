@@ -31,6 +31,7 @@ from multibn.torch_backend import (  # noqa: E402
     SubBatchNorm1d,
     SyncBatchNorm,
     checkpoint_contexts,
+    convert_sub_batchnorm,
     convert_sync_batchnorm,
     normalize_together,
     recomputed,
@@ -89,6 +90,12 @@ def _convert(layer: nn.Module, process_group: Any, **options: Any) -> Any:
     return convert_sync_batchnorm(layer, process_group, **options)
 
 
+def _split(layer: nn.Module, **options: Any) -> Any:
+    converted = convert_sub_batchnorm(layer, 2)
+    converted.configure(**options)
+    return converted
+
+
 LAYERS: dict[str, Callable[..., Any]] = {
     "sync": lambda **options: SyncBatchNorm(C, **options),
     "fused ReLU": lambda **options: SyncBatchNorm(C, fuse_relu=True, **options),
@@ -97,11 +104,14 @@ LAYERS: dict[str, Callable[..., Any]] = {
     "sub": lambda **options: SubBatchNorm1d(2, C, **options),
     "derived": lambda **options: _convert(Calls(C), **options),
     "derived with the function": lambda **options: _convert(CallsTheFunction(C), **options),
+    "split": lambda **options: _split(nn.BatchNorm1d(C), **options),
+    "derived and split": lambda **options: _split(Calls(C), **options),
     "masked": lambda **options: Masked(SyncBatchNorm(C, **options)),
     "masked sub": lambda **options: Masked(SubBatchNorm1d(2, C, **options)),
     "together": lambda **options: Together(**options),
 }
 every_layer = pytest.mark.parametrize("name", LAYERS)
+every_sharing_layer = pytest.mark.parametrize("name", [n for n in LAYERS if "split" not in n])
 
 
 def make(name: str, process_group: Any = ALONE, dtype: Any = torch.float64, **options: Any) -> Any:
@@ -249,7 +259,7 @@ def test_create_graph_changes_no_first_gradient(name: str) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(2, 4), (0, 4, 2), (8, 0)], ids=str)
-@every_layer
+@every_sharing_layer
 def test_ranks_are_one_process_on_the_whole_batch(name: str, sizes: tuple[int, ...]) -> None:
     """Outputs, gradients of first and second order, and the state."""
     parts = [batch(n, rank) + rank for rank, n in enumerate(sizes)]
@@ -358,7 +368,7 @@ WRONG_INPUTS: list[tuple[Any, type[Exception], str]] = [
 ]
 
 
-@every_layer
+@every_sharing_layer
 def test_a_wrong_input_on_one_rank_is_an_error_on_all(name: str) -> None:
     """In evaluation it is one for the rank alone. Afterwards the layer still works."""
 
@@ -396,8 +406,8 @@ def test_no_layer_keeps_another_tensor_of_the_inputs_size(name: str) -> None:
         layer(x.requires_grad_())
     large = [t for t in saved if t.numel() >= 32 * L and t.dtype != torch.bool]
     pointers = {t.untyped_storage().data_ptr() for t in large}
-    own = {"derived": 1, "derived with the function": 1, "together": 1}  # of their operations
-    assert len(pointers - {x.untyped_storage().data_ptr()}) == own.get(name, 0)
+    own = int(name.startswith("derived") or name == "together")  # of their operations
+    assert len(pointers - {x.untyped_storage().data_ptr()}) == own
     masks = {t.untyped_storage().data_ptr() for t in saved if t.dtype == torch.bool}
     assert len(masks) == int(name.startswith("masked"))
 

@@ -23,6 +23,7 @@ from multibn.parity.oracle import relative_error  # noqa: E402
 from multibn.torch_backend import (  # noqa: E402
     SubBatchNorm1d,
     SyncBatchNorm,
+    convert_sync_batchnorm,
     join,
     normalize_together,
     step_statistics,
@@ -360,6 +361,17 @@ def test_jagged_nested_tensors(jagged_dim: int, training: bool) -> None:
     assert relative_error(layer.running_var, expected.running_var) < 1e-11
 
 
+def test_jagged_nested_tensors_of_images() -> None:
+    """A converted layer asks for the dimensions of its class, which the tensor has."""
+    rows = [torch.randn(n, C, 4).double() for n in (2, 5)]
+    t = torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
+    layer = convert_sync_batchnorm(nn.BatchNorm2d(C).double())
+    expected = nn.BatchNorm2d(C).double()(torch.cat(rows)[:, :, None])[:, :, 0]
+    assert relative_error(layer(t).values().movedim(1, 0).detach(), expected.detach()) < 1e-11
+    with pytest.raises(ValueError, match=r"SyncBatchNorm1d must have 2 or 3 dimensions.*j"):
+        convert_sync_batchnorm(nn.BatchNorm1d(C))(t)
+
+
 def test_update_bn_stats_of_nested_tensors() -> None:
     model = nn.Sequential(layer_of())
     update_bn_stats(model, [nested(0, 1), nested(1, 1)], process_group=ALONE, progress=False)
@@ -479,3 +491,21 @@ def test_a_step_of_masked_micro_batches() -> None:
     plain(torch.cat([chosen(x, mask) for x, _, mask in (batch(0), batch(1))]))
     for got, want in zip(layer.buffers(), plain.buffers(), strict=True):
         assert relative_error(got, want) < 1e-12
+
+
+def test_a_mask_on_one_rank_only() -> None:
+    """Also where a message is longer than a first one: the second call is another layer's then."""
+
+    def run(communicator: ThreadCommunicator) -> str:
+        layer = SubBatchNorm1d(2, 3, process_group=communicator)
+        x, mask = torch.randn(4, 3, 5), torch.ones(4, 5, dtype=torch.bool)
+        layer(x)
+        with pytest.raises(RuntimeError) as caught:
+            layer(x, mask=None if communicator.rank else mask)
+        return str(caught.value)
+
+    for rank, error in enumerate(run_ranks(2, run)):
+        assert f"rank {rank} cannot sum" in error
+        assert (
+            "places: all ranks must run the same layers in the same order, with a `mask`" in error
+        )

@@ -18,6 +18,7 @@ require.need("torch")
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 from torch._dynamo.backends.registry import lookup_backend  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from multibn.parity.oracle import relative_error  # noqa: E402
@@ -125,6 +126,47 @@ def test_a_converted_layer_with_a_forward_pass_of_its_own() -> None:
     layers[1](torch.cat(xs))
     for got, want in zip(layers[0].buffers(), layers[1].buffers(), strict=True):
         assert relative_error(got, want) < 1e-12
+
+
+class OfOwnFactor(nn.BatchNorm1d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        mean, var = self.running_mean, self.running_var
+        return F.batch_norm(input, mean, var, self.weight, self.bias, self.training, 0.7, self.eps)
+
+
+def test_a_converted_layer_with_a_momentum_of_its_own() -> None:
+    layers = [convert_sync_batchnorm(OfOwnFactor(4).double(), SingleProcess()) for _ in "abc"]
+    compiled: Any = torch.compile(layers[2], backend="aot_eager")
+    xs = data([(4, 0), (2, 0)], 0)
+    for layer, call in ((layers[0], layers[0]), (layers[2], compiled)):
+        with step_statistics(layer):
+            for x in xs:
+                call(x)
+    layers[1](torch.cat(xs))
+    for k in (0, 2):
+        for name in ("running_mean", "running_var"):
+            got, want = (getattr(layers[n], name) for n in (k, 1))
+            assert relative_error(got, want) < 1e-12
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_buffers_that_are_replaced_inside_of_the_step(when: str) -> None:
+    layer, expected = (SyncBatchNorm(4, process_group=SingleProcess()) for _ in "ab")
+    (x,) = data([(6, 0)], 0)
+    with step_statistics(layer):
+        if when == "before":
+            layer.double()
+        layer(x.to(layer.weight.dtype))
+        layer.double()
+        layer.momentum = 0.5
+    expected.double().momentum = 0.5
+    expected(x)
+    for got, want in zip(layer.buffers(), expected.buffers(), strict=True):
+        assert relative_error(got, want) < (1e-12 if when == "before" else 1e-6)
+    with step_statistics(layer):
+        layer(x)
+        layer.running_mean = layer.running_var = None
+    assert layer.running_mean is None
 
 
 def test_a_layer_used_twice_and_forward_passes_of_parts() -> None:

@@ -39,8 +39,8 @@ class ReversibleMViT(nn.Module):
     norm
         See `RevMViT`.
     mode
-        `"auto"`, `"reversible"` or `"stored"`, see `reversible`; also an attribute, which may be
-        changed.
+        `"auto"`, `"reversible"` or `"stored"` in training, see `reversible`; also an attribute,
+        which may be changed. In evaluation activations are stored.
 
     Attributes
     ----------
@@ -123,7 +123,7 @@ class ReversibleMViT(nn.Module):
             x,
             x,
             thw,
-            mode=self.mode,
+            mode=self.mode if self.training else "stored",
             drop_path=[block.drop_path for block in blocks],
             tied_drop_path=self.tied_drop_path,
         )
@@ -132,10 +132,10 @@ class ReversibleMViT(nn.Module):
     def _attention_kernels(self) -> AbstractContextManager[None]:
         """In evaluation, attention that can be differentiated twice: torch's fused kernels cannot.
 
-        Not with a recomputation, which is without gradients at first and with gradients then, and
-        would use two kernels.
+        Not in training, whose recomputation is without gradients at first and with gradients then,
+        and would use two kernels.
         """
-        if self.training or self.mode == "reversible" or not torch.is_grad_enabled():
+        if self.training or not torch.is_grad_enabled():
             return nullcontext()
         return sdpa_kernel(SDPBackend.MATH)
 
@@ -176,8 +176,9 @@ class RevMViT(nn.Module):
         `"fuse"`, `"stem"` and `"final"`. Batch norms of torch and multibn, for `(N, C, L)`,
         normalize the last axis of `(B, ..., C)`, too. None is `config.norm`.
     mode
-        `"auto"` recomputes activations in the backward pass of training, `"reversible"` also in
-        evaluation, and `"stored"` stores them, see `reversible`; an attribute of `rev_backbone`.
+        `"auto"` recomputes activations in the backward pass of training, `"reversible"` also those
+        of frozen blocks, and `"stored"` stores them, see `reversible`; an attribute of
+        `rev_backbone`. In evaluation activations are stored.
 
     Raises
     ------
@@ -188,9 +189,9 @@ class RevMViT(nn.Module):
     -----
     Collective if its norms are.
 
-    In evaluation, unless with mode `"reversible"`, the model can be differentiated twice, traced
-    and compiled with `fullgraph=True`. If gradients are needed, or in torch.jit.trace, attention is
-    not a fused kernel then: its scores are in memory.
+    In evaluation the model can be differentiated twice, traced and compiled with
+    `fullgraph=True`. If gradients are needed, or in torch.jit.trace, attention is not a fused
+    kernel then: its scores are in memory.
 
     References
     ----------

@@ -121,12 +121,33 @@ def test_reversible_is_stored(options: dict[str, Any]) -> None:
     assert_near(grads, stored_grads, 1e-9)
 
 
-def test_recomputation_in_evaluation() -> None:
-    (y, grads), (stored_y, stored_grads) = (
-        step(small(mode=mode, dropout_rate=0.5).eval(), images()) for mode in ("reversible", "auto")
-    )
-    torch.testing.assert_close(y, stored_y)  # other kernels of attention
-    assert_near(grads, stored_grads, 1e-9)
+@pytest.mark.parametrize("mode", ["auto", *MODES])
+def test_evaluation_is_ordinary_autograd(mode: str) -> None:
+    """In each mode, as in the original: one graph, and gradients of gradients."""
+    x = images().requires_grad_()
+    expected, model = (small(mode=m, dropout_rate=0.5).eval() for m in ("stored", mode))
+    torch.compiler.reset()
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), expected(x))
+    torch.compiler.reset()
+    found = []
+    for each in (model, expected):
+        (saliency,) = torch.autograd.grad(each(x).square().sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(saliency.square().sum(), x)[0])
+    assert torch.equal(*found)
+
+
+def test_frozen_blocks_are_recomputed_in_training_by_name() -> None:
+    counts = []
+    for mode in ("reversible", "auto"):
+        model = small(mode=mode)
+        model.rev_backbone.layers.eval()
+        calls: list[Any] = []
+        block: Any = model.rev_backbone.layers[0]
+        block.F.register_forward_hook(lambda *_: calls.append(0))  # noqa: B023
+        step(model, images())
+        counts.append(len(calls))
+    assert counts == [2, 1]
 
 
 def test_autocast() -> None:

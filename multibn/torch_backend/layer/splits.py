@@ -1,0 +1,51 @@
+"""Batch normalization of each part of a batch, for converted layers (ghost batch norm)."""
+
+import torch
+from torch import Tensor
+
+from multibn._typing import Weighting
+from multibn.communicators import Communicator
+from multibn.engine.population import Pool
+from multibn.engine.statistics import BatchStatistics, channels
+from multibn.engine.step import Input
+from multibn.kernels import Running
+from multibn.torch_backend.layer import compiled, dtensors, functional
+
+
+def forward(
+    i: Input,
+    num_splits: int,
+    num_channels: list[int],
+    communicator: Communicator,
+    weighting: Weighting,
+) -> tuple[Tensor, BatchStatistics]:
+    """Normalize each split of `i` by its own statistics; move and return those of the whole."""
+    x, running = i.x, i.running
+    if communicator.size > 1:  # whose batches may have unequal numbers of parts
+        raise ValueError(
+            f"`process_group` must be one process for a layer that splits its batch: got "
+            f"{communicator.size}. Build the model with SubBatchNorm1d, 2d or 3d."
+        )
+    functional.check_input(x, *num_channels)
+    shape = channels(x.shape, i.axis)
+    # Each split has two values per channel if the batch has: the last batch may be small.
+    num_splits = max(1, min(num_splits, len(x), x.numel() // shape[0] // 2))
+    splits = [
+        [None] * num_splits if t is None else t.tensor_split(num_splits)
+        for t in (x, i.residual, i.mask)
+    ]
+    dtype = None if x.device.type == "mps" else torch.float64  # a device without float64
+    zeros = torch.zeros(shape, device=x.device, dtype=dtype)
+    pool = running if isinstance(running, Pool) else Pool(zeros)
+    inputs = [
+        i._replace(x=part, residual=residual, mask=mask, running=pool)
+        for part, residual, mask in zip(*splits, strict=True)
+    ]
+    num_channels = num_channels * num_splits
+    results = compiled.forward_all(inputs, num_channels, communicator, weighting=weighting)
+    batch, local_count = pool.compute()
+    if isinstance(running, Running) and compiled.takes(x):
+        torch.ops.multibn.move(*running, *batch[:3], None, local_count)
+    elif isinstance(running, Running):
+        dtensors.move(running, batch, local_count)
+    return torch.cat([y for y, _ in results]), batch

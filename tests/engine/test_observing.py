@@ -1,0 +1,150 @@
+"""The statistics of each layer, seen by `observing`, in both frameworks."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multibn import SingleProcess, observing
+from multibn._arrays import to_host
+from multibn.parity.oracle import relative_error
+from tests.helpers import require
+from tests.helpers.ranks import CountingCommunicator, run_ranks
+
+SIZES = [(4,), (3, 0, 5)]  # samples of each rank
+
+
+def data(sizes: Sequence[int]) -> list[Any]:
+    rng = np.random.default_rng(0)
+    return [rng.normal(3, 2, (n, 4, 5)) for n in sizes]
+
+
+def torchs(communicator: Any) -> tuple[Any, Callable[[Any], Any]]:
+    require.need("torch")
+    import torch
+    from torch import nn
+
+    from multibn.torch_backend import convert_sync_batchnorm
+
+    layers = [nn.BatchNorm1d(4, affine=False), nn.Tanh(), nn.BatchNorm1d(4, affine=False)]
+    model = convert_sync_batchnorm(nn.Sequential(*layers).double(), communicator)
+
+    def step(x: Any) -> None:
+        model(torch.from_numpy(x).requires_grad_()).sum().backward()
+
+    return model, step
+
+
+def chainers(communicator: Any) -> tuple[Any, Callable[[Any], Any]]:
+    require.need("chainer")
+    import multibn.chainer_backend as mbc  # isort: skip
+    import chainer
+    from chainer import functions as F
+
+    def link() -> Any:
+        options: dict[str, Any] = {"use_gamma": False, "use_beta": False, "eps": 1e-5}
+        return mbc.MultiNodeBatchNormalization(4, communicator, dtype=np.float64, **options)
+
+    model = chainer.Sequential(link(), F.tanh, link())
+    return model, lambda x: F.sum(model(chainer.Variable(x))).backward()
+
+
+def moments(x: Any) -> tuple[Any, Any, float]:
+    if not len(x):
+        return np.zeros(4), np.zeros(4), 0.0
+    return x.mean((0, 2)), x.var((0, 2)), x.size / 4
+
+
+def assert_statistics(found: Any, x: Any) -> None:
+    mean, var, count = moments(x)
+    assert relative_error(to_host(found.mean), mean) < 1e-12
+    assert relative_error(to_host(found.var), var) < 1e-12
+    assert float(found.count) == count
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("build, paths", [(torchs, ["0", "2"]), (chainers, ["0", "1"])])
+def test_over_all_ranks_and_of_one_alone(build: Any, paths: list[str], sizes: Any) -> None:
+    def run(communicator: Any) -> tuple[list[Any], list[Any]]:
+        counting = CountingCommunicator(communicator)
+        _, step = build(counting)
+        messages, x = [], data(sizes)[communicator.rank]
+        step(x)
+        counting.take()
+        step(x)
+        messages.append(counting.take())
+        with observing() as seen:
+            step(x)
+        messages.append(counting.take())
+        step(x)
+        return seen, messages
+
+    parts = data(sizes)
+    mean, var, _ = moments(np.concatenate(parts))
+    hidden = [np.tanh((x - mean[:, None]) / np.sqrt(var + 1e-5)[:, None]) for x in parts]
+    for rank, (seen, messages) in enumerate(run_ranks(len(sizes), run)):
+        assert messages[0] == messages[1]
+        assert [layer.path for layer in seen] == paths
+        for layer, xs in zip(seen, (parts, hidden), strict=True):
+            assert_statistics(layer.batch, np.concatenate(xs))
+            assert_statistics(layer.own, xs[rank])
+
+
+def test_layers_of_one_message_and_splits() -> None:
+    require.need("torch")
+    import torch
+    from torch import nn
+
+    from multibn.torch_backend import (
+        SubBatchNorm1d,
+        SyncBatchNorm,
+        convert_sub_batchnorm,
+        normalize_together,
+    )
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = (SyncBatchNorm(4, process_group=SingleProcess()) for _ in "ab")
+            self.sub = SubBatchNorm1d(2, 4)
+            self.split = convert_sub_batchnorm(nn.BatchNorm1d(4), 2)
+
+        def forward(self, x: Any) -> None:
+            normalize_together([self.a, self.b], [x, 2 * x])
+            self.sub(x)
+            self.sub(x, mask=x[:, 0] > 0)
+            self.split(x)
+
+    x = torch.from_numpy(data([4])[0])
+    with observing() as seen:
+        Model().double()(x)
+    assert [s.path for s in seen] == ["a", "b", "sub", "sub", "sub", "split", "split"]
+    assert_statistics(seen[1].own, 2 * x.numpy())
+    assert seen[2].own.mean.shape == (2, 4)
+    assert float(seen[3].own.count + seen[4].own.count) == int((x[:, 0] > 0).sum())
+    assert_statistics(seen[5].batch, x[:2].numpy())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Dynamo itself
+def test_passes_that_run_again_and_compiled_code() -> None:
+    require.need("torch")
+    import torch
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    from multibn.torch_backend import SyncBatchNorm, checkpoint_contexts
+
+    model = nn.Sequential(SyncBatchNorm(4, process_group=SingleProcess())).double()
+    bare = SyncBatchNorm(4, track_running_stats=False, process_group=SingleProcess()).double()
+    x = torch.from_numpy(data([4])[0]).requires_grad_()
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with observing() as seen:
+        checkpoint(model, x, use_reentrant=False, context_fn=checkpoint_contexts).sum().backward()
+        compiled(x).sum().backward()
+        torch.func.jvp(bare, (x.detach(),), (x.detach(),))
+        model.eval()(x)
+    assert [layer.path for layer in seen] == ["0", "0", "SyncBatchNorm"]
+    for layer in seen:
+        assert_statistics(layer.own, x.detach().numpy())

@@ -1,0 +1,150 @@
+"""convert_sub_batchnorm: ghost batch normalization for a model as it is."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+
+from tests.helpers import require
+from tests.helpers.ranks import run_ranks
+
+require.need("torch")
+
+import torch  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+
+from multibn.parity.oracle import relative_error  # noqa: E402
+from multibn.torch_backend import (  # noqa: E402
+    SyncBatchNorm,
+    convert_sub_batchnorm,
+    revert_sync_batchnorm,
+    step_statistics,
+)
+
+
+def expected(x: Tensor, num_splits: int) -> Tensor:
+    """Each part by its own mean and biased variance, from the formula."""
+    axis = (0, *range(2, x.ndim))
+    parts = []
+    for part in x.tensor_split(num_splits):
+        mean, var = part.mean(axis, keepdim=True), part.var(axis, correction=0, keepdim=True)
+        parts.append((part - mean) / (var + 1e-5).sqrt())
+    return torch.cat(parts)
+
+
+# Shapes, and how many parts four splits make of them.
+BATCHES: list[tuple[tuple[int, ...], int]] = [
+    ((8, 3), 4), ((11, 3), 4), ((5, 3), 2), ((3, 3), 1), ((2, 3), 1),
+    ((6, 3, 5), 4), ((3, 3, 4, 4), 3), ((1, 3, 4, 4), 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape, parts", BATCHES, ids=str)
+def test_each_part_has_its_own_statistics(shape: tuple[int, ...], parts: int) -> None:
+    """The running statistics and evaluation are those of the plain layer."""
+    cls = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[len(shape)]
+    plain = cls(3, affine=False, dtype=torch.float64)
+    layer: Any = convert_sub_batchnorm(copy.deepcopy(plain), 4)
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in "xy")
+    found = []
+    for function in (layer, lambda x: expected(x, parts)):
+        t = x.clone().requires_grad_()
+        y = function(t)
+        y.backward(dy)
+        assert t.grad is not None
+        found.append((y.detach(), t.grad))
+    plain(x)
+    assert relative_error(found[0][0], found[1][0]) < 1e-12
+    assert (found[0][1] - found[1][1]).abs().max() < 1e-12
+    for got, want in zip(layer.buffers(), plain.buffers(), strict=True):
+        assert relative_error(got, want) < 1e-12
+    assert relative_error(layer.eval()(x), plain.eval()(x)) < 1e-12
+
+
+def test_there_and_back() -> None:
+    class Activated(nn.BatchNorm2d):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input).relu()
+
+    model: Any = nn.Sequential(nn.BatchNorm2d(3), nn.SyncBatchNorm(3), Activated(3))
+    before = [(type(layer), set(vars(layer))) for layer in model]
+    x = torch.randn(7, 3, 4, 4)
+    assert convert_sub_batchnorm(model, 3, strict=True) is model
+    assert all(isinstance(layer, SyncBatchNorm) for layer in model)
+    assert "num_splits=3" in repr(model[0])
+    assert torch.equal(model[2](x), expected(x, 3).relu()) or (
+        relative_error(model[2](x).detach(), expected(x, 3).relu()) < 1e-5
+    )
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model[:2])))
+    assert torch.equal(copied(x), model[:2](x))
+    assert [(type(layer), set(vars(layer))) for layer in revert_sync_batchnorm(model)] == before
+
+
+def test_a_step_of_several_batches() -> None:
+    layers: list[Any] = [convert_sub_batchnorm(nn.BatchNorm1d(3).double(), 2) for _ in "ab"]
+    xs = [torch.randn(n, 3).double() for n in (4, 7)]
+    with step_statistics(layers[0]):
+        for x in xs:
+            layers[0](x)
+    layers[1](torch.cat(xs))
+    for got, want in zip(layers[0].buffers(), layers[1].buffers(), strict=True):
+        assert relative_error(got, want) < 1e-12
+
+
+def test_masked_elements_have_no_part() -> None:
+    layer: Any = convert_sub_batchnorm(nn.BatchNorm1d(3, affine=False).double(), 2)
+    x, mask = torch.randn(5, 3, 6).double(), torch.rand(5, 6) < 0.7
+    y = layer(x, mask=mask)
+    for part, where, got in zip(x.split(3), mask.split(3), y.split(3), strict=True):
+        chosen = part.movedim(1, 2)[where]
+        want = F.batch_norm(chosen, None, None, training=True)
+        assert relative_error(got.movedim(1, 2)[where], want) < 1e-12
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Dynamo itself
+def test_a_compiled_model() -> None:
+    torch._dynamo.reset()
+    model: Any = convert_sub_batchnorm(nn.Sequential(nn.BatchNorm1d(3)).double(), 3)
+    eager = copy.deepcopy(model)
+    compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for n in (6, 7, 8):
+        x = torch.randn(n, 3).double()
+        assert relative_error(compiled(x).detach(), eager(x).detach()) < 1e-12
+    for got, want in zip(model.buffers(), eager.buffers(), strict=True):
+        assert relative_error(got, want) < 1e-12
+
+
+def test_what_is_refused() -> None:
+    for wrong, kind in ((0, ValueError), (2.0, TypeError), (True, TypeError)):
+        with pytest.raises(kind, match=f"`num_splits` must be .*got {wrong!r}"):
+            convert_sub_batchnorm(nn.BatchNorm1d(3), wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="must have a batch norm"):
+        convert_sub_batchnorm(nn.Linear(1, 1), 2, strict=True)
+    with pytest.warns(UserWarning, match="must have a batch norm") as caught:
+        convert_sub_batchnorm(nn.Linear(1, 1), 2)
+    assert caught[0].filename == __file__
+    layer: Any = convert_sub_batchnorm(nn.BatchNorm2d(3), 2)
+
+    def share(communicator: Any) -> None:
+        shared = copy.deepcopy(layer)
+        shared.process_group = communicator
+        shared(torch.randn(4, 3, 2, 2))
+
+    with pytest.raises(ValueError, match=r"`process_group` must be one process .* got 2\. Build"):
+        run_ranks(2, share)
+    with pytest.raises(ValueError, match=r"SyncBatchNorm2d must have 4 dimensions"):
+        layer(torch.randn(4, 3))
+    for x, kind, message in (
+        (torch.randn(4, 5, 2, 2), ValueError, "must have 3 channels in dimension 1"),
+        (torch.ones(4, 3, 2, 2).int(), TypeError, "must be of a real floating-point dtype"),
+        ([1.0], TypeError, r"must be a torch\.Tensor: got list"),
+    ):
+        with pytest.raises(kind, match=message):
+            layer(x)
+    layer(torch.zeros(0, 3, 2, 2))
+    assert not layer.num_batches_tracked
+    with pytest.raises(ValueError, match="needs more than 1 value per channel"):
+        convert_sub_batchnorm(nn.BatchNorm1d(3), 2)(torch.randn(1, 3))
