@@ -14,6 +14,7 @@ from array_api_compat import is_array_api_obj
 
 from multibn import _version, message
 from multibn._arrays import to_host
+from multibn._typing import Array
 from multibn.communicators.lines import FIRST_MESSAGES, HostArray, Lines
 from multibn.communicators.objects import gather
 from multibn.communicators.people import by_answer, fail, for_people
