@@ -16,7 +16,7 @@ from multibn._typing import RunningVar, Weighting, check_choice, check_eps, chec
 from multibn.chainer_backend import functions
 from multibn.chainer_backend._differentiable import masked
 from multibn.communicators import Communicator, SingleProcess, as_communicator
-from multibn.communicators.conversation import Conversation
+from multibn.communicators.conversation import Conversation, Nonfinite
 from multibn.communicators.names import find_path
 from multibn.communicators.transports.chainermn import ChainerMN, select_backend
 from multibn.engine import statistics
@@ -73,6 +73,11 @@ class MultiNodeBatchNormalization(chainer.Link):
     avg_var
         The variance in the persistent value of this name: `"unbiased_global"`, `"unbiased_local"`
         or `"biased"`, see `multibn.running_variance`.
+    nonfinite
+        What follows where a rank's input has NaN, infinity or too large values: `"raise"`
+        FloatingPointError on all ranks, or `"skip"` the batch: the output is NaN on all ranks,
+        nothing moves, and a RuntimeWarning names the link. None: `"skip"` for float16, `"raise"`
+        for other dtypes.
     fuse_relu
         Whether the link ends in a ReLU; `link(x, residual=residual)` adds an array like `x` before
         the ReLU, in the same pass.
@@ -128,6 +133,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         conventions: Conventions | None = None,
         weighting: Weighting | None = None,
         avg_var: RunningVar | None = None,
+        nonfinite: Nonfinite = None,
         fuse_relu: bool = False,
     ) -> None:
         super().__init__()
@@ -135,11 +141,13 @@ class MultiNodeBatchNormalization(chainer.Link):
             raise ValueError("`size` or `axis` must be given: got None for both.")
         check_number("decay", decay, "[0, 1]")
         check_eps(eps)
+        check_choice("nonfinite", nonfinite, Nonfinite)
         self._communicator = _wrapped(comm, communication_backend)
         self._communication_backend = communication_backend
         self.weighting, self.avg_var_convention = _resolved(conventions, weighting, avg_var)
         self.decay = decay
         self.eps = eps
+        self.nonfinite: Nonfinite = nonfinite
         self.fuse_relu = fuse_relu
         self.axis = None if axis is None else functions.checked_axes(axis)
         self._highprec_dtype = _floating_dtype(dtype)
@@ -160,7 +168,11 @@ class MultiNodeBatchNormalization(chainer.Link):
         """The link's communicator, under the name that the link has in its model."""
         if self not in _conversations:
             own = weakref.ref(self)
-            _conversations[self] = Conversation(self._communicator, lambda: _name(own()))
+            _conversations[self] = Conversation(
+                self._communicator,
+                lambda: _name(own()),
+                options=lambda: {"nonfinite": getattr(own(), "nonfinite", None)},
+            )
         return _conversations[self]
 
     @property

@@ -7,8 +7,10 @@ rank is doing (see `multibn.message`). All ranks see the same sums, so that all 
 each other in the same moment.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import numpy as np
 from array_api_compat import is_cupy_array
@@ -35,6 +37,8 @@ class Conversation(Forwarding):
     find_name
         Returns the name of the layer, the same on all ranks; called when the layer first
         communicates.
+    options
+        Returns what must be equal on all ranks, beside the name; called as `find_name`.
     num_layers
         How many layers share each message.
     """
@@ -42,10 +46,15 @@ class Conversation(Forwarding):
     names: Sequence[str] = ()  # of the layers that share each message, if several do
 
     def __init__(
-        self, communicator: Communicator, find_name: Callable[[], str], *, num_layers: int = 1
+        self,
+        communicator: Communicator,
+        find_name: Callable[[], str],
+        *,
+        options: Callable[[], Mapping[str, object]] = dict,
+        num_layers: int = 1,
     ) -> None:
         self.wrapped = communicator
-        self.num_layers = num_layers
+        self.options, self.num_layers = options, num_layers
         self.forwarding = communicator if isinstance(communicator, Forwarding) else None
         self._find_name = find_name
         self._name: str | None = None
@@ -59,6 +68,11 @@ class Conversation(Forwarding):
             self._name = self._find_name()
         return self._name
 
+    @property
+    def num_forward(self) -> int:
+        """How many forward messages the layer has sent."""
+        return sum(phase.num_calls for phase in self.phases.values() if phase.name == "forward")
+
     def _look_up(self) -> Communicator:
         return self.wrapped
 
@@ -66,7 +80,10 @@ class Conversation(Forwarding):
         """The same layer's conversation over other processes."""
         if communicator not in self._elsewhere:
             self._elsewhere[communicator] = Conversation(
-                communicator, lambda: self.name, num_layers=self.num_layers
+                communicator,
+                lambda: self.name,
+                options=self.options,
+                num_layers=self.num_layers,
             )
         return self._elsewhere[communicator]
 
@@ -92,7 +109,7 @@ class Phase(Forwarding):
         self.wrapped = layer
         self.name, self.dtype = phase, str(dtype).rpartition(".")[2]
         self.num_lanes = message.num_lanes(phase, layer.num_layers)
-        self._calls = 0
+        self.num_calls = 0
         self._agreed: Agreement | None = None
         self._unread: Callable[[], HostArray | None] | None = None
         self._pinned: dict[Any, tuple[Any, HostArray, Any]] = {}
@@ -132,14 +149,14 @@ class Phase(Forwarding):
         agreed = self._agreed
         if isinstance(x, Message):
             assert agreed is not None
-            self._calls += 1
+            self.num_calls += 1
             return self._allreduce_array(agreed, x)
         if agreed is None or x is not agreed.payload:
             agreed = self._agree(x.shape[0])
+        self.num_calls += 1
         if agreed.size == 1:
             return x if x is agreed.payload else agreed.communicator.allreduce(x)
-        self._calls += 1
-        call = _Call((self, self._calls))
+        call = _Call((self, self.num_calls))
         payload = agreed.payload
         if payload is None or x is not payload:
             if agreed.lines is None or agreed.communicator.takes(x):
@@ -156,15 +173,17 @@ class Phase(Forwarding):
             # The caller does not look at numbers on a GPU, and these are in host memory.
             if message.is_refusal(payload):
                 raise_for_refusal(self, refused=message.is_refusal(mine))
+            elif skips(self, self.dtype):
+                tell_of_skip(self, bool(np.isfinite(mine).all()))
             else:
                 raise_for_non_finite(self, bool(np.isfinite(mine).all()))
         return payload if x is payload else from_host(payload.copy(), x)
 
     def __str__(self) -> str:
-        return str(_Call((self, self._calls)))
+        return str(_Call((self, self.num_calls)))
 
     def next_call(self) -> "_Call":
-        return _Call((self, self._calls + 1))
+        return _Call((self, self.num_calls + 1))
 
     def _allreduce_array(self, agreed: Agreement, x: Array | Message) -> Array:
         """Over a communicator that is handed arrays: a GPU's transport, or a user's own class."""
@@ -195,7 +214,10 @@ class Phase(Forwarding):
         The caller looks at the numbers of the latest message, this method at earlier ones.
         """
         if not latest and self.name == "forward" and not np.isfinite(summed).all():
-            self._raise_for_previous(message.is_refusal(summed, self.num_lanes))
+            refused = message.is_refusal(summed, self.num_lanes)
+            if refused or not skips(self, self.dtype):
+                self._raise_for_previous(refused)
+            tell_of_skip(self)
         v, square = summed[-2:].tolist()
         if not message.all_equal(v, square, size) and not (
             # The refused input may be of another dtype, which the fingerprint tells.
@@ -319,13 +341,62 @@ def _copy_to_host(
     return wait
 
 
+def _layer_of(communicator: Any) -> Conversation | None:
+    """The conversation of the layer that uses the communicator."""
+    while not isinstance(communicator, Conversation | None):
+        communicator = getattr(communicator, "wrapped", None)
+    return communicator
+
+
 def name_of(communicator: Any, /) -> str:
     """The name of the layer that uses the communicator, for people."""
-    while not isinstance(communicator, Conversation):
-        if not hasattr(communicator, "wrapped"):
-            return "a layer"
-        communicator = communicator.wrapped
-    return for_people(communicator.name)
+    layer = _layer_of(communicator)
+    return "a layer" if layer is None else for_people(layer.name)
+
+
+# What a layer does with a batch that is not finite. None: "skip" for float16, else "raise".
+Nonfinite: TypeAlias = Literal["raise", "skip", None]
+
+
+def skips(communicator: Any, dtype: Any, /) -> bool:
+    """Whether a layer skips a batch that is not finite; `dtype` is what the message announces."""
+    layer = _layer_of(communicator)
+    if layer is None:
+        return False
+    # "nonfinite" of a layer, "nonfinite of conv1.bn" and so on of several in one message.
+    policies = {v for option, v in layer.options().items() if option.split()[0] == "nonfinite"}
+    if policies == {"skip"}:
+        return True
+    is_float16 = {*str(dtype).rpartition(".")[2].split(", ")} == {"float16"}
+    return "raise" not in policies and is_float16
+
+
+# The layer that told of a skipped batch last, and how many forward messages it had sent by then.
+_told: tuple[weakref.ref[Conversation], int] | None = None
+
+
+def tell_of_skip(communicator: Any, finite: bool | None = None, /) -> None:
+    """Warn that a layer skips a batch, once for all layers through which NaN goes in a step.
+
+    `finite` says of the input of this rank whether it is; None where nobody knows any more. Not
+    collective: each rank knows about its own input.
+    """
+    global _told
+    layer = _layer_of(communicator)
+    assert layer is not None
+    first, num_messages = (None, 0) if _told is None else (_told[0](), _told[1])
+    if first is not None and first is not layer and first.num_forward == num_messages:
+        return
+    _told = weakref.ref(layer), layer.num_forward
+    where = {True: "another rank, which says so", False: "this rank", None: "some rank"}[finite]
+    warnings.warn(
+        f"rank {communicator.rank} of {communicator.size} has skipped a batch in "
+        f"{name_of(layer)}, as all ranks have: the input has NaN, infinity or too large values on "
+        f"{where}. The output is NaN, and no statistics have moved. A GradScaler skips such a "
+        'step; without one, pass nonfinite="raise".',
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def find_ranks(communicator: Any, flag: bool, /) -> list[int]:

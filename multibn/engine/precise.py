@@ -9,6 +9,7 @@ import numpy as np
 from multibn._progress import progress as show_progress
 from multibn._typing import Array
 from multibn.communicators import Communicator
+from multibn.communicators.conversation import skips
 from multibn.engine.lockstep import END, Lockstep, Step
 from multibn.engine.population import PopulationEstimator, running_variance
 
@@ -66,7 +67,8 @@ class Pass:
         if visit is not None:
             self._visits.append(visit)
         if layer.estimator is not None:
-            layer.estimator.show(x, axis=axis, mask=mask)
+            skip = skips(layer.communicator, x.dtype)
+            layer.estimator.show(x, axis=axis, mask=mask, skip=skip)
 
     def run(
         self,

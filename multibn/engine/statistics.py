@@ -115,6 +115,15 @@ def empty_moments(like: Array, /) -> Moments:
     return Moments(zeros, zeros, 0.0, 0.0)
 
 
+def if_finite(moments: Moments, /) -> Moments:
+    """The same moments, or those of no data if they are not finite."""
+    xp = array_namespace(moments.mean)
+    finite = xp.isfinite(xp.sum(moments.meansqr))
+    mean, meansqr = (xp.where(finite, v, xp.zeros_like(v)) for v in moments[:2])
+    count, num_samples = (v * generic.as_wide(finite) for v in moments[2:])
+    return Moments(mean, meansqr, count, num_samples)
+
+
 def merge_moments(*moments: Moments) -> Moments:
     """Moments of the concatenation of the batches that `moments` describe (weighted by count).
 

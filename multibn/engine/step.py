@@ -10,13 +10,13 @@ from typing import Any, NoReturn, TypeAlias
 import numpy as np
 
 from multibn import kernels, message
-from multibn._arrays import is_on_host
+from multibn._arrays import array_namespace, is_on_host
 from multibn._typing import Array, Weighting
 from multibn.communicators import Communicator
-from multibn.communicators.conversation import Conversation, Phase
+from multibn.communicators.conversation import Conversation, Phase, skips, tell_of_skip
 from multibn.engine import masks, recompute, statistics
 from multibn.engine.population import Pool
-from multibn.kernels import RIGHT, BatchStatistics, Running, generic
+from multibn.kernels import NOT_FINITE, RIGHT, BatchStatistics, Running, generic
 from multibn.kernels import Gradient as Gradient
 from multibn.kernels import Input as Input
 from multibn.message import Message
@@ -81,16 +81,20 @@ def share(
     if len(payloads) > 1:  # no running statistics may move where another layer's sum is wrong
         for own, summed in zip(shares, sums, strict=True):
             state = generic.state(summed, own[-1])
-            if state != RIGHT:
+            if state != RIGHT and not (state == NOT_FINITE and skips(communicator, announced(xs))):
                 _raise(state, communicator, *own)
     results = []
     for n, (k, i, weight, count) in enumerate(shares):
         pool = i.running if type(i.running) is Pool else None
         moving = i if pool is None else i._replace(running=None)
         y, batch, state = k.finish_forward(moving, sums[n], weight, count)
-        if state != RIGHT:
+        if state == NOT_FINITE and skips(communicator, announced(xs)):
+            batch = generic.skipped(batch)
+            y = k.normalize(i, batch)
+            tell_of_skip(communicator, _is_finite(k.begin_forward(i, weight, count)))
+        elif state != RIGHT:
             _raise(state, communicator, k, i, weight, count)
-        if i.mask is not None and is_on_host(batch.count):
+        elif i.mask is not None and is_on_host(batch.count):
             require_element(batch.count, i.x.shape, communicator)
         if pool is not None:
             pool.add(batch, local_count=count)
@@ -211,6 +215,11 @@ def _send(
         return (communicator.allreduce(payloads[0]),)
     summed = communicator.allreduce(message.concat(payloads) if memory is None else memory)
     return message.split(summed, lengths)
+
+
+def _is_finite(payload: Array) -> bool:
+    xp = array_namespace(payload)
+    return bool(xp.all(xp.isfinite(payload)))
 
 
 def _raise(

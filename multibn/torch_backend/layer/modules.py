@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn._typing import RunningVar, Weighting, check_choice, check_eps, check_int, check_number
 from multibn.communicators import Communicator, SingleProcess, as_communicator
-from multibn.communicators.conversation import Conversation
+from multibn.communicators.conversation import Conversation, Nonfinite
 from multibn.communicators.names import find_path
 from multibn.engine import recompute
 from multibn.engine.population import Pool
@@ -46,18 +46,21 @@ class Synchronized(nn.Module):
 
     conversation: Conversation  # the layer's communicator, with the layer's name in its model
     pool: Pool | None = None  # of the step of `step_statistics` that is under way
+    nonfinite: Nonfinite = None
 
     def configure(
         self,
         process_group: Any,
-        *,
         weighting: Weighting = "element",
         running_var: RunningVar = "unbiased_global",
+        nonfinite: Nonfinite = None,
     ) -> None:
         """Set the ranks and the conventions, see `SyncBatchNorm`. Not collective."""
         check_choice("weighting", weighting, Weighting)
         check_choice("running_var", running_var, RunningVar)
+        check_choice("nonfinite", nonfinite, Nonfinite)
         self.process_group = process_group
+        self.nonfinite = nonfinite
         self.weighting: Weighting = weighting
         self.running_var_convention: RunningVar = running_var
 
@@ -70,13 +73,18 @@ class Synchronized(nn.Module):
     def process_group(self, obj: Any) -> None:
         # A weak reference: the conversation must not keep its layer alive.
         layer = weakref.ref(self)
-        self.conversation = Conversation(as_communicator(obj), lambda: _name(layer()))
+        self.conversation = Conversation(
+            as_communicator(obj),
+            lambda: _name(layer()),
+            options=lambda: {"nonfinite": getattr(layer(), "nonfinite", None)},
+        )
         compiled.register(self.conversation)
 
     def extra_repr(self) -> str:
         return (
             f"{super().extra_repr()}, process_group={self.process_group}, "
             f"weighting={self.weighting!r}, running_var={self.running_var_convention!r}"
+            f"{f', nonfinite={self.nonfinite!r}' if self.nonfinite else ''}"
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -120,7 +128,10 @@ def shared_conversation(layers: Sequence[Synchronized]) -> Conversation:
     key = tuple(weakref.ref(part) for part in parts[1:])
     if key not in known:
         name = _common_name([part.name for part in parts])
-        known[key] = Conversation(parts[0].wrapped, lambda: name, num_layers=len(parts))
+        options = {f"nonfinite of {part.name}": part.options().get("nonfinite") for part in parts}
+        known[key] = Conversation(
+            parts[0].wrapped, lambda: name, options=lambda: options, num_layers=len(parts)
+        )
         known[key].names = [part.name for part in parts]
     return known[key]
 
@@ -220,6 +231,11 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
     running_var
         The variance in the buffer of this name: `"unbiased_global"` (torch), `"unbiased_local"`
         (ChainerMN) or `"biased"` (detectron2), see `multibn.running_variance`.
+    nonfinite
+        What follows where a rank's input has NaN, infinity or too large values: `"raise"`
+        FloatingPointError on all ranks, or `"skip"` the batch: the output is NaN on all ranks, so
+        that a GradScaler skips the step, nothing moves, and a RuntimeWarning names the layer. None:
+        `"skip"` for float16, `"raise"` for other dtypes.
     fuse_relu
         Whether the layer ends in a ReLU; `layer(input, residual)` adds a tensor like the input
         before the ReLU. On a GPU neither costs a pass of its own, and the values before the ReLU
@@ -230,7 +246,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
     TypeError, ValueError
         If `process_group` is no communicator, or this process is not part of it; `num_features` is
         no positive int, `eps` is no positive number, `momentum` is neither None nor in [0, 1], or
-        `weighting` or `running_var` is unknown. A call raises as `sync_batch_norm`.
+        `weighting`, `running_var` or `nonfinite` is unknown. A call raises as `sync_batch_norm`.
 
     Notes
     -----
@@ -282,6 +298,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         bias: bool = True,
         weighting: Weighting = "element",
         running_var: RunningVar = "unbiased_global",
+        nonfinite: Nonfinite = None,
         fuse_relu: bool = False,
     ) -> None:
         check_arguments(num_features, eps, momentum)
@@ -290,7 +307,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         )
         if affine and not bias:  # torch before 2.13 has no such argument
             self.register_parameter("bias", None)
-        self.configure(process_group, weighting=weighting, running_var=running_var)
+        self.configure(process_group, weighting, running_var, nonfinite)
         self.fuse_relu = fuse_relu
 
     def forward(
