@@ -14,7 +14,6 @@ from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.conversation import (
     Conversation,
     Nonfinite,
-    during,
     raise_for_nan_gradients,
 )
 from multibn.engine import masks, statistics, step
@@ -97,8 +96,10 @@ def multi_node_batch_normalization(
     >>> print(y.array.ravel().round(3), batch.mean)
     [-1.  1.] [2.]
     """
-    name, options = "multi_node_batch_normalization", {"nonfinite": nonfinite}
-    communicator = Conversation(as_communicator(comm), lambda: name, options=lambda: options)
+    options = {"nonfinite": nonfinite}
+    communicator = Conversation(
+        as_communicator(comm), lambda: "multi_node_batch_normalization", options=lambda: options
+    )
     v = standard_layout(x)
     shapes = [tuple(p.shape) for p in (gamma, beta) if isinstance(p, _arrays())]
     channels = shapes[0] if shapes else None
@@ -259,8 +260,7 @@ class BatchNormalization(FunctionNode):
         x, gamma, beta = self.arguments(inputs)
         residual = inputs[-1] if self.has_residual else None
         i = self.input._replace(x=x, weight=gamma, bias=beta, residual=residual)
-        sharing = during(self.communicator, "forward", x.dtype)
-        ((y, self.batch),) = step.forward([i], sharing, weighting=self._weighting)
+        ((y, self.batch),) = step.forward([i], self.communicator, weighting=self._weighting)
         # The graph need not keep running statistics.
         self.input = self.input._replace(running=None)
         return (y,)

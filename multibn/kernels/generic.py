@@ -26,6 +26,8 @@ from multibn._arrays import (
 from multibn._typing import Array, RunningVar, check_choice
 from multibn.kernels import generic_passes
 from multibn.kernels.arguments import (
+    LEAST_SHARES,
+    LOST,
     NOT_FINITE,
     ONE_VALUE,
     REFUSED,
@@ -140,8 +142,14 @@ def residual_gradient(g: Gradient, /) -> Array:
 def unpack_for(
     i: Input, summed: Array, rank_weight: float | Array, count: float | Array, /
 ) -> tuple[BatchStatistics, int]:
-    """`unpack` for the arguments of `finish_forward`."""
-    return unpack(_like(summed, i.x), channels(i.x.shape, i.axis), rank_weight, count)
+    """`unpack` for the arguments of `finish_forward`; the state may be `LOST`."""
+    batch, state = unpack(_like(summed, i.x), channels(i.x.shape, i.axis), rank_weight, count)
+    mean, var, *_ = batch
+    if state == RIGHT and is_on_host(var) and not (is_traced(var) or is_abstract(var)):
+        xp = array_namespace(var)
+        least = LEAST_SHARES[i.x.dtype != array_namespace(i.x).float64]
+        state = LOST if bool(xp.any(mean * mean * least > var + i.eps)) else RIGHT
+    return batch, state
 
 
 def sums_for(g: Gradient, summed: Array, /) -> list[Array]:
