@@ -71,7 +71,7 @@ class Conversation(Forwarding):
     @property
     def num_forward(self) -> int:
         """How many forward messages the layer has sent."""
-        return sum(phase.num_calls for phase in self.phases.values() if phase.name == "forward")
+        return sum(phase._calls for phase in self.phases.values() if phase.name == "forward")
 
     def _look_up(self) -> Communicator:
         return self.wrapped
@@ -109,7 +109,7 @@ class Phase(Forwarding):
         self.wrapped = layer
         self.name, self.dtype = phase, str(dtype).rpartition(".")[2]
         self.num_lanes = message.num_lanes(phase, layer.num_layers)
-        self.num_calls = 0
+        self._calls = 0
         self._agreed: Agreement | None = None
         self._unread: Callable[[], HostArray | None] | None = None
         self._pinned: dict[Any, tuple[Any, HostArray, Any]] = {}
@@ -149,14 +149,14 @@ class Phase(Forwarding):
         agreed = self._agreed
         if isinstance(x, Message):
             assert agreed is not None
-            self.num_calls += 1
+            self._calls += 1
             return self._allreduce_array(agreed, x)
         if agreed is None or x is not agreed.payload:
             agreed = self._agree(x.shape[0])
-        self.num_calls += 1
+        self._calls += 1
         if agreed.size == 1:
             return x if x is agreed.payload else agreed.communicator.allreduce(x)
-        call = _Call((self, self.num_calls))
+        call = _Call((self, self._calls))
         payload = agreed.payload
         if payload is None or x is not payload:
             if agreed.lines is None or agreed.communicator.takes(x):
@@ -180,10 +180,10 @@ class Phase(Forwarding):
         return payload if x is payload else from_host(payload.copy(), x)
 
     def __str__(self) -> str:
-        return str(_Call((self, self.num_calls)))
+        return str(_Call((self, self._calls)))
 
     def next_call(self) -> "_Call":
-        return _Call((self, self.num_calls + 1))
+        return _Call((self, self._calls + 1))
 
     def _allreduce_array(self, agreed: Agreement, x: Array | Message) -> Array:
         """Over a communicator that is handed arrays: a GPU's transport, or a user's own class."""
@@ -365,10 +365,8 @@ def skips(communicator: Any, dtype: Any, /) -> bool:
         return False
     # "nonfinite" of a layer, "nonfinite of conv1.bn" and so on of several in one message.
     policies = {v for option, v in layer.options().items() if option.split()[0] == "nonfinite"}
-    if policies == {"skip"}:
-        return True
     is_float16 = {*str(dtype).rpartition(".")[2].split(", ")} == {"float16"}
-    return "raise" not in policies and is_float16
+    return policies == {"skip"} or (is_float16 and "raise" not in policies)
 
 
 # The layer that told of a skipped batch last, and how many forward messages it had sent by then.
@@ -384,8 +382,8 @@ def tell_of_skip(communicator: Any, finite: bool | None = None, /) -> None:
     global _told
     layer = _layer_of(communicator)
     assert layer is not None
-    first, num_messages = (None, 0) if _told is None else (_told[0](), _told[1])
-    if first is not None and first is not layer and first.num_forward == num_messages:
+    first = None if _told is None else _told[0]()
+    if _told is not None and first is not None and first.num_forward == _told[1]:
         return
     _told = weakref.ref(layer), layer.num_forward
     where = {True: "another rank, which says so", False: "this rank", None: "some rank"}[finite]

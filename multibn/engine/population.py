@@ -12,14 +12,7 @@ from multibn import kernels
 from multibn._arrays import array_namespace
 from multibn._typing import Array, RunningVar
 from multibn.communicators import Communicator, SingleProcess
-from multibn.engine.statistics import (
-    BatchStatistics,
-    Moments,
-    aggregate,
-    if_finite,
-    local_moments,
-    sizes,
-)
+from multibn.engine.statistics import BatchStatistics, Moments, aggregate, local_moments, sizes
 from multibn.kernels import Input, generic
 
 
@@ -145,16 +138,10 @@ class PopulationEstimator:
         mean, meansqr, count, _ = moments
         self._sums += generic.pack(mean, meansqr, count, count)
 
-    def show(
-        self, x: Array, /, *, axis: tuple[int, ...], mask: Array | None = None, skip: bool = False
-    ) -> None:
-        """Add one batch: an activation, with moments over `axis`, and its mask. Not collective.
-
-        With `skip`, nothing is added where the activation is not finite.
-        """
-        if mask is not None or skip:
-            moments = local_moments(x, axis=axis, mask=mask)
-            self.update(if_finite(moments) if skip else moments)
+    def show(self, x: Array, /, *, axis: tuple[int, ...], mask: Array | None = None) -> None:
+        """Add one batch: an activation, with moments over `axis`, and its mask. Not collective."""
+        if mask is not None:
+            self.update(local_moments(x, axis=axis, mask=mask))
             return
         i, count = Input(x, None, None, 0.0, axis), sizes(x.shape, axis)[1]
         self._sums += kernels.select(x).begin_forward(i, count, count)
@@ -194,9 +181,9 @@ class Pool:
         Not collective. Writes over the old numbers: a compiled graph remembers where they are.
         """
         xp, count = array_namespace(self._mean), batch.count
-        there = count > 0  # otherwise the batch was skipped, perhaps, and its statistics are NaN
         mean, var = (xp.reshape(v, self._mean.shape) for v in batch[:2])
-        mean, var = xp.where(there, mean, self._mean), xp.where(there, var, xp.zeros_like(var))
+        # NaN of a batch that is skipped, whose count is 0.
+        mean, var = xp.where(count > 0, mean, self._mean), xp.where(count > 0, var, 0 * count)
         total = self._count + count
         share = count / (total + (total == 0))
         shift = mean - self._mean

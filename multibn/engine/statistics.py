@@ -21,7 +21,7 @@ wait for the host, except where a rank holds at most one value per channel.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from multibn import kernels, message
 from multibn._arrays import array_namespace, device, is_on_host, values
@@ -115,15 +115,6 @@ def empty_moments(like: Array, /) -> Moments:
     return Moments(zeros, zeros, 0.0, 0.0)
 
 
-def if_finite(moments: Moments, /) -> Moments:
-    """The same moments, or those of no data if they are not finite."""
-    xp = array_namespace(moments.mean)
-    finite = xp.isfinite(xp.sum(moments.meansqr))
-    mean, meansqr = (xp.where(finite, v, xp.zeros_like(v)) for v in moments[:2])
-    count, num_samples = (v * generic.as_wide(finite) for v in moments[2:])
-    return Moments(mean, meansqr, count, num_samples)
-
-
 def merge_moments(*moments: Moments) -> Moments:
     """Moments of the concatenation of the batches that `moments` describe (weighted by count).
 
@@ -195,13 +186,19 @@ def aggregate(
     return batch
 
 
-def raise_for(state: int, communicator: Communicator, payload: Array, x: Array) -> NoReturn:
-    """Raise what a kernel says of a message. `payload` is this rank's, and `x` its input."""
+def raise_for(state: int, communicator: Communicator, payload: Array, x: Array) -> None:
+    """Raise what a kernel says of a message. `payload` is this rank's, and `x` its input.
+
+    Returns only where the batch is not finite, and to be skipped.
+    """
     if state == kernels.REFUSED:
         conversation.raise_for_refusal(communicator, refused=False)
     if state == kernels.NOT_FINITE:
         xp = array_namespace(payload)
         mine = bool(xp.all(xp.isfinite(values(xp.sum(payload)))))
+        if conversation.skips(communicator, x.dtype):
+            conversation.tell_of_skip(communicator, mine)
+            return
         conversation.raise_for_non_finite(communicator, mine)
     raise OneValueError(
         "normalizing by the statistics of a batch needs more than 1 value per channel over "

@@ -5,32 +5,22 @@ verbs of `multibn.kernels`. Layers that are ready at the same time share a messa
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from multibn import kernels, message
-from multibn._arrays import array_namespace, is_on_host
+from multibn._arrays import is_on_host
 from multibn._typing import Array, Weighting
 from multibn.communicators import Communicator
-from multibn.communicators.conversation import Conversation, Phase, skips, tell_of_skip
+from multibn.communicators.conversation import Conversation, Phase
 from multibn.engine import masks, recompute, statistics
 from multibn.engine.population import Pool
-from multibn.kernels import (
-    LOST,
-    NOT_FINITE,
-    RIGHT,
-    BatchStatistics,
-    Running,
-    generic,
-    generic_passes,
-)
+from multibn.kernels import LOST, RIGHT, BatchStatistics, Running, generic, generic_passes
 from multibn.kernels import Gradient as Gradient
 from multibn.kernels import Input as Input
 from multibn.message import Message
 
-# Kernels, an input, what this rank counts for, and its elements per channel.
-_Share: TypeAlias = tuple[Any, Input, Any, Any]
 # Of x; of the residual, or None, see `generic.residual_gradient`; of weight and bias.
 Gradients: TypeAlias = tuple[Array | None, Array | None, Array | None, Array | None]
 
@@ -49,7 +39,8 @@ def forward(
     input is returned.
 
     Collective, one allreduce of 2C+2 float64 numbers for each input, unless `engine.recompute`
-    replays the statistics. Raises as `statistics.batch_statistics`.
+    replays the statistics; another one for inputs with a variance that is lost beside the square of
+    the mean, on the host. Raises as `statistics.batch_statistics`.
     """
     select = select or kernels.select
     if not recompute.state.stack:
@@ -70,22 +61,30 @@ def share(
     *,
     weighting: Weighting,
     select: Callable[[Array], Any] | None = None,
+    phase: str = "forward",
 ) -> list[tuple[Any, BatchStatistics]]:
     """As `forward`, and of no concern to `recompute`."""
     select = select or kernels.select
-    shares: list[_Share] = []
+    shares: list[tuple[Any, Input, Any, Any]] = []
+    xs, lengths = [], []
     for i in inputs:
-        _, count, *_ = statistics.sizes(i.x.shape, i.axis)
+        _, count, length, _ = statistics.sizes(i.x.shape, i.axis)
         weight: Any = count
         if i.mask is not None or weighting != "element":
             weight, count = masks.weigh(i, count, weighting)
         shares.append((select(i.x), i, weight, count))
+        xs.append(i.x)
+        lengths.append(length)
     sharing = communicator
-    communicator, sums = _exchange(shares, sharing, "forward")
-    if len(shares) > 1:  # no running statistics may move where another layer's sum is wrong
+    communicator, memory, outs = _open(communicator, phase, xs, lengths)
+    payloads = []
+    for n, (k, i, weight, count) in enumerate(shares):
+        payloads.append(k.begin_forward(i, weight, count, out=outs[n]))
+    sums = _send(communicator, memory, payloads, lengths)
+    if len(payloads) > 1:  # no running statistics may move where another layer's sum is wrong
         for own, summed in zip(shares, sums, strict=True):
             state = generic.state(summed, own[-1])
-            if state != RIGHT and not _is_skipped(state, shares, communicator):
+            if state != RIGHT:
                 _raise(state, communicator, *own)
     results: list[Any] = []
     lost = []
@@ -95,59 +94,25 @@ def share(
         y, batch, state = k.finish_forward(moving, sums[n], weight, count)
         if state == LOST:
             lost.append(n)
-        elif state != RIGHT and _is_skipped(state, shares, communicator):
-            batch = generic.skipped(batch)
-            y = k.normalize(i, batch)
-            tell_of_skip(communicator, _is_finite(k.begin_forward(i, weight, count)))
         elif state != RIGHT:
             _raise(state, communicator, k, i, weight, count)
+            batch = generic.skipped(batch)
+            y = k.normalize(i, batch)
         elif i.mask is not None and is_on_host(batch.count):
             require_element(batch.count, i.x.shape, communicator)
         if pool is not None and state != LOST:
             pool.add(batch, local_count=count)
         results.append((y, batch))
-    if lost:
-        exact = _about_means([shares[n] for n in lost], [results[n][1] for n in lost], sharing)
-        for n, batch in zip(lost, exact, strict=True):
-            k, i, _, count = shares[n]
-            results[n] = k.normalize(i, batch), batch
+    if lost:  # on all ranks, from the same sums: a message more, of moments about these means
+        about = [generic_passes.about(inputs[n], results[n][1].mean) for n in lost]
+        options: Any = {"weighting": weighting, "select": select, "phase": "about the mean"}
+        near = share([i for i, _ in about], sharing, **options)
+        for n, (_, centre), (_, batch) in zip(lost, about, near, strict=True):
+            i, batch = inputs[n], batch._replace(mean=centre + batch.mean)
+            results[n] = select(i.x).normalize(i, batch), batch
             if i.running is not None:
-                move(i.running, batch, count)
+                move(i.running, batch, shares[n][-1])
     return results
-
-
-def _exchange(
-    shares: Sequence[_Share], communicator: Communicator, phase: str
-) -> tuple[Communicator, Sequence[Array]]:
-    """The communicator of the phase, and the sums of the inputs' moments. Collective."""
-    xs = [i.x for _, i, *_ in shares]
-    lengths = [statistics.sizes(i.x.shape, i.axis)[2] for _, i, *_ in shares]
-    communicator, memory, outs = _open(communicator, phase, xs, lengths)
-    payloads = []
-    for n, (k, i, weight, count) in enumerate(shares):
-        payloads.append(k.begin_forward(i, weight, count, out=outs[n]))
-    return communicator, _send(communicator, memory, payloads, lengths)
-
-
-def _about_means(
-    shares: Sequence[_Share], batches: Sequence[BatchStatistics], communicator: Communicator
-) -> list[BatchStatistics]:
-    """Statistics from a second message, of moments about the means that all ranks have just found.
-
-    Collective: all ranks have seen from the same sums that the variances are lost. The sums of
-    moments about 0 have 53 bits in all, of which the square of the mean takes the first.
-    """
-    centred, centres = [], []
-    for (k, i, *own), batch in zip(shares, batches, strict=True):
-        near, centre = generic_passes.about(i, batch.mean)
-        centred.append((k, near, *own))
-        centres.append(centre)
-    _, sums = _exchange(centred, communicator, "about the mean")
-    exact = []
-    for (_, near, *own), centre, summed in zip(centred, centres, sums, strict=True):
-        batch, _ = generic.unpack_for(near, summed, *own)
-        exact.append(batch._replace(mean=centre + batch.mean))
-    return exact
 
 
 def require_element(count: Array, shape: Sequence[int], communicator: Communicator) -> None:
@@ -265,20 +230,10 @@ def _send(
     return message.split(summed, lengths)
 
 
-def _is_skipped(state: int, shares: Sequence[_Share], communicator: Communicator) -> bool:
-    """Whether the state of a message is no error: the layers skip a batch that is not finite."""
-    return state == NOT_FINITE and skips(communicator, announced([i.x for _, i, *_ in shares]))
-
-
-def _is_finite(payload: Array) -> bool:
-    xp = array_namespace(payload)
-    return bool(xp.all(xp.isfinite(payload)))
-
-
 def _raise(
     state: int, communicator: Communicator, k: Any, i: Input, weight: Any, count: Any
-) -> NoReturn:
-    """Raise for a sum of messages that is not right."""
+) -> None:
+    """Raise for a sum of messages that is not right, unless the batch is to be skipped."""
     # Packed again: the sum may have taken the place of this rank's own numbers.
     payload = k.begin_forward(i, weight, count)
     statistics.raise_for(state, communicator, payload, i.x)

@@ -14,7 +14,7 @@ from multibn.communicators.conversation import during
 from multibn.engine import masks
 from multibn.engine.population import running_variance
 from multibn.engine.precise import Estimate, Pass, Population, input_of
-from multibn.engine.statistics import aggregate, if_finite, local_moments
+from multibn.engine.statistics import aggregate, local_moments
 from multibn.kernels.generic import as_wide
 from multibn.torch_backend.layer import functional, jagged
 from multibn.torch_backend.layer.modules import Synchronized
@@ -29,11 +29,8 @@ class MeanOfVar:
         self._num_batches = zeros.new_zeros(())
         self._shared_by = shared_by
 
-    def show(
-        self, x: Tensor, /, *, axis: tuple[int, ...], mask: Tensor | None = None, skip: bool = False
-    ) -> None:
+    def show(self, x: Tensor, /, *, axis: tuple[int, ...], mask: Tensor | None = None) -> None:
         moments = local_moments(x, axis=axis, mask=mask)
-        moments = if_finite(moments) if skip else moments
         # In the phase "forward": on another rank this message may meet a layer's refusal.
         batch = aggregate(moments, during(self._shared_by, "forward", moments.mean.dtype))
         occupied = float(moments.count > 0)
