@@ -148,7 +148,8 @@ def unpack_for(
     if state == RIGHT and is_on_host(var) and not (is_traced(var) or is_abstract(var)):
         xp = array_namespace(var)
         least = LEAST_SHARES[i.x.dtype != array_namespace(i.x).float64]
-        state = LOST if bool(xp.any(mean * mean * least > var + i.eps)) else RIGHT
+        is_lost = values(mean * mean * least > var + i.eps)
+        state = LOST if bool(xp.any(is_lost)) else RIGHT
     return batch, state
 
 
