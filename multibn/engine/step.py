@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from multibn import kernels, message
-from multibn._arrays import is_on_host
+from multibn._arrays import is_on_host, values
 from multibn._typing import Array, Weighting
 from multibn.communicators import Communicator
 from multibn.communicators.conversation import Conversation, Phase
@@ -98,8 +98,8 @@ def share(
             _raise(state, communicator, k, i, weight, count)
             batch = generic.skipped(batch)
             y = k.normalize(i, batch)
-        elif i.mask is not None and is_on_host(batch.count):
-            require_element(batch.count, i.x.shape, communicator)
+        elif i.mask is not None and is_on_host(batch.count) and batch.count == 0:
+            require_element(sums[n][-2], i.x.shape, communicator)
         if pool is not None and state != LOST:
             pool.add(batch, local_count=count)
         results.append((y, batch))
@@ -115,9 +115,12 @@ def share(
     return results
 
 
-def require_element(count: Array, shape: Sequence[int], communicator: Communicator) -> None:
-    """Raise if masks leave none of the elements of all ranks; `shape` is that of the input."""
-    if count == 0:
+def require_element(weight: Array, shape: Sequence[int], communicator: Communicator) -> None:
+    """Raise if masks leave none of the elements of all ranks, whose weight is then not 0.
+
+    A batch that is empty on all ranks is no error. `shape` is that of the input.
+    """
+    if bool((values(weight) > 0).any()):
         raise ValueError(
             "`mask` or `lengths` must leave an element of the batch: got none over "
             f"{communicator.size} rank(s) together, with an input of shape {tuple(shape)} on "

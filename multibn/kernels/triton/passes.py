@@ -275,8 +275,8 @@ def _output(d, scale, shift):
 @triton.jit
 def _least(x):
     """The largest number that rounds to 0 in the dtype of an output."""
-    DTYPE = x.dtype.element_ty
-    return _HALF if DTYPE == tl.float16 else _BRAIN if DTYPE == tl.bfloat16 else 0.0
+    dtype = x.dtype.element_ty
+    return _HALF if dtype == tl.float16 else _BRAIN if dtype == tl.bfloat16 else 0.0
 
 
 @triton.jit

@@ -260,8 +260,8 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
     Elements that do not count have no part in statistics and gradients, whatever they hold, NaN and
     infinity included. The output is 0 there, in evaluation, too, and so is the gradient. Counts,
     unbiased variances and the weights of ranks are those of the elements that count, or of the
-    samples that have one. A rank may have none, but ValueError is raised on all ranks if all have
-    none together. On a GPU, whose counts are not read, the errors for no element, for a single one
+    samples that have one. A rank may have none, but ValueError is raised on all ranks if a mask
+    leaves none of a batch that is not empty. On a GPU, whose counts are not read, the errors for no element, for a single one
     and for `lengths` that do not fit are not raised; longer ones then stand for all of L.
 
     Examples
