@@ -261,8 +261,9 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
     infinity included. The output is 0 there, in evaluation, too, and so is the gradient. Counts,
     unbiased variances and the weights of ranks are those of the elements that count, or of the
     samples that have one. A rank may have none, but ValueError is raised on all ranks if a mask
-    leaves none of a batch that is not empty. On a GPU, whose counts are not read, the errors for no element, for a single one
-    and for `lengths` that do not fit are not raised; longer ones then stand for all of L.
+    leaves none of a batch that is not empty. On a GPU, whose counts are not read, the errors for no
+    element, for a single one and for `lengths` that do not fit are not raised; longer ones then
+    stand for all of L.
 
     Examples
     --------
