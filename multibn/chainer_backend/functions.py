@@ -11,11 +11,7 @@ from chainer import FunctionNode, Variable
 from multibn._typing import Array, Weighting, check_choice, check_eps, check_int, check_residual
 from multibn.chainer_backend import _differentiable
 from multibn.communicators import Communicator, as_communicator
-from multibn.communicators.conversation import (
-    Conversation,
-    Nonfinite,
-    raise_for_nan_gradients,
-)
+from multibn.communicators.conversation import Conversation, Nonfinite, raise_for_nan_gradients
 from multibn.engine import masks, statistics, step
 from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Gradient, Input

@@ -376,8 +376,7 @@ _told: tuple[weakref.ref[Conversation], int] | None = None
 def tell_of_skip(communicator: Any, finite: bool | None = None, /) -> None:
     """Warn that a layer skips a batch, once for all layers through which NaN goes in a step.
 
-    `finite` says of the input of this rank whether it is; None where nobody knows any more. Not
-    collective: each rank knows about its own input.
+    `finite` says whether this rank's input is; None where nobody knows any more. Not collective.
     """
     global _told
     layer = _layer_of(communicator)
