@@ -11,11 +11,12 @@ from chainer import links as L
 
 from multibn._typing import RunningVar, Weighting, overridden
 from multibn.chainer_backend.links import Conventions, MultiNodeBatchNormalization
+from multibn.communicators.outcomes import Nonfinite
 
 # Attributes that L.BatchNormalization does not have.
 _MULTI_NODE = {
     *("_communicator", "_communication_backend", "weighting", "avg_var_convention", "fuse_relu"),
-    *("_initial_averages", "_single_node_class", "_built"),
+    *("nonfinite", "_initial_averages", "_single_node_class", "_built"),
 }
 
 
@@ -27,6 +28,7 @@ def create_mnbn_model(
     conventions: Conventions | None = None,
     weighting: Weighting | None = None,
     avg_var: RunningVar | None = None,
+    nonfinite: Nonfinite = None,
 ) -> chainer.Link:
     """A copy of a model in which every L.BatchNormalization is a `MultiNodeBatchNormalization`.
 
@@ -38,7 +40,7 @@ def create_mnbn_model(
     ----------
     link
         A Chain, ChainList, Sequential, or a bare link.
-    comm, communication_backend, conventions, weighting, avg_var
+    comm, communication_backend, conventions, weighting, avg_var, nonfinite
         As `MultiNodeBatchNormalization`'s.
 
     Raises
@@ -67,6 +69,7 @@ def create_mnbn_model(
         conventions=conventions,
         weighting=weighting,
         avg_var=avg_var,
+        nonfinite=nonfinite,
     )
     make(1)  # raises for wrong arguments, even if the model has no batch normalization
 

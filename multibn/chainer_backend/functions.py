@@ -11,7 +11,8 @@ from chainer import FunctionNode, Variable
 from multibn._typing import Array, Weighting, check_choice, check_eps, check_int, check_residual
 from multibn.chainer_backend import _differentiable
 from multibn.communicators import Communicator, as_communicator
-from multibn.communicators.conversation import Conversation, during, raise_for_nan_gradients
+from multibn.communicators.conversation import Conversation
+from multibn.communicators.outcomes import Nonfinite, raise_for_nan_gradients
 from multibn.engine import masks, statistics, step
 from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Gradient, Input
@@ -28,6 +29,7 @@ def multi_node_batch_normalization(
     eps: float = 2e-5,
     axis: tuple[int, ...] | None = None,
     weighting: Weighting = "element",
+    nonfinite: Nonfinite = None,
     mask: Any = None,
     lengths: Any = None,
 ) -> tuple[Variable, BatchStatistics]:
@@ -45,7 +47,7 @@ def multi_node_batch_normalization(
     gamma, beta
         Variables or arrays, shape `(C,)` or that of the axes not in `axis`; None for 1 and 0. Their
         gradients are means over the ranks, as ChainerMN's: averaging them again changes nothing.
-    comm, eps, weighting
+    comm, eps, weighting, nonfinite
         As `MultiNodeBatchNormalization`.
     axis
         The axes to reduce; by default all but those of `gamma`, counted from 1.
@@ -69,7 +71,8 @@ def multi_node_batch_normalization(
         On the other ranks, if one rank's input was refused. On all ranks, if they are in different
         layers, or in different phases of one layer.
     FloatingPointError
-        On all ranks, if the moments of one rank are not finite (on a GPU one call later).
+        On all ranks, if the moments of one rank are not finite (on a GPU one call later), unless
+        such a batch is skipped, see `nonfinite`.
     NotImplementedError
         Inside chainer.static_graph.
 
@@ -90,7 +93,7 @@ def multi_node_batch_normalization(
     >>> print(y.array.ravel().round(3), batch.mean)
     [-1.  1.] [2.]
     """
-    options: dict[str, object] = {}
+    options: dict[str, object] = {"nonfinite": nonfinite}
     group, own_name = as_communicator(comm), "multi_node_batch_normalization"
     communicator = Conversation(group, lambda: own_name, options=lambda: options)
     v = standard_layout(x)
@@ -99,6 +102,7 @@ def multi_node_batch_normalization(
     try:
         check_eps(eps)
         check_choice("weighting", weighting, Weighting)
+        check_choice("nonfinite", nonfinite, Nonfinite)
         axis = None if axis is None else checked_axes(axis)
         for name, parameter in (("gamma", gamma), ("beta", beta)):
             if parameter is not None and not isinstance(parameter, _arrays()):
@@ -253,8 +257,7 @@ class BatchNormalization(FunctionNode):
         x, gamma, beta = self.arguments(inputs)
         residual = inputs[-1] if self.has_residual else None
         i = self.input._replace(x=x, weight=gamma, bias=beta, residual=residual)
-        sharing = during(self.communicator, "forward", x.dtype)
-        ((y, self.batch),) = step.forward([i], sharing, weighting=self._weighting)
+        ((y, self.batch),) = step.forward([i], self.communicator, weighting=self._weighting)
         # The graph need not keep running statistics.
         self.input = self.input._replace(running=None)
         return (y,)

@@ -18,6 +18,7 @@ from multibn.chainer_backend._differentiable import masked
 from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.communicators.agreement import Built
 from multibn.communicators.conversation import Conversation
+from multibn.communicators.outcomes import Nonfinite
 from multibn.communicators.people import find_path
 from multibn.communicators.transports.chainermn import ChainerMN, select_backend
 from multibn.engine import statistics
@@ -74,6 +75,11 @@ class MultiNodeBatchNormalization(chainer.Link):
     avg_var
         The variance in the persistent value of this name: `"unbiased_global"`, `"unbiased_local"`
         or `"biased"`, see `multibn.running_variance`.
+    nonfinite
+        What follows where a rank's input has NaN, infinity or too large values: `"raise"`
+        FloatingPointError on all ranks, or `"skip"` the batch: the output is NaN on all ranks,
+        nothing moves, and a RuntimeWarning names the link. None: `"skip"` for float16, `"raise"`
+        for other dtypes.
     fuse_relu
         Whether the link ends in a ReLU; `link(x, residual=residual)` adds an array like `x` before
         the ReLU, in the same pass.
@@ -129,6 +135,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         conventions: Conventions | None = None,
         weighting: Weighting | None = None,
         avg_var: RunningVar | None = None,
+        nonfinite: Nonfinite = None,
         fuse_relu: bool = False,
     ) -> None:
         super().__init__()
@@ -136,12 +143,14 @@ class MultiNodeBatchNormalization(chainer.Link):
             raise ValueError("`size` or `axis` must be given: got None for both.")
         check_number("decay", decay, "[0, 1]")
         check_eps(eps)
+        check_choice("nonfinite", nonfinite, Nonfinite)
         self._built = Built()
         self._communicator = _wrapped(comm, communication_backend)
         self._communication_backend = communication_backend
         self.weighting, self.avg_var_convention = _resolved(conventions, weighting, avg_var)
         self.decay = decay
         self.eps = eps
+        self.nonfinite: Nonfinite = nonfinite
         self.fuse_relu = fuse_relu
         self.axis = None if axis is None else functions.checked_axes(axis)
         self._highprec_dtype = _floating_dtype(dtype)
@@ -297,9 +306,12 @@ _conversations: WeakKeyDictionary[chainer.Link, Conversation] = WeakKeyDictionar
 steps: WeakKeyDictionary[chainer.Link, Pool | None] = WeakKeyDictionary()
 
 
+_OPTIONS = ("decay", "eps", "weighting", "fuse_relu", "nonfinite")
+
+
 def options_of(link: Any) -> dict[str, object]:
     """The options of a link, which must be equal on all ranks."""
-    options = {name: getattr(link, name) for name in ("decay", "eps", "weighting", "fuse_relu")}
+    options = {name: getattr(link, name) for name in _OPTIONS}
     return options | {"avg_var": link.avg_var_convention, "axis": link.axis}
 
 

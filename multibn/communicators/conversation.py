@@ -19,8 +19,14 @@ from multibn.communicators.agreement import Built, Known, compare, known_of, sum
 from multibn.communicators.base import Communicator, Forwarding, SingleProcess
 from multibn.communicators.lines import HostArray, LineCommunicator, Lines
 from multibn.communicators.objects import gather
+from multibn.communicators.outcomes import (
+    raise_for_non_finite,
+    raise_for_refusal,
+    skips,
+    tell_of_skip,
+)
 from multibn.communicators.people import by_answer, fail, for_people
-from multibn.communicators.pinned import begin_copy
+from multibn.communicators.transports.pinned import begin_copy
 from multibn.communicators.watch import ALIKE
 from multibn.message import Message
 
@@ -70,6 +76,11 @@ class Conversation(Forwarding):
         if self._name is None:
             self._name = self._find_name()
         return self._name
+
+    @property
+    def num_forward(self) -> int:
+        """How many forward messages the layer has sent."""
+        return sum(phase._calls for phase in self.phases.values() if phase.name == "forward")
 
     def _look_up(self) -> Communicator:
         return self.wrapped
@@ -202,9 +213,9 @@ class Phase(Forwarding):
         if self._num_numbers < 0 or x is not self._payload:
             self._agree(x.shape[0])
         payload = self._payload
+        self._calls += 1
         if self._size == 1:
             return x if x is payload else self._communicator.allreduce(x)
-        self._calls += 1
         call = _Call((self, self._calls))
         if payload is None or x is not payload:
             if self._lines is None or self._communicator.takes(x):
@@ -221,6 +232,8 @@ class Phase(Forwarding):
             # The caller does not look at numbers on a GPU, and these are in host memory.
             if message.is_refusal(payload):
                 raise_for_refusal(self, refused=message.is_refusal(mine))
+            elif skips(self, self.dtype):
+                tell_of_skip(self, bool(np.isfinite(mine).all()))
             else:
                 raise_for_non_finite(self, bool(np.isfinite(mine).all()))
         return payload if x is payload else from_host(payload.copy(), x)
@@ -318,7 +331,9 @@ class Phase(Forwarding):
         """
         is_refused = self.name == "forward" and message.is_refusal(summed, self.num_lanes)
         if not latest and self.name == "forward" and not np.isfinite(summed).all():
-            self._raise_for_previous(is_refused)
+            if is_refused or not skips(self, self.dtype):
+                self._raise_for_previous(is_refused)
+            tell_of_skip(self)
         v, square = summed[-2:].tolist()
         # The refused input may be of another dtype, which the fingerprint tells.
         if not message.all_equal(v, square, self._size) and not is_refused:
@@ -372,62 +387,3 @@ class _Call(tuple[Phase, int]):
     def __str__(self) -> str:
         phase, number = self
         return f"{for_people(phase.wrapped.name)} ({phase.name}, {phase.dtype}, call {number})"
-
-
-def name_of(communicator: Any, /) -> str:
-    """The name of the layer that uses the communicator, for people."""
-    while not isinstance(communicator, Conversation):
-        if not hasattr(communicator, "wrapped"):
-            return "a layer"
-        communicator = communicator.wrapped
-    return for_people(communicator.name)
-
-
-def find_ranks(communicator: Any, flag: bool, /) -> list[int]:
-    """The ranks that passed True. Collective, and no message of a layer.
-
-    For the way to an error: the message has as many numbers as there are ranks.
-    """
-    while hasattr(communicator, "wrapped"):
-        communicator = communicator.wrapped
-    flags = np.zeros(communicator.size)
-    flags[communicator.rank] = flag
-    return [int(rank) for rank in np.flatnonzero(communicator.allreduce(flags))]
-
-
-def raise_for_refusal(communicator: Communicator, *, refused: bool) -> None:
-    """Find out together which ranks refused their input; the others raise. Collective."""
-    ranks = find_ranks(communicator, refused)
-    if not refused:
-        fail(
-            RuntimeError,
-            f"rank {communicator.rank} cannot go on: the input of {name_of(communicator)} was "
-            f"refused on rank(s) {ranks} of {communicator.size}. The error raised there says "
-            "why.",
-        )
-
-
-def raise_for_nan_gradients(communicator: Communicator, has_nan: bool) -> None:
-    """Raise on all ranks if the gradient of a layer's output has NaN on any of them.
-
-    Without this, the gradient of the input is NaN on all ranks, and nobody is told where NaN came
-    in. Collective, and no message of a layer: for debugging, on all ranks or on none.
-    """
-    ranks = find_ranks(communicator, has_nan)
-    if ranks:
-        fail(
-            FloatingPointError,
-            f"the gradient of the output of {name_of(communicator)} has NaN on rank(s) {ranks} of "
-            f"{communicator.size}. Look for their origin in the layers after, and in the loss.",
-        )
-
-
-def raise_for_non_finite(communicator: Communicator, finite: bool) -> NoReturn:
-    """Find out together on which ranks the moments are not finite, and raise. Collective."""
-    ranks = find_ranks(communicator, not finite)
-    fail(
-        FloatingPointError,
-        f"the batch statistics of {name_of(communicator)} are not finite: the input has NaN, "
-        f"infinity or too large values on rank(s) {ranks} of {communicator.size}. Look for "
-        "their origin in the layers before.",
-    )

@@ -67,6 +67,11 @@ WEIGHTINGS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+# The weight of a rank with elements of which none counts, in host memory. Beside the weight of any
+# other rank it is lost; alone it tells masks that leave nothing from batches without an element.
+_MASKED_OUT = 2.0**-1000
+
+
 def weigh(i: Input, count: float, weighting: Weighting, /) -> tuple[float | Array, float | Array]:
     """The weight of this rank, and its elements per channel, which are `count` without a mask.
 
@@ -84,7 +89,8 @@ def weigh(i: Input, count: float, weighting: Weighting, /) -> tuple[float | Arra
     if is_on_host(i.mask) and not is_abstract(i.mask):
         numbers = float
     counted, samples = (numbers(n) if hasattr(n, "dtype") else n for n in (counted, samples))
-    return rank_weight(counted, samples, weighting), counted
+    weight = rank_weight(counted, samples, weighting)
+    return _MASKED_OUT if count and isinstance(weight, float) and not weight else weight, counted
 
 
 def rank_weight(count: Any, num_samples: Any, weighting: Weighting, /) -> Any:

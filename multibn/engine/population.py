@@ -182,6 +182,8 @@ class Pool:
         """
         xp, count = array_namespace(self._mean), batch.count
         mean, var = (xp.reshape(v, self._mean.shape) for v in batch[:2])
+        # NaN of a batch that is skipped, whose count is 0.
+        mean, var = xp.where(count > 0, mean, self._mean), xp.where(count > 0, var, 0 * count)
         total = self._count + count
         share = count / (total + (total == 0))
         shift = mean - self._mean

@@ -6,11 +6,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from multibn._arrays import array_namespace, device
 from multibn._progress import progress as show_progress
 from multibn._typing import Array
 from multibn.communicators import Communicator
+from multibn.communicators.outcomes import skips
 from multibn.engine.lockstep import END, Lockstep, Step
 from multibn.engine.population import PopulationEstimator, running_variance
+from multibn.engine.statistics import local_moments
 
 # New running mean and variance, and whether any rank had data.
 Estimate: TypeAlias = tuple[Array, Array, Any]
@@ -65,8 +68,14 @@ class Pass:
         """
         if visit is not None:
             self._visits.append(visit)
-        if layer.estimator is not None:
-            layer.estimator.show(x, axis=axis, mask=mask)
+        if layer.estimator is None:
+            return
+        if skips(layer.communicator, x.dtype):  # then no element of this rank counts
+            xp = array_namespace(x)
+            shape = tuple(n if i in axis else 1 for i, n in enumerate(x.shape))
+            mask = xp.ones(shape, dtype=xp.bool, device=device(x)) if mask is None else mask
+            mask = mask & xp.isfinite(xp.sum(local_moments(x, axis=axis, mask=mask).meansqr))
+        layer.estimator.show(x, axis=axis, mask=mask)
 
     def run(
         self,

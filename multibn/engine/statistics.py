@@ -21,12 +21,12 @@ wait for the host, except where a rank holds at most one value per channel.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from multibn import kernels, message
 from multibn._arrays import array_namespace, device, is_on_host, values
 from multibn._typing import Array, Weighting
-from multibn.communicators import Communicator, conversation
+from multibn.communicators import Communicator, conversation, outcomes
 from multibn.communicators.people import announce
 from multibn.engine import masks
 from multibn.kernels import BatchStatistics as BatchStatistics
@@ -187,14 +187,20 @@ def aggregate(
     return batch
 
 
-def raise_for(state: int, communicator: Communicator, payload: Array, x: Array) -> NoReturn:
-    """Raise what a kernel says of a message. `payload` is this rank's, and `x` its input."""
+def raise_for(state: int, communicator: Communicator, payload: Array, x: Array) -> None:
+    """Raise what a kernel says of a message. `payload` is this rank's, and `x` its input.
+
+    Returns only where the batch is not finite, and to be skipped.
+    """
     if state == kernels.REFUSED:
-        conversation.raise_for_refusal(communicator, refused=False)
+        outcomes.raise_for_refusal(communicator, refused=False)
     if state == kernels.NOT_FINITE:
         xp = array_namespace(payload)
         mine = bool(xp.all(xp.isfinite(values(xp.sum(payload)))))
-        conversation.raise_for_non_finite(communicator, mine)
+        if outcomes.skips(communicator, x.dtype):
+            outcomes.tell_of_skip(communicator, mine)
+            return
+        outcomes.raise_for_non_finite(communicator, mine)
     raise OneValueError(
         "normalizing by the statistics of a batch needs more than 1 value per channel over "
         f"all ranks together: got 1 on {communicator.size} rank(s), with an input of shape "
@@ -262,7 +268,7 @@ def refuse(
     payload = xp.full((length,), message.REFUSED, dtype=wide.dtype, device=device(wide))
     conversation.during(communicator, "forward", like.dtype).allreduce(payload)
     if is_on_host(payload):
-        conversation.raise_for_refusal(communicator, refused=True)
+        outcomes.raise_for_refusal(communicator, refused=True)
 
 
 def normalize(

@@ -5,18 +5,18 @@ verbs of `multibn.kernels`. Layers that are ready at the same time share a messa
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from multibn import kernels, message
-from multibn._arrays import is_on_host
+from multibn._arrays import is_on_host, values
 from multibn._typing import Array, Weighting
 from multibn.communicators import Communicator
 from multibn.communicators.conversation import Conversation, Phase
 from multibn.engine import masks, recompute, statistics
 from multibn.engine.population import Pool
-from multibn.kernels import RIGHT, BatchStatistics, Running, generic
+from multibn.kernels import LOST, RIGHT, BatchStatistics, Running, generic, generic_passes
 from multibn.kernels import Gradient as Gradient
 from multibn.kernels import Input as Input
 from multibn.message import Message
@@ -39,7 +39,8 @@ def forward(
     input is returned.
 
     Collective, one allreduce of 2C+2 float64 numbers for each input, unless `engine.recompute`
-    replays the statistics. Raises as `statistics.batch_statistics`.
+    replays the statistics; another one for inputs with a variance that is lost beside the square of
+    the mean, on the host. Raises as `statistics.batch_statistics`.
     """
     select = select or kernels.select
     if not recompute.state.stack:
@@ -60,6 +61,7 @@ def share(
     *,
     weighting: Weighting,
     select: Callable[[Array], Any] | None = None,
+    phase: str = "forward",
 ) -> list[tuple[Any, BatchStatistics]]:
     """As `forward`, and of no concern to `recompute`."""
     select = select or kernels.select
@@ -73,7 +75,8 @@ def share(
         shares.append((select(i.x), i, weight, count))
         xs.append(i.x)
         lengths.append(length)
-    communicator, memory, outs = _open(communicator, "forward", xs, lengths)
+    sharing = communicator
+    communicator, memory, outs = _open(communicator, phase, xs, lengths)
     payloads = []
     for n, (k, i, weight, count) in enumerate(shares):
         payloads.append(k.begin_forward(i, weight, count, out=outs[n]))
@@ -83,24 +86,41 @@ def share(
             state = generic.state(summed, own[-1])
             if state != RIGHT:
                 _raise(state, communicator, *own)
-    results = []
+    results: list[Any] = []
+    lost = []
     for n, (k, i, weight, count) in enumerate(shares):
         pool = i.running if type(i.running) is Pool else None
         moving = i if pool is None else i._replace(running=None)
         y, batch, state = k.finish_forward(moving, sums[n], weight, count)
-        if state != RIGHT:
+        if state == LOST:
+            lost.append(n)
+        elif state != RIGHT:
             _raise(state, communicator, k, i, weight, count)
-        if i.mask is not None and is_on_host(batch.count):
-            require_element(batch.count, i.x.shape, communicator)
-        if pool is not None:
+            batch = generic.skipped(batch)
+            y = k.normalize(i, batch)
+        elif i.mask is not None and is_on_host(batch.count) and batch.count == 0:
+            require_element(sums[n][-2], i.x.shape, communicator)
+        if pool is not None and state != LOST:
             pool.add(batch, local_count=count)
         results.append((y, batch))
+    if lost:  # on all ranks, from the same sums: a message more, of moments about these means
+        about = [generic_passes.about(inputs[n], results[n][1].mean) for n in lost]
+        options: Any = {"weighting": weighting, "select": select, "phase": "about the mean"}
+        near = share([i for i, _ in about], sharing, **options)
+        for n, (_, centre), (_, batch) in zip(lost, about, near, strict=True):
+            i, batch = inputs[n], batch._replace(mean=centre + batch.mean)
+            results[n] = select(i.x).normalize(i, batch), batch
+            if i.running is not None:
+                move(i.running, batch, shares[n][-1])
     return results
 
 
-def require_element(count: Array, shape: Sequence[int], communicator: Communicator) -> None:
-    """Raise if masks leave none of the elements of all ranks; `shape` is that of the input."""
-    if count == 0:
+def require_element(weight: Array, shape: Sequence[int], communicator: Communicator) -> None:
+    """Raise if masks leave none of the elements of all ranks, whose weight is then not 0.
+
+    A batch that is empty on all ranks is no error. `shape` is that of the input.
+    """
+    if bool((values(weight) > 0).any()):
         raise ValueError(
             "`mask` or `lengths` must leave an element of the batch: got none over "
             f"{communicator.size} rank(s) together, with an input of shape {tuple(shape)} on "
@@ -215,8 +235,8 @@ def _send(
 
 def _raise(
     state: int, communicator: Communicator, k: Any, i: Input, weight: Any, count: Any
-) -> NoReturn:
-    """Raise for a sum of messages that is not right."""
+) -> None:
+    """Raise for a sum of messages that is not right, unless the batch is to be skipped."""
     # Packed again: the sum may have taken the place of this rank's own numbers.
     payload = k.begin_forward(i, weight, count)
     statistics.raise_for(state, communicator, payload, i.x)

@@ -20,6 +20,7 @@ import numpy as np
 
 from multibn._typing import Array
 from multibn.kernels import generic as generic
+from multibn.kernels.arguments import LOST as LOST
 from multibn.kernels.arguments import NOT_FINITE as NOT_FINITE
 from multibn.kernels.arguments import ONE_VALUE as ONE_VALUE
 from multibn.kernels.arguments import REFUSED as REFUSED

@@ -6,8 +6,12 @@ from typing import Any, NamedTuple
 from multibn._typing import Array, RunningVar
 
 # What `finish_forward` says of a message. On a GPU, where reading would wait, the sum is taken to
-# be right, but for `ONE_VALUE` where this rank has at most one value per channel.
-RIGHT, REFUSED, NOT_FINITE, ONE_VALUE = 0, 1, 2, 3
+# be right, but for `ONE_VALUE` where this rank has at most one value per channel. `LOST`: a
+# variance has lost its digits beside the square of the mean.
+RIGHT, REFUSED, NOT_FINITE, ONE_VALUE, LOST = 0, 1, 2, 3, 4
+# The least `(var + eps) / mean**2` that is not lost, of float64 inputs and of others: the rounding
+# of sums, 2**-52, then leaves 12 digits of the output, or those of float32.
+LEAST_SHARES = 2.0**-13, 2.0**-27
 
 
 class BatchStatistics(NamedTuple):

@@ -2,12 +2,11 @@
 
 The kernels take activations that have sizes (N, C, S), see `layout`: contiguous and channels-last
 formats of any number of dimensions. They take per-channel tensors as `cuda_steps` does. Everything
-else goes to `generic`. Nothing waits for the GPU, and the launches depend on
-shapes, strides and dtypes only: a CUDA graph can capture a pass that has been compiled by an
-earlier run outside of it. While the graph is replayed, no Python looks at the messages between the
-ranks. NaN or infinity on a rank then shows in the running statistics of all ranks; ranks in
-different layers go unnoticed. Results do not depend on the order in which programs run, but on the
-number of the GPU's multiprocessors, among which sums are divided.
+else goes to `generic`. Nothing waits for the GPU, and the launches depend on shapes, strides and
+dtypes only: a CUDA graph can capture a pass that has been compiled by an earlier run outside of it.
+While the graph is replayed, no Python looks at the messages between the ranks: ranks in different
+layers go unnoticed, and a batch that is not finite is skipped. Results do not depend on the order
+in which programs run, but on the number of the GPU's multiprocessors, among which sums are divided.
 """
 
 import math

@@ -26,6 +26,8 @@ from multibn._arrays import (
 from multibn._typing import Array, RunningVar, check_choice
 from multibn.kernels import generic_passes
 from multibn.kernels.arguments import (
+    LEAST_SHARES,
+    LOST,
     NOT_FINITE,
     ONE_VALUE,
     REFUSED,
@@ -140,8 +142,15 @@ def residual_gradient(g: Gradient, /) -> Array:
 def unpack_for(
     i: Input, summed: Array, rank_weight: float | Array, count: float | Array, /
 ) -> tuple[BatchStatistics, int]:
-    """`unpack` for the arguments of `finish_forward`."""
-    return unpack(_like(summed, i.x), channels(i.x.shape, i.axis), rank_weight, count)
+    """`unpack` for the arguments of `finish_forward`; the state may be `LOST`."""
+    batch, state = unpack(_like(summed, i.x), channels(i.x.shape, i.axis), rank_weight, count)
+    mean, var, *_ = batch
+    if state == RIGHT and is_on_host(var) and not (is_traced(var) or is_abstract(var)):
+        xp = array_namespace(var)
+        least = LEAST_SHARES[i.x.dtype != array_namespace(i.x).float64]
+        is_lost = values(mean * mean * least > var + i.eps)
+        state = LOST if bool(xp.any(is_lost)) else RIGHT
+    return batch, state
 
 
 def sums_for(g: Gradient, summed: Array, /) -> list[Array]:
@@ -182,7 +191,20 @@ def unpack(
     var = xp.clip(meansqr / divisor - mean * mean, 0.0, None)
     element_weight = rank_weight / (at_least_one(count) * divisor)
     batch = BatchStatistics(xp.reshape(mean, shape), xp.reshape(var, shape), total, element_weight)
+    if not is_on_host(summed) and not is_abstract(summed):  # where nobody looks at the state
+        all_of_it = xp.sum(summed[: 2 * C])
+        batch = skipped(batch, all_of_it - all_of_it)
     return batch, state(summed, count)
+
+
+def skipped(batch: BatchStatistics, gap: float | Array = math.nan, /) -> BatchStatistics:
+    """The statistics where a batch is not finite: NaN, and a count of 0, by which nothing moves.
+
+    `gap` is 0 where the batch is finite; the result is `batch` then.
+    """
+    xp, count = array_namespace(batch.mean), batch.count
+    kept = xp.where(count + gap == count, count, xp.zeros_like(count))
+    return batch._replace(mean=batch.mean + gap, var=batch.var + gap, count=kept)
 
 
 def state(summed: Array, count: float | Array, /) -> int:
@@ -231,6 +253,8 @@ def move(running: Running, mean: Array, var: Array, count: Array, local_count: A
     readable = is_on_host(count) and not (is_traced(count) or is_abstract(count))
     total = float(count) if readable else count
     moves: Any = total > 0
+    if moves is False:
+        return
     num_batches = running.num_batches
     if num_batches is not None:
         num_batches += moves
@@ -303,4 +327,6 @@ def _move(running: Array, new: Array, momentum: float | Array) -> Array:
     xp = array_namespace(running)
     # running + momentum * (new - running) would keep rounding errors of `running` at momentum 1.
     wide = (1 - momentum) * as_wide(running) + momentum * new
+    if hasattr(momentum, "dtype"):  # 0 for a batch that is skipped, whose statistics are NaN
+        wide = xp.where(momentum == 0, as_wide(running), wide)
     return to_device(xp.astype(wide, running.dtype, copy=False), device(running))

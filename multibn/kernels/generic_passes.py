@@ -94,6 +94,13 @@ def finish_gradient(g: Gradient, coefficients: Sequence[Array], /) -> Array:
     return xp.astype(dx, x.dtype, copy=False)
 
 
+def about(i: Input, mean: Array, /) -> tuple[Input, Array]:
+    """The input less a mean, for its moments only; and the mean as it was taken away, wide."""
+    xp, (centre,) = array_namespace(i.x), _narrow(i.x, mean)
+    x = xp.astype(i.x, centre.dtype, copy=False) - per_channel(centre, i.x, i.axis)
+    return i._replace(x=x, residual=None, relu=False, running=None), as_wide(centre)
+
+
 def local_moments(
     x: Array, /, axis: tuple[int, ...], mask: Array | None = None, count: Any = None
 ) -> tuple[Array, Array]:

@@ -202,6 +202,9 @@ def test_wrong_masks_are_errors_on_every_rank(options: Any, error: Any, message:
 
 def test_no_element_over_all_ranks() -> None:
     def train(communicator: ThreadCommunicator) -> None:
+        link = link_of(communicator)
+        link(np.zeros((0, C, STEPS)), mask=np.zeros((0, STEPS), bool))  # nothing to leave out
+        assert not link.avg_mean.any()
         with pytest.raises(ValueError, match="must leave an element of the batch: got none over 2"):
             link_of(communicator)(np.zeros((4, C, STEPS)), mask=np.zeros((4, STEPS), bool))
 

@@ -22,7 +22,7 @@ _arrays checkpoint.files
 message checkpoint.keys communicators.base communicators.people communicators.notices
 checkpoint communicators.objects communicators.watch
 communicators.default communicators.groups communicators.lines
-communicators.lookup communicators.agreement communicators.pinned communicators.transports
+communicators.lookup communicators.agreement communicators.outcomes communicators.transports
 communicators.conversation
 communicators kernels.arguments kernels.layout kernels.core
 kernels.generic_passes kernels.triton.steps

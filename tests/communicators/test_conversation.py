@@ -11,8 +11,8 @@ import pytest
 from multibn import message
 from multibn.communicators.conversation import Conversation, Phase
 from multibn.communicators.lines import HostArray, LineCommunicator, Lines
-from multibn.communicators.pinned import begin_copy
 from multibn.communicators.transports.chainermn import sum_by_nccl
+from multibn.communicators.transports.pinned import begin_copy
 from multibn.engine.statistics import Moments, aggregate
 from tests.communicators.transports import standin_cupy
 from tests.helpers import require

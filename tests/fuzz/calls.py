@@ -113,7 +113,7 @@ def values(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> Array
     if kind == "constant":
         x = np.full(shape, rng.normal())
     elif kind == "shifted":
-        x = x + 10.0 ** rng.integers(1, 4)
+        x = x + 10.0 ** rng.integers(1, 9)
     elif kind == "ints":
         x = rng.integers(-4, 5, shape).astype(float)
     elif kind in ("nan", "inf", "-inf"):

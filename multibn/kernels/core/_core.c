@@ -325,7 +325,8 @@ typedef struct {
 static int finish_forward(const Loops *loops, const FinishForward *a)
 {
     double *mean = (double *)a->n.s.mean, *var = (double *)a->n.s.var;
-    const int state = unpack(a->summed, mean, var, a->total, a->element_weight, a->n.i.C, a->weight, a->count);
+    const int state = unpack(a->summed, mean, var, a->total, a->element_weight, a->n.i.C, a->weight, a->count,
+                             a->n.i.dtype == 1 ? 0x1p-13 : 0x1p-27, a->n.s.eps);
     if (state != RIGHT)
         return state;
     if (a->running.mean.at)

@@ -51,6 +51,7 @@ typedef struct {
     size_t stored; /* of an element of an activation */
     void (*widen)(const uint16_t *, int64_t, float *); /* NULL if these are the same */
     void (*narrow)(const float *, int64_t, uint16_t *);
+    double least; /* outputs up to half the smallest number round to 0, which has no sign: a bit less than half */
 } Loops;
 
 /* From MOST_LANES - n on: the mask of the first n lanes of a vector. */

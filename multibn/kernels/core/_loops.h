@@ -36,10 +36,10 @@ CONVERSION(bfloat16)
     PASTE(sums, A, LEVEL), PASTE(column_sums, A, LEVEL), PASTE(widen_sums, A, LEVEL), PASTE(normalize, A, LEVEL), \
         PASTE(input_gradient, A, LEVEL), sizeof(A)
 static const Loops PASTE(loops, of, LEVEL)[] = {
-    {LOOPS(float), sizeof(float), NULL, NULL},
-    {LOOPS(double), sizeof(double), NULL, NULL},
-    {LOOPS(float), 2, PASTE(widen, float16, LEVEL), PASTE(narrow, float16, LEVEL)},
-    {LOOPS(float), 2, PASTE(widen, bfloat16, LEVEL), PASTE(narrow, bfloat16, LEVEL)},
+    {LOOPS(float), sizeof(float), NULL, NULL, 0},
+    {LOOPS(double), sizeof(double), NULL, NULL, 0},
+    {LOOPS(float), 2, PASTE(widen, float16, LEVEL), PASTE(narrow, float16, LEVEL), 0x1.fffffep-26},
+    {LOOPS(float), 2, PASTE(widen, bfloat16, LEVEL), PASTE(narrow, bfloat16, LEVEL), 0x1.fffffep-135},
 };
 #undef LOOPS
 

@@ -134,13 +134,15 @@ static int start(Work *w, const Pass *p, int num, int64_t long_plane)
         set(w->k[0], size, c, centre);
         if (num > 1) {
             set(w->k[1], size, c, p->scale[c]);
-            set(w->k[2], size, c, p->shift[c] - rest * p->scale[c]);
+            const double shift = p->shift[c] - rest * p->scale[c];
+            set(w->k[2], size, c, p->out ? shift : rounded(p->loops, shift) - p->loops->least);
         }
         if (num > 3)
             set(w->k[3], size, c, p->slope[c]);
         if (num > 4) {
             set(w->k[4], size, c, p->y_scale[c]);
-            set(w->k[5], size, c, p->y_shift[c] - rest * p->y_scale[c]);
+            const double y_shift = p->y_shift[c] - rest * p->y_scale[c];
+            set(w->k[5], size, c, rounded(p->loops, y_shift) - p->loops->least);
         }
     }
     for (int i = 0; i < num; i++)

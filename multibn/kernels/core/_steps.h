@@ -34,7 +34,7 @@ static void put(const double *restrict numbers, int64_t n, Parameter array, int6
 }
 
 enum { WEIGHT, COUNT, NUM_SCALARS }; /* after the 2C numbers of a forward message: see message.py */
-enum { RIGHT, REFUSED, NOT_FINITE, ONE_VALUE }; /* states of a message: see arguments.py */
+enum { RIGHT, REFUSED, NOT_FINITE, ONE_VALUE, LOST }; /* states of a message: see arguments.py */
 
 static void pack(const double *mean, const double *var, double *packed, int64_t C, double weight, double count)
 {
@@ -47,7 +47,7 @@ static void pack(const double *mean, const double *var, double *packed, int64_t 
 }
 
 static int unpack(const double *summed, double *mean, double *var, double *total_count,
-                  double *element_weight, int64_t C, double weight, double count)
+                  double *element_weight, int64_t C, double weight, double count, double least, double eps)
 {
     const double total_weight = summed[2 * C + WEIGHT], divisor = total_weight == 0 ? 1 : total_weight;
     int state = count <= 1 && summed[2 * C + COUNT] == 1 ? ONE_VALUE : RIGHT;
@@ -57,6 +57,8 @@ static int unpack(const double *summed, double *mean, double *var, double *total
         var[c] = difference < 0 ? 0 : difference; /* NaN stays */
         if (!isfinite(summed[C + c]))
             state = NOT_FINITE;
+        if (state == RIGHT && mean[c] * mean[c] * least > var[c] + eps)
+            state = LOST;
     }
     *total_count = summed[2 * C + COUNT];
     *element_weight = weight / ((count > 1 ? count : 1) * divisor);

@@ -31,6 +31,8 @@ from triton.language import constexpr
 
 from multibn.kernels.triton.steps import number
 
+_HALF, _BRAIN = constexpr(2.0**-25), constexpr(2.0**-134)  # half the smallest float16 and bfloat16
+
 _SIZES = (
     "outer", "width", "stride", "step", "inner", "channels", "blocks", "tiles_per_program",
     "splits",
@@ -149,7 +151,7 @@ def backward_sums(
         if y is not None:
             g = tl.where(tl.load(y + offsets, readable, 0.0) > 0.0, g, 0.0)
         elif coefficients is not None:
-            g = tl.where(_output(d, scale, shift) > 0.0, g, 0.0)
+            g = tl.where(_output(d, scale, shift) > _least(x), g, 0.0)
         sum_dy += g
         sum_dy_d += g * d
     out = partials + first // tiles_per_program * channels + channel
@@ -189,7 +191,7 @@ def input_gradient(
         if y is not None:
             g = tl.where(tl.load(y + offsets, readable) > 0.0, g, 0.0)
         elif RELU:
-            g = tl.where(_output(d, scale, shift) > 0.0, g, 0.0)
+            g = tl.where(_output(d, scale, shift) > _least(x), g, 0.0)
         v = (g - mean_dy - d * slope) * scale
         if mask is not None:
             g, v = tl.where(inside, g, 0.0), tl.where(inside, v, 0.0)
@@ -268,6 +270,13 @@ def _output_coefficients(coefficients, channel, channels, exists):
 def _output(d, scale, shift):
     # One rounding in the forward and in the backward pass: the backward pass finds the same sign.
     return tl.fma(d, tl.broadcast_to(scale, d.shape), tl.broadcast_to(shift, d.shape))
+
+
+@triton.jit
+def _least(x):
+    """The largest number that rounds to 0 in the dtype of an output."""
+    dtype = x.dtype.element_ty
+    return _HALF if dtype == tl.float16 else _BRAIN if dtype == tl.bfloat16 else 0.0
 
 
 @triton.jit

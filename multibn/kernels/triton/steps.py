@@ -115,10 +115,11 @@ def finish_forward(
     `weight`, `bias`, and what is moved may be None; `weight_at` and `count_at` as in the merge.
     """
     c, exists = _channels(C, BLOCK)
-    total = tl.load(summed + 2 * C + COUNT)
+    gap = _gap(summed, 2 * C)
+    total = tl.where(gap == 0.0, tl.load(summed + 2 * C + COUNT), 0.0)
     total_weight = tl.load(summed + 2 * C + WEIGHT)
     divisor = tl.where(total_weight == 0.0, 1.0, total_weight)
-    m = tl.load(summed + c, exists, 0.0) / divisor
+    m = tl.load(summed + c, exists, 0.0) / divisor + gap
     v = tl.load(summed + C + c, exists, 0.0) / divisor - m * m
     v = tl.where(v < 0.0, 0.0, v)  # a NaN stays
     tl.store(mean + c, m, exists)
@@ -168,6 +169,17 @@ def number(v):
 @triton.jit
 def _share(v, at):
     return number(v) if at is None else tl.load(at)
+
+
+@triton.jit
+def _gap(numbers, length):
+    """0, or NaN if one of the numbers is not finite: see `generic.skipped`."""
+    total = tl.zeros((1024,), tl.float64)
+    for first in range(0, length, 1024):
+        i = first + tl.arange(0, 1024)
+        total += tl.load(numbers + i, i < length, 0.0)
+    all_of_it = tl.sum(total, 0)
+    return all_of_it - all_of_it
 
 
 @triton.jit
@@ -238,7 +250,9 @@ def _move(
 
 @triton.jit
 def _move_one(running, new, exists, momentum):
-    wide = (1.0 - momentum) * tl.load(running, exists, 0.0).to(tl.float64) + momentum * new
+    old = tl.load(running, exists, 0.0).to(tl.float64)
+    wide = (1.0 - momentum) * old + momentum * new
+    wide = tl.where(momentum == 0.0, old, wide)  # 0 * NaN is NaN
     _store_rounded(running, wide, exists)
 
 

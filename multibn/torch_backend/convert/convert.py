@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from multibn._typing import RunningVar, Weighting, check_int, overridden
+from multibn.communicators.outcomes import Nonfinite
 from multibn.torch_backend.convert import derived
 from multibn.torch_backend.layer import data_parallel
 from multibn.torch_backend.layer.modules import ALONE, SyncBatchNorm, Synchronized
@@ -44,6 +45,7 @@ def convert_sync_batchnorm(
     *,
     weighting: Weighting = "element",
     running_var: RunningVar = "unbiased_global",
+    nonfinite: Nonfinite = None,
     strict: bool = False,
 ) -> Any:
     """Synchronize every batch norm of a model, subclasses of torch's among them.
@@ -65,7 +67,7 @@ def convert_sync_batchnorm(
     process_group
         The ranks that share statistics: anything that `multibn.as_communicator` takes. With None,
         an nn.SyncBatchNorm keeps its own group.
-    weighting, running_var
+    weighting, running_var, nonfinite
         As `SyncBatchNorm`'s.
     strict
         Whether a layer that cannot be converted is an error, and a model without a batch norm. No
@@ -97,14 +99,15 @@ def convert_sync_batchnorm(
     >>> type(model[1]).__name__, isinstance(model[1], nn.BatchNorm2d)
     ('SyncBatchNorm2d', True)
     """
-    SyncBatchNorm(1, process_group=process_group, weighting=weighting, running_var=running_var)
+    options: Any = {"weighting": weighting, "running_var": running_var, "nonfinite": nonfinite}
+    SyncBatchNorm(1, process_group=process_group, **options)
     for layer in _find(module, strict):
         group = process_group
         if group is None and isinstance(layer, nn.SyncBatchNorm):
             group = layer.process_group
         derived.derive(layer)
         assert isinstance(layer, SyncBatchNorm)
-        layer.configure(group, weighting=weighting, running_var=running_var)
+        layer.configure(group, **options)
     for part in module.modules():
         if isinstance(part, DistributedDataParallel):
             data_parallel.watch(part, Synchronized)

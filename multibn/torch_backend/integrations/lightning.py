@@ -12,6 +12,7 @@ from torch import nn
 
 from multibn._typing import RunningVar, Weighting, check_choice, check_int
 from multibn.communicators import as_communicator
+from multibn.communicators.outcomes import Nonfinite
 from multibn.torch_backend.convert.convert import convert_sync_batchnorm, revert_sync_batchnorm
 from multibn.torch_backend.precise_bn import (
     Estimator,
@@ -28,8 +29,8 @@ class MultiBNLayerSync(LayerSync):
     have their original classes again (a `SyncBatchNorm` that the model had before becomes a
     `BatchNorm`). Do not pass `sync_batchnorm=True` to the trainer as well.
 
-    The parameters are those of `multibn.torch_backend.convert_sync_batchnorm`. A `weighting` or
-    `running_var` that is none of its choices raises ValueError.
+    The parameters are those of `multibn.torch_backend.convert_sync_batchnorm`. A `weighting`,
+    `running_var` or `nonfinite` that is none of its choices raises ValueError.
 
     Examples
     --------
@@ -48,10 +49,13 @@ class MultiBNLayerSync(LayerSync):
         *,
         weighting: Weighting = "element",
         running_var: RunningVar = "unbiased_global",
+        nonfinite: Nonfinite = None,
     ) -> None:
         check_choice("weighting", weighting, Weighting)
         check_choice("running_var", running_var, RunningVar)
+        check_choice("nonfinite", nonfinite, Nonfinite)
         self.options: dict[str, Any] = {"weighting": weighting, "running_var": running_var}
+        self.options["nonfinite"] = nonfinite
         self.process_group = as_communicator(process_group)
 
     def apply(self, model: nn.Module) -> nn.Module:

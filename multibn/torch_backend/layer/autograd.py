@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multibn import kernels
 from multibn._typing import Weighting
 from multibn.communicators import Communicator
-from multibn.communicators.conversation import raise_for_nan_gradients
+from multibn.communicators.outcomes import raise_for_nan_gradients
 from multibn.engine import step
 from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Gradient, Input
@@ -130,12 +131,14 @@ def _differentiable_backward(
             # Views, which are new tensors: if `x` depends on a parameter (a layer used twice),
             # autograd would otherwise differentiate through `x` too, which the outer graph does.
             i = g.input
+            if i.relu and g.y is None:  # the output, bit for bit, and so its signs
+                with torch.no_grad():
+                    g = g._replace(y=kernels.select(i.x).normalize(i, g.batch))
             views: list[Any] = [
                 None if t is None else t.view_as(t) for t in (i.x, i.weight, i.bias)
             ]
-            relu = i.relu and g.y is None  # of a residual, which is gone, `y` has the signs
             x, weight, bias = views
-            inputs.append(i._replace(x=x, weight=weight, bias=bias, relu=relu))
+            inputs.append(i._replace(x=x, weight=weight, bias=bias, relu=False))
             dys.append(generic.residual_gradient(g))
             sources += compress(views, needed[4 * n : 4 * n + 3])
         ys, _ = differentiable.normalize_all(inputs, communicator, weighting, phase="second order")

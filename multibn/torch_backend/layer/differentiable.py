@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from multibn import message
 from multibn._arrays import is_on_host, is_traced
 from multibn._typing import Weighting
-from multibn.communicators import Communicator, conversation
+from multibn.communicators import Communicator, conversation, outcomes
 from multibn.engine import masks, recompute, statistics, step
 from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Input
@@ -111,7 +111,7 @@ class _AllReduce(torch.autograd.Function):
         # Checked here, as vmap's next message would not be for the rank that refused its input.
         # A derivative may be NaN.
         if phase == "forward" and is_on_host(summed) and message.is_refusal(summed):
-            conversation.raise_for_refusal(during, refused=False)
+            outcomes.raise_for_refusal(during, refused=False)
         return summed
 
     @staticmethod

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from multibn._typing import Weighting, check_choice, check_eps, check_residual
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.conversation import Conversation
+from multibn.communicators.outcomes import Nonfinite
 from multibn.engine import masks, statistics
 from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Input
@@ -29,6 +30,7 @@ def sync_batch_norm(
     process_group: Any = None,
     eps: float = 1e-5,
     weighting: Weighting = "element",
+    nonfinite: Nonfinite = None,
     mask: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, BatchStatistics]:
@@ -47,7 +49,7 @@ def sync_batch_norm(
     weight, bias
         Shape `(C,)`, or None for 1 and 0. Their gradients are this rank's sums, as with
         torch.nn.SyncBatchNorm: DistributedDataParallel averages them like any other gradient.
-    process_group, eps, weighting
+    process_group, eps, weighting, nonfinite
         As `SyncBatchNorm`.
     mask, lengths
         Which elements count, as in a call of `SyncBatchNorm`; None for all.
@@ -70,7 +72,8 @@ def sync_batch_norm(
         On the other ranks, if one rank's input was refused. On all ranks, if they are in different
         layers, or in different phases of one layer.
     FloatingPointError
-        On all ranks, if the moments of one rank are not finite (on a GPU one call later).
+        On all ranks, if the moments of one rank are not finite (on a GPU one call later), unless
+        such a batch is skipped, see `nonfinite`.
 
     Notes
     -----
@@ -94,12 +97,13 @@ def sync_batch_norm(
     >>> y.flatten(), statistics.mean.item()
     (tensor([-1.,  1.]), 2.0)
     """
-    options: dict[str, object] = {}
+    options: dict[str, object] = {"nonfinite": nonfinite}
     group = as_communicator(process_group)
     communicator = Conversation(group, lambda: "sync_batch_norm", options=lambda: options)
     try:
         check_eps(eps)
         check_choice("weighting", weighting, Weighting)
+        check_choice("nonfinite", nonfinite, Nonfinite)
         num_channels = [_channels_of(weight, bias)]
     except (TypeError, ValueError) as error:
         refuse(error, [x], [None], communicator)

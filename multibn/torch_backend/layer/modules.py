@@ -13,6 +13,7 @@ from multibn._typing import RunningVar, Weighting, check_choice, check_eps, chec
 from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.communicators.agreement import Built
 from multibn.communicators.conversation import Conversation
+from multibn.communicators.outcomes import Nonfinite
 from multibn.communicators.people import find_path
 from multibn.engine import recompute
 from multibn.engine.population import Pool
@@ -48,19 +49,22 @@ class Synchronized(nn.Module):
     built: Built  # which of the process's layers this one is
     conversation: Conversation  # the layer's communicator, with the layer's name in its model
     pool: Pool | None = None  # of the step of `step_statistics` that is under way
+    nonfinite: Nonfinite = None
 
     def configure(
         self,
         process_group: Any,
-        *,
         weighting: Weighting = "element",
         running_var: RunningVar = "unbiased_global",
+        nonfinite: Nonfinite = None,
     ) -> None:
         """Set the ranks and the conventions, see `SyncBatchNorm`. Not collective."""
         check_choice("weighting", weighting, Weighting)
         check_choice("running_var", running_var, RunningVar)
+        check_choice("nonfinite", nonfinite, Nonfinite)
         self.built = Built()
         self.process_group = process_group
+        self.nonfinite = nonfinite
         self.weighting: Weighting = weighting
         self.running_var_convention: RunningVar = running_var
 
@@ -85,6 +89,7 @@ class Synchronized(nn.Module):
         return (
             f"{super().extra_repr()}, process_group={self.process_group}, "
             f"weighting={self.weighting!r}, running_var={self.running_var_convention!r}"
+            f"{f', nonfinite={self.nonfinite!r}' if self.nonfinite else ''}"
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -105,7 +110,7 @@ def check_arguments(num_features: object, eps: object, momentum: object) -> None
 # Those of a layer's attributes that must be equal on all ranks, and what people call them.
 _OPTIONS = {
     **{name: name for name in ("eps", "momentum", "affine", "track_running_stats")},
-    **{name: name for name in ("weighting", "fuse_relu", "num_splits")},
+    **{name: name for name in ("weighting", "fuse_relu", "nonfinite", "num_splits")},
     "running_var_convention": "running_var",
 }
 
@@ -249,6 +254,11 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
     running_var
         The variance in the buffer of this name: `"unbiased_global"` (torch), `"unbiased_local"`
         (ChainerMN) or `"biased"` (detectron2), see `multibn.running_variance`.
+    nonfinite
+        What follows where a rank's input has NaN, infinity or too large values: `"raise"`
+        FloatingPointError on all ranks, or `"skip"` the batch: the output is NaN on all ranks, so
+        that a GradScaler skips the step, nothing moves, and a RuntimeWarning names the layer. None:
+        `"skip"` for float16, `"raise"` for other dtypes.
     fuse_relu
         Whether the layer ends in a ReLU; `layer(input, residual)` adds a tensor like the input
         before the ReLU. On a GPU neither costs a pass of its own, and the values before the ReLU
@@ -259,7 +269,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
     TypeError, ValueError
         If `process_group` is no communicator, or this process is not part of it; `num_features` is
         no positive int, `eps` is no positive number, `momentum` is neither None nor in [0, 1], or
-        `weighting` or `running_var` is unknown. A call raises as `sync_batch_norm`.
+        `weighting`, `running_var` or `nonfinite` is unknown. A call raises as `sync_batch_norm`.
 
     Notes
     -----
@@ -273,9 +283,10 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
     Elements that do not count have no part in statistics and gradients, whatever they hold, NaN and
     infinity included. The output is 0 there, in evaluation, too, and so is the gradient. Counts,
     unbiased variances and the weights of ranks are those of the elements that count, or of the
-    samples that have one. A rank may have none, but ValueError is raised on all ranks if all have
-    none together. On a GPU, whose counts are not read, the errors for no element, for a single one
-    and for `lengths` that do not fit are not raised; longer ones then stand for all of L.
+    samples that have one. A rank may have none, but ValueError is raised on all ranks if a mask
+    leaves none of a batch that is not empty. On a GPU, whose counts are not read, the errors for no
+    element, for a single one and for `lengths` that do not fit are not raised; longer ones then
+    stand for all of L.
 
     Examples
     --------
@@ -311,6 +322,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         bias: bool = True,
         weighting: Weighting = "element",
         running_var: RunningVar = "unbiased_global",
+        nonfinite: Nonfinite = None,
         fuse_relu: bool = False,
     ) -> None:
         check_arguments(num_features, eps, momentum)
@@ -319,7 +331,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         )
         if affine and not bias:  # torch before 2.13 has no such argument
             self.register_parameter("bias", None)
-        self.configure(process_group, weighting=weighting, running_var=running_var)
+        self.configure(process_group, weighting, running_var, nonfinite)
         self.fuse_relu = fuse_relu
 
     def forward(

@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn._typing import RunningVar, Weighting, check_int
 from multibn.communicators import Communicator
+from multibn.communicators.outcomes import Nonfinite
 from multibn.engine.population import Pool
 from multibn.engine.statistics import OneValueError, reduced_axes
 from multibn.engine.step import Input
@@ -69,6 +70,7 @@ class _SubBatchNorm(Synchronized):
         bias: bool = True,
         weighting: Weighting = "element",
         running_var: RunningVar = "unbiased_global",
+        nonfinite: Nonfinite = None,
     ) -> None:
         check_int("num_splits", num_splits)
         check_arguments(num_features, eps, momentum)
@@ -87,7 +89,7 @@ class _SubBatchNorm(Synchronized):
 
         self.bn = make(num_features)
         self.split_bn = make(num_features * num_splits)
-        self.configure(process_group, weighting=weighting, running_var=running_var)
+        self.configure(process_group, weighting, running_var, nonfinite)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -345,7 +347,7 @@ class SubBatchNorm3d(_SubBatchNorm):
     eps, momentum, affine, track_running_stats, device, dtype, bias
         As `SyncBatchNorm`. Without running statistics, evaluation normalizes by the statistics of
         the whole batch.
-    process_group, weighting
+    process_group, weighting, nonfinite
         As `SyncBatchNorm`, but by default this process alone. Otherwise split k of all ranks has
         common statistics: it is split k of the global batch.
     running_var

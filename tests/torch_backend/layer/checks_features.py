@@ -74,6 +74,46 @@ def check_nan_in_a_gradient_is_named_in_anomaly_mode(world: Communicator) -> Non
     assert scaler.get_scale() <= 2.0**16
 
 
+def check_a_step_that_overflows_leaves_no_trace(world: Communicator) -> None:
+    """Over float16 and a GradScaler, eager and compiled; rank 1 overflows in step 2."""
+    names = []
+    for compiled in (False, True):
+        found = []
+        for sees in (True, False):
+            outcomes._told = None
+            model: Any = convert_sync_batchnorm(_network().float(), world)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+            run = torch.compile(model, backend="aot_eager") if compiled else model
+            counting = [m.conversation for m in model.modules() if isinstance(m, SyncBatchNorm)]
+            for step in range(5):
+                x = _parts(world, 2, 3, 8, 8)[world.rank].float() + step
+                if step == 2 and not sees:
+                    scaler.update(scaler.get_scale() / 2)
+                    continue
+                x = x * 1e6 if step == 2 and world.rank == 1 else x
+                with (
+                    torch.autocast("cpu", dtype=torch.float16),
+                    warnings.catch_warnings(record=True) as told,
+                ):
+                    warnings.simplefilter("always")
+                    loss = run(x).float().square().mean()
+                names += [str(w.message) for w in told if w.category is RuntimeWarning]
+                scaler.scale(loss).backward()
+                for p in model.parameters():
+                    p.grad = world.allreduce(p.grad) / world.size
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            found.append(model.state_dict())
+            assert len({c.num_forward for c in counting}) == 1
+        torch.testing.assert_close(*found, rtol=0, atol=0)
+    where = "this rank" if world.rank == 1 else "another rank, which says so"
+    text = f"rank {world.rank} of {world.size} has skipped a batch in layer 1, as all ranks have: "
+    assert len(names) == 2
+    assert all(name.startswith(text) and f"values on {where}. The out" in name for name in names)
+
+
 def check_compiled_with_fullgraph(world: Communicator) -> None:
     """A layer that averages cumulatively, and one with a momentum, in one compilation."""
     # Inductor takes seconds, and is asked once: Dynamo and autograd see what other graphs have.

@@ -443,6 +443,28 @@ def test_wrong_masks_are_errors_on_every_rank(
     run_ranks(2, train)
 
 
+@pytest.mark.parametrize("weighting", ["element", "sample", "rank"])
+def test_an_empty_batch_is_no_error_but_a_mask_that_leaves_nothing_is(weighting: Any) -> None:
+    """On all ranks, from their sum: one of them has elements, or none has."""
+
+    def train(communicator: ThreadCommunicator) -> None:
+        layer = layer_of(communicator)
+        layer.weighting = weighting
+        for num_samples in ((0, 0), (0, 4), (4, 0)):
+            before = [b.clone() for b in layer.buffers()]
+            x = X[: num_samples[communicator.rank]].clone().requires_grad_()
+            options = {"lengths": torch.zeros(len(x)).long()}
+            if any(num_samples):
+                with pytest.raises(ValueError, match="must leave an element of the batch: got no"):
+                    layer(x, **options)
+            else:
+                layer(x, **options).sum().backward()
+            for b, old in zip(layer.buffers(), before, strict=True):
+                assert torch.equal(b, old)
+
+    run_ranks(2, train)
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.uint16, torch.uint64])
 def test_lengths_of_any_integers(dtype: torch.dtype) -> None:
     """torch compares no numbers of uint16 and uint64."""

@@ -1,0 +1,85 @@
+"""A batch that is not finite, in Chainer: an error on all ranks, or a step without a trace."""
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multibn import SingleProcess
+from multibn.communicators import outcomes
+from tests.helpers import require
+from tests.helpers.ranks import CountingCommunicator, run_ranks
+
+require.need("chainer")
+
+from multibn.chainer_backend import (  # noqa: E402
+    MultiNodeBatchNormalization,
+    create_mnbn_model,
+    multi_node_batch_normalization,
+)
+
+import chainer  # noqa: E402  # isort: skip (multibn makes it importable)
+
+L = chainer.links
+
+
+def state(link: Any) -> list[Any]:
+    return [link.avg_mean.copy(), link.avg_var.copy(), link.N]
+
+
+@pytest.mark.filterwarnings("ignore:rank . of 2 has skipped:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:overflow|invalid value:RuntimeWarning")
+@pytest.mark.parametrize("finetune", [False, True])
+@pytest.mark.parametrize("dtype, nonfinite", [(np.float16, None), (np.float32, "skip")])
+def test_all_later_steps_are_those_without_the_batch(
+    dtype: Any, nonfinite: Any, finetune: bool
+) -> None:
+    def results(communicator: Any, sees: bool) -> list[Any]:
+        counting = CountingCommunicator(communicator)
+        link = MultiNodeBatchNormalization(3, counting, dtype=np.float32, nonfinite=nonfinite)
+        rng, found = np.random.default_rng(communicator.rank), []
+        for step in range(4):
+            x = chainer.Variable(rng.normal(size=(4, 3)).astype(dtype))
+            if step == 2:
+                if not sees:
+                    continue
+                x.array[0, 1] = [1, np.inf][communicator.rank]
+            before, num_messages = state(link), len(counting.messages)
+            y = link(x, finetune=finetune)
+            y.grad = np.ones_like(y.array)
+            y.backward()
+            if step == 2:
+                assert np.isnan(y.array).all()
+                assert np.isnan(x.grad).all()
+                np.testing.assert_equal(state(link), before)
+                assert len(counting.messages) - num_messages == 2
+            else:
+                found += [y.array, x.grad, *state(link)]
+        return found
+
+    saw, never_saw = (run_ranks(2, lambda c, s=s: results(c, s)) for s in (True, False))  # type: ignore[misc]
+    np.testing.assert_equal(saw, never_saw)
+
+
+def test_who_skips() -> None:
+    x = np.ones((4, 3), np.float32) * np.arange(4, dtype="f")[:, None]
+    x[0, 0] = np.inf
+    model = chainer.Sequential(L.BatchNormalization(3))
+    converted: Any = create_mnbn_model(model, SingleProcess(), nonfinite="skip")
+    skipping = (
+        lambda v: multi_node_batch_normalization(v, comm=SingleProcess(), nonfinite="skip")[0],
+        converted,
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "overflow|invalid value", RuntimeWarning)
+        for call in skipping:
+            outcomes._told = None
+            with pytest.warns(
+                RuntimeWarning, match="rank 0 of 1 has skipped a batch in .*BatchN|m"
+            ):
+                assert np.isnan(call(x).array).all()
+        raising = MultiNodeBatchNormalization(3, SingleProcess(), nonfinite="raise")
+        for link, v in ((raising, x.astype("e")), (MultiNodeBatchNormalization(3, None), x)):
+            with pytest.raises(FloatingPointError, match="are not finite"):
+                link(v)

@@ -1,0 +1,200 @@
+"""A batch that is not finite: an error on all ranks, or a step that leaves no trace."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multibn import SingleProcess
+from multibn.communicators import outcomes
+from tests.helpers import require
+from tests.helpers.ranks import CountingCommunicator, run_ranks
+
+require.need("torch")
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+
+from multibn.torch_backend import (  # noqa: E402
+    SubBatchNorm2d,
+    SyncBatchNorm,
+    convert_sync_batchnorm,
+    normalize_together,
+    step_statistics,
+    sync_batch_norm,
+    update_bn_stats,
+)
+
+BAD = 3  # the step that overflows
+
+
+@pytest.fixture(autouse=True)
+def nobody_has_told() -> None:
+    """As in a new step: a layer warns unless it may have its NaN from the one that warned last."""
+    outcomes._told = None
+
+
+def state(model: nn.Module) -> dict[str, Any]:
+    return {name: v.clone() for name, v in model.state_dict().items()}
+
+
+def assert_same(a: Any, b: Any) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def network() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)),
+        *(nn.BatchNorm2d(4, momentum=None), nn.Flatten(), nn.Linear(64, 2)),
+    )
+
+
+def train(communicator: Any, model: Any, sees_overflow: bool) -> tuple[list[float], Any, list[int]]:
+    """Losses, the state, and how many messages each step had. Without the overflow: one step less,
+    but the scale of the gradients falls alike.
+    """
+    counting = CountingCommunicator(communicator)
+    model = convert_sync_batchnorm(copy.deepcopy(model), counting)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    generator = torch.Generator().manual_seed(communicator.rank)
+    losses, messages = [], []
+    for step in range(6):
+        x = torch.randn(4, 3, 8, 8, generator=generator)
+        if step == BAD and communicator.rank == 1:
+            x *= 1e6
+        if step == BAD and not sees_overflow:
+            scaler.update(scaler.get_scale() / 2)
+            continue
+        before = len(counting.messages)
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(x).float().square().mean()
+        scaler.scale(loss).backward()
+        for p in model.parameters():
+            p.grad = communicator.allreduce(p.grad) / communicator.size
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        messages.append(len(counting.messages) - before)
+    return losses, state(model), messages
+
+
+@pytest.mark.filterwarnings("ignore:rank . of 2 has skipped:RuntimeWarning")
+def test_a_step_that_the_scaler_skips_leaves_no_trace() -> None:
+    model = network()
+    results = run_ranks(2, lambda c: train(c, model, True))
+    expected = run_ranks(2, lambda c: train(c, model, False))
+    for (losses, got, messages), (right_losses, right, _) in zip(results, expected, strict=True):
+        assert np.isnan(losses.pop(BAD))
+        assert losses == right_losses
+        assert_same(got, right)
+        assert len(set(messages[1:])) == 1
+    assert_same(*[{k: v for k, v in r[1].items() if "running" in k} for r in results])
+
+
+def bad(dtype: torch.dtype = torch.float32, *shape: int) -> torch.Tensor:
+    x = torch.randn(*(shape or (4, 3, 2, 2)), generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[0, 0] = torch.inf
+    return x
+
+
+FORMS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "plain": lambda layer, x: layer(x),
+    "residual": lambda layer, x: layer(x, torch.ones_like(x)),
+    "masked": lambda layer, x: layer(x, mask=torch.ones(len(x), 1, 1, dtype=torch.bool)),
+    "together": lambda layer, x: normalize_together([layer, layer], [x, x])[0],
+    "compiled": lambda layer, x: torch.compile(layer, backend="aot_eager")(x),
+    "transformed": lambda layer, x: torch.func.vmap(lambda v: v)(layer(x)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_skipped_everywhere(form: str, momentum: float | None) -> None:
+    layer = SyncBatchNorm(3, momentum=momentum, nonfinite="skip", fuse_relu=True)
+    FORMS[form](layer, bad().nan_to_num(posinf=1.0))
+    before = state(layer)
+    x = bad().requires_grad_()
+    with pytest.warns(RuntimeWarning, match="rank 0 of 1 has skipped a batch in .*on this rank"):
+        y = FORMS[form](layer, x)
+    y.sum().backward()
+    assert x.grad is not None
+    assert y.isnan().all()
+    assert x.grad.isnan().all()
+    assert_same(state(layer), before)
+    assert torch.isfinite(FORMS[form](layer, bad().nan_to_num(posinf=1.0))).all()
+
+
+def test_parts_of_a_batch_and_large_inputs() -> None:
+    parts = SubBatchNorm2d(2, 3, nonfinite="skip")
+    large = SyncBatchNorm(64, nonfinite="skip")  # by threads
+    for layer, x in ((parts, bad()), (large, bad(torch.float32, 8, 64, 56, 56))):
+        before = state(layer)
+        outcomes._told = None
+        with pytest.warns(RuntimeWarning, match="has skipped"):
+            assert layer(x).isnan().all()
+        assert_same(state(layer), before)
+
+
+@pytest.mark.parametrize(
+    "dtype, nonfinite, skips",
+    [
+        *((torch.float16, None, True), (torch.float16, "raise", False)),
+        *((torch.bfloat16, None, False), (torch.float32, None, False)),
+        *((torch.bfloat16, "skip", True), (torch.float64, "skip", True)),
+    ],
+)
+def test_who_skips(dtype: torch.dtype, nonfinite: Any, skips: bool) -> None:
+    layer = SyncBatchNorm(3, nonfinite=nonfinite)
+    before = state(layer)
+    functions = (layer, lambda x: sync_batch_norm(x, nonfinite=nonfinite)[0])
+    converted = convert_sync_batchnorm(nn.BatchNorm2d(3), SingleProcess(), nonfinite=nonfinite)
+    for function in (*functions, converted, copy.deepcopy(layer)):
+        if not skips:
+            with pytest.raises(FloatingPointError, match="are not finite"):
+                function(bad(dtype))
+        else:
+            outcomes._told = None
+            with pytest.warns(RuntimeWarning, match="has skipped"):
+                assert function(bad(dtype)).isnan().all()
+    assert_same(state(layer), before)
+    assert repr(layer).endswith(f", nonfinite={nonfinite!r})") == bool(nonfinite)
+    with pytest.raises(ValueError, match="`nonfinite` must be one of 'raise', 'skip', None: got"):
+        SyncBatchNorm(3, nonfinite="ignore")  # type: ignore[arg-type]
+
+
+def test_one_warning_for_the_layers_behind() -> None:
+    model = nn.Sequential(nn.Identity(), *(SyncBatchNorm(3, nonfinite="skip") for _ in range(3)))
+    for layers_told, x in ((["1"], bad()), (["1"], bad()), ([], bad().nan_to_num(posinf=1.0))):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            model(x)
+        assert [str(w.message).split(" in ")[1][:7] for w in told] == [
+            f"layer {n}" for n in layers_told
+        ]
+    with pytest.warns(RuntimeWarning, match="skipped a batch in layer 2"):
+        model[2:](bad())
+
+
+def test_pools_and_whole_populations() -> None:
+    good, layer = bad().nan_to_num(posinf=1.0), SyncBatchNorm(3, momentum=1.0, nonfinite="skip")
+    right = copy.deepcopy(layer)
+    for chosen, batches in ((right, [good, 2 * good]), (layer, [good, bad(), 2 * good])):
+        with warnings.catch_warnings(), step_statistics(chosen):
+            warnings.simplefilter("ignore", RuntimeWarning)
+            for x in batches:
+                chosen(x)
+    assert_same(state(layer), state(right))
+    for estimator in ("population", "mean_of_var"):
+        for chosen, batches in ((right, [good, 2 * good]), (layer, [good, bad(), 2 * good])):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)
+                update_bn_stats(
+                    chosen, batches, estimator=estimator, num_iters=len(batches), progress=False
+                )
+        assert_same(state(layer), state(right))
