@@ -33,6 +33,9 @@ class Board(Protocol):
     def close(self) -> None:
         """Finish publishing before the process ends."""
 
+    def withdraw(self) -> None:
+        """Remove this rank's notice, which means nothing any more."""
+
 
 class Peer(NamedTuple):
     """The process of a rank."""

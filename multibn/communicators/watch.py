@@ -79,7 +79,9 @@ class Watch:
         """Learn every rank's process. Collective."""
         told = allgather((secrets.token_hex(8), this_machine(), pid_space(), os.getpid()))
         self._peers = [Peer(*each[1:]) for each in told]
-        if not self._before:
+        if self._before:
+            self._before.board.withdraw()
+        else:
             self._key, self._members = told[0][0], self._peers
         _watches.add(self)
 

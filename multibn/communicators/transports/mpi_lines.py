@@ -133,6 +133,9 @@ class _Board:
     def close(self) -> None:
         """MPI delivers what was sent."""
 
+    def withdraw(self) -> None:
+        """The group ends, and its messages with it."""
+
     def publish(self, notice: Notice, /) -> None:
         data = notice.encode()
         for rank in self._others:

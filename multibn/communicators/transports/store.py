@@ -62,6 +62,7 @@ class StoreBoard:
 
     def _withdraw(self) -> None:
         self._store.set(_key(self._number), "")  # another rank may be about to read the key
+        self._number = self._count = 0
         num_notices = self._store.add(_COUNTER, 0) % _WRITTEN
         if self._store.add(_WITHDRAWN, 1) == num_notices:
             for number in range(1, num_notices + 1):
@@ -74,7 +75,9 @@ class StoreBoard:
         if not self._count and not self._store.check([_COUNTER]):
             return
         count = self._store.add(_COUNTER, 0)
-        if count == self._count:
+        if not count:  # withdrawn since the last look, and made again by the addition
+            self._store.delete_key(_COUNTER)
+        if count in (0, self._count):
             return
         keys = [_key(number) for number in range(1, count % _WRITTEN + 1) if number != self._number]
         if keys and not self._store.check(keys):  # one is being written

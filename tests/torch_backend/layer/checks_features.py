@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from multibn.communicators import Communicator
+from multibn.communicators import Communicator, outcomes
 from multibn.communicators.transports.torch_distributed import TorchDistributed
 from multibn.torch_backend import (
     SyncBatchNorm,
