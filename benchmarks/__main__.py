@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results["machine"] = machine.describe()
     failed = _measure(names, parts.QUICK if arguments.quick else parts.Settings(), results)
     results["targets"] = parts.targets(results)
-    report.show_targets(results["targets"])
+    report.show("Judged by", results["targets"])
     path.write_text(json.dumps(_rounded(results), indent=1) + "\n")
     plots.draw_layer(results, output / "layer.png")
     plots.draw_scaling(results, output / "scaling.png")
