@@ -3,39 +3,28 @@
 import argparse
 import importlib
 import json
-import os
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from multibn import _launch
+from evidence import EXAMPLES, ROOT
+from multibn._launch import run_workers
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "examples"))  # for the network and the data of `make demo`
+sys.path.append(EXAMPLES)
 GUIDE = ROOT / "docs/guides/which-batch-norm.md"
 RESULTS = ROOT / "evidence/results"
 STUDIES = ("skew", "precise", "batch_size", "domains")
-TIMEOUT = 1200  # seconds, after which a study counts as hanging
 
 
 def run(name: str, seeds: int) -> list[dict[str, Any]]:
     """The rows that a study's ranks have measured."""
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        for size in importlib.import_module(f"evidence.{name}").SIZES:
-            path = Path(folder, f"{size}.json")
-            arguments = ["-m", "evidence.worker", name, str(seeds), str(path)]
-            command = _launch.launch_command("torchrun", size, arguments)
-            imports = [str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
-            variables = {"PYTHONPATH": os.pathsep.join(imports)}
-            ran = _launch.run(command, timeout=TIMEOUT, variables=variables)
-            if ran.returncode:
-                raise SystemExit(f"{name} failed on {size} ranks:\n{ran.stdout[-4000:]}")
-            rows += json.loads(path.read_text())
+    for size in importlib.import_module(f"evidence.{name}").SIZES:
+        worker = ["-m", "evidence.worker", name, str(seeds)]
+        first, *_ = run_workers(f"{name} on {size} ranks", "torchrun", size, worker, timeout=1200)
+        rows += first.notes["rows"]
     return rows
 
 
