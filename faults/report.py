@@ -2,15 +2,15 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.tables import markdown
 from faults.scenarios import DEADLINE, SCENARIOS
-from faults.setups import OURS, PEERS, PROMISES, SETUPS
+from faults.setups import OURS, PEERS, SETUPS
 
 Results = Mapping[str, Any]
 
@@ -48,21 +48,12 @@ def page(results: Results) -> str:
     lines = list(_lines(results))
     return _PAGE.format(
         deadline=DEADLINE,
-        table=_markdown(_COLUMNS, lines),
-        messages=_markdown(("fault", "what the user sees"), _messages(results)),
-        promises=_markdown(_PROMISES, [astuple(promises) for promises in PROMISES]),
-        two_machines=_markdown(
+        table=markdown(_COLUMNS, lines),
+        messages=markdown(("fault", "what the user sees"), _messages(results)),
+        two_machines=markdown(
             ("fault", "over", "seconds", "what the user sees"),
             [(r["what"], r["setup"], f"{r['seconds']:.1f}", _quoted(r["seen"]) or _NO_HARM)
              for r in results.get("two machines", [])],
-        ),
-        cost=_markdown(
-            ("over", "step, ms", "with bare messages", "ratio, median (95 % interval)",
-             "messages alone: more, ms", "of the step"),
-            [(r["setup"], f"{r['checked_ms']:.1f}", f"{r['bare_ms']:.1f}",
-              f"{r['ratio']:.3f} ({r['low']:.3f} to {r['high']:.3f})",
-              f"{r['messages_extra_ms']:.2f}", f"{100 * r['messages_extra']:.2f} %")
-             for r in results.get("cost", [])],
         ),
         machine=f"{results['machine']['cores']} cores, "
         + ", ".join(f"{k} {v}" for k, v in results["machine"]["versions"].items() if v),
@@ -70,14 +61,6 @@ def page(results: Results) -> str:
 
 
 _COLUMNS = ("fault", *(SETUPS[name].title for name in (*OURS, *PEERS)))
-_PROMISES = (
-    "over",
-    "names, sizes and versions are compared first",
-    "each message tells if it is of another layer",
-    "silence ends at the deadline",
-    "a rank that leaves or fails tells the others",
-    "a rank is killed",
-)
 _NO_HARM = "nothing; the numbers are right"
 
 
@@ -130,11 +113,6 @@ def _quoted(text: str) -> str:
     return f"`{text}`" if text else ""
 
 
-def _markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 # Lines as long as those of the other pages.
 # ruff: noqa: E501
 _PAGE = """\
@@ -145,7 +123,16 @@ be. There are three ranks; rank 1 is at fault. The deadline, MULTIBN_TIMEOUT, is
 
 ## What is promised
 
-{promises}
+| over | names, sizes and versions are compared first | each message tells if it is of another layer | silence ends at the deadline | a rank that leaves or fails tells the others | a rank is killed |
+| --- | --- | --- | --- | --- | --- |
+| gloo, ranks of one machine: shared memory | yes | yes | yes | yes | `ConnectionError` with its rank and layer |
+| gloo, ranks of several machines | yes | yes | yes | yes | `ConnectionError` with its rank and layer |
+| shared memory, under DistributedDataParallel | yes, after DistributedDataParallel has compared the parameters | yes | yes, but between the last layer's backward pass and the end of the step; with `register_allreduce_hook` there too | yes, as the deadline | `ConnectionError` with its rank and layer, as the deadline |
+| MPI; ChainerMN, arrays in host memory | yes | yes | yes; in the first message it names all ranks that it has not heard of | yes | `mpiexec` ends all ranks, and names the rank and the signal |
+| a class of the user's own; ChainerMN's with another `allreduce` | yes | yes | no | no | what its transport does: under `mpiexec` as above |
+| CUDA tensors over gloo | as gloo | as gloo | as gloo | as gloo | as gloo |
+| CUDA tensors over NCCL | yes, with the deadline | yes, one call late | no: torch's watchdog, the group's timeout | no | torch's watchdog |
+| GPU arrays over pure_nccl, or MPI that is CUDA-aware | yes, over the communicator for host memory | yes, one call late | no | no | the launcher's words |
 
 All rows but the last three are tried below.
 
@@ -182,13 +169,6 @@ Machines and process numbers are made up. The words are the same in all columns,
 Two network namespaces of one machine, a rank in each. A program between two TUN devices makes the delay of 5 ms each way.
 
 {two_machines}
-
-## What the checks cost
-
-A step of the 53 batch norms of a network like ResNet-50 on 2 ranks, beside the same step with bare messages: one sum of
-the transport's for each, without fingerprints, deadlines and lines of their own. The two take turns.
-
-{cost}
 
 Measured with {machine}.
 """
