@@ -6,7 +6,6 @@ The exit status is 1 if anything grew on a rank.
 import argparse
 import json
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -59,19 +58,16 @@ def main() -> int:
 
 def _run(transport: str, ranks: int, seconds: float) -> dict[str, Any] | None:
     launcher, variables = TRANSPORTS[transport]
-    with tempfile.TemporaryDirectory() as name:
-        file = Path(name, "results")
-        worker = ["-m", "tests.soak.worker", launcher, str(seconds), str(file)]
-        command = _launch.launch_command(launcher, ranks, worker)
-        ran = _launch.run(
-            command, timeout=seconds + _DEADLINE, variables=launch.VARIABLES | variables
-        )
-        if ran.returncode or not file.exists():
-            print(f"{transport}, {ranks} ranks: failed\n{ran.stdout[-4000:]}", flush=True)
-            return None
-        results: dict[str, Any] = json.loads(file.read_text())
-    results["rows"] = [Row(*row) for row in results["rows"]]
-    return results
+    worker = ["-m", "tests.soak.worker", launcher, str(seconds)]
+    try:
+        first, *_ = _launch.run_workers(
+            f"{transport}, {ranks} ranks", launcher, ranks, worker,
+            timeout=seconds + _DEADLINE, variables=launch.VARIABLES | variables,
+        )  # fmt: skip
+    except _launch.WorkerError as error:
+        print(f"{error}\n{error.output}", flush=True)
+        return None
+    return first.notes | {"rows": [Row(*row) for row in first.notes["rows"]]}
 
 
 def _figures(arguments: list[str], ranks: int) -> Any:
