@@ -417,7 +417,8 @@ WRONG: list[tuple[str, dict[str, Any], Any, str]] = [
     ("number", {"lengths": torch.ones(3).long()}, ValueError, r"shape \(4,\), .* got \(3,\)"),
     ("real", {"lengths": torch.ones(4)}, TypeError, "must be integers: got dtype torch.float32"),
     ("none", {"lengths": torch.zeros(4).long()}, ValueError,
-     "`mask` or `lengths` must leave an element of the batch: got none over 2 rank"),
+     r"`mask` or `lengths` must leave an element of the batch: got none over 2 rank\(s\) together, "
+     r"with an input of shape \(4, 3, 7\) on rank [01]\.$"),
 ]  # fmt: skip
 
 
