@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.tables import put
 from evidence import EXAMPLES, ROOT
 from multibn._launch import run_workers
 
@@ -36,15 +37,6 @@ def section(study: Any, results: dict[str, Any]) -> str:
     return f"`{command}` on {date}, {seconds} s, {seeds} seeds:\n\n{study.table(rows)}"
 
 
-def put_into_guide(name: str, section: str) -> None:
-    """Replace what is between the study's two comments."""
-    text = GUIDE.read_text()
-    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-    before, _, rest = text.partition(begin)
-    _, _, after = rest.partition(end)
-    GUIDE.write_text(f"{before}{begin}\n{section}\n\n{end}{after}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="evidence", description=__doc__)
     parser.add_argument(
@@ -64,7 +56,7 @@ def main() -> None:
             run_on = {"date": time.strftime("%Y-%m-%d"), "seconds": round(time.monotonic() - start)}
             path.write_text(json.dumps(run_on | {"rows": rows}, indent=1) + "\n")
         results = json.loads(path.read_text())
-        put_into_guide(study.NAME, section(study, results))
+        put(GUIDE, study.NAME, section(study, results))
         study.draw(results["rows"]).savefig(GUIDE.parent / f"{study.NAME}.png", dpi=120)
         console.print(f"{section(study, results)}\n", markup=False, highlight=False)
 
