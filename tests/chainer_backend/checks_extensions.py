@@ -4,7 +4,6 @@ import sys
 from typing import Any
 
 import numpy as np
-import pytest
 
 from multibn.chainer_backend import (
     MultiNodeBatchNormalization,
@@ -145,27 +144,6 @@ def check_finetuning_of_unequal_ranks(world: Communicator) -> None:
             x = _data(world.rank)[0]
             np.testing.assert_array_equal(evaluated(x).array, model(x).array)
     world.allreduce(np.zeros(1))  # nobody leaves while another group still works
-
-
-class _Failing:
-    def __iter__(self) -> Any:
-        yield _data(0)[0]
-        raise OSError("disk")
-
-
-def check_an_iterator_that_raises_is_an_error_on_all_ranks(world: Communicator) -> None:
-    link = MultiNodeBatchNormalization(C, world, dtype=np.float64)
-    culprit = world.size - 1
-    data: Any = _Failing() if world.rank == culprit else _data(2)
-    error, message = (
-        (OSError, "disk")
-        if world.rank == culprit
-        else (RuntimeError, rf"`iterator` or `converter` raised on rank\(s\) \[{culprit}\]")
-    )
-    with pytest.raises(error, match=message):
-        finetune_population_statistics(data, link, converter=None, progress=False)
-    assert link.N == 0
-    np.testing.assert_array_equal(link.avg_mean, 0)
 
 
 def check_groups_share_among_themselves(world: Communicator) -> None:
