@@ -10,6 +10,7 @@ import pytest
 
 from multibn import SingleProcess
 from tests.helpers import require
+from tests.helpers.normalized import normalized
 from tests.helpers.ranks import CountingCommunicator, ThreadCommunicator, run_ranks
 
 C = 3
@@ -44,10 +45,11 @@ class Torch:
             def __init__(self) -> None:
                 super().__init__()
                 self.a, self.b = a, b
+                self.calls: Any
                 self.register_buffer("calls", torch.zeros(()))
 
             def forward(self, x: Any) -> Any:
-                self.calls += 1
+                self.calls = self.calls + 1  # another tensor
                 return nn.functional.dropout(self.b(self.a(x).relu() ** 2))
 
         return Net()
@@ -180,12 +182,8 @@ def assert_population(framework: Any, layer: Any, xs: Sequence[Any]) -> None:
 
 def second_inputs(framework: Any, steps: Sequence[Sequence[Any]]) -> list[Any]:
     """Inputs of `b`, if the batches of each step share the statistics of `a`."""
-    shown = []
-    for step in steps:
-        x = rows(step)
-        scale = np.sqrt(x.var(1) + framework.eps)[:, None]
-        shown += [np.maximum((v - x.mean(1)[:, None]) / scale, 0) ** 2 for v in step]
-    return shown
+    outputs = [y for step in steps for y in normalized(step, framework.eps)]
+    return [np.maximum(y, 0) ** 2 for y in outputs]
 
 
 def without_statistics(state: dict[str, Any]) -> dict[str, Any]:
@@ -253,8 +251,9 @@ def test_plain_layers_of_ranks_whose_loaders_differ(framework: Any) -> None:
         framework.run(data[world.rank], layer, world)
         return layer
 
-    for layer in run_ranks(3, rank):
+    for layer, of_rank in zip(run_ranks(3, rank), data, strict=True):
         assert_population(framework, layer, [x for of_rank in data for x in of_rank])
+        assert getattr(layer, "N", 3) == 3 or not of_rank  # Chainer's, of a rank that has ended too
 
 
 def test_shared_layers_of_ranks_whose_loaders_differ(framework: Any) -> None:
@@ -269,6 +268,7 @@ def test_shared_layers_of_ranks_whose_loaders_differ(framework: Any) -> None:
     for model in run_ranks(3, rank):
         assert_population(framework, model.a, [x for of_rank in data for x in of_rank])
         assert_population(framework, model.b, second_inputs(framework, steps))
+        assert getattr(model.a, "N", 3) == 3
 
 
 @pytest.mark.parametrize("bad", ["raises", "is empty"])

@@ -36,7 +36,7 @@ from multibn.torch_backend import (  # noqa: E402
     normalize_together,
     sync_batch_norm,
 )
-from tests.helpers.stacked import C, stack_models  # noqa: E402
+from tests.torch_backend.layer.stacked import C, stack_models  # noqa: E402
 
 # torch's own warnings: when it loads the formulas of forward mode, and in linearize.
 pytestmark = [

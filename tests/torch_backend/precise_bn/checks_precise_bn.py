@@ -20,6 +20,7 @@ from multibn.torch_backend import (
     update_bn_stats,
 )
 from tests.harness.runs import on, only
+from tests.helpers.normalized import normalized
 from tests.helpers.ranks import CountingCommunicator
 
 RUNS = on("torchrun mpiexec", 2, 4, needs="torch")
@@ -92,12 +93,11 @@ def _inputs(size: int, kind: str) -> list[list[dict[int, Array]]]:
     for step in first:
         out = {}
         for rank, x in step.items():
-            members = [v for r, v in step.items() if r // sharing == rank // sharing]
+            members = [r for r in step if r // sharing == rank // sharing]
             y = np.empty_like(x)
             for split in range(num_splits):
-                part = np.concatenate([v[split::num_splits] for v in members])
-                scale = np.sqrt(part.var(0) + EPS)
-                y[split::num_splits] = (x[split::num_splits] - part.mean(0)) / scale
+                ys = normalized([step[r][split::num_splits] for r in members], EPS)
+                y[split::num_splits] = ys[members.index(rank)]
             out[rank] = np.maximum(y @ WEIGHT, 0)
         second.append(out)
     return [first, second]
