@@ -44,14 +44,12 @@ def main() -> int:
                     continue
                 runs[transport, ranks] = results
                 for row in results["rows"]:
-                    print(report.line(transport, ranks, row), flush=True)
+                    print(" | ".join(report.cells(transport, ranks, row)), flush=True)
                     for growth in row.growth:
                         failed = True
                         print(f"GROWN: {transport}, {ranks} ranks, {growth}", flush=True)
     if not failed:
-        figures = {kind: _figures([kind], 1) for kind in ("torch", "multibn")}
-        if arguments.ranks >= 32:
-            figures["starts"] = _figures(["starts"], 32)
+        figures = _figures(32) if arguments.ranks >= 32 else {}
         arguments.page.write_text(report.page(runs, figures, time.monotonic() - began))
     return int(failed)
 
@@ -70,19 +68,16 @@ def _run(transport: str, ranks: int, seconds: float) -> dict[str, Any] | None:
     return first.notes | {"rows": [Row(*row) for row in first.notes["rows"]]}
 
 
-def _figures(arguments: list[str], ranks: int) -> Any:
+def _figures(ranks: int) -> Any:
     """What `tests.soak.figures` prints, from processes that import torch themselves."""
-    launcher = "mpiexec" if ranks > 1 else ""
-    command = _launch.launch_command(launcher, ranks, ["-m", "tests.soak.figures", *arguments])
+    command = _launch.launch_command("mpiexec", ranks, ["-m", "tests.soak.figures"])
     began = time.time()
     variables = launch.VARIABLES | {"SOAK_BEGAN": str(began)}
     ran = _launch.run(command, timeout=_DEADLINE, variables=variables)
     lines = [line for line in ran.stdout.splitlines() if line.startswith("figures ")]
     assert lines, ran.stdout
     figures = json.loads(lines[0].removeprefix("figures "))
-    return (
-        figures | {"the launcher has ended": [time.time() - began, None]} if ranks > 1 else figures
-    )
+    return figures | {"the launcher has ended": [time.time() - began, None]}
 
 
 if __name__ == "__main__":

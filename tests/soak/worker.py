@@ -19,10 +19,6 @@ def main(launcher: str, seconds: str, directory: str) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (_DESCRIPTORS, most))
     if world.size < 32:
         results["widths"] = figures.of_widths(world)
-    if world.size == 2:
-        results["groups"] = [figures.of_groups(world, plain=plain) for plain in (True, False)]
-        if launcher == "torchrun":
-            results["keys"] = [figures.of_rounds(world, plain=plain) for plain in (True, False)]
     deeds = deeds_of(world)
     results["rows"] = [hold(deed, world, float(seconds) / len(deeds)) for deed in deeds]
     write(directory, world.rank, {}, results)
