@@ -56,6 +56,8 @@ def run(name: str, seconds: float, *, stand_ins: bool, num_gpus: int) -> Row:
     part = PARTS[name]
     if missing := [n for n in part.needs if not (importable(n) or find_command(n))]:
         return {"part": name, "status": "missing", "reason": ", ".join(missing), "rows": []}
+    if seconds <= 0:
+        return {"part": name, "status": "failed", "reason": "no time was left", "rows": []}
     start = time.perf_counter()
     size = part.ranks or num_gpus
     rows, output = [], ""

@@ -164,7 +164,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_command_says_which_part_failed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "QUICK", parts.Settings(shapes=((2,),)))
+    monkeypatch.setattr(parts.QUICK, "shapes", ((2,),))
     options = ["--quick", "--parts", "torch", "--output", str(tmp_path)]
     assert benchmarks.main(options) == 1
     assert "torch: not run: " in capsys.readouterr().out

@@ -106,6 +106,7 @@ def test_each_end_is_told_and_takes_no_other_part_away(
     options = ["--output", str(tmp_path), "--parts"]
     assert command.main([*options, "passes,is_not_here"]) == 0
     assert command.main([*options, "passes", "--seconds", "0"]) == 1
+    assert "| passes | failed | 0 | 0 | no time was left |" in (tmp_path / "gpu.md").read_text()
 
 
 def test_without_a_gpu_nothing_passes(tmp_path: Path) -> None:
