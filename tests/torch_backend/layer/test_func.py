@@ -30,7 +30,6 @@ from torch.func import (  # noqa: E402
 from torch.utils import _pytree as pytree  # noqa: E402
 
 from multibn.torch_backend import (  # noqa: E402
-    NaiveSyncBatchNorm1d,
     SubBatchNorm1d,
     SyncBatchNorm,
     normalize_together,
@@ -195,7 +194,6 @@ class _Formula(nn.BatchNorm1d):
 #: Layers, and the layers that they are compared with.
 LAYERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "sync": (SyncBatchNorm, nn.BatchNorm1d),
-    "naive": (lambda n, **o: NaiveSyncBatchNorm1d(num_features=n, **o), nn.BatchNorm1d),
     "sub": (lambda n, **o: SubBatchNorm1d(2, n, **o), _Splits),
 }
 
