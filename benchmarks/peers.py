@@ -28,6 +28,9 @@ class NaiveFormula(nn.Module):
     originals gather and add; the sum here is cheaper, so the comparison favours the peer.
     """
 
+    running_mean: Tensor
+    running_var: Tensor
+
     def __init__(self, num_features: int, communicator: Communicator) -> None:
         super().__init__()
         self.communicator = communicator
@@ -37,19 +40,22 @@ class NaiveFormula(nn.Module):
         self.register_buffer("running_var", torch.ones(num_features))
 
     def forward(self, x: Tensor) -> Tensor:
-        axis = [0, *range(2, x.ndim)]
-        local = torch.cat([torch.mean(x, axis), torch.mean(x * x, axis)])
-        mean, mean_sqr = (
-            _SumOverRanks.apply(local, self.communicator) / self.communicator.size
-        ).chunk(2)
-        var = mean_sqr - mean * mean
-        with torch.no_grad():
-            self.running_mean += 0.1 * (mean - self.running_mean)
-            self.running_var += 0.1 * (var - self.running_var)
+        mean, var = self._statistics(x) if self.training else (self.running_mean, self.running_var)
         scale = self.weight * torch.rsqrt(var + 1e-5)
         shift = self.bias - mean * scale
         shape = (1, -1) + (1,) * (x.ndim - 2)
         return x * scale.view(shape) + shift.view(shape)
+
+    def _statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        axis = [0, *range(2, x.ndim)]
+        local = torch.cat([torch.mean(x, axis), torch.mean(x * x, axis)])
+        summed = _SumOverRanks.apply(local, self.communicator)
+        mean, mean_sqr = (summed / self.communicator.size).chunk(2)
+        var = mean_sqr - mean * mean
+        with torch.no_grad():
+            self.running_mean += 0.1 * (mean - self.running_mean)
+            self.running_var += 0.1 * (var - self.running_var)
+        return mean, var
 
 
 def chainermn_link(num_channels: int, comm: Any) -> Any:

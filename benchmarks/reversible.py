@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.tensor_memory import measure_memory
+from benchmarks import tensor_memory
 from benchmarks.timing import Seconds, now
 from multibn import Communicator
 from multibn.torch_backend.reversible import RevMViT, RevMViTConfig, published_rev_mvit
@@ -25,7 +25,7 @@ ATTENTION: dict[str, Callable[[], Any]] = {
 }
 
 
-def measure_memory_of(
+def measure_memory(
     communicator: Communicator, models: Sequence[str], pixels: int, batch: int
 ) -> TimesAndNotes:
     """Notes: bytes of a step in both modes, for each model and kind of attention."""
@@ -37,7 +37,10 @@ def measure_memory_of(
             for mode in MODES:
                 model = _make(name, pixels, mode)
                 with context():
-                    memory = measure_memory(lambda m=model: m(x).sum(), model.parameters())  # type: ignore[misc]
+                    memory = tensor_memory.measure_memory(
+                        lambda m=model: m(x).sum(),  # type: ignore[misc]
+                        model.parameters(),
+                    )
                 row[mode] = memory._asdict()
             rows.append(row)
     return {}, {"rows": rows}

@@ -3,39 +3,29 @@
 import argparse
 import importlib
 import json
-import os
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from multibn import _launch
+from benchmarks.tables import put
+from evidence import EXAMPLES, ROOT
+from multibn._launch import run_workers
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "examples"))  # for the network and the data of `make demo`
+sys.path.append(EXAMPLES)
 GUIDE = ROOT / "docs/guides/which-batch-norm.md"
 RESULTS = ROOT / "evidence/results"
 STUDIES = ("skew", "precise", "batch_size", "domains")
-TIMEOUT = 1200  # seconds, after which a study counts as hanging
 
 
 def run(name: str, seeds: int) -> list[dict[str, Any]]:
     """The rows that a study's ranks have measured."""
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        for size in importlib.import_module(f"evidence.{name}").SIZES:
-            path = Path(folder, f"{size}.json")
-            arguments = ["-m", "evidence.worker", name, str(seeds), str(path)]
-            command = _launch.launch_command("torchrun", size, arguments)
-            imports = [str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
-            variables = {"PYTHONPATH": os.pathsep.join(imports)}
-            ran = _launch.run(command, timeout=TIMEOUT, variables=variables)
-            if ran.returncode:
-                raise SystemExit(f"{name} failed on {size} ranks:\n{ran.stdout[-4000:]}")
-            rows += json.loads(path.read_text())
+    for size in importlib.import_module(f"evidence.{name}").SIZES:
+        worker = ["-m", "evidence.worker", name, str(seeds)]
+        first, *_ = run_workers(f"{name} on {size} ranks", "torchrun", size, worker, timeout=1200)
+        rows += first.notes["rows"]
     return rows
 
 
@@ -45,15 +35,6 @@ def section(study: Any, results: dict[str, Any]) -> str:
     date, seconds, rows = (results[name] for name in ("date", "seconds", "rows"))
     seeds = len({row["seed"] for row in rows})
     return f"`{command}` on {date}, {seconds} s, {seeds} seeds:\n\n{study.table(rows)}"
-
-
-def put_into_guide(name: str, section: str) -> None:
-    """Replace what is between the study's two comments."""
-    text = GUIDE.read_text()
-    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-    before, _, rest = text.partition(begin)
-    _, _, after = rest.partition(end)
-    GUIDE.write_text(f"{before}{begin}\n{section}\n\n{end}{after}")
 
 
 def main() -> None:
@@ -75,7 +56,7 @@ def main() -> None:
             run_on = {"date": time.strftime("%Y-%m-%d"), "seconds": round(time.monotonic() - start)}
             path.write_text(json.dumps(run_on | {"rows": rows}, indent=1) + "\n")
         results = json.loads(path.read_text())
-        put_into_guide(study.NAME, section(study, results))
+        put(GUIDE, study.NAME, section(study, results))
         study.draw(results["rows"]).savefig(GUIDE.parent / f"{study.NAME}.png", dpi=120)
         console.print(f"{section(study, results)}\n", markup=False, highlight=False)
 

@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from evidence import training
+from benchmarks.tables import markdown
+from evidence import shown, training
 from multibn.torch_backend import SubBatchNorm1d, SyncBatchNorm, update_bn_stats
 
 NAME = "batch-size"
@@ -19,8 +20,8 @@ SIZES = (2,)
 STEPS = 200
 TOGETHER = (2, 4, 8, 16, 32, 64, 128, 256)  # samples that are normalized together
 CURVES = {
-    "train": ("batch statistics, training data", "#7CC4EE"),
-    "test": ("batch statistics, validation data", "#C24E00"),
+    "train": ("batch statistics, training data", shown.BLUE),
+    "test": ("batch statistics, validation data", shown.RED),
     "population": ("population statistics, validation data", "black"),
 }
 
@@ -57,33 +58,19 @@ def _norm(together: int, channels: int) -> nn.Module:
     return SubBatchNorm1d(training.RANK_BATCH // together, channels)
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| samples normalized together | " + " | ".join(n for n, _ in CURVES.values()) + " |"]
-    lines.append("|---|---|---|---|")
-    for together in TOGETHER:
-        cells = []
-        for curve in CURVES:
-            mean, low, high = training.interval(_errors(rows, together, curve))
-            cells.append(f"{mean:.1f} % ({low:.1f} to {high:.1f})")
-        lines.append(f"| {together} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+def table(rows: shown.Rows) -> str:
+    columns = ("samples normalized together", *(name for name, _ in CURVES.values()))
+    lines = [(str(n), *(shown.cell(shown.interval(rows, curve, together=n)) for curve in CURVES))
+             for n in TOGETHER]  # fmt: skip
+    return markdown(columns, lines)
 
 
-def draw(rows: list[dict[str, Any]]) -> Figure:
+def draw(rows: shown.Rows) -> Figure:
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes = figure.subplots()
     for curve, (name, color) in CURVES.items():
-        values = [training.interval(_errors(rows, n, curve)) for n in TOGETHER]
-        mean, low, high = zip(*values, strict=True)
-        axes.plot(TOGETHER, mean, "o-", color=color, label=name)
-        axes.fill_between(TOGETHER, low, high, color=color, alpha=0.15, linewidth=0)
-    axes.set(xlabel="samples normalized together", ylabel="error, %", xscale="log", ylim=0)
-    axes.set_xticks(TOGETHER, [str(n) for n in TOGETHER])
-    axes.minorticks_off()
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure
-
-
-def _errors(rows: list[dict[str, Any]], together: int, curve: str) -> list[float]:
-    return [row[curve] for row in rows if row["together"] == together]
+        values = [shown.interval(rows, curve, together=n) for n in TOGETHER]
+        shown.curve(axes, TOGETHER, values, "o-", color=color, label=name)
+    axes.set_ylabel("error, %")
+    shown.powers_of_two(axes, TOGETHER, "samples normalized together")
+    return shown.finish(figure)

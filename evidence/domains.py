@@ -14,7 +14,8 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from evidence import training
+from benchmarks.tables import markdown
+from evidence import shown, training
 from multibn.torch_backend import convert_sync_batchnorm, sync_running_stats, update_bn_stats
 
 NAME = "domains"
@@ -90,25 +91,20 @@ def measure(seed: int) -> list[dict[str, Any]]:
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| trained on | statistics | error, original domain | error, other domain |"]
-    lines.append("|---|---|---|---|")
-    for trained, statistics in _cases():
-        cells = []
-        for domain in DOMAINS:
-            mean, low, high = training.interval(_errors(rows, trained, statistics, domain))
-            cells.append(f"{mean:.1f} % ({low:.1f} to {high:.1f})")
-        lines.append(f"| {trained} | {statistics} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+def table(rows: shown.Rows) -> str:
+    columns = ("trained on", "statistics", *(f"error, {domain} domain" for domain in DOMAINS))
+    lines = [(*case, *(shown.cell(_error(rows, case, domain)) for domain in DOMAINS))
+             for case in _cases()]  # fmt: skip
+    return markdown(columns, lines)
 
 
-def draw(rows: list[dict[str, Any]]) -> Figure:
+def draw(rows: shown.Rows) -> Figure:
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     axes = figure.subplots()
     cases = _cases()
-    for i, (domain, color) in enumerate(zip(DOMAINS, ("#7CC4EE", "#0072B2"), strict=True)):
-        for k, (trained, statistics) in enumerate(cases):
-            mean, low, high = training.interval(_errors(rows, trained, statistics, domain))
+    for i, (domain, color) in enumerate(zip(DOMAINS, (shown.BLUE, shown.DARK_BLUE), strict=True)):
+        for k, case in enumerate(cases):
+            mean, low, high = _error(rows, case, domain)
             at = len(cases) - 1 - k + 0.2 - 0.4 * i
             label = f"{domain} domain" if k == 0 else ""
             axes.barh(at, mean, 0.38, color=color, label=label)
@@ -116,15 +112,12 @@ def draw(rows: list[dict[str, Any]]) -> Figure:
     names = [f"{trained}:\nstatistics {statistics}" for trained, statistics in reversed(cases)]
     axes.set_yticks(range(len(cases)), names)
     axes.set(xlabel="error, %")
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure
+    return shown.finish(figure)
 
 
 def _cases() -> list[tuple[str, str]]:
     return [(trained, s) for trained, statistics in CASES.items() for s in statistics]
 
 
-def _errors(rows: list[dict[str, Any]], trained: str, statistics: str, domain: str) -> list[float]:
-    case = trained, statistics, domain
-    return [r["error"] for r in rows if (r["trained"], r["statistics"], r["domain"]) == case]
+def _error(rows: shown.Rows, case: tuple[str, str], domain: str) -> tuple[float, float, float]:
+    return shown.interval(rows, "error", trained=case[0], statistics=case[1], domain=domain)

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from matplotlib.figure import Figure
 from torch.nn.parallel import DistributedDataParallel
 
-from evidence import training
+from benchmarks.tables import markdown
+from evidence import shown, training
 from multibn.torch_backend import convert_sync_batchnorm, update_bn_stats
 
 NAME = "moving-average"
@@ -54,45 +55,26 @@ def _error(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
     return training.error(model.eval(), x, y)
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| statistics from | " + " | ".join(f"step {n}" for n in CHECKPOINTS) + " |"]
-    lines.append("|---" * (1 + len(CHECKPOINTS)) + "|")
-    for samples in (0, *SAMPLES):
-        cells = []
-        for number in CHECKPOINTS:
-            mean, low, high = training.interval(_errors(rows, number, samples))
-            cells.append(f"{mean:.1f} % ({low:.1f} to {high:.1f})")
-        name = f"{samples} samples" if samples else "moving averages"
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+def table(rows: shown.Rows) -> str:
+    columns = ("statistics from", *(f"step {n}" for n in CHECKPOINTS))
+    lines = [(f"{n} samples" if n else "moving averages",
+              *(shown.cell(shown.interval(rows, "error", step=step, samples=n))
+                for step in CHECKPOINTS))
+             for n in (0, *SAMPLES)]  # fmt: skip
+    return markdown(columns, lines)
 
 
-def draw(rows: list[dict[str, Any]]) -> Figure:
+def draw(rows: shown.Rows) -> Figure:
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     during, samples = figure.subplots(1, 2)
     steps = sorted({row["step"] for row in rows})
-    for number, name, color in ((0, "moving averages", "#C24E00"), (1024, "precise", "#0072B2")):
-        mean, low, high = zip(
-            *(training.interval(_errors(rows, s, number)) for s in steps), strict=True
-        )
-        during.plot(steps, mean, color=color, label=name)
-        during.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
+    for n, name, color in ((0, "moving averages", shown.RED), (1024, "precise", shown.DARK_BLUE)):
+        values = [shown.interval(rows, "error", step=step, samples=n) for step in steps]
+        shown.curve(during, steps, values, color=color, label=name)
     during.set(xlabel="step", ylabel="validation error, %", title="during training", ylim=0)
-    during.legend(frameon=False)
-    for number, color in zip(CHECKPOINTS, ("#7CC4EE", "#0072B2", "black"), strict=True):
-        values = [training.interval(_errors(rows, number, n)) for n in SAMPLES]
-        mean, low, high = zip(*values, strict=True)
-        samples.plot(SAMPLES, mean, "o-", color=color, label=f"after step {number}")
-        samples.fill_between(SAMPLES, low, high, color=color, alpha=0.15, linewidth=0)
-    samples.set(xlabel="samples for precise statistics", xscale="log", ylim=0)
-    samples.set_xticks(SAMPLES, [str(n) for n in SAMPLES])
-    samples.minorticks_off()
+    for step, color in zip(CHECKPOINTS, (shown.BLUE, shown.DARK_BLUE, "black"), strict=True):
+        values = [shown.interval(rows, "error", step=step, samples=n) for n in SAMPLES]
+        shown.curve(samples, SAMPLES, values, "o-", color=color, label=f"after step {step}")
+    shown.powers_of_two(samples, SAMPLES, "samples for precise statistics")
     samples.set_title("how many samples")
-    samples.legend(frameon=False)
-    for axes in (during, samples):
-        axes.spines[["top", "right"]].set_visible(False)
-    return figure
-
-
-def _errors(rows: list[dict[str, Any]], number: int, samples: int) -> list[float]:
-    return [r["error"] for r in rows if (r["step"], r["samples"]) == (number, samples)]
+    return shown.finish(figure)

@@ -6,7 +6,6 @@ Digits and the ResNet of `make demo` under DistributedDataParallel, 8 images for
 from typing import Any
 
 import digits
-import numpy as np
 import torch
 import torch.distributed as dist
 from matplotlib.figure import Figure
@@ -14,7 +13,8 @@ from resnet_torch import ResNet
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from evidence import training
+from benchmarks.tables import markdown
+from evidence import shown, training
 from multibn.torch_backend import convert_sync_batchnorm, sync_running_stats
 
 NAME = "label-skew"
@@ -73,55 +73,40 @@ def measure(seed: int) -> list[dict[str, Any]]:
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        "| ranks | data | plain, statistics of rank 0 | plain, statistics pooled | synchronized |",
-        "|---|---|---|---|---|",
-    ]
-    for size in SIZES:
-        for split in SPLITS:
-            cells = []
-            for norm in NORMS:
-                mean, low, high = training.interval(_accuracies(rows, size, split, norm))
-                cells.append(f"{mean:.1f} % ({low:.1f} to {high:.1f})")
-            data = split if split == "independent" else f"{10 // size} classes on each rank"
-            lines.append(f"| {size} | {data} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+def table(rows: shown.Rows) -> str:
+    lines = [(str(size),
+              split if split == "independent" else f"{10 // size} classes on each rank",
+              *(shown.cell(_accuracy(rows, size, split, norm)) for norm in NORMS))
+             for size in SIZES for split in SPLITS]  # fmt: skip
+    return markdown(("ranks", "data", *NORMS), lines)
 
 
-def draw(rows: list[dict[str, Any]]) -> Figure:
+def draw(rows: shown.Rows) -> Figure:
     figure = Figure(figsize=(9, 3.4), layout="constrained")
-    colors = ("#C24E00", "#F5B183", "#0072B2")
+    colors = (shown.RED, shown.LIGHT_RED, shown.DARK_BLUE)
     for axes, size in zip(figure.subplots(1, len(SIZES), sharey=True), SIZES, strict=True):
         for k, norm in enumerate(NORMS):
             for i, split in enumerate(SPLITS):
-                mean, low, high = training.interval(_accuracies(rows, size, split, norm))
-                axes.bar(
-                    i + 0.27 * (k - 1), mean, 0.25, color=colors[k], label=norm if not i else ""
-                )
-                spread = [[mean - low], [high - mean]]
-                axes.errorbar(i + 0.27 * (k - 1), mean, spread, color="black", capsize=3)
+                mean, low, high = _accuracy(rows, size, split, norm)
+                at = i + 0.27 * (k - 1)
+                axes.bar(at, mean, 0.25, color=colors[k], label=norm if not i else "")
+                axes.errorbar(at, mean, [[mean - low], [high - mean]], color="black", capsize=3)
                 ink = "black" if k == 1 else "white"
-                axes.text(i + 0.27 * (k - 1), 3, f"{mean:.0f}", ha="center", color=ink)
+                axes.text(at, 3, f"{mean:.0f}", ha="center", color=ink)
         classes = 10 // size
         axes.set_xticks(range(2), [f"{classes} classes\non each rank", "all classes\non each rank"])
         axes.set(title=f"{size} ranks", ylim=(0, 100))
-        axes.spines[["top", "right"]].set_visible(False)
     figure.axes[0].set_ylabel("test accuracy, %")
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    return figure
+    return shown.finish(figure, legends=False)
 
 
-def _accuracies(rows: list[dict[str, Any]], size: int, split: str, norm: str) -> list[float]:
-    return [
-        row["accuracy"]
-        for row in rows
-        if (row["size"], row["split"], row["norm"]) == (size, split, norm)
-    ]
+def _accuracy(rows: shown.Rows, size: int, split: str, norm: str) -> tuple[float, float, float]:
+    return shown.interval(rows, "accuracy", size=size, split=split, norm=norm)
 
 
-def gap(rows: list[dict[str, Any]], size: int) -> float:
+def gap(rows: shown.Rows, size: int) -> float:
     """Points between synchronized and rank 0's statistics, where ranks hold other classes."""
-    first, _, last = (np.mean(_accuracies(rows, size, "skewed", norm)) for norm in NORMS)
-    return float(last - first)
+    first, _, last = (_accuracy(rows, size, "skewed", norm)[0] for norm in NORMS)
+    return last - first

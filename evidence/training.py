@@ -1,6 +1,6 @@
 """Data, networks and loops that the studies share."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -81,8 +81,3 @@ def error(model: nn.Module, x: Tensor, y: Tensor, size: int | None = None) -> fl
             for i in range(0, len(x), size)
         ]
     return 100 * int(torch.stack(wrong).sum()) / len(x)
-
-
-def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Mean, lowest and highest."""
-    return float(np.mean(values)), float(min(values)), float(max(values))

@@ -6,6 +6,7 @@ is 1 if a fault was not met as it should be.
 
 import argparse
 import json
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -39,8 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         results[name] = parts.PARTS[name](report.show)
         print(f"{name}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
         path.write_text(json.dumps(results, indent=1) + "\n")
-    page = (arguments.output or ROOT / "docs") / "faults.md"
-    page.write_text(report.page(results))
+    page = ROOT / "docs/faults.md"
+    if arguments.output:
+        page = Path(shutil.copy(page, arguments.output))
+    report.write(results, page)
     report.summarize(results)
     return int(any(row["complaint"] for name in names for row in results[name]))
 

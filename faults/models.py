@@ -1,5 +1,7 @@
 """The networks in which the faults happen, in each framework."""
 
+import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,100 +21,47 @@ def batch(step: int, rank: int, count: int) -> Array:
     return np.random.default_rng([step, rank]).normal(rank, 1 + rank, size=(count, FEATURES))
 
 
-def make_torch(kind: str, make_norm: MakeNorm, channels: int = CHANNELS) -> Any:
-    """A network of torch in float64.
+def make_network(
+    kind: str, make_norm: MakeNorm, kit: "TorchKit | ChainerKit", channels: int = CHANNELS
+) -> Any:
+    """A network in float64, of the framework of `kit`.
 
     Of the kinds, "blocks" has six batch norms, "layer1.0.bn1" and so on; "branches" has two of
-    unlike widths side by side; "norm first" and "norm second" are an nn.Sequential each.
+    unlike widths side by side; "norm first" and "norm second" are a sequence each.
     """
-    import torch
-    from torch import nn
-    from torch.utils.checkpoint import checkpoint
 
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bn1, self.bn2 = make_norm(channels), make_norm(channels)
-            self.swapped = self.skipped = False
-
-        def forward(self, x: Any) -> Any:
-            first, second = (self.bn2, self.bn1) if self.swapped else (self.bn1, self.bn2)
-            x = first(x)
-            return torch.tanh(x if self.skipped else second(x))
-
-    class Blocks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stem = nn.Linear(FEATURES, channels)
-            self.layer1 = nn.Sequential(Block(), Block())
-            self.layer2 = nn.Sequential(Block())
-            self.embeds, self.recomputes = True, False
-
-        def forward(self, x: Any) -> Any:
-            x = self.stem(x) if self.embeds else x
-            if self.recomputes:
-                return self.layer2(checkpoint(self.layer1, x, use_reentrant=False))
-            return self.layer2(self.layer1(x))
-
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.narrow, self.wide = make_norm(NARROW), make_norm(FEATURES)
-            self.swapped = False
-
-        def forward(self, x: Any) -> Any:
-            if self.swapped:
-                wide, narrow = self.wide(x), self.narrow(x[:, :NARROW])
-            else:
-                narrow, wide = self.narrow(x[:, :NARROW]), self.wide(x)
-            return torch.cat([narrow, wide], dim=1)
-
-    torch.manual_seed(0)
-    if kind == "blocks":
-        return Blocks().double()
-    if kind == "branches":
-        return Branches().double()
-    linear = nn.Linear(FEATURES, FEATURES)
-    return nn.Sequential(*_sequence(kind, make_norm, linear)).double()
-
-
-def make_chainer(kind: str, make_norm: MakeNorm, channels: int = CHANNELS) -> Any:
-    """The same in Chainer."""
-    import chainer
-    from chainer import functions as F
-    from chainer import links as L
-
-    class Block(chainer.Chain):
+    class Block(kit.Module):  # type: ignore[name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.swapped = self.skipped = self.evaluates = False
-            with self.init_scope():
+            with kit.children_of(self):
                 self.bn1, self.bn2 = make_norm(channels), make_norm(channels)
 
         def forward(self, x: Any) -> Any:
             first, second = (self.bn2, self.bn1) if self.swapped else (self.bn1, self.bn2)
-            with chainer.using_config("train", chainer.config.train and not self.evaluates):
+            with kit.evaluation(self.bn1, self.evaluates):
                 x = first(x)
-            return F.tanh(x if self.skipped else second(x))
+            return kit.tanh(x if self.skipped else second(x))
 
-    class Blocks(chainer.Chain):
+    class Blocks(kit.Module):  # type: ignore[name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.embeds, self.recomputes = True, False
-            weight = np.random.default_rng(0).normal(size=(channels, FEATURES))
-            with self.init_scope():
-                self.stem = L.Linear(FEATURES, channels, initialW=weight)
-                self.layer1 = chainer.Sequential(Block(), Block())
-                self.layer2 = chainer.Sequential(Block())
+            with kit.children_of(self):
+                self.stem = kit.linear(FEATURES, channels)
+                self.layer1 = kit.Sequential(Block(), Block())
+                self.layer2 = kit.Sequential(Block())
 
         def forward(self, x: Any) -> Any:
-            return self.layer2(self.layer1(self.stem(x) if self.embeds else x))
+            x = self.stem(x) if self.embeds else x
+            x = kit.recomputed(self.layer1, x) if self.recomputes else self.layer1(x)
+            return self.layer2(x)
 
-    class Branches(chainer.Chain):
+    class Branches(kit.Module):  # type: ignore[name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.swapped = False
-            with self.init_scope():
+            with kit.children_of(self):
                 self.narrow, self.wide = make_norm(NARROW), make_norm(FEATURES)
 
         def forward(self, x: Any) -> Any:
@@ -120,19 +69,63 @@ def make_chainer(kind: str, make_norm: MakeNorm, channels: int = CHANNELS) -> An
                 wide, narrow = self.wide(x), self.narrow(x[:, :NARROW])
             else:
                 narrow, wide = self.narrow(x[:, :NARROW]), self.wide(x)
-            return F.concat([narrow, wide])
+            return kit.concat([narrow, wide])
 
     if kind == "blocks":
         return Blocks()
     if kind == "branches":
         return Branches()
-    linear = L.Linear(FEATURES, FEATURES, initialW=np.eye(FEATURES))
-    return chainer.Sequential(*_sequence(kind, make_norm, linear))
+    norms, linear = [make_norm(FEATURES), make_norm(FEATURES)], kit.linear(FEATURES, FEATURES)
+    layers = {"norm first": [norms[0], linear, norms[1]], "norm second": [linear, *norms]}
+    return kit.Sequential(*layers[kind])
 
 
-def _sequence(kind: str, make_norm: MakeNorm, linear: Any) -> list[Any]:
-    norms = [make_norm(FEATURES), make_norm(FEATURES)]
-    return {"norm first": [norms[0], linear, norms[1]], "norm second": [linear, *norms]}[kind]
+class TorchKit:
+    """What `make_network` takes of torch."""
+
+    def __init__(self) -> None:
+        import torch
+        from torch.utils.checkpoint import checkpoint
+
+        self.Module, self.Sequential = torch.nn.Module, torch.nn.Sequential
+        self.children_of, self.tanh = contextlib.nullcontext, torch.tanh
+        self.concat = functools.partial(torch.cat, dim=1)
+        self.recomputed = functools.partial(checkpoint, use_reentrant=False)
+
+    def linear(self, num_in: int, num_out: int) -> Any:
+        import torch
+
+        torch.manual_seed(0)
+        return torch.nn.Linear(num_in, num_out)
+
+    def evaluation(self, norm: Any, evaluates: bool) -> Any:
+        norm.train(norm.training and not evaluates)
+        return contextlib.nullcontext()
+
+
+class ChainerKit:
+    """What `make_network` takes of Chainer."""
+
+    def __init__(self) -> None:
+        import chainer
+
+        self.Module, self.Sequential = chainer.Chain, chainer.Sequential
+        self.tanh, self.concat = chainer.functions.tanh, chainer.functions.concat
+        self.recomputed = chainer.functions.forget
+
+    def children_of(self, chain: Any) -> Any:
+        return chain.init_scope()
+
+    def linear(self, num_in: int, num_out: int) -> Any:
+        import chainer
+
+        weight = np.random.default_rng(0).normal(size=(num_out, num_in))
+        return chainer.links.Linear(num_in, num_out, initialW=weight)
+
+    def evaluation(self, norm: Any, evaluates: bool) -> Any:
+        import chainer
+
+        return chainer.using_config("train", chainer.config.train and not evaluates)
 
 
 class Torch:
@@ -146,7 +139,9 @@ class Torch:
         The network.
     """
 
-    make = staticmethod(make_torch)
+    @staticmethod
+    def make(kind: str, make_norm: MakeNorm, **options: Any) -> Any:
+        return make_network(kind, make_norm, TorchKit(), **options).double()
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -193,10 +188,6 @@ class Torch:
         """Switch the network to evaluation."""
         self.model.eval()
 
-    def evaluate_layer(self) -> None:
-        """Switch layer1.0.bn1 to evaluation."""
-        self.network.layer1[0].bn1.eval()
-
     def single_precision(self) -> None:
         self.network.float()
 
@@ -204,7 +195,9 @@ class Torch:
 class Chainer:
     """Takes steps with a network of Chainer."""
 
-    make = staticmethod(make_chainer)
+    @staticmethod
+    def make(kind: str, make_norm: MakeNorm, **options: Any) -> Any:
+        return make_network(kind, make_norm, ChainerKit(), **options)
 
     def __init__(self, network: Any) -> None:
         self.model = self.network = network
@@ -253,9 +246,6 @@ class Chainer:
 
     def evaluate(self) -> None:
         self._train = False
-
-    def evaluate_layer(self) -> None:
-        self.network.layer1[0].evaluates = True
 
     def single_precision(self) -> None:
         self._dtype = np.float32

@@ -9,7 +9,6 @@ from faults.launch import Job
 from faults.outcome import Outcome
 from faults.scenarios import SCENARIOS
 from faults.setups import OURS, PEERS, SETUPS
-from multibn._launch import LAUNCHERS, run_workers
 
 Row = dict[str, Any]
 
@@ -53,26 +52,10 @@ def two_machines(show: Callable[[Row], None]) -> list[Row]:
     return _shown(machines.rows(), show)
 
 
-def cost(show: Callable[[Row], None]) -> list[Row]:
-    """What the checks cost in a step of a network like ResNet-50 on 2 ranks."""
-    rows = []
-    for over in ("gloo", "mpi"):
-        worker = ["-m", "faults.cost", over, "25"]  # seconds
-        written = run_workers(f"cost over {over}", LAUNCHERS[over], 2, worker, timeout=240.0)
-        notes = written[0].notes
-        # The messages alone are the surer number on a machine that is not quiet.
-        complaint = "more than 2 % of the step" * (notes["messages_extra"] > 0.02)
-        rows.append({"setup": over, "seconds": 1e-3 * notes["checked_ms"],
-                     "seen": f"{100 * notes['messages_extra']:.2f} % of the step",
-                     "complaint": complaint, **notes})  # fmt: skip
-    return _shown(rows, show)
-
-
 PARTS: dict[str, Callable[[Callable[[Row], None]], list[Row]]] = {
     "multibn": multibn,
     "peers": peers,
     "two machines": two_machines,
-    "cost": cost,
 }
 
 

@@ -2,15 +2,16 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple
+from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from faults.scenarios import DEADLINE, SCENARIOS
-from faults.setups import OURS, PEERS, PROMISES, SETUPS
+from benchmarks.tables import markdown, put
+from faults.scenarios import SCENARIOS
+from faults.setups import OURS, PEERS, SETUPS
 
 Results = Mapping[str, Any]
 
@@ -43,41 +44,22 @@ def summarize(results: Results) -> None:
     _console().print(f"{len(complaints)} not as it should be")
 
 
-def page(results: Results) -> str:
-    """docs/faults.md."""
-    lines = list(_lines(results))
-    return _PAGE.format(
-        deadline=DEADLINE,
-        table=_markdown(_COLUMNS, lines),
-        messages=_markdown(("fault", "what the user sees"), _messages(results)),
-        promises=_markdown(_PROMISES, [astuple(promises) for promises in PROMISES]),
-        two_machines=_markdown(
-            ("fault", "over", "seconds", "what the user sees"),
-            [(r["what"], r["setup"], f"{r['seconds']:.1f}", _quoted(r["seen"]) or _NO_HARM)
-             for r in results.get("two machines", [])],
-        ),
-        cost=_markdown(
-            ("over", "step, ms", "with bare messages", "ratio, median (95 % interval)",
-             "messages alone: more, ms", "of the step"),
-            [(r["setup"], f"{r['checked_ms']:.1f}", f"{r['bare_ms']:.1f}",
-              f"{r['ratio']:.3f} ({r['low']:.3f} to {r['high']:.3f})",
-              f"{r['messages_extra_ms']:.2f}", f"{100 * r['messages_extra']:.2f} %")
-             for r in results.get("cost", [])],
-        ),
-        machine=f"{results['machine']['cores']} cores, "
-        + ", ".join(f"{k} {v}" for k, v in results["machine"]["versions"].items() if v),
-    )  # fmt: skip
+def write(results: Results, page: Path) -> None:
+    """Put the tables into docs/faults.md."""
+    put(page, "each fault", markdown(_COLUMNS, list(_lines(results))))
+    put(page, "messages", markdown(("fault", "what the user sees"), _messages(results)))
+    rows = [(r["what"], r["setup"], f"{r['seconds']:.1f}", _quoted(r["seen"]) or _NO_HARM)
+            for r in results.get("two machines", [])]  # fmt: skip
+    put(page, "two machines", markdown(("fault", "over", "seconds", "what the user sees"), rows))
+    versions = [f"{k} {v}" for k, v in results["machine"]["versions"].items() if v]
+    put(
+        page,
+        "machine",
+        f"Measured with {results['machine']['cores']} cores, {', '.join(versions)}.",
+    )
 
 
 _COLUMNS = ("fault", *(SETUPS[name].title for name in (*OURS, *PEERS)))
-_PROMISES = (
-    "over",
-    "names, sizes and versions are compared first",
-    "each message tells if it is of another layer",
-    "silence ends at the deadline",
-    "a rank that leaves or fails tells the others",
-    "a rank is killed",
-)
 _NO_HARM = "nothing; the numbers are right"
 
 
@@ -128,67 +110,3 @@ def _quoted(text: str) -> str:
     text = re.sub(r" The transport says: .*", " The transport says: ...", text)
     text = text.replace("`", "'").replace("|", r"\|").strip("- ")
     return f"`{text}`" if text else ""
-
-
-def _markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-# Lines as long as those of the other pages.
-# ruff: noqa: E501
-_PAGE = """\
-# What goes wrong, and what you see of it
-
-Written by `make faults`, which tries each of these faults on real processes and fails if one is not met as it should
-be. There are three ranks; rank 1 is at fault. The deadline, MULTIBN_TIMEOUT, is {deadline:g} s here, and 300 s by default.
-
-## What is promised
-
-{promises}
-
-All rows but the last three are tried below.
-
-## Each fault
-
-{table}
-
-The first six columns are multibn's: README's recipe for torch; the same where the ranks share no memory, as on several
-machines; the same with DistributedDataParallel (DDP); README's recipes for torch over MPI and for Chainer; and a
-communicator of ten lines over `comm.Allreduce` of mpi4py. The last two are the same faults without multibn.
-
-- Seconds: how long after the fault every rank has raised an error that names the fault.
-- deadline: the same, when the deadline had passed.
-- right: the fault does no harm, and the numbers are those of one process with all the data.
-- launcher, DDP: torchrun, `mpiexec`, MPI or DistributedDataParallel sees the fault before the other ranks can, and its
-  words are what the user sees.
-- waits: the other ranks wait for ever, because the transport has no deadline and no notices.
-- `-`: does not apply, or is as over shared memory (DDP), as over MPI (ChainerMN), or as in the line above (the last two
-  columns).
-- Of the last two columns, hangs: no end within 3 s, or 6 s of a launch that has lost a rank. Silent wrong numbers: exit
-  status 0.
-
-Where an error of multibn's ends the program, the line `multibn: ` with its message is the first and the last line that
-the rank prints after the fault, which is checked here under each launcher. A launcher prints more lines after it.
-
-## What the user sees
-
-Machines and process numbers are made up. The words are the same in all columns, unless they are listed.
-
-{messages}
-
-## Two machines
-
-Two network namespaces of one machine, a rank in each. A program between two TUN devices makes the delay of 5 ms each way.
-
-{two_machines}
-
-## What the checks cost
-
-A step of the 53 batch norms of a network like ResNet-50 on 2 ranks, beside the same step with bare messages: one sum of
-the transport's for each, without fingerprints, deadlines and lines of their own. The two take turns.
-
-{cost}
-
-Measured with {machine}.
-"""

@@ -186,18 +186,9 @@ class NaiveFormula(Gloo):
         self._communicators = [_PlainTorch(group) for group in self._communicators]
 
     def norm(self, channels: int, communicator: Any) -> Any:
-        import torch
-
         from benchmarks import peers
 
-        class Layer(peers.NaiveFormula):
-            def forward(self, x: Any) -> Any:
-                if self.training:
-                    return super().forward(x)
-                mean, var = self.get_buffer("running_mean"), self.get_buffer("running_var")
-                return (x - mean) * torch.rsqrt(var + 1e-5)
-
-        return Layer(channels, communicator)
+        return peers.NaiveFormula(channels, communicator)
 
     def synchronize(self, model: Any, communicator: Any) -> Any:
         return model

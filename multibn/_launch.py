@@ -168,7 +168,13 @@ class WorkerError(Exception):
 
 
 def run_workers(
-    name: str, launcher: str, size: int, arguments: Sequence[str], *, timeout: float
+    name: str,
+    launcher: str,
+    size: int,
+    arguments: Sequence[str],
+    *,
+    timeout: float,
+    variables: Mapping[str, str] | None = None,
 ) -> list[Written]:
     """Start `python *arguments DIRECTORY` on `size` ranks; returns each rank's `write` there.
 
@@ -177,7 +183,7 @@ def run_workers(
     with tempfile.TemporaryDirectory(prefix="multibn-") as directory:
         command = launch_command(launcher, size, [*arguments, directory])
         try:
-            ran = run(command, timeout=timeout)
+            ran = run(command, timeout=timeout, variables=variables)
         except subprocess.TimeoutExpired as expired:
             raise WorkerError(
                 f"{name}: no result within {timeout:g} s. Pass a larger --timeout, or fewer "

@@ -1,7 +1,7 @@
 """Checks and times the GPU path on the GPUs of this machine, in under ten minutes.
 
-Each part runs in processes of its own. Writes gpu.json after each part, and gpu.md and gpu.png at
-the end. The exit status is 0 only if no part has failed.
+Writes gpu.json after each part, and gpu.md at the end. The exit status is 0 only if no part has
+failed.
 """
 
 import argparse
@@ -9,15 +9,19 @@ import datetime
 import json
 import sys
 import time
-import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
 from benchmarks.gpu import parts
+from benchmarks.tables import markdown
+from benchmarks.timing import geometric_mean
 
-_SECONDS = 560.0  # ten minutes, less the end of the last part and the figure
+_SECONDS = 560.0  # ten minutes, less the end of the last part
+OURS, PEER, LOCAL = "multibn", "nn.SyncBatchNorm", "nn.BatchNorm"
+_LAYER = "a layer's step on the GPU"
+Row = Mapping[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,36 +46,82 @@ def main(argv: Sequence[str] | None = None) -> int:
         "stand_ins": arguments.stand_ins,
         "parts": [],
     }
-    _measure(names, arguments.seconds, results, output / "gpu.json")
-    failed = any(part["status"] in ("failed", "timed out") for part in results["parts"])
-    try:
-        from benchmarks.gpu import report
-
-        report.write(results, output)
-    except Exception:  # of a library of tables or figures; the numbers are in gpu.json
-        traceback.print_exc()
-        failed = True
-    return int(failed)
-
-
-def _measure(names: Sequence[str], seconds: float, results: dict[str, Any], path: Path) -> None:
-    """Run the parts, and write the results after each."""
     start = time.perf_counter()
-    num_gpus = results["machine"]["gpus"] or 1
     for name in names:
-        left = seconds - (time.perf_counter() - start)
-        if left > 0:
-            part = parts.run(name, left, stand_ins=results["stand_ins"], num_gpus=num_gpus)
-        else:
-            reason = f"no time was left after {seconds:g} s"
-            part = {"part": name, "status": "failed", "reason": reason, "rows": []}
+        left = arguments.seconds - (time.perf_counter() - start)
+        part = parts.run(
+            name, left, stand_ins=arguments.stand_ins, num_gpus=results["machine"]["gpus"] or 1
+        )
         results["parts"].append(part)
-        results["seconds"] = time.perf_counter() - start
-        path.write_text(json.dumps(results, indent=1) + "\n")
-        print(f"{name}: {part['status']}, {part.get('seconds', 0):.0f} s"
-              f"{': ' + part['reason'] if 'reason' in part else ''}", flush=True)  # fmt: skip
-        if part.get("output"):
-            print(part["output"], file=sys.stderr, flush=True)
+        (output / "gpu.json").write_text(json.dumps(results, indent=1) + "\n")
+        print(f"{name}: {part['status']} {part['reason']}", flush=True)
+        print(part.get("output", ""), file=sys.stderr, flush=True)
+    text = "\n\n".join(_page(results)) + "\n"
+    (output / "gpu.md").write_text(text)
+    print(text)
+    return int(any(part["status"] == "failed" for part in results["parts"]))
+
+
+def goals(results: Row) -> list[Row]:
+    """What the times are judged by, as far as there are times: {what, value, bound, met}."""
+    judged: list[Row] = []
+
+    def judge(what: str, bound: float, values: Sequence[float], pick: Any = max) -> None:
+        if values and not results["stand_ins"]:
+            value = float(pick(values))
+            judged.append({"what": what, "value": value, "bound": bound, "met": value <= bound})
+
+    rows = _times(results)
+    steps = [row for row in rows if row["time"] == _LAYER]
+    judge("GPU time / nn.SyncBatchNorm's, geometric mean", 0.8,
+          [_ratio(row) for row in steps], geometric_mean)  # fmt: skip
+    judge("GPU time / eight passes at a copy's speed, sizes that fill the GPU, worst", 1.25,
+          [_ratio(row, "eight passes") for row in steps if row["fills"]])  # fmt: skip
+    judge("host time / nn.SyncBatchNorm's, worst", 1.3,
+          [_ratio(row) for row in rows if row["time"].startswith("host")])  # fmt: skip
+    judge("ResNet-50's step / with nn.SyncBatchNorm", 1.0,
+          [_ratio(row) for row in rows if row["time"].startswith("ResNet")])  # fmt: skip
+    return judged
+
+
+def _times(results: Row) -> list[Row]:
+    return [row for part in results["parts"] for row in part["rows"] if "time" in row]
+
+
+def _ratio(row: Row, other: str = PEER) -> float:
+    return float(row["microseconds"][OURS] / row["microseconds"][other])
+
+
+def _page(results: Row) -> Iterator[str]:
+    """The machine, how each part ended, what was judged, and all times."""
+    yield "# The GPU path, checked and timed"
+    if results["stand_ins"]:
+        yield "**Not run on a GPU: every part ran on stand-ins, and the times mean nothing.**"
+    rows = [row for part in results["parts"] for row in part["rows"]]
+    facts = {"Python": results["machine"]["python"], **results["machine"]["versions"]}
+    facts |= {row["fact"]: row["value"] for row in rows if "fact" in row}
+    yield f"{results['date']}. " + ", ".join(f"{k} {v}" for k, v in facts.items() if v)
+    yield markdown(("part", "status", "s", "checks", "reason"), [
+        (part["part"], part["status"], f"{part.get('seconds', 0):.0f}",
+         str(sum("check" in row for row in part["rows"])),
+         part["reason"][:80].replace("|", "/"))
+        for part in results["parts"]
+    ])  # fmt: skip
+    for row in rows:
+        if not row.get("ok", True):
+            yield f"FAILED {row['check']}: error {row['error']:.3g}, bound {row['bound']:.3g}"
+    for goal in goals(results):
+        met = "met" if goal["met"] else "NOT MET"
+        yield f"{goal['what']}: {goal['value']:.2f}, at most {goal['bound']:.2f}: {met}"
+    names = (OURS, PEER, LOCAL)
+    yield markdown(
+        ("microseconds", *names, f"/ {PEER}", f"/ {LOCAL}", "/ 8 passes"),
+        [(f"{row['time']}: {'x'.join(map(str, row['shape']))} {row['dtype']} {row['layout']}",
+          *(f"{row['microseconds'][name]:.1f}" for name in names),
+          *(f"{_ratio(row, name):.2f}" for name in names[1:]),
+          f"{_ratio(row, 'eight passes'):.2f}" if row["time"] == _LAYER else "")
+         for row in _times(results)],
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -2,17 +2,18 @@
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
-from xml.etree import ElementTree
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from benchmarks.gpu.device import (
     DEVICE,
@@ -24,17 +25,27 @@ from benchmarks.gpu.device import (
     synchronize,
     use_gpu_kernels,
 )
-from benchmarks.gpu.oracle import BOUNDS, Data, Row, check_layer, data, row
 from multibn import Communicator, SingleProcess, as_communicator, kernels
 from multibn._environment import find_command, importable
 from multibn._launch import leave_world
 from multibn.communicators.transports.torch_distributed import TorchDistributed
+from multibn.parity.oracle import batch_norm, relative_error, running
 from multibn.torch_backend import SyncBatchNorm
 
+Row = dict[str, Any]
 ROOT = Path(__file__).parents[2]
+# Largest error, in units of the largest right value.
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 IMAGES = sized((8, 64, 28, 28), (2, 3, 4, 5))
 DTYPES = sized((torch.float32, torch.bfloat16), (torch.float32,))
 COMMUNICATORS: Sequence[Communicator] = (SingleProcess(), Equal(SingleProcess()))
+
+
+class Data(NamedTuple):
+    """One rank's input, and the gradient of its output; in host memory."""
+
+    x: Tensor
+    dy: Tensor
 
 
 def device() -> Iterator[Row]:
@@ -74,7 +85,7 @@ def numbers() -> Iterator[Row]:
             if communicator.size > 1:
                 every = every * 2
             yield from check_layer(
-                f"{'x'.join(map(str, shape))} {_name(dtype)}"
+                f"{'x'.join(map(str, shape))} {dtype_name(dtype)}"
                 f"{' channels_last' if channels_last else ''}, {communicator.size} rank(s)",
                 _layer(shape[1], communicator, dtype),
                 every,
@@ -84,31 +95,25 @@ def numbers() -> Iterator[Row]:
 def kernel_checks() -> Iterator[Row]:
     """The tests of Triton's kernels, on the GPU."""
     names = sorted(str(path) for path in (ROOT / "tests/kernels").glob("triton_*.py"))
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory, "results.xml")
-        command = [
-            # A library's new warning is no error of a kernel.
-            sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest",
-            "-o", "filterwarnings=default", "--timeout", "240", f"--junitxml={path}", *names,
-        ]  # fmt: skip
-        if STAND_INS:
-            command += ["-k", "test_packed_moments or test_parts_of_a_message"]
-        elif importable("xdist"):  # compilation takes most of the time
-            command += ["-n", str(min(os.cpu_count() or 1, 12))]
-        variables = os.environ | {"TRITON_INTERPRET": str(int(STAND_INS))}
-        ran = subprocess.run(
-            command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, check=False,
-        )  # fmt: skip
-        print(ran.stdout, flush=True)
-        cases = list(ElementTree.parse(path).iter("testcase"))
-    ends = [(case, {child.tag for child in case}) for case in cases]
-    for case, end in ends:
-        if end & {"failure", "error"} or ("skipped" in end and not STAND_INS):
-            yield row(f"{case.get('classname')}.{case.get('name')}", 1.0, 0.0)
-    passed = sum(not end & {"failure", "error", "skipped"} for _, end in ends)
-    not_passed = len(ends) - passed if not STAND_INS else ran.returncode
-    yield row(f"{passed} tests of Triton's kernels", not_passed if passed else 1.0, 0.0)
+    command = [
+        # A library's new warning is no error of a kernel.
+        sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--noconftest",
+        "-o", "filterwarnings=default", "--timeout", "240", *names,
+    ]  # fmt: skip
+    if STAND_INS:
+        command += ["-k", "test_packed_moments or test_parts_of_a_message"]
+    elif importable("xdist"):  # compilation takes most of the time
+        command += ["-n", str(min(os.cpu_count() or 1, 12))]
+    variables = os.environ | {"TRITON_INTERPRET": str(int(STAND_INS))}
+    ran = subprocess.run(
+        command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, check=False,
+    )  # fmt: skip
+    print(ran.stdout, flush=True)
+    *_, ends = ran.stdout.splitlines()  # "=== 12 passed, 2 skipped in 3 s ==="
+    passed = re.search(r"\d+ passed", ends)
+    wrong = ran.returncode or not passed or ("skipped" in ends and not STAND_INS)
+    yield row(f"tests of Triton's kernels: {ends.strip('= ')}", float(bool(wrong)), 0.0)
 
 
 def host_waits() -> Iterator[Row]:
@@ -196,7 +201,7 @@ def compiled() -> Iterator[Row]:
         layer = _layer(IMAGES[1], communicator, dtype)
         call = torch.compile(layer, backend=sized("inductor", "eager"))
         every = data(IMAGES, dtype, 1) * communicator.size
-        what = f"compiled, {_name(dtype)}, {communicator.size} rank(s)"
+        what = f"compiled, {dtype_name(dtype)}, {communicator.size} rank(s)"
         yield from check_layer(what, layer, every, call=call)
 
 
@@ -212,7 +217,7 @@ def enter_nccl() -> None:
 def _ranks(world: Any) -> Iterator[Row]:
     for dtype in DTYPES:
         every = data(IMAGES, dtype, world.size)
-        what = f"rank {world.rank} of {world.size}, {_name(dtype)}"
+        what = f"rank {world.rank} of {world.size}, {dtype_name(dtype)}"
         yield from check_layer(what, _layer(IMAGES[1], world, dtype), every, world.rank)
 
 
@@ -227,5 +232,69 @@ def _on_device(pair: Data) -> tuple[Any, Any]:
     return pair.x.to(DEVICE, copy=True).requires_grad_(), pair.dy.to(DEVICE)
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def data(
+    shape: Sequence[int], dtype: torch.dtype, ranks: int, *, channels_last: bool = False
+) -> list[Data]:
+    """The same numbers on every rank: those of all ranks."""
+    generator = torch.Generator().manual_seed(0)
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    every = []
+    for rank in range(ranks):
+        x, dy = (torch.randn(*shape, generator=generator) for _ in range(2))
+        pair = (v.to(dtype).contiguous(memory_format=memory_format) for v in (2 * x + 3 + rank, dy))
+        every.append(Data(*pair))
+    return every
+
+
+def check_layer(
+    what: str, layer: Any, every: Sequence[Data], rank: int = 0, call: Any = None
+) -> Iterator[Row]:
+    """One training step of a new `layer` of multibn, on the GPU, against the oracle.
+
+    `call` is the layer or something made of it, compiled for example.
+    """
+    dtype, C = every[rank].x.dtype, every[rank].x.shape[1]
+    with torch.no_grad():
+        layer.weight.copy_(torch.linspace(0.5, 2.0, C))
+        layer.bias.copy_(torch.linspace(-1.0, 1.0, C))
+    weight, bias = (_array(p) for p in (layer.weight, layer.bias))
+    x = every[rank].x.to(DEVICE, copy=True).requires_grad_()
+    y = (layer if call is None else call)(x)
+    y.backward(every[rank].dy.to(DEVICE))
+    xs, dys = (list(map(_array, values)) for values in zip(*every, strict=True))
+    right = batch_norm(xs, dys, weight, bias, eps=layer.eps)
+    columns = (C, *[1] * (y.ndim - 2))
+    terms = dys[rank] * (right.y[rank] - bias.reshape(columns)) / weight.reshape(columns)
+    axis = (0, *range(2, y.ndim))
+    n = right.count
+    start = np.zeros(C), np.ones(C)
+    means = running(start, right.mean, right.var, n / (n - 1), layer.momentum)
+    # A parameter's gradient has the parameter's dtype, and sums of 16-bit numbers are wide.
+    errors = {
+        "y": relative_error(_array(y), right.y[rank]) / BOUNDS[dtype],
+        "dx": relative_error(_array(x.grad), right.dx[rank]) / BOUNDS[dtype],
+        "dweight": _error_of_sum(layer.weight.grad, terms, axis) / 1e-6,
+        "dbias": _error_of_sum(layer.bias.grad, dys[rank], axis) / 1e-6,
+        "running_mean": relative_error(_array(layer.running_mean), means[0]) / 1e-6,
+        "running_var": relative_error(_array(layer.running_var), means[1]) / 1e-6,
+    }
+    worst = max(errors, key=lambda name: errors[name])
+    yield row(what, errors[worst], 1.0, worst=worst)
+
+
+def row(what: str, error: float, bound: float, **others: Any) -> Row:
+    """The result of a check; NaN is an error."""
+    return {"check": what, "error": error, "bound": bound, "ok": error <= bound, **others}
+
+
+def _error_of_sum(got: Any, terms: Any, axis: tuple[int, ...]) -> float:
+    return relative_error(_array(got), terms.sum(axis), np.abs(terms).sum(axis))
+
+
+def _array(t: Tensor | None) -> Any:
+    assert t is not None
+    return t.detach().cpu().double().numpy()

@@ -5,6 +5,7 @@ that every part runs to its end.
 """
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from statistics import median
@@ -12,11 +13,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.gpu import names
+from benchmarks.gpu import parts
 from multibn import kernels
 from multibn.communicators.base import Handle
 
-STAND_INS = names.on_stand_ins()
+STAND_INS = os.environ.get(parts.STAND_INS) == "1"
 DEVICE = torch.device("cpu" if STAND_INS else "cuda")
 
 _T = TypeVar("_T")

@@ -1,127 +1,108 @@
-"""The parts, and the processes that run them: what ends or hangs one part leaves the others."""
+"""The parts, each in processes of its own: what ends or hangs one part leaves the others.
 
-import json
+`python -m benchmarks.gpu.parts PART DIRECTORY` is one rank of a part.
+"""
+
+import importlib
 import os
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.gpu.names import STAND_INS
-from multibn import _launch
 from multibn._environment import find_command, importable
-from multibn._launch import launch_command
+from multibn._launch import WorkerError, run_workers, write
 
 Row = dict[str, Any]
-_OUTPUT = 4000  # characters that are kept of what a failed part printed
+STAND_INS = "MULTIBN_GPU_STAND_INS"  # "1" in the processes of `--stand-ins`
 
 
-@dataclass(frozen=True)
-class Part:
-    """A generator of rows, "module.function"; its launch; and the seconds that it may take.
+class Part(NamedTuple):
+    """A generator of rows; the seconds that it may take; its launcher, "" for one rank.
 
     `ranks` is 0 for as many as there are GPUs. Without what the part `needs`, a module or a
-    command, the part is reported as missing. `stand_in` says what takes the GPU's place with
-    stand-ins.
+    command, the part is reported as missing.
     """
 
     rows: str
     seconds: float
-    stand_in: str
     launcher: str = ""
     ranks: int = 1
-    needs: Sequence[str] = ()
-    interpreted: bool = False  # with stand-ins, by Triton
+    needs: tuple[str, ...] = ()
 
-
-_HOST = "tensors in host memory"
 
 # The most valuable first: time may run out.
 PARTS = {
-    "device": Part("checks.device", 60, _HOST),
-    "numbers": Part("checks.numbers", 120, "Triton's interpreter", interpreted=True),
-    "kernels": Part("checks.kernel_checks", 180, "Triton's interpreter, two of the tests"),
-    "nccl": Part("checks.nccl", 60, "gloo for NCCL", ranks=0),
-    "host waits": Part("checks.host_waits", 60, _HOST),
-    "graphs": Part("checks.graphs", 60, "a call for a replay"),
-    "layers": Part("times.layers", 150, "gloo, nn.BatchNorm for nn.SyncBatchNorm"),
-    "host": Part("times.host", 60, "gloo, nn.BatchNorm for nn.SyncBatchNorm"),
-    "gloo": Part("checks.gloo", 60, _HOST, "torchrun", 2),
-    "mpi": Part("checks.mpi", 60, _HOST, "mpiexec", 2, ("mpi4py", "mpiexec")),
-    "compiled": Part("checks.compiled", 120, "no compiler after torch's tracing"),
-    "resnet": Part("times.network", 90, "gloo, nn.BatchNorm for nn.SyncBatchNorm"),
+    "device": Part("checks.device", 60),
+    "numbers": Part("checks.numbers", 120),
+    "kernels": Part("checks.kernel_checks", 180),
+    "nccl": Part("checks.nccl", 60, "torchrun", 0),
+    "host waits": Part("checks.host_waits", 60),
+    "graphs": Part("checks.graphs", 60),
+    "layers": Part("times.layers", 150),
+    "host": Part("times.host", 60),
+    "gloo": Part("checks.gloo", 60, "torchrun", 2),
+    "mpi": Part("checks.mpi", 60, "mpiexec", 2, ("mpi4py", "mpiexec")),
+    "compiled": Part("checks.compiled", 120),
+    "resnet": Part("times.network", 90),
 }
 
 
-def run(name: str, seconds: float, *, stand_ins: bool, num_gpus: int = 1) -> Row:
+def run(name: str, seconds: float, *, stand_ins: bool, num_gpus: int) -> Row:
     """Run the part for so many seconds at most; returns its rows, and how it ended.
 
-    `status` is "passed", "failed", "timed out" or "missing". A failed part has a `reason`, and the
-    end of its `output`; its rows are those from before.
+    `status` is "passed", "failed" or "missing"; what has not passed has a `reason`, and what has
+    failed the end of its `output`, which has the rows from before.
     """
     part = PARTS[name]
-    missing = [n for n in part.needs if not (importable(n) or find_command(n))]
-    if missing:
+    if missing := [n for n in part.needs if not (importable(n) or find_command(n))]:
         return {"part": name, "status": "missing", "reason": ", ".join(missing), "rows": []}
+    if seconds <= 0:
+        return {"part": name, "status": "failed", "reason": "no time was left", "rows": []}
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="multibn-") as directory:
-        worker = ["-m", "benchmarks.gpu.worker", name, directory]
-        size = part.ranks or num_gpus
-        # One rank needs no launcher.
-        launcher = "torchrun" if part.ranks == 0 and size > 1 else part.launcher
-        command = launch_command(launcher, size, worker)
-        if stand_ins and part.interpreted:
-            # Triton reads at its import whether to interpret: not as a fork that has imported it.
-            command[0] = sys.executable
-        status, reason, output = "passed", "", ""
-        try:
-            variables = _variables(stand_ins)
+    size = part.ranks or num_gpus
+    rows, output = [], ""
+    try:
+        written = run_workers(
+            name, part.launcher if size > 1 else "", size, ["-m", __spec__.name, name],
             # A machine that runs tests is busy, and a hang there is another test's business.
-            limit = part.seconds * (3 if stand_ins else 1)
-            ran = _launch.run(command, timeout=min(seconds, limit), variables=variables)
-        except subprocess.TimeoutExpired as expired:
-            status, output = "timed out", expired.output or ""
-            reason = f"no end within {expired.timeout:.0f} s"
-        else:
-            if ran.returncode:
-                status, output = "failed", ran.stdout
-                reason = _launch.WorkerError(f"exit status {ran.returncode}", output).reason
-        rows = [
-            json.loads(line)
-            for path in sorted(Path(directory).glob("*.jsonl"))
-            for line in path.read_text().splitlines()
-        ]
-        num_files = len(list(Path(directory).glob("*.jsonl")))
-    if status == "passed":
+            timeout=min(seconds, part.seconds * (3 if stand_ins else 1)),
+            variables=_variables(name, stand_ins),
+        )  # fmt: skip
+        rows = [row for rank in written for row in rank.notes["rows"]]
         wrong = [row for row in rows if not row.get("ok", True)]
-        if wrong:
-            status, reason = "failed", f"{len(wrong)} check(s), first: {wrong[0]['check']}"
-        elif num_files != size or not rows:
-            status, reason = "failed", f"{num_files} of {size} rank(s) wrote {len(rows)} row(s)"
-        if status == "failed":
-            output = ran.stdout
-    record = {"part": name, "status": status, "seconds": time.perf_counter() - start}
-    if stand_ins:
-        record["stand-in"] = part.stand_in
-    if status != "passed":
-        record |= {"reason": reason, "output": output[-_OUTPUT:]}
-    return record | {"rows": rows}
+        reason = f"{len(wrong)} check(s), first: {wrong[0]['check']}" if wrong else ""
+        if not rows:
+            reason = "no rank wrote a row"
+    except WorkerError as error:
+        reason, output = error.reason, error.output
+    record = {"part": name, "status": "failed" if reason else "passed", "reason": reason}
+    return record | {"seconds": time.perf_counter() - start, "output": output, "rows": rows}
 
 
-def _variables(stand_ins: bool) -> dict[str, str]:
+def _variables(name: str, stand_ins: bool) -> dict[str, str]:
     variables = {
         "PYTHONUNBUFFERED": "1",
         "CHAINER_CUDNN": "0",
         # Containers may have a network that their processes cannot use.
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),
-        "TRITON_INTERPRET": "0",
-        STAND_INS: "0",
+        STAND_INS: str(int(stand_ins)),
     }
     if stand_ins:
-        variables |= {"TRITON_INTERPRET": "1", STAND_INS: "1", "CUDA_VISIBLE_DEVICES": ""}
+        variables["CUDA_VISIBLE_DEVICES"] = ""
+    if stand_ins and name == "numbers":
+        variables["TRITON_INTERPRET"] = "1"
     return variables
+
+
+def main(name: str, directory: str) -> None:
+    module, _, function = PARTS[name].rows.partition(".")
+    rows = []
+    for row in getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function)():
+        print(row, flush=True)
+        rows.append(row)
+    write(directory, os.getpid(), {}, {"rows": rows})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -18,21 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import resnet
-from benchmarks.gpu.checks import enter_nccl
-from benchmarks.gpu.device import (
-    DEVICE,
-    STAND_INS,
-    Equal,
-    gpu_microseconds,
-    sized,
-    synchronize,
-)
-from benchmarks.gpu.oracle import Row, row
+from benchmarks.gpu.__main__ import LOCAL, OURS, PEER
+from benchmarks.gpu.checks import Row, dtype_name, enter_nccl, row
+from benchmarks.gpu.device import DEVICE, STAND_INS, Equal, gpu_microseconds, sized, synchronize
 from multibn._launch import leave_world
 from multibn.communicators.transports.torch_distributed import TorchDistributed
 from multibn.torch_backend import SyncBatchNorm, convert_sync_batchnorm
-
-OURS, PEER, LOCAL = "multibn", "nn.SyncBatchNorm", "nn.BatchNorm"
 
 # Sizes of ResNet-50, and sizes that fill a large GPU.
 SHAPES: list[tuple[int, ...]] = sized(
@@ -77,10 +68,9 @@ def layers() -> Iterator[Row]:
                 yield row(f"{name} in a CUDA graph: {error}"[:300], 1.0, 0.0)
             _free()
         yield {
-            "time": "a layer's step on the GPU", "shape": list(shape), "dtype": _name(dtype),
-            "layout": layout, "microseconds": taken, "eight passes": four,
-            "copied GB/s": 8e-3 * num_bytes / four,
-            "GB/s": {name: 8e-3 * num_bytes / t for name, t in taken.items()},
+            "time": "a layer's step on the GPU", "shape": list(shape), "dtype": dtype_name(dtype),
+            "layout": layout, "microseconds": {**taken, "eight passes": four},
+            "GB/s": {name: 8e-3 * num_bytes / t for name, t in (*taken.items(), ("copy", four))},
             "fills": x.numel() >= FILLS,
         }  # fmt: skip
         del x, dy, copy
@@ -100,7 +90,7 @@ def host() -> Iterator[Row]:
         taken, whole = _in_turns(steps, rounds=sized(41, 2))
         yield {
             "time": f"host, a chain of {CHAIN} layers, for each layer's step",
-            "shape": list(SMALL), "dtype": _name(dtype),
+            "shape": list(SMALL), "dtype": dtype_name(dtype), "layout": "NCHW",
             "microseconds": {name: t / CHAIN for name, t in taken.items()},
             "with the GPU": {name: t / CHAIN for name, t in whole.items()},
         }  # fmt: skip
@@ -207,7 +197,3 @@ def _free() -> None:
     gc.collect()
     if not STAND_INS:
         torch.cuda.empty_cache()
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

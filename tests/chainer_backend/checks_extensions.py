@@ -4,7 +4,6 @@ import sys
 from typing import Any
 
 import numpy as np
-import pytest
 
 from multibn.chainer_backend import (
     MultiNodeBatchNormalization,
@@ -18,6 +17,7 @@ from multibn.communicators import Communicator
 from multibn.parity import oracle
 from tests.harness.runs import on, only
 from tests.helpers import second_order
+from tests.helpers.normalized import normalized
 from tests.helpers.ranks import CountingCommunicator
 
 import chainer  # isort: skip (multibn makes it importable)
@@ -39,11 +39,10 @@ def check_no_mpi_under_torchrun(world: Communicator) -> None:
     import torch.distributed as dist
 
     xs = [_normal(rank, 2 + rank, C) for rank in range(world.size)]
-    whole = np.concatenate(xs)
+    expected = normalized(xs, 2e-5)[world.rank]
     for comm in (dist.group.WORLD, None):
         link = MultiNodeBatchNormalization(C, comm, dtype=np.float64)
         y = link(xs[world.rank]).array
-        expected = (xs[world.rank] - whole.mean(0)) / np.sqrt(whole.var(0) + 2e-5)
         np.testing.assert_allclose(y, expected, rtol=1e-10, atol=1e-12)
     assert "mpi4py.MPI" not in sys.modules
 
@@ -116,10 +115,8 @@ def _second_inputs(members: list[int]) -> list[Any]:
     """What a link behind a multi-node one and a square is shown on these ranks."""
     seen = []
     for step in range(1 + max(members)):
-        xs = [_data(r)[step] for r in members if r >= step]
-        mean, var = _rows(xs).mean(1), _rows(xs).var(1)
-        scale = np.sqrt(var + 2e-5).reshape(C, 1)
-        seen += [((x - mean.reshape(C, 1)) / scale) ** 2 for x in xs]
+        ys = normalized([_data(r)[step] for r in members if r >= step], 2e-5)
+        seen += [y**2 for y in ys]
     return seen
 
 
@@ -145,27 +142,6 @@ def check_finetuning_of_unequal_ranks(world: Communicator) -> None:
             x = _data(world.rank)[0]
             np.testing.assert_array_equal(evaluated(x).array, model(x).array)
     world.allreduce(np.zeros(1))  # nobody leaves while another group still works
-
-
-class _Failing:
-    def __iter__(self) -> Any:
-        yield _data(0)[0]
-        raise OSError("disk")
-
-
-def check_an_iterator_that_raises_is_an_error_on_all_ranks(world: Communicator) -> None:
-    link = MultiNodeBatchNormalization(C, world, dtype=np.float64)
-    culprit = world.size - 1
-    data: Any = _Failing() if world.rank == culprit else _data(2)
-    error, message = (
-        (OSError, "disk")
-        if world.rank == culprit
-        else (RuntimeError, rf"`iterator` or `converter` raised on rank\(s\) \[{culprit}\]")
-    )
-    with pytest.raises(error, match=message):
-        finetune_population_statistics(data, link, converter=None, progress=False)
-    assert link.N == 0
-    np.testing.assert_array_equal(link.avg_mean, 0)
 
 
 def check_groups_share_among_themselves(world: Communicator) -> None:

@@ -1,5 +1,7 @@
 """Running statistics and the population estimator."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -56,6 +58,13 @@ def test_an_empty_batch_changes_nothing() -> None:
         new = update_running(*old, empty, momentum=momentum, local_count=0)
         np.testing.assert_array_equal(new, old)
         assert new[0].dtype == np.float32
+
+
+@pytest.mark.parametrize("count", [1.0, np.array(1.0)])
+def test_a_batch_of_one_element_moves_both(count: Any) -> None:
+    one = batch_of(1, mean=2, var=4)._replace(count=count)
+    new = update_running(np.zeros(1), np.ones(1), one, momentum=0.5, local_count=1)
+    np.testing.assert_array_equal(new, [[1.0], [2.5]])
 
 
 def test_cumulative_average_is_momentum_one_over_n() -> None:

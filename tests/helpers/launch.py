@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,8 @@ ROOT = Path(__file__).parents[2]
 LAUNCHERS = ("torchrun", "mpiexec")
 # Buffered, so that the lines of two ranks do not mix.
 VARIABLES = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
+
+_OF_LAUNCHERS = re.compile("(OMPI|PMIX|PRTE|TORCHELASTIC|WORLD|LOCAL|GROUP)_|RANK")
 
 # What mpiexec now and then says of itself on a busy machine, before it starts any rank.
 NOT_STARTED = "listener thread failed to start"
@@ -35,6 +38,24 @@ def forked_python() -> Iterator[None]:
 def python() -> str:
     """The command that starts Python: while `forked_python` lasts, a fork."""
     return os.environ.get("PYTHON_EXEC", sys.executable)
+
+
+def printed(
+    *arguments: str, interpreter: str = sys.executable, alone: bool = False, **variables: str
+) -> str:
+    """What one more Python prints; fails with what it says if it ends in an error.
+
+    With `alone`, no launcher has started it, whatever has started this process.
+    """
+    known = _launch.environment()
+    if alone:
+        known = {name: value for name, value in known.items() if not _OF_LAUNCHERS.match(name)}
+    ran = subprocess.run(
+        [interpreter, *arguments], env=known | variables, capture_output=True, text=True,
+        timeout=100, cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
 
 
 def run(

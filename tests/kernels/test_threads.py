@@ -1,7 +1,6 @@
 """The compiled passes of host memory: any number of threads, processes that fork, processors."""
 
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -11,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers import require
-from tests.helpers.launch import ROOT
+from tests.helpers import launch, require
 
 require.need("core")
 
@@ -99,11 +97,7 @@ assert work(0) == 1
 with multiprocessing.get_context("fork").Pool(1) as pool:
     print(pool.map_async(work, [0]).get(60))
 """
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "2"},
-    )  # fmt: skip
-    assert (ran.returncode, ran.stdout.strip()) == (0, "[1.0]"), ran.stderr
+    assert launch.printed("-c", code, OMP_NUM_THREADS="2") == "[1.0]\n"
 
 
 def test_no_thread_is_started_when_the_program_ends() -> None:
@@ -117,11 +111,7 @@ def work():
 local_moments(x, axis=(0, 2, 3))
 threading.Thread(target=work).start()
 """
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "2"},
-    )  # fmt: skip
-    assert (ran.returncode, ran.stdout.strip()) == (0, "1.0"), ran.stderr
+    assert launch.printed("-c", code, OMP_NUM_THREADS="2") == "1.0\n"
 
 
 def test_memory_is_not_left_to_threads_by_an_interrupt() -> None:
@@ -151,13 +141,9 @@ info.ask = lambda code: None  # other processes, which import the frameworks
 mean = local_moments(np.ones((2, 3, 4, 4), "float32")).mean
 print(mean, "multibn.kernels.host" in sys.modules, info.text(info.collect()))
 """
-    ran = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        capture_output=True, text=True, timeout=100, cwd=ROOT, env={**os.environ},
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.startswith(f"[1. 1. 1.] {available} ")
-    (line,) = (line for line in ran.stdout.splitlines() if line.startswith("  host"))
+    printed = launch.printed("-W", "error", "-c", code)
+    assert printed.startswith(f"[1. 1. 1.] {available} ")
+    (line,) = (line for line in printed.splitlines() if line.startswith("  host"))
     if available:
         assert "C core, " in line
     else:

@@ -1,10 +1,6 @@
 """mmpretrain's PreciseBNHook, and the scopes of OpenMMLab's registries."""
 
-import subprocess
-import sys
-
-from tests.helpers import require
-from tests.helpers.launch import ROOT
+from tests.helpers import launch, require
 
 
 def test_a_config_needs_no_import() -> None:
@@ -17,11 +13,7 @@ print(HOOKS.build(dict(type="multibn.PreciseBNHook")))
 print(MODELS.build(dict(type="multibn.SyncBatchNorm", num_features=4)))
 print(HOOKS.get("multibn.torch_backend.integrations.mmengine.PreciseBNHook").__name__)
 """
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=ROOT
-    )
-    assert ran.returncode == 0, ran.stderr
-    none, hook, layer, by_path = ran.stdout.splitlines()
+    none, hook, layer, by_path = launch.printed("-c", code).splitlines()
     assert none == "None"  # mmengine itself has no hook of this name
     assert hook.startswith("<multibn.torch_backend.integrations.mmengine.PreciseBNHook object")
     assert layer.startswith("SyncBatchNorm(4,")

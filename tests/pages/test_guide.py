@@ -2,14 +2,12 @@
 
 import json
 import re
-import subprocess
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from multibn._launch import environment
 from tests.helpers import launch
 
 pytestmark = pytest.mark.launches
@@ -41,14 +39,12 @@ def _train() -> tuple[list[float], list[float], str]:
         # In processes of Chainer alone, without torch.
         trained = launch.run("mpiexec", 2, str(folder / "train.py"), timeout=240, real=True)
         assert trained.returncode == 0, trained.stdout
-        changed = subprocess.run(
-            [launch.python(), "-W", "error", str(folder / "change.py")],
-            capture_output=True, text=True, timeout=100, env=environment(),
-        )  # fmt: skip
-        assert changed.returncode == 0, changed.stderr
+        changed = launch.printed(
+            "-W", "error", str(folder / "change.py"), interpreter=launch.python()
+        )
         continued = launch.run("torchrun", 2, str(folder / "go_on.py"))
         assert continued.returncode == 0, continued.stdout
-        return _losses(folder / "chainer.jsonl"), _losses(folder / "torch.jsonl"), changed.stdout
+        return _losses(folder / "chainer.jsonl"), _losses(folder / "torch.jsonl"), changed
 
 
 @pytest.mark.beside(_train, "torch", "chainer", "torchrun", "mpiexec")

@@ -2,9 +2,10 @@
 
 import platform
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 
+from benchmarks.tables import markdown
 from tests.programs.row import AMPLIFIED, BOUND, NOT_ROUNDING, PER_RANK, STEPS, Row
 
 _COLUMNS = (
@@ -18,7 +19,7 @@ def page(rows: Sequence[Row], seconds: float) -> str:
     """docs/programs.md."""
     failing = sum(bool(row.complaint) for row in rows)
     return _PAGE.format(
-        table=_markdown(_COLUMNS, map(_line, rows)),
+        table=markdown(_COLUMNS, map(_line, rows)),
         failing=f"{len(rows)} rows, {failing or 'none'} of them fail{'' if failing else 's'}",
         date=time.strftime("%Y-%m-%d"),
         versions=", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES),
@@ -41,11 +42,6 @@ def _line(row: Row) -> Sequence[str]:
         result.replace("|", r"\|"),
         *("-" if number is None else f"{number:.1e}" for number in numbers),
     )
-
-
-def _markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 # Lines as long as those of the other pages.

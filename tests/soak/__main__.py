@@ -6,7 +6,6 @@ The exit status is 1 if anything grew on a rank.
 import argparse
 import json
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -45,48 +44,40 @@ def main() -> int:
                     continue
                 runs[transport, ranks] = results
                 for row in results["rows"]:
-                    print(report.line(transport, ranks, row), flush=True)
+                    print(" | ".join(report.cells(transport, ranks, row)), flush=True)
                     for growth in row.growth:
                         failed = True
                         print(f"GROWN: {transport}, {ranks} ranks, {growth}", flush=True)
     if not failed:
-        figures = {kind: _figures([kind], 1) for kind in ("torch", "multibn")}
-        if arguments.ranks >= 32:
-            figures["starts"] = _figures(["starts"], 32)
+        figures = _figures(32) if arguments.ranks >= 32 else {}
         arguments.page.write_text(report.page(runs, figures, time.monotonic() - began))
     return int(failed)
 
 
 def _run(transport: str, ranks: int, seconds: float) -> dict[str, Any] | None:
     launcher, variables = TRANSPORTS[transport]
-    with tempfile.TemporaryDirectory() as name:
-        file = Path(name, "results")
-        worker = ["-m", "tests.soak.worker", launcher, str(seconds), str(file)]
-        command = _launch.launch_command(launcher, ranks, worker)
-        ran = _launch.run(
-            command, timeout=seconds + _DEADLINE, variables=launch.VARIABLES | variables
-        )
-        if ran.returncode or not file.exists():
-            print(f"{transport}, {ranks} ranks: failed\n{ran.stdout[-4000:]}", flush=True)
-            return None
-        results: dict[str, Any] = json.loads(file.read_text())
-    results["rows"] = [Row(*row) for row in results["rows"]]
-    return results
+    worker = ["-m", "tests.soak.worker", launcher, str(seconds)]
+    try:
+        first, *_ = _launch.run_workers(
+            f"{transport}, {ranks} ranks", launcher, ranks, worker,
+            timeout=seconds + _DEADLINE, variables=launch.VARIABLES | variables,
+        )  # fmt: skip
+    except _launch.WorkerError as error:
+        print(f"{error}\n{error.output}", flush=True)
+        return None
+    return first.notes | {"rows": [Row(*row) for row in first.notes["rows"]]}
 
 
-def _figures(arguments: list[str], ranks: int) -> Any:
+def _figures(ranks: int) -> Any:
     """What `tests.soak.figures` prints, from processes that import torch themselves."""
-    launcher = "mpiexec" if ranks > 1 else ""
-    command = _launch.launch_command(launcher, ranks, ["-m", "tests.soak.figures", *arguments])
+    command = _launch.launch_command("mpiexec", ranks, ["-m", "tests.soak.figures"])
     began = time.time()
     variables = launch.VARIABLES | {"SOAK_BEGAN": str(began)}
     ran = _launch.run(command, timeout=_DEADLINE, variables=variables)
     lines = [line for line in ran.stdout.splitlines() if line.startswith("figures ")]
     assert lines, ran.stdout
     figures = json.loads(lines[0].removeprefix("figures "))
-    return (
-        figures | {"the launcher has ended": [time.time() - began, None]} if ranks > 1 else figures
-    )
+    return figures | {"the launcher has ended": [time.time() - began, None]}
 
 
 if __name__ == "__main__":

@@ -46,11 +46,6 @@ class Held(NamedTuple):
         return ", ".join(grown)
 
 
-def store_keys() -> int:
-    """All keys of the store of torch's default process group."""
-    return len(_keys())
-
-
 def communicators() -> int:
     """How many communicators MPI has."""
     loaded = sys.modules.get("mpi4py.MPI")

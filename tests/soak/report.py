@@ -3,70 +3,55 @@
 import os
 import platform
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from benchmarks.tables import markdown
 from tests.soak.deeds import Row
 from tests.soak.held import COLUMNS, MEMORY
 
-_BEFORE = "1662144"  # the commit whose figures stand in the tables as "before"
 
-
-def line(transport: str, ranks: int, row: Row) -> str:
+def cells(transport: str, ranks: int, row: Row) -> list[str]:
     """A deed's line of the table."""
     held = [
         f"{b:.1f} → {a:.1f}" if name == "MB" else f"{b:.0f} → {a:.0f}"
         for name, b, a in zip(COLUMNS, row.before, row.after, strict=True)
     ]
-    return _row([transport, ranks, row.deed, row.turns, *held])
+    return [*map(str, (transport, ranks, row.deed, row.turns)), *held]
 
 
 def page(runs: Mapping[tuple[str, int], Any], figures: Mapping[str, Any], seconds: float) -> str:
     """The whole page; `runs` by transport and number of ranks."""
-    deeds = [line(*key, row) for key, results in runs.items() for row in results["rows"]]
+    deeds = [cells(*key, row) for key, results in runs.items() for row in results["rows"]]
     parts = [
         _HEAD,
-        _table(["transport", "ranks", "deed", "turns", *COLUMNS], deeds),
+        markdown(["transport", "ranks", "deed", "turns", *COLUMNS], deeds),
         _WIDTHS,
-        _table(_WIDTHS_HEAD, _widths(runs)),
+        markdown(_WIDTHS_HEAD, _widths(runs)),
         _more_ranks(runs),
-        _GROUPS,
-        _table(["", f"at {_BEFORE}", "now", "without multibn"], _before_and_now(runs, figures)),
     ]
-    if "starts" in figures:
+    if figures:
         stages = [
-            _row([stage, f"{last:.1f}", "" if mean is None else f"{mean:.2f}"])
-            for stage, (last, mean) in figures["starts"].items()
+            [stage, f"{last:.1f}", "" if mean is None else f"{mean:.2f}"]
+            for stage, (last, mean) in figures.items()
         ]
         parts += [
             _STARTS,
-            _table(["stage", "s until the last rank", "processor s of a rank"], stages),
+            markdown(["stage", "s until the last rank", "processor s of a rank"], stages),
         ]
     parts += [_WORKERS, f"Python {platform.python_version()}, {seconds:.0f} s in all."]
     return "\n\n".join(parts) + "\n"
 
 
-def _table(head: Sequence[str], rows: Iterable[str]) -> str:
-    return "\n".join([_row(head), "|" + "---|" * len(head), *rows])
-
-
-def _row(cells: Iterable[object]) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
-
-
-def _widths(runs: Mapping[tuple[str, int], Any]) -> Iterable[str]:
+def _widths(runs: Mapping[tuple[str, int], Any]) -> Iterable[list[str]]:
     for (transport, ranks), results in runs.items():
         if "widths" not in results:
             continue
         held = results["widths"]
         columns = [[held[when][i] for when in ("alone", "1", "40", "200")] for i in range(3)]
         descriptors, threads, duplicates = columns
-        yield _row(
-            [
-                *(transport, ranks, *descriptors),
-                *(f"{column[0]} / {column[-1]}" for column in (threads, duplicates)),
-            ]
-        )
+        cells = (transport, ranks, *descriptors)
+        yield [*map(str, cells), *(f"{c[0]} / {c[-1]}" for c in (threads, duplicates))]
 
 
 def _more_ranks(runs: Mapping[tuple[str, int], Any]) -> str:
@@ -82,31 +67,6 @@ def _more_ranks(runs: Mapping[tuple[str, int], Any]) -> str:
         if got > expected:
             raise AssertionError(f"{ranks} ranks: {got} descriptors instead of {expected}")
     return textwrap.fill(_MORE_RANKS, 100)
-
-
-def _before_and_now(
-    runs: Mapping[tuple[str, int], Any], figures: Mapping[str, Any]
-) -> Iterable[str]:
-    gloo, mpi = runs["gloo", 2], runs["MPI", 2]
-    held = gloo["widths"]
-    yield _row(
-        ["200 widths, 2 ranks, gloo: descriptors and threads", "217, 208"]
-        + [f"{held[when][0]}, {held[when][1]}" for when in ("200", "alone")]
-    )
-    if ("gloo", 16) in runs:
-        held = runs["gloo", 16]["widths"]
-        yield _row(["40 widths, 16 ranks, gloo: descriptors", 657, held["40"][0], held["alone"][0]])
-    yield _row(["200 widths, 2 ranks, `ulimit -n 128`", "aborts inside gloo", "runs", "runs"])
-    groups = [f"{g['descriptors']}, {g['threads']}" for g in reversed(gloo["groups"])]
-    yield _row(["200 groups made, used, destroyed: descriptors and threads", "2410, 1404", *groups])
-    kilobytes = [f"{g['kB a group']:.1f}" for g in reversed(mpi["groups"])]
-    yield _row(["kB kept for each MPI communicator duplicated, used, freed", 40, *kilobytes])
-    keys = [f"{number:.1f}" for number in reversed(gloo["keys"])]
-    yield _row(["store keys kept for each init and destroy", 8, *keys])
-    peaks = [f"{figures[kind]['peak']:.2f}" for kind in ("multibn", "torch")]
-    yield _row(["peak of a float16 forward pass on CPU, in inputs", "4.9", *peaks])
-    seconds = [f"{figures[kind]['seconds']:.1f}" for kind in ("multibn", "torch")]
-    yield _row(["processor seconds of this pass, 1.07 GB", "", *seconds])
 
 
 _HEAD = f"""# What a long run holds
@@ -138,12 +98,6 @@ of widths. Of several machines, the first rank of each talks: 64 machines are 63
 a machine, multibn adds one descriptor, the shared memory, for any number of ranks, and arrays above
 64 kB open the group of all ranks. One thread asks the store, one waits for gloo. Over MPI, it adds
 at most one duplicate of the communicator for each doubling of the width, and two more."""
-
-_GROUPS = f"""## Before and now
-
-The column "at {_BEFORE}" has the figures that were measured at that commit, with 2 ranks where
-nothing else is said. The column "without multibn" has the same program with sums of
-torch.distributed or mpi4py in place of layers; for the last two lines, `torch.nn.BatchNorm2d`."""
 
 _STARTS = f"""## 32 ranks over MPI on {len(os.sched_getaffinity(0))} cores
 

@@ -1,19 +1,17 @@
-"""One rank: python -m tests.soak.worker LAUNCHER SECONDS FILE, which gets the results."""
+"""One rank: python -m tests.soak.worker LAUNCHER SECONDS DIRECTORY."""
 
-import json
 import resource
 import sys
-from pathlib import Path
 from typing import Any
 
-from multibn._launch import enter_world, leave_world
+from multibn._launch import enter_world, leave_world, write
 from tests.soak import figures
 from tests.soak.deeds import deeds_of, hold
 
 _DESCRIPTORS = 128  # a limit that other programs run under, for 2 ranks
 
 
-def main(launcher: str, seconds: str, file: str) -> None:
+def main(launcher: str, seconds: str, directory: str) -> None:
     world = enter_world({"torchrun": "gloo", "mpiexec": "mpi"}[launcher])
     results: dict[str, Any] = {}
     if world.size == 2:
@@ -21,14 +19,9 @@ def main(launcher: str, seconds: str, file: str) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (_DESCRIPTORS, most))
     if world.size < 32:
         results["widths"] = figures.of_widths(world)
-    if world.size == 2:
-        results["groups"] = [figures.of_groups(world, plain=plain) for plain in (True, False)]
-        if launcher == "torchrun":
-            results["keys"] = [figures.of_rounds(world, plain=plain) for plain in (True, False)]
     deeds = deeds_of(world)
     results["rows"] = [hold(deed, world, float(seconds) / len(deeds)) for deed in deeds]
-    if world.rank == 0:
-        Path(file).write_text(json.dumps(results))
+    write(directory, world.rank, {}, results)
     leave_world()
 
 

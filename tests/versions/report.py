@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from benchmarks.tables import markdown
+
 PACKAGES = {
     "torch": ["torch"],
     "Triton": ["triton"],
@@ -72,7 +74,7 @@ def page(rows: Iterable[Mapping[str, Any]]) -> str:
         for row in ordered
         for reason, number in row["outcome"]["reasons"]
     ]
-    return _PAGE.format(table=_markdown(map(_line, ordered)), reasons="\n".join(reasons))
+    return _PAGE.format(table=markdown(COLUMNS, map(_line, ordered)), reasons="\n".join(reasons))
 
 
 def numbers(version: str) -> list[int]:
@@ -82,11 +84,6 @@ def numbers(version: str) -> list[int]:
 def _line(row: Mapping[str, Any]) -> Sequence[str]:
     counts = (str(row["outcome"][count]) for count in COUNTS)
     return (row["name"], *row["versions"].values(), *counts, row["date"], row["commit"])
-
-
-def _markdown(rows: Iterable[Sequence[str]]) -> str:
-    lines = [COLUMNS, ["---"] * len(COLUMNS), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 # Lines as long as those of the other pages.

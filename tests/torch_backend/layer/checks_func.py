@@ -28,7 +28,7 @@ from torch.func import (
 from multibn.communicators import Communicator
 from multibn.torch_backend import SyncBatchNorm
 from tests.harness.runs import on
-from tests.helpers.stacked import C, stack_models
+from tests.torch_backend.layer.stacked import C, stack_models
 
 RUNS = on("torchrun", 2, needs="torch")
 

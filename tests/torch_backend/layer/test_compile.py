@@ -52,7 +52,7 @@ def build(**options: Any) -> nn.Sequential:
     "options, backend",
     [
         ({}, "aot_eager"),
-        ({"momentum": None, "fuse_relu": True}, "inductor"),
+        ({"momentum": None, "fuse_relu": True}, "aot_eager"),
         ({"affine": False}, "aot_eager"),
         ({"bias": False}, "aot_eager"),
         ({"track_running_stats": False}, "aot_eager"),

@@ -30,13 +30,12 @@ from torch.func import (  # noqa: E402
 from torch.utils import _pytree as pytree  # noqa: E402
 
 from multibn.torch_backend import (  # noqa: E402
-    NaiveSyncBatchNorm1d,
     SubBatchNorm1d,
     SyncBatchNorm,
     normalize_together,
     sync_batch_norm,
 )
-from tests.helpers.stacked import C, stack_models  # noqa: E402
+from tests.torch_backend.layer.stacked import C, stack_models  # noqa: E402
 
 # torch's own warnings: when it loads the formulas of forward mode, and in linearize.
 pytestmark = [
@@ -195,7 +194,6 @@ class _Formula(nn.BatchNorm1d):
 #: Layers, and the layers that they are compared with.
 LAYERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "sync": (SyncBatchNorm, nn.BatchNorm1d),
-    "naive": (lambda n, **o: NaiveSyncBatchNorm1d(num_features=n, **o), nn.BatchNorm1d),
     "sub": (lambda n, **o: SubBatchNorm1d(2, n, **o), _Splits),
 }
 

@@ -20,6 +20,7 @@ from multibn.torch_backend import (
     update_bn_stats,
 )
 from tests.harness.runs import on, only
+from tests.helpers.normalized import normalized
 from tests.helpers.ranks import CountingCommunicator
 
 RUNS = on("torchrun mpiexec", 2, 4, needs="torch")
@@ -92,12 +93,11 @@ def _inputs(size: int, kind: str) -> list[list[dict[int, Array]]]:
     for step in first:
         out = {}
         for rank, x in step.items():
-            members = [v for r, v in step.items() if r // sharing == rank // sharing]
+            members = [r for r in step if r // sharing == rank // sharing]
             y = np.empty_like(x)
             for split in range(num_splits):
-                part = np.concatenate([v[split::num_splits] for v in members])
-                scale = np.sqrt(part.var(0) + EPS)
-                y[split::num_splits] = (x[split::num_splits] - part.mean(0)) / scale
+                ys = normalized([step[r][split::num_splits] for r in members], EPS)
+                y[split::num_splits] = ys[members.index(rank)]
             out[rank] = np.maximum(y @ WEIGHT, 0)
         second.append(out)
     return [first, second]
@@ -185,32 +185,6 @@ def check_limits(world: Communicator) -> None:
         _precise(layer, _loader(world.rank), world, num_samples=total + 1)
 
 
-class _Failing:
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def __iter__(self) -> Iterator[Any]:
-        yield _loader(self.rank)[0]
-        raise OSError("disk")
-
-
-def check_a_loader_that_raises_is_an_error_on_all_ranks(world: Communicator) -> None:
-    culprit = world.size - 1
-    for kind in KINDS:
-        model = _model(world, kind)
-        before = copy.deepcopy(model.state_dict())
-        data: Any = _Failing(culprit) if world.rank == culprit else _loader(culprit)
-        error, message = (
-            (OSError, "disk")
-            if world.rank == culprit
-            else (RuntimeError, rf"`data_loader` raised on rank\(s\) \[{culprit}\] of {world.size}")
-        )
-        with pytest.raises(error, match=message):
-            _precise(model, data, world)
-        torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-        assert not any(m._forward_pre_hooks for m in model.modules())
-
-
 def check_a_refused_input_is_an_error_on_all_ranks(world: Communicator) -> None:
     for estimator in ("population", "mean_of_var"):
         layer = SyncBatchNorm(C, process_group=world)
@@ -282,15 +256,6 @@ def check_ddp(world: Communicator) -> None:
         torch.testing.assert_close(
             layer.state_dict(), expected.state_dict(), rtol=1e-12, atol=1e-12
         )
-
-
-def check_messages(world: Communicator) -> None:
-    """One number exchange a batch, one at the end for each layer."""
-    counting = CountingCommunicator(world)
-    model, loader = _model(world, "plain"), _loader(world.rank)
-    update_bn_stats(model, loader, process_group=counting, progress=False)
-    steps = world.size + 1  # the longest loader's batches, and its end
-    assert counting.take() == [world.size + 1] * steps + [2 * C + 2, 2 * D + 2]
 
 
 def check_sync_running_stats(world: Communicator) -> None:

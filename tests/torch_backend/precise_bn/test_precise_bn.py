@@ -3,7 +3,6 @@
 import builtins
 import contextlib
 import copy
-import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -11,9 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multibn import SingleProcess
 from tests.helpers import require
-from tests.helpers.ranks import CountingCommunicator, ThreadCommunicator, run_ranks
 
 require.need("torch")
 
@@ -217,15 +214,6 @@ def test_a_high_mean(dtype: torch.dtype) -> None:
     np.testing.assert_allclose(kept(layer)[1], rows(data).var(1, ddof=1), rtol=1e-5)
 
 
-def test_a_layer_used_twice_counts_both_inputs() -> None:
-    bn = nn.BatchNorm1d(2)
-    data = [torch.randn(5, 2), torch.randn(7, 2)]
-    precise(bn, data, forward_fn=lambda m, x: (m(x), m(input=3 * x + 1)))
-    x = rows([f for x in data for f in (x, 3 * x + 1)])
-    np.testing.assert_allclose(kept(bn)[0], x.mean(1), rtol=1e-6)
-    np.testing.assert_allclose(kept(bn)[1], x.var(1, ddof=1), rtol=1e-6)
-
-
 def test_an_input_that_is_named_last() -> None:
     bn = SyncBatchNorm(2)
     x = torch.randn(5, 2)
@@ -263,56 +251,6 @@ def test_a_model_without_layers_to_update() -> None:
         with pytest.warns(UserWarning, match="no batch norm layer in training mode with running"):
             precise(model, batches())
         assert_same(state(model), before)
-
-
-class Interrupting:
-    """Gives one batch, then raises."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-    def __iter__(self) -> Iterator[Any]:
-        yield batches()[0]
-        raise self.error
-
-
-def _raise(error: BaseException) -> Any:
-    raise error
-
-
-@pytest.mark.parametrize(
-    "where, error, estimator",
-    [
-        ("loader", OSError("disk"), "population"),
-        ("forward_fn", KeyboardInterrupt(), "population"),
-        ("layer", OSError("disk"), "mean_of_var"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("kind", LAYERS)
-def test_after_an_exception_all_is_as_before(
-    kind: str, estimator: str, error: BaseException, where: str
-) -> None:
-    model = Net(LAYERS[kind])
-    model.conv.eval()
-    model.bn1.register_forward_pre_hook(lambda *_: None)
-
-    def forward(m: Any, x: Any) -> None:
-        m(x)
-        m.eval()
-        if where == "forward_fn":
-            raise error
-
-    data: Any = Interrupting(error) if where == "loader" else batches()
-    handle = None
-    if where == "layer":
-        handle = model.bn2.register_forward_hook(lambda *_: _raise(error))
-    before = state(model)
-    with pytest.raises(type(error)):
-        precise(model, data, estimator=estimator, forward_fn=forward)
-    assert_same(state(model), before)
-    if handle:
-        handle.remove()
 
 
 def test_a_forward_fn_that_changes_modes_is_undone() -> None:
@@ -373,18 +311,6 @@ def test_a_warning_that_is_an_error_still_updates() -> None:
     np.testing.assert_allclose(kept(layer)[0], rows(batches()).mean(1), rtol=1e-5)
 
 
-def test_no_batch_is_an_error() -> None:
-    layer = nn.BatchNorm2d(3)
-    before = state(layer)
-    used_up = iter([torch.ones(2, 3, 4, 4)])
-    next(used_up)
-    empty: list[Any] = []
-    for loader in (empty, used_up):
-        with pytest.raises(ValueError, match=r"at least one batch: got none on any of 1 rank\(s\)"):
-            precise(layer, loader)
-    assert_same(state(layer), before)
-
-
 def test_empty_batches_count_for_nothing() -> None:
     data = batches()
     for estimator in ("population", "mean_of_var"):
@@ -440,19 +366,6 @@ def test_loaders(loader: Any, progress: bool) -> None:
     update_bn_stats(model, loader, forward_fn=forward, num_samples=3, progress=progress)
     np.testing.assert_allclose(kept(model.bn1)[0], rows(given).mean(1), rtol=1e-5, atol=1e-6)
     assert_same(state(model), before, but=("bn1.", "bn2."))
-
-
-def test_progress_bar(capsys: Any, monkeypatch: Any) -> None:
-    pytest.importorskip("tqdm")
-    update_bn_stats(nn.BatchNorm2d(3), batches())
-    assert "precise batch norm: 100%" in (shown := capsys.readouterr().err)
-    assert "3/3" in shown
-    update_bn_stats(nn.BatchNorm2d(3), batches(), progress=False)
-    assert capsys.readouterr().err == ""
-    module = sys.modules["multibn._progress"]
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
-    update_bn_stats(nn.BatchNorm2d(3), batches())
-    assert capsys.readouterr().err == ""
 
 
 def test_under_autocast() -> None:
@@ -529,37 +442,6 @@ def test_sub_batch_norms_that_are_frozen_are_left_alone() -> None:
     before = state(model)
     precise(model, batches())
     assert_same(state(model), before, but=("0.",))
-
-
-def test_messages() -> None:
-    """One number exchange a batch and one at the end for each layer, whatever the layers are."""
-    counting = CountingCommunicator(SingleProcess())
-    precise(Net(), batches(), process_group=counting)
-    assert counting.take() == [2] * 4 + [2 * 3 + 2, 2 * 4 + 2]
-
-
-def test_ranks_whose_loaders_differ() -> None:
-    """Plain layers: unequal numbers of batches of unequal sizes, and a rank with none."""
-    data = [batches([4, 6, 2]), [], batches([3], seed=9, mean=4)]
-
-    def run(estimator: str) -> Any:
-        def rank(world: ThreadCommunicator) -> Any:
-            layer = nn.BatchNorm2d(3)
-            precise(layer, data[world.rank], process_group=world, estimator=estimator)
-            return kept(layer)
-
-        return run_ranks(3, rank)
-
-    everything = [x for of_rank in data for x in of_rank]
-    x = rows(everything)
-    for mean, var in run("population"):
-        np.testing.assert_allclose(mean, x.mean(1), rtol=1e-6)
-        np.testing.assert_allclose(var, x.var(1, ddof=1), rtol=1e-6)
-    for mean, var in run("mean_of_var"):
-        np.testing.assert_allclose(mean, np.mean([rows([x]).mean(1) for x in everything], 0), 1e-6)
-        np.testing.assert_allclose(
-            var, np.mean([rows([x]).var(1, ddof=1) for x in everything], 0), 1e-6
-        )
 
 
 def test_importing_tqdm_waits_for_a_bar(monkeypatch: Any) -> None:
