@@ -12,8 +12,9 @@ from multibn._typing import RunningVar, Weighting, check_int, overridden
 from multibn.communicators.outcomes import Nonfinite
 from multibn.torch_backend.convert import derived
 from multibn.torch_backend.layer import data_parallel
-from multibn.torch_backend.layer.modules import ALONE, SyncBatchNorm, Synchronized
+from multibn.torch_backend.layer.modules import SyncBatchNorm
 from multibn.torch_backend.layer.sub_batch_norm import _SubBatchNorm
+from multibn.torch_backend.layer.synchronized import ALONE, Synchronized
 
 # Names that a class may define and still behave like the layer that it derives from.
 _HARMLESS = "__constants__", "_check_input_dim", "extra_repr"

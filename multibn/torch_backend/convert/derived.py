@@ -25,9 +25,8 @@ from multibn.torch_backend.layer.modules import (
     SyncBatchNorm2d,
     SyncBatchNorm3d,
     call_node,
-    moves,
-    running_of,
 )
+from multibn.torch_backend.layer.synchronized import moves, running_of
 
 _classes: dict[tuple[type[_BatchNorm], bool], type[SyncBatchNorm]] = {
     (nn.BatchNorm1d, False): SyncBatchNorm1d,

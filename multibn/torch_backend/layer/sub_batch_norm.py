@@ -15,10 +15,10 @@ from multibn.engine.statistics import OneValueError, reduced_axes
 from multibn.engine.step import Input
 from multibn.kernels import generic
 from multibn.torch_backend.layer import compiled, functional
-from multibn.torch_backend.layer.modules import (
+from multibn.torch_backend.layer.modules import call_node
+from multibn.torch_backend.layer.synchronized import (
     ALONE,
     Synchronized,
-    call_node,
     check_arguments,
     has_hooks,
     moves,

@@ -17,7 +17,7 @@ from multibn.engine.precise import Estimate, Pass, Population, input_of
 from multibn.engine.statistics import aggregate, local_moments
 from multibn.kernels.generic import as_wide
 from multibn.torch_backend.layer import functional, jagged
-from multibn.torch_backend.layer.modules import Synchronized
+from multibn.torch_backend.layer.synchronized import Synchronized
 
 Estimator: TypeAlias = Literal["population", "mean_of_var"]
 

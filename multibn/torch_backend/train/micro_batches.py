@@ -10,8 +10,8 @@ from torch import nn
 from multibn.engine.population import Pool
 from multibn.kernels import Running
 from multibn.torch_backend.layer import dtensors
-from multibn.torch_backend.layer.modules import Synchronized, running_of
 from multibn.torch_backend.layer.sub_batch_norm import _SubBatchNorm
+from multibn.torch_backend.layer.synchronized import Synchronized, running_of
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from multibn.communicators import Communicator, as_communicator
 from multibn.engine.population import pool_running
 from multibn.engine.synchrony import check_equal, largest_group
 from multibn.kernels.generic import as_wide
-from multibn.torch_backend.layer.modules import Synchronized, options_of
+from multibn.torch_backend.layer.synchronized import Synchronized, options_of
 
 How: TypeAlias = Literal["broadcast", "pool"]
 

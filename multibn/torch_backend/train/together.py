@@ -7,7 +7,8 @@ from torch import Tensor
 
 from multibn.communicators.base import identity
 from multibn.torch_backend.layer import functional
-from multibn.torch_backend.layer.modules import SyncBatchNorm, has_hooks, shared_conversation
+from multibn.torch_backend.layer.modules import SyncBatchNorm
+from multibn.torch_backend.layer.synchronized import has_hooks, shared_conversation
 
 
 def normalize_together(

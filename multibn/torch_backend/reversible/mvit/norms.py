@@ -6,7 +6,8 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from multibn.torch_backend.layer.modules import SyncBatchNorm, Synchronized
+from multibn.torch_backend.layer.modules import SyncBatchNorm
+from multibn.torch_backend.layer.synchronized import Synchronized
 
 Role = Literal["block", "pool", "residual", "fuse", "stem", "final"]
 NormFactory = Callable[[int, Role], nn.Module]

@@ -1,0 +1,195 @@
+"""What all layers that share statistics have: ranks, options, a name, buffers that a step moves."""
+
+import weakref
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from multibn._typing import RunningVar, Weighting, check_choice, check_eps, check_int, check_number
+from multibn.communicators import Communicator, SingleProcess, as_communicator
+from multibn.communicators.agreement import Built
+from multibn.communicators.conversation import Conversation
+from multibn.communicators.outcomes import Nonfinite
+from multibn.communicators.people import find_path
+from multibn.engine import recompute
+from multibn.engine.population import Pool
+from multibn.kernels import Running
+from multibn.torch_backend.layer import (
+    compiled,
+    data_parallel,
+)
+
+#: This process alone, known to compiled code.
+ALONE = SingleProcess()
+compiled.register(ALONE)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of `module` runs hooks of its own.
+
+    Hooks of all modules do not count: `checkpoint_contexts` has one in the recomputation only.
+    """
+    forward = module._forward_pre_hooks or module._forward_hooks
+    return bool(forward or module._backward_pre_hooks or module._backward_hooks)
+
+
+class Synchronized(nn.Module):
+    """Base class of the layers that share statistics: the ranks, and the conventions."""
+
+    built: Built  # which of the process's layers this one is
+    conversation: Conversation  # the layer's communicator, with the layer's name in its model
+    pool: Pool | None = None  # of the step of `step_statistics` that is under way
+    nonfinite: Nonfinite = None
+
+    def configure(
+        self,
+        process_group: Any,
+        weighting: Weighting = "element",
+        running_var: RunningVar = "unbiased_global",
+        nonfinite: Nonfinite = None,
+    ) -> None:
+        """Set the ranks and the conventions, see `SyncBatchNorm`. Not collective."""
+        check_choice("weighting", weighting, Weighting)
+        check_choice("running_var", running_var, RunningVar)
+        check_choice("nonfinite", nonfinite, Nonfinite)
+        self.built = Built()
+        self.process_group = process_group
+        self.nonfinite = nonfinite
+        self.weighting: Weighting = weighting
+        self.running_var_convention: RunningVar = running_var
+
+    @property
+    def process_group(self) -> Communicator:
+        """The ranks that share statistics, as a communicator."""
+        return self.conversation.wrapped
+
+    @process_group.setter
+    def process_group(self, obj: Any) -> None:
+        # A weak reference: the conversation must not keep its layer alive.
+        layer = weakref.ref(self)
+        self.conversation = Conversation(
+            as_communicator(obj),
+            lambda: _name(layer()),
+            built=self.built,
+            options=lambda: options_of(layer()),
+        )
+        compiled.register(self.conversation)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{super().extra_repr()}, process_group={self.process_group}, "
+            f"weighting={self.weighting!r}, running_var={self.running_var_convention!r}"
+            f"{f', nonfinite={self.nonfinite!r}' if self.nonfinite else ''}"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "conversation": self.process_group}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.process_group = self.__dict__.pop("conversation")  # a copy has its own name
+
+
+def check_arguments(num_features: object, eps: object, momentum: object) -> None:
+    """Raise unless a layer can have these arguments."""
+    check_int("num_features", num_features)
+    check_eps(eps)
+    check_number("momentum", momentum, "[0, 1]", none="the cumulative average")
+
+
+# Those of a layer's attributes that must be equal on all ranks, and what people call them.
+_OPTIONS = {
+    **{name: name for name in ("eps", "momentum", "affine", "track_running_stats")},
+    **{name: name for name in ("weighting", "fuse_relu", "nonfinite", "num_splits")},
+    "running_var_convention": "running_var",
+}
+
+
+def options_of(layer: nn.Module | None) -> dict[str, object]:
+    """The options of a layer, which must be equal on all ranks."""
+    return {text: getattr(layer, name) for name, text in _OPTIONS.items() if hasattr(layer, name)}
+
+
+def _name(layer: nn.Module | None) -> str:
+    """The layer's name in the state dict of the model whose forward pass is running."""
+    if layer is None:
+        return "a layer"
+    path = find_path(layer, nn.Module, lambda model: model.named_modules())
+    # DistributedDataParallel adds "module" to the path, torch.compile adds "_orig_mod".
+    steps = [step for step in path.split(".") if step not in ("module", "_orig_mod")]
+    return ".".join(steps) or type(layer).__qualname__
+
+
+# For each first layer, the conversations of that layer with others. They last as long as the layer:
+# a new conversation in each step would compare the ranks in each step.
+_merged: weakref.WeakKeyDictionary[Conversation, dict[tuple[Any, ...], Conversation]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def shared_conversation(layers: Sequence[Synchronized]) -> Conversation:
+    """The communicator for messages of all `layers` together."""
+    parts = [layer.conversation for layer in layers]
+    if len(parts) == 1:
+        return parts[0]
+    known = _merged.setdefault(parts[0], {})
+    key = tuple(weakref.ref(part) for part in parts[1:])
+    if key not in known:
+        name = _common_name([part.name for part in parts])
+        options = {
+            f"{option} of {part.name}": value
+            for part in parts
+            for option, value in part.options().items()
+        }
+        group, built = parts[0].wrapped, parts[0].built
+        known[key] = Conversation(
+            group, lambda: name, built=built, options=lambda: options, num_layers=len(parts)
+        )
+        known[key].names = [part.name for part in parts]
+    return known[key]
+
+
+def _common_name(names: Sequence[str]) -> str:
+    """One name for several layers: "layer1.0.[bn2, downsample.1]"."""
+    steps = [name.split(".") for name in names]
+    parents = zip(*(path[:-1] for path in steps), strict=False)
+    common = [step for step, *_ in takewhile(lambda level: len(set(level)) == 1, parents)]
+    parts = ", ".join(".".join(path[len(common) :]) for path in steps)
+    return ".".join([*common, f"[{parts}]"])
+
+
+def running_of(
+    bn: _BatchNorm, convention: RunningVar, momentum: float | None = None
+) -> Running | Pool | None:
+    """The buffers of `bn` that a training step moves in place, once; None if there are none.
+
+    In a step of `step_statistics`, the pool of the step. With `momentum`, the caller has counted
+    the batch already.
+    """
+    if not bn.track_running_stats:
+        return None
+    data_parallel.watch_active(Synchronized)
+    pool: Pool | None = getattr(bn, "pool", None)
+    if pool is not None:
+        return pool
+    # Attributes of a module, which has its own look-up, take longer.
+    buffers = bn._buffers
+    mean, var = buffers["running_mean"], buffers["running_var"]
+    if mean is None or var is None:
+        return None
+    if momentum is not None:
+        return Running(mean, var, momentum, convention)
+    counter = buffers["num_batches_tracked"]
+    momentum = 0.0 if counter is None and bn.momentum is None else bn.momentum
+    return Running(mean, var, momentum, convention, counter)
+
+
+def moves(running: Running | Pool | None, x: Tensor) -> bool:
+    """Whether a pass over `x` moves the buffers `running`: a pool and a recomputation leave them.
+
+    Compiled code cannot tell whether it runs in a recomputation. There this function answers True.
+    """
+    return isinstance(running, Running) and (compiled.takes(x) or not recompute.in_recomputing())
