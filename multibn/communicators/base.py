@@ -1,7 +1,9 @@
 """The communicator: processes that share batch statistics, and the handles that name them."""
 
+import sys
 from abc import ABC, abstractmethod
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -57,7 +59,15 @@ class Communicator(Protocol):
 
 
 class Handle:
-    """Names processes without owning them: a copy is the same handle, a pickle finds it again."""
+    """Names processes without owning them: a copy is the same handle, a pickle finds it again.
+
+    Attributes
+    ----------
+    find_default
+        By which a pickle of torch's default process group finds it again; default.py sets this.
+    """
+
+    find_default: ClassVar[Callable[[], "Handle"]]
 
     def __copy__(self: _T) -> _T:
         return self
@@ -133,6 +143,15 @@ class Forwarding(Handle, ABC):
     @abstractmethod
     def _look_up(self) -> Any:
         """The communicator that this one stands for; may itself be `Forwarding`."""
+
+
+def is_outsiders_marker(obj: Any, /) -> bool:
+    """Whether `obj` is what torch's new_group returns to processes outside the group."""
+    distributed = sys.modules.get("torch.distributed")
+    if not distributed or not distributed.is_available():
+        return False
+    marker = distributed.GroupMember.NON_GROUP_MEMBER
+    return type(obj) is type(marker) and obj == marker
 
 
 def identity(communicator: Communicator, /) -> object:

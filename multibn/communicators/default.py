@@ -7,7 +7,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from multibn.communicators.base import Communicator, Forwarding, SingleProcess
+from multibn.communicators.base import Communicator, Forwarding, Handle, SingleProcess
 
 
 class DefaultCommunicator(Forwarding):
@@ -73,16 +73,10 @@ def default_communicator() -> DefaultCommunicator:
 
 @cache
 def _default_group() -> Communicator:
-    # By name: torch_distributed stands above this file and imports it.
+    # By name: torch need not be installed.
     module = import_module("multibn.communicators.transports.torch_distributed")
     communicator: Communicator = module.TorchDistributed()
     return communicator
 
 
-def is_outsiders_marker(obj: Any, /) -> bool:
-    """Whether `obj` is what torch's new_group returns to processes outside the group."""
-    distributed = sys.modules.get("torch.distributed")
-    if not distributed or not distributed.is_available():
-        return False
-    marker = distributed.GroupMember.NON_GROUP_MEMBER
-    return type(obj) is type(marker) and obj == marker
+Handle.find_default = default_communicator

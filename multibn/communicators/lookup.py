@@ -5,8 +5,14 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple, cast
 
-from multibn.communicators.base import Communicator, Forwarding, Handle, identity
-from multibn.communicators.default import default_communicator, is_outsiders_marker
+from multibn.communicators.base import (
+    Communicator,
+    Forwarding,
+    Handle,
+    identity,
+    is_outsiders_marker,
+)
+from multibn.communicators.default import default_communicator
 from multibn.communicators.groups import Spec, check_spec, split_by
 
 # The library that an object's class comes from, and the file and class that wrap such an object. In

@@ -10,8 +10,7 @@ from array_api_compat import is_cupy_array, is_torch_array
 
 from multibn._environment import ended_ranks
 from multibn._typing import Array
-from multibn.communicators.base import SingleProcess
-from multibn.communicators.default import default_communicator, is_outsiders_marker
+from multibn.communicators.base import SingleProcess, is_outsiders_marker
 from multibn.communicators.lines import (
     HostArray,
     Line,
@@ -176,7 +175,7 @@ class TorchDistributed(LineCommunicator):
         if self._ranks is None or (
             dist.is_initialized() and self._ranks == tuple(range(dist.get_world_size()))
         ):
-            return default_communicator, ()
+            return type(self).find_default, ()
         if len(self._ranks) == 1:
             return SingleProcess, ()
         return restore, (self._ranks, self.timeout)
