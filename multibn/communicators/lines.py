@@ -264,6 +264,15 @@ class LineCommunicator(Handle, ABC):
         return self.lines.sum(a, text, text, self.timeout)
 
 
+def seconds_of_offers(num_ranks: int) -> float:
+    """How long a rank that waits only offers its core, and wakes without delay.
+
+    Not long where the ranks of a machine outnumber its cores: the system would spend its time on
+    their offers.
+    """
+    return 2e-4 if num_ranks > len(os.sched_getaffinity(0)) else 0.1
+
+
 def after_fork(function: Callable[[], object]) -> None:
     """Call `function` in each forked child of this process, where the system has forks."""
     if hasattr(os, "register_at_fork"):

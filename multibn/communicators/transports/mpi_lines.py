@@ -9,7 +9,13 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 from multibn import message
-from multibn.communicators.lines import HostArray, Lines, Transport, after_fork
+from multibn.communicators.lines import (
+    HostArray,
+    Lines,
+    Transport,
+    after_fork,
+    seconds_of_offers,
+)
 from multibn.communicators.notices import Notice
 from multibn.communicators.watch import Done
 
@@ -219,11 +225,6 @@ def _test(request: "Request", seconds: float) -> bool:
 
 @cache
 def _yielding() -> float:
-    """Seconds in which a waiting rank only offers its core, and wakes without delay.
-
-    Few where ranks outnumber the cores: the kernel would spend its time on their offers.
-    """
     # Open MPI's name, MPICH's and Intel MPI's.
     names = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-    ranks = max(int(os.environ.get(name, "1")) for name in names)
-    return 2e-4 if ranks > len(os.sched_getaffinity(0)) else 0.1
+    return seconds_of_offers(max(int(os.environ.get(name, "1")) for name in names))

@@ -14,7 +14,7 @@ import numpy as np
 
 from multibn import message
 from multibn._environment import process_state
-from multibn.communicators.lines import HostArray, Line, Opening
+from multibn.communicators.lines import HostArray, Line, Opening, seconds_of_offers
 from multibn.communicators.notices import RankLeftError, RankLostError
 from multibn.communicators.watch import Done
 
@@ -132,7 +132,8 @@ class SharedLine:
         self._slots_at = [slots[parity].ctypes.data for parity in (0, 1)]
         self._num_here, self._stride = slots.shape[1], slots.strides[1]
         self._buffer_at = 0 if buffer is None else buffer.ctypes.data
-        self._yielding = _yielding(self._num_here)
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._yielding = seconds_of_offers(max(self._num_here, local))
         self._begun = 0  # messages
         self._waited = 0.0  # seconds, in this message
         self._message: HostArray = np.empty(0)
@@ -232,12 +233,3 @@ class LineOverMachines(SharedLine):
         a, slot = self._message, self._slots_at[self._begun & 1]
         core.arrive(self._summed, self._begun - 1, slot, self._message_at, a.nbytes)
         return True
-
-
-def _yielding(num_here: int) -> float:
-    """Seconds in which a waiting rank only offers its core, and wakes without delay.
-
-    Few where ranks outnumber the cores: the kernel would spend its time on their offers.
-    """
-    ranks = max(num_here, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return 2e-4 if ranks > len(os.sched_getaffinity(0)) else 0.1
