@@ -4,6 +4,7 @@ import contextlib
 import copy
 import pickle
 from collections.abc import Callable, Iterator, Sequence
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -36,12 +37,13 @@ def _expect_right(models: Sequence[nn.Module]) -> None:
 
 @contextlib.contextmanager
 def _numbers_restored() -> Iterator[None]:
-    """Later checks share the processes, and compare which layers these have built."""
-    before = Built.num_layers
+    """Other checks share the processes; some have built, and keep, layers on one rank alone."""
+    before = Built.num_layers, Built._alive
+    Built._alive = WeakSet()
     try:
         yield
     finally:
-        Built.num_layers = before
+        Built.num_layers, Built._alive = before
 
 
 _COPIES: dict[str, Callable[[nn.Module], object]] = {
@@ -70,10 +72,11 @@ def check_a_model_that_one_rank_has_deleted(world: Communicator) -> None:
 
 def check_a_model_that_one_rank_has_received(world: Communicator) -> None:
     """A rank goes on with a pickle, and another with the model that was pickled."""
-    model = _network(world)
-    if world.rank == 1:
-        model = pickle.loads(pickle.dumps(model))
-    _expect_right([model])
+    with _numbers_restored():
+        model = _network(world)
+        if world.rank == 1:
+            model = pickle.loads(pickle.dumps(model))
+        _expect_right([model])
 
 
 def check_another_model_on_one_rank_is_an_error_on_all(world: Communicator) -> None:
