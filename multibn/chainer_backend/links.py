@@ -74,7 +74,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         `"sample"`, its batch size, or `"rank"`, the same for every rank that is not empty.
     avg_var
         The variance in the persistent value of this name: `"unbiased_global"`, `"unbiased_local"`
-        or `"biased"`, see `multibn.running_variance`.
+        or `"biased"`, see `multibn.engine.running_variance`.
     nonfinite
         What follows where a rank's input has NaN, infinity or too large values: `"raise"`
         FloatingPointError on all ranks, or `"skip"` the batch: the output is NaN on all ranks,

@@ -44,7 +44,8 @@ def running_variance(
     Examples
     --------
     >>> import numpy as np
-    >>> from multibn import SingleProcess, batch_statistics, running_variance
+    >>> from multibn import SingleProcess
+    >>> from multibn.engine import batch_statistics, running_variance
     >>> batch = batch_statistics(np.asarray([[1.0], [3.0]]), SingleProcess())
     >>> print(running_variance(batch, local_count=2.0))
     [2.]
@@ -85,7 +86,8 @@ def update_running(
     Examples
     --------
     >>> import numpy as np
-    >>> from multibn import SingleProcess, batch_statistics, update_running
+    >>> from multibn import SingleProcess
+    >>> from multibn.engine import batch_statistics, update_running
     >>> batch = batch_statistics(np.asarray([[1.0], [3.0]]), SingleProcess())
     >>> mean, var = update_running(np.zeros(1), np.ones(1), batch, momentum=0.5, local_count=2)
     >>> print(mean, var)
@@ -118,7 +120,7 @@ class PopulationEstimator:
     Examples
     --------
     >>> import numpy as np
-    >>> from multibn import PopulationEstimator, local_moments
+    >>> from multibn.engine import PopulationEstimator, local_moments
     >>> estimator = PopulationEstimator(np.zeros(1))
     >>> for batch in ([[1.0], [3.0]], [[5.0], [7.0], [9.0]]):
     ...     estimator.update(local_moments(np.asarray(batch)))

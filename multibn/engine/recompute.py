@@ -53,7 +53,7 @@ class recording(_Pass):  # noqa: N801 (read as a verb: `with recording() as tape
     Examples
     --------
     >>> import torch
-    >>> from multibn import recording
+    >>> from multibn.engine import recording
     >>> from multibn.torch_backend import SyncBatchNorm
     >>> layer = SyncBatchNorm(1)
     >>> with recording() as tape:
@@ -143,7 +143,7 @@ class replaying(_Pass):  # noqa: N801
     Examples
     --------
     >>> import torch
-    >>> from multibn import recording, replaying
+    >>> from multibn.engine import recording, replaying
     >>> from multibn.torch_backend import SyncBatchNorm
     >>> layer, x = SyncBatchNorm(8), torch.randn(4, 8)
     >>> with recording() as tape:

@@ -50,7 +50,7 @@ class Moments(NamedTuple):
     Examples
     --------
     >>> import numpy as np
-    >>> from multibn import Moments
+    >>> from multibn.engine import Moments
     >>> moments = Moments(np.asarray([2.0]), np.asarray([5.0]), count=8.0, num_samples=4.0)
     >>> print(moments.meansqr - moments.mean**2)  # the biased variance
     [1.]
@@ -94,7 +94,7 @@ def local_moments(
     Examples
     --------
     >>> import numpy as np
-    >>> from multibn import local_moments
+    >>> from multibn.engine import local_moments
     >>> moments = local_moments(np.asarray([[1.0, 2.0], [3.0, 4.0]]))
     >>> print(moments.mean, moments.meansqr, moments.count)
     [2. 3.] [ 5. 10.] 2.0
@@ -122,7 +122,7 @@ def merge_moments(*moments: Moments) -> Moments:
     Examples
     --------
     >>> import numpy as np
-    >>> from multibn import local_moments, merge_moments
+    >>> from multibn.engine import local_moments, merge_moments
     >>> parts = np.asarray([[1.0]]), np.asarray([[3.0], [5.0]])
     >>> print(merge_moments(*map(local_moments, parts)).mean)
     [3.]
@@ -171,7 +171,8 @@ def aggregate(
     Two parts of this rank's batch, and one message for both:
 
     >>> import numpy as np
-    >>> from multibn import SingleProcess, aggregate, local_moments, merge_moments
+    >>> from multibn import SingleProcess
+    >>> from multibn.engine import aggregate, local_moments, merge_moments
     >>> parts = map(local_moments, (np.asarray([[1.0]]), np.asarray([[3.0], [5.0]])))
     >>> batch = aggregate(merge_moments(*parts), SingleProcess())
     >>> print(batch.mean, batch.count)
@@ -235,7 +236,8 @@ def batch_statistics(
     Examples
     --------
     >>> import numpy as np
-    >>> from multibn import SingleProcess, batch_statistics
+    >>> from multibn import SingleProcess
+    >>> from multibn.engine import batch_statistics
     >>> batch = batch_statistics(np.asarray([[1.0, 10.0], [3.0, 30.0]]), SingleProcess())
     >>> print(batch.mean, batch.var)
     [ 2. 20.] [  1. 100.]
@@ -305,7 +307,8 @@ def normalize(
     Examples
     --------
     >>> import numpy as np
-    >>> from multibn import SingleProcess, batch_statistics, normalize
+    >>> from multibn import SingleProcess
+    >>> from multibn.engine import batch_statistics, normalize
     >>> x = np.asarray([[1.0], [3.0]])
     >>> print(normalize(x, batch_statistics(x, SingleProcess()), eps=1e-12).ravel())
     [-1.  1.]

@@ -29,7 +29,8 @@ class BatchStatistics(NamedTuple):
     Examples
     --------
     >>> import numpy as np
-    >>> from multibn import SingleProcess, batch_statistics
+    >>> from multibn import SingleProcess
+    >>> from multibn.engine import batch_statistics
     >>> batch = batch_statistics(np.ones((4, 3, 5)), SingleProcess())
     >>> float(batch.count), float(batch.element_weight)
     (20.0, 0.05)
@@ -51,7 +52,7 @@ class Running(NamedTuple):
     momentum
         The weight of the batch; None for 1/n at the n-th batch, which needs `num_batches`.
     convention
-        Which variance goes into `var`, see `multibn.running_variance`.
+        Which variance goes into `var`, see `multibn.engine.running_variance`.
     num_batches
         A counter of shape `()`, or None where nothing is to be counted.
     """

@@ -276,7 +276,7 @@ def move(running: Running, mean: Array, var: Array, count: Array, local_count: A
 def variance_factor(
     count: float | Array, local_count: float | Array, convention: RunningVar, /
 ) -> float | Array:
-    """What the biased variance is multiplied by, see `multibn.running_variance`."""
+    """What the biased variance is multiplied by, see `multibn.engine.running_variance`."""
     if convention != "unbiased_global":
         check_choice("running_var", convention, RunningVar)
         if convention == "biased":

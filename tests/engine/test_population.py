@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multibn import PopulationEstimator, local_moments, running_variance, update_running
 from multibn.communicators import SingleProcess
+from multibn.engine import PopulationEstimator, local_moments, running_variance, update_running
 from multibn.engine.statistics import BatchStatistics, batch_statistics
 from multibn.parity import oracle
 from tests.helpers.ranks import ThreadCommunicator, run_ranks

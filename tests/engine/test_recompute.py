@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multibn import BatchStatistics, SingleProcess, recording, replaying
+from multibn import SingleProcess
+from multibn.engine import BatchStatistics, recording, replaying
 from multibn.engine.recompute import Tape, in_recomputing, record, replayed
 from tests.helpers import require
 from tests.helpers.ranks import CountingCommunicator

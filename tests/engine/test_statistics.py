@@ -272,4 +272,4 @@ def test_float64_moments_keep_the_digits_of_float32_input(xp: Any) -> None:
 def test_public_names_are_the_engine() -> None:
     import multibn
 
-    assert multibn.aggregate is statistics.aggregate
+    assert multibn.engine.aggregate is statistics.aggregate

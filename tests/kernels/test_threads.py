@@ -89,7 +89,7 @@ def test_several_threads_may_call_at_once(shape: tuple[int, ...], threads: Threa
 def test_threads_after_a_fork() -> None:
     code = """
 import multiprocessing, numpy as np
-from multibn import local_moments
+from multibn.engine import local_moments
 x = np.ones((6, 64, 64, 64), "float32")  # enough for two threads
 def work(_):
     return float(local_moments(x, axis=(0, 2, 3)).mean[0])
@@ -103,7 +103,7 @@ with multiprocessing.get_context("fork").Pool(1) as pool:
 def test_no_thread_is_started_when_the_program_ends() -> None:
     code = """
 import threading, numpy as np
-from multibn import local_moments
+from multibn.engine import local_moments
 x = np.ones((6, 64, 64, 64), "float32")  # enough for two threads
 def work():
     threading.main_thread().join()
@@ -134,7 +134,8 @@ def test_memory_is_not_left_to_threads_by_an_interrupt() -> None:
 def test_without_the_core_the_generic_kernels_are_used(available: bool) -> None:
     code = f"""
 import sys, numpy as np
-from multibn import info, local_moments
+from multibn import info
+from multibn.engine import local_moments
 if not {available}:
     sys.modules["multibn.kernels.core._core"] = None  # as if missing
 info.ask = lambda code: None  # other processes, which import the frameworks

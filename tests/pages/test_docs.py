@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import multibn
 from multibn import Communicator
 from tests.helpers import examples, launch, require
 from tests.helpers.pages import MARKDOWN, python_blocks, script
@@ -19,6 +20,7 @@ from tests.helpers.pages import MARKDOWN, python_blocks, script
 # Public names: those that these packages export, and the parts that each package needs;
 PACKAGES = {
     "multibn": (),
+    "multibn.engine": (),
     "multibn.communicators": (),
     "multibn.checkpoint": (),
     "multibn.torch_backend": ("torch",),
@@ -214,13 +216,33 @@ def _listed() -> dict[str, Path]:
 
 def test_the_reference_lists_every_public_name_once() -> None:
     public = {f"{module}.{name}" for module in [*PACKAGES, *MODULES] for name in _public(module)}
-    # `multibn` exports some names of `multibn.communicators`, under which they are listed.
+    # `multibn` exports some names of these, under which they are listed.
     public -= {
-        f"multibn.communicators.{name}"
-        for name in _public("multibn.communicators")
+        f"{module}.{name}"
+        for module in ("multibn.communicators", "multibn.engine")
+        for name in _public(module)
         if f"multibn.{name}" in public
     }
     assert set(_listed()) == public
+
+
+def test_ten_names_come_first() -> None:
+    """`multibn.torch` has them, and the reference begins with them."""
+    require.need("torch")
+    few, backend = _import("multibn.torch"), _import("multibn.torch_backend")
+    names = _exported(few)
+    assert len(names) == 10
+    assert all(getattr(few, name) is getattr(backend, name) for name in names)
+    listed = [n for n, page in _listed().items() if page.name == "torch.md"][:10]
+    assert sorted(listed) == sorted(f"multibn.torch_backend.{name}" for name in names)
+
+
+def test_a_name_that_the_top_level_lacks_is_looked_for_elsewhere() -> None:
+    message = "'multibn' has no attribute 'convert_sync_batchnorm'.*write `multibn.torch.convert_s"
+    with pytest.raises(AttributeError, match=message):
+        _ = multibn.convert_sync_batchnorm
+    require.need("torch")
+    assert multibn.torch is _import("multibn.torch")
 
 
 # Examples that run elsewhere, on ranks: tests/pages/checks_examples.py.

@@ -79,7 +79,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         `"sample"`, its batch size, or `"rank"`, the same for every rank that is not empty.
     running_var
         The variance in the buffer of this name: `"unbiased_global"` (torch), `"unbiased_local"`
-        (ChainerMN) or `"biased"` (detectron2), see `multibn.running_variance`.
+        (ChainerMN) or `"biased"` (detectron2), see `multibn.engine.running_variance`.
     nonfinite
         What follows where a rank's input has NaN, infinity or too large values: `"raise"`
         FloatingPointError on all ranks, or `"skip"` the batch: the output is NaN on all ranks, so
@@ -175,7 +175,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         if input.ndim not in self._usual:
             return self._forward_special(input, residual, mask=mask, lengths=lengths)
         ((y, _),) = functional.forward_all(
-            [self.as_input(input, residual)],
+            [self._as_input(input, residual)],
             [self.num_features],
             self.conversation,
             weighting=self.weighting,
@@ -198,7 +198,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         if torch.compiler.is_dynamo_compiling() and dtensors.among((input, self.weight)):
             return dtensors.uncompiled(self.forward)(input, residual, mask=mask, lengths=lengths)
         mask = compiled.mask_of(input, mask, lengths, [self.num_features], conversation)
-        i = self.as_input(input, residual, mask)
+        i = self._as_input(input, residual, mask)
         return self.normalize(i, [self.num_features], conversation)[0]
 
     def normalize(
@@ -226,7 +226,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         y = y if residual is None else y + residual
         return generic.masked(y.relu() if self.fuse_relu else y, where)
 
-    def as_input(
+    def _as_input(
         self, x: Tensor, residual: Tensor | None = None, mask: Tensor | None = None
     ) -> Input:
         """A pass's input, with the engine's `mask`. In training the pass moves the buffers."""

@@ -351,8 +351,8 @@ class SubBatchNorm3d(_SubBatchNorm):
         As `SyncBatchNorm`, but by default this process alone. Otherwise split k of all ranks has
         common statistics: it is split k of the global batch.
     running_var
-        The variance in the buffers, see `multibn.running_variance`; the unbiased variances are so
-        by the number of elements per channel in one split.
+        The variance in the buffers, see `multibn.engine.running_variance`; the unbiased variances
+        are so by the number of elements per channel in one split.
 
     Attributes
     ----------

@@ -72,7 +72,7 @@ def normalize_together(
         functional.refuse(error, [x for _, x, _ in sharing], num_features, communicator)
     outputs = functional.forward_all(
         [
-            bn.as_input(x, mask=functional.mask_of(x, mask, None, num_features, communicator))
+            bn._as_input(x, mask=functional.mask_of(x, mask, None, num_features, communicator))
             for bn, x, mask in sharing
         ],
         num_features,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multibn import Moments, merge_moments
+from multibn.engine import Moments, merge_moments
 from multibn.parity import oracle
 from tests.helpers import require
 
