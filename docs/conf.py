@@ -1,6 +1,7 @@
 """The documentation site. `make docs` writes the site to out/site; any warning fails the build."""
 
 import importlib
+import re
 from typing import Any
 
 # Before any other file imports Chainer: the package makes Chainer importable.
@@ -13,7 +14,10 @@ author = "the multibn authors"
 project_copyright = f"{author}, MIT license"
 release = version = __version__
 
-extensions = ["myst_parser", "numpydoc", "sphinx.ext.autodoc", "sphinx.ext.autosummary"]
+extensions = [
+    *("myst_parser", "numpydoc", "sphinx.ext.autodoc", "sphinx.ext.autosummary"),
+    *("sphinx_copybutton", "sphinx_design"),
+]
 templates_path = ["reference/templates"]
 exclude_patterns = ["reference/templates"]
 
@@ -35,17 +39,54 @@ numpydoc_show_class_members = False
 # parameter is named is a test's matter, tests/pages/test_docs.py, which needs no Sphinx.
 numpydoc_validation_checks = {"GL06", "GL07", "GL08", "PR02", "SS01"}
 
+copybutton_prompt_text = r">>> |\$ "
+copybutton_prompt_is_regexp = True
+toc_object_entries_show_parents = "hide"
+
 html_theme = "pydata_sphinx_theme"
+html_sidebars = {"**": ["groups.html"]}
 html_static_path, html_css_files = ["static"], ["site.css"]
 html_title = f"multibn {version}"
 html_theme_options = {
     "navbar_align": "left",
+    "navbar_center": [],  # the side bar has all pages
     "navigation_with_keys": False,
     "show_nav_level": 2,
     "footer_start": ["copyright"],
     "footer_end": [],
 }
 html_show_sourcelink = False
+
+
+# Threads elsewhere, by the names that the pages give to projects.
+REPOSITORIES = {
+    "apex": "NVIDIA/apex",
+    "flax": "google/flax",
+    "fvcore": "facebookresearch/fvcore",
+    "mmpretrain": "open-mmlab/mmpretrain",
+    "nccl": "NVIDIA/nccl",
+    "pycls": "facebookresearch/pycls",
+    "pytorch": "pytorch/pytorch",
+    "tensorflow": "tensorflow/tensorflow",
+    "timm": "huggingface/pytorch-image-models",
+}
+
+
+# The search would find these before the guides.
+FOR_MAINTAINERS = r"decisions/|(changelog|contributing|soak)$"
+
+
+def _read(app: Any, page: str, source: list[str]) -> None:
+    """`pytorch#78078` is a link, and pages for maintainers stay out of the search."""
+    if re.match(FOR_MAINTAINERS, page):
+        source[0] = f"---\nnosearch: true\n---\n{source[0]}"
+    source[0] = re.sub(
+        rf"(?<![\w\[])(?:NVIDIA/)?({'|'.join(REPOSITORIES)})#(\d+)",
+        lambda found: (
+            f"[{found[0]}](https://github.com/{REPOSITORIES[found[1]]}/issues/{found[2]})"
+        ),
+        source[0],
+    )
 
 
 def _describe_type(
@@ -59,3 +100,4 @@ def _describe_type(
 
 def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", _describe_type, priority=100)  # before numpydoc
+    app.connect("source-read", _read)

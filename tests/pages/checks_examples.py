@@ -33,10 +33,10 @@ def check_the_hook_of_distributed_data_parallel(world: Communicator) -> None:
 
 @only("mpiexec", needs=("torch", "chainer"))
 def check_the_blocks_of_the_readme(world: Communicator) -> None:
-    """README's blocks for MPI and for Chainer; its `train.py` is a program, run elsewhere."""
+    """README's last blocks, for MPI and for Chainer; its `train.py` is a program, run elsewhere."""
     from torch import nn
 
-    over_mpi, in_chainer = python_blocks("README.md")[1:]
+    over_mpi, in_chainer = python_blocks("README.md")[-2:]
     names: dict[str, Any] = {"model": nn.Sequential(nn.BatchNorm1d(3))}
     exec(over_mpi, names)
     assert names["model"][0].process_group.size == world.size
