@@ -31,12 +31,15 @@ def pid_space() -> str:
 
 
 def process_state(pid: int) -> str:
-    """The letter that Linux has for the state of a process of this machine; "" if it has ended."""
+    """The letter that Linux has for the state of a process of this machine; "" if it has ended.
+
+    "?" where the system has no /proc, so that nobody is taken for lost there.
+    """
     try:
         # pid (name) state: the name may hold anything, brackets too.
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return ""
+        return "" if Path("/proc/self/stat").exists() else "?"
     return "" if letter in "ZX" else letter
 
 
