@@ -1,8 +1,38 @@
-"""Builds the C parts: the core of the kernels, and waiting in shared memory. See pyproject.toml."""
+"""Builds the C parts, the core of the kernels and waiting in shared memory, and the description.
 
+All else is in pyproject.toml.
+"""
+
+import re
 from glob import glob
 
 from setuptools import Extension, setup
+from setuptools.command.egg_info import egg_info
+
+
+def standalone(readme: str, repository: str) -> str:
+    """The text of README with links and pictures that lead into the repository.
+
+    Without the repository's address links become their words, and pictures are left out.
+    """
+    readme = re.sub(r"<!--.*?-->\n*", "", readme, flags=re.DOTALL)
+    local = r"\((?![a-z]+:)([^)]+)\)"
+    if not repository:
+        return re.sub(rf"\[([^]]+)\]{local}", r"\1", re.sub(rf"!\[[^]]*\]{local}\n*", "", readme))
+    readme = re.sub(rf"(!\[[^]]*\]){local}", rf"\1({repository}/raw/HEAD/\2)", readme)
+    return re.sub(rf"\]{local}", rf"]({repository}/blob/HEAD/\1)", readme)
+
+
+class Metadata(egg_info):
+    """A package index shows the description where README's neighbours are not."""
+
+    def run(self) -> None:
+        """Write the metadata."""
+        metadata = self.distribution.metadata
+        repository = dict(metadata.project_urls or {}).get("Repository", "")
+        metadata.long_description = standalone(metadata.long_description, repository)
+        super().run()
+
 
 CORE = Extension(
     "multibn.kernels.core._core",
@@ -28,4 +58,8 @@ SHARED_MEMORY = Extension(
     optional=True,  # for Linux; elsewhere ranks of one machine use the network
 )
 
-setup(ext_modules=[CORE, SHARED_MEMORY], options={"bdist_wheel": {"py_limited_api": "cp310"}})
+setup(
+    ext_modules=[CORE, SHARED_MEMORY],
+    cmdclass={"egg_info": Metadata},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)

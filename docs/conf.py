@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from importlib.metadata import metadata
 from typing import Any
 
 # Before any other file imports Chainer: the package makes Chainer importable.
@@ -47,7 +48,10 @@ html_theme = "pydata_sphinx_theme"
 html_sidebars = {"**": ["groups.html"]}
 html_static_path, html_css_files = ["static"], ["site.css"]
 html_title = f"multibn {version}"
-html_theme_options = {
+# One setting: [project.urls] of pyproject.toml.
+_urls = dict(url.split(", ") for url in metadata("multibn").get_all("Project-URL") or [])
+repository = _urls.get("Repository", "")
+html_theme_options: dict[str, Any] = {
     "navbar_align": "left",
     "navbar_center": [],  # the side bar has all pages
     "navigation_with_keys": False,
@@ -56,6 +60,13 @@ html_theme_options = {
     "footer_end": [],
 }
 html_show_sourcelink = False
+if repository:
+    html_theme_options["use_edit_page_button"] = True
+    html_theme_options["icon_links"] = [
+        {"name": "Repository", "url": repository, "icon": "fa-brands fa-git-alt"},
+        {"name": "Issues", "url": f"{repository}/issues", "icon": "fa-solid fa-circle-dot"},
+    ]
+    html_context = {"edit_page_url_template": f"{repository}/edit/main/docs/{{{{ file_name }}}}"}
 
 
 # Threads elsewhere, by the names that the pages give to projects.

@@ -1,0 +1,57 @@
+"""What a package index shows: the description that the build makes of README."""
+
+import re
+import shutil
+import subprocess
+import sys
+from email import message_from_string
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import launch
+
+ADDRESS = "https://example.org/multibn"
+
+
+def _built(folder: Path, urls: str) -> Message:
+    """The metadata, with the lines `urls` under [project.urls]."""
+    for name in ("setup.py", "README.md", "LICENSE"):
+        shutil.copy(launch.ROOT / name, folder)
+    settings = (launch.ROOT / "pyproject.toml").read_text()
+    (folder / "multibn").mkdir()
+    (folder / "pyproject.toml").write_text(
+        re.sub(r"(\[project\.urls\]\n)[^\[]*", rf"\1{urls}\n\n", settings)
+    )
+    command = [sys.executable, "setup.py", "--quiet", "egg_info"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=100)
+    return message_from_string((folder / "multibn.egg-info/PKG-INFO").read_text())
+
+
+def _targets(text: str) -> list[str]:
+    return re.findall(r"\]\(([^)]+)\)", text)
+
+
+def test_links_and_pictures_lead_into_the_repository(tmp_path: Path) -> None:
+    text = _built(tmp_path, f'Repository = "{ADDRESS}"').get_payload()
+    assert isinstance(text, str)
+    targets = _targets(text)
+    assert f"{ADDRESS}/blob/HEAD/docs/guides/convert.md" in targets
+    assert f"{ADDRESS}/raw/HEAD/docs/guides/label-skew.png" in targets
+    assert all(target.startswith("https://") for target in targets)
+    for target in targets:
+        path = target.partition("/HEAD/")[2].partition("#")[0]
+        assert (launch.ROOT / path).exists(), target
+
+
+@pytest.mark.parametrize("urls", ["", 'Changelog = "https://example.org"'])
+def test_without_an_address_no_link_is_broken(urls: str, tmp_path: Path) -> None:
+    built = _built(tmp_path, urls)
+    text = built.get_payload()
+    assert isinstance(text, str)
+    assert all(target.startswith("https://") for target in _targets(text))
+    assert "cheat sheet" in text.lower()
+    assert "<!--" not in text
+    assert built["Description-Content-Type"] == "text/markdown"
+    assert built["Summary"].startswith("Synchronized batch normalization")
