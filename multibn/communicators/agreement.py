@@ -110,7 +110,7 @@ def _explained(
 ) -> str:
     """As `compare`, of ranks whose first messages differ; most differences are errors."""
     width = f"{message.num_channels(length, layer.num_layers)} channels"
-    which = None if built is None else (f"{built} of {Built.num_layers}", *built.place())
+    which = f"{built} of {Built.num_layers}"
     facts = (_version.__version__, layer.name, width, options, which)
     versions, names, widths, all_options, built_as = zip(*gather(facts, communicator), strict=True)
     if len(set(versions)) > 1:
@@ -141,15 +141,16 @@ def _explained(
             shortest,
             [", ".join(f"{name}={each.get(name)}" for name in differing) for each in all_options],
         )
-    texts, *places = zip(*built_as, strict=True) if built is not None else ((), ())
-    if len(set(texts)) > 1 and any(len(set(place)) > 1 for place in places):
-        fail(
-            RuntimeError,
-            f"the ranks are in different models, at {for_people(shortest)}: {by_answer(texts)}. "
-            "All ranks must build the same models in the same order, "
-            "and call them in the same order. Build a model that one rank alone needs after the "
-            "others, or copy it from one of them by copy.deepcopy.",
-        )
+    if built is not None and len(set(built_as)) > 1:
+        places = gather(built.place(), communicator)
+        if any(place != places[0] for place in places):
+            fail(
+                RuntimeError,
+                f"the ranks are in different models, at {for_people(shortest)}: "
+                f"{by_answer(built_as)}. All ranks must build the same models in the same order, "
+                "and call them in the same order. Build a model that one rank alone needs after "
+                "the others, or copy it from one of them by copy.deepcopy.",
+            )
     return str(shortest)
 
 
