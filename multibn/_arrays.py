@@ -1,6 +1,7 @@
 """Questions about arrays, answered faster than by array_api_compat; and arrays in host memory."""
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import array_api_compat
@@ -24,6 +25,13 @@ def array_namespace(x: Array, /) -> Any:
 def device(x: Array, /) -> Any:
     """Where `x` is; "cpu" for arrays of a NumPy before 2.0, which do not say."""
     return getattr(x, "device", "cpu")
+
+
+def on_device_of(x: Any, /) -> AbstractContextManager[Any]:
+    """Context in which the GPU of a tensor of torch's is the current one."""
+    if is_torch_array(x) and x.is_cuda:
+        return sys.modules["torch"].cuda.device_of(x)
+    return nullcontext()
 
 
 def is_on_host(x: Array, /) -> bool:

@@ -14,7 +14,7 @@ from weakref import ref
 import numpy as np
 
 from multibn import message
-from multibn._arrays import array_namespace, device, from_host, is_on_host, to_host
+from multibn._arrays import array_namespace, device, from_host, is_on_host, on_device_of, to_host
 from multibn._typing import Array
 from multibn.communicators.agreement import Built, Known, compare, every_known, known_of, sum_of
 from multibn.communicators.base import Communicator, Forwarding, SingleProcess
@@ -189,7 +189,7 @@ class Phase(Forwarding):
 
         None where such a message would go through host memory. Collective at the first call.
         """
-        self._agree(n)
+        self._agree(n, like)
         device = like.device
         if device not in self._dtypes:
             takes = self._size > 1 and (self._lines is None or self._communicator.takes(like))
@@ -211,7 +211,7 @@ class Phase(Forwarding):
             self._calls += 1
             return self._allreduce_array(x)
         if self._num_numbers < 0 or x is not self._payload:
-            self._agree(x.shape[0])
+            self._agree(x.shape[0], x)
         payload = self._payload
         self._calls += 1
         if self._size == 1:
@@ -244,8 +244,11 @@ class Phase(Forwarding):
     def next_call(self) -> "_Call":
         return _Call((self, self._calls + 1))
 
-    def _agree(self, n: int) -> None:
-        """Learn that all ranks are in a layer like this one; collective where that is not known."""
+    def _agree(self, n: int, like: Any = None) -> None:
+        """Learn that all ranks are in a layer like this one; collective where that is not known.
+
+        A group that sums on GPUs alone does so on that of `like`.
+        """
         layer = self.wrapped
         communicator: Any = (
             layer.wrapped if layer.forwarding is None else layer.forwarding.resolve()
@@ -264,7 +267,8 @@ class Phase(Forwarding):
         if self._size > 1:
             length = n + self.num_lanes
             call = self.next_call()
-            name, self._known = layer.agreed_name(communicator, self._lines, length, call)
+            with on_device_of(like):
+                name, self._known = layer.agreed_name(communicator, self._lines, length, call)
             # With the length: layers of one name and unlike widths may meet in a message.
             self._place = f"{name} {self.name} {length}"
             self._fingerprint = message.fingerprint(f"{self._place} {self.dtype}")

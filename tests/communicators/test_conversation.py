@@ -1,5 +1,6 @@
 """What a layer's messages tell over communicators that have no lines: a user's own, and GPUs'."""
 
+import contextlib
 import gc
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -288,7 +289,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.setattr(torch.cuda, "current_stream", streams)
 
     def make(value: float, gpu: int = 0) -> Any:
-        made: Any = torch.full((4,), value).as_subclass(OnGPU)
+        made: Any = torch.full((4,), value, dtype=torch.float64).as_subclass(OnGPU)
         made.gpu = gpu
         return made
 
@@ -302,6 +303,44 @@ def test_a_layer_that_moves_to_another_gpu(on_gpu: Callable[..., Any]) -> None:
         wait: Any = begin_copy(on_gpu(3.0 + gpu, gpu), unused)
         assert wait().tolist() == [3.0 + gpu] * 4
     assert [len(each) for each in unused.values()] == [1, 1]
+
+
+def test_first_messages_are_summed_on_the_gpu_of_the_activation(
+    on_gpu: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without set_device, each rank's current GPU is the first of its machine."""
+    import torch
+
+    from multibn.communicators.transports.torch_distributed import _Transport
+
+    current = [0]
+
+    @contextlib.contextmanager
+    def device_of(x: Any) -> Iterator[None]:
+        current.append(x.get_device())
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    group = SimpleNamespace(bound_device_id=None)
+    nccl: Any = SimpleNamespace(_backends={"cuda": "nccl"}, _group=lambda: group)
+    asked: list[Any] = []
+
+    class Equal(SingleProcess):
+        size = 2
+
+        def allreduce(self, x: Any, /) -> Any:
+            asked.append(_Transport._device(nccl))
+            return x + x
+
+    for send in (lambda phase: phase.allreduce(on_gpu(1.0, 3)),
+                 lambda phase: phase.message(4, on_gpu(1.0, 3))):  # fmt: skip
+        asked.clear()
+        send(_phase(Equal(), "bn"))
+        assert asked[0] == torch.device("cuda", 3)
+    group.bound_device_id = torch.device("cuda", 5)
+    assert _Transport._device(nccl) == torch.device("cuda", 5)
 
 
 def test_training_after_a_first_call_in_inference_mode(on_gpu: Callable[..., Any]) -> None:
