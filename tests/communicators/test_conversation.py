@@ -200,6 +200,25 @@ def test_infinity_on_a_gpu_is_an_error_some_messages_later(transport: Any) -> No
         assert "were not finite in an earlier call, bn (forward, float32, call 1):" in str(error)
 
 
+@pytest.mark.parametrize("transport", ["cupy", "cupy over NCCL"], indirect=True)
+def test_a_refusal_on_a_gpu_is_an_error_of_the_others_some_messages_later(transport: Any) -> None:
+    make, ones = transport
+
+    def work(world: ThreadCommunicator) -> None:
+        layer = _phase(make(world), "bn")
+        refuse = world.rank == 1
+        layer.allreduce(ones(2 * C + 2) + (np.nan if refuse else 0.0))
+        for _ in range(AHEAD):
+            layer.allreduce(ones(2 * C + 2))
+
+    for rank, error in enumerate(_errors(2, work)):
+        assert isinstance(error, RuntimeError)
+        assert str(error) == (
+            f"rank {rank} cannot go on: in an earlier call, bn (forward, float32, call 1), the "
+            "input was refused on another rank. The error raised there says why."
+        )
+
+
 @pytest.mark.parametrize("transport", ["cupy"], indirect=True)
 def test_the_last_messages_of_a_run_are_looked_at_by_check_sync(transport: Any) -> None:
     ones = transport[1]
