@@ -1,5 +1,7 @@
 # Every target sets up what it needs: `make demo` and `make test` work from a clean clone.
 PYTHON ?= python3
+# Found before .venv comes first on PATH: a machine with a GPU may have a torch of its own.
+OWN_PYTHON := $(or $(shell command -v $(PYTHON)),$(PYTHON))
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 
@@ -78,8 +80,8 @@ evidence: $(VENV)/evidence  ## when it matters who shares statistics: docs/guide
 bench: $(VENV)/installed  ## what a layer, a network and a message cost beside their peers: benchmarks/results
 	$(BIN)/python -m benchmarks
 
-gpu:  ## the GPU path, checked and timed in under ten minutes by this machine's own Python: out/gpu
-	$(PYTHON) -m benchmarks.gpu
+gpu:  ## the GPU path, checked and timed in three slots of ten minutes by this machine's own Python: SLOT, OUT
+	$(OWN_PYTHON) -m benchmarks.gpu $(addprefix --slot ,$(SLOT)) --output $(or $(OUT),out/gpu)
 
 fuzz: $(VENV)/installed  ## 10,000 layer calls in each framework, a quarter of them masked, and 2,000 spoiled files
 	MULTIBN_FUZZ=10000 $(BIN)/python -m pytest -s tests/fuzz/test_fuzz_layers.py tests/checkpoint/test_fuzz_files.py

@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import array_api_compat
@@ -44,6 +45,13 @@ def _check_float64(xp: Any, kind: type) -> None:
 def device(x: Array, /) -> Any:
     """Where `x` is; "cpu" for arrays of a NumPy before 2.0, which do not say."""
     return getattr(x, "device", "cpu")
+
+
+def on_device_of(x: Any, /) -> AbstractContextManager[Any]:
+    """Context in which the GPU of a tensor of torch's is the current one."""
+    if is_torch_array(x) and x.is_cuda:
+        return sys.modules["torch"].cuda.device_of(x)
+    return nullcontext()
 
 
 def is_on_host(x: Array, /) -> bool:

@@ -104,7 +104,9 @@ def _kernels() -> dict[str, str | None]:
         if importable("triton")
         else "generic (slow): pip install triton"
     )
-    return dict(zip(arrays, (host, gpu, "generic: array operations of CuPy"), strict=True))
+    torch = importable("torch") and importable("triton")
+    cupy = "Triton, launched by torch" if torch else "generic (slow): pip install torch triton"
+    return dict(zip(arrays, (host, gpu, cupy), strict=True))
 
 
 def _messages() -> dict[str, str | None]:

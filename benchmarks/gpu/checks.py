@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -30,7 +31,7 @@ from multibn._environment import find_command, importable
 from multibn._launch import leave_world
 from multibn.communicators.transports.torch_distributed import TorchDistributed
 from multibn.parity.oracle import batch_norm, relative_error, running
-from multibn.torch_backend import SyncBatchNorm
+from multibn.torch_backend import SyncBatchNorm, check_sync
 
 Row = dict[str, Any]
 ROOT = Path(__file__).parents[2]
@@ -97,7 +98,7 @@ def kernel_checks() -> Iterator[Row]:
     names = sorted(str(path) for path in (ROOT / "tests/kernels").glob("triton_*.py"))
     command = [
         # A library's new warning is no error of a kernel.
-        sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--noconftest",
+        sys.executable, "-m", "pytest", "--tb=short", "-p", "no:cacheprovider", "--noconftest",
         "-o", "filterwarnings=default", "--timeout", "240", *names,
     ]  # fmt: skip
     if STAND_INS:
@@ -110,6 +111,8 @@ def kernel_checks() -> Iterator[Row]:
         text=True, check=False,
     )  # fmt: skip
     print(ran.stdout, flush=True)
+    failed = re.findall(r"^(?:FAILED|ERROR) (.*)", ran.stdout, re.MULTILINE)
+    yield from (row(text[:200], 1.0, 0.0) for text in failed)
     *_, ends = ran.stdout.splitlines()  # "=== 12 passed, 2 skipped in 3 s ==="
     passed = re.search(r"\d+ passed", ends)
     wrong = ran.returncode or not passed or ("skipped" in ends and not STAND_INS)
@@ -163,9 +166,38 @@ def graphs() -> Iterator[Row]:
             continue  # a step that is not captured raises where the input has NaN
         with torch.no_grad():
             x[0, 0] = torch.nan
+        before = layer.running_mean.clone()
         replay()
-        seen = int(layer.running_mean.isnan().sum())
-        yield row(f"NaN in a replayed step shows in the running mean, {name}", abs(seen - 1), 0.0)
+        moved = not torch.equal(layer.running_mean, before) or not bool(y.isnan().all())
+        yield row(f"NaN in a replayed step moves no statistics, {name}", float(moved), 0.0)
+
+
+def modes() -> Iterator[Row]:
+    """Training after inference mode, in torch's own CUDA graphs, and in a step that overflows."""
+    compiler: Any = sized({"mode": "reduce-overhead"}, {"backend": "eager"})
+    for communicator in COMMUNICATORS:
+        name = f"{communicator.size} rank(s)"
+        every = data(IMAGES, torch.float32, 1) * communicator.size
+        layer, compiled_layer, half = (_layer(IMAGES[1], communicator) for _ in range(3))
+        with torch.inference_mode():
+            layer(every[0].x.to(DEVICE))
+        layer.reset_running_stats()
+        yield from check_layer(f"training after inference mode, {name}", layer, every)
+        call = torch.compile(compiled_layer, **compiler)
+        for _ in range(3):  # torch compiles, records, and replays
+            x, dy = _on_device(every[0])
+            call(x).backward(dy)
+        compiled_layer.reset_running_stats()
+        compiled_layer.zero_grad()
+        yield from check_layer(f"{compiler}, {name}", compiled_layer, every, call=call)
+        x = every[0].x.to(DEVICE, torch.float16)
+        x[0, 0, 0, 0] = torch.inf
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # says that the batch is skipped
+            half(x)
+            check_sync(half, communicator)  # reads the messages, see `look_at_unread`
+        moved = float(half.running_mean.abs().sum())
+        yield row(f"a float16 step that overflows moves no statistics, {name}", moved, 0.0)
 
 
 def nccl() -> Iterator[Row]:

@@ -30,21 +30,42 @@ class Part(NamedTuple):
     needs: tuple[str, ...] = ()
 
 
-# The most valuable first: time may run out.
 PARTS = {
     "device": Part("checks.device", 60),
     "numbers": Part("checks.numbers", 120),
-    "kernels": Part("checks.kernel_checks", 180),
-    "nccl": Part("checks.nccl", 60, "torchrun", 0),
-    "host waits": Part("checks.host_waits", 60),
     "graphs": Part("checks.graphs", 60),
-    "layers": Part("times.layers", 150),
-    "host": Part("times.host", 60),
+    "host waits": Part("checks.host_waits", 60),
+    "modes": Part("checks.modes", 90),
+    "nccl": Part("checks.nccl", 60, "torchrun", 0),
+    "kernels": Part("checks.kernel_checks", 180),
     "gloo": Part("checks.gloo", 60, "torchrun", 2),
     "mpi": Part("checks.mpi", 60, "mpiexec", 2, ("mpi4py", "mpiexec")),
-    "compiled": Part("checks.compiled", 120),
     "resnet": Part("times.network", 90),
+    "layers": Part("times.layers", 150),
+    "host": Part("times.host", 60),
+    "compiled": Part("checks.compiled", 120),
+    "compiled layers": Part("times.compiled_layers", 150),
+    "sweep": Part("times.sweep", 400),
 }
+
+
+class Slot(NamedTuple):
+    """Parts for ten minutes, the most valuable first, and what they say together."""
+
+    says: str
+    parts: tuple[str, ...]
+
+
+SLOTS = {
+    "right": Slot("whether the numbers are right, also in CUDA graphs, after inference mode and in "
+                  "a step that overflows, and whether the host waits nowhere",
+                  ("device", "numbers", "graphs", "host waits", "modes", "nccl", "kernels", "gloo",
+                   "mpi")),
+    "fast": Slot("how long ResNet-50's step, a layer and the host take, beside nn.SyncBatchNorm, "
+                 "nn.BatchNorm and compiled layers",
+                 ("device", "resnet", "layers", "host", "compiled", "compiled layers")),
+    "why": Slot("with which tiles, programs and warps a layer is fastest", ("device", "sweep")),
+}  # fmt: skip
 
 
 def run(name: str, seconds: float, *, stand_ins: bool, num_gpus: int) -> Row:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,11 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import resnet
-from benchmarks.gpu.__main__ import LOCAL, OURS, PEER
 from benchmarks.gpu.checks import Row, dtype_name, enter_nccl, row
+from benchmarks.gpu.command import LOCAL, OURS, PEER
 from benchmarks.gpu.device import DEVICE, STAND_INS, Equal, gpu_microseconds, sized, synchronize
 from multibn._launch import leave_world
 from multibn.communicators.transports.torch_distributed import TorchDistributed
+from multibn.kernels import cuda
 from multibn.torch_backend import SyncBatchNorm, convert_sync_batchnorm
 
 # Sizes of ResNet-50, and sizes that fill a large GPU.
@@ -31,6 +33,7 @@ SHAPES: list[tuple[int, ...]] = sized(
      (128, 64, 112, 112)],
     [(2, 3, 4, 5)],
 )  # fmt: skip
+SWEPT = sized([(64, 256, 56, 56), (64, 512, 28, 28), (64, 256, 14, 14)], [(2, 3, 4, 5)])
 SMALL = sized((8, 64, 28, 28), (2, 3, 4, 5))
 DTYPES = sized((torch.float32, torch.bfloat16), (torch.float32,))
 FILLS = 50e6  # elements from which a size counts as one that fills the chip
@@ -51,7 +54,12 @@ class _AlwaysSynchronized(nn.SyncBatchNorm):
         return y
 
 
-def layers() -> Iterator[Row]:
+def compiled_layers() -> Iterator[Row]:
+    """As `layers`, of multibn's layer and nn.BatchNorm under torch.compile."""
+    return layers("a compiled layer's step on the GPU")
+
+
+def layers(time: str = "a layer's step on the GPU") -> Iterator[Row]:
     """GPU time of one layer's step, without the host, beside eight passes at a copy's speed."""
     enter_nccl()
     for shape, dtype, layout in product(SHAPES, DTYPES, ("NCHW", "channels_last")):
@@ -61,6 +69,8 @@ def layers() -> Iterator[Row]:
         num_bytes = x.numel() * x.element_size()
         taken = {}
         for name, layer in _layers(shape[1]).items():
+            if "compiled" in time and name != PEER:
+                layer.compile(backend=sized("inductor", "eager"))
             try:
                 taken[name] = gpu_microseconds(_step(layer, x, dy))
             except RuntimeError as error:  # the other layers' times are worth as much
@@ -68,7 +78,7 @@ def layers() -> Iterator[Row]:
                 yield row(f"{name} in a CUDA graph: {error}"[:300], 1.0, 0.0)
             _free()
         yield {
-            "time": "a layer's step on the GPU", "shape": list(shape), "dtype": dtype_name(dtype),
+            "time": time, "shape": list(shape), "dtype": dtype_name(dtype),
             "layout": layout, "microseconds": {**taken, "eight passes": four},
             "GB/s": {name: 8e-3 * num_bytes / t for name, t in (*taken.items(), ("copy", four))},
             "fills": x.numel() >= FILLS,
@@ -81,19 +91,43 @@ def layers() -> Iterator[Row]:
 def host() -> Iterator[Row]:
     """Host time of a chain of small layers that never wait, for one layer's step."""
     enter_nccl()
-    for dtype in DTYPES:
+    calls: dict[str, Callable[[str], list[nn.Module]]] = {
+        f"a chain of {CHAIN} layers": lambda name: [_layers(SMALL[1])[name] for _ in range(CHAIN)],
+        f"one layer {CHAIN} times": lambda name: CHAIN * [_layers(SMALL[1])[name]],
+    }
+    for dtype, (what, called) in product(DTYPES, calls.items()):
         x, dy = _data(SMALL, dtype, "NCHW")
-        steps = {}
-        for name in _layers(1):
-            chain = nn.Sequential(*(_layers(SMALL[1])[name] for _ in range(CHAIN)))
-            steps[name] = _step(chain, x, dy)
+        steps = {name: _step(nn.Sequential(*called(name)), x, dy) for name in _layers(1)}
         taken, whole = _in_turns(steps, rounds=sized(41, 2))
         yield {
-            "time": f"host, a chain of {CHAIN} layers, for each layer's step",
+            "time": f"host, {what}, for each layer's step",
             "shape": list(SMALL), "dtype": dtype_name(dtype), "layout": "NCHW",
             "microseconds": {name: t / CHAIN for name, t in taken.items()},
             "with the GPU": {name: t / CHAIN for name, t in whole.items()},
         }  # fmt: skip
+    leave_world()
+
+
+def sweep() -> Iterator[Row]:
+    """GPU time of one layer's step with other programs, tiles and warps than the usual ones."""
+    enter_nccl()
+    module: Any = cuda
+    tiling = cuda._tiling
+    settings = sized(list(product((2, 4, 8, 12), (2048, 4096), (4, 8))), [(4, 2048, 4)])
+    for shape, layout in product(SWEPT, ("NCHW", "channels_last")):
+        x, dy = _data(shape, sized(torch.bfloat16, torch.float32), layout)
+        for sums, tile, warps in settings:
+
+            def with_warps(*about: Any, warps: int = warps) -> Any:
+                tiles = tiling(*about)
+                return tiles._replace(constants=tiles.constants | {"num_warps": warps})
+
+            module._SUMS, module._TILE, module._tiling = sums, tile, with_warps
+            cuda._plan_of.cache_clear()
+            taken = gpu_microseconds(_step(_layers(shape[1])[OURS], x, dy))
+            what = f"{shape} {layout}: {sums} programs that sum, tiles of {tile}, {warps} warps"
+            yield {"setting": what, "us": taken}
+            _free()
     leave_world()
 
 

@@ -71,7 +71,7 @@ def multi_node_batch_normalization(
         On the other ranks, if one rank's input was refused. On all ranks, if they are in different
         layers, or in different phases of one layer.
     FloatingPointError
-        On all ranks, if the moments of one rank are not finite (on a GPU one call later), unless
+        On all ranks, if the moments of one rank are not finite (on a GPU a step later), unless
         such a batch is skipped, see `nonfinite`.
     NotImplementedError
         Inside chainer.static_graph.

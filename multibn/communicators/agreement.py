@@ -5,6 +5,7 @@ options, which of the process's layers each is, and the versions of this package
 """
 
 import gc
+from collections import deque
 from itertools import count
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
@@ -72,16 +73,24 @@ class Known:
         Of what is no layer, but a function: by what was compared, under which name it goes on.
     longest
         The longest message that was agreed on.
+    unread
+        The messages that GPUs have summed, at which the host looks `ahead` messages later: the
+        phase, the number of its call, and what waits for a copy.
     """
 
     def __init__(self) -> None:
         self.names: dict[Any, str] = {}
         self.longest = 0
+        self.unread: deque[tuple[Any, int, Any]] = deque()
         self._count = 0  # of first messages
+        self.ahead = 8
 
     def next_name(self, name: str, length: int) -> str:
         """A name that no other layer has, whatever its name in its model."""
         self._count += 1
+        # About a step's messages: these have long arrived, so that the host waits for none. Not
+        # fewer than 8, for a layer that is called several times in a row.
+        self.ahead = max(2 * self._count, 8)
         self.longest = max(self.longest, length)
         return f"{name} {self._count}"
 
@@ -205,3 +214,8 @@ def known_of(communicator: Any, lines: Lines | None) -> Known:
         return _known.setdefault(communicator if lines is None else lines, Known())
     except TypeError:  # no hash, or no weak references: each layer compares for itself
         return Known()
+
+
+def every_known() -> list[Known]:
+    """Of all groups of this process."""
+    return list(_known.values())

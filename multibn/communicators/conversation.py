@@ -9,13 +9,14 @@ each other in the same moment.
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
+from weakref import ref
 
 import numpy as np
 
 from multibn import message
-from multibn._arrays import array_namespace, device, from_host, is_on_host, to_host
+from multibn._arrays import array_namespace, device, from_host, is_on_host, on_device_of, to_host
 from multibn._typing import Array
-from multibn.communicators.agreement import Built, Known, compare, known_of, sum_of
+from multibn.communicators.agreement import Built, Known, compare, every_known, known_of, sum_of
 from multibn.communicators.base import Communicator, Forwarding, SingleProcess
 from multibn.communicators.lines import HostArray, LineCommunicator, Lines
 from multibn.communicators.objects import gather
@@ -158,8 +159,7 @@ class Phase(Forwarding):
         self.num_lanes = message.num_lanes(phase, layer.num_layers)
         self._num_numbers = -1
         self._calls = 0
-        self._unread: Callable[[], HostArray | None] | None = None
-        self._pinned: dict[Any, tuple[Any, HostArray, Any]] = {}
+        self._pinned: dict[Any, list[Any]] = {}
         # On a GPU: the dtype of messages, None where they go through host memory, and the numbers
         # around a payload.
         self._dtypes: dict[Any, Any] = {}
@@ -189,7 +189,7 @@ class Phase(Forwarding):
 
         None where such a message would go through host memory. Collective at the first call.
         """
-        self._agree(n)
+        self._agree(n, like)
         device = like.device
         if device not in self._dtypes:
             takes = self._size > 1 and (self._lines is None or self._communicator.takes(like))
@@ -211,7 +211,7 @@ class Phase(Forwarding):
             self._calls += 1
             return self._allreduce_array(x)
         if self._num_numbers < 0 or x is not self._payload:
-            self._agree(x.shape[0])
+            self._agree(x.shape[0], x)
         payload = self._payload
         self._calls += 1
         if self._size == 1:
@@ -244,8 +244,11 @@ class Phase(Forwarding):
     def next_call(self) -> "_Call":
         return _Call((self, self._calls + 1))
 
-    def _agree(self, n: int) -> None:
-        """Learn that all ranks are in a layer like this one; collective where that is not known."""
+    def _agree(self, n: int, like: Any = None) -> None:
+        """Learn that all ranks are in a layer like this one; collective where that is not known.
+
+        A group that sums on GPUs alone does so on that of `like`.
+        """
         layer = self.wrapped
         communicator: Any = (
             layer.wrapped if layer.forwarding is None else layer.forwarding.resolve()
@@ -264,7 +267,8 @@ class Phase(Forwarding):
         if self._size > 1:
             length = n + self.num_lanes
             call = self.next_call()
-            name, self._known = layer.agreed_name(communicator, self._lines, length, call)
+            with on_device_of(like):
+                name, self._known = layer.agreed_name(communicator, self._lines, length, call)
             # With the length: layers of one name and unlike widths may meet in a message.
             self._place = f"{name} {self.name} {length}"
             self._fingerprint = message.fingerprint(f"{self._place} {self.dtype}")
@@ -296,11 +300,9 @@ class Phase(Forwarding):
     def _allreduce_array(self, x: Array | Message) -> Array:
         """Over a communicator that is handed arrays: a GPU's transport, or a user's own class."""
         on_host = not isinstance(x, Message) and is_on_host(x)
-        if self._unread is not None:
-            unread, self._unread = self._unread, None
-            previous = unread()
-            if previous is not None:
-                self._check(previous, latest=False)
+        known = self._known
+        if len(known.unread) >= known.ahead:
+            look_at(known, known.ahead - 1)
         communicator = self._communicator
         if isinstance(x, Message):
             start, numbers = x.start, x.numbers
@@ -321,30 +323,34 @@ class Phase(Forwarding):
         if on_host:
             self._check(summed)
             return from_host(payload, x)
-        self._unread = begin_copy(summed, self._pinned)
+        wait = begin_copy(summed, self._pinned)
+        if wait is not None:
+            # Weak: the group's messages keep no model alive.
+            known.unread.append((ref(self), self._calls, wait))
         return payload
 
-    def _check(self, summed: HostArray, *, latest: bool = True) -> None:
+    def _check(self, summed: HostArray, earlier: "_Call | None" = None) -> None:
         """Raise on all ranks unless the messages that were summed belong together.
 
-        The caller looks at the numbers of the latest message, this method at earlier ones.
+        The caller looks at the numbers of the latest message, this method at those of an `earlier`
+        call.
         """
         is_refused = self.name == "forward" and message.is_refusal(summed, self.num_lanes)
-        if not latest and self.name == "forward" and not np.isfinite(summed).all():
+        if earlier is not None and self.name == "forward" and not np.isfinite(summed).all():
             if is_refused or not skips(self, self.dtype):
-                self._raise_for_previous(is_refused)
+                self._raise_for_earlier(earlier, is_refused)
             tell_of_skip(self)
         v, square = summed[-2:].tolist()
         # The refused input may be of another dtype, which the fingerprint tells.
         if not message.all_equal(v, square, self._size) and not is_refused:
-            self._raise_for_places(latest)
+            self._raise_for_places(earlier)
 
-    def _raise_for_places(self, latest: bool) -> NoReturn:
+    def _raise_for_places(self, earlier: "_Call | None") -> NoReturn:
         """Ask each other where the ranks are, and raise on all of them. Collective."""
-        if not latest:  # the ranks have gone on since, and may be in the same layer again
+        if earlier is not None:  # the ranks have gone on since, and may be in the same layer again
             fail(
                 RuntimeError,
-                f"the ranks were in different places in the previous call of {self}, on rank "
+                f"the ranks were in different places in an earlier call, {earlier}, on rank "
                 f"{self.rank}: another rank was in another layer, or in another dtype. {ALIKE}",
             )
         layer = self.wrapped
@@ -364,8 +370,8 @@ class Phase(Forwarding):
             f"the ranks are in different places: {by_answer(texts)}. {ALIKE}",
         )
 
-    def _raise_for_previous(self, refused: bool) -> NoReturn:
-        where = f"in the previous call of {self}"
+    def _raise_for_earlier(self, earlier: "_Call", refused: bool) -> NoReturn:
+        where = f"in an earlier call, {earlier}"
         if refused:
             fail(
                 RuntimeError,
@@ -377,6 +383,35 @@ class Phase(Forwarding):
             f"the batch statistics were not finite {where}: the input had NaN, infinity or too "
             "large values on some rank. Look for their origin in the layers before this one.",
         )
+
+
+def look_at(known: Known, ahead: int, /) -> None:
+    """Look at the messages that GPUs have summed, but for the latest `ahead` of the group.
+
+    A group's messages have one order on all ranks, which raise at the same moment.
+    """
+    while len(known.unread) > ahead:
+        reference, call, wait = known.unread[0]
+        summed = wait()
+        if summed is None:  # a CUDA graph is captured
+            return
+        known.unread.popleft()
+        phase = reference()
+        try:
+            if phase is not None:
+                phase._check(summed, _Call((phase, call)))
+        except Exception:
+            known.unread.clear()  # what follows an error says nothing new
+            raise
+
+
+def look_at_unread() -> None:
+    """Look at all messages that GPUs have summed: at a run's last ones no later call looks.
+
+    Not collective. Raises as the layers do, on all ranks that took part in a message.
+    """
+    for known in every_known():
+        look_at(known, 0)
 
 
 class _Call(tuple[Phase, int]):

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from multibn._arrays import to_host
 from multibn._typing import Array
 from multibn.communicators import Communicator, DefaultCommunicator, Group, SingleProcess
+from multibn.communicators.conversation import look_at_unread
 from multibn.communicators.default import launched_processes
 from multibn.communicators.objects import broadcast, gather
 from multibn.message import all_equal
@@ -65,8 +66,10 @@ def check_equal(
 
     `arrays` maps names to arrays of any library and device, or to None for an array without a value
     yet. Names that match a pattern of `ignore`, `"*.running_*"` for example, are not compared.
-    `options` are those of the model's layers, by the layers' names.
+    `options` are those of the model's layers, by the layers' names. Looks at what layers have sent
+    from GPUs before, see `look_at_unread`.
     """
+    look_at_unread()
     ignore = list(ignore)
     chosen = [
         (name, arrays[name])

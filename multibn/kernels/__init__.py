@@ -4,8 +4,9 @@ A kernels file has the four verbs of a pass, two halves each way with the messag
 `begin_forward` and `finish_forward`, `begin_backward` and `finish_backward`; and `normalize`, the
 pass by known statistics. `arguments` has what the verbs take. `generic` says what each verb
 computes, and works for every library of the array API standard. `host` (NumPy arrays and torch
-tensors in host memory) and `cuda` (torch tensors on a GPU) compute the same faster, if their
-compiler is installed, and pass what they have no loop for on to `generic`. What a file's
+tensors in host memory), `cuda` (torch tensors on a GPU) and `cupy` (CuPy arrays, by `cuda`) compute
+the same faster, if their compiler is installed, and pass what they have no loop for on to
+`generic`. What a file's
 `begin_backward` returns beside the payload and the gradients of the parameters, the same file's
 `finish_backward` takes as its last argument. Nothing here knows of processes.
 """
@@ -17,6 +18,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from array_api_compat import is_cupy_array
 
 from multibn._typing import Array
 from multibn.kernels import generic as generic
@@ -45,7 +47,7 @@ def select(x: Array, /, *others: Any) -> Any:
                 if getattr(a, "requires_grad", False):
                     return generic
         return _native("host") if x.is_cpu else _native("cuda") if x.is_cuda else generic
-    return generic
+    return _native("cupy") if is_cupy_array(x) else generic
 
 
 def turned_off() -> bool:

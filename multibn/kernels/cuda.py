@@ -288,6 +288,7 @@ def _tiling(
     per_program = max(triton.cdiv(tiles * blocks, programs), triton.cdiv(tiles, max_splits))
     per_program = min(per_program, tiles, max_tiles)
     splits = triton.cdiv(tiles, per_program)
+    per_program = triton.cdiv(tiles, splits)  # in equal shares: the last program has no empty ones
     constants = {
         "ROWS": rows,
         "COLS": cols,

@@ -19,6 +19,7 @@ def sizes(shape: tuple[int, ...], axis: tuple[int, ...]) -> tuple[tuple[int, ...
     return per_channel, float(count), message.forward_payload(C), message.backward_payload(C)
 
 
+@lru_cache(maxsize=1024)
 def sizes_in_memory(
     shape: tuple[int, ...], strides: tuple[int, ...], axis: tuple[int, ...]
 ) -> tuple[int, int, int] | None:

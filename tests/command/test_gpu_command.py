@@ -2,7 +2,9 @@
 
 import json
 import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ from tests.kernels.interpreter import takes_int_of_an_array
 
 require.need("cli", "dev", "torch", "triton", "torchrun", "mpiexec")
 
-import benchmarks.gpu.__main__ as command  # noqa: E402
-from benchmarks.gpu import parts  # noqa: E402
+from benchmarks import machine  # noqa: E402
+from benchmarks.gpu import __main__ as start  # noqa: E402
+from benchmarks.gpu import command, device, parts  # noqa: E402
 from multibn._launch import Written, run_workers  # noqa: E402
 
 
@@ -109,8 +112,96 @@ def test_each_end_is_told_and_takes_no_other_part_away(
     assert "| passes | failed | 0 | 0 | no time was left |" in (tmp_path / "gpu.md").read_text()
 
 
+def test_what_is_missing_is_said_at_once() -> None:
+    """By a Python without any library: -S leaves out the packages of an environment."""
+    begun = time.monotonic()
+    asked = [sys.executable, "-S", "-m", "benchmarks.gpu", "--output", "nowhere"]
+    ran = subprocess.run(asked, capture_output=True, text=True, cwd=launch.ROOT, timeout=60)
+    assert ran.returncode == 2
+    assert time.monotonic() - begun < 10  # 0.2 s where no other process takes the cores
+    lines = ran.stderr.splitlines()
+    packages = ("numpy", "array-api-compat", "torch", "triton")
+    assert lines[:4] == [f"{name} is missing: pip install {name}" for name in packages]
+    assert ran.stdout == ""
+
+
+def test_a_machine_without_a_gpu_or_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    if machine.num_gpus():
+        pytest.skip("there is a GPU")
+    monkeypatch.setattr(start.shutil, "which", lambda name: None)
+    said = list(start.missing([]))
+    assert any(line.startswith("a C compiler is missing, by which Triton") for line in said)
+    assert said[-1].startswith("a GPU is missing: ")
+    assert list(start.missing(["--stand-ins"])) == []
+
+    class Driver:
+        def cuInit(self, flags: int) -> int:  # noqa: N802 (CUDA's names)
+            return 0
+
+        def cuDeviceGetCount(self, count: Any) -> int:  # noqa: N802
+            count._obj.value = self.num_gpus
+            return 0
+
+        num_gpus = 0
+
+    monkeypatch.setattr(start.ctypes, "CDLL", lambda name: Driver())
+    assert list(start.missing([]))[-1] == "a GPU is missing: the driver finds none"
+    monkeypatch.setattr(Driver, "num_gpus", 1)
+    assert not any("GPU is missing" in line for line in start.missing([]))
+
+
+def test_slots_have_all_parts_and_fit_in_ten_minutes() -> None:
+    assert {name for slot in parts.SLOTS.values() for name in slot.parts} == set(parts.PARTS)
+    assert parts.SLOTS["fast"].parts[:2] == ("device", "resnet")
+
+
+def test_a_common_failure_is_shown_ten_times_and_counted() -> None:
+    rows = [{"check": f"test {n}", "error": 1.0, "bound": 0.0, "ok": False} for n in range(400)]
+    part = {"part": "kernels", "status": "failed", "reason": "", "rows": rows}
+    facts = {"python": "3", "versions": {}}
+    page = list(command._page({"stand_ins": False, "date": "", "machine": facts, "parts": [part],
+                               "slot": "right"}))  # fmt: skip
+    failures = [text for text in page if text.startswith("FAILED")]
+    assert len(failures) == 11
+    assert failures[0] == "FAILED test 0: error 1, bound 0"
+    assert failures[-1] == "FAILED 390 more"
+    assert any(text.startswith("Slot right: whether the numbers are right") for text in page)
+
+
+def test_the_stand_in_for_a_second_rank_costs_one_launch() -> None:
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from multibn import SingleProcess
+    from multibn.communicators.lines import LineCommunicator
+
+    class InPlace(SingleProcess, LineCommunicator):
+        lines = None
+
+        def takes(self, x: Any, /) -> bool:
+            return True
+
+        def allreduce_in_place(self, x: Any, /) -> Any:
+            return x
+
+    launches: list[str] = []
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            launches.append(str(f))
+            return f(*args, **(kwargs or {}))
+
+    for over in (SingleProcess(), InPlace()):
+        numbers = torch.ones(3)
+        launches.clear()
+        with Operations():
+            summed = device.Equal(over).allreduce_in_place(numbers)
+        assert launches == ["aten.mul_.Tensor"]
+        assert summed.tolist() == [2.0] * 3
+
+
 def test_without_a_gpu_nothing_passes(tmp_path: Path) -> None:
-    if command.machine.num_gpus():
+    if machine.num_gpus():
         pytest.skip("there is a GPU")
     assert command.main(["--parts", "host waits", "--output", str(tmp_path)]) == 1
     assert "**Not run on a GPU" not in (tmp_path / "gpu.md").read_text()
@@ -118,8 +209,8 @@ def test_without_a_gpu_nothing_passes(tmp_path: Path) -> None:
 
 def test_unknown_parts(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        command.main(["--parts", "all"])
-    assert "--parts must be of device, numbers, kernels" in capsys.readouterr().err
+        command.main(["--parts", "all", "--output", "nowhere"])
+    assert "--parts must be of device, numbers, graphs" in capsys.readouterr().err
 
 
 def test_goals_are_of_what_was_measured() -> None:

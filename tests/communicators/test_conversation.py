@@ -1,24 +1,29 @@
 """What a layer's messages tell over communicators that have no lines: a user's own, and GPUs'."""
 
+import contextlib
+import gc
 import importlib.util
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
 
-from multibn import message
+from multibn import SingleProcess, message
 from multibn.communicators.conversation import Conversation, Phase
 from multibn.communicators.lines import HostArray, LineCommunicator, Lines
 from multibn.communicators.transports.chainermn import sum_by_nccl
 from multibn.communicators.transports.pinned import begin_copy
 from multibn.engine.statistics import Moments, aggregate
+from multibn.engine.synchrony import check_equal
 from tests.communicators.transports import standin_cupy
 from tests.helpers import require
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
 C = 3
+AHEAD = 8  # messages that are sent before the host looks at one
 
 
 def _errors(size: int, work: Callable[[ThreadCommunicator], object]) -> list[Exception]:
@@ -125,7 +130,7 @@ def test_a_sum_that_is_none_is_a_mistake_of_the_communicators_class(
 
 
 def test_unlike_layers_are_named_later(transport: Any) -> None:
-    """On a GPU one call later: the host looks at a message when the next one is sent."""
+    """On a GPU some messages later: by then a message has long arrived in host memory."""
     make, ones = transport
 
     def work(world: ThreadCommunicator) -> None:
@@ -137,9 +142,11 @@ def test_unlike_layers_are_named_later(transport: Any) -> None:
             np.testing.assert_array_equal(host, [2.0] * (2 * C + 2))
         for layer in reversed(layers) if world.rank == 1 else layers:
             layer.allreduce(ones(2 * C + 2))
-        for layer in layers:
+        for layer in layers * AHEAD:
             layer.allreduce(ones(2 * C + 2))
+            sent[world.rank] += 1
 
+    sent = [0, 0]
     for rank, error in enumerate(_errors(2, work)):
         assert isinstance(error, RuntimeError)
         if isinstance(ones(1), np.ndarray):
@@ -149,9 +156,10 @@ def test_unlike_layers_are_named_later(transport: Any) -> None:
             )
         else:
             expected = (
-                "the ranks were in different places in the previous call of bn1 (forward, float32, "
-                f"call 3), on rank {rank}: another rank was in another layer"
+                f"the ranks were in different places in an earlier call, {('bn1', 'bn2')[rank]} "
+                f"(forward, float32, call 2), on rank {rank}: another rank was in another layer"
             )
+            assert sent == [AHEAD - 2] * 2, "all ranks look at a message at the same moment"
         assert str(error).startswith(expected)
 
 
@@ -165,7 +173,7 @@ def test_layers_of_unlike_widths_meet_in_messages_of_one_length(transport: Any) 
         for layer, n in zip(layers, (C, 2 * C), strict=True):
             summed = layer.allreduce(ones(2 * n + 2))
             assert summed.shape == (2 * n + 2,)
-        for _ in range(2):
+        for _ in range(AHEAD + 1):
             i = world.rank % 2
             layers[i].allreduce(ones(2 * (C, 2 * C)[i] + 2))
 
@@ -175,7 +183,7 @@ def test_layers_of_unlike_widths_meet_in_messages_of_one_length(transport: Any) 
 
 
 @pytest.mark.parametrize("transport", ["cupy", "cupy over NCCL"], indirect=True)
-def test_infinity_on_a_gpu_is_an_error_one_call_later(transport: Any) -> None:
+def test_infinity_on_a_gpu_is_an_error_some_messages_later(transport: Any) -> None:
     make, ones = transport
 
     def work(world: ThreadCommunicator) -> None:
@@ -184,11 +192,56 @@ def test_infinity_on_a_gpu_is_an_error_one_call_later(transport: Any) -> None:
         if world.rank == 1:
             numbers = numbers + np.inf
         layer.allreduce(numbers)
-        layer.allreduce(ones(2 * C + 2))
+        for _ in range(AHEAD):
+            layer.allreduce(ones(2 * C + 2))
 
     for error in _errors(2, work):
         assert isinstance(error, FloatingPointError)
-        assert "were not finite in the previous call of bn (forward, float32, call" in str(error)
+        assert "were not finite in an earlier call, bn (forward, float32, call 1):" in str(error)
+
+
+@pytest.mark.parametrize("transport", ["cupy", "cupy over NCCL"], indirect=True)
+def test_a_refusal_on_a_gpu_is_an_error_of_the_others_some_messages_later(transport: Any) -> None:
+    make, ones = transport
+
+    def work(world: ThreadCommunicator) -> None:
+        layer = _phase(make(world), "bn")
+        refuse = world.rank == 1
+        layer.allreduce(ones(2 * C + 2) + (np.nan if refuse else 0.0))
+        for _ in range(AHEAD):
+            layer.allreduce(ones(2 * C + 2))
+
+    for rank, error in enumerate(_errors(2, work)):
+        assert isinstance(error, RuntimeError)
+        assert str(error) == (
+            f"rank {rank} cannot go on: in an earlier call, bn (forward, float32, call 1), the "
+            "input was refused on another rank. The error raised there says why."
+        )
+
+
+@pytest.mark.parametrize("transport", ["cupy"], indirect=True)
+def test_the_last_messages_of_a_run_are_looked_at_by_check_sync(transport: Any) -> None:
+    ones = transport[1]
+
+    class Equal(SingleProcess):
+        size = 2
+
+        def allreduce(self, x: Any, /) -> Any:
+            return x + x
+
+    equal = Equal()
+    layer = _phase(equal, "bn")
+    layer.allreduce(ones(2 * C + 2) + np.inf)
+    with pytest.raises(FloatingPointError, match=r"in an earlier call, bn \(forward, .* call 1\)"):
+        check_equal({}, SingleProcess())
+    check_equal({}, SingleProcess())
+    gone = _phase(equal, "gone")
+    gone.allreduce(ones(2 * C + 2) + np.inf)
+    reference = ref(gone)
+    del gone
+    gc.collect()
+    assert reference() is None, "a message keeps no model alive"
+    check_equal({}, SingleProcess())
 
 
 @pytest.mark.parametrize("transport", ["cupy", "cupy over NCCL"], indirect=True)
@@ -219,8 +272,9 @@ def test_no_event_is_waited_for_while_a_graph_is_captured(
     run_ranks(2, work)
 
 
-def test_a_layer_that_moves_to_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's event stays on the GPU on which it was recorded first."""
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Makes tensors that say they are on a GPU, with stand-ins for torch's events and streams."""
     require.need("torch")
     import torch
 
@@ -252,13 +306,80 @@ def test_a_layer_that_moves_to_another_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     streams = "the stream of GPU {0.index}".format
     monkeypatch.setattr(torch.cuda, "current_stream", streams)
-    pinned: Any = {}
+
+    def make(value: float, gpu: int = 0) -> Any:
+        made: Any = torch.full((4,), value, dtype=torch.float64).as_subclass(OnGPU)
+        made.gpu = gpu
+        return made
+
+    return make
+
+
+def test_a_layer_that_moves_to_another_gpu(on_gpu: Callable[..., Any]) -> None:
+    """torch's event stays on the GPU on which it was recorded first."""
+    unused: Any = {}
     for gpu in (0, 1, 0):
-        summed: Any = torch.full((4,), 3.0 + gpu).as_subclass(OnGPU)
-        summed.gpu = gpu
-        wait: Any = begin_copy(summed, pinned)
+        wait: Any = begin_copy(on_gpu(3.0 + gpu, gpu), unused)
         assert wait().tolist() == [3.0 + gpu] * 4
-    assert len(pinned) == 2
+    assert [len(each) for each in unused.values()] == [1, 1]
+
+
+def test_first_messages_are_summed_on_the_gpu_of_the_activation(
+    on_gpu: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without set_device, each rank's current GPU is the first of its machine."""
+    import torch
+
+    from multibn.communicators.transports.torch_distributed import _Transport
+
+    current = [0]
+
+    @contextlib.contextmanager
+    def device_of(x: Any) -> Iterator[None]:
+        current.append(x.get_device())
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    group = SimpleNamespace(bound_device_id=None)
+    nccl: Any = SimpleNamespace(_backends={"cuda": "nccl"}, _group=lambda: group)
+    asked: list[Any] = []
+
+    class Equal(SingleProcess):
+        size = 2
+
+        def allreduce(self, x: Any, /) -> Any:
+            asked.append(_Transport._device(nccl))
+            return x + x
+
+    for send in (lambda phase: phase.allreduce(on_gpu(1.0, 3)),
+                 lambda phase: phase.message(4, on_gpu(1.0, 3))):  # fmt: skip
+        asked.clear()
+        send(_phase(Equal(), "bn"))
+        assert asked[0] == torch.device("cuda", 3)
+    group.bound_device_id = torch.device("cuda", 5)
+    assert _Transport._device(nccl) == torch.device("cuda", 5)
+
+
+def test_training_after_a_first_call_in_inference_mode(on_gpu: Callable[..., Any]) -> None:
+    """Torch refuses to write to a tensor that was made in inference mode."""
+    import torch
+
+    unused: Any = {}
+    with torch.inference_mode():
+        first: Any = begin_copy(on_gpu(1.0), unused)
+        assert first().tolist() == [1.0] * 4
+    second: Any = begin_copy(on_gpu(2.0), unused)
+    assert second().tolist() == [2.0] * 4
+
+
+def test_calls_in_a_row_wait_for_none_of_their_copies(on_gpu: Callable[..., Any]) -> None:
+    unused: Any = {}
+    waits: Any = [begin_copy(on_gpu(float(n)), unused) for n in range(AHEAD)]
+    assert [wait().tolist() for wait in waits] == [[n] * 4 for n in range(AHEAD)]
+    begin_copy(on_gpu(9.0), unused)
+    assert [len(each) for each in unused.values()] == [AHEAD - 1], "memory is used again"
 
 
 @pytest.mark.parametrize("scale", [0.25, 1e-3, 1.0, 1e6])

@@ -232,6 +232,63 @@ def test_a_gpu_without_a_compiler_for_triton(monkeypatch: pytest.MonkeyPatch) ->
         assert kernels._native.__wrapped__("cuda") is kernels.generic
 
 
+def test_a_layout_that_the_kernels_refuse_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy is saved for the backward pass, too."""
+    require.need("torch")
+    import torch
+
+    from multibn import SingleProcess
+    from multibn.engine.step import Input
+    from multibn.torch_backend.layer import autograd
+
+    taken: list[Any] = []
+
+    def forward(inputs: Any, *_: Any, **options: Any) -> Any:
+        taken.extend(i.x for i in inputs)
+        return [(torch.empty_like(i.x), None) for i in inputs]
+
+    monkeypatch.setattr(autograd.step, "forward", forward)
+    monkeypatch.setattr(autograd, "without_autocast", lambda x: contextlib.nullcontext())
+    whole = torch.empty(4, 8, 6, 6, device="meta", requires_grad=True)
+    last = whole.contiguous(memory_format=torch.channels_last)
+    for x, is_taken in (
+        (whole, True), (last, True), (whole[:, :4], False), (whole[..., ::2], False),
+        (last[:, :, 1:], False), (whole.transpose(1, 2), True),
+    ):  # fmt: skip
+        taken.clear()
+        i = Input(x, None, None, 1e-5, (0, 2, 3))
+        ((y, _),) = autograd.forward([i], SingleProcess(), "element")
+        assert taken[0].shape == x.shape
+        assert (taken[0].stride() == x.stride()) is is_taken
+        assert is_taken or taken[0].is_contiguous()
+        saved: Any = y.grad_fn
+        assert saved.saved_tensors[0].stride() == taken[0].stride()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_programs_that_sum_have_equal_shares(dtype: str, channels_last: bool) -> None:
+    """Of the layers of ResNet-50, on a GPU with 132 multiprocessors; no program has empty tiles."""
+    require.need("torch", "triton")
+    import torch
+    import triton
+
+    from multibn.kernels import cuda
+
+    done = needed = 0
+    for C, h in [(64, 112), (64, 56), (256, 56), (128, 28), (512, 28), (1024, 14), (2048, 7)]:
+        last = int(channels_last)
+        sums = cuda._sums((64 * h * h if last else 64, C, 1 if last else h * h), last,
+                          getattr(torch, dtype), 4 * 132)  # fmt: skip
+        outer, width, _, step, _, _, blocks, per_program, splits = sums.sizes
+        tiles = triton.cdiv(outer, sums.constants["ROWS"])
+        if not last:
+            tiles *= triton.cdiv(width, step * sums.constants["VECTOR"])
+        assert 0 <= splits * per_program - tiles < splits
+        done, needed = done + blocks * splits * per_program, needed + blocks * tiles
+    assert done < 1.05 * needed
+
+
 def compile_for_a_gpu(
     kernel: Any, types: dict[str, str], constants: dict[str, Any], *, fused: bool
 ) -> dict[str, Any]:

@@ -1,13 +1,21 @@
 """The Triton kernels against float64, on a GPU or interpreted: see test_cuda.py."""
 
+import contextlib
+import gc
 import math
 import os
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from weakref import ref
 
+import numpy as np
 import pytest
 import torch
 
-from multibn.kernels import Running, cuda, generic
+from multibn import kernels
+from multibn.kernels import Gradient, Input, Running, cuda, generic
 from multibn.kernels.generic_passes import num_elements
 from multibn.kernels.triton import launch as cuda_steps
 from multibn.message import Message, lanes, num_lanes
@@ -495,6 +503,92 @@ def test_per_channel_arrays_that_are_left_to_generic(launched: list[str]) -> Non
         dx, _ = verbs.finish_backward(*about, eps=VAR_EPS, axis=AXIS)
         assert torch.equal(dx, reference.finish_backward(*about, eps=VAR_EPS, axis=AXIS)[0])
     assert launched == []
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A stand-in of CuPy whose current stream is 13; `used` has the streams of all exchanges."""
+    streams, used = ["torch's"], []
+
+    class ndarray(np.ndarray):
+        def __dlpack_device__(self) -> Any:
+            return 2, 0  # kDLCUDA
+
+        def __dlpack__(self, *, stream: Any, **_: Any) -> Any:  # type: ignore[override]
+            used.append(stream)
+            return super().__dlpack__()
+
+    @contextlib.contextmanager
+    def in_stream(ptr: Any) -> Iterator[None]:
+        streams.append(ptr)
+        yield
+        streams.pop()
+
+    def from_dlpack(x: Any) -> Any:
+        used.append(streams[-1])
+        return x.numpy().view(ndarray)
+
+    module: Any = ModuleType("cupy")
+    module.ndarray, module.from_dlpack, module.used = ndarray, from_dlpack, used
+    module.cuda = SimpleNamespace(get_current_stream=lambda: SimpleNamespace(ptr=13))
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda ptr: ptr)
+    monkeypatch.setattr(torch.cuda, "stream", in_stream)
+    of_torch: Any = lambda device: SimpleNamespace(cuda_stream=streams[-1])  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "current_stream", of_torch)
+    kernels._native.cache_clear()
+    yield module
+    kernels._native.cache_clear()
+    sys.modules.pop("multibn.kernels.cupy", None)
+    assert streams == ["torch's"]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the stand-in is for machines without CuPy")
+@layouts
+def test_cupy_arrays(layout: str, cupy: Any, launched: list[str]) -> None:
+    """By the same kernels: in CuPy's stream, with its strides, and alive between the halves."""
+
+    def given(x: Any) -> Any:
+        return x.numpy().copy(order="K").view(cupy.ndarray)
+
+    x, dy = (normal(3, 5, 4, 6, layout=layout) for _ in range(2))
+    weight, mean = wide(5).float(), wide(5).float()
+    i, mine = (
+        Input(of(x), of(weight), None, 1e-5, AXIS, running=Running(of(mean), of(mean**2), 0.1))
+        for of in (given, torch.clone)
+    )
+    gradient = given(dy)
+    file, alive = kernels.select(i.x), ref(gradient)
+    assert file.__name__ == "multibn.kernels.cupy"
+    y, batch, state = file.finish_forward(i, file.begin_forward(i, 72.0, 72.0), 72.0, 72.0)
+    g = Gradient(gradient, i, batch)
+    summed, dweight, _, begun = file.begin_backward(g)
+    del gradient
+    g = g._replace(dy=None)  # `begun` has it
+    assert alive() is not None
+    dx, _ = file.finish_backward(g, summed, begun)
+    del begun
+    gc.collect()  # the interpreter has circles
+    assert alive() is None
+    right, about, _ = generic.finish_forward(
+        mine, generic.begin_forward(mine, 72.0, 72.0), 72.0, 72.0
+    )
+    g = Gradient(dy, mine, about)
+    sums, right_dweight, _, *_ = generic.begin_backward(g)
+    right_dx, _ = generic.finish_backward(g, sums)
+    got = y, *batch, dweight, dx, *i.running[:2]
+    expected = right, *about, right_dweight, right_dx, *mine.running[:2]
+    for a, b in zip(got, expected, strict=True):
+        assert type(a) is cupy.ndarray
+        assert [n // a.itemsize for n in a.strides] == list(b.stride())
+        np.testing.assert_allclose(a, b.numpy(), rtol=1e-4, atol=1e-5)
+    assert state == generic.RIGHT
+    assert launched == [
+        "moments", "merge_moments", "finish_forward", "normalize",
+        "backward_sums", "merge_sums", "input_gradient",
+    ]  # fmt: skip
+    assert set(cupy.used) == {13}
 
 
 @on_gpu

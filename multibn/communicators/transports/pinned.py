@@ -1,4 +1,4 @@
-"""Copies of a GPU's messages, which the host looks at one call later."""
+"""Copies of a GPU's messages, which the host looks at later."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,29 +11,32 @@ from multibn.communicators.lines import HostArray
 
 
 def begin_copy(
-    summed: Array, pinned: dict[Any, tuple[Any, HostArray, Any]]
+    summed: Array, unused: dict[Any, list[Any]]
 ) -> Callable[[], HostArray | None] | None:
     """Begin to copy a message from a GPU, and return what waits for the copy.
 
-    The copy is looked at before the next message of the same layer and phase is sent. By then it
-    has long arrived, so that nothing waits; and all ranks look at the same moment, so that they can
-    go on to ask each other. None while a CUDA graph is captured, in which no copy can be looked at,
-    and no event waited for: what waits returns None then. `pinned` keeps memory and an event for
-    the messages of each device and length.
+    None while a CUDA graph is captured, in which no copy can be looked at, and no event waited for:
+    what waits returns None then. What it returns otherwise stays valid until the next copy begins.
+    `unused` keeps memory and events, for messages of each device and length, that no copy uses.
     """
     capturing: Callable[[], bool]
+    again: list[Any] = []
     if getattr(summed, "is_cuda", False):  # torch's
         import torch
 
         capturing = torch.cuda.is_current_stream_capturing
         if capturing():
             return None
-        key = summed.device, summed.shape  # an event is of the GPU on which it was recorded first
-        if key not in pinned:
-            memory = torch.empty(summed.shape, dtype=summed.dtype, pin_memory=True)
+        # An event is of the GPU on which it was recorded first.
+        again = unused.setdefault((summed.device, summed.shape), again)
+        if again:
+            pinned = again.pop()
+        else:
+            with torch.inference_mode(False):  # else no copy in training could be written to it
+                memory = torch.empty(summed.shape, dtype=summed.dtype, pin_memory=True)
             # torch.cuda.Event looks the current stream up in Python.
-            pinned[key] = memory, memory.numpy(), torch.Event(summed.device)
-        memory, copy, event = pinned[key]
+            pinned = memory, memory.numpy(), torch.Event(summed.device)
+        memory, copy, event = pinned
         memory.copy_(summed, non_blocking=True)
         is_current = summed.get_device() == torch.cuda.current_device()
         event.record(None if is_current else torch.cuda.current_stream(summed.device))
@@ -47,6 +50,7 @@ def begin_copy(
         if capturing():
             return None
         copy, event = cupyx.empty_pinned(summed.shape, summed.dtype), cupy.cuda.Event()
+        pinned = copy, event
         summed.get(out=copy, blocking=False)
         event.record()
     else:
@@ -57,6 +61,7 @@ def begin_copy(
         if capturing():
             return None
         event.synchronize()
+        again.append(pinned)
         return copy
 
     return wait

@@ -245,10 +245,11 @@ class _Transport(Transport):
         return self._sides[ranks]
 
     def _device(self) -> torch.device:
-        """Where the group can sum."""
+        """Where the group can sum; a `Phase` makes the activation's GPU the current one."""
         kind = "cpu" if "cpu" in self._backends else next(iter(self._backends))
         if kind == "cuda":
-            return torch.device("cuda", torch.cuda.current_device())
+            bound: Any = getattr(self._group(), "bound_device_id", None)
+            return bound or torch.device("cuda", torch.cuda.current_device())
         return torch.device(kind)
 
     def abort(self) -> None:

@@ -15,6 +15,7 @@ from multibn.engine import step
 from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Gradient, Input
 from multibn.kernels import generic
+from multibn.kernels.layout import sizes_in_memory
 from multibn.torch_backend.layer import differentiable
 from multibn.torch_backend.layer.differentiable import without_autocast
 
@@ -47,6 +48,8 @@ class _SyncBatchNorm(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         # torch looks at each argument of this function, so that four are in one.
         inputs, communicator, weighting, batches = call
+        if not inputs[0].x.is_cpu:
+            inputs = list(map(dense, inputs))
         with without_autocast(inputs[0].x):
             results = step.forward(inputs, communicator, weighting=weighting)
         options: list[Any] = []
@@ -89,6 +92,17 @@ class _SyncBatchNorm(torch.autograd.Function):
                     dresidual = generic.residual_gradient(gradients[n])
                 results += dx, dweight, dbias, dresidual
         return tuple(results)
+
+
+def dense(i: Input) -> Input:
+    """The input with `x` copied where a GPU's kernels do not take such a layout.
+
+    Array operations, which take any, are a hundred launches.
+    """
+    x = i.x
+    if x.is_cpu or sizes_in_memory(x.shape, x.stride(), i.axis) is not None:
+        return i
+    return i._replace(x=x.contiguous())
 
 
 # Function.apply without the questions that are for torch.func, which `functional` has asked.

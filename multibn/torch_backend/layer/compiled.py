@@ -194,8 +194,9 @@ def _forward_sums(*arguments: Any) -> list[Tensor]:
     def forward(inputs: Sequence[Input], communicator: Communicator, weighting: Weighting) -> Any:
         with torch.no_grad(), without_autocast(inputs[0].x):
             return step.forward(
-                inputs, communicator, weighting=weighting, select=lambda x: _UpToElements
-            )
+                list(map(autograd.dense, inputs)), communicator, weighting=weighting,
+                select=lambda x: _UpToElements,
+            )  # fmt: skip
 
     coefficients, batch = _run(forward, *_input(*arguments))
     return [v.clone() for v in (*coefficients, *batch)]  # the centre may be the mean
@@ -229,6 +230,7 @@ def _backward_sums_like(dy: Tensor, *arguments: Any) -> list[Tensor]:
 def _backward_sums(dy: Tensor, *arguments: Any) -> list[Tensor]:
     """The coefficients of the gradient of `x`, and the gradients of the parameters. Collective."""
     i, *batch, needs_dx, communicator = _input(*arguments)
+    i = autograd.dense(i)
     g = Gradient(dy, i, BatchStatistics(*batch), needs_dx=needs_dx)
     sharing = _communicators[communicator]
     with torch.no_grad(), without_autocast(i.x):

@@ -72,7 +72,7 @@ def sync_batch_norm(
         On the other ranks, if one rank's input was refused. On all ranks, if they are in different
         layers, or in different phases of one layer.
     FloatingPointError
-        On all ranks, if the moments of one rank are not finite (on a GPU one call later), unless
+        On all ranks, if the moments of one rank are not finite (on a GPU a step later), unless
         such a batch is skipped, see `nonfinite`.
 
     Notes

@@ -1,0 +1,42 @@
+"""The verbs for CuPy arrays, whose memory torch shares: `cuda` computes.
+
+Torch launches in CuPy's current stream. So its kernels come after those that wrote their inputs,
+and before all that CuPy does with their outputs, or with the memory of arrays that are gone.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cupy
+import torch
+
+from multibn.kernels import cuda
+
+if not torch.cuda.is_available():
+    raise ImportError("this torch has no GPU")
+
+
+def _on_cupy(verb: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        stream = torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr)
+        with torch.cuda.stream(stream):
+            results = verb(*_mapped(arguments, cupy.ndarray, torch.from_dlpack))
+            return _mapped(results, torch.Tensor, cupy.from_dlpack)
+
+    # The step hands over memory for a message on torch's GPUs only.
+    return lambda *arguments, out=None: call(*arguments)
+
+
+def _mapped(v: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
+    """`v`, a tuple of tuples perhaps, with all arrays of one kind converted; no number moves."""
+    if isinstance(v, kind):
+        return convert(v)
+    if not isinstance(v, tuple):
+        return v
+    values = [_mapped(each, kind, convert) for each in v]
+    return type(v)(*values) if hasattr(v, "_fields") else tuple(values)
+
+
+begin_forward, finish_forward = _on_cupy(cuda.begin_forward), _on_cupy(cuda.finish_forward)
+begin_backward, finish_backward = _on_cupy(cuda.begin_backward), _on_cupy(cuda.finish_backward)
+normalize, move = _on_cupy(cuda.normalize), _on_cupy(cuda.move)
