@@ -319,11 +319,6 @@ def test_batch_norms_can_be_converted() -> None:
     torch.testing.assert_close(y, expected)
 
 
-def test_unknown_norm() -> None:
-    with pytest.raises(ValueError, match=r"`norm` must be one of 'layernorm'.*got 'groupnorm'"):
-        small(norm="groupnorm")
-
-
 # --- the classifier -----------------------------------------------------------------------------
 
 
