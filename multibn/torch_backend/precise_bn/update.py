@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from multibn._typing import check_choice, check_int
 from multibn.engine.precise import Pass, Words
-from multibn.torch_backend.precise_bn.watched import Estimator, WatchedNorm, layers_in_training
+from multibn.torch_backend.precise_bn.watched import Estimator, layers_in_training
 from multibn.torch_backend.train.synchrony import participants
 
 _WORDS = Words(
@@ -185,7 +185,11 @@ def run_pass(
     communicator = participants(wrapped, process_group)
     known = [n for n in (num_iters, length_hint(data_loader)) if n]
     run = Pass(layers, communicator, _WORDS)
-    with _watched(model, layers, run):
+    with _unchanged(model), torch.no_grad(), ExitStack() as hooks:
+        if "torch._dynamo" in sys.modules:  # compiled code does not see new hooks
+            hooks.enter_context(torch.compiler.set_stance("force_eager"))
+        for layer in layers:
+            hooks.enter_context(layer.watched(run))
         num_batches, early_end = run.run(
             data_loader,
             partial(_forward if forward_fn is None else forward_fn, model),
@@ -228,17 +232,6 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
     elif isinstance(batch, (list, tuple, Mapping)):
         for value in batch.values() if isinstance(batch, Mapping) else batch:
             yield from _tensors(value)
-
-
-@contextmanager
-def _watched(model: nn.Module, layers: Iterable[WatchedNorm], run: Pass) -> Iterator[None]:
-    """Show the inputs of `layers` to `run`, and leave `model` unchanged."""
-    with _unchanged(model), torch.no_grad(), ExitStack() as hooks:
-        if "torch._dynamo" in sys.modules:  # compiled code does not see new hooks
-            hooks.enter_context(torch.compiler.set_stance("force_eager"))
-        for layer in layers:
-            hooks.enter_context(layer.watched(run))
-        yield
 
 
 @contextmanager

@@ -1,13 +1,14 @@
 """Batch norms in training mode, and estimators of their running statistics."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.hooks import RemovableHandle
 
 from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.communicators.conversation import during
@@ -72,8 +73,7 @@ class WatchedNorm:
                 Population(like) if is_population else MeanOfVar(like, self.communicator)
             )
 
-    @contextmanager
-    def watched(self, run: Pass) -> Iterator[None]:
+    def watched(self, run: Pass) -> RemovableHandle:
         """Show each input to `run`, with a call with such an empty input."""
         is_shared = self.communicator.size > 1
 
@@ -96,11 +96,7 @@ class WatchedNorm:
             with torch.autocast(device, enabled=False) if without_autocast else nullcontext():
                 run.show(self, x.detach(), axis, mask, visit)
 
-        handle = self.module.register_forward_pre_hook(note, with_kwargs=True)
-        try:
-            yield
-        finally:
-            handle.remove()
+        return self.module.register_forward_pre_hook(note, with_kwargs=True)
 
     def write(self, mean: Tensor, var: Tensor, /) -> None:
         """Write running statistics; all splits of a sub-batch norm get the same ones."""

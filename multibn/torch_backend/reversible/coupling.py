@@ -27,12 +27,15 @@ def run_recomputed(
 
     torch.compile must not look inside: a graph for each half and each pass would take minutes.
     """
-    run = Run(cond)
+    run, others = Run(cond), tensors(cond)
     for half in halves:
         here, there = streams[half.into], streams[1 - half.into]
-        streams[half.into] = run.couple(half, here, there, cond)
+        y = _Couple.apply(run, half, here, there, *others, *half.parameters)
+        if y.requires_grad and run.first is None:
+            run.first = len(run.halves) - 1
+        streams[half.into] = y
         if half.into == 1 and half.block in stored:
-            streams[:] = run.anchor(streams, cond)
+            streams[:] = _Anchor.apply(run, *streams, *others)
 
 
 _TENSOR = object()
@@ -48,22 +51,11 @@ class Run:
 
     def __init__(self, cond: Sequence[Any]) -> None:
         self.halves: list[tuple[Half, Ambient]] = []
-        self._first: int | None = None  # index of the first half that gets a gradient
+        self.first: int | None = None  # index of the first half that gets a gradient
         self._template = [_TENSOR if isinstance(c, Tensor) else c for c in cond]
         self._position = 0
         self.streams: list[Tensor] = []
         self._tensors: list[Tensor] = []
-
-    def couple(self, half: Half, here: Tensor, there: Tensor, cond: Sequence[Any]) -> Tensor:
-        """Stream `half.into` after `half`, as a node of the graph."""
-        y: Tensor = _Couple.apply(self, half, here, there, *tensors(cond), *half.parameters)
-        if y.requires_grad and self._first is None:
-            self._first = len(self.halves) - 1
-        return y
-
-    def anchor(self, streams: Sequence[Tensor], cond: Sequence[Any]) -> list[Tensor]:
-        """The streams, saved at this point of the graph."""
-        return list(_Anchor.apply(self, len(self.halves), *streams, *tensors(cond)))
 
     def first_pass(self, half: Half, here: Tensor, there: Tensor, cond: Sequence[Any]) -> Tensor:
         ambient = Ambient(str(half), half.parts, here.device)
@@ -112,7 +104,7 @@ class Run:
             added = half(here, inputs[0].view_as(inputs[0]), self.cond(inputs[1:count]))
         _refuse_foreign(half, added, inputs)
         ends = [get_gradient_edge(added)] if added.requires_grad else []
-        if index != self._first:
+        if index != self.first:
             self._undo(half, added.detach())
         del here, there, added  # memory is at its peak in the next lines
         wanted = [t for t in inputs if t.requires_grad] if ends else []
@@ -121,7 +113,7 @@ class Run:
 
     def release(self, index: int) -> None:
         """Free the streams if no half before `index` needs a gradient."""
-        if index == self._first:
+        if index == self.first:
             self.streams, self._tensors = [], []
 
     def cond(self, values: Sequence[Tensor]) -> list[Any]:
@@ -167,17 +159,17 @@ class _Anchor(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run: Run, position: int, first: Tensor, second: Tensor, *cond: Tensor
+        ctx: Any, run: Run, first: Tensor, second: Tensor, *cond: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.run, ctx.position, ctx.others = run, position, len(cond)
+        ctx.run, ctx.position, ctx.others = run, len(run.halves), len(cond)
         ctx.save_for_backward(first, second, *cond)
         return first, second
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.run.restore(ctx.position, ctx.saved_tensors)
-        return None, None, *grad_outputs, *[None] * ctx.others
+        return None, *grad_outputs, *[None] * ctx.others
 
 
 def _refuse_foreign(half: Half, added: Tensor, inputs: Sequence[Tensor]) -> None:

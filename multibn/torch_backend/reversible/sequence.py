@@ -70,7 +70,17 @@ class ReversibleSequence(nn.Module):
 
     def forward(self, x1: Tensor, x2: Tensor, *cond: Any) -> tuple[Tensor, Tensor]:
         """The streams after the last block; every F and G gets `cond`."""
-        return engine.reversible(self._blocks(), x1, x2, *cond, mode=self.mode, **self._options())
+        return engine.reversible(
+            self._blocks(),
+            x1,
+            x2,
+            *cond,
+            mode=self.mode,
+            drop_path=self.drop_path,
+            tied_drop_path=self.tied_drop_path,
+            buffer_after=self.buffer_after,
+            stream_dtype=self.stream_dtype,
+        )
 
     def inverse(self, y1: Tensor, y2: Tensor, *cond: Any) -> tuple[Tensor, Tensor]:
         """Inputs of `forward` from its outputs, as `reversible.inverse` computes and raises."""
@@ -81,11 +91,3 @@ class ReversibleSequence(nn.Module):
 
     def _blocks(self) -> list[Block]:
         return [(layer["F"], layer["G"]) for layer in self.layers]  # type: ignore[index]
-
-    def _options(self) -> dict[str, Any]:
-        return {
-            "drop_path": self.drop_path,
-            "tied_drop_path": self.tied_drop_path,
-            "buffer_after": self.buffer_after,
-            "stream_dtype": self.stream_dtype,
-        }

@@ -200,20 +200,3 @@ def check_reverting(world: Communicator) -> None:
 def check_not_beside_lightnings_own(world: Communicator) -> None:
     with pytest.raises(MisconfigurationException, match=r"sync_batchnorm=True.*MultiBNLayerSync"):
         _fit(world, Net(), _loader(), sync_batchnorm=True, max_steps=1)
-
-
-def check_bad_arguments(world: Communicator) -> None:
-    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"every_n_epochs": 0}, ValueError, "`every_n_epochs` must be positive: got 0"),
-        ({"every_n_epochs": 1.5}, TypeError, "`every_n_epochs` must be an int: got 1.5"),
-        ({"num_samples": -1}, ValueError, "`num_samples` must be positive, or None for no li"),
-        ({"num_iters": "8"}, TypeError, "`num_iters` must be an int, or None for no limit: g"),
-        ({"estimator": "median"}, ValueError, "`estimator` must be one of 'population', 'mean_of"),
-    ]
-    for options, kind, message in cases:
-        with pytest.raises(kind, match=message):
-            PreciseBN(**options)
-    with pytest.raises(ValueError, match="`weighting` must be one of 'element', 'sample', 'rank'"):
-        MultiBNLayerSync(weighting="batch")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="`running_var` must be one of 'unbiased_global'"):
-        MultiBNLayerSync(running_var="sample")  # type: ignore[arg-type]

@@ -152,18 +152,6 @@ def check_mean_of_var(world: Communicator) -> None:
             )
 
 
-def check_equal_ranks_of_mmpretrain(world: Communicator) -> None:
-    """Its case: as many batches on each rank, and the mean over ranks of what each has found."""
-    ranks = [[x + rank for x in (_batches(2)[0], _batches(2)[1])] for rank in range(world.size)]
-    layer = nn.BatchNorm1d(C, dtype=torch.float64)
-    mine = [torch.from_numpy(x) for x in ranks[world.rank]]
-    _precise(layer, mine, world, estimator="mean_of_var")
-    means = [np.mean([x.mean(0) for x in batches], axis=0) for batches in ranks]
-    variances = [np.mean([x.var(0, ddof=1) for x in batches], axis=0) for batches in ranks]
-    np.testing.assert_allclose(_running(layer)[0], np.mean(means, axis=0), rtol=1e-10)
-    np.testing.assert_allclose(_running(layer)[1], np.mean(variances, axis=0), rtol=1e-10)
-
-
 def check_limits(world: Communicator) -> None:
     """`num_iters` counts a rank's batches, `num_samples` those of all ranks together."""
     sizes = [[len(x) for x in _batches(rank)] for rank in range(world.size)]
@@ -198,23 +186,6 @@ def check_a_refused_input_is_an_error_on_all_ranks(world: Communicator) -> None:
         with pytest.raises(error, match=message):
             _precise(layer, [x], world, estimator=estimator)
         torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
-
-
-def check_a_rank_without_any_batch(world: Communicator) -> None:
-    data = [] if world.rank == 0 else _loader(world.rank)
-    plain = nn.BatchNorm1d(C, dtype=torch.float64)
-    _precise(plain, data, world)
-    for kind in ("sync", "naive", "sub and sync"):
-        model = _model(world, kind)
-        before = copy.deepcopy(model.state_dict())
-        with pytest.raises(ValueError, match=rf"got none on rank\(s\) \[0\] of {world.size}"):
-            _precise(model, data, world)
-        torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    with pytest.raises(ValueError, match=f"at least one batch: got none on any of {world.size} ra"):
-        _precise(plain, [], world)
-    x = np.concatenate([x for rank in range(1, world.size) for x in _batches(rank)])
-    np.testing.assert_allclose(_running(plain)[0], x.mean(0), rtol=1e-10)
-    np.testing.assert_allclose(_running(plain)[1], x.var(0, ddof=1), rtol=1e-10)
 
 
 def check_a_layer_that_only_some_ranks_use(world: Communicator) -> None:

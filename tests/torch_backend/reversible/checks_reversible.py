@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from multibn import SingleProcess
 from multibn.communicators import Communicator
-from multibn.torch_backend import SyncBatchNorm, average_gradients
+from multibn.torch_backend import SyncBatchNorm
 from multibn.torch_backend.reversible import ReversibleSequence
 from tests.harness.runs import on, only
 from tests.helpers.ranks import CountingCommunicator
@@ -102,13 +102,6 @@ def check_an_empty_rank(world: Communicator) -> None:
         results.append((world.allreduce(_gradients(model)), _state(model)))
     for found, expected in zip(*results, strict=True):
         _expect_close(found, expected)
-
-
-def check_average_gradients(world: Communicator) -> None:
-    model = _model(world, "reversible")
-    _loss(*model(*_shards(world)[world.rank])).backward()
-    average_gradients(model.parameters(), world)
-    _expect_close(_gradients(model) * world.size, _gradients(_whole(world)))
 
 
 @only("torchrun")

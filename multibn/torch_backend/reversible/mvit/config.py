@@ -288,9 +288,7 @@ def _flatten(node: Any, prefix: str = "") -> dict[str, Any]:
 
 def _literal(value: Any) -> Any:
     """Parse a string as yacs does: yaml has no tuples, so `(3, 7, 7)` comes as a string."""
-    if isinstance(value, str):
-        try:
-            return ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            return value
-    return value
+    try:
+        return ast.literal_eval(value) if isinstance(value, str) else value
+    except (ValueError, SyntaxError):
+        return value

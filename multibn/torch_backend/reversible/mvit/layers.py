@@ -15,7 +15,7 @@ from multibn.torch_backend.reversible.mvit.attention import (
 from multibn.torch_backend.reversible.mvit.config import RevMViTConfig
 from multibn.torch_backend.reversible.mvit.fusion import Mlp, TwoStreamFusion
 from multibn.torch_backend.reversible.mvit.layout import LayerSizes, skip_pooling
-from multibn.torch_backend.reversible.mvit.norms import NormFactory, has_state, normalize_last_axis
+from multibn.torch_backend.reversible.mvit.norms import NormFactory, normalize_last_axis
 
 
 class AttentionSubBlock(nn.Module):
@@ -98,7 +98,7 @@ class StageTransitionBlock(nn.Module):
             self.res_proj = nn.Linear(layer.dim, layer.dim_out)
         self.norm_res: nn.Module | None = None
         norm_q = self.F.attn.norm_q
-        if not self.own_pool and norm_q is not None and has_state(norm_q):
+        if not self.own_pool and norm_q is not None and list(norm_q.buffers()):
             width = layer.dim_out if self.project_first else layer.dim
             self.norm_res = norm(width // self.F.attn.pool_heads, "residual")
 

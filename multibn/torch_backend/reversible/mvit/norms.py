@@ -49,8 +49,3 @@ def normalize_last_axis(norm: nn.Module, x: Tensor) -> Tensor:
         return norm(x)
     flat: Tensor = norm(x.flatten(1, -2).transpose(1, 2))
     return flat.transpose(1, 2).reshape(x.shape)
-
-
-def has_state(norm: nn.Module) -> bool:
-    """Whether `norm` has buffers, so that two places with different inputs must not share it."""
-    return next(norm.buffers(), None) is not None

@@ -150,17 +150,6 @@ def test_frozen_blocks_are_recomputed_in_training_by_name() -> None:
     assert counts == [2, 1]
 
 
-def test_autocast() -> None:
-    results = []
-    for mode in MODES:
-        model = small(mode=mode, pre_q_fusion="concat_linear_2").float()
-        with torch.autocast("cpu", torch.bfloat16):
-            results.append(step(model, images().float()))
-    (y, grads), (stored_y, stored_grads) = results
-    assert torch.equal(y, stored_y)
-    assert_near(grads, stored_grads, 1e-2)
-
-
 # --- defects of the original --------------------------------------------------------------------
 
 
@@ -264,7 +253,7 @@ def test_defect_19_residual_has_its_own_batch_norm(pre_q_fusion: str, pool_first
     "options", [{"pre_q_fusion": "ln+concat_linear", "norm_stem": True}, VIDEO]
 )
 def test_defect_20_any_batch_norm_fits(kind: str, options: dict[str, Any]) -> None:
-    """A step gives stored mode's numbers, counts every batch once, and training learns."""
+    """A step gives stored mode's numbers, and counts every batch once."""
     x = images()
     x = x if options is not VIDEO else torch.stack([x, x.flip(3), -x, x.flip(2)], dim=2)
     results = []
@@ -281,17 +270,6 @@ def test_defect_20_any_batch_norm_fits(kind: str, options: dict[str, Any]) -> No
     ]
     assert counts
     assert all(count == 1 for count in counts)
-
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    labels = torch.arange(4)
-    losses = []
-    for _ in range(5):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x), labels)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < losses[0]
 
 
 # --- norms --------------------------------------------------------------------------------------
@@ -317,11 +295,6 @@ def test_batch_norms_can_be_converted() -> None:
     y, _ = step(model, images())
     expected, _ = step(small(norm="sync_batchnorm"), images())
     torch.testing.assert_close(y, expected)
-
-
-def test_unknown_norm() -> None:
-    with pytest.raises(ValueError, match=r"`norm` must be one of 'layernorm'.*got 'groupnorm'"):
-        small(norm="groupnorm")
 
 
 # --- the classifier -----------------------------------------------------------------------------
