@@ -75,8 +75,14 @@ class Verbs:
             sizes = _core.begin_forward(i, None, 0.0, 0.0, None)
         if sizes in (None, "x"):
             return generic_passes.local_moments(x, axis)
-        parts = self.kernels.sum_tasks(sizes, 1)[0][0] if sizes else 1
-        _core.begin_forward(i, None, 0.0, 0.0, (parts, 0, *written, 0))
+        if not sizes:
+            _core.begin_forward(i, None, 0.0, 0.0, (1, 0, *written, 0))
+        parts = self.kernels.sum_tasks(sizes, 1) if sizes else ()
+        for again in range(2 if sizes else 0):
+            sums = self.kernels._sums(i, written[0] if again else 0, sizes, parts)
+            task = parts[0][0], sums.ctypes.data, *written, again
+            if not _core.begin_forward(i, None, 0.0, 0.0, task):
+                break
         xp = array_namespace(x)
         return xp.asarray(mean), xp.asarray(var)
 
