@@ -23,12 +23,12 @@ KERNELS: list[Any] = [generic, host]
 DEVICE = "cpu"
 if (interpreted := os.environ.get("TRITON_INTERPRET")) is not None:
     from multibn.kernels import cuda
-    from tests.kernels import interpreter
+    from tests.kernels.passes import patch_the_interpreter_once
 
     KERNELS.append(cuda)
     DEVICE = "cpu" if interpreted == "1" else "cuda"
     if DEVICE == "cpu":
-        interpreter.patch_once()
+        patch_the_interpreter_once()
 
 C, EPS = 3, 0.25
 X = [[0.5, -1.0, 7.0], [2.5, 0.25, 7.0], [-4.0, 3.0, 7.0], [1.0, 1.5, 7.0]]  # four samples
