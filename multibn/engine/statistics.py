@@ -110,12 +110,6 @@ def local_moments(
     return Moments(mean, meansqr, count, float(x.shape[axis[0]]))
 
 
-def empty_moments(like: Array, /) -> Moments:
-    """Moments of no data for channels shaped like `like`: what `merge_moments` starts from."""
-    zeros = array_namespace(like).zeros_like(generic.as_wide(like))
-    return Moments(zeros, zeros, 0.0, 0.0)
-
-
 def merge_moments(*moments: Moments) -> Moments:
     """Moments of the concatenation of the batches that `moments` describe (weighted by count).
 

@@ -12,7 +12,7 @@ import pytest
 
 from multibn._launch import environment
 from tests.helpers import launch, require
-from tests.kernels.interpreter import takes_int_of_an_array
+from tests.kernels.passes import takes_int_of_an_array
 
 require.need("cli", "dev", "torch", "triton", "torchrun", "mpiexec")
 

@@ -8,7 +8,7 @@ import pytest
 
 from multibn import SingleProcess
 from multibn.communicators import Communicator
-from multibn.engine.lockstep import END, Joined, Lockstep
+from multibn.engine.lockstep import END, Lockstep
 from tests.helpers import require
 from tests.helpers.ranks import run_ranks
 
@@ -18,6 +18,7 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 from multibn.torch_backend import join  # noqa: E402
+from multibn.torch_backend.train.uneven import Joined  # noqa: E402
 
 
 def test_steps_and_amounts() -> None:
@@ -57,16 +58,16 @@ def test_no_batch_at_all_is_an_error_on_all_ranks() -> None:
     run_ranks(2, steps)
 
 
-def test_the_scale_leaves_stand_ins_out() -> None:
-    def scales(world: Communicator) -> list[tuple[bool, float]]:
+def test_the_mean_leaves_stand_ins_out() -> None:
+    def means(world: Communicator) -> list[tuple[bool, float]]:
         joined = Joined(world, lambda batch: batch)
         return [
-            (joined.absent, joined.scale(len(batch)))
+            (joined.absent, float(joined.mean(torch.ones(len(batch), dtype=torch.float64))))
             for batch in joined([[1, 2], [3]][world.rank :])
         ]
 
-    assert run_ranks(2, scales) == [
-        [(False, 2 / 3), (False, 2.0)],
+    assert run_ranks(2, means) == [
+        [(False, 4 / 3), (False, 2.0)],
         [(False, 2 / 3), (True, 0.0)],
     ]
 

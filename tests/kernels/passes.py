@@ -1,6 +1,7 @@
 """The verbs of a kernels file with their arguments one by one, and the parts of a pass alone."""
 
 import math
+from importlib import metadata
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from multibn.kernels import (
 )
 from multibn.kernels.layout import channels
 from multibn.message import concat
+from tests.helpers import require
 
 
 class Unpacked(NamedTuple):
@@ -75,8 +77,14 @@ class Verbs:
             sizes = _core.begin_forward(i, None, 0.0, 0.0, None)
         if sizes in (None, "x"):
             return generic_passes.local_moments(x, axis)
-        parts = self.kernels.sum_tasks(sizes, 1)[0][0] if sizes else 1
-        _core.begin_forward(i, None, 0.0, 0.0, (parts, 0, *written, 0))
+        if not sizes:
+            _core.begin_forward(i, None, 0.0, 0.0, (1, 0, *written, 0))
+        for again in (0, 1) if sizes else ():
+            parts: Any = self.kernels.sum_tasks(sizes, 1)
+            sums = self.kernels._sums(i, written[0] if again else 0, sizes, parts)
+            task = parts[0][0], sums.ctypes.data, *written, again
+            if not _core.begin_forward(i, None, 0.0, 0.0, task):
+                break
         xp = array_namespace(x)
         return xp.asarray(mean), xp.asarray(var)
 
@@ -131,3 +139,30 @@ def gradient(
     batch = BatchStatistics(mean, var, None, element_weight)
     of_gradient = {name: options.pop(name) for name in ("y", "needs_dx") if name in options}
     return Gradient(dy, Input(x, weight, bias, **options), batch, **of_gradient)
+
+
+def takes_int_of_an_array() -> bool:
+    """As Triton 3.6 does, and 3.9 does no more; NumPy 2.5 refuses this."""
+    if not require.available("triton"):
+        return False
+    triton = tuple(int(n) for n in metadata.version("triton").split(".")[:2])
+    return triton < (3, 9) and np.lib.NumpyVersion(np.__version__) >= "2.5.0"
+
+
+def patch_the_interpreter_once() -> None:
+    """Let Triton's interpreter patch its language at each launch, and not at each inner call.
+
+    The launch has patched the language for all functions of its own module, and patches of Triton's
+    library stay. To look for what is to be patched takes longer than most functions.
+    """
+    from triton.runtime import interpreter
+
+    patched = set()
+
+    def call(function: Any, *arguments: Any, **options: Any) -> Any:
+        if function.fn.__module__ not in patched:
+            patched.add(function.fn.__module__)
+            interpreter._patch_lang(function.fn)
+        return function.rewrite()(*arguments, **options)
+
+    interpreter.InterpretedFunction.__call__ = call

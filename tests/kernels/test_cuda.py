@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from tests.helpers import require
-from tests.kernels.interpreter import takes_int_of_an_array
+from tests.kernels.passes import takes_int_of_an_array
 
 HERE = Path(__file__).parent
-CHECKS = [str(HERE / name) for name in ("triton_passes.py", "triton_steps.py")]
+CHECKS = [str(HERE / name) for name in ("triton_passes.py", "triton_steps.py", "test_formulas.py")]
 
 
 def _run_checks(*, interpreted: bool) -> subprocess.CompletedProcess[str]:

@@ -19,12 +19,11 @@ from multibn.kernels import Gradient, Input, Running, cuda, generic
 from multibn.kernels.generic_passes import num_elements
 from multibn.kernels.triton import launch as cuda_steps
 from multibn.message import Message, lanes, num_lanes
-from tests.kernels import interpreter
-from tests.kernels.passes import Verbs
+from tests.kernels.passes import Verbs, patch_the_interpreter_once
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 if DEVICE == "cpu":
-    interpreter.patch_once()
+    patch_the_interpreter_once()
 verbs, reference = Verbs(cuda), Verbs(generic)
 on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has none of this")
 

@@ -15,11 +15,11 @@ from multibn.communicators.conversation import Phase, look_at_unread
 from multibn.kernels import Running, cuda, generic
 from multibn.kernels.triton import launch as cuda_steps
 from multibn.torch_backend import SyncBatchNorm, normalize_together
-from tests.kernels import interpreter
+from tests.kernels.passes import patch_the_interpreter_once
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 if DEVICE == "cpu":
-    interpreter.patch_once()
+    patch_the_interpreter_once()
 on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has none of this")
 
 GENERATOR = torch.Generator()

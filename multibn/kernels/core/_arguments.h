@@ -51,12 +51,12 @@ static PyObject *py_use_fields(PyObject *self, PyObject *args)
             return NULL;
         records[r].size = size;
         for (int f = 0; f < NUM_FIELDS; f++) {
-            Py_ssize_t n = 0;
             if (fields[f].record != r)
                 continue;
-            while (n < size && PyUnicode_CompareWithASCIIString(PyTuple_GetItem(names, n), fields[f].name))
-                n++;
-            if (n == size)
+            PyObject *name = PyUnicode_FromString(fields[f].name);
+            const Py_ssize_t n = name ? PySequence_Index(names, name) : -1;
+            Py_XDECREF(name);
+            if (n < 0)
                 return PyErr_Format(PyExc_TypeError, "%R must have a field `%s`, which the C core reads: got %R", type,
                                     fields[f].name, names);
             fields[f].place = n;
@@ -74,11 +74,13 @@ static PyObject *py_use_fields(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* The activation of a pass, in the words of the loops. */
+/* What all functions read of an `Input`. */
 typedef struct {
     int64_t dtype;
     const void *x;
     int64_t N, C, S;
+    const uint8_t *mask;
+    int relu;
 } Input;
 
 enum { TAKEN, NOT_TAKEN, TOO_LARGE };
@@ -189,16 +191,23 @@ static void task(Call *call, PyObject *object, int64_t *numbers, int num)
         numbers[i] = object == Py_None ? 0 : PyLong_AsLongLong(PyTuple_GetItem(object, i));
 }
 
-static Input activation(Call *call, PyObject *i)
+static int is_true(Call *call, PyObject *object) { return call->state != NOT_TAKEN && PyObject_IsTrue(object) == 1; }
+
+static Input input(Call *call, PyObject *i)
 {
     Activation *x = &call->x;
     if (!is_plain(call, i, INPUT_RECORD))
         return (Input){0};
-    if (!look(get_field(call, i, Input_x), 0, &x->a) || number_of(x->a.dtype) < 0 || !lay_out(x, get_field(call, i, Input_axis))) {
+    if (!look(get_field(call, i, Input_x), 0, &x->a) || number_of(x->a.dtype) < 0 ||
+        !lay_out(x, get_field(call, i, Input_axis))) {
         refuse(call, "x");
         return (Input){0};
     }
-    return (Input){number_of(x->a.dtype), x->a.data, x->sizes[2], x->sizes[1], x->sizes[0]};
+    return (Input){
+        .dtype = number_of(x->a.dtype), .x = x->a.data, .N = x->sizes[2], .C = x->sizes[1], .S = x->sizes[0],
+        .mask = take(call, get_field(call, i, Input_mask), MASK, "mask").at,
+        .relu = is_true(call, get_field(call, i, Input_relu)),
+    };
 }
 
 /* What a pass reads beside the activations; `written` if a pass is to write mean and variance. */
@@ -216,9 +225,8 @@ static Statistics statistics(Call *call, PyObject *i, PyObject *batch, int writt
     };
 }
 
-static int is_true(Call *call, PyObject *object) { return call->state != NOT_TAKEN && PyObject_IsTrue(object) == 1; }
-
 enum { BRIEF = 1 << 14 }; /* elements from which a pass lets other threads of Python run */
+enum { MEMORY = 4 };      /* float64 numbers per channel that a function works with */
 
 /* A function for Python, of a record and other arguments, which `read_<name>` reads. Returns a number, or raises
 MemoryError for one below 0. Otherwise nothing was done: (N, C, S) is the answer to an x that threads may share, the
@@ -241,7 +249,9 @@ name of a field to an array that may be copied, None to what the core cannot com
         if (call.state == TOO_LARGE)                                                                      \
             return Py_BuildValue("LLL", (long long)i->N, (long long)i->C, (long long)i->S);               \
         PyThreadState *others = i->N * i->C * i->S >= BRIEF ? PyEval_SaveThread() : NULL;                 \
-        number = name(LEVELS[level].loops + i->dtype, &a);                                                \
+        double *memory = malloc(MEMORY * i->C * sizeof(double));                                          \
+        number = memory ? name(LEVELS[level].loops + i->dtype, &a, memory) : -1;                          \
+        free(memory);                                                                                     \
         if (others)                                                                                       \
             PyEval_RestoreThread(others);                                                                 \
         return number < 0 ? PyErr_NoMemory() : PyLong_FromLongLong(number);                               \

@@ -46,11 +46,25 @@ static int sum_parts(Pass *p, int64_t N, int64_t parts, int64_t first, int64_t s
 
 #include "_arguments.h"
 
+/* A thread's part of an activation; all of it for zeros. */
+typedef struct {
+    int64_t n0, n1, c0, c1;
+} Task;
+
+static Task task_of(const Input *i, Task t) { return t.c1 ? t : (Task){0, i->N, 0, i->C}; }
+
+/* A pass over a part of an activation, which makes moments unless the caller says more. */
+static Pass pass_of(const Loops *loops, const Input *i, Task part)
+{
+    const Task t = task_of(i, part);
+    return (Pass){.loops = loops, .x = i->x, .mask = i->mask, .C = i->C, .S = i->S, .n0 = t.n0, .n1 = t.n1, .c0 = t.c0,
+                  .c1 = t.c1, .kind = MOMENTS};
+}
+
 /* Moments of x about a centre: `mean` if `again`, else the mean of the first values. `sums` are
 those of `sums`, or NULL: then they are made here, a second time if the centre was far. */
 typedef struct {
     Input i;
-    const uint8_t *mask;
     double *packed, weight, count;
     int64_t parts;
     double *sums, *mean, *var;
@@ -81,31 +95,26 @@ static void centre(const Pass *p, int64_t dtype, int64_t N, int64_t again, doubl
     }
 }
 
-static int64_t begin_forward(const Loops *loops, const BeginForward *a)
+static int64_t begin_forward(const Loops *loops, const BeginForward *a, double *memory)
 {
     const int64_t C = a->i.C, parts = at_least(a->parts, 1);
-    double *memory = malloc((a->sums ? 2 : 2 + 2 * parts) * C * sizeof(double));
-    if (!memory)
-        return -1;
     double *mean = a->mean ? a->mean : memory, *var = a->var ? a->var : memory + C;
     double *sums = a->sums ? a->sums : memory + 2 * C;
-    const double count = !a->mask ? a->i.N * a->i.S : a->count > 1 ? a->count : 1;
-    Pass p = {.loops = loops, .x = a->i.x, .mask = a->mask, .mean = mean, .sums = sums, .C = C, .S = a->i.S, .c1 = C,
-              .kind = MOMENTS};
+    const double count = !a->i.mask ? a->i.N * a->i.S : a->count > 1 ? a->count : 1;
+    Pass p = pass_of(loops, &a->i, (Task){0});
+    p.mean = mean;
+    p.sums = sums;
     int64_t far = 0;
     for (int64_t again = a->again; again < 2; again++) {
         centre(&p, a->i.dtype, a->i.N, again, mean);
-        if (!a->sums && sum_parts(&p, a->i.N, parts, 0, 1)) {
-            free(memory);
+        if (!a->sums && sum_parts(&p, a->i.N, parts, 0, 1))
             return -1;
-        }
         far = finish_moments(sums, mean, var, count, C, parts);
         if (!far || a->sums)
             break;
     }
     if (a->packed)
         pack(mean, var, a->packed, C, a->weight, a->count);
-    free(memory);
     return a->sums ? far : 0;
 }
 
@@ -113,8 +122,7 @@ static int64_t begin_forward(const Loops *loops, const BeginForward *a)
 static void read_begin_forward(Call *call, PyObject *const *args, BeginForward *a)
 {
     int64_t numbers[5];
-    a->i = activation(call, args[0]);
-    a->mask = take(call, get_field(call, args[0], Input_mask), MASK, "mask").at;
+    a->i = input(call, args[0]);
     a->packed = take(call, args[1], FORWARD | WRITTEN, NULL).at;
     a->weight = number(call, args[2]);
     a->count = number(call, args[3]);
@@ -132,34 +140,21 @@ FUNCTION(begin_forward, BeginForward, 5)
 typedef struct {
     Input i;
     const void *dy, *y;
-    const uint8_t *mask;
     Statistics s;
-    int64_t relu;
 } Gradient;
 
-static void read_gradient(Call *call, PyObject *tuple, Gradient *g, int needs_weight)
+static void read_gradient(Call *call, PyObject *tuple, Gradient *g)
 {
     if (!is_plain(call, tuple, GRADIENT_RECORD))
         return;
-    PyObject *i = get_field(call, tuple, Gradient_input), *batch = get_field(call, tuple, Gradient_batch);
-    g->i = activation(call, i);
+    PyObject *i = get_field(call, tuple, Gradient_input);
+    g->i = input(call, i);
     g->dy = take(call, get_field(call, tuple, Gradient_dy), LIKE_X, "dy").at;
     g->y = take(call, get_field(call, tuple, Gradient_y), LIKE_X, "y").at;
-    g->mask = take(call, get_field(call, i, Input_mask), MASK, "mask").at;
-    g->relu = is_true(call, get_field(call, i, Input_relu));
-    if (is_plain(call, batch, BATCH_RECORD)) {
-        const int again = g->relu && !g->y; /* to make the output, of which ReLU's gradient takes the sign */
-        g->s.mean = take(call, get_field(call, batch, Batch_mean), WIDE, "batch").at;
-        g->s.var = take(call, get_field(call, batch, Batch_var), WIDE, "batch").at;
-        g->s.eps = number(call, get_field(call, i, Input_eps));
-        if (needs_weight || again)
-            g->s.weight = take(call, get_field(call, i, Input_weight), CHANNELS, "weight");
-        if (again)
-            g->s.bias = take(call, get_field(call, i, Input_bias), CHANNELS, "bias");
-    }
+    g->s = statistics(call, i, get_field(call, tuple, Gradient_batch), 0);
 }
 
-static int kind_of(const Gradient *g) { return g->y ? SIGN_OF_Y : g->relu ? SIGN_OF_X : GRADIENT; }
+static int kind_of(const Gradient *g) { return g->y ? SIGN_OF_Y : g->i.relu ? SIGN_OF_X : GRADIENT; }
 
 /* One thread's part of `begin_forward`, if there is no dy, or of `begin_backward`. */
 typedef struct {
@@ -168,43 +163,40 @@ typedef struct {
     int64_t parts, first, step, c0, c1;
 } Sums;
 
-static int sums(const Loops *loops, const Sums *a)
+static int sums(const Loops *loops, const Sums *a, double *memory)
 {
     const Gradient *g = &a->g;
-    Pass p = {.loops = loops, .x = g->i.x, .dy = g->dy, .y = g->y, .mask = g->mask, .mean = g->s.mean,
-              .sums = a->sums, .C = g->i.C, .S = g->i.S, .c0 = a->c0, .c1 = a->c1, .kind = g->dy ? kind_of(g) : MOMENTS};
-    double *memory = malloc(2 * p.C * sizeof(double));
-    if (!memory)
-        return -1;
-    if (p.kind == MOMENTS) {
-        if (g->s.mean)
-            memcpy(memory, g->s.mean, p.C * sizeof(double));
-        centre(&p, g->i.dtype, g->i.N, g->s.mean != NULL, memory);
-        p.mean = memory;
-    } else if (p.kind == SIGN_OF_X) {
+    Pass p = pass_of(loops, &g->i, (Task){.c0 = a->c0, .c1 = a->c1});
+    p.sums = a->sums;
+    p.mean = g->s.mean;
+    if (g->dy) {
+        p.dy = g->dy;
+        p.y = g->y;
+        p.kind = kind_of(g);
         p.scale = memory;
         p.shift = memory + p.C;
-        output_coefficients(&g->s, p.C, memory, memory + p.C);
+        if (p.kind == SIGN_OF_X)
+            output_coefficients(&g->s, p.C, memory, memory + p.C);
+    } else {
+        if (p.mean)
+            memcpy(memory, p.mean, p.C * sizeof(double));
+        centre(&p, g->i.dtype, g->i.N, p.mean != NULL, memory);
+        p.mean = memory;
     }
-    const int failed = sum_parts(&p, g->i.N, a->parts, a->first, a->step);
-    free(memory);
-    return failed;
+    return sum_parts(&p, g->i.N, a->parts, a->first, a->step);
 }
 
 /* An Input and the address of a mean, or 0; or a Gradient and 0. Then the address of the sums, a task. */
 static void read_sums(Call *call, PyObject *const *args, Sums *a)
 {
-    int64_t numbers[5];
     if ((PyObject *)Py_TYPE(args[0]) == records[GRADIENT_RECORD].type) {
-        read_gradient(call, args[0], &a->g, 0);
+        read_gradient(call, args[0], &a->g);
     } else {
-        a->g.i = activation(call, args[0]);
-        a->g.mask = take(call, get_field(call, args[0], Input_mask), MASK, "mask").at;
+        a->g.i = input(call, args[0]);
         a->g.s.mean = PyLong_AsVoidPtr(args[1]);
     }
     a->sums = PyLong_AsVoidPtr(args[2]);
-    task(call, args[3], numbers, 5);
-    a->parts = numbers[0], a->first = numbers[1], a->step = numbers[2], a->c0 = numbers[3], a->c1 = numbers[4];
+    task(call, args[3], &a->parts, 5);
 }
 
 FUNCTION(sums, Sums, 4)
@@ -217,18 +209,15 @@ typedef struct {
     Parameter dweight, dbias;
 } BeginBackward;
 
-static int begin_backward(const Loops *loops, BeginBackward *a)
+static int begin_backward(const Loops *loops, BeginBackward *a, double *memory)
 {
     const Statistics *s = &a->s.g.s;
     const int64_t C = a->s.g.i.C, parts = a->s.parts = at_least(a->s.parts, 1);
-    double *memory = NULL;
     if (!a->s.sums) {
         a->s.step = 1, a->s.c1 = C;
-        a->s.sums = memory = malloc(2 * C * parts * sizeof(double));
-        if (!memory || sums(loops, &a->s)) {
-            free(memory);
+        a->s.sums = memory + 2 * C;
+        if (sums(loops, &a->s, memory))
             return -1;
-        }
     }
     for (int64_t c = 0; c < 2 * C; c++) {
         a->packed[c] = 0;
@@ -241,7 +230,6 @@ static int begin_backward(const Loops *loops, BeginBackward *a)
         put(a->packed, C, a->dbias, 0);
     if (a->dweight.at)
         put(a->packed + C, C, a->dweight, 0);
-    free(memory);
     return 0;
 }
 
@@ -249,7 +237,7 @@ static int begin_backward(const Loops *loops, BeginBackward *a)
 static void read_begin_backward(Call *call, PyObject *const *args, BeginBackward *a)
 {
     int64_t numbers[2];
-    read_gradient(call, args[0], &a->s.g, 0);
+    read_gradient(call, args[0], &a->s.g);
     a->packed = take(call, args[1], BACKWARD | WRITTEN, NULL).at;
     a->dweight = take(call, args[2], CHANNELS | WRITTEN, NULL);
     a->dbias = take(call, args[3], CHANNELS | WRITTEN, NULL);
@@ -260,56 +248,39 @@ static void read_begin_backward(Call *call, PyObject *const *args, BeginBackward
 
 FUNCTION(begin_backward, BeginBackward, 5)
 
-/* A thread's part of an activation; all of it for zeros. */
-typedef struct {
-    int64_t n0, n1, c0, c1;
-} Task;
-
-static Task task_of(const Input *i, Task t) { return t.c1 ? t : (Task){0, i->N, 0, i->C}; }
-
 /* A thread's part of y. */
 typedef struct {
     Input i;
     const void *residual;
-    const uint8_t *mask;
     Statistics s;
-    int64_t relu;
     void *y;
     Task task;
 } Normalize;
 
-static int normalize(const Loops *loops, const Normalize *a)
+static int normalize(const Loops *loops, const Normalize *a, double *memory)
 {
-    const int64_t C = a->i.C;
-    const Task t = task_of(&a->i, a->task);
-    double *memory = malloc(2 * C * sizeof(double));
-    if (!memory)
-        return -1;
-    Pass p = {.loops = loops, .x = a->i.x, .y = a->residual, .mask = a->mask, .out = a->y, .mean = a->s.mean,
-              .scale = memory, .shift = memory + C, .C = C, .S = a->i.S, .n0 = t.n0, .n1 = t.n1, .c0 = t.c0,
-              .c1 = t.c1, .kind = a->relu ? SIGN_OF_X : GRADIENT};
-    output_coefficients(&a->s, C, memory, memory + C);
-    const int failed = elementwise(&p, loops->normalize, 3);
-    free(memory);
-    return failed;
+    Pass p = pass_of(loops, &a->i, a->task);
+    p.y = a->residual;
+    p.out = a->y;
+    p.mean = a->s.mean;
+    p.scale = memory;
+    p.shift = memory + p.C;
+    p.kind = a->i.relu ? SIGN_OF_X : GRADIENT;
+    output_coefficients(&a->s, p.C, memory, memory + p.C);
+    return elementwise(&p, loops->normalize, 3);
 }
 
-static void read_pass(Call *call, PyObject *const *args, Normalize *a, PyObject *of_thread, int written)
+static void read_pass(Call *call, PyObject *const *args, Normalize *a, int written)
 {
-    int64_t numbers[4];
-    PyObject *i = args[0];
-    a->i = activation(call, i);
-    a->residual = take(call, get_field(call, i, Input_residual), LIKE_X, "residual").at;
-    a->mask = take(call, get_field(call, i, Input_mask), MASK, "mask").at;
-    a->s = statistics(call, i, args[1], written);
-    a->relu = is_true(call, get_field(call, i, Input_relu));
+    a->i = input(call, args[0]);
+    a->residual = take(call, get_field(call, args[0], Input_residual), LIKE_X, "residual").at;
+    a->s = statistics(call, args[0], args[1], written);
     a->y = take(call, args[2], LIKE_X | WRITTEN, NULL).at;
-    task(call, of_thread, numbers, 4);
-    a->task = (Task){numbers[0], numbers[1], numbers[2], numbers[3]};
+    task(call, args[3], &a->task.n0, 4);
 }
 
 /* An Input, BatchStatistics, y, a task. */
-static void read_normalize(Call *call, PyObject *const *args, Normalize *a) { read_pass(call, args, a, args[3], 0); }
+static void read_normalize(Call *call, PyObject *const *args, Normalize *a) { read_pass(call, args, a, 0); }
 
 FUNCTION(normalize, Normalize, 4)
 
@@ -322,7 +293,7 @@ typedef struct {
     Running running;
 } FinishForward;
 
-static int finish_forward(const Loops *loops, const FinishForward *a)
+static int finish_forward(const Loops *loops, const FinishForward *a, double *memory)
 {
     double *mean = (double *)a->n.s.mean, *var = (double *)a->n.s.var;
     const int state = unpack(a->summed, mean, var, a->total, a->element_weight, a->n.i.C, a->weight, a->count,
@@ -332,13 +303,13 @@ static int finish_forward(const Loops *loops, const FinishForward *a)
     if (a->running.mean.at)
         move(&a->running, mean, var, a->n.i.C, *a->total, a->count);
     const Task t = task_of(&a->n.i, a->n.task);
-    return t.n0 < t.n1 ? normalize(loops, &a->n) : RIGHT;
+    return t.n0 < t.n1 ? normalize(loops, &a->n, memory) : RIGHT;
 }
 
 /* An Input, BatchStatistics, y, a task, the sum of all messages, and as `begin_forward` weight and count. */
 static void read_finish_forward(Call *call, PyObject *const *args, FinishForward *a)
 {
-    read_pass(call, args, &a->n, args[3], WRITTEN);
+    read_pass(call, args, &a->n, WRITTEN);
     a->summed = take(call, args[4], FORWARD, NULL).at;
     a->weight = number(call, args[5]);
     a->count = number(call, args[6]);
@@ -375,14 +346,10 @@ typedef struct {
     Task task;
 } FinishBackward;
 
-static int finish_backward(const Loops *loops, const FinishBackward *a)
+static int finish_backward(const Loops *loops, const FinishBackward *a, double *memory)
 {
     const Gradient *g = &a->g;
     const int64_t C = g->i.C;
-    const Task t = task_of(&g->i, a->task);
-    double *memory = malloc(4 * C * sizeof(double));
-    if (!memory)
-        return -1;
     double *y_scale = memory, *y_shift = y_scale + C, *scale = y_shift + C, *shift = scale + C;
     output_coefficients(&g->s, C, y_scale, y_shift);
     for (int64_t c = 0; c < C; c++) {
@@ -390,26 +357,30 @@ static int finish_backward(const Loops *loops, const FinishBackward *a)
         scale[c] = pull * invstd * a->summed[C + c];
         shift[c] = pull * a->summed[c];
     }
-    Pass p = {.loops = loops, .x = g->i.x, .dy = g->dy, .y = g->y, .mask = g->mask, .out = a->dx, .more = a->dresidual,
-              .mean = g->s.mean, .scale = scale, .shift = shift, .slope = y_scale, .y_scale = y_scale, .y_shift = y_shift,
-              .C = C, .S = g->i.S, .n0 = t.n0, .n1 = t.n1, .c0 = t.c0, .c1 = t.c1, .kind = kind_of(g)};
-    const int failed = elementwise(&p, loops->input_gradient, p.kind == SIGN_OF_X ? 6 : 4);
-    free(memory);
-    return failed;
+    Pass p = pass_of(loops, &g->i, a->task);
+    p.dy = g->dy;
+    p.y = g->y;
+    p.out = a->dx;
+    p.more = a->dresidual;
+    p.mean = g->s.mean;
+    p.scale = scale;
+    p.shift = shift;
+    p.y_scale = y_scale;
+    p.y_shift = y_shift;
+    p.kind = kind_of(g);
+    return elementwise(&p, loops->input_gradient, p.kind == SIGN_OF_X ? 6 : 4);
 }
 
 /* A Gradient, the sum of all messages, dx, the gradient of the residual or None, a task. */
 static void read_finish_backward(Call *call, PyObject *const *args, FinishBackward *a)
 {
-    int64_t numbers[4];
-    read_gradient(call, args[0], &a->g, 1);
+    read_gradient(call, args[0], &a->g);
     a->summed = take(call, args[1], BACKWARD, NULL).at;
     PyObject *batch = get_field(call, args[0], Gradient_batch);
     a->element_weight = number(call, get_field(call, batch, Batch_element_weight));
     a->dx = take(call, args[2], LIKE_X | WRITTEN, NULL).at;
     a->dresidual = take(call, args[3], LIKE_X | WRITTEN, NULL).at;
-    task(call, args[4], numbers, 4);
-    a->task = (Task){numbers[0], numbers[1], numbers[2], numbers[3]};
+    task(call, args[4], &a->task.n0, 4);
 }
 
 FUNCTION(finish_backward, FinishBackward, 5)

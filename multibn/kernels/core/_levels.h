@@ -120,8 +120,6 @@ static inline uint16_t to_float16(float f) /* ties to even */
 #define LEVEL baseline
 #define VECTOR 16
 #include "_loops.h"
-#undef LEVEL
-#undef VECTOR
 
 #if defined(__x86_64__)
 #ifdef __clang__
@@ -133,8 +131,6 @@ static inline uint16_t to_float16(float f) /* ties to even */
 #define LEVEL avx2
 #define VECTOR 32
 #include "_loops.h"
-#undef LEVEL
-#undef VECTOR
 #ifdef __clang__
 #pragma clang attribute pop
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,bmi,bmi2,fma"))), apply_to = function)
@@ -146,8 +142,6 @@ static inline uint16_t to_float16(float f) /* ties to even */
 #define LEVEL avx512
 #define VECTOR 64
 #include "_loops.h"
-#undef LEVEL
-#undef VECTOR
 #ifdef __clang__
 #pragma clang attribute pop
 #else

@@ -120,7 +120,7 @@ static int is_like(const Array *a, const Array *b)
     return fits;
 }
 
-/* The activation of a pass: dense memory in the order (N, C, S), see _layout.py. */
+/* The activation of a pass: dense memory in the order (N, C, S), see layout.py. */
 typedef struct {
     Array a, mask;                        /* a mask has one channel, and the memory order of the activation */
     int64_t sizes[3];                     /* S, C, N */

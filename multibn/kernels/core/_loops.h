@@ -42,6 +42,8 @@ static const Loops PASTE(loops, of, LEVEL)[] = {
     {LOOPS(float), 2, PASTE(widen, bfloat16, LEVEL), PASTE(narrow, bfloat16, LEVEL), 0x1.fffffep-135},
 };
 #undef LOOPS
+#undef LEVEL
+#undef VECTOR
 
 #else /* of the dtype A */
 
@@ -75,8 +77,14 @@ INLINE double NAME(total)(NAME(vector) v)
     return values[0];
 }
 
-/* Add the sums of g and g * d over n values in a row, n at least LANES; d is x - centre, and g is d
-or the gradient of what goes into ReLU. */
+/* LANES elements of g: of d, which is x - centre, or of the gradient of what goes into ReLU. */
+#define G(d, at, factor, offset)                                                                   \
+    (kind == MOMENTS     ? (d)                                                                     \
+     : kind == SIGN_OF_X ? NAME(select)((d) * (factor) + (offset) > 0, NAME(load)(dy + (at)))      \
+     : kind == SIGN_OF_Y ? NAME(select)(NAME(load)(y + (at)) > 0, NAME(load)(dy + (at)))           \
+                         : NAME(load)(dy + (at)))
+
+/* Add the sums of g and g * d over n values in a row, n at least LANES. */
 INLINE void NAME(add_values)(const A *x, const A *dy, const A *y, const uint8_t *mask, int64_t n, A centre,
                              A factor, A offset, const int kind, const int masked, int far, double *first,
                              double *second)
@@ -86,15 +94,9 @@ INLINE void NAME(add_values)(const A *x, const A *dy, const A *y, const uint8_t 
     V firsts[4] = {{0}}, seconds[4] = {{0}};
 #define ADD(u, at, counts)                                                              \
     do {                                                                                \
-        V d = NAME(load)(x + (at)) - centre, g = d;                                     \
-        if (kind != MOMENTS)                                                            \
-            g = NAME(load)(dy + (at));                                                  \
-        if (kind == SIGN_OF_X)                                                          \
-            g = NAME(select)(d * factor + offset > 0, g);                               \
-        if (kind == SIGN_OF_Y)                                                          \
-            g = NAME(select)(NAME(load)(y + (at)) > 0, g);                              \
+        const V d = NAME(load)(x + (at)) - centre;                                      \
         const M m = masked ? (counts) & NAME(load_mask)(mask + (at)) : (counts);        \
-        g = NAME(select)(m, g);                                                         \
+        const V g = NAME(select)(m, G(d, at, factor, offset));                          \
         firsts[u] += g;                                                                 \
         seconds[u] += g * NAME(select)(m, d);                                           \
     } while (0)
@@ -198,16 +200,9 @@ INLINE void NAME(column_sums_of)(const Rows *r, const int rows, const int kind, 
                 __builtin_prefetch(dy + i + next, 0, 2);
             if (kind == SIGN_OF_Y)
                 __builtin_prefetch(y + i + next, 0, 2);
-            V d = NAME(load)(x + i) - NAME(load)(centre + j);
-            g[u] = d;
-            if (kind != MOMENTS)
-                g[u] = NAME(load)(dy + i);
-            if (kind == SIGN_OF_X)
-                g[u] = NAME(select)(d * NAME(load)(factor + j) + NAME(load)(offset + j) > 0, g[u]);
-            if (kind == SIGN_OF_Y)
-                g[u] = NAME(select)(NAME(load)(y + i) > 0, g[u]);
+            const V d = NAME(load)(x + i) - NAME(load)(centre + j);
             const NAME(mask) m = masked ? counts & NAME(load_mask)(r->mask + u * n + j) : counts;
-            g[u] = NAME(select)(m, g[u]);
+            g[u] = NAME(select)(m, G(d, i, NAME(load)(factor + j), NAME(load)(offset + j)));
             gd[u] = g[u] * NAME(select)(m, d);
         }
         if (rows == 4) {
@@ -330,13 +325,9 @@ INLINE void NAME(input_gradient_of)(const Rows r, const int kind, const int writ
 #define CODE                                                                          \
     ask_ahead(x + i, VECTOR, streams);                                                \
     ask_ahead(dy + i, VECTOR, streams);                                               \
-    NAME(vector) d = NAME(load)(x + i) - K(0), g = NAME(load)(dy + i);                \
-    if (kind == SIGN_OF_X)                                                            \
-        g = NAME(select)(d * K(4) + K(5) > 0, g);                                     \
-    if (kind == SIGN_OF_Y) {                                                          \
+    if (kind == SIGN_OF_Y)                                                            \
         ask_ahead(y + i, VECTOR, streams);                                            \
-        g = NAME(select)(NAME(load)(y + i) > 0, g);                                   \
-    }                                                                                 \
+    const NAME(vector) d = NAME(load)(x + i) - K(0), g = G(d, i, K(4), K(5));         \
     NAME(store)(dx + i, MASKED(d * K(1) + (g * K(3) + K(2))), streams);               \
     if (writes)                                                                       \
         NAME(store)(dresidual + i, MASKED(g), streams);
@@ -347,6 +338,7 @@ INLINE void NAME(input_gradient_of)(const Rows r, const int kind, const int writ
 #undef EACH
 #undef K
 #undef MASKED
+#undef G
 
 #define MASKS(f, streams, ...)                                                                      \
     r->S == 1 ? !r->mask    ? NAME(f)(*r, __VA_ARGS__, 0, 1, streams)                               \

@@ -17,7 +17,7 @@ typedef struct {
     const void *x, *dy, *y;
     const uint8_t *mask; /* a byte for each element of a plane, the same for all channels; or NULL */
     void *out, *more;
-    const double *mean, *scale, *shift, *slope, *y_scale, *y_shift;
+    const double *mean, *scale, *shift, *y_scale, *y_shift;
     double *sums;
     int64_t C, S, n0, n1, c0, c1;
     int kind;
@@ -138,7 +138,7 @@ static int start(Work *w, const Pass *p, int num, int64_t long_plane)
             set(w->k[2], size, c, p->out ? shift : rounded(p->loops, shift) - p->loops->least);
         }
         if (num > 3)
-            set(w->k[3], size, c, p->slope[c]);
+            set(w->k[3], size, c, p->y_scale[c]);
         if (num > 4) {
             set(w->k[4], size, c, p->y_scale[c]);
             const double y_shift = p->y_shift[c] - rest * p->y_scale[c];

@@ -1,13 +1,115 @@
 """Training on uneven data: ranks without data left take part with empty batches."""
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
-from multibn.engine.lockstep import Joined, map_arrays, shortened
+from multibn.communicators import Communicator
+from multibn.communicators.objects import broadcast_object
+from multibn.engine.lockstep import END, Lockstep
 from multibn.torch_backend.train.synchrony import participants
+
+
+class Joined:
+    """Loops over uneven data, in step, and the losses for them; `join` returns one.
+
+    Attributes
+    ----------
+    communicator
+        The ranks that proceed together.
+    absent
+        Whether this rank has a stand-in in the present step, because it has no batch left.
+    """
+
+    def __init__(self, communicator: Communicator, stand_in: Callable[[Any], Any]) -> None:
+        self.communicator = communicator
+        self.absent = False
+        self._stand_in = stand_in
+        self._steps: Lockstep | None = None
+
+    def __call__(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """This rank's batches, then stand-ins for as long as another rank has any.
+
+        Each step is collective: one allreduce of W+1 numbers for W ranks, and two more in the first
+        step if a rank has no batch at all and must be sent a stand-in. Another loop may follow
+        after the end of this one.
+
+        Parameters
+        ----------
+        batches
+            This rank's data, any number of batches.
+
+        Raises
+        ------
+        TypeError
+            If no stand-in can be made of a batch, or no stand-in can be sent to another rank.
+        ValueError
+            On all ranks, if no rank has a batch.
+        RuntimeError
+            On the other ranks, if one rank's iterator raised; on all ranks, if some left the loop
+            while others had batches.
+        """
+        self.leave()
+        stand_in: list[Any] = []  # empty until the first batch
+
+        def watched() -> Iterator[Any]:
+            for batch in batches:
+                if not stand_in:  # inside the iterator: Lockstep tells the other ranks of an error
+                    stand_in.append(self._stand_in(batch))
+                yield batch
+
+        self._steps = Lockstep(watched(), self.communicator, source="the iterator of the batches")
+        return self._run(self._steps, stand_in)
+
+    def leave(self) -> None:
+        """End a loop that was left by `break`: no error if all ranks left in the same step."""
+        self.absent = False
+        if self._steps is not None:
+            self._steps.leave()
+
+    def mean(self, losses: Tensor) -> Tensor:
+        """This rank's part of the mean of all ranks' losses, of shape `()`; 0 for a stand-in.
+
+        The average of this part over the ranks, and of its gradient as DistributedDataParallel and
+        `average_gradients` compute it, is exactly the mean over all elements of all ranks, and its
+        gradient. Collective: every rank must call this method in each step; one allreduce of one
+        number.
+
+        Parameters
+        ----------
+        losses
+            One number for each sample, pixel..., of any shape but `()`: pass `reduction="none"` to
+            the loss function.
+
+        Raises
+        ------
+        ValueError
+            If `losses` is a single number, so already reduced.
+        """
+        if losses.ndim == 0:
+            raise ValueError(
+                "`losses` must have a number for each sample: got shape (), which is reduced "
+                'already. Pass reduction="none" to the loss function.'
+            )
+        count = 0 if self.absent else losses.numel()
+        total = self.communicator.allreduce(np.array([count], dtype=np.float64))
+        factor = 0.0 if self.absent else self.communicator.size / max(float(total[0]), 1.0)
+        return losses.sum() * factor
+
+    def _run(self, steps: Lockstep, stand_in: list[Any]) -> Iterator[Any]:
+        for number, step in enumerate(steps):
+            if number == 0 and not step.occupied.all():
+                root = int(step.occupied.argmax())
+                mine = _map(Tensor.cpu, stand_in[0]) if self.communicator.rank == root else None
+                theirs = broadcast_object(mine, self.communicator, root=root)
+                stand_in = stand_in or [theirs]
+            self.absent = step.batch is END
+            yield stand_in[0] if self.absent else step.batch
+        self.absent = False
 
 
 @contextmanager
@@ -36,7 +138,7 @@ def join(
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        For `process_group` as `check_sync`, in the loop as `engine.lockstep.Joined`. At the end of
+        For `process_group` as `check_sync`, in the loop as `Joined`. At the end of
         the context RuntimeError on all ranks, if some left the loop while others had batches. All
         ranks may leave the loop in the same step.
 
@@ -65,20 +167,39 @@ def join(
     >>> model[0].num_batches_tracked
     tensor(2)
     """
-    stand_in = _empty if empty is None else empty
-    joined = Joined(participants(model, process_group), stand_in, _on_host)
+    joined = Joined(participants(model, process_group), _empty if empty is None else empty)
     yield joined
     joined.leave()  # not after an exception: the other ranks may be in another collective
 
 
 def _empty(batch: Any) -> Any:
-    return shortened(
-        batch,
-        lambda x: x.new_empty((0, *x.shape[1:])),
-        Tensor,
-        otherwise="Pass `empty`, a function that returns an empty batch like its argument.",
-    )
+    tensors = []
+
+    def shorten(x: Tensor) -> Tensor:
+        if x.ndim == 0:
+            return x
+        tensors.append(x)
+        return x.new_empty((0, *x.shape[1:]))
+
+    empty = _map(shorten, batch)
+    if not tensors:
+        raise TypeError(
+            "a batch must have an array in it, with the samples on its first axis: got "
+            f"{type(batch).__qualname__}. Pass `empty`, a function that returns an empty batch "
+            "like its argument."
+        )
+    return empty
 
 
-def _on_host(batch: Any) -> Any:
-    return map_arrays(Tensor.cpu, batch, Tensor)
+def _map(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """`batch` with each tensor replaced by `function` of it, also in tuples, lists and mappings."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, MutableMapping):
+        mapping = copy.copy(batch)
+        mapping.update({k: _map(function, v) for k, v in batch.items()})
+        return mapping
+    if isinstance(batch, (list, tuple)):
+        items = [_map(function, item) for item in batch]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    return batch
