@@ -10,21 +10,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from multibn import __version__, checkpoint, info
-from multibn._environment import importable, nearest
+from multibn._environment import importable, nearest, wrapped
 from multibn.checkpoint.pool import pool_files
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`, by default this process's own; returns the exit status."""
-    args, unknown = _parser().parse_known_args(argv)
+    parser = _parser()
+    args, unknown = parser.parse_known_args(argv)
+    if not args.command and not unknown:
+        parser.print_help()
+        return 0
     if unknown:
-        _refuse_unknown(unknown[0], args.parser)
+        _refuse_unknown(unknown[0], args.parser if args.command else parser)
     needed = ["numpy", "rich"] if args.command == "parity" else []
     absent = [name for name in needed if not importable(name)]
     if absent:
         return _complain(
             args.command,
-            f"{' and '.join(absent)} must be installed: got none. Run pip install 'multibn[cli]'.",
+            f"{' and '.join(absent)} must be installed: got none. Run pip install '.[cli]' in "
+            "multibn's checkout.",
         )
     if argv is None:  # a process of the command's own: SIGTERM must run `finally` blocks
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
@@ -40,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Batch normalization whose statistics are shared between processes.",
     )
     parser.add_argument("--version", action="version", version=f"multibn {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
     def add(name: str, summary: str, description: str, examples: str) -> argparse.ArgumentParser:
         command = commands.add_parser(
@@ -163,6 +168,7 @@ def _names(path: str) -> dict[str, str | None]:
 
 
 def _convert(args: argparse.Namespace) -> int:
+    wrote = _wrote(args.dst)
     try:
         converted = checkpoint.convert(
             args.src,
@@ -174,19 +180,25 @@ def _convert(args: argparse.Namespace) -> int:
     except ValueError as error:
         return _complain(args.command, _in_options(str(error)))
     for note in converted.notes:
-        print(f"note: {_in_options(note)}")
-    print(f"wrote {len(converted.state)} arrays to {args.dst}")
+        print(wrapped(f"note: {_in_options(note)}", "  "))
+    print(f"{wrote} {len(converted.state)} arrays")
     return 0
 
 
 def _pool(args: argparse.Namespace) -> int:
+    wrote = _wrote(args.dst)
     try:
         pool = pool_files(args.src, args.dst, args.counts, args.prefix, args.average_parameters)
     except ValueError as error:
         message = re.sub(r"states\[(\d+)\]", lambda i: str(args.src[int(i[1])]), str(error))
         return _complain(args.command, _in_options(message))
-    print(f"wrote {len(pool)} arrays to {args.dst}")
+    print(f"{wrote} {len(pool)} arrays")
     return 0
+
+
+def _wrote(path: str | Path) -> str:
+    """The beginning of a sentence about a file that is about to be written."""
+    return f"{'replaced' if Path(path).exists() else 'wrote'} {path}:"
 
 
 def _complain(command: str, message: str) -> int:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -86,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
     report.show(rows)
     if args.json:
         report.write_json(rows, args.json)
+        say(f"wrote {args.json}")
     return compare.exit_status(rows)
 
 
@@ -149,8 +151,11 @@ def run_layers(
     for row in rows:
         if not row.not_run:
             launches.setdefault((row.size, LAUNCHERS[row.communicator]), []).append(row)
-    for (size, launcher), group in launches.items():
-        update(f"{size} ranks{launcher and ' under '}{launcher}")
+    start = time.monotonic()
+    for number, ((size, launcher), group) in enumerate(launches.items(), 1):
+        under = f"{launcher}, {size} rank{'s' * (size > 1)}" if launcher else "one process"
+        seconds = time.monotonic() - start
+        update(f"launch {number} of {len(launches)}, after {seconds:.0f} s: {under}")
         communicators = list(dict.fromkeys(row.communicator for row in group))
         surfaces = list(dict.fromkeys(row.surface for row in group))
         names = [case.name for case in chosen]

@@ -15,7 +15,7 @@ from multibn.checkpoint.files import replacing
 from multibn.parity.compare import Row, exit_status
 
 _STYLES = {"failed": "bold red", "BROKEN": "bold red", "not run": "dim", "ok": "green"}
-_CAPTION = "error: the largest one for its bound, relative to the largest expected entry."
+_CAPTION = "error: the largest one for its bound, relative to the largest expected entry"
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -27,21 +27,24 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def show(rows: Sequence[Row]) -> None:
-    """Print the table, the `details` and the `summary`."""
+    """Print the table, which fits 80 columns, the `details` and the `summary`."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0, caption=_CAPTION)
     table.caption_justify = "left"
-    for header in ("surface", "communicator", "ranks", "error", "bound", "quantity, case", "verdict"):  # fmt: skip # noqa: E501
-        justify: Any = "right" if header in ("error", "bound") else "left"
-        # One column wraps in a narrow terminal.
+    for header in ("communicator", "ranks", "error", "quantity, case", "verdict"):
+        # One column wraps, if a user's own names are long.
+        justify: Any = "right" if header in ("ranks", "error") else "left"
         table.add_column(header, justify=justify, no_wrap=header != "quantity, case")
+    surface = ""
     for row in ordered(rows):
+        if row.surface != surface:
+            surface = row.surface
+            table.add_row(surface, style="bold")
         worst = row.worst
-        numbers = [f"{worst.error:.0e}", f"{worst.bound:.0e}", f"{worst.quantity}, {worst.case}"]
-        cells = numbers if row.errors else [""] * 3
-        table.add_row(
-            row.surface, row.communicator, str(row.size), *cells, row.verdict,
-            style=_STYLES[row.verdict],
-        )  # fmt: skip
+        cells = (
+            [f"{worst.error:.0e}", f"{worst.quantity}, {worst.case}"] if row.errors else ["", ""]
+        )
+        place = [f"  {row.communicator}", str(row.size)]
+        table.add_row(*place, *cells, row.verdict, style=_STYLES[row.verdict])
     out = console()
     out.print(table)
     for line in details(rows):
@@ -60,7 +63,7 @@ def details(rows: Sequence[Row]) -> list[str]:
     for row in ordered(rows):
         if row.verdict != "ok":
             broken = {
-                e.case: f"{e.case} {e.error:.0e} in {e.quantity}"
+                e.case: f"{e.case} {e.error:.0e} in {e.quantity}, bound {e.bound:.0e}"
                 for e in sorted(row.errors)
                 if e.ratio > 1
             }  # the worst of each case

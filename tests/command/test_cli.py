@@ -45,11 +45,13 @@ def _said(monkeypatch: Any, *present: str) -> str:
     [
         ([], "  torch    not found"),
         ([], "torch on a GPU  generic (slow): pip install triton"),
-        (["triton"], "torch on a GPU  Triton"),
+        (["triton"], "torch on a GPU  Triton, when there is a GPU"),
+        ([], "neither torch nor chainer is here"),
+        (["torch"], "works here: torch in one process and under torchrun"),
         ([], "CuPy            generic: array operations of CuPy"),
-        ([], "torchrun  nothing: pip install 'multibn[torch]'"),
+        ([], "torchrun  nothing: pip install '.[torch]' in multibn's checkout"),
         (["torch"], "torchrun  shared memory inside a machine, torch.distributed between machines"),
-        ([], "mpiexec   nothing: pip install 'multibn[mpi]'"),
+        ([], "mpiexec   nothing: pip install '.[mpi]' in multibn's checkout"),
     ],
 )
 def test_info_says_what_is_in_use(present: list[str], message: str, monkeypatch: Any) -> None:
@@ -89,7 +91,10 @@ def test_info_names_variables(variable: str, value: str, message: str, monkeypat
 def test_usage() -> None:
     ran = multibn("--version")
     assert (ran.returncode, ran.stdout) == (0, f"multibn {__version__}\n")
-    assert multibn().returncode == 2
+    alone = multibn()
+    assert alone.returncode == 0
+    assert alone.stdout == multibn("--help").stdout
+    assert "parity" in alone.stdout
 
 
 @pytest.mark.parametrize(
@@ -126,7 +131,7 @@ def test_what_the_extra_brings_is_named(name: str, monkeypatch: Any, capsys: Any
     assert cli.main(["parity"]) == 2
     error = capsys.readouterr().err
     assert f"{name} must be installed" in error
-    assert "pip install 'multibn[cli]'" in error
+    assert "pip install '.[cli]' in multibn's checkout" in error
 
 
 def test_files_that_cannot_be_written_are_refused_first(tmp_path: Path, capsys: Any) -> None:
@@ -142,7 +147,9 @@ def test_convert(tmp_path: Path, capsys: Any) -> None:
     arrays = {"l/W": np.ones((2, 3), "f"), "l/b": np.zeros(2, "f")}
     np.savez(tmp_path / "a.npz", **arrays)  # type: ignore[arg-type]
     assert cli.main(["convert", str(tmp_path / "a.npz"), str(tmp_path / "a.pt")]) == 0
-    assert "wrote 2 arrays" in capsys.readouterr().out
+    assert f"wrote {tmp_path / 'a.pt'}: 2 arrays\n" in capsys.readouterr().out
+    assert cli.main(["convert", str(tmp_path / "a.npz"), str(tmp_path / "a.pt")]) == 0
+    assert f"replaced {tmp_path / 'a.pt'}: 2 arrays\n" in capsys.readouterr().out
     state = torch.load(tmp_path / "a.pt", weights_only=True)
     assert set(state) == {"l.weight", "l.bias"}
     assert cli.main(["convert", str(tmp_path / "no.npz"), str(tmp_path / "b.pt")]) == 2

@@ -91,7 +91,8 @@ def test_a_broken_surface_is_found(quantity: str, by: float) -> None:
     assert compare.exit_status(rows) == 1
     assert [row.verdict for row in rows] == ["ok", "BROKEN"]
     (line,) = report.details(rows)
-    assert f"BROKEN: uneven {rows[1].worst.error:.0e} in {quantity}" in line
+    worst = rows[1].worst
+    assert f"BROKEN: uneven {worst.error:.0e} in {quantity}, bound {worst.bound:.0e}" in line
 
 
 def test_exit_status_without_results() -> None:
@@ -114,7 +115,8 @@ def test_details_name_the_worst_of_each_case() -> None:
         row.add("uneven", quantity, error, bound=1.0)
     row.add("masked", "y", 1e-3, bound=1e-4)
     assert report.details([row]) == [
-        "torch, mpi, ranks 2: BROKEN: uneven 9e+00 in y; masked 1e-03 in y"
+        "torch, mpi, ranks 2: BROKEN: uneven 9e+00 in y, bound 1e+00; masked 1e-03 in y, bound "
+        "1e-04"
     ]
 
 
@@ -140,6 +142,21 @@ def test_a_shape_that_differs_is_an_infinite_error() -> None:
     assert oracle.relative_error(np.ones((0, 3)), np.ones((0, 3)), np.ones((0, 3))) == 0
 
 
+def test_the_table_fits_80_columns(monkeypatch: Any, capsys: Any) -> None:
+    """With the names of the case and of the quantity that failed."""
+    case = max((case.name for case in cases.CASES), key=len)
+    row = Row("chainer", "chainermn naive", 16)
+    row.add(case, "running_mean", np.inf, bound=1e-6)
+    narrow = report.console()
+    narrow.width = 80
+    monkeypatch.setattr(report, "console", lambda: narrow)
+    report.show([row, Row("torch", "single process", 1, not_run="torch is not installed")])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    (failed,) = [line for line in lines if line.split()[:3] == ["chainermn", "naive", "16"]]
+    assert failed.split()[-4:] == ["inf", "running_mean,", case, "BROKEN"]
+
+
 def test_json_and_table(tmp_path: Path, capsys: Any) -> None:
     rows = rows_of("torch", "chainer")
     for case in cases.select("float32,uneven"):
@@ -150,9 +167,10 @@ def test_json_and_table(tmp_path: Path, capsys: Any) -> None:
     report.show(rows)
     said = [line.split() for line in capsys.readouterr().out.splitlines()]
     worst = rows[0].worst
-    numbers = [f"{worst.error:.0e}", f"{worst.bound:.0e}", f"{worst.quantity},", worst.case]
-    assert ["torch", "single", "process", "1", *numbers, "ok"] in said
-    assert ["chainer", "mpi", "2", "not", "run"] in said
+    numbers = [f"{worst.error:.0e}", f"{worst.quantity},", worst.case]
+    of_chainer, of_torch = said.index(["chainer"]), said.index(["torch"])
+    assert of_chainer < said.index(["mpi", "2", "not", "run"]) < of_torch
+    assert of_torch < said.index(["single", "process", "1", *numbers, "ok"])
 
     report.write_json(rows, tmp_path / "a.json")
     document = json.loads((tmp_path / "a.json").read_text())
