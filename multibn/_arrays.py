@@ -1,6 +1,7 @@
 """Questions about arrays, answered faster than by array_api_compat; and arrays in host memory."""
 
 import sys
+import warnings
 from typing import Any
 
 import array_api_compat
@@ -14,11 +15,30 @@ _DLPACK_CPU = 1  # kDLCPU of the DLPack header
 
 
 def array_namespace(x: Array, /) -> Any:
-    """The namespace of `x` in the array API standard."""
+    """The namespace of `x` in the array API standard.
+
+    Raises TypeError for a library that has no float64, or gives another dtype in its place.
+    """
     namespace = _namespaces.get(type(x))
     if namespace is None:
-        namespace = _namespaces[type(x)] = array_api_compat.array_namespace(x)
+        namespace = array_api_compat.array_namespace(x)
+        if not is_torch_array(x):  # torch may be compiling
+            _check_float64(namespace, type(x))
+        _namespaces[type(x)] = namespace
     return namespace
+
+
+def _check_float64(xp: Any, kind: type) -> None:
+    """Sums in float32 would give wrong variances without an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the library's own, in place of an error
+        given = xp.zeros(1, dtype=xp.float64).dtype if hasattr(xp, "float64") else None
+    if given is None or given != xp.float64:
+        raise TypeError(
+            "the input must be of a library that gives float64 where float64 is asked for: "
+            f"{kind.__module__}.{kind.__qualname__} gives {given}. With JAX, set jax_enable_x64 "
+            "first. NumPy, torch, CuPy and array-api-strict are tested."
+        )
 
 
 def device(x: Array, /) -> Any:

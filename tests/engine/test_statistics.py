@@ -1,7 +1,9 @@
 """The engine over ranks as threads, in several array libraries, against the oracle."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, get_args
 
 import numpy as np
@@ -267,6 +269,22 @@ def test_float64_moments_keep_the_digits_of_float32_input(xp: Any) -> None:
         np.testing.assert_allclose(as_numpy(batch.mean), exact.mean(0), rtol=1e-12)
     in_float32 = np.mean([np.square(x).mean() for x in xs]) - np.mean([x.mean() for x in xs]) ** 2
     assert abs(in_float32 - exact.var()) > 0.1
+
+
+@pytest.mark.parametrize("has_float64", [True, False])
+def test_a_library_without_float64_is_refused(has_float64: bool) -> None:
+    """As JAX with its defaults, which gives float32 and a warning; or without the name."""
+
+    def zeros(shape: int, dtype: Any) -> Any:
+        warnings.warn("float64 is not available", UserWarning, stacklevel=1)
+        return np.zeros(shape, np.float32)
+
+    xp = ModuleType("other")
+    vars(xp).update({"float64": np.dtype("float64")} if has_float64 else {}, zeros=zeros)
+    message = rf"Array gives {'float32' if has_float64 else 'None'}\. With JAX, set jax_enable_x64"
+    kind = type("Array", (), {"__array_namespace__": lambda self, api_version=None: xp})
+    with pytest.raises(TypeError, match=message):
+        statistics.local_moments(kind())
 
 
 def test_public_names_are_the_engine() -> None:
