@@ -16,12 +16,14 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 
-.PHONY: demo video test lint docs evidence bench gpu fuzz faults soak mutants programs versions release clean
+.DEFAULT_GOAL := help
+.PHONY: help demo video test lint docs evidence bench gpu fuzz faults soak mutants programs versions release clean
 
 # --no-compile: Python compiles what is imported; all files, one after the other, take pip a minute.
 $(VENV)/installed: pyproject.toml setup.py constraints.txt chainer-constraints.txt $(wildcard multibn/*/*/*.[ch])
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile \
+	@echo "Installing into $(VENV), once: several minutes."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --no-compile \
 		--editable '.[torch,chainer,mpi,cli,lightning,mmengine,video,dev]'
 	touch $@
 
@@ -40,10 +42,14 @@ $(VENV)/originals: tests/originals/requirements.txt $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --no-compile --no-deps --upgrade --target $@ --requirement $<
 	touch $@
 
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*  ## /\1	/p' Makefile
+
 demo: $(VENV)/installed  ## train the same network in both frameworks, synchronized and not
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/installed $(VENV)/originals  ## all tests; what this set-up must be able to run may not be skipped
+	@echo "About ten minutes on two cores."
 	$(BIN)/python -m pytest --require torch,chainer,core,torchrun,mpiexec,mmengine,mmpretrain,lightning,video,cli,dev
 
 video: $(VENV)/installed  ## train a reversible MViT on real video, on two ranks
@@ -60,6 +66,7 @@ $(VENV)/docs: $(VENV)/installed
 
 docs: $(VENV)/docs  ## the documentation site: out/site/index.html; any warning is an error
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --doctree-dir out/doctrees docs out/site
+	@echo "out/site/index.html; for excerpts in its search: python -m http.server --directory out/site"
 
 $(VENV)/evidence: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --editable '.[evidence]'
