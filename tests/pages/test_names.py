@@ -60,9 +60,7 @@ def test_a_comment_names_rows_of_the_table_above(page: str) -> None:
 
 
 def test_what_is_missing_is_found() -> None:
-    assert not _missing(
-        "tests/pages/test_names.py: test_what_is_missing_is_found, check_chainermn"
-    )
+    assert not _missing("tests/pages/test_names.py: test_what_is_missing_is_found, check_chainermn")
     text = "`pages/test_gone.py`; pages/test_docs.py: test_what_is_missing_is_found, test_gone_too"
     assert _missing(text) == [
         "pages/test_gone.py",
