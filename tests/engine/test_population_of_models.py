@@ -297,6 +297,7 @@ def test_progress_bar(framework: Any, capsys: Any, monkeypatch: Any) -> None:
     assert ": 100%" in shown
     assert "3/3" in shown
     framework.run(batches(), framework.layer())
+    assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.modules["multibn._progress"], "find_spec", lambda name: None)
     framework.run(batches(), framework.layer(), progress=True)
-    assert capsys.readouterr().err == ""
+    assert "no progress bar, run pip install tqdm" in capsys.readouterr().err
