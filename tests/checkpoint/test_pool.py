@@ -149,7 +149,7 @@ def test_files(suffix: str, tmp_path: Path, capsys: Any) -> None:
     target = tmp_path / f"pool{suffix}"
     counts = ["--counts", *map(str, COUNTS), "-o", str(target)]
     assert cli.main(["pool", *paths, *counts]) == 0
-    assert f"wrote 4 arrays to {target}" in capsys.readouterr().out
+    assert f"wrote {target}: 4 arrays" in capsys.readouterr().out
     written, expected = files.read(target, ""), pool_states(states(framework), COUNTS)
     assert written.keys() == expected.keys()
     for key, a in expected.items():
