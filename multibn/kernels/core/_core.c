@@ -97,7 +97,7 @@ static void centre(const Pass *p, int64_t dtype, int64_t N, int64_t again, doubl
 
 static int64_t begin_forward(const Loops *loops, const BeginForward *a, double *memory)
 {
-    const int64_t C = a->i.C, parts = at_least(a->parts, 1);
+    const int64_t C = a->i.C, parts = a->sums ? at_least(a->parts, 1) : 1; /* the memory is for one */
     double *mean = a->mean ? a->mean : memory, *var = a->var ? a->var : memory + C;
     double *sums = a->sums ? a->sums : memory + 2 * C;
     const double count = !a->i.mask ? a->i.N * a->i.S : a->count > 1 ? a->count : 1;
@@ -212,7 +212,7 @@ typedef struct {
 static int begin_backward(const Loops *loops, BeginBackward *a, double *memory)
 {
     const Statistics *s = &a->s.g.s;
-    const int64_t C = a->s.g.i.C, parts = a->s.parts = at_least(a->s.parts, 1);
+    const int64_t C = a->s.g.i.C, parts = a->s.parts = a->s.sums ? at_least(a->s.parts, 1) : 1;
     if (!a->s.sums) {
         a->s.step = 1, a->s.c1 = C;
         a->s.sums = memory + 2 * C;
