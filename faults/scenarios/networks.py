@@ -5,6 +5,7 @@ import signal
 import subprocess
 import threading
 import time
+from typing import Any
 
 from faults.scenarios._scenario import DEADLINE, SILENCE, scenario
 from faults.trial import Trial
@@ -77,14 +78,19 @@ def killed_of_four(trial: Trial) -> None:
     trial.steps(2)
 
 
+_NOT_THERE: dict[str, Any] = {
+    "says": rf"waited 3 s in layer1\.0\.bn1 .* for rank\(s\) \[1\]: {_ONLY_1}",
+    "seconds": SILENCE,
+    "faulty_rank_may_be_silent": True,
+    "ends": True,
+    "two_machines": True,
+    "per_machine": 2,
+}
+
+
 @scenario(
     "a rank stopped, of two on each machine",
-    says=rf"waited 3 s in layer1\.0\.bn1 .* for rank\(s\) \[1\]: {_ONLY_1}",
-    seconds=SILENCE,
-    faulty_rank_may_be_silent=True,
-    ends=True,
-    two_machines=True,
-    per_machine=2,
+    **_NOT_THERE,
 )
 def stopped_of_four(trial: Trial) -> None:
     trial.begin()
@@ -95,12 +101,7 @@ def stopped_of_four(trial: Trial) -> None:
 
 @scenario(
     "a rank late, of two on each machine",
-    says=rf"waited 3 s in layer1\.0\.bn1 .* for rank\(s\) \[1\]: {_ONLY_1}",
-    seconds=SILENCE,
-    faulty_rank_may_be_silent=True,
-    ends=True,
-    two_machines=True,
-    per_machine=2,
+    **_NOT_THERE,
 )
 def late_of_four(trial: Trial) -> None:
     trial.begin()

@@ -2,7 +2,7 @@
 
 A sum of unlike messages is a silent wrong number where their lengths agree; where not, the sum ends
 the process inside the transport. So a layer's first message has the same length for all layers, and
-compares the layers' names, sizes and versions; each later message carries a fingerprint of what the
+compares the layers (see `agreement`); each later message carries a fingerprint of what the
 rank is doing (see `multibn.message`). All ranks see the same sums, so that all of them turn to ask
 each other in the same moment.
 """
@@ -43,7 +43,7 @@ class Conversation(Forwarding):
         Returns the name of the layer, the same on all ranks; called when the layer first
         communicates.
     built
-        Which of the process's layers it is; None for a function, or several layers.
+        Which of the process's layers it is, the first one of several; None for a function.
     options
         Returns what must be equal on all ranks, beside the name; called as `find_name`.
     num_layers

@@ -202,7 +202,8 @@ class Watch:
 
     def _check_before_meeting(self, known: Known, text: str) -> None:
         """Raise if a rank has ended, or if two groups wait for each other's ranks to meet."""
-        if ended := [r for r, member in enumerate(self._members) if member in known.find_ended()]:
+        gone = known.find_ended()
+        if ended := [r for r, member in enumerate(self._members) if member in gone]:
             self._fail(
                 ConnectionError,
                 f"rank {self.rank} waits in {text} for rank(s) {_some(ended)}, whose process has "

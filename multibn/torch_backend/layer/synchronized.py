@@ -17,10 +17,7 @@ from multibn.communicators.people import find_path
 from multibn.engine import recompute
 from multibn.engine.population import Pool
 from multibn.kernels import Running
-from multibn.torch_backend.layer import (
-    compiled,
-    data_parallel,
-)
+from multibn.torch_backend.layer import compiled, data_parallel
 
 #: This process alone, known to compiled code.
 ALONE = SingleProcess()
