@@ -22,7 +22,7 @@ import numpy as np
 from multibn._arrays import from_host, to_host
 from multibn._typing import Array
 from multibn.communicators.base import Handle
-from multibn.communicators.notices import Board, Known
+from multibn.communicators.notices import Board, Meeting
 from multibn.communicators.objects import gather
 from multibn.communicators.people import announce_end, uncaught
 from multibn.communicators.watch import Done, Watch
@@ -48,7 +48,7 @@ class Transport(ABC):
 
     rank: int
     size: int
-    known: Known | None = None  # before the ranks have met
+    known: Meeting | None = None  # before the ranks have met
 
     @abstractmethod
     def open_line(

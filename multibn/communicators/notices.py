@@ -45,7 +45,7 @@ class Peer(NamedTuple):
     pid: int
 
 
-class Known(NamedTuple):
+class Meeting(NamedTuple):
     """What a transport knows of a group before its ranks have met.
 
     Attributes

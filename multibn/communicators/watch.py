@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 from multibn._environment import pid_space, process_state, this_machine
 from multibn._typing import check_number
-from multibn.communicators.notices import Board, Known, Notice, Peer, RankLeftError, RankLostError
+from multibn.communicators.notices import Board, Meeting, Notice, Peer, RankLeftError, RankLostError
 from multibn.communicators.people import announce
 
 PATIENCE = 0.5  # seconds of waiting before a rank sends a notice
@@ -62,7 +62,7 @@ class Watch:
         What the transport knows before the ranks have met.
     """
 
-    def __init__(self, rank: int, size: int, known: Known | None = None) -> None:
+    def __init__(self, rank: int, size: int, known: Meeting | None = None) -> None:
         self.rank, self.size = rank, size
         self.board: Board | None = None
         self.completed = 0
@@ -200,7 +200,7 @@ class Watch:
         self._check_other_groups(text, notices)
         return notices
 
-    def _check_before_meeting(self, known: Known, text: str) -> None:
+    def _check_before_meeting(self, known: Meeting, text: str) -> None:
         """Raise if a rank has ended, or if two groups wait for each other's ranks to meet."""
         gone = known.find_ended()
         if ended := [r for r, member in enumerate(self._members) if member in gone]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from multibn.communicators.notices import Known, Notice, RankLostError
+from multibn.communicators.notices import Meeting, Notice, RankLostError
 from multibn.communicators.watch import ALIKE, Watch, check_timeout, poll
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
@@ -215,7 +215,7 @@ def test_a_list_of_ranks_ends_after_eight() -> None:
 
 def test_a_process_that_ended_before_its_first_message() -> None:
     start = time.monotonic()
-    watch = Watch(0, 2, Known("a group", [0, 4], lambda: {4}, Board({}, 0)))
+    watch = Watch(0, 2, Meeting("a group", [0, 4], lambda: {4}, Board({}, 0)))
     error = _says(watch.wait, _begin, "", "the first message of bn1", 60.0)
     assert isinstance(error, ConnectionError)
     assert str(error) == (

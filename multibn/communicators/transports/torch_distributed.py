@@ -19,7 +19,7 @@ from multibn.communicators.lines import (
     Transport,
     after_fork,
 )
-from multibn.communicators.notices import Known
+from multibn.communicators.notices import Meeting
 from multibn.communicators.transports.gloo import EngineLine, Side, in_group
 from multibn.communicators.transports.shared_memory import Machines
 from multibn.communicators.transports.store import StoreBoard
@@ -208,7 +208,7 @@ class _Transport(Transport):
         self._store: dist.Store | None = dist.PrefixStore(f"multibn/{group.group_name}", store)
         ranks = dist.get_process_group_ranks(group)
         self._meetings = _world().meetings(store)
-        self.known = Known(group.group_name, ranks, ended_ranks, self._meetings)
+        self.known = Meeting(group.group_name, ranks, ended_ranks, self._meetings)
         self._machines: Machines | None = None
         # Of all ranks, and of the first ranks of all machines.
         self._sides: dict[tuple[int, ...], Side] = {}
