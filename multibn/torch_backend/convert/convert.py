@@ -58,7 +58,8 @@ def convert_sync_batchnorm(
     statistics. All attributes stay, parameters, buffers and hooks among them. Call this function
     before or after the construction of the optimizer, DDP and FSDP. From the first training forward
     pass on, at the latest, DDP leaves running statistics that are equal on all ranks out of its
-    broadcast of buffers. Layers that are only in plain lists and dictionaries stay unchanged. Not
+    broadcast of buffers. Layers that are only in plain lists and dictionaries stay unchanged, and
+    so do layers that share already; those of `convert_sub_batchnorm` no longer split. Not
     collective.
 
     Parameters
@@ -120,11 +121,12 @@ def convert_sub_batchnorm(module: nn.Module, num_splits: int, *, strict: bool = 
 
     Ghost batch normalization (Hoffer et al., 2017, arXiv:1705.08741) for a model as it is: a large
     batch trains as several small ones do. Changes the layers in place, as `convert_sync_batchnorm`
-    does, and returns `module`; `revert_sync_batchnorm` is the way back. The parts are consecutive
-    samples, of sizes that differ by one at most. The running statistics are those of the whole
-    batch, as an nn.BatchNorm2d keeps them, so that evaluation and state dicts stay what they were.
-    Not collective; nor are the layers. For parts of a batch that ranks share, and for SlowFast's
-    state, see `SubBatchNorm3d`.
+    does, and returns `module`; `revert_sync_batchnorm` is the way back. A `SyncBatchNorm` no longer
+    shares, and a layer that splits gets the new number. The parts are consecutive samples, of sizes
+    that differ by one at most. The running statistics are those of the whole batch, as an
+    nn.BatchNorm2d keeps them, so that evaluation and state dicts stay what they were. Not
+    collective; nor are the layers. For parts of a batch that ranks share, and for SlowFast's state,
+    see `SubBatchNorm3d`.
 
     Parameters
     ----------
@@ -149,21 +151,25 @@ def convert_sub_batchnorm(module: nn.Module, num_splits: int, *, strict: bool = 
     tensor([-1.2247,  0.0000,  1.2247, -1.0000,  1.0000])
     """
     check_int("num_splits", num_splits)
-    for layer in _find(module, strict):
-        derived.derive(layer)
-        assert isinstance(layer, SyncBatchNorm)
-        layer.configure(ALONE)
+    for layer in _find(module, strict, splitting=True):
+        if not isinstance(layer, SyncBatchNorm):
+            derived.derive(layer)
+            assert isinstance(layer, SyncBatchNorm)
+            layer.configure(ALONE)
+        layer.process_group = ALONE
         layer._num_splits, layer._usual = num_splits, ()
     return module
 
 
-def _find(module: nn.Module, strict: bool) -> list[_BatchNorm]:
+def _find(module: nn.Module, strict: bool, *, splitting: bool = False) -> list[_BatchNorm]:
     """The layers to convert. All others that have statistics are an error or a warning."""
     _check_module(module)
     layers: list[_BatchNorm] = []
     obstacles: dict[str, str] = {}
     for path, part in _named_parts(module):
         if isinstance(part, Synchronized):
+            if isinstance(part, SyncBatchNorm) and (splitting or part._num_splits > 1):
+                layers.append(part)
             continue
         if why := _cannot_convert(part):
             obstacles[path] = f"{_name(part)}: {why}"

@@ -48,6 +48,10 @@ _ATTRIBUTES |= {"converted_from", "pool", "_shares", "_usual", "_num_splits"}
 def derive(layer: _BatchNorm, /) -> None:
     """Change the class of `layer` to one that is synchronized; its `configure` must follow."""
     original = type(layer)
+    if isinstance(layer, SyncBatchNorm):  # which no longer splits its batch
+        for name in ("_num_splits", "_usual"):
+            layer.__dict__.pop(name, None)
+        return
     if isinstance(layer, nn.SyncBatchNorm):  # DistributedDataParallel refuses its instances on CPU
         layer.__dict__.pop("process_group", None)  # a property of the new class
         layer.__class__ = SyncBatchNorm  # type: ignore[assignment]

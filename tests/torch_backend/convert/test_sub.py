@@ -15,10 +15,12 @@ import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
+from multibn import SingleProcess  # noqa: E402
 from multibn.parity.oracle import relative_error  # noqa: E402
 from multibn.torch_backend import (  # noqa: E402
     SyncBatchNorm,
     convert_sub_batchnorm,
+    convert_sync_batchnorm,
     revert_sync_batchnorm,
     step_statistics,
 )
@@ -81,6 +83,21 @@ def test_there_and_back() -> None:
     copied = pickle.loads(pickle.dumps(copy.deepcopy(model[:2])))
     assert torch.equal(copied(x), model[:2](x))
     assert [(type(layer), set(vars(layer))) for layer in revert_sync_batchnorm(model)] == before
+
+
+def test_a_converted_layer_is_converted_anew() -> None:
+    """None of the four is without effect: splits, other splits, ranks that share, and back."""
+    model: Any = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)), nonfinite="skip")
+    x, layer = torch.randn(6, 3, 4, 4), model[0]
+    for num_splits in (2, 3):
+        assert convert_sub_batchnorm(model, num_splits, strict=True)[0] is layer
+        assert isinstance(layer.process_group, SingleProcess)
+        assert layer.nonfinite == "skip"
+        assert relative_error(model(x).detach(), expected(x, num_splits)) < 1e-5
+    convert_sync_batchnorm(model, strict=True)
+    assert not isinstance(layer.process_group, SingleProcess)
+    assert relative_error(model(x).detach(), expected(x, 1)) < 1e-5
+    assert "num_splits" not in repr(model)
 
 
 def test_a_step_of_several_batches() -> None:
