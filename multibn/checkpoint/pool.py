@@ -70,12 +70,11 @@ def pool_states(
     weights = [count / counts[0] for count in counts]
     result, others = dict(states[0]), dict(states[0])
 
-    def wide(key: str) -> Array:  # the states are the last axis
-        xp = array_namespace(result[key])
-        return xp.stack([as_wide(state[key]) for state in states], axis=-1)
+    def wide(key: str) -> Array:  # the states are axis 0
+        return array_namespace(result[key]).stack([as_wide(state[key]) for state in states])
 
     def average(a: Array) -> Array:
-        return sum(weight * a[..., i] for i, weight in enumerate(weights)) / sum(weights)
+        return sum(weight * a[i] for i, weight in enumerate(weights)) / sum(weights)
 
     def replace(key: str, value: Array) -> None:
         result[key] = array_namespace(value).astype(value, result[key].dtype)

@@ -103,9 +103,8 @@ def pool_running(
     mean: Array, var: Array, average: Callable[[Array], Array], /
 ) -> tuple[Array, Array]:
     """Mean and variance of all models' data together, float64; `average` is over the models."""
-    xp = array_namespace(mean)
-    mean, meansqr = average(xp.stack([mean, var + mean * mean]))
-    return mean, xp.clip(meansqr - mean * mean, 0.0, None)
+    of_all = average(mean)
+    return of_all, average(var + (mean - of_all) ** 2)
 
 
 class PopulationEstimator:

@@ -87,11 +87,10 @@ def test_parameters_are_averaged_on_request_only(framework: str) -> None:
     assert int(pool[list(pool)[2]]) == 0  # a counter
 
 
-def test_no_variance_is_negative() -> None:
-    means = np.arange(1, 200) / 10
-    assert any((3 * m**2 / 3 - (3 * m / 3) ** 2) < 0 for m in means)  # what rounding does
-    one = state(means, np.zeros_like(means), "chainer")
-    assert (pool_states([one] * 3, [1, 1, 1])["bn/avg_var"] >= 0).all()
+@pytest.mark.parametrize("mean", [1e-1, 1e8])
+def test_a_large_mean_costs_no_digit_of_the_variance(mean: float) -> None:
+    sites = [state(np.full(C, mean + i), np.full(C, 0.5), "chainer") for i in (-1, 0, 1)]
+    np.testing.assert_allclose(pool_states(sites, [1, 2, 1])["bn/avg_var"], 1.0, rtol=1e-12)
 
 
 def test_integers_are_never_averaged() -> None:

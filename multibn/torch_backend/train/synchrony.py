@@ -86,7 +86,7 @@ def sync_running_stats(model: nn.Module, process_group: Any = None, how: How = "
     """Make the running statistics of all ranks equal.
 
     For layers with statistics of their own rank, before evaluating or saving.
-    Collective: every rank must call it, with the same model; one allreduce.
+    Collective: every rank must call it, with the same model; one allreduce, or two to pool.
 
     Parameters
     ----------
