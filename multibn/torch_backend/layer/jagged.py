@@ -42,6 +42,11 @@ def apply(layer: Any, communicator: Communicator, x: Any, *others: Tensor | None
             raise ValueError(
                 "a nested tensor has lengths of its own: got `mask` or `lengths`, too."
             )
+        if layer.training and layer._num_splits > 1:
+            raise ValueError(
+                "a layer that splits its batch must have a dense input: got a nested tensor. Pad "
+                "the samples, and pass `lengths`."
+            )
         dense = [None if t is None else values(t) for t in (x, residual)]
     except (TypeError, ValueError) as error:
         functional.refuse(error, [x], [layer.num_features], communicator)

@@ -29,9 +29,9 @@ def normalize_together(
     a gradient. The backward pass begins when autograd has the gradients of all outputs; the
     gradient of an unused output is zeros. Layers in evaluation do not communicate.
 
-    If a layer has hooks, which expect a call of the layer, or torch.compile compiles the caller,
-    the layers run one by one: the same numbers, with one message for each layer. So hooks must be
-    the same on all ranks.
+    If a layer has hooks, which expect a call of the layer, or splits its batch, or torch.compile
+    compiles the caller, the layers run one by one: the same numbers, with one message for each
+    layer. So hooks must be the same on all ranks.
 
     Parameters
     ----------
@@ -62,11 +62,15 @@ def normalize_together(
     _check(layers, inputs, masks)
     calls = list(zip(layers, inputs, masks, strict=True))
     sharing = [call for call in calls if call[0].training]
-    if not sharing or any(map(has_hooks, layers)) or torch.compiler.is_compiling():
+    alone = any(has_hooks(layer) or layer._num_splits > 1 for layer in layers)
+    if not sharing or alone or torch.compiler.is_compiling():
         return [layer(x, mask=mask) for layer, x, mask in calls]
     communicator = shared_conversation([layer for layer, _, _ in sharing])
     num_features = [layer.num_features for layer, _, _ in sharing]
     try:
+        for layer, x, _ in sharing:
+            if isinstance(x, Tensor):
+                layer._check_input_dim(x)
         evaluated = iter([layer(x, mask=mask) for layer, x, mask in calls if not layer.training])
     except (TypeError, ValueError) as error:  # the other ranks will wait for this one
         functional.refuse(error, [x for _, x, _ in sharing], num_features, communicator)

@@ -21,6 +21,7 @@ from multibn.torch_backend import (  # noqa: E402
     SyncBatchNorm,
     convert_sub_batchnorm,
     convert_sync_batchnorm,
+    normalize_together,
     revert_sync_batchnorm,
     step_statistics,
 )
@@ -121,6 +122,13 @@ def test_masked_elements_have_no_part() -> None:
         assert relative_error(got.movedim(1, 2)[where], want) < 1e-12
 
 
+def test_a_message_for_several_layers_does_not_undo_the_splits() -> None:
+    layers: list[Any] = [convert_sub_batchnorm(nn.BatchNorm1d(3), n) for n in (1, 2)]
+    x = torch.randn(6, 3)
+    for n, y in zip((1, 2), normalize_together(layers, [x, x]), strict=True):
+        assert relative_error(y.detach(), expected(x, n)) < 1e-5
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Dynamo itself
 def test_a_compiled_model() -> None:
     torch._dynamo.reset()
@@ -154,6 +162,9 @@ def test_what_is_refused() -> None:
         run_ranks(2, share)
     with pytest.raises(ValueError, match=r"SyncBatchNorm2d must have 4 dimensions"):
         layer(torch.randn(4, 3))
+    nested = torch.nested.nested_tensor([torch.ones(n, 3) for n in (2, 4)], layout=torch.jagged)
+    with pytest.raises(ValueError, match="splits its batch must have a dense input: got a nested"):
+        convert_sub_batchnorm(nn.BatchNorm1d(3), 2)(nested)
     for x, kind, message in (
         (torch.randn(4, 5, 2, 2), ValueError, "must have 3 channels in dimension 1"),
         (torch.ones(4, 3, 2, 2).int(), TypeError, "must be of a real floating-point dtype"),

@@ -17,6 +17,7 @@ from torch import nn  # noqa: E402
 from multibn.communicators.lookup import Group  # noqa: E402
 from multibn.torch_backend import (  # noqa: E402
     SyncBatchNorm,
+    SyncBatchNorm2d,
     normalize_together,
     update_bn_stats,
 )
@@ -173,3 +174,12 @@ def test_inputs_that_do_not_fit(position: int, frozen: bool) -> None:
 def test_groups_are_equal_that_name_the_same_ranks() -> None:
     layers = [SyncBatchNorm(3, process_group=Group(None, 1)) for _ in range(2)]
     assert len(normalize_together(layers, [torch.ones(2, 3)] * 2)) == 2
+
+
+def test_a_layer_refuses_the_dimensions_that_its_call_refuses() -> None:
+    layers, xs = (
+        [SyncBatchNorm2d(3), SyncBatchNorm2d(3)],
+        [torch.ones(4, 3, 2, 2), torch.ones(4, 3)],
+    )
+    with pytest.raises(ValueError, match="of SyncBatchNorm2d must have 4 dimensions"):
+        normalize_together(layers, xs)
