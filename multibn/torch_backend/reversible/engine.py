@@ -322,11 +322,11 @@ def _halves(
         scale = None
         for into, module in enumerate(block):
             if not (tied and into == 1):
-                scale = _scale(streams[into], rate if module.training else 0.0)
+                scale = drop_scale(streams[into], rate if module.training else 0.0)
             yield Half(index, into, module, seen, scale)
 
 
-def _scale(stream: Tensor, rate: float) -> Tensor | None:
+def drop_scale(stream: Tensor, rate: float) -> Tensor | None:
     """For each sample, 0 with probability `rate`, else 1 / (1 - rate); None for all 1."""
     if not rate:
         return None
