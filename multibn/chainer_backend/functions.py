@@ -250,7 +250,7 @@ class BatchNormalization(FunctionNode):
         super().__init__()
         self.communicator, self._weighting = communicator, weighting
         # Not `i` itself: of the arrays, Chainer keeps those that the backward pass needs.
-        self.input = i._replace(**dict.fromkeys(_INPUTS))
+        self.input = i._replace(x=None, weight=None, bias=None, residual=None)
         self.names = [name for name in _INPUTS if getattr(i, name) is not None]
 
     def forward(self, inputs: tuple[Array, ...]) -> tuple[Array]:

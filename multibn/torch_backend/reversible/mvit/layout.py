@@ -56,17 +56,19 @@ def plan(config: RevMViTConfig, geometry: Geometry) -> list[LayerSizes]:
     """The sizes of all layers of a reversible MViT. Raises ValueError if two do not match."""
     depth = config.depth
     transitions = _transitions(config)
-    dim_mul = _by_layer(config, "dim_mul", (1.0,))
-    head_mul = _by_layer(config, "head_mul", (1.0,))
+    dim_mul, head_mul = (
+        [factor for (factor,) in _by_layer(config, name, (1.0,))]
+        for name in ("dim_mul", "head_mul")
+    )
     fused = 2 if keeps_width(config.pre_q_fusion) else 1
 
     layers: list[LayerSizes] = []
     width, heads = config.embed_dim, config.num_heads
     grid = cast(Grid, tuple(geometry.patch_dims))
     for i in range(depth):
-        heads = round_width(heads, *head_mul[i])
-        dim = round_width(width, *(dim_mul[i - 1] if i else (1.0,)), heads)
-        dim_out = round_width(dim, *dim_mul[i], round_width(heads, *head_mul[i + 1]))
+        heads = round_width(heads, head_mul[i])
+        dim = round_width(width, dim_mul[i - 1] if i else 1.0, heads)
+        dim_out = round_width(dim, dim_mul[i], round_width(heads, head_mul[i + 1]))
         before = layers[-1].dim_out if layers else config.embed_dim
         _check_width(i, dim, before, dim_out, heads)
         transition = i in transitions
