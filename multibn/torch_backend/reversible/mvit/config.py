@@ -16,8 +16,6 @@ DropPathMode = Literal["residual_branch", "whole"]
 # Of the numbers; all others are probabilities.
 _INTERVALS = {"mlp_ratio": "(0, inf)", "head_init_scale": "(-inf, inf)"}
 
-# Modes of fusion whose result is as wide as one stream, and those with an MLP.
-_HALVING = ("add", "avg", "max", "min")
 _FUSION_LINEAR = re.compile(r"(ln\+)?concat_linear(_(?P<width>[\d.]+))?(_(?P<drop>[\d.]+))?")
 
 _SECTIONS = ("DATA", "MODEL", "MVIT", "DETECTION")
@@ -278,7 +276,7 @@ class RevMViTConfig:
 
 def keeps_width(mode: str) -> bool:
     """Whether a fusion of this mode returns a tensor as wide as both streams together."""
-    return mode not in _HALVING
+    return "concat" in mode
 
 
 def parse_fusion(name: str, mode: str) -> tuple[float, float] | None:
@@ -286,7 +284,7 @@ def parse_fusion(name: str, mode: str) -> tuple[float, float] | None:
 
     `name` is the argument's, for the error.
     """
-    if mode in _HALVING or mode == "concat":
+    if mode in ("add", "avg", "max", "min", "concat"):
         return None
     numbers = _FUSION_LINEAR.fullmatch(mode) if isinstance(mode, str) else None
     if numbers is None:
