@@ -16,8 +16,8 @@ from multibn.communicators import Communicator
 from multibn.engine import statistics
 
 
-def gradients(node: Any, y: Array | None, *variables: Variable) -> tuple[Variable, ...]:
-    """Gradients of x, gamma, beta and the residual, but for what the node lacks.
+def gradients(node: Any, y: Array | None, *variables: Variable) -> dict[str, Variable]:
+    """The gradient of each input, by the input's name.
 
     `node` is a `functions.BatchNormalization`, whose statistics are computed again, from `x`. The
     `variables` are the inputs that the node has retained and the gradient of the output; `y` is the
@@ -27,7 +27,7 @@ def gradients(node: Any, y: Array | None, *variables: Variable) -> tuple[Variabl
     mask = node.input.mask
     dy = dy if y is None else _where(y > 0, dy)
     dresidual = masked(dy, mask)
-    x, gamma, beta = node.arguments(retained)
+    x, gamma, beta = node.filled(retained)[:3]
     axis, size = node.input.axis, node.communicator.size
     channels = statistics.channels(x.shape, axis)
     broadcastable = tuple(1 if i in axis else n for i, n in enumerate(x.shape))
@@ -50,15 +50,14 @@ def gradients(node: Any, y: Array | None, *variables: Variable) -> tuple[Variabl
     sum_dy, sum_dy_xhat = sums(dy, dy * xhat)
     dx = masked(dy - e * (per_channel(sum_dy) + xhat * per_channel(sum_dy_xhat)), mask)
     scale = invstd
-    parameters = []
-    if node.has_gamma:
+    found = {"residual": dresidual}
+    if gamma is not None:
         (copied,) = _Copied(node.communicator, 1 / size).apply((gamma,))
         scale = scale * F.cast(copied, np.float64)
-        parameters.append(F.cast(sum_dy_xhat / size, gamma.dtype))
-    if node.has_beta:
-        parameters.append(F.cast(sum_dy / size, beta.dtype))
-    residuals = [dresidual] if node.has_residual else []
-    return (F.cast(dx * per_channel(scale), x.dtype), *parameters, *residuals)
+        found["weight"] = F.cast(sum_dy_xhat / size, gamma.dtype)
+    if beta is not None:
+        found["bias"] = F.cast(sum_dy / size, beta.dtype)
+    return found | {"x": F.cast(dx * per_channel(scale), x.dtype)}
 
 
 def masked(v: Variable, mask: Array | None, /) -> Variable:

@@ -40,10 +40,7 @@ def forget(func: Callable[..., Any], *xs: Any) -> Any:
     passes = [first]
 
     def run(*inputs: Any) -> Any:
-        if not passes:
-            with again:
-                return func(*inputs)
-        with passes.pop():
+        with passes.pop() if passes else again:
             return func(*inputs)
 
     return F.forget(run, *xs)

@@ -234,6 +234,10 @@ def _check(x: Any, channels: tuple[int, ...] | None, axis: tuple[int, ...]) -> N
         raise statistics.not_floating(x)
 
 
+# The arguments of a pass that are inputs of a node, in their order.
+_INPUTS = ("x", "weight", "bias", "residual")
+
+
 class BatchNormalization(FunctionNode):
     """Normalization by `batch`. The gradient of x includes the one through the statistics.
 
@@ -247,25 +251,21 @@ class BatchNormalization(FunctionNode):
         self.communicator, self._weighting = communicator, weighting
         # Not `i` itself: of the arrays, Chainer keeps those that the backward pass needs.
         self.input = i._replace(x=None, weight=None, bias=None, residual=None)
-        self.has_gamma, self.has_beta = i.weight is not None, i.bias is not None
-        self.has_residual = i.residual is not None
+        self.names = [name for name in _INPUTS if getattr(i, name) is not None]
 
     def forward(self, inputs: tuple[Array, ...]) -> tuple[Array]:
-        self.retain_inputs(tuple(range(len(inputs) - self.has_residual)))
+        self.retain_inputs([n for n, name in enumerate(self.names) if name != "residual"])
         if self.input.relu:
             self.retain_outputs((0,))
-        x, gamma, beta = self.arguments(inputs)
-        residual = inputs[-1] if self.has_residual else None
-        i = self.input._replace(x=x, weight=gamma, bias=beta, residual=residual)
+        i = self.filled(inputs)
         ((y, self.batch),) = step.forward([i], self.communicator, weighting=self._weighting)
         # The graph need not keep running statistics.
         self.input = self.input._replace(running=None)
         return (y,)
 
-    def arguments(self, inputs: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """x, gamma and beta among the inputs, None for those that the node lacks."""
-        gamma = inputs[1] if self.has_gamma else None
-        return inputs[0], gamma, inputs[1 + self.has_gamma] if self.has_beta else None
+    def filled(self, inputs: Sequence[Any]) -> Input:
+        """The arguments of the pass, with the node's inputs, or those retained, in their places."""
+        return self.input._replace(**dict(zip(self.names, inputs, strict=False)))
 
     def backward(
         self, indexes: tuple[int, ...], grad_outputs: tuple[Variable]
@@ -273,22 +273,22 @@ class BatchNormalization(FunctionNode):
         inputs = (*self.get_retained_inputs(), *grad_outputs)
         y = chainer.as_array(self.get_retained_outputs()[0]) if self.input.relu else None
         if chainer.config.enable_backprop:  # enable_double_backprop=True
-            return _differentiable.gradients(self, y, *inputs)
+            found = _differentiable.gradients(self, y, *inputs)
+            return tuple(found[name] for name in self.names)
         gradients = _gradients(self, y, *map(chainer.as_array, inputs))
-        return tuple(Variable(gradient, requires_grad=False) for gradient in gradients)
+        return tuple(Variable(gradients[name], requires_grad=False) for name in self.names)
 
 
-def _gradients(node: BatchNormalization, y: Array | None, *arrays: Array) -> list[Array]:
-    """Gradients of x, gamma, beta and the residual, but for what the node lacks."""
+def _gradients(node: BatchNormalization, y: Array | None, *arrays: Array) -> dict[str, Any]:
+    """The gradient of each input, by the input's name."""
     *retained, dy = arrays
     if chainer.is_debug():
         counted = generic.masked(dy, node.input.mask)
         raise_for_nan_gradients(node.communicator, bool((counted != counted).any()))
-    y = y if node.has_residual else None  # without a residual, `x` has the signs
-    x, gamma, beta = node.arguments(retained)
-    i = node.input._replace(x=x, weight=gamma, bias=beta)
-    g = Gradient(dy, i, node.batch, y)
-    ((dx, dresidual, *parameters),) = step.backward([g], node.communicator, means=True)
-    if node.has_residual and dresidual is None:
+    has_residual = "residual" in node.names
+    # Without a residual, `x` has the signs.
+    g = Gradient(dy, node.filled(retained), node.batch, y if has_residual else None)
+    ((dx, dresidual, dweight, dbias),) = step.backward([g], node.communicator, means=True)
+    if has_residual and dresidual is None:
         dresidual = generic.residual_gradient(g)
-    return [v for v in (dx, *parameters, dresidual) if v is not None]
+    return {"x": dx, "weight": dweight, "bias": dbias, "residual": dresidual}

@@ -65,7 +65,7 @@ _RULES = {
     "mode norm name pool_mode head_act res_path respath_fuse pre_q_fusion drop_path_mode": CHOICE,
     "num_features num_splits num_samples num_iters num_passes every_n_epochs": POSITIVE_INT,
     "interval crop_size num_frames in_channels num_classes embed_dim num_heads": POSITIVE_INT,
-    "depth dim dim_out": POSITIVE_INT,
+    "depth dim": POSITIVE_INT,
     "num_sync_devices": Wrong(_NOT_INTS),
     "timeout": SECONDS,
     "counts": Wrong(((), (1, 2), *((n,) for n in POSITIVE.values))),
@@ -74,9 +74,8 @@ _RULES = {
     "axis": Wrong((-1, 2.5, "0", True, (), (0, -1), (2, 0))),
     "mlp_ratio": POSITIVE,
     "head_init_scale": NUMBER,
-    "head_dropout_rate dropout_rate droppath_rate drop_rate": PROBABILITY,
+    "head_dropout_rate dropout_rate droppath_rate": PROBABILITY,
     "patch_kernel patch_stride pool_kv_stride_adaptive pool_kvq_kernel": INTS,
-    "grid kernel_q stride_q kernel_kv stride_kv": INTS,
     "patch_padding": Wrong(((-1, 1, 1), *INTS.values[1:])),
     # Whether there is such a layer is known when the model is built: test_rev_mvit_config.py.
     "pool_q_stride pool_kv_stride": Wrong(
@@ -159,15 +158,12 @@ def _reversible() -> dict[Call, Call]:
     stages = ("dim_mul", "head_mul", "pool_q_stride", "buffer_layers")
     sizes: dict[str, Any] = {"depth": 1, "embed_dim": 16, "num_heads": 1}
     sizes |= dict.fromkeys(stages, ())
-    tokens: dict[str, Any] = {"dim": 8, "dim_out": 8, "num_heads": 2, "grid": (1, 2, 2)}
     return {
         rev.ReversibleSequence: partial(rev.ReversibleSequence, blocks),
         rev.reversible: partial(rev.reversible, blocks, x, x),
         rev.RevMViTConfig: rev.RevMViTConfig,
         rev.RevMViT: partial(rev.RevMViT, small),
         rev.ReversibleMViT: partial(rev.ReversibleMViT, small),
-        rev.MultiScaleAttention: partial(rev.MultiScaleAttention, **tokens),
-        rev.TwoStreamFusion: partial(rev.TwoStreamFusion, mode="add", dim=8),
         rev.published_rev_mvit: partial(rev.published_rev_mvit, name="rev_vit_s", **sizes),
     }
 
@@ -310,14 +306,7 @@ EXEMPT = {
     **dict.fromkeys(("allreduce", "sum_by_nccl"), "a function of arrays"),
     "register_allreduce_hook": "takes DistributedDataParallel, which needs ranks",
     **dict.fromkeys(("find_comm", "restore"), "takes ranks that a communicator has"),
-    **dict.fromkeys(
-        (
-            "torch_backend.reversible.mvit.config.RevMViTConfig(norm=)",
-            "torch_backend.reversible.mvit.attention.MultiScaleAttention(norm=)",
-            "torch_backend.reversible.mvit.fusion.TwoStreamFusion(norm=)",
-        ),
-        "for the model to check",
-    ),
+    "torch_backend.reversible.mvit.config.RevMViTConfig(norm=)": "for the model to check",
     "communicators.transports.mpi.MPI(comm=)": "looking at it initialises MPI",
 }  # fmt: skip
 PACKAGES = (

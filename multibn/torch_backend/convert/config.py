@@ -6,25 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from multibn.torch_backend.layer.modules import SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
-from multibn.torch_backend.layer.naive import (
-    NaiveSyncBatchNorm1d,
-    NaiveSyncBatchNorm2d,
-    NaiveSyncBatchNorm3d,
-)
-from multibn.torch_backend.layer.sub_batch_norm import (
-    SubBatchNorm1d,
-    SubBatchNorm2d,
-    SubBatchNorm3d,
-)
+from multibn.torch_backend.layer import modules, naive, sub_batch_norm
 
 _TYPES = "'batchnorm', 'sub_batchnorm', 'sync_batchnorm' or 'sync_batchnorm_apex'"
-
-# Keys: number of spatial dimensions.
-_BATCH_NORM = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
-_SUB_BATCH_NORM = {1: SubBatchNorm1d, 2: SubBatchNorm2d, 3: SubBatchNorm3d}
-_SYNC_BATCH_NORM = {1: SyncBatchNorm1d, 2: SyncBatchNorm2d, 3: SyncBatchNorm3d}
-_NAIVE_SYNC_BATCH_NORM = {1: NaiveSyncBatchNorm1d, 2: NaiveSyncBatchNorm2d, 3: NaiveSyncBatchNorm3d}
 
 
 def get_norm(cfg: Any, dim: int = 3) -> Callable[..., nn.Module]:
@@ -77,18 +61,23 @@ def get_norm(cfg: Any, dim: int = 3) -> Callable[..., nn.Module]:
         missing = "BN" if bn is None else "BN.NORM_TYPE"
         raise ValueError(f"`cfg` must have {missing}: got {cfg!r}. Set BN.NORM_TYPE to {_TYPES}.")
     if norm_type == "batchnorm":
-        return _BATCH_NORM[dim]
+        return _of_dim(nn, "BatchNorm", dim)
     if norm_type == "sub_batchnorm":
-        return partial(_SUB_BATCH_NORM[dim], num_splits=_get(bn, "NUM_SPLITS", 1))
+        splits = _get(bn, "NUM_SPLITS", 1)
+        return partial(_of_dim(sub_batch_norm, "SubBatchNorm", dim), num_splits=splits)
+    devices = _get(bn, "NUM_SYNC_DEVICES", 1)
     if norm_type == "sync_batchnorm":
-        return partial(
-            _NAIVE_SYNC_BATCH_NORM[dim],
-            num_sync_devices=_get(bn, "NUM_SYNC_DEVICES", 1),
-            global_sync=_get(bn, "GLOBAL_SYNC", False),
-        )
+        layer = _of_dim(naive, "NaiveSyncBatchNorm", dim)
+        everywhere = _get(bn, "GLOBAL_SYNC", False)
+        return partial(layer, num_sync_devices=devices, global_sync=everywhere)
     if norm_type == "sync_batchnorm_apex":
-        return partial(_SYNC_BATCH_NORM[dim], process_group=_get(bn, "NUM_SYNC_DEVICES", 1) or None)
+        return partial(_of_dim(modules, "SyncBatchNorm", dim), process_group=devices or None)
     raise NotImplementedError(f"`cfg.BN.NORM_TYPE` must be one of {_TYPES}: got {norm_type!r}.")
+
+
+def _of_dim(module: Any, name: str, dim: int) -> Callable[..., nn.Module]:
+    layer: Callable[..., nn.Module] = getattr(module, f"{name}{dim}d")
+    return layer
 
 
 def _get(node: Any, key: str, default: Any) -> Any:

@@ -18,20 +18,13 @@ from torch.overrides import TorchFunctionMode
 
 from multibn.engine.population import Pool
 from multibn.engine.step import Input
-from multibn.torch_backend.layer import dtensors, functional
-from multibn.torch_backend.layer.modules import (
-    SyncBatchNorm,
-    SyncBatchNorm1d,
-    SyncBatchNorm2d,
-    SyncBatchNorm3d,
-    call_node,
-)
+from multibn.torch_backend.layer import dtensors, functional, modules
+from multibn.torch_backend.layer.modules import SyncBatchNorm, call_node
 from multibn.torch_backend.layer.synchronized import moves, running_of
 
 _classes: dict[tuple[type[_BatchNorm], bool], type[SyncBatchNorm]] = {
-    (nn.BatchNorm1d, False): SyncBatchNorm1d,
-    (nn.BatchNorm2d, False): SyncBatchNorm2d,
-    (nn.BatchNorm3d, False): SyncBatchNorm3d,
+    (getattr(nn, f"BatchNorm{n}d"), False): getattr(modules, f"SyncBatchNorm{n}d")
+    for n in (1, 2, 3)
 }
 
 # For torch's checks of dimensions, the class that makes the same check on all ranks.
@@ -91,12 +84,11 @@ def _class(original: type[_BatchNorm], has_own_forward: bool) -> type[SyncBatchN
         check = original._check_input_dim
         if check in _CHECKS:
             attributes["_usual"] = attributes["_shapes"] = _CHECKS[check]._shapes
-        if has_own_forward:
+            check = check if has_own_forward else _CHECKS[check]._check_input_dim
+        elif not has_own_forward and check is not _NormBase._check_input_dim:
+            attributes["_usual"] = ()
+        if has_own_forward or check is not _NormBase._check_input_dim:
             attributes["_check_input_dim"] = check
-        elif check in _CHECKS:
-            attributes["_check_input_dim"] = _CHECKS[check]._check_input_dim
-        elif check is not _NormBase._check_input_dim:
-            attributes |= {"_check_input_dim": check, "_usual": ()}
         bases = (_OwnForward if has_own_forward else _Derived, original)
         _classes[key] = type(f"Sync{original.__name__}", bases, attributes)
     return _classes[key]

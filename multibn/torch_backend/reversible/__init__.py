@@ -1,15 +1,11 @@
 """Reversible blocks: the backward pass recomputes activations instead of storing them."""
 
+from multibn.torch_backend.reversible.engine import ReversibleSequence as ReversibleSequence
 from multibn.torch_backend.reversible.engine import inverse as inverse
 from multibn.torch_backend.reversible.engine import reversible as reversible
-from multibn.torch_backend.reversible.mvit.attention import (
-    MultiScaleAttention as MultiScaleAttention,
-)
 from multibn.torch_backend.reversible.mvit.config import RevMViTConfig as RevMViTConfig
-from multibn.torch_backend.reversible.mvit.fusion import TwoStreamFusion as TwoStreamFusion
 from multibn.torch_backend.reversible.mvit.model import ReversibleMViT as ReversibleMViT
 from multibn.torch_backend.reversible.mvit.model import RevMViT as RevMViT
 from multibn.torch_backend.reversible.mvit.published import (
     published_rev_mvit as published_rev_mvit,
 )
-from multibn.torch_backend.reversible.sequence import ReversibleSequence as ReversibleSequence

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from multibn.torch_backend.reversible.ambient import Ambient
-from multibn.torch_backend.reversible.half import Half, tensors
+from multibn.torch_backend.reversible.half import Half
 
 _REASON = (
     "reversible blocks recompute their activations outside of compiled graphs. Compile without "
@@ -27,7 +26,7 @@ def run_recomputed(
 
     torch.compile must not look inside: a graph for each half and each pass would take minutes.
     """
-    run, others = Run(cond), tensors(cond)
+    run, others = Run(cond), [c for c in cond if isinstance(c, Tensor)]
     for half in halves:
         here, there = streams[half.into], streams[1 - half.into]
         y = _Couple.apply(run, half, here, there, *others, *half.parameters)
@@ -45,52 +44,33 @@ class Run:
     """One call of `reversible`: its halves, and in the backward pass the present streams.
 
     Between forward and backward only `_Anchor` holds streams and the tensors of `cond`, by
-    save_for_backward: autograd checks and frees them. `restore` fills `streams`, `release` empties
-    them.
+    save_for_backward: autograd checks and frees them. `restore` fills `streams`.
     """
 
     def __init__(self, cond: Sequence[Any]) -> None:
-        self.halves: list[tuple[Half, Ambient]] = []
+        self.halves: list[Half] = []
         self.first: int | None = None  # index of the first half that gets a gradient
         self._template = [_TENSOR if isinstance(c, Tensor) else c for c in cond]
+        self.num_tensors = self._template.count(_TENSOR)
         self._position = 0
         self.streams: list[Tensor] = []
         self._tensors: list[Tensor] = []
 
-    def first_pass(self, half: Half, here: Tensor, there: Tensor, cond: Sequence[Any]) -> Tensor:
-        ambient = Ambient(str(half), half.parts, here.device)
-        inputs = [there, *tensors(cond)]
-        versions = [t._version for t in inputs]
-        with ambient.recording():
-            added = half(here, there, cond)
-        if [t._version for t in inputs] != versions:
-            raise RuntimeError(
-                f"{half} changes its input in place, and could not be run again on it. Clone the "
-                "input there, or take an operation that is not in place."
-            )
-        self.halves.append((half, ambient))
-        return here + added
-
     def restore(self, position: int, saved: Sequence[Tensor]) -> None:
         """Continue from the streams `saved` by the anchor after `position` halves."""
         self._position, self.streams, self._tensors = position, list(saved[:2]), list(saved[2:])
-
-    def rewind(self, position: int) -> None:
-        """Undo all halves from index `position` on."""
-        while self._position > position:
-            half, ambient = self.halves[self._position - 1]
-            here, there = self.streams[half.into], self.streams[1 - half.into]
-            with torch.no_grad(), ambient.replaying():
-                added = half(here, there, self.cond(self._tensors))
-            self._undo(half, added)
 
     def gradients(self, index: int, dy: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
         """Gradients of half `index`, for its stream, `cond` and parameters; then undo the half.
 
         `dy` is the gradient of the stream after the half, `needed` says which gradients to compute.
         """
-        self.rewind(index + 1)
-        half, ambient = self.halves[index]
+        while self._position > index + 1:
+            half = self.halves[self._position - 1]
+            here, there = self.streams[half.into], self.streams[1 - half.into]
+            with torch.no_grad(), half.replaying():
+                self._undo(half, half(here, there, self.cond(self._tensors)))
+        half = self.halves[index]
         here, there = self.streams[half.into], self.streams[1 - half.into]
         # Aliases of the parameters: the user's hooks on the parameters would run here, and a second
         # time when autograd has summed the gradients.
@@ -98,8 +78,8 @@ class Run:
             t.detach().requires_grad_(need)
             for t, need in zip((there, *self._tensors, *half.parameters), needed, strict=True)
         ]
-        count = 1 + len(self._tensors)
-        with torch.enable_grad(), ambient.replaying(), half.with_parameters(inputs[count:]):
+        count = 1 + self.num_tensors
+        with torch.enable_grad(), half.replaying(inputs[count:]):
             # A view: torch's FlopCounterMode, for one, cannot hook a leaf of autograd.grad.
             added = half(here, inputs[0].view_as(inputs[0]), self.cond(inputs[1:count]))
         _refuse_foreign(half, added, inputs)
@@ -110,11 +90,6 @@ class Run:
         wanted = [t for t in inputs if t.requires_grad] if ends else []
         grads = iter(torch.autograd.grad(ends, wanted, dy, allow_unused=True) if wanted else ())
         return [next(grads, None) if t.requires_grad else None for t in inputs]
-
-    def release(self, index: int) -> None:
-        """Free the streams if no half before `index` needs a gradient."""
-        if index == self.first:
-            self.streams, self._tensors = [], []
 
     def cond(self, values: Sequence[Tensor]) -> list[Any]:
         """The modules' further arguments, with `values` in the place of the tensors."""
@@ -135,8 +110,11 @@ class _Couple(torch.autograd.Function):
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.run, ctx.index = run, len(run.halves)
-        cond = run.cond([t.detach() for t in others])
-        return run.first_pass(half, here, there.detach(), cond)
+        inputs = [t.detach() for t in (there, *others[: run.num_tensors])]
+        with half.recording(inputs):
+            added = half(here, inputs[0], run.cond(inputs[1:]))
+        run.halves.append(half)
+        return here + added
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -150,7 +128,8 @@ class _Couple(torch.autograd.Function):
         gradients: list[Tensor | None] = [None] * len(needed)
         if dy is not None and any(needed):
             gradients = ctx.run.gradients(ctx.index, dy, needed)
-        ctx.run.release(ctx.index)
+        if ctx.index == ctx.run.first:  # no half before it needs a gradient, nor the streams
+            ctx.run.restore(0, ())
         return None, None, dy, *gradients
 
 

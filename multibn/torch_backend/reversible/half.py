@@ -1,12 +1,19 @@
 """Half a block: a function of one stream, whose result the other stream adds."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from multibn.torch_backend.layer.synchronized import Synchronized
+from multibn.torch_backend.train.checkpointing import checkpoint_contexts
+
+_NORMS = (_NormBase, Synchronized)
 
 
 class Half:
@@ -14,6 +21,10 @@ class Half:
 
     `into` is the index of the stream that is added to, `seen` the dtype of the module's input, and
     `scale` multiplies each sample's result (stochastic depth).
+
+    For a half that runs again, enter `recording` around the first pass, and `replaying` around each
+    later one: random numbers, autocast, training flags and batch statistics are then those of the
+    first pass. The user's random number generators are read and restored, never seeded.
     """
 
     def __init__(
@@ -23,8 +34,7 @@ class Half:
         self.seen, self.scale = seen, scale
 
     @cached_property
-    def parts(self) -> list[nn.Module]:
-        """The module and all modules in it."""
+    def _parts(self) -> list[nn.Module]:
         return list(self.module.modules())
 
     @cached_property
@@ -36,7 +46,7 @@ class Half:
     def _places(self) -> list[tuple[Any, str, nn.Parameter]]:
         return [
             (part._parameters, name, parameter)
-            for part in self.parts
+            for part in self._parts
             for name, parameter in part._parameters.items()
             if parameter is not None
         ]
@@ -58,19 +68,124 @@ class Half:
         return added * self.scale.view(-1, *[1] * (here.ndim - 1))
 
     @contextlib.contextmanager
-    def with_parameters(self, parameters: Sequence[Tensor]) -> Iterator[None]:
-        """Replace `self.parameters`, as torch.func.functional_call would in much more time."""
-        others = {id(p): other for p, other in zip(self.parameters, parameters, strict=True)}
-        before = [values[name] for values, name, _ in self._places]
-        try:
-            for values, name, parameter in self._places:
-                values[name] = others[id(parameter)]
+    def recording(self, inputs: Sequence[Tensor]) -> Iterator[None]:
+        """A context of the first pass, which reads the tensors `inputs`.
+
+        Raises RuntimeError if the module changes these, or its own buffers (batch norms may).
+        """
+        device = inputs[0].device
+        self._device = None if device.type in ("cpu", "meta") else device
+        self._training = [part.training for part in self._parts]
+        self._read = [(t, t._version) for t in _read_by(self._parts)]
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in dict.fromkeys(["cpu", device.type])
+            if torch.amp.is_autocast_available(kind)
+        ]
+        first, self._again = checkpoint_contexts()
+        versions = [t._version for t in inputs]
+        before = self._rng_states()
+        with first, self._autocasting():
             yield
-        finally:
-            for (values, name, _), previous in zip(self._places, before, strict=True):
-                values[name] = previous
+        # None if the pass draws nothing: no state to restore.
+        self._rng = None if all(map(torch.equal, before, self._rng_states())) else before
+        if (changed := self._changed()) is not None:
+            raise RuntimeError(
+                f"{self} changes its own `{changed}` when it is called, and would find another "
+                'value there when it runs again. Use `mode="stored"`.'
+            )
+        if [t._version for t in inputs] != versions:
+            raise RuntimeError(
+                f"{self} changes its input in place, and could not be run again on it. Clone the "
+                "input there, or take an operation that is not in place."
+            )
+
+    @contextlib.contextmanager
+    def replaying(self, parameters: Sequence[Tensor] = ()) -> Iterator[None]:
+        """A context of a later pass, with other tensors in the place of all `self.parameters`.
+
+        Raises RuntimeError if parameters or buffers have changed since the first pass.
+        """
+        if (changed := self._changed()) is not None:
+            raise RuntimeError(
+                f"`{changed}` of {self} has been modified since the forward pass, which would have "
+                "to run again with its old value. Call backward before what modifies it: an "
+                "optimizer's step, or, for a buffer, DistributedDataParallel's next forward pass "
+                "unless `broadcast_buffers=False`."
+            )
+        flags = zip(self._parts, self._training, strict=True)
+        places: list[tuple[Any, str, Any]] = [
+            (vars(part), "training", training)
+            for part, training in flags
+            if part.training != training
+        ]
+        if parameters:  # torch.func.functional_call would take much more time
+            others = {id(p): other for p, other in zip(self.parameters, parameters, strict=True)}
+            places += [(values, name, others[id(p)]) for values, name, p in self._places]
+        with self._again, _replaced(places), self._random_numbers(), self._autocasting():
+            yield
+
+    def _changed(self) -> str | None:
+        changed = next((t for t, version in self._read if t._version != version), None)
+        if changed is None:
+            return None
+        named = chain(self.module.named_parameters(), self.module.named_buffers())
+        return next((label for label, t in named if t is changed), "a tensor")
+
+    def _rng_states(self) -> list[Tensor]:
+        """States of the CPU's generator and of the inputs' device, if this is another."""
+        if self._device is None:
+            return [torch.get_rng_state()]
+        accelerator = torch.get_device_module(self._device)
+        return [torch.get_rng_state(), accelerator.get_rng_state(self._device)]
+
+    @contextlib.contextmanager
+    def _random_numbers(self) -> Iterator[None]:
+        if self._rng is None:
+            yield
+            return
+        device = self._device
+        forked = [] if device is None else [device.index]
+        with torch.random.fork_rng(forked, device_type=device.type if device else "cuda"):
+            torch.set_rng_state(self._rng[0])
+            if device is not None:
+                torch.get_device_module(device).set_rng_state(self._rng[1], device)
+            yield
+
+    @contextlib.contextmanager
+    def _autocasting(self) -> Iterator[None]:
+        # Autocast's cache would hold the cast weights of all blocks until the user's autocast ends,
+        # and some versions of torch reuse a weight that was cast without a gradient where a later
+        # operation needs the gradient.
+        with contextlib.ExitStack() as stack:
+            for kind, enabled, dtype in self._autocast:
+                if enabled or torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
+            yield
 
 
-def tensors(cond: Sequence[Any]) -> list[Tensor]:
-    """The tensors among the modules' further arguments."""
-    return [c for c in cond if isinstance(c, Tensor)]
+@contextlib.contextmanager
+def _replaced(places: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Put a value under a name into each dict, and the former one back in the end."""
+    before = [(values, name, values[name]) for values, name, _ in places]
+    try:
+        for values, name, value in places:
+            values[name] = value
+        yield
+    finally:
+        for values, name, value in before:
+            values[name] = value
+
+
+def _read_by(parts: Sequence[nn.Module]) -> Iterator[Tensor]:
+    """Parameters and buffers that must not change: all but those that norms in training write."""
+    written = {
+        id(buffer)
+        for part in parts
+        if part.training and isinstance(part, _NORMS)
+        for buffer in part.buffers()
+    }
+    for part in parts:
+        for t in chain(part._parameters.values(), part._buffers.values()):
+            if t is not None and id(t) not in written:
+                yield t

@@ -126,12 +126,19 @@ def result(model: nn.Module, xs: Sequence[Tensor], outputs: Sequence[Tensor]) ->
     )
 
 
-def train(model: Any, *, seed: int = 2) -> Result:
-    xs = inputs()
-    torch.manual_seed(seed)
+def step(model: Any, xs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Outputs of a forward pass, whose backward pass is over."""
     ys = model(*xs)
     loss_of(*ys).backward()
-    return result(model, xs, ys)
+    return ys
+
+
+def train(
+    model: Any, step: Callable[..., Sequence[Tensor]] = step, *, xs: Any = None, seed: int = 2
+) -> Result:
+    xs = inputs() if xs is None else xs
+    torch.manual_seed(seed)
+    return result(model, xs, step(model, xs))
 
 
 def error(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float:
@@ -149,22 +156,28 @@ def expect_equal(found: Result, expected: Result, tolerance: float = 1e-13) -> N
     assert error(found.gradients, expected.gradients) < tolerance
 
 
+def expect_stored_run(
+    step: Callable[..., Sequence[Tensor]] = step,
+    *,
+    dtype: torch.dtype = torch.float64,
+    tolerance: float = 1e-13,
+    **options: Any,
+) -> Result:
+    """Expects that the reversible run equals the stored one, and returns the latter."""
+    stored, found = (
+        train(build(mode, dtype=dtype, **options), step, xs=inputs(dtype)) for mode in MODES
+    )
+    expect_equal(found, stored, tolerance)
+    return stored
+
+
 # Against the stored run
 
 
 @pytest.mark.parametrize("depth", [1, 4, 12])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.float32, 2e-6)])
 def test_equals_the_stored_run(depth: int, dtype: torch.dtype, tolerance: float) -> None:
-    results = []
-    for mode in MODES:
-        model = build(mode, depth=depth, dtype=dtype)
-        xs = inputs(dtype)
-        ys = model(*xs)
-        loss_of(*ys).backward()
-        results.append(result(model, xs, ys))
-    stored, found = results
-    assert all(map(torch.equal, found.outputs, stored.outputs))
-    assert error(found.gradients, stored.gradients) < tolerance
+    expect_stored_run(depth=depth, dtype=dtype, tolerance=tolerance)
 
 
 def test_gradients_are_those_of_finite_differences() -> None:
@@ -217,11 +230,8 @@ def test_defect_01_the_global_generator_is_not_seeded() -> None:
     torch.manual_seed(7)
     loss_of(*model(*xs)).backward()
     assert torch.equal(torch.get_rng_state(), before)  # nothing random inside
-    random = {
-        mode: train(build(mode, pair=random_pair, drop_path=[0.0, 0.3, 0.5])) for mode in MODES
-    }
-    expect_equal(random["reversible"], random["stored"])
-    assert not torch.equal(random["stored"].rng, before)
+    stored = expect_stored_run(pair=random_pair, drop_path=[0.0, 0.3, 0.5])
+    assert not torch.equal(stored.rng, before)
 
 
 def test_defect_02_a_seed_makes_drop_path_reproducible() -> None:
@@ -235,15 +245,14 @@ def test_defect_02_a_seed_makes_drop_path_reproducible() -> None:
 def test_defect_03_two_forwards_before_backward(
     pair: Callable[[], tuple[nn.Module, nn.Module]],
 ) -> None:
-    results = []
-    for mode in MODES:
-        model = build(mode, pair=pair, drop_path=0.5)
-        xs, others = inputs(), inputs(seed=5)
-        torch.manual_seed(0)
+    others = inputs(seed=5)
+
+    def twice(model: Any, xs: Sequence[Tensor]) -> list[Tensor]:
         first, second = model(*xs), model(*others)
         (loss_of(*first) * loss_of(*second)).backward()
-        results.append(result(model, [*xs, *others], [*first, *second]))
-    expect_equal(results[1], results[0])
+        return [*first, *second]
+
+    expect_stored_run(twice, pair=pair, drop_path=0.5)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -322,16 +331,14 @@ def test_defect_06_a_weight_used_again_under_the_same_autocast_gets_its_gradient
 
 
 def test_defect_07_eval_between_forward_and_backward() -> None:
-    results = []
-    for mode in MODES:
-        model = build(mode, pair=random_pair, drop_path=0.3)
-        xs = inputs()
+    def evaluated(model: Any, xs: Sequence[Tensor]) -> Sequence[Tensor]:
         ys = model(*xs)
         model.eval()
         loss_of(*ys).backward()
         assert not any(part.training for part in model.modules())
-        results.append(result(model, xs, ys))
-    expect_equal(results[1], results[0])
+        return ys
+
+    expect_stored_run(evaluated, pair=random_pair, drop_path=0.3)
 
 
 def test_defect_08_a_parameter_that_was_modified_is_an_error() -> None:
@@ -364,15 +371,8 @@ def test_defect_10_autograd_grad_has_no_side_effects() -> None:
 
 
 def test_defect_11_inputs_that_need_no_gradient() -> None:
-    results = []
-    for mode in MODES:
-        model = build(mode)
-        xs = [x.detach() for x in inputs()]
-        ys = model(*xs)
-        loss_of(*ys).backward()
-        results.append(result(model, xs, ys))
-    assert results[1].gradients[2:] != [None] * len(results[1].gradients[2:])
-    expect_equal(results[1], results[0])
+    stored = expect_stored_run(lambda model, xs: step(model, [x.detach() for x in xs]))
+    assert [g is None for g in stored.gradients[:3]] == [True, True, False]
 
 
 def foreign(channels: int) -> nn.Module:
@@ -389,16 +389,15 @@ def test_defect_12_batch_norms_count_a_batch_once(
     norm: Callable[[int], nn.Module], one_stream: bool
 ) -> None:
     """Also when a half is only undone, since its stream is not part of the loss."""
-    results = []
-    for mode in MODES:
-        model = build(mode, pair=lambda: norm_pair(norm))
-        for seed in range(2):
-            xs = inputs(seed=seed)
-            ys = model(*xs)
+
+    def two_steps(model: Any, xs: Sequence[Tensor]) -> Sequence[Tensor]:
+        for pair in (inputs(seed=0), xs):
+            ys = model(*pair)
             (ys[0].square().sum() if one_stream else loss_of(*ys)).backward()
-        results.append(result(model, xs, ys))
         assert {int(b) for n, b in model.named_buffers() if "num" in n} == {2}
-    expect_equal(results[1], results[0], tolerance=1e-12)
+        return ys
+
+    expect_stored_run(two_steps, pair=lambda: norm_pair(norm), tolerance=1e-12)
 
 
 def test_defect_12_no_batch_norm_communicates_again() -> None:
@@ -467,8 +466,8 @@ def test_defect_16_the_streams_are_not_swapped() -> None:
 
 @pytest.mark.parametrize("buffer_after", [[2], [0, 3], [0, 1, 2, 3, 4, 5]])
 def test_defect_17_streams_are_kept_where_asked(buffer_after: list[int]) -> None:
+    expect_stored_run(depth=6, drop_path=0.2, buffer_after=buffer_after)
     model = build("reversible", depth=6, drop_path=0.2, buffer_after=buffer_after)
-    expect_equal(train(model), train(build("stored", depth=6, drop_path=0.2)))
     x1, x2 = inputs()
     kept = _saved_bytes(model, lambda: model(x1, x2))
     assert kept == 2 * x1.nbytes * len({*buffer_after, 5})
@@ -498,15 +497,14 @@ def test_modules_shared_between_blocks() -> None:
 
 
 def test_parameters_that_are_frozen_or_unused_get_none() -> None:
-    results = []
-    for mode in MODES:
-        model = build(mode, depth=4)
+    def frozen(model: Any, xs: Sequence[Tensor]) -> Sequence[Tensor]:
         model.layers[1].requires_grad_(False)
         model.layers[2]["F"].requires_grad_(False)
         model.layers[2]["G"].unused = nn.Parameter(torch.zeros(3))
-        results.append(train(model))
-    assert sum(g is None for g in results[0].gradients) == 19
-    expect_equal(results[1], results[0])
+        return step(model, xs)
+
+    stored = expect_stored_run(frozen, depth=4)
+    assert sum(g is None for g in stored.gradients) == 19
 
 
 def test_trained_behind_frozen_blocks() -> None:
@@ -521,18 +519,16 @@ def test_trained_behind_frozen_blocks() -> None:
 
 
 def test_backward_twice_with_retain_graph() -> None:
-    results = []
-    for mode in MODES:
-        model = build(mode, pair=random_pair, drop_path=0.3)
-        xs = inputs()
+    def twice(model: Any, xs: Sequence[Tensor]) -> Sequence[Tensor]:
         ys = model(*xs)
         loss = loss_of(*ys)
         loss.backward(retain_graph=True)
         loss.backward()
-        results.append(result(model, xs, ys))
         with pytest.raises(RuntimeError, match="second time"):
             loss.backward()
-    expect_equal(results[1], results[0])
+        return ys
+
+    expect_stored_run(twice, pair=random_pair, drop_path=0.3)
 
 
 def test_no_stream_is_left_after_backward() -> None:
@@ -548,14 +544,12 @@ def test_no_stream_is_left_after_backward() -> None:
 
 @pytest.mark.parametrize("stream", [0, 1])
 def test_a_loss_on_one_stream(stream: int) -> None:
-    results = []
-    for mode in MODES:
-        model = build(mode, pair=random_pair, drop_path=0.3)
-        xs = inputs()
+    def of_one(model: Any, xs: Sequence[Tensor]) -> Sequence[Tensor]:
         ys = model(*xs)
         ys[stream].square().sum().backward()
-        results.append(result(model, xs, ys))
-    expect_equal(results[1], results[0])
+        return ys
+
+    expect_stored_run(of_one, pair=random_pair, drop_path=0.3)
 
 
 def test_conditions_get_gradients_and_other_arguments_pass() -> None:
@@ -604,20 +598,15 @@ def test_with_checkpoints(where: str, norm: Callable[[int], nn.Module]) -> None:
             return Checkpointed(f, checkpoint_contexts), g
         return f, g
 
-    results = []
-    for mode in MODES:
-        model = run = build(mode, pair=pair, drop_path=0.2)
-        if mode == "reversible" and where == "around":
-            run = Checkpointed(model, checkpoint_contexts)
-        xs = inputs()
-        torch.manual_seed(0)
-        if mode == "reversible" and where == "around reentrant":
-            ys = checkpoint(recomputed(model), *xs, use_reentrant=True)
-        else:
-            ys = run(*xs)
-        loss_of(*ys).backward()
-        results.append(result(model, xs, ys))
-    expect_equal(results[1], results[0], tolerance=1e-12)
+    def run(model: Any, xs: Sequence[Tensor]) -> Sequence[Tensor]:
+        if model.mode == "reversible" and where == "around":
+            return step(Checkpointed(model, checkpoint_contexts), xs)
+        if model.mode == "reversible" and where == "around reentrant":
+            once = recomputed(model)
+            return step(lambda *xs: checkpoint(once, *xs, use_reentrant=True), xs)
+        return step(model, xs)
+
+    expect_stored_run(run, pair=pair, drop_path=0.2, tolerance=1e-12)
 
 
 # torch's compiler hides this warning from users, but not from a filter that makes it an error.

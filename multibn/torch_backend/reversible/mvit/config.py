@@ -1,6 +1,7 @@
 """Options of a reversible MViT: the keys of SlowFast's configs that its model reads."""
 
 import ast
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -8,13 +9,14 @@ from pathlib import Path
 from typing import Any, Literal, get_origin, get_type_hints
 
 from multibn._typing import check_choice, check_int, check_ints, check_number
-from multibn.torch_backend.reversible.mvit.attention import PoolMode
-from multibn.torch_backend.reversible.mvit.fusion import parse_mode
 
+PoolMode = Literal["conv", "conv_unshared", "avg", "max"]
 DropPathMode = Literal["residual_branch", "whole"]
 
 # Of the numbers; all others are probabilities.
 _INTERVALS = {"mlp_ratio": "(0, inf)", "head_init_scale": "(-inf, inf)"}
+
+_FUSION_LINEAR = re.compile(r"(ln\+)?concat_linear(_(?P<width>[\d.]+))?(_(?P<drop>[\d.]+))?")
 
 _SECTIONS = ("DATA", "MODEL", "MVIT", "DETECTION")
 _LEAF = (Sequence, int, float, type(None))  # bool is an int, str a Sequence
@@ -51,7 +53,9 @@ class RevMViTConfig:
         MODEL.DETACH_FINAL_FC). In evaluation it ends with `head_act`: `"softmax"`, `"sigmoid"` or
         `"none"`. Its first weights and biases are multiplied by `head_init_scale`.
     pool_mode
-        How tokens are pooled (MVIT.MODE), see `MultiScaleAttention`.
+        How tokens are pooled (MVIT.MODE): `"conv"`, a depthwise convolution shared by the heads,
+        then a norm; `"conv_unshared"`, the same over all channels, with `pool_first` only; `"avg"`
+        or `"max"`.
     patch_2d, patch_kernel, patch_stride, patch_padding
         The patch embedding: two numbers each for images, three for video.
     embed_dim, num_heads, depth, mlp_ratio, qkv_bias, dim_mul, head_mul
@@ -61,7 +65,9 @@ class RevMViTConfig:
         values in layer 0, divided by each stride of the queries in turn. Without
         `pool_kvq_kernel`, a kernel is one wider than its stride.
     pool_first, separate_qkv, residual_pooling, rel_pos_spatial, rel_pos_temporal, rel_pos_zero_init
-        Options of the attention, see `MultiScaleAttention`.
+        Options of the attention: pool its input instead of queries, keys and values; three linear
+        layers instead of one, implied by `pool_first`; add the pooled queries to the output;
+        relative positions along rows and columns, along frames, and whether they start at zero.
     use_abs_pos, sep_pos_embed, use_fixed_sincos_pos
         Learned position embeddings; separate ones for space and time; fixed sines and cosines
         instead.
@@ -75,7 +81,10 @@ class RevMViTConfig:
     zero_decay_pos_cls
         Whether `RevMViT.no_weight_decay` names the positions.
     respath_fuse, pre_q_fusion
-        Fusions after the last layer, and before a stage transition, see `TwoStreamFusion`.
+        Fusions of the streams after the last layer, and before a stage transition: `"add"`,
+        `"avg"`, `"max"` or `"min"`; `"concat"`, both side by side; `"concat_linear"`, these plus an
+        MLP of them. `"concat_linear_2"` makes the MLP's hidden layer twice as wide as its input,
+        `"concat_linear_2_0.1"` adds dropout, and a prefix `"ln+"` puts a norm before the MLP.
     buffer_layers
         The stage transitions: layers that are not reversible, so that grid and width can change.
     res_path
@@ -163,8 +172,8 @@ class RevMViTConfig:
                 check_int(name, value)
             elif hint is float:
                 check_number(name, value, _INTERVALS.get(name, "[0, 1)"))
-        parse_mode("respath_fuse", self.respath_fuse)
-        parse_mode("pre_q_fusion", self.pre_q_fusion)
+        parse_fusion("respath_fuse", self.respath_fuse)
+        parse_fusion("pre_q_fusion", self.pre_q_fusion)
         axes = 2 if self.patch_2d else 3
         for name in ("patch_kernel", "patch_stride", "patch_padding"):
             if len(getattr(self, name)) != axes:
@@ -263,6 +272,27 @@ class RevMViTConfig:
         # SlowFast adds fixed sines twice, and weights that it has trained need them twice.
         read.setdefault("double_sincos_pos", read.get("use_fixed_sincos_pos", False))
         return cls(**read)
+
+
+def keeps_width(mode: str) -> bool:
+    """Whether a fusion of this mode returns a tensor as wide as both streams together."""
+    return "concat" in mode
+
+
+def parse_fusion(name: str, mode: str) -> tuple[float, float] | None:
+    """Width factor and dropout rate of the MLP, None for modes without an MLP.
+
+    `name` is the argument's, for the error.
+    """
+    if mode in ("add", "avg", "max", "min", "concat"):
+        return None
+    numbers = _FUSION_LINEAR.fullmatch(mode) if isinstance(mode, str) else None
+    if numbers is None:
+        raise ValueError(
+            f"`{name}` must be 'add', 'avg', 'max', 'min', 'concat' or "
+            f"'[ln+]concat_linear[_WIDTH[_DROPOUT]]': got {mode!r}."
+        )
+    return float(numbers["width"] or 1), float(numbers["drop"] or 0)
 
 
 def _as_tuple(value: Any) -> Any:

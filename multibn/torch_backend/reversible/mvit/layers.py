@@ -1,21 +1,271 @@
-"""Layers of a reversible MViT: reversible blocks, and the transitions between stages."""
+"""Layers of a reversible MViT: norms, attention, MLP, their blocks, transitions between stages."""
 
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, cast
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
-from multibn.torch_backend.reversible.mvit.attention import (
-    Grid,
-    MultiScaleAttention,
-    merge_heads,
-    pool_tokens,
-    split_heads,
-)
-from multibn.torch_backend.reversible.mvit.config import RevMViTConfig
-from multibn.torch_backend.reversible.mvit.fusion import Mlp, TwoStreamFusion
-from multibn.torch_backend.reversible.mvit.layout import LayerSizes, skip_pooling
-from multibn.torch_backend.reversible.mvit.norms import NormFactory, normalize_last_axis
+from multibn.torch_backend.layer.modules import SyncBatchNorm
+from multibn.torch_backend.layer.synchronized import Synchronized
+from multibn.torch_backend.reversible.engine import drop_scale
+from multibn.torch_backend.reversible.mvit.config import RevMViTConfig, parse_fusion
+from multibn.torch_backend.reversible.mvit.layout import Grid, LayerSizes, skip_pooling
+
+Role = Literal["block", "pool", "residual", "fuse", "stem", "final"]
+NormFactory = Callable[[int, Role], nn.Module]
+_POOLS: dict[str, Any] = {"avg": nn.AvgPool3d, "max": nn.MaxPool3d}
+_ELEMENTWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "add": torch.add,
+    "avg": lambda a, b: (a + b) / 2,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+def layer_norm(dim: int, role: Role) -> nn.Module:
+    """nn.LayerNorm as in the published models: eps 1e-6, but torch's 1e-5 before a fusion's MLP."""
+    return nn.LayerNorm(dim, eps=1e-5 if role == "fuse" else 1e-6)
+
+
+_BY_NAME: dict[str, NormFactory] = {
+    "layernorm": layer_norm,
+    "batchnorm": lambda dim, role: nn.BatchNorm1d(dim),
+    "sync_batchnorm": lambda dim, role: SyncBatchNorm(dim),
+}
+
+
+def norm_factory(norm: Any) -> NormFactory:
+    """`norm` itself if callable, or the factory of that name."""
+    if callable(norm):
+        return norm
+    if isinstance(norm, str) and norm in _BY_NAME:
+        return _BY_NAME[norm]
+    known = ", ".join(map(repr, _BY_NAME))
+    raise ValueError(
+        f"`norm` must be one of {known} or a function (dim, role) -> nn.Module: got {norm!r}. "
+        "Other batch norms go in as functions: norm=lambda dim, role: SubBatchNorm1d(4, dim)."
+    )
+
+
+def normalize_last_axis(norm: nn.Module, x: Tensor) -> Tensor:
+    """`norm` over the channels of `(B, ..., C)`.
+
+    Batch norms of torch and multibn take channels at axis 1: they get `(B, C, L)`, or `(B, C)`. B
+    stays the first axis, so that sub-batch norms split the batch by samples. Any other module gets
+    `x` itself.
+    """
+    if x.ndim == 2 or not isinstance(norm, (_NormBase, Synchronized)):
+        return norm(x)
+    flat: Tensor = norm(x.flatten(1, -2).transpose(1, 2))
+    return flat.transpose(1, 2).reshape(x.shape)
+
+
+def pool_tokens(
+    x: Tensor, pool: nn.Module | None, thw: Grid, norm: nn.Module | None = None
+) -> tuple[Tensor, Grid]:
+    """Tokens `(B, heads, T*H*W, C)` pooled over their grid, then normalized; and the new grid."""
+    if pool is None:
+        return x, thw
+    volume = pool(x.flatten(0, 1).unflatten(1, thw).movedim(-1, 1).contiguous())
+    pooled = volume.flatten(2).transpose(1, 2).unflatten(0, x.shape[:2])
+    if norm is not None:
+        pooled = normalize_last_axis(norm, pooled)
+    return pooled, cast(Grid, tuple(volume.shape[2:]))
+
+
+def relative_position_bias(
+    q: Tensor, q_thw: Grid, k_thw: Grid, tables: Sequence[Tensor | None]
+) -> Tensor:
+    """Attention bias of relative positions: the sum over axes of `q` times the distance's vector.
+
+    `(B, heads, prod(q_thw), prod(k_thw))` for queries `(B, heads, prod(q_thw), C)`. If the grids
+    of queries and keys differ, distances count steps of the finer grid. `tables` holds, for the
+    axes T, H and W, None or vectors `(distances, C)`; linear interpolation gives a table of another
+    length than `2 * longer side - 1` this length.
+    """
+    q = q.unflatten(2, q_thw)
+    bias = q.new_zeros(1)
+    for axis, table in enumerate(tables):
+        if table is None:
+            continue
+        vectors = _vectors(table, q_thw[axis], k_thw[axis])
+        letter = "thw"[axis]
+        products = torch.einsum(f"bnthwc,{letter}kc->bnthwk", q, vectors)
+        keys = [1, 1, 1]
+        keys[axis] = k_thw[axis]
+        bias = bias + products.unflatten(-1, keys)
+    full = bias.expand(*q.shape[:-1], *k_thw)
+    return full.reshape(*q.shape[:2], math.prod(q_thw), math.prod(k_thw))
+
+
+def _vectors(table: Tensor, q_size: int, k_size: int) -> Tensor:
+    """The vector of each pair of positions along one axis, shape `(q_size, k_size, C)`."""
+    distances = 2 * max(q_size, k_size) - 1
+    if len(table) != distances:
+        table = F.interpolate(table.T[None], size=distances, mode="linear")[0].T
+    q_step, k_step = max(k_size / q_size, 1.0), max(q_size / k_size, 1.0)
+    q_at = torch.arange(q_size, device=table.device)[:, None] * q_step
+    k_at = torch.arange(k_size, device=table.device) * k_step
+    return table[(q_at - k_at + (k_size - 1) * k_step).long()]
+
+
+class MultiScaleAttention(nn.Module):
+    """Multi-head attention that pools queries, keys and values over the token grid.
+
+    `layer` says its sizes, `config` its options. `layer.grid` decides the size of the relative
+    positions; `forward` takes other grids, too. `norm` makes the norms after the pooling.
+
+    Fan et al., "Multiscale Vision Transformers", ICCV 2021; Li et al., "MViTv2", CVPR 2022.
+    """
+
+    rel_pos_h: Tensor | None
+    rel_pos_w: Tensor | None
+    rel_pos_t: Tensor | None
+
+    def __init__(self, layer: LayerSizes, config: RevMViTConfig, norm: NormFactory) -> None:
+        super().__init__()
+        dim, dim_out, bias = layer.dim, layer.dim_out, config.qkv_bias
+        self.num_heads = layer.num_heads
+        self.pool_first = config.pool_first
+        self.pool_heads = 1 if config.pool_mode == "conv_unshared" else layer.num_heads
+        self.separate_qkv = config.separate_qkv or config.pool_first
+        self.residual_pooling = config.residual_pooling
+
+        if self.separate_qkv:
+            self.q, self.k, self.v = (nn.Linear(dim, dim_out, bias=bias) for _ in "qkv")
+        else:
+            self.qkv = nn.Linear(dim, 3 * dim_out, bias=bias)
+        self.proj = nn.Linear(dim_out, dim_out)
+        self.proj_drop = nn.Dropout(config.dropout_rate)
+
+        channels = (dim if self.pool_first else dim_out) // self.pool_heads
+
+        def pooling(kernel: Sequence[int], stride: Sequence[int]) -> list[nn.Module | None]:
+            pool = _make_pool(config.pool_mode, channels, kernel, stride)
+            return [pool, norm(channels, "pool") if isinstance(pool, nn.Conv3d) else None]
+
+        self.pool_q, self.norm_q = pooling(layer.kernel_q, layer.stride_q)
+        self.pool_k, self.norm_k = pooling(layer.kernel_kv, layer.stride_kv)
+        self.pool_v, self.norm_v = pooling(layer.kernel_kv, layer.stride_kv)
+
+        strides = [layer.stride_q or (1, 1, 1), layer.stride_kv or (1, 1, 1)]
+        for axis, wanted in (
+            (1, config.rel_pos_spatial),
+            (2, config.rel_pos_spatial),
+            (0, config.rel_pos_temporal),
+        ):
+            table = None
+            if wanted:
+                # Along frames, the table is for the grid before the pooling.
+                size = layer.grid[axis] // min(stride[axis] if axis else 1 for stride in strides)
+                table = nn.Parameter(torch.zeros(2 * size - 1, dim_out // layer.num_heads))
+                if not config.rel_pos_zero_init:
+                    nn.init.trunc_normal_(table, std=0.02)
+            self.register_parameter(f"rel_pos_{'thw'[axis]}", table)
+
+    def forward(self, x: Tensor, thw: Grid) -> Tensor:
+        """Map `(B, T*H*W, dim)` on the grid `thw` to `(B, T'*H'*W', dim_out)`."""
+        heads = self.num_heads
+        if self.pool_first:
+            q = k = v = split_heads(x, self.pool_heads)
+        elif self.separate_qkv:
+            q, k, v = (split_heads(linear(x), heads) for linear in (self.q, self.k, self.v))
+        else:
+            q, k, v = (split_heads(y, heads) for y in self.qkv(x).chunk(3, dim=-1))
+
+        q, q_thw = pool_tokens(q, self.pool_q, thw, self.norm_q)
+        k, k_thw = pool_tokens(k, self.pool_k, thw, self.norm_k)
+        v, _ = pool_tokens(v, self.pool_v, thw, self.norm_v)
+        if self.pool_first:
+            pooled = (self.q, q), (self.k, k), (self.v, v)
+            q, k, v = (split_heads(linear(merge_heads(y)), heads) for linear, y in pooled)
+
+        tables = (self.rel_pos_t, self.rel_pos_h, self.rel_pos_w)
+        relative = any(table is not None for table in tables)
+        # With a mask, scaled_dot_product_attention uses another kernel if gradients are needed: the
+        # recomputation would not repeat the numbers of the first pass. In a trace, fvcore would not
+        # count its operations.
+        if relative or torch.jit.is_tracing():
+            scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+            if relative:
+                scores = scores + relative_position_bias(q, q_thw, k_thw, tables)
+            y = scores.softmax(dim=-1) @ v
+        else:
+            y = F.scaled_dot_product_attention(q, k, v)
+        if self.residual_pooling:
+            y = y + q
+        return self.proj_drop(self.proj(merge_heads(y)))
+
+
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """`(B, L, heads*C)` as `(B, heads, L, C)`."""
+    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """`(B, heads, L, C)` as `(B, L, heads*C)`."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def _make_pool(
+    mode: str, channels: int, kernel: Sequence[int], stride: Sequence[int]
+) -> nn.Module | None:
+    if math.prod(kernel) == math.prod(stride) == 1:  # also if both are empty
+        return None
+    shape: dict[str, Any] = {
+        "kernel_size": tuple(kernel),
+        "stride": tuple(stride),
+        "padding": tuple(k // 2 for k in kernel),
+    }
+    if mode in _POOLS:
+        return _POOLS[mode](**shape)
+    return nn.Conv3d(channels, channels, groups=channels, bias=False, **shape)
+
+
+class Mlp(nn.Module):
+    """Two linear layers with a GELU between them; the output is as wide as the input."""
+
+    def __init__(self, dim: int, hidden: int, drop_rate: float = 0.0) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden)
+        self.act = nn.GELU()
+        self.fc2 = nn.Linear(hidden, dim)
+        self.drop = nn.Dropout(drop_rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
+
+
+class _NormedMlp(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        norm, mlp = self
+        return mlp(normalize_last_axis(norm, x))
+
+
+class TwoStreamFusion(nn.Module):
+    """Fuse two streams `(B, N, C)`, which come side by side as `(B, N, 2C)`; `dim` is 2C.
+
+    `RevMViTConfig` lists the modes.
+    """
+
+    def __init__(self, mode: str, dim: int, norm: NormFactory) -> None:
+        super().__init__()
+        self.mode = mode
+        linear = parse_fusion("mode", mode)
+        if linear is not None:
+            width, drop_rate = linear
+            mlp = Mlp(dim, int(dim * width), drop_rate)
+            normed = mode.startswith("ln+")
+            self.fuse_fn = _NormedMlp(norm(dim, "fuse"), mlp) if normed else mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mode in _ELEMENTWISE:
+            return _ELEMENTWISE[self.mode](*x.chunk(2, dim=-1))
+        return x if self.mode == "concat" else self.fuse_fn(x) + x
 
 
 class AttentionSubBlock(nn.Module):
@@ -24,26 +274,7 @@ class AttentionSubBlock(nn.Module):
     def __init__(self, layer: LayerSizes, config: RevMViTConfig, norm: NormFactory) -> None:
         super().__init__()
         self.norm = norm(layer.dim, "block")
-        self.attn = MultiScaleAttention(
-            layer.dim,
-            layer.dim_out,
-            layer.num_heads,
-            layer.grid,
-            kernel_q=layer.kernel_q,
-            stride_q=layer.stride_q,
-            kernel_kv=layer.kernel_kv,
-            stride_kv=layer.stride_kv,
-            qkv_bias=config.qkv_bias,
-            drop_rate=config.dropout_rate,
-            pool_mode=config.pool_mode,
-            pool_first=config.pool_first,
-            separate_qkv=config.separate_qkv,
-            rel_pos_spatial=config.rel_pos_spatial,
-            rel_pos_temporal=config.rel_pos_temporal,
-            rel_pos_zero_init=config.rel_pos_zero_init,
-            residual_pooling=config.residual_pooling,
-            norm=norm,
-        )
+        self.attn = MultiScaleAttention(layer, config, norm)
 
     def forward(self, x: Tensor, thw: Grid) -> Tensor:
         return self.attn(normalize_last_axis(self.norm, x), thw)
@@ -72,7 +303,7 @@ class ReversibleBlock(nn.Module):
         self.G = MlpSubBlock(layer.dim_out, config.mlp_ratio, norm)
 
 
-class StageTransitionBlock(nn.Module):
+class StageTransitionBlock(ReversibleBlock):
     """Fuses the two streams, pools their grid and changes their width.
 
     An attention and an MLP with residuals; autograd stores their activations. The residual goes
@@ -81,12 +312,9 @@ class StageTransitionBlock(nn.Module):
     """
 
     def __init__(self, layer: LayerSizes, config: RevMViTConfig, norm: NormFactory) -> None:
-        super().__init__()
-        self.drop_path = layer.drop_path
+        super().__init__(layer, config, norm)
         self.drop_path_mode = config.drop_path_mode
         self.project_first = not config.pool_first
-        self.F = AttentionSubBlock(layer, config, norm)
-        self.G = MlpSubBlock(layer.dim_out, config.mlp_ratio, norm)
         self.pre_q_fuse = TwoStreamFusion(config.pre_q_fusion, layer.dim, norm)
         self.pool_skip: nn.Module | None = None
         self.own_pool = config.res_path == "max"
@@ -127,7 +355,5 @@ class StageTransitionBlock(nn.Module):
 
 
 def _drop_path(x: Tensor, rate: float) -> Tensor:
-    """Zero each sample with probability `rate`, else divide it by 1 - `rate`."""
-    if rate == 0:
-        return x
-    return x * x.new_empty((len(x), 1, 1)).bernoulli_(1 - rate).div_(1 - rate)
+    scale = drop_scale(x, rate)
+    return x if scale is None else x * scale[:, None, None]

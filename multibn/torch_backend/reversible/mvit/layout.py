@@ -1,13 +1,12 @@
 """Widths, heads, grids and pooling of the layers, computed from a config and checked."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from multibn.torch_backend.reversible.mvit.attention import Grid
-from multibn.torch_backend.reversible.mvit.config import RevMViTConfig
-from multibn.torch_backend.reversible.mvit.fusion import keeps_width
+from multibn.torch_backend.reversible.mvit.config import RevMViTConfig, keeps_width
 
+Grid = tuple[int, int, int]  # frames, rows and columns of tokens
 Triples = list[Sequence[int]]  # (T, H, W) by layer, () for a layer without pooling
 
 
@@ -19,23 +18,18 @@ class Geometry:
 
     def __init__(self, config: RevMViTConfig) -> None:
         sizes = (config.num_frames, config.crop_size, config.crop_size)
-        kernel, stride, padding = (
-            (*([first] if config.patch_2d else []), *values)
-            for first, values in (
-                (1, config.patch_kernel),
-                (1, config.patch_stride),
-                (0, config.patch_padding),
-            )
-        )
+        kernel, stride, padding = config.patch_kernel, config.patch_stride, config.patch_padding
+        if config.patch_2d:
+            kernel, stride, padding = (1, *kernel), (1, *stride), (0, *padding)
         self.patch_dims: Sequence[int] = _pooled(sizes, kernel, stride, padding)
         if min(self.patch_dims) < 1:
             raise ValueError(
                 f"`patch_kernel` must fit the input of `num_frames` and `crop_size`: got kernel "
                 f"{kernel} and stride {stride} for {sizes}."
             )
-        self.stride_q = _by_layer("pool_q_stride", config.pool_q_stride, config.depth)
+        self.stride_q: Triples = _by_layer(config, "pool_q_stride", ())[:-1]
         if config.pool_kv_stride_adaptive is None:
-            self.stride_kv = _by_layer("pool_kv_stride", config.pool_kv_stride, config.depth)
+            self.stride_kv: Triples = _by_layer(config, "pool_kv_stride", ())[:-1]
         else:
             self.stride_kv = _adapted(config.pool_kv_stride_adaptive, self.stride_q)
         self.pool_q = [_kernel(config, stride) for stride in self.stride_q]
@@ -62,8 +56,10 @@ def plan(config: RevMViTConfig, geometry: Geometry) -> list[LayerSizes]:
     """The sizes of all layers of a reversible MViT. Raises ValueError if two do not match."""
     depth = config.depth
     transitions = _transitions(config)
-    dim_mul = _multipliers("dim_mul", config.dim_mul, depth)
-    head_mul = _multipliers("head_mul", config.head_mul, depth)
+    dim_mul, head_mul = (
+        [factor for (factor,) in _by_layer(config, name, (1.0,))]
+        for name in ("dim_mul", "head_mul")
+    )
     fused = 2 if keeps_width(config.pre_q_fusion) else 1
 
     layers: list[LayerSizes] = []
@@ -109,7 +105,7 @@ def skip_pooling(stride: Sequence[int]) -> tuple[Sequence[int], Sequence[int], S
 
 def _transitions(config: RevMViTConfig) -> set[int]:
     transitions = set(config.buffer_layers)
-    _check_index("buffer_layers", transitions, config.depth)
+    _check_layers("buffer_layers", transitions, config.depth)
     if 0 in transitions:
         problem = "layer 0, which has one stream to read and not two"
     elif config.depth - 1 in transitions:
@@ -176,19 +172,15 @@ def _pooled(
     return cast(Grid, tuple((n + 2 * p - k) // s + 1 for n, k, s, p in sizes))
 
 
-def _by_layer(name: str, entries: Sequence[Sequence[int]], depth: int) -> Triples:
-    _check_index(name, [entry[0] for entry in entries], depth)
-    strides = {layer: tuple(stride) for layer, *stride in entries}
-    return [strides.get(i, ()) for i in range(depth)]
+def _by_layer(config: RevMViTConfig, name: str, default: tuple[Any, ...]) -> list[Any]:
+    """What the option `name` lists for each layer and the one after the last, or `default`."""
+    entries = getattr(config, name)
+    _check_layers(name, [layer for layer, *_ in entries], config.depth)
+    values = {layer: tuple(value) for layer, *value in entries}
+    return [values.get(i, default) for i in range(config.depth + 1)]
 
 
-def _multipliers(name: str, entries: Sequence[Sequence[float]], depth: int) -> list[float]:
-    _check_index(name, [entry[0] for entry in entries], depth)
-    factors: dict[float, float] = {layer: factor for layer, factor in entries}  # noqa: C416
-    return [factors.get(i, 1.0) for i in range(depth + 1)]
-
-
-def _check_index(name: str, layers: Any, depth: int) -> None:
+def _check_layers(name: str, layers: Iterable[int], depth: int) -> None:
     outside = [i for i in layers if not 0 <= i < depth]
     if outside:
         raise ValueError(f"`{name}` must name layers from 0 to {depth - 1}: got {outside[0]}.")

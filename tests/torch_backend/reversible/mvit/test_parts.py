@@ -13,13 +13,13 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 from multibn.torch_backend import SubBatchNorm1d, SyncBatchNorm  # noqa: E402
-from multibn.torch_backend.reversible.mvit.attention import (  # noqa: E402
-    MultiScaleAttention,
+from multibn.torch_backend.reversible.mvit.layers import (  # noqa: E402
+    TwoStreamFusion,
+    layer_norm,
+    normalize_last_axis,
     relative_position_bias,
 )
-from multibn.torch_backend.reversible.mvit.fusion import TwoStreamFusion  # noqa: E402
-from multibn.torch_backend.reversible.mvit.norms import normalize_last_axis  # noqa: E402
-from multibn.torch_backend.reversible.mvit.stem import (  # noqa: E402
+from multibn.torch_backend.reversible.mvit.model import (  # noqa: E402
     resize_positions,
     sincos_positions,
 )
@@ -37,20 +37,6 @@ def test_batch_norms_normalize_the_last_axis(make: Callable, shape: tuple[int, .
     axes = tuple(range(len(shape) - 1))
     expected = (x - x.mean(axes)) / (x.var(axes, correction=0) + 1e-5).sqrt()
     torch.testing.assert_close(y, expected, rtol=0, atol=1e-6)  # torch's own is the coarser one
-
-
-def test_attention_by_its_own_defaults() -> None:
-    """The blocks of a model pass every option."""
-    attention = MultiScaleAttention(8, 8, 2, (2, 4, 4), kernel_q=(3, 3, 3))
-    shapes = {name: tuple(p.shape) for name, p in attention.named_parameters()}
-    conv = {"pool_q.weight": (4, 1, 3, 3, 3), "norm_q.weight": (4,), "norm_q.bias": (4,)}
-    linear = {"qkv.weight": (24, 8), "qkv.bias": (24,), "proj.weight": (8, 8), "proj.bias": (8,)}
-    assert shapes == linear | conv
-    assert (attention.proj_drop.p, attention.pool_first) == (0.0, False)
-    assert not attention.residual_pooling
-    positions = MultiScaleAttention(8, 8, 2, (1, 4, 4), rel_pos_spatial=True).rel_pos_h
-    assert positions is not None
-    assert positions.any(), "not zero at first"
 
 
 def test_sub_batch_norm_splits_samples() -> None:
@@ -106,7 +92,7 @@ def test_positions_of_another_grid() -> None:
 def test_fusion(mode: str) -> None:
     a, b = torch.randn(2, 3, 5, 4).unbind()
     x = torch.cat([a, b], dim=-1)
-    fusion = TwoStreamFusion(mode, 8).eval()
+    fusion = TwoStreamFusion(mode, 8, layer_norm).eval()
     elementwise = {
         "add": a + b,
         "avg": (a + b) / 2,
