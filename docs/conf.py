@@ -111,10 +111,14 @@ def _read(app: Any, page: str, source: list[str]) -> None:
 def _describe_type(
     app: Any, what: str, name: str, value: object, options: Any, lines: list[str]
 ) -> None:
-    """A type alias has no docstring of its own: its text is below its assignment."""
+    """A type alias has no docstring of its own: its text is below its assignment.
+
+    A page that a docstring names is a link.
+    """
     if what == "data":
         module, _, alias = name.rpartition(".")
         lines[:] = examples.docstring(importlib.import_module(module), alias).splitlines()
+    lines[:] = [re.sub(r"docs/([\w/-]+)\.md", r":doc:`/\1`", line) for line in lines]
 
 
 # Types of signatures, where their libraries describe them: without a network, and by the names that
