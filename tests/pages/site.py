@@ -6,14 +6,11 @@ first result of ten searches. Exits with 1 if one of them is not as it should be
 
 import functools
 import http.server
-import re
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
-from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import quote, unquote, urljoin
+from urllib.parse import quote, unquote
 
 from playwright.sync_api import Page, sync_playwright
 
@@ -31,9 +28,8 @@ SEARCHES = {
     "FAQ": "faq",
     "freeze": "guides/recipes",
 }
-AREAS = {"text": "article, header, footer", "lists": ".bd-sidebar-primary, .bd-sidebar-secondary"}
-# Parts of words that run out of the window, or of a box that hides them. What scrolls is not cut.
-CUT = """area => {
+# Words that run out of the window, or of a box that hides them. What scrolls is not cut.
+CUT = """areas => areas.flatMap(area => {
   const cut = [], words = document.createTreeWalker(area, NodeFilter.SHOW_TEXT);
   for (let node; node = words.nextNode();) {
     if (!node.data.trim() || !node.parentElement.checkVisibility()) continue;
@@ -50,10 +46,10 @@ CUT = """area => {
     if (width > 1 && right > edge + 1) cut.push(node.data.trim());
   }
   return cut;
-}"""
-WIDE = "boxes => boxes.filter(b => b.checkVisibility() && b.scrollWidth > b.clientWidth + 1).length"
-# The beginning of a box's right edge, below the header.
+})"""
+# The beginning of a table's right edge, below the header, if the table is wider than its box.
 EDGE = """box => {
+  if (box.scrollWidth <= box.clientWidth + 1) return null;
   box.scrollIntoView({ behavior: 'instant' });
   scrollBy({ top: -120, behavior: 'instant' });
   const { right, top, height } = box.getBoundingClientRect();
@@ -64,63 +60,32 @@ PICTURES = """images => {
   const theme = 'only-' + document.documentElement.dataset.theme;
   const fits = i => i.checkVisibility() == i.classList.contains(theme);
   return images.filter(i => i.checkVisibility() && !i.naturalWidth
-                            || i.className.includes('only-') && !fits(i)).length;
+                            || i.className.includes('only-') && !fits(i)).map(i => i.src);
 }"""
+MEASURES = {  # by kind: which elements, and what of them is wrong
+    "pages with cut text": ("article, header, footer", CUT),
+    "pages with cut lists": (".bd-sidebar-primary, .bd-sidebar-secondary", CUT),
+    "pages with a picture missing": (".bd-article img", PICTURES),
+}
+TABLES = "pages with a table cut without a sign"
 
 
-class _Quiet(http.server.SimpleHTTPRequestHandler):
+class Quiet(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         pass
 
 
-class _Links(HTMLParser):
-    def __init__(self, page: Path) -> None:
-        super().__init__()
-        self.ids, self.links = set[str](), set[str]()
-        self.feed(page.read_text())
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        for name, value in attrs:
-            if name == "id" and value:
-                self.ids.add(value)
-            elif name in ("href", "src") and value:
-                self.links.add(value)
-
-
-def names_of(site: Path) -> list[str]:
-    """The pages; the theme leaves a template in _static."""
-    names = [path.relative_to(site).as_posix() for path in site.rglob("*.html")]
-    return sorted(name for name in names if not name.startswith("_static"))
-
-
-def broken_links(site: Path) -> tuple[int, int, list[str]]:
-    """Links inside the site, links to other sites, and those inside that lead nowhere."""
-    pages = {name: _Links(site / name) for name in names_of(site)}
-    inside, outside, broken = 0, 0, []
-    for page, found in pages.items():
-        for link in found.links:
-            if re.match(r"[a-z]+:", link):
-                outside += 1
-                continue
-            inside += 1
-            file, _, anchor = urljoin(page, link).partition("#")
-            file = unquote(file.partition("?")[0])
-            known = file not in pages or not anchor or unquote(anchor) in pages[file].ids
-            if not (site / file).exists() or not known:
-                broken.append(f"{page}: {link}")
-    return inside, outside, broken
-
-
-def unsigned_tables(page: Page) -> Iterator[str]:
+def unsigned_tables(page: Page) -> list[str]:
     """Tables that are wider than their box and have no shade at the edge where they are cut."""
+    unsigned = []
     for box in page.query_selector_all(".pst-scrollable-table-container"):
-        if not box.evaluate(f"box => ({WIDE})([box])"):
-            continue
-        edge = box.evaluate(EDGE)
-        shown = page.screenshot(clip=edge)
-        box.evaluate("box => box.style.setProperty('background', 'none', 'important')")
-        if shown == page.screenshot(clip=edge):
-            yield " ".join(box.inner_text()[:40].split())
+        if edge := box.evaluate(EDGE):
+            shown = page.screenshot(clip=edge)
+            box.evaluate("box => box.style.setProperty('background', 'none', 'important')")
+            if page.screenshot(clip=edge) == shown:
+                unsigned.append(box.inner_text()[:30])
+            box.evaluate("box => box.removeAttribute('style')")
+    return unsigned
 
 
 def first_result(page: Page, address: str, words: str) -> str:
@@ -131,52 +96,60 @@ def first_result(page: Page, address: str, words: str) -> str:
     return found[0].strip("/").removesuffix(".html") if found else "nothing"
 
 
-def looks(page: Page, address: str, names: list[str]) -> dict[str, list[str]]:
-    """What each page has that it should not have, at each width, light and dark."""
-    found: dict[str, list[str]] = {}
+def broken(links: dict[str, set[str]], ids: dict[str, set[str]], site: Path) -> list[str]:
+    """Links inside the site that lead to no file, or to no place of a page."""
+    lost = []
+    for page, targets in links.items():
+        for target in targets:
+            file, _, anchor = target.partition("#")
+            file = unquote(file.partition("?")[0]) or "index.html"
+            known = file not in ids or not anchor or unquote(anchor) in ids[file]
+            if not (site / file).is_file() or not known:
+                lost.append(f"{page}: {target}")
+    return lost
+
+
+def measure(page: Page, address: str, site: Path) -> dict[str, list[str]]:
+    """Everything that is wrong, by its kind."""
+    found: dict[str, list[str]] = {kind: [] for kind in (*MEASURES, TABLES)}
+    names = sorted(path.relative_to(site).as_posix() for path in site.rglob("*.html"))
+    links, ids = {}, {}
     for name in names:
+        if name.startswith("_static"):
+            continue  # a template of the theme
         page.goto(f"{address}/{name}")
+        hrefs = page.eval_on_selector_all("[href]", "links => links.map(l => l.href)")
+        inside = {href for href in hrefs if href.startswith(f"{address}/")}
+        links[name] = {href.removeprefix(f"{address}/") for href in inside}
+        ids[name] = set(page.eval_on_selector_all("[id]", "places => places.map(p => p.id)"))
         for width in WIDTHS:
             page.set_viewport_size({"width": width, "height": 900})
             for scheme in ("light", "dark"):
                 page.emulate_media(color_scheme=scheme)
-                where = f"{name} at {width} px, {scheme}"
-
-                def add(kind: str, what: list[str]) -> None:
-                    found.setdefault(kind, []).extend([f"{where}: {what}"] if what else [])  # noqa: B023
-
-                for kind, area in AREAS.items():
-                    boxes = page.query_selector_all(area)
-                    add(f"pages with cut {kind}", [w for box in boxes for w in box.evaluate(CUT)])
-                for table in unsigned_tables(page):
-                    add("tables cut without a sign", [table])
-                lost = page.eval_on_selector_all(".bd-article img", PICTURES)
-                add("pages with a picture missing", [str(lost)] if lost else [])
-    return found
+                wrong = {k: page.eval_on_selector_all(*what) for k, what in MEASURES.items()}
+                wrong[TABLES] = unsigned_tables(page)
+                for kind, what in wrong.items():
+                    if what:
+                        found[kind].append(f"{name} at {width} px, {scheme}: {what}")
+    print(f"{len(links)} pages, {sum(map(len, links.values()))} links inside the site")
+    return found | {"broken links": broken(links, ids, site)}
 
 
 def main(site: Path) -> int:
-    server = http.server.ThreadingHTTPServer(
-        ("localhost", 0), functools.partial(_Quiet, directory=str(site))
-    )
+    handler = functools.partial(Quiet, directory=str(site))
+    server = http.server.ThreadingHTTPServer(("localhost", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://localhost:{server.server_port}"
-    names = names_of(site)
-    inside, outside, broken = broken_links(site)
-    with (
-        sync_playwright() as driver,
-        driver.chromium.launch(
-            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
-        ) as browser,
-    ):
+    with sync_playwright() as driver:
+        chromium = shutil.which("chromium")
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = browser.new_page()
-        found = looks(page, address, names) | {"broken links": broken}
         results = {words: first_result(page, address, words) for words in SEARCHES}
-    print(f"{len(names)} pages, {inside} links inside, {outside} to other sites (not followed)")
+        for words, result in results.items():
+            print(f"search for {words!r}: {result}; it should be {SEARCHES[words]}")
+        found = measure(page, address, site)
     for kind, what in found.items():
         print("\n    ".join([f"{kind}: {len(what)}", *what]))
-    for words, result in results.items():
-        print(f"search for {words!r}: {result}, wanted: {SEARCHES[words]}")
     return int(any(found.values()) or results != SEARCHES)
 
 
