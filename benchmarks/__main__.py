@@ -1,7 +1,7 @@
 """Measures the cost of multibn beside the layers that it replaces.
 
 Every result is a ratio: the layers take turns on this machine, with one thread per rank, and a
-ratio is the median over the turns. Writes bench.json, layer.png and scaling.png.
+ratio is the median over the turns. Writes bench.json and pictures.
 """
 
 import argparse
@@ -25,7 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="tiny sizes: that every part runs")
     parser.add_argument("--output", type=Path, metavar="DIRECTORY",
                         help="default: benchmarks/results; with --quick, out/bench")  # fmt: skip
+    parser.add_argument("--draw", action="store_true", help="only draw the committed results")
     arguments = parser.parse_args(argv)
+    if arguments.draw:
+        plots.draw(json.loads((RESULTS / "bench.json").read_text()), RESULTS)
+        return 0
     output = arguments.output or (Path("out/bench") if arguments.quick else RESULTS)
     names = arguments.parts.split(",")
     if unknown := set(names) - set(parts.PARTS):
@@ -38,8 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results["targets"] = parts.targets(results)
     report.show("Judged by", results["targets"])
     path.write_text(json.dumps(_rounded(results), indent=1) + "\n")
-    plots.draw_layer(results, output / "layer.png")
-    plots.draw_scaling(results, output / "scaling.png")
+    plots.draw(results, output)
     return int(failed)
 
 

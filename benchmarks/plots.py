@@ -1,110 +1,116 @@
 """The results as pictures."""
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks import layer
 
-_LABELS = {
-    layer.LOCAL: "nn.BatchNorm (local)",
-    layer.NAIVE: "detectron2/TimeSformer formula",
-    layer.COPIES: f"{layer.NUM_COPIES} copies of the input",
-    layer.CHAINERMN: "ChainerMN's link",
+sys.path.append(str(Path(__file__).parent.parent / "examples"))
+import pictures
+
+# Each peer's name, marker and colour.
+_PEERS = {
+    layer.LOCAL: ("nn.BatchNorm (local)", "o", pictures.PLAIN),
+    layer.NAIVE: ("detectron2's formula", "s", pictures.OTHER),
+    layer.COPIES: (f"{layer.NUM_COPIES} copies of the input", "|", pictures.INK),
+    layer.CHAINERMN: ("ChainerMN's link", "D", pictures.OTHER),
 }
-_MARKERS = {layer.LOCAL: "o", layer.NAIVE: "s", layer.COPIES: "|", layer.CHAINERMN: "D"}
+# Each way's label at the end of its curve, how far above the end, and its line.
 _WAYS = {
-    "all_gather": ("torch: all_gather", "C3"),
-    "ring_allreduce": ("allreduce, ring", "C7"),
-    "hierarchical": ("hierarchical, three collectives", "C1"),
-    "tree_allreduce": ("multibn: allreduce, tree", "C0"),
-    "grouped": ("grouped: each node for itself", "C2"),
-    "mpi_allreduce": ("allreduce over MPI between machines, latency assumed", "C4"),
+    "all_gather": ("torch: all_gather", 1, pictures.OTHER, "-", 3),
+    "ring_allreduce": ("allreduce, ring", 1, pictures.OTHER, "--", 1.5),
+    "hierarchical": ("hierarchical", 1.4, pictures.OTHER, "-.", 1.5),
+    "tree_allreduce": ("multibn: tree", 0.85, pictures.SYNCHRONIZED, "-", 3),
+    "grouped": ("each node for itself", 0.75, pictures.SYNCHRONIZED, ":", 2),
+    "mpi_allreduce": ("multibn over MPI", 1.2, pictures.SYNCHRONIZED, "--", 2),
 }
 
 
-def draw_layer(results: Mapping[str, Any], path: Path) -> None:
+def draw(results: Mapping[str, Any], folder: Path) -> None:
+    """All pictures whose results are there."""
+    for name in ("torch", "chainer"):
+        if any("ratio" in row for row in results.get(name, [])):
+            pictures.save(partial(_layer, results[name]), folder / f"layer-{name}")
+    if "model" in results:
+        pictures.save(partial(_model, results["model"]), folder / "scaling")
+    if any("model" in row for row in results.get("collectives", [])):
+        pictures.save(partial(_measured, results["collectives"]), folder / "scaling-measured")
+
+
+def _layer(results: list[Mapping[str, Any]]) -> Figure:
     """The step of each shape divided by each peer's step; left of 1, multibn is faster."""
-    panels = [(name, rows) for name in ("torch", "chainer")
-              if (rows := [r for r in results.get(name, []) if "ratio" in r])]  # fmt: skip
-    if not panels:
-        return
-    heights = [len(rows) for _, rows in panels]
-    figure = _figure(8.5, 1.6 + 0.27 * sum(heights) + 0.8 * len(panels))
-    axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights, sharex=True)[:, 0]
-    for ax, (name, rows) in zip(axes, panels, strict=True):
-        for peer in rows[0]["ratio"]:
-            ax.plot([r["ratio"][peer] for r in rows], range(len(rows)), _MARKERS[peer],
-                    markersize=11 if peer == layer.COPIES else 6, markeredgewidth=2,
-                    fillstyle="none", label=_LABELS[peer])  # fmt: skip
-        labels = [f"{'x'.join(map(str, r['shape']))}  {r['variant']}" for r in rows]
-        ax.set_yticks(range(len(rows)), labels, fontsize=8.5)
-        ax.invert_yaxis()
-        ax.axvline(1, color="black", linewidth=1)
-        ax.set_xscale("log", base=2)
-        ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        ax.grid(axis="x", color="0.9")
-        ax.set_axisbelow(True)
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.set_title(f"{name}, {layer.OURS}'s step divided by that of", loc="left", fontsize=10)
-        ax.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-    axes[-1].set_xlabel(
-        "forward and backward, float32, 2 ranks with one thread each, over MPI; below 1: faster"
+    rows = [row for row in results if "ratio" in row]
+    figure, ax = _figure(1.5 + 0.27 * len(rows))
+    for peer in rows[0]["ratio"]:
+        label, marker, colour = _PEERS[peer]
+        size = 11 if marker == "|" else 6
+        ax.plot([r["ratio"][peer] for r in rows], range(len(rows)), marker, color=colour,
+                markersize=size, markeredgewidth=2, fillstyle="none", label=label)  # fmt: skip
+    labels = [f"{'x'.join(map(str, r['shape']))} {r['variant']}" for r in rows]
+    ax.set_yticks(
+        range(len(rows)), [label.replace("channels_", "ch. ") for label in labels], fontsize=10
     )
-    figure.savefig(path, dpi=130)
-
-
-def draw_scaling(results: Mapping[str, Any], path: Path) -> None:
-    """The model from 8 to 8,192 ranks; beside it, measured and modelled times of 2 to 8 ranks."""
-    model = results.get("model", [])
-    measured = [r for r in results.get("collectives", []) if "model" in r]
-    if not model or not measured:
-        return
-    figure = _figure(13, 4.6)
-    ax, *small = figure.subplots(1, 3, width_ratios=[1.5, 1, 1])
-    worlds = [row["ranks"] for row in model]
-    for way, (label, colour) in _WAYS.items():
-        ax.plot(worlds, [row[way] / 1e3 for row in model], color=colour, label=label,
-                linewidth=2.4 if "multibn" in label or "torch" in label else 1.3)  # fmt: skip
-    _log(ax, worlds)
-    ax.set_ylabel("ms of one forward pass")
-    ax.set_title("Model: ResNet-50's 53 layers,\nGPUs in nodes of 8, NCCL", loc="left", fontsize=10)
-    ax.legend(fontsize=8, frameon=False)
-    for ax, over in zip(small, ("mpi", "gloo"), strict=True):
-        _draw_small_end(ax, over, [r for r in measured if r["over"] == over])
-    figure.savefig(path, dpi=130)
-
-
-def _draw_small_end(ax: Any, over: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    C = max(row["channels"] for row in rows)
-    colours = {"allreduce": "C0", "all_gather": "C3", "grouped": "C2", "hierarchical": "C1"}
-    for way, colour in colours.items():
-        points = [r for r in rows if r["way"] == way and r["channels"] == C]
-        worlds = [r["ranks"] for r in points]
-        ax.plot(worlds, [r["model"] for r in points], "--", color=colour, linewidth=1.2)
-        ax.plot(worlds, [r["microseconds"] for r in points], "o", color=colour, label=way)
-    ax.plot([], [], "--", color="0.4", label="model")
-    _log(ax, worlds)
-    ax.set_ylabel("µs of one message")
-    title = f"Measured: {over}, one machine,\nC = {C}; model fitted at 2 ranks"
-    ax.set_title(title, loc="left", fontsize=10)
-    ax.legend(fontsize=8, frameon=False)
-
-
-def _log(ax: Any, worlds: Sequence[int]) -> None:
+    ax.invert_yaxis()
+    ax.axvline(1, color=pictures.INK, linewidth=1)
     ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
-    ax.set_xticks(worlds, [f"{W:,}" for W in worlds], rotation=45 if len(worlds) > 4 else 0)
-    ax.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    ax.set_xlabel("ranks")
-    ax.grid(color="0.92")
-    ax.spines[["top", "right"]].set_visible(False)
-
-
-def _figure(width: float, height: float) -> Figure:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    ax.grid(axis="x")
+    ax.set_axisbelow(True)
+    figure.suptitle("multibn's time / the other's: left of 1, multibn is faster", fontsize=11)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=10, columnspacing=1)
     return figure
+
+
+def _model(rows: list[Mapping[str, Any]]) -> Figure:
+    """The model from 8 to 8,192 ranks."""
+    figure, ax = _figure(3.6)
+    worlds = [row["ranks"] for row in rows]
+    for way, (label, above, colour, line, width) in _WAYS.items():
+        times = [row[way] / 1e3 for row in rows]
+        ax.plot(worlds, times, line, color=colour, linewidth=width)
+        ax.annotate(label, (worlds[-1], times[-1] * above), (5, 0), textcoords="offset points",
+                    va="center", size=10, weight="bold" if width == 3 else None)  # fmt: skip
+    _log(ax)
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(worlds[::2], [f"{W:,}" for W in worlds[::2]], rotation=45)
+    ax.set(xlabel="ranks")
+    figure.suptitle("ms of a forward pass: ResNet-50, nodes of 8 GPUs (model)", fontsize=11)
+    return figure
+
+
+def _measured(results: list[Mapping[str, Any]]) -> Figure:
+    """What the model says, and what was measured on one machine."""
+    figure, ax = _figure(4.2)
+    rows = [row for row in results if "model" in row and row["ranks"] > 2]  # fitted at 2
+    for ours in (False, True):
+        for over, marker in (("mpi", "o"), ("gloo", "s")):
+            points = [r for r in rows if r["over"] == over and (r["way"] == "allreduce") == ours]
+            label = f"{'allreduce' if ours else 'other ways'}, {over}"
+            ax.plot([r["model"] for r in points], [r["microseconds"] for r in points], marker,
+                    color=pictures.SYNCHRONIZED if ours else pictures.OTHER, fillstyle="none",
+                    markeredgewidth=1.5, label=label)  # fmt: skip
+    ends = [f(r[key] for r in rows for key in ("model", "microseconds")) for f in (min, max)]
+    ax.plot(ends, ends, color=pictures.INK, linewidth=1)
+    ax.set_xscale("log")
+    _log(ax)
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    ax.set(xlabel="model", ylabel="measured")
+    figure.suptitle("µs of a message on 4 and 8 ranks of one machine", fontsize=11)
+    ax.legend(fontsize=10)
+    return figure
+
+
+def _log(ax: Any) -> None:
+    ax.set_yscale("log")
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    ax.grid()
+
+
+def _figure(height: float) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(pictures.WIDTH, height), layout="constrained")
+    return figure, figure.subplots()

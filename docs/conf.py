@@ -1,9 +1,14 @@
 """The documentation site. `make docs` writes the site to out/site; any warning fails the build."""
 
+import html
 import importlib
 import re
 from importlib.metadata import metadata
+from pathlib import Path
 from typing import Any
+
+from docutils import nodes
+from sphinx.transforms import SphinxTransform
 
 # Before any other file imports Chainer: the package makes Chainer importable.
 import multibn.chainer_backend  # noqa: F401
@@ -47,6 +52,8 @@ toc_object_entries_show_parents = "hide"
 html_theme = "pydata_sphinx_theme"
 html_sidebars = {"**": ["groups.html"]}
 html_static_path, html_css_files = ["static"], ["site.css"]
+html_favicon = "static/favicon.svg"
+html_search_scorer = str(Path(__file__).parent / "static/search.js")
 html_title = f"multibn {version}"
 # One setting: [project.urls] of pyproject.toml.
 _urls = dict(url.split(", ") for url in metadata("multibn").get_all("Project-URL") or [])
@@ -78,6 +85,7 @@ REPOSITORIES = {
     "nccl": "NVIDIA/nccl",
     "pycls": "facebookresearch/pycls",
     "pytorch": "pytorch/pytorch",
+    "sglang": "sgl-project/sglang",
     "tensorflow": "tensorflow/tensorflow",
     "timm": "huggingface/pytorch-image-models",
 }
@@ -92,7 +100,7 @@ def _read(app: Any, page: str, source: list[str]) -> None:
     if re.match(FOR_MAINTAINERS, page):
         source[0] = f"---\nnosearch: true\n---\n{source[0]}"
     source[0] = re.sub(
-        rf"(?<![\w\[])(?:NVIDIA/)?({'|'.join(REPOSITORIES)})#(\d+)",
+        rf"(?<![\w\[])({'|'.join(REPOSITORIES)})#(\d+)",
         lambda found: (
             f"[{found[0]}](https://github.com/{REPOSITORIES[found[1]]}/issues/{found[2]})"
         ),
@@ -103,12 +111,75 @@ def _read(app: Any, page: str, source: list[str]) -> None:
 def _describe_type(
     app: Any, what: str, name: str, value: object, options: Any, lines: list[str]
 ) -> None:
-    """A type alias has no docstring of its own: its text is below its assignment."""
+    """A type alias has no docstring of its own: its text is below its assignment.
+
+    A page that a docstring names is a link.
+    """
     if what == "data":
         module, _, alias = name.rpartition(".")
         lines[:] = examples.docstring(importlib.import_module(module), alias).splitlines()
+    lines[:] = [re.sub(r"docs/([\w/-]+)\.md", r":doc:`/\1`", line) for line in lines]
+
+
+# Types of signatures, where their libraries describe them: without a network, and by the names that
+# Python gives them, which torch's own inventory does not have.
+_TORCH, _PYTHON = "https://docs.pytorch.org/docs/stable", "https://docs.python.org/3/library"
+_CHAINER = "https://docs.chainer.org/en/stable/reference/generated"
+ELSEWHERE = {
+    "torch.Tensor": f"{_TORCH}/tensors.html#torch.Tensor",
+    "torch.dtype": f"{_TORCH}/tensor_attributes.html#torch.dtype",
+    "torch.nn.modules.module.Module": f"{_TORCH}/generated/torch.nn.Module.html",
+    "torch.nn.parallel.distributed.DistributedDataParallel": (
+        f"{_TORCH}/generated/torch.nn.parallel.DistributedDataParallel.html"
+    ),
+    **{
+        f"torch.nn.modules.batchnorm.{name}": f"{_TORCH}/generated/torch.nn.{name}.html"
+        for name in ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
+    },
+    **{
+        f"collections.abc.{name}": f"{_PYTHON}/collections.abc.html#collections.abc.{name}"
+        for name in ("Callable", "Collection", "Iterable", "Iterator", "Mapping", "Sequence")
+    },
+    "chainer.link.Link": f"{_CHAINER}/chainer.Link.html",
+    "chainer.variable.Variable": f"{_CHAINER}/chainer.Variable.html",
+}
+
+
+def _link_elsewhere(
+    app: Any, env: Any, node: nodes.Element, content: nodes.Node
+) -> nodes.reference | None:
+    uri = ELSEWHERE.get(node["reftarget"])
+    return nodes.reference("", "", content, refuri=uri, internal=False) if uri else None
+
+
+class BothThemes(SphinxTransform):
+    """A picture x.svg that has a neighbour x-dark.svg is shown by the theme that fits."""
+
+    default_priority = 100
+
+    def apply(self, **_: Any) -> None:
+        page = Path(self.env.doc2path(self.env.docname)).parent
+        for image in list(self.document.findall(nodes.image)):
+            dark = image["uri"].replace(".svg", "-dark.svg")
+            if dark != image["uri"] and (page / dark).exists():
+                other = image.deepcopy()
+                other["uri"], other["classes"] = dark, ["only-dark"]
+                image["classes"] += ["only-light"]
+                image.parent.insert(image.parent.index(image) + 1, other)
+
+
+def _describe_page(
+    app: Any, page: str, template: str, context: dict[str, Any], document: nodes.document | None
+) -> None:
+    """A page's first paragraph is its description for search engines."""
+    if document and (text := next(iter(document.findall(nodes.paragraph)), None)):
+        words = html.escape(" ".join(text.astext().split())[:200])
+        context["metatags"] += f'<meta name="description" content="{words}">'
 
 
 def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", _describe_type, priority=100)  # before numpydoc
     app.connect("source-read", _read)
+    app.connect("missing-reference", _link_elsewhere)
+    app.connect("html-page-context", _describe_page)
+    app.add_transform(BothThemes)

@@ -5,6 +5,7 @@ import importlib
 import json
 import sys
 import time
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -14,6 +15,8 @@ from evidence import EXAMPLES, ROOT
 from multibn._launch import run_workers
 
 sys.path.append(EXAMPLES)
+import pictures
+
 GUIDE = ROOT / "docs/guides/which-batch-norm.md"
 RESULTS = ROOT / "evidence/results"
 STUDIES = ("skew", "precise", "batch_size", "domains")
@@ -57,7 +60,7 @@ def main() -> None:
             path.write_text(json.dumps(run_on | {"rows": rows}, indent=1) + "\n")
         results = json.loads(path.read_text())
         put(GUIDE, study.NAME, section(study, results))
-        study.draw(results["rows"]).savefig(GUIDE.parent / f"{study.NAME}.png", dpi=120)
+        pictures.save(partial(study.draw, results["rows"]), GUIDE.parent / study.NAME)
         console.print(f"{section(study, results)}\n", markup=False, highlight=False)
 
 

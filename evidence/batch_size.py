@@ -6,6 +6,7 @@ normalized by SubBatchNorm1d, a rank's batch by nn.BatchNorm1d, the whole by Syn
 
 from typing import Any
 
+import pictures
 import torch.distributed as dist
 from matplotlib.figure import Figure
 from torch import nn
@@ -20,9 +21,9 @@ SIZES = (2,)
 STEPS = 200
 TOGETHER = (2, 4, 8, 16, 32, 64, 128, 256)  # samples that are normalized together
 CURVES = {
-    "train": ("batch statistics, training data", shown.BLUE),
-    "test": ("batch statistics, validation data", shown.RED),
-    "population": ("population statistics, validation data", "black"),
+    "train": ("batch statistics, training data", pictures.OTHER, "s--"),
+    "test": ("batch statistics, validation data", pictures.OTHER, "o-"),
+    "population": ("population statistics, validation data", pictures.INK, "o-"),
 }
 
 
@@ -59,18 +60,20 @@ def _norm(together: int, channels: int) -> nn.Module:
 
 
 def table(rows: shown.Rows) -> str:
-    columns = ("samples normalized together", *(name for name, _ in CURVES.values()))
+    columns = ("samples normalized together", *(name for name, *_ in CURVES.values()))
     lines = [(str(n), *(shown.cell(shown.interval(rows, curve, together=n)) for curve in CURVES))
              for n in TOGETHER]  # fmt: skip
     return markdown(columns, lines)
 
 
 def draw(rows: shown.Rows) -> Figure:
-    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    figure = Figure(figsize=(pictures.WIDTH, 3.4), layout="constrained")
     axes = figure.subplots()
-    for curve, (name, color) in CURVES.items():
+    for curve, (name, color, line) in CURVES.items():
         values = [shown.interval(rows, curve, together=n) for n in TOGETHER]
-        shown.curve(axes, TOGETHER, values, "o-", color=color, label=name)
-    axes.set_ylabel("error, %")
+        shown.curve(axes, TOGETHER, values, line, color=color, label=name)
+    axes.set_title("Error, %")
     shown.powers_of_two(axes, TOGETHER, "samples normalized together")
-    return shown.finish(figure)
+    axes.legend(fontsize=10, loc="upper right", handlelength=4)
+    axes.set_ylim(0, 18)
+    return figure

@@ -8,9 +8,11 @@ trains on both, a domain on each rank.
 from copy import deepcopy
 from typing import Any
 
+import pictures
 import torch
 import torch.distributed as dist
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -99,20 +101,26 @@ def table(rows: shown.Rows) -> str:
 
 
 def draw(rows: shown.Rows) -> Figure:
-    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    figure = Figure(figsize=(pictures.WIDTH, 5.2), layout="constrained")
     axes = figure.subplots()
-    cases = _cases()
-    for i, (domain, color) in enumerate(zip(DOMAINS, (shown.BLUE, shown.DARK_BLUE), strict=True)):
-        for k, case in enumerate(cases):
+    looks = dict(zip(CASES, (pictures.OTHER, pictures.PLAIN, pictures.SYNCHRONIZED), strict=True))
+    for k, case in enumerate(_cases()):
+        color = looks[case[0]]
+        for i, domain in enumerate(DOMAINS):
             mean, low, high = _error(rows, case, domain)
-            at = len(cases) - 1 - k + 0.2 - 0.4 * i
-            label = f"{domain} domain" if k == 0 else ""
-            axes.barh(at, mean, 0.38, color=color, label=label)
-            axes.errorbar(mean, at, xerr=[[mean - low], [high - mean]], color="black", capsize=3)
-    names = [f"{trained}:\nstatistics {statistics}" for trained, statistics in reversed(cases)]
-    axes.set_yticks(range(len(cases)), names)
-    axes.set(xlabel="error, %")
-    return shown.finish(figure)
+            at = k + 0.28 * i
+            face = "none" if i else color
+            axes.barh(at, mean, 0.26, edgecolor=color, color=face, hatch="///" if i else "")
+            axes.errorbar(
+                mean, at, xerr=[[mean - low], [high - mean]], color=pictures.INK, capsize=3
+            )
+        axes.text(0.5, k - 0.2, f"{case[0]}; {case[1].removeprefix('of ')}", size=10)
+    full = Patch(facecolor=pictures.INK, label="original domain")
+    hatched = Patch(facecolor="none", edgecolor=pictures.INK, hatch="///", label="other domain")
+    axes.legend(handles=[full, hatched], loc="lower right")
+    axes.set(title="Error, %, by what was trained; by whose statistics", yticks=[], xlim=0)
+    axes.invert_yaxis()
+    return figure
 
 
 def _cases() -> list[tuple[str, str]]:

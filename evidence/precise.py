@@ -6,6 +6,7 @@ MNIST-1D on two ranks with synchronized batch norm.
 from copy import deepcopy
 from typing import Any
 
+import pictures
 import torch
 import torch.distributed as dist
 from matplotlib.figure import Figure
@@ -65,16 +66,15 @@ def table(rows: shown.Rows) -> str:
 
 
 def draw(rows: shown.Rows) -> Figure:
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
-    during, samples = figure.subplots(1, 2)
+    figure = Figure(figsize=(pictures.WIDTH, 2.8), layout="constrained")
+    axes = figure.subplots()
     steps = sorted({row["step"] for row in rows})
-    for n, name, color in ((0, "moving averages", shown.RED), (1024, "precise", shown.DARK_BLUE)):
+    for n, name, color in (
+        (0, "moving averages", pictures.SYNCHRONIZED),
+        (1024, "precise statistics", pictures.INK),
+    ):
         values = [shown.interval(rows, "error", step=step, samples=n) for step in steps]
-        shown.curve(during, steps, values, color=color, label=name)
-    during.set(xlabel="step", ylabel="validation error, %", title="during training", ylim=0)
-    for step, color in zip(CHECKPOINTS, (shown.BLUE, shown.DARK_BLUE, "black"), strict=True):
-        values = [shown.interval(rows, "error", step=step, samples=n) for n in SAMPLES]
-        shown.curve(samples, SAMPLES, values, "o-", color=color, label=f"after step {step}")
-    shown.powers_of_two(samples, SAMPLES, "samples for precise statistics")
-    samples.set_title("how many samples")
-    return shown.finish(figure)
+        shown.curve(axes, steps, values, "-" if n else "--", color=color, label=name)
+    axes.set(xlabel="step of the training", title="Validation error, %", ylim=0)
+    axes.legend()
+    return figure

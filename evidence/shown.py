@@ -5,9 +5,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-BLUE, DARK_BLUE, RED, LIGHT_RED = "#7CC4EE", "#0072B2", "#C24E00", "#F5B183"
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -23,12 +21,12 @@ def cell(of_interval: tuple[float, float, float]) -> str:
 
 
 def curve(
-    axes: Axes, x: Sequence[int], intervals: Iterable[tuple[float, float, float]], *line: str,
+    axes: Axes, x: Sequence[int], intervals: Iterable[tuple[float, float, float]], line: str,
     color: str, label: str,
 ) -> None:  # fmt: skip
     """Means over `x`, and a band from the lowest to the highest."""
     mean, low, high = zip(*intervals, strict=True)
-    axes.plot(x, mean, *line, color=color, label=label)
+    axes.plot(x, mean, line, color=color, label=label, linewidth=2)
     axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
 
 
@@ -36,11 +34,3 @@ def powers_of_two(axes: Axes, x: Sequence[int], name: str) -> None:
     axes.set(xlabel=name, xscale="log", ylim=0)
     axes.set_xticks(x, [str(n) for n in x])
     axes.minorticks_off()
-
-
-def finish(figure: Figure, *, legends: bool = True) -> Figure:
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
-        if legends:
-            axes.legend(frameon=False)
-    return figure

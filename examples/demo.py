@@ -18,10 +18,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import pictures
 from digits import BATCH_SIZE, STEPS_PER_EPOCH
 from matplotlib.figure import Figure
 from rich import box
@@ -213,45 +215,29 @@ def results(runs: list[Run]) -> Table:
     return table
 
 
-def plot(runs: list[Run], path: Path) -> None:
-    figure = Figure(figsize=(12, 5), layout="constrained")
-    losses, differences = figure.subplots(1, 2)
-    palettes = {
-        (1, "plain"): ["black", "gray"],
-        (2, "plain"): ["firebrick", "tomato", "orange"],
-        (2, "sync"): ["tab:blue", "turquoise", "limegreen"],
+def draw(runs: list[Run]) -> Figure:
+    """A curve for each run; of one kind of batch norm, those of all frameworks coincide."""
+    figure = Figure(figsize=(pictures.WIDTH, 3.4), layout="constrained")
+    axes = figure.subplots()
+    # The reference is wide and the synchronized curves have dashes, so that both can be seen.
+    looks: dict[tuple[int, str], tuple[str, dict[str, Any]]] = {
+        (1, "plain"): ("one process", {"color": pictures.INK, "linewidth": 6, "alpha": 0.3}),
+        (2, "plain"): ("two processes, plain", {"color": pictures.PLAIN}),
+        (2, "sync"): ("two, synchronized", {"color": pictures.SYNCHRONIZED, "dashes": (3, 2)}),
     }
     width = 25  # steps in a moving average
     for group, members in itertools.groupby(runs, key=lambda run: (run.num_ranks, run.norm)):
-        for i, (run, color) in enumerate(zip(members, palettes[group], strict=True)):
-            # Equal curves must all be visible: the reference is wide, the others have dashes.
-            style: dict[str, Any] = {"color": color, "linewidth": 1.8}
-            if run.num_ranks > 1:
-                style["linestyle"] = (4 * i, (4, 8))
-            if run is runs[0]:
-                style |= {"linewidth": 5, "alpha": 0.25}
-            steps = np.arange(len(run.losses))
+        label, look = looks[group]
+        for i, run in enumerate(members):
+            if group == (1, "plain") and i:
+                continue  # pale lines would add up
             smooth = np.convolve(run.losses, np.full(width, 1 / width), mode="valid")
-            losses.plot(steps[width - 1 :], smooth, label=run.label, **style)
-            if run is not runs[0]:
-                differences.plot(steps, run.differences(runs[0]), **style)
-    losses.set(title=f"Training loss, mean of {width} steps", ylabel="loss")
-    differences.set(title="Largest difference from the reference so far", ylabel="difference")
-    differences.axhline(TOLERANCE, color="gray", linewidth=0.8, linestyle=":")
-    for axes in (losses, differences):
-        axes.set(xlabel="step", yscale="log")
-        axes.grid(alpha=0.25)
-    handles, labels = losses.get_legend_handles_labels()
-    legend = figure.legend(
-        handles[2:] + handles[:2],  # by columns: two ranks plain, two ranks synchronized, alone
-        labels[2:] + labels[:2],
-        loc="outside lower center",
-        ncols=3,
-        frameon=False,
-    )
-    for line in legend.get_lines():
-        line.set_linestyle("-")
-    figure.savefig(path, dpi=150)
+            steps = np.arange(width - 1, len(run.losses))
+            axes.plot(steps, smooth, label="" if i else label, **look)
+    axes.set(title="Training loss", xlabel="step", yscale="log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.legend(handlelength=3)
+    return figure
 
 
 def verdict(runs: list[Run]) -> tuple[bool, str]:
@@ -297,10 +283,10 @@ def main() -> int:
         return 128 + signal.SIGINT
 
     console.print(results(runs))
-    plot(runs, OUT / "demo.png")
+    pictures.save(partial(draw, runs), OUT / "demo")
     holds, sentence = verdict(runs)
     seconds = time.monotonic() - start
-    console.print(f"{seconds:.0f} s; curves: {OUT / 'demo.png'}", highlight=False)
+    console.print(f"{seconds:.0f} s; curves: {OUT / 'demo.svg'}", highlight=False)
     console.print(sentence, style="bold green" if holds else "bold red", highlight=False)
     return 0 if holds else 1
 

@@ -158,7 +158,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert all(math.isfinite(value) and value > 0 for value in row["ratio"].values())
     printed = capsys.readouterr().out
     assert "channels_last" in printed
-    assert (tmp_path / "layer.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "layer-torch.svg").read_text()
 
 
 def test_command_says_which_part_failed(

@@ -31,8 +31,8 @@ def test_the_guide_has_the_results(study: ModuleType) -> None:
 
     guide = (launch.ROOT / "docs/guides/which-batch-norm.md").read_text()
     assert section(study, _results(study)) in guide
-    assert f"]({study.NAME}.png)" in guide
-    assert (launch.ROOT / f"docs/guides/{study.NAME}.png").exists()
+    assert f"]({study.NAME}.svg)" in guide
+    assert (launch.ROOT / f"docs/guides/{study.NAME}.svg").exists()
     study.draw(_results(study)["rows"])
 
 

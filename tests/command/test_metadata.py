@@ -38,7 +38,7 @@ def test_links_and_pictures_lead_into_the_repository(tmp_path: Path) -> None:
     assert isinstance(text, str)
     targets = _targets(text)
     assert f"{ADDRESS}/blob/HEAD/docs/guides/convert.md" in targets
-    assert f"{ADDRESS}/raw/HEAD/docs/guides/label-skew.png" in targets
+    assert f"{ADDRESS}/raw/HEAD/docs/guides/label-skew.svg" in targets
     assert all(target.startswith("https://") for target in targets)
     for target in targets:
         path = target.partition("/HEAD/")[2].partition("#")[0]

@@ -71,6 +71,9 @@ def _more_ranks(runs: Mapping[tuple[str, int], Any]) -> str:
 
 _HEAD = f"""# What a long run holds
 
+Nothing grows: no deed leaves descriptors, threads, groups, store keys, communicators or memory
+behind, on 2 to 32 ranks.
+
 `make soak` writes this page. Each line is one deed, done again and again on all ranks, with the
 most that a rank held after the first half of the turns and at the end. The run fails if any rank
 holds more descriptors, threads, groups with lines, store keys of multibn's or MPI communicators

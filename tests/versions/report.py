@@ -74,7 +74,9 @@ def page(rows: Iterable[Mapping[str, Any]]) -> str:
         for row in ordered
         for reason, number in row["outcome"]["reasons"]
     ]
-    return _PAGE.format(table=markdown(COLUMNS, map(_line, ordered)), reasons="\n".join(reasons))
+    counts = {name: sum(row["outcome"][name] for row in ordered) for name in COUNTS}
+    table = markdown(COLUMNS, map(_line, ordered))
+    return _PAGE.format(table=table, reasons="\n".join(reasons), sets=len(ordered), **counts)
 
 
 def numbers(version: str) -> list[int]:
@@ -90,6 +92,8 @@ def _line(row: Mapping[str, Any]) -> Sequence[str]:
 # ruff: noqa: E501
 _PAGE = """\
 # Versions
+
+{passed:,} tests passed and {failed:,} failed, with {sets} sets of versions.
 
 Written by `make versions`, which runs the tests that need no launcher (warnings as errors) in
 an environment for each set of versions, on a machine without a GPU.

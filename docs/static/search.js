@@ -1,0 +1,11 @@
+/* What pages for tasks say comes before what the reference says, and evidence comes last. */
+const FIRST = { "guides/uneven-data": 6, "guides/": 5, "limits": 3, "faq": 4, "index": 6 };
+const LAST = /^(peers|programs|faults|scaling|versions|originals)/;
+var Scorer = {
+  score: ([page, , , , score]) =>
+    LAST.test(page) ? score - 5
+      : score + (Object.entries(FIRST).find(([name]) => page.startsWith(name))?.[1] ?? 0),
+  // Sphinx's own values.
+  objNameMatch: 11, objPartialMatch: 6, objPrio: { 0: 15, 1: 5, 2: -5 }, objPrioDefault: 0,
+  title: 15, partialTitle: 7, term: 5, partialTerm: 2,
+};
