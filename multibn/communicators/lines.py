@@ -25,15 +25,13 @@ from multibn.communicators.base import Handle
 from multibn.communicators.notices import Board, Meeting
 from multibn.communicators.objects import gather
 from multibn.communicators.people import announce_end, uncaught
-from multibn.communicators.watch import Done, Watch
+from multibn.communicators.watch import Done, Watch, poll
 
 HostArray: TypeAlias = np.ndarray[Any, Any]
 
 # Lines that are not named by the length of their messages.
 _ANY = 0  # carries arrays of any length and dtype
 FIRST_MESSAGES = -1  # carries the first messages of layers, whose length is fixed
-
-_SHORTEST_NAP, _LONGEST_NAP = 1e-4, 0.1  # seconds between two steps of opening a line
 
 
 class Line(Protocol):
@@ -106,23 +104,16 @@ class Opening:
         self._begun = time.monotonic()
 
     def done(self, seconds: float) -> bool:
-        """Whether the line is open; waits so many seconds at most, and looks ever less often.
+        """Whether the line is open; waits so many seconds at most."""
+        return poll(self._is_open, seconds, begun=self._begun, longest=0.1)
 
-        A nap is a twentieth of the time since the beginning, so that the last one costs little.
-        """
-        end = time.monotonic() + seconds
-        while self.line is None:
+    def _is_open(self) -> bool:
+        if self.line is None:
             try:
                 next(self._steps)
             except StopIteration as stop:
                 self.line = stop.value
-                break
-            now = time.monotonic()
-            if now >= end:
-                return False
-            nap = max(_SHORTEST_NAP, min((now - self._begun) / 20, _LONGEST_NAP))
-            time.sleep(min(nap, end - now))
-        return True
+        return self.line is not None
 
 
 class _Buffer(NamedTuple):

@@ -9,7 +9,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, TypeVar
@@ -332,16 +332,53 @@ _watches: WeakSet[Watch] = WeakSet()  # whose ranks know each other
 _met: set[str] = set()  # the groups in which this rank has come to the first meeting, or later ones
 
 
-def poll(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether `condition` becomes true within that time."""
-    deadline = time.monotonic() + seconds
-    nap = 1e-4
+def poll(
+    condition: Callable[[], bool],
+    seconds: float,
+    *,
+    begun: float = 0.0,
+    offers: float = 0.0,
+    longest: float = 1e-3,
+) -> bool:
+    """Whether `condition` becomes true within that time; asks ever less often.
+
+    Other ranks may need this core: for `offers` seconds since the wait has `begun` (default: now)
+    it is only offered, then left to them for naps of a twentieth of the wait, so that the last nap
+    costs little.
+    """
+    start = time.monotonic()
     while not condition():
-        if time.monotonic() >= deadline:
+        now = time.monotonic()
+        if now - start >= seconds:
             return False
-        time.sleep(nap)
-        nap = min(1.5 * nap, 0.02)
+        waited = now - (begun or start)
+        if waited < offers:
+            os.sched_yield()
+        else:
+            time.sleep(min(max(waited / 20, 5e-5), longest, start + seconds - now))
     return True
+
+
+def in_turn(steps: Iterator[Done]) -> Done:
+    """Begins the first of several steps; waits for that one, begins the next, and so on."""
+    pending = next(steps, None)
+
+    def done(seconds: float) -> bool:
+        nonlocal pending
+        end = time.monotonic() + seconds
+        while pending is not None:
+            if not pending(max(end - time.monotonic(), 0.0)):
+                return False
+            pending = next(steps, None)
+        return True
+
+    return done
+
+
+def never(seconds: float) -> bool:
+    """Of messages that are unlike, and never meet: the notices will say where the ranks are."""
+    time.sleep(seconds)
+    return False
 
 
 def _launcher() -> int:
