@@ -8,6 +8,7 @@ each other in the same moment.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NoReturn
 from weakref import ref
 
@@ -65,18 +66,15 @@ class Conversation(Forwarding):
         self.built, self.options, self.num_layers = built, options, num_layers
         self.forwarding = communicator if isinstance(communicator, Forwarding) else None
         self._find_name = find_name
-        self._name: str | None = None
         self.phases: dict[tuple[str, Any, bool], Phase] = {}
         self._elsewhere: dict[Communicator, Conversation] = {}
         self._known: Known | None = None  # of the processes, and the layer's names among them
         self._names: dict[Any, str] = {}
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The name of the layer."""
-        if self._name is None:
-            self._name = self._find_name()
-        return self._name
+        return self._find_name()
 
     @property
     def num_forward(self) -> int:

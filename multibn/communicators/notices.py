@@ -67,16 +67,12 @@ class Meeting(NamedTuple):
 
 
 class RankLostError(RuntimeError):
-    """The process of a rank has ended, as a transport has seen."""
+    """A rank sends no more, as a transport has seen: its process has ended, or it `has_left`.
 
-    def __init__(self, rank: int) -> None:
-        super().__init__(f"the process of rank {rank} has ended")
-        self.rank = rank
+    A rank that has left has let go of the group in order, while this one waits for its message.
+    """
 
-
-class RankLeftError(RuntimeError):
-    """A rank has let go of the group, in order, while this rank waits for a message from there."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(f"rank {rank} has left")
-        self.rank = rank
+    def __init__(self, rank: int, *, has_left: bool = False) -> None:
+        what = f"rank {rank} has left" if has_left else f"the process of rank {rank} has ended"
+        super().__init__(what)
+        self.rank, self.has_left = rank, has_left

@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 from multibn._environment import pid_space, process_state, this_machine
 from multibn._typing import check_number
-from multibn.communicators.notices import Board, Meeting, Notice, Peer, RankLeftError, RankLostError
+from multibn.communicators.notices import Board, Meeting, Notice, Peer, RankLostError
 from multibn.communicators.people import announce
 
 PATIENCE = 0.5  # seconds of waiting before a rank sends a notice
@@ -217,12 +217,8 @@ class Watch:
         for member, notice in known.board.read().items():
             waits_for_me = notice.place not in _met and me in notice.counts
             if waits_for_me and member in self._members:
-                self._fail(
-                    RuntimeError,
-                    f"the ranks are in different places: rank {self.rank} is in {text}; rank "
-                    f"{self._members.index(member)} is in {notice.text}, and waits for rank "
-                    f"{self.rank} in another group, of {len(notice.counts)} ranks. All ranks must "
-                    "use the same groups, and run the same layers, in the same order.",
+                self._fail_between_groups(
+                    text, self._members.index(member), notice.text, len(notice.counts)
                 )
 
     def _check_other_groups(self, text: str, notices: dict[int, Notice]) -> None:
@@ -238,15 +234,20 @@ class Watch:
                 rank = self._members.index(peer)
                 if rank == self.rank or rank in notices:
                     continue
-                message = (
-                    f"the ranks are in different places: rank {self.rank} is in {text}, and waits "
-                    f"for rank {rank} of {self.size}; rank {rank} is in {notice.text}, and waits "
-                    f"for rank {self.rank} in another group, of {other.size} ranks. All ranks must "
-                    "use the same groups, and run the same layers, in the same order."
-                )
-                other.failure = message  # the message of that rank stays under way
-                other._publish("failed", "", message)
-                self._fail(RuntimeError, message)
+                try:
+                    self._fail_between_groups(text, rank, notice.text, other.size)
+                finally:
+                    other.failure = self.failure  # the message of that rank stays under way
+                    other._publish("failed", "", str(self.failure))
+
+    def _fail_between_groups(self, text: str, rank: int, its_text: str, its_size: int) -> NoReturn:
+        self._fail(
+            RuntimeError,
+            f"the ranks are in different places: rank {self.rank} is in {text}, and waits for rank "
+            f"{rank} of {self.size}; rank {rank} is in {its_text}, and waits for rank {self.rank} "
+            f"in another group, of {its_size} ranks. All ranks must use the same groups, and run "
+            "the same layers, in the same order.",
+        )
 
     def _miss(self, notices: dict[int, Notice], text: str, timeout: float) -> NoReturn:
         absent = [r for r in range(self.size) if r != self.rank and r not in notices]
@@ -258,8 +259,8 @@ class Watch:
         )
 
     def _lost(self, text: str, error: RuntimeError) -> NoReturn:
-        left = [error.rank] if isinstance(error, RankLeftError) else []
-        lost = [error.rank] if isinstance(error, RankLostError) else []
+        gone = [error.rank] if isinstance(error, RankLostError) else []
+        left, lost = (gone, []) if getattr(error, "has_left", False) else ([], gone)
         # Alive, with a broken connection: the others need not name this rank.
         self._publish("looks", "", text)
         end = time.monotonic() + _SEARCH

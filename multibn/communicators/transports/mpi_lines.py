@@ -69,21 +69,9 @@ class MPITransport(Transport):
             sys.stderr.flush()
             mpi.COMM_WORLD.Abort(1)
 
-    def disown(self) -> None:
-        """What a fork has inherited of MPI is not to be touched."""
-
-    def release(self, *, failed: bool) -> None:
-        if failed:
-            return
-        for request in self.requests:
-            request.Free()
-        for duplicate in reversed(self.duplicates):
-            duplicate.Free()
-        self.requests.clear()
-        self.duplicates.clear()
-
-    def close(self, *, failed: bool) -> None:
-        """MPI_Finalize, which mpi4py calls, lets go of the duplicates."""
+    def free(self, *, failed: bool) -> None:
+        for each in () if failed else (*self.requests, *reversed(self.duplicates)):
+            each.Free()
 
 
 class _Line:

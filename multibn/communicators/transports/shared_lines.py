@@ -15,7 +15,7 @@ import numpy as np
 from multibn import message
 from multibn._environment import process_state
 from multibn.communicators.lines import HostArray, Line, Opening, seconds_of_offers
-from multibn.communicators.notices import RankLeftError, RankLostError
+from multibn.communicators.notices import RankLostError
 from multibn.communicators.watch import Done, in_turn, never
 
 try:
@@ -58,7 +58,7 @@ class Neighbours:
         """The error to raise if a rank has left, or its process has ended."""
         for rank, pid, gate in zip(self.ranks, self._pids, self._gates, strict=True):
             if core.wait(gate, 1, 0.0, 0.0):
-                return RankLeftError(rank)
+                return RankLostError(rank, has_left=True)
             if not process_state(pid):
                 return RankLostError(rank)
         return None
