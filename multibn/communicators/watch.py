@@ -215,7 +215,9 @@ class Watch:
             Notice("waits", 0, self._key, text, dict.fromkeys(map(str, self._members), 0))
         )
         for member, notice in known.board.read().items():
-            waits_for_me = notice.place not in _met and me in notice.counts
+            # Who has failed to meet knows of it, and may go on with other groups.
+            stale = notice.state == "failed" and _failed
+            waits_for_me = not stale and notice.place not in _met and me in notice.counts
             if waits_for_me and member in self._members:
                 self._fail_between_groups(
                     text, self._members.index(member), notice.text, len(notice.counts)
@@ -293,6 +295,10 @@ class Watch:
         # Before all else: a launcher that sees one process end stops the others at once.
         announce(message)
         self._publish("failed", "", message)
+        if self._before and not self._peers:
+            _failed.add(self._key)
+            counts = dict.fromkeys(map(str, self._members), 0)
+            self._before.board.publish(Notice("failed", 0, self._key, message, counts))
 
     def _describe(self, ranks: list[int], how: str = "") -> str:
         seen = f"last seen {time.monotonic() - self._last_at:.1f} s ago in {self._last}"
@@ -330,6 +336,7 @@ def _some(ranks: list[int]) -> str:
 
 
 _watches: WeakSet[Watch] = WeakSet()  # whose ranks know each other
+_failed: set[str] = set()  # the groups whose first meeting this rank has failed to make
 _met: set[str] = set()  # the groups in which this rank has come to the first meeting, or later ones
 
 

@@ -72,6 +72,7 @@ class MPITransport(Transport):
     def free(self, *, failed: bool) -> None:
         for each in () if failed else (*self.requests, *reversed(self.duplicates)):
             each.Free()
+        self.requests, self.duplicates = [], []
 
 
 class _Line:
