@@ -32,7 +32,7 @@ def check_communicator(comm: Communicator) -> None:
 def check_deadline(comm: Any, everybody: Communicator) -> None:
     """Check that `comm`, which is not used again, has a deadline.
 
-    Collective over `everybody`, the same ranks, 2 or more. The last rank comes when another one has
+    Collective over `everybody`, the same ranks, 2 or more. The last rank comes when all others have
     given up.
     """
     late = comm.rank == comm.size - 1
@@ -41,7 +41,8 @@ def check_deadline(comm: Any, everybody: Communicator) -> None:
     comm.timeout = 0.8
     if late:
         notices = comm.lines.watch.board.read
-        assert poll(lambda: any(n.state == "failed" for n in notices().values()), 60.0)
+        others = comm.size - 1
+        assert poll(lambda: [n.state for n in notices().values()] == ["failed"] * others, 60.0)
     start = time.monotonic()
     try:
         comm.allreduce(np.zeros(1))
