@@ -340,8 +340,19 @@ class Phase(Forwarding):
         """
         is_refused = self.name == "forward" and message.is_refusal(summed, self.num_lanes)
         if earlier is not None and self.name == "forward" and not np.isfinite(summed).all():
-            if is_refused or not skips(self, self.dtype):
-                self._raise_for_earlier(earlier, is_refused)
+            where = f"in an earlier call, {earlier}"
+            if is_refused:
+                fail(
+                    RuntimeError,
+                    f"rank {self.rank} cannot go on: {where}, the input was refused on another "
+                    "rank. The error raised there says why.",
+                )
+            if not skips(self, self.dtype):
+                fail(
+                    FloatingPointError,
+                    f"the batch statistics were not finite {where}: the input had NaN, infinity or "
+                    "too large values on some rank. Look for their origin in the layers before.",
+                )
             tell_of_skip(self)
         v, square = summed[-2:].tolist()
         # The refused input may be of another dtype, which the fingerprint tells.
@@ -383,20 +394,6 @@ class Phase(Forwarding):
         fail(
             RuntimeError,
             f"the ranks are in different places: {by_answer(texts)}. {ALIKE}",
-        )
-
-    def _raise_for_earlier(self, earlier: "_Call", refused: bool) -> NoReturn:
-        where = f"in an earlier call, {earlier}"
-        if refused:
-            fail(
-                RuntimeError,
-                f"rank {self.rank} cannot go on: {where}, the input was refused on another "
-                "rank. The error raised there says why.",
-            )
-        fail(
-            FloatingPointError,
-            f"the batch statistics were not finite {where}: the input had NaN, infinity or too "
-            "large values on some rank. Look for their origin in the layers before this one.",
         )
 
 

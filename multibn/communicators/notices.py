@@ -25,16 +25,19 @@ class Notice(NamedTuple):
 class Board(Protocol):
     """Where ranks leave notices for each other; never blocks for long."""
 
-    def publish(self, notice: Notice, /) -> None: ...
+    def publish(self, notice: Notice, /) -> None:
+        """Leave the latest notice of this rank."""
 
     def read(self) -> dict[int, Notice]:
         """The latest notice of each other rank that has left one."""
 
     def close(self) -> None:
         """Finish publishing before the process ends."""
+        return
 
     def withdraw(self) -> None:
         """Remove this rank's notice, which means nothing any more."""
+        return
 
 
 class Peer(NamedTuple):

@@ -89,7 +89,9 @@ class MPI(LineCommunicator):
         # A world of one process is congruent to COMM_SELF, which must stay this process alone.
         is_world = mpi.Comm.Compare(comm, mpi.COMM_WORLD) in (mpi.IDENT, mpi.CONGRUENT)
         if not is_world or comm == mpi.COMM_SELF:
-            self.world_ranks = _ranks_in_world(comm)
+            group, world = comm.group, mpi.COMM_WORLD.group
+            ranks = mpi.Group.Translate_ranks(group, range(group.size), world)
+            self.world_ranks = tuple(ranks)
 
     @property
     def comm(self) -> "Comm":
@@ -183,13 +185,6 @@ def mpi_is_cuda_aware() -> bool:
         return bool(ctypes.CDLL("libmpi.so.40").MPIX_Query_cuda_support())
     except (OSError, AttributeError):
         return False
-
-
-def _ranks_in_world(comm: "Comm") -> tuple[int, ...]:
-    from mpi4py import MPI as mpi
-
-    group = comm.group
-    return tuple(mpi.Group.Translate_ranks(group, range(group.size), mpi.COMM_WORLD.group))
 
 
 def _restore(world_ranks: tuple[int, ...] | None, cuda_aware: bool | None, timeout: float) -> MPI:

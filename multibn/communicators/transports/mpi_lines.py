@@ -15,7 +15,7 @@ from multibn.communicators.lines import (
     after_fork,
     seconds_of_offers,
 )
-from multibn.communicators.notices import Notice
+from multibn.communicators.notices import Board, Notice
 from multibn.communicators.watch import Done, poll
 
 if TYPE_CHECKING:
@@ -113,8 +113,10 @@ class _Line:
             self._done = partial(poll, self._request.Test, offers=self._offers)
 
 
-class _Board:
+class _Board(Board):
     """Notices as messages to every other rank; only ranks that have waited long send any.
+
+    MPI delivers what was sent, and forgets it with the group.
 
     An MPI with ULFM refuses messages to and from dead ranks, which mpi4py makes a RuntimeError.
     """
@@ -124,12 +126,6 @@ class _Board:
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
         self._notices: dict[int, Notice] = {}
         self._sent: list[Any] = []  # requests and what they send, which must stay in memory
-
-    def close(self) -> None:
-        """MPI delivers what was sent."""
-
-    def withdraw(self) -> None:
-        """The group ends, and its messages with it."""
 
     def publish(self, notice: Notice, /) -> None:
         data = notice.encode()
