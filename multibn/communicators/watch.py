@@ -70,6 +70,7 @@ class Watch:
         self._launcher = _launcher()
         self._peers: list[Peer] = []
         self._before = known
+        self._meeting: Notice | None = None  # of this rank, which waits for the first meeting
         self._key = known.key if known else ""
         self._members: Sequence[object] = known.members if known else ()
         self._last: object = "the start"  # str() gives the text
@@ -211,9 +212,9 @@ class Watch:
                 "data: all ranks must take the same number of steps.",
             )
         me = str(self._members[self.rank])
-        known.board.publish(
-            Notice("waits", 0, self._key, text, dict.fromkeys(map(str, self._members), 0))
-        )
+        counts = dict.fromkeys(map(str, self._members), 0)
+        self._meeting = Notice("waits", 0, self._key, text, counts)
+        known.board.publish(self._meeting)
         for member, notice in known.board.read().items():
             # Who has failed to meet knows of it, and may go on with other groups.
             stale = notice.state == "failed" and _failed
@@ -295,10 +296,9 @@ class Watch:
         # Before all else: a launcher that sees one process end stops the others at once.
         announce(message)
         self._publish("failed", "", message)
-        if self._before and not self._peers:
+        if self._before and self._meeting and not self._peers:
             _failed.add(self._key)
-            counts = dict.fromkeys(map(str, self._members), 0)
-            self._before.board.publish(Notice("failed", 0, self._key, message, counts))
+            self._before.board.publish(self._meeting._replace(state="failed"))
 
     def _describe(self, ranks: list[int], how: str = "") -> str:
         seen = f"last seen {time.monotonic() - self._last_at:.1f} s ago in {self._last}"
