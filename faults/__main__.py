@@ -25,7 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help="default: all; the others keep what the file says")  # fmt: skip
     parser.add_argument("--output", type=Path, metavar="DIRECTORY",
                         help="default: faults/results, and docs/faults.md")  # fmt: skip
+    parser.add_argument("--faults", metavar="NAME,...", help="default: all; as --parts")
     arguments = parser.parse_args(argv)
+    if arguments.faults:
+        parts.chosen[:] = arguments.faults.split(",")
     names = arguments.parts.split(",")
     if unknown := set(names) - set(parts.PARTS):
         parser.error(f"--parts must be of {', '.join(parts.PARTS)}: got {', '.join(unknown)}")
@@ -37,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     results["machine"] = machine.describe()
     for name in names:
         start = time.monotonic()
-        results[name] = parts.PARTS[name](report.show)
+        kept = [row for row in results.get(name, []) if row["scenario"] not in parts.chosen]
+        results[name] = kept + parts.PARTS[name](report.show)
         print(f"{name}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
         path.write_text(json.dumps(results, indent=1) + "\n")
     page = ROOT / "docs/faults.md"

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from faults.scenarios import DEADLINE, SCENARIOS
+from faults.scenarios import SCENARIOS
 from faults.setups import Setup
 
 ANNOUNCEMENT = "multibn: "  # the beginning of the lines that multibn prints for people
@@ -174,7 +174,7 @@ class Outcome:
             return "right"
         if self._others_speak:
             return "DDP" if self.setup.name == "ddp" else "launcher"
-        return "deadline" if self.seconds >= DEADLINE else "named"
+        return "deadline" if self.seconds >= chosen.deadline else "named"
 
     def peer_verdict(self) -> str:
         """What the fault is to a user of another library."""

@@ -1,5 +1,8 @@
 """Layers that differ between the ranks."""
 
+from datetime import timedelta
+from typing import Any
+
 from faults.models import CHANNELS
 from faults.scenarios._scenario import SILENCE, scenario
 from faults.setups import OURS
@@ -76,6 +79,26 @@ def order(trial: Trial) -> None:
 def order_of_widths(trial: Trial) -> None:
     trial.begin("branches")
     trial.trainee.network.swapped = trial.at_fault
+    trial.steps(2)
+
+
+@scenario(
+    "... first step, over a backend of torch's with another name",
+    says=_PLACES + r"rank\(s\) \[0, 2\] in narrow; rank\(s\) \[1\] in wide\.",
+    setups=("shared memory", "gloo"),
+    also_run_on_peers=False,
+)
+def other_backend(trial: Trial) -> None:
+    import torch.distributed as dist
+
+    def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+
+    dist.Backend.register_backend("other", make, devices=["cpu"])
+    group = dist.new_group(list(range(trial.size)), backend="other")
+    trial.build("branches", communicator=group)
+    trial.trainee.network.swapped = trial.at_fault
+    trial.mark()
     trial.steps(2)
 
 
@@ -196,7 +219,8 @@ def network_in_eval(trial: Trial) -> None:
 
 @scenario(
     "no gradient wanted on a rank",
-    says=_PLACES + r".*layer2\.0\.bn2 \(backward.*layer1\.0\.bn1 \(forward",
+    says=r"whether a backward pass may follow: rank\(s\) \[0, 2\] in layer1\.0\.bn1 \(forward, "
+    r"float64, call 3\), with gradients; rank\(s\) \[1\] in layer1\.0\.bn1 .*without gradients",
 )
 def no_gradient(trial: Trial) -> None:
     trial.begin()

@@ -36,7 +36,7 @@ def busy(trial: Trial) -> None:
     trial.steps(2)
 
 
-_FIRST = r"waited 3 s in the first message of "
+_FIRST = r"waited \d+ s in the first message of "
 # Before the first message over MPI, a rank that waits cannot tell the others so: they are named,
 # too.
 _MISSING = r".* for rank\(s\) \[(0, )?1(, 2)?\]: no rank was heard of before"
@@ -59,6 +59,24 @@ def late_first(trial: Trial) -> None:
     if trial.at_fault:
         time.sleep(DEADLINE + 2)
     trial.steps(2)
+
+
+@scenario(
+    "a rank that ends before its first layer",
+    says=r"for rank\(s\) \[1\], whose process has ended before its first layer",
+    # MPI tells of no rank that ends in order.
+    says_under=dict.fromkeys(("mpi", "chainermn"), _FIRST + r"layer1\.0\.bn1 \(forward" + _MISSING),
+    deadline=20.0,  # a process with torch takes seconds to end on a busy machine
+    seconds=21.0,
+    needs="has_deadline",
+    faulty_rank_may_be_silent=True,
+    ends=True,
+    also_run_on_peers=False,
+)
+def ends_first(trial: Trial) -> None:
+    trial.build()
+    trial.mark()
+    trial.steps(0 if trial.at_fault else 2)
 
 
 @scenario(

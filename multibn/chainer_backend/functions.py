@@ -13,7 +13,7 @@ from multibn.chainer_backend import _differentiable
 from multibn.communicators import Communicator, as_communicator
 from multibn.communicators.conversation import Conversation
 from multibn.communicators.outcomes import Nonfinite, raise_for_nan_gradients
-from multibn.engine import masks, statistics, step
+from multibn.engine import masks, recompute, statistics, step
 from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Gradient, Input
 from multibn.kernels import generic
@@ -133,7 +133,11 @@ def normalize(
             "those of the first batch. Remove the decorator, which may stay for evaluation."
         )
     function = BatchNormalization(i, communicator, weighting)
-    (y,) = function.apply([v for v in (i.x, i.weight, i.bias, i.residual) if v is not None])
+    arrays = [v for v in (i.x, i.weight, i.bias, i.residual) if v is not None]
+    function.needed = any(getattr(v, "requires_grad", False) for v in arrays)
+    if not chainer.config.enable_backprop:
+        function.needed = recompute.is_recording()
+    (y,) = function.apply(arrays)
     return y, function.batch
 
 
@@ -245,6 +249,7 @@ class BatchNormalization(FunctionNode):
     """
 
     batch: BatchStatistics
+    needed = True  # whether a backward pass may follow
 
     def __init__(self, i: Input, communicator: Communicator, weighting: Weighting) -> None:
         super().__init__()
@@ -257,8 +262,12 @@ class BatchNormalization(FunctionNode):
         self.retain_inputs([n for n, name in enumerate(self.names) if name != "residual"])
         if self.input.relu:
             self.retain_outputs((0,))
-        i = self.filled(inputs)
-        ((y, self.batch),) = step.forward([i], self.communicator, weighting=self._weighting)
+        ((y, self.batch),) = step.forward(
+            [self.filled(inputs)],
+            self.communicator,
+            weighting=self._weighting,
+            needs_gradient=self.needed,
+        )
         # The graph need not keep running statistics.
         self.input = self.input._replace(running=None)
         return (y,)

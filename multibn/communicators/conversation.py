@@ -8,6 +8,7 @@ each other in the same moment.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NoReturn
 from weakref import ref
 
@@ -65,18 +66,15 @@ class Conversation(Forwarding):
         self.built, self.options, self.num_layers = built, options, num_layers
         self.forwarding = communicator if isinstance(communicator, Forwarding) else None
         self._find_name = find_name
-        self._name: str | None = None
-        self.phases: dict[tuple[str, Any], Phase] = {}
+        self.phases: dict[tuple[str, Any, bool], Phase] = {}
         self._elsewhere: dict[Communicator, Conversation] = {}
         self._known: Known | None = None  # of the processes, and the layer's names among them
         self._names: dict[Any, str] = {}
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The name of the layer."""
-        if self._name is None:
-            self._name = self._find_name()
-        return self._name
+        return self._find_name()
 
     @property
     def num_forward(self) -> int:
@@ -98,11 +96,15 @@ class Conversation(Forwarding):
             )
         return self._elsewhere[communicator]
 
-    def during(self, phase: str, dtype: Any) -> "Phase":
-        """The communicator for messages about activations of `dtype` in a phase of the layer."""
-        known = self.phases.get((phase, dtype))
+    def during(self, phase: str, dtype: Any, needs_gradient: bool = True) -> "Phase":
+        """The communicator for messages about activations of `dtype` in a phase of the layer.
+
+        `needs_gradient` says whether a backward message may follow.
+        """
+        key = phase, dtype, needs_gradient
+        known = self.phases.get(key)
         if known is None:
-            known = self.phases[phase, dtype] = Phase(self, phase, dtype)
+            known = self.phases[key] = Phase(self, *key)
         return known
 
     def agreed_name(
@@ -153,9 +155,10 @@ class Phase(Forwarding):
     _summed_prints: memoryview
     _sent_tail: memoryview
 
-    def __init__(self, layer: Conversation, phase: str, dtype: Any) -> None:
+    def __init__(self, layer: Conversation, phase: str, dtype: Any, needs_gradient: bool) -> None:
         self.wrapped = layer
         self.name, self.dtype = phase, str(dtype).rpartition(".")[2]
+        self.gradients = "with gradients" if needs_gradient else "without gradients"
         self.num_lanes = message.num_lanes(phase, layer.num_layers)
         self._num_numbers = -1
         self._calls = 0
@@ -271,7 +274,7 @@ class Phase(Forwarding):
                 name, self._known = layer.agreed_name(communicator, self._lines, length, call)
             # With the length: layers of one name and unlike widths may meet in a message.
             self._place = f"{name} {self.name} {length}"
-            self._fingerprint = message.fingerprint(f"{self._place} {self.dtype}")
+            self._fingerprint = message.fingerprint(f"{self._place} {self.dtype} {self.gradients}")
             lanes = message.lanes(self.name, self._fingerprint, layer.num_layers)
         self._lanes = np.array(lanes)
         self._sent_tail = self._lanes.data
@@ -337,8 +340,19 @@ class Phase(Forwarding):
         """
         is_refused = self.name == "forward" and message.is_refusal(summed, self.num_lanes)
         if earlier is not None and self.name == "forward" and not np.isfinite(summed).all():
-            if is_refused or not skips(self, self.dtype):
-                self._raise_for_earlier(earlier, is_refused)
+            where = f"in an earlier call, {earlier}"
+            if is_refused:
+                fail(
+                    RuntimeError,
+                    f"rank {self.rank} cannot go on: {where}, the input was refused on another "
+                    "rank. The error raised there says why.",
+                )
+            if not skips(self, self.dtype):
+                fail(
+                    FloatingPointError,
+                    f"the batch statistics were not finite {where}: the input had NaN, infinity or "
+                    "too large values on some rank. Look for their origin in the layers before.",
+                )
             tell_of_skip(self)
         v, square = summed[-2:].tolist()
         # The refused input may be of another dtype, which the fingerprint tells.
@@ -351,15 +365,27 @@ class Phase(Forwarding):
             fail(
                 RuntimeError,
                 f"the ranks were in different places in an earlier call, {earlier}, on rank "
-                f"{self.rank}: another rank was in another layer, or in another dtype. {ALIKE}",
+                f"{self.rank}: another rank was in another layer, in another dtype, or alone with "
+                f"or without gradients. {ALIKE}",
             )
         layer = self.wrapped
         num_channels = message.num_channels(self._num_numbers + self.num_lanes, layer.num_layers)
         number = self._place.split()[-3]
         answers = gather(
-            (f"{self}", f"{num_channels} channels", f"layer {number} by the first call"),
+            (
+                *(f"{self}", f"{num_channels} channels", f"layer {number} by the first call"),
+                *(f"{self._place} {self.dtype}", f"{self}, {self.gradients}"),
+            ),
             layer.wrapped,
         )
+        if len({place for *_, place, _ in answers}) == 1:
+            fail(
+                RuntimeError,
+                "the ranks differ in whether a backward pass may follow: "
+                f"{by_answer(text for *_, text in answers)}. Those with gradients would wait for "
+                "the others: compute gradients on all ranks or on none, and freeze the same layers "
+                "on all of them.",
+            )
         # The fewest words in which they differ: models may have layers of one name.
         for n in range(1, 4):
             texts = [", ".join(answer[:n]) for answer in answers]
@@ -368,20 +394,6 @@ class Phase(Forwarding):
         fail(
             RuntimeError,
             f"the ranks are in different places: {by_answer(texts)}. {ALIKE}",
-        )
-
-    def _raise_for_earlier(self, earlier: "_Call", refused: bool) -> NoReturn:
-        where = f"in an earlier call, {earlier}"
-        if refused:
-            fail(
-                RuntimeError,
-                f"rank {self.rank} cannot go on: {where}, the input was refused on another "
-                "rank. The error raised there says why.",
-            )
-        fail(
-            FloatingPointError,
-            f"the batch statistics were not finite {where}: the input had NaN, infinity or too "
-            "large values on some rank. Look for their origin in the layers before this one.",
         )
 
 

@@ -25,15 +25,13 @@ from multibn.communicators.base import Handle
 from multibn.communicators.notices import Board, Meeting
 from multibn.communicators.objects import gather
 from multibn.communicators.people import announce_end, uncaught
-from multibn.communicators.watch import Done, Watch
+from multibn.communicators.watch import Done, Watch, poll
 
 HostArray: TypeAlias = np.ndarray[Any, Any]
 
 # Lines that are not named by the length of their messages.
 _ANY = 0  # carries arrays of any length and dtype
 FIRST_MESSAGES = -1  # carries the first messages of layers, whose length is fixed
-
-_SHORTEST_NAP, _LONGEST_NAP = 1e-4, 0.1  # seconds between two steps of opening a line
 
 
 class Line(Protocol):
@@ -71,24 +69,21 @@ class Transport(ABC):
     def board(self) -> Board | None:
         """Where notices are left; None until the first line is open."""
 
-    @abstractmethod
-    def abort(self) -> None:
+    def abort(self) -> None:  # noqa: B027
         """The program ends by an error: end the other ranks where they would wait for ever."""
 
-    @abstractmethod
-    def disown(self) -> None:
-        """This process is a fork: let go of what it has inherited, unnoticed by other ranks."""
+    def close(self, *, failed: bool) -> None:  # noqa: B027
+        """Let go of threads and connections: the group or the program ends, or this is a fork.
 
-    @abstractmethod
-    def release(self, *, failed: bool) -> None:
-        """The user has destroyed the group: let go of all that the lines were made of.
-
-        After a failure a message may be under way.
+        After a failure, and in a fork, a message may be under way, and other ranks hear nothing.
         """
 
     @abstractmethod
-    def close(self, *, failed: bool) -> None:
-        """The program ends: let go of threads and connections."""
+    def free(self, *, failed: bool) -> None:
+        """The user has destroyed the group, which was closed: later groups get what it had."""
+
+    def end(self) -> None:  # noqa: B027
+        """The program ends, and all groups were closed."""
 
 
 class Opening:
@@ -106,23 +101,16 @@ class Opening:
         self._begun = time.monotonic()
 
     def done(self, seconds: float) -> bool:
-        """Whether the line is open; waits so many seconds at most, and looks ever less often.
+        """Whether the line is open; waits so many seconds at most."""
+        return poll(self._is_open, seconds, begun=self._begun, longest=0.1)
 
-        A nap is a twentieth of the time since the beginning, so that the last one costs little.
-        """
-        end = time.monotonic() + seconds
-        while self.line is None:
+    def _is_open(self) -> bool:
+        if self.line is None:
             try:
                 next(self._steps)
             except StopIteration as stop:
                 self.line = stop.value
-                break
-            now = time.monotonic()
-            if now >= end:
-                return False
-            nap = max(_SHORTEST_NAP, min((now - self._begun) / 20, _LONGEST_NAP))
-            time.sleep(min(nap, end - now))
-        return True
+        return self.line is not None
 
 
 class _Buffer(NamedTuple):
@@ -138,7 +126,7 @@ class Lines:
 
     def __init__(self, transport: Transport) -> None:
         _leave_at_exit()
-        self.transport = transport
+        self.transport, self._process = transport, os.getpid()
         self.rank, self.size = transport.rank, transport.size
         self.watch = Watch(self.rank, self.size, transport.known)
         self._open: dict[int, Line] = {}
@@ -184,7 +172,7 @@ class Lines:
     def disown(self) -> None:
         """This process is a fork of the one whose place among the ranks the lines have."""
         self.abandon()
-        self.transport.disown()
+        self.transport.close(failed=True)
         self.watch.failure = (
             f"this process (pid {os.getpid()}) is a fork of rank {self.rank} (pid {os.getppid()}), "
             "whose connections it cannot use. Let the parent train, or give the child's layers "
@@ -204,7 +192,9 @@ class Lines:
         self.watch.board = None
         for part in (self._open, self._buffers, self._memory):
             part.clear()
-        self.transport.release(failed=failed)
+        self.transport.close(failed=failed)
+        if self._process == os.getpid():
+            self.transport.free(failed=failed)
 
     def _opened(self, number: int, buffer: HostArray | None, text: object, timeout: float) -> Line:
         self.watch.check(text)  # before a fork touches the transport
@@ -310,3 +300,5 @@ def _leave() -> None:
         lines.watch.leave(error)
     for lines in every:
         lines.transport.close(failed=lines.watch.failure is not None)
+    for lines in every:
+        lines.transport.end()

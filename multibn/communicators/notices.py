@@ -25,16 +25,19 @@ class Notice(NamedTuple):
 class Board(Protocol):
     """Where ranks leave notices for each other; never blocks for long."""
 
-    def publish(self, notice: Notice, /) -> None: ...
+    def publish(self, notice: Notice, /) -> None:
+        """Leave the latest notice of this rank."""
 
     def read(self) -> dict[int, Notice]:
         """The latest notice of each other rank that has left one."""
 
     def close(self) -> None:
         """Finish publishing before the process ends."""
+        return
 
     def withdraw(self) -> None:
         """Remove this rank's notice, which means nothing any more."""
+        return
 
 
 class Peer(NamedTuple):
@@ -67,16 +70,12 @@ class Meeting(NamedTuple):
 
 
 class RankLostError(RuntimeError):
-    """The process of a rank has ended, as a transport has seen."""
+    """A rank sends no more, as a transport has seen: its process has ended, or it `has_left`.
 
-    def __init__(self, rank: int) -> None:
-        super().__init__(f"the process of rank {rank} has ended")
-        self.rank = rank
+    A rank that has left has let go of the group in order, while this one waits for its message.
+    """
 
-
-class RankLeftError(RuntimeError):
-    """A rank has let go of the group, in order, while this rank waits for a message from there."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(f"rank {rank} has left")
-        self.rank = rank
+    def __init__(self, rank: int, *, has_left: bool = False) -> None:
+        what = f"rank {rank} has left" if has_left else f"the process of rank {rank} has ended"
+        super().__init__(what)
+        self.rank, self.has_left = rank, has_left

@@ -9,7 +9,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, TypeVar
@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 from multibn._environment import pid_space, process_state, this_machine
 from multibn._typing import check_number
-from multibn.communicators.notices import Board, Meeting, Notice, Peer, RankLeftError, RankLostError
+from multibn.communicators.notices import Board, Meeting, Notice, Peer, RankLostError
 from multibn.communicators.people import announce
 
 PATIENCE = 0.5  # seconds of waiting before a rank sends a notice
@@ -70,6 +70,7 @@ class Watch:
         self._launcher = _launcher()
         self._peers: list[Peer] = []
         self._before = known
+        self._meeting: Notice | None = None  # of this rank, which waits for the first meeting
         self._key = known.key if known else ""
         self._members: Sequence[object] = known.members if known else ()
         self._last: object = "the start"  # str() gives the text
@@ -211,18 +212,16 @@ class Watch:
                 "data: all ranks must take the same number of steps.",
             )
         me = str(self._members[self.rank])
-        known.board.publish(
-            Notice("waits", 0, self._key, text, dict.fromkeys(map(str, self._members), 0))
-        )
+        counts = dict.fromkeys(map(str, self._members), 0)
+        self._meeting = Notice("waits", 0, self._key, text, counts)
+        known.board.publish(self._meeting)
         for member, notice in known.board.read().items():
-            waits_for_me = notice.place not in _met and me in notice.counts
+            # Who has failed to meet knows of it, and may go on with other groups.
+            stale = notice.state == "failed" and _failed
+            waits_for_me = not stale and notice.place not in _met and me in notice.counts
             if waits_for_me and member in self._members:
-                self._fail(
-                    RuntimeError,
-                    f"the ranks are in different places: rank {self.rank} is in {text}; rank "
-                    f"{self._members.index(member)} is in {notice.text}, and waits for rank "
-                    f"{self.rank} in another group, of {len(notice.counts)} ranks. All ranks must "
-                    "use the same groups, and run the same layers, in the same order.",
+                self._fail_between_groups(
+                    text, self._members.index(member), notice.text, len(notice.counts)
                 )
 
     def _check_other_groups(self, text: str, notices: dict[int, Notice]) -> None:
@@ -238,15 +237,20 @@ class Watch:
                 rank = self._members.index(peer)
                 if rank == self.rank or rank in notices:
                     continue
-                message = (
-                    f"the ranks are in different places: rank {self.rank} is in {text}, and waits "
-                    f"for rank {rank} of {self.size}; rank {rank} is in {notice.text}, and waits "
-                    f"for rank {self.rank} in another group, of {other.size} ranks. All ranks must "
-                    "use the same groups, and run the same layers, in the same order."
-                )
-                other.failure = message  # the message of that rank stays under way
-                other._publish("failed", "", message)
-                self._fail(RuntimeError, message)
+                try:
+                    self._fail_between_groups(text, rank, notice.text, other.size)
+                finally:
+                    other.failure = self.failure  # the message of that rank stays under way
+                    other._publish("failed", "", str(self.failure))
+
+    def _fail_between_groups(self, text: str, rank: int, its_text: str, its_size: int) -> NoReturn:
+        self._fail(
+            RuntimeError,
+            f"the ranks are in different places: rank {self.rank} is in {text}, and waits for rank "
+            f"{rank} of {self.size}; rank {rank} is in {its_text}, and waits for rank {self.rank} "
+            f"in another group, of {its_size} ranks. All ranks must use the same groups, and run "
+            "the same layers, in the same order.",
+        )
 
     def _miss(self, notices: dict[int, Notice], text: str, timeout: float) -> NoReturn:
         absent = [r for r in range(self.size) if r != self.rank and r not in notices]
@@ -258,8 +262,8 @@ class Watch:
         )
 
     def _lost(self, text: str, error: RuntimeError) -> NoReturn:
-        left = [error.rank] if isinstance(error, RankLeftError) else []
-        lost = [error.rank] if isinstance(error, RankLostError) else []
+        gone = [error.rank] if isinstance(error, RankLostError) else []
+        left, lost = (gone, []) if getattr(error, "has_left", False) else ([], gone)
         # Alive, with a broken connection: the others need not name this rank.
         self._publish("looks", "", text)
         end = time.monotonic() + _SEARCH
@@ -292,6 +296,9 @@ class Watch:
         # Before all else: a launcher that sees one process end stops the others at once.
         announce(message)
         self._publish("failed", "", message)
+        if self._before and self._meeting and not self._peers:
+            _failed.add(self._key)
+            self._before.board.publish(self._meeting._replace(state="failed"))
 
     def _describe(self, ranks: list[int], how: str = "") -> str:
         seen = f"last seen {time.monotonic() - self._last_at:.1f} s ago in {self._last}"
@@ -329,19 +336,57 @@ def _some(ranks: list[int]) -> str:
 
 
 _watches: WeakSet[Watch] = WeakSet()  # whose ranks know each other
+_failed: set[str] = set()  # the groups whose first meeting this rank has failed to make
 _met: set[str] = set()  # the groups in which this rank has come to the first meeting, or later ones
 
 
-def poll(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether `condition` becomes true within that time."""
-    deadline = time.monotonic() + seconds
-    nap = 1e-4
+def poll(
+    condition: Callable[[], bool],
+    seconds: float,
+    *,
+    begun: float = 0.0,
+    offers: float = 0.0,
+    longest: float = 1e-3,
+) -> bool:
+    """Whether `condition` becomes true within that time; asks ever less often.
+
+    Other ranks may need this core: for `offers` seconds since the wait has `begun` (default: now)
+    it is only offered, then left to them for naps of a twentieth of the wait, so that the last nap
+    costs little.
+    """
+    start = time.monotonic()
     while not condition():
-        if time.monotonic() >= deadline:
+        now = time.monotonic()
+        if now - start >= seconds:
             return False
-        time.sleep(nap)
-        nap = min(1.5 * nap, 0.02)
+        waited = now - (begun or start)
+        if waited < offers:
+            os.sched_yield()
+        else:
+            time.sleep(min(max(waited / 20, 5e-5), longest, start + seconds - now))
     return True
+
+
+def in_turn(steps: Iterator[Done]) -> Done:
+    """Begins the first of several steps; waits for that one, begins the next, and so on."""
+    pending = next(steps, None)
+
+    def done(seconds: float) -> bool:
+        nonlocal pending
+        end = time.monotonic() + seconds
+        while pending is not None:
+            if not pending(max(end - time.monotonic(), 0.0)):
+                return False
+            pending = next(steps, None)
+        return True
+
+    return done
+
+
+def never(seconds: float) -> bool:
+    """Of messages that are unlike, and never meet: the notices will say where the ranks are."""
+    time.sleep(seconds)
+    return False
 
 
 def _launcher() -> int:

@@ -187,6 +187,11 @@ class replaying(_Pass):  # noqa: N801
         return batch
 
 
+def is_recording() -> bool:
+    """Whether this pass will run again for its gradients, although it runs without any."""
+    return any(isinstance(entered, recording) for entered in state.stack)
+
+
 def in_recomputing() -> bool:
     """Whether this pass runs again, so that running statistics must not be updated."""
     stack = state.stack

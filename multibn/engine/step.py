@@ -32,24 +32,26 @@ def forward(
     *,
     weighting: Weighting,
     select: Callable[[Array], Any] | None = None,
+    needs_gradient: bool = True,
 ) -> list[tuple[Any, BatchStatistics]]:
     """Normalize each input by the batch that all ranks hold together.
 
     `select` chooses the kernels for an array, in place of `kernels.select`; what they make of the
-    input is returned.
+    input is returned. `needs_gradient` says whether a `backward` may follow, and is compared.
 
     Collective, one allreduce of 2C+2 float64 numbers for each input, unless `engine.recompute`
     replays the statistics; another one for inputs with a variance that is lost beside the square of
     the mean, on the host. Raises as `statistics.batch_statistics`.
     """
     select = select or kernels.select
+    options: Any = {"weighting": weighting, "select": select, "needs_gradient": needs_gradient}
     if not recompute.state.stack:
-        return share(inputs, communicator, weighting=weighting, select=select)
+        return share(inputs, communicator, **options)
     batches = recompute.replayed([statistics.channels(i.x.shape, i.axis) for i in inputs])
     if batches is not None:
         pairs = zip(inputs, batches, strict=True)
         return [(select(i.x).normalize(i, batch), batch) for i, batch in pairs]
-    results = share(inputs, communicator, weighting=weighting, select=select)
+    results = share(inputs, communicator, **options)
     recompute.record([batch for _, batch in results], inputs, communicator)
     return results
 
@@ -62,6 +64,7 @@ def share(
     weighting: Weighting,
     select: Callable[[Array], Any] | None = None,
     phase: str = "forward",
+    needs_gradient: bool = True,
 ) -> list[tuple[Any, BatchStatistics]]:
     """As `forward`, and of no concern to `recompute`."""
     select = select or kernels.select
@@ -76,7 +79,7 @@ def share(
         xs.append(i.x)
         lengths.append(length)
     sharing = communicator
-    communicator, memory, outs = _open(communicator, phase, xs, lengths)
+    communicator, memory, outs = _open(communicator, phase, xs, lengths, needs_gradient)
     payloads = []
     for n, (k, i, weight, count) in enumerate(shares):
         payloads.append(k.begin_forward(i, weight, count, out=outs[n]))
@@ -195,6 +198,7 @@ def _open(
     phase: str,
     xs: Sequence[Array],
     lengths: Sequence[int],
+    needs_gradient: bool = True,
 ) -> tuple[Communicator, Array | None, Sequence[Any]]:
     """The communicator of a message about inputs `xs`; memory of all payloads, and of each.
 
@@ -203,8 +207,9 @@ def _open(
     x = xs[0]
     if type(communicator) is Conversation:
         dtype = x.dtype if len(xs) == 1 else announced(xs)
-        known = communicator.phases.get((phase, dtype))
-        communicator = communicator.during(phase, dtype) if known is None else known
+        key = phase, dtype, needs_gradient
+        known = communicator.phases.get(key)
+        communicator = communicator.during(*key) if known is None else known
     memory: Any = None
     if type(communicator) is Phase:
         if type(x) is np.ndarray or getattr(x, "is_cpu", False):

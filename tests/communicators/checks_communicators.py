@@ -57,7 +57,7 @@ def check_chainermn_conforms(world: Communicator) -> None:
 @only(sizes=(2, 3, 4))
 def check_deadlines(world: Communicator) -> None:
     """Of every transport of the launcher."""
-    for comm in _with_timeout(world):
+    for comm in _of_each_transport(world):
         conformance.check_deadline(comm, world)
 
 
@@ -73,13 +73,13 @@ def check_interruptions_and_forks_on_two_machines(world: Communicator) -> None:
 
 
 def _interrupt_and_fork(world: Communicator) -> None:
-    for comm in _with_timeout(world):
+    for comm in _of_each_transport(world):
         conformance.check_fork(comm, used=False)
         conformance.check_fork(comm, used=True)
         conformance.check_interruption(comm, world)
 
 
-def _with_timeout(world: Communicator) -> Iterator[Any]:
+def _of_each_transport(world: Communicator) -> Iterator[Any]:
     if _under_torchrun(world):
         import torch.distributed as dist
 
@@ -87,14 +87,14 @@ def _with_timeout(world: Communicator) -> Iterator[Any]:
 
         for context in (contextlib.nullcontext(), _no_shared_memory(), _machines_of_two(world)):
             with context:
-                yield TorchDistributed(dist.new_group(list(range(world.size))), timeout=0.8)
-        yield TorchDistributed(_of_another_backend(world.size), timeout=0.8)
+                yield TorchDistributed(dist.new_group(list(range(world.size))), timeout=60)
+        yield TorchDistributed(_of_another_backend(world.size), timeout=60)
         return
     from mpi4py import MPI as mpi
 
     from multibn.communicators.transports.mpi import MPI
 
-    yield MPI(mpi.COMM_WORLD.Dup(), timeout=0.8)
+    yield MPI(mpi.COMM_WORLD.Dup(), timeout=60)
     if require.available("chainer"):
         from multibn.chainer_backend import compat
         from multibn.communicators.transports.chainermn import ChainerMN
@@ -102,7 +102,7 @@ def _with_timeout(world: Communicator) -> Iterator[Any]:
         compat.make_importable()
         import chainermn
 
-        yield ChainerMN(chainermn.create_communicator("naive", mpi.COMM_WORLD.Dup()), timeout=0.8)
+        yield ChainerMN(chainermn.create_communicator("naive", mpi.COMM_WORLD.Dup()), timeout=60)
 
 
 @contextlib.contextmanager

@@ -1,17 +1,18 @@
 """Communicator over one of ChainerMN's, with its rules for the communication backend."""
 
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from array_api_compat import is_cupy_array, is_torch_array
 
 from multibn._typing import Array
 from multibn.communicators.base import SingleProcess
-from multibn.communicators.lines import HostArray, LineCommunicator, Lines
+from multibn.communicators.lines import HostArray, Lines
 from multibn.communicators.transports.mpi import MPI, find_comm
+from multibn.communicators.transports.mpi_lines import lines_of
 
 
-class ChainerMN(LineCommunicator):
+class ChainerMN(MPI):
     """The processes of a ChainerMN communicator.
 
     Arrays in host memory travel as `MPI(comm.mpi_comm)` sends them, with its checks and deadlines;
@@ -49,30 +50,19 @@ class ChainerMN(LineCommunicator):
     def __init__(
         self, comm: Any, communication_backend: str = "auto", *, timeout: float | None = None
     ) -> None:
-        self._comm = comm
+        super().__init__(comm.mpi_comm, timeout=timeout)
         self._class: Any = type(comm)
-        self._mpi = MPI(comm.mpi_comm, timeout=timeout)
-        self.timeout = self._mpi.timeout
+        self.comm = comm
         self.communication_backend = select_backend(type(comm), communication_backend)
 
-    @property
+    @cached_property
     def comm(self) -> Any:
         """The ChainerMN communicator."""
-        if self._comm is None:
-            self._comm = _find_comm(self._class, self._mpi.world_ranks)
-        return self._comm
+        return _find_comm(self._class, self.world_ranks)
 
-    @property
-    def rank(self) -> int:
-        return self._mpi.rank
-
-    @property
-    def size(self) -> int:
-        return self._mpi.size
-
-    @property
-    def lines(self) -> Lines | None:
-        return None if self._overrides_allreduce() else self._mpi.lines
+    @cached_property
+    def lines(self) -> Lines | None:  # type: ignore[override]
+        return None if self._overrides_allreduce() else lines_of(self.mpi_comm)
 
     def takes(self, x: Array, /) -> bool:
         if self.communication_backend != "nccl":
@@ -94,9 +84,10 @@ class ChainerMN(LineCommunicator):
         return ChainerMN(comm, self.communication_backend, timeout=self.timeout)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self._mpi.world_ranks is not None and len(self._mpi.world_ranks) == 1:
-            return SingleProcess, ()
-        return _restore, (self._class, self._mpi, self.communication_backend)
+        find, arguments = super().__reduce__()
+        if find is SingleProcess:
+            return find, arguments
+        return _restore, (self._class, self.world_ranks, self.timeout, self.communication_backend)
 
     def __repr__(self) -> str:
         return f"ChainerMN(communication_backend={self.communication_backend!r})"
@@ -170,9 +161,9 @@ def _find_comm(cls: Any, world_ranks: tuple[int, ...] | None) -> Any:
     return cls(mpi_comm=find_comm(world_ranks))
 
 
-def _restore(cls: type, mpi: MPI, backend: str) -> ChainerMN:
+def _restore(cls: type, ranks: tuple[int, ...] | None, timeout: float, backend: str) -> ChainerMN:
     restored = ChainerMN.__new__(ChainerMN)
-    restored._comm = None
-    restored._class, restored._mpi, restored.timeout = cls, mpi, mpi.timeout
+    MPI.__init__(restored, timeout=timeout)
+    restored._class, restored.world_ranks = cls, ranks
     restored.communication_backend = backend
     return restored

@@ -8,8 +8,9 @@ message as has room. Only where the fingerprints of all ranks agree does the res
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from multibn import message
 from multibn.communicators.lines import HostArray, Line
-from multibn.communicators.watch import Done, poll
+from multibn.communicators.watch import Done, in_turn, never, poll
 
 _ROOM = 516  # numbers of a message in its first part: the moments of 256 channels and fingerprints
 _SLICE = 0.05  # seconds; after each wait of this length, Python looks for signals
@@ -47,6 +48,9 @@ class EngineLine:
         self._first = np.zeros(2 + _ROOM)
 
     def begin(self, a: HostArray) -> Done:
+        return in_turn(self._parts(a))
+
+    def _parts(self, a: HostArray) -> Iterator[Done]:
         kind = message.fingerprint(f"{self._number} {a.dtype} {a.shape}")
         flat, first = a.reshape(-1), self._first
         here = flat[: _ROOM if a.dtype == np.float64 else 0]
@@ -54,44 +58,18 @@ class EngineLine:
         first[2:] = 0.0
         if here.size:
             first[2 : 2 + here.size] = here
-        pending: Done | None = self._start(first)
-        rest: HostArray | None = None
-
-        def done(seconds: float) -> bool:
-            nonlocal pending, rest
-            end = time.monotonic() + seconds
-            if pending is not None and not pending(seconds):
-                return False
-            pending = None
-            if rest is None:
-                if not message.all_equal(first[0], first[1], self._size):
-                    time.sleep(seconds)  # the notices will say where the other ranks are
-                    return False
-                if here.size:
-                    here[:] = first[2 : 2 + here.size]
-                rest = flat[here.size :]
-                if rest.size:
-                    pending = _sum(rest, self._start)
-                    return done(max(end - time.monotonic(), 0.0))
-            return True
-
-        return done
-
-
-def _sum(a: HostArray, start: Start) -> Done:
-    """Begin to sum a vector of any dtype, in place."""
-    parts = a.view(a.real.dtype) if np.iscomplexobj(a) else a
-    sent = parts if parts.dtype.name in _SUMMABLE else parts.astype(np.int64)
-    pending = start(sent)
-
-    def done(seconds: float) -> bool:
-        if not pending(seconds):
-            return False
-        if sent is not parts:
-            parts[:] = sent.astype(parts.dtype)
-        return True
-
-    return done
+        yield self._start(first)
+        while not message.all_equal(first[0], first[1], self._size):
+            yield never
+        if here.size:
+            here[:] = first[2 : 2 + here.size]
+        if here.size < flat.size:
+            rest = flat[here.size :]
+            parts = rest.view(rest.real.dtype) if np.iscomplexobj(rest) else rest
+            sent = parts if parts.dtype.name in _SUMMABLE else parts.astype(np.int64)
+            yield self._start(sent)
+            if sent is not parts:
+                parts[:] = sent.astype(parts.dtype)
 
 
 class Side:
@@ -200,19 +178,13 @@ def _devices_of(like: dist.ProcessGroup | None) -> list[Any]:
 def in_group(group: Callable[[], dist.ProcessGroup | None], device: torch.device) -> Start:
     """Sums in the user's own group, over an engine that knows no arrays in host memory."""
 
-    def start(a: HostArray) -> Done:
+    def parts(a: HostArray) -> Iterator[Done]:
         host = torch.from_numpy(a)
         x = host.to(device)
         work: Any = dist.all_reduce(x, group=group(), async_op=True)
+        # Over NCCL the host does not wait in `work.wait`.
+        yield partial(poll, work.is_completed)
+        work.wait()
+        host.copy_(x)
 
-        def done(seconds: float) -> bool:
-            # Over NCCL the host does not wait in `work.wait`.
-            if not poll(work.is_completed, seconds):
-                return False
-            work.wait()
-            host.copy_(x)
-            return True
-
-        return done
-
-    return start
+    return lambda a: in_turn(parts(a))

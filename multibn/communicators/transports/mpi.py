@@ -68,12 +68,12 @@ class MPI(LineCommunicator):
         cuda_aware: bool | None = None,
         timeout: float | None = None,
     ) -> None:
-        self._comm = comm
         self.timeout = check_timeout(timeout)
         self.world_ranks: tuple[int, ...] | None = None
         self._cuda_aware = cuda_aware
         if comm is None:
             return
+        self.mpi_comm = comm
         from mpi4py import MPI as mpi
 
         if comm == mpi.COMM_NULL:
@@ -89,26 +89,31 @@ class MPI(LineCommunicator):
         # A world of one process is congruent to COMM_SELF, which must stay this process alone.
         is_world = mpi.Comm.Compare(comm, mpi.COMM_WORLD) in (mpi.IDENT, mpi.CONGRUENT)
         if not is_world or comm == mpi.COMM_SELF:
-            self.world_ranks = _ranks_in_world(comm)
+            group, world = comm.group, mpi.COMM_WORLD.group
+            ranks = mpi.Group.Translate_ranks(group, range(group.size), world)
+            self.world_ranks = tuple(ranks)
 
     @property
     def comm(self) -> "Comm":
         """The mpi4py communicator."""
-        if self._comm is None:
-            self._comm = find_comm(self.world_ranks)
-        return self._comm
+        return self.mpi_comm
+
+    @cached_property
+    def mpi_comm(self) -> "Comm":
+        """As `comm`, where a class derives from this one, too."""
+        return find_comm(self.world_ranks)
 
     @property
     def rank(self) -> int:
-        return self.comm.rank
+        return self.mpi_comm.rank
 
     @property
     def size(self) -> int:
-        return self.comm.size
+        return self.mpi_comm.size
 
     @cached_property
     def lines(self) -> Lines:
-        return lines_of(self.comm)
+        return lines_of(self.mpi_comm)
 
     def takes(self, x: Array, /) -> bool:
         on_gpu = is_cupy_array(x) or (is_torch_array(x) and x.device.type == "cuda")
@@ -180,13 +185,6 @@ def mpi_is_cuda_aware() -> bool:
         return bool(ctypes.CDLL("libmpi.so.40").MPIX_Query_cuda_support())
     except (OSError, AttributeError):
         return False
-
-
-def _ranks_in_world(comm: "Comm") -> tuple[int, ...]:
-    from mpi4py import MPI as mpi
-
-    group = comm.group
-    return tuple(mpi.Group.Translate_ranks(group, range(group.size), mpi.COMM_WORLD.group))
 
 
 def _restore(world_ranks: tuple[int, ...] | None, cuda_aware: bool | None, timeout: float) -> MPI:

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 from collections.abc import Generator
 from contextlib import suppress
 from functools import cache, partial
@@ -16,15 +15,14 @@ from multibn.communicators.lines import (
     after_fork,
     seconds_of_offers,
 )
-from multibn.communicators.notices import Notice
-from multibn.communicators.watch import Done
+from multibn.communicators.notices import Board, Notice
+from multibn.communicators.watch import Done, poll
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Comm, Request
+    from mpi4py.MPI import Comm
 
 
 _SHORTEST = 2**7  # numbers: the moments of 64 channels. Shorter messages take as long.
-_SHORTEST_NAP, _LONGEST_NAP = 5e-5, 1e-3  # seconds
 _OFTEN = 50  # messages after which a line is worth a persistent request
 
 
@@ -71,21 +69,10 @@ class MPITransport(Transport):
             sys.stderr.flush()
             mpi.COMM_WORLD.Abort(1)
 
-    def disown(self) -> None:
-        """What a fork has inherited of MPI is not to be touched."""
-
-    def release(self, *, failed: bool) -> None:
-        if failed:
-            return
-        for request in self.requests:
-            request.Free()
-        for duplicate in reversed(self.duplicates):
-            duplicate.Free()
-        self.requests.clear()
-        self.duplicates.clear()
-
-    def close(self, *, failed: bool) -> None:
-        """MPI_Finalize, which mpi4py calls, lets go of the duplicates."""
+    def free(self, *, failed: bool) -> None:
+        for each in () if failed else (*self.requests, *reversed(self.duplicates)):
+            each.Free()
+        self.requests, self.duplicates = [], []
 
 
 class _Line:
@@ -107,6 +94,7 @@ class _Line:
         from mpi4py import MPI as mpi
 
         self._in_place: Any = mpi.IN_PLACE
+        self._offers = _seconds_of_offers()
 
     def begin(self, a: HostArray) -> Done:
         self._num_begun += 1
@@ -115,17 +103,20 @@ class _Line:
         if a is self._buffer and self._request is not None:
             self._request.Start()
             return self._done
-        return partial(_test, self._comm.Iallreduce(self._in_place, a))
+        request = self._comm.Iallreduce(self._in_place, a)
+        return partial(poll, request.Test, offers=self._offers)
 
     def _keep_request(self, buffer: HostArray) -> None:
         with suppress(NotImplementedError):
             self._request = self._comm.Allreduce_init(self._in_place, buffer)
             self._requests.append(self._request)
-            self._done = partial(_test, self._request)
+            self._done = partial(poll, self._request.Test, offers=self._offers)
 
 
-class _Board:
+class _Board(Board):
     """Notices as messages to every other rank; only ranks that have waited long send any.
+
+    MPI delivers what was sent, and forgets it with the group.
 
     An MPI with ULFM refuses messages to and from dead ranks, which mpi4py makes a RuntimeError.
     """
@@ -135,12 +126,6 @@ class _Board:
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
         self._notices: dict[int, Notice] = {}
         self._sent: list[Any] = []  # requests and what they send, which must stay in memory
-
-    def close(self) -> None:
-        """MPI delivers what was sent."""
-
-    def withdraw(self) -> None:
-        """The group ends, and its messages with it."""
 
     def publish(self, notice: Notice, /) -> None:
         data = notice.encode()
@@ -204,27 +189,8 @@ def _on_free(comm: "Comm", keyval: int, lines: Lines) -> None:
         lines.release()
 
 
-def _test(request: "Request", seconds: float) -> bool:
-    """Whether a request completes within that time."""
-    if request.Test():
-        return True
-    start = time.monotonic()
-    nap = _SHORTEST_NAP
-    while not request.Test():
-        waited = time.monotonic() - start
-        if waited >= seconds:
-            return False
-        # Other ranks may need this core: offer it, and after a while leave it to them.
-        if waited < _yielding():
-            os.sched_yield()
-        else:
-            time.sleep(nap)
-            nap = min(1.1 * nap, _LONGEST_NAP)
-    return True
-
-
 @cache
-def _yielding() -> float:
+def _seconds_of_offers() -> float:
     # Open MPI's name, MPICH's and Intel MPI's.
     names = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
     return seconds_of_offers(max(int(os.environ.get(name, "1")) for name in names))

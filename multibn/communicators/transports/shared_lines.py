@@ -6,8 +6,8 @@ each machine adds, sums over the machines by another line, and hands the result 
 """
 
 import os
-import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,8 @@ import numpy as np
 from multibn import message
 from multibn._environment import process_state
 from multibn.communicators.lines import HostArray, Line, Opening, seconds_of_offers
-from multibn.communicators.notices import RankLeftError, RankLostError
-from multibn.communicators.watch import Done
+from multibn.communicators.notices import RankLostError
+from multibn.communicators.watch import Done, in_turn, never
 
 try:
     import multibn.communicators.transports._shared_memory as core
@@ -58,7 +58,7 @@ class Neighbours:
         """The error to raise if a rank has left, or its process has ended."""
         for rank, pid, gate in zip(self.ranks, self._pids, self._gates, strict=True):
             if core.wait(gate, 1, 0.0, 0.0):
-                return RankLeftError(rank)
+                return RankLostError(rank, has_left=True)
             if not process_state(pid):
                 return RankLostError(rank)
         return None
@@ -80,21 +80,13 @@ class SmallOrLarge:
         self._large: Opening | None = None
 
     def begin(self, a: HostArray) -> Done:
-        if a.nbytes <= SMALL:
-            return self._small.begin(a)
-        opening = self._large = self._large or Opening(self._open_large())
-        pending: Done | None = None
+        return self._small.begin(a) if a.nbytes <= SMALL else in_turn(self._by_engine(a))
 
-        def done(seconds: float) -> bool:
-            nonlocal pending
-            end = time.monotonic() + seconds
-            if not opening.done(seconds):
-                return False
-            assert opening.line is not None
-            pending = pending or opening.line.begin(a)
-            return pending(max(end - time.monotonic(), 0.0))
-
-        return done
+    def _by_engine(self, a: HostArray) -> Iterator[Done]:
+        self._large = self._large or Opening(self._open_large())
+        yield self._large.done
+        assert self._large.line is not None
+        yield self._large.line.begin(a)
 
 
 class SharedLine:
@@ -162,7 +154,7 @@ class SharedLine:
             self._kinds[parity, self._place] = message.fingerprint(f"{a.dtype} {a.shape}")
         slot = self._slots_at[parity] + self._place * self._stride
         core.arrive(self._all_here, self._begun * self._num_here, slot, self._message_at, a.nbytes)
-        return self._done
+        return self._add_all
 
     def _add_all(self, seconds: float) -> bool:
         """Make of the message the sum over this machine; False if a rank has not come by then."""
@@ -171,12 +163,9 @@ class SharedLine:
         if self._kinds is not None:
             kinds = self._kinds[self._begun & 1]
             if (kinds != kinds[0]).any():
-                time.sleep(seconds)  # the notices will say where the other ranks are
-                return False
+                return never(seconds)
         self._add(self._num_here)
         return True
-
-    _done = _add_all
 
     def _add(self, num_slots: int) -> None:
         """Make of the message the sum of the first slots."""
@@ -214,22 +203,18 @@ class LineOverMachines(SharedLine):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments[:-1])
         self._across: Line | None = arguments[-1]
-        self._pending: Done | None = None
 
-    def _done(self, seconds: float) -> bool:
+    def begin(self, a: HostArray) -> Done:
+        super().begin(a)
+        return in_turn(self._steps(a))
+
+    def _steps(self, a: HostArray) -> Iterator[Done]:
+        number = self._begun - 1
         if self._across is None:
-            if not self._open(self._summed, self._begun - 1, seconds):
-                return False
+            yield partial(self._open, self._summed, number)
             self._add(1)
-            return True
-        end = time.monotonic() + seconds
-        if self._pending is None:
-            if not self._add_all(seconds):
-                return False
-            self._pending = self._across.begin(self._message)
-        if not self._pending(max(end - time.monotonic(), 0.0)):
-            return False
-        self._pending = None
-        a, slot = self._message, self._slots_at[self._begun & 1]
-        core.arrive(self._summed, self._begun - 1, slot, self._message_at, a.nbytes)
-        return True
+        else:
+            yield self._add_all
+            yield self._across.begin(a)
+            slot = self._slots_at[self._begun & 1]
+            core.arrive(self._summed, number, slot, self._message_at, a.nbytes)

@@ -90,8 +90,15 @@ class Machines:
             across = yield from between(firsts)
         line = across
         if self._neighbours is not None:
-            line = self._shared(number, buffer, length, across, len(firsts) > 1)
-            yield from line.meet()
+            assert self._memory is not None
+            start, num_here = self._used, len(self._neighbours.ranks)
+            self._used += 2 * GATE + 2 * num_here * length * NUMBER
+            gates = np.ndarray(2 * GATE, np.uint8, self._memory, start)
+            slots = np.ndarray((2, num_here, length), np.float64, self._memory, start + gates.size)
+            parts = (number, self._neighbours, gates, slots, buffer)
+            shared = LineOverMachines(*parts, across) if len(firsts) > 1 else SharedLine(*parts)
+            yield from shared.meet()
+            line = shared
         assert line is not None
         return line if buffer is not None else SmallOrLarge(line, lambda: between(everybody))
 
@@ -100,24 +107,6 @@ class Machines:
         if goodbye and self._neighbours is not None:
             self._neighbours.leave()
         self._memory = self._neighbours = None
-
-    def _shared(
-        self,
-        number: int,
-        buffer: HostArray | None,
-        length: int,
-        across: Line | None,
-        over_machines: bool,
-    ) -> SharedLine:
-        """A line in the next part of the memory."""
-        assert self._memory is not None
-        assert self._neighbours is not None
-        start, num_here = self._used, len(self._neighbours.ranks)
-        self._used += 2 * GATE + 2 * num_here * length * NUMBER
-        gates = np.ndarray(2 * GATE, np.uint8, self._memory, start)
-        slots = np.ndarray((2, num_here, length), np.float64, self._memory, start + gates.size)
-        parts = (number, self._neighbours, gates, slots, buffer)
-        return LineOverMachines(*parts, across) if over_machines else SharedLine(*parts)
 
     def _meet(self) -> Generator[None, None, None]:
         """Ends when all ranks have met."""

@@ -252,15 +252,17 @@ class _Transport(Transport):
             return bound or torch.device("cuda", torch.cuda.current_device())
         return torch.device(kind)
 
-    def abort(self) -> None:
-        """Torchrun ends the other ranks when it sees that this process has failed."""
+    # Torchrun ends the other ranks when it sees that this process has failed: no `abort`.
 
-    def disown(self) -> None:
-        self._disconnect(failed=True)
-        self._board = None
+    def close(self, *, failed: bool) -> None:
+        for side in self._sides.values():
+            side.close(failed=failed)
+        self._sides = {}
+        if self._machines is not None:
+            self._machines.close(goodbye=not failed)
+        self._machines = None
 
-    def release(self, *, failed: bool) -> None:
-        self._disconnect(failed=failed)
+    def free(self, *, failed: bool) -> None:
         # Torch prints a trace where the process that keeps the store has ended, and the store may
         # end with the default group.
         if self._board is not None and dist.is_initialized():
@@ -268,22 +270,13 @@ class _Transport(Transport):
             self._meetings.withdraw()
         self._board = self._store = None
 
-    def close(self, *, failed: bool) -> None:
-        self._disconnect(failed=failed)
+    def end(self) -> None:
         # A process that ends with gloo's threads running is aborted now and then (3 of 24 in a
         # trial).
         global _latest_world
         _latest_world = None
         if dist.is_initialized() and dist.get_backend() == "gloo":
             dist.destroy_process_group()
-
-    def _disconnect(self, *, failed: bool) -> None:
-        for side in self._sides.values():
-            side.close(failed=failed)
-        self._sides = {}
-        if self._machines is not None:
-            self._machines.close(goodbye=not failed)
-        self._machines = None
 
 
 class _World:

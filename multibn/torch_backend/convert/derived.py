@@ -84,14 +84,29 @@ def _class(original: type[_BatchNorm], has_own_forward: bool) -> type[SyncBatchN
         check = original._check_input_dim
         if check in _CHECKS:
             attributes["_usual"] = attributes["_shapes"] = _CHECKS[check]._shapes
-            check = check if has_own_forward else _CHECKS[check]._check_input_dim
-        elif not has_own_forward and check is not _NormBase._check_input_dim:
-            attributes["_usual"] = ()
-        if has_own_forward or check is not _NormBase._check_input_dim:
-            attributes["_check_input_dim"] = check
+        if has_own_forward:
+            attributes["_check_input_dim"] = _on_all_ranks(check)
+        elif check in _CHECKS:
+            attributes["_check_input_dim"] = _CHECKS[check]._check_input_dim
+        elif check is not _NormBase._check_input_dim:
+            attributes |= {"_check_input_dim": check, "_usual": ()}
         bases = (_OwnForward if has_own_forward else _Derived, original)
         _classes[key] = type(f"Sync{original.__name__}", bases, attributes)
     return _classes[key]
+
+
+def _on_all_ranks(check: Any) -> Any:
+    """A class's own check of its input, of which other ranks hear."""
+
+    def _check_input_dim(self: SyncBatchNorm, input: Tensor) -> None:
+        try:
+            check(self, input)
+        except (TypeError, ValueError) as error:
+            if self.training:
+                functional.refuse(error, [input], [self.num_features], self.conversation)
+            raise
+
+    return _check_input_dim
 
 
 def _new(original: type[_BatchNorm], has_own_forward: bool) -> SyncBatchNorm:

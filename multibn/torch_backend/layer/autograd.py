@@ -11,7 +11,7 @@ from multibn import kernels
 from multibn._typing import Weighting
 from multibn.communicators import Communicator
 from multibn.communicators.outcomes import raise_for_nan_gradients
-from multibn.engine import step
+from multibn.engine import recompute, step
 from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Gradient, Input
 from multibn.kernels import generic
@@ -25,10 +25,14 @@ def forward(
 ) -> list[tuple[Tensor, BatchStatistics]]:
     """As `step.forward`, differentiably through the statistics, which have no gradient."""
     tensors: list[Tensor | None] = []
+    needed = False
     for i in inputs:
         tensors += i.x, i.weight, i.bias, i.residual
+        needed = needed or i.x.requires_grad
+    if not torch.is_grad_enabled():
+        needed = recompute.is_recording()
     batches: list[BatchStatistics] = []
-    ys = _apply((inputs, communicator, weighting, batches), *tensors)
+    ys = _apply((inputs, communicator, weighting, needed, batches), *tensors)
     return list(zip(ys, batches, strict=True))
 
 
@@ -43,15 +47,15 @@ class _SyncBatchNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: tuple[Sequence[Input], Communicator, Weighting, list[BatchStatistics]],
+        call: tuple[Sequence[Input], Communicator, Weighting, bool, list[BatchStatistics]],
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        # torch looks at each argument of this function, so that four are in one.
-        inputs, communicator, weighting, batches = call
+        # torch looks at each argument of this function, so that five are in one.
+        inputs, communicator, weighting, needed, batches = call
         if not inputs[0].x.is_cpu:
             inputs = list(map(dense, inputs))
         with without_autocast(inputs[0].x):
-            results = step.forward(inputs, communicator, weighting=weighting)
+            results = step.forward(inputs, communicator, weighting=weighting, needs_gradient=needed)
         options: list[Any] = []
         ys = []
         saved: list[Tensor | None] = []

@@ -187,18 +187,23 @@ def _forward_sums_like(*arguments: Any) -> list[Tensor]:
     return _coefficients_like(i.x, batch[0], 3) + batch
 
 
-@operator(f"forward_sums({_INPUT}, {_SHARING}) -> Tensor[]", _forward_sums_like, talks=True)
+@operator(
+    f"forward_sums({_INPUT}, {_SHARING}, bool needs_gradient) -> Tensor[]",
+    _forward_sums_like,
+    talks=True,
+)
 def _forward_sums(*arguments: Any) -> list[Tensor]:
     """The coefficients of the output, and the numbers of `BatchStatistics`. Collective."""
+    i, *sharing, needed = _input(*arguments)
 
     def forward(inputs: Sequence[Input], communicator: Communicator, weighting: Weighting) -> Any:
         with torch.no_grad(), without_autocast(inputs[0].x):
             return step.forward(
                 list(map(autograd.dense, inputs)), communicator, weighting=weighting,
-                select=lambda x: _UpToElements,
+                select=lambda x: _UpToElements, needs_gradient=needed,
             )  # fmt: skip
 
-    coefficients, batch = _run(forward, *_input(*arguments))
+    coefficients, batch = _run(forward, i, *sharing)
     return [v.clone() for v in (*coefficients, *batch)]  # the centre may be the mean
 
 
@@ -270,6 +275,7 @@ def _forward(*arguments: Any) -> list[Tensor]:
     """The output, and the numbers of `BatchStatistics`. Collective."""
     i, num_channels, *sharing, relu = _input(*arguments)
     i = i._replace(relu=relu)
+    needed = torch.is_grad_enabled() and i.x.requires_grad
     if not is_abstract(i.x):  # torch.compile(backend="eager")
         y, batch = _run(autograd.forward, i, num_channels, *sharing)
         return [y, *batch]
@@ -279,9 +285,9 @@ def _forward(*arguments: Any) -> list[Tensor]:
             functional.check_options(i)
     except (TypeError, ValueError):  # which all ranks are to learn when the code runs
         with torch.no_grad():
-            numbers = torch.ops.multibn.forward_sums(*_spread(i), num_channels, *sharing)
+            numbers = torch.ops.multibn.forward_sums(*_spread(i), num_channels, *sharing, needed)
         return [torch.empty_like(i.x), *numbers[3:]]
-    return list(_SyncBatchNorm.apply(i, (num_channels, *sharing), *_spread(i)[:4]))
+    return list(_SyncBatchNorm.apply(i, (num_channels, *sharing, needed), *_spread(i)[:4]))
 
 
 class _SyncBatchNorm(torch.autograd.Function):

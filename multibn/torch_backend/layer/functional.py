@@ -70,7 +70,7 @@ def sync_batch_norm(
         mask leaves none.
     RuntimeError
         On the other ranks, if one rank's input was refused. On all ranks, if they are in different
-        layers, or in different phases of one layer.
+        layers, or in different phases of one layer, or if a backward pass may follow on some only.
     FloatingPointError
         On all ranks, if the moments of one rank are not finite (on a GPU a step later), unless
         such a batch is skipped, see `nonfinite`.
@@ -78,8 +78,8 @@ def sync_batch_norm(
     Notes
     -----
     Second derivatives (`create_graph=True`) are exact over ranks; the backward pass then repeats
-    the forward pass's allreduce. `x` must need a gradient on all ranks or on none: in the backward
-    pass, ranks that need one wait for all others.
+    the forward pass's allreduce. `x` must need a gradient on all ranks or on none, which the
+    forward message compares: in the backward pass, ranks that need one wait for all others.
 
     torch.func and forward mode work over ranks, too, if all ranks transform alike. A derivative by
     a rank's `x` or parameters is that of all ranks' outputs together, as an ordinary gradient is. A

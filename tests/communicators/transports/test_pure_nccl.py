@@ -72,7 +72,7 @@ def test_the_communicator_of_chainermn_sums_what_is_on_a_gpu(cupy: Any) -> None:
             made.append(True)
 
     communicator = ChainerMN.__new__(ChainerMN)
-    communicator._comm = PureNcclCommunicator()
+    communicator.comm = PureNcclCommunicator()
     communicator.communication_backend = "nccl"
     x = cupy.asarray(np.arange(3.0))
     assert communicator.takes(x)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from multibn.communicators.lines import HostArray, Line, Opening
-from multibn.communicators.notices import RankLeftError
+from multibn.communicators.notices import RankLostError
 from multibn.communicators.transports import shared_memory
 from multibn.communicators.transports.shared_memory import Machines
 from multibn.communicators.watch import Done
@@ -349,7 +349,7 @@ def test_a_rank_that_leaves_is_noticed_when_its_last_message_is_read() -> None:
             return [float(a[0])]
         time.sleep(0.1)
         assert done(10.0)
-        with pytest.raises(RankLeftError, match="rank 1 has left"):
+        with pytest.raises(RankLostError, match="rank 1 has left"):
             line.begin(b)(10.0)
         return [float(a[0])]
 

@@ -262,3 +262,17 @@ def test_statistics_that_are_not_torchs() -> None:
         model(_input(4))
     assert not model[0].num_batches_tracked
     model.eval()(_input(4))
+
+
+def test_a_wrong_dimension_on_one_rank_is_heard_on_all() -> None:
+    def work(world: Any) -> str:
+        layer = convert_sync_batchnorm(nn.Sequential(Activated(3)), world)
+        try:
+            layer(torch.randn(4, 3) if world.rank else torch.randn(4, 3, 2, 2))
+        except (RuntimeError, ValueError) as error:
+            return str(error)
+        return ""
+
+    heard, refused = run_ranks(2, work)
+    assert "the input of 0 was refused on rank(s) [1] of 2" in heard.replace("layer 0", "0")
+    assert refused == "expected 4D input (got 2D input)"

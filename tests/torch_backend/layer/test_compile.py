@@ -95,6 +95,17 @@ def test_sizes_may_change_without_compiling_again() -> None:
     )
 
 
+def test_a_message_says_whether_a_backward_pass_may_follow() -> None:
+    layer, x = SyncBatchNorm(3), torch.randn(4, 3)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled(x)
+    with torch.no_grad():
+        compiled(x.clone().requires_grad_())
+    assert [needed for *_, needed in layer.conversation.phases] == [False]
+    compiled(x.requires_grad_())
+    assert [needed for *_, needed in layer.conversation.phases] == [False, True]
+
+
 def test_errors_are_the_layers_own() -> None:
     layer = torch.compile(SyncBatchNorm(3), fullgraph=True, backend="aot_eager")
     with pytest.raises(ValueError, match="more than 1 value per channel over all ranks together"):
@@ -114,7 +125,9 @@ def test_operators_keep_torchs_rules(needs_dx: bool) -> None:
     compiled.register(alone)
     x, weight = torch.randn(4, 3, 2), torch.ones(3)
     i = x, weight, None, None, None, 1e-5, (0, 2)
-    torch.library.opcheck(torch.ops.multibn.forward_sums.default, (*i, 3, id(alone), "element"))
+    torch.library.opcheck(
+        torch.ops.multibn.forward_sums.default, (*i, 3, id(alone), "element", True)
+    )
     batch = [torch.zeros(3).double(), torch.ones(3).double(), torch.tensor(8.0).double()]
     arguments = (x, *i, *batch, torch.tensor(0.125).double(), needs_dx, id(alone))
     torch.library.opcheck(torch.ops.multibn.backward_sums.default, arguments)
