@@ -5,15 +5,17 @@ One rule covers every framework: `running += momentum * (batch - running)`. torc
 momentum = 1/n at the n-th batch.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from multibn import kernels
-from multibn._arrays import array_namespace
+from multibn._arrays import array_namespace, device
 from multibn._typing import Array, RunningVar
 from multibn.communicators import Communicator, SingleProcess
-from multibn.engine.statistics import BatchStatistics, Moments, aggregate, local_moments, sizes
+from multibn.engine.statistics import BatchStatistics, Moments, local_moments, sizes, total
 from multibn.kernels import Input, generic
+from multibn.message import forward_payload
 
 
 def running_variance(
@@ -131,9 +133,9 @@ class PopulationEstimator:
 
     def __init__(self, like: Array, /) -> None:
         wide = generic.as_wide(like)
-        zeros = array_namespace(wide).zeros_like(wide)
-        self._shape = tuple(zeros.shape)
-        self._sums = generic.pack(zeros, zeros, 0.0, 0.0)  # of the batches' forward payloads
+        xp, self._shape = array_namespace(wide), tuple(wide.shape)
+        length = forward_payload(math.prod(self._shape))  # the sum of the batches' payloads
+        self._sums = xp.zeros(length, dtype=wide.dtype, device=device(wide))
 
     def update(self, moments: Moments, /) -> None:
         """Add one batch. Not collective."""
@@ -154,9 +156,8 @@ class PopulationEstimator:
         Collective over `communicator` (default: this process alone); one allreduce of 2C+2 numbers.
         """
         count = self._sums[-1]
-        mean, meansqr = generic.split_sums(self._sums / generic.at_least_one(count), self._shape)
-        moments = Moments(mean, meansqr, count, count)
-        return aggregate(moments, SingleProcess() if communicator is None else communicator)
+        communicator = SingleProcess() if communicator is None else communicator
+        return total(self._sums, self._shape, count, count, communicator)
 
 
 class Pool:

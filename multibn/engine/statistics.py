@@ -175,10 +175,16 @@ def aggregate(
     mean, meansqr, count, num_samples = moments
     weight = masks.rank_weight(count, num_samples, weighting)
     payload = generic.pack(mean, meansqr, weight, count)
-    summed = communicator.allreduce(payload)
-    batch, state = generic.unpack(summed, mean.shape, weight, count)
+    return total(payload, mean.shape, weight, count, communicator)
+
+
+def total(
+    payload: Array, shape: tuple[int, ...], weight: Array, count: Array, communicator: Communicator
+) -> BatchStatistics:
+    """The statistics of all ranks' payloads, see `multibn.message`. Collective."""
+    batch, state = generic.unpack(communicator.allreduce(payload), shape, weight, count)
     if state in (kernels.REFUSED, kernels.NOT_FINITE):
-        raise_for(state, communicator, payload, mean)
+        raise_for(state, communicator, payload, payload)
     return batch
 
 

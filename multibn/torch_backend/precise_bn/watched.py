@@ -1,7 +1,6 @@
 """Batch norms in training mode, and estimators of their running statistics."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -18,6 +17,7 @@ from multibn.engine.precise import Estimate, Pass, Population, input_of
 from multibn.engine.statistics import aggregate, local_moments
 from multibn.kernels.generic import as_wide
 from multibn.torch_backend.layer import functional, jagged
+from multibn.torch_backend.layer.differentiable import without_autocast
 from multibn.torch_backend.layer.synchronized import Synchronized
 
 Estimator: TypeAlias = Literal["population", "mean_of_var"]
@@ -91,9 +91,7 @@ class WatchedNorm:
             if is_shared:
                 options = {} if mask is None else {"mask": mask[:0].flatten(0, 1)}
                 visit = partial(module, x.new_empty((0, *x.shape[1:])), **options)
-            device = x.device.type
-            without_autocast = torch.is_autocast_enabled(device)
-            with torch.autocast(device, enabled=False) if without_autocast else nullcontext():
+            with without_autocast(x):
                 run.show(self, x.detach(), axis, mask, visit)
 
         return self.module.register_forward_pre_hook(note, with_kwargs=True)
@@ -101,9 +99,8 @@ class WatchedNorm:
     def write(self, mean: Tensor, var: Tensor, /) -> None:
         """Write running statistics; all splits of a sub-batch norm get the same ones."""
         for norm in self.tracking:
-            num_splits = norm.num_features // self.num_features
-            norm.running_mean.copy_(mean.repeat(num_splits))
-            norm.running_var.copy_(var.repeat(num_splits))
+            norm.running_mean.view(-1, self.num_features).copy_(mean)
+            norm.running_var.view(-1, self.num_features).copy_(var)
 
 
 def layers_in_training(model: nn.Module, estimator: Estimator) -> Iterator[WatchedNorm]:
