@@ -120,21 +120,6 @@ def test_the_oracle_by_finite_differences(weighting: str, masked: bool) -> None:
 
 
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
-def test_statistics_of_a_batch_by_each_weighting(weighting: Any) -> None:
-    rng = np.random.default_rng(0)
-    xs = [rng.normal(n, 1, (n, C, m)) for n, m in ((1, 5), (3, 2))]
-    weight, bias = np.ones(C), np.zeros(C)
-    expected = oracle.batch_norm(xs, xs, weight, bias, eps=EPS, weighting=weighting)
-
-    def step(communicator: ThreadCommunicator) -> Any:
-        return batch_statistics(xs[communicator.rank], communicator, weighting=weighting)
-
-    for batch in run_ranks(2, step):
-        np.testing.assert_allclose(batch.mean, expected.mean, rtol=1e-13)
-        np.testing.assert_allclose(batch.var, expected.var, rtol=1e-12)
-
-
-@pytest.mark.parametrize("weighting", WEIGHTINGS)
 def test_a_mask_of_all_elements_weights_ranks_as_no_mask_does(xp: Any, weighting: Any) -> None:
     rng = np.random.default_rng(0)
     xs = [rng.normal(n, 1, (n, C, m)) for n, m in ((4, 2), (16, 1), (0, 3), (1, 1))]
@@ -254,22 +239,6 @@ def test_unknown_weighting() -> None:
         aggregate(local_moments(np.ones((2, 3))), SingleProcess(), weighting="batch")  # type: ignore[arg-type]
 
 
-def test_float64_moments_keep_the_digits_of_float32_input(xp: Any) -> None:
-    """Mean 1e4, std 1, over ranks: where the same formula in float32 gives -16."""
-    rng = np.random.default_rng(0)
-    xs = [rng.normal(1e4, 1, (1000, 1)).astype("float32") for _ in range(8)]
-    exact = np.concatenate(xs).astype("float64")
-
-    def step(communicator: ThreadCommunicator) -> Any:
-        return batch_statistics(xp.asarray(xs[communicator.rank]), communicator)
-
-    for batch in run_ranks(8, step):
-        np.testing.assert_allclose(as_numpy(batch.var), exact.var(0), rtol=1e-6)
-        np.testing.assert_allclose(as_numpy(batch.mean), exact.mean(0), rtol=1e-12)
-    in_float32 = np.mean([np.square(x).mean() for x in xs]) - np.mean([x.mean() for x in xs]) ** 2
-    assert abs(in_float32 - exact.var()) > 0.1
-
-
 @pytest.mark.parametrize("has_float64", [True, False])
 def test_a_library_without_float64_is_refused(has_float64: bool) -> None:
     """As JAX with its defaults, which gives float32 and a warning; or without the name."""
@@ -284,9 +253,3 @@ def test_a_library_without_float64_is_refused(has_float64: bool) -> None:
     kind = type("Array", (), {"__array_namespace__": lambda self, api_version=None: xp})
     with pytest.raises(TypeError, match=message):
         statistics.local_moments(kind())
-
-
-def test_public_names_are_the_engine() -> None:
-    import multibn
-
-    assert multibn.engine.aggregate is statistics.aggregate

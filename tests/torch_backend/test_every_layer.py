@@ -359,8 +359,10 @@ def test_16_bits(name: str, dtype: torch.dtype) -> None:
             torch.testing.assert_close(got.double(), want.double(), rtol=0.01, atol=0.01)
 
 
-WRONG_INPUTS: list[tuple[Any, type[Exception], str]] = [
+WRONG_INPUTS: list[tuple[Any, Any, str]] = [
+    (torch.ones(3), ValueError, r"2 or more dimensions, \(N, C, \*spatial\).* got shape \(3,\)"),
     (torch.ones(4, C + 1, L), ValueError, r"must have 3 channels in dimension 1.*got 4"),
+    (torch.ones(4, 0, L), ValueError, r"must have channels: got 0 in shape \(4, 0, 5\)"),
     (torch.ones(4, C, L).long(), TypeError, "real floating-point dtype: got torch.int64"),
     (torch.ones(4, C, L).to(torch.complex64), TypeError, "dtype: got torch.complex64"),
     (torch.ones(4, C, L).to_sparse(), TypeError, r"dense tensor: got layout torch.sparse"),
@@ -378,14 +380,14 @@ def test_a_wrong_input_on_one_rank_is_an_error_on_all(name: str) -> None:
         # What derived layers say in evaluation is their own class's matter.
         for training in (True, False) if "derived" not in name else (True,):
             layer.train(training)
-            for wrong, kind, message in WRONG_INPUTS:
+            for k, (wrong, kind, message) in enumerate(WRONG_INPUTS):
                 if isinstance(wrong, np.ndarray) and name in ("derived", "together"):
                     continue  # their classes ask arrays for what only tensors have
-                if communicator.rank == 0:
+                if communicator.rank == k % 2:
                     with pytest.raises(kind, match=message):
                         layer(wrong)
                 elif training:
-                    with pytest.raises(RuntimeError, match=r"refused on rank\(s\) \[0\]"):
+                    with pytest.raises(RuntimeError, match=rf"refused on rank\(s\) \[{k % 2}\]"):
                         layer(good)
                 assert layer(good).isfinite().all(), message
 

@@ -96,18 +96,6 @@ def check_frozen_layers_do_not_communicate(world: Communicator) -> None:
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
-def check_second_order(world: Communicator) -> None:
-    """A gradient penalty's gradient, against the layers one by one."""
-    results = []
-    for normalize in (_one_by_one, normalize_together):
-        layers, xs = _layers(world, eps=0.1), _inputs(world.rank)
-        loss = torch.stack([y.pow(3).sum() for y in normalize(layers, xs)]).sum()
-        dxs = torch.autograd.grad(loss, xs, create_graph=True)
-        torch.stack([dx.pow(2).sum() for dx in dxs]).sum().backward()
-        results.append([*dxs, *(t.grad for t in (*xs, *layers.parameters()))])
-    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
-
-
 def check_bad_input_on_one_rank_is_an_error_on_all(world: Communicator) -> None:
     for frozen in (None, 1):
         layers = _layers(world)
