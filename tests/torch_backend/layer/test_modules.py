@@ -192,6 +192,8 @@ def test_bad_arguments_of_the_function_on_one_rank(
 
 
 def test_bad_parameters_of_the_function() -> None:
+    with pytest.raises(ValueError, match=r"2 or more dimensions, \(N, C, \*spatial\).* \(3,\)"):
+        sync_batch_norm(torch.ones(3))
     with pytest.raises(TypeError, match=r"must have data: got a tensor on meta. Use a layer"):
         sync_batch_norm(torch.ones(2, 3, device="meta"))
     with pytest.raises(ValueError, match=r"must have 4 channels.*length of `weight` and `bias`"):
