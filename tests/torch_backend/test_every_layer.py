@@ -202,6 +202,18 @@ def test_a_copy_has_no_part_in_a_step(name: str) -> None:
         torch.testing.assert_close(twin.state_dict(), layer.state_dict())
 
 
+@pytest.mark.parametrize("name", [n for n in LAYERS if n != "masked sub"])  # refused in a step
+def test_a_step_of_several_batches_moves_statistics_as_one_batch(name: str) -> None:
+    """By the elements that count; split k of the step is split k of all batches."""
+    layer, whole = (make(name, running_var="unbiased_local") for _ in "ab")
+    parts = [batch(n, seed) for seed, n in enumerate((4, 2, 6))]
+    with step_statistics(layer):
+        for x in parts:
+            layer(x)
+    whole(torch.cat(parts))
+    torch.testing.assert_close(layer.state_dict(), whole.state_dict(), rtol=1e-12, atol=1e-12)
+
+
 @every_layer
 def test_a_recomputed_layer_is_counted_once(name: str) -> None:
     """The numbers of the stored run, bit for bit, with no message more."""
@@ -316,6 +328,7 @@ def test_elements_that_do_not_count_take_no_part(name: str, last: bool) -> None:
         y, expected = layer(t, mask=mask), plain(flat)
         dy = weights(y)
         y.backward(dy)
+        assert y.stride() == t.stride() or not training
         expected.backward(chosen(dy)[:, :, None])
         assert t.grad is not None
         assert flat.grad is not None

@@ -20,7 +20,6 @@ from multibn.torch_backend import (  # noqa: E402
     SyncBatchNorm,
     convert_sub_batchnorm,
     revert_sync_batchnorm,
-    step_statistics,
 )
 
 
@@ -81,17 +80,6 @@ def test_there_and_back() -> None:
     copied = pickle.loads(pickle.dumps(copy.deepcopy(model[:2])))
     assert torch.equal(copied(x), model[:2](x))
     assert [(type(layer), set(vars(layer))) for layer in revert_sync_batchnorm(model)] == before
-
-
-def test_a_step_of_several_batches() -> None:
-    layers: list[Any] = [convert_sub_batchnorm(nn.BatchNorm1d(3).double(), 2) for _ in "ab"]
-    xs = [torch.randn(n, 3).double() for n in (4, 7)]
-    with step_statistics(layers[0]):
-        for x in xs:
-            layers[0](x)
-    layers[1](torch.cat(xs))
-    for got, want in zip(layers[0].buffers(), layers[1].buffers(), strict=True):
-        assert relative_error(got, want) < 1e-12
 
 
 def test_masked_elements_have_no_part() -> None:
