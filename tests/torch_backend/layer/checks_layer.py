@@ -67,12 +67,16 @@ def check_calls_of_a_step(world: Communicator) -> None:
     x, dy = _input(world, 4, 16, 8, 8).requires_grad_(), torch.ones(4, 16, 8, 8)
     if kernels.select(x.detach()) is kernels.generic:
         return
-    alone, found = world.split(world.rank), []
-    for group in (world, alone):
-        layer, steps, ys = _layer(16, process_group=group), [], []
+    found: list[list[int]] = []
+
+    def forward_and_backward(layer: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+        ys: list[torch.Tensor] = []
+        return _frames(lambda: ys.append(layer(x))), _frames(lambda: ys[0].backward(dy))
+
+    for group in (world, world.split(world.rank)):
+        layer, steps = _layer(16, process_group=group), []
         for _ in range(6):
-            forward = _frames(lambda f=layer, ys=ys: ys.append(f(x)))  # type: ignore[misc]
-            backward = _frames(lambda ys=ys: ys.pop().backward(dy))  # type: ignore[misc]
+            forward, backward = forward_and_backward(layer)
             of_a_sum = _frames(layer(x).sum().backward)  # of stride 0, and copied once
             steps.append((forward[0], backward[0], of_a_sum[0], forward[1] + backward[1]))
         # A rank that waits long looks after the others: these are frames, too.
