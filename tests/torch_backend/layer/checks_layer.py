@@ -6,7 +6,6 @@ import os
 import pickle
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from multibn.torch_backend import (
     average_gradients,
     convert_sync_batchnorm,
 )
-from tests.harness.runs import on, only
+from tests.harness.runs import on
 from tests.helpers import launch
 
 RUNS = on("torchrun mpiexec", 2, 3, needs="torch")
@@ -147,37 +146,3 @@ def check_average_gradients(world: Communicator) -> None:
     assert a.grad.tolist() == [(world.size - 1) / 2] * 2
     torch.testing.assert_close(b.grad, torch.full((2,), 1 / world.size))
     assert frozen.grad is None
-
-
-@only("torchrun")
-def check_ddp_trains(world: Communicator) -> None:
-    """A converted model under DDP on CPU, as the model of one process on the whole batch."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    for broadcast_buffers in (False, True):
-        for find_unused_parameters in (False, True):
-            whole = _model().double()
-            xs = [_input_of(rank).double() for rank in range(world.size)]
-            whole(xs[0])  # the lazy layer
-            with warnings.catch_warnings():
-                # torch 2.13 renames the argument; it is still how all others spell it.
-                warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")
-                model = DistributedDataParallel(
-                    convert_sync_batchnorm(copy.deepcopy(whole)),
-                    broadcast_buffers=broadcast_buffers,
-                    find_unused_parameters=find_unused_parameters,
-                )
-            for net, x in ((model, xs[world.rank]), (whole, torch.cat(xs))):
-                optimizer = torch.optim.SGD(net.parameters(), 0.1)
-                for _ in range(3):
-                    optimizer.zero_grad()
-                    net(x).square().mean().backward()
-                    optimizer.step()
-            for (name, expected), got in zip(
-                whole.state_dict().items(), model.module.state_dict().values(), strict=True
-            ):
-                torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11, msg=name)
-
-
-def _input_of(rank: int) -> torch.Tensor:
-    return torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(rank))
