@@ -14,6 +14,7 @@ require.need("torch")
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.nn.modules.module import register_module_forward_hook  # noqa: E402
 
 from multibn.torch_backend import (  # noqa: E402
     SubBatchNorm1d,
@@ -467,6 +468,14 @@ def test_a_part_by_itself_is_torchs_batch_norm() -> None:
     x = torch.randn(4, C, 2, 3, 3)
     expected = nn.functional.batch_norm(x, None, None, training=True)
     torch.testing.assert_close(layer.bn(x), expected)
+
+
+def test_a_hook_of_all_modules_sees_the_part_that_is_called() -> None:
+    layer, x, seen = trained(), torch.randn(4, C, 2, 3, 3), []
+    expected = copy.deepcopy(layer)(x)
+    with register_module_forward_hook(lambda module, *_: seen.append(module)):
+        torch.testing.assert_close(layer(x), expected, rtol=0, atol=0)
+    assert seen == [layer.split_bn, layer]
 
 
 def test_an_empty_batch_changes_nothing() -> None:
