@@ -5,7 +5,6 @@ Imports kernels and communicators, and no framework.
 
 from multibn.engine.population import PopulationEstimator as PopulationEstimator
 from multibn.engine.population import running_variance as running_variance
-from multibn.engine.population import update_running as update_running
 from multibn.engine.recompute import LayerStatistics as LayerStatistics
 from multibn.engine.recompute import observing as observing
 from multibn.engine.recompute import recording as recording
@@ -13,7 +12,4 @@ from multibn.engine.recompute import replaying as replaying
 from multibn.engine.statistics import BatchStatistics as BatchStatistics
 from multibn.engine.statistics import Moments as Moments
 from multibn.engine.statistics import aggregate as aggregate
-from multibn.engine.statistics import batch_statistics as batch_statistics
 from multibn.engine.statistics import local_moments as local_moments
-from multibn.engine.statistics import merge_moments as merge_moments
-from multibn.engine.statistics import normalize as normalize

@@ -102,21 +102,20 @@ class Lockstep(Iterator[Step]):
         message = np.zeros(size + 1)
         message[rank] = state if error is None else _State.FAILED
         message[-1] = amount
-        *states, total = self._communicator.allreduce(message)
-        failed, gone, occupied = (
-            np.equal(states, s) for s in (_State.FAILED, _State.GONE, _State.BATCH)
-        )
+        summed = self._communicator.allreduce(message)
+        states, total = summed[:-1], int(summed[-1])
+        occupied, gone = states == _State.BATCH, np.flatnonzero(states == _State.GONE)
         if error is not None:
             raise error
-        if failed.any():
+        if (failed := np.flatnonzero(states == _State.FAILED)).size:
             raise RuntimeError(
                 f"rank {rank} cannot go on: {self._source} raised on rank(s) "
-                f"{np.flatnonzero(failed).tolist()} of {size}. The error raised there says why."
+                f"{failed.tolist()} of {size}. The error raised there says why."
             )
-        if gone.any() and occupied.any():
+        if gone.size and occupied.any():
             raise RuntimeError(
-                f"rank {rank} cannot go on: rank(s) {np.flatnonzero(gone).tolist()} of {size} left "
+                f"rank {rank} cannot go on: rank(s) {gone.tolist()} of {size} left "
                 "the loop before it ended, and others have batches. Leave it on all ranks in the "
                 "same step, or on none."
             )
-        return occupied, int(total)
+        return occupied, total

@@ -5,15 +5,17 @@ One rule covers every framework: `running += momentum * (batch - running)`. torc
 momentum = 1/n at the n-th batch.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from multibn import kernels
-from multibn._arrays import array_namespace
+from multibn._arrays import array_namespace, device
 from multibn._typing import Array, RunningVar
 from multibn.communicators import Communicator, SingleProcess
-from multibn.engine.statistics import BatchStatistics, Moments, aggregate, local_moments, sizes
+from multibn.engine.statistics import BatchStatistics, Moments, local_moments, sizes, total
 from multibn.kernels import Input, generic
+from multibn.message import forward_payload
 
 
 def running_variance(
@@ -45,58 +47,14 @@ def running_variance(
     --------
     >>> import numpy as np
     >>> from multibn import SingleProcess
-    >>> from multibn.engine import batch_statistics, running_variance
-    >>> batch = batch_statistics(np.asarray([[1.0], [3.0]]), SingleProcess())
+    >>> from multibn.engine import aggregate, local_moments, running_variance
+    >>> batch = aggregate(local_moments(np.asarray([[1.0], [3.0]])), SingleProcess())
     >>> print(running_variance(batch, local_count=2.0))
     [2.]
     >>> print(running_variance(batch, local_count=2.0, convention="biased"))
     [1.]
     """
     return batch.var * generic.variance_factor(batch.count, local_count, convention)
-
-
-def update_running(
-    running_mean: Array,
-    running_var: Array,
-    batch: BatchStatistics,
-    /,
-    *,
-    momentum: float | Array,
-    local_count: float | Array,
-    convention: RunningVar = "unbiased_global",
-) -> tuple[Array, Array]:
-    """New running mean and variance, in the dtype and on the device of the old ones. Pure.
-
-    Nothing changes if all ranks were empty.
-
-    Parameters
-    ----------
-    running_mean, running_var
-        The old ones, of shape `(C,)`.
-    batch
-        Statistics of the batch over all ranks.
-    momentum
-        The weight of the batch: a number, or an array of shape `()` on the GPU that nobody need
-        wait for.
-    local_count
-        This rank's elements per channel.
-    convention
-        That of `running_variance`.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from multibn import SingleProcess
-    >>> from multibn.engine import batch_statistics, update_running
-    >>> batch = batch_statistics(np.asarray([[1.0], [3.0]]), SingleProcess())
-    >>> mean, var = update_running(np.zeros(1), np.ones(1), batch, momentum=0.5, local_count=2)
-    >>> print(mean, var)
-    [1.] [1.5]
-    """
-    mean, var, count, _ = batch
-    factor = generic.variance_factor(count, local_count, convention)
-    moves = count > 0 if isinstance(count, float) else generic.as_wide(count > 0)
-    return generic.move_averages(running_mean, running_var, mean, var, moves * momentum, factor)
 
 
 def pool_running(
@@ -130,9 +88,9 @@ class PopulationEstimator:
 
     def __init__(self, like: Array, /) -> None:
         wide = generic.as_wide(like)
-        zeros = array_namespace(wide).zeros_like(wide)
-        self._shape = tuple(zeros.shape)
-        self._sums = generic.pack(zeros, zeros, 0.0, 0.0)  # of the batches' forward payloads
+        xp, self._shape = array_namespace(wide), tuple(wide.shape)
+        length = forward_payload(math.prod(self._shape))  # the sum of the batches' payloads
+        self._sums = xp.zeros(length, dtype=wide.dtype, device=device(wide))
 
     def update(self, moments: Moments, /) -> None:
         """Add one batch. Not collective."""
@@ -153,9 +111,8 @@ class PopulationEstimator:
         Collective over `communicator` (default: this process alone); one allreduce of 2C+2 numbers.
         """
         count = self._sums[-1]
-        mean, meansqr = generic.split_sums(self._sums / generic.at_least_one(count), self._shape)
-        moments = Moments(mean, meansqr, count, count)
-        return aggregate(moments, SingleProcess() if communicator is None else communicator)
+        communicator = SingleProcess() if communicator is None else communicator
+        return total(self._sums, self._shape, count, count, communicator)
 
 
 class Pool:

@@ -63,7 +63,7 @@ class Moments(NamedTuple):
 
 
 class OneValueError(ValueError):
-    """All ranks together hold one value per channel, which has no variance."""
+    """All ranks together hold one value per channel: the output would not depend on the input."""
 
 
 def reduced_axes(ndim: int, channel_axes: Sequence[int] = (1,)) -> tuple[int, ...]:
@@ -110,27 +110,6 @@ def local_moments(
     return Moments(mean, meansqr, count, float(x.shape[axis[0]]))
 
 
-def merge_moments(*moments: Moments) -> Moments:
-    """Moments of the concatenation of the batches that `moments` describe (weighted by count).
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from multibn.engine import local_moments, merge_moments
-    >>> parts = np.asarray([[1.0]]), np.asarray([[3.0], [5.0]])
-    >>> print(merge_moments(*map(local_moments, parts)).mean)
-    [3.]
-    """
-    count = sum(m.count for m in moments)
-    divisor = generic.at_least_one(count)
-    return Moments(
-        sum(m.mean * (m.count / divisor) for m in moments),
-        sum(m.meansqr * (m.count / divisor) for m in moments),
-        count,
-        sum(m.num_samples for m in moments),
-    )
-
-
 def aggregate(
     moments: Moments, communicator: Communicator, /, *, weighting: Weighting = "element"
 ) -> BatchStatistics:
@@ -162,23 +141,26 @@ def aggregate(
 
     Examples
     --------
-    Two parts of this rank's batch, and one message for both:
-
     >>> import numpy as np
     >>> from multibn import SingleProcess
-    >>> from multibn.engine import aggregate, local_moments, merge_moments
-    >>> parts = map(local_moments, (np.asarray([[1.0]]), np.asarray([[3.0], [5.0]])))
-    >>> batch = aggregate(merge_moments(*parts), SingleProcess())
+    >>> from multibn.engine import aggregate, local_moments
+    >>> batch = aggregate(local_moments(np.asarray([[1.0], [3.0], [5.0]])), SingleProcess())
     >>> print(batch.mean, batch.count)
     [3.] 3.0
     """
     mean, meansqr, count, num_samples = moments
     weight = masks.rank_weight(count, num_samples, weighting)
     payload = generic.pack(mean, meansqr, weight, count)
-    summed = communicator.allreduce(payload)
-    batch, state = generic.unpack(summed, mean.shape, weight, count)
+    return total(payload, mean.shape, weight, count, communicator)
+
+
+def total(
+    payload: Array, shape: tuple[int, ...], weight: Array, count: Array, communicator: Communicator
+) -> BatchStatistics:
+    """The statistics of all ranks' payloads, see `multibn.message`. Collective."""
+    batch, state = generic.unpack(communicator.allreduce(payload), shape, weight, count)
     if state in (kernels.REFUSED, kernels.NOT_FINITE):
-        raise_for(state, communicator, payload, mean)
+        raise_for(state, communicator, payload, payload)
     return batch
 
 
@@ -204,45 +186,6 @@ def raise_for(state: int, communicator: Communicator, payload: Array, x: Array) 
     )
 
 
-def batch_statistics(
-    x: Array,
-    communicator: Communicator,
-    /,
-    *,
-    weighting: Weighting = "element",
-    axis: tuple[int, ...] | None = None,
-) -> BatchStatistics:
-    """`local_moments`, `aggregate`, and the check that there is a variance to speak of.
-
-    Collective: every rank must call it; one allreduce of 2C+2 float64 numbers.
-
-    Raises as `local_moments` and `aggregate`; and on every rank OneValueError, a ValueError, if the
-    ranks hold one value per channel together: its variance is 0, and the output would not depend
-    on the input.
-
-    Parameters
-    ----------
-    x, axis
-        As in `local_moments`.
-    communicator, weighting
-        As in `aggregate`.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from multibn import SingleProcess
-    >>> from multibn.engine import batch_statistics
-    >>> batch = batch_statistics(np.asarray([[1.0, 10.0], [3.0, 30.0]]), SingleProcess())
-    >>> print(batch.mean, batch.var)
-    [ 2. 20.] [  1. 100.]
-    """
-    moments = local_moments(x, axis=axis)
-    batch = aggregate(moments, communicator, weighting=weighting)
-    if moments.count <= 1 and bool(batch.count == 1):  # only then may the host wait for a GPU
-        raise_for(kernels.ONE_VALUE, communicator, moments.mean, x)
-    return batch
-
-
 def refuse(
     communicator: Communicator, /, *num_channels: int, like: Array, error: Exception | None = None
 ) -> None:
@@ -265,51 +208,6 @@ def refuse(
     conversation.during(communicator, "forward", like.dtype).allreduce(payload)
     if is_on_host(payload):
         outcomes.raise_for_refusal(communicator, refused=True)
-
-
-def normalize(
-    x: Array,
-    batch: BatchStatistics,
-    /,
-    *,
-    weight: Array | None = None,
-    bias: Array | None = None,
-    eps: float,
-    axis: tuple[int, ...] | None = None,
-    residual: Array | None = None,
-    relu: bool = False,
-) -> Array:
-    """`(x - mean) * invstd * weight + bias`, in the dtype of `x`. Not collective.
-
-    Parameters
-    ----------
-    x
-        The input; its statistics may be those of a larger batch.
-    batch
-        The statistics.
-    weight, bias
-        Of shape `(C,)`; None stands for ones and zeros.
-    eps
-        Added to the variance.
-    axis
-        As in `local_moments`.
-    residual
-        Added to the output, of the shape and dtype of `x`.
-    relu
-        Whether ReLU comes last.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from multibn import SingleProcess
-    >>> from multibn.engine import batch_statistics, normalize
-    >>> x = np.asarray([[1.0], [3.0]])
-    >>> print(normalize(x, batch_statistics(x, SingleProcess()), eps=1e-12).ravel())
-    [-1.  1.]
-    """
-    axis = _checked_axes(x, axis)
-    i = Input(x, weight, bias, eps, axis, residual, relu)
-    return kernels.select(*i, *batch).normalize(i, batch)
 
 
 def not_floating(x: Array) -> TypeError:

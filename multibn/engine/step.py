@@ -41,7 +41,8 @@ def forward(
 
     Collective, one allreduce of 2C+2 float64 numbers for each input, unless `engine.recompute`
     replays the statistics; another one for inputs with a variance that is lost beside the square of
-    the mean, on the host. Raises as `statistics.batch_statistics`.
+    the mean, on the host. Raises as `statistics.aggregate`, and OneValueError, a
+    ValueError, on every rank, if the ranks hold one value per channel together.
     """
     select = select or kernels.select
     options: Any = {"weighting": weighting, "select": select, "needs_gradient": needs_gradient}

@@ -30,8 +30,8 @@ class BatchStatistics(NamedTuple):
     --------
     >>> import numpy as np
     >>> from multibn import SingleProcess
-    >>> from multibn.engine import batch_statistics
-    >>> batch = batch_statistics(np.ones((4, 3, 5)), SingleProcess())
+    >>> from multibn.engine import aggregate, local_moments
+    >>> batch = aggregate(local_moments(np.ones((4, 3, 5))), SingleProcess())
     >>> float(batch.count), float(batch.element_weight)
     (20.0, 0.05)
     """

@@ -15,10 +15,7 @@ from multibn.engine import statistics, step
 from multibn.engine.masks import WEIGHTINGS
 from multibn.engine.statistics import (
     aggregate,
-    batch_statistics,
     local_moments,
-    merge_moments,
-    normalize,
     refuse,
 )
 from multibn.kernels import Gradient, Input
@@ -73,7 +70,6 @@ def test_forward_and_backward(
         again = aggregate(local_moments(x), counting, weighting=weighting)
         for one, other in zip(batch, again, strict=True):
             np.testing.assert_allclose(as_numpy(one), as_numpy(other), rtol=1e-12)
-        assert relative_error(as_numpy(normalize(x, again, weight=w, bias=b, eps=EPS)), y) < bound
         gradient = Gradient(dy, i, batch)
         ((dx, _, *parameters),) = step.backward([gradient], counting, means=True)
         assert counting.take() == [2 * C + 2, 2 * C + 2, 2 * C]
@@ -117,21 +113,6 @@ def test_the_oracle_by_finite_differences(weighting: str, masked: bool) -> None:
             below = loss(xs, weight, bias)
             variable[index] = old
             assert abs((above - below) / (2 * h) - analytic[index]) < 1e-7
-
-
-@pytest.mark.parametrize("weighting", WEIGHTINGS)
-def test_statistics_of_a_batch_by_each_weighting(weighting: Any) -> None:
-    rng = np.random.default_rng(0)
-    xs = [rng.normal(n, 1, (n, C, m)) for n, m in ((1, 5), (3, 2))]
-    weight, bias = np.ones(C), np.zeros(C)
-    expected = oracle.batch_norm(xs, xs, weight, bias, eps=EPS, weighting=weighting)
-
-    def step(communicator: ThreadCommunicator) -> Any:
-        return batch_statistics(xs[communicator.rank], communicator, weighting=weighting)
-
-    for batch in run_ranks(2, step):
-        np.testing.assert_allclose(batch.mean, expected.mean, rtol=1e-13)
-        np.testing.assert_allclose(batch.var, expected.var, rtol=1e-12)
 
 
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
@@ -186,34 +167,23 @@ def test_all_ranks_empty(xp: Any) -> None:
 @pytest.mark.parametrize("axis", [(0, 1, 2), (0,), (0, 2)])
 def test_any_axes_can_be_channels(xp: Any, axis: tuple[int, ...]) -> None:
     x = np.random.default_rng(0).normal(size=(4, 3, 2, 5))
-    batch = batch_statistics(xp.asarray(x), SingleProcess(), axis=axis)
-    y = normalize(xp.asarray(x), batch, eps=EPS, axis=axis)
+    i = Input(xp.asarray(x), None, None, EPS, axis)
+    ((y, batch),) = step.forward([i], SingleProcess(), weighting="element")
+    moments = local_moments(i.x, axis=axis)
+    np.testing.assert_allclose(as_numpy(moments.mean), as_numpy(batch.mean), rtol=1e-12)
     mean, var = x.mean(axis, keepdims=True), x.var(axis, keepdims=True)
     np.testing.assert_allclose(as_numpy(batch.mean), mean.squeeze(axis), rtol=1e-12)
     np.testing.assert_allclose(as_numpy(y), (x - mean) / np.sqrt(var + EPS), rtol=1e-10)
 
 
-def test_merging_is_concatenating(xp: Any) -> None:
-    rng = np.random.default_rng(0)
-    parts = [rng.normal(3, 1, (n, C, 4)) for n in (1, 0, 5, 2)]
-    merged = merge_moments(*[local_moments(xp.asarray(p)) for p in parts])
-    whole = local_moments(xp.asarray(np.concatenate(parts)))
-    start = local_moments(xp.asarray(parts[0]))
-    for p in parts[1:]:
-        start = merge_moments(start, local_moments(xp.asarray(p)))
-    for a, b, c in zip(merged, whole, start, strict=True):
-        np.testing.assert_allclose(as_numpy(a), as_numpy(b), rtol=1e-13)
-        np.testing.assert_allclose(as_numpy(c), as_numpy(b), rtol=1e-13)
-
-
 def test_one_value_per_channel_is_an_error_on_every_rank() -> None:
-    def step(communicator: ThreadCommunicator) -> str:
+    def forward(communicator: ThreadCommunicator) -> str:
         x = np.ones((1 if communicator.rank == 1 else 0, C))
         with pytest.raises(ValueError, match="more than 1 value per channel") as info:
-            batch_statistics(x, communicator)
+            step.forward([Input(x, None, None, EPS, (0,))], communicator, weighting="element")
         return str(info.value)
 
-    messages = run_ranks(3, step)
+    messages = run_ranks(3, forward)
     assert "got 1 on 3 rank(s), with an input of shape (1, 3) on rank 1" in messages[1]
     assert "an input of shape (0, 3) on rank 2" in messages[2]
 
@@ -225,7 +195,7 @@ def test_a_refusal_reaches_the_other_ranks() -> None:
             refuse(communicator, C, like=x)
         else:
             with pytest.raises(RuntimeError, match=r"rank 1 cannot go on.*rank\(s\) \[0, 2\] of 3"):
-                batch_statistics(x, communicator)
+                aggregate(local_moments(x), communicator)
 
     run_ranks(3, step)
     refuse(SingleProcess(), C, like=np.ones(1))  # nobody to tell
@@ -238,36 +208,13 @@ def test_integers_are_refused(xp: Any) -> None:
 
 @pytest.mark.parametrize("axis", [(), (2,), (-2,), [0], 0])
 def test_axes_that_the_input_lacks(axis: Any) -> None:
-    x = np.ones((2, 3))
-    batch = batch_statistics(x, SingleProcess())
-    calls: list[Callable[[], object]] = [
-        lambda: local_moments(x, axis=axis),
-        lambda: normalize(x, batch, eps=EPS, axis=axis),
-    ]
-    for call in calls:
-        with pytest.raises(ValueError, match=r"`axis` must be a tuple of .* got .* shape \(2, 3\)"):
-            call()
+    with pytest.raises(ValueError, match=r"`axis` must be a tuple of .* got .* shape \(2, 3\)"):
+        local_moments(np.ones((2, 3)), axis=axis)
 
 
 def test_unknown_weighting() -> None:
     with pytest.raises(ValueError, match="`weighting` must be one of 'element', 'sample', 'rank'"):
         aggregate(local_moments(np.ones((2, 3))), SingleProcess(), weighting="batch")  # type: ignore[arg-type]
-
-
-def test_float64_moments_keep_the_digits_of_float32_input(xp: Any) -> None:
-    """Mean 1e4, std 1, over ranks: where the same formula in float32 gives -16."""
-    rng = np.random.default_rng(0)
-    xs = [rng.normal(1e4, 1, (1000, 1)).astype("float32") for _ in range(8)]
-    exact = np.concatenate(xs).astype("float64")
-
-    def step(communicator: ThreadCommunicator) -> Any:
-        return batch_statistics(xp.asarray(xs[communicator.rank]), communicator)
-
-    for batch in run_ranks(8, step):
-        np.testing.assert_allclose(as_numpy(batch.var), exact.var(0), rtol=1e-6)
-        np.testing.assert_allclose(as_numpy(batch.mean), exact.mean(0), rtol=1e-12)
-    in_float32 = np.mean([np.square(x).mean() for x in xs]) - np.mean([x.mean() for x in xs]) ** 2
-    assert abs(in_float32 - exact.var()) > 0.1
 
 
 @pytest.mark.parametrize("has_float64", [True, False])
@@ -284,9 +231,3 @@ def test_a_library_without_float64_is_refused(has_float64: bool) -> None:
     kind = type("Array", (), {"__array_namespace__": lambda self, api_version=None: xp})
     with pytest.raises(TypeError, match=message):
         statistics.local_moments(kind())
-
-
-def test_public_names_are_the_engine() -> None:
-    import multibn
-
-    assert multibn.engine.aggregate is statistics.aggregate

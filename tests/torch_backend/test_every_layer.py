@@ -69,7 +69,7 @@ class Masked(nn.Module):
         self.norm = norm
 
     def forward(self, x: Tensor) -> Any:
-        if not isinstance(x, Tensor) or x.is_sparse or not x.is_floating_point():
+        if not isinstance(x, Tensor) or x.is_sparse or not x.is_floating_point() or not x.numel():
             return self.norm(x, mask=torch.ones(len(x), L, dtype=torch.bool))
         return self.norm(x, mask=x.detach()[:, 0] < 1)
 
@@ -202,6 +202,18 @@ def test_a_copy_has_no_part_in_a_step(name: str) -> None:
         torch.testing.assert_close(twin.state_dict(), layer.state_dict())
 
 
+@pytest.mark.parametrize("name", [n for n in LAYERS if n != "masked sub"])  # refused in a step
+def test_a_step_of_several_batches_moves_statistics_as_one_batch(name: str) -> None:
+    """By the elements that count; split k of the step is split k of all batches."""
+    layer, whole = (make(name, running_var="unbiased_local") for _ in "ab")
+    parts = [batch(n, seed) for seed, n in enumerate((4, 2, 6))]
+    with step_statistics(layer):
+        for x in parts:
+            layer(x)
+    whole(torch.cat(parts))
+    torch.testing.assert_close(layer.state_dict(), whole.state_dict(), rtol=1e-12, atol=1e-12)
+
+
 @every_layer
 def test_a_recomputed_layer_is_counted_once(name: str) -> None:
     """The numbers of the stored run, bit for bit, with no message more."""
@@ -316,6 +328,7 @@ def test_elements_that_do_not_count_take_no_part(name: str, last: bool) -> None:
         y, expected = layer(t, mask=mask), plain(flat)
         dy = weights(y)
         y.backward(dy)
+        assert y.stride() == t.stride() or not training
         expected.backward(chosen(dy)[:, :, None])
         assert t.grad is not None
         assert flat.grad is not None
@@ -359,8 +372,9 @@ def test_16_bits(name: str, dtype: torch.dtype) -> None:
             torch.testing.assert_close(got.double(), want.double(), rtol=0.01, atol=0.01)
 
 
-WRONG_INPUTS: list[tuple[Any, type[Exception], str]] = [
+WRONG_INPUTS: list[tuple[Any, Any, str]] = [
     (torch.ones(4, C + 1, L), ValueError, r"must have 3 channels in dimension 1.*got 4"),
+    (torch.ones(4, 0, L), ValueError, r"must have channels: got 0 in shape \(4, 0, 5\)"),
     (torch.ones(4, C, L).long(), TypeError, "real floating-point dtype: got torch.int64"),
     (torch.ones(4, C, L).to(torch.complex64), TypeError, "dtype: got torch.complex64"),
     (torch.ones(4, C, L).to_sparse(), TypeError, r"dense tensor: got layout torch.sparse"),
@@ -378,14 +392,14 @@ def test_a_wrong_input_on_one_rank_is_an_error_on_all(name: str) -> None:
         # What derived layers say in evaluation is their own class's matter.
         for training in (True, False) if "derived" not in name else (True,):
             layer.train(training)
-            for wrong, kind, message in WRONG_INPUTS:
+            for k, (wrong, kind, message) in enumerate(WRONG_INPUTS):
                 if isinstance(wrong, np.ndarray) and name in ("derived", "together"):
                     continue  # their classes ask arrays for what only tensors have
-                if communicator.rank == 0:
+                if communicator.rank == k % 2:
                     with pytest.raises(kind, match=message):
                         layer(wrong)
                 elif training:
-                    with pytest.raises(RuntimeError, match=r"refused on rank\(s\) \[0\]"):
+                    with pytest.raises(RuntimeError, match=rf"refused on rank\(s\) \[{k % 2}\]"):
                         layer(good)
                 assert layer(good).isfinite().all(), message
 

@@ -43,8 +43,10 @@ def register(communicator: Communicator, /) -> None:
 
 def takes(x: Any, /) -> bool:
     """Whether `forward_all` is to take `x`: in compiled code, and without data."""
-    if torch.compiler.is_compiling():
-        return True
+    return torch.compiler.is_compiling() or _has_no_data(x)
+
+
+def _has_no_data(x: Any) -> bool:
     return isinstance(x, FakeTensor) or getattr(x, "is_meta", False)
 
 
@@ -76,8 +78,7 @@ def forward_all(
             "the model after revert_sync_batchnorm."
         )
     # Not by `takes`: where this frame is not compiled, the compiler may yet take that one.
-    without_data = isinstance(inputs[0].x, FakeTensor) or getattr(inputs[0].x, "is_meta", False)
-    if differentiable.is_needed() if compiling else not without_data:
+    if differentiable.is_needed() if compiling else not _has_no_data(inputs[0].x):
         return functional.forward_all(inputs, num_channels, communicator, weighting=weighting)
     results = []
     for i, n in zip(inputs, num_channels, strict=True):

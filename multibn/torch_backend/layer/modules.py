@@ -169,10 +169,8 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         lengths: Tensor | None = None,
     ) -> Tensor:
         is_dense = type(input) is Tensor and not (input.is_nested or input.is_meta)
-        is_masked = mask is not None or lengths is not None
-        if not (is_dense and self.training) or is_masked or torch.compiler.is_compiling():
-            return self._forward_special(input, residual, mask=mask, lengths=lengths)
-        if input.ndim not in self._usual:
+        is_plain = is_dense and self.training and mask is None and lengths is None
+        if not is_plain or torch.compiler.is_compiling() or input.ndim not in self._usual:
             return self._forward_special(input, residual, mask=mask, lengths=lengths)
         ((y, _),) = functional.forward_all(
             [self._as_input(input, residual)],

@@ -7,6 +7,7 @@ the numbers of the naive layers.
 
 from typing import Any
 
+from multibn._typing import check_int
 from multibn.communicators import Communicator, Group, as_communicator
 from multibn.torch_backend.layer.modules import (
     SyncBatchNorm,
@@ -127,11 +128,7 @@ class NaiveSyncBatchNorm3d(_NaiveSyncBatchNorm, SyncBatchNorm3d):
 
 
 def _inside_machine(everyone: Communicator, num_sync_devices: int | None) -> Communicator:
-    if isinstance(num_sync_devices, bool) or not isinstance(num_sync_devices, int | None):
-        raise TypeError(
-            "`num_sync_devices` must be an int, or None for all ranks of the machine: got "
-            f"{num_sync_devices!r} of type {type(num_sync_devices).__qualname__}."
-        )
+    check_int("num_sync_devices", num_sync_devices, None, none="all ranks of the machine")
     machine = Group(everyone, "machine")
     if num_sync_devices is None or num_sync_devices <= 0:
         return machine

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import _has_any_global_hook
 
 from multibn._typing import RunningVar, Weighting, check_int
 from multibn.communicators import Communicator
@@ -103,32 +104,36 @@ class _SubBatchNorm(Synchronized):
     def forward(
         self, input: Tensor, *, mask: Tensor | None = None, lengths: Tensor | None = None
     ) -> Tensor:
-        masks = {k: v for k, v in (("mask", mask), ("lengths", lengths)) if v is not None}
         if isinstance(input, fx.Proxy):
-            return call_node(self, input, **masks)
+            masks = (("mask", mask), ("lengths", lengths))
+            return call_node(self, input, **{k: v for k, v in masks if v is not None})
+        is_masked = mask is not None or lengths is not None
         part, num_splits = (self.split_bn, self.num_splits) if self.training else (self.bn, 1)
         shares = self.training and part.training
         communicator: Communicator = self.conversation if shares else ALONE
         num_channels = [num_splits * self.num_features]
-        if masks and self.training:
+        if is_masked and self.training:
             num_channels = [self.num_features] * num_splits
             if shares and not compiled.takes(input):
                 communicator = shared_conversation([self] * num_splits)
         try:
-            self._check(input, masks, part, communicator)
+            self._check(input, is_masked, part, communicator)
         except (TypeError, ValueError) as error:
             functional.refuse(error, [input] * len(num_channels), num_channels, communicator)
         where = compiled.mask_of(input, mask, lengths, num_channels, communicator)
-        tensors: Any = input, where
+        x, split_where = input, where
         if self.training:  # a view for any strides; sample i is in split i % num_splits, on axis 1
-            splits = len(input) // num_splits, num_splits
-            tensors = (t if t is None else t.unflatten(0, splits) for t in tensors)
-        x, split_where = tensors
+            splits = input.shape[0] // num_splits, num_splits
+            x = input.unflatten(0, splits)
+            split_where = None if where is None else where.unflatten(0, splits)
         channels = self._channels()
         axis = reduced_axes(x.ndim, channel_axes=range(1, 1 + len(channels)))
         i = Input(x, self.weight, self.bias, 0.0, axis, mask=split_where)  # eps is the part's
         if isinstance(part, Part) and not has_hooks(part):
-            y = part(x, normalize=lambda x: self._normalize(part, i._replace(x=x), communicator))
+            if _has_any_global_hook():
+                y = part(x, lambda x: self._normalize(part, i._replace(x=x), communicator))
+            else:
+                y = self._normalize(part, i, communicator)
             return y.flatten(0, 1) if self.training else y
 
         # Hooks, and a part of another class, get the tensors of SlowFast's layer: all channels on
@@ -147,7 +152,8 @@ class _SubBatchNorm(Synchronized):
         channels = self._channels()
         weight, bias = i.weight, i.bias
         if self.training:  # autograd adds up the splits' gradients
-            weight, bias = (None if p is None else p.expand(channels) for p in (weight, bias))
+            weight = None if weight is None else weight.repeat(self.num_splits, 1)
+            bias = None if bias is None else bias.repeat(self.num_splits, 1)
         if part.running_mean is not None and not part.training:
             statistics = (v.view(channels) for v in (part.running_mean, part.running_var))
             x = generic.masked(i.x, i.mask)
@@ -201,7 +207,6 @@ class _SubBatchNorm(Synchronized):
         """Shape of the statistics of a call: in training, every split has its own."""
         return (self.num_splits, self.num_features) if self.training else (self.num_features,)
 
-    @torch.no_grad()
     def aggregate_stats(self) -> None:
         """Compute `bn`'s running statistics, those of the population, from `split_bn`'s.
 
@@ -218,15 +223,16 @@ class _SubBatchNorm(Synchronized):
         the biased variance of the whole batch. By default var_k is unbiased as in SlowFast, which
         adds 1/(n-1) of the mean biased var_k, for n elements per channel and split.
         """
-        if self.split_bn.running_mean is None:
+        whole, split = self.bn, self.split_bn
+        if split.running_mean is None:
             return
         shape = (self.num_splits, self.num_features)
         mean, var = torch.ops.multibn.total_statistics(
-            self.split_bn.running_mean.view(shape), self.split_bn.running_var.view(shape)
+            split.running_mean.view(shape), split.running_var.view(shape)
         )
-        self.bn.running_mean.copy_(mean)
-        self.bn.running_var.copy_(var)
-        self.bn.num_batches_tracked.copy_(self.split_bn.num_batches_tracked)
+        whole.running_mean.copy_(mean)
+        whole.running_var.copy_(var)
+        whole.num_batches_tracked.copy_(split.num_batches_tracked)
 
     @torch.no_grad()
     def set_num_splits(self, num_splits: int) -> None:
@@ -256,12 +262,12 @@ class _SubBatchNorm(Synchronized):
         shared = super().extra_repr()
         return f"{self.num_features}, num_splits={self.num_splits}, affine={self.affine}{shared}"
 
-    def _check(self, input: Any, masks: object, part: Any, communicator: Communicator) -> None:
+    def _check(self, input: Any, is_masked: bool, part: Any, communicator: Communicator) -> None:
         """As `functional.check_input`; also checks dimensions, batch size, and parts for masks."""
         functional.check_input(input, self.num_features)
         if input.ndim not in self._shapes:
             raise functional.dimensions_error(self, input, self._shapes)
-        batch_size, num_splits = len(input), self.num_splits if self.training else 1
+        batch_size, num_splits = input.shape[0], self.num_splits if self.training else 1
         if batch_size % num_splits != 0:
             *others, last = (str(d) for d in range(1, batch_size + 1) if batch_size % d == 0)
             where = f" on rank {communicator.rank}" if communicator.size > 1 else ""
@@ -270,7 +276,7 @@ class _SubBatchNorm(Synchronized):
                 f"`num_splits` must divide the batch size: got {num_splits} splits for a batch of "
                 f"{batch_size}{where}. Drop the last batch or pass num_splits={divisors}."
             )
-        if masks and not isinstance(part, Part):
+        if is_masked and not isinstance(part, Part):
             raise TypeError(
                 f"`mask` and `lengths` need the parts that a {type(self).__name__} is made with: "
                 f"got {type(part).__qualname__}."
@@ -409,6 +415,7 @@ def _first_of_each(*values: Tensor) -> list[Tensor]:
 @compiled.operator("total_statistics(Tensor means, Tensor variances) -> Tensor[]", _first_of_each)
 def _total_statistics(means: Tensor, variances: Tensor) -> list[Tensor]:
     """Mean and variance over all splits of a batch, axis 0, by the law of total variance."""
-    between, mean = torch.var_mean(generic.as_wide(means), 0, correction=0)
-    total = generic.as_wide(variances).mean(0) + between
+    wide = generic.as_wide(torch.stack((means, variances)))
+    between, mean = torch.var_mean(wide[0], 0, correction=0)
+    total = wide[1].mean(0) + between
     return [mean.to(means), total.to(variances)]

@@ -1,11 +1,9 @@
 """Batch norms in training mode, and estimators of their running statistics."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
@@ -13,36 +11,35 @@ from torch.utils.hooks import RemovableHandle
 from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.communicators.conversation import during
 from multibn.engine import masks
-from multibn.engine.population import running_variance
+from multibn.engine.population import PopulationEstimator, running_variance
 from multibn.engine.precise import Estimate, Pass, Population, input_of
-from multibn.engine.statistics import aggregate, local_moments
-from multibn.kernels.generic import as_wide
+from multibn.engine.statistics import Moments, aggregate, local_moments
+from multibn.kernels import generic
 from multibn.torch_backend.layer import functional, jagged
+from multibn.torch_backend.layer.differentiable import without_autocast
 from multibn.torch_backend.layer.synchronized import Synchronized
 
 Estimator: TypeAlias = Literal["population", "mean_of_var"]
 
 
-class MeanOfVar:
+class MeanOfVar(PopulationEstimator):
+    """Means over batches: of their means and, in the place of mean squares, of their variances."""
+
     def __init__(self, like: Tensor, shared_by: Communicator, /) -> None:
-        zeros = torch.zeros_like(as_wide(like))
-        self._sums = torch.stack([zeros, zeros])  # of means and of variances
-        self._num_batches = zeros.new_zeros(())
+        super().__init__(like)
         self._shared_by = shared_by
 
     def show(self, x: Tensor, /, *, axis: tuple[int, ...], mask: Tensor | None = None) -> None:
         moments = local_moments(x, axis=axis, mask=mask)
         # In the phase "forward": on another rank this message may meet a layer's refusal.
         batch = aggregate(moments, during(self._shared_by, "forward", moments.mean.dtype))
-        occupied = float(moments.count > 0)
         var = running_variance(batch, local_count=0)
-        self._sums += occupied * torch.stack([batch.mean, var])
-        self._num_batches += occupied
+        self.update(Moments(batch.mean, var, float(moments.count > 0), 0.0))
 
     def estimate(self, communicator: Communicator, /) -> Estimate:
-        packed = communicator.allreduce(torch.cat([self._sums.flatten(), self._num_batches[None]]))
-        mean, var = (packed[:-1] / packed[-1].clamp(min=1)).chunk(2)
-        return mean, var, packed[-1] > 0
+        sums = communicator.allreduce(self._sums)
+        mean, var = generic.split_sums(sums / sums[-1].clamp(min=1), self._shape)
+        return mean, var, sums[-1] > 0
 
 
 class WatchedNorm:
@@ -91,9 +88,7 @@ class WatchedNorm:
             if is_shared:
                 options = {} if mask is None else {"mask": mask[:0].flatten(0, 1)}
                 visit = partial(module, x.new_empty((0, *x.shape[1:])), **options)
-            device = x.device.type
-            without_autocast = torch.is_autocast_enabled(device)
-            with torch.autocast(device, enabled=False) if without_autocast else nullcontext():
+            with without_autocast(x):
                 run.show(self, x.detach(), axis, mask, visit)
 
         return self.module.register_forward_pre_hook(note, with_kwargs=True)
@@ -101,9 +96,8 @@ class WatchedNorm:
     def write(self, mean: Tensor, var: Tensor, /) -> None:
         """Write running statistics; all splits of a sub-batch norm get the same ones."""
         for norm in self.tracking:
-            num_splits = norm.num_features // self.num_features
-            norm.running_mean.copy_(mean.repeat(num_splits))
-            norm.running_var.copy_(var.repeat(num_splits))
+            norm.running_mean.view(-1, self.num_features).copy_(mean)
+            norm.running_var.view(-1, self.num_features).copy_(var)
 
 
 def layers_in_training(model: nn.Module, estimator: Estimator) -> Iterator[WatchedNorm]:

@@ -23,7 +23,6 @@ from multibn.torch_backend import (  # noqa: E402
     convert_sync_batchnorm,
     normalize_together,
     revert_sync_batchnorm,
-    step_statistics,
 )
 
 
@@ -99,17 +98,6 @@ def test_a_converted_layer_is_converted_anew() -> None:
     assert not isinstance(layer.process_group, SingleProcess)
     assert relative_error(model(x).detach(), expected(x, 1)) < 1e-5
     assert "num_splits" not in repr(model)
-
-
-def test_a_step_of_several_batches() -> None:
-    layers: list[Any] = [convert_sub_batchnorm(nn.BatchNorm1d(3).double(), 2) for _ in "ab"]
-    xs = [torch.randn(n, 3).double() for n in (4, 7)]
-    with step_statistics(layers[0]):
-        for x in xs:
-            layers[0](x)
-    layers[1](torch.cat(xs))
-    for got, want in zip(layers[0].buffers(), layers[1].buffers(), strict=True):
-        assert relative_error(got, want) < 1e-12
 
 
 def test_masked_elements_have_no_part() -> None:

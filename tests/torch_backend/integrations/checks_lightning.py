@@ -146,13 +146,7 @@ class Stream(IterableDataset[Any]):
 
 def check_a_loader_without_a_length(world: Communicator) -> None:
     net = Net()
-    _fit(
-        world,
-        net,
-        DataLoader(Stream(world), BATCH_SIZE),
-        PreciseBN(progress=False),
-        max_epochs=1,
-    )
+    _fit(world, net, DataLoader(Stream(world), BATCH_SIZE), PreciseBN(progress=False), max_epochs=1)
     assert _exact(*net.validated[0])
 
 

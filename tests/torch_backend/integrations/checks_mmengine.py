@@ -5,6 +5,7 @@ start-up calls torch.cuda.set_device, which torch for CPU lacks.
 """
 
 import contextlib
+import itertools
 import logging
 import tempfile
 import warnings
@@ -161,10 +162,12 @@ def _population() -> tuple[Any, Any]:
     return x.mean(0), x.var(0, ddof=1)
 
 
+_numbers = itertools.count()
+
+
 def _train(
-    name: str,
-    directory: str,
     hook: dict[str, Any],
+    directory: str = "",
     sampler: str = "DefaultSampler",
     loader: dict[str, Any] | None = None,
     by_epoch: bool = True,
@@ -175,11 +178,11 @@ def _train(
 ) -> tuple[Any, list[int]]:
     """A runner that has trained, and the iterations after which there was a precise pass."""
     passes = passes or Passes()
-    with frameworks_warnings():
+    with frameworks_warnings(), tempfile.TemporaryDirectory() as own:
         runner = Runner(
             model=model or MMDistributedDataParallel(Net()),
-            work_dir=directory,
-            experiment_name=name,
+            work_dir=directory or own,
+            experiment_name=f"checks_{next(_numbers)}",
             log_level="ERROR",
             train_dataloader={
                 "dataset": _data(),
@@ -217,10 +220,7 @@ def check_by_epoch(world: Communicator) -> None:
     """Every second epoch and the last; checkpoints and the averaged model have the statistics."""
     with tempfile.TemporaryDirectory() as directory:
         runner, after = _train(
-            "by_epoch",
-            directory,
-            {"interval": 2, "num_samples": None, "at_end": True},
-            max_epochs=3,
+            {"interval": 2, "num_samples": None, "at_end": True}, directory, max_epochs=3
         )
         files = {
             epoch: _saved(directory, f"epoch_{epoch}.pth")
@@ -242,9 +242,8 @@ def check_by_iteration(world: Communicator) -> None:
     """With an endless sampler: every second iteration and the last, on so many batches."""
     with tempfile.TemporaryDirectory() as directory:
         runner, after = _train(
-            "by_iteration",
-            directory,
             {"interval": 2, "num_samples": None, "num_iters": 4, "at_end": True},
+            directory,
             sampler="InfiniteSampler",
             by_epoch=False,
             max_iters=5,
@@ -266,43 +265,32 @@ def check_by_iteration(world: Communicator) -> None:
 def check_number_of_samples(world: Communicator) -> None:
     """Counted over all ranks, in whole batches; a batch may be a list of samples."""
     for collate in ("default_collate", "pseudo_collate"):
-        with tempfile.TemporaryDirectory() as directory:
-            runner, after = _train(
-                f"samples_{collate}",
-                directory,
-                {"num_samples": 5},
-                loader={"batch_size": 2, "collate_fn": {"type": collate}},
-                max_epochs=1,
-            )
+        runner, after = _train(
+            {"num_samples": 5},
+            loader={"batch_size": 2, "collate_fn": {"type": collate}},
+            max_epochs=1,
+        )
         assert after == [SAMPLES // world.size // 2]
         assert len(runner.model.module.shown) == -(-5 // (2 * world.size))
 
 
 def check_persistent_workers_go_on_with_training(world: Communicator) -> None:
     """A second loop over such a loader would restart the training loop's own iterator."""
-    with tempfile.TemporaryDirectory() as directory:
-        runner, after = _train(
-            "workers",
-            directory,
-            {"num_samples": 3},
-            loader={"num_workers": 1, "persistent_workers": True},
-            max_epochs=2,
-        )
+    runner, after = _train(
+        {"num_samples": 3}, loader={"num_workers": 1, "persistent_workers": True}, max_epochs=2
+    )
     assert after == [_iterations(world), 2 * _iterations(world)]
     assert runner.model.module.num_trained == 2 * _iterations(world)
 
 
 def check_a_loop_of_its_own(world: Communicator) -> None:
     """With a sampler that begins anew, a pass takes all data, whatever the training has seen."""
-    with tempfile.TemporaryDirectory() as directory:
-        runner, after = _train(
-            "loop",
-            directory,
-            {"interval": 2, "num_samples": None},
-            loader={"batch_size": 2},
-            by_epoch=False,
-            max_iters=4,  # fewer than the data has, after which mmengine sleeps for 2 s
-        )
+    runner, after = _train(
+        {"interval": 2, "num_samples": None},
+        loader={"batch_size": 2},
+        by_epoch=False,
+        max_iters=4,  # fewer than the data has, after which mmengine sleeps for 2 s
+    )
     bn = runner.model.module.bn
     assert after == [2, 4]
     np.testing.assert_allclose(bn.running_mean, _population()[0], rtol=1e-6)
@@ -313,8 +301,7 @@ def check_a_model_with_a_step_of_its_own(world: Communicator) -> None:
     """Runs in its default mode. The log names layers that keep their statistics, and short data."""
     passes = Passes()
     net = WithItsOwnStep()
-    with tempfile.TemporaryDirectory() as directory:
-        _, after = _train("own_step", directory, {}, model=net, passes=passes, max_epochs=2)
+    _, after = _train({}, model=net, passes=passes, max_epochs=2)
     iterations = _iterations(world)
     assert after == [iterations, 2 * iterations]
     assert len(net.shown) == 2 * iterations
@@ -334,8 +321,7 @@ def check_mixed_precision(world: Communicator) -> None:
     """A pass runs in the precision of training."""
     net = Noting()
     model = MMDistributedDataParallel(net)
-    with tempfile.TemporaryDirectory() as directory:
-        _train("amp", directory, {"num_samples": None}, model=model, wrapper=Amp, max_epochs=1)
+    _train({"num_samples": None}, model=model, wrapper=Amp, max_epochs=1)
     assert net.passes == {(True, True), (False, True)}
     np.testing.assert_allclose(net.bn.running_mean, _population()[0], rtol=1e-6)
     np.testing.assert_allclose(net.bn.running_var, _population()[1], rtol=1e-6)
@@ -347,16 +333,7 @@ def check_nothing_to_update(world: Communicator) -> None:
     net.bn = nn.BatchNorm1d(3, track_running_stats=False)
     model = MMDistributedDataParallel(net)
     options = {"num_samples": None, "num_iters": 2, "mode": "loss"}
-    with tempfile.TemporaryDirectory() as directory:
-        _train(
-            "nothing",
-            directory,
-            options,
-            loader={"batch_size": 2},
-            model=model,
-            passes=passes,
-            max_epochs=1,
-        )
+    _train(options, loader={"batch_size": 2}, model=model, passes=passes, max_epochs=1)
     assert passes.messages == [
         "Precise batch norm starts, on 2 batches per rank.",
         "Precise batch norm ends: there was no batch norm to update.",
@@ -391,15 +368,10 @@ def check_arguments(world: Communicator) -> None:
         ({"by_epoch": True}, "`by_epoch` must be False or None.*got True in IterBasedTrainLoop"),
         ({"num_samples": None}, "`num_samples` or `num_iters` must be an int.*got None for both"),
     ]
-    for number, (options, message) in enumerate(in_a_loop):
+    for options, message in in_a_loop:
         net = Net()
-        with (
-            tempfile.TemporaryDirectory() as directory,
-            pytest.raises(ValueError, match=message),
-        ):
+        with pytest.raises(ValueError, match=message):
             _train(
-                f"refused_{number}",
-                directory,
                 options,
                 sampler="InfiniteSampler",
                 by_epoch=False,

@@ -1,6 +1,5 @@
 """The layer inside what torch wraps around models: compilation, checkpoints, sharding, join."""
 
-import copy
 import re
 import warnings
 from typing import Any
@@ -8,18 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from multibn.communicators import Communicator, outcomes
-from multibn.communicators.transports.torch_distributed import TorchDistributed
 from multibn.torch_backend import (
     SyncBatchNorm,
-    checkpoint_contexts,
     convert_sync_batchnorm,
-    recomputed,
 )
 from tests.harness.runs import on, only
-from tests.helpers.ranks import CountingCommunicator
 
 RUNS = on("torchrun mpiexec", 2, 4, needs="torch")
 
@@ -114,32 +108,6 @@ def check_a_step_that_overflows_leaves_no_trace(world: Communicator) -> None:
     assert all(name.startswith(text) and f"values on {where}. The out" in name for name in names)
 
 
-def check_compiled_with_fullgraph(world: Communicator) -> None:
-    """A layer that averages cumulatively, and one with a momentum, in one compilation."""
-    # Inductor takes seconds, and is asked once: Dynamo and autograd see what other graphs have.
-    inductor = world.size == 2 and isinstance(world, TorchDistributed)
-    network = _network()
-    network[1].momentum = None
-    eager = convert_sync_batchnorm(network, world)
-    assert [m.momentum for m in eager.modules() if isinstance(m, SyncBatchNorm)] == [None, 0.1]
-    torch._dynamo.reset()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of its imports
-        backend = "inductor" if inductor else "aot_eager"
-        compiled: Any = torch.compile(copy.deepcopy(eager), fullgraph=True, backend=backend)
-        results = []
-        for net in (eager, compiled):
-            for step in range(3):
-                x = (_parts(world, 2, 3, 8, 8)[world.rank] + step).requires_grad_()
-                y = net(x)
-                y.square().sum().backward()
-                results.append((y, x.grad))
-    torch.testing.assert_close(results[:3], results[3:], rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(
-        list(compiled.state_dict().values()), list(eager.state_dict().values())
-    )
-
-
 class _Branches(nn.Module):
     """Layers that do not wait for each other, one of them without any effect on the output."""
 
@@ -194,36 +162,6 @@ def check_refusals_of_compiled_layers(world: Communicator) -> None:
         expected = ["ValueError: .* must have 3 channels", expected[1], "TypeError: .* torch.int64"]
     assert len(errors) == 3, errors
     assert all(re.match(e, error) for e, error in zip(expected, errors, strict=True)), errors
-
-
-def check_collectives_of_twenty_layers(world: Communicator) -> None:
-    counting = CountingCommunicator(world)
-    layers = [nn.Sequential(SyncBatchNorm(4, process_group=counting), nn.ReLU()) for _ in range(20)]
-    forward, backward = [2 * 4 + 4] * 20, [2 * 4 + 4] * 20
-
-    def stored(x: torch.Tensor) -> torch.Tensor:
-        for layer in layers:
-            x = layer(x)
-        return x
-
-    def context(x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(stored, x, use_reentrant=False, context_fn=checkpoint_contexts)
-
-    def reentrant(x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(recomputed(stored), x, use_reentrant=True)
-
-    outputs, state = [], copy.deepcopy([layer.state_dict() for layer in layers])
-    for run in (stored, context, reentrant):
-        for layer, before in zip(layers, state, strict=True):
-            layer.load_state_dict(before)
-        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(world.rank)).requires_grad_()
-        y = run(x)
-        assert counting.take() == forward
-        y.square().sum().backward()
-        assert counting.take() == backward
-        outputs.append([y, x.grad, *[v for layer in layers for v in layer.state_dict().values()]])
-    for output in outputs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(outputs[0], output, strict=True))
 
 
 def _train(net: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:

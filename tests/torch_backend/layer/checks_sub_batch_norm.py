@@ -161,18 +161,6 @@ def check_one_value_in_a_split_is_an_error_on_all(world: Communicator) -> None:
         layer(torch.ones(SPLITS, C, 1, 1))  # one value on each rank is enough
 
 
-def check_all_ranks_empty(world: Communicator) -> None:
-    layer = _layer(SPLITS, C, process_group=world)
-    x = torch.zeros(0, C, 2, 2, requires_grad=True)
-    y = layer(x)
-    y.sum().backward()
-    assert y.shape == x.shape
-    assert not layer.weight.grad.any()
-    torch.testing.assert_close(
-        layer.state_dict(), _layer(SPLITS, C).state_dict(), rtol=0, atol=1e-6
-    )
-
-
 @only("torchrun")
 def check_ddp_trains_through_a_multigrid_schedule(world: Communicator) -> None:
     """Under DistributedDataParallel, as the model of one process on the whole batch."""

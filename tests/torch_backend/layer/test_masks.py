@@ -130,22 +130,6 @@ def test_masks_that_broadcast() -> None:
         assert torch.equal(layer_of().float()(x, mask=same), y)
 
 
-@pytest.mark.parametrize("shape", [(4, C, 5, 6), (4, C, 3, 5, 6), (8, C)])
-def test_channels_last(shape: tuple[int, ...]) -> None:
-    """The output keeps the memory format."""
-    torch.manual_seed(0)
-    x = torch.randn(shape)
-    mask = torch.rand((shape[0], *shape[2:])) < 0.5
-    x.movedim(1, -1)[~mask] = float("nan")
-    last = x.movedim(1, -1).contiguous().movedim(-1, 1).requires_grad_()
-    y, expected = layer_of().float()(last, mask=mask), layer_of().float()(x, mask=mask)
-    y.sum().backward()
-    assert y.stride() == last.stride()
-    assert last.grad is not None
-    assert last.grad.stride() == last.stride()
-    torch.testing.assert_close(y, expected)
-
-
 def test_memory_in_another_order() -> None:
     """The mask is copied into the order of the input, but in compiled code, which expects one."""
     torch.manual_seed(0)
@@ -477,18 +461,6 @@ def test_one_element_over_all_ranks() -> None:
             layer_of(communicator)(X, mask=mask)
 
     run_ranks(2, train)
-
-
-def test_a_step_of_masked_micro_batches() -> None:
-    """`step_statistics` pools by the elements that count."""
-    layer, plain = (layer_of(running_var="unbiased_local") for _ in "ab")
-    with step_statistics(layer):
-        for rank in (0, 1):
-            x, lengths, _ = batch(rank)
-            layer(x, lengths=lengths)
-    plain(torch.cat([chosen(x, mask) for x, _, mask in (batch(0), batch(1))]))
-    for got, want in zip(layer.buffers(), plain.buffers(), strict=True):
-        assert relative_error(got, want) < 1e-12
 
 
 def test_a_mask_on_one_rank_only() -> None:

@@ -141,41 +141,27 @@ def precise(model: nn.Module, data: Any, **options: Any) -> None:
     update_bn_stats(model, data, **{"progress": False, **options})
 
 
+@pytest.mark.parametrize("estimator", ["population", "mean_of_var"])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_population_is_exact(kind: str) -> None:
+def test_exact_statistics(kind: str, estimator: str) -> None:
+    """Of all elements; mmpretrain's are the means over batches of means and unbiased variances."""
     model = Net(LAYERS[kind])
     data = batches()
-    expected = [rows(inputs_of(model, layer, data)) for layer in (model.bn1, model.bn2)]
+    shown = [inputs_of(model, layer, data) for layer in (model.bn1, model.bn2)]
     before = state(model)
-    precise(model, data)
-    for layer, x in zip((model.bn1, model.bn2), expected, strict=True):
+    precise(model, data, estimator=estimator)
+    for layer, xs in zip((model.bn1, model.bn2), shown, strict=True):
+        parts = [rows(xs)] if estimator == "population" else [rows([x]) for x in xs]
         mean, var = kept(layer)
-        np.testing.assert_allclose(mean, x.mean(1), rtol=1e-6, atol=1e-7)
-        np.testing.assert_allclose(var, x.var(1, ddof=1), rtol=1e-6)
+        np.testing.assert_allclose(
+            mean, np.mean([x.mean(1) for x in parts], 0), rtol=1e-6, atol=1e-7
+        )
+        np.testing.assert_allclose(var, np.mean([x.var(1, ddof=1) for x in parts], 0), rtol=1e-6)
     assert_same(state(model), before, but=("bn1.", "bn2."))
     if kind == "SubBatchNorm2d":  # each split has the whole's, so that aggregation keeps them
         written = kept(copy.deepcopy(model.bn2))
         model.bn2.aggregate_stats()
         np.testing.assert_allclose(kept(model.bn2), written, rtol=1e-6)
-
-
-@pytest.mark.parametrize("kind", LAYERS)
-def test_mean_of_var_is_mmpretrains_formula(kind: str) -> None:
-    """The mean over batches of their means, and of their unbiased variances."""
-    model = Net(LAYERS[kind])
-    data = batches()
-    expected = [
-        [rows([x]) for x in inputs_of(model, layer, data)] for layer in (model.bn1, model.bn2)
-    ]
-    before = state(model)
-    precise(model, data, estimator="mean_of_var")
-    for layer, xs in zip((model.bn1, model.bn2), expected, strict=True):
-        mean, var = kept(layer)
-        np.testing.assert_allclose(
-            mean, np.mean([x.mean(1) for x in xs], axis=0), rtol=1e-6, atol=1e-7
-        )
-        np.testing.assert_allclose(var, np.mean([x.var(1, ddof=1) for x in xs], axis=0), rtol=1e-6)
-    assert_same(state(model), before, but=("bn1.", "bn2."))
 
 
 def test_between_batch_variance_is_what_the_estimators_differ_in() -> None:

@@ -20,6 +20,7 @@ from multibn.torch_backend import (
 )
 from tests.harness.runs import on
 from tests.helpers.ranks import CountingCommunicator
+from tests.torch_backend.train.test_together import one_by_one, train
 
 RUNS = on("torchrun mpiexec", 3, needs="torch")
 
@@ -49,10 +50,6 @@ def _inputs(rank: int) -> list[torch.Tensor]:
     ]
 
 
-def _one_by_one(layers: Any, xs: Any) -> list[torch.Tensor]:
-    return [layer(x) for layer, x in zip(layers, xs, strict=True)]
-
-
 def _checkpointed(layers: Any, xs: Any) -> Any:
     def run(*xs: torch.Tensor) -> list[torch.Tensor]:
         return normalize_together(layers, xs)
@@ -60,21 +57,14 @@ def _checkpointed(layers: Any, xs: Any) -> Any:
     return checkpoint(run, *xs, use_reentrant=False, context_fn=checkpoint_contexts)
 
 
-def _train(normalize: Any, layers: Any, xs: list[torch.Tensor]) -> list[Any]:
-    ys = normalize(layers, xs)
-    sum(y.pow(3).sum() for y in ys).backward()
-    gradients = [t.grad for t in (*xs, *layers.parameters())]
-    return [*ys, *gradients, *layers.state_dict().values()]
-
-
 def check_numbers_and_messages(world: Communicator) -> None:
     """Of an uneven batch, a rank without any, in each weighting; also in a checkpointed block."""
     for weighting in ("element", "sample", "rank"):
         results, messages = [], []
-        for normalize in (_one_by_one, normalize_together, _checkpointed):
+        for normalize in (one_by_one, normalize_together, _checkpointed):
             counting = CountingCommunicator(world)
             layers = _layers(counting, weighting=weighting)
-            results.append(_train(normalize, layers, _inputs(world.rank)))
+            results.append(train(normalize, layers, _inputs(world.rank)))
             messages.append(counting.take())
         assert len(messages[0]) == 6
         assert messages[1:] == [[MESSAGE] * 2] * 2
@@ -84,28 +74,16 @@ def check_numbers_and_messages(world: Communicator) -> None:
 
 def check_frozen_layers_do_not_communicate(world: Communicator) -> None:
     results, messages = [], []
-    for normalize in (_one_by_one, normalize_together):
+    for normalize in (one_by_one, normalize_together):
         counting = CountingCommunicator(world)
         layers = _layers(counting)
         layers[1].eval()
-        results.append(_train(normalize, layers, _inputs(world.rank)))
+        results.append(train(normalize, layers, _inputs(world.rank)))
         messages.append(counting.take())
-        _train(normalize, layers.eval(), _inputs(world.rank))
+        train(normalize, layers.eval(), _inputs(world.rank))
         assert counting.take() == []
     assert messages[1] == [MESSAGE - 2 * 2 - 2] * 2
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
-
-
-def check_second_order(world: Communicator) -> None:
-    """A gradient penalty's gradient, against the layers one by one."""
-    results = []
-    for normalize in (_one_by_one, normalize_together):
-        layers, xs = _layers(world, eps=0.1), _inputs(world.rank)
-        loss = torch.stack([y.pow(3).sum() for y in normalize(layers, xs)]).sum()
-        dxs = torch.autograd.grad(loss, xs, create_graph=True)
-        torch.stack([dx.pow(2).sum() for dx in dxs]).sum().backward()
-        results.append([*dxs, *(t.grad for t in (*xs, *layers.parameters()))])
-    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
 
 
 def check_bad_input_on_one_rank_is_an_error_on_all(world: Communicator) -> None:
@@ -136,7 +114,7 @@ class _Block(nn.Module):
         self.bn, self.shortcut_bn = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        normalize: Any = normalize_together if self.together else _one_by_one
+        normalize: Any = normalize_together if self.together else one_by_one
         y, z = normalize([self.bn, self.shortcut_bn], [self.conv(x), self.shortcut(x)])
         y += z
         return nn.functional.relu(y, inplace=True)

@@ -79,53 +79,28 @@ def test_a_step_equals_one_batch(
         expected.reset_running_stats()
 
 
-@pytest.mark.parametrize("running_var", ["unbiased_local", "biased"])
-def test_conventions_of_the_running_variance(running_var: Any) -> None:
-    """A rank's own elements are those of all its micro-batches."""
-    sizes = STEPS["2 uneven"]
+@pytest.mark.parametrize(
+    "options", [{"running_var": "unbiased_local"}, {"running_var": "biased"}, {"weighting": "rank"}]
+)
+def test_conventions_of_running_statistics(options: Any) -> None:
+    """A rank's own elements are those of all its micro-batches.
 
-    def train(communicator: ThreadCommunicator, sizes: Sequence[tuple[int, int]]) -> Any:
-        layer = SyncBatchNorm(4, process_group=communicator, running_var=running_var).double()
-        xs = data(STEPS["2 uneven"], communicator.rank)
+    Other weightings count batches by their elements, so that a step equals one batch if all ranks
+    divide theirs alike, and otherwise need not.
+    """
+    sizes = [(2, 6), (1, 3)] if "weighting" in options else STEPS["2 uneven"]
+
+    def train(communicator: ThreadCommunicator, micro: bool) -> Any:
+        layer = SyncBatchNorm(4, process_group=communicator, **options).double()
+        xs = data(sizes, communicator.rank)
         with step_statistics(layer):
-            for x in xs if len(sizes) > 1 else [torch.cat(xs)]:
+            for x in xs if micro else [torch.cat(xs)]:
                 layer(x)
-        return layer.running_var
+        return layer.running_mean if "weighting" in options else layer.running_var
 
-    got = run_ranks(2, lambda c: train(c, sizes))
-    expected = run_ranks(2, lambda c: train(c, sizes[:1]))
+    got, expected = (run_ranks(2, lambda c, m=m: train(c, micro=m)) for m in (True, False))  # type: ignore[misc]
     for a, b in zip(got, expected, strict=True):
         assert relative_error(a, b) < 1e-12
-
-
-def test_sub_batch_norm() -> None:
-    """Split k of the step is split k of all micro-batches."""
-    layer, expected = (SubBatchNorm1d(2, 4).double() for _ in range(2))
-    xs = [x for n in (4, 2, 6) for x in data([(n, 0)], 0)]
-    with step_statistics(layer):
-        for x in xs:
-            layer(x)
-    expected(torch.cat(xs))
-    for (name, got), want in zip(
-        layer.state_dict().items(), expected.state_dict().values(), strict=True
-    ):
-        assert relative_error(got, want) < 1e-12, name
-
-
-class WithOwnForward(nn.BatchNorm1d):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return super().forward(input).relu()
-
-
-def test_a_converted_layer_with_a_forward_pass_of_its_own() -> None:
-    layers = [convert_sync_batchnorm(WithOwnForward(4).double(), SingleProcess()) for _ in "ab"]
-    xs = data([(4, 0), (2, 0)], 0)
-    with step_statistics(layers[0]):
-        for x in xs:
-            layers[0](x)
-    layers[1](torch.cat(xs))
-    for got, want in zip(layers[0].buffers(), layers[1].buffers(), strict=True):
-        assert relative_error(got, want) < 1e-12
 
 
 class OfOwnFactor(nn.BatchNorm1d):
@@ -282,24 +257,6 @@ def test_a_layer_without_running_statistics_is_left_alone() -> None:
     with step_statistics(layer):
         layer(torch.randn(3, 4))
     assert not list(layer.buffers())
-
-
-def test_other_weightings_count_batches_by_their_elements() -> None:
-    """So a step equals one batch if all ranks divide theirs alike, and otherwise need not."""
-    sizes = [(2, 6), (1, 3)]
-
-    def train(communicator: ThreadCommunicator, micro: bool) -> Any:
-        layer = SyncBatchNorm(4, process_group=communicator, weighting="rank").double()
-        xs = data(sizes, communicator.rank)
-        with step_statistics(layer):
-            for x in xs if micro else [torch.cat(xs)]:
-                layer(x)
-        return layer.running_mean
-
-    got = run_ranks(2, lambda c: train(c, micro=True))
-    expected = run_ranks(2, lambda c: train(c, micro=False))
-    for a, b in zip(got, expected, strict=True):
-        assert relative_error(a, b) < 1e-12
 
 
 def test_a_pool_keeps_its_digits_where_the_mean_is_large() -> None:

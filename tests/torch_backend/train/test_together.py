@@ -38,11 +38,11 @@ def _inputs(dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
     return [x.to(dtype).requires_grad_() for x in xs]
 
 
-def _one_by_one(layers: Any, xs: Any) -> list[torch.Tensor]:
+def one_by_one(layers: Any, xs: Any) -> list[torch.Tensor]:
     return [layer(x) for layer, x in zip(layers, xs, strict=True)]
 
 
-def _train(normalize: Any, layers: Any, xs: list[torch.Tensor]) -> list[Any]:
+def train(normalize: Any, layers: Any, xs: list[torch.Tensor]) -> list[Any]:
     ys = normalize(layers, xs)
     sum(y.double().pow(3).sum() for y in ys).backward()
     gradients = [t.grad for t in (*xs, *layers.parameters())]
@@ -50,18 +50,18 @@ def _train(normalize: Any, layers: Any, xs: list[torch.Tensor]) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", ["plain", "unlike dtypes", "frozen", "evaluation", "autocast"])
-def test_it_is_the_layers_one_by_one(case: str) -> None:
+def test_it_is_the_layersone_by_one(case: str) -> None:
     layers = _layers(momentum=None if case == "plain" else 0.3)
     if case in ("frozen", "evaluation"):
         (layers[1] if case == "frozen" else layers).eval()
     results = []
-    for normalize in (normalize_together, _one_by_one):
+    for normalize in (normalize_together, one_by_one):
         xs = _inputs()
         if case == "unlike dtypes":
             dtypes = (torch.float32, torch.float64, torch.float16)
             xs = [x.detach().to(d).requires_grad_() for x, d in zip(xs, dtypes, strict=True)]
         with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
-            results.append(_train(normalize, copy.deepcopy(layers), xs))
+            results.append(train(normalize, copy.deepcopy(layers), xs))
     assert [t.dtype for t in results[0]] == [t.dtype for t in results[1]]
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
@@ -74,7 +74,7 @@ def test_what_comes_after_may_work_in_place() -> None:
         y.relu_().sum().backward()
         return [y, x.grad, *layers[0].state_dict().values()]
 
-    torch.testing.assert_close(block(normalize_together), block(_one_by_one), rtol=0, atol=0)
+    torch.testing.assert_close(block(normalize_together), block(one_by_one), rtol=0, atol=0)
 
 
 class _Together(nn.Module):
@@ -91,7 +91,7 @@ def test_only_wanted_gradients(wanted: tuple[int, ...]) -> None:
     counting = CountingCommunicator(SingleProcess())
     layers = _layers(process_group=counting)
     xs = [x.requires_grad_(k in wanted) for k, x in enumerate(_inputs())]
-    _train(normalize_together, layers, xs)
+    train(normalize_together, layers, xs)
     assert [x.grad is not None for x in xs] == [k in wanted for k in range(3)]
     channels = [layer.num_features for layer in layers]
     assert counting.take()[1:] == ([sum(2 * channels[k] for k in wanted)] if wanted else [])
