@@ -9,6 +9,7 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 
 from multibn.kernels import (
     RIGHT,
@@ -143,6 +144,25 @@ def threads(n: int) -> Iterator[None]:
         yield
     finally:
         use(before)
+
+
+def refuse(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("the generic kernels were used")
+
+
+def as_numpy(v: Any) -> Any:
+    return v
+
+
+def as_torch(v: Any) -> Any:
+    """The same memory as a tensor; None stays."""
+    require.need("torch")
+    import torch
+
+    return None if v is None else torch.from_numpy(np.asarray(v))
+
+
+libraries = pytest.mark.parametrize("of", [as_numpy, as_torch], ids=["numpy", "torch"])
 
 
 def takes_int_of_an_array() -> bool:

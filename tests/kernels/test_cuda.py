@@ -326,7 +326,7 @@ def spilled(cubin: bytes) -> bool:
     tool = Path(driver.__file__).parent / "bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(cubin)
-        command = [tool, "--dump-resource-usage", file.name]
+        command = [str(tool), "--dump-resource-usage", file.name]
         told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     stack, local = re.search(r"STACK:(\d+) .*LOCAL:(\d+)", told).groups()  # type: ignore[union-attr]
     return (stack, local) != ("0", "0")

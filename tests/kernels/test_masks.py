@@ -11,8 +11,9 @@ require.need("core")
 
 from multibn.kernels import generic, host  # noqa: E402
 from multibn.kernels.core import _core  # noqa: E402
-from tests.kernels.passes import Verbs, threads  # noqa: E402
-from tests.kernels.test_host import SHAPES, VERBS, data, per_channel, refuse  # noqa: E402
+from tests.kernels.conftest import VERBS  # noqa: E402
+from tests.kernels.passes import Verbs, refuse, threads  # noqa: E402
+from tests.kernels.test_host import SHAPES, data, per_channel  # noqa: E402
 
 AXIS = (0, 2, 3)
 # Long planes of more than one block, short samples of few channels.

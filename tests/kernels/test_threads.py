@@ -132,7 +132,10 @@ def test_all_instructions_give_the_same_numbers(shape: tuple[int, ...], dtype: s
     ],
     ids=str,
 )
-def test_a_large_result_is_that_of_its_samples(shape: tuple[int, ...], layout: str) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_large_result_is_that_of_its_samples(
+    shape: tuple[int, ...], layout: str, dtype: str
+) -> None:
     """A result of 2 MB leaves past the caches, in whole cache lines.
 
     torch's memory begins with one, NumPy's does not.
@@ -140,7 +143,7 @@ def test_a_large_result_is_that_of_its_samples(shape: tuple[int, ...], layout: s
     require.need("torch")
     import torch
 
-    arrays = [torch.from_numpy(data(shape, seed=n)) for n in range(3)]
+    arrays = [torch.from_numpy(data(shape, dtype, seed=n)) for n in range(3)]
     x, dy, residual = (a.to(memory_format=getattr(torch, layout)) for a in arrays)
     statistics = [torch.from_numpy(v) for v in per_channel(shape[1])]
     summed = torch.cat(statistics[4:])
