@@ -243,10 +243,10 @@ def test_a_batch_that_is_not_finite_leaves_no_trace(
     layers = [SyncBatchNorm(300, momentum=momentum, process_group=Twice()) for _ in range(2)]
     sees, other = (layer.to(DEVICE) for layer in layers)
     for step in range(4):
-        x = wide(4, 300, 2).half().requires_grad_()
+        x = wide(4, 300).half().requires_grad_()
         if step == 2:
             with torch.no_grad():
-                x[0, 299, 0] = math.inf
+                x[0, 299] = math.inf
             y = sees(x)
             y.sum().backward()
             assert y.isnan().all()
