@@ -150,6 +150,16 @@ def refuse(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("the generic kernels were used")
 
 
+VERBS = "begin_forward", "finish_forward", "begin_backward", "finish_backward", "normalize", "move"
+
+
+@pytest.fixture
+def compiled_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference raises."""
+    for name in VERBS:
+        monkeypatch.setattr(generic, name, refuse)
+
+
 def as_numpy(v: Any) -> Any:
     return v
 

@@ -14,6 +14,7 @@ from multibn import kernels as selection  # noqa: E402
 from multibn.kernels import generic as reference  # noqa: E402
 from multibn.kernels import host as compiled  # noqa: E402
 from tests.kernels.passes import Verbs  # noqa: E402
+from tests.kernels.passes import compiled_only as compiled_only  # noqa: E402
 
 generic, host = Verbs(reference), Verbs(compiled)
 

@@ -11,8 +11,7 @@ require.need("core")
 
 from multibn.kernels import generic, host  # noqa: E402
 from multibn.kernels.core import _core  # noqa: E402
-from tests.kernels.conftest import VERBS  # noqa: E402
-from tests.kernels.passes import Verbs, refuse, threads  # noqa: E402
+from tests.kernels.passes import VERBS, Verbs, refuse, threads  # noqa: E402
 from tests.kernels.test_host import SHAPES, data, per_channel  # noqa: E402
 
 AXIS = (0, 2, 3)

@@ -12,6 +12,7 @@ require.need("core")
 
 from multibn import kernels as selection  # noqa: E402
 from tests.kernels.passes import Verbs, as_numpy, as_torch, libraries  # noqa: E402
+from tests.kernels.passes import compiled_only as compiled_only  # noqa: E402
 from tests.kernels.test_host import EPS, data, generic, host, passes, per_channel  # noqa: E402
 
 AXIS = (0, 2, 3)

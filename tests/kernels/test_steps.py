@@ -14,6 +14,7 @@ from multibn import kernels  # noqa: E402
 from multibn.kernels import NOT_FINITE, ONE_VALUE, REFUSED, RIGHT, Running  # noqa: E402
 from tests.helpers.spread import spread  # noqa: E402
 from tests.kernels.passes import Verbs, as_numpy, as_torch, libraries  # noqa: E402
+from tests.kernels.passes import compiled_only as compiled_only  # noqa: E402
 from tests.kernels.test_host import EPS, generic, host, reference  # noqa: E402
 
 both = pytest.mark.parametrize("passes", [generic, host], ids=["generic", "host"])
