@@ -42,8 +42,9 @@ CORE = Extension(
     # Some loops take 1.2 of their time if they begin in the middle of a cache line.
     extra_compile_args=[
         *("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
-        "-falign-loops=64",
+        *("-falign-loops=64", "-pthread"),
     ],
+    extra_link_args=["-pthread"],
     define_macros=[("Py_LIMITED_API", "0x030a0000")],
     py_limited_api=True,
     optional=True,  # without a compiler, the generic kernels are used: `multibn info` says so

@@ -39,8 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     results["machine"] = machine.describe()
     failed = _measure(names, parts.QUICK if arguments.quick else parts.FULL, results)
-    results["targets"] = parts.targets(results)
-    report.show("Judged by", results["targets"])
     path.write_text(json.dumps(_rounded(results), indent=1) + "\n")
     plots.draw(results, output)
     return int(failed)

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
 from math import prod
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks import layer, resnet, scaling
-from benchmarks.timing import PROCESSOR, Seconds, geometric_mean, median_ms, ratio, slowest, spread
+from benchmarks.timing import PROCESSOR, Seconds, median_ms, ratio, slowest, spread
 from multibn._launch import LAUNCHERS, run_workers
 
 Row = dict[str, Any]
@@ -196,52 +196,3 @@ def _compared(pairs: Mapping[str, tuple[Seconds, Seconds]]) -> Row:
         "spread": {name: spread(*pair) for name, pair in pairs.items()},
         "processor": {name: ratio(*pair, PROCESSOR) for name, pair in pairs.items()},
     }
-
-
-def targets(results: Mapping[str, Any]) -> list[Row]:
-    """The targets, as far as `results` has the measurements: {what, value, bound, met}."""
-    judged: list[Row] = []
-
-    def judge(what: str, bound: float, values: Sequence[float], pick: Any = max) -> None:
-        if values:
-            value = float(pick(values))
-            judged.append({"what": what, "value": value, "bound": bound, "met": value <= bound})
-
-    def ratios(part: str, peer: str, *variants: str, column: str = "ratio") -> list[float]:
-        return [row[column][peer] for row in results.get(part, []) if column in row
-                and (not variants or row["variant"] in variants)]  # fmt: skip
-
-    for what, part, variants, bound in (
-        ("NCHW: step", "torch", ("NCHW", "NC"), 0.50),
-        ("channels_last: step", "torch", ("channels_last",), 0.95),
-        ("NCHW: step with ReLU", "relu", ("NCHW",), 0.40),
-        ("channels_last: step with ReLU", "relu", ("channels_last",), 0.70),
-    ):
-        judge(f"{what} / {layer.LOCAL}'s, geometric mean", bound,
-              ratios(part, layer.LOCAL, *variants), geometric_mean)  # fmt: skip
-    judge("(256, 1024): step / nn.BatchNorm1d's", 1.3, ratios("torch", layer.LOCAL, "NC"))
-    judge("25 MB: step / eight copies, worst", 1.6,
-          [row["ratio"][layer.COPIES] for row in results.get("torch", [])
-           if row.get("megabytes", 0) > 25])  # fmt: skip
-    judge("step / the naive formula's, geometric mean", 0.22,
-          ratios("torch", layer.NAIVE), geometric_mean)  # fmt: skip
-    for split in ("even", "uneven"):
-        judge(f"Chainer, {split} split: step / ChainerMN's, geometric mean", 0.222,
-              ratios("chainer", layer.CHAINERMN, split), geometric_mean)  # fmt: skip
-    judge("network: step / with local batch norms, worst", 1.0, ratios("resnet", "local"))
-    for peer, bound in (("compiled local", 1.05), ("eager synchronized", 1.0)):
-        judge(f"compiled block: step / the {peer} one's, worst", bound, ratios("compiled", peer))
-    judge("Python calls of multibn in a step over MPI", 60,
-          [row["synchronized"]["multibn"] for row in results.get("calls", [])
-           if row.get("over") == "mpi"])  # fmt: skip
-    judge("a checked message of 256 channels in shared memory, microseconds", 20,
-          [row["microseconds"]["checked"] for row in results.get("messages", [])
-           if (row.get("over"), row.get("channels")) == ("shared memory", 256)])  # fmt: skip
-    least = {"rev_vit_s": 8.9, "rev_vit_b": 7.9, "rev_vit_l": 14.2, "rev_mvit_b": 2.0}
-    for row in results.get("reversible_memory", []):
-        if row.get("model") in least:
-            what = f"{row['model']}, {row['attention']} attention: peak / the stored run's"
-            judge(what, 1 / least[row["model"]], [1 / row["ratio"]["peak"]])
-    judge("reversible: step / the stored run's, worst", 1.35,
-          ratios("reversible_time", "stored", column="processor"))  # fmt: skip
-    return judged

@@ -45,6 +45,7 @@ PARTS = {
     "host": Part("times.host", 60),
     "compiled": Part("checks.compiled", 120),
     "compiled layers": Part("times.compiled_layers", 150),
+    "profile": Part("times.profile", 60),
     "sweep": Part("times.sweep", 400),
 }
 
@@ -64,7 +65,8 @@ SLOTS = {
     "fast": Slot("how long ResNet-50's step, a layer and the host take, beside nn.SyncBatchNorm, "
                  "nn.BatchNorm and compiled layers",
                  ("device", "resnet", "layers", "host", "compiled", "compiled layers")),
-    "why": Slot("with which tiles, programs and warps a layer is fastest", ("device", "sweep")),
+    "why": Slot("with which tiles, programs and warps a layer is fastest, and what one layer "
+                "called 20 times launches", ("device", "profile", "sweep")),
 }  # fmt: skip
 
 

@@ -131,6 +131,23 @@ def sweep() -> Iterator[Row]:
     leave_world()
 
 
+def profile() -> Iterator[Row]:
+    """What one layer called several times in a row launches and asks of the driver, by torch."""
+    enter_nccl()
+    x, dy = _data(SMALL, DTYPES[0], "NCHW")
+    step = _step(nn.Sequential(*CHAIN * [_layers(SMALL[1])[OURS]]), x, dy)
+    for _ in range(3):
+        step()
+    synchronize()
+    with torch.profiler.profile() as profiler:
+        step()
+        synchronize()
+    for event in profiler.key_averages():
+        taken = event.device_time_total or event.self_cpu_time_total
+        yield {"setting": f"profile: {event.count} times {event.key[:60]}", "us": taken}
+    leave_world()
+
+
 def network() -> Iterator[Row]:
     """A training step of a network like ResNet-50, with autocast to bfloat16."""
     enter_nccl()

@@ -1,6 +1,6 @@
 """The arguments and results of the verbs, the same in all kernels files."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from multibn._typing import Array, RunningVar
@@ -127,17 +127,18 @@ class Gradient(NamedTuple):
     needs_dx: bool = True
 
 
-def asks_more(kind: Any, /, *known: str) -> Callable[[Any], bool]:
-    """A function: whether a named tuple of this kind has more to say than its fields `known` do.
+def other_fields(kind: Any, /, *known: str) -> Sequence[tuple[int, Any]]:
+    """Where a named tuple has fields that are not `known`, and their defaults.
 
-    Every other field has a default, which stands for nothing to be done.
+    A default stands for nothing to be done.
     """
     missing = set(known).difference(kind._fields)
     if missing:
         raise TypeError(f"{kind.__name__} must have the fields {sorted(missing)}: got none.")
-    others = [
-        (place, kind._field_defaults.get(name))
-        for place, name in enumerate(kind._fields)
-        if name not in known
-    ]
-    return lambda a: any(a[place] is not usual for place, usual in others)
+    others = [name for name in kind._fields if name not in known]
+    return [(kind._fields.index(name), kind._field_defaults.get(name)) for name in others]
+
+
+def asks_more(a: Any, others: Sequence[tuple[int, Any]], /) -> bool:
+    """Whether a named tuple has more to say than the fields that are known do."""
+    return any(a[place] is not usual for place, usual in others)

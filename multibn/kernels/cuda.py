@@ -19,7 +19,14 @@ import triton.language as tl
 from torch import Tensor
 
 from multibn.kernels import generic
-from multibn.kernels.arguments import RIGHT, BatchStatistics, Gradient, Input, asks_more
+from multibn.kernels.arguments import (
+    RIGHT,
+    BatchStatistics,
+    Gradient,
+    Input,
+    asks_more,
+    other_fields,
+)
 from multibn.kernels.layout import channels, sizes_in_memory
 from multibn.kernels.triton import launch as cuda_steps
 from multibn.kernels.triton import passes
@@ -50,7 +57,7 @@ def begin_forward(i: Input, rank_weight: Any, count: Any, /, *, out: Message | N
     programs, sizes, splits, constants, known = plan.sums
     partials = x.new_empty((4, splits, plan.channels), dtype=plan.dtype)
     key = "moments" if x.data_ptr() % 16 == 0 else None
-    arguments = x, _bytes(i.mask), partials, *sizes
+    arguments = x, i.mask if i.mask is None else _bytes(i.mask), partials, *sizes
     launch(passes.moments, programs, arguments, constants, key, known)
     return cuda_steps.merge_moments(partials, out, rank_weight, count)
 
@@ -62,7 +69,6 @@ def finish_forward(
     plan, parameters, running = _plan(i), (i.weight, i.bias), i.running
     if (
         plan is None
-        or not _fits(i.residual, i.x)
         or not fit(plan.device, plan.payload, (summed,))
         or not fit(plan.device, plan.shape, (), parameters)
     ):
@@ -123,8 +129,7 @@ def finish_backward(
     dx = torch.empty_like(x)
     dresidual = None if g.y is None else torch.empty_like(x)
     arguments = *inputs, coefficients, dx, dresidual, summed, factor, *sizes
-    # Triton passes a number in 32 or 64 bits, as the number needs.
-    key = key and (*key, "gradient", g.y is None) if isinstance(factor, Tensor) else None
+    key = key and (*key, "gradient", g.y is None, isinstance(factor, Tensor))
     launch(passes.input_gradient, programs, arguments, constants, key, known)
     return dx, dresidual
 
@@ -133,11 +138,7 @@ def normalize(i: Input, batch: BatchStatistics, /) -> Tensor:
     """As `generic.normalize`; two launches. The output is rounded once, to the dtype of `x`."""
     plan, about = _plan(i), (batch.mean, batch.var)
     parameters = i.weight, i.bias
-    if (
-        plan is None
-        or not fit(plan.device, plan.shape, about, parameters)
-        or not _fits(i.residual, i.x)
-    ):
+    if plan is None or not fit(plan.device, plan.shape, about, parameters):
         return generic.normalize(i, batch)
     coefficients = cuda_steps.coefficients_of(*about, *parameters, i.eps, plan.dtype)
     return _normalize(plan, i, coefficients)
@@ -152,18 +153,19 @@ def _normalize(plan: "_Plan", i: Input, coefficients: Tensor) -> Tensor:
         residual = _laid_out_as(x, residual)
         place |= residual.data_ptr()
     key = ("normalize", residual is None) if place % 16 == 0 else None
-    arguments = x, _bytes(i.mask), coefficients, residual, y, *sizes
+    mask = i.mask if i.mask is None else _bytes(i.mask)
+    arguments = x, mask, coefficients, residual, y, *sizes
     launch(passes.normalize, programs, arguments, constants, key, known)
     return y
 
 
-def _bytes(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask.contiguous().view(torch.uint8)
+def _bytes(mask: Tensor) -> Tensor:
+    return mask.contiguous().view(torch.uint8)
 
 
 def _inputs(g: Gradient) -> tuple[Any, Any]:
     """The arrays that a backward pass reads, laid out as `x`, and their part of a launch's key."""
-    dy, x, y = g.dy, g.input.x, g.y if g.input.relu else None
+    dy, x, y, mask = g.dy, g.input.x, g.y if g.input.relu else None, g.input.mask
     if dy.stride() != x.stride():
         dy = _laid_out_as(x, dy)
     place, dtype = x.data_ptr() | dy.data_ptr(), None
@@ -171,11 +173,7 @@ def _inputs(g: Gradient) -> tuple[Any, Any]:
         y = _laid_out_as(x, y)
         place, dtype = place | y.data_ptr(), y.dtype
     key = (dy.dtype, dtype) if place % 16 == 0 else None
-    return (dy, x, y, _bytes(g.input.mask)), key
-
-
-def _fits(residual: Tensor | None, x: Tensor) -> bool:
-    return residual is None or residual.dtype == x.dtype
+    return (dy, x, y, mask if mask is None else _bytes(mask)), key
 
 
 class _Tiling(NamedTuple):
@@ -201,23 +199,28 @@ class _Plan(NamedTuple):
 
 
 # Fields that these kernels do not know go to `generic` where they have another value than usual.
-_asks_more = asks_more(
+_OTHERS = other_fields(
     Input, "x", "weight", "bias", "eps", "axis", "residual", "relu", "running", "mask"
 )
-_gradient_asks_more = asks_more(Gradient, "dy", "input", "batch", "y", "needs_dx")
+_OTHERS_OF_GRADIENT = other_fields(Gradient, "dy", "input", "batch", "y", "needs_dx")
 
 
 def _plan(i: Input) -> "_Plan | None":
     """The plan of a pass; None if the kernels cannot take the pass."""
     x = i.x
-    if _asks_more(i):
+    if (i.residual is not None and i.residual.dtype != x.dtype) or (
+        _OTHERS and asks_more(i, _OTHERS)
+    ):
         return None
     return _plan_of(x.shape, x.stride(), x.dtype, i.axis, x.device, i.mask is not None)
 
 
 def _plan_backward(g: Gradient) -> "_Plan | None":
     """As `_plan`, backward."""
-    i, plan = g.input, None if _gradient_asks_more(g) else _plan(g.input)
+    i = g.input
+    if _OTHERS_OF_GRADIENT and asks_more(g, _OTHERS_OF_GRADIENT):
+        return None
+    plan = _plan(i)
     fits = plan is not None and fit(plan.device, plan.shape, g.batch[:2], (i.weight, i.bias))
     return plan if fits else None
 

@@ -124,7 +124,8 @@ def finish_backward(g: Gradient, summed: Array, /) -> tuple[Array, Array | None]
     `summed` is the sum of all ranks' payloads, as in `finish_forward`.
     """
     before = _before_relu(g)
-    dx = generic_passes.input_gradient(before, sums_for(g, summed))
+    coefficients = generic_passes.gradient_coefficients(g, sums_for(g, summed))
+    dx = generic_passes.finish_gradient(before, coefficients)
     return masked(dx, g.input.mask), None if g.y is None else before.dy
 
 
@@ -303,8 +304,7 @@ def _before_relu(g: Gradient) -> Gradient:
     i = g.input._replace(x=masked(g.input.x, g.input.mask), residual=None, running=None)
     dy = g.dy
     if i.relu:
-        y = generic_passes.normalize(i._replace(relu=False), g.batch) if g.y is None else g.y
-        dy = rectified(dy, y)
+        dy = rectified(dy, normalize(i._replace(relu=False), g.batch) if g.y is None else g.y)
     return g._replace(dy=masked(dy, i.mask), input=i)
 
 

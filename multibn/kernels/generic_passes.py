@@ -26,13 +26,11 @@ from multibn._typing import Array
 from multibn.kernels.arguments import BatchStatistics, Gradient, Input
 
 
-def normalize(i: Input, batch: BatchStatistics, /) -> Array:
-    """`(x - mean) / sqrt(var + eps) * weight + bias + residual`, then ReLU."""
-    return finish(i, output_coefficients(i, batch))
-
-
 def output_coefficients(i: Input, batch: BatchStatistics, /) -> tuple[Array, Array, Array]:
-    """Per channel `centre`, `scale` and `shift`; the output is `(x - centre) * scale + shift`."""
+    """Per channel `centre`, `scale` and `shift`; the output is `(x - centre) * scale + shift`.
+
+    That is `(x - mean) / sqrt(var + eps) * weight + bias`.
+    """
     centre, remainder = _round(batch.mean, i.x)
     scale = _times(_invstd(batch.var, i.eps), i.weight)
     shift = -remainder * scale
@@ -63,16 +61,12 @@ def backward_sums(g: Gradient, /) -> tuple[Array, Array]:
     return sum_dy, (sum_dy_d - remainder * sum_dy) * _invstd(g.batch.var, g.input.eps)
 
 
-def input_gradient(g: Gradient, sums: Sequence[Array], /) -> Array:
-    """`weight * invstd * (dy - element_weight * (sum_dy + xhat * sum_dy_xhat))`, like `x`.
-
-    Here `invstd = 1 / sqrt(var + eps)` and `xhat = (x - mean) * invstd`.
-    """
-    return finish_gradient(g, gradient_coefficients(g, sums))
-
-
 def gradient_coefficients(g: Gradient, sums: Sequence[Array], /) -> tuple[Array, ...]:
-    """Per channel; the gradient of `x` is `(x - centre) * x_scale + dy * dy_scale + shift`."""
+    """Per channel; the gradient of `x` is `(x - centre) * x_scale + dy * dy_scale + shift`.
+
+    That is `weight * invstd * (dy - element_weight * (sum_dy + xhat * sum_dy_xhat))`, where
+    `invstd = 1 / sqrt(var + eps)` and `xhat = (x - mean) * invstd`.
+    """
     sum_dy, sum_dy_xhat = sums
     centre, remainder = _round(g.batch.mean, g.input.x)
     invstd = _invstd(g.batch.var, g.input.eps)

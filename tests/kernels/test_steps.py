@@ -1,6 +1,6 @@
 """Messages, statistics and running statistics: the C core gives the numbers of the reference."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,38 +13,11 @@ require.need("core")
 from multibn import kernels  # noqa: E402
 from multibn.kernels import NOT_FINITE, ONE_VALUE, REFUSED, RIGHT, Running  # noqa: E402
 from tests.helpers.spread import spread  # noqa: E402
-from tests.kernels.passes import Verbs  # noqa: E402
-from tests.kernels.test_host import (  # noqa: E402
-    EPS,
-    VERBS,
-    generic,
-    host,
-    reference,
-    refuse,
-)
+from tests.kernels.passes import Verbs, as_numpy, as_torch, libraries  # noqa: E402
+from tests.kernels.passes import compiled_only as compiled_only  # noqa: E402
+from tests.kernels.test_host import EPS, generic, host, reference  # noqa: E402
 
-
-def as_numpy(v: Any) -> Any:
-    return v
-
-
-def as_torch(v: Any) -> Any:
-    require.need("torch")
-    import torch
-
-    return torch.from_numpy(np.asarray(v))
-
-
-libraries = pytest.mark.parametrize("of", [as_numpy, as_torch], ids=["numpy", "torch"])
 both = pytest.mark.parametrize("passes", [generic, host], ids=["generic", "host"])
-
-
-@pytest.fixture
-def compiled_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with monkeypatch.context() as patch:
-        for name in (*VERBS, "move"):
-            patch.setattr(reference, name, refuse)
-        yield
 
 
 def moved(

@@ -1,12 +1,11 @@
 """The Triton kernels of the steps against `generic`, see test_cuda.py."""
 
 import math
-import os
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from multibn import kernels
 from multibn.communicators import outcomes
@@ -15,55 +14,20 @@ from multibn.communicators.conversation import Phase, look_at_unread
 from multibn.kernels import Running, cuda, generic
 from multibn.kernels.triton import launch as cuda_steps
 from multibn.torch_backend import SyncBatchNorm, normalize_together
-from tests.kernels.passes import patch_the_interpreter_once
+from tests.helpers.spread import spread
+from tests.kernels.triton_passes import DEVICE, number, on_gpu, wide
+from tests.kernels.triton_passes import _afresh as _afresh
+from tests.kernels.triton_passes import launched as launched
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-if DEVICE == "cpu":
-    patch_the_interpreter_once()
-on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has none of this")
-
-GENERATOR = torch.Generator()
 SHAPES = [(1,), (2, 3), (256,), (700,), (75,)]
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, None]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float32]
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
-shapes_of_dtypes = pytest.mark.parametrize(
-    ("shape", "dtype"), list(zip(SHAPES, DTYPES, strict=True)), ids=str
-)
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    GENERATOR.manual_seed(0)
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels that were launched, to be told from what was left to `generic`."""
-    launches: list[str] = []
-    launch = cuda_steps.launch
-
-    def recorded(kernel: Any, *arguments: Any) -> None:
-        launches.append(kernel.__name__)
-        with _disable_current_modes():  # the interpreter's operations are no launches
-            launch(kernel, *arguments)
-
-    for file in (cuda, cuda_steps):
-        monkeypatch.setattr(file, "launch", recorded)
-    return launches
 
 
 def unpack(summed: Any, shape: tuple[int, ...], rank_weight: float, count: float) -> Any:
     """Mean, variance, count and element weight."""
     share = None, None, rank_weight, count
     return cuda_steps.finish_forward(summed, shape, 1e-5, torch.float32, None, *share)[0]
-
-
-def wide(*shape: int) -> Any:
-    return torch.randn(shape, generator=GENERATOR, dtype=torch.float64).to(DEVICE)
-
-
-def number(v: float) -> Any:
-    return torch.full((), v, dtype=torch.float64, device=DEVICE)
 
 
 def compare(got: Any, expected: Any, size: Any = None) -> None:
@@ -122,20 +86,20 @@ def test_a_batch_that_is_not_finite(bad: float, place: int) -> None:
     assert [v.isnan().all().item() for v in refused] == [True, True, False, True]
 
 
-@shapes_of_dtypes
-@pytest.mark.parametrize("momentum", [0.0, 0.1, 1.0, None], ids=["0", "n", "1", "cumulative"])
-@pytest.mark.parametrize("convention", ["unbiased_global", "unbiased_local", "biased"])
-@pytest.mark.parametrize("count", [0.0, 1.0, 7.0, math.nan])
+@pytest.mark.parametrize(
+    "momentum, convention, count, of",
+    spread(
+        [0.0, 0.1, 1.0, None],
+        ["unbiased_global", "unbiased_local", "biased"],
+        [0.0, 1.0, 7.0, math.nan],
+        over=[list(zip(SHAPES, DTYPES, strict=True))],
+    ),
+)
 def test_move(
-    shape: tuple[int, ...],
-    dtype: torch.dtype | None,
-    momentum: float | None,
-    convention: Any,
-    count: float,
-    launched: list[str],
+    of: Any, momentum: float | None, convention: Any, count: float, launched: list[str]
 ) -> None:
     """As `population.update_running`; a batch without elements changes nothing."""
-    dtype = dtype or torch.float32
+    shape, dtype = of
     running = wide(*shape).to(dtype), (wide(*shape) ** 2).to(dtype)
     num_batches = torch.full((), 4, device=DEVICE)
     before = [a.clone() for a in running]
@@ -279,10 +243,10 @@ def test_a_batch_that_is_not_finite_leaves_no_trace(
     layers = [SyncBatchNorm(300, momentum=momentum, process_group=Twice()) for _ in range(2)]
     sees, other = (layer.to(DEVICE) for layer in layers)
     for step in range(4):
-        x = wide(4, 300, 2).half().requires_grad_()
+        x = wide(4, 300).half().requires_grad_()
         if step == 2:
             with torch.no_grad():
-                x[0, 299, 0] = math.inf
+                x[0, 299] = math.inf
             y = sees(x)
             y.sum().backward()
             assert y.isnan().all()

@@ -81,9 +81,10 @@ typedef struct {
     int64_t N, C, S;
     const uint8_t *mask;
     int relu;
+    int64_t threads; /* that may share the work */
 } Input;
 
-enum { TAKEN, NOT_TAKEN, TOO_LARGE };
+enum { TAKEN, NOT_TAKEN };
 
 /* A call of a function. Once the call is not taken, no argument is read any more. */
 typedef struct {
@@ -180,17 +181,6 @@ static double number(Call *call, PyObject *object)
     return PyFloat_AsDouble(object);
 }
 
-/* A thread's task, some whole numbers. Zeros for None, with which a function takes the whole of x, unless that is
-large. */
-static void task(Call *call, PyObject *object, int64_t *numbers, int num)
-{
-    const int64_t *sizes = call->x.sizes;
-    if (call->state == TAKEN && object == Py_None && sizes[0] * sizes[1] * sizes[2] >= known.large)
-        call->state = TOO_LARGE;
-    for (int i = 0; i < num; i++)
-        numbers[i] = object == Py_None ? 0 : PyLong_AsLongLong(PyTuple_GetItem(object, i));
-}
-
 static int is_true(Call *call, PyObject *object) { return call->state != NOT_TAKEN && PyObject_IsTrue(object) == 1; }
 
 static Input input(Call *call, PyObject *i)
@@ -226,17 +216,25 @@ static Statistics statistics(Call *call, PyObject *i, PyObject *batch, int writt
 }
 
 enum { BRIEF = 1 << 14 }; /* elements from which a pass lets other threads of Python run */
-enum { MEMORY = 4 };      /* float64 numbers per channel that a function works with */
+
+/* How many threads may share a pass over so many elements; -1, and an exception, if Python cannot tell. */
+static int64_t num_threads(int64_t elements)
+{
+    PyObject *found = elements < 2 * SHARE ? NULL : PyObject_CallNoArgs(known.num_threads);
+    const int64_t n = found ? PyLong_AsLongLong(found) : elements < 2 * SHARE ? 1 : -1;
+    Py_XDECREF(found);
+    return n;
+}
 
 /* A function for Python, of a record and other arguments, which `read_<name>` reads. Returns a number, or raises
-MemoryError for one below 0. Otherwise nothing was done: (N, C, S) is the answer to an x that threads may share, the
-name of a field to an array that may be copied, None to what the core cannot compute. */
+MemoryError for one below 0. Otherwise nothing was done: the name of a field is the answer to an array that may be
+copied, None to what the core cannot compute. A function works with 2 numbers per channel, and those of a sum. */
 #define FUNCTION(name, Arguments, num_arguments)                                                          \
     static PyObject *py_##name(PyObject *self, PyObject *const *args, Py_ssize_t num)                     \
     {                                                                                                     \
         Arguments a = {0};                                                                                \
         Call call = {.state = TAKEN};                                                                     \
-        const Input *i = (const Input *)&a; /* the first of its arguments */                              \
+        Input *i = (Input *)&a; /* the first of its arguments */                                          \
         int64_t number;                                                                                   \
         (void)self;                                                                                       \
         if (num != num_arguments)                                                                         \
@@ -246,10 +244,10 @@ name of a field to an array that may be copied, None to what the core cannot com
             return NULL;                                                                                  \
         if (call.state == NOT_TAKEN)                                                                      \
             return call.refused ? PyUnicode_FromString(call.refused) : Py_NewRef(Py_None);                \
-        if (call.state == TOO_LARGE)                                                                      \
-            return Py_BuildValue("LLL", (long long)i->N, (long long)i->C, (long long)i->S);               \
+        if ((i->threads = num_threads(i->N * i->C * i->S)) < 0)                                           \
+            return NULL;                                                                                  \
         PyThreadState *others = i->N * i->C * i->S >= BRIEF ? PyEval_SaveThread() : NULL;                 \
-        double *memory = malloc(MEMORY * i->C * sizeof(double));                                          \
+        double *memory = malloc((2 + 2 * parts_of(i->N, i->C, i->S)) * i->C * sizeof(double));            \
         number = memory ? name(LEVELS[level].loops + i->dtype, &a, memory) : -1;                          \
         free(memory);                                                                                     \
         if (others)                                                                                       \

@@ -40,7 +40,7 @@ static struct {
     PyObject *ndarray, *tensor, *parameter; /* the types; an array of a subclass may be anything */
     const Exchange *exchange;
     PyObject *array_struct, *is_neg; /* names of attributes */
-    int64_t large;                   /* elements of an activation that threads may share */
+    PyObject *num_threads;           /* a function */
 } known;
 
 static int describe(Array *a, char *data, int dtype, int ndim, const int64_t *shape, const int64_t *strides,
@@ -169,18 +169,17 @@ static int lay_out(Activation *x, PyObject *axis)
     return 1;
 }
 
-/* numpy.ndarray, torch.Tensor, torch.nn.Parameter, the capsule of torch's functions, large; None without torch. */
+/* numpy.ndarray, torch.Tensor, torch.nn.Parameter, the capsule of torch's functions, num_threads; None without torch. */
 static PyObject *py_use_arrays(PyObject *self, PyObject *args)
 {
     PyObject *capsule;
-    long long large;
     (void)self;
-    if (!PyArg_ParseTuple(args, "OOOOL", &known.ndarray, &known.tensor, &known.parameter, &capsule, &large))
+    if (!PyArg_ParseTuple(args, "OOOOO", &known.ndarray, &known.tensor, &known.parameter, &capsule,
+                          &known.num_threads))
         return NULL;
     if (capsule != Py_None && !(known.exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api")))
         return NULL;
     Py_INCREF(args); /* the types live as long as the process */
-    known.large = large;
     known.array_struct = PyUnicode_InternFromString("__array_struct__");
     known.is_neg = PyUnicode_InternFromString("is_neg");
     Py_RETURN_NONE;

@@ -19,7 +19,7 @@ typedef struct {
     void *out, *more;
     const double *mean, *scale, *shift, *y_scale, *y_shift;
     double *sums;
-    int64_t C, S, n0, n1, c0, c1;
+    int64_t C, S, n0, n1, c0, c1, threads, parts; /* parts: of a sum */
     int kind;
 } Pass;
 

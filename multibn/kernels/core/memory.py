@@ -1,5 +1,6 @@
 """New arrays and copies of NumPy and of torch, for the C core, which finds out where arrays lie."""
 
+import os
 import sys
 from functools import lru_cache
 from typing import Any
@@ -9,8 +10,15 @@ import numpy as np
 from multibn._typing import Array
 from multibn.kernels.arguments import BatchStatistics
 from multibn.kernels.core import _core
-from multibn.kernels.core.threads import SHARE
 from multibn.kernels.layout import channels
+
+
+def num_threads() -> int:
+    """Threads to use for a large array: as many as torch's, or OMP_NUM_THREADS without torch."""
+    if "torch" in sys.modules:
+        return int(sys.modules["torch"].get_num_threads())
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return max(int(asked), 1) if asked.isdigit() else os.cpu_count() or 1
 
 
 class NumPy:
@@ -85,9 +93,9 @@ class _Libraries(dict[type, Any]):
             library = Torch(torch)
             self[torch.Tensor] = self[torch.nn.Parameter] = library
             exchange = torch.Tensor.__dlpack_c_exchange_api__
-            _core.use_arrays(np.ndarray, torch.Tensor, torch.nn.Parameter, exchange, 2 * SHARE)
+            _core.use_arrays(np.ndarray, torch.Tensor, torch.nn.Parameter, exchange, num_threads)
         return self[torch.Tensor]
 
 
 LIBRARIES = _Libraries({np.ndarray: NumPy()})
-_core.use_arrays(np.ndarray, None, None, None, 2 * SHARE)
+_core.use_arrays(np.ndarray, None, None, None, num_threads)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from multibn import message
 from multibn.kernels import generic
-from multibn.kernels.arguments import Running, asks_more
+from multibn.kernels.arguments import Running, asks_more, other_fields
 from multibn.kernels.triton import steps
 from multibn.message import Message
 
@@ -31,16 +31,16 @@ _FEW_SPLITS = _STEP | {"BLOCK": 32, "SPLITS": 8, "num_warps": 1}
 _MANY_SPLITS = _STEP | {"BLOCK": 8, "SPLITS": 128, "num_warps": 4}
 _WIDE = (torch.float64,)
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_asks_more = asks_more(Running, "mean", "var", "momentum", "convention", "num_batches")
+_OTHERS = other_fields(Running, "mean", "var", "momentum", "convention", "num_batches")
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def merge_moments(partials: Tensor, out: Message | None, weight: Any, count: Any, /) -> Any:
     """The forward message, or its payload where there is no `out`; of `passes.moments`."""
     numbers, *around = _message(out, partials, message.forward_payload)
-    at, share = _share(weight, count)
-    arguments = partials, numbers, *at, *around, *share
-    _merge(steps.merge_moments, arguments, ("merge_moments", at[0] is None))
+    masked = isinstance(count, Tensor)
+    share = (weight, count) if masked else (bits(weight), bits(count))
+    _merge(steps.merge_moments, (partials, numbers, *share, *around), ("merge_moments", masked))
     return numbers if out is None else out
 
 
@@ -73,11 +73,12 @@ def finish_forward(
     C, new = prod(shape), summed.new_empty
     statistics = new(shape), new(shape), new(()), new(())
     coefficients = new((5, C), dtype=dtype)
-    at, share = _share(rank_weight, count)
+    masked = isinstance(count, Tensor)
+    share = (rank_weight, count) if masked else (bits(rank_weight), bits(count))
     arrays, how, programs, constants, key = _moved(running, count, C)
     numbers = *share, bits(eps), *how, C
-    arguments = summed, *statistics, *at, weight, bias, coefficients, *arrays, *numbers
-    key = weight is None or weight.dtype, bias is None or bias.dtype, dtype, at[0] is None, *key
+    arguments = summed, *statistics, weight, bias, coefficients, *arrays, *numbers
+    key = weight is None or weight.dtype, bias is None or bias.dtype, dtype, masked, *key
     launch(steps.finish_forward, programs, arguments, constants, ("forward", *key), _known)
     if running is not None:
         _have_changed(arrays)
@@ -117,7 +118,7 @@ def movable(running: Running, like: Tensor, C: int, local_count: Any) -> bool:
     """Whether the kernels can move these running statistics by those of C channels."""
     mean, var, counter = running.mean, running.var, running.num_batches
     return (
-        not _asks_more(running)
+        not (_OTHERS and asks_more(running, _OTHERS))
         and mean.numel() == C
         and fit(like.device, mean.shape, parameters=(mean, var))
         and not (running.convention == "unbiased_local" and isinstance(local_count, Tensor))
@@ -158,7 +159,7 @@ def _moved(
 
 def _have_changed(arrays: tuple[Any, ...]) -> None:
     """Autograd would not notice otherwise that a saved tensor has changed."""
-    torch.autograd.graph.increment_version(arrays if arrays[2] is not None else arrays[:2])
+    _increment_version(arrays if arrays[2] is not None else arrays[:2])
 
 
 def _message(
@@ -169,7 +170,7 @@ def _message(
     """
     if out is None:
         length = payload(like.shape[-1])
-        return like.new_empty(length, dtype=torch.float64), 0, length, 0
+        return like.new_empty(length, dtype=torch.float64), 0, length, bits(0.0)
     numbers, start, fingerprint = out
     return numbers, start, numbers.shape[0], bits(fingerprint)
 
@@ -197,17 +198,13 @@ def number(v: float | Tensor, like: Tensor) -> int | Tensor | None:
     return v if fits and v.device == like.device else None
 
 
-def _share(weight: Any, count: Any) -> tuple[tuple[Any, Any], tuple[int, int]]:
-    """A rank's weight and count as arrays on a GPU, None without a mask there, and as numbers."""
-    if isinstance(count, Tensor):
-        return (weight, count), (0, 0)
-    return (None, None), (bits(weight), bits(count))
-
-
 @lru_cache(maxsize=1024)
 def bits(v: float) -> int:
-    """The bits of `v` in float64: Triton would pass `v` itself in float32."""
-    return _INT64.unpack(_FLOAT64.pack(v))[0]
+    """The bits of `v` in float64: Triton would pass `v` itself in float32.
+
+    Those of -0.0 for 0: Triton would pass a small whole number in 32 bits.
+    """
+    return _INT64.unpack(_FLOAT64.pack(v or -0.0))[0]
 
 
 _NOT_MOVED = _STEP | {"CUMULATIVE": False, "UNBIASED": False}
@@ -270,4 +267,5 @@ def launch(
 
 _known: dict[Any, Any] = {}  # of all steps
 _knobs = triton.knobs.runtime
+_increment_version = torch._C._increment_version
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", lambda: -1)

@@ -31,13 +31,12 @@ def _step(function):
 
 @_step
 def merge_moments(
-    partials, numbers, weight_at, count_at, start, length, fingerprint: tl.int64,
-    weight: tl.int64, count: tl.int64, splits, C, BLOCK: constexpr, SPLITS: constexpr,
+    partials, numbers, rank_weight, count, start, length, fingerprint, splits, C,
+    BLOCK: constexpr, SPLITS: constexpr,
 ):  # fmt: skip
     """The forward message, from the sums of `passes.moments`.
 
-    The splits' moments are added up about a split's centre, which is near the mean. Where no mask
-    says what counts, `weight_at` and `count_at` are None.
+    The splits' moments are added up about a split's centre, which is near the mean.
     """
     c, exists = _channels(C, BLOCK)
     size = splits * C
@@ -61,20 +60,20 @@ def merge_moments(
     mean = reference + first_sum
     var = second_sum / n - first_sum * first_sum
     var = tl.where(var < 0.0, 0.0, var)  # a NaN stays
-    w = _share(weight, weight_at)
+    w = number(rank_weight)
     payload = numbers + start
     tl.store(payload + c, w * mean, exists)
     tl.store(payload + C + c, w * (var + mean * mean), exists)
     if tl.program_id(0) == 0:
         tl.store(payload + 2 * C + WEIGHT, w)
-        tl.store(payload + 2 * C + COUNT, _share(count, count_at))
+        tl.store(payload + 2 * C + COUNT, number(count))
         _store_around(numbers, start, 2 * C + SCALARS, length, fingerprint)
 
 
 @_step
 def merge_sums(
     partials, mean, var, weight, bias, coefficients, numbers, dweight, dbias, start, length,
-    fingerprint: tl.int64, eps: tl.int64, splits, C, BLOCK: constexpr, SPLITS: constexpr,
+    fingerprint, eps, splits, C, BLOCK: constexpr, SPLITS: constexpr,
 ):  # fmt: skip
     """The backward message, from the sums of `passes.backward_sums`.
 
@@ -105,14 +104,13 @@ def merge_sums(
 
 @_step
 def finish_forward(
-    summed, mean, var, total_count, element_weight, weight_at, count_at, weight, bias, coefficients,
-    running_mean, running_var, num_batches, rank_weight: tl.int64, count: tl.int64, eps: tl.int64,
-    momentum: tl.int64, factor: tl.int64, C,
+    summed, mean, var, total_count, element_weight, weight, bias, coefficients, running_mean,
+    running_var, num_batches, rank_weight, count, eps, momentum, factor, C,
     CUMULATIVE: constexpr, UNBIASED: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     """The statistics in a message, the coefficients of the passes, and `move`.
 
-    `weight`, `bias`, and what is moved may be None; `weight_at` and `count_at` as in the merge.
+    `weight`, `bias`, and what is moved may be None.
     """
     c, exists = _channels(C, BLOCK)
     gap = _gap(summed, 2 * C)
@@ -126,8 +124,8 @@ def finish_forward(
     tl.store(var + c, v, exists)
     if tl.program_id(0) == 0:
         tl.store(total_count, total)
-        n = tl.maximum(_share(count, count_at), 1.0)
-        tl.store(element_weight, _share(rank_weight, weight_at) / (n * divisor))
+        n = tl.maximum(number(count), 1.0)
+        tl.store(element_weight, number(rank_weight) / (n * divisor))
     _store_coefficients(coefficients, c, exists, C, m, v, weight, bias, eps)
     if running_mean is not None:
         _move(
@@ -137,9 +135,7 @@ def finish_forward(
 
 
 @_step
-def coefficients_of(
-    mean, var, weight, bias, coefficients, eps: tl.int64, C, BLOCK: constexpr
-):  # fmt: skip
+def coefficients_of(mean, var, weight, bias, coefficients, eps, C, BLOCK: constexpr):
     """The coefficients of the passes."""
     c, exists = _channels(C, BLOCK)
     m, v = tl.load(mean + c, exists, 0.0), tl.load(var + c, exists, 1.0)
@@ -148,8 +144,8 @@ def coefficients_of(
 
 @_step
 def move(
-    running_mean, running_var, num_batches, mean, var, count, momentum: tl.int64, factor: tl.int64,
-    C, CUMULATIVE: constexpr, UNBIASED: constexpr, BLOCK: constexpr,
+    running_mean, running_var, num_batches, mean, var, count, momentum, factor, C,
+    CUMULATIVE: constexpr, UNBIASED: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     """Move running statistics. `num_batches` is a counter or None."""
     c, exists = _channels(C, BLOCK)
@@ -162,13 +158,7 @@ def move(
 
 @triton.jit
 def number(v):
-    # Triton passes a small Python int in 32 bits if the parameter has no annotation.
-    return tl.load(v) if v.dtype.is_ptr() else v.to(tl.int64).to(tl.float64, bitcast=True)
-
-
-@triton.jit
-def _share(v, at):
-    return number(v) if at is None else tl.load(at)
+    return tl.load(v) if v.dtype.is_ptr() else v.to(tl.float64, bitcast=True)
 
 
 @triton.jit
