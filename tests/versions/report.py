@@ -101,6 +101,7 @@ an environment for each set of versions, on a machine without a GPU.
 - gpu: the packages of a machine with an NVIDIA GPU in 2026; CuPy can be imported there, and Triton's interpreter runs the kernels
 - pin: what `make` installs for `make test`, which also runs the tests on ranks
 - newest: whatever pip installs today
+- python: likewise, with the newest Python
 
 Failed and skipped tests, with their numbers:
 
