@@ -36,7 +36,6 @@ SETS = {
     "gpu": ("3.12", ["torch==2.11.*", "triton==3.6.*", "cupy-cuda13x==14.2.*", "numpy==2.5.*"]),
     "pin": ("3.11", ["--constraint", "constraints.txt"]),
     "newest": ("3.13", []),
-    "python": ("3.14", []),
 }
 
 

@@ -101,9 +101,23 @@ an environment for each set of versions, on a machine without a GPU.
 - gpu: the packages of a machine with an NVIDIA GPU in 2026; CuPy can be imported there, and Triton's interpreter runs the kernels
 - pin: what `make` installs for `make test`, which also runs the tests on ranks
 - newest: whatever pip installs today
-- python: likewise, with the newest Python
 
 Failed and skipped tests, with their numbers:
 
 {reasons}
+
+## Tried by hand, and not declared
+
+In November 2026, with Python 3.11 but for the last row, on tests that need no launcher; compiled code is torch.compile's.
+
+| torch | layers, conversion: passed, failed | what fails |
+| --- | --- | --- |
+| 2.4.1 | - | `import multibn.torch_backend`: torch has no `CheckpointPolicy` |
+| 2.5.1 | 1015, 120 | 100 for `torch.compiler.set_stance`: precise batch norm, and tests with ranks as threads |
+| 2.6.0 | 391, 224 | compiled code, torch.func with saved tensors |
+| 2.9.1 | 561, 1 | the words of an error of torch.export |
+| 2.15.0, Python 3.14.8, Chainer 7.8.1 | PY314 | PYWHY |
+
+The C core serves all of these but for bfloat16, which `multibn info` says. pip refuses torch before 2.10, unless told
+`--no-deps`.
 """
