@@ -67,6 +67,7 @@ def release(session: nox.Session, extras: str, page: str) -> None:
     Likewise for the sdist, without a compiler.
     """
     (wheel,), (sdist,) = (list(Path("dist").resolve().glob(name)) for name in ("*.whl", "*.tar.gz"))
+    os.environ.pop("PYTHONPATH", None)  # the environment's own packages, and no others
     page = os.path.relpath(Path("docs", page).resolve())
     folder = session.create_tmp()
     for name, program in pages.programs(page).items():
