@@ -119,7 +119,7 @@ $(VENV)/release: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --editable '.[release]'
 	touch $@
 
-release: $(VENV)/release  ## wheel and sdist in dist/, checked, and installed where only torch is
+release: $(VENV)/release  ## wheel and sdist in dist/, checked; the programs of the first page, each in an environment of its own
 	rm -rf dist build
 	$(BIN)/python -m build
 	$(BIN)/python -m auditwheel repair --strip --wheel-dir dist dist/*-linux_*.whl

@@ -7,9 +7,12 @@ builds for CPU, if it is named by PIP_EXTRA_INDEX_URL, saves gigabytes.
 
 import os
 import re
+import shlex
 from pathlib import Path
 
 import nox
+
+from tests.helpers import pages
 
 EXTRAS = ("torch", "chainer", "mpi", "cli")
 
@@ -50,31 +53,38 @@ def versions(session: nox.Session, name: str) -> None:
     session.run("python", "-m", "tests.versions", name, *session.posargs)
 
 
+# The extras and the page of each tab of the site's first page.
+TABS = re.findall(
+    r"pip install '\.\[(.*?)\]'.*?\{include\} (\S+)", Path("docs/index.md").read_text(), re.DOTALL
+)
+
+
 @nox.session(python="3.11")
-def release(session: nox.Session) -> None:
-    """Install the wheel, and the sdist without a compiler; run the README's program with each."""
+@nox.parametrize("extras,page", TABS, ids=[extras.replace(",", "-") for extras, _ in TABS])
+def release(session: nox.Session, extras: str, page: str) -> None:
+    """Install the wheel where nothing else is, and run the page's program by the page's commands.
+
+    Likewise for the sdist, without a compiler.
+    """
     (wheel,), (sdist,) = (list(Path("dist").resolve().glob(name)) for name in ("*.whl", "*.tar.gz"))
-    parts = re.search(
-        r"```python\n(# train.py.*?)```.*?train.py\n(.*?)```",
-        Path("README.md").read_text(),
-        re.DOTALL,
-    )
-    assert parts
-    # A rank may be aborted at its end by torch: docs/guides/when-it-fails.md.
-    program = f"{parts[1]}import time; time.sleep(0.5)\n"
-    Path(session.create_tmp(), "train.py").write_text(program)
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py")
+    os.environ.pop("PYTHONPATH", None)  # the environment's own packages, and no others
+    page = os.path.relpath(Path("docs", page).resolve())
+    folder = session.create_tmp()
+    for name, program in pages.programs(page).items():
+        # A rank may be aborted at its end by torch: docs/guides/when-it-fails.md.
+        Path(folder, name).write_text(f"{program}import time; time.sleep(0.5)\n")
 
     def run(kernels: str) -> None:
-        with session.chdir(session.create_tmp()):
-            printed = session.run("python", *torchrun, silent=True)
-            facts = session.run("python", "-m", "multibn", "info", silent=True)
-        if parts[2] not in str(printed):
-            session.error(f"The README's program prints {printed}")
+        with session.chdir(folder):
+            for line, printed in pages.commands(page):
+                shown = str(session.run(*shlex.split(line), silent=True)).splitlines()
+                if [row for row in shown if row in printed] != printed:
+                    session.error(f"{line} prints {shown}, not as {page}")
+            facts = session.run("multibn", "info", silent=True)
         if kernels not in str(facts):
             session.error(f"`multibn info` does not say {kernels!r}: {facts}")
 
-    session.install(f"multibn[torch] @ {wheel.as_uri()}", "--constraint", "constraints.txt")
+    session.install(f"multibn[{extras}] @ {wheel.as_uri()}", "--constraint", "constraints.txt")
     run("C core")
     without_compiler = {"PATH": str(session.bin)}
     session.install("--no-deps", "--force-reinstall", str(sdist), env=without_compiler)

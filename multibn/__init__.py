@@ -9,6 +9,7 @@ from typing import Any as _Any
 
 from multibn._version import __version__ as __version__
 from multibn.communicators import Communicator as Communicator
+from multibn.communicators import CommunicatorLike as CommunicatorLike
 from multibn.communicators import Group as Group
 from multibn.communicators import SingleProcess as SingleProcess
 from multibn.communicators import as_communicator as as_communicator

@@ -17,7 +17,11 @@ from multibn.checkpoint.pool import pool_files
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`, by default this process's own; returns the exit status."""
     parser = _parser()
-    args, unknown = parser.parse_known_args(argv)
+    try:
+        args, unknown = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:  # no such command
+        (got,) = re.findall(r"invalid choice: '(.*?)'", str(error)) or [""]
+        parser.error(f"{error}{nearest(got, ['info', 'convert', 'pool', 'parity'], 1)}")
     if not args.command and not unknown:
         parser.print_help()
         return 0
@@ -42,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="multibn",
+        exit_on_error=False,
         description="Batch normalization whose statistics are shared between processes.",
     )
     parser.add_argument("--version", action="version", version=f"multibn {__version__}")
@@ -82,7 +87,11 @@ def _parser() -> argparse.ArgumentParser:
         multibn convert --names names.json --skip-unknown model.pt model.npz
         """,
     )
-    _add_convert_arguments(command)
+    command.add_argument("src", metavar="SRC", help="file to read")
+    command.add_argument("dst", metavar="DST", help="file to write")
+    command.add_argument("--names", metavar="FILE.json", help="JSON object: new names by old ones")
+    command.add_argument("--prefix", default="", metavar="P", help="convert only the keys below P")
+    command.add_argument("--skip-unknown", action="store_true", help="leave out what has no place")
     command.set_defaults(run=_convert)
     command = add(
         "pool",
@@ -123,15 +132,6 @@ def _refuse_unknown(argument: str, parser: argparse.ArgumentParser) -> None:
     option = argument.partition("=")[0]
     near = nearest(option, parser._option_string_actions) if option.startswith("-") else ""
     parser.error(f"unknown argument: got {argument!r}{near}.")
-
-
-def _add_convert_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("src", metavar="SRC", help="file to read")
-    add("dst", metavar="DST", help="file to write")
-    add("--names", metavar="FILE.json", help="JSON object: old to new names of layers or arrays")
-    add("--prefix", default="", metavar="P", help="convert only the keys below this name in SRC")
-    add("--skip-unknown", action="store_true", help="leave out arrays that have no place in DST")
 
 
 # The words of a Python program in messages of `checkpoint`, and those of the command line.

@@ -6,6 +6,7 @@ Nothing here imports a framework or initialises MPI.
 import argparse
 import json
 import platform
+import re
 from importlib import import_module, metadata
 from typing import Any
 
@@ -94,19 +95,23 @@ def _kernels() -> dict[str, str | None]:
     try:
         core = import_module("multibn.kernels.core._core")
         host = f"C core, {core.levels[-1]}"
+        if importable("torch") and _numbers(metadata.version("torch")) < [2, 10]:
+            host += "; generic (slow) for bfloat16, as torch is older than 2.10"
     except ImportError as error:
         host = (
             f"generic (slow): the C core is missing ({error}). Install a C compiler (gcc or clang) "
             "and Python's headers, then install multibn again"
         )
-    gpu = (
-        "Triton, when there is a GPU"
-        if importable("triton")
-        else "generic (slow): pip install triton"
-    )
-    torch = importable("torch") and importable("triton")
-    cupy = "Triton, launched by torch" if torch else "generic (slow): pip install torch triton"
+    triton = importable("triton") and _numbers(metadata.version("triton")) >= [3, 4]
+    slow = "generic (slow): pip install {}'triton>=3.4'"
+    gpu = "Triton, when there is a GPU" if triton else slow.format("")
+    both = triton and importable("torch")
+    cupy = "Triton, launched by torch" if both else slow.format("torch ")
     return dict(zip(arrays, (host, gpu, cupy), strict=True))
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)]
 
 
 def _messages() -> dict[str, str | None]:

@@ -11,6 +11,7 @@ from chainer import links as L
 
 from multibn._typing import RunningVar, Weighting, overridden
 from multibn.chainer_backend.links import Conventions, MultiNodeBatchNormalization
+from multibn.communicators import CommunicatorLike
 from multibn.communicators.outcomes import Nonfinite
 
 # Attributes that L.BatchNormalization does not have.
@@ -22,7 +23,7 @@ _MULTI_NODE = {
 
 def create_mnbn_model(
     link: chainer.Link,
-    comm: Any,
+    comm: CommunicatorLike,
     communication_backend: str = "auto",
     *,
     conventions: Conventions | None = None,

@@ -22,7 +22,7 @@ from multibn._typing import check_int
 from multibn.chainer_backend import functions
 from multibn.chainer_backend.links import MultiNodeBatchNormalization
 from multibn.chainer_backend.synchrony import participants
-from multibn.communicators import Communicator, SingleProcess, as_communicator
+from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
 from multibn.engine.precise import Pass, Population, Words, input_of
 
 _WORDS = Words(
@@ -63,7 +63,7 @@ class FinetunePopulationStatistics(training.Extension):
     priority = training.extension.PRIORITY_WRITER + 2  # AllreducePersistent's is one less
 
     def __init__(
-        self, iterator: Any, target: chainer.Link, comm: Any = None, **options: Any
+        self, iterator: Any, target: chainer.Link, comm: CommunicatorLike = None, **options: Any
     ) -> None:
         signature = inspect.signature(finetune_population_statistics)
         self._arguments = signature.bind(iterator, target, comm, **options)
@@ -76,7 +76,7 @@ class FinetunePopulationStatistics(training.Extension):
 def finetune_population_statistics(
     iterator: Any,
     target: chainer.Link,
-    comm: Any = None,
+    comm: CommunicatorLike = None,
     *,
     num_passes: int = 1,
     converter: Callable[..., Any] | None = concat_examples,
@@ -181,7 +181,7 @@ def finetune_population_statistics(
     list(run.write())
 
 
-def _check_arguments(iterator: Any, comm: Any, num_passes: int) -> None:
+def _check_arguments(iterator: Any, comm: CommunicatorLike, num_passes: int) -> None:
     check_int("num_passes", num_passes)
     if getattr(iterator, "repeat", False):
         raise ValueError(

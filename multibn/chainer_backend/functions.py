@@ -10,7 +10,7 @@ from chainer import FunctionNode, Variable
 
 from multibn._typing import Array, Weighting, check_choice, check_eps, check_int, check_residual
 from multibn.chainer_backend import _differentiable
-from multibn.communicators import Communicator, as_communicator
+from multibn.communicators import Communicator, CommunicatorLike, as_communicator
 from multibn.communicators.conversation import Conversation
 from multibn.communicators.outcomes import Nonfinite, raise_for_nan_gradients
 from multibn.engine import masks, recompute, statistics, step
@@ -25,7 +25,7 @@ def multi_node_batch_normalization(
     beta: Any = None,
     /,
     *,
-    comm: Any = None,
+    comm: CommunicatorLike = None,
     eps: float = 2e-5,
     axis: tuple[int, ...] | None = None,
     weighting: Weighting = "element",

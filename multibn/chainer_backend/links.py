@@ -15,7 +15,7 @@ from chainer import links as L
 from multibn._typing import RunningVar, Weighting, check_choice, check_eps, check_int, check_number
 from multibn.chainer_backend import functions
 from multibn.chainer_backend._differentiable import masked
-from multibn.communicators import Communicator, SingleProcess, as_communicator
+from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
 from multibn.communicators.agreement import Built
 from multibn.communicators.conversation import Conversation
 from multibn.communicators.outcomes import Nonfinite
@@ -121,7 +121,7 @@ class MultiNodeBatchNormalization(chainer.Link):
     def __init__(
         self,
         size: int | tuple[int, ...] | None,
-        comm: Any,
+        comm: CommunicatorLike,
         decay: float = 0.9,
         eps: float = 2e-5,
         dtype: Any = None,
@@ -187,7 +187,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         return self._communicator
 
     @comm.setter
-    def comm(self, comm: Any) -> None:
+    def comm(self, comm: CommunicatorLike) -> None:
         # None stands for no ChainerMN communicator: the backend waits for the next one.
         backend = "auto" if comm is None else self._communication_backend
         self._communicator = _wrapped(comm, backend)
@@ -321,7 +321,7 @@ def _name(link: chainer.Link | None) -> str:
     return path.strip("/").replace("/", ".") or type(link).__qualname__
 
 
-def _wrapped(comm: Any, communication_backend: str) -> Communicator:
+def _wrapped(comm: CommunicatorLike, communication_backend: str) -> Communicator:
     communicator = as_communicator(comm)
     if not isinstance(communicator, ChainerMN):
         select_backend(type(comm), communication_backend)

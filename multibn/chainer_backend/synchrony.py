@@ -1,17 +1,16 @@
 """Equal models on all ranks: a check, and the ranks that act on a model together."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import chainer
 import numpy as np
 
 from multibn.chainer_backend.links import MultiNodeBatchNormalization, options_of
-from multibn.communicators import Communicator, as_communicator
+from multibn.communicators import Communicator, CommunicatorLike, as_communicator
 from multibn.engine.synchrony import check_equal, largest_group
 
 
-def participants(model: chainer.Link, comm: Any, /) -> Communicator:
+def participants(model: chainer.Link, comm: CommunicatorLike, /) -> Communicator:
     """The ranks of `comm`, or of the model by the rule of `check_sync`. Not collective."""
     if comm is not None:
         return as_communicator(comm)
@@ -20,7 +19,9 @@ def participants(model: chainer.Link, comm: Any, /) -> Communicator:
     return largest_group(groups, parameter="comm")
 
 
-def check_sync(model: chainer.Link, comm: Any = None, *, ignore: Iterable[str] = ()) -> None:
+def check_sync(
+    model: chainer.Link, comm: CommunicatorLike = None, *, ignore: Iterable[str] = ()
+) -> None:
     """Raise on all ranks unless they hold the same model, bit for bit, with the same options.
 
     Collective: every rank must call it, with one allreduce of 32 numbers if all models are equal.

@@ -91,9 +91,11 @@ def read(path: Path, prefix: str) -> dict[str, Any]:
     except Exception as error:  # parsers raise any exception for invalid bytes
         line = (str(error).splitlines() or [""])[0][:200].rstrip(".")
         reason = "".join(c if c.isprintable() else "?" for c in line)
+        # Of text, torch's unpickler says "101" and no more.
+        said = f": {type(error).__name__}: {reason}" if " " in reason else ""
         raise CheckpointError(
-            f"cannot be read as {suffix}, it is damaged or another format: "
-            f"{type(error).__name__}: {reason}. Copy it again from where it was saved."
+            f"cannot be read as {suffix}, it is damaged or another format{said}. Copy it again "
+            "from where it was saved."
         ) from error
 
 

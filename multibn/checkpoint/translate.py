@@ -194,18 +194,19 @@ def _with_new_counters(
     for name in norms:
         _check_norm(name.rstrip(source.separator), layers[name], source)
     largest = max((int(layers[name].get(counter, 0)) for name in norms), default=0)
-    if norms:
-        notes += [
+    if largest:
+        notes.append(
             f"{counter} (here up to {largest}) is left out: {target.norm[-1]} is set to 0 in "
             f"{len(norms)} layer(s). N counts the batches of fine-tuning, num_batches_tracked "
-            "those of training, which matter with momentum=None only.",
+            "those of training, which matter with momentum=None only."
+        )
+    if norms:
+        notes.append(
             "eps and momentum (Chainer's 1 - decay) are not in the file: build the layers with "
-            "those of the source. eps is 2e-5 by default in Chainer and 1e-5 in torch.",
-            f"{var} of {len(norms)} layer(s) is carried as it is. A file does not say by which "
-            "count it is unbiased: the elements per channel of one rank (ChainerMN, chainer.links, "
-            "nn.BatchNorm), of all ranks (multibn, nn.SyncBatchNorm), or none "
-            "(NaiveSyncBatchNorm).",
-        ]
+            "those of the source. eps is 2e-5 by default in Chainer and 1e-5 in torch. Nor does "
+            f"the file say by which count {var} is unbiased: that of one rank (ChainerMN, "
+            "nn.BatchNorm), of all ranks (multibn, nn.SyncBatchNorm), or none."
+        )
     taken = sum(
         keys.counterparts(leaves, source, target).get("weight") == "gamma"
         for name, leaves in layers.items()

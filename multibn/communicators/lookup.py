@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
 
 from multibn.communicators.base import (
     Communicator,
@@ -15,6 +15,34 @@ from multibn.communicators.base import (
 from multibn.communicators.default import default_communicator
 from multibn.communicators.groups import Spec, check_spec, split_by
 
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    _Part: TypeAlias = Literal["machine"] | int | list[int] | tuple[int, ...]
+    CommunicatorLike: TypeAlias = Communicator | ProcessGroup | DeviceMesh | Comm | _Part | None
+else:  # no framework is imported to name its classes
+
+    class CommunicatorLike:
+        """A type for annotations: what names the ranks that share, see `as_communicator`.
+
+        None; a torch ProcessGroup or one-dimensional DeviceMesh; an mpi4py Comm; a ChainerMN
+        communicator, whose library has no types, or a `Communicator`; `"machine"`, an int or a list
+        of ints.
+
+        Examples
+        --------
+        >>> from torch import nn
+        >>> from multibn import CommunicatorLike
+        >>> from multibn.torch import convert_sync_batchnorm
+        >>> def build(group: CommunicatorLike = None) -> nn.Module:
+        ...     return convert_sync_batchnorm(nn.BatchNorm2d(8), group)
+        >>> build([0]).process_group.size
+        1
+        """
+
+
 # The library that an object's class comes from, and the file and class that wrap such an object. In
 # this order: a ChainerMN communicator may derive from classes of the libraries after.
 _WRAPPERS = {
@@ -24,7 +52,7 @@ _WRAPPERS = {
 }
 
 
-def as_communicator(obj: Any = None, /) -> Communicator:
+def as_communicator(obj: CommunicatorLike = None, /) -> Communicator:
     """The communicator that `obj` stands for.
 
     Parameters
@@ -117,7 +145,7 @@ class Group(Forwarding):
     1
     """
 
-    def __init__(self, parent: Any, spec: Any, /) -> None:
+    def __init__(self, parent: CommunicatorLike, spec: Any, /) -> None:
         self.parent = as_communicator(parent)
         self.spec = check_spec(spec)
         self._key = identity(self.parent), self.spec

@@ -1,5 +1,6 @@
 """The cases to compare, each a line of data."""
 
+import argparse
 import math
 import zlib
 from collections.abc import Callable
@@ -138,10 +139,10 @@ CASES = [
 
 
 def select(pattern: str) -> list[Case]:
-    """The cases whose names match one of the comma-separated shell-style patterns."""
+    """The cases whose names match one of the comma-separated shell-style patterns: an option."""
     chosen = [c for c in CASES if any(fnmatchcase(c.name, p) for p in pattern.split(","))]
     if not chosen:
-        raise ValueError(
+        raise argparse.ArgumentTypeError(
             f"must match the name of a case: got {pattern!r}"
             f"{nearest(pattern, [case.name for case in CASES])}. Run multibn parity --help for all "
             "names; '*' stands for any characters."

@@ -2,9 +2,9 @@
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -40,11 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=_ranks, metavar="N,...", help="default: 1,2,4")
     add(
         "--cases",
-        type=_cases,
+        type=cases.select,
         metavar="PATTERN,...",
         help=f"shell-style patterns of names, default all: {names}",
     )
-    add("--json", type=Path, metavar="FILE", help="write all numbers to FILE")
+    add("--json", type=_file, metavar="FILE", help="write all numbers to FILE")
     add(
         "--model",
         type=_spec,
@@ -66,13 +66,9 @@ def run(args: argparse.Namespace) -> int:
     """Run the command with parsed arguments; returns the exit status."""
     from multibn.parity import report
 
-    if args.json and (args.json.is_dir() or not args.json.parent.is_dir()):
-        return _refuse(
-            f"{args.json} must be a file in a folder that exists. Make the folder first."
-        )
     for option in ("ranks", "cases"):
         if args.model and getattr(args, option):
-            return _refuse(
+            args.parser.error(
                 f"`--{option}` must be left out beside `--model`, which compares a pair of models "
                 "on one process and on two ranks."
             )
@@ -89,11 +85,6 @@ def run(args: argparse.Namespace) -> int:
         report.write_json(rows, args.json)
         say(f"wrote {args.json}")
     return compare.exit_status(rows)
-
-
-def _refuse(message: str) -> int:
-    print(f"multibn parity: {message}", file=sys.stderr)
-    return 2
 
 
 def plan(sizes: Iterable[int]) -> list[Row]:
@@ -229,14 +220,21 @@ def _ranks(text: str) -> list[int]:
 
 
 def _seconds(text: str) -> float:
-    try:
+    with suppress(ValueError):
         if 0 < float(text) <= 1e9:
             return float(text)
-    except ValueError:
-        pass
     raise argparse.ArgumentTypeError(
         f"must be a positive number of seconds: got {text!r}. Try --timeout 120."
     )
+
+
+def _file(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"must be a file in a folder that exists: got {text!r}. Make the folder first."
+        )
+    return path
 
 
 def _spec(text: str) -> str:
@@ -246,10 +244,3 @@ def _spec(text: str) -> str:
         f"must be MODULE:FUNCTION: got {text!r}. Try --model {text.strip(':')}:pair, with a "
         "function `pair` that returns a torch model, a Chainer model and an input."
     )
-
-
-def _cases(text: str) -> list[Case]:
-    try:
-        return cases.select(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None

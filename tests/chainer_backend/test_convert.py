@@ -109,7 +109,7 @@ def test_models_without_any() -> None:
         assert type(other) is L.Linear
         assert other.W is not link.W
     with pytest.raises(TypeError, match="a communicator must be None"):
-        create_mnbn_model(link, "mpi")
+        create_mnbn_model(link, "mpi")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

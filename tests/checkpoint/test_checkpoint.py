@@ -205,7 +205,7 @@ def test_what_is_said_from_chainer() -> None:
     converted = chainer_to_torch(arrays)
     check_note(converted, "N (here up to 12) is left out: num_batches_tracked is set to 0 in 3")
     check_note(converted, "eps and momentum (Chainer's 1 - decay) are not in the file")
-    check_note(converted, "avg_var of 3 layer(s) is carried as it is")
+    check_note(converted, "Nor does the file say by which count avg_var is unbiased")
     assert converted.state["predictor.bn.num_batches_tracked"] == 0
 
 
@@ -215,7 +215,7 @@ def test_what_is_said_from_torch() -> None:
     converted = torch_to_chainer(layer.state_dict())
     check_note(converted, "num_batches_tracked (here up to 1) is left out: N is set to 0 in 1")
     check_note(converted, "eps and momentum (Chainer's 1 - decay) are not in the file")
-    check_note(converted, "running_var of 1 layer(s) is carried as it is")
+    check_note(converted, "Nor does the file say by which count running_var is unbiased")
 
 
 def test_numbers_are_carried_with_a_word() -> None:

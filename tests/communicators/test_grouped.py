@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multibn import Group, SingleProcess, as_communicator
+from multibn import CommunicatorLike, Group, SingleProcess, as_communicator
 from multibn.communicators import Communicator, groups, lookup
 from tests.helpers import require
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
@@ -101,13 +101,14 @@ def test_a_machine_that_the_number_does_not_divide(machines: threading.local) ->
 
 
 def test_what_names_a_group() -> None:
-    for obj, text in (
+    cases: list[tuple[CommunicatorLike, str]] = [
         ("machine", "Group(DefaultCommunicator(), 'machine')"),
         (3, "Group(DefaultCommunicator(), 3)"),
         ([1, 0], "Group(DefaultCommunicator(), [1, 0])"),
         ((1, 0), "Group(DefaultCommunicator(), [1, 0])"),
         (Group(SingleProcess(), 1), "Group(SingleProcess(), 1)"),
-    ):
+    ]
+    for obj, text in cases:
         assert repr(as_communicator(obj)) == text
     assert as_communicator("machine").size == as_communicator(1).size == 1
     assert as_communicator([0]).rank == 0
@@ -137,7 +138,7 @@ def test_what_names_no_group() -> None:
     with pytest.raises(TypeError, match=r"a group must be 'machine'.*got 'node' of type str"):
         Group(None, "node")
     with pytest.raises(TypeError, match="a communicator must be None"):
-        Group("gloo", 2)
+        Group("gloo", 2)  # type: ignore[arg-type]
 
 
 def test_too_few_ranks() -> None:

@@ -52,7 +52,7 @@ PROBES: dict[str, Callable[[], bool]] = {
     "torch": lambda: importable("torch"),
     "chainer": lambda: importable("chainer"),
     "core": lambda: importable("multibn.kernels.core._core"),
-    "triton": lambda: importable("triton"),
+    "triton": lambda: importable("triton.knobs"),  # of 3.4
     "gpu": lambda: _gpu("torch"),
     "cupy": lambda: _gpu("cupy"),
     "no cupy": lambda: not importable("cupy"),

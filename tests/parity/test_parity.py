@@ -1,5 +1,6 @@
 """The parity command's parts: cases, oracle, comparison, table, JSON, exit status."""
 
+import argparse
 import json
 from functools import partial
 from pathlib import Path
@@ -39,7 +40,8 @@ def test_cases_are_selected_by_patterns() -> None:
     assert cases.select("*") == CASES
     assert [case.name for case in cases.select("mean-1e4,mean-100")] == ["mean-100", "mean-1e4"]
     with pytest.raises(
-        ValueError, match=r"must match the name of a case: got 'nothing'\. Run multibn"
+        argparse.ArgumentTypeError,
+        match=r"must match the name of a case: got 'nothing'\. Run multibn",
     ):
         cases.select("nothing")
 

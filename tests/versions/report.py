@@ -109,4 +109,19 @@ an environment for each set of versions, on a machine without a GPU.
 Failed and skipped tests, with their numbers:
 
 {reasons}
+
+## Tried by hand, and not declared
+
+In November 2026, with Python 3.11 but for the last row. A row is declared once `make versions` has run all of its tests.
+
+| torch | tests | passed | failed |
+| --- | --- | --- | --- |
+| 2.4.1 | - | - | `import multibn.torch_backend`: torch has no `CheckpointPolicy` |
+| 2.5.1 | layers, conversion, training, kernels, without torch.compile | 1015 | 120: 97 for `torch.compiler.set_stance`, which came with 2.6 |
+| 2.6.0 | layers, conversion, training, without torch.compile | 594 | 1: `step_statistics` in compiled code; of compiled code and torch.func, many |
+| 2.9.1 | layers and conversion | 559 | 3: a compiled model of SubBatchNorm, the words of an error of torch.export, a time limit |
+| 2.15.0, Python 3.14.8, Chainer 7.8.1 | all without a launcher | 3203 | 63: 59 by a warning of torch.jit that the tests now ignore; of the 63, 61 pass when run again, two were not |
+
+From 2.5 on, the C core serves tensors of all dtypes but bfloat16, as `multibn info` says. pip refuses torch before 2.10,
+unless it is told `--no-deps`.
 """

@@ -84,6 +84,12 @@ static int look(PyObject *object, int writes, Array *a)
             there = negated == Py_False;
             Py_XDECREF(negated);
         }
+    } else if (kind == known.tensor || kind == known.parameter) { /* torch before 2.10; no bfloat16 */
+        PyObject *detached = PyObject_CallMethod(object, "detach", NULL);
+        PyObject *view = detached ? PyObject_CallMethod(detached, "numpy", NULL) : NULL;
+        there = view && look(view, writes, a);
+        Py_XDECREF(view); /* the tensor holds the memory */
+        Py_XDECREF(detached);
     }
     if (!there)
         PyErr_Clear(); /* a tensor that torch.func transforms has no address */

@@ -92,7 +92,7 @@ class _Libraries(dict[type, Any]):
         if torch.Tensor not in self:
             library = Torch(torch)
             self[torch.Tensor] = self[torch.nn.Parameter] = library
-            exchange = torch.Tensor.__dlpack_c_exchange_api__
+            exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
             _core.use_arrays(np.ndarray, torch.Tensor, torch.nn.Parameter, exchange, num_threads)
         return self[torch.Tensor]
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton import knobs
 
 from multibn import message
 from multibn.kernels import generic
@@ -266,6 +267,6 @@ def launch(
 
 
 _known: dict[Any, Any] = {}  # of all steps
-_knobs = triton.knobs.runtime
+_knobs = knobs.runtime
 _increment_version = torch._C._increment_version
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", lambda: -1)

@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from multibn._typing import RunningVar, Weighting, check_int, overridden
+from multibn.communicators import CommunicatorLike
 from multibn.communicators.outcomes import Nonfinite
 from multibn.torch_backend.convert import derived
 from multibn.torch_backend.layer import data_parallel
@@ -42,7 +43,7 @@ class BatchNorm(_BatchNorm):
 
 def convert_sync_batchnorm(
     module: nn.Module,
-    process_group: Any = None,
+    process_group: CommunicatorLike = None,
     *,
     weighting: Weighting = "element",
     running_var: RunningVar = "unbiased_global",

@@ -11,7 +11,7 @@ from lightning.pytorch.plugins import LayerSync
 from torch import nn
 
 from multibn._typing import RunningVar, Weighting, check_choice, check_int
-from multibn.communicators import as_communicator
+from multibn.communicators import CommunicatorLike, as_communicator
 from multibn.communicators.outcomes import Nonfinite
 from multibn.torch_backend.convert.convert import convert_sync_batchnorm, revert_sync_batchnorm
 from multibn.torch_backend.precise_bn import (
@@ -45,7 +45,7 @@ class MultiBNLayerSync(LayerSync):
 
     def __init__(
         self,
-        process_group: Any = None,
+        process_group: CommunicatorLike = None,
         *,
         weighting: Weighting = "element",
         running_var: RunningVar = "unbiased_global",

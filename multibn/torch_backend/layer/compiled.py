@@ -108,6 +108,8 @@ def mask_of(
 
 
 _LIBRARY = torch.library.Library("multibn", "DEF")
+# torch before 2.8 has no such tag.
+_TALKS = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []
 
 
 def operator(
@@ -121,7 +123,7 @@ def operator(
 
     def define(function: Callable[..., Any]) -> Callable[..., Any]:
         name = schema.partition("(")[0]
-        _LIBRARY.define(schema, tags=[torch.Tag.cudagraph_unsafe] if talks else [])
+        _LIBRARY.define(schema, tags=_TALKS if talks else [])
         kind = "CompositeImplicitAutograd" if like is None else "CompositeExplicitAutograd"
         _LIBRARY.impl(name, function, kind)
         if like is not None:
@@ -342,7 +344,7 @@ def _marked(policy: CheckpointPolicy) -> Iterator[None]:
     before = len(nodes)
     yield
     for node in islice(reversed(nodes), len(nodes) - before):
-        node.meta["recompute"] = policy
+        _mark(node, policy)
 
 
 def _compare_here() -> None:
@@ -359,7 +361,12 @@ def _compare_here() -> None:
             while y.target in (torch.ops.aten.alias.default, torch.ops.aten.detach.default):
                 y = y.args[0]
             if y.target is torch.ops.aten.relu.default and y.meta["val"].is_cpu:
-                node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+                _mark(node, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def _mark(node: Any, policy: CheckpointPolicy) -> None:
+    node.meta["recompute"] = policy
+    node.meta.setdefault("ac_graph_id", 0)  # torch before 2.10 reads both
 
 
 def _nodes() -> Any:

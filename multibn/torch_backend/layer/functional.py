@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from multibn._typing import Weighting, check_choice, check_eps, check_residual
-from multibn.communicators import Communicator, as_communicator
+from multibn.communicators import Communicator, CommunicatorLike, as_communicator
 from multibn.communicators.conversation import Conversation
 from multibn.communicators.outcomes import Nonfinite
 from multibn.engine import masks, statistics
@@ -27,7 +27,7 @@ def sync_batch_norm(
     bias: Tensor | None = None,
     /,
     *,
-    process_group: Any = None,
+    process_group: CommunicatorLike = None,
     eps: float = 1e-5,
     weighting: Weighting = "element",
     nonfinite: Nonfinite = None,

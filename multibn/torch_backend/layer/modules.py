@@ -8,7 +8,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn._typing import RunningVar, Weighting
-from multibn.communicators import Communicator
+from multibn.communicators import Communicator, CommunicatorLike
 from multibn.communicators.outcomes import Nonfinite
 from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Input
@@ -141,7 +141,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
-        process_group: Any = None,
+        process_group: CommunicatorLike = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,

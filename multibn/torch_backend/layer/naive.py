@@ -8,7 +8,7 @@ the numbers of the naive layers.
 from typing import Any
 
 from multibn._typing import check_int
-from multibn.communicators import Communicator, Group, as_communicator
+from multibn.communicators import Communicator, CommunicatorLike, Group, as_communicator
 from multibn.torch_backend.layer.modules import (
     SyncBatchNorm,
     SyncBatchNorm1d,
@@ -24,7 +24,7 @@ class _NaiveSyncBatchNorm(SyncBatchNorm):
         global_sync: bool | None = None,
         *,
         num_features: int,
-        process_group: Any = None,
+        process_group: CommunicatorLike = None,
         **bn_args: Any,
     ) -> None:
         everyone = as_communicator(process_group)

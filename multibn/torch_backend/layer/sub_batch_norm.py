@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import _has_any_global_hook
 
 from multibn._typing import RunningVar, Weighting, check_int
-from multibn.communicators import Communicator
+from multibn.communicators import Communicator, CommunicatorLike
 from multibn.communicators.outcomes import Nonfinite
 from multibn.engine.population import Pool
 from multibn.engine.statistics import OneValueError, reduced_axes
@@ -64,7 +64,7 @@ class _SubBatchNorm(Synchronized):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
-        process_group: Any = ALONE,
+        process_group: CommunicatorLike = ALONE,
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from multibn._typing import RunningVar, Weighting, check_choice, check_eps, check_int, check_number
-from multibn.communicators import Communicator, SingleProcess, as_communicator
+from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
 from multibn.communicators.agreement import Built
 from multibn.communicators.conversation import Conversation
 from multibn.communicators.outcomes import Nonfinite
@@ -43,7 +43,7 @@ class Synchronized(nn.Module):
 
     def configure(
         self,
-        process_group: Any,
+        process_group: CommunicatorLike,
         weighting: Weighting = "element",
         running_var: RunningVar = "unbiased_global",
         nonfinite: Nonfinite = None,

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from multibn._typing import check_choice, check_int
+from multibn.communicators import CommunicatorLike
 from multibn.engine.precise import Pass, Words
 from multibn.torch_backend.precise_bn.watched import Estimator, layers_in_training
 from multibn.torch_backend.train.synchrony import participants
@@ -39,7 +40,7 @@ def update_bn_stats(
     num_iters: int | None = None,
     estimator: Estimator = "population",
     forward_fn: Callable[[Any, Any], object] | None = None,
-    process_group: Any = None,
+    process_group: CommunicatorLike = None,
     progress: bool = True,
 ) -> None:
     """Replace the running statistics of a model's batch norms by statistics of the loader's data.
@@ -163,7 +164,7 @@ def run_pass(
     num_iters: int | None,
     estimator: Estimator,
     forward_fn: Callable[[Any, Any], object] | None = None,
-    process_group: Any = None,
+    process_group: CommunicatorLike = None,
     progress: bool,
     samples_in: Callable[[Any], int] | None = None,
 ) -> PassReport:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from multibn._typing import check_choice
-from multibn.communicators import Communicator, as_communicator
+from multibn.communicators import Communicator, CommunicatorLike, as_communicator
 from multibn.engine.population import pool_running
 from multibn.engine.synchrony import check_equal, largest_group
 from multibn.kernels.generic import as_wide
@@ -22,7 +22,7 @@ from multibn.torch_backend.layer.synchronized import Synchronized, options_of
 How: TypeAlias = Literal["broadcast", "pool"]
 
 
-def participants(model: nn.Module, process_group: Any, /) -> Communicator:
+def participants(model: nn.Module, process_group: CommunicatorLike, /) -> Communicator:
     """The ranks of `process_group`, or of the model by the rule of `check_sync`. Not collective."""
     if process_group is not None:
         return as_communicator(process_group)
@@ -34,7 +34,9 @@ def participants(model: nn.Module, process_group: Any, /) -> Communicator:
     return largest_group([*groups, as_communicator()], parameter="process_group")
 
 
-def check_sync(model: nn.Module, process_group: Any = None, *, ignore: Iterable[str] = ()) -> None:
+def check_sync(
+    model: nn.Module, process_group: CommunicatorLike = None, *, ignore: Iterable[str] = ()
+) -> None:
     """Raise on all ranks unless they hold the same model, bit for bit, with the same options.
 
     After data-parallel training every rank should have the same parameters and, if the layers share
@@ -82,7 +84,9 @@ def check_sync(model: nn.Module, process_group: Any = None, *, ignore: Iterable[
 
 
 @torch.no_grad()
-def sync_running_stats(model: nn.Module, process_group: Any = None, how: How = "broadcast") -> None:
+def sync_running_stats(
+    model: nn.Module, process_group: CommunicatorLike = None, how: How = "broadcast"
+) -> None:
     """Make the running statistics of all ranks equal.
 
     For layers with statistics of their own rank, before evaluating or saving.
@@ -148,7 +152,9 @@ def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def average_gradients(parameters: nn.Module | Iterable[Tensor], process_group: Any = None) -> None:
+def average_gradients(
+    parameters: nn.Module | Iterable[Tensor], process_group: CommunicatorLike = None
+) -> None:
     """Replace each parameter's gradient by its mean over the ranks.
 
     Does the work of DistributedDataParallel over any communicator, for example MPI without
@@ -204,7 +210,9 @@ def average_gradients(parameters: nn.Module | Iterable[Tensor], process_group: A
             p.grad = part
 
 
-def register_allreduce_hook(model: DistributedDataParallel, process_group: Any = None) -> None:
+def register_allreduce_hook(
+    model: DistributedDataParallel, process_group: CommunicatorLike = None
+) -> None:
     """Let DistributedDataParallel (DDP) average gradients by multibn's messages.
 
     For models in host memory. A rank that is late or lost during the backward pass is then named at

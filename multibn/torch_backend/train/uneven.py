@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from multibn.communicators import Communicator
+from multibn.communicators import Communicator, CommunicatorLike
 from multibn.communicators.objects import broadcast_object
 from multibn.engine.lockstep import END, Lockstep
 from multibn.torch_backend.train.synchrony import participants
@@ -114,7 +114,10 @@ class Joined:
 
 @contextmanager
 def join(
-    model: nn.Module, process_group: Any = None, *, empty: Callable[[Any], Any] | None = None
+    model: nn.Module,
+    process_group: CommunicatorLike = None,
+    *,
+    empty: Callable[[Any], Any] | None = None,
 ) -> Iterator[Joined]:
     """Let ranks with unequal numbers of batches train a model together, with exact statistics.
 

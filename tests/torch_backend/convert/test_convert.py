@@ -339,7 +339,7 @@ def test_arguments_are_checked_without_a_layer_to_convert() -> None:
     with pytest.raises(ValueError, match="`weighting` must be one of"):
         convert_sync_batchnorm(nn.ReLU(), weighting="batch")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a communicator must be None"):
-        convert_sync_batchnorm(nn.ReLU(), "nccl")
+        convert_sync_batchnorm(nn.ReLU(), "nccl")  # type: ignore[arg-type]
 
 
 def test_modules_that_are_none() -> None:

@@ -264,7 +264,7 @@ def check_the_hook_outside_of_the_usual(world: Communicator) -> None:
     with pytest.raises(TypeError, match=r"`model` must be a DistributedDataParallel: got _Net\."):
         register_allreduce_hook(_Net())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a communicator must"):
-        register_allreduce_hook(ddp, 2.5)
+        register_allreduce_hook(ddp, 2.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="must be the 2 ranks of `model`: got 1, and gradients"):
         register_allreduce_hook(ddp, SingleProcess())
     ddp.device_type = "cuda"  # as of a model on a GPU
