@@ -34,7 +34,7 @@ def _normal(seed: Any, *shape: int) -> Any:
 
 
 @only("torchrun")
-def check_no_mpi_under_torchrun(world: Communicator) -> None:
+def check_links_under_torchrun_import_no_mpi(world: Communicator) -> None:
     """A link takes torch's process groups as they are."""
     import torch.distributed as dist
 
@@ -72,7 +72,7 @@ def check_forgotten_blocks_communicate_and_update_once(world: Communicator) -> N
             np.testing.assert_array_equal(got, want)
 
 
-def check_second_order(world: Communicator) -> None:
+def check_second_order_equals_one_process(world: Communicator) -> None:
     second_order.compare_with_one_process(world)
 
 
@@ -125,7 +125,7 @@ def _assert_population(link: Any, xs: list[Any]) -> None:
     np.testing.assert_allclose(link.avg_var, _rows(xs).var(1, ddof=1), rtol=1e-10)
 
 
-def check_finetuning_of_unequal_ranks(world: Communicator) -> None:
+def check_finetuning_counts_all_data_of_unequal_ranks(world: Communicator) -> None:
     """Over all ranks, and over groups that have unequal numbers of steps among themselves."""
     for comm, members in (
         (world, list(range(world.size))),
@@ -161,7 +161,7 @@ def check_groups_share_among_themselves(world: Communicator) -> None:
     np.testing.assert_allclose(link.gamma.grad * group.size, expected.dweight, rtol=1e-9)
 
 
-def check_mixed16(world: Communicator) -> None:
+def check_mixed16_is_right_where_squares_overflow_float16(world: Communicator) -> None:
     """Values beyond 256, whose squares float16 does not hold, where ChainerMN has NaN."""
     with chainer.using_config("dtype", chainer.mixed16):
         link: Any = MultiNodeBatchNormalization(C, world)

@@ -23,7 +23,7 @@ def _input(world: Communicator, *shape: int) -> Any:
     return np.random.default_rng(world.rank).normal(size=shape).astype("float32")
 
 
-def check_high_mean(world: Communicator) -> None:
+def check_outputs_keep_their_digits_at_a_high_mean(world: Communicator) -> None:
     xs = [
         np.random.default_rng(rank).normal(1e4, 1, (64, 2)).astype("float32")
         for rank in range(world.size)
@@ -50,7 +50,7 @@ def check_finetuning_is_the_cumulative_average(world: Communicator) -> None:
     np.testing.assert_allclose(link.avg_var, np.mean(variances, axis=0), rtol=1e-12)
 
 
-def check_channels_of_any_axes(world: Communicator) -> None:
+def check_any_axes_can_be_channels(world: Communicator) -> None:
     """`size` as a tuple, and `axis`, are the same numbers with the axes moved."""
     xs = [np.random.default_rng(r).normal(size=(3, 2, 4, 5)) for r in range(world.size)]
     x = xs[world.rank]

@@ -87,7 +87,7 @@ def check_no_helper_takes_one_rank_for_all(world: Communicator) -> None:
     finetune(SingleProcess())
 
 
-def check_a_link_that_one_rank_never_called(world: Communicator) -> None:
+def check_a_link_that_one_rank_never_called_is_an_error(world: Communicator) -> None:
     link = L.Linear(2)
     if world.rank == 1:
         link(np.ones((1, 3), dtype=np.float32))

@@ -69,7 +69,7 @@ def test_revert_is_the_way_back() -> None:
     assert type(again[0]) is MultiNodeBatchNormalization
 
 
-def test_revert_of_links_that_were_built_as_such() -> None:
+def test_links_that_were_built_as_such_are_reverted() -> None:
     for options in ({}, {"use_gamma": False}, {"use_beta": False}, {"axis": (0, 2)}):
         link = MultiNodeBatchNormalization(3, ALONE, **options)
         x = np.random.default_rng(0).normal(size=(6, 3, 2)).astype("f")
@@ -103,7 +103,7 @@ def test_revert_names_what_it_leaves_alone() -> None:
     assert type(back[0]) is Own
 
 
-def test_models_without_any() -> None:
+def test_a_model_without_batch_norms_is_only_copied() -> None:
     link = L.Linear(2, 2)
     for other in (revert_mnbn_model(link), create_mnbn_model(link, ALONE)):
         assert type(other) is L.Linear
@@ -122,7 +122,9 @@ def test_models_without_any() -> None:
         ({"avg_var": "biased"}, ("element", "biased")),
     ],
 )
-def test_conventions(options: dict[str, Any], expected: tuple[str, str]) -> None:
+def test_conventions_set_weighting_and_variance(
+    options: dict[str, Any], expected: tuple[str, str]
+) -> None:
     for link in (
         MultiNodeBatchNormalization(3, ALONE, **options),
         create_mnbn_model(L.BatchNormalization(3), ALONE, **options),
@@ -144,7 +146,9 @@ def test_conventions(options: dict[str, Any], expected: tuple[str, str]) -> None
         ),
     ],
 )
-def test_conflicting_conventions(options: dict[str, Any], message: str) -> None:
+def test_unknown_and_conflicting_conventions_are_refused(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         MultiNodeBatchNormalization(3, ALONE, **options)
     with pytest.raises(ValueError, match=message):

@@ -66,7 +66,7 @@ def finetune(iterator: Any, target: Any, comm: Any = None, **options: Any) -> No
     finetune_population_statistics(iterator, target, comm, **options)
 
 
-def test_passes_and_links_that_see_no_data() -> None:
+def test_all_passes_count_and_links_without_data_stay() -> None:
     model: Any = chainer.ChainList(shared(), shared())
     with chainer.using_config("train", False):
         finetune(batches(), model, eval_func=lambda x: model[0](x), num_passes=2)
@@ -85,7 +85,7 @@ def test_chainers_own_finetuning_differs() -> None:
     assert np.abs(link.avg_var / rows(data).var(1, ddof=1) - 1).max() > 0.05
 
 
-def test_axes() -> None:
+def test_finetuning_follows_the_axes_of_a_link() -> None:
     x = np.random.default_rng(0).normal(size=(4, 5, C))
     for link in (
         L.BatchNormalization(C, axis=(0, 1), dtype=np.float64),
@@ -112,7 +112,9 @@ def dataset() -> Any:
 
 
 @pytest.mark.parametrize("kind", ["SerialIterator", "MultithreadIterator"])
-def test_iterators_and_classifiers(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_finetuning_takes_iterators_and_classifiers(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     pairs, xs = dataset()
     iterator = getattr(chainer.iterators, kind)(pairs, 4, repeat=False)
     model = L.Classifier(chainer.Sequential(L.BatchNormalization(C), F.relu))
@@ -129,14 +131,14 @@ def test_iterators_and_classifiers(kind: str, capsys: pytest.CaptureFixture[str]
     assert "3/3" in capsys.readouterr().err  # as many as the iterator will give
 
 
-def test_dicts() -> None:
+def test_finetuning_takes_batches_of_dicts() -> None:
     x = batches()[0]
     link = shared()
     finetune_population_statistics([[{"x": row} for row in x]], link, progress=False)
     assert_population(link, [x])
 
 
-def test_in_a_trainer(tmp_path: Any) -> None:
+def test_a_trainer_finetunes_before_it_evaluates_and_writes(tmp_path: Any) -> None:
     pairs, xs = dataset()
     model = L.Classifier(chainer.Sequential(L.BatchNormalization(C), L.Linear(C, C)))
     optimizer = chainer.optimizers.SGD(0.1).setup(model)
@@ -158,7 +160,7 @@ def test_in_a_trainer(tmp_path: Any) -> None:
     assert extension.priority > chainer.training.extensions.Evaluator.priority
 
 
-def test_bad_arguments() -> None:
+def test_bad_arguments_are_refused() -> None:
     link = shared()
     for build in (finetune, FinetunePopulationStatistics):  # the extension: before the epoch
         with pytest.raises(ValueError, match="`iterator` must end after one pass: got one"):

@@ -86,7 +86,9 @@ def run(block: Any, how: Any, communicator: Any, x: Any) -> Any:
 
 @pytest.mark.parametrize("how", [forget, F.forget])
 @pytest.mark.parametrize("block", BLOCKS)
-def test_equals_the_run_without(block: Callable[..., Any], how: Any) -> None:
+def test_forgetting_gives_the_numbers_of_the_run_without(
+    block: Callable[..., Any], how: Any
+) -> None:
     x = np.random.default_rng(0).normal(size=(5, C))
     numbers, forward, backward, calls = run(block, how, SingleProcess(), x)
     expected, forward_without, backward_without, _ = run(block, plainly, SingleProcess(), x)
@@ -99,7 +101,7 @@ def test_equals_the_run_without(block: Callable[..., Any], how: Any) -> None:
 
 
 @pytest.mark.parametrize("how", [forget, F.forget])
-def test_over_ranks(how: Any) -> None:
+def test_forgetting_is_exact_over_ranks_with_an_empty_one(how: Any) -> None:
     """Rank 1 has no data; ranks keep their own tapes."""
 
     def rank(world: ThreadCommunicator) -> Any:
@@ -114,7 +116,7 @@ def test_over_ranks(how: Any) -> None:
 
 
 @pytest.mark.parametrize("kinds", list(itertools.product([forget, F.forget], repeat=3)))
-def test_blocks_of_both_kinds_in_each_other(kinds: Any) -> None:
+def test_blocks_of_both_kinds_can_be_nested(kinds: Any) -> None:
     def block(net: Any, how: Any, x: Any) -> tuple[Any, int]:
         outer, middle, inner = [plainly] * 3 if how is plainly else kinds
 
@@ -133,7 +135,7 @@ def test_blocks_of_both_kinds_in_each_other(kinds: Any) -> None:
 
 
 @pytest.mark.parametrize("how", [forget, F.forget])
-def test_backward_twice(how: Any) -> None:
+def test_a_second_backward_pass_adds_the_same_gradient(how: Any) -> None:
     counting = CountingCommunicator(SingleProcess())
     link = MultiNodeBatchNormalization(C, counting, dtype=np.float64)
     x = chainer.Variable(np.random.default_rng(0).normal(size=(4, C)))
@@ -147,7 +149,7 @@ def test_backward_twice(how: Any) -> None:
 
 
 @pytest.mark.parametrize("comm", [None, SingleProcess()])
-def test_the_function(comm: Any) -> None:
+def test_the_function_can_be_forgotten(comm: Any) -> None:
     """Its communicator is made of `comm` anew in each pass."""
     gradients = []
     for how in (forget, F.forget, plainly):
@@ -159,7 +161,7 @@ def test_the_function(comm: Any) -> None:
         np.testing.assert_array_equal(got, gradients[2])
 
 
-def test_one_input_in_two_groups() -> None:
+def test_one_input_has_the_moments_of_each_of_two_groups() -> None:
     """Local moments are the same, those of the groups are not."""
 
     def rank(world: ThreadCommunicator) -> Any:
@@ -187,7 +189,7 @@ def test_finetuning_counts_once() -> None:
         np.testing.assert_allclose(link.avg_mean, x.array.mean(0))
 
 
-def test_several_arguments_and_results() -> None:
+def test_a_block_may_have_several_arguments_and_results() -> None:
     link = MultiNodeBatchNormalization(C, SingleProcess(), dtype=np.float64)
     x = np.random.default_rng(0).normal(size=(4, C))
     a, b = forget(lambda v, w: (link(v), link(v + w)), x, 2 * x)

@@ -62,7 +62,9 @@ def run(link: Any, separate: bool, add: bool, relu: bool, second: bool, **on: An
     [({}, {}), ({"lengths": LENGTHS}, {}), ({}, {"use_gamma": False}), ({}, {"use_beta": False})],
     ids=["all", "lengths", "beta alone", "gamma alone"],
 )
-def test_a_step(add: bool, relu: bool, second: bool, on: Any, options: Any) -> None:
+def test_a_fused_step_gives_the_numbers_of_separate_functions(
+    add: bool, relu: bool, second: bool, on: Any, options: Any
+) -> None:
     expected = run(link_of(**options), True, add, relu, second, **on)
     actual = run(link_of(fuse_relu=relu, **options), False, add, relu, second, **on)
     for mine, theirs in zip(actual, expected, strict=True):
@@ -79,7 +81,7 @@ def test_gradients_have_the_dtypes_of_their_parameters() -> None:
     assert x.grad.dtype == residual.grad.dtype == np.float16
 
 
-def test_evaluation() -> None:
+def test_fused_evaluation_equals_separate_functions() -> None:
     results = []
     with chainer.using_config("train", False):
         for separate in (True, False):
@@ -90,7 +92,7 @@ def test_evaluation() -> None:
         np.testing.assert_allclose(mine, theirs, rtol=1e-12)
 
 
-def test_recomputation() -> None:
+def test_a_forgotten_fused_link_has_the_same_gradients() -> None:
     link = link_of(fuse_relu=True)
     x, residual = (chainer.Variable(v) for v in np.random.default_rng(1).normal(size=(2, *SHAPE)))
     grads = []
@@ -113,7 +115,7 @@ def test_recomputation() -> None:
         (1.0, TypeError, "`residual` must be a Variable or an array: got float"),
     ],
 )
-def test_a_residual_that_does_not_fit(residual: Any, error: Any, message: str) -> None:
+def test_a_residual_that_does_not_fit_is_refused(residual: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         link_of()(np.zeros(SHAPE), residual=residual)
 

@@ -53,7 +53,9 @@ def results(norm: Any, x: Any, layout: Any) -> list[Any]:
 
 @pytest.mark.parametrize("is_training", [True, False])
 @pytest.mark.parametrize("options", [{}, {"axis": (0, 2, 3)}, {"use_gamma": False}])
-def test_links(options: dict[str, Any], is_training: bool) -> None:
+def test_a_link_gives_the_same_numbers_in_channels_last(
+    options: dict[str, Any], is_training: bool
+) -> None:
     links = [link(**options) for _ in LAYOUTS]
     for norm in links:
         norm(data(1))
@@ -87,7 +89,7 @@ def test_in_training_it_is_chainers() -> None:
     np.testing.assert_allclose(ours.avg_var, theirs.avg_var, rtol=1e-12)
 
 
-def test_the_function() -> None:
+def test_the_function_keeps_the_layout_and_the_numbers() -> None:
     x = chainer.Variable(data())
     expected, _ = multi_node_batch_normalization(x, comm=ALONE)
     y, _ = multi_node_batch_normalization(x.as_layout(CHANNELS_LAST), comm=ALONE)
@@ -95,7 +97,7 @@ def test_the_function() -> None:
     np.testing.assert_allclose(y.as_layout(None).array, expected.array, rtol=1e-12, atol=1e-12)
 
 
-def test_bad_input() -> None:
+def test_wrong_channels_in_channels_last_are_refused() -> None:
     x = chainer.Variable(data()[:, :2]).as_layout(CHANNELS_LAST)
     with pytest.raises(ValueError, match=r"channels of shape \(3,\).*got \(2,\)"):
         link()(x)
@@ -111,7 +113,7 @@ class InLayout(chainer.Chain):
         return self.norm(chainer.as_variable(x).as_layout(CHANNELS_LAST)).as_layout(None)
 
 
-def test_finetuning() -> None:
+def test_finetuning_measures_variables_in_channels_last() -> None:
     batches = [data(seed) for seed in range(3)]
     model = InLayout(link())
     finetune_population_statistics(batches, model, ALONE, converter=None, progress=False)

@@ -71,7 +71,7 @@ BAD_AXIS: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-def test_bad_parameters_of_the_function() -> None:
+def test_bad_parameters_of_the_function_are_refused() -> None:
     with pytest.raises(ValueError, match=r"channels of shape \(4,\).*shape of `gamma` and `beta`"):
         multi_node_batch_normalization(np.ones((2, 3)), np.ones(4), comm=ALONE)
     with pytest.raises(ValueError, match=r"same shape: got \[\(3,\), \(4,\)\]"):
@@ -173,7 +173,7 @@ def test_npz_and_batch_normalization_share_a_layout() -> None:
     np.testing.assert_array_equal(theirs.avg_var, ours.avg_var)
 
 
-def test_bad_arguments() -> None:
+def test_bad_arguments_are_refused() -> None:
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"size": None}, ValueError, "`size` or `axis` must be given"),
         ({"size": (3, -1)}, ValueError, "`size` must be positive: got -1"),
@@ -198,7 +198,7 @@ def test_bad_arguments() -> None:
 
 
 @pytest.mark.parametrize("is_training", [True, False])
-def test_bad_input(is_training: bool) -> None:
+def test_bad_input_is_refused(is_training: bool) -> None:
     link = MultiNodeBatchNormalization(3, ALONE)
     for bad, kind, message in [
         (np.ones(3, "f"), ValueError, r"2 or more dimensions.*got shape \(3,\)"),
@@ -212,7 +212,7 @@ def test_bad_input(is_training: bool) -> None:
             link(bad)
 
 
-def test_input_that_is_not_finite() -> None:
+def test_input_that_is_not_finite_is_an_error() -> None:
     link = MultiNodeBatchNormalization(3, ALONE)
     for bad in (np.nan, np.inf):
         x = np.ones((4, 3), "f")
@@ -222,7 +222,7 @@ def test_input_that_is_not_finite() -> None:
     np.testing.assert_array_equal(link.avg_mean, 0)
 
 
-def test_create_mnbn_model_in_every_container() -> None:
+def test_create_mnbn_model_converts_every_container() -> None:
     class Net(chainer.Chain):
         def __init__(self) -> None:
             super().__init__()
@@ -257,7 +257,7 @@ def test_create_mnbn_model_in_every_container() -> None:
 
 @pytest.mark.parametrize("size", [3, None])
 @pytest.mark.parametrize("use_gamma, use_beta", [(False, True), (True, False), (False, False)])
-def test_create_mnbn_model_without_a_parameter(
+def test_create_mnbn_model_takes_links_without_a_parameter(
     use_gamma: bool, use_beta: bool, size: int | None
 ) -> None:
     """ChainerMN's raises KeyError."""
@@ -319,7 +319,9 @@ def test_create_mnbn_model_names_what_it_leaves_alone() -> None:
 @pytest.mark.parametrize(
     "sizes", [[(4, 2)], [(1, 3), (3, 0)], [(1, 1), (2, 5), (0, 3), (1, 2), (4, 1)]]
 )
-def test_a_step_of_micro_batches(sizes: list[tuple[int, int]], finetune: bool) -> None:
+def test_a_step_of_micro_batches_equals_one_batch(
+    sizes: list[tuple[int, int]], finetune: bool
+) -> None:
     """`step_statistics` moves the averages as one batch does, with forgotten blocks, too."""
     rng = np.random.default_rng(0)
     steps = [[rng.normal(3, 2, (sum(n), 4, 3)) for n in sizes] for _ in range(2)]
@@ -346,7 +348,7 @@ def test_a_step_of_micro_batches(sizes: list[tuple[int, int]], finetune: bool) -
         assert link.N == expected.N
 
 
-def test_arrays_that_are_replaced_inside_of_the_step() -> None:
+def test_a_step_moves_arrays_that_were_replaced_inside_of_it() -> None:
     link, expected = (MultiNodeBatchNormalization(4, ALONE, dtype=np.float64) for _ in "ab")
     x = np.random.default_rng(0).normal(size=(3, 4))
     with step_statistics(link):
@@ -357,7 +359,7 @@ def test_arrays_that_are_replaced_inside_of_the_step() -> None:
     assert relative_error(link.avg_var, expected.avg_var) < 1e-12
 
 
-def test_steps_that_fail_or_have_no_batch() -> None:
+def test_a_step_that_fails_or_has_no_batch_changes_nothing() -> None:
     link = MultiNodeBatchNormalization(4, ALONE)
     x = np.random.default_rng(0).normal(size=(3, 4)).astype("f")
     with pytest.raises(ValueError, match="must have channels of shape"), step_statistics(link):

@@ -84,7 +84,7 @@ def test_equals_the_unpadded_oracle(weighting: Any, padding: float, forgets: boo
         assert relative_error(avg_var, var) < 1e-11
 
 
-def test_evaluation() -> None:
+def test_masked_elements_take_no_part_in_evaluation() -> None:
     x, lengths, mask = batch(0)
     link = link_of()
     link(x, mask=mask)
@@ -100,7 +100,7 @@ def test_evaluation() -> None:
     assert not np.moveaxis(v.grad, 1, -1)[~mask].any()
 
 
-def test_other_axes_and_the_function() -> None:
+def test_masks_go_with_other_axes_and_with_the_function() -> None:
     """A mask has the axes that are reduced."""
     x, lengths, mask = batch(0)
     last = np.moveaxis(x, 1, -1).copy()
@@ -113,7 +113,7 @@ def test_other_axes_and_the_function() -> None:
     assert statistics.count == sum(LENGTHS[0])
 
 
-def test_second_order() -> None:
+def test_masked_elements_take_no_part_in_second_order() -> None:
     """Over two ranks, as of the elements that count in one process."""
 
     def derivatives(communicator: Any, x: Any, **options: Any) -> list[Any]:
@@ -145,7 +145,7 @@ class Model(chainer.Chain):
         return self.norm(x, lengths=lengths)
 
 
-def test_fine_tuning() -> None:
+def test_finetuning_measures_a_model_by_its_masks() -> None:
     """A model that passes masks is measured by them, over uneven ranks, too."""
     data = [batch(0), batch(1)]
 
@@ -161,7 +161,7 @@ def test_fine_tuning() -> None:
         assert relative_error(var, np.concatenate(parts).var(0, ddof=1)) < 1e-11
 
 
-def test_fine_tuning_where_the_input_is_named_last() -> None:
+def test_finetuning_finds_an_input_that_is_named_last() -> None:
     link, (x, lengths, mask) = link_of(fuse_relu=True), batch(0)
     finetune_population_statistics(
         [(x, lengths)], link, converter=None, progress=False,
@@ -170,7 +170,7 @@ def test_fine_tuning_where_the_input_is_named_last() -> None:
     assert relative_error(link.avg_mean, chosen(x, mask).mean(0)) < 1e-11
 
 
-def test_a_step_of_masked_micro_batches() -> None:
+def test_a_step_of_masked_micro_batches_equals_one_batch() -> None:
     link, expected = link_of(), link_of()
     with step_statistics(link):
         for x, lengths, _ in (batch(0), batch(1)):
@@ -200,7 +200,7 @@ def test_wrong_masks_are_errors_on_every_rank(options: Any, error: Any, message:
     run_ranks(2, train)
 
 
-def test_no_element_over_all_ranks() -> None:
+def test_a_mask_that_leaves_nothing_is_an_error_on_all_ranks() -> None:
     def train(communicator: ThreadCommunicator) -> None:
         link = link_of(communicator)
         link(np.zeros((0, C, STEPS)), mask=np.zeros((0, STEPS), bool))  # nothing to leave out

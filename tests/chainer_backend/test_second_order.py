@@ -35,7 +35,7 @@ def test_equals_one_process_on_the_whole_batch(size: int) -> None:
 
 
 @pytest.mark.parametrize("has_gamma, has_beta", [(True, True), (False, False), (True, False)])
-def test_by_finite_differences(has_gamma: bool, has_beta: bool) -> None:
+def test_second_order_equals_finite_differences(has_gamma: bool, has_beta: bool) -> None:
     gamma, beta = parameters()
     x, dy = data(2)
     given = [gamma] * has_gamma + [beta] * has_beta
@@ -67,7 +67,7 @@ def test_by_finite_differences(has_gamma: bool, has_beta: bool) -> None:
     np.testing.assert_allclose(analytic, numeric, rtol=1e-6)
 
 
-def test_third_order() -> None:
+def test_third_order_equals_composed_functions() -> None:
     gamma, beta = parameters()
     x, target = data(2)
     results = []
@@ -100,7 +100,7 @@ def test_first_order_is_the_same_with_a_graph() -> None:
             np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol)
 
 
-def test_messages() -> None:
+def test_a_graph_takes_one_message_more() -> None:
     """A graph takes one message more; without one nothing changes."""
     counting = CountingCommunicator(SingleProcess())
     link = MultiNodeBatchNormalization(C, counting, dtype=np.float64)

@@ -123,7 +123,9 @@ def check_note(converted: Any, text: str) -> None:
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_there_and_back(dtype: str, suffix: str, tmp_path: Path) -> None:
+def test_a_file_comes_back_from_torch_with_the_same_bits(
+    dtype: str, suffix: str, tmp_path: Path
+) -> None:
     """A model's file, through torch's words, back to the same bits."""
     arrays = chainer_arrays(dtype)
     source = save(tmp_path / "model.npz", arrays)
@@ -166,7 +168,7 @@ def test_both_frameworks_load_the_result(dtype: str, tmp_path: Path) -> None:
     ids=lambda layer: f"{type(layer).__name__} {'affine' if layer.affine else ''}",
 )
 @pytest.mark.parametrize("name", ["", "norm"])
-def test_every_layer_there_and_back(layer: nn.Module, name: str) -> None:
+def test_every_layer_comes_back_from_chainer_bit_for_bit(layer: nn.Module, name: str) -> None:
     model = nn.ModuleDict({name: layer}) if name else layer
     state = model.state_dict()
     there = torch_to_chainer(state)
@@ -177,7 +179,7 @@ def test_every_layer_there_and_back(layer: nn.Module, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "block.norm"])
-def test_sub_batch_norm(name: str) -> None:
+def test_a_sub_batch_norm_keeps_the_population_statistics(name: str) -> None:
     layer = mbt.SubBatchNorm2d(2, 3)
     layer(torch.randn(4, 3, 5, 5))
     start = f"{name}." if name else ""
@@ -199,7 +201,7 @@ def test_a_layer_called_bn_is_not_a_sub_batch_norm() -> None:
     assert "bn/avg_mean" in there.state
 
 
-def test_what_is_said_from_chainer() -> None:
+def test_notes_say_what_becomes_of_chainers_numbers() -> None:
     arrays = chainer_arrays()
     arrays["predictor/bn/N"] = np.asarray(12)
     converted = chainer_to_torch(arrays)
@@ -209,7 +211,7 @@ def test_what_is_said_from_chainer() -> None:
     assert converted.state["predictor.bn.num_batches_tracked"] == 0
 
 
-def test_what_is_said_from_torch() -> None:
+def test_notes_say_what_becomes_of_torchs_numbers() -> None:
     layer = nn.BatchNorm1d(2)
     layer(torch.randn(4, 2))
     converted = torch_to_chainer(layer.state_dict())
@@ -250,7 +252,7 @@ def test_wrappers_are_removed() -> None:
     check_note(converted, "all keys began with '_orig_mod.'")
 
 
-def test_a_normalization_without_statistics() -> None:
+def test_a_normalization_without_statistics_has_gamma_and_beta() -> None:
     converted = torch_to_chainer(nn.LayerNorm(3).state_dict())
     assert list(converted.state) == ["gamma", "beta"]
     check_note(converted, "taken for gamma and beta of a normalization")
@@ -260,7 +262,7 @@ def test_a_normalization_without_statistics() -> None:
         torch_to_chainer(nn.LayerNorm((3, 2)).state_dict())
 
 
-def test_names() -> None:
+def test_names_replace_keys_and_prefixes_or_are_refused() -> None:
     arrays = {"a/b/W": np.zeros((1, 1)), "a/b/b": np.zeros(1), "a/c/W": np.zeros((2, 2))}
     assert list(chainer_to_torch(arrays).state) == ["a.b.weight", "a.b.bias", "a.c.weight"]
     for names, expected in (
@@ -289,7 +291,7 @@ def test_a_counter_that_is_named_is_carried() -> None:
     assert chainer_to_torch(arrays, names={"N": "count"}).state["count"] == 5
 
 
-def test_unknown_keys() -> None:
+def test_unknown_keys_are_refused_or_skipped_on_request() -> None:
     arrays = {"l/W": np.zeros((1, 1)), "l/V1": np.zeros(1), "N": np.asarray(0)}
     with pytest.raises(CheckpointError, match=r"place in torch: 'l/V1', 'N' have none\. Name them"):
         chainer_to_torch(arrays)
@@ -322,7 +324,7 @@ def test_unknown_keys() -> None:
         ({"beta": np.asarray(["a", "b"])}, "'bn/beta' must be an array of real numbers: got <U1"),
     ],
 )
-def test_batch_norms_that_are_none(change: dict[str, Any], message: str) -> None:
+def test_arrays_that_are_no_batch_norm_are_refused(change: dict[str, Any], message: str) -> None:
     layer = {"gamma": np.ones(2, "f4"), "beta": np.zeros(2, "f4"), "avg_mean": np.zeros(2, "f4")}
     layer |= {"avg_var": np.ones(2, "f4"), "N": np.asarray(0)} | change
     arrays = {f"bn/{key}": value for key, value in layer.items() if value is not None}
@@ -333,13 +335,13 @@ def test_batch_norms_that_are_none(change: dict[str, Any], message: str) -> None
     assert list(chainer_to_torch(arrays, names={"bn": None}).state) == ["l.weight"]
 
 
-def test_channels_in_two_axes() -> None:
+def test_channels_in_two_axes_are_refused() -> None:
     arrays = {"avg_mean": np.zeros((2, 3)), "avg_var": np.ones((2, 3))}
     with pytest.raises(CheckpointError, match=r"one shape \(C,\), .*: got avg_mean float64 \(2, 3"):
         chainer_to_torch(arrays)
 
 
-def test_dtypes_that_numpy_does_not_have() -> None:
+def test_dtypes_that_numpy_does_not_have_are_refused() -> None:
     with pytest.raises(CheckpointError, match="'weight' must be dense and of a dtype of NumPy: "):
         torch_to_chainer({"weight": torch.zeros(2, 2).to(torch.float8_e5m2)})
 

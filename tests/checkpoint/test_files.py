@@ -62,12 +62,12 @@ def refused(source: Path, message: str, **options: Any) -> None:
     assert sorted(source.parent.iterdir()) == before
 
 
-def test_uninitialised_parameters(tmp_path: Path) -> None:
+def test_uninitialised_parameters_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", **(arrays() | {"fc/W": np.asarray(None)}))
     refused(tmp_path / "a.npz", "'fc/W' must be an array of numbers: it is a pickled object, .* ca")
 
 
-def test_a_snapshot_of_a_trainer(tmp_path: Path) -> None:
+def test_a_snapshot_of_a_trainer_needs_a_prefix(tmp_path: Path) -> None:
     snapshot = {f"updater/model:main/{key}": value for key, value in arrays().items()}
     snapshot["updater/iterator:main/_order"] = np.asarray(None)
     snapshot["extensions/LogReport/_log"] = np.asarray("[]")
@@ -83,7 +83,7 @@ def test_a_snapshot_of_a_trainer(tmp_path: Path) -> None:
         assert "bn.running_mean" in state
 
 
-def test_the_dict_of_a_training_script(tmp_path: Path) -> None:
+def test_the_dict_of_a_training_script_needs_a_prefix(tmp_path: Path) -> None:
     model = tensors()
     torch.save({"model": model, "optimizer": {"state": {0: model}}, "epoch": 3}, tmp_path / "a.pt")
     refused(
@@ -109,12 +109,12 @@ def test_the_dict_of_a_training_script(tmp_path: Path) -> None:
     [torch.eye(2).to_sparse(), torch.zeros(2, device="meta")],
     ids=["sparse", "meta"],
 )
-def test_tensors_that_are_not_dense(value: Any, tmp_path: Path) -> None:
+def test_tensors_that_are_not_dense_are_refused(value: Any, tmp_path: Path) -> None:
     torch.save({"fc.weight": value}, tmp_path / "a.pt")
     refused(tmp_path / "a.pt", r"'fc\.weight' must be dense and of a dtype of NumPy: .* Save it")
 
 
-def test_complex_numbers(tmp_path: Path) -> None:
+def test_complex_numbers_are_refused(tmp_path: Path) -> None:
     torch.save({"fc.weight": torch.zeros(2, 2, dtype=torch.complex64)}, tmp_path / "a.pt")
     refused(tmp_path / "a.pt", "'fc.weight' must be an array of real numbers: got complex64")
     make(tmp_path / "a.npz", {"fc/W": np.zeros((2, 2), "c8")})
@@ -123,7 +123,7 @@ def test_complex_numbers(tmp_path: Path) -> None:
     )
 
 
-def test_checksums(tmp_path: Path) -> None:
+def test_a_wrong_checksum_is_refused_by_name(tmp_path: Path) -> None:
     data = make(tmp_path / "a.pt").read_bytes()
     value = tensors()["fc.weight"].numpy().tobytes()
     assert data.count(value) == 1
@@ -131,7 +131,7 @@ def test_checksums(tmp_path: Path) -> None:
     refused(tmp_path / "a.pt", r"BadZipFile: the checksum of '.*/data/\d' does not fit\. Copy")
 
 
-def test_an_archive_with_hidden_members(tmp_path: Path) -> None:
+def test_an_archive_with_hidden_members_is_refused(tmp_path: Path) -> None:
     """One bit makes the comment of the last member but one swallow the last."""
     path = make(tmp_path / "a.npz")
     data = bytearray(path.read_bytes())
@@ -141,7 +141,9 @@ def test_an_archive_with_hidden_members(tmp_path: Path) -> None:
     refused(path, r"BadZipFile: 6 of 7 members are found\. Copy it again")
 
 
-def test_archives_that_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_archives_that_would_fill_the_memory_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files, "_ALWAYS_ALLOWED", 10_000)
     make(tmp_path / "a.npz", {"fc/W": np.zeros((1000, 1000))})
     refused(
@@ -152,7 +154,7 @@ def test_archives_that_fill_the_memory(tmp_path: Path, monkeypatch: pytest.Monke
     refused(tmp_path / "a.pt", "declares 4000000 bytes")
 
 
-def test_a_shape_that_the_data_do_not_have(tmp_path: Path) -> None:
+def test_a_shape_that_the_data_do_not_have_is_refused(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     np.save(buffer, np.zeros(4, "f4"))
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
@@ -160,7 +162,7 @@ def test_a_shape_that_the_data_do_not_have(tmp_path: Path) -> None:
     refused(tmp_path / "a.npz", r"ValueError: EOF: reading array data, expected 16 bytes got 12")
 
 
-def test_a_torch_file_called_npz(tmp_path: Path) -> None:
+def test_a_torch_file_called_npz_is_refused(tmp_path: Path) -> None:
     make(tmp_path / "a.pt").rename(tmp_path / "a.npz")
     refused(
         tmp_path / "a.npz",
@@ -168,7 +170,7 @@ def test_a_torch_file_called_npz(tmp_path: Path) -> None:
     )
 
 
-def test_other_compressions(tmp_path: Path) -> None:
+def test_other_compressions_are_refused(tmp_path: Path) -> None:
     """zipfile would unpack them in pieces of any size."""
     make(tmp_path / "b.npz")
     with (
@@ -180,7 +182,7 @@ def test_other_compressions(tmp_path: Path) -> None:
     refused(tmp_path / "a.npz", "BadZipFile: members must be stored or deflated, as NumPy and tor")
 
 
-def test_paths(tmp_path: Path) -> None:
+def test_paths_that_cannot_be_read_or_written_are_refused(tmp_path: Path) -> None:
     source = make(tmp_path / "a.npz")
     link = tmp_path / "link.npz"
     link.symlink_to(source)
@@ -229,7 +231,9 @@ def test_a_link_stays_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".pt", ".safetensors"])
-def test_a_disk_that_is_full(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_an_error_and_keeps_the_old_file(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = make(tmp_path / ("a.npz" if suffix != ".npz" else "a.pt"))
     target = tmp_path / f"dst{suffix}"
     target.write_bytes(BEFORE)
@@ -244,7 +248,9 @@ def test_a_disk_that_is_full(suffix: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_too_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_is_named_in_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def exhausted(*arguments: Any, **options: Any) -> None:
         raise MemoryError("no room")
 
@@ -254,7 +260,9 @@ def test_too_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("one, other", [(".npz", ".npz"), (".pt", ".safetensors"), (".pt", ".pth")])
-def test_within_a_framework(one: str, other: str, tmp_path: Path) -> None:
+def test_within_a_framework_only_format_and_names_change(
+    one: str, other: str, tmp_path: Path
+) -> None:
     """Nothing changes but the format, and names."""
     source, target = make(tmp_path / f"a{one}"), tmp_path / f"b{other}"
     assert convert(source, target).notes == ()
@@ -274,7 +282,7 @@ def test_any_name_can_be_written(tmp_path: Path) -> None:
     assert {"file", "args"} < files.read(target, "").keys()
 
 
-def test_tensors_that_share_memory(tmp_path: Path) -> None:
+def test_tensors_that_share_memory_are_written_apart(tmp_path: Path) -> None:
     weight = torch.randn(3, 4)
     torch.save({"a.weight": weight, "b.weight": weight.T}, tmp_path / "a.pt")
     state = convert(tmp_path / "a.pt", tmp_path / "a.safetensors").state
@@ -282,14 +290,14 @@ def test_tensors_that_share_memory(tmp_path: Path) -> None:
     assert state.keys() == {"a.weight", "b.weight"}
 
 
-def test_the_same_file_every_time(tmp_path: Path) -> None:
+def test_the_same_source_gives_the_same_bytes(tmp_path: Path) -> None:
     source = make(tmp_path / "a.pt")
     convert(source, tmp_path / "a.npz")
     convert(source, tmp_path / "b.npz")
     assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "b.npz").read_bytes()
 
 
-def test_byte_and_memory_order(tmp_path: Path) -> None:
+def test_either_byte_and_memory_order_is_read(tmp_path: Path) -> None:
     """NumPy writes both orders of each."""
     weight = np.asfortranarray(np.arange(6, dtype=">f8").reshape(2, 3))
     make(tmp_path / "a.npz", {"fc/W": weight})
@@ -308,6 +316,6 @@ def test_safetensors_is_named_where_it_is_missing(
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_torch_files_from_before_zip(tmp_path: Path) -> None:
+def test_torch_files_from_before_zip_are_read(tmp_path: Path) -> None:
     torch.save(tensors(), tmp_path / "a.pt", _use_new_zipfile_serialization=False)
     assert "bn/avg_mean" in convert(tmp_path / "a.pt", tmp_path / "a.npz").state

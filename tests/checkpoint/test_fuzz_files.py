@@ -228,7 +228,7 @@ def outcome(source: Path, target: Path) -> tuple[dict[str, Any], str]:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.filterwarnings("ignore:Duplicate name:UserWarning")
-def test_mutated_files(tmp_path: Path) -> None:
+def test_a_mutated_file_is_refused_or_sound(tmp_path: Path) -> None:
     marker = tmp_path / "executed"
     sound, meant = {}, {}
     for suffix in (".npz", ".pt", ".safetensors"):
@@ -274,7 +274,7 @@ def test_mutated_files(tmp_path: Path) -> None:
     assert counts["refused"] > FILES / 2
 
 
-def test_the_payload_is_one(tmp_path: Path) -> None:
+def test_the_payload_executes_when_it_is_unpickled(tmp_path: Path) -> None:
     """What the test above rests on."""
     pickle.loads(pickle.dumps(Payload(tmp_path / "executed")))
     assert (tmp_path / "executed").exists()
@@ -284,7 +284,7 @@ def test_the_payload_is_one(tmp_path: Path) -> None:
     assert (tmp_path / "again").exists()
 
 
-def test_executables(tmp_path: Path) -> None:
+def test_a_file_that_executes_something_is_refused(tmp_path: Path) -> None:
     pickled(tmp_path / "a.pt", random.Random(0), tmp_path / "marker")
     plain.refused(
         tmp_path / "a.pt",
@@ -303,7 +303,7 @@ for i in range(10**9):
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".pt", ".safetensors"])
-def test_a_writer_that_is_killed(suffix: str, tmp_path: Path) -> None:
+def test_a_writer_that_is_killed_leaves_a_whole_file(suffix: str, tmp_path: Path) -> None:
     """At any moment, the target is whole: what one source makes of it, or the other."""
     other = ".npz" if suffix != ".npz" else ".pt"
     sources = []
@@ -339,7 +339,7 @@ def test_a_writer_that_is_killed(suffix: str, tmp_path: Path) -> None:
     convert(sources[0], target)  # what a killed writer leaves behind is in nobody's way
 
 
-def test_dicts_that_are_repeated(tmp_path: Path) -> None:
+def test_dicts_that_are_repeated_are_refused(tmp_path: Path) -> None:
     """Two to the power of 60 entries, in a file of 2 kB, of which the prefix chooses one."""
     nested: dict[str, Any] = {"weight": torch.zeros(4)}
     for _ in range(60):
@@ -360,12 +360,12 @@ def test_dicts_that_are_repeated(tmp_path: Path) -> None:
     )
 
 
-def test_names_that_are_too_long(tmp_path: Path) -> None:
+def test_names_that_are_too_long_are_refused(tmp_path: Path) -> None:
     plain.make(tmp_path / "a.npz", {"x" * 60_000: np.zeros(4)})
     plain.refused(tmp_path / "a.npz", "names must have at most 500 characters: got one of 60000")
 
 
-def test_a_size_that_the_directory_declares_too_small(tmp_path: Path) -> None:
+def test_a_size_that_is_declared_too_small_is_refused(tmp_path: Path) -> None:
     """500 MB of zeros in 500 kB, of which nothing beyond the declared size is unpacked."""
     path = tmp_path / "a.npz"
     with (

@@ -132,7 +132,7 @@ def test_a_mean_and_a_variance_of_other_shapes_are_no_statistics() -> None:
         ([1, 2, "3"], "`counts` must be a number: got '3' of type str"),
     ],
 )
-def test_counts_that_are_none(counts: Any, message: str) -> None:
+def test_wrong_counts_are_refused(counts: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         pool_states(states("torch"), counts)
     with pytest.raises(ValueError, match="each of 1 or more states: got 0 for 0"):
@@ -140,7 +140,9 @@ def test_counts_that_are_none(counts: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".pt", ".safetensors"])
-def test_files(suffix: str, tmp_path: Path, capsys: Any) -> None:
+def test_a_pooled_file_holds_what_pool_states_gives(
+    suffix: str, tmp_path: Path, capsys: Any
+) -> None:
     framework = "chainer" if suffix == ".npz" else "torch"
     paths = [str(tmp_path / f"{i}{suffix}") for i in range(3)]
     for path, one in zip(paths, states(framework), strict=True):

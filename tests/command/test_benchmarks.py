@@ -30,7 +30,7 @@ CLUSTER = Cluster()
         (8192, 115.2, 14132.4, 7069.5, 10425.4),
     ],
 )
-def test_latencies_of_a_cluster(
+def test_latencies_of_a_cluster_are_those_found_by_hand(
     ranks: int, tree: float, ring: float, all_gather: float, with_payload: float
 ) -> None:
     assert CLUSTER.tree_allreduce(ranks, 0) == pytest.approx(tree, abs=0.05)
@@ -42,7 +42,7 @@ def test_latencies_of_a_cluster(
     assert CLUSTER.all_gather(ranks, n) == pytest.approx(with_payload, abs=0.05)
 
 
-def test_payloads_and_variants_of_a_cluster() -> None:
+def test_payloads_and_variants_take_the_time_found_by_hand() -> None:
     # 40,000 bytes take a microsecond; a tree moves them twice, a ring of 8 twice 7/8.
     assert CLUSTER.tree_allreduce(64, 40e3) - CLUSTER.tree_allreduce(64, 0) == pytest.approx(2)
     assert CLUSTER.ring_allreduce(8, 40e3) - CLUSTER.ring_allreduce(8, 0) == pytest.approx(1.75)
@@ -54,7 +54,7 @@ def test_payloads_and_variants_of_a_cluster() -> None:
     assert scaling.allreduce_bytes(64) == 8 * (2 * 64 + 4)
 
 
-def test_resnet50_on_all_ranks() -> None:
+def test_the_table_of_resnet50_goes_up_to_8192_ranks() -> None:
     assert (len(scaling.RESNET50), sum(scaling.RESNET50)) == (53, 26560)
     rows = {row["ranks"]: row for row in scaling.table(CLUSTER, scaling.RESNET50)}
     assert list(rows) == [2**i for i in range(3, 14)]
@@ -132,7 +132,9 @@ def test_machine_has_no_name() -> None:
     assert json.loads(text)["versions"]["torch"]
 
 
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_the_parts_that_were_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One part on real ranks, and those that need none; the others are launched alike."""
     require.need("mpiexec")
     names = ["torch", "model"]

@@ -23,7 +23,7 @@ def multibn(*arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_info_as_json() -> None:
+def test_info_can_be_printed_as_json() -> None:
     ran = multibn("info", "--json")
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
@@ -95,7 +95,7 @@ def test_info_names_variables(variable: str, value: str, message: str, monkeypat
     assert re.search(f"{message}\n", _said(monkeypatch, "torch"))
 
 
-def test_usage() -> None:
+def test_without_arguments_the_command_prints_its_help() -> None:
     ran = multibn("--version")
     assert (ran.returncode, ran.stdout) == (0, f"multibn {__version__}\n")
     alone = multibn()
@@ -128,7 +128,9 @@ def test_usage() -> None:
         ],
     ],
 )
-def test_arguments_that_do_not_fit(arguments: list[str], message: str, capsys: Any) -> None:
+def test_arguments_that_do_not_fit_are_refused(
+    arguments: list[str], message: str, capsys: Any
+) -> None:
     """Each is refused with the usage of its own command."""
     with pytest.raises(SystemExit, match="2"):
         cli.main(arguments)
@@ -146,7 +148,7 @@ def test_what_the_extra_brings_is_named(name: str, monkeypatch: Any, capsys: Any
     assert "pip install '.[cli]' in multibn's checkout" in error
 
 
-def test_convert(tmp_path: Path, capsys: Any) -> None:
+def test_convert_writes_a_file_and_says_so(tmp_path: Path, capsys: Any) -> None:
     require.need("torch")
     import torch
 

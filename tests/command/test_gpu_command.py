@@ -125,7 +125,7 @@ def test_what_is_missing_is_said_at_once() -> None:
     assert ran.stdout == ""
 
 
-def test_a_machine_without_a_gpu_or_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gpu_or_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     if machine.num_gpus():
         pytest.skip("there is a GPU")
     monkeypatch.setattr(start.shutil, "which", lambda name: None)
@@ -207,7 +207,7 @@ def test_without_a_gpu_nothing_passes(tmp_path: Path) -> None:
     assert "**Not run on a GPU" not in (tmp_path / "gpu.md").read_text()
 
 
-def test_unknown_parts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_parts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         command.main(["--parts", "all", "--output", "nowhere"])
     assert "--parts must be of device, numbers, graphs" in capsys.readouterr().err

@@ -92,7 +92,7 @@ def _train(size: int, folder: Path) -> tuple[list[float], dict[str, dict[str, st
     return numbers, facts
 
 
-def test_one_process_and_two(tmp_path: Path) -> None:
+def test_two_processes_train_like_one_on_a_bare_system(tmp_path: Path) -> None:
     require.need("torch", "torchrun")
     alone, facts = _train(1, tmp_path)
     assert "C core is missing" in facts["kernels"]["host"]

@@ -21,7 +21,7 @@ NAN = float("nan")
         (None, None, None, ""),
     ],
 )
-def test_what_rounding_does_not_explain(
+def test_a_difference_beyond_rounding_is_a_complaint(
     difference: float | None, reordered: float | None, local: float | None, complaint: str
 ) -> None:
     row = Row("timm", "a model", "", difference, reordered, local).judge()

@@ -272,7 +272,7 @@ def _wrong(built: Any) -> Iterator[tuple[str, Any, str]]:
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_refused(room: Callable[[], dict[Call, Call]]) -> None:
+def test_wrong_arguments_are_refused_when_built(room: Callable[[], dict[Call, Call]]) -> None:
     wrong = []
     for built, call in _calls(room).items():
         _build(call)  # the other arguments are valid
@@ -357,7 +357,7 @@ def _checkable(built: Any) -> set[str]:
     }
 
 
-def test_nothing_is_missing() -> None:
+def test_every_public_argument_has_a_rule_and_a_call() -> None:
     calls = {built for room in ROOMS for built in _calls(room)}
     missing = []
     for built in _public():

@@ -27,7 +27,7 @@ def test_the_workflow_runs_each_set() -> None:
     assert "secrets" not in WORKFLOW
 
 
-def test_a_result_in_the_table(tmp_path: Path) -> None:
+def test_the_table_has_the_counts_of_each_run(tmp_path: Path) -> None:
     junit = tmp_path / "junit.xml"
     junit.write_text(
         '<testsuites><testsuite><testcase classname="a" name="b"/>'

@@ -53,7 +53,7 @@ _COPIES: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-def check_copies_on_one_rank_alone(world: Communicator) -> None:
+def check_copies_on_one_rank_alone_disturb_nobody(world: Communicator) -> None:
     """Of averages over steps, for example: such a copy has no part in any message."""
     for make in _COPIES.values():
         models = [_network(world)]
@@ -63,14 +63,14 @@ def check_copies_on_one_rank_alone(world: Communicator) -> None:
         del kept
 
 
-def check_a_model_that_one_rank_has_deleted(world: Communicator) -> None:
+def check_a_model_that_one_rank_has_deleted_disturbs_nobody(world: Communicator) -> None:
     with _numbers_restored():
         if world.rank == 1:
             _network(world)
         _expect_right([_network(world), _network(world)])
 
 
-def check_a_model_that_one_rank_has_received(world: Communicator) -> None:
+def check_a_model_that_one_rank_unpickled_disturbs_nobody(world: Communicator) -> None:
     """A rank goes on with a pickle, and another with the model that was pickled."""
     with _numbers_restored():
         model = _network(world)
@@ -97,7 +97,7 @@ def check_a_copy_in_its_originals_place_is_an_error_on_all(world: Communicator) 
         _means(models[::-1] if world.rank == 1 else models)
 
 
-def check_models_that_change_places_later(world: Communicator) -> None:
+def check_models_that_change_places_later_are_an_error(world: Communicator) -> None:
     models = [_network(world), _network(world)]
     _expect_right(models)
     with pytest.raises(RuntimeError, match=r"layer .* by the first call; .* by the first call"):

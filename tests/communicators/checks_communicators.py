@@ -55,20 +55,20 @@ def check_chainermn_conforms(world: Communicator) -> None:
 
 
 @only(sizes=(2, 3, 4))
-def check_deadlines(world: Communicator) -> None:
+def check_every_transport_names_who_misses_a_deadline(world: Communicator) -> None:
     """Of every transport of the launcher."""
     for comm in _of_each_transport(world):
         conformance.check_deadline(comm, world)
 
 
 @only(sizes=(2,))  # the lines of any number of ranks are the same code, but for several machines
-def check_interruptions_and_forks(world: Communicator) -> None:
+def check_interruptions_and_forks_are_named(world: Communicator) -> None:
     """Of every transport of the launcher."""
     _interrupt_and_fork(world)
 
 
 @only("torchrun", sizes=(3,))
-def check_interruptions_and_forks_on_two_machines(world: Communicator) -> None:
+def check_interruptions_and_forks_are_named_on_two_machines(world: Communicator) -> None:
     _interrupt_and_fork(world)
 
 
@@ -142,7 +142,7 @@ def check_machines_conform(world: Communicator) -> None:
 
 
 @only("torchrun", sizes=(2, 3, 4))
-def check_which_line_is_opened(world: Communicator) -> None:
+def check_the_line_that_is_opened_fits_the_machines(world: Communicator) -> None:
     import torch.distributed as dist
 
     kinds = []
@@ -370,7 +370,7 @@ def check_unlike_arrays_are_refused(world: Communicator) -> None:
 
 
 @only(sizes=(2, 3, 4))
-def check_unlike_widths(world: Communicator) -> None:
+def check_messages_of_unlike_widths_are_told_apart(world: Communicator) -> None:
     """Their messages may meet in a line; the fingerprints keep them apart."""
     communicator = fresh(world)
     narrow, wide = _phase(communicator, "narrow"), _phase(communicator, "wide")

@@ -95,7 +95,7 @@ def check_groups_conform(world: Communicator) -> None:
         conformance.check_communicator(group)
 
 
-def check_members(world: Communicator) -> None:
+def check_a_group_has_the_ranks_that_its_spec_names(world: Communicator) -> None:
     k, everyone = _pair(world), list(range(world.size))
     mates = list(_mates(world, k))
     with machines(world, k):
@@ -139,7 +139,7 @@ def check_lists_are_known_on_all_ranks(world: Communicator) -> None:
     assert members == mine
 
 
-def check_machines_whose_ranks_are_not_consecutive(world: Communicator) -> None:
+def check_a_machine_may_have_ranks_that_are_not_consecutive(world: Communicator) -> None:
     """Round-robin placement, as `mpiexec --map-by node` makes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(groups, "this_machine", lambda: f"machine {world.rank % 2}")
@@ -150,7 +150,7 @@ def check_machines_whose_ranks_are_not_consecutive(world: Communicator) -> None:
     assert alone == [world.rank]
 
 
-def check_machines_of_different_sizes(world: Communicator) -> None:
+def check_machines_may_have_different_sizes(world: Communicator) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(groups, "this_machine", lambda: f"machine {world.rank == 0}")
         patch.setattr(lookup, "_resolved", {})
@@ -159,14 +159,14 @@ def check_machines_of_different_sizes(world: Communicator) -> None:
 
 
 @only("torchrun")
-def check_groups_of_the_default_communicator(world: Communicator) -> None:
+def check_a_spec_alone_groups_the_default_communicator(world: Communicator) -> None:
     k, everyone = _pair(world), list(range(world.size))
     found = [_members(world, as_communicator(obj)) for obj in ("machine", k, everyone[::-1])]
     assert found == [everyone, list(_mates(world, k)), everyone[::-1]]
 
 
 @only("torchrun")
-def check_a_dimension_of_a_mesh(world: Communicator) -> None:
+def check_a_dimension_of_a_mesh_is_a_group(world: Communicator) -> None:
     """Named, of a mesh with two: the statistics are those of the column's, or row's, batch."""
     import torch.distributed as dist
 
@@ -183,7 +183,7 @@ def check_a_dimension_of_a_mesh(world: Communicator) -> None:
         assert _members(world, layer.process_group) == members
 
 
-def check_one_communicator_for_all_layers(world: Communicator) -> None:
+def check_layers_of_equal_groups_share_one_communicator(world: Communicator) -> None:
     """Of equal parent and spec: the groups of 20 layers are found once."""
     counting = CountingGroups(world)
     k = _pair(world)
@@ -207,7 +207,7 @@ def check_one_communicator_for_all_layers(world: Communicator) -> None:
     assert counting.num_splits == (k < world.size)  # one machine is no reason to split
 
 
-def check_what_a_step_communicates(world: Communicator) -> None:
+def check_a_step_sends_one_message_each_way(world: Communicator) -> None:
     counting = CountingGroups(world)
     layer = NaiveSyncBatchNorm2d(0, num_features=C, process_group=counting)
     x = _tensor((world.rank, 0), (2, C, 3, 3)).float().requires_grad_()
@@ -226,7 +226,7 @@ def check_what_a_step_communicates(world: Communicator) -> None:
 # The numbers
 
 
-def check_naive_formula(world: Communicator) -> None:
+def check_options_give_the_naive_formula_of_the_originals(world: Communicator) -> None:
     """`weighting="rank", running_var="biased"` is what the originals compute."""
     k = _pair(world)
     for layer_class, spatial in LAYERS:
@@ -236,7 +236,7 @@ def check_naive_formula(world: Communicator) -> None:
                 assert error < (1e-6 if dtype is np.float32 else 1e-12), (layer_class, name, error)
 
 
-def check_exact_statistics(world: Communicator) -> None:
+def check_a_group_gives_the_numbers_of_its_whole_batch(world: Communicator) -> None:
     """By default the group gives what one process gives on the group's batch."""
     k = _pair(world)
     for layer_class, spatial in LAYERS:
@@ -247,7 +247,7 @@ def check_exact_statistics(world: Communicator) -> None:
                 assert error < bound, (layer_class, name, error)
 
 
-def check_global_sync(world: Communicator) -> None:
+def check_global_sync_shares_over_all_machines(world: Communicator) -> None:
     """All ranks of all machines; `num_sync_devices` is not read."""
     with machines(world, 1):
         for conventions in ({}, NAIVE):
@@ -272,7 +272,7 @@ def check_the_conventions_differ(world: Communicator) -> None:
     assert k == 1 or errors["y"] > 1e-3, errors
 
 
-def check_without_parameters_or_buffers(world: Communicator) -> None:
+def check_layers_train_without_parameters_or_buffers(world: Communicator) -> None:
     """affine=False and track_running_stats=False, where the originals crash."""
     k = _pair(world)
     full = NaiveSyncBatchNorm3d(k, num_features=C, process_group=world, **NAIVE)
@@ -300,7 +300,7 @@ def check_without_parameters_or_buffers(world: Communicator) -> None:
             assert layer.running_mean is None
 
 
-def check_an_empty_rank(world: Communicator) -> None:
+def check_an_empty_rank_takes_part(world: Communicator) -> None:
     """The originals refuse it."""
     k = _pair(world)
     for conventions in ({}, NAIVE):
@@ -316,7 +316,7 @@ def check_an_empty_rank(world: Communicator) -> None:
 # Layers with groups, from the making to the loading
 
 
-def check_copies_and_pickles(world: Communicator) -> None:
+def check_copies_and_pickles_find_the_same_group(world: Communicator) -> None:
     """Before and after the group is found, and in this same world."""
     k = _pair(world)
     x = _tensor((world.rank, 3), (2, C, 4, 4)).float()
@@ -336,7 +336,7 @@ def check_copies_and_pickles(world: Communicator) -> None:
     assert ema.module[0].process_group is layer.process_group
 
 
-def check_loading_in_one_process(world: Communicator) -> None:
+def check_a_saved_model_evaluates_in_one_process(world: Communicator) -> None:
     """What many ranks saved evaluates in a process without a group; a machine's also trains."""
     k = _pair(world)
     parent = None if isinstance(world, TorchDistributed) else world
@@ -375,7 +375,7 @@ def check_loading_in_one_process(world: Communicator) -> None:
         assert "groups of 2 consecutive ranks need a number of ranks that 2 divides" in ran.stdout
 
 
-def check_revert_and_convert(world: Communicator) -> None:
+def check_convert_keeps_the_layer_and_revert_makes_it_plain(world: Communicator) -> None:
     layer = NaiveSyncBatchNorm3d(_pair(world), num_features=C, process_group=world)
     x = _tensor((world.rank, 5), (2, C, 2, 3, 4)).float()
     layer(x)
@@ -411,7 +411,7 @@ def check_ddp_trains(world: Communicator) -> None:
     assert world.size == k or not torch.allclose(bn.running_mean, everywhere)
 
 
-def check_get_norm(world: Communicator) -> None:
+def check_get_norm_lets_global_sync_win(world: Communicator) -> None:
     """GLOBAL_SYNC wins over NUM_SYNC_DEVICES, which pytorchvideo refuses."""
     x = _tensor((world.rank, 6), (2, C, 2, 3, 4))
     own = x.mean((0, 2, 3, 4))
@@ -429,7 +429,7 @@ def check_get_norm(world: Communicator) -> None:
 
 
 @only("torchrun")  # apex's has no other world than torch's
-def check_get_norm_of_apex(world: Communicator) -> None:
+def check_get_norm_of_apex_reads_num_sync_devices(world: Communicator) -> None:
     x = _tensor((world.rank, 6), (2, C, 2, 3, 4))
     own = x.mean((0, 2, 3, 4))
     over_world = world.allreduce(own) / world.size
@@ -443,7 +443,7 @@ def check_get_norm_of_apex(world: Communicator) -> None:
 # Errors
 
 
-def check_an_indivisible_number_of_ranks(world: Communicator) -> None:
+def check_an_indivisible_number_of_ranks_is_refused(world: Communicator) -> None:
     k = world.size + 1
     layer = NaiveSyncBatchNorm2d(k, num_features=C, process_group=world)
     message = (
@@ -462,7 +462,7 @@ def check_an_indivisible_number_of_ranks(world: Communicator) -> None:
         layer(x)
 
 
-def check_lists_that_do_not_fit(world: Communicator) -> None:
+def check_lists_that_name_missing_ranks_are_refused(world: Communicator) -> None:
     message = (
         rf"must name ranks below {world.size}, the number of ranks in .*: got \[0, {world.size}\] "
         rf"on rank {world.rank}"
@@ -472,7 +472,7 @@ def check_lists_that_do_not_fit(world: Communicator) -> None:
 
 
 @only(sizes=(2, 4))
-def check_a_list_without_this_rank(world: Communicator) -> None:
+def check_a_list_without_this_rank_is_refused(world: Communicator) -> None:
     first = Group(world, [0])
     outside = rf"rank {world.rank} of {world.size}, is not in the list.*Group\(.*, \[0\]\)\. Give"
     for _ in range(2):  # the second time without communicating
@@ -484,7 +484,7 @@ def check_a_list_without_this_rank(world: Communicator) -> None:
 
 
 @only(sizes=(2,), last=True)  # the group of these ranks cannot be used after its failure
-def check_ranks_that_wait_for_each_other_in_different_groups(world: Communicator) -> None:
+def check_ranks_in_different_groups_are_named_before_a_deadline(world: Communicator) -> None:
     """One list on both ranks, and then another one on one of them: no deadline is awaited."""
     parent: Any = fresh(world)
     parent.timeout = 10.0
@@ -528,7 +528,7 @@ def check_bad_input_on_one_rank_is_an_error_in_its_group(world: Communicator) ->
 
 
 @only("torchrun", last=True)
-def check_a_process_group_made_anew(world: Communicator) -> None:
+def check_layers_go_on_in_a_process_group_made_anew(world: Communicator) -> None:
     """The check exchanges the default process group under the world."""
     import torch.distributed as dist
 

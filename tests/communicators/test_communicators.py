@@ -12,7 +12,7 @@ from tests.helpers import require
 from tests.helpers.ranks import CountingCommunicator, run_ranks
 
 
-def test_what_stands_for_a_communicator() -> None:
+def test_a_communicator_stands_for_itself_and_none_for_default() -> None:
     alone = SingleProcess()
     assert as_communicator(alone) is alone
     counting = CountingCommunicator(alone)
@@ -52,7 +52,7 @@ def test_a_restored_group_says_what_is_missing() -> None:
         TorchDistributed().allreduce(np.ones(1))
 
 
-def test_ranks_as_threads() -> None:
+def test_ranks_as_threads_sum_and_split() -> None:
     """The helper that the engine's tests stand on."""
 
     def work(communicator: object) -> tuple[float, int, int, float]:

@@ -315,7 +315,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return make
 
 
-def test_a_layer_that_moves_to_another_gpu(on_gpu: Callable[..., Any]) -> None:
+def test_a_layer_may_move_to_another_gpu(on_gpu: Callable[..., Any]) -> None:
     """torch's event stays on the GPU on which it was recorded first."""
     unused: Any = {}
     for gpu in (0, 1, 0):
@@ -362,7 +362,7 @@ def test_first_messages_are_summed_on_the_gpu_of_the_activation(
     assert _Transport._device(nccl) == torch.device("cuda", 5)
 
 
-def test_training_after_a_first_call_in_inference_mode(on_gpu: Callable[..., Any]) -> None:
+def test_training_goes_on_after_a_call_in_inference_mode(on_gpu: Callable[..., Any]) -> None:
     """Torch refuses to write to a tensor that was made in inference mode."""
     import torch
 
@@ -383,7 +383,7 @@ def test_calls_in_a_row_wait_for_none_of_their_copies(on_gpu: Callable[..., Any]
 
 
 @pytest.mark.parametrize("scale", [0.25, 1e-3, 1.0, 1e6])
-def test_any_positive_weight(scale: float) -> None:
+def test_a_common_factor_of_the_weights_changes_nothing(scale: float) -> None:
     """Weights count in relation to each other: a common factor changes nothing."""
     batches = [np.array([1.0, 2.0, 6.0]), np.array([5.0])]
     weights = [3.0 * scale, 1.0 * scale]
@@ -401,7 +401,7 @@ def test_any_positive_weight(scale: float) -> None:
         assert batch.count == 4
 
 
-def test_the_length_of_messages() -> None:
+def test_messages_of_both_phases_have_one_length() -> None:
     assert message.length(C) == 2 * C + 4
     assert message.length(C, 5) == 2 * C + 2 + 2 * 5 + 2 + 2
     for phase, payload in (("forward", 2 * C + 2), ("backward", 2 * C)):

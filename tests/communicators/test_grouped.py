@@ -59,7 +59,7 @@ class Untouchable:
     size = rank
 
 
-def test_machines_of_any_placement(machines: threading.local) -> None:
+def test_machines_may_have_ranks_of_any_placement(machines: threading.local) -> None:
     names = ["b", "a", "b", "b", "a", "c"]
 
     def work(world: ThreadCommunicator) -> tuple[int, int, float]:
@@ -73,7 +73,7 @@ def test_machines_of_any_placement(machines: threading.local) -> None:
     ]  # fmt: skip
 
 
-def test_consecutive_ranks_inside_a_machine(machines: threading.local) -> None:
+def test_consecutive_ranks_are_counted_inside_a_machine(machines: threading.local) -> None:
     def work(world: ThreadCommunicator) -> float:
         machines.name = "even" if world.rank % 2 == 0 else "odd"
         pairs = Group(Group(world, "machine"), 2)
@@ -84,7 +84,7 @@ def test_consecutive_ranks_inside_a_machine(machines: threading.local) -> None:
     assert run_ranks(8, work) == [*low, *low, *high, *high]
 
 
-def test_a_machine_that_the_number_does_not_divide(machines: threading.local) -> None:
+def test_a_machine_that_the_number_does_not_divide_is_named(machines: threading.local) -> None:
     """The error is on the ranks of that machine, with both numbers and a way out."""
 
     def work(world: ThreadCommunicator) -> str:
@@ -100,7 +100,7 @@ def test_a_machine_that_the_number_does_not_divide(machines: threading.local) ->
     assert large == ["3", "3", "3"]
 
 
-def test_what_names_a_group() -> None:
+def test_a_word_a_number_or_a_list_names_a_group() -> None:
     cases: list[tuple[CommunicatorLike, str]] = [
         ("machine", "Group(DefaultCommunicator(), 'machine')"),
         (3, "Group(DefaultCommunicator(), 3)"),
@@ -114,7 +114,7 @@ def test_what_names_a_group() -> None:
     assert as_communicator([0]).rank == 0
 
 
-def test_what_names_no_group() -> None:
+def test_what_names_no_group_is_refused() -> None:
     cases: list[tuple[Any, type[Exception], str]] = [
         (0, ValueError, "1 or more consecutive ranks: got 0. Pass 'machine' for the ranks on the"),
         (-2, ValueError, "1 or more consecutive ranks: got -2"),
@@ -141,7 +141,7 @@ def test_what_names_no_group() -> None:
         Group("gloo", 2)  # type: ignore[arg-type]
 
 
-def test_too_few_ranks() -> None:
+def test_too_few_ranks_are_refused() -> None:
     with pytest.raises(
         ValueError, match=r"groups of 2 consecutive ranks .* 2 divides: got 1 in Def"
     ):
@@ -237,7 +237,7 @@ def test_it_reverts_to_its_own_class(
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_the_number_of_dimensions(training: bool) -> None:
+def test_a_wrong_number_of_dimensions_is_refused(training: bool) -> None:
     wants = {
         NaiveSyncBatchNorm1d: r"2 or 3 dimensions, \(N, C\) or \(N, C, L\): got shape",
         NaiveSyncBatchNorm2d: r"4 dimensions, \(N, C, H, W\): got shape",
@@ -257,7 +257,7 @@ def test_the_number_of_dimensions(training: bool) -> None:
             layer([1.0])
 
 
-def test_which_group() -> None:
+def test_options_choose_the_group_of_a_layer() -> None:
     machine = "Group(DefaultCommunicator(), 'machine')"
     for options, text in (
         ({}, "DefaultCommunicator()"),
@@ -282,7 +282,7 @@ def test_which_group() -> None:
     assert (layer.num_sync_devices, layer.num_groups) == (1, 1)
 
 
-def test_bad_arguments() -> None:
+def test_bad_arguments_are_refused() -> None:
     for wrong in ("4", 2.0, True):
         with pytest.raises(TypeError, match=f"`num_sync_devices` must be an int, .* got {wrong!r}"):
             NaiveSyncBatchNorm3d(wrong, num_features=3)  # type: ignore[arg-type]

@@ -67,7 +67,7 @@ def _says(function: Callable[..., Any], *arguments: Any) -> Exception:
     raise AssertionError("no error")
 
 
-def test_ranks_in_different_places(capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_in_different_places_are_named_at_once(capfd: pytest.CaptureFixture[str]) -> None:
     notices: dict[int, Notice] = {}
 
     def wait(world: ThreadCommunicator) -> tuple[str, str]:
@@ -97,7 +97,7 @@ def _of_other(told: str, rank: int) -> str:
     return re.sub(r"(rank |layer)(\d)", lambda m: m[1] + swap[m[2]], told)
 
 
-def test_a_rank_that_has_failed() -> None:
+def test_a_rank_that_has_failed_is_named_with_its_reason() -> None:
     notices: dict[int, Notice] = {}
 
     def wait(world: ThreadCommunicator) -> str:
@@ -117,7 +117,7 @@ def test_a_rank_that_has_failed() -> None:
         "is in another container",
     ],
 )
-def test_a_deadline(state: str) -> None:
+def test_a_deadline_says_who_did_not_come(state: str) -> None:
     """The message says who did not come, and what can be seen of its process."""
     other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     if state == "is stopped":
@@ -150,7 +150,7 @@ def test_a_deadline(state: str) -> None:
     )
 
 
-def test_a_connection_that_is_lost() -> None:
+def test_a_connection_that_is_lost_is_an_error() -> None:
     def wait(world: ThreadCommunicator) -> Exception | None:
         watch = _introduced(world, {})
 
@@ -213,7 +213,7 @@ def test_a_list_of_ranks_ends_after_eight() -> None:
     assert "for rank(s) [1, 2, 3, 4, 5, 6, 7, 8] and 991 more: " in str(error)
 
 
-def test_a_process_that_ended_before_its_first_message() -> None:
+def test_a_process_that_ended_before_its_first_message_is_named() -> None:
     start = time.monotonic()
     watch = Watch(0, 2, Meeting("a group", [0, 4], lambda: {4}, Board({}, 0)))
     error = _says(watch.wait, _begin, "", "the first message of bn1", 60.0)
@@ -241,7 +241,7 @@ def test_a_rank_that_has_failed_to_meet_goes_on_with_other_groups(
     assert notices[0][:4] == ("failed", 0, "a group", "bn2")
 
 
-def test_a_program_that_ended_by_an_error_of_its_own() -> None:
+def test_the_error_that_ended_a_program_is_told_to_the_others() -> None:
     """The others are not told to take the same number of steps."""
     notices: dict[int, Notice] = {}
 
@@ -270,7 +270,7 @@ def _is_over(event: float) -> bool:
     return time.monotonic() > event
 
 
-def test_a_rank_that_has_left() -> None:
+def test_a_rank_that_has_left_is_named() -> None:
     notices: dict[int, Notice] = {}
     gone = threading.Event()
 
@@ -294,7 +294,7 @@ def test_a_rank_that_has_left() -> None:
     )
 
 
-def test_before_the_ranks_know_each_other() -> None:
+def test_a_deadline_holds_before_the_ranks_know_each_other() -> None:
     error = _says(Watch(0, 2).wait, _begin, "", "the first exchange", 0.6)
     assert re.match(
         r"rank 0 has waited 0\.6 s in the first exchange for rank\(s\) \[1\]: no rank "
@@ -375,7 +375,7 @@ def test_the_line_that_matters_is_the_first_and_the_last() -> None:
         assert lines.count(lines[0]) == (2 if "raise" in then.partition("(")[0][:5] else 1)
 
 
-def test_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timeout_is_a_positive_number_of_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MULTIBN_TIMEOUT", raising=False)
     assert check_timeout() == 300
     monkeypatch.setenv("MULTIBN_TIMEOUT", "1.5")

@@ -19,7 +19,7 @@ STEPS = 3
 EXPECTED = [[2 * C + 4], [2 * C + 4]] * STEPS
 
 
-def check_torch(world: Communicator) -> None:
+def check_a_layer_sends_one_message_each_way(world: Communicator) -> None:
     counting = CountingCommunicator(world)
     layer = SyncBatchNorm(C, process_group=counting)
     untracked = SyncBatchNorm(C, track_running_stats=False, process_group=counting)
@@ -38,7 +38,7 @@ def check_torch(world: Communicator) -> None:
     assert counting.first_messages == [6]
 
 
-def check_torch_without_input_gradient(world: Communicator) -> None:
+def check_a_layer_on_the_data_itself_sends_nothing_backward(world: Communicator) -> None:
     """A layer on the data itself needs no collective backward."""
     counting = CountingCommunicator(world)
     layer = SyncBatchNorm(C, process_group=counting)
@@ -46,7 +46,7 @@ def check_torch_without_input_gradient(world: Communicator) -> None:
     assert counting.take() == [2 * C + 4]
 
 
-def check_chainer(world: Communicator) -> None:
+def check_a_link_sends_one_message_each_way(world: Communicator) -> None:
     counting = CountingCommunicator(world)
     link = MultiNodeBatchNormalization(C, counting)
     x = chainer.Variable(np.random.default_rng(0).normal(size=(2, C, 3, 3)).astype("float32"))

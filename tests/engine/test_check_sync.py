@@ -15,7 +15,7 @@ def _arrays(rank: int) -> dict[str, Any]:
     return {f"{i:02}": rng.normal(size=(3, i)) for i in range(12)}
 
 
-def test_one_small_collective_if_all_is_well() -> None:
+def test_equal_arrays_take_one_small_collective() -> None:
     def counts(world: Communicator) -> list[int]:
         counting = CountingCommunicator(world)
         check_equal(_arrays(world.rank), counting)
@@ -42,7 +42,7 @@ def test_every_rank_says_the_same_and_not_too_much() -> None:
     assert "08 by up to 0.25 on rank 1, 0.5 on rank 2 and more. Broadcast them" in messages[0]
 
 
-def test_complex_numbers_and_what_is_ignored() -> None:
+def test_complex_numbers_are_compared_and_patterns_ignored() -> None:
     def check(world: Communicator) -> None:
         arrays = {"z": np.full(2, 1j * world.rank), "n": np.asarray(world.rank)}
         with pytest.raises(RuntimeError, match=r"1 of 1 .* z by up to 1 on rank 1\."):
@@ -52,7 +52,7 @@ def test_complex_numbers_and_what_is_ignored() -> None:
     run_ranks(2, check)
 
 
-def test_models_that_are_not_built_alike() -> None:
+def test_models_that_are_not_built_alike_are_an_error() -> None:
     def check(world: Communicator) -> None:
         arrays: dict[str, Any] = {"w": np.zeros((2, 2 + world.rank)), "lazy": None}
         with pytest.raises(

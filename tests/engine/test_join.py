@@ -21,7 +21,7 @@ from multibn.torch_backend import join  # noqa: E402
 from multibn.torch_backend.train.uneven import Joined  # noqa: E402
 
 
-def test_steps_and_amounts() -> None:
+def test_each_step_tells_who_has_a_batch_and_the_amount() -> None:
     def steps(world: Communicator) -> list[Any]:
         data = [[3, 1], [], [4]][world.rank]
         return list(Lockstep(data, world, source="the data", amount=int))
@@ -75,7 +75,7 @@ def test_the_mean_leaves_stand_ins_out() -> None:
 Pair = namedtuple("Pair", "a b")
 
 
-def test_empty_batches_of_all_structures() -> None:
+def test_an_empty_batch_has_the_structure_of_a_batch() -> None:
     x = torch.ones(2, 3)
     batch = Pair([x, {"x": x.int(), "name": "n"}], OrderedDict(scalar=torch.tensor(1.0)))
 
@@ -93,7 +93,7 @@ def test_empty_batches_of_all_structures() -> None:
     assert x.shape == batch.a[0].shape == (2, 3)
 
 
-def test_an_empty_batch_of_ones_own_making() -> None:
+def test_an_empty_batch_can_be_made_by_the_user() -> None:
     def last(world: Communicator) -> Any:
         with join(nn.Flatten(), world, empty=lambda batch: "nothing") as joined:
             return list(joined(["a", "b"][world.rank :]))[-1]
@@ -111,7 +111,7 @@ def test_an_exception_in_the_loop_is_not_communicated() -> None:
         run_ranks(2, failing)
 
 
-def test_losses_that_are_reduced_already() -> None:
+def test_losses_that_are_reduced_already_are_refused() -> None:
     with join(nn.Flatten(), SingleProcess()) as joined:
         for _ in joined([torch.ones(1)]):
             with pytest.raises(ValueError, match=r'got shape \(\).*Pass reduction="none"'):

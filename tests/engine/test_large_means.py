@@ -35,7 +35,7 @@ def moments(x: Any, communicator: Any, **options: Any) -> tuple[Any, Any, int]:
         over=[["float64", "float32"], [True, False]],
     ),
 )
-def test_any_mean(
+def test_any_mean_gives_the_numbers_of_centred_inputs(
     mean: float, weighting: str, masked: bool, dtype: str, native: bool, monkeypatch: Any
 ) -> None:
     """Exactly as centred: the numbers are such that neither sum nor difference is rounded."""
@@ -104,7 +104,7 @@ def layers() -> dict[str, Any]:
     ["plain", "two in a message", "residual", "masked", "micro-batches", "compiled", "parts"],
 )
 @pytest.mark.parametrize("shape", [(6, 4, 5), (6, 4, 40_000)], ids=["small", "by threads"])
-def test_layers(form: str, shape: tuple[int, ...]) -> None:
+def test_layers_keep_their_digits_at_large_means(form: str, shape: tuple[int, ...]) -> None:
     """Outputs, gradients of both orders, and running statistics."""
     require.need("torch")
     import torch
@@ -131,7 +131,7 @@ def test_layers(form: str, shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(got, right, rtol=2e-6, atol=5e-7)
 
 
-def test_links() -> None:
+def test_links_keep_their_digits_at_large_means() -> None:
     require.need("chainer")
     from multibn.chainer_backend import MultiNodeBatchNormalization
 

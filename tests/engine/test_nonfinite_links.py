@@ -62,7 +62,7 @@ def test_all_later_steps_are_those_without_the_batch(
     np.testing.assert_equal(saw, never_saw)
 
 
-def test_who_skips() -> None:
+def test_nonfinite_says_whether_a_link_skips_or_raises() -> None:
     x = np.ones((4, 3), np.float32) * np.arange(4, dtype="f")[:, None]
     x[0, 0] = np.inf
     model = chainer.Sequential(L.BatchNormalization(3))

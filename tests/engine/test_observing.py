@@ -65,7 +65,9 @@ def assert_statistics(found: Any, x: Any) -> None:
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("build, paths", [(torchs, ["0", "2"]), (chainers, ["0", "1"])])
-def test_over_all_ranks_and_of_one_alone(build: Any, paths: list[str], sizes: Any) -> None:
+def test_statistics_of_all_ranks_and_of_one_are_seen(
+    build: Any, paths: list[str], sizes: Any
+) -> None:
     def run(communicator: Any) -> tuple[list[Any], list[Any]]:
         counting = CountingCommunicator(communicator)
         _, step = build(counting)
@@ -91,7 +93,7 @@ def test_over_all_ranks_and_of_one_alone(build: Any, paths: list[str], sizes: An
             assert_statistics(layer.own, xs[rank])
 
 
-def test_layers_of_one_message_and_splits() -> None:
+def test_layers_of_one_message_and_splits_are_seen_apart() -> None:
     require.need("torch")
     import torch
     from torch import nn
@@ -127,7 +129,7 @@ def test_layers_of_one_message_and_splits() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Dynamo itself
-def test_passes_that_run_again_and_compiled_code() -> None:
+def test_recomputed_and_compiled_passes_are_seen_once() -> None:
     require.need("torch")
     import torch
     from torch import nn

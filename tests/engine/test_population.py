@@ -32,7 +32,7 @@ def moved(
     "convention, factor",
     [("unbiased_global", 10 / 9), ("unbiased_local", 4 / 3), ("biased", 1.0)],
 )
-def test_conventions_of_the_running_variance(convention: str, factor: float) -> None:
+def test_each_convention_has_its_factor_of_the_variance(convention: str, factor: float) -> None:
     got = running_variance(batch_of(10), local_count=4, convention=convention)  # type: ignore[arg-type]
     np.testing.assert_allclose(got, [3.0 * factor])
     mean, var = moved(np.zeros(1), np.ones(1), batch_of(10), 0.25, 4, convention)
@@ -42,7 +42,7 @@ def test_conventions_of_the_running_variance(convention: str, factor: float) -> 
     np.testing.assert_allclose((mean, var), expected)
 
 
-def test_unknown_convention() -> None:
+def test_an_unknown_convention_is_refused() -> None:
     with pytest.raises(ValueError, match="`running_var` must be one of 'unbiased_global', "):
         running_variance(batch_of(10), local_count=4, convention="n-1")  # type: ignore[arg-type]
 
@@ -98,7 +98,7 @@ def test_population_is_exact_for_unequal_batches_and_ranks() -> None:
         assert got.count == flat.shape[1]
 
 
-def test_population_of_one_process() -> None:
+def test_one_process_has_the_population_of_its_batch() -> None:
     x = np.random.default_rng(0).normal(size=(5, 2))
     estimator = PopulationEstimator(np.zeros(2))
     estimator.update(local_moments(x))

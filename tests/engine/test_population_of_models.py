@@ -192,7 +192,7 @@ def without_statistics(state: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("communicator", [None, ALONE], ids=["plain", "shared"])
-def test_unequal_batches(framework: Any, communicator: Any) -> None:
+def test_unequal_batches_give_the_population_of_all_data(framework: Any, communicator: Any) -> None:
     model, data = framework.model(communicator), batches()
     before = framework.state(model)
     framework.run(data, model)
@@ -237,13 +237,13 @@ def test_no_batch_is_an_error(framework: Any) -> None:
     np.testing.assert_equal(framework.state(layer), before)
 
 
-def test_two_numbers_a_step_and_one_message_for_each_layer(framework: Any) -> None:
+def test_a_step_sends_two_numbers_and_a_layer_one_message(framework: Any) -> None:
     counting = CountingCommunicator(ALONE)
     framework.run(batches(), framework.model(), counting)
     assert counting.take() == [2] * 4 + [2 * C + 2] * 2
 
 
-def test_plain_layers_of_ranks_whose_loaders_differ(framework: Any) -> None:
+def test_plain_layers_get_the_population_of_unlike_loaders(framework: Any) -> None:
     data = [batches(), [], batches((3,), seed=1)]
 
     def rank(world: ThreadCommunicator) -> Any:
@@ -256,7 +256,7 @@ def test_plain_layers_of_ranks_whose_loaders_differ(framework: Any) -> None:
         assert getattr(layer, "N", 3) == 3 or not of_rank  # Chainer's, of a rank that has ended too
 
 
-def test_shared_layers_of_ranks_whose_loaders_differ(framework: Any) -> None:
+def test_shared_layers_get_the_population_of_unlike_loaders(framework: Any) -> None:
     data = [batches((2,)), batches((3,), seed=1), batches((4, 6, 1), seed=2)]
 
     def rank(world: ThreadCommunicator) -> Any:
@@ -290,7 +290,7 @@ def test_an_error_of_one_rank_is_an_error_of_all(framework: Any, bad: str) -> No
     run_ranks(2, rank)
 
 
-def test_progress_bar(framework: Any, capsys: Any, monkeypatch: Any) -> None:
+def test_a_progress_bar_is_shown_on_request(framework: Any, capsys: Any, monkeypatch: Any) -> None:
     pytest.importorskip("tqdm")
     framework.run(batches(), framework.layer(), progress=True)
     shown = capsys.readouterr().err

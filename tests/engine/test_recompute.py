@@ -31,7 +31,7 @@ def never() -> BatchStatistics:
     raise AssertionError("computed again")
 
 
-def test_replayed_in_order_and_again() -> None:
+def test_a_tape_is_replayed_in_order_and_again() -> None:
     with recording() as tape:
         for value in (1.0, 2.0):
             taped(lambda value=value: batch(value), (3,))  # type: ignore[misc]
@@ -46,7 +46,7 @@ def test_replayed_in_order_and_again() -> None:
     assert len(tape.entries) == 2
 
 
-def test_a_checkpoint_inside_a_checkpoint() -> None:
+def test_a_checkpoint_may_be_inside_a_checkpoint() -> None:
     """The inner block's first pass is part of both; the outer's second feeds a new inner one."""
     with recording() as outer, recording() as inner:
         taped(lambda: batch(1.0), (3,))

@@ -35,7 +35,7 @@ def inputs(kind: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, t
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("native", [False, True])
-def test_layers(
+def test_layers_have_no_gradient_where_a_relu_gives_zero(
     kind: str, dtype: torch.dtype, residual: bool, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In gradients of first and second order: where `y` is 0, `dy` has no part."""
@@ -59,7 +59,7 @@ def test_layers(
         np.testing.assert_allclose(dbias.double(), counted, rtol=1e-6)
 
 
-def test_links() -> None:
+def test_links_have_no_gradient_where_a_relu_gives_zero() -> None:
     require.need("chainer")
     from multibn.chainer_backend import MultiNodeBatchNormalization
 

@@ -49,7 +49,7 @@ def as_numpy(a: Any) -> Any:
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_forward_and_backward(
+def test_forward_and_backward_equal_the_oracle(
     xp: Any, size: int, split: str, weighting: Any, dtype: str, bound: float
 ) -> None:
     rng = np.random.default_rng(size)
@@ -89,7 +89,7 @@ def test_forward_and_backward(
 
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_oracle_by_finite_differences(weighting: str, masked: bool) -> None:
+def test_the_oracle_equals_finite_differences(weighting: str, masked: bool) -> None:
     rng = np.random.default_rng(0)
     xs = [rng.normal(size=(2, 2, 2)), rng.normal(size=(3, 2, 1))]
     dys = [rng.normal(size=x.shape) for x in xs]
@@ -150,7 +150,7 @@ def test_each_weighting_is_a_word_of_the_signatures_and_of_the_documents() -> No
         assert all(f'`"{word}"`' in text for text in texts), word
 
 
-def test_all_ranks_empty(xp: Any) -> None:
+def test_statistics_are_zero_where_all_ranks_are_empty(xp: Any) -> None:
     def both_ways(communicator: ThreadCommunicator) -> Any:
         dx: Any
         x, ones = xp.zeros((0, C, 4)), xp.ones(C)
@@ -207,12 +207,12 @@ def test_integers_are_refused(xp: Any) -> None:
 
 
 @pytest.mark.parametrize("axis", [(), (2,), (-2,), [0], 0])
-def test_axes_that_the_input_lacks(axis: Any) -> None:
+def test_axes_that_the_input_lacks_are_refused(axis: Any) -> None:
     with pytest.raises(ValueError, match=r"`axis` must be a tuple of .* got .* shape \(2, 3\)"):
         local_moments(np.ones((2, 3)), axis=axis)
 
 
-def test_unknown_weighting() -> None:
+def test_an_unknown_weighting_is_refused() -> None:
     with pytest.raises(ValueError, match="`weighting` must be one of 'element', 'sample', 'rank'"):
         aggregate(local_moments(np.ones((2, 3))), SingleProcess(), weighting="batch")  # type: ignore[arg-type]
 

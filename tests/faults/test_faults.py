@@ -83,7 +83,7 @@ def _expect(outcome: Outcome) -> None:
 
 @pytest.mark.alone
 @pytest.mark.parametrize("setup, name", _CASES)
-def test_fault(setup: str, name: str, outcomes: Outcomes) -> None:
+def test_a_fault_is_seen_in_time_on_every_rank(setup: str, name: str, outcomes: Outcomes) -> None:
     """Seen in time, on every rank, with a message that names layers and ranks."""
     _need(setup)
     _expect(outcomes[setup, name].result()[name])
@@ -91,7 +91,9 @@ def test_fault(setup: str, name: str, outcomes: Outcomes) -> None:
 
 @pytest.mark.alone
 @pytest.mark.parametrize("setup, name", _CASES_THAT_END)
-def test_fault_that_ends_processes(setup: str, name: str, outcomes: Outcomes) -> None:
+def test_a_fault_that_ends_processes_is_told_first_and_last(
+    setup: str, name: str, outcomes: Outcomes
+) -> None:
     """Multibn's line is the first and the last that a rank prints."""
     _need(setup)
     _expect(outcomes[setup, name].result()[name])
@@ -109,7 +111,7 @@ def test_fault_that_ends_processes(setup: str, name: str, outcomes: Outcomes) ->
         for setup, name in (("gloo", "partition"), ("mpi", "delay"))
     ],
 )
-def test_networks_between_two_machines(setup: str, beside: Outcome) -> None:
+def test_a_network_that_fails_is_named_and_a_slow_one_borne(setup: str, beside: Outcome) -> None:
     """One that fails, and one with a delay."""
     assert beside.setup is SETUPS[setup]
     _expect(beside)
@@ -168,7 +170,7 @@ def _sums_and_a_loss() -> list[str]:
 
 
 @pytest.mark.beside(_sums_and_a_loss, "torchrun", "netns")
-def test_two_machines_with_two_ranks_each(beside: list[str]) -> None:
+def test_two_machines_have_the_same_sums_and_name_the_lost_rank(beside: list[str]) -> None:
     """Shared memory inside, the network between; processes of both have the same numbers.
 
     Where a rank is lost, no rank that lives is named, on either machine.

@@ -164,7 +164,7 @@ TORCH = fuzz.calls(("float32", "float64", "float16", "bfloat16"))
 
 @several
 @given(TORCH)
-def test_torch(call: Call) -> None:
+def test_a_call_of_torch_is_right_or_a_documented_error(call: Call) -> None:
     verdict = judging.verdict(call, steps(call, torch_step), False)
     OUTCOMES[f"torch{call.kind}: {verdict}"] += 1
 
@@ -245,6 +245,6 @@ CHAINER = fuzz.calls(("float32", "float64", "float16"))
 
 @several
 @given(CHAINER)
-def test_chainer(call: Call) -> None:
+def test_a_call_of_chainer_is_right_or_a_documented_error(call: Call) -> None:
     verdict = judging.verdict(call, steps(call, chainer_step), True)
     OUTCOMES[f"chainer{call.kind}: {verdict}"] += 1

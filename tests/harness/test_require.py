@@ -16,6 +16,6 @@ def test_what_tests_would_skip_for_is_missed_at_once(
         require.set_required(["dev"])
 
 
-def test_unknown_names() -> None:
+def test_unknown_names_are_refused() -> None:
     with pytest.raises(pytest.UsageError, match=r"--require knows torch, .*: got 'tensorflow'"):
         require.set_required(["torch", "tensorflow"])

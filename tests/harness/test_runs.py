@@ -54,7 +54,7 @@ def test_a_check_whose_ranks_do_different_things_is_fine(body: str) -> None:
     assert not [*_guarded(f"def check_it(world):\n    {body}\n")]
 
 
-def test_only() -> None:
+def test_only_says_to_which_launches_a_check_applies() -> None:
     @only("torchrun", sizes=(2, 3), needs=("chainer",))
     def check_it(world: object) -> None:
         pass

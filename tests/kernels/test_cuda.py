@@ -41,12 +41,12 @@ def _run_checks(*, interpreted: bool) -> subprocess.CompletedProcess[str]:
 )
 @pytest.mark.timeout(1000)
 @pytest.mark.beside(partial(_run_checks, interpreted=True), "torch", "triton")
-def test_the_checks_by_the_interpreter(beside: subprocess.CompletedProcess[str]) -> None:
+def test_the_checks_pass_in_the_interpreter(beside: subprocess.CompletedProcess[str]) -> None:
     assert beside.returncode == 0, beside.stdout + beside.stderr
     assert " passed" in beside.stdout
 
 
-def test_the_checks_on_a_gpu() -> None:
+def test_the_checks_pass_on_a_gpu() -> None:
     require.need("torch", "triton", "gpu")
     run = _run_checks(interpreted=False)
     assert run.returncode == 0, run.stdout + run.stderr
@@ -212,7 +212,7 @@ def test_triton_looks_at_the_arguments_of_a_first_launch_only(
     assert on == ["GPU 1"] * 2
 
 
-def test_a_gpu_without_a_compiler_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_a_compiler_takes_torchs_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton makes its launcher by a C compiler: torch's operations compute without one."""
     require.need("torch", "triton")
     import torch

@@ -210,7 +210,9 @@ for convention, total, count, factor in (
 
 @pytest.mark.parametrize("name", FORMULAS)
 @pytest.mark.parametrize("kernels", KERNELS, ids=lambda k: k.__name__.rpartition(".")[2])
-def test_formula(name: str, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_formula_is_the_same_in_all_kernels(
+    name: str, kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if kernels is not generic:  # which would take what its own code cannot
         for verb in ("begin_forward", "finish_forward", "begin_backward", "finish_backward"):
             monkeypatch.setattr(generic, verb, None)

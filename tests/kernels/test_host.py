@@ -99,7 +99,7 @@ def data(shape: tuple[int, ...], dtype: Any = "float32", seed: int = 0) -> Any:
 @pytest.mark.usefixtures("compiled_only")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
-def test_layouts_and_dtypes(shape: tuple[int, ...], dtype: str) -> None:
+def test_every_layout_and_dtype_gives_the_exact_numbers(shape: tuple[int, ...], dtype: str) -> None:
     x, dy = data(shape, dtype), data(shape, dtype, 1)
     check(dy, x)
     last = np.ascontiguousarray(x.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
@@ -124,7 +124,7 @@ def test_layouts_and_dtypes(shape: tuple[int, ...], dtype: str) -> None:
     ],
     ids=str,
 )
-def test_axes(shape: tuple[int, ...], axis: tuple[int, ...]) -> None:
+def test_any_axes_can_be_reduced(shape: tuple[int, ...], axis: tuple[int, ...]) -> None:
     check(data(shape), data(shape, seed=1), axis)
 
 
@@ -155,7 +155,7 @@ def test_other_axes_are_done_by_the_generic_kernels(
     ids=["rows", "channels", "mirrored", "reversed", "batch", "column", "transposed"],
 )
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_strides(view: Any, dtype: str) -> None:
+def test_views_of_any_strides_give_the_exact_numbers(view: Any, dtype: str) -> None:
     x, dy = view(data((4, 5, 6, 7), dtype)), view(data((4, 5, 6, 7), dtype, 1))
     x.flags.writeable = False
     check(dy, x)
@@ -163,7 +163,7 @@ def test_strides(view: Any, dtype: str) -> None:
     check(dy.copy(), x)
 
 
-def test_what_the_loops_cannot_take() -> None:
+def test_what_the_loops_cannot_take_is_right_or_refused() -> None:
     x = data((4, 3, 2, 2))
     c = per_channel(3)
     axis = (0, 2, 3)
@@ -195,7 +195,7 @@ def test_what_the_loops_cannot_take() -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 2, 2), (2, 3, 0, 2), (2, 0, 3, 2)], ids=str)
-def test_nothing_gives_zeros(shape: tuple[int, ...]) -> None:
+def test_an_empty_input_gives_zeros(shape: tuple[int, ...]) -> None:
     x = np.zeros(shape, "float32")
     packed, *found = separate(passes(host, x, x, [np.ones(shape[1])] * 6, (0, 2, 3)))
     for got in found:
@@ -296,7 +296,7 @@ def test_what_rounding_leaves_of_the_mean_is_not_lost(kernels: Any, shape: tuple
 
 @pytest.mark.parametrize("shape", [(400, 2, 5, 5), (10, 2, 32, 32)], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_first_values_far_from_the_mean(shape: tuple[int, ...], dtype: str) -> None:
+def test_first_values_far_from_the_mean_cost_no_digits(shape: tuple[int, ...], dtype: str) -> None:
     """The worst that the moments' centre can be; one channel's is good."""
     x = (1e4 + np.random.default_rng(0).normal(size=shape)).astype(dtype)
     x[0, 0].flat[:8] += 300
@@ -307,7 +307,7 @@ def test_first_values_far_from_the_mean(shape: tuple[int, ...], dtype: str) -> N
         np.testing.assert_allclose(got, exact, rtol=rtol, atol=1e-7)  # what a message loses
 
 
-def test_torch() -> None:
+def test_tensors_give_the_numbers_of_arrays() -> None:
     require.need("torch")
     import torch
 
@@ -344,7 +344,7 @@ def test_torch() -> None:
             torch.testing.assert_close(value, expected, rtol=1e-2, atol=1e-2)
 
 
-def test_tensors_without_memory_of_their_own() -> None:
+def test_tensors_without_memory_of_their_own_have_gradients() -> None:
     require.need("torch")
     import torch
 

@@ -30,7 +30,9 @@ def moments(kernels: Any, x: Any) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("mean", [0.0, 100.0, 1e4])
 @pytest.mark.parametrize("memory_format", ["contiguous_format", "channels_last"])
-def test_large_planes_in_torch(kernels: Any, memory_format: str, mean: float) -> None:
+def test_large_planes_in_torch_keep_their_digits(
+    kernels: Any, memory_format: str, mean: float
+) -> None:
     """torch's own batch norm has an error of 1e-3 to 280 here, in channels_last."""
     require.need("torch")
     import torch
@@ -46,7 +48,7 @@ def test_large_planes_in_torch(kernels: Any, memory_format: str, mean: float) ->
 
 
 @pytest.mark.parametrize("layout", ["C", "F"])
-def test_long_columns_in_numpy(kernels: Any, layout: Any) -> None:
+def test_long_columns_in_numpy_keep_their_digits(kernels: Any, layout: Any) -> None:
     """A million values along an outer axis, where NumPy adds one by one."""
     x = np.random.default_rng(0).normal(3, 1, (1 << 20, 4, 1, 1)).astype("float32", order=layout)
     got_mean, got_var = moments(kernels, x)
@@ -55,7 +57,7 @@ def test_long_columns_in_numpy(kernels: Any, layout: Any) -> None:
 
 
 @pytest.mark.parametrize("scale", [1e-18, 1e-4, 1e15])
-def test_small_and_large_variances(kernels: Any, scale: float) -> None:
+def test_small_and_large_variances_keep_their_digits(kernels: Any, scale: float) -> None:
     x = (np.random.default_rng(0).normal(size=(64, 2, 3, 3)) * scale).astype("float32")
     np.testing.assert_allclose(moments(kernels, x)[1], x.astype("float64").var(AXIS), rtol=1e-5)
 
@@ -103,7 +105,9 @@ def test_sixteen_bits_are_computed_in_float32(kernels: Any, dtype: str) -> None:
 @pytest.mark.parametrize("weight, count", [(0.0, 0.0), (2.5, 7.0), (3e9, 4e9)])
 @libraries
 @pytest.mark.parametrize("mean", [0.0, 1e4])
-def test_packed_moments(kernels: Any, of: Any, weight: float, count: float, mean: float) -> None:
+def test_packed_moments_are_weighted_local_moments(
+    kernels: Any, of: Any, weight: float, count: float, mean: float
+) -> None:
     x = np.random.default_rng(0).normal(mean, 2, (6, 5, 7, 4)).astype("float32")
     given = of(x)
     packed = kernels.begin_forward(given, weight, count, axis=AXIS)
@@ -119,7 +123,7 @@ def test_packed_moments(kernels: Any, of: Any, weight: float, count: float, mean
 
 @pytest.mark.parametrize("shape", [(0, 3, 2, 2), (2, 3, 0, 2), (2, 0, 3, 2)], ids=str)
 @libraries
-def test_packed_moments_of_nothing(kernels: Any, of: Any, shape: tuple[int, ...]) -> None:
+def test_packed_moments_of_nothing_are_zeros(kernels: Any, of: Any, shape: tuple[int, ...]) -> None:
     x = of(np.zeros(shape, "float32"))
     for weight, count in ((0.0, 0.0), (1.0, np.nan)):  # a rank that is empty, one that refuses
         packed = kernels.begin_forward(x, weight, count, axis=AXIS)

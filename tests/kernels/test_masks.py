@@ -66,7 +66,7 @@ def verbs(k: Any, arrays: Any, mask: Any, relu: bool) -> list[Any]:
 @pytest.mark.parametrize(
     "dtype, rtol", [("float32", 1e-5), ("float64", 1e-12), ("float16", 2e-3)], ids=str
 )
-def test_masks(
+def test_masked_elements_take_no_part_in_any_verb(
     shape: tuple[int, ...], dtype: str, rtol: float, layout: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, dy, residual = (data(shape, dtype, seed) for seed in range(3))
@@ -93,7 +93,7 @@ def test_masks(
 
 
 @pytest.mark.parametrize("level", range(len(_core.levels)))
-def test_instructions(level: int) -> None:
+def test_masks_give_the_same_numbers_with_all_instructions(level: int) -> None:
     for shape in [(6, 7, 13, 11), (37, 3, 2, 2), (19, 2100, 1, 1)]:
         x, dy, residual = (data(shape, seed=seed) for seed in range(3))
         mask = masks(shape)[0]
@@ -108,7 +108,7 @@ def test_instructions(level: int) -> None:
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
-def test_threads() -> None:
+def test_masks_give_the_same_bits_with_any_threads() -> None:
     # The first is large enough to leave past the caches, and a thread's third of it is not.
     for shape in [(9, 64, 64, 64), (2, 70, 100, 90), (30000, 40, 1, 1)]:
         x, dy = data(shape), data(shape, seed=1)
@@ -122,7 +122,7 @@ def test_threads() -> None:
             np.testing.assert_array_equal(one, other)
 
 
-def test_views_and_memory_in_another_order() -> None:
+def test_masks_may_be_views_or_in_another_memory_order() -> None:
     x, dy = data((4, 3, 8, 6)), data((4, 3, 8, 6), seed=1)
     mask = masks(x.shape)[0]
     for view in (lambda a: a.transpose(0, 1, 3, 2), lambda a: a[:, :, ::2], lambda a: a[::-1]):

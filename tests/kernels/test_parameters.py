@@ -73,7 +73,7 @@ PARAMETERS = [
         over=[["float32", "float64", "float16"], [as_numpy, as_numpy, as_torch, as_torch]],
     ),
 )
-def test_weight_and_bias(
+def test_weight_and_bias_may_be_missing_or_of_any_dtype(
     kernels: Any,
     parameters: tuple[str | None, str | None],
     dtype: str,
@@ -91,7 +91,7 @@ def test_weight_and_bias(
         np.testing.assert_allclose(got, expected, rtol=rtol, atol=rtol * abs(expected).max())
 
 
-def test_parameters_of_torch() -> None:
+def test_parameters_of_torch_may_need_gradients() -> None:
     """Those of a layer need gradients, and may be of a dtype that NumPy does not know."""
     require.need("torch")
     import torch
@@ -211,7 +211,7 @@ def test_packed_moments_are_written_where_they_are_sent(kernels: Any) -> None:
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("residual", [False, True])
 @libraries
-def test_residual_and_relu(relu: bool, residual: bool, of: Any) -> None:
+def test_normalize_adds_the_residual_before_the_relu(relu: bool, residual: bool, of: Any) -> None:
     x, other, c = data(SHAPE), data(SHAPE, seed=1) - 3, per_channel(5)
     right, _ = definition(x, x, c, 0.0, EPS)
     right = right + other if residual else right

@@ -43,7 +43,7 @@ def moved(
         over=[["float32", "float64", "float16"], [as_numpy, as_torch]],
     ),
 )
-def test_running_statistics(
+def test_the_core_moves_running_statistics_as_the_reference(
     dtype: str,
     momentum: float | None,
     n: int | None,
@@ -65,7 +65,7 @@ def test_running_statistics(
 
 @both
 @pytest.mark.parametrize("kind", ["strided", "big endian", "long double", "reshaped"])
-def test_other_running_statistics(passes: Any, kind: str) -> None:
+def test_running_statistics_of_any_memory_are_moved(passes: Any, kind: str) -> None:
     right = moved(generic, as_numpy)
 
     def of(v: Any) -> Any:
@@ -84,7 +84,7 @@ def test_other_running_statistics(passes: Any, kind: str) -> None:
 
 
 @both
-def test_running_statistics_that_cannot_be_moved(passes: Any) -> None:
+def test_running_statistics_that_cannot_be_moved_are_an_error(passes: Any) -> None:
     def of(v: Any) -> Any:
         v = v.copy()
         v.flags.writeable = False
@@ -144,7 +144,7 @@ def test_statistics_are_arrays_like_the_input(passes: Any, of: Any) -> None:
 @libraries
 @both
 @pytest.mark.parametrize("kind", ["strided", "float32"])
-def test_other_messages(passes: Any, kind: str, of: Any) -> None:
+def test_messages_of_other_strides_and_dtypes_are_read(passes: Any, kind: str, of: Any) -> None:
     numbers = np.array([2.0, 4.0, 6.0, 12.0, 2.0, 4.0])
     strided = of(np.repeat(numbers, 2))[::2]
     found = passes.unpack(
@@ -157,7 +157,7 @@ def test_other_messages(passes: Any, kind: str, of: Any) -> None:
 
 @libraries
 @both
-def test_what_is_not_finite_or_refused(passes: Any, of: Any) -> None:
+def test_a_message_tells_what_is_not_finite_or_refused(passes: Any, of: Any) -> None:
     good = np.array([4.0, 8.0, 10.0, 20.0, 2.0, 2.0])
     assert passes.unpack(of(good), (2,), 1.0, 1.0).state == RIGHT
     for bad in (np.nan, np.inf, -np.inf):
@@ -198,7 +198,7 @@ def test_a_constant_has_no_variance_over_ranks(passes: Any, of: Any) -> None:
 @pytest.mark.parametrize("shape", [(3, 5, 13, 11), (2, 70, 7, 7), (37, 3, 2, 2)], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("residual", [False, True])
-def test_relu_both_ways(
+def test_a_relu_is_right_both_ways(
     shape: tuple[int, ...], layout: str, dtype: str, residual: bool, request: pytest.FixtureRequest
 ) -> None:
     """The sign comes from `x` or, with a residual, from the output; dy is in another order."""
@@ -287,7 +287,7 @@ def test_tensors_that_need_a_gradient_are_differentiated(weight: list[float] | N
     )  # fmt: skip
 
 
-def test_tensors_of_torch_without_memory() -> None:
+def test_lazy_zeros_and_another_default_device_are_taken() -> None:
     """The default device may be another one, and lazy zeros have no address."""
     require.need("torch")
     import torch

@@ -50,7 +50,7 @@ def test_several_threads_may_call_at_once(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-def test_threads_after_a_fork() -> None:
+def test_threads_work_after_a_fork() -> None:
     code = """
 import multiprocessing, numpy as np
 from multibn.engine import local_moments

@@ -312,7 +312,7 @@ def check_two_networks_equal_chainermns_own_link(world: Communicator) -> None:
     assert_close(actual, expected)
 
 
-def check_programs_for_chainermns_link(world: Communicator) -> None:
+def check_programs_for_chainermns_link_run_alike_with_ours(world: Communicator) -> None:
     import chainermn
 
     def original(size: int, **options: Any) -> Any:
@@ -329,7 +329,7 @@ def check_programs_for_chainermns_link(world: Communicator) -> None:
         chainer_programs.assert_same(actual, expected)
 
 
-def check_assigned_communicator(world: Communicator) -> None:
+def check_a_communicator_can_be_assigned(world: Communicator) -> None:
     """None while a link is pickled, as ChainerMN's own `__deepcopy__` does; then another one."""
     import pickle
 

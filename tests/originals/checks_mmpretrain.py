@@ -63,7 +63,7 @@ def _import_torchvision() -> None:
         import_module("torchvision")
 
 
-def check_scopes(world: Communicator) -> None:
+def check_the_documented_words_work_in_each_scope(world: Communicator) -> None:
     """The documented words on the real registries of mmpretrain, mmaction and mmdet.
 
     mmaction2's wheel lacks a folder that its models import, and mmdet imports mmcv's compiled
@@ -192,7 +192,7 @@ def _images() -> list[Any]:
     ]
 
 
-def check_by_epoch(world: Communicator) -> None:
+def check_passes_by_epoch_equal_mmpretrains_own(world: Communicator) -> None:
     """A network of mmpretrain: its own hook's numbers, with its layers and with ours."""
     with openmmlab():
         models = import_module("mmpretrain.registry").MODELS
@@ -225,7 +225,7 @@ class Net(BaseModel):  # type: ignore[misc, unused-ignore]
         return {"loss": output.square().mean()} if mode == "loss" else output
 
 
-def check_by_iteration(world: Communicator) -> None:
+def check_passes_by_iteration_equal_mmpretrains_own(world: Communicator) -> None:
     """The same two arguments, by position, and the same passes: 10 batches, every 5 iterations."""
     generator = torch.Generator().manual_seed(2)
     samples = [

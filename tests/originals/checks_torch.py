@@ -58,7 +58,7 @@ def _assert_equal(got: nn.Module, expected: nn.Module) -> None:
         torch.testing.assert_close(got.state_dict()[name], value, rtol=1e-9, atol=1e-11, msg=name)
 
 
-def check_evaluation_between_steps(world: Communicator) -> None:
+def check_training_goes_on_after_evaluation_between_steps(world: Communicator) -> None:
     """Train, evaluate, train: statistics are shared in training only, and both go on."""
     whole = _model()
     model = DistributedDataParallel(SyncBatchNorm.convert_sync_batchnorm(_model()))
@@ -74,7 +74,7 @@ def check_evaluation_between_steps(world: Communicator) -> None:
     _assert_equal(model.module, whole)
 
 
-def check_resume_from_torchs_files(world: Communicator) -> None:
+def check_training_resumes_from_torchs_files(world: Communicator) -> None:
     """A file of nn.BatchNorm2d or nn.SyncBatchNorm, saved under DDP's names, goes on as it was."""
     for original in (nn.Module, nn.SyncBatchNorm):
         whole = _model()
@@ -110,7 +110,7 @@ def _mixed_model() -> nn.Sequential:
     return nn.Sequential(conv, norm, _Activated(4).double(), *rest)
 
 
-def check_converted_before_or_after_wrapping(world: Communicator) -> None:
+def check_models_convert_before_or_after_wrapping(world: Communicator) -> None:
     """DistributedDataParallel, and FSDP2 of the layers themselves and of the model."""
     mesh = dist.init_device_mesh("cpu", (world.size,))
 
@@ -138,7 +138,7 @@ def check_converted_before_or_after_wrapping(world: Communicator) -> None:
                 torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11, msg=name)
 
 
-def check_fvcores_precise_statistics(world: Communicator) -> None:
+def check_fvcores_pass_gives_the_whole_batches_statistics(world: Communicator) -> None:
     """Each rank runs fvcore's pass over its part of each batch: the whole batches' statistics."""
     whole, model = _model(), convert_sync_batchnorm(_model())
     batches = [_whole_batch(step, world) for step in range(4)]

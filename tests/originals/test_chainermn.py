@@ -27,11 +27,11 @@ def ours(size: int, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("program", chainer_programs.PROGRAMS, ids=lambda p: p.__name__)
-def test_programs_for_chainers_link(program: chainer_programs.Program) -> None:
+def test_programs_for_chainers_link_run_alike_with_ours(program: chainer_programs.Program) -> None:
     chainer_programs.assert_same(program(ours, 0), program(chainers, 0))
 
 
-def test_static_graphs() -> None:
+def test_a_static_graph_evaluates_but_refuses_to_train() -> None:
     """Chainer's decorator repeats functions on new arrays, not what happens between them."""
 
     class Net(chainer.Chain):

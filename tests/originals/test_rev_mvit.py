@@ -88,7 +88,7 @@ def assert_summary(found: Tensor, expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "name", ["rev_vit_meanpool_avgfuse", "rev_mvit_video", "rev_mvit_relpos", "rev_mvit_sines"]
 )
-def test_count_train_save_evaluate_trace(name: str) -> None:
+def test_counts_training_files_and_traces_are_the_originals(name: str) -> None:
     expected, x = EVALUATION[name], batch(name).detach()
     model = reference_model(name, zero_decay_pos_cls=True)
     gflops, mactivations = model_stats(model, ([x],))  # train_net.py:523 logs the model's size
@@ -116,7 +116,7 @@ def test_count_train_save_evaluate_trace(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EVALUATION)
-def test_evaluation_to_second_order(name: str) -> None:
+def test_evaluation_is_the_originals_to_second_order(name: str) -> None:
     """A saliency map, and the gradients of a penalty on it."""
     expected, x = EVALUATION[name], batch(name)
     model = reference_model(name).eval()
@@ -146,7 +146,7 @@ def test_sines_are_added_twice_by_a_config() -> None:
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_torchs_flop_counter(training: bool) -> None:
+def test_torchs_flop_counter_counts_the_recomputation(training: bool) -> None:
     """Twice the multiply-adds of convolutions and matrix products, the backward pass after them."""
     totals = []
     for no_custom_backward in (False, True):
@@ -161,7 +161,7 @@ def test_torchs_flop_counter(training: bool) -> None:
     assert (totals[0] > totals[1]) == training  # F and G run again
 
 
-def test_no_custom_backward() -> None:
+def test_no_custom_backward_is_ordinary_autograd() -> None:
     """The original's switch for debugging: ordinary autograd, which also has second order."""
     name = "rev_mvit"
     x = batch(name)

@@ -35,7 +35,7 @@ def models(norm_type: str, **bn: Any) -> Any:
 
 @pytest.mark.parametrize("frozen", [False, True])
 @TRACKED
-def test_the_training_order(norm_type: str, frozen: bool) -> None:
+def test_the_training_order_gives_the_originals_numbers(norm_type: str, frozen: bool) -> None:
     """Train, fvcore's precise statistics, aggregate, evaluate; with MODEL.FROZEN_BN and without."""
     theirs, ours = models(norm_type)
     for model in (theirs, ours):  # something to be frozen
@@ -49,7 +49,7 @@ def test_the_training_order(norm_type: str, frozen: bool) -> None:
     assert counts == [[found, layers]] * 2
 
 
-def test_evaluation_after_fvcores_pass_in_float32() -> None:
+def test_evaluation_after_fvcores_pass_is_the_originals() -> None:
     """Of a SubBatchNorm3d alone: within 1e-6 of the original."""
     torch.manual_seed(0)
     batches = [torch.randn(8, 4, 2, 6, 6) for _ in range(6)]
@@ -65,7 +65,7 @@ def test_evaluation_after_fvcores_pass_in_float32() -> None:
 
 
 @TRACKED
-def test_a_multigrid_schedule(norm_type: str) -> None:
+def test_a_multigrid_schedule_gives_the_originals_numbers(norm_type: str) -> None:
     """A new model for every stage, from a checkpoint as SlowFast saves it: of plain batch norms."""
     stages: list[dict[str, Any]] = [
         {"norm_type": norm_type},
@@ -99,7 +99,7 @@ def load_normal_bn(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("norm_type", ["batchnorm", "sub_batchnorm", "sync_batchnorm"])
-def test_what_hooks_of_batch_norms_see(norm_type: str) -> None:
+def test_hooks_of_batch_norms_see_the_originals_tensors(norm_type: str) -> None:
     """Calls and tensors, in training and evaluation, of all modules that SlowFast's tools find."""
     results = []
     for model in models(norm_type):
@@ -125,7 +125,9 @@ def test_what_hooks_of_batch_norms_see(norm_type: str) -> None:
 
 @pytest.mark.parametrize("zero_init_final_bn", [True, False])
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
-def test_initialization_by_class(norm_type: str, zero_init_final_bn: bool) -> None:
+def test_initialization_by_class_finds_the_same_layers(
+    norm_type: str, zero_init_final_bn: bool
+) -> None:
     """MODEL.ZERO_INIT_FINAL_BN; the original's sub-batch norm is not found, and neither is ours."""
     weights = []
     for model in models(norm_type):
@@ -136,7 +138,7 @@ def test_initialization_by_class(norm_type: str, zero_init_final_bn: bool) -> No
     assert weights[1][1] == [0.0 if is_zero else 1.0] * slowfast.C
 
 
-def test_classes() -> None:
+def test_a_naive_layer_is_the_batch_norm_of_its_dimensions() -> None:
     """Every naive layer is the nn.BatchNorm*d of its dimensions, and of no other."""
     plain = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
     for k, cls in enumerate((NaiveSyncBatchNorm1d, NaiveSyncBatchNorm2d, NaiveSyncBatchNorm3d)):
@@ -154,7 +156,7 @@ def test_an_unknown_type_is_the_originals_error() -> None:
             function(cfg)
 
 
-def test_biased_variance_in_one_process() -> None:
+def test_running_var_biased_is_biased_in_one_process() -> None:
     """The original is nn.BatchNorm3d there. `running_var="biased"` is biased on any ranks."""
     x = torch.randn(4, 3, 2, 5, 5, dtype=torch.float64)
     n = x.numel() // 3

@@ -25,7 +25,7 @@ from multibn.torch_backend import (  # noqa: E402
 from tests.helpers.fvcore import get_bn_modules, update_bn_stats  # noqa: E402
 
 
-def test_the_class_method_of_torchs_name() -> None:
+def test_the_class_method_of_torchs_name_converts() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
     converted = SyncBatchNorm.convert_sync_batchnorm(model, None)
     assert isinstance(converted[1], SyncBatchNorm)
@@ -33,7 +33,7 @@ def test_the_class_method_of_torchs_name() -> None:
 
 
 @pytest.mark.parametrize("eps", [-5.0, -0.5, 0.0, float("nan"), float("inf")])
-def test_eps_that_is_not_positive(eps: float) -> None:
+def test_eps_that_is_not_positive_is_refused(eps: float) -> None:
     """Nothing but eps keeps a constant channel finite."""
     x = torch.ones(4, 3)
     for call in (
@@ -49,7 +49,7 @@ def test_eps_that_is_not_positive(eps: float) -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 4])
 @pytest.mark.parametrize("name", ["weight", "bias"])
-def test_a_parameter_of_another_length(name: str, length: int) -> None:
+def test_a_parameter_of_another_length_is_refused(name: str, length: int) -> None:
     """Also one element, which arithmetic would broadcast."""
     layer = SyncBatchNorm(3)
     setattr(layer, name, nn.Parameter(torch.ones(length)))
@@ -71,7 +71,7 @@ FORMATS = (torch.contiguous_format, torch.channels_last)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("dy_format", FORMATS)
 @pytest.mark.parametrize("x_format", FORMATS)
-def test_gradients_in_another_layout_than_the_input(
+def test_gradients_may_have_another_layout_than_the_input(
     x_format: torch.memory_format, dy_format: torch.memory_format, dtype: torch.dtype
 ) -> None:
     """Rounded once. torch's own gets most of a float16 dx wrong on CPU if the layouts differ."""

@@ -12,27 +12,27 @@ from tests.helpers.pages import python_blocks
 RUNS = on("torchrun mpiexec", 2)
 
 
-def check_the_communicator_of_the_launcher(world: Communicator) -> None:
+def check_the_example_of_the_launchers_communicator_runs(world: Communicator) -> None:
     """TorchDistributed or MPI."""
     _check(type(world))
 
 
 @only("mpiexec", needs=("chainer",))
-def check_chainermn(world: Communicator) -> None:
+def check_the_example_of_chainermn_runs(world: Communicator) -> None:
     from multibn.communicators.transports.chainermn import ChainerMN
 
     _check(ChainerMN)
 
 
 @only("torchrun", needs=("torch",))
-def check_the_hook_of_distributed_data_parallel(world: Communicator) -> None:
+def check_the_example_of_the_allreduce_hook_runs(world: Communicator) -> None:
     from multibn.torch_backend import register_allreduce_hook
 
     _check(register_allreduce_hook)
 
 
 @only("mpiexec", needs=("torch", "chainer"))
-def check_the_blocks_of_the_readme(world: Communicator) -> None:
+def check_the_blocks_of_the_readme_run(world: Communicator) -> None:
     """README's last blocks, for MPI and for Chainer; its `train.py` is a program, run elsewhere."""
     from torch import nn
 

@@ -28,7 +28,7 @@ def _error(function: Any, argument: Any) -> str:
     return ""
 
 
-def check_torchs_own(world: Communicator) -> None:
+def check_torchs_own_layer_lacks_what_readme_says(world: Communicator) -> None:
     group = dist.new_group()
     layer = nn.SyncBatchNorm(3, process_group=group)
     on_cpu = _error(layer, torch.randn(4, 3))

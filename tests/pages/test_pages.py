@@ -55,7 +55,7 @@ def test_programs_print_what_the_page_shows(page: str, tmp_path: Path) -> None:
         assert shown == printed, f"{line} printed\n{result.stdout}"
 
 
-def test_two_launchers_with_one_rendezvous(tmp_path: Path) -> None:
+def test_two_launchers_with_one_rendezvous_train_together(tmp_path: Path) -> None:
     """The command of docs/guides/several-machines.md, on two "machines" that are this one."""
     require.need("torch", "torchrun")
     _write_programs("README.md", tmp_path)

@@ -28,7 +28,7 @@ def test_each_row_of_the_comparison_has_tests() -> None:
     assert 0 < len(rows) <= 10
 
 
-def test_precise_statistics_in_one_process() -> None:
+def test_precise_statistics_are_those_that_readme_shows() -> None:
     require.need("torch")
     import torch
     from torch import nn

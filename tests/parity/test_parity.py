@@ -47,7 +47,7 @@ def test_cases_are_selected_by_patterns() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_batches(case: Case) -> None:
+def test_batches_fit_their_case_and_are_repeatable(case: Case) -> None:
     for size in (1, 4):
         xs, dys, _ = case.batches(size, step=0)
         for x, dy in zip(xs, dys, strict=True):
@@ -97,7 +97,7 @@ def test_a_broken_surface_is_found(quantity: str, by: float) -> None:
     assert f"BROKEN: uneven {worst.error:.0e} in {quantity}, bound {worst.bound:.0e}" in line
 
 
-def test_exit_status_without_results() -> None:
+def test_without_results_the_exit_status_is_2() -> None:
     missing = Row("chainer", "mpi", 2, not_run="no mpiexec on PATH")
     failed = Row("chainer", "mpi", 2, not_run="ValueError: no", failed=True)
     fine = Row("torch", "gloo", 2)
@@ -132,9 +132,12 @@ def test_what_cannot_run_says_why(monkeypatch: Any) -> None:
     assert reasons["chainer", "gloo"] == "chainer is not installed"
 
 
-def test_nothing_can_run(monkeypatch: Any, capsys: Any) -> None:
+def test_where_nothing_can_run_the_exit_status_is_2(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(command, "importable", lambda name: False)
-    for arguments in (["--ranks", "1"], ["--model", f"{__name__}:test_nothing_can_run"]):
+    for arguments in (
+        ["--ranks", "1"],
+        ["--model", f"{__name__}:test_where_nothing_can_run_the_exit_status_is_2"],
+    ):
         assert cli.main(["parity", *arguments]) == 2
         assert "0 of 0 combinations are within bounds" in capsys.readouterr().out
 
@@ -159,7 +162,7 @@ def test_the_table_fits_80_columns(monkeypatch: Any, capsys: Any) -> None:
     assert failed.split()[-4:] == ["inf", "running_mean,", case, "BROKEN"]
 
 
-def test_json_and_table(tmp_path: Path, capsys: Any) -> None:
+def test_json_and_the_table_hold_every_row(tmp_path: Path, capsys: Any) -> None:
     rows = rows_of("torch", "chainer")
     for case in cases.select("float32,uneven"):
         results = [written("torch", case), written("chainer", case, "y", np.nan)]
@@ -242,7 +245,7 @@ def pair(change: Any) -> Any:
         (lambda t, c, x: (Twice(t), c, x), "one array with an entry per sample: got tuple"),
     ],
 )
-def test_models_that_do_not_fit(change: Any, message: str, monkeypatch: Any) -> None:
+def test_models_that_do_not_fit_are_refused(change: Any, message: str, monkeypatch: Any) -> None:
     require.need("torch", "chainer")
     monkeypatch.setitem(globals(), "changed", pair(change))
     with pytest.raises((TypeError, ValueError, RuntimeError), match=message):

@@ -49,7 +49,7 @@ def test_every_combination_is_within_bounds(beside: list[dict[str, Any]]) -> Non
         assert {error["quantity"] for error in row["errors"]} == BOUNDS["float32"].keys()
 
 
-def test_a_pair_of_models() -> None:
+def test_a_pair_of_models_is_compared_on_one_and_two_ranks() -> None:
     require.need("cli", "torch", "chainer", "mpiexec")
     rows = _parity("--model", "tests.helpers.models:pair")
     assert [(row["surface"], row["size"], {e["case"] for e in row["errors"]}) for row in rows] == [

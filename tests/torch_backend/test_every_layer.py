@@ -251,7 +251,7 @@ def functional(layer: Any) -> tuple[Callable[..., Any], list[Tensor]]:
 
 
 @every_layer
-def test_derivatives_of_first_and_second_order(name: str) -> None:
+def test_derivatives_of_both_orders_equal_finite_differences(name: str) -> None:
     function, parameters = functional(make(name))
     x = batch(seed=3)[:, :, :2].clone().requires_grad_()
     assert torch.autograd.gradcheck(function, (x, *parameters))
@@ -302,7 +302,7 @@ def test_ranks_are_one_process_on_the_whole_batch(name: str, sizes: tuple[int, .
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Dynamo itself
 @every_layer
-def test_compiled_in_one_graph(name: str) -> None:
+def test_one_compiled_graph_gives_eager_numbers(name: str) -> None:
     torch._dynamo.reset()
     layer, eager = (make(name, running_var="unbiased_local") for _ in range(2))
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
@@ -343,7 +343,7 @@ def test_elements_that_do_not_count_take_no_part(name: str, last: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @every_layer
-def test_16_bits(name: str, dtype: torch.dtype) -> None:
+def test_16_bits_have_the_numbers_of_wide_arithmetic(name: str, dtype: torch.dtype) -> None:
     """The output has the input's dtype, and the numbers are those of wide arithmetic."""
     for kind in ("input", "autocast", "model"):
         narrow = dtype if kind == "model" else torch.float32
@@ -427,7 +427,7 @@ def test_no_layer_keeps_another_tensor_of_the_inputs_size(name: str) -> None:
 
 
 @every_layer
-def test_two_forward_passes_before_one_backward_pass(name: str) -> None:
+def test_two_forward_passes_may_come_before_a_backward_pass(name: str) -> None:
     layer, a = make(name), batch().requires_grad_()
     first, _ = layer(a), layer(batch(6, seed=1))
     first.backward(weights(first))

@@ -163,7 +163,7 @@ def check_pickles_find_one_communicator(world: Communicator) -> None:
     assert isinstance(alone, SingleProcess)
 
 
-def check_backend_rules(world: Communicator) -> None:
+def check_a_backend_that_does_not_fit_is_refused(world: Communicator) -> None:
     for backend, message in (("nccl", "pure_nccl"), ("smoke signals", "'mpi', 'nccl' or 'auto'")):
         with pytest.raises(ValueError, match=message):
             MultiNodeBatchNormalization(3, naive(), communication_backend=backend)
@@ -214,7 +214,7 @@ def check_chainermns_link_updates_twice_in_forgotten_blocks(world: Communicator)
         np.testing.assert_allclose(update, expected, rtol=1e-9)
 
 
-def check_groups_of_chainermn(world: Communicator) -> None:
+def check_a_communicator_that_chainermn_split_is_a_group(world: Communicator) -> None:
     """A communicator that comm.split made."""
     group = naive().split(world.rank % 2, world.rank)
     xs, _ = parity.batches("uneven", world.size, "float64", seed=0)
@@ -226,7 +226,7 @@ def check_groups_of_chainermn(world: Communicator) -> None:
     np.testing.assert_allclose(link.avg_mean, 0.1 * mean, rtol=1e-10)
 
 
-def check_allreduce_persistent(world: Communicator) -> None:
+def check_allreduce_persistent_keeps_averages_that_are_equal(world: Communicator) -> None:
     """Averages that are equal stay as they are; those of ChainerMN's convention become equal."""
     from chainermn.extensions import AllreducePersistent
 
@@ -246,7 +246,7 @@ def check_allreduce_persistent(world: Communicator) -> None:
     np.testing.assert_allclose(averaged, mean, rtol=1e-14)
 
 
-def check_trainer_with_every_extension(world: Communicator) -> None:
+def check_a_trainer_runs_with_every_extension(world: Communicator) -> None:
     """A trainer of two epochs: optimizer, evaluator, AllreducePersistent, and fine-tuning."""
     import tempfile
 

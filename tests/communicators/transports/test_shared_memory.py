@@ -259,7 +259,7 @@ def test_memory_of_another_process_is_not_taken_for_a_ranks() -> None:
 
 
 @pytest.mark.parametrize("reason", ["a rank has none", "lines are too long"])
-def test_another_kind_of_line_where_memory_cannot_be_shared(
+def test_another_line_is_opened_where_memory_cannot_be_shared(
     reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if reason == "a rank has none":
@@ -404,7 +404,7 @@ def test_arguments_of_the_extension_are_checked(gate: HostArray) -> None:
         shared_memory.core.wait(gate.ctypes.data, 1, "soon", 0.0)  # type: ignore[arg-type]
 
 
-def test_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_not_says_what_keeps_memory_from_being_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> None:
         raise OSError("Cannot allocate memory")
 

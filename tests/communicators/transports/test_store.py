@@ -115,7 +115,7 @@ def test_a_fork_has_a_messenger_of_its_own() -> None:
     assert os.read(reader, 1000) == b"bn1 (forward, float32, call 1)"
 
 
-def test_a_system_without_forks() -> None:
+def test_a_system_without_forks_registers_nothing() -> None:
     assert isinstance(store._messenger()._tasks, queue.SimpleQueue)
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(os, "register_at_fork")

@@ -113,7 +113,7 @@ def test_global_sync_wins(kind: Any) -> None:
     assert repr(norm(num_features=3).process_group) == "DefaultCommunicator()"
 
 
-def test_dataclasses() -> None:
+def test_a_config_may_be_a_dataclass() -> None:
     assert get_norm(Config())(num_features=3).num_splits == 2
     omegaconf = pytest.importorskip("omegaconf")
     assert get_norm(omegaconf.OmegaConf.structured(Config))(num_features=3).num_splits == 2
@@ -131,7 +131,7 @@ def test_what_is_wrong_is_named(kind: Any) -> None:
         get_norm(kind(NUM_SPLITS=2))
 
 
-def test_no_bn_and_no_such_dimension() -> None:
+def test_a_config_without_bn_or_a_wrong_dim_is_refused() -> None:
     nothing: list[Any] = [{}, SimpleNamespace(), None]
     for cfg in nothing:
         with pytest.raises(ValueError, match=r"`cfg` must have BN: got .*Set BN.NORM_TYPE to"):

@@ -114,7 +114,7 @@ def test_a_bare_layer_stays_the_same_object() -> None:
     assert type(layer) is nn.BatchNorm2d
 
 
-def test_torchs_sync_batch_norm_there_and_back() -> None:
+def test_torchs_sync_batch_norm_converts_and_reverts() -> None:
     old = nn.SyncBatchNorm(3)
     new: Any = convert_sync_batchnorm(old)
     new(torch.randn(4, 3))
@@ -229,7 +229,7 @@ def test_many_layers_are_three_paths_and_a_number() -> None:
         convert_sync_batchnorm(model)
 
 
-def test_what_is_no_model_and_what_has_no_batch_norm() -> None:
+def test_what_is_no_model_or_has_no_batch_norm_is_named() -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
     for function in (convert_sync_batchnorm, revert_sync_batchnorm):
         for wrong, name in ((None, "NoneType"), (optimizer, "SGD")):
@@ -289,7 +289,7 @@ def test_a_converted_layer_refuses_what_its_class_refuses() -> None:
 
 
 @pytest.mark.parametrize("name", ["running_mean", "running_var"])
-def test_running_statistics_of_another_size(name: str) -> None:
+def test_running_statistics_of_another_size_are_refused(name: str) -> None:
     def run(communicator: Any) -> str:
         layer: Any = convert_sync_batchnorm(nn.BatchNorm1d(3), communicator)
         if communicator.rank == 1:
@@ -342,7 +342,7 @@ def test_arguments_are_checked_without_a_layer_to_convert() -> None:
         convert_sync_batchnorm(nn.ReLU(), "nccl")  # type: ignore[arg-type]
 
 
-def test_modules_that_are_none() -> None:
+def test_modules_that_are_none_stay_none() -> None:
     model: Any = nn.Sequential(nn.BatchNorm2d(3))
     model.register_module("absent", None)
     assert convert_sync_batchnorm(model).absent is None

@@ -186,7 +186,7 @@ def test_ranks_are_one_process_on_the_whole_batch(kind: Any, options: dict[str, 
 
 
 @pytest.mark.parametrize("track", [True, False])
-def test_a_class_that_calls_with_other_channels(track: bool) -> None:
+def test_a_class_may_call_with_other_channels(track: bool) -> None:
     batches = [[_input(n, rank) for rank, n in enumerate(sizes)] for sizes in [(4, 2), (0, 6)]]
     layer = _layer(Split, track_running_stats=track)
     expected = _run(copy.deepcopy(layer), [torch.cat(parts) for parts in batches])
@@ -209,7 +209,7 @@ def test_a_class_that_calls_with_other_channels(track: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_copies_pickles_and_revert(kind: Any) -> None:
+def test_copies_pickles_and_revert_keep_the_class(kind: Any) -> None:
     layer = _layer(kind)
     names = set(vars(layer))
     model = convert_sync_batchnorm(nn.Sequential(layer), weighting="rank")
@@ -255,7 +255,7 @@ def test_other_overrides_stay() -> None:
     assert isinstance(copy.deepcopy(layer), Frozen)
 
 
-def test_statistics_that_are_not_torchs() -> None:
+def test_statistics_that_are_not_torchs_are_refused() -> None:
     model = convert_sync_batchnorm(nn.Sequential(_layer(ByItself)), strict=True)
     message = r"`0`, a ByItself, cannot share statistics.*did not call torch.nn.functional.batch_n"
     with pytest.raises(RuntimeError, match=message):

@@ -66,7 +66,7 @@ def test_each_part_has_its_own_statistics(shape: tuple[int, ...], parts: int) ->
     assert relative_error(layer.eval()(x), plain.eval()(x)) < 1e-12
 
 
-def test_there_and_back() -> None:
+def test_revert_brings_the_classes_back() -> None:
     class Activated(nn.BatchNorm2d):
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input).relu()
@@ -118,7 +118,7 @@ def test_a_message_for_several_layers_does_not_undo_the_splits() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Dynamo itself
-def test_a_compiled_model() -> None:
+def test_a_compiled_model_gives_eager_numbers() -> None:
     torch._dynamo.reset()
     model: Any = convert_sub_batchnorm(nn.Sequential(nn.BatchNorm1d(3)).double(), 3)
     eager = copy.deepcopy(model)
@@ -130,7 +130,7 @@ def test_a_compiled_model() -> None:
         assert relative_error(got, want) < 1e-12
 
 
-def test_what_is_refused() -> None:
+def test_wrong_splits_groups_and_inputs_are_refused() -> None:
     for wrong, kind in ((0, ValueError), (2.0, TypeError), (True, TypeError)):
         with pytest.raises(kind, match=f"`num_splits` must be .*got {wrong!r}"):
             convert_sub_batchnorm(nn.BatchNorm1d(3), wrong)  # type: ignore[arg-type]

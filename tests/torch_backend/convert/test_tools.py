@@ -88,7 +88,7 @@ def test_fusion_leaves_the_layers() -> None:
     torch.testing.assert_close(optimize_for_inference(net)(X), net(X))
 
 
-def test_fusion_by_hand() -> None:
+def test_a_converted_model_can_be_fused_by_hand() -> None:
     """`fuse_modules` knows torch's own classes only, so that a model is reverted before."""
     net = convert_sync_batchnorm(plain())
     net(X)
@@ -120,7 +120,7 @@ SYMBOLIC = [FakeTensorMode, lambda: torch.device("meta")]
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("mode", SYMBOLIC)
-def test_shapes_without_data(mode: Callable[[], Any], training: bool) -> None:
+def test_shapes_are_known_without_data(mode: Callable[[], Any], training: bool) -> None:
     """No communication: the shapes of other ranks do not matter."""
     counting = CountingCommunicator(SingleProcess())
     with mode():
@@ -137,14 +137,14 @@ def test_shapes_without_data(mode: Callable[[], Any], training: bool) -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_bad_input_without_data(training: bool) -> None:
+def test_bad_input_without_data_is_refused(training: bool) -> None:
     layer = SyncBatchNorm(3, device="meta").train(training)
     with pytest.raises(ValueError, match="must have 3 channels in dimension 1"):
         layer(torch.empty(2, 4, device="meta"))
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_counting_operations_without_data(momentum: float | None) -> None:
+def test_operations_are_counted_without_data(momentum: float | None) -> None:
     with torch.device("meta"):
         net = nn.Sequential(nn.Conv2d(3, 4, 1), SyncBatchNorm(4, momentum=momentum))
         with FlopCounterMode(display=False) as flops:
@@ -152,7 +152,7 @@ def test_counting_operations_without_data(momentum: float | None) -> None:
     assert flops.get_total_flops() == 2 * 2 * (2 * 4 * 4) * 3 * 4
 
 
-def test_built_without_data_and_filled() -> None:
+def test_a_layer_built_on_meta_works_once_filled() -> None:
     with torch.device("meta"):
         net = model()
     net = net.to_empty(device="cpu")
@@ -171,7 +171,7 @@ def test_scripting_names_the_cure(training: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit", "ignore:Converting a tensor to a Python")
-def test_trace_in_evaluation(tmp_path: Path) -> None:
+def test_a_trace_in_evaluation_gives_the_same_numbers(tmp_path: Path) -> None:
     net = model()
     net(X)
     traced = torch.jit.trace(net.eval(), (X,))
@@ -192,7 +192,7 @@ def test_trace_in_training_names_the_cure() -> None:
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method", "ignore:.torch.jit.save")
 @pytest.mark.parametrize("kind", [nn.BatchNorm2d, nn.SyncBatchNorm, SyncBatchNorm])
-def test_mkldnn_in_evaluation(kind: Any) -> None:
+def test_mkldnn_evaluates_converted_models(kind: Any) -> None:
     """torch replaces nn.BatchNorm2d, converted or not; the other layers stay."""
     from torch.utils.mkldnn import to_mkldnn  # scripts methods
 
@@ -203,7 +203,7 @@ def test_mkldnn_in_evaluation(kind: Any) -> None:
     torch.testing.assert_close(y.to_dense(), net(X))
 
 
-def test_layers_that_mkldnn_leaves() -> None:
+def test_layers_that_mkldnn_leaves_take_its_tensors() -> None:
     """Inputs of any dimensions, and a residual."""
     layer, x = SyncBatchNorm(3, fuse_relu=True).eval(), torch.randn(4, 3)
     y = layer(x.to_mkldnn(), x.to_mkldnn())
@@ -260,7 +260,9 @@ def without_data_and_assigned(net: Any) -> Any:
 
 @pytest.mark.parametrize("change", [parametrized, pruned, unpickled, without_data_and_assigned])
 @pytest.mark.parametrize("training", [True, False])
-def test_tools_that_change_a_model(change: Callable[[Any], Any], training: bool) -> None:
+def test_tools_change_a_converted_model_like_a_plain_one(
+    change: Callable[[Any], Any], training: bool
+) -> None:
     """A converted model that is changed afterwards is the plain model with the same change."""
     results = []
     for net in (plain().double(), convert_sync_batchnorm(plain().double())):

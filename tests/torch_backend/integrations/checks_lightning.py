@@ -110,7 +110,7 @@ def check_layers_are_synchronized_while_fitting(world: Communicator) -> None:
     np.testing.assert_allclose(net.bn.running_var, var, rtol=1e-5)  # type: ignore[arg-type]
 
 
-def check_precise_before_validation_and_checkpoints(world: Communicator) -> None:
+def check_precise_bn_runs_before_validation_and_checkpoints(world: Communicator) -> None:
     """Every second epoch and the last, in whatever order the callbacks are given."""
     net = Net()
     with tempfile.TemporaryDirectory() as directory:
@@ -144,13 +144,13 @@ class Stream(IterableDataset[Any]):
         return iter([[x] for x in _data()[self.share]])
 
 
-def check_a_loader_without_a_length(world: Communicator) -> None:
+def check_a_loader_needs_no_length(world: Communicator) -> None:
     net = Net()
     _fit(world, net, DataLoader(Stream(world), BATCH_SIZE), PreciseBN(progress=False), max_epochs=1)
     assert _exact(*net.validated[0])
 
 
-def check_limits_precision_and_forward_fn(world: Communicator) -> None:
+def check_limits_precision_and_forward_fn_hold(world: Communicator) -> None:
     shown: list[Any] = []
 
     def forward(net: Any, batch: Any) -> None:
@@ -183,7 +183,7 @@ def check_persistent_workers_go_on_with_training(world: Communicator) -> None:
     assert len(net.batches) == 2 * -(-SAMPLES // world.size // BATCH_SIZE)
 
 
-def check_reverting(world: Communicator) -> None:
+def check_our_plugin_reverts_to_the_original_classes(world: Communicator) -> None:
     """Lightning's plugin knows nn.SyncBatchNorm only; ours brings the classes back."""
     model: Any = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)))
     converted = type(model[0])
@@ -191,6 +191,6 @@ def check_reverting(world: Communicator) -> None:
     assert type(MultiBNLayerSync().revert(model)[0]) is nn.BatchNorm2d  # type: ignore[index]
 
 
-def check_not_beside_lightnings_own(world: Communicator) -> None:
+def check_lightnings_sync_batchnorm_beside_ours_is_refused(world: Communicator) -> None:
     with pytest.raises(MisconfigurationException, match=r"sync_batchnorm=True.*MultiBNLayerSync"):
         _fit(world, Net(), _loader(), sync_batchnorm=True, max_steps=1)

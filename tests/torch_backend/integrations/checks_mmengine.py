@@ -216,7 +216,7 @@ def _iterations(world: Communicator) -> int:
     return -(-SAMPLES // world.size // BATCH_SIZE)
 
 
-def check_by_epoch(world: Communicator) -> None:
+def check_the_hook_runs_every_second_epoch_and_the_last(world: Communicator) -> None:
     """Every second epoch and the last; checkpoints and the averaged model have the statistics."""
     with tempfile.TemporaryDirectory() as directory:
         runner, after = _train(
@@ -238,7 +238,7 @@ def check_by_epoch(world: Communicator) -> None:
             assert close == (epoch > 1), epoch
 
 
-def check_by_iteration(world: Communicator) -> None:
+def check_the_hook_runs_every_second_iteration_and_the_last(world: Communicator) -> None:
     """With an endless sampler: every second iteration and the last, on so many batches."""
     with tempfile.TemporaryDirectory() as directory:
         runner, after = _train(
@@ -262,7 +262,7 @@ def check_by_iteration(world: Communicator) -> None:
         np.testing.assert_allclose(saved["state_dict"]["bn.running_var"], var, rtol=1e-5)
 
 
-def check_number_of_samples(world: Communicator) -> None:
+def check_samples_are_counted_over_all_ranks(world: Communicator) -> None:
     """Counted over all ranks, in whole batches; a batch may be a list of samples."""
     for collate in ("default_collate", "pseudo_collate"):
         runner, after = _train(
@@ -283,7 +283,7 @@ def check_persistent_workers_go_on_with_training(world: Communicator) -> None:
     assert runner.model.module.num_trained == 2 * _iterations(world)
 
 
-def check_a_loop_of_its_own(world: Communicator) -> None:
+def check_a_pass_takes_all_data_whatever_training_has_seen(world: Communicator) -> None:
     """With a sampler that begins anew, a pass takes all data, whatever the training has seen."""
     runner, after = _train(
         {"interval": 2, "num_samples": None},
@@ -297,7 +297,7 @@ def check_a_loop_of_its_own(world: Communicator) -> None:
     np.testing.assert_allclose(bn.running_var, _population()[1], rtol=1e-6)
 
 
-def check_a_model_with_a_step_of_its_own(world: Communicator) -> None:
+def check_a_model_may_have_a_step_of_its_own(world: Communicator) -> None:
     """Runs in its default mode. The log names layers that keep their statistics, and short data."""
     passes = Passes()
     net = WithItsOwnStep()
@@ -317,7 +317,7 @@ def check_a_model_with_a_step_of_its_own(world: Communicator) -> None:
     assert passes.messages == [f"Precise batch norm {m}" for m in (*first, short, *first)]
 
 
-def check_mixed_precision(world: Communicator) -> None:
+def check_a_pass_runs_in_the_precision_of_training(world: Communicator) -> None:
     """A pass runs in the precision of training."""
     net = Noting()
     model = MMDistributedDataParallel(net)
@@ -327,7 +327,7 @@ def check_mixed_precision(world: Communicator) -> None:
     np.testing.assert_allclose(net.bn.running_var, _population()[1], rtol=1e-6)
 
 
-def check_nothing_to_update(world: Communicator) -> None:
+def check_the_log_says_that_there_was_nothing_to_update(world: Communicator) -> None:
     passes = Passes()
     net = Net()
     net.bn = nn.BatchNorm1d(3, track_running_stats=False)
@@ -340,7 +340,7 @@ def check_nothing_to_update(world: Communicator) -> None:
     ]
 
 
-def check_registered(world: Communicator) -> None:
+def check_the_layer_and_the_hook_are_registered(world: Communicator) -> None:
     # As mmcv's build_norm_layer does it.
     config = {"eps": 1e-3, "weighting": "rank", "process_group": "machine"}
     layer: Any = MODELS.get("multibn.SyncBatchNorm")(4, **config)
@@ -349,7 +349,7 @@ def check_registered(world: Communicator) -> None:
     assert HOOKS.get("multibn.PreciseBNHook") is PreciseBNHook
 
 
-def check_reverting(world: Communicator) -> None:
+def check_our_function_reverts_to_the_original_classes(world: Communicator) -> None:
     """mmengine's function knows nn.SyncBatchNorm only; ours brings the classes back."""
     model: Any = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)))
     converted = type(model[0])
@@ -358,7 +358,7 @@ def check_reverting(world: Communicator) -> None:
     assert type(revert_sync_batchnorm(model)[0]) is nn.BatchNorm2d
 
 
-def check_arguments(world: Communicator) -> None:
+def check_bad_arguments_are_refused_before_training(world: Communicator) -> None:
     """Refused when the hook is built, or before the first iteration in a certain loop."""
     hook = PreciseBNHook(12, 3)
     assert (hook.num_samples, hook.interval) == (12, 3)

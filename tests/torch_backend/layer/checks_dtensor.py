@@ -168,21 +168,21 @@ def _train(layer: Any, mesh: Any, placements: Any, whole: list[Any], world: Comm
             assert not collectives.sizes, case
 
 
-def check_all_placements_with_plain_parameters(world: Communicator) -> None:
+def check_plain_parameters_train_in_all_placements(world: Communicator) -> None:
     mesh = _mesh(2, 2)
     whole = _expected(_layer(), 2)
     for placements in itertools.product(PLACEMENTS, PLACEMENTS):
         _train(_layer(), mesh, placements, whole, world)
 
 
-def check_a_mesh_of_three_dimensions(world: Communicator) -> None:
+def check_a_mesh_may_have_three_dimensions(world: Communicator) -> None:
     """The ranks that share are along two of the dimensions, but not all ranks."""
     mesh = dist.init_device_mesh("cpu", (2, 1, 2))
     whole = _expected(_layer(), 2)
     _train(_layer(), mesh, [Shard(0), Shard(2), Shard(1)], whole, world)
 
 
-def check_all_placements_with_parameters_on_the_mesh(world: Communicator) -> None:
+def check_parameters_on_the_mesh_train_in_all_placements(world: Communicator) -> None:
     mesh = _mesh(2, 2)
     whole = _expected(_layer(), 2)
     for placements in itertools.product(PLACEMENTS, PLACEMENTS):
@@ -190,7 +190,7 @@ def check_all_placements_with_parameters_on_the_mesh(world: Communicator) -> Non
         _train(layer, mesh, placements, whole, world)
 
 
-def check_evaluation(world: Communicator) -> None:
+def check_evaluation_is_local_in_all_placements(world: Communicator) -> None:
     """Local, in the placements of the input; the gradients are those of one process."""
     mesh = _mesh(2, 2)
     plain = _layer()
@@ -218,7 +218,7 @@ def check_evaluation(world: Communicator) -> None:
         _compare(got, numbers, placements)
 
 
-def check_residual_and_relu(world: Communicator) -> None:
+def check_residual_and_relu_equal_one_process(world: Communicator) -> None:
     mesh = _mesh(2, 2)
     plain, results = _layer(fuse_relu=True, process_group=SingleProcess()), []
     for layer, place in ((plain, None), (_layer(fuse_relu=True), BOTH)):
@@ -238,7 +238,7 @@ def check_residual_and_relu(world: Communicator) -> None:
             layer(part, wrong)
 
 
-def check_second_order(world: Communicator) -> None:
+def check_second_order_equals_one_process(world: Communicator) -> None:
     mesh, results = _mesh(2, 2), []
     for place in (None, BOTH):
         layer = _layer(process_group=None if place else SingleProcess())
@@ -250,7 +250,7 @@ def check_second_order(world: Communicator) -> None:
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
 
 
-def check_other_calls(world: Communicator) -> None:
+def check_functions_groups_and_shared_messages_take_dtensors(world: Communicator) -> None:
     """The function, layers that share a message, a group layer, an input still under way."""
     mesh = _mesh(2, 2)
     x = _place(_whole(0), mesh, BOTH)
@@ -283,7 +283,7 @@ class _Activated(nn.BatchNorm2d):
         return super().forward(input).relu()
 
 
-def check_a_forward_pass_of_its_own(world: Communicator) -> None:
+def check_a_forward_pass_of_its_own_takes_dtensors(world: Communicator) -> None:
     """As the layer with a ReLU behind: training, then evaluation by what it has learned."""
     mesh = _mesh(2, 2)
     for place in (BOTH, [Shard(0), Shard(1)]):
@@ -300,7 +300,7 @@ def check_a_forward_pass_of_its_own(world: Communicator) -> None:
         torch.testing.assert_close(results[3:], results[:3], rtol=1e-11, atol=1e-11)
 
 
-def check_compiled(world: Communicator) -> None:
+def check_compiled_code_gives_eager_numbers(world: Communicator) -> None:
     """The layers train uncompiled between compiled parts; a whole graph is refused with a cure."""
     mesh = _mesh(2, 2)
     layers = SyncBatchNorm(C), _Activated(C)
@@ -327,7 +327,7 @@ def check_compiled(world: Communicator) -> None:
     torch._dynamo.reset()
 
 
-def check_copies_and_pickles(world: Communicator) -> None:
+def check_copies_and_pickles_give_the_same_numbers(world: Communicator) -> None:
     mesh = _mesh(2, 2)
     x = _place(_whole(0), mesh, BOTH)
     layer = _layer()
@@ -338,7 +338,7 @@ def check_copies_and_pickles(world: Communicator) -> None:
         torch.testing.assert_close(other, outputs[0], rtol=0, atol=0)
 
 
-def check_sharded_buffers(world: Communicator) -> None:
+def check_buffers_can_be_sharded(world: Communicator) -> None:
     """Parameters and buffers divided as the channels are: nothing of full size is anywhere."""
     mesh = _mesh(2, 2)
     whole = _expected(_layer(), 2)
@@ -357,7 +357,7 @@ def check_sharded_buffers(world: Communicator) -> None:
         assert layer.running_mean.to_local().shape[0] < C
 
 
-def check_plain_inputs_with_parameters_on_a_mesh(world: Communicator) -> None:
+def check_plain_inputs_train_with_parameters_on_a_mesh(world: Communicator) -> None:
     """Each rank has a batch of its own: gradients of parameters add up over all of them."""
     mesh = _mesh(2, 2)
     parts, dys = _whole(0).chunk(4), _whole(9).chunk(4)  # 2, 2, 1 and no samples
@@ -373,7 +373,7 @@ def check_plain_inputs_with_parameters_on_a_mesh(world: Communicator) -> None:
         _compare(got, {"weight": expected.dweight, "bias": expected.dbias}, placement)
 
 
-def check_refused(world: Communicator) -> None:
+def check_what_does_not_fit_is_refused_on_all_ranks(world: Communicator) -> None:
     """The same error on all ranks, and no rank waits."""
     mesh = _mesh(2, 2)
     x, layer = _place(_whole(0), mesh, BOTH), _layer()
@@ -408,7 +408,7 @@ def check_refused(world: Communicator) -> None:
     layer(x)
 
 
-def check_named_groups(world: Communicator) -> None:
+def check_a_named_group_fits_the_mesh_or_is_refused(world: Communicator) -> None:
     """A named group may have further ranks, which hold further samples; otherwise it must fit."""
     mesh = _mesh(2, 2)
     spatial, dp = mesh["spatial"], mesh["dp"]
@@ -468,7 +468,7 @@ class _Scale(nn.Module):
         return x * self.weight
 
 
-def check_fully_sharded_with_images_in_parts(world: Communicator) -> None:
+def check_fsdp_trains_images_in_parts_like_one_process(world: Communicator) -> None:
     """FSDP2 over one dimension, the width of the images over the other: as one process trains."""
     from torch.distributed.fsdp import fully_shard
 
@@ -490,5 +490,5 @@ def check_fully_sharded_with_images_in_parts(world: Communicator) -> None:
         torch.testing.assert_close(_full(tensor), whole.state_dict()[name], rtol=1e-11, atol=1e-11)
 
 
-def check_the_blocks_of_the_page(world: Communicator) -> None:
+def check_the_blocks_of_the_page_run(world: Communicator) -> None:
     exec(script("docs/guides/dtensors.md"), {})

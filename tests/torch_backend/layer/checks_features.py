@@ -124,7 +124,7 @@ class _Branches(nn.Module):
         return self.bns[0](y).relu() + self.bns[1](y.sin())
 
 
-def check_compiled_beside_eager(world: Communicator) -> None:
+def check_compiled_ranks_train_beside_eager_ones(world: Communicator) -> None:
     """Compiled ranks send the messages of the others in their order, whatever their batches."""
     eager, mixed = _Branches(world), _Branches(world)
     torch._dynamo.reset()
@@ -144,7 +144,7 @@ def check_compiled_beside_eager(world: Communicator) -> None:
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
 
 
-def check_refusals_of_compiled_layers(world: Communicator) -> None:
+def check_compiled_layers_refuse_on_all_ranks(world: Communicator) -> None:
     last = world.rank == world.size - 1
     x = torch.randn(2, 3)
     errors = []
@@ -177,7 +177,7 @@ def _train(net: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 @only("torchrun")
-def check_sharded(world: Communicator) -> None:
+def check_sharded_models_train_like_one_process(world: Communicator) -> None:
     """FSDP and FSDP2 on CPU train like one process on the whole batch."""
     import torch.distributed as dist
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard

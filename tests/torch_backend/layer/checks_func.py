@@ -73,7 +73,7 @@ def _assert_equal(actual: Any, expected: Any) -> None:
 
 
 @_loading_forward_mode()
-def check_products(world: Communicator) -> None:
+def check_products_are_those_of_the_whole_batch(world: Communicator) -> None:
     """vjp, grad, jvp and Hessian-vector products, over parts of unlike sizes."""
     xs, vs, dys = (_uneven(world, seed) for seed in range(3))
     rank = world.rank
@@ -115,7 +115,7 @@ def check_products(world: Communicator) -> None:
 
 
 @_loading_forward_mode()
-def check_jacobians(world: Communicator) -> None:
+def check_jacobians_are_those_of_the_whole_batch(world: Communicator) -> None:
     xs = torch.stack(_tensors(world, 4, C, seed=0))
     us = torch.stack(_tensors(world, 5, 4, C, seed=1))
     rank = world.rank
@@ -146,7 +146,7 @@ def check_jacobians(world: Communicator) -> None:
     _assert_equal(actual, expected)
 
 
-def check_stacked_models(world: Communicator) -> None:
+def check_stacked_models_are_those_of_the_whole_batch(world: Communicator) -> None:
     xs = _tensors(world, 4, C, seed=0)
     results = []
     for k, x in ((0, xs[world.rank]), (1, torch.cat(xs))):
@@ -182,7 +182,7 @@ def _error(function: Callable[[], Any]) -> str:
 
 
 @_loading_forward_mode()
-def check_refused_on_every_rank(world: Communicator) -> None:
+def check_lossy_transforms_are_refused_on_every_rank(world: Communicator) -> None:
     """Where the ranks' messages would lose numbers; the layer works on."""
     layer, _ = _layers(world)
     x = _tensors(world, 4, C, seed=0)[world.rank].requires_grad_()
@@ -203,7 +203,7 @@ def check_refused_on_every_rank(world: Communicator) -> None:
     assert "NotImplementedError: torch.func.linearize and make_fx cannot trace" in errors[3]
 
 
-def check_a_refused_input_under_vmap(world: Communicator) -> None:
+def check_a_refused_input_under_vmap_is_an_error_on_all(world: Communicator) -> None:
     layer, _ = _layers(world)
     wrong = world.rank == world.size - 1
     xs = torch.stack(_tensors(world, 4, C + wrong, seed=0)[:2])
@@ -216,7 +216,7 @@ def check_a_refused_input_under_vmap(world: Communicator) -> None:
 
 
 @_loading_forward_mode()
-def check_unlike_transforms(world: Communicator) -> None:
+def check_unlike_transforms_are_named_on_every_rank(world: Communicator) -> None:
     """One rank sends a tangent where the others send a gradient."""
     layer, _ = _layers(world)
     x = _tensors(world, 4, C, seed=0)[world.rank]

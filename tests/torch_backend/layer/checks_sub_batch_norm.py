@@ -42,7 +42,7 @@ def _sum(world: Communicator, x: torch.Tensor) -> Any:
     return world.allreduce(x.double()).numpy()
 
 
-def check_the_splits_of_the_global_batch(world: Communicator) -> None:
+def check_splits_are_those_of_the_global_batch(world: Communicator) -> None:
     """Against the oracle on each split of all ranks, for uneven ranks, with every weighting."""
     errors: dict[str, float] = {}
 
@@ -104,7 +104,7 @@ def check_the_splits_of_the_global_batch(world: Communicator) -> None:
     assert all(error <= bounds[name.split()[0]] for name, error in errors.items()), errors
 
 
-def check_one_collective_each_way(world: Communicator) -> None:
+def check_all_splits_share_one_collective_each_way(world: Communicator) -> None:
     """For all splits together; none in evaluation, and none at all without a process group."""
     counting = CountingCommunicator(world)
     seen = []
@@ -126,7 +126,7 @@ def check_one_collective_each_way(world: Communicator) -> None:
         assert messages == ([2 * C * abs(splits) + 4] if world.size > 1 else []), splits
 
 
-def check_local_by_default(world: Communicator) -> None:
+def check_statistics_stay_local_by_default(world: Communicator) -> None:
     """As many times the batch of one rank; a world exists and is left alone."""
     torch.manual_seed(world.rank)
     x = torch.randn(4, C, 3, 3)

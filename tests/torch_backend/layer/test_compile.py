@@ -186,7 +186,7 @@ def test_a_checkpoint_in_compiled_code_communicates_once() -> None:
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_sixteen_bits(autocast: bool) -> None:
+def test_sixteen_bits_compile_to_eager_numbers(autocast: bool) -> None:
     results = []
     for compiled in (False, True):
         torch.manual_seed(0)
@@ -224,7 +224,7 @@ def test_relus_save_no_booleans() -> None:
     assert torch.bool not in saved
 
 
-def test_accuracy() -> None:
+def test_compiled_code_keeps_its_digits_at_a_high_mean() -> None:
     """Mean 1e4, standard deviation 1, in float32, compared with float64."""
     torch.manual_seed(0)
     x = torch.randn(8, 3, 16, 16).add(1e4).to(memory_format=torch.channels_last).requires_grad_()

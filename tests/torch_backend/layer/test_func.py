@@ -213,19 +213,19 @@ def _assert_equal(actual: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("case", CASES)
-def test_untracked(case: str, layer: str) -> None:
+def test_untracked_layers_equal_torchs(case: str, layer: str) -> None:
     ours, theirs = _subjects(layer, track_running_stats=False)
     _assert_equal(CASES[case](ours), CASES[case](theirs))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "parameters" not in case])
-def test_without_parameters(case: str) -> None:
+def test_layers_without_parameters_equal_torchs(case: str) -> None:
     ours, theirs = _subjects("sync", track_running_stats=False, affine=False)
     _assert_equal(CASES[case](ours), CASES[case](theirs))
 
 
 @pytest.mark.parametrize("case", TRACKED)
-def test_tracked(case: str) -> None:
+def test_tracked_layers_update_buffers_like_torchs(case: str) -> None:
     """Where torch's layer can update its buffers, ours has the same values in them."""
     results = []
     for subject in _subjects("sync"):
@@ -233,7 +233,7 @@ def test_tracked(case: str) -> None:
     _assert_equal(*results)
 
 
-def test_cumulative_averages_of_models() -> None:
+def test_stacked_models_keep_cumulative_averages() -> None:
     """torch's layer cannot do this: it looks at the number of batches."""
     layers = [SyncBatchNorm(C, momentum=None, dtype=torch.float64) for _ in XS]
     parameters, buffers = stack_module_state(layers)
@@ -252,7 +252,7 @@ def test_tracked_buffers_inside_of_a_transform_are_refused_by_torch() -> None:
         grad(subject.loss)(X)
 
 
-def test_third_order() -> None:
+def test_third_order_equals_the_formula() -> None:
     """nn.BatchNorm1d's third derivatives are wrong: its second take the variance as a constant."""
 
     def third(layer: Any) -> Any:
@@ -262,7 +262,7 @@ def test_third_order() -> None:
     _assert_equal(third(SyncBatchNorm), third(_Formula))
 
 
-def test_gradcheck_in_all_modes() -> None:
+def test_gradcheck_passes_in_all_modes() -> None:
     layer = SyncBatchNorm(C, dtype=torch.float64)
     x = X.clone().requires_grad_()
     assert torch.autograd.gradcheck(
@@ -271,7 +271,7 @@ def test_gradcheck_in_all_modes() -> None:
     assert torch.autograd.gradgradcheck(layer, x, check_fwd_over_rev=True, check_batched_grad=True)
 
 
-def test_fused_relu_and_residual() -> None:
+def test_a_fused_relu_and_residual_equal_separate_ones() -> None:
     layer = SyncBatchNorm(C, dtype=torch.float64, track_running_stats=False, fuse_relu=True)
     plain = nn.BatchNorm1d(C, dtype=torch.float64, track_running_stats=False)
     for transform in (
@@ -282,14 +282,14 @@ def test_fused_relu_and_residual() -> None:
         _assert_equal(transform(layer), transform(lambda x, r: torch.relu(plain(x) + r)))
 
 
-def test_a_bias_alone() -> None:
+def test_a_bias_alone_can_be_mapped() -> None:
     def function(b: torch.Tensor) -> torch.Tensor:
         return sync_batch_norm(X, None, b)[0]
 
     _assert_equal(vmap(function)(X), torch.stack([function(b) for b in X]))
 
 
-def test_layers_together() -> None:
+def test_layers_together_equal_layers_apart() -> None:
     layers = [SyncBatchNorm(n, dtype=torch.float64, track_running_stats=False) for n in (C, 2)]
 
     def together(x: torch.Tensor) -> Any:
@@ -303,7 +303,7 @@ def test_layers_together() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_narrow_dtypes(dtype: torch.dtype) -> None:
+def test_narrow_dtypes_equal_wide_arithmetic(dtype: torch.dtype) -> None:
     x, v = X.to(dtype), V.to(dtype)
     layer = SyncBatchNorm(C, dtype=dtype, track_running_stats=False)
     wide = SyncBatchNorm(C, dtype=torch.float64, track_running_stats=False)
@@ -312,7 +312,7 @@ def test_narrow_dtypes(dtype: torch.dtype) -> None:
     torch.testing.assert_close([*actual], expected, rtol=0, atol=8 * torch.finfo(dtype).eps)
 
 
-def test_evaluation_of_other_dtypes() -> None:
+def test_evaluation_takes_unlike_dtypes() -> None:
     """Input and parameters of unlike dtypes, which torch's layer does not take."""
     layer, wide = (
         SyncBatchNorm(C, dtype=d).eval().requires_grad_(False)
@@ -355,7 +355,7 @@ def test_invalid_values_are_errors_under_vmap() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch asks itself
-def test_compiled() -> None:
+def test_a_transform_in_compiled_code_gives_eager_numbers() -> None:
     """torch.compile runs the layer without compilation there, as operators have no tangents."""
     layer = SyncBatchNorm(C, dtype=torch.float64, track_running_stats=False)
 

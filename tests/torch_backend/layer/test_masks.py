@@ -96,7 +96,7 @@ def test_equals_the_unpadded_oracle(argument: str, weighting: Any, padding: floa
     assert relative_error(sum(r[3] for r in ranks), expected.dbias) < 1e-11
 
 
-def test_compiled_lengths() -> None:
+def test_compiled_lengths_give_eager_numbers_and_errors() -> None:
     torch._dynamo.reset()
     x, lengths, mask = batch(0)
     for layer in (layer_of(), layer_of().eval()):
@@ -108,7 +108,7 @@ def test_compiled_lengths() -> None:
 
 @pytest.mark.parametrize("make", [partial(SyncBatchNorm, C), partial(SubBatchNorm1d, 2, C)])
 @pytest.mark.parametrize("training", [True, False])
-def test_tensors_without_numbers(make: Any, training: bool) -> None:
+def test_tensors_without_numbers_tell_shapes(make: Any, training: bool) -> None:
     """Fake ones and those on meta tell shapes; the numbers of lengths are not checked."""
     for context, device in ((FakeTensorMode(), "cpu"), (nullcontext(), "meta")):
         with context, torch.device(device):
@@ -118,7 +118,7 @@ def test_tensors_without_numbers(make: Any, training: bool) -> None:
             assert layer(x, mask=torch.ones(4, L).bool()).shape == x.shape
 
 
-def test_masks_that_broadcast() -> None:
+def test_masks_may_broadcast() -> None:
     x = torch.randn(4, C, 5, 6)
     mask = torch.rand(5, 6) < 0.5
     layer, expected = layer_of().float(), layer_of().float()
@@ -130,7 +130,7 @@ def test_masks_that_broadcast() -> None:
         assert torch.equal(layer_of().float()(x, mask=same), y)
 
 
-def test_memory_in_another_order() -> None:
+def test_the_mask_follows_the_memory_order_of_the_input() -> None:
     """The mask is copied into the order of the input, but in compiled code, which expects one."""
     torch.manual_seed(0)
     x, mask = torch.randn(4, C, 5, 6), torch.rand(4, 5, 6) < 0.5
@@ -143,7 +143,7 @@ def test_memory_in_another_order() -> None:
     assert made.is_contiguous()
 
 
-def test_a_residual_and_relu() -> None:
+def test_a_residual_and_a_relu_leave_masked_elements_out() -> None:
     x, _, mask = batch(0)
     residual = torch.randn_like(x).requires_grad_()
     with torch.no_grad():
@@ -164,7 +164,7 @@ def test_a_residual_and_relu() -> None:
     assert float(residual.grad.movedim(1, -1)[~mask].abs().sum()) == 0
 
 
-def test_torch_func() -> None:
+def test_torch_func_gives_the_gradients_of_autograd() -> None:
     x, _, mask = batch(0)
     layer = layer_of(track_running_stats=False)
 
@@ -178,7 +178,7 @@ def test_torch_func() -> None:
     assert relative_error(grad.detach(), v.grad) < 1e-11
 
 
-def test_functional() -> None:
+def test_the_function_takes_masks_and_lengths() -> None:
     x, lengths, mask = batch(0)
     y, statistics = sync_batch_norm(x, process_group=ALONE, mask=mask)
     expected, plain = sync_batch_norm(chosen(x, mask), process_group=ALONE)
@@ -192,7 +192,7 @@ def test_functional() -> None:
             sync_batch_norm(x, **options)
 
 
-def test_sub_batch_norm() -> None:
+def test_each_split_is_normalized_by_its_own_elements() -> None:
     """Each split is normalized by its own elements, whose numbers differ."""
     x, lengths, mask = batch(0)
     layer: Any = SubBatchNorm1d(2, C, process_group=ALONE, momentum=1.0).double()
@@ -224,7 +224,7 @@ def test_sub_batch_norm() -> None:
         layer(x, mask=mask)
 
 
-def test_normalize_together() -> None:
+def test_normalize_together_takes_a_mask_for_each_layer() -> None:
     x, _, mask = batch(0)
     others = torch.randn(4, 2, 5).double()
     layers = [layer_of(), SyncBatchNorm(2, process_group=ALONE).double()]
@@ -248,7 +248,7 @@ class Masked(nn.Module):
 
 
 @pytest.mark.parametrize("layer", [layer_of(), SubBatchNorm1d(2, C).double()])
-def test_a_graph_of_torch_fx(layer: nn.Module) -> None:
+def test_a_graph_of_torch_fx_passes_the_lengths_on(layer: nn.Module) -> None:
     """It passes the lengths on."""
     model = Masked(layer)
     graph = torch.fx.symbolic_trace(model)
@@ -258,7 +258,7 @@ def test_a_graph_of_torch_fx(layer: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sync", "sub"])
-def test_update_bn_stats(kind: str) -> None:
+def test_update_bn_stats_measures_a_model_by_its_masks(kind: str) -> None:
     """A model that passes masks is measured by them, over uneven ranks, too."""
     data = [batch(0), batch(1)]
     whole = torch.cat([chosen(x, mask) for x, _, mask in data])
@@ -280,7 +280,7 @@ def test_update_bn_stats(kind: str) -> None:
         assert relative_error(var, elements.var(0)) < 1e-11
 
 
-def test_join() -> None:
+def test_join_gives_empty_lengths_with_an_empty_batch() -> None:
     """A rank without data left gets an empty batch, with empty lengths."""
 
     def train(communicator: ThreadCommunicator) -> Any:
@@ -305,7 +305,7 @@ def nested(rank: int, jagged_dim: int) -> Tensor:
 
 @pytest.mark.parametrize("jagged_dim", [1, 2])
 @pytest.mark.parametrize("training", [True, False])
-def test_jagged_nested_tensors(jagged_dim: int, training: bool) -> None:
+def test_jagged_nested_tensors_equal_the_unpadded_elements(jagged_dim: int, training: bool) -> None:
     x, _, mask = batch(0)
     t = nested(0, jagged_dim).detach().requires_grad_()
     layer, expected = layer_of().train(training), layer_of().train(training)
@@ -320,7 +320,7 @@ def test_jagged_nested_tensors(jagged_dim: int, training: bool) -> None:
     assert relative_error(layer.running_var, expected.running_var) < 1e-11
 
 
-def test_jagged_nested_tensors_of_images() -> None:
+def test_converted_layers_take_jagged_tensors_of_images() -> None:
     """A converted layer asks for the dimensions of its class, which the tensor has."""
     rows = [torch.randn(n, C, 4).double() for n in (2, 5)]
     t = torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
@@ -331,14 +331,14 @@ def test_jagged_nested_tensors_of_images() -> None:
         convert_sync_batchnorm(nn.BatchNorm1d(C))(t)
 
 
-def test_update_bn_stats_of_nested_tensors() -> None:
+def test_update_bn_stats_takes_nested_tensors() -> None:
     model = nn.Sequential(layer_of())
     update_bn_stats(model, [nested(0, 1), nested(1, 1)], process_group=ALONE, progress=False)
     whole = torch.cat([chosen(x, mask) for x, _, mask in (batch(0), batch(1))])
     assert relative_error(model[0].running_var, whole.var(0)) < 1e-11
 
 
-def test_wrong_nested_tensors() -> None:
+def test_wrong_nested_tensors_are_refused() -> None:
     t = nested(0, 1)
     starts, sizes = torch.zeros(2).long(), torch.tensor([2, 3])
     narrowed = torch.nested.narrow(torch.zeros(2, 5, C), 1, starts, sizes, layout=torch.jagged)
@@ -426,7 +426,7 @@ def test_an_empty_batch_is_no_error_but_a_mask_that_leaves_nothing_is(weighting:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.uint16, torch.uint64])
-def test_lengths_of_any_integers(dtype: torch.dtype) -> None:
+def test_lengths_may_be_any_integers(dtype: torch.dtype) -> None:
     """torch compares no numbers of uint16 and uint64."""
     x, lengths, mask = batch(0)
     assert torch.equal(layer_of()(x, lengths=lengths.to(dtype)), layer_of()(x, mask=mask))
@@ -453,7 +453,7 @@ def test_sub_batch_norm_tells_the_other_ranks() -> None:
     run_ranks(2, train)
 
 
-def test_one_element_over_all_ranks() -> None:
+def test_one_element_over_all_ranks_is_an_error() -> None:
     def train(communicator: ThreadCommunicator) -> None:
         mask = torch.zeros(4, L).bool()
         mask[0, 0] = communicator.rank == 0
@@ -463,7 +463,7 @@ def test_one_element_over_all_ranks() -> None:
     run_ranks(2, train)
 
 
-def test_a_mask_on_one_rank_only() -> None:
+def test_a_mask_on_one_rank_only_is_an_error_on_all() -> None:
     """Also where a message is longer than a first one: the second call is another layer's then."""
 
     def run(communicator: ThreadCommunicator) -> str:

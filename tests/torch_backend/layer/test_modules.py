@@ -80,7 +80,7 @@ def test_state_dicts_interchange(dimensions: int, options: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_running_var_of_large_planes(memory_format: torch.memory_format) -> None:
+def test_running_var_keeps_its_digits_on_large_planes(memory_format: torch.memory_format) -> None:
     """torch's own is off by 1e-3 here in channels_last on CPU."""
     x = torch.randn(8, 16, 512, 512, generator=torch.Generator().manual_seed(0))
     x = x.to(memory_format=memory_format)
@@ -90,7 +90,7 @@ def test_running_var_of_large_planes(memory_format: torch.memory_format) -> None
     assert float((layer.running_var / exact - 1).abs().max()) < 1e-6
 
 
-def test_without_bias() -> None:
+def test_a_layer_trains_without_a_bias() -> None:
     layer = make(4, bias=False)
     assert layer.bias is None
     layer(torch.randn(3, 4)).sum().backward()
@@ -98,7 +98,7 @@ def test_without_bias() -> None:
 
 
 @pytest.mark.parametrize("requires", [(0,), (1,), (2,), (0, 1), (1, 2), ()])
-def test_only_wanted_gradients(requires: tuple[int, ...]) -> None:
+def test_only_wanted_gradients_are_computed(requires: tuple[int, ...]) -> None:
     tensors = [torch.randn(5, 3), torch.randn(3), torch.randn(3)]
     for i in requires:
         tensors[i].requires_grad_()
@@ -149,7 +149,7 @@ def errors_of_rank_0(call: Callable[[bool, Any], Any], kind: Any, message: str) 
     run_ranks(2, run)
 
 
-def test_nested_tensors_where_none_can_be() -> None:
+def test_nested_tensors_are_refused_where_none_can_be() -> None:
     """torch raises errors of its own where such a tensor is asked for its shape."""
     x = torch.randn(2, 3, 2)
     calls: list[Callable[[Tensor, Any], Any]] = [
@@ -179,7 +179,7 @@ def test_nested_tensors_where_none_can_be() -> None:
         ({"weighting": "size"}, ValueError, "`weighting` must be one of"),
     ],
 )
-def test_bad_arguments_of_the_function_on_one_rank(
+def test_bad_arguments_of_the_function_are_errors_on_all(
     options: dict[str, Any], error: Any, message: str
 ) -> None:
     def call(wrong: bool, group: Any) -> Any:
@@ -191,7 +191,7 @@ def test_bad_arguments_of_the_function_on_one_rank(
     errors_of_rank_0(call, error, message)
 
 
-def test_bad_parameters_of_the_function() -> None:
+def test_bad_parameters_of_the_function_are_refused() -> None:
     with pytest.raises(ValueError, match=r"2 or more dimensions, \(N, C, \*spatial\).* \(3,\)"):
         sync_batch_norm(torch.ones(3))
     with pytest.raises(TypeError, match=r"must have data: got a tensor on meta. Use a layer"):
@@ -202,7 +202,7 @@ def test_bad_parameters_of_the_function() -> None:
         sync_batch_norm(torch.ones(2, 3), torch.ones(3), torch.ones(4))
 
 
-def test_one_value_per_channel() -> None:
+def test_one_value_per_channel_is_an_error() -> None:
     with pytest.raises(ValueError, match="more than 1 value per channel over all ranks together"):
         make(3)(torch.ones(1, 3))
     with pytest.raises(ValueError, match="more than 1 value per channel"):
@@ -213,7 +213,7 @@ def test_one_value_per_channel() -> None:
 
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("mode", ["training", "compiled", "float16"])
-def test_fused_relu_and_residual(mode: str, with_residual: bool) -> None:
+def test_a_fused_relu_and_residual_equal_separate_ones(mode: str, with_residual: bool) -> None:
     """The numbers and gradients of operations of their own, and the same statistics."""
     fused, plain = (SyncBatchNorm(3, fuse_relu=fuse) for fuse in (True, False))
     generator = torch.Generator().manual_seed(0)
@@ -237,7 +237,9 @@ def test_fused_relu_and_residual(mode: str, with_residual: bool) -> None:
 
 @pytest.mark.parametrize("fuse_relu", [False, True])
 @pytest.mark.parametrize("with_residual", [False, True])
-def test_evaluation_with_a_relu_and_a_residual(*, fuse_relu: bool, with_residual: bool) -> None:
+def test_fused_evaluation_equals_separate_operations(
+    *, fuse_relu: bool, with_residual: bool
+) -> None:
     """The numbers and gradients of torch's own layer, and of operations of their own."""
     generator = torch.Generator().manual_seed(0)
     data = torch.randn(3, 4, 3, 5, 5, dtype=torch.float64, generator=generator)
@@ -284,7 +286,9 @@ def test_evaluation_with_a_relu_and_a_residual(*, fuse_relu: bool, with_residual
         ),
     ],
 )
-def test_a_residual_that_does_not_fit(residual: Any, error: Any, message: str) -> None:
+def test_a_residual_that_does_not_fit_is_an_error_on_all(
+    residual: Any, error: Any, message: str
+) -> None:
     x = torch.randn(4, 3, 2)
     residual = residual() if residual is nested else residual
     errors_of_rank_0(

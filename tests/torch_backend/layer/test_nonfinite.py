@@ -115,7 +115,7 @@ FORMS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_skipped_everywhere(form: str, momentum: float | None) -> None:
+def test_a_skipped_batch_leaves_no_trace_in_any_form(form: str, momentum: float | None) -> None:
     layer = SyncBatchNorm(3, momentum=momentum, nonfinite="skip", fuse_relu=True)
     FORMS[form](layer, bad().nan_to_num(posinf=1.0))
     before = state(layer)
@@ -130,7 +130,7 @@ def test_skipped_everywhere(form: str, momentum: float | None) -> None:
     assert torch.isfinite(FORMS[form](layer, bad().nan_to_num(posinf=1.0))).all()
 
 
-def test_parts_of_a_batch_and_large_inputs() -> None:
+def test_parts_of_a_batch_and_large_inputs_are_skipped() -> None:
     parts = SubBatchNorm2d(2, 3, nonfinite="skip")
     large = SyncBatchNorm(64, nonfinite="skip")  # by threads
     for layer, x in ((parts, bad()), (large, bad(torch.float32, 8, 64, 56, 56))):
@@ -149,7 +149,9 @@ def test_parts_of_a_batch_and_large_inputs() -> None:
         *((torch.bfloat16, "skip", True), (torch.float64, "skip", True)),
     ],
 )
-def test_who_skips(dtype: torch.dtype, nonfinite: Any, skips: bool) -> None:
+def test_dtype_and_nonfinite_say_whether_a_layer_skips(
+    dtype: torch.dtype, nonfinite: Any, skips: bool
+) -> None:
     layer = SyncBatchNorm(3, nonfinite=nonfinite)
     before = state(layer)
     functions = (layer, lambda x: sync_batch_norm(x, nonfinite=nonfinite)[0])
@@ -168,7 +170,7 @@ def test_who_skips(dtype: torch.dtype, nonfinite: Any, skips: bool) -> None:
         SyncBatchNorm(3, nonfinite="ignore")  # type: ignore[arg-type]
 
 
-def test_one_warning_for_the_layers_behind() -> None:
+def test_one_warning_stands_for_the_layers_behind() -> None:
     model = nn.Sequential(nn.Identity(), *(SyncBatchNorm(3, nonfinite="skip") for _ in range(3)))
     for layers_told, x in ((["1"], bad()), (["1"], bad()), ([], bad().nan_to_num(posinf=1.0))):
         with warnings.catch_warnings(record=True) as told:
@@ -181,7 +183,7 @@ def test_one_warning_for_the_layers_behind() -> None:
         model[2:](bad())
 
 
-def test_pools_and_whole_populations() -> None:
+def test_pools_and_populations_leave_skipped_batches_out() -> None:
     good, layer = bad().nan_to_num(posinf=1.0), SyncBatchNorm(3, momentum=1.0, nonfinite="skip")
     right = copy.deepcopy(layer)
     for chosen, batches in ((right, [good, 2 * good]), (layer, [good, bad(), 2 * good])):

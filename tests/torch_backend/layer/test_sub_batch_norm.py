@@ -71,7 +71,9 @@ OPTIONS: list[dict[str, Any]] = [
     spread(OPTIONS, [1, 2, 3, 12], over=[list(DIMENSIONS)]),
     ids=str,
 )
-def test_slowfasts_numbers(dimension: str, num_splits: int, given: dict[str, Any]) -> None:
+def test_all_options_give_slowfasts_numbers(
+    dimension: str, num_splits: int, given: dict[str, Any]
+) -> None:
     """Training, aggregation and evaluation, with all gradients and the state."""
     cls, theirs_cls, shape = DIMENSIONS[dimension]
     if shape == (12, C) and num_splits == 12:
@@ -102,7 +104,7 @@ def test_slowfasts_numbers(dimension: str, num_splits: int, given: dict[str, Any
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dimension", ["2d", "3d"])
-def test_against_the_oracle_in_every_layout(dimension: str, layout: str) -> None:
+def test_each_split_equals_the_oracle_in_every_layout(dimension: str, layout: str) -> None:
     """Each split against the oracle, in float32; the layout of x is that of y and dx."""
     torch.manual_seed(0)
     num_splits = 2
@@ -269,7 +271,7 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
         )
 
 
-def test_set_num_splits() -> None:
+def test_set_num_splits_keeps_the_population() -> None:
     layer = trained(num_splits=4)
     x = torch.randn(8, C, 2, 3, 3)
     buffers = dict(layer.named_buffers())
@@ -389,7 +391,7 @@ def test_the_parts_are_slowfasts(dimension: str, given: dict[str, Any], way: str
 
 @pytest.mark.parametrize("way", [freeze, lambda layer: watch(layer, {})])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_frozen_and_hooked_layers_in_every_layout(layout: str, way: Any) -> None:
+def test_frozen_and_hooked_layers_take_every_layout(layout: str, way: Any) -> None:
     x = LAYOUTS[layout](torch.randn(DIMENSIONS["3d"][2]) + 3)
     results = []
     for y_layout in (LAYOUTS[layout], LAYOUTS["contiguous"]):
@@ -405,7 +407,7 @@ def test_frozen_and_hooked_layers_in_every_layout(layout: str, way: Any) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_dtypes_of_frozen_and_hooked_layers(dtype: torch.dtype) -> None:
+def test_frozen_and_hooked_layers_keep_the_dtype(dtype: torch.dtype) -> None:
     x = torch.randn(8, C, 2, 3, 3)
     for way in (freeze, lambda layer: watch(layer, {})):
         for buffers in (torch.float32, dtype):
@@ -418,7 +420,7 @@ def test_dtypes_of_frozen_and_hooked_layers(dtype: torch.dtype) -> None:
             torch.testing.assert_close(y.float(), expected(x), rtol=0, atol=0.05)
 
 
-def test_a_frozen_layer_and_its_batch() -> None:
+def test_a_frozen_layer_takes_any_batch_that_can_be_split() -> None:
     layer = trained()
     freeze(layer)
     assert layer(torch.zeros(0, C, 2, 3, 3)).shape == (0, C, 2, 3, 3)
@@ -427,7 +429,7 @@ def test_a_frozen_layer_and_its_batch() -> None:
         layer(torch.zeros(3, C, 2, 3, 3))
 
 
-def test_evaluation_with_the_statistics_of_the_batch() -> None:
+def test_evaluation_may_use_the_statistics_of_the_batch() -> None:
     """As test-time adaptation has them: the batch norms of a model in evaluation train."""
     layer = trained(momentum=1.0).eval()
     layer.bn.train()
@@ -492,7 +494,7 @@ def test_an_empty_batch_changes_nothing() -> None:
     assert int(make(2, C, momentum=None)(x).numel()) == 0
 
 
-def test_reset_parameters() -> None:
+def test_reset_parameters_gives_the_state_of_a_new_layer() -> None:
     layer = trained()
     layer.reset_parameters()
     torch.testing.assert_close(layer.state_dict(), make(2, C).state_dict())
@@ -508,7 +510,7 @@ def test_repr_names_the_splits_and_the_conventions() -> None:
     assert "running_var='unbiased_global'" in text
 
 
-def test_bad_arguments() -> None:
+def test_bad_arguments_are_refused() -> None:
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"num_splits": 0}, ValueError, "`num_splits` must be positive: got 0"),
         ({"num_splits": 2.0}, TypeError, r"`num_splits` must be an int: got 2\.0"),
@@ -525,7 +527,7 @@ def test_bad_arguments() -> None:
         make(2, C).set_num_splits(-1)
 
 
-def test_a_batch_that_cannot_be_split() -> None:
+def test_a_batch_that_cannot_be_split_is_refused() -> None:
     for num_splits, batch, message in [
         (2, 7, "got 2 splits for a batch of 7. Drop the last batch or pass num_splits=1 or 7."),
         (
@@ -554,7 +556,7 @@ def test_inputs_of_other_dimensions(training: bool) -> None:
             make(2, C, cls=cls).train(training)(torch.ones(shape))
 
 
-def test_one_value_per_channel_and_split() -> None:
+def test_one_value_per_channel_and_split_is_an_error() -> None:
     message = (
         r"more than 1 value per channel in each of the 2 splits: got 1 over 1 rank\(s\) together, "
         r"with an input of shape \(2, 3\) on rank 0\. Use a larger batch or a smaller `num_splits`"

@@ -120,7 +120,7 @@ def _unchanged_but_statistics(before: dict[str, Any], after: dict[str, Any]) -> 
     )
 
 
-def check_population(world: Communicator) -> None:
+def check_the_population_is_that_of_all_ranks_data(world: Communicator) -> None:
     """Both layers, the one behind a synchronized layer included, against NumPy."""
     for kind in KINDS:
         model = _model(world, kind)
@@ -134,7 +134,7 @@ def check_population(world: Communicator) -> None:
         assert _unchanged_but_statistics(before, model.state_dict()), kind
 
 
-def check_mean_of_var(world: Communicator) -> None:
+def check_mean_of_var_averages_over_all_ranks_batches(world: Communicator) -> None:
     """The mean over all ranks' batches; a synchronized layer's batch is that of its ranks."""
     for kind in KINDS:
         model = _model(world, kind)
@@ -152,7 +152,7 @@ def check_mean_of_var(world: Communicator) -> None:
             )
 
 
-def check_limits(world: Communicator) -> None:
+def check_limits_count_a_ranks_batches_or_all_samples(world: Communicator) -> None:
     """`num_iters` counts a rank's batches, `num_samples` those of all ranks together."""
     sizes = [[len(x) for x in _batches(rank)] for rank in range(world.size)]
     after_two = sum(n for of_rank in sizes for n in of_rank[:2])
@@ -188,7 +188,7 @@ def check_a_refused_input_is_an_error_on_all_ranks(world: Communicator) -> None:
         torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
 
 
-def check_a_layer_that_only_some_ranks_use(world: Communicator) -> None:
+def check_a_layer_that_only_some_ranks_use_is_updated(world: Communicator) -> None:
     """It has seen data, that of those ranks; one that none uses is named."""
     model = nn.ModuleDict({name: nn.BatchNorm1d(C) for name in ("all", "one", "none")})
 
@@ -214,7 +214,7 @@ def check_untracked_layers_are_not_waited_for(world: Communicator) -> None:
 
 
 @only("torchrun")
-def check_ddp(world: Communicator) -> None:
+def check_a_model_in_ddp_gets_the_same_statistics(world: Communicator) -> None:
     """The wrapper's first pass would broadcast buffers: a rank without data has no part in that."""
     for layer, data in (
         (_model(world, "sync"), _loader(world.rank)),
@@ -229,7 +229,7 @@ def check_ddp(world: Communicator) -> None:
         )
 
 
-def check_sync_running_stats(world: Communicator) -> None:
+def check_sync_running_stats_broadcasts_or_pools(world: Communicator) -> None:
     def make() -> Any:
         model: Any = nn.Sequential(nn.BatchNorm1d(C), nn.BatchNorm1d(D).eval(), nn.Linear(2, 2))
         for i, layer in enumerate(model[:2]):

@@ -175,7 +175,7 @@ def test_between_batch_variance_is_what_the_estimators_differ_in() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_high_mean(dtype: torch.dtype) -> None:
+def test_the_variance_keeps_its_digits_at_a_high_mean(dtype: torch.dtype) -> None:
     """N(1e4, 1) in float32, where fvcore's E[x^2] - E[x]^2 gives 0."""
     data = [(torch.randn(50, 2, generator=torch.Generator().manual_seed(i)) + 1e4).to(dtype)
             for i in range(4)]  # fmt: skip
@@ -184,7 +184,7 @@ def test_a_high_mean(dtype: torch.dtype) -> None:
     np.testing.assert_allclose(kept(layer)[1], rows(data).var(1, ddof=1), rtol=1e-5)
 
 
-def test_an_input_that_is_named_last() -> None:
+def test_an_input_that_is_named_last_is_found() -> None:
     bn = SyncBatchNorm(2)
     x = torch.randn(5, 2)
     mask = torch.tensor([True, True, False, True, True])
@@ -217,7 +217,7 @@ def test_a_layer_that_saw_no_data_keeps_its_statistics() -> None:
     assert float(model.unused.running_mean[0]) == 7.0  # type: ignore[index]
 
 
-def test_a_model_without_layers_to_update() -> None:
+def test_a_model_without_layers_to_update_is_warned_of() -> None:
     for model in (nn.Linear(2, 2), Net().eval()):
         before = state(model)
         with pytest.warns(UserWarning, match="no batch norm layer in training mode with running"):
@@ -256,7 +256,9 @@ def test_a_refused_input_is_the_layers_own_error() -> None:
         ({"num_samples": 99}, 3, r"`num_samples` is 99: `data_loader` ended after 12 on all r"),
     ],
 )
-def test_limits_and_short_loaders(limits: Any, used: int, message: str | None) -> None:
+def test_limits_hold_and_short_loaders_are_named(
+    limits: Any, used: int, message: str | None
+) -> None:
     data = batches()
     given: list[Any] = []
 
@@ -292,7 +294,7 @@ def test_empty_batches_count_for_nothing() -> None:
         torch.testing.assert_close(layer.state_dict(), alone.state_dict())
 
 
-def test_batches_without_a_tensor() -> None:
+def test_batches_without_a_tensor_cannot_be_counted() -> None:
     with pytest.raises(TypeError, match=r"`num_samples` needs batches with a tensor.*got list. Pa"):
         precise(nn.BatchNorm2d(3), [[1, "a"]], num_samples=5)
 
@@ -313,7 +315,7 @@ class Stream(IterableDataset[Any]):
     ids=["batch_size=None", "iterable", "batch_sampler", "shuffled"],
 )
 @pytest.mark.parametrize("progress", [True, False])
-def test_loaders(loader: Any, progress: bool) -> None:
+def test_any_kind_of_loader_is_taken(loader: Any, progress: bool) -> None:
     model = Net()
     before = state(model)
     given: list[Any] = []
@@ -327,7 +329,7 @@ def test_loaders(loader: Any, progress: bool) -> None:
     assert_same(state(model), before, but=("bn1.", "bn2."))
 
 
-def test_under_autocast() -> None:
+def test_under_autocast_moments_are_taken_in_float32() -> None:
     """The moments of what the layers are shown, in bfloat16, are taken in float32."""
     model = Net()
     data = batches()
@@ -340,7 +342,7 @@ def test_under_autocast() -> None:
     assert model.bn2.running_var.dtype == torch.float32
 
 
-def test_half_models() -> None:
+def test_half_models_keep_their_dtype() -> None:
     layer = SyncBatchNorm(3).to(torch.bfloat16)
     data = [x.to(torch.bfloat16) for x in batches()]
     precise(layer, data)
@@ -352,7 +354,9 @@ def test_half_models() -> None:
 # torch 2.15 asks an activation that a compiled module gets for its gradient.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("inside", [True, False])
-def test_compiled_models(inside: bool, request: pytest.FixtureRequest) -> None:
+def test_compiled_models_get_the_statistics_of_plain_ones(
+    inside: bool, request: pytest.FixtureRequest
+) -> None:
     """Code that was compiled before would not see the hooks."""
     request.addfinalizer(torch.compiler.reset)  # Dynamo remembers functions that it gave up
     compiled, plain = Net(), Net()

@@ -92,7 +92,7 @@ def check_undoing_does_not_communicate(world: Communicator) -> None:
     assert len(counting.take()) == 4 * BLOCKS - 2  # all but those of the last G
 
 
-def check_an_empty_rank(world: Communicator) -> None:
+def check_an_empty_rank_takes_part(world: Communicator) -> None:
     """The last rank holds nothing, and takes part."""
     results = []
     for mode in MODES:
@@ -105,7 +105,7 @@ def check_an_empty_rank(world: Communicator) -> None:
 
 
 @only("torchrun")
-def check_defect_13_distributed_data_parallel(world: Communicator) -> None:
+def check_defect_13_ddp_trains_like_the_whole_batch(world: Communicator) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     whole = _whole(world)
@@ -128,7 +128,7 @@ def check_defect_13_distributed_data_parallel(world: Communicator) -> None:
 
 
 @only("torchrun")
-def check_accumulating_without_synchronization(world: Communicator) -> None:
+def check_gradients_accumulate_without_synchronization(world: Communicator) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     results = []

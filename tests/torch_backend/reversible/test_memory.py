@@ -17,7 +17,7 @@ from multibn.torch_backend.reversible import (  # noqa: E402
 KB = 1024
 
 
-def test_bytes_by_hand() -> None:
+def test_bytes_are_those_counted_by_hand() -> None:
     weight = nn.Parameter(torch.ones(KB))  # 4 KB
     x = torch.ones(KB)
 
@@ -44,7 +44,7 @@ def test_what_ends_as_a_gradient_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("attention", ["default", "explicit"])
-def test_a_published_model(attention: str) -> None:
+def test_a_published_model_needs_less_than_an_eighth(attention: str) -> None:
     """Table 1 of the paper has 66.5 and 8.8 MB an image for Rev-ViT-S, on a GPU."""
     from benchmarks.reversible import ATTENTION
 

@@ -242,7 +242,7 @@ def test_defect_02_a_seed_makes_drop_path_reproducible() -> None:
 
 
 @pytest.mark.parametrize("pair", [random_pair, attention_and_mlp])
-def test_defect_03_two_forwards_before_backward(
+def test_defect_03_two_forwards_may_come_before_backward(
     pair: Callable[[], tuple[nn.Module, nn.Module]],
 ) -> None:
     others = inputs(seed=5)
@@ -330,7 +330,7 @@ def test_defect_06_a_weight_used_again_under_the_same_autocast_gets_its_gradient
     assert error(results[1].gradients, results[0].gradients) < 5e-3
 
 
-def test_defect_07_eval_between_forward_and_backward() -> None:
+def test_defect_07_eval_before_backward_changes_nothing() -> None:
     def evaluated(model: Any, xs: Sequence[Tensor]) -> Sequence[Tensor]:
         ys = model(*xs)
         model.eval()
@@ -370,7 +370,7 @@ def test_defect_10_autograd_grad_has_no_side_effects() -> None:
     assert error(gradients[1], gradients[0]) < 1e-13
 
 
-def test_defect_11_inputs_that_need_no_gradient() -> None:
+def test_defect_11_inputs_may_need_no_gradient() -> None:
     stored = expect_stored_run(lambda model, xs: step(model, [x.detach() for x in xs]))
     assert [g is None for g in stored.gradients[:3]] == [True, True, False]
 
@@ -486,7 +486,7 @@ def test_hooks_of_parameters_run_once() -> None:
     assert sorted(calls) == sorted(2 * [name for name, _ in model.named_parameters()])
 
 
-def test_modules_shared_between_blocks() -> None:
+def test_modules_may_be_shared_between_blocks() -> None:
     results = []
     for mode in MODES:
         torch.manual_seed(0)
@@ -507,7 +507,7 @@ def test_parameters_that_are_frozen_or_unused_get_none() -> None:
     assert sum(g is None for g in stored.gradients) == 19
 
 
-def test_trained_behind_frozen_blocks() -> None:
+def test_frozen_blocks_in_front_are_not_run_again() -> None:
     """Nothing before the first trained half is run again."""
     model = build("reversible", depth=4)
     model.layers[:2].requires_grad_(False)
@@ -518,7 +518,7 @@ def test_trained_behind_frozen_blocks() -> None:
     assert calls == [0, 1, 2, 3, 3, 2]
 
 
-def test_backward_twice_with_retain_graph() -> None:
+def test_backward_runs_twice_with_retain_graph() -> None:
     def twice(model: Any, xs: Sequence[Tensor]) -> Sequence[Tensor]:
         ys = model(*xs)
         loss = loss_of(*ys)
@@ -543,7 +543,7 @@ def test_no_stream_is_left_after_backward() -> None:
 
 
 @pytest.mark.parametrize("stream", [0, 1])
-def test_a_loss_on_one_stream(stream: int) -> None:
+def test_a_loss_may_be_on_one_stream(stream: int) -> None:
     def of_one(model: Any, xs: Sequence[Tensor]) -> Sequence[Tensor]:
         ys = model(*xs)
         ys[stream].square().sum().backward()
@@ -591,7 +591,7 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("norm", [foreign, own])
 @pytest.mark.parametrize("where", ["inside", "around", "around reentrant"])
-def test_with_checkpoints(where: str, norm: Callable[[int], nn.Module]) -> None:
+def test_checkpoints_may_be_inside_or_around(where: str, norm: Callable[[int], nn.Module]) -> None:
     def pair() -> tuple[nn.Module, nn.Module]:
         f, g = (Mlp(8, ChannelsFirst(norm(16)), nn.Dropout(0.3)) for _ in range(2))
         if where == "inside":
@@ -611,7 +611,7 @@ def test_with_checkpoints(where: str, norm: Callable[[int], nn.Module]) -> None:
 
 # torch's compiler hides this warning from users, but not from a filter that makes it an error.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_compiled_modules_inside() -> None:
+def test_modules_inside_may_be_compiled() -> None:
     stored = train(build("stored"))
     model = build("reversible")
     for layer in model.layers:
@@ -662,7 +662,7 @@ def test_a_buffer_that_was_modified_is_an_error() -> None:
 # Inverse, options
 
 
-def test_inverse() -> None:
+def test_inverse_finds_the_inputs_in_evaluation() -> None:
     model = build("reversible", pair=lambda: norm_pair(own), depth=6, drop_path=0.5)
     model(*inputs())
     model.eval()
@@ -686,7 +686,9 @@ def test_without_gradients_nothing_is_kept() -> None:
 @pytest.mark.parametrize(
     "dtype, wide", [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)]
 )
-def test_streams_wider_than_what_modules_see(dtype: torch.dtype, wide: torch.dtype) -> None:
+def test_wider_streams_give_the_numbers_of_the_stored_run(
+    dtype: torch.dtype, wide: torch.dtype
+) -> None:
     """The recomputation then sees the numbers of the first pass, and what is left is rounding."""
     results = []
     for mode, stream_dtype in [("stored", wide), ("reversible", wide), ("reversible", None)]:
@@ -702,7 +704,7 @@ def test_streams_wider_than_what_modules_see(dtype: torch.dtype, wide: torch.dty
     assert error(narrow.gradients, stored.gradients) > 0
 
 
-def test_copies_and_pickles_after_a_forward_pass() -> None:
+def test_copies_and_pickles_work_after_a_forward_pass() -> None:
     model = build("reversible", drop_path=0.1)
     model(*inputs())
     expected = train(copy.deepcopy(model))
@@ -712,7 +714,7 @@ def test_copies_and_pickles_after_a_forward_pass() -> None:
     }
 
 
-def test_options_that_do_not_fit() -> None:
+def test_options_that_do_not_fit_are_refused() -> None:
     blocks = [attention_and_mlp()]
     x = torch.zeros(2, 3, 8)
     with pytest.raises(ValueError, match="`drop_path` must have a probability for each of the 1 b"):

@@ -56,7 +56,9 @@ def is_recomputed(model: Any) -> bool:
     "mode, training, evaluation",
     [("auto", True, False), ("reversible", True, True), ("stored", False, False)],
 )
-def test_where_activations_are_recomputed(mode: str, training: bool, evaluation: bool) -> None:
+def test_mode_and_training_say_what_is_recomputed(
+    mode: str, training: bool, evaluation: bool
+) -> None:
     model = build(mode)
     assert is_recomputed(model) == training
     model.eval()
@@ -65,7 +67,7 @@ def test_where_activations_are_recomputed(mode: str, training: bool, evaluation:
     assert is_recomputed(model) == training
 
 
-def test_second_order_in_evaluation() -> None:
+def test_second_order_works_in_evaluation() -> None:
     def penalty_gradients(model: Any) -> tuple[Tensor, ...]:
         parameters = list(model.parameters())
         first = torch.autograd.grad(summed(model), parameters, create_graph=True)
@@ -79,7 +81,7 @@ def test_second_order_in_evaluation() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch's own use
-def test_forward_mode_and_vmap_in_evaluation() -> None:
+def test_forward_mode_and_vmap_work_in_evaluation() -> None:
     model = build().eval()
     x1, x2 = inputs()
     tangent = torch.func.jvp(lambda x: model(x, x2)[0], (x1,), (x2,))[1]
@@ -123,7 +125,9 @@ def compiler() -> Iterator[Callable[..., Any]]:
 
 
 @pytest.mark.parametrize("mode, training", [("auto", False), ("stored", False), ("stored", True)])
-def test_one_compiled_graph(mode: str, training: bool, compiler: Callable[..., Any]) -> None:
+def test_blocks_without_recomputation_compile_to_one_graph(
+    mode: str, training: bool, compiler: Callable[..., Any]
+) -> None:
     model = build(mode).train(training)
     compiled = summed(compiler(model, fullgraph=True))
     assert torch.equal(compiled, summed(model))

@@ -254,7 +254,7 @@ def check_the_hook_averages_as_ever(world: Communicator) -> None:
         assert len(counting.take()) > (3 if "bucket_cap_mb" in mode else 2), mode
 
 
-def check_the_hook_outside_of_the_usual(world: Communicator) -> None:
+def check_the_hook_refuses_what_it_cannot_average(world: Communicator) -> None:
     """Copies train without the hook, as with torch's hooks; sums in 16 bits do not overflow."""
     ddp = DistributedDataParallel(convert_sync_batchnorm(_Net()))
     register_allreduce_hook(ddp)

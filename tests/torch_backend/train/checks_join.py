@@ -103,7 +103,7 @@ def check_uneven_training_equals_one_process(world: Communicator) -> None:
             torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12, msg=name)
 
 
-def check_the_mean_of_the_losses(world: Communicator) -> None:
+def check_the_mean_of_the_losses_is_that_of_all_samples(world: Communicator) -> None:
     counting = CountingCommunicator(world)
     with join(nn.Flatten(), counting) as joined:
         step = next(iter(joined(_batches(world.rank))))["target"].double()
@@ -116,7 +116,7 @@ def check_the_mean_of_the_losses(world: Communicator) -> None:
     assert messages == [world.size + 1, 1, world.size + 1]
 
 
-def check_a_rank_without_any_batch(world: Communicator) -> None:
+def check_a_rank_without_any_batch_takes_part(world: Communicator) -> None:
     """It learns what a batch looks like from another, and trains with it."""
     last = world.size - 1
     model = convert_sync_batchnorm(_network(), world)
@@ -171,7 +171,7 @@ def check_errors_are_raised_on_all_ranks(world: Communicator) -> None:
         _loop([] if guilty else unpicklable, world)
 
 
-def check_breaking_off(world: Communicator) -> None:
+def check_breaking_off_on_one_rank_is_an_error_on_all(world: Communicator) -> None:
     """On one rank it is an error on all, unless nobody has a batch left; on all it is none."""
     culprit = world.size - 1
     guilty = world.rank == culprit
@@ -198,7 +198,7 @@ def check_ddps_own_join_is_refused(world: Communicator) -> None:
     train(enable=False)
 
 
-def check_who_takes_part(world: Communicator) -> None:
+def check_the_largest_group_of_layers_takes_part(world: Communicator) -> None:
     """Without a group: the ranks of the largest group of layers."""
     alone = world.split(world.rank)
     counting = CountingCommunicator(world)
@@ -305,7 +305,7 @@ def check_a_perturbed_element_is_found(world: Communicator) -> None:
         assert words in str(caught.value)
 
 
-def check_models_of_other_structure(world: Communicator) -> None:
+def check_models_of_other_structure_are_an_error(world: Communicator) -> None:
     model = _network()
     if world.rank == 1:
         model[5] = nn.Linear(16, 6, dtype=torch.float64)

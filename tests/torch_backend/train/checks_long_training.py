@@ -28,7 +28,7 @@ def _batches(rng: np.random.Generator, size: int, unlucky: int, how: str) -> lis
             for r, (n, s) in enumerate(zip(counts, scale, strict=True))]  # fmt: skip
 
 
-def check_a_thousand_steps_with_trouble(world: Communicator) -> None:
+def check_a_thousand_steps_with_trouble_stay_exact(world: Communicator) -> None:
     """Buffers equal on all ranks to the last bit, and those of one process with all the data."""
     layer = SyncBatchNorm(FEATURES, process_group=world, dtype=torch.float64)
     oracle = nn.BatchNorm1d(FEATURES, dtype=torch.float64)

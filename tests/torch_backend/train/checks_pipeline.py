@@ -83,7 +83,7 @@ def check_the_guide_trains_like_one_process(world: Communicator) -> None:
     assert model[1].num_batches_tracked == 3
 
 
-def check_stages_that_share_the_default_group(world: Communicator) -> None:
+def check_stages_that_share_the_default_group_are_an_error(world: Communicator) -> None:
     """Every rank gets an error that names the layer and the ranks that do not come."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     pp = mesh["pp"]

@@ -57,7 +57,7 @@ def _checkpointed(layers: Any, xs: Any) -> Any:
     return checkpoint(run, *xs, use_reentrant=False, context_fn=checkpoint_contexts)
 
 
-def check_numbers_and_messages(world: Communicator) -> None:
+def check_one_message_gives_the_numbers_of_layers_apart(world: Communicator) -> None:
     """Of an uneven batch, a rank without any, in each weighting; also in a checkpointed block."""
     for weighting in ("element", "sample", "rank"):
         results, messages = [], []

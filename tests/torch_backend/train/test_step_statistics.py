@@ -109,7 +109,7 @@ class OfOwnFactor(nn.BatchNorm1d):
         return F.batch_norm(input, mean, var, self.weight, self.bias, self.training, 0.7, self.eps)
 
 
-def test_a_converted_layer_with_a_momentum_of_its_own() -> None:
+def test_a_layer_may_have_a_momentum_of_its_own() -> None:
     layers = [convert_sync_batchnorm(OfOwnFactor(4).double(), SingleProcess()) for _ in "abc"]
     compiled: Any = torch.compile(layers[2], backend="aot_eager")
     xs = data([(4, 0), (2, 0)], 0)
@@ -125,7 +125,7 @@ def test_a_converted_layer_with_a_momentum_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_buffers_that_are_replaced_inside_of_the_step(when: str) -> None:
+def test_a_step_moves_buffers_that_were_replaced_inside_of_it(when: str) -> None:
     layer, expected = (SyncBatchNorm(4, process_group=SingleProcess()) for _ in "ab")
     (x,) = data([(6, 0)], 0)
     with step_statistics(layer):
@@ -144,7 +144,7 @@ def test_buffers_that_are_replaced_inside_of_the_step(when: str) -> None:
     assert layer.running_mean is None
 
 
-def test_a_layer_used_twice_and_forward_passes_of_parts() -> None:
+def test_all_uses_of_a_layer_are_one_step() -> None:
     """All uses of a layer are one step; the order of passes does not matter."""
     layer, expected = (SyncBatchNorm(4, process_group=SingleProcess()).double() for _ in "ab")
     model = nn.Sequential(layer, nn.Tanh(), layer)
@@ -165,7 +165,7 @@ def test_a_layer_used_twice_and_forward_passes_of_parts() -> None:
         assert relative_error(got, want) < 1e-12
 
 
-def test_evaluation_during_a_step() -> None:
+def test_evaluation_during_a_step_adds_nothing() -> None:
     """It uses the running statistics from before the step, and adds nothing."""
     layer, expected = (SyncBatchNorm(4, process_group=SingleProcess()).double() for _ in "ab")
     (x, z) = data([(6, 0), (3, 0)], 0)
@@ -210,7 +210,7 @@ def test_a_step_inside_of_a_step_belongs_to_the_outer_one() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Dynamo itself
-def test_a_compiled_model() -> None:
+def test_a_model_is_compiled_again_for_steps_once_only() -> None:
     """It is compiled again for steps, and once only; outside of steps it updates at once."""
     torch._dynamo.reset()
     model = nn.Sequential(
@@ -242,7 +242,7 @@ def test_a_compiled_model() -> None:
     assert model[0].num_batches_tracked == 4
 
 
-def test_a_model_without_layers_of_this_package() -> None:
+def test_a_model_without_layers_of_this_package_is_refused() -> None:
     with (
         pytest.raises(
             ValueError, match=r"must have a layer of multibn\.torch_backend: got none in"

@@ -87,7 +87,7 @@ class _Together(nn.Module):
 
 
 @pytest.mark.parametrize("wanted", [(), (0,), (1, 2)])
-def test_only_wanted_gradients(wanted: tuple[int, ...]) -> None:
+def test_only_wanted_gradients_are_computed(wanted: tuple[int, ...]) -> None:
     counting = CountingCommunicator(SingleProcess())
     layers = _layers(process_group=counting)
     xs = [x.requires_grad_(k in wanted) for k, x in enumerate(_inputs())]
@@ -97,7 +97,7 @@ def test_only_wanted_gradients(wanted: tuple[int, ...]) -> None:
     assert counting.take()[1:] == ([sum(2 * channels[k] for k in wanted)] if wanted else [])
 
 
-def test_an_output_that_is_not_used() -> None:
+def test_an_output_that_is_not_used_adds_no_gradient() -> None:
     layers, xs = _layers(), _inputs()
     normalize_together(layers, xs)[0].pow(3).sum().backward()
     expected = _inputs()
@@ -152,14 +152,16 @@ class _Own(SyncBatchNorm):
         ),
     ],
 )
-def test_layers_that_do_not_fit(layers: Any, num_inputs: int, error: Any, message: str) -> None:
+def test_layers_that_do_not_fit_are_refused(
+    layers: Any, num_inputs: int, error: Any, message: str
+) -> None:
     with pytest.raises(error, match=message):
         normalize_together(layers, [torch.ones(2, 3, 4, 4)] * num_inputs)
 
 
 @pytest.mark.parametrize("position", [0, 1])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_inputs_that_do_not_fit(position: int, frozen: bool) -> None:
+def test_inputs_that_do_not_fit_are_refused(position: int, frozen: bool) -> None:
     layers = _layers()[:2]
     layers[1].train(not frozen)
     xs: list[Any] = _inputs()[:2]

@@ -43,7 +43,7 @@ def tree(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_sizes(name: Any) -> None:
+def test_published_models_have_their_sizes(name: Any) -> None:
     with torch.device("meta"):
         model = published_rev_mvit(name).eval()
         x = (
@@ -58,7 +58,7 @@ def test_published_sizes(name: Any) -> None:
 
 
 @pytest.mark.parametrize("name", YAML)
-def test_published_yaml(name: Any) -> None:
+def test_published_yaml_gives_the_published_model(name: Any) -> None:
     path = DATA / f"{name}.yaml"
     with torch.device("meta"):
         config = published_rev_mvit(name).config
@@ -69,7 +69,7 @@ def test_published_yaml(name: Any) -> None:
     assert RevMViTConfig.from_slowfast(str(path)) == config
 
 
-def test_published_yaml_of_kinetics() -> None:
+def test_published_yaml_of_kinetics_is_read_with_a_warning() -> None:
     """It turns a cls token on, and holds tuples, which yaml reads as strings."""
     with pytest.warns(UserWarning, match=CLS):
         config = RevMViTConfig.from_slowfast(DATA / "rev_mvit_b_16x4.yaml")
@@ -92,7 +92,7 @@ def test_options_replace_the_published_ones() -> None:
     assert (model.config.depth, model.config.drop_path_mode) == (2, "whole")
 
 
-def test_all_kinds_of_configs() -> None:
+def test_all_kinds_of_configs_are_read_alike() -> None:
     from omegaconf import OmegaConf
     from yacs.config import CfgNode
 
@@ -110,7 +110,7 @@ def test_all_kinds_of_configs() -> None:
         assert hash(found) == hash(expected)  # no list is left in it
 
 
-def test_reversible_mvit_in_another_model() -> None:
+def test_reversible_mvit_fits_into_another_model() -> None:
     """The original's signature: a config, and a module with five attributes."""
     cfg = tree()
     geometry = vars(Geometry(RevMViTConfig.from_slowfast(cfg)))
@@ -129,7 +129,7 @@ def test_reversible_mvit_in_another_model() -> None:
     assert prefixed == {name for name in whole if name.startswith("rev_backbone")}
 
 
-def test_wide_strides() -> None:
+def test_wide_strides_need_no_kernel() -> None:
     """Without a kernel, max pooling of stride 3 meets the grid of the queries."""
     options = {**SMALL, "crop_size": 36, "pool_kvq_kernel": None, "res_path": "max"}
     options |= {"pool_q_stride": ((1, 1, 3, 3), (3, 1, 2, 2))}
@@ -181,7 +181,7 @@ def test_wide_strides() -> None:
         ({"embed_dim": 24, "use_fixed_sincos_pos": True}, r"`embed_dim` must be a multiple of 16"),
     ],
 )
-def test_refused(options: dict[str, Any], message: str) -> None:
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RevMViT(RevMViTConfig(**{**SMALL, **options}))
 
@@ -196,6 +196,6 @@ def test_refused(options: dict[str, Any], message: str) -> None:
         (tree(NORM="batch"), r"`norm` must be one of 'layernorm', .* got 'batch'"),
     ],
 )
-def test_refused_config(cfg: dict[str, Any], message: str) -> None:
+def test_configs_that_do_not_fit_are_refused(cfg: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RevMViT.from_config(cfg)

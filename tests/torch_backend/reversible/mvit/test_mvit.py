@@ -64,7 +64,7 @@ def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", REFERENCE)
-def test_original(name: str, mode: Any) -> None:
+def test_the_model_gives_the_originals_numbers(name: str, mode: Any) -> None:
     case = REFERENCE[name]
     model = RevMViT.from_config(reference.slowfast_config(case), mode=mode).double()
     shapes = {key: list(value.shape) for key, value in model.state_dict().items()}
@@ -107,7 +107,7 @@ def test_original(name: str, mode: Any) -> None:
     ],
     ids=lambda options: " ".join(key for key in options if key not in VIDEO or key == "num_frames"),
 )
-def test_reversible_is_stored(options: dict[str, Any]) -> None:
+def test_reversible_mode_gives_the_numbers_of_stored_mode(options: dict[str, Any]) -> None:
     x = images(3, options.get("crop_size", 32))
     x = x if options.get("patch_2d", True) else torch.stack([x, x.flip(3), -x, x.flip(2)], dim=2)
     results = []
@@ -196,7 +196,7 @@ def test_defect_15_model_is_picklable(fusion: str) -> None:
     step(model.train(), images(2))
 
 
-def test_defect_18_res_path_max() -> None:
+def test_defect_18_res_path_max_pools_the_residual() -> None:
     model = small(res_path="max")
     _, grads = step(model, images())
     assert len(grads) == len(list(model.parameters()))
@@ -211,7 +211,7 @@ def test_defect_18_res_path_max() -> None:
 
 @pytest.mark.parametrize("fusion", ["add", "avg", "max", "min"])
 @pytest.mark.parametrize("mean_first", [False, True])
-def test_defect_18_fusions_that_halve_the_width(fusion: str, mean_first: bool) -> None:
+def test_defect_18_fusions_may_halve_the_width(fusion: str, mean_first: bool) -> None:
     model = small(respath_fuse=fusion, use_mean_pooling=mean_first)
     assert model.norm.weight.shape == (64,)
     _, grads = step(model, images())
@@ -275,7 +275,7 @@ def test_defect_20_any_batch_norm_fits(kind: str, options: dict[str, Any]) -> No
 # --- norms --------------------------------------------------------------------------------------
 
 
-def test_norm_by_role() -> None:
+def test_a_norm_can_be_chosen_by_its_role() -> None:
     roles = []
 
     def norm(dim: int, role: Any) -> nn.Module:
@@ -300,7 +300,7 @@ def test_batch_norms_can_be_converted() -> None:
 # --- the classifier -----------------------------------------------------------------------------
 
 
-def test_other_resolutions() -> None:
+def test_images_may_have_other_resolutions() -> None:
     """Without position embeddings, weights know nothing of the size of the image."""
     options: dict[str, Any] = {"use_abs_pos": False}
     y = small(**options)(images(2, 64))
@@ -310,7 +310,7 @@ def test_other_resolutions() -> None:
     assert len(grads) == len(list(model.parameters()))
 
 
-def test_head() -> None:
+def test_the_head_activates_in_evaluation_only() -> None:
     x = images(2)
     with torch.no_grad():  # with gradients, attention is another kernel in evaluation
         logits = small(head_act="none").eval()(x)
@@ -324,7 +324,7 @@ def test_head() -> None:
 
 
 @torch.no_grad()
-def test_initial_weights() -> None:
+def test_initial_weights_have_their_scale() -> None:
     torch.manual_seed(0)
     config = small().config
     weights = RevMViT(config).state_dict()
@@ -340,7 +340,7 @@ def test_initial_weights() -> None:
     assert not any(p.any() for p in silent.head.parameters())
 
 
-def test_no_weight_decay() -> None:
+def test_no_weight_decay_names_the_positions() -> None:
     names = small(rel_pos_spatial=True).no_weight_decay()
     assert "pos_embed" in names
     assert "rev_backbone.layers.4.F.attn.rel_pos_h" in names
@@ -348,7 +348,7 @@ def test_no_weight_decay() -> None:
     assert small(zero_decay_pos_cls=False).no_weight_decay() == []
 
 
-def test_input_of_another_kind() -> None:
+def test_input_of_another_kind_is_refused() -> None:
     with pytest.raises(ValueError, match=r"`x` must be images \(B, C, H, W\).*\(3, 32, 32\)"):
         small()(images(1)[0])
     with pytest.raises(ValueError, match=r"`x` must be video \(B, C, T, H, W\) with"):

@@ -46,7 +46,7 @@ def test_sub_batch_norm_splits_samples() -> None:
         torch.testing.assert_close(y[part].mean((0, 1, 2)), torch.zeros(5, dtype=torch.float64))
 
 
-def test_relative_positions() -> None:
+def test_relative_positions_read_the_vector_of_their_distance() -> None:
     """Each pair of positions reads the vector of its distance, in steps of the finer grid."""
     q = torch.randn(1, 1, 2 * 4, 3, dtype=torch.float64)  # 1 frame, 2 rows, 4 columns
     rows = torch.randn(2 * 4 - 1, 3, dtype=torch.float64)
@@ -60,7 +60,7 @@ def test_relative_positions() -> None:
             assert bias[0, 0, at, key] == pytest.approx(float(q[0, 0, at] @ vector))
 
 
-def test_relative_positions_of_another_grid() -> None:
+def test_relative_positions_are_resized_to_another_grid() -> None:
     table = torch.linspace(-1, 1, 5, dtype=torch.float64)[:, None]  # distances of 3 positions
     q = torch.ones(1, 1, 6, 1, dtype=torch.float64)
     bias = relative_position_bias(q, (1, 1, 6), (1, 1, 6), (None, None, table))
@@ -69,7 +69,7 @@ def test_relative_positions_of_another_grid() -> None:
     assert bias.max() == 1
 
 
-def test_sines_and_cosines() -> None:
+def test_sines_and_cosines_encode_each_axis() -> None:
     table = sincos_positions(32, (2, 3, 4)).unflatten(1, (2, 3, 4))[0]
     for t, h, w in [(0, 0, 0), (1, 2, 3), (1, 0, 2)]:
         code = []
@@ -79,7 +79,7 @@ def test_sines_and_cosines() -> None:
         assert table[t, h, w].tolist() == pytest.approx(code)
 
 
-def test_positions_of_another_grid() -> None:
+def test_positions_are_resized_to_another_grid() -> None:
     ramp = torch.arange(4.0).repeat(2, 3, 1)[..., None].flatten(0, 2)[None]  # by column
     wider = resize_positions(ramp, (2, 3, 4), (2, 6, 8)).unflatten(1, (2, 6, 8))
     assert wider[0, 1, 3, :, 0].tolist() == [0, 0.25, 0.75, 1.25, 1.75, 2.25, 2.75, 3]
@@ -89,7 +89,7 @@ def test_positions_of_another_grid() -> None:
 @pytest.mark.parametrize(
     "mode", ["add", "avg", "max", "min", "concat", "concat_linear", "ln+concat_linear_0.5_0.1"]
 )
-def test_fusion(mode: str) -> None:
+def test_each_fusion_computes_its_formula(mode: str) -> None:
     a, b = torch.randn(2, 3, 5, 4).unbind()
     x = torch.cat([a, b], dim=-1)
     fusion = TwoStreamFusion(mode, 8, layer_norm).eval()
