@@ -45,15 +45,17 @@ def forward(
     ValueError, on every rank, if the ranks hold one value per channel together.
     """
     select = select or kernels.select
-    options: Any = {"weighting": weighting, "select": select, "needs_gradient": needs_gradient}
-    if not recompute.state.stack:
-        return share(inputs, communicator, **options)
-    batches = recompute.replayed([statistics.channels(i.x.shape, i.axis) for i in inputs])
-    if batches is not None:
-        pairs = zip(inputs, batches, strict=True)
-        return [(select(i.x).normalize(i, batch), batch) for i, batch in pairs]
-    results = share(inputs, communicator, **options)
-    recompute.record([batch for _, batch in results], inputs, communicator)
+    recomputes = bool(recompute.state.stack)
+    if recomputes:
+        batches = recompute.replayed([statistics.channels(i.x.shape, i.axis) for i in inputs])
+        if batches is not None:
+            pairs = zip(inputs, batches, strict=True)
+            return [(select(i.x).normalize(i, batch), batch) for i, batch in pairs]
+    results = share(
+        inputs, communicator, weighting=weighting, select=select, needs_gradient=needs_gradient
+    )
+    if recomputes:
+        recompute.record([batch for _, batch in results], inputs, communicator)
     return results
 
 
