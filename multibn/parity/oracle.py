@@ -57,6 +57,7 @@ def batch_norm(
     p = np.concatenate(shares)[:, None]
     p = p / p.sum()
     mean = (p * x).sum(0)
+    mean = mean + (p * (x - mean)).sum(0)  # what the first sum has rounded away
     var = (p * (x - mean) ** 2).sum(0)
     std = np.sqrt(var + eps)
     xhat = (x - mean) / std

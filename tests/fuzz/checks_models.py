@@ -50,6 +50,9 @@ def check_steps_of_models_of_one_architecture(world: Communicator) -> None:
             wrong_step, wrong_rank = rng.integers(6), rng.integers(world.size)
             for step in range(3):
                 mine, other = (orders[n] for n in rng.choice(len(orders), 2, replace=False))
+                originals = [[models[n].built.number for n in order] for order in (mine, other)]
+                if step == wrong_step == 0 and originals[0] == originals[1]:
+                    break  # copies that change places at first may pass: docs/guides/when-it-fails
                 if step == wrong_step:
                     with pytest.raises(RuntimeError, match="the ranks are in different"):
                         _step(models, other if world.rank == wrong_rank else mine, step)
