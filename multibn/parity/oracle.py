@@ -56,9 +56,9 @@ def batch_norm(
     shares = [np.full(n, a / max(n, 1)) for n, a in zip(counts, weights, strict=True)]
     p = np.concatenate(shares)[:, None]
     p = p / p.sum()
-    mean = (p * x).sum(0)
-    mean = mean + (p * (x - mean)).sum(0)  # what the first sum has rounded away
-    var = (p * (x - mean) ** 2).sum(0)
+    mean = _sum(p * x)
+    mean = mean + _sum(p * (x - mean))  # what the first sum has rounded away
+    var = _sum(p * (x - mean) ** 2)
     std = np.sqrt(var + eps)
     xhat = (x - mean) / std
     dweight, dbias = (dy * xhat).sum(0), dy.sum(0)
@@ -67,6 +67,12 @@ def batch_norm(
     stops = np.cumsum(counts)[:-1]
     ys, dxs = (list(map(_unrows, np.split(rows, stops), masks)) for rows in (y, dx))
     return Result(ys, dxs, dweight, dbias, mean, var, len(x))
+
+
+def _sum(rows: Array) -> Array:
+    """Over axis 0, in pairs, as NumPy adds along contiguous axes; one by one, equal terms drift."""
+    total: Array = np.ascontiguousarray(rows.T).sum(1)
+    return total
 
 
 def running(
