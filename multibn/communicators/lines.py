@@ -2,9 +2,8 @@
 
 A line is a way between all ranks of a group for messages of one length, so that unlike messages
 never meet, neither with each other nor with what else the program sends. A transport opens lines
-and moves bytes; where each line takes much, layers of nearly one width share a line, and zeros
-before their messages bring these to the line's length. All else stands here once: which lines are
-open, what the ranks agree on, deadlines and notices (see `watch`), and the end of the program.
+and moves bytes. All else stands here once: which lines are open, deadlines and notices (see
+`watch`), and the end of the program.
 """
 
 import atexit
@@ -14,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from functools import cache, partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 from weakref import WeakSet
 
 import numpy as np
@@ -59,10 +58,6 @@ class Transport(ABC):
         All messages of the line are sent from `buffer`, unless that is None. `timeout` is the
         deadline of the messages, in seconds.
         """
-
-    def line_length(self, length: int) -> int:
-        """The length of the line that carries a layer's messages of `length` numbers."""
-        return length
 
     @property
     @abstractmethod
@@ -113,14 +108,6 @@ class Opening:
         return self.line is not None
 
 
-class _Buffer(NamedTuple):
-    """The memory of a line, as layers use it whose messages have one length."""
-
-    message: HostArray
-    padding: HostArray | None  # before the message
-    begin: Callable[[], Done]  # sums both
-
-
 class Lines:
     """The lines of one group of processes, which all handles of the group share."""
 
@@ -130,8 +117,8 @@ class Lines:
         self.rank, self.size = transport.rank, transport.size
         self.watch = Watch(self.rank, self.size, transport.known)
         self._open: dict[int, Line] = {}
-        self._buffers: dict[int, _Buffer] = {}  # by the length of a layer's messages
-        self._memory: dict[int, HostArray] = {}  # by the length of the line's
+        # By the length of messages: their memory, and what begins to sum what stands there.
+        self._buffers: dict[int, tuple[HostArray, Callable[[], Done]]] = {}
         _all_lines.add(self)
 
     def sum(
@@ -150,24 +137,14 @@ class Lines:
         Layers share the memory. Collective when a line is opened for such lengths.
         """
         if length not in self._buffers:
-            number = self.transport.line_length(length)
-            if number not in self._memory:
-                memory = np.zeros(number)
-                self._opened(number, memory, text, timeout)
-                self._memory[number] = memory
-            memory, start = self._memory[number], number - length
-            begin = partial(self._open[number].begin, memory)
-            self._buffers[length] = _Buffer(
-                memory[start:], memory[:start] if start else None, begin
-            )
-        return self._buffers[length].message
+            memory = np.zeros(length)
+            line = self._opened(length, memory, text, timeout)
+            self._buffers[length] = memory, partial(line.begin, memory)
+        return self._buffers[length][0]
 
     def exchange(self, buffer: HostArray, place: str, text: object, timeout: float) -> None:
         """Sum what stands in a `buffer` over the ranks, in place. Collective."""
-        _, padding, begin = self._buffers[buffer.size]
-        if padding is not None:
-            padding.fill(0.0)  # sums of a longer message
-        self.watch.wait(begin, place, text, timeout)
+        self.watch.wait(self._buffers[buffer.size][1], place, text, timeout)
 
     def disown(self) -> None:
         """This process is a fork of the one whose place among the ranks the lines have."""
@@ -190,8 +167,8 @@ class Lines:
         if not failed:
             self.watch.failure = "its process group was destroyed. Give the layer another one."
         self.watch.board = None
-        for part in (self._open, self._buffers, self._memory):
-            part.clear()
+        self._open.clear()
+        self._buffers.clear()
         self.transport.close(failed=failed)
         if self._process == os.getpid():
             self.transport.free(failed=failed)

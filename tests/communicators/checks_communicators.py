@@ -3,7 +3,6 @@
 import contextlib
 import os
 import pickle
-import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -177,7 +176,7 @@ def check_another_backend_conforms(world: Communicator) -> None:
 
 @only(sizes=(2,), needs=("torch",))  # the answers do not depend on the number of ranks
 def check_gpu_tensors_go_through_watched_lines(world: Communicator) -> None:
-    """Over gloo, and over an MPI that is not CUDA-aware: no GPU is needed to see the way."""
+    """Over gloo and MPI: no GPU is needed to see the way."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -187,11 +186,6 @@ def check_gpu_tensors_go_through_watched_lines(world: Communicator) -> None:
     assert on_gpu.device.type == "cuda"
     assert not transport.takes(on_gpu)
     assert not transport.takes(torch.ones(3))
-    if not _under_torchrun(world):
-        from multibn.communicators.transports.mpi import MPI
-
-        assert MPI(cuda_aware=True).takes(on_gpu)
-        assert not MPI(cuda_aware=True).takes(on_gpu.half())
 
 
 @only(sizes=(2, 3, 4), needs=("no cupy",))
@@ -261,8 +255,8 @@ def _resources() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
-def check_lines_do_not_grow_with_the_model(world: Communicator) -> None:
-    """20 widths; a step of each of them is exact."""
+def check_widths_take_no_descriptors_and_threads(world: Communicator) -> None:
+    """20 widths; a step of each of them is exact. Over MPI, each has a duplicate of 40 kB."""
     communicator = fresh(world)
     _phase(communicator, "first").allreduce(np.ones(6))
     before = _resources()
@@ -274,7 +268,7 @@ def check_lines_do_not_grow_with_the_model(world: Communicator) -> None:
     after = _resources()
     duplicates = getattr(communicator.lines.transport, "duplicates", [])
     assert after == before
-    assert len(duplicates) <= 6  # any array, first messages, up to 64, 128, 256 and 512 channels
+    assert len(duplicates) in (0, 23)  # any array, first messages, and each width once
 
 
 @only("torchrun")
@@ -371,31 +365,16 @@ def check_unlike_arrays_are_refused(world: Communicator) -> None:
 
 @only(sizes=(2, 3, 4))
 def check_messages_of_unlike_widths_are_told_apart(world: Communicator) -> None:
-    """Their messages may meet in a line; the fingerprints keep them apart."""
+    """Their lines are others: the lines find two ranks that wait in different places."""
     communicator = fresh(world)
     narrow, wide = _phase(communicator, "narrow"), _phase(communicator, "wide")
-    one, other = _phase(communicator, "bn"), _phase(communicator, "bn")  # of two models
     for _ in range(2):
-        for phase, C in ((narrow, 40), (wide, 60), (one, 40), (other, 60)):
+        for phase, C in ((narrow, 40), (wide, 60)):
             np.testing.assert_array_equal(phase.allreduce(np.ones(2 * C + 2)), world.size)
-    meet = not _under_torchrun(world)  # over MPI
-    for short, long in ((one, other), (narrow, wide)):
-        said = ""
-        try:
-            short.allreduce(np.ones(82)) if world.rank == 0 else long.allreduce(np.ones(122))
-        except RuntimeError as error:
-            said = str(error)
-        world.allreduce(np.ones(1))
-        assert "the ranks are in different places: " in said
-        if short is one and meet:
-            assert re.search(
-                r"rank\(s\) \[0\] in bn .*, 40 channels; .*\[1.*, 60 channels\. ", said
-            )
-        elif meet:
-            assert re.search(r"rank\(s\) \[0\] in narrow \(.*call 3\); .* in wide ", said)
-        else:
-            communicator.lines.abandon()
-            return  # the lines have found two ranks that wait in different places
+    with pytest.raises(RuntimeError, match=r"different places: .* in (narrow|wide) .*call 3"):
+        narrow.allreduce(np.ones(82)) if world.rank == 0 else wide.allreduce(np.ones(122))
+    world.allreduce(np.ones(1))
+    communicator.lines.abandon()
 
 
 def check_a_group_without_this_rank_is_refused(world: Communicator) -> None:
@@ -420,7 +399,7 @@ def check_a_pickle_of_a_larger_world_is_refused(world: Communicator) -> None:
     from multibn.communicators.transports import mpi
 
     for ranks in ((world.size,), (world.rank, world.size)):
-        restored = mpi._restore(ranks, None, 1.0)
+        restored = mpi._restore(ranks, 1.0)
         message = rf"made for ranks \[.*{world.size}\] of MPI.COMM_WORLD, and this is rank "
         with pytest.raises(RuntimeError, match=rf"{message}{world.rank} of {world.size}\. Give th"):
             restored.allreduce(np.ones(1))

@@ -3,13 +3,9 @@
 mpi4py is imported, and MPI thereby initialised, at the first use of a communicator and not before.
 """
 
-import ctypes
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
-from array_api_compat import is_cupy_array, is_torch_array
-
-from multibn._typing import Array
 from multibn.communicators.base import SingleProcess
 from multibn.communicators.lines import LineCommunicator, Lines
 from multibn.communicators.transports.mpi_lines import lines_of
@@ -23,15 +19,12 @@ class MPI(LineCommunicator):
     """The processes of an mpi4py communicator.
 
     Messages travel in duplicates of the communicator, so that no message of the program can be
-    taken for one of multibn's. Arrays on a GPU are handed to an MPI that is CUDA-aware, without a
-    deadline, and go through host memory otherwise; 16-bit arrays always do, as float32.
+    taken for one of multibn's. Arrays on a GPU go through host memory.
 
     Parameters
     ----------
     comm
         An mpi4py communicator; default MPI.COMM_WORLD.
-    cuda_aware
-        Whether the MPI library takes pointers to GPU memory; default: ask it.
     timeout
         Seconds that a collective may take; default: MULTIBN_TIMEOUT, or 300. MPI itself would wait
         for ever.
@@ -61,16 +54,9 @@ class MPI(LineCommunicator):
     1
     """
 
-    def __init__(
-        self,
-        comm: "Comm | None" = None,
-        *,
-        cuda_aware: bool | None = None,
-        timeout: float | None = None,
-    ) -> None:
+    def __init__(self, comm: "Comm | None" = None, *, timeout: float | None = None) -> None:
         self.timeout = check_timeout(timeout)
         self.world_ranks: tuple[int, ...] | None = None
-        self._cuda_aware = cuda_aware
         if comm is None:
             return
         self.mpi_comm = comm
@@ -115,37 +101,13 @@ class MPI(LineCommunicator):
     def lines(self) -> Lines:
         return lines_of(self.mpi_comm)
 
-    def takes(self, x: Array, /) -> bool:
-        on_gpu = is_cupy_array(x) or (is_torch_array(x) and x.device.type == "cuda")
-        if not on_gpu or x.dtype.itemsize < 4:
-            return False
-        return mpi_is_cuda_aware() if self._cuda_aware is None else self._cuda_aware
-
-    def allreduce_on_device(self, x: Array, /) -> Array:
-        # MPI knows nothing of streams: the kernels that fill `x` must have ended.
-        if is_cupy_array(x):
-            import cupy
-
-            x = cupy.ascontiguousarray(x)
-            out = cupy.empty_like(x)
-            cupy.cuda.get_current_stream().synchronize()
-        else:
-            import torch
-
-            x = x.detach().contiguous()
-            out = torch.empty_like(x)
-            torch.cuda.current_stream(x.device).synchronize()
-        self.comm.Allreduce(x, out)
-        return out
-
     def split(self, color: int, key: int = 0) -> "MPI":
-        comm = self.comm.Split(color, key)
-        return MPI(comm, cuda_aware=self._cuda_aware, timeout=self.timeout)
+        return MPI(self.comm.Split(color, key), timeout=self.timeout)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.world_ranks is not None and len(self.world_ranks) == 1:
             return SingleProcess, ()
-        return _restore, (self.world_ranks, self._cuda_aware, self.timeout)
+        return _restore, (self.world_ranks, self.timeout)
 
     def __repr__(self) -> str:
         ranks = "world" if self.world_ranks is None else list(self.world_ranks)
@@ -172,22 +134,7 @@ def find_comm(world_ranks: tuple[int, ...] | None) -> "Comm":
     return world.Create_group(world.group.Incl(world_ranks))
 
 
-@cache
-def mpi_is_cuda_aware() -> bool:
-    """Whether the MPI library takes pointers to GPU memory, as far as it tells."""
-    from mpi4py import MPI as mpi
-
-    # MPI 4.1: libraries list the kinds of memory that they support.
-    kinds = dict(mpi.COMM_WORLD.Get_info().items()).get("mpi_memory_alloc_kinds", "")
-    if "cuda" in kinds.split(","):
-        return True
-    try:  # Open MPI's extension, in the library that mpi4py has loaded
-        return bool(ctypes.CDLL("libmpi.so.40").MPIX_Query_cuda_support())
-    except (OSError, AttributeError):
-        return False
-
-
-def _restore(world_ranks: tuple[int, ...] | None, cuda_aware: bool | None, timeout: float) -> MPI:
-    restored = MPI(cuda_aware=cuda_aware, timeout=timeout)
+def _restore(world_ranks: tuple[int, ...] | None, timeout: float) -> MPI:
+    restored = MPI(timeout=timeout)
     restored.world_ranks = world_ranks
     return restored

@@ -7,7 +7,6 @@ from contextlib import suppress
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
-from multibn import message
 from multibn.communicators.lines import (
     HostArray,
     Lines,
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Comm
 
 
-_SHORTEST = 2**7  # numbers: the moments of 64 channels. Shorter messages take as long.
 _OFTEN = 50  # messages after which a line is worth a persistent request
 
 
@@ -46,11 +44,6 @@ class MPITransport(Transport):
         while not request.Test():
             yield
         return _Line(duplicate, buffer, self.requests)
-
-    def line_length(self, length: int) -> int:
-        # A duplicate takes 40 kB, and the library has 65,000 of them at most.
-        extras = message.length(0)  # beside the moments
-        return max(_SHORTEST, 1 << (length - extras - 1).bit_length()) + extras
 
     @property
     def board(self) -> "_Board | None":
