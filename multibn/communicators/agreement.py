@@ -65,25 +65,17 @@ class Built:
 
 
 class Known:
-    """What the layers of a group of ranks have compared, equal on all of them.
-
-    Attributes
-    ----------
-    names
-        Of what is no layer, but a function: by what was compared, under which name it goes on.
-    longest
-        The longest message that was agreed on.
-    unread
-        The messages that GPUs have summed, at which the host looks `ahead` messages later: the
-        phase, the number of its call, and what waits for a copy.
-    """
+    """What the layers of a group of ranks have compared, equal on all of them."""
 
     def __init__(self) -> None:
+        # Of what is no layer, but a function: by what was compared, under which name it goes on.
         self.names: dict[Any, str] = {}
-        self.longest = 0
+        self.longest = 0  # of the messages that were agreed on
+        # The messages that GPUs have summed, at which the host looks `ahead` messages later: the
+        # phase, the number of its call, and what waits for a copy.
         self.unread: deque[tuple[Any, int, Any]] = deque()
-        self._count = 0  # of first messages
         self.ahead = 8
+        self._count = 0  # of first messages
 
     def next_name(self, name: str, length: int) -> str:
         """A name that no other layer has, whatever its name in its model."""

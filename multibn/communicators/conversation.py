@@ -34,21 +34,11 @@ from multibn.message import Message
 
 
 class Conversation(Forwarding):
-    """A communicator as one layer uses it.
+    """A communicator as one layer uses it, or several that share each message.
 
-    Parameters
-    ----------
-    communicator
-        The processes.
-    find_name
-        Returns the name of the layer, the same on all ranks; called when the layer first
-        communicates.
-    built
-        Which of the process's layers it is, the first one of several; None for a function.
-    options
-        Returns what must be equal on all ranks, beside the name; called as `find_name`.
-    num_layers
-        How many layers share each message.
+    `find_name` returns the name of the layer, `options` what else must be equal on all ranks; both
+    are called when the layer first communicates. `built` is which of the process's layers it is,
+    the first one of several; None for a function.
     """
 
     names: Sequence[str] = ()  # of the layers that share each message, if several do

@@ -82,13 +82,7 @@ class Transport(ABC):
 
 
 class Opening:
-    """A line that is being opened.
-
-    Attributes
-    ----------
-    line
-        None until all ranks have opened the line.
-    """
+    """A `line` that is being opened: None until all ranks have opened the line."""
 
     def __init__(self, steps: Generator[None, None, Line]) -> None:
         self.line: Line | None = None
@@ -192,15 +186,9 @@ class Lines:
 
 
 class LineCommunicator(Handle, ABC):
-    """A communicator whose messages in host memory travel in lines.
+    """A communicator whose messages in host memory travel in lines."""
 
-    Attributes
-    ----------
-    timeout
-        Seconds that a collective may take.
-    """
-
-    timeout: float
+    timeout: float  # seconds that a collective may take
 
     @property
     @abstractmethod

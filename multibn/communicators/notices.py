@@ -49,24 +49,12 @@ class Peer(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """What a transport knows of a group before its ranks have met.
+    """What a transport knows of a group before its ranks have met."""
 
-    Attributes
-    ----------
-    key
-        A name of the group, equal on its ranks, and no other group's.
-    members
-        The ranks in the world, which is the same for all groups.
-    find_ended
-        Returns the world's ranks whose processes have ended, as far as a launcher tells.
-    board
-        Of the world, for ranks that wait for others to meet.
-    """
-
-    key: str
-    members: Sequence[int]
-    find_ended: Callable[[], Collection[int]]
-    board: Board
+    key: str  # a name of the group, equal on its ranks, and no other group's
+    members: Sequence[int]  # the ranks in the world, which is the same for all groups
+    find_ended: Callable[[], Collection[int]]  # those whose processes have ended; a launcher tells
+    board: Board  # of the world, for ranks that wait for others to meet
 
 
 class RankLostError(RuntimeError):

@@ -44,28 +44,16 @@ Done: TypeAlias = Callable[[float], bool]
 class Watch:
     """The collectives of one group of processes, as one rank sees them.
 
-    Attributes
-    ----------
-    rank, size
-        Of this process among the group.
-    board
-        Where the notices are; None until the transport has one.
-    completed
-        How many collectives this rank has completed. A collective needs every rank, so the other
-        ranks are at most one ahead or behind.
-    failure
-        The error message of the first failure, None before: no later collective can be trusted.
-
-    Parameters
-    ----------
-    known
-        What the transport knows before the ranks have met.
+    `known` is what the transport knows before the ranks have met.
     """
 
     def __init__(self, rank: int, size: int, known: Meeting | None = None) -> None:
         self.rank, self.size = rank, size
-        self.board: Board | None = None
+        self.board: Board | None = None  # until the transport has one
+        # How many collectives this rank has completed. A collective needs every rank, so the other
+        # ranks are at most one ahead or behind.
         self.completed = 0
+        # The message of the first error: no later collective can be trusted.
         self.failure: str | None = None
         self._launcher = _launcher()
         self._peers: list[Peer] = []

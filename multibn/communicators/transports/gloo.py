@@ -33,14 +33,7 @@ Start: TypeAlias = Callable[[HostArray], Done]
 class EngineLine:
     """A line over sums of an engine, which must be of one length on all ranks.
 
-    Parameters
-    ----------
-    number
-        Of the line.
-    size
-        How many ranks the line has.
-    start
-        Begins to sum a vector over the ranks, in place.
+    `start` begins to sum a vector over the `size` ranks, in place.
     """
 
     def __init__(self, number: int, size: int, start: Start) -> None:
@@ -76,16 +69,8 @@ class Side:
     """A gloo group of some of a group's ranks, for messages of multibn's alone.
 
     The interfaces and the encryption are those of the user's gloo group, where the user's group is
-    one; otherwise those that torch's environment variables say.
-
-    Parameters
-    ----------
-    store
-        Used by this group, and for nothing else.
-    rank, size
-        Of this process among the group.
-    like
-        The user's group.
+    one; otherwise those that torch's environment variables say. The `store` is used by this group
+    alone; `like` is the user's group.
     """
 
     def __init__(

@@ -31,16 +31,10 @@ _LOOK = 0.02  # seconds between two looks at whether the other processes live
 
 
 class Neighbours:
-    """The ranks that share memory with this one.
+    """The ranks that share memory with `rank`, this one.
 
-    Parameters
-    ----------
-    rank
-        Of this process.
-    pids
-        The processes of all of them, by their ranks, in the order of the ranks.
-    gates
-        Memory of a gate for each, which is open when the rank has left.
+    `pids` are all their processes by their ranks, in order; `gates` is memory of a gate for each,
+    which is open when the rank has left.
     """
 
     def __init__(self, rank: int, pids: dict[int, int], gates: HostArray) -> None:
@@ -67,12 +61,7 @@ class Neighbours:
 class SmallOrLarge:
     """A line for arrays of any length: small ones in memory, others as an engine sums them.
 
-    Parameters
-    ----------
-    small
-        The line of the first.
-    open_large
-        Opens the line of the others, when one comes.
+    The line of these is opened when the first one comes.
     """
 
     def __init__(self, small: Line, open_large: Callable[[], Generator[None, None, Line]]) -> None:
@@ -90,21 +79,13 @@ class SmallOrLarge:
 
 
 class SharedLine:
-    """A line between ranks that share memory.
+    """A line between ranks that share memory: two gates, and slots of shape (2, ranks, length).
 
-    Parameters
-    ----------
-    number
-        Of the line.
-    gates
-        Memory of two gates, which count the ranks that have come to a message.
-    slots
-        Memory of shape (2, ranks, length), for messages with even and with odd numbers. When a rank
-        begins a message, all ranks have read the message before the last.
-    buffer
-        What all messages are sent from. None for arrays of any dtype and shape: their slots begin
-        with a fingerprint of both, for numbers of one rank would be added to whatever stands beside
-        those of another.
+    The gates count the ranks that have come to a message. Messages with even and with odd numbers
+    have slots of their own: when a rank begins a message, all ranks have read the message before
+    the last. A line that has no `buffer`, from which all messages are sent, carries arrays of any
+    dtype and shape. Their slots begin with a fingerprint of both, for numbers of one rank would be
+    added to whatever stands beside those of another.
     """
 
     def __init__(
@@ -194,10 +175,7 @@ class SharedLine:
 class LineOverMachines(SharedLine):
     """A line between ranks that share memory with some of the group.
 
-    Parameters
-    ----------
-    across
-        On the first rank of the machine: the line between the first ranks.
+    The last argument is the line between the first ranks of all machines, None on other ranks.
     """
 
     def __init__(self, *arguments: Any) -> None:

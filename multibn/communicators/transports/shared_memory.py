@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -39,17 +39,6 @@ _TRIAL = 2**16  # bytes that must be had before the others are told of the memor
 _ROUND = 8  # numbers in a cache line: lengths are rounded up to a multiple
 
 
-class Store(Protocol):
-    """Where the ranks meet; torch.distributed's."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def add(self, key: str, amount: int, /) -> int: ...
-    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
-    def delete_key(self, key: str, /) -> bool: ...
-
-
 # Opens a line of another kind between some ranks.
 Between: TypeAlias = Callable[[Sequence[int]], Generator[None, None, Line]]
 
@@ -57,15 +46,10 @@ Between: TypeAlias = Callable[[Sequence[int]], Generator[None, None, Line]]
 class Machines:
     """On which machine each rank of a group is, found out when the first line is opened.
 
-    Parameters
-    ----------
-    store
-        Used by this group, and for nothing else.
-    rank, size
-        Of this process among the group.
+    They meet in a store of torch.distributed's, which is used by this group alone.
     """
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
+    def __init__(self, store: Any, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._memory: mmap.mmap | None = None
         self._neighbours: Neighbours | None = None
