@@ -1,7 +1,6 @@
 """The communicator: processes that share batch statistics, and the handles that name them."""
 
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
@@ -118,7 +117,7 @@ class SingleProcess(Handle):
         return SingleProcess, ()
 
 
-class Forwarding(Handle, ABC):
+class Forwarding(Handle):
     """Stands for another communicator, which is looked up at each use."""
 
     @property
@@ -140,9 +139,9 @@ class Forwarding(Handle, ABC):
         target = self._look_up()
         return target.resolve() if isinstance(target, Forwarding) else target
 
-    @abstractmethod
     def _look_up(self) -> Any:
         """The communicator that this one stands for; may itself be `Forwarding`."""
+        raise NotImplementedError
 
 
 def is_outsiders_marker(obj: Any, /) -> bool:

@@ -30,8 +30,9 @@ class DefaultCommunicator(Forwarding):
 
     @property
     def default_group(self) -> object:
-        distributed = sys.modules.get("torch.distributed")
-        return distributed.group.WORLD if distributed and distributed.is_available() else None
+        # Without the attribute where torch was built without torch.distributed.
+        group = getattr(sys.modules.get("torch.distributed"), "group", None)
+        return None if group is None else group.WORLD
 
     def _look_up(self) -> Communicator:
         if self.default_group is not None:
