@@ -75,7 +75,6 @@ class _AllReduce(FunctionNode):
     """y = scale * sum over ranks of x. The backward pass is the same operation."""
 
     def __init__(self, communicator: Communicator, scale: float = 1.0) -> None:
-        super().__init__()
         self.communicator, self.scale = communicator, scale
 
     def forward(self, inputs: tuple[Array, ...]) -> tuple[Array]:

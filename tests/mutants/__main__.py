@@ -26,6 +26,7 @@ from tests.mutants.candidates import Mutant, draw, room
 GOAL = 0.97  # killed of killed and survived
 SECONDS = 30.0, 100.0  # of tests that a mutant meets at first, and in all
 CHECKS, LAUNCHES = 60.0, 4  # on ranks, at most
+FEW = 20  # tests that run a line; those of a cached function may all read what one has computed
 LIMIT = 900.0  # seconds for a run of pytest, on a busy machine
 ENDS = ["killed", "survived", "never run", "equivalent", "not built"]
 
@@ -95,6 +96,8 @@ class Tests:
             return "equivalent", ""
         of = self.of(mutant.path)
         tests = set[str]().union(*(of.get(n, ()) for n in mutant.lines or of))
+        if tests and len(tests) < FEW:
+            tests = tests.union(*of.values())
         if not tests:
             return "never run", ""
         inside = self._cheapest((test for test in tests if "::" in test), SECONDS[1])

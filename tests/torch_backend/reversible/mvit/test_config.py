@@ -137,6 +137,11 @@ def test_wide_strides_need_no_kernel() -> None:
     assert model(torch.randn(2, 3, 36, 36)).shape == (2, 10)
 
 
+def test_a_residual_that_is_not_pooled_may_have_another_grid_than_max_pooling_gives() -> None:
+    options = {**SMALL, "crop_size": 24, "res_path": "conv", "pool_q_stride": ((1, 1, 3, 3),)}
+    assert RevMViT(RevMViTConfig(**options))(torch.randn(2, 3, 24, 24)).shape == (2, 10)
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
