@@ -22,6 +22,8 @@ from multibn.communicators.base import Communicator, Forwarding, SingleProcess
 from multibn.communicators.lines import HostArray, LineCommunicator, Lines
 from multibn.communicators.objects import gather
 from multibn.communicators.outcomes import (
+    MARKED,
+    note_skip,
     raise_for_non_finite,
     raise_for_refusal,
     skips,
@@ -42,6 +44,8 @@ class Conversation(Forwarding):
     """
 
     names: Sequence[str] = ()  # of the layers that share each message, if several do
+    # Whether this rank's input was finite, of a batch that was skipped and not told of yet.
+    skipped: bool | None = None
 
     def __init__(
         self,
@@ -141,7 +145,7 @@ class Phase(Forwarding):
     _payload: HostArray | None  # the first numbers of the buffer
     # The others, the last two of these, and what a rank sends there. NumPy takes 1.2 us to copy
     # four numbers, memoryviews 0.1.
-    _tail: memoryview
+    _tail: Any
     _summed_prints: memoryview
     _sent_tail: memoryview
 
@@ -218,18 +222,31 @@ class Phase(Forwarding):
         mine = None if x is payload or is_on_host(x) else payload.copy()
         assert self._lines is not None
         self._tail[:] = self._sent_tail
+        layer = self.wrapped
+        if layer.skipped is False and self.name == "backward":
+            self._tail[0] = 2.0**self.rank if self.rank < MARKED else 0.0
         self._lines.exchange(self._buffer, self._place, call, self._communicator.timeout)
         if self._summed_prints.tolist() != self._fingerprints:
             self._check(self._buffer)
+        if layer.skipped is not None and self.name in ("forward", "backward"):
+            layer.skipped = None
+            # Without a backward pass, no message had room for marks.
+            marks = int(self._tail[0]) if self.name == "backward" else 0
+            tell_of_skip(self, [rank for rank in range(MARKED) if marks >> rank & 1])
         if mine is not None and self.name == "forward" and not np.isfinite(payload).all():
             # The caller does not look at numbers on a GPU, and these are in host memory.
             if message.is_refusal(payload):
                 raise_for_refusal(self, refused=message.is_refusal(mine))
             elif skips(self, self.dtype):
-                tell_of_skip(self, bool(np.isfinite(mine).all()))
+                note_skip(self, bool(np.isfinite(mine).all()))
             else:
                 raise_for_non_finite(self, bool(np.isfinite(mine).all()))
         return payload if x is payload else from_host(payload.copy(), x)
+
+    @property
+    def carries_marks(self) -> bool:
+        """Whether the layer's backward message tells which ranks have made all skip a batch."""
+        return self._size > 1 and self._lines is not None
 
     def __str__(self) -> str:
         return str(_Call((self, self._calls)))
@@ -343,7 +360,7 @@ class Phase(Forwarding):
                     f"the batch statistics were not finite {where}: the input had NaN, infinity or "
                     "too large values on some rank. Look for their origin in the layers before.",
                 )
-            tell_of_skip(self)
+            note_skip(self, None)
         v, square = summed[-2:].tolist()
         # The refused input may be of another dtype, which the fingerprint tells.
         if not message.all_equal(v, square, self._size) and not is_refused:

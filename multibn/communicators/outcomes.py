@@ -38,28 +38,39 @@ def skips(communicator: Any, dtype: Any, /) -> bool:
     return policies == {"skip"} or (is_float16 and "raise" not in policies)
 
 
-# The layer that told of a skipped batch last, and how many forward messages it had sent by then.
-_told: tuple[weakref.ref[Any], int] | None = None
+MARKED = 52  # ranks whose marks, powers of 2, have an exact sum in float64
+# The layer that noted a skipped batch last, and how many forward messages it had sent by then.
+_noted: tuple[weakref.ref[Any], int] | None = None
 
 
-def tell_of_skip(communicator: Any, finite: bool | None = None, /) -> None:
-    """Warn that a layer skips a batch, once for all layers through which NaN goes in a step.
+def note_skip(communicator: Any, finite: bool | None, /) -> None:
+    """Let the next message of a layer tell that the layer has skipped a batch, and on which ranks.
 
-    `finite` says whether this rank's input is; None where nobody knows any more. Not collective.
+    `finite` says whether this rank's input was, None that nobody knows any more. Of all layers
+    through which NaN goes in a step, the first one tells. Where messages carry no marks, this rank
+    tells at once. Not collective.
     """
-    global _told
+    global _noted
     layer = _layer_of(communicator)
     assert layer is not None
-    first = None if _told is None else _told[0]()
-    if _told is not None and first is not None and first.num_forward == _told[1]:
+    first = None if _noted is None else _noted[0]()
+    if _noted is not None and first is not None and first.num_forward == _noted[1]:
         return
-    _told = weakref.ref(layer), layer.num_forward
-    where = {True: "another rank, which says so", False: "this rank", None: "some rank"}[finite]
+    _noted = weakref.ref(layer), layer.num_forward
+    if finite is not None and getattr(communicator, "carries_marks", False):
+        layer.skipped = finite
+    else:
+        tell_of_skip(communicator, [communicator.rank] if finite is False else [])
+
+
+def tell_of_skip(communicator: Any, ranks: list[int], /) -> None:
+    """Warn that a layer has skipped a batch; `ranks` are those that are known to be the reason."""
+    where = f"rank(s) {ranks}" if ranks else "some rank"
     warnings.warn(
         f"rank {communicator.rank} of {communicator.size} has skipped a batch in "
-        f"{name_of(layer)}, as all ranks have: the input has NaN, infinity or too large values on "
-        f"{where}. The output is NaN, and no statistics have moved. A GradScaler skips such a "
-        'step; without one, pass nonfinite="raise".',
+        f"{name_of(communicator)}, as all ranks have: the input had NaN, infinity or too large "
+        f"values on {where}. The output was NaN, and no statistics have moved. A GradScaler skips "
+        'such a step; without one, pass nonfinite="raise".',
         RuntimeWarning,
         stacklevel=2,
     )

@@ -175,7 +175,7 @@ def raise_for(state: int, communicator: Communicator, payload: Array, x: Array) 
         xp = array_namespace(payload)
         mine = bool(xp.all(xp.isfinite(values(xp.sum(payload)))))
         if outcomes.skips(communicator, x.dtype):
-            outcomes.tell_of_skip(communicator, mine)
+            outcomes.note_skip(communicator, mine)
             return
         outcomes.raise_for_non_finite(communicator, mine)
     raise OneValueError(

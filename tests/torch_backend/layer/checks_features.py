@@ -74,7 +74,7 @@ def check_a_step_that_overflows_leaves_no_trace(world: Communicator) -> None:
     for compiled in (False, True):
         found = []
         for sees in (True, False):
-            outcomes._told = None
+            outcomes._noted = None
             model: Any = convert_sync_batchnorm(_network().float(), world)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
             scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
@@ -92,8 +92,8 @@ def check_a_step_that_overflows_leaves_no_trace(world: Communicator) -> None:
                 ):
                     warnings.simplefilter("always")
                     loss = run(x).float().square().mean()
+                    scaler.scale(loss).backward()
                 names += [str(w.message) for w in told if w.category is RuntimeWarning]
-                scaler.scale(loss).backward()
                 for p in model.parameters():
                     p.grad = world.allreduce(p.grad) / world.size
                 scaler.step(optimizer)
@@ -102,10 +102,23 @@ def check_a_step_that_overflows_leaves_no_trace(world: Communicator) -> None:
             found.append(model.state_dict())
             assert len({c.num_forward for c in counting}) == 1
         torch.testing.assert_close(*found, rtol=0, atol=0)
-    where = "this rank" if world.rank == 1 else "another rank, which says so"
     text = f"rank {world.rank} of {world.size} has skipped a batch in layer 1, as all ranks have: "
     assert len(names) == 2
-    assert all(name.startswith(text) and f"values on {where}. The out" in name for name in names)
+    assert all(name.startswith(text) and "values on rank(s) [1]. The out" in name for name in names)
+
+
+@only(sizes=(2,))
+def check_without_a_backward_pass_the_next_call_tells_of_a_skipped_batch(
+    world: Communicator,
+) -> None:
+    outcomes._noted = None
+    layer = SyncBatchNorm(3, process_group=world, nonfinite="skip")
+    x = torch.randn(4, 3)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert layer(x / world.rank).isnan().all()  # infinity on rank 0
+    with torch.no_grad(), pytest.warns(RuntimeWarning, match="skipped a batch .* on some rank. T"):
+        assert layer(x).isfinite().all()
 
 
 class _Branches(nn.Module):
