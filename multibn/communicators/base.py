@@ -63,7 +63,7 @@ class Handle:
     Attributes
     ----------
     find_default
-        By which a pickle of torch's default process group finds it again; default.py sets this.
+        By which a pickle of torch's default process group finds it again; lookup.py sets this.
     """
 
     find_default: ClassVar[Callable[[], "Handle"]]

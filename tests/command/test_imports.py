@@ -21,7 +21,8 @@ message checkpoint.keys communicators.base communicators.people communicators.no
 checkpoint communicators.objects communicators.watch
 communicators.groups communicators.lines
 communicators.agreement communicators.outcomes communicators.transports
-communicators.default communicators.lookup communicators.conversation
+communicators.phase
+communicators.lookup communicators.conversation
 communicators kernels.arguments kernels.layout kernels.core
 kernels.generic_passes kernels.triton.steps
 kernels.generic kernels.triton

@@ -20,7 +20,7 @@ from torch import Tensor
 from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.communicators.base import Forwarding
 from multibn.communicators.conversation import Conversation
-from multibn.communicators.default import DefaultCommunicator
+from multibn.communicators.lookup import DefaultCommunicator
 from multibn.communicators.transports.torch_distributed import TorchDistributed, restore
 from multibn.engine import recompute, step
 from multibn.engine.population import Pool
