@@ -61,7 +61,7 @@ def ended_ranks() -> set[int]:
             with suppress(OSError):
                 variables = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
                 of_rank = dict(entry.partition("=")[::2] for entry in variables.split("\0"))
-                if of_rank.get(names[0]) == run and process_state(int(pid)):
+                if of_rank.get(names[0]) == run:  # an ended process that torchrun keeps has none
                     living.add(int(of_rank["RANK"]))
     first = rank - local_rank
     return set(range(first, first + local_size)) - living if rank in living else set()

@@ -1,6 +1,7 @@
 """Lines through shared memory, between threads: each opens the memory as a process would."""
 
 import contextlib
+import gc
 import json
 import math
 import os
@@ -206,6 +207,7 @@ def test_sums_have_the_same_bits_on_all_ranks(
 def test_memory_goes_when_nobody_has_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """And meanwhile it has no name, belongs to this user alone, and leaves nothing in the store."""
     store = Store()
+    gc.collect()  # what earlier tests have left
     before = _descriptors(), _maps()
 
     def use(world: ThreadCommunicator) -> tuple[int, int] | None:
