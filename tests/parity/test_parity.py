@@ -49,7 +49,8 @@ def test_cases_are_selected_by_patterns() -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_batches_fit_their_case_and_are_repeatable(case: Case) -> None:
     for size in (1, 4):
-        xs, dys, _ = case.batches(size, step=0)
+        xs, dys, masks = case.batches(size, step=0)
+        assert masks[0][0].all()  # no batch without an element that counts
         for x, dy in zip(xs, dys, strict=True):
             assert x.shape == dy.shape
             assert x.dtype == dy.dtype == np.dtype(case.dtype)
