@@ -419,6 +419,22 @@ def test_the_sign_of_an_output_is_that_of_the_forward_pass(layout: str) -> None:
     assert torch.equal(dx != 0, y > 0)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "smallest"), [(torch.float16, 2.0**-24), (torch.bfloat16, 2.0**-133)]
+)
+def test_the_sign_of_an_output_is_that_of_its_rounded_number(
+    dtype: torch.dtype, smallest: float
+) -> None:
+    x = torch.ones((1, 4, 3, 8), dtype=dtype, device=DEVICE)
+    mean, var = wide(4) * 0 + 1, wide(4) ** 2
+    bias = torch.tensor([0.4, 0.5, 0.6, 1.0], device=DEVICE) * smallest  # half of it is even
+    dx, _ = verbs.finish_backward(
+        torch.zeros(8, dtype=torch.float64, device=DEVICE), torch.ones_like(x), x, mean, var, None,
+        bias, number(0.0), eps=VAR_EPS, axis=AXIS, relu=True,
+    )  # fmt: skip
+    assert (dx != 0).all((0, 2, 3)).tolist() == [False, False, True, True]
+
+
 @pytest.mark.parametrize("start", [0, 3, 2000])
 @pytest.mark.parametrize("file", [verbs, reference], ids=["cuda", "generic"])
 def test_a_message_in_memory_of_its_own(start: int, file: Verbs, launched: list[str]) -> None:
