@@ -13,14 +13,31 @@ from typing import Any
 
 from multibn._typing import Array
 from multibn.kernels import generic
-from multibn.kernels.arguments import RIGHT, BatchStatistics, Gradient, Input, Running
+from multibn.kernels.arguments import (
+    RIGHT,
+    BatchStatistics,
+    Gradient,
+    Input,
+    Running,
+    asks_more,
+    other_fields,
+)
 from multibn.kernels.core import _core
 from multibn.kernels.core.memory import LIBRARIES
 from multibn.kernels.layout import sizes
 
-_core.use_fields(Input, Gradient, BatchStatistics, Running)
-
 move = generic.move
+
+
+def use_fields(*records: Any) -> None:
+    """Tell the core where the named tuples have the fields that the core reads."""
+    known = list(zip(records, map(str.split, _core.fields), strict=True))
+    others = tuple(other_fields(kind, *names) for kind, names in known)
+    places = [kind._fields.index(name) for kind, names in known for name in names]
+    _core.use_fields(records, places, others, asks_more)
+
+
+use_fields(Input, Gradient, BatchStatistics, Running)
 
 
 def begin_forward(i: Input, rank_weight: float, count: float, *, out: Array | None = None) -> Array:
