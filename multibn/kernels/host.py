@@ -137,10 +137,13 @@ def _with_copy(a: Any, name: str) -> Any:
         return a._replace(input=_with_copy(i, name))
     value = getattr(a, name)
     if name in ("weight", "bias"):
-        return a._replace(**{name: library.contiguous(value, wide=False)})
-    return a._replace(**{name: library.dense_copy(value, i.x)})
+        return a._replace(**{name: library.contiguous(value)})
+    like = i.x[tuple(map(slice, value.shape))]  # a mask has one channel
+    copy = library.empty_like(like, dtype=value.dtype)
+    copy[...] = value
+    return a._replace(**{name: copy})
 
 
 def _wide(batch: BatchStatistics, library: Any) -> BatchStatistics:
-    mean, var = (library.contiguous(v, wide=True) for v in batch[:2])
+    mean, var = (library.contiguous(generic.as_wide(v)) for v in batch[:2])
     return batch._replace(mean=mean, var=var)

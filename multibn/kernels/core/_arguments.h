@@ -95,25 +95,27 @@ enum {
 static Parameter take(Call *call, PyObject *object, int kind, const char *field)
 {
     const Activation *x = &call->x;
-    const int64_t backward = 2 * x->sizes[1], forward = backward + NUM_SCALARS;
+    const int64_t C = x->sizes[1];
     Array a;
     int fits = 0;
     if (call->state == NOT_TAKEN || object == Py_None)
         return (Parameter){0};
-    if (look(object, kind & WRITTEN, &a))
+    if (look(object, kind & WRITTEN, &a)) {
+        const int64_t n = contiguous(&a);
+        const int is_wide = a.dtype == FLOAT64, is_known = number_of(a.dtype) >= 0;
+        const int by_channel = n >= 0 && a.ndim == x->num_axes && !memcmp(a.shape, x->channels, a.ndim * sizeof C);
         switch (kind & ~WRITTEN) {
         case LIKE_X: fits = is_like(&a, &x->a); break;
         case MASK: fits = is_like(&a, &x->mask); break;
-        case CHANNELS: fits = number_of(a.dtype) >= 0 && is_contiguous(&a, x->num_axes, x->channels); break;
-        case AS_MANY:
-            fits = number_of(a.dtype) >= 0 && is_contiguous(&a, a.ndim, a.shape) && length(&a) == x->sizes[1];
-            break;
-        case WIDE: fits = a.dtype == FLOAT64 && is_contiguous(&a, x->num_axes, x->channels); break;
-        case FORWARD: fits = a.dtype == FLOAT64 && is_contiguous(&a, 1, &forward); break;
-        case BACKWARD: fits = a.dtype == FLOAT64 && is_contiguous(&a, 1, &backward); break;
-        case ONE: fits = a.dtype == FLOAT64 && !a.ndim; break;
+        case CHANNELS: fits = is_known && by_channel; break;
+        case AS_MANY: fits = is_known && n == C; break;
+        case WIDE: fits = is_wide && by_channel; break;
+        case FORWARD: fits = is_wide && a.ndim == 1 && n == 2 * C + NUM_SCALARS; break;
+        case BACKWARD: fits = is_wide && a.ndim == 1 && n == 2 * C; break;
+        case ONE: fits = is_wide && !a.ndim; break;
         case COUNTER: fits = a.dtype == INT64 && !a.ndim;
         }
+    }
     if (!fits) {
         refuse(call, field);
         return (Parameter){0};

@@ -89,19 +89,13 @@ static int number_of(int dtype)
     return dtype == FLOAT32 ? 0 : dtype == FLOAT64 ? 1 : dtype == FLOAT16 ? 2 : dtype == BFLOAT16 ? 3 : -1;
 }
 
-static int is_contiguous(const Array *a, int ndim, const int64_t *shape)
-{
-    int fits = a->ndim == ndim;
-    for (int64_t i = ndim - 1, stride = 1; fits && i >= 0; stride *= shape[i--])
-        fits = a->shape[i] == shape[i] && (a->strides[i] == stride || shape[i] == 1);
-    return fits;
-}
-
-static int64_t length(const Array *a)
+/* How many elements an array has; -1 if these are not in contiguous memory. */
+static int64_t contiguous(const Array *a)
 {
     int64_t n = 1;
-    for (int i = 0; i < a->ndim; i++)
-        n *= a->shape[i];
+    for (int i = a->ndim - 1; i >= 0; n *= a->shape[i--])
+        if (a->strides[i] != n && a->shape[i] != 1)
+            return -1;
     return n;
 }
 
