@@ -70,19 +70,13 @@ INLINE void ask_ahead(const void *values, int bytes, const int far)
             __builtin_prefetch((const char *)values + AHEAD + i);
 }
 
-static inline float as_float(uint32_t bits)
-{
+typedef union {
     float f;
-    memcpy(&f, &bits, sizeof f);
-    return f;
-}
-
-static inline uint32_t as_bits(float f)
-{
     uint32_t bits;
-    memcpy(&bits, &f, sizeof bits);
-    return bits;
-}
+} Word;
+
+static inline float as_float(uint32_t bits) { return (Word){.bits = bits}.f; }
+static inline uint32_t as_bits(float f) { return (Word){.f = f}.bits; }
 
 static inline float from_bfloat16(uint16_t h) { return as_float((uint32_t)h << 16); }
 
