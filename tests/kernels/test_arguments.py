@@ -15,7 +15,6 @@ require.need("core")
 from multibn.engine import step  # noqa: E402
 from multibn.kernels import BatchStatistics, Gradient, Input, Running, generic, host  # noqa: E402
 from multibn.kernels import generic_passes as passes  # noqa: E402
-from multibn.kernels.arguments import asks_more, other_fields  # noqa: E402
 from multibn.kernels.core import _core  # noqa: E402
 
 RECORDS: list[Any] = [Input, Gradient, BatchStatistics, Running]
@@ -98,13 +97,6 @@ def test_a_field_that_the_core_misses_is_named() -> None:
     less: Any = namedtuple("Input", ["x", "weight"])  # type: ignore[name-match]
     with pytest.raises(TypeError, match=r"Input must have the fields \['axis', .*: got none"):
         host.use_fields(less, *RECORDS[1:])
-
-
-def test_the_gpu_kernels_are_told_of_other_fields() -> None:
-    new = with_one_more(Running)
-    others = other_fields(new, *Running._fields)
-    assert not asks_more(new(None, None, 0.1), others)
-    assert asks_more(new(None, None, 0.1, more=1.0), others)
 
 
 def test_the_core_says_which_arguments_were_wrong() -> None:

@@ -71,12 +71,6 @@ def test_the_weights_of_a_rank_without_data() -> None:
     assert var.tolist() == [0] * 5
 
 
-def test_the_variance_is_not_negative() -> None:
-    mean, meansqr = (torch.tensor([v], dtype=torch.float64, device=DEVICE) for v in (3.0, 8.9))
-    _, var, *_ = unpack(generic.pack(mean, meansqr, 2.0, 2.0), (1,), 2.0, 2.0)
-    assert var.item() == 0
-
-
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 2999, 3000, 5999])  # of the means and the means of squares
@@ -129,16 +123,6 @@ def test_move(
     assert num_batches.item() == expected_batches
     # Autograd tells by the version that a saved tensor has changed.
     assert all(v._version > old for v, old in zip((*running, num_batches), versions, strict=True))
-    assert launched == ["move"]
-
-
-def test_move_without_a_counter(launched: list[str]) -> None:
-    running = wide(5), wide(5) ** 2
-    batch = wide(5), wide(5) ** 2
-    expected = averages(*running, *batch, 0.1, 1.0)
-    cuda_steps.move(Running(*running, 0.1, "biased"), *batch, number(3.0), 3.0)
-    for moved, right in zip(running, expected, strict=True):
-        compare(moved, right, right.abs() + 1)
     assert launched == ["move"]
 
 

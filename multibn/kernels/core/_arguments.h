@@ -58,16 +58,18 @@ static void refuse(Call *call, const char *field)
 /* Whether `tuple` is a record, and the fields that the core does not know have their defaults. */
 static int is_plain(Call *call, PyObject *tuple, int record)
 {
-    PyObject *type = PyTuple_GetItem(types, record), *more = PyTuple_GetItem(others, record), *asks = NULL;
+    PyObject *type = PyTuple_GetItem(types, record), *more = PyTuple_GetItem(others, record);
     if (call->state == NOT_TAKEN)
         return 0;
-    if (!PyObject_TypeCheck(tuple, (PyTypeObject *)type))
+    if (!PyObject_TypeCheck(tuple, (PyTypeObject *)type)) {
         PyErr_Format(PyExc_TypeError, "expected %R, got %R", type, (PyObject *)Py_TYPE(tuple));
-    else if (PyTuple_Size(more))
-        asks = PyObject_CallFunctionObjArgs(asks_more, tuple, more, NULL);
-    Py_XDECREF(asks);
-    if (asks == Py_True || PyErr_Occurred())
         refuse(call, NULL);
+    } else if (PyTuple_Size(more)) {
+        PyObject *asks = PyObject_CallFunctionObjArgs(asks_more, tuple, more, NULL);
+        if (asks != Py_False) /* or an exception */
+            refuse(call, NULL);
+        Py_XDECREF(asks);
+    }
     return call->state == TAKEN;
 }
 
@@ -100,22 +102,18 @@ static Parameter take(Call *call, PyObject *object, int kind, const char *field)
     int fits = 0;
     if (call->state == NOT_TAKEN || object == Py_None)
         return (Parameter){0};
-    if (look(object, kind & WRITTEN, &a)) {
-        const int64_t n = contiguous(&a);
-        const int is_wide = a.dtype == FLOAT64, is_known = number_of(a.dtype) >= 0;
-        const int by_channel = n >= 0 && a.ndim == x->num_axes && !memcmp(a.shape, x->channels, a.ndim * sizeof C);
+    if (look(object, kind & WRITTEN, &a))
         switch (kind & ~WRITTEN) {
         case LIKE_X: fits = is_like(&a, &x->a); break;
         case MASK: fits = is_like(&a, &x->mask); break;
-        case CHANNELS: fits = is_known && by_channel; break;
-        case AS_MANY: fits = is_known && n == C; break;
-        case WIDE: fits = is_wide && by_channel; break;
-        case FORWARD: fits = is_wide && a.ndim == 1 && n == 2 * C + NUM_SCALARS; break;
-        case BACKWARD: fits = is_wide && a.ndim == 1 && n == 2 * C; break;
-        case ONE: fits = is_wide && !a.ndim; break;
+        case CHANNELS: fits = number_of(a.dtype) >= 0 && is_per_channel(&a, x); break;
+        case AS_MANY: fits = number_of(a.dtype) >= 0 && contiguous(&a) == C; break;
+        case WIDE: fits = a.dtype == FLOAT64 && is_per_channel(&a, x); break;
+        case FORWARD: fits = a.dtype == FLOAT64 && a.ndim == 1 && contiguous(&a) == 2 * C + NUM_SCALARS; break;
+        case BACKWARD: fits = a.dtype == FLOAT64 && a.ndim == 1 && contiguous(&a) == 2 * C; break;
+        case ONE: fits = a.dtype == FLOAT64 && !a.ndim; break;
         case COUNTER: fits = a.dtype == INT64 && !a.ndim;
         }
-    }
     if (!fits) {
         refuse(call, field);
         return (Parameter){0};

@@ -58,14 +58,14 @@ static int look(PyObject *object, int writes, Array *a)
         const Interface *i = answer ? PyCapsule_GetPointer(answer, NULL) : NULL;
         if (i && (i->flags & needed) == needed && i->itemsize > 0) {
             const int code = i->kind == 'f' ? 2 : i->kind == 'i' ? 0 : i->kind == 'b' ? 6 : 0xff;
-            *a = (Array){.data = i->data, .dtype = code << 8 | i->itemsize * 8, .ndim = i->ndim};
+            a->data = i->data, a->dtype = code << 8 | i->itemsize * 8, a->ndim = i->ndim;
             shape = i->shape, strides = i->strides, shift = __builtin_ctz(i->itemsize);
             there = a->data != NULL;
         }
     } else if (known.exchange && (kind == known.tensor || kind == known.parameter)) {
         Tensor t;
         if (!known.exchange->look(object, &t) && t.data && t.device_type == 1 && t.lanes == 1) {
-            *a = (Array){.data = t.data + t.byte_offset, .dtype = t.code << 8 | t.bits, .ndim = t.ndim};
+            a->data = t.data + t.byte_offset, a->dtype = t.code << 8 | t.bits, a->ndim = t.ndim;
             shape = t.shape, strides = t.strides;
             answer = writes ? Py_NewRef(Py_False) : PyObject_CallMethodObjArgs(object, known.is_neg, NULL);
             there = answer == Py_False;
@@ -113,6 +113,11 @@ typedef struct {
     int64_t sizes[3];                     /* S, C, N */
     int64_t channels[MAX_NDIM], num_axes; /* the shape of a per-channel array */
 } Activation;
+
+static int is_per_channel(const Array *a, const Activation *x)
+{
+    return a->ndim == x->num_axes && contiguous(a) >= 0 && !memcmp(a->shape, x->channels, a->ndim * sizeof *a->shape);
+}
 
 static int lay_out(Activation *x, PyObject *axis)
 {
