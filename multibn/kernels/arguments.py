@@ -135,8 +135,8 @@ def other_fields(kind: Any, /, *known: str) -> Sequence[tuple[int, Any]]:
     missing = set(known).difference(kind._fields)
     if missing:
         raise TypeError(f"{kind.__name__} must have the fields {sorted(missing)}: got none.")
-    others = [name for name in kind._fields if name not in known]
-    return [(kind._fields.index(name), kind._field_defaults.get(name)) for name in others]
+    others = (name for name in kind._fields if name not in known)
+    return tuple((kind._fields.index(name), kind._field_defaults.get(name)) for name in others)
 
 
 def asks_more(a: Any, others: Sequence[tuple[int, Any]], /) -> bool:

@@ -45,49 +45,26 @@ from multibn.kernels.layout import channels
 
 
 def begin_forward(
-    i: Input,
-    rank_weight: float | Array,
-    count: float | Array,
-    /,
-    *,
-    out: Any = None,
+    i: Input, rank_weight: float | Array, count: float | Array, /, *, out: Any = None
 ) -> Array:
     """This rank's numbers for the forward message: a layer's payload, see `multibn.message`.
 
-    Parameters
-    ----------
-    i
-        The input.
-    rank_weight, count
-        What this rank counts for, and its elements per channel, those of the mask only if there is
-        one; with a mask on a GPU, arrays of shape `()`.
-    out
-        A float64 vector in host memory (of NumPy, for activations of any library) that gets the
-        payload and is returned; or a `message.Message`, which is filled and returned.
+    `rank_weight` is what this rank counts for, `count` its elements per channel, those of the mask
+    only if there is one; with a mask on a GPU, both are arrays of shape `()`. `out` gets the
+    payload and is returned: a `message.Message`, or a float64 vector of NumPy's.
     """
     mean, var = generic_passes.local_moments(i.x, i.axis, i.mask, count)
     return pack(mean, var + mean * mean, rank_weight, count, out=out)
 
 
 def finish_forward(
-    i: Input,
-    summed: Array,
-    rank_weight: float | Array,
-    count: float | Array,
-    /,
+    i: Input, summed: Array, rank_weight: float | Array, count: float | Array, /
 ) -> tuple[Array, BatchStatistics, int]:
     """Normalize by the sum of all ranks' payloads, and move the running statistics.
 
     Returns the output, the statistics of the whole batch, and `RIGHT`, or what is wrong with the
-    message. In the latter case the running statistics stay as they are, and the output may be
-    anything.
-
-    Parameters
-    ----------
-    summed
-        The sum, on the device of `x` or in host memory. Not kept: the memory may be the line's.
-    i, rank_weight, count
-        As in `begin_forward`.
+    message: the running statistics then stay as they are, and the output may be anything. `summed`
+    is on the device of `x` or in host memory, and is not kept: the memory may be the line's.
     """
     batch, state = unpack_for(i, summed, rank_weight, count)
     y = normalize(i, batch)
@@ -250,28 +227,33 @@ def move(running: Running, mean: Array, var: Array, count: Array, local_count: A
 
     Nothing changes if `count`, the elements per channel over all ranks, is 0.
     """
-    old_mean, old_var, momentum = running.mean, running.var, running.momentum
+    xp, momentum, num_batches = array_namespace(mean), running.momentum, running.num_batches
     readable = is_on_host(count) and not (is_traced(count) or is_abstract(count))
     total = float(count) if readable else count
     moves: Any = total > 0
     if moves is False:
         return
-    num_batches = running.num_batches
     if num_batches is not None:
         num_batches += moves
         if momentum is None:
-            momentum = 1.0 / array_namespace(mean).clip(as_wide(num_batches), 1.0, None)
+            momentum = 1.0 / xp.clip(as_wide(num_batches), 1.0, None)
     if not isinstance(moves, bool):
         moves = as_wide(moves)  # a bool times a number is of torch's default dtype
-    moved = move_averages(
-        old_mean,
-        old_var,
-        array_namespace(mean).reshape(mean, old_mean.shape),
-        array_namespace(var).reshape(var, old_var.shape),
-        (momentum or 0.0 if isinstance(momentum, float | None) else momentum) * moves,
-        variance_factor(total, local_count, running.convention),
-    )
-    old_mean[...], old_var[...] = moved
+    share = (momentum or 0.0 if isinstance(momentum, float | None) else momentum) * moves
+    factor = variance_factor(total, local_count, running.convention)
+    pairs = (running.mean, mean), (running.var, var * factor)
+    moved = [average(old, xp.reshape(new, old.shape), share) for old, new in pairs]
+    running.mean[...], running.var[...] = moved
+
+
+def average(old: Array, new: Array, momentum: float | Array, /) -> Array:
+    """A running statistic after a batch: a new array `old + momentum * (new - old)`."""
+    xp = array_namespace(old)
+    # The formula above would keep rounding errors of `old` at momentum 1.
+    wide = (1 - momentum) * as_wide(old) + momentum * new
+    if hasattr(momentum, "dtype"):  # 0 for a batch that is skipped, whose statistics are NaN
+        wide = xp.where(momentum == 0, as_wide(old), wide)
+    return to_device(xp.astype(wide, old.dtype, copy=False), device(old))
 
 
 def variance_factor(
@@ -284,19 +266,6 @@ def variance_factor(
             return 1.0
         count = local_count
     return count / at_least_one(count - 1)
-
-
-def move_averages(
-    running_mean: Array,
-    running_var: Array,
-    mean: Array,
-    var: Array,
-    momentum: float | Array,
-    factor: float | Array,
-    /,
-) -> tuple[Array, Array]:
-    """New arrays `running + momentum * (new - running)`; the new variance is `factor * var`."""
-    return _move(running_mean, mean, momentum), _move(running_var, var * factor, momentum)
 
 
 def _before_relu(g: Gradient) -> Gradient:
@@ -321,12 +290,3 @@ def _written(payload: Array, out: Any) -> Array:
         return out.write(payload)
     out[:] = to_host(payload)
     return out
-
-
-def _move(running: Array, new: Array, momentum: float | Array) -> Array:
-    xp = array_namespace(running)
-    # running + momentum * (new - running) would keep rounding errors of `running` at momentum 1.
-    wide = (1 - momentum) * as_wide(running) + momentum * new
-    if hasattr(momentum, "dtype"):  # 0 for a batch that is skipped, whose statistics are NaN
-        wide = xp.where(momentum == 0, as_wide(running), wide)
-    return to_device(xp.astype(wide, running.dtype, copy=False), device(running))

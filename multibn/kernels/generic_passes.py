@@ -46,7 +46,7 @@ def finish(i: Input, coefficients: Sequence[Array], /) -> Array:
     y = (xp.astype(x, centre.dtype, copy=False) - centre) * scale + shift
     y = xp.astype(y, x.dtype, copy=False)
     y = y if i.residual is None else y + i.residual
-    return _relu(y) if i.relu else y
+    return _where(~(y <= 0), y) if i.relu else y  # NaN stays
 
 
 def backward_sums(g: Gradient, /) -> tuple[Array, Array]:
@@ -111,12 +111,6 @@ def local_moments(
     d = masked(x - per_channel(centre, x, axis), mask)
     first, second = _sum(d, axis) / n, _sum(d * d, axis) / n
     return as_wide(centre) + first, xp.clip(second - first * first, 0.0, None)
-
-
-def _relu(y: Array, /) -> Array:
-    """`y`, and 0 where `y` is not positive; NaN stays."""
-    xp = array_namespace(y)
-    return xp.where(y <= 0, xp.zeros((), dtype=y.dtype, device=device(y)), y)
 
 
 def per_channel(v: Array, x: Array, axis: tuple[int, ...], /) -> Array:

@@ -13,14 +13,31 @@ from typing import Any
 
 from multibn._typing import Array
 from multibn.kernels import generic
-from multibn.kernels.arguments import RIGHT, BatchStatistics, Gradient, Input, Running
+from multibn.kernels.arguments import (
+    RIGHT,
+    BatchStatistics,
+    Gradient,
+    Input,
+    Running,
+    asks_more,
+    other_fields,
+)
 from multibn.kernels.core import _core
 from multibn.kernels.core.memory import LIBRARIES
 from multibn.kernels.layout import sizes
 
-_core.use_fields(Input, Gradient, BatchStatistics, Running)
-
 move = generic.move
+
+
+def use_fields(*records: Any) -> None:
+    """Tell the core where the named tuples have the fields that the core reads."""
+    known = list(zip(records, map(str.split, _core.fields), strict=True))
+    others = tuple(other_fields(kind, *names) for kind, names in known)
+    places = [kind._fields.index(name) for kind, names in known for name in names]
+    _core.use_fields(records, places, others, asks_more)
+
+
+use_fields(Input, Gradient, BatchStatistics, Running)
 
 
 def begin_forward(i: Input, rank_weight: float, count: float, *, out: Array | None = None) -> Array:
@@ -120,10 +137,13 @@ def _with_copy(a: Any, name: str) -> Any:
         return a._replace(input=_with_copy(i, name))
     value = getattr(a, name)
     if name in ("weight", "bias"):
-        return a._replace(**{name: library.contiguous(value, wide=False)})
-    return a._replace(**{name: library.dense_copy(value, i.x)})
+        return a._replace(**{name: library.contiguous(value)})
+    like = i.x[tuple(map(slice, value.shape))]  # a mask has one channel
+    copy = library.empty_like(like, dtype=value.dtype)
+    copy[...] = value
+    return a._replace(**{name: copy})
 
 
 def _wide(batch: BatchStatistics, library: Any) -> BatchStatistics:
-    mean, var = (library.contiguous(v, wide=True) for v in batch[:2])
+    mean, var = (library.contiguous(generic.as_wide(v)) for v in batch[:2])
     return batch._replace(mean=mean, var=var)

@@ -15,7 +15,6 @@ require.need("core")
 from multibn.engine import step  # noqa: E402
 from multibn.kernels import BatchStatistics, Gradient, Input, Running, generic, host  # noqa: E402
 from multibn.kernels import generic_passes as passes  # noqa: E402
-from multibn.kernels.arguments import asks_more, other_fields  # noqa: E402
 from multibn.kernels.core import _core  # noqa: E402
 
 RECORDS: list[Any] = [Input, Gradient, BatchStatistics, Running]
@@ -34,20 +33,20 @@ def test_the_reference_reads_each_field(record: Any) -> None:
 
 def with_one_more(record: Any) -> Any:
     fields, defaults = record._fields, record._field_defaults
-    return namedtuple(record.__name__, [*fields, "more"], defaults=[*defaults.values(), 0.0])
+    return namedtuple(record.__name__, [*fields, "more"], defaults=[*defaults.values(), None])
 
 
 @pytest.fixture
 def restored() -> Iterator[None]:
     yield
-    _core.use_fields(*RECORDS)
+    host.use_fields(*RECORDS)
 
 
 @pytest.mark.usefixtures("restored")
 @pytest.mark.parametrize("record", [Input, Gradient, Running])
-@pytest.mark.parametrize("more", [0.0, 1.0])
+@pytest.mark.parametrize("more", [None, 1.0])
 def test_a_field_that_the_core_does_not_know_goes_to_generic(
-    record: Any, more: float, monkeypatch: pytest.MonkeyPatch
+    record: Any, more: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = np.random.default_rng(0)
     x, dy = rng.normal(size=(2, 4, 3, 5))
@@ -57,7 +56,7 @@ def test_a_field_that_the_core_does_not_know_goes_to_generic(
     _, batch, _ = host.finish_forward(i, message, 20.0, 20.0)
 
     new = with_one_more(record)
-    _core.use_fields(*[new if each is record else each for each in RECORDS])
+    host.use_fields(*[new if each is record else each for each in RECORDS])
 
     def extended(value: Any) -> Any:
         return new(*value, more=more) if type(value) is record else value
@@ -94,20 +93,10 @@ def test_a_field_that_the_core_does_not_know_goes_to_generic(
     assert used == (reached if more else []), "a set field must not be forgotten in silence"
 
 
-@pytest.mark.usefixtures("restored")
 def test_a_field_that_the_core_misses_is_named() -> None:
     less: Any = namedtuple("Input", ["x", "weight"])  # type: ignore[name-match]
-    with pytest.raises(TypeError, match=r"must have a field `bias`, which the C core reads: got"):
-        _core.use_fields(less, *RECORDS[1:])
-    with pytest.raises(TypeError, match=r"Input must have the fields \['bias'\]: got none"):
-        other_fields(less, "x", "bias")
-
-
-def test_the_gpu_kernels_are_told_of_other_fields() -> None:
-    new = with_one_more(Running)
-    others = other_fields(new, *Running._fields)
-    assert not asks_more(new(None, None, 0.1), others)
-    assert asks_more(new(None, None, 0.1, more=1.0), others)
+    with pytest.raises(TypeError, match=r"Input must have the fields \['axis', .*: got none"):
+        host.use_fields(less, *RECORDS[1:])
 
 
 def test_the_core_says_which_arguments_were_wrong() -> None:

@@ -178,13 +178,6 @@ def test_a_message_tells_what_is_not_finite_or_refused(passes: Any, of: Any) -> 
 
 @libraries
 @both
-def test_a_rounding_error_makes_no_negative_variance(passes: Any, of: Any) -> None:
-    summed = np.array([0.1, 0.1 * 0.1 - 1e-17, 1.0, 2.0])
-    assert passes.unpack(of(summed), (1,), 1.0, 2.0).var == 0.0
-
-
-@libraries
-@both
 def test_a_constant_has_no_variance_over_ranks(passes: Any, of: Any) -> None:
     mean = np.random.default_rng(0).normal(size=1000)
     x = of(np.broadcast_to(mean, (4, 1000)).copy())
@@ -204,9 +197,6 @@ def test_a_relu_is_right_both_ways(
     """The sign comes from `x` or, with a residual, from the output; dy is in another order."""
     require.need("torch")
     import torch
-
-    if dtype == "bfloat16" and not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
-        pytest.skip("of bfloat16, torch before 2.10 gives the C core no view")
 
     generator = torch.Generator().manual_seed(0)
     x, other, dy = (

@@ -122,6 +122,6 @@ In November 2026, with Python 3.11 but for the last row. A row is declared once 
 | 2.9.1 | layers and conversion | 559 | 3: a compiled model of SubBatchNorm, the words of an error of torch.export, a time limit |
 | 2.15.0, Python 3.14.8, Chainer 7.8.1 | all without a launcher | 3203 | 63: 59 by a warning of torch.jit that the tests now ignore; of the 63, 61 pass when run again, two were not |
 
-From 2.5 on, the C core serves tensors of all dtypes but bfloat16, as `multibn info` says. pip refuses torch before 2.10,
+The C core serves tensors from 2.10 on, as `multibn info` says. pip refuses torch before 2.10,
 unless it is told `--no-deps`.
 """

@@ -3,6 +3,7 @@
 from typing import Any
 
 levels: tuple[str, ...]
+fields: tuple[str, ...]
 
 def use_fields(*arguments: object) -> None: ...
 def use_arrays(*arguments: object) -> None: ...

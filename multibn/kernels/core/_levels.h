@@ -70,19 +70,13 @@ INLINE void ask_ahead(const void *values, int bytes, const int far)
             __builtin_prefetch((const char *)values + AHEAD + i);
 }
 
-static inline float as_float(uint32_t bits)
-{
+typedef union {
     float f;
-    memcpy(&f, &bits, sizeof f);
-    return f;
-}
-
-static inline uint32_t as_bits(float f)
-{
     uint32_t bits;
-    memcpy(&bits, &f, sizeof bits);
-    return bits;
-}
+} Word;
+
+static inline float as_float(uint32_t bits) { return (Word){.bits = bits}.f; }
+static inline uint32_t as_bits(float f) { return (Word){.f = f}.bits; }
 
 static inline float from_bfloat16(uint16_t h) { return as_float((uint32_t)h << 16); }
 
@@ -119,34 +113,22 @@ static inline uint16_t to_float16(float f) /* ties to even */
 
 #define LEVEL baseline
 #define VECTOR 16
+#define TARGET
 #include "_loops.h"
 
-#if defined(__x86_64__)
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,bmi,bmi2"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c,bmi,bmi2")
-#endif
+#ifdef __x86_64__
 #define LEVEL avx2
 #define VECTOR 32
+#define TARGET __attribute__((target("avx2,fma,f16c,bmi,bmi2")))
 #include "_loops.h"
-#ifdef __clang__
-#pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,bmi,bmi2,fma"))), apply_to = function)
-#else
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,bmi,bmi2,fma,prefer-vector-width=512")
-#endif
 #define LEVEL avx512
 #define VECTOR 64
-#include "_loops.h"
 #ifdef __clang__
-#pragma clang attribute pop
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,bmi,bmi2,fma")))
 #else
-#pragma GCC pop_options
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,bmi,bmi2,fma,prefer-vector-width=512")))
 #endif
+#include "_loops.h"
 #endif
 
 static const struct {
@@ -154,7 +136,7 @@ static const struct {
     const Loops *loops; /* by dtype: float32, float64, float16, bfloat16 */
 } LEVELS[] = {
     {"baseline", loops_of_baseline},
-#if defined(__x86_64__)
+#ifdef __x86_64__
     {"avx2", loops_of_avx2},
     {"avx512", loops_of_avx512},
 #endif
@@ -162,17 +144,13 @@ static const struct {
 
 static int num_levels(void)
 {
-#if defined(__x86_64__)
+#ifdef __x86_64__
+#define HAS __builtin_cpu_supports
     __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("bmi2"))
-        return 1;
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
-               ? 3
-               : 2;
-#else
-    return 1;
+    if (HAS("avx2") && HAS("fma") && HAS("bmi2"))
+        return HAS("avx512f") && HAS("avx512bw") && HAS("avx512dq") && HAS("avx512vl") ? 3 : 2;
 #endif
+    return 1;
 }
 
 static int level; /* of LEVELS, the one in use */

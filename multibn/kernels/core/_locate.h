@@ -43,54 +43,41 @@ static struct {
     PyObject *num_threads;           /* a function */
 } known;
 
-static int describe(Array *a, char *data, int dtype, int ndim, const int64_t *shape, const int64_t *strides,
-                    int64_t unit)
-{
-    *a = (Array){data, dtype, ndim, {0}, {0}};
-    if (!data || ndim > MAX_NDIM)
-        return 0;
-    for (int i = 0; i < ndim; i++) {
-        if (strides[i] % unit)
-            return 0;
-        a->shape[i] = shape[i];
-        a->strides[i] = strides[i] / unit;
-    }
-    return 1;
-}
-
 /* Whether `object` is an array in host memory. One that a pass `writes` must be writable; another must not be
 lazily negated, as torch has tensors. */
 static int look(PyObject *object, int writes, Array *a)
 {
     const PyObject *kind = (PyObject *)Py_TYPE(object);
-    int there = 0;
+    const int64_t *shape = NULL, *strides = NULL;
+    PyObject *answer = NULL; /* of Python */
+    int there = 0, shift = 0; /* shift: strides are divided by 1 << shift */
     if (kind == known.ndarray) {
         enum { ALIGNED = 0x100, IN_THIS_BYTE_ORDER = 0x200, WRITABLE = 0x400 };
         const int needed = ALIGNED | IN_THIS_BYTE_ORDER | (writes ? WRITABLE : 0);
-        PyObject *capsule = PyObject_GetAttr(object, known.array_struct);
-        const Interface *i = capsule ? PyCapsule_GetPointer(capsule, NULL) : NULL;
+        answer = PyObject_GetAttr(object, known.array_struct);
+        const Interface *i = answer ? PyCapsule_GetPointer(answer, NULL) : NULL;
         if (i && (i->flags & needed) == needed && i->itemsize > 0) {
             const int code = i->kind == 'f' ? 2 : i->kind == 'i' ? 0 : i->kind == 'b' ? 6 : 0xff;
-            there = describe(a, i->data, code << 8 | i->itemsize * 8, i->ndim, i->shape, i->strides, i->itemsize);
+            a->data = i->data, a->dtype = code << 8 | i->itemsize * 8, a->ndim = i->ndim;
+            shape = i->shape, strides = i->strides, shift = __builtin_ctz(i->itemsize);
+            there = a->data != NULL;
         }
-        Py_XDECREF(capsule);
     } else if (known.exchange && (kind == known.tensor || kind == known.parameter)) {
         Tensor t;
-        if (!known.exchange->look(object, &t) && t.device_type == 1 && t.lanes == 1)
-            there = describe(a, t.data, t.code << 8 | t.bits, t.ndim, t.shape, t.strides, 1);
-        if (there) {
-            a->data += t.byte_offset;
-            PyObject *negated = writes ? Py_NewRef(Py_False) : PyObject_CallMethodObjArgs(object, known.is_neg, NULL);
-            there = negated == Py_False;
-            Py_XDECREF(negated);
+        if (!known.exchange->look(object, &t) && t.data && t.device_type == 1 && t.lanes == 1) {
+            a->data = t.data + t.byte_offset, a->dtype = t.code << 8 | t.bits, a->ndim = t.ndim;
+            shape = t.shape, strides = t.strides;
+            answer = writes ? Py_NewRef(Py_False) : PyObject_CallMethodObjArgs(object, known.is_neg, NULL);
+            there = answer == Py_False;
         }
-    } else if (kind == known.tensor || kind == known.parameter) { /* torch before 2.10; no bfloat16 */
-        PyObject *detached = PyObject_CallMethod(object, "detach", NULL);
-        PyObject *view = detached ? PyObject_CallMethod(detached, "numpy", NULL) : NULL;
-        there = view && look(view, writes, a);
-        Py_XDECREF(view); /* the tensor holds the memory */
-        Py_XDECREF(detached);
     }
+    there = there && a->ndim <= MAX_NDIM;
+    for (int i = 0; there && i < a->ndim; i++) {
+        there = !(strides[i] & ((1 << shift) - 1));
+        a->shape[i] = shape[i];
+        a->strides[i] = strides[i] >> shift;
+    }
+    Py_XDECREF(answer);
     if (!there)
         PyErr_Clear(); /* a tensor that torch.func transforms has no address */
     return there;
@@ -102,19 +89,13 @@ static int number_of(int dtype)
     return dtype == FLOAT32 ? 0 : dtype == FLOAT64 ? 1 : dtype == FLOAT16 ? 2 : dtype == BFLOAT16 ? 3 : -1;
 }
 
-static int is_contiguous(const Array *a, int ndim, const int64_t *shape)
-{
-    int fits = a->ndim == ndim;
-    for (int64_t i = ndim - 1, stride = 1; fits && i >= 0; stride *= shape[i--])
-        fits = a->shape[i] == shape[i] && (a->strides[i] == stride || shape[i] == 1);
-    return fits;
-}
-
-static int64_t length(const Array *a)
+/* How many elements an array has; -1 if these are not in contiguous memory. */
+static int64_t contiguous(const Array *a)
 {
     int64_t n = 1;
-    for (int i = 0; i < a->ndim; i++)
-        n *= a->shape[i];
+    for (int i = a->ndim - 1; i >= 0; n *= a->shape[i--])
+        if (a->strides[i] != n && a->shape[i] != 1)
+            return -1;
     return n;
 }
 
@@ -132,6 +113,11 @@ typedef struct {
     int64_t sizes[3];                     /* S, C, N */
     int64_t channels[MAX_NDIM], num_axes; /* the shape of a per-channel array */
 } Activation;
+
+static int is_per_channel(const Array *a, const Activation *x)
+{
+    return a->ndim == x->num_axes && contiguous(a) >= 0 && !memcmp(a->shape, x->channels, a->ndim * sizeof *a->shape);
+}
 
 static int lay_out(Activation *x, PyObject *axis)
 {

@@ -18,12 +18,12 @@ each kind for a plane. The columns of a tile are planes of one element. */
 #undef NAME
 
 #define CONVERSION(dtype)                                                                               \
-    static void PASTE(widen, dtype, LEVEL)(const uint16_t *restrict p, int64_t n, float *restrict wide)  \
+    static TARGET void PASTE(widen, dtype, LEVEL)(const uint16_t *restrict p, int64_t n, float *restrict wide)  \
     {                                                                                                   \
         for (int64_t i = 0; i < n; i++)                                                                 \
             wide[i] = from_##dtype(p[i]);                                                               \
     }                                                                                                   \
-    static void PASTE(narrow, dtype, LEVEL)(const float *restrict wide, int64_t n, uint16_t *restrict p) \
+    static TARGET void PASTE(narrow, dtype, LEVEL)(const float *restrict wide, int64_t n, uint16_t *restrict p) \
     {                                                                                                   \
         for (int64_t i = 0; i < n; i++)                                                                 \
             p[i] = to_##dtype(wide[i]);                                                                 \
@@ -44,6 +44,7 @@ static const Loops PASTE(loops, of, LEVEL)[] = {
 #undef LOOPS
 #undef LEVEL
 #undef VECTOR
+#undef TARGET
 
 #else /* of the dtype A */
 
@@ -52,22 +53,22 @@ typedef A NAME(vector) __attribute__((vector_size(VECTOR), aligned(sizeof(A)), m
 typedef __typeof__((NAME(vector)){0} > (NAME(vector)){0}) NAME(mask);
 typedef int8_t NAME(bytes) __attribute__((vector_size(LANES), aligned(1), may_alias));
 
-INLINE NAME(vector) NAME(load)(const A *p) { return *(const NAME(vector) *)p; }
+INLINE TARGET NAME(vector) NAME(load)(const A *p) { return *(const NAME(vector) *)p; }
 
 /* All bits of a lane where the byte of a mask is true: to be and-ed, so that NaN leaves nothing. */
-INLINE NAME(mask) NAME(load_mask)(const uint8_t *p)
+INLINE TARGET NAME(mask) NAME(load_mask)(const uint8_t *p)
 {
     return __builtin_convertvector(*(const NAME(bytes) *)p != 0, NAME(mask));
 }
 
-INLINE NAME(vector) NAME(select)(NAME(mask) m, NAME(vector) v) { return (NAME(vector))((NAME(mask))v & m); }
+INLINE TARGET NAME(vector) NAME(select)(NAME(mask) m, NAME(vector) v) { return (NAME(vector))((NAME(mask))v & m); }
 
-INLINE NAME(vector) NAME(join)(NAME(mask) m, NAME(vector) v, NAME(vector) others)
+INLINE TARGET NAME(vector) NAME(join)(NAME(mask) m, NAME(vector) v, NAME(vector) others)
 {
     return (NAME(vector))(((NAME(mask))v & m) | ((NAME(mask))others & ~m));
 }
 
-INLINE double NAME(total)(NAME(vector) v)
+INLINE TARGET double NAME(total)(NAME(vector) v)
 {
     A values[LANES];
     memcpy(values, &v, sizeof v);
@@ -85,7 +86,7 @@ INLINE double NAME(total)(NAME(vector) v)
                          : NAME(load)(dy + (at)))
 
 /* Add the sums of g and g * d over n values in a row, n at least LANES. */
-INLINE void NAME(add_values)(const A *x, const A *dy, const A *y, const uint8_t *mask, int64_t n, A centre,
+INLINE TARGET void NAME(add_values)(const A *x, const A *dy, const A *y, const uint8_t *mask, int64_t n, A centre,
                              A factor, A offset, const int kind, const int masked, int far, double *first,
                              double *second)
 {
@@ -126,7 +127,7 @@ INLINE void NAME(add_values)(const A *x, const A *dy, const A *y, const uint8_t 
     *second += NAME(total)((seconds[0] + seconds[1]) + (seconds[2] + seconds[3]));
 }
 
-INLINE void NAME(sums_of)(const Rows *r, const int kind, const int masked)
+INLINE TARGET void NAME(sums_of)(const Rows *r, const int kind, const int masked)
 {
     const A *x = r->x, *dy = r->dy, *y = r->y, *centre = r->k[0], *factor = r->k[1], *offset = r->k[2];
     for (int64_t c = 0, at = 0; c < r->planes; c++)
@@ -148,7 +149,7 @@ INLINE void NAME(sums_of)(const Rows *r, const int kind, const int masked)
     }
 
 /* Sums of long planes, in float64. */
-static void NAME(sums)(const Rows *r)
+static TARGET void NAME(sums)(const Rows *r)
 {
 #define CODE(kind) r->mask ? NAME(sums_of)(r, kind, 1) : NAME(sums_of)(r, kind, 0)
     EACH_KIND(CODE)
@@ -156,7 +157,7 @@ static void NAME(sums)(const Rows *r)
 }
 
 /* The loop over a row of fewer than LANES columns, by copies that are LANES long and end in zeros. */
-static void NAME(pad)(const Rows *r, void (*loop)(const Rows *))
+static TARGET void NAME(pad)(const Rows *r, void (*loop)(const Rows *))
 {
     const size_t size = r->planes * sizeof(A);
     A values[11][LANES] = {{0}};
@@ -179,7 +180,7 @@ static void NAME(pad)(const Rows *r, void (*loop)(const Rows *))
         memcpy(r->more, values[10], size);
 }
 
-INLINE void NAME(column_sums_of)(const Rows *r, const int rows, const int kind, const int masked)
+INLINE TARGET void NAME(column_sums_of)(const Rows *r, const int rows, const int kind, const int masked)
 {
     typedef NAME(vector) V;
     const int64_t n = r->planes, s = r->stride, next = r->next;
@@ -215,7 +216,7 @@ INLINE void NAME(column_sums_of)(const Rows *r, const int rows, const int kind, 
 }
 
 /* Sums of the columns of four rows, or of one, in A. */
-static void NAME(column_sums)(const Rows *r)
+static TARGET void NAME(column_sums)(const Rows *r)
 {
     if (r->planes < LANES) {
         NAME(pad)(r, NAME(column_sums));
@@ -230,7 +231,7 @@ static void NAME(column_sums)(const Rows *r)
 #undef CODE
 }
 
-static void NAME(widen_sums)(void *sums, int64_t n, double *restrict wide)
+static TARGET void NAME(widen_sums)(void *sums, int64_t n, double *restrict wide)
 {
     A *restrict values = sums;
     for (int64_t j = 0; j < n; j++) {
@@ -239,14 +240,14 @@ static void NAME(widen_sums)(void *sums, int64_t n, double *restrict wide)
     }
 }
 
-INLINE NAME(vector) NAME(masked)(NAME(vector) v, const uint8_t *mask, NAME(mask) whole, const int masked)
+INLINE TARGET NAME(vector) NAME(masked)(NAME(vector) v, const uint8_t *mask, NAME(mask) whole, const int masked)
 {
     if (masked == BY_ROW)
         return NAME(select)(whole, v);
     return masked ? NAME(select)(NAME(load_mask)(mask), v) : v;
 }
 
-INLINE void NAME(store)(A *p, NAME(vector) v, const int streams)
+INLINE TARGET void NAME(store)(A *p, NAME(vector) v, const int streams)
 {
 #ifdef __SSE2__
     if (streams && !((uintptr_t)p % VECTOR)) {
@@ -298,7 +299,7 @@ has ended: more questions take longer than the arithmetic. */
 #define K(j) (columns ? NAME(load)((const A *)r.k[j] + m) : k[j])
 #define MASKED(v) NAME(masked)(v, r.mask + m, whole, masked)
 
-INLINE void NAME(normalize_of)(const Rows r, const int adds, const int relu, const int masked, const int columns,
+INLINE TARGET void NAME(normalize_of)(const Rows r, const int adds, const int relu, const int masked, const int columns,
                                const int streams)
 {
     const A *x = r.x, *residual = r.y;
@@ -317,7 +318,7 @@ INLINE void NAME(normalize_of)(const Rows r, const int adds, const int relu, con
 #undef CODE
 }
 
-INLINE void NAME(input_gradient_of)(const Rows r, const int kind, const int writes, const int masked,
+INLINE TARGET void NAME(input_gradient_of)(const Rows r, const int kind, const int writes, const int masked,
                                     const int columns, const int streams)
 {
     const A *x = r.x, *dy = r.dy, *y = r.y;
@@ -348,7 +349,7 @@ INLINE void NAME(input_gradient_of)(const Rows r, const int kind, const int writ
               : NAME(f)(*r, __VA_ARGS__, 0, 0, streams)
 #define CODE(f, ...) (r->streams ? (MASKS(f, 1, __VA_ARGS__)) : (MASKS(f, 0, __VA_ARGS__)))
 
-static void NAME(normalize)(const Rows *r)
+static TARGET void NAME(normalize)(const Rows *r)
 {
     if (r->S == 1 && r->planes < LANES)
         NAME(pad)(r, NAME(normalize));
@@ -358,7 +359,7 @@ static void NAME(normalize)(const Rows *r)
         r->kind == GRADIENT ? CODE(normalize_of, 0, 0) : CODE(normalize_of, 0, 1);
 }
 
-static void NAME(input_gradient)(const Rows *r)
+static TARGET void NAME(input_gradient)(const Rows *r)
 {
     if (r->S == 1 && r->planes < LANES)
         NAME(pad)(r, NAME(input_gradient));

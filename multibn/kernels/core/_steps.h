@@ -65,9 +65,9 @@ static int unpack(const double *summed, double *mean, double *var, double *total
     return isnan(*total_count) ? REFUSED : state;
 }
 
-/* What a pass reads beside the activations. */
+/* What a pass reads beside the activations; the mean and the variance are written by `finish_forward`. */
 typedef struct {
-    const double *mean, *var;
+    double *mean, *var;
     Parameter weight, bias;
     double eps;
 } Statistics;

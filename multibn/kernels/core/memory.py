@@ -24,7 +24,7 @@ def num_threads() -> int:
 class NumPy:
     """New arrays and copies of NumPy."""
 
-    empty_like = staticmethod(np.empty_like)
+    empty_like, contiguous = staticmethod(np.empty_like), staticmethod(np.ascontiguousarray)
 
     def numbers(self, shape: Any) -> Array:
         """Memory for so many float64 numbers."""
@@ -35,16 +35,6 @@ class NumPy:
         shape = channels(x.shape, axis)
         return BatchStatistics(np.empty(shape), np.empty(shape), np.empty(()), np.empty(()))
 
-    def dense_copy(self, a: Array, like: Array) -> Array:
-        """A dense copy of `a`, an activation or a mask, in the memory order of `like`."""
-        array = np.empty_like(like, a.dtype, shape=a.shape)
-        array[...] = a
-        return array
-
-    def contiguous(self, a: Array, *, wide: bool) -> Array:
-        """`a` in contiguous memory, and in float64 if `wide`."""
-        return np.ascontiguousarray(a, dtype=np.float64 if wide else None)
-
     def changed(self, *arrays: Array | None) -> None:
         """The core has written to arrays of the user's."""
 
@@ -54,7 +44,7 @@ class Torch:
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
-        self.empty_like = torch.empty_like
+        self.empty_like, self.contiguous = torch.empty_like, torch.Tensor.contiguous
         self._increment_version = torch._C._increment_version
         self._templates = lru_cache(maxsize=1024)(
             lambda shape, axis: [self.numbers(n) for n in (channels(shape, axis), ())]
@@ -68,13 +58,6 @@ class Torch:
         per_channel, number = self._templates(x.shape, axis)
         new = self.empty_like  # in half of the time of torch.empty
         return BatchStatistics(new(per_channel), new(per_channel), new(number), new(number))
-
-    def dense_copy(self, a: Array, like: Array) -> Array:
-        like = like[tuple(map(slice, a.shape))]  # a mask has one channel
-        return self.empty_like(like, dtype=a.dtype).copy_(a)
-
-    def contiguous(self, a: Array, *, wide: bool) -> Array:
-        return (a.double() if wide else a).contiguous()
 
     def changed(self, *arrays: Array | None) -> None:
         if arrays[-1] is None:

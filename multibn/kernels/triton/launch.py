@@ -82,7 +82,7 @@ def finish_forward(
     key = weight is None or weight.dtype, bias is None or bias.dtype, dtype, masked, *key
     launch(steps.finish_forward, programs, arguments, constants, ("forward", *key), _known)
     if running is not None:
-        _have_changed(arrays)
+        _increment_version(arrays if arrays[2] is not None else arrays[:2])
     return statistics, coefficients
 
 
@@ -112,7 +112,7 @@ def move(running: Running, mean: Tensor, var: Tensor, count: Tensor, local_count
     arrays, how, programs, constants, key = _moved(running, local_count, C)
     arguments = *arrays, mean, var, count, *how, C
     launch(steps.move, programs, arguments, constants, ("move", *key), _known)
-    _have_changed(arrays)
+    _increment_version(arrays if arrays[2] is not None else arrays[:2])
 
 
 def movable(running: Running, like: Tensor, C: int, local_count: Any) -> bool:
@@ -156,11 +156,6 @@ def _moved(
         constants = _STEP | {"CUMULATIVE": cumulative, "UNBIASED": is_global, "BLOCK": block}
     key = mean.dtype, var.dtype, counter is None, cumulative, is_global, block
     return (mean, var, counter), (bits(momentum or 0.0), bits(factor)), programs, constants, key
-
-
-def _have_changed(arrays: tuple[Any, ...]) -> None:
-    """Autograd would not notice otherwise that a saved tensor has changed."""
-    _increment_version(arrays if arrays[2] is not None else arrays[:2])
 
 
 def _message(
@@ -268,5 +263,5 @@ def launch(
 
 _known: dict[Any, Any] = {}  # of all steps
 _knobs = knobs.runtime
-_increment_version = torch._C._increment_version
+_increment_version = torch._C._increment_version  # autograd then notices that tensors have changed
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", lambda: -1)
