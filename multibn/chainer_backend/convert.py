@@ -53,7 +53,7 @@ def create_mnbn_model(
     -----
     UserWarning
         For a link that is copied as it is, because its class overrides more than the constructor,
-        as L.BatchRenormalization does.
+        as L.BatchRenormalization does, or is ChainerMN's own; if the model has no link to convert.
 
     Examples
     --------
@@ -94,6 +94,12 @@ def create_mnbn_model(
             new._single_node_class = type(old)
         return new
 
+    if not any(isinstance(each, L.BatchNormalization) for each in link.links()):
+        warnings.warn(
+            "`link` has no L.BatchNormalization: nothing is converted. Links of ChainerMN's own "
+            "stay as they are: build the model with L.BatchNormalization.",
+            stacklevel=2,
+        )
     return _copy_with(link, L.BatchNormalization, convert, "its statistics stay local")
 
 

@@ -95,15 +95,19 @@ class PopulationEstimator:
     def update(self, moments: Moments, /) -> None:
         """Add one batch. Not collective."""
         mean, meansqr, count, _ = moments
-        self._sums += generic.pack(mean, meansqr, count, count)
+        self.add(generic.pack(mean, meansqr, count, count))
 
-    def show(self, x: Array, /, *, axis: tuple[int, ...], mask: Array | None = None) -> None:
-        """Add one batch: an activation, with moments over `axis`, and its mask. Not collective."""
+    def add(self, sums: Array, /) -> None:
+        """Add one batch by its `sums_of`. Not collective."""
+        self._sums += sums
+
+    def sums_of(self, x: Array, /, *, axis: tuple[int, ...], mask: Array | None = None) -> Array:
+        """What a batch adds: an activation, with moments over `axis`, and its mask."""
         if mask is not None:
-            self.update(local_moments(x, axis=axis, mask=mask))
-            return
+            mean, meansqr, count, _ = local_moments(x, axis=axis, mask=mask)
+            return generic.pack(mean, meansqr, count, count)
         i, count = Input(x, None, None, 0.0, axis), sizes(x.shape, axis)[1]
-        self._sums += kernels.select(x).begin_forward(i, count, count)
+        return kernels.select(x).begin_forward(i, count, count)
 
     def compute(self, communicator: Communicator | None = None, /) -> BatchStatistics:
         """Statistics of all batches of all ranks; the variance is biased.

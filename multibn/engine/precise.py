@@ -6,14 +6,15 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from multibn._arrays import array_namespace, device
+from multibn._arrays import array_namespace
 from multibn._progress import progress as show_progress
 from multibn._typing import Array
 from multibn.communicators import Communicator
 from multibn.communicators.outcomes import skips
 from multibn.engine.lockstep import END, Lockstep, Step
 from multibn.engine.population import PopulationEstimator, running_variance
-from multibn.engine.statistics import local_moments
+from multibn.engine.recompute import Tape, Taping
+from multibn.engine.statistics import BatchStatistics
 
 # New running mean and variance, and whether any rank had data.
 Estimate: TypeAlias = tuple[Array, Array, Any]
@@ -53,6 +54,10 @@ class Pass:
         self._visits: list[Callable[[], object]] = []
         self._tracked = [layer for layer in layers if layer.estimator is not None]
         self._estimates: list[Estimate] = []
+        # Of batches that their layers may skip: what they add, to what, and how many statistics
+        # the layers of the step had computed before.
+        self._unsure: list[tuple[PopulationEstimator, Array, int]] = []
+        self._tape = Tape()
 
     def show(
         self,
@@ -70,12 +75,19 @@ class Pass:
             self._visits.append(visit)
         if layer.estimator is None:
             return
-        if skips(layer.communicator, x.dtype):  # then no element of this rank counts
-            xp = array_namespace(x)
-            shape = tuple(n if i in axis else 1 for i, n in enumerate(x.shape))
-            mask = xp.ones(shape, dtype=xp.bool, device=device(x)) if mask is None else mask
-            mask = mask & xp.isfinite(xp.sum(local_moments(x, axis=axis, mask=mask).meansqr))
-        layer.estimator.show(x, axis=axis, mask=mask)
+        sums = layer.estimator.sums_of(x, axis=axis, mask=mask)
+        if skips(layer.communicator, x.dtype):  # as the layer's message will tell
+            self._unsure.append((layer.estimator, sums, len(self._tape.entries)))
+        else:
+            layer.estimator.add(sums)
+
+    def _add_unsure(self) -> None:
+        """Add what the step's layers have not skipped. Of one call, several statistics may be."""
+        batches, self._tape.entries = self._tape.entries, []
+        unsure, self._unsure = self._unsure, []
+        ends = [*(first for _, _, first in unsure[1:]), len(batches)]
+        for (estimator, sums, first), end in zip(unsure, ends, strict=False):
+            estimator.add(_unless_skipped(sums, batches[first:end]))
 
     def run(
         self,
@@ -104,12 +116,14 @@ class Pass:
                 if num_steps == 0:
                     self._check_first(step)
                 last_pass, self._visits = self._visits, []
-                if step.batch is not END:
-                    forward(step.batch)
-                else:
-                    for visit in last_pass:
-                        visit()
-                    self._visits = last_pass
+                with Taping(self._tape):
+                    if step.batch is not END:
+                        forward(step.batch)
+                    else:
+                        for visit in last_pass:
+                            visit()
+                        self._visits = last_pass
+                self._add_unsure()
                 num_steps += 1
                 num_batches += step.batch is not END
                 samples += step.amount
@@ -141,6 +155,14 @@ class Pass:
                 f"got none on rank(s) {np.flatnonzero(~step.occupied).tolist()} of "
                 f"{len(step.occupied)}. Share the data among fewer ranks, {otherwise}."
             )
+
+
+def _unless_skipped(sums: Array, batches: Sequence[BatchStatistics]) -> Array:
+    """What a batch adds to a population: nothing, if its layer has skipped the batch."""
+    xp = array_namespace(sums)
+    for batch in batches:
+        sums = xp.where(xp.any(xp.isnan(batch.mean)), xp.zeros_like(sums), sums)
+    return sums
 
 
 def input_of(args: Sequence[Any], kwargs: Mapping[str, Any], /) -> Any:

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from multibn import kernels
+from multibn._arrays import values
 from multibn.communicators.conversation import Conversation
 from multibn.engine import masks
-from multibn.engine.statistics import BatchStatistics, channels, sizes
-from multibn.kernels import Input, generic
+from multibn.engine.statistics import BatchStatistics, sizes
+from multibn.kernels import Input, generic, generic_passes
 
 
 class Tape:
@@ -27,8 +28,8 @@ class Tape:
         self.entries: list[BatchStatistics] = []
 
 
-class _Pass:
-    """A context manager that is on its thread's stack from enter to exit."""
+class Taping:
+    """A context manager that is on its thread's stack from enter to exit, and fills a tape."""
 
     def __init__(self, tape: Any) -> None:
         self.tape = tape
@@ -47,7 +48,7 @@ class _Pass:
         self.tape.entries += batches
 
 
-class recording(_Pass):  # noqa: N801 (read as a verb: `with recording() as tape`)
+class recording(Taping):  # noqa: N801 (read as a verb: `with recording() as tape`)
     """Context manager for a first pass; yields the `Tape` that the pass fills.
 
     Examples
@@ -92,12 +93,13 @@ class LayerStatistics(NamedTuple):
     own: BatchStatistics
 
 
-class observing(_Pass):  # noqa: N801
+class observing(Taping):  # noqa: N801
     """Context manager for those who study batch statistics; yields a list of `LayerStatistics`.
 
-    Each call of a layer in training adds one, or one for each split of the batch; a pass that runs
-    again adds none. The list keeps no activation. A layer sends what it sends without the context,
-    and computes this rank's moments once more. Not collective.
+    Each call of a layer in training adds one; a pass that runs again adds none. The splits of a
+    batch are a further axis, or entries of their own where they count unequal numbers of elements;
+    a batch of torch.func.vmap is a further axis. The list keeps no activation. A layer sends what
+    it sends without the context, and computes this rank's moments once more. Not collective.
 
     Examples
     --------
@@ -124,14 +126,24 @@ class observing(_Pass):  # noqa: N801
             names = communicator.names or [communicator.name]
         names = [*names] * (len(inputs) // len(names))  # splits of one layer share a message, too
         for name, batch, i in zip(names, batches, inputs, strict=bool(inputs)):
-            _, count = masks.weigh(i, sizes(i.x.shape, i.axis)[1], "element")
-            bare = Input(i.x, None, None, 0.0, i.axis, mask=i.mask)
-            payload = kernels.select(i.x).begin_forward(bare, count, count)
-            own, _ = generic.unpack(payload, channels(i.x.shape, i.axis), count, count)
-            self.tape.append(LayerStatistics(name, batch, own))
+            own, state = _own(i)
+            if state == kernels.LOST:  # beside the square of the mean
+                near, centre = generic_passes.about(i, own.mean)
+                own, _ = _own(near)
+                own = own._replace(mean=centre + own.mean)
+            pair = (BatchStatistics(*map(values, each)) for each in (batch, own))
+            self.tape.append(LayerStatistics(name, *pair))
 
 
-class replaying(_Pass):  # noqa: N801
+def _own(i: Input) -> tuple[BatchStatistics, int]:
+    """The statistics of this rank's part of a batch, and their state, see `generic.unpack_for`."""
+    _, count = masks.weigh(i, sizes(i.x.shape, i.axis)[1], "element")
+    bare = Input(i.x, None, None, 0.0, i.axis, mask=i.mask)
+    payload = kernels.select(i.x).begin_forward(bare, count, count)
+    return generic.unpack_for(bare, payload, count, count)
+
+
+class replaying(Taping):  # noqa: N801
     """Context manager for a pass that runs again, from the start of `tape`; can be entered again.
 
     Raises
@@ -223,7 +235,7 @@ def record(
 
 class _State(threading.local):
     def __init__(self) -> None:
-        self.stack: list[_Pass] = []
+        self.stack: list[Taping] = []
 
 
 state = _State()  # of this thread; the stack is empty where neither of the contexts is in force

@@ -88,26 +88,29 @@ def share(
     for n, (k, i, weight, count) in enumerate(shares):
         payloads.append(k.begin_forward(i, weight, count, out=outs[n]))
     sums = _send(communicator, memory, payloads, lengths)
+    is_skipped = False
     if len(payloads) > 1:  # no running statistics may move where another layer's sum is wrong
         for own, summed in zip(shares, sums, strict=True):
             state = generic.state(summed, own[-1])
             if state != RIGHT:
                 _raise(state, communicator, *own)
+                is_skipped = True
     results: list[Any] = []
     lost = []
     for n, (k, i, weight, count) in enumerate(shares):
         pool = i.running if type(i.running) is Pool else None
-        moving = i if pool is None else i._replace(running=None)
+        moving = i if pool is None and not is_skipped else i._replace(running=None)
         y, batch, state = k.finish_forward(moving, sums[n], weight, count)
-        if state == LOST:
-            lost.append(n)
-        elif state != RIGHT:
-            _raise(state, communicator, k, i, weight, count)
+        if is_skipped or state not in (RIGHT, LOST):
+            if not is_skipped:
+                _raise(state, communicator, k, i, weight, count)
             batch = generic.skipped(batch)
             y = k.normalize(i, batch)
+        elif state == LOST:
+            lost.append(n)
         elif i.mask is not None and is_on_host(batch.count) and batch.count == 0:
             require_element(sums[n][-2], i.x.shape, communicator)
-        if pool is not None and state != LOST:
+        if pool is not None and n not in lost:
             pool.add(batch, local_count=count)
         results.append((y, batch))
     if lost:  # on all ranks, from the same sums: a message more, of moments about these means

@@ -104,8 +104,11 @@ def test_revert_names_what_it_leaves_alone() -> None:
 
 
 def test_a_model_without_batch_norms_is_only_copied() -> None:
+    """And says so: the model may have links of ChainerMN's own."""
     link = L.Linear(2, 2)
-    for other in (revert_mnbn_model(link), create_mnbn_model(link, ALONE)):
+    with pytest.warns(UserWarning, match="`link` has no L.BatchNormalization: nothing is conv"):
+        converted = create_mnbn_model(link, ALONE)
+    for other in (revert_mnbn_model(link), converted):
         assert type(other) is L.Linear
         assert other.W is not link.W
     with pytest.raises(TypeError, match="a communicator must be None"):

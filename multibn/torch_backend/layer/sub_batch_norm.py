@@ -227,9 +227,10 @@ class _SubBatchNorm(Synchronized):
         if split.running_mean is None:
             return
         shape = (self.num_splits, self.num_features)
-        mean, var = torch.ops.multibn.total_statistics(
-            split.running_mean.view(shape), split.running_var.view(shape)
-        )
+        # As one operator, the arithmetic of compiled code is that of eager code.
+        compiling = torch.compiler.is_compiling()
+        total = torch.ops.multibn.total_statistics if compiling else _total_statistics
+        mean, var = total(split.running_mean.view(shape), split.running_var.view(shape))
         whole.running_mean.copy_(mean)
         whole.running_var.copy_(var)
         whole.num_batches_tracked.copy_(split.num_batches_tracked)

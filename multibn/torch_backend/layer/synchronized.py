@@ -135,17 +135,18 @@ def shared_conversation(layers: Sequence[Synchronized]) -> Conversation:
     known = _merged.setdefault(parts[0], {})
     key = tuple(weakref.ref(part) for part in parts[1:])
     if key not in known:
-        name = _common_name([part.name for part in parts])
-        options = {
-            f"{option} of {part.name}": value
-            for part in parts
-            for option, value in part.options().items()
-        }
+        names = [part.name for part in parts]
+        name = _common_name(names)
+        options = [(name, part.options) for name, part in zip(names, parts, strict=True)]
         group, built = parts[0].wrapped, parts[0].built
         known[key] = Conversation(
-            group, lambda: name, built=built, options=lambda: options, num_layers=len(parts)
+            group,
+            lambda: name,
+            built=built,
+            options=lambda: {f"{k} of {n}": v for n, of in options for k, v in of().items()},
+            num_layers=len(parts),
         )
-        known[key].names = [part.name for part in parts]
+        known[key].names = names
     return known[key]
 
 

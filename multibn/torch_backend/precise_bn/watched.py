@@ -10,10 +10,11 @@ from torch.utils.hooks import RemovableHandle
 
 from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.communicators.conversation import during
+from multibn.communicators.outcomes import skips
 from multibn.engine import masks
 from multibn.engine.population import PopulationEstimator, running_variance
 from multibn.engine.precise import Estimate, Pass, Population, input_of
-from multibn.engine.statistics import Moments, aggregate, local_moments
+from multibn.engine.statistics import aggregate, local_moments
 from multibn.kernels import generic
 from multibn.torch_backend.layer import functional, jagged
 from multibn.torch_backend.layer.differentiable import without_autocast
@@ -29,12 +30,15 @@ class MeanOfVar(PopulationEstimator):
         super().__init__(like)
         self._shared_by = shared_by
 
-    def show(self, x: Tensor, /, *, axis: tuple[int, ...], mask: Tensor | None = None) -> None:
+    def sums_of(self, x: Tensor, /, *, axis: tuple[int, ...], mask: Tensor | None = None) -> Tensor:
         moments = local_moments(x, axis=axis, mask=mask)
+        if skips(self._shared_by, x.dtype) and not moments.meansqr.sum().isfinite():
+            moments = local_moments(x[:0], axis=axis)  # the layer's message will tell
         # In the phase "forward": on another rank this message may meet a layer's refusal.
         batch = aggregate(moments, during(self._shared_by, "forward", moments.mean.dtype))
         var = running_variance(batch, local_count=0)
-        self.update(Moments(batch.mean, var, float(moments.count > 0), 0.0))
+        has_data = float(moments.count > 0)
+        return generic.pack(batch.mean, var, has_data, has_data)
 
     def estimate(self, communicator: Communicator, /) -> Estimate:
         sums = communicator.allreduce(self._sums)

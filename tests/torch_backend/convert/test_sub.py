@@ -13,11 +13,13 @@ require.need("torch")
 
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
+from torch.func import functional_call, stack_module_state, vmap  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 from multibn import SingleProcess  # noqa: E402
 from multibn.parity.oracle import relative_error  # noqa: E402
 from multibn.torch_backend import (  # noqa: E402
+    SubBatchNorm1d,
     SyncBatchNorm,
     convert_sub_batchnorm,
     convert_sync_batchnorm,
@@ -164,3 +166,15 @@ def test_wrong_splits_groups_and_inputs_are_refused() -> None:
     assert not layer.num_batches_tracked
     with pytest.raises(ValueError, match="needs more than 1 value per channel"):
         convert_sub_batchnorm(nn.BatchNorm1d(3), 2)(torch.randn(1, 3))
+
+
+def test_vmap_over_inputs_and_over_stacked_models_splits_each_batch() -> None:
+    x = torch.randn(3, 8, 2, dtype=torch.float64)
+    plain = nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False).double())
+    y = vmap(convert_sub_batchnorm(plain, 2))(x)
+    torch.testing.assert_close(y, torch.stack([expected(each, 2) for each in x]))
+    models = [SubBatchNorm1d(2, 2).double() for _ in range(3)]
+    state = stack_module_state(models)
+    y = vmap(lambda p, b, v: functional_call(models[0], (p, b), (v,)))(*state, x)
+    torch.testing.assert_close(y, torch.stack([m(v) for m, v in zip(models, x, strict=True)]))
+    torch.testing.assert_close(state[1]["bn.running_mean"][2], models[2].bn.running_mean)

@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -200,3 +201,46 @@ def test_pools_and_populations_leave_skipped_batches_out() -> None:
                     chosen, batches, estimator=estimator, num_iters=len(batches), progress=False
                 )
         assert_same(state(layer), state(right))
+
+
+@pytest.mark.filterwarnings("ignore:rank . of 2 has skipped:RuntimeWarning")
+@pytest.mark.parametrize("estimator", ["population", "mean_of_var"])
+@pytest.mark.parametrize("kind", [SyncBatchNorm, partial(SubBatchNorm2d, 2)])
+def test_populations_leave_out_what_other_ranks_have_made_all_skip(
+    estimator: Any, kind: Callable[..., Any]
+) -> None:
+    def population(communicator: Any, sees: bool) -> Any:
+        layer = kind(3, process_group=communicator, nonfinite="skip")
+        generator = torch.Generator().manual_seed(communicator.rank)
+        batches = [torch.randn(4, 3, 2, 2, generator=generator) + k for k in range(3)]
+        if communicator.rank == 1:
+            batches[1][0, 0] = torch.inf
+        update_bn_stats(
+            nn.Sequential(layer), batches if sees else batches[::2], estimator=estimator,
+            process_group=communicator, progress=False,
+        )  # fmt: skip
+        return state(layer)
+
+    for sees, never_saw in zip(
+        *(run_ranks(2, lambda c, s=s: population(c, s)) for s in (True, False)),  # type: ignore[misc]
+        strict=True,
+    ):
+        assert_same(sees, never_saw)
+
+
+@pytest.mark.filterwarnings("ignore:rank . of 1 has skipped:RuntimeWarning")
+def test_layers_and_splits_of_one_message_are_skipped_together() -> None:
+    layers = [SyncBatchNorm(3, momentum=None) for _ in range(2)]
+    good = bad().nan_to_num(posinf=1.0)
+    normalize_together(layers, [good, good])
+    before = [state(layer) for layer in layers]
+    for layer in layers:
+        layer.nonfinite = "skip"  # after the first message, as for a scaler that comes later
+    assert all(y.isnan().all() for y in normalize_together(layers, [bad(), good]))
+    assert_same([state(layer) for layer in layers], before)
+    parts: Any = SubBatchNorm2d(2, 3, momentum=None, nonfinite="skip")
+    right, mask = copy.deepcopy(parts), torch.ones(4, 1, 1) > 0
+    for layer, batches in ((parts, [good, bad(), 2 * good]), (right, [good, 2 * good])):
+        for batch in batches:
+            layer(batch, mask=mask)
+    assert_same(state(parts), state(right))
