@@ -149,7 +149,7 @@ def _select(values: Mapping[str, Any], prefix: str, separator: str) -> dict[str,
             f"{longest[:40]!r}... Copy the file again from where it was saved."
         )
     start = prefix.rstrip(separator) + separator if prefix else ""
-    selected = {key[len(start) :]: _array(values, key) for key in keys if key.startswith(start)}
+    selected = {key[len(start) :]: array_of(values, key) for key in keys if key.startswith(start)}
     if not selected:
         tops = sorted({key.partition(separator)[0] for key in keys})
         # "a/b/c" is below "a" and "a/b".
@@ -162,7 +162,8 @@ def _select(values: Mapping[str, Any], prefix: str, separator: str) -> dict[str,
     return selected
 
 
-def _array(values: Mapping[str, Any], key: str) -> Any:
+def array_of(values: Mapping[str, Any], key: str) -> Any:
+    """The array or tensor of real numbers under a key; raises for anything else."""
     try:
         value = values[key]
     except ValueError as error:

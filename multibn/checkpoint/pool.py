@@ -39,7 +39,8 @@ def pool_states(
     Raises
     ------
     CheckpointError
-        If keys, shapes or dtypes differ, or arrays that are neither pooled nor averaged.
+        If a value is no array of real numbers; if keys, shapes or dtypes differ, or arrays that are
+        neither pooled nor averaged; if a pooled number is too large for its dtype.
     TypeError, ValueError
         If `counts` are not as many positive numbers as there are states.
 
@@ -58,6 +59,7 @@ def pool_states(
         )
     for count in counts:
         check_number("counts", count, "(0, inf)")
+    states = [{key: files.array_of(state, key) for key in state} for state in states]
     for key in dict.fromkeys(chain(*states)):
         kinds = [f"{tuple(s[key].shape)} {s[key].dtype}" if key in s else "none" for s in states]
         for i, kind in enumerate(kinds):
@@ -77,7 +79,10 @@ def pool_states(
         return sum(weight * a[i] for i, weight in enumerate(weights)) / sum(weights)
 
     def replace(key: str, value: Array) -> None:
-        result[key] = array_namespace(value).astype(value, result[key].dtype)
+        xp, dtype = array_namespace(value), result[key].dtype
+        result[key] = xp.astype(value, dtype)
+        if bool(xp.any(xp.isinf(result[key]) & xp.isfinite(value))):
+            raise CheckpointError(f"{key!r} is too large for {dtype}. Pool the states in float32.")
 
     for mean, var, counter in keys.running_statistics(result):
         new_mean, new_var = pool_running(wide(mean), wide(var), average)

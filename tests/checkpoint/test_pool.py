@@ -196,3 +196,14 @@ def test_the_command_speaks_of_files_and_of_its_options(two: list[str], capsys: 
     assert f"{other}: must be of torch, as " in refused([two[0], other], capsys=capsys)
     itself = two[0].replace("a.pt", "dst.pt")
     assert "must be another file than" in refused([two[0], itself], capsys=capsys)
+
+
+def test_states_that_hold_more_than_arrays_and_numbers_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"'extra' must be an array or a tensor .*: got dict"):
+        pool_states([{"extra": {"a": 1}}, {"extra": {"a": 1}}], [1, 1])
+    half = [
+        {"avg_mean": np.full(1, m, np.float16), "avg_var": np.ones(1, np.float16)}
+        for m in (-300, 300)
+    ]
+    with pytest.raises(CheckpointError, match="'avg_var' is too large for float16"):
+        pool_states(half, [1, 1])
