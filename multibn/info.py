@@ -95,8 +95,6 @@ def _kernels() -> dict[str, str | None]:
     try:
         core = import_module("multibn.kernels.core._core")
         host = f"C core, {core.levels[-1]}"
-        if importable("torch") and _numbers(metadata.version("torch")) < [2, 10]:
-            host += "; generic (slow) for tensors, as torch is older than 2.10"
     except ImportError as error:
         host = (
             f"generic (slow): the C core is missing ({error}). Install a C compiler (gcc or clang) "

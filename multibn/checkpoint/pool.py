@@ -80,9 +80,9 @@ def pool_states(
 
     def replace(key: str, value: Array) -> None:
         xp, dtype = array_namespace(value), result[key].dtype
-        result[key] = xp.astype(value, dtype)
-        if bool(xp.any(xp.isinf(result[key]) & xp.isfinite(value))):
+        if bool(xp.any(xp.isfinite(value) & (xp.abs(value) > xp.finfo(dtype).max))):
             raise CheckpointError(f"{key!r} is too large for {dtype}. Pool the states in float32.")
+        result[key] = xp.astype(value, dtype)
 
     for mean, var, counter in keys.running_statistics(result):
         new_mean, new_var = pool_running(wide(mean), wide(var), average)

