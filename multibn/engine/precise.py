@@ -1,6 +1,7 @@
 """Running statistics from whole passes over data: one loop for the layers of all backends."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
@@ -57,7 +58,7 @@ class Pass:
         # Of batches that their layers may skip: what they add, to what, and how many statistics
         # the layers of the step had computed before.
         self._unsure: list[tuple[PopulationEstimator, Array, int]] = []
-        self._tape = Tape()
+        self._tape, self._step = Tape(), ExitStack()
 
     def show(
         self,
@@ -77,6 +78,8 @@ class Pass:
             return
         sums = layer.estimator.sums_of(x, axis=axis, mask=mask)
         if skips(layer.communicator, x.dtype):  # as the layer's message will tell
+            if not self._unsure:
+                self._step.enter_context(Taping(self._tape))
             self._unsure.append((layer.estimator, sums, len(self._tape.entries)))
         else:
             layer.estimator.add(sums)
@@ -116,7 +119,7 @@ class Pass:
                 if num_steps == 0:
                     self._check_first(step)
                 last_pass, self._visits = self._visits, []
-                with Taping(self._tape):
+                with ExitStack() as self._step:
                     if step.batch is not END:
                         forward(step.batch)
                     else:
