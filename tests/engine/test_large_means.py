@@ -126,7 +126,9 @@ def test_layers_keep_their_digits_at_large_means(form: str, shape: tuple[int, ..
             buffers = {k: v - mean if "mean" in k else v for k, v in layer.named_buffers()}
         return (y.detach(), dx.detach(), ddx), buffers
 
-    of_means = [run_ranks(2, partial(results, mean=mean)) for mean in (0.0, 1e8)]
+    # torch 2.10 ends the process where two threads trace at once.
+    size = 1 if form == "compiled" and torch.__version__ < (2, 11) else 2
+    of_means = [run_ranks(size, partial(results, mean=mean)) for mean in (0.0, 1e8)]
     for right, got in zip(*of_means, strict=True):
         torch.testing.assert_close(got, right, rtol=2e-6, atol=5e-7)
 
