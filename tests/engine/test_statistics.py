@@ -123,7 +123,7 @@ def test_a_mask_of_all_elements_weights_ranks_as_no_mask_does(xp: Any, weighting
 
     def batch(communicator: ThreadCommunicator) -> Any:
         x = xp.asarray(xs[communicator.rank])
-        everything = xp.ones((x.shape[0], 1, x.shape[2]), dtype=xp.bool)
+        everything = xp.ones((x.shape[0], 1, x.shape[2])) > 0  # NumPy 1.24 has no name for booleans
         inputs = [Input(x, None, None, EPS, (0, 2), mask=m) for m in (None, everything)]
         results = [step.forward([i], communicator, weighting=weighting)[0] for i in inputs]
         return [[as_numpy(a) for a in (y, *batch)] for y, batch in results]
