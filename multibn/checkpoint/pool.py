@@ -70,30 +70,23 @@ def pool_states(
                 )
     # Equal counts become 1, so that the sums are those of as many ranks, to the last bit.
     weights = [count / counts[0] for count in counts]
-    result, others = dict(states[0]), dict(states[0])
+    first, pooled = states[0], {}
 
     def wide(key: str) -> Array:  # the states are axis 0
-        return array_namespace(result[key]).stack([as_wide(state[key]) for state in states])
+        return array_namespace(first[key]).stack([as_wide(state[key]) for state in states])
 
     def average(a: Array) -> Array:
         return sum(weight * a[i] for i, weight in enumerate(weights)) / sum(weights)
 
-    def replace(key: str, value: Array) -> None:
-        xp, dtype = array_namespace(value), result[key].dtype
-        if bool(xp.any(xp.isfinite(value) & (xp.abs(value) > xp.finfo(dtype).max))):
-            raise CheckpointError(f"{key!r} is too large for {dtype}. Pool the states in float32.")
-        result[key] = xp.astype(value, dtype)
-
-    for mean, var, counter in keys.running_statistics(result):
-        new_mean, new_var = pool_running(wide(mean), wide(var), average)
-        replace(mean, new_mean)
-        replace(var, new_var)
+    others = dict(first)
+    for mean, var, counter in keys.running_statistics(first):
+        pooled[mean], pooled[var] = pool_running(wide(mean), wide(var), average)
         for key in (mean, var, counter):
             others.pop(key, None)
     unequal = []
-    for key, first in others.items():
-        if average_parameters and array_namespace(first).isdtype(first.dtype, "real floating"):
-            replace(key, average(wide(key)))
+    for key, a in others.items():
+        if average_parameters and array_namespace(a).isdtype(a.dtype, "real floating"):
+            pooled[key] = average(wide(key))
         elif len({to_host(state[key]).tobytes() for state in states}) > 1:
             unequal.append(key)
     if unequal:
@@ -102,7 +95,14 @@ def pool_states(
             f"only running statistics may differ: {keys.some(unequal)} are not equal in all "
             f"states. {advice}, if the models were trained apart."
         )
-    return result
+    return first | {key: _narrowed(key, a, first[key].dtype) for key, a in pooled.items()}
+
+
+def _narrowed(key: str, wide: Array, dtype: Any) -> Array:
+    xp = array_namespace(wide)
+    if bool(xp.any(xp.isfinite(wide) & (xp.abs(wide) > xp.finfo(dtype).max))):
+        raise CheckpointError(f"{key!r} is too large for {dtype}. Pool the states in float32.")
+    return xp.astype(wide, dtype)
 
 
 def pool_files(
