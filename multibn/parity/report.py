@@ -107,4 +107,4 @@ def write_json(rows: Sequence[Row], path: Path) -> None:
         ],
     }  # fmt: skip
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+        temporary.write_text(json.dumps(document, indent=1) + "\n")
