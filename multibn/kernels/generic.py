@@ -142,10 +142,8 @@ def pack(
     """A layer's forward payload, see `multibn.message`: a new vector, or `out`."""
     xp = array_namespace(mean)
     numbers = [
-        xp.reshape(v, (1,))
-        if hasattr(v, "dtype")
-        else xp.full((1,), v, dtype=mean.dtype, device=device(mean))
-        for v in (weight, count)
+        xp.reshape(xp.asarray(v, dtype=mean.dtype, device=device(mean)), (1,))
+        for v in (weight, count)  # arrays, where a mask is on a GPU
     ]
     return _written(message.concat([weight * mean, weight * meansqr, *numbers]), out)
 

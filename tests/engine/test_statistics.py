@@ -87,6 +87,15 @@ def test_forward_and_backward_equal_the_oracle(
         assert count == expected.count
 
 
+def test_counts_may_be_arrays_as_those_of_a_mask_on_a_gpu_are(xp: Any) -> None:
+    moments = local_moments(xp.asarray(np.arange(12.0).reshape(2, C, 2)))
+    counted = moments._replace(count=xp.asarray(moments.count))
+    for weighting in WEIGHTINGS:
+        found = [aggregate(m, SingleProcess(), weighting=weighting) for m in (moments, counted)]
+        for one, other in zip(*found, strict=True):
+            np.testing.assert_array_equal(as_numpy(one), as_numpy(other))
+
+
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_oracle_equals_finite_differences(weighting: str, masked: bool) -> None:
