@@ -131,6 +131,17 @@ def test_finetuning_takes_iterators_and_classifiers(
     assert "3/3" in capsys.readouterr().err  # as many as the iterator will give
 
 
+@pytest.mark.parametrize("attributes", [{"dataset": [0]}, {"batch_size": 4}], ids=str)
+def test_an_iterable_need_not_be_an_iterator_of_chainers(attributes: dict[str, Any]) -> None:
+    class Batches(list):
+        pass
+
+    data, link = Batches(batches()), shared()
+    vars(data).update(attributes)
+    finetune(data, link)
+    assert_population(link, batches())
+
+
 def test_finetuning_takes_batches_of_dicts() -> None:
     x = batches()[0]
     link = shared()

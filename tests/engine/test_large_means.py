@@ -85,8 +85,13 @@ def layers() -> dict[str, Any]:
         with tb.step_statistics(layer):
             return layer(x[:3]), layer(x[3:])
 
+    def counting_locally(c: Any) -> Any:
+        options: Any = {"weighting": "rank", "running_var": "unbiased_local"}
+        return tb.SyncBatchNorm(4, 1e-12, momentum=1.0, process_group=c, **options).double()
+
     return {
         "plain": (plain, lambda layer, x: layer(x)),
+        "local counts": (counting_locally, lambda layer, x: layer(x)),
         "two in a message": (plain, together),
         "residual": (plain, lambda layer, x: layer(x, x % 8)),
         "masked": (plain, lambda layer, x: layer(x, mask=mask(x))),
@@ -101,7 +106,10 @@ def layers() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "form",
-    ["plain", "two in a message", "residual", "masked", "micro-batches", "compiled", "parts"],
+    [
+        *("plain", "local counts", "two in a message", "residual", "masked", "micro-batches"),
+        *("compiled", "parts"),
+    ],
 )
 @pytest.mark.parametrize("shape", [(6, 4, 5), (6, 4, 40_000)], ids=["small", "by threads"])
 def test_layers_keep_their_digits_at_large_means(form: str, shape: tuple[int, ...]) -> None:

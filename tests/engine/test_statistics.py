@@ -90,6 +90,7 @@ def test_forward_and_backward_equal_the_oracle(
 def test_counts_may_be_arrays_as_those_of_a_mask_on_a_gpu_are(xp: Any) -> None:
     moments = local_moments(xp.asarray(np.arange(12.0).reshape(2, C, 2)))
     counted = moments._replace(count=xp.asarray(moments.count))
+    weighting: Any
     for weighting in WEIGHTINGS:
         found = [aggregate(m, SingleProcess(), weighting=weighting) for m in (moments, counted)]
         for one, other in zip(*found, strict=True):

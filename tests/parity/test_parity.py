@@ -163,6 +163,25 @@ def test_the_table_fits_80_columns(monkeypatch: Any, capsys: Any) -> None:
     assert failed.split()[-4:] == ["inf", "running_mean,", case, "BROKEN"]
 
 
+@pytest.mark.parametrize("surface", ["torch", "chainer"])
+def test_a_case_of_recomputation_runs_each_step_again(surface: str, monkeypatch: Any) -> None:
+    require.need(surface)
+    from multibn.engine.recompute import replaying
+
+    again: list[Any] = []
+    following = replaying.next
+
+    def noted(self: replaying, shape: Any) -> Any:
+        again.append(shape)
+        return following(self, shape)
+
+    monkeypatch.setattr(replaying, "next", noted)
+    for name, count in (("float32", 0), ("recompute", 3)):
+        (case,) = cases.select(name)
+        worker.train(surface, case, SingleProcess())
+        assert len(again) == count
+
+
 def test_json_and_the_table_hold_every_row(tmp_path: Path, capsys: Any) -> None:
     rows = rows_of("torch", "chainer")
     for case in cases.select("float32,uneven"):

@@ -177,16 +177,22 @@ def test_nested_tensors_are_refused_where_none_can_be() -> None:
         ({"weight": torch.ones(3, 1)}, ValueError, r"same shape \(C,\): got \[\(3, 1\), \(3,\)\]"),
         ({"eps": 0.0}, ValueError, "`eps` must be"),
         ({"weighting": "size"}, ValueError, "`weighting` must be one of"),
+        ({"x": torch.ones(2, 3, device="meta")}, TypeError, "must have data: got a tensor on meta"),
     ],
 )
 def test_bad_arguments_of_the_function_are_errors_on_all(
     options: dict[str, Any], error: Any, message: str
 ) -> None:
     def call(wrong: bool, group: Any) -> Any:
-        given = {"weight": torch.ones(3), "bias": torch.zeros(3), **(options if wrong else {})}
+        given: dict[str, Any] = {
+            "x": torch.randn(2, 3),
+            "weight": torch.ones(3),
+            "bias": torch.zeros(3),
+        }
+        given |= options if wrong else {}
         given = {name: v() if v is nested else v for name, v in given.items()}
-        parameters = given.pop("weight"), given.pop("bias")
-        return sync_batch_norm(torch.randn(2, 3), *parameters, process_group=group, **given)
+        arrays = [given.pop(name) for name in ("x", "weight", "bias")]
+        return sync_batch_norm(*arrays, process_group=group, **given)
 
     errors_of_rank_0(call, error, message)
 
@@ -194,8 +200,6 @@ def test_bad_arguments_of_the_function_are_errors_on_all(
 def test_bad_parameters_of_the_function_are_refused() -> None:
     with pytest.raises(ValueError, match=r"2 or more dimensions, \(N, C, \*spatial\).* \(3,\)"):
         sync_batch_norm(torch.ones(3))
-    with pytest.raises(TypeError, match=r"must have data: got a tensor on meta. Use a layer"):
-        sync_batch_norm(torch.ones(2, 3, device="meta"))
     with pytest.raises(ValueError, match=r"must have 4 channels.*length of `weight` and `bias`"):
         sync_batch_norm(torch.ones(2, 3), torch.ones(4))
     with pytest.raises(ValueError, match=r"same shape \(C,\): got \[\(3,\), \(4,\)\]"):

@@ -71,8 +71,9 @@ def test_published_yaml_gives_the_published_model(name: Any) -> None:
 
 def test_published_yaml_of_kinetics_is_read_with_a_warning() -> None:
     """It turns a cls token on, and holds tuples, which yaml reads as strings."""
-    with pytest.warns(UserWarning, match=CLS):
+    with pytest.warns(UserWarning, match=CLS) as caught:
         config = RevMViTConfig.from_slowfast(DATA / "rev_mvit_b_16x4.yaml")
+    assert caught[0].filename == __file__
     with torch.device("meta"):
         assert config == published_rev_mvit("rev_mvit_b_16x4").config
     assert config.patch_kernel == (3, 7, 7)
