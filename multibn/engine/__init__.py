@@ -3,10 +3,10 @@
 Imports kernels and communicators, and no framework.
 """
 
+from multibn.engine.observing import LayerStatistics as LayerStatistics
+from multibn.engine.observing import observing as observing
 from multibn.engine.population import PopulationEstimator as PopulationEstimator
 from multibn.engine.population import running_variance as running_variance
-from multibn.engine.recompute import LayerStatistics as LayerStatistics
-from multibn.engine.recompute import observing as observing
 from multibn.engine.recompute import recording as recording
 from multibn.engine.recompute import replaying as replaying
 from multibn.engine.statistics import BatchStatistics as BatchStatistics

@@ -1,0 +1,88 @@
+"""The batch statistics of each layer in a pass, for those who study them."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from multibn import kernels
+from multibn._arrays import values
+from multibn.communicators.conversation import Conversation
+from multibn.engine import masks
+from multibn.engine.recompute import Taping
+from multibn.engine.statistics import BatchStatistics, sizes
+from multibn.kernels import Input, generic, generic_passes
+
+
+class LayerStatistics(NamedTuple):
+    """The batch statistics of a layer in one forward pass.
+
+    Attributes
+    ----------
+    path
+        The layer's name in the model's state dict.
+    batch, own
+        Mean, biased variance and count, over all ranks and of this rank alone.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn import observing
+    >>> from multibn.torch_backend import SyncBatchNorm
+    >>> with observing() as seen:
+    ...     y = torch.nn.Sequential(SyncBatchNorm(1))(torch.tensor([[1.0], [3.0]]))
+    >>> seen[0].path, seen[0].own.mean
+    ('0', tensor([2.], dtype=torch.float64))
+    """
+
+    path: str
+    batch: BatchStatistics
+    own: BatchStatistics
+
+
+class observing(Taping):  # noqa: N801
+    """Context manager for those who study batch statistics; yields a list of `LayerStatistics`.
+
+    Each call of a layer in training adds one; a pass that runs again adds none. The splits of a
+    batch are a further axis, or entries of their own where they count unequal numbers of elements;
+    a batch of torch.func.vmap is a further axis. The list keeps no activation. A layer sends what
+    it sends without the context, and computes this rank's moments once more. Not collective.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from multibn import observing
+    >>> from multibn.torch_backend import SyncBatchNorm
+    >>> layer = SyncBatchNorm(1)
+    >>> with observing() as seen:
+    ...     y = layer(torch.tensor([[1.0], [3.0]]))
+    >>> seen[0].path, seen[0].batch.var, seen[0].batch.count.item()
+    ('SyncBatchNorm', tensor([1.], dtype=torch.float64), 2.0)
+    """
+
+    def __init__(self) -> None:
+        super().__init__([])
+
+    def keep(
+        self, batches: Sequence[BatchStatistics], inputs: Sequence[Input], communicator: Any
+    ) -> None:
+        while not isinstance(communicator, Conversation) and hasattr(communicator, "wrapped"):
+            communicator = communicator.wrapped
+        names: Sequence[str] = ["a layer"]
+        if isinstance(communicator, Conversation):
+            names = communicator.names or [communicator.name]
+        names = [*names] * (len(inputs) // len(names))  # splits of one layer share a message, too
+        for name, batch, i in zip(names, batches, inputs, strict=bool(inputs)):
+            own, state = _own(i)
+            if state == kernels.LOST:  # beside the square of the mean
+                near, centre = generic_passes.about(i, own.mean)
+                own, _ = _own(near)
+                own = own._replace(mean=centre + own.mean)
+            pair = (BatchStatistics(*map(values, each)) for each in (batch, own))
+            self.tape.append(LayerStatistics(name, *pair))
+
+
+def _own(i: Input) -> tuple[BatchStatistics, int]:
+    """The statistics of this rank's part of a batch, and their state, see `generic.unpack_for`."""
+    _, count = masks.weigh(i, sizes(i.x.shape, i.axis)[1], "element")
+    bare = Input(i.x, None, None, 0.0, i.axis, mask=i.mask)
+    payload = kernels.select(i.x).begin_forward(bare, count, count)
+    return generic.unpack_for(bare, payload, count, count)
