@@ -14,6 +14,7 @@ from typing import Any
 from multibn.communicators.agreement import Built, Known, compare, known_of
 from multibn.communicators.base import Communicator, Forwarding
 from multibn.communicators.lines import Lines
+from multibn.communicators.outcomes import Skip
 from multibn.communicators.phase import Phase
 
 
@@ -26,8 +27,7 @@ class Conversation(Forwarding):
     """
 
     names: Sequence[str] = ()  # of the layers that share each message, if several do
-    # Whether this rank's input was finite, of a batch that was skipped and not told of yet.
-    skipped: bool | None = None
+    skipped: Skip | None = None  # a batch
 
     def __init__(
         self,

@@ -2,11 +2,12 @@
 
 import warnings
 import weakref
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 
 from multibn.communicators.base import Communicator
+from multibn.communicators.lines import HostArray
 from multibn.communicators.people import fail, for_people
 
 
@@ -39,28 +40,55 @@ def skips(communicator: Any, dtype: Any, /) -> bool:
 
 
 MARKED = 52  # ranks whose marks, powers of 2, have an exact sum in float64
-# The layer that noted a skipped batch last, and how many forward messages it had sent by then.
-_noted: tuple[weakref.ref[Any], int] | None = None
 
 
-def note_skip(communicator: Any, finite: bool | None, /) -> None:
-    """Let the next message of a layer tell that the layer has skipped a batch, and on which ranks.
+class Skip(NamedTuple):
+    """A batch that a layer has skipped, and has not told of yet."""
 
-    `finite` says whether this rank's input was, None that nobody knows any more. Of all layers
-    through which NaN goes in a step, the first one tells. Where messages carry no marks, this rank
-    tells at once. Not collective.
+    finite: bool  # this rank's input
+    follows: bool  # perhaps from a batch that a layer before has skipped
+
+
+# The layer that noted a skipped batch last, how many forward messages it had sent by then, and the
+# layers that have been silent about theirs since.
+_noted: tuple[weakref.ref[Any], int, weakref.WeakSet[Any]] | None = None
+
+
+def note_skip(
+    communicator: Any, numbers: HostArray, /, *, num_inputs: int = 1, own: bool = True
+) -> None:
+    """Let a message of a layer tell that the layer has skipped a batch, and on which ranks.
+
+    `numbers` are this rank's `own` payload, or the sum of all ranks', by which no message can tell
+    the ranks. Of the layers through which NaN goes in a step, the first one tells. Not collective.
     """
     global _noted
     layer = _layer_of(communicator)
     assert layer is not None
-    first = None if _noted is None else _noted[0]()
-    if _noted is not None and first is not None and first.num_forward == _noted[1]:
+    if getattr(communicator, "repeats", False):
         return
-    _noted = weakref.ref(layer), layer.num_forward
-    if finite is not None and getattr(communicator, "carries_marks", False):
-        layer.skipped = finite
+    # After a layer that has skipped, nothing else is finite.
+    follows = bool(np.count_nonzero(np.isfinite(numbers) & (numbers != 0)) <= 2 * num_inputs)
+    first = None if _noted is None else _noted[0]()
+    if _noted is None or first is None or first.num_forward != _noted[1] or layer in _noted[2]:
+        follows = False  # the step has ended
+    if follows and _noted is not None:
+        _noted[2].add(layer)
     else:
-        tell_of_skip(communicator, [communicator.rank] if finite is False else [])
+        _noted = weakref.ref(layer), layer.num_forward, weakref.WeakSet()
+    skip = Skip(bool(np.isfinite(numbers).all()), follows)
+    if own and getattr(communicator, "carries_marks", False):
+        layer.skipped = skip
+    elif not follows:
+        tell_of_skip(communicator, [communicator.rank] if own and not skip.finite else [])
+
+
+def end_skip(communicator: Any, skip: Skip, ranks: list[int], /) -> None:
+    """Tell of a batch that was noted, at a later message; the ranks whose marks came with it."""
+    global _noted
+    if not skip.follows or 0 < len(ranks) < communicator.size:
+        _noted = None
+        tell_of_skip(communicator, ranks)
 
 
 def tell_of_skip(communicator: Any, ranks: list[int], /) -> None:

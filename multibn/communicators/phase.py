@@ -14,11 +14,11 @@ from multibn.communicators.lines import HostArray, LineCommunicator, Lines
 from multibn.communicators.objects import gather
 from multibn.communicators.outcomes import (
     MARKED,
+    end_skip,
     note_skip,
     raise_for_non_finite,
     raise_for_refusal,
     skips,
-    tell_of_skip,
 )
 from multibn.communicators.people import by_answer, fail, for_people
 from multibn.communicators.transports.pinned import begin_copy
@@ -121,23 +121,23 @@ class Phase(Forwarding):
         mine = None if x is payload or is_on_host(x) else payload.copy()
         assert self._lines is not None
         self._tail[:] = self._sent_tail
-        layer = self.wrapped
-        if layer.skipped is False and self.name == "backward":
+        skip = self.wrapped.skipped
+        if skip is not None and not skip.finite and self.name == "backward":
             self._tail[0] = 2.0**self.rank if self.rank < MARKED else 0.0
         self._lines.exchange(self._buffer, self._place, call, self._communicator.timeout)
         if self._summed_prints.tolist() != self._fingerprints:
             self._check(self._buffer)
-        if layer.skipped is not None and self.name in ("forward", "backward"):
-            layer.skipped = None
-            # Without a backward pass, no message had room for marks.
+        if skip is not None:
+            self.wrapped.skipped = None
+            # Other messages have no room for marks.
             marks = int(self._tail[0]) if self.name == "backward" else 0
-            tell_of_skip(self, [rank for rank in range(MARKED) if marks >> rank & 1])
+            end_skip(self, skip, [rank for rank in range(MARKED) if marks >> rank & 1])
         if mine is not None and self.name == "forward" and not np.isfinite(payload).all():
             # The caller does not look at numbers on a GPU, and these are in host memory.
             if message.is_refusal(payload):
                 raise_for_refusal(self, refused=message.is_refusal(mine))
             elif skips(self, self.dtype):
-                note_skip(self, bool(np.isfinite(mine).all()))
+                note_skip(self, mine, num_inputs=self.wrapped.num_layers)
             else:
                 raise_for_non_finite(self, bool(np.isfinite(mine).all()))
         return payload if x is payload else from_host(payload.copy(), x)
@@ -145,7 +145,8 @@ class Phase(Forwarding):
     @property
     def carries_marks(self) -> bool:
         """Whether the layer's backward message tells which ranks have made all skip a batch."""
-        return self._size > 1 and self._lines is not None
+        may_follow = self.gradients == "with gradients"
+        return may_follow and self._size > 1 and self._lines is not None
 
     def __str__(self) -> str:
         return str(_Call((self, self._calls)))
@@ -259,7 +260,8 @@ class Phase(Forwarding):
                     f"the batch statistics were not finite {where}: the input had NaN, infinity or "
                     "too large values on some rank. Look for their origin in the layers before.",
                 )
-            note_skip(self, None)
+            numbers = summed[: -self.num_lanes]
+            note_skip(self, numbers, num_inputs=self.wrapped.num_layers, own=False)
         v, square = summed[-2:].tolist()
         # The refused input may be of another dtype, which the fingerprint tells.
         if not message.all_equal(v, square, self._size) and not is_refused:

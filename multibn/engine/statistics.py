@@ -23,8 +23,10 @@ wait for the host, except where a rank holds at most one value per channel.
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from multibn import kernels, message
-from multibn._arrays import array_namespace, device, is_on_host, values
+from multibn._arrays import array_namespace, device, is_on_host, to_host, values
 from multibn._typing import Array, Weighting
 from multibn.communicators import Communicator, conversation, outcomes
 from multibn.communicators.people import announce
@@ -172,12 +174,11 @@ def raise_for(state: int, communicator: Communicator, payload: Array, x: Array) 
     if state == kernels.REFUSED:
         outcomes.raise_for_refusal(communicator, refused=False)
     if state == kernels.NOT_FINITE:
-        xp = array_namespace(payload)
-        mine = bool(xp.all(xp.isfinite(values(xp.sum(payload)))))
+        numbers = to_host(values(payload))
         if outcomes.skips(communicator, x.dtype):
-            outcomes.note_skip(communicator, mine)
+            outcomes.note_skip(communicator, numbers)
             return
-        outcomes.raise_for_non_finite(communicator, mine)
+        outcomes.raise_for_non_finite(communicator, bool(np.isfinite(numbers).all()))
     raise OneValueError(
         "normalizing by the statistics of a batch needs more than 1 value per channel over "
         f"all ranks together: got 1 on {communicator.size} rank(s), with an input of shape "

@@ -88,6 +88,7 @@ class _Differentiable:
     def __init__(self, communicator: Communicator, phase: str, dtypes: Any) -> None:
         self.wrapped, self.phase, self.dtypes = communicator, phase, dtypes
         self.rank, self.size = communicator.rank, communicator.size
+        self.repeats = phase == "second order"  # the forward pass, whose outcome has been noted
 
     def allreduce(self, x: Tensor, /) -> Tensor:
         # torch differentiates all that one process does, and traces it, too.

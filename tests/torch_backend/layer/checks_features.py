@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from multibn import SingleProcess
 from multibn.communicators import Communicator, outcomes
 from multibn.torch_backend import (
     SyncBatchNorm,
@@ -108,17 +109,48 @@ def check_a_step_that_overflows_leaves_no_trace(world: Communicator) -> None:
 
 
 @only(sizes=(2,))
-def check_without_a_backward_pass_the_next_call_tells_of_a_skipped_batch(
+def check_each_skipped_batch_is_told_of_by_the_layer_where_nan_came_in(
     world: Communicator,
 ) -> None:
     outcomes._noted = None
-    layer = SyncBatchNorm(3, process_group=world, nonfinite="skip")
-    x = torch.randn(4, 3)
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert layer(x / world.rank).isnan().all()  # infinity on rank 0
-    with torch.no_grad(), pytest.warns(RuntimeWarning, match="skipped a batch .* on some rank. T"):
-        assert layer(x).isfinite().all()
+    x, infinite = torch.randn(4, 3), torch.full((4, 3), torch.inf)
+    bad = infinite if world.rank == 0 else x
+    layers = [SyncBatchNorm(3, process_group=world, nonfinite="skip") for _ in range(2)]
+    both = nn.Sequential(*layers)
+    alone = SyncBatchNorm(3, process_group=SingleProcess(), nonfinite="skip")
+    if world.rank == 0:  # one whose NaN goes into none of these
+        with pytest.warns(RuntimeWarning, match="rank 0 of 1 has skipped"):
+            alone(infinite)
+
+    def trained(model: Any, x: torch.Tensor) -> None:
+        model(x.clone().requires_grad_()).sum().backward()
+
+    def evaluated(model: Any, x: torch.Tensor) -> None:
+        with torch.no_grad():
+            model(x)
+
+    def second_order(model: Any, x: torch.Tensor) -> None:
+        x = x.clone().requires_grad_()
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+
+    unknown = "rank(s) [0]" if world.rank == 0 else "some rank"
+    told = []
+    for run, model, batch, where in (
+        (trained, layers[1], bad, "SyncBatchNorm .* on rank(s) [0]"),
+        (trained, both, bad, "layer 0, .* on rank(s) [0]"),
+        (trained, both, infinite, "layer 0, .* on rank(s) [0, 1]"),
+        (trained, both, x, ""),
+        (evaluated, both, bad, f"layer 0, .* on {unknown}"),
+        (second_order, both, bad, "layer 0, .* on some rank"),
+    ):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always", RuntimeWarning)
+            run(model, batch)
+        said = [str(w.message) for w in found if w.category is RuntimeWarning]
+        told.append((where.partition(" .* "), said))
+    for (layer, _, where), said in told:
+        assert len(said) == bool(layer), told
+        assert not said or (f" in {layer}" in said[0] and f"{where}. The" in said[0]), told
 
 
 class _Branches(nn.Module):
