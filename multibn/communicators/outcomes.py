@@ -18,6 +18,12 @@ def _layer_of(communicator: Any) -> Any:
     return communicator
 
 
+def built_of(communicator: Any, /) -> Any:
+    """Which of the process's layers uses the communicator, see `agreement.Built`."""
+    layer = _layer_of(communicator)
+    return None if layer is None else layer.built
+
+
 def name_of(communicator: Any, /) -> str:
     """The name of the layer that uses the communicator, for people."""
     layer = _layer_of(communicator)

@@ -11,10 +11,10 @@ from multibn._arrays import array_namespace
 from multibn._progress import progress as show_progress
 from multibn._typing import Array
 from multibn.communicators import Communicator
-from multibn.communicators.outcomes import skips
+from multibn.communicators.outcomes import built_of, skips
 from multibn.engine.lockstep import END, Lockstep, Step
 from multibn.engine.population import PopulationEstimator, running_variance
-from multibn.engine.recompute import Tape, Taping
+from multibn.engine.recompute import Taping
 from multibn.engine.statistics import BatchStatistics
 
 # New running mean and variance, and whether any rank had data.
@@ -30,6 +30,15 @@ class Population(PopulationEstimator):
     def estimate(self, communicator: Communicator, /) -> Estimate:
         batch = self.compute(communicator)
         return batch.mean, running_variance(batch, local_count=0), batch.count > 0
+
+
+class _Heard(Taping):
+    """The statistics of each message in a pass, by the layer that has sent the message."""
+
+    def keep(
+        self, batches: Sequence[BatchStatistics], inputs: Sequence[Any], communicator: Any
+    ) -> None:
+        self.tape += [(built_of(communicator), batch) for batch in batches]
 
 
 class Words(NamedTuple):
@@ -55,10 +64,11 @@ class Pass:
         self._visits: list[Callable[[], object]] = []
         self._tracked = [layer for layer in layers if layer.estimator is not None]
         self._estimates: list[Estimate] = []
-        # Of batches that their layers may skip: what they add, to what, and how many statistics
-        # the layers of the step had computed before.
-        self._unsure: list[tuple[PopulationEstimator, Array, int]] = []
-        self._tape, self._step = Tape(), ExitStack()
+        # Of batches that their layers may skip: the layer, what the batch adds, and how many
+        # statistics the layers of the step had computed before.
+        self._unsure: list[tuple[Any, Array, int]] = []
+        self._heard: list[tuple[Any, BatchStatistics]] = []
+        self._step = ExitStack()
 
     def show(
         self,
@@ -79,18 +89,21 @@ class Pass:
         sums = layer.estimator.sums_of(x, axis=axis, mask=mask)
         if skips(layer.communicator, x.dtype):  # as the layer's message will tell
             if not self._unsure:
-                self._step.enter_context(Taping(self._tape))
-            self._unsure.append((layer.estimator, sums, len(self._tape.entries)))
+                self._step.enter_context(_Heard(self._heard))
+            self._unsure.append((layer, sums, len(self._heard)))
         else:
             layer.estimator.add(sums)
 
     def _add_unsure(self) -> None:
-        """Add what the step's layers have not skipped. Of one call, several statistics may be."""
-        batches, self._tape.entries = self._tape.entries, []
+        """Add what the step's layers have not skipped. A call has statistics for each split."""
+        heard, self._heard = self._heard, []
         unsure, self._unsure = self._unsure, []
-        ends = [*(first for _, _, first in unsure[1:]), len(batches)]
-        for (estimator, sums, first), end in zip(unsure, ends, strict=False):
-            estimator.add(_unless_skipped(sums, batches[first:end]))
+        ends = [*(first for _, _, first in unsure[1:]), len(heard)]
+        for (layer, sums, first), end in zip(unsure, ends, strict=False):
+            own = built_of(layer.communicator)
+            layer.estimator.add(
+                _unless_skipped(sums, [batch for built, batch in heard[first:end] if built is own])
+            )
 
     def run(
         self,

@@ -228,6 +228,28 @@ def test_populations_leave_out_what_other_ranks_have_made_all_skip(
         assert_same(sees, never_saw)
 
 
+class _Untracked(nn.Module):
+    """A layer without running statistics, or the function."""
+
+    def __init__(self, is_function: bool) -> None:
+        super().__init__()
+        self.is_function = is_function
+        self.layer = SyncBatchNorm(1, track_running_stats=False, nonfinite="skip")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sync_batch_norm(x, nonfinite="skip")[0] if self.is_function else self.layer(x)
+
+
+@pytest.mark.filterwarnings("ignore:rank . of 1 has skipped:RuntimeWarning")
+@pytest.mark.parametrize("is_function", [False, True])
+def test_a_population_has_the_batches_that_a_later_layer_skips(is_function: bool) -> None:
+    xs = [torch.randn(8, 1) + k for k in range(3)]
+    first = SyncBatchNorm(1, nonfinite="skip")
+    later = nn.Sequential(nn.Hardtanh(-0.1, 0.1), nn.Threshold(0.1, torch.inf))
+    update_bn_stats(nn.Sequential(first, later, _Untracked(is_function)), xs, progress=False)
+    torch.testing.assert_close(first.running_mean, torch.cat(xs).mean(0))
+
+
 @pytest.mark.filterwarnings("ignore:rank . of 1 has skipped:RuntimeWarning")
 def test_layers_and_splits_of_one_message_are_skipped_together() -> None:
     layers = [SyncBatchNorm(3, momentum=None) for _ in range(2)]
