@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from multibn import kernels
-from multibn._arrays import values
+from multibn._arrays import array_namespace, values
+from multibn._typing import Array
 from multibn.communicators.conversation import Conversation
 from multibn.engine import masks
 from multibn.engine.recompute import Taping
@@ -76,8 +77,13 @@ class observing(Taping):  # noqa: N801
                 near, centre = generic_passes.about(i, own.mean)
                 own, _ = _own(near)
                 own = own._replace(mean=centre + own.mean)
-            pair = (BatchStatistics(*map(values, each)) for each in (batch, own))
+            # Copies: the backward pass reads the layer's own.
+            pair = [BatchStatistics(*map(_copy, each)) for each in (batch, own)]
             self.tape.append(LayerStatistics(name, *pair))
+
+
+def _copy(v: Array) -> Array:
+    return array_namespace(values(v)).asarray(values(v), copy=True)
 
 
 def _own(i: Input) -> tuple[BatchStatistics, int]:

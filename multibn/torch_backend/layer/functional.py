@@ -110,7 +110,8 @@ def sync_batch_norm(
     options |= {"eps": eps, "weighting": weighting}
     mask = mask_of(x, mask, lengths, num_channels, communicator)
     i = Input(x, weight, bias, eps, all_but_channels(x), mask=mask)
-    return forward_all([i], num_channels, communicator, weighting=weighting)[0]
+    ((y, batch),) = forward_all([i], num_channels, communicator, weighting=weighting)
+    return y, BatchStatistics(*(v.clone() for v in batch))  # the backward pass reads the others
 
 
 def _channels_of(weight: Any, bias: Any) -> int | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from multibn import SingleProcess
+from multibn import SingleProcess, observing
 from tests.helpers import require
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
@@ -204,6 +204,23 @@ def test_bad_parameters_of_the_function_are_refused() -> None:
         sync_batch_norm(torch.ones(2, 3), torch.ones(4))
     with pytest.raises(ValueError, match=r"same shape \(C,\): got \[\(3,\), \(4,\)\]"):
         sync_batch_norm(torch.ones(2, 3), torch.ones(3), torch.ones(4))
+
+
+def test_statistics_belong_to_the_caller_and_not_to_the_backward_pass() -> None:
+    def gradient(changes: bool) -> Tensor:
+        x = torch.arange(6.0, dtype=torch.float64)[:, None].requires_grad_()
+        layer = make(1, affine=False)
+        with observing() as seen:
+            y, batch = sync_batch_norm(layer(x))
+        if changes:
+            for each in (batch, seen[0].batch, seen[0].own):
+                each.mean.add_(1)
+                each.var.add_(1e-5).sqrt_()
+        (y**3).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    assert torch.equal(gradient(False), gradient(True))
 
 
 def test_one_value_per_channel_is_an_error() -> None:
