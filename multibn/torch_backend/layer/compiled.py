@@ -85,7 +85,14 @@ def forward_all(
         if not compiling:
             functional.check_input(i.x, n)
         y, *numbers = torch.ops.multibn.forward(*_spread(i), n, id(communicator), weighting, i.relu)
-        batch = BatchStatistics(*numbers)
+        results.append((y, BatchStatistics(*numbers)))
+    if len(results) > 1:  # parts of one batch, which is skipped whole
+        is_skipped = torch.stack([batch.mean for _, batch in results]).isnan().any()
+        results = [
+            (y, batch._replace(count=torch.where(is_skipped, 0.0, batch.count)))
+            for y, batch in results
+        ]
+    for i, (_, batch) in zip(inputs, results, strict=True):
         mask = i.mask
         count: Any = i.x.numel() // max(batch.mean.numel(), 1) if mask is None else mask.sum()
         if isinstance(i.running, Pool):
@@ -93,7 +100,6 @@ def forward_all(
         elif i.running is not None:
             counted = (count, None) if mask is None else (None, count.to(batch.mean))
             torch.ops.multibn.move(*i.running, *batch[:3], *counted)
-        results.append((y, batch))
     return results
 
 

@@ -27,15 +27,18 @@ def forward(
             f"{communicator.size}. Build the model with SubBatchNorm1d, 2d or 3d."
         )
     functional.check_input(x, *num_channels)
+    if not x.is_meta:
+        functional.check_options(i)
     shape = channels(x.shape, i.axis)
-    # Each split has two values per channel if the batch has: the last batch may be small.
+    # Each split has two elements per channel, masked ones too, if the batch has: the last batch may
+    # be small.
     num_splits = max(1, min(num_splits, len(x), x.numel() // shape[0] // 2))
     splits = [
         [None] * num_splits if t is None else t.tensor_split(num_splits)
         for t in (x, i.residual, i.mask)
     ]
-    pool = running if isinstance(running, Pool) else None
-    if isinstance(running, Running):
+    pool = None
+    if running is not None:
         dtype = None if x.device.type == "mps" else torch.float64  # a device without float64
         pool = Pool(torch.zeros(shape, device=x.device, dtype=dtype))
     inputs = [
@@ -48,8 +51,11 @@ def forward(
     if pool is None:  # nobody reads the statistics
         return y, results[0][1]
     batch, local_count = pool.compute()
+    # With one part, the whole batch is skipped: nothing moves.
+    is_skipped = torch.stack([part.mean for _, part in results]).isnan().any()
+    batch = batch._replace(count=torch.where(is_skipped, 0.0, batch.count))
     if isinstance(running, Running) and compiled.takes(x):
         torch.ops.multibn.move(*running, *batch[:3], None, local_count)
-    elif isinstance(running, Running):
+    else:
         dtensors.move(running, batch, local_count)
     return y, batch

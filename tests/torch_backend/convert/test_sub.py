@@ -162,6 +162,10 @@ def test_wrong_splits_groups_and_inputs_are_refused() -> None:
     ):
         with pytest.raises(kind, match=message):
             layer(x)
+    with pytest.raises(TypeError, match=r"`residual` must be a torch\.Tensor"):
+        layer(torch.ones(4, 3, 2, 2), 3.0)
+    with pytest.raises(ValueError, match=r"`residual` .*\(4, 3, 2, 2\).*\(2, 3, 2, 2\)"):
+        layer(torch.ones(4, 3, 2, 2), torch.ones(2, 3, 2, 2))
     layer(torch.zeros(0, 3, 2, 2))
     assert not layer.num_batches_tracked
     with pytest.raises(ValueError, match="needs more than 1 value per channel"):

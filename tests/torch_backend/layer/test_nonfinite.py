@@ -1,5 +1,6 @@
 """A batch that is not finite: an error on all ranks, or a step that leaves no trace."""
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from torch import nn  # noqa: E402
 from multibn.torch_backend import (  # noqa: E402
     SubBatchNorm2d,
     SyncBatchNorm,
+    convert_sub_batchnorm,
     convert_sync_batchnorm,
     normalize_together,
     step_statistics,
@@ -140,6 +142,26 @@ def test_parts_of_a_batch_and_large_inputs_are_skipped() -> None:
         with pytest.warns(RuntimeWarning, match="has skipped"):
             assert layer(x).isnan().all()
         assert_same(state(layer), before)
+
+
+@pytest.mark.filterwarnings("ignore:rank 0 of 1 has skipped:RuntimeWarning")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "kind, in_step", [("ghost", False), ("ghost", True), ("masked parts", False)]
+)
+def test_a_part_that_overflows_leaves_no_trace_of_the_others(
+    kind: str, in_step: bool, compiled: bool
+) -> None:
+    torch._dynamo.reset()
+    layer: Any = SubBatchNorm2d(2, 3, nonfinite="skip")
+    mask = torch.ones(4, 1, 1) > 0
+    if kind == "ghost":
+        layer = convert_sub_batchnorm(SyncBatchNorm(3, nonfinite="skip"), 2)
+    before = state(layer)
+    run = torch.compile(layer, backend="aot_eager") if compiled else layer
+    with step_statistics(layer) if in_step else contextlib.nullcontext():
+        assert run(bad(), **({} if kind == "ghost" else {"mask": mask})).isnan().any()
+    assert_same(state(layer), before)
 
 
 @pytest.mark.parametrize(
