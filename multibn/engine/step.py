@@ -95,6 +95,8 @@ def share(
             if state != RIGHT:
                 _raise(state, communicator, *own)
                 is_skipped = True
+            elif own[1].mask is not None and generic.has_no_element(summed):
+                require_element(summed[-2], own[1].x.shape, communicator)
     results: list[Any] = []
     lost = []
     for n, (k, i, weight, count) in enumerate(shares):

@@ -199,6 +199,13 @@ def state(summed: Array, count: float | Array, /) -> int:
     return ONE_VALUE if isinstance(count, float) and count <= 1 and bool(total == 1) else RIGHT
 
 
+def has_no_element(summed: Array, /) -> bool:
+    """Whether no element of all ranks counts, as far as the host may ask."""
+    if not is_on_host(summed) or is_traced(summed) or is_abstract(summed):
+        return False
+    return not bool(array_namespace(summed).any(values(summed[-1:]) > 0))
+
+
 def split_sums(summed: Array, shape: tuple[int, ...], /) -> list[Array]:
     """The sums of `dy` and of `dy * xhat` in a backward payload, as per-channel arrays."""
     C, xp = math.prod(shape), array_namespace(summed)

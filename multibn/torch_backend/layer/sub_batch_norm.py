@@ -8,6 +8,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import _has_any_global_hook
 
+from multibn._arrays import is_on_host, values
 from multibn._typing import RunningVar, Weighting, check_int
 from multibn.communicators import Communicator, CommunicatorLike
 from multibn.communicators.outcomes import Nonfinite
@@ -177,9 +178,12 @@ class _SubBatchNorm(Synchronized):
                 "Use a larger batch or a smaller `num_splits`, drop the last batch, or call eval()."
             ) from error
         if self.training and moves(running, i.x):
-            if apart and running.num_batches is not None:
-                running.num_batches.add_(torch.stack([b.count for _, b in results]).amax() > 0)
-            self.aggregate_stats()
+            count = results[0][1].count
+            if apart:
+                count = torch.stack([batch.count for _, batch in results]).amax()
+                if running.num_batches is not None:
+                    running.num_batches.add_(count > 0)
+            self.aggregate_where(count)
         return torch.stack([y for y, _ in results], dim=1) if apart else results[0][0]
 
     def _splits(self, i: Any) -> list[Input]:
@@ -223,7 +227,15 @@ class _SubBatchNorm(Synchronized):
         the biased variance of the whole batch. By default var_k is unbiased as in SlowFast, which
         adds 1/(n-1) of the mean biased var_k, for n elements per channel and split.
         """
+        self.aggregate_where(None)
+
+    def aggregate_where(self, count: Tensor | None, /) -> None:
+        """As `aggregate_stats`, unless a batch had a `count` of 0: then nothing has moved."""
         whole, split = self.bn, self.split_bn
+        if count is not None and not compiled.takes(count) and is_on_host(count):
+            if not values(count).amax():  # the same in all of a batch of vmap
+                return
+            count = None
         if split.running_mean is None:
             return
         shape = (self.num_splits, self.num_features)
@@ -231,9 +243,10 @@ class _SubBatchNorm(Synchronized):
         compiling = torch.compiler.is_compiling()
         total = torch.ops.multibn.total_statistics if compiling else _total_statistics
         mean, var = total(split.running_mean.view(shape), split.running_var.view(shape))
-        whole.running_mean.copy_(mean)
-        whole.running_var.copy_(var)
-        whole.num_batches_tracked.copy_(split.num_batches_tracked)
+        new = mean, var, split.num_batches_tracked
+        old = whole.running_mean, whole.running_var, whole.num_batches_tracked
+        for buffer, value in zip(old, new, strict=True):
+            buffer.copy_(value if count is None else torch.where(count > 0, value, buffer))
 
     @torch.no_grad()
     def set_num_splits(self, num_splits: int) -> None:

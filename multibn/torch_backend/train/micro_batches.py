@@ -84,6 +84,7 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
             continue
         if pool.momentum is not None:
             running = running._replace(momentum=pool.momentum)
-        dtensors.move(running, *pool.compute())
+        batch, local_count = pool.compute()
+        dtensors.move(running, batch, local_count)
         if bn is getattr(layer, "split_bn", None):
-            layer.aggregate_stats()
+            layer.aggregate_where(batch.count)

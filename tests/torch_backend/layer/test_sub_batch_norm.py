@@ -20,6 +20,7 @@ from multibn.torch_backend import (  # noqa: E402
     SubBatchNorm1d,
     SubBatchNorm2d,
     SubBatchNorm3d,
+    step_statistics,
 )
 from tests.helpers import slowfast  # noqa: E402
 from tests.helpers.spread import spread  # noqa: E402
@@ -592,3 +593,25 @@ def test_compiled_with_fullgraph_a_layer_keeps_the_layout(given: dict[str, Any])
                 results.append([y, t.grad, layer.weight.grad, *layer.state_dict().values()])
             torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
             assert results[0][0].stride() == results[1][0].stride() == x.stride()
+
+
+@pytest.mark.filterwarnings("ignore:rank 0 of 1 has skipped:RuntimeWarning")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("what", ["a skipped batch", "an empty batch", "a step in evaluation"])
+def test_bn_keeps_loaded_statistics_until_a_batch_moves_it(what: str, compiled: bool) -> None:
+    layer: Any = SubBatchNorm1d(2, 1, nonfinite="skip")
+    loaded = {"bn.running_mean": torch.ones(1), "bn.num_batches_tracked": torch.tensor(5)}
+    layer.load_state_dict(layer.state_dict() | loaded)
+    before = {name: v.clone() for name, v in layer.state_dict().items()}
+    run = torch.compile(layer, backend="aot_eager") if compiled else layer
+    x = torch.ones(4, 1)
+    if what == "a step in evaluation":
+        layer.eval()
+        with step_statistics(layer):
+            run(x)
+    else:
+        run(torch.empty(0, 1) if "empty" in what else x / torch.tensor([[0.0], [1.0]] * 2))
+    for name, v in layer.state_dict().items():
+        assert torch.equal(v, before[name]), name
+    layer.train()(torch.randn(4, 1))
+    assert layer.bn.num_batches_tracked == layer.split_bn.num_batches_tracked == 1
