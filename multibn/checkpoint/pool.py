@@ -59,7 +59,7 @@ def pool_states(
         )
     for count in counts:
         check_number("counts", count, "(0, inf)")
-    states = [{key: files.array_of(state, key) for key in state} for state in states]
+    states = [{key: _numbers(state, key) for key in state} for state in states]
     for key in dict.fromkeys(chain(*states)):
         kinds = [f"{tuple(s[key].shape)} {s[key].dtype}" if key in s else "none" for s in states]
         for i, kind in enumerate(kinds):
@@ -80,12 +80,15 @@ def pool_states(
 
     others = dict(first)
     for mean, var, counter in keys.running_statistics(first):
+        for key in (mean, var):
+            if not _is_floating(first[key]):
+                raise CheckpointError(f"{key!r} must be floating-point: got {first[key].dtype}.")
         pooled[mean], pooled[var] = pool_running(wide(mean), wide(var), average)
         for key in (mean, var, counter):
             others.pop(key, None)
     unequal = []
     for key, a in others.items():
-        if average_parameters and array_namespace(a).isdtype(a.dtype, "real floating"):
+        if average_parameters and _is_floating(a):
             pooled[key] = average(wide(key))
         elif len({to_host(state[key]).tobytes() for state in states}) > 1:
             unequal.append(key)
@@ -96,6 +99,21 @@ def pool_states(
             f"states. {advice}, if the models were trained apart."
         )
     return first | {key: _narrowed(key, a, first[key].dtype) for key, a in pooled.items()}
+
+
+def _numbers(state: Any, key: str) -> Array:
+    """The array of a state under a key, if all of its numbers are in memory."""
+    a = files.array_of(state, key)
+    if (
+        getattr(a, "is_meta", False)
+        or str(getattr(a, "layout", "torch.strided")) != "torch.strided"
+    ):
+        raise CheckpointError(f"{key!r} must be a dense array with numbers: got {a!r:.60}.")
+    return a
+
+
+def _is_floating(a: Array) -> bool:
+    return array_namespace(a).isdtype(a.dtype, "real floating")
 
 
 def _narrowed(key: str, wide: Array, dtype: Any) -> Array:

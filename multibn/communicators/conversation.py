@@ -70,6 +70,7 @@ class Conversation(Forwarding):
                 options=self.options,
                 num_layers=self.num_layers,
             )
+            self._elsewhere[communicator].names = self.names
         return self._elsewhere[communicator]
 
     def during(self, phase: str, dtype: Any, needs_gradient: bool = True) -> "Phase":

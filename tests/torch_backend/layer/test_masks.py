@@ -425,6 +425,22 @@ def test_an_empty_batch_is_no_error_but_a_mask_that_leaves_nothing_is(weighting:
     run_ranks(2, train)
 
 
+def test_no_layer_of_a_message_moves_if_a_mask_leaves_nothing_of_another() -> None:
+    layers = [SyncBatchNorm(3) for _ in range(2)]
+    parts = SubBatchNorm1d(2, 3)
+    nothing = torch.zeros(4, L) > 0
+    second = (torch.arange(4) % 2 > 0)[:, None].expand(4, L)
+    for run in (
+        lambda: normalize_together(layers, [X, X], masks=[None, nothing]),
+        lambda: parts(X, mask=second),
+    ):
+        with pytest.raises(ValueError, match="must leave an element of the batch"):
+            run()
+    for layer in (*layers, parts.split_bn, parts.bn):
+        assert layer.num_batches_tracked == 0
+        assert not layer.running_mean.any()
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.uint16, torch.uint64])
 def test_lengths_may_be_any_integers(dtype: torch.dtype) -> None:
     """torch compares no numbers of uint16 and uint64."""
