@@ -158,4 +158,4 @@ class _State(threading.local):
         self.stack: list[Taping] = []
 
 
-state = _State()  # of this thread; the stack is empty where neither of the contexts is in force
+state = _State()  # of this thread; empty where no context is in force

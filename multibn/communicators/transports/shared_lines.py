@@ -61,7 +61,7 @@ class Neighbours:
 class SmallOrLarge:
     """A line for arrays of any length: small ones in memory, others as an engine sums them.
 
-    The line of these is opened when the first one comes.
+    The engine's line is opened when the first large array comes.
     """
 
     def __init__(self, small: Line, open_large: Callable[[], Generator[None, None, Line]]) -> None:

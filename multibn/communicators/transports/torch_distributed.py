@@ -343,8 +343,7 @@ class _World:
 
 
 _SUM = dist.AllreduceOptions()
-if hasattr(_SUM, "asyncOp"):  # from torch 2.8 on
-    _SUM.asyncOp = False  # in the current stream
+_SUM.asyncOp = False  # in the current stream
 _latest_world: _World | None = None
 _inherited: dist.ProcessGroup | None = None  # in a forked child: the parent's default group
 

@@ -91,19 +91,20 @@ enum {
     ONE,       /* float64 number */
     COUNTER,   /* int64 number */
     WRITTEN = 16, /* to be added */
+    OPTIONAL = 32,
 };
 
-/* An array, or NULL for None; `field` is the name of an array that could be copied. */
+/* An array, or NULL for None in place of an optional one; `field` is the name of an array that could be copied. */
 static Parameter take(Call *call, PyObject *object, int kind, const char *field)
 {
     const Activation *x = &call->x;
     const int64_t C = x->sizes[1];
     Array a;
     int fits = 0;
-    if (call->state == NOT_TAKEN || object == Py_None)
+    if (call->state == NOT_TAKEN || (object == Py_None && kind & OPTIONAL))
         return (Parameter){0};
     if (look(object, kind & WRITTEN, &a))
-        switch (kind & ~WRITTEN) {
+        switch (kind & ~(WRITTEN | OPTIONAL)) {
         case LIKE_X: fits = is_like(&a, &x->a); break;
         case MASK: fits = is_like(&a, &x->mask); break;
         case CHANNELS: fits = number_of(a.dtype) >= 0 && is_per_channel(&a, x); break;
@@ -121,12 +122,12 @@ static Parameter take(Call *call, PyObject *object, int kind, const char *field)
     return (Parameter){a.data, number_of(a.dtype)};
 }
 
-/* A number, also in an array; -1 for None. */
+/* A number, also in an array. */
 static double number(Call *call, PyObject *object)
 {
     Array a;
-    if (call->state == NOT_TAKEN || object == Py_None)
-        return -1;
+    if (call->state == NOT_TAKEN)
+        return 0;
     if (!PyFloat_Check(object) && look(object, 0, &a) && a.dtype == FLOAT64 && !a.ndim)
         return *(const double *)a.data;
     return PyFloat_AsDouble(object);
@@ -146,7 +147,7 @@ static void read_input(Call *call, PyObject *i)
     call->dtype = number_of(x->a.dtype);
     call->pass = (Pass){
         .x = x->a.data, .C = C, .S = S, .n1 = N, .c1 = C, .parts = parts_of(N, C, S),
-        .mask = take(call, get_field(call, i, Input_mask), MASK, "mask").at,
+        .mask = take(call, get_field(call, i, Input_mask), MASK | OPTIONAL, "mask").at,
     };
 }
 
@@ -165,8 +166,8 @@ static void read_statistics(Call *call, PyObject *i, PyObject *batch, int writte
     call->statistics = (Statistics){
         .mean = take(call, get_field(call, batch, Batch_mean), WIDE | written, copied).at,
         .var = take(call, get_field(call, batch, Batch_var), WIDE | written, copied).at,
-        .weight = take(call, get_field(call, i, Input_weight), CHANNELS, "weight"),
-        .bias = take(call, get_field(call, i, Input_bias), CHANNELS, "bias"),
+        .weight = take(call, get_field(call, i, Input_weight), CHANNELS | OPTIONAL, "weight"),
+        .bias = take(call, get_field(call, i, Input_bias), CHANNELS | OPTIONAL, "bias"),
         .eps = number(call, get_field(call, i, Input_eps)),
     };
     call->pass.mean = call->statistics.mean;
@@ -185,7 +186,7 @@ static int64_t num_threads(int64_t elements)
 
 /* A function for Python, of a record and other arguments, which `read_<name>` reads. Returns a number, or raises
 MemoryError for one below 0. Otherwise nothing was done: the name of a field is the answer to an array that may be
-copied, None to what the core cannot compute. A function works with 2 numbers per channel, and those of a sum. */
+copied, None to what the core cannot compute. A function has memory for 2 numbers per channel, and 2 for each part. */
 #define FUNCTION(name, num_arguments)                                                 \
     static PyObject *py_##name(PyObject *self, PyObject *const *args, Py_ssize_t num) \
     {                                                                                 \

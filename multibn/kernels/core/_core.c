@@ -89,7 +89,7 @@ static void read_gradient(Call *a, PyObject *tuple)
     PyObject *i = get_field(a, tuple, Gradient_input), *batch = get_field(a, tuple, Gradient_batch);
     read_input(a, i);
     a->pass.dy = take(a, get_field(a, tuple, Gradient_dy), LIKE_X, "dy").at;
-    a->pass.y = take(a, get_field(a, tuple, Gradient_y), LIKE_X, "y").at;
+    a->pass.y = take(a, get_field(a, tuple, Gradient_y), LIKE_X | OPTIONAL, "y").at;
     a->pass.kind = a->pass.y ? SIGN_OF_Y : kind_of(a, i);
     read_statistics(a, i, batch, 0);
 }
@@ -126,8 +126,8 @@ static void read_begin_backward(Call *a, PyObject *const *args)
 {
     read_gradient(a, args[0]);
     a->message = take(a, args[1], BACKWARD | WRITTEN, NULL).at;
-    a->dweight = take(a, args[2], CHANNELS | WRITTEN, NULL);
-    a->dbias = take(a, args[3], CHANNELS | WRITTEN, NULL);
+    a->dweight = take(a, args[2], CHANNELS | WRITTEN | OPTIONAL, NULL);
+    a->dbias = take(a, args[3], CHANNELS | WRITTEN | OPTIONAL, NULL);
 }
 
 FUNCTION(begin_backward, 4)
@@ -144,7 +144,7 @@ static int normalize(Call *a, double *memory)
 static void read_pass(Call *a, PyObject *const *args, int written)
 {
     read_input(a, args[0]);
-    a->pass.y = take(a, get_field(a, args[0], Input_residual), LIKE_X, "residual").at;
+    a->pass.y = take(a, get_field(a, args[0], Input_residual), LIKE_X | OPTIONAL, "residual").at;
     a->pass.kind = kind_of(a, args[0]);
     read_statistics(a, args[0], args[1], written);
     a->pass.out = take(a, args[2], LIKE_X | WRITTEN, NULL).at;
@@ -187,8 +187,11 @@ static void read_finish_forward(Call *a, PyObject *const *args)
     Running *r = &a->running;
     r->mean = take(a, get_field(a, running, Running_mean), AS_MANY | WRITTEN, "running");
     r->var = take(a, get_field(a, running, Running_var), AS_MANY | WRITTEN, "running");
-    r->num_batches = take(a, get_field(a, running, Running_num_batches), COUNTER | WRITTEN, "running").at;
-    r->momentum = number(a, get_field(a, running, Running_momentum));
+    r->num_batches = take(a, get_field(a, running, Running_num_batches), COUNTER | WRITTEN | OPTIONAL, "running").at;
+    PyObject *momentum = get_field(a, running, Running_momentum);
+    r->momentum = momentum == Py_None ? -1 : number(a, momentum);
+    if (momentum != Py_None && r->momentum < 0) /* -1 stands for the cumulative average */
+        refuse(a, "running");
     PyObject *word = get_field(a, running, Running_convention);
     while (r->convention < NUM_CONVENTIONS &&
            !(PyUnicode_Check(word) && !PyUnicode_CompareWithASCIIString(word, CONVENTIONS[r->convention])))
@@ -226,7 +229,7 @@ static void read_finish_backward(Call *a, PyObject *const *args)
     a->message = take(a, args[1], BACKWARD, NULL).at;
     a->weight = number(a, get_field(a, get_field(a, args[0], Gradient_batch), Batch_element_weight));
     a->pass.out = take(a, args[2], LIKE_X | WRITTEN, NULL).at;
-    a->pass.more = take(a, args[3], LIKE_X | WRITTEN, NULL).at;
+    a->pass.more = take(a, args[3], LIKE_X | WRITTEN | OPTIONAL, NULL).at;
 }
 
 FUNCTION(finish_backward, 4)

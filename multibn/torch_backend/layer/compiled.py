@@ -114,8 +114,6 @@ def mask_of(
 
 
 _LIBRARY = torch.library.Library("multibn", "DEF")
-# torch before 2.8 has no such tag.
-_TALKS = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []
 
 
 def operator(
@@ -129,7 +127,7 @@ def operator(
 
     def define(function: Callable[..., Any]) -> Callable[..., Any]:
         name = schema.partition("(")[0]
-        _LIBRARY.define(schema, tags=_TALKS if talks else [])
+        _LIBRARY.define(schema, tags=[torch.Tag.cudagraph_unsafe] if talks else [])
         kind = "CompositeImplicitAutograd" if like is None else "CompositeExplicitAutograd"
         _LIBRARY.impl(name, function, kind)
         if like is not None:
@@ -372,7 +370,6 @@ def _compare_here() -> None:
 
 def _mark(node: Any, policy: CheckpointPolicy) -> None:
     node.meta["recompute"] = policy
-    node.meta.setdefault("ac_graph_id", 0)  # torch before 2.10 reads both
 
 
 def _nodes() -> Any:
