@@ -142,6 +142,19 @@ def test_an_iterable_need_not_be_an_iterator_of_chainers(attributes: dict[str, A
     assert_population(link, batches())
 
 
+def test_a_converter_gets_the_device_of_the_model_or_the_one_that_is_named() -> None:
+    devices: list[Any] = []
+
+    def convert(batch: Any, device: Any) -> Any:
+        devices.append(device)
+        return batch
+
+    link = shared()
+    for options in ({}, {"device": "@numpy"}):
+        finetune(batches()[:1], link, converter=convert, **options)
+    assert devices == [link.device, "@numpy"]
+
+
 def test_finetuning_takes_batches_of_dicts() -> None:
     x = batches()[0]
     link = shared()

@@ -126,3 +126,15 @@ def test_a_momentum_below_0_is_that_of_the_formula() -> None:
         moved.append([*running.mean, *running.var, int(running.num_batches)])
     assert moved[0] == moved[1]
     assert moved[0][0] == -2.5
+
+
+class Derived(np.ndarray):
+    """As NumPy's own classes, np.memmap for example."""
+
+
+def test_arrays_of_a_derived_class_have_the_same_numbers() -> None:
+    i = Input(np.arange(12.0).reshape(6, 2), None, None, 1e-5, (0,))
+    derived = i._replace(x=i.x.view(Derived))
+    np.testing.assert_array_equal(
+        host.begin_forward(derived, 6.0, 6.0), host.begin_forward(i, 6.0, 6.0)
+    )

@@ -120,7 +120,8 @@ def test_a_wait_has_a_deadline_and_can_be_repeated() -> None:
     assert _on_ranks(2, work) == [1200.0, 1200.0]
 
 
-def test_after_a_failure_the_group_is_kept_for_ever() -> None:
+@pytest.mark.parametrize("failed", [False, True])
+def test_after_a_failure_alone_the_group_is_kept_for_ever(failed: bool) -> None:
     """Gloo would wait for the message under way, and the process could not end."""
     references = []
 
@@ -129,12 +130,12 @@ def test_after_a_failure_the_group_is_kept_for_ever() -> None:
         assert done(SECONDS)
         group = side._group
         before = sys.getrefcount(group)
-        side.close(failed=True)
+        side.close(failed=failed)
         assert side._group is None
         references.append(sys.getrefcount(group) - before)
 
     _on_ranks(2, work)
-    assert references == [0, 0]  # one for that of `side`
+    assert references == [failed - 1] * 2  # that of `side` is gone
 
 
 def test_a_connection_that_fails_is_an_error() -> None:

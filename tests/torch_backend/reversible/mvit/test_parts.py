@@ -19,10 +19,21 @@ from multibn.torch_backend.reversible.mvit.layers import (  # noqa: E402
     normalize_last_axis,
     relative_position_bias,
 )
+from multibn.torch_backend.reversible.mvit.layout import round_width  # noqa: E402
 from multibn.torch_backend.reversible.mvit.model import (  # noqa: E402
     resize_positions,
     sincos_positions,
 )
+
+
+@pytest.mark.parametrize(
+    "width, multiplier, divisor, expected",
+    [(96, 1.0, 1, 96), (96, 2.0, 8, 192), (10, 1.0, 4, 12), (9, 1.0, 4, 12), (13, 1.0, 4, 12)],
+)
+def test_widths_are_rounded_to_the_nearest_multiple_and_lose_a_tenth_at_most(
+    width: int, multiplier: float, divisor: int, expected: int
+) -> None:
+    assert round_width(width, multiplier, divisor) == expected
 
 
 @pytest.mark.parametrize("shape", [(6, 5), (6, 7, 5), (6, 2, 7, 5)])
