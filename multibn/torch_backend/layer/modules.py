@@ -187,7 +187,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         if isinstance(input, fx.Proxy):
             options = {k: v for k, v in (("mask", mask), ("lengths", lengths)) if v is not None}
             return call_node(self, input, *(() if residual is None else (residual,)), **options)
-        conversation = self.conversation if self.training else ALONE
+        conversation: Communicator = self.conversation if self.training else ALONE
         self._check_dimensions(input)
         if getattr(input, "is_nested", False):
             return jagged.apply(self, conversation, input, residual, mask, lengths)
@@ -195,6 +195,8 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
             return self._evaluate(input, residual, mask, lengths)
         if torch.compiler.is_dynamo_compiling() and dtensors.among((input, self.weight)):
             return dtensors.uncompiled(self.forward)(input, residual, mask=mask, lengths=lengths)
+        if not self.training:
+            conversation = self.alone(input)
         mask = compiled.mask_of(input, mask, lengths, [self.num_features], conversation)
         i = self._as_input(input, residual, mask)
         return self.normalize(i, [self.num_features], conversation)[0]

@@ -111,7 +111,7 @@ class _SubBatchNorm(Synchronized):
         is_masked = mask is not None or lengths is not None
         part, num_splits = (self.split_bn, self.num_splits) if self.training else (self.bn, 1)
         shares = self.training and part.training
-        communicator: Communicator = self.conversation if shares else ALONE
+        communicator: Communicator = self.conversation if shares else self.alone(input)
         num_channels = [num_splits * self.num_features]
         if is_masked and self.training:
             num_channels = [self.num_features] * num_splits

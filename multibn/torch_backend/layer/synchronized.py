@@ -17,7 +17,7 @@ from multibn.communicators.people import find_path
 from multibn.engine import recompute
 from multibn.engine.population import Pool
 from multibn.kernels import Running
-from multibn.torch_backend.layer import compiled, data_parallel
+from multibn.torch_backend.layer import compiled, data_parallel, dtensors
 
 #: This process alone, known to compiled code.
 ALONE = SingleProcess()
@@ -74,6 +74,12 @@ class Synchronized(nn.Module):
             options=lambda: options_of(layer()),
         )
         compiled.register(self.conversation)
+
+    def alone(self, x: Any) -> Communicator:
+        """This process alone, for a batch that no other rank shares: in the layer's name."""
+        if compiled.takes(x) or dtensors.among((x, *self.parameters(recurse=False))):
+            return ALONE
+        return self.conversation.over(ALONE)
 
     def extra_repr(self) -> str:
         return (

@@ -206,6 +206,17 @@ def test_one_warning_stands_for_the_layers_behind() -> None:
         model[2:](bad())
 
 
+@pytest.mark.parametrize("kind", [SyncBatchNorm, partial(SubBatchNorm2d, 2)])
+def test_evaluation_without_running_statistics_does_as_the_layer_says(kind: Any) -> None:
+    def layer(nonfinite: Any) -> nn.Module:
+        return nn.Sequential(kind(3, track_running_stats=False, nonfinite=nonfinite)).eval()
+
+    with pytest.warns(RuntimeWarning, match="skipped a batch in layer 0, "):
+        assert layer("skip")(bad()).isnan().all()
+    with pytest.raises(FloatingPointError, match="statistics of layer 0 are not finite"):
+        layer("raise")(bad())
+
+
 def test_pools_and_populations_leave_skipped_batches_out() -> None:
     good, layer = bad().nan_to_num(posinf=1.0), SyncBatchNorm(3, momentum=1.0, nonfinite="skip")
     right = copy.deepcopy(layer)
