@@ -9,16 +9,15 @@ from multibn.chainer_backend import (
     MultiNodeBatchNormalization,
     create_mnbn_model,
     finetune_population_statistics,
-    forget,
     multi_node_batch_normalization,
     revert_mnbn_model,
 )
 from multibn.communicators import Communicator
 from multibn.parity import oracle
+from tests.chainer_backend.test_extensions import assert_population
 from tests.harness.runs import on, only
 from tests.helpers import second_order
 from tests.helpers.normalized import normalized
-from tests.helpers.ranks import CountingCommunicator
 
 import chainer  # isort: skip (multibn makes it importable)
 from chainer import functions as F, links as L  # isort: skip
@@ -45,31 +44,6 @@ def check_links_under_torchrun_import_no_mpi(world: Communicator) -> None:
         y = link(xs[world.rank]).array
         np.testing.assert_allclose(y, expected, rtol=1e-10, atol=1e-12)
     assert "mpi4py.MPI" not in sys.modules
-
-
-def _forgotten_step(world: Communicator, how: Any) -> Any:
-    counting = CountingCommunicator(world)
-    a, b = (MultiNodeBatchNormalization(C, counting, dtype=np.float64) for _ in range(2))
-    # rank 0 has no data in the first step
-    v = chainer.Variable(_normal(world.rank, 4 * min(world.rank, 1), C))
-    y = how(lambda u: b(a(F.tanh(a(u)))), v)
-    y = how(lambda u: a(how(b, u * u)), y)
-    forward = counting.take()
-    a.cleargrads()
-    b.cleargrads()
-    F.sum(y**3).backward()
-    numbers = [y.array, v.grad, a.gamma.grad, b.beta.grad, a.avg_mean, a.avg_var, b.avg_var]
-    return numbers, forward, counting.take()
-
-
-def check_forgotten_blocks_communicate_and_update_once(world: Communicator) -> None:
-    expected, *messages = _forgotten_step(world, lambda func, *xs: func(*xs))
-    found = [_forgotten_step(world, how) for how in (forget, F.forget)]
-    assert messages == [[2 * C + 4] * 5, [2 * C + 4] * 5]
-    for how, (numbers, *counted) in zip((forget, F.forget), found, strict=True):
-        assert counted == messages or (how is F.forget and counted[0] == messages[0])
-        for got, want in zip(numbers, expected, strict=True):
-            np.testing.assert_array_equal(got, want)
 
 
 def check_second_order_equals_one_process(world: Communicator) -> None:
@@ -107,10 +81,6 @@ def _data(rank: int) -> list[Any]:
     return [rng.normal(rank - i, 1 + i, (1 + (rank + i) % 3, C, 2)) for i in range(1 + rank)]
 
 
-def _rows(xs: list[Any]) -> Any:
-    return np.concatenate([np.moveaxis(x, 1, 0).reshape(C, -1) for x in xs], axis=1)
-
-
 def _second_inputs(members: list[int]) -> list[Any]:
     """What a link behind a multi-node one and a square is shown on these ranks."""
     seen = []
@@ -118,11 +88,6 @@ def _second_inputs(members: list[int]) -> list[Any]:
         ys = normalized([_data(r)[step] for r in members if r >= step], 2e-5)
         seen += [y**2 for y in ys]
     return seen
-
-
-def _assert_population(link: Any, xs: list[Any]) -> None:
-    np.testing.assert_allclose(link.avg_mean, _rows(xs).mean(1), rtol=1e-10)
-    np.testing.assert_allclose(link.avg_var, _rows(xs).var(1, ddof=1), rtol=1e-10)
 
 
 def check_finetuning_counts_all_data_of_unequal_ranks(world: Communicator) -> None:
@@ -134,31 +99,14 @@ def check_finetuning_counts_all_data_of_unequal_ranks(world: Communicator) -> No
         plain = [L.BatchNormalization(C, dtype=np.float64) for _ in range(2)]
         model = create_mnbn_model(chainer.Sequential(plain[0], F.square, plain[1]), comm)
         finetune_population_statistics(_data(world.rank), model, converter=None, progress=False)
-        _assert_population(model[0], [x for r in members for x in _data(r)])
-        _assert_population(model[2], _second_inputs(members))
+        assert_population(model[0], [x for r in members for x in _data(r)])
+        assert_population(model[2], _second_inputs(members))
         assert model[0].N == model[2].N == 1 + max(members)
         evaluated = revert_mnbn_model(model)
         with chainer.using_config("train", False):
             x = _data(world.rank)[0]
             np.testing.assert_array_equal(evaluated(x).array, model(x).array)
     world.allreduce(np.zeros(1))  # nobody leaves while another group still works
-
-
-def check_groups_share_among_themselves(world: Communicator) -> None:
-    group = world.split(world.rank % 2)
-    members = range(world.rank % 2, world.size, 2)
-    xs, dys = ([_normal((k, r), 3, C, 2) for r in members] for k in range(2))
-    link = MultiNodeBatchNormalization(C, group, dtype=np.float64)
-    link.cleargrads()
-    v = chainer.Variable(xs[group.rank])
-    y = link(v)
-    y.grad = dys[group.rank]
-    y.backward()
-    world.allreduce(np.zeros(1))
-    expected = oracle.batch_norm(xs, dys, np.ones(C), np.zeros(C), eps=2e-5)
-    np.testing.assert_allclose(y.array, expected.y[group.rank], rtol=1e-10, atol=1e-12)
-    np.testing.assert_allclose(v.grad, expected.dx[group.rank], rtol=1e-9, atol=1e-12)
-    np.testing.assert_allclose(link.gamma.grad * group.size, expected.dweight, rtol=1e-9)
 
 
 def check_mixed16_is_right_where_squares_overflow_float16(world: Communicator) -> None:

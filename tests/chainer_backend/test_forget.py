@@ -84,20 +84,27 @@ def run(block: Any, how: Any, communicator: Any, x: Any) -> Any:
     return [y.array, v.grad, *kept, *gradients], forward, counting.take(), calls
 
 
+def assert_alike(found: Any, expected: Any, how: Any) -> None:
+    numbers, forward, backward, _ = found
+    expected_numbers, *messages, _ = expected
+    assert forward == messages[0]
+    # Chainer's own block sends its forward messages again.
+    assert how is F.forget or backward == messages[1]
+    for got, want in zip(numbers, expected_numbers, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize("how", [forget, F.forget])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_forgetting_gives_the_numbers_of_the_run_without(
     block: Callable[..., Any], how: Any
 ) -> None:
     x = np.random.default_rng(0).normal(size=(5, C))
-    numbers, forward, backward, calls = run(block, how, SingleProcess(), x)
-    expected, forward_without, backward_without, _ = run(block, plainly, SingleProcess(), x)
-    assert forward == forward_without == [FORWARD] * calls
-    if how is forget:  # Chainer's own block sends its forward messages again
-        assert backward == backward_without
-        assert set(backward) == {BACKWARD}
-    for got, want in zip(numbers, expected, strict=True):
-        np.testing.assert_array_equal(got, want)
+    found, expected = (run(block, each, SingleProcess(), x) for each in (how, plainly))
+    assert_alike(found, expected, how)
+    _, forward, backward, calls = expected
+    assert forward == [FORWARD] * calls
+    assert set(backward) == {BACKWARD}
 
 
 @pytest.mark.parametrize("how", [forget, F.forget])
@@ -108,11 +115,8 @@ def test_forgetting_is_exact_over_ranks_with_an_empty_one(how: Any) -> None:
         x = np.random.default_rng(world.rank).normal(size=(0 if world.rank == 1 else 4, C))
         return [run(in_several_blocks, h, world, x) for h in (how, plainly)]
 
-    for (numbers, forward, backward, _), (expected, *messages, _) in run_ranks(3, rank):
-        assert forward == messages[0]
-        assert how is F.forget or backward == messages[1]
-        for got, want in zip(numbers, expected, strict=True):
-            np.testing.assert_array_equal(got, want)
+    for found, expected in run_ranks(3, rank):
+        assert_alike(found, expected, how)
 
 
 @pytest.mark.parametrize("kinds", list(itertools.product([forget, F.forget], repeat=3)))
@@ -126,12 +130,8 @@ def test_blocks_of_both_kinds_can_be_nested(kinds: Any) -> None:
         return outer(lambda v: net.b(middle(within, v * 2) ** 2), x), 3
 
     x = np.random.default_rng(0).normal(size=(5, C))
-    numbers, forward, backward, _ = run(block, forget, SingleProcess(), x)
-    expected, *messages, _ = run(block, plainly, SingleProcess(), x)
-    assert forward == messages[0]
-    assert F.forget in kinds or backward == messages[1]
-    for got, want in zip(numbers, expected, strict=True):
-        np.testing.assert_array_equal(got, want)
+    found, expected = (run(block, each, SingleProcess(), x) for each in (forget, plainly))
+    assert_alike(found, expected, F.forget if F.forget in kinds else forget)
 
 
 @pytest.mark.parametrize("how", [forget, F.forget])

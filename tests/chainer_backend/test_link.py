@@ -1,7 +1,6 @@
 """The Chainer link and create_mnbn_model in one process."""
 
 import copy
-import io
 import pickle
 from typing import Any
 
@@ -158,19 +157,6 @@ def test_the_communicator_can_be_assigned() -> None:
     with pytest.raises(TypeError, match="a communicator must be None"):
         link.comm = "mpi"
     assert link.comm is as_communicator(None)
-
-
-def test_npz_and_batch_normalization_share_a_layout() -> None:
-    ours: Any = MultiNodeBatchNormalization(3, ALONE)
-    train(ours, np.random.default_rng(0).normal(size=(4, 3)).astype("f"), np.ones((4, 3), "f"))
-    file = io.BytesIO()
-    chainer.serializers.save_npz(file, ours)
-    file.seek(0)
-    assert sorted(np.load(file)) == ["N", "avg_mean", "avg_var", "beta", "gamma"]
-    theirs = L.BatchNormalization(3)
-    file.seek(0)
-    chainer.serializers.load_npz(file, theirs)
-    np.testing.assert_array_equal(theirs.avg_var, ours.avg_var)
 
 
 def test_bad_arguments_are_refused() -> None:

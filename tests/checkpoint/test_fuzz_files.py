@@ -306,17 +306,14 @@ for i in range(10**9):
 def test_a_writer_that_is_killed_leaves_a_whole_file(suffix: str, tmp_path: Path) -> None:
     """At any moment, the target is whole: what one source makes of it, or the other."""
     other = ".npz" if suffix != ".npz" else ".pt"
-    sources = []
-    for i in range(2):
-        source = tmp_path / f"{i}{other}"
-        rng = np.random.default_rng(i)
-        arrays: dict[str, Any] = {"fc/W": rng.normal(size=(400, 400)), "fc/b": rng.normal(size=400)}
+    sources = [tmp_path / f"{i}{other}" for i in range(2)]
+    for i, source in enumerate(sources):
+        arrays = [np.random.default_rng(i).normal(size=shape) for shape in ((400, 400), (400,))]
         if other == ".npz":
-            np.savez(source, **arrays)
+            plain.make(source, dict(zip(("fc/W", "fc/b"), arrays, strict=True)))
         else:
-            named = {"fc.weight": arrays["fc/W"], "fc.bias": arrays["fc/b"]}
-            torch.save({k: torch.from_numpy(v) for k, v in named.items()}, source)
-        sources.append(source)
+            tensors = map(torch.from_numpy, arrays)
+            plain.make(source, dict(zip(("fc.weight", "fc.bias"), tensors, strict=True)))
     target = tmp_path / f"target{suffix}"
     whole = set()
     for source in sources:
@@ -344,20 +341,12 @@ def test_dicts_that_are_repeated_are_refused(tmp_path: Path) -> None:
     nested: dict[str, Any] = {"weight": torch.zeros(4)}
     for _ in range(60):
         nested = {"a": nested, "b": nested}
-    torch.save(nested, tmp_path / "a.pt")
-    plain.refused(tmp_path / "a.pt", "'a' must be an array or a tensor of real numbers: got dict")
-    plain.refused(
-        tmp_path / "a.pt",
-        "'a' must be an array or a tensor of real numbers: got dict",
-        prefix="b.a.b",
-    )
-    nested["a"] = nested
-    torch.save(nested, tmp_path / "a.pt")
-    plain.refused(
-        tmp_path / "a.pt",
-        "'a' must be an array or a tensor of real numbers: got dict",
-        prefix="a.a.a",
-    )
+    message = "'a' must be an array or a tensor of real numbers: got dict"
+    for prefix in ("", "b.a.b", "a.a.a"):
+        if prefix == "a.a.a":
+            nested["a"] = nested  # without an end
+        torch.save(nested, tmp_path / "a.pt")
+        plain.refused(tmp_path / "a.pt", message, prefix=prefix)
 
 
 def test_names_that_are_too_long_are_refused(tmp_path: Path) -> None:

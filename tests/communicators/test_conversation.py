@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import importlib.util
+import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from tests.helpers import require
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
 C = 3
+LENGTH = 2 * C + 2  # of a layer's numbers
 AHEAD = 8  # messages that are sent before the host looks at one
 
 
@@ -86,7 +88,7 @@ def test_unlike_layers_are_named_on_all_ranks_at_the_first_message(
 
     def work(world: ThreadCommunicator) -> None:
         name = "layer1.bn2" if world.rank == 1 else "layer1.bn1"
-        _phase(make(world), name).allreduce(ones(2 * C + 2))
+        _phase(make(world), name).allreduce(ones(LENGTH))
 
     for error in _errors(size, work):
         assert isinstance(error, RuntimeError)
@@ -123,7 +125,7 @@ def test_a_sum_that_is_none_is_a_mistake_of_the_communicators_class(
 ) -> None:
     own = SimpleNamespace(rank=0, size=2, allreduce=allreduce, split=None)
     with pytest.raises(TypeError) as raised:
-        _phase(own, "0").allreduce(np.ones(2 * C + 2))
+        _phase(own, "0").allreduce(np.ones(LENGTH))
     assert str(raised.value) == (
         "`allreduce` of SimpleNamespace must return the sum over 2 ranks, an array like its "
         f"argument, float64 of shape (6,): {found}. Correct this method."
@@ -138,13 +140,13 @@ def test_unlike_layers_are_named_later(transport: Any) -> None:
         communicator = make(world)
         layers = [_phase(communicator, name) for name in ("bn1", "bn2")]
         for layer in layers:
-            summed = layer.allreduce(ones(2 * C + 2))
+            summed = layer.allreduce(ones(LENGTH))
             host = summed.get() if hasattr(summed, "get") else summed
             np.testing.assert_array_equal(host, [2.0] * (2 * C + 2))
         for layer in reversed(layers) if world.rank == 1 else layers:
-            layer.allreduce(ones(2 * C + 2))
+            layer.allreduce(ones(LENGTH))
         for layer in layers * AHEAD:
-            layer.allreduce(ones(2 * C + 2))
+            layer.allreduce(ones(LENGTH))
             sent[world.rank] += 1
 
     sent = [0, 0]
@@ -170,13 +172,12 @@ def test_layers_of_unlike_widths_meet_in_messages_of_one_length(transport: Any) 
 
     def work(world: ThreadCommunicator) -> None:
         communicator = make(world)
-        layers = [_phase(communicator, f"bn{n}") for n in (C, 2 * C)]
-        for layer, n in zip(layers, (C, 2 * C), strict=True):
-            summed = layer.allreduce(ones(2 * n + 2))
-            assert summed.shape == (2 * n + 2,)
+        layers = [(_phase(communicator, f"bn{n}"), n) for n in (LENGTH, 2 * LENGTH)]
+        for layer, n in layers:
+            assert layer.allreduce(ones(n)).shape == (n,)
+        layer, n = layers[world.rank % 2]
         for _ in range(AHEAD + 1):
-            i = world.rank % 2
-            layers[i].allreduce(ones(2 * (C, 2 * C)[i] + 2))
+            layer.allreduce(ones(n))
 
     for error in _errors(2, work):
         assert isinstance(error, RuntimeError)
@@ -184,40 +185,38 @@ def test_layers_of_unlike_widths_meet_in_messages_of_one_length(transport: Any) 
 
 
 @pytest.mark.parametrize("transport", ["cupy", "cupy over NCCL"], indirect=True)
-def test_infinity_on_a_gpu_is_an_error_some_messages_later(transport: Any) -> None:
+@pytest.mark.parametrize(
+    "spoiled, kind, message",
+    [
+        pytest.param(
+            np.inf,
+            FloatingPointError,
+            r"were not finite in an earlier call, bn \(forward, float32, call 1\):",
+            id="infinity is named by every rank",
+        ),
+        pytest.param(
+            np.nan,
+            RuntimeError,
+            r"^rank {rank} cannot go on: in an earlier call, bn \(forward, float32, call 1\), the "
+            r"input was refused on another rank\. The error raised there says why\.$",
+            id="a refusal is told to every rank",
+        ),
+    ],
+)
+def test_a_spoiled_message_on_a_gpu_is_an_error_some_messages_later(
+    transport: Any, spoiled: float, kind: type[Exception], message: str
+) -> None:
     make, ones = transport
 
     def work(world: ThreadCommunicator) -> None:
         layer = _phase(make(world), "bn")
-        numbers = ones(2 * C + 2)
-        if world.rank == 1:
-            numbers = numbers + np.inf
-        layer.allreduce(numbers)
+        layer.allreduce(ones(LENGTH) + (spoiled if world.rank == 1 else 0.0))
         for _ in range(AHEAD):
-            layer.allreduce(ones(2 * C + 2))
-
-    for error in _errors(2, work):
-        assert isinstance(error, FloatingPointError)
-        assert "were not finite in an earlier call, bn (forward, float32, call 1):" in str(error)
-
-
-@pytest.mark.parametrize("transport", ["cupy", "cupy over NCCL"], indirect=True)
-def test_a_refusal_on_a_gpu_is_an_error_of_the_others_some_messages_later(transport: Any) -> None:
-    make, ones = transport
-
-    def work(world: ThreadCommunicator) -> None:
-        layer = _phase(make(world), "bn")
-        refuse = world.rank == 1
-        layer.allreduce(ones(2 * C + 2) + (np.nan if refuse else 0.0))
-        for _ in range(AHEAD):
-            layer.allreduce(ones(2 * C + 2))
+            layer.allreduce(ones(LENGTH))
 
     for rank, error in enumerate(_errors(2, work)):
-        assert isinstance(error, RuntimeError)
-        assert str(error) == (
-            f"rank {rank} cannot go on: in an earlier call, bn (forward, float32, call 1), the "
-            "input was refused on another rank. The error raised there says why."
-        )
+        assert isinstance(error, kind)
+        assert re.search(message.format(rank=rank), str(error))
 
 
 @pytest.mark.parametrize("transport", ["cupy"], indirect=True)
@@ -232,12 +231,12 @@ def test_the_last_messages_of_a_run_are_looked_at_by_check_sync(transport: Any) 
 
     equal = Equal()
     layer = _phase(equal, "bn")
-    layer.allreduce(ones(2 * C + 2) + np.inf)
+    layer.allreduce(ones(LENGTH) + np.inf)
     with pytest.raises(FloatingPointError, match=r"in an earlier call, bn \(forward, .* call 1\)"):
         check_equal({}, SingleProcess())
     check_equal({}, SingleProcess())
     gone = _phase(equal, "gone")
-    gone.allreduce(ones(2 * C + 2) + np.inf)
+    gone.allreduce(ones(LENGTH) + np.inf)
     reference = ref(gone)
     del gone
     gc.collect()
@@ -264,11 +263,11 @@ def test_no_event_is_waited_for_while_a_graph_is_captured(
 
     def work(world: ThreadCommunicator) -> None:
         layer = _phase(make(world), "bn")
-        layer.allreduce(ones(2 * C + 2))
+        layer.allreduce(ones(LENGTH))
         world.allreduce(np.zeros(1))
         capturing[0] = True
         for _ in range(2):
-            layer.allreduce(ones(2 * C + 2))
+            layer.allreduce(ones(LENGTH))
 
     run_ranks(2, work)
 
@@ -316,12 +315,18 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return make
 
 
-def test_a_layer_may_move_to_another_gpu(on_gpu: Callable[..., Any]) -> None:
-    """torch's event stays on the GPU on which it was recorded first."""
+def test_a_layer_may_move_to_another_gpu_and_train_after_inference(on_gpu: Any) -> None:
+    """torch's event stays on the GPU on which it was recorded first.
+
+    Torch refuses to write to a tensor that was made in inference mode.
+    """
+    import torch
+
     unused: Any = {}
-    for gpu in (0, 1, 0):
-        wait: Any = begin_copy(on_gpu(3.0 + gpu, gpu), unused)
-        assert wait().tolist() == [3.0 + gpu] * 4
+    for gpu, inference in ((0, True), (1, False), (0, False)):
+        with torch.inference_mode(inference):
+            wait: Any = begin_copy(on_gpu(3.0 + gpu, gpu), unused)
+            assert wait().tolist() == [3.0 + gpu] * 4
     assert [len(each) for each in unused.values()] == [1, 1]
 
 
@@ -361,18 +366,6 @@ def test_first_messages_are_summed_on_the_gpu_of_the_activation(
         assert asked[0] == torch.device("cuda", 3)
     group.bound_device_id = torch.device("cuda", 5)
     assert _Transport._device(nccl) == torch.device("cuda", 5)
-
-
-def test_training_goes_on_after_a_call_in_inference_mode(on_gpu: Callable[..., Any]) -> None:
-    """Torch refuses to write to a tensor that was made in inference mode."""
-    import torch
-
-    unused: Any = {}
-    with torch.inference_mode():
-        first: Any = begin_copy(on_gpu(1.0), unused)
-        assert first().tolist() == [1.0] * 4
-    second: Any = begin_copy(on_gpu(2.0), unused)
-    assert second().tolist() == [2.0] * 4
 
 
 def test_calls_in_a_row_wait_for_none_of_their_copies(on_gpu: Callable[..., Any]) -> None:

@@ -24,6 +24,7 @@ from multibn.torch_backend import (  # noqa: E402
     NaiveSyncBatchNorm3d,
     SyncBatchNorm,
     convert_sync_batchnorm,
+    get_norm,
     revert_sync_batchnorm,
 )
 
@@ -280,6 +281,18 @@ def test_options_choose_the_group_of_a_layer() -> None:
         assert layer.global_sync == (machine not in text and "'machine'" not in text)
     layer = NaiveSyncBatchNorm2d(0, num_features=3)
     assert (layer.num_sync_devices, layer.num_groups) == (1, 1)
+
+
+def test_get_norm_chooses_the_group_of_a_layer() -> None:
+    machine = "Group(DefaultCommunicator(), 'machine')"
+    for norm_type, options, text in (
+        ("sync_batchnorm", {}, f"Group({machine}, 1)"),
+        ("sync_batchnorm", {"NUM_SYNC_DEVICES": 0}, machine),
+        ("sync_batchnorm_apex", {"NUM_SYNC_DEVICES": 1}, "Group(DefaultCommunicator(), 1)"),
+        ("sync_batchnorm_apex", {"NUM_SYNC_DEVICES": 0}, "DefaultCommunicator()"),
+    ):
+        layer = get_norm({"BN": {"NORM_TYPE": norm_type, **options}})(num_features=3)
+        assert repr(layer.process_group) == text
 
 
 def test_bad_arguments_are_refused() -> None:

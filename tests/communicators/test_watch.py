@@ -50,13 +50,43 @@ def _introduced(world: ThreadCommunicator, notices: dict[int, Notice], pid: int 
     return watch
 
 
+def _never(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
 def _begin() -> Callable[[float], bool]:
     return _never
 
 
-def _never(seconds: float) -> bool:
-    time.sleep(seconds)
-    return False
+def _broken(error: Exception) -> Callable[[], Callable[[float], bool]]:
+    """A message that ends in an error."""
+
+    def wait(seconds: float) -> bool:
+        raise error
+
+    return lambda: wait
+
+
+def _first_rank_says(
+    notices: dict[int, Notice], other: Callable[[Watch], object], begin: Any = _begin
+) -> Exception:
+    """The error of rank 0 in a wait at `b`; rank 1 does something else before."""
+    gone = threading.Event()
+
+    def wait(world: ThreadCommunicator) -> Exception | None:
+        watch = _introduced(world, notices)
+        watch.wait(lambda: lambda seconds: True, "a", "a (forward)", 10.0)
+        if world.rank == 1:
+            other(watch)
+            gone.set()
+            return None
+        gone.wait(10)
+        return _says(watch.wait, begin, "b", "b (forward)", 10.0)
+
+    error = run_ranks(2, wait)[0]
+    assert error is not None
+    return error
 
 
 def _says(function: Callable[..., Any], *arguments: Any) -> Exception:
@@ -97,17 +127,23 @@ def _of_other(told: str, rank: int) -> str:
     return re.sub(r"(rank |layer)(\d)", lambda m: m[1] + swap[m[2]], told)
 
 
-def test_a_rank_that_has_failed_is_named_with_its_reason() -> None:
-    notices: dict[int, Notice] = {}
-
-    def wait(world: ThreadCommunicator) -> str:
-        watch = _introduced(world, notices)
-        if world.rank == 1:
-            Board(notices, 1).publish(Notice("failed", 0, "", "a reason"))
-            return ""
-        return str(_says(watch.wait, _begin, "a", "a", 10.0))
-
-    assert run_ranks(2, wait)[0] == "rank 1 has failed: a reason"
+@pytest.mark.parametrize(
+    "fail, told",
+    [
+        pytest.param(
+            lambda watch: watch.board.publish(Notice("failed", 0, "", "a reason")),
+            "a reason",
+            id="its notice says why",
+        ),
+        pytest.param(  # the others are not told to take the same number of steps
+            lambda watch: watch.leave(ValueError("a wrong shape\nand more")),
+            "its program has ended by ValueError: a wrong shape",
+            id="its program has ended by an error",
+        ),
+    ],
+)
+def test_a_rank_that_has_failed_is_named_with_its_reason(fail: Any, told: str) -> None:
+    assert str(_first_rank_says({}, fail)) == f"rank 1 has failed: {told}"
 
 
 @pytest.mark.parametrize(
@@ -151,21 +187,12 @@ def test_a_deadline_says_who_did_not_come(state: str) -> None:
 
 
 def test_a_connection_that_is_lost_is_an_error() -> None:
-    def wait(world: ThreadCommunicator) -> Exception | None:
-        watch = _introduced(world, {})
-
-        def broken(seconds: float) -> bool:
-            raise RuntimeError("reset by peer")
-
-        return (
-            _says(watch.wait, lambda: broken, "a", "a (forward)", 10.0) if world.rank == 0 else None
-        )
-
-    error = run_ranks(2, wait)[0]
+    broken = _broken(RuntimeError("reset by peer"))
+    error = _first_rank_says({}, lambda watch: None, broken)
     assert isinstance(error, ConnectionError)
     assert re.fullmatch(
-        r"rank 0 lost the connection in a \(forward\): rank 1 \(machine \S+, pid \d+\) is running, "
-        r"last seen \d\.\d s ago in the start\. The transport says: reset by peer",
+        r"rank 0 lost the connection in b \(forward\): rank 1 \(machine \S+, pid \d+\) is running, "
+        r"last seen \d\.\d s ago in a \(forward\)\. The transport says: reset by peer",
         str(error),
     )
 
@@ -173,11 +200,7 @@ def test_a_connection_that_is_lost_is_an_error() -> None:
 def test_a_rank_that_a_transport_has_seen_to_end_is_the_only_one_named() -> None:
     def wait(world: ThreadCommunicator) -> str:
         watch = _introduced(world, {})
-
-        def broken(seconds: float) -> bool:
-            raise RankLostError(2)
-
-        return str(_says(watch.wait, lambda: broken, "a", "a (forward)", 10.0))
+        return str(_says(watch.wait, _broken(RankLostError(2)), "a", "a (forward)", 10.0))
 
     for error in run_ranks(4, wait):
         assert re.fullmatch(
@@ -194,13 +217,10 @@ def test_ranks_that_look_for_a_lost_one_are_not_named() -> None:
     def wait(world: ThreadCommunicator) -> str:
         watch = _introduced(world, notices)
         watch._peers = [peer._replace(machine=f"machine{r}") for r, peer in enumerate(watch._peers)]
-
-        def broken(seconds: float) -> bool:
-            raise RuntimeError("reset by peer")
-
         if world.rank == 3:
             return ""
-        return str(_says(watch.wait, lambda: broken, "a", "a (forward)", 10.0))
+        broken = _broken(RuntimeError("reset by peer"))
+        return str(_says(watch.wait, broken, "a", "a (forward)", 10.0))
 
     *errors, _ = run_ranks(4, wait)
     for error in errors:
@@ -241,21 +261,6 @@ def test_a_rank_that_has_failed_to_meet_goes_on_with_other_groups(
     assert notices[0][:4] == ("failed", 0, "a group", "bn2")
 
 
-def test_the_error_that_ended_a_program_is_told_to_the_others() -> None:
-    """The others are not told to take the same number of steps."""
-    notices: dict[int, Notice] = {}
-
-    def wait(world: ThreadCommunicator) -> str:
-        watch = _introduced(world, notices)
-        if world.rank == 1:
-            watch.leave(ValueError("a wrong shape\nand more"))
-            return ""
-        return str(_says(watch.wait, _begin, "a", "a", 10.0))
-
-    told = "rank 1 has failed: its program has ended by ValueError: a wrong shape"
-    assert run_ranks(2, wait)[0] == told
-
-
 def test_a_poll_sees_soon() -> None:
     """Ranks wait for an event at each message: what comes in a millisecond is seen in few more."""
     seconds = []
@@ -271,20 +276,7 @@ def _is_over(event: float) -> bool:
 
 
 def test_a_rank_that_has_left_is_named() -> None:
-    notices: dict[int, Notice] = {}
-    gone = threading.Event()
-
-    def wait(world: ThreadCommunicator) -> Exception | None:
-        watch = _introduced(world, notices)
-        watch.wait(lambda: lambda seconds: True, "a", "a (forward)", 10.0)
-        if world.rank == 1:
-            watch.leave(None)
-            gone.set()
-            return None
-        gone.wait(10)
-        return _says(watch.wait, _begin, "b", "b (forward)", 10.0)
-
-    error = run_ranks(2, wait)[0]
+    error = _first_rank_says({}, lambda watch: watch.leave(None))
     assert isinstance(error, ConnectionError)
     assert re.fullmatch(
         r"rank 0 waits in b \(forward\) for rank\(s\) \[1\], whose program ended before it came "

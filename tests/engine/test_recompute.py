@@ -1,4 +1,4 @@
-"""Statistics of a first pass, replayed: the tape, torch's checkpointing, and Chainer links."""
+"""Statistics of a first pass, replayed: the tape, and torch's checkpointing."""
 
 from collections.abc import Callable
 from typing import Any
@@ -89,26 +89,6 @@ def test_the_stack_is_restored_after_an_error() -> None:
     with pytest.raises(KeyError), recording(), replaying(tape):
         raise KeyError
     assert not in_recomputing()
-
-
-def chain_of_links(communicator: Any) -> Any:
-    require.need("chainer")
-    from multibn.chainer_backend import MultiNodeBatchNormalization
-
-    return MultiNodeBatchNormalization(3, communicator)
-
-
-def test_a_chainer_link_replays() -> None:
-    counting = CountingCommunicator(SingleProcess())
-    link = chain_of_links(counting)
-    x = np.random.default_rng(0).normal(size=(4, 3)).astype("f")
-    with recording() as tape:
-        first = link(x).array
-    kept = link.avg_var.copy()
-    with replaying(tape):
-        np.testing.assert_array_equal(link(x).array, first)
-    np.testing.assert_array_equal(link.avg_var, kept)
-    assert counting.take() == [8]
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ chainermn is imported by the checks, not here: importing it initialises MPI.
 """
 
 import functools
-import math
 import pickle
 import warnings
 from typing import Any
@@ -120,29 +119,6 @@ def check_equals_chainermn_without_beta(world: Communicator) -> None:
     _compare_with_chainermn(world, use_beta=False)
 
 
-def check_npz_files_interchange(world: Communicator) -> None:
-    import io
-
-    import chainer
-
-    theirs, ours = _peers()
-    xs, dys = parity.batches("even", world.size, "float32", seed=0)
-    for link in (theirs, ours):
-        _train(link, xs[world.rank], dys[world.rank], finetune=True)
-    for source, target in ((theirs, _peers()[1]), (ours, _peers()[0])):
-        file = io.BytesIO()
-        chainer.serializers.save_npz(file, source)
-        file.seek(0)
-        chainer.serializers.load_npz(file, target, strict=True)
-        assert target.N == source.N == 1
-        for name in ("avg_mean", "avg_var"):
-            np.testing.assert_array_equal(getattr(target, name), getattr(source, name))
-        for (_, a), (_, b) in zip(
-            sorted(source.namedparams()), sorted(target.namedparams()), strict=True
-        ):
-            np.testing.assert_array_equal(a.array, b.array)
-
-
 def check_link_returns_the_communicator_it_was_given(world: Communicator) -> None:
     import copy
 
@@ -244,75 +220,6 @@ def check_allreduce_persistent_keeps_averages_that_are_equal(world: Communicator
     (before, _, after), (_, mean, averaged) = found
     np.testing.assert_allclose(after, before, rtol=1e-14)
     np.testing.assert_allclose(averaged, mean, rtol=1e-14)
-
-
-def check_a_trainer_runs_with_every_extension(world: Communicator) -> None:
-    """A trainer of two epochs: optimizer, evaluator, AllreducePersistent, and fine-tuning."""
-    import tempfile
-
-    import chainer
-    import chainermn
-    from chainer import links as L
-    from chainer import training
-
-    from multibn.chainer_backend import FinetunePopulationStatistics, revert_mnbn_model
-
-    rng = np.random.default_rng(0)
-    xs = rng.normal(3, 2, (14, 4)).astype("f")
-    labels = (xs.sum(1) > 12).astype("i")
-    mine = slice(world.rank, None, world.size)  # unequal numbers on three ranks
-    pairs = chainer.datasets.TupleDataset(xs[mine], labels[mine])
-    predictor = chainer.Sequential(
-        L.BatchNormalization(4), L.Linear(4, 2, initialW=np.eye(2, 4) * 0.3)
-    )
-    model = L.Classifier(create_mnbn_model(predictor, naive()))
-    optimizer = chainermn.create_multi_node_optimizer(chainer.optimizers.SGD(0.1), naive())
-    optimizer.setup(model)
-
-    def iterator(size: int, **options: Any) -> Any:
-        return chainer.iterators.SerialIterator(pairs, size, shuffle=False, **options)
-
-    updater = training.StandardUpdater(iterator(2), optimizer)
-    evaluator = training.extensions.Evaluator(iterator(3, repeat=False), model)
-    observations: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as directory:
-        trainer = training.Trainer(updater, (6, "iteration"), out=directory)
-        for extension in (
-            FinetunePopulationStatistics(iterator(2, repeat=False), model, progress=False),
-            chainermn.extensions.AllreducePersistent(model, naive()),
-            chainermn.create_multi_node_evaluator(evaluator, naive()),
-        ):
-            trainer.extend(extension, trigger=(3, "iteration"))
-        trainer.extend(
-            lambda t: observations.append(dict(t.observation)),
-            name="note",
-            trigger=(3, "iteration"),
-        )
-        trainer.run()
-    norm = model.predictor[0]
-    parameters = np.concatenate([p.array.ravel() for _, p in sorted(model.namedparams())])
-    total = world.allreduce(parameters.astype(np.float64))
-    np.testing.assert_allclose(norm.avg_mean, xs.mean(0), rtol=1e-6)
-    np.testing.assert_allclose(norm.avg_var, xs.var(0, ddof=1), rtol=1e-5)
-    np.testing.assert_allclose(total / world.size, parameters, rtol=1e-5, atol=1e-7)
-    np.testing.assert_equal(norm.N, math.ceil(len(xs[:: world.size]) / 2))
-    assert len(observations) == 2
-    # the evaluator averages ranks' means; one process finds the same over the ranks' data
-    alone = revert_mnbn_model(model)
-    means = []
-    with chainer.using_config("train", False), chainer.no_backprop_mode():
-        for rank in range(world.size):
-            part = slice(rank, None, world.size)
-            batches = range(0, len(xs[part]), 3)
-            means.append(
-                np.mean(
-                    [
-                        float(alone(xs[part][i : i + 3], labels[part][i : i + 3]).array)
-                        for i in batches
-                    ]
-                )
-            )
-    np.testing.assert_allclose(observations[-1]["validation/main/loss"], np.mean(means), rtol=1e-5)
 
 
 def _small_model() -> Any:
