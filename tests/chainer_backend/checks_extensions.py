@@ -109,6 +109,23 @@ def check_finetuning_counts_all_data_of_unequal_ranks(world: Communicator) -> No
     world.allreduce(np.zeros(1))  # nobody leaves while another group still works
 
 
+def check_groups_share_among_themselves(world: Communicator) -> None:
+    group = world.split(world.rank % 2)
+    members = range(world.rank % 2, world.size, 2)
+    xs, dys = ([_normal((k, r), 3, C, 2) for r in members] for k in range(2))
+    link = MultiNodeBatchNormalization(C, group, dtype=np.float64)
+    link.cleargrads()
+    v = chainer.Variable(xs[group.rank])
+    y = link(v)
+    y.grad = dys[group.rank]
+    y.backward()
+    world.allreduce(np.zeros(1))
+    expected = oracle.batch_norm(xs, dys, np.ones(C), np.zeros(C), eps=2e-5)
+    np.testing.assert_allclose(y.array, expected.y[group.rank], rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(v.grad, expected.dx[group.rank], rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(link.gamma.grad * group.size, expected.dweight, rtol=1e-9)
+
+
 def check_mixed16_is_right_where_squares_overflow_float16(world: Communicator) -> None:
     """Values beyond 256, whose squares float16 does not hold, where ChainerMN has NaN."""
     with chainer.using_config("dtype", chainer.mixed16):
