@@ -27,7 +27,7 @@ class Conversation(Forwarding):
     """
 
     names: Sequence[str] = ()  # of the layers that share each message, if several do
-    skipped: Skip | None = None  # a batch
+    skipped: Skip | None = None  # a batch, of which no warning has told so far
 
     def __init__(
         self,

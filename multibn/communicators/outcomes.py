@@ -60,6 +60,12 @@ class Skip(NamedTuple):
 _noted: tuple[weakref.ref[Any], int, weakref.WeakSet[Any]] | None = None
 
 
+def is_finite(numbers: HostArray, /) -> bool:
+    """Whether the numbers are finite, and their sum is: too large squares make the sum infinite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(np.isfinite(numbers.sum()))
+
+
 def note_skip(
     communicator: Any, numbers: HostArray, /, *, num_inputs: int = 1, own: bool = True
 ) -> None:
@@ -82,7 +88,7 @@ def note_skip(
         _noted[2].add(layer)
     else:
         _noted = weakref.ref(layer), layer.num_forward, weakref.WeakSet()
-    skip = Skip(bool(np.isfinite(numbers).all()), follows)
+    skip = Skip(is_finite(numbers), follows)
     if own and getattr(communicator, "carries_marks", False):
         layer.skipped = skip
     elif not follows:

@@ -15,6 +15,7 @@ from multibn.communicators.objects import gather
 from multibn.communicators.outcomes import (
     MARKED,
     end_skip,
+    is_finite,
     note_skip,
     raise_for_non_finite,
     raise_for_refusal,
@@ -139,7 +140,7 @@ class Phase(Forwarding):
             elif skips(self, self.dtype):
                 note_skip(self, mine, num_inputs=self.wrapped.num_layers)
             else:
-                raise_for_non_finite(self, bool(np.isfinite(mine).all()))
+                raise_for_non_finite(self, is_finite(mine))
         return payload if x is payload else from_host(payload.copy(), x)
 
     @property

@@ -23,8 +23,6 @@ wait for the host, except where a rank holds at most one value per channel.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from multibn import kernels, message
 from multibn._arrays import array_namespace, device, is_on_host, to_host, values
 from multibn._typing import Array, Weighting
@@ -178,7 +176,7 @@ def raise_for(state: int, communicator: Communicator, payload: Array, x: Array) 
         if outcomes.skips(communicator, x.dtype):
             outcomes.note_skip(communicator, numbers)
             return
-        outcomes.raise_for_non_finite(communicator, bool(np.isfinite(numbers).all()))
+        outcomes.raise_for_non_finite(communicator, outcomes.is_finite(numbers))
     raise OneValueError(
         "normalizing by the statistics of a batch needs more than 1 value per channel over "
         f"all ranks together: got 1 on {communicator.size} rank(s), with an input of shape "

@@ -241,3 +241,13 @@ def test_a_library_without_float64_is_refused(has_float64: bool) -> None:
     kind = type("Array", (), {"__array_namespace__": lambda self, api_version=None: xp})
     with pytest.raises(TypeError, match=message):
         statistics.local_moments(kind())
+
+
+def test_the_rank_of_squares_that_overflow_is_named() -> None:
+    def refused(communicator: ThreadCommunicator) -> None:
+        x = np.ones((2, C)) * (1e154 if communicator.rank == 1 else 1.0)
+        x[0] *= -1
+        with pytest.raises(FloatingPointError, match=r"too large values on rank\(s\) \[1\] of 2"):
+            step.forward([Input(x, None, None, EPS, (0,))], communicator, weighting="element")
+
+    run_ranks(2, refused)
