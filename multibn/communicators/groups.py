@@ -2,7 +2,6 @@
 
 import hashlib
 import zlib
-from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -58,7 +57,7 @@ def _consecutive(parent: Communicator, k: int) -> Communicator:
         divisors = [n for n in range(1, size + 1) if size % n == 0]
         raise ValueError(
             f"groups of {k} consecutive ranks need a number of ranks that {k} divides: got {size} "
-            f"in {parent!r}, on its rank {rank}. Use {_enumerate(divisors)}."
+            f"in {parent!r}, on its rank {rank}. Use one of {divisors}."
         )
     return parent if k == size else parent.split(rank // k, rank)
 
@@ -112,8 +111,3 @@ def _on_same_machine(parent: Communicator) -> Communicator:
     machines = parent.allreduce(table).tolist()
     first = machines.index(machines[rank])
     return parent if len(set(machines)) == 1 else parent.split(first, rank)
-
-
-def _enumerate(numbers: Iterable[int]) -> str:
-    *some, last = map(str, numbers)
-    return f"{', '.join(some)} or {last}" if some else last

@@ -15,12 +15,6 @@ import numpy as np
 from multibn.communicators.base import Communicator
 
 
-def broadcast(value: Any, communicator: Communicator, *, root: int) -> Any:
-    """`value`, which JSON can hold, of rank `root`, on every rank. Collective: two allreduces."""
-    (theirs,) = _exchanged(json.dumps(value).encode(), communicator, [root])
-    return json.loads(theirs)
-
-
 def gather(value: Any, communicator: Communicator) -> list[Any]:
     """`value`, which JSON can hold, of every rank, on every rank. Collective: two allreduces."""
     ranks = range(communicator.size)

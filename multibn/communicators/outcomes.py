@@ -2,6 +2,7 @@
 
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
@@ -11,22 +12,16 @@ from multibn.communicators.lines import HostArray
 from multibn.communicators.people import fail, for_people
 
 
-def _layer_of(communicator: Any) -> Any:
+def layer_of(communicator: Any) -> Any:
     """The `Conversation` of the layer that uses the communicator, or None."""
     while communicator is not None and not hasattr(communicator, "num_forward"):
         communicator = getattr(communicator, "wrapped", None)
     return communicator
 
 
-def built_of(communicator: Any, /) -> Any:
-    """Which of the process's layers uses the communicator, see `agreement.Built`."""
-    layer = _layer_of(communicator)
-    return None if layer is None else layer.built
-
-
 def name_of(communicator: Any, /) -> str:
     """The name of the layer that uses the communicator, for people."""
-    layer = _layer_of(communicator)
+    layer = layer_of(communicator)
     return "a layer" if layer is None else for_people(layer.name)
 
 
@@ -36,7 +31,7 @@ Nonfinite: TypeAlias = Literal["raise", "skip", None]
 
 def skips(communicator: Any, dtype: Any, /) -> bool:
     """Whether a layer skips a batch that is not finite; `dtype` is what the message announces."""
-    layer = _layer_of(communicator)
+    layer = layer_of(communicator)
     if layer is None:
         return False
     # "nonfinite" of a layer, "nonfinite of conv1.bn" and so on of several in one message.
@@ -57,7 +52,8 @@ class Skip(NamedTuple):
 
 # The layer that noted a skipped batch last, how many forward messages it had sent by then, and the
 # layers that have been silent about theirs since.
-_noted: tuple[weakref.ref[Any], int, weakref.WeakSet[Any]] | None = None
+_NOBODY: tuple[Callable[[], Any], int, weakref.WeakSet[Any]] = (lambda: None), 0, weakref.WeakSet()
+_noted = _NOBODY
 
 
 def is_finite(numbers: HostArray, /) -> bool:
@@ -75,17 +71,17 @@ def note_skip(
     the ranks. Of the layers through which NaN goes in a step, the first one tells. Not collective.
     """
     global _noted
-    layer = _layer_of(communicator)
-    assert layer is not None
+    layer = layer_of(communicator)
     if getattr(communicator, "repeats", False):
         return
-    # After a layer that has skipped, nothing else is finite.
-    follows = bool(np.count_nonzero(np.isfinite(numbers) & (numbers != 0)) <= 2 * num_inputs)
-    first = None if _noted is None else _noted[0]()
-    if _noted is None or first is None or first.num_forward != _noted[1] or layer in _noted[2]:
-        follows = False  # the step has ended
-    if follows and _noted is not None:
-        _noted[2].add(layer)
+    find_noted, num_forward, silent = _noted
+    noted = find_noted()
+    in_same_step = noted is not None and noted.num_forward == num_forward and layer not in silent
+    # After a layer that has skipped, nothing but weights and counts is finite.
+    num_finite = np.count_nonzero(np.isfinite(numbers) & (numbers != 0))
+    follows = bool(in_same_step and num_finite <= 2 * num_inputs)
+    if follows:
+        silent.add(layer)
     else:
         _noted = weakref.ref(layer), layer.num_forward, weakref.WeakSet()
     skip = Skip(is_finite(numbers), follows)
@@ -95,11 +91,12 @@ def note_skip(
         tell_of_skip(communicator, [communicator.rank] if own and not skip.finite else [])
 
 
-def end_skip(communicator: Any, skip: Skip, ranks: list[int], /) -> None:
-    """Tell of a batch that was noted, at a later message; the ranks whose marks came with it."""
+def end_skip(communicator: Any, skip: Skip, marks: int, /) -> None:
+    """Tell of a batch that was noted, at a later message, with which the ranks' marks may come."""
     global _noted
+    ranks = [rank for rank in range(MARKED) if marks >> rank & 1]
     if not skip.follows or 0 < len(ranks) < communicator.size:
-        _noted = None
+        _noted = _NOBODY
         tell_of_skip(communicator, ranks)
 
 

@@ -8,19 +8,11 @@ import numpy as np
 from multibn import message
 from multibn._arrays import array_namespace, device, from_host, is_on_host, on_device_of, to_host
 from multibn._typing import Array
+from multibn.communicators import outcomes
 from multibn.communicators.agreement import Known, every_known, sum_of
 from multibn.communicators.base import Forwarding, SingleProcess
 from multibn.communicators.lines import HostArray, LineCommunicator, Lines
 from multibn.communicators.objects import gather
-from multibn.communicators.outcomes import (
-    MARKED,
-    end_skip,
-    is_finite,
-    note_skip,
-    raise_for_non_finite,
-    raise_for_refusal,
-    skips,
-)
 from multibn.communicators.people import by_answer, fail, for_people
 from multibn.communicators.transports.pinned import begin_copy
 from multibn.communicators.watch import ALIKE
@@ -124,7 +116,7 @@ class Phase(Forwarding):
         self._tail[:] = self._sent_tail
         skip = self.wrapped.skipped
         if skip is not None and not skip.finite and self.name == "backward":
-            self._tail[0] = 2.0**self.rank if self.rank < MARKED else 0.0
+            self._tail[0] = 2.0**self.rank if self.rank < outcomes.MARKED else 0.0
         self._lines.exchange(self._buffer, self._place, call, self._communicator.timeout)
         if self._summed_prints.tolist() != self._fingerprints:
             self._check(self._buffer)
@@ -132,15 +124,15 @@ class Phase(Forwarding):
             self.wrapped.skipped = None
             # Other messages have no room for marks.
             marks = int(self._tail[0]) if self.name == "backward" else 0
-            end_skip(self, skip, [rank for rank in range(MARKED) if marks >> rank & 1])
+            outcomes.end_skip(self, skip, marks)
         if mine is not None and self.name == "forward" and not np.isfinite(payload).all():
             # The caller does not look at numbers on a GPU, and these are in host memory.
             if message.is_refusal(payload):
-                raise_for_refusal(self, refused=message.is_refusal(mine))
-            elif skips(self, self.dtype):
-                note_skip(self, mine, num_inputs=self.wrapped.num_layers)
+                outcomes.raise_for_refusal(self, refused=message.is_refusal(mine))
+            elif outcomes.skips(self, self.dtype):
+                outcomes.note_skip(self, mine, num_inputs=self.wrapped.num_layers)
             else:
-                raise_for_non_finite(self, is_finite(mine))
+                outcomes.raise_for_non_finite(self, outcomes.is_finite(mine))
         return payload if x is payload else from_host(payload.copy(), x)
 
     @property
@@ -255,14 +247,14 @@ class Phase(Forwarding):
                     f"rank {self.rank} cannot go on: {where}, the input was refused on another "
                     "rank. The error raised there says why.",
                 )
-            if not skips(self, self.dtype):
+            if not outcomes.skips(self, self.dtype):
                 fail(
                     FloatingPointError,
                     f"the batch statistics were not finite {where}: the input had NaN, infinity or "
                     "too large values on some rank. Look for their origin in the layers before.",
                 )
             numbers = summed[: -self.num_lanes]
-            note_skip(self, numbers, num_inputs=self.wrapped.num_layers, own=False)
+            outcomes.note_skip(self, numbers, num_inputs=self.wrapped.num_layers, own=False)
         v, square = summed[-2:].tolist()
         # The refused input may be of another dtype, which the fingerprint tells.
         if not message.all_equal(v, square, self._size) and not is_refused:

@@ -251,16 +251,19 @@ class Watch:
 
     def _lost(self, text: str, error: RuntimeError) -> NoReturn:
         gone = [error.rank] if isinstance(error, RankLostError) else []
-        left, lost = (gone, []) if getattr(error, "has_left", False) else ([], gone)
+        left, lost = gone if getattr(error, "has_left", False) else [], list[int]()
         # Alive, with a broken connection: the others need not name this rank.
         self._publish("looks", "", text)
         end = time.monotonic() + _SEARCH
         while not lost:
-            # A connection may break a little before its process is seen to end.
-            self._check_for_end(text, self._notices(), left)
+            # A rank may break a connection before its process is seen to end, or say why it ended.
+            notices = self._notices()
+            self._check_for_end(
+                text, {r: notices[r] for r in gone or notices if r in notices}, left
+            )
             others = [r for r in range(self.size) if r != self.rank]
             states = {r: self._state(r) for r in others}
-            lost = [r for r in others if states[r] == "has ended"]
+            lost = gone or [r for r in others if states[r] == "has ended"]
             if not lost and time.monotonic() >= end:  # any of those that nobody knows to live
                 living = [r for r, n in self._read().items() if n.state == "looks"]
                 living += [r for r in others if states[r] == "is running"]

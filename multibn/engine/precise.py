@@ -11,7 +11,7 @@ from multibn._arrays import array_namespace
 from multibn._progress import progress as show_progress
 from multibn._typing import Array
 from multibn.communicators import Communicator
-from multibn.communicators.outcomes import built_of, skips
+from multibn.communicators.outcomes import layer_of, skips
 from multibn.engine.lockstep import END, Lockstep, Step
 from multibn.engine.population import PopulationEstimator, running_variance
 from multibn.engine.recompute import Taping
@@ -38,7 +38,8 @@ class _Heard(Taping):
     def keep(
         self, batches: Sequence[BatchStatistics], inputs: Sequence[Any], communicator: Any
     ) -> None:
-        self.tape += [(built_of(communicator), batch) for batch in batches]
+        built = layer_of(communicator).built if layer_of(communicator) else None
+        self.tape += [(built, batch) for batch in batches]
 
 
 class Words(NamedTuple):
@@ -100,7 +101,7 @@ class Pass:
         unsure, self._unsure = self._unsure, []
         ends = [*(first for _, _, first in unsure[1:]), len(heard)]
         for (layer, sums, first), end in zip(unsure, ends, strict=False):
-            own = built_of(layer.communicator)
+            own = layer_of(layer.communicator).built
             layer.estimator.add(
                 _unless_skipped(sums, [batch for built, batch in heard[first:end] if built is own])
             )

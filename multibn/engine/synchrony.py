@@ -12,7 +12,7 @@ from multibn._arrays import to_host
 from multibn._typing import Array
 from multibn.communicators import Communicator, DefaultCommunicator, Group, SingleProcess
 from multibn.communicators.lookup import launched_processes
-from multibn.communicators.objects import broadcast, gather
+from multibn.communicators.objects import gather
 from multibn.communicators.phase import look_at_unread
 from multibn.message import all_equal
 
@@ -114,7 +114,7 @@ def _agree(digests: Sequence[bytes], communicator: Communicator) -> npt.NDArray[
 
 def _how_built(described: Sequence[str], communicator: Communicator) -> str:
     """Which arrays each rank has and rank 0 lacks, and the other way round. Collective."""
-    first = broadcast(described, communicator, root=0)
+    first = gather(described, communicator)[0]
     extra = [f"has {line}" for line in described if line not in first]
     missing = [f"lacks {line}" for line in first if line not in described]
     lines = [

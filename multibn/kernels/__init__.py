@@ -6,9 +6,9 @@ pass by known statistics. `arguments` has what the verbs take. `generic` says wh
 computes, and works for every library of the array API standard. `host` (NumPy arrays and torch
 tensors in host memory), `cuda` (torch tensors on a GPU) and `cupy` (CuPy arrays, by `cuda`) compute
 the same faster, if their compiler is installed, and pass what they have no loop for on to
-`generic`. What a file's
-`begin_backward` returns beside the payload and the gradients of the parameters, the same file's
-`finish_backward` takes as its last argument. Nothing here knows of processes.
+`generic`. What a file's `begin_backward` returns beside the payload and the gradients of the
+parameters, the same file's `finish_backward` takes as its last argument. Nothing here knows of
+processes.
 """
 
 import importlib
@@ -33,19 +33,16 @@ from multibn.kernels.arguments import Input as Input
 from multibn.kernels.arguments import Running as Running
 
 
-def select(x: Array, /, *others: Any) -> Any:
-    """The kernels file for arrays like `x`; `others` are all other arguments of the call."""
+def select(x: Array, /) -> Any:
+    """The kernels file for arrays like `x`."""
     if type(x) is np.ndarray:
         return _native("host")
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
         if type(x) is not torch.Tensor and type(x) is not torch.nn.Parameter:
             return generic
-        if torch.is_grad_enabled():
-            # Autograd differentiates torch's own operations only, so no compiled loop.
-            for a in (x, *others):
-                if getattr(a, "requires_grad", False):
-                    return generic
+        if x.requires_grad and torch.is_grad_enabled():
+            return generic  # autograd differentiates torch's own operations only
         return _native("host") if x.is_cpu else _native("cuda") if x.is_cuda else generic
     return _native("cupy") if is_cupy_array(x) else generic
 

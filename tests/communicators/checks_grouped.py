@@ -383,7 +383,7 @@ def check_an_indivisible_number_of_ranks_is_refused(world: Communicator) -> None
     layer = NaiveSyncBatchNorm2d(k, num_features=C, process_group=world)
     message = (
         rf"groups of {k} consecutive ranks need a number of ranks that {k} divides: got "
-        rf"{world.size} in Group\(.*, 'machine'\), on its rank {world.rank}\. Use 1"
+        rf"{world.size} in Group\(.*, 'machine'\), on its rank {world.rank}\. Use one of \[1"
     )
     x = torch.ones(2, C, 2, 2)
     for _ in range(2):

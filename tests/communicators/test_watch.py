@@ -210,6 +210,19 @@ def test_a_rank_that_a_transport_has_seen_to_end_is_the_only_one_named() -> None
         )
 
 
+def test_a_rank_that_ended_because_of_another_is_not_named_for_that_one() -> None:
+    """Rank 1 has told of rank 3 and ended, before rank 0 looks."""
+    told = "rank 1 lost the connection in a (forward): rank 3 (machine m, pid 7) has ended"
+
+    def fail(watch: Watch) -> None:
+        assert watch.board is not None
+        watch.board.publish(Notice("failed", 1, "", told))
+
+    error = _first_rank_says({}, fail, _broken(RankLostError(1)))
+    assert isinstance(error, RuntimeError)
+    assert str(error) == f"rank 1 has failed: {told}"
+
+
 def test_ranks_that_look_for_a_lost_one_are_not_named() -> None:
     """On other machines, whose processes nobody here can see."""
     notices: dict[int, Notice] = {}

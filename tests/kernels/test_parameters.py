@@ -220,7 +220,7 @@ def test_normalize_adds_the_residual_before_the_relu(relu: bool, residual: bool,
     before = other.copy()
     given: list[Any] = [of(v) for v in (x, *c[:4])]
     other = of(other)
-    y = Verbs(selection.select(*given)).normalize(
+    y = Verbs(selection.select(given[0])).normalize(
         *given, **ON, residual=other if residual else None, relu=relu
     )
     assert type(y) is type(given[0])

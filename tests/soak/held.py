@@ -72,12 +72,12 @@ def _keys() -> list[str]:
 
 
 def _is_notice(key: str) -> bool:
-    """Whether a rank that has waited long has left this key, one at most for each living group."""
+    """Whether ranks that have waited long have left this key: one of each, and their count."""
     import torch.distributed as dist
 
     group = key.partition("multibn/")[2].partition("/")[0]
     living: Any = dist.distributed_c10d._world.pg_names.values()
-    return "/notice of " in key and group in living
+    return "/notice" in key and group in living
 
 
 def base_store() -> Any:

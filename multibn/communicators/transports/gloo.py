@@ -87,10 +87,8 @@ class Side:
         """As `Transport.open_line`."""
         if self._thread is None:
             # Connecting waits for the other ranks without a deadline of multibn's.
-            arguments = (self._options(timeout),)
-            self._thread = threading.Thread(
-                target=self._connect, args=arguments, daemon=True, name="multibn-gloo"
-            )
+            connect = partial(self._connect, self._options(timeout))
+            self._thread = threading.Thread(target=connect, daemon=True, name="multibn-gloo")
             self._thread.start()
         while self._thread.is_alive():
             yield

@@ -11,6 +11,7 @@ from multibn.communicators.lines import after_fork
 from multibn.communicators.notices import Notice
 
 _ANSWER = 0.3  # seconds to wait for a store's answer
+_SURE_ANSWER = 2.0  # before an error, which would name a rank that has ended and not its reason
 _LAST_ANSWER = 15.0  # at the end of the process: TCP is slow to notice that a network is back
 # One counter tells how many ranks have notices and, in steps of this number, how often any rank has
 # written one. A look that finds the counter as it was asks for nothing else.
@@ -114,7 +115,8 @@ class _Messenger:
                 return
             self._unanswered += 1
             self._tasks.put(task)
-            self._changed.wait_for(lambda: not self._unanswered, _ANSWER)
+            seconds = _SURE_ANSWER if must else _ANSWER
+            self._changed.wait_for(lambda: not self._unanswered, seconds)
 
     def finish(self) -> None:
         """Wait for all answers."""

@@ -307,19 +307,16 @@ class _World:
             # torch tells nobody that a group was destroyed, but drops it.
             weakref.finalize(group, lines.release).atexit = False
             if _inherited is not None and self.default_group() is _inherited:
-                self.lines[group].disown()
+                lines.disown()
         return self.lines[group]
 
     def find_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         """The group of these global ranks. Collective over them when first called for them."""
-        where = "no process group is initialised"
+        where, size = "no process group is initialised", 0
         if self.default_group() is not None:
-            where = f"this is rank {dist.get_rank()} of {dist.get_world_size()}"
-        if (
-            self.default_group() is None
-            or dist.get_rank() not in ranks
-            or max(ranks) >= dist.get_world_size()
-        ):
+            size = dist.get_world_size()
+            where = f"this is rank {dist.get_rank()} of {size}"
+        if max(ranks) >= size or dist.get_rank() not in ranks:
             raise RuntimeError(
                 f"the communicator was made for ranks {list(ranks)} of torch.distributed, and "
                 f"{where}. Give the layer another communicator, None for the default one."
