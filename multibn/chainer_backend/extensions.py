@@ -20,7 +20,7 @@ from chainer.dataset import concat_examples
 
 from multibn._typing import check_int
 from multibn.chainer_backend import functions
-from multibn.chainer_backend.links import MultiNodeBatchNormalization
+from multibn.chainer_backend.links import MultiNodeBatchNormalization, steps
 from multibn.chainer_backend.synchrony import participants
 from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
 from multibn.engine.precise import Pass, Population, Words, input_of
@@ -122,9 +122,10 @@ def finetune_population_statistics(
     TypeError
         If `num_passes` is no int, or `comm` no communicator.
     ValueError
-        If `num_passes` is not positive, `iterator` never ends, or `target` has no batch
-        normalization link or one without a size so far; for `comm` as `check_sync`. On all ranks,
-        if no rank has a batch, or if a rank has none and there are multi-node links.
+        If `num_passes` is not positive, `iterator` never ends or cannot begin again for them, or
+        `target` has no batch normalization link or one without a size so far; for `comm` as
+        `check_sync`. On all ranks, if no rank has a batch, or if a rank has none and there are
+        multi-node links.
     RuntimeError
         On the other ranks, if one rank's iterator or converter raised.
 
@@ -187,12 +188,20 @@ def _check_arguments(iterator: Any, comm: CommunicatorLike, num_passes: int) -> 
         raise ValueError(
             "`iterator` must end after one pass: got one that repeats. Make it with repeat=False."
         )
+    if num_passes > 1 and isinstance(iterator, Iterator) and not hasattr(iterator, "reset"):
+        raise ValueError(
+            "`iterator` must be iterable once more for each of `num_passes`: got "
+            f"{type(iterator).__qualname__}, which has no reset(). Pass a list or a Chainer "
+            "iterator."
+        )
     if comm is not None:
         as_communicator(comm)
 
 
 class _Norm:
     """A batch normalization link, with the population of its inputs."""
+
+    own_forward = False
 
     def __init__(self, link: Any) -> None:
         self.link = link
@@ -256,7 +265,8 @@ class _Watch(chainer.LinkHook):
         shape = tuple(0 if i == axis[0] else n for i, n in enumerate(x.shape))
         empty = chainer.backend.get_array_module(x).empty(shape, x.dtype)
         kwargs = {k: v for k, v in args.kwargs.items() if k == "finetune"}
-        self._run.show(norm, x, axis, mask, partial(norm.visit, empty, kwargs))
+        self._run.repeat(partial(norm.visit, empty, kwargs))
+        self._run.show(norm, x, axis, mask)
 
 
 @contextmanager
@@ -268,6 +278,7 @@ def _unchanged(target: chainer.Link, eval_func: Any) -> Iterator[None]:
         for name in sorted(link._persistent)
         if (value := link.__dict__[name]) is not None
     ]
+    in_steps = {link: steps.pop(link) for link in target.links() if link in steps}
     random_state = np.random.get_state()  # noqa: NPY002 (Chainer's dropout uses this state)
     reporter = chainer.Reporter()
     for link in (target, eval_func):  # `eval_func` may be a chain that contains the target
@@ -278,6 +289,7 @@ def _unchanged(target: chainer.Link, eval_func: Any) -> Iterator[None]:
             yield
     finally:
         np.random.set_state(random_state)  # noqa: NPY002
+        steps.update(in_steps)
         for link, name, value, before in persistent:
             link.__dict__[name] = value
             if isinstance(value, chainer.get_array_types()):

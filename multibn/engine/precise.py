@@ -1,7 +1,6 @@
 """Running statistics from whole passes over data: one loop for the layers of all backends."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
@@ -33,13 +32,13 @@ class Population(PopulationEstimator):
 
 
 class _Heard(Taping):
-    """The statistics of each message in a pass, by the layer that has sent the message."""
+    """Calls a function with each message of a step: its layer, what it has summed, and what for."""
 
     def keep(
         self, batches: Sequence[BatchStatistics], inputs: Sequence[Any], communicator: Any
     ) -> None:
-        built = layer_of(communicator).built if layer_of(communicator) else None
-        self.tape += [(built, batch) for batch in batches]
+        layer = layer_of(communicator)
+        self.tape(layer and layer.built, batches, inputs)
 
 
 class Words(NamedTuple):
@@ -56,8 +55,10 @@ class Pass:
     """A run of a model without gradients over the batches of all ranks of `communicator`.
 
     `layers` are all that share statistics or have running statistics: each has a `communicator`, an
-    `estimator` as `Population` or None, and `write(mean, var)`. A rank without a batch repeats the
-    visits of its last batch, for which the other ranks' layers wait.
+    `estimator` as `Population` or None, and `write(mean, var)`. The inputs of a layer are shown by
+    its backend, or, of one that has `own_forward`, are those of its messages: this forward pass may
+    normalize something else than its arguments. A rank without a batch repeats the visits of its
+    last batch, for which the other ranks' layers wait.
     """
 
     def __init__(self, layers: Sequence[Any], communicator: Communicator, words: Words) -> None:
@@ -69,31 +70,32 @@ class Pass:
         # statistics the layers of the step had computed before.
         self._unsure: list[tuple[Any, Array, int]] = []
         self._heard: list[tuple[Any, BatchStatistics]] = []
-        self._step = ExitStack()
+        self._own = {
+            layer_of(layer.communicator).built: layer
+            for layer in self._tracked
+            if layer.own_forward
+        }
 
-    def show(
-        self,
-        layer: Any,
-        x: Array,
-        axis: tuple[int, ...],
-        mask: Array | None,
-        visit: Callable[[], object] | None,
-    ) -> None:
-        """Add the input of a call of `layer`; `visit` repeats the call with an empty batch.
+    def repeat(self, visit: Callable[[], object]) -> None:
+        """Note a call of a layer that other ranks wait for; `visit` has an empty batch."""
+        self._visits.append(visit)
 
-        None in place of a visit: no other rank waits for the layer.
-        """
-        if visit is not None:
-            self._visits.append(visit)
+    def show(self, layer: Any, x: Array, axis: tuple[int, ...], mask: Array | None) -> None:
+        """Add the input of a call of `layer`, which has no `own_forward`."""
         if layer.estimator is None:
             return
         sums = layer.estimator.sums_of(x, axis=axis, mask=mask)
         if skips(layer.communicator, x.dtype):  # as the layer's message will tell
-            if not self._unsure:
-                self._step.enter_context(_Heard(self._heard))
             self._unsure.append((layer, sums, len(self._heard)))
         else:
             layer.estimator.add(sums)
+
+    def _hear(self, built: Any, batches: Sequence[BatchStatistics], inputs: Sequence[Any]) -> None:
+        self._heard += [(built, batch) for batch in batches]
+        if layer := self._own.get(built):
+            for i in inputs:
+                sums = layer.estimator.sums_of(i.x, axis=i.axis, mask=i.mask)
+                layer.estimator.add(_unless_skipped(sums, batches))
 
     def _add_unsure(self) -> None:
         """Add what the step's layers have not skipped. A call has statistics for each split."""
@@ -133,7 +135,7 @@ class Pass:
                 if num_steps == 0:
                     self._check_first(step)
                 last_pass, self._visits = self._visits, []
-                with ExitStack() as self._step:
+                with _Heard(self._hear):
                     if step.batch is not END:
                         forward(step.batch)
                     else:

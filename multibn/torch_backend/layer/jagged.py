@@ -34,6 +34,18 @@ def values(x: Tensor, /) -> Tensor:
     return x.values() if jagged_dim == 1 else x.values().movedim(1, 0)
 
 
+def no_sample(x: Tensor, /) -> Tensor:
+    """A tensor like `x`, dense or jagged, of no sample."""
+    if not x.is_nested:
+        return x.new_empty((0, *x.shape[1:]))
+    nested: Any = x
+    values, offsets, jagged_dim = nested.values(), nested.offsets(), nested._ragged_idx
+    shape = [0 if d == jagged_dim - 1 else n for d, n in enumerate(values.shape)]
+    return torch.nested.nested_tensor_from_jagged(
+        values.new_empty(shape), offsets[:1].clone(), jagged_dim=jagged_dim
+    )
+
+
 def apply(layer: Any, communicator: Communicator, x: Any, *others: Tensor | None) -> Tensor:
     """Apply `layer` to the elements of `x` and of a residual; the result is nested like `x`."""
     residual, mask, lengths = others

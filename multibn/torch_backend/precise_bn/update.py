@@ -244,6 +244,8 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
         for m in model.modules()
         for name, b in m._buffers.items()
     ]
+    # Of a step of `step_statistics`, which these batches have no part in.
+    pools = [(m, m.__dict__.pop("pool")) for m in model.modules() if "pool" in vars(m)]
     gpus = {t.device for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"}
     try:
         with torch.random.fork_rng(devices=gpus):
@@ -251,6 +253,8 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+        for layer, pool in pools:
+            layer.__dict__["pool"] = pool
         with torch.no_grad():
             for module, name, buffer, value in buffers:
                 module._buffers[name] = buffer

@@ -1,6 +1,6 @@
 """Batch norms in training mode, and estimators of their running statistics."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -64,6 +64,7 @@ class WatchedNorm:
             self.communicator = module.conversation
         elif isinstance(module, nn.SyncBatchNorm):
             self.communicator = as_communicator(module.process_group)
+        self.own_forward = hasattr(module, "own_forward")  # of a converted layer
         self.num_features = norms[0].num_features
         self.tracking: list[Any] = [norm for norm in norms if norm.running_mean is not None]
         self.estimator: Population | MeanOfVar | None = None
@@ -79,21 +80,22 @@ class WatchedNorm:
         is_shared = self.communicator.size > 1
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = input_of(args, kwargs)
-            try:
-                if getattr(x, "is_nested", False):
-                    x = jagged.values(x)
-                functional.check_input(x, self.num_features)
-                axis = functional.all_but_channels(x)
-                mask = masks.checked(x, kwargs.get("mask"), kwargs.get("lengths"), axis=axis)
-            except (TypeError, ValueError):
-                return  # the layer will raise, and tell the other ranks
-            visit = None
+            x, options = input_of(args, kwargs), kwargs
+            if not self.own_forward:
+                try:
+                    dense = jagged.values(x) if getattr(x, "is_nested", False) else x
+                    functional.check_input(dense, self.num_features)
+                    axis = functional.all_but_channels(dense)
+                    where = kwargs.get("mask"), kwargs.get("lengths")
+                    mask = masks.checked(dense, *where, axis=axis)
+                except (TypeError, ValueError):
+                    return  # the layer will raise, and tell the other ranks
+                with without_autocast(dense):
+                    run.show(self, dense.detach(), axis, mask)
+                options = {k: v for k, v in kwargs.items() if k not in ("mask", "lengths")}
+                options |= {} if mask is None else {"mask": mask.flatten(0, 1)}
             if is_shared:
-                options = {} if mask is None else {"mask": mask[:0].flatten(0, 1)}
-                visit = partial(module, x.new_empty((0, *x.shape[1:])), **options)
-            with without_autocast(x):
-                run.show(self, x.detach(), axis, mask, visit)
+                run.repeat(_call_with_no_sample(module, x, args, options))
 
         return self.module.register_forward_pre_hook(note, with_kwargs=True)
 
@@ -102,6 +104,18 @@ class WatchedNorm:
         for norm in self.tracking:
             norm.running_mean.view(-1, self.num_features).copy_(mean)
             norm.running_var.view(-1, self.num_features).copy_(var)
+
+
+def _call_with_no_sample(
+    module: nn.Module, x: Any, args: tuple[Any, ...], options: dict[str, Any]
+) -> Callable[[], object]:
+    """A call of `module` as one with the input `x` was, with no sample in any of its tensors."""
+
+    def shorten(a: Any) -> Any:
+        per_sample = isinstance(a, Tensor) and isinstance(x, Tensor) and a.ndim > 0
+        return jagged.no_sample(a) if per_sample and a.shape[0] == x.shape[0] else a
+
+    return partial(module, *map(shorten, args), **{k: shorten(v) for k, v in options.items()})
 
 
 def layers_in_training(model: nn.Module, estimator: Estimator) -> Iterator[WatchedNorm]:

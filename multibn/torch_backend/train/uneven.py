@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from multibn.communicators import Communicator, CommunicatorLike
 from multibn.communicators.objects import broadcast_object
 from multibn.engine.lockstep import END, Lockstep
+from multibn.torch_backend.layer import jagged
 from multibn.torch_backend.train.synchrony import participants
 
 
@@ -182,12 +183,12 @@ def _empty(batch: Any) -> Any:
         if x.ndim == 0:
             return x
         tensors.append(x)
-        return x.new_empty((0, *x.shape[1:]))
+        return jagged.no_sample(x)
 
     empty = _map(shorten, batch)
     if not tensors:
         raise TypeError(
-            "a batch must have an array in it, with the samples on its first axis: got "
+            "a batch must have a tensor in it, with the samples on its first axis: got "
             f"{type(batch).__qualname__}. Pass `empty`, a function that returns an empty batch "
             "like its argument."
         )
