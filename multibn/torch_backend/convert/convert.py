@@ -69,7 +69,8 @@ def convert_sync_batchnorm(
         The model, changed in place.
     process_group
         The ranks that share statistics: anything that `multibn.as_communicator` takes. With None,
-        an nn.SyncBatchNorm keeps its own group.
+        an nn.SyncBatchNorm keeps its own group, and a layer of `convert_sub_batchnorm` gets back
+        the ranks that it had.
     weighting, running_var, nonfinite
         As `SyncBatchNorm`'s.
     strict
@@ -105,12 +106,9 @@ def convert_sync_batchnorm(
     options: Any = {"weighting": weighting, "running_var": running_var, "nonfinite": nonfinite}
     SyncBatchNorm(1, process_group=process_group, **options)
     for layer in _find(module, strict):
-        group = process_group
-        if group is None and isinstance(layer, nn.SyncBatchNorm):
-            group = layer.process_group
         derived.derive(layer)
         assert isinstance(layer, SyncBatchNorm)
-        layer.configure(group, **options)
+        layer.configure(layer.own_group if process_group is None else process_group, **options)
     for part in module.modules():
         if isinstance(part, DistributedDataParallel):
             data_parallel.watch(part, Synchronized)
@@ -157,6 +155,8 @@ def convert_sub_batchnorm(module: nn.Module, num_splits: int, *, strict: bool = 
             derived.derive(layer)
             assert isinstance(layer, SyncBatchNorm)
             layer.configure(ALONE)
+        elif layer._num_splits == 1 and layer.converted_from is not nn.SyncBatchNorm:
+            layer.__dict__["own_group"] = layer.process_group
         layer.process_group = ALONE
         layer._num_splits, layer._usual = num_splits, ()
     return module
@@ -267,6 +267,10 @@ def _cannot_convert(layer: nn.Module) -> str | None:
         return None
     if hasattr(layer, "parametrizations"):
         return _PARAMETRIZED
+    if taken := [name for name in derived.NAMES if hasattr(layer, name)]:
+        return (
+            f"it has an attribute {taken[0]!r}, a name of SyncBatchNorm's own. Rename the attribute"
+        )
     if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
         return "it has not seen an input. Run the model once before"
     if isinstance(layer, nn.SyncBatchNorm) and (

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.overrides import TorchFunctionMode
 
+from multibn.communicators import as_communicator
 from multibn.engine.population import Pool
 from multibn.engine.step import Input
 from multibn.torch_backend.layer import dtensors, functional, modules
@@ -35,7 +36,10 @@ _CHECKS: dict[Any, Any] = {
 
 # The attributes of a synchronized layer that its original lacks.
 _ATTRIBUTES = vars(SyncBatchNorm(1)).keys() - vars(nn.BatchNorm1d(1)).keys()
-_ATTRIBUTES |= {"converted_from", "pool", "_shares", "_usual", "_num_splits"}
+_ATTRIBUTES |= {"converted_from", "pool", "own_group", "_shares", "_usual", "_num_splits"}
+
+# What no layer of another class may have under these names.
+NAMES = sorted({n for n in dir(SyncBatchNorm(1)) if n[0] != "_"} - set(dir(nn.SyncBatchNorm(1))))
 
 
 def derive(layer: _BatchNorm, /) -> None:
@@ -46,7 +50,8 @@ def derive(layer: _BatchNorm, /) -> None:
             layer.__dict__.pop(name, None)
         return
     if isinstance(layer, nn.SyncBatchNorm):  # DistributedDataParallel refuses its instances on CPU
-        layer.__dict__.pop("process_group", None)  # a property of the new class
+        # A property of the new class.
+        layer.__dict__["own_group"] = as_communicator(layer.__dict__.pop("process_group", None))
         layer.__class__ = SyncBatchNorm  # type: ignore[assignment]
         layer.__dict__["converted_from"] = original
         return
@@ -62,7 +67,7 @@ def derive(layer: _BatchNorm, /) -> None:
 
 def restore(layer: SyncBatchNorm, original: type[_BatchNorm], /) -> None:
     """Change the class of `layer` to `original`, and remove the attributes that it lacks."""
-    communicator = layer.process_group
+    group = layer.own_group
     own = layer.__dict__.pop("own_forward", None)
     for name in _ATTRIBUTES:
         layer.__dict__.pop(name, None)
@@ -70,7 +75,7 @@ def restore(layer: SyncBatchNorm, original: type[_BatchNorm], /) -> None:
     if own is not None:
         layer.__dict__["forward"] = own
     if issubclass(original, nn.SyncBatchNorm):
-        layer.__dict__["process_group"] = getattr(communicator, "known_group", None)
+        layer.__dict__["process_group"] = getattr(group, "known_group", None)
 
 
 def _class(original: type[_BatchNorm], has_own_forward: bool) -> type[SyncBatchNorm]:

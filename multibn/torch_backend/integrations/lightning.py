@@ -56,7 +56,8 @@ class MultiBNLayerSync(LayerSync):
         check_choice("nonfinite", nonfinite, Nonfinite)
         self.options: dict[str, Any] = {"weighting": weighting, "running_var": running_var}
         self.options["nonfinite"] = nonfinite
-        self.process_group = as_communicator(process_group)
+        # With None, an nn.SyncBatchNorm keeps its own group.
+        self.process_group = None if process_group is None else as_communicator(process_group)
 
     def apply(self, model: nn.Module) -> nn.Module:
         return convert_sync_batchnorm(model, self.process_group, **self.options)

@@ -126,6 +126,8 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
 
     # The class for `revert_sync_batchnorm`: of the layer's class, or of a layer that was converted.
     converted_from: type[_BatchNorm] | None = None
+    # The ranks before a conversion, if the layer shared with some: see `convert_sync_batchnorm`.
+    own_group: Communicator | None = None
     fuse_relu = False  # the value in layers that were converted
     # Inputs that take the short way, by their number of dimensions: all that `_check_input_dim`
     # need not be asked about, and none for a layer that splits its batch.

@@ -108,6 +108,7 @@ _OPTIONS = {
     **{name: name for name in ("eps", "momentum", "affine", "track_running_stats")},
     **{name: name for name in ("weighting", "fuse_relu", "nonfinite", "num_splits")},
     "running_var_convention": "running_var",
+    "_num_splits": "num_splits",
 }
 
 
