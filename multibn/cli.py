@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import re
 import signal
 import sys
@@ -190,7 +191,8 @@ def _pool(args: argparse.Namespace) -> int:
     try:
         pool = pool_files(args.src, args.dst, args.counts, args.prefix, args.average_parameters)
     except ValueError as error:
-        message = re.sub(r"states\[(\d+)\]", lambda i: str(args.src[int(i[1])]), str(error))
+        names = {f"states[{i}]": str(path) for i, path in enumerate(args.src)}
+        message = re.sub(r"states\[\d+\]", lambda m: names.get(m[0], m[0]), str(error))
         return _complain(args.command, _in_options(message))
     print(f"{wrote} {len(pool)} arrays")
     return 0
@@ -198,7 +200,7 @@ def _pool(args: argparse.Namespace) -> int:
 
 def _wrote(path: str | Path) -> str:
     """The beginning of a sentence about a file that is about to be written."""
-    return f"{'replaced' if Path(path).exists() else 'wrote'} {path}:"
+    return f"{'replaced' if os.path.exists(path) else 'wrote'} {path}:"
 
 
 def _complain(command: str, message: str) -> int:

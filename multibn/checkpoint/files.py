@@ -15,7 +15,6 @@ from multibn._typing import Array
 
 # The framework that reads a file, by its suffix.
 FRAMEWORKS = {".npz": "chainer", ".pt": "torch", ".pth": "torch", ".safetensors": "torch"}
-SEPARATORS = {"chainer": "/", "torch": "."}
 
 # Arrays of zeros compress a thousandfold, so a small file may hold much more than its size. A file
 # that declares more than these limits is refused: it may be an attack that fills the memory.
@@ -61,11 +60,11 @@ def about(path: Path) -> Iterator[None]:
 
 def check_target(path: Path, sources: Iterable[Path]) -> str:
     """The framework of a file to be written. Raises if its folder is missing, or for a source."""
-    if path.is_dir() or not path.parent.is_dir():
+    if os.path.isdir(path) or not os.path.isdir(path.parent):
         raise CheckpointError("must be a file in a folder that exists. Make the folder first.")
     for source in sources:
         if os.path.realpath(source) == os.path.realpath(path) or (
-            source.exists() and path.exists() and source.samefile(path)
+            os.path.exists(source) and os.path.exists(path) and source.samefile(path)
         ):
             raise CheckpointError(f"must be another file than {source}. Choose another name.")
     return framework(path)
@@ -74,9 +73,9 @@ def check_target(path: Path, sources: Iterable[Path]) -> str:
 def read(path: Path, prefix: str) -> dict[str, Any]:
     """The arrays (npz) or tensors of a file whose keys start with `prefix`, without `prefix`."""
     framework(path)
-    if not path.exists():
+    if not os.path.exists(path):
         raise CheckpointError("no such file. Check the path.")
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise CheckpointError("not a regular file. Name the checkpoint file itself.")
     suffix = path.suffix.lower()
     try:

@@ -69,7 +69,7 @@ def pool_states(
                     f"states[0] and {kind} in states[{i}]. Pool states of one model."
                 )
     # Equal counts become 1, so that the sums are those of as many ranks, to the last bit.
-    weights = [count / counts[0] for count in counts]
+    weights = [count / max(counts) for count in counts]
     first, pooled = states[0], {}
 
     def wide(key: str) -> Array:  # the states are axis 0
@@ -104,10 +104,9 @@ def pool_states(
 def _numbers(state: Any, key: str) -> Array:
     """The array of a state under a key, if all of its numbers are in memory."""
     a = files.array_of(state, key)
-    if (
-        getattr(a, "is_meta", False)
-        or str(getattr(a, "layout", "torch.strided")) != "torch.strided"
-    ):
+    layout = str(getattr(a, "layout", "torch.strided"))
+    no_numbers = getattr(a, "is_meta", False) or getattr(a, "is_quantized", False)
+    if no_numbers or layout != "torch.strided":
         raise CheckpointError(f"{key!r} must be a dense array with numbers: got {a!r:.60}.")
     return a
 
