@@ -71,17 +71,16 @@ def _what_works(facts: dict[str, dict[str, Any]]) -> str:
 
 
 def _versions() -> dict[str, str | None]:
-    distributions = metadata.packages_distributions()
-
-    def version(name: str) -> str | None:
-        names = distributions.get(name) if importable(name) else None
-        return metadata.version(names[0]) if names else None
-
     return {
         "multibn": multibn.__version__,
         "python": platform.python_version(),
-        **{name: version(name) for name in _LIBRARIES},
+        **{name: _version(name) for name in _LIBRARIES},
     }
+
+
+def _version(name: str) -> str | None:
+    names = metadata.packages_distributions().get(name) if importable(name) else None
+    return metadata.version(names[0]) if names else None
 
 
 def _kernels() -> dict[str, str | None]:
@@ -100,7 +99,7 @@ def _kernels() -> dict[str, str | None]:
             f"generic (slow): the C core is missing ({error}). Install a C compiler (gcc or clang) "
             "and Python's headers, then install multibn again"
         )
-    triton = importable("triton") and _numbers(metadata.version("triton")) >= [3, 4]
+    triton = _numbers(_version("triton") or "") >= [3, 4]
     slow = "generic (slow): pip install {}'triton>=3.4'"
     gpu = "Triton, when there is a GPU" if triton else slow.format("")
     both = triton and importable("torch")

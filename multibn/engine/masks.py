@@ -124,7 +124,7 @@ def _mask_of(lengths: Array, elements: tuple[int, ...], x: Array) -> Array:
         if wrong.shape[0]:
             n = int(wrong[0])
             raise ValueError(
-                f"`lengths` must be from 0 to {L}, the size of axis 2 of the input: got "
+                f"`lengths` must be from 0 to {L}, the length of the input: got "
                 f"{int(lengths[n])} for sample {n}."
             )
     mask = xp.arange(L, device=device(x)) < to_device(lengths, device(x))[:, None]

@@ -77,7 +77,10 @@ def check_equal(
         if not any(fnmatchcase(name, pattern) for pattern in ignore)
     ]
     described = [_described(name, a) for name, a in chosen]
-    described += [f"{name} with {_listed(each)}" for name, each in sorted((options or {}).items())]
+    described += [
+        f"{name or 'the layer'} with {_listed(each)}"
+        for name, each in sorted((options or {}).items())
+    ]
     copies = [np.zeros(0) if a is None else to_host(a) for _, a in chosen]
     digests = [_digest(a.tobytes()) for a in copies]
     alike_built, alike = _agree(

@@ -140,11 +140,14 @@ CASES = [
 
 def select(pattern: str) -> list[Case]:
     """The cases whose names match one of the comma-separated shell-style patterns: an option."""
-    chosen = [c for c in CASES if any(fnmatchcase(c.name, p) for p in pattern.split(","))]
-    if not chosen:
-        raise argparse.ArgumentTypeError(
-            f"must match the name of a case: got {pattern!r}"
-            f"{nearest(pattern, [case.name for case in CASES])}. Run multibn parity --help for all "
-            "names; '*' stands for any characters."
-        )
-    return chosen
+    chosen: list[Case] = []
+    for each in pattern.split(","):
+        found = [case for case in CASES if fnmatchcase(case.name, each)]
+        if not found:
+            raise argparse.ArgumentTypeError(
+                f"must match the name of a case: got {each!r}"
+                f"{nearest(each, [case.name for case in CASES])}. Run multibn parity --help for "
+                "all names; '*' stands for any characters."
+            )
+        chosen += found
+    return [case for case in CASES if case in chosen]

@@ -120,14 +120,15 @@ def carry_over(chainer_model: Any, torch_model: Any) -> None:
 
 def differing_settings(torch_model: Any, chainer_model: Any) -> list[str]:
     """Sentences on settings of batch normalization that no checkpoint carries over."""
-    layers = [m for m in torch_model.modules() if hasattr(m, "running_mean")]
+    layers = [m for m in torch_model.modules() if getattr(m, "running_mean", None) is not None]
+    momenta = {None if m.momentum is None else round(m.momentum, 12) for m in layers}
     links = [link for link in chainer_model.links() if hasattr(link, "avg_mean")]
     return [
-        f"{name} of batch normalization should be equal: torch has {sorted(torchs)}, Chainer "
-        f"{sorted(chainers)}. Set it where the models are built (momentum is 1 - decay)."
+        f"{name} of batch normalization should be equal: torch has {sorted(torchs, key=str)}, "
+        f"Chainer {sorted(chainers)}. Set it where the models are built (momentum is 1 - decay)."
         for name, torchs, chainers in (
             ("eps", {m.eps for m in layers}, {link.eps for link in links}),
-            ("momentum", {m.momentum for m in layers}, {round(1 - k.decay, 12) for k in links}),
+            ("momentum", momenta, {round(1 - k.decay, 12) for k in links}),
         )
         if torchs != chainers
     ]

@@ -76,7 +76,7 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for _, bn, _ in entered:
-            del bn.pool
+            vars(bn).pop("pool", None)  # a layer that was reverted has none
     for layer, bn, pool in entered:
         # The buffers of this moment: `layer.double()` has put others in the place of the old ones.
         running = running_of(bn, layer.running_var_convention)

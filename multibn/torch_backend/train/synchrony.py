@@ -1,7 +1,7 @@
 """Equal models on all ranks: a check, and means over ranks of gradients and running statistics."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Literal, TypeAlias
 
@@ -192,6 +192,15 @@ def average_gradients(
     model = nn.Module()
     if isinstance(parameters, nn.Module):
         model, parameters = parameters, parameters.parameters()
+    elif isinstance(parameters, Tensor):
+        parameters = [parameters]
+    elif isinstance(parameters, Iterator):
+        parameters = list(parameters)
+        if not parameters:
+            raise ValueError(
+                "`parameters` must not be used up: got an iterator without a parameter left. Pass "
+                "the model, or a list."
+            )
     communicator = participants(model, process_group)
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
     for p in parameters:
@@ -248,12 +257,12 @@ def register_allreduce_hook(
     >>> model = DistributedDataParallel(convert_sync_batchnorm(model))
     >>> register_allreduce_hook(model)
     """
-    communicator = participants(model, process_group)
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
             f"`model` must be a DistributedDataParallel: got {type(model).__qualname__}. Without "
             "DistributedDataParallel, call `average_gradients` after backward()."
         )
+    communicator = participants(model, process_group)
     if model.device_type != "cpu":
         raise ValueError(
             f"`model` must be in host memory: got parameters on {model.device_type}. Without the "

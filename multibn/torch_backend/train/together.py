@@ -92,7 +92,8 @@ def _check(
 ) -> None:
     """Raise unless `layers` can share a message, and there are an input and a mask for each."""
     for layer in layers:
-        if not isinstance(layer, SyncBatchNorm) or type(layer).forward is not SyncBatchNorm.forward:
+        is_usual = isinstance(layer, SyncBatchNorm) and "forward" not in vars(layer)
+        if not is_usual or type(layer).forward is not SyncBatchNorm.forward:
             raise TypeError(
                 "`layers` must be multibn.torch_backend.SyncBatchNorm layers: got "
                 f"{type(layer).__qualname__}. Convert the model by convert_sync_batchnorm, or call "

@@ -367,7 +367,7 @@ WRONG: list[tuple[str, dict[str, Any], Any, str]] = [
     ("type", {"mask": np.ones((4, L), bool)}, TypeError, "`mask` must be a Tensor.*: got ndarray"),
     ("list", {"lengths": [1, 2, 3, 4]}, TypeError, "`lengths` must be a Tensor.*: got list"),
     ("long", {"lengths": torch.tensor([1, 8, 0, 1])}, ValueError,
-     "`lengths` must be from 0 to 7, the size of axis 2 of the input: got 8 for sample 1"),
+     "`lengths` must be from 0 to 7, the length of the input: got 8 for sample 1"),
     ("negative", {"lengths": torch.tensor([1, 7, -1, 1])}, ValueError, "got -1 for sample 2"),
     ("sparse", {"mask": torch.ones(4, L).bool().to_sparse()}, TypeError,
      r"`mask` must be a dense tensor: got layout torch.sparse_coo. Call to_dense\(\) on it"),
