@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from multibn.communicators.lines import Lines
 
-MEMORY = 1.0  # MB by which a rank may grow: the allocator's
+MEMORY = 2.0  # MB by which a rank may grow: Python's tables double, once each
 COLUMNS = ("MB", "descriptors", "threads", "groups", "store keys", "MPI communicators")
 
 
