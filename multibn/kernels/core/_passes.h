@@ -50,46 +50,6 @@ static void set(void *array, size_t size, int64_t i, double v)
 
 static double rounded(const Loops *loops, double v) { return loops->size == sizeof(float) ? (float)v : v; }
 
-/* A result on its way past the caches, in whole cache lines: a line in two parts would be slow. */
-typedef struct {
-    char line[64], *next;
-    size_t held; /* bytes in `line`, which belong before `next` */
-} Stream;
-
-static void flush(Stream *s)
-{
-    if (s->held)
-        memcpy(s->next - s->held, s->line, s->held);
-    s->held = 0;
-}
-
-#ifdef __SSE2__
-static void stream(Stream *s, const char *from, size_t bytes, char *to)
-{
-    if (to != s->next)
-        flush(s);
-    s->next = to + bytes;
-    while (bytes) {
-        if (!s->held && !((uintptr_t)to & 63))
-            for (; bytes >= 64; bytes -= 64, from += 64, to += 64)
-                for (int i = 0; i < 64; i += 16)
-                    _mm_stream_si128((__m128i *)(to + i), _mm_loadu_si128((const __m128i *)(from + i)));
-        const size_t part = at_most(64 - ((uintptr_t)to & 63), bytes);
-        memcpy(s->line + s->held, from, part);
-        s->held += part;
-        bytes -= part, from += part, to += part;
-        if ((uintptr_t)to & 63)
-            break;
-        if (s->held == 64)
-            for (int i = 0; i < 64; i += 16)
-                _mm_stream_si128((__m128i *)(to - 64 + i), _mm_loadu_si128((const __m128i *)(s->line + i)));
-        else /* the memory begins within a line */
-            memcpy(to - s->held, s->line, s->held);
-        s->held = 0;
-    }
-}
-#endif
-
 /* Memory of a pass: coefficients of channels and of columns, sums of columns, and widened blocks. */
 typedef struct {
     char *memory, *k[6], *columns[6], *buffers, *first;
@@ -98,7 +58,6 @@ typedef struct {
     int64_t size; /* columns of a tile; 0 for long planes */
     Tile tile;
     int streams; /* whether results leave past the caches */
-    Stream results[2];
 } Work;
 
 enum { BUFFER = BLOCK + 64 };
@@ -114,7 +73,7 @@ static int start(Work *w, const Pass *p, int num, int64_t long_plane)
 #ifdef __SSE2__
     w->streams = (p->n1 - p->n0) * (p->c1 - p->c0) * p->S * p->loops->stored >= (p->out ? STREAMED : FAR);
 #endif
-    const int64_t buffers = p->loops->widen ? at_least(6 * BUFFER, 12 * w->size) : 0;
+    const int64_t buffers = p->loops->widen ? at_least(5 * BUFFER, 12 * w->size) : 0;
     w->memory = malloc((wide + buffers) * sizeof(double) + (num * (row + column) + 2 * column) * size + 64 +
                        4 * w->size + 16);
     if (!w->memory)
@@ -209,20 +168,6 @@ static const void *widened(const Loops *loops, const void *array, int64_t at, in
     return buffer;
 }
 
-/* A result of a block, to its place. */
-static void deliver(const Loops *l, Work *w, int result, const void *values, int64_t n, char *buffer, void *out,
-                    int64_t at)
-{
-    uint16_t *place = (uint16_t *)out + at;
-    l->narrow(values, n, w->streams ? (uint16_t *)buffer : place);
-#ifdef __SSE2__
-    if (w->streams)
-        stream(w->results + result, buffer, n * sizeof *place, (char *)place);
-#else
-    (void)result;
-#endif
-}
-
 /* A row of memory, in blocks if they are to be widened. */
 static void run(const Pass *p, Work *w, const Rows *row, void (*loop)(const Rows *), int64_t at, int64_t planes,
                 int64_t S)
@@ -257,9 +202,9 @@ static void run(const Pass *p, Work *w, const Rows *row, void (*loop)(const Rows
             r.more = !p->more ? NULL : blocks ? buffer + 4 * buffer_size : (char *)p->more + here * l->size;
             loop(&r);
             if (blocks && p->out)
-                deliver(l, w, 0, r.out, n, buffer + 5 * buffer_size, p->out, here);
+                l->narrow(r.out, n, (uint16_t *)p->out + here);
             if (blocks && p->more)
-                deliver(l, w, 1, r.more, n, buffer + 5 * buffer_size, p->more, here);
+                l->narrow(r.more, n, (uint16_t *)p->more + here);
         }
 }
 
@@ -292,8 +237,6 @@ static int elementwise(const Pass *p, void (*loop)(const Rows *), int num)
             }
         }
     }
-    for (int i = 0; i < 2; i++)
-        flush(w.results + i);
 #ifdef __SSE2__
     _mm_sfence(); /* what was streamed comes before what other threads are told */
 #endif
