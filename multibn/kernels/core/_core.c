@@ -219,7 +219,7 @@ static int finish_backward(Call *a, double *memory)
     p->shift = shift;
     p->y_scale = y_scale;
     p->y_shift = y_shift;
-    return write_in_threads(p, p->loops->input_gradient, p->kind == SIGN_OF_X ? 6 : 4);
+    return write_in_threads(p, p->loops->input_gradient, p->kind == SIGN_OF_X ? 5 : 4);
 }
 
 /* A Gradient, the sum of all messages, dx, the gradient of the residual or None. */

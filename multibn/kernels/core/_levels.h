@@ -35,7 +35,7 @@ typedef struct {
     const void *x, *dy, *y; /* y: the output of ReLU, or what is added to the output */
     const uint8_t *mask;    /* of the elements of one plane, of each column, or `by_row`; NULL if all count */
     void *out, *more, *first, *second;
-    const void *k[6]; /* centre, factor and offset; slope; factor and offset of what goes into ReLU */
+    const void *k[5]; /* centre, factor and offset; factor and offset of what goes into ReLU */
     int64_t planes, S, stride, next; /* next: from rows of columns to those that are read after them */
     int rows, kind, by_row;
     int streams; /* whether results leave past the caches, or sums are of far memory */

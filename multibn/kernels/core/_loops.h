@@ -160,24 +160,24 @@ static TARGET void NAME(sums)(const Rows *r)
 static TARGET void NAME(pad)(const Rows *r, void (*loop)(const Rows *))
 {
     const size_t size = r->planes * sizeof(A);
-    A values[11][LANES] = {{0}};
+    A values[10][LANES] = {{0}};
     uint8_t mask[LANES] = {0};
     Rows padded = *r;
     const void **arrays[] = {&padded.x, &padded.dy, &padded.y, padded.k, padded.k + 1, padded.k + 2,
-                             padded.k + 3, padded.k + 4, padded.k + 5};
-    for (int j = 0; j < 9; j++)
+                             padded.k + 3, padded.k + 4};
+    for (int j = 0; j < 8; j++)
         if (*arrays[j])
             *arrays[j] = memcpy(values[j], *arrays[j], size);
     if (r->mask)
         padded.mask = memcpy(mask, r->mask, r->planes);
     padded.planes = LANES;
-    padded.out = values[9];
-    padded.more = r->more ? values[10] : NULL;
+    padded.out = values[8];
+    padded.more = r->more ? values[9] : NULL;
     loop(&padded);
     if (r->out)
-        memcpy(r->out, values[9], size);
+        memcpy(r->out, values[8], size);
     if (r->more)
-        memcpy(r->more, values[10], size);
+        memcpy(r->more, values[9], size);
 }
 
 INLINE TARGET void NAME(column_sums_of)(const Rows *r, const int rows, const int kind, const int masked)
@@ -275,8 +275,8 @@ has ended: more questions take longer than the arithmetic. */
     int64_t step = streams && n > LANES ? LANES - (uintptr_t)r.out % VECTOR / sizeof(A) : LANES;      \
     for (int64_t c = 0, i = 0, end = n; c < planes; c++, end += n) {                                  \
         const NAME(mask) whole = (NAME(vector)){0} + (A)(masked == BY_ROW && r.mask[c]) > 0;          \
-        NAME(vector) k[6] = {{0}};                                                                    \
-        for (int j = 0; j < 6 && !columns; j++)                                                       \
+        NAME(vector) k[5] = {{0}};                                                                    \
+        for (int j = 0; j < 5 && !columns; j++)                                                       \
             if (r.k[j])                                                                               \
                 k[j] += ((const A *)r.k[j])[c];                                                       \
         while (i < end) {                                                                             \
@@ -284,7 +284,7 @@ has ended: more questions take longer than the arithmetic. */
                 i = end - LANES;                                                                      \
             else if (i + LANES > end && !columns) {                                                   \
                 const NAME(mask) own = NAME(load_mask)(ONES_AND_ZEROS + MOST_LANES - (end - i));      \
-                for (int j = 0; j < 6; j++)                                                           \
+                for (int j = 0; j < 5; j++)                                                           \
                     if (r.k[j])                                                                       \
                         k[j] = NAME(join)(own, k[j], (NAME(vector)){0} + ((const A *)r.k[j])[c + 1]); \
             }                                                                                         \
@@ -328,7 +328,7 @@ INLINE TARGET void NAME(input_gradient_of)(const Rows r, const int kind, const i
     ask_ahead(dy + i, VECTOR, streams);                                               \
     if (kind == SIGN_OF_Y)                                                            \
         ask_ahead(y + i, VECTOR, streams);                                            \
-    const NAME(vector) d = NAME(load)(x + i) - K(0), g = G(d, i, K(4), K(5));         \
+    const NAME(vector) d = NAME(load)(x + i) - K(0), g = G(d, i, K(3), K(4));         \
     NAME(store)(dx + i, MASKED(d * K(1) + (g * K(3) + K(2))), streams);               \
     if (writes)                                                                       \
         NAME(store)(dresidual + i, MASKED(g), streams);

@@ -52,7 +52,7 @@ static double rounded(const Loops *loops, double v) { return loops->size == size
 
 /* Memory of a pass: coefficients of channels and of columns, sums of columns, and widened blocks. */
 typedef struct {
-    char *memory, *k[6], *columns[6], *buffers, *first;
+    char *memory, *k[5], *columns[5], *buffers, *first;
     uint8_t *masks; /* of four rows of columns */
     double *wide;
     int64_t size; /* columns of a tile; 0 for long planes */
@@ -99,9 +99,8 @@ static int start(Work *w, const Pass *p, int num, int64_t long_plane)
         if (num > 3)
             set(w->k[3], size, c, p->y_scale[c]);
         if (num > 4) {
-            set(w->k[4], size, c, p->y_scale[c]);
             const double y_shift = p->y_shift[c] - rest * p->y_scale[c];
-            set(w->k[5], size, c, rounded(p->loops, y_shift) - p->loops->least);
+            set(w->k[4], size, c, rounded(p->loops, y_shift) - p->loops->least);
         }
     }
     for (int i = 0; i < num; i++)
@@ -189,7 +188,7 @@ static void run(const Pass *p, Work *w, const Rows *row, void (*loop)(const Rows
             }
             const int64_t here = at + c * S + i, n = r.planes * r.S;
             char *buffer = w->buffers;
-            for (int j = 0; j < 6; j++)
+            for (int j = 0; j < 5; j++)
                 r.k[j] = row->k[j] ? (const char *)row->k[j] + c * l->size : NULL;
             if (row->mask)
                 r.mask = row->mask + (S == 1 ? c : i);
