@@ -34,10 +34,9 @@ static PyObject *py_use_fields(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* A call of a function: its arguments as `read_<name>` finds them. Once the call is not taken, no argument is read. */
+/* A call of a function: its arguments as `read_<name>` finds them. Once the call is refused, no argument is read. */
 typedef struct {
-    enum { TAKEN, NOT_TAKEN } state;
-    const char *refused; /* the field of an array that could be copied, or NULL */
+    int refused; /* whether the core cannot compute, or an exception */
     Activation x;
     int64_t dtype; /* of x */
     Pass pass;
@@ -48,35 +47,27 @@ typedef struct {
     Parameter dweight, dbias;
 } Call;
 
-static void refuse(Call *call, const char *field)
-{
-    if (call->state == TAKEN)
-        call->refused = field;
-    call->state = NOT_TAKEN;
-}
-
 /* Whether `tuple` is a record, and the fields that the core does not know have their defaults. */
 static int is_plain(Call *call, PyObject *tuple, int record)
 {
     PyObject *type = PyTuple_GetItem(types, record), *more = PyTuple_GetItem(others, record);
-    if (call->state == NOT_TAKEN)
+    if (call->refused)
         return 0;
     if (!PyObject_TypeCheck(tuple, (PyTypeObject *)type)) {
         PyErr_Format(PyExc_TypeError, "expected %R, got %R", type, (PyObject *)Py_TYPE(tuple));
-        refuse(call, NULL);
+        call->refused = 1;
     } else if (PyTuple_Size(more)) {
         PyObject *asks = PyObject_CallFunctionObjArgs(asks_more, tuple, more, NULL);
-        if (asks != Py_False) /* or an exception */
-            refuse(call, NULL);
+        call->refused = asks != Py_False; /* or an exception */
         Py_XDECREF(asks);
     }
-    return call->state == TAKEN;
+    return !call->refused;
 }
 
 /* A field of a record, which `is_plain` has looked at; borrowed. */
 static PyObject *get_field(const Call *call, PyObject *record, int field)
 {
-    return call->state == NOT_TAKEN ? Py_None : PyTuple_GetItem(record, places[field]);
+    return call->refused ? Py_None : PyTuple_GetItem(record, places[field]);
 }
 
 /* What an array must be for an argument. */
@@ -94,14 +85,14 @@ enum {
     OPTIONAL = 32,
 };
 
-/* An array, or NULL for None in place of an optional one; `field` is the name of an array that could be copied. */
-static Parameter take(Call *call, PyObject *object, int kind, const char *field)
+/* An array, or NULL for None in place of an optional one. */
+static Parameter take(Call *call, PyObject *object, int kind)
 {
     const Activation *x = &call->x;
     const int64_t C = x->sizes[1];
     Array a;
     int fits = 0;
-    if (call->state == NOT_TAKEN || (object == Py_None && kind & OPTIONAL))
+    if (call->refused || (object == Py_None && kind & OPTIONAL))
         return (Parameter){0};
     if (look(object, kind & WRITTEN, &a))
         switch (kind & ~(WRITTEN | OPTIONAL)) {
@@ -115,18 +106,15 @@ static Parameter take(Call *call, PyObject *object, int kind, const char *field)
         case ONE: fits = a.dtype == FLOAT64 && !a.ndim; break;
         case COUNTER: fits = a.dtype == INT64 && !a.ndim;
         }
-    if (!fits) {
-        refuse(call, field);
-        return (Parameter){0};
-    }
-    return (Parameter){a.data, number_of(a.dtype)};
+    call->refused = !fits;
+    return fits ? (Parameter){a.data, number_of(a.dtype)} : (Parameter){0};
 }
 
 /* A number, also in an array. */
 static double number(Call *call, PyObject *object)
 {
     Array a;
-    if (call->state == NOT_TAKEN)
+    if (call->refused)
         return 0;
     if (!PyFloat_Check(object) && look(object, 0, &a) && a.dtype == FLOAT64 && !a.ndim)
         return *(const double *)a.data;
@@ -140,34 +128,33 @@ static void read_input(Call *call, PyObject *i)
         return;
     if (!look(get_field(call, i, Input_x), 0, &x->a) || number_of(x->a.dtype) < 0 ||
         !lay_out(x, get_field(call, i, Input_axis))) {
-        refuse(call, "x");
+        call->refused = 1;
         return;
     }
     const int64_t S = x->sizes[0], C = x->sizes[1], N = x->sizes[2];
     call->dtype = number_of(x->a.dtype);
     call->pass = (Pass){
         .x = x->a.data, .C = C, .S = S, .n1 = N, .c1 = C, .parts = parts_of(N, C, S),
-        .mask = take(call, get_field(call, i, Input_mask), MASK | OPTIONAL, "mask").at,
+        .mask = take(call, get_field(call, i, Input_mask), MASK | OPTIONAL).at,
     };
 }
 
 /* The kind of a pass whose sign is not that of `y`. */
 static int kind_of(const Call *call, PyObject *i)
 {
-    return call->state == TAKEN && PyObject_IsTrue(get_field(call, i, Input_relu)) == 1 ? SIGN_OF_X : GRADIENT;
+    return !call->refused && PyObject_IsTrue(get_field(call, i, Input_relu)) == 1 ? SIGN_OF_X : GRADIENT;
 }
 
 /* What a pass reads beside the activations; `written` if a pass is to write mean and variance. */
 static void read_statistics(Call *call, PyObject *i, PyObject *batch, int written)
 {
-    const char *copied = written ? NULL : "batch";
     if (!is_plain(call, batch, BATCH_RECORD))
         return;
     call->statistics = (Statistics){
-        .mean = take(call, get_field(call, batch, Batch_mean), WIDE | written, copied).at,
-        .var = take(call, get_field(call, batch, Batch_var), WIDE | written, copied).at,
-        .weight = take(call, get_field(call, i, Input_weight), CHANNELS | OPTIONAL, "weight"),
-        .bias = take(call, get_field(call, i, Input_bias), CHANNELS | OPTIONAL, "bias"),
+        .mean = take(call, get_field(call, batch, Batch_mean), WIDE | written).at,
+        .var = take(call, get_field(call, batch, Batch_var), WIDE | written).at,
+        .weight = take(call, get_field(call, i, Input_weight), CHANNELS | OPTIONAL),
+        .bias = take(call, get_field(call, i, Input_bias), CHANNELS | OPTIONAL),
         .eps = number(call, get_field(call, i, Input_eps)),
     };
     call->pass.mean = call->statistics.mean;
@@ -185,8 +172,8 @@ static int64_t num_threads(int64_t elements)
 }
 
 /* A function for Python, of a record and other arguments, which `read_<name>` reads. Returns a number, or raises
-MemoryError for one below 0. Otherwise nothing was done: the name of a field is the answer to an array that may be
-copied, None to what the core cannot compute. A function has memory for 2 numbers per channel, and 2 for each part. */
+MemoryError for one below 0; None if the core cannot compute, and nothing was done. A function has memory for 2 numbers
+per channel, and 2 for each part. */
 #define FUNCTION(name, num_arguments)                                                 \
     static PyObject *py_##name(PyObject *self, PyObject *const *args, Py_ssize_t num) \
     {                                                                                 \
@@ -204,8 +191,8 @@ static PyObject *answer(PyObject *const *args, Py_ssize_t num, Py_ssize_t expect
     read(&call, args);
     if (PyErr_Occurred())
         return NULL;
-    if (call.state == NOT_TAKEN)
-        return call.refused ? PyUnicode_FromString(call.refused) : Py_NewRef(Py_None);
+    if (call.refused)
+        Py_RETURN_NONE;
     const int64_t elements = p->n1 * p->C * p->S;
     if ((p->threads = num_threads(elements)) < 0)
         return NULL;

@@ -75,7 +75,7 @@ static int begin_forward(Call *a, double *memory)
 static void read_begin_forward(Call *a, PyObject *const *args)
 {
     read_input(a, args[0]);
-    a->message = take(a, args[1], FORWARD | WRITTEN, NULL).at;
+    a->message = take(a, args[1], FORWARD | WRITTEN).at;
     a->weight = number(a, args[2]);
     a->count = number(a, args[3]);
 }
@@ -88,8 +88,8 @@ static void read_gradient(Call *a, PyObject *tuple)
         return;
     PyObject *i = get_field(a, tuple, Gradient_input), *batch = get_field(a, tuple, Gradient_batch);
     read_input(a, i);
-    a->pass.dy = take(a, get_field(a, tuple, Gradient_dy), LIKE_X, "dy").at;
-    a->pass.y = take(a, get_field(a, tuple, Gradient_y), LIKE_X | OPTIONAL, "y").at;
+    a->pass.dy = take(a, get_field(a, tuple, Gradient_dy), LIKE_X).at;
+    a->pass.y = take(a, get_field(a, tuple, Gradient_y), LIKE_X | OPTIONAL).at;
     a->pass.kind = a->pass.y ? SIGN_OF_Y : kind_of(a, i);
     read_statistics(a, i, batch, 0);
 }
@@ -125,9 +125,9 @@ static int begin_backward(Call *a, double *memory)
 static void read_begin_backward(Call *a, PyObject *const *args)
 {
     read_gradient(a, args[0]);
-    a->message = take(a, args[1], BACKWARD | WRITTEN, NULL).at;
-    a->dweight = take(a, args[2], CHANNELS | WRITTEN | OPTIONAL, NULL);
-    a->dbias = take(a, args[3], CHANNELS | WRITTEN | OPTIONAL, NULL);
+    a->message = take(a, args[1], BACKWARD | WRITTEN).at;
+    a->dweight = take(a, args[2], CHANNELS | WRITTEN | OPTIONAL);
+    a->dbias = take(a, args[3], CHANNELS | WRITTEN | OPTIONAL);
 }
 
 FUNCTION(begin_backward, 4)
@@ -144,10 +144,10 @@ static int normalize(Call *a, double *memory)
 static void read_pass(Call *a, PyObject *const *args, int written)
 {
     read_input(a, args[0]);
-    a->pass.y = take(a, get_field(a, args[0], Input_residual), LIKE_X | OPTIONAL, "residual").at;
+    a->pass.y = take(a, get_field(a, args[0], Input_residual), LIKE_X | OPTIONAL).at;
     a->pass.kind = kind_of(a, args[0]);
     read_statistics(a, args[0], args[1], written);
-    a->pass.out = take(a, args[2], LIKE_X | WRITTEN, NULL).at;
+    a->pass.out = take(a, args[2], LIKE_X | WRITTEN).at;
 }
 
 /* An Input, BatchStatistics, y. */
@@ -172,32 +172,30 @@ static int finish_forward(Call *a, double *memory)
 static void read_finish_forward(Call *a, PyObject *const *args)
 {
     read_pass(a, args, WRITTEN);
-    a->message = take(a, args[3], FORWARD, NULL).at;
+    a->message = take(a, args[3], FORWARD).at;
     a->weight = number(a, args[4]);
     a->count = number(a, args[5]);
-    a->total = take(a, get_field(a, args[1], Batch_count), ONE | WRITTEN, NULL).at;
-    a->element_weight = take(a, get_field(a, args[1], Batch_element_weight), ONE | WRITTEN, NULL).at;
+    a->total = take(a, get_field(a, args[1], Batch_count), ONE | WRITTEN).at;
+    a->element_weight = take(a, get_field(a, args[1], Batch_element_weight), ONE | WRITTEN).at;
     PyObject *running = get_field(a, args[0], Input_running);
     if (running == Py_None)
         return;
-    if (!is_plain(a, running, RUNNING_RECORD)) {
-        a->refused = "running";
+    if (!is_plain(a, running, RUNNING_RECORD))
         return;
-    }
     Running *r = &a->running;
-    r->mean = take(a, get_field(a, running, Running_mean), AS_MANY | WRITTEN, "running");
-    r->var = take(a, get_field(a, running, Running_var), AS_MANY | WRITTEN, "running");
-    r->num_batches = take(a, get_field(a, running, Running_num_batches), COUNTER | WRITTEN | OPTIONAL, "running").at;
+    r->mean = take(a, get_field(a, running, Running_mean), AS_MANY | WRITTEN);
+    r->var = take(a, get_field(a, running, Running_var), AS_MANY | WRITTEN);
+    r->num_batches = take(a, get_field(a, running, Running_num_batches), COUNTER | WRITTEN | OPTIONAL).at;
     PyObject *momentum = get_field(a, running, Running_momentum);
     r->momentum = momentum == Py_None ? -1 : number(a, momentum);
     if (momentum != Py_None && r->momentum < 0) /* -1 stands for the cumulative average */
-        refuse(a, "running");
+        a->refused = 1;
     PyObject *word = get_field(a, running, Running_convention);
     while (r->convention < NUM_CONVENTIONS &&
            !(PyUnicode_Check(word) && !PyUnicode_CompareWithASCIIString(word, CONVENTIONS[r->convention])))
         r->convention++;
     if (r->convention == NUM_CONVENTIONS)
-        refuse(a, "running");
+        a->refused = 1;
 }
 
 FUNCTION(finish_forward, 6)
@@ -226,10 +224,10 @@ static int finish_backward(Call *a, double *memory)
 static void read_finish_backward(Call *a, PyObject *const *args)
 {
     read_gradient(a, args[0]);
-    a->message = take(a, args[1], BACKWARD, NULL).at;
+    a->message = take(a, args[1], BACKWARD).at;
     a->weight = number(a, get_field(a, get_field(a, args[0], Gradient_batch), Batch_element_weight));
-    a->pass.out = take(a, args[2], LIKE_X | WRITTEN, NULL).at;
-    a->pass.more = take(a, args[3], LIKE_X | WRITTEN | OPTIONAL, NULL).at;
+    a->pass.out = take(a, args[2], LIKE_X | WRITTEN).at;
+    a->pass.more = take(a, args[3], LIKE_X | WRITTEN | OPTIONAL).at;
 }
 
 FUNCTION(finish_backward, 4)

@@ -3,6 +3,7 @@
 import os
 import sys
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ class NumPy:
     """New arrays and copies of NumPy."""
 
     empty_like, contiguous = staticmethod(np.empty_like), staticmethod(np.ascontiguousarray)
+    strides = staticmethod(attrgetter("strides"))
 
     def numbers(self, shape: Any) -> Array:
         """Memory for so many float64 numbers."""
@@ -45,6 +47,7 @@ class Torch:
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self.empty_like, self.contiguous = torch.empty_like, torch.Tensor.contiguous
+        self.strides = torch.Tensor.stride
         self._increment_version = torch._C._increment_version
         self._templates = lru_cache(maxsize=1024)(
             lambda shape, axis: [self.numbers(n) for n in (channels(shape, axis), ())]
