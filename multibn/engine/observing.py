@@ -10,7 +10,7 @@ from multibn.communicators.conversation import Conversation
 from multibn.engine import masks
 from multibn.engine.recompute import Taping
 from multibn.engine.statistics import BatchStatistics, sizes
-from multibn.kernels import Input, generic, generic_passes
+from multibn.kernels import Input, generic
 
 
 class LayerStatistics(NamedTuple):
@@ -74,7 +74,7 @@ class observing(Taping):  # noqa: N801
         for name, batch, i in zip(names, batches, inputs, strict=bool(inputs)):
             own, state = _own(i)
             if state == kernels.LOST:  # beside the square of the mean
-                near, centre = generic_passes.about(i, own.mean)
+                near, centre = generic.about(i, own.mean)
                 own, _ = _own(near)
                 own = own._replace(mean=centre + own.mean)
             # Copies: the backward pass reads the layer's own.

@@ -17,7 +17,7 @@ from multibn.communicators.conversation import Conversation
 from multibn.communicators.phase import Phase
 from multibn.engine import masks, recompute, statistics
 from multibn.engine.population import Pool
-from multibn.kernels import LOST, RIGHT, BatchStatistics, Running, generic, generic_passes
+from multibn.kernels import LOST, RIGHT, BatchStatistics, Running, generic
 from multibn.kernels import Gradient as Gradient
 from multibn.kernels import Input as Input
 from multibn.message import Message
@@ -116,7 +116,7 @@ def share(
             pool.add(batch, local_count=count)
         results.append((y, batch))
     if lost:  # on all ranks, from the same sums: a message more, of moments about these means
-        about = [generic_passes.about(inputs[n], results[n][1].mean) for n in lost]
+        about = [generic.about(inputs[n], results[n][1].mean) for n in lost]
         options: Any = {"weighting": weighting, "select": select, "phase": "about the mean"}
         near = share([i for i, _ in about], sharing, **options)
         for n, (_, centre), (_, batch) in zip(lost, about, near, strict=True):

@@ -24,7 +24,7 @@ communicators.agreement communicators.outcomes communicators.transports
 communicators.phase
 communicators.lookup communicators.conversation
 communicators kernels.arguments kernels.layout kernels.core
-kernels.generic_passes kernels.triton.steps
+kernels.triton.steps
 kernels.generic kernels.triton
 kernels
 engine.masks

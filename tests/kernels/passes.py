@@ -18,7 +18,6 @@ from multibn.kernels import (
     Input,
     Running,
     generic,
-    generic_passes,
 )
 from multibn.kernels.layout import channels
 from multibn.message import concat
@@ -68,7 +67,7 @@ class Verbs:
     def local_moments(self, x: Any, *, axis: tuple[int, ...]) -> tuple[Any, Any]:
         """Mean and variance, as a message tells them."""
         if self.kernels is generic:
-            return generic_passes.local_moments(x, axis)
+            return generic.local_moments(x, axis)
         mean, meansqr = generic.split_sums(
             self.begin_forward(x, 1.0, 1.0, axis=axis)[:-2], channels(x.shape, axis)
         )

@@ -27,7 +27,7 @@ from multibn.engine import recompute, step
 from multibn.engine.population import Pool
 from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Gradient, Input
-from multibn.kernels import Running, generic, generic_passes, select
+from multibn.kernels import Running, generic, select
 from multibn.kernels.layout import channels
 from multibn.torch_backend.layer import autograd, differentiable, functional
 from multibn.torch_backend.layer.differentiable import without_autocast
@@ -167,9 +167,9 @@ class _UpToElements:
     @staticmethod
     def finish_forward(i: Input, summed: Any, *arguments: Any) -> Any:
         batch, state = generic.unpack_for(i, summed, *arguments)
-        return generic_passes.output_coefficients(i, batch), batch, state
+        return generic.output_coefficients(i, batch), batch, state
 
-    normalize = staticmethod(generic_passes.output_coefficients)
+    normalize = staticmethod(generic.output_coefficients)
 
     @staticmethod
     def begin_backward(g: Gradient, *, out: Any = None) -> Any:
@@ -177,13 +177,13 @@ class _UpToElements:
 
     @staticmethod
     def finish_backward(g: Gradient, summed: Any) -> Any:
-        return generic_passes.gradient_coefficients(g, generic.sums_for(g, summed)), None
+        return generic.gradient_coefficients(g, generic.sums_for(g, summed)), None
 
 
 def _coefficients_like(x: Tensor, mean: Tensor, count: int) -> list[Tensor]:
     if not x.dtype.is_floating_point:  # which the operator will refuse
         return [torch.empty_like(mean) for _ in range(count)]
-    dtype = generic_passes.arithmetic_dtype(torch, x.dtype)
+    dtype = generic.arithmetic_dtype(torch, x.dtype)
     return [torch.empty_like(mean, dtype=dtype) for _ in range(count)]
 
 
@@ -323,7 +323,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         _compare_here()
         with without_autocast(x):
             with _marked(here):
-                dy = dy if y is None else generic_passes.rectified(dy, y)
+                dy = dy if y is None else generic.rectified(dy, y)
             *coefficients, dweight, dbias = torch.ops.multibn.backward_sums(
                 dy, *_spread(i), *batch, needs_dx, communicator
             )
