@@ -32,24 +32,18 @@ of exactly 0, and the backward pass finds the sign of an output that the forward
 exact if these are equal. */
 static void centre(const Pass *p, int64_t dtype, int64_t again, double *mean)
 {
-    int64_t at[FEW] = {0}, n = 0;
+    double *const value = p->sums, *const rest = p->sums + p->C; /* before the sums are made */
+    int64_t n = 0;
     for (int64_t i = 0; i < p->n1 * p->S && n < FEW && !again; i++)
-        if (!p->mask || p->mask[i])
-            at[n++] = i / p->S * p->C * p->S + i % p->S;
-    double value[PIECE], rest[PIECE];
-    for (int64_t c = p->c0, few; c < p->c1; c += few) {
-        few = at_most(PIECE, p->c1 - c);
-        for (int64_t i = 0; i < n; i++) {
-            get((Parameter){(void *)p->x, dtype}, at[i] + c * p->S, p->S, few, i ? value : mean + c);
-            for (int64_t j = 0; j < few; j++)
-                rest[j] = i ? rest[j] + (value[j] - mean[c + j]) : 0;
+        if (!p->mask || p->mask[i]) {
+            const int64_t first = i / p->S * p->C * p->S + i % p->S;
+            get((Parameter){(void *)p->x, dtype}, first, p->S, p->C, n ? value : mean);
+            for (int64_t c = 0; c < p->C; c++)
+                rest[c] = n ? rest[c] + (value[c] - mean[c]) : 0;
+            n++;
         }
-        for (int64_t j = 0; j < few; j++) {
-            if (!again)
-                mean[c + j] = n ? mean[c + j] + rest[j] / n : 0;
-            mean[c + j] = rounded(p->loops, mean[c + j]);
-        }
-    }
+    for (int64_t c = 0; c < p->C; c++)
+        mean[c] = rounded(p->loops, again ? mean[c] : n ? mean[c] + rest[c] / n : 0);
 }
 
 static int begin_forward(Call *a, double *memory)
@@ -62,7 +56,7 @@ static int begin_forward(Call *a, double *memory)
     p->sums = memory + 2 * C;
     for (int again = 0; again < 2; again++) { /* a second time, about the mean, if the first centre was far from it */
         centre(p, a->dtype, again, mean);
-        if (sum_in_threads(p))
+        if (in_threads(p, NULL, 0))
             return -1;
         if (!finish_moments(p->sums, mean, var, count, C, p->parts))
             break;
@@ -105,7 +99,7 @@ static int begin_backward(Call *a, double *memory)
     p->sums = memory + 2 * C;
     if (p->kind == SIGN_OF_X)
         output_coefficients(s, C, memory, memory + C);
-    if (sum_in_threads(p))
+    if (in_threads(p, NULL, 0))
         return -1;
     for (int64_t c = 0; c < 2 * C; c++) {
         a->message[c] = 0;
@@ -115,9 +109,9 @@ static int begin_backward(Call *a, double *memory)
     for (int64_t c = 0; c < C; c++)
         a->message[C + c] /= sqrt(s->var[c] + s->eps);
     if (a->dbias.at)
-        put(a->message, C, a->dbias, 0);
+        put(a->message, C, a->dbias);
     if (a->dweight.at)
-        put(a->message + C, C, a->dweight, 0);
+        put(a->message + C, C, a->dweight);
     return 0;
 }
 
@@ -138,7 +132,7 @@ static int normalize(Call *a, double *memory)
     p->scale = memory;
     p->shift = memory + p->C;
     output_coefficients(&a->statistics, p->C, memory, memory + p->C);
-    return write_in_threads(p, p->loops->normalize, 3);
+    return in_threads(p, p->loops->normalize, 3);
 }
 
 static void read_pass(Call *a, PyObject *const *args, int written)
@@ -164,7 +158,7 @@ static int finish_forward(Call *a, double *memory)
     if (state != RIGHT)
         return state;
     if (a->running.mean.at)
-        move(&a->running, s->mean, s->var, a->pass.C, *a->total, a->count);
+        move(&a->running, s->mean, s->var, a->pass.C, *a->total, a->count, memory);
     return normalize(a, memory); /* 0, which is RIGHT */
 }
 
@@ -217,7 +211,7 @@ static int finish_backward(Call *a, double *memory)
     p->shift = shift;
     p->y_scale = y_scale;
     p->y_shift = y_shift;
-    return write_in_threads(p, p->loops->input_gradient, p->kind == SIGN_OF_X ? 5 : 4);
+    return in_threads(p, p->loops->input_gradient, p->kind == SIGN_OF_X ? 5 : 4);
 }
 
 /* A Gradient, the sum of all messages, dx, the gradient of the residual or None. */

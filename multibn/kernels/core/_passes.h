@@ -23,22 +23,8 @@ typedef struct {
     int kind;
 } Pass;
 
-typedef struct {
-    int64_t channels, samples, run; /* run: samples to sum before the sums move to float64 */
-} Tile;
-
 static int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
-
-static Tile tile_of(const Pass *p)
-{
-    const int64_t C = p->c1 - p->c0, N = p->n1 - p->n0;
-    Tile tile = {at_most(at_least(COLUMNS / p->S, 1), C), 1, 0};
-    if (tile.channels == p->C)
-        tile.samples = at_most(at_least(BESIDE / (p->C * p->S), 1), at_least(N / 4, 1));
-    tile.run = tile.samples * at_most(at_least(N / (RUN * tile.samples), RUN), LONG_RUN);
-    return tile;
-}
 
 static void set(void *array, size_t size, int64_t i, double v)
 {
@@ -56,7 +42,7 @@ typedef struct {
     uint8_t *masks; /* of four rows of columns */
     double *wide;
     int64_t size; /* columns of a tile; 0 for long planes */
-    Tile tile;
+    int64_t channels, samples, run; /* of a tile; run: samples to sum before the sums move to float64 */
     int streams; /* whether results leave past the caches */
 } Work;
 
@@ -65,13 +51,16 @@ enum { BUFFER = BLOCK + 64 };
 static int start(Work *w, const Pass *p, int num, int64_t long_plane)
 {
     const size_t size = p->loops->size;
-    w->tile = tile_of(p);
-    w->size = p->S >= long_plane ? 0 : w->tile.channels * p->S * w->tile.samples;
+    const int64_t N = p->n1 - p->n0;
+    w->channels = at_most(at_least(COLUMNS / p->S, 1), p->c1 - p->c0);
+    w->samples = w->channels < p->C ? 1 : at_most(at_least(BESIDE / (p->C * p->S), 1), at_least(N / 4, 1));
+    w->run = w->samples * at_most(at_least(N / (RUN * w->samples), RUN), LONG_RUN);
+    w->size = p->S >= long_plane ? 0 : w->channels * p->S * w->samples;
     const int64_t wide = 2 * w->size, line = 64 / size;
     const int64_t row = (p->C + 2 * line) / line * line, column = (w->size + 2 * line) / line * line;
     w->streams = 0;
 #ifdef __SSE2__
-    w->streams = (p->n1 - p->n0) * (p->c1 - p->c0) * p->S * p->loops->stored >= (p->out ? STREAMED : FAR);
+    w->streams = N * (p->c1 - p->c0) * p->S * p->loops->stored >= (p->out ? STREAMED : FAR);
 #endif
     const int64_t buffers = p->loops->widen ? at_least(5 * BUFFER, 12 * w->size) : 0;
     w->memory = malloc((wide + buffers) * sizeof(double) + (num * (row + column) + 2 * column) * size + 64 +
@@ -115,11 +104,11 @@ static void spread(const Work *w, const Pass *p, int num, int64_t a, int64_t b, 
     for (int i = 0; i < num; i++) {
         const char *values = w->k[i] + a * size;
         r->k[i] = values;
-        if (p->S == 1 && w->tile.samples == 1)
+        if (p->S == 1 && w->samples == 1)
             continue;
         r->k[i] = w->columns[i];
         int64_t j = 0;
-        for (int64_t t = 0; t < w->tile.samples; t++)
+        for (int64_t t = 0; t < w->samples; t++)
             for (int64_t c = 0; c < b - a; c++)
                 for (int64_t s = 0; s < p->S; s++, j++)
                     if (size == sizeof(float))
@@ -215,12 +204,12 @@ static int elementwise(const Pass *p, void (*loop)(const Rows *), int num)
     if (start(&w, p, num, LONG))
         return -1;
     /* The last samples come first: the pass before has left these in the caches. */
-    const int64_t together = at_least(CHUNK / (C * S * w.tile.samples), 1) * w.tile.samples;
+    const int64_t together = at_least(CHUNK / (C * S * w.samples), 1) * w.samples;
     for (int64_t end = p->n1, begin; end > p->n0; end = begin) {
         begin = at_least(end - together, p->n0);
         for (int64_t a = p->c0, b; a < p->c1; a = b) {
-            b = w.size ? at_most(a + w.tile.channels, p->c1) : p->c1;
-            if (w.size && (end == p->n1 || w.tile.channels < p->c1 - p->c0))
+            b = w.size ? at_most(a + w.channels, p->c1) : p->c1;
+            if (w.size && (end == p->n1 || w.channels < p->c1 - p->c0))
                 spread(&w, p, num, a, b, &r);
             for (int i = 0; i < num && !w.size; i++)
                 r.k[i] = w.k[i] + a * p->loops->size;
@@ -228,7 +217,7 @@ static int elementwise(const Pass *p, void (*loop)(const Rows *), int num)
             const int masked = p->mask && memchr(p->mask + begin * S, 0, (end - begin) * S);
             r.by_row = masked && all_rows && S == 1 && C >= LONG;
             for (int64_t n = begin, samples; n < end; n += r.rows * samples) {
-                samples = w.size && !r.by_row ? at_most(end - n, w.tile.samples) : 1;
+                samples = w.size && !r.by_row ? at_most(end - n, w.samples) : 1;
                 const int64_t row = w.size ? samples * (b - a) * S : b - a;
                 r.rows = all_rows && row >= LONG && (!masked || r.by_row) ? (end - n) / samples : 1;
                 r.mask = r.by_row ? p->mask + n : masked ? mask_of(p, &w, n, samples, b - a) : NULL;
@@ -269,13 +258,13 @@ static int add_sums(const Pass *p)
     r.second = w.first + w.size * l->size;
     memset(w.first, 0, 2 * w.size * l->size);
     memset(w.wide, 0, 2 * w.size * sizeof(double));
-    for (int64_t a = p->c0; a < p->c1; a += w.tile.channels) {
-        const int64_t b = at_most(a + w.tile.channels, p->c1), row = (b - a) * S;
+    for (int64_t a = p->c0; a < p->c1; a += w.channels) {
+        const int64_t b = at_most(a + w.channels, p->c1), row = (b - a) * S;
         spread(&w, p, num, a, b, &r);
-        for (int64_t begin = p->n0; begin < p->n1; begin += w.tile.run) {
-            const int64_t end = at_most(begin + w.tile.run, p->n1);
+        for (int64_t begin = p->n0; begin < p->n1; begin += w.run) {
+            const int64_t end = at_most(begin + w.run, p->n1);
             for (int64_t n = begin, samples; n < end; n += r.rows * samples) {
-                samples = at_most(w.tile.samples, end - n);
+                samples = at_most(w.samples, end - n);
                 r.planes = samples * row;
                 r.rows = n + 4 * samples <= end && r.planes >= LONG ? 4 : 1; /* fewer columns are copied */
                 if (p->mask && !memchr(p->mask + n * S, 1, r.rows * samples * S))
@@ -293,7 +282,7 @@ static int add_sums(const Pass *p)
             l->widen_sums(w.first, 2 * w.size, w.wide);
         }
         int64_t j = 0;
-        for (int64_t t = 0; t < w.tile.samples; t++)
+        for (int64_t t = 0; t < w.samples; t++)
             for (int64_t c = a; c < b; c++) {
                 double first = p->sums[c], second = p->sums[C + c];
                 for (int64_t i = 0; i < S; i++, j++) {

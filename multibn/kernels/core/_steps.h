@@ -6,8 +6,6 @@ typedef struct {
     int64_t dtype;
 } Parameter;
 
-enum { PIECE = 128 }; /* channels at a time, where numbers need other memory meanwhile */
-
 #define EACH_DTYPE(CODE)                                      \
     switch (array.dtype) {                                    \
     case 0: CODE(float, , (float)); break;                    \
@@ -25,10 +23,10 @@ static void get(Parameter array, int64_t from, int64_t step, int64_t n, double *
 #undef CODE
 }
 
-static void put(const double *restrict numbers, int64_t n, Parameter array, int64_t to)
+static void put(const double *restrict numbers, int64_t n, Parameter array)
 {
 #define CODE(A, wide, narrow) \
-    for (int64_t i = 0; i < n; i++) ((A *)array.at)[to + i] = narrow(numbers[i])
+    for (int64_t i = 0; i < n; i++) ((A *)array.at)[i] = narrow(numbers[i])
     EACH_DTYPE(CODE)
 #undef CODE
 }
@@ -118,19 +116,16 @@ typedef struct {
 } Running;
 
 /* Move a running statistic towards that of a batch. */
-static void approach(Parameter running, const double *batch, int64_t C, double momentum, double factor)
+static void approach(Parameter running, const double *batch, int64_t C, double momentum, double factor, double *old)
 {
-    double old[PIECE];
-    for (int64_t c = 0, few; c < C; c += few) {
-        few = at_most(PIECE, C - c);
-        get(running, c, 1, few, old);
-        for (int64_t j = 0; j < few; j++)
-            old[j] = (1 - momentum) * old[j] + momentum * (batch[c + j] * factor);
-        put(old, few, running, c);
-    }
+    get(running, 0, 1, C, old);
+    for (int64_t c = 0; c < C; c++)
+        old[c] = (1 - momentum) * old[c] + momentum * (batch[c] * factor);
+    put(old, C, running);
 }
 
-static void move(const Running *r, const double *mean, const double *var, int64_t C, double total, double count)
+static void move(const Running *r, const double *mean, const double *var, int64_t C, double total, double count,
+                 double *memory)
 {
     if (!(total > 0))
         return;
@@ -143,6 +138,6 @@ static void move(const Running *r, const double *mean, const double *var, int64_
         factor = total / (total > 2 ? total - 1 : 1);
     if (r->convention == UNBIASED_LOCAL)
         factor = count / (count > 2 ? count - 1 : 1);
-    approach(r->mean, mean, C, momentum, 1);
-    approach(r->var, var, C, momentum, factor);
+    approach(r->mean, mean, C, momentum, 1, memory);
+    approach(r->var, var, C, momentum, factor, memory);
 }

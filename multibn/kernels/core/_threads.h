@@ -50,7 +50,7 @@ static void *do_share(void *of)
     return NULL;
 }
 
-/* -1 without memory. */
+/* Sums, or what `loop` writes by `num` coefficients. Returns -1 without memory. */
 static int in_threads(const Pass *p, void (*loop)(const Rows *), int num)
 {
     const int64_t N = p->n1, C = p->C, worth = at_least(N * C * p->S / SHARE, 1);
@@ -80,6 +80,3 @@ static int in_threads(const Pass *p, void (*loop)(const Rows *), int num)
         free(shares);
     return failed;
 }
-
-static int sum_in_threads(const Pass *p) { return in_threads(p, NULL, 0); }
-static int write_in_threads(const Pass *p, void (*loop)(const Rows *), int num) { return in_threads(p, loop, num); }
