@@ -111,6 +111,10 @@ static inline uint16_t to_float16(float f) /* ties to even */
 #define PASTE_(f, a, level) f##_##a##_##level
 #define PASTE(f, a, level) PASTE_(f, a, level)
 
+#define LEVEL columns /* one by one, where a row has fewer than a vector */
+#define VECTOR 1
+#define TARGET
+#include "_loops.h"
 #define LEVEL baseline
 #define VECTOR 16
 #define TARGET

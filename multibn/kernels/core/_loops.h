@@ -1,7 +1,7 @@
 /* The innermost loops, for one dtype of arithmetic and one set of instructions.
 
 _levels.h includes this file once for each set of instructions, and defines LEVEL, the set's name, and VECTOR, the
-bytes of a vector register. Then this file includes itself once for each dtype A, where NAME(f) is the name of
+bytes of a vector register; 1 stands for vectors of one element. Then this file includes itself once for each dtype A, where NAME(f) is the name of
 function f.
 
 A loop takes `planes` planes of S elements, one after the other in memory, and coefficients: one of
@@ -17,6 +17,7 @@ each kind for a plane. The columns of a tile are planes of one element. */
 #undef A
 #undef NAME
 
+#if VECTOR > 1
 #define CONVERSION(dtype)                                                                               \
     static TARGET void PASTE(widen, dtype, LEVEL)(const uint16_t *restrict p, int64_t n, float *restrict wide)  \
     {                                                                                                   \
@@ -42,14 +43,15 @@ static const Loops PASTE(loops, of, LEVEL)[] = {
     {LOOPS(float), 2, PASTE(widen, bfloat16, LEVEL), PASTE(narrow, bfloat16, LEVEL), 0x1.fffffep-135},
 };
 #undef LOOPS
+#endif
 #undef LEVEL
 #undef VECTOR
 #undef TARGET
 
 #else /* of the dtype A */
 
-#define LANES (VECTOR / (int)sizeof(A))
-typedef A NAME(vector) __attribute__((vector_size(VECTOR), aligned(sizeof(A)), may_alias));
+#define LANES (VECTOR > 1 ? VECTOR / (int)sizeof(A) : 1)
+typedef A NAME(vector) __attribute__((vector_size(LANES * sizeof(A)), aligned(sizeof(A)), may_alias));
 typedef __typeof__((NAME(vector)){0} > (NAME(vector)){0}) NAME(mask);
 typedef int8_t NAME(bytes) __attribute__((vector_size(LANES), aligned(1), may_alias));
 
@@ -156,30 +158,6 @@ static TARGET void NAME(sums)(const Rows *r)
 #undef CODE
 }
 
-/* The loop over a row of fewer than LANES columns, by copies that are LANES long and end in zeros. */
-static TARGET void NAME(pad)(const Rows *r, void (*loop)(const Rows *))
-{
-    const size_t size = r->planes * sizeof(A);
-    A values[10][LANES] = {{0}};
-    uint8_t mask[LANES] = {0};
-    Rows padded = *r;
-    const void **arrays[] = {&padded.x, &padded.dy, &padded.y, padded.k, padded.k + 1, padded.k + 2,
-                             padded.k + 3, padded.k + 4};
-    for (int j = 0; j < 8; j++)
-        if (*arrays[j])
-            *arrays[j] = memcpy(values[j], *arrays[j], size);
-    if (r->mask)
-        padded.mask = memcpy(mask, r->mask, r->planes);
-    padded.planes = LANES;
-    padded.out = values[8];
-    padded.more = r->more ? values[9] : NULL;
-    loop(&padded);
-    if (r->out)
-        memcpy(r->out, values[8], size);
-    if (r->more)
-        memcpy(r->more, values[9], size);
-}
-
 INLINE TARGET void NAME(column_sums_of)(const Rows *r, const int rows, const int kind, const int masked)
 {
     typedef NAME(vector) V;
@@ -219,7 +197,7 @@ INLINE TARGET void NAME(column_sums_of)(const Rows *r, const int rows, const int
 static TARGET void NAME(column_sums)(const Rows *r)
 {
     if (r->planes < LANES) {
-        NAME(pad)(r, NAME(column_sums));
+        PASTE(column_sums, A, columns)(r);
         return;
     }
 #define CODE(kind)                                                                                  \
@@ -249,7 +227,7 @@ INLINE TARGET NAME(vector) NAME(masked)(NAME(vector) v, const uint8_t *mask, NAM
 
 INLINE TARGET void NAME(store)(A *p, NAME(vector) v, const int streams)
 {
-#ifdef __SSE2__
+#if defined(__SSE2__) && VECTOR > 1
     if (streams && !((uintptr_t)p % VECTOR)) {
 #if VECTOR == 64
         _mm512_stream_si512((void *)p, (__m512i)v);
@@ -352,7 +330,7 @@ INLINE TARGET void NAME(input_gradient_of)(const Rows r, const int kind, const i
 static TARGET void NAME(normalize)(const Rows *r)
 {
     if (r->S == 1 && r->planes < LANES)
-        NAME(pad)(r, NAME(normalize));
+        PASTE(normalize, A, columns)(r);
     else if (r->y)
         r->kind == GRADIENT ? CODE(normalize_of, 1, 0) : CODE(normalize_of, 1, 1);
     else
@@ -362,7 +340,7 @@ static TARGET void NAME(normalize)(const Rows *r)
 static TARGET void NAME(input_gradient)(const Rows *r)
 {
     if (r->S == 1 && r->planes < LANES)
-        NAME(pad)(r, NAME(input_gradient));
+        PASTE(input_gradient, A, columns)(r);
     else if (r->kind == GRADIENT)
         CODE(input_gradient_of, GRADIENT, 0);
     else if (r->kind == SIGN_OF_X)
