@@ -58,7 +58,7 @@ static int begin_forward(Call *a, double *memory)
         centre(p, a->dtype, again, mean);
         if (in_threads(p, NULL, 0))
             return -1;
-        if (!finish_moments(p->sums, mean, var, count, C, p->parts))
+        if (!finish_moments(p->sums, mean, var, count, C))
             break;
     }
     pack(mean, var, a->message, C, a->weight, a->count);
@@ -101,13 +101,10 @@ static int begin_backward(Call *a, double *memory)
         output_coefficients(s, C, memory, memory + C);
     if (in_threads(p, NULL, 0))
         return -1;
-    for (int64_t c = 0; c < 2 * C; c++) {
-        a->message[c] = 0;
-        for (int64_t i = 0; i < p->parts; i++)
-            a->message[c] += p->sums[2 * i * C + c];
+    for (int64_t c = 0; c < C; c++) {
+        a->message[c] = p->sums[c];
+        a->message[C + c] = p->sums[C + c] / sqrt(s->var[c] + s->eps);
     }
-    for (int64_t c = 0; c < C; c++)
-        a->message[C + c] /= sqrt(s->var[c] + s->eps);
     if (a->dbias.at)
         put(a->message, C, a->dbias);
     if (a->dweight.at)

@@ -84,20 +84,13 @@ static void output_coefficients(const Statistics *s, int64_t C, double *scale, d
         scale[c] *= 1 / sqrt(s->var[c] + s->eps);
 }
 
-/* Write the variance from the sums of all parts, and the mean in place of the centre. Returns how
-many channels had a centre that was far from the mean. */
-static int64_t finish_moments(const double *sums, double *mean, double *var, double count, int64_t C,
-                              int64_t parts)
+/* Write the variance from the sums, and the mean in place of the centre. Returns how many channels had a centre that
+was far from the mean. */
+static int64_t finish_moments(const double *sums, double *mean, double *var, double count, int64_t C)
 {
     int64_t far = 0;
     for (int64_t c = 0; c < C; c++) {
-        double first = 0, second = 0;
-        for (int64_t p = 0; p < parts; p++) {
-            first += sums[2 * p * C + c];
-            second += sums[(2 * p + 1) * C + c];
-        }
-        first /= count;
-        const double difference = second / count - first * first;
+        const double first = sums[c] / count, difference = sums[C + c] / count - first * first;
         mean[c] += first;
         var[c] = difference < 0 ? 0 : difference; /* NaN stays */
         far += first * first > DISTANT * DISTANT * var[c];

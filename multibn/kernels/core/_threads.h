@@ -78,5 +78,8 @@ static int in_threads(const Pass *p, void (*loop)(const Rows *), int num)
     }
     if (shares != &alone)
         free(shares);
+    for (int64_t i = 1; i < p->parts && !loop; i++)
+        for (int64_t c = 0; c < 2 * C; c++)
+            p->sums[c] += p->sums[2 * i * C + c];
     return failed;
 }

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Any
 
@@ -22,66 +22,51 @@ def num_threads() -> int:
     return max(int(asked), 1) if asked.isdigit() else os.cpu_count() or 1
 
 
-class NumPy:
-    """New arrays and copies of NumPy."""
+class Library:
+    """New arrays and copies, of NumPy or of torch."""
 
-    empty_like, contiguous = staticmethod(np.empty_like), staticmethod(np.ascontiguousarray)
-    strides = staticmethod(attrgetter("strides"))
-
-    def numbers(self, shape: Any) -> Array:
-        """Memory for so many float64 numbers."""
-        return np.empty(shape)
+    def __init__(
+        self, empty_like: Any, contiguous: Any, strides: Any, numbers: Any, changed: Any
+    ) -> None:
+        self.empty_like, self.contiguous, self.strides = empty_like, contiguous, strides
+        self.numbers = numbers  # memory for float64 numbers of a shape
+        self.changed = changed  # called when the core has written to running statistics
+        self._templates = lru_cache(maxsize=1024)(
+            lambda shape, axis: [numbers(n) for n in (channels(shape, axis), ())]
+        )
 
     def statistics(self, x: Array, axis: tuple[int, ...]) -> BatchStatistics:
         """Memory for the statistics of a batch."""
-        shape = channels(x.shape, axis)
-        return BatchStatistics(np.empty(shape), np.empty(shape), np.empty(()), np.empty(()))
-
-    def changed(self, *arrays: Array | None) -> None:
-        """The core has written to arrays of the user's."""
-
-
-class Torch:
-    """The same of torch."""
-
-    def __init__(self, torch: Any) -> None:
-        self._torch = torch
-        self.empty_like, self.contiguous = torch.empty_like, torch.Tensor.contiguous
-        self.strides = torch.Tensor.stride
-        self._increment_version = torch._C._increment_version
-        self._templates = lru_cache(maxsize=1024)(
-            lambda shape, axis: [self.numbers(n) for n in (channels(shape, axis), ())]
-        )
-
-    def numbers(self, shape: Any) -> Array:
-        # The default device may be a GPU.
-        return self._torch.empty(shape, dtype=self._torch.float64, device="cpu")
-
-    def statistics(self, x: Array, axis: tuple[int, ...]) -> BatchStatistics:
         per_channel, number = self._templates(x.shape, axis)
         new = self.empty_like  # in half of the time of torch.empty
         return BatchStatistics(new(per_channel), new(per_channel), new(number), new(number))
 
-    def changed(self, *arrays: Array | None) -> None:
-        if arrays[-1] is None:
-            arrays = arrays[:-1]
-        self._increment_version(arrays)
+
+def _of_torch(torch: Any) -> Library:
+    def changed(*arrays: Array | None) -> None:
+        torch._C._increment_version(arrays if arrays[-1] is not None else arrays[:-1])
+
+    # The default device may be a GPU.
+    numbers = partial(torch.empty, dtype=torch.float64, device="cpu")
+    return Library(torch.empty_like, torch.Tensor.contiguous, torch.Tensor.stride, numbers, changed)
 
 
-class _Libraries(dict[type, Any]):
-    """The `NumPy` or `Torch` object for a type of arrays; `Torch` once torch is there."""
+class _Libraries(dict[type, Library]):
+    """The `Library` for a type of arrays; that of torch once torch is there."""
 
-    def __missing__(self, kind: type) -> Any:
+    def __missing__(self, kind: type) -> Library:
         torch = sys.modules.get("torch")
         if torch is None or not issubclass(kind, torch.Tensor):
             return self[np.ndarray]
         if torch.Tensor not in self:
-            library = Torch(torch)
-            self[torch.Tensor] = self[torch.nn.Parameter] = library
+            self[torch.Tensor] = self[torch.nn.Parameter] = _of_torch(torch)
             exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
             _core.use_arrays(np.ndarray, torch.Tensor, torch.nn.Parameter, exchange, num_threads)
         return self[torch.Tensor]
 
 
-LIBRARIES = _Libraries({np.ndarray: NumPy()})
+_NUMPY = Library(
+    np.empty_like, np.ascontiguousarray, attrgetter("strides"), np.empty, lambda *arrays: None
+)
+LIBRARIES = _Libraries({np.ndarray: _NUMPY})
 _core.use_arrays(np.ndarray, None, None, None, num_threads)
