@@ -279,25 +279,20 @@ class BatchNormalization(FunctionNode):
     def backward(
         self, indexes: tuple[int, ...], grad_outputs: tuple[Variable]
     ) -> tuple[Variable, ...]:
-        inputs = (*self.get_retained_inputs(), *grad_outputs)
+        inputs: Any = (*self.get_retained_inputs(), *grad_outputs)
         y = chainer.as_array(self.get_retained_outputs()[0]) if self.input.relu else None
         if chainer.config.enable_backprop:  # enable_double_backprop=True
             found = _differentiable.gradients(self, y, *inputs)
             return tuple(found[name] for name in self.names)
-        gradients = _gradients(self, y, *map(chainer.as_array, inputs))
+        *retained, dy = map(chainer.as_array, inputs)
+        if chainer.is_debug():
+            counted = generic.masked(dy, self.input.mask)
+            raise_for_nan_gradients(self.communicator, bool((counted != counted).any()))
+        has_residual = "residual" in self.names
+        # Without a residual, `x` has the signs.
+        g = Gradient(dy, self.filled(retained), self.batch, y if has_residual else None)
+        ((dx, dresidual, dweight, dbias),) = step.backward([g], self.communicator, means=True)
+        if has_residual and dresidual is None:
+            dresidual = generic.residual_gradient(g)
+        gradients: Any = {"x": dx, "weight": dweight, "bias": dbias, "residual": dresidual}
         return tuple(Variable(gradients[name], requires_grad=False) for name in self.names)
-
-
-def _gradients(node: BatchNormalization, y: Array | None, *arrays: Array) -> dict[str, Any]:
-    """The gradient of each input, by the input's name."""
-    *retained, dy = arrays
-    if chainer.is_debug():
-        counted = generic.masked(dy, node.input.mask)
-        raise_for_nan_gradients(node.communicator, bool((counted != counted).any()))
-    has_residual = "residual" in node.names
-    # Without a residual, `x` has the signs.
-    g = Gradient(dy, node.filled(retained), node.batch, y if has_residual else None)
-    ((dx, dresidual, dweight, dbias),) = step.backward([g], node.communicator, means=True)
-    if has_residual and dresidual is None:
-        dresidual = generic.residual_gradient(g)
-    return {"x": dx, "weight": dweight, "bias": dbias, "residual": dresidual}

@@ -60,7 +60,7 @@ def begin_forward(
     payload and is returned: a `message.Message`, or a float64 vector of NumPy's.
     """
     mean, var = local_moments(i.x, i.axis, i.mask, count)
-    return pack(mean, var + mean * mean, rank_weight, count, out=out)
+    return _written(pack(mean, var + mean * mean, rank_weight, count), out)
 
 
 def finish_forward(
@@ -101,7 +101,7 @@ def finish_backward(g: Gradient, summed: Array, /) -> tuple[Array, Array | None]
 
     `summed` is the sum of all ranks' payloads, as in `finish_forward`.
     """
-    dx = finish_gradient(g, gradient_coefficients(g, sums_for(g, summed)))
+    dx = finish_gradient(g, gradient_coefficients(g, summed))
     return dx, None if g.y is None else residual_gradient(g)
 
 
@@ -146,14 +146,15 @@ def _backward_sums(g: Gradient) -> tuple[Array, Array]:
     return sum_dy, (sum_dy_d - remainder * sum_dy) * _invstd(g.batch.var, g.input.eps)
 
 
-def gradient_coefficients(g: Gradient, sums: Sequence[Array], /) -> tuple[Array, ...]:
+def gradient_coefficients(g: Gradient, summed: Array, /) -> tuple[Array, ...]:
     """Per channel; the gradient of `x` is `(x - centre) * x_scale + dy * dy_scale + shift`.
 
     That is `weight * invstd * (dy - element_weight * (sum_dy + xhat * sum_dy_xhat))`, where
     `invstd = 1 / sqrt(var + eps)` and `xhat = (x - mean) * invstd`.
     """
-    sum_dy, sum_dy_xhat = sums
-    centre, remainder = _round(g.batch.mean, g.input.x)
+    mean = g.batch.mean
+    sum_dy, sum_dy_xhat = split_sums(_like(summed, mean), mean.shape)
+    centre, remainder = _round(mean, g.input.x)
     invstd = _invstd(g.batch.var, g.input.eps)
     dy_scale = _times(invstd, g.input.weight)
     pull = -dy_scale * g.batch.element_weight
@@ -205,7 +206,7 @@ def unpack_for(
     """`unpack` for the arguments of `finish_forward`; the state may be `LOST`."""
     batch, state = unpack(_like(summed, i.x), channels(i.x.shape, i.axis), rank_weight, count)
     mean, var, *_ = batch
-    if state == RIGHT and is_on_host(var) and not (is_traced(var) or is_abstract(var)):
+    if state == RIGHT and _is_readable(var):
         xp = array_namespace(var)
         least = LEAST_SHARES[i.x.dtype != array_namespace(i.x).float64]
         is_lost = values(mean * mean * least > var + i.eps)
@@ -213,21 +214,14 @@ def unpack_for(
     return batch, state
 
 
-def sums_for(g: Gradient, summed: Array, /) -> list[Array]:
-    """`split_sums` for the arguments of `finish_backward`."""
-    return split_sums(_like(summed, g.batch.mean), g.batch.mean.shape)
-
-
-def pack(
-    mean: Array, meansqr: Array, weight: Array, count: Array, /, *, out: Array | None = None
-) -> Array:
-    """A layer's forward payload, see `multibn.message`: a new vector, or `out`."""
+def pack(mean: Array, meansqr: Array, weight: Array, count: Array, /) -> Array:
+    """A layer's forward payload, see `multibn.message`."""
     xp = array_namespace(mean)
     numbers = [
         xp.reshape(xp.asarray(v, dtype=mean.dtype, device=device(mean)), (1,))
         for v in (weight, count)  # arrays, where a mask is on a GPU
     ]
-    return _written(message.concat([weight * mean, weight * meansqr, *numbers]), out)
+    return message.concat([weight * mean, weight * meansqr, *numbers])
 
 
 def unpack(
@@ -271,7 +265,7 @@ def state(summed: Array, count: float | Array, /) -> int:
         return RIGHT
     xp = array_namespace(summed)
     total = xp.reshape(values(summed[-1]), (-1,))[0]
-    if is_on_host(summed) and not is_traced(summed):
+    if _is_readable(summed):
         if bool(xp.isnan(total)):
             return REFUSED
         if not bool(xp.all(xp.isfinite(values(xp.sum(summed[:-2]))))):
@@ -283,9 +277,12 @@ def state(summed: Array, count: float | Array, /) -> int:
 
 def has_no_element(summed: Array, /) -> bool:
     """Whether no element of all ranks counts, as far as the host may ask."""
-    if not is_on_host(summed) or is_traced(summed) or is_abstract(summed):
-        return False
-    return not bool(array_namespace(summed).any(values(summed[-1:]) > 0))
+    return _is_readable(summed) and not bool(array_namespace(summed).any(values(summed[-1:]) > 0))
+
+
+def _is_readable(v: Array) -> bool:
+    """Whether the host may look at numbers now."""
+    return is_on_host(v) and not (is_traced(v) or is_abstract(v))
 
 
 def split_sums(summed: Array, shape: tuple[int, ...], /) -> list[Array]:
@@ -315,8 +312,7 @@ def move(running: Running, mean: Array, var: Array, count: Array, local_count: A
     Nothing changes if `count`, the elements per channel over all ranks, is 0.
     """
     xp, momentum, num_batches = array_namespace(mean), running.momentum, running.num_batches
-    readable = is_on_host(count) and not (is_traced(count) or is_abstract(count))
-    total = float(count) if readable else count
+    total = float(count) if _is_readable(count) else count
     moves: Any = total > 0
     if moves is False:
         return

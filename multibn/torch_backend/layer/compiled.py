@@ -177,7 +177,7 @@ class _UpToElements:
 
     @staticmethod
     def finish_backward(g: Gradient, summed: Any) -> Any:
-        return generic.gradient_coefficients(g, generic.sums_for(g, summed)), None
+        return generic.gradient_coefficients(g, summed), None
 
 
 def _coefficients_like(x: Tensor, mean: Tensor, count: int) -> list[Tensor]:
