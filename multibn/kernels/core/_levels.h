@@ -47,9 +47,8 @@ typedef struct {
     void (*widen_sums)(void *, int64_t, double *);
     void (*normalize)(const Rows *);
     void (*input_gradient)(const Rows *);
-    size_t size;   /* of an element of the arithmetic */
-    size_t stored; /* of an element of an activation */
-    void (*widen)(const uint16_t *, int64_t, float *); /* NULL if these are the same */
+    size_t size; /* of an element of the arithmetic */
+    void (*widen)(const uint16_t *, int64_t, float *); /* of 16-bit activations; NULL for others */
     void (*narrow)(const float *, int64_t, uint16_t *);
     double least; /* outputs up to half the smallest number round to 0, which has no sign: a bit less than half */
 } Loops;

@@ -37,10 +37,10 @@ CONVERSION(bfloat16)
     PASTE(sums, A, LEVEL), PASTE(column_sums, A, LEVEL), PASTE(widen_sums, A, LEVEL), PASTE(normalize, A, LEVEL), \
         PASTE(input_gradient, A, LEVEL), sizeof(A)
 static const Loops PASTE(loops, of, LEVEL)[] = {
-    {LOOPS(float), sizeof(float), NULL, NULL, 0},
-    {LOOPS(double), sizeof(double), NULL, NULL, 0},
-    {LOOPS(float), 2, PASTE(widen, float16, LEVEL), PASTE(narrow, float16, LEVEL), 0x1.fffffep-26},
-    {LOOPS(float), 2, PASTE(widen, bfloat16, LEVEL), PASTE(narrow, bfloat16, LEVEL), 0x1.fffffep-135},
+    {LOOPS(float), NULL, NULL, 0},
+    {LOOPS(double), NULL, NULL, 0},
+    {LOOPS(float), PASTE(widen, float16, LEVEL), PASTE(narrow, float16, LEVEL), 0x1.fffffep-26},
+    {LOOPS(float), PASTE(widen, bfloat16, LEVEL), PASTE(narrow, bfloat16, LEVEL), 0x1.fffffep-135},
 };
 #undef LOOPS
 #endif
@@ -218,13 +218,6 @@ static TARGET void NAME(widen_sums)(void *sums, int64_t n, double *restrict wide
     }
 }
 
-INLINE TARGET NAME(vector) NAME(masked)(NAME(vector) v, const uint8_t *mask, NAME(mask) whole, const int masked)
-{
-    if (masked == BY_ROW)
-        return NAME(select)(whole, v);
-    return masked ? NAME(select)(NAME(load_mask)(mask), v) : v;
-}
-
 INLINE TARGET void NAME(store)(A *p, NAME(vector) v, const int streams)
 {
 #if defined(__SSE2__) && VECTOR > 1
@@ -275,7 +268,7 @@ has ended: more questions take longer than the arithmetic. */
         }                                                                                             \
     }
 #define K(j) (columns ? NAME(load)((const A *)r.k[j] + m) : k[j])
-#define MASKED(v) NAME(masked)(v, r.mask + m, whole, masked)
+#define MASKED(v) (masked ? NAME(select)(masked == BY_ROW ? whole : NAME(load_mask)(r.mask + m), v) : (v))
 
 INLINE TARGET void NAME(normalize_of)(const Rows r, const int adds, const int relu, const int masked, const int columns,
                                const int streams)

@@ -6,7 +6,7 @@ planes of several channels side by side, and of several samples where a sample i
 copy of the coefficients.
 
 A pass over a large activation waits for memory. So the loops ask for cache lines a page ahead of their turn, and a
-large result leaves past the caches, whose lines would be read first otherwise; 16-bit values do so through a buffer.
+large result leaves past the caches, whose lines would be read first otherwise, but for one of 16-bit values.
 
 A few dozen values in a row are summed in the dtype of the arithmetic, and these sums are added up in float64. 16-bit
 values are widened block by block: no pass has a copy of an activation. */
@@ -43,7 +43,7 @@ typedef struct {
     double *wide;
     int64_t size; /* columns of a tile; 0 for long planes */
     int64_t channels, samples, run; /* of a tile; run: samples to sum before the sums move to float64 */
-    int streams; /* whether results leave past the caches */
+    int streams; /* as in Rows */
 } Work;
 
 enum { BUFFER = BLOCK + 64 };
@@ -60,7 +60,7 @@ static int start(Work *w, const Pass *p, int num, int64_t long_plane)
     const int64_t row = (p->C + 2 * line) / line * line, column = (w->size + 2 * line) / line * line;
     w->streams = 0;
 #ifdef __SSE2__
-    w->streams = N * (p->c1 - p->c0) * p->S * p->loops->stored >= (p->out ? STREAMED : FAR);
+    w->streams = !p->loops->widen && N * (p->c1 - p->c0) * p->S * (int64_t)size >= (p->out ? STREAMED : FAR);
 #endif
     const int64_t buffers = p->loops->widen ? at_least(5 * BUFFER, 12 * w->size) : 0;
     w->memory = malloc((wide + buffers) * sizeof(double) + (num * (row + column) + 2 * column) * size + 64 +
@@ -164,7 +164,7 @@ static void run(const Pass *p, Work *w, const Rows *row, void (*loop)(const Rows
     const size_t buffer_size = BUFFER * sizeof(double);
     Rows r = *row;
     const int blocks = l->widen != NULL;
-    r.streams = w->streams && !blocks;
+    r.streams = w->streams;
     for (int64_t c = 0; c < planes; c += r.planes)
         for (int64_t i = 0; i < S; i += r.S) {
             r.planes = planes;
