@@ -75,15 +75,14 @@ def finish_forward(
         return generic.finish_forward(i, summed, rank_weight, count)
     is_many = isinstance(count, float) and count > 1.0
     state = RIGHT if summed.is_cuda and is_many else generic.state(summed, count)
-    moved = running if state == RIGHT else None
-    if moved is not None and not movable(moved, summed, plan.channels, count):
-        moved = None
+    moves = running is not None and state == RIGHT
+    moved = running if moves and movable(running, summed, plan.channels, count) else None
     numbers, coefficients = cuda_steps.finish_forward(
         summed, plan.shape, i.eps, plan.dtype, moved, *parameters, rank_weight, count
     )
     batch = BatchStatistics(*numbers)
     y = _normalize(plan, i, coefficients)
-    if running is not None and moved is None and state == RIGHT:
+    if moves and moved is None:
         generic.move(running, *batch[:3], count)
     return y, batch, state
 

@@ -32,6 +32,7 @@ _FEW_SPLITS = _STEP | {"BLOCK": 32, "SPLITS": 8, "num_warps": 1}
 _MANY_SPLITS = _STEP | {"BLOCK": 8, "SPLITS": 128, "num_warps": 4}
 _WIDE = (torch.float64,)
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_COUNTING = (torch.int64,)
 _OTHERS = other_fields(Running, "mean", "var", "momentum", "convention", "num_batches")
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -81,8 +82,6 @@ def finish_forward(
     arguments = summed, *statistics, weight, bias, coefficients, *arrays, *numbers
     key = weight is None or weight.dtype, bias is None or bias.dtype, dtype, masked, *key
     launch(steps.finish_forward, programs, arguments, constants, ("forward", *key), _known)
-    if running is not None:
-        _increment_version(arrays if arrays[2] is not None else arrays[:2])
     return statistics, coefficients
 
 
@@ -112,7 +111,6 @@ def move(running: Running, mean: Tensor, var: Tensor, count: Tensor, local_count
     arrays, how, programs, constants, key = _moved(running, local_count, C)
     arguments = *arrays, mean, var, count, *how, C
     launch(steps.move, programs, arguments, constants, ("move", *key), _known)
-    _increment_version(arrays if arrays[2] is not None else arrays[:2])
 
 
 def movable(running: Running, like: Tensor, C: int, local_count: Any) -> bool:
@@ -122,18 +120,9 @@ def movable(running: Running, like: Tensor, C: int, local_count: Any) -> bool:
         not (_OTHERS and asks_more(running, _OTHERS))
         and mean.numel() == C
         and fit(like.device, mean.shape, parameters=(mean, var))
+        and fit(like.device, (), counters=(counter,))
         and not (running.convention == "unbiased_local" and isinstance(local_count, Tensor))
-        and not (mean.is_inference() or var.is_inference())
-        and (
-            counter is None
-            or (
-                type(counter) is Tensor
-                and counter.shape == ()
-                and counter.dtype == torch.int64
-                and counter.device == like.device
-                and not counter.is_inference()
-            )
-        )
+        and not any(v is not None and v.is_inference() for v in (mean, var, counter))
     )
 
 
@@ -145,6 +134,7 @@ def _moved(
     if running is None:
         return (None, None, None), (0, 0), programs, constants, (None,)
     mean, var, counter = running.mean, running.var, running.num_batches
+    _increment_version((mean, var) if counter is None else (mean, var, counter))
     momentum, convention = running.momentum, running.convention
     is_global = convention == "unbiased_global"  # the kernel then computes the factor
     factor = 0.0 if is_global else generic.variance_factor(0.0, local_count, convention)
@@ -171,9 +161,11 @@ def _message(
     return numbers, start, numbers.shape[0], bits(fingerprint)
 
 
-def fit(device: Any, shape: tuple[int, ...], wide: Any = (), parameters: Any = ()) -> bool:
-    """Whether the kernels can take these wide tensors, and `parameters` of other dtypes or None."""
-    for dtypes, arrays in ((_WIDE, wide), (_FLOATING, parameters)):
+def fit(
+    device: Any, shape: tuple[int, ...], wide: Any = (), parameters: Any = (), counters: Any = ()
+) -> bool:
+    """Whether the kernels can take these wide tensors, and others of other dtypes or None."""
+    for dtypes, arrays in ((_WIDE, wide), (_FLOATING, parameters), (_COUNTING, counters)):
         for v in arrays:
             if v is not None and (
                 v.dtype not in dtypes
