@@ -4,8 +4,8 @@ Python makes the results, and the core reads the fields of the arguments by name
 all arrays lie. The core takes dense activations of any number of dimensions, 16-bit dtypes
 included, whose memory has the order (N, C, S) of `layout`: contiguous and channels-last ones have
 this order. Where a function of the core cannot take an array, the function does nothing and returns
-None: `_compute` tries once more with dense copies, and `generic` computes what is left.
-The core divides a large array among threads.
+None: `_with_copies` tries once more, and `generic` computes what is left. The core divides a large
+array among threads.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,9 @@ use_fields(Input, Gradient, BatchStatistics, Running)
 def begin_forward(i: Input, rank_weight: float, count: float, *, out: Array | None = None) -> Array:
     """As `generic.begin_forward`."""
     payload = LIBRARIES[type(i.x)].numbers(sizes(i.x.shape, i.axis)[2]) if out is None else out
-    done, _ = _compute(_core.begin_forward, i, payload, rank_weight, count)
+    done = _core.begin_forward(i, payload, rank_weight, count)
+    if done is None:
+        _, done = _with_copies(_core.begin_forward, i, payload, rank_weight, count)
     return generic.begin_forward(i, rank_weight, count, out=out) if done is None else payload
 
 
@@ -54,7 +56,9 @@ def finish_forward(
     library = LIBRARIES[type(i.x)]
     y, batch = library.empty_like(i.x), library.statistics(i.x, i.axis)
     message = summed, rank_weight, count
-    state, taken = _compute(_core.finish_forward, i, batch, y, *message)
+    taken, state = i, _core.finish_forward(i, batch, y, *message)
+    if state is None:
+        taken, state = _with_copies(_core.finish_forward, i, batch, y, *message)
     if state is None:
         return generic.finish_forward(i, *message)
     running = i.running
@@ -72,7 +76,9 @@ def begin_backward(g: Gradient, *, out: Array | None = None) -> tuple[Any, ...]:
     payload = library.numbers(sizes(i.x.shape, i.axis)[3]) if out is None else out
     dweight = None if i.weight is None else library.empty_like(i.weight)
     dbias = None if i.bias is None else library.empty_like(i.bias)
-    done, taken = _compute(_core.begin_backward, g, payload, dweight, dbias)
+    taken, done = g, _core.begin_backward(g, payload, dweight, dbias)
+    if done is None:
+        taken, done = _with_copies(_core.begin_backward, g, payload, dweight, dbias)
     if done is None:
         return generic.begin_backward(g, out=out)
     return payload, dweight, dbias, taken
@@ -86,28 +92,26 @@ def finish_backward(
     library = LIBRARIES[type(taken.input.x)]
     dx = library.empty_like(taken.input.x)
     dresidual = None if g.y is None else library.empty_like(dx)
-    done, _ = _compute(_core.finish_backward, taken, summed, dx, dresidual)
+    done = _core.finish_backward(taken, summed, dx, dresidual)
+    if done is None:
+        _, done = _with_copies(_core.finish_backward, taken, summed, dx, dresidual)
     return generic.finish_backward(g, summed) if done is None else (dx, dresidual)
 
 
 def normalize(i: Input, batch: BatchStatistics) -> Array:
     """As `generic.normalize`."""
     y = LIBRARIES[type(i.x)].empty_like(i.x)
-    done, _ = _compute(_core.normalize, i, batch, y)
+    done = _core.normalize(i, batch, y)
+    if done is None:
+        _, done = _with_copies(_core.normalize, i, batch, y)
     return generic.normalize(i, batch) if done is None else y
 
 
-def _compute(function: Callable[..., Any], a: Any, *others: Any) -> Any:
-    """What a function of the core returns, and `a`, or the copy of `a` that the core has taken."""
-    done = function(a, *others)
-    if done is None:
-        a = _dense(a)
-        done = function(a, *others)
-    return done, a
+def _with_copies(function: Callable[..., Any], a: Any, *others: Any) -> Any:
+    """`a` with copies of arrays not in the memory order of `x`; what `function` returns for these.
 
-
-def _dense(a: Any) -> Any:
-    """`a` with copies of arrays that are not in the memory order of `x`; nothing is moved."""
+    No running statistics are moved.
+    """
     i = getattr(a, "input", a)
     library = LIBRARIES[type(i.x)]
 
@@ -124,6 +128,7 @@ def _dense(a: Any) -> Any:
     weight, bias = (None if v is None else library.contiguous(v) for v in (i.weight, i.bias))
     x, residual, mask = map(copy, (i.x, i.residual, i.mask))
     of_input = {"weight": weight, "bias": bias, "residual": residual, "mask": mask}
-    if a is i:
-        return i._replace(x=x, **of_input, running=None)
-    return a._replace(dy=copy(a.dy), input=i._replace(x=x, **of_input), y=copy(a.y))
+    dense: Any = i._replace(x=x, **of_input, running=None)
+    if a is not i:
+        dense = a._replace(dy=copy(a.dy), input=dense, y=copy(a.y))
+    return dense, function(dense, *others)
