@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multibn.communicators import Communicator, SingleProcess, as_communicator
+from multibn.communicators import Communicator, as_communicator
 from multibn.communicators import lines as _lines
 from multibn.communicators.conversation import Conversation
 from multibn.communicators.transports import shared_memory
@@ -32,10 +32,6 @@ def check_world_conforms(world: Communicator) -> None:
 
 def check_group_conforms(world: Communicator) -> None:
     conformance.check_communicator(world.split(world.rank // 2))
-
-
-def check_single_process_conforms(world: Communicator) -> None:
-    conformance.check_communicator(SingleProcess())
 
 
 @only("torchrun")
@@ -60,18 +56,9 @@ def check_every_transport_names_who_misses_a_deadline(world: Communicator) -> No
         conformance.check_deadline(comm, world)
 
 
-@only(sizes=(2,))  # the lines of any number of ranks are the same code, but for several machines
+@only(sizes=(2, 3))  # of 3 ranks, torchrun's are on two machines
 def check_interruptions_and_forks_are_named(world: Communicator) -> None:
     """Of every transport of the launcher."""
-    _interrupt_and_fork(world)
-
-
-@only("torchrun", sizes=(3,))
-def check_interruptions_and_forks_are_named_on_two_machines(world: Communicator) -> None:
-    _interrupt_and_fork(world)
-
-
-def _interrupt_and_fork(world: Communicator) -> None:
     for comm in _of_each_transport(world):
         conformance.check_fork(comm, used=False)
         conformance.check_fork(comm, used=True)
@@ -250,6 +237,18 @@ def _phase(communicator: Communicator, name: str) -> Any:
     return Conversation(communicator, lambda: name).during("forward", np.dtype("float32"))
 
 
+def _said(communicator: Any, payload: Any, world: Communicator) -> str:
+    """What a sum raises, once all ranks are here again: `communicator` is not used after it."""
+    said = ""
+    try:
+        communicator.allreduce(payload)
+    except (ConnectionError, RuntimeError) as error:
+        said = str(error)
+    communicator.lines.abandon()
+    world.allreduce(np.ones(1))
+    return said
+
+
 def _resources() -> tuple[int, int]:
     """Descriptors and threads of this process."""
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
@@ -332,17 +331,11 @@ def check_a_rank_that_lets_go_is_missed(world: Communicator) -> None:
 
     communicator = fresh(world)
     communicator.allreduce(np.ones(1))
-    lines, said = communicator.lines, ""
     if world.rank == 1:
         dist.destroy_process_group(communicator.group)
+        world.allreduce(np.ones(1))
     else:
-        try:
-            communicator.allreduce(np.ones(1))
-        except (ConnectionError, RuntimeError) as error:
-            said = str(error)
-        lines.abandon()
-    world.allreduce(np.ones(1))
-    if world.rank != 1:
+        said = _said(communicator, np.ones(1), world)
         # Ranks that have no connection with rank 1 hear of the failure of those that have.
         assert "for rank(s) [1], whose program ended before it came there: rank 1 (mach" in said
 
@@ -351,14 +344,7 @@ def check_a_rank_that_lets_go_is_missed(world: Communicator) -> None:
 def check_unlike_arrays_are_refused(world: Communicator) -> None:
     """Sums of unlike arrays: over gloo itself, the process with the shorter one would end."""
     for mine in (np.ones(3 + world.rank), np.ones(3, np.float32 if world.rank else np.float64)):
-        communicator = fresh(world)
-        said = ""
-        try:
-            communicator.allreduce(mine)
-        except RuntimeError as error:
-            said = str(error)
-        communicator.lines.abandon()
-        world.allreduce(np.ones(1))
+        said = _said(fresh(world), mine, world)
         assert "the ranks are in different places: rank " in said
         assert "is in a sum of float64 numbers of shape (3,)" in said
 
