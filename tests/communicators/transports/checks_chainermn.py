@@ -59,8 +59,10 @@ def _train(link: Any, x: Any, dy: Any, **arguments: Any) -> list[Any]:
 
 def check_equals_chainermn(world: Communicator) -> None:
     """Also on uneven batches, where its numbers are not those of the whole batch."""
-    plain = {"use_gamma": False}, {"use_beta": False}
-    cases = [(split, t, {}) for split in ("even", "uneven", "spatial") for t in (False, True)]
+    plain: list[dict[str, Any]] = [{"use_gamma": False}, {"use_beta": False}]
+    cases: list[Any] = [
+        (split, t, {}) for split in ("even", "uneven", "spatial") for t in (False, True)
+    ]
     for split, finetune, options in (*cases, *(("even", False, given) for given in plain)):
         links = _peers(dtype=np.float64, **options)
         for step in range(3):

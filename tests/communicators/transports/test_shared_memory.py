@@ -60,7 +60,8 @@ class Ranks:
 
 def _on_ranks(size: int, function: Callable[[Ranks], Any]) -> tuple[list[Any], set[Any]]:
     """What the function returns on each rank, and between which ranks lines of gloo were opened."""
-    store, opened = dist.HashStore(), set()
+    store = dist.HashStore()
+    opened: set[Any] = set()
     over = threading.Barrier(size)
 
     def run(world: ThreadCommunicator) -> Any:
