@@ -26,27 +26,18 @@ def _under_torchrun(world: Communicator) -> bool:
     return type(world).__name__ == "TorchDistributed"
 
 
-def check_world_conforms(world: Communicator) -> None:
-    conformance.check_communicator(world)
-
-
-def check_group_conforms(world: Communicator) -> None:
+def check_every_transport_conforms(world: Communicator) -> None:
+    """Of the launcher, and a group of it."""
+    for comm in _of_each_transport(world):
+        conformance.check_communicator(comm)
     conformance.check_communicator(world.split(world.rank // 2))
 
 
 @only("torchrun")
-def check_default_conforms(world: Communicator) -> None:
-    """None is the default process group under torchrun."""
+def check_the_default_is_the_default_process_group(world: Communicator) -> None:
     default = as_communicator(None)
     assert (default.rank, default.size) == (world.rank, world.size)
-    conformance.check_communicator(default)
-
-
-@only("mpiexec", needs=("chainer",))
-def check_chainermn_conforms(world: Communicator) -> None:
-    from tests.communicators.transports.checks_chainermn import naive
-
-    conformance.check_communicator(as_communicator(naive()))
+    assert default.allreduce(np.ones(1)) == world.size
 
 
 @only(sizes=(2, 3, 4))
@@ -116,17 +107,6 @@ def _machines_of_two(world: Communicator) -> Iterator[None]:
         shared_memory._opened = opened
 
 
-@only("torchrun")
-def check_machines_conform(world: Communicator) -> None:
-    """Without shared memory, and with shared memory inside of several machines."""
-    import torch.distributed as dist
-
-    for context in (_no_shared_memory(), _machines_of_two(world)):
-        with context:
-            group = dist.new_group(list(range(world.size)))
-            conformance.check_communicator(as_communicator(group))
-
-
 @only("torchrun", sizes=(2, 3, 4))
 def check_the_line_that_is_opened_fits_the_machines(world: Communicator) -> None:
     import torch.distributed as dist
@@ -154,11 +134,6 @@ def _of_another_backend(size: int) -> Any:
             name, lambda store, rank, size, timeout: gloo(store, rank, size, timeout), devices="cpu"
         )
     return dist.new_group(list(range(size)), backend=name)
-
-
-@only("torchrun")
-def check_another_backend_conforms(world: Communicator) -> None:
-    conformance.check_communicator(as_communicator(_of_another_backend(world.size)))
 
 
 @only(sizes=(2,), needs=("torch",))  # the answers do not depend on the number of ranks
@@ -389,12 +364,6 @@ def check_a_pickle_of_a_larger_world_is_refused(world: Communicator) -> None:
         message = rf"made for ranks \[.*{world.size}\] of MPI.COMM_WORLD, and this is rank "
         with pytest.raises(RuntimeError, match=rf"{message}{world.rank} of {world.size}\. Give th"):
             restored.allreduce(np.ones(1))
-
-
-def check_other_types_are_refused(world: Communicator) -> None:
-    for wrong in ("nccl", 3.0, True, object(), {0, 1}):
-        with pytest.raises(TypeError, match="a communicator must be None, a torch ProcessGroup"):
-            as_communicator(wrong)  # type: ignore[arg-type]
 
 
 @only(needs=("torch",))

@@ -84,28 +84,6 @@ def check_groups_conform(world: Communicator) -> None:
         conformance.check_communicator(group)
 
 
-def check_a_group_has_the_ranks_that_its_spec_names(world: Communicator) -> None:
-    k, everyone = _pair(world), list(range(world.size))
-    mates = list(_mates(world, k))
-    with machines(world, k):
-        found = [
-            _members(world, group)
-            for group in (
-                Group(world, "machine"),
-                Group(world, k),
-                Group(world, everyone),
-                Group(world, tuple(reversed(everyone))),
-                Group(world, mates),  # lists that partition the ranks
-                Group(Group(world, "machine"), 1),
-                Group(Group(world, "machine"), k),
-            )
-        ]
-    expected = [mates, mates, everyone, everyone[::-1], mates, [world.rank], mates]
-    here = _members(world, Group(world, "machine"))  # all ranks of a test are on one machine
-    assert found == expected
-    assert here == everyone
-
-
 @only(sizes=(4,))
 def check_lists_are_known_on_all_ranks(world: Communicator) -> None:
     """After own lists, a list of some ranks is known on the others, too, which do not wait."""

@@ -98,27 +98,6 @@ def check_a_backend_that_does_not_fit_is_refused(world: Communicator) -> None:
         assert communicator.communication_backend == "mpi"
 
 
-def check_multi_node_optimizer_trains(world: Communicator) -> None:
-    """create_multi_node_optimizer averages gradients that are means already: nothing changes."""
-    import chainer
-    import chainermn
-
-    model = create_mnbn_model(_small_model(), naive())
-    optimizer = chainermn.create_multi_node_optimizer(chainer.optimizers.SGD(0.1), naive())
-    optimizer.setup(model)
-    rng = np.random.default_rng(world.rank)
-    for _ in range(3):
-        model.cleargrads()
-        loss = chainer.functions.mean(model(rng.normal(size=(4, 2, 5, 5)).astype("f")) ** 2)
-        loss.backward()
-        before = model[1].gamma.grad.copy()
-        naive().multi_node_mean_grad(model)
-        np.testing.assert_allclose(model[1].gamma.grad, before, rtol=1e-6)
-        optimizer.update()
-    values = world.allreduce(model[1].gamma.array.astype(np.float64))
-    np.testing.assert_allclose(values / world.size, model[1].gamma.array, rtol=1e-6)
-
-
 def check_chainermns_link_updates_twice_in_forgotten_blocks(world: Communicator) -> None:
     """The negative control: ours updates once, be it forgotten by Chainer's function or ours."""
     import chainer
@@ -136,18 +115,6 @@ def check_chainermns_link_updates_twice_in_forgotten_blocks(world: Communicator)
             updates.append(link.avg_mean / _whole_mean(xs))
     for update, expected in zip(updates, (0.19, 0.1, 0.19, 0.1), strict=True):
         np.testing.assert_allclose(update, expected, rtol=1e-9)
-
-
-def check_a_communicator_that_chainermn_split_is_a_group(world: Communicator) -> None:
-    """A communicator that comm.split made."""
-    group = naive().split(world.rank % 2, world.rank)
-    xs, _ = parity.batches("uneven", world.size, "float64", seed=0)
-    link = MultiNodeBatchNormalization(CHANNELS, group, dtype=np.float64)
-    link(xs[world.rank])
-    world.allreduce(np.zeros(1))
-    assert link.comm is group
-    mean = _whole_mean(xs[world.rank % 2 :: 2])
-    np.testing.assert_allclose(link.avg_mean, 0.1 * mean, rtol=1e-10)
 
 
 def check_allreduce_persistent_keeps_averages_that_are_equal(world: Communicator) -> None:

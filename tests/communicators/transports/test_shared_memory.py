@@ -105,8 +105,8 @@ def _message(rank: int, kind: str, shape: tuple[int, ...]) -> HostArray:
     return np.asarray(100 * rng.standard_normal(shape)).astype(kind)
 
 
-KINDS = ("float64", "float32", "int64", "uint8", "complex128")
-SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (7,), (3, 5), (20_000,))
+KINDS = ("float64", "float32", "int64", "int16", "uint8", "complex128")
+SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (7,), (3, 5), (516,), (517,), (20_000,))
 LARGE = 2**16  # bytes: longer arrays go over another kind of line
 
 
