@@ -56,10 +56,6 @@ class Call:
     generic: bool
     seed: int
 
-    @property
-    def kind(self) -> str:
-        return "" if self.ranks[0].counts is None else ", masked"
-
 
 def _mostly(draw: Any, usual: Any, *unusual: Any, odds: int = 8) -> Any:
     return draw(st.sampled_from((usual,) * odds + unusual))
@@ -156,7 +152,8 @@ def laid_out(a: Array, layout: str, rng: np.random.Generator) -> Array:
     elif layout == "offset":
         view = np.empty(a.size + 3, a.dtype)[3:].reshape(a.shape)
     elif layout == "expanded" and a.ndim and a.size:
-        return np.broadcast_to(a[..., :1].copy(), a.shape)
+        row = a[..., :1].copy()
+        return np.lib.stride_tricks.as_strided(row, a.shape, (*row.strides[:-1], 0))
     elif layout == "overlapping" and a.size:
         memory = a.reshape(-1)[: sum(n - 1 for n in a.shape) + 1].copy()
         return np.lib.stride_tricks.as_strided(memory, a.shape, (a.itemsize,) * a.ndim)
