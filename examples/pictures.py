@@ -1,7 +1,7 @@
 """The look of all pictures. A colour has one meaning everywhere, for light pages and for dark ones.
 
 The colours are Okabe and Ito's, which colour-blind readers tell apart, and greys.
-tests/pages/test_pictures.py holds that pictures have no others, and text that a phone shows.
+tests/pages/test_pictures.py holds that pictures have no others.
 """
 
 from collections.abc import Callable
