@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from multibn import CommunicatorLike, Group, SingleProcess, as_communicator
-from multibn.communicators import Communicator, groups, lookup
+from multibn.communicators import groups, lookup
 from tests.helpers import require
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
@@ -184,14 +184,6 @@ def test_the_list_of_another_machine_is_refused_once_and_again() -> None:
     assert one[0].endswith("[2, 0]). Give each process a group that it belongs to.")
     assert one == one[:1] * 3
     assert splits == [1, 1, 1]
-
-
-def test_groups_split() -> None:
-    def work(world: ThreadCommunicator) -> tuple[int, int]:
-        part: Communicator = Group(world, 2).split(0, -world.rank)
-        return part.rank, part.size
-
-    assert run_ranks(4, work) == [(1, 2), (0, 2)] * 2
 
 
 @pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -166,13 +167,10 @@ def laid_out(a: Array, layout: str, rng: np.random.Generator) -> Array:
 @contextmanager
 def kernels_used(generic: bool) -> Iterator[None]:
     """The native passes, or the reference's, as MULTIBN_KERNELS says."""
-    before = os.environ.get("MULTIBN_KERNELS")
     try:
-        os.environ["MULTIBN_KERNELS"] = "generic" if generic else ""
-        kernels._native.cache_clear()
-        yield
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MULTIBN_KERNELS", "generic" if generic else "")
+            kernels._native.cache_clear()
+            yield
     finally:
-        os.environ.pop("MULTIBN_KERNELS")
-        if before is not None:
-            os.environ["MULTIBN_KERNELS"] = before
         kernels._native.cache_clear()
