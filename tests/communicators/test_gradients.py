@@ -59,7 +59,7 @@ PROGRAMS: dict[str, Callable[..., object]] = {
     "empty": lambda torch, first, bn, x: _learn(bn(first(x[:0]))),
     "checkpointed": _checkpointed,
     "reversible": _reversible,
-    "stored": lambda *parts: _reversible(*parts, "stored"),
+    "stored": lambda torch, first, bn, x: _reversible(torch, first, bn, x, "stored"),
     "twice": _twice,
     "evaluated": lambda torch, first, bn, x: bn.eval()(first(x)),
 }
