@@ -19,7 +19,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 
 .DEFAULT_GOAL := help
-.PHONY: help demo video test lint docs site evidence bench gpu fuzz faults soak mutants programs versions release clean
+.PHONY: help demo video test lint docs evidence bench gpu fuzz faults soak mutants programs versions release clean
 
 # --no-compile: Python compiles what is imported; all files, one after the other, take pip a minute.
 $(VENV)/installed: pyproject.toml setup.py constraints.txt chainer-constraints.txt $(wildcard multibn/*/*/*.[ch])
@@ -52,7 +52,7 @@ demo: $(VENV)/installed  ## train the same network in both frameworks, synchroni
 
 test: $(VENV)/installed $(VENV)/originals  ## all tests; what this set-up must be able to run may not be skipped
 	@echo "About ten minutes on two cores."
-	$(BIN)/python -m pytest --require torch,chainer,core,torchrun,mpiexec,mmengine,mmpretrain,lightning,video,cli,dev
+	$(BIN)/python -m pytest --require torch,chainer,core,torchrun,mpiexec,mmengine,mmpretrain,lightning,cli,dev
 
 video: $(VENV)/installed  ## train a reversible MViT on real video, on two ranks
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/video.py
@@ -70,9 +70,6 @@ docs: $(VENV)/docs  ## the documentation site: out/site/index.html; any warning 
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --doctree-dir out/doctrees docs out/site
 	@echo "out/site/index.html; for excerpts in its search: python -m http.server --directory out/site"
 
-site: docs  ## what a browser cuts off the site's pages, broken links, ten searches; needs chromium
-	$(BIN)/python -m tests.pages.site out/site
-
 $(VENV)/evidence: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --editable '.[evidence]'
 	touch $@
@@ -86,7 +83,7 @@ bench: $(VENV)/installed  ## what a layer, a network and a message cost beside t
 gpu:  ## the GPU path, checked and timed in three slots of ten minutes by this machine's own Python: SLOT, OUT
 	$(OWN_PYTHON) -m benchmarks.gpu $(addprefix --slot ,$(SLOT)) --output $(or $(OUT),out/gpu)
 
-fuzz: $(VENV)/installed  ## 10,000 layer calls in each framework, a quarter of them masked, 200 sets of equal models, 2,000 spoiled files
+fuzz: $(VENV)/installed  ## 10,000 layer calls in each framework, a quarter of them masked, 2,000 spoiled files
 	MULTIBN_FUZZ=10000 $(BIN)/python -m pytest -s tests/fuzz tests/checkpoint/test_fuzz_files.py
 
 faults: $(VENV)/installed  ## what goes wrong in training, done on purpose: docs/faults.md, faults/results

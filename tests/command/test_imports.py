@@ -113,19 +113,6 @@ def test_folders_have_at_most_twelve_files() -> None:
     assert not {str(folder): count for folder, count in counts.items() if count > 12}
 
 
-def test_neither_backend_imports_the_other() -> None:
-    # The last has names of one; the others import each where they use it.
-    serve_both = ("parity", "_launch", "torch")
-    wrong = [
-        f"{module} imports {imported}"
-        for module, others in _arrows().items()
-        for imported in others
-        if module.split(".")[0] not in serve_both and "_backend" in imported
-        if not module.startswith(imported.split(".")[0])
-    ]
-    assert not wrong
-
-
 def test_modules_import_each_other_in_no_circles() -> None:
     arrows = _arrows()
     reached: dict[str, set[str]] = {}

@@ -5,12 +5,13 @@ Tried so, and not on such a system itself.
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from multibn._launch import environment
-from tests.helpers import launch, require
+from tests.helpers import require
 
 pytestmark = pytest.mark.launches
 
@@ -73,9 +74,10 @@ if size > 1:
 def _train(size: int, folder: Path) -> tuple[list[float], dict[str, dict[str, str]]]:
     script, store = folder / "program.py", folder / "store"
     script.write_text(TAKEN_AWAY + PROGRAM)
+    # No forks, which have imported multibn on the whole system.
     ranks = [
         subprocess.Popen(
-            [launch.python(), str(script), str(rank), str(size), str(store)],
+            [sys.executable, str(script), str(rank), str(size), str(store)],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env=environment() | {"MULTIBN_TIMEOUT": "60"},
         )

@@ -8,13 +8,12 @@ import inspect
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import cache, partial
-from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args, get_origin
+from typing import Any, NamedTuple, TypeAlias, get_args
 
 import pytest
 
@@ -91,6 +90,10 @@ RULES = {name: rule for names, rule in _RULES.items() for name in names.split()}
 OTHER_RULES = {
     ("get_norm", "dim"): Wrong((0, 4, -1, *ANY_INT.values)),
     ("PreciseBNHook", "mode"): Wrong((3, True)),  # a model may have any modes
+}
+EXEMPT = {
+    "torch_backend.reversible.mvit.config.RevMViTConfig(norm=)",  # for the model to check
+    "communicators.transports.mpi.MPI(comm=)",  # looking at it initialises MPI
 }
 # Arguments that a callable hands on by `**options`.
 HANDED_ON = {
@@ -286,83 +289,3 @@ def test_wrong_arguments_are_refused_when_built(room: Callable[[], dict[Call, Ca
                     continue
             wrong.append(f"{_name(built)}({name}={value!r}): {said}")
     assert not wrong, "\n".join(wrong)
-
-
-# Their numbers and choices are refused under other names, or there are none to check.
-EXEMPT = {
-    **dict.fromkeys(
-        ("Moments", "BatchStatistics", "LayerStatistics", "Converted"),
-        "results, which users read",
-    ),
-    **dict.fromkeys(
-        (
-            "aggregate", "local_moments", "running_variance",
-        ),
-        "functions of arrays: nothing is built, and each training step calls them",
-    ),
-    "BatchNorm": "the constructor is that of torch's batch norms",
-    "ChainerMN": "`select_backend` and `timeout`, in the rows of `select_backend` and `MPI`",
-    **dict.fromkeys(("allreduce", "sum_by_nccl"), "a function of arrays"),
-    "register_allreduce_hook": "takes DistributedDataParallel, which needs ranks",
-    **dict.fromkeys(("find_comm", "restore"), "takes ranks that a communicator has"),
-    "torch_backend.reversible.mvit.config.RevMViTConfig(norm=)": "for the model to check",
-    "communicators.transports.mpi.MPI(comm=)": "looking at it initialises MPI",
-}  # fmt: skip
-PACKAGES = (
-    "multibn",
-    "multibn.communicators",
-    "multibn.torch_backend",
-    "multibn.torch_backend.reversible",
-    "multibn.chainer_backend",
-    "multibn.checkpoint",
-)
-MODULES = (
-    "multibn.communicators.transports.chainermn",
-    "multibn.communicators.transports.mpi",
-    "multibn.communicators.transports.torch_distributed",
-    "multibn.torch_backend.integrations.lightning",
-    "multibn.torch_backend.integrations.mmengine",
-)
-_RANKS = ("process_group", "comm", "parent", "spec", "obj")
-_TEXTS = ("prefix", "src", "dst", "ignore")
-
-
-def _public() -> Iterator[Any]:
-    for name in (*PACKAGES, *MODULES):
-        for key, value in vars(import_module(name)).items():
-            home = getattr(value, "__module__", None) or ""
-            here = home.startswith(name) if name in PACKAGES else home == name
-            is_error = inspect.isclass(value) and issubclass(value, Exception)
-            if callable(value) and here and not key.startswith("_") and not is_error:
-                yield value
-
-
-def _is_checkable(hint: Any) -> bool:
-    """Whether a type is, or contains, a number, a text or a choice of words."""
-    origin = get_origin(hint)
-    if origin is Literal or hint in (int, float, str):
-        return True
-    if inspect.isclass(origin) and issubclass(origin, Mapping | Callable):
-        return False
-    return any(map(_is_checkable, get_args(hint)))
-
-
-def _checkable(built: Any) -> set[str]:
-    """The arguments that name ranks, or are numbers or choices."""
-    return {
-        name
-        for name, parameter in inspect.signature(built).parameters.items()
-        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        and (name in _RANKS or (name not in _TEXTS and _is_checkable(parameter.annotation)))
-    }
-
-
-def test_every_public_argument_has_a_rule_and_a_call() -> None:
-    calls = {built for room in ROOMS for built in _calls(room)}
-    missing = []
-    for built in _public():
-        if built.__name__ not in EXEMPT and not getattr(built, "_is_protocol", False):
-            known = RULES.keys() if built in calls else set()
-            missing += [f"{_name(built)}({name}=)" for name in _checkable(built) - known]
-    missing = [name for name in missing if name not in EXEMPT]
-    assert not missing, "without a rule for the argument, or without a call in ROOMS"

@@ -27,37 +27,6 @@ def test_the_workflow_runs_each_set() -> None:
     assert "secrets" not in WORKFLOW
 
 
-def test_the_table_has_the_counts_of_each_run(tmp_path: Path) -> None:
-    junit = tmp_path / "junit.xml"
-    junit.write_text(
-        '<testsuites><testsuite><testcase classname="a" name="b"/>'
-        '<testcase classname="a" name="c"><failure message="assert 1&#10;more"/></testcase>'
-        '<testcase classname="" name="d"><error message="no module"/></testcase>'
-        '<testcase classname="a" name="e"><skipped message="no GPU"/></testcase>'
-        "</testsuite></testsuites>"
-    )
-    outcome = report.outcome(junit)
-    assert outcome == {
-        "passed": 1,
-        "failed": 2,
-        "skipped": 1,
-        "reasons": [
-            ("failed: `.d`: no module", 1),
-            ("failed: `a.c`: assert 1", 1),
-            ("skipped: no GPU", 1),
-        ],
-    }
-    versions = {"Python": "3.13.0"} | dict.fromkeys(report.PACKAGES, "-") | {"torch": "2.15.0"}
-    run = {"name": "newest", "date": "2026-11-22", "commit": "0b3e8a9"}
-    row = run | {"versions": versions, "outcome": outcome}
-    older = row | {"name": "older", "versions": versions | {"torch": "2.6.0+cpu"}}
-    page = report.page([row, older])
-    line = "| newest | 3.13.0 | 2.15.0 | - | - | - | - | 1 | 2 | 1 | 2026-11-22 | 0b3e8a9 |"
-    assert line in page
-    assert page.index("| older |") < page.index(line)
-    assert "- newest: 1 skipped: no GPU" in page
-
-
 def test_the_sdist_has_every_file(tmp_path: Path) -> None:
     """What git knows, in a copy, so that no build writes into the tree."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multibn.communicators import Communicator, SingleProcess, as_communicator
+from multibn.communicators import Communicator, as_communicator
 from multibn.communicators import lines as _lines
 from multibn.communicators.conversation import Conversation
 from multibn.communicators.transports import shared_memory
@@ -26,31 +26,18 @@ def _under_torchrun(world: Communicator) -> bool:
     return type(world).__name__ == "TorchDistributed"
 
 
-def check_world_conforms(world: Communicator) -> None:
-    conformance.check_communicator(world)
-
-
-def check_group_conforms(world: Communicator) -> None:
+def check_every_transport_conforms(world: Communicator) -> None:
+    """Of the launcher, and a group of it."""
+    for comm in _of_each_transport(world):
+        conformance.check_communicator(comm)
     conformance.check_communicator(world.split(world.rank // 2))
 
 
-def check_single_process_conforms(world: Communicator) -> None:
-    conformance.check_communicator(SingleProcess())
-
-
 @only("torchrun")
-def check_default_conforms(world: Communicator) -> None:
-    """None is the default process group under torchrun."""
+def check_the_default_is_the_default_process_group(world: Communicator) -> None:
     default = as_communicator(None)
     assert (default.rank, default.size) == (world.rank, world.size)
-    conformance.check_communicator(default)
-
-
-@only("mpiexec", needs=("chainer",))
-def check_chainermn_conforms(world: Communicator) -> None:
-    from tests.communicators.transports.checks_chainermn import naive
-
-    conformance.check_communicator(as_communicator(naive()))
+    assert default.allreduce(np.ones(1)) == world.size
 
 
 @only(sizes=(2, 3, 4))
@@ -60,18 +47,9 @@ def check_every_transport_names_who_misses_a_deadline(world: Communicator) -> No
         conformance.check_deadline(comm, world)
 
 
-@only(sizes=(2,))  # the lines of any number of ranks are the same code, but for several machines
+@only(sizes=(2, 3))  # of 3 ranks, torchrun's are on two machines
 def check_interruptions_and_forks_are_named(world: Communicator) -> None:
     """Of every transport of the launcher."""
-    _interrupt_and_fork(world)
-
-
-@only("torchrun", sizes=(3,))
-def check_interruptions_and_forks_are_named_on_two_machines(world: Communicator) -> None:
-    _interrupt_and_fork(world)
-
-
-def _interrupt_and_fork(world: Communicator) -> None:
     for comm in _of_each_transport(world):
         conformance.check_fork(comm, used=False)
         conformance.check_fork(comm, used=True)
@@ -129,17 +107,6 @@ def _machines_of_two(world: Communicator) -> Iterator[None]:
         shared_memory._opened = opened
 
 
-@only("torchrun")
-def check_machines_conform(world: Communicator) -> None:
-    """Without shared memory, and with shared memory inside of several machines."""
-    import torch.distributed as dist
-
-    for context in (_no_shared_memory(), _machines_of_two(world)):
-        with context:
-            group = dist.new_group(list(range(world.size)))
-            conformance.check_communicator(as_communicator(group))
-
-
 @only("torchrun", sizes=(2, 3, 4))
 def check_the_line_that_is_opened_fits_the_machines(world: Communicator) -> None:
     import torch.distributed as dist
@@ -167,11 +134,6 @@ def _of_another_backend(size: int) -> Any:
             name, lambda store, rank, size, timeout: gloo(store, rank, size, timeout), devices="cpu"
         )
     return dist.new_group(list(range(size)), backend=name)
-
-
-@only("torchrun")
-def check_another_backend_conforms(world: Communicator) -> None:
-    conformance.check_communicator(as_communicator(_of_another_backend(world.size)))
 
 
 @only(sizes=(2,), needs=("torch",))  # the answers do not depend on the number of ranks
@@ -250,39 +212,39 @@ def _phase(communicator: Communicator, name: str) -> Any:
     return Conversation(communicator, lambda: name).during("forward", np.dtype("float32"))
 
 
+def _said(communicator: Any, payload: Any, world: Communicator) -> str:
+    """What a sum raises, once all ranks are here again: `communicator` is not used after it."""
+    said = ""
+    try:
+        communicator.allreduce(payload)
+    except (ConnectionError, RuntimeError) as error:
+        said = str(error)
+    communicator.lines.abandon()
+    world.allreduce(np.ones(1))
+    return said
+
+
 def _resources() -> tuple[int, int]:
     """Descriptors and threads of this process."""
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
-def check_widths_take_no_descriptors_and_threads(world: Communicator) -> None:
-    """20 widths; a step of each of them is exact. Over MPI, each has a duplicate of 40 kB."""
-    communicator = fresh(world)
-    _phase(communicator, "first").allreduce(np.ones(6))
-    before = _resources()
-    for C in range(3, 403, 20):
-        payload = np.arange(2.0 * C + 2) + world.rank
-        summed = _phase(communicator, f"bn{C}").allreduce(payload.copy())
-        expected = world.size * (payload - world.rank) + sum(range(world.size))
-        np.testing.assert_array_equal(summed, expected)
-    after = _resources()
-    duplicates = getattr(communicator.lines.transport, "duplicates", [])
-    assert after == before
-    assert len(duplicates) in (0, 23)  # any array, first messages, and each width once
-
-
-@only("torchrun")
-def check_200_widths_over_gloo_take_one_group(world: Communicator) -> None:
-    """A connection with each other rank and a thread, whatever the number of widths."""
-    with _no_shared_memory():
-        communicator = fresh(world)
-        before = _resources()
-        for C in range(3, 1603, 8):
-            summed = _phase(communicator, f"bn{C}").allreduce(np.full(2 * C + 2, world.rank + 1.0))
-            np.testing.assert_array_equal(summed, sum(range(world.size + 1)))
-    descriptors, threads = (a - b for a, b in zip(_resources(), before, strict=True))
-    assert descriptors <= world.size - 1
-    assert threads <= 2  # gloo's, and the one that asks the store
+def check_any_number_of_widths_takes_no_descriptors_and_threads(world: Communicator) -> None:
+    """Over gloo, one group. Over MPI, each width has a duplicate of 40 kB."""
+    for context in (contextlib.nullcontext(), _no_shared_memory()):
+        with context:
+            communicator = fresh(world)
+            _phase(communicator, "first").allreduce(np.ones(6))
+            before = _resources()
+            for C in range(3, 403, 4):
+                summed = _phase(communicator, f"bn{C}").allreduce(
+                    np.arange(2.0 * C + 2) + world.rank
+                )
+                expected = world.size * np.arange(2.0 * C + 2) + sum(range(world.size))
+                np.testing.assert_array_equal(summed, expected)
+            duplicates = getattr(communicator.lines.transport, "duplicates", [])
+            assert _resources() == before
+            assert len(duplicates) in (0, 103)  # any array, first messages, and each width once
 
 
 @only(sizes=(2,))  # the same code for any number of ranks
@@ -332,17 +294,11 @@ def check_a_rank_that_lets_go_is_missed(world: Communicator) -> None:
 
     communicator = fresh(world)
     communicator.allreduce(np.ones(1))
-    lines, said = communicator.lines, ""
     if world.rank == 1:
         dist.destroy_process_group(communicator.group)
+        world.allreduce(np.ones(1))
     else:
-        try:
-            communicator.allreduce(np.ones(1))
-        except (ConnectionError, RuntimeError) as error:
-            said = str(error)
-        lines.abandon()
-    world.allreduce(np.ones(1))
-    if world.rank != 1:
+        said = _said(communicator, np.ones(1), world)
         # Ranks that have no connection with rank 1 hear of the failure of those that have.
         assert "for rank(s) [1], whose program ended before it came there: rank 1 (mach" in said
 
@@ -351,14 +307,7 @@ def check_a_rank_that_lets_go_is_missed(world: Communicator) -> None:
 def check_unlike_arrays_are_refused(world: Communicator) -> None:
     """Sums of unlike arrays: over gloo itself, the process with the shorter one would end."""
     for mine in (np.ones(3 + world.rank), np.ones(3, np.float32 if world.rank else np.float64)):
-        communicator = fresh(world)
-        said = ""
-        try:
-            communicator.allreduce(mine)
-        except RuntimeError as error:
-            said = str(error)
-        communicator.lines.abandon()
-        world.allreduce(np.ones(1))
+        said = _said(fresh(world), mine, world)
         assert "the ranks are in different places: rank " in said
         assert "is in a sum of float64 numbers of shape (3,)" in said
 
@@ -403,12 +352,6 @@ def check_a_pickle_of_a_larger_world_is_refused(world: Communicator) -> None:
         message = rf"made for ranks \[.*{world.size}\] of MPI.COMM_WORLD, and this is rank "
         with pytest.raises(RuntimeError, match=rf"{message}{world.rank} of {world.size}\. Give th"):
             restored.allreduce(np.ones(1))
-
-
-def check_other_types_are_refused(world: Communicator) -> None:
-    for wrong in ("nccl", 3.0, True, object(), {0, 1}):
-        with pytest.raises(TypeError, match="a communicator must be None, a torch ProcessGroup"):
-            as_communicator(wrong)  # type: ignore[arg-type]
 
 
 @only(needs=("torch",))

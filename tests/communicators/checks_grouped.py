@@ -1,26 +1,19 @@
 """Statistics shared in groups of ranks, against the oracle of each group."""
 
-import copy
-import io
+import itertools
 import os
-import pickle
 import re
-import tempfile
-import warnings
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from multibn import Group, as_communicator
 from multibn.communicators import Communicator, groups, lookup
-from multibn.communicators.transports.torch_distributed import TorchDistributed
 from multibn.parity import oracle
 from multibn.parity.oracle import relative_error
 from multibn.torch_backend import (
@@ -28,12 +21,11 @@ from multibn.torch_backend import (
     NaiveSyncBatchNorm2d,
     NaiveSyncBatchNorm3d,
     SyncBatchNorm,
-    get_norm,
 )
 from tests.communicators import conformance
 from tests.communicators.checks_communicators import fresh
 from tests.harness.runs import on, only
-from tests.helpers import launch
+from tests.helpers.normalized import normalized
 from tests.helpers.ranks import CountingCommunicator
 
 RUNS = on("torchrun mpiexec", 1, 2, 4, needs="torch")
@@ -41,7 +33,6 @@ RUNS = on("torchrun mpiexec", 1, 2, 4, needs="torch")
 
 C = 3
 EPS = 1e-5
-MOMENTUM = 0.2
 NAIVE: dict[str, Any] = {"weighting": "rank", "running_var": "biased"}
 LAYERS: list[tuple[Any, tuple[int, ...]]] = [
     (NaiveSyncBatchNorm1d, ()),
@@ -93,28 +84,6 @@ def check_groups_conform(world: Communicator) -> None:
         conformance.check_communicator(group)
 
 
-def check_a_group_has_the_ranks_that_its_spec_names(world: Communicator) -> None:
-    k, everyone = _pair(world), list(range(world.size))
-    mates = list(_mates(world, k))
-    with machines(world, k):
-        found = [
-            _members(world, group)
-            for group in (
-                Group(world, "machine"),
-                Group(world, k),
-                Group(world, everyone),
-                Group(world, tuple(reversed(everyone))),
-                Group(world, mates),  # lists that partition the ranks
-                Group(Group(world, "machine"), 1),
-                Group(Group(world, "machine"), k),
-            )
-        ]
-    expected = [mates, mates, everyone, everyone[::-1], mates, [world.rank], mates]
-    here = _members(world, Group(world, "machine"))  # all ranks of a test are on one machine
-    assert found == expected
-    assert here == everyone
-
-
 @only(sizes=(4,))
 def check_lists_are_known_on_all_ranks(world: Communicator) -> None:
     """After own lists, a list of some ranks is known on the others, too, which do not wait."""
@@ -138,28 +107,16 @@ def check_lists_are_known_on_all_ranks(world: Communicator) -> None:
 
 
 @only("torchrun")
-def check_a_spec_alone_groups_the_default_communicator(world: Communicator) -> None:
-    k, everyone = _pair(world), list(range(world.size))
-    found = [_members(world, as_communicator(obj)) for obj in ("machine", k, everyone[::-1])]
-    assert found == [everyone, list(_mates(world, k)), everyone[::-1]]
-
-
-@only("torchrun")
-def check_a_dimension_of_a_mesh_is_a_group(world: Communicator) -> None:
-    """Named, of a mesh with two: the statistics are those of the column's, or row's, batch."""
+def check_a_spec_or_a_dimension_of_a_mesh_is_a_group(world: Communicator) -> None:
     import torch.distributed as dist
 
-    k = _pair(world)
+    k, everyone = _pair(world), list(range(world.size))
+    found = [_members(world, as_communicator(obj)) for obj in ("machine", k, everyone[::-1])]
     mesh = dist.init_device_mesh("cpu", (world.size // k, k), mesh_dim_names=("dp", "mp"))
-    dp = list(range(world.rank % k, world.size, k))
-    for name, members in (("dp", dp), ("mp", list(_mates(world, k)))):
-        layer = SyncBatchNorm(C, momentum=1.0, process_group=mesh[name], dtype=torch.float64)
-        xs = [_array((r, 0), (2 + r, C, 4)) for r in range(world.size)]
-        layer(torch.from_numpy(xs[world.rank]))
-        assert layer.running_mean is not None
-        expected = np.concatenate([xs[r] for r in members]).mean((0, 2))
-        np.testing.assert_allclose(layer.running_mean, expected, rtol=1e-12)
-        assert _members(world, layer.process_group) == members
+    of_mesh = [_members(world, as_communicator(mesh[name])) for name in ("dp", "mp")]
+    mates = list(_mates(world, k))
+    assert found == [everyone, mates, everyone[::-1]]
+    assert of_mesh == [everyone[world.rank % k :: k], mates]
 
 
 def check_layers_of_equal_groups_share_one_communicator(world: Communicator) -> None:
@@ -186,215 +143,76 @@ def check_layers_of_equal_groups_share_one_communicator(world: Communicator) -> 
     assert counting.num_splits == (k < world.size)  # one machine is no reason to split
 
 
-def check_a_step_sends_one_message_each_way(world: Communicator) -> None:
-    counting = CountingGroups(world)
-    layer = NaiveSyncBatchNorm2d(0, num_features=C, process_group=counting)
-    x = _tensor((world.rank, 0), (2, C, 3, 3)).float().requires_grad_()
-    seen = []
-    for _ in range(3):
-        y = layer(x)
-        seen.append(counting.take())
-        y.sum().backward()
-        seen.append(counting.take())
-    table = [world.size] * (world.size > 1)  # who is on which machine, in the first step
-    # A rank alone has nobody to send a message to.
-    step = [[2 * C + 4], [2 * C + 4]] if world.size > 1 else [[], []]
-    assert seen == [[*table, *step[0]], step[1], *step * 2]
-
-
 # The numbers
+
+
+def _errors(
+    world: Communicator,
+    layer_class: Any,
+    spatial: tuple[int, ...],
+    dtype: Any,
+    options: dict[str, Any],
+    k: int,
+    formula: dict[str, Any] | None = None,
+) -> dict[str, float]:
+    """The largest relative errors of a step, from the oracle of `k` ranks with other batches."""
+    formula = options if formula is None else formula
+    settings = {"num_sync_devices": k, "eps": EPS, "momentum": 1.0, **options}
+    layer = layer_class(num_features=C, process_group=world, affine=False, **settings)
+    shapes = [(3 + 3 * (rank % k), C, *spatial) for rank in range(world.size)]
+    mates, me = _mates(world, k), world.rank % k
+    xs, dys = ([_array((r, n), shapes[r]).astype(dtype) for r in mates] for n in (0, 1))
+    x = torch.from_numpy(xs[me]).requires_grad_()
+    y = layer.to(x.dtype)(x)
+    y.backward(torch.from_numpy(dys[me]))
+    weighting = formula.get("weighting", "element")
+    whole = oracle.batch_norm(xs, dys, np.ones(C), np.zeros(C), eps=EPS, weighting=weighting)
+    factor = 1.0 if "running_var" in formula else whole.count / (whole.count - 1)
+    seen: Any = (
+        ("y", y, whole.y[me]),
+        ("dx", x.grad, whole.dx[me]),
+        ("running_mean", layer.running_mean, whole.mean),
+        ("running_var", layer.running_var, factor * whole.var),
+    )
+    return {name: relative_error(got.detach().numpy(), want) for name, got, want in seen}
 
 
 def check_a_group_gives_the_numbers_of_its_formula(world: Communicator) -> None:
     """By default those of one process on the group's batch; with NAIVE those of the originals."""
-    for layer_class, spatial in LAYERS:
-        for dtype in (np.float64, np.float32):
-            for options in ({}, NAIVE):
-                for name, error in _errors(world, layer_class, spatial, dtype, options).items():
-                    if options:
-                        bound = 1e-12 if dtype is np.float64 else 1e-6
-                    else:
-                        bound = 1e-11 if dtype is np.float64 else 1e-6 if name == "y" else 1e-5
-                    assert error < bound, (layer_class, name, error)
-
-
-def check_global_sync_shares_over_all_machines(world: Communicator) -> None:
-    """All ranks of all machines; `num_sync_devices` is not read."""
-    with machines(world, 1):
-        for formula in ({}, NAIVE):
-            options = {"num_sync_devices": 1, "global_sync": True, **formula}
-            errors = _errors(world, *LAYERS[2], np.float64, options, world.size)
-            assert all(error < 1e-11 for error in errors.values()), errors
-
-
-def check_the_conventions_differ(world: Communicator) -> None:
-    """The negative control: uneven batches tell the naive formula from the exact statistics."""
-    errors = _errors(world, *LAYERS[2], np.float64, {}, formula=NAIVE)
+    for (layer_class, spatial), dtype, options in itertools.product(
+        LAYERS, (np.float64, np.float32), ({}, NAIVE)
+    ):
+        errors = _errors(world, layer_class, spatial, dtype, options, _pair(world))
+        bound = 1e-11 if dtype is np.float64 else 2e-6
+        assert all(error < bound for error in errors.values()), (layer_class, errors)
+        with machines(world, 1):  # all ranks of all machines; `num_sync_devices` is not read
+            settings = {"num_sync_devices": 1, "global_sync": True, **options}
+            everywhere = _errors(world, layer_class, spatial, dtype, settings, world.size)
+        assert all(error < bound for error in everywhere.values()), (layer_class, everywhere)
+    # The negative control: uneven batches tell the naive formula from the exact statistics.
+    errors = _errors(world, *LAYERS[2], np.float64, {}, _pair(world), formula=NAIVE)
     assert errors["running_var"] > 1e-3, errors
     assert world.size == 1 or errors["y"] > 1e-3, errors
 
 
 def check_layers_train_without_parameters_or_buffers(world: Communicator) -> None:
-    """affine=False and track_running_stats=False, where the originals crash."""
+    """With an empty rank in each pair: where the originals crash."""
     k = _pair(world)
-    full = NaiveSyncBatchNorm3d(k, num_features=C, process_group=world, **NAIVE)
-    x = _tensor((world.rank, 1), (2 + world.rank, C, 2, 3, 4)).float()
-    expected = full(x)
-    cases: list[dict[str, Any]] = [
-        {"affine": False},
-        {"track_running_stats": False},
-        {"affine": False, "track_running_stats": False},
-        {"bias": False},
-        {"momentum": None},
-    ]
-    for options in cases:
-        layer: Any = NaiveSyncBatchNorm3d(
-            k, num_features=C, process_group=world, **NAIVE, **options
-        )
-        t = x.clone().requires_grad_()
-        y = layer(t)
+    x = _array((world.rank, 1), (0 if world.rank % 2 else 3, C, 2, 3, 4))
+    options: Any
+    for options in ({"affine": False}, {"track_running_stats": False}, {"momentum": None}):
+        layer = NaiveSyncBatchNorm3d(k, num_features=C, process_group=world, **NAIVE, **options)
+        t = torch.from_numpy(x).requires_grad_()
+        y = layer.double()(t)
         y.square().sum().backward()
-        torch.testing.assert_close(y, expected)
         assert t.grad is not None
-        if options.get("track_running_stats", True):
+        if len(x):
+            np.testing.assert_allclose(y.detach(), normalized([x], EPS)[0], rtol=1e-10, atol=1e-12)
+        if layer.num_batches_tracked is not None:
             assert int(layer.num_batches_tracked) == 1
-        else:
-            assert layer.running_mean is None
-
-
-def check_an_empty_rank_takes_part(world: Communicator) -> None:
-    """The originals refuse it."""
-    k = _pair(world)
-    for conventions in ({}, NAIVE):
-        layer: Any = NaiveSyncBatchNorm2d(
-            k, num_features=C, process_group=world, momentum=1.0, dtype=torch.float64, **conventions
-        )
-        xs = [_tensor((r, 2), (0 if r % 2 else 3, C, 2, 2)) for r in range(world.size)]
-        layer(xs[world.rank]).sum().backward()
-        expected = xs[world.rank // k * k].mean((0, 2, 3))  # of a pair, the even rank has data
-        torch.testing.assert_close(layer.running_mean, expected)
-
-
-# Layers with groups, from the making to the loading
-
-
-def check_copies_and_pickles_find_the_same_group(world: Communicator) -> None:
-    """Before and after the group is found, and in this same world."""
-    k = _pair(world)
-    x = _tensor((world.rank, 3), (2, C, 4, 4)).float()
-    layer = NaiveSyncBatchNorm2d(k, num_features=C, process_group=world)
-    early = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
-    state = io.BytesIO()
-    expected = layer(x)
-    torch.save(layer, state)
-    state.seek(0)
-    late = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
-    late.append(torch.load(state, weights_only=False))
-    for other in (*early, *late):
-        torch.testing.assert_close(other(x), expected)
-        assert _members(world, other.process_group) == list(_mates(world, k))
-    assert copy.deepcopy(layer).process_group is layer.process_group
-    ema: Any = torch.optim.swa_utils.AveragedModel(nn.Sequential(layer))
-    assert ema.module[0].process_group is layer.process_group
-
-
-def check_a_saved_model_evaluates_in_one_process(world: Communicator) -> None:
-    """What many ranks saved evaluates in a process without a group; a machine's also trains."""
-    k = _pair(world)
-    parent = None if isinstance(world, TorchDistributed) else world
-    model = nn.ModuleDict(
-        {
-            "some": NaiveSyncBatchNorm2d(k, num_features=C, process_group=parent),
-            "machine": NaiveSyncBatchNorm2d(0, num_features=C, process_group=parent),
-        }
-    )
-    for layer in model.values():
-        layer(_tensor((world.rank, 4), (2, C, 4, 4)).float())
-    if world.rank != 0:
-        return
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory, "model.pt")
-        torch.save(model, path)
-        code = (
-            "import sys, torch\n"
-            f"model = torch.load({str(path)!r}, weights_only=False)\n"
-            "x = torch.randn(2, 3, 4, 4)\n"
-            "for layer in model.values(): layer.eval()(x)\n"
-            "assert 'mpi4py' not in sys.modules\n"
-            "model['machine'].train()(x)\n"
-            "try: model['some'].train()(x)\n"
-            "except ValueError as error: print(error)\n"
-        )
-        said = launch.printed(
-            "-c", code, interpreter=launch.python(), alone=True, PYTHONPATH=str(launch.ROOT)
-        )
-    if k > 1:
-        assert "groups of 2 consecutive ranks need a number of ranks that 2 divides" in said
-
-
-@only("torchrun")
-def check_ddp_trains(world: Communicator) -> None:
-    """Parameters stay equal on all ranks, running statistics within a group."""
-    k = _pair(world)
-    torch.manual_seed(0)
-    bn: Any = NaiveSyncBatchNorm2d(k, num_features=4)
-    with warnings.catch_warnings():
-        # torch 2.13 renames the argument; it is still how all others spell it.
-        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")
-        model = nn.parallel.DistributedDataParallel(
-            nn.Sequential(nn.Conv2d(3, 4, 3), bn), broadcast_buffers=False
-        )
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(_tensor((world.rank, step), (2, 3, 6, 6)).float()).square().mean().backward()
-        optimizer.step()
-    parameters = torch.cat([p.detach().flatten() for p in model.parameters()])
-    mean = world.allreduce(parameters) / world.size
-    in_group = bn.process_group.allreduce(bn.running_mean) / k
-    everywhere = world.allreduce(bn.running_mean) / world.size
-    torch.testing.assert_close(parameters, mean)
-    torch.testing.assert_close(bn.running_mean, in_group)
-    assert world.size == k or not torch.allclose(bn.running_mean, everywhere)
-
-
-def check_get_norm_lets_global_sync_win(world: Communicator) -> None:
-    """GLOBAL_SYNC wins over NUM_SYNC_DEVICES, which pytorchvideo refuses."""
-    x = _tensor((world.rank, 6), (2, C, 2, 3, 4))
-    own = x.mean((0, 2, 3, 4))
-    over_world = world.allreduce(own) / world.size
-    for bn, expected in (
-        ({"NORM_TYPE": "sync_batchnorm"}, own),
-        ({"NORM_TYPE": "sync_batchnorm", "NUM_SYNC_DEVICES": 0}, over_world),
-        ({"NORM_TYPE": "sync_batchnorm", "NUM_SYNC_DEVICES": 1, "GLOBAL_SYNC": True}, over_world),
-    ):
-        layer: Any = get_norm({"BN": bn})(
-            num_features=C, momentum=1.0, dtype=torch.float64, process_group=world
-        )
-        layer(x)
-        torch.testing.assert_close(layer.running_mean, expected)
 
 
 # Errors
-
-
-def check_an_indivisible_number_of_ranks_is_refused(world: Communicator) -> None:
-    k = world.size + 1
-    layer = NaiveSyncBatchNorm2d(k, num_features=C, process_group=world)
-    message = (
-        rf"groups of {k} consecutive ranks need a number of ranks that {k} divides: got "
-        rf"{world.size} in Group\(.*, 'machine'\), on its rank {world.rank}\. Use one of \[1"
-    )
-    x = torch.ones(2, C, 2, 2)
-    for _ in range(2):
-        with pytest.raises(ValueError, match=message):
-            layer(x)
-    with pytest.raises(ValueError, match=rf"groups of {k} .*: got {world.size} in (MPI|Torch)"):
-        Group(world, k).allreduce(x)
-    layer.eval()(x)
-    layer.train()
-    with machines(world, 1), pytest.raises(ValueError, match=f"groups of {k} .*: got 1 in Group"):
-        layer(x)
 
 
 @only(sizes=(2,), last=True)  # the group of these ranks cannot be used after its failure
@@ -424,21 +242,6 @@ def check_ranks_in_different_groups_are_named_before_a_deadline(world: Communica
         ):
             return
     raise AssertionError(said)
-
-
-def check_bad_input_on_one_rank_is_an_error_in_its_group(world: Communicator) -> None:
-    k = _pair(world)
-    layer = NaiveSyncBatchNorm2d(k, num_features=C, process_group=world)
-    good, bad = torch.randn(2, C, 3, 3), torch.randn(2, C, 3)
-    if world.rank == 0:
-        with pytest.raises(ValueError, match=r"must have 4 dimensions, \(N, C, H, W\): got shape"):
-            layer(bad)
-    elif world.rank in range(k):
-        with pytest.raises(RuntimeError, match=rf"refused on rank\(s\) \[0\] of {k}"):
-            layer(good)
-    else:
-        layer(good)
-    layer(good)
 
 
 @only("torchrun", last=True)
@@ -496,55 +299,3 @@ def _array(seed: tuple[int, ...], shape: Sequence[int]) -> Any:
 
 def _tensor(seed: tuple[int, ...], shape: Sequence[int]) -> Tensor:
     return torch.from_numpy(_array(seed, shape))
-
-
-def _errors(
-    world: Communicator,
-    layer_class: Any,
-    spatial: tuple[int, ...],
-    dtype: Any,
-    options: dict[str, Any],
-    k: int = 0,
-    formula: dict[str, Any] | None = None,
-) -> dict[str, float]:
-    """The largest relative error of each number of three steps, from the oracle of `k` ranks.
-
-    Every rank has another batch size. The parameters' gradients are those of this rank.
-    """
-    k = k or _pair(world)
-    formula = options if formula is None else formula
-    weight, bias = _array((100,), (C,)).astype(dtype), _array((101,), (C,)).astype(dtype)
-    settings = {"num_sync_devices": k, "eps": EPS, "momentum": MOMENTUM, **options}
-    parameters = {"weight": torch.from_numpy(weight), "bias": torch.from_numpy(bias)}
-    settings["dtype"] = parameters["weight"].dtype
-    layer = layer_class(num_features=C, process_group=world, **settings)
-    layer.load_state_dict(parameters, strict=False)
-    mates, me, errors = _mates(world, k), world.rank % k, defaultdict[str, float](float)
-    running: Any = np.zeros(C), np.ones(C)
-    for step in range(3):
-        shapes = [(3 + 3 * (rank % k) + step, C, *spatial) for rank in range(world.size)]
-        xs = [_array((r, step), shapes[r]).astype(dtype) for r in mates]
-        dys = [_array((r, step, 1), shapes[r]).astype(dtype) for r in mates]
-        x, dy = torch.from_numpy(xs[me]).requires_grad_(), dys[me].astype(np.float64)
-        layer.zero_grad()
-        y = layer(x)
-        y.backward(torch.from_numpy(dys[me]))
-        whole, unit = (
-            oracle.batch_norm(xs, dys, w, b, eps=EPS, weighting=formula.get("weighting", "element"))
-            for w, b in ((weight, bias), (np.ones(C), np.zeros(C)))
-        )
-        axes = (0, *range(2, dy.ndim))
-        factor = 1.0 if "running_var" in formula else whole.count / (whole.count - 1)
-        running = oracle.running(running, whole.mean, whole.var, factor, MOMENTUM)
-        seen: Any = (
-            ("y", y, whole.y[me]),
-            ("dx", x.grad, whole.dx[me]),
-            ("dweight", layer.weight.grad, (dy * unit.y[me]).sum(axes)),
-            ("dbias", layer.bias.grad, dy.sum(axes)),
-            ("running_mean", layer.running_mean, running[0]),
-            ("running_var", layer.running_var, running[1]),
-        )
-        for name, got, expected in seen:
-            error = relative_error(got.detach().numpy(), expected)
-            errors[name] = float(np.maximum(errors[name], error))  # NaN stays NaN
-    return errors

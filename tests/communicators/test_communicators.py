@@ -9,7 +9,7 @@ import pytest
 
 from multibn.communicators import DefaultCommunicator, SingleProcess, as_communicator
 from tests.helpers import require
-from tests.helpers.ranks import CountingCommunicator, run_ranks
+from tests.helpers.ranks import CountingCommunicator
 
 
 def test_a_communicator_stands_for_itself_and_none_for_default() -> None:
@@ -50,17 +50,6 @@ def test_a_restored_group_says_what_is_missing() -> None:
         restore((0, 1), 300).allreduce(np.ones(1))
     with pytest.raises(RuntimeError, match=r"no default process group is initialised\. Call"):
         TorchDistributed().allreduce(np.ones(1))
-
-
-def test_ranks_as_threads_sum_and_split() -> None:
-    """The helper that the engine's tests stand on."""
-
-    def work(communicator: object) -> tuple[float, int, int, float]:
-        group = communicator.split(communicator.rank % 2, -communicator.rank)  # type: ignore[attr-defined]
-        total = communicator.allreduce(np.array([float(communicator.rank)]))  # type: ignore[attr-defined]
-        return total[0], group.size, group.rank, group.allreduce(np.ones(1))[0]
-
-    assert run_ranks(3, work) == [(3, 2, 1, 2), (3, 1, 0, 1), (3, 2, 0, 2)]
 
 
 def test_this_process_has_no_mpi_and_no_group() -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import importlib.util
 import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -14,9 +13,7 @@ import pytest
 
 from multibn import SingleProcess, message
 from multibn.communicators.conversation import Conversation
-from multibn.communicators.lines import HostArray, LineCommunicator, Lines
 from multibn.communicators.phase import Phase
-from multibn.communicators.transports.chainermn import sum_by_nccl
 from multibn.communicators.transports.pinned import begin_copy
 from multibn.engine.statistics import Moments, aggregate
 from multibn.engine.synchrony import check_equal
@@ -46,49 +43,25 @@ def _phase(communicator: Any, name: str, phase: str = "forward") -> Phase:
     return Conversation(communicator, lambda: name).during(phase, np.dtype("float32"))
 
 
-class OverNCCL(LineCommunicator):
-    """The threads of `world`; arrays of CuPy's stand-in are summed as pure_nccl sums them."""
-
-    lines: Lines | None = None
-
-    def __init__(self, world: ThreadCommunicator) -> None:
-        self.rank, self.size, self._world = world.rank, world.size, world
-        self._comm = standin_cupy.NcclCommunicator(
-            world.size, b"", world.rank, lambda a: world.allreduce(a.copy())
-        )
-
-    def takes(self, x: Any, /) -> bool:
-        return isinstance(x, standin_cupy.ndarray)
-
-    def allreduce_on_device(self, x: Any, /) -> Any:
-        return sum_by_nccl(self._comm, x)
-
-    def allreduce_host(self, a: HostArray, /) -> HostArray:
-        return self._world.allreduce(a)
-
-
-@pytest.fixture(params=["numpy", "cupy", "cupy over NCCL"])
-def transport(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """A user's own communicator and arrays for it; CuPy arrays also over NCCL."""
+@pytest.fixture(params=["numpy", "cupy"])
+def ones(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Makes arrays of ones, in host memory or on a GPU."""
     if request.param == "numpy":
-        yield lambda world: world, np.ones
+        yield np.ones
         return
-    if importlib.util.find_spec("cupy") is not None:
-        pytest.skip("the stand-in is for machines without CuPy")
+    require.need("no cupy")
     with standin_cupy.installed() as cupy:
-        make = OverNCCL if request.param == "cupy over NCCL" else lambda world: world
-        yield make, lambda n: cupy.asarray(np.ones(n))
+        yield lambda n: cupy.asarray(np.ones(n))
+
+
+on_a_gpu = pytest.mark.parametrize("ones", ["cupy"], indirect=True)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_unlike_layers_are_named_on_all_ranks_at_the_first_message(
-    transport: Any, size: int
-) -> None:
-    make, ones = transport
-
+def test_unlike_layers_are_named_on_all_ranks_at_the_first_message(ones: Any, size: int) -> None:
     def work(world: ThreadCommunicator) -> None:
         name = "layer1.bn2" if world.rank == 1 else "layer1.bn1"
-        _phase(make(world), name).allreduce(ones(LENGTH))
+        _phase(world, name).allreduce(ones(LENGTH))
 
     for error in _errors(size, work):
         assert isinstance(error, RuntimeError)
@@ -96,11 +69,9 @@ def test_unlike_layers_are_named_on_all_ranks_at_the_first_message(
         assert "rank(s) [1] in layer1.bn2. All ranks must run the same layers" in str(error)
 
 
-def test_unlike_channels_are_named_before_messages_of_unlike_sizes(transport: Any) -> None:
-    make, ones = transport
-
+def test_unlike_channels_are_named_before_messages_of_unlike_sizes(ones: Any) -> None:
     def work(world: ThreadCommunicator) -> None:
-        _phase(make(world), "0").allreduce(ones(2 * (C + world.rank) + 2))
+        _phase(world, "0").allreduce(ones(2 * (C + world.rank) + 2))
 
     for error in _errors(2, work):
         assert isinstance(error, ValueError)
@@ -132,13 +103,11 @@ def test_a_sum_that_is_none_is_a_mistake_of_the_communicators_class(
     )
 
 
-def test_unlike_layers_are_named_later(transport: Any) -> None:
+def test_unlike_layers_are_named_later(ones: Any) -> None:
     """On a GPU some messages later: by then a message has long arrived in host memory."""
-    make, ones = transport
 
     def work(world: ThreadCommunicator) -> None:
-        communicator = make(world)
-        layers = [_phase(communicator, name) for name in ("bn1", "bn2")]
+        layers = [_phase(world, name) for name in ("bn1", "bn2")]
         for layer in layers:
             summed = layer.allreduce(ones(LENGTH))
             host = summed.get() if hasattr(summed, "get") else summed
@@ -166,13 +135,11 @@ def test_unlike_layers_are_named_later(transport: Any) -> None:
         assert str(error).startswith(expected)
 
 
-def test_layers_of_unlike_widths_meet_in_messages_of_one_length(transport: Any) -> None:
+def test_layers_of_unlike_widths_meet_in_messages_of_one_length(ones: Any) -> None:
     """They would meet in the transport, with unlike sizes: a hang, or an error of its own."""
-    make, ones = transport
 
     def work(world: ThreadCommunicator) -> None:
-        communicator = make(world)
-        layers = [(_phase(communicator, f"bn{n}"), n) for n in (LENGTH, 2 * LENGTH)]
+        layers = [(_phase(world, f"bn{n}"), n) for n in (LENGTH, 2 * LENGTH)]
         for layer, n in layers:
             assert layer.allreduce(ones(n)).shape == (n,)
         layer, n = layers[world.rank % 2]
@@ -184,7 +151,7 @@ def test_layers_of_unlike_widths_meet_in_messages_of_one_length(transport: Any) 
         assert "in different places" in str(error)
 
 
-@pytest.mark.parametrize("transport", ["cupy", "cupy over NCCL"], indirect=True)
+@on_a_gpu
 @pytest.mark.parametrize(
     "spoiled, kind, message",
     [
@@ -204,12 +171,10 @@ def test_layers_of_unlike_widths_meet_in_messages_of_one_length(transport: Any) 
     ],
 )
 def test_a_spoiled_message_on_a_gpu_is_an_error_some_messages_later(
-    transport: Any, spoiled: float, kind: type[Exception], message: str
+    ones: Any, spoiled: float, kind: type[Exception], message: str
 ) -> None:
-    make, ones = transport
-
     def work(world: ThreadCommunicator) -> None:
-        layer = _phase(make(world), "bn")
+        layer = _phase(world, "bn")
         layer.allreduce(ones(LENGTH) + (spoiled if world.rank == 1 else 0.0))
         for _ in range(AHEAD):
             layer.allreduce(ones(LENGTH))
@@ -219,10 +184,8 @@ def test_a_spoiled_message_on_a_gpu_is_an_error_some_messages_later(
         assert re.search(message.format(rank=rank), str(error))
 
 
-@pytest.mark.parametrize("transport", ["cupy"], indirect=True)
-def test_the_last_messages_of_a_run_are_looked_at_by_check_sync(transport: Any) -> None:
-    ones = transport[1]
-
+@on_a_gpu
+def test_the_last_messages_of_a_run_are_looked_at_by_check_sync(ones: Any) -> None:
     class Equal(SingleProcess):
         size = 2
 
@@ -244,12 +207,11 @@ def test_the_last_messages_of_a_run_are_looked_at_by_check_sync(transport: Any) 
     check_equal({}, SingleProcess())
 
 
-@pytest.mark.parametrize("transport", ["cupy", "cupy over NCCL"], indirect=True)
+@on_a_gpu
 def test_no_event_is_waited_for_while_a_graph_is_captured(
-    transport: Any, monkeypatch: pytest.MonkeyPatch
+    ones: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The driver refuses such a call, and the capture fails."""
-    make, ones = transport
     import cupy
 
     def refuse() -> None:
@@ -262,7 +224,7 @@ def test_no_event_is_waited_for_while_a_graph_is_captured(
     monkeypatch.setattr(stream, "is_capturing", lambda: capturing[0])
 
     def work(world: ThreadCommunicator) -> None:
-        layer = _phase(make(world), "bn")
+        layer = _phase(world, "bn")
         layer.allreduce(ones(LENGTH))
         world.allreduce(np.zeros(1))
         capturing[0] = True

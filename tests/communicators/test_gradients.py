@@ -9,40 +9,14 @@ import pytest
 from tests.helpers import require
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
-WITH = r"rank\(s\) \[0\] in {0}\(forward, float32, call 1\), with gradients; "
-WITHOUT = r"rank\(s\) \[1\] in {0}\(forward, float32, call 1\), without gradients\. Those with "
-
-
-def _torch(world: ThreadCommunicator, here: Callable[..., Any]) -> None:
-    require.need("torch")
-    import torch
-    from torch import nn
-
-    from multibn.torch_backend import SyncBatchNorm
-
-    torch.manual_seed(0)
-    first, bn = nn.Linear(3, 4), SyncBatchNorm(4, process_group=world)
-    here(torch, first, bn, torch.randn(5, 3))
-
-
-def _chainer(world: ThreadCommunicator, here: Callable[..., Any]) -> None:
-    require.need("chainer")
-    from multibn.chainer_backend import MultiNodeBatchNormalization, compat
-
-    compat.make_importable()
-    import chainer
-
-    link = MultiNodeBatchNormalization(4, world)
-    here(chainer, link, np.random.default_rng(0).normal(size=(5, 4)).astype("f"))
+TOLD = (
+    r"rank\(s\) \[0\] in {0} \(forward, float32, call 1\), with gradients; "
+    r"rank\(s\) \[1\] in {0} \(forward, float32, call 1\), without gradients\. Those with "
+)
 
 
 def _learn(y: Any) -> None:
     (y**2).sum().backward()
-
-
-def _frozen(torch: Any, first: Any, bn: Any, x: Any) -> None:
-    first.requires_grad_(False)
-    _learn(bn(first(x)))
 
 
 def _without(torch: Any, first: Any, bn: Any, x: Any) -> None:
@@ -50,17 +24,9 @@ def _without(torch: Any, first: Any, bn: Any, x: Any) -> None:
         bn(first(x))
 
 
-def _trained(torch: Any, first: Any, bn: Any, x: Any) -> None:
-    _learn(bn(first(x)))
-
-
 def _scale_frozen(torch: Any, first: Any, bn: Any, x: Any) -> None:
     bn.weight.requires_grad_(False)
     _learn(bn(first(x)))
-
-
-def _empty(torch: Any, first: Any, bn: Any, x: Any) -> None:
-    _learn(bn(first(x[:0])))
 
 
 def _checkpointed(torch: Any, first: Any, bn: Any, x: Any) -> None:
@@ -72,18 +38,11 @@ def _checkpointed(torch: Any, first: Any, bn: Any, x: Any) -> None:
     _learn(checkpoint(both, x.requires_grad_(), use_reentrant=True))
 
 
-def _reversible(torch: Any, first: Any, bn: Any, x: Any) -> None:
+def _reversible(torch: Any, first: Any, bn: Any, x: Any, mode: Any = "reversible") -> None:
     from multibn.torch_backend.reversible import reversible
 
     y = first(x)
-    _learn(sum(reversible([(bn, torch.nn.Identity())], y, y, mode="reversible")))
-
-
-def _stored(torch: Any, first: Any, bn: Any, x: Any) -> None:
-    from multibn.torch_backend.reversible import reversible
-
-    y = first(x)
-    _learn(sum(reversible([(bn, torch.nn.Identity())], y, y, mode="stored")))
+    _learn(sum(reversible([(bn, torch.nn.Identity())], y, y, mode=mode)))
 
 
 def _twice(torch: Any, first: Any, bn: Any, x: Any) -> None:
@@ -92,30 +51,50 @@ def _twice(torch: Any, first: Any, bn: Any, x: Any) -> None:
     _learn(dx)
 
 
-def _evaluated(torch: Any, first: Any, bn: Any, x: Any) -> None:
-    bn.eval()(first(x))
+PROGRAMS: dict[str, Callable[..., object]] = {
+    "trained": lambda torch, first, bn, x: _learn(bn(first(x))),
+    "frozen": lambda torch, first, bn, x: _learn(bn(first.requires_grad_(False)(x))),
+    "without": _without,
+    "scale frozen": _scale_frozen,
+    "empty": lambda torch, first, bn, x: _learn(bn(first(x[:0]))),
+    "checkpointed": _checkpointed,
+    "reversible": _reversible,
+    "stored": lambda torch, first, bn, x: _reversible(torch, first, bn, x, "stored"),
+    "twice": _twice,
+    "evaluated": lambda torch, first, bn, x: bn.eval()(first(x)),
+}
 
 
-@pytest.mark.parametrize("other", [_frozen, _without])
-def test_a_gradient_on_one_rank_only(other: Callable[..., Any]) -> None:
-    with pytest.raises(RuntimeError, match=(WITH + WITHOUT).format("SyncBatchNorm ")):
-        run_ranks(2, lambda world: _torch(world, other if world.rank else _trained))
+def _torch(world: ThreadCommunicator, *programs: str) -> None:
+    """Run the program of this rank: the first, or on rank 1 the last."""
+    require.need("torch")
+    import torch
+    from torch import nn
+
+    from multibn.torch_backend import SyncBatchNorm
+
+    torch.manual_seed(0)
+    first, bn = nn.Linear(3, 4), SyncBatchNorm(4, process_group=world)
+    PROGRAMS[programs[-world.rank]](torch, first, bn, torch.randn(5, 3))
+
+
+@pytest.mark.parametrize("other", ["frozen", "without"])
+def test_a_gradient_on_one_rank_only(other: str) -> None:
+    with pytest.raises(RuntimeError, match=TOLD.format("SyncBatchNorm")):
+        run_ranks(2, lambda world: _torch(world, "trained", other))
 
 
 @pytest.mark.parametrize(
-    "one, other",
+    "programs",
     [
-        *((each, each) for each in (_without, _frozen, _checkpointed, _reversible, _twice)),
-        *((_trained, other) for other in (_scale_frozen, _empty, _checkpointed)),
-        (_reversible, _stored), (_evaluated, _evaluated),
+        *[(each,) for each in ("without", "frozen", "checkpointed", "reversible", "twice")],
+        *[("trained", other) for other in ("scale frozen", "empty", "checkpointed")],
+        *[("reversible", "stored"), ("evaluated",)],
     ],
-)  # fmt: skip
-def test_programs_that_go_well(one: Callable[..., Any], other: Callable[..., Any]) -> None:
-    run_ranks(2, lambda world: _torch(world, other if world.rank else one))
-
-
-def _link_trained(chainer: Any, link: Any, x: Any) -> None:
-    chainer.functions.sum(link(x) ** 2).backward()
+    ids=" and ".join,
+)
+def test_programs_that_go_well(programs: tuple[str, ...]) -> None:
+    run_ranks(2, lambda world: _torch(world, *programs))
 
 
 def _link_without(chainer: Any, link: Any, x: Any) -> None:
@@ -129,19 +108,32 @@ def _link_forgets(chainer: Any, link: Any, x: Any) -> None:
     chainer.functions.sum(forget(link, x) ** 2).backward()
 
 
+CHAINS: dict[str, Callable[..., object]] = {
+    "trained": lambda chainer, link, x: chainer.functions.sum(link(x) ** 2).backward(),
+    "without": _link_without,
+    "forgets": _link_forgets,
+}
+
+
+def _chainer(world: ThreadCommunicator, *chains: str) -> None:
+    require.need("chainer")
+    from multibn.chainer_backend import MultiNodeBatchNormalization, compat
+
+    compat.make_importable()
+    import chainer
+
+    link = MultiNodeBatchNormalization(4, world)
+    x = np.random.default_rng(0).normal(size=(5, 4)).astype("f")
+    CHAINS[chains[-world.rank]](chainer, link, x)
+
+
 def test_a_gradient_on_one_rank_only_in_chainer() -> None:
-    name = "MultiNodeBatchNormalization "
-    with pytest.raises(RuntimeError, match=(WITH + WITHOUT).format(name)):
-        run_ranks(2, lambda world: _chainer(world, (_link_trained, _link_without)[world.rank]))
+    with pytest.raises(RuntimeError, match=TOLD.format("MultiNodeBatchNormalization")):
+        run_ranks(2, lambda world: _chainer(world, "trained", "without"))
 
 
 @pytest.mark.parametrize(
-    "one, other",
-    [
-        (_link_without, _link_without),
-        (_link_forgets, _link_forgets),
-        (_link_trained, _link_forgets),
-    ],
+    "chains", [("without",), ("forgets",), ("trained", "forgets")], ids=" and ".join
 )
-def test_chains_that_go_well(one: Callable[..., Any], other: Callable[..., Any]) -> None:
-    run_ranks(2, lambda world: _chainer(world, other if world.rank else one))
+def test_chains_that_go_well(chains: tuple[str, ...]) -> None:
+    run_ranks(2, lambda world: _chainer(world, *chains))

@@ -1,5 +1,8 @@
 """What a step of a layer puts on the wire, whatever the number of ranks."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -15,51 +18,43 @@ RUNS = on("torchrun mpiexec", 2, 8, needs="torch chainer")
 
 
 C = 7
-STEPS = 3
-EXPECTED = [[2 * C + 4], [2 * C + 4]] * STEPS
+SHAPE = (2, C, 3, 3)
+
+
+def _messages(counting: CountingCommunicator, *parts: Callable[[], Any]) -> list[list[int]]:
+    """The sizes of the messages of each part."""
+    found = []
+    for part in parts:
+        part()
+        found.append(counting.take())
+    return found
 
 
 def check_a_layer_sends_one_message_each_way(world: Communicator) -> None:
+    """And none backward on the data itself, nor in evaluation."""
     counting = CountingCommunicator(world)
     layer = SyncBatchNorm(C, process_group=counting)
     untracked = SyncBatchNorm(C, track_running_stats=False, process_group=counting)
-    x = torch.randn(2, C, 3, 3, requires_grad=True)
-    seen = []
-    for _ in range(STEPS):
-        y = layer(x)
-        seen.append(counting.take())
-        y.sum().backward()
-        seen.append(counting.take())
-    layer.eval()(x).sum().backward()
-    untracked.eval()(x).sum().backward()
-    assert seen == EXPECTED
-    assert counting.take() == []
+    x, ys = torch.randn(SHAPE, requires_grad=True), []
+    step = [lambda: ys.append(layer(x)), lambda: ys[-1].sum().backward()]
+    found = _messages(
+        counting,
+        *step * 3,
+        lambda: SyncBatchNorm(C, process_group=counting)(x.detach()).sum().backward(),
+        lambda: layer.eval()(x).sum().backward(),
+        lambda: untracked.eval()(x).sum().backward(),
+    )
+    assert found == [[2 * C + 4]] * 7 + [[], []]
     # They compare layers: 3 facts, and the squares of their fingerprints.
-    assert counting.first_messages == [6]
-
-
-def check_a_layer_on_the_data_itself_sends_nothing_backward(world: Communicator) -> None:
-    """A layer on the data itself needs no collective backward."""
-    counting = CountingCommunicator(world)
-    layer = SyncBatchNorm(C, process_group=counting)
-    layer(torch.randn(2, C)).sum().backward()
-    assert counting.take() == [2 * C + 4]
+    assert counting.first_messages == [6, 6]
 
 
 def check_a_link_sends_one_message_each_way(world: Communicator) -> None:
     counting = CountingCommunicator(world)
     link = MultiNodeBatchNormalization(C, counting)
-    x = chainer.Variable(np.random.default_rng(0).normal(size=(2, C, 3, 3)).astype("float32"))
-    seen = []
-    for _ in range(STEPS):
-        y = link(x)
-        seen.append(counting.take())
-        y.grad = np.ones_like(y.array)
-        y.backward()
-        seen.append(counting.take())
+    x, ys = chainer.Variable(np.random.default_rng(0).normal(size=SHAPE).astype("f")), []
+    step = [lambda: ys.append(link(x)), lambda: chainer.functions.sum(ys[-1]).backward()]
     with chainer.using_config("train", False):
-        link(x)
-    assert seen == EXPECTED
-    assert counting.take() == []
-    # They compare layers: 3 facts, and the squares of their fingerprints.
+        assert _messages(counting, lambda: link(x)) == [[]]
+    assert _messages(counting, *step * 3) == [[2 * C + 4]] * 6
     assert counting.first_messages == [6]

@@ -42,16 +42,6 @@ def test_every_rank_says_the_same_and_not_too_much() -> None:
     assert "08 by up to 0.25 on rank 1, 0.5 on rank 2 and more. Broadcast them" in messages[0]
 
 
-@pytest.mark.parametrize("number, end", [(8, r"w7 by up to 1 on rank 1\."), (9, r"and more\.")])
-def test_eight_names_are_all_that_an_error_has(number: int, end: str) -> None:
-    def check(world: Communicator) -> None:
-        arrays = {f"w{i}": np.full(1, world.rank) for i in range(number)}
-        with pytest.raises(RuntimeError, match=end):
-            check_equal(arrays, world)
-
-    run_ranks(2, check)
-
-
 def test_complex_numbers_are_compared_and_patterns_ignored() -> None:
     def check(world: Communicator) -> None:
         arrays = {"z": np.full(2, 1j * world.rank), "n": np.asarray(world.rank)}

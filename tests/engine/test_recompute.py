@@ -69,11 +69,7 @@ def test_a_pass_that_differs_is_an_error() -> None:
             taped(never, (4,))
         with pytest.raises(RuntimeError, match="met more batch norms than the first pass, which h"):
             taped(never, (3,))
-
-
-def test_a_pass_that_meets_fewer_is_an_error() -> None:
-    tape = Tape()
-    tape.entries += [batch(1.0), batch(2.0)]
+    tape.entries.append(batch(2.0))
     with (
         pytest.raises(RuntimeError, match=r"met 1 of the 2 batch norms.*after the backward pass\."),
         replaying(tape),

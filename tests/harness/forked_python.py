@@ -14,11 +14,10 @@ import contextlib
 import functools
 import gc
 import importlib
-import io
 import json
 import os
 import runpy
-import selectors
+import select
 import signal
 import socket
 import subprocess
@@ -29,12 +28,11 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
-
-import numpy as np
+from typing import Any, NoReturn
 
 SUPPORTED = sys.platform == "linux" and hasattr(os, "pidfd_open")
 NUM_SERVERS = 2
+LONGEST = 2**17  # bytes of a request
 MODULES = (
     "torch",
     "torch._inductor.compile_fx",
@@ -50,22 +48,20 @@ _COMMAND = """#!{python} -IS
 import json, os, signal, socket, sys
 
 rank = int(os.environ.get("RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
-server = socket.socket(socket.AF_UNIX)
+server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 # The server has imported what reads these variables.
 others = os.environ.get("OMP_NUM_THREADS") != "1" or "TRITON_INTERPRET" in os.environ
 if others or server.connect_ex({address!r} + str(rank % {servers})):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 signals = signal.SIGTERM, signal.SIGINT
 signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-request = json.dumps([os.getpid(), sys.argv[1:], os.getcwd(), dict(os.environ),
-                      list(os.sched_getaffinity(0))]).encode()
-socket.send_fds(server, [len(request).to_bytes(8, "little")], range(3))
-server.sendall(request)
+request = [os.getpid(), sys.argv[1:], os.getcwd(), dict(os.environ), [*os.sched_getaffinity(0)]]
+socket.send_fds(server, [json.dumps(request).encode()], range(3))
 for stream in range(3):
     os.close(stream)  # the last writer's end is what readers wait for
 def receive():
     # Without an answer, the server has ended, and its forks with it.
-    return int.from_bytes(server.recv(8, socket.MSG_WAITALL) or os._exit(70), "little")
+    return int(server.recv(8) or os._exit(70))
 fork = receive()
 for number in signals:
     signal.signal(number, lambda number, _: os.kill(fork, number))
@@ -79,16 +75,6 @@ os._exit(code)
 """
 
 
-class Request(NamedTuple):
-    """What a process of the command hands over."""
-
-    pid: int
-    arguments: list[str]
-    directory: str
-    variables: dict[str, str]
-    cores: list[int]
-
-
 @contextlib.contextmanager
 def command(variables: dict[str, str]) -> Iterator[str]:
     """The path of the command, while the context lasts; the servers have these variables."""
@@ -96,11 +82,11 @@ def command(variables: dict[str, str]) -> Iterator[str]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="multibn-python-")))
         address = str(folder / "server")
         for number in range(NUM_SERVERS):
-            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-            listener.bind(f"{address}{number}")
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            stack.enter_context(listener).bind(f"{address}{number}")
             listener.listen(64)
             server = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(listener.fileno())],
+                [sys.executable, __file__, str(listener.fileno())],
                 env=variables,
                 stdin=subprocess.PIPE,
                 pass_fds=[listener.fileno()],
@@ -115,54 +101,41 @@ def command(variables: dict[str, str]) -> Iterator[str]:
         yield str(path)
 
 
-def _serve(listener: socket.socket) -> tuple[Request, list[int]]:
-    """Make a fork for each request; returns in the forks only."""
-    selector = selectors.DefaultSelector()
-    selector.register(listener, selectors.EVENT_READ)
-    selector.register(0, selectors.EVENT_READ)
-    forks: dict[int, tuple[int, socket.socket]] = {}  # process and connection, by either's file
-    while True:
-        for key, _ in selector.select():
-            if key.fileobj is listener:
-                _import_modules()
-                connection, _ = listener.accept()
-                request, streams = _receive(connection)
-                pid = os.fork()
-                if pid == 0:
-                    for _, other in forks.values():
-                        other.close()
-                    connection.close()
-                    listener.close()
-                    selector.close()
-                    return request, streams
-                for stream in streams:
-                    os.close(stream)
-                # The process may be killed as soon as its fork has begun; its connection tells.
-                with contextlib.suppress(OSError):
-                    connection.sendall(pid.to_bytes(8, "little"))
-                for file in (os.pidfd_open(pid), connection.fileno()):
-                    forks[file] = pid, connection
-                    selector.register(file, selectors.EVENT_READ)
-            elif key.fd == 0:
-                for pid, _ in forks.values():
-                    os.kill(pid, signal.SIGKILL)
-                os._exit(0)
-            elif key.fd in forks:
-                pid, connection = forks[key.fd]
-                if key.fd == connection.fileno():
-                    # The process of the command was killed.
-                    os.kill(pid, signal.SIGKILL)
-                    selector.unregister(key.fd)
-                    continue
-                _, status = os.waitpid(pid, 0)
-                with contextlib.suppress(OSError):
-                    connection.sendall(status.to_bytes(8, "little"))
-                for file in [file for file, fork in forks.items() if fork[0] == pid]:
-                    del forks[file]
-                    with contextlib.suppress(KeyError):
-                        selector.unregister(file)
-                os.close(key.fd)
-                connection.close()
+def _serve(listener: socket.socket) -> list[str]:
+    """Make a fork for each request; returns in the forks only, with the arguments of `python`."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system forgets keepers that have ended
+    files: list[Any] = [0, listener]
+    while 0 not in select.select(files, [], [])[0]:
+        _import_modules()
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            return _keep(connection)
+        connection.close()
+    os._exit(0)
+
+
+def _keep(connection: socket.socket) -> list[str]:
+    """Make a fork, and end with it. The fork ends with its command, and with the server."""
+    text, streams, _, _ = socket.recv_fds(connection, LONGEST, 3)
+    launcher, arguments, *place = json.loads(text)
+    if (pid := os.fork()) == 0:
+        connection.close()
+        _become(streams, _getppid_of(launcher), *place)
+        return list(arguments)
+    for stream in streams:
+        os.close(stream)
+    files: list[Any] = [0, connection, fork := os.pidfd_open(pid)]
+    # The command may be killed as soon as its fork has begun; its connection tells.
+    with contextlib.suppress(OSError):
+        connection.send(str(pid).encode())
+    if fork not in select.select(files, [], [])[0]:
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    with contextlib.suppress(OSError):
+        connection.send(str(status).encode())
+    os._exit(0)
 
 
 @functools.cache  # at the first request, once
@@ -174,19 +147,12 @@ def _import_modules() -> None:
     gc.freeze()  # a fork's collections leave alone, and so do not copy, what is shared
 
 
-def _receive(connection: socket.socket) -> tuple[Request, list[int]]:
-    header, streams, _, _ = socket.recv_fds(connection, 8, 3)
-    text = connection.recv(int.from_bytes(header, "little"), socket.MSG_WAITALL)
-    return Request(*json.loads(text)), streams
-
-
 def _getppid_of(pid: int) -> Callable[[], int]:
     """`os.getppid` as in the process `pid`: the launcher, or 1 once the launcher has ended."""
-    own, getppid_of_fork = os.getpid(), os.getppid
 
-    def getppid() -> int:
+    def getppid(own: int = os.getpid(), of_fork: Callable[[], int] = os.getppid) -> int:
         if os.getpid() != own:  # a rank has forked
-            return getppid_of_fork()
+            return of_fork()
         try:
             return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
@@ -195,42 +161,30 @@ def _getppid_of(pid: int) -> Callable[[], int]:
     return getppid
 
 
-def _become(request: Request, streams: list[int]) -> None:
+def _become(
+    streams: list[int],
+    getppid: Callable[[], int],
+    directory: str,
+    variables: dict[str, str],
+    cores: list[int],
+) -> None:
     """Take on what the process of the command has, but for its number."""
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
     os.setsid()
-    os.chdir(request.directory)
-    os.sched_setaffinity(0, request.cores)
-    os.getppid = _getppid_of(request.pid)
-    own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    path = [p for p in sys.path[1:] if p not in own]
+    os.chdir(directory)
+    os.sched_setaffinity(0, cores)
+    os.getppid = getppid
     os.environ.clear()
-    os.environ.update(request.variables)
-    others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:] = ["", *(p for p in others if p), *path]
-    np.random.seed()  # noqa: NPY002
+    os.environ.update(variables)
+    sys.path[:1] = ["", *filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))]
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
 
 
-def _open_streams(*, unbuffered: bool) -> None:
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115
-    for name, number in (("stdout", 1), ("stderr", 2)):
-        file = open(number, "wb", buffering=0 if unbuffered else -1, closefd=False)  # noqa: SIM115
-        stream = io.TextIOWrapper(
-            file,
-            encoding="utf-8",
-            errors="backslashreplace" if number == 2 else "strict",
-            line_buffering=number == 2,
-            write_through=unbuffered,
-        )
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
-
-
-def _run(arguments: list[str]) -> None:
-    """Do as `python *arguments` does, with those options that tests use."""
-    words = list(arguments)
+def _run(words: list[str]) -> None:
+    """Do as `python *words` does, with those options that tests use."""
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     while words[0] in ("-u", "-W"):
         if words.pop(0) == "-u":
@@ -238,35 +192,23 @@ def _run(arguments: list[str]) -> None:
         else:
             action: Any = words.pop(0)
             warnings.simplefilter(action)
-    _open_streams(unbuffered=unbuffered)
+    # Rows are enough: what a rank has printed is there when the rank hangs.
+    sys.stdout.reconfigure(line_buffering=unbuffered)  # type: ignore[union-attr]
     first, *rest = words
-    try:
-        if first == "-m":
-            sys.argv = rest
-            sys.path[0] = os.getcwd()
-            sys.modules.pop(rest[0], None)  # runpy warns of a module that is imported
-            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-        elif first == "-c":
-            sys.argv = ["-c", *rest[1:]]
-            sys.modules["__main__"] = main = types.ModuleType("__main__")
-            exec(compile(rest[0], "<string>", "exec"), main.__dict__)
-        else:
-            assert not first.startswith("-"), f"python {' '.join(arguments)}: unknown option"
-            sys.argv = words
-            sys.path[0] = os.path.dirname(os.path.realpath(first))
-            runpy.run_path(first, run_name="__main__")
-    except Exception as error:
-        trace = error.__traceback__
-        while trace and trace.tb_next and trace.tb_frame.f_code.co_filename == __file__:
-            trace = trace.tb_next
-        frame = sys._getframe()
-        while frame.f_back:
-            frame = frame.f_back
-        # As of an exception that nobody has caught: from the frame that nobody has called.
-        whole = types.TracebackType(trace, frame, frame.f_lasti, frame.f_lineno)
-        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, whole
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
-        sys.exit(1)
+    if first == "-m":
+        sys.argv = rest
+        sys.path[0] = os.getcwd()
+        sys.modules.pop(rest[0], None)  # runpy warns of a module that is imported
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        sys.modules["__main__"] = main = types.ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+    else:
+        assert not first.startswith("-"), f"python {' '.join(words)}: unknown option"
+        sys.argv = words
+        sys.path[0] = os.path.dirname(os.path.realpath(first))
+        runpy.run_path(first, run_name="__main__")
 
 
 def _end(code: Any, *, of_mpi4py: bool) -> NoReturn:
@@ -276,8 +218,7 @@ def _end(code: Any, *, of_mpi4py: bool) -> NoReturn:
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    sys.stdout.flush()
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi and mpi.Is_initialized() and not mpi.Is_finalized():
         # What mpi4py leaves to C's Py_AtExit. An error under `python -m mpi4py` ends all ranks.
@@ -287,11 +228,15 @@ def _end(code: Any, *, of_mpi4py: bool) -> NoReturn:
 
 if __name__ == "__main__":
     with socket.socket(fileno=int(sys.argv[1])) as _listener:
-        _request, _streams = _serve(_listener)
-    _become(_request, _streams)
-    _of_mpi4py = "mpi4py" in _request.arguments
+        _arguments = _serve(_listener)
+    _of_mpi4py = "mpi4py" in _arguments
     try:
-        _run(_request.arguments)
+        _run(_arguments)
     except SystemExit as end:
         _end(end.code, of_mpi4py=_of_mpi4py)
+    except BaseException as error:
+        # As of an exception that nobody has caught: from the frame that nobody has called.
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.excepthook(type(error), error, error.__traceback__)
+        _end(1, of_mpi4py=_of_mpi4py)
     _end(0, of_mpi4py=_of_mpi4py)

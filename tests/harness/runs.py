@@ -4,9 +4,9 @@ A file checks_*.py has functions `check_*(world)`, where `world` is the communic
 and says its launches in one line, `RUNS = on("torchrun mpiexec", 2, 3, needs="torch")`.
 """
 
-import ast
 import importlib
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,40 +28,30 @@ class Runs(NamedTuple):
     needs: list[str]
 
 
-class Only(NamedTuple):
-    """Which of a file's launches run a check, and what the check needs beside its file."""
-
-    launcher: str = ""  # any
-    sizes: Collection[int] = ()  # any
-    needs: tuple[str, ...] = ()
-    last: bool = False
-
-    def applies(self, launcher: str, size: int) -> bool:
-        return self.launcher in ("", launcher) and (not self.sizes or size in self.sizes)
-
-
 def on(launchers: str, *sizes: int, needs: str = "") -> Runs:
-    """The launches of a file's checks. All arguments are literals: pytest reads them as text."""
+    """The launches of a file's checks. All arguments are literals: pytest reads the line alone."""
     return Runs(launchers.split(), sizes, needs.split())
 
 
-def only(
-    launcher: str = "",
-    *,
-    sizes: Collection[int] = (),
-    needs: tuple[str, ...] = (),
-    last: bool = False,
-) -> Callable[[_F], _F]:
+@dataclass(frozen=True)
+class only:
     """A check that applies to some launches: no test is made of the check and another launch.
 
     With `last`, the check runs after all others of its launch, because it spoils something.
     """
 
-    def mark(check: _F) -> _F:
-        check.__dict__["only"] = Only(launcher, sizes, needs, last)
+    launcher: str = ""  # any
+    _: KW_ONLY
+    sizes: Collection[int] = ()  # any
+    needs: tuple[str, ...] = ()  # beside its file's
+    last: bool = False
+
+    def __call__(self, check: _F) -> _F:
+        check.__dict__["only"] = self
         return check
 
-    return mark
+    def applies(self, launcher: str, size: int) -> bool:
+        return self.launcher in ("", launcher) and (not self.sizes or size in self.sizes)
 
 
 class Check(pytest.Item):
@@ -89,10 +79,10 @@ class CheckFile(pytest.File):
     def collect(self) -> Iterator[Check]:
         module = ".".join(self.path.relative_to(ROOT).with_suffix("").parts)
         runs = declared(self.path.read_text())
-        checks = {"all": Only()}  # a test that says what is missing
+        checks = {"all": only()}  # a test that says what is missing
         if require.available(*runs.needs):
             found = vars(importlib.import_module(module)).items()
-            checks = {n: getattr(c, "only", Only()) for n, c in found if n.startswith("check_")}
+            checks = {n: getattr(c, "only", only()) for n, c in found if n.startswith("check_")}
         for launch in [(launcher, size) for launcher in runs.launchers for size in runs.sizes]:
             for name, its in checks.items():
                 if its.applies(*launch):
@@ -108,9 +98,8 @@ class CheckFile(pytest.File):
 
 def declared(source: str) -> Runs:
     """What the line `RUNS = on(...)` says, without an import, which may need what is missing."""
-    for line in ast.parse(source).body:
-        if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "RUNS":
-            assert isinstance(line.value, ast.Call)
-            named = {str(word.arg): ast.literal_eval(word.value) for word in line.value.keywords}
-            return on(*map(ast.literal_eval, line.value.args), **named)
+    for line in source.splitlines():
+        if line.startswith("RUNS = "):
+            found: Runs = eval(line.removeprefix("RUNS = "), {"on": on})
+            return found
     raise ValueError('a file of checks must say its launches: RUNS = on("torchrun mpiexec", 2, 3)')

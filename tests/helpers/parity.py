@@ -1,7 +1,6 @@
 """Both layers over a communicator, against the oracle, in every case of `multibn parity`."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,11 +29,8 @@ def errors(surface: str, case: Case, communicator: Communicator) -> dict[str, fl
     return compare.largest([arrays], [want])
 
 
-def check(
-    surface: str, communicator_of: Callable[[Communicator], Communicator], world: Communicator
-) -> None:
+def check(surface: str, communicator: Communicator) -> None:
     """Train all cases, and compare once all communication is over."""
-    communicator = communicator_of(world)
     found = {case: errors(surface, case, communicator) for case in CASES}
     broken = [
         (case.name, name, error)
@@ -45,12 +41,10 @@ def check(
     assert broken == []
 
 
-def checks(
-    communicator_of: Callable[[Communicator], Communicator] = lambda world: world,
-) -> dict[str, Any]:
+def checks() -> dict[str, Any]:
     """A check for each installed framework, by its name."""
     return {
-        f"check_{surface}_against_the_oracle": functools.partial(check, surface, communicator_of)
+        f"check_{surface}_against_the_oracle": functools.partial(check, surface)
         for surface in frameworks()
     }
 

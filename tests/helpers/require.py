@@ -61,7 +61,6 @@ PROBES: dict[str, Callable[[], bool]] = {
     "mmpretrain": lambda: Path(ORIGINALS, "mmpretrain").is_dir(),
     "lightning": lambda: importable("lightning"),
     "dev": lambda: all(map(importable, DEV)),
-    "video": lambda: importable("av") and importable("skvideo"),
     "cli": lambda: importable("rich"),
     "mpiexec": lambda: find_command("mpiexec") is not None and importable("mpi4py"),
     "netns": _namespaces,

@@ -15,7 +15,7 @@ import pytest
 import multibn
 from multibn import Communicator
 from tests.helpers import examples, launch, require
-from tests.helpers.pages import MARKDOWN, python_blocks, script
+from tests.helpers.pages import MARKDOWN, script
 
 # Public names: those that these packages export, and the parts that each package needs;
 PACKAGES = {
@@ -89,21 +89,6 @@ def test_links_lead_to_files_and_headings(page: str) -> None:
             assert anchor in _anchors(linked), (
                 f"{page} links to {target}, which has no such heading"
             )
-
-
-@pytest.mark.parametrize("page", MARKDOWN, ids=str)
-def test_python_blocks_are_python_and_import_what_exists(page: str) -> None:
-    for block in python_blocks(page):
-        for node in ast.walk(ast.parse(block, page)):
-            if not isinstance(node, ast.ImportFrom) or not str(node.module).startswith("multibn"):
-                continue
-            if "chainer" in str(node.module):
-                require.need("chainer")
-            elif "backend" in str(node.module):
-                require.need("torch", *MODULES.get(str(node.module), ((), ()))[1])
-            module = _import(str(node.module))
-            for alias in node.names:
-                assert hasattr(module, alias.name), f"{page}: {node.module} has no {alias.name}"
 
 
 # Pages whose blocks run elsewhere: pages/checks_examples.py, torch_backend/layer/checks_dtensor.py,

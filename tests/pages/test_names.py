@@ -57,14 +57,3 @@ def test_a_comment_names_rows_of_the_table_above(page: str) -> None:
             row, _, tests = line.rpartition(" | ")
             assert f"\n| {row}" in table, f"{page}: no row of the table begins with {row!r}"
             assert re.search(r"test|check|programs?: \w|parity/", tests), f"{page}: {line}"
-
-
-def test_what_is_missing_is_found() -> None:
-    check = "check_torchs_own_layer_lacks_what_readme_says"
-    assert not _missing(f"tests/pages/test_names.py: test_what_is_missing_is_found, {check}")
-    text = "`pages/test_gone.py`; pages/test_docs.py: test_what_is_missing_is_found, test_gone_too"
-    assert _missing(text) == [
-        "pages/test_gone.py",
-        "pages/test_docs.py: test_what_is_missing_is_found",
-        "test_gone_too",
-    ]

@@ -11,7 +11,7 @@ from tests.helpers import parity, require
 @pytest.mark.parametrize("framework", ["torch", "chainer"])
 def test_one_process_equals_the_oracle(framework: str, communicator: Communicator) -> None:
     require.need(framework)
-    parity.check(framework, lambda world: world, communicator)
+    parity.check(framework, communicator)
 
 
 @pytest.mark.parametrize("communicator", [SingleProcess(), DefaultCommunicator()], ids=repr)

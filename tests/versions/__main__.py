@@ -12,10 +12,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.tables import put
 from tests.versions import report
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "out/versions"  # one file for each set; the page is made of all of them
+RESULTS = ROOT / "out/versions"  # one file for each set; the table is made of all of them
 # Not those of the page that this run is to write.
 ELSEWHERE = ("tests/originals", "tests/command/test_versions.py")
 TESTS = ("-m", "not launches", *(f"--ignore={path}" for path in ELSEWHERE))
@@ -26,18 +27,9 @@ def main(argv: Sequence[str]) -> int:
     RESULTS.mkdir(parents=True, exist_ok=True)
     junit = RESULTS / f"{name}.xml"
     commit = report.commit(ROOT)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--junitxml",
-        str(junit),
-    ]
+    options = ["-q", "-p", "no:cacheprovider", "--junitxml", str(junit)]
     run = subprocess.run(
-        [*command, *(tests or TESTS)],
+        [sys.executable, "-m", "pytest", *options, *(tests or TESTS)],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         check=False,
@@ -52,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     if not tests:
         Path(RESULTS, f"{name}.json").write_text(json.dumps(row, indent=1))
     rows = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
-    Path(ROOT, "docs/versions.md").write_text(report.page(rows))
+    put(ROOT / "docs/versions.md", "results", report.text(rows))
     return run.returncode
 
 

@@ -29,9 +29,6 @@ def naive() -> Any:
     return chainermn.create_communicator("naive")
 
 
-globals().update(parity.checks(lambda world: ChainerMN(naive())))
-
-
 def _peers(**options: Any) -> tuple[Any, Any]:
     """ChainerMN's link, and ours with its conventions."""
     import chainermn
@@ -60,73 +57,24 @@ def _train(link: Any, x: Any, dy: Any, **arguments: Any) -> list[Any]:
     return [y.array, v.grad, *(p.grad for _, p in sorted(link.namedparams()))]
 
 
-def _compare_with_chainermn(
-    world: Communicator, *, split: str = "even", finetune: bool = False, **options: Any
-) -> None:
-    theirs, ours = _peers(dtype=np.float64, **options)
-    pairs: list[tuple[Any, Any]] = []
-    for step in range(3):
-        xs, dys = parity.batches(split, world.size, "float64", seed=step)
-        arguments = {"finetune": True} if finetune else {}
-        pairs += zip(
-            *[
-                _train(link, xs[world.rank], dys[world.rank], **arguments)
-                for link in (theirs, ours)
-            ],
-            strict=True,
-        )
-    assert theirs.N == ours.N == (3 if finetune else 0)
-    pairs += [(theirs.avg_mean, ours.avg_mean), (theirs.avg_var, ours.avg_var)]
-    for expected, got in pairs:
-        np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-12)
-
-
 def check_equals_chainermn(world: Communicator) -> None:
-    _compare_with_chainermn(world)
-
-
-def check_equals_chainermn_in_finetuning(world: Communicator) -> None:
-    _compare_with_chainermn(world, finetune=True)
-
-
-def check_equals_chainermn_on_uneven_batches(world: Communicator) -> None:
-    """Where its numbers are not those of the whole batch."""
-    for split in ("uneven", "spatial"):
-        for finetune in (False, True):
-            _compare_with_chainermn(world, split=split, finetune=finetune)
-
-
-def check_equals_chainermn_after_create_mnbn_model(world: Communicator) -> None:
-    import chainermn
-    from chainer import links as L
-
-    plain = L.BatchNormalization(CHANNELS, dtype=np.float64)
-    with pytest.warns(FutureWarning):
-        theirs = chainermn.links.create_mnbn_model(plain, naive())
-    ours = create_mnbn_model(plain, naive(), conventions="chainermn")
-    xs, dys = parity.batches("uneven", world.size, "float64", seed=0)
-    pairs = [_train(link, xs[world.rank], dys[world.rank]) for link in (theirs, ours)]
-    for expected, got in zip(*pairs, strict=True):
-        np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-12)
-    np.testing.assert_allclose(ours.avg_var, theirs.avg_var, rtol=1e-9)
-
-
-def check_equals_chainermn_without_gamma(world: Communicator) -> None:
-    _compare_with_chainermn(world, use_gamma=False)
-
-
-def check_equals_chainermn_without_beta(world: Communicator) -> None:
-    _compare_with_chainermn(world, use_beta=False)
-
-
-def check_link_returns_the_communicator_it_was_given(world: Communicator) -> None:
-    import copy
-
-    link = MultiNodeBatchNormalization(3, naive())
-    assert link.comm is naive()
-    assert copy.deepcopy(link).comm is naive()
-    assert link.copy().comm is naive()
-    assert link.copy("init").comm is naive()
+    """Also on uneven batches, where its numbers are not those of the whole batch."""
+    plain: list[dict[str, Any]] = [{"use_gamma": False}, {"use_beta": False}]
+    cases: list[Any] = [
+        (split, t, {}) for split in ("even", "uneven", "spatial") for t in (False, True)
+    ]
+    for split, finetune, options in (*cases, *(("even", False, given) for given in plain)):
+        links = _peers(dtype=np.float64, **options)
+        for step in range(3):
+            xs, dys = parity.batches(split, world.size, "float64", seed=step)
+            arguments = {"finetune": True} if finetune else {}
+            found = [_train(link, xs[world.rank], dys[world.rank], **arguments) for link in links]
+            averages = [[link.avg_mean, link.avg_var, link.N] for link in links]
+            for expected, got in zip(*found, strict=True):
+                np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-12)
+            for expected, got in zip(*averages, strict=True):
+                np.testing.assert_allclose(got, expected, rtol=1e-9)
+        assert (3 if finetune else 0) == links[0].N
 
 
 def check_pickles_find_one_communicator(world: Communicator) -> None:
@@ -150,27 +98,6 @@ def check_a_backend_that_does_not_fit_is_refused(world: Communicator) -> None:
         assert communicator.communication_backend == "mpi"
 
 
-def check_multi_node_optimizer_trains(world: Communicator) -> None:
-    """create_multi_node_optimizer averages gradients that are means already: nothing changes."""
-    import chainer
-    import chainermn
-
-    model = create_mnbn_model(_small_model(), naive())
-    optimizer = chainermn.create_multi_node_optimizer(chainer.optimizers.SGD(0.1), naive())
-    optimizer.setup(model)
-    rng = np.random.default_rng(world.rank)
-    for _ in range(3):
-        model.cleargrads()
-        loss = chainer.functions.mean(model(rng.normal(size=(4, 2, 5, 5)).astype("f")) ** 2)
-        loss.backward()
-        before = model[1].gamma.grad.copy()
-        naive().multi_node_mean_grad(model)
-        np.testing.assert_allclose(model[1].gamma.grad, before, rtol=1e-6)
-        optimizer.update()
-    values = world.allreduce(model[1].gamma.array.astype(np.float64))
-    np.testing.assert_allclose(values / world.size, model[1].gamma.array, rtol=1e-6)
-
-
 def check_chainermns_link_updates_twice_in_forgotten_blocks(world: Communicator) -> None:
     """The negative control: ours updates once, be it forgotten by Chainer's function or ours."""
     import chainer
@@ -188,18 +115,6 @@ def check_chainermns_link_updates_twice_in_forgotten_blocks(world: Communicator)
             updates.append(link.avg_mean / _whole_mean(xs))
     for update, expected in zip(updates, (0.19, 0.1, 0.19, 0.1), strict=True):
         np.testing.assert_allclose(update, expected, rtol=1e-9)
-
-
-def check_a_communicator_that_chainermn_split_is_a_group(world: Communicator) -> None:
-    """A communicator that comm.split made."""
-    group = naive().split(world.rank % 2, world.rank)
-    xs, _ = parity.batches("uneven", world.size, "float64", seed=0)
-    link = MultiNodeBatchNormalization(CHANNELS, group, dtype=np.float64)
-    link(xs[world.rank])
-    world.allreduce(np.zeros(1))
-    assert link.comm is group
-    mean = _whole_mean(xs[world.rank % 2 :: 2])
-    np.testing.assert_allclose(link.avg_mean, 0.1 * mean, rtol=1e-10)
 
 
 def check_allreduce_persistent_keeps_averages_that_are_equal(world: Communicator) -> None:

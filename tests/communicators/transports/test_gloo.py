@@ -48,34 +48,6 @@ def _on_ranks(size: int, work: Callable[[Side, int], Any]) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_sums_are_right_and_equal_bit_for_bit(size: int) -> None:
-    """Of dtypes that gloo knows and does not know, shorter and longer than the first part."""
-    cases = [
-        (dtype, n)
-        for dtype in ("float64", "float32", "float16", "int64", "int16", "uint8", "complex128")
-        for n in (0, 1, 516, 517, 5000)
-    ]
-
-    def work(side: Side, rank: int) -> list[Any]:
-        line = _opened(side, 0)
-        sums = []
-        for dtype, n in cases:
-            a = (np.arange(n) % 7 + rank).astype(dtype)
-            assert line.begin(a)(SECONDS)
-            sums.append(a)
-        a = np.full((2, 3), 1.5)
-        assert line.begin(a)(SECONDS)
-        assert (a == 1.5 * size).all()
-        return sums
-
-    results = _on_ranks(size, work)
-    for (dtype, n), sums in zip(cases, zip(*results, strict=True), strict=True):
-        expected = size * (np.arange(n) % 7) + sum(range(size))
-        for total in sums:
-            np.testing.assert_array_equal(total, expected.astype(dtype))
-
-
 @pytest.mark.parametrize(
     "unlike",
     [

@@ -11,9 +11,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,79 +22,25 @@ from multibn.communicators.lines import HostArray, Line, Opening
 from multibn.communicators.notices import RankLostError
 from multibn.communicators.transports import shared_memory
 from multibn.communicators.transports.shared_memory import Machines
-from multibn.communicators.watch import Done
+from tests.helpers import require
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
+
+require.need("torch")
+
+import torch.distributed as dist  # noqa: E402
+
+from multibn.communicators.transports.gloo import Side  # noqa: E402
 
 if shared_memory.why_not() is not None:
     pytest.skip(str(shared_memory.why_not()), allow_module_level=True)
 
 
-class Store(dict[str, bytes]):
-    """Between threads."""
-
-    def set(self, key: str, value: str) -> None:
-        self[key] = value.encode()
-
-    def get(self, key: str) -> bytes:  # type: ignore[override]
-        return self[key]
-
-    def check(self, keys: list[str]) -> bool:
-        return self.keys() >= set(keys)
-
-    def add(self, key: str, amount: int) -> int:
-        with self._lock:
-            self[key] = str(int(self.get(key) if key in self else 0) + amount).encode()
-            return int(self[key])
-
-    _lock = threading.Lock()
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self[key] for key in keys]
-
-    def delete_key(self, key: str) -> bool:
-        return self.pop(key, None) is not None
-
-
-class Between:
-    """Lines of another kind: which ranks have opened one, and their sums."""
-
-    def __init__(self) -> None:
-        self.opened: set[tuple[int, ...]] = set()
-        self._messages: dict[Any, dict[int, HostArray]] = {}
-        self._lock = threading.Condition()
-
-    def open_line(
-        self, rank: int, number: int, ranks: Sequence[int]
-    ) -> Generator[None, None, Line]:
-        self.opened.add(tuple(ranks))
-        yield
-        count = 0
-
-        def begin(a: HostArray) -> Done:
-            nonlocal count
-            count += 1
-            with self._lock:
-                rows = self._messages.setdefault((number, count, *ranks), {})
-                rows[rank] = a.copy()
-                self._lock.notify_all()
-
-            def done(seconds: float) -> bool:
-                with self._lock:
-                    came = self._lock.wait_for(lambda: len(rows) == len(ranks), seconds)
-                    if came:
-                        a[...] = sum((rows[r] for r in ranks), start=np.zeros_like(a))
-                    return came
-
-            return done
-
-        return cast(Line, SimpleNamespace(begin=begin))
-
-
 class Ranks:
-    """Ranks that open the same lines and sum in them."""
+    """Ranks that open the same lines and sum in them; gloo's lines lie between machines."""
 
-    def __init__(self, rank: int, machines: Machines, between: Between) -> None:
-        self.rank, self.machines, self._between = rank, machines, between
+    def __init__(self, rank: int, store: Any, size: int) -> None:
+        self.rank, self._store, self.machines = rank, store, Machines(store, rank, size)
+        self.opened: dict[tuple[int, ...], Side] = {}  # by the ranks of lines between machines
 
     def open(self, number: int, buffer: HostArray | None = None) -> Line:
         opening = self.opening(number, buffer)
@@ -103,21 +49,32 @@ class Ranks:
         return opening.line
 
     def opening(self, number: int, buffer: HostArray | None = None) -> Opening:
-        return Opening(
-            self.machines.open_line(
-                number, buffer, lambda ranks: self._between.open_line(self.rank, number, ranks)
-            )
-        )
+        return Opening(self.machines.open_line(number, buffer, partial(self._between, number)))
+
+    def _between(self, number: int, ranks: Sequence[int]) -> Generator[None, None, Line]:
+        if (key := tuple(ranks)) not in self.opened:
+            store = dist.PrefixStore(f"between {key}", self._store)
+            self.opened[key] = Side(store, key.index(self.rank), len(key), None)
+        return self.opened[key].open_line(number, 10.0)
 
 
-def _on_ranks(size: int, function: Callable[[Ranks], Any]) -> tuple[list[Any], Between]:
-    store, between = Store(), Between()
+def _on_ranks(size: int, function: Callable[[Ranks], Any]) -> tuple[list[Any], set[Any]]:
+    """What the function returns on each rank, and between which ranks lines of gloo were opened."""
+    store = dist.HashStore()
+    opened: set[Any] = set()
+    over = threading.Barrier(size)
 
     def run(world: ThreadCommunicator) -> Any:
         _here.rank = world.rank
-        return function(Ranks(world.rank, Machines(store, world.rank, size), between))
+        ranks = Ranks(world.rank, store, size)
+        result = function(ranks)
+        opened.update(ranks.opened)
+        over.wait(60.0)
+        for side in ranks.opened.values():
+            side.close(failed=False)
+        return result
 
-    return run_ranks(size, run), between
+    return run_ranks(size, run), opened
 
 
 _here = threading.local()
@@ -128,19 +85,11 @@ def _pretend(monkeypatch: pytest.MonkeyPatch, machine_of: Sequence[int]) -> None
     offered, opened = shared_memory._offered, shared_memory._opened
     owners: dict[str, int] = {}
 
+    @contextlib.contextmanager
     def offer(nbytes: int) -> Any:
-        context = offered(nbytes)
-
-        class Context:
-            def __enter__(self) -> Any:
-                mine, memory = context.__enter__()
-                owners[mine["name"]] = _here.rank
-                return mine, memory
-
-            def __exit__(self, *error: Any) -> Any:
-                return context.__exit__(*error)
-
-        return Context()
+        with offered(nbytes) as (mine, memory):
+            owners[mine["name"]] = _here.rank
+            yield mine, memory
 
     def open_(offer: dict[str, Any]) -> Any:
         same = machine_of[owners.get(offer.get("name", ""), 0)] == machine_of[_here.rank]
@@ -156,8 +105,8 @@ def _message(rank: int, kind: str, shape: tuple[int, ...]) -> HostArray:
     return np.asarray(100 * rng.standard_normal(shape)).astype(kind)
 
 
-KINDS = ("float64", "float32", "int64", "uint8", "complex128")
-SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (7,), (3, 5), (20_000,))
+KINDS = ("float64", "float32", "int64", "int16", "uint8", "complex128")
+SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (7,), (3, 5), (516,), (517,), (20_000,))
 LARGE = 2**16  # bytes: longer arrays go over another kind of line
 
 
@@ -186,7 +135,7 @@ def test_sums_have_the_same_bits_on_all_ranks(
                 results.append(a)
         return results
 
-    of_ranks, between = _on_ranks(size, sums)
+    of_ranks, opened = _on_ranks(size, sums)
     cases = [("float64", (516,))] * 4 + [(kind, shape) for kind in KINDS for shape in SHAPES]
     for (kind, shape), results in zip(cases, zip(*of_ranks, strict=True), strict=True):
         messages = [_message(rank, kind, shape) for rank in range(size)]
@@ -201,17 +150,17 @@ def test_sums_have_the_same_bits_on_all_ranks(
                 in_order = in_order + message
             np.testing.assert_array_equal(results[0], in_order)
     firsts = sorted({machine_of.index(machine) for machine in machine_of})
-    assert between.opened == {tuple(range(size))} | ({tuple(firsts)} if len(firsts) > 1 else set())
+    assert opened == {tuple(range(size))} | ({tuple(firsts)} if len(firsts) > 1 else set())
 
 
 def test_memory_goes_when_nobody_has_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """And meanwhile it has no name, belongs to this user alone, and leaves nothing in the store."""
-    store = Store()
+    store = dist.HashStore()
     gc.collect()  # what earlier tests have left
     before = _descriptors(), _maps()
 
     def use(world: ThreadCommunicator) -> tuple[int, int] | None:
-        ranks = Ranks(world.rank, Machines(store, world.rank, 2), Between())
+        ranks = Ranks(world.rank, store, 2)
         lines = [ranks.open(number, np.zeros(max(number, 8))) for number in range(100)]
         world._exchange(None)
         counted = (_descriptors(), _maps()) if world.rank == 0 else None
@@ -222,7 +171,7 @@ def test_memory_goes_when_nobody_has_the_lines(monkeypatch: pytest.MonkeyPatch) 
     # Of 100 lines of two ranks.
     assert run_ranks(2, use)[0] == (before[0] + 2, before[1] + 2)
     assert (_descriptors(), _maps()) == before
-    assert not store
+    assert store.num_keys() == 0
     with shared_memory._offered(2**16) as (offer, _):
         assert os.stat(offer["fd"]).st_mode & 0o777 == 0o600
         assert not os.get_inheritable(offer["fd"])
@@ -274,9 +223,9 @@ def test_another_line_is_opened_where_memory_cannot_be_shared(
         assert ranks.open(2000, a).begin(a)(10.0)
         return float(a[-1])
 
-    totals, between = _on_ranks(2, total)
+    totals, opened = _on_ranks(2, total)
     assert totals == [2.0, 2.0]
-    assert between.opened == {(0, 1)}
+    assert opened == {(0, 1)}
 
 
 def test_ranks_that_open_different_lines_do_not_meet() -> None:
@@ -324,15 +273,14 @@ def test_a_process_that_ended_is_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_process_that_ends_while_the_ranks_meet_is_noticed() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    store = Store()
     for space, seconds, noticed in (
         (shared_memory.pid_space(), 10.0, True),
         ("other", 0.2, False),
     ):
-        store.clear()
+        store = dist.HashStore()
         store.set("offer of 1", json.dumps({"pid": ended.pid, "pid_space": space}))
         store.add("number of offer", 1)
-        opening = Ranks(0, Machines(store, 0, 2), Between()).opening(0)
+        opening = Ranks(0, store, 2).opening(0)
         if noticed:
             with pytest.raises(RuntimeError, match="the process of rank 1 has ended"):
                 opening.done(seconds)

@@ -1,7 +1,6 @@
 """Notices in a store of torch.distributed."""
 
 import os
-import queue
 import threading
 from collections import Counter
 from typing import Any
@@ -14,7 +13,7 @@ require.need("torch")
 
 import torch.distributed as dist  # noqa: E402
 
-from multibn.communicators.transports import shared_memory, store  # noqa: E402
+from multibn.communicators.transports import shared_memory  # noqa: E402
 from multibn.communicators.transports.store import StoreBoard  # noqa: E402
 from multibn.communicators.watch import Notice  # noqa: E402
 
@@ -113,13 +112,6 @@ def test_a_fork_has_a_messenger_of_its_own() -> None:
             os._exit(0)
     os.waitpid(child, 0)
     assert os.read(reader, 1000) == b"bn1 (forward, float32, call 1)"
-
-
-def test_a_system_without_forks_registers_nothing() -> None:
-    assert isinstance(store._messenger()._tasks, queue.SimpleQueue)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delattr(os, "register_at_fork")
-        store.after_fork(lambda: None)
 
 
 def test_while_a_rank_is_late_the_others_ask_for_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
