@@ -303,7 +303,6 @@ EXEMPT = {
     "BatchNorm": "the constructor is that of torch's batch norms",
     "ChainerMN": "`select_backend` and `timeout`, in the rows of `select_backend` and `MPI`",
     **dict.fromkeys(("allreduce", "sum_by_nccl"), "a function of arrays"),
-    "register_allreduce_hook": "takes DistributedDataParallel, which needs ranks",
     **dict.fromkeys(("find_comm", "restore"), "takes ranks that a communicator has"),
     "torch_backend.reversible.mvit.config.RevMViTConfig(norm=)": "for the model to check",
     "communicators.transports.mpi.MPI(comm=)": "looking at it initialises MPI",
