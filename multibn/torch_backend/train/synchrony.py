@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -123,31 +124,23 @@ def sync_running_stats(
     if not means:
         return
     communicator = participants(model, process_group)
+
+    def flat(buffers: Sequence[Tensor]) -> Tensor:
+        return _flatten_dense_tensors([as_wide(t).to(means[0].device) for t in buffers])
+
     if how == "broadcast":
         buffers = [*means, *variances, *counters]
-        mine = _flat(map(as_wide, buffers))
+        mine = flat(buffers)
         # Zeros, and not zero times the other ranks' buffers, which may hold NaN.
         result = communicator.allreduce(mine if communicator.rank == 0 else torch.zeros_like(mine))
     else:
         buffers = [*means, *variances]
-        mean, var = _flat(map(as_wide, means)), _flat(map(as_wide, variances))
+        mean, var = flat(means), flat(variances)
         result = torch.cat(
             pool_running(mean, var, lambda a: communicator.allreduce(a) / communicator.size)
         )
-    for buffer, part in zip(buffers, _parts(result, buffers), strict=True):
+    for buffer, part in zip(buffers, _unflatten_dense_tensors(result, buffers), strict=True):
         buffer.copy_(part)
-
-
-def _flat(tensors: Iterable[Tensor]) -> Tensor:
-    """The elements of all tensors, on the device of the first one."""
-    first, *others = tensors
-    return torch.cat([first.flatten(), *(t.flatten().to(first.device) for t in others)])
-
-
-def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views of `flat` with the shapes of the tensors `like`."""
-    parts = flat.split([t.numel() for t in like])
-    return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]
 
 
 @torch.no_grad()
@@ -211,8 +204,10 @@ def average_gradients(
         if p.requires_grad:
             alike[p.dtype, p.device].append(p)
     for group in alike.values():
-        gradients = _flat(torch.zeros_like(p) if p.grad is None else p.grad for p in group)
+        gradients = _flatten_dense_tensors(
+            [torch.zeros_like(p) if p.grad is None else p.grad for p in group]
+        )
         # Divided before the sum, which may overflow in 16 bits.
         mean = communicator.allreduce(gradients / communicator.size)
-        for p, part in zip(group, _parts(mean, group), strict=True):
+        for p, part in zip(group, _unflatten_dense_tensors(mean, group), strict=True):
             p.grad = part
