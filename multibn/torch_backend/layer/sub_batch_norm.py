@@ -14,7 +14,6 @@ from multibn.communicators import Communicator, CommunicatorLike
 from multibn.communicators.outcomes import Nonfinite
 from multibn.engine.statistics import OneValueError, reduced_axes
 from multibn.engine.step import Input
-from multibn.kernels import generic
 from multibn.torch_backend.layer import compiled, functional
 from multibn.torch_backend.layer.modules import call_node
 from multibn.torch_backend.layer.synchronized import (
@@ -194,12 +193,11 @@ class _SubBatchNorm(Synchronized):
             count = None
         if split.running_mean is None:
             return
-        shape = (self.num_splits, self.num_features)
-        # As one operator, the arithmetic of compiled code is that of eager code.
-        compiling = torch.compiler.is_compiling()
-        total = torch.ops.multibn.total_statistics if compiling else _total_statistics
-        mean, var = total(split.running_mean.view(shape), split.running_var.view(shape))
-        new = mean, var, split.num_batches_tracked
+        wide = torch.float32 if split.running_mean.device.type == "mps" else torch.float64
+        shape = (2, self.num_splits, self.num_features)
+        means, variances = torch.stack((split.running_mean, split.running_var)).view(shape).to(wide)
+        between, mean = torch.var_mean(means, 0, correction=0)
+        new = mean, variances.mean(0) + between, split.num_batches_tracked
         old = whole.running_mean, whole.running_var, whole.num_batches_tracked
         for buffer, value in zip(old, new, strict=True):
             buffer.copy_(value if count is None else torch.where(count > 0, value, buffer))
@@ -367,16 +365,3 @@ class SubBatchNorm3d(_SubBatchNorm):
 
     _part = _BatchNorm3d
     _shapes = {5: "(N, C, D, H, W)"}
-
-
-def _first_of_each(*values: Tensor) -> list[Tensor]:
-    return [torch.empty_like(v[0]) for v in values]
-
-
-@compiled.operator("total_statistics(Tensor means, Tensor variances) -> Tensor[]", _first_of_each)
-def _total_statistics(means: Tensor, variances: Tensor) -> list[Tensor]:
-    """Mean and variance over all splits of a batch, axis 0, by the law of total variance."""
-    wide = generic.as_wide(torch.stack((means, variances)))
-    between, mean = torch.var_mean(wide[0], 0, correction=0)
-    total = wide[1].mean(0) + between
-    return [mean.to(means), total.to(variances)]
