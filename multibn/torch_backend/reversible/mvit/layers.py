@@ -142,8 +142,12 @@ class MultiScaleAttention(nn.Module):
         def pooling(kernel: Sequence[int], stride: Sequence[int]) -> list[nn.Module | None]:
             if math.prod(kernel) == math.prod(stride) == 1:  # also if both are empty
                 return [None, None]
-            shape: Any = (tuple(kernel), tuple(stride), tuple(k // 2 for k in kernel))
-            pool = nn.Conv3d(channels, channels, *shape, groups=channels, bias=False)
+            shape: dict[str, Any] = {
+                "kernel_size": tuple(kernel),
+                "stride": tuple(stride),
+                "padding": tuple(k // 2 for k in kernel),
+            }
+            pool = nn.Conv3d(channels, channels, groups=channels, bias=False, **shape)
             return [pool, norm(channels, "pool")]
 
         self.pool_q, self.norm_q = pooling(layer.kernel_q, layer.stride_q)
