@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from multibn import as_communicator
-from multibn.torch_backend import convert_sync_batchnorm, register_allreduce_hook
+from multibn.torch_backend import convert_sync_batchnorm
 
 
 def main() -> None:
@@ -29,7 +29,6 @@ def main() -> None:
     if args.norm == "sync":
         convert_sync_batchnorm(model)
     parallel = DistributedDataParallel(model)
-    register_allreduce_hook(parallel)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
 
     for step, part in enumerate(digits.batches(args.steps, comm.rank, comm.size)):

@@ -171,8 +171,7 @@ def sum_of(numbers: Array, communicator: Any, message: object) -> Array:
         fail(
             RuntimeError,
             f"rank {communicator.rank} cannot sum {message}: {error}. The ranks may be in "
-            "different places: all ranks must run the same layers in the same order, with a "
-            "`mask` or `lengths` on all of them or on none.",
+            "different places: all ranks must run the same layers in the same order.",
         )
 
 

@@ -22,9 +22,6 @@ from multibn.torch_backend.train.checkpointing import recomputed as recomputed
 from multibn.torch_backend.train.micro_batches import step_statistics as step_statistics
 from multibn.torch_backend.train.synchrony import average_gradients as average_gradients
 from multibn.torch_backend.train.synchrony import check_sync as check_sync
-from multibn.torch_backend.train.synchrony import (
-    register_allreduce_hook as register_allreduce_hook,
-)
 from multibn.torch_backend.train.synchrony import sync_running_stats as sync_running_stats
 from multibn.torch_backend.train.together import normalize_together as normalize_together
 from multibn.torch_backend.train.uneven import join as join

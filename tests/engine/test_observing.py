@@ -115,17 +115,15 @@ def test_layers_of_one_message_and_splits_are_seen_apart() -> None:
         def forward(self, x: Any) -> None:
             normalize_together([self.a, self.b], [x, 2 * x])
             self.sub(x)
-            self.sub(x, mask=x[:, 0] > 0)
             self.split(x)
 
     x = torch.from_numpy(data([4])[0])
     with observing() as seen:
         Model().double()(x)
-    assert [s.path for s in seen] == ["a", "b", "sub", "sub", "sub", "split", "split"]
+    assert [s.path for s in seen] == ["a", "b", "sub", "split", "split"]
     assert_statistics(seen[1].own, 2 * x.numpy())
     assert seen[2].own.mean.shape == (2, 4)
-    assert float(seen[3].own.count + seen[4].own.count) == int((x[:, 0] > 0).sum())
-    assert_statistics(seen[5].batch, x[:2].numpy())
+    assert_statistics(seen[3].batch, x[:2].numpy())
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Dynamo itself

@@ -24,13 +24,6 @@ def check_the_example_of_chainermn_runs(world: Communicator) -> None:
     _check(ChainerMN)
 
 
-@only("torchrun", needs=("torch",))
-def check_the_example_of_the_allreduce_hook_runs(world: Communicator) -> None:
-    from multibn.torch_backend import register_allreduce_hook
-
-    _check(register_allreduce_hook)
-
-
 @only("mpiexec", needs=("torch", "chainer"))
 def check_the_blocks_of_the_readme_run(world: Communicator) -> None:
     """README's last blocks, for MPI and for Chainer; its `train.py` is a program, run elsewhere."""

@@ -235,7 +235,6 @@ ON_RANKS = {
     "multibn.communicators.transports.torch_distributed.TorchDistributed",
     "multibn.communicators.transports.mpi.MPI",
     "multibn.communicators.transports.chainermn.ChainerMN",
-    "multibn.torch_backend.register_allreduce_hook",
 }
 
 

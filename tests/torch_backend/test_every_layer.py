@@ -107,7 +107,7 @@ LAYERS: dict[str, Callable[..., Any]] = {
     "split": lambda **options: _split(nn.BatchNorm1d(C), **options),
     "derived and split": lambda **options: _split(Calls(C), **options),
     "masked": lambda **options: Masked(SyncBatchNorm(C, **options)),
-    "masked sub": lambda **options: Masked(SubBatchNorm1d(2, C, **options)),
+    "masked and split": lambda **options: Masked(_split(nn.BatchNorm1d(C), **options)),
     "together": lambda **options: Together(**options),
 }
 every_layer = pytest.mark.parametrize("name", LAYERS)
@@ -188,7 +188,7 @@ def test_a_copy_is_the_same_layer_with_a_state_of_its_own(name: str) -> None:
         torch.testing.assert_close(values, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", [n for n in LAYERS if n != "masked sub"])  # refused in a step
+@every_layer
 def test_a_copy_has_no_part_in_a_step(name: str) -> None:
     layer = make(name)
     state = copy.deepcopy(layer.state_dict())
@@ -202,7 +202,7 @@ def test_a_copy_has_no_part_in_a_step(name: str) -> None:
         torch.testing.assert_close(twin.state_dict(), layer.state_dict())
 
 
-@pytest.mark.parametrize("name", [n for n in LAYERS if n != "masked sub"])  # refused in a step
+@every_layer
 def test_a_step_of_several_batches_moves_statistics_as_one_batch(name: str) -> None:
     """By the elements that count; split k of the step is split k of all batches."""
     layer, whole = (make(name, running_var="unbiased_local") for _ in "ab")

@@ -86,12 +86,6 @@ def forward_all(
             functional.check_input(i.x, n)
         y, *numbers = torch.ops.multibn.forward(*_spread(i), n, id(communicator), weighting, i.relu)
         results.append((y, BatchStatistics(*numbers)))
-    if len(results) > 1:  # parts of one batch, which is skipped whole
-        is_skipped = torch.stack([batch.mean for _, batch in results]).isnan().any()
-        results = [
-            (y, batch._replace(count=torch.where(is_skipped, 0.0, batch.count)))
-            for y, batch in results
-        ]
     for i, (_, batch) in zip(inputs, results, strict=True):
         mask = i.mask
         count: Any = i.x.numel() // max(batch.mean.numel(), 1) if mask is None else mask.sum()
@@ -348,7 +342,7 @@ def _marked(policy: CheckpointPolicy) -> Iterator[None]:
     before = len(nodes)
     yield
     for node in islice(reversed(nodes), len(nodes) - before):
-        _mark(node, policy)
+        node.meta["recompute"] = policy
 
 
 def _compare_here() -> None:
@@ -365,11 +359,7 @@ def _compare_here() -> None:
             while y.target in (torch.ops.aten.alias.default, torch.ops.aten.detach.default):
                 y = y.args[0]
             if y.target is torch.ops.aten.relu.default and y.meta["val"].is_cpu:
-                _mark(node, CheckpointPolicy.PREFER_RECOMPUTE)
-
-
-def _mark(node: Any, policy: CheckpointPolicy) -> None:
-    node.meta["recompute"] = policy
+                node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _nodes() -> Any:

@@ -8,7 +8,7 @@ the numbers of the naive layers.
 from typing import Any
 
 from multibn._typing import check_int
-from multibn.communicators import Communicator, CommunicatorLike, Group, as_communicator
+from multibn.communicators import CommunicatorLike, Group, as_communicator
 from multibn.torch_backend.layer.modules import (
     SyncBatchNorm,
     SyncBatchNorm1d,
@@ -30,7 +30,12 @@ class _NaiveSyncBatchNorm(SyncBatchNorm):
         everyone = as_communicator(process_group)
         if global_sync is None:
             global_sync = num_sync_devices is None
-        group = everyone if global_sync else _inside_machine(everyone, num_sync_devices)
+        group = everyone
+        if not global_sync:
+            check_int("num_sync_devices", num_sync_devices, None, none="all ranks of the machine")
+            group = Group(everyone, "machine")
+            if num_sync_devices is not None and num_sync_devices > 0:
+                group = Group(group, num_sync_devices)
         super().__init__(num_features, process_group=group, **bn_args)
 
     @property
@@ -125,11 +130,3 @@ class NaiveSyncBatchNorm3d(_NaiveSyncBatchNorm, SyncBatchNorm3d):
     >>> layer.process_group
     Group(Group(DefaultCommunicator(), 'machine'), 4)
     """
-
-
-def _inside_machine(everyone: Communicator, num_sync_devices: int | None) -> Communicator:
-    check_int("num_sync_devices", num_sync_devices, None, none="all ranks of the machine")
-    machine = Group(everyone, "machine")
-    if num_sync_devices is None or num_sync_devices <= 0:
-        return machine
-    return Group(machine, num_sync_devices)

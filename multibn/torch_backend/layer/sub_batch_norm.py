@@ -12,10 +12,8 @@ from multibn._arrays import is_on_host, values
 from multibn._typing import RunningVar, Weighting, check_int
 from multibn.communicators import Communicator, CommunicatorLike
 from multibn.communicators.outcomes import Nonfinite
-from multibn.engine.population import Pool
 from multibn.engine.statistics import OneValueError, reduced_axes
 from multibn.engine.step import Input
-from multibn.kernels import generic
 from multibn.torch_backend.layer import compiled, functional
 from multibn.torch_backend.layer.modules import call_node
 from multibn.torch_backend.layer.synchronized import (
@@ -25,7 +23,6 @@ from multibn.torch_backend.layer.synchronized import (
     has_hooks,
     moves,
     running_of,
-    shared_conversation,
 )
 
 _STATISTICS = ("running_mean", "running_var")
@@ -102,34 +99,23 @@ class _SubBatchNorm(Synchronized):
         self.bn.reset_running_stats()
         self.split_bn.reset_running_stats()
 
-    def forward(
-        self, input: Tensor, *, mask: Tensor | None = None, lengths: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if isinstance(input, fx.Proxy):
-            masks = (("mask", mask), ("lengths", lengths))
-            return call_node(self, input, **{k: v for k, v in masks if v is not None})
-        is_masked = mask is not None or lengths is not None
+            return call_node(self, input)
         part, num_splits = (self.split_bn, self.num_splits) if self.training else (self.bn, 1)
         shares = self.training and part.training
         communicator: Communicator = self.conversation if shares else self.alone(input)
-        num_channels = [num_splits * self.num_features]
-        if is_masked and self.training:
-            num_channels = [self.num_features] * num_splits
-            if shares and not compiled.takes(input):
-                communicator = shared_conversation([self] * num_splits)
         try:
-            self._check(input, is_masked, part, communicator)
+            self._check(input, communicator)
         except (TypeError, ValueError) as error:
-            functional.refuse(error, [input] * len(num_channels), num_channels, communicator)
-        where = compiled.mask_of(input, mask, lengths, num_channels, communicator)
-        x, split_where = input, where
+            num_channels = [num_splits * self.num_features]
+            functional.refuse(error, [input], num_channels, communicator)
+        x = input
         if self.training:  # a view for any strides; sample i is in split i % num_splits, on axis 1
-            splits = input.shape[0] // num_splits, num_splits
-            x = input.unflatten(0, splits)
-            split_where = None if where is None else where.unflatten(0, splits)
+            x = input.unflatten(0, (input.shape[0] // num_splits, num_splits))
         channels = self._channels()
         axis = reduced_axes(x.ndim, channel_axes=range(1, 1 + len(channels)))
-        i = Input(x, self.weight, self.bias, 0.0, axis, mask=split_where)  # eps is the part's
+        i = Input(x, self.weight, self.bias, 0.0, axis)  # eps is the part's
         if isinstance(part, Part) and not has_hooks(part):
             if _has_any_global_hook():
                 y = part(x, lambda x: self._normalize(part, i._replace(x=x), communicator))
@@ -145,8 +131,7 @@ class _SubBatchNorm(Synchronized):
 
         options = {"normalize": normalize_flat} if isinstance(part, Part) else {}
         y = part(x.flatten(1, len(channels)), **options).reshape(input.shape)
-        y = functional.affine(y, self.weight, self.bias).to(y.dtype)
-        return generic.masked(y, where)
+        return functional.affine(y, self.weight, self.bias).to(y.dtype)
 
     def _normalize(self, part: Any, i: Input, communicator: Communicator) -> Tensor:
         """The arithmetic of a call of `part`. From axis 1, `i.x` has the axes of `_channels`."""
@@ -157,19 +142,15 @@ class _SubBatchNorm(Synchronized):
             bias = None if bias is None else bias.repeat(self.num_splits, 1)
         if part.running_mean is not None and not part.training:
             statistics = (v.view(channels) for v in (part.running_mean, part.running_var))
-            x = generic.masked(i.x, i.mask)
-            y = functional.normalize_by_running(x, weight, bias, *statistics, eps=part.eps)
-            return generic.masked(y, i.mask)
+            return functional.normalize_by_running(i.x, weight, bias, *statistics, eps=part.eps)
         running: Any = running_of(part, self.running_var_convention)
         i = i._replace(weight=weight, bias=bias, eps=part.eps, running=running)
-        apart = self.training and i.mask is not None
         # To a pass over all splits together, these are the channels of axis 1.
-        inputs = self._splits(i) if apart else [i]
-        sharing = [each.x.shape[1] for each in inputs], communicator
+        sharing = [i.x.shape[1]], communicator
         try:
-            results = compiled.forward_all(inputs, *sharing, weighting=self.weighting)
+            ((y, batch),) = compiled.forward_all([i], *sharing, weighting=self.weighting)
         except OneValueError as error:
-            if apart or not self.training:
+            if not self.training:
                 raise
             raise OneValueError(
                 "training needs more than 1 value per channel in each of the "
@@ -178,34 +159,8 @@ class _SubBatchNorm(Synchronized):
                 "Use a larger batch or a smaller `num_splits`, drop the last batch, or call eval()."
             ) from error
         if self.training and moves(running, i.x):
-            count = results[0][1].count
-            if apart:
-                count = torch.stack([batch.count for _, batch in results]).amax()
-                if running.num_batches is not None:
-                    running.num_batches.add_(count > 0)
-            self.aggregate_where(count)
-        return torch.stack([y for y, _ in results], dim=1) if apart else results[0][0]
-
-    def _splits(self, i: Any) -> list[Input]:
-        """An input for each split, for masks that give each its own count."""
-        running, mask = i.running, i.mask
-        if isinstance(running, Pool):
-            raise NotImplementedError(
-                f"a {type(self).__name__} with a `mask` cannot be in a step of step_statistics: "
-                "its splits count unequal numbers of elements. Leave the layer out."
-            )
-        inputs = []
-        for k in range(self.num_splits):
-            own = running
-            if running is not None:
-                mean, var = (v.view(self._channels())[k] for v in running[:2])
-                counter = None if running.num_batches is None else running.num_batches.clone()
-                own = running._replace(mean=mean, var=var, num_batches=counter)
-            x = i.x[:, k]
-            weight, bias = (None if p is None else p[k] for p in (i.weight, i.bias))
-            axis = functional.all_but_channels(x)
-            inputs.append(Input(x, weight, bias, i.eps, axis, running=own, mask=mask[:, k]))
-        return inputs
+            self.aggregate_where(batch.count)
+        return y
 
     def _channels(self) -> tuple[int, ...]:
         """Shape of the statistics of a call: in training, every split has its own."""
@@ -238,12 +193,11 @@ class _SubBatchNorm(Synchronized):
             count = None
         if split.running_mean is None:
             return
-        shape = (self.num_splits, self.num_features)
-        # As one operator, the arithmetic of compiled code is that of eager code.
-        compiling = torch.compiler.is_compiling()
-        total = torch.ops.multibn.total_statistics if compiling else _total_statistics
-        mean, var = total(split.running_mean.view(shape), split.running_var.view(shape))
-        new = mean, var, split.num_batches_tracked
+        wide = torch.float32 if split.running_mean.device.type == "mps" else torch.float64
+        shape = (2, self.num_splits, self.num_features)
+        means, variances = torch.stack((split.running_mean, split.running_var)).view(shape).to(wide)
+        between, mean = torch.var_mean(means, 0, correction=0)
+        new = mean, variances.mean(0) + between, split.num_batches_tracked
         old = whole.running_mean, whole.running_var, whole.num_batches_tracked
         for buffer, value in zip(old, new, strict=True):
             buffer.copy_(value if count is None else torch.where(count > 0, value, buffer))
@@ -276,8 +230,8 @@ class _SubBatchNorm(Synchronized):
         shared = super().extra_repr()
         return f"{self.num_features}, num_splits={self.num_splits}, affine={self.affine}{shared}"
 
-    def _check(self, input: Any, is_masked: bool, part: Any, communicator: Communicator) -> None:
-        """As `functional.check_input`; also checks dimensions, batch size, and parts for masks."""
+    def _check(self, input: Any, communicator: Communicator) -> None:
+        """As `functional.check_input`; also checks dimensions and batch size."""
         functional.check_input(input, self.num_features)
         if input.ndim not in self._shapes:
             raise functional.dimensions_error(self, input, self._shapes)
@@ -289,11 +243,6 @@ class _SubBatchNorm(Synchronized):
             raise ValueError(
                 f"`num_splits` must divide the batch size: got {num_splits} splits for a batch of "
                 f"{batch_size}{where}. Drop the last batch or pass num_splits={divisors}."
-            )
-        if is_masked and not isinstance(part, Part):
-            raise TypeError(
-                f"`mask` and `lengths` need the parts that a {type(self).__name__} is made with: "
-                f"got {type(part).__qualname__}."
             )
 
     def _load_from_state_dict(
@@ -401,10 +350,6 @@ class SubBatchNorm3d(_SubBatchNorm):
     number of splits: each split then starts from the statistics of the population. `bn` keeps the
     loaded statistics until the next training step.
 
-    `mask` and `lengths` are as in a call of `SyncBatchNorm`. Splits then have unequal numbers of
-    elements, so that a message has 2C+2 numbers for each split and 2 more; in compiled code, each
-    split has a message of its own.
-
     Hooks of `bn` and `split_bn` get the tensors that they get in SlowFast's layer: in training, all
     channels of all splits on axis 1, and no weight and bias in the output. Without hooks, weight
     and bias cost no pass of their own. With hooks, an input in channels_last is copied.
@@ -420,16 +365,3 @@ class SubBatchNorm3d(_SubBatchNorm):
 
     _part = _BatchNorm3d
     _shapes = {5: "(N, C, D, H, W)"}
-
-
-def _first_of_each(*values: Tensor) -> list[Tensor]:
-    return [torch.empty_like(v[0]) for v in values]
-
-
-@compiled.operator("total_statistics(Tensor means, Tensor variances) -> Tensor[]", _first_of_each)
-def _total_statistics(means: Tensor, variances: Tensor) -> list[Tensor]:
-    """Mean and variance over all splits of a batch, axis 0, by the law of total variance."""
-    wide = generic.as_wide(torch.stack((means, variances)))
-    between, mean = torch.var_mean(wide[0], 0, correction=0)
-    total = wide[1].mean(0) + between
-    return [mean.to(means), total.to(variances)]

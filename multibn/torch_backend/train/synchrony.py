@@ -3,11 +3,11 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -124,31 +124,23 @@ def sync_running_stats(
     if not means:
         return
     communicator = participants(model, process_group)
+
+    def flat(buffers: Sequence[Tensor]) -> Tensor:
+        return _flatten_dense_tensors([as_wide(t).to(means[0].device) for t in buffers])
+
     if how == "broadcast":
         buffers = [*means, *variances, *counters]
-        mine = _flat(map(as_wide, buffers))
+        mine = flat(buffers)
         # Zeros, and not zero times the other ranks' buffers, which may hold NaN.
         result = communicator.allreduce(mine if communicator.rank == 0 else torch.zeros_like(mine))
     else:
         buffers = [*means, *variances]
-        mean, var = _flat(map(as_wide, means)), _flat(map(as_wide, variances))
+        mean, var = flat(means), flat(variances)
         result = torch.cat(
             pool_running(mean, var, lambda a: communicator.allreduce(a) / communicator.size)
         )
-    for buffer, part in zip(buffers, _parts(result, buffers), strict=True):
+    for buffer, part in zip(buffers, _unflatten_dense_tensors(result, buffers), strict=True):
         buffer.copy_(part)
-
-
-def _flat(tensors: Iterable[Tensor]) -> Tensor:
-    """The elements of all tensors, on the device of the first one."""
-    first, *others = tensors
-    return torch.cat([first.flatten(), *(t.flatten().to(first.device) for t in others)])
-
-
-def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views of `flat` with the shapes of the tensors `like`."""
-    parts = flat.split([t.numel() for t in like])
-    return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]
 
 
 @torch.no_grad()
@@ -212,84 +204,10 @@ def average_gradients(
         if p.requires_grad:
             alike[p.dtype, p.device].append(p)
     for group in alike.values():
-        gradients = _flat(torch.zeros_like(p) if p.grad is None else p.grad for p in group)
+        gradients = _flatten_dense_tensors(
+            [torch.zeros_like(p) if p.grad is None else p.grad for p in group]
+        )
         # Divided before the sum, which may overflow in 16 bits.
         mean = communicator.allreduce(gradients / communicator.size)
-        for p, part in zip(group, _parts(mean, group), strict=True):
+        for p, part in zip(group, _unflatten_dense_tensors(mean, group), strict=True):
             p.grad = part
-
-
-def register_allreduce_hook(
-    model: DistributedDataParallel, process_group: CommunicatorLike = None
-) -> None:
-    """Let DistributedDataParallel (DDP) average gradients by multibn's messages.
-
-    For models in host memory. A rank that is late or lost during the backward pass is then named at
-    multibn's deadline, not at the process group's. Gradients are averaged when all are there:
-    nothing is computed meanwhile. `model.register_comm_hook` takes one hook.
-    Not collective, but every rank must call it; then one allreduce for each of DDP's buckets, in
-    `backward()`, which raises ConnectionError or TimeoutError on the other ranks if a rank has
-    ended or does not come by the deadline.
-
-    Parameters
-    ----------
-    model
-        The wrapper.
-    process_group
-        The ranks of the wrapper, which is the default. A communicator may have a deadline of its
-        own.
-
-    Raises
-    ------
-    ValueError
-        If the model is on a GPU, or `process_group` has another number of ranks than the wrapper.
-    TypeError
-        If `model` is no DistributedDataParallel.
-
-    Examples
-    --------
-    On each of two ranks, after `init_process_group`:
-
-    >>> from torch import nn
-    >>> from torch.nn.parallel import DistributedDataParallel
-    >>> from multibn.torch_backend import convert_sync_batchnorm, register_allreduce_hook
-    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
-    >>> model = DistributedDataParallel(convert_sync_batchnorm(model))
-    >>> register_allreduce_hook(model)
-    """
-    if not isinstance(model, DistributedDataParallel):
-        raise TypeError(
-            f"`model` must be a DistributedDataParallel: got {type(model).__qualname__}. Without "
-            "DistributedDataParallel, call `average_gradients` after backward()."
-        )
-    communicator = participants(model, process_group)
-    if model.device_type != "cpu":
-        raise ValueError(
-            f"`model` must be in host memory: got parameters on {model.device_type}. Without the "
-            "hook, NCCL sums their gradients while others are computed."
-        )
-    size, num_ranks = communicator.size, model.process_group.size()
-    if size != num_ranks:
-        raise ValueError(
-            f"`process_group` must be the {num_ranks} ranks of `model`: got {size}, and gradients "
-            "would be averaged over these alone. Give DistributedDataParallel the same group."
-        )
-    full: list[tuple[Tensor, torch.futures.Future[Tensor]]] = []  # buckets of this backward pass
-    model.register_comm_hook((communicator, full), _average)
-
-
-def _average(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Average all buckets when the last one is full, after the layers' own messages.
-
-    With find_unused_parameters a bucket may be full before a layer's backward pass on one rank, and
-    after this pass on another.
-    """
-    communicator, full = state
-    averaged: torch.futures.Future[Tensor] = torch.futures.Future()
-    full.append((bucket.buffer(), averaged))
-    if bucket.is_last():
-        for gradients, future in full:
-            # Divided before the sum, which may overflow in 16 bits.
-            future.set_result(communicator.allreduce(gradients / communicator.size))
-        full.clear()
-    return averaged

@@ -2,7 +2,6 @@
 
 import copy
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,12 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from multibn.parity.oracle import relative_error  # noqa: E402
 from multibn.torch_backend import (  # noqa: E402
-    SubBatchNorm1d,
     SyncBatchNorm,
+    convert_sub_batchnorm,
     convert_sync_batchnorm,
     join,
     normalize_together,
-    step_statistics,
     sync_batch_norm,
     update_bn_stats,
 )
@@ -106,13 +104,12 @@ def test_compiled_lengths_give_eager_numbers_and_errors() -> None:
         compiled(x, lengths=lengths.clone().fill_(9))
 
 
-@pytest.mark.parametrize("make", [partial(SyncBatchNorm, C), partial(SubBatchNorm1d, 2, C)])
 @pytest.mark.parametrize("training", [True, False])
-def test_tensors_without_numbers_tell_shapes(make: Any, training: bool) -> None:
+def test_tensors_without_numbers_tell_shapes(training: bool) -> None:
     """Fake ones and those on meta tell shapes; the numbers of lengths are not checked."""
     for context, device in ((FakeTensorMode(), "cpu"), (nullcontext(), "meta")):
         with context, torch.device(device):
-            layer = make().train(training)
+            layer = SyncBatchNorm(C).train(training)
             x = torch.zeros(4, C, L)
             assert layer(x, lengths=torch.ones(4).long()).shape == x.shape
             assert layer(x, mask=torch.ones(4, L).bool()).shape == x.shape
@@ -192,38 +189,6 @@ def test_the_function_takes_masks_and_lengths() -> None:
             sync_batch_norm(x, **options)
 
 
-def test_each_split_is_normalized_by_its_own_elements() -> None:
-    """Each split is normalized by its own elements, whose numbers differ."""
-    x, lengths, mask = batch(0)
-    layer: Any = SubBatchNorm1d(2, C, process_group=ALONE, momentum=1.0).double()
-    splits = [SyncBatchNorm(C, process_group=ALONE, momentum=1.0).double() for _ in range(2)]
-    y = layer(x, lengths=lengths)
-    for k, split in enumerate(splits):
-        expected = split(chosen(x[k::2], mask[k::2]))
-        assert relative_error(chosen(y[k::2], mask[k::2]).detach(), expected.detach()) < 1e-11
-        got = layer.split_bn.running_var.view(2, C)[k]
-        assert relative_error(got, split.running_var) < 1e-11
-    assert layer.split_bn.num_batches_tracked == layer.bn.num_batches_tracked == 1
-    assert not y.movedim(1, -1)[~mask].any()
-    y.sum().backward()
-    assert torch.isfinite(layer.weight.grad).all()
-    evaluated = layer.eval()(x, mask=mask)
-    assert not evaluated.movedim(1, -1)[~mask].any()
-    assert torch.isfinite(evaluated).all()
-    with (
-        pytest.raises(NotImplementedError, match="SubBatchNorm1d with a `mask` cannot be in a ste"),
-        step_statistics(layer),
-    ):
-        layer.train()(x, mask=mask)
-    calls: list[Any] = []
-    layer.split_bn.register_forward_hook(lambda *args: calls.append(args))
-    assert relative_error(layer(x, mask=mask).detach(), y.detach()) < 1e-11
-    assert calls
-    layer.split_bn = nn.BatchNorm1d(2 * C)
-    with pytest.raises(TypeError, match="need the parts that a SubBatchNorm1d is made with: got B"):
-        layer(x, mask=mask)
-
-
 def test_normalize_together_takes_a_mask_for_each_layer() -> None:
     x, _, mask = batch(0)
     others = torch.randn(4, 2, 5).double()
@@ -247,33 +212,28 @@ class Masked(nn.Module):
         return self.norm(x, lengths=lengths)
 
 
-@pytest.mark.parametrize("layer", [layer_of(), SubBatchNorm1d(2, C).double()])
-def test_a_graph_of_torch_fx_passes_the_lengths_on(layer: nn.Module) -> None:
-    """It passes the lengths on."""
-    model = Masked(layer)
+def test_a_graph_of_torch_fx_passes_the_lengths_on() -> None:
+    model = Masked(layer_of())
     graph = torch.fx.symbolic_trace(model)
     assert "lengths = lengths" in graph.code
     x, lengths, _ = batch(0)
     assert torch.equal(graph(x, lengths), model(x, lengths))
 
 
-@pytest.mark.parametrize("kind", ["sync", "sub"])
-def test_update_bn_stats_measures_a_model_by_its_masks(kind: str) -> None:
+def test_update_bn_stats_measures_a_model_by_its_masks() -> None:
     """A model that passes masks is measured by them, over uneven ranks, too."""
     data = [batch(0), batch(1)]
     whole = torch.cat([chosen(x, mask) for x, _, mask in data])
 
     def measure(communicator: ThreadCommunicator) -> Any:
-        norm: Any = SyncBatchNorm(C, process_group=communicator)
-        if kind == "sub":
-            norm = SubBatchNorm1d(1, C, process_group=communicator)
+        norm = SyncBatchNorm(C, process_group=communicator)
         model = Masked(norm).double()
         batches = [data[0], data[1]] if communicator.rank else [data[0]]
         update_bn_stats(
             model, batches, forward_fn=lambda m, b: m(*b[:2]), process_group=communicator,
             progress=False,
         )  # fmt: skip
-        return norm.running_var if kind == "sync" else norm.bn.running_var
+        return norm.running_var
 
     elements = torch.cat([whole, chosen(data[0][0], data[0][2])])
     for var in run_ranks(2, measure):
@@ -427,16 +387,16 @@ def test_an_empty_batch_is_no_error_but_a_mask_that_leaves_nothing_is(weighting:
 
 def test_no_layer_of_a_message_moves_if_a_mask_leaves_nothing_of_another() -> None:
     layers = [SyncBatchNorm(3) for _ in range(2)]
-    parts = SubBatchNorm1d(2, 3)
+    parts = convert_sub_batchnorm(SyncBatchNorm(3), 2)
     nothing = torch.zeros(4, L) > 0
-    second = (torch.arange(4) % 2 > 0)[:, None].expand(4, L)
+    second = (torch.arange(4) > 1)[:, None].expand(4, L)
     for run in (
         lambda: normalize_together(layers, [X, X], masks=[None, nothing]),
         lambda: parts(X, mask=second),
     ):
         with pytest.raises(ValueError, match="must leave an element of the batch"):
             run()
-    for layer in (*layers, parts.split_bn, parts.bn):
+    for layer in (*layers, parts):
         assert layer.num_batches_tracked == 0
         assert not layer.running_mean.any()
 
@@ -458,17 +418,6 @@ def test_evaluation_checks_masks_too() -> None:
         layer_of().eval()(X, mask=torch.ones(4, L))
 
 
-def test_sub_batch_norm_tells_the_other_ranks() -> None:
-    def train(communicator: ThreadCommunicator) -> None:
-        layer = SubBatchNorm1d(2, C, process_group=communicator).double()
-        wrong = communicator.rank == 0
-        expected = (TypeError, "dtype bool") if wrong else (RuntimeError, "refused on rank")
-        with pytest.raises(expected[0], match=expected[1]):
-            layer(X, mask=torch.ones(4, L, dtype=torch.float if wrong else torch.bool))
-
-    run_ranks(2, train)
-
-
 def test_one_element_over_all_ranks_is_an_error() -> None:
     def train(communicator: ThreadCommunicator) -> None:
         mask = torch.zeros(4, L).bool()
@@ -477,21 +426,3 @@ def test_one_element_over_all_ranks_is_an_error() -> None:
             layer_of(communicator)(X, mask=mask)
 
     run_ranks(2, train)
-
-
-def test_a_mask_on_one_rank_only_is_an_error_on_all() -> None:
-    """Also where a message is longer than a first one: the second call is another layer's then."""
-
-    def run(communicator: ThreadCommunicator) -> str:
-        layer = SubBatchNorm1d(2, 3, process_group=communicator)
-        x, mask = torch.randn(4, 3, 5), torch.ones(4, 5, dtype=torch.bool)
-        layer(x)
-        with pytest.raises(RuntimeError) as caught:
-            layer(x, mask=None if communicator.rank else mask)
-        return str(caught.value)
-
-    for rank, error in enumerate(run_ranks(2, run)):
-        assert f"rank {rank} cannot sum" in error
-        assert (
-            "places: all ranks must run the same layers in the same order, with a `mask`" in error
-        )

@@ -146,21 +146,14 @@ def test_parts_of_a_batch_and_large_inputs_are_skipped() -> None:
 
 @pytest.mark.filterwarnings("ignore:rank 0 of 1 has skipped:RuntimeWarning")
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(
-    "kind, in_step", [("ghost", False), ("ghost", True), ("masked parts", False)]
-)
-def test_a_part_that_overflows_leaves_no_trace_of_the_others(
-    kind: str, in_step: bool, compiled: bool
-) -> None:
+@pytest.mark.parametrize("in_step", [False, True])
+def test_a_part_that_overflows_leaves_no_trace_of_the_others(in_step: bool, compiled: bool) -> None:
     torch._dynamo.reset()
-    layer: Any = SubBatchNorm2d(2, 3, nonfinite="skip")
-    mask = torch.ones(4, 1, 1) > 0
-    if kind == "ghost":
-        layer = convert_sub_batchnorm(SyncBatchNorm(3, nonfinite="skip"), 2)
+    layer = convert_sub_batchnorm(SyncBatchNorm(3, nonfinite="skip"), 2)
     before = state(layer)
     run = torch.compile(layer, backend="aot_eager") if compiled else layer
     with step_statistics(layer) if in_step else contextlib.nullcontext():
-        assert run(bad(), **({} if kind == "ghost" else {"mask": mask})).isnan().any()
+        assert run(bad()).isnan().any()
     assert_same(state(layer), before)
 
 
@@ -293,7 +286,7 @@ def test_layers_and_splits_of_one_message_are_skipped_together() -> None:
         layer.nonfinite = "skip"  # after the first message, as for a scaler that comes later
     assert all(y.isnan().all() for y in normalize_together(layers, [bad(), good]))
     assert_same([state(layer) for layer in layers], before)
-    parts: Any = SubBatchNorm2d(2, 3, momentum=None, nonfinite="skip")
+    parts = convert_sub_batchnorm(SyncBatchNorm(3, momentum=None, nonfinite="skip"), 2)
     right, mask = copy.deepcopy(parts), torch.ones(4, 1, 1) > 0
     for layer, batches in ((parts, [good, bad(), 2 * good]), (right, [good, 2 * good])):
         for batch in batches:

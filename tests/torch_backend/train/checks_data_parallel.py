@@ -2,26 +2,21 @@
 
 import copy
 import gc
-import pickle
 import warnings
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from multibn import SingleProcess
 from multibn.communicators import Communicator
 from multibn.parity.oracle import relative_error
 from multibn.torch_backend import (
-    SubBatchNorm1d,
     SubBatchNorm2d,
     SyncBatchNorm,
     convert_sync_batchnorm,
-    register_allreduce_hook,
     step_statistics,
 )
 from multibn.torch_backend import check_sync as expect_in_sync  # not a check of its own
@@ -92,14 +87,6 @@ def check_equal_statistics_leave_the_broadcast(world: Communicator) -> None:
     counting = _meetings(ddp)
     _train(ddp, world, 4)
     assert len(counting.take()) == 2
-    expect_in_sync(ddp)
-
-
-def check_the_statistics_of_masked_splits_leave_the_broadcast(world: Communicator) -> None:
-    ddp = DistributedDataParallel(SubBatchNorm1d(2, 3, process_group=None))
-    lengths = torch.tensor([5, 2, 1 + world.rank, 3])
-    ddp(torch.ones(4, 3, 5), lengths=lengths).sum().backward()
-    assert not _broadcast(ddp)
     expect_in_sync(ddp)
 
 
@@ -217,62 +204,3 @@ def check_accumulated_gradients_are_one_step(world: Communicator) -> None:
     for k, (*errors, messages) in zip((1, 2, 5), results, strict=True):
         assert max(errors) < 1e-12
         assert messages == k, results
-
-
-class _Branches(_Net):
-    """Rank 0 does not use the last parameters, which DistributedDataParallel then has at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branch = nn.Conv2d(4, 4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = super().forward(x)
-        return x if dist.get_rank() == 0 else self.branch(x)
-
-
-def check_the_hook_averages_as_ever(world: Communicator) -> None:
-    """In buckets of any size and order, with each of DistributedDataParallel's modes."""
-    small = {"bucket_cap_mb": 1e-5}  # a bucket for each parameter, but for the first step
-    modes: list[tuple[type[nn.Module], dict[str, Any]]] = [
-        (_Net, {}),
-        (_Net, small),
-        (_Net, {"gradient_as_bucket_view": True}),
-        (_Net, {"static_graph": True, **small}),
-        (_Branches, {"find_unused_parameters": True, **small}),
-    ]
-    for net, mode in modes:
-        trained = []
-        counting = CountingCommunicator(world)
-        for state in (None, counting):
-            ddp = DistributedDataParallel(convert_sync_batchnorm(net()), **mode)
-            if state is not None:
-                register_allreduce_hook(ddp, state)
-            trained.append(_train(ddp, world))
-        for a, b in zip(*(ddp.parameters() for ddp in trained), strict=True):
-            assert relative_error(b.detach(), a.detach()) < 1e-6, mode
-        assert len(counting.take()) > (3 if "bucket_cap_mb" in mode else 2), mode
-
-
-def check_the_hook_refuses_what_it_cannot_average(world: Communicator) -> None:
-    """Copies train without the hook, as with torch's hooks; sums in 16 bits do not overflow."""
-    ddp = DistributedDataParallel(convert_sync_batchnorm(_Net()))
-    register_allreduce_hook(ddp)
-    _train(ddp, world)
-    _train(copy.deepcopy(ddp), world)
-    _train(pickle.loads(pickle.dumps(ddp)), world)
-    with pytest.raises(TypeError, match=r"`model` must be a DistributedDataParallel: got _Net\."):
-        register_allreduce_hook(_Net())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="a communicator must"):
-        register_allreduce_hook(ddp, 2.5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="must be the 2 ranks of `model`: got 1, and gradients"):
-        register_allreduce_hook(ddp, SingleProcess())
-    ddp.device_type = "cuda"  # as of a model on a GPU
-    with pytest.raises(ValueError, match="must be in host memory: got parameters on cuda"):
-        register_allreduce_hook(ddp)
-    layer = nn.Linear(1, 1, bias=False).half()
-    ddp = DistributedDataParallel(layer)
-    register_allreduce_hook(ddp)
-    (ddp(torch.ones(1, 1).half()) * 60000.0).sum().backward()
-    assert layer.weight.grad is not None
-    assert layer.weight.grad.item() == torch.tensor(60000.0).half().item()
