@@ -14,7 +14,6 @@ from typing import Any
 from multibn.communicators.agreement import Built, Known, compare, known_of
 from multibn.communicators.base import Communicator, Forwarding
 from multibn.communicators.lines import Lines
-from multibn.communicators.outcomes import Skip
 from multibn.communicators.phase import Phase
 
 
@@ -27,7 +26,6 @@ class Conversation(Forwarding):
     """
 
     names: Sequence[str] = ()  # of the layers that share each message, if several do
-    skipped: Skip | None = None  # a batch, of which no warning has told so far
 
     def __init__(
         self,
@@ -53,9 +51,9 @@ class Conversation(Forwarding):
         return self._find_name()
 
     @property
-    def num_forward(self) -> int:
-        """How many forward messages the layer has sent."""
-        return sum(phase._calls for phase in self.phases.values() if phase.name == "forward")
+    def num_messages(self) -> int:
+        """How many messages the layer has sent."""
+        return sum(phase._calls for phase in self.phases.values())
 
     def _look_up(self) -> Communicator:
         return self.wrapped

@@ -114,32 +114,18 @@ class Phase(Forwarding):
         mine = None if x is payload or is_on_host(x) else payload.copy()
         assert self._lines is not None
         self._tail[:] = self._sent_tail
-        skip = self.wrapped.skipped
-        if skip is not None and not skip.finite and self.name == "backward":
-            self._tail[0] = 2.0**self.rank if self.rank < outcomes.MARKED else 0.0
         self._lines.exchange(self._buffer, self._place, call, self._communicator.timeout)
         if self._summed_prints.tolist() != self._fingerprints:
             self._check(self._buffer)
-        if skip is not None:
-            self.wrapped.skipped = None
-            # Other messages have no room for marks.
-            marks = int(self._tail[0]) if self.name == "backward" else 0
-            outcomes.end_skip(self, skip, marks)
         if mine is not None and self.name == "forward" and not np.isfinite(payload).all():
             # The caller does not look at numbers on a GPU, and these are in host memory.
             if message.is_refusal(payload):
                 outcomes.raise_for_refusal(self, refused=message.is_refusal(mine))
             elif outcomes.skips(self, self.dtype):
-                outcomes.note_skip(self, mine, num_inputs=self.wrapped.num_layers)
+                outcomes.tell_of_skip(self, mine, num_inputs=self.wrapped.num_layers)
             else:
                 outcomes.raise_for_non_finite(self, outcomes.is_finite(mine))
         return payload if x is payload else from_host(payload.copy(), x)
-
-    @property
-    def carries_marks(self) -> bool:
-        """Whether the layer's backward message tells which ranks have made all skip a batch."""
-        may_follow = self.gradients == "with gradients"
-        return may_follow and self._size > 1 and self._lines is not None
 
     def __str__(self) -> str:
         return str(_Call((self, self._calls)))
@@ -254,7 +240,7 @@ class Phase(Forwarding):
                     "too large values on some rank. Look for their origin in the layers before.",
                 )
             numbers = summed[: -self.num_lanes]
-            outcomes.note_skip(self, numbers, num_inputs=self.wrapped.num_layers, own=False)
+            outcomes.tell_of_skip(self, numbers, num_inputs=self.wrapped.num_layers, own=False)
         v, square = summed[-2:].tolist()
         # The refused input may be of another dtype, which the fingerprint tells.
         if not message.all_equal(v, square, self._size) and not is_refused:
