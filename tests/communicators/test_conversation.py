@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from multibn import SingleProcess, message
-from multibn.communicators.conversation import Conversation
+from multibn.communicators.conversation import Conversation, Phase
 from multibn.communicators.lines import HostArray, LineCommunicator, Lines
-from multibn.communicators.phase import Phase
 from multibn.communicators.transports.chainermn import sum_by_nccl
 from multibn.communicators.transports.pinned import begin_copy
 from multibn.engine.statistics import Moments, aggregate
