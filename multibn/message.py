@@ -8,11 +8,10 @@ layer with C channels, the payload is
 - backward, 2C numbers: `sum_dy`, `sum_dy_xhat`.
 
 Layers that share a message stand one after the other. Lanes follow the payload: zeros that make
-backward messages as long as forward ones, then a fingerprint v and v**2. In the first of these
-zeros, ranks whose input has made all ranks skip the batch send a power of 2, see `outcomes`. The
-fingerprint stands for the layer's name, the phase and the dtype: all of W ranks have sent the same
-v if and only if W * sum(v**2) = sum(v)**2 (Cauchy and Schwarz). Equal lengths let ranks in
-different phases of a layer meet, and find that out from the fingerprints.
+backward messages as long as forward ones, then a fingerprint v and v**2. The fingerprint stands for
+the layer's name, the phase and the dtype: all of W ranks have sent the same v if and only if
+W * sum(v**2) = sum(v)**2 (Cauchy and Schwarz). Equal lengths let ranks in different phases of a
+layer meet, and find that out from the fingerprints.
 """
 
 import math

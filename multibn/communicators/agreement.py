@@ -40,12 +40,6 @@ class Built:
         self._order = next(self._orders)
         self._alive.add(self)
 
-    def __copy__(self) -> "Built":
-        return Built(self.number)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Built":
-        return Built(self.number)
-
     def __reduce__(self) -> tuple[Any, ...]:
         return Built, (self.number,)
 

@@ -1,13 +1,13 @@
 """Parts of a communicator: the ranks of one machine, consecutive ranks, a list of ranks."""
 
 import hashlib
-import zlib
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from multibn._environment import this_machine
 from multibn.communicators.base import Communicator, SingleProcess
+from multibn.communicators.objects import gather
 
 Spec: TypeAlias = str | int | tuple[int, ...]
 
@@ -71,34 +71,20 @@ def _listed(parent: Communicator, ranks: tuple[int, ...]) -> dict[Spec, Communic
         )
     if ranks == tuple(range(size)):
         return {ranks: parent}
-    groups: dict[Spec, Communicator | None] = dict.fromkeys((*_lists(parent, ranks), ranks))
+    # All ranks then know the same groups, and ask each other at the same uses of other lists.
+    lists = [tuple(each) for each in gather(ranks if rank in ranks else (), parent)]
+    alone = [member for member, each in enumerate(lists) if any(lists[r] != each for r in each)]
+    if alone:
+        raise ValueError(
+            "all ranks of a list must pass this list: some ranks in the lists of rank(s) "
+            f"{alone} of {parent!r} pass others. Got {list(ranks)} on rank {rank}."
+        )
+    groups: dict[Spec, Communicator | None] = dict.fromkeys((*filter(None, lists), ranks))
     if rank in ranks:
         groups[ranks] = parent.split(min(ranks), ranks.index(rank))
     else:
         parent.split(size)  # no list has this color; the ranks in lists wait for all of `parent`
     return groups
-
-
-def _lists(parent: Communicator, ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The lists that `parent`'s ranks have passed, on all of them.
-
-    All ranks then know the same groups, and ask each other at the same uses of other lists.
-    """
-    rank = parent.rank
-    table = np.zeros((parent.size, 3), dtype=np.int64)
-    if rank in ranks:
-        table[rank] = zlib.crc32(repr(ranks).encode()) + 1, len(ranks), ranks.index(rank)
-    lists: dict[tuple[int, int], dict[int, int]] = {}
-    for member, (fingerprint, length, place) in enumerate(parent.allreduce(table).tolist()):
-        if length:
-            lists.setdefault((fingerprint, length), {})[place] = member
-    alone = [r for (_, n), members in lists.items() if len(members) < n for r in members.values()]
-    if alone:
-        raise ValueError(
-            "all ranks of a list must pass this list: some ranks in the lists of rank(s) "
-            f"{sorted(alone)} of {parent!r} pass others. Got {list(ranks)} on rank {rank}."
-        )
-    return [tuple(members[i] for i in range(n)) for (_, n), members in lists.items()]
 
 
 def _on_same_machine(parent: Communicator) -> Communicator:

@@ -3,7 +3,7 @@
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from multibn.communicators.people import fail, for_people
 
 def layer_of(communicator: Any) -> Any:
     """The `Conversation` of the layer that uses the communicator, or None."""
-    while communicator is not None and not hasattr(communicator, "num_forward"):
+    while communicator is not None and not hasattr(communicator, "num_messages"):
         communicator = getattr(communicator, "wrapped", None)
     return communicator
 
@@ -40,20 +40,10 @@ def skips(communicator: Any, dtype: Any, /) -> bool:
     return policies == {"skip"} or (is_float16 and "raise" not in policies)
 
 
-MARKED = 52  # ranks whose marks, powers of 2, have an exact sum in float64
-
-
-class Skip(NamedTuple):
-    """A batch that a layer has skipped, and has not told of yet."""
-
-    finite: bool  # this rank's input
-    follows: bool  # perhaps from a batch that a layer before has skipped
-
-
-# The layer that noted a skipped batch last, how many forward messages it had sent by then, and the
+# The layer that has told of a skipped batch last, how many messages it had sent by then, and the
 # layers that have been silent about theirs since.
 _NOBODY: tuple[Callable[[], Any], int, weakref.WeakSet[Any]] = (lambda: None), 0, weakref.WeakSet()
-_noted = _NOBODY
+_told = _NOBODY
 
 
 def is_finite(numbers: HostArray, /) -> bool:
@@ -62,47 +52,33 @@ def is_finite(numbers: HostArray, /) -> bool:
         return bool(np.isfinite(numbers.sum()))
 
 
-def note_skip(
+def tell_of_skip(
     communicator: Any, numbers: HostArray, /, *, num_inputs: int = 1, own: bool = True
 ) -> None:
-    """Let a message of a layer tell that the layer has skipped a batch, and on which ranks.
+    """Warn that a layer has skipped a batch, unless NaN comes from a layer before, which has told.
 
     `numbers` are this rank's `own` payload, or the sum of all ranks', by which no message can tell
-    the ranks. Of the layers through which NaN goes in a step, the first one tells. Not collective.
+    the ranks. Not collective.
     """
-    global _noted
+    global _told
     layer = layer_of(communicator)
     if getattr(communicator, "repeats", False):
         return
-    find_noted, num_forward, silent = _noted
-    noted = find_noted()
-    in_same_step = noted is not None and noted.num_forward == num_forward and layer not in silent
+    find_told, num_messages, silent = _told
+    told = find_told()
+    in_same_step = (
+        told is not None
+        and told.num_messages == num_messages
+        and told.wrapped is layer.wrapped
+        and layer not in silent
+    )
     # After a layer that has skipped, nothing but weights and counts is finite.
     num_finite = np.count_nonzero(np.isfinite(numbers) & (numbers != 0))
-    follows = bool(in_same_step and num_finite <= 2 * num_inputs)
-    if follows:
+    if in_same_step and num_finite <= 2 * num_inputs:
         silent.add(layer)
-    else:
-        _noted = weakref.ref(layer), layer.num_forward, weakref.WeakSet()
-    skip = Skip(is_finite(numbers), follows)
-    if own and getattr(communicator, "carries_marks", False):
-        layer.skipped = skip
-    elif not follows:
-        tell_of_skip(communicator, [communicator.rank] if own and not skip.finite else [])
-
-
-def end_skip(communicator: Any, skip: Skip, marks: int, /) -> None:
-    """Tell of a batch that was noted, at a later message, with which the ranks' marks may come."""
-    global _noted
-    ranks = [rank for rank in range(MARKED) if marks >> rank & 1]
-    if not skip.follows or 0 < len(ranks) < communicator.size:
-        _noted = _NOBODY
-        tell_of_skip(communicator, ranks)
-
-
-def tell_of_skip(communicator: Any, ranks: list[int], /) -> None:
-    """Warn that a layer has skipped a batch; `ranks` are those that are known to be the reason."""
-    where = f"rank(s) {ranks}" if ranks else "some rank"
+        return
+    _told = weakref.ref(layer), layer.num_messages, weakref.WeakSet()
+    where = f"rank(s) [{communicator.rank}]" if own and not is_finite(numbers) else "some rank"
     warnings.warn(
         f"rank {communicator.rank} of {communicator.size} has skipped a batch in "
         f"{name_of(communicator)}, as all ranks have: the input had NaN, infinity or too large "

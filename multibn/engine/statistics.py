@@ -174,7 +174,7 @@ def raise_for(state: int, communicator: Communicator, payload: Array, x: Array) 
     if state == kernels.NOT_FINITE:
         numbers = to_host(values(payload))
         if outcomes.skips(communicator, x.dtype):
-            outcomes.note_skip(communicator, numbers)
+            outcomes.tell_of_skip(communicator, numbers)
             return
         outcomes.raise_for_non_finite(communicator, outcomes.is_finite(numbers))
     raise OneValueError(

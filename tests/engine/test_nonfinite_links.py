@@ -75,7 +75,7 @@ def test_nonfinite_says_whether_a_link_skips_or_raises() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "overflow|invalid value", RuntimeWarning)
         for call in skipping:
-            outcomes._noted = outcomes._NOBODY
+            outcomes._told = outcomes._NOBODY
             with pytest.warns(
                 RuntimeWarning, match="rank 0 of 1 has skipped a batch in .*BatchN|m"
             ):

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from multibn import kernels
 from multibn.communicators import outcomes
 from multibn.communicators.base import Handle
-from multibn.communicators.phase import Phase, look_at_unread
+from multibn.communicators.conversation import Phase, look_at_unread
 from multibn.kernels import Running, cuda, generic
 from multibn.kernels.triton import launch as cuda_steps
 from multibn.torch_backend import SyncBatchNorm, normalize_together
@@ -227,7 +227,7 @@ def test_a_batch_that_is_not_finite_leaves_no_trace(
     if DEVICE == "cpu":  # as for tensors on a GPU
         monkeypatch.setattr(generic, "is_on_host", lambda a: False)
         monkeypatch.setattr(Phase, "buffer", lambda self, n: self.message(n, torch.empty(0)))
-    outcomes._noted = outcomes._NOBODY
+    outcomes._told = outcomes._NOBODY
     chosen = generic if generic_too else cuda
     monkeypatch.setattr(kernels, "select", lambda x, *others: chosen)
     layers = [SyncBatchNorm(300, momentum=momentum, process_group=Twice()) for _ in range(2)]

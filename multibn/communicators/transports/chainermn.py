@@ -8,8 +8,7 @@ from array_api_compat import is_cupy_array, is_torch_array
 from multibn._typing import Array
 from multibn.communicators.base import SingleProcess
 from multibn.communicators.lines import HostArray, Lines
-from multibn.communicators.transports.mpi import MPI, find_comm
-from multibn.communicators.transports.mpi_lines import lines_of
+from multibn.communicators.transports.mpi import MPI, find_comm, lines_of
 
 
 class ChainerMN(MPI):

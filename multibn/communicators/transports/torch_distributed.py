@@ -20,6 +20,7 @@ from multibn.communicators.lines import (
     after_fork,
 )
 from multibn.communicators.notices import Meeting
+from multibn.communicators.objects import gather
 from multibn.communicators.transports.gloo import EngineLine, Side, in_group
 from multibn.communicators.transports.shared_memory import Machines
 from multibn.communicators.transports.store import StoreBoard
@@ -162,10 +163,10 @@ class TorchDistributed(LineCommunicator):
         return x
 
     def split(self, color: int, key: int = 0) -> "TorchDistributed":
-        table = torch.zeros((self.size, 3), dtype=torch.int64)
-        table[self.rank] = torch.tensor([color, key, dist.get_rank()])
-        rows = sorted(self.allreduce(table).tolist(), key=lambda row: row[1])
-        members = {c: tuple(r for d, _, r in rows if d == c) for c in sorted({c for c, *_ in rows})}
+        rows = gather((int(key), int(color), dist.get_rank()), self)
+        rows.sort(key=lambda row: int(row[0]))
+        colors = sorted({c for _, c, _ in rows})
+        members = {c: tuple(r for _, d, r in rows if d == c) for c in colors}
         if self._ranks is None:
             _world().make_groups(members.values())
         return restore(members[color], self.timeout)

@@ -37,7 +37,7 @@ BAD = 3  # the step that overflows
 @pytest.fixture(autouse=True)
 def nobody_has_told() -> None:
     """As in a new step: a layer warns unless it may have its NaN from the one that warned last."""
-    outcomes._noted = outcomes._NOBODY
+    outcomes._told = outcomes._NOBODY
 
 
 def state(model: nn.Module) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def test_parts_of_a_batch_and_large_inputs_are_skipped() -> None:
     large = SyncBatchNorm(64, nonfinite="skip")  # by threads
     for layer, x in ((parts, bad()), (large, bad(torch.float32, 8, 64, 56, 56))):
         before = state(layer)
-        outcomes._noted = outcomes._NOBODY
+        outcomes._told = outcomes._NOBODY
         with pytest.warns(RuntimeWarning, match="has skipped"):
             assert layer(x).isnan().all()
         assert_same(state(layer), before)
@@ -177,7 +177,7 @@ def test_dtype_and_nonfinite_say_whether_a_layer_skips(
             with pytest.raises(FloatingPointError, match="are not finite"):
                 function(bad(dtype))
         else:
-            outcomes._noted = outcomes._NOBODY
+            outcomes._told = outcomes._NOBODY
             with pytest.warns(RuntimeWarning, match="has skipped"):
                 assert function(bad(dtype)).isnan().all()
     assert_same(state(layer), before)
