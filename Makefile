@@ -19,7 +19,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 
 .DEFAULT_GOAL := help
-.PHONY: help demo video test lint docs evidence bench gpu fuzz faults soak mutants programs versions release clean
+.PHONY: help demo video test lint docs site evidence bench gpu fuzz faults soak mutants programs versions release clean
 
 # --no-compile: Python compiles what is imported; all files, one after the other, take pip a minute.
 $(VENV)/installed: pyproject.toml setup.py constraints.txt chainer-constraints.txt $(wildcard multibn/*/*/*.[ch])
@@ -69,6 +69,9 @@ $(VENV)/docs: $(VENV)/installed
 docs: $(VENV)/docs  ## the documentation site: out/site/index.html; any warning is an error
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --doctree-dir out/doctrees docs out/site
 	@echo "out/site/index.html; for excerpts in its search: python -m http.server --directory out/site"
+
+site: docs  ## what a browser cuts off the site's pages, broken links, ten searches; needs chromium
+	$(BIN)/python -m tests.pages.site out/site
 
 $(VENV)/evidence: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --editable '.[evidence]'
