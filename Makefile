@@ -86,7 +86,7 @@ bench: $(VENV)/installed  ## what a layer, a network and a message cost beside t
 gpu:  ## the GPU path, checked and timed in three slots of ten minutes by this machine's own Python: SLOT, OUT
 	$(OWN_PYTHON) -m benchmarks.gpu $(addprefix --slot ,$(SLOT)) --output $(or $(OUT),out/gpu)
 
-fuzz: $(VENV)/installed  ## 10,000 layer calls in each framework, a quarter of them masked, 2,000 spoiled files
+fuzz: $(VENV)/installed  ## 10,000 layer calls in each framework, a quarter of them masked, 200 sets of equal models, 2,000 spoiled files
 	MULTIBN_FUZZ=10000 $(BIN)/python -m pytest -s tests/fuzz tests/checkpoint/test_fuzz_files.py
 
 faults: $(VENV)/installed  ## what goes wrong in training, done on purpose: docs/faults.md, faults/results
