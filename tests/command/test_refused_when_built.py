@@ -61,7 +61,7 @@ _RULES = {
     "decay": SHARE,
     "weighting running_var avg_var conventions communication_backend how": CHOICE,
     "estimator nonfinite": CHOICE,
-    "mode norm name head_act res_path respath_fuse pre_q_fusion drop_path_mode": CHOICE,
+    "mode norm name pool_mode head_act res_path respath_fuse pre_q_fusion drop_path_mode": CHOICE,
     "num_features num_splits num_samples num_iters num_passes every_n_epochs": POSITIVE_INT,
     "interval crop_size num_frames in_channels num_classes embed_dim num_heads": POSITIVE_INT,
     "depth dim": POSITIVE_INT,

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_origin, get_type_hints
 
 from multibn._typing import check_choice, check_int, check_ints, check_number
 
+PoolMode = Literal["conv", "conv_unshared", "avg", "max"]
 DropPathMode = Literal["residual_branch", "whole"]
 
 # Of the numbers; all others are probabilities.
@@ -27,14 +28,6 @@ _UNREAD = {
     "MVIT.LAYER_SCALE_INIT_VALUE",
     "MVIT.DIM_MUL_IN_ATT",
     "MVIT.REV.ENABLE",
-}
-# Keys whose other values are other models, of which none is published.
-_ONLY = {
-    "MODEL.DETACH_FINAL_FC": False,
-    "MVIT.MODE": "conv",
-    "MVIT.NORM_STEM": False,
-    "MVIT.POOL_FIRST": False,
-    "MVIT.RESIDUAL_POOLING": False,
 }
 
 
@@ -55,29 +48,33 @@ class RevMViTConfig:
     crop_size, num_frames, in_channels
         Rows and columns, frames, and channels of the input (DATA.TRAIN_CROP_SIZE, NUM_FRAMES and
         the first of INPUT_CHANNEL_NUM).
-    num_classes, head_dropout_rate, head_act, head_init_scale
-        The classifier (MODEL.NUM_CLASSES, DROPOUT_RATE, HEAD_ACT, MVIT.HEAD_INIT_SCALE). In
-        evaluation it ends with `head_act`: `"softmax"`, `"sigmoid"` or `"none"`. Its first weights
-        and biases are multiplied by `head_init_scale`.
+    num_classes, head_dropout_rate, head_act, head_init_scale, detach_final_fc
+        The classifier (MODEL.NUM_CLASSES, DROPOUT_RATE, HEAD_ACT, MVIT.HEAD_INIT_SCALE,
+        MODEL.DETACH_FINAL_FC). In evaluation it ends with `head_act`: `"softmax"`, `"sigmoid"` or
+        `"none"`. Its first weights and biases are multiplied by `head_init_scale`.
+    pool_mode
+        How tokens are pooled (MVIT.MODE): `"conv"`, a depthwise convolution shared by the heads,
+        then a norm; `"conv_unshared"`, the same over all channels, with `pool_first` only; `"avg"`
+        or `"max"`.
     patch_2d, patch_kernel, patch_stride, patch_padding
         The patch embedding: two numbers each for images, three for video.
     embed_dim, num_heads, depth, mlp_ratio, qkv_bias, dim_mul, head_mul
         Width and heads of layer 0, layers, width of the MLPs, and where widths and heads multiply.
     pool_q_stride, pool_kv_stride, pool_kv_stride_adaptive, pool_kvq_kernel
-        Pooling by layers: a depthwise convolution shared by the heads, then a norm. The adaptive
-        stride replaces `pool_kv_stride`: the stride of keys and values in layer 0, divided by each
-        stride of the queries in turn. Without `pool_kvq_kernel`, a kernel is one wider than its
-        stride.
-    separate_qkv, rel_pos_spatial, rel_pos_temporal, rel_pos_zero_init
-        Options of the attention: three linear layers instead of one; relative positions along rows
-        and columns, along frames, and whether they start at zero.
+        Pooling by layers. The adaptive stride replaces `pool_kv_stride`: the stride of keys and
+        values in layer 0, divided by each stride of the queries in turn. Without
+        `pool_kvq_kernel`, a kernel is one wider than its stride.
+    pool_first, separate_qkv, residual_pooling, rel_pos_spatial, rel_pos_temporal, rel_pos_zero_init
+        Options of the attention: pool its input instead of queries, keys and values; three linear
+        layers instead of one, implied by `pool_first`; add the pooled queries to the output;
+        relative positions along rows and columns, along frames, and whether they start at zero.
     use_abs_pos, sep_pos_embed, use_fixed_sincos_pos
         Learned position embeddings; separate ones for space and time; fixed sines and cosines
         instead.
     norm
         `"layernorm"`, `"batchnorm"` or `"sync_batchnorm"`, see `RevMViT`.
-    use_mean_pooling
-        The mean over tokens before instead of after the last norm.
+    norm_stem, use_mean_pooling
+        A norm before the first layer; the mean over tokens before instead of after the last norm.
     dropout_rate, droppath_rate
         Dropout of the embedding, of the attention's output and after the last layer; stochastic
         depth of the last layer (layers before it: linearly from 0).
@@ -123,6 +120,9 @@ class RevMViTConfig:
     num_classes: int = _key("MODEL.NUM_CLASSES", 400)
     head_dropout_rate: float = _key("MODEL.DROPOUT_RATE", 0.5)
     head_act: Literal["softmax", "sigmoid", "none"] = _key("MODEL.HEAD_ACT", "softmax")
+    detach_final_fc: bool = _key("MODEL.DETACH_FINAL_FC", False)
+    pool_mode: PoolMode = _key("MVIT.MODE", "conv")  # noqa: RUF009
+    pool_first: bool = _key("MVIT.POOL_FIRST", False)
     patch_2d: bool = _key("MVIT.PATCH_2D", False)
     patch_kernel: Sequence[int] = _key("MVIT.PATCH_KERNEL", (3, 7, 7))
     patch_stride: Sequence[int] = _key("MVIT.PATCH_STRIDE", (2, 4, 4))
@@ -139,6 +139,7 @@ class RevMViTConfig:
     pool_kv_stride_adaptive: Sequence[int] | None = _key("MVIT.POOL_KV_STRIDE_ADAPTIVE", None)
     pool_kvq_kernel: Sequence[int] | None = _key("MVIT.POOL_KVQ_KERNEL", None)
     separate_qkv: bool = _key("MVIT.SEPARATE_QKV", False)
+    residual_pooling: bool = _key("MVIT.RESIDUAL_POOLING", False)
     rel_pos_spatial: bool = _key("MVIT.REL_POS_SPATIAL", False)
     rel_pos_temporal: bool = _key("MVIT.REL_POS_TEMPORAL", False)
     rel_pos_zero_init: bool = _key("MVIT.REL_POS_ZERO_INIT", False)
@@ -146,6 +147,7 @@ class RevMViTConfig:
     sep_pos_embed: bool = _key("MVIT.SEP_POS_EMBED", False)
     use_fixed_sincos_pos: bool = _key("MVIT.USE_FIXED_SINCOS_POS", False)
     norm: str = _key("MVIT.NORM", "layernorm")
+    norm_stem: bool = _key("MVIT.NORM_STEM", False)
     use_mean_pooling: bool = _key("MVIT.USE_MEAN_POOLING", False)
     dropout_rate: float = _key("MVIT.DROPOUT_RATE", 0.0)
     droppath_rate: float = _key("MVIT.DROPPATH_RATE", 0.1)
@@ -196,6 +198,11 @@ class RevMViTConfig:
                 "`patch_2d` embeds images, which have `num_frames` 1: got "
                 f"{self.num_frames}. Set DATA.NUM_FRAMES to 1, or PATCH_2D to False."
             )
+        if self.pool_mode == "conv_unshared" and not self.pool_first:
+            raise ValueError(
+                "`pool_mode` 'conv_unshared' pools the input of the attention: got "
+                "pool_first=False. Set pool_first=True, or take 'conv'."
+            )
         if self.use_fixed_sincos_pos and self.embed_dim % 16:
             raise ValueError(
                 "`embed_dim` must be a multiple of 16 with `use_fixed_sincos_pos`: got "
@@ -229,9 +236,7 @@ class RevMViTConfig:
         ------
         ValueError
             If MVIT has a key that SlowFast does not have, MVIT.REV.ENABLE is not True,
-            DETECTION.ENABLE is True, an option is not valid, or one that no published reversible
-            model has is not SlowFast's default: MVIT.MODE, POOL_FIRST, RESIDUAL_POOLING and
-            NORM_STEM, and MODEL.DETACH_FINAL_FC.
+            DETECTION.ENABLE is True, or an option is not valid.
 
         Warns
         -----
@@ -244,11 +249,6 @@ class RevMViTConfig:
             cfg = yaml.safe_load(Path(cfg).read_text(encoding="utf-8"))
         values = _flatten(cfg)
         keys = {f.metadata["key"]: f.name for f in fields(cls) if f.metadata}
-        for key, only in _ONLY.items():
-            if (value := values.pop(key, only)) != only:
-                raise ValueError(
-                    f"`cfg.{key}` must be {only!r}, as in all published models: got {value!r}."
-                )
         unknown = [k for k in values if k.startswith("MVIT.") and k not in _UNREAD | set(keys)]
         if unknown:
             raise ValueError(f"`cfg` has keys that no reversible MViT reads: {', '.join(unknown)}.")

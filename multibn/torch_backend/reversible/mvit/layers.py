@@ -15,8 +15,9 @@ from multibn.torch_backend.reversible.engine import drop_scale
 from multibn.torch_backend.reversible.mvit.config import RevMViTConfig, parse_fusion
 from multibn.torch_backend.reversible.mvit.layout import Grid, LayerSizes, skip_pooling
 
-Role = Literal["block", "pool", "residual", "fuse", "final"]
+Role = Literal["block", "pool", "residual", "fuse", "stem", "final"]
 NormFactory = Callable[[int, Role], nn.Module]
+_POOLS: dict[str, Any] = {"avg": nn.AvgPool3d, "max": nn.MaxPool3d}
 _ELEMENTWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": torch.add,
     "avg": lambda a, b: (a + b) / 2,
@@ -129,7 +130,11 @@ class MultiScaleAttention(nn.Module):
         super().__init__()
         dim, dim_out, bias = layer.dim, layer.dim_out, config.qkv_bias
         self.num_heads = layer.num_heads
-        self.separate_qkv = config.separate_qkv
+        self.pool_first = config.pool_first
+        self.pool_heads = 1 if config.pool_mode == "conv_unshared" else layer.num_heads
+        self.separate_qkv = config.separate_qkv or config.pool_first
+        self.residual_pooling = config.residual_pooling
+
         if self.separate_qkv:
             self.q, self.k, self.v = (nn.Linear(dim, dim_out, bias=bias) for _ in "qkv")
         else:
@@ -137,18 +142,11 @@ class MultiScaleAttention(nn.Module):
         self.proj = nn.Linear(dim_out, dim_out)
         self.proj_drop = nn.Dropout(config.dropout_rate)
 
-        channels = dim_out // layer.num_heads
+        channels = (dim if self.pool_first else dim_out) // self.pool_heads
 
         def pooling(kernel: Sequence[int], stride: Sequence[int]) -> list[nn.Module | None]:
-            if math.prod(kernel) == math.prod(stride) == 1:  # also if both are empty
-                return [None, None]
-            shape: dict[str, Any] = {
-                "kernel_size": tuple(kernel),
-                "stride": tuple(stride),
-                "padding": tuple(k // 2 for k in kernel),
-            }
-            pool = nn.Conv3d(channels, channels, groups=channels, bias=False, **shape)
-            return [pool, norm(channels, "pool")]
+            pool = _make_pool(config.pool_mode, channels, kernel, stride)
+            return [pool, norm(channels, "pool") if isinstance(pool, nn.Conv3d) else None]
 
         self.pool_q, self.norm_q = pooling(layer.kernel_q, layer.stride_q)
         self.pool_k, self.norm_k = pooling(layer.kernel_kv, layer.stride_kv)
@@ -164,7 +162,7 @@ class MultiScaleAttention(nn.Module):
             if wanted:
                 # Along frames, the table is for the grid before the pooling.
                 size = layer.grid[axis] // min(stride[axis] if axis else 1 for stride in strides)
-                table = nn.Parameter(torch.zeros(2 * size - 1, channels))
+                table = nn.Parameter(torch.zeros(2 * size - 1, dim_out // layer.num_heads))
                 if not config.rel_pos_zero_init:
                     nn.init.trunc_normal_(table, std=0.02)
             self.register_parameter(f"rel_pos_{'thw'[axis]}", table)
@@ -172,7 +170,9 @@ class MultiScaleAttention(nn.Module):
     def forward(self, x: Tensor, thw: Grid) -> Tensor:
         """Map `(B, T*H*W, dim)` on the grid `thw` to `(B, T'*H'*W', dim_out)`."""
         heads = self.num_heads
-        if self.separate_qkv:
+        if self.pool_first:
+            q = k = v = split_heads(x, self.pool_heads)
+        elif self.separate_qkv:
             q, k, v = (split_heads(linear(x), heads) for linear in (self.q, self.k, self.v))
         else:
             q, k, v = (split_heads(y, heads) for y in self.qkv(x).chunk(3, dim=-1))
@@ -180,6 +180,9 @@ class MultiScaleAttention(nn.Module):
         q, q_thw = pool_tokens(q, self.pool_q, thw, self.norm_q)
         k, k_thw = pool_tokens(k, self.pool_k, thw, self.norm_k)
         v, _ = pool_tokens(v, self.pool_v, thw, self.norm_v)
+        if self.pool_first:
+            pooled = (self.q, q), (self.k, k), (self.v, v)
+            q, k, v = (split_heads(linear(merge_heads(y)), heads) for linear, y in pooled)
 
         tables = (self.rel_pos_t, self.rel_pos_h, self.rel_pos_w)
         relative = any(table is not None for table in tables)
@@ -193,6 +196,8 @@ class MultiScaleAttention(nn.Module):
             y = scores.softmax(dim=-1) @ v
         else:
             y = F.scaled_dot_product_attention(q, k, v)
+        if self.residual_pooling:
+            y = y + q
         return self.proj_drop(self.proj(merge_heads(y)))
 
 
@@ -204,6 +209,21 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
 def merge_heads(x: Tensor) -> Tensor:
     """`(B, heads, L, C)` as `(B, L, heads*C)`."""
     return x.transpose(1, 2).flatten(2)
+
+
+def _make_pool(
+    mode: str, channels: int, kernel: Sequence[int], stride: Sequence[int]
+) -> nn.Module | None:
+    if math.prod(kernel) == math.prod(stride) == 1:  # also if both are empty
+        return None
+    shape: dict[str, Any] = {
+        "kernel_size": tuple(kernel),
+        "stride": tuple(stride),
+        "padding": tuple(k // 2 for k in kernel),
+    }
+    if mode in _POOLS:
+        return _POOLS[mode](**shape)
+    return nn.Conv3d(channels, channels, groups=channels, bias=False, **shape)
 
 
 class Mlp(nn.Module):
@@ -294,6 +314,7 @@ class StageTransitionBlock(ReversibleBlock):
     def __init__(self, layer: LayerSizes, config: RevMViTConfig, norm: NormFactory) -> None:
         super().__init__(layer, config, norm)
         self.drop_path_mode = config.drop_path_mode
+        self.project_first = not config.pool_first
         self.pre_q_fuse = TwoStreamFusion(config.pre_q_fusion, layer.dim, norm)
         self.pool_skip: nn.Module | None = None
         self.own_pool = config.res_path == "max"
@@ -306,7 +327,8 @@ class StageTransitionBlock(ReversibleBlock):
         self.norm_res: nn.Module | None = None
         norm_q = self.F.attn.norm_q
         if not self.own_pool and norm_q is not None and list(norm_q.buffers()):
-            self.norm_res = norm(layer.dim_out // layer.num_heads, "residual")
+            width = layer.dim_out if self.project_first else layer.dim
+            self.norm_res = norm(width // self.F.attn.pool_heads, "residual")
 
     def forward(self, x: Tensor, thw: Grid) -> tuple[Tensor, Grid]:
         """Both streams `(B, N, 2C)` on the grid `thw` to one `(B, N', dim_out)`, and its grid."""
@@ -320,13 +342,16 @@ class StageTransitionBlock(ReversibleBlock):
 
     def _residual(self, x: Tensor, thw: Grid) -> tuple[Tensor, Grid]:
         attn = self.F.attn
+        if self.project_first:
+            x = self.res_proj(x)
         if self.own_pool:
             heads, pool, norm = 1, self.pool_skip, None
         else:
-            heads, pool = attn.num_heads, attn.pool_q
+            heads, pool = attn.pool_heads, attn.pool_q
             norm = attn.norm_q if self.norm_res is None else self.norm_res
-        pooled, thw = pool_tokens(split_heads(self.res_proj(x), heads), pool, thw, norm)
-        return merge_heads(pooled), thw
+        pooled, thw = pool_tokens(split_heads(x, heads), pool, thw, norm)
+        x = merge_heads(pooled)
+        return x if self.project_first else self.res_proj(x), thw
 
 
 def _drop_path(x: Tensor, rate: float) -> Tensor:

@@ -135,6 +135,15 @@ def _check_width(i: int, dim: int, before: int, dim_out: int, heads: int) -> Non
 
 def _check_layer(i: int, layer: LayerSizes, config: RevMViTConfig) -> Grid:
     """The grid after the layer."""
+    if config.pool_mode == "avg" and any(
+        size < k
+        for kernel in (layer.kernel_q, layer.kernel_kv)
+        for size, k in zip(layer.grid, kernel, strict=False)
+    ):
+        raise ValueError(
+            f"`pool_mode` 'avg' needs a grid no smaller than its kernel: got grid {layer.grid} in "
+            f"layer {i}, and kernels {layer.kernel_q} and {layer.kernel_kv}."
+        )
     grid = layer.grid
     if layer.kernel_q:
         padding = [k // 2 for k in layer.kernel_q]

@@ -168,9 +168,11 @@ class TransformerHead(nn.Module):
         self.dropout = nn.Dropout(config.head_dropout_rate)
         self.projection = nn.Linear(dim, config.num_classes)
         self.act = config.head_act
+        self.detach = config.detach_final_fc
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.projection(self.dropout(x))
+        x = self.dropout(x)
+        x = self.projection(x.detach() if self.detach else x)
         if self.training or self.act == "none":
             return x
         return x.softmax(dim=1) if self.act == "softmax" else x.sigmoid()
@@ -191,7 +193,7 @@ class RevMViT(nn.Module):
         `"sync_batchnorm"`, `SyncBatchNorm` over the default process group; or a function (dim,
         role) -> nn.Module, whose roles are `"block"` (before attention and MLP), `"pool"` (of
         queries, keys and values), `"residual"` (of a transition's residual, if norms have buffers),
-        `"fuse"` and `"final"`. Batch norms of torch and multibn, for `(N, C, L)`,
+        `"fuse"`, `"stem"` and `"final"`. Batch norms of torch and multibn, for `(N, C, L)`,
         normalize the last axis of `(B, ..., C)`, too. None is `config.norm`.
     mode
         `"auto"` recomputes activations in the backward pass of training, `"reversible"` also those
@@ -246,6 +248,7 @@ class RevMViT(nn.Module):
 
         self.patch_embed = PatchEmbed(config)
         self.pos_drop = nn.Dropout(config.dropout_rate)
+        self.norm_stem = make_norm(dim, "stem") if config.norm_stem else None
         self.rev_backbone = ReversibleMViT(config, geometry, norm=make_norm, mode=mode)
         width = 2 * self.rev_backbone.dim_out
         self.fuse = TwoStreamFusion(config.respath_fuse, width, make_norm)
@@ -284,6 +287,8 @@ class RevMViT(nn.Module):
         if positions is not None:
             x = x + resize_positions(positions, self.rev_backbone.grid, thw)
         x = self.pos_drop(x)
+        if self.norm_stem is not None:
+            x = normalize_last_axis(self.norm_stem, x)
         return self.head(self._pool(self.rev_backbone(x, thw)))
 
     def no_weight_decay(self) -> list[str]:

@@ -174,6 +174,8 @@ def test_a_residual_that_is_not_pooled_may_have_another_grid_than_max_pooling_gi
             {"res_path": "max", "crop_size": 24, "pool_q_stride": ((1, 1, 3, 3),)},
             r"`res_path` 'max' must give the grid",
         ),
+        ({"pool_mode": "avg", "crop_size": 4}, r"`pool_mode` 'avg' needs a grid no smaller than"),
+        ({"pool_mode": "conv_unshared"}, r"'conv_unshared' pools the input .* pool_first=False"),
         ({"pre_q_fusion": "linear"}, r"`pre_q_fusion` must be 'add', .*: got 'linear'"),
         (
             {"respath_fuse": "concat_linear_a"},
@@ -197,7 +199,6 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
         ({"MODEL": {"NUM_CLASSES": 4}}, r"`cfg.MVIT.REV.ENABLE` must be True: got None"),
         (tree(EMBED_DIMS=32), r"`cfg` has keys that no reversible MViT reads: MVIT.EMBED_DIMS"),
         ({**tree(), "DETECTION": {"ENABLE": True}}, r"`cfg.DETECTION.ENABLE` must be False"),
-        (tree(MODE="avg"), r"`cfg.MVIT.MODE` must be 'conv', as in all .* models: got 'avg'"),
         (tree(NORM="batch"), r"`norm` must be one of 'layernorm', .* got 'batch'"),
     ],
 )

@@ -93,8 +93,11 @@ def test_the_model_gives_the_originals_numbers(name: str, mode: Any) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"res_path": "max", "pool_kvq_kernel": None},
-        {"use_mean_pooling": True, "respath_fuse": "concat_linear"},
+        {"pool_first": True, "residual_pooling": True},
+        {"pool_first": True, "pool_mode": "conv_unshared", "pre_q_fusion": "concat"},
+        {"pool_mode": "avg", "crop_size": 64},
+        {"pool_mode": "max", "res_path": "max", "pool_kvq_kernel": None},
+        {"norm_stem": True, "use_mean_pooling": True, "respath_fuse": "concat_linear"},
         {**VIDEO, "rel_pos_spatial": True, "rel_pos_temporal": True, "sep_pos_embed": True},
         {**VIDEO, "pool_q_stride": ((1, 2, 2, 2), (3, 1, 2, 2)), "rel_pos_temporal": True},
         {"use_fixed_sincos_pos": True, "pre_q_fusion": "ln+concat_linear_2"},
@@ -228,8 +231,9 @@ def test_defect_18_sines_are_added_once(separable: bool) -> None:
 
 
 @pytest.mark.parametrize("pre_q_fusion", ["avg", "concat"])
-def test_defect_19_residual_has_its_own_batch_norm(pre_q_fusion: str) -> None:
-    model = small(norm="batchnorm", pre_q_fusion=pre_q_fusion)
+@pytest.mark.parametrize("pool_first", [False, True])
+def test_defect_19_residual_has_its_own_batch_norm(pre_q_fusion: str, pool_first: bool) -> None:
+    model = small(norm="batchnorm", pre_q_fusion=pre_q_fusion, pool_first=pool_first)
     step(model, images())
     norms = {n: m for n, m in model.named_modules() if isinstance(m, nn.BatchNorm1d)}
     assert sum(n.endswith("norm_res") for n in norms) == 2
@@ -245,7 +249,9 @@ def test_defect_19_residual_has_its_own_batch_norm(pre_q_fusion: str) -> None:
 
 
 @pytest.mark.parametrize("kind", BATCH_NORMS)
-@pytest.mark.parametrize("options", [{"pre_q_fusion": "ln+concat_linear"}, VIDEO])
+@pytest.mark.parametrize(
+    "options", [{"pre_q_fusion": "ln+concat_linear", "norm_stem": True}, VIDEO]
+)
 def test_defect_20_any_batch_norm_fits(kind: str, options: dict[str, Any]) -> None:
     """A step gives stored mode's numbers, and counts every batch once."""
     x = images()
@@ -276,8 +282,8 @@ def test_a_norm_can_be_chosen_by_its_role() -> None:
         roles.append(role)
         return nn.BatchNorm1d(dim) if role == "pool" else nn.RMSNorm(dim)
 
-    model = small(norm=norm, pre_q_fusion="ln+concat_linear")
-    assert set(roles) == {"block", "pool", "residual", "fuse", "final"}
+    model = small(norm=norm, norm_stem=True, pre_q_fusion="ln+concat_linear")
+    assert set(roles) == {"block", "pool", "residual", "fuse", "stem", "final"}
     assert isinstance(model.rev_backbone.layers[0].F.norm, nn.RMSNorm)
     _, grads = step(model, images())
     assert len(grads) == len(list(model.parameters()))
@@ -312,6 +318,9 @@ def test_the_head_activates_in_evaluation_only() -> None:
     torch.testing.assert_close(small().eval()(x), logits.softmax(1))
     torch.testing.assert_close(small(head_act="sigmoid").eval()(x), logits.sigmoid())
     assert torch.equal(small().train()([x]), logits)  # SlowFast's list of pathways
+    model = small(detach_final_fc=True)
+    _, grads = step(model, x)
+    assert set(grads) == {"head.projection.weight", "head.projection.bias"}
 
 
 @torch.no_grad()
