@@ -218,6 +218,13 @@ static TARGET void NAME(widen_sums)(void *sums, int64_t n, double *restrict wide
     }
 }
 
+INLINE TARGET NAME(vector) NAME(masked)(NAME(vector) v, const uint8_t *mask, NAME(mask) whole, const int masked)
+{
+    if (masked == BY_ROW)
+        return NAME(select)(whole, v);
+    return masked ? NAME(select)(NAME(load_mask)(mask), v) : v;
+}
+
 INLINE TARGET void NAME(store)(A *p, NAME(vector) v, const int streams)
 {
 #if defined(__SSE2__) && VECTOR > 1
@@ -268,7 +275,7 @@ has ended: more questions take longer than the arithmetic. */
         }                                                                                             \
     }
 #define K(j) (columns ? NAME(load)((const A *)r.k[j] + m) : k[j])
-#define MASKED(v) (masked ? NAME(select)(masked == BY_ROW ? whole : NAME(load_mask)(r.mask + m), v) : (v))
+#define MASKED(v) NAME(masked)(v, r.mask + m, whole, masked)
 
 INLINE TARGET void NAME(normalize_of)(const Rows r, const int adds, const int relu, const int masked, const int columns,
                                const int streams)
