@@ -85,9 +85,8 @@ def forward_all(
         if not compiling:
             functional.check_input(i.x, n)
         y, *numbers = torch.ops.multibn.forward(*_spread(i), n, id(communicator), weighting, i.relu)
-        results.append((y, BatchStatistics(*numbers)))
-    for i, (_, batch) in zip(inputs, results, strict=True):
-        mask = i.mask
+        batch, mask = BatchStatistics(*numbers), i.mask
+        results.append((y, batch))
         count: Any = i.x.numel() // max(batch.mean.numel(), 1) if mask is None else mask.sum()
         if isinstance(i.running, Pool):
             i.running.add(batch, local_count=count)
