@@ -16,7 +16,7 @@ from typing import Any
 from faults.outcome import Outcome, Rank
 from faults.scenarios import DEADLINE, SCENARIOS, Scenario
 from faults.setups import SETUPS
-from multibn._launch import launch_command, started
+from multibn._launch import launch_command, run, started
 
 _START, _END = 120.0, 6.0  # seconds for ranks to start, and to end
 # Seconds after the fault. A rank that has not ended by then waits for ever; a peer hangs, for which
@@ -49,16 +49,11 @@ class Job:
         before = [SCENARIOS[n] for n in self.scenarios if SCENARIOS[n].earlier]
         for size in sorted({s.earlier_size for s in before}):
             names = [s.name for s in before if s.earlier_size == size]
-            with tempfile.TemporaryDirectory() as name:
-                output = Path(name, "output")
-                arguments = self._arguments(names, name, files, earlier=True)
-                with _started(
-                    self._launched(arguments, size), output, SETUPS[self.setup].variables
-                ) as process:
-                    status = process.wait(_START)
-                # Without its files, the peer's scenario ends in an error.
-                if status != 0 and not SETUPS[self.setup].beside:
-                    raise RuntimeError(f"{self}: {names} on {size} ranks\n{output.read_text()}")
+            command = self._launched(self._arguments(names, "", files, earlier=True), size)
+            ran = run(command, timeout=_START, variables=SETUPS[self.setup].variables)
+            # Without its files, the peer's scenario ends in an error.
+            if ran.returncode and not SETUPS[self.setup].beside:
+                raise RuntimeError(f"{self}: {names} on {size} ranks\n{ran.stdout}")
 
     def _launch_heard(self, names: list[str], files: str) -> list[Outcome]:
         """Launch, and a few times again while the launcher ends the ranks before one has spoken."""
@@ -71,12 +66,12 @@ class Job:
     def _launch(self, names: list[str], files: str) -> list[Outcome]:
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
-            deadline = {"MULTIBN_TIMEOUT": f"{SCENARIOS[names[0]].deadline:g}"}
-            variables = deadline | dict(SETUPS[self.setup].variables)
+            variables = {"MULTIBN_TIMEOUT": f"{SCENARIOS[names[0]].deadline:g}"}
             command = self._launched(self._arguments(names, name, files), self.size)
             if SCENARIOS[names[0]].without_mpi4py:
                 at = command.index("mpi4py")
                 del command[at - 1 : at + 1]
+            variables |= SETUPS[self.setup].variables
             with _started(command, directory / "output", variables) as process:
                 reached = self._wait(process, directory, names)
                 status = process.poll()

@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from faults import delay_line
 from faults.launch import Job
@@ -42,22 +41,13 @@ class MachinesJob(Job):
         return [sys.executable, "-m", "faults.machines", launcher, str(size // 2), *arguments]
 
 
-def rows(names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The results of the scenarios of two machines; none where two machines cannot be made."""
-    if not require.available("netns"):
-        return
-    for setup in ("gloo", "mpi"):
-        for chosen in map(SCENARIOS.__getitem__, names):
-            if chosen.two_machines and setup in chosen.setups:
-                outcome = run(chosen.name, setup)
-                yield {
-                    "what": chosen.what,
-                    "scenario": chosen.name,
-                    "setup": setup,
-                    "seconds": outcome.seconds,
-                    "seen": outcome.seen,
-                    "complaint": outcome.complaint(),
-                }
+def outcomes(names: Sequence[str]) -> Iterator[Outcome]:
+    """What became of the scenarios of two machines; none where two machines cannot be made."""
+    if require.available("netns"):
+        for setup in ("gloo", "mpi"):
+            for chosen in map(SCENARIOS.__getitem__, names):
+                if chosen.per_machine and setup in chosen.setups:
+                    yield run(chosen.name, setup)
 
 
 def run(name: str, setup: str) -> Outcome:

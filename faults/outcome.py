@@ -93,7 +93,8 @@ class Outcome:
     @property
     def _bystanders(self) -> list[int]:
         """The ranks that must see an error, or none if the fault must do no harm."""
-        without_1 = SCENARIOS[self.scenario].faulty_rank_may_be_silent and len(self.ranks) > 1
+        chosen = SCENARIOS[self.scenario]
+        without_1 = chosen.lost or chosen.own_waits
         return [r for r in range(len(self.ranks)) if not (without_1 and r == 1)]
 
     @property

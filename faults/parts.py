@@ -1,7 +1,8 @@
 """The parts of the report: which faults are tried in which setups."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from faults import machines
@@ -10,16 +11,11 @@ from faults.outcome import Outcome
 from faults.scenarios import SCENARIOS
 from faults.setups import OURS, PEERS, SETUPS
 
-Row = dict[str, Any]
-
 # Jobs wait more than they compute.
 _AT_ONCE = 3
 
 
-chosen: list[str] = list(SCENARIOS)  # what is tried on one machine
-
-
-def _jobs(name: str) -> list[Job]:
+def _jobs(name: str, chosen: Sequence[str]) -> list[Job]:
     """The scenarios of a setup: those that end processes alone, the others in two launches."""
     setup = SETUPS[name]
     tried = [SCENARIOS[n] for n in chosen if SCENARIOS[n].runs_under(setup)]
@@ -31,53 +27,30 @@ def _jobs(name: str) -> list[Job]:
     return [Job(name, names) for names in parts if names]
 
 
-def multibn(show: Callable[[Row], None]) -> list[Row]:
-    """Every fault in every setup of multibn's."""
-    return _shown(map(_row, _outcomes(OURS)), show)
-
-
-def peers(show: Callable[[Row], None]) -> list[Row]:
-    """The same with other libraries' layers."""
-    outcomes = _outcomes(PEERS)
-    rows = (_row(o) | {"complaint": "", "verdict": o.peer_verdict()} for o in outcomes)
-    return _shown(rows, show)
-
-
-def _outcomes(setups: Iterable[str]) -> Iterator[Outcome]:
-    jobs = [job for name in setups for job in _jobs(name)]
+def _outcomes(setups: Iterable[str], chosen: Sequence[str]) -> Iterator[Outcome]:
+    jobs = [job for name in setups for job in _jobs(name, chosen)]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         for outcomes in pool.map(lambda job: list(job.run()), jobs):
             yield from outcomes
 
 
-def two_machines(show: Callable[[Row], None]) -> list[Row]:
-    """Across two network namespaces."""
-    return _shown(machines.rows(chosen), show)
-
-
-PARTS: dict[str, Callable[[Callable[[Row], None]], list[Row]]] = {
-    "multibn": multibn,
-    "peers": peers,
-    "two machines": two_machines,
+# What becomes of the chosen scenarios: in the setups of multibn's, with other libraries' layers,
+# and across two network namespaces.
+PARTS: dict[str, Callable[[Sequence[str]], Iterator[Outcome]]] = {
+    "multibn": partial(_outcomes, OURS),
+    "peers": partial(_outcomes, PEERS),
+    "two machines": machines.outcomes,
 }
 
 
-def _shown(rows: Iterable[Row], show: Callable[[Row], None]) -> list[Row]:
-    shown = []
-    for row in rows:
-        show(row)
-        shown.append(row)
-    return shown
-
-
-def _row(outcome: Outcome) -> Row:
+def row(outcome: Outcome) -> dict[str, Any]:
+    """What the results keep of an outcome."""
+    is_peer = bool(outcome.setup.beside)
     return {
         "scenario": outcome.scenario,
         "setup": outcome.setup.name,
         "seen": outcome.seen[:600],
         "seconds": round(outcome.seconds, 2),
-        "verdict": outcome.verdict(),
-        "ranks": [r.how for r in outcome.ranks],
-        "exit_status": outcome.exit_status,
-        "complaint": outcome.complaint(),
+        "verdict": outcome.peer_verdict() if is_peer else outcome.verdict(),
+        "complaint": "" if is_peer else outcome.complaint(),
     }

@@ -5,10 +5,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.tables import markdown, put
 from faults.scenarios import SCENARIOS
 from faults.setups import OURS, PEERS, SETUPS
@@ -16,40 +12,22 @@ from faults.setups import OURS, PEERS, SETUPS
 Results = Mapping[str, Any]
 
 
-def _console() -> Console:
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=140)
-
-
 def show(row: Mapping[str, Any]) -> None:
-    """A line for one fault."""
-    what = row.get("scenario", "")
-    result = f"{row.get('verdict', '')} {row['seconds']:.2f} s"
+    """Print a line for one fault."""
+    result = f"{row['verdict']} {row['seconds']:.2f} s"
     if row["complaint"]:
         result = f"NOT AS IT SHOULD BE: {row['complaint']}"
-    line = f"{row['setup']:16} {what:16} {result:16} {row['seen'][:90]}"
-    _console().print(line, markup=False)
-
-
-def summarize(results: Results) -> None:
-    """The table in the terminal."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in _COLUMNS:
-        table.add_column(column)
-    for line in _lines(results):
-        table.add_row(*(cell.replace("[", r"\[") for cell in line))
-    _console().print(table)
-    complaints = [row for part in results.values() if isinstance(part, list) for row in part
-                  if row.get("complaint")]  # fmt: skip
-    _console().print(f"{len(complaints)} not as it should be")
+    print(f"{row['setup']:16} {row['scenario']:16} {result:16} {row['seen'][:90]}", flush=True)
 
 
 def write(results: Results, page: Path) -> None:
     """Put the tables into docs/faults.md."""
     put(page, "each fault", markdown(_COLUMNS, list(_lines(results))))
     put(page, "messages", markdown(("fault", "what the user sees"), _messages(results)))
-    rows = [(r["what"], r["setup"], f"{r['seconds']:.1f}", _quoted(r["seen"]) or _NO_HARM)
-            for r in results.get("two machines", [])]  # fmt: skip
+    rows = [
+        (_what(r["scenario"]), r["setup"], f"{r['seconds']:.1f}", _quoted(r["seen"]) or _NO_HARM)
+        for r in results.get("two machines", [])
+    ]
     put(page, "two machines", markdown(("fault", "over", "seconds", "what the user sees"), rows))
     versions = [f"{k} {v}" for k, v in results["machine"]["versions"].items() if v]
     put(

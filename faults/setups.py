@@ -14,39 +14,39 @@ class Setup:
         For programs and for people.
     framework
         "torch" or "chainer".
+    world
+        The class of that framework's worlds.
     launcher
         What starts the ranks, "torchrun" or "mpiexec".
-    has_deadline
-        Whether silence ends at MULTIBN_TIMEOUT.
-    has_notices
-        Whether a rank that leaves or fails tells the others.
-    variables
-        Of the environment of the ranks.
     beside
         Of another library's layers: the setup that they stand beside.
+    variables
+        Of the environment of the ranks.
     """
 
     name: str
     title: str
     framework: str
+    world: str
     launcher: str
     beside: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
-    has_deadline: bool = True
-    has_notices: bool = True
 
 
+_NO_SHARED_MEMORY = {"MULTIBN_SHARED_MEMORY": "0"}
 _OURS = (
-    Setup("shared memory", "shared memory", "torch", "torchrun"),
-    Setup("gloo", "gloo", "torch", "torchrun", variables={"MULTIBN_SHARED_MEMORY": "0"}),
-    Setup("ddp", "shared memory, under DDP", "torch", "torchrun"),
-    Setup("mpi", "MPI", "torch", "mpiexec"),
-    Setup("chainermn", "ChainerMN, naive", "chainer", "mpiexec"),
-    Setup("own", "a user's own class", "torch", "mpiexec", has_deadline=False, has_notices=False),
+    Setup("shared memory", "shared memory", "torch", "Gloo", "torchrun"),
+    Setup("gloo", "gloo", "torch", "Gloo", "torchrun", variables=_NO_SHARED_MEMORY),
+    Setup("ddp", "shared memory, under DDP", "torch", "DataParallel", "torchrun"),
+    Setup("mpi", "MPI", "torch", "Mpi", "mpiexec"),
+    Setup("chainermn", "ChainerMN, naive", "chainer", "ChainerMN", "mpiexec"),
+    Setup("own", "a user's own class", "torch", "Own", "mpiexec"),
 )
 _PEERS = (
-    Setup("naive formula", "the naive formula on gloo", "torch", "torchrun", "gloo"),
-    Setup("ChainerMN's link", "ChainerMN's link", "chainer", "mpiexec", "mpi"),
+    Setup(
+        "naive formula", "the naive formula on gloo", "torch", "NaiveFormula", "torchrun", "gloo"
+    ),
+    Setup("ChainerMN's link", "ChainerMN's link", "chainer", "ChainerMNLink", "mpiexec", "mpi"),
 )
 
 SETUPS = {setup.name: setup for setup in (*_OURS, *_PEERS)}

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from faults.models import batch
+from faults.networks import batch
 from faults.worlds import World
 
 SAMPLES = 4  # of each rank in a step
@@ -27,11 +27,12 @@ class Trial:
         over = self.communicator if communicator is None else communicator
         self.trainee = self._world.build(over, kind, **options)
         self._taken: list[Sequence[int]] = []
+        self._added = 0.0
         self._gradient = np.zeros(0)
 
-    def begin(self, kind: str = "blocks") -> None:
+    def begin(self) -> None:
         """Make the model and take two steps, after which the fault happens."""
-        self.build(kind)
+        self.build()
         self.steps(2)
         self.mark()
 
@@ -44,14 +45,22 @@ class Trial:
             alone.network.recomputes = single
             alone.step(batch(0, 0, SAMPLES))
 
-    def step(
-        self, counts: Sequence[int] = (), *, spoil: float = 0.0, backward: bool = True
-    ) -> None:
-        """A training step; `counts` are the ranks' samples, `spoil` is added to one number."""
+    def set_in_network(self, flag: str) -> None:
+        setattr(self.trainee.network, flag, True)
+
+    def set_in_block(self, flag: str) -> None:
+        setattr(self.trainee.network.layer1[0], flag, True)
+
+    def spoil(self, value: float) -> None:
+        """Add a value to one number of this rank's next batches."""
+        self._added = value
+
+    def step(self, counts: Sequence[int] = (), *, backward: bool = True) -> None:
+        """A training step; `counts` are the ranks' samples."""
         counts = counts or [SAMPLES] * self.size
         x = batch(len(self._taken), self.rank, counts[self.rank])
-        if spoil:
-            x[-1, -1] += spoil
+        if len(x):
+            x[-1, -1] += self._added
         self._taken.append(counts)
         self._gradient = self.trainee.step(x, backward=backward)
 

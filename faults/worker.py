@@ -46,13 +46,12 @@ def main(spec: str, directory: str) -> None:
     options = json.loads(spec)
     names, earlier = options["scenarios"], options["earlier"]
     world = worlds.enter(SETUPS[options["setup"]], options["files"], len(names))
-    record = Record(Path(directory), world.rank)
     if earlier:
-        record.write("start", scenario="")
         for i, name in enumerate(names):
             if run := SCENARIOS[name].earlier:
                 run(Trial(world, world.communicator(i), lambda: None))
         return
+    record = Record(Path(directory), world.rank)
     record.keep_printed()
     crash = Path(directory, f"{world.rank}.crash").open("w")  # noqa: SIM115 (until the end)
     faulthandler.enable(crash)  # after MPI's own handlers

@@ -4,14 +4,16 @@ A scenario is a function of a `Trial`, which every rank runs; rank 1 is the one 
 function calls `trial.mark()` when the fault is about to happen.
 """
 
+from dataclasses import replace
+
 from faults.scenarios import data, layers, networks, ranks, restarts
 from faults.scenarios._scenario import DEADLINE, Scenario
 
 __all__ = ["DEADLINE", "SCENARIOS", "Scenario"]
 
 SCENARIOS = {
-    fault.name: fault
+    name: replace(fault, name=name)
     for module in (layers, data, restarts, ranks, networks)
-    for fault in vars(module).values()
+    for name, fault in vars(module).items()
     if isinstance(fault, Scenario)
 }

@@ -31,21 +31,22 @@ class Scenario:
         before multibn can; the ranks need no error of multibn's there.
     seconds
         How long after `mark` the last rank may end, errors included.
-    needs
-        The promise without which the other ranks wait for ever: "has_deadline" or "has_notices".
-    faulty_rank_may_be_silent
-        Whether rank 1 needs no error of its own.
+    own_waits
+        Whether ranks wait for ever over a user's own class, which has no deadline and no notices.
     ends, ends_under
         Whether the fault ends processes, and so needs a launch of its own; the names of the setups
         where it does although it does not elsewhere.
+    lost
+        Whether the fault ends processes, and rank 1 needs no error of its own. Where `own_waits`,
+        rank 1 needs none either.
     setups, frameworks
         Where the fault is tried: the names of setups, and of frameworks.
     without_mpi4py
         Whether MPI's program is started without `-m mpi4py`.
-    also_run_on_peers
+    peers
         Whether the fault is tried with other libraries, too.
-    two_machines, per_machine
-        Whether the fault takes two machines, and how many ranks are on each of them.
+    per_machine
+        How many ranks are on each of two machines; 0 for one machine.
     delay
         Seconds that the line between the machines takes each way; 0 for a line without delay.
     earlier, earlier_size
@@ -60,39 +61,69 @@ class Scenario:
     says_under: dict[str, str] = field(default_factory=dict)
     others_say: dict[str, str] = field(default_factory=dict)
     seconds: float = 1.0
-    needs: str = ""
-    faulty_rank_may_be_silent: bool = False
+    own_waits: bool = False
     ends: bool = False
     ends_under: tuple[str, ...] = ()
+    lost: bool = False
     setups: tuple[str, ...] = OURS
     frameworks: tuple[str, ...] = ("torch", "chainer")
     without_mpi4py: bool = False
-    also_run_on_peers: bool = True
-    two_machines: bool = False
-    per_machine: int = 1
+    peers: bool = True
+    per_machine: int = 0
     delay: float = 0.0
     earlier: Callable[[Trial], None] | None = None
     earlier_size: int = 2
     deadline: float = DEADLINE
-    name: str = field(default="")
+    name: str = ""
 
     def runs_under(self, setup: Setup) -> bool:
         """Whether the fault is tried in a setup, on one machine."""
-        if self.two_machines or (setup.beside and not self.also_run_on_peers):
+        if self.per_machine or (setup.beside and not self.peers):
             return False
         return (setup.beside or setup.name) in self.setups and setup.framework in self.frameworks
 
     def ends_in(self, setup: Setup) -> bool:
-        return self.ends or setup.name in self.ends_under
+        return self.ends or self.lost or setup.name in self.ends_under
 
     def says_in(self, setup: Setup) -> str:
         return (self.says_under | self.others_say).get(setup.name, self.says)
 
     def waits_in(self, setup: Setup) -> bool:
-        """Whether the other ranks wait for ever, because the setup cannot promise otherwise."""
-        return bool(self.needs) and not getattr(setup, self.needs)
+        return self.own_waits and setup.name == "own"
 
 
 def scenario(what: str, **options: Any) -> Callable[[Callable[[Trial], None]], Scenario]:
-    """Make a fault of a function, by whose name it goes."""
-    return lambda run: Scenario(run, what, name=run.__name__, **options)
+    """Make a fault of what every rank does."""
+    return lambda run: Scenario(run, what, **options)
+
+
+def of_rank_1(
+    what: str,
+    deed: Callable[[Trial], object] = lambda _: None,
+    *,
+    kind: str = "blocks",
+    first: bool = False,
+    then: int = 2,
+    **options: Any,
+) -> Scenario:
+    """A fault of what rank 1 does after two steps, or before the `first` one.
+
+    The others take two steps more, and rank 1 as many as `then` says.
+    """
+
+    def run(trial: Trial) -> None:
+        trial.build(kind)
+        trial.steps(0 if first else 2)
+        trial.mark()
+        if trial.at_fault:
+            deed(trial)
+        trial.steps(then if trial.at_fault else 2)
+
+    return Scenario(run, what, **options)
+
+
+def differ(
+    ours: str, others: str, subject: str = "the ranks are in different places: ", end: str = ""
+) -> str:
+    """A pattern: the ranks 0 and 2 are in one, and rank 1 in another."""
+    return rf"{subject}rank\(s\) \[0, 2\] in {ours}; rank\(s\) \[1\] in {others}{end}"

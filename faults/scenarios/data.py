@@ -1,6 +1,8 @@
 """Data and states that differ between the ranks."""
 
-from faults.scenarios._scenario import scenario
+import math
+
+from faults.scenarios._scenario import differ, of_rank_1, scenario
 from faults.trial import SAMPLES, Trial
 
 
@@ -26,36 +28,25 @@ _NON_FINITE = (
     r"Look for their origin"
 )
 
-
-@scenario("NaN in the input of a rank", says=_NON_FINITE)
-def nan(trial: Trial) -> None:
-    trial.begin()
-    trial.step(spoil=float("nan") if trial.at_fault else 0.0)
-    trial.step()
-
-
-@scenario("infinity in the input of a rank", says=_NON_FINITE, also_run_on_peers=False)
-def infinity(trial: Trial) -> None:
-    trial.begin()
-    trial.step(spoil=float("inf") if trial.at_fault else 0.0)
-    trial.step()
-
-
-@scenario(
+nan = of_rank_1("NaN in the input of a rank", lambda trial: trial.spoil(math.nan), says=_NON_FINITE)
+infinity = of_rank_1(
+    "infinity in the input of a rank",
+    lambda trial: trial.spoil(math.inf),
+    says=_NON_FINITE,
+    peers=False,
+)
+refused = of_rank_1(
     "an input that does not fit on a rank",
+    lambda trial: trial.set_in_network("misses_stem"),
     says=r"the input of layer1\.0\.bn1 was refused on rank\(s\) \[1\] of 3|"
     r"must have (4 channels|channels of shape \(4,\))",
 )
-def refused(trial: Trial) -> None:
-    trial.begin()
-    trial.trainee.network.embeds = not trial.at_fault
-    trial.steps(2)
 
 
 @scenario(
     "statistics changed on a rank, then check_sync",
     says=r"1 of \d+ arrays are not the same on all 3 ranks.*by up to 0\.001 on rank 1",
-    also_run_on_peers=False,
+    peers=False,
 )
 def diverged(trial: Trial) -> None:
     trial.begin()
@@ -72,9 +63,8 @@ def diverged(trial: Trial) -> None:
 
 @scenario(
     "another version of the library on a rank",
-    says=r"the ranks must run the same version of multibn: rank\(s\) \[0, 2\] in \d.*; "
-    r"rank\(s\) \[1\] in 0\.0\.1",
-    also_run_on_peers=False,
+    says=differ(r"\d.*", r"0\.0\.1", "the ranks must run the same version of multibn: "),
+    peers=False,
 )
 def version(trial: Trial) -> None:
     from multibn import _version

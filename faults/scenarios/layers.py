@@ -3,23 +3,21 @@
 from datetime import timedelta
 from typing import Any
 
-from faults.models import CHANNELS
-from faults.scenarios._scenario import SILENCE, scenario
+from faults.networks import CHANNELS
+from faults.scenarios._scenario import SILENCE, differ, of_rank_1, scenario
 from faults.setups import OURS
 from faults.trial import Trial
 
-_PLACES = r"the ranks are in different places: "
-# DistributedDataParallel compares the parameters when it is built, before any layer runs. The rank
-# that differs ends by its error, and torchrun ends the others.
-_NOT_DDP = tuple(name for name in OURS if name != "ddp")
-_SHAPES_UNDER_DDP = {"ddp": r"params\[0\] in this process with sizes .* appears not to match"}
+_BUILT = r"have built layer1\.0\.bn1 differently: "
+_LATER = r" \(forward, float64, call 3\)"
 
 
 @scenario(
     "another number of channels on a rank",
-    says=r"have built layer1\.0\.bn1 differently: rank\(s\) \[0, 2\] in 4 channels; "
-    r"rank\(s\) \[1\] in 5 channels",
-    others_say=_SHAPES_UNDER_DDP,
+    says=differ("4 channels", "5 channels", _BUILT),
+    # DistributedDataParallel compares the parameters when it is built, before any layer runs. The
+    # rank that differs ends by its error, and torchrun ends the others.
+    others_say={"ddp": r"params\[0\] in this process with sizes .* appears not to match"},
     ends_under=("ddp",),
 )
 def channels(trial: Trial) -> None:
@@ -28,65 +26,40 @@ def channels(trial: Trial) -> None:
     trial.steps(2)
 
 
-@scenario(
+dtype = of_rank_1(
     "another dtype on a rank",
-    says=_PLACES + r"rank\(s\) \[0, 2\] in layer1\.0\.bn1 \(forward, float64, call 3\); "
-    r"rank\(s\) \[1\] in layer1\.0\.bn1 \(forward, float32, call 1\)",
+    lambda trial: trial.trainee.single_precision(),
+    says=differ(rf"layer1\.0\.bn1{_LATER}", r"layer1\.0\.bn1 \(forward, float32, call 1\)"),
 )
-def dtype(trial: Trial) -> None:
-    trial.begin()
-    if trial.at_fault:
-        trial.trainee.single_precision()
-    trial.steps(2)
 
-
-def _swap(trial: Trial) -> None:
-    trial.trainee.network.layer1[0].swapped = trial.at_fault
-
-
-def _skip(trial: Trial) -> None:
-    trial.trainee.network.layer1[0].skipped = trial.at_fault
-
-
-@scenario(
+order_first = of_rank_1(
     "two layers in another order on a rank, first step",
-    says=_PLACES + r"rank\(s\) \[0, 2\] in layer1\.0\.bn1; rank\(s\) \[1\] in layer1\.0\.bn2",
-    also_run_on_peers=False,
+    lambda trial: trial.set_in_block("swapped"),
+    says=differ(r"layer1\.0\.bn1", r"layer1\.0\.bn2"),
+    first=True,
+    peers=False,
 )
-def order_first(trial: Trial) -> None:
-    trial.build()
-    _swap(trial)
-    trial.mark()
-    trial.steps(2)
 
-
-@scenario(
+order = of_rank_1(
     "... later",
-    says=_PLACES + r"rank\(s\) \[0, 2\] in layer1\.0\.bn1 \(forward, float64, call 3\); "
-    r"rank\(s\) \[1\] in layer1\.0\.bn2",
+    lambda trial: trial.set_in_block("swapped"),
+    says=differ(rf"layer1\.0\.bn1{_LATER}", r"layer1\.0\.bn2"),
 )
-def order(trial: Trial) -> None:
-    trial.begin()
-    _swap(trial)
-    trial.steps(2)
 
-
-@scenario(
+order_of_widths = of_rank_1(
     "... later, layers of unlike widths",
-    says=_PLACES
-    + r"(?=.* in narrow \(forward, float64, call 3\))(?=.*1\]? (is )?in wide \(forward)",
+    lambda trial: trial.set_in_network("swapped"),
+    says=rf"the ranks are in different places: (?=.* in narrow{_LATER})"
+    r"(?=.*1\]? (is )?in wide \(forward)",
+    kind="branches",
 )
-def order_of_widths(trial: Trial) -> None:
-    trial.begin("branches")
-    trial.trainee.network.swapped = trial.at_fault
-    trial.steps(2)
 
 
 @scenario(
     "... first step, over a backend of torch's with another name",
-    says=_PLACES + r"rank\(s\) \[0, 2\] in narrow; rank\(s\) \[1\] in wide\.",
+    says=differ("narrow", "wide", end=r"\."),
     setups=("shared memory", "gloo"),
-    also_run_on_peers=False,
+    peers=False,
 )
 def other_backend(trial: Trial) -> None:
     import torch.distributed as dist
@@ -104,10 +77,9 @@ def other_backend(trial: Trial) -> None:
 
 @scenario(
     "the layers of a sequence in another order on a rank",
-    # Chainer's name of the second of three links is 2.
-    says=_PLACES + r"rank\(s\) \[0, 2\] in layer 0; rank\(s\) \[1\] in layer [12]\.",
-    setups=_NOT_DDP,
-    also_run_on_peers=False,
+    says=differ("layer 0", r"layer [12]\."),  # Chainer's name of the second of three links is 2
+    setups=tuple(name for name in OURS if name != "ddp"),
+    peers=False,
 )
 def sequence(trial: Trial) -> None:
     trial.mark()
@@ -132,11 +104,14 @@ def _two_models(trial: Trial, steps_before: int) -> None:
 
 @scenario(
     "two models of one architecture in another order on a rank, first step",
-    says=r"the ranks are in different models, at layer1\.0\.bn1: rank\(s\) \[0, 2\] in the layer "
-    r"built as number .*; rank\(s\) \[1\] in the layer built as number ",
+    says=differ(
+        "the layer built as number .*",
+        "the layer built as number ",
+        r"the ranks are in different models, at layer1\.0\.bn1: ",
+    ),
     seconds=2.0,  # Python collects what it can let go of before layers are counted
     setups=tuple(name for name in OURS if name != "own"),
-    also_run_on_peers=False,
+    peers=False,
 )
 def models_first(trial: Trial) -> None:
     _two_models(trial, 0)
@@ -144,96 +119,83 @@ def models_first(trial: Trial) -> None:
 
 @scenario(
     "... later",
-    says=_PLACES
-    + r"rank\(s\) \[0, 2\] in layer1\.0\.bn1 \(forward, float64, call 3\), 4 channels, "
-    r"layer \d+ by the first call; rank\(s\) \[1\] in layer1\.0\.bn1 .*, "
-    r"layer \d+ by the first call",
+    says=differ(
+        rf"layer1\.0\.bn1{_LATER}, 4 channels, layer \d+ by the first call",
+        r"layer1\.0\.bn1 .*, layer \d+ by the first call",
+    ),
+    peers=False,
 )
 def models(trial: Trial) -> None:
     _two_models(trial, 2)
 
 
-@scenario(
-    "another option on a rank",
-    says=r"have built layer1\.0\.bn1 differently: rank\(s\) \[0, 2\] in eps=[12]e-05; "
-    r"rank\(s\) \[1\] in eps=0\.5",
-    also_run_on_peers=False,
-)
-def options(trial: Trial) -> None:
-    trial.build()
+def _options(trial: Trial) -> None:
     for norm in trial.trainee.norms():
-        norm.eps = 0.5 if trial.at_fault else norm.eps
-    trial.mark()
-    trial.steps(2)
+        norm.eps = 0.5
 
 
-@scenario(
+options = of_rank_1(
+    "another option on a rank",
+    _options,
+    says=differ("eps=[12]e-05", r"eps=0\.5", _BUILT),
+    first=True,
+    peers=False,
+)
+
+left_out_first = of_rank_1(
     "a layer left out on a rank, first step",
-    says=_PLACES + r"rank\(s\) \[0, 2\] in layer1\.0\.bn2; rank\(s\) \[1\] in layer1\.1\.bn1",
-    also_run_on_peers=False,
+    lambda trial: trial.set_in_block("skipped"),
+    says=differ(r"layer1\.0\.bn2", r"layer1\.1\.bn1"),
+    first=True,
+    peers=False,
 )
-def left_out_first(trial: Trial) -> None:
-    trial.build()
-    _skip(trial)
-    trial.mark()
-    trial.steps(2)
 
-
-@scenario(
+left_out = of_rank_1(
     "... later",
-    says=_PLACES + r"rank\(s\) \[0, 2\] in layer1\.0\.bn2 .*rank\(s\) \[1\] in layer1\.1\.bn1",
+    lambda trial: trial.set_in_block("skipped"),
+    says=differ(r"layer1\.0\.bn2 .*", r"layer1\.1\.bn1"),
 )
-def left_out(trial: Trial) -> None:
-    trial.begin()
-    _skip(trial)
-    trial.steps(2)
 
-
-@scenario(
+layer_in_eval = of_rank_1(
     "a layer in evaluation on a rank",
-    says=_PLACES + r".*layer1\.0\.bn1 .*layer1\.0\.bn2",
+    lambda trial: trial.set_in_block("evaluates"),
+    says=r"the ranks are in different places: .*layer1\.0\.bn1 .*layer1\.0\.bn2",
 )
-def layer_in_eval(trial: Trial) -> None:
-    trial.begin()
-    if trial.at_fault:
-        trial.trainee.network.layer1[0].evaluates = True
-    trial.steps(2)
 
 
-@scenario(
-    "a rank that evaluates while the others train",
-    says=r"waited 3 s in layer1\.0\.bn1 \(forward.*for rank\(s\) \[1\]: rank 1 .* is running",
-    seconds=SILENCE,
-    needs="has_deadline",
-    faulty_rank_may_be_silent=True,
-)
-def network_in_eval(trial: Trial) -> None:
-    trial.begin()
-    if trial.at_fault:
-        trial.trainee.evaluate()
-        for _ in range(2):
-            trial.step(backward=False)
-        return
-    trial.steps(2)
-
-
-@scenario(
-    "no gradient wanted on a rank",
-    says=r"whether a backward pass may follow: rank\(s\) \[0, 2\] in layer1\.0\.bn1 \(forward, "
-    r"float64, call 3\), with gradients; rank\(s\) \[1\] in layer1\.0\.bn1 .*without gradients",
-)
-def no_gradient(trial: Trial) -> None:
-    trial.begin()
+def _without_gradients(trial: Trial) -> None:
     for _ in range(2):
-        trial.step(backward=not trial.at_fault)
+        trial.step(backward=False)
 
 
-@scenario(
+def _network_in_eval(trial: Trial) -> None:
+    trial.trainee.evaluate()
+    _without_gradients(trial)
+
+
+network_in_eval = of_rank_1(
+    "a rank that evaluates while the others train",
+    _network_in_eval,
+    says=r"waited 3 s in layer1\.0\.bn1 \(forward.*for rank\(s\) \[1\]: rank 1 .* is running",
+    then=0,
+    seconds=SILENCE,
+    own_waits=True,
+)
+
+no_gradient = of_rank_1(
+    "no gradient wanted on a rank",
+    _without_gradients,
+    says=differ(
+        rf"layer1\.0\.bn1{_LATER}, with gradients",
+        r"layer1\.0\.bn1 .*without gradients",
+        "whether a backward pass may follow: ",
+    ),
+    then=0,
+)
+
+recomputed = of_rank_1(
     "a backward pass that recomputes on one rank only",
-    says=_PLACES + r".*layer1\.1\.bn2 \(backward.*layer1\.0\.bn1 \(forward",
+    lambda trial: trial.set_in_network("recomputes"),
+    says=r"the ranks are in different places: .*layer1\.1\.bn2 \(backward.*layer1\.0\.bn1 \(fo",
     frameworks=("torch",),
 )
-def recomputed(trial: Trial) -> None:
-    trial.begin()
-    trial.trainee.network.recomputes = trial.at_fault
-    trial.steps(2)

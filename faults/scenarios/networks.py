@@ -1,13 +1,12 @@
 """Networks between two machines."""
 
-import os
-import signal
 import subprocess
 import threading
 import time
 from typing import Any
 
-from faults.scenarios._scenario import DEADLINE, SILENCE, scenario
+from faults.scenarios._scenario import SILENCE, of_rank_1, scenario
+from faults.scenarios.ranks import come_late, kill, stop
 from faults.trial import Trial
 
 
@@ -20,7 +19,7 @@ _STEPS, _MESSAGES = 10, 12  # of a step: six layers, forward and backward
 
 
 @scenario(
-    "a line of 5 ms each way, 120 messages", seconds=5.0, ends=True, two_machines=True, delay=_DELAY
+    "a line of 5 ms each way, 120 messages", seconds=5.0, ends=True, per_machine=1, delay=_DELAY
 )
 def delay(trial: Trial) -> None:
     trial.begin()
@@ -33,78 +32,45 @@ def delay(trial: Trial) -> None:
 
 
 # TCP tries again after 0.2, 0.4, 0.8, 1.6, 3.2... s.
-@scenario("a network that fails for 3 s", seconds=10.0, ends=True, two_machines=True, deadline=10.0)
-def outage(trial: Trial) -> None:
-    trial.begin()
-    if trial.at_fault:
-        _link("down")
-        threading.Timer(3.0, _link, ["up"]).start()
-    trial.steps(20)
+def _outage(trial: Trial) -> None:
+    _link("down")
+    threading.Timer(3.0, _link, ["up"]).start()
 
 
-@scenario(
+outage = of_rank_1(
+    "a network that fails for 3 s", _outage, seconds=10.0, ends=True, per_machine=1, deadline=10.0
+)
+
+partition = of_rank_1(
     "a network that fails",
+    lambda _: _link("down"),
     says=r"rank 0 has waited 3 s in layer1.* for rank\(s\) \[1\]: "
     r"rank 1 \(machine mbnode2, pid \d+\) is on another machine",
     seconds=SILENCE,
     ends=True,
-    two_machines=True,
+    per_machine=1,
 )
-def partition(trial: Trial) -> None:
-    trial.begin()
-    if trial.at_fault:
-        _link("down")
-    trial.steps(2)
 
 
 # Rank 1 and no other, also where nobody on the machine can look at the processes of rank 1's.
 _ONLY_1 = r"rank 1 \(machine mbnode1, pid \d+\) (?!.*rank \d \(machine)"
-
-
-@scenario(
-    "a rank killed, of two on each machine",
-    says=rf"lost the connection in layer1\.0\.bn1 .*: {_ONLY_1}",
-    seconds=2.0,
-    faulty_rank_may_be_silent=True,
-    ends=True,
-    two_machines=True,
-    per_machine=2,
-    setups=("gloo",),
-)
-def killed_of_four(trial: Trial) -> None:
-    trial.begin()
-    if trial.at_fault:
-        os.kill(os.getpid(), signal.SIGKILL)
-    trial.steps(2)
-
-
+_OF_FOUR: dict[str, Any] = {"lost": True, "per_machine": 2}
 _NOT_THERE: dict[str, Any] = {
     "says": rf"waited 3 s in layer1\.0\.bn1 .* for rank\(s\) \[1\]: {_ONLY_1}",
     "seconds": SILENCE,
-    "faulty_rank_may_be_silent": True,
-    "ends": True,
-    "two_machines": True,
-    "per_machine": 2,
+    **_OF_FOUR,
 }
 
 
-@scenario(
-    "a rank stopped, of two on each machine",
-    **_NOT_THERE,
+killed_of_four = of_rank_1(
+    "a rank killed, of two on each machine",
+    kill,
+    says=rf"lost the connection in layer1\.0\.bn1 .*: {_ONLY_1}",
+    seconds=2.0,
+    setups=("gloo",),
+    **_OF_FOUR,
 )
-def stopped_of_four(trial: Trial) -> None:
-    trial.begin()
-    if trial.at_fault:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    trial.steps(2)
 
+stopped_of_four = of_rank_1("a rank stopped, of two on each machine", stop, **_NOT_THERE)
 
-@scenario(
-    "a rank late, of two on each machine",
-    **_NOT_THERE,
-)
-def late_of_four(trial: Trial) -> None:
-    trial.begin()
-    if trial.at_fault:
-        time.sleep(DEADLINE + 2)
-    trial.steps(2)
+late_of_four = of_rank_1("a rank late, of two on each machine", come_late, **_NOT_THERE)

@@ -5,89 +5,91 @@ import signal
 import sys
 import time
 
-from faults.scenarios._scenario import DEADLINE, SILENCE, scenario
+from faults.scenarios._scenario import DEADLINE, SILENCE, of_rank_1, scenario
 from faults.trial import Trial
 
 # Under DistributedDataParallel processes end as without, and with ChainerMN as over MPI.
 _EACH_TRANSPORT = ("shared memory", "gloo", "mpi", "own")
 
 
-@scenario("a rank late by less than the deadline", seconds=3.0, also_run_on_peers=False)
-def late(trial: Trial) -> None:
-    trial.begin()
-    if trial.at_fault:
-        time.sleep(1.0)
-    trial.steps(2)
+_OWN_ERROR = "of this rank alone"
 
 
-@scenario(
+class OwnError(Exception):
+    """What a user's program raises."""
+
+
+def kill(trial: Trial) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(trial: Trial) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _raise(trial: Trial) -> None:
+    raise OwnError(_OWN_ERROR)
+
+
+def come_late(trial: Trial) -> None:
+    time.sleep(DEADLINE + 2)
+
+
+late = of_rank_1(
+    "a rank late by less than the deadline", lambda _: time.sleep(1.0), seconds=3.0, peers=False
+)
+
+busy = of_rank_1(
     "a rank late by more than the deadline",
+    lambda _: time.sleep(DEADLINE),
     says=r"waited 3 s in layer1\.0\.bn1 \(forward, float64, call 3\) for rank\(s\) \[1\]: "
     r"rank 1 \(machine .*, pid \d+\) is running, last seen \d\.\d s ago in layer1\.0\.bn1 \(back",
+    then=0,
     seconds=SILENCE,
-    needs="has_deadline",
-    faulty_rank_may_be_silent=True,
+    own_waits=True,
 )
-def busy(trial: Trial) -> None:
-    trial.begin()
-    if trial.at_fault:
-        time.sleep(DEADLINE)
-        return
-    trial.steps(2)
-
 
 _FIRST = r"waited \d+ s in the first message of "
 # Before the first message over MPI, a rank that waits cannot tell the others so: they are named,
 # too.
 _MISSING = r".* for rank\(s\) \[(0, )?1(, 2)?\]: no rank was heard of before"
+_NOT_FIRST = _FIRST + r"layer1\.0\.bn1 \(forward" + _MISSING
 
 
-@scenario(
+late_first = of_rank_1(
     "... at the first step",
-    says=_FIRST + r"layer1\.0\.bn1 \(forward" + _MISSING,
+    come_late,
+    says=_NOT_FIRST,
     # The ranks meet before the first forward pass.
     says_under={"ddp": _FIRST + r"DistributedDataParallel \(before forward" + _MISSING},
+    first=True,
     seconds=SILENCE,
-    needs="has_deadline",
-    faulty_rank_may_be_silent=True,
-    ends=True,
-    also_run_on_peers=False,
+    own_waits=True,
+    lost=True,
+    peers=False,
 )
-def late_first(trial: Trial) -> None:
-    trial.build()
-    trial.mark()
-    if trial.at_fault:
-        time.sleep(DEADLINE + 2)
-    trial.steps(2)
 
-
-@scenario(
+ends_first = of_rank_1(
     "a rank that ends before its first layer",
     says=r"for rank\(s\) \[1\], whose process has ended before its first layer",
-    # MPI tells of no rank that ends in order.
-    says_under=dict.fromkeys(("mpi", "chainermn"), _FIRST + r"layer1\.0\.bn1 \(forward" + _MISSING),
+    says_under={"mpi": _NOT_FIRST, "chainermn": _NOT_FIRST},  # MPI tells of no orderly end
+    first=True,
+    then=0,
     deadline=20.0,  # a process with torch takes seconds to end on a busy machine
     seconds=21.0,
-    needs="has_deadline",
-    faulty_rank_may_be_silent=True,
-    ends=True,
-    also_run_on_peers=False,
+    own_waits=True,
+    lost=True,
+    peers=False,
 )
-def ends_first(trial: Trial) -> None:
-    trial.build()
-    trial.mark()
-    trial.steps(0 if trial.at_fault else 2)
 
 
 @scenario(
     "pipeline stages that share the default group, of which one has no layer",
-    says=_FIRST + r"layer1\.0\.bn1 \(forward" + _MISSING,
+    says=_NOT_FIRST,
     seconds=SILENCE,
-    needs="has_deadline",
-    faulty_rank_may_be_silent=True,
-    ends=True,
+    lost=True,
     setups=("shared memory", "gloo", "mpi"),
-    also_run_on_peers=False,
+    peers=False,
 )
 def pipeline(trial: Trial) -> None:
     if trial.at_fault:
@@ -101,103 +103,58 @@ def pipeline(trial: Trial) -> None:
 _LEFT = r"in layer1\.0\.bn1 .* for rank\(s\) \[1\], whose program ended before"
 
 
-@scenario(
-    "a rank out of data, which ends",
-    says=_LEFT,
-    needs="has_notices",
-    faulty_rank_may_be_silent=True,
-    ends=True,
+out_of_data = of_rank_1(
+    "a rank out of data, which ends", says=_LEFT, then=0, own_waits=True, lost=True
 )
-def out_of_data(trial: Trial) -> None:
-    trial.begin()
-    trial.steps(0 if trial.at_fault else 2)
 
-
-@scenario(
+stopped = of_rank_1(
     "a rank stopped (SIGSTOP)",
+    stop,
     says=r"waited 3 s in layer1\.0\.bn1 .* for rank\(s\) \[1\]: .* is stopped",
     seconds=SILENCE,
-    needs="has_deadline",
-    faulty_rank_may_be_silent=True,
-    ends=True,
+    lost=True,
     setups=("shared memory", "gloo", "mpi"),
 )
-def stopped(trial: Trial) -> None:
-    trial.begin()
-    if trial.at_fault:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    trial.steps(2)
 
 
-_LOST = r"lost the connection in layer1\.0\.bn1 .*: rank 1 .* has ended"
 # mpiexec sees it before the other ranks do, and ends them.
 _MPIEXEC = r"rank 1 .*signal 9"
 
 
-@scenario(
+killed = of_rank_1(
     "a rank killed (SIGKILL)",
-    says=_LOST,
+    kill,
+    says=r"lost the connection in layer1\.0\.bn1 .*: rank 1 .* has ended",
     others_say={"mpi": _MPIEXEC, "chainermn": _MPIEXEC, "own": _MPIEXEC},
-    faulty_rank_may_be_silent=True,
-    ends=True,
+    lost=True,
 )
-def killed(trial: Trial) -> None:
-    trial.begin()
-    if trial.at_fault:
-        os.kill(os.getpid(), signal.SIGKILL)
-    trial.steps(2)
 
-
-class OwnError(Exception):
-    """What a user's program raises."""
-
-
-def _raise(trial: Trial) -> None:
-    trial.begin()
-    if trial.at_fault:
-        raise OwnError("of this rank alone")
-    trial.steps(2)
-
-
-@scenario(
+exception = of_rank_1(
     "an exception on a rank",
-    says=r"OwnError: of this rank alone",
-    faulty_rank_may_be_silent=True,
-    ends=True,
+    _raise,
+    says=f"OwnError: {_OWN_ERROR}",
+    lost=True,
     setups=_EACH_TRANSPORT,
 )
-def exception(trial: Trial) -> None:
-    _raise(trial)
 
-
-@scenario(
+exception_plain = of_rank_1(
     "... without -m mpi4py",
-    says=r"OwnError: of this rank alone",
-    needs="has_notices",
-    faulty_rank_may_be_silent=True,
-    ends=True,
+    _raise,
+    says=f"OwnError: {_OWN_ERROR}",
+    own_waits=True,
+    lost=True,
     without_mpi4py=True,
     setups=("mpi", "chainermn", "own"),
 )
-def exception_plain(trial: Trial) -> None:
-    _raise(trial)
 
-
-@scenario(
+exit_0 = of_rank_1(
     "sys.exit(0) on a rank",
+    lambda _: sys.exit(0),
     says=_LEFT,
-    needs="has_notices",
-    faulty_rank_may_be_silent=True,
-    ends=True,
+    lost=True,
     setups=("mpi",),
-    also_run_on_peers=False,
+    peers=False,
 )
-def exit_0(trial: Trial) -> None:
-    trial.begin()
-    if trial.at_fault:
-        sys.exit(0)
-    trial.steps(2)
-
 
 _ORPHANED = r"the launcher of rank \d .*has ended"
 _PMIX = r"error occurred in PMIx Event Notification"
@@ -224,14 +181,11 @@ def launcher_killed(trial: Trial) -> None:
         time.sleep(0.1)
 
 
-@scenario(
+not_destroyed = of_rank_1(
     "the process group not destroyed at the end",
+    first=True,
+    seconds=5.0,
     ends=True,
     setups=("shared memory", "gloo"),
-    seconds=5.0,
-    also_run_on_peers=False,
+    peers=False,
 )
-def not_destroyed(trial: Trial) -> None:
-    trial.build()
-    trial.mark()
-    trial.steps(3)

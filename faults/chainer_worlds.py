@@ -1,0 +1,132 @@
+"""Ranks with Chainer over ChainerMN, and what takes steps with their networks."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.peers import chainermn_link
+from faults.networks import PATHS, Array
+from faults.worlds import World
+from multibn.chainer_backend import compat, create_mnbn_model
+
+compat.make_importable()
+import chainer  # noqa: E402
+import chainermn  # noqa: E402
+from chainer import functions as F  # noqa: E402
+from chainer import links as L  # noqa: E402
+from chainer import serializers  # noqa: E402
+
+chainer.global_config.dtype = np.dtype(np.float64)
+
+
+class Trainee:
+    """Takes steps with a network of Chainer, as that of torch does."""
+
+    Module, Sequential = chainer.Chain, chainer.Sequential
+    children_of = staticmethod(chainer.Chain.init_scope)
+    tanh, concat = staticmethod(F.tanh), staticmethod(F.concat)
+    recomputed = staticmethod(F.forget)
+
+    @staticmethod
+    def linear(num_in: int, num_out: int) -> Any:
+        weight = np.random.default_rng(0).normal(size=(num_out, num_in))
+        return L.Linear(num_in, num_out, initialW=weight)
+
+    @staticmethod
+    def evaluation(norm: Any, evaluates: bool) -> Any:
+        return chainer.using_config("train", chainer.config.train and not evaluates)
+
+    @staticmethod
+    def in_float64(network: Any) -> Any:
+        return network
+
+    def __init__(self, network: Any) -> None:
+        self.model = self.network = network
+        self._dtype: Any = np.float64
+        self._train = True
+
+    def step(self, x: Array, *, backward: bool = True) -> Array:
+        self.network.cleargrads()
+        v = chainer.Variable(x.astype(self._dtype))
+        with chainer.using_config("train", self._train):
+            if not backward:
+                with chainer.no_backprop_mode():
+                    self.network(v)
+                return np.zeros_like(x)
+            F.sum(self.network(v) ** 2).backward()
+        return v.grad
+
+    def statistics(self) -> Array:
+        values = [getattr(link, name) for link in self.norms() for name in ("avg_mean", "avg_var")]
+        return np.concatenate([v.ravel() for v in values])
+
+    def norms(self) -> list[Any]:
+        return [link for path, link in sorted(self.network.namedlinks()) if "/bn" in path]
+
+    def set_norms(self, norms: list[Any]) -> None:
+        for path, norm in zip(PATHS, norms, strict=True):
+            layer, block, name = path.split(".")
+            chain = self.network[layer][int(block)]
+            delattr(chain, name)
+            chain.add_link(name, norm)
+
+    def save(self, path: Path) -> None:
+        with path.open("wb") as file:
+            serializers.save_npz(file, self.network)
+
+    def load(self, path: Path) -> None:
+        with path.open("rb") as file:
+            serializers.load_npz(file, self.network)
+
+    def evaluate(self) -> None:
+        self._train = False
+
+    def single_precision(self) -> None:
+        self._dtype = np.float32
+        for parameter in self.network.params():
+            parameter.array = parameter.array.astype(np.float32)
+            parameter.cleargrad()
+
+
+class ChainerMN(World):
+    """README's recipe for Chainer."""
+
+    trainee = Trainee
+
+    def __init__(self, count: int) -> None:
+        self._enter_mpi(count)
+        self.everybody, *self._communicators = (
+            chainermn.create_communicator("naive", comm)
+            for comm in (self.everybody, *self._communicators)
+        )
+
+    def norm(self, channels: int, communicator: Any) -> Any:
+        return L.BatchNormalization(channels)
+
+    def synchronize(self, model: Any, communicator: Any) -> Any:
+        return create_mnbn_model(model, communicator)
+
+
+class _LinkTrainee(Trainee):
+    def statistics(self) -> Array:
+        # The link's variances are of each rank's own count, never those of the whole batch.
+        return np.concatenate([link.avg_mean for link in self.norms()])
+
+
+class ChainerMNLink(ChainerMN):
+    """ChainerMN's own link."""
+
+    trainee = _LinkTrainee
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        from mpi4py import MPI
+
+        self.alone = chainermn.create_communicator("naive", MPI.COMM_SELF)
+
+    def norm(self, channels: int, communicator: Any) -> Any:
+        return chainermn_link(channels, communicator)
+
+    def synchronize(self, model: Any, communicator: Any) -> Any:
+        return model
