@@ -224,25 +224,16 @@ def _train(net: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 @only("torchrun")
 def check_sharded_models_train_like_one_process(world: Communicator) -> None:
-    """FSDP and FSDP2 on CPU train like one process on the whole batch."""
-    import torch.distributed as dist
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    """FSDP on CPU, as one process on the whole batch; FSDP2: tests/originals/checks_torch.py."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
     parts = _parts(world, 4, 3, 8, 8)
     whole = _network()
     expected = torch.stack(_train(whole, torch.cat(parts)))
-    mesh = dist.init_device_mesh("cpu", (world.size,))
-
-    def shard2(net: nn.Module) -> Any:
-        return fully_shard(net, mesh=mesh)
-
-    def shard1(net: nn.Module) -> nn.Module:
-        return FullyShardedDataParallel(net, device_id=torch.device("cpu"))
-
-    for shard in (shard2, shard1):
-        net = shard(convert_sync_batchnorm(_network()))
-        losses = world.allreduce(torch.stack(_train(net, parts[world.rank]))) / world.size
-        torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-11)
-        buffers = dict(whole.named_buffers())
-        for name, buffer in net.named_buffers():
-            torch.testing.assert_close(buffer, buffers[name.removeprefix("_fsdp_wrapped_module.")])
+    inner = convert_sync_batchnorm(_network())
+    net = FullyShardedDataParallel(inner, device_id=torch.device("cpu"))
+    losses = world.allreduce(torch.stack(_train(net, parts[world.rank]))) / world.size
+    torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-11)
+    buffers = dict(whole.named_buffers())
+    for name, buffer in net.named_buffers():
+        torch.testing.assert_close(buffer, buffers[name.removeprefix("_fsdp_wrapped_module.")])

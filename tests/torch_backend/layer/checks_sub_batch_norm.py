@@ -102,18 +102,6 @@ def check_splits_are_those_of_the_global_batch(world: Communicator) -> None:
     assert all(error <= bounds[name.split()[0]] for name, error in errors.items()), errors
 
 
-def check_statistics_stay_local_by_default(world: Communicator) -> None:
-    """As many times the batch of one rank; a world exists and is left alone."""
-    torch.manual_seed(world.rank)
-    x = torch.randn(4, C, 3, 3)
-    layer = _layer(SPLITS, C, momentum=1.0)
-    if world.rank == 0:  # would wait for the others otherwise
-        layer(x)
-        mean = x.unflatten(0, (2, SPLITS)).mean((0, 3, 4))
-        torch.testing.assert_close(layer.split_bn.running_mean.view(SPLITS, C), mean)
-    assert layer.process_group.size == 1
-
-
 @only("torchrun")
 def check_ddp_trains_through_a_multigrid_schedule(world: Communicator) -> None:
     """Under DistributedDataParallel, as the model of one process on the whole batch."""

@@ -8,6 +8,7 @@ import pytest
 
 from multibn.engine import recompute
 from tests.helpers import require
+from tests.helpers.refusals import errors_of_rank_0
 
 require.need("torch")
 
@@ -327,14 +328,23 @@ def test_a_pass_that_runs_again_goes_along_its_tape() -> None:
     _assert_equal(layer.state_dict(), state)
 
 
-def test_invalid_values_are_errors_under_vmap() -> None:
+def test_invalid_values_are_errors_under_vmap_on_all_ranks() -> None:
+    wrong_inputs: list[tuple[torch.Tensor, type[Exception], str]] = [
+        (XS[:, :, :2], ValueError, "must have 3 channels"),
+        (XS.long(), TypeError, "real floating-point dtype"),
+    ]
+    for wrong, kind, message in wrong_inputs:
+
+        def call(is_wrong: bool, group: Any, wrong: Any = wrong) -> None:
+            layer = SyncBatchNorm(C, dtype=torch.float64, process_group=group)
+            vmap(layer)(wrong if is_wrong else XS)
+
+        errors_of_rank_0(call, kind, message)
     layer = SyncBatchNorm(C, dtype=torch.float64, track_running_stats=False)
     with pytest.raises(ValueError, match="needs more than 1 value per channel"):
         vmap(layer)(XS[:, :1])
     with pytest.raises(FloatingPointError, match="not finite"):
         vmap(layer)(torch.stack([X, X / 0]))
-    with pytest.raises(ValueError, match="must have 3 channels"):
-        vmap(layer)(XS[:, :, :2])
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch asks itself

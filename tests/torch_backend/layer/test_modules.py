@@ -94,20 +94,6 @@ def test_only_wanted_gradients_are_computed(requires: tuple[int, ...]) -> None:
     assert [t.grad is not None for t in tensors] == [i in requires for i in range(3)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("layer_dtype", [torch.float16, torch.float32, torch.float64])
-def test_evaluation_takes_the_dtypes_that_training_takes(
-    dtype: torch.dtype, layer_dtype: torch.dtype
-) -> None:
-    layer = make(3, dtype=layer_dtype, momentum=1.0)
-    x = torch.randn(64, 3).to(dtype)
-    for training in (True, False):
-        y = layer.train(training)(x)
-        assert y.dtype == dtype
-        expected = torch.nn.functional.batch_norm(x.double(), None, None, training=True)
-        torch.testing.assert_close(y.double(), expected, atol=0.05, rtol=0.05)
-
-
 def test_the_group_can_be_exchanged() -> None:
     layer = make(3)
     alone = SingleProcess()
