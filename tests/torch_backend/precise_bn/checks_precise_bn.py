@@ -168,6 +168,7 @@ def check_a_layer_that_only_some_ranks_use_is_updated(world: Communicator) -> No
         _precise(model, _loader(world.rank), world, forward_fn=forward)
     x = np.concatenate(_batches(world.size - 1))
     np.testing.assert_allclose(model["one"].running_mean, x.mean(0), rtol=1e-5, atol=1e-6)  # type: ignore[arg-type]
+    assert torch.equal(model["none"].running_var, torch.ones(C))  # type: ignore[arg-type]
 
 
 def check_untracked_layers_are_not_waited_for(world: Communicator) -> None:

@@ -65,13 +65,6 @@ class Net(nn.Module):
         return self.dropout(self.bn2(self.conv(self.bn1(x)).relu()))
 
 
-class WithUnused(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused = nn.BatchNorm2d(5)
-        self.unused.running_mean.fill_(7.0)  # type: ignore[union-attr]
-
-
 def batches(sizes: Any = (4, 6, 2), seed: int = 0, mean: float = 0.0) -> list[Any]:
     """Batches of unequal sizes, planes, means and scales."""
     rng = np.random.default_rng(seed)
@@ -190,15 +183,6 @@ def test_layers_that_are_frozen_or_untracked_are_left_alone() -> None:
     precise(model, data)
     assert_same(state(model), before, but=("0.",))
     assert model[0].running_mean.any()
-
-
-def test_a_layer_that_saw_no_data_keeps_its_statistics() -> None:
-    model = WithUnused()
-    before = state(model)
-    with pytest.warns(UserWarning, match=r"layer\(s\) unused saw no data on any rank and keep"):
-        precise(model, batches())
-    assert_same(state(model), before, but=("bn1.", "bn2."))
-    assert float(model.unused.running_mean[0]) == 7.0  # type: ignore[index]
 
 
 def test_a_model_without_layers_to_update_is_warned_of() -> None:
@@ -375,7 +359,7 @@ def test_slowfasts_own_sub_batch_norm_is_known_by_its_parts() -> None:
 
 
 def test_sync_running_stats_of_one_process_changes_nothing() -> None:
-    model = WithUnused()
+    model = Net()
     model(batches()[0])
     other = nn.Linear(2, 2)
     before = state(model)
