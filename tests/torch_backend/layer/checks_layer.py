@@ -1,6 +1,9 @@
 """The torch layer on real processes: collectives, copies, DistributedDataParallel, bad input."""
 
+import copy
+import io
 import os
+import pickle
 import sys
 import tempfile
 from pathlib import Path
@@ -78,6 +81,33 @@ def check_a_warm_step_makes_few_calls(world: Communicator) -> None:
     line = 5 if isinstance(world, TorchDistributed) else 0  # what shared memory takes beyond MPI
     most = 30 + line, 17 + line, 25 + line, 120
     assert all(n <= m for calls in found for n, m in zip(calls, most, strict=True)), found
+
+
+def check_copies_share_the_group(world: Communicator) -> None:
+    """deepcopy, pickle, torch.save and AveragedModel of a model with a sub-world communicator."""
+    group = world.split(world.rank % 2)
+    model = convert_sync_batchnorm(_model(), group)
+    model(_input(world))
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    copies = [
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(buffer, weights_only=False),
+        torch.optim.swa_utils.AveragedModel(model).module,
+    ]
+    assert copies[0][1].process_group is group
+    assert copies[3][1].process_group is group
+    x = _input(world)
+    expected = model(x)
+    for other in copies:
+        torch.testing.assert_close(other(x), expected)
+        assert (other[1].process_group.rank, other[1].process_group.size) == (
+            group.rank,
+            group.size,
+        )
+    world.allreduce(torch.zeros(1))  # nobody leaves while another group still works
 
 
 def check_saved_model_loads_without_a_group(world: Communicator) -> None:
