@@ -10,7 +10,7 @@ from multibn import SingleProcess
 from multibn.communicators import Communicator
 from multibn.engine.lockstep import END, Lockstep
 from tests.helpers import require
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import CountingCommunicator, run_ranks
 
 require.need("torch")
 
@@ -60,11 +60,14 @@ def test_no_batch_at_all_is_an_error_on_all_ranks() -> None:
 
 def test_the_mean_leaves_stand_ins_out() -> None:
     def means(world: Communicator) -> list[tuple[bool, float]]:
-        joined = Joined(world, lambda batch: batch)
-        return [
+        counting = CountingCommunicator(world)
+        joined = Joined(counting, lambda batch: batch)
+        found = [
             (joined.absent, float(joined.mean(torch.ones(len(batch), dtype=torch.float64))))
             for batch in joined([[1, 2], [3]][world.rank :])
         ]
+        assert counting.take() == [3, 1, 3, 1, 3]  # a step and its mean, and the end
+        return found
 
     assert run_ranks(2, means) == [
         [(False, 4 / 3), (False, 2.0)],

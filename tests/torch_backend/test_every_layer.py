@@ -23,7 +23,6 @@ require.need("torch")
 
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from multibn.torch_backend import (  # noqa: E402
@@ -37,28 +36,10 @@ from multibn.torch_backend import (  # noqa: E402
     recomputed,
     step_statistics,
 )
+from tests.torch_backend.convert.test_derived import Activated, Copied, patched  # noqa: E402
 
 C, L = 3, 5
 ALONE = SingleProcess()
-
-
-class Calls(nn.BatchNorm1d):
-    """A class with a forward pass that calls the one of its base."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return F.leaky_relu(super().forward(input), 0.1)
-
-
-class CallsTheFunction(nn.BatchNorm1d):
-    """A class with a forward pass that calls torch's function itself."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        mean, var, training = self.running_mean, self.running_var, self.training
-        if training and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-        momentum: Any = self.momentum
-        y = F.batch_norm(input, mean, var, self.weight, self.bias, training, momentum, self.eps)
-        return y.tanh()
 
 
 class Masked(nn.Module):
@@ -102,10 +83,11 @@ LAYERS: dict[str, Callable[..., Any]] = {
     "cumulative": lambda **options: SyncBatchNorm(C, momentum=None, **options),
     "naive": lambda **options: NaiveSyncBatchNorm1d(num_features=C, **options),
     "sub": lambda **options: SubBatchNorm1d(2, C, **options),
-    "derived": lambda **options: _convert(Calls(C), **options),
-    "derived with the function": lambda **options: _convert(CallsTheFunction(C), **options),
+    "derived": lambda **options: _convert(Activated(C), **options),
+    "derived with the function": lambda **options: _convert(Copied(C), **options),
+    "derived on the instance": lambda **options: _convert(patched(C), **options),
     "split": lambda **options: _split(nn.BatchNorm1d(C), **options),
-    "derived and split": lambda **options: _split(Calls(C), **options),
+    "derived and split": lambda **options: _split(Activated(C), **options),
     "masked": lambda **options: Masked(SyncBatchNorm(C, **options)),
     "masked and split": lambda **options: Masked(_split(nn.BatchNorm1d(C), **options)),
     "together": lambda **options: Together(**options),
@@ -270,6 +252,37 @@ def test_create_graph_changes_no_first_gradient(name: str) -> None:
     torch.testing.assert_close(plain, with_graph)
 
 
+@every_sharing_layer
+def test_a_step_is_one_message_each_way_and_evaluation_none(name: str) -> None:
+    def run(communicator: Any) -> list[list[int]]:
+        counting = CountingCommunicator(communicator)
+        layer, x, sent = make(name, process_group=counting), batch().requires_grad_(), []
+        layer(x)  # the first step sends what the layer is, too
+        counting.take()
+        for training in (True, False):
+            y = layer.train(training)(x)
+            sent.append(counting.take())
+            y.sum().backward()
+            sent.append(counting.take())
+        return sent
+
+    size = {"sub": 2 * 2 * C + 4, "together": 2 * (2 * C + 2) + 2}.get(name, 2 * C + 4)
+    assert run_ranks(2, run) == [[[size], [size], [], []]] * 2
+
+
+@every_layer
+def test_an_empty_batch_changes_nothing(name: str) -> None:
+    layer, x = make(name), batch(0).requires_grad_()
+    layer(batch())
+    state = copy.deepcopy(layer.state_dict())
+    for training in (True, False):
+        y = layer.train(training)(x)
+        assert y.shape == x.shape
+        y.sum().backward()
+    assert not any(p.grad.any() for p in layer.parameters())
+    torch.testing.assert_close(layer.state_dict(), state, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("sizes", [(2, 4), (0, 4, 2), (8, 0)], ids=str)
 @every_sharing_layer
 def test_ranks_are_one_process_on_the_whole_batch(name: str, sizes: tuple[int, ...]) -> None:
@@ -301,18 +314,35 @@ def test_ranks_are_one_process_on_the_whole_batch(name: str, sizes: tuple[int, .
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Dynamo itself
-@every_layer
-def test_one_compiled_graph_gives_eager_numbers(name: str) -> None:
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        *((name, {"running_var": "unbiased_local"}) for name in LAYERS),
+        ("sync", {"affine": False, "weighting": "rank"}),
+        ("sync", {"bias": False, "weighting": "sample", "running_var": "biased"}),
+        ("sync", {"track_running_stats": False}),
+        ("sub", {"track_running_stats": False}),
+        ("sub", {"momentum": None}),
+        ("sync", {"dtype": torch.bfloat16}),
+    ],
+    ids=str,
+)
+def test_one_compiled_graph_gives_eager_numbers(name: str, options: dict[str, Any]) -> None:
     torch._dynamo.reset()
-    layer, eager = (make(name, running_var="unbiased_local") for _ in range(2))
+    dtype = options.get("dtype", torch.float64)
+    layer, eager = (make(name, **{"dtype": dtype} | options) for _ in range(2))
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    found, expected = train(compiled, layer, batch()), train(eager, eager, batch())
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    x, bound = batch(dtype=dtype), max(1e-9, 2 * torch.finfo(dtype).eps)
+    found, expected = train(compiled, layer, x), train(eager, eager, x)
+    torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["channels first", "channels last"])
+@pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("name", ["sync", "fused ReLU", "cumulative", "naive"])
-def test_elements_that_do_not_count_take_no_part(name: str, last: bool) -> None:
+def test_elements_that_do_not_count_take_no_part(
+    name: str, with_residual: bool, last: bool
+) -> None:
     """The layer with a mask is the layer on the elements that count, whatever the others hold."""
     layer, plain = make(name), make(name)
     mask = torch.arange(L) < torch.tensor([5, 2, 0, 4])[:, None]
@@ -324,17 +354,16 @@ def test_elements_that_do_not_count_take_no_part(name: str, last: bool) -> None:
 
     for training in (True, True, False):
         layer.train(training), plain.train(training)
-        t, flat = x.clone().requires_grad_(), chosen(x)[:, :, None].requires_grad_()
-        y, expected = layer(t, mask=mask), plain(flat)
+        given = [x.clone().requires_grad_(), (2 * x).requires_grad_()][: 1 + with_residual]
+        flat = [chosen(t)[:, :, None].requires_grad_() for t in given]
+        y, expected = layer(*given, mask=mask), plain(*flat)
         dy = weights(y)
         y.backward(dy)
-        assert y.stride() == t.stride() or not training
+        assert y.stride() == x.stride() or not training
         expected.backward(chosen(dy)[:, :, None])
-        assert t.grad is not None
-        assert flat.grad is not None
-        torch.testing.assert_close(chosen(y), expected.detach()[:, :, 0])
-        torch.testing.assert_close(chosen(t.grad), flat.grad[:, :, 0])
-        for values in (y, t.grad):
+        compared = [(y, expected), *((t.grad, f.grad) for t, f in zip(given, flat, strict=True))]
+        for values, right in compared:
+            torch.testing.assert_close(chosen(values), right.detach()[:, :, 0])
             assert not values.movedim(1, -1)[~mask].any()
     torch.testing.assert_close(layer.state_dict(), plain.state_dict())
     for got, want in zip(layer.parameters(), plain.parameters(), strict=True):
@@ -393,7 +422,11 @@ def test_a_wrong_input_on_one_rank_is_an_error_on_all(name: str) -> None:
         for training in (True, False) if "derived" not in name else (True,):
             layer.train(training)
             for k, (wrong, kind, message) in enumerate(WRONG_INPUTS):
-                if isinstance(wrong, np.ndarray) and name in ("derived", "together"):
+                if isinstance(wrong, np.ndarray) and name in (
+                    "derived",
+                    "derived on the instance",
+                    "together",
+                ):
                     continue  # their classes ask arrays for what only tensors have
                 if communicator.rank == k % 2:
                     with pytest.raises(kind, match=message):

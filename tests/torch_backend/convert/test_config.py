@@ -1,6 +1,5 @@
 """`get_norm` over every kind of config."""
 
-from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -34,19 +33,6 @@ CLASSES: dict[str, Any] = {
     "sync_batchnorm": (NaiveSyncBatchNorm1d, NaiveSyncBatchNorm2d, NaiveSyncBatchNorm3d),
     "sync_batchnorm_apex": (SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d),
 }
-
-
-@dataclass
-class Bn:
-    NORM_TYPE: str = "sub_batchnorm"
-    NUM_SPLITS: int = 2
-    NUM_SYNC_DEVICES: int = 1
-    GLOBAL_SYNC: bool = False
-
-
-@dataclass
-class Config:
-    BN: Bn = field(default_factory=Bn)
 
 
 def _dict(**bn: Any) -> Any:
@@ -104,19 +90,6 @@ def test_the_keys_are_read(kind: Any) -> None:
     assert repr(norm(num_features=3).process_group).endswith(", 'machine')")
     for norm_type, cls in CLASSES.items():  # keys that are missing have defaults
         assert type(get_norm(kind(NORM_TYPE=norm_type))(num_features=3)) is cls[2]
-
-
-@KINDS
-def test_global_sync_wins(kind: Any) -> None:
-    """pytorchvideo refuses both, so that PySlowFast's GLOBAL_SYNC fails with its own default."""
-    norm = get_norm(kind(NORM_TYPE="sync_batchnorm", NUM_SYNC_DEVICES=1, GLOBAL_SYNC=True))
-    assert repr(norm(num_features=3).process_group) == "DefaultCommunicator()"
-
-
-def test_a_config_may_be_a_dataclass() -> None:
-    assert get_norm(Config())(num_features=3).num_splits == 2
-    omegaconf = pytest.importorskip("omegaconf")
-    assert get_norm(omegaconf.OmegaConf.structured(Config))(num_features=3).num_splits == 2
 
 
 @KINDS

@@ -1,7 +1,5 @@
 """convert_sync_batchnorm and revert_sync_batchnorm."""
 
-import copy
-import functools
 import re
 from typing import Any
 
@@ -9,7 +7,7 @@ import pytest
 
 from multibn import SingleProcess
 from tests.helpers import require
-from tests.helpers.ranks import run_ranks
+from tests.helpers.refusals import errors_of_rank_0
 
 require.need("torch")
 
@@ -84,34 +82,16 @@ def test_everything_is_kept() -> None:
     assert calls == ["pre-hook"]
 
 
-@pytest.mark.parametrize(
-    "options", [{"affine": False}, {"track_running_stats": False}, {"momentum": None}]
-)
-def test_options_are_kept(options: dict[str, Any]) -> None:
-    old = nn.BatchNorm1d(3, **options)
-    new: Any = convert_sync_batchnorm(copy.deepcopy(old))
-    x = torch.randn(5, 3)
-    torch.testing.assert_close(new(x), old(x))
-    torch.testing.assert_close(new.state_dict(), old.state_dict())
-
-
 @pytest.mark.parametrize("cls", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, Renamed])
 def test_revert_restores_the_class(cls: Any) -> None:
-    old = cls(3)
-    new: Any = convert_sync_batchnorm(nn.Sequential(old), weighting="rank", running_var="biased")
-    assert (new[0].weighting, new[0].running_var_convention) == ("rank", "biased")
-    back: Any = revert_sync_batchnorm(new)[0]
-    assert type(back) is cls
-    assert back.__dict__.keys() == old.__dict__.keys()
-    assert back.weight is old.weight
-
-
-def test_a_bare_layer_stays_the_same_object() -> None:
-    layer: Any = nn.BatchNorm2d(3)
-    assert convert_sync_batchnorm(layer) is layer
-    assert type(layer) is SyncBatchNorm2d
+    """A model that is a layer stays the same object."""
+    layer: Any = cls(3)
+    before = dict(vars(layer))
+    assert convert_sync_batchnorm(layer, weighting="rank", running_var="biased") is layer
+    assert (layer.weighting, layer.running_var_convention) == ("rank", "biased")
     assert revert_sync_batchnorm(layer) is layer
-    assert type(layer) is nn.BatchNorm2d
+    assert type(layer) is cls
+    assert vars(layer) == before
 
 
 def test_torchs_sync_batch_norm_converts_and_reverts() -> None:
@@ -148,15 +128,22 @@ def test_a_shared_layer_stays_shared() -> None:
     assert type(new["b"]) is SyncBatchNorm2d
 
 
-def test_other_norms_are_not_touched() -> None:
-    model = nn.Sequential(
+def test_what_never_shares_is_not_named() -> None:
+    """Frozen norms as torchvision's, norms that have statistics of each sample, and None."""
+    frozen = nn.Module()
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        frozen.register_buffer(name, torch.ones(3))
+    others = [
         nn.InstanceNorm2d(3, affine=True, track_running_stats=True),
         nn.GroupNorm(1, 3),
         nn.LayerNorm(3),
         SubBatchNorm2d(2, 3),
-    )
+    ]
+    model: Any = nn.Sequential(frozen, *others, nn.BatchNorm2d(3))
+    model.register_module("absent", None)
     before = list(model.modules())
-    assert list(convert_sync_batchnorm(model).modules()) == before
+    assert list(convert_sync_batchnorm(model, strict=True).modules()) == before
+    assert model.absent is None
 
 
 def unconvertible() -> dict[str, tuple[nn.Module, str]]:
@@ -197,15 +184,6 @@ def test_what_cannot_be_converted_is_one_message() -> None:
         convert_sync_batchnorm(Foreign(3))
 
 
-def test_what_never_shares_is_not_named() -> None:
-    """Frozen norms as torchvision's, and norms that have statistics of each sample."""
-    frozen = nn.Module()
-    for name in ("weight", "bias", "running_mean", "running_var"):
-        frozen.register_buffer(name, torch.ones(3))
-    model = nn.Sequential(frozen, nn.InstanceNorm2d(3, track_running_stats=True), nn.BatchNorm2d(3))
-    assert convert_sync_batchnorm(model, strict=True) is model
-
-
 class EvoNorm(nn.Module):
     """Buffers as those of timm's EvoNorm2dB0, which has the variance of the batch only."""
 
@@ -215,17 +193,10 @@ class EvoNorm(nn.Module):
         self.register_buffer("running_var", torch.ones(3))
 
 
-def test_a_norm_without_a_running_mean_is_named() -> None:
-    model = nn.Sequential(nn.BatchNorm2d(3), EvoNorm())
-    with pytest.raises(TypeError, match=r"^1 layer.*: 1 \(.*EvoNorm: it is not of torch's batch"):
-        convert_sync_batchnorm(model, strict=True)
-
-
 def test_many_layers_are_three_paths_and_a_number() -> None:
     model = nn.Sequential(*(EvoNorm() for _ in range(44)), Foreign(3), nn.BatchNorm2d(3))
-    with pytest.warns(
-        UserWarning, match=r"^45 layer\(s\) stay .*: 0, 1, 2 and 41 more \(\S+Evo.*; 44"
-    ):
+    message = r"^45 layer\(s\) stay .*: 0, 1, 2 and 41 more \(\S+EvoNorm: it is not of torch.*; 44"
+    with pytest.warns(UserWarning, match=message):
         convert_sync_batchnorm(model)
 
 
@@ -252,55 +223,49 @@ def test_what_is_no_model_or_has_no_batch_norm_is_named() -> None:
     convert_sync_batchnorm(SyncBatchNorm(3), strict=True)
 
 
-def test_a_converted_layer_refuses_what_its_class_refuses() -> None:
-    class Any_(nn.BatchNorm2d):
-        def _check_input_dim(self, input: torch.Tensor) -> None:
-            if input.ndim == 3:
-                raise ValueError("not three")
+class AnyBut3(nn.BatchNorm2d):
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.ndim == 3:
+            raise ValueError("not three")
 
-    def run(communicator: Any, cls: Any, shape: tuple[int, ...]) -> list[str]:
-        errors = []
-        layer: Any = convert_sync_batchnorm(cls(3), communicator)
-        xs = (2, 3, 4, 4), shape
-        for training in (True, False):
-            layer.train(training)
-            try:
-                layer(torch.randn(xs[communicator.rank if training else 1]))
-            except (ValueError, RuntimeError) as error:
-                errors.append(str(error))
-        return errors
 
-    cases: list[tuple[Any, tuple[int, ...], str]] = [
+@pytest.mark.parametrize(
+    "cls, shape, message",
+    [
         (
             nn.BatchNorm2d,
             (4, 3),
             r"SyncBatchNorm2d must have 4 dimensions, \(N, C, H, W\): got.*or Sy",
         ),
-        (Renamed, (4, 3, 2), r"SyncRenamed must have 4 dimensions"),
-        (Any_, (4, 3, 2), "not three"),
-    ]
-    for cls, shape, message in cases:
-        mine, theirs = run_ranks(2, functools.partial(run, cls=cls, shape=shape))
-        assert "was refused on rank(s) [1] of 2" in mine[0]
-        for error in (*theirs, mine[1]):
-            assert re.search(message, error), error
-    convert_sync_batchnorm(Any_(3))(torch.randn(4, 3))
-    convert_sync_batchnorm(nn.SyncBatchNorm(3))(torch.randn(4, 3))
+        (Renamed, (4, 3, 2), "SyncRenamed must have 4 dimensions"),
+        (AnyBut3, (4, 3, 2), "not three"),
+    ],
+)
+def test_a_converted_layer_refuses_what_its_class_refuses(
+    cls: Any, shape: tuple[int, ...], message: str
+) -> None:
+    x = torch.randn(shape)
+
+    def call(wrong: bool, group: Any) -> None:
+        convert_sync_batchnorm(cls(3), group)(x if wrong else torch.randn(2, 3, 4, 4))
+
+    errors_of_rank_0(call, ValueError, message)
+    with pytest.raises(ValueError, match=message):
+        convert_sync_batchnorm(cls(3)).eval()(x)
+    for takes_all in (AnyBut3(3), nn.SyncBatchNorm(3)):
+        convert_sync_batchnorm(takes_all)(torch.randn(4, 3))
 
 
 @pytest.mark.parametrize("name", ["running_mean", "running_var"])
 def test_running_statistics_of_another_size_are_refused(name: str) -> None:
-    def run(communicator: Any) -> str:
-        layer: Any = convert_sync_batchnorm(nn.BatchNorm1d(3), communicator)
-        if communicator.rank == 1:
+    def call(wrong: bool, group: Any) -> None:
+        layer: Any = convert_sync_batchnorm(nn.BatchNorm1d(3), group)
+        if wrong:
             setattr(layer, name, torch.ones(4))
-        with pytest.raises((ValueError, RuntimeError)) as caught:
-            layer(torch.randn(5, 3))
-        return str(caught.value)
+        layer(torch.randn(5, 3))
 
-    mine, theirs = run_ranks(2, run)
-    assert "was refused on rank(s) [1] of 2" in mine
-    assert "`running_mean` and `running_var` must have 3 numbers each, one for each ch" in theirs
+    message = "`running_mean` and `running_var` must have 3 numbers each, one for each ch"
+    errors_of_rank_0(call, ValueError, message)
 
 
 def test_what_cannot_be_reverted_is_one_message() -> None:
@@ -324,35 +289,3 @@ def test_what_cannot_be_reverted_is_one_message() -> None:
         assert message in str(caught[0].message)
     assert list(model[:4]) == list(layers)
     assert type(model[4]) is BatchNorm
-
-
-def test_load_hooks_go_on() -> None:
-    model: Any = nn.Sequential(nn.BatchNorm2d(3))
-    seen: list[Any] = []
-    model[0].register_load_state_dict_pre_hook(lambda module, *_: seen.append(module))
-    convert_sync_batchnorm(model)
-    model.load_state_dict(model.state_dict())
-    assert seen == [model[0]]
-
-
-def test_arguments_are_checked_without_a_layer_to_convert() -> None:
-    with pytest.raises(ValueError, match="`weighting` must be one of"):
-        convert_sync_batchnorm(nn.ReLU(), weighting="batch")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="a communicator must be None"):
-        convert_sync_batchnorm(nn.ReLU(), "nccl")  # type: ignore[arg-type]
-
-
-def test_modules_that_are_none_stay_none() -> None:
-    model: Any = nn.Sequential(nn.BatchNorm2d(3))
-    model.register_module("absent", None)
-    assert convert_sync_batchnorm(model).absent is None
-
-
-def test_the_optimizer_goes_on() -> None:
-    model: Any = nn.Sequential(nn.BatchNorm1d(3))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    convert_sync_batchnorm(model)
-    before = model[0].weight.detach().clone()
-    model(torch.randn(4, 3)).pow(3).sum().backward()
-    optimizer.step()
-    assert not torch.equal(model[0].weight, before)

@@ -119,19 +119,6 @@ def test_a_message_for_several_layers_does_not_undo_the_splits() -> None:
         assert relative_error(y.detach(), expected(x, n)) < 1e-5
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Dynamo itself
-def test_a_compiled_model_gives_eager_numbers() -> None:
-    torch._dynamo.reset()
-    model: Any = convert_sub_batchnorm(nn.Sequential(nn.BatchNorm1d(3)).double(), 3)
-    eager = copy.deepcopy(model)
-    compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for n in (6, 7, 8):
-        x = torch.randn(n, 3).double()
-        assert relative_error(compiled(x).detach(), eager(x).detach()) < 1e-12
-    for got, want in zip(model.buffers(), eager.buffers(), strict=True):
-        assert relative_error(got, want) < 1e-12
-
-
 def test_wrong_splits_groups_and_inputs_are_refused() -> None:
     for wrong, kind in ((0, ValueError), (2.0, TypeError), (True, TypeError)):
         with pytest.raises(kind, match=f"`num_splits` must be .*got {wrong!r}"):
@@ -155,13 +142,8 @@ def test_wrong_splits_groups_and_inputs_are_refused() -> None:
     nested = torch.nested.nested_tensor([torch.ones(n, 3) for n in (2, 4)], layout=torch.jagged)
     with pytest.raises(ValueError, match="splits its batch must have a dense input: got a nested"):
         convert_sub_batchnorm(nn.BatchNorm1d(3), 2)(nested)
-    for x, kind, message in (
-        (torch.randn(4, 5, 2, 2), ValueError, "must have 3 channels in dimension 1"),
-        (torch.ones(4, 3, 2, 2).int(), TypeError, "must be of a real floating-point dtype"),
-        ([1.0], TypeError, r"must be a torch\.Tensor: got list"),
-    ):
-        with pytest.raises(kind, match=message):
-            layer(x)
+    with pytest.raises(ValueError, match="must have 3 channels in dimension 1"):
+        layer(torch.randn(4, 5, 2, 2))
     with pytest.raises(TypeError, match=r"`residual` must be a torch\.Tensor"):
         layer(torch.ones(4, 3, 2, 2), 3.0)
     with pytest.raises(ValueError, match=r"`residual` .*\(4, 3, 2, 2\).*\(2, 3, 2, 2\)"):

@@ -69,9 +69,9 @@ def _loader(shuffle: bool = True, **options: Any) -> Any:
     return DataLoader(TensorDataset(_data()), BATCH_SIZE, shuffle=shuffle, **options)
 
 
-def _fit(
-    world: Communicator, net: Net, loader: Any, *callbacks: Any, directory: str = "", **options: Any
-) -> None:
+def _fit(world: Communicator, loader: Any, *callbacks: Any, **options: Any) -> Net:
+    """A network that has trained."""
+    net = Net(options.pop("momentum", 0.1))
     with frameworks_warnings(), tempfile.TemporaryDirectory() as root:
         trainer = pl.Trainer(
             **{
@@ -80,7 +80,7 @@ def _fit(
                 "devices": world.size,
                 "plugins": [MultiBNLayerSync()],
                 "callbacks": list(callbacks),
-                "default_root_dir": directory or root,
+                "default_root_dir": root,
                 "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in callbacks),
                 "enable_progress_bar": False,
                 "enable_model_summary": False,
@@ -90,6 +90,7 @@ def _fit(
             }
         )
         trainer.fit(net, loader, _loader(shuffle=False, num_workers=0))
+    return net
 
 
 def _exact(mean: Any, var: Any) -> bool:
@@ -98,8 +99,7 @@ def _exact(mean: Any, var: Any) -> bool:
 
 
 def check_layers_are_synchronized_while_fitting(world: Communicator) -> None:
-    net = Net(momentum=1.0)
-    _fit(world, net, _loader(), max_steps=1)
+    net = _fit(world, _loader(), momentum=1.0, max_steps=1)
     x = net.batches[0].double()
     sums = world.allreduce(torch.stack([x.sum(0), x.square().sum(0)])) / (BATCH_SIZE * world.size)
     n = BATCH_SIZE * world.size
@@ -112,16 +112,10 @@ def check_layers_are_synchronized_while_fitting(world: Communicator) -> None:
 
 def check_precise_bn_runs_before_validation_and_checkpoints(world: Communicator) -> None:
     """Every second epoch and the last, in whatever order the callbacks are given."""
-    net = Net()
     with tempfile.TemporaryDirectory() as directory:
-        _fit(
-            world,
-            net,
-            _loader(),
-            ModelCheckpoint(directory, "{epoch}", save_top_k=-1),
-            PreciseBN(every_n_epochs=2, progress=False),
-            max_epochs=3,
-        )
+        precise = PreciseBN(every_n_epochs=2, progress=False)
+        checkpoints = ModelCheckpoint(directory, "{epoch}", save_top_k=-1)
+        net = _fit(world, _loader(), checkpoints, precise, max_epochs=3)
         saved = [
             torch.load(Path(directory, f"epoch={epoch}.ckpt"), weights_only=False)["state_dict"]
             for epoch in range(3)
@@ -145,8 +139,8 @@ class Stream(IterableDataset[Any]):
 
 
 def check_a_loader_needs_no_length(world: Communicator) -> None:
-    net = Net()
-    _fit(world, net, DataLoader(Stream(world), BATCH_SIZE), PreciseBN(progress=False), max_epochs=1)
+    loader = DataLoader(Stream(world), BATCH_SIZE)
+    net = _fit(world, loader, PreciseBN(progress=False), max_epochs=1)
     assert _exact(*net.validated[0])
 
 
@@ -157,29 +151,16 @@ def check_limits_precision_and_forward_fn_hold(world: Communicator) -> None:
         shown.append((net.bn.training, torch.is_autocast_enabled("cpu")))
         net(batch[0])
 
-    net = Net()
-    _fit(
-        world,
-        net,
-        _loader(),
-        PreciseBN(num_iters=3, forward_fn=forward, progress=False),
-        max_epochs=2,
-        limit_train_batches=2,
-        precision="bf16-mixed",
-    )
+    precise = PreciseBN(num_iters=3, forward_fn=forward, progress=False)
+    limits: dict[str, Any] = {"max_epochs": 2, "limit_train_batches": 2}
+    net = _fit(world, _loader(), precise, precision="bf16-mixed", **limits)
     assert shown == [(True, True)] * 6
     assert len(net.batches) == 4
 
 
 def check_persistent_workers_go_on_with_training(world: Communicator) -> None:
-    net = Net()
-    _fit(
-        world,
-        net,
-        _loader(num_workers=1, persistent_workers=True),
-        PreciseBN(num_iters=1, progress=False),
-        max_epochs=2,
-    )
+    loader = _loader(num_workers=1, persistent_workers=True)
+    net = _fit(world, loader, PreciseBN(num_iters=1, progress=False), max_epochs=2)
     assert len(net.batches) == 2 * -(-SAMPLES // world.size // BATCH_SIZE)
 
 
@@ -193,4 +174,4 @@ def check_our_plugin_reverts_to_the_original_classes(world: Communicator) -> Non
 
 def check_lightnings_sync_batchnorm_beside_ours_is_refused(world: Communicator) -> None:
     with pytest.raises(MisconfigurationException, match=r"sync_batchnorm=True.*MultiBNLayerSync"):
-        _fit(world, Net(), _loader(), sync_batchnorm=True, max_steps=1)
+        _fit(world, _loader(), sync_batchnorm=True, max_steps=1)

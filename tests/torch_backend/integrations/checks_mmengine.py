@@ -66,27 +66,19 @@ class Net(BaseModel):  # type: ignore[misc, unused-ignore]
         self.head = nn.Linear(3, 1)
         self.shown: list[Any] = []  # in passes without gradients
         self.num_trained = 0
+        self.passes: set[tuple[bool, bool]] = set()  # whether with gradients, and under autocast
 
     def forward(self, inputs: Any, data_samples: Any = None, mode: str = "tensor") -> Any:
         assert mode == "loss"  # the only one that training needs a model to have
         return {"loss": (self.output(inputs) - data_samples).square().mean()}
 
     def output(self, inputs: Any) -> Any:
+        self.passes.add((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
         if torch.is_grad_enabled():
             self.num_trained += 1
         else:
             self.shown.append(inputs.detach().clone())
         return self.head(self.bn(inputs))[:, 0]
-
-
-class Noting(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.passes: set[tuple[bool, bool]] = set()  # whether with gradients, and under autocast
-
-    def output(self, inputs: Any) -> Any:
-        self.passes.add((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
-        return super().output(inputs)
 
 
 class Amp(AmpOptimWrapper):  # type: ignore[misc, unused-ignore]
@@ -162,6 +154,12 @@ def _population() -> tuple[Any, Any]:
     return x.mean(0), x.var(0, ddof=1)
 
 
+def _assert_population(runner: Any) -> None:
+    bn = runner.model.module.bn
+    for got, expected in zip((bn.running_mean, bn.running_var), _population(), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
 _numbers = itertools.count()
 
 
@@ -217,7 +215,7 @@ def _iterations(world: Communicator) -> int:
 
 
 def check_the_hook_runs_every_second_epoch_and_the_last(world: Communicator) -> None:
-    """Every second epoch and the last; checkpoints and the averaged model have the statistics."""
+    """Checkpoints and the averaged model have the statistics."""
     with tempfile.TemporaryDirectory() as directory:
         runner, after = _train(
             {"interval": 2, "num_samples": None, "at_end": True}, directory, max_epochs=3
@@ -229,8 +227,7 @@ def check_the_hook_runs_every_second_epoch_and_the_last(world: Communicator) -> 
         }
     expected = _population()
     assert after == [2 * _iterations(world), 3 * _iterations(world)]
-    np.testing.assert_allclose(runner.model.module.bn.running_mean, expected[0], rtol=1e-6)
-    np.testing.assert_allclose(runner.model.module.bn.running_var, expected[1], rtol=1e-6)
+    _assert_population(runner)
     for epoch, checkpoint in files.items():
         for part, bn in (("state_dict", "bn"), ("ema_state_dict", "module.bn")):
             mean, var = (checkpoint[part][f"{bn}.running_{name}"] for name in ("mean", "var"))
@@ -291,10 +288,8 @@ def check_a_pass_takes_all_data_whatever_training_has_seen(world: Communicator) 
         by_epoch=False,
         max_iters=4,  # fewer than the data has, after which mmengine sleeps for 2 s
     )
-    bn = runner.model.module.bn
     assert after == [2, 4]
-    np.testing.assert_allclose(bn.running_mean, _population()[0], rtol=1e-6)
-    np.testing.assert_allclose(bn.running_var, _population()[1], rtol=1e-6)
+    _assert_population(runner)
 
 
 def check_a_model_may_have_a_step_of_its_own(world: Communicator) -> None:
@@ -318,13 +313,9 @@ def check_a_model_may_have_a_step_of_its_own(world: Communicator) -> None:
 
 
 def check_a_pass_runs_in_the_precision_of_training(world: Communicator) -> None:
-    """A pass runs in the precision of training."""
-    net = Noting()
-    model = MMDistributedDataParallel(net)
-    _train({"num_samples": None}, model=model, wrapper=Amp, max_epochs=1)
-    assert net.passes == {(True, True), (False, True)}
-    np.testing.assert_allclose(net.bn.running_mean, _population()[0], rtol=1e-6)
-    np.testing.assert_allclose(net.bn.running_var, _population()[1], rtol=1e-6)
+    runner, _ = _train({"num_samples": None}, wrapper=Amp, max_epochs=1)
+    assert runner.model.module.passes == {(True, True), (False, True)}
+    _assert_population(runner)
 
 
 def check_the_log_says_that_there_was_nothing_to_update(world: Communicator) -> None:

@@ -5,7 +5,6 @@ The expected numbers are those of the whole batch in one process, in float64, by
 
 import copy
 import itertools
-import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -168,26 +167,30 @@ def _train(layer: Any, mesh: Any, placements: Any, whole: list[Any], world: Comm
             assert not collectives.sizes, case
 
 
-def check_plain_parameters_train_in_all_placements(world: Communicator) -> None:
-    mesh = _mesh(2, 2)
-    whole = _expected(_layer(), 2)
-    for placements in itertools.product(PLACEMENTS, PLACEMENTS):
+def _divided(name: str, module: nn.Module, mesh: Any) -> None:
+    """Parameters and buffers divided as the channels are: nothing of full size is anywhere."""
+    for key, value in [*module.named_parameters()]:
+        shards = _place(value.detach(), mesh, [Replicate(), Shard(0)])
+        module.register_parameter(key, nn.Parameter(shards))
+    for key, buffer in [*module.named_buffers()]:
+        placements = [Replicate(), Shard(0) if buffer.ndim else Replicate()]
+        module.register_buffer(key, _place(buffer, mesh, placements))
+
+
+def check_layers_train_in_all_placements(world: Communicator) -> None:
+    """With plain parameters, with parameters on the mesh, and with divided ones."""
+    mesh, whole = _mesh(2, 2), _expected(_layer(), 2)
+    every = [*itertools.product(PLACEMENTS, PLACEMENTS)]
+    for placements in every:
         _train(_layer(), mesh, placements, whole, world)
-
-
-def check_a_mesh_may_have_three_dimensions(world: Communicator) -> None:
-    """The ranks that share are along two of the dimensions, but not all ranks."""
+        _train(distribute_module(_layer(), mesh), mesh, placements, whole, world)
+    for divided in ([Shard(0), Shard(1)], [Replicate(), Shard(1)], [Shard(0), Shard(0)]):
+        layer: Any = distribute_module(_layer(), mesh, _divided)
+        _train(layer, mesh, divided, whole, world)
+        assert layer.running_mean.to_local().shape[0] < C
+    # The ranks that share are along two of three dimensions, but not all ranks.
     mesh = dist.init_device_mesh("cpu", (2, 1, 2))
-    whole = _expected(_layer(), 2)
     _train(_layer(), mesh, [Shard(0), Shard(2), Shard(1)], whole, world)
-
-
-def check_parameters_on_the_mesh_train_in_all_placements(world: Communicator) -> None:
-    mesh = _mesh(2, 2)
-    whole = _expected(_layer(), 2)
-    for placements in itertools.product(PLACEMENTS, PLACEMENTS):
-        layer: Any = distribute_module(_layer(), mesh)
-        _train(layer, mesh, placements, whole, world)
 
 
 def check_evaluation_is_local_in_all_placements(world: Communicator) -> None:
@@ -218,36 +221,23 @@ def check_evaluation_is_local_in_all_placements(world: Communicator) -> None:
         _compare(got, numbers, placements)
 
 
-def check_residual_and_relu_equal_one_process(world: Communicator) -> None:
-    mesh = _mesh(2, 2)
-    plain, results = _layer(fuse_relu=True, process_group=SingleProcess()), []
-    for layer, place in ((plain, None), (_layer(fuse_relu=True), BOTH)):
-        x, residual = _whole(0), _whole(1)
-        if place:
-            x, residual = (_place(t, mesh, place) for t in (x, residual))
-        x.requires_grad_(), residual.requires_grad_()
+def check_residual_relu_and_second_order_equal_one_process(world: Communicator) -> None:
+    mesh, results = _mesh(2, 2), []
+    for place in (None, BOTH):
+        layer = _layer(fuse_relu=True, process_group=None if place else SingleProcess())
+        given = [_place(_whole(k), mesh, place) if place else _whole(k) for k in (0, 1)]
+        x, residual = (t.requires_grad_() for t in given)
         y = layer(x, residual)
-        y.square().sum().backward()
-        results.append([_full(t) for t in (y, x.grad, residual.grad)])
-    torch.testing.assert_close(*results, rtol=1e-11, atol=1e-11)
+        first = torch.autograd.grad(y.pow(3).sum(), (x, residual), create_graph=True)
+        first[0].square().sum().backward()
+        results.append([_full(t) for t in (y, *first, x.grad, residual.grad)])
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
     part = _place(_whole(0), mesh, BOTH)
     for wrong in (_place(_whole(1), mesh, [Replicate()] * 2), part.to_local()):
         with pytest.raises(
             TypeError, match=r"`residual` must have the placements of the input, \("
         ):
             layer(part, wrong)
-
-
-def check_second_order_equals_one_process(world: Communicator) -> None:
-    mesh, results = _mesh(2, 2), []
-    for place in (None, BOTH):
-        layer = _layer(process_group=None if place else SingleProcess())
-        x = _place(_whole(0), mesh, place) if place else _whole(0)
-        x.requires_grad_()
-        (dx,) = torch.autograd.grad(layer(x).pow(3).sum(), x, create_graph=True)
-        dx.square().sum().backward()
-        results.append(_full(x.grad))
-    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
 
 
 def check_functions_groups_and_shared_messages_take_dtensors(world: Communicator) -> None:
@@ -283,78 +273,43 @@ class _Activated(nn.BatchNorm2d):
         return super().forward(input).relu()
 
 
+def _steps(model: Any, mesh: Any, place: Any) -> list[Any]:
+    """Two steps of training, an evaluation, and what the model has learned."""
+    results: list[Any] = []
+    for step in range(3):
+        x = _place(_whole(step), mesh, place).requires_grad_()
+        y = model.train(step < 2)(x)
+        assert y.placements == tuple(place)
+        y.square().sum().backward()
+        results += [_full(y), _full(x.grad)]
+    return [*results, *model.buffers()]
+
+
 def check_a_forward_pass_of_its_own_takes_dtensors(world: Communicator) -> None:
-    """As the layer with a ReLU behind: training, then evaluation by what it has learned."""
+    """As the layer with a ReLU behind."""
     mesh = _mesh(2, 2)
     for place in (BOTH, [Shard(0), Shard(1)]):
-        results = []
-        for layer in (nn.Sequential(SyncBatchNorm(C), nn.ReLU()), _Activated(C)):
-            layer = convert_sync_batchnorm(layer.double())
-            for step in range(2):
-                x = _place(_whole(step), mesh, place).requires_grad_()
-                y = layer.train(step == 0)(x)
-                assert y.placements == tuple(place)
-                y.square().sum().backward()
-                results.append([_full(y), _full(x.grad)])
-            results.append([*layer.buffers()])
-        torch.testing.assert_close(results[3:], results[:3], rtol=1e-11, atol=1e-11)
+        layers = nn.Sequential(SyncBatchNorm(C), nn.ReLU()), _Activated(C)
+        results = [_steps(convert_sync_batchnorm(n.double()), mesh, place) for n in layers]
+        torch.testing.assert_close(*results, rtol=1e-11, atol=1e-11)
 
 
 def check_compiled_code_gives_eager_numbers(world: Communicator) -> None:
     """The layers train uncompiled between compiled parts; a whole graph is refused with a cure."""
-    mesh = _mesh(2, 2)
-    layers = SyncBatchNorm(C), _Activated(C)
+    mesh, layers = _mesh(2, 2), (SyncBatchNorm(C), _Activated(C))
     net = convert_sync_batchnorm(nn.Sequential(nn.Tanh(), *layers, nn.Tanh()).double())
-    results = []
     with warnings.catch_warnings():
         # torch's own: of its imports, and of the inputs of compiled parts.
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-        compiled: Any = torch.compile(copy.deepcopy(net), backend="eager")
-        for model in (net, compiled):
-            for step in range(3):
-                x = _place(_whole(step), mesh, BOTH).requires_grad_()
-                y = model.train(step < 2)(x)
-                assert y.placements == tuple(BOTH)
-                y.square().sum().backward()
-                results.append([_full(y), _full(x.grad)])
-            results.append([*model.buffers()])
-        torch.testing.assert_close(results[4:], results[:4], rtol=1e-11, atol=1e-11)
+        compiled = torch.compile(copy.deepcopy(net), backend="eager")
+        results = [_steps(model, mesh, BOTH) for model in (net, compiled)]
+        torch.testing.assert_close(*results, rtol=1e-11, atol=1e-11)
         for part in net.train()[1:3]:
             whole: Any = torch.compile(nn.Sequential(part), backend="eager", fullgraph=True)
             with pytest.raises(Exception, match=r"DTensor, and runs .* without fullgraph=True"):
                 whole(_place(_whole(0), mesh, BOTH))
     torch._dynamo.reset()
-
-
-def check_copies_and_pickles_give_the_same_numbers(world: Communicator) -> None:
-    mesh = _mesh(2, 2)
-    x = _place(_whole(0), mesh, BOTH)
-    layer = _layer()
-    layer(x)
-    copies = [layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
-    outputs = [[_full(module(x)), *module.buffers()] for module in copies]
-    for other in outputs[1:]:
-        torch.testing.assert_close(other, outputs[0], rtol=0, atol=0)
-
-
-def check_buffers_can_be_sharded(world: Communicator) -> None:
-    """Parameters and buffers divided as the channels are: nothing of full size is anywhere."""
-    mesh = _mesh(2, 2)
-    whole = _expected(_layer(), 2)
-
-    def shard(name: str, module: nn.Module, mesh: Any) -> None:
-        for key, value in [*module.named_parameters()]:
-            shards = distribute_tensor(value.detach(), mesh, [Replicate(), Shard(0)])
-            module.register_parameter(key, nn.Parameter(shards))
-        for key, buffer in [*module.named_buffers()]:
-            placements = [Replicate(), Shard(0) if buffer.ndim else Replicate()]
-            module.register_buffer(key, distribute_tensor(buffer, mesh, placements))
-
-    for placements in ([Shard(0), Shard(1)], [Replicate(), Shard(1)], [Shard(0), Shard(0)]):
-        layer: Any = distribute_module(_layer(), mesh, shard)
-        _train(layer, mesh, placements, whole, world)
-        assert layer.running_mean.to_local().shape[0] < C
 
 
 def check_plain_inputs_train_with_parameters_on_a_mesh(world: Communicator) -> None:

@@ -10,10 +10,7 @@ from torch import nn
 
 from multibn import SingleProcess
 from multibn.communicators import Communicator, outcomes
-from multibn.torch_backend import (
-    SyncBatchNorm,
-    convert_sync_batchnorm,
-)
+from multibn.torch_backend import SyncBatchNorm, convert_sync_batchnorm
 from tests.harness.runs import on, only
 
 RUNS = on("torchrun mpiexec", 2, 4, needs="torch")
@@ -32,7 +29,7 @@ def _network() -> Any:
         nn.BatchNorm2d(4),
         nn.ReLU(),
         nn.Conv2d(4, 4, 3),
-        nn.BatchNorm2d(4),
+        nn.BatchNorm2d(4, momentum=None),
         nn.Flatten(),
         nn.Linear(4 * 4 * 4, 2),
     ).double()
@@ -161,7 +158,10 @@ class _Branches(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.linear = nn.Linear(3, 4)
-        self.bns = nn.ModuleList(SyncBatchNorm(4, process_group=world) for _ in range(3))
+        weightings: list[Any] = ["element", "rank", "sample"]
+        self.bns = nn.ModuleList(
+            SyncBatchNorm(4, process_group=world, weighting=w) for w in weightings
+        )
         self.double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -224,42 +224,16 @@ def _train(net: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 @only("torchrun")
 def check_sharded_models_train_like_one_process(world: Communicator) -> None:
-    """FSDP and FSDP2 on CPU train like one process on the whole batch."""
-    import torch.distributed as dist
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    """FSDP on CPU, as one process on the whole batch; FSDP2: tests/originals/checks_torch.py."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
     parts = _parts(world, 4, 3, 8, 8)
     whole = _network()
     expected = torch.stack(_train(whole, torch.cat(parts)))
-    mesh = dist.init_device_mesh("cpu", (world.size,))
-
-    def shard2(net: nn.Module) -> Any:
-        return fully_shard(net, mesh=mesh)
-
-    def shard1(net: nn.Module) -> nn.Module:
-        return FullyShardedDataParallel(net, device_id=torch.device("cpu"))
-
-    for shard in (shard2, shard1):
-        net = shard(convert_sync_batchnorm(_network()))
-        losses = world.allreduce(torch.stack(_train(net, parts[world.rank]))) / world.size
-        torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-11)
-        buffers = dict(whole.named_buffers())
-        for name, buffer in net.named_buffers():
-            torch.testing.assert_close(buffer, buffers[name.removeprefix("_fsdp_wrapped_module.")])
-
-
-@only("torchrun")
-def check_join_fails_cleanly(world: Communicator) -> None:
-    """Uneven data under DDP's join: an error on every rank, no abort and no hang."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    net = DistributedDataParallel(convert_sync_batchnorm(_network()))
-    x = _parts(world, 2, 3, 8, 8)[world.rank]
-    message = ""
-    try:
-        with net.join(throw_on_early_termination=True):
-            for _ in range(2 + world.rank):
-                net(x).sum().backward()
-    except RuntimeError as error:
-        message = str(error)
-    assert "exhausted" in message
+    inner = convert_sync_batchnorm(_network())
+    net = FullyShardedDataParallel(inner, device_id=torch.device("cpu"))
+    losses = world.allreduce(torch.stack(_train(net, parts[world.rank]))) / world.size
+    torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-11)
+    buffers = dict(whole.named_buffers())
+    for name, buffer in net.named_buffers():
+        torch.testing.assert_close(buffer, buffers[name.removeprefix("_fsdp_wrapped_module.")])

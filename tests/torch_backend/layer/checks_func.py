@@ -203,18 +203,6 @@ def check_lossy_transforms_are_refused_on_every_rank(world: Communicator) -> Non
     assert "NotImplementedError: torch.func.linearize and make_fx cannot trace" in errors[3]
 
 
-def check_a_refused_input_under_vmap_is_an_error_on_all(world: Communicator) -> None:
-    layer, _ = _layers(world)
-    wrong = world.rank == world.size - 1
-    xs = torch.stack(_tensors(world, 4, C + wrong, seed=0)[:2])
-    error = _error(lambda: vmap(layer)(xs))
-    layer(xs[0, :, :C])
-    if wrong:
-        assert "ValueError: the input must have 3 channels" in error
-    else:
-        assert f"was refused on rank(s) [{world.size - 1}] of {world.size}" in error
-
-
 @_loading_forward_mode()
 def check_unlike_transforms_are_named_on_every_rank(world: Communicator) -> None:
     """One rank sends a tangent where the others send a gradient."""

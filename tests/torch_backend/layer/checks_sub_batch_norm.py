@@ -4,7 +4,6 @@ import warnings
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import nn
 
@@ -12,7 +11,6 @@ from multibn.communicators import Communicator
 from multibn.parity import oracle
 from multibn.torch_backend import SubBatchNorm2d, SubBatchNorm3d
 from tests.harness.runs import on, only
-from tests.helpers.ranks import CountingCommunicator
 
 RUNS = on("torchrun mpiexec", 1, 2, 4, needs="torch")
 
@@ -102,63 +100,6 @@ def check_splits_are_those_of_the_global_batch(world: Communicator) -> None:
             note(f"{dtype} var", layer.bn.running_var, variances.mean(0) + means.var(0))
     bounds = {"float32": 5e-6, "float64": 1e-11}
     assert all(error <= bounds[name.split()[0]] for name, error in errors.items()), errors
-
-
-def check_all_splits_share_one_collective_each_way(world: Communicator) -> None:
-    """For all splits together; none in evaluation, and none at all without a process group."""
-    counting = CountingCommunicator(world)
-    seen = []
-    x = torch.randn(8, C, 3, 3, requires_grad=True)
-    for splits in (1, 2, 8):
-        layer = _layer(splits, C, process_group=counting)
-        for _ in range(STEPS):
-            y = layer(x)
-            seen.append((splits, counting.take()))
-            y.sum().backward()
-            seen.append((-splits, counting.take()))
-        layer.aggregate_stats()
-        layer.set_num_splits(4)
-        layer.eval()(x).sum().backward()
-        _layer(splits, C, process_group=counting, track_running_stats=False).eval()(x)
-    assert counting.take() == []
-    for splits, messages in seen:
-        # A rank alone has nobody to send a message to.
-        assert messages == ([2 * C * abs(splits) + 4] if world.size > 1 else []), splits
-
-
-def check_statistics_stay_local_by_default(world: Communicator) -> None:
-    """As many times the batch of one rank; a world exists and is left alone."""
-    torch.manual_seed(world.rank)
-    x = torch.randn(4, C, 3, 3)
-    layer = _layer(SPLITS, C, momentum=1.0)
-    if world.rank == 0:  # would wait for the others otherwise
-        layer(x)
-        mean = x.unflatten(0, (2, SPLITS)).mean((0, 3, 4))
-        torch.testing.assert_close(layer.split_bn.running_mean.view(SPLITS, C), mean)
-    assert layer.process_group.size == 1
-
-
-def check_a_batch_that_cannot_be_split_on_one_rank_is_an_error_on_all(world: Communicator) -> None:
-    layer = _layer(SPLITS, C, process_group=world)
-    good, bad = torch.randn(4, C, 3, 3), torch.randn(7, C, 3, 3)
-    where = " on rank 0" if world.size > 1 else ""
-    message = f"got 2 splits for a batch of 7{where}. Drop the last batch or pass num_splits=1 or 7"
-    error: Any = (ValueError, message)
-    if world.rank > 0:
-        error = (RuntimeError, r"refused on rank\(s\) \[0\] of")
-    with pytest.raises(error[0], match=error[1]):
-        layer(good if world.rank else bad)
-    assert int(layer.state_dict()["split_bn.num_batches_tracked"]) == 0
-    layer(good)  # and the layer still works
-
-
-def check_one_value_in_a_split_is_an_error_on_all(world: Communicator) -> None:
-    layer = _layer(SPLITS, C, process_group=world)
-    n = SPLITS if world.rank == 0 else 0
-    with pytest.raises(ValueError, match=r"in each of the 2 splits: got 1 over \d rank"):
-        layer(torch.ones(n, C, 1, 1))
-    if world.size > 1:
-        layer(torch.ones(SPLITS, C, 1, 1))  # one value on each rank is enough
 
 
 @only("torchrun")

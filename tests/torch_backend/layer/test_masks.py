@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from multibn import SingleProcess
-from multibn.parity import oracle
 from tests.helpers import require
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
+from tests.helpers.refusals import errors_of_rank_0
 
 require.need("torch")
 
@@ -32,7 +32,6 @@ from multibn.torch_backend import (  # noqa: E402
 ALONE = SingleProcess()
 C, L = 3, 7
 LENGTHS = [[7, 2, 0, 5], [3, 1, 6]]  # of the samples on two ranks
-PADDINGS = [0.0, 1e30, float("nan"), float("inf")]
 
 
 def batch(
@@ -57,41 +56,6 @@ def layer_of(communicator: Any = ALONE, **options: Any) -> SyncBatchNorm:
         layer.weight.copy_(torch.tensor([1.5, -0.5, 1.0]))
         layer.bias.copy_(torch.tensor([0.5, 0.0, -1.0]))
     return layer
-
-
-@pytest.mark.parametrize("padding", PADDINGS)
-@pytest.mark.parametrize("weighting", ["element", "rank"])
-@pytest.mark.parametrize("argument", ["mask", "lengths"])
-def test_equals_the_unpadded_oracle(argument: str, weighting: Any, padding: float) -> None:
-    rng = np.random.default_rng(9)
-    data = [batch(rank, padding) for rank in (0, 1)]
-    dys = [rng.normal(size=x.shape) for x, _, _ in data]
-    xs, masks = [d[0].numpy() for d in data], [d[2].numpy() for d in data]
-    weight, bias = (p.detach().numpy() for p in layer_of().parameters())
-    expected = oracle.batch_norm(xs, dys, weight, bias, eps=1e-5, weighting=weighting, masks=masks)
-
-    def train(communicator: ThreadCommunicator) -> list[Any]:
-        layer = layer_of(communicator, weighting=weighting)
-        x, lengths, mask = data[communicator.rank]
-        x = x.clone().requires_grad_()
-        y = layer(x, **{argument: mask if argument == "mask" else lengths})
-        y.backward(torch.from_numpy(dys[communicator.rank]))
-        grads = [layer.weight.grad, layer.bias.grad]
-        return [y.detach(), x.grad, *grads, layer.running_mean, layer.running_var]
-
-    ranks = run_ranks(2, train)
-    factor = expected.count / (expected.count - 1)
-    zeros, ones = np.zeros(C), np.ones(C)
-    mean, var = oracle.running((zeros, ones), expected.mean, expected.var, factor, 0.1)
-    for rank, (y, dx, _, _, running_mean, running_var) in enumerate(ranks):
-        assert relative_error(y, expected.y[rank]) < 1e-11
-        assert relative_error(dx, expected.dx[rank]) < 1e-11
-        assert not y.movedim(1, -1)[~data[rank][2]].any()
-        assert not dx.movedim(1, -1)[~data[rank][2]].any()
-        assert relative_error(running_mean, mean) < 1e-11
-        assert relative_error(running_var, var) < 1e-11
-    assert relative_error(sum(r[2] for r in ranks), expected.dweight) < 1e-11
-    assert relative_error(sum(r[3] for r in ranks), expected.dbias) < 1e-11
 
 
 def test_compiled_lengths_give_eager_numbers_and_errors() -> None:
@@ -138,27 +102,6 @@ def test_the_mask_follows_the_memory_order_of_the_input() -> None:
     torch.testing.assert_close(y, layer_of().float()(x, mask=mask))
     made = torch.ops.multibn.mask(turned, mask, None, C, id(layer.conversation))
     assert made.is_contiguous()
-
-
-def test_a_residual_and_a_relu_leave_masked_elements_out() -> None:
-    x, _, mask = batch(0)
-    residual = torch.randn_like(x).requires_grad_()
-    with torch.no_grad():
-        residual.movedim(1, -1)[~mask] = float("nan")
-    flat = chosen(residual.detach(), mask).requires_grad_()
-    layer, plain = layer_of(fuse_relu=True), layer_of(fuse_relu=True)
-    y, expected = layer(x, residual, mask=mask), plain(chosen(x, mask), flat)
-    y.square().sum().backward()
-    expected.square().sum().backward()
-    assert relative_error(chosen(y, mask).detach(), expected.detach()) < 1e-11
-    assert residual.grad is not None
-    assert flat.grad is not None
-    assert relative_error(chosen(residual.grad, mask), flat.grad) < 1e-11
-    assert not residual.grad.movedim(1, -1)[~mask].any()
-    assert not y.movedim(1, -1)[~mask].any()
-    sum_only = layer_of()
-    sum_only(x, residual, mask=mask).sum().backward()
-    assert float(residual.grad.movedim(1, -1)[~mask].abs().sum()) == 0
 
 
 def test_torch_func_gives_the_gradients_of_autograd() -> None:
@@ -335,9 +278,6 @@ WRONG: list[tuple[str, dict[str, Any], Any, str]] = [
      "`lengths` must be a dense tensor: got layout torch.sparse_coo"),
     ("number", {"lengths": torch.ones(3).long()}, ValueError, r"shape \(4,\), .* got \(3,\)"),
     ("real", {"lengths": torch.ones(4)}, TypeError, "must be integers: got dtype torch.float32"),
-    ("none", {"lengths": torch.zeros(4).long()}, ValueError,
-     r"`mask` or `lengths` must leave an element of the batch: got none over 2 rank\(s\) together, "
-     r"with an input of shape \(4, 3, 7\) on rank [01]\.$"),
 ]  # fmt: skip
 
 
@@ -346,41 +286,30 @@ def test_wrong_masks_are_errors_on_every_rank(
     name: str, options: dict[str, Any], error: Any, message: str
 ) -> None:
     """The rank names the argument; the others learn that it has refused."""
-
-    def train(communicator: ThreadCommunicator) -> None:
-        right = {"mask": torch.ones(4, L).bool()}
-        everywhere = name == "none"
-        with pytest.raises(
-            error if communicator.rank == 0 or everywhere else RuntimeError,
-            match=message
-            if communicator.rank == 0 or everywhere
-            else r"refused on rank\(s\) \[0\]",
-        ):
-            layer_of(communicator)(
-                X, **(options if communicator.rank == 0 or everywhere else right)
-            )
-
-    run_ranks(2, train)
+    right = {"mask": torch.ones(4, L).bool()}
+    errors_of_rank_0(
+        lambda wrong, group: layer_of(group)(X, **(options if wrong else right)), error, message
+    )
 
 
 @pytest.mark.parametrize("weighting", ["element", "sample", "rank"])
-def test_an_empty_batch_is_no_error_but_a_mask_that_leaves_nothing_is(weighting: Any) -> None:
-    """On all ranks, from their sum: one of them has elements, or none has."""
+def test_a_mask_that_leaves_nothing_is_an_error_on_every_rank(weighting: Any) -> None:
+    """But an empty batch is none, if all ranks have one."""
 
     def train(communicator: ThreadCommunicator) -> None:
-        layer = layer_of(communicator)
-        layer.weighting = weighting
-        for num_samples in ((0, 0), (0, 4), (4, 0)):
-            before = [b.clone() for b in layer.buffers()]
-            x = X[: num_samples[communicator.rank]].clone().requires_grad_()
-            options = {"lengths": torch.zeros(len(x)).long()}
-            if any(num_samples):
-                with pytest.raises(ValueError, match="must leave an element of the batch: got no"):
-                    layer(x, **options)
-            else:
-                layer(x, **options).sum().backward()
-            for b, old in zip(layer.buffers(), before, strict=True):
-                assert torch.equal(b, old)
+        layer, rank = layer_of(communicator, weighting=weighting), communicator.rank
+        for num_samples in ((0, 0), (0, 4), (4, 0), (4, 4)):
+            n = num_samples[rank]
+            message = (
+                r"`mask` or `lengths` must leave an element of the batch: got none over 2 rank\(s\)"
+                rf" together, with an input of shape \({n}, 3, 7\) on rank {rank}\.$"
+            )
+            with pytest.raises(ValueError, match=message) if any(num_samples) else nullcontext():
+                layer(
+                    X[:n].clone().requires_grad_(), lengths=torch.zeros(n).long()
+                ).sum().backward()
+        assert not layer.num_batches_tracked
+        assert torch.equal(layer.running_var, torch.ones(C).double())  # type: ignore[arg-type]
 
     run_ranks(2, train)
 

@@ -9,6 +9,7 @@ import pytest
 from multibn import SingleProcess, observing
 from tests.helpers import require
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
+from tests.helpers.refusals import errors_of_rank_0
 
 require.need("torch")
 
@@ -48,13 +49,13 @@ def make(*arguments: Any, **options: Any) -> Any:
 def test_alone_it_is_torchs_batch_norm(
     dimensions: int, options: dict[str, Any], momentum: float | None
 ) -> None:
+    """In outputs, gradients and the state, which either layer loads."""
     reference_class, shapes = SHAPES[dimensions]
     for shape in shapes:
         theirs: Any = reference_class(4, momentum=momentum, dtype=torch.float64, **options)
         ours = make(4, momentum=momentum, dtype=torch.float64, **options)
         for training in (True, True, False):
-            x = torch.randn(shape, dtype=torch.float64)
-            dy = torch.randn(shape, dtype=torch.float64)
+            x, dy = torch.randn(2, *shape, dtype=torch.float64)
             results = []
             for layer in (theirs, ours):
                 layer.zero_grad()
@@ -63,20 +64,11 @@ def test_alone_it_is_torchs_batch_norm(
                 y.backward(dy)
                 results.append([y, t.grad, *(p.grad for p in layer.parameters())])
             torch.testing.assert_close(*results, rtol=1e-9, atol=1e-10)
-            torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
-
-
-@pytest.mark.parametrize("dimensions", SHAPES)
-@pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}])
-def test_state_dicts_interchange(dimensions: int, options: dict[str, Any]) -> None:
-    reference_class, (shape, *_) = SHAPES[dimensions]
-    theirs, ours = reference_class(4, **options), make(4, **options)
-    theirs(torch.randn(shape))
-    ours.load_state_dict(theirs.state_dict(), strict=True)
-    again = reference_class(4, **options)
-    again.load_state_dict(ours.state_dict(), strict=True)
-    torch.testing.assert_close(again.state_dict(), theirs.state_dict())
-    assert vars(ours.state_dict()) == vars(theirs.state_dict())
+        states = [layer.state_dict() for layer in (theirs, ours)]
+        torch.testing.assert_close(*states)
+        assert vars(states[0]) == vars(states[1])
+        for layer, state in zip((ours, theirs), states, strict=True):
+            layer.load_state_dict(state, strict=True)
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
@@ -88,13 +80,6 @@ def test_running_var_keeps_its_digits_on_large_planes(memory_format: torch.memor
     assert layer(x).is_contiguous(memory_format=memory_format)
     exact = x.double().var((0, 2, 3))
     assert float((layer.running_var / exact - 1).abs().max()) < 1e-6
-
-
-def test_a_layer_trains_without_a_bias() -> None:
-    layer = make(4, bias=False)
-    assert layer.bias is None
-    layer(torch.randn(3, 4)).sum().backward()
-    assert layer.weight.grad is not None
 
 
 @pytest.mark.parametrize("requires", [(0,), (1,), (2,), (0, 1), (1, 2), ()])
@@ -109,20 +94,6 @@ def test_only_wanted_gradients_are_computed(requires: tuple[int, ...]) -> None:
     assert [t.grad is not None for t in tensors] == [i in requires for i in range(3)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("layer_dtype", [torch.float16, torch.float32, torch.float64])
-def test_evaluation_takes_the_dtypes_that_training_takes(
-    dtype: torch.dtype, layer_dtype: torch.dtype
-) -> None:
-    layer = make(3, dtype=layer_dtype, momentum=1.0)
-    x = torch.randn(64, 3).to(dtype)
-    for training in (True, False):
-        y = layer.train(training)(x)
-        assert y.dtype == dtype
-        expected = torch.nn.functional.batch_norm(x.double(), None, None, training=True)
-        torch.testing.assert_close(y.double(), expected, atol=0.05, rtol=0.05)
-
-
 def test_the_group_can_be_exchanged() -> None:
     layer = make(3)
     alone = SingleProcess()
@@ -130,23 +101,6 @@ def test_the_group_can_be_exchanged() -> None:
     assert layer.process_group is alone
     with pytest.raises(TypeError, match="a communicator must be None"):
         layer.process_group = "nccl"
-
-
-def test_repr_names_the_conventions() -> None:
-    text = repr(make(3, process_group=SingleProcess(), weighting="sample"))
-    assert "process_group=SingleProcess(), weighting='sample', running_var='unbiased_glob" in text
-
-
-def errors_of_rank_0(call: Callable[[bool, Any], Any], kind: Any, message: str) -> None:
-    """Rank 0 makes the wrong call, which the other rank must learn."""
-
-    def run(communicator: ThreadCommunicator) -> None:
-        wrong = communicator.rank == 0
-        expected = (kind, message) if wrong else (RuntimeError, r"refused on rank\(s\) \[0\]")
-        with pytest.raises(expected[0], match=expected[1]):
-            call(wrong, communicator)
-
-    run_ranks(2, run)
 
 
 def test_nested_tensors_are_refused_where_none_can_be() -> None:
@@ -178,6 +132,13 @@ def test_nested_tensors_are_refused_where_none_can_be() -> None:
         ({"eps": 0.0}, ValueError, "`eps` must be"),
         ({"weighting": "size"}, ValueError, "`weighting` must be one of"),
         ({"x": torch.ones(2, 3, device="meta")}, TypeError, "must have data: got a tensor on meta"),
+        ({"x": torch.ones(3)}, ValueError, r"2 or more dimensions, \(N, C, \*spatial\).* \(3,\)"),
+        ({"weight": torch.ones(4)}, ValueError, r"same shape \(C,\): got \[\(4,\), \(3,\)\]"),
+        (
+            {"x": torch.ones(2, 4)},
+            ValueError,
+            "must have 3 channels.*length of `weight` and `bias`",
+        ),
     ],
 )
 def test_bad_arguments_of_the_function_are_errors_on_all(
@@ -195,15 +156,6 @@ def test_bad_arguments_of_the_function_are_errors_on_all(
         return sync_batch_norm(*arrays, process_group=group, **given)
 
     errors_of_rank_0(call, error, message)
-
-
-def test_bad_parameters_of_the_function_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"2 or more dimensions, \(N, C, \*spatial\).* \(3,\)"):
-        sync_batch_norm(torch.ones(3))
-    with pytest.raises(ValueError, match=r"must have 4 channels.*length of `weight` and `bias`"):
-        sync_batch_norm(torch.ones(2, 3), torch.ones(4))
-    with pytest.raises(ValueError, match=r"same shape \(C,\): got \[\(3,\), \(4,\)\]"):
-        sync_batch_norm(torch.ones(2, 3), torch.ones(3), torch.ones(4))
 
 
 def test_statistics_belong_to_the_caller_and_not_to_the_backward_pass() -> None:
@@ -232,55 +184,39 @@ def test_one_value_per_channel_is_an_error() -> None:
     make(3)(torch.ones(1, 3, 2))
 
 
-@pytest.mark.parametrize("with_residual", [False, True])
-@pytest.mark.parametrize("mode", ["training", "compiled", "float16"])
-def test_a_fused_relu_and_residual_equal_separate_ones(mode: str, with_residual: bool) -> None:
-    """The numbers and gradients of operations of their own, and the same statistics."""
-    fused, plain = (SyncBatchNorm(3, fuse_relu=fuse) for fuse in (True, False))
-    generator = torch.Generator().manual_seed(0)
-    dtype = torch.float16 if mode == "float16" else torch.float32
-    data = torch.randn(3, 4, 3, 5, 5, generator=generator).to(dtype)
-    run = torch.compile(fused, backend="aot_eager") if mode == "compiled" else fused
-    results = []
-    for layer in (run, plain):
-        x, residual = (data[i].clone().requires_grad_() for i in (0, 1))
-        y = layer(x, residual if with_residual else None)
-        y = y if layer is run else y.relu()
-        y.backward(data[2])
-        gradients = [x.grad, fused.weight.grad if layer is run else plain.weight.grad]
-        results.append([y, *gradients, *([residual.grad] if with_residual else [])])
-    for got, expected in zip(*results, strict=True):
-        torch.testing.assert_close(
-            got, expected, rtol=1e-5, atol=2e-3 if mode == "float16" else 1e-6
-        )
-    torch.testing.assert_close(fused.state_dict(), plain.state_dict())
-
-
 @pytest.mark.parametrize("fuse_relu", [False, True])
 @pytest.mark.parametrize("with_residual", [False, True])
-def test_fused_evaluation_equals_separate_operations(
-    *, fuse_relu: bool, with_residual: bool
+@pytest.mark.parametrize("mode", ["training", "compiled", "float16", "evaluation"])
+def test_a_fused_relu_and_residual_equal_separate_ones(
+    *, mode: str, with_residual: bool, fuse_relu: bool
 ) -> None:
     """The numbers and gradients of torch's own layer, and of operations of their own."""
     generator = torch.Generator().manual_seed(0)
+    narrow = mode == "float16"
     data = torch.randn(3, 4, 3, 5, 5, dtype=torch.float64, generator=generator)
-    plain = nn.BatchNorm2d(3, dtype=torch.float64).eval()
+    data = data.half() if narrow else data
+    plain = nn.BatchNorm2d(3, dtype=torch.float64).train(mode != "evaluation")
     for parameter in (*plain.parameters(), plain.running_mean, plain.running_var):
         parameter.data.uniform_(0.5, 2, generator=generator)  # type: ignore[union-attr]
-    ours = SyncBatchNorm(3, fuse_relu=fuse_relu, dtype=torch.float64).eval()
+    ours = SyncBatchNorm(3, fuse_relu=fuse_relu, dtype=torch.float64).train(plain.training)
     ours.load_state_dict(plain.state_dict())
+    run = torch.compile(ours, backend="aot_eager") if mode == "compiled" else ours
     results = []
-    for layer in (ours, plain):
+    for layer in (run, plain):
         x, residual = (data[i].clone().requires_grad_() for i in (0, 1))
-        if layer is ours:
+        if layer is run:
             y = layer(x, residual if with_residual else None)
         else:
-            y = layer(x) + residual if with_residual else layer(x)
-            y = y.relu() if fuse_relu else y
+            y = layer(x.double()) + (residual if with_residual else 0)
+            y = (y.relu() if fuse_relu else y).to(x)
         y.backward(data[2])
-        gradients = [x.grad, residual.grad, *(p.grad for p in layer.parameters())]
-        results.append([y, *gradients])
-    torch.testing.assert_close(*results)
+        results.append([y, x.grad, residual.grad])
+    results = [
+        r + [p.grad for p in m.parameters()] for r, m in zip(results, (ours, plain), strict=True)
+    ]
+    atol = 2e-2 if narrow else 1e-9
+    torch.testing.assert_close(*results, rtol=atol, atol=atol)
+    torch.testing.assert_close(ours.state_dict(), plain.state_dict())
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import copy
 import gc
 import warnings
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,12 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from multibn.communicators import Communicator
-from multibn.parity.oracle import relative_error
 from multibn.torch_backend import (
     SubBatchNorm2d,
-    SyncBatchNorm,
     convert_sync_batchnorm,
-    step_statistics,
 )
 from multibn.torch_backend import check_sync as expect_in_sync  # not a check of its own
 from multibn.torch_backend.layer import data_parallel
@@ -180,27 +176,3 @@ def check_another_version_of_torch_is_left_alone(world: Communicator) -> None:
     assert len(_broadcast(ddp)) == 6
     assert not ddp._forward_pre_hooks
     expect_in_sync(ddp)
-
-
-def check_accumulated_gradients_are_one_step(world: Communicator) -> None:
-    """`step_statistics` with `no_sync`: the numbers of one batch, on uneven micro-batches."""
-    counting = CountingCommunicator(world)
-    layer = SyncBatchNorm(3, process_group=counting)
-    ddp = DistributedDataParallel(nn.Sequential(layer, nn.Linear(3, 2)).double())
-    whole = SyncBatchNorm(3, process_group=world.split(world.rank)).double()
-    generator = torch.Generator().manual_seed(0)  # the same on all ranks
-    results = []
-    for sizes in ([(3, 4)], [(1, 5), (2, 2)], [(2, 1), (0, 4), (3, 3), (1, 1), (2, 2)]):
-        batches = [torch.randn(sum(n), 3, generator=generator).double() + 2 for n in sizes]
-        counting.take()
-        with step_statistics(ddp):
-            for k, (batch, n) in enumerate(zip(batches, sizes, strict=True)):
-                with ddp.no_sync() if k + 1 < len(sizes) else nullcontext():
-                    ddp(batch.split(n)[world.rank]).square().sum().backward()
-        whole(torch.cat(batches))
-        numbers = zip(layer.buffers(), whole.buffers(), strict=True)
-        results.append([relative_error(a, b) for a, b in numbers] + [len(counting.take())])
-    expect_in_sync(ddp)
-    for k, (*errors, messages) in zip((1, 2, 5), results, strict=True):
-        assert max(errors) < 1e-12
-        assert messages == k, results

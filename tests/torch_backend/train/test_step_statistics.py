@@ -2,6 +2,8 @@
 
 import copy
 from collections.abc import Sequence
+from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -47,60 +49,45 @@ def numbers(layer: Any) -> list[torch.Tensor]:
     return [b.clone() for b in layer.buffers()]
 
 
-@pytest.mark.parametrize("sizes", STEPS.values(), ids=STEPS)
-@pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("momentum", [0.3, None])
-def test_a_step_equals_one_batch(
-    sizes: list[tuple[int, int]], recomputes: bool, momentum: float | None
-) -> None:
-    whole = torch.cat([x for rank in (0, 1) for x in data(sizes, rank)])
-    expected = SyncBatchNorm(4, momentum=momentum, process_group=SingleProcess()).double()
-
-    def train(communicator: ThreadCommunicator) -> Any:
-        layer = SyncBatchNorm(4, momentum=momentum, process_group=communicator).double()
-        for _ in range(2):
-            with step_statistics(layer):
-                for x in data(sizes, communicator.rank):
-                    x.requires_grad_()
-                    y = (
-                        checkpoint(layer, x, use_reentrant=False, context_fn=checkpoint_contexts)
-                        if recomputes
-                        else layer(x)
-                    )
-                    y.square().sum().backward()
-        return layer
-
-    for layer in run_ranks(2, train):
-        for _ in range(2):
-            expected(whole)
-        for got, want in zip(layer.buffers(), expected.buffers(), strict=True):
-            assert relative_error(got, want) < 1e-12
-        assert layer.num_batches_tracked == 2
-        expected.reset_running_stats()
+OPTIONS: list[dict[str, Any]] = [
+    {"momentum": 0.3},
+    {"momentum": None},
+    {"running_var": "unbiased_local"},
+    {"running_var": "biased"},
+]
 
 
 @pytest.mark.parametrize(
-    "options", [{"running_var": "unbiased_local"}, {"running_var": "biased"}, {"weighting": "rank"}]
+    "options, sizes",
+    [*product(OPTIONS, STEPS.values()), ({"weighting": "rank"}, [(2, 6), (1, 3)])],
+    ids=str,
 )
-def test_conventions_of_running_statistics(options: Any) -> None:
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_step_equals_one_batch(
+    options: dict[str, Any], sizes: list[tuple[int, int]], recomputes: bool
+) -> None:
     """A rank's own elements are those of all its micro-batches.
 
     Other weightings count batches by their elements, so that a step equals one batch if all ranks
     divide theirs alike, and otherwise need not.
     """
-    sizes = [(2, 6), (1, 3)] if "weighting" in options else STEPS["2 uneven"]
 
-    def train(communicator: ThreadCommunicator, micro: bool) -> Any:
+    def train(communicator: ThreadCommunicator, micro: bool) -> list[torch.Tensor]:
         layer = SyncBatchNorm(4, process_group=communicator, **options).double()
-        xs = data(sizes, communicator.rank)
-        with step_statistics(layer):
-            for x in xs if micro else [torch.cat(xs)]:
-                layer(x)
-        return layer.running_mean if "weighting" in options else layer.running_var
+        run: Any = layer
+        if recomputes and micro:
+            run = partial(checkpoint, layer, use_reentrant=False, context_fn=checkpoint_contexts)
+        for _ in range(2):
+            xs = data(sizes, communicator.rank)
+            with step_statistics(layer):
+                for x in xs if micro else [torch.cat(xs)]:
+                    run(x.requires_grad_()).square().sum().backward()
+        return numbers(layer)[: 1 if "weighting" in options else 3]
 
-    got, expected = (run_ranks(2, lambda c, m=m: train(c, micro=m)) for m in (True, False))  # type: ignore[misc]
-    for a, b in zip(got, expected, strict=True):
-        assert relative_error(a, b) < 1e-12
+    got, expected = (run_ranks(2, partial(train, micro=micro)) for micro in (True, False))
+    for ours, right in zip(got, expected, strict=True):
+        for a, b in zip(ours, right, strict=True):
+            assert relative_error(a, b) < 1e-12
 
 
 class OfOwnFactor(nn.BatchNorm1d):

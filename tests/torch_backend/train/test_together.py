@@ -7,7 +7,8 @@ import pytest
 
 from multibn import SingleProcess
 from tests.helpers import require
-from tests.helpers.ranks import CountingCommunicator
+from tests.helpers.ranks import CountingCommunicator, run_ranks
+from tests.helpers.refusals import errors_of_rank_0
 
 require.need("torch")
 
@@ -50,7 +51,7 @@ def train(normalize: Any, layers: Any, xs: list[torch.Tensor]) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", ["plain", "unlike dtypes", "frozen", "evaluation", "autocast"])
-def test_it_is_the_layersone_by_one(case: str) -> None:
+def test_it_is_the_layers_one_by_one(case: str) -> None:
     layers = _layers(momentum=None if case == "plain" else 0.3)
     if case in ("frozen", "evaluation"):
         (layers[1] if case == "frozen" else layers).eval()
@@ -120,10 +121,8 @@ def test_layers_with_hooks_are_called() -> None:
 
 
 class _Own(SyncBatchNorm):
-    def forward(
-        self, input: torch.Tensor, residual: torch.Tensor | None = None, **options: Any
-    ) -> torch.Tensor:
-        return input
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        return arguments
 
 
 @pytest.mark.parametrize(
@@ -161,16 +160,33 @@ def test_layers_that_do_not_fit_are_refused(
 
 @pytest.mark.parametrize("position", [0, 1])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_inputs_that_do_not_fit_are_refused(position: int, frozen: bool) -> None:
-    layers = _layers()[:2]
-    layers[1].train(not frozen)
-    xs: list[Any] = _inputs()[:2]
-    xs[position] = torch.ones(2, 7)
-    with pytest.raises(ValueError, match=r"must have [23] channels.*got 7"):
-        normalize_together(layers, xs)
-    xs[position] = None
-    with pytest.raises(TypeError, match=r"must be a torch\.Tensor: got NoneType"):
-        normalize_together(layers, xs)
+def test_inputs_that_do_not_fit_are_refused_on_all_ranks(position: int, frozen: bool) -> None:
+    wrong_inputs: list[tuple[Any, type[Exception], str]] = [
+        (torch.ones(2, 7), ValueError, r"must have [23] channels.*got 7"),
+        (None, TypeError, r"must be a torch\.Tensor: got NoneType"),
+    ]
+    for wrong, kind, message in wrong_inputs:
+
+        def call(is_wrong: bool, group: Any, wrong: Any = wrong) -> None:
+            layers, xs = _layers(process_group=group)[:2], _inputs()[:2]
+            layers[1].train(not frozen)
+            xs[position] = wrong if is_wrong else xs[position]
+            normalize_together(layers, xs)
+
+        errors_of_rank_0(call, kind, message)
+
+
+def test_errors_name_all_layers() -> None:
+    """By what they have in common and their own parts of the name."""
+
+    def run(communicator: Any) -> None:
+        model = nn.Sequential(_Together(_layers(process_group=communicator)))
+        xs = [x.detach() * (torch.inf if communicator.rank else 1) for x in _inputs()]
+        message = r"of layer 0\.layers\.\[0, 1, 2\] are not finite.*rank\(s\) \[1\]"
+        with pytest.raises(FloatingPointError, match=message):
+            model(xs)
+
+    run_ranks(2, run)
 
 
 def test_groups_are_equal_that_name_the_same_ranks() -> None:
