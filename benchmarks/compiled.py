@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.layer import memory_format
 from benchmarks.resnet import Bottleneck
-from benchmarks.timing import Measured, Seconds, Step, take_turns, training_step
+from benchmarks.timing import Seconds, Step, take_turns
 from multibn import Communicator
 from multibn.torch_backend import convert_sync_batchnorm
 
@@ -20,7 +20,9 @@ LAYOUTS: dict[str, tuple[str, dict[str, bool]]] = {
 }
 
 
-def measure(communicator: Communicator, shape: Sequence[int], seconds: float) -> Measured:
+def measure(
+    communicator: Communicator, shape: Sequence[int], seconds: float
+) -> tuple[dict[str, Seconds], dict[str, Any]]:
     """Times of forward and backward by "layout/name"; the block keeps the number of channels."""
     times: dict[str, Seconds] = {}
     for name, (layout, options) in LAYOUTS.items():
@@ -37,7 +39,13 @@ def measure(communicator: Communicator, shape: Sequence[int], seconds: float) ->
                 block = convert_sync_batchnorm(block, communicator)
             if compiled:
                 block = torch.compile(block, fullgraph=True, options=options)
-            return training_step(block, x, dy)
+
+            def run() -> None:
+                x.grad = None
+                block.zero_grad()
+                block(x).backward(dy)
+
+            return run
 
         steps = {
             f"{'compiled' if compiled else 'eager'} {kind}": step(compiled, kind == "synchronized")

@@ -5,6 +5,9 @@ from typing import Any
 
 from benchmarks.tables import markdown
 
+# Of a comparison, a terminal has the ratio on the wall; the file has these too.
+_FILE_ONLY = ("kernels", "rounds", "spread", "processor")
+
 
 def show(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the rows of a part, which have the same columns."""
@@ -17,6 +20,8 @@ def show(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def _cells(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for name, value in row.items():
+        if name in _FILE_ONLY:
+            continue
         if isinstance(value, Mapping):
             yield from _cells(value, f"{prefix}{name}: ")
         elif isinstance(value, list):

@@ -12,8 +12,9 @@ import numpy as np
 from multibn import Communicator
 
 Step: TypeAlias = Callable[[], object]
-Seconds: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]  # of each round
-Measured: TypeAlias = tuple[Mapping[str, Seconds], dict[str, Any]]  # by name, and notes
+# A row for each round: the time on the wall, and of the processor.
+Seconds: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
+WALL, PROCESSOR = 0, 1
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
@@ -21,75 +22,11 @@ _FEWEST_ROUNDS = 5
 _MOST_ROUNDS = 101
 
 
-def training_step(layer: Any, x: Any, dy: Any) -> Step:
-    """Forward and backward of a module of torch."""
-
-    def step() -> None:
-        x.grad = None
-        layer.zero_grad()
-        layer(x).backward(dy)
-
-    return step
+def now() -> Seconds:
+    return np.array([time.perf_counter(), time.process_time()])
 
 
-def take_turns(
-    steps: Mapping[str, Step],
-    communicator: Communicator,
-    *,
-    seconds: float,
-    wait: Step = lambda: None,
-) -> dict[str, Seconds]:
-    """Times of each step in every round, on this rank; about `seconds` in all.
-
-    Collective. All ranks start each step together, when each has returned from `wait`; each round
-    begins with the next of the steps.
-    """
-
-    def together() -> None:
-        wait()
-        communicator.allreduce(np.zeros(1))
-
-    _keep_freed_memory()
-    for _ in range(2):  # the first round compiles and fills caches
-        together()
-        start = time.perf_counter()
-        for step in steps.values():
-            step()
-        round_seconds = time.perf_counter() - start
-    mean = float(communicator.allreduce(np.array([round_seconds]))[0]) / communicator.size
-    rounds = int(np.clip(seconds / mean, _FEWEST_ROUNDS, _MOST_ROUNDS))
-    names = list(steps)
-    taken: dict[str, list[float]] = {name: [] for name in names}
-    gc.collect()
-    gc.disable()
-    try:
-        for i in range(rounds):
-            first = i % len(names)
-            for name in names[first:] + names[:first]:
-                together()
-                start = time.perf_counter()
-                steps[name]()
-                taken[name].append(time.perf_counter() - start)
-    finally:
-        gc.enable()
-    return {name: np.array(times) for name, times in taken.items()}
-
-
-def slowest(ranks: Sequence[Mapping[str, Seconds]]) -> dict[str, Seconds]:
-    """Times of every step in every round, of the rank that took longest."""
-    return {name: np.max([rank[name] for rank in ranks], axis=0) for name in ranks[0]}
-
-
-def median_ms(times: Seconds) -> float:
-    return float(np.median(times)) * 1e3
-
-
-def ratio(times: Seconds, others: Seconds) -> float:
-    """Median over the rounds of `times / others`; both come from the same rounds."""
-    return float(np.median(times / others))
-
-
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Let glibc keep freed memory, for all measured steps alike.
 
     Otherwise a step may give its memory back to the system, and fault the pages in again, depending
@@ -101,3 +38,63 @@ def _keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 1 << 25)  # the largest value that mallopt accepts
         mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+
+
+def take_turns(
+    steps: Mapping[str, Step], communicator: Communicator, *, seconds: float
+) -> dict[str, Seconds]:
+    """Times of each step in every round, on this rank; about `seconds` in all.
+
+    Collective. All ranks start each step together; each round begins with the next of the steps.
+    """
+    for _ in range(2):  # the first round compiles and fills caches
+        _together(communicator)
+        start = time.perf_counter()
+        for step in steps.values():
+            step()
+        round_seconds = time.perf_counter() - start
+    mean = float(communicator.allreduce(np.array([round_seconds]))[0]) / communicator.size
+    rounds = int(np.clip(seconds / mean, _FEWEST_ROUNDS, _MOST_ROUNDS))
+    names = list(steps)
+    taken: dict[str, list[Seconds]] = {name: [] for name in names}
+    gc.collect()
+    gc.disable()
+    try:
+        for i in range(rounds):
+            first = i % len(names)
+            for name in names[first:] + names[:first]:
+                _together(communicator)
+                before = now()
+                steps[name]()
+                taken[name].append(now() - before)
+    finally:
+        gc.enable()
+    return {name: np.array(times) for name, times in taken.items()}
+
+
+def slowest(ranks: Sequence[Mapping[str, Seconds]]) -> dict[str, Seconds]:
+    """Times of every step in every round, of the rank that took longest."""
+    return {name: np.max([rank[name] for rank in ranks], axis=0) for name in ranks[0]}
+
+
+def median_ms(times: Seconds) -> float:
+    return float(np.median(times[:, WALL])) * 1e3
+
+
+def ratio(times: Seconds, others: Seconds, clock: int = WALL) -> float:
+    """Median over the rounds of `times / others`; both come from the same rounds."""
+    return float(np.median(times[:, clock] / others[:, clock]))
+
+
+def spread(times: Seconds, others: Seconds) -> float:
+    """Half the distance between the quartiles of `times / others`, on the wall."""
+    low, high = np.percentile(times[:, WALL] / others[:, WALL], [25, 75])
+    return float(high - low) / 2
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    return float(np.exp(np.mean(np.log(values))))
+
+
+def _together(communicator: Communicator) -> None:
+    communicator.allreduce(np.zeros(1))

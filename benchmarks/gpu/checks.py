@@ -27,7 +27,7 @@ from benchmarks.gpu.device import (
     use_gpu_kernels,
 )
 from multibn import Communicator, SingleProcess, as_communicator, kernels
-from multibn._environment import importable
+from multibn._environment import find_command, importable
 from multibn._launch import leave_world
 from multibn.communicators.transports.torch_distributed import TorchDistributed
 from multibn.parity.oracle import batch_norm, relative_error, running
@@ -58,6 +58,11 @@ def device() -> Iterator[Row]:
         yield {"fact": "device", "value": properties.name}
         yield {"fact": "GPUs", "value": torch.cuda.device_count()}
         yield {"fact": "multiprocessors", "value": properties.multi_processor_count}
+        yield {"fact": "memory, GiB", "value": round(properties.total_memory / 2**30)}
+        if find_command("nvidia-smi"):  # some containers have the driver alone
+            driver = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+            asked = subprocess.run(driver, capture_output=True, text=True, check=True)
+            yield {"fact": "driver", "value": asked.stdout.splitlines()[0]}
         yield {"fact": "NCCL", "value": ".".join(map(str, torch.cuda.nccl.version()))}
     yield {"fact": "CUDA of torch", "value": str(torch.version.cuda)}
     use_gpu_kernels()

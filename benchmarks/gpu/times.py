@@ -1,8 +1,4 @@
-"""The parts that measure: each is a generator of rows of microseconds, and of ours / the others'.
-
-A time on the GPU is that of a CUDA graph's replay, which leaves out multibn's two copies of
-messages to the host, and the peer's three waits. Times of the host have both, and the stand-in for
-a second rank, one launch each way.
+"""The parts that measure: each is a generator of rows of microseconds.
 
 nn.SyncBatchNorm falls back to the local batch norm on one rank. So the peer calls the autograd
 function of nn.SyncBatchNorm, as nn.SyncBatchNorm does on several ranks; and multibn's layer takes
@@ -11,9 +7,10 @@ the way of two equal ranks.
 
 import gc
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import product
+from statistics import median
 from typing import Any
 
 import torch
@@ -23,16 +20,13 @@ from torch.nn import functional as F
 
 from benchmarks import resnet
 from benchmarks.gpu.checks import Row, dtype_name, enter_nccl, row
+from benchmarks.gpu.command import LOCAL, OURS, PEER
 from benchmarks.gpu.device import DEVICE, STAND_INS, Equal, gpu_microseconds, sized, synchronize
-from benchmarks.layer import memory_format
-from benchmarks.timing import Step, median_ms, take_turns, training_step
-from multibn import SingleProcess
 from multibn._launch import leave_world
 from multibn.communicators.transports.torch_distributed import TorchDistributed
 from multibn.kernels import cuda
 from multibn.torch_backend import SyncBatchNorm, convert_sync_batchnorm
 
-OURS, PEER, LOCAL = "multibn", "nn.SyncBatchNorm", "nn.BatchNorm"
 # Sizes of ResNet-50, and sizes that fill a large GPU.
 SHAPES: list[tuple[int, ...]] = sized(
     [(32, 2048, 7, 7), (32, 256, 14, 14), (32, 256, 28, 28), (256, 64, 56, 56),
@@ -42,6 +36,7 @@ SHAPES: list[tuple[int, ...]] = sized(
 SWEPT = sized([(64, 256, 56, 56), (64, 512, 28, 28), (64, 256, 14, 14)], [(2, 3, 4, 5)])
 SMALL = sized((8, 64, 28, 28), (2, 3, 4, 5))
 DTYPES = sized((torch.float32, torch.bfloat16), (torch.float32,))
+FILLS = 50e6  # elements from which a size counts as one that fills the chip
 CHAIN = sized(20, 2)
 IMAGES = sized((64, 3, 224, 224), (2, 3, 32, 32))
 
@@ -70,18 +65,24 @@ def layers(time: str = "a layer's step on the GPU") -> Iterator[Row]:
     for shape, dtype, layout in product(SHAPES, DTYPES, ("NCHW", "channels_last")):
         x, dy = _data(shape, dtype, layout)
         copy = torch.empty_like(dy)
-        four = gpu_microseconds(partial(_copy_four_times, copy, dy))
+        four = gpu_microseconds(_copies(copy, dy))
+        num_bytes = x.numel() * x.element_size()
         taken = {}
         for name, layer in _layers(shape[1]).items():
             if "compiled" in time and name != PEER:
                 layer.compile(backend=sized("inductor", "eager"))
             try:
-                taken[name] = gpu_microseconds(training_step(layer, x, dy))
+                taken[name] = gpu_microseconds(_step(layer, x, dy))
             except RuntimeError as error:  # the other layers' times are worth as much
                 taken[name] = math.nan
                 yield row(f"{name} in a CUDA graph: {error}"[:300], 1.0, 0.0)
             _free()
-        yield _timed(time, shape, dtype, layout, {**taken, "eight passes": four})
+        yield {
+            "time": time, "shape": list(shape), "dtype": dtype_name(dtype),
+            "layout": layout, "microseconds": {**taken, "eight passes": four},
+            "GB/s": {name: 8e-3 * num_bytes / t for name, t in (*taken.items(), ("copy", four))},
+            "fills": x.numel() >= FILLS,
+        }  # fmt: skip
         del x, dy, copy
         _free()
     leave_world()
@@ -96,10 +97,14 @@ def host() -> Iterator[Row]:
     }
     for dtype, (what, called) in product(DTYPES, calls.items()):
         x, dy = _data(SMALL, dtype, "NCHW")
-        steps = {name: training_step(nn.Sequential(*called(name)), x, dy) for name in _layers(1)}
-        taken = _in_turns(steps)
-        each = {name: t / CHAIN for name, t in taken.items()}
-        yield _timed(f"host, {what}, for each layer's step", SMALL, dtype, "NCHW", each)
+        steps = {name: _step(nn.Sequential(*called(name)), x, dy) for name in _layers(1)}
+        taken, whole = _in_turns(steps, rounds=sized(41, 2))
+        yield {
+            "time": f"host, {what}, for each layer's step",
+            "shape": list(SMALL), "dtype": dtype_name(dtype), "layout": "NCHW",
+            "microseconds": {name: t / CHAIN for name, t in taken.items()},
+            "with the GPU": {name: t / CHAIN for name, t in whole.items()},
+        }  # fmt: skip
     leave_world()
 
 
@@ -111,7 +116,6 @@ def sweep() -> Iterator[Row]:
     settings = sized(list(product((2, 4, 8, 12), (2048, 4096), (4, 8))), [(4, 2048, 4)])
     for shape, layout in product(SWEPT, ("NCHW", "channels_last")):
         x, dy = _data(shape, sized(torch.bfloat16, torch.float32), layout)
-        rows: list[Row] = []
         for sums, tile, warps in settings:
 
             def with_warps(*about: Any, warps: int = warps) -> Any:
@@ -120,11 +124,10 @@ def sweep() -> Iterator[Row]:
 
             module._SUMS, module._TILE, module._tiling = sums, tile, with_warps
             cuda._plan_of.cache_clear()
-            taken = gpu_microseconds(training_step(_layers(shape[1])[OURS], x, dy))
+            taken = gpu_microseconds(_step(_layers(shape[1])[OURS], x, dy))
             what = f"{shape} {layout}: {sums} programs that sum, tiles of {tile}, {warps} warps"
-            rows.append({"setting": what, "us": taken})
+            yield {"setting": what, "us": taken}
             _free()
-        yield from sorted(rows, key=lambda row: row["us"])
     leave_world()
 
 
@@ -132,7 +135,7 @@ def profile() -> Iterator[Row]:
     """What one layer called several times in a row launches and asks of the driver, by torch."""
     enter_nccl()
     x, dy = _data(SMALL, DTYPES[0], "NCHW")
-    step = training_step(nn.Sequential(*CHAIN * [_layers(SMALL[1])[OURS]]), x, dy)
+    step = _step(nn.Sequential(*CHAIN * [_layers(SMALL[1])[OURS]]), x, dy)
     for _ in range(3):
         step()
     synchronize()
@@ -166,15 +169,17 @@ def network() -> Iterator[Row]:
             with torch.autocast(DEVICE.type, torch.bfloat16, enabled=not STAND_INS):
                 loss = F.cross_entropy(model(x), labels)
             loss.backward()
-            synchronize()
 
         return run
 
     for model in models.values():
         model.to(DEVICE, memory_format=torch.channels_last)
     steps = {name: step(model) for name, model in models.items()}
-    taken = _in_turns(steps)
-    yield _timed("ResNet-50, a training step", IMAGES, torch.bfloat16, "channels_last", taken)
+    taken, whole = _in_turns(steps, rounds=sized(15, 1))
+    yield {
+        "time": "ResNet-50, a training step", "shape": list(IMAGES), "dtype": "bfloat16 (autocast)",
+        "layout": "channels_last", "microseconds": whole, "host": taken,
+    }  # fmt: skip
     leave_world()
 
 
@@ -192,34 +197,50 @@ def _layers(num_channels: int) -> Mapping[str, nn.Module]:
 
 
 def _data(shape: Sequence[int], dtype: torch.dtype, layout: str) -> tuple[Tensor, Tensor]:
-    form = memory_format(layout, len(shape))
+    memory_format = torch.channels_last if layout == "channels_last" else torch.contiguous_format
     x, dy = (
-        torch.randn(*shape, device=DEVICE, dtype=dtype).contiguous(memory_format=form)
+        torch.randn(*shape, device=DEVICE, dtype=dtype).contiguous(memory_format=memory_format)
         for _ in range(2)
     )
     return x.requires_grad_(), dy
 
 
-def _timed(
-    time: str, shape: Sequence[int], dtype: torch.dtype, layout: str, taken: Mapping[str, float]
-) -> Row:
-    return {
-        "time": time, "shape": list(shape), "dtype": dtype_name(dtype), "layout": layout,
-        "microseconds": taken,
-        "ratio": {name: taken[OURS] / t for name, t in taken.items() if name != OURS},
-    }  # fmt: skip
+def _step(layer: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], object]:
+    def run() -> None:
+        x.grad = None
+        layer.zero_grad()
+        layer(x).backward(dy)
+
+    return run
 
 
-def _in_turns(steps: Mapping[str, Step]) -> dict[str, float]:
-    """Microseconds of each step, which begins when the GPU is done with the one before."""
-    taken = take_turns(steps, SingleProcess(), seconds=sized(20.0, 0.0), wait=synchronize)
-    return {name: 1e3 * median_ms(times) for name, times in taken.items()}
+def _in_turns(
+    steps: Mapping[str, Callable[[], object]], *, rounds: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Microseconds until the host is done, and until the GPU is: medians; the steps take turns."""
+    done: dict[str, list[float]] = {name: [] for name in steps}
+    whole: dict[str, list[float]] = {name: [] for name in steps}
+    gc.collect()
+    gc.disable()
+    for i in range(-3, rounds):  # the first rounds compile and allocate
+        for name, step in steps.items():
+            synchronize()
+            start = time.perf_counter()
+            step()
+            middle = time.perf_counter()
+            synchronize()
+            if i >= 0:
+                done[name].append(middle - start)
+                whole[name].append(time.perf_counter() - start)
+    gc.enable()
+    return tuple(
+        {name: median(taken) * 1e6 for name, taken in times.items()} for times in (done, whole)
+    )  # type: ignore[return-value]
 
 
-def _copy_four_times(copy: Tensor, dy: Tensor) -> None:
-    """Read and write as many bytes as eight passes."""
-    for _ in range(4):
-        copy.copy_(dy)
+def _copies(copy: Tensor, dy: Tensor) -> Callable[[], object]:
+    """Four copies, which read and write as many bytes as eight passes."""
+    return lambda: [copy.copy_(dy) for _ in range(4)]
 
 
 def _free() -> None:

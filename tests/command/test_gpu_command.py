@@ -48,9 +48,11 @@ def test_every_part_runs_to_its_end_on_stand_ins(
     assert ends == dict.fromkeys(parts.PARTS, ("passed", ""))
     assert ran.returncode == 0, ran.stderr
     assert all(part["rows"] for part in results["parts"])
-    assert "Not run on a GPU: every part ran on stand-ins" in ran.stdout
-    for name in ("numbers", "ResNet-50, a training step"):
-        assert name in ran.stdout
+    table = files["gpu.md"].decode()
+    assert "Not run on a GPU: every part ran on stand-ins" in table
+    assert table in ran.stdout
+    for name in ("numbers", "ResNet-50, a training step", results["date"]):
+        assert name in table
 
 
 # A generator of rows for each kind of end, and the status and the reason that are told.
@@ -98,15 +100,16 @@ def test_each_end_is_told_and_takes_no_other_part_away(
         status, reason = ENDS[part["part"]]
         assert part["status"] == status
         assert reason in part["reason"]
-    page, printed = capsys.readouterr()
+    page = (tmp_path / "gpu.md").read_text()
     assert "FAILED a sum: error 1, bound 0" in page
     assert "| is_not_here | missing | 0 | 0 | no_such_module |" in page
+    printed = capsys.readouterr().err
     assert "ZeroDivisionError" in printed
     assert printed.count("'check': 'a sum'") >= 1, "what was measured before the end is printed"
     options = ["--output", str(tmp_path), "--parts"]
-    assert command.main([*options, "passes", "is_not_here"]) == 0
+    assert command.main([*options, "passes,is_not_here"]) == 0
     assert command.main([*options, "passes", "--seconds", "0"]) == 1
-    assert "| passes | failed | 0 | 0 | no time was left |" in capsys.readouterr().out
+    assert "| passes | failed | 0 | 0 | no time was left |" in (tmp_path / "gpu.md").read_text()
 
 
 def test_what_is_missing_is_said_at_once() -> None:
@@ -152,15 +155,17 @@ def test_slots_have_all_parts_and_fit_in_ten_minutes() -> None:
     assert parts.SLOTS["fast"].parts[:2] == ("device", "resnet")
 
 
-def test_a_common_failure_is_shown_ten_times_and_counted(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_common_failure_is_shown_ten_times_and_counted() -> None:
     rows = [{"check": f"test {n}", "error": 1.0, "bound": 0.0, "ok": False} for n in range(400)]
-    command.show({"part": "kernels", "status": "failed", "reason": "", "rows": rows})
-    _, *failures = capsys.readouterr().out.splitlines()
+    part = {"part": "kernels", "status": "failed", "reason": "", "rows": rows}
+    facts = {"python": "3", "versions": {}}
+    page = list(command._page({"stand_ins": False, "date": "", "machine": facts, "parts": [part],
+                               "slot": "right"}))  # fmt: skip
+    failures = [text for text in page if text.startswith("FAILED")]
     assert len(failures) == 11
     assert failures[0] == "FAILED test 0: error 1, bound 0"
     assert failures[-1] == "FAILED 390 more"
+    assert any(text.startswith("Slot right: whether the numbers are right") for text in page)
 
 
 def test_the_stand_in_for_a_second_rank_costs_one_launch() -> None:
@@ -195,14 +200,37 @@ def test_the_stand_in_for_a_second_rank_costs_one_launch() -> None:
         assert summed.tolist() == [2.0] * 3
 
 
-def test_without_a_gpu_nothing_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_nothing_passes(tmp_path: Path) -> None:
     if machine.num_gpus():
         pytest.skip("there is a GPU")
     assert command.main(["--parts", "host waits", "--output", str(tmp_path)]) == 1
-    assert "Not run on a GPU" not in capsys.readouterr().out
+    assert "**Not run on a GPU" not in (tmp_path / "gpu.md").read_text()
 
 
 def test_unknown_parts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         command.main(["--parts", "all", "--output", "nowhere"])
-    assert "argument --parts: invalid choice: 'all'" in capsys.readouterr().err
+    assert "--parts must be of device, numbers, graphs" in capsys.readouterr().err
+
+
+def test_goals_are_of_what_was_measured() -> None:
+    def row(
+        time: str, ours: float, peer: float, passes: float = 0, **others: Any
+    ) -> dict[str, Any]:
+        taken = {"multibn": ours, "nn.SyncBatchNorm": peer, "eight passes": passes}
+        return {"time": time, "microseconds": taken, **others}
+
+    layer = "a layer's step on the GPU"
+    rows = [
+        row(layer, 60.0, 100.0, 50.0, fills=True),
+        row(layer, 90.0, 100.0, 1.0, fills=False),
+        row("host, a chain", 140.0, 100.0),
+    ]
+    results: dict[str, Any] = {"stand_ins": False, "parts": [{"rows": rows}]}
+    found = {g["what"].partition(",")[0]: (g["value"], g["met"]) for g in command.goals(results)}
+    assert found == {
+        "GPU time / nn.SyncBatchNorm's": (pytest.approx(0.54**0.5), True),
+        "GPU time / eight passes at a copy's speed": (1.2, True),
+        "host time / nn.SyncBatchNorm's": (1.4, False),
+    }
+    assert command.goals({**results, "stand_ins": True}) == []

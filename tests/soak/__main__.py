@@ -1,25 +1,25 @@
-"""Trains for ten minutes in many ways, and counts what the ranks hold.
+"""Trains for ten minutes in many ways, counts what the ranks hold, and writes docs/soak.md.
 
-Writes the tables of docs/soak.md. The exit status is 1 if anything grew on a rank.
+The exit status is 1 if anything grew on a rank.
 """
 
 import argparse
+import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import worker
-from multibn._launch import WorkerError
+from multibn import _launch
 from tests.helpers import launch
 from tests.soak import report
 from tests.soak.deeds import Row
 
-# How ranks exchange messages: the communicator, and variables.
+# How ranks exchange messages: the launcher, and variables.
 TRANSPORTS = {
-    "shared memory": ("gloo", {}),
-    "gloo": ("gloo", {"MULTIBN_SHARED_MEMORY": "0"}),
-    "MPI": ("mpi", {}),
+    "shared memory": ("torchrun", {}),
+    "gloo": ("torchrun", {"MULTIBN_SHARED_MEMORY": "0"}),
+    "MPI": ("mpiexec", {}),
 }
 # Each transport's share of the time, by ranks.
 _SHARES = {2: 0.08, 4: 0.04, 8: 0.03, 16: 0.02, 32: 0.02}
@@ -30,7 +30,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--ranks", type=int, default=32, help="the most ranks")
-    parser.add_argument("--page", type=Path, default=Path("docs/soak.md"), help="has the tables")
+    parser.add_argument("--page", type=Path, default=Path("docs/soak.md"), help="to write")
     arguments = parser.parse_args()
     began = time.monotonic()
     runs: dict[tuple[str, int], Any] = {}
@@ -49,21 +49,35 @@ def main() -> int:
                         failed = True
                         print(f"GROWN: {transport}, {ranks} ranks, {growth}", flush=True)
     if not failed:
-        report.write(arguments.page, runs, time.monotonic() - began)
+        figures = _figures(32) if arguments.ranks >= 32 else {}
+        arguments.page.write_text(report.page(runs, figures, time.monotonic() - began))
     return int(failed)
 
 
 def _run(transport: str, ranks: int, seconds: float) -> dict[str, Any] | None:
-    over, variables = TRANSPORTS[transport]
+    launcher, variables = TRANSPORTS[transport]
+    worker = ["-m", "tests.soak.worker", launcher, str(seconds)]
     try:
-        first, *_ = worker.run(
-            "tests.soak.worker.measure", over, ranks, seconds=seconds,
+        first, *_ = _launch.run_workers(
+            f"{transport}, {ranks} ranks", launcher, ranks, worker,
             timeout=seconds + _DEADLINE, variables=launch.VARIABLES | variables,
         )  # fmt: skip
-    except WorkerError as error:
+    except _launch.WorkerError as error:
         print(f"{error}\n{error.output}", flush=True)
         return None
     return first.notes | {"rows": [Row(*row) for row in first.notes["rows"]]}
+
+
+def _figures(ranks: int) -> Any:
+    """What `tests.soak.figures` prints, from processes that import torch themselves."""
+    command = _launch.launch_command("mpiexec", ranks, ["-m", "tests.soak.figures"])
+    began = time.time()
+    variables = launch.VARIABLES | {"SOAK_BEGAN": str(began)}
+    ran = _launch.run(command, timeout=_DEADLINE, variables=variables)
+    lines = [line for line in ran.stdout.splitlines() if line.startswith("figures ")]
+    assert lines, ran.stdout
+    figures = json.loads(lines[0].removeprefix("figures "))
+    return figures | {"the launcher has ended": [time.time() - began, None]}
 
 
 if __name__ == "__main__":
