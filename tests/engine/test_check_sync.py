@@ -28,6 +28,9 @@ def test_equal_arrays_take_one_small_collective() -> None:
 
 def test_every_rank_says_the_same_and_not_too_much() -> None:
     def message(world: Communicator) -> str:
+        eight = {f"w{i}": np.full(1, world.rank) for i in range(8)}
+        with pytest.raises(RuntimeError, match=r"w7 by up to 1 on rank 1, 2 on rank 2\. Broadcast"):
+            check_equal(eight, world)
         arrays = _arrays(world.rank)
         for a in arrays.values():
             a += 0.25 * world.rank
