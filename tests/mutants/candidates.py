@@ -4,6 +4,7 @@ import ast
 import random
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 _IN_C = {"==": "!=", "<": "<=", ">": ">=", "&&": "||", "+": "-", "*": "/", "+=": "-="}
@@ -21,12 +22,10 @@ class Mutant(NamedTuple):
     start: int
     end: int
     new: str
+    lines: range  # tests that run one of these may see the change; of the whole file, if empty
 
     def change(self, source: str) -> str:
         return source[: self.start] + self.new + source[self.end :]
-
-    def line(self, source: str) -> int:
-        return source.count("\n", 0, self.start) + 1
 
     def text(self, source: str) -> str:
         """The lines before and after."""
@@ -39,24 +38,27 @@ def _of_c(path: str, source: str) -> Iterator[Mutant]:
     code = _NO_CODE.sub(lambda found: re.sub(r"\S", " ", found[0]), source)
     for each in re.finditer(rf"(?<= )({_C_WORDS})(?= )|(?<![\w.])\d+(?![\w.])", code):
         new = _OTHER.get(each[0]) or str(int(each[0]) + 1)
-        yield Mutant(path, each[1] or "constant", *each.span(), new)
+        yield Mutant(path, each[1] or "constant", *each.span(), new, range(0))
 
 
 def _of_python(path: str, source: str) -> Iterator[Mutant]:
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
-    for node in _nodes(ast.parse(source.encode("latin-1"))):
+    for node, lines in _nodes(ast.parse(source.encode("latin-1")), range(0)):
         for kind, start, end, new in _changes(node, source, starts):
-            yield Mutant(path, kind, start, end, new)
+            yield Mutant(path, kind, start, end, new, lines)
 
 
-def _nodes(node: ast.AST) -> Iterator[Any]:
-    """All in a node, but for what is in texts and in statements that raise."""
+def _nodes(node: ast.AST, lines: range) -> Iterator[tuple[Any, range]]:
+    """All in a node, with the lines of the statement; of a whole function where it is defined."""
     for child in ast.iter_child_nodes(node):
-        yield child
+        own = lines
+        if isinstance(child, ast.FunctionDef) or (isinstance(child, ast.stmt) and lines):
+            own = range(child.lineno, (child.end_lineno or 0) + 1)
+        yield child, own
         if not isinstance(child, ast.JoinedStr | ast.Raise):
-            yield from _nodes(child)
+            yield from _nodes(child, own)
 
 
 def _changes(node: Any, source: str, starts: list[int]) -> Iterator[tuple[str, int, int, str]]:
@@ -89,22 +91,26 @@ def _changes(node: Any, source: str, starts: list[int]) -> Iterator[tuple[str, i
             yield "condition", *at(test), f"(not ({source[slice(*at(test))]}))"
 
 
-def draw(
-    sources: dict[str, str], lines_run: dict[str, set[int]], number: int, seed: int
-) -> list[Mutant]:
-    """A file by the root of its length, then the kind of a change, then its place."""
-    of = {}
-    for path, source in sources.items():
-        if path.endswith(".py"):
-            run = lines_run.get(path, set[int]())
-            of[path] = [m for m in _of_python(path, source) if m.line(source) in run]
-        else:
-            of[path] = [*_of_c(path, source)]
-    paths = sorted(path for path in of if of[path])
-    weights = [len(sources[path]) ** 0.5 for path in paths]
-    dice, drawn = random.Random(seed), dict[Mutant, None]()
-    while len(drawn) < number:
-        (path,) = dice.choices(paths, weights)
-        kind = dice.choice(sorted({m.kind for m in of[path]}))
-        drawn[dice.choice([m for m in of[path] if m.kind == kind])] = None
-    return list(drawn)
+def room(path: str) -> str:
+    """The folder in the package; apart from it, what is written in C."""
+    return (Path(path).parts[1:-1] or ("engine",))[0] + ("" if path.endswith(".py") else " (C)")
+
+
+def draw(sources: dict[str, str], number: int, seed: int) -> list[Mutant]:
+    """So many of each room as its length's root says; a file by its length, the kind, the place."""
+    of = {p: [*(_of_python if p.endswith(".py") else _of_c)(p, s)] for p, s in sources.items()}
+    rooms: dict[str, list[str]] = {}
+    for path in sorted(path for path in of if of[path]):
+        rooms.setdefault(room(path), []).append(path)
+    size = {r: sum(len(sources[path]) for path in rooms[r]) ** 0.5 for r in rooms}
+    dice = {r: random.Random(f"{seed} {r}") for r in rooms}
+    drawn: dict[str, list[Mutant]] = {r: [] for r in rooms}
+    while sum(map(len, drawn.values())) < number:
+        r = max(rooms, key=lambda r: size[r] / (len(drawn[r]) + 1))
+        (path,) = dice[r].choices(rooms[r], [len(sources[path]) for path in rooms[r]])
+        kind = dice[r].choice(sorted({m.kind for m in of[path]}))
+        mutant = dice[r].choice([m for m in of[path] if m.kind == kind])
+        drawn[r] += [mutant] if mutant not in drawn[r] else []
+    mutants = [mutant for some in drawn.values() for mutant in some]
+    random.Random(seed).shuffle(mutants)
+    return mutants
