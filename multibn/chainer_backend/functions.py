@@ -8,7 +8,7 @@ import chainer
 import numpy as np
 from chainer import FunctionNode, Variable
 
-from multibn._typing import Array, Weighting, check_choice, check_eps, check_int, check_residual
+from multibn._typing import Array, Weighting, check_choice, check_eps, check_ints, check_residual
 from multibn.chainer_backend import _differentiable
 from multibn.communicators import Communicator, CommunicatorLike, as_communicator
 from multibn.communicators.conversation import Conversation
@@ -158,8 +158,7 @@ def with_layout_of(x: Any, y: Variable, /) -> Variable:
 def checked_axes(axis: Any, /) -> tuple[int, ...]:
     """The axes to reduce; raises for `axis` unless it is an int or an ascending tuple of ints."""
     axes = tuple(axis) if isinstance(axis, Sequence) else (axis,)
-    for i in axes:
-        check_int("axis", i, least=0)
+    check_ints("axis", axes, least=0)
     if not axes or list(axes) != sorted(set(axes)):
         raise ValueError(
             f"`axis` must be an axis counted from 0 or an ascending tuple of them: got {axis!r}."

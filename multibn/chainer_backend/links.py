@@ -12,7 +12,7 @@ from chainer import functions as F
 from chainer import initializers
 from chainer import links as L
 
-from multibn._typing import RunningVar, Weighting, check_choice, check_eps, check_int, check_number
+from multibn._typing import RunningVar, Weighting, check_choice, check_eps, check_ints, check_number
 from multibn.chainer_backend import functions
 from multibn.chainer_backend._differentiable import masked
 from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
@@ -361,8 +361,7 @@ def _resolved(
 
 def _channels(size: Any) -> tuple[int, ...]:
     channels = tuple(size) if isinstance(size, Sequence) else (size,)
-    for n in channels:
-        check_int("size", n)
+    check_ints("size", channels)
     if not channels:
         raise ValueError(f"`size` must be a positive int or a tuple of them: got {size!r}.")
     return channels

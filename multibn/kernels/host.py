@@ -125,7 +125,8 @@ def _with_copies(function: Callable[..., Any], a: Any, *others: Any) -> Any:
         new[...] = v
         return new
 
-    weight, bias = (None if v is None else library.contiguous(v) for v in (i.weight, i.bias))
+    weight = None if i.weight is None else library.contiguous(i.weight)
+    bias = None if i.bias is None else library.contiguous(i.bias)
     x, residual, mask = map(copy, (i.x, i.residual, i.mask))
     of_input = {"weight": weight, "bias": bias, "residual": residual, "mask": mask}
     dense: Any = i._replace(x=x, **of_input, running=None)
