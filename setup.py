@@ -5,8 +5,10 @@ All else is in pyproject.toml.
 
 import re
 from glob import glob
+from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 from setuptools.command.egg_info import egg_info
 
 
@@ -32,6 +34,20 @@ class Metadata(egg_info):
         repository = dict(metadata.project_urls or {}).get("Repository", "")
         metadata.long_description = standalone(metadata.long_description, repository)
         super().run()
+
+
+class OrNone(build_ext):
+    """Where a part cannot be built, no older one stays: Python would call what is not there."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Build a part."""
+        try:
+            super().build_extension(ext)
+        except Exception:
+            file = self.get_ext_filename(self.get_ext_fullname(ext.name))
+            for folder in (".", self.build_lib):
+                Path(folder, file).unlink(missing_ok=True)
+            raise
 
 
 CORE = Extension(
@@ -61,6 +77,6 @@ SHARED_MEMORY = Extension(
 
 setup(
     ext_modules=[CORE, SHARED_MEMORY],
-    cmdclass={"egg_info": Metadata},
+    cmdclass={"egg_info": Metadata, "build_ext": OrNone},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )
