@@ -38,7 +38,7 @@ def draw(results: Mapping[str, Any], folder: Path) -> None:
             pictures.save(partial(_layer, results[name]), folder / f"layer-{name}")
     if "model" in results:
         pictures.save(partial(_model, results["model"]), folder / "scaling")
-    if any("model" in row for row in results.get("collectives", [])):
+    if any(row.get("ranks", 0) > 2 for row in results.get("collectives", [])):
         pictures.save(partial(_measured, results["collectives"]), folder / "scaling-measured")
 
 
