@@ -83,23 +83,6 @@ def length(*num_channels: int) -> int:
     return sum(map(forward_payload, num_channels)) + _NUM_FINGERPRINTS
 
 
-_NUM_FACTS = 3  # that the first message compares
-
-
-def first(name: str, built: str, version: str, /) -> list[float]:
-    """The first message of a layer: it compares the layer's name, how the layer was built, and the
-    version of this package.
-    """
-    prints = [fingerprint(fact) for fact in (name, built, version)]
-    return prints + [v * v for v in prints]
-
-
-def first_agrees(summed: Array, size: int, /) -> bool:
-    """Whether all of `size` ranks have sent the same first message, from the sum of all."""
-    pairs = zip(summed[:_NUM_FACTS], summed[_NUM_FACTS:], strict=True)
-    return all(all_equal(v, square, size) for v, square in pairs)
-
-
 def num_lanes(phase: str, num_layers: int = 1) -> int:
     """How many numbers follow the payload of `num_layers` layers."""
     padding = num_layers * _NUM_SCALARS if phase == "backward" else 0
