@@ -1,53 +1,38 @@
-"""The Chainer link on real processes, driven by the launcher's own communicator."""
+"""Links on real processes: groups, fine-tuning, and whether the ranks of a model agree."""
 
 import copy
 import pickle
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from multibn.chainer_backend import MultiNodeBatchNormalization, create_mnbn_model
-from multibn.communicators import Communicator
-from multibn.parity import oracle
-from tests.harness.runs import on
+from multibn.chainer_backend import (
+    MultiNodeBatchNormalization,
+    create_mnbn_model,
+    finetune_population_statistics,
+    revert_mnbn_model,
+)
+from multibn.chainer_backend import check_sync as expect_in_sync  # not a check of its own
+from multibn.communicators import Communicator, SingleProcess
+from tests.chainer_backend.test_extensions import assert_population
+from tests.harness.runs import on, only
 from tests.helpers.normalized import normalized
+from tests.helpers.ranks import CountingCommunicator
 
 import chainer  # isort: skip (multibn makes it importable)
-from chainer import links as L  # isort: skip
+from chainer import functions as F, links as L  # isort: skip
 
 RUNS = on("torchrun mpiexec", 2, 3, needs="chainer")
 
 
-def _input(world: Communicator, *shape: int) -> Any:
-    return np.random.default_rng(world.rank).normal(size=shape).astype("float32")
+C = 3
 
 
-def check_outputs_keep_their_digits_at_a_high_mean(world: Communicator) -> None:
-    xs = [
-        np.random.default_rng(rank).normal(1e4, 1, (64, 2)).astype("float32")
-        for rank in range(world.size)
-    ]
-    zeros = [np.zeros_like(x) for x in xs]
-    expected = oracle.batch_norm(xs, zeros, np.ones(2), np.zeros(2), eps=2e-5)
-    y = MultiNodeBatchNormalization(2, world)(xs[world.rank])
-    np.testing.assert_allclose(y.array, expected.y[world.rank], atol=1e-5)
-
-
-def check_finetuning_is_the_cumulative_average(world: Communicator) -> None:
-    link = MultiNodeBatchNormalization(2, world, dtype=np.float64)
-    link(np.random.default_rng(world.rank).normal(size=(3, 2)))
-    link.start_finetuning()
-    means, variances = [], []
-    for step, n in enumerate((2, 0, 5)):
-        xs = [np.random.default_rng((step, rank)).normal(size=(n, 2)) for rank in range(world.size)]
-        if n:
-            means.append(np.concatenate(xs).mean(0))
-            variances.append(np.concatenate(xs).var(0, ddof=1))
-        link(xs[world.rank], finetune=True)
-    assert link.N == 2
-    np.testing.assert_allclose(link.avg_mean, np.mean(means, axis=0), rtol=1e-12)
-    np.testing.assert_allclose(link.avg_var, np.mean(variances, axis=0), rtol=1e-12)
+def _normal(seed: Any, *shape: int) -> Any:
+    return np.random.default_rng(seed).normal(size=shape)
 
 
 def check_any_axes_can_be_channels(world: Communicator) -> None:
@@ -68,7 +53,7 @@ def check_any_axes_can_be_channels(world: Communicator) -> None:
 def check_copies_share_the_group(world: Communicator) -> None:
     group = world.split(world.rank % 2)
     model = create_mnbn_model(chainer.Sequential(L.Linear(3, 4), L.BatchNormalization(4)), group)
-    x = _input(world, 5, 3)
+    x = _normal(world.rank, 5, 3).astype("f")
     copies = [
         copy.deepcopy(model),
         pickle.loads(pickle.dumps(model)),
@@ -84,30 +69,6 @@ def check_copies_share_the_group(world: Communicator) -> None:
     world.allreduce(np.zeros(1))  # nobody leaves while another group still works
 
 
-def check_bad_input_on_one_rank_is_an_error_on_all(world: Communicator) -> None:
-    good = np.ones((2, 3, 4), "float32")
-    cases: list[tuple[Any, type[Exception], str]] = [
-        (good[0, 0], ValueError, r"2 or more dimensions.*got shape \(4,\)"),
-        (good[:, :2], ValueError, r"channels of shape \(3,\).*got \(2,\) in shape \(2, 2, 4\)"),
-        (good[:, :0], ValueError, r"must have channels: got \(0,\) in shape \(2, 0, 4\)"),
-        (good.astype("int32"), TypeError, "real floating-point dtype: got int32"),
-        (None, TypeError, "must be a Variable or an array: got NoneType"),
-    ]
-    link = MultiNodeBatchNormalization(3, world)
-    for bad, kind, message in cases:
-        for culprit in (0, world.size - 1):
-            if world.rank == culprit:
-                with pytest.raises(kind, match=message):
-                    link(bad)
-            else:
-                with pytest.raises(RuntimeError, match=rf"refused on rank\(s\) \[{culprit}\] of"):
-                    link(good)
-    x = np.ones((1 if world.rank == 0 else 0, 3), "float32")
-    with pytest.raises(ValueError, match=r"more than 1 value per channel.*got 1 on \d rank"):
-        link(x)
-    link(good)  # and the link still works
-
-
 def check_nan_in_a_gradient_is_named_in_debug_mode(world: Communicator) -> None:
     link = MultiNodeBatchNormalization(3, world)
     y = link(np.random.default_rng(world.rank).normal(size=(4, 3)).astype(np.float32))
@@ -117,3 +78,130 @@ def check_nan_in_a_gradient_is_named_in_debug_mode(world: Communicator) -> None:
     message = rf"gradient of the output of .* has NaN on rank\(s\) \[1\] of {world.size}\. Look f"
     with chainer.using_config("debug", True), pytest.raises(FloatingPointError, match=message):
         y.backward()
+
+
+@only("torchrun")
+def check_links_under_torchrun_import_no_mpi(world: Communicator) -> None:
+    """A link takes torch's process groups as they are."""
+    import torch.distributed as dist
+
+    xs = [_normal(rank, 2 + rank, C) for rank in range(world.size)]
+    expected = normalized(xs, 2e-5)[world.rank]
+    for comm in (dist.group.WORLD, None):
+        link = MultiNodeBatchNormalization(C, comm, dtype=np.float64)
+        y = link(xs[world.rank]).array
+        np.testing.assert_allclose(y, expected, rtol=1e-10, atol=1e-12)
+    assert "mpi4py.MPI" not in sys.modules
+
+
+def _data(rank: int) -> list[Any]:
+    """`1 + rank` batches of unequal sizes and means."""
+    rng = np.random.default_rng(rank)
+    return [rng.normal(rank - i, 1 + i, (1 + (rank + i) % 3, C, 2)) for i in range(1 + rank)]
+
+
+def _second_inputs(members: list[int]) -> list[Any]:
+    """What a link behind a multi-node one and a square is shown on these ranks."""
+    seen = []
+    for step in range(1 + max(members)):
+        ys = normalized([_data(r)[step] for r in members if r >= step], 2e-5)
+        seen += [y**2 for y in ys]
+    return seen
+
+
+def check_finetuning_counts_all_data_of_unequal_ranks(world: Communicator) -> None:
+    """Over all ranks, and over groups that have unequal numbers of steps among themselves."""
+    for comm, members in (
+        (world, list(range(world.size))),
+        (world.split(world.rank % 2), list(range(world.rank % 2, world.size, 2))),
+    ):
+        plain = [L.BatchNormalization(C, dtype=np.float64) for _ in range(2)]
+        model = create_mnbn_model(chainer.Sequential(plain[0], F.square, plain[1]), comm)
+        finetune_population_statistics(_data(world.rank), model, converter=None, progress=False)
+        assert_population(model[0], [x for r in members for x in _data(r)])
+        assert_population(model[2], _second_inputs(members))
+        assert model[0].N == model[2].N == 1 + max(members)
+        evaluated = revert_mnbn_model(model)
+        with chainer.using_config("train", False):
+            x = _data(world.rank)[0]
+            np.testing.assert_array_equal(evaluated(x).array, model(x).array)
+    world.allreduce(np.zeros(1))  # nobody leaves while another group still works
+
+
+class Net(chainer.Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        with self.init_scope():
+            self.norm = L.BatchNormalization(3)
+            self.conv = L.Convolution2D(3, 4, 3)
+            self.norm2 = L.BatchNormalization(4)
+            self.fc = L.Linear(4, 5)
+
+
+def _network(comm: Any) -> Any:
+    np.random.seed(0)  # noqa: NPY002 (Chainer's initializers draw from it)
+    with chainer.using_config("dtype", np.float64):
+        return create_mnbn_model(Net(), comm)
+
+
+@only("mpiexec", sizes=(3,))
+def check_a_perturbed_element_is_found(world: Communicator) -> None:
+    model = _network(world)
+    counting = CountingCommunicator(world)
+    expect_in_sync(model, counting)
+    assert counting.take() == [32]
+    culprit = world.size - 1
+    if world.rank == culprit:
+        model.norm2.avg_var[1] += 0.5
+        model.norm.N += 1
+    with pytest.raises(RuntimeError) as caught:
+        expect_in_sync(model, world)
+    for words in (
+        f"/norm2/avg_var by up to 0.5 on rank {culprit}",
+        f"/norm/N by up to 1 on rank {culprit}",
+    ):
+        assert words in str(caught.value)
+    expect_in_sync(model, world, ignore=["*/avg_var", "*/N"])
+
+
+@only("mpiexec", sizes=(3,))
+def check_every_helper_knows_who_takes_part(world: Communicator) -> None:
+    """As the README calls them, without a communicator."""
+    model = chainer.Sequential(MultiNodeBatchNormalization(1, world, dtype=np.float64))
+    data = [np.full((2, 1), float(world.rank))]
+    finetune_population_statistics(data, model, converter=None, progress=False)
+    assert model[0].avg_mean.tolist() == [(world.size - 1) / 2]
+    expect_in_sync(model)
+    model[0].avg_mean += world.rank
+    with pytest.raises(RuntimeError, match=r"/0/avg_mean by up to 1 on rank 1"):
+        expect_in_sync(model)
+
+
+@only("mpiexec", sizes=(3,))
+def check_no_helper_takes_one_rank_for_all(world: Communicator) -> None:
+    model = L.BatchNormalization(1)
+    data = [np.ones((2, 1), dtype=np.float32)]
+
+    def finetune(comm: Any = None) -> None:
+        finetune_population_statistics(data, model, comm, converter=None, progress=False)
+
+    helpers: list[Callable[[], object]] = [lambda: expect_in_sync(model), finetune]
+    for helper in helpers:
+        with pytest.raises(
+            ValueError,
+            match=r"`comm` must say which ranks take part: got None, but the launcher started "
+            rf"{world.size} processes \(OMPI_COMM_WORLD_SIZE={world.size}\)",
+        ):
+            helper()
+    finetune(SingleProcess())
+
+
+@only("mpiexec", sizes=(3,))
+def check_a_link_that_one_rank_never_called_is_an_error(world: Communicator) -> None:
+    link = L.Linear(2)
+    if world.rank == 1:
+        link(np.ones((1, 3), dtype=np.float32))
+    with pytest.raises(
+        RuntimeError, match=r"rank 1 has /W of shape \(2, 3\) and dtype float32, la"
+    ):
+        expect_in_sync(link, world)

@@ -1,7 +1,6 @@
 """revert_mnbn_model, and the conventions of links, in one process."""
 
 import pickle
-import warnings
 from typing import Any
 
 import numpy as np
@@ -32,10 +31,24 @@ class Named(L.BatchNormalization):
         self.note = note
 
 
+class Net(chainer.Chain):
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        with self.init_scope():
+            self.norm = norm
+
+
+class Nets(chainer.ChainList):
+    pass
+
+
 def model() -> Any:
     norm = Named(3, "kept")
+    norm.add_hook(chainer.LinkHook())
+    norm.gamma.array[...] = [1, 2, 3]
+    norm.avg_mean[...] = [4, 5, 6]
     rest = chainer.Sequential(L.Linear(3, 4), L.BatchNormalization(4, eps=0.1, decay=0.8), F.relu)
-    m = chainer.ChainList(norm, rest, norm, L.BatchNormalization(axis=0, initial_avg_var=2))
+    m = Nets(Net(norm), rest, norm, L.BatchNormalization(axis=0, initial_avg_var=2))
     m.alias = [norm]
     return m
 
@@ -46,27 +59,37 @@ def everything(link: Any) -> dict[str, Any]:
     return file
 
 
-def test_revert_is_the_way_back() -> None:
+def assert_alike(actual: Any, expected: Any) -> None:
+    """Structure, names, numbers, what is shared, and attributes."""
+    names = [sorted(dict(m.namedlinks())) for m in (actual, expected)]
+    assert names[0] == names[1]
+    files = everything(actual), everything(expected)
+    assert files[0].keys() == files[1].keys()
+    for name, value in files[1].items():
+        np.testing.assert_array_equal(files[0][name], value)
+    assert type(actual) is Nets
+    assert actual[0].norm is actual[2] is actual.alias[0]
+    assert actual[2].note == "kept"
+    assert list(actual[2].local_link_hooks) == ["LinkHook"]
+    assert actual[2].gamma is not expected[2].gamma
+    assert (actual[1][1].eps, actual[1][1].decay) == (0.1, 0.8)
+
+
+def test_every_container_is_converted_and_reverted() -> None:
     first = model()
     shared = create_mnbn_model(first, ALONE)
+    assert_alike(shared, first)
+    assert {type(shared[2]), type(shared[1][1]), type(shared[3])} == {MultiNodeBatchNormalization}
+    assert type(first[2]) is Named
     x = np.random.default_rng(0).normal(size=(6, 3)).astype("f")
-    shared[1](shared[0](x))
-    before = everything(shared)
+    shared[1](shared[2](x))
     back = revert_mnbn_model(shared)
+    assert_alike(back, shared)
     assert [type(link) for link in back.links()] == [type(link) for link in first.links()]
-    assert back[0] is back[2] is back.alias[0]
-    assert back[0].note == "kept"
-    assert (back[1][1].eps, back[1][1].decay) == (0.1, 0.8)
-    after = everything(back)
-    assert before.keys() == after.keys()
-    for name, value in before.items():
-        np.testing.assert_array_equal(after[name], value)
-    assert back[0].gamma is not shared[0].gamma
     assert set(back[1][1].__dict__) == set(first[1][1].__dict__)
-    assert type(shared[0]) is MultiNodeBatchNormalization
-    np.testing.assert_allclose(back[1](back[0](x)).array, shared[1](shared[0](x)).array, atol=1e-6)
-    again = create_mnbn_model(back, ALONE)
-    assert type(again[0]) is MultiNodeBatchNormalization
+    assert type(shared[2]) is MultiNodeBatchNormalization
+    np.testing.assert_allclose(back[1](back[2](x)).array, shared[1](shared[2](x)).array, atol=1e-6)
+    assert type(create_mnbn_model(back, ALONE)[2]) is MultiNodeBatchNormalization
 
 
 def test_links_that_were_built_as_such_are_reverted() -> None:
@@ -158,8 +181,10 @@ def test_unknown_and_conflicting_conventions_are_refused(
         create_mnbn_model(L.BatchNormalization(3), ALONE, **options)
 
 
-def test_warnings_name_this_file() -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        create_mnbn_model(L.BatchRenormalization(3), ALONE)
+def test_a_link_with_a_forward_pass_of_its_own_is_left_alone() -> None:
+    """The warning names the user's file."""
+    message = "BatchRenormalization is copied as it is.*overrides.*forward"
+    with pytest.warns(UserWarning, match=message) as caught:
+        new = create_mnbn_model(chainer.ChainList(L.BatchRenormalization(3)), ALONE)
+    assert type(new[0]) is L.BatchRenormalization
     assert [w.filename for w in caught] == [__file__]

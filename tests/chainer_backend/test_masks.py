@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from multibn import SingleProcess
-from multibn.parity import oracle
 from tests.helpers import require
 from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
@@ -15,7 +14,6 @@ require.need("chainer")
 from multibn.chainer_backend import (  # noqa: E402
     MultiNodeBatchNormalization,
     finetune_population_statistics,
-    forget,
     multi_node_batch_normalization,
     step_statistics,
 )
@@ -46,42 +44,6 @@ def chosen(x: Any, mask: Any) -> Any:
 def link_of(communicator: Any = None, **options: Any) -> Any:
     communicator = SingleProcess() if communicator is None else communicator
     return MultiNodeBatchNormalization(C, communicator, dtype=np.float64, **options)
-
-
-@pytest.mark.parametrize("padding", [0.0, 1e30, np.nan, np.inf])
-@pytest.mark.parametrize("weighting", ["element", "rank"])
-@pytest.mark.parametrize("forgets", [False, True])
-def test_equals_the_unpadded_oracle(weighting: Any, padding: float, forgets: bool) -> None:
-    rng = np.random.default_rng(9)
-    data = [batch(rank, padding) for rank in (0, 1)]
-    dys = [rng.normal(size=x.shape) for x, _, _ in data]
-    expected = oracle.batch_norm(
-        [x for x, _, _ in data], dys, np.ones(C), np.zeros(C), eps=2e-5, weighting=weighting,
-        masks=[mask for _, _, mask in data],
-    )  # fmt: skip
-
-    def train(communicator: ThreadCommunicator) -> list[Any]:
-        link = link_of(communicator, weighting=weighting)
-        x, lengths, mask = data[communicator.rank]
-        options = {"lengths": lengths} if communicator.rank else {"mask": mask}
-        v = chainer.Variable(x)
-        link.cleargrads()
-        y = forget(lambda v: link(v, **options), v) if forgets else link(v, **options)
-        y.grad = dys[communicator.rank]
-        y.backward()
-        return [y.array, v.grad, link.gamma.grad, link.beta.grad, link.avg_mean, link.avg_var]
-
-    factor = expected.count / (expected.count - 1)
-    zeros = np.zeros(C)
-    mean, var = oracle.running((zeros, zeros), expected.mean, expected.var, factor, 0.1)
-    for rank, (y, dx, dgamma, dbeta, avg_mean, avg_var) in enumerate(run_ranks(2, train)):
-        assert relative_error(y, expected.y[rank]) < 1e-11
-        assert relative_error(dx, expected.dx[rank]) < 1e-11
-        assert not np.moveaxis(dx, 1, -1)[~data[rank][2]].any()
-        assert relative_error(dgamma * 2, expected.dweight) < 1e-11
-        assert relative_error(dbeta * 2, expected.dbias) < 1e-11
-        assert relative_error(avg_mean, mean) < 1e-11
-        assert relative_error(avg_var, var) < 1e-11
 
 
 def test_masked_elements_take_no_part_in_evaluation() -> None:

@@ -1,129 +1,298 @@
-"""The verbs of a kernels file with their arguments one by one, and the parts of a pass alone."""
+"""A pass of a layer each way by a kernels file, against its definition in float64.
 
+Where Triton interprets or a GPU is at hand, the fixture has the Triton kernels: see test_cuda.py.
+"""
+
+import importlib
 import math
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 
-from multibn.kernels import (
-    RIGHT,
-    BatchStatistics,
-    Gradient,
-    Input,
-    Running,
-    generic,
-)
-from multibn.kernels.layout import channels
-from multibn.message import concat
+from multibn.kernels import BatchStatistics, Gradient, Input, Running, generic
 from tests.helpers import require
 
-
-class Unpacked(NamedTuple):
-    mean: Any
-    var: Any
-    count: Any
-    element_weight: Any
-    state: int = RIGHT
-
-
-class Verbs:
-    """By the module `kernels`. The options are fields of `Input` or `Gradient`."""
-
-    def __init__(self, kernels: Any) -> None:
-        self.kernels = kernels
-
-    def begin_forward(
-        self, x: Any, rank_weight: Any, count: Any, *, out: Any = None, **options: Any
-    ) -> Any:
-        return self.kernels.begin_forward(
-            Input(x, None, None, 1.0, **options), rank_weight, count, out=out
-        )
-
-    def finish_forward(
-        self, summed: Any, x: Any, weight: Any, bias: Any, *share: Any, **options: Any
-    ) -> Any:
-        """y, mean, var, count, element_weight and state."""
-        i = Input(x, weight, bias, **options)
-        y, batch, state = self.kernels.finish_forward(i, summed, *share)
-        return y, *batch, state
-
-    def begin_backward(self, *about: Any, out: Any = None, **options: Any) -> Any:
-        return self.kernels.begin_backward(gradient(*about, **options), out=out)
-
-    def finish_backward(self, summed: Any, *about: Any, begun: Any = (), **options: Any) -> Any:
-        """`begun` is what `begin_backward` returned after the gradients of the parameters."""
-        return self.kernels.finish_backward(gradient(*about, **options), summed, *begun)
-
-    def normalize(self, x: Any, mean: Any, var: Any, weight: Any, bias: Any, **options: Any) -> Any:
-        batch = BatchStatistics(mean, var, None, None)
-        return self.kernels.normalize(Input(x, weight, bias, **options), batch)
-
-    def local_moments(self, x: Any, *, axis: tuple[int, ...]) -> tuple[Any, Any]:
-        """Mean and variance, as a message tells them."""
-        if self.kernels is generic:
-            return generic.local_moments(x, axis)
-        mean, meansqr = generic.split_sums(
-            self.begin_forward(x, 1.0, 1.0, axis=axis)[:-2], channels(x.shape, axis)
-        )
-        return mean, meansqr - mean * mean
-
-    def backward_sums(
-        self, dy: Any, x: Any, mean: Any, var: Any, *, eps: float, axis: tuple[int, ...]
-    ) -> Any:
-        payload, dweight, dbias, *_ = self.begin_backward(
-            dy, x, mean, var, None, None, eps=eps, axis=axis
-        )
-        assert dweight is None
-        assert dbias is None
-        return generic.split_sums(payload, mean.shape)
-
-    def input_gradient(
-        self, dy: Any, x: Any, mean: Any, var: Any, weight: Any, element_weight: Any,
-        sum_dy: Any, sum_dy_xhat: Any, *, eps: float, axis: tuple[int, ...],
-    ) -> Any:  # fmt: skip
-        summed = concat([sum_dy, sum_dy_xhat])
-        statistics = mean, var, weight, None, element_weight
-        dx, dresidual = self.finish_backward(summed, dy, x, *statistics, eps=eps, axis=axis)
-        assert dresidual is None
-        return dx
-
-    def unpack(self, summed: Any, shape: tuple[int, ...], weight: float, count: float) -> Unpacked:
-        x: Any = np.zeros((1, *shape), "float32")
-        if not isinstance(summed, np.ndarray):
-            import torch
-
-            x = torch.from_numpy(x)
-        share = weight, count
-        _, *found = self.finish_forward(summed, x, None, None, *share, eps=1.0, axis=(0,))
-        return Unpacked(*found)
-
-    def move(self, running: Running, mean: Any, var: Any, count: float, local_count: float) -> None:
-        """By a message of weight 1."""
-        C = math.prod(mean.shape)
-        summed = np.r_[np.ravel(mean), np.ravel(var + mean * mean), 1.0, count]
-        x: Any = np.zeros((1, C), "float32")
-        if not isinstance(running.mean, np.ndarray):
-            import torch
-
-            x, summed = torch.from_numpy(x), torch.from_numpy(summed)
-        options: Any = {"eps": 1.0, "axis": (0,), "running": running}
-        *_, state = self.finish_forward(summed, x, None, None, 1.0, local_count, **options)
-        assert state == RIGHT
+INTERPRETED = os.environ.get("TRITON_INTERPRET")
+DEVICE = "cuda" if INTERPRETED == "0" else "cpu"
+AXIS = (0, 2, 3)
+EPS = 0.25
+VERBS = "begin_forward", "finish_forward", "begin_backward", "finish_backward", "normalize"
+# Of the largest number: of activations, and of sums, which 16-bit dtypes have in float32.
+TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
 
 
-def gradient(
-    dy: Any, x: Any, mean: Any, var: Any, weight: Any, bias: Any,
-    element_weight: Any = None, **options: Any,
-) -> Gradient:  # fmt: skip
-    batch = BatchStatistics(mean, var, None, element_weight)
-    of_gradient = {name: options.pop(name) for name in ("y", "needs_dx") if name in options}
-    return Gradient(dy, Input(x, weight, bias, **options), batch, **of_gradient)
+def takes_int_of_an_array() -> bool:
+    """As Triton 3.6 does, and 3.9 does no more; NumPy 2.5 refuses this."""
+    if not require.available("triton"):
+        return False
+    triton = tuple(int(n) for n in metadata.version("triton").split(".")[:2])
+    return triton < (3, 9) and np.lib.NumpyVersion(np.__version__) >= "2.5.0"
+
+
+def _patch_the_interpreter_once() -> None:
+    """Let Triton's interpreter patch its language at each launch, and not at each inner call.
+
+    The launch has patched the language for all functions of its own module, and patches of Triton's
+    library stay. To look for what is to be patched takes longer than most functions.
+    """
+    from triton.runtime import interpreter
+
+    patched = set()
+
+    def call(function: Any, *arguments: Any, **options: Any) -> Any:
+        if function.fn.__module__ not in patched:
+            patched.add(function.fn.__module__)
+            interpreter._patch_lang(function.fn)
+        return function.rewrite()(*arguments, **options)
+
+    interpreter.InterpretedFunction.__call__ = call
+
+
+if INTERPRETED == "1":
+    _patch_the_interpreter_once()
+
+
+@pytest.fixture(params=["generic", "host"] if INTERPRETED is None else ["cuda"])
+def kernels(request: pytest.FixtureRequest) -> Any:
+    """Each kernels file that can be used."""
+    if request.param == "host":
+        require.need("core")
+    return importlib.import_module(f"multibn.kernels.{request.param}")
+
+
+def as_numpy(v: Any, dtype: str | None = None) -> Any:
+    return v if v is None or dtype is None else v.astype(dtype)
+
+
+def as_torch(v: Any, dtype: str | None = None) -> Any:
+    """The same memory as a tensor, if it is to be of the same dtype; None stays."""
+    require.need("torch")
+    import torch
+
+    if v is None:
+        return None
+    return torch.from_numpy(np.asarray(v)).to(DEVICE, getattr(torch, dtype) if dtype else None)
+
+
+LIBRARIES: list[Any] = [as_torch] if INTERPRETED is not None else [as_numpy, as_torch]
+libraries = pytest.mark.parametrize("of", LIBRARIES, ids=lambda f: f.__name__[3:])
+
+
+def like(x: Any, v: Any) -> Any:
+    return v if isinstance(x, np.ndarray) else as_torch(v)
+
+
+def exact(v: Any) -> Any:
+    """In float64; None stays."""
+    if v is None:
+        return None
+    return np.asarray(v.detach().cpu().double() if hasattr(v, "detach") else v, "float64")
+
+
+def data(shape: tuple[int, ...], dtype: Any = "float32", seed: int = 0) -> Any:
+    return np.random.default_rng(seed).normal(3, 2, shape).astype(dtype)
+
+
+def last(a: Any) -> Any:
+    """With the second axis last in memory."""
+    return np.moveaxis(np.moveaxis(a, 1, -1).copy(), -1, 1)
+
+
+def cast(v: Any, dtype: str | None) -> Any:
+    if dtype is None:
+        return None
+    return np.repeat(v, 2)[::2] if dtype == "strided" else v.astype(dtype)
+
+
+def layer(
+    shape: tuple[int, ...],
+    dtype: str = "float32",
+    of: Any = LIBRARIES[0],
+    *,
+    axis: tuple[int, ...] | None = None,
+    order: Any = np.asarray,
+    parameters: tuple[str | None, str | None] = ("float32", "float64"),
+    residual: bool = False,
+    relu: bool = False,
+    mask: Any = None,
+) -> tuple[Any, Any]:
+    """The arguments of a pass, and a gradient. What the mask leaves out is spoiled."""
+    axis = tuple(i for i in range(len(shape)) if i != 1) if axis is None else axis
+    arrays = [data(shape, seed=seed) for seed in range(3)]
+    if mask is not None:
+        bad = np.resize(np.array([np.nan, np.inf, -np.inf, 6e4], "float32"), shape)
+        arrays = [np.where(mask, a, bad) for a in arrays]
+    x, dy, added = (of(order(a), dtype) for a in arrays)
+    channels = [n for i, n in enumerate(shape) if i not in axis]
+    drawn = np.random.default_rng(1).normal(1, 1, (2, *channels))
+    weight, bias = (of(cast(v, kind)) for v, kind in zip(drawn, parameters, strict=True))
+    there = None if mask is None else of(mask)
+    return Input(x, weight, bias, EPS, axis, added if residual else None, relu, None, there), dy
+
+
+def statistics(i: Input, **changed: Any) -> BatchStatistics:
+    """Of no data in particular."""
+    shape = tuple(n for k, n in enumerate(i.x.shape) if k not in i.axis)
+    mean, var = np.random.default_rng(2).uniform(0.5, 2, (2, *shape))
+    found = {"mean": mean, "var": var, "count": np.array(9.0), "element_weight": np.array(0.3)}
+    return BatchStatistics(*(like(i.x, v) for v in (found | changed).values()))
+
+
+def num_elements(i: Input) -> float:
+    """Per channel."""
+    if i.mask is not None:
+        return float(i.mask.sum())
+    return float(math.prod(i.x.shape[k] for k in i.axis))
+
+
+def others(C: int) -> tuple[Any, Any]:
+    """What another rank sends: the payloads forward and backward."""
+    mean, var = np.linspace(1, 4, C), np.linspace(0.5, 2, C)
+    return 2 * np.r_[mean, var + mean * mean, 1, 1], np.linspace(-3, 5, 2 * C)
+
+
+def passes(
+    kernels: Any, i: Input, dy: Any, batch: BatchStatistics | None = None, sums: Any = None
+) -> dict[str, Any]:
+    """All results, by the verbs one after the other; by statistics and sums that are given."""
+    found: dict[str, Any] = {}
+    n = num_elements(i)
+    found["message"] = message = kernels.begin_forward(i, n, n)
+    forward, backward = (like(i.x, v) for v in others((len(message) - 2) // 2))
+    if batch is None:
+        old = [like(i.x, np.full(len(forward) // 2 - 1, v, "float32")) for v in (1, 2)]
+        moved = i._replace(running=Running(old[0], old[1], 0.3, num_batches=like(i.x, np.array(3))))
+        y, batch, state = kernels.finish_forward(moved, message + forward, n, n)
+        assert state in (generic.RIGHT, generic.LOST)
+        found |= {"y": y, **batch._asdict(), "running mean": old[0], "running var": old[1]}
+    found["normalized"] = kernels.normalize(i, batch)
+    y = found.setdefault("y", found["normalized"])
+    g = Gradient(dy, i, batch, y if i.relu and i.residual is not None else None)
+    payload, found["dweight"], found["dbias"], *begun = kernels.begin_backward(g)
+    found["sums"] = payload
+    summed = payload + backward if sums is None else sums
+    found["dx"], found["dresidual"] = kernels.finish_backward(g, summed, *begun)
+    found["dx alone"], _ = kernels.finish_backward(g, summed)
+    return found
+
+
+def definition(
+    i: Input, dy: Any, y: Any, batch: BatchStatistics | None = None, sums: Any = None
+) -> dict[str, Any]:
+    """As `passes`, in float64. A ReLU's gradient is 0 where the output `y` was not positive."""
+    x, dy, y = exact(i.x), exact(dy), exact(y)
+    mask = np.ones(x.shape, bool) if i.mask is None else np.broadcast_to(exact(i.mask) > 0, x.shape)
+    x, dy = np.where(mask, x, 0), np.where(mask & ((y > 0) | (not i.relu)), dy, 0)
+    n = num_elements(i)
+    moments = [v.sum(i.axis) / max(n, 1) for v in (x, x * x)]
+    shape, C = moments[0].shape, moments[0].size
+    found = {"message": n * np.r_[moments[0].ravel(), moments[1].ravel(), 1, 1]}
+    forward, backward = others(C)
+    if batch is None:
+        summed = found["message"] + forward
+        first, second, (weight, count) = np.split(summed, [C, 2 * C])
+        mean, var = first / weight, second / weight - (first / weight) ** 2
+        found["running mean"] = 0.7 * 1 + 0.3 * mean
+        found["running var"] = 0.7 * 2 + 0.3 * var * count / max(count - 1, 1)
+        mean, var = mean.reshape(shape), var.reshape(shape)
+        element_weight = n / (max(n, 1) * weight)
+        found |= {"mean": mean, "var": var, "count": count, "element_weight": element_weight}
+    else:
+        mean, var, _, element_weight = map(exact, batch)
+
+    def wide(v: Any, missing: float = 0.0) -> Any:
+        return missing if v is None else np.expand_dims(exact(v), i.axis)
+
+    invstd = 1 / np.sqrt(wide(var) + i.eps)
+    xhat = (x - wide(mean)) * invstd
+    out = xhat * wide(i.weight, 1.0) + wide(i.bias)
+    out = out + (0.0 if i.residual is None else exact(i.residual))
+    out = np.where(mask, np.where(i.relu & (out <= 0), 0, out), 0)
+    found |= {"y": out, "normalized": out}
+    of_rank = [v.sum(i.axis) for v in (dy, dy * xhat)]
+    found["sums"] = np.r_[of_rank[0].ravel(), of_rank[1].ravel()]
+    found["dbias"], found["dweight"] = (
+        None if parameter is None else v
+        for parameter, v in zip((i.bias, i.weight), of_rank, strict=True)
+    )
+    summed = found["sums"] + backward if sums is None else exact(sums)
+    sum_dy, sum_dy_xhat = (wide(v.reshape(shape)) for v in np.split(summed, [C]))
+    dx = wide(i.weight, 1.0) * invstd * (dy - element_weight * (sum_dy + xhat * sum_dy_xhat))
+    found["dx"] = found["dx alone"] = np.where(mask, dx, 0)
+    found["dresidual"] = dy if i.relu and i.residual is not None else None
+    return found
+
+
+NARROW = "y", "normalized", "dx", "dx alone", "dresidual"
+
+
+def check(
+    kernels: Any,
+    i: Input,
+    dy: Any,
+    batch: BatchStatistics | None = None,
+    sums: Any = None,
+    *,
+    native: bool = True,
+    tolerance: float | None = None,
+    hint: str = "",
+) -> dict[str, Any]:
+    """All results, which are near their definition; `native` if `generic` is to have no part.
+
+    Results have the dtypes and the memory order of their arrays; arguments stay as they are.
+    """
+    before = [exact(v) for v in (*i[:3], i.residual, dy)]
+    with only(kernels) if native else pytest.MonkeyPatch.context():
+        got = passes(kernels, i, dy, batch, sums)
+    for name, right in definition(i, dy, got["y"], batch, sums).items():
+        where = f"{kernels.__name__}: {name} of {tuple(i.x.shape)} {i.x.dtype} {hint}"
+        value = got[name]
+        if right is None:
+            assert value is None, where
+            continue
+        assert type(value) is type(like(i.x, np.ones(1))) or np.shape(value) == (), where
+        dtype = i.x.dtype if name in NARROW else getattr(value, "dtype", "float64")
+        if name in ("dweight", "dbias"):
+            dtype = getattr(i, name[1:]).dtype
+        assert value.dtype == dtype, where
+        assert tuple(value.shape) == np.shape(right), where
+        kinds = [str(v).rpartition(".")[2] for v in (dtype, i.x.dtype)]
+        limits = [TOLERANCE[kind] for kind in kinds]
+        if name not in NARROW and limits[1] > TOLERANCE["float32"]:
+            limits[1] = TOLERANCE["float32"]
+        right = np.where(np.isinf(right), np.nan, right)  # overflow may come before inf - inf
+        value = np.where(np.isinf(exact(value)), np.nan, exact(value))
+        limit = max(limits) if tolerance is None else tolerance
+        scale = np.nanmax(np.abs(right), initial=1e-3)
+        np.testing.assert_allclose(value, right, rtol=0, atol=limit * scale, err_msg=where)
+    for a, b in zip((*i[:3], i.residual, dy), before, strict=True):
+        np.testing.assert_array_equal(exact(a), b)
+    return got
+
+
+def strides(a: Any) -> list[int]:
+    """In elements, of axes that have more than one: those of other axes mean nothing."""
+    steps = a.stride() if hasattr(a, "stride") else [n // a.itemsize for n in a.strides]
+    return [step for step, n in zip(steps, a.shape, strict=True) if n > 1]
+
+
+def refuse(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("the generic kernels were used")
+
+
+@contextmanager
+def only(kernels: Any) -> Iterator[None]:
+    """The verbs of the reference raise, if `kernels` are not the reference."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (*VERBS, "move") if kernels is not generic else ():
+            patch.setattr(generic, name, refuse)
+        yield
 
 
 @contextmanager
@@ -143,59 +312,3 @@ def threads(n: int) -> Iterator[None]:
         yield
     finally:
         use(before)
-
-
-def refuse(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("the generic kernels were used")
-
-
-VERBS = "begin_forward", "finish_forward", "begin_backward", "finish_backward", "normalize", "move"
-
-
-@pytest.fixture
-def compiled_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference raises."""
-    for name in VERBS:
-        monkeypatch.setattr(generic, name, refuse)
-
-
-def as_numpy(v: Any) -> Any:
-    return v
-
-
-def as_torch(v: Any) -> Any:
-    """The same memory as a tensor; None stays."""
-    require.need("torch")
-    import torch
-
-    return None if v is None else torch.from_numpy(np.asarray(v))
-
-
-libraries = pytest.mark.parametrize("of", [as_numpy, as_torch], ids=["numpy", "torch"])
-
-
-def takes_int_of_an_array() -> bool:
-    """As Triton 3.6 does, and 3.9 does no more; NumPy 2.5 refuses this."""
-    if not require.available("triton"):
-        return False
-    triton = tuple(int(n) for n in metadata.version("triton").split(".")[:2])
-    return triton < (3, 9) and np.lib.NumpyVersion(np.__version__) >= "2.5.0"
-
-
-def patch_the_interpreter_once() -> None:
-    """Let Triton's interpreter patch its language at each launch, and not at each inner call.
-
-    The launch has patched the language for all functions of its own module, and patches of Triton's
-    library stay. To look for what is to be patched takes longer than most functions.
-    """
-    from triton.runtime import interpreter
-
-    patched = set()
-
-    def call(function: Any, *arguments: Any, **options: Any) -> Any:
-        if function.fn.__module__ not in patched:
-            patched.add(function.fn.__module__)
-            interpreter._patch_lang(function.fn)
-        return function.rewrite()(*arguments, **options)
-
-    interpreter.InterpretedFunction.__call__ = call

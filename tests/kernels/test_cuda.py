@@ -21,7 +21,10 @@ from tests.helpers import require
 from tests.kernels.passes import takes_int_of_an_array
 
 HERE = Path(__file__).parent
-CHECKS = [str(HERE / name) for name in ("triton_passes.py", "triton_steps.py", "test_formulas.py")]
+CHECKS = [
+    str(HERE / name)
+    for name in ("triton_passes.py", "triton_steps.py", "test_passes.py", "test_steps.py")
+]
 
 
 def _run_checks(*, interpreted: bool) -> subprocess.CompletedProcess[str]:

@@ -1,6 +1,7 @@
 """The compiled passes of host memory: any number of threads, processes that fork, processors."""
 
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,42 +12,57 @@ from tests.helpers import launch, require
 
 require.need("core")
 
+from multibn.kernels import host  # noqa: E402
 from multibn.kernels.core import _core  # noqa: E402
 from multibn.kernels.core.memory import num_threads  # noqa: E402
-from tests.kernels.passes import threads  # noqa: E402
-from tests.kernels.test_host import check, data, host, passes, per_channel  # noqa: E402
+from tests.kernels.passes import (  # noqa: E402
+    NARROW,
+    as_torch,
+    check,
+    data,
+    layer,
+    passes,
+    statistics,
+    threads,
+)
+from tests.kernels.test_passes import mask_of  # noqa: E402
 
 
-@pytest.mark.parametrize("shape", [(6, 64, 64, 64), (96, 2048, 3, 3), (45000, 40, 1, 1)], ids=str)
-def test_any_number_of_threads_gives_the_same_bits(shape: tuple[int, ...]) -> None:
-    x, dy = data(shape), data(shape, seed=1)
-    c = per_channel(shape[1])
+def assert_same_bits(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for name, v in expected.items():
+        np.testing.assert_array_equal(found[name], v, err_msg=name)
+
+
+# The first is large enough to leave past the caches, and a thread's third of it is not.
+@pytest.mark.parametrize(
+    "shape", [(9, 64, 64, 64), (96, 2048, 3, 3), (45000, 40, 1, 1), (2, 70, 100, 90)], ids=str
+)
+@pytest.mark.parametrize("mask", [None, "random"])
+def test_any_number_of_threads_gives_the_same_bits(shape: tuple[int, ...], mask: Any) -> None:
+    i, dy = layer(shape, relu=mask is not None, mask=mask_of(mask, shape))
+    i.x[:1] += 1e4 if mask else 0  # the first centre is far from the mean
     found = []
     for n in (1, 2, 3):
         with threads(n):
             assert num_threads() == n
-            found.append(passes(host, dy, x, c, (0, 2, 3)))
-    found.append(check(dy, x))
-    for one, *others in zip(*found, strict=True):
-        for other in others:
-            np.testing.assert_array_equal(one, other)
+            found.append(passes(host, i, dy))
+    for other in found[1:]:
+        assert_same_bits(other, found[0])
 
 
 @pytest.mark.parametrize("shape", [(6, 64, 64, 64), (4, 5, 6, 7)], ids=str)
 def test_several_threads_may_call_at_once(shape: tuple[int, ...]) -> None:
     """Ranks that are threads, and autograd's; each has its own data."""
-    c = per_channel(shape[1])
-    inputs = [(data(shape, seed=i), data(shape, seed=i + 9)) for i in range(4)]
+    inputs = [layer(shape) for _ in range(4)]
+    inputs = [(i._replace(x=data(shape, seed=n)), dy) for n, (i, dy) in enumerate(inputs)]
 
-    def run(i: int) -> list[Any]:
-        x, dy = inputs[i % len(inputs)]
-        return passes(host, dy, x, c, (0, 2, 3))
+    def run(n: int) -> Any:
+        return passes(host, *inputs[n % len(inputs)])
 
-    right = [run(i) for i in range(len(inputs))]
+    right = [run(n) for n in range(len(inputs))]
     with threads(2), ThreadPoolExecutor(len(inputs)) as pool:
-        for i, found in enumerate(pool.map(run, range(3 * len(inputs)))):
-            for got, expected in zip(found, right[i % len(inputs)], strict=True):
-                np.testing.assert_array_equal(got, expected)
+        for n, found in enumerate(pool.map(run, range(3 * len(inputs)))):
+            assert_same_bits(found, right[n % len(inputs)])
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
@@ -100,25 +116,31 @@ print(mean, "multibn.kernels.host" in sys.modules, info.text(info.collect()))
         assert "Install a C compiler (gcc or clang)" in line
 
 
-@pytest.mark.parametrize("shape", [(3, 20, 64, 64), (37, 3, 2, 2), (19, 2100, 1, 1)], ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
-def test_all_instructions_give_the_same_numbers(shape: tuple[int, ...], dtype: str) -> None:
-    """Those of each processor: only the order of sums may differ."""
-    x, dy = data(shape, dtype), data(shape, dtype, 1)
-    found = []
+def levels() -> Iterator[None]:
+    """The instructions of each processor."""
     try:
         for level in range(len(_core.levels)):
             _core.use_level(level)
-            found.append(check(dy, x))
+            yield
     finally:
         _core.use_level(len(_core.levels) - 1)
+
+
+@pytest.mark.parametrize("shape", [(3, 20, 64, 64), (37, 3, 2, 2), (19, 2100, 1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@pytest.mark.parametrize("mask", [None, "random"])
+def test_all_instructions_give_the_same_numbers(
+    shape: tuple[int, ...], dtype: str, mask: Any
+) -> None:
+    """Only the order of sums may differ."""
+    i, dy = layer(shape, dtype, relu=True, residual=True, mask=mask_of(mask, shape))
+    about = statistics(i), np.linspace(-1, 1, 2 * shape[1])
+    found = [(check(host, i, dy), passes(host, i, dy, *about)) for _ in levels()]
     with pytest.raises(ValueError, match=f"`level` must be below {len(_core.levels)}"):
         _core.use_level(len(_core.levels))
-    for one, *others in zip(*found, strict=True):
-        for other in others:
-            if one.shape == shape:  # y and dx
-                np.testing.assert_array_equal(one, other)
-            np.testing.assert_allclose(one, other, rtol=1e-5 if dtype != "float64" else 1e-12)
+    for _, other in found[1:]:
+        for name in NARROW:
+            np.testing.assert_array_equal(other[name], found[0][1][name])
 
 
 @pytest.mark.parametrize(
@@ -140,29 +162,21 @@ def test_a_large_result_is_that_of_its_samples(
 
     torch's memory begins with one, NumPy's does not.
     """
-    require.need("torch")
+    i, dy = layer(shape, dtype, as_torch, relu=True, residual=True)
     import torch
 
-    arrays = [torch.from_numpy(data(shape, dtype, seed=n)) for n in range(3)]
-    x, dy, residual = (a.to(memory_format=getattr(torch, layout)) for a in arrays)
-    statistics = [torch.from_numpy(v) for v in per_channel(shape[1])]
-    summed = torch.cat(statistics[4:])
+    order = {"memory_format": getattr(torch, layout)}
+    batch, sums = statistics(i), torch.linspace(-1, 1, 2 * shape[1]).double()
 
-    def results(samples: Any, like: Any) -> list[Any]:
-        on: Any = {"eps": 0.25, "axis": (0, 2, 3), "relu": True}
-        x_, dy_, residual_ = (like(a[samples]) for a in (x, dy, residual))
-        about = [like(v) for v in statistics[:4]]
-        y = host.normalize(x_, *about, **on, residual=residual_)
-        gradients = host.finish_backward(like(summed), dy_, x_, *about, 0.3, **on, y=y)
-        return [np.asarray(a) for a in (y, *gradients)]
+    def results(samples: Any, of: Any) -> list[Any]:
+        x, dy_, residual = (of(a.to(**order)[samples]) for a in (i.x, dy, i.residual))
+        there = i._replace(x=x, weight=of(i.weight), bias=of(i.bias), residual=residual)
+        found = passes(host, there, dy_, type(batch)(*map(of, batch)), of(sums))
+        return [np.asarray(found[name]) for name in NARROW]
 
-    parts = [results(slice(n, n + 1), lambda a: a) for n in range(shape[0])]
+    parts = [results(slice(n, n + 1), as_torch) for n in range(shape[0])]
     right = [np.concatenate(samples) for samples in zip(*parts, strict=True)]
-    try:
-        for level in range(len(_core.levels)):
-            _core.use_level(level)
-            for like in (lambda a: a, lambda a: a.numpy()):
-                for got, expected in zip(results(slice(None), like), right, strict=True):
-                    np.testing.assert_array_equal(got, expected)
-    finally:
-        _core.use_level(len(_core.levels) - 1)
+    for _ in levels():
+        for of in (lambda a: a, lambda a: a.numpy()):
+            for got, expected in zip(results(slice(None), of), right, strict=True):
+                np.testing.assert_array_equal(got, expected)

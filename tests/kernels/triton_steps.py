@@ -14,14 +14,10 @@ from multibn.communicators.conversation import Phase, look_at_unread
 from multibn.kernels import Running, cuda, generic
 from multibn.kernels.triton import launch as cuda_steps
 from multibn.torch_backend import SyncBatchNorm, normalize_together
-from tests.helpers.spread import spread
-from tests.kernels.triton_passes import DEVICE, number, on_gpu, wide
+from tests.kernels.passes import DEVICE
 from tests.kernels.triton_passes import _afresh as _afresh
 from tests.kernels.triton_passes import launched as launched
-
-SHAPES = [(1,), (2, 3), (256,), (700,), (75,)]
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float32]
-shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+from tests.kernels.triton_passes import number, on_gpu, wide
 
 
 def unpack(summed: Any, shape: tuple[int, ...], rank_weight: float, count: float) -> Any:
@@ -46,31 +42,6 @@ def averages(mean: Any, var: Any, new: Any, new_var: Any, momentum: Any, factor:
     return [generic.average(old, v, momentum) for old, v in pairs]
 
 
-@shapes
-@pytest.mark.parametrize("count", [0.0, 1.0, 3.0, 2.0**24 + 1, 2.0**40 + 1])
-def test_unpack(shape: tuple[int, ...], count: float, launched: list[str]) -> None:
-    mean = wide(*shape)
-    meansqr = mean**2 + wide(*shape) ** 2
-    weight = min(count, 2.0**40 - 1)
-    summed = 3 * generic.pack(mean, meansqr, weight, count)
-    got = unpack(summed, shape, weight, count)
-    expected, _ = generic.unpack(summed, shape, weight, count)
-    for a, b, size in zip(got, expected, (None, meansqr, None, None), strict=True):
-        compare(a, b, size)
-    assert launched == ["finish_forward"]
-
-
-def test_the_weights_of_a_rank_without_data() -> None:
-    """Another rank's data are there; a sum of weights below 1 is that of no data at all."""
-    others = generic.pack(wide(5), wide(5) ** 2 + 9, 4.0, 8.0)
-    for summed, total in ((others, 4.0), (0 * others, 0.0)):
-        mean, var, count, element_weight = unpack(summed, (5,), 0.0, 0.0)
-        compare(mean, summed[:5] / max(total, 1))
-        assert element_weight.item() == 0
-        assert count.item() == 2 * total
-    assert var.tolist() == [0] * 5
-
-
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 2999, 3000, 5999])  # of the means and the means of squares
@@ -84,46 +55,6 @@ def test_a_batch_that_is_not_finite(bad: float, place: int) -> None:
     assert (count.item(), element_weight.item()) == (0, 0.5)
     refused = unpack(math.nan * summed, (3000,), 2.0, 2.0)
     assert [v.isnan().all().item() for v in refused] == [True, True, False, True]
-
-
-@pytest.mark.parametrize(
-    "momentum, convention, count, of",
-    spread(
-        [0.0, 0.1, 1.0, None],
-        ["unbiased_global", "unbiased_local", "biased"],
-        [0.0, 1.0, 7.0, math.nan],
-        over=[list(zip(SHAPES, DTYPES, strict=True))],
-    ),
-)
-def test_move(
-    of: Any, momentum: float | None, convention: Any, count: float, launched: list[str]
-) -> None:
-    """As `population.update_running`; a batch without elements changes nothing."""
-    shape, dtype = of
-    running = wide(*shape).to(dtype), (wide(*shape) ** 2).to(dtype)
-    num_batches = torch.full((), 4, device=DEVICE)
-    before = [a.clone() for a in running]
-    batch = wide(*shape), wide(*shape) ** 2
-    if math.isnan(count):  # another rank refused its input
-        batch = batch[0] * math.nan, batch[1] * math.nan
-    n = number(count)
-    expected_batches = 4 + int(count > 0)
-    a = (1 / expected_batches if momentum is None else momentum) * (n > 0).double()
-    factor = {"unbiased_global": n / (n - 1).clamp(1), "unbiased_local": 1.25, "biased": 1.0}
-    expected = averages(*running, *batch, a, factor[convention])
-    versions = [v._version for v in (*running, num_batches)]
-    cuda_steps.move(Running(*running, momentum, convention, num_batches), *batch, n, 5.0)
-    for moved, right, old in zip(running, expected, before, strict=True):
-        if dtype == torch.bfloat16 and DEVICE == "cpu":  # the interpreter cuts off
-            torch.testing.assert_close(moved, right, rtol=2**-7, atol=0, equal_nan=True)
-        else:
-            compare(moved, right, right.abs() + (dtype == torch.float64))
-        if not count > 0:
-            assert torch.equal(moved, old)
-    assert num_batches.item() == expected_batches
-    # Autograd tells by the version that a saved tensor has changed.
-    assert all(v._version > old for v, old in zip((*running, num_batches), versions, strict=True))
-    assert launched == ["move"]
 
 
 @pytest.mark.parametrize("momentum", [0.1, None], ids=["n", "cumulative"])

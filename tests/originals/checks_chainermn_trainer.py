@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from multibn.chainer_backend import MultiNodeBatchNormalization, create_mnbn_model
 from multibn.communicators import Communicator
-from multibn.communicators.transports.chainermn import ChainerMN
 from tests.harness.runs import on
 from tests.originals import chainer_programs
 
@@ -327,35 +325,3 @@ def check_programs_for_chainermns_link_run_alike_with_ours(world: Communicator) 
         results = [[p(make, world.rank) for p in programs] for make in (original, multibns)]
     for expected, actual in zip(*results, strict=True):
         chainer_programs.assert_same(actual, expected)
-
-
-def check_a_communicator_can_be_assigned(world: Communicator) -> None:
-    """None while a link is pickled, as ChainerMN's own `__deepcopy__` does; then another one."""
-    import pickle
-
-    x = np.random.default_rng(world.rank).normal(world.rank, 1, (4, 3))
-    link = MultiNodeBatchNormalization(3, naive(), decay=0, dtype=np.float64)
-    link(x)
-    shared = link.avg_mean.copy()
-    link.comm, comm = None, link.comm
-    copy = pickle.loads(pickle.dumps(link))
-    link.comm = copy.comm = comm
-    copy(x)
-    link.comm = naive().split(world.rank, 0)
-    link(x)
-    assert copy.comm is naive()
-    np.testing.assert_allclose(copy.avg_mean, shared, rtol=1e-12)
-    np.testing.assert_allclose(link.avg_mean, x.mean(0), rtol=1e-12)
-    whole = world.allreduce(x.mean(0)) / world.size
-    np.testing.assert_allclose(shared, whole, rtol=1e-12)
-    assert abs(whole - x.mean(0)).min() > 1e-3
-
-
-def check_a_wrapped_communicator_is_kept(world: Communicator) -> None:
-    wrapped = ChainerMN(naive(), timeout=17.0)
-    for backend in ("auto", "mpi"):
-        link: Any = MultiNodeBatchNormalization(3, wrapped, communication_backend=backend)
-        assert link.conversation.wrapped.timeout == 17.0
-        assert link.comm is naive()
-    with pytest.raises(ValueError, match="must be 'mpi', 'nccl' or 'auto': got 'ib'"):
-        MultiNodeBatchNormalization(3, wrapped, communication_backend="ib")

@@ -1,0 +1,526 @@
+"""All kernels: the numbers of each layout, dtype and mask; digits, messages and what is refused.
+
+test_cuda.py runs this file where Triton interprets or a GPU is at hand.
+"""
+
+import math
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from multibn.kernels import Gradient, Input, _native, generic, select
+from tests.helpers import require
+from tests.helpers.spread import spread
+from tests.kernels.passes import (
+    AXIS,
+    INTERPRETED,
+    LIBRARIES,
+    as_torch,
+    check,
+    data,
+    exact,
+    last,
+    layer,
+    libraries,
+    passes,
+    statistics,
+    strides,
+)
+from tests.kernels.passes import kernels as kernels
+
+# Long planes and short ones, more columns than a tile has, several samples in a tile, few rows and
+# many, one channel, one sample, one element; rows, sequences and volumes.
+SHAPES = [
+    (3, 5, 13, 11), (2, 70, 7, 7), (37, 3, 2, 2), (5, 1, 1, 300), (1, 4, 6, 1), (1, 1, 1, 1),
+    (6, 3), (4, 3, 6), (2, 3, 2, 3, 2), (3, 8, 5, 13),
+]  # fmt: skip
+if INTERPRETED is None:  # planes of more than one block, short samples of few channels
+    SHAPES += [(19, 2100, 1, 1), (3, 2, 40, 30), (2600, 3, 1, 1), (11, 13, 4, 5)]
+DTYPES = ["float32", "float64", "float16", "bfloat16"]
+PARAMETERS: list[Any] = [
+    ("float32", "float32"), ("float64", "float64"), ("float16", "float16"), ("float32", "float64"),
+    ("float64", "float16"), ("float32", None), (None, "float32"), ("float16", None), (None, None),
+]  # fmt: skip
+MASKS = [None, "random", "ends", "nothing", "all"]
+# Of NumPy, and of the interpreter.
+invalid = pytest.mark.filterwarnings("ignore:(invalid value|divide by zero):RuntimeWarning")
+VARIANTS = list(product([False, True], [False, True], MASKS))  # ReLU, residual, mask
+
+
+def mask_of(kind: str | None, shape: tuple[int, ...]) -> Any:
+    """At random; ends of samples, the last sample whole; none; all."""
+    rng = np.random.default_rng(2)
+    one = (shape[0], 1, *shape[2:])
+    if kind == "random":
+        return rng.random(one) < 0.6
+    if kind == "ends":
+        places = int(np.prod(one[1:]))
+        lengths = rng.integers(0, places + 1, one[0])
+        lengths[-1] = places
+        return (np.arange(places) < lengths[:, None]).reshape(one)
+    return None if kind is None else np.full(one, kind == "all")
+
+
+@invalid
+@pytest.mark.parametrize("order", [np.asarray, last], ids=["NCHW", "channels_last"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_layout_dtype_and_mask_gives_the_exact_numbers(
+    kernels: Any, shape: tuple[int, ...], dtype: str, order: Any
+) -> None:
+    """With ReLU and residual, and with weights and biases of any dtype, too."""
+    seed = SHAPES.index(shape) + 20 * DTYPES.index(dtype) + 100 * (order is last)
+    rng = np.random.default_rng(seed)
+    number = 2 if INTERPRETED else 5 if kernels is generic or math.prod(shape) > 5000 else 20
+    for n, at in enumerate(rng.permutation(len(VARIANTS))[:number]):
+        relu, residual, mask = VARIANTS[at]
+        of = LIBRARIES[n % len(LIBRARIES)] if dtype != "bfloat16" else as_torch
+        parameters = PARAMETERS[rng.integers(len(PARAMETERS))]
+        options: Any = {"relu": relu, "residual": residual, "parameters": parameters}
+        i, dy = layer(shape, dtype, of, order=order, mask=mask_of(mask, shape), **options)
+        got = check(kernels, i, dy, hint=f"mask {mask} {options}")
+        for name in ("y", "dx", "normalized") if shape != (1, 1, 1, 1) else ():
+            assert strides(got[name]) == strides(i.x)
+
+
+@pytest.mark.parametrize(
+    "shape, axis, native",
+    [
+        ((6, 5), (0,), True),
+        ((6, 5), (1,), True),
+        ((4, 3, 5), (0,), True),
+        ((4, 3, 5), (0, 1), True),
+        ((4, 3, 5), (2,), True),
+        ((4, 2, 3, 5, 6), (0, 3, 4), True),
+        ((4, 3, 2, 5, 6), (0, 2, 3, 4), True),
+        ((4, 3, 5), (1,), False),
+        ((2, 4, 3, 5), (1, 3), False),
+        ((4, 3, 5, 6), (0, 2), False),
+    ],
+    ids=str,
+)
+def test_any_axes_can_be_reduced(
+    kernels: Any, shape: tuple[int, ...], axis: tuple[int, ...], native: bool
+) -> None:
+    check(kernels, *layer(shape, axis=axis), native=native)
+
+
+def gaps(a: Any) -> Any:
+    return a[:, 1:4]
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda a: a[::2],
+        gaps,
+        lambda a: a[..., ::2],
+        lambda a: a.swapaxes(2, 3),
+    ],
+    ids=["rows", "channels", "columns", "transposed"],
+)
+@invalid
+@pytest.mark.parametrize("masked", [False, True])
+@libraries
+def test_views_of_any_strides_give_the_exact_numbers(
+    kernels: Any, view: Any, masked: bool, of: Any
+) -> None:
+    """Of each array alone, and of all of them."""
+    full = (4, 5, 6, 8)
+    arrays = [data(full, seed=seed) for seed in range(3)]
+    shape = view(arrays[0]).shape
+    whole = mask_of("random", full) if masked else None
+    mask = None if whole is None or view is gaps else view(whole)
+    mask = mask_of("random", shape) if masked and view is gaps else mask
+    i, _ = layer(shape, of=of, relu=True, residual=True, mask=mask)
+    for places in ([0], [1], [2], [0, 1, 2]):
+        x, dy, residual = (
+            of(view(a)) if k in places else of(view(a).copy()) for k, a in enumerate(arrays)
+        )
+        there = None if mask is None else of(mask)
+        native = INTERPRETED is None or 0 not in places
+        check(kernels, i._replace(x=x, residual=residual, mask=there), dy, native=native)
+
+
+def test_mirrored_read_only_and_foreign_arrays_have_the_same_numbers(kernels: Any) -> None:
+    if INTERPRETED is not None:
+        pytest.skip("torch has none of these")
+    i, dy = layer((4, 3, 5, 6))
+    x, right = i.x, passes(kernels, i, dy)
+    frozen = x.copy()
+    frozen.flags.writeable = False
+    unaligned = np.frombuffer(b"0" + x.tobytes(), "u1")[1:].view(x.dtype).reshape(x.shape)
+    derived = x.view(type("Special", (np.ndarray,), {}))  # as np.memmap
+    mirrored = np.ascontiguousarray(x[::-1, ::-1, :, ::-1])[::-1, ::-1, :, ::-1]
+    for other, gradient in product(
+        [frozen, unaligned, derived, mirrored, x.astype(">f4")], [dy, dy.astype("float64")]
+    ):
+        found = passes(kernels, i._replace(x=other), gradient)
+        assert found["y"].dtype == found["dx"].dtype == other.dtype
+        for name, v in found.items():
+            assert v is right[name] is None or np.allclose(v, right[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["strided", "float32"])
+@pytest.mark.parametrize("places", [["mean", "var"], ["weight"], ["bias"], ["sums"]], ids=str)
+@libraries
+def test_per_channel_arrays_of_any_memory_and_dtype_are_read(
+    kernels: Any, kind: str, places: list[str], of: Any
+) -> None:
+    i, dy = layer((4, 5, 3, 6), of=of, relu=True, parameters=("float64", "float64"))
+    batch: Any
+    batch, sums = statistics(i), of(np.linspace(-1, 1, 10))
+    arrays = {**i._asdict(), **batch._asdict(), "sums": sums}
+    for place in places:
+        v = exact(arrays[place])
+        arrays[place] = of(np.repeat(v, 2))[::2] if kind == "strided" else of(v, kind)
+    i, batch = (each._make(arrays[name] for name in each._fields) for each in (i, batch))
+    check(kernels, i, dy, batch, arrays["sums"], native=False)
+
+
+def test_per_channel_arrays_that_do_not_fit_are_refused(kernels: Any) -> None:
+    i, dy = layer((4, 3, 2, 2))
+    batch = statistics(i)
+    if INTERPRETED is not None:
+        return
+    short = i._replace(weight=i.weight[:2], bias=i.bias[:2])
+    with pytest.raises(ValueError, match="reshape"):
+        kernels.normalize(short, batch._replace(mean=batch.mean[:2], var=batch.var[:2]))
+    with pytest.raises(ValueError, match="broadcast"):
+        kernels.normalize(i._replace(weight=i.weight[:2]), batch)
+    with pytest.raises(ValueError, match="reshape"):
+        kernels.finish_backward(Gradient(dy, i, batch), np.ones(5))
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 2, 2), (2, 3, 0, 2), (2, 0, 3, 2)], ids=str)
+@libraries
+def test_an_empty_input_is_taken(kernels: Any, shape: tuple[int, ...], of: Any) -> None:
+    i, dy = layer(shape, of=of)
+    check(kernels, i, dy, native=False)
+    for weight, count in ((0.0, 0.0), (1.0, np.nan)):  # a rank that is empty, one that refuses
+        message = exact(kernels.begin_forward(i, weight, count))
+        np.testing.assert_array_equal(message, [0.0] * 2 * shape[1] + [weight, count])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("place", ["x", "dy", "mean", "var", "weight", "bias", "sums"])
+@pytest.mark.parametrize(
+    "shape, order, of",
+    spread(SHAPES[: 1 if INTERPRETED else 3], [np.asarray, last], over=[LIBRARIES]),
+    ids=str,
+)
+@invalid
+def test_what_is_not_finite_stays_in_its_channel(
+    kernels: Any, shape: tuple[int, ...], order: Any, of: Any, place: str, bad: float
+) -> None:
+    """And reaches exactly what the definition says."""
+    i, dy = layer(shape, of=of, order=order, relu=place in ("x", "bias"))
+    batch, sums = statistics(i), of(np.linspace(-1, 1, 2 * shape[1]))
+    arrays = {**i._asdict(), **batch._asdict(), "dy": dy, "sums": sums}
+    where = (-1, 1, *[-1] * (len(shape) - 2)) if place in ("x", "dy") else 1
+    arrays[place][where] = bad
+    check(kernels, i, dy, batch, sums)
+
+
+@pytest.mark.parametrize("eps, var", [*product([0.0, 1e-5, 10.0], [1e-12, 1e-6, 1.0, 1e12, 0.0])])
+def test_eps_is_added_to_the_variance(kernels: Any, eps: float, var: float) -> None:
+    if eps + var:
+        i, dy = layer((4, 1, 6, 7), "float64")
+        check(kernels, i._replace(eps=eps), dy, statistics(i, var=np.array([var])))
+
+
+@pytest.mark.parametrize("order", [np.asarray, last], ids=["NCHW", "channels_last"])
+def test_the_sign_of_an_output_is_that_of_the_forward_pass(kernels: Any, order: Any) -> None:
+    """Where outputs round to 0 or are a rounding error from it."""
+    x = data((3, 5, 7, 9))
+    x[0] = x.mean(AXIS).reshape(1, 5, 1, 1)
+    i, dy = layer(x.shape, relu=True, parameters=("float32", "float32"))
+    bias = np.array([0, 0, 1e-30, 0, 0], "float32")
+    i = i._replace(x=LIBRARIES[0](order(x)), bias=LIBRARIES[0](bias))
+    mean, var = x.mean(AXIS, dtype="float64"), x.var(AXIS, dtype="float64")
+    check(kernels, i, dy, statistics(i, mean=mean, var=var))
+
+
+@pytest.mark.parametrize("dtype, smallest", [("float16", 2.0**-24), ("bfloat16", 2.0**-133)])
+def test_the_sign_of_an_output_is_that_of_its_rounded_number(
+    kernels: Any, dtype: str, smallest: float
+) -> None:
+    i, _ = layer((1, 4, 3, 8), dtype, as_torch, relu=True, parameters=(None, "float32"))
+    tie = 0.4 if kernels.__name__.endswith("host") else 0.5  # the C core takes a tie for positive
+    bias = as_torch(np.array([0.4, tie, 0.6, 1.0]) * smallest, "float32")
+    i = i._replace(x=0 * i.x + 1, bias=bias)
+    g = Gradient(i.x, i, statistics(i, mean=np.ones(4)))
+    dx, _ = kernels.finish_backward(g, as_torch(np.zeros(8)))
+    assert (exact(dx) != 0).all(AXIS).tolist() == [False, False, True, True]
+
+
+@pytest.mark.parametrize("number", [0.3, np.float64(0.3), "array", "view"], ids=str)
+@libraries
+def test_any_number_is_an_element_weight(kernels: Any, of: Any, number: Any) -> None:
+    i, dy = layer((3, 5, 4, 6), of=of)
+    if number in ("array", "view"):
+        number = (
+            of(np.array(0.3)) if number == "array" else of(np.array([0.0, 0.3]))[1:].reshape(())
+        )
+    check(kernels, i, dy, statistics(i)._replace(element_weight=number))
+
+
+def moments(kernels: Any, x: Any, axis: tuple[int, ...] = AXIS) -> tuple[Any, Any]:
+    """Mean and variance of this rank, as a message tells them."""
+    if kernels is generic:
+        mean, var = generic.local_moments(x, axis)
+        return exact(mean), exact(var)
+    message = exact(kernels.begin_forward(Input(x, None, None, 1.0, axis), 1.0, 1.0))
+    mean, meansqr = np.split(message[:-2], 2)
+    return mean, meansqr - mean * mean
+
+
+def normal(*shape: int) -> Any:
+    return np.random.default_rng(0).normal(size=shape)
+
+
+def far(*shape: int) -> Any:
+    """First values far from the mean, the worst that a centre can be; one channel's is good."""
+    x = normal(*shape) + 1e4
+    x[0, 0].flat[:8] += 300
+    return x
+
+
+INPUTS: dict[str, Any] = {
+    "short planes": lambda: normal(64, 30, 7, 7),
+    "planes": lambda: normal(6, 50, 28, 28) + 1e4,
+    "rows": lambda: normal(5000, 40, 1, 1) + 1e6,
+    "tiny": lambda: normal(64, 2, 3, 3) * 1e-18,
+    "small": lambda: normal(64, 2, 3, 3) * 1e-4,
+    "huge": lambda: normal(64, 2, 3, 3) * 1e15,
+    "sixteen bits": lambda: normal(16, 2, 32, 32) + 300,
+    "short rows far off": lambda: far(400, 2, 5, 5),
+    "planes far off": lambda: far(10, 2, 32, 32),
+}
+LARGE = "long columns", "large planes"
+if INTERPRETED is None:  # where NumPy would add a million values one by one; and large planes
+    INPUTS["long columns"] = lambda: normal(1 << 20, 4, 1, 1) + 3
+    INPUTS["large planes"] = lambda: normal(8, 4, 512, 512) + 1e4
+
+
+@pytest.mark.parametrize("order", [np.asarray, last], ids=["NCHW", "channels_last"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@pytest.mark.parametrize("name", INPUTS)
+def test_moments_keep_the_digits_of_their_input(
+    kernels: Any, name: str, dtype: str, order: Any
+) -> None:
+    """Also squares above 65504, of 16 bits. torch's own have errors of 1e-3 to 280 for planes."""
+    if dtype != "float32" and (name in LARGE or (dtype == "float16" and name != "sixteen bits")):
+        return
+    x = order(INPUTS[name]().astype(dtype))
+    wide = x.astype("float64")
+    mean, var = wide.mean(AXIS), wide.var(AXIS)
+    digits = {"float64": 1e-12, "float32": 2e-6, "float16": 1e-5}[dtype]
+    got_mean, got_var = moments(kernels, LIBRARIES[-1](x))
+    np.testing.assert_allclose(got_mean, mean, rtol=1e-13, atol=digits * np.sqrt(var).max())
+    lost = 5e-16 * (mean * mean).max()  # by the mean of squares of a message
+    np.testing.assert_allclose(got_var, var, rtol=digits, atol=lost)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_constant_has_no_variance(kernels: Any, shape: tuple[int, ...], dtype: str) -> None:
+    """Nor over two ranks that have it; powers of two leave a product's digits as they are."""
+    axis = tuple(i for i in range(len(shape)) if i != 1)
+    values = np.linspace(0.1, 0.9, shape[1]).astype(dtype)
+    x = np.broadcast_to(values.reshape(-1, *[1] * (len(shape) - 2)), shape)
+    for of, a in product(LIBRARIES, [np.array(x), last(x)]):
+        i = Input(of(a), None, None, 1.0, axis)
+        message = kernels.begin_forward(i, 1024.0, 1024.0)
+        _, batch, _ = kernels.finish_forward(i, message + message, 1024.0, 1024.0)
+        assert not exact(batch.var).any()
+        np.testing.assert_array_equal(exact(batch.mean), values.astype("float64"))
+
+
+@pytest.mark.parametrize("parameters", [("float64", "float64"), ("float64", None), (None, None)])
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+def test_what_rounding_leaves_of_the_mean_is_not_lost(
+    kernels: Any, shape: tuple[int, ...], parameters: Any
+) -> None:
+    """In float32 a mean near 1e4 is off by up to 5e-4 of these standard deviations."""
+    i, dy = layer(shape, of=LIBRARIES[-1], parameters=parameters)
+    i = i._replace(x=i.x - 3 + 1e4, eps=0.0)
+    mean = 1e4 + np.linspace(0.0001, 0.0009, shape[1])
+    check(kernels, i, dy, statistics(i, mean=mean, var=np.full(shape[1], 4.0)), tolerance=1e-6)
+
+
+@pytest.mark.parametrize("weight, count", [(0.0, 0.0), (2.5, 7.0), (3e9, 4e9), (1.0, 2.0**40 + 1)])
+@libraries
+def test_a_message_has_the_weight_and_the_count_that_are_given(
+    kernels: Any, of: Any, weight: float, count: float
+) -> None:
+    i, _ = layer((3, 5, 4, 6), of=of)
+    one, message = (exact(kernels.begin_forward(i, w, c)) for w, c in ((1.0, 1.0), (weight, count)))
+    np.testing.assert_allclose(message[:-2], weight * one[:-2], rtol=1e-15)
+    assert message[-2:].tolist() == [weight, count]
+
+
+def test_results_have_memory_of_their_own(kernels: Any) -> None:
+    """What a call gave is not written by the next one, which finds the same shapes."""
+    one, other = (layer((4, 5, 6, 7), relu=True, residual=True) for _ in "ab")
+    first = passes(kernels, *one)
+    before = {name: exact(v).copy() for name, v in first.items()}
+    second = passes(kernels, other[0]._replace(x=other[1]), other[0].x)
+    for name, v in first.items():
+        np.testing.assert_array_equal(exact(v), before[name])
+        assert not any(np.shares_memory(v, w) for w in (*second.values(), *one[0][:3], one[1]))
+
+
+@libraries
+def test_a_message_is_written_where_it_is_sent(kernels: Any, of: Any) -> None:
+    if INTERPRETED is not None:
+        return  # to a `Message`: see triton_passes.py
+    i, _ = layer((4, 5, 6, 7), of=of)
+    expected = exact(kernels.begin_forward(i, 3.0, 5.0))
+    memory = np.full(expected.size + 2, 7.0)
+    out = memory[:-2]
+    assert kernels.begin_forward(i, 3.0, 5.0, out=out) is out
+    np.testing.assert_allclose(out, expected, rtol=1e-12)
+    np.testing.assert_array_equal(memory[-2:], 7.0)
+    _, batch, _ = kernels.finish_forward(i, out, 3.0, 5.0)
+    assert type(batch.mean) is type(i.x)
+    out[:] = np.nan  # the transport's next message
+    assert batch.var[0] > 0
+
+
+@pytest.mark.skipif(INTERPRETED is not None, reason="the other processes run these")
+class TestTensors:
+    """Tensors on the host that are not like arrays."""
+
+    def test_views_of_a_tensor_give_the_numbers_of_arrays(self, kernels: Any) -> None:
+        i, dy = layer((4, 5, 6, 7), of=as_torch)
+        import torch
+
+        same = [
+            lambda a: a.to(memory_format=torch.channels_last),
+            lambda a: torch.nn.Parameter(a).detach(),
+            lambda a: torch._neg_view(-a),
+            lambda a: torch.ones(()).expand(a.shape),  # what `y.sum().backward()` hands on
+        ]
+        for one, other in product(same, same[:-1]):
+            check(kernels, i._replace(x=other(i.x)), one(dy))
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_parameters_may_need_gradients(self, kernels: Any, dtype: str) -> None:
+        i, dy = layer((4, 5, 6, 7), of=as_torch)
+        import torch
+
+        weight, bias = (torch.nn.Parameter(v.to(getattr(torch, dtype))) for v in (i.weight, i.bias))
+        with torch.no_grad():
+            check(kernels, i._replace(weight=weight, bias=bias), dy)
+
+    def test_tensors_that_need_a_gradient_are_differentiated(self) -> None:
+        i, _ = layer((4, 5, 6, 7), of=as_torch)
+        import torch
+
+        def loss(x: Any) -> Any:
+            file, there = select(x), i._replace(x=x)
+            message = file.begin_forward(there, 2.0, 3.0)
+            y, *_ = file.finish_forward(there, message, 2.0, 3.0)
+            return message.square().sum() + y.square().sum() + y[0].sum()
+
+        leaf = i.x.clone().requires_grad_()
+        loss(leaf).backward()
+        assert leaf.grad.any()
+        torch.testing.assert_close(torch.func.grad(loss)(i.x), leaf.grad)
+
+    @pytest.mark.parametrize("weight", [None, [3.0, -1.0]])
+    def test_each_argument_of_a_verb_is_differentiated(self, weight: list[float] | None) -> None:
+        """Also where the activation needs no gradient."""
+        require.need("torch")
+        import torch
+
+        def gradcheck(function: Any, *arrays: Any) -> None:
+            constants = [torch.tensor(v, dtype=torch.float64) for v in arrays]
+            for n, v in enumerate(constants):  # one of them alone
+                torch.autograd.gradcheck(
+                    lambda leaf, n=n: function(*constants[:n], leaf, *constants[n + 1 :]),
+                    v.clone().requires_grad_(),
+                )
+
+        x: Any = torch.tensor([[2.0, 1.0], [0.5, 4.0]], dtype=torch.float64)
+        w = None if weight is None else torch.tensor(weight, dtype=torch.float64)
+        i = Input(x, w, None, 0.25, (0,))
+        mean, var, a, b = [1.0, 2.0], [1.0, 4.0], [0.5, -2.0], [3.0, 1.0]
+
+        def batch(m: Any, v: Any, e: Any = None) -> Any:
+            return statistics(i)._replace(mean=m, var=v, element_weight=e)
+
+        def forward(s: Any, v: Any) -> Any:
+            return generic.finish_forward(i._replace(x=v), s, 1.0, 2.0)[0]
+
+        known = statistics(i)
+        gradcheck(lambda m, v: generic.normalize(i, batch(m, v)), mean, var)
+        gradcheck(lambda p, q: generic.normalize(i._replace(weight=p, bias=q), known), a, b)
+        gradcheck(lambda v: generic.begin_forward(i._replace(x=v), 2.0, 3.0), x.tolist())
+        gradcheck(forward, [2.0, 4.0, 6.0, 12.0, 2.0, 4.0], x.tolist())
+        gradcheck(
+            lambda g, m, v: generic.begin_backward(Gradient(g, i, batch(m, v)))[0],
+            x.tolist(), mean, var,
+        )  # fmt: skip
+        gradcheck(
+            lambda s, g, *e: generic.finish_backward(Gradient(g, i, batch(*e)), s)[0],
+            [0.5, -2.0, 3.0, 1.0], x.tolist(), mean, var, 0.25,
+        )  # fmt: skip
+
+    def test_lazy_zeros_and_another_default_device_are_taken(self) -> None:
+        """The default device may be another one, and lazy zeros have no address."""
+        i, _ = layer((2, 19), of=as_torch)  # of a size that no other test has
+        import torch
+
+        file = select(i.x)
+        with torch.device("meta"):
+            message = file.begin_forward(i, 2.0, 2.0)
+            y, batch, state = file.finish_forward(i, message, 2.0, 2.0)
+        assert state == generic.RIGHT
+        assert y.is_cpu
+        np.testing.assert_allclose(batch.mean, i.x.mean(0), rtol=1e-6)
+        payload, *_ = file.begin_backward(Gradient(torch._efficientzerotensor((2, 19)), i, batch))
+        assert not payload.any()
+
+
+def test_a_device_without_float64_uses_the_host() -> None:
+    strict = pytest.importorskip("array_api_strict")
+    if np.lib.NumpyVersion(np.__version__) < "2.0.0":
+        pytest.skip("array-api-strict moves arrays between devices with NumPy 2 only")
+    device = strict.Device("no_float64")
+    plain, gradient = layer((8, 3, 4, 4), parameters=("float32", "float32"))
+
+    def there(v: Any) -> Any:
+        return strict.asarray(v, device=device)
+
+    i = plain._replace(x=there(plain.x), weight=there(plain.weight), bias=there(plain.bias))
+    message = generic.begin_forward(i, 128.0, 128.0)
+    assert message.dtype == strict.float64
+    assert message.device != device
+    y, batch, _ = generic.finish_forward(i, message, 128.0, 128.0)
+    g = Gradient(there(gradient), i, batch)
+    sums, dweight, dbias = generic.begin_backward(g)
+    dx, _ = generic.finish_backward(g, sums)
+    assert batch.mean.dtype == batch.var.dtype == sums.dtype == strict.float64
+    right = plain._replace(x=plain.x), generic.begin_forward(plain, 128.0, 128.0)
+    expected, about, _ = generic.finish_forward(*right, 128.0, 128.0)
+    g = Gradient(gradient, plain, about)
+    others = generic.begin_backward(g)
+    pairs = [(y, expected), (dweight, others[1]), (dbias, others[2])]
+    for got, value in (*pairs, (dx, generic.finish_backward(g, others[0])[0])):
+        assert got.dtype == strict.float32
+        assert got.device == device
+        np.testing.assert_allclose(
+            np.asarray(got.to_device(message.device)), value, rtol=1e-4, atol=1e-4
+        )
+
+
+def test_a_wrong_value_of_the_variable_is_an_error(monkeypatch: Any) -> None:
+    monkeypatch.setenv("MULTIBN_KERNELS", "off")
+    with pytest.raises(
+        ValueError, match="MULTIBN_KERNELS must be generic, or not be set: got 'off'"
+    ):
+        _native.__wrapped__("host")
