@@ -120,7 +120,8 @@ def _with_copies(function: Callable[..., Any], a: Any, *others: Any) -> Any:
             return v
         like = i.x[tuple(map(slice, v.shape))]  # a mask has one channel
         new = library.empty_like(like, dtype=v.dtype)
-        if library.strides(new) == library.strides(v):
+        is_lazy = getattr(v, "is_neg", bool)()  # torch's, whose memory has the numbers' negatives
+        if library.strides(new) == library.strides(v) and not is_lazy:
             return v
         new[...] = v
         return new

@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from typing import Any, TypeVar
 
+import pytest
+
 from multibn._typing import Array
 from multibn.communicators.base import Communicator
 from multibn.communicators.lines import FIRST_MESSAGES, HostArray, LineCommunicator, Lines
@@ -133,3 +135,17 @@ class _CountingLines:
     def exchange(self, buffer: HostArray, *arguments: Any) -> None:
         self._counting.messages.append(buffer.size)
         self._inner.exchange(buffer, *arguments)
+
+
+def errors_of_rank_0(
+    call: Callable[[bool, ThreadCommunicator], Any], kind: type[Exception], message: str
+) -> None:
+    """Rank 0 makes the wrong call, of which the other rank must learn."""
+
+    def run(communicator: ThreadCommunicator) -> None:
+        wrong = communicator.rank == 0
+        expected = (kind, message) if wrong else (RuntimeError, r"refused on rank\(s\) \[0\]")
+        with pytest.raises(expected[0], match=expected[1]):
+            call(wrong, communicator)
+
+    run_ranks(2, run)

@@ -7,7 +7,7 @@ import pytest
 
 from multibn import SingleProcess
 from tests.helpers import require
-from tests.helpers.refusals import errors_of_rank_0
+from tests.helpers.ranks import errors_of_rank_0
 
 require.need("torch")
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import require
-from tests.helpers.ranks import run_ranks
-from tests.helpers.refusals import errors_of_rank_0
+from tests.helpers.ranks import errors_of_rank_0, run_ranks
 
 require.need("torch")
 

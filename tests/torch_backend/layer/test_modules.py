@@ -8,8 +8,7 @@ import pytest
 
 from multibn import SingleProcess, observing
 from tests.helpers import require
-from tests.helpers.ranks import ThreadCommunicator, run_ranks
-from tests.helpers.refusals import errors_of_rank_0
+from tests.helpers.ranks import ThreadCommunicator, errors_of_rank_0, run_ranks
 
 require.need("torch")
 

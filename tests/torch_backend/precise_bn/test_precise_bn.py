@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine.test_population_of_models import Torch
 from tests.helpers import require
-from tests.helpers.refusals import errors_of_rank_0
+from tests.helpers.ranks import errors_of_rank_0
 
 require.need("torch")
 

@@ -7,8 +7,7 @@ import pytest
 
 from multibn import SingleProcess
 from tests.helpers import require
-from tests.helpers.ranks import CountingCommunicator, run_ranks
-from tests.helpers.refusals import errors_of_rank_0
+from tests.helpers.ranks import CountingCommunicator, errors_of_rank_0, run_ranks
 
 require.need("torch")
 
