@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from multibn import __version__, checkpoint, info
-from multibn._environment import importable, nearest
+from multibn._environment import importable, nearest, wrapped
 from multibn.checkpoint.pool import pool_files
 
 
@@ -181,7 +181,7 @@ def _convert(args: argparse.Namespace) -> int:
     except ValueError as error:
         return _complain(args.command, _in_options(str(error)))
     for note in converted.notes:
-        print(f"note: {_in_options(note)}")
+        print(wrapped(f"note: {_in_options(note)}", "  "))
     print(f"{wrote} {len(converted.state)} arrays")
     return 0
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import multibn
 from multibn import kernels
-from multibn._environment import find_command, importable
+from multibn._environment import find_command, importable, wrapped
 from multibn.communicators.transports import shared_memory
 
 _LIBRARIES = ("numpy", "torch", "triton", "chainer", "cupy", "mpi4py")
@@ -40,11 +40,34 @@ def collect() -> dict[str, dict[str, str | None]]:
 
 def text(facts: dict[str, dict[str, Any]]) -> str:
     """The facts of `collect` as text for people."""
-    lines = []
+    lines = [wrapped(_what_works(facts), "")]
     for title, entries in facts.items():
+        lines.append(title)
         width = max(map(len, entries))
-        lines += [title, *(f"  {key:<{width}}  {v or 'not found'}" for key, v in entries.items())]
+        lines += [
+            wrapped(f"  {key:<{width}}  {value or 'not found'}", " " * (width + 4))
+            for key, value in entries.items()
+        ]
     return "\n".join(lines)
+
+
+def _what_works(facts: dict[str, dict[str, Any]]) -> str:
+    """One sentence about the frameworks, and the launchers under which each can run."""
+    launchers = [name for name, way in facts["messages"].items() if not way.startswith("nothing")]
+    works = [
+        f"{framework} {' and '.join(['in one process', *(f'under {name}' for name in able)])}"
+        for framework, able in (
+            ("torch", launchers),
+            ("chainer", [name for name in launchers if name == "mpiexec"]),
+        )
+        if facts["versions"][framework]
+    ]
+    if not works:
+        return "neither torch nor chainer is here: pip install '.[torch]' in multibn's checkout"
+    slow = any(
+        "slow" in str(way) for way in [facts["kernels"]["host"], *facts["messages"].values()]
+    )
+    return f"works here: {'; '.join(works)}{', slower than need be: see below' if slow else ''}"
 
 
 def _versions() -> dict[str, str | None]:

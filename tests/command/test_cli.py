@@ -48,6 +48,8 @@ def _said(monkeypatch: Any, *present: str) -> str:
         (["triton"], "torch on a GPU  Triton, when there is a GPU"),
         (["triton"], "CuPy            generic (slow): pip install torch 'triton>=3.4'"),
         (["torch", "triton"], "CuPy            Triton, launched by torch"),
+        ([], "neither torch nor chainer is here"),
+        (["torch"], "works here: torch in one process and under torchrun"),
         ([], "torchrun  nothing: pip install '.[torch]' in multibn's checkout"),
         (["torch"], "torchrun  shared memory inside a machine, torch.distributed between machines"),
         ([], "mpiexec   nothing: pip install '.[mpi]' in multibn's checkout"),
