@@ -123,7 +123,7 @@ def use_gpu_kernels() -> None:
     """With stand-ins: compute on tensors in host memory by `kernels.cuda`, interpreted."""
     if not STAND_INS:
         return
-    from multibn.communicators.conversation import Phase
+    from multibn.communicators.phase import Phase
     from multibn.kernels import cuda
 
     def selected(x: Any, /, *others: Any) -> Any:

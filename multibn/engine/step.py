@@ -13,7 +13,8 @@ from multibn import kernels, message
 from multibn._arrays import is_on_host, values
 from multibn._typing import Array, Weighting
 from multibn.communicators import Communicator
-from multibn.communicators.conversation import Conversation, Phase
+from multibn.communicators.conversation import Conversation
+from multibn.communicators.phase import Phase
 from multibn.engine import masks, recompute, statistics
 from multibn.engine.population import Pool
 from multibn.kernels import LOST, RIGHT, BatchStatistics, Running, generic

@@ -21,6 +21,7 @@ message checkpoint.keys communicators.base communicators.people communicators.no
 checkpoint communicators.objects communicators.watch
 communicators.groups communicators.lines
 communicators.agreement communicators.outcomes communicators.transports
+communicators.phase
 communicators.lookup communicators.conversation
 communicators kernels.arguments kernels.layout kernels.core
 kernels.triton.steps

@@ -235,7 +235,7 @@ def check_ranks_in_different_groups_are_named_before_a_deadline(world: Communica
     world.allreduce(np.ones(1))
     # Ranks are numbered as in the group of the rank that looks first, which tells the other one.
     is_in, waits = (
-        r"rank \d is in a sum of .* of shape \({},\), ",
+        r"rank \d is in a sum of .* numbers of shape \({},\), ",
         r"and waits for rank \d ",
     )
     places = [is_in.format(length) for length in (1, 2)]

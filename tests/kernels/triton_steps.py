@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from multibn import kernels
 from multibn.communicators import outcomes
 from multibn.communicators.base import Handle
-from multibn.communicators.conversation import Phase, look_at_unread
+from multibn.communicators.phase import Phase, look_at_unread
 from multibn.kernels import Running, cuda, generic
 from multibn.kernels.triton import launch as cuda_steps
 from multibn.torch_backend import SyncBatchNorm, normalize_together

@@ -1,0 +1,323 @@
+"""The messages of one layer in one phase: their memory, and what follows from their sums."""
+
+from typing import Any, NoReturn
+from weakref import ref
+
+import numpy as np
+
+from multibn import message
+from multibn._arrays import array_namespace, device, from_host, is_on_host, on_device_of, to_host
+from multibn._typing import Array
+from multibn.communicators import outcomes
+from multibn.communicators.agreement import Known, every_known, sum_of
+from multibn.communicators.base import Forwarding, SingleProcess
+from multibn.communicators.lines import HostArray, LineCommunicator, Lines
+from multibn.communicators.objects import gather
+from multibn.communicators.people import by_answer, fail, for_people
+from multibn.communicators.transports.pinned import begin_copy
+from multibn.communicators.watch import ALIKE
+from multibn.message import Message
+
+
+class Phase(Forwarding):
+    """A layer's communicator in one phase.
+
+    What goes with each message is found out once for each number of numbers, by `_agree`.
+    """
+
+    _communicator: Any = None  # of the latest messages
+    _lines: Lines | None
+    _size: int
+    _known: Known
+    _place: str
+    _lanes: HostArray
+    _fingerprint: float
+    _fingerprints: list[float]  # what all ranks together send, if each sends the same
+    _buffer: HostArray  # of the line, when the line is open
+    _payload: HostArray | None  # the first numbers of the buffer
+    # The others, the last two of these, and what a rank sends there. NumPy takes 1.2 us to copy
+    # four numbers, memoryviews 0.1.
+    _tail: Any
+    _summed_prints: memoryview
+    _sent_tail: memoryview
+
+    def __init__(self, layer: Any, phase: str, dtype: Any, needs_gradient: bool) -> None:
+        self.wrapped = layer
+        self.name, self.dtype = phase, str(dtype).rpartition(".")[2]
+        self.gradients = "with gradients" if needs_gradient else "without gradients"
+        self.num_lanes = message.num_lanes(phase, layer.num_layers)
+        self._num_numbers = -1
+        self._calls = 0
+        self._pinned: dict[Any, list[Any]] = {}
+        # On a GPU: the dtype of messages, None where they go through host memory, and the numbers
+        # around a payload.
+        self._dtypes: dict[Any, Any] = {}
+        self._pieces: dict[Any, tuple[Array, Array]] = {}
+
+    def _look_up(self) -> Any:
+        return self.wrapped
+
+    def buffer(self, n: int) -> HostArray | None:
+        """Memory for a payload of `n` numbers, which `allreduce` sends without a copy.
+
+        None where the communicator has no lines. Collective at the first call.
+        """
+        self._agree(n)
+        if self._size == 1:
+            memory = np.empty(n)
+            # A user's own class may do anything, and is called.
+            if self._lines is not None or type(self._communicator) is SingleProcess:
+                self._payload = memory
+            return memory
+        if self._lines is None:
+            return None
+        return self._payload if self._payload is not None else self._open(self.next_call())
+
+    def message(self, n: int, like: Array) -> Message | None:
+        """Memory on a torch GPU for a message with a payload of `n` numbers; `allreduce` takes it.
+
+        None where such a message would go through host memory. Collective at the first call.
+        """
+        self._agree(n, like)
+        device = like.device
+        if device not in self._dtypes:
+            takes = self._size > 1 and (self._lines is None or self._communicator.takes(like))
+            self._dtypes[device] = array_namespace(like).float64 if takes else None
+        dtype = self._dtypes[device]
+        if dtype is None:
+            return None
+        start = self._num_zeros()
+        length = start + n + self.num_lanes
+        return Message(like.new_empty(length, dtype=dtype), start, self._fingerprint)
+
+    def allreduce(self, x: Array | Message, /) -> Array:
+        """Sum a payload; raise on all ranks if the ranks are in different places.
+
+        Memory that `buffer` returned is summed in place, and stays valid until the next message; so
+        is a `message`, whose memory is its own.
+        """
+        if isinstance(x, Message):
+            self._calls += 1
+            return self._allreduce_array(x)
+        if self._num_numbers < 0 or x is not self._payload:
+            self._agree(x.shape[0], x)
+        payload = self._payload
+        self._calls += 1
+        if self._size == 1:
+            return x if x is payload else self._communicator.allreduce(x)
+        call = _Call((self, self._calls))
+        if payload is None or x is not payload:
+            if self._lines is None or self._communicator.takes(x):
+                return self._allreduce_array(x)
+            payload = self._open(call)
+            payload[:] = to_host(x)
+        mine = None if x is payload or is_on_host(x) else payload.copy()
+        assert self._lines is not None
+        self._tail[:] = self._sent_tail
+        self._lines.exchange(self._buffer, self._place, call, self._communicator.timeout)
+        if self._summed_prints.tolist() != self._fingerprints:
+            self._check(self._buffer)
+        if mine is not None and self.name == "forward" and not np.isfinite(payload).all():
+            # The caller does not look at numbers on a GPU, and these are in host memory.
+            if message.is_refusal(payload):
+                outcomes.raise_for_refusal(self, refused=message.is_refusal(mine))
+            elif outcomes.skips(self, self.dtype):
+                outcomes.tell_of_skip(self, mine, num_inputs=self.wrapped.num_layers)
+            else:
+                outcomes.raise_for_non_finite(self, outcomes.is_finite(mine))
+        return payload if x is payload else from_host(payload.copy(), x)
+
+    def __str__(self) -> str:
+        return str(_Call((self, self._calls)))
+
+    def next_call(self) -> "_Call":
+        return _Call((self, self._calls + 1))
+
+    def _agree(self, n: int, like: Any = None) -> None:
+        """Learn that all ranks are in a layer like this one; collective where that is not known.
+
+        A group that sums on GPUs alone does so on that of `like`.
+        """
+        layer = self.wrapped
+        communicator: Any = (
+            layer.wrapped if layer.forwarding is None else layer.forwarding.resolve()
+        )
+        if (
+            communicator is self._communicator
+            and n == self._num_numbers
+            # torch's default process group may have been made anew.
+            and (self._lines is None or self._lines is communicator.lines)
+        ):
+            return
+        self._num_numbers = -1  # until the ranks have agreed
+        self._lines = communicator.lines if isinstance(communicator, LineCommunicator) else None
+        self._size, self._payload = communicator.size, None
+        lanes: list[float] = []
+        if self._size > 1:
+            length = n + self.num_lanes
+            call = self.next_call()
+            with on_device_of(like):
+                name, self._known = layer.agreed_name(communicator, self._lines, length, call)
+            # With the length: layers of one name and unlike widths may meet in a message.
+            self._place = f"{name} {self.name} {length}"
+            self._fingerprint = message.fingerprint(f"{self._place} {self.dtype} {self.gradients}")
+            lanes = message.lanes(self.name, self._fingerprint, layer.num_layers)
+        self._lanes = np.array(lanes)
+        self._sent_tail = self._lanes.data
+        self._fingerprints = [self._size * v for v in lanes[-2:]]
+        self._communicator, self._num_numbers = communicator, n
+        self._dtypes, self._pieces = {}, {}
+
+    def _open(self, call: object) -> HostArray:
+        """The payload's memory. Collective at the first call for this length."""
+        assert self._lines is not None
+        n = self._num_numbers
+        self._buffer = self._lines.buffer(n + self.num_lanes, call, self._communicator.timeout)
+        self._payload = self._buffer[:n]
+        self._tail = self._buffer[n:].data
+        self._summed_prints = self._tail[-2:]
+        return self._payload
+
+    def _num_zeros(self) -> int:
+        """How many zeros stand before a payload that is handed over as an array.
+
+        Without lines, messages of unlike lengths would meet in the transport. The zeros make every
+        message as long as the longest that the ranks have agreed on.
+        """
+        return max(self._known.longest - self._num_numbers - self.num_lanes, 0)
+
+    def _allreduce_array(self, x: Array | Message) -> Array:
+        """Over a communicator that is handed arrays: a GPU's transport, or a user's own class."""
+        on_host = not isinstance(x, Message) and is_on_host(x)
+        known = self._known
+        if len(known.unread) >= known.ahead:
+            look_at(known, known.ahead - 1)
+        communicator = self._communicator
+        if isinstance(x, Message):
+            start, numbers = x.start, x.numbers
+        else:
+            start = self._num_zeros()
+            sent = to_host(x) if on_host else x
+            key = type(sent), device(sent), start
+            if key not in self._pieces:
+                zeros = from_host(np.zeros(start), sent)
+                self._pieces = {key: (zeros, from_host(self._lanes, sent))}
+            before, after = self._pieces[key]
+            numbers = message.concat([before, sent, after])
+        if isinstance(x, Message) and isinstance(communicator, LineCommunicator):
+            summed = communicator.allreduce_in_place(numbers)
+        else:
+            summed = sum_of(numbers, communicator, self)
+        payload = summed[start : -self.num_lanes]
+        if on_host:
+            self._check(summed)
+            return from_host(payload, x)
+        wait = begin_copy(summed, self._pinned)
+        if wait is not None:
+            # Weak: the group's messages keep no model alive.
+            known.unread.append((ref(self), self._calls, wait))
+        return payload
+
+    def _check(self, summed: HostArray, earlier: "_Call | None" = None) -> None:
+        """Raise on all ranks unless the messages that were summed belong together.
+
+        The caller looks at the numbers of the latest message, this method at those of an `earlier`
+        call.
+        """
+        is_refused = self.name == "forward" and message.is_refusal(summed, self.num_lanes)
+        if earlier is not None and self.name == "forward" and not np.isfinite(summed).all():
+            where = f"in an earlier call, {earlier}"
+            if is_refused:
+                fail(
+                    RuntimeError,
+                    f"rank {self.rank} cannot go on: {where}, the input was refused on another "
+                    "rank. The error raised there says why.",
+                )
+            if not outcomes.skips(self, self.dtype):
+                fail(
+                    FloatingPointError,
+                    f"the batch statistics were not finite {where}: the input had NaN, infinity or "
+                    "too large values on some rank. Look for their origin in the layers before.",
+                )
+            numbers = summed[: -self.num_lanes]
+            outcomes.tell_of_skip(self, numbers, num_inputs=self.wrapped.num_layers, own=False)
+        v, square = summed[-2:].tolist()
+        # The refused input may be of another dtype, which the fingerprint tells.
+        if not message.all_equal(v, square, self._size) and not is_refused:
+            self._raise_for_places(earlier)
+
+    def _raise_for_places(self, earlier: "_Call | None") -> NoReturn:
+        """Ask each other where the ranks are, and raise on all of them. Collective."""
+        if earlier is not None:  # the ranks have gone on since, and may be in the same layer again
+            fail(
+                RuntimeError,
+                f"the ranks were in different places in an earlier call, {earlier}, on rank "
+                f"{self.rank}: another rank was in another layer, in another dtype, or alone with "
+                f"or without gradients. {ALIKE}",
+            )
+        layer = self.wrapped
+        num_channels = message.num_channels(self._num_numbers + self.num_lanes, layer.num_layers)
+        number = self._place.split()[-3]
+        answers = gather(
+            (
+                *(f"{self}", f"{num_channels} channels", f"layer {number} by the first call"),
+                *(f"{self._place} {self.dtype}", f"{self}, {self.gradients}"),
+            ),
+            layer.wrapped,
+        )
+        if len({place for *_, place, _ in answers}) == 1:
+            fail(
+                RuntimeError,
+                "the ranks differ in whether a backward pass may follow: "
+                f"{by_answer(text for *_, text in answers)}. Those with gradients would wait for "
+                "the others: compute gradients on all ranks or on none, and freeze the same layers "
+                "on all of them.",
+            )
+        # The fewest words in which they differ: models may have layers of one name.
+        for n in range(1, 4):
+            texts = [", ".join(answer[:n]) for answer in answers]
+            if len(set(texts)) > 1:
+                break
+        fail(
+            RuntimeError,
+            f"the ranks are in different places: {by_answer(texts)}. {ALIKE}",
+        )
+
+
+def look_at(known: Known, ahead: int, /) -> None:
+    """Look at the messages that GPUs have summed, but for the latest `ahead` of the group.
+
+    A group's messages have one order on all ranks, which raise at the same moment.
+    """
+    while len(known.unread) > ahead:
+        reference, call, wait = known.unread[0]
+        summed = wait()
+        if summed is None:  # a CUDA graph is captured
+            return
+        known.unread.popleft()
+        phase = reference()
+        try:
+            if phase is not None:
+                phase._check(summed, _Call((phase, call)))
+        except Exception:
+            known.unread.clear()  # what follows an error says nothing new
+            raise
+
+
+def look_at_unread() -> None:
+    """Look at all messages that GPUs have summed: at a run's last ones no later call looks.
+
+    Not collective. Raises as the layers do, on all ranks that took part in a message.
+    """
+    for known in every_known():
+        look_at(known, 0)
+
+
+class _Call(tuple[Phase, int]):
+    """One call of a layer in one phase, by its number; for people."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        phase, number = self
+        return f"{for_people(phase.wrapped.name)} ({phase.name}, {phase.dtype}, call {number})"
