@@ -7,33 +7,21 @@ of training, which lag behind the weights, by statistics of many batches under t
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import length_hint
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
-from torch.utils.hooks import RemovableHandle
 
 from multibn._typing import check_choice, check_int
-from multibn.communicators import Communicator, CommunicatorLike, SingleProcess, as_communicator
-from multibn.communicators.conversation import during
-from multibn.communicators.outcomes import skips
-from multibn.engine import masks
-from multibn.engine.population import PopulationEstimator, running_variance
-from multibn.engine.precise import Estimate, Pass, Population, Words, input_of
-from multibn.engine.statistics import aggregate, local_moments
-from multibn.kernels import generic
-from multibn.torch_backend.layer import functional, jagged
-from multibn.torch_backend.layer.differentiable import without_autocast
-from multibn.torch_backend.layer.synchronized import Synchronized
+from multibn.communicators import CommunicatorLike
+from multibn.engine.precise import Pass, Words
+from multibn.torch_backend.precise_bn.watched import Estimator, layers_in_training
 from multibn.torch_backend.train.synchrony import participants
-
-Estimator: TypeAlias = Literal["population", "mean_of_var"]
 
 _WORDS = Words(
     title="precise batch norm",
@@ -185,7 +173,7 @@ def run_pass(
     `samples_in` returns the number of samples of a batch.
     """
     wrapped, model = model, _innermost(model)
-    layers = list(_layers_in_training(model, estimator))
+    layers = list(layers_in_training(model, estimator))
     tracked = [layer for layer in layers if layer.tracking]
     parts = {norm for layer in tracked for norm in layer.tracking}
     others = [
@@ -285,120 +273,3 @@ def second_reader(data_loader: Any, /) -> Any:
     reader = copy.copy(data_loader)
     reader._iterator = None
     return reader
-
-
-class _MeanOfVar(PopulationEstimator):
-    """Means over batches: of their means and, in the place of mean squares, of their variances."""
-
-    def __init__(self, like: Tensor, shared_by: Communicator, /) -> None:
-        super().__init__(like)
-        self._shared_by = shared_by
-
-    def sums_of(self, x: Tensor, /, *, axis: tuple[int, ...], mask: Tensor | None = None) -> Tensor:
-        moments = local_moments(x, axis=axis, mask=mask)
-        if skips(self._shared_by, x.dtype) and not moments.meansqr.sum().isfinite():
-            moments = local_moments(x[:0], axis=axis)  # the layer's message will tell
-        # In the phase "forward": on another rank this message may meet a layer's refusal.
-        batch = aggregate(moments, during(self._shared_by, "forward", moments.mean.dtype))
-        var = running_variance(batch, local_count=0)
-        has_data = float(moments.count > 0)
-        return generic.pack(batch.mean, var, has_data, has_data)
-
-    def estimate(self, communicator: Communicator, /) -> Estimate:
-        sums = communicator.allreduce(self._sums)
-        mean, var = generic.split_sums(sums / sums[-1].clamp(min=1), self._shape)
-        return mean, var, sums[-1] > 0
-
-
-class _WatchedNorm:
-    """A batch norm in training mode, with an estimator of its running statistics.
-
-    `norms` are the modules that may have running statistics: the layer itself, or the two parts of
-    a sub-batch norm. `tracking` are those that do. A layer that has none is watched, too: in
-    training it may communicate.
-    """
-
-    def __init__(
-        self, name: str, module: nn.Module, norms: Sequence[_BatchNorm], estimator: Estimator
-    ) -> None:
-        self.name = name or type(module).__name__
-        self.module = module
-        self.communicator: Communicator = SingleProcess()
-        if isinstance(module, Synchronized):
-            self.communicator = module.conversation
-        elif isinstance(module, nn.SyncBatchNorm):
-            self.communicator = as_communicator(module.process_group)
-        self.own_forward = hasattr(module, "own_forward")  # of a converted layer
-        self.num_features = norms[0].num_features
-        self.tracking: list[Any] = [norm for norm in norms if norm.running_mean is not None]
-        self.estimator: Population | _MeanOfVar | None = None
-        if self.tracking:
-            like = self.tracking[0].running_mean
-            is_population = estimator == "population"
-            self.estimator = (
-                Population(like) if is_population else _MeanOfVar(like, self.communicator)
-            )
-
-    def watched(self, run: Pass) -> RemovableHandle:
-        """Show each input to `run`, with a call with such an empty input."""
-        is_shared = self.communicator.size > 1
-
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x, options = input_of(args, kwargs), kwargs
-            if not self.own_forward:
-                try:
-                    dense = jagged.values(x) if getattr(x, "is_nested", False) else x
-                    functional.check_input(dense, self.num_features)
-                    axis = functional.all_but_channels(dense)
-                    where = kwargs.get("mask"), kwargs.get("lengths")
-                    mask = masks.checked(dense, *where, axis=axis)
-                except (TypeError, ValueError):
-                    return  # the layer will raise, and tell the other ranks
-                with without_autocast(dense):
-                    run.show(self, dense.detach(), axis, mask)
-                options = {k: v for k, v in kwargs.items() if k not in ("mask", "lengths")}
-                options |= {} if mask is None else {"mask": mask.flatten(0, 1)}
-            if is_shared:
-                run.repeat(_call_with_no_sample(module, x, args, options))
-
-        return self.module.register_forward_pre_hook(note, with_kwargs=True)
-
-    def write(self, mean: Tensor, var: Tensor, /) -> None:
-        """Write running statistics; all splits of a sub-batch norm get the same ones."""
-        for norm in self.tracking:
-            norm.running_mean.view(-1, self.num_features).copy_(mean)
-            norm.running_var.view(-1, self.num_features).copy_(var)
-
-
-def _call_with_no_sample(
-    module: nn.Module, x: Any, args: tuple[Any, ...], options: dict[str, Any]
-) -> Callable[[], object]:
-    """A call of `module` as one with the input `x` was, with no sample in any of its tensors."""
-
-    def shorten(a: Any) -> Any:
-        per_sample = isinstance(a, Tensor) and isinstance(x, Tensor) and a.ndim > 0
-        return jagged.no_sample(a) if per_sample and a.shape[0] == x.shape[0] else a
-
-    return partial(module, *map(shorten, args), **{k: shorten(v) for k, v in options.items()})
-
-
-def _layers_in_training(model: nn.Module, estimator: Estimator) -> Iterator[_WatchedNorm]:
-    parts: set[Any] = set()
-    module: Any
-    for name, module in model.named_modules():
-        if _is_sub_batch_norm(module):
-            norms = [module.bn, module.split_bn]
-            parts.update(norms)
-            if module.training and module.split_bn.training:  # see `SubBatchNorm3d.split_bn`
-                yield _WatchedNorm(name, module, norms, estimator)
-        elif isinstance(module, _BatchNorm) and module.training and module not in parts:
-            yield _WatchedNorm(name, module, [module], estimator)
-
-
-def _is_sub_batch_norm(module: Any) -> bool:
-    # By its parts, so that SlowFast's own class counts, too.
-    return (
-        isinstance(getattr(module, "bn", None), _BatchNorm)
-        and isinstance(getattr(module, "split_bn", None), _BatchNorm)
-        and hasattr(module, "aggregate_stats")
-    )
