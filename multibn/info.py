@@ -7,6 +7,7 @@ import argparse
 import json
 import platform
 import re
+from functools import cache
 from importlib import import_module, metadata
 from typing import Any
 
@@ -78,8 +79,11 @@ def _versions() -> dict[str, str | None]:
     }
 
 
+_distributions = cache(metadata.packages_distributions)  # which reads every distribution
+
+
 def _version(name: str) -> str | None:
-    names = metadata.packages_distributions().get(name) if importable(name) else None
+    names = _distributions().get(name) if importable(name) else None
     return metadata.version(names[0]) if names else None
 
 

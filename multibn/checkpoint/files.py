@@ -63,9 +63,7 @@ def check_target(path: Path, sources: Iterable[Path]) -> str:
     if os.path.isdir(path) or not os.path.isdir(path.parent):
         raise CheckpointError("must be a file in a folder that exists. Make the folder first.")
     for source in sources:
-        if os.path.realpath(source) == os.path.realpath(path) or (
-            os.path.exists(source) and os.path.exists(path) and source.samefile(path)
-        ):
+        if os.path.exists(source) and os.path.exists(path) and source.samefile(path):
             raise CheckpointError(f"must be another file than {source}. Choose another name.")
     return framework(path)
 
@@ -101,9 +99,9 @@ def read(path: Path, prefix: str) -> dict[str, Any]:
 def write(path: Path, state: Mapping[str, Any]) -> None:
     """Replace `path`, or the target of the link `path`, by a new file when this is complete."""
     framework(path)
-    path = Path(os.path.realpath(path))
     suffix = path.suffix.lower()
     try:
+        path = Path(os.path.realpath(path))
         with replacing(path) as temporary, temporary.open("xb") as file:
             if suffix == ".npz":
                 _write_npz(file, state)

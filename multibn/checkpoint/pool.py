@@ -105,8 +105,7 @@ def _numbers(state: Any, key: str) -> Array:
     """The array of a state under a key, if all of its numbers are in memory."""
     a = files.array_of(state, key)
     layout = str(getattr(a, "layout", "torch.strided"))
-    no_numbers = getattr(a, "is_meta", False) or getattr(a, "is_quantized", False)
-    if no_numbers or layout != "torch.strided":
+    if getattr(a, "is_meta", False) or layout != "torch.strided":
         raise CheckpointError(f"{key!r} must be a dense array with numbers: got {a!r:.60}.")
     return a
 

@@ -1,6 +1,7 @@
 """Running statistics from whole passes over data: one loop for the layers of all backends."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
@@ -75,6 +76,7 @@ class Pass:
             for layer in self._tracked
             if layer.own_forward
         }
+        self._step = ExitStack()
 
     def repeat(self, visit: Callable[[], object]) -> None:
         """Note a call of a layer that other ranks wait for; `visit` has an empty batch."""
@@ -86,6 +88,8 @@ class Pass:
             return
         sums = layer.estimator.sums_of(x, axis=axis, mask=mask)
         if skips(layer.communicator, x.dtype):  # as the layer's message will tell
+            if not (self._own or self._unsure):
+                self._step.enter_context(_Heard(self._hear))
             self._unsure.append((layer, sums, len(self._heard)))
         else:
             layer.estimator.add(sums)
@@ -93,9 +97,11 @@ class Pass:
     def _hear(self, built: Any, batches: Sequence[BatchStatistics], inputs: Sequence[Any]) -> None:
         self._heard += [(built, batch) for batch in batches]
         if layer := self._own.get(built):
-            for i in inputs:
-                sums = layer.estimator.sums_of(i.x, axis=i.axis, mask=i.mask)
-                layer.estimator.add(_unless_skipped(sums, batches))
+            x, axis = inputs[0].x, inputs[0].axis
+            if len(inputs) > 1:  # the parts of a batch that the layer splits
+                x = array_namespace(x).concat([i.x for i in inputs])
+            sums = layer.estimator.sums_of(x, axis=axis)
+            layer.estimator.add(_unless_skipped(sums, batches))
 
     def _add_unsure(self) -> None:
         """Add what the step's layers have not skipped. A call has statistics for each split."""
@@ -135,7 +141,9 @@ class Pass:
                 if num_steps == 0:
                     self._check_first(step)
                 last_pass, self._visits = self._visits, []
-                with _Heard(self._hear):
+                with ExitStack() as self._step:
+                    if self._own:  # elsewhere a step hears its messages where one may be skipped
+                        self._step.enter_context(_Heard(self._hear))
                     if step.batch is not END:
                         forward(step.batch)
                     else:

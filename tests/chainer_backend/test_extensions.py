@@ -14,6 +14,7 @@ from multibn.chainer_backend import (  # noqa: E402
     FinetunePopulationStatistics,
     MultiNodeBatchNormalization,
     finetune_population_statistics,
+    step_statistics,
 )
 
 import chainer  # noqa: E402  # isort: skip (multibn makes it importable)
@@ -58,6 +59,16 @@ def test_all_passes_count_and_links_without_data_stay() -> None:
     assert_population(model[0], batches() * 2)
     assert (model[0].N, model[1].N) == (6, 0)
     np.testing.assert_array_equal(model[1].avg_var, 0)
+
+
+def test_a_step_of_step_statistics_stands_aside() -> None:
+    link, (x,) = shared(), batches([5], seed=1)
+    with step_statistics(link):
+        link(x)
+        finetune(batches(), link)
+        assert_population(link, batches())
+    mean = 0.9 * rows(batches()).mean(1) + 0.1 * rows([x]).mean(1)
+    np.testing.assert_allclose(link.avg_mean, mean, rtol=1e-10)
 
 
 def test_chainers_own_finetuning_differs() -> None:
@@ -175,6 +186,8 @@ def test_bad_arguments_are_refused() -> None:
             build(chainer.iterators.SerialIterator(batches(), 1), link)
         with pytest.raises(TypeError, match="unexpected keyword argument 'passes'"):
             build(batches(), link, passes=2)
+        with pytest.raises(ValueError, match="more for each of `num_passes`: got list_iterator, w"):
+            build(iter(batches()), link, num_passes=2)
     with pytest.raises(ValueError, match="`target` must have a batch normalization link: got none"):
         finetune(batches(), L.Linear(2, 2))
     with pytest.raises(ValueError, match="must have a size: got /0 of `target`, which has seen no"):

@@ -190,6 +190,11 @@ def test_paths_that_cannot_be_read_or_written_are_refused(tmp_path: Path) -> Non
     os.link(source, hard)
     for src, dst, message in (
         ("none.npz", "a.pt", r"none\.npz: no such file"),
+        ("x" * 999 + ".npz", "a.pt", "xx.npz: no such file"),
+        ("a\0.npz", "a.pt", "no such file"),
+        ("a.npz", "x" * 999 + ".pt", "xx.pt: cannot be written: File name too long"),
+        ("a.npz", "x" * 999 + "/b.pt", "must be a file in a folder that exists"),
+        ("a.npz", "a\0.pt", "cannot be written: "),
         ("", "a.pt", "the suffix must be one of"),
         ("a.npz", "b.txt", r"b\.txt: the suffix must be one of \.npz, \.pt, .*: got '\.txt'"),
         ("a.npz", "b", "got 'none'. Rename"),

@@ -93,6 +93,11 @@ def test_a_large_mean_costs_no_digit_of_the_variance(mean: float) -> None:
     np.testing.assert_allclose(pool_states(sites, [1, 2, 1])["bn/avg_var"], 1.0, rtol=1e-12)
 
 
+def test_the_first_count_may_be_next_to_nothing() -> None:
+    pooled = pool_states(states("chainer"), [5e-324, 1, 5e-324])
+    np.testing.assert_array_equal(pooled["bn/avg_var"], states("chainer")[1]["bn/avg_var"])
+
+
 def test_integers_are_never_averaged() -> None:
     with pytest.raises(CheckpointError, match=r"may differ: 'steps' .* Leave them out"):
         pool_states([{"steps": np.asarray(i)} for i in (1, 3)], [1, 1], average_parameters=True)
@@ -192,6 +197,9 @@ def test_the_command_speaks_of_files_and_of_its_options(two: list[str], capsys: 
     torch.save({"model": states("torch")[0] | {"fc.weight": torch.zeros(2, 2).double()}}, two[1])
     assert "'fc.weight' are not equal" in (said := refused(two, capsys=capsys))
     assert "Pass --average-parameters, if the models were trained apart." in said
+    for one in two:
+        torch.save({"model": {"states[0].states[9]": torch.full((1,), float(one is two[1]))}}, one)
+    assert f"{two[0]}.states[9]' are not equal" in refused(two, capsys=capsys)
     other = str(plain.make(Path(two[0]).with_name("c.npz")))
     assert f"{other}: must be of torch, as " in refused([two[0], other], capsys=capsys)
     itself = two[0].replace("a.pt", "dst.pt")

@@ -56,6 +56,7 @@ def _said(monkeypatch: Any, *present: str) -> str:
     ],
 )
 def test_info_says_what_is_in_use(present: list[str], message: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(info, "_distributions", lambda: {"triton": ["pytest"], "torch": ["numpy"]})
     monkeypatch.setattr(info.shared_memory, "why_not", lambda: None)
     assert message in _said(monkeypatch, *present)
 

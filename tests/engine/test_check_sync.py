@@ -55,6 +55,15 @@ def test_complex_numbers_are_compared_and_patterns_ignored() -> None:
     run_ranks(2, check)
 
 
+def test_a_layer_alone_has_a_name() -> None:
+    def check(world: Communicator) -> None:
+        options = {"": {"eps": 1e-5 * (1 + world.rank)}}
+        with pytest.raises(RuntimeError, match="has the layer with eps="):
+            check_equal({"w": np.zeros(1)}, world, options=options)
+
+    run_ranks(2, check)
+
+
 def test_models_that_are_not_built_alike_are_an_error() -> None:
     def check(world: Communicator) -> None:
         arrays: dict[str, Any] = {"w": np.zeros((2, 2 + world.rank)), "lazy": None}

@@ -43,7 +43,7 @@ def test_cases_are_selected_by_patterns() -> None:
         argparse.ArgumentTypeError,
         match=r"must match the name of a case: got 'nothing'\. Run multibn",
     ):
-        cases.select("nothing")
+        cases.select("mean-100,nothing")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -239,6 +239,10 @@ def test_settings_that_differ_are_said() -> None:
     torch_model.bn.eps = 1e-3
     (note,) = model.differing_settings(torch_model, chainer_model)
     assert "eps of batch normalization should be equal: torch has [0.001]" in note
+    torch_model.bn.eps, torch_model.bn.momentum = chainer_model.bn.eps, None
+    torch_model.untracked = type(torch_model.bn)(3, eps=1.0, track_running_stats=False)
+    (note,) = model.differing_settings(torch_model, chainer_model)
+    assert "momentum of batch normalization should be equal: torch has [None]" in note
 
 
 def pair(change: Any) -> Any:

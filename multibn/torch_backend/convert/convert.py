@@ -91,8 +91,9 @@ def convert_sync_batchnorm(
     UserWarning
         One warning for all layers that stay as they are, with paths for each reason: a layer that
         is parametrized, lazy and without an input so far, a subclass of nn.SyncBatchNorm with a
-        forward pass of its own, or a module that has running statistics and is not of torch's batch
-        norm class. One if the model has no batch norm.
+        forward pass of its own, one with an attribute that has a name of `SyncBatchNorm`'s own, or
+        a module that has running statistics and is not of torch's batch norm class. One if the
+        model has no batch norm.
 
     Examples
     --------

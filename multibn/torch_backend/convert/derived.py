@@ -50,8 +50,9 @@ def derive(layer: _BatchNorm, /) -> None:
             layer.__dict__.pop(name, None)
         return
     if isinstance(layer, nn.SyncBatchNorm):  # DistributedDataParallel refuses its instances on CPU
-        # A property of the new class.
-        layer.__dict__["own_group"] = as_communicator(layer.__dict__.pop("process_group", None))
+        group = as_communicator(layer.process_group)
+        layer.__dict__.pop("process_group", None)  # a property of the new class
+        layer.__dict__["own_group"] = group
         layer.__class__ = SyncBatchNorm  # type: ignore[assignment]
         layer.__dict__["converted_from"] = original
         return

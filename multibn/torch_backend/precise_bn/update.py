@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from multibn._typing import check_choice, check_int
 from multibn.communicators import CommunicatorLike
+from multibn.engine.population import Pool
 from multibn.engine.precise import Pass, Words
 from multibn.torch_backend.precise_bn.watched import Estimator, layers_in_training
 from multibn.torch_backend.train.synchrony import participants
@@ -245,7 +246,8 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
         for name, b in m._buffers.items()
     ]
     # Of a step of `step_statistics`, which these batches have no part in.
-    pools = [(m, m.__dict__.pop("pool")) for m in model.modules() if "pool" in vars(m)]
+    layers = [m for m in model.modules() if isinstance(vars(m).get("pool"), Pool)]
+    pools = [(layer, layer.__dict__.pop("pool")) for layer in layers]
     gpus = {t.device for t in (*model.parameters(), *model.buffers()) if t.device.type == "cuda"}
     try:
         with torch.random.fork_rng(devices=gpus):

@@ -19,6 +19,7 @@ from multibn.kernels import generic
 from multibn.torch_backend.layer import functional, jagged
 from multibn.torch_backend.layer.differentiable import without_autocast
 from multibn.torch_backend.layer.synchronized import Synchronized
+from multibn.torch_backend.train.uneven import map_tensors
 
 Estimator: TypeAlias = Literal["population", "mean_of_var"]
 
@@ -60,11 +61,12 @@ class WatchedNorm:
         self.name = name or type(module).__name__
         self.module = module
         self.communicator: Communicator = SingleProcess()
+        self.own_forward = False
         if isinstance(module, Synchronized):
             self.communicator = module.conversation
+            self.own_forward = hasattr(module, "own_forward")  # of a converted layer
         elif isinstance(module, nn.SyncBatchNorm):
             self.communicator = as_communicator(module.process_group)
-        self.own_forward = hasattr(module, "own_forward")  # of a converted layer
         self.num_features = norms[0].num_features
         self.tracking: list[Any] = [norm for norm in norms if norm.running_mean is not None]
         self.estimator: Population | MeanOfVar | None = None
@@ -110,12 +112,19 @@ def _call_with_no_sample(
     module: nn.Module, x: Any, args: tuple[Any, ...], options: dict[str, Any]
 ) -> Callable[[], object]:
     """A call of `module` as one with the input `x` was, with no sample in any of its tensors."""
+    seen: list[Tensor] = []
 
-    def shorten(a: Any) -> Any:
-        per_sample = isinstance(a, Tensor) and isinstance(x, Tensor) and a.ndim > 0
-        return jagged.no_sample(a) if per_sample and a.shape[0] == x.shape[0] else a
+    def note(t: Tensor) -> Tensor:
+        seen.append(t)
+        return t
 
-    return partial(module, *map(shorten, args), **{k: shorten(v) for k, v in options.items()})
+    def shorten(t: Tensor) -> Tensor:
+        return jagged.no_sample(t) if seen and t.shape[:1] == seen[0].shape[:1] else t
+
+    map_tensors(note, x)
+
+    args, options = map_tensors(shorten, (args, options))
+    return partial(module, *args, **options)
 
 
 def layers_in_training(model: nn.Module, estimator: Estimator) -> Iterator[WatchedNorm]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from multibn._typing import RunningVar
 from multibn.engine.population import Pool
 from multibn.kernels import Running
 from multibn.torch_backend.layer import dtensors
@@ -65,21 +66,22 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
             f"{type(model).__qualname__}. Convert the model by convert_sync_batchnorm; for one "
             "process alone with process_group=multibn.SingleProcess()."
         )
-    entered: list[tuple[Any, Any, Pool]] = []
+    entered: list[tuple[Any, Any, Pool, RunningVar]] = []
     for layer in layers:
         for bn in (layer.split_bn, layer.bn) if isinstance(layer, _SubBatchNorm) else (layer,):
-            running = running_of(bn, layer.running_var_convention)
+            convention = layer.running_var_convention
+            running = running_of(bn, convention)
             if isinstance(running, Running):  # neither None nor the pool of another step
                 bn.pool = Pool(torch.zeros(running.mean.shape, device=running.mean.device))
-                entered.append((layer, bn, bn.pool))
+                entered.append((layer, bn, bn.pool, convention))
     try:
         yield
     finally:
-        for _, bn, _ in entered:
+        for _, bn, _, _ in entered:
             vars(bn).pop("pool", None)  # a layer that was reverted has none
-    for layer, bn, pool in entered:
+    for layer, bn, pool, convention in entered:
         # The buffers of this moment: `layer.double()` has put others in the place of the old ones.
-        running = running_of(bn, layer.running_var_convention)
+        running = running_of(bn, convention)
         if not isinstance(running, Running):
             continue
         if pool.momentum is not None:

@@ -166,7 +166,7 @@ def average_gradients(
     Raises
     ------
     ValueError
-        For `process_group` as `check_sync`.
+        For `process_group` as `check_sync`; for an iterator without a parameter left.
     TypeError
         If a gradient is sparse.
 

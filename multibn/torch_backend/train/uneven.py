@@ -105,7 +105,9 @@ class Joined:
         for number, step in enumerate(steps):
             if number == 0 and not step.occupied.all():
                 root = int(step.occupied.argmax())
-                mine = _map(Tensor.cpu, stand_in[0]) if self.communicator.rank == root else None
+                mine = (
+                    map_tensors(Tensor.cpu, stand_in[0]) if self.communicator.rank == root else None
+                )
                 theirs = broadcast_object(mine, self.communicator, root=root)
                 stand_in = stand_in or [theirs]
             self.absent = step.batch is END
@@ -185,7 +187,7 @@ def _empty(batch: Any) -> Any:
         tensors.append(x)
         return jagged.no_sample(x)
 
-    empty = _map(shorten, batch)
+    empty = map_tensors(shorten, batch)
     if not tensors:
         raise TypeError(
             "a batch must have a tensor in it, with the samples on its first axis: got "
@@ -195,15 +197,15 @@ def _empty(batch: Any) -> Any:
     return empty
 
 
-def _map(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
     """`batch` with each tensor replaced by `function` of it, also in tuples, lists and mappings."""
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, MutableMapping):
         mapping = copy.copy(batch)
-        mapping.update({k: _map(function, v) for k, v in batch.items()})
+        mapping.update({k: map_tensors(function, v) for k, v in batch.items()})
         return mapping
     if isinstance(batch, (list, tuple)):
-        items = [_map(function, item) for item in batch]
+        items = [map_tensors(function, item) for item in batch]
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     return batch

@@ -151,7 +151,10 @@ def unconvertible() -> dict[str, tuple[nn.Module, str]]:
     nn.utils.parametrize.register_parametrization(parametrized, "weight", nn.Identity())
     patched: Any = nn.SyncBatchNorm(3)
     patched.forward = patched.forward
+    named: Any = nn.BatchNorm2d(3)
+    named.pool = 2
     return {
+        "named": (named, "BatchNorm2d: it has an attribute 'pool', a name of SyncBatchNorm's own."),
         "parametrized": (parametrized, "ParametrizedBatchNorm2d: it is parametrized. Remove"),
         "lazy": (nn.LazyBatchNorm2d(), "LazyBatchNorm2d: it has not seen an input. Run the model"),
         "act": (SyncActivated(3), "SyncActivated: it adds to nn.SyncBatchNorm. Convert the model"),
@@ -166,11 +169,11 @@ def test_what_cannot_be_converted_is_one_message() -> None:
     model["more"] = nn.Sequential(nn.BatchNorm2d(3), Foreign(3))
     classes = [type(part) for part in model.modules()]
     with pytest.raises(
-        TypeError, match=r"^6 layer\(s\) stay as they are, their statistics are not"
+        TypeError, match=r"^7 layer\(s\) stay as they are, their statistics are not"
     ):
         convert_sync_batchnorm(model, strict=True)
     assert [type(part) for part in model.modules()] == classes
-    with pytest.warns(UserWarning, match=r"^6 layer\(s\) stay as they are") as caught:
+    with pytest.warns(UserWarning, match=r"^7 layer\(s\) stay as they are") as caught:
         convert_sync_batchnorm(model)
     assert len(caught) == 1
     assert caught[0].filename == __file__

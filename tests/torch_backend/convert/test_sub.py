@@ -16,7 +16,7 @@ from torch import Tensor, nn  # noqa: E402
 from torch.func import functional_call, stack_module_state, vmap  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
-from multibn import SingleProcess  # noqa: E402
+from multibn import Group, SingleProcess, as_communicator  # noqa: E402
 from multibn.parity.oracle import relative_error  # noqa: E402
 from multibn.torch_backend import (  # noqa: E402
     SubBatchNorm1d,
@@ -26,6 +26,7 @@ from multibn.torch_backend import (  # noqa: E402
     normalize_together,
     revert_sync_batchnorm,
 )
+from multibn.torch_backend.layer.synchronized import options_of  # noqa: E402
 
 
 def expected(x: Tensor, num_splits: int) -> Tensor:
@@ -100,6 +101,19 @@ def test_a_converted_layer_is_converted_anew() -> None:
     assert not isinstance(layer.process_group, SingleProcess)
     assert relative_error(model(x).detach(), expected(x, 1)) < 1e-5
     assert "num_splits" not in repr(model)
+
+
+def test_a_layer_gets_its_ranks_back() -> None:
+    """Those of a conversion, of the constructor and of torch's own layer, through a pickle."""
+    group = Group(None, [0])
+    model: Any = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3)), group)
+    model.extend([SyncBatchNorm(3, process_group=group), nn.SyncBatchNorm(3), nn.BatchNorm2d(3)])
+    convert_sub_batchnorm(convert_sub_batchnorm(model, 2), 3)
+    assert options_of(model[0])["num_splits"] == 3
+    convert_sync_batchnorm(model[1], 1)
+    model = convert_sync_batchnorm(pickle.loads(pickle.dumps(model)))
+    groups = [repr(layer.process_group) for layer in model]
+    assert groups == [repr(g) for g in (group, Group(None, 1), group, *[as_communicator()] * 2)]
 
 
 def test_masked_elements_have_no_part() -> None:

@@ -110,6 +110,13 @@ def check_layers_are_synchronized_while_fitting(world: Communicator) -> None:
     np.testing.assert_allclose(net.bn.running_var, var, rtol=1e-5)  # type: ignore[arg-type]
 
 
+def check_torchs_layer_keeps_its_own_group(world: Communicator) -> None:
+    alone = [torch.distributed.new_group([rank]) for rank in range(world.size)][world.rank]
+    layer = nn.SyncBatchNorm(3, process_group=alone)
+    assert MultiBNLayerSync().apply(layer).process_group.size == 1
+    assert MultiBNLayerSync().revert(layer).process_group is alone
+
+
 def check_precise_bn_runs_before_validation_and_checkpoints(world: Communicator) -> None:
     """Every second epoch and the last, in whatever order the callbacks are given."""
     with tempfile.TemporaryDirectory() as directory:

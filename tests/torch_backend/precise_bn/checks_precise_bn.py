@@ -16,6 +16,7 @@ from multibn.torch_backend import (
     NaiveSyncBatchNorm1d,
     SubBatchNorm1d,
     SyncBatchNorm,
+    convert_sync_batchnorm,
     sync_running_stats,
     update_bn_stats,
 )
@@ -132,6 +133,32 @@ def check_estimates_are_those_of_all_ranks_data(world: Communicator) -> None:
                 want = np.average(of_groups, 0, weights)
                 np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12, err_msg=kind)
         assert _unchanged_but_statistics(before, model.state_dict()), kind
+
+
+class Scaled(nn.BatchNorm1d):
+    def forward(self, x: Any, *, scales: Any, factor: Any) -> Any:  # type: ignore[override]
+        return super().forward(torch.cat([x * s for s in scales]) * factor)
+
+
+def check_a_rank_without_data_repeats_calls_of_any_arguments(world: Communicator) -> None:
+    """Those of a forward pass of its own, and of a jagged batch."""
+    own = convert_sync_batchnorm(Scaled(C, dtype=torch.float64), world)
+    jagged = SyncBatchNorm(C, process_group=world, dtype=torch.float64)
+
+    def forward(model: Any, x: torch.Tensor) -> None:
+        scales = [torch.full((len(x), 1), 2.0), torch.full((len(x), 1), 3.0)]
+        model[0](x, scales=scales, factor=torch.ones(C))
+        model[1](torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged))
+
+    _precise(nn.ModuleList([own, jagged]), _loader(world.rank), world, forward_fn=forward)
+    xs = [x for rank in range(world.size) for x in _batches(rank)]
+    for layer, parts in (
+        (own, [s * x for x in xs for s in (2, 3)]),
+        (jagged, [*xs, *(x[:1] for x in xs)]),
+    ):
+        mean, var = _running(layer)
+        np.testing.assert_allclose(mean, np.concatenate(parts).mean(0), rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(var, np.concatenate(parts).var(0, ddof=1), rtol=1e-10)
 
 
 def check_limits_count_a_ranks_batches_or_all_samples(world: Communicator) -> None:

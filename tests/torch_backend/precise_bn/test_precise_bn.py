@@ -25,6 +25,9 @@ from multibn.torch_backend import (  # noqa: E402
     SubBatchNorm1d,
     SubBatchNorm2d,
     SyncBatchNorm,
+    convert_sub_batchnorm,
+    convert_sync_batchnorm,
+    step_statistics,
     sync_running_stats,
     update_bn_stats,
 )
@@ -167,6 +170,40 @@ def test_an_input_that_is_named_last_is_found() -> None:
     mask = torch.tensor([True, True, False, True, True])
     precise(bn, [x], forward_fn=lambda m, x: m(mask=mask, residual=x + 1, input=x))
     np.testing.assert_allclose(kept(bn)[0], rows([x[mask]]).mean(1), rtol=1e-6)
+
+
+class Doubled(nn.BatchNorm1d):
+    def forward(self, x: Any, scale: Any) -> Any:  # type: ignore[override]
+        return super().forward(x * scale)
+
+
+@pytest.mark.parametrize("estimator", ["population", "mean_of_var"])
+@pytest.mark.parametrize(
+    "convert", [convert_sync_batchnorm, lambda m: convert_sub_batchnorm(m, 2)], ids=["sync", "sub"]
+)
+def test_a_forward_pass_of_its_own_tells_what_it_has_normalized(
+    convert: Any, estimator: Any
+) -> None:
+    bn: Any = convert(Doubled(2))
+    xs = [torch.randn(6, 2), 3 + torch.randn(5, 2)]
+    precise(bn, xs, estimator=estimator, forward_fn=lambda m, x: m(x, 2))
+    parts = [rows([2 * x]) for x in xs] if estimator == "mean_of_var" else [2 * rows(xs)]
+    np.testing.assert_allclose(kept(bn)[0], np.mean([x.mean(1) for x in parts], 0), rtol=1e-5)
+    var = np.mean([x.var(1, ddof=1) for x in parts], 0)
+    np.testing.assert_allclose(kept(bn)[1], var, rtol=1e-5)
+
+
+def test_a_step_of_step_statistics_and_other_pools_stand_aside() -> None:
+    bn = SyncBatchNorm(3, momentum=0.5)
+    model: Any = nn.Sequential(bn)
+    model.pool = "a model's own"
+    data, (x,) = batches(), batches([5], seed=1)
+    with step_statistics(model):
+        model(x)
+        precise(model, data, forward_fn=lambda m, x: m(x if m.pool else None))
+        np.testing.assert_allclose(kept(bn)[0], rows(data).mean(1), rtol=1e-5)
+    mean = (rows(data).mean(1) + rows([x]).mean(1)) / 2
+    np.testing.assert_allclose(kept(bn)[0], mean, rtol=1e-5)
 
 
 def test_layers_that_are_frozen_or_untracked_are_left_alone() -> None:

@@ -105,6 +105,17 @@ def check_a_rank_without_any_batch_takes_part(world: Communicator) -> None:
     expect_in_sync(model, world)
 
 
+def check_jagged_batches_have_stand_ins(world: Communicator) -> None:
+    layer = convert_sync_batchnorm(nn.BatchNorm1d(3, momentum=1.0).double(), world)
+    parts = [[torch.full((n, 3), float(rank)).double() for n in (2, rank + 1)] for rank in range(3)]
+    batch = torch.nested.nested_tensor(parts[world.rank], layout=torch.jagged)
+    with join(layer) as joined:
+        for step, x in enumerate(joined([batch] * (1 + world.rank))):
+            layer(x)
+            there = torch.cat([v for rank in range(step, 3) for v in parts[rank]])
+            torch.testing.assert_close(layer.running_mean, there.mean(0))
+
+
 class _Failing:
     def __iter__(self) -> Any:
         yield torch.ones(2, 3)
@@ -206,6 +217,13 @@ def check_every_helper_knows_who_takes_part(world: Communicator) -> None:
     layer.weight.grad = torch.full((1,), float(world.rank), dtype=torch.float64)
     average_gradients(model)
     assert layer.weight.grad.tolist() == [mean]
+    layer.weight.grad = torch.full((1,), float(world.rank), dtype=torch.float64)
+    average_gradients(layer.weight, world)
+    assert layer.weight.grad.tolist() == [mean]
+    used_up = iter([layer.weight])
+    average_gradients(used_up, world)
+    with pytest.raises(ValueError, match="`parameters` must not be used up: got an iterator"):
+        average_gradients(used_up, world)
 
 
 def check_no_helper_takes_one_rank_for_all(world: Communicator) -> None:

@@ -27,8 +27,10 @@ from multibn.parity.oracle import relative_error  # noqa: E402
 from multibn.torch_backend import (  # noqa: E402
     SubBatchNorm1d,
     SyncBatchNorm,
+    SyncBatchNorm1d,
     checkpoint_contexts,
     convert_sync_batchnorm,
+    revert_sync_batchnorm,
     step_statistics,
 )
 
@@ -129,6 +131,19 @@ def test_a_step_moves_buffers_that_were_replaced_inside_of_it(when: str) -> None
         layer(x)
         layer.running_mean = layer.running_var = None
     assert layer.running_mean is None
+
+
+def test_a_layer_may_be_reverted_inside_of_a_step() -> None:
+    model: Any = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4)))
+    x = data([(6, 0)], 0)[0].float()
+    with step_statistics(model):
+        model(x)
+        revert_sync_batchnorm(model[:1])
+    assert [type(layer) for layer in model] == [nn.BatchNorm1d, SyncBatchNorm1d]
+    assert "pool" not in vars(model[1])
+    for layer in model:
+        assert layer.num_batches_tracked == 1
+    assert relative_error(model[0].running_mean, 0.1 * x.mean((0, 2))) < 1e-5
 
 
 def test_all_uses_of_a_layer_are_one_step() -> None:

@@ -124,6 +124,12 @@ class _Own(SyncBatchNorm):
         return arguments
 
 
+def _patched() -> Any:
+    layer: Any = SyncBatchNorm(3)
+    layer.forward = lambda x: x
+    return layer
+
+
 @pytest.mark.parametrize(
     "layers, num_inputs, error, message",
     [
@@ -134,6 +140,7 @@ class _Own(SyncBatchNorm):
             "must be multibn.*SyncBatchNorm layers: got BatchNorm2",
         ),
         ([_Own(3)], 1, TypeError, "must be multibn.*SyncBatchNorm layers: got _Own"),
+        ([_patched()], 1, TypeError, "must be multibn.*SyncBatchNorm layers: got SyncBatchNorm"),
         ([], 0, ValueError, "`layers` must be one or more.*got 0 layers and 0 inputs"),
         ([SyncBatchNorm(3)], 2, ValueError, "`inputs` one for each: got 1 layers and 2 inputs"),
         (
