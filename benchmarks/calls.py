@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import multibn
-from benchmarks.timing import Seconds
+from benchmarks.timing import Measured
 from multibn import Communicator
 from multibn.torch_backend import SyncBatchNorm
 
@@ -40,7 +40,7 @@ def count(step: Callable[[], object]) -> dict[str, int]:
     return {"multibn": ours, "torch": sum("/torch/" in file for file in files)}
 
 
-def measure(communicator: Communicator) -> tuple[dict[str, Seconds], dict[str, Any]]:
+def measure(communicator: Communicator) -> Measured:
     """Notes: the calls of a synchronized layer and of nn.BatchNorm2d."""
     x, dy = torch.randn(*SHAPE, requires_grad=True), torch.randn(*SHAPE)
     layers = {

@@ -5,40 +5,79 @@ Four ways to share the statistics of C channels: "allreduce" and "all_gather" ov
 pair, an allreduce over the first ranks, and back).
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import os
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from benchmarks.scaling import GROUP
-from benchmarks.timing import Seconds, Step, take_turns
+from benchmarks.timing import Measured, Seconds, Step, take_turns
 from multibn import Communicator, message
+from multibn.communicators.conversation import Conversation
 
 # Calls in a timed step: a single call takes microseconds, too little for the clock.
-_REPEAT = {"mpi": 20, "gloo": 2}
+_REPEAT = {"mpi": 20, "shared memory": 20, "gloo": 2}
 
 
 def measure(
     communicator: Communicator, over: str, channels: Sequence[int], seconds: float
-) -> tuple[dict[str, Seconds], dict[str, Any]]:
+) -> Measured:
     """Seconds per call under the name "C/way"; `over` is "mpi" or "gloo"."""
-    times: dict[str, Seconds] = {}
     make = {"mpi": _mpi_steps, "gloo": _gloo_steps}[over](communicator.rank)
+    return _timed(make, communicator, over, channels, seconds), {}
+
+
+def measure_checks(
+    communicator: Communicator, over: str, channels: Sequence[int], seconds: float
+) -> Measured:
+    """Seconds of a layer's message with all its checks, "checked", and of the "bare" allreduce."""
+    os.environ["MULTIBN_SHARED_MEMORY"] = str(int(over == "shared memory"))
+    bare = (_mpi_steps if over == "mpi" else _gloo_steps)(communicator.rank)
+
+    def make(C: int) -> dict[str, Step]:
+        layer = Conversation(communicator, lambda: f"layer of {C} channels")
+        return {
+            "checked": _checked(layer, message.length(C)),
+            "bare": bare(C)["allreduce"],
+        }
+
+    return _timed(make, communicator, over, channels, seconds), {}
+
+
+def _timed(
+    make: Callable[[int], Mapping[str, Step]],
+    communicator: Communicator,
+    over: str,
+    channels: Sequence[int],
+    seconds: float,
+) -> dict[str, Seconds]:
+    times: dict[str, Seconds] = {}
     for C in channels:
-        steps = {name: repeated(step, _REPEAT[over]) for name, step in make(C).items()}
+        steps = {name: _repeated(step, _REPEAT[over]) for name, step in make(C).items()}
         taken = take_turns(steps, communicator, seconds=seconds)
         times |= {f"{C}/{name}": t / _REPEAT[over] for name, t in taken.items()}
-    return times, {}
+    return times
 
 
-def repeated(step: Step, n: int) -> Step:
-    """`step` called `n` times."""
-
+def _repeated(step: Step, n: int) -> Step:
     def run() -> None:
         for _ in range(n):
             step()
 
     return run
+
+
+def _checked(layer: Conversation, n: int) -> Step:
+    phase = layer.during("forward", np.dtype(np.float32))
+
+    def step() -> None:
+        payload = phase.buffer(n)
+        if payload is None:  # one rank
+            payload = np.empty(n)
+        payload[:] = 1
+        phase.allreduce(payload)
+
+    return step
 
 
 def _mpi_steps(rank: int) -> Callable[[int], dict[str, Step]]:

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.layer import memory_format
 from benchmarks.resnet import Bottleneck
-from benchmarks.timing import Seconds, Step, take_turns
+from benchmarks.timing import Measured, Seconds, Step, take_turns, training_step
 from multibn import Communicator
 from multibn.torch_backend import convert_sync_batchnorm
 
@@ -20,9 +20,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, bool]]] = {
 }
 
 
-def measure(
-    communicator: Communicator, shape: Sequence[int], seconds: float
-) -> tuple[dict[str, Seconds], dict[str, Any]]:
+def measure(communicator: Communicator, shape: Sequence[int], seconds: float) -> Measured:
     """Times of forward and backward by "layout/name"; the block keeps the number of channels."""
     times: dict[str, Seconds] = {}
     for name, (layout, options) in LAYOUTS.items():
@@ -39,13 +37,7 @@ def measure(
                 block = convert_sync_batchnorm(block, communicator)
             if compiled:
                 block = torch.compile(block, fullgraph=True, options=options)
-
-            def run() -> None:
-                x.grad = None
-                block.zero_grad()
-                block(x).backward(dy)
-
-            return run
+            return training_step(block, x, dy)
 
         steps = {
             f"{'compiled' if compiled else 'eager'} {kind}": step(compiled, kind == "synchronized")

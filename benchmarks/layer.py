@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.timing import Seconds, Step, take_turns
+from benchmarks.timing import Measured, Seconds, Step, take_turns, training_step
 from multibn import Communicator, kernels
 
 SHAPES = [
@@ -65,7 +65,7 @@ def measure_torch(
     shapes: Sequence[Sequence[int]],
     seconds: float,
     relu: bool = False,
-) -> tuple[dict[str, Seconds], dict[str, Any]]:
+) -> Measured:
     """Times under `key(shape, layout, name)`; about `seconds` for each shape and layout.
 
     With `relu`, of a layer and a ReLU: fuse_relu=True beside nn.BatchNorm and an inplace nn.ReLU.
@@ -97,34 +97,22 @@ def _torch_steps(
     local = {2: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[len(shape)]
     copy = torch.empty_like(x)
 
-    def step(layer: nn.Module) -> Step:
-        def run() -> None:
-            x.grad = None
-            layer.zero_grad()
-            layer(x).backward(dy)
-
-        return run
-
     def copies() -> None:
         for _ in range(NUM_COPIES):
             copy.copy_(dy)
 
-    if relu:
-        return {
-            OURS: step(SyncBatchNorm(shape[1], process_group=communicator, fuse_relu=True)),
-            LOCAL: step(nn.Sequential(local(shape[1]), nn.ReLU(inplace=True))),
-        }
-    return {
-        OURS: step(SyncBatchNorm(shape[1], process_group=communicator)),
-        LOCAL: step(local(shape[1])),
-        NAIVE: step(NaiveFormula(shape[1], communicator)),
-        COPIES: copies,
+    layers: dict[str, nn.Module] = {
+        OURS: SyncBatchNorm(shape[1], process_group=communicator, fuse_relu=relu),
+        LOCAL: nn.Sequential(local(shape[1]), nn.ReLU(inplace=True)) if relu else local(shape[1]),
+        NAIVE: NaiveFormula(shape[1], communicator),
     }
+    steps = {name: training_step(layer, x, dy) for name, layer in layers.items()}
+    if relu:
+        return {name: steps[name] for name in (OURS, LOCAL)}
+    return {**steps, COPIES: copies}
 
 
-def measure_chainer(
-    communicator: Any, shapes: Sequence[Sequence[int]], seconds: float
-) -> tuple[dict[str, Seconds], dict[str, Any]]:
+def measure_chainer(communicator: Any, shapes: Sequence[Sequence[int]], seconds: float) -> Measured:
     """As `measure_torch`, over ChainerMN's communicator, for an even and an uneven split."""
     times: dict[str, Seconds] = {}
     for shape in shapes:

@@ -1,6 +1,5 @@
 """The parts of the benchmark: launches each part, and evaluates its times."""
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -9,12 +8,10 @@ from math import prod
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks import layer, resnet, scaling
+from benchmarks import layer, resnet, scaling, worker
 from benchmarks.timing import PROCESSOR, Seconds, median_ms, ratio, slowest, spread
-from multibn._launch import LAUNCHERS, run_workers
 
 Row = dict[str, Any]
-_TIMEOUT = 240.0
 
 
 class Settings(SimpleNamespace):
@@ -40,28 +37,28 @@ _SIZES: dict[str, tuple[Any, Any]] = {
         ["1 blocks"],
     ),
     "reversible_timed": ([("rev_vit_s", 8), ("rev_mvit_b", 2)], [("1 blocks", 2)]),
-    "reversible_rounds": (7, 2),
 }
 FULL, QUICK = (Settings(**{name: s[k] for name, s in _SIZES.items()}) for k in (0, 1))
 
 
-def _run(
+def _times(
     function: str, over: str, size: int = 2, /, **options: Any
-) -> tuple[dict[str, Seconds], dict[str, Any]]:
-    """Times of the slowest rank, and the notes of rank 0. Raises WorkerError."""
-    worker = ["-m", "benchmarks.worker", function, over, json.dumps(options)]
-    name = f"{function} over {over}, {size} rank(s)"
-    written = run_workers(name, LAUNCHERS[over], size, worker, timeout=_TIMEOUT)
-    return slowest([dict(rank.arrays) for rank in written]), written[0].notes
+) -> tuple[dict[str, dict[str, Seconds]], Row]:
+    """Times of the slowest rank, those of "label/name" as `[label][name]`, and notes of rank 0."""
+    written = worker.run(f"benchmarks.{function}", over, size, **options)
+    found: dict[str, dict[str, Seconds]] = {}
+    for key, taken in slowest([rank.arrays for rank in written]).items():
+        label, _, name = key.rpartition("/")
+        found.setdefault(label, {})[name] = taken
+    return found, written[0].notes
 
 
-def one_layer(function: str, over: str, settings: Settings, *, relu: bool = False) -> list[Row]:
+def one_layer(function: str, over: str, settings: Settings, **options: Any) -> list[Row]:
     """A row for each shape and variant: a layout, or a split of the batch."""
-    shapes = [shape for shape in settings.shapes if len(shape) == 4 or not relu]
-    options: dict[str, Any] = {"relu": True} if relu else {}
-    times, notes = _run(function, over, shapes=shapes, seconds=settings.seconds, **options)
+    shapes = [shape for shape in settings.shapes if len(shape) == 4 or "relu" not in options]
+    times, notes = _times(function, over, shapes=shapes, seconds=settings.seconds, **options)
     rows = []
-    for label, taken in _by_label(times).items():
+    for label, taken in times.items():
         shape, variant = label.split("/")
         sizes = [int(n) for n in shape.split("x")]
         rows.append({
@@ -74,21 +71,21 @@ def one_layer(function: str, over: str, settings: Settings, *, relu: bool = Fals
 
 def network(settings: Settings) -> list[Row]:
     """With "waiting": local batch norms that wait for the other rank, as ours do."""
-    times, notes = _run("resnet.measure", "mpi", blocks=settings.blocks, batch=settings.images,
-                        seconds=settings.resnet_seconds)  # fmt: skip
+    times, notes = _times("resnet.measure", "mpi", blocks=settings.blocks, batch=settings.images,
+                          seconds=settings.resnet_seconds)  # fmt: skip
     return _beside_one("synchronized", times, notes)
 
 
 def compiled(settings: Settings) -> list[Row]:
     """A residual block under torch.compile, beside the local block and beside both without."""
-    times, notes = _run("compiled.measure", "mpi", shape=settings.compiled_shape,
-                        seconds=settings.compiled_seconds)  # fmt: skip
+    times, notes = _times("compiled.measure", "mpi", shape=settings.compiled_shape,
+                          seconds=settings.compiled_seconds)  # fmt: skip
     return _beside_one("compiled synchronized", times, notes)
 
 
 def calls(settings: Settings) -> list[Row]:
     """Calls of Python functions in a layer's step."""
-    return [{"over": over, "ranks": size, **_run("calls.measure", over, size)[1]}
+    return [{"over": over, "ranks": size, **_times("calls.measure", over, size)[1]}
             for over, size in (("mpi", 2), ("gloo", 2), ("gloo", 1))]  # fmt: skip
 
 
@@ -96,12 +93,12 @@ def messages(settings: Settings) -> list[Row]:
     """A layer's message with all checks, and the bare allreduce of torch.distributed or MPI."""
     rows = []
     for over in ("mpi", "shared memory", "gloo"):
-        times, _ = _run("messages.measure", "mpi" if over == "mpi" else "gloo", over=over,
-                        channels=settings.collective_channels,
-                        seconds=settings.collective_seconds)  # fmt: skip
+        times, _ = _times("collectives.measure_checks", "mpi" if over == "mpi" else "gloo",
+                          over=over, channels=settings.collective_channels,
+                          seconds=settings.collective_seconds)  # fmt: skip
         rows += [{"over": over, "ranks": 2, "channels": int(C),
                   "microseconds": {name: 1e3 * median_ms(t) for name, t in taken.items()}}
-                 for C, taken in _by_label(times).items()]  # fmt: skip
+                 for C, taken in times.items()]  # fmt: skip
     return rows
 
 
@@ -110,17 +107,18 @@ def collectives(settings: Settings) -> list[Row]:
     rows = []
     channels = settings.collective_channels
     for over in ("mpi", "gloo"):
-        microseconds = {}
-        for W in settings.worlds:
-            times, _ = _run("collectives.measure", over, W, over=over, channels=channels,
-                            seconds=settings.collective_seconds)  # fmt: skip
-            microseconds[W] = {name: 1e3 * median_ms(t) for name, t in times.items()}
-        pair = {C: microseconds[2][f"{C}/allreduce"] for C in channels}
+        times = {
+            W: _times("collectives.measure", over, W, over=over, channels=channels,
+                      seconds=settings.collective_seconds)[0]
+            for W in settings.worlds
+        }  # fmt: skip
+        pair = {C: 1e3 * median_ms(times[2][str(C)]["allreduce"]) for C in channels}
         machine = scaling.Machine.fitted(over, os.cpu_count() or 1, pair)
         ways = ("allreduce", "all_gather", "grouped", "hierarchical")
         rows += [{
             "over": over, "ranks": W, "channels": C, "way": way,
-            "microseconds": microseconds[W][f"{C}/{way}"], "model": machine.predict(way, W, C),
+            "microseconds": 1e3 * median_ms(times[W][str(C)][way]),
+            "model": machine.predict(way, W, C),
         } for W, C, way in product(settings.worlds, channels, ways)]  # fmt: skip
     return rows
 
@@ -133,7 +131,8 @@ def model(settings: Settings) -> list[Row]:
 def reversible_memory(settings: Settings) -> list[Row]:
     """Bytes of a step; `ratio` is stored / reversible."""
     options = {"models": settings.reversible_models, "pixels": settings.reversible_size, "batch": 2}
-    rows: list[Row] = _run("reversible.measure_memory", "single process", 1, **options)[1]["rows"]
+    _, notes = _times("reversible.measure_memory", "single process", 1, **options)
+    rows: list[Row] = notes["rows"]
     for row in rows:
         row["ratio"] = {name: row["stored"][name] / row["reversible"][name]
                         for name in row["stored"]}  # fmt: skip
@@ -142,11 +141,11 @@ def reversible_memory(settings: Settings) -> list[Row]:
 
 def reversible_time(settings: Settings) -> list[Row]:
     rows = []
+    options = {"pixels": settings.reversible_size, "seconds": settings.resnet_seconds}
     for name, batch in settings.reversible_timed:
-        options = {"pixels": settings.reversible_size, "rounds": settings.reversible_rounds}
-        times, _ = _run("reversible.measure_time", "single process", 1, model=name, batch=batch,
-                        **options)  # fmt: skip
-        compared = _compared({"stored": (times["reversible"], times["stored"])})
+        times, _ = _times("reversible.measure_time", "single process", 1, model=name, batch=batch,
+                          **options)  # fmt: skip
+        compared = _compared({"stored": (times[""]["reversible"], times[""]["stored"])})
         rows.append({"model": name, "batch": batch, **compared})
     return rows
 
@@ -167,21 +166,12 @@ PARTS: dict[str, Callable[[Settings], list[Row]]] = {
 }
 
 
-def _by_label(times: Mapping[str, Seconds]) -> dict[str, dict[str, Seconds]]:
-    """Times of "label/name" as `[label][name]`."""
-    found: dict[str, dict[str, Seconds]] = {}
-    for key, taken in times.items():
-        label, _, name = key.rpartition("/")
-        found.setdefault(label, {})[name] = taken
-    return found
-
-
-def _beside_one(ours: str, times: Mapping[str, Seconds], notes: Row) -> list[Row]:
+def _beside_one(ours: str, times: Mapping[str, Mapping[str, Seconds]], notes: Row) -> list[Row]:
     """A row for each layout, in which all models took turns."""
     return [
         {"layout": layout, **notes,
          **_compared({name: (taken[ours], t) for name, t in taken.items() if name != ours})}
-        for layout, taken in _by_label(times).items()
+        for layout, taken in times.items()
     ]  # fmt: skip
 
 

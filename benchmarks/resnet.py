@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.layer import layouts, memory_format
-from benchmarks.timing import Seconds, Step, take_turns
+from benchmarks.timing import Measured, Seconds, Step, take_turns
 from multibn import Communicator
 from multibn.torch_backend import convert_sync_batchnorm
 
@@ -73,7 +73,7 @@ def waiting(model: nn.Module, communicator: Communicator) -> nn.Module:
 
 def measure(
     communicator: Communicator, blocks: Sequence[int], batch: Sequence[int], seconds: float
-) -> tuple[dict[str, Seconds], dict[str, Any]]:
+) -> Measured:
     """Times of forward, loss and backward by "layout/name"; each rank has a `batch` of images.
 
     A local network does not wait for the slower rank, a synchronized one does at every layer. The

@@ -4,18 +4,15 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import tensor_memory
-from benchmarks.timing import Seconds, now
+from benchmarks.timing import Measured, Step, take_turns
 from multibn import Communicator
 from multibn.torch_backend.reversible import RevMViT, RevMViTConfig, published_rev_mvit
 from multibn.torch_backend.reversible.engine import Mode
-
-TimesAndNotes = tuple[dict[str, Seconds], dict[str, Any]]
 
 MODES: tuple[Mode, ...] = ("stored", "reversible")
 # Attention by the kernel that torch picks, and by the formula, with all scores in memory.
@@ -27,7 +24,7 @@ ATTENTION: dict[str, Callable[[], Any]] = {
 
 def measure_memory(
     communicator: Communicator, models: Sequence[str], pixels: int, batch: int
-) -> TimesAndNotes:
+) -> Measured:
     """Notes: bytes of a step in both modes, for each model and kind of attention."""
     rows = []
     x = torch.randn(batch, 3, pixels, pixels)
@@ -47,20 +44,21 @@ def measure_memory(
 
 
 def measure_time(
-    communicator: Communicator, model: str, pixels: int, batch: int, rounds: int
-) -> TimesAndNotes:
-    """Times of a step in each mode; the modes take turns."""
+    communicator: Communicator, model: str, pixels: int, batch: int, seconds: float
+) -> Measured:
+    """Times of a step in each mode."""
     x = torch.randn(batch, 3, pixels, pixels)
-    models = {mode: _make(model, pixels, mode) for mode in MODES}
-    taken: dict[str, list[Seconds]] = {mode: [] for mode in MODES}
-    for _ in range(1 + rounds):
-        for mode, network in models.items():
+
+    def step(network: RevMViT) -> Step:
+        def run() -> None:
             network.zero_grad()
-            before = now()
             loss: Tensor = network(x).square().mean()
             loss.backward()
-            taken[mode].append(now() - before)
-    return {mode: np.array(times[1:]) for mode, times in taken.items()}, {}  # without the warm-up
+
+        return run
+
+    steps: dict[str, Step] = {mode: step(_make(model, pixels, mode)) for mode in MODES}
+    return take_turns(steps, communicator, seconds=seconds), {}
 
 
 def _make(name: str, pixels: int, mode: Mode) -> RevMViT:

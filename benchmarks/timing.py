@@ -15,6 +15,7 @@ Step: TypeAlias = Callable[[], object]
 # A row for each round: the time on the wall, and of the processor.
 Seconds: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 WALL, PROCESSOR = 0, 1
+Measured: TypeAlias = tuple[Mapping[str, Seconds], dict[str, Any]]  # by name, and notes
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
@@ -22,33 +23,41 @@ _FEWEST_ROUNDS = 5
 _MOST_ROUNDS = 101
 
 
-def now() -> Seconds:
+def _now() -> Seconds:
     return np.array([time.perf_counter(), time.process_time()])
 
 
-def keep_freed_memory() -> None:
-    """Let glibc keep freed memory, for all measured steps alike.
+def training_step(layer: Any, x: Any, dy: Any) -> Step:
+    """Forward and backward of a module of torch."""
 
-    Otherwise a step may give its memory back to the system, and fault the pages in again, depending
-    on the memory that other steps have freed: more time than any layer takes, and at random.
-    """
-    if sys.platform != "linux":
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 1 << 25)  # the largest value that mallopt accepts
-        mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+    def step() -> None:
+        x.grad = None
+        layer.zero_grad()
+        layer(x).backward(dy)
+
+    return step
 
 
 def take_turns(
-    steps: Mapping[str, Step], communicator: Communicator, *, seconds: float
+    steps: Mapping[str, Step],
+    communicator: Communicator,
+    *,
+    seconds: float,
+    wait: Step = lambda: None,
 ) -> dict[str, Seconds]:
     """Times of each step in every round, on this rank; about `seconds` in all.
 
-    Collective. All ranks start each step together; each round begins with the next of the steps.
+    Collective. All ranks start each step together, when each has returned from `wait`; each round
+    begins with the next of the steps.
     """
+
+    def together() -> None:
+        wait()
+        communicator.allreduce(np.zeros(1))
+
+    _keep_freed_memory()
     for _ in range(2):  # the first round compiles and fills caches
-        _together(communicator)
+        together()
         start = time.perf_counter()
         for step in steps.values():
             step()
@@ -63,10 +72,10 @@ def take_turns(
         for i in range(rounds):
             first = i % len(names)
             for name in names[first:] + names[:first]:
-                _together(communicator)
-                before = now()
+                together()
+                before = _now()
                 steps[name]()
-                taken[name].append(now() - before)
+                taken[name].append(_now() - before)
     finally:
         gc.enable()
     return {name: np.array(times) for name, times in taken.items()}
@@ -96,5 +105,15 @@ def geometric_mean(values: Sequence[float]) -> float:
     return float(np.exp(np.mean(np.log(values))))
 
 
-def _together(communicator: Communicator) -> None:
-    communicator.allreduce(np.zeros(1))
+def _keep_freed_memory() -> None:
+    """Let glibc keep freed memory, for all measured steps alike.
+
+    Otherwise a step may give its memory back to the system, and fault the pages in again, depending
+    on the memory that other steps have freed: more time than any layer takes, and at random.
+    """
+    if sys.platform != "linux":
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 1 << 25)  # the largest value that mallopt accepts
+        mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)

@@ -1,34 +1,48 @@
-"""One rank of a part: `python -m benchmarks.worker FUNCTION OVER OPTIONS DIRECTORY`.
+"""Measurements on ranks; one rank is `python -m benchmarks.worker FUNCTION OVER OPTIONS DIRECTORY`.
 
-FUNCTION is "module.function" of this package, OPTIONS are JSON. Writes times and notes; `parts`
-compares them.
+FUNCTION is "package.module.function", and OPTIONS are JSON. The function takes a communicator and
+the options, and returns arrays and notes.
 """
 
-import importlib
 import json
 import os
 import sys
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
 
-# The libraries read these variables when they are loaded, so before the imports below.
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-os.environ.update(dict.fromkeys(_THREADS, "1"))
+from multibn._launch import LAUNCHERS, Written, enter_world, leave_world, run_workers, write
 
-from benchmarks.timing import keep_freed_memory  # noqa: E402
-from multibn._launch import enter_world, leave_world, write  # noqa: E402
+# The libraries read these variables when they are loaded.
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+
+
+def run(
+    function: str,
+    over: str,
+    size: int = 2,
+    /,
+    *,
+    timeout: float = 240.0,
+    variables: Mapping[str, str] = _ONE_THREAD,
+    **options: Any,
+) -> list[Written]:
+    """What each rank has measured. Raises WorkerError."""
+    worker = ["-m", "benchmarks.worker", function, over, json.dumps(options)]
+    name = f"{function} over {over}, {size} rank(s)"
+    return run_workers(name, LAUNCHERS[over], size, worker, timeout=timeout, variables=variables)
 
 
 def main(path: str, over: str, options: str, directory: str) -> None:
-    module, _, function = path.partition(".")
     communicator = enter_world(over)
     # A core of its own for each rank, if there are enough cores.
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if communicator.size <= (os.cpu_count() or 1) and over != "gloo" and len(cores) > 1:
         os.sched_setaffinity(0, {cores[communicator.rank % len(cores)]})
-    if function != "measure_memory":
-        keep_freed_memory()
-    measure = getattr(importlib.import_module(f"benchmarks.{module}"), function)
-    times, notes = measure(communicator, **json.loads(options))
-    write(directory, communicator.rank, times, notes)
+    module, _, function = path.rpartition(".")
+    measure = getattr(import_module(module), function)
+    arrays, notes = measure(communicator, **json.loads(options))
+    write(directory, communicator.rank, arrays, notes)
     leave_world()
 
 

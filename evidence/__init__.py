@@ -3,7 +3,8 @@
 `make evidence` runs them all and writes the figures, the tables and results/.
 """
 
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-EXAMPLES = str(ROOT / "examples")  # has the network and the data of `make demo`
+sys.path.append(str(ROOT / "examples"))  # has the network and the data of `make demo`

@@ -3,19 +3,15 @@
 import argparse
 import importlib
 import json
-import sys
 import time
 from functools import partial
 from typing import Any
 
-from rich.console import Console
-
-from benchmarks.tables import put
-from evidence import EXAMPLES, ROOT
-from multibn._launch import run_workers
-
-sys.path.append(EXAMPLES)
 import pictures
+
+from benchmarks import worker
+from benchmarks.tables import put
+from evidence import ROOT
 
 GUIDE = ROOT / "docs/guides/which-batch-norm.md"
 RESULTS = ROOT / "evidence/results"
@@ -26,8 +22,9 @@ def run(name: str, seeds: int) -> list[dict[str, Any]]:
     """The rows that a study's ranks have measured."""
     rows = []
     for size in importlib.import_module(f"evidence.{name}").SIZES:
-        worker = ["-m", "evidence.worker", name, str(seeds)]
-        first, *_ = run_workers(f"{name} on {size} ranks", "torchrun", size, worker, timeout=1200)
+        first, *_ = worker.run(
+            "evidence.training.measure", "gloo", size, timeout=1200, study=name, seeds=seeds
+        )
         rows += first.notes["rows"]
     return rows
 
@@ -48,20 +45,18 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5, help="default: 5")
     parser.add_argument("--draw", action="store_true", help="only draw the committed results")
     arguments = parser.parse_args()
-    console = Console()
     for name in arguments.studies or STUDIES:
         study = importlib.import_module(f"evidence.{name}")
         path = RESULTS / f"{study.NAME}.json"
         if not arguments.draw:
             start = time.monotonic()
-            with console.status(f"{name}: on {study.SIZES} ranks"):
-                rows = run(name, arguments.seeds)
+            rows = run(name, arguments.seeds)
             run_on = {"date": time.strftime("%Y-%m-%d"), "seconds": round(time.monotonic() - start)}
             path.write_text(json.dumps(run_on | {"rows": rows}, indent=1) + "\n")
         results = json.loads(path.read_text())
         put(GUIDE, study.NAME, section(study, results))
         pictures.save(partial(study.draw, results["rows"]), GUIDE.parent / study.NAME)
-        console.print(f"{section(study, results)}\n", markup=False, highlight=False)
+        print(f"{section(study, results)}\n", flush=True)
 
 
 if __name__ == "__main__":

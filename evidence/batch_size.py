@@ -72,8 +72,8 @@ def draw(rows: shown.Rows) -> Figure:
     for curve, (name, color, line) in CURVES.items():
         values = [shown.interval(rows, curve, together=n) for n in TOGETHER]
         shown.curve(axes, TOGETHER, values, line, color=color, label=name)
-    axes.set_title("Error, %")
-    shown.powers_of_two(axes, TOGETHER, "samples normalized together")
+    axes.set(title="Error, %", xlabel="samples normalized together", xscale="log", ylim=(0, 18))
+    axes.set_xticks(TOGETHER, [str(n) for n in TOGETHER])
+    axes.minorticks_off()
     axes.legend(fontsize=10, loc="upper right", handlelength=4)
-    axes.set_ylim(0, 18)
     return figure

@@ -46,14 +46,11 @@ def measure(seed: int) -> list[dict[str, Any]]:
             own = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(number))]
             own = own[:num_samples][rank::size]
             update_bn_stats(precise, own.split(wide), progress=False)
-            rows.append({"step": number, "samples": num_samples, "error": _error(precise, *test)})
-        average = deepcopy(model)
-        rows.append({"step": number, "samples": 0, "error": _error(average, *test)})
+            wrong = training.error(precise.eval(), *test)
+            rows.append({"step": number, "samples": num_samples, "error": wrong})
+        wrong = training.error(deepcopy(model).eval(), *test)
+        rows.append({"step": number, "samples": 0, "error": wrong})
     return rows
-
-
-def _error(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
-    return training.error(model.eval(), x, y)
 
 
 def table(rows: shown.Rows) -> str:

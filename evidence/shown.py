@@ -28,9 +28,3 @@ def curve(
     mean, low, high = zip(*intervals, strict=True)
     axes.plot(x, mean, line, color=color, label=label, linewidth=2)
     axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
-
-
-def powers_of_two(axes: Axes, x: Sequence[int], name: str) -> None:
-    axes.set(xlabel=name, xscale="log", ylim=0)
-    axes.set_xticks(x, [str(n) for n in x])
-    axes.minorticks_off()

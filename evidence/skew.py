@@ -59,25 +59,18 @@ def measure(seed: int) -> list[dict[str, Any]]:
             for part in training.batches(len(own), IMAGES, STEPS, seed + 100 * rank):
                 training.step(parallel, optimizer, x[own[part]], y[own[part]])
             del parallel
-
-            def add(norm: str) -> None:
-                model.eval()  # noqa: B023
-                accuracy = 100 - training.error(model, test_x, test_y)  # noqa: B023
-                rows.append({"split": split, "norm": norm, "size": size, "accuracy": accuracy})  # noqa: B023
-
-            if synchronized:
-                add(NORMS[2])
-                continue
-            add(NORMS[0])
-            sync_running_stats(model, how="pool")
-            add(NORMS[1])
+            for norm in NORMS[2:] if synchronized else NORMS[:2]:
+                if norm == NORMS[1]:
+                    sync_running_stats(model, how="pool")
+                right = 100 - training.error(model.eval(), test_x, test_y)
+                rows.append({"split": split, "norm": norm, "size": size, "accuracy": right})
     return rows
 
 
 def table(rows: shown.Rows) -> str:
     lines = [(str(size),
               split if split == "independent" else f"{10 // size} classes on each rank",
-              *(shown.cell(_accuracy(rows, size, split, norm)) for norm in NORMS))
+              *(shown.cell(accuracy(rows, size, split, norm)) for norm in NORMS))
              for size in SIZES for split in SPLITS]  # fmt: skip
     return markdown(("ranks", "data", *NORMS), lines)
 
@@ -89,7 +82,7 @@ def draw(rows: shown.Rows) -> Figure:
     looks = ((pictures.PLAIN, ""), (pictures.PLAIN, "///"), (pictures.SYNCHRONIZED, ""))
     names = ("statistics\nof one process", "statistics\npooled", "synchronized")
     for at, ((color, hatch), norm) in enumerate(zip(looks, NORMS, strict=True)):
-        mean, low, high = _accuracy(rows, 5, "skewed", norm)
+        mean, low, high = accuracy(rows, 5, "skewed", norm)
         axes.bar(at, mean, 0.7, edgecolor=color, color="none" if hatch else color, hatch=hatch)
         axes.errorbar(at, mean, [[mean - low], [high - mean]], color=pictures.INK, capsize=4)
         axes.text(at - 0.08, mean + 2, f"{mean:.0f} %", ha="right", weight="bold", size=13)
@@ -100,11 +93,5 @@ def draw(rows: shown.Rows) -> Figure:
     return figure
 
 
-def _accuracy(rows: shown.Rows, size: int, split: str, norm: str) -> tuple[float, float, float]:
+def accuracy(rows: shown.Rows, size: int, split: str, norm: str) -> tuple[float, float, float]:
     return shown.interval(rows, "accuracy", size=size, split=split, norm=norm)
-
-
-def gap(rows: shown.Rows, size: int) -> float:
-    """Points between synchronized and rank 0's statistics, where ranks hold other classes."""
-    first, _, last = (_accuracy(rows, size, "skewed", norm)[0] for norm in NORMS)
-    return last - first

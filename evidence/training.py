@@ -1,6 +1,8 @@
 """Data, networks and loops that the studies share."""
 
+import warnings
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -8,10 +10,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.timing import Measured
+from multibn import Communicator
+
 # A study normalizes by the batch of a rank, of its parts or of all ranks: this is the rank's part.
 RANK_BATCH = 128
 NUM_TRAIN, NUM_TEST = 4096, 1792  # multiples of the batches of two ranks
 WIDTH = 24  # channels
+
+
+def measure(communicator: Communicator, study: str, seeds: int) -> Measured:
+    """Notes: the rows of a study on this rank, each with its seed."""
+    # torch 2.13 offers no other way to leave the buffers alone, at the start as in each step.
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+    module = import_module(f"evidence.{study}")
+    rows = [{"seed": seed, **row} for seed in range(seeds) for row in module.measure(seed)]
+    return {}, {"rows": rows}
 
 
 def mnist1d() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:

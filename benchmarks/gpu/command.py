@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     said = "; ".join(f"{name}: {slot.says}" for name, slot in parts.SLOTS.items())
     parser.add_argument("--slot", choices=parts.SLOTS, help=said)
-    parser.add_argument("--parts", metavar="NAME,...",
+    parser.add_argument("--parts", nargs="+", choices=parts.PARTS, metavar="NAME",
                         help="default: those of the slot, or all")  # fmt: skip
     parser.add_argument("--stand-ins", action="store_true",
                         help="on the CPU, with small sizes: that every part runs")  # fmt: skip
@@ -38,10 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, metavar="DIRECTORY",
                         help="where results go")  # fmt: skip
     arguments = parser.parse_args(argv)
-    of_slot = parts.SLOTS[arguments.slot].parts if arguments.slot else parts.PARTS
-    names = arguments.parts.split(",") if arguments.parts else list(of_slot)
-    if unknown := set(names) - set(parts.PARTS):
-        parser.error(f"--parts must be of {', '.join(parts.PARTS)}: got {', '.join(unknown)}")
+    of_slot = parts.SLOTS[arguments.slot].parts if arguments.slot else tuple(parts.PARTS)
     output: Path = arguments.output
     output.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {
@@ -52,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "parts": [],
     }
     start = time.perf_counter()
-    for name in names:
+    for name in arguments.parts or of_slot:
         left = arguments.seconds - (time.perf_counter() - start)
         part = parts.run(
             name, left, stand_ins=arguments.stand_ins, num_gpus=results["machine"]["gpus"] or 1

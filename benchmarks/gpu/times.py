@@ -7,10 +7,9 @@ the way of two equal ranks.
 
 import gc
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
-from statistics import median
 from typing import Any
 
 import torch
@@ -22,6 +21,9 @@ from benchmarks import resnet
 from benchmarks.gpu.checks import Row, dtype_name, enter_nccl, row
 from benchmarks.gpu.command import LOCAL, OURS, PEER
 from benchmarks.gpu.device import DEVICE, STAND_INS, Equal, gpu_microseconds, sized, synchronize
+from benchmarks.layer import memory_format
+from benchmarks.timing import Step, median_ms, take_turns, training_step
+from multibn import SingleProcess
 from multibn._launch import leave_world
 from multibn.communicators.transports.torch_distributed import TorchDistributed
 from multibn.kernels import cuda
@@ -65,24 +67,18 @@ def layers(time: str = "a layer's step on the GPU") -> Iterator[Row]:
     for shape, dtype, layout in product(SHAPES, DTYPES, ("NCHW", "channels_last")):
         x, dy = _data(shape, dtype, layout)
         copy = torch.empty_like(dy)
-        four = gpu_microseconds(_copies(copy, dy))
-        num_bytes = x.numel() * x.element_size()
+        four = gpu_microseconds(partial(_copy_four_times, copy, dy))
         taken = {}
         for name, layer in _layers(shape[1]).items():
             if "compiled" in time and name != PEER:
                 layer.compile(backend=sized("inductor", "eager"))
             try:
-                taken[name] = gpu_microseconds(_step(layer, x, dy))
+                taken[name] = gpu_microseconds(training_step(layer, x, dy))
             except RuntimeError as error:  # the other layers' times are worth as much
                 taken[name] = math.nan
                 yield row(f"{name} in a CUDA graph: {error}"[:300], 1.0, 0.0)
             _free()
-        yield {
-            "time": time, "shape": list(shape), "dtype": dtype_name(dtype),
-            "layout": layout, "microseconds": {**taken, "eight passes": four},
-            "GB/s": {name: 8e-3 * num_bytes / t for name, t in (*taken.items(), ("copy", four))},
-            "fills": x.numel() >= FILLS,
-        }  # fmt: skip
+        yield _timed(time, shape, dtype_name(dtype), layout, {**taken, "eight passes": four})
         del x, dy, copy
         _free()
     leave_world()
@@ -97,14 +93,10 @@ def host() -> Iterator[Row]:
     }
     for dtype, (what, called) in product(DTYPES, calls.items()):
         x, dy = _data(SMALL, dtype, "NCHW")
-        steps = {name: _step(nn.Sequential(*called(name)), x, dy) for name in _layers(1)}
-        taken, whole = _in_turns(steps, rounds=sized(41, 2))
-        yield {
-            "time": f"host, {what}, for each layer's step",
-            "shape": list(SMALL), "dtype": dtype_name(dtype), "layout": "NCHW",
-            "microseconds": {name: t / CHAIN for name, t in taken.items()},
-            "with the GPU": {name: t / CHAIN for name, t in whole.items()},
-        }  # fmt: skip
+        steps = {name: training_step(nn.Sequential(*called(name)), x, dy) for name in _layers(1)}
+        taken = _in_turns(steps)
+        each = {name: t / CHAIN for name, t in taken.items()}
+        yield _timed(f"host, {what}, for each layer's step", SMALL, dtype_name(dtype), "NCHW", each)
     leave_world()
 
 
@@ -124,7 +116,7 @@ def sweep() -> Iterator[Row]:
 
             module._SUMS, module._TILE, module._tiling = sums, tile, with_warps
             cuda._plan_of.cache_clear()
-            taken = gpu_microseconds(_step(_layers(shape[1])[OURS], x, dy))
+            taken = gpu_microseconds(training_step(_layers(shape[1])[OURS], x, dy))
             what = f"{shape} {layout}: {sums} programs that sum, tiles of {tile}, {warps} warps"
             yield {"setting": what, "us": taken}
             _free()
@@ -135,7 +127,7 @@ def profile() -> Iterator[Row]:
     """What one layer called several times in a row launches and asks of the driver, by torch."""
     enter_nccl()
     x, dy = _data(SMALL, DTYPES[0], "NCHW")
-    step = _step(nn.Sequential(*CHAIN * [_layers(SMALL[1])[OURS]]), x, dy)
+    step = training_step(nn.Sequential(*CHAIN * [_layers(SMALL[1])[OURS]]), x, dy)
     for _ in range(3):
         step()
     synchronize()
@@ -169,17 +161,16 @@ def network() -> Iterator[Row]:
             with torch.autocast(DEVICE.type, torch.bfloat16, enabled=not STAND_INS):
                 loss = F.cross_entropy(model(x), labels)
             loss.backward()
+            synchronize()
 
         return run
 
     for model in models.values():
         model.to(DEVICE, memory_format=torch.channels_last)
     steps = {name: step(model) for name, model in models.items()}
-    taken, whole = _in_turns(steps, rounds=sized(15, 1))
-    yield {
-        "time": "ResNet-50, a training step", "shape": list(IMAGES), "dtype": "bfloat16 (autocast)",
-        "layout": "channels_last", "microseconds": whole, "host": taken,
-    }  # fmt: skip
+    taken = _in_turns(steps)
+    what = "ResNet-50, a training step"
+    yield _timed(what, IMAGES, "bfloat16 (autocast)", "channels_last", taken)
     leave_world()
 
 
@@ -197,50 +188,33 @@ def _layers(num_channels: int) -> Mapping[str, nn.Module]:
 
 
 def _data(shape: Sequence[int], dtype: torch.dtype, layout: str) -> tuple[Tensor, Tensor]:
-    memory_format = torch.channels_last if layout == "channels_last" else torch.contiguous_format
+    form = memory_format(layout, len(shape))
     x, dy = (
-        torch.randn(*shape, device=DEVICE, dtype=dtype).contiguous(memory_format=memory_format)
+        torch.randn(*shape, device=DEVICE, dtype=dtype).contiguous(memory_format=form)
         for _ in range(2)
     )
     return x.requires_grad_(), dy
 
 
-def _step(layer: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], object]:
-    def run() -> None:
-        x.grad = None
-        layer.zero_grad()
-        layer(x).backward(dy)
-
-    return run
-
-
-def _in_turns(
-    steps: Mapping[str, Callable[[], object]], *, rounds: int
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Microseconds until the host is done, and until the GPU is: medians; the steps take turns."""
-    done: dict[str, list[float]] = {name: [] for name in steps}
-    whole: dict[str, list[float]] = {name: [] for name in steps}
-    gc.collect()
-    gc.disable()
-    for i in range(-3, rounds):  # the first rounds compile and allocate
-        for name, step in steps.items():
-            synchronize()
-            start = time.perf_counter()
-            step()
-            middle = time.perf_counter()
-            synchronize()
-            if i >= 0:
-                done[name].append(middle - start)
-                whole[name].append(time.perf_counter() - start)
-    gc.enable()
-    return tuple(
-        {name: median(taken) * 1e6 for name, taken in times.items()} for times in (done, whole)
-    )  # type: ignore[return-value]
+def _timed(
+    time: str, shape: Sequence[int], dtype: str, layout: str, taken: Mapping[str, float]
+) -> Row:
+    return {
+        "time": time, "shape": list(shape), "dtype": dtype, "layout": layout,
+        "microseconds": taken, "fills": math.prod(shape) >= FILLS,
+    }  # fmt: skip
 
 
-def _copies(copy: Tensor, dy: Tensor) -> Callable[[], object]:
-    """Four copies, which read and write as many bytes as eight passes."""
-    return lambda: [copy.copy_(dy) for _ in range(4)]
+def _in_turns(steps: Mapping[str, Step]) -> dict[str, float]:
+    """Microseconds of each step, which begins when the GPU is done with the one before."""
+    taken = take_turns(steps, SingleProcess(), seconds=sized(20.0, 0.0), wait=synchronize)
+    return {name: 1e3 * median_ms(times) for name, times in taken.items()}
+
+
+def _copy_four_times(copy: Tensor, dy: Tensor) -> None:
+    """Read and write as many bytes as eight passes."""
+    for _ in range(4):
+        copy.copy_(dy)
 
 
 def _free() -> None:

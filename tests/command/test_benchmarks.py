@@ -138,7 +138,7 @@ def test_the_command_writes_the_parts_that_were_asked_for(
     """One part on real ranks, and those that need none; the others are launched alike."""
     require.need("mpiexec")
     names = ["torch", "model"]
-    options = ["--quick", "--parts", ",".join(names), "--output", str(tmp_path)]
+    options = ["--quick", "--parts", *names, "--output", str(tmp_path)]
     assert benchmarks.main(options) == 0
     results = json.loads((tmp_path / "bench.json").read_text())
     assert set(results) == {"machine", *names}
@@ -163,7 +163,7 @@ def test_command_says_which_part_failed(
 def test_command_refuses_unknown_parts(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         benchmarks.main(["--parts", "all"])
-    assert "--parts must be of torch, relu, chainer, resnet" in capsys.readouterr().err
+    assert "argument --parts: invalid choice: 'all'" in capsys.readouterr().err
 
 
 def test_committed_results_hold_every_part() -> None:

@@ -1,6 +1,6 @@
-"""Trains for ten minutes in many ways, counts what the ranks hold, and writes docs/soak.md.
+"""Trains for ten minutes in many ways, and counts what the ranks hold.
 
-The exit status is 1 if anything grew on a rank.
+Writes the tables of docs/soak.md. The exit status is 1 if anything grew on a rank.
 """
 
 import argparse
@@ -10,16 +10,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks import worker
 from multibn import _launch
 from tests.helpers import launch
 from tests.soak import report
 from tests.soak.deeds import Row
 
-# How ranks exchange messages: the launcher, and variables.
+# How ranks exchange messages: the communicator, and variables.
 TRANSPORTS = {
-    "shared memory": ("torchrun", {}),
-    "gloo": ("torchrun", {"MULTIBN_SHARED_MEMORY": "0"}),
-    "MPI": ("mpiexec", {}),
+    "shared memory": ("gloo", {}),
+    "gloo": ("gloo", {"MULTIBN_SHARED_MEMORY": "0"}),
+    "MPI": ("mpi", {}),
 }
 # Each transport's share of the time, by ranks.
 _SHARES = {2: 0.08, 4: 0.04, 8: 0.03, 16: 0.02, 32: 0.02}
@@ -30,7 +31,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--ranks", type=int, default=32, help="the most ranks")
-    parser.add_argument("--page", type=Path, default=Path("docs/soak.md"), help="to write")
+    parser.add_argument("--page", type=Path, default=Path("docs/soak.md"), help="has the tables")
     arguments = parser.parse_args()
     began = time.monotonic()
     runs: dict[tuple[str, int], Any] = {}
@@ -50,16 +51,15 @@ def main() -> int:
                         print(f"GROWN: {transport}, {ranks} ranks, {growth}", flush=True)
     if not failed:
         figures = _figures(32) if arguments.ranks >= 32 else {}
-        arguments.page.write_text(report.page(runs, figures, time.monotonic() - began))
+        report.write(arguments.page, runs, figures, time.monotonic() - began)
     return int(failed)
 
 
 def _run(transport: str, ranks: int, seconds: float) -> dict[str, Any] | None:
-    launcher, variables = TRANSPORTS[transport]
-    worker = ["-m", "tests.soak.worker", launcher, str(seconds)]
+    over, variables = TRANSPORTS[transport]
     try:
-        first, *_ = _launch.run_workers(
-            f"{transport}, {ranks} ranks", launcher, ranks, worker,
+        first, *_ = worker.run(
+            "tests.soak.worker.measure", over, ranks, seconds=seconds,
             timeout=seconds + _DEADLINE, variables=launch.VARIABLES | variables,
         )  # fmt: skip
     except _launch.WorkerError as error:

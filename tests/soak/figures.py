@@ -1,47 +1,16 @@
-"""What layers of many widths hold beside plain sums, and where the time of a start goes."""
+"""Where the time of a start of many ranks goes."""
 
 import json
 import os
 import time
-from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from multibn.communicators import Communicator, as_communicator
+from multibn.communicators import as_communicator
 from multibn.communicators.objects import gather
 from multibn.torch_backend import SyncBatchNorm
 from tests.soak.deeds import WIDTHS
-from tests.soak.held import Held
-
-
-def of_widths(world: Communicator) -> dict[str, list[float]]:
-    """Descriptors, threads and MPI communicators: torch's or MPI's alone, and after more widths."""
-
-    def most() -> list[float]:
-        now = Held.now()
-        rows = gather([now.descriptors, now.threads, now.communicators], world)
-        return [max(column) for column in zip(*rows, strict=True)]
-
-    for C in WIDTHS:
-        _plain_sum(world, None, 2 * C)
-    now = Held.now()
-    alone = [now.descriptors, now.threads, now.communicators]
-    counts = {"alone": [max(column) for column in zip(*gather(alone, world), strict=True)]}
-    for count in (1, 40, 200):
-        for C in WIDTHS[:count]:
-            SyncBatchNorm(C, process_group=world)(torch.ones(2, C))
-        counts[str(count)] = most()
-    return counts
-
-
-def _plain_sum(world: Communicator, group: Any, n: int) -> None:
-    """A sum as a program without multibn would have it."""
-    if type(world).__name__ == "MPI":
-        (group or world.comm).Allreduce(np.ones(n), np.empty(n))  # type: ignore[attr-defined]
-    else:
-        dist.all_reduce(torch.ones(n), group=group)
 
 
 def of_starts() -> dict[str, list[float]] | None:
