@@ -143,7 +143,7 @@ def test_modules_import_each_other_in_no_circles() -> None:
         ("multibn.chainer_backend", ["torch", "mpi4py.MPI"]),
     ],
 )
-def test_importing_brings_in_no_other_framework(module: str, absent: list[str]) -> None:
+def test_importing_and_naming_ranks_bring_in_no_other_framework(module: str, absent: list[str]) -> None:
     backend = module.rpartition(".")[2].partition("_")[0]
     if backend in ("torch", "chainer"):
         require.need(backend)
@@ -152,5 +152,6 @@ def test_importing_brings_in_no_other_framework(module: str, absent: list[str]) 
 import sys, numpy
 own = set(sys.modules)
 import {module}
+multibn.as_communicator([0])
 print([m for m in {absent} if m in set(sys.modules) - own])"""
     assert launch.printed("-W", "error", "-c", code) == "[]\n"
