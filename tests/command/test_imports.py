@@ -143,7 +143,7 @@ def test_modules_import_each_other_in_no_circles() -> None:
         ("multibn.chainer_backend", ["torch", "mpi4py.MPI"]),
     ],
 )
-def test_importing_and_naming_ranks_bring_in_no_other_framework(module: str, absent: list[str]) -> None:
+def test_importing_and_naming_ranks_bring_in_no_framework(module: str, absent: list[str]) -> None:
     backend = module.rpartition(".")[2].partition("_")[0]
     if backend in ("torch", "chainer"):
         require.need(backend)
