@@ -57,7 +57,7 @@ def begin_forward(i: Input, rank_weight: Any, count: Any, /, *, out: Message | N
     programs, sizes, splits, constants, known = plan.sums
     partials = x.new_empty((4, splits, plan.channels), dtype=plan.dtype)
     key = "moments" if x.data_ptr() % 16 == 0 else None
-    arguments = x, _bytes(i.mask), partials, *sizes
+    arguments = x, i.mask if i.mask is None else _bytes(i.mask), partials, *sizes
     launch(passes.moments, programs, arguments, constants, key, known)
     return cuda_steps.merge_moments(partials, out, rank_weight, count)
 
@@ -152,13 +152,14 @@ def _normalize(plan: "_Plan", i: Input, coefficients: Tensor) -> Tensor:
         residual = _laid_out_as(x, residual)
         place |= residual.data_ptr()
     key = ("normalize", residual is None) if place % 16 == 0 else None
-    arguments = x, _bytes(i.mask), coefficients, residual, y, *sizes
+    mask = i.mask if i.mask is None else _bytes(i.mask)
+    arguments = x, mask, coefficients, residual, y, *sizes
     launch(passes.normalize, programs, arguments, constants, key, known)
     return y
 
 
-def _bytes(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask.contiguous().view(torch.uint8)
+def _bytes(mask: Tensor) -> Tensor:
+    return mask.contiguous().view(torch.uint8)
 
 
 def _inputs(g: Gradient) -> tuple[Any, Any]:
@@ -171,7 +172,7 @@ def _inputs(g: Gradient) -> tuple[Any, Any]:
         y = _laid_out_as(x, y)
         place, dtype = place | y.data_ptr(), y.dtype
     key = (dy.dtype, dtype) if place % 16 == 0 else None
-    return (dy, x, y, _bytes(mask)), key
+    return (dy, x, y, mask if mask is None else _bytes(mask)), key
 
 
 class _Tiling(NamedTuple):

@@ -120,9 +120,11 @@ def movable(running: Running, like: Tensor, C: int, local_count: Any) -> bool:
         not (_OTHERS and asks_more(running, _OTHERS))
         and mean.numel() == C
         and fit(like.device, mean.shape, parameters=(mean, var))
-        and fit(like.device, (), counters=(counter,))
+        and (counter is None or fit(like.device, (), counters=(counter,)))
         and not (running.convention == "unbiased_local" and isinstance(local_count, Tensor))
-        and not any(v is not None and v.is_inference() for v in (mean, var, counter))
+        # Not in a loop: this is asked in each step.
+        and not (mean.is_inference() or var.is_inference())
+        and (counter is None or not counter.is_inference())
     )
 
 
