@@ -113,7 +113,7 @@ def residual_gradient(g: Gradient, /) -> Array:
 def output_coefficients(i: Input, batch: BatchStatistics, /) -> tuple[Array, Array, Array]:
     """Per channel `centre`, `scale` and `shift`; the output is `(x - centre) * scale + shift`.
 
-    That is `(x - mean) / sqrt(var + eps) * weight + bias`.
+    The output is `(x - mean) / sqrt(var + eps) * weight + bias`.
     """
     centre, remainder = _round(batch.mean, i.x)
     scale = _times(_invstd(batch.var, i.eps), i.weight)
@@ -149,7 +149,7 @@ def _backward_sums(g: Gradient) -> tuple[Array, Array]:
 def gradient_coefficients(g: Gradient, summed: Array, /) -> tuple[Array, ...]:
     """Per channel; the gradient of `x` is `(x - centre) * x_scale + dy * dy_scale + shift`.
 
-    That is `weight * invstd * (dy - element_weight * (sum_dy + xhat * sum_dy_xhat))`, where
+    The gradient is `weight * invstd * (dy - element_weight * (sum_dy + xhat * sum_dy_xhat))`, where
     `invstd = 1 / sqrt(var + eps)` and `xhat = (x - mean) * invstd`.
     """
     mean = g.batch.mean

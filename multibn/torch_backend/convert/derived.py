@@ -38,7 +38,7 @@ _CHECKS: dict[Any, Any] = {
 _ATTRIBUTES = vars(SyncBatchNorm(1)).keys() - vars(nn.BatchNorm1d(1)).keys()
 _ATTRIBUTES |= {"converted_from", "pool", "own_group", "_shares", "_usual", "_num_splits"}
 
-# What no layer of another class may have under these names.
+# Attributes of these names have another meaning in layers of other classes, which are refused.
 NAMES = sorted({n for n in dir(SyncBatchNorm(1)) if n[0] != "_"} - set(dir(nn.SyncBatchNorm(1))))
 
 
