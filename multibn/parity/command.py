@@ -2,20 +2,23 @@
 
 import argparse
 import json
+import math
+import re
+import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+import multibn
 from multibn._environment import find_command, importable
 from multibn._launch import LAUNCHERS, WorkerError, Written, run_workers
 from multibn.parity import cases, compare, oracle
 from multibn.parity.cases import Case
-from multibn.parity.compare import Row
-from multibn.parity.surfaces import SURFACES
+from multibn.parity.compare import Error, Row
+from multibn.parity.worker import SURFACES
 
 # The modules that surfaces and communicators need.
 NEEDS = {
@@ -47,53 +50,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", type=_file, metavar="FILE", help="write all numbers to FILE")
     add(
         "--model",
-        type=_spec,
         metavar="MODULE:FUNCTION",
         help="instead, compare a pair of models of your own, on one process and on two ranks: "
         "FUNCTION() returns a torch model, the Chainer model with the same layers, whose weights "
         "are carried over, and an example input, a NumPy array of 2 or more samples",
     )
-    add(
-        "--timeout",
-        type=_seconds,
-        default=120,
-        metavar="SECONDS",
-        help="end the processes of a launch after this time; default 120",
-    )
+    text = "end the processes of a launch after this time; default 120"
+    add("--timeout", type=float, default=120, metavar="SECONDS", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command with parsed arguments; returns the exit status."""
-    from multibn.parity import report
-
     for option in ("ranks", "cases"):
         if args.model and getattr(args, option):
             args.parser.error(
                 f"`--{option}` must be left out beside `--model`, which compares a pair of models "
                 "on one process and on two ranks."
             )
-    out = report.console(stderr=True)
-    say = partial(out.print, soft_wrap=True)
-    with out.status("starting") as status:
-        if args.model:
-            rows = run_models(args.model, args.timeout, say)
-        else:
-            rows = plan(args.ranks or [1, 2, 4])
-            run_layers(rows, args.cases or cases.CASES, args.timeout, status.update, say)
-    report.show(rows)
+    if args.model:
+        rows = run_models(args.model, args.timeout)
+    else:
+        rows = plan(args.ranks or [1, 2, 4])
+        run_layers(rows, args.cases or cases.CASES, args.timeout)
+    show(rows)
     if args.json:
-        report.write_json(rows, args.json)
-        say(f"wrote {args.json}")
+        write_json(rows, args.json)
+        _say(f"wrote {args.json}")
     return compare.exit_status(rows)
 
 
 def plan(sizes: Iterable[int]) -> list[Row]:
-    """All combinations by number of ranks; `not_run` is set if one cannot be run here."""
+    """All combinations; `not_run` is set if one cannot be run here."""
     return [
         Row(surface, communicator, size, not_run(surface, communicator))
-        for size in sizes
         for surface in SURFACES
         for communicator, launcher in LAUNCHERS.items()
+        for size in sizes
         if size == 1 or launcher
     ]
 
@@ -108,36 +100,20 @@ def not_run(surface: str, communicator: str) -> str:
 
 
 def launch(
-    size: int,
-    communicators: Sequence[str],
-    *,
-    timeout: float,
-    surfaces: Sequence[str] = (),
-    cases: Sequence[str] = (),
-    model: str = "",
+    size: int, communicators: Sequence[str], timeout: float, **job: str | Sequence[str]
 ) -> list[Written]:
-    """The results of `size` ranks that train each surface over each communicator, or a model.
+    """The results of `size` ranks that do `job` over each communicator, as worker.py describes.
 
     All communicators have one launcher. Raises WorkerError after `timeout` seconds, or if workers
     fail.
     """
-    job = {"communicators": communicators, "surfaces": surfaces, "cases": cases, "model": model}
-    name = f"{', '.join(surfaces)}{model} over {', '.join(communicators)}, ranks: {size}"
-    worker = ["-m", "multibn.parity.worker", json.dumps(job)]
+    name = f"{', '.join(communicators)}, ranks: {size}"
+    worker = ["-m", "multibn.parity.worker", json.dumps(job | {"communicators": communicators})]
     return run_workers(name, LAUNCHERS[communicators[0]], size, worker, timeout=timeout)
 
 
-def run_layers(
-    rows: Sequence[Row],
-    chosen: Sequence[Case],
-    timeout: float,
-    update: Callable[[str], object],
-    say: Callable[[str], object],
-) -> None:
-    """Run the combinations `rows` that can be run, and add their errors.
-
-    `update` shows the running launch; `say` prints for good.
-    """
+def run_layers(rows: Sequence[Row], chosen: Sequence[Case], timeout: float) -> None:
+    """Run the combinations `rows` that can be run, and add their errors."""
     launches: dict[tuple[int, str], list[Row]] = {}
     for row in rows:
         if not row.not_run:
@@ -146,21 +122,21 @@ def run_layers(
     for number, ((size, launcher), group) in enumerate(launches.items(), 1):
         under = f"{launcher}, {size} rank{'s' * (size > 1)}" if launcher else "one process"
         seconds = time.monotonic() - start
-        update(f"launch {number} of {len(launches)}, after {seconds:.0f} s: {under}")
+        _say(f"launch {number} of {len(launches)}, after {seconds:.0f} s: {under}")
         communicators = list(dict.fromkeys(row.communicator for row in group))
         surfaces = list(dict.fromkeys(row.surface for row in group))
         names = [case.name for case in chosen]
         try:
-            written = launch(size, communicators, timeout=timeout, surfaces=surfaces, cases=names)
+            written = launch(size, communicators, timeout, surfaces=surfaces, cases=names)
         except WorkerError as error:
-            _fail(group, error, say)
+            _fail(group, error)
             continue
         for case in chosen:
             for row in group:
                 compare.compare(row, written, case)
 
 
-def run_models(spec: str, timeout: float, say: Callable[[str], object]) -> list[Row]:
+def run_models(spec: str, timeout: float) -> list[Row]:
     """Run a user's models on one process and on two ranks.
 
     Returns rows for the frameworks against each other, and for two ranks against one process. A
@@ -175,22 +151,26 @@ def run_models(spec: str, timeout: float, say: Callable[[str], object]) -> list[
         both = Row("torch, chainer", name, size)
         rows.append(both)
         try:
-            written = launch(size, [name], timeout=timeout, model=spec)
+            written = launch(size, [name], timeout, model=spec)
         except WorkerError as error:
-            _fail([both], error, say)
+            _fail([both], error)
             return rows
         _compare_models(both, "each other", written, "torch", written, "chainer")
         for framework in ("torch", "chainer") if alone else ():
             rows.append(Row(framework, name, size))
             _compare_models(rows[-1], "one process", written, framework, alone, framework)
         for note in () if alone else written[0].notes["notes"]:
-            say(note)
+            _say(note)
         alone = written
     return rows
 
 
-def _fail(rows: Sequence[Row], error: WorkerError, say: Callable[[str], object]) -> None:
-    say(f"{error.output}\n{error}")
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _fail(rows: Sequence[Row], error: WorkerError) -> None:
+    _say(f"{error.output}\n{error}")
     for row in rows:
         row.not_run, row.failed = error.reason, True
 
@@ -207,25 +187,77 @@ def _compare_models(
         row.add(case, name, oracle.relative_error(got, expected), bound)
 
 
+def show(rows: Sequence[Row]) -> None:
+    """Print a table, which fits 80 columns, the `details` and the `summary`."""
+    print("communicator      ranks  error  quantity, case: the worst for its bound")
+    surface = ""
+    for row in rows:
+        if row.surface != surface:
+            surface = row.surface
+            print(surface)
+        worst = row.worst
+        error, where = f"{worst.error:.0e}", f"{worst.quantity}, {worst.case}"
+        if not row.errors:
+            error = where = ""
+        print(f"  {row.communicator:15} {row.size:5}  {error:>5}  {where:36}  {row.verdict}")
+    print(*details(rows), summary(rows), sep="\n")
+
+
+def details(rows: Sequence[Row]) -> list[str]:
+    """A line for each row that is not ok; one line for rows with the same problem."""
+    sizes: dict[tuple[str, str, str, str], list[str]] = {}
+    for row in rows:
+        if row.verdict != "ok":
+            broken = {
+                e.case: f"{e.case} {e.error:.0e} in {e.quantity}, bound {e.bound:.0e}"
+                for e in sorted(row.errors)
+                if e.ratio > 1
+            }  # the worst of each case
+            text = row.not_run or "; ".join(broken.values())
+            key = (row.surface, row.communicator, row.verdict, text)
+            sizes.setdefault(key, []).append(str(row.size))
+    return [
+        f"{surface}, {communicator}, ranks {', '.join(ranks)}: {verdict}: {text}"
+        for (surface, communicator, verdict, text), ranks in sizes.items()
+    ]
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """A sentence about all rows."""
+    ran = [row for row in rows if row.errors]
+    cases = max((len({error.case for error in row.errors}) for row in ran), default=0)
+    verdicts = [row.verdict for row in rows]
+    return (
+        f"{verdicts.count('ok')} of {len(ran)} combinations are within bounds, in {cases} case(s) "
+        f"each; {verdicts.count('failed')} failed; {verdicts.count('not run')} could not be run "
+        "here."
+    )
+
+
+def write_json(rows: Sequence[Row], path: Path) -> None:
+    """Write everything to `path`; NaN and infinite errors become null."""
+
+    def finite(error: Error) -> dict[str, Any]:
+        return {k: None if v == math.inf else v for k, v in error._asdict().items()}
+
+    document = {
+        "multibn": multibn.__version__,
+        "exit_status": compare.exit_status(rows),
+        "summary": summary(rows),
+        "rows": [
+            vars(row) | {"verdict": row.verdict, "errors": list(map(finite, row.errors))}
+            for row in rows
+        ],
+    }
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
 def _ranks(text: str) -> list[int]:
-    try:
-        sizes = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        sizes = [0]
-    if sizes[0] < 1:
+    if not re.fullmatch("[1-9][0-9]*(,[1-9][0-9]*)*", text):
         raise argparse.ArgumentTypeError(
             f"must be positive numbers separated by commas: got {text!r}. Try --ranks 1,2."
         )
-    return sizes
-
-
-def _seconds(text: str) -> float:
-    with suppress(ValueError):
-        if 0 < float(text) <= 1e9:
-            return float(text)
-    raise argparse.ArgumentTypeError(
-        f"must be a positive number of seconds: got {text!r}. Try --timeout 120."
-    )
+    return sorted(set(map(int, text.split(","))))
 
 
 def _file(text: str) -> Path:
@@ -235,12 +267,3 @@ def _file(text: str) -> Path:
             f"must be a file in a folder that exists: got {text!r}. Make the folder first."
         )
     return path
-
-
-def _spec(text: str) -> str:
-    if all(text.partition(":")):
-        return text
-    raise argparse.ArgumentTypeError(
-        f"must be MODULE:FUNCTION: got {text!r}. Try --model {text.strip(':')}:pair, with a "
-        "function `pair` that returns a torch model, a Chainer model and an input."
-    )

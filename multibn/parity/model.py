@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from multibn._environment import nearest
 from multibn.communicators import Communicator
 from multibn.parity.compare import Arrays
 from multibn.parity.oracle import Array
@@ -28,8 +27,7 @@ def train(spec: str, communicator: Communicator) -> tuple[Arrays, dict[str, Any]
     from multibn.torch_backend import convert_sync_batchnorm
 
     torch_model, chainer_model, x = load(spec)
-    carry_over(chainer_model, torch_model)
-    notes = differing_settings(torch_model, chainer_model)
+    notes = carry_over(chainer_model, torch_model)
     if communicator.size > 1:
         torch_model = convert_sync_batchnorm(torch_model, communicator)
         chainer_model = create_mnbn_model(chainer_model, communicator)
@@ -37,12 +35,6 @@ def train(spec: str, communicator: Communicator) -> tuple[Arrays, dict[str, Any]
 
     def output_gradient(y: Any) -> Array:
         """This rank's part of a gradient that does not depend on the number of ranks."""
-        got = tuple(y.shape) if hasattr(y, "shape") else type(y).__qualname__
-        if got[:1] != part.shape[:1]:
-            raise TypeError(
-                f"the models must return one array with an entry per sample: got {got} for an "
-                f"input of shape {part.shape}. Wrap them in a model that does."
-            )
         dy = np.random.default_rng(0).normal(size=(len(x), *y.shape[1:])).astype(x.dtype)
         return np.ascontiguousarray(np.array_split(dy, communicator.size)[communicator.rank])
 
@@ -62,17 +54,11 @@ def load(spec: str) -> tuple[Any, Any, Array]:
     import torch
 
     module, _, name = spec.partition(":")
-    members = vars(importlib.import_module(module))
-    if not callable(members.get(name)):
-        near = nearest(name, [key for key, value in members.items() if callable(value)])
-        raise ValueError(
-            f"`--model` must name a function of {module}: got {name!r}{near}. Write a function "
-            "that returns a torch model, a Chainer model and an input."
-        )
+    function = getattr(importlib.import_module(module), name)
     # All ranks and runs must start with the same weights.
     torch.manual_seed(0)
     np.random.seed(0)  # noqa: NPY002 (Chainer's initializers use this one)
-    result = members[name]()
+    result = function()
     results = result if isinstance(result, tuple) else (result,)
     kinds = torch.nn.Module, chainer.Link, np.ndarray
     if len(results) != 3 or not all(map(isinstance, results, kinds)):
@@ -80,26 +66,20 @@ def load(spec: str) -> tuple[Any, Any, Array]:
         raise TypeError(
             f"{spec} must return a torch model, a Chainer model and a NumPy array: got {names}."
         )
-    torch_model, chainer_model, x = results
+    x = results[2]
     if x.ndim < 1 or len(x) < 2 or x.dtype.name not in ("float32", "float64"):
         raise ValueError(
             f"{spec} must return an input of float32 or float64 with 2 or more samples: "
             f"got {x.dtype} of shape {x.shape}."
         )
-    dtypes = {str(p.dtype).removeprefix("torch.") for p in torch_model.parameters()}
-    dtypes |= {p.dtype.name for p in chainer_model.params()}
-    if dtypes - {x.dtype.name}:
-        raise TypeError(
-            f"the parameters must have the dtype of the example input, {x.dtype}: got "
-            f"{' and '.join(sorted(dtypes))}. Cast the models, or the input."
-        )
     return results
 
 
-def carry_over(chainer_model: Any, torch_model: Any) -> None:
+def carry_over(chainer_model: Any, torch_model: Any) -> tuple[str, ...]:
     """Give the torch model the weights and running statistics of the Chainer model.
 
-    Raises ValueError if the models have other layers, or layers of other shapes.
+    Returns sentences on what is not carried over, eps and momentum. Raises ValueError if the models
+    have other layers, or layers of other shapes.
     """
     import torch
     from chainer.serializers import DictionarySerializer
@@ -108,7 +88,7 @@ def carry_over(chainer_model: Any, torch_model: Any) -> None:
 
     serializer = DictionarySerializer()
     serializer.save(chainer_model)
-    state = checkpoint.chainer_to_torch(serializer.target).state
+    state, notes = checkpoint.chainer_to_torch(serializer.target)
     try:
         torch_model.load_state_dict({name: torch.tensor(a) for name, a in state.items()})
     except RuntimeError as error:
@@ -116,22 +96,7 @@ def carry_over(chainer_model: Any, torch_model: Any) -> None:
             "the two models must have the same layers under the same names: "
             f"{' '.join(str(error).split())} Rename or change the layers of one model."
         ) from error
-
-
-def differing_settings(torch_model: Any, chainer_model: Any) -> list[str]:
-    """Sentences on settings of batch normalization that no checkpoint carries over."""
-    layers = [m for m in torch_model.modules() if getattr(m, "running_mean", None) is not None]
-    momenta = {None if m.momentum is None else round(m.momentum, 12) for m in layers}
-    links = [link for link in chainer_model.links() if hasattr(link, "avg_mean")]
-    return [
-        f"{name} of batch normalization should be equal: torch has {sorted(torchs, key=str)}, "
-        f"Chainer {sorted(chainers)}. Set it where the models are built (momentum is 1 - decay)."
-        for name, torchs, chainers in (
-            ("eps", {m.eps for m in layers}, {link.eps for link in links}),
-            ("momentum", momenta, {round(1 - k.decay, 12) for k in links}),
-        )
-        if torchs != chainers
-    ]
+    return notes
 
 
 def _torch_step(model: Any, x: Array, output_gradient: Callable[[Any], Array]) -> Arrays:

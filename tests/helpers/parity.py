@@ -7,10 +7,10 @@ import numpy as np
 
 from multibn import message
 from multibn.communicators import Communicator
-from multibn.parity import compare, worker
+from multibn.parity import compare
 from multibn.parity.cases import CASES, CHANNELS, Case
 from multibn.parity.oracle import Array
-from multibn.parity.surfaces import SURFACES
+from multibn.parity.worker import SURFACES, train
 from tests.helpers import require
 from tests.helpers.ranks import CountingCommunicator
 
@@ -18,7 +18,7 @@ from tests.helpers.ranks import CountingCommunicator
 def errors(surface: str, case: Case, communicator: Communicator) -> dict[str, float]:
     """By quantity, this rank's largest error from the oracle. Collective."""
     counting = CountingCommunicator(communicator)
-    arrays = worker.train(surface, case, counting)
+    arrays = train(surface, case, counting)
     if communicator.size > 1:  # one message forward and one backward; two means of gradients
         # Of float64, a mean far from 0 is taken by a second message forward.
         is_far = case.dtype == "float64" and case.mean > 100 * case.std

@@ -3,7 +3,7 @@
 from multibn.communicators import Communicator, SingleProcess
 from multibn.parity import compare, oracle
 from multibn.parity.cases import Case
-from multibn.parity.surfaces import SURFACES
+from multibn.parity.worker import SURFACES
 from tests.harness.runs import on
 from tests.helpers import parity
 
