@@ -6,9 +6,7 @@ import os
 import platform
 import secrets
 import shutil
-import sys
 import sysconfig
-import textwrap
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
@@ -71,19 +69,6 @@ def nearest(name: str, names: Iterable[str], most: int = 3) -> str:
     """Names that were perhaps meant, for the message that refuses `name`; "" if none is near."""
     near = [repr(other) for other in difflib.get_close_matches(name, list(names), most)]
     return f", the nearest {'is' if len(near) == 1 else 'are'} {', '.join(near)}" if near else ""
-
-
-def wrapped(text: str, indent: str) -> str:
-    """A line as lines of a terminal's width, the second and later ones behind `indent`."""
-    if not sys.stdout.isatty():
-        return text  # for programs
-    return textwrap.fill(
-        text,
-        shutil.get_terminal_size().columns,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 def importable(name: str) -> bool:

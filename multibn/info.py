@@ -13,15 +13,10 @@ from typing import Any
 
 import multibn
 from multibn import kernels
-from multibn._environment import find_command, importable, wrapped
+from multibn._environment import find_command, importable
 from multibn.communicators.transports import shared_memory
 
 _LIBRARIES = ("numpy", "torch", "triton", "chainer", "cupy", "mpi4py")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,19 +31,17 @@ def collect() -> dict[str, dict[str, str | None]]:
 
     `kernels` and `messages` name what is in use, with the reason and the cure where it is slow.
     """
-    return {"versions": _versions(), "kernels": _kernels(), "messages": _messages()}
+    of_libraries = {name: _version(name) for name in _LIBRARIES}
+    own = {"multibn": multibn.__version__, "python": platform.python_version()}
+    return {"versions": own | of_libraries, "kernels": _kernels(), "messages": _messages()}
 
 
 def text(facts: dict[str, dict[str, Any]]) -> str:
     """The facts of `collect` as text for people."""
-    lines = [wrapped(_what_works(facts), "")]
+    lines = [_what_works(facts)]
     for title, entries in facts.items():
-        lines.append(title)
         width = max(map(len, entries))
-        lines += [
-            wrapped(f"  {key:<{width}}  {value or 'not found'}", " " * (width + 4))
-            for key, value in entries.items()
-        ]
+        lines += [title, *(f"  {k:<{width}}  {v or 'not found'}" for k, v in entries.items())]
     return "\n".join(lines)
 
 
@@ -56,27 +49,15 @@ def _what_works(facts: dict[str, dict[str, Any]]) -> str:
     """One sentence about the frameworks, and the launchers under which each can run."""
     launchers = [name for name, way in facts["messages"].items() if not way.startswith("nothing")]
     works = [
-        f"{framework} {' and '.join(['in one process', *(f'under {name}' for name in able)])}"
-        for framework, able in (
-            ("torch", launchers),
-            ("chainer", [name for name in launchers if name == "mpiexec"]),
-        )
+        " and ".join([f"{framework} in one process", *(f"under {name}" for name in able)])
+        for framework, able in (("torch", launchers), ("chainer", {"mpiexec"} & {*launchers}))
         if facts["versions"][framework]
     ]
     if not works:
         return "neither torch nor chainer is here: pip install '.[torch]' in multibn's checkout"
-    slow = any(
-        "slow" in str(way) for way in [facts["kernels"]["host"], *facts["messages"].values()]
-    )
-    return f"works here: {'; '.join(works)}{', slower than need be: see below' if slow else ''}"
-
-
-def _versions() -> dict[str, str | None]:
-    return {
-        "multibn": multibn.__version__,
-        "python": platform.python_version(),
-        **{name: _version(name) for name in _LIBRARIES},
-    }
+    ways = [facts["kernels"]["host"], *facts["messages"].values()]
+    slow = ", slower than need be: see below" if "slow" in str(ways) else ""
+    return f"works here: {'; '.join(works)}{slow}"
 
 
 _distributions = cache(metadata.packages_distributions)  # which reads every distribution
@@ -103,7 +84,7 @@ def _kernels() -> dict[str, str | None]:
             f"generic (slow): the C core is missing ({error}). Install a C compiler (gcc or clang) "
             "and Python's headers, then install multibn again"
         )
-    triton = _numbers(_version("triton") or "") >= [3, 4]
+    triton = [int(number) for number in re.findall(r"\d+", _version("triton") or "")] >= [3, 4]
     slow = "generic (slow): pip install {}'triton>=3.4'"
     gpu = "Triton, when there is a GPU" if triton else slow.format("")
     both = triton and importable("torch")
@@ -111,17 +92,13 @@ def _kernels() -> dict[str, str | None]:
     return dict(zip(arrays, (host, gpu, cupy), strict=True))
 
 
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)]
-
-
 def _messages() -> dict[str, str | None]:
     """What carries messages under each launcher."""
+    torchrun = "shared memory inside a machine, torch.distributed between machines"
     try:
         reason = shared_memory.why_not()
     except ValueError as error:
         reason = str(error)
-    torchrun = "shared memory inside a machine, torch.distributed between machines"
     if reason:
         torchrun = f"torch.distributed (slow inside a machine): no shared memory, {reason}"
     if not importable("torch"):

@@ -5,12 +5,12 @@ import pickle
 import secrets
 import shutil
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from multibn._environment import nearest
+from multibn._environment import importable, nearest
 from multibn._typing import Array
 
 # The framework that reads a file, by its suffix.
@@ -38,17 +38,6 @@ class CheckpointError(ValueError):
     """
 
 
-def framework(path: Path) -> str:
-    """`"chainer"` or `"torch"`, by the suffix."""
-    suffix = path.suffix.lower()
-    if suffix not in FRAMEWORKS:
-        raise CheckpointError(
-            f"the suffix must be one of {', '.join(FRAMEWORKS)}: got {suffix or 'none'!r}. Rename "
-            "the file: the suffix says which format it has."
-        )
-    return FRAMEWORKS[suffix]
-
-
 @contextmanager
 def about(path: Path) -> Iterator[None]:
     """Start the message of any CheckpointError with the name of the file."""
@@ -58,119 +47,77 @@ def about(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path}: {error}") from error.__cause__
 
 
-def check_target(path: Path, sources: Iterable[Path]) -> str:
-    """The framework of a file to be written. Raises if its folder is missing, or for a source."""
-    if os.path.isdir(path) or not os.path.isdir(path.parent):
-        raise CheckpointError("must be a file in a folder that exists. Make the folder first.")
-    for source in sources:
-        if os.path.exists(source) and os.path.exists(path) and source.samefile(path):
-            raise CheckpointError(f"must be another file than {source}. Choose another name.")
-    return framework(path)
+def framework(path: Path) -> str:
+    """`"chainer"` or `"torch"`, by the suffix."""
+    suffix = path.suffix.lower()
+    if suffix not in FRAMEWORKS:
+        raise CheckpointError(
+            f"{path}: the suffix must be one of {', '.join(FRAMEWORKS)}: got {suffix or 'none'!r}. "
+            "Rename the file: the suffix says which format it has."
+        )
+    if suffix == ".safetensors" and not importable("safetensors"):
+        raise CheckpointError(
+            f"{path}: needs the library safetensors, which cannot be imported. Run "
+            "`pip install safetensors`, or use a .pt file."
+        )
+    return FRAMEWORKS[suffix]
 
 
 def read(path: Path, prefix: str) -> dict[str, Any]:
     """The arrays (npz) or tensors of a file whose keys start with `prefix`, without `prefix`."""
-    framework(path)
-    if not os.path.exists(path):
-        raise CheckpointError("no such file. Check the path.")
+    reader = _read_npz if framework(path) == "chainer" else _read_torch
     if not os.path.isfile(path):
-        raise CheckpointError("not a regular file. Name the checkpoint file itself.")
-    suffix = path.suffix.lower()
+        said = "not a regular file" if os.path.exists(path) else "no such file"
+        raise CheckpointError(f"{path}: {said}. Check the path.")
     try:
-        return (_read_npz if suffix == ".npz" else _read_torch)(path, prefix)
+        with about(path):
+            return reader(path, prefix)
     except CheckpointError:
         raise
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            "holds Python objects that are no tensors, or is damaged; nothing was executed. Save "
-            "`model.state_dict()` again where the file comes from."
-        ) from error
     except Exception as error:  # parsers raise any exception for invalid bytes
-        line = (str(error).splitlines() or [""])[0][:200].rstrip(".")
-        reason = "".join(c if c.isprintable() else "?" for c in line)
-        # Of text, torch's unpickler says "101" and no more.
-        said = f": {type(error).__name__}: {reason}" if " " in reason else ""
+        if isinstance(error, pickle.UnpicklingError) or "allow_pickle" in str(error):
+            raise CheckpointError(
+                f"{path}: holds Python objects that are no arrays, or is damaged; nothing was "
+                "executed. Save `model.state_dict()` again where the file comes from. Chainer "
+                "pickles parameters that are not initialised: call the model once on data before."
+            ) from error
         raise CheckpointError(
-            f"cannot be read as {suffix}, it is damaged or another format{said}. Copy it again "
-            "from where it was saved."
+            f"{path}: cannot be read as {path.suffix}, it is damaged or another format "
+            f"({error!r:.200}). Copy it again from where it was saved."
         ) from error
 
 
 def write(path: Path, state: Mapping[str, Any]) -> None:
     """Replace `path`, or the target of the link `path`, by a new file when this is complete."""
-    framework(path)
     suffix = path.suffix.lower()
     try:
-        path = Path(os.path.realpath(path))
-        with replacing(path) as temporary, temporary.open("xb") as file:
-            if suffix == ".npz":
-                _write_npz(file, state)
-            elif suffix == ".safetensors":
-                file.write(_safetensors().save(_tensors(state)))
-            else:
-                import torch
+        real = Path(os.path.realpath(path))
+        temporary = real.with_name(f".{real.name}.{secrets.token_hex(8)}")
+        try:
+            with temporary.open("xb") as file:
+                if suffix == ".npz":
+                    import numpy as np
 
-                torch.save(_tensors(state), file)
-            file.flush()
-            os.fsync(file.fileno())
-    except CheckpointError:
-        raise
+                    np.savez_compressed(file, **state)
+                else:
+                    _write_torch(file, state, suffix)
+                file.flush()
+                os.fsync(file.fileno())
+            if real.exists():
+                shutil.copymode(real, temporary)
+            os.replace(temporary, real)
+        finally:
+            temporary.unlink(missing_ok=True)
     except Exception as error:  # torch raises RuntimeError for a full disk
         raise CheckpointError(
-            f"cannot be written: {getattr(error, 'strerror', None) or error}. Choose another "
-            "place, or make room."
+            f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}. Choose "
+            "another place, or make room."
         ) from error
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Path of a temporary file, which replaces `path` if the block ends without an exception."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        yield temporary
-        if path.exists():
-            shutil.copymode(path, temporary)
-        os.replace(temporary, path)
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
-
-
-def _select(values: Mapping[str, Any], prefix: str, separator: str) -> dict[str, Any]:
-    """The arrays or tensors below `prefix`, without `prefix`."""
-    keys = list(values)
-    longest = max(keys, key=len, default="")
-    if len(longest) > _MAX_NAME:
-        raise CheckpointError(
-            f"names must have at most {_MAX_NAME} characters: got one of {len(longest)}, "
-            f"{longest[:40]!r}... Copy the file again from where it was saved."
-        )
-    start = prefix.rstrip(separator) + separator if prefix else ""
-    selected = {key[len(start) :]: array_of(values, key) for key in keys if key.startswith(start)}
-    if not selected:
-        tops = sorted({key.partition(separator)[0] for key in keys})
-        # "a/b/c" is below "a" and "a/b".
-        parts = [key.split(separator) for key in keys]
-        prefixes = {separator.join(p[:n]) for p in parts for n in range(1, len(p) + 1)}
-        raise CheckpointError(
-            f"no key is below `prefix` {prefix!r}{nearest(prefix, prefixes)}: found "
-            f"{', '.join(map(repr, tops[:8])) or 'no'} at the top. Pass another `prefix`, or none."
-        )
-    return selected
 
 
 def array_of(values: Mapping[str, Any], key: str) -> Any:
     """The array or tensor of real numbers under a key; raises for anything else."""
-    try:
-        value = values[key]
-    except ValueError as error:
-        if "allow_pickle" not in str(error):
-            raise
-        raise CheckpointError(
-            f"{key!r} must be an array of numbers: it is a pickled object, which is not loaded. "
-            "Chainer pickles parameters that are not initialised: call the model once on data, and "
-            "save it again."
-        ) from error
+    value = values[key]
     dtype = getattr(value, "dtype", None)
     if dtype is None or getattr(dtype, "kind", "f") not in "fiub":  # torch's have no kind
         raise CheckpointError(
@@ -179,6 +126,49 @@ def array_of(values: Mapping[str, Any], key: str) -> Any:
             "of NumPy .npz and one of torch .pt."
         )
     return value
+
+
+def to_numpy(values: Mapping[str, Any], key: str) -> Array:
+    """`array_of` as a NumPy array; bfloat16, which NumPy does not have, becomes float32."""
+    import numpy as np
+
+    value = array_of(values, key)
+    try:
+        if hasattr(value, "detach"):
+            value = (value.float() if is_bfloat16(value) else value).detach().cpu()
+        array = np.asarray(value)
+    except (TypeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{key!r} must be dense and of a dtype of NumPy: {error}. Save it as such."
+        ) from error
+    return array_of({key: array}, key)  # NumPy's dtypes say whether numbers are real
+
+
+def is_bfloat16(value: Any) -> bool:
+    """Whether `value` is a tensor of bfloat16."""
+    return str(getattr(value, "dtype", "")) == "torch.bfloat16"
+
+
+def _select(values: Mapping[str, Any], prefix: str, separator: str) -> dict[str, Any]:
+    """The arrays or tensors below `prefix`, without `prefix`."""
+    longest = max(values, key=len, default="")
+    if len(longest) > _MAX_NAME:
+        raise CheckpointError(
+            f"names must have at most {_MAX_NAME} characters: got one of {len(longest)}, "
+            f"{longest[:40]!r}... Copy the file again from where it was saved."
+        )
+    start = prefix.rstrip(separator) + separator if prefix else ""
+    selected = {key[len(start) :]: array_of(values, key) for key in values if key.startswith(start)}
+    if not selected:
+        # "a/b/c" is below "a" and "a/b".
+        parts = [key.split(separator) for key in values]
+        prefixes = {separator.join(p[:n]) for p in parts for n in range(1, len(p) + 1)}
+        tops = sorted({p[0] for p in parts})
+        raise CheckpointError(
+            f"no key is below `prefix` {prefix!r}{nearest(prefix, prefixes)}: found "
+            f"{', '.join(map(repr, tops[:8])) or 'no'} at the top. Pass another `prefix`, or none."
+        )
+    return selected
 
 
 def _check_expansion(size: int, path: Path) -> None:
@@ -225,7 +215,9 @@ def _read_torch(path: Path, prefix: str) -> dict[str, Any]:
     import torch
 
     if path.suffix.lower() == ".safetensors":
-        loaded = _safetensors().load_file(path)
+        from safetensors.torch import load_file
+
+        loaded: Any = load_file(path)
     else:
         if zipfile.is_zipfile(path):  # torch before 1.6 wrote no zip files
             _check_archive(path)
@@ -243,38 +235,23 @@ def _read_torch(path: Path, prefix: str) -> dict[str, Any]:
     tensors = _select(loaded, prefix, ".")
     # A tensor with strides of 0 may be much larger than its storage.
     _check_expansion(sum(t.numel() * t.element_size() for t in tensors.values()), path)
-    return {key: t.detach().resolve_conj().resolve_neg() for key, t in tensors.items()}
+    return tensors
 
 
-def _write_npz(file: Any, state: Mapping[str, Any]) -> None:
-    import numpy as np
-
-    # numpy.savez would take a key such as "file" for its own argument.
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-        for key, array in state.items():
-            with archive.open(f"{key}.npy", "w", force_zip64=True) as member:
-                np.lib.format.write_array(member, np.asarray(array), allow_pickle=False)
-
-
-def _tensors(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Contiguous copies that share no memory, of NumPy arrays in this machine's byte order."""
+def _write_torch(file: Any, state: Mapping[str, Any], suffix: str) -> None:
     import numpy as np
     import torch
 
-    return {
-        key: value.clone(memory_format=torch.contiguous_format)
+    # Contiguous copies that share no memory, of NumPy arrays in this machine's byte order.
+    tensors = {
+        key: value.detach().clone(memory_format=torch.contiguous_format)
         if isinstance(value, torch.Tensor)
         else torch.from_numpy(np.array(value, value.dtype.newbyteorder("="), order="C"))
         for key, value in state.items()
     }
+    if suffix == ".safetensors":
+        from safetensors.torch import save
 
-
-def _safetensors() -> Any:
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise CheckpointError(
-            "needs the library safetensors, which cannot be imported. Run "
-            "`pip install safetensors`, or use a .pt file."
-        ) from error
-    return safetensors.torch
+        file.write(save(tensors))
+    else:
+        torch.save(tensors, file)

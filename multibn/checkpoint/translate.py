@@ -5,16 +5,61 @@ executed.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
+from multibn._environment import nearest
 from multibn._typing import Array
-from multibn.checkpoint import files, keys
+from multibn.checkpoint import files
 from multibn.checkpoint.files import CheckpointError
-from multibn.checkpoint.keys import CHAINER, TORCH, Converted, Names, Words
 
-_WRAPPERS = ("module.", "_orig_mod.")  # of DistributedDataParallel and of torch.compile
+# New names of layers or arrays by the old ones; None leaves the arrays out.
+Names: TypeAlias = Mapping[str, str | None]
+
+
+class Converted(NamedTuple):
+    """A model's state under its new names, and notes: sentences on what is not carried over.
+
+    Attributes
+    ----------
+    state
+        The arrays, by their new names.
+    notes
+        The sentences.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multibn.checkpoint import chainer_to_torch
+    >>> converted = chainer_to_torch({"W": np.ones((2, 3)), "t": np.ones(())}, skip_unknown=True)
+    >>> list(converted.state)
+    ['weight']
+    >>> print(*converted.notes)
+    unknown, and left out: 't'.
+    """
+
+    state: dict[str, Any]
+    notes: tuple[str, ...]
+
+
+class Words(NamedTuple):
+    """A framework's words for the parts of a state."""
+
+    framework: str
+    separator: str
+    plain: tuple[str, str]  # weight and bias of most layers
+    norm: tuple[str, str, str, str, str]  # of batch norm: scale, shift, mean, variance, counter
+
+
+CHAINER = Words("chainer", "/", ("W", "b"), ("gamma", "beta", "avg_mean", "avg_var", "N"))
+TORCH = Words(
+    "torch",
+    ".",
+    ("weight", "bias"),
+    ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"),
+)
+WORDS = {words.framework: words for words in (CHAINER, TORCH)}
 
 
 def convert(
@@ -36,7 +81,7 @@ def convert(
     Parameters
     ----------
     src, dst
-        Paths of different files. The folder of `dst` must exist.
+        Paths. The folder of `dst` must exist.
     prefix
         Convert only the keys below this one: `"updater/model:main"` of the snapshot of a Chainer
         trainer, `"model"` or `"state_dict"` of the dict that a training script saves with torch.
@@ -55,7 +100,6 @@ def convert(
 
     Examples
     --------
-    >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
     >>> import torch
     >>> from chainer import links, serializers
@@ -67,14 +111,11 @@ def convert(
     <All keys matched successfully>
     """
     source, target = Path(src), Path(dst)
-    with files.about(target):
-        to = files.check_target(target, [source])
+    old, new = (WORDS[files.framework(path)] for path in (source, target))
+    state = files.read(source, prefix)
     with files.about(source):
-        state = files.read(source, prefix)
-        source_words, target_words = keys.WORDS[files.framework(source)], keys.WORDS[to]
-        converted = _translate(state, source_words, target_words, names, skip_unknown)
-    with files.about(target):
-        files.write(target, converted.state)
+        converted = _translate(state, old, new, names, skip_unknown)
+    files.write(target, converted.state)
     return converted
 
 
@@ -133,27 +174,12 @@ def torch_to_chainer(
     """Translate the state of a torch model to Chainer's names; the inverse of `chainer_to_torch`.
 
     Plain, synchronized and sub-batch layers: of a SubBatchNorm, the statistics of the whole
-    population are carried over. A prefix of all keys from DistributedDataParallel or torch.compile
-    is removed first. A one-dimensional weight with a bias, but without running statistics, becomes
-    gamma of a normalization; without a bias it must be in `names`.
+    population are carried over. A one-dimensional weight with a bias, but without running
+    statistics, becomes gamma of a normalization; without a bias it must be in `names`. A prefix of
+    all keys from DistributedDataParallel goes by `names={"module": ""}`.
 
-    Parameters
-    ----------
-    state
-        Tensors, or arrays, by their names in the state_dict.
-    names, skip_unknown
-        As `chainer_to_torch`, from torch's names to Chainer's.
-
-    Returns
-    -------
-    Converted
-        NumPy arrays by Chainer's names. Dtypes are unchanged, but bfloat16, which NumPy does not
-        have, becomes float32.
-
-    Raises
-    ------
-    CheckpointError
-        As `chainer_to_torch`.
+    `names`, `skip_unknown`, the result and the errors are as those of `chainer_to_torch`, with
+    `state` by torch's names. bfloat16, which NumPy does not have, becomes float32.
 
     Examples
     --------
@@ -171,118 +197,155 @@ def _translate(
     notes: list[str] = []
     names = names or {}
     if (source, target) == (TORCH, CHAINER):
-        state = _without_splits(_unwrapped(state, notes), notes)
-    state = keys.leave_out(state, names, source.separator, notes)
+        state = _without_splits(state, notes)
+    layers = {key.rpartition(source.separator)[0] for key in state}
+    for name in names:
+        if not any(_is_below(key, name, source) for key in state):
+            raise CheckpointError(
+                f"every entry of `names` must match a key or a prefix: {name!r} matches none"
+                f"{nearest(name, [*state, *layers], 1)}. Correct it, or remove it."
+            )
+    if left_out := [key for key in state if _rule(key, names, source)[1] is None]:
+        notes.append(f"left out by `names`: {some(left_out)}.")
+        state = {key: value for key, value in state.items() if key not in set(left_out)}
     if source is not target:
-        if widened := sum(map(_is_bfloat16, state.values())):
-            notes.append(f"{widened} array(s) of bfloat16 became float32, with the same values.")
-        state = {key: _as_array(key, value) for key, value in state.items()}
-        notes += keys.numbered(state, names, source.separator)
         state = _with_new_counters(state, source, target, names, notes)
-    return keys.rename(state, source, target, names, skip_unknown, notes)
+    origins, unknown = _new_names(state, source, target, names)
+    if unknown and not skip_unknown:
+        raise CheckpointError(
+            f"every key must have a place in {target.framework}: {some(unknown)} "
+            f"{'has' if len(unknown) == 1 else 'have'} none. Name them in `names` (None leaves one "
+            "out), select the model with `prefix`, or pass skip_unknown=True."
+        )
+    if not origins:
+        raise CheckpointError("holds nothing to convert. Check `prefix` and `names`.")
+    if unknown:
+        notes.append(f"unknown, and left out: {some(unknown)}.")
+    return Converted({name: state[key] for name, key in origins.items()}, tuple(notes))
 
 
 def _with_new_counters(
-    arrays: dict[str, Array], source: Words, target: Words, names: Names, notes: list[str]
+    state: Mapping[str, Any], source: Words, target: Words, names: Names, notes: list[str]
 ) -> dict[str, Array]:
-    """The arrays with 0 for each counter of batches; notes on what a file does not say."""
+    """NumPy arrays, with 0 for each counter of batches; notes on what a file does not say."""
     import numpy as np
 
-    *_, mean, var, counter = source.norm
-    layers = keys.layers(arrays, source.separator)
-    norms = [name for name, leaves in layers.items() if {mean, var} & leaves.keys()]
-    for name in norms:
-        _check_norm(name.rstrip(source.separator), layers[name], source)
-    largest = max((int(layers[name].get(counter, 0)) for name in norms), default=0)
-    if largest:
+    arrays = {key: files.to_numpy(state, key) for key in state}
+    if widened := sum(map(files.is_bfloat16, state.values())):
+        notes.append(f"{widened} array(s) of bfloat16 became float32, with the same values.")
+    rests = {key: key.removeprefix(_rule(key, names, source)[0]) for key in state}
+    if numbered := [k for k in state if any(map(str.isdigit, rests[k].split(source.separator)))]:
         notes.append(
-            f"{counter} (here up to {largest}) is left out: {target.norm[-1]} is set to 0 in "
-            f"{len(norms)} layer(s). N counts the batches of fine-tuning, num_batches_tracked "
-            "those of training, which matter with momentum=None only."
+            f"the numbers in {some(numbered)} are carried as they are, which is right for a "
+            "ChainList. A chainer.Sequential numbers its links in another order and does not count "
+            "functions: name them in `names`, as docs/guides/from-chainermn-to-torch.md says."
         )
+    *_, mean, var, counter = source.norm
+    layers = _layers(arrays, source)
+    norms = [layer for layer, leaves in layers.items() if {mean, var} & leaves.keys()]
     if norms:
+        notes.append(
+            f"{counter} is left out, and {target.norm[-1]} set to 0 in {len(norms)} layer(s): they "
+            "count other batches, which matter with momentum=None only."
+        )
         notes.append(
             "eps and momentum (Chainer's 1 - decay) are not in the file: build the layers with "
             "those of the source. eps is 2e-5 by default in Chainer and 1e-5 in torch. Nor does "
             f"the file say by which count {var} is unbiased: that of one rank (ChainerMN, "
             "nn.BatchNorm), of all ranks (multibn, nn.SyncBatchNorm), or none."
         )
-    taken = sum(
-        keys.counterparts(leaves, source, target).get("weight") == "gamma"
-        for name, leaves in layers.items()
-        if name not in norms
-    )
-    if taken:
+    if taken := [
+        layer
+        for layer, leaves in layers.items()
+        if layer not in norms and "gamma" in _counterparts(leaves, source, target).values()
+    ]:
         notes.append(
-            f"{taken} layer(s) have one-dimensional weights and no running statistics: taken for "
-            "gamma and beta of a normalization. Name them in `names` if they are not."
+            f"{len(taken)} layer(s) have one-dimensional weights and no running statistics: taken "
+            "for gamma and beta of a normalization. Name them in `names` if they are not."
         )
-    counters = [name + counter for name in norms if name + counter not in names]
+    counters = [layer + counter for layer in norms if layer + counter not in names]
     return arrays | {key: np.asarray(0, np.int64) for key in counters}
 
 
-def _check_norm(name: str, leaves: Mapping[str, Array], words: Words) -> None:
-    """Raise unless the arrays of a batch normalization are valid."""
-    *_, mean, var, counter = words.norm
-    arrays = {leaf: leaves[leaf] for leaf in words.norm if leaf in leaves}
-    said = ", ".join(f"{leaf} {a.dtype} {a.shape or a}" for leaf, a in arrays.items())
-    number = arrays.pop(counter, None)
-    if (
-        not {mean, var} <= arrays.keys()
-        or len({a.shape for a in arrays.values()}) > 1
-        or any(a.ndim != 1 or a.dtype.kind != "f" for a in arrays.values())
-        or (number is not None and (number.ndim or number.dtype.kind not in "iu" or number < 0))
-    ):
-        raise CheckpointError(
-            f"the batch normalization {name!r} must have {mean} and {var}, all of its arrays "
-            f"floating-point of one shape (C,), and one integer {counter}, if any, of 0 or more: "
-            f"got {said}. Save the model again, or leave the layer out with `names`."
-        )
+def _new_names(
+    state: Mapping[str, Any], source: Words, target: Words, names: Names
+) -> tuple[dict[str, str], list[str]]:
+    """The old keys by the new ones, and the keys that have no place."""
+    old, new = source.separator, target.separator
+    unknown: list[str] = []
+    origins: dict[str, str] = {}
+    for layer, leaves in _layers(state, source).items():
+        known = _counterparts(leaves, source, target)
+        for leaf in leaves:
+            key = layer + leaf
+            rule, name = _rule(key, names, source)
+            if rule != key:
+                rest = layer[len(rule) :].strip(old)
+                if leaf not in known or (new != old and new in rest):
+                    unknown.append(key)
+                    continue
+                name = new.join(filter(None, (name, rest.replace(old, new), known[leaf])))
+            if not name or not name.isprintable() or name in origins:
+                raise CheckpointError(
+                    f"every key must get a name of its own: {key!r} becomes {name!r}"
+                    f"{f', as {origins[name]!r} does' if name in origins else ''}. Pass another "
+                    "name in `names`."
+                )
+            origins[name] = key
+    return origins, unknown
 
 
-def _is_bfloat16(value: Any) -> bool:
-    return str(getattr(value, "dtype", "")) == "torch.bfloat16"
+def _counterparts(leaves: Mapping[str, Any], source: Words, target: Words) -> dict[str, str]:
+    """The names that a layer's arrays have in `target`, by those in `source`, as far as known."""
+    if source is target:
+        return {leaf: leaf for leaf in leaves}
+    plain = dict(zip(source.plain, target.plain, strict=True))
+    norm = dict(zip(source.norm, target.norm, strict=True))
+    if source.norm[2] in leaves:
+        return plain | norm
+    if source is CHAINER:
+        return plain | dict(list(norm.items())[:2])
+    weight, bias = (getattr(leaves.get(name), "shape", None) for name in source.plain)
+    if weight is None or (len(weight) > 1 and weight != bias):
+        return plain
+    # Another weight may be of PReLU, RMSNorm, LayerNorm over two axes...
+    return norm if len(weight) == 1 and weight == bias else {"bias": "b"}
 
 
-def _as_array(key: str, value: Any) -> Array:
-    """`value` as a NumPy array; bfloat16, which NumPy does not have, becomes float32."""
-    import numpy as np
-
-    try:
-        if hasattr(value, "detach"):
-            value = (value.float() if _is_bfloat16(value) else value).detach().cpu()
-        array = np.asarray(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{key!r} must be dense and of a dtype of NumPy: {error}. Save it as such."
-        ) from error
-    if array.dtype.kind not in "fiub":
-        raise CheckpointError(
-            f"{key!r} must be an array of real numbers: got {array.dtype}. Leave it out with "
-            f"names={{{key!r}: None}}, or call an uninitialised model once before it is saved."
-        )
-    return array
+def _layers(state: Mapping[str, Any], words: Words) -> dict[str, dict[str, Any]]:
+    """By layer, the separator at its end included, a map from the rest of its keys to the value."""
+    layers: dict[str, dict[str, Any]] = {}
+    for key, value in state.items():
+        leaf = key.rpartition(words.separator)[2]
+        layers.setdefault(key.removesuffix(leaf), {})[leaf] = value
+    return layers
 
 
-def _unwrapped(state: Mapping[str, Any], notes: list[str]) -> Mapping[str, Any]:
-    for wrapper in _WRAPPERS * 2:  # each may wrap the other
-        if state and all(key.startswith(wrapper) for key in state):
-            state = {key.removeprefix(wrapper): value for key, value in state.items()}
-            notes.append(f"all keys began with {wrapper!r}, from a wrapper: it is removed.")
-    return state
+def _rule(key: str, names: Names, words: Words) -> tuple[str, str | None]:
+    """The longest entry of `names` that applies to `key`; without one, "" stays ""."""
+    rule = max((name for name in names if _is_below(key, name, words)), key=len, default="")
+    return rule, names.get(rule, "")
+
+
+def _is_below(key: str, name: str, words: Words) -> bool:
+    return not name or key == name or key.startswith(name + words.separator)
+
+
+def some(keys: Iterable[str]) -> str:
+    """The first six of the keys, for people."""
+    quoted = [repr(key) for key in keys]
+    more = f" and {len(quoted) - 6} more" if len(quoted) > 6 else ""
+    return ", ".join(quoted[:6]) + more
 
 
 def _without_splits(state: Mapping[str, Any], notes: list[str]) -> Mapping[str, Any]:
     """The state with each SubBatchNorm as a plain batch norm, with the aggregated buffers."""
-    for mark in [key for key in state if f".{key}".endswith(".split_bn.running_mean")]:
-        layer = mark.removesuffix("split_bn.running_mean")  # "" or with a dot at its end
-        whole, split = f"{layer}bn.", f"{layer}split_bn."
-        if f"{whole}running_mean" not in state or f"{layer}running_mean" in state:
-            continue
+    marks = [key for key in state if f".{key}".endswith(".split_bn.running_mean")]
+    for layer in [key.removesuffix("split_bn.running_mean") for key in marks]:  # with a dot or ""
         state = {
-            layer + key.removeprefix(whole) if key.startswith(whole) else key: value
+            layer + key.removeprefix(f"{layer}bn.") if key.startswith(f"{layer}bn.") else key: value
             for key, value in state.items()
-            if not key.startswith(split)
+            if not key.startswith(f"{layer}split_bn.")
         }
         notes.append(
             f"{layer.rstrip('.')!r} is a SubBatchNorm: the statistics of the population (bn) are "

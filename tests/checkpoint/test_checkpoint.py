@@ -205,28 +205,20 @@ def test_notes_say_what_becomes_of_chainers_numbers() -> None:
     arrays = chainer_arrays()
     arrays["predictor/bn/N"] = np.asarray(12)
     converted = chainer_to_torch(arrays)
-    check_note(converted, "N (here up to 12) is left out: num_batches_tracked is set to 0 in 3")
+    check_note(converted, "N is left out, and num_batches_tracked set to 0 in 3 layer(s)")
     check_note(converted, "eps and momentum (Chainer's 1 - decay) are not in the file")
     check_note(converted, "Nor does the file say by which count avg_var is unbiased")
     assert converted.state["predictor.bn.num_batches_tracked"] == 0
-
-
-def test_notes_say_what_becomes_of_torchs_numbers() -> None:
-    layer = nn.BatchNorm1d(2)
-    layer(torch.randn(4, 2))
-    converted = torch_to_chainer(layer.state_dict())
-    check_note(converted, "num_batches_tracked (here up to 1) is left out: N is set to 0 in 1")
-    check_note(converted, "eps and momentum (Chainer's 1 - decay) are not in the file")
-    check_note(converted, "Nor does the file say by which count running_var is unbiased")
 
 
 def test_numbers_are_carried_with_a_word() -> None:
     arrays = {"a/0/W": np.zeros((1, 1)), "a/1/0/W": np.zeros((1, 1)), "b/W": np.zeros((1, 1))}
     converted = chainer_to_torch(arrays)
     assert list(converted.state) == ["a.0.weight", "a.1.0.weight", "b.weight"]
-    check_note(converted, "the numbers of the layers in 'a', 'a/1' are carried as they are")
+    check_note(converted, "the numbers in 'a/0/W', 'a/1/0/W' are carried as they are")
+    check_note(chainer_to_torch(arrays, names={"a": ""}), "the numbers in 'a/0/W', 'a/1/0/W'")
     assert not chainer_to_torch(arrays, names={"a/0": "x", "a/1": "y", "a/1/0": "z"}).notes
-    check_note(torch_to_chainer(converted.state), "the numbers of the layers in 'a', 'a.1'")
+    check_note(torch_to_chainer(converted.state), "the numbers in 'a.0.weight', 'a.1.0.weight'")
 
 
 def test_nothing_is_said_without_batch_norm() -> None:
@@ -241,15 +233,6 @@ def test_bfloat16_becomes_float32(tmp_path: Path) -> None:
     torch.save(layer.state_dict(), tmp_path / "a.pt")  # but stays itself within torch
     same = convert(tmp_path / "a.pt", tmp_path / "a.safetensors").state
     assert same["weight"].dtype is torch.bfloat16
-
-
-def test_wrappers_are_removed() -> None:
-    state = nn.Linear(2, 3).state_dict()
-    wrapped = {f"module._orig_mod.fc.{key}": value for key, value in state.items()}
-    converted = torch_to_chainer(wrapped)
-    assert list(converted.state) == ["fc/W", "fc/b"]
-    check_note(converted, "all keys began with 'module.'")
-    check_note(converted, "all keys began with '_orig_mod.'")
 
 
 def test_a_normalization_without_statistics_has_gamma_and_beta() -> None:
@@ -304,50 +287,12 @@ def test_unknown_keys_are_refused_or_skipped_on_request() -> None:
     lstm = nn.LSTM(2, 3).state_dict()
     with pytest.raises(CheckpointError, match="'weight_ih_l0', 'weight_hh_l0', 'bias_ih_l0'"):
         torch_to_chainer(lstm)
-    with pytest.raises(CheckpointError, match="looks like an optimizer's file"):
-        chainer_to_torch({"t": np.asarray(1), "epoch": np.asarray(1), "l/W/v": np.zeros(1)})
     with pytest.raises(CheckpointError, match="'/W' becomes 'weight', as 'W' does"):
         chainer_to_torch({"W": np.zeros((1, 1)), "/W": np.zeros((1, 1))})
     with pytest.raises(CheckpointError, match=r"'a/b\.weight' has none"):
         torch_to_chainer({"a/b.weight": torch.zeros(1, 1)})
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"gamma": np.zeros(3, "f4")}, r"of one shape \(C,\), .*gamma float32 \(3,\)"),
-        ({"avg_var": None}, r"have avg_mean and avg_var, .*: .* avg_mean float32 \(2,\), N"),
-        ({"avg_mean": None}, r"have avg_mean and avg_var, .*, avg_var float32 \(2,\), N int64 0\."),
-        ({"avg_var": np.zeros(2, "i4")}, r"its arrays floating-point .* avg_var int32 \(2,\)"),
-        ({"N": np.zeros(2, "i8")}, r"one integer N, if any, .* N int64 \(2,\)"),
-        ({"N": np.asarray(-1)}, "one integer N, if any, of 0 or more: .* N int64 -1"),
-        ({"beta": np.asarray(["a", "b"])}, "'bn/beta' must be an array of real numbers: got <U1"),
-    ],
-)
-def test_arrays_that_are_no_batch_norm_are_refused(change: dict[str, Any], message: str) -> None:
-    layer = {"gamma": np.ones(2, "f4"), "beta": np.zeros(2, "f4"), "avg_mean": np.zeros(2, "f4")}
-    layer |= {"avg_var": np.ones(2, "f4"), "N": np.asarray(0)} | change
-    arrays = {f"bn/{key}": value for key, value in layer.items() if value is not None}
-    arrays["l/W"] = np.zeros((1, 1))
-    with pytest.raises(CheckpointError, match=message):
-        chainer_to_torch(arrays)
-    # What the message advises.
-    assert list(chainer_to_torch(arrays, names={"bn": None}).state) == ["l.weight"]
-
-
-def test_channels_in_two_axes_are_refused() -> None:
-    arrays = {"avg_mean": np.zeros((2, 3)), "avg_var": np.ones((2, 3))}
-    with pytest.raises(CheckpointError, match=r"one shape \(C,\), .*: got avg_mean float64 \(2, 3"):
-        chainer_to_torch(arrays)
-
-
 def test_dtypes_that_numpy_does_not_have_are_refused() -> None:
     with pytest.raises(CheckpointError, match="'weight' must be dense and of a dtype of NumPy: "):
         torch_to_chainer({"weight": torch.zeros(2, 2).to(torch.float8_e5m2)})
-
-
-def test_momentum_follows_the_names_of_its_parameters() -> None:
-    velocity = {"bn/gamma": np.ones(2), "bn/beta": np.ones(2), "l/W": np.ones((2, 2))}
-    converted = chainer_to_torch(velocity)
-    assert list(converted.state) == ["bn.weight", "bn.bias", "l.weight"]
-    assert converted.notes == ()

