@@ -146,7 +146,6 @@ def _pooled(args: argparse.Namespace) -> dict[str, Any]:
     if len({files.framework(path) for path in (*args.src, args.dst)}) > 1:
         raise ValueError(f"{args.dst}: must be of the framework of all SRC. Convert it afterwards.")
     states = [files.read(path, args.prefix) for path in args.src]
-    average = args.average_parameters
-    pool = checkpoint.pool_states(states, args.counts, average_parameters=average)
+    pool = checkpoint.pool_states(states, args.counts, average_parameters=args.average_parameters)
     files.write(args.dst, pool)
     return pool

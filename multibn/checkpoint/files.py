@@ -21,8 +21,6 @@ FRAMEWORKS = {".npz": "chainer", ".pt": "torch", ".pth": "torch", ".safetensors"
 _ALWAYS_ALLOWED = 2**30
 _MAX_EXPANSION = 100
 
-_MAX_NAME = 500  # characters; error messages repeat names
-
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be converted; the message names the file, the problem and a solution.
@@ -121,7 +119,7 @@ def array_of(values: Mapping[str, Any], key: str) -> Any:
     dtype = getattr(value, "dtype", None)
     if dtype is None or getattr(dtype, "kind", "f") not in "fiub":  # torch's have no kind
         raise CheckpointError(
-            f"{key!r} must be an array or a tensor of real numbers: got "
+            f"{key!r:.99} must be an array or a tensor of real numbers: got "
             f"{dtype or type(value).__name__}. Select the model alone with `prefix`; name a file "
             "of NumPy .npz and one of torch .pt."
         )
@@ -135,38 +133,28 @@ def to_numpy(values: Mapping[str, Any], key: str) -> Array:
     value = array_of(values, key)
     try:
         if hasattr(value, "detach"):
-            value = (value.float() if is_bfloat16(value) else value).detach().cpu()
+            value = value.float() if str(value.dtype) == "torch.bfloat16" else value
+            value = value.detach().cpu()
         array = np.asarray(value)
     except (TypeError, RuntimeError) as error:
         raise CheckpointError(
-            f"{key!r} must be dense and of a dtype of NumPy: {error}. Save it as such."
+            f"{key!r:.99} must be dense and of a dtype of NumPy: {error}. Save it as such."
         ) from error
     return array_of({key: array}, key)  # NumPy's dtypes say whether numbers are real
 
 
-def is_bfloat16(value: Any) -> bool:
-    """Whether `value` is a tensor of bfloat16."""
-    return str(getattr(value, "dtype", "")) == "torch.bfloat16"
-
-
 def _select(values: Mapping[str, Any], prefix: str, separator: str) -> dict[str, Any]:
     """The arrays or tensors below `prefix`, without `prefix`."""
-    longest = max(values, key=len, default="")
-    if len(longest) > _MAX_NAME:
-        raise CheckpointError(
-            f"names must have at most {_MAX_NAME} characters: got one of {len(longest)}, "
-            f"{longest[:40]!r}... Copy the file again from where it was saved."
-        )
     start = prefix.rstrip(separator) + separator if prefix else ""
     selected = {key[len(start) :]: array_of(values, key) for key in values if key.startswith(start)}
     if not selected:
         # "a/b/c" is below "a" and "a/b".
         parts = [key.split(separator) for key in values]
         prefixes = {separator.join(p[:n]) for p in parts for n in range(1, len(p) + 1)}
-        tops = sorted({p[0] for p in parts})
+        tops = sorted({f"{p[0]!r:.99}" for p in parts})
         raise CheckpointError(
             f"no key is below `prefix` {prefix!r}{nearest(prefix, prefixes)}: found "
-            f"{', '.join(map(repr, tops[:8])) or 'no'} at the top. Pass another `prefix`, or none."
+            f"{', '.join(tops[:8]) or 'no'} at the top. Pass another `prefix`, or none."
         )
     return selected
 

@@ -39,8 +39,8 @@ def pool_states(
     Raises
     ------
     CheckpointError
-        For values that are no arrays of real numbers, for keys, shapes, dtypes or other arrays that
-        differ, and for a pooled number that is too large for its dtype.
+        If a value is no array of real numbers, if keys, shapes, dtypes or other arrays differ, or
+        if a pooled number is too large for its dtype.
     TypeError, ValueError
         If `counts` are not as many positive numbers as there are states.
 
@@ -55,7 +55,7 @@ def pool_states(
     if not states or len(counts) != len(states):
         raise ValueError(
             f"`counts` must have one number for each of 1 or more states: got {len(counts)} for "
-            f"{len(states)}. Pass the number of samples behind each."
+            f"{len(states)}."
         )
     for count in counts:
         check_number("counts", count, "(0, inf)")
@@ -88,10 +88,9 @@ def pool_states(
                 pooled |= zip(pair, of_all, strict=True)
                 unequal.discard(layer + counter)
     if refused := unequal - pooled.keys():
-        advice = "Leave them out" if average_parameters else "Pass average_parameters=True"
         raise CheckpointError(
             f"only running statistics may differ: {some(sorted(refused))} are not equal in all "
-            f"states. {advice}, if the models were trained apart."
+            "states. Leave them out, or pass average_parameters=True for floating-point arrays."
         )
     result = dict(states[0])
     for key, a in pooled.items():

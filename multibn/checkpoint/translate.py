@@ -120,11 +120,7 @@ def convert(
 
 
 def chainer_to_torch(
-    arrays: Mapping[str, Array],
-    /,
-    *,
-    names: Names | None = None,
-    skip_unknown: bool = False,
+    arrays: Mapping[str, Array], /, *, names: Names | None = None, skip_unknown: bool = False
 ) -> Converted:
     """Translate the state of a Chainer model to torch's names.
 
@@ -165,11 +161,7 @@ def chainer_to_torch(
 
 
 def torch_to_chainer(
-    state: Mapping[str, Any],
-    /,
-    *,
-    names: Names | None = None,
-    skip_unknown: bool = False,
+    state: Mapping[str, Any], /, *, names: Names | None = None, skip_unknown: bool = False
 ) -> Converted:
     """Translate the state of a torch model to Chainer's names; the inverse of `chainer_to_torch`.
 
@@ -231,8 +223,6 @@ def _with_new_counters(
     import numpy as np
 
     arrays = {key: files.to_numpy(state, key) for key in state}
-    if widened := sum(map(files.is_bfloat16, state.values())):
-        notes.append(f"{widened} array(s) of bfloat16 became float32, with the same values.")
     rests = {key: key.removeprefix(_rule(key, names, source)[0]) for key in state}
     if numbered := [k for k in state if any(map(str.isdigit, rests[k].split(source.separator)))]:
         notes.append(
@@ -245,22 +235,18 @@ def _with_new_counters(
     norms = [layer for layer, leaves in layers.items() if {mean, var} & leaves.keys()]
     if norms:
         notes.append(
-            f"{counter} is left out, and {target.norm[-1]} set to 0 in {len(norms)} layer(s): they "
-            "count other batches, which matter with momentum=None only."
-        )
-        notes.append(
             "eps and momentum (Chainer's 1 - decay) are not in the file: build the layers with "
             "those of the source. eps is 2e-5 by default in Chainer and 1e-5 in torch. Nor does "
             f"the file say by which count {var} is unbiased: that of one rank (ChainerMN, "
-            "nn.BatchNorm), of all ranks (multibn, nn.SyncBatchNorm), or none."
+            "nn.BatchNorm), of all ranks (multibn, nn.SyncBatchNorm), or none. "
+            f"{target.norm[-1]} is 0, as {counter} counts other batches."
         )
-    if taken := [
-        layer
-        for layer, leaves in layers.items()
-        if layer not in norms and "gamma" in _counterparts(leaves, source, target).values()
-    ]:
+    counterparts = (
+        _counterparts(layers[layer], source, target) for layer in layers if layer not in norms
+    )
+    if taken := sum("gamma" in known.values() for known in counterparts if source is TORCH):
         notes.append(
-            f"{len(taken)} layer(s) have one-dimensional weights and no running statistics: taken "
+            f"{taken} layer(s) have one-dimensional weights and no running statistics: taken "
             "for gamma and beta of a normalization. Name them in `names` if they are not."
         )
     counters = [layer + counter for layer in norms if layer + counter not in names]
@@ -287,9 +273,9 @@ def _new_names(
                 name = new.join(filter(None, (name, rest.replace(old, new), known[leaf])))
             if not name or not name.isprintable() or name in origins:
                 raise CheckpointError(
-                    f"every key must get a name of its own: {key!r} becomes {name!r}"
-                    f"{f', as {origins[name]!r} does' if name in origins else ''}. Pass another "
-                    "name in `names`."
+                    f"every key must get a name of its own: {key!r:.99} becomes {name!r:.99}"
+                    f"{f', as {origins[name]!r:.99} does' if name in origins else ''}. Pass "
+                    "another name in `names`."
                 )
             origins[name] = key
     return origins, unknown
@@ -333,7 +319,7 @@ def _is_below(key: str, name: str, words: Words) -> bool:
 
 def some(keys: Iterable[str]) -> str:
     """The first six of the keys, for people."""
-    quoted = [repr(key) for key in keys]
+    quoted = [f"{key!r:.99}" for key in keys]  # of a file's own, as long as one may be
     more = f" and {len(quoted) - 6} more" if len(quoted) > 6 else ""
     return ", ".join(quoted[:6]) + more
 

@@ -205,7 +205,7 @@ def test_notes_say_what_becomes_of_chainers_numbers() -> None:
     arrays = chainer_arrays()
     arrays["predictor/bn/N"] = np.asarray(12)
     converted = chainer_to_torch(arrays)
-    check_note(converted, "N is left out, and num_batches_tracked set to 0 in 3 layer(s)")
+    check_note(converted, "num_batches_tracked is 0, as N counts other batches")
     check_note(converted, "eps and momentum (Chainer's 1 - decay) are not in the file")
     check_note(converted, "Nor does the file say by which count avg_var is unbiased")
     assert converted.state["predictor.bn.num_batches_tracked"] == 0
@@ -228,7 +228,6 @@ def test_nothing_is_said_without_batch_norm() -> None:
 def test_bfloat16_becomes_float32(tmp_path: Path) -> None:
     layer = nn.Linear(2, 3, dtype=torch.bfloat16)
     converted = torch_to_chainer(layer.state_dict())
-    check_note(converted, "2 array(s) of bfloat16 became float32")
     assert np.array_equal(converted.state["W"], layer.weight.detach().float().numpy())
     torch.save(layer.state_dict(), tmp_path / "a.pt")  # but stays itself within torch
     same = convert(tmp_path / "a.pt", tmp_path / "a.safetensors").state

@@ -349,11 +349,6 @@ def test_dicts_that_are_repeated_are_refused(tmp_path: Path) -> None:
         plain.refused(tmp_path / "a.pt", message, prefix=prefix)
 
 
-def test_names_that_are_too_long_are_refused(tmp_path: Path) -> None:
-    plain.make(tmp_path / "a.npz", {"x" * 60_000: np.zeros(4)})
-    plain.refused(tmp_path / "a.npz", "names must have at most 500 characters: got one of 60000")
-
-
 def test_a_size_that_is_declared_too_small_is_refused(tmp_path: Path) -> None:
     """500 MB of zeros in 500 kB, of which nothing beyond the declared size is unpacked."""
     path = tmp_path / "a.npz"
