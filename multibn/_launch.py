@@ -31,9 +31,7 @@ LAUNCHERS = {
 
 def launch_command(launcher: str, size: int, arguments: Sequence[str]) -> list[str]:
     """The command that starts `python *arguments` on `size` ranks."""
-    python = os.environ.get(
-        "PYTHON_EXEC", sys.executable
-    )  # torchrun asks for its ranks' Python too
+    python = os.environ.get("PYTHON_EXEC", sys.executable)  # as torchrun starts its ranks
     if launcher == "torchrun":
         torchrun = ["-m", "torch.distributed.run", "--standalone"]
         return [python, *torchrun, f"--nproc-per-node={size}", *arguments]

@@ -37,11 +37,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"multibn {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
-    def add(name: str, summary: str, description: str, examples: str) -> argparse.ArgumentParser:
+    def add(name: str, summary: str, more: str, examples: str) -> argparse.ArgumentParser:
         command = commands.add_parser(
             name,
             help=summary,
-            description=textwrap.fill(description, 79),
+            description=textwrap.fill(f"{summary[0].upper()}{summary[1:]}. {more}", 79),
             epilog="examples:\n" + textwrap.indent(textwrap.dedent(examples).strip(), "  "),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
@@ -50,9 +50,8 @@ def _parser() -> argparse.ArgumentParser:
 
     command = add(
         "info",
-        "show the installed versions, the kernels and the transports in use",
-        "Show the installed versions, what computes, what carries messages, and the reason and the "
-        "cure where a faster way is missing. Exit status: 0.",
+        "show the installed versions, what computes and what carries messages",
+        "With the reason and the cure where a faster way is missing. Exit status: 0.",
         """
         multibn info
         multibn info --json > machine.json
@@ -81,8 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     command = add(
         "pool",
         "pool the running statistics of models that were trained apart",
-        "Pool the running statistics of one model's copies by their counts of samples; all other "
-        "arrays must be equal, or are averaged. Exit status: as of convert.",
+        "All other arrays must be equal, or are averaged. Exit status: as of convert.",
         "multibn pool a.pt b.pt --counts 100 300 -o pooled.pt",
     )
     command.add_argument("src", nargs="+", type=Path, metavar="SRC", help="files to read")
@@ -94,9 +92,8 @@ def _parser() -> argparse.ArgumentParser:
     command = add(
         "parity",
         "compare both frameworks, over every communicator, with exact results",
-        "Train the layers of both frameworks over every communicator that works here, on real "
-        "processes, and compare them with a float64 oracle. Exit status: 0 "
-        "all within bounds, 1 a bound is broken, 2 it could not be run.",
+        "Their layers train on real processes beside a float64 oracle. Exit status: 0 all within "
+        "bounds, 1 a bound is broken, 2 it could not be run.",
         """
         multibn parity
         multibn parity --ranks 2 --cases 'float32,uneven*' --json errors.json

@@ -16,8 +16,6 @@ from multibn import kernels
 from multibn._environment import find_command, importable
 from multibn.communicators.transports import shared_memory
 
-_LIBRARIES = ("numpy", "torch", "triton", "chainer", "cupy", "mpi4py")
-
 
 def run(args: argparse.Namespace) -> int:
     """Print the facts; returns the exit status, 0."""
@@ -31,9 +29,10 @@ def collect() -> dict[str, dict[str, str | None]]:
 
     `kernels` and `messages` name what is in use, with the reason and the cure where it is slow.
     """
-    of_libraries = {name: _version(name) for name in _LIBRARIES}
     own = {"multibn": multibn.__version__, "python": platform.python_version()}
-    return {"versions": own | of_libraries, "kernels": _kernels(), "messages": _messages()}
+    libraries = ("numpy", "torch", "triton", "chainer", "cupy", "mpi4py")
+    versions = {**own, **{name: _version(name) for name in libraries}}
+    return {"versions": versions, "kernels": _kernels(), "messages": _messages()}
 
 
 def text(facts: dict[str, dict[str, Any]]) -> str:

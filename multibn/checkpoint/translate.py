@@ -241,10 +241,8 @@ def _with_new_counters(
             "nn.BatchNorm), of all ranks (multibn, nn.SyncBatchNorm), or none. "
             f"{target.norm[-1]} is 0, as {counter} counts other batches."
         )
-    counterparts = (
-        _counterparts(layers[layer], source, target) for layer in layers if layer not in norms
-    )
-    if taken := sum("gamma" in known.values() for known in counterparts if source is TORCH):
+    others = [leaves for layer, leaves in layers.items() if layer not in norms]
+    if taken := sum("gamma" in _counterparts(each, source, target).values() for each in others):
         notes.append(
             f"{taken} layer(s) have one-dimensional weights and no running statistics: taken "
             "for gamma and beta of a normalization. Name them in `names` if they are not."

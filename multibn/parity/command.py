@@ -188,38 +188,24 @@ def _compare_models(
 
 
 def show(rows: Sequence[Row]) -> None:
-    """Print a table, which fits 80 columns, the `details` and the `summary`."""
+    """Print a table, which fits 80 columns but for reasons, and the `summary`."""
     print("communicator      ranks  error  quantity, case: the worst for its bound")
     surface = ""
     for row in rows:
         if row.surface != surface:
             surface = row.surface
             print(surface)
+        place = f"  {row.communicator:15} {row.size:5}"
+        if row.not_run:
+            print(f"{place}  {row.verdict}: {row.not_run}")
+            continue
         worst = row.worst
-        error, where = f"{worst.error:.0e}", f"{worst.quantity}, {worst.case}"
-        if not row.errors:
-            error = where = ""
-        print(f"  {row.communicator:15} {row.size:5}  {error:>5}  {where:36}  {row.verdict}")
-    print(*details(rows), summary(rows), sep="\n")
-
-
-def details(rows: Sequence[Row]) -> list[str]:
-    """A line for each row that is not ok; one line for rows with the same problem."""
-    sizes: dict[tuple[str, str, str, str], list[str]] = {}
-    for row in rows:
-        if row.verdict != "ok":
-            broken = {
-                e.case: f"{e.case} {e.error:.0e} in {e.quantity}, bound {e.bound:.0e}"
-                for e in sorted(row.errors)
-                if e.ratio > 1
-            }  # the worst of each case
-            text = row.not_run or "; ".join(broken.values())
-            key = (row.surface, row.communicator, row.verdict, text)
-            sizes.setdefault(key, []).append(str(row.size))
-    return [
-        f"{surface}, {communicator}, ranks {', '.join(ranks)}: {verdict}: {text}"
-        for (surface, communicator, verdict, text), ranks in sizes.items()
-    ]
+        where = f"{worst.quantity}, {worst.case}"
+        print(f"{place}  {worst.error:5.0e}  {where:36}  {row.verdict}")
+        broken = {e.case: e for e in sorted(row.errors) if e.ratio > 1}  # the worst of each case
+        for e in broken.values():
+            print(f"    {e.case}: {e.error:.0e} in {e.quantity}, bound {e.bound:.0e}")
+    print(summary(rows))
 
 
 def summary(rows: Sequence[Row]) -> str:

@@ -266,13 +266,6 @@ def test_tensors_that_share_memory_are_written_apart(tmp_path: Path) -> None:
     assert state.keys() == {"a.weight", "b.weight"}
 
 
-def test_the_same_source_gives_the_same_bytes(tmp_path: Path) -> None:
-    source = make(tmp_path / "a.pt")
-    convert(source, tmp_path / "a.npz")
-    convert(source, tmp_path / "b.npz")
-    assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "b.npz").read_bytes()
-
-
 def test_either_byte_and_memory_order_is_read(tmp_path: Path) -> None:
     """NumPy writes both orders of each."""
     weight = np.asfortranarray(np.arange(6, dtype=">f8").reshape(2, 3))

@@ -85,21 +85,22 @@ def test_without_results_the_exit_status_is_2() -> None:
     assert compare.exit_status([missing]) == 2
     assert compare.exit_status([missing, fine]) == 0
     assert compare.exit_status([failed, fine]) == 2
-    assert command.details([missing]) == ["chainer, mpi, ranks 2: not run: no mpiexec on PATH"]
     assert command.summary([missing, failed]) == (
         "0 of 0 combinations are within bounds, in 0 case(s) each; 1 failed; 1 could not be run "
         "here."
     )
 
 
-def test_details_name_the_worst_of_each_case() -> None:
+def test_the_worst_of_each_broken_case_is_named(capsys: Any) -> None:
     row = Row("torch", "mpi", 2)
     for error, quantity in ((2.0, "dx"), (9.0, "y"), (3.0, "eval"), (0.5, "dbias")):
         row.add("uneven", quantity, error, bound=1.0)
     row.add("masked", "y", 1e-3, bound=1e-4)
-    assert command.details([row]) == [
-        "torch, mpi, ranks 2: BROKEN: uneven 9e+00 in y, bound 1e+00; masked 1e-03 in y, bound "
-        "1e-04"
+    command.show([row])
+    said = capsys.readouterr().out.splitlines()
+    assert said[3:5] == [
+        "    uneven: 9e+00 in y, bound 1e+00",
+        "    masked: 1e-03 in y, bound 1e-04",
     ]
 
 
@@ -172,7 +173,7 @@ def test_json_and_the_table_hold_every_row(tmp_path: Path, capsys: Any) -> None:
     numbers = [f"{worst.error:.0e}", f"{worst.quantity},", worst.case]
     of_torch, of_chainer = said.index(["torch"]), said.index(["chainer"])
     assert of_torch < said.index(["single", "process", "1", *numbers, "ok"]) < of_chainer
-    assert of_chainer < said.index(["mpi", "2", "not", "run"])
+    assert of_chainer < said.index(["mpi", "2", "not", "run:", "no", "mpiexec", "on", "PATH"])
 
     command.write_json(rows, tmp_path / "a.json")
     document = json.loads((tmp_path / "a.json").read_text())

@@ -65,5 +65,5 @@ def test_a_misspelt_pair_is_refused_by_one_process(capsys: pytest.CaptureFixture
     said = capsys.readouterr()
     error = "module 'tests.helpers.models' has no attribute 'pear'"
     assert f"AttributeError: {error}" in said.err
-    assert f"ranks 1: failed: AttributeError: {error}" in said.out
+    assert f"1  failed: AttributeError: {error}" in said.out
     assert "mpi" not in said.out
