@@ -165,10 +165,10 @@ def torch_to_chainer(
 ) -> Converted:
     """Translate the state of a torch model to Chainer's names; the inverse of `chainer_to_torch`.
 
-    Plain, synchronized and sub-batch layers: of a SubBatchNorm, the statistics of the whole
-    population are carried over. A one-dimensional weight with a bias, but without running
-    statistics, becomes gamma of a normalization; without a bias it must be in `names`. A prefix of
-    all keys from DistributedDataParallel goes by `names={"module": ""}`.
+    A one-dimensional weight with a bias, but without running statistics, becomes gamma of a
+    normalization; without a bias it must be in `names`. `{"module": ""}` there takes away the
+    prefix that DistributedDataParallel adds, and `{"bn.split_bn": None, "bn.bn": "bn"}` makes a
+    plain layer with the statistics of the whole population of the SubBatchNorm `bn`.
 
     `names`, `skip_unknown`, the result and the errors are as those of `chainer_to_torch`, with
     `state` by torch's names. bfloat16, which NumPy does not have, becomes float32.
@@ -188,8 +188,6 @@ def _translate(
 ) -> Converted:
     notes: list[str] = []
     names = names or {}
-    if (source, target) == (TORCH, CHAINER):
-        state = _without_splits(state, notes)
     layers = {key.rpartition(source.separator)[0] for key in state}
     for name in names:
         if not any(_is_below(key, name, source) for key in state):
@@ -231,8 +229,7 @@ def _with_new_counters(
             "functions: name them in `names`, as docs/guides/from-chainermn-to-torch.md says."
         )
     *_, mean, var, counter = source.norm
-    layers = _layers(arrays, source)
-    norms = [layer for layer, leaves in layers.items() if {mean, var} & leaves.keys()]
+    norms = [layer for layer, leaves in _layers(arrays, source).items() if mean in leaves]
     if norms:
         notes.append(
             "eps and momentum (Chainer's 1 - decay) are not in the file: build the layers with "
@@ -240,12 +237,6 @@ def _with_new_counters(
             f"the file say by which count {var} is unbiased: that of one rank (ChainerMN, "
             "nn.BatchNorm), of all ranks (multibn, nn.SyncBatchNorm), or none. "
             f"{target.norm[-1]} is 0, as {counter} counts other batches."
-        )
-    others = [leaves for layer, leaves in layers.items() if layer not in norms]
-    if taken := sum("gamma" in _counterparts(each, source, target).values() for each in others):
-        notes.append(
-            f"{taken} layer(s) have one-dimensional weights and no running statistics: taken "
-            "for gamma and beta of a normalization. Name them in `names` if they are not."
         )
     counters = [layer + counter for layer in norms if layer + counter not in names]
     return arrays | {key: np.asarray(0, np.int64) for key in counters}
@@ -320,19 +311,3 @@ def some(keys: Iterable[str]) -> str:
     quoted = [f"{key!r:.99}" for key in keys]  # of a file's own, as long as one may be
     more = f" and {len(quoted) - 6} more" if len(quoted) > 6 else ""
     return ", ".join(quoted[:6]) + more
-
-
-def _without_splits(state: Mapping[str, Any], notes: list[str]) -> Mapping[str, Any]:
-    """The state with each SubBatchNorm as a plain batch norm, with the aggregated buffers."""
-    marks = [key for key in state if f".{key}".endswith(".split_bn.running_mean")]
-    for layer in [key.removesuffix("split_bn.running_mean") for key in marks]:  # with a dot or ""
-        state = {
-            layer + key.removeprefix(f"{layer}bn.") if key.startswith(f"{layer}bn.") else key: value
-            for key, value in state.items()
-            if not key.startswith(f"{layer}split_bn.")
-        }
-        notes.append(
-            f"{layer.rstrip('.')!r} is a SubBatchNorm: the statistics of the population (bn) are "
-            "kept, those of each split (split_bn) are left out."
-        )
-    return state
