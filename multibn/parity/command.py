@@ -61,12 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command with parsed arguments; returns the exit status."""
-    for option in ("ranks", "cases"):
-        if args.model and getattr(args, option):
-            args.parser.error(
-                f"`--{option}` must be left out beside `--model`, which compares a pair of models "
-                "on one process and on two ranks."
-            )
+    if args.model and (args.ranks or args.cases):
+        args.parser.error(
+            "`--ranks` and `--cases` must be left out beside `--model`, which compares a pair of "
+            "models on one process and on two ranks."
+        )
     if args.model:
         rows = run_models(args.model, args.timeout)
     else:

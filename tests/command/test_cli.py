@@ -111,7 +111,7 @@ def test_without_arguments_the_command_prints_its_help() -> None:
         (["covert", "a.npz", "a.pt"], "invalid choice: 'covert' .*'convert'"),
         (["parity", "--json", "/no/a.json"], r"must be a file in a folder that exists: got '/no/a"),
         *[
-            (["parity", "--model", "a:b", *option], f"`{option[0]}` must be left out beside `--mo")
+            (["parity", "--model", "a:b", *option], "`--ranks` and `--cases` must be left out besi")
             for option in (["--ranks", "2"], ["--cases", "uneven"])
         ],
     ],
