@@ -8,7 +8,6 @@ import numpy as np
 from multibn._arrays import from_host
 from multibn._typing import Array, check_number
 from multibn.checkpoint import files
-from multibn.checkpoint.files import CheckpointError
 from multibn.checkpoint.translate import CHAINER, TORCH, some
 from multibn.engine.population import pool_running
 
@@ -63,7 +62,7 @@ def pool_states(
     kinds = [{key: f"{tuple(a.shape)} {a.dtype}" for key, a in s.items()} for s in states]
     for i, kind in enumerate(kinds):
         for key, _ in sorted(kind.items() ^ kinds[0].items()):
-            raise CheckpointError(
+            raise files.CheckpointError(
                 f"all states must have {key!r}, of one shape and dtype: got "
                 f"{kinds[0].get(key, 'none')} in states[0] and {kind.get(key, 'none')} in "
                 f"states[{i}]. Pool states of one model."
@@ -82,13 +81,12 @@ def pool_states(
     unequal = {key for key in hosts[0] if len({host[key].tobytes() for host in hosts}) > 1}
     for *_, mean, var, counter in (TORCH.norm, CHAINER.norm):
         for layer in [key.removesuffix(mean) for key in floating if key.endswith(mean)]:
-            pair = layer + mean, layer + var
-            if pair[1] in floating and floating[pair[0]].shape == floating[pair[1]].shape:
-                of_all = pool_running(wide(pair[0]), wide(pair[1]), average)
-                pooled |= zip(pair, of_all, strict=True)
+            one, other = layer + mean, layer + var
+            if other in floating and floating[one].shape == floating[other].shape:
+                pooled[one], pooled[other] = pool_running(wide(one), wide(other), average)
                 unequal.discard(layer + counter)
     if refused := unequal - pooled.keys():
-        raise CheckpointError(
+        raise files.CheckpointError(
             f"only running statistics may differ: {some(sorted(refused))} are not equal in all "
             "states. Leave them out, or pass average_parameters=True for floating-point arrays."
         )
@@ -97,7 +95,7 @@ def pool_states(
         with np.errstate(over="ignore"):
             result[key] = from_host(np.asarray(a), states[0][key])
         if np.any(np.isfinite(a) & ~np.isfinite(files.to_numpy(result, key))):
-            raise CheckpointError(
-                f"{key!r} is too large for {result[key].dtype}. Pool the states in float32."
+            raise files.CheckpointError(
+                f"{key!r} is too large for {result[key].dtype}. Pool float32 states."
             )
     return result
