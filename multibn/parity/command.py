@@ -40,13 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     add = parser.add_argument
     names = ", ".join(case.name for case in cases.CASES)
+    text = f"shell-style patterns of names, default all: {names}"
     add("--ranks", type=_ranks, metavar="N,...", help="default: 1,2,4")
-    add(
-        "--cases",
-        type=cases.select,
-        metavar="PATTERN,...",
-        help=f"shell-style patterns of names, default all: {names}",
-    )
+    add("--cases", type=cases.select, metavar="PATTERN,...", help=text)
     add("--json", type=_file, metavar="FILE", help="write all numbers to FILE")
     add(
         "--model",
