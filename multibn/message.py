@@ -35,21 +35,13 @@ _FINGERPRINT_BITS = 20
 class Message(NamedTuple):
     """Memory of a torch GPU for a message, or for one layer's part of the message.
 
-    A kernel that writes a layer's payload writes the rest of the memory, too.
-
-    Attributes
-    ----------
-    numbers
-        The memory, not initialised.
-    start
-        Where the payload begins; zeros come before. Lanes follow the payload of the last layer.
-    fingerprint
-        The v of the lanes.
+    A kernel that writes a layer's payload writes the rest of the memory, too: zeros before the
+    payload, and lanes behind the payload of the last layer.
     """
 
-    numbers: Array
-    start: int
-    fingerprint: float
+    numbers: Array  # not initialised
+    start: int  # of the payload
+    fingerprint: float  # the v of the lanes
 
     def split(self, lengths: Sequence[int]) -> "list[Message]":
         """The parts of several layers, whose payloads have these lengths."""
