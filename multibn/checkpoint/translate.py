@@ -147,8 +147,8 @@ def chainer_to_torch(
     Raises
     ------
     CheckpointError
-        If a key is unknown, a shape is not valid, two keys get one name, or an entry of `names`
-        matches no key.
+        If a key is unknown, a value is no array of real numbers, two keys get one name, or an entry
+        of `names` matches no key.
 
     Examples
     --------
