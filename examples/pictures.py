@@ -1,7 +1,7 @@
 """The look of all pictures. A colour has one meaning everywhere, for light pages and for dark ones.
 
-tests/pages/test_pictures.py holds that the pictures have these colours, and that the text can be
-read on a phone.
+tests/pages/test_pictures.py holds how far apart the colours are for colour-blind readers, and that
+the text can be read on a phone.
 """
 
 from collections.abc import Callable
@@ -15,8 +15,7 @@ from matplotlib.figure import Figure
 # Statistics of all ranks, multibn's; of one rank; INK: the reference, and exact statistics; and
 # what other libraries do. Where two things share a colour, they differ by dashes or hatches.
 SYNCHRONIZED, PLAIN, INK, OTHER = "C0", "C1", "C2", "C3"
-# By the end of a file's name: the page, and the four colours. Blue and orange are Okabe and Ito's,
-# which colour-blind readers can tell apart: measured by the matrices of Machado et al. (2009).
+# By the end of a file's name: the page, and the four colours. Blue and orange are Okabe and Ito's.
 THEMES = {
     "": ("#FFFFFF", ("#0072B2", "#D55E00", "#1A1A1A", "#767676")),
     "-dark": ("#14181E", ("#56B4E9", "#E69F00", "#F0F0F0", "#8A8A8A")),

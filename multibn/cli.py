@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 import signal
 import sys
 import textwrap
@@ -71,8 +72,8 @@ def _parser() -> argparse.ArgumentParser:
         multibn convert --names names.json --skip-unknown model.pt model.npz
         """,
     )
-    command.add_argument("src", metavar="SRC", help="file to read")
-    command.add_argument("dst", metavar="DST", help="file to write")
+    command.add_argument("src", type=Path, metavar="SRC", help="file to read")
+    command.add_argument("dst", type=Path, metavar="DST", help="file to write")
     command.add_argument("--names", metavar="FILE.json", help="JSON object: new names by old ones")
     command.add_argument("--prefix", default="", metavar="P", help="convert only the keys below P")
     command.add_argument("--skip-unknown", action="store_true", help="leave out what has no place")
@@ -107,12 +108,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _write(args: argparse.Namespace) -> int:
     """Write the arrays that `args.make` gives to DST."""
+    verb = "replaced" if args.dst.exists() else "wrote"
     try:
         arrays = args.make(args)
     except ValueError as error:
         print(f"multibn {args.command}: {error}", file=sys.stderr)
         return 2
-    print(f"wrote {args.dst}: {len(arrays)} arrays")
+    print(f"{verb} {args.dst}: {len(arrays)} arrays")
     return 0
 
 
@@ -121,7 +123,8 @@ def _converted(args: argparse.Namespace) -> dict[str, Any]:
     options = {"prefix": args.prefix, "skip_unknown": args.skip_unknown}
     converted = checkpoint.convert(args.src, args.dst, names=names, **options)
     for note in converted.notes:
-        print(f"note: {note}")
+        width = shutil.get_terminal_size().columns
+        print(textwrap.fill(f"note: {note}", width, subsequent_indent="  ", break_long_words=False))
     return converted.state
 
 

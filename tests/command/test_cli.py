@@ -131,8 +131,9 @@ def test_convert_writes_a_file_and_says_so(tmp_path: Path, capsys: Any) -> None:
 
     arrays = {"l/W": np.ones((2, 3), "f"), "l/b": np.zeros(2, "f")}
     np.savez(tmp_path / "a.npz", **arrays)  # type: ignore[arg-type]
-    assert cli.main(["convert", str(tmp_path / "a.npz"), str(tmp_path / "a.pt")]) == 0
-    assert f"wrote {tmp_path / 'a.pt'}: 2 arrays\n" in capsys.readouterr().out
+    for verb in ("wrote", "replaced"):
+        assert cli.main(["convert", str(tmp_path / "a.npz"), str(tmp_path / "a.pt")]) == 0
+        assert f"{verb} {tmp_path / 'a.pt'}: 2 arrays\n" in capsys.readouterr().out
     state = torch.load(tmp_path / "a.pt", weights_only=True)
     assert set(state) == {"l.weight", "l.bias"}
     assert cli.main(["convert", str(tmp_path / "no.npz"), str(tmp_path / "b.pt")]) == 2

@@ -1,5 +1,6 @@
-"""The pictures: their colours, text for phones, and an alt text for each."""
+"""The pictures: colours for colour-blind readers, text for phones, and an alt text for each."""
 
+import itertools
 import json
 import re
 import sys
@@ -7,6 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.helpers import launch, require
@@ -18,7 +20,56 @@ GUIDES, BENCHMARKS = launch.ROOT / "docs/guides", launch.ROOT / "benchmarks/resu
 DEMO = str(GUIDES / "demo")  # from a run of the demo
 SVG = [*GUIDES.glob("*.svg"), *BENCHMARKS.glob("*.svg")]
 
+# Machado, Oliveira and Fernandes, 2009: what is left of linear red, green and blue.
+SIGHTS = {
+    "normal": np.eye(3),
+    "protanopia": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "deuteranopia": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+}
+TO_XYZ = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+APART = 30.0  # in CIE 1976 L*a*b*, where the sides of a colour's name are about 10 apart
+CONTRAST = 3.0  # WCAG 2.1, of graphics
 PHONE, READABLE = 358, 9  # pixels: the width of text on a phone, the height of the smallest letters
+
+
+def _xyz(colour: str, sight: str = "normal") -> np.ndarray[Any, Any]:
+    rgb = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    return TO_XYZ @ np.clip(SIGHTS[sight] @ linear, 0, 1)
+
+
+def _difference(one: str, other: str, sight: str) -> float:
+    def lab(colour: str) -> np.ndarray[Any, Any]:
+        x, y, z = np.cbrt(_xyz(colour, sight) / np.sum(TO_XYZ, axis=1))
+        return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+    return float(np.linalg.norm(lab(one) - lab(other)))
+
+
+@pytest.mark.parametrize("sight", SIGHTS)
+@pytest.mark.parametrize("theme", ["", "-dark"])
+def test_colours_can_be_told_apart(theme: str, sight: str) -> None:
+    import pictures
+
+    page, colours = pictures.THEMES[theme]
+    differences = {pair: _difference(*pair, sight) for pair in itertools.combinations(colours, 2)}
+    assert min(differences.values()) >= APART, differences
+    for colour in colours:
+        dark, light = sorted(_xyz(c)[1] + 0.05 for c in (page, colour))
+        assert light / dark >= CONTRAST, colour
+
+
+def test_red_and_green_would_be_refused() -> None:
+    assert _difference("#FF6347", "#32CD32", "normal") > APART
+    assert _difference("#FF6347", "#32CD32", "deuteranopia") < APART
 
 
 Figures = Mapping[str, Callable[[], Any]]
