@@ -76,13 +76,11 @@ _RULES = {
     "head_dropout_rate dropout_rate droppath_rate": PROBABILITY,
     "patch_kernel patch_stride pool_kv_stride_adaptive pool_kvq_kernel": INTS,
     "patch_padding": Wrong(((-1, 1, 1), *INTS.values[1:])),
-    # Whether there is such a layer is known when the model is built: test_rev_mvit_config.py.
     "pool_q_stride pool_kv_stride": Wrong(
         (((1, 0, 1, 1),), ((1, 2.5, 1, 1),), ((1, "2", 1, 1),), ((-1, 1, 1, 1),))
     ),
     "dim_mul head_mul": Wrong((((1, 0),), ((1, nan),), ((1, "2"),), ((-1, 2),), ((1.0, 2),))),
     "drop_path": Wrong(((0.1, 1.0), (0.1, -0.5), (0.1, nan), (0.1, "0.1"), (0.1, True), (0.1,))),
-    "buffer_after": Wrong(((2,), (-1,), ("1",), (0.5,), (True,))),
     "buffer_layers": Wrong(((-1,), ("1",), (0.5,), (True,))),
 }
 RULES = {name: rule for names, rule in _RULES.items() for name in names.split()}
@@ -155,7 +153,6 @@ def _trainers() -> dict[Call, Call]:
 def _reversible() -> dict[Call, Call]:
     from multibn.torch_backend import reversible as rev
 
-    x = torch.randn(2, 4)
     blocks: Any = [(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)]
     small = rev.RevMViTConfig(depth=1, embed_dim=16)
     stages = ("dim_mul", "head_mul", "pool_q_stride", "buffer_layers")
@@ -163,7 +160,6 @@ def _reversible() -> dict[Call, Call]:
     sizes |= dict.fromkeys(stages, ())
     return {
         rev.ReversibleSequence: partial(rev.ReversibleSequence, blocks),
-        rev.reversible: partial(rev.reversible, blocks, x, x),
         rev.RevMViTConfig: rev.RevMViTConfig,
         rev.RevMViT: partial(rev.RevMViT, small),
         rev.ReversibleMViT: partial(rev.ReversibleMViT, small),

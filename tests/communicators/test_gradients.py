@@ -39,10 +39,10 @@ def _checkpointed(torch: Any, first: Any, bn: Any, x: Any) -> None:
 
 
 def _reversible(torch: Any, first: Any, bn: Any, x: Any, mode: Any = "reversible") -> None:
-    from multibn.torch_backend.reversible import reversible
+    from multibn.torch_backend.reversible import ReversibleSequence
 
     y = first(x)
-    _learn(sum(reversible([(bn, torch.nn.Identity())], y, y, mode=mode)))
+    _learn(sum(ReversibleSequence([(bn, torch.nn.Identity())], mode=mode)(y, y)))
 
 
 def _twice(torch: Any, first: Any, bn: Any, x: Any) -> None:

@@ -19,10 +19,8 @@ _REASON = (
 
 
 @torch.compiler.disable(reason=_REASON)
-def run_recomputed(
-    halves: Iterable[Half], streams: list[Tensor], cond: Sequence[Any], stored: set[int]
-) -> None:
-    """Run `halves` on `streams`, in place, and store the streams after the blocks `stored` only.
+def run_recomputed(halves: Iterable[Half], streams: list[Tensor], cond: Sequence[Any]) -> None:
+    """Run `halves` on `streams`, in place, and store the streams at the end only.
 
     torch.compile must not look inside: a graph for each half and each pass would take minutes.
     """
@@ -33,15 +31,14 @@ def run_recomputed(
         if y.requires_grad and run.first is None:
             run.first = len(run.halves) - 1
         streams[half.into] = y
-        if half.into == 1 and half.block in stored:
-            streams[:] = _Anchor.apply(run, *streams, *others)
+    streams[:] = _Anchor.apply(run, *streams, *others)
 
 
 _TENSOR = object()
 
 
 class Run:
-    """One call of `reversible`: its halves, and in the backward pass the present streams.
+    """One call of `run_recomputed`: its halves, and in the backward pass the present streams.
 
     Between forward and backward only `_Anchor` holds streams and the tensors of `cond`, by
     save_for_backward: autograd checks and frees them. `restore` fills `streams`.
@@ -56,9 +53,10 @@ class Run:
         self.streams: list[Tensor] = []
         self._tensors: list[Tensor] = []
 
-    def restore(self, position: int, saved: Sequence[Tensor]) -> None:
-        """Continue from the streams `saved` by the anchor after `position` halves."""
-        self._position, self.streams, self._tensors = position, list(saved[:2]), list(saved[2:])
+    def restore(self, saved: Sequence[Tensor]) -> None:
+        """Start from the streams `saved` by the anchor, after all halves."""
+        self._position, self.streams = len(self.halves), list(saved[:2])
+        self._tensors = list(saved[2:])
 
     def gradients(self, index: int, dy: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
         """Gradients of half `index`, for its stream, `cond` and parameters; then undo the half.
@@ -129,7 +127,7 @@ class _Couple(torch.autograd.Function):
         if dy is not None and any(needed):
             gradients = ctx.run.gradients(ctx.index, dy, needed)
         if ctx.index == ctx.run.first:  # no half before it needs a gradient, nor the streams
-            ctx.run.restore(0, ())
+            ctx.run.restore(())
         return None, None, dy, *gradients
 
 
@@ -141,13 +139,13 @@ class _Anchor(torch.autograd.Function):
         ctx: Any, run: Run, first: Tensor, second: Tensor, *cond: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.run, ctx.position, ctx.others = run, len(run.halves), len(cond)
+        ctx.run, ctx.others = run, len(cond)
         ctx.save_for_backward(first, second, *cond)
         return first, second
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.run.restore(ctx.position, ctx.saved_tensors)
+        ctx.run.restore(ctx.saved_tensors)
         return None, *grad_outputs, *[None] * ctx.others
 
 

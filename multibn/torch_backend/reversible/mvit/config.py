@@ -93,7 +93,7 @@ class RevMViTConfig:
         Stochastic depth of stage transitions, not a key of SlowFast: `"residual_branch"` skips
         attention and MLP; `"whole"` zeroes the output of dropped samples, as SlowFast does.
     tied_drop_path
-        See `reversible`; not a key of SlowFast, which always ties them.
+        See `ReversibleSequence`; not a key of SlowFast, which always ties them.
     double_sincos_pos
         Whether the fixed sines and cosines are added twice, not a key of SlowFast, which always
         adds them twice: `from_slowfast` sets this option for sines.
@@ -184,14 +184,12 @@ class RevMViTConfig:
         for name in ("patch_kernel", "patch_stride", "pool_kv_stride_adaptive", "pool_kvq_kernel"):
             check_ints(name, getattr(self, name) or ())
         check_ints("patch_padding", self.patch_padding, least=0)
-        check_ints("buffer_layers", self.buffer_layers, least=0)
+        self._check_transitions()
         for name in ("pool_q_stride", "pool_kv_stride"):
-            for layer, *stride in self._entries(name, "(layer, T, H, W)", 4):
-                check_int(name, layer, least=0)
+            for _, *stride in self._entries(name, "(layer, T, H, W)", 4):
                 check_ints(name, stride)
         for name in ("dim_mul", "head_mul"):
-            for layer, factor in self._entries(name, "(layer, factor)", 2):
-                check_int(name, layer, least=0)
+            for _, factor in self._entries(name, "(layer, factor)", 2):
                 check_number(name, factor, "(0, inf)")
         if self.patch_2d and self.num_frames != 1:
             raise ValueError(
@@ -214,7 +212,31 @@ class RevMViTConfig:
         entries: Any = getattr(self, name)
         if any(not isinstance(entry, tuple) or len(entry) != length for entry in entries):
             raise ValueError(f"`{name}` must list {words}: got {entries!r}.")
+        self._check_layers(name, [layer for layer, *_ in entries])
         return entries
+
+    def _check_layers(self, name: str, layers: Sequence[int]) -> None:
+        check_ints(name, layers, least=0)
+        if outside := [layer for layer in layers if layer >= self.depth]:
+            raise ValueError(
+                f"`{name}` must name layers from 0 to {self.depth - 1}: got {outside[0]}."
+            )
+
+    def _check_transitions(self) -> None:
+        transitions, last = self.buffer_layers, self.depth - 1
+        self._check_layers("buffer_layers", transitions)
+        if 0 in transitions:
+            problem = "layer 0, which has one stream to read and not two"
+        elif last in transitions:
+            problem = f"the last layer, {last}, which has two streams to return and not one"
+        elif adjacent := [i for i in transitions if i + 1 in transitions]:
+            problem = f"neighbours, {adjacent[0]} and {adjacent[0] + 1}"
+        else:
+            return
+        raise ValueError(
+            "`buffer_layers` must have a reversible layer on either side of each stage transition: "
+            f"got {problem}."
+        )
 
     @classmethod
     def from_slowfast(cls, cfg: Any, **options: Any) -> "RevMViTConfig":

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -13,7 +14,7 @@ from multibn.torch_backend.layer.modules import SyncBatchNorm
 from multibn.torch_backend.layer.synchronized import Synchronized
 from multibn.torch_backend.reversible.engine import drop_scale
 from multibn.torch_backend.reversible.mvit.config import RevMViTConfig, parse_fusion
-from multibn.torch_backend.reversible.mvit.layout import Grid, LayerSizes, skip_pooling
+from multibn.torch_backend.reversible.mvit.layout import Grid, LayerSizes, default_kernel
 
 Role = Literal["block", "pool", "residual", "fuse", "stem", "final"]
 NormFactory = Callable[[int, Role], nn.Module]
@@ -216,14 +217,9 @@ def _make_pool(
 ) -> nn.Module | None:
     if math.prod(kernel) == math.prod(stride) == 1:  # also if both are empty
         return None
-    shape: dict[str, Any] = {
-        "kernel_size": tuple(kernel),
-        "stride": tuple(stride),
-        "padding": tuple(k // 2 for k in kernel),
-    }
-    if mode in _POOLS:
-        return _POOLS[mode](**shape)
-    return nn.Conv3d(channels, channels, groups=channels, bias=False, **shape)
+    conv = partial(nn.Conv3d, channels, channels, groups=channels, bias=False)
+    pool: Any = _POOLS.get(mode, conv)
+    return pool(tuple(kernel), tuple(stride), tuple(k // 2 for k in kernel))
 
 
 class Mlp(nn.Module):
@@ -294,7 +290,7 @@ class MlpSubBlock(nn.Module):
 
 
 class ReversibleBlock(nn.Module):
-    """The functions F and G of a reversible block, which `reversible` runs."""
+    """The functions F and G of a reversible block, which `run_blocks` runs."""
 
     def __init__(self, layer: LayerSizes, config: RevMViTConfig, norm: NormFactory) -> None:
         super().__init__()
@@ -318,9 +314,8 @@ class StageTransitionBlock(ReversibleBlock):
         self.pre_q_fuse = TwoStreamFusion(config.pre_q_fusion, layer.dim, norm)
         self.pool_skip: nn.Module | None = None
         self.own_pool = config.res_path == "max"
-        if self.own_pool and math.prod(layer.stride_q) > 1:
-            shape: Any = skip_pooling(layer.stride_q)
-            self.pool_skip = nn.MaxPool3d(*shape)
+        if self.own_pool:
+            self.pool_skip = _make_pool("max", 0, default_kernel(layer.stride_q), layer.stride_q)
         self.res_proj: nn.Module = nn.Identity()
         if layer.dim != layer.dim_out:
             self.res_proj = nn.Linear(layer.dim, layer.dim_out)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from multibn._typing import check_choice
-from multibn.torch_backend.reversible.engine import Mode, reversible
+from multibn.torch_backend.reversible.engine import Mode, run_blocks
 from multibn.torch_backend.reversible.mvit.config import RevMViTConfig, keeps_width
 from multibn.torch_backend.reversible.mvit.layers import (
     ReversibleBlock,
@@ -20,7 +20,7 @@ from multibn.torch_backend.reversible.mvit.layers import (
     norm_factory,
     normalize_last_axis,
 )
-from multibn.torch_backend.reversible.mvit.layout import Geometry, Grid, plan
+from multibn.torch_backend.reversible.mvit.layout import Grid, patch_grid, plan
 
 
 class ReversibleMViT(nn.Module):
@@ -31,13 +31,11 @@ class ReversibleMViT(nn.Module):
     config
         A `RevMViTConfig`, or an argument of `RevMViTConfig.from_slowfast`.
     model
-        The surrounding module, or any object with the attributes patch_dims, pool_q, pool_kv,
-        stride_q and stride_kv: the grid of its tokens, and kernels and strides of the pooling by
-        layers. None computes them from `config`.
+        SlowFast's argument, the surrounding module. Not read: `config` says all that it says.
     norm
         See `RevMViT`.
     mode
-        `"auto"`, `"reversible"` or `"stored"` in training, see `reversible`; also an attribute,
+        `"auto"`, `"reversible"` or `"stored"` in training, see `ReversibleSequence`; an attribute,
         which may be changed. In evaluation activations are stored.
 
     Attributes
@@ -71,7 +69,7 @@ class ReversibleMViT(nn.Module):
         if not isinstance(config, RevMViTConfig):
             config = RevMViTConfig.from_slowfast(config)
         make_norm = norm_factory(config.norm if norm is None else norm)
-        layers = plan(config, Geometry(config) if model is None else model)
+        layers = plan(config)
         kinds = {True: StageTransitionBlock, False: ReversibleBlock}
         self.grid = layers[0].grid
         self.dim_out = layers[-1].dim_out
@@ -104,7 +102,11 @@ class ReversibleMViT(nn.Module):
                 f"{tuple(x.shape)}. Pass the grid of `x` as `thw`."
             )
         blocks: list[Any] = []
-        with self._attention_kernels():
+        # In evaluation, attention that can be differentiated twice: torch's fused kernels cannot.
+        # Not in training, whose recomputation is without gradients at first and with gradients
+        # then, and would use two kernels.
+        twice = not self.training and torch.is_grad_enabled()
+        with sdpa_kernel(SDPBackend.MATH) if twice else nullcontext():
             for layer in self.layers:
                 if isinstance(layer, StageTransitionBlock):
                     x, thw = layer(self._stage(blocks, x, thw), thw)
@@ -116,7 +118,7 @@ class ReversibleMViT(nn.Module):
 
     def _stage(self, blocks: Sequence[Any], x: Tensor, thw: Grid) -> Tensor:
         """Run reversible `blocks` with both streams from `x`; returns the streams side by side."""
-        streams = reversible(
+        streams = run_blocks(
             [(block.F, block.G) for block in blocks],
             x,
             x,
@@ -126,16 +128,6 @@ class ReversibleMViT(nn.Module):
             tied_drop_path=self.tied_drop_path,
         )
         return torch.cat(streams, dim=-1)
-
-    def _attention_kernels(self) -> AbstractContextManager[None]:
-        """In evaluation, attention that can be differentiated twice: torch's fused kernels cannot.
-
-        Not in training, whose recomputation is without gradients at first and with gradients then,
-        and would use two kernels.
-        """
-        if self.training or not torch.is_grad_enabled():
-            return nullcontext()
-        return sdpa_kernel(SDPBackend.MATH)
 
 
 class PatchEmbed(nn.Module):
@@ -197,7 +189,7 @@ class RevMViT(nn.Module):
         normalize the last axis of `(B, ..., C)`, too. None is `config.norm`.
     mode
         `"auto"` recomputes activations in the backward pass of training, `"reversible"` also those
-        of frozen blocks, and `"stored"` stores them, see `reversible`; an attribute of
+        of frozen blocks, and `"stored"` stores them, see `ReversibleSequence`; an attribute of
         `rev_backbone`. In evaluation activations are stored.
 
     Raises
@@ -235,8 +227,7 @@ class RevMViT(nn.Module):
         self.config = config
         make_norm = norm_factory(config.norm if norm is None else norm)
         dim = config.embed_dim
-        geometry = Geometry(config)
-        t, h, w = geometry.patch_dims
+        t, h, w = patch_grid(config)
         if config.use_fixed_sincos_pos:
             positions = sincos_positions(dim, (t, h, w)).to(torch.get_default_dtype())
             self.pos_embed = nn.Parameter(positions, requires_grad=False)
@@ -249,7 +240,7 @@ class RevMViT(nn.Module):
         self.patch_embed = PatchEmbed(config)
         self.pos_drop = nn.Dropout(config.dropout_rate)
         self.norm_stem = make_norm(dim, "stem") if config.norm_stem else None
-        self.rev_backbone = ReversibleMViT(config, geometry, norm=make_norm, mode=mode)
+        self.rev_backbone = ReversibleMViT(config, norm=make_norm, mode=mode)
         width = 2 * self.rev_backbone.dim_out
         self.fuse = TwoStreamFusion(config.respath_fuse, width, make_norm)
         self.fuse_last = keeps_width(config.respath_fuse) and not config.use_mean_pooling
