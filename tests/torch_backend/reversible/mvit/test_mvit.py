@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import io
 import math
 import pickle
 from typing import Any
@@ -19,8 +18,6 @@ from torch import Tensor, nn  # noqa: E402
 from multibn.torch_backend import (  # noqa: E402
     NaiveSyncBatchNorm1d,
     SubBatchNorm1d,
-    SyncBatchNorm,
-    convert_sync_batchnorm,
 )
 from multibn.torch_backend.reversible import RevMViT  # noqa: E402
 from multibn.torch_backend.reversible.mvit.layers import StageTransitionBlock  # noqa: E402
@@ -28,13 +25,8 @@ from tests.torch_backend.reversible.mvit import reference  # noqa: E402
 from tests.torch_backend.reversible.mvit.reference import REFERENCE, VIDEO, images, small  # noqa: E402
 
 MODES = ["reversible", "stored"]
-# Every kind of batch norm of multibn, and torch's.
-BATCH_NORMS: dict[str, Any] = {
-    "torch": "batchnorm",
-    "synchronized": "sync_batchnorm",
-    "grouped": lambda dim, role: NaiveSyncBatchNorm1d(1, num_features=dim),
-    "sub": lambda dim, role: SubBatchNorm1d(2, dim),
-}
+GROUPED: Any = lambda dim, role: NaiveSyncBatchNorm1d(1, num_features=dim)  # noqa: E731
+SUB: Any = lambda dim, role: SubBatchNorm1d(2, dim)  # noqa: E731
 FUSIONS = ["avg", "concat", "concat_linear_2", "ln+concat_linear_0.5_0.1"]
 
 
@@ -104,20 +96,28 @@ def test_the_model_gives_the_originals_numbers(name: str, mode: Any) -> None:
         {"use_abs_pos": False, "pool_kv_stride_adaptive": None, "separate_qkv": True},
         {"dropout_rate": 0.2, "droppath_rate": 0.3, "head_dropout_rate": 0.5},
         {"droppath_rate": 0.3, "tied_drop_path": True, "drop_path_mode": "whole"},
+        {"respath_fuse": "add", "use_mean_pooling": True},
+        {"respath_fuse": "max"},
+        {"norm": "batchnorm", "pre_q_fusion": "ln+concat_linear", "norm_stem": True},
+        {"norm": "sync_batchnorm", "pre_q_fusion": "ln+concat_linear", "norm_stem": True},
+        {"norm": GROUPED, **VIDEO},
+        {"norm": SUB, **VIDEO},
     ],
     ids=lambda options: " ".join(key for key in options if key not in VIDEO or key == "num_frames"),
 )
 def test_reversible_mode_gives_the_numbers_of_stored_mode(options: dict[str, Any]) -> None:
-    x = images(3, options.get("crop_size", 32))
+    x = images(4, options.get("crop_size", 32))
     x = x if options.get("patch_2d", True) else torch.stack([x, x.flip(3), -x, x.flip(2)], dim=2)
     results = []
     for mode in MODES:
         model = small(mode=mode, **options)
         torch.manual_seed(5)
-        results.append((*step(model, x), torch.rand(1)))
-    (y, grads, drawn), (stored_y, stored_grads, stored_drawn) = results
-    assert torch.equal(y, stored_y)
-    assert torch.equal(drawn, stored_drawn)  # the random numbers after the step
+        y, grads = step(model, x)
+        assert len(grads) == sum(p.requires_grad for p in model.parameters())
+        # Also the random numbers after the step, and what batch norms count.
+        results.append((grads, [y, torch.rand(1), *model.buffers()]))
+    (grads, others), (stored_grads, stored_others) = results
+    assert all(map(torch.equal, others, stored_others))
     assert_near(grads, stored_grads, 1e-9)
 
 
@@ -183,39 +183,19 @@ def test_defect_5_a_dropped_sample_keeps_its_residual() -> None:
 def test_defect_15_model_is_picklable(fusion: str) -> None:
     options: dict[str, Any] = {"respath_fuse": fusion, "pre_q_fusion": fusion}
     model = small(**options, use_mean_pooling=True)
-    saved = io.BytesIO()
-    torch.save(model, saved)
-    saved.seek(0)
     expected = model.eval()(images(2))
-    for copied in (
-        pickle.loads(pickle.dumps(model)),
-        copy.deepcopy(model),
-        torch.load(saved, weights_only=False),
-    ):
-        assert torch.equal(copied.eval()(images(2)), expected)
-    step(model.train(), images(2))
+    for copied in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert torch.equal(copied(images(2)), expected)
 
 
 def test_defect_18_res_path_max_pools_the_residual() -> None:
-    model = small(res_path="max")
-    _, grads = step(model, images())
-    assert len(grads) == len(list(model.parameters()))
-    block = transition(model)
+    block = transition(small(res_path="max"))
     x = torch.randn(2, 64, 32, dtype=torch.float64)
     pooled, thw = block._residual(block.pre_q_fuse(x), (1, 8, 8))
     grid = block.res_proj(block.pre_q_fuse(x)).transpose(1, 2).unflatten(-1, (8, 8))
     expected = nn.functional.max_pool2d(grid, 3, 2, 1)
     assert thw == (1, 4, 4)
     assert torch.equal(pooled, expected.flatten(2).transpose(1, 2))
-
-
-@pytest.mark.parametrize("fusion", ["add", "avg", "max", "min"])
-@pytest.mark.parametrize("mean_first", [False, True])
-def test_defect_18_fusions_may_halve_the_width(fusion: str, mean_first: bool) -> None:
-    model = small(respath_fuse=fusion, use_mean_pooling=mean_first)
-    assert model.norm.weight.shape == (64,)
-    _, grads = step(model, images())
-    assert len(grads) == len(list(model.parameters()))
 
 
 @pytest.mark.parametrize("separable", [False, True])
@@ -248,30 +228,6 @@ def test_defect_19_residual_has_its_own_batch_norm(pre_q_fusion: str, pool_first
     assert transition(small(norm="layernorm")).norm_res is None  # published state dicts
 
 
-@pytest.mark.parametrize("kind", BATCH_NORMS)
-@pytest.mark.parametrize(
-    "options", [{"pre_q_fusion": "ln+concat_linear", "norm_stem": True}, VIDEO]
-)
-def test_defect_20_any_batch_norm_fits(kind: str, options: dict[str, Any]) -> None:
-    """A step gives stored mode's numbers, and counts every batch once."""
-    x = images()
-    x = x if options is not VIDEO else torch.stack([x, x.flip(3), -x, x.flip(2)], dim=2)
-    results = []
-    for mode in MODES:
-        model = small(norm=BATCH_NORMS[kind], mode=mode, **options)
-        results.append((*step(model, x), dict(model.named_buffers())))
-    (y, grads, buffers), (stored_y, stored_grads, stored_buffers) = results
-    assert torch.equal(y, stored_y)
-    assert_near(grads, stored_grads, 1e-9)
-    assert all(torch.equal(buffers[n], b) for n, b in stored_buffers.items())
-    # `bn` of sub-batch norms is the population, made from the splits' statistics.
-    counts = [
-        b for n, b in buffers.items() if n.endswith("num_batches_tracked") and ".bn." not in n
-    ]
-    assert counts
-    assert all(count == 1 for count in counts)
-
-
 # --- norms --------------------------------------------------------------------------------------
 
 
@@ -287,14 +243,6 @@ def test_a_norm_can_be_chosen_by_its_role() -> None:
     assert isinstance(model.rev_backbone.layers[0].F.norm, nn.RMSNorm)
     _, grads = step(model, images())
     assert len(grads) == len(list(model.parameters()))
-
-
-def test_batch_norms_can_be_converted() -> None:
-    model = convert_sync_batchnorm(small(norm="batchnorm"))
-    assert isinstance(transition(model).norm_res, SyncBatchNorm)
-    y, _ = step(model, images())
-    expected, _ = step(small(norm="sync_batchnorm"), images())
-    torch.testing.assert_close(y, expected)
 
 
 # --- the classifier -----------------------------------------------------------------------------
