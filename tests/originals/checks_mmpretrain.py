@@ -23,7 +23,7 @@ from tests.torch_backend.integrations.checks_mmengine import frameworks_warnings
 with frameworks_warnings():
     from mmengine.config import Config
     from mmengine.hooks import Hook
-    from mmengine.model import BaseModel, MMDistributedDataParallel
+    from mmengine.model import MMDistributedDataParallel
     from mmengine.registry import DefaultScope
     from mmengine.runner import Runner
 
@@ -119,41 +119,6 @@ def batch_norms(model: nn.Module) -> list[Any]:
     return [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
 
 
-def _train(
-    name: str, model: nn.Module, ours: Any, theirs: Any, **config: Any
-) -> tuple[Recorder, Recorder]:
-    """Train with both hooks, ours first. Returns what was seen behind each."""
-    model.shown = 0  # type: ignore[assignment]
-
-    def count(module: Any, arguments: Any) -> None:
-        module.shown += not torch.is_grad_enabled()
-
-    model.register_forward_pre_hook(count)
-    recorders = Recorder(), Recorder()
-    with tempfile.TemporaryDirectory() as directory:
-        runner = Runner(
-            model=MMDistributedDataParallel(model),
-            work_dir=directory,
-            experiment_name=name,
-            log_level="ERROR",
-            default_scope="mmpretrain",
-            optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.01}},
-            custom_hooks=[ours, recorders[0], theirs, recorders[1]],
-            **config,
-        )
-        runner.train()
-    return recorders
-
-
-def assert_equal_passes(ours: Recorder, theirs: Recorder, after: list[int]) -> None:
-    """Passes after these iterations, with equal numbers."""
-    assert list(theirs.passes) == list(ours.passes) == after
-    for iteration in after:
-        for expected, actual in zip(theirs.passes[iteration], ours.passes[iteration], strict=True):
-            for theirs_value, value in zip(expected, actual, strict=True):
-                np.testing.assert_allclose(value, theirs_value, rtol=1e-5, atol=1e-6)
-
-
 # The words of the README, in a config of mmpretrain, which has no collate_fn for images.
 CONFIG = """
 default_scope = "mmpretrain"
@@ -168,19 +133,13 @@ model = dict(
     neck=dict(type="GlobalAveragePooling"),
     head=dict(type="LinearClsHead", num_classes=2, in_channels=4),
 )
-theirs = dict(type="PreciseBNHook", num_samples=16, interval=1, priority="ABOVE_NORMAL")
-ours = dict(
-    type="multibn.PreciseBNHook", num_samples=16, interval=1,
-    estimator="mean_of_var", progress=False
-)
 train_dataloader = dict(
     batch_size=4, num_workers=0, sampler=dict(type="DefaultSampler", shuffle=True)
 )
-train_cfg = dict(by_epoch=True, max_epochs=2)
 """
 
 
-def _images() -> list[Any]:
+def _images(count: int) -> list[Any]:
     data_sample = import_module("mmpretrain.structures").DataSample
     generator = torch.Generator().manual_seed(1)
     return [
@@ -188,71 +147,68 @@ def _images() -> list[Any]:
             "inputs": 1 + 2 * torch.randn(3, 8, 8, generator=generator),
             "data_samples": data_sample().set_gt_label(i % 2),
         }
-        for i in range(24)
+        for i in range(count)
     ]
+
+
+def _expect_equal_passes(
+    images: int, norm_type: str, ours: Any, after: list[int], interval: int = 1, **train_cfg: Any
+) -> None:
+    """Train a network of mmpretrain with both hooks, ours first: equal passes, after `after`."""
+    config = Config.fromstring(CONFIG, ".py")
+    config.norm_cfg.type = config.model.backbone.norm_cfg.type = norm_type
+    config.train_dataloader.dataset = _images(images)
+    torch.manual_seed(0)
+    with DefaultScope.overwrite_default_scope("mmpretrain"):
+        model = import_module("mmpretrain.registry").MODELS.build(config.model)
+    kind = nn.BatchNorm2d if norm_type == "BN" else SyncBatchNorm
+    assert {type(m) for m in batch_norms(model)} == {kind}
+    model.shown = 0
+
+    def count(module: Any, arguments: Any) -> None:
+        module.shown += not torch.is_grad_enabled()
+
+    model.register_forward_pre_hook(count)
+    mine, others = Recorder(), Recorder()
+    theirs = {"type": "PreciseBNHook", "num_samples": 16, "interval": interval}
+    theirs["priority"] = "ABOVE_NORMAL"
+    with tempfile.TemporaryDirectory() as directory:
+        runner = Runner(
+            model=MMDistributedDataParallel(model),
+            work_dir=directory,
+            experiment_name=f"{norm_type}_{after}",
+            log_level="ERROR",
+            default_scope="mmpretrain",
+            optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.01}},
+            custom_hooks=[ours, mine, theirs, others],
+            train_dataloader=config.train_dataloader,
+            train_cfg=train_cfg,
+        )
+        runner.train()
+    assert list(others.passes) == list(mine.passes) == after
+    for iteration in after:
+        for expected, actual in zip(others.passes[iteration], mine.passes[iteration], strict=True):
+            for value, found in zip(expected, actual, strict=True):
+                np.testing.assert_allclose(found, value, rtol=1e-5, atol=1e-6)
 
 
 def check_passes_by_epoch_equal_mmpretrains_own(world: Communicator) -> None:
     """A network of mmpretrain: its own hook's numbers, with its layers and with ours."""
+    ours = {"type": "multibn.PreciseBNHook", "num_samples": 16, "interval": 1}
+    ours |= {"estimator": "mean_of_var", "progress": False}
+    epoch = 24 // (4 * world.size)
     with openmmlab():
-        models = import_module("mmpretrain.registry").MODELS
         for norm_type in ("BN", "multibn.SyncBatchNorm"):
-            config = Config.fromstring(CONFIG, ".py")
-            config.norm_cfg.type = config.model.backbone.norm_cfg.type = norm_type
-            config.train_dataloader.dataset = _images()
-            torch.manual_seed(0)
-            with DefaultScope.overwrite_default_scope("mmpretrain"):
-                model = models.build(config.model)
-            kind = nn.BatchNorm2d if norm_type == "BN" else SyncBatchNorm
-            assert {type(m) for m in batch_norms(model)} == {kind}
-            ours, theirs = _train(
-                f"by_epoch_{norm_type}", model, config.ours, config.theirs,
-                train_dataloader=config.train_dataloader, train_cfg=config.train_cfg,
-            )  # fmt: skip
-            iterations = 24 // (4 * world.size)
-            assert_equal_passes(ours, theirs, [iterations, 2 * iterations])
-
-
-class Net(BaseModel):  # type: ignore[misc, unused-ignore]
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.bn = nn.BatchNorm1d(3)
-        self.head = nn.Linear(3, 1)
-
-    def forward(self, inputs: Any, data_samples: Any = None, mode: str = "tensor") -> Any:
-        output = self.head(self.bn(inputs))
-        return {"loss": output.square().mean()} if mode == "loss" else output
+            _expect_equal_passes(
+                24, norm_type, dict(ours), [epoch, 2 * epoch], by_epoch=True, max_epochs=2
+            )
 
 
 def check_passes_by_iteration_equal_mmpretrains_own(world: Communicator) -> None:
-    """The same two arguments, by position, and the same passes: 10 batches, every 5 iterations."""
-    generator = torch.Generator().manual_seed(2)
-    samples = [
-        {"inputs": i % 5 + torch.randn(3, generator=generator), "data_samples": 0.0}
-        for i in range(20 * world.size)
-    ]
-    loader = {
-        "dataset": samples,
-        "batch_size": 2,
-        "num_workers": 0,
-        "sampler": {"type": "DefaultSampler", "shuffle": True},
-        "collate_fn": {"type": "default_collate"},
-    }
-    n = 10 * world.size
+    """The same two arguments, by position, and the same passes, every 5 iterations."""
     with openmmlab():
         for iterations, after in ((25, [5, 10, 15, 20, 25]), (8, [5])):
-            ours, theirs = _train(
-                f"by_iteration_{iterations}",
-                Net(),
-                PreciseBNHook(n, 5, estimator="mean_of_var", progress=False),
-                {
-                    "type": "PreciseBNHook",
-                    "priority": "ABOVE_NORMAL",
-                    "num_samples": n,
-                    "interval": 5,
-                },
-                train_dataloader=loader,
-                train_cfg={"by_epoch": False, "max_iters": iterations},
+            ours = PreciseBNHook(16, 5, estimator="mean_of_var", progress=False)
+            _expect_equal_passes(
+                100 * world.size, "BN", ours, after, 5, by_epoch=False, max_iters=iterations
             )
-            assert_equal_passes(ours, theirs, after)
