@@ -6,7 +6,6 @@ anew. Names of files and lines are SlowFast's at commit 287ec007, unless a name 
 which is at commit f3142bb0.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -17,11 +16,7 @@ from torch import Tensor, nn
 
 from multibn.torch_backend import SubBatchNorm3d
 from tests.helpers import slowfast
-
-with warnings.catch_warnings():  # fvcore's, of torch.jit.script
-    warnings.simplefilter("ignore", DeprecationWarning)
-    from fvcore.nn.distributed import differentiable_all_reduce
-    from fvcore.nn.precise_bn import get_bn_modules, update_bn_stats
+from tests.helpers.fvcore import differentiable_all_reduce, get_bn_modules, update_bn_stats
 
 C = 4
 Batch: TypeAlias = tuple[Tensor, Tensor]
