@@ -127,16 +127,11 @@ def test_evaluation_is_the_originals_to_second_order(name: str) -> None:
     assert_near(torch.stack(squares).sum().sqrt(), expected["penalty"]["norm"])
 
 
-def test_sines_are_added_twice_by_a_config() -> None:
-    """As in the original's forward pass; the other tests of this file hold the numbers."""
-    name = "rev_mvit_sines"
-    cfg = reference.reference_case(name)
-    model = RevMViT.from_config(cfg)
-    assert_near(model.pos_embed[0, 13].double(), EVALUATION[name]["pos_embed"], 1e-6)
-    assert model.config.double_sincos_pos
-    assert not RevMViT.from_config(cfg, double_sincos_pos=False).config.double_sincos_pos
-    cfg["MVIT"]["USE_FIXED_SINCOS_POS"] = False
-    assert not RevMViT.from_config(cfg).config.double_sincos_pos
+def test_sines_are_fixed() -> None:
+    """The other tests of this file hold the numbers, with the sines added twice."""
+    positions = RevMViT.from_config(reference.reference_case("rev_mvit_sines")).pos_embed
+    assert_near(positions[0, 13].double(), EVALUATION["rev_mvit_sines"]["pos_embed"], 1e-6)
+    assert not positions.requires_grad
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -69,8 +69,8 @@ class RevMViTConfig:
         layers instead of one, implied by `pool_first`; add the pooled queries to the output;
         relative positions along rows and columns, along frames, and whether they start at zero.
     use_abs_pos, sep_pos_embed, use_fixed_sincos_pos
-        Learned position embeddings; separate ones for space and time; fixed sines and cosines
-        instead.
+        Learned position embeddings; separate ones for space and time; instead, fixed sines and
+        cosines, which are added twice, as in SlowFast.
     norm
         `"layernorm"`, `"batchnorm"` or `"sync_batchnorm"`, see `RevMViT`.
     norm_stem, use_mean_pooling
@@ -94,9 +94,6 @@ class RevMViTConfig:
         attention and MLP; `"whole"` zeroes the output of dropped samples, as SlowFast does.
     tied_drop_path
         See `ReversibleSequence`; not a key of SlowFast, which always ties them.
-    double_sincos_pos
-        Whether the fixed sines and cosines are added twice, not a key of SlowFast, which always
-        adds them twice: `from_slowfast` sets this option for sines.
 
     Raises
     ------
@@ -159,7 +156,6 @@ class RevMViTConfig:
     res_path: Literal["conv", "max"] = _key("MVIT.REV.RES_PATH", "conv")
     drop_path_mode: DropPathMode = "residual_branch"
     tied_drop_path: bool = False
-    double_sincos_pos: bool = False
 
     def __post_init__(self) -> None:
         for name in (f.name for f in fields(self)):
@@ -290,10 +286,7 @@ class RevMViTConfig:
         read = {name: values[key] for key, name in keys.items() if key in values}
         if "in_channels" in read:  # a list with one number per pathway; this model has one pathway
             read["in_channels"] = read["in_channels"][0]
-        read |= options
-        # SlowFast adds fixed sines twice, and weights that it has trained need them twice.
-        read.setdefault("double_sincos_pos", read.get("use_fixed_sincos_pos", False))
-        return cls(**read)
+        return cls(**(read | options))
 
 
 def keeps_width(mode: str) -> bool:

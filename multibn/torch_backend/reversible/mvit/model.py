@@ -293,9 +293,9 @@ class RevMViT(nn.Module):
         """Position embeddings of the configured grid, shape `(1, T*H*W, C)`."""
         if not (self.config.use_abs_pos or self.config.use_fixed_sincos_pos):
             return None
-        if self.config.use_fixed_sincos_pos and self.config.double_sincos_pos:
-            return 2 * self.pos_embed
-        if self.config.use_fixed_sincos_pos or not self.config.sep_pos_embed:
+        if self.config.use_fixed_sincos_pos:
+            return 2 * self.pos_embed  # SlowFast adds them twice, and its weights need them so
+        if not self.config.sep_pos_embed:
             return self.pos_embed
         return (self.pos_embed_temporal[:, :, None] + self.pos_embed_spatial[:, None]).flatten(1, 2)
 
@@ -323,9 +323,8 @@ def sincos_positions(dim: int, thw: Grid) -> Tensor:
     A quarter of the channels encodes the frame, 3/8 the column and 3/8 the row: sines, then
     cosines, of the position times frequencies from 1 down towards 1/10000 (Vaswani et al. 2017).
     """
-    t, h, w = (torch.arange(size, dtype=torch.float64) for size in thw)
-    axes = torch.meshgrid(t, h, w, indexing="ij")
-    frame, row, column = (axis.flatten() for axis in axes)
+    axes = (torch.arange(size, dtype=torch.float64) for size in thw)
+    frame, row, column = torch.cartesian_prod(*axes).unbind(1)
     codes = [_sincos(dim // 4, frame), _sincos(3 * dim // 8, column), _sincos(3 * dim // 8, row)]
     return torch.cat(codes, dim=1)[None]
 

@@ -92,7 +92,7 @@ def test_the_model_gives_the_originals_numbers(name: str, mode: Any) -> None:
         {"norm_stem": True, "use_mean_pooling": True, "respath_fuse": "concat_linear"},
         {**VIDEO, "rel_pos_spatial": True, "rel_pos_temporal": True, "sep_pos_embed": True},
         {**VIDEO, "pool_q_stride": ((1, 2, 2, 2), (3, 1, 2, 2)), "rel_pos_temporal": True},
-        {"use_fixed_sincos_pos": True, "pre_q_fusion": "ln+concat_linear_2"},
+        {"use_fixed_sincos_pos": True, "sep_pos_embed": True, "pre_q_fusion": "ln+concat_linear_2"},
         {"use_abs_pos": False, "pool_kv_stride_adaptive": None, "separate_qkv": True},
         {"dropout_rate": 0.2, "droppath_rate": 0.3, "head_dropout_rate": 0.5},
         {"droppath_rate": 0.3, "tied_drop_path": True, "drop_path_mode": "whole"},
@@ -193,18 +193,6 @@ def test_defect_18_res_path_max_pools_the_residual() -> None:
     expected = nn.functional.max_pool2d(grid, 3, 2, 1)
     assert thw == (1, 4, 4)
     assert torch.equal(pooled, expected.flatten(2).transpose(1, 2))
-
-
-@pytest.mark.parametrize("separable", [False, True])
-def test_defect_18_sines_are_added_once(separable: bool) -> None:
-    model = small(use_fixed_sincos_pos=True, sep_pos_embed=separable)
-    assert not model.pos_embed.requires_grad
-    seen: list[Tensor] = []
-    model.rev_backbone.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    with torch.no_grad():
-        model(images(2))
-        tokens, _ = model.patch_embed(images(2))
-    torch.testing.assert_close(seen[0] - tokens, model.pos_embed.expand_as(tokens))
 
 
 @pytest.mark.parametrize("pre_q_fusion", ["avg", "concat"])
