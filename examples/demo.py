@@ -94,8 +94,8 @@ class Run:
 
 
 WAYS = {
-    "torch DDP": ("torchrun", "train_torchrun.py"),
-    "torch": ("mpiexec", "train_torch_mpi.py"),
+    "torch DDP": ("torchrun", "train_torch.py"),
+    "torch": ("mpiexec", "train_torch.py"),
     "Chainer": ("mpiexec", "train_chainer.py"),
 }
 
