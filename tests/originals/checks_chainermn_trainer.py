@@ -57,10 +57,6 @@ class Net(chainer.Chain):
 Convert = Callable[[Any], Any]
 
 
-def plain(model: Any) -> Any:
-    return model
-
-
 def ours(model: Any) -> Any:
     return create_mnbn_model(model, naive())
 
@@ -75,7 +71,7 @@ def theirs(model: Any) -> Any:
     return chainermn.links.create_mnbn_model(model, naive())
 
 
-def network(convert: Convert) -> Any:
+def network(convert: Convert = lambda model: model) -> Any:
     np.random.seed(0)  # noqa: NPY002 (Chainer's initializers draw from it)
     with chainer.using_config("dtype", np.float64):
         return L.Classifier(convert(Net()))
@@ -100,7 +96,7 @@ def iterator(dataset: Any, size: int = BATCH_SIZE, **options: Any) -> Any:
     return chainer.iterators.SerialIterator(dataset, size, **options)
 
 
-def multi_node_trainer(convert: Convert, out: Path, num_epochs: int = 2) -> tuple[Any, Any]:
+def multi_node_trainer(convert: Convert, out: Path) -> tuple[Any, Any]:
     """A trainer and its model, as ChainerMN's examples write them."""
     import chainermn
 
@@ -110,7 +106,7 @@ def multi_node_trainer(convert: Convert, out: Path, num_epochs: int = 2) -> tupl
         chainer.optimizers.MomentumSGD(0.1), comm
     ).setup(model)
     updater = training.StandardUpdater(iterator(scattered(1), shuffle=False), optimizer)
-    trainer = training.Trainer(updater, (num_epochs, "epoch"), out=os.fspath(out))
+    trainer = training.Trainer(updater, (2, "epoch"), out=os.fspath(out))
     evaluator = extensions.Evaluator(iterator(scattered(2), repeat=False, shuffle=False), model)
     trainer.extend(chainermn.create_multi_node_evaluator(evaluator, comm))
     trainer.extend(extensions.LogReport(filename=f"log.{comm.rank}"))
@@ -121,7 +117,7 @@ def single_node_trainer(out: Path) -> tuple[Any, Any]:
     """One process on the batches that all ranks hold together, with Chainer's own link."""
     parts = naive().mpi_comm.allgather([*scattered(1)])
     steps = [part[i : i + BATCH_SIZE] for i in range(0, 16, BATCH_SIZE) for part in parts]
-    model = network(plain)
+    model = network()
     optimizer = chainer.optimizers.MomentumSGD(0.1).setup(model)
     batches = iterator([s for step in steps for s in step], 2 * BATCH_SIZE, shuffle=False)
     trainer = training.Trainer(

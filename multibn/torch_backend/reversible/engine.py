@@ -64,8 +64,7 @@ class ReversibleSequence(nn.Module):
     Notes
     -----
     Collective if the modules are: every rank runs every module in the same order, also if it drops
-    all samples. Batch norms of multibn communicate as in `"stored"`, and not when a module runs
-    again (see `multibn.engine.recompute`); they and torch's batch norms count each batch once.
+    all samples. Batch norms communicate as in `"stored"`, and not when a module runs again.
 
     Random numbers come from the global generators in the order of `"stored"`, and the recomputation
     restores the generators' states. It uses the forward pass's autocast and training flags.

@@ -10,9 +10,7 @@ import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from benchmarks.tensor_memory import measure_memory  # noqa: E402
-from multibn.torch_backend.reversible import (  # noqa: E402
-    published_rev_mvit,
-)
+from multibn.torch_backend.reversible import published_rev_mvit  # noqa: E402
 
 KB = 1024
 

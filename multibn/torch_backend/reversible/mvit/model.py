@@ -171,7 +171,7 @@ class TransformerHead(nn.Module):
 
 
 class RevMViT(nn.Module):
-    """Reversible multi-scale vision transformer for images or video.
+    """Reversible multi-scale vision transformer for images or video (Mangalam et al., CVPR 2022).
 
     State dicts have the keys of SlowFast's reversible MViT with the same options, so that published
     checkpoints load: `model.load_state_dict(torch.load(path)["model_state"])`.
@@ -204,10 +204,6 @@ class RevMViT(nn.Module):
     In evaluation the model can be differentiated twice, traced and compiled with
     `fullgraph=True`. If gradients are needed, or in torch.jit.trace, attention is not a fused
     kernel then: its scores are in memory.
-
-    References
-    ----------
-    Mangalam et al., "Reversible Vision Transformers", CVPR 2022.
 
     Examples
     --------

@@ -80,16 +80,15 @@ def test_published_yaml_of_kinetics_is_read_with_a_warning() -> None:
 
 def test_options_replace_the_published_ones() -> None:
     with torch.device("meta"):
-        model = published_rev_mvit(
-            "rev_vit_s", num_classes=7, depth=2, mode="stored", norm="batchnorm"
-        )
-    assert model.head.projection.weight.shape == (7, 768)
-    assert model.rev_backbone.mode == "stored"
-    assert "norm.running_mean" in model.state_dict()
-    with torch.device("meta"):
-        path = DATA / "rev_vit_s.yaml"
-        model = RevMViT.from_config(path, depth=2, norm="batchnorm", drop_path_mode="whole")
-    assert (model.config.depth, model.config.drop_path_mode) == (2, "whole")
+        options: dict[str, Any] = {"depth": 2, "mode": "stored", "norm": "batchnorm"}
+        published = published_rev_mvit("rev_vit_s", num_classes=7, **options)
+        read = RevMViT.from_config(DATA / "rev_vit_s.yaml", drop_path_mode="whole", **options)
+    assert published.head.projection.weight.shape == (7, 768)
+    assert read.config.drop_path_mode == "whole"
+    for model in (published, read):
+        assert model.config.depth == 2
+        assert model.rev_backbone.mode == "stored"
+        assert "norm.running_mean" in model.state_dict()
 
 
 def test_all_kinds_of_configs_are_read_alike() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from tests.helpers import require
 require.need("torch")
 
 import torch  # noqa: E402
-from torch import nn  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
 
 from multibn.torch_backend import SubBatchNorm1d, SyncBatchNorm  # noqa: E402
 from multibn.torch_backend.reversible.mvit.layers import (  # noqa: E402
@@ -68,21 +69,15 @@ def test_positions_are_resized_to_another_grid() -> None:
 
 
 @pytest.mark.parametrize(
-    "mode", ["add", "avg", "max", "min", "concat", "concat_linear", "ln+concat_linear_0.5_0.1"]
+    "mode, function", [("add", torch.add), ("max", torch.maximum), ("min", torch.minimum)]
 )
-def test_each_fusion_computes_its_formula(mode: str) -> None:
-    a, b = torch.randn(2, 3, 5, 4).unbind()
-    x = torch.cat([a, b], dim=-1)
-    fusion = TwoStreamFusion(mode, 8, layer_norm).eval()
-    elementwise = {
-        "add": a + b,
-        "avg": (a + b) / 2,
-        "max": a.maximum(b),
-        "min": a.minimum(b),
-        "concat": x,
-    }
-    y = fusion(x)
-    torch.testing.assert_close(
-        y, elementwise[mode] if mode in elementwise else fusion.fuse_fn(x) + x
-    )
-    assert ("fuse_fn.1.fc1.weight" in fusion.state_dict()) == mode.startswith("ln+")
+def test_fusions_by_element(mode: str, function: Callable[..., Tensor]) -> None:
+    a, b = torch.randn(2, 3, 5, 4)
+    fusion = TwoStreamFusion(mode, 8, layer_norm)
+    assert torch.equal(fusion(torch.cat([a, b], dim=-1)), function(a, b))
+
+
+def test_numbers_of_a_fusion_are_its_mlps_width_and_dropout() -> None:
+    fusion: Any = TwoStreamFusion("ln+concat_linear_0.5_0.1", 8, layer_norm)
+    assert fusion.state_dict()["fuse_fn.1.fc1.weight"].shape == (4, 8)
+    assert fusion.fuse_fn[1].drop.p == 0.1
