@@ -245,8 +245,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         if self in steps:
             steps[self] = moved = steps[self] or Pool(self.avg_mean)
             moved.running = running
-        # F.forget sets Chainer's flag, `forgetting.forget` replays multibn's tapes.
-        if not chainer.config.in_recomputing:
+        if not chainer.config.in_recomputing:  # by F.forget
             i = i._replace(running=moved)
         y, _ = functions.normalize(i, self.conversation, weighting=self.weighting)
         if moved is running:

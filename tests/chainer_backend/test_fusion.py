@@ -12,7 +12,6 @@ require.need("chainer")
 
 from multibn.chainer_backend import (  # noqa: E402
     MultiNodeBatchNormalization,
-    forget,
     revert_mnbn_model,
 )
 
@@ -90,21 +89,6 @@ def test_fused_evaluation_equals_separate_functions() -> None:
             results.append(run(link, separate, True, True, False))
     for mine, theirs in zip(*results, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-12)
-
-
-def test_a_forgotten_fused_link_has_the_same_gradients() -> None:
-    link = link_of(fuse_relu=True)
-    x, residual = (chainer.Variable(v) for v in np.random.default_rng(1).normal(size=(2, *SHAPE)))
-    grads = []
-    for again in (False, True):
-        y = (
-            forget(lambda v, r: link(v, residual=r), x, residual)
-            if again
-            else link(x, residual=residual)
-        )
-        grads.append(chainer.grad([F.sum(y * y)], [x, residual]))
-    for mine, theirs in zip(*grads, strict=True):
-        np.testing.assert_allclose(mine.array, theirs.array, rtol=1e-12)
 
 
 @pytest.mark.parametrize(

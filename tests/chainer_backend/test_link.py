@@ -17,7 +17,6 @@ require.need("chainer")
 from multibn.chainer_backend import (  # noqa: E402
     MultiNodeBatchNormalization,
     create_mnbn_model,
-    forget,
     multi_node_batch_normalization,
     revert_mnbn_model,
     step_statistics,
@@ -255,7 +254,7 @@ def test_a_step_of_micro_batches_equals_one_batch(
                 for x, n in zip(step, sizes, strict=True):
                     part = np.split(x, [n[0]])[communicator.rank]
                     v = chainer.Variable(part)
-                    y = forget(lambda v: link(v, finetune=finetune), v)
+                    y = F.forget(lambda v: link(v, finetune=finetune), v)
                     F.sum(y * y).backward()
                 assert not link.avg_mean.any() or step is steps[1]
         return link

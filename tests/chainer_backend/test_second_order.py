@@ -17,7 +17,6 @@ require.need("chainer")
 
 from multibn.chainer_backend import (  # noqa: E402
     MultiNodeBatchNormalization,
-    forget,
     multi_node_batch_normalization,
 )
 
@@ -175,11 +174,3 @@ def test_a_graph_takes_one_message_more() -> None:
     assert counting.take() == [2 * C, 2 * C]
     chainer.grad([F.sum(dx**2)], [x])
     assert set(counting.take()) == {2 * C}
-
-
-def test_forgotten_blocks_are_differentiated_once() -> None:
-    link = MultiNodeBatchNormalization(C, SingleProcess(), dtype=np.float64)
-    x = chainer.Variable(data(2)[0])
-    y = F.sum(forget(link, x) ** 2)
-    with pytest.raises(RuntimeError, match="double backpropagation"):
-        chainer.grad([y], [x], enable_double_backprop=True)
