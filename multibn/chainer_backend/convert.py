@@ -16,8 +16,8 @@ from multibn.communicators.outcomes import Nonfinite
 
 # Attributes that L.BatchNormalization does not have.
 _MULTI_NODE = {
-    *("_communicator", "_communication_backend", "weighting", "avg_var_convention", "fuse_relu"),
-    *("nonfinite", "_initial_averages", "_single_node_class", "_built"),
+    *("_communicator", "_communication_backend", "weighting", "avg_var_convention", "nonfinite"),
+    *("_initial_averages", "_single_node_class", "_built"),
 }
 
 
@@ -113,7 +113,7 @@ def revert_mnbn_model(link: chainer.Link) -> chainer.Link:
     Warns
     -----
     UserWarning
-        As `create_mnbn_model`; also for a link with `fuse_relu`.
+        As `create_mnbn_model`.
 
     Examples
     --------
@@ -155,13 +155,10 @@ def _obstructed(link: chainer.Link, base: type, consequence: str) -> bool:
     """Warn and return True if the link's class does more than `base`."""
     cls = type(link)
     names = overridden(cls, lambda other: other is base)
-    has_relu = base is MultiNodeBatchNormalization and link.fuse_relu
-    if not (names or has_relu):
-        return False
-    lost = f"its class overrides {', '.join(names)}" if names else "it has a ReLU inside"
-    warnings.warn(
-        f"{cls.__module__}.{cls.__qualname__} is copied as it is, {consequence}: {lost}, which "
-        "would be lost.",
-        stacklevel=4,
-    )
-    return True
+    if names:
+        warnings.warn(
+            f"{cls.__module__}.{cls.__qualname__} is copied as it is, {consequence}: its class "
+            f"overrides {', '.join(names)}, which would be lost.",
+            stacklevel=4,
+        )
+    return bool(names)
