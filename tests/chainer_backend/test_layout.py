@@ -14,8 +14,8 @@ from tests.helpers import require
 require.need("chainer")
 
 from multibn.chainer_backend import (  # noqa: E402
+    FinetunePopulationStatistics,
     MultiNodeBatchNormalization,
-    finetune_population_statistics,
     multi_node_batch_normalization,
 )
 
@@ -116,7 +116,7 @@ class InLayout(chainer.Chain):
 def test_finetuning_measures_variables_in_channels_last() -> None:
     batches = [data(seed) for seed in range(3)]
     model = InLayout(link())
-    finetune_population_statistics(batches, model, ALONE, converter=None, progress=False)
+    FinetunePopulationStatistics(batches, model, ALONE, converter=None, progress=False)()
     whole = np.concatenate(batches)
     np.testing.assert_allclose(model.norm.avg_mean, whole.mean((0, 2, 3)), rtol=1e-12)
     np.testing.assert_allclose(model.norm.avg_var, whole.var((0, 2, 3), ddof=0), rtol=3e-3)

@@ -12,8 +12,8 @@ from tests.helpers.ranks import ThreadCommunicator, run_ranks
 require.need("chainer")
 
 from multibn.chainer_backend import (  # noqa: E402
+    FinetunePopulationStatistics,
     MultiNodeBatchNormalization,
-    finetune_population_statistics,
     multi_node_batch_normalization,
     step_statistics,
 )
@@ -115,7 +115,7 @@ def test_finetuning_measures_a_model_by_its_masks() -> None:
         model = Model(communicator)
         batches = [d[:2] for d in data][: 1 + communicator.rank]
         options: Any = {"converter": None, "progress": False}
-        finetune_population_statistics(batches, model, communicator, **options)
+        FinetunePopulationStatistics(batches, model, communicator, **options)()
         return model.norm.avg_var
 
     parts = [chosen(x, mask) for x, _, mask in (data[0], *data)]
@@ -125,10 +125,10 @@ def test_finetuning_measures_a_model_by_its_masks() -> None:
 
 def test_finetuning_finds_an_input_that_is_named_last() -> None:
     link, (x, lengths, mask) = link_of(), batch(0)
-    finetune_population_statistics(
+    FinetunePopulationStatistics(
         [(x, lengths)], link, converter=None, progress=False,
         eval_func=lambda x, lengths: link(lengths=lengths, x=x),
-    )  # fmt: skip
+    )()  # fmt: skip
     assert relative_error(link.avg_mean, chosen(x, mask).mean(0)) < 1e-11
 
 
