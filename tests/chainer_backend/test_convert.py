@@ -1,4 +1,4 @@
-"""revert_mnbn_model, and the conventions of links, in one process."""
+"""create_mnbn_model and revert_mnbn_model in one process."""
 
 import pickle
 from typing import Any
@@ -77,8 +77,9 @@ def assert_alike(actual: Any, expected: Any) -> None:
 
 def test_every_container_is_converted_and_reverted() -> None:
     first = model()
-    shared = create_mnbn_model(first, ALONE)
+    shared = create_mnbn_model(first, ALONE, weighting="rank", avg_var="biased")
     assert_alike(shared, first)
+    assert (shared[2].weighting, shared[2].avg_var_convention) == ("rank", "biased")
     assert {type(shared[2]), type(shared[1][1]), type(shared[3])} == {MultiNodeBatchNormalization}
     assert type(first[2]) is Named
     x = np.random.default_rng(0).normal(size=(6, 3)).astype("f")
@@ -136,49 +137,6 @@ def test_a_model_without_batch_norms_is_only_copied() -> None:
         assert other.W is not link.W
     with pytest.raises(TypeError, match="a communicator must be None"):
         create_mnbn_model(link, "mpi")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "options, expected",
-    [
-        ({}, ("element", "unbiased_global")),
-        ({"conventions": "exact"}, ("element", "unbiased_global")),
-        ({"conventions": "chainermn"}, ("rank", "unbiased_local")),
-        ({"weighting": "sample"}, ("sample", "unbiased_global")),
-        ({"avg_var": "biased"}, ("element", "biased")),
-    ],
-)
-def test_conventions_set_weighting_and_variance(
-    options: dict[str, Any], expected: tuple[str, str]
-) -> None:
-    for link in (
-        MultiNodeBatchNormalization(3, ALONE, **options),
-        create_mnbn_model(L.BatchNormalization(3), ALONE, **options),
-    ):
-        assert (link.weighting, link.avg_var_convention) == expected
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"conventions": "torch"}, "`conventions` must be one of 'exact', 'chainermn': got 'to"),
-        (
-            {"conventions": "chainermn", "weighting": "rank"},
-            "`conventions` sets `weighting`: got conventions='chainermn' and weighting='ra",
-        ),
-        (
-            {"conventions": "exact", "avg_var": "biased"},
-            "`conventions` sets `avg_var`: got conventions='exact'.*Pass one or the other",
-        ),
-    ],
-)
-def test_unknown_and_conflicting_conventions_are_refused(
-    options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        MultiNodeBatchNormalization(3, ALONE, **options)
-    with pytest.raises(ValueError, match=message):
-        create_mnbn_model(L.BatchNormalization(3), ALONE, **options)
 
 
 def test_a_link_with_a_forward_pass_of_its_own_is_left_alone() -> None:

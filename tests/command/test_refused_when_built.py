@@ -59,7 +59,7 @@ _RULES = {
     "eps": EPS,
     "momentum": Wrong(SHARE.values[:-1]),  # None: the cumulative average
     "decay": SHARE,
-    "weighting running_var avg_var conventions communication_backend how": CHOICE,
+    "weighting running_var avg_var communication_backend how": CHOICE,
     "estimator nonfinite": CHOICE,
     "mode norm name pool_mode head_act res_path respath_fuse pre_q_fusion drop_path_mode": CHOICE,
     "num_features num_splits num_samples num_iters every_n_epochs": POSITIVE_INT,
