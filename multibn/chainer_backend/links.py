@@ -179,12 +179,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         _conversations.pop(self, None)
 
     def forward(
-        self,
-        x: Any,
-        finetune: bool = False,
-        *,
-        mask: Any = None,
-        lengths: Any = None,
+        self, x: Any, finetune: bool = False, *, mask: Any = None, lengths: Any = None
     ) -> chainer.Variable:
         """Normalize `x`, a Variable or array of shape `(N, C, *spatial)`.
 
