@@ -71,16 +71,8 @@ def create_mnbn_model(
     make(1)  # raises for wrong arguments, even if the model has no batch normalization
 
     def convert(old: Any) -> Any:
-        size = None if old.avg_mean is None else old.avg_mean.shape
-        new = make(
-            size,
-            decay=old.decay,
-            eps=old.eps,
-            dtype=old._highprec_dtype,
-            axis=old.axis,
-            use_gamma=False,  # the parameters are those of the old link, if there are any
-            use_beta=False,
-        )
+        # `_copy_with` brings the old link's attributes, and its parameters, if there are any.
+        new = make(1, decay=old.decay, eps=old.eps, use_gamma=False, use_beta=False)
         if old.avg_mean is None:  # a lazy link, whose averages begin at its first input
             new._initial_averages = (
                 0 if old._initial_avg_mean is None else old._initial_avg_mean,
