@@ -6,8 +6,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import chainer
 import numpy as np
 import pytest
+from chainer import functions as F
+from chainer import links as L
 
 from multibn.chainer_backend import (
     FinetunePopulationStatistics,
@@ -21,9 +24,6 @@ from tests.chainer_backend.test_extensions import assert_population
 from tests.harness.runs import on, only
 from tests.helpers.normalized import normalized
 from tests.helpers.ranks import CountingCommunicator
-
-import chainer  # isort: skip (multibn makes it importable)
-from chainer import functions as F, links as L  # isort: skip
 
 RUNS = on("torchrun mpiexec", 2, 3, needs="chainer")
 

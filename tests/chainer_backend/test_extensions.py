@@ -2,22 +2,18 @@
 
 from typing import Any
 
+import chainer
 import numpy as np
 import pytest
+from chainer import functions as F
+from chainer import links as L
 
 from multibn import SingleProcess
-from tests.helpers import require
-
-require.need("chainer")
-
-from multibn.chainer_backend import (  # noqa: E402
+from multibn.chainer_backend import (
     FinetunePopulationStatistics,
     MultiNodeBatchNormalization,
     step_statistics,
 )
-
-import chainer  # noqa: E402  # isort: skip (multibn makes it importable)
-from chainer import functions as F, links as L  # noqa: E402  # isort: skip
 
 C = 3
 ALONE = SingleProcess()

@@ -3,21 +3,16 @@
 from collections.abc import Callable
 from typing import Any
 
+import chainer
 import numpy as np
 import pytest
+from chainer import functions as F
 
-from tests.helpers import require
-from tests.helpers.ranks import ThreadCommunicator, run_ranks
-
-require.need("chainer")
-
-from multibn.chainer_backend import (  # noqa: E402
+from multibn.chainer_backend import (
     MultiNodeBatchNormalization,
     multi_node_batch_normalization,
 )
-
-import chainer  # noqa: E402  # isort: skip (multibn makes it importable)
-from chainer import functions as F  # noqa: E402  # isort: skip
+from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
 C = 3
 

@@ -5,22 +5,18 @@ On the CPU, Chainer's own links take such a Variable in the forward pass of trai
 
 from typing import Any
 
+import chainer
 import numpy as np
 import pytest
+from chainer import functions as F
+from chainer import memory_layouts
 
 from multibn import SingleProcess
-from tests.helpers import require
-
-require.need("chainer")
-
-from multibn.chainer_backend import (  # noqa: E402
+from multibn.chainer_backend import (
     FinetunePopulationStatistics,
     MultiNodeBatchNormalization,
     multi_node_batch_normalization,
 )
-
-import chainer  # noqa: E402  # isort: skip (multibn makes it importable)
-from chainer import functions as F, memory_layouts  # noqa: E402  # isort: skip
 
 ALONE = SingleProcess()
 CHANNELS_LAST = memory_layouts.CUDNN_CHANNEL_LAST_X

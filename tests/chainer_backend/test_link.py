@@ -4,24 +4,20 @@ import copy
 import pickle
 from typing import Any
 
+import chainer
 import numpy as np
 import pytest
+from chainer import functions as F
+from chainer import links as L
 
 from multibn import SingleProcess, as_communicator
-from multibn.parity.oracle import relative_error
-from tests.helpers import require
-from tests.helpers.ranks import CountingCommunicator, ThreadCommunicator, run_ranks
-
-require.need("chainer")
-
-from multibn.chainer_backend import (  # noqa: E402
+from multibn.chainer_backend import (
     MultiNodeBatchNormalization,
     multi_node_batch_normalization,
     step_statistics,
 )
-
-import chainer  # noqa: E402  # isort: skip (multibn makes it importable)
-from chainer import functions as F, links as L  # noqa: E402  # isort: skip
+from multibn.parity.oracle import relative_error
+from tests.helpers.ranks import CountingCommunicator, ThreadCommunicator, run_ranks
 
 ALONE = SingleProcess()
 

@@ -2,26 +2,20 @@
 
 from typing import Any
 
+import chainer
 import numpy as np
 import pytest
+from chainer import functions as F
 
 from multibn import SingleProcess
-from tests.helpers import require
-from tests.helpers.ranks import ThreadCommunicator, run_ranks
-
-require.need("chainer")
-
-from multibn.chainer_backend import (  # noqa: E402
+from multibn.chainer_backend import (
     FinetunePopulationStatistics,
     MultiNodeBatchNormalization,
     multi_node_batch_normalization,
     step_statistics,
 )
-
-import chainer  # noqa: E402  # isort: skip (multibn makes it importable)
-from chainer import functions as F  # noqa: E402  # isort: skip
-
-from multibn.parity.oracle import relative_error  # noqa: E402
+from multibn.parity.oracle import relative_error
+from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
 C, STEPS = 3, 7
 LENGTHS = [[7, 2, 0, 5], [3, 1, 6]]  # of the samples on two ranks

@@ -5,23 +5,18 @@ There, batch normalization is composed of Chainer's own differentiable functions
 
 from typing import Any
 
+import chainer
 import numpy as np
 import pytest
+from chainer import functions as F
 
 from multibn import SingleProcess
-from multibn.communicators import Communicator
-from tests.helpers import require
-from tests.helpers.ranks import CountingCommunicator, run_ranks
-
-require.need("chainer")
-
-from multibn.chainer_backend import (  # noqa: E402
+from multibn.chainer_backend import (
     MultiNodeBatchNormalization,
     multi_node_batch_normalization,
 )
-
-import chainer  # noqa: E402  # isort: skip (multibn makes it importable)
-from chainer import functions as F  # noqa: E402  # isort: skip
+from multibn.communicators import Communicator
+from tests.helpers.ranks import CountingCommunicator, run_ranks
 
 C = 3
 SIZES = (3, 0, 5)  # of the ranks' batches
