@@ -16,14 +16,17 @@ from multibn.communicators import Communicator
 from multibn.engine import statistics
 
 
-def gradients(node: Any, *variables: Variable) -> dict[str, Variable]:
+def gradients(node: Any, y: Array | None, *variables: Variable) -> dict[str, Variable]:
     """The gradient of each input, by the input's name.
 
     `node` is a `functions.BatchNormalization`, whose statistics are computed again, from `x`. The
-    `variables` are the node's inputs and the gradient of the output.
+    `variables` are the inputs that the node has retained and the gradient of the output; `y` is the
+    output, if the pass ended in a ReLU.
     """
     *retained, dy = variables
     mask = node.input.mask
+    dy = dy if y is None else _where(y > 0, dy)
+    dresidual = masked(dy, mask)
     x, gamma, beta = node.filled(retained)[:3]
     axis, size = node.input.axis, node.communicator.size
     channels = statistics.channels(x.shape, axis)
@@ -40,14 +43,14 @@ def gradients(node: Any, *variables: Variable) -> dict[str, Variable]:
     e = float(node.batch.element_weight)
     # Minus the mean, as a constant: otherwise the variance would lose digits to cancellation.
     d = masked(F.cast(x, np.float64) - per_channel(node.batch.mean), mask)
-    dy = F.cast(masked(dy, mask), np.float64)
+    dy = F.cast(dresidual, np.float64)
     mean, meansqr = sums(e * d, e * d * d)
     invstd = (meansqr - mean * mean + node.input.eps) ** -0.5
     xhat = masked((d - per_channel(mean)) * per_channel(invstd), mask)
     sum_dy, sum_dy_xhat = sums(dy, dy * xhat)
     dx = masked(dy - e * (per_channel(sum_dy) + xhat * per_channel(sum_dy_xhat)), mask)
     scale = invstd
-    found = {}
+    found = {"residual": dresidual}
     if gamma is not None:
         (copied,) = _Copied(node.communicator, 1 / size).apply((gamma,))
         scale = scale * F.cast(copied, np.float64)
@@ -59,10 +62,13 @@ def gradients(node: Any, *variables: Variable) -> dict[str, Variable]:
 
 def masked(v: Variable, mask: Array | None, /) -> Variable:
     """`v`, and 0 where the engine's mask is False."""
-    if mask is None:
-        return v
-    xp = chainer.backend.get_array_module(mask)
-    return F.where(xp.broadcast_to(mask, v.shape), v, xp.zeros(v.shape, v.dtype))
+    return v if mask is None else _where(mask, v)
+
+
+def _where(condition: Array, v: Variable) -> Variable:
+    """`v`, and 0 where the condition, which broadcasts to `v`, is False."""
+    xp = chainer.backend.get_array_module(condition)
+    return F.where(xp.broadcast_to(condition, v.shape), v, xp.zeros(v.shape, v.dtype))
 
 
 class _AllReduce(FunctionNode):

@@ -8,7 +8,7 @@ import chainer
 import numpy as np
 from chainer import FunctionNode, Variable
 
-from multibn._typing import Array, Weighting, check_choice, check_eps, check_ints
+from multibn._typing import Array, Weighting, check_choice, check_eps, check_ints, check_residual
 from multibn.chainer_backend import _differentiable
 from multibn.communicators import Communicator, CommunicatorLike, as_communicator
 from multibn.communicators.conversation import Conversation
@@ -132,7 +132,7 @@ def normalize(
             "those of the first batch. Remove the decorator, which may stay for evaluation."
         )
     function = BatchNormalization(i, communicator, weighting)
-    arrays = [v for v in (i.x, i.weight, i.bias) if v is not None]
+    arrays = [v for v in (i.x, i.weight, i.bias, i.residual) if v is not None]
     function.needed = chainer.config.enable_backprop and any(
         getattr(v, "requires_grad", False) for v in arrays
     )
@@ -172,12 +172,13 @@ def check_input(
     communicator: Communicator,
     /,
     *,
+    residual: Any = None,
     mask: Any = None,
     lengths: Any = None,
 ) -> tuple[tuple[int, ...], Array | None]:
     """The axes to reduce, and the engine's mask.
 
-    Raises unless `x` is floating-point, its other axes are `channels`, and the mask fits.
+    Raises unless `x` is floating-point, its other axes are `channels`, and mask and residual fit.
     Collective only if it raises: then the other ranks raise, too. `channels=None` accepts any shape
     without 0. `axis=None` is Chainer's rule: the channel axes start at 1, all others are reduced.
     """
@@ -187,6 +188,8 @@ def check_input(
         axis = statistics.reduced_axes(ndim, range(1, 1 + num_channel_axes))
     try:
         _check(x, channels, axis)
+        if residual is not None:
+            check_residual(residual, x, _arrays(), "a Variable or an array")
         return axis, masks.checked(chainer.as_array(x), mask, lengths, axis=axis)
     except (TypeError, ValueError) as error:
         if channels is None and ndim > max(axis, default=0):
@@ -233,6 +236,10 @@ def _check(x: Any, channels: tuple[int, ...] | None, axis: tuple[int, ...]) -> N
         raise statistics.not_floating(x)
 
 
+# The arguments of a pass that are inputs of a node, in their order.
+_INPUTS = ("x", "weight", "bias", "residual")
+
+
 class BatchNormalization(FunctionNode):
     """Normalization by `batch`. The gradient of x includes the one through the statistics.
 
@@ -246,11 +253,13 @@ class BatchNormalization(FunctionNode):
         super().__init__()
         self.communicator, self._weighting = communicator, weighting
         # Not `i` itself: of the arrays, Chainer keeps those that the backward pass needs.
-        self.input = i._replace(x=None, weight=None, bias=None)
-        self.names = [name for name in ("x", "weight", "bias") if getattr(i, name) is not None]
+        self.input = i._replace(x=None, weight=None, bias=None, residual=None)
+        self.names = [name for name in _INPUTS if getattr(i, name) is not None]
 
     def forward(self, inputs: tuple[Array, ...]) -> tuple[Array]:
-        self.retain_inputs(range(len(inputs)))
+        self.retain_inputs([n for n, name in enumerate(self.names) if name != "residual"])
+        if self.input.relu:
+            self.retain_outputs((0,))
         ((y, self.batch),) = step.forward(
             [self.filled(inputs)],
             self.communicator,
@@ -262,21 +271,26 @@ class BatchNormalization(FunctionNode):
         return (y,)
 
     def filled(self, inputs: Sequence[Any]) -> Input:
-        """The arguments of the pass, with the node's inputs in their places."""
-        return self.input._replace(**dict(zip(self.names, inputs, strict=True)))
+        """The arguments of the pass, with the node's inputs, or those retained, in their places."""
+        return self.input._replace(**dict(zip(self.names, inputs, strict=False)))
 
     def backward(
         self, indexes: tuple[int, ...], grad_outputs: tuple[Variable]
     ) -> tuple[Variable, ...]:
         inputs: Any = (*self.get_retained_inputs(), *grad_outputs)
+        y = chainer.as_array(self.get_retained_outputs()[0]) if self.input.relu else None
         if chainer.config.enable_backprop:  # enable_double_backprop=True
-            found = _differentiable.gradients(self, *inputs)
+            found = _differentiable.gradients(self, y, *inputs)
             return tuple(found[name] for name in self.names)
         *retained, dy = map(chainer.as_array, inputs)
         if chainer.is_debug():
             counted = generic.masked(dy, self.input.mask)
             raise_for_nan_gradients(self.communicator, bool((counted != counted).any()))
-        g = Gradient(dy, self.filled(retained), self.batch)
-        ((dx, _, dweight, dbias),) = step.backward([g], self.communicator, means=True)
-        gradients: Any = {"x": dx, "weight": dweight, "bias": dbias}
+        has_residual = "residual" in self.names
+        # Without a residual, `x` has the signs.
+        g = Gradient(dy, self.filled(retained), self.batch, y if has_residual else None)
+        ((dx, dresidual, dweight, dbias),) = step.backward([g], self.communicator, means=True)
+        if has_residual and dresidual is None:
+            dresidual = generic.residual_gradient(g)
+        gradients: Any = {"x": dx, "weight": dweight, "bias": dbias, "residual": dresidual}
         return tuple(Variable(gradients[name], requires_grad=False) for name in self.names)

@@ -69,6 +69,9 @@ class MultiNodeBatchNormalization(chainer.Link):
         FloatingPointError on all ranks, or `"skip"` the batch: the output is NaN on all ranks,
         nothing moves, and a RuntimeWarning names the link. None: `"skip"` for float16, `"raise"`
         for other dtypes.
+    fuse_relu
+        Whether the link ends in a ReLU; `link(x, residual=residual)` adds an array like `x` before
+        the ReLU, in the same pass.
 
     Attributes
     ----------
@@ -120,6 +123,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         weighting: Weighting = "element",
         avg_var: RunningVar = "unbiased_global",
         nonfinite: Nonfinite = None,
+        fuse_relu: bool = False,
     ) -> None:
         super().__init__()
         if size is None and axis is None:
@@ -137,6 +141,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         self.decay = decay
         self.eps = eps
         self.nonfinite: Nonfinite = nonfinite
+        self.fuse_relu = fuse_relu
         self.axis = None if axis is None else functions.checked_axes(axis)
         self._highprec_dtype = _floating_dtype(dtype)
         self._initial_averages = (0, 0)  # `create_mnbn_model` sets those of a lazy link
@@ -179,7 +184,13 @@ class MultiNodeBatchNormalization(chainer.Link):
         _conversations.pop(self, None)
 
     def forward(
-        self, x: Any, finetune: bool = False, *, mask: Any = None, lengths: Any = None
+        self,
+        x: Any,
+        finetune: bool = False,
+        *,
+        residual: Any = None,
+        mask: Any = None,
+        lengths: Any = None,
     ) -> chainer.Variable:
         """Normalize `x`, a Variable or array of shape `(N, C, *spatial)`.
 
@@ -190,6 +201,9 @@ class MultiNodeBatchNormalization(chainer.Link):
         finetune
             In training, average the statistics cumulatively, all batches alike, instead of with
             `decay`: see `start_finetuning`.
+        residual
+            Variable or array of the shape and dtype of `x` that is added to the output, before the
+            ReLU of `fuse_relu=True`.
         mask, lengths
             Which elements count: booleans of the shape of `x` without the channel axes, or one that
             broadcasts to it; or integers of shape `(N,)`, for each sample the number of elements of
@@ -201,15 +215,14 @@ class MultiNodeBatchNormalization(chainer.Link):
         TypeError, ValueError, RuntimeError, FloatingPointError, NotImplementedError
             As `multi_node_batch_normalization`; the last two in training only.
         """
-        v = functions.standard_layout(x)
+        v, residual = map(functions.standard_layout, (x, residual))
         communicator = self.conversation if chainer.config.train else SingleProcess()
         channels = None if self.avg_mean is None else self.avg_mean.shape
-        axis, mask = functions.check_input(
-            v, channels, self.axis, communicator, mask=mask, lengths=lengths
-        )
+        options = {"residual": residual, "mask": mask, "lengths": lengths}
+        axis, mask = functions.check_input(v, channels, self.axis, communicator, **options)
         if self.avg_mean is None:
             self._initialize(statistics.channels(v.shape, axis))
-        i = Input(v, self.gamma, self.beta, self.eps, axis, mask=mask)
+        i = Input(v, self.gamma, self.beta, self.eps, axis, residual, self.fuse_relu, mask=mask)
         y = self._train(i, finetune) if chainer.config.train else self._evaluate(i)
         return functions.with_layout_of(x, y)
 
@@ -235,7 +248,8 @@ class MultiNodeBatchNormalization(chainer.Link):
         beta = self.xp.zeros_like(mean) if self.beta is None else self.beta
         x = masked(i.x, i.mask)
         y = F.fixed_batch_normalization(x, gamma, beta, mean, var, i.eps, i.axis)
-        return masked(y, i.mask)
+        y = y if i.residual is None else y + i.residual
+        return masked(F.relu(y) if i.relu else y, i.mask)
 
     def start_finetuning(self) -> None:
         """Set `N` to 0; call it before each fine-tuning but the first."""
@@ -281,7 +295,7 @@ _conversations: WeakKeyDictionary[chainer.Link, Conversation] = WeakKeyDictionar
 steps: WeakKeyDictionary[chainer.Link, Pool | None] = WeakKeyDictionary()
 
 
-_OPTIONS = ("decay", "eps", "weighting", "nonfinite")
+_OPTIONS = ("decay", "eps", "weighting", "fuse_relu", "nonfinite")
 
 
 def options_of(link: Any) -> dict[str, object]:
