@@ -106,7 +106,7 @@ mutants: $(VENV)/mutants  ## deliberate mistakes, drawn at random, and the tests
 	$(BIN)/python -m tests.mutants $(MUTANTS) $(SEED)
 
 programs: $(PROGRAMS)/installed  ## other people's models, trainers and rules: docs/programs.md
-	$(PROGRAMS)/bin/python -m tests.programs
+	$(PROGRAMS)/bin/python -m pytest --require programs tests/programs
 
 $(VENV)/versions: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --editable '.[versions]'

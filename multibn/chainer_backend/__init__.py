@@ -12,10 +12,6 @@ from multibn.chainer_backend.convert import revert_mnbn_model as revert_mnbn_mod
 from multibn.chainer_backend.extensions import (
     FinetunePopulationStatistics as FinetunePopulationStatistics,
 )
-from multibn.chainer_backend.extensions import (
-    finetune_population_statistics as finetune_population_statistics,
-)
-from multibn.chainer_backend.forgetting import forget as forget
 from multibn.chainer_backend.functions import (
     multi_node_batch_normalization as multi_node_batch_normalization,
 )

@@ -10,15 +10,13 @@ import chainer
 from chainer import links as L
 
 from multibn._typing import RunningVar, Weighting, overridden
-from multibn.chainer_backend.links import Conventions, MultiNodeBatchNormalization
-from multibn.communicators import CommunicatorLike
+from multibn.chainer_backend.links import MultiNodeBatchNormalization
+from multibn.communicators import CommunicatorLike, SingleProcess
 from multibn.communicators.outcomes import Nonfinite
 
 # Attributes that L.BatchNormalization does not have.
-_MULTI_NODE = {
-    *("_communicator", "_communication_backend", "weighting", "avg_var_convention", "fuse_relu"),
-    *("nonfinite", "_initial_averages", "_single_node_class", "_built"),
-}
+_MULTI_NODE = {*vars(MultiNodeBatchNormalization(1, SingleProcess())), "_single_node_class"}
+_MULTI_NODE -= {*vars(L.BatchNormalization(1))}
 
 
 def create_mnbn_model(
@@ -26,9 +24,8 @@ def create_mnbn_model(
     comm: CommunicatorLike,
     communication_backend: str = "auto",
     *,
-    conventions: Conventions | None = None,
-    weighting: Weighting | None = None,
-    avg_var: RunningVar | None = None,
+    weighting: Weighting = "element",
+    avg_var: RunningVar = "unbiased_global",
     nonfinite: Nonfinite = None,
 ) -> chainer.Link:
     """A copy of a model in which every L.BatchNormalization is a `MultiNodeBatchNormalization`.
@@ -41,7 +38,7 @@ def create_mnbn_model(
     ----------
     link
         A Chain, ChainList, Sequential, or a bare link.
-    comm, communication_backend, conventions, weighting, avg_var, nonfinite
+    comm, communication_backend, weighting, avg_var, nonfinite
         As `MultiNodeBatchNormalization`'s.
 
     Raises
@@ -67,7 +64,6 @@ def create_mnbn_model(
         MultiNodeBatchNormalization,
         comm=comm,
         communication_backend=communication_backend,
-        conventions=conventions,
         weighting=weighting,
         avg_var=avg_var,
         nonfinite=nonfinite,
@@ -75,23 +71,14 @@ def create_mnbn_model(
     make(1)  # raises for wrong arguments, even if the model has no batch normalization
 
     def convert(old: Any) -> Any:
-        size = None if old.avg_mean is None else old.avg_mean.shape
-        new = make(
-            size,
-            decay=old.decay,
-            eps=old.eps,
-            dtype=old._highprec_dtype,
-            axis=old.axis,
-            use_gamma=False,  # the parameters are those of the old link, if there are any
-            use_beta=False,
-        )
+        # `_copy_with` brings the old link's attributes, and its parameters, if there are any.
+        new = make(1, decay=old.decay, eps=old.eps, use_gamma=False, use_beta=False)
         if old.avg_mean is None:  # a lazy link, whose averages begin at its first input
             new._initial_averages = (
                 0 if old._initial_avg_mean is None else old._initial_avg_mean,
                 1 if old._initial_avg_var is None else old._initial_avg_var,
             )
-        if type(old) is not L.BatchNormalization:
-            new._single_node_class = type(old)
+        new._single_node_class = type(old)
         return new
 
     if not any(isinstance(each, L.BatchNormalization) for each in link.links()):
@@ -143,25 +130,18 @@ def _copy_with(
     """
     memo: dict[int, Any] = {}
     for old in link.links():
-        if not isinstance(old, cls) or _obstructed(old, cls, consequence):
+        if not isinstance(old, cls):
+            continue
+        names = overridden(type(old), lambda other: other is cls)
+        if names or getattr(old, "fuse_relu", False):
+            lost = f"its class overrides {', '.join(names)}" if names else "it has a ReLU inside"
+            warnings.warn(
+                f"{type(old).__module__}.{type(old).__qualname__} is copied as it is, "
+                f"{consequence}: {lost}, which would be lost.",
+                stacklevel=3,
+            )
             continue
         new = memo[id(old)] = convert(old)
         attributes = {k: v for k, v in old.__dict__.items() if k not in _MULTI_NODE}
         new.__dict__.update(copy.deepcopy(attributes, memo))
     return copy.deepcopy(link, memo)
-
-
-def _obstructed(link: chainer.Link, base: type, consequence: str) -> bool:
-    """Warn and return True if the link's class does more than `base`."""
-    cls = type(link)
-    names = overridden(cls, lambda other: other is base)
-    has_relu = base is MultiNodeBatchNormalization and link.fuse_relu
-    if not (names or has_relu):
-        return False
-    lost = f"its class overrides {', '.join(names)}" if names else "it has a ReLU inside"
-    warnings.warn(
-        f"{cls.__module__}.{cls.__qualname__} is copied as it is, {consequence}: {lost}, which "
-        "would be lost.",
-        stacklevel=4,
-    )
-    return True

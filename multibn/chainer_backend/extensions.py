@@ -5,8 +5,7 @@ and gives small batches the weight of large ones. Here the population is exact.
 """
 
 import copy
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import length_hint
@@ -18,7 +17,6 @@ from chainer import links as L
 from chainer import training
 from chainer.dataset import concat_examples
 
-from multibn._typing import check_int
 from multibn.chainer_backend import functions
 from multibn.chainer_backend.links import MultiNodeBatchNormalization, steps
 from multibn.chainer_backend.synchrony import participants
@@ -35,67 +33,19 @@ _WORDS = Words(
 
 
 class FinetunePopulationStatistics(training.Extension):
-    """Trainer extension that runs `finetune_population_statistics`.
+    """Replaces the moving averages of a model's batch normalization by statistics of all data.
 
-    Runs once an epoch by default, before evaluators and snapshots. Its parameters are those of
-    `finetune_population_statistics`, and are checked when the extension is built. Collective: the
-    trainer of every rank must have it.
+    An extension of a trainer, by default once an epoch, before evaluators and snapshots; a call
+    does the same without a trainer. The model runs forward on the batches in training mode, without
+    gradients, so that deeper links get the same inputs as in training, and multi-node links share
+    their statistics. Only `avg_mean`, `avg_var` and `N` of batch normalization links change: other
+    persistent values, `chainer.config`, reports and NumPy's random state are as before. After an
+    exception or a KeyboardInterrupt everything is as before.
 
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from chainer import iterators, links, optimizers, training
-    >>> from multibn.chainer_backend import FinetunePopulationStatistics
-    >>> data = np.asarray([[1], [3], [5], [7]], "f")
-    >>> link = links.BatchNormalization(1)
-    >>> optimizer = optimizers.SGD().setup(link)
-    >>> updater = training.StandardUpdater(iterators.SerialIterator(data, 2), optimizer)
-    >>> trainer = training.Trainer(updater, (10, "epoch"))
-    >>> once = iterators.SerialIterator(data, 2, repeat=False)
-    >>> extension = FinetunePopulationStatistics(once, link, progress=False)
-    >>> trainer.extend(extension)  # after each epoch, before evaluators and snapshots
-    >>> extension(trainer)
-    >>> print(link.avg_mean)
-    [4.]
-    """
-
-    trigger = 1, "epoch"
-    priority = training.extension.PRIORITY_WRITER + 2  # AllreducePersistent's is one less
-
-    def __init__(
-        self, iterator: Any, target: chainer.Link, comm: CommunicatorLike = None, **options: Any
-    ) -> None:
-        signature = inspect.signature(finetune_population_statistics)
-        self._arguments = signature.bind(iterator, target, comm, **options)
-        _check_arguments(iterator, comm, options.get("num_passes", 1))
-
-    def __call__(self, trainer: Any = None) -> None:
-        finetune_population_statistics(*self._arguments.args, **self._arguments.kwargs)
-
-
-def finetune_population_statistics(
-    iterator: Any,
-    target: chainer.Link,
-    comm: CommunicatorLike = None,
-    *,
-    num_passes: int = 1,
-    converter: Callable[..., Any] | None = concat_examples,
-    device: Any = None,
-    eval_func: Callable[..., object] | None = None,
-    progress: bool = True,
-) -> None:
-    """Replace the moving averages of a model's batch normalization by statistics of all data.
-
-    The model runs forward on the batches in training mode, without gradients, so that deeper links
-    get the same inputs as in training, and multi-node links share their statistics. Only
-    `avg_mean`, `avg_var` and `N` of batch normalization links change: other persistent values,
-    `chainer.config`, reports and NumPy's random state are as before. After an exception or a
-    KeyboardInterrupt everything is as before.
-
-    Collective: every rank of `comm` must call it, with the same arguments but for the data. Each
-    batch has one small allreduce, and each link of C channels one of 2C+2 numbers at the end.
-    Iterators may differ in length: a rank without data left takes part in multi-node links with
-    empty batches.
+    A call is collective: every rank of `comm` must make it, with the same arguments but for the
+    data. Each batch has one small allreduce, and each link of C channels one of 2C+2 numbers at the
+    end. Iterators may differ in length: a rank without data left takes part in multi-node links
+    with empty batches.
 
     Parameters
     ----------
@@ -106,8 +56,6 @@ def finetune_population_statistics(
     comm
         The ranks whose data is pooled, as in `check_sync`. They should include the ranks of all
         multi-node links of the model.
-    num_passes
-        Number of passes over the data; more than one is useful for augmented data.
     converter
         Makes arrays of a batch, `converter(batch, device)`; None if batches are arrays already.
     device
@@ -120,14 +68,13 @@ def finetune_population_statistics(
     Raises
     ------
     TypeError
-        If `num_passes` is no int, or `comm` no communicator.
+        If `comm` is no communicator.
     ValueError
-        If `num_passes` is not positive, `iterator` never ends or cannot begin again for them, or
-        `target` has no batch normalization link or one without a size so far; for `comm` as
-        `check_sync`. On all ranks, if no rank has a batch, or if a rank has none and there are
-        multi-node links.
+        If `iterator` never ends. By a call, if `target` has no batch normalization link or one
+        without a size so far; for `comm` as `check_sync`. On all ranks, if no rank has a batch, or
+        if a rank has none and there are multi-node links.
     RuntimeError
-        On the other ranks, if one rank's iterator or converter raised.
+        By a call, on the other ranks, if one rank's iterator or converter raised.
 
     Notes
     -----
@@ -140,62 +87,69 @@ def finetune_population_statistics(
     --------
     >>> import numpy as np
     >>> from chainer import links
-    >>> from multibn.chainer_backend import finetune_population_statistics
+    >>> from multibn.chainer_backend import FinetunePopulationStatistics
     >>> link = links.BatchNormalization(1)
     >>> batches = [np.asarray([[1], [3]], "f"), np.asarray([[5], [7], [9]], "f")]
-    >>> finetune_population_statistics(batches, link, converter=None, progress=False)
+    >>> extension = FinetunePopulationStatistics(batches, link, converter=None, progress=False)
+    >>> extension()  # or, once in each epoch: trainer.extend(extension)
     >>> print(link.avg_mean, link.avg_var, link.N)
     [5.] [10.] 2
     """
-    _check_arguments(iterator, comm, num_passes)
-    norms = _norms(target)
-    communicator = participants(target, comm)
-    device = target.device if device is None else device
 
-    def batches() -> Iterator[Any]:
-        for _ in range(num_passes):
-            if hasattr(iterator, "reset"):
-                iterator.reset()
-            for batch in iterator:
-                yield batch if converter is None else converter(batch, device)
+    trigger = 1, "epoch"
+    priority = training.extension.PRIORITY_WRITER + 2  # AllreducePersistent's is one less
 
-    def call(arrays: Any) -> None:
-        function: Any = target if eval_func is None else eval_func
+    def __init__(
+        self,
+        iterator: Any,
+        target: chainer.Link,
+        comm: CommunicatorLike = None,
+        *,
+        converter: Callable[..., Any] | None = concat_examples,
+        device: Any = None,
+        eval_func: Callable[..., object] | None = None,
+        progress: bool = True,
+    ) -> None:
+        if getattr(iterator, "repeat", False):
+            raise ValueError(
+                "`iterator` must end after one pass: got one that repeats. Make it with "
+                "repeat=False."
+            )
+        if comm is not None:
+            as_communicator(comm)
+        self._iterator, self._target, self._comm = iterator, target, comm
+        self._converter, self._device, self._progress = converter, device, progress
+        self._function: Any = target if eval_func is None else eval_func
+
+    def __call__(self, trainer: Any = None) -> None:
+        norms = _norms(self._target)
+        run = Pass(norms, participants(self._target, self._comm), _WORDS)
+        with (
+            _unchanged(self._target, self._function),
+            chainer.using_config("train", True),
+            chainer.no_backprop_mode(),
+            _Watch(norms, run),
+        ):
+            for norm in norms:
+                norm.link.start_finetuning()
+            total = _num_batches(self._iterator)
+            run.run(self._batches(), self._forward, progress=self._progress, total=total)
+        list(run.write())
+
+    def _batches(self) -> Iterator[Any]:
+        if hasattr(self._iterator, "reset"):
+            self._iterator.reset()
+        device = self._target.device if self._device is None else self._device
+        for batch in self._iterator:
+            yield batch if self._converter is None else self._converter(batch, device)
+
+    def _forward(self, arrays: Any) -> None:
         if isinstance(arrays, tuple):
-            function(*arrays)
+            self._function(*arrays)
         elif isinstance(arrays, dict):
-            function(**arrays)
+            self._function(**arrays)
         else:
-            function(arrays)
-
-    run = Pass(norms, communicator, _WORDS)
-    with (
-        _unchanged(target, eval_func),
-        chainer.using_config("train", True),
-        chainer.no_backprop_mode(),
-        _Watch(norms, run),
-    ):
-        for norm in norms:
-            norm.link.start_finetuning()
-        total = _num_batches(iterator, num_passes)
-        run.run(batches(), call, progress=progress, total=total)
-    list(run.write())
-
-
-def _check_arguments(iterator: Any, comm: CommunicatorLike, num_passes: int) -> None:
-    check_int("num_passes", num_passes)
-    if getattr(iterator, "repeat", False):
-        raise ValueError(
-            "`iterator` must end after one pass: got one that repeats. Make it with repeat=False."
-        )
-    if num_passes > 1 and isinstance(iterator, Iterator) and not hasattr(iterator, "reset"):
-        raise ValueError(
-            "`iterator` must be iterable once more for each of `num_passes`: got "
-            f"{type(iterator).__qualname__}, which has no reset(). Pass a list or a Chainer "
-            "iterator."
-        )
-    if comm is not None:
-        as_communicator(comm)
+            self._function(arrays)
 
 
 class _Norm:
@@ -270,7 +224,7 @@ class _Watch(chainer.LinkHook):
 
 
 @contextmanager
-def _unchanged(target: chainer.Link, eval_func: Any) -> Iterator[None]:
+def _unchanged(target: chainer.Link, function: Any) -> Iterator[None]:
     """Restore persistent values, arrays in place, and NumPy's random state; drop reports."""
     persistent = [
         (link, name, value, copy.deepcopy(value))
@@ -281,7 +235,7 @@ def _unchanged(target: chainer.Link, eval_func: Any) -> Iterator[None]:
     in_steps = {link: steps.pop(link) for link in target.links() if link in steps}
     random_state = np.random.get_state()  # noqa: NPY002 (Chainer's dropout uses this state)
     reporter = chainer.Reporter()
-    for link in (target, eval_func):  # `eval_func` may be a chain that contains the target
+    for link in (target, function):  # the function may be a chain that contains the target
         if isinstance(link, chainer.Link):
             reporter.add_observers("target", link.namedlinks())
     try:
@@ -296,7 +250,7 @@ def _unchanged(target: chainer.Link, eval_func: Any) -> Iterator[None]:
                 value[...] = before
 
 
-def _num_batches(iterator: Iterable[Any], num_passes: int) -> int | None:
+def _num_batches(iterator: Any) -> int | None:
     if hasattr(iterator, "dataset") and hasattr(iterator, "batch_size"):
-        return num_passes * -(-len(iterator.dataset) // iterator.batch_size)
-    return num_passes * length_hint(iterator) or None
+        return -(-len(iterator.dataset) // iterator.batch_size)
+    return length_hint(iterator) or None

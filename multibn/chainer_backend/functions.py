@@ -13,7 +13,7 @@ from multibn.chainer_backend import _differentiable
 from multibn.communicators import Communicator, CommunicatorLike, as_communicator
 from multibn.communicators.conversation import Conversation
 from multibn.communicators.outcomes import Nonfinite, raise_for_nan_gradients
-from multibn.engine import masks, recompute, statistics, step
+from multibn.engine import masks, statistics, step
 from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Gradient, Input
 from multibn.kernels import generic
@@ -124,8 +124,7 @@ def normalize(
 ) -> tuple[Variable, BatchStatistics]:
     """`i.x` normalized by the whole batch, and the statistics; moves `i.running` in place.
 
-    Collective, unless `engine.recompute` replays the statistics. The backward pass is collective,
-    too.
+    Collective, as its backward pass.
     """
     if chainer.config.schedule_func is not None:
         raise NotImplementedError(
@@ -134,9 +133,9 @@ def normalize(
         )
     function = BatchNormalization(i, communicator, weighting)
     arrays = [v for v in (i.x, i.weight, i.bias, i.residual) if v is not None]
-    function.needed = any(getattr(v, "requires_grad", False) for v in arrays)
-    if not chainer.config.enable_backprop:
-        function.needed = recompute.is_recording()
+    function.needed = chainer.config.enable_backprop and any(
+        getattr(v, "requires_grad", False) for v in arrays
+    )
     (y,) = function.apply(arrays)
     return y, function.batch
 

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any, Literal, TypeAlias
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import chainer
@@ -25,14 +25,6 @@ from multibn.engine import statistics
 from multibn.engine.population import Pool
 from multibn.engine.step import Input
 from multibn.kernels import Running
-
-Conventions: TypeAlias = Literal["exact", "chainermn"]
-
-# The values of `weighting` and `avg_var`.
-_CONVENTIONS: dict[str, tuple[Weighting, RunningVar]] = {
-    "exact": ("element", "unbiased_global"),
-    "chainermn": ("rank", "unbiased_local"),
-}
 
 
 class MultiNodeBatchNormalization(chainer.Link):
@@ -65,16 +57,13 @@ class MultiNodeBatchNormalization(chainer.Link):
     axis
         The axes to reduce, an int or an ascending tuple; by default all but the channel axes, which
         start at 1.
-    conventions
-        Sets both `weighting` and `avg_var`: `"exact"` (default) to `"element"` and
-        `"unbiased_global"`; `"chainermn"`, for ChainerMN's numbers, to `"rank"` and
-        `"unbiased_local"`.
     weighting
         The weight of a rank: `"element"`, its elements per channel (the concatenated batch),
-        `"sample"`, its batch size, or `"rank"`, the same for every rank that is not empty.
+        `"sample"`, its batch size, or `"rank"`, the same for every rank that is not empty, as in
+        ChainerMN.
     avg_var
         The variance in the persistent value of this name: `"unbiased_global"`, `"unbiased_local"`
-        or `"biased"`, see `multibn.engine.running_variance`.
+        (ChainerMN's) or `"biased"`, see `multibn.engine.running_variance`.
     nonfinite
         What follows where a rank's input has NaN, infinity or too large values: `"raise"`
         FloatingPointError on all ranks, or `"skip"` the batch: the output is NaN on all ranks,
@@ -101,8 +90,7 @@ class MultiNodeBatchNormalization(chainer.Link):
     TypeError
         If an argument is of another type than above.
     ValueError
-        If an argument has another value than above; also if `weighting` or `avg_var` is passed
-        together with `conventions`.
+        If an argument has another value than above.
 
     Examples
     --------
@@ -132,9 +120,8 @@ class MultiNodeBatchNormalization(chainer.Link):
         communication_backend: str = "auto",
         *,
         axis: int | tuple[int, ...] | None = None,
-        conventions: Conventions | None = None,
-        weighting: Weighting | None = None,
-        avg_var: RunningVar | None = None,
+        weighting: Weighting = "element",
+        avg_var: RunningVar = "unbiased_global",
         nonfinite: Nonfinite = None,
         fuse_relu: bool = False,
     ) -> None:
@@ -143,11 +130,14 @@ class MultiNodeBatchNormalization(chainer.Link):
             raise ValueError("`size` or `axis` must be given: got None for both.")
         check_number("decay", decay, "[0, 1]")
         check_eps(eps)
+        check_choice("weighting", weighting, Weighting)
+        check_choice("avg_var", avg_var, RunningVar)
         check_choice("nonfinite", nonfinite, Nonfinite)
         self._built = Built()
         self._communicator = _wrapped(comm, communication_backend)
         self._communication_backend = communication_backend
-        self.weighting, self.avg_var_convention = _resolved(conventions, weighting, avg_var)
+        self.weighting: Weighting = weighting
+        self.avg_var_convention: RunningVar = avg_var
         self.decay = decay
         self.eps = eps
         self.nonfinite: Nonfinite = nonfinite
@@ -245,8 +235,7 @@ class MultiNodeBatchNormalization(chainer.Link):
         if self in steps:
             steps[self] = moved = steps[self] or Pool(self.avg_mean)
             moved.running = running
-        # F.forget sets Chainer's flag, `forgetting.forget` replays multibn's tapes.
-        if not chainer.config.in_recomputing:
+        if not chainer.config.in_recomputing:  # by F.forget
             i = i._replace(running=moved)
         y, _ = functions.normalize(i, self.conversation, weighting=self.weighting)
         if moved is running:
@@ -338,25 +327,6 @@ def _floating_dtype(dtype: Any) -> Any:
     if resolved is None or resolved.kind != "f":
         raise TypeError(f"`dtype` must be a real floating-point dtype: got {dtype!r}.")
     return resolved
-
-
-def _resolved(
-    conventions: Any, weighting: Weighting | None, avg_var: RunningVar | None
-) -> tuple[Weighting, RunningVar]:
-    if conventions is not None:
-        check_choice("conventions", conventions, Conventions)
-        for name, value in (("weighting", weighting), ("avg_var", avg_var)):
-            if value is not None:
-                raise ValueError(
-                    f"`conventions` sets `{name}`: got conventions={conventions!r} and "
-                    f"{name}={value!r}. Pass one or the other."
-                )
-    resolved = _CONVENTIONS[conventions or "exact"]
-    weighting = resolved[0] if weighting is None else weighting
-    avg_var = resolved[1] if avg_var is None else avg_var
-    check_choice("weighting", weighting, Weighting)
-    check_choice("avg_var", avg_var, RunningVar)
-    return weighting, avg_var
 
 
 def _channels(size: Any) -> tuple[int, ...]:

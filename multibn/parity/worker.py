@@ -94,14 +94,12 @@ class ChainerSurface:
     def train(self, x: Array, dy: Array, **masks: Array) -> dict[str, Array]:
         import chainer
 
-        from multibn.chainer_backend import forget
-
         link = self.link
         v = chainer.Variable(x)
         link.cleargrads()
         options: Any = {"finetune": True} if self.case.cumulative else {}
         call = partial(link, **options, **masks)
-        y = forget(call, v) if self.case.recompute else call(v)
+        y = chainer.functions.forget(call, v) if self.case.recompute else call(v)
         y.grad = dy
         y.backward()
         results = y.array, v.grad, link.gamma.grad, link.beta.grad, link.avg_mean, link.avg_var

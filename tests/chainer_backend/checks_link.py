@@ -6,13 +6,16 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import chainer
 import numpy as np
 import pytest
+from chainer import functions as F
+from chainer import links as L
 
 from multibn.chainer_backend import (
+    FinetunePopulationStatistics,
     MultiNodeBatchNormalization,
     create_mnbn_model,
-    finetune_population_statistics,
     revert_mnbn_model,
 )
 from multibn.chainer_backend import check_sync as expect_in_sync  # not a check of its own
@@ -21,9 +24,6 @@ from tests.chainer_backend.test_extensions import assert_population
 from tests.harness.runs import on, only
 from tests.helpers.normalized import normalized
 from tests.helpers.ranks import CountingCommunicator
-
-import chainer  # isort: skip (multibn makes it importable)
-from chainer import functions as F, links as L  # isort: skip
 
 RUNS = on("torchrun mpiexec", 2, 3, needs="chainer")
 
@@ -117,7 +117,7 @@ def check_finetuning_counts_all_data_of_unequal_ranks(world: Communicator) -> No
     ):
         plain = [L.BatchNormalization(C, dtype=np.float64) for _ in range(2)]
         model = create_mnbn_model(chainer.Sequential(plain[0], F.square, plain[1]), comm)
-        finetune_population_statistics(_data(world.rank), model, converter=None, progress=False)
+        FinetunePopulationStatistics(_data(world.rank), model, converter=None, progress=False)()
         assert_population(model[0], [x for r in members for x in _data(r)])
         assert_population(model[2], _second_inputs(members))
         assert model[0].N == model[2].N == 1 + max(members)
@@ -169,7 +169,7 @@ def check_every_helper_knows_who_takes_part(world: Communicator) -> None:
     """As the README calls them, without a communicator."""
     model = chainer.Sequential(MultiNodeBatchNormalization(1, world, dtype=np.float64))
     data = [np.full((2, 1), float(world.rank))]
-    finetune_population_statistics(data, model, converter=None, progress=False)
+    FinetunePopulationStatistics(data, model, converter=None, progress=False)()
     assert model[0].avg_mean.tolist() == [(world.size - 1) / 2]
     expect_in_sync(model)
     model[0].avg_mean += world.rank
@@ -183,7 +183,7 @@ def check_no_helper_takes_one_rank_for_all(world: Communicator) -> None:
     data = [np.ones((2, 1), dtype=np.float32)]
 
     def finetune(comm: Any = None) -> None:
-        finetune_population_statistics(data, model, comm, converter=None, progress=False)
+        FinetunePopulationStatistics(data, model, comm, converter=None, progress=False)()
 
     helpers: list[Callable[[], object]] = [lambda: expect_in_sync(model), finetune]
     for helper in helpers:

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import require
-
 # A module whose every name is a class, but for the modules that not every CuPy has.
 ANY_NAME = """
 def __getattr__(name):
@@ -77,7 +75,6 @@ def test_chainer_is_imported_without_a_warning_beside_each_cupy(
     expected: tuple[bool, bool, str | None] | str,
     tmp_path: Path,
 ) -> None:
-    require.need("chainer")
     if importlib.util.find_spec("cupy") is not None:
         pytest.skip("the stand-in is for machines without CuPy")
     install(version, tmp_path, **options)

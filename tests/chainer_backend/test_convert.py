@@ -1,24 +1,20 @@
-"""revert_mnbn_model, and the conventions of links, in one process."""
+"""create_mnbn_model and revert_mnbn_model in one process."""
 
 import pickle
 from typing import Any
 
+import chainer
 import numpy as np
 import pytest
+from chainer import functions as F
+from chainer import links as L
 
 from multibn import SingleProcess
-from tests.helpers import require
-
-require.need("chainer")
-
-from multibn.chainer_backend import (  # noqa: E402
+from multibn.chainer_backend import (
     MultiNodeBatchNormalization,
     create_mnbn_model,
     revert_mnbn_model,
 )
-
-import chainer  # noqa: E402  # isort: skip (multibn makes it importable)
-from chainer import functions as F, links as L  # noqa: E402  # isort: skip
 
 ALONE = SingleProcess()
 
@@ -77,8 +73,9 @@ def assert_alike(actual: Any, expected: Any) -> None:
 
 def test_every_container_is_converted_and_reverted() -> None:
     first = model()
-    shared = create_mnbn_model(first, ALONE)
+    shared = create_mnbn_model(first, ALONE, weighting="rank", avg_var="biased")
     assert_alike(shared, first)
+    assert (shared[2].weighting, shared[2].avg_var_convention) == ("rank", "biased")
     assert {type(shared[2]), type(shared[1][1]), type(shared[3])} == {MultiNodeBatchNormalization}
     assert type(first[2]) is Named
     x = np.random.default_rng(0).normal(size=(6, 3)).astype("f")
@@ -92,28 +89,45 @@ def test_every_container_is_converted_and_reverted() -> None:
     assert type(create_mnbn_model(back, ALONE)[2]) is MultiNodeBatchNormalization
 
 
-def test_links_that_were_built_as_such_are_reverted() -> None:
-    for options in ({}, {"use_gamma": False}, {"use_beta": False}, {"axis": (0, 2)}):
-        link = MultiNodeBatchNormalization(3, ALONE, **options)
-        x = np.random.default_rng(0).normal(size=(6, 3, 2)).astype("f")
-        link(x)
-        back = pickle.loads(pickle.dumps(revert_mnbn_model(link)))
-        assert type(back) is L.BatchNormalization
-        with chainer.using_config("train", False):
-            np.testing.assert_array_equal(back(x).array, link(x).array)
+@pytest.mark.parametrize("size", [3, None])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"axis": (0, 1, 2)},
+        {"axis": (0, 1, 2), "use_gamma": False},
+        {"axis": (0, 1, 2), "use_beta": False, "initial_avg_var": 2},
+        {"axis": (0, 1, 2), "use_beta": False, "use_gamma": False},
+    ],
+)
+def test_links_of_all_options_go_there_and_back(size: int | None, options: Any) -> None:
+    """ChainerMN's function raises where a parameter or the size is missing, and drops `axis`."""
+    x = np.random.default_rng(0).normal(size=(4, 5, 6, 3)).astype("f")
+    link = L.BatchNormalization(size, **options)
+    new = create_mnbn_model(link, ALONE)
+    back = pickle.loads(pickle.dumps(revert_mnbn_model(new)))
+    expected = link(x).array
+    for other in (new, back):
+        names = [name for name, _ in other.namedparams()]
+        assert names == [name for name, _ in link.namedparams()]
+        assert {"/gamma", "/beta"} & {f"/{name}" for name in vars(other)} == set(names)
+        np.testing.assert_allclose(other(x).array, expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(other.avg_var, link.avg_var, rtol=1e-5)
 
 
-def test_lazy_links_keep_their_initial_averages() -> None:
+@pytest.mark.parametrize("size", [3, None])
+def test_links_that_were_built_as_such_are_reverted(size: int | None) -> None:
     x = np.random.default_rng(0).normal(size=(6, 3)).astype("f")
-    for link, start in (
-        (create_mnbn_model(L.BatchNormalization(axis=0, initial_avg_var=2), ALONE), 2.0),
-        (MultiNodeBatchNormalization(None, ALONE, axis=0), 0.0),
-    ):
-        back = revert_mnbn_model(link)
-        assert back.avg_mean is None
-        back(x)
-        expected = 0.9 * start + 0.1 * x.var(0, ddof=1)
-        np.testing.assert_allclose(back.avg_var, expected, rtol=1e-5)
+    back = revert_mnbn_model(MultiNodeBatchNormalization(size, ALONE, axis=0))
+    assert type(back) is L.BatchNormalization
+    back(x)
+    np.testing.assert_allclose(back.avg_var, 0.1 * x.var(0, ddof=1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name, value", [("eps", 0), ("decay", 2)])
+def test_the_numbers_of_links_are_checked(name: str, value: float) -> None:
+    link = L.BatchNormalization(3, **{name: value})
+    with pytest.raises(ValueError, match=f"`{name}` must be .*: got {value}"):
+        create_mnbn_model(chainer.ChainList(link), ALONE)
 
 
 def test_revert_names_what_it_leaves_alone() -> None:
@@ -136,49 +150,6 @@ def test_a_model_without_batch_norms_is_only_copied() -> None:
         assert other.W is not link.W
     with pytest.raises(TypeError, match="a communicator must be None"):
         create_mnbn_model(link, "mpi")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "options, expected",
-    [
-        ({}, ("element", "unbiased_global")),
-        ({"conventions": "exact"}, ("element", "unbiased_global")),
-        ({"conventions": "chainermn"}, ("rank", "unbiased_local")),
-        ({"weighting": "sample"}, ("sample", "unbiased_global")),
-        ({"avg_var": "biased"}, ("element", "biased")),
-    ],
-)
-def test_conventions_set_weighting_and_variance(
-    options: dict[str, Any], expected: tuple[str, str]
-) -> None:
-    for link in (
-        MultiNodeBatchNormalization(3, ALONE, **options),
-        create_mnbn_model(L.BatchNormalization(3), ALONE, **options),
-    ):
-        assert (link.weighting, link.avg_var_convention) == expected
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"conventions": "torch"}, "`conventions` must be one of 'exact', 'chainermn': got 'to"),
-        (
-            {"conventions": "chainermn", "weighting": "rank"},
-            "`conventions` sets `weighting`: got conventions='chainermn' and weighting='ra",
-        ),
-        (
-            {"conventions": "exact", "avg_var": "biased"},
-            "`conventions` sets `avg_var`: got conventions='exact'.*Pass one or the other",
-        ),
-    ],
-)
-def test_unknown_and_conflicting_conventions_are_refused(
-    options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        MultiNodeBatchNormalization(3, ALONE, **options)
-    with pytest.raises(ValueError, match=message):
-        create_mnbn_model(L.BatchNormalization(3), ALONE, **options)
 
 
 def test_a_link_with_a_forward_pass_of_its_own_is_left_alone() -> None:

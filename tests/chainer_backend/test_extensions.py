@@ -1,24 +1,19 @@
-"""Fine-tuning of population statistics, in one process and over ranks as threads."""
+"""Fine-tuning of population statistics in one process."""
 
 from typing import Any
 
+import chainer
 import numpy as np
 import pytest
+from chainer import functions as F
+from chainer import links as L
 
 from multibn import SingleProcess
-from tests.helpers import require
-
-require.need("chainer")
-
-from multibn.chainer_backend import (  # noqa: E402
+from multibn.chainer_backend import (
     FinetunePopulationStatistics,
     MultiNodeBatchNormalization,
-    finetune_population_statistics,
     step_statistics,
 )
-
-import chainer  # noqa: E402  # isort: skip (multibn makes it importable)
-from chainer import functions as F, links as L  # noqa: E402  # isort: skip
 
 C = 3
 ALONE = SingleProcess()
@@ -48,16 +43,16 @@ def assert_population(link: Any, xs: list[Any]) -> None:
 
 def finetune(iterator: Any, target: Any, comm: Any = None, **options: Any) -> None:
     options = {"converter": None, "progress": False} | options
-    finetune_population_statistics(iterator, target, comm, **options)
+    FinetunePopulationStatistics(iterator, target, comm, **options)()
 
 
-def test_all_passes_count_and_links_without_data_stay() -> None:
+def test_links_without_data_stay() -> None:
     model: Any = chainer.ChainList(shared(), shared())
     with chainer.using_config("train", False):
-        finetune(batches(), model, eval_func=lambda x: model[0](x), num_passes=2)
+        finetune(batches(), model, eval_func=lambda x: model[0](x))
         assert not chainer.config.train
-    assert_population(model[0], batches() * 2)
-    assert (model[0].N, model[1].N) == (6, 0)
+    assert_population(model[0], batches())
+    assert (model[0].N, model[1].N) == (3, 0)
     np.testing.assert_array_equal(model[1].avg_var, 0)
 
 
@@ -113,14 +108,15 @@ def test_finetuning_takes_iterators_and_classifiers(
     pairs, xs = dataset()
     iterator = getattr(chainer.iterators, kind)(pairs, 4, repeat=False)
     model = L.Classifier(chainer.Sequential(L.BatchNormalization(C), F.relu))
+    extension = FinetunePopulationStatistics(iterator, model, progress=False)
     for _ in range(2):  # an iterator that was used up is reset
-        finetune_population_statistics(iterator, model, progress=False)
+        extension()
         np.testing.assert_allclose(model.predictor[0].avg_mean, xs.mean(0), rtol=1e-5)
         np.testing.assert_allclose(model.predictor[0].avg_var, xs.var(0, ddof=1), rtol=1e-5)
         assert model.predictor[0].N == 3
     predictor = chainer.Sequential(L.BatchNormalization(C))
     loss = L.Classifier(predictor)
-    finetune_population_statistics(iterator, predictor, eval_func=loss)
+    FinetunePopulationStatistics(iterator, predictor, eval_func=loss)()
     np.testing.assert_allclose(predictor[0].avg_mean, xs.mean(0), rtol=1e-5)
     pytest.importorskip("tqdm")
     assert "3/3" in capsys.readouterr().err  # as many as the iterator will give
@@ -153,7 +149,7 @@ def test_a_converter_gets_the_device_of_the_model_or_the_one_that_is_named() -> 
 def test_finetuning_takes_batches_of_dicts() -> None:
     x = batches()[0]
     link = shared()
-    finetune_population_statistics([[{"x": row} for row in x]], link, progress=False)
+    finetune([[{"x": row} for row in x]], link, converter=chainer.dataset.concat_examples)
     assert_population(link, [x])
 
 
@@ -181,13 +177,8 @@ def test_a_trainer_finetunes_before_it_evaluates_and_writes(tmp_path: Any) -> No
 
 def test_bad_arguments_are_refused() -> None:
     link = shared()
-    for build in (finetune, FinetunePopulationStatistics):  # the extension: before the epoch
-        with pytest.raises(ValueError, match="`iterator` must end after one pass: got one"):
-            build(chainer.iterators.SerialIterator(batches(), 1), link)
-        with pytest.raises(TypeError, match="unexpected keyword argument 'passes'"):
-            build(batches(), link, passes=2)
-        with pytest.raises(ValueError, match="more for each of `num_passes`: got list_iterator, w"):
-            build(iter(batches()), link, num_passes=2)
+    with pytest.raises(ValueError, match="`iterator` must end after one pass: got one"):
+        FinetunePopulationStatistics(chainer.iterators.SerialIterator(batches(), 1), link)
     with pytest.raises(ValueError, match="`target` must have a batch normalization link: got none"):
         finetune(batches(), L.Linear(2, 2))
     with pytest.raises(ValueError, match="must have a size: got /0 of `target`, which has seen no"):

@@ -59,10 +59,10 @@ _RULES = {
     "eps": EPS,
     "momentum": Wrong(SHARE.values[:-1]),  # None: the cumulative average
     "decay": SHARE,
-    "weighting running_var avg_var conventions communication_backend how": CHOICE,
+    "weighting running_var avg_var communication_backend how": CHOICE,
     "estimator nonfinite": CHOICE,
     "mode norm name pool_mode head_act res_path respath_fuse pre_q_fusion drop_path_mode": CHOICE,
-    "num_features num_splits num_samples num_iters num_passes every_n_epochs": POSITIVE_INT,
+    "num_features num_splits num_samples num_iters every_n_epochs": POSITIVE_INT,
     "interval crop_size num_frames in_channels num_classes embed_dim num_heads": POSITIVE_INT,
     "depth dim": POSITIVE_INT,
     "num_sync_devices": Wrong(_NOT_INTS),
@@ -99,7 +99,6 @@ HANDED_ON = {
         ("NaiveSyncBatchNorm1d", "NaiveSyncBatchNorm2d", "NaiveSyncBatchNorm3d"),
         ("eps", "momentum", "weighting", "running_var"),
     ),
-    "FinetunePopulationStatistics": ("num_passes",),
 }
 
 Call: TypeAlias = Callable[..., Any]  # with valid arguments, to which one that is wrong is added
@@ -177,12 +176,9 @@ def _chainer() -> dict[Call, Call]:
     def model() -> Any:
         return chainer.Sequential(L.Linear(3, 3), L.BatchNormalization(3))
 
-    def finetuned(call: Call, **fixed: Any) -> Call:
-        def run(**options: Any) -> Any:
-            batches = chainer.iterators.SerialIterator(list(x), 2, repeat=False, shuffle=False)
-            return call(batches, model(), **fixed, **options)
-
-        return run
+    def finetuned(**options: Any) -> Any:
+        batches = chainer.iterators.SerialIterator(list(x), 2, repeat=False, shuffle=False)
+        return cb.FinetunePopulationStatistics(batches, model(), **options)
 
     return {
         cb.MultiNodeBatchNormalization: lambda size=3, comm=None, **options: (
@@ -192,10 +188,7 @@ def _chainer() -> dict[Call, Call]:
         cb.create_mnbn_model: lambda comm=None, **options: cb.create_mnbn_model(
             model(), comm, **options
         ),
-        cb.FinetunePopulationStatistics: finetuned(cb.FinetunePopulationStatistics),
-        cb.finetune_population_statistics: finetuned(
-            cb.finetune_population_statistics, progress=False
-        ),
+        cb.FinetunePopulationStatistics: finetuned,
         cb.check_sync: partial(cb.check_sync, model()),
     }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.versions import report
+from tests import versions
 
 ROOT = Path(__file__).parents[2]
 PROJECT = (ROOT / "pyproject.toml").read_text()
@@ -19,7 +19,7 @@ SETS = dict(re.findall(r'"(\w+)": \("(3\.\d+)"', (ROOT / "noxfile.py").read_text
 def test_the_declared_pythons_are_tested() -> None:
     tested = set(SETS.values())
     assert tested == set(re.findall(r'"Programming Language :: Python :: (3\.\d+)"', PROJECT))
-    assert re.findall(r'requires-python = ">=(.*)"', PROJECT) == [min(tested, key=report.numbers)]
+    assert re.findall(r'requires-python = ">=(.*)"', PROJECT) == [min(tested, key=versions.numbers)]
 
 
 def test_the_workflow_runs_each_set() -> None:

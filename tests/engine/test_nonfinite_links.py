@@ -14,9 +14,9 @@ from tests.helpers.ranks import CountingCommunicator, run_ranks
 require.need("chainer")
 
 from multibn.chainer_backend import (  # noqa: E402
+    FinetunePopulationStatistics,
     MultiNodeBatchNormalization,
     create_mnbn_model,
-    finetune_population_statistics,
     multi_node_batch_normalization,
 )
 
@@ -94,9 +94,9 @@ def test_populations_leave_out_what_other_ranks_have_made_all_skip() -> None:
         batches = [np.random.default_rng(k).normal(size=(4, 3)).astype("f") for k in range(3)]
         if communicator.rank == 1:
             batches[1][0, 0] = np.inf
-        finetune_population_statistics(
+        FinetunePopulationStatistics(
             batches if sees else batches[::2], link, communicator, converter=None, progress=False
-        )
+        )()
         return state(link)[:2]
 
     saw, never_saw = (run_ranks(2, lambda c, s=s: population(c, s)) for s in (True, False))  # type: ignore[misc]

@@ -116,7 +116,7 @@ class Chainer:
         if forward := options.pop("forward", None):
             options["eval_func"] = lambda x: forward(target, x)
         options = {"converter": None, "progress": False} | options
-        self.backend.finetune_population_statistics(data, target, comm, **options)
+        self.backend.FinetunePopulationStatistics(data, target, comm, **options)()
 
     def kept(self, layer: Any) -> tuple[Any, Any]:
         return layer.avg_mean, layer.avg_var

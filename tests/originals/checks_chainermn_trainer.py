@@ -62,7 +62,7 @@ def ours(model: Any) -> Any:
 
 
 def ours_as_theirs(model: Any) -> Any:
-    return create_mnbn_model(model, naive(), conventions="chainermn")
+    return create_mnbn_model(model, naive(), weighting="rank", avg_var="unbiased_local")
 
 
 def theirs(model: Any) -> Any:
@@ -313,7 +313,8 @@ def check_programs_for_chainermns_link_run_alike_with_ours(world: Communicator) 
         return chainermn.links.MultiNodeBatchNormalization(size, naive(), **options)
 
     def multibns(size: int, **options: Any) -> Any:
-        return MultiNodeBatchNormalization(size, naive(), conventions="chainermn", **options)
+        options |= {"weighting": "rank", "avg_var": "unbiased_local"}
+        return MultiNodeBatchNormalization(size, naive(), **options)
 
     programs = list(chainer_programs.PROGRAMS)
     programs.remove(chainer_programs.link_hooks)  # ChainerMN's link calls no hooks

@@ -1,7 +1,21 @@
-"""A row of the table."""
+"""A row of the table in docs/programs.md."""
 
-from dataclasses import dataclass
+import json
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
 
+from benchmarks.tables import markdown, put
+from tests.helpers.launch import ROOT
+
+SAVED = ROOT / "out/programs"  # a file for each row
+_COLUMNS = (
+    *("program", "what was tried", "result", "largest difference from one process"),
+    *("the same, samples in another order", "the same, statistics not shared"),
+)
 STEPS = 2  # of training
 PER_RANK = 4  # samples
 BOUND = 1e-9  # the difference from one process that rounding in float64 explains
@@ -49,3 +63,29 @@ class Row:
         elif self.difference is not None and self.difference > BOUND:
             self.result += "; the network amplifies rounding as much in one process"
         return self
+
+    def save(self, number: int) -> None:
+        """Keep the row for the page, where it has this place."""
+        SAVED.mkdir(parents=True, exist_ok=True)
+        Path(SAVED, f"{number:03}.json").write_text(json.dumps(asdict(self)))
+
+    def cells(self) -> Sequence[str]:
+        numbers = (self.difference, self.reordered, self.local)
+        return (
+            f"{self.program} {metadata.version(self.program)}",
+            self.tried.replace("|", r"\|"),
+            f"**fails**: {self.complaint}" if self.complaint else self.result,
+            *("-" if number is None else f"{number:.1e}" for number in numbers),
+        )
+
+
+def put_all() -> int:
+    """Put all rows that are saved into the page, and return their number."""
+    rows = [Row(**json.loads(path.read_text())) for path in sorted(SAVED.glob("*.json"))]
+    versions = ", ".join(
+        f"{name} {metadata.version(name)}" for name in ("multibn", "torch", "numpy")
+    )
+    about = f"On {time.strftime('%Y-%m-%d')}, with Python {platform.python_version()}, {versions}:"
+    table = markdown(_COLUMNS, [row.cells() for row in rows])
+    put(ROOT / "docs/programs.md", "rows", f"{about}\n\n{table}")
+    return len(rows)

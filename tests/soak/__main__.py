@@ -4,17 +4,19 @@ Writes the tables of docs/soak.md. The exit status is 1 if anything grew on a ra
 """
 
 import argparse
-import json
+import platform
 import sys
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks import worker
+from benchmarks.tables import markdown, put
 from multibn import _launch
 from tests.helpers import launch
-from tests.soak import report
 from tests.soak.deeds import Row
+from tests.soak.held import COLUMNS
 
 # How ranks exchange messages: the communicator, and variables.
 TRANSPORTS = {
@@ -25,6 +27,9 @@ TRANSPORTS = {
 # Each transport's share of the time, by ranks.
 _SHARES = {2: 0.08, 4: 0.04, 8: 0.03, 16: 0.02, 32: 0.02}
 _DEADLINE = 600.0  # seconds beyond a run's share
+
+_DEEDS = ("transport", "ranks", "deed", "turns", *COLUMNS)
+_WIDTHS = ("transport", "ranks", "alone", "1", "40", "200", "threads", "MPI communicators")
 
 
 def main() -> int:
@@ -45,13 +50,12 @@ def main() -> int:
                     continue
                 runs[transport, ranks] = results
                 for row in results["rows"]:
-                    print(" | ".join(report.cells(transport, ranks, row)), flush=True)
+                    print(" | ".join(_cells(transport, ranks, row)), flush=True)
                     for growth in row.growth:
                         failed = True
                         print(f"GROWN: {transport}, {ranks} ranks, {growth}", flush=True)
     if not failed:
-        figures = _figures(32) if arguments.ranks >= 32 else {}
-        report.write(arguments.page, runs, figures, time.monotonic() - began)
+        _write(arguments.page, runs, time.monotonic() - began)
     return int(failed)
 
 
@@ -68,16 +72,34 @@ def _run(transport: str, ranks: int, seconds: float) -> dict[str, Any] | None:
     return first.notes | {"rows": [Row(*row) for row in first.notes["rows"]]}
 
 
-def _figures(ranks: int) -> Any:
-    """What `tests.soak.figures` prints, from processes that import torch themselves."""
-    command = _launch.launch_command("mpiexec", ranks, ["-m", "tests.soak.figures"])
-    began = time.time()
-    variables = launch.VARIABLES | {"SOAK_BEGAN": str(began)}
-    ran = _launch.run(command, timeout=_DEADLINE, variables=variables)
-    lines = [line for line in ran.stdout.splitlines() if line.startswith("figures ")]
-    assert lines, ran.stdout
-    figures = json.loads(lines[0].removeprefix("figures "))
-    return figures | {"the launcher has ended": [time.time() - began, None]}
+def _cells(transport: str, ranks: int, row: Row) -> list[str]:
+    """A deed's line of the table."""
+    held = [
+        f"{b:.1f} → {a:.1f}" if name == "MB" else f"{b:.0f} → {a:.0f}"
+        for name, b, a in zip(COLUMNS, row.before, row.after, strict=True)
+    ]
+    return [*map(str, (transport, ranks, row.deed, row.turns)), *held]
+
+
+def _write(page: Path, runs: Mapping[tuple[str, int], Any], seconds: float) -> None:
+    """Put the tables into the page; `runs` by transport and number of ranks."""
+    deeds = [_cells(*key, row) for key, results in runs.items() for row in results["rows"]]
+    run = f"Python {platform.python_version()}, {seconds:.0f} s in all:"
+    put(page, "deeds", f"{run}\n\n{markdown(_DEEDS, deeds)}")
+    put(page, "widths", markdown(_WIDTHS, _widths(runs)))
+
+
+def _widths(runs: Mapping[tuple[str, int], Any]) -> Iterable[list[str]]:
+    for (transport, ranks), results in runs.items():
+        if "widths" not in results:
+            continue
+        held = results["widths"]
+        columns = [[held[when][i] for when in ("alone", "1", "40", "200")] for i in range(3)]
+        descriptors, threads, duplicates = columns
+        if transport == "gloo" and descriptors[-1] - descriptors[0] > ranks - 1:
+            raise AssertionError(f"{ranks} ranks: more than one connection each: {descriptors}")
+        cells = (transport, ranks, *descriptors)
+        yield [*map(str, cells), *(f"{c[0]} / {c[-1]}" for c in (threads, duplicates))]
 
 
 if __name__ == "__main__":

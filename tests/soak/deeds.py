@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from multibn import SingleProcess
@@ -84,8 +85,6 @@ def new_group(world: Communicator) -> Any:
     """A group of the user's, of all ranks."""
     if type(world).__name__ == "MPI":
         return world.comm.Dup()  # type: ignore[attr-defined]
-    import torch.distributed as dist
-
     return dist.new_group(list(range(world.size)))
 
 
@@ -94,8 +93,6 @@ def destroy(group: Any) -> None:
     if hasattr(group, "Free"):
         group.Free()
     else:
-        import torch.distributed as dist
-
         dist.destroy_process_group(group)
 
 
@@ -137,8 +134,6 @@ def spawns(world: Communicator) -> None:
 
 
 def _spawned(meeting: str, rank: int) -> None:
-    import torch.distributed as dist
-
     store, limit = dist.FileStore(meeting, 2), timedelta(seconds=60)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
     layer = SyncBatchNorm(3)
@@ -156,8 +151,6 @@ def inits(world: Communicator) -> None:
 
 def init_anew(world: Communicator) -> None:
     """Destroy the default process group, and make it again in the same store."""
-    import torch.distributed as dist
-
     rank, size, store = world.rank, world.size, base_store()
     # torch itself finds the addresses of the group before in the same part of a store.
     number = store.add(f"round of {rank}", 1)

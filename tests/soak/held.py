@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
 from multibn.communicators.lines import Lines
 
 MEMORY = 2.0  # MB by which a rank may grow: Python's tables double, once each
@@ -64,17 +66,11 @@ def _megabytes() -> float:
 
 
 def _keys() -> list[str]:
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_initialized():
-        return []
-    store = base_store()
-    return list(store.list_keys()) if store is not None else []
+    return list(base_store().list_keys()) if dist.is_initialized() else []
 
 
 def _is_notice(key: str) -> bool:
     """Whether ranks that have waited long have left this key: one of each, and their count."""
-    import torch.distributed as dist
-
     group = key.partition("multibn/")[2].partition("/")[0]
     living: Any = dist.distributed_c10d._world.pg_names.values()
     return "/notice" in key and group in living
@@ -82,8 +78,6 @@ def _is_notice(key: str) -> bool:
 
 def base_store() -> Any:
     """The store of torch's default process group, without the parts that torch makes of it."""
-    import torch.distributed as dist
-
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store

@@ -1,7 +1,15 @@
-"""The table of all sets, in docs/versions.md."""
+"""The tests that need no ranks, with one set of versions, and the table of all sets: noxfile.py.
 
+`python -m tests.versions NAME` writes docs/versions.md. The exit status is that of pytest.
+"""
+
+import json
+import os
+import platform
 import re
 import subprocess
+import sys
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
@@ -9,7 +17,13 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from benchmarks.tables import markdown
+from benchmarks.tables import markdown, put
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "out/versions"  # one file for each set; the table is made of all of them
+# Not those of the page that this run is to write.
+ELSEWHERE = ("tests/originals", "tests/command/test_versions.py")
+TESTS = ("-m", "not launches", *(f"--ignore={path}" for path in ELSEWHERE))
 
 PACKAGES = {
     "torch": ["torch"],
@@ -77,3 +91,33 @@ def numbers(version: str) -> list[int]:
 def _line(row: Mapping[str, Any]) -> Sequence[str]:
     counts = (str(row["outcome"][count]) for count in COUNTS)
     return (row["name"], *row["versions"].values(), *counts, row["date"], row["commit"])
+
+
+def main(argv: Sequence[str]) -> int:
+    name, *tests = argv
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    junit = RESULTS / f"{name}.xml"
+    tested = commit(ROOT)
+    options = ["-q", "-p", "no:cacheprovider", "--junitxml", str(junit)]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *(tests or TESTS)],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    row = {
+        "name": name,
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": tested,
+        "versions": {"Python": platform.python_version()} | installed(),
+        "outcome": outcome(junit),
+    }
+    if not tests:
+        Path(RESULTS, f"{name}.json").write_text(json.dumps(row, indent=1))
+    rows = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
+    put(ROOT / "docs/versions.md", "results", text(rows))
+    return run.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
