@@ -140,14 +140,12 @@ def require_element(weight: Array, shape: Sequence[int], communicator: Communica
         )
 
 
-def move(
-    running: Running | Pool, batch: BatchStatistics, local_count: Array, k: Any = None
-) -> None:
-    """Move running statistics by those of a batch, by the kernels `k`, or add it to a pool."""
+def move(running: Running | Pool, batch: BatchStatistics, local_count: Array) -> None:
+    """Move running statistics by those of a batch, or add the batch to a pool."""
     if isinstance(running, Pool):
         running.add(batch, local_count=local_count)
     else:
-        (k or kernels.select(batch.mean)).move(running, *batch[:3], local_count)
+        generic.move(running, *batch[:3], local_count)
 
 
 def backward(

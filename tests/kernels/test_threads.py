@@ -14,7 +14,6 @@ require.need("core")
 
 from multibn.kernels import host  # noqa: E402
 from multibn.kernels.core import _core  # noqa: E402
-from multibn.kernels.core.memory import num_threads  # noqa: E402
 from tests.kernels.passes import (  # noqa: E402
     NARROW,
     as_torch,
@@ -44,7 +43,7 @@ def test_any_number_of_threads_gives_the_same_bits(shape: tuple[int, ...], mask:
     found = []
     for n in (1, 2, 3):
         with threads(n):
-            assert num_threads() == n
+            assert host.num_threads() == n
             found.append(passes(host, i, dy))
     for other in found[1:]:
         assert_same_bits(other, found[0])
