@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multibn.kernels import Gradient, Input, _native, generic, select
-from tests.helpers import require
+from multibn.kernels import Gradient, Input, generic, select
 from tests.helpers.spread import spread
 from tests.kernels.passes import (
     AXIS,
@@ -431,45 +430,6 @@ class TestTensors:
         assert leaf.grad.any()
         torch.testing.assert_close(torch.func.grad(loss)(i.x), leaf.grad)
 
-    @pytest.mark.parametrize("weight", [None, [3.0, -1.0]])
-    def test_each_argument_of_a_verb_is_differentiated(self, weight: list[float] | None) -> None:
-        """Also where the activation needs no gradient."""
-        require.need("torch")
-        import torch
-
-        def gradcheck(function: Any, *arrays: Any) -> None:
-            constants = [torch.tensor(v, dtype=torch.float64) for v in arrays]
-            for n, v in enumerate(constants):  # one of them alone
-                torch.autograd.gradcheck(
-                    lambda leaf, n=n: function(*constants[:n], leaf, *constants[n + 1 :]),
-                    v.clone().requires_grad_(),
-                )
-
-        x: Any = torch.tensor([[2.0, 1.0], [0.5, 4.0]], dtype=torch.float64)
-        w = None if weight is None else torch.tensor(weight, dtype=torch.float64)
-        i = Input(x, w, None, 0.25, (0,))
-        mean, var, a, b = [1.0, 2.0], [1.0, 4.0], [0.5, -2.0], [3.0, 1.0]
-
-        def batch(m: Any, v: Any, e: Any = None) -> Any:
-            return statistics(i)._replace(mean=m, var=v, element_weight=e)
-
-        def forward(s: Any, v: Any) -> Any:
-            return generic.finish_forward(i._replace(x=v), s, 1.0, 2.0)[0]
-
-        known = statistics(i)
-        gradcheck(lambda m, v: generic.normalize(i, batch(m, v)), mean, var)
-        gradcheck(lambda p, q: generic.normalize(i._replace(weight=p, bias=q), known), a, b)
-        gradcheck(lambda v: generic.begin_forward(i._replace(x=v), 2.0, 3.0), x.tolist())
-        gradcheck(forward, [2.0, 4.0, 6.0, 12.0, 2.0, 4.0], x.tolist())
-        gradcheck(
-            lambda g, m, v: generic.begin_backward(Gradient(g, i, batch(m, v)))[0],
-            x.tolist(), mean, var,
-        )  # fmt: skip
-        gradcheck(
-            lambda s, g, *e: generic.finish_backward(Gradient(g, i, batch(*e)), s)[0],
-            [0.5, -2.0, 3.0, 1.0], x.tolist(), mean, var, 0.25,
-        )  # fmt: skip
-
     def test_lazy_zeros_and_another_default_device_are_taken(self) -> None:
         """The default device may be another one, and lazy zeros have no address."""
         i, _ = layer((2, 19), of=as_torch)  # of a size that no other test has
@@ -516,11 +476,3 @@ def test_a_device_without_float64_uses_the_host() -> None:
         np.testing.assert_allclose(
             np.asarray(got.to_device(message.device)), value, rtol=1e-4, atol=1e-4
         )
-
-
-def test_a_wrong_value_of_the_variable_is_an_error(monkeypatch: Any) -> None:
-    monkeypatch.setenv("MULTIBN_KERNELS", "off")
-    with pytest.raises(
-        ValueError, match="MULTIBN_KERNELS must be generic, or not be set: got 'off'"
-    ):
-        _native.__wrapped__("host")

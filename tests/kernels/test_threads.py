@@ -93,28 +93,6 @@ threading.Thread(target=work).start()
     assert launch.printed("-c", code, OMP_NUM_THREADS="2") == "1.0\n"
 
 
-@pytest.mark.parametrize("available", [True, False], ids=["C core", "no C core"])
-def test_without_the_core_the_generic_kernels_are_used(available: bool) -> None:
-    code = f"""
-import sys, numpy as np
-from multibn import info
-from multibn.engine import local_moments
-if not {available}:
-    sys.modules["multibn.kernels.core._core"] = None  # as if missing
-info.ask = lambda code: None  # other processes, which import the frameworks
-mean = local_moments(np.ones((2, 3, 4, 4), "float32")).mean
-print(mean, "multibn.kernels.host" in sys.modules, info.text(info.collect()))
-"""
-    printed = launch.printed("-W", "error", "-c", code)
-    assert printed.startswith(f"[1. 1. 1.] {available} ")
-    (line,) = (line for line in printed.splitlines() if line.startswith("  host"))
-    if available:
-        assert "C core, " in line
-    else:
-        assert "generic (slow): the C core is missing" in line
-        assert "Install a C compiler (gcc or clang)" in line
-
-
 def levels() -> Iterator[None]:
     """The instructions of each processor."""
     try:
