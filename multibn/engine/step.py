@@ -216,7 +216,8 @@ def _exchange(
     """
     x = xs[0]
     if type(communicator) is Conversation:
-        key = phase, announced(xs), needs_gradient
+        dtype = x.dtype if len(xs) == 1 else announced(xs)
+        key = phase, dtype, needs_gradient
         known = communicator.phases.get(key)
         communicator = communicator.during(*key) if known is None else known
     memory: Any = None

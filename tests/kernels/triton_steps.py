@@ -40,29 +40,6 @@ def test_a_batch_that_is_not_finite(bad: float, place: int) -> None:
     assert [v.isnan().all().item() for v in refused] == [True, True, False, True]
 
 
-@pytest.mark.parametrize("momentum", [0.1, None], ids=["n", "cumulative"])
-@pytest.mark.parametrize("convention", ["unbiased_global", "unbiased_local", "biased"])
-def test_a_layer_moves_its_running_statistics_in_one_launch(
-    momentum: float | None, convention: Any, launched: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layers = [SyncBatchNorm(3, momentum=momentum, running_var=convention) for _ in range(2)]
-    there, here = layers[0].to(DEVICE), layers[1]
-    for _ in range(3):
-        x = wide(4, 3, 5).float()
-        here(x.cpu())
-        with monkeypatch.context() as patch:
-            if DEVICE == "cpu":  # as for tensors on a GPU
-                patch.setattr(kernels, "select", lambda x, *others: cuda)
-                patch.setattr(Phase, "buffer", lambda self, n: None)
-            launched.clear()
-            there(x)
-        assert launched == ["moments", "merge_moments", "finish_forward", "normalize"]
-    state, expected = there.state_dict(), here.state_dict()
-    assert state["num_batches_tracked"].item() == 3
-    for name in expected:
-        torch.testing.assert_close(state[name].cpu(), expected[name], rtol=1e-6, atol=1e-6)
-
-
 class Twice(Handle):
     """Two equal ranks; a multiplication stands for the launch of a transport."""
 
