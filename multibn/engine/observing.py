@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from multibn import kernels
 from multibn._arrays import array_namespace, values
 from multibn._typing import Array
-from multibn.communicators.conversation import Conversation
+from multibn.communicators.outcomes import layer_of
 from multibn.engine import masks
 from multibn.engine.recompute import Taping
 from multibn.engine.statistics import BatchStatistics, sizes
@@ -65,18 +64,14 @@ class observing(Taping):  # noqa: N801
     def keep(
         self, batches: Sequence[BatchStatistics], inputs: Sequence[Input], communicator: Any
     ) -> None:
-        while not isinstance(communicator, Conversation) and hasattr(communicator, "wrapped"):
-            communicator = communicator.wrapped
-        names: Sequence[str] = ["a layer"]
-        if isinstance(communicator, Conversation):
-            names = communicator.names or [communicator.name]
+        layer = layer_of(communicator)
+        names = ["a layer"] if layer is None else layer.names or [layer.name]
         names = [*names] * (len(inputs) // len(names))  # splits of one layer share a message, too
         for name, batch, i in zip(names, batches, inputs, strict=bool(inputs)):
-            own, state = _own(i)
-            if state == kernels.LOST:  # beside the square of the mean
-                near, centre = generic.about(i, own.mean)
-                own, _ = _own(near)
-                own = own._replace(mean=centre + own.mean)
+            _, n = masks.weigh(i, sizes(i.x.shape, i.axis)[1], "element")
+            mean, var = generic.local_moments(i.x, i.axis, i.mask, n)
+            count = 0 * batch.count + n
+            own = BatchStatistics(mean, var, count, count / generic.at_least_one(count) ** 2)
             # Copies: the backward pass reads the layer's own.
             pair = [BatchStatistics(*map(_copy, each)) for each in (batch, own)]
             self.tape.append(LayerStatistics(name, *pair))
@@ -84,11 +79,3 @@ class observing(Taping):  # noqa: N801
 
 def _copy(v: Array) -> Array:
     return array_namespace(values(v)).asarray(values(v), copy=True)
-
-
-def _own(i: Input) -> tuple[BatchStatistics, int]:
-    """The statistics of this rank's part of a batch, and their state, see `generic.unpack_for`."""
-    _, count = masks.weigh(i, sizes(i.x.shape, i.axis)[1], "element")
-    bare = Input(i.x, None, None, 0.0, i.axis, mask=i.mask)
-    payload = kernels.select(i.x).begin_forward(bare, count, count)
-    return generic.unpack_for(bare, payload, count, count)

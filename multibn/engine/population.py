@@ -13,7 +13,8 @@ from multibn import kernels
 from multibn._arrays import array_namespace, device
 from multibn._typing import Array, RunningVar
 from multibn.communicators import Communicator, SingleProcess
-from multibn.engine.statistics import BatchStatistics, Moments, local_moments, sizes, total
+from multibn.engine import masks
+from multibn.engine.statistics import BatchStatistics, Moments, sizes, total
 from multibn.kernels import Input, generic
 from multibn.message import forward_payload
 
@@ -103,10 +104,8 @@ class PopulationEstimator:
 
     def sums_of(self, x: Array, /, *, axis: tuple[int, ...], mask: Array | None = None) -> Array:
         """What a batch adds: an activation, with moments over `axis`, and its mask."""
-        if mask is not None:
-            mean, meansqr, count, _ = local_moments(x, axis=axis, mask=mask)
-            return generic.pack(mean, meansqr, count, count)
-        i, count = Input(x, None, None, 0.0, axis), sizes(x.shape, axis)[1]
+        i = Input(x, None, None, 0.0, axis, mask=mask)
+        _, count = masks.weigh(i, sizes(x.shape, axis)[1], "element")
         return kernels.select(x).begin_forward(i, count, count)
 
     def compute(self, communicator: Communicator | None = None, /) -> BatchStatistics:

@@ -1,7 +1,6 @@
 """Running statistics from whole passes over data: one loop for the layers of all backends."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
@@ -32,16 +31,6 @@ class Population(PopulationEstimator):
         return batch.mean, running_variance(batch, local_count=0), batch.count > 0
 
 
-class _Heard(Taping):
-    """Calls a function with each message of a step: its layer, what it has summed, and what for."""
-
-    def keep(
-        self, batches: Sequence[BatchStatistics], inputs: Sequence[Any], communicator: Any
-    ) -> None:
-        layer = layer_of(communicator)
-        self.tape(layer and layer.built, batches, inputs)
-
-
 class Words(NamedTuple):
     """A backend's own words, for the messages."""
 
@@ -52,7 +41,7 @@ class Words(NamedTuple):
     otherwise: str  # what to do about a rank without a batch
 
 
-class Pass:
+class Pass(Taping):
     """A run of a model without gradients over the batches of all ranks of `communicator`.
 
     `layers` are all that share statistics or have running statistics: each has a `communicator`, an
@@ -63,20 +52,18 @@ class Pass:
     """
 
     def __init__(self, layers: Sequence[Any], communicator: Communicator, words: Words) -> None:
+        super().__init__(None)
         self._layers, self._communicator, self._words = layers, communicator, words
         self._visits: list[Callable[[], object]] = []
         self._tracked = [layer for layer in layers if layer.estimator is not None]
         self._estimates: list[Estimate] = []
-        # Of batches that their layers may skip: the layer, what the batch adds, and how many
-        # statistics the layers of the step had computed before.
-        self._unsure: list[tuple[Any, Array, int]] = []
-        self._heard: list[tuple[Any, BatchStatistics]] = []
+        # Of batches that their layers may skip: the layer, and what the batch adds.
+        self._unsure: list[tuple[Any, Array]] = []
         self._own = {
             layer_of(layer.communicator).built: layer
             for layer in self._tracked
             if layer.own_forward
         }
-        self._step = ExitStack()
 
     def repeat(self, visit: Callable[[], object]) -> None:
         """Note a call of a layer that other ranks wait for; `visit` has an empty batch."""
@@ -88,31 +75,27 @@ class Pass:
             return
         sums = layer.estimator.sums_of(x, axis=axis, mask=mask)
         if skips(layer.communicator, x.dtype):  # as the layer's message will tell
-            if not (self._own or self._unsure):
-                self._step.enter_context(_Heard(self._hear))
-            self._unsure.append((layer, sums, len(self._heard)))
+            self._unsure.append((layer, sums))
         else:
             layer.estimator.add(sums)
 
-    def _hear(self, built: Any, batches: Sequence[BatchStatistics], inputs: Sequence[Any]) -> None:
-        self._heard += [(built, batch) for batch in batches]
+    def keep(
+        self, batches: Sequence[BatchStatistics], inputs: Sequence[Any], communicator: Any
+    ) -> None:
+        """Hear of a message of a step: its layer, what it has summed, and what for."""
+        found = layer_of(communicator)
+        built = found and found.built
+        for n in reversed(range(len(self._unsure))):  # the layer's latest call sends now
+            layer, sums = self._unsure[n]
+            if layer_of(layer.communicator).built is built:
+                self._unsure[n] = layer, _unless_skipped(sums, batches)
+                break
         if layer := self._own.get(built):
             x, axis = inputs[0].x, inputs[0].axis
             if len(inputs) > 1:  # the parts of a batch that the layer splits
                 x = array_namespace(x).concat([i.x for i in inputs])
             sums = layer.estimator.sums_of(x, axis=axis)
             layer.estimator.add(_unless_skipped(sums, batches))
-
-    def _add_unsure(self) -> None:
-        """Add what the step's layers have not skipped. A call has statistics for each split."""
-        heard, self._heard = self._heard, []
-        unsure, self._unsure = self._unsure, []
-        ends = [*(first for _, _, first in unsure[1:]), len(heard)]
-        for (layer, sums, first), end in zip(unsure, ends, strict=False):
-            own = layer_of(layer.communicator).built
-            layer.estimator.add(
-                _unless_skipped(sums, [batch for built, batch in heard[first:end] if built is own])
-            )
 
     def run(
         self,
@@ -141,16 +124,16 @@ class Pass:
                 if num_steps == 0:
                     self._check_first(step)
                 last_pass, self._visits = self._visits, []
-                with ExitStack() as self._step:
-                    if self._own:  # elsewhere a step hears its messages where one may be skipped
-                        self._step.enter_context(_Heard(self._hear))
+                with self:
                     if step.batch is not END:
                         forward(step.batch)
                     else:
                         for visit in last_pass:
                             visit()
                         self._visits = last_pass
-                self._add_unsure()
+                for layer, sums in self._unsure:
+                    layer.estimator.add(sums)
+                self._unsure = []
                 num_steps += 1
                 num_batches += step.batch is not END
                 samples += step.amount

@@ -82,14 +82,15 @@ def share(
         shares.append((select(i.x), i, weight, count))
         xs.append(i.x)
         lengths.append(length)
+
+    def begin(n: int, out: Any) -> Any:
+        k, i, weight, count = shares[n]
+        return k.begin_forward(i, weight, count, out=out)
+
     sharing = communicator
-    communicator, memory, outs = _open(communicator, phase, xs, lengths, needs_gradient)
-    payloads = []
-    for n, (k, i, weight, count) in enumerate(shares):
-        payloads.append(k.begin_forward(i, weight, count, out=outs[n]))
-    sums = _send(communicator, memory, payloads, lengths)
+    communicator, sums = _exchange(communicator, phase, xs, lengths, begin, needs_gradient)
     is_skipped = False
-    if len(payloads) > 1:  # no running statistics may move where another layer's sum is wrong
+    if len(inputs) > 1:  # no running statistics may move where another layer's sum is wrong
         for own, summed in zip(shares, sums, strict=True):
             state = generic.state(summed, own[-1])
             if state != RIGHT:
@@ -140,14 +141,12 @@ def require_element(weight: Array, shape: Sequence[int], communicator: Communica
         )
 
 
-def move(
-    running: Running | Pool, batch: BatchStatistics, local_count: Array, k: Any = None
-) -> None:
-    """Move running statistics by those of a batch, by the kernels `k`, or add it to a pool."""
+def move(running: Running | Pool, batch: BatchStatistics, local_count: Array) -> None:
+    """Move running statistics by those of a batch, or add the batch to a pool."""
     if isinstance(running, Pool):
         running.add(batch, local_count=local_count)
     else:
-        (k or kernels.select(batch.mean)).move(running, *batch[:3], local_count)
+        generic.move(running, *batch[:3], local_count)
 
 
 def backward(
@@ -179,12 +178,13 @@ def backward(
             results[n] = None, None, dweight, dbias
     if not sharing:
         return results
-    communicator, memory, outs = _open(communicator, "backward", xs, lengths)
-    payloads = []
-    for place, (n, k) in enumerate(sharing):
-        payload, *results[n] = k.begin_backward(about[place], out=outs[place])
-        payloads.append(payload)
-    sums = _send(communicator, memory, payloads, lengths)
+
+    def begin(place: int, out: Any) -> Any:
+        n, k = sharing[place]
+        payload, *results[n] = k.begin_backward(about[place], out=out)
+        return payload
+
+    communicator, sums = _exchange(communicator, "backward", xs, lengths, begin)
     for place, (n, k) in enumerate(sharing):
         g, summed = about[place], sums[place]
         dweight, dbias, *begun = results[n]
@@ -202,16 +202,17 @@ def announced(xs: Sequence[Array], /) -> Any:
     return ", ".join(str(x.dtype).rpartition(".")[2] for x in xs)
 
 
-def _open(
+def _exchange(
     communicator: Communicator,
     phase: str,
     xs: Sequence[Array],
     lengths: Sequence[int],
+    begin: Callable[[int, Any], Any],
     needs_gradient: bool = True,
-) -> tuple[Communicator, Array | None, Sequence[Any]]:
-    """The communicator of a message about inputs `xs`; memory of all payloads, and of each.
+) -> tuple[Communicator, Sequence[Array]]:
+    """The communicator of a message about inputs `xs`, and the sums of their payloads. Collective.
 
-    On a GPU of torch's, the memory is a `Message`.
+    `begin` makes the payload of an input, in memory that it gets, on a GPU of torch's a `Message`.
     """
     x = xs[0]
     if type(communicator) is Conversation:
@@ -223,28 +224,17 @@ def _open(
     if type(communicator) is Phase:
         if type(x) is np.ndarray or getattr(x, "is_cpu", False):
             memory = communicator.buffer(sum(lengths))
-        elif getattr(x, "is_cuda", False) and (
-            len(xs) == 1 or all(other.device == x.device for other in xs)
-        ):
+        elif getattr(x, "is_cuda", False) and all(other.device == x.device for other in xs):
             memory = communicator.message(sum(lengths), x)
-    if memory is None or len(lengths) == 1:
-        return communicator, memory, [memory] * len(lengths)
-    if isinstance(memory, Message):
-        return communicator, memory, memory.split(lengths)
-    return communicator, memory, message.split(memory, lengths)
-
-
-def _send(
-    communicator: Communicator,
-    memory: Array | None,
-    payloads: Sequence[Array],
-    lengths: Sequence[int],
-) -> Sequence[Array]:
-    """The sums of the payloads over the ranks. Collective."""
-    if len(payloads) == 1:
-        return (communicator.allreduce(payloads[0]),)
+    if len(xs) == 1:
+        return communicator, (communicator.allreduce(begin(0, memory)),)
+    outs: Sequence[Any] = [None] * len(xs)
+    if memory is not None:
+        parts = Message.split if isinstance(memory, Message) else message.split
+        outs = parts(memory, lengths)
+    payloads = [begin(n, out) for n, out in enumerate(outs)]
     summed = communicator.allreduce(message.concat(payloads) if memory is None else memory)
-    return message.split(summed, lengths)
+    return communicator, message.split(summed, lengths)
 
 
 def _raise(

@@ -31,6 +31,7 @@ from multibn.kernels.arguments import BatchStatistics as BatchStatistics
 from multibn.kernels.arguments import Gradient as Gradient
 from multibn.kernels.arguments import Input as Input
 from multibn.kernels.arguments import Running as Running
+from multibn.kernels.arguments import deferring
 
 
 def select(x: Array, /) -> Any:
@@ -61,6 +62,6 @@ def _native(name: str) -> Any:
     if turned_off():
         return generic
     try:
-        return importlib.import_module(f"multibn.kernels.{name}")
+        return deferring(importlib.import_module(f"multibn.kernels.{name}"), generic)
     except ImportError:
         return generic

@@ -1,6 +1,6 @@
 """The arguments and results of the verbs, the same in all kernels files."""
 
-from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from multibn._typing import Array, RunningVar
@@ -127,18 +127,33 @@ class Gradient(NamedTuple):
     needs_dx: bool = True
 
 
-def other_fields(kind: Any, /, *known: str) -> Sequence[tuple[int, Any]]:
-    """Where a named tuple has fields that are not `known`, and their defaults.
+VERBS = "begin_forward", "finish_forward", "begin_backward", "finish_backward", "normalize"
 
-    A default stands for nothing to be done.
+
+def deferring(file: Any, reference: Any, /) -> Any:
+    """The verbs of a kernels file; those of the `reference` for what the file does not know.
+
+    `file.FIELDS` are the fields that the file knows, by their named tuple. Where other fields have
+    another value than their default, which stands for nothing to be done, the `reference` computes.
     """
-    missing = set(known).difference(kind._fields)
-    if missing:
-        raise TypeError(f"{kind.__name__} must have the fields {sorted(missing)}: got none.")
-    others = (name for name in kind._fields if name not in known)
-    return tuple((kind._fields.index(name), kind._field_defaults.get(name)) for name in others)
+    others = [
+        (kind, name, kind._field_defaults.get(name))
+        for kind, known in file.FIELDS.items()
+        for name in kind._fields
+        if name not in known
+    ]
 
+    def asks_more(a: Any) -> bool:
+        return isinstance(a, tuple) and (
+            any(type(a) is kind and getattr(a, name) is not usual for kind, name, usual in others)
+            or any(map(asks_more, a))
+        )
 
-def asks_more(a: Any, others: Sequence[tuple[int, Any]], /) -> bool:
-    """Whether a named tuple has more to say than the fields that are known do."""
-    return any(a[place] is not usual for place, usual in others)
+    def chosen(name: str) -> Any:
+        def verb(*arguments: Any, **options: Any) -> Any:
+            chosen = reference if any(map(asks_more, arguments)) else file
+            return getattr(chosen, name)(*arguments, **options)
+
+        return verb
+
+    return SimpleNamespace(**{name: chosen(name) for name in VERBS}) if others else file

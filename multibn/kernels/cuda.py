@@ -1,8 +1,9 @@
 """The verbs for torch tensors on a GPU, as Triton kernels: a few launches each.
 
 The kernels take activations that have sizes (N, C, S), see `layout`: contiguous and channels-last
-formats of any number of dimensions. They take per-channel tensors as `cuda_steps` does. Everything
-else goes to `generic`. Nothing waits for the GPU, and the launches depend on shapes, strides and
+formats of any number of dimensions. They take per-channel tensors of one shape on one device: wide
+ones, and parameters and running statistics of any floating-point dtype. Everything else goes to
+`generic`. Nothing waits for the GPU, and the launches depend on shapes, strides and
 dtypes only: a CUDA graph can capture a pass that has been compiled by an earlier run outside of it.
 While the graph is replayed, no Python looks at the messages between the ranks: ranks in different
 layers go unnoticed, and a batch that is not finite is skipped. Results do not depend on the order
@@ -19,23 +20,20 @@ import triton.language as tl
 from torch import Tensor
 
 from multibn.kernels import generic
-from multibn.kernels.arguments import (
-    RIGHT,
-    BatchStatistics,
-    Gradient,
-    Input,
-    asks_more,
-    other_fields,
-)
+from multibn.kernels.arguments import RIGHT, BatchStatistics, Gradient, Input, Running
 from multibn.kernels.layout import channels, sizes_in_memory
-from multibn.kernels.triton import launch as cuda_steps
-from multibn.kernels.triton import passes
-from multibn.kernels.triton.launch import fit, launch, movable, number
-from multibn.kernels.triton.launch import move as move
-from multibn.message import Message, forward_payload
+from multibn.kernels.triton import passes, steps
+from multibn.kernels.triton.launch import bits, launch, require_launcher
+from multibn.message import Message, backward_payload, forward_payload
 
 if torch.cuda.is_available():
-    cuda_steps.require_launcher()
+    require_launcher()
+
+FIELDS: dict[Any, tuple[str, ...]] = {
+    Input: ("x", "weight", "bias", "eps", "axis", "residual", "relu", "running", "mask"),
+    Gradient: ("dy", "input", "batch", "y", "needs_dx"),
+    Running: ("mean", "var", "momentum", "convention", "num_batches"),
+}
 
 _DTYPES = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float32)
 _DTYPES[torch.float64] = torch.float64
@@ -48,6 +46,17 @@ _SUMS, _ELEMENTWISE = 4, 32
 _MAX_TILES = 64  # of a program that sums; bounds the rounding error, see `passes.moments`
 _PARTIALS = 0.1  # of the traffic of a pass may be sums of splits, which are written and read
 
+_BLOCK = 256  # channels of a program of a step
+# Without fused operations products and sums are rounded one by one, as in `generic`.
+_STEP: dict[str, Any] = {"BLOCK": _BLOCK, "enable_fp_fusion": False}
+# Of programs that merge; they read so many splits of so many channels at a time.
+_FEW_SPLITS = _STEP | {"BLOCK": 32, "SPLITS": 8, "num_warps": 1}
+_MANY_SPLITS = _STEP | {"BLOCK": 8, "SPLITS": 128, "num_warps": 4}
+_PLAIN = (Tensor, torch.nn.Parameter)
+_NOT_MOVED = _STEP | {"CUMULATIVE": False, "UNBIASED": False}
+_known: dict[Any, Any] = {}  # of all steps
+_increment_version = torch._C._increment_version  # autograd then notices that tensors have changed
+
 
 def begin_forward(i: Input, rank_weight: Any, count: Any, /, *, out: Message | None = None) -> Any:
     """As `generic.begin_forward`; two launches."""
@@ -59,28 +68,36 @@ def begin_forward(i: Input, rank_weight: Any, count: Any, /, *, out: Message | N
     key = "moments" if x.data_ptr() % 16 == 0 else None
     arguments = x, i.mask if i.mask is None else _bytes(i.mask), partials, *sizes
     launch(passes.moments, programs, arguments, constants, key, known)
-    return cuda_steps.merge_moments(partials, out, rank_weight, count)
+    numbers, *around = _message(out, partials, plan.payload)
+    masked, *share = _share(rank_weight, count)
+    _merge(steps.merge_moments, (partials, numbers, *share, *around), ("merge_moments", masked))
+    return numbers if out is None else out
 
 
 def finish_forward(
     i: Input, summed: Tensor, rank_weight: Any, count: Any, /
 ) -> tuple[Tensor, BatchStatistics, int]:
     """As `generic.finish_forward`; two launches."""
-    plan, parameters, running = _plan(i), (i.weight, i.bias), i.running
+    plan, weight, bias, running = _plan(i), i.weight, i.bias, i.running
     if (
         plan is None
-        or not fit(plan.device, plan.payload, (summed,))
-        or not fit(plan.device, plan.shape, (), parameters)
+        or not fit(plan.device, (plan.payload,), (summed,))
+        or not fit(plan.device, plan.shape, (), (weight, bias))
     ):
         return generic.finish_forward(i, summed, rank_weight, count)
     is_many = isinstance(count, float) and count > 1.0
     state = RIGHT if summed.is_cuda and is_many else generic.state(summed, count)
     moves = running is not None and state == RIGHT
     moved = running if moves and movable(running, summed, plan.channels, count) else None
-    numbers, coefficients = cuda_steps.finish_forward(
-        summed, plan.shape, i.eps, plan.dtype, moved, *parameters, rank_weight, count
-    )
-    batch = BatchStatistics(*numbers)
+    shape, C, new = plan.shape, plan.channels, summed.new_empty
+    batch = BatchStatistics(new(shape), new(shape), new(()), new(()))
+    coefficients = new((5, C), dtype=plan.dtype)
+    masked, *share = _share(rank_weight, count)
+    arrays, how, programs, constants, key = _moved(moved, count, C)
+    numbers = *share, bits(i.eps), *how, C
+    arguments = summed, *batch, weight, bias, coefficients, *arrays, *numbers
+    key = weight is None or weight.dtype, bias is None or bias.dtype, plan.dtype, masked, *key
+    launch(steps.finish_forward, programs, arguments, constants, ("forward", *key), _known)
     y = _normalize(plan, i, coefficients)
     if moves and moved is None:
         generic.move(running, *batch[:3], count)
@@ -99,14 +116,20 @@ def begin_backward(g: Gradient, /, *, out: Message | None = None) -> tuple[Any, 
     programs, sizes, splits, constants, known = plan.sums
     coefficients = None
     if i.relu and g.y is None:
-        coefficients = cuda_steps.coefficients_of(*statistics, i.eps, plan.dtype)
+        coefficients = coefficients_of(*statistics, i.eps, plan.dtype)
     partials = i.x.new_empty((2, splits, plan.channels), dtype=plan.dtype)
     inputs, key = _inputs(g)
     arguments = *inputs, g.batch.mean, coefficients, partials, *sizes
     own_key = key and (*key, "sums", coefficients is None)
     launch(passes.backward_sums, programs, arguments, constants, own_key, known)
-    *results, coefficients = cuda_steps.merge_sums(partials, out, statistics, i.eps)
-    return *results, (plan, inputs, key, coefficients)
+    numbers, *around = _message(out, partials, backward_payload(plan.channels))
+    coefficients = partials.new_empty((5, plan.channels))
+    dweight = None if i.weight is None else torch.empty_like(i.weight)
+    dbias = None if i.bias is None else torch.empty_like(i.bias)
+    arguments = partials, *statistics, coefficients, numbers, dweight, dbias, *around, bits(i.eps)
+    own_key = i.weight is None or i.weight.dtype, i.bias is None or i.bias.dtype
+    _merge(steps.merge_sums, arguments, ("merge_sums", *own_key))
+    return numbers if out is None else out, dweight, dbias, (plan, inputs, key, coefficients)
 
 
 def finish_backward(
@@ -120,7 +143,7 @@ def finish_backward(
         plan = _plan_backward(g)
         if plan is not None:
             about = mean, var, i.weight, i.bias, i.eps, plan.dtype
-            begun = plan, *_inputs(g), cuda_steps.coefficients_of(*about)
+            begun = plan, *_inputs(g), coefficients_of(*about)
     if not fits or begun is None:
         return generic.finish_backward(g, summed)
     plan, inputs, key, coefficients = begun
@@ -139,7 +162,7 @@ def normalize(i: Input, batch: BatchStatistics, /) -> Tensor:
     parameters = i.weight, i.bias
     if plan is None or not fit(plan.device, plan.shape, about, parameters):
         return generic.normalize(i, batch)
-    coefficients = cuda_steps.coefficients_of(*about, *parameters, i.eps, plan.dtype)
+    coefficients = coefficients_of(*about, *parameters, i.eps, plan.dtype)
     return _normalize(plan, i, coefficients)
 
 
@@ -156,6 +179,110 @@ def _normalize(plan: "_Plan", i: Input, coefficients: Tensor) -> Tensor:
     arguments = x, mask, coefficients, residual, y, *sizes
     launch(passes.normalize, programs, arguments, constants, key, known)
     return y
+
+
+def coefficients_of(
+    mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: Any
+) -> Tensor:
+    """The coefficients of the passes."""
+    C = mean.numel()
+    coefficients = mean.new_empty((5, C), dtype=dtype)
+    arguments = mean, var, weight, bias, coefficients, bits(eps), C
+    key = "coefficients_of", weight is None or weight.dtype, bias is None or bias.dtype, dtype
+    launch(steps.coefficients_of, -(-C // _BLOCK), arguments, _STEP, key, _known)
+    return coefficients
+
+
+def movable(running: Running, like: Tensor, C: int, local_count: Any) -> bool:
+    """Whether the kernels can move these running statistics by those of C channels."""
+    mean, var, counter = running.mean, running.var, running.num_batches
+    return (
+        mean.numel() == C
+        and fit(like.device, mean.shape, parameters=(mean, var))
+        and (counter is None or fit(like.device, (), counters=(counter,)))
+        and not (running.convention == "unbiased_local" and isinstance(local_count, Tensor))
+        # Not in a loop: this is asked in each step.
+        and not (mean.is_inference() or var.is_inference())
+        and (counter is None or not counter.is_inference())
+    )
+
+
+def _moved(
+    running: Running | None, local_count: Any, C: int
+) -> tuple[tuple[Any, ...], tuple[int, int], int, dict[str, Any], tuple[Any, ...]]:
+    """Arrays and numbers of `steps`, how many programs, constants, part of a key."""
+    programs, constants = -(-C // _BLOCK), _NOT_MOVED
+    if running is None:
+        return (None, None, None), (0, 0), programs, constants, (None,)
+    mean, var, counter = running.mean, running.var, running.num_batches
+    _increment_version((mean, var) if counter is None else (mean, var, counter))
+    momentum, convention = running.momentum, running.convention
+    is_global = convention == "unbiased_global"  # the kernel then computes the factor
+    factor = 0.0 if is_global else generic.variance_factor(0.0, local_count, convention)
+    cumulative = momentum is None and counter is not None
+    block = _BLOCK
+    if cumulative:  # one program reads and writes the counter
+        programs, block = 1, max(triton.next_power_of_2(C), _BLOCK)
+    if cumulative or is_global:
+        constants = _STEP | {"CUMULATIVE": cumulative, "UNBIASED": is_global, "BLOCK": block}
+    key = mean.dtype, var.dtype, counter is None, cumulative, is_global, block
+    return (mean, var, counter), (bits(momentum or 0.0), bits(factor)), programs, constants, key
+
+
+def _message(out: Message | None, like: Tensor, length: int) -> tuple[Tensor, int, int, int]:
+    """The numbers of the message `out`, or a new payload of this length.
+
+    The payload's place in them, their length, and the fingerprint.
+    """
+    if out is None:
+        return like.new_empty(length, dtype=torch.float64), 0, length, bits(0.0)
+    numbers, start, fingerprint = out
+    return numbers, start, numbers.shape[0], bits(fingerprint)
+
+
+def _share(rank_weight: Any, count: Any) -> tuple[bool, Any, Any]:
+    """Whether the arguments are tensors, as those of a mask are; what a kernel takes for them."""
+    if isinstance(count, Tensor):
+        return True, rank_weight, count
+    return False, bits(rank_weight), bits(count)
+
+
+def _merge(kernel: Any, arguments: tuple[Any, ...], key: tuple[Any, ...]) -> None:
+    partials = arguments[0]
+    _, splits, C = partials.shape
+    constants = _FEW_SPLITS if splits <= 32 else _MANY_SPLITS
+    key = *key, partials.dtype, splits <= 32
+    programs = -(-C // constants["BLOCK"])
+    launch(kernel, programs, (*arguments, splits, C), constants, key, _known)
+
+
+def fit(
+    device: Any, shape: tuple[int, ...], wide: Any = (), parameters: Any = (), counters: Any = ()
+) -> bool:
+    """Whether the kernels can take these wide tensors, and others of other dtypes or None."""
+    for dtypes, arrays in (
+        ((torch.float64,), wide),
+        (_DTYPES, parameters),
+        ((torch.int64,), counters),
+    ):
+        for v in arrays:
+            if v is not None and (
+                v.dtype not in dtypes
+                or v.shape != shape
+                or v.device != device
+                or type(v) not in _PLAIN
+                or not v.is_contiguous()
+            ):
+                return False
+    return 0 not in shape
+
+
+def number(v: float | Tensor, like: Tensor) -> int | Tensor | None:
+    """`v` as a kernel's argument; None if the kernel would have to wait for another device."""
+    if not isinstance(v, Tensor):
+        return bits(v)
+    fits = type(v) is Tensor and v.ndim == 0 and v.dtype == torch.float64
+    return v if fits and v.device == like.device else None
 
 
 def _bytes(mask: Tensor) -> Tensor:
@@ -190,36 +317,24 @@ class _Plan(NamedTuple):
 
     shape: tuple[int, ...]  # of a per-channel tensor
     channels: int
-    payload: tuple[int]  # the shape of a forward payload
+    payload: int  # the length of a forward payload
     dtype: torch.dtype  # of the arithmetic
     device: torch.device
     sums: _Tiling
     elementwise: tuple[_Tiling, _Tiling]  # without and with a ReLU
 
 
-# Fields that these kernels do not know go to `generic` where they have another value than usual.
-_OTHERS = other_fields(
-    Input, "x", "weight", "bias", "eps", "axis", "residual", "relu", "running", "mask"
-)
-_OTHERS_OF_GRADIENT = other_fields(Gradient, "dy", "input", "batch", "y", "needs_dx")
-
-
 def _plan(i: Input) -> "_Plan | None":
     """The plan of a pass; None if the kernels cannot take the pass."""
     x = i.x
-    if (i.residual is not None and i.residual.dtype != x.dtype) or (
-        _OTHERS and asks_more(i, _OTHERS)
-    ):
+    if i.residual is not None and i.residual.dtype != x.dtype:
         return None
     return _plan_of(x.shape, x.stride(), x.dtype, i.axis, x.device, i.mask is not None)
 
 
 def _plan_backward(g: Gradient) -> "_Plan | None":
     """As `_plan`, backward."""
-    i = g.input
-    if _OTHERS_OF_GRADIENT and asks_more(g, _OTHERS_OF_GRADIENT):
-        return None
-    plan = _plan(i)
+    i, plan = g.input, _plan(g.input)
     fits = plan is not None and fit(plan.device, plan.shape, g.batch[:2], (i.weight, i.bias))
     return plan if fits else None
 
@@ -252,7 +367,7 @@ def _plan_of(
         for tiling in [_tiling(sizes, columns, dtype, _ELEMENTWISE * multiprocessors)]
         for relu in (False, True)
     )
-    payload, arithmetic = (forward_payload(C),), _DTYPES[dtype]
+    payload, arithmetic = forward_payload(C), _DTYPES[dtype]
     return _Plan(channels(shape, axis), C, payload, arithmetic, device, sums, (plain, relu))
 
 

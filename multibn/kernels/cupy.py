@@ -39,4 +39,5 @@ def _mapped(v: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
 
 begin_forward, finish_forward = _on_cupy(cuda.begin_forward), _on_cupy(cuda.finish_forward)
 begin_backward, finish_backward = _on_cupy(cuda.begin_backward), _on_cupy(cuda.finish_backward)
-normalize, move = _on_cupy(cuda.normalize), _on_cupy(cuda.move)
+FIELDS = cuda.FIELDS
+normalize = _on_cupy(cuda.normalize)

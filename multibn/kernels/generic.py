@@ -92,7 +92,16 @@ def begin_backward(g: Gradient, /, *, out: Any = None) -> tuple[Array, Array | N
     and in the dtypes of `weight` and `bias`, None where a parameter is. `out` is as in
     `begin_forward`.
     """
-    payload = message.concat(_backward_sums(g))
+    pre = _before_relu(g)
+    x, axis = pre.input.x, pre.input.axis
+    wide, remainder = _round(g.batch.mean, x)
+    (centre,) = _narrow(x, wide)
+    xp = array_namespace(x)
+    dy = xp.astype(pre.dy, centre.dtype, copy=False)
+    d = xp.astype(x, centre.dtype, copy=False) - per_channel(centre, x, axis)
+    sum_dy, sum_dy_d = _sum(dy, axis), _sum(dy * d, axis)
+    sum_dy_xhat = (sum_dy_d - remainder * sum_dy) * _invstd(g.batch.var, g.input.eps)
+    payload = message.concat((sum_dy, sum_dy_xhat))
     return _written(payload, out), *parameter_gradients(payload, g)
 
 
@@ -131,19 +140,6 @@ def finish(i: Input, coefficients: Sequence[Array], /) -> Array:
     y = xp.astype(y, x.dtype, copy=False)
     y = y if i.residual is None else y + i.residual
     return masked(_where(~(y <= 0), y) if i.relu else y, i.mask)  # NaN stays
-
-
-def _backward_sums(g: Gradient) -> tuple[Array, Array]:
-    """Sums over `axis` of `dy` and of `dy * (x - mean) / sqrt(var + eps)`, both wide."""
-    g = _before_relu(g)
-    x, axis = g.input.x, g.input.axis
-    wide, remainder = _round(g.batch.mean, x)
-    (centre,) = _narrow(x, wide)
-    xp = array_namespace(x)
-    dy = xp.astype(g.dy, centre.dtype, copy=False)
-    d = xp.astype(x, centre.dtype, copy=False) - per_channel(centre, x, axis)
-    sum_dy, sum_dy_d = _sum(dy, axis), _sum(dy * d, axis)
-    return sum_dy, (sum_dy_d - remainder * sum_dy) * _invstd(g.batch.var, g.input.eps)
 
 
 def gradient_coefficients(g: Gradient, summed: Array, /) -> tuple[Array, ...]:

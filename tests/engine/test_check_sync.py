@@ -62,15 +62,3 @@ def test_a_layer_alone_has_a_name() -> None:
             check_equal({"w": np.zeros(1)}, world, options=options)
 
     run_ranks(2, check)
-
-
-def test_models_that_are_not_built_alike_are_an_error() -> None:
-    def check(world: Communicator) -> None:
-        arrays: dict[str, Any] = {"w": np.zeros((2, 2 + world.rank)), "lazy": None}
-        with pytest.raises(
-            RuntimeError,
-            match=r"rank 0, rank 1 has w of shape \(2, 3\) and dtype float64, lacks w of",
-        ):
-            check_equal(arrays, world)
-
-    run_ranks(2, check)

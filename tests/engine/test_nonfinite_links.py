@@ -14,7 +14,6 @@ from tests.helpers.ranks import CountingCommunicator, run_ranks
 require.need("chainer")
 
 from multibn.chainer_backend import (  # noqa: E402
-    FinetunePopulationStatistics,
     MultiNodeBatchNormalization,
     create_mnbn_model,
     multi_node_batch_normalization,
@@ -84,20 +83,3 @@ def test_nonfinite_says_whether_a_link_skips_or_raises() -> None:
         for link, v in ((raising, x.astype("e")), (MultiNodeBatchNormalization(3, None), x)):
             with pytest.raises(FloatingPointError, match="are not finite"):
                 link(v)
-
-
-@pytest.mark.filterwarnings("ignore:rank . of 2 has skipped:RuntimeWarning")
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_populations_leave_out_what_other_ranks_have_made_all_skip() -> None:
-    def population(communicator: Any, sees: bool) -> list[Any]:
-        link = MultiNodeBatchNormalization(3, communicator, dtype=np.float32, nonfinite="skip")
-        batches = [np.random.default_rng(k).normal(size=(4, 3)).astype("f") for k in range(3)]
-        if communicator.rank == 1:
-            batches[1][0, 0] = np.inf
-        FinetunePopulationStatistics(
-            batches if sees else batches[::2], link, communicator, converter=None, progress=False
-        )()
-        return state(link)[:2]
-
-    saw, never_saw = (run_ranks(2, lambda c, s=s: population(c, s)) for s in (True, False))  # type: ignore[misc]
-    np.testing.assert_equal(saw, never_saw)

@@ -187,13 +187,3 @@ def test_a_pass_that_torch_ends_early_is_not_an_error(torch: Any) -> None:
     checkpoint(block, x, use_reentrant=False, context_fn=checkpoint_contexts).sum().backward()
     assert torch.equal(x.grad, x.detach().cos())
     assert (len(begun), len(ended), int(norm.num_batches_tracked)) == (2, 1, 1)
-
-
-def test_torchs_own_checkpoint_updates_twice(torch: Any) -> None:
-    """The negative control."""
-    from torch.utils.checkpoint import checkpoint
-
-    model = build(torch, SingleProcess(), foreign=True)
-    x = torch.randn(2, 3, 6, 6, requires_grad=True)
-    checkpoint(model, x, use_reentrant=False).sum().backward()
-    assert int(model[1].num_batches_tracked) == int(model[3].num_batches_tracked) == 2

@@ -169,18 +169,6 @@ def test_any_axes_can_be_channels(xp: Any, axis: tuple[int, ...]) -> None:
     np.testing.assert_allclose(as_numpy(y), (x - mean) / np.sqrt(var + EPS), rtol=1e-10)
 
 
-def test_one_value_per_channel_is_an_error_on_every_rank() -> None:
-    def forward(communicator: ThreadCommunicator) -> str:
-        x = np.ones((1 if communicator.rank == 1 else 0, C))
-        with pytest.raises(ValueError, match="more than 1 value per channel") as info:
-            step.forward([Input(x, None, None, EPS, (0,))], communicator, weighting="element")
-        return str(info.value)
-
-    messages = run_ranks(3, forward)
-    assert "got 1 on 3 rank(s), with an input of shape (1, 3) on rank 1" in messages[1]
-    assert "an input of shape (0, 3) on rank 2" in messages[2]
-
-
 def test_a_refusal_reaches_the_other_ranks() -> None:
     def step(communicator: ThreadCommunicator) -> None:
         x = np.ones((2, C))

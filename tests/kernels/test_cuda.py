@@ -121,15 +121,12 @@ def test_the_steps_compile_for_a_gpu(
     step: dict[str, Any] = {"BLOCK": 256}
     merge = {"BLOCK": 32, "SPLITS": 8}
     moved = step | {"CUMULATIVE": parameter == "fp32", "UNBIASED": parameter != "fp16"}
-    kernels: list[tuple[str, dict[str, Any]]] = [
+    for name, constants in (
         ("merge_moments", merge),
         ("merge_sums", merge | optional),
         ("finish_forward", moved | optional),
         ("coefficients_of", step | optional),
-    ]
-    if parameter:
-        kernels.append(("move", moved))
-    for name, constants in kernels:
+    ):
         compiled = compile_for_a_gpu(getattr(steps, name), types, constants, fused=False)
         check_rounding(compiled["ptx"])
 
@@ -149,8 +146,8 @@ def test_triton_looks_at_the_arguments_of_a_first_launch_only(
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from multibn.kernels.triton import launch as cuda_steps
-    from multibn.kernels.triton import steps
+    from multibn.kernels import cuda
+    from multibn.kernels.triton import launch, steps
 
     launches: list[tuple[Any, ...]] = []
     looks: list[int] = []
@@ -182,9 +179,9 @@ def test_triton_looks_at_the_arguments_of_a_first_launch_only(
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
-    monkeypatch.setattr(cuda_steps, "_known", {})
+    monkeypatch.setattr(cuda, "_known", {})
     current = [0]
-    monkeypatch.setattr(cuda_steps, "_current_device", lambda: current[-1])
+    monkeypatch.setattr(launch, "_current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device_of", second)
     monkeypatch.setattr(kernel, "run", looked_at)
     mean, weight = torch.rand(700, dtype=torch.float64), torch.rand(700)
@@ -196,7 +193,7 @@ def test_triton_looks_at_the_arguments_of_a_first_launch_only(
     def launched(bias: Any, looked: int, mean: Any = mean) -> tuple[Any, ...]:
         launches.clear()
         looks.clear()
-        cuda_steps.coefficients_of(mean, mean, weight, bias, 1e-5, torch.float32)
+        cuda.coefficients_of(mean, mean, weight, bias, 1e-5, torch.float32)
         assert len(looks) == looked
         *grid, stream, function, packed, _, _, _ = launches[0][:9]
         assert (grid, stream, function) == ([3, 1, 1], 77, "a function")

@@ -14,7 +14,6 @@ require.need("core")
 
 from multibn.kernels import host  # noqa: E402
 from multibn.kernels.core import _core  # noqa: E402
-from multibn.kernels.core.memory import num_threads  # noqa: E402
 from tests.kernels.passes import (  # noqa: E402
     NARROW,
     as_torch,
@@ -44,7 +43,7 @@ def test_any_number_of_threads_gives_the_same_bits(shape: tuple[int, ...], mask:
     found = []
     for n in (1, 2, 3):
         with threads(n):
-            assert num_threads() == n
+            assert host.num_threads() == n
             found.append(passes(host, i, dy))
     for other in found[1:]:
         assert_same_bits(other, found[0])
@@ -92,28 +91,6 @@ local_moments(x, axis=(0, 2, 3))
 threading.Thread(target=work).start()
 """
     assert launch.printed("-c", code, OMP_NUM_THREADS="2") == "1.0\n"
-
-
-@pytest.mark.parametrize("available", [True, False], ids=["C core", "no C core"])
-def test_without_the_core_the_generic_kernels_are_used(available: bool) -> None:
-    code = f"""
-import sys, numpy as np
-from multibn import info
-from multibn.engine import local_moments
-if not {available}:
-    sys.modules["multibn.kernels.core._core"] = None  # as if missing
-info.ask = lambda code: None  # other processes, which import the frameworks
-mean = local_moments(np.ones((2, 3, 4, 4), "float32")).mean
-print(mean, "multibn.kernels.host" in sys.modules, info.text(info.collect()))
-"""
-    printed = launch.printed("-W", "error", "-c", code)
-    assert printed.startswith(f"[1. 1. 1.] {available} ")
-    (line,) = (line for line in printed.splitlines() if line.startswith("  host"))
-    if available:
-        assert "C core, " in line
-    else:
-        assert "generic (slow): the C core is missing" in line
-        assert "Install a C compiler (gcc or clang)" in line
 
 
 def levels() -> Iterator[None]:

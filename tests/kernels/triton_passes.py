@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from multibn import kernels
 from multibn.kernels import Gradient, Input, Running, cuda, generic
-from multibn.kernels.triton import launch as cuda_steps
 from multibn.message import Message, lanes, num_lanes
 from tests.kernels.passes import (
     AXIS,
@@ -56,8 +55,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         with _disable_current_modes():  # the interpreter's operations are no launches
             launch(kernel, programs, arguments, constants, *others)
 
-    for file in (cuda, cuda_steps):
-        monkeypatch.setattr(file, "launch", recorded)
+    monkeypatch.setattr(cuda, "launch", recorded)
     return launches
 
 
@@ -89,8 +87,8 @@ def test_several_splits_of_several_tiles(
     monkeypatch.setattr(cuda, "_SUMS", 12)
     monkeypatch.setattr(cuda, "_ELEMENTWISE", 8)
     monkeypatch.setattr(cuda, "_TILE", 64)
-    monkeypatch.setitem(cuda_steps._FEW_SPLITS, "SPLITS", 2)
-    monkeypatch.setitem(cuda_steps._FEW_SPLITS, "BLOCK", 2)
+    monkeypatch.setitem(cuda._FEW_SPLITS, "SPLITS", 2)
+    monkeypatch.setitem(cuda._FEW_SPLITS, "BLOCK", 2)
     i, dy = layer((7, 4, 9, 11), order=order, mask=mask_of(mask, (7, 4, 9, 11)))
     plan = plan_of(i.x)
     assert plan.sums.sizes[7] > 1  # tiles of a program
@@ -161,9 +159,9 @@ def test_a_message_in_memory_of_its_own(start: int, file: Any, launched: list[st
 def test_tensors_elsewhere_do_not_fit() -> None:
     v = wide(5)
     elsewhere = v.to("meta")
-    assert cuda_steps.fit(v.device, (5,), (v, v), (v, None))
-    assert not cuda_steps.fit(v.device, (5,), (elsewhere, elsewhere))
-    assert not cuda_steps.fit(v.device, (5,), (v, v), (v, elsewhere))
+    assert cuda.fit(v.device, (5,), (v, v), (v, None))
+    assert not cuda.fit(v.device, (5,), (elsewhere, elsewhere))
+    assert not cuda.fit(v.device, (5,), (v, v), (v, elsewhere))
 
 
 @pytest.fixture

@@ -11,35 +11,18 @@ from multibn import kernels
 from multibn.communicators import outcomes
 from multibn.communicators.base import Handle
 from multibn.communicators.phase import Phase, look_at_unread
-from multibn.kernels import Running, cuda, generic
-from multibn.kernels.triton import launch as cuda_steps
+from multibn.kernels import Input, Running, cuda, generic
 from multibn.torch_backend import SyncBatchNorm, normalize_together
 from tests.kernels.passes import DEVICE
 from tests.kernels.triton_passes import _afresh as _afresh
 from tests.kernels.triton_passes import launched as launched
-from tests.kernels.triton_passes import number, on_gpu, wide
+from tests.kernels.triton_passes import wide
 
 
-def unpack(summed: Any, shape: tuple[int, ...], rank_weight: float, count: float) -> Any:
+def unpack(summed: Any, C: int, **options: Any) -> Any:
     """Mean, variance, count and element weight."""
-    share = None, None, rank_weight, count
-    return cuda_steps.finish_forward(summed, shape, 1e-5, torch.float32, None, *share)[0]
-
-
-def compare(got: Any, expected: Any, size: Any = None) -> None:
-    """Equal but for the last bit, of `size` where that is given; NaN where NaN is expected."""
-    assert got.dtype == expected.dtype
-    assert got.shape == expected.shape
-    assert got.is_contiguous()
-    scale = expected.abs() if size is None else size
-    near = (got - expected).abs() <= 1e-15 * scale
-    assert bool((near | (got.isnan() & expected.isnan())).all()), (got, expected)
-
-
-def averages(mean: Any, var: Any, new: Any, new_var: Any, momentum: Any, factor: Any) -> Any:
-    """Running statistics after a batch."""
-    pairs = (mean, new), (var, new_var * factor)
-    return [generic.average(old, v, momentum) for old, v in pairs]
+    i = Input(torch.zeros(1, C, device=DEVICE), None, None, 1e-5, (0,), **options)
+    return cuda.finish_forward(i, summed, 2.0, 2.0)[1]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter
@@ -49,35 +32,12 @@ def test_a_batch_that_is_not_finite(bad: float, place: int) -> None:
     """NaN in all channels, and a count of 0, by which nothing moves."""
     summed = generic.pack(wide(3000), wide(3000) ** 2 + 9, 2.0, 2.0)
     summed[place] = bad
-    mean, var, count, element_weight = unpack(summed, (3000,), 2.0, 2.0)
+    mean, var, count, element_weight = unpack(summed, 3000)
     assert mean.isnan().all()
     assert var.isnan().all()
     assert (count.item(), element_weight.item()) == (0, 0.5)
-    refused = unpack(math.nan * summed, (3000,), 2.0, 2.0)
+    refused = unpack(math.nan * summed, 3000)
     assert [v.isnan().all().item() for v in refused] == [True, True, False, True]
-
-
-@pytest.mark.parametrize("momentum", [0.1, None], ids=["n", "cumulative"])
-@pytest.mark.parametrize("convention", ["unbiased_global", "unbiased_local", "biased"])
-def test_a_layer_moves_its_running_statistics_in_one_launch(
-    momentum: float | None, convention: Any, launched: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layers = [SyncBatchNorm(3, momentum=momentum, running_var=convention) for _ in range(2)]
-    there, here = layers[0].to(DEVICE), layers[1]
-    for _ in range(3):
-        x = wide(4, 3, 5).float()
-        here(x.cpu())
-        with monkeypatch.context() as patch:
-            if DEVICE == "cpu":  # as for tensors on a GPU
-                patch.setattr(kernels, "select", lambda x, *others: cuda)
-                patch.setattr(Phase, "buffer", lambda self, n: None)
-            launched.clear()
-            there(x)
-        assert launched == ["moments", "merge_moments", "finish_forward", "normalize"]
-    state, expected = there.state_dict(), here.state_dict()
-    assert state["num_batches_tracked"].item() == 3
-    for name in expected:
-        torch.testing.assert_close(state[name].cpu(), expected[name], rtol=1e-6, atol=1e-6)
 
 
 class Twice(Handle):
@@ -181,58 +141,10 @@ def test_a_batch_that_is_not_finite_leaves_no_trace(
             assert torch.equal(a, b)
 
 
-def test_what_generic_moves(launched: list[str]) -> None:
-    batch = wide(5), wide(5) ** 2, number(3.0), 3.0
-    one_rank = torch.zeros((), device=DEVICE)  # of a dtype that no counter of torch's has
-    for var, counter in ((wide(5, 2)[:, 0], None), (wide(5), one_rank)):
-        running = wide(5), var
-        expected = averages(*running, *batch[:2], 0.1, 1.5)
-        cuda_steps.move(Running(*running, 0.1, num_batches=counter), *batch)
-        for moved, right in zip(running, expected, strict=True):
-            compare(moved.contiguous(), right, 0)
-    assert one_rank.item() == 1
+def test_running_statistics_of_inference_mode_are_moved() -> None:
+    """The kernels cannot: they count the versions of what they write."""
     with torch.inference_mode():
-        frozen = wide(5)
-    with pytest.raises(RuntimeError, match="nference"):
-        cuda_steps.move(Running(frozen, wide(5), 0.1), *batch)
-    assert launched == []
-
-
-def test_parameters_of_two_dtypes(launched: list[str]) -> None:
-    running, batch = (wide(5).half(), wide(5).float() ** 2), (wide(5), wide(5) ** 2)
-    expected = averages(*running, *batch, 0.1, 1.5)
-    cuda_steps.move(Running(*running, 0.1), *batch, number(3.0), 3.0)
-    assert all(map(torch.equal, running, expected))
-    assert launched == ["move"]
-
-
-def test_parts_of_a_message(launched: list[str]) -> None:
-    """Arrays that begin anywhere in memory."""
-    message = wide(17)
-    summed = generic.pack(wide(5), wide(5) ** 2 + 9, 4.0, 8.0)
-    message[5:] = summed
-    part, whole = unpack(message[5:], (5,), 4.0, 8.0), unpack(summed, (5,), 4.0, 8.0)
-    for a, b in zip(part, whole, strict=True):
-        assert torch.equal(a, b)
-    assert launched == ["finish_forward", "finish_forward"]
-
-
-@on_gpu
-def test_capture_in_a_graph() -> None:
-    v, var, weight, five = wide(700), wide(700) ** 2, wide(700).half(), number(5.0).view(1)
-
-    def steps() -> list[Any]:
-        packed = torch.cat([v, v**2 + var, five, five])
-        mean, found, count, element_weight = unpack(packed, (700,), 5.0, 5.0)
-        running = weight.clone(), weight.clone()
-        cuda_steps.move(Running(*running, 0.1), mean, found, count, 5.0)
-        return [packed, mean, found, count, element_weight, *running]
-
-    steps()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = steps()
-    v.copy_(2 * wide(700))
-    graph.replay()
-    for a, b in zip(got, steps(), strict=True):
-        assert torch.equal(a, b)
+        running = Running(wide(3), wide(3) ** 2, 0.1)
+        summed, before = generic.pack(wide(3), wide(3) ** 2 + 9, 2.0, 4.0), running.mean.clone()
+        unpack(summed, 3, running=running)
+        assert torch.equal(running.mean, 0.9 * before + 0.1 * (summed[:3] / 2))

@@ -11,26 +11,30 @@
 #define RUNNING_FIELDS(F)                                                                                     \
     F(Running, mean) F(Running, var) F(Running, momentum) F(Running, convention) F(Running, num_batches)
 
-enum { INPUT_RECORD, GRADIENT_RECORD, BATCH_RECORD, RUNNING_RECORD };
 #define PLACE(record, name) record##_##name,
 #define NAME(record, name) " " #name
 enum { INPUT_FIELDS(PLACE) GRADIENT_FIELDS(PLACE) BATCH_FIELDS(PLACE) RUNNING_FIELDS(PLACE) NUM_FIELDS };
-static const char *const FIELDS[] = {INPUT_FIELDS(NAME), GRADIENT_FIELDS(NAME), BATCH_FIELDS(NAME), RUNNING_FIELDS(NAME)}; /* by record */
+static const char *const FIELDS[] = {INPUT_FIELDS(NAME), GRADIENT_FIELDS(NAME), BATCH_FIELDS(NAME), RUNNING_FIELDS(NAME)};
 #undef NAME
 
 static Py_ssize_t places[NUM_FIELDS]; /* of the fields in their named tuples */
-/* By record: the types, and the fields that the core does not know; a function that reads the latter. */
-static PyObject *types, *others, *asks_more;
 
-static PyObject *py_use_fields(PyObject *self, PyObject *args)
+/* The places; num_threads; numpy.ndarray; and torch.Tensor, torch.nn.Parameter and the capsule of torch's functions, or
+None without torch. */
+static PyObject *py_use(PyObject *self, PyObject *args)
 {
-    PyObject *found;
+    PyObject *found, *capsule;
     (void)self;
-    if (!PyArg_ParseTuple(args, "OOOO", &types, &found, &others, &asks_more))
+    if (!PyArg_ParseTuple(args, "OOOOOO", &found, &known.num_threads, &known.ndarray, &known.tensor, &known.parameter,
+                          &capsule))
         return NULL;
     for (int f = 0; f < NUM_FIELDS; f++)
         places[f] = PyLong_AsSsize_t(PyList_GetItem(found, f));
-    Py_INCREF(args); /* these live as long as the process */
+    if (capsule != Py_None && !(known.exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api")))
+        return NULL;
+    Py_INCREF(args); /* the types live as long as the process */
+    known.array_struct = PyUnicode_InternFromString("__array_struct__");
+    known.is_neg = PyUnicode_InternFromString("is_neg");
     Py_RETURN_NONE;
 }
 
@@ -47,27 +51,12 @@ typedef struct {
     Parameter dweight, dbias;
 } Call;
 
-/* Whether `tuple` is a record, and the fields that the core does not know have their defaults. */
-static int is_plain(Call *call, PyObject *tuple, int record)
+/* A field of a record; borrowed. None once the call is refused. */
+static PyObject *get_field(Call *call, PyObject *record, int field)
 {
-    PyObject *type = PyTuple_GetItem(types, record), *more = PyTuple_GetItem(others, record);
-    if (call->refused)
-        return 0;
-    if (!PyObject_TypeCheck(tuple, (PyTypeObject *)type)) {
-        PyErr_Format(PyExc_TypeError, "expected %R, got %R", type, (PyObject *)Py_TYPE(tuple));
-        call->refused = 1;
-    } else if (PyTuple_Size(more)) {
-        PyObject *asks = PyObject_CallFunctionObjArgs(asks_more, tuple, more, NULL);
-        call->refused = asks != Py_False; /* or an exception */
-        Py_XDECREF(asks);
-    }
-    return !call->refused;
-}
-
-/* A field of a record, which `is_plain` has looked at; borrowed. */
-static PyObject *get_field(const Call *call, PyObject *record, int field)
-{
-    return call->refused ? Py_None : PyTuple_GetItem(record, places[field]);
+    PyObject *found = call->refused ? NULL : PyTuple_GetItem(record, places[field]);
+    call->refused = !found;
+    return found ? found : Py_None;
 }
 
 /* What an array must be for an argument. */
@@ -124,8 +113,6 @@ static double number(Call *call, PyObject *object)
 static void read_input(Call *call, PyObject *i)
 {
     Activation *x = &call->x;
-    if (!is_plain(call, i, INPUT_RECORD))
-        return;
     if (!look(get_field(call, i, Input_x), 0, &x->a) || number_of(x->a.dtype) < 0 ||
         !lay_out(x, get_field(call, i, Input_axis))) {
         call->refused = 1;
@@ -140,7 +127,7 @@ static void read_input(Call *call, PyObject *i)
 }
 
 /* The kind of a pass whose sign is not that of `y`. */
-static int kind_of(const Call *call, PyObject *i)
+static int kind_of(Call *call, PyObject *i)
 {
     return !call->refused && PyObject_IsTrue(get_field(call, i, Input_relu)) == 1 ? SIGN_OF_X : GRADIENT;
 }
@@ -148,8 +135,6 @@ static int kind_of(const Call *call, PyObject *i)
 /* What a pass reads beside the activations; `written` if a pass is to write mean and variance. */
 static void read_statistics(Call *call, PyObject *i, PyObject *batch, int written)
 {
-    if (!is_plain(call, batch, BATCH_RECORD))
-        return;
     call->statistics = (Statistics){
         .mean = take(call, get_field(call, batch, Batch_mean), WIDE | written).at,
         .var = take(call, get_field(call, batch, Batch_var), WIDE | written).at,

@@ -78,8 +78,6 @@ FUNCTION(begin_forward, 4)
 
 static void read_gradient(Call *a, PyObject *tuple)
 {
-    if (!is_plain(a, tuple, GRADIENT_RECORD))
-        return;
     PyObject *i = get_field(a, tuple, Gradient_input), *batch = get_field(a, tuple, Gradient_batch);
     read_input(a, i);
     a->pass.dy = take(a, get_field(a, tuple, Gradient_dy), LIKE_X).at;
@@ -171,8 +169,6 @@ static void read_finish_forward(Call *a, PyObject *const *args)
     PyObject *running = get_field(a, args[0], Input_running);
     if (running == Py_None)
         return;
-    if (!is_plain(a, running, RUNNING_RECORD))
-        return;
     Running *r = &a->running;
     r->mean = take(a, get_field(a, running, Running_mean), AS_MANY | WRITTEN);
     r->var = take(a, get_field(a, running, Running_var), AS_MANY | WRITTEN);
@@ -241,8 +237,7 @@ static PyMethodDef functions[] = {
     METHOD(begin_backward),
     METHOD(finish_backward),
     METHOD(normalize),
-    {"use_fields", py_use_fields, METH_VARARGS, "The named tuples of the arguments."},
-    {"use_arrays", py_use_arrays, METH_VARARGS, "The types of arrays, and how to look at them."},
+    {"use", py_use, METH_VARARGS, "Where the fields are in their tuples, the types of arrays, how to look at these."},
     {"use_level", py_use_level, METH_O, "Use these instructions, a place in `levels`, in all threads: for tests."},
     {NULL, NULL, 0, NULL},
 };

@@ -1,11 +1,6 @@
 /* The innermost loops for each set of instructions, and the one in use. */
 
 #define INLINE static inline __attribute__((always_inline))
-#ifdef __clang__
-#define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
-#else
-#define INDEPENDENT _Pragma("GCC ivdep")
-#endif
 _Static_assert(sizeof(void *) == 8, "addresses and sizes are 64-bit numbers here");
 
 /* Planes of at least so many elements are long: they are handled without a tile. */

@@ -160,19 +160,3 @@ static int lay_out(Activation *x, PyObject *axis)
     }
     return 1;
 }
-
-/* numpy.ndarray, torch.Tensor, torch.nn.Parameter, the capsule of torch's functions, num_threads; None without torch. */
-static PyObject *py_use_arrays(PyObject *self, PyObject *args)
-{
-    PyObject *capsule;
-    (void)self;
-    if (!PyArg_ParseTuple(args, "OOOOO", &known.ndarray, &known.tensor, &known.parameter, &capsule,
-                          &known.num_threads))
-        return NULL;
-    if (capsule != Py_None && !(known.exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api")))
-        return NULL;
-    Py_INCREF(args); /* the types live as long as the process */
-    known.array_struct = PyUnicode_InternFromString("__array_struct__");
-    known.is_neg = PyUnicode_InternFromString("is_neg");
-    Py_RETURN_NONE;
-}

@@ -1,4 +1,7 @@
-"""The steps between the passes as Triton kernels; `cuda_steps` launches them.
+"""The steps between the passes as Triton kernels; `cuda` launches them.
+
+A step is dozens of operations on C numbers: one launch each would take longer than the passes over
+a small activation.
 
 A program handles BLOCK of the C channels; the first program writes what is not of one channel, too.
 Arithmetic is float64, whatever the dtype of parameters and running statistics. The coefficients of
@@ -140,20 +143,6 @@ def coefficients_of(mean, var, weight, bias, coefficients, eps, C, BLOCK: conste
     c, exists = _channels(C, BLOCK)
     m, v = tl.load(mean + c, exists, 0.0), tl.load(var + c, exists, 1.0)
     _store_coefficients(coefficients, c, exists, C, m, v, weight, bias, eps)
-
-
-@_step
-def move(
-    running_mean, running_var, num_batches, mean, var, count, momentum, factor, C,
-    CUMULATIVE: constexpr, UNBIASED: constexpr, BLOCK: constexpr,
-):  # fmt: skip
-    """Move running statistics. `num_batches` is a counter or None."""
-    c, exists = _channels(C, BLOCK)
-    m, v = tl.load(mean + c, exists, 0.0), tl.load(var + c, exists, 0.0)
-    _move(
-        running_mean, running_var, num_batches, c, exists, m, v, tl.load(count), momentum, factor,
-        CUMULATIVE, UNBIASED,
-    )  # fmt: skip
 
 
 @triton.jit

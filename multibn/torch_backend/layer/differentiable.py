@@ -64,7 +64,7 @@ def _forward_all(
         for i, batch in zip(inputs, batches, strict=True):
             if i.running is not None:
                 _, count, *_ = statistics.sizes(i.x.shape, i.axis)
-                step.move(i.running, batch, masks.weigh(i, count, "element")[1], generic)
+                step.move(i.running, batch, masks.weigh(i, count, "element")[1])
     return list(zip(ys, batches, strict=True))
 
 
