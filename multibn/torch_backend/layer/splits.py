@@ -5,11 +5,12 @@ from torch import Tensor
 
 from multibn._typing import Weighting
 from multibn.communicators import Communicator
+from multibn.engine import step
 from multibn.engine.population import Pool
 from multibn.engine.statistics import BatchStatistics, channels
 from multibn.engine.step import Input
 from multibn.kernels import Running
-from multibn.torch_backend.layer import compiled, dtensors, functional
+from multibn.torch_backend.layer import compiled, functional
 
 
 def forward(
@@ -57,5 +58,5 @@ def forward(
     if isinstance(running, Running) and compiled.takes(x):
         torch.ops.multibn.move(*running, *batch[:3], None, local_count)
     else:
-        dtensors.move(running, batch, local_count)
+        step.move(running, batch, local_count)
     return y, batch

@@ -183,11 +183,13 @@ def running_of(
     # Attributes of a module, which has its own look-up, take longer.
     buffers = bn._buffers
     mean, var = buffers["running_mean"], buffers["running_var"]
+    counter = buffers["num_batches_tracked"]
     if mean is None or var is None:
         return None
+    if type(mean) is not Tensor:
+        mean, var, counter = map(dtensors.buffer, (mean, var, counter))
     if momentum is not None:
         return Running(mean, var, momentum, convention)
-    counter = buffers["num_batches_tracked"]
     momentum = 0.0 if counter is None and bn.momentum is None else bn.momentum
     return Running(mean, var, momentum, convention, counter)
 
