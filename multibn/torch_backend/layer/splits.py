@@ -56,7 +56,7 @@ def forward(
     is_skipped = torch.stack([part.mean for _, part in results]).isnan().any()
     batch = batch._replace(count=torch.where(is_skipped, 0.0, batch.count))
     if isinstance(running, Running) and compiled.takes(x):
-        torch.ops.multibn.move(*running, *batch[:3], None, local_count)
+        torch.ops.multibn.move(*running, *batch[:3], local_count)
     else:
         step.move(running, batch, local_count)
     return y, batch
