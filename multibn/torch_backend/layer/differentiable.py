@@ -1,8 +1,9 @@
 """The forward pass made of operations that torch can differentiate in any mode, again and again.
 
-For second derivatives, forward mode and torch.func. Training steps take the analytic backward pass
-of `autograd` instead, which needs less time and memory. The ranks share one operation, the sum of
-their messages; its derivative is the sum of the messages' derivatives, which is one more message.
+For second derivatives and, in one process, for forward mode and torch.func. Training steps take the
+analytic backward pass of `autograd` instead, which needs less time and memory. The ranks share one
+operation, the sum of their messages; its gradient is the sum of the messages' gradients, which is
+one more message.
 """
 
 import sys
@@ -14,10 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from multibn import message
-from multibn._arrays import is_on_host, is_traced
 from multibn._typing import Weighting
-from multibn.communicators import Communicator, conversation, outcomes
+from multibn.communicators import Communicator, conversation
 from multibn.engine import masks, recompute, statistics, step
 from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Input
@@ -91,59 +90,35 @@ class _Differentiable:
         self.repeats = phase == "second order"  # the forward pass, whose outcome has been noted
 
     def allreduce(self, x: Tensor, /) -> Tensor:
-        # torch differentiates all that one process does, and traces it, too.
-        return x if self.size == 1 else _AllReduce.apply(x, self, self.phase)
+        # torch differentiates all that one process does, and transforms it, too.
+        return x if self.size == 1 else _AllReduce.apply(_checked(x, self.size), self, self.phase)
 
     def split(self, color: int, key: int = 0) -> Communicator:
         return _Differentiable(self.wrapped.split(color, key), self.phase, self.dtypes)
 
 
 class _AllReduce(torch.autograd.Function):
-    """y = sum over ranks of x. The derivatives of y are the sums of those of x, both ways.
-
-    vmap sends one message for each entry of its batch, so that all messages have one length.
-    """
+    """y = sum over ranks of x. The gradient of x is the sum of the gradients of y."""
 
     @staticmethod
-    def forward(x: Tensor, communicator: _Differentiable, phase: str) -> Tensor:
-        _check_numbers(x, communicator.size)
+    def forward(ctx: Any, x: Tensor, communicator: _Differentiable, phase: str) -> Tensor:
+        ctx.communicator = communicator
         during = conversation.during(communicator.wrapped, phase, communicator.dtypes)
-        summed = during.allreduce(x)
-        # Checked here, as vmap's next message would not be for the rank that refused its input.
-        # A derivative may be NaN.
-        if phase == "forward" and is_on_host(summed) and message.is_refusal(summed):
-            outcomes.raise_for_refusal(during, refused=False)
-        return summed
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.communicator, _ = inputs
+        return during.allreduce(x)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        return _AllReduce.apply(grad_outputs[0], ctx.communicator, "gradient"), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, *grad_inputs: Any) -> Tensor:
-        return _AllReduce.apply(grad_inputs[0], ctx.communicator, "tangent")
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, *others: Any) -> tuple[Tensor, int]:
-        return torch.stack([_AllReduce.apply(v, *others) for v in x.unbind(in_dims[0])]), 0
+        dy = _checked(grad_outputs[0], ctx.communicator.size)
+        return _AllReduce.apply(dy, ctx.communicator, "gradient"), None, None
 
 
-def _check_numbers(x: Tensor, num_ranks: int) -> None:
-    """Raise unless `x` has numbers that a message can carry to the other ranks."""
-    if torch._C._functorch.is_legacy_batchedtensor(x):
+def _checked(x: Tensor, num_ranks: int) -> Tensor:
+    """`x`, unless torch hides its numbers, or those of a tangent, from the layer."""
+    if is_needed() or torch._C._functorch.is_legacy_batchedtensor(x):
         raise NotImplementedError(
-            "`vectorize=True` in torch.autograd.functional and `is_grads_batched=True` in "
-            "torch.autograd.grad do not work for a layer that shares statistics with other ranks: "
-            f"got {num_ranks} ranks. torch hides the numbers of such a batch from the layer. Use "
-            "torch.func.jacrev, jacfwd, hessian or vmap."
+            "torch.func, forward mode, `vectorize=True` in torch.autograd.functional and "
+            "`is_grads_batched=True` in torch.autograd.grad work for a layer of one process: got "
+            f"{num_ranks} ranks that share statistics. Call torch.autograd.grad, with "
+            "create_graph=True for second derivatives, or pass process_group=SingleProcess()."
         )
-    if is_traced(x):
-        raise NotImplementedError(
-            "torch.func.linearize and make_fx cannot trace a layer that shares statistics with "
-            f"other ranks: got {num_ranks} ranks. The trace would repeat the sums of this call for "
-            "other numbers, too. Use torch.func.jvp."
-        )
+    return x

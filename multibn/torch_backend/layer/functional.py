@@ -81,12 +81,9 @@ def sync_batch_norm(
     the forward pass's allreduce. `x` must need a gradient on all ranks or on none, which the
     forward message compares: in the backward pass, ranks that need one wait for all others.
 
-    torch.func and forward mode work over ranks, too, if all ranks transform alike. A derivative by
-    a rank's `x` or parameters is that of all ranks' outputs together, as an ordinary gradient is. A
-    tangent of `y` has the tangents of all ranks in it. Each derivative repeats the forward pass's
-    allreduce, under vmap once for each entry. NotImplementedError on all ranks, if there are
-    several, from torch.func.linearize, `vectorize=True` of torch.autograd.functional, and
-    `is_grads_batched=True` of torch.autograd.grad, which hide the numbers that ranks share.
+    torch.func, forward mode, `vectorize=True` of torch.autograd.functional and
+    `is_grads_batched=True` of torch.autograd.grad work in one process; NotImplementedError if
+    several ranks share.
 
     Examples
     --------
