@@ -257,7 +257,7 @@ def check_dense(name: str, x: Any, /) -> None:
     if isinstance(x, Tensor) and (x.is_nested or x.layout != torch.strided):
         kind, call = f"layout {x.layout}", "to_dense()"
         if x.is_nested:
-            kind, call = f"a nested one of {kind}", "torch.nested.to_padded_tensor"
+            kind, call = f"a nested one of {kind}", "values() or torch.nested.to_padded_tensor"
         raise TypeError(f"{name} must be a dense tensor: got {kind}. Call {call} on it.")
 
 

@@ -17,7 +17,6 @@ from multibn.torch_backend.layer import (
     compiled,
     dtensors,
     functional,
-    jagged,
     splits,
 )
 from multibn.torch_backend.layer.synchronized import (
@@ -102,9 +101,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
     `layer(input, mask=mask)` leaves elements out: `mask` has dtype bool and the shape
     `(N, *spatial)`, or one that broadcasts to it, on the device of the input. For samples that are
     padded at the end, `layer(input, lengths=lengths)` takes integers of shape `(N,)` and an input
-    `(N, C, L)` or `(N, C, L, ...)`: of sample n, the first `lengths[n]` elements of L count. A
-    jagged nested tensor, `(N, j, C)` or `(N, C, j, ...)`, needs neither, and gives one; for
-    `weighting="sample"` each of its elements is a sample.
+    `(N, C, L)` or `(N, C, L, ...)`: of sample n, the first `lengths[n]` elements of L count.
 
     Elements that do not count have no part in statistics and gradients, whatever they hold, NaN and
     infinity included. The output is 0 there, in evaluation, too, and so is the gradient. Counts,
@@ -170,7 +167,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         mask: Tensor | None = None,
         lengths: Tensor | None = None,
     ) -> Tensor:
-        is_dense = type(input) is Tensor and not (input.is_nested or input.is_meta)
+        is_dense = type(input) is Tensor and not input.is_meta
         is_plain = is_dense and self.training and mask is None and lengths is None
         if not is_plain or torch.compiler.is_compiling() or input.ndim not in self._usual:
             return self._forward_special(input, residual, mask=mask, lengths=lengths)
@@ -191,8 +188,6 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
             return call_node(self, input, *(() if residual is None else (residual,)), **options)
         conversation: Communicator = self.conversation if self.training else ALONE
         self._check_dimensions(input)
-        if getattr(input, "is_nested", False):
-            return jagged.apply(self, conversation, input, residual, mask, lengths)
         if not self.training and self.running_mean is not None and self.running_var is not None:
             return self._evaluate(input, residual, mask, lengths)
         if torch.compiler.is_dynamo_compiling() and dtensors.among((input, self.weight)):
