@@ -17,7 +17,7 @@ from multibn.communicators.outcomes import Nonfinite
 from multibn.engine import masks, statistics
 from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Input
-from multibn.kernels import Running
+from multibn.kernels import Running, generic
 from multibn.torch_backend.layer import autograd, differentiable, dtensors
 
 
@@ -210,21 +210,11 @@ def normalize_by_running(
     # F.batch_norm refuses the other mixtures of dtypes, which training accepts, and would copy some
     # inputs with splits.
     axis = statistics.reduced_axes(x.ndim, range(1, 1 + running_mean.ndim))
-    check_options(Input(x, weight, bias, eps, axis))
-    mean, invstd = running_mean.to(wide), (running_var.to(wide) + eps).rsqrt()
-    y = (x.to(wide) - per_channel(mean, x)) * per_channel(invstd, x)
-    return affine(y, weight, bias).to(x.dtype)
-
-
-def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, /) -> Tensor:
-    """`x * weight + bias`."""
-    y = x if weight is None else x * per_channel(weight, x)
-    return y if bias is None else y + per_channel(bias, x)
-
-
-def per_channel(p: Tensor, x: Tensor, /) -> Tensor:
-    """Add axes to `p`, whose shape is that of the axes of `x` from 1, for the other axes of `x`."""
-    return p.reshape(*p.shape, *[1] * (x.ndim - 1 - p.ndim))
+    i = Input(x, weight, bias, eps, axis)
+    check_options(i)
+    mean, var = map(generic.as_wide, (running_mean, running_var))
+    y: Tensor = generic.normalize(i, BatchStatistics(mean, var, mean, mean))
+    return y
 
 
 def check_input(x: Any, num_channels: int | None, /) -> None:

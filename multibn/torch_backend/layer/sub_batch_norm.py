@@ -130,8 +130,10 @@ class _SubBatchNorm(Synchronized):
             return self._normalize(part, own, communicator).flatten(1, len(channels))
 
         options = {"normalize": normalize_flat} if isinstance(part, Part) else {}
-        y = part(x.flatten(1, len(channels)), **options).reshape(input.shape)
-        return functional.affine(y, self.weight, self.bias).to(y.dtype)
+        y = z = part(x.flatten(1, len(channels)), **options).reshape(input.shape)
+        for p, apply in ((self.weight, torch.mul), (self.bias, torch.add)):
+            z = z if p is None else apply(z, p.view(-1, *[1] * (z.ndim - 2)))
+        return z.to(y.dtype)
 
     def _normalize(self, part: Any, i: Input, communicator: Communicator) -> Tensor:
         """The arithmetic of a call of `part`. From axis 1, `i.x` has the axes of `_channels`."""
