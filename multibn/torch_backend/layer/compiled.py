@@ -28,7 +28,7 @@ from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Gradient, Input
 from multibn.kernels import Running, generic, select
 from multibn.kernels.layout import channels
-from multibn.torch_backend.layer import autograd, differentiable, functional
+from multibn.torch_backend.layer import autograd, differentiable, dtensors, functional
 from multibn.torch_backend.layer.differentiable import without_autocast
 
 # Weak: a communicator ends with its layer, and so does the graph compiled for the layer.
@@ -59,9 +59,9 @@ def forward_all(
 ) -> list[tuple[Tensor, BatchStatistics]]:
     """As `functional.forward_all`; in compiled code and without data, each input has a message.
 
-    Under torch.func and in forward mode the pass runs without compilation. Compiled code cannot
-    tell whether it runs in a recomputation. There, a batch has a count of 0, by which running
-    statistics do not move.
+    Under torch.func, in forward mode and with DTensors the pass runs without compilation. Compiled
+    code cannot tell whether it runs in a recomputation. There, a batch has a count of 0, by which
+    running statistics do not move.
 
     Raises
     ------
@@ -76,9 +76,16 @@ def forward_all(
             "would need the processes of this run. Call model.eval() first, or export a copy of "
             "the model after revert_sync_batchnorm."
         )
+    run: Callable[..., list[tuple[Tensor, BatchStatistics]]] = functional.forward_all
+    if compiling and dtensors.among(inputs[0][:3]):  # no operator takes these and plain tensors
+        torch._dynamo.graph_break(
+            msg="a layer does not compile its forward pass with a DTensor, and runs it as it is. "
+            "Call torch.compile without fullgraph=True."
+        )
+        return torch.compiler.disable(run)(inputs, num_channels, communicator, weighting=weighting)
     # Not by `takes`: where this frame is not compiled, the compiler may yet take that one.
     if differentiable.is_needed() if compiling else not _has_no_data(inputs[0].x):
-        return functional.forward_all(inputs, num_channels, communicator, weighting=weighting)
+        return run(inputs, num_channels, communicator, weighting=weighting)
     results = []
     for i, n in zip(inputs, num_channels, strict=True):
         if not compiling:

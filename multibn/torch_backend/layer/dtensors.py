@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -58,15 +57,6 @@ def forward_all(
     local = [_localize(i, mesh, sharing) for i in inputs]
     results = function(local, num_channels, communicator)
     return [(_like(i.x, y), batch) for i, (y, batch) in zip(inputs, results, strict=True)]
-
-
-def uncompiled(forward: Callable[..., Any], /) -> Callable[..., Any]:
-    """Where torch.compile traces: without it, as no operator takes DTensors and plain tensors."""
-    torch._dynamo.graph_break(
-        msg="a layer does not compile its forward pass with a DTensor, and runs it as it is. "
-        "Call torch.compile without fullgraph=True."
-    )
-    return torch.compiler.disable(forward)
 
 
 def evaluate(function: Callable[..., Tensor], x: Tensor, /, *parameters: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ from multibn.engine.population import Pool
 from multibn.engine.statistics import BatchStatistics, channels
 from multibn.engine.step import Input
 from multibn.kernels import generic
-from multibn.torch_backend.layer import compiled, dtensors, functional
+from multibn.torch_backend.layer import compiled, functional
 from multibn.torch_backend.layer.synchronized import (
     ALONE,
     Synchronized,
@@ -186,8 +186,6 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         self._check_dimensions(input)
         if not self.training and self.running_mean is not None and self.running_var is not None:
             return self._evaluate(input, residual, mask, lengths)
-        if torch.compiler.is_dynamo_compiling() and dtensors.among((input, self.weight)):
-            return dtensors.uncompiled(self.forward)(input, residual, mask=mask, lengths=lengths)
         if not self.training:
             conversation = self.alone(input)
         mask = compiled.mask_of(input, mask, lengths, [self.num_features], conversation)
