@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from multibn._arrays import is_abstract
 from multibn._typing import Weighting
 from multibn.communicators import Communicator
 from multibn.engine import recompute, step
@@ -189,7 +189,7 @@ def _forward_sums_like(*arguments: Any) -> list[Tensor]:
 )
 def _forward_sums(*arguments: Any) -> list[Tensor]:
     """The coefficients of the output, and the numbers of `BatchStatistics`. Collective."""
-    i, *sharing, needed = _input(*arguments)
+    i, num_channels, communicator, weighting, needed = _input(*arguments)
 
     def forward(inputs: Sequence[Input], communicator: Communicator, weighting: Weighting) -> Any:
         return step.forward(
@@ -198,19 +198,12 @@ def _forward_sums(*arguments: Any) -> list[Tensor]:
         )  # fmt: skip
 
     with torch.no_grad(), without_autocast(i.x):
-        coefficients, batch = _run(forward, i, *sharing)
-    return [v.clone() for v in (*coefficients, *batch)]  # the centre may be the mean
-
-
-def _run(
-    forward: Any, i: Input, num_channels: int, communicator: int, weighting: Weighting
-) -> tuple[Any, BatchStatistics]:
-    ((y, batch),) = functional.forward_all(
-        [i], [num_channels], _communicators[communicator], weighting=weighting, forward=forward
-    )
+        ((coefficients, batch),) = functional.forward_all(
+            [i], [num_channels], _communicators[communicator], weighting=weighting, forward=forward
+        )
     if recompute.in_recomputing():  # with a count of 0, running statistics do not move
         batch = batch._replace(count=torch.zeros_like(batch.count))
-    return y, batch
+    return [v.clone() for v in (*coefficients, *batch)]  # the centre may be the mean
 
 
 def _backward_sums_like(dy: Tensor, *arguments: Any) -> list[Tensor]:
@@ -262,9 +255,6 @@ def _forward(*arguments: Any) -> list[Tensor]:
     i, num_channels, *sharing, relu = _input(*arguments)
     i = i._replace(relu=relu)
     needed = torch.is_grad_enabled() and i.x.requires_grad
-    if not is_abstract(i.x):  # torch.compile(backend="eager")
-        y, batch = _run(autograd.forward, i, num_channels, *sharing)
-        return [y, *batch]
     try:
         functional.check_input(i.x, num_channels)
         if not i.x.is_meta:
@@ -292,6 +282,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         return y, *batch
 
     @staticmethod
+    @once_differentiable  # as all of compiled code; torch's compiler says so for its own backends
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mask, y, *batch = ctx.saved_tensors
         eps, axis, communicator = ctx.about
