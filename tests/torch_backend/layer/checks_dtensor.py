@@ -26,7 +26,7 @@ from torch.distributed.tensor import (
     distribute_module,
     distribute_tensor,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.tensor.debug import CommDebugMode
 
 from multibn import SingleProcess
 from multibn.communicators import Communicator
@@ -70,21 +70,6 @@ def _layer(**options: Any) -> Any:
 
 def _place(x: Tensor, mesh: Any, placements: Any) -> Any:
     return distribute_tensor(x, mesh, placements, src_data_rank=None)
-
-
-class _Collectives(TorchDispatchMode):
-    """How many numbers each collective of DTensors or of autograd takes from this rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:
-            return NotImplemented
-        if "c10d" in func.namespace and "wait" not in str(func):
-            self.sizes.append(args[0].numel())
-        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -135,7 +120,7 @@ def _train(layer: Any, mesh: Any, placements: Any, whole: list[Any], world: Comm
     for step, expected in enumerate(whole):
         x = _place(_whole(step), mesh, placements).requires_grad_()
         layer.zero_grad()
-        with _Collectives() as collectives, _messages() as messages:
+        with CommDebugMode() as collectives, _messages() as messages:
             y = layer(x)
             y.backward(_place(_whole(step + 9), mesh, placements))
         for t in (y, x.grad):
@@ -159,7 +144,7 @@ def _train(layer: Any, mesh: Any, placements: Any, whole: list[Any], world: Comm
         assert buffers["num_batches_tracked"].item() == step + 1
         shared = any(p.is_shard() for p in placements)
         assert messages == [2 * C + 4] * 2 * shared, case
-        assert not collectives.sizes, case
+        assert not collectives.get_total_counts(), case
 
 
 def check_layers_train_in_all_placements(world: Communicator) -> None:
@@ -190,10 +175,10 @@ def check_evaluation_is_local_in_all_placements(world: Communicator) -> None:
         layer: Any = distribute_module(copy.deepcopy(plain), mesh)
         layer.zero_grad()
         part = _place(_whole(0), mesh, placements).requires_grad_()
-        with _messages() as messages, _Collectives() as collectives:
+        with _messages() as messages, CommDebugMode() as collectives:
             out = layer(part)
         assert not messages
-        assert not collectives.sizes
+        assert not collectives.get_total_counts()
         out.backward(_place(dy, mesh, placements))
         assert out.placements == part.grad.placements == placements
         got = {"y": out, "dx": part.grad, "weight": layer.weight.grad, "bias": layer.bias.grad}

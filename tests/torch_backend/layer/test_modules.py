@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from multibn import SingleProcess, observing
+from multibn import observing
 from tests.helpers import require
 from tests.helpers.ranks import ThreadCommunicator, errors_of_rank_0, run_ranks
 
@@ -91,15 +91,6 @@ def test_only_wanted_gradients_are_computed(requires: tuple[int, ...]) -> None:
     if requires:
         y.square().sum().backward()
     assert [t.grad is not None for t in tensors] == [i in requires for i in range(3)]
-
-
-def test_the_group_can_be_exchanged() -> None:
-    layer = make(3)
-    alone = SingleProcess()
-    layer.process_group = alone
-    assert layer.process_group is alone
-    with pytest.raises(TypeError, match="a communicator must be None"):
-        layer.process_group = "nccl"
 
 
 def test_nested_tensors_are_refused() -> None:
