@@ -165,8 +165,9 @@ def forward_all(
                     check_input(whole.x, n)  # not each rank's part, so that all ranks raise
             function = partial(forward_all, weighting=weighting)
             return dtensors.forward_all(function, inputs, num_channels, communicator)
-    if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
-        refuse_ddp_join(communicator)
+    ddp: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    if ddp is not None:
+        refuse_ddp_join(ddp, communicator)
     if torch._C._get_tracing_state() is not None:
         raise RuntimeError(
             "torch.jit.trace, which some exporters and counters of operations call, cannot trace "
@@ -284,17 +285,14 @@ def check_options(i: Input) -> None:
             )
 
 
-def refuse_ddp_join(communicator: Communicator) -> None:
+def refuse_ddp_join(ddp: Any, communicator: Communicator) -> None:
     """Raise inside DistributedDataParallel.join, on all ranks, before any communication.
 
     There, a rank without data runs the collectives of DistributedDataParallel only, which the other
     ranks would take for a layer's.
     """
-    ddp: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
-    joining = None if ddp is None else ddp._join_config
-    if not (joining and joining.enable) or joining.throw_on_early_termination:
-        return
-    if communicator.size > 1:
+    joining = ddp._join_config
+    if joining.enable and not joining.throw_on_early_termination and communicator.size > 1:
         raise RuntimeError(
             "layers that share statistics cannot be trained inside DistributedDataParallel.join: "
             f"that join does not know of their communication over {communicator.size} ranks. Use "
