@@ -176,14 +176,9 @@ CASES: dict[str, Callable[[_Subject], Any]] = {
     "jacfwd": lambda s: jacfwd(s.layer)(X),
     "hessian": lambda s: hessian(s.loss)(X),
     "hessian of parameters": lambda s: hessian(s.loss_of)(s.parameters, X),
-    "hessian by jacrev": lambda s: jacrev(jacrev(s.loss))(X),
-    "hessian times vector": lambda s: jvp(grad(s.loss), (X,), (V,)),
     "functionalize": lambda s: functionalize(s.layer)(X),
     "vmap": lambda s: vmap(s.layer)(XS),
     "vmap over the last axis": lambda s: vmap(s.layer, in_dims=2, out_dims=1)(XS.movedim(0, 2)),
-    "vmap of vmap": lambda s: vmap(vmap(s.layer))(torch.stack([XS, XS + V])),
-    "vmap of grad": lambda s: vmap(grad(s.loss))(XS),
-    "another tensor": lambda s: grad(lambda w: (s.layer(X) * w).sum())(DY),
 }
 
 
