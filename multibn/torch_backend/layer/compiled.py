@@ -28,8 +28,8 @@ from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Gradient, Input
 from multibn.kernels import Running, generic, select
 from multibn.kernels.layout import channels
-from multibn.torch_backend.layer import autograd, differentiable, dtensors, functional
-from multibn.torch_backend.layer.differentiable import without_autocast
+from multibn.torch_backend.layer import autograd, dtensors, functional
+from multibn.torch_backend.layer.autograd import without_autocast
 
 # Weak: a communicator ends with its layer, and so does the graph compiled for the layer.
 _communicators: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
@@ -84,7 +84,7 @@ def forward_all(
         )
         return torch.compiler.disable(run)(inputs, num_channels, communicator, weighting=weighting)
     # Not by `takes`: where this frame is not compiled, the compiler may yet take that one.
-    if differentiable.is_needed() if compiling else not _has_no_data(inputs[0].x):
+    if autograd.is_transformed() if compiling else not _has_no_data(inputs[0].x):
         return run(inputs, num_channels, communicator, weighting=weighting)
     results = []
     for i, n in zip(inputs, num_channels, strict=True):

@@ -18,7 +18,7 @@ from multibn.engine import masks, statistics
 from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Input
 from multibn.kernels import Running, generic
-from multibn.torch_backend.layer import autograd, differentiable, dtensors
+from multibn.torch_backend.layer import autograd, dtensors
 
 
 def sync_batch_norm(
@@ -180,8 +180,8 @@ def forward_all(
             check_options(i)
         except (TypeError, ValueError) as error:
             refuse(error, [i.x for i in inputs], num_channels, communicator)
-    if differentiable.is_needed():
-        return differentiable.forward_all(inputs, communicator, weighting)
+    if autograd.is_transformed():
+        return autograd.differentiable_forward(inputs, communicator, weighting)
     return forward(inputs, communicator, weighting)
 
 

@@ -17,7 +17,7 @@ from multibn.engine.precise import Estimate, Pass, Population, input_of
 from multibn.engine.statistics import aggregate, local_moments
 from multibn.kernels import generic
 from multibn.torch_backend.layer import functional
-from multibn.torch_backend.layer.differentiable import without_autocast
+from multibn.torch_backend.layer.autograd import without_autocast
 from multibn.torch_backend.layer.synchronized import Synchronized
 from multibn.torch_backend.train.uneven import map_tensors
 
