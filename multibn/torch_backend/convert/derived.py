@@ -141,8 +141,6 @@ class _OwnForward(_Derived):
         if any(isinstance(argument, fx.Proxy) for argument in arguments):
             return call_node(self, *args, **kwargs)
         has_dtensor = dtensors.among((*arguments, self.weight))
-        if has_dtensor and torch.compiler.is_dynamo_compiling():
-            return dtensors.uncompiled(self.forward)(*args, **kwargs)
         own = self.own_forward
         forward = partial(self.converted_from.forward, self) if own is None else own
         if own is not None:  # in an unpickled `own`, a method `forward` is this one

@@ -7,9 +7,8 @@ the gradient, with the operations around the layer. Meta and fake tensors take t
 An operator takes only tensors, numbers and strings, so a communicator is passed as its id.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import islice
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -17,10 +16,10 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from multibn._arrays import is_abstract
 from multibn._typing import Weighting
 from multibn.communicators import Communicator
 from multibn.engine import recompute, step
@@ -29,8 +28,8 @@ from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Gradient, Input
 from multibn.kernels import Running, generic, select
 from multibn.kernels.layout import channels
-from multibn.torch_backend.layer import autograd, differentiable, functional
-from multibn.torch_backend.layer.differentiable import without_autocast
+from multibn.torch_backend.layer import autograd, dtensors, functional
+from multibn.torch_backend.layer.autograd import without_autocast
 
 # Weak: a communicator ends with its layer, and so does the graph compiled for the layer.
 _communicators: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
@@ -60,9 +59,9 @@ def forward_all(
 ) -> list[tuple[Tensor, BatchStatistics]]:
     """As `functional.forward_all`; in compiled code and without data, each input has a message.
 
-    Under torch.func and in forward mode the pass runs without compilation. Compiled code cannot
-    tell whether it runs in a recomputation. There, a batch has a count of 0, by which running
-    statistics do not move.
+    Under torch.func, in forward mode and with DTensors the pass runs without compilation. Compiled
+    code cannot tell whether it runs in a recomputation. There, a batch has a count of 0, by which
+    running statistics do not move.
 
     Raises
     ------
@@ -77,22 +76,28 @@ def forward_all(
             "would need the processes of this run. Call model.eval() first, or export a copy of "
             "the model after revert_sync_batchnorm."
         )
+    run: Callable[..., list[tuple[Tensor, BatchStatistics]]] = functional.forward_all
+    if compiling and dtensors.among(inputs[0][:3]):  # no operator takes these and plain tensors
+        torch._dynamo.graph_break(
+            msg="a layer does not compile its forward pass with a DTensor, and runs it as it is. "
+            "Call torch.compile without fullgraph=True."
+        )
+        return torch.compiler.disable(run)(inputs, num_channels, communicator, weighting=weighting)
     # Not by `takes`: where this frame is not compiled, the compiler may yet take that one.
-    if differentiable.is_needed() if compiling else not _has_no_data(inputs[0].x):
-        return functional.forward_all(inputs, num_channels, communicator, weighting=weighting)
+    if autograd.is_transformed() if compiling else not _has_no_data(inputs[0].x):
+        return run(inputs, num_channels, communicator, weighting=weighting)
     results = []
     for i, n in zip(inputs, num_channels, strict=True):
         if not compiling:
             functional.check_input(i.x, n)
         y, *numbers = torch.ops.multibn.forward(*_spread(i), n, id(communicator), weighting, i.relu)
-        batch, mask = BatchStatistics(*numbers), i.mask
+        batch = BatchStatistics(*numbers)
         results.append((y, batch))
-        count: Any = i.x.numel() // max(batch.mean.numel(), 1) if mask is None else mask.sum()
+        count: Any = i.x.numel() // max(batch.mean.numel(), 1) if i.mask is None else i.mask.sum()
         if isinstance(i.running, Pool):
             i.running.add(batch, local_count=count)
         elif i.running is not None:
-            counted = (count, None) if mask is None else (None, count.to(batch.mean))
-            torch.ops.multibn.move(*i.running, *batch[:3], *counted)
+            torch.ops.multibn.move(*i.running, *batch[:3], torch.ones_like(batch.count) * count)
     return results
 
 
@@ -110,22 +115,21 @@ _LIBRARY = torch.library.Library("multibn", "DEF")
 
 
 def operator(
-    schema: str, like: Callable[..., Any] | None = None, *, talks: bool = False
+    schema: str, like: Callable[..., Any] | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a function the operator of this schema in the namespace `multibn`.
 
-    The compiler looks inside unless `like` says what the operator returns, in shape and dtype. The
-    order of operators that talk stays, none is dropped or repeated, and no CUDA graph holds one.
+    The compiler looks inside unless `like` says what the operator returns, in shape and dtype. Such
+    operators talk: their order stays, none is dropped or repeated, and no CUDA graph holds one.
     """
 
     def define(function: Callable[..., Any]) -> Callable[..., Any]:
         name = schema.partition("(")[0]
-        _LIBRARY.define(schema, tags=[torch.Tag.cudagraph_unsafe] if talks else [])
+        _LIBRARY.define(schema, tags=[] if like is None else [torch.Tag.cudagraph_unsafe])
         kind = "CompositeImplicitAutograd" if like is None else "CompositeExplicitAutograd"
         _LIBRARY.impl(name, function, kind)
         if like is not None:
             torch.library.register_fake(f"multibn::{name}", like, lib=_LIBRARY)
-        if talks:
             _register_effectful_op(getattr(torch.ops.multibn, name).default, _EffectType.ORDERED)
         return function
 
@@ -150,33 +154,26 @@ def _input(
     return Input(x, weight, bias, eps, tuple(axis), residual, mask=mask), *others
 
 
-class _UpToElements:
-    """The kernels for an array, but for the passes that write: coefficients take their place."""
+def _up_to_elements(x: Tensor) -> Any:
+    """The kernels for `x`, but for the passes that write: coefficients take their place."""
+    kernels = select(x)
 
-    @staticmethod
-    def begin_forward(i: Input, *arguments: Any, out: Any = None) -> Any:
-        return select(i.x).begin_forward(i, *arguments, out=out)
-
-    @staticmethod
     def finish_forward(i: Input, summed: Any, *arguments: Any) -> Any:
         batch, state = generic.unpack_for(i, summed, *arguments)
         return generic.output_coefficients(i, batch), batch, state
 
-    normalize = staticmethod(generic.output_coefficients)
-
-    @staticmethod
-    def begin_backward(g: Gradient, *, out: Any = None) -> Any:
-        return select(g.input.x).begin_backward(g, out=out)[:3]
-
-    @staticmethod
-    def finish_backward(g: Gradient, summed: Any) -> Any:
-        return generic.gradient_coefficients(g, summed), None
+    return SimpleNamespace(
+        begin_forward=kernels.begin_forward,
+        finish_forward=finish_forward,
+        normalize=generic.output_coefficients,
+        begin_backward=lambda g, out=None: kernels.begin_backward(g, out=out)[:3],
+        finish_backward=lambda g, summed: (generic.gradient_coefficients(g, summed), None),
+    )
 
 
 def _coefficients_like(x: Tensor, mean: Tensor, count: int) -> list[Tensor]:
-    if not x.dtype.is_floating_point:  # which the operator will refuse
-        return [torch.empty_like(mean) for _ in range(count)]
-    dtype = generic.arithmetic_dtype(torch, x.dtype)
+    # The operator will refuse integers.
+    dtype = generic.arithmetic_dtype(torch, x.dtype) if x.dtype.is_floating_point else None
     return [torch.empty_like(mean, dtype=dtype) for _ in range(count)]
 
 
@@ -188,67 +185,49 @@ def _forward_sums_like(*arguments: Any) -> list[Tensor]:
 
 
 @operator(
-    f"forward_sums({_INPUT}, {_SHARING}, bool needs_gradient) -> Tensor[]",
-    _forward_sums_like,
-    talks=True,
+    f"forward_sums({_INPUT}, {_SHARING}, bool needs_gradient) -> Tensor[]", _forward_sums_like
 )
 def _forward_sums(*arguments: Any) -> list[Tensor]:
     """The coefficients of the output, and the numbers of `BatchStatistics`. Collective."""
-    i, *sharing, needed = _input(*arguments)
+    i, num_channels, communicator, weighting, needed = _input(*arguments)
 
     def forward(inputs: Sequence[Input], communicator: Communicator, weighting: Weighting) -> Any:
-        with torch.no_grad(), without_autocast(inputs[0].x):
-            return step.forward(
-                list(map(autograd.dense, inputs)), communicator, weighting=weighting,
-                select=lambda x: _UpToElements, needs_gradient=needed,
-            )  # fmt: skip
+        return step.forward(
+            list(map(autograd.dense, inputs)), communicator, weighting=weighting,
+            select=_up_to_elements, needs_gradient=needed,
+        )  # fmt: skip
 
-    coefficients, batch = _run(forward, i, *sharing)
+    with torch.no_grad(), without_autocast(i.x):
+        ((coefficients, batch),) = functional.forward_all(
+            [i], [num_channels], _communicators[communicator], weighting=weighting, forward=forward
+        )
+    if recompute.in_recomputing():  # with a count of 0, running statistics do not move
+        batch = batch._replace(count=torch.zeros_like(batch.count))
     return [v.clone() for v in (*coefficients, *batch)]  # the centre may be the mean
 
 
-def _run(
-    forward: Any, i: Input, num_channels: int, communicator: int, weighting: Weighting
-) -> tuple[Any, BatchStatistics]:
-    ((y, batch),) = functional.forward_all(
-        [i], [num_channels], _communicators[communicator], weighting=weighting, forward=forward
-    )
-    if recompute.in_recomputing():  # with a count of 0, running statistics do not move
-        batch = batch._replace(count=torch.zeros_like(batch.count))
-    return y, batch
-
-
 def _backward_sums_like(dy: Tensor, *arguments: Any) -> list[Tensor]:
-    i, mean, *_ = _input(*arguments)
-    parameters = [
-        i.x.new_empty(0) if p is None else torch.empty_like(p) for p in (i.weight, i.bias)
-    ]
-    return _coefficients_like(i.x, mean, 4) + parameters
+    i, mean, *_, needs_dx, _ = _input(*arguments)
+    parameters = [i.x.new_empty(0 if p is None else p.shape) for p in (i.weight, i.bias)]
+    return parameters + _coefficients_like(i.x, mean, 4 * needs_dx)
 
 
 @operator(
     f"backward_sums(Tensor dy, {_INPUT}, Tensor mean, Tensor var, Tensor count, "
     "Tensor element_weight, bool needs_dx, int communicator) -> Tensor[]",
     _backward_sums_like,
-    talks=True,
 )
 def _backward_sums(dy: Tensor, *arguments: Any) -> list[Tensor]:
-    """The coefficients of the gradient of `x`, and the gradients of the parameters. Collective."""
+    """The gradients of weight and bias, and the coefficients of that of `x`. Collective."""
     i, *batch, needs_dx, communicator = _input(*arguments)
-    i = autograd.dense(i)
-    g = Gradient(dy, i, BatchStatistics(*batch), needs_dx=needs_dx)
+    g = Gradient(dy, autograd.dense(i), BatchStatistics(*batch), needs_dx=needs_dx)
     sharing = _communicators[communicator]
     with torch.no_grad(), without_autocast(i.x):
         if torch.is_anomaly_enabled():
             autograd.find_nan([g], sharing)
-        ((dx, _, *parameters),) = step.backward([g], sharing, select=lambda x: _UpToElements)
-        found: Any = dx
-    coefficients = (
-        [v.clone() for v in found]
-        if needs_dx
-        else [v.zero_() for v in _coefficients_like(i.x, batch[0], 4)]
-    )
-    return coefficients + [i.x.new_empty(0) if p is None else p for p in parameters]
+        ((dx, _, *parameters),) = step.backward([g], sharing, select=_up_to_elements)
+    found: Any = dx if needs_dx else ()
+    return [i.x.new_empty(0) if p is None else p for p in parameters] + [v.clone() for v in found]
 
 
 def _mask_like(x: Tensor, *_: Any) -> Tensor:
@@ -259,12 +238,12 @@ def _mask_like(x: Tensor, *_: Any) -> Tensor:
     "mask(Tensor x, Tensor? mask, Tensor? lengths, SymInt num_channels, int communicator)"
     " -> Tensor",
     _mask_like,
-    talks=True,
 )
 def _mask(x: Tensor, mask: Any, lengths: Any, num_channels: int, communicator: int) -> Tensor:
     """The engine's mask. Collective if it raises."""
-    checked = functional.mask_of(x, mask, lengths, [num_channels], _communicators[communicator])
-    assert checked is not None
+    checked: Any = functional.mask_of(
+        x, mask, lengths, [num_channels], _communicators[communicator]
+    )
     # New memory, as an operator's output must be, with the strides that the compiler is told.
     return checked.clone(memory_format=torch.contiguous_format)
 
@@ -276,9 +255,6 @@ def _forward(*arguments: Any) -> list[Tensor]:
     i, num_channels, *sharing, relu = _input(*arguments)
     i = i._replace(relu=relu)
     needed = torch.is_grad_enabled() and i.x.requires_grad
-    if not is_abstract(i.x):  # torch.compile(backend="eager")
-        y, batch = _run(autograd.forward, i, num_channels, *sharing)
-        return [y, *batch]
     try:
         functional.check_input(i.x, num_channels)
         if not i.x.is_meta:
@@ -297,8 +273,7 @@ class _SyncBatchNorm(torch.autograd.Function):
     def forward(ctx: Any, i: Input, sharing: tuple[Any, ...], *_: Any) -> tuple[Tensor, ...]:
         summed = i._replace(residual=None)  # the operator would need the residual in memory
         with without_autocast(i.x):
-            with _marked(CheckpointPolicy.MUST_SAVE):
-                numbers = torch.ops.multibn.forward_sums(*_spread(summed), *sharing)
+            numbers = _once(torch.ops.multibn.forward_sums, *_spread(summed), *sharing)
             y = generic.finish(i, numbers[:3])
         batch = numbers[3:]
         ctx.about = i.eps, i.axis, sharing[1]
@@ -307,72 +282,42 @@ class _SyncBatchNorm(torch.autograd.Function):
         return y, *batch
 
     @staticmethod
+    @once_differentiable  # as all of compiled code; torch's compiler says so for its own backends
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mask, y, *batch = ctx.saved_tensors
         eps, axis, communicator = ctx.about
-        i, dy, dx = Input(x, weight, bias, eps, axis, mask=mask), grad_outputs[0], None
-        _, _, needs_dx, needs_dweight, needs_dbias, needs_dresidual = ctx.needs_input_grad
-        here = CheckpointPolicy.PREFER_RECOMPUTE
-        _compare_here()
+        i, dy = Input(x, weight, bias, eps, axis, mask=mask), grad_outputs[0]
+        needs_dx, needs_dresidual = ctx.needs_input_grad[2], ctx.needs_input_grad[5]
         with without_autocast(x):
-            with _marked(here):
-                dy = dy if y is None else generic.rectified(dy, y)
-            *coefficients, dweight, dbias = torch.ops.multibn.backward_sums(
+            dy = dy if y is None else generic.rectified(dy, y)
+            dweight, dbias, *coefficients = torch.ops.multibn.backward_sums(
                 dy, *_spread(i), *batch, needs_dx, communicator
             )
             g = Gradient(dy, i, BatchStatistics(*batch), needs_dx=needs_dx)
-            if needs_dx:
-                with _marked(here):
-                    dx = generic.finish_gradient(g, coefficients)
+            dx = generic.finish_gradient(g, coefficients) if needs_dx else None
         dresidual = generic.residual_gradient(g) if needs_dresidual else None
-        dparameters = dweight if needs_dweight else None, dbias if needs_dbias else None
+        dparameters = None if weight is None else dweight, None if bias is None else dbias
         return None, None, dx, *dparameters, dresidual
 
 
-@contextmanager
-def _marked(policy: CheckpointPolicy) -> Iterator[None]:
-    """Context whose operations run in the pass that `policy` says, once the graph is in two.
+def _once(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call an operator that runs in the forward pass only, once the graph is in two.
 
-    With MUST_SAVE in the forward pass only: torch marks all operations of a checkpoint to be
-    repeated in the backward pass, and cannot repeat effects. With PREFER_RECOMPUTE in the backward
-    pass, for the comparisons of a ReLU, see `_compare_here`.
+    torch marks all operations of a checkpoint to be repeated in the backward pass, and cannot
+    repeat effects.
     """
-    nodes = _nodes()
-    before = len(nodes)
-    yield
-    for node in islice(reversed(nodes), len(nodes) - before):
-        node.meta["recompute"] = policy
-
-
-def _compare_here() -> None:
-    """Let the gradient of a ReLU behind the layer compare in the backward pass, on a CPU.
-
-    The compiler would otherwise compare in the forward pass and keep Booleans, which are smaller
-    than numbers; inductor's code for gcc writes and reads these one by one, with a branch each.
-    """
-    for node in reversed(_nodes()):
-        if "multibn" in str(node.args[1:2]):  # the message before
-            return
-        if node.target is torch.ops.aten.le.Scalar:
-            y = node.args[0]
-            while y.target in (torch.ops.aten.alias.default, torch.ops.aten.detach.default):
-                y = y.args[0]
-            if y.target is torch.ops.aten.relu.default and y.meta["val"].is_cpu:
-                node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _nodes() -> Any:
-    """The operations that the compiler has written down so far."""
     mode: Any = get_proxy_mode()
-    return () if mode is None else mode.tracer.graph.nodes
+    nodes: Any = () if mode is None else mode.tracer.graph.nodes  # written down so far
+    before = len(nodes)
+    results = function(*arguments)
+    for node in list(nodes)[before:]:
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return results
 
 
 @operator(
     "move(Tensor(a!) running_mean, Tensor(b!) running_var, float? momentum, str convention, "
-    "Tensor(c!)? num_batches, Tensor mean, Tensor var, Tensor count, SymInt? local_count, "
-    "Tensor? local_tensor) -> ()"
+    "Tensor(c!)? num_batches, Tensor mean, Tensor var, Tensor count, Tensor local_count) -> ()"
 )
 def _move(*arguments: Any) -> None:
-    *running, mean, var, count, local_count, local_tensor = arguments
-    local_count = local_tensor if local_count is None else local_count
-    generic.move(Running(*running), mean, var, count, local_count)
+    generic.move(Running(*arguments[:5]), *arguments[5:])

@@ -17,8 +17,8 @@ from multibn.communicators.outcomes import Nonfinite
 from multibn.engine import masks, statistics
 from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Input
-from multibn.kernels import Running
-from multibn.torch_backend.layer import autograd, differentiable, dtensors
+from multibn.kernels import Running, generic
+from multibn.torch_backend.layer import autograd, dtensors
 
 
 def sync_batch_norm(
@@ -81,12 +81,9 @@ def sync_batch_norm(
     the forward pass's allreduce. `x` must need a gradient on all ranks or on none, which the
     forward message compares: in the backward pass, ranks that need one wait for all others.
 
-    torch.func and forward mode work over ranks, too, if all ranks transform alike. A derivative by
-    a rank's `x` or parameters is that of all ranks' outputs together, as an ordinary gradient is. A
-    tangent of `y` has the tangents of all ranks in it. Each derivative repeats the forward pass's
-    allreduce, under vmap once for each entry. NotImplementedError on all ranks, if there are
-    several, from torch.func.linearize, `vectorize=True` of torch.autograd.functional, and
-    `is_grads_batched=True` of torch.autograd.grad, which hide the numbers that ranks share.
+    torch.func, forward mode, `vectorize=True` of torch.autograd.functional and
+    `is_grads_batched=True` of torch.autograd.grad work in one process; NotImplementedError if
+    several ranks share.
 
     Examples
     --------
@@ -162,14 +159,15 @@ def forward_all(
     pass, in which no derivative is asked for by torch.func or in forward mode.
     """
     for i in inputs:
-        if dtensors.among((*i[:3], getattr(i.running, "mean", None))):
+        if dtensors.among(i[:3]):
             for whole, n in zip(inputs, num_channels, strict=True):
                 if dtensors.among([whole.x]):
                     check_input(whole.x, n)  # not each rank's part, so that all ranks raise
             function = partial(forward_all, weighting=weighting)
             return dtensors.forward_all(function, inputs, num_channels, communicator)
-    if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
-        refuse_ddp_join(communicator)
+    ddp: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    if ddp is not None:
+        refuse_ddp_join(ddp, communicator)
     if torch._C._get_tracing_state() is not None:
         raise RuntimeError(
             "torch.jit.trace, which some exporters and counters of operations call, cannot trace "
@@ -182,8 +180,8 @@ def forward_all(
             check_options(i)
         except (TypeError, ValueError) as error:
             refuse(error, [i.x for i in inputs], num_channels, communicator)
-    if differentiable.is_needed():
-        return differentiable.forward_all(inputs, communicator, weighting)
+    if autograd.is_transformed():
+        return autograd.differentiable_forward(inputs, communicator, weighting)
     return forward(inputs, communicator, weighting)
 
 
@@ -213,21 +211,11 @@ def normalize_by_running(
     # F.batch_norm refuses the other mixtures of dtypes, which training accepts, and would copy some
     # inputs with splits.
     axis = statistics.reduced_axes(x.ndim, range(1, 1 + running_mean.ndim))
-    check_options(Input(x, weight, bias, eps, axis))
-    mean, invstd = running_mean.to(wide), (running_var.to(wide) + eps).rsqrt()
-    y = (x.to(wide) - per_channel(mean, x)) * per_channel(invstd, x)
-    return affine(y, weight, bias).to(x.dtype)
-
-
-def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, /) -> Tensor:
-    """`x * weight + bias`."""
-    y = x if weight is None else x * per_channel(weight, x)
-    return y if bias is None else y + per_channel(bias, x)
-
-
-def per_channel(p: Tensor, x: Tensor, /) -> Tensor:
-    """Add axes to `p`, whose shape is that of the axes of `x` from 1, for the other axes of `x`."""
-    return p.reshape(*p.shape, *[1] * (x.ndim - 1 - p.ndim))
+    i = Input(x, weight, bias, eps, axis)
+    check_options(i)
+    mean, var = map(generic.as_wide, (running_mean, running_var))
+    y: Tensor = generic.normalize(i, BatchStatistics(mean, var, mean, mean))
+    return y
 
 
 def check_input(x: Any, num_channels: int | None, /) -> None:
@@ -260,7 +248,7 @@ def check_dense(name: str, x: Any, /) -> None:
     if isinstance(x, Tensor) and (x.is_nested or x.layout != torch.strided):
         kind, call = f"layout {x.layout}", "to_dense()"
         if x.is_nested:
-            kind, call = f"a nested one of {kind}", "torch.nested.to_padded_tensor"
+            kind, call = f"a nested one of {kind}", "values() or torch.nested.to_padded_tensor"
         raise TypeError(f"{name} must be a dense tensor: got {kind}. Call {call} on it.")
 
 
@@ -297,17 +285,14 @@ def check_options(i: Input) -> None:
             )
 
 
-def refuse_ddp_join(communicator: Communicator) -> None:
+def refuse_ddp_join(ddp: Any, communicator: Communicator) -> None:
     """Raise inside DistributedDataParallel.join, on all ranks, before any communication.
 
     There, a rank without data runs the collectives of DistributedDataParallel only, which the other
     ranks would take for a layer's.
     """
-    ddp: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
-    joining = None if ddp is None else ddp._join_config
-    if not (joining and joining.enable) or joining.throw_on_early_termination:
-        return
-    if communicator.size > 1:
+    joining = ddp._join_config
+    if joining.enable and not joining.throw_on_early_termination and communicator.size > 1:
         raise RuntimeError(
             "layers that share statistics cannot be trained inside DistributedDataParallel.join: "
             f"that join does not know of their communication over {communicator.size} ranks. Use "

@@ -10,16 +10,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from multibn._typing import RunningVar, Weighting
 from multibn.communicators import Communicator, CommunicatorLike
 from multibn.communicators.outcomes import Nonfinite
-from multibn.engine.statistics import BatchStatistics
+from multibn.engine.population import Pool
+from multibn.engine.statistics import BatchStatistics, channels
 from multibn.engine.step import Input
 from multibn.kernels import generic
-from multibn.torch_backend.layer import (
-    compiled,
-    dtensors,
-    functional,
-    jagged,
-    splits,
-)
+from multibn.torch_backend.layer import compiled, functional
 from multibn.torch_backend.layer.synchronized import (
     ALONE,
     Synchronized,
@@ -102,9 +97,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
     `layer(input, mask=mask)` leaves elements out: `mask` has dtype bool and the shape
     `(N, *spatial)`, or one that broadcasts to it, on the device of the input. For samples that are
     padded at the end, `layer(input, lengths=lengths)` takes integers of shape `(N,)` and an input
-    `(N, C, L)` or `(N, C, L, ...)`: of sample n, the first `lengths[n]` elements of L count. A
-    jagged nested tensor, `(N, j, C)` or `(N, C, j, ...)`, needs neither, and gives one; for
-    `weighting="sample"` each of its elements is a sample.
+    `(N, C, L)` or `(N, C, L, ...)`: of sample n, the first `lengths[n]` elements of L count.
 
     Elements that do not count have no part in statistics and gradients, whatever they hold, NaN and
     infinity included. The output is 0 there, in evaluation, too, and so is the gradient. Counts,
@@ -170,7 +163,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         mask: Tensor | None = None,
         lengths: Tensor | None = None,
     ) -> Tensor:
-        is_dense = type(input) is Tensor and not (input.is_nested or input.is_meta)
+        is_dense = type(input) is Tensor and not input.is_meta
         is_plain = is_dense and self.training and mask is None and lengths is None
         if not is_plain or torch.compiler.is_compiling() or input.ndim not in self._usual:
             return self._forward_special(input, residual, mask=mask, lengths=lengths)
@@ -191,12 +184,8 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
             return call_node(self, input, *(() if residual is None else (residual,)), **options)
         conversation: Communicator = self.conversation if self.training else ALONE
         self._check_dimensions(input)
-        if getattr(input, "is_nested", False):
-            return jagged.apply(self, conversation, input, residual, mask, lengths)
         if not self.training and self.running_mean is not None and self.running_var is not None:
             return self._evaluate(input, residual, mask, lengths)
-        if torch.compiler.is_dynamo_compiling() and dtensors.among((input, self.weight)):
-            return dtensors.uncompiled(self.forward)(input, residual, mask=mask, lengths=lengths)
         if not self.training:
             conversation = self.alone(input)
         mask = compiled.mask_of(input, mask, lengths, [self.num_features], conversation)
@@ -208,10 +197,54 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
     ) -> tuple[Tensor, BatchStatistics]:
         """The output, and the statistics of the batch. Collective."""
         if self._num_splits > 1 and self.training:
-            sharing = num_channels, conversation, self.weighting
-            return splits.forward(i, self._num_splits, *sharing)
+            return self._normalize_splits(i, num_channels, conversation)
         (result,) = compiled.forward_all([i], num_channels, conversation, weighting=self.weighting)
         return result
+
+    def _normalize_splits(
+        self, i: Input, num_channels: list[int], conversation: Communicator
+    ) -> tuple[Tensor, BatchStatistics]:
+        """Normalize each split by its own statistics; move and return those of the whole batch."""
+        x, running = i.x, i.running
+        if conversation.size > 1:  # whose batches may have unequal numbers of parts
+            raise ValueError(
+                f"`process_group` must be one process for a layer that splits its batch: got "
+                f"{conversation.size}. Build the model with SubBatchNorm1d, 2d or 3d."
+            )
+        functional.check_input(x, *num_channels)
+        if not x.is_meta:
+            functional.check_options(i)
+        shape = channels(x.shape, i.axis)
+        # Each split has two elements per channel, masked ones too, if the batch has: the last batch
+        # may be small.
+        num_splits = max(1, min(self._num_splits, len(x), x.numel() // shape[0] // 2))
+        splits = [
+            [None] * num_splits if t is None else t.tensor_split(num_splits)
+            for t in (x, i.residual, i.mask)
+        ]
+        pool = None
+        if running is not None:
+            dtype = None if x.device.type == "mps" else torch.float64  # a device without float64
+            pool = Pool(torch.zeros(shape, device=x.device, dtype=dtype))
+        inputs = [
+            i._replace(x=part, residual=residual, mask=mask, running=pool)
+            for part, residual, mask in zip(*splits, strict=True)
+        ]
+        results = compiled.forward_all(
+            inputs, num_channels * num_splits, conversation, weighting=self.weighting
+        )
+        y = torch.cat([y for y, _ in results])
+        if pool is None:  # nobody reads the statistics
+            return y, results[0][1]
+        batch, local_count = pool.compute()
+        # With one part, the whole batch is skipped: nothing moves.
+        is_skipped = torch.stack([part.mean for _, part in results]).isnan().any()
+        batch = batch._replace(count=torch.where(is_skipped, 0.0, batch.count))
+        if isinstance(running, Pool):
+            running.add(batch, local_count=local_count)
+        else:
+            torch.ops.multibn.move(*running, *batch[:3], local_count)
+        return y, batch
 
     def _evaluate(
         self, input: Any, residual: Tensor | None, mask: Tensor | None, lengths: Tensor | None

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.module import _has_any_global_hook
 
 from multibn._arrays import is_on_host, values
 from multibn._typing import RunningVar, Weighting, check_int
@@ -117,10 +116,7 @@ class _SubBatchNorm(Synchronized):
         axis = reduced_axes(x.ndim, channel_axes=range(1, 1 + len(channels)))
         i = Input(x, self.weight, self.bias, 0.0, axis)  # eps is the part's
         if isinstance(part, Part) and not has_hooks(part):
-            if _has_any_global_hook():
-                y = part(x, lambda x: self._normalize(part, i._replace(x=x), communicator))
-            else:
-                y = self._normalize(part, i, communicator)
+            y = part(x, lambda x: self._normalize(part, i._replace(x=x), communicator))
             return y.flatten(0, 1) if self.training else y
 
         # Hooks, and a part of another class, get the tensors of SlowFast's layer: all channels on
@@ -130,8 +126,10 @@ class _SubBatchNorm(Synchronized):
             return self._normalize(part, own, communicator).flatten(1, len(channels))
 
         options = {"normalize": normalize_flat} if isinstance(part, Part) else {}
-        y = part(x.flatten(1, len(channels)), **options).reshape(input.shape)
-        return functional.affine(y, self.weight, self.bias).to(y.dtype)
+        y = z = part(x.flatten(1, len(channels)), **options).reshape(input.shape)
+        for p, apply in ((self.weight, torch.mul), (self.bias, torch.add)):
+            z = z if p is None else apply(z, p.view(-1, *[1] * (z.ndim - 2)))
+        return z.to(y.dtype)
 
     def _normalize(self, part: Any, i: Input, communicator: Communicator) -> Tensor:
         """The arithmetic of a call of `part`. From axis 1, `i.x` has the axes of `_channels`."""

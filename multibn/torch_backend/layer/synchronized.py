@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import Any
 
 from torch import Tensor, nn
@@ -143,27 +142,17 @@ def shared_conversation(layers: Sequence[Synchronized]) -> Conversation:
     key = tuple(weakref.ref(part) for part in parts[1:])
     if key not in known:
         names = [part.name for part in parts]
-        name = _common_name(names)
         options = [(name, part.options) for name, part in zip(names, parts, strict=True)]
         group, built = parts[0].wrapped, parts[0].built
         known[key] = Conversation(
             group,
-            lambda: name,
+            lambda: ", ".join(names),
             built=built,
             options=lambda: {f"{k} of {n}": v for n, of in options for k, v in of().items()},
             num_layers=len(parts),
         )
         known[key].names = names
     return known[key]
-
-
-def _common_name(names: Sequence[str]) -> str:
-    """One name for several layers: "layer1.0.[bn2, downsample.1]"."""
-    steps = [name.split(".") for name in names]
-    parents = zip(*(path[:-1] for path in steps), strict=False)
-    common = [step for step, *_ in takewhile(lambda level: len(set(level)) == 1, parents)]
-    parts = ", ".join(".".join(path[len(common) :]) for path in steps)
-    return ".".join([*common, f"[{parts}]"])
 
 
 def running_of(
@@ -183,11 +172,13 @@ def running_of(
     # Attributes of a module, which has its own look-up, take longer.
     buffers = bn._buffers
     mean, var = buffers["running_mean"], buffers["running_var"]
+    counter = buffers["num_batches_tracked"]
     if mean is None or var is None:
         return None
+    if type(mean) is not Tensor:
+        mean, var, counter = map(dtensors.buffer, (mean, var, counter))
     if momentum is not None:
         return Running(mean, var, momentum, convention)
-    counter = buffers["num_batches_tracked"]
     momentum = 0.0 if counter is None and bn.momentum is None else bn.momentum
     return Running(mean, var, momentum, convention, counter)
 

@@ -16,8 +16,8 @@ from multibn.engine.population import PopulationEstimator, running_variance
 from multibn.engine.precise import Estimate, Pass, Population, input_of
 from multibn.engine.statistics import aggregate, local_moments
 from multibn.kernels import generic
-from multibn.torch_backend.layer import functional, jagged
-from multibn.torch_backend.layer.differentiable import without_autocast
+from multibn.torch_backend.layer import functional
+from multibn.torch_backend.layer.autograd import without_autocast
 from multibn.torch_backend.layer.synchronized import Synchronized
 from multibn.torch_backend.train.uneven import map_tensors
 
@@ -85,15 +85,14 @@ class WatchedNorm:
             x, options = input_of(args, kwargs), kwargs
             if not self.own_forward:
                 try:
-                    dense = jagged.values(x) if getattr(x, "is_nested", False) else x
-                    functional.check_input(dense, self.num_features)
-                    axis = functional.all_but_channels(dense)
+                    functional.check_input(x, self.num_features)
+                    axis = functional.all_but_channels(x)
                     where = kwargs.get("mask"), kwargs.get("lengths")
-                    mask = masks.checked(dense, *where, axis=axis)
+                    mask = masks.checked(x, *where, axis=axis)
                 except (TypeError, ValueError):
                     return  # the layer will raise, and tell the other ranks
-                with without_autocast(dense):
-                    run.show(self, dense.detach(), axis, mask)
+                with without_autocast(x):
+                    run.show(self, x.detach(), axis, mask)
                 options = {k: v for k, v in kwargs.items() if k not in ("mask", "lengths")}
                 options |= {} if mask is None else {"mask": mask.flatten(0, 1)}
             if is_shared:
@@ -119,7 +118,8 @@ def _call_with_no_sample(
         return t
 
     def shorten(t: Tensor) -> Tensor:
-        return jagged.no_sample(t) if seen and t.shape[:1] == seen[0].shape[:1] else t
+        shortens = seen and t.shape[:1] == seen[0].shape[:1]
+        return t.new_empty((0, *t.shape[1:])) if shortens else t
 
     map_tensors(note, x)
 

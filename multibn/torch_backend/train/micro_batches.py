@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from multibn._typing import RunningVar
+from multibn.engine import step
 from multibn.engine.population import Pool
 from multibn.kernels import Running
-from multibn.torch_backend.layer import dtensors
 from multibn.torch_backend.layer.sub_batch_norm import _SubBatchNorm
 from multibn.torch_backend.layer.synchronized import Synchronized, running_of
 
@@ -87,6 +87,6 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
         if pool.momentum is not None:
             running = running._replace(momentum=pool.momentum)
         batch, local_count = pool.compute()
-        dtensors.move(running, batch, local_count)
+        step.move(running, batch, local_count)
         if bn is getattr(layer, "split_bn", None):
             layer.aggregate_where(batch.count)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from multibn.communicators import Communicator, CommunicatorLike
 from multibn.communicators.objects import broadcast_object
 from multibn.engine.lockstep import END, Lockstep
-from multibn.torch_backend.layer import jagged
 from multibn.torch_backend.train.synchrony import participants
 
 
@@ -185,7 +184,7 @@ def _empty(batch: Any) -> Any:
         if x.ndim == 0:
             return x
         tensors.append(x)
-        return jagged.no_sample(x)
+        return x.new_empty((0, *x.shape[1:]))
 
     empty = map_tensors(shorten, batch)
     if not tensors:

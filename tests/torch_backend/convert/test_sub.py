@@ -153,9 +153,6 @@ def test_wrong_splits_groups_and_inputs_are_refused() -> None:
         run_ranks(2, share)
     with pytest.raises(ValueError, match=r"SyncBatchNorm2d must have 4 dimensions"):
         layer(torch.randn(4, 3))
-    nested = torch.nested.nested_tensor([torch.ones(n, 3) for n in (2, 4)], layout=torch.jagged)
-    with pytest.raises(ValueError, match="splits its batch must have a dense input: got a nested"):
-        convert_sub_batchnorm(nn.BatchNorm1d(3), 2)(nested)
     with pytest.raises(ValueError, match="must have 3 channels in dimension 1"):
         layer(torch.randn(4, 5, 2, 2))
     with pytest.raises(TypeError, match=r"`residual` must be a torch\.Tensor"):

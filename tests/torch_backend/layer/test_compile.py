@@ -13,10 +13,6 @@ require.need("torch")
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
-from torch._decomp import core_aten_decompositions  # noqa: E402
-from torch._dynamo.backends.common import aot_autograd  # noqa: E402
-from torch._functorch.aot_autograd import make_boxed_func  # noqa: E402
-from torch._functorch.partitioners import min_cut_rematerialization_partition  # noqa: E402
 from torch._inductor.utils import run_and_get_code  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
@@ -62,14 +58,6 @@ def test_a_message_says_whether_a_backward_pass_may_follow() -> None:
     assert [needed for *_, needed in layer.conversation.phases] == [False]
     compiled(x.requires_grad_())
     assert [needed for *_, needed in layer.conversation.phases] == [False, True]
-
-
-def test_errors_are_the_layers_own() -> None:
-    layer = torch.compile(SyncBatchNorm(3), fullgraph=True, backend="aot_eager")
-    with pytest.raises(ValueError, match="more than 1 value per channel over all ranks together"):
-        layer(torch.ones(1, 3))
-    with pytest.raises(ValueError, match="must have 3 channels in dimension 1"):
-        layer(torch.ones(2, 4))
 
 
 @pytest.mark.parametrize("needs_dx", [True, False])
@@ -138,29 +126,6 @@ def test_a_checkpoint_in_compiled_code_communicates_once() -> None:
     y.square().sum().backward()
     assert counting.take() == [2 * 4]
     assert bn.num_batches_tracked == 1
-
-
-def test_relus_save_no_booleans() -> None:
-    """Inductor's code writes and reads them one by one: half of a block's step on a CPU."""
-    saved: list[torch.dtype] = []
-
-    def compile_forward(graph: Any, _: Any) -> Any:
-        outputs = graph.graph.output_node().args[0]
-        saved.extend(node.meta["val"].dtype for node in outputs if node is not None)
-        return make_boxed_func(graph.forward)
-
-    backend = aot_autograd(
-        fw_compiler=compile_forward,
-        bw_compiler=lambda graph, _: make_boxed_func(graph.forward),
-        partition_fn=min_cut_rematerialization_partition,
-        decompositions=core_aten_decompositions(),
-    )
-    conv, layer = nn.Conv2d(4, 4, 1), SyncBatchNorm(4, process_group=SingleProcess())
-    block = torch.compile(lambda x: (layer(conv(x)) + x).relu(), fullgraph=True, backend=backend)
-    x = torch.randn(2, 4, 5, 5, requires_grad=True)
-    block(x).sum().backward()
-    assert torch.float32 in saved
-    assert torch.bool not in saved
 
 
 def test_compiled_code_keeps_its_digits_at_a_high_mean() -> None:

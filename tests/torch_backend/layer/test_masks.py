@@ -21,7 +21,6 @@ from multibn.parity.oracle import relative_error  # noqa: E402
 from multibn.torch_backend import (  # noqa: E402
     SyncBatchNorm,
     convert_sub_batchnorm,
-    convert_sync_batchnorm,
     join,
     normalize_together,
     sync_batch_norm,
@@ -198,63 +197,6 @@ def test_join_gives_empty_lengths_with_an_empty_batch() -> None:
         assert relative_error(mean, chosen(x, mask).mean(0)) < 1e-11
 
 
-def nested(rank: int, jagged_dim: int) -> Tensor:
-    x, lengths, _ = batch(rank)
-    rows = [s[:, :n].t() for s, n in zip(x, lengths, strict=True)]
-    t = torch.nested.nested_tensor(rows, layout=torch.jagged)
-    return t if jagged_dim == 1 else t.transpose(1, 2)
-
-
-@pytest.mark.parametrize("jagged_dim", [1, 2])
-@pytest.mark.parametrize("training", [True, False])
-def test_jagged_nested_tensors_equal_the_unpadded_elements(jagged_dim: int, training: bool) -> None:
-    x, _, mask = batch(0)
-    t = nested(0, jagged_dim).detach().requires_grad_()
-    layer, expected = layer_of().train(training), layer_of().train(training)
-    y = layer(t)
-    assert y.is_nested
-    assert y.shape == t.shape
-    values = y.values() if jagged_dim == 1 else y.values().t()
-    assert relative_error(values.detach(), expected(chosen(x, mask)).detach()) < 1e-11
-    values.square().sum().backward()
-    assert t.grad is not None
-    assert t.grad.is_nested
-    assert relative_error(layer.running_var, expected.running_var) < 1e-11
-
-
-def test_converted_layers_take_jagged_tensors_of_images() -> None:
-    """A converted layer asks for the dimensions of its class, which the tensor has."""
-    rows = [torch.randn(n, C, 4).double() for n in (2, 5)]
-    t = torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
-    layer = convert_sync_batchnorm(nn.BatchNorm2d(C).double())
-    expected = nn.BatchNorm2d(C).double()(torch.cat(rows)[:, :, None])[:, :, 0]
-    assert relative_error(layer(t).values().movedim(1, 0).detach(), expected.detach()) < 1e-11
-    with pytest.raises(ValueError, match=r"SyncBatchNorm1d must have 2 or 3 dimensions.*j"):
-        convert_sync_batchnorm(nn.BatchNorm1d(C))(t)
-
-
-def test_update_bn_stats_takes_nested_tensors() -> None:
-    model = nn.Sequential(layer_of())
-    update_bn_stats(model, [nested(0, 1), nested(1, 1)], process_group=ALONE, progress=False)
-    whole = torch.cat([chosen(x, mask) for x, _, mask in (batch(0), batch(1))])
-    assert relative_error(model[0].running_var, whole.var(0)) < 1e-11
-
-
-def test_wrong_nested_tensors_are_refused() -> None:
-    t = nested(0, 1)
-    starts, sizes = torch.zeros(2).long(), torch.tensor([2, 3])
-    narrowed = torch.nested.narrow(torch.zeros(2, 5, C), 1, starts, sizes, layout=torch.jagged)
-    wrong = [
-        (t, {"mask": torch.ones(4, L).bool()}, ValueError, "a nested tensor has lengths of"),
-        (narrowed, {}, TypeError, "no gaps between its samples"),
-        (torch.nested.nested_tensor([torch.zeros(2, C, 4)], layout=torch.jagged), {}, ValueError,
-         r"must have shape \(N, j, C\) or \(N, C, j, \*others\)"),
-    ]  # fmt: skip
-    for x, options, error, message in wrong:
-        with pytest.raises(error, match=message):
-            layer_of()(x, **options)
-
-
 X = torch.zeros(4, C, L, dtype=torch.float64)
 WRONG: list[tuple[str, dict[str, Any], Any, str]] = [
     ("both", {"mask": torch.ones(4, L).bool(), "lengths": torch.ones(4).long()}, ValueError,
@@ -336,14 +278,11 @@ def test_lengths_may_be_any_integers(dtype: torch.dtype) -> None:
     assert torch.equal(layer_of()(x, lengths=lengths.to(dtype)), layer_of()(x, mask=mask))
 
 
-def test_lengths_need_an_axis_to_be_of() -> None:
-    with pytest.raises(ValueError, match=r"`lengths` needs an input of shape \(N, C, L\)"):
-        layer_of()(X[:, :, 0], lengths=torch.ones(4).long())
-
-
 def test_evaluation_checks_masks_too() -> None:
     with pytest.raises(TypeError, match="must be of dtype bool"):
         layer_of().eval()(X, mask=torch.ones(4, L))
+    with pytest.raises(ValueError, match=r"`lengths` needs an input of shape \(N, C, L\)"):
+        layer_of().eval()(X[:, :, 0], lengths=torch.ones(4).long())
 
 
 def test_one_element_over_all_ranks_is_an_error() -> None:

@@ -141,24 +141,18 @@ class Scaled(nn.BatchNorm1d):
 
 
 def check_a_rank_without_data_repeats_calls_of_any_arguments(world: Communicator) -> None:
-    """Those of a forward pass of its own, and of a jagged batch."""
+    """Those of a forward pass of its own."""
     own = convert_sync_batchnorm(Scaled(C, dtype=torch.float64), world)
-    jagged = SyncBatchNorm(C, process_group=world, dtype=torch.float64)
 
     def forward(model: Any, x: torch.Tensor) -> None:
         scales = [torch.full((len(x), 1), 2.0), torch.full((len(x), 1), 3.0)]
         model[0](x, scales=scales, factor=torch.ones(C))
-        model[1](torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged))
 
-    _precise(nn.ModuleList([own, jagged]), _loader(world.rank), world, forward_fn=forward)
-    xs = [x for rank in range(world.size) for x in _batches(rank)]
-    for layer, parts in (
-        (own, [s * x for x in xs for s in (2, 3)]),
-        (jagged, [*xs, *(x[:1] for x in xs)]),
-    ):
-        mean, var = _running(layer)
-        np.testing.assert_allclose(mean, np.concatenate(parts).mean(0), rtol=1e-10, atol=1e-12)
-        np.testing.assert_allclose(var, np.concatenate(parts).var(0, ddof=1), rtol=1e-10)
+    _precise(nn.ModuleList([own]), _loader(world.rank), world, forward_fn=forward)
+    xs = np.concatenate([s * x for r in range(world.size) for x in _batches(r) for s in (2, 3)])
+    mean, var = _running(own)
+    np.testing.assert_allclose(mean, xs.mean(0), rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(var, xs.var(0, ddof=1), rtol=1e-10)
 
 
 def check_limits_count_a_ranks_batches_or_all_samples(world: Communicator) -> None:

@@ -105,17 +105,6 @@ def check_a_rank_without_any_batch_takes_part(world: Communicator) -> None:
     expect_in_sync(model, world)
 
 
-def check_jagged_batches_have_stand_ins(world: Communicator) -> None:
-    layer = convert_sync_batchnorm(nn.BatchNorm1d(3, momentum=1.0).double(), world)
-    parts = [[torch.full((n, 3), float(rank)).double() for n in (2, rank + 1)] for rank in range(3)]
-    batch = torch.nested.nested_tensor(parts[world.rank], layout=torch.jagged)
-    with join(layer) as joined:
-        for step, x in enumerate(joined([batch] * (1 + world.rank))):
-            layer(x)
-            there = torch.cat([v for rank in range(step, 3) for v in parts[rank]])
-            torch.testing.assert_close(layer.running_mean, there.mean(0))
-
-
 class _Failing:
     def __iter__(self) -> Any:
         yield torch.ones(2, 3)
