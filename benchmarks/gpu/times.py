@@ -1,15 +1,20 @@
 """The parts that measure: each is a generator of rows of microseconds.
 
+`python -m benchmarks.gpu.times PART FILE` appends the rows of a part to a file of JSON lines.
+
 nn.SyncBatchNorm falls back to the local batch norm on one rank. So the peer calls the autograd
 function of nn.SyncBatchNorm, as nn.SyncBatchNorm does on several ranks; and multibn's layer takes
 the way of two equal ranks.
 """
 
 import gc
+import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import resnet
-from benchmarks.gpu.checks import Row, dtype_name, enter_nccl, row
-from benchmarks.gpu.command import LOCAL, OURS, PEER
+from benchmarks.gpu.__main__ import LOCAL, OURS, PEER
 from benchmarks.gpu.device import DEVICE, STAND_INS, Equal, gpu_microseconds, sized, synchronize
+from benchmarks.gpu.right import enter_nccl
 from benchmarks.layer import memory_format
 from benchmarks.timing import Step, median_ms, take_turns, training_step
 from multibn import SingleProcess
@@ -29,6 +34,7 @@ from multibn.communicators.transports.torch_distributed import TorchDistributed
 from multibn.kernels import cuda
 from multibn.torch_backend import SyncBatchNorm, convert_sync_batchnorm
 
+Row = dict[str, Any]
 # Sizes of ResNet-50, and sizes that fill a large GPU.
 SHAPES: list[tuple[int, ...]] = sized(
     [(32, 2048, 7, 7), (32, 256, 14, 14), (32, 256, 28, 28), (256, 64, 56, 56),
@@ -64,6 +70,7 @@ def compiled_layers() -> Iterator[Row]:
 def layers(time: str = "a layer's step on the GPU") -> Iterator[Row]:
     """GPU time of one layer's step, without the host, beside eight passes at a copy's speed."""
     enter_nccl()
+    failed: list[str] = []
     for shape, dtype, layout in product(SHAPES, DTYPES, ("NCHW", "channels_last")):
         x, dy = _data(shape, dtype, layout)
         copy = torch.empty_like(dy)
@@ -76,12 +83,14 @@ def layers(time: str = "a layer's step on the GPU") -> Iterator[Row]:
                 taken[name] = gpu_microseconds(training_step(layer, x, dy))
             except RuntimeError as error:  # the other layers' times are worth as much
                 taken[name] = math.nan
-                yield row(f"{name} in a CUDA graph: {error}"[:300], 1.0, 0.0)
+                failed.append(f"{name}, {tuple(shape)}: {error}")
             _free()
-        yield _timed(time, shape, dtype_name(dtype), layout, {**taken, "eight passes": four})
+        yield _timed(time, shape, dtype, layout, {**taken, "eight passes": four})
         del x, dy, copy
         _free()
     leave_world()
+    if failed:
+        raise RuntimeError(f"{len(failed)} not captured, first: {failed[0]}")
 
 
 def host() -> Iterator[Row]:
@@ -96,7 +105,7 @@ def host() -> Iterator[Row]:
         steps = {name: training_step(nn.Sequential(*called(name)), x, dy) for name in _layers(1)}
         taken = _in_turns(steps)
         each = {name: t / CHAIN for name, t in taken.items()}
-        yield _timed(f"host, {what}, for each layer's step", SMALL, dtype_name(dtype), "NCHW", each)
+        yield _timed(f"host, {what}, for each layer's step", SMALL, dtype, "NCHW", each)
     leave_world()
 
 
@@ -197,10 +206,11 @@ def _data(shape: Sequence[int], dtype: torch.dtype, layout: str) -> tuple[Tensor
 
 
 def _timed(
-    time: str, shape: Sequence[int], dtype: str, layout: str, taken: Mapping[str, float]
+    time: str, shape: Sequence[int], dtype: Any, layout: str, taken: Mapping[str, float]
 ) -> Row:
     return {
-        "time": time, "shape": list(shape), "dtype": dtype, "layout": layout,
+        "time": time, "shape": list(shape), "dtype": str(dtype).removeprefix("torch."),
+        "layout": layout,
         "microseconds": taken, "fills": math.prod(shape) >= FILLS,
     }  # fmt: skip
 
@@ -222,3 +232,17 @@ def _free() -> None:
     gc.collect()
     if not STAND_INS:
         torch.cuda.empty_cache()
+
+
+def main(name: str, path: str) -> None:
+    parts = {
+        part.__name__: part for part in (network, layers, host, compiled_layers, profile, sweep)
+    }
+    with Path(path).open("a", buffering=1) as file:
+        for row in parts[name]():
+            print(row, flush=True)
+            file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
