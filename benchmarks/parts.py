@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks import layer, resnet, scaling, worker
-from benchmarks.timing import PROCESSOR, Seconds, median_ms, ratio, slowest, spread
+from benchmarks.timing import PROCESSOR, Seconds, median_ms, ratio, slowest
 
 Row = dict[str, Any]
 
@@ -128,13 +128,12 @@ def _beside_one(ours: str, times: Mapping[str, Mapping[str, Seconds]], notes: Ro
 
 
 def _compared(pairs: Mapping[str, tuple[Seconds, Seconds]]) -> Row:
-    """Our time divided by that of each peer: on the wall, with its spread, and of the processor."""
+    """Our time divided by that of each peer: on the wall and of the processor."""
     (ours, _), *_ = pairs.values()
     return {
         "rounds": {name: len(t) for name, (_, t) in pairs.items()},
         "milliseconds": {layer.OURS: median_ms(ours)}
         | {name: median_ms(t) for name, (_, t) in pairs.items()},
         "ratio": {name: ratio(*pair) for name, pair in pairs.items()},
-        "spread": {name: spread(*pair) for name, pair in pairs.items()},
         "processor": {name: ratio(*pair, PROCESSOR) for name, pair in pairs.items()},
     }
