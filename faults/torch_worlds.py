@@ -19,15 +19,7 @@ from multibn.torch_backend import convert_sync_batchnorm
 
 
 class Trainee:
-    """Takes steps with a network of torch.
-
-    Attributes
-    ----------
-    model
-        What a program calls: the network, or the network in a DistributedDataParallel.
-    network
-        The network.
-    """
+    """Takes steps with a network of torch; `model` is what a program calls, perhaps under DDP."""
 
     Module, Sequential = nn.Module, nn.Sequential
     children_of = staticmethod(contextlib.nullcontext)
