@@ -33,9 +33,9 @@ _CASES = [
     if SCENARIOS[name].runs_under(SETUPS[setup]) and not SCENARIOS[name].ends_in(SETUPS[setup])
 ]
 _CASES_THAT_END = [
-    ("ddp", "killed"), ("gloo", "killed"), ("gloo", "launcher_killed"), ("gloo", "stopped"),
-    ("gloo", "out_of_data"), ("gloo", "exception"),
-    ("chainermn", "out_of_data"), ("chainermn", "exception_plain"),
+    ("ddp", "killed"), ("ddp", "late_first"),
+    ("gloo", "killed"), ("gloo", "launcher_killed"), ("gloo", "stopped"), ("gloo", "out_of_data"),
+    ("gloo", "exception"), ("chainermn", "out_of_data"), ("chainermn", "exception_plain"),
 ]  # fmt: skip
 Outcomes = dict[tuple[str, str], Future[dict[str, Outcome]]]
 
