@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from math import prod
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 from benchmarks import layer, resnet, scaling, worker
 from benchmarks.timing import PROCESSOR, Seconds, median_ms, ratio, slowest
@@ -12,10 +12,7 @@ from benchmarks.timing import PROCESSOR, Seconds, median_ms, ratio, slowest
 Row = dict[str, Any]
 
 
-class Settings(SimpleNamespace):
-    """What is measured; each comparison takes about `seconds`."""
-
-
+Settings: TypeAlias = SimpleNamespace  # what is measured; a comparison takes about `seconds`
 # The sizes, and those of seconds instead of minutes: tests that every part runs, whose numbers mean
 # nothing.
 _SIZES: dict[str, tuple[Any, Any]] = {

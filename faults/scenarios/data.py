@@ -48,15 +48,10 @@ refused = of_rank_1(
 )
 def diverged(trial: Trial) -> None:
     trial.begin()
-    norm = trial.trainee.norms()[0]
-    average = norm.running_mean if hasattr(norm, "running_mean") else norm.avg_mean
+    trainee = trial.trainee
     if trial.at_fault:
-        average[0] += 1e-3
-    if hasattr(norm, "running_mean"):
-        from multibn.torch_backend import check_sync
-    else:
-        from multibn.chainer_backend import check_sync  # type: ignore[assignment]
-    check_sync(trial.trainee.model)
+        getattr(trainee.norms()[0], trainee.average)[0] += 1e-3
+    trainee.check_sync(trainee.model)
 
 
 @scenario(
