@@ -37,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     results["machine"] = machine.describe()
     failed = _measure(arguments.parts, parts.QUICK if arguments.quick else parts.FULL, results)
-    path.write_text(json.dumps(_rounded(results), indent=1) + "\n")
+    # Digits beyond the fourth are noise.
+    results = json.loads(json.dumps(results), parse_float=lambda text: float(f"{float(text):.4g}"))
+    path.write_text(json.dumps(results, indent=1) + "\n")
     plots.draw(results, output)
     return int(failed)
 
@@ -56,15 +58,6 @@ def _measure(names: list[str], settings: parts.Settings, results: dict[str, Any]
         report.show(name, results[name])
         print(f"{name}: {time.perf_counter() - start:.0f} s\n", file=sys.stderr, flush=True)
     return failed
-
-
-def _rounded(value: Any) -> Any:
-    """`value` with floats of four digits: further digits are noise."""
-    if isinstance(value, float):
-        return float(f"{value:.4g}")
-    if isinstance(value, dict):
-        return {name: _rounded(v) for name, v in value.items()}
-    return [_rounded(v) for v in value] if isinstance(value, list) else value
 
 
 if __name__ == "__main__":

@@ -1,23 +1,18 @@
 """The parts of the benchmark: launches each part, and evaluates its times."""
 
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import product
 from math import prod
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 from benchmarks import layer, resnet, scaling, worker
-from benchmarks.timing import PROCESSOR, Seconds, median_ms, ratio, slowest, spread
+from benchmarks.timing import PROCESSOR, Seconds, median_ms, ratio, slowest
 
 Row = dict[str, Any]
 
 
-class Settings(SimpleNamespace):
-    """What is measured; each comparison takes about `seconds`."""
-
-
+Settings: TypeAlias = SimpleNamespace  # what is measured; a comparison takes about `seconds`
 # The sizes, and those of seconds instead of minutes: tests that every part runs, whose numbers mean
 # nothing.
 _SIZES: dict[str, tuple[Any, Any]] = {
@@ -26,16 +21,11 @@ _SIZES: dict[str, tuple[Any, Any]] = {
     "blocks": (resnet.BLOCKS, (1,)),
     "images": ((8, 3, 112, 112), (2, 3, 16, 16)),
     "resnet_seconds": (45.0, 0.0),
-    "worlds": ((2, 4, 8), (2,)),
-    "collective_channels": ((64, 256, 2048), (1, 8)),
-    "collective_seconds": (1.5, 0.0),
+    "message_channels": ((64, 256, 2048), (1, 8)),
+    "message_seconds": (1.5, 0.0),
     "compiled_shape": ((8, 256, 28, 28), (2, 8, 4, 4)),
     "compiled_seconds": (15.0, 0.0),
     "reversible_size": (224, 32),
-    "reversible_models": (
-        ["rev_vit_s", "rev_vit_b", "rev_vit_l", "rev_mvit_b", "4 blocks", "12 blocks", "24 blocks"],
-        ["1 blocks"],
-    ),
     "reversible_timed": ([("rev_vit_s", 8), ("rev_mvit_b", 2)], [("1 blocks", 2)]),
 }
 FULL, QUICK = (Settings(**{name: s[k] for name, s in _SIZES.items()}) for k in (0, 1))
@@ -83,60 +73,22 @@ def compiled(settings: Settings) -> list[Row]:
     return _beside_one("compiled synchronized", times, notes)
 
 
-def calls(settings: Settings) -> list[Row]:
-    """Calls of Python functions in a layer's step."""
-    return [{"over": over, "ranks": size, **_times("calls.measure", over, size)[1]}
-            for over, size in (("mpi", 2), ("gloo", 2), ("gloo", 1))]  # fmt: skip
-
-
 def messages(settings: Settings) -> list[Row]:
     """A layer's message with all checks, and the bare allreduce of torch.distributed or MPI."""
     rows = []
     for over in ("mpi", "shared memory", "gloo"):
-        times, _ = _times("collectives.measure_checks", "mpi" if over == "mpi" else "gloo",
-                          over=over, channels=settings.collective_channels,
-                          seconds=settings.collective_seconds)  # fmt: skip
+        times, _ = _times("messages.measure", "mpi" if over == "mpi" else "gloo",
+                          over=over, channels=settings.message_channels,
+                          seconds=settings.message_seconds)  # fmt: skip
         rows += [{"over": over, "ranks": 2, "channels": int(C),
                   "microseconds": {name: 1e3 * median_ms(t) for name, t in taken.items()}}
                  for C, taken in times.items()]  # fmt: skip
     return rows
 
 
-def collectives(settings: Settings) -> list[Row]:
-    """Measured times, and the model, which is fitted to the allreduce of two ranks."""
-    rows = []
-    channels = settings.collective_channels
-    for over in ("mpi", "gloo"):
-        times = {
-            W: _times("collectives.measure", over, W, over=over, channels=channels,
-                      seconds=settings.collective_seconds)[0]
-            for W in settings.worlds
-        }  # fmt: skip
-        pair = {C: 1e3 * median_ms(times[2][str(C)]["allreduce"]) for C in channels}
-        machine = scaling.Machine.fitted(over, os.cpu_count() or 1, pair)
-        ways = ("allreduce", "all_gather", "grouped", "hierarchical")
-        rows += [{
-            "over": over, "ranks": W, "channels": C, "way": way,
-            "microseconds": 1e3 * median_ms(times[W][str(C)][way]),
-            "model": machine.predict(way, W, C),
-        } for W, C, way in product(settings.worlds, channels, ways)]  # fmt: skip
-    return rows
-
-
 def model(settings: Settings) -> list[Row]:
     """Microseconds of the forward messages of ResNet-50's 53 layers on a cluster."""
     return scaling.table(scaling.Cluster(), scaling.RESNET50)
-
-
-def reversible_memory(settings: Settings) -> list[Row]:
-    """Bytes of a step; `ratio` is stored / reversible."""
-    options = {"models": settings.reversible_models, "pixels": settings.reversible_size, "batch": 2}
-    _, notes = _times("reversible.measure_memory", "single process", 1, **options)
-    rows: list[Row] = notes["rows"]
-    for row in rows:
-        row["ratio"] = {name: row["stored"][name] / row["reversible"][name]
-                        for name in row["stored"]}  # fmt: skip
-    return rows
 
 
 def reversible_time(settings: Settings) -> list[Row]:
@@ -157,11 +109,8 @@ PARTS: dict[str, Callable[[Settings], list[Row]]] = {
     "chainer": partial(one_layer, "layer.measure_chainer", "chainermn naive"),
     "resnet": network,
     "compiled": compiled,
-    "calls": calls,
     "messages": messages,
-    "collectives": collectives,
     "model": model,
-    "reversible_memory": reversible_memory,
     "reversible_time": reversible_time,
 }
 
@@ -176,13 +125,12 @@ def _beside_one(ours: str, times: Mapping[str, Mapping[str, Seconds]], notes: Ro
 
 
 def _compared(pairs: Mapping[str, tuple[Seconds, Seconds]]) -> Row:
-    """Our time divided by that of each peer: on the wall, with its spread, and of the processor."""
+    """Our time divided by that of each peer: on the wall and of the processor."""
     (ours, _), *_ = pairs.values()
     return {
         "rounds": {name: len(t) for name, (_, t) in pairs.items()},
         "milliseconds": {layer.OURS: median_ms(ours)}
         | {name: median_ms(t) for name, (_, t) in pairs.items()},
         "ratio": {name: ratio(*pair) for name, pair in pairs.items()},
-        "spread": {name: spread(*pair) for name, pair in pairs.items()},
         "processor": {name: ratio(*pair, PROCESSOR) for name, pair in pairs.items()},
     }

@@ -38,8 +38,6 @@ def draw(results: Mapping[str, Any], folder: Path) -> None:
             pictures.save(partial(_layer, results[name]), folder / f"layer-{name}")
     if "model" in results:
         pictures.save(partial(_model, results["model"]), folder / "scaling")
-    if any(row.get("ranks", 0) > 2 for row in results.get("collectives", [])):
-        pictures.save(partial(_measured, results["collectives"]), folder / "scaling-measured")
 
 
 def _layer(results: list[Mapping[str, Any]]) -> Figure:
@@ -75,40 +73,14 @@ def _model(rows: list[Mapping[str, Any]]) -> Figure:
         ax.plot(worlds, times, line, color=colour, linewidth=width)
         ax.annotate(label, (worlds[-1], times[-1] * above), (5, 0), textcoords="offset points",
                     va="center", size=10, weight="bold" if width == 3 else None)  # fmt: skip
-    _log(ax)
+    ax.set_yscale("log")
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    ax.grid()
     ax.set_xscale("log", base=2)
     ax.set_xticks(worlds[::2], [f"{W:,}" for W in worlds[::2]], rotation=45)
     ax.set(xlabel="ranks")
     figure.suptitle("ms of a forward pass: ResNet-50, nodes of 8 GPUs (model)", fontsize=11)
     return figure
-
-
-def _measured(results: list[Mapping[str, Any]]) -> Figure:
-    """What the model says, and what was measured on one machine."""
-    figure, ax = _figure(4.2)
-    rows = [row for row in results if "model" in row and row["ranks"] > 2]  # fitted at 2
-    for ours in (False, True):
-        for over, marker in (("mpi", "o"), ("gloo", "s")):
-            points = [r for r in rows if r["over"] == over and (r["way"] == "allreduce") == ours]
-            label = f"{'allreduce' if ours else 'other ways'}, {over}"
-            ax.plot([r["model"] for r in points], [r["microseconds"] for r in points], marker,
-                    color=pictures.SYNCHRONIZED if ours else pictures.OTHER, fillstyle="none",
-                    markeredgewidth=1.5, label=label)  # fmt: skip
-    ends = [f(r[key] for r in rows for key in ("model", "microseconds")) for f in (min, max)]
-    ax.plot(ends, ends, color=pictures.INK, linewidth=1)
-    ax.set_xscale("log")
-    _log(ax)
-    ax.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    ax.set(xlabel="model", ylabel="measured")
-    figure.suptitle("µs of a message on 4 and 8 ranks of one machine", fontsize=11)
-    ax.legend(fontsize=10)
-    return figure
-
-
-def _log(ax: Any) -> None:
-    ax.set_yscale("log")
-    ax.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    ax.grid()
 
 
 def _figure(height: float) -> tuple[Figure, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 from benchmarks.tables import markdown
 
 # Of a comparison, a terminal has the ratio on the wall; the file has these too.
-_FILE_ONLY = ("kernels", "rounds", "spread", "processor")
+_FILE_ONLY = ("kernels", "rounds", "processor")
 
 
 def show(name: str, rows: Sequence[Mapping[str, Any]]) -> None:

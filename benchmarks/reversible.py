@@ -1,46 +1,12 @@
-"""Memory that reversible blocks save, and the time that they take to run F and G again."""
-
-import contextlib
-from collections.abc import Callable, Sequence
-from typing import Any
+"""The time that reversible blocks take to run F and G again."""
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks import tensor_memory
 from benchmarks.timing import Measured, Step, take_turns
 from multibn import Communicator
 from multibn.torch_backend.reversible import RevMViT, RevMViTConfig, published_rev_mvit
 from multibn.torch_backend.reversible.engine import Mode
-
-MODES: tuple[Mode, ...] = ("stored", "reversible")
-# Attention by the kernel that torch picks, and by the formula, with all scores in memory.
-ATTENTION: dict[str, Callable[[], Any]] = {
-    "default": contextlib.nullcontext,
-    "explicit": lambda: sdpa_kernel(SDPBackend.MATH),
-}
-
-
-def measure_memory(
-    communicator: Communicator, models: Sequence[str], pixels: int, batch: int
-) -> Measured:
-    """Notes: bytes of a step in both modes, for each model and kind of attention."""
-    rows = []
-    x = torch.randn(batch, 3, pixels, pixels)
-    for name in models:
-        for attention, context in ATTENTION.items():
-            row: dict[str, Any] = {"model": name, "attention": attention, "batch": batch}
-            for mode in MODES:
-                model = _make(name, pixels, mode)
-                with context():
-                    memory = tensor_memory.measure_memory(
-                        lambda m=model: m(x).sum(),  # type: ignore[misc]
-                        model.parameters(),
-                    )
-                row[mode] = memory._asdict()
-            rows.append(row)
-    return {}, {"rows": rows}
 
 
 def measure_time(
@@ -57,11 +23,12 @@ def measure_time(
 
         return run
 
-    steps: dict[str, Step] = {mode: step(_make(model, pixels, mode)) for mode in MODES}
+    modes: tuple[Mode, ...] = ("stored", "reversible")
+    steps: dict[str, Step] = {mode: step(make(model, pixels, mode)) for mode in modes}
     return take_turns(steps, communicator, seconds=seconds), {}
 
 
-def _make(name: str, pixels: int, mode: Mode) -> RevMViT:
+def make(name: str, pixels: int, mode: Mode) -> RevMViT:
     """A published model by its name, or a ViT of width 192: "12 blocks"."""
     torch.manual_seed(0)
     if not name.endswith(" blocks"):

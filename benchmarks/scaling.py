@@ -5,12 +5,8 @@ docs/scaling.md explains the formulas, and names the source of each constant.
 
 from dataclasses import dataclass
 from math import ceil, log2
-from statistics import median
 
 from multibn import message
-
-# Ranks of a group in the measured grouped and hierarchical variants.
-GROUP = 2
 
 # Channels of ResNet-50's 53 batch norms.
 RESNET50 = [64] + [
@@ -89,57 +85,6 @@ class Cluster:
         nodes, _ = self._nodes(W)
         crossings = nodes - 1
         return (W - 1 - crossings) * self.intra + crossings * self.ring_inter
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Ranks on one machine over "mpi" or "gloo", where the model can be measured.
-
-    Attributes
-    ----------
-    over
-        MPI takes log2(W) steps (recursive doubling), and a waiting rank polls, so ranks beyond the
-        number of cores slow all ranks down. gloo goes around a ring, and a waiting rank sleeps.
-    latency, per_byte
-        Microseconds of a step, and of each byte in the step.
-    """
-
-    over: str
-    latency: float
-    per_byte: float
-    cores: int
-
-    @classmethod
-    def fitted(cls, over: str, cores: int, measured: dict[int, float]) -> "Machine":
-        """The machine that explains `measured`: the microseconds of two ranks' allreduce by C.
-
-        Over gloo, messages of this size take as long as empty messages.
-        """
-        if over == "gloo":
-            return cls(over, median(measured.values()) / 2, 0.0, cores)
-        few, many = min(measured), max(measured)
-        slope = (measured[many] - measured[few]) / (allreduce_bytes(many) - allreduce_bytes(few))
-        slope = max(slope, 0.0)
-        return cls(over, max(measured[few] - slope * allreduce_bytes(few), 0.0), slope, cores)
-
-    def predict(self, way: str, W: int, C: int) -> float:
-        """Microseconds of one of the ways of benchmarks/collectives.py."""
-        n, m = allreduce_bytes(C), all_gather_bytes(C)
-        step = self.latency + n * self.per_byte
-        leaders = self._allreduce(W // GROUP, n)
-        times = {
-            "allreduce": self._allreduce(W, n),
-            "all_gather": (log2(W) if self.over == "mpi" else W - 1) * self.latency
-            + (W - 1) * m * self.per_byte,
-            "grouped": self._allreduce(GROUP, n),
-            "hierarchical": 2 * step + leaders,
-        }
-        return times[way] * (max(W / self.cores, 1.0) if self.over == "mpi" else 1.0)
-
-    def _allreduce(self, W: int, n: float) -> float:
-        if self.over == "mpi":
-            return log2(W) * (self.latency + n * self.per_byte)
-        return 2 * (W - 1) * (self.latency + n / W * self.per_byte)
 
 
 def table(cluster: Cluster, channels: list[int]) -> list[dict[str, float]]:

@@ -1,8 +1,6 @@
 """Steps that take turns, so that other load on the machine slows all of them alike."""
 
-import ctypes
 import gc
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -16,8 +14,6 @@ Step: TypeAlias = Callable[[], object]
 Seconds: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 WALL, PROCESSOR = 0, 1
 Measured: TypeAlias = tuple[Mapping[str, Seconds], dict[str, Any]]  # by name, and notes
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 _FEWEST_ROUNDS = 5
 _MOST_ROUNDS = 101
@@ -55,7 +51,6 @@ def take_turns(
         wait()
         communicator.allreduce(np.zeros(1))
 
-    _keep_freed_memory()
     for _ in range(2):  # the first round compiles and fills caches
         together()
         start = time.perf_counter()
@@ -95,25 +90,5 @@ def ratio(times: Seconds, others: Seconds, clock: int = WALL) -> float:
     return float(np.median(times[:, clock] / others[:, clock]))
 
 
-def spread(times: Seconds, others: Seconds) -> float:
-    """Half the distance between the quartiles of `times / others`, on the wall."""
-    low, high = np.percentile(times[:, WALL] / others[:, WALL], [25, 75])
-    return float(high - low) / 2
-
-
 def geometric_mean(values: Sequence[float]) -> float:
     return float(np.exp(np.mean(np.log(values))))
-
-
-def _keep_freed_memory() -> None:
-    """Let glibc keep freed memory, for all measured steps alike.
-
-    Otherwise a step may give its memory back to the system, and fault the pages in again, depending
-    on the memory that other steps have freed: more time than any layer takes, and at random.
-    """
-    if sys.platform != "linux":
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 1 << 25)  # the largest value that mallopt accepts
-        mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)

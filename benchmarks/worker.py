@@ -13,8 +13,14 @@ from typing import Any
 
 from multibn._launch import LAUNCHERS, Written, enter_world, leave_world, run_workers, write
 
-# The libraries read these variables when they are loaded.
-_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+# The libraries read these variables when they are loaded. glibc keeps freed memory, for all steps
+# alike: otherwise a step may give its memory back to the system, and fault the pages in again,
+# depending on what other steps have freed. That takes more time than any layer, and at random.
+_VARIABLES = {
+    **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 25),  # the largest value that glibc accepts
+    "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1),
+}
 
 
 def run(
@@ -24,7 +30,7 @@ def run(
     /,
     *,
     timeout: float = 240.0,
-    variables: Mapping[str, str] = _ONE_THREAD,
+    variables: Mapping[str, str] = _VARIABLES,
     **options: Any,
 ) -> list[Written]:
     """What each rank has measured. Raises WorkerError."""

@@ -10,7 +10,6 @@ import pictures
 import torch.distributed as dist
 from matplotlib.figure import Figure
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.tables import markdown
 from evidence import shown, training
@@ -35,11 +34,7 @@ def measure(seed: int) -> list[dict[str, Any]]:
     rows = []
     for together in TOGETHER:
         model = training.network(seed, lambda channels: _norm(together, channels))  # noqa: B023
-        parallel = DistributedDataParallel(model, broadcast_buffers=False)
-        optimizer, schedule = training.optimizer_for(parallel, 0.2, STEPS)
-        for index in training.batches(len(x), size * training.RANK_BATCH, STEPS, seed):
-            training.step(parallel, optimizer, x[index[own]], y[index[own]])
-            schedule.step()
+        training.train(model, x, y, own, STEPS, seed)
         batch = training.RANK_BATCH
         row: dict[str, Any] = {"together": together}
         row["train"] = training.error(model, x[own], y[own], batch)

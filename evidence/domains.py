@@ -14,7 +14,6 @@ import torch.distributed as dist
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.tables import markdown
 from evidence import shown, training
@@ -41,16 +40,6 @@ def _other(x: Tensor) -> Tensor:
     return 2 * x + 1 + 0.3 * torch.randn(x.shape, generator=generator)
 
 
-def _train(model: nn.Module, x: Tensor, y: Tensor, part: slice, seed: int) -> None:
-    """Train on the rank's `part` of each batch."""
-    parallel = DistributedDataParallel(model, broadcast_buffers=False)
-    optimizer, schedule = training.optimizer_for(parallel, 0.2, STEPS)
-    size = dist.get_world_size() * training.RANK_BATCH
-    for index in training.batches(len(x), size, STEPS, seed):
-        training.step(parallel, optimizer, x[index[part]], y[index[part]])
-        schedule.step()
-
-
 def measure(seed: int) -> list[dict[str, Any]]:
     """Errors in both domains. Collective; rank 0's counts."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -75,20 +64,20 @@ def measure(seed: int) -> list[dict[str, Any]]:
 
     one, plain, synchronized = CASES
     model = convert_sync_batchnorm(training.network(seed))
-    _train(model, x, y, part, seed)
+    training.train(model, x, y, part, STEPS, seed)
     add(model, one, "of the training data")
     add_by_domain(model, one)
 
     own = train[DOMAINS[rank]]
     model = training.network(seed)
-    _train(model, own, y, part, seed)
+    training.train(model, own, y, part, STEPS, seed)
     add(model, plain, "of rank 0")
     add_by_domain(model, plain)
     sync_running_stats(model, how="pool")
     add(model, plain, "pooled over the ranks")
 
     model = convert_sync_batchnorm(training.network(seed))
-    _train(model, own, y, part, seed)
+    training.train(model, own, y, part, STEPS, seed)
     add(model, synchronized, "of all ranks")
     return rows
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.timing import Measured
 from multibn import Communicator
@@ -74,6 +76,15 @@ def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+
+
+def train(model: nn.Module, x: Tensor, y: Tensor, part: slice, num_steps: int, seed: int) -> None:
+    """Train on the rank's `part` of each batch."""
+    parallel = DistributedDataParallel(model, broadcast_buffers=False)
+    optimizer, schedule = optimizer_for(parallel, 0.2, num_steps)
+    for index in batches(len(x), dist.get_world_size() * RANK_BATCH, num_steps, seed):
+        step(parallel, optimizer, x[index[part]], y[index[part]])
+        schedule.step()
 
 
 def optimizer_for(

@@ -8,7 +8,7 @@ import numpy as np
 from benchmarks.peers import chainermn_link
 from faults.networks import PATHS, Array
 from faults.worlds import World
-from multibn.chainer_backend import compat, create_mnbn_model
+from multibn.chainer_backend import check_sync, compat, create_mnbn_model
 
 compat.make_importable()
 import chainer  # noqa: E402
@@ -24,6 +24,7 @@ class Trainee:
     """Takes steps with a network of Chainer, as that of torch does."""
 
     Module, Sequential = chainer.Chain, chainer.Sequential
+    average, check_sync = "avg_mean", staticmethod(check_sync)
     children_of = staticmethod(chainer.Chain.init_scope)
     tanh, concat = staticmethod(F.tanh), staticmethod(F.concat)
     recomputed = staticmethod(F.forget)

@@ -9,13 +9,13 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from faults.outcome import Outcome, Rank
-from faults.scenarios import DEADLINE, SCENARIOS, Scenario
-from faults.setups import SETUPS
+from faults.scenarios import DEADLINE, Scenario
+from faults.setups import Setup
 from multibn._launch import launch_command, run, started
 
 _START, _END = 120.0, 6.0  # seconds for ranks to start, and to end
@@ -30,8 +30,8 @@ _LAUNCHES = 4  # of a fault that the launcher meets before the ranks do
 class Job:
     """Scenarios that share a launch, for as long as it lives."""
 
-    setup: str
-    scenarios: list[str]
+    setup: Setup
+    scenarios: list[Scenario]
     size: int = 3
 
     def run(self) -> Iterator[Outcome]:
@@ -46,60 +46,63 @@ class Job:
 
     def _launch_earlier(self, files: str) -> None:
         """The launches that have to be over when the scenarios begin."""
-        before = [SCENARIOS[n] for n in self.scenarios if SCENARIOS[n].earlier]
+        before = [s for s in self.scenarios if s.earlier]
         for size in sorted({s.earlier_size for s in before}):
-            names = [s.name for s in before if s.earlier_size == size]
-            command = self._launched(self._arguments(names, "", files, earlier=True), size)
-            ran = run(command, timeout=_START, variables=SETUPS[self.setup].variables)
+            chosen = [s for s in before if s.earlier_size == size]
+            command = self._launched(self._arguments(chosen, "", files, earlier=True), size)
+            ran = run(command, timeout=_START, variables=self.setup.variables)
             # Without its files, the peer's scenario ends in an error.
-            if ran.returncode and not SETUPS[self.setup].beside:
-                raise RuntimeError(f"{self}: {names} on {size} ranks\n{ran.stdout}")
+            if ran.returncode and not self.setup.is_peer:
+                raise RuntimeError(f"{self}: {chosen} on {size} ranks\n{ran.stdout}")
 
-    def _launch_heard(self, names: list[str], files: str) -> list[Outcome]:
+    def _launch_heard(self, left: list[Scenario], files: str) -> list[Outcome]:
         """Launch, and a few times again while the launcher ends the ranks before one has spoken."""
         for _ in range(_LAUNCHES):
-            outcomes = self._launch(names, files)
+            outcomes = self._launch(left, files)
             if not outcomes[-1].is_unheard:
                 break
         return outcomes
 
-    def _launch(self, names: list[str], files: str) -> list[Outcome]:
+    def _launch(self, left: list[Scenario], files: str) -> list[Outcome]:
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
-            variables = {"MULTIBN_TIMEOUT": f"{SCENARIOS[names[0]].deadline:g}"}
-            command = self._launched(self._arguments(names, name, files), self.size)
-            if SCENARIOS[names[0]].without_mpi4py:
+            command = self._launched(self._arguments(left, name, files), self.size)
+            if left[0].without_mpi4py:
                 at = command.index("mpi4py")
                 del command[at - 1 : at + 1]
-            variables |= SETUPS[self.setup].variables
+            variables = {"MULTIBN_TIMEOUT": f"{left[0].deadline:g}", **self.setup.variables}
             with _started(command, directory / "output", variables) as process:
-                reached = self._wait(process, directory, names)
+                reached = self._wait(process, directory, left)
                 status = process.poll()
                 states = [_state(pid) for pid in _pids(directory)]
             text = (directory / "output").read_text(errors="replace")
             if len(states) < self.size:
                 raise RuntimeError(f"{self}: the ranks did not start.\n{text[-4000:]}")
-            outcomes = [self._outcome(n, directory, states) for n in names[: reached + 1]]
+            outcomes = [
+                Outcome(chosen, self.setup, _ranks(chosen.name, directory, states))
+                for chosen in left[: reached + 1]
+            ]
             outcomes[-1].output, outcomes[-1].exit_status = text, status
             return outcomes
 
     def _arguments(
-        self, names: list[str], directory: str, files: str, *, earlier: bool = False
+        self, chosen: list[Scenario], directory: str, files: str, *, earlier: bool = False
     ) -> list[str]:
-        spec = {"setup": self.setup, "scenarios": names, "files": files, "earlier": earlier}
+        names = [s.name for s in chosen]
+        spec = {"setup": self.setup.name, "scenarios": names, "files": files, "earlier": earlier}
         return ["-m", "faults.worker", json.dumps(spec), directory]
 
     def _launched(self, arguments: list[str], size: int) -> list[str]:
-        command = launch_command(SETUPS[self.setup].launcher, size, arguments)
+        command = launch_command(self.setup.launcher, size, arguments)
         # Ranks that wait for ever must not outlive this process, however it ends.
         return ["setpriv", "--pdeathsig", "TERM", *command] if shutil.which("setpriv") else command
 
-    def _wait(self, process: subprocess.Popen[str], directory: Path, names: list[str]) -> int:
+    def _wait(self, process: subprocess.Popen[str], directory: Path, left: list[Scenario]) -> int:
         """Wait for the end of the launch, or until time is up; how many scenarios are behind."""
         behind = 0
         limit = time.monotonic() + _START
         while time.monotonic() < limit:
-            chosen = SCENARIOS[names[behind]]
+            chosen = left[behind]
             gone = process.poll() is not None
             states = {pid: _state(pid) for pid in _pids(directory)}
             living = [pid for pid, state in states.items() if state]
@@ -109,7 +112,8 @@ class Job:
                 # The others have ended. torchrun would give stopped ranks 30 s more to do so.
                 for pid in living:
                     _kill(pid)
-            if behind < len(names) - 1 and self._is_done(directory, chosen.name):
+            done = [(directory / f"{r}.{chosen.name}.done").exists() for r in range(self.size)]
+            if behind < len(left) - 1 and all(done):
                 behind += 1
                 limit = time.monotonic() + _START
                 continue
@@ -121,51 +125,40 @@ class Job:
 
     def _patience(self, chosen: Scenario) -> float:
         """Seconds after the fault in which the ranks may end."""
-        if SETUPS[self.setup].beside:
-            return _PEER_ENDS if chosen.ends_in(SETUPS[self.setup]) else _PEER
-        return _WAITS if chosen.waits_in(SETUPS[self.setup]) else chosen.seconds + _END
-
-    def _is_done(self, directory: Path, name: str) -> bool:
-        return all((directory / f"{rank}.{name}.done").exists() for rank in range(self.size))
-
-    def _outcome(self, name: str, directory: Path, states: list[str]) -> Outcome:
-        events = [_events(directory, rank, name) for rank in range(self.size)]
-        # Nobody can know of the fault before the last rank has come there.
-        start = max((e["fault"]["at"] for e in events if "fault" in e), default=0.0)
-        ranks = [
-            replace(
-                _became(directory, rank, happened, start, state),
-                ended=not state,
-                printed=_printed(directory, rank, happened),
-            )
-            for rank, (happened, state) in enumerate(zip(events, states, strict=True))
-        ]
-        return Outcome(name, SETUPS[self.setup], ranks)
+        if self.setup.is_peer:
+            return _PEER_ENDS if chosen.ends_in(self.setup) else _PEER
+        return _WAITS if chosen.waits_in(self.setup) else chosen.seconds + _END
 
 
-def _became(
-    directory: Path, rank: int, events: Mapping[str, Any], start: float, state: str
-) -> Rank:
+def _ranks(name: str, directory: Path, states: list[str]) -> list[Rank]:
+    """The result of each rank in a scenario."""
+    every = [_events(directory, rank, name) for rank in range(len(states))]
+    # Nobody can know of the fault before the last rank has come there.
+    start = max((e["fault"]["at"] for e in every if "fault" in e), default=0.0)
+    ranks = []
+    for rank, (events, state) in enumerate(zip(every, states, strict=True)):
+        became = _became(directory / f"{rank}.crash", events, start, state)
+        became.ended = not state
+        printed = directory / f"{rank}.printed"
+        if "fault" in events and printed.exists():  # in this scenario or in later ones
+            since = printed.read_bytes()[events["fault"]["printed"] :]
+            became.printed = since.decode(errors="replace").splitlines()
+        ranks.append(became)
+    return ranks
+
+
+def _became(crash: Path, events: Mapping[str, Any], start: float, state: str) -> Rank:
     if "end" in events:
         seconds = events["end"]["at"] - start
         if "error" in events["end"]:
             return Rank("error", events["end"]["error"], seconds)
         numbers = events.get("numbers", {"off": 0.0, "digest": ""})
         return Rank("ok", "", seconds, numbers["off"], numbers["digest"])
-    crash = Path(directory, f"{rank}.crash")
     dump = crash.read_text() if crash.exists() else ""
     for words, name in {"Aborted": "SIGABRT", "Segmentation": "SIGSEGV", "Bus": "SIGBUS"}.items():
         if f"Fatal Python error: {words}" in dump:
             return Rank(name)
     return Rank({"": "ended", "T": "is stopped"}.get(state, "hangs"))
-
-
-def _printed(directory: Path, rank: int, events: Mapping[str, Any]) -> list[str]:
-    """The lines that a rank has printed since the fault, in this scenario or in later ones."""
-    path = directory / f"{rank}.printed"
-    if "fault" not in events or not path.exists():
-        return []
-    return path.read_bytes()[events["fault"]["printed"] :].decode(errors="replace").splitlines()
 
 
 @contextlib.contextmanager

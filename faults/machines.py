@@ -21,8 +21,8 @@ from pathlib import Path
 from faults import delay_line
 from faults.launch import Job
 from faults.outcome import Outcome
-from faults.scenarios import SCENARIOS
-from faults.setups import SETUPS
+from faults.scenarios import Scenario
+from faults.setups import SETUPS, Setup
 from multibn._environment import find_command
 from tests.helpers import require
 
@@ -37,23 +37,23 @@ class MachinesJob(Job):
     size: int = 2
 
     def _launched(self, arguments: list[str], size: int) -> list[str]:
-        launcher = SETUPS[self.setup].launcher
-        return [sys.executable, "-m", "faults.machines", launcher, str(size // 2), *arguments]
+        command = [sys.executable, "-m", "faults.machines", self.setup.launcher, str(size // 2)]
+        return [*command, *arguments]
 
 
-def outcomes(names: Sequence[str]) -> Iterator[Outcome]:
+def outcomes(chosen: Sequence[Scenario]) -> Iterator[Outcome]:
     """What became of the scenarios of two machines; none where two machines cannot be made."""
     if require.available("netns"):
         for setup in ("gloo", "mpi"):
-            for chosen in map(SCENARIOS.__getitem__, names):
-                if chosen.per_machine and setup in chosen.setups:
-                    yield run(chosen.name, setup)
+            for scenario in chosen:
+                if scenario.per_machine and setup in scenario.setups:
+                    yield run(scenario, SETUPS[setup])
 
 
-def run(name: str, setup: str) -> Outcome:
+def run(scenario: Scenario, setup: Setup) -> Outcome:
     """The result of a scenario of two machines."""
-    with two_machines(SCENARIOS[name].delay):
-        (outcome,) = MachinesJob(setup, [name], 2 * SCENARIOS[name].per_machine).run()
+    with two_machines(scenario.delay):
+        (outcome,) = MachinesJob(setup, [scenario], 2 * scenario.per_machine).run()
     return outcome
 
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from faults.scenarios import SCENARIOS
+from faults.scenarios import Scenario
 from faults.setups import Setup
 
 ANNOUNCEMENT = "multibn: "  # the beginning of the lines that multibn prints for people
@@ -19,31 +19,15 @@ _STORE_HAS_GONE = re.compile(
 
 @dataclass
 class Rank:
-    """The result of one rank in one scenario.
+    """The result of one rank in one scenario."""
 
-    Attributes
-    ----------
-    how
-        "ok", "error", "SIGABRT" and the like, "ended" by somebody, "is stopped", or "hangs".
-    says
-        The error, as the interpreter prints it.
-    seconds
-        From the fault to the end.
-    off, digest
-        Of a rank that is ok: the largest error of its numbers, and what tells them from others.
-    ended
-        Whether its process has ended.
-    printed
-        The lines that it has printed since the fault.
-    """
-
-    how: str
-    says: str = ""
-    seconds: float = 0.0
-    off: float = 0.0
-    digest: str = ""
-    ended: bool = False
-    printed: Sequence[str] = ()
+    how: str  # "ok", "error", "SIGABRT" and the like, "ended" by somebody, "is stopped", or "hangs"
+    says: str = ""  # the error, as the interpreter prints it
+    seconds: float = 0.0  # from the fault to the end
+    off: float = 0.0  # of a rank that is ok: the largest error of its numbers
+    digest: str = ""  # and what tells its numbers from others
+    ended: bool = False  # the process
+    printed: Sequence[str] = ()  # lines since the fault
 
     @property
     def is_announced(self) -> bool:
@@ -78,11 +62,20 @@ class Rank:
 class Outcome:
     """The result of a scenario."""
 
-    scenario: str
+    scenario: Scenario
     setup: Setup
     ranks: list[Rank] = field(default_factory=list)
     exit_status: int | None = None  # of the launcher; None if the launcher had to be ended
     output: str = ""  # what the launcher printed
+
+    def __post_init__(self) -> None:
+        self._says = self.scenario.says_in(self.setup)
+        self._ends = self.scenario.ends_in(self.setup)
+        self._waits = self.scenario.waits_in(self.setup)
+        self._others_speak = self.setup.name in self.scenario.others_say
+        # The ranks that must see an error, if the fault may do harm.
+        without_1 = self.scenario.lost or self.scenario.own_waits
+        self._bystanders = [r for r in range(len(self.ranks)) if not (without_1 and r == 1)]
 
     @property
     def seconds(self) -> float:
@@ -91,24 +84,9 @@ class Outcome:
         return max((r.seconds for r in ends if r.how in ("ok", "error")), default=0.0)
 
     @property
-    def _bystanders(self) -> list[int]:
-        """The ranks that must see an error, or none if the fault must do no harm."""
-        chosen = SCENARIOS[self.scenario]
-        without_1 = chosen.lost or chosen.own_waits
-        return [r for r in range(len(self.ranks)) if not (without_1 and r == 1)]
-
-    @property
     def is_unheard(self) -> bool:
         """Whether torchrun, which looks every 0.1 s, has seen a killed rank before others did."""
         return self.setup.launcher == "torchrun" and all(r.how == "ended" for r in self.ranks)
-
-    @property
-    def _says(self) -> str:
-        return SCENARIOS[self.scenario].says_in(self.setup)
-
-    @property
-    def _others_speak(self) -> bool:
-        return self.setup.name in SCENARIOS[self.scenario].others_say
 
     @property
     def seen(self) -> str:
@@ -130,8 +108,7 @@ class Outcome:
 
     def complaint(self, slack: float = 0.0) -> str:
         """What is not as it should be; "" if all is. It may take `slack` seconds more."""
-        chosen = SCENARIOS[self.scenario]
-        if chosen.waits_in(self.setup):
+        if self._waits:
             moved = [r for r in self._bystanders if self.ranks[r].how != "hangs"]
             return f"rank(s) {moved} did not wait" if moved else ""
         for rank, became in enumerate(self.ranks):
@@ -142,12 +119,11 @@ class Outcome:
         if not self._named():
             return f"no message matches {self._says!r}"
         ended = all(self.ranks[r].ended for r in self._bystanders)
-        if chosen.ends_in(self.setup) and (not ended or self.exit_status == 0):
+        if self._ends and (not ended or self.exit_status == 0):
             return f"exit status {self.exit_status}" if ended else "the processes have not ended"
         return "" if self._others_speak else self._complaint_about_errors(slack)
 
     def _complaint_about_errors(self, slack: float) -> str:
-        chosen = SCENARIOS[self.scenario]
         for rank, became in enumerate(self.ranks):
             # What neither the scenario expects nor multibn has announced is the transport's.
             expected = re.search(self._says, became.says) or became.says.startswith("SystemExit")
@@ -155,32 +131,28 @@ class Outcome:
                 return f"rank {rank} sees a raw error: {became.says[:200]}"
             # As the summary of torchrun says, which ends processes 0.1 s after one has failed.
             is_cut_off = bool(re.search(rf"rank +: {rank} \(local_rank.*\n.*: -15 ", self.output))
-            if chosen.ends_in(self.setup) and (
-                misplaced := became.misplaced(is_cut_off=is_cut_off)
-            ):
+            if self._ends and (misplaced := became.misplaced(is_cut_off=is_cut_off)):
                 return f"rank {rank} {misplaced}"
         fine = [r for r in self._bystanders if self.ranks[r].how == "ok"]
         if fine:
             return f"rank(s) {fine} saw no error"
-        if self.seconds > chosen.seconds + slack:
+        if self.seconds > self.scenario.seconds + slack:
             return f"took {self.seconds:.2f} s"
         return ""
 
     def verdict(self) -> str:
         """What the fault is to a user of multibn, in a word."""
-        chosen = SCENARIOS[self.scenario]
-        if chosen.waits_in(self.setup):
+        if self._waits:
             return "waits"
         if not self._says:
             return "right"
         if self._others_speak:
             return "DDP" if self.setup.name == "ddp" else "launcher"
-        return "deadline" if self.seconds >= chosen.deadline else "named"
+        return "deadline" if self.seconds >= self.scenario.deadline else "named"
 
     def peer_verdict(self) -> str:
         """What the fault is to a user of another library."""
-        rank_1_is_lost = SCENARIOS[self.scenario].ends_in(self.setup)
-        others = [r for i, r in enumerate(self.ranks) if not (rank_1_is_lost and i == 1)]
+        others = [r for i, r in enumerate(self.ranks) if not (self._ends and i == 1)]
         signals = sorted({r.how for r in self.ranks if r.how.startswith("SIG")})
         if any(r.how == "hangs" for r in others):
             return " and ".join(["hangs", *signals])
@@ -201,6 +173,6 @@ class Outcome:
                 return f"rank {rank} is off by {became.off:.1g}"
         if len({r.digest for r in self.ranks}) > 1:
             return "the ranks' statistics differ"
-        if SCENARIOS[self.scenario].ends_in(self.setup) and self.exit_status != 0:
+        if self._ends and self.exit_status != 0:
             return f"exit status {self.exit_status}"
         return ""

@@ -6,10 +6,24 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tables import markdown, put
+from faults.outcome import Outcome
 from faults.scenarios import SCENARIOS
 from faults.setups import OURS, PEERS, SETUPS
 
 Results = Mapping[str, Any]
+
+
+def row(outcome: Outcome) -> dict[str, Any]:
+    """What the results keep of an outcome."""
+    is_peer = outcome.setup.is_peer
+    return {
+        "scenario": outcome.scenario.name,
+        "setup": outcome.setup.name,
+        "seen": outcome.seen[:600],
+        "seconds": round(outcome.seconds, 2),
+        "verdict": outcome.peer_verdict() if is_peer else outcome.verdict(),
+        "complaint": "" if is_peer else outcome.complaint(),
+    }
 
 
 def show(row: Mapping[str, Any]) -> None:

@@ -6,31 +6,15 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Setup:
-    """A way to run layers on several ranks.
-
-    Attributes
-    ----------
-    name, title
-        For programs and for people.
-    framework
-        "torch" or "chainer".
-    world
-        The class of that framework's worlds.
-    launcher
-        What starts the ranks, "torchrun" or "mpiexec".
-    beside
-        Of another library's layers: the setup that they stand beside.
-    variables
-        Of the environment of the ranks.
-    """
+    """A way to run layers on several ranks."""
 
     name: str
-    title: str
-    framework: str
-    world: str
-    launcher: str
-    beside: str = ""
-    variables: Mapping[str, str] = field(default_factory=dict)
+    title: str  # for people
+    framework: str  # "torch" or "chainer"
+    world: str  # the class of that framework's worlds
+    launcher: str  # "torchrun" or "mpiexec"
+    is_peer: bool = False  # the layers are another library's
+    variables: Mapping[str, str] = field(default_factory=dict)  # of the environment of the ranks
 
 
 _NO_SHARED_MEMORY = {"MULTIBN_SHARED_MEMORY": "0"}
@@ -43,10 +27,8 @@ _OURS = (
     Setup("own", "a user's own class", "torch", "Own", "mpiexec"),
 )
 _PEERS = (
-    Setup(
-        "naive formula", "the naive formula on gloo", "torch", "NaiveFormula", "torchrun", "gloo"
-    ),
-    Setup("ChainerMN's link", "ChainerMN's link", "chainer", "ChainerMNLink", "mpiexec", "mpi"),
+    Setup("naive formula", "the naive formula on gloo", "torch", "NaiveFormula", "torchrun", True),
+    Setup("ChainerMN's link", "ChainerMN's link", "chainer", "ChainerMNLink", "mpiexec", True),
 )
 
 SETUPS = {setup.name: setup for setup in (*_OURS, *_PEERS)}

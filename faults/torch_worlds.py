@@ -15,21 +15,14 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks import peers
 from faults.networks import PATHS, Array
 from faults.worlds import World
-from multibn.torch_backend import convert_sync_batchnorm
+from multibn.torch_backend import check_sync, convert_sync_batchnorm
 
 
 class Trainee:
-    """Takes steps with a network of torch.
-
-    Attributes
-    ----------
-    model
-        What a program calls: the network, or the network in a DistributedDataParallel.
-    network
-        The network.
-    """
+    """Takes steps with a network of torch; `model` is what a program calls, perhaps under DDP."""
 
     Module, Sequential = nn.Module, nn.Sequential
+    average, check_sync = "running_mean", staticmethod(check_sync)
     children_of = staticmethod(contextlib.nullcontext)
     tanh = staticmethod(torch.tanh)
     concat = staticmethod(functools.partial(torch.cat, dim=1))

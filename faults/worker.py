@@ -25,21 +25,18 @@ class Record:
 
     def __init__(self, directory: Path, rank: int) -> None:
         self._file = (directory / f"{rank}.jsonl").open("a", buffering=1)
-        self._printed = directory / f"{rank}.printed"
-
-    def write(self, event: str, **details: Any) -> None:
-        line = {"event": event, "at": time.monotonic(), "pid": os.getpid(), **details}
-        self._file.write(json.dumps(line) + "\n")
-
-    def keep_printed(self) -> None:
-        """From now on, what this process prints goes to a file of its own."""
-        printed = os.open(self._printed, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        # From now on, what this process prints goes to a file of its own.
+        printed = os.open(directory / f"{rank}.printed", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(printed, sys.stdout.fileno())
         os.dup2(printed, sys.stderr.fileno())
 
+    def write(self, event: str, scenario: str, **details: Any) -> None:
+        line = {"event": event, "scenario": scenario, "at": time.monotonic(), "pid": os.getpid()}
+        self._file.write(json.dumps(line | details) + "\n")
+
     def mark(self, name: str) -> None:
         """The fault is about to happen."""
-        self.write("fault", scenario=name, printed=os.fstat(sys.stderr.fileno()).st_size)
+        self.write("fault", name, printed=os.fstat(sys.stderr.fileno()).st_size)
 
 
 def main(spec: str, directory: str) -> None:
@@ -52,14 +49,13 @@ def main(spec: str, directory: str) -> None:
                 run(Trial(world, world.communicator(i), lambda: None))
         return
     record = Record(Path(directory), world.rank)
-    record.keep_printed()
     crash = Path(directory, f"{world.rank}.crash").open("w")  # noqa: SIM115 (until the end)
     faulthandler.enable(crash)  # after MPI's own handlers
     Trial(world, world.alone, lambda: None).warm_up(everything=len(names) > 1)
     # The deadline is short: no rank may be seconds ahead because others still compile.
     _wait_for_all(Path(directory), "ready", world)
     for i, name in enumerate(names):
-        record.write("start", scenario=name)
+        record.write("start", name)
         ends = SCENARIOS[name].ends_in(SETUPS[options["setup"]])
         _run(name, world, i, record, ends)
         if ends:
@@ -75,20 +71,18 @@ def _wait_for_all(directory: Path, point: str, world: worlds.World) -> None:
 
 
 def _run(name: str, world: worlds.World, number: int, record: Record, ends: bool) -> None:
-    chosen = SCENARIOS[name]
     try:
         trial = Trial(world, world.communicator(number), lambda: record.mark(name))
-        chosen.run(trial)
+        SCENARIOS[name].run(trial)
     except BaseException as error:
         # As the interpreter prints it.
-        text = f"{type(error).__name__}: {error}"
-        record.write("end", scenario=name, error=text)
+        record.write("end", name, error=f"{type(error).__name__}: {error}")
         if ends:
             raise
         return
-    record.write("end", scenario=name)
+    record.write("end", name)
     digest = hashlib.sha256(trial.trainee.statistics().tobytes()).hexdigest()
-    record.write("numbers", scenario=name, off=trial.error(), digest=digest)
+    record.write("numbers", name, off=trial.error(), digest=digest)
 
 
 if __name__ == "__main__":

@@ -12,28 +12,14 @@ from multibn import SingleProcess
 
 
 class World(ABC):
-    """The ranks of this launch.
+    """The ranks of this launch."""
 
-    Attributes
-    ----------
-    trainee
-        The class of what takes steps with a network in this framework.
-    rank, size
-        Of this process.
-    everybody
-        What a program would name all ranks by: the default group, or MPI's world.
-    alone
-        A communicator of this process only.
-    files
-        A directory that later launches have too.
-    """
-
-    trainee: type[Any]
+    trainee: type[Any]  # takes steps with a network in this framework
     rank: int
     size: int
-    everybody: Any
+    everybody: Any  # what a program would name all ranks by: the default group, or MPI's world
     alone: Any = SingleProcess()
-    files: Path
+    files: Path  # a directory that later launches have too
     _communicators: Sequence[Any]
 
     def communicator(self, number: int) -> Any:

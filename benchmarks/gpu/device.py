@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any, TypeVar
 
+import pytest
 import torch
 
-from benchmarks.gpu import parts
 from multibn import kernels
 from multibn.communicators.lines import LineCommunicator
+from multibn.communicators.phase import Phase
+from multibn.kernels import cuda
 
-STAND_INS = os.environ.get(parts.STAND_INS) == "1"
+STAND_INS = os.environ.get("MULTIBN_GPU_STAND_INS") == "1"
 DEVICE = torch.device("cpu" if STAND_INS else "cuda")
 
 _T = TypeVar("_T")
@@ -119,17 +121,15 @@ def _microseconds_of(replay: Callable[[], object], n: int) -> float:
     return start.elapsed_time(end) / n * 1e3
 
 
-def use_gpu_kernels() -> None:
+def use_gpu_kernels(patch: pytest.MonkeyPatch) -> None:
     """With stand-ins: compute on tensors in host memory by `kernels.cuda`, interpreted."""
     if not STAND_INS:
         return
-    from multibn.communicators.phase import Phase
-    from multibn.kernels import cuda
 
     def selected(x: Any, /, *others: Any) -> Any:
         differentiated = any(getattr(a, "requires_grad", False) for a in (x, *others))
         return kernels.generic if differentiated and torch.is_grad_enabled() else cuda
 
-    kernels.select = selected
+    patch.setattr(kernels, "select", selected)
     # Messages as on a GPU, not in a line's memory.
-    Phase.buffer = lambda self, n: self.message(n, torch.empty(0))  # type: ignore
+    patch.setattr(Phase, "buffer", lambda self, n: self.message(n, torch.empty(0)))

@@ -1,15 +1,20 @@
 """The parts that measure: each is a generator of rows of microseconds.
 
+`python -m benchmarks.gpu.times PART FILE` appends the rows of a part to a file of JSON lines.
+
 nn.SyncBatchNorm falls back to the local batch norm on one rank. So the peer calls the autograd
 function of nn.SyncBatchNorm, as nn.SyncBatchNorm does on several ranks; and multibn's layer takes
 the way of two equal ranks.
 """
 
 import gc
+import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import resnet
-from benchmarks.gpu.checks import Row, dtype_name, enter_nccl, row
-from benchmarks.gpu.command import LOCAL, OURS, PEER
+from benchmarks.gpu.__main__ import LOCAL, OURS, PEER
 from benchmarks.gpu.device import DEVICE, STAND_INS, Equal, gpu_microseconds, sized, synchronize
+from benchmarks.gpu.right import enter_nccl
 from benchmarks.layer import memory_format
 from benchmarks.timing import Step, median_ms, take_turns, training_step
 from multibn import SingleProcess
@@ -29,6 +34,7 @@ from multibn.communicators.transports.torch_distributed import TorchDistributed
 from multibn.kernels import cuda
 from multibn.torch_backend import SyncBatchNorm, convert_sync_batchnorm
 
+Row = dict[str, Any]
 # Sizes of ResNet-50, and sizes that fill a large GPU.
 SHAPES: list[tuple[int, ...]] = sized(
     [(32, 2048, 7, 7), (32, 256, 14, 14), (32, 256, 28, 28), (256, 64, 56, 56),
@@ -63,7 +69,7 @@ def compiled_layers() -> Iterator[Row]:
 
 def layers(time: str = "a layer's step on the GPU") -> Iterator[Row]:
     """GPU time of one layer's step, without the host, beside eight passes at a copy's speed."""
-    enter_nccl()
+    failed: list[str] = []
     for shape, dtype, layout in product(SHAPES, DTYPES, ("NCHW", "channels_last")):
         x, dy = _data(shape, dtype, layout)
         copy = torch.empty_like(dy)
@@ -76,17 +82,17 @@ def layers(time: str = "a layer's step on the GPU") -> Iterator[Row]:
                 taken[name] = gpu_microseconds(training_step(layer, x, dy))
             except RuntimeError as error:  # the other layers' times are worth as much
                 taken[name] = math.nan
-                yield row(f"{name} in a CUDA graph: {error}"[:300], 1.0, 0.0)
+                failed.append(f"{name}, {tuple(shape)}: {error}")
             _free()
-        yield _timed(time, shape, dtype_name(dtype), layout, {**taken, "eight passes": four})
+        yield _timed(time, shape, dtype, layout, {**taken, "eight passes": four})
         del x, dy, copy
         _free()
-    leave_world()
+    if failed:
+        raise RuntimeError(f"{len(failed)} not captured, first: {failed[0]}")
 
 
 def host() -> Iterator[Row]:
     """Host time of a chain of small layers that never wait, for one layer's step."""
-    enter_nccl()
     calls: dict[str, Callable[[str], list[nn.Module]]] = {
         f"a chain of {CHAIN} layers": lambda name: [_layers(SMALL[1])[name] for _ in range(CHAIN)],
         f"one layer {CHAIN} times": lambda name: CHAIN * [_layers(SMALL[1])[name]],
@@ -96,13 +102,11 @@ def host() -> Iterator[Row]:
         steps = {name: training_step(nn.Sequential(*called(name)), x, dy) for name in _layers(1)}
         taken = _in_turns(steps)
         each = {name: t / CHAIN for name, t in taken.items()}
-        yield _timed(f"host, {what}, for each layer's step", SMALL, dtype_name(dtype), "NCHW", each)
-    leave_world()
+        yield _timed(f"host, {what}, for each layer's step", SMALL, dtype, "NCHW", each)
 
 
 def sweep() -> Iterator[Row]:
     """GPU time of one layer's step with other programs, tiles and warps than the usual ones."""
-    enter_nccl()
     module: Any = cuda
     tiling = cuda._tiling
     settings = sized(list(product((2, 4, 8, 12), (2048, 4096), (4, 8))), [(4, 2048, 4)])
@@ -120,12 +124,10 @@ def sweep() -> Iterator[Row]:
             what = f"{shape} {layout}: {sums} programs that sum, tiles of {tile}, {warps} warps"
             yield {"setting": what, "us": taken}
             _free()
-    leave_world()
 
 
 def profile() -> Iterator[Row]:
     """What one layer called several times in a row launches and asks of the driver, by torch."""
-    enter_nccl()
     x, dy = _data(SMALL, DTYPES[0], "NCHW")
     step = training_step(nn.Sequential(*CHAIN * [_layers(SMALL[1])[OURS]]), x, dy)
     for _ in range(3):
@@ -137,12 +139,10 @@ def profile() -> Iterator[Row]:
     for event in profiler.key_averages():
         taken = event.device_time_total or event.self_cpu_time_total
         yield {"setting": f"profile: {event.count} times {event.key[:60]}", "us": taken}
-    leave_world()
 
 
 def network() -> Iterator[Row]:
     """A training step of a network like ResNet-50, with autocast to bfloat16."""
-    enter_nccl()
     blocks = sized(resnet.BLOCKS, (1,))
     ours, peer, local = (resnet.network(blocks) for _ in range(3))
     ours = convert_sync_batchnorm(ours, _communicator())
@@ -171,7 +171,6 @@ def network() -> Iterator[Row]:
     taken = _in_turns(steps)
     what = "ResNet-50, a training step"
     yield _timed(what, IMAGES, "bfloat16 (autocast)", "channels_last", taken)
-    leave_world()
 
 
 def _communicator() -> Equal:
@@ -197,10 +196,11 @@ def _data(shape: Sequence[int], dtype: torch.dtype, layout: str) -> tuple[Tensor
 
 
 def _timed(
-    time: str, shape: Sequence[int], dtype: str, layout: str, taken: Mapping[str, float]
+    time: str, shape: Sequence[int], dtype: Any, layout: str, taken: Mapping[str, float]
 ) -> Row:
     return {
-        "time": time, "shape": list(shape), "dtype": dtype, "layout": layout,
+        "time": time, "shape": list(shape), "dtype": str(dtype).removeprefix("torch."),
+        "layout": layout,
         "microseconds": taken, "fills": math.prod(shape) >= FILLS,
     }  # fmt: skip
 
@@ -222,3 +222,17 @@ def _free() -> None:
     gc.collect()
     if not STAND_INS:
         torch.cuda.empty_cache()
+
+
+def main(name: str, path: str) -> None:
+    parts = (network, layers, host, compiled_layers, profile, sweep)
+    enter_nccl()
+    with Path(path).open("a", buffering=1) as file:
+        for row in {part.__name__: part for part in parts}[name]():
+            print(row, flush=True)
+            file.write(json.dumps(row) + "\n")
+    leave_world()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -8,11 +8,18 @@ from dataclasses import replace
 
 from faults.scenarios import data, layers, networks, ranks, restarts
 from faults.scenarios._scenario import DEADLINE, Scenario
+from faults.setups import PEERS
 
 __all__ = ["DEADLINE", "SCENARIOS", "Scenario"]
 
+# The faults that are tried without multibn, too.
+_BESIDE = (
+    *("channels", "dtype", "order", "order_of_widths", "left_out", "layer_in_eval"),
+    *("network_in_eval", "no_gradient", "empty", "one_value", "nan", "refused", "restart", "busy"),
+    *("out_of_data", "stopped", "killed", "exception", "launcher_killed"),
+)
 SCENARIOS = {
-    name: replace(fault, name=name)
+    name: replace(fault, name=name, setups=fault.setups + PEERS * (name in _BESIDE))
     for module in (layers, data, restarts, ranks, networks)
     for name, fault in vars(module).items()
     if isinstance(fault, Scenario)

@@ -13,74 +13,35 @@ SILENCE = DEADLINE + 1.0  # seconds after which every rank has given up a rank t
 
 @dataclass(frozen=True)
 class Scenario:
-    """A fault.
-
-    Attributes
-    ----------
-    run
-        What every rank does.
-    what
-        The fault, for people.
-    says
-        What the error on every rank must say, a regular expression; "" if the fault must do no
-        harm.
-    says_under
-        `says` where the words are others, by the setup's name.
-    others_say
-        What a launcher, MPI or DistributedDataParallel says in the setups where they see the fault
-        before multibn can; the ranks need no error of multibn's there.
-    seconds
-        How long after `mark` the last rank may end, errors included.
-    own_waits
-        Whether ranks wait for ever over a user's own class, which has no deadline and no notices.
-    ends, ends_under
-        Whether the fault ends processes, and so needs a launch of its own; the names of the setups
-        where it does although it does not elsewhere.
-    lost
-        Whether the fault ends processes, and rank 1 needs no error of its own. Where `own_waits`,
-        rank 1 needs none either.
-    setups, frameworks
-        Where the fault is tried: the names of setups, and of frameworks.
-    without_mpi4py
-        Whether MPI's program is started without `-m mpi4py`.
-    peers
-        Whether the fault is tried with other libraries, too.
-    per_machine
-        How many ranks are on each of two machines; 0 for one machine.
-    delay
-        Seconds that the line between the machines takes each way; 0 for a line without delay.
-    earlier, earlier_size
-        What an earlier launch does, on that many ranks; it leaves files in `trial.files`.
-    deadline
-        MULTIBN_TIMEOUT.
-    """
+    """A fault: what every rank does, and what must become of it."""
 
     run: Callable[[Trial], None]
-    what: str
-    says: str = ""
-    says_under: dict[str, str] = field(default_factory=dict)
+    what: str  # for people
+    says: str = ""  # a regular expression of every rank's error; "" if the fault must do no harm
+    says_under: dict[str, str] = field(default_factory=dict)  # by setups whose words are others
+    # What a launcher, MPI or DistributedDataParallel says in the setups where they see the fault
+    # before multibn can; the ranks need no error of multibn's there.
     others_say: dict[str, str] = field(default_factory=dict)
-    seconds: float = 1.0
+    seconds: float = 1.0  # after `mark` the last rank may end, errors included
+    # Over a user's own class, which has no deadline and no notices, ranks wait for ever. Rank 1
+    # needs no error then, in any setup.
     own_waits: bool = False
-    ends: bool = False
-    ends_under: tuple[str, ...] = ()
-    lost: bool = False
-    setups: tuple[str, ...] = OURS
-    frameworks: tuple[str, ...] = ("torch", "chainer")
-    without_mpi4py: bool = False
-    peers: bool = True
-    per_machine: int = 0
-    delay: float = 0.0
+    ends: bool = False  # the fault ends processes, and so needs a launch of its own
+    ends_under: tuple[str, ...] = ()  # the setups where it does although it does not elsewhere
+    lost: bool = False  # the fault ends processes, and rank 1 needs no error of its own
+    setups: tuple[str, ...] = OURS  # where the fault is tried
+    without_mpi4py: bool = False  # MPI's program is started without `-m mpi4py`
+    per_machine: int = 0  # ranks on each of two machines; 0 for one machine
+    delay: float = 0.0  # seconds that the line between the machines takes each way
+    # What an earlier launch does, on that many ranks; it leaves files in `trial.files`.
     earlier: Callable[[Trial], None] | None = None
     earlier_size: int = 2
-    deadline: float = DEADLINE
+    deadline: float = DEADLINE  # MULTIBN_TIMEOUT
     name: str = ""
 
     def runs_under(self, setup: Setup) -> bool:
         """Whether the fault is tried in a setup, on one machine."""
-        if self.per_machine or (setup.beside and not self.peers):
-            return False
-        return (setup.beside or setup.name) in self.setups and setup.framework in self.frameworks
+        return not self.per_machine and setup.name in self.setups
 
     def ends_in(self, setup: Setup) -> bool:
         return self.ends or self.lost or setup.name in self.ends_under

@@ -33,7 +33,6 @@ infinity = of_rank_1(
     "infinity in the input of a rank",
     lambda trial: trial.spoil(math.inf),
     says=_NON_FINITE,
-    peers=False,
 )
 refused = of_rank_1(
     "an input that does not fit on a rank",
@@ -46,25 +45,18 @@ refused = of_rank_1(
 @scenario(
     "statistics changed on a rank, then check_sync",
     says=r"1 of \d+ arrays are not the same on all 3 ranks.*by up to 0\.001 on rank 1",
-    peers=False,
 )
 def diverged(trial: Trial) -> None:
     trial.begin()
-    norm = trial.trainee.norms()[0]
-    average = norm.running_mean if hasattr(norm, "running_mean") else norm.avg_mean
+    trainee = trial.trainee
     if trial.at_fault:
-        average[0] += 1e-3
-    if hasattr(norm, "running_mean"):
-        from multibn.torch_backend import check_sync
-    else:
-        from multibn.chainer_backend import check_sync  # type: ignore[assignment]
-    check_sync(trial.trainee.model)
+        getattr(trainee.norms()[0], trainee.average)[0] += 1e-3
+    trainee.check_sync(trainee.model)
 
 
 @scenario(
     "another version of the library on a rank",
     says=differ(r"\d.*", r"0\.0\.1", "the ranks must run the same version of multibn: "),
-    peers=False,
 )
 def version(trial: Trial) -> None:
     from multibn import _version

@@ -37,7 +37,6 @@ order_first = of_rank_1(
     lambda trial: trial.set_in_block("swapped"),
     says=differ(r"layer1\.0\.bn1", r"layer1\.0\.bn2"),
     first=True,
-    peers=False,
 )
 
 order = of_rank_1(
@@ -59,7 +58,6 @@ order_of_widths = of_rank_1(
     "... first step, over a backend of torch's with another name",
     says=differ("narrow", "wide", end=r"\."),
     setups=("shared memory", "gloo"),
-    peers=False,
 )
 def other_backend(trial: Trial) -> None:
     import torch.distributed as dist
@@ -79,7 +77,6 @@ def other_backend(trial: Trial) -> None:
     "the layers of a sequence in another order on a rank",
     says=differ("layer 0", r"layer [12]\."),  # Chainer's name of the second of three links is 2
     setups=tuple(name for name in OURS if name != "ddp"),
-    peers=False,
 )
 def sequence(trial: Trial) -> None:
     trial.mark()
@@ -111,7 +108,6 @@ def _two_models(trial: Trial, steps_before: int) -> None:
     ),
     seconds=2.0,  # Python collects what it can let go of before layers are counted
     setups=tuple(name for name in OURS if name != "own"),
-    peers=False,
 )
 def models_first(trial: Trial) -> None:
     _two_models(trial, 0)
@@ -123,7 +119,6 @@ def models_first(trial: Trial) -> None:
         rf"layer1\.0\.bn1{_LATER}, 4 channels, layer \d+ by the first call",
         r"layer1\.0\.bn1 .*, layer \d+ by the first call",
     ),
-    peers=False,
 )
 def models(trial: Trial) -> None:
     _two_models(trial, 2)
@@ -139,7 +134,6 @@ options = of_rank_1(
     _options,
     says=differ("eps=[12]e-05", r"eps=0\.5", _BUILT),
     first=True,
-    peers=False,
 )
 
 left_out_first = of_rank_1(
@@ -147,7 +141,6 @@ left_out_first = of_rank_1(
     lambda trial: trial.set_in_block("skipped"),
     says=differ(r"layer1\.0\.bn2", r"layer1\.1\.bn1"),
     first=True,
-    peers=False,
 )
 
 left_out = of_rank_1(
@@ -197,5 +190,5 @@ recomputed = of_rank_1(
     "a backward pass that recomputes on one rank only",
     lambda trial: trial.set_in_network("recomputes"),
     says=r"the ranks are in different places: .*layer1\.1\.bn2 \(backward.*layer1\.0\.bn1 \(fo",
-    frameworks=("torch",),
+    setups=("shared memory", "gloo", "ddp", "mpi", "own", "naive formula"),
 )

@@ -35,9 +35,7 @@ def come_late(trial: Trial) -> None:
     time.sleep(DEADLINE + 2)
 
 
-late = of_rank_1(
-    "a rank late by less than the deadline", lambda _: time.sleep(1.0), seconds=3.0, peers=False
-)
+late = of_rank_1("a rank late by less than the deadline", lambda _: time.sleep(1.0), seconds=3.0)
 
 busy = of_rank_1(
     "a rank late by more than the deadline",
@@ -66,7 +64,6 @@ late_first = of_rank_1(
     seconds=SILENCE,
     own_waits=True,
     lost=True,
-    peers=False,
 )
 
 ends_first = of_rank_1(
@@ -79,7 +76,6 @@ ends_first = of_rank_1(
     seconds=21.0,
     own_waits=True,
     lost=True,
-    peers=False,
 )
 
 
@@ -89,7 +85,6 @@ ends_first = of_rank_1(
     seconds=SILENCE,
     lost=True,
     setups=("shared memory", "gloo", "mpi"),
-    peers=False,
 )
 def pipeline(trial: Trial) -> None:
     if trial.at_fault:
@@ -144,7 +139,7 @@ exception_plain = of_rank_1(
     own_waits=True,
     lost=True,
     without_mpi4py=True,
-    setups=("mpi", "chainermn", "own"),
+    setups=("mpi", "chainermn", "own", "ChainerMN's link"),
 )
 
 exit_0 = of_rank_1(
@@ -153,7 +148,6 @@ exit_0 = of_rank_1(
     says=_LEFT,
     lost=True,
     setups=("mpi",),
-    peers=False,
 )
 
 _ORPHANED = r"the launcher of rank \d .*has ended"
@@ -187,5 +181,4 @@ not_destroyed = of_rank_1(
     seconds=5.0,
     ends=True,
     setups=("shared memory", "gloo"),
-    peers=False,
 )

@@ -34,7 +34,6 @@ def _save_layers(trial: Trial) -> None:
     "... with the pickled layers of 2",
     earlier=_save_layers,
     setups=("shared memory", "gloo", "mpi", "chainermn"),
-    peers=False,
 )
 def restart_pickled(trial: Trial) -> None:
     trial.build()
@@ -57,7 +56,6 @@ def _save_half(trial: Trial) -> None:
     earlier=_save_half,
     earlier_size=4,
     setups=("shared memory", "gloo", "mpi"),
-    peers=False,
 )
 def restart_group(trial: Trial) -> None:
     trial.build()

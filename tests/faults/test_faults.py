@@ -1,17 +1,11 @@
 """Faults of `python -m faults` that take little time, on real processes: what the user sees."""
 
-import re
-import subprocess
-import sys
-import tempfile
-import textwrap
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import pytest
 
-from multibn._launch import environment
 from tests.helpers import require
 
 require.need("torch")
@@ -20,7 +14,7 @@ from faults import machines  # noqa: E402
 from faults.launch import Job  # noqa: E402
 from faults.outcome import Outcome  # noqa: E402
 from faults.scenarios import SCENARIOS  # noqa: E402
-from faults.setups import SETUPS  # noqa: E402
+from faults.setups import SETUPS, Setup  # noqa: E402
 
 pytestmark = pytest.mark.launches
 
@@ -39,9 +33,9 @@ _CASES = [
     if SCENARIOS[name].runs_under(SETUPS[setup]) and not SCENARIOS[name].ends_in(SETUPS[setup])
 ]
 _CASES_THAT_END = [
-    ("ddp", "killed"), ("gloo", "killed"), ("gloo", "launcher_killed"), ("gloo", "stopped"),
-    ("gloo", "out_of_data"), ("gloo", "exception"),
-    ("chainermn", "out_of_data"), ("chainermn", "exception_plain"),
+    ("ddp", "killed"), ("ddp", "late_first"),
+    ("gloo", "killed"), ("gloo", "launcher_killed"), ("gloo", "stopped"), ("gloo", "out_of_data"),
+    ("gloo", "exception"), ("chainermn", "out_of_data"), ("chainermn", "exception_plain"),
 ]  # fmt: skip
 Outcomes = dict[tuple[str, str], Future[dict[str, Outcome]]]
 
@@ -51,7 +45,8 @@ def _need(setup: str) -> None:
 
 
 def _run(setup: str, names: list[str]) -> dict[str, Outcome]:
-    return {outcome.scenario: outcome for outcome in Job(setup, names).run()}
+    job = Job(SETUPS[setup], [SCENARIOS[name] for name in names])
+    return {outcome.scenario.name: outcome for outcome in job.run()}
 
 
 @pytest.fixture(scope="module")
@@ -103,85 +98,18 @@ def test_a_fault_that_ends_processes_is_told_first_and_last(
     "setup",
     [
         pytest.param(
-            setup,
+            SETUPS[setup],
             marks=pytest.mark.beside(
-                partial(machines.run, name, setup), SETUPS[setup].launcher, "netns"
+                partial(machines.run, SCENARIOS[name], SETUPS[setup]),
+                SETUPS[setup].launcher,
+                "netns",
             ),
+            id=name,
         )
-        for setup, name in (("gloo", "partition"), ("mpi", "delay"))
+        for setup, name in (("gloo", "partition"), ("mpi", "delay"), ("gloo", "killed_of_four"))
     ],
 )
-def test_a_network_that_fails_is_named_and_a_slow_one_borne(setup: str, beside: Outcome) -> None:
-    """One that fails, and one with a delay."""
-    assert beside.setup is SETUPS[setup]
+def test_between_two_machines(setup: Setup, beside: Outcome) -> None:
+    """A network that fails is named, a slow one borne, and of four ranks the lost one is named."""
+    assert beside.setup is setup
     _expect(beside)
-
-
-def _of_two_machines(script: str) -> list[str]:
-    """What four processes print, two on each of two machines, machine by machine."""
-    apart = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable]
-    torchrun = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
-    where = ["--master-addr=10.77.0.1", "--master-port=29533"]
-    # A fork would be in the network of the process that forks.
-    variables = {"GLOO_SOCKET_IFNAME": "eth0", "PYTHON_EXEC": sys.executable}
-    with machines.two_machines(), tempfile.NamedTemporaryFile("w", suffix=".py") as file:
-        file.write(textwrap.dedent(script))
-        file.flush()
-        agents = [
-            subprocess.Popen(
-                machines.on(name, [*apart, *torchrun, *where, f"--node-rank={i}", file.name]),
-                env=environment() | variables,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for i, name in enumerate(machines.MACHINES)
-        ]
-        try:
-            return [agent.communicate(timeout=200)[0] for agent in agents]
-        finally:
-            for agent in agents:
-                agent.kill()
-                agent.wait()
-
-
-def _sums_and_a_loss() -> list[str]:
-    """The lines that the processes print of one sum, and of the loss of rank 3."""
-    said = _of_two_machines("""
-        import os, signal
-        import numpy as np
-        from multibn._launch import enter_world, leave_world
-
-        world = enter_world("gloo")
-        total = world.allreduce(np.random.default_rng(world.rank).standard_normal(5000))
-        line = world.lines._open[0]._small
-        numbers = f"{total.tobytes().hex()[:32]} {total.sum()}"
-        # In one piece: four processes write.
-        print(f"sum {numbers} {type(line).__name__}\\n", end="", flush=True)
-        world.allreduce(total)
-        if world.rank == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        world.allreduce(total)
-    """)
-    lines = [line for output in said for line in output.splitlines()]
-    sums = [line for line in lines if line.startswith("sum ")]
-    assert len(sums) == 4, said
-    return [*sums, *(line for line in lines if line.startswith("multibn: "))]
-
-
-@pytest.mark.beside(_sums_and_a_loss, "torchrun", "netns")
-def test_two_machines_have_the_same_sums_and_name_the_lost_rank(beside: list[str]) -> None:
-    """Shared memory inside, the network between; processes of both have the same numbers.
-
-    Where a rank is lost, no rank that lives is named, on either machine.
-    """
-    sums = [line for line in beside if line.startswith("sum ")]
-    assert len(set(sums)) == 1, beside
-    assert sums[0].endswith(" LineOverMachines")
-    errors = [line for line in beside if line.startswith("multibn: ")]
-    assert errors
-    for line in errors:
-        # torchrun may end rank 2 before that rank can say which one it has lost.
-        lost = r"lost the connection in .*: (rank 2 \(.*)?rank 3 \(machine mbnode2, pid \d+\)"
-        assert re.search(lost, line), line
-        assert not re.search(r"rank [01] \(machine", line), line

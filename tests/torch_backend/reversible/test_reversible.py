@@ -21,10 +21,10 @@ import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from benchmarks.tensor_memory import measure_memory  # noqa: E402
 from multibn.torch_backend import SyncBatchNorm, checkpoint_contexts, recomputed  # noqa: E402
 from multibn.torch_backend.reversible import ReversibleSequence  # noqa: E402
 from multibn.torch_backend.reversible.engine import Mode  # noqa: E402
+from tests.helpers.memory import measure_memory  # noqa: E402
 
 MODES: tuple[Mode, ...] = ("stored", "reversible")
 

@@ -1,4 +1,4 @@
-"""Memory of a training step: tensors that autograd saves, and the peak."""
+"""The memory of a training step: tensors that autograd saves, and the peak."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -12,44 +12,24 @@ from torch.utils._pytree import tree_leaves
 
 
 class Memory(NamedTuple):
-    """Bytes of one training step beside parameters and their gradients.
+    """Bytes of storages, each counted once, without parameters and their gradients."""
 
-    Attributes
-    ----------
-    saved
-        Tensors that autograd saves in the forward pass for the backward pass, the input included.
-    peak
-        The most bytes that tensors created in the step hold at any time.
-    """
-
-    saved: int
-    peak: int
+    saved: int  # for the backward pass, the input included
+    peak: int  # the most that tensors made in the step hold at any time
 
 
 def measure_memory(loss: Callable[[], Tensor], parameters: Iterable[Tensor]) -> Memory:
-    """Run one training step and count its bytes, on any device.
-
-    Counts the storage of tensors, each once, but not what their allocator adds to round up, nor
-    temporary memory inside of kernels.
-
-    Parameters
-    ----------
-    loss
-        The forward pass; returns the scalar to differentiate. Called once: batch norms count one
-        batch, and the call is collective if they are.
-    parameters
-        Tensors that are not counted, and whose gradients are not. Sets their gradients to None.
-    """
+    """Run one training step, forward by `loss`, and count its bytes."""
     parameters = list(parameters)
     for parameter in parameters:
         parameter.grad = None
-    own = {p.untyped_storage().data_ptr() for p in parameters}
+    own = {p.untyped_storage()._cdata for p in parameters}
     saved: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
         storage = t.untyped_storage()
-        if storage.data_ptr() not in own:
-            saved[storage.data_ptr()] = storage.nbytes()
+        if storage._cdata not in own:
+            saved[storage._cdata] = storage.nbytes()
         return t
 
     with _Storages() as storages:
@@ -71,15 +51,12 @@ class _Storages(TorchDispatchMode):
         self._changes: list[tuple[int, int]] = []  # number of the storage, and +bytes or -bytes
 
     def peak(self, without: Iterable[Tensor]) -> int:
-        """Most bytes at any time, not counting the storages of the tensors `without`."""
         apart = {self._alive.get(t.untyped_storage()._cdata) for t in without}
         counted = (size for number, size in self._changes if number not in apart)
         return max(accumulate(counted), default=0)
 
-    def __torch_dispatch__(
-        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = operator(*args, **(kwargs or {}))
+    def __torch_dispatch__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = f(*args, **(kwargs or {}))
         inputs = {t.untyped_storage()._cdata for t in tree_leaves(args) if isinstance(t, Tensor)}
         for t in tree_leaves(result):
             if isinstance(t, Tensor) and t.untyped_storage()._cdata not in inputs:
