@@ -66,7 +66,7 @@ def check_interruption(comm: Any, everybody: Communicator) -> None:
     """
 
     def handler(number: int, frame: object) -> None:
-        raise InterruptedError("by a signal")
+        raise KeyboardInterrupt("by a signal")  # as Ctrl-C in a notebook
 
     comm.allreduce(np.zeros(1))
     said = []
@@ -78,7 +78,7 @@ def check_interruption(comm: Any, everybody: Communicator) -> None:
     for _ in range(3):
         try:
             comm.allreduce(np.zeros(1))
-        except (InterruptedError, RuntimeError) as error:
+        except (KeyboardInterrupt, RuntimeError) as error:
             said.append(str(error))
     if comm.rank == 0:
         signal.signal(signal.SIGALRM, earlier)
@@ -86,7 +86,7 @@ def check_interruption(comm: Any, everybody: Communicator) -> None:
     everybody.allreduce(np.zeros(1))
     # The message that was under way may still come to the other ranks.
     assert len(said) >= 2
-    assert "rank 0 was interrupted in a sum of float64 numbers of shape (1,) by Inter" in said[-1]
+    assert "rank 0 was interrupted in a sum of float64 numbers of shape (1,) by Keybo" in said[-1]
     assert "Begin anew on all ranks: start the program again, or, over torch.dist" in said[-1]
     if comm.rank == 0:
         assert said[0] == "by a signal"

@@ -186,21 +186,6 @@ def test_the_list_of_another_machine_is_refused_once_and_again() -> None:
     assert splits == [1, 1, 1]
 
 
-@pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}])
-@pytest.mark.parametrize("layer_class, original, shapes", LAYERS)
-def test_alone_it_is_torchs_batch_norm(
-    layer_class: Any, original: Any, shapes: list[tuple[int, ...]], options: dict[str, Any]
-) -> None:
-    for shape in shapes:
-        ours = layer_class(num_features=4, dtype=torch.float64, **options)
-        theirs = original(4, dtype=torch.float64, **options)
-        for training in (True, True, False):
-            x = torch.randn(shape, dtype=torch.float64)
-            torch.testing.assert_close(ours.train(training)(x), theirs.train(training)(x))
-        torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
-        theirs.load_state_dict(ours.state_dict(), strict=True)
-
-
 @pytest.mark.parametrize("layer_class, original, shapes", LAYERS)
 def test_it_reverts_to_its_own_class(
     layer_class: Any, original: Any, shapes: list[tuple[int, ...]]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multibn.chainer_backend import MultiNodeBatchNormalization, create_mnbn_model
+from multibn.chainer_backend import MultiNodeBatchNormalization
 from multibn.communicators import Communicator, SingleProcess
 from multibn.communicators.transports.chainermn import ChainerMN
 from multibn.parity.cases import CHANNELS
@@ -90,17 +90,6 @@ def check_pickles_find_one_communicator(world: Communicator) -> None:
     assert isinstance(alone, SingleProcess)
 
 
-def check_a_backend_that_does_not_fit_is_refused(world: Communicator) -> None:
-    for backend, message in (("nccl", "pure_nccl"), ("smoke signals", "'mpi', 'nccl' or 'auto'")):
-        with pytest.raises(ValueError, match=message):
-            MultiNodeBatchNormalization(3, naive(), communication_backend=backend)
-        with pytest.raises(ValueError, match=message):
-            create_mnbn_model(_small_model(), naive(), backend)
-    for backend in ("mpi", "auto"):
-        communicator = ChainerMN(naive(), backend)
-        assert communicator.communication_backend == "mpi"
-
-
 def check_chainermns_link_updates_twice_in_forgotten_blocks(world: Communicator) -> None:
     """The negative control: ours updates once."""
     import chainer
@@ -133,12 +122,3 @@ def check_allreduce_persistent_keeps_averages_that_are_equal(world: Communicator
     (before, _, after), (_, mean, averaged) = found
     np.testing.assert_allclose(after, before, rtol=1e-14)
     np.testing.assert_allclose(averaged, mean, rtol=1e-14)
-
-
-def _small_model() -> Any:
-    import chainer
-    from chainer import links as L
-
-    return chainer.Sequential(
-        L.Convolution2D(2, 3, 3, initialW=0.1), L.BatchNormalization(3), chainer.functions.relu
-    )
