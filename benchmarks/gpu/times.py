@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import resnet
-from benchmarks.gpu.__main__ import LOCAL, OURS, PEER
+from benchmarks.gpu.command import LOCAL, OURS, PEER
 from benchmarks.gpu.device import DEVICE, STAND_INS, Equal, gpu_microseconds, sized, synchronize
 from benchmarks.gpu.right import enter_nccl
 from benchmarks.layer import memory_format

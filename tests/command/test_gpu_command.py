@@ -15,8 +15,7 @@ from tests.kernels.passes import takes_int_of_an_array
 
 require.need("cli", "dev", "torch", "triton", "torchrun", "mpiexec")
 
-from benchmarks.gpu import __main__ as command  # noqa: E402
-from benchmarks.gpu import device  # noqa: E402
+from benchmarks.gpu import command, device  # noqa: E402
 
 
 def _run_on_stand_ins() -> tuple[subprocess.CompletedProcess[str], dict[str, bytes]]:
@@ -91,12 +90,16 @@ def test_what_is_missing_is_said_at_once(
 ) -> None:
     monkeypatch.setattr(command.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(command.shutil, "which", lambda name: None)
-    monkeypatch.setattr(command, "importable", lambda name: name != "triton")
     with pytest.raises(SystemExit, match="2"):
         command.main(["--output", "nowhere"])
     said = capsys.readouterr().err
-    assert "missing here: triton; a C compiler, by which Triton makes its launchers; a GPU" in said
+    assert "missing here: a C compiler, by which Triton makes its launchers; a GPU" in said
     assert not Path("nowhere").exists()
+    # Python without its site-packages.
+    bare = [sys.executable, "-S", "-m", "benchmarks.gpu", "--output", "nowhere"]
+    ran = subprocess.run(bare, cwd=launch.ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("missing here: pip install numpy array-api-compat torch triton ")
 
 
 def test_each_slot_begins_with_what_matters_most() -> None:
