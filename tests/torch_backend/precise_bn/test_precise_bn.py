@@ -177,14 +177,14 @@ class Doubled(nn.BatchNorm1d):
         return super().forward(x * scale)
 
 
-@pytest.mark.parametrize("estimator", ["population", "mean_of_var"])
 @pytest.mark.parametrize(
-    "convert", [convert_sync_batchnorm, lambda m: convert_sub_batchnorm(m, 2)], ids=["sync", "sub"]
+    "num_splits, estimator", [(0, "population"), (2, "population"), (0, "mean_of_var")]
 )
 def test_a_forward_pass_of_its_own_tells_what_it_has_normalized(
-    convert: Any, estimator: Any
+    num_splits: int, estimator: Any
 ) -> None:
-    bn: Any = convert(Doubled(2))
+    bn: Any = Doubled(2)
+    bn = convert_sub_batchnorm(bn, num_splits) if num_splits else convert_sync_batchnorm(bn)
     xs = [torch.randn(6, 2), 3 + torch.randn(5, 2)]
     precise(bn, xs, estimator=estimator, forward_fn=lambda m, x: m(x, 2))
     parts = [rows([2 * x]) for x in xs] if estimator == "mean_of_var" else [2 * rows(xs)]
