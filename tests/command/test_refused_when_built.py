@@ -68,7 +68,6 @@ _RULES = {
     "num_sync_devices": Wrong(_NOT_INTS),
     "timeout": SECONDS,
     "counts": Wrong(((), (1, 2), *((n,) for n in POSITIVE.values))),
-    "by_epoch": Wrong(("yes", 2)),
     "size": Wrong((0, -1, 2.5, "2", True, (), (3, 0), (3, 2.0))),
     "axis": Wrong((-1, 2.5, "0", True, (), (0, -1), (2, 0))),
     "mlp_ratio": POSITIVE,

@@ -10,10 +10,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import LayerSync
 from torch import nn
 
-from multibn._typing import RunningVar, Weighting, check_choice, check_int
+from multibn._typing import RunningVar, Weighting, check_int
 from multibn.communicators import CommunicatorLike, as_communicator
 from multibn.communicators.outcomes import Nonfinite
 from multibn.torch_backend.convert.convert import convert_sync_batchnorm, revert_sync_batchnorm
+from multibn.torch_backend.layer.modules import SyncBatchNorm
 from multibn.torch_backend.precise_bn import (
     Estimator,
     check_arguments,
@@ -51,11 +52,8 @@ class MultiBNLayerSync(LayerSync):
         running_var: RunningVar = "unbiased_global",
         nonfinite: Nonfinite = None,
     ) -> None:
-        check_choice("weighting", weighting, Weighting)
-        check_choice("running_var", running_var, RunningVar)
-        check_choice("nonfinite", nonfinite, Nonfinite)
-        self.options: dict[str, Any] = {"weighting": weighting, "running_var": running_var}
-        self.options["nonfinite"] = nonfinite
+        self.options: Any = dict(weighting=weighting, running_var=running_var, nonfinite=nonfinite)
+        SyncBatchNorm(1, process_group=process_group, **self.options)  # refuses what is wrong
         # With None, an nn.SyncBatchNorm keeps its own group.
         self.process_group = None if process_group is None else as_communicator(process_group)
 
