@@ -33,7 +33,6 @@ from multibn.torch_backend import (  # noqa: E402
     convert_sub_batchnorm,
     convert_sync_batchnorm,
     normalize_together,
-    recomputed,
     step_statistics,
 )
 from tests.torch_backend.convert.test_derived import Activated, Copied  # noqa: E402
@@ -200,8 +199,7 @@ def test_a_recomputed_layer_is_counted_once(name: str) -> None:
     """The numbers of the stored run, bit for bit, with no message more."""
     ways: dict[str, Callable[[Any, Tensor], Any]] = {
         "stored": lambda layer, x: layer(x),
-        "reentrant": lambda layer, x: checkpoint(recomputed(layer), x, use_reentrant=True),
-        "not reentrant": lambda layer, x: checkpoint(
+        "checkpointed": lambda layer, x: checkpoint(
             layer, x, use_reentrant=False, context_fn=checkpoint_contexts
         ),
     }

@@ -52,7 +52,8 @@ class MultiBNLayerSync(LayerSync):
         running_var: RunningVar = "unbiased_global",
         nonfinite: Nonfinite = None,
     ) -> None:
-        self.options: Any = dict(weighting=weighting, running_var=running_var, nonfinite=nonfinite)
+        self.options: dict[str, Any] = {"weighting": weighting, "running_var": running_var}
+        self.options["nonfinite"] = nonfinite
         SyncBatchNorm(1, process_group=process_group, **self.options)  # refuses what is wrong
         # With None, an nn.SyncBatchNorm keeps its own group.
         self.process_group = None if process_group is None else as_communicator(process_group)

@@ -101,22 +101,16 @@ def _check(
                 "`layers` must be multibn.torch_backend.SyncBatchNorm layers: got "
                 f"{type(layer).__qualname__}. Convert the model by convert_sync_batchnorm."
             )
-    if not layers or len(layers) != len(inputs):
+    if not len(layers) == len(inputs) == len(masks) > 0:
         raise ValueError(
-            "`layers` must be one or more, and `inputs` one for each: got "
-            f"{len(layers)} layers and {len(inputs)} inputs."
+            "`layers` must be one or more, with an input and a mask, which may be None, for each: "
+            f"got {len(layers)} layers, {len(inputs)} inputs and {len(masks)} masks."
         )
-    if len(layers) != len(masks):
-        raise ValueError(
-            "`masks` must be one for each of `layers`, which may be None: got "
-            f"{len(layers)} layers and {len(masks)} masks."
-        )
-    first, *others = layers
-    for other in others:
-        for name, key in (("weighting", str), ("process_group", identity)):
-            mine, theirs = getattr(first, name), getattr(other, name)
-            if mine is not theirs and key(mine) != key(theirs):
+    for name, key in (("weighting", str), ("process_group", identity)):
+        first, *others = (getattr(layer, name) for layer in layers)
+        for other in others:
+            if other is not first and key(other) != key(first):
                 raise ValueError(
-                    f"`layers` must have the same `{name}`: got {mine!r} and {theirs!r}. Call them "
+                    f"`layers` must have the same `{name}`: got {first!r} and {other!r}. Call them "
                     "one by one."
                 )

@@ -56,14 +56,24 @@ class Joined:
         self.leave()
         stand_in: list[Any] = []  # empty until the first batch
 
-        def watched() -> Iterator[Any]:
-            for batch in batches:
-                if not stand_in:  # inside the iterator: Lockstep tells the other ranks of an error
-                    stand_in.append(self._stand_in(batch))
-                yield batch
+        def note(batch: Any) -> int:  # called by Lockstep, which tells the other ranks of an error
+            if not stand_in:
+                stand_in.append(self._stand_in(batch))
+            return 0
 
-        self._steps = Lockstep(watched(), self.communicator, source="the iterator of the batches")
-        return self._run(self._steps, stand_in)
+        self._steps = Lockstep(
+            batches, self.communicator, source="the iterator of the batches", amount=note
+        )
+        for number, step in enumerate(self._steps):
+            if number == 0 and not step.occupied.all():
+                root = int(step.occupied.argmax())
+                is_root = self.communicator.rank == root
+                mine = map_tensors(Tensor.cpu, stand_in[0]) if is_root else None
+                theirs = broadcast_object(mine, self.communicator, root=root)
+                stand_in = stand_in or [theirs]
+            self.absent = step.batch is END
+            yield stand_in[0] if self.absent else step.batch
+        self.absent = False
 
     def leave(self) -> None:
         """End a loop that was left by `break`: no error if all ranks left in the same step."""
@@ -99,19 +109,6 @@ class Joined:
         total = self.communicator.allreduce(np.array([count], dtype=np.float64))
         factor = 0.0 if self.absent else self.communicator.size / max(float(total[0]), 1.0)
         return losses.sum() * factor
-
-    def _run(self, steps: Lockstep, stand_in: list[Any]) -> Iterator[Any]:
-        for number, step in enumerate(steps):
-            if number == 0 and not step.occupied.all():
-                root = int(step.occupied.argmax())
-                mine = (
-                    map_tensors(Tensor.cpu, stand_in[0]) if self.communicator.rank == root else None
-                )
-                theirs = broadcast_object(mine, self.communicator, root=root)
-                stand_in = stand_in or [theirs]
-            self.absent = step.batch is END
-            yield stand_in[0] if self.absent else step.batch
-        self.absent = False
 
 
 @contextmanager

@@ -135,8 +135,8 @@ def test_layers_with_hooks_or_a_forward_pass_of_their_own_are_called() -> None:
             TypeError,
             "must be multibn.*SyncBatchNorm layers: got BatchNorm2",
         ),
-        ([], 0, ValueError, "`layers` must be one or more.*got 0 layers and 0 inputs"),
-        ([SyncBatchNorm(3)], 2, ValueError, "`inputs` one for each: got 1 layers and 2 inputs"),
+        ([], 0, ValueError, "`layers` must be one or more.*got 0 layers, 0 inputs and 0"),
+        ([SyncBatchNorm(3)], 2, ValueError, "for each: got 1 layers, 2 inputs and 1 masks"),
         (
             [SyncBatchNorm(3), SyncBatchNorm(3, weighting="rank")],
             2,
