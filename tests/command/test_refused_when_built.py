@@ -86,7 +86,6 @@ RULES = {name: rule for names, rule in _RULES.items() for name in names.split()}
 # Of a callable by name, in the place of the rule above.
 OTHER_RULES = {
     ("get_norm", "dim"): Wrong((0, 4, -1, *ANY_INT.values)),
-    ("PreciseBNHook", "mode"): Wrong((3, True)),  # a model may have any modes
 }
 EXEMPT = {
     "torch_backend.reversible.mvit.config.RevMViTConfig(norm=)",  # for the model to check

@@ -314,17 +314,13 @@ def _name(layer: nn.Module) -> str:
 
 def _list(obstacles: dict[str, str], consequence: str) -> str:
     """One message for all `obstacles`, which maps paths of layers to reasons."""
-    paths: dict[str, list[str]] = {}
-    for path, why in obstacles.items():
-        paths.setdefault(why, []).append(path or "the model itself")
-    lines = [f"{_some(names)} ({why})" for why, names in paths.items()]
-    return f"{len(obstacles)} layer(s) stay as they are, {consequence}: {'; '.join(lines)}."
-
-
-def _some(names: list[str]) -> str:
-    return (
-        ", ".join(names) if len(names) < 5 else f"{', '.join(names[:3])} and {len(names) - 3} more"
-    )
+    parts = []
+    for why in dict.fromkeys(obstacles.values()):
+        paths = [path or "the model itself" for path, other in obstacles.items() if other == why]
+        if len(paths) > 4:
+            paths[3:] = [f"and {len(paths) - 3} more"]
+        parts.append(f"{', '.join(paths)} ({why})".replace(", and", " and"))
+    return f"{len(obstacles)} layer(s) stay as they are, {consequence}: {'; '.join(parts)}."
 
 
 # Under the name and with the arguments of torch.nn.SyncBatchNorm's; the same for every subclass.

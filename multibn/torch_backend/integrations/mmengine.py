@@ -53,8 +53,9 @@ class PreciseBNHook(Hook):
     CheckpointHook saves. The batches come from a loop of its own over `runner.train_dataloader`.
     Where such a loop could disturb the training's, as with InfiniteSampler, they are the next ones
     of IterBasedTrainLoop's endless stream. They pass through `model.data_preprocessor(batch,
-    training=False)`, without batch augmentations. The model runs as in training, and in the
-    optimizer wrapper's precision. Layers without an input are named in a warning.
+    training=False)`, without batch augmentations. The model runs as in training, with mode "loss"
+    unless it has a `train_step` of its own, and in the optimizer wrapper's precision. Layers
+    without an input are named in a warning.
     Collective: every rank runs it at the same time.
 
     Parameters
@@ -64,9 +65,6 @@ class PreciseBNHook(Hook):
         counts as the loader's `batch_size`. Data with fewer samples is taken whole.
     interval
         Epochs from one pass to the next, in IterBasedTrainLoop iterations.
-    mode
-        The `mode` with which the model runs, such as "loss" or "tensor". Default: "loss", as in
-        training; a model that is trained by a `train_step` of its own runs without `mode`.
 
     Raises
     ------
@@ -90,18 +88,14 @@ class PreciseBNHook(Hook):
         interval: int = 1,
         *,
         num_iters: int | None = None,
-        mode: str | None = None,
         estimator: Estimator = "population",
         progress: bool = True,
     ) -> None:
         check_arguments(num_samples, num_iters, estimator)
         check_int("interval", interval)
-        if not isinstance(mode, str | None):
-            raise TypeError(f"`mode` must be a str, or None for the training's: got {mode!r}.")
         self.num_samples = num_samples
         self.interval = interval
         self.num_iters = num_iters
-        self.mode = mode
         self.options: dict[str, Any] = {"estimator": estimator, "progress": progress}
 
     def before_train(self, runner: Any) -> None:
@@ -127,7 +121,7 @@ class PreciseBNHook(Hook):
     def update(self, runner: Any) -> None:
         """Run precise batch norm now. Collective."""
         model = runner.model.module if is_model_wrapper(runner.model) else runner.model
-        options = _options(runner, self.mode)
+        options = _options(runner)
         wrapper = runner.optim_wrapper
         precision = (
             wrapper.optim_context(model) if isinstance(wrapper, OptimWrapper) else nullcontext()
@@ -159,17 +153,13 @@ class PreciseBNHook(Hook):
             )
 
 
-def _options(runner: Any, mode: str | None) -> dict[str, str]:
+def _options(runner: Any) -> dict[str, str]:
     """How the model is called: in its mode "loss", if this is how it is trained."""
     trained = runner.model
     if isinstance(trained, MMSeparateDistributedDataParallel):
         trained = trained.module
-    if mode is None and (
-        is_model_wrapper(trained)
-        or getattr(type(trained), "train_step", None) is BaseModel.train_step
-    ):
-        mode = "loss"
-    return {} if mode is None else {"mode": mode}
+    own_step = getattr(type(trained), "train_step", None) is not BaseModel.train_step
+    return {} if own_step and not is_model_wrapper(trained) else {"mode": "loss"}
 
 
 def _batch_size(loader: Any) -> int | None:

@@ -7,14 +7,14 @@ of training, which lag behind the weights, by statistics of many batches under t
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import length_hint
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from multibn._typing import check_choice, check_int
@@ -23,6 +23,7 @@ from multibn.engine.population import Pool
 from multibn.engine.precise import Pass, Words
 from multibn.torch_backend.precise_bn.watched import Estimator, layers_in_training
 from multibn.torch_backend.train.synchrony import participants
+from multibn.torch_backend.train.uneven import tensors_in
 
 _WORDS = Words(
     title="precise batch norm",
@@ -169,20 +170,13 @@ def _forward(model: nn.Module, batch: Any) -> None:
 
 
 def _batch_size(batch: Any) -> int:
-    for tensor in _tensors(batch):
-        return int(tensor.shape[0]) if tensor.ndim else 1
-    raise TypeError(
-        f"`num_samples` needs batches with a tensor in them: got {type(batch).__qualname__}. Pass "
-        "`num_iters` instead."
-    )
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, (list, tuple, Mapping)):
-        for value in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _tensors(value)
+    tensors = tensors_in(batch)
+    if not tensors:
+        raise TypeError(
+            "`num_samples` needs batches with a tensor in them: got "
+            f"{type(batch).__qualname__}. Pass `num_iters` instead."
+        )
+    return int(tensors[0].shape[:1].numel())
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from multibn.kernels import generic
 from multibn.torch_backend.layer import functional
 from multibn.torch_backend.layer.autograd import without_autocast
 from multibn.torch_backend.layer.synchronized import Synchronized
-from multibn.torch_backend.train.uneven import map_tensors
+from multibn.torch_backend.train.uneven import map_tensors, tensors_in
 
 Estimator: TypeAlias = Literal["population", "mean_of_var"]
 
@@ -111,17 +111,10 @@ def _call_with_no_sample(
     module: nn.Module, x: Any, args: tuple[Any, ...], options: dict[str, Any]
 ) -> Callable[[], object]:
     """A call of `module` as one with the input `x` was, with no sample in any of its tensors."""
-    seen: list[Tensor] = []
-
-    def note(t: Tensor) -> Tensor:
-        seen.append(t)
-        return t
+    size = next((t.shape[:1] for t in tensors_in(x)), None)
 
     def shorten(t: Tensor) -> Tensor:
-        shortens = seen and t.shape[:1] == seen[0].shape[:1]
-        return t.new_empty((0, *t.shape[1:])) if shortens else t
-
-    map_tensors(note, x)
+        return t.new_empty((0, *t.shape[1:])) if t.shape[:1] == size else t
 
     args, options = map_tensors(shorten, (args, options))
     return partial(module, *args, **options)

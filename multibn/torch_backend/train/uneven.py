@@ -175,25 +175,23 @@ def join(
 
 
 def _empty(batch: Any) -> Any:
-    tensors = []
-
-    def shorten(x: Tensor) -> Tensor:
-        if x.ndim == 0:
-            return x
-        tensors.append(x)
-        return x.new_empty((0, *x.shape[1:]))
-
-    empty = map_tensors(shorten, batch)
-    if not tensors:
+    if not any(t.ndim for t in tensors_in(batch)):
         raise TypeError(
             "a batch must have a tensor in it, with the samples on its first axis: got "
             f"{type(batch).__qualname__}. Pass `empty`, a function that returns an empty batch "
             "like its argument."
         )
-    return empty
+    return map_tensors(lambda t: t.new_empty((0, *t.shape[1:])) if t.ndim else t, batch)
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+def tensors_in(batch: Any) -> list[Tensor]:
+    """The tensors of a batch, in order, also in tuples, lists and mappings."""
+    found: list[Tensor] = []
+    map_tensors(found.append, batch)
+    return found
+
+
+def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
     """`batch` with each tensor replaced by `function` of it, also in tuples, lists and mappings."""
     if isinstance(batch, Tensor):
         return function(batch)

@@ -298,8 +298,6 @@ def check_bad_arguments_are_refused_before_training(world: Communicator) -> None
     """Refused when the hook is built, or before the first iteration."""
     hook = PreciseBNHook(12, 3)
     assert (hook.num_samples, hook.interval) == (12, 3)
-    with pytest.raises(TypeError, match="`mode` must be a str, or None for the training's: got 1"):
-        PreciseBNHook(mode=1)  # type: ignore[arg-type]
     net = Net()
     with pytest.raises(ValueError, match=r"`num_samples` or `num_iters` must be.*IterBased"):
         _train(
