@@ -120,14 +120,6 @@ def test_converting_again_changes_nothing() -> None:
     assert layer.process_group is group
 
 
-def test_a_shared_layer_stays_shared() -> None:
-    norm = nn.BatchNorm2d(3)
-    model = nn.ModuleDict({"a": nn.Sequential(norm, nn.ReLU()), "b": norm})
-    new: Any = convert_sync_batchnorm(model)
-    assert new["a"][0] is new["b"]
-    assert type(new["b"]) is SyncBatchNorm2d
-
-
 def test_what_never_shares_is_not_named() -> None:
     """Frozen norms as torchvision's, norms that have statistics of each sample, and None."""
     frozen = nn.Module()

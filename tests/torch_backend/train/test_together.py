@@ -68,6 +68,28 @@ def test_it_is_the_layers_one_by_one(case: str) -> None:
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("weighting", ["element", "sample", "rank"])
+def test_one_message_of_ranks_gives_the_numbers_of_layers_apart(
+    weighting: Any, frozen: bool
+) -> None:
+    """Of an uneven batch, and a rank without any; frozen layers send nothing."""
+
+    def on_rank(communicator: Any) -> None:
+        results, counting = [], CountingCommunicator(communicator)
+        for normalize in (one_by_one, normalize_together):
+            layers = _layers(process_group=counting, weighting=weighting)
+            layers[1].train(not frozen)
+            counting.take()
+            xs = [x[: (2, 0, 1)[communicator.rank]] for x in _inputs()]
+            results.append(train(normalize, layers, [x.detach().requires_grad_() for x in xs]))
+        channels = [s[1] for k, s in enumerate(SHAPES) if not (frozen and k == 1)]
+        assert counting.take()[-2:] == [sum(2 * c + 2 for c in channels) + 2] * 2
+        torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+    run_ranks(3, on_rank)
+
+
 def test_what_comes_after_may_work_in_place() -> None:
     def block(normalize: Any) -> list[Any]:
         layers, (x, *_) = _layers(), _inputs()
