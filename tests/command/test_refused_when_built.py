@@ -97,6 +97,7 @@ HANDED_ON = {
         ("NaiveSyncBatchNorm1d", "NaiveSyncBatchNorm2d", "NaiveSyncBatchNorm3d"),
         ("eps", "momentum", "weighting", "running_var"),
     ),
+    "MultiBNLayerSync": ("weighting", "running_var"),
 }
 
 Call: TypeAlias = Callable[..., Any]  # with valid arguments, to which one that is wrong is added

@@ -92,11 +92,8 @@ def convert_sync_batchnorm(
     Warns
     -----
     UserWarning
-        One warning for all layers that stay as they are, with paths for each reason: a layer that
-        is parametrized, lazy and without an input so far, one whose forward pass was set on the
-        instance, a subclass of nn.SyncBatchNorm with a forward pass of its own, one with an
-        attribute that has a name of `SyncBatchNorm`'s own, or a module that has running statistics
-        and is not of torch's batch norm class. One if the model has no batch norm.
+        One warning for all layers that stay as they are, with paths for each reason, as a class
+        that is not torch's batch norm. One if the model has no batch norm.
 
     Examples
     --------

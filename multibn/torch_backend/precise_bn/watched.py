@@ -18,6 +18,7 @@ from multibn.engine.statistics import aggregate, local_moments
 from multibn.kernels import generic
 from multibn.torch_backend.layer import functional
 from multibn.torch_backend.layer.autograd import without_autocast
+from multibn.torch_backend.layer.sub_batch_norm import _SubBatchNorm
 from multibn.torch_backend.layer.synchronized import Synchronized
 from multibn.torch_backend.train.uneven import map_tensors, tensors_in
 
@@ -121,22 +122,12 @@ def _call_with_no_sample(
 
 
 def layers_in_training(model: nn.Module, estimator: Estimator) -> Iterator[WatchedNorm]:
-    parts: set[Any] = set()
-    module: Any
+    parts: set[nn.Module] = set()
     for name, module in model.named_modules():
-        if _is_sub_batch_norm(module):
+        if isinstance(module, _SubBatchNorm):
             norms = [module.bn, module.split_bn]
             parts.update(norms)
             if module.training and module.split_bn.training:  # see `SubBatchNorm3d.split_bn`
                 yield WatchedNorm(name, module, norms, estimator)
         elif isinstance(module, _BatchNorm) and module.training and module not in parts:
             yield WatchedNorm(name, module, [module], estimator)
-
-
-def _is_sub_batch_norm(module: Any) -> bool:
-    # By its parts, so that SlowFast's own class counts, too.
-    return (
-        isinstance(getattr(module, "bn", None), _BatchNorm)
-        and isinstance(getattr(module, "split_bn", None), _BatchNorm)
-        and hasattr(module, "aggregate_stats")
-    )

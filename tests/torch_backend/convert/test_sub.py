@@ -22,7 +22,6 @@ from multibn.torch_backend import (  # noqa: E402
     SyncBatchNorm,
     convert_sub_batchnorm,
     convert_sync_batchnorm,
-    normalize_together,
     revert_sync_batchnorm,
 )
 from multibn.torch_backend.layer.synchronized import options_of  # noqa: E402
@@ -112,13 +111,6 @@ def test_masked_elements_have_no_part() -> None:
         chosen = part.movedim(1, 2)[where]
         want = F.batch_norm(chosen, None, None, training=True)
         assert relative_error(got.movedim(1, 2)[where], want) < 1e-12
-
-
-def test_a_message_for_several_layers_does_not_undo_the_splits() -> None:
-    layers: list[Any] = [convert_sub_batchnorm(nn.BatchNorm1d(3), n) for n in (1, 2)]
-    x = torch.randn(6, 3)
-    for n, y in zip((1, 2), normalize_together(layers, [x, x]), strict=True):
-        assert relative_error(y.detach(), expected(x, n)) < 1e-5
 
 
 class Listed(nn.BatchNorm1d):

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from multibn.communicators import Communicator
-from multibn.torch_backend import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
+from multibn.torch_backend import convert_sync_batchnorm, revert_sync_batchnorm
 from tests.harness.runs import on
 
 RUNS = on("torchrun", 1, 2, needs="torch mmengine")
@@ -38,7 +38,7 @@ with frameworks_warnings():
     from mmengine.model import BaseDataPreprocessor, BaseModel, MMDistributedDataParallel
     from mmengine.model import revert_sync_batchnorm as mmengine_revert
     from mmengine.optim import AmpOptimWrapper, OptimWrapper
-    from mmengine.registry import HOOKS, MODELS
+    from mmengine.registry import MODELS
     from mmengine.runner import Runner
 
     from multibn.torch_backend.integrations.mmengine import PreciseBNHook
@@ -274,15 +274,6 @@ def check_a_pass_runs_in_the_precision_of_training(world: Communicator) -> None:
     runner, _ = _train({"num_samples": None}, wrapper=Amp, max_epochs=1)
     assert runner.model.module.passes == {(True, True), (False, True)}
     _assert_population(runner)
-
-
-def check_the_layer_and_the_hook_are_registered(world: Communicator) -> None:
-    # As mmcv's build_norm_layer does it.
-    config = {"eps": 1e-3, "weighting": "rank", "process_group": "machine"}
-    layer: Any = MODELS.get("multibn.SyncBatchNorm")(4, **config)
-    assert type(layer) is SyncBatchNorm
-    assert (layer.num_features, layer.eps, layer.weighting) == (4, 1e-3, "rank")
-    assert HOOKS.get("multibn.PreciseBNHook") is PreciseBNHook
 
 
 def check_our_function_reverts_to_the_original_classes(world: Communicator) -> None:

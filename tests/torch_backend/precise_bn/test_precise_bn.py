@@ -123,14 +123,14 @@ def precise(model: nn.Module, data: Any, **options: Any) -> None:
 def test_exact_statistics(kind: str) -> None:
     """Of all elements in float64, for which fvcore's E[x^2] - E[x]^2 in float32 lacks digits."""
     model = Net(LAYERS[kind])
-    data = batches(mean=1000.0)
+    data = batches(mean=1e4)
     shown = [inputs_of(model, layer, data) for layer in (model.bn1, model.bn2)]
     before = state(model)
     precise(model, data)
     for layer, xs in zip((model.bn1, model.bn2), shown, strict=True):
         mean, var = kept(layer)
         np.testing.assert_allclose(mean, rows(xs).mean(1), rtol=1e-6, atol=1e-6)
-        np.testing.assert_allclose(var, rows(xs).var(1, ddof=1), rtol=1e-6)
+        np.testing.assert_allclose(var, rows(xs).var(1, ddof=1), rtol=1e-5)
     assert_same(state(model), before, but=("bn1.", "bn2."))
     if kind == "SubBatchNorm2d":  # each split has the whole's, so that aggregation keeps them
         written = kept(copy.deepcopy(model.bn2))
@@ -330,29 +330,3 @@ def test_compiled_models_get_the_statistics_of_plain_ones(
     precise(model, batches())
     precise(plain, batches())
     torch.testing.assert_close(compiled.state_dict(), plain.state_dict())
-
-
-def test_slowfasts_own_sub_batch_norm_is_known_by_its_parts() -> None:
-    class Theirs(nn.Module):
-        """The layout of PySlowFast's class."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.bn = nn.BatchNorm2d(3, affine=False)
-            self.split_bn = nn.BatchNorm2d(6, affine=False)
-
-        def aggregate_stats(self) -> None:
-            raise AssertionError("not needed")
-
-        def forward(self, x: Any) -> Any:
-            if not self.training:
-                return self.bn(x)
-            n, c, h, w = x.shape
-            return self.split_bn(x.view(n // 2, c * 2, h, w)).view(n, c, h, w)
-
-    layer = Theirs()
-    precise(layer, batches())
-    x = rows(batches())
-    for part, repeats in ((layer.bn, 1), (layer.split_bn, 2)):
-        np.testing.assert_allclose(kept(part)[0], np.tile(x.mean(1), repeats), rtol=1e-6)
-        np.testing.assert_allclose(kept(part)[1], np.tile(x.var(1, ddof=1), repeats), rtol=1e-6)

@@ -1,6 +1,5 @@
 """Layers normalized together in one process: the numbers of the same layers one by one."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -51,40 +50,36 @@ def train(normalize: Any, layers: Any, xs: list[torch.Tensor]) -> list[Any]:
     return [*ys, *gradients, *layers.state_dict().values()]
 
 
-@pytest.mark.parametrize("case", ["plain", "unlike dtypes", "frozen", "evaluation", "autocast"])
-def test_it_is_the_layers_one_by_one(case: str) -> None:
-    layers = _layers(momentum=None if case == "plain" else 0.3)
-    if case in ("frozen", "evaluation"):
-        (layers[1] if case == "frozen" else layers).eval()
-    results = []
-    for normalize in (normalize_together, one_by_one):
-        xs = _inputs()
-        if case == "unlike dtypes":
-            dtypes = (torch.float32, torch.float64, torch.float16)
-            xs = [x.detach().to(d).requires_grad_() for x, d in zip(xs, dtypes, strict=True)]
-        with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
-            results.append(train(normalize, copy.deepcopy(layers), xs))
-    assert [t.dtype for t in results[0]] == [t.dtype for t in results[1]]
-    torch.testing.assert_close(*results, rtol=0, atol=0)
+CASES = "element", "sample", "rank", "unlike dtypes", "frozen", "evaluation", "autocast"
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("weighting", ["element", "sample", "rank"])
-def test_one_message_of_ranks_gives_the_numbers_of_layers_apart(
-    weighting: Any, frozen: bool
-) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_one_message_gives_the_numbers_of_the_layers_one_by_one(case: str) -> None:
     """Of an uneven batch, and a rank without any; frozen layers send nothing."""
+    weighting: Any = case if case in ("sample", "rank") else "element"
+    dtypes = {"unlike dtypes": (torch.float32, torch.float64, torch.float16)}
 
     def on_rank(communicator: Any) -> None:
         results, counting = [], CountingCommunicator(communicator)
         for normalize in (one_by_one, normalize_together):
-            layers = _layers(process_group=counting, weighting=weighting)
-            layers[1].train(not frozen)
+            layers = _layers(
+                process_group=counting,
+                weighting=weighting,
+                momentum=None if case == "rank" else 0.3,
+            )
+            layers[1].train(case not in ("frozen", "evaluation"))
+            layers[::2].train(case != "evaluation")
+            xs = [
+                x.detach()[: (2, 0, 1)[communicator.rank]].to(dtype).requires_grad_()
+                for x, dtype in zip(_inputs(), dtypes.get(case, [torch.float64] * 3), strict=True)
+            ]
             counting.take()
-            xs = [x[: (2, 0, 1)[communicator.rank]] for x in _inputs()]
-            results.append(train(normalize, layers, [x.detach().requires_grad_() for x in xs]))
-        channels = [s[1] for k, s in enumerate(SHAPES) if not (frozen and k == 1)]
-        assert counting.take()[-2:] == [sum(2 * c + 2 for c in channels) + 2] * 2
+            with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
+                results.append(train(normalize, layers, xs))
+        channels = [layer.num_features for layer in layers if layer.training]
+        message = sum(2 * c + 2 for c in channels) + 2
+        assert counting.take()[-2:] == ([message] * 2 if channels else [])
+        assert [t.dtype for t in results[0]] == [t.dtype for t in results[1]]
         torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
     run_ranks(3, on_rank)
