@@ -172,7 +172,8 @@ def _by_parts(layer: SyncBatchNorm, *args: Any, **options: Any) -> Any:
         size = t.shape[:1].numel() if isinstance(t, Tensor) else 1
         # Other forward passes may have arguments that are not of samples.
         has_samples = size != 1 if is_plain else size == len(x)
-        return t.tensor_split(n) if has_samples else [t] * n
+        # Not tensor_split, whose gradient is the sum of a tensor of the whole size for each part.
+        return t.split([(size + k) // n for k in reversed(range(n))]) if has_samples else [t] * n
 
     shares = *map(parts, args), *map(parts, options.values())
     with step_statistics(layer):
