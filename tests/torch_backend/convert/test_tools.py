@@ -137,6 +137,11 @@ def test_shapes_are_known_without_data(mode: Callable[[], Any], training: bool) 
     assert counting.messages == counting.first_messages == []
 
 
+def test_bad_input_without_data_is_refused() -> None:
+    with pytest.raises(ValueError, match="must have 3 channels in dimension 1"):
+        SyncBatchNorm(3, device="meta")(torch.empty(2, 4, device="meta"))
+
+
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_operations_are_counted_without_data(momentum: float | None) -> None:
     with torch.device("meta"):
