@@ -95,29 +95,31 @@ def torch() -> Any:
     return torch
 
 
-def build(torch: Any, communicator: Any) -> Any:
+def build(torch: Any, communicator: Any, foreign: bool) -> Any:
     from multibn.torch_backend import SyncBatchNorm
 
     torch.manual_seed(0)
+    norm = torch.nn.BatchNorm2d(4) if foreign else SyncBatchNorm(4, process_group=communicator)
     return torch.nn.Sequential(
         torch.nn.Conv2d(3, 4, 3),
         SyncBatchNorm(4, process_group=communicator),
         torch.nn.ReLU(),
-        SyncBatchNorm(4, process_group=communicator),
+        norm,
         torch.nn.ReLU(),
         torch.nn.Dropout(0.5),
         SyncBatchNorm(4, momentum=None, process_group=communicator),
     )
 
 
+@pytest.mark.parametrize("foreign", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_torch_checkpoint_equals_the_stored_run(torch: Any, depth: int) -> None:
+def test_torch_checkpoint_equals_the_stored_run(torch: Any, foreign: bool, depth: int) -> None:
     from torch.utils.checkpoint import checkpoint
 
     from multibn.torch_backend import checkpoint_contexts
 
     counting = CountingCommunicator(SingleProcess())
-    stored, model = (build(torch, counting) for _ in range(2))
+    stored, model = (build(torch, counting, foreign) for _ in range(2))
 
     def checkpointed(function: Any, x: Any) -> Any:
         return checkpoint(function, x, use_reentrant=False, context_fn=checkpoint_contexts)
@@ -151,7 +153,7 @@ def test_a_pass_that_torch_ends_early_is_not_an_error(torch: Any) -> None:
 
     from multibn.torch_backend import checkpoint_contexts
 
-    norm = build(torch, SingleProcess())[1]
+    norm = build(torch, SingleProcess(), foreign=False)[1]
     begun, ended = [], []
 
     def block(x: Any) -> Any:

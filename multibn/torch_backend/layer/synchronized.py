@@ -24,7 +24,10 @@ compiled.register(ALONE)
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of `module` runs hooks of its own, which those of all modules are not."""
+    """Whether a call of `module` runs hooks of its own.
+
+    Hooks of all modules do not count: `checkpoint_contexts` has one in the recomputation only.
+    """
     forward = module._forward_pre_hooks or module._forward_hooks
     return bool(forward or module._backward_pre_hooks or module._backward_hooks)
 

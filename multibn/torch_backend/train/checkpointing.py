@@ -5,19 +5,27 @@ its running statistics, and communicate, a second time (pytorch/pytorch#96136). 
 replays the statistics of the first.
 """
 
+import threading
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.module import register_module_forward_pre_hook
+
 from multibn.engine import recompute
+from multibn.torch_backend.layer.sub_batch_norm import Part
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Contexts of the first pass and of its recomputation, for torch.utils.checkpoint.
 
     `checkpoint(function, x, use_reentrant=False, context_fn=checkpoint_contexts)` gives the numbers
-    of `function(x)` bit for bit. Layers of multibn inside update their running statistics once, and
-    communicate once forward and once backward. torch's batch norms do so twice, and so do all
-    layers with `use_reentrant=True`, for which torch takes no contexts.
+    of `function(x)` bit for bit. All batch norms inside update their running statistics once.
+    Layers of multibn communicate once forward and once backward; nn.SyncBatchNorm communicates
+    again in the recomputation. torch takes no contexts with `use_reentrant=True`: all layers then
+    update and communicate twice.
 
     Examples
     --------
@@ -32,4 +40,33 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
     tensor(1)
     """
     first = recompute.recording()
-    return first, recompute.replaying(first.tape)
+    return first, _Recomputation(first.tape)
+
+
+class _Recomputation:
+    """Replays a tape, and restores the buffers of batch norms that have no tape."""
+
+    def __init__(self, tape: recompute.Tape) -> None:
+        self._replay = recompute.replaying(tape)
+
+    def __enter__(self) -> None:
+        self._thread = threading.get_ident()  # the hook runs for modules of all threads
+        self._before: dict[Tensor, Tensor] = {}
+        self._replay.__enter__()
+        self._hook = register_module_forward_pre_hook(self._copy_buffers)
+
+    def __exit__(self, *exception: object) -> None:
+        self._hook.remove()
+        for buffer, before in self._before.items():
+            # `.data` keeps the version counter: autograd has saved the buffer with these values,
+            # and a higher version would be an error in the backward pass.
+            buffer.data.copy_(before)
+        self._replay.__exit__(*exception)  # may raise
+
+    def _copy_buffers(self, module: nn.Module, _: Any) -> None:
+        # A Part's layer has a tape. Compiled code cannot ask for the thread, and runs in its own.
+        if isinstance(module, Part) or not isinstance(module, _NormBase):
+            return
+        if torch.compiler.is_compiling() or threading.get_ident() == self._thread:
+            for buffer in module.buffers(recurse=False):
+                self._before.setdefault(buffer, buffer.detach().clone())

@@ -484,10 +484,11 @@ class Checkpointed(nn.Module):
         return checkpoint(self.module, *xs, use_reentrant=False, context_fn=self.context_fn)
 
 
+@NORMS
 @pytest.mark.parametrize("where", ["inside", "around"])
-def test_checkpoints_may_be_inside_or_around(where: str) -> None:
+def test_checkpoints_may_be_inside_or_around(where: str, norm: Make) -> None:
     def pair() -> Pair:
-        f, g = mlps(own, dropout)
+        f, g = mlps(norm, dropout)
         return (Checkpointed(f, checkpoint_contexts), g) if where == "inside" else (f, g)
 
     def run(model: Any, xs: Sequence[Tensor]) -> Sequence[Tensor]:
