@@ -92,8 +92,6 @@ class Pass(Taping):
                 break
         if layer := self._own.get(built):
             x, axis = inputs[0].x, inputs[0].axis
-            if len(inputs) > 1:  # the parts of a batch that the layer splits
-                x = array_namespace(x).concat([i.x for i in inputs])
             sums = layer.estimator.sums_of(x, axis=axis)
             layer.estimator.add(_unless_skipped(sums, batches))
 

@@ -18,7 +18,6 @@ from multibn.torch_backend.layer.sub_batch_norm import SubBatchNorm2d as SubBatc
 from multibn.torch_backend.layer.sub_batch_norm import SubBatchNorm3d as SubBatchNorm3d
 from multibn.torch_backend.precise_bn import update_bn_stats as update_bn_stats
 from multibn.torch_backend.train.checkpointing import checkpoint_contexts as checkpoint_contexts
-from multibn.torch_backend.train.checkpointing import recomputed as recomputed
 from multibn.torch_backend.train.micro_batches import step_statistics as step_statistics
 from multibn.torch_backend.train.synchrony import average_gradients as average_gradients
 from multibn.torch_backend.train.synchrony import check_sync as check_sync

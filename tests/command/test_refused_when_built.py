@@ -68,7 +68,6 @@ _RULES = {
     "num_sync_devices": Wrong(_NOT_INTS),
     "timeout": SECONDS,
     "counts": Wrong(((), (1, 2), *((n,) for n in POSITIVE.values))),
-    "by_epoch": Wrong(("yes", 2)),
     "size": Wrong((0, -1, 2.5, "2", True, (), (3, 0), (3, 2.0))),
     "axis": Wrong((-1, 2.5, "0", True, (), (0, -1), (2, 0))),
     "mlp_ratio": POSITIVE,
@@ -87,7 +86,6 @@ RULES = {name: rule for names, rule in _RULES.items() for name in names.split()}
 # Of a callable by name, in the place of the rule above.
 OTHER_RULES = {
     ("get_norm", "dim"): Wrong((0, 4, -1, *ANY_INT.values)),
-    ("PreciseBNHook", "mode"): Wrong((3, True)),  # a model may have any modes
 }
 EXEMPT = {
     "torch_backend.reversible.mvit.config.RevMViTConfig(norm=)",  # for the model to check
@@ -99,6 +97,7 @@ HANDED_ON = {
         ("NaiveSyncBatchNorm1d", "NaiveSyncBatchNorm2d", "NaiveSyncBatchNorm3d"),
         ("eps", "momentum", "weighting", "running_var"),
     ),
+    "MultiBNLayerSync": ("weighting", "running_var"),
 }
 
 Call: TypeAlias = Callable[..., Any]  # with valid arguments, to which one that is wrong is added

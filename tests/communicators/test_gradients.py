@@ -32,10 +32,10 @@ def _scale_frozen(torch: Any, first: Any, bn: Any, x: Any) -> None:
 def _checkpointed(torch: Any, first: Any, bn: Any, x: Any) -> None:
     from torch.utils.checkpoint import checkpoint
 
-    from multibn.torch_backend import recomputed
+    from multibn.torch_backend import checkpoint_contexts
 
-    both = recomputed(lambda x: bn(first(x)))
-    _learn(checkpoint(both, x.requires_grad_(), use_reentrant=True))
+    options: Any = {"use_reentrant": False, "context_fn": checkpoint_contexts}
+    _learn(checkpoint(lambda x: bn(first(x)), x.requires_grad_(), **options))
 
 
 def _reversible(torch: Any, first: Any, bn: Any, x: Any, mode: Any = "reversible") -> None:

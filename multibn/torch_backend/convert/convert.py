@@ -1,21 +1,25 @@
 """Exchange the batch norm layers of a model for synchronized ones, and back."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from multibn._typing import RunningVar, Weighting, check_int, overridden
 from multibn.communicators import CommunicatorLike
 from multibn.communicators.outcomes import Nonfinite
+from multibn.engine.precise import input_of
 from multibn.torch_backend.convert import derived
-from multibn.torch_backend.layer import data_parallel
+from multibn.torch_backend.layer import data_parallel, functional
 from multibn.torch_backend.layer.modules import SyncBatchNorm
-from multibn.torch_backend.layer.sub_batch_norm import _SubBatchNorm
+from multibn.torch_backend.layer.sub_batch_norm import Part
 from multibn.torch_backend.layer.synchronized import ALONE, Synchronized
+from multibn.torch_backend.train.micro_batches import step_statistics
 
 # Names that a class may define and still behave like the layer that it derives from.
 _HARMLESS = "__constants__", "_check_input_dim", "extra_repr"
@@ -69,8 +73,7 @@ def convert_sync_batchnorm(
         The model, changed in place.
     process_group
         The ranks that share statistics: anything that `multibn.as_communicator` takes. With None,
-        an nn.SyncBatchNorm keeps its own group, and a layer of `convert_sub_batchnorm` gets back
-        the ranks that it had.
+        an nn.SyncBatchNorm keeps its own group.
     weighting, running_var, nonfinite
         As `SyncBatchNorm`'s.
     strict
@@ -89,11 +92,8 @@ def convert_sync_batchnorm(
     Warns
     -----
     UserWarning
-        One warning for all layers that stay as they are, with paths for each reason: a layer that
-        is parametrized, lazy and without an input so far, a subclass of nn.SyncBatchNorm with a
-        forward pass of its own, one with an attribute that has a name of `SyncBatchNorm`'s own, or
-        a module that has running statistics and is not of torch's batch norm class. One if the
-        model has no batch norm.
+        One warning for all layers that stay as they are, with paths for each reason, as a class
+        that is not torch's batch norm. One if the model has no batch norm.
 
     Examples
     --------
@@ -106,9 +106,7 @@ def convert_sync_batchnorm(
     """
     options: Any = {"weighting": weighting, "running_var": running_var, "nonfinite": nonfinite}
     SyncBatchNorm(1, process_group=process_group, **options)
-    for layer in _find(module, strict):
-        derived.derive(layer)
-        assert isinstance(layer, SyncBatchNorm)
+    for layer in map(derived.derive, _find(module, strict)):
         layer.configure(layer.own_group if process_group is None else process_group, **options)
     for part in module.modules():
         if isinstance(part, DistributedDataParallel):
@@ -121,12 +119,11 @@ def convert_sub_batchnorm(module: nn.Module, num_splits: int, *, strict: bool = 
 
     Ghost batch normalization (Hoffer et al., 2017, arXiv:1705.08741) for a model as it is: a large
     batch trains as several small ones do. Changes the layers in place, as `convert_sync_batchnorm`
-    does, and returns `module`; `revert_sync_batchnorm` is the way back. A `SyncBatchNorm` no longer
-    shares, and a layer that splits gets the new number. The parts are consecutive samples, of sizes
-    that differ by one at most. The running statistics are those of the whole batch, as an
-    nn.BatchNorm2d keeps them, so that evaluation and state dicts stay what they were. Not
-    collective; nor are the layers. For parts of a batch that ranks share, and for SlowFast's state,
-    see `SubBatchNorm3d`.
+    does, those that share or split already, too, and returns `module`; `revert_sync_batchnorm` is
+    the way back. The parts are consecutive samples, of sizes that differ by one at most. The
+    running statistics are those of the whole batch, as an nn.BatchNorm2d keeps them, so that
+    evaluation and state dicts stay what they were. Not collective; nor are the layers. For parts of
+    a batch that ranks share, and for SlowFast's state, see `SubBatchNorm3d`.
 
     Parameters
     ----------
@@ -151,16 +148,40 @@ def convert_sub_batchnorm(module: nn.Module, num_splits: int, *, strict: bool = 
     tensor([-1.2247,  0.0000,  1.2247, -1.0000,  1.0000])
     """
     check_int("num_splits", num_splits)
+    layer: Any
     for layer in _find(module, strict, splitting=True):
         if not isinstance(layer, SyncBatchNorm):
-            derived.derive(layer)
-            assert isinstance(layer, SyncBatchNorm)
-            layer.configure(ALONE)
-        elif layer._num_splits == 1 and layer.converted_from is not nn.SyncBatchNorm:
-            layer.__dict__["own_group"] = layer.process_group
-        layer.process_group = ALONE
-        layer._num_splits, layer._usual = num_splits, ()
+            derived.derive(layer).configure(ALONE)
+        layer.process_group, layer._num_splits = ALONE, num_splits
+        layer.forward = partial(_by_parts, layer)
     return module
+
+
+def _by_parts(layer: SyncBatchNorm, *args: Any, **options: Any) -> Any:
+    """The forward pass of a layer that splits its batch: in training, a call for each part."""
+    forward, x = partial(type(layer).forward, layer), input_of(args, options)
+    if not layer.training or isinstance(x, fx.Proxy):
+        return forward(*args, **options)
+    functional.check_input(x, None)
+    # Each part has two elements per channel, masked ones too, if the batch has: the last batch of
+    # an epoch may be small.
+    n = max(1, min(layer._num_splits, len(x), x.numel() // x.shape[1] // 2))
+    is_plain = type(layer).forward is SyncBatchNorm.forward
+
+    def parts(t: Any) -> Sequence[Any]:
+        size = t.shape[:1].numel() if isinstance(t, Tensor) else 1
+        # Other forward passes may have arguments that are not of samples.
+        has_samples = size != 1 if is_plain else size == len(x)
+        # Not tensor_split, whose gradient is the sum of a tensor of the whole size for each part.
+        return t.split([(size + k) // n for k in reversed(range(n))]) if has_samples else [t] * n
+
+    shares = *map(parts, args), *map(parts, options.values())
+    with step_statistics(layer):
+        ys = []
+        for share in zip(*shares, strict=True):
+            named = dict(zip(options, share[len(args) :], strict=True))
+            ys.append(forward(*share[: len(args)], **named))
+    return torch.cat(ys)
 
 
 def _find(module: nn.Module, strict: bool, *, splitting: bool = False) -> list[_BatchNorm]:
@@ -168,10 +189,9 @@ def _find(module: nn.Module, strict: bool, *, splitting: bool = False) -> list[_
     _check_module(module)
     layers: list[_BatchNorm] = []
     obstacles: dict[str, str] = {}
-    for path, part in _named_parts(module):
-        if isinstance(part, Synchronized):
-            if isinstance(part, SyncBatchNorm) and (splitting or part._num_splits > 1):
-                layers.append(part)
+    for path, part in module.named_modules():
+        again = isinstance(part, SyncBatchNorm) and (splitting or "_num_splits" in vars(part))
+        if isinstance(part, Synchronized | Part) and not again:
             continue
         if why := _cannot_convert(part):
             obstacles[path] = f"{_name(part)}: {why}"
@@ -181,7 +201,10 @@ def _find(module: nn.Module, strict: bool, *, splitting: bool = False) -> list[_
     if obstacles:
         message = _list(obstacles, "their statistics are not shared")
     elif not (layers or any(isinstance(part, Synchronized) for part in module.modules())):
-        message = _nothing_to_convert(module)
+        message = (
+            f"`module` must have a batch norm: got none in {_name(module)}, so that no statistics "
+            "are shared. Group norms and layer norms need no sharing."
+        )
     if message and strict:
         raise TypeError(message)
     if message:
@@ -214,7 +237,7 @@ def revert_sync_batchnorm(module: nn.Module) -> Any:
     """
     _check_module(module)
     obstacles: dict[str, str] = {}
-    for path, part in _named_parts(module):
+    for path, part in module.named_modules():
         if not isinstance(part, SyncBatchNorm):
             continue
         if why := _cannot_revert(part):
@@ -226,31 +249,11 @@ def revert_sync_batchnorm(module: nn.Module) -> Any:
     return module
 
 
-def _named_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a model, without the parts of a SubBatchNorm, which has ranks of its own."""
-    parts = list(module.named_modules())
-    inside = {id(p) for _, m in parts if isinstance(m, _SubBatchNorm) for p in m.children()}
-    yield from ((path, part) for path, part in parts if id(part) not in inside)
-
-
 def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"`module` must be a torch.nn.Module: got {type(module).__qualname__}. Pass the model."
         )
-
-
-def _nothing_to_convert(module: nn.Module) -> str:
-    """What to say of a model without a batch norm."""
-    if any(base.__module__.partition(".")[0] == "keras" for base in type(module).__mro__):
-        return (
-            f"`module` must have batch norms of torch: got {_name(module)}, a model of Keras, "
-            "which normalizes by functions of its own. Build the model from torch.nn's layers."
-        )
-    return (
-        f"`module` must have a batch norm: got none in {_name(module)}, so that no statistics are "
-        "shared. Group norms and layer norms need no sharing."
-    )
 
 
 _PARAMETRIZED = "it is parametrized. Remove the parametrizations, and register them again later"
@@ -266,6 +269,10 @@ def _cannot_convert(layer: nn.Module) -> str | None:
         if "running_var" in buffers:  # alone in timm's EvoNorm2dB0
             return "it is not of torch's batch norm class"
         return None
+    if _has_foreign_forward(layer):
+        return "its forward pass was set on the instance. Convert the model before"
+    if isinstance(layer, SyncBatchNorm):
+        return None
     if hasattr(layer, "parametrizations"):
         return _PARAMETRIZED
     if taken := [name for name in derived.NAMES if hasattr(layer, name)]:
@@ -274,9 +281,7 @@ def _cannot_convert(layer: nn.Module) -> str | None:
         )
     if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
         return "it has not seen an input. Run the model once before"
-    if isinstance(layer, nn.SyncBatchNorm) and (
-        "forward" in vars(layer) or type(layer).forward is not nn.SyncBatchNorm.forward
-    ):
+    if isinstance(layer, nn.SyncBatchNorm) and type(layer).forward is not nn.SyncBatchNorm.forward:
         return "it adds to nn.SyncBatchNorm. Convert the model as it was before torch's conversion"
     return None
 
@@ -290,9 +295,15 @@ def _cannot_revert(layer: SyncBatchNorm) -> str | None:
         return f"its class overrides {', '.join(names)}, which would be lost"
     if layer.fuse_relu:
         return "it has a ReLU inside, which would be lost"
-    if "forward" in vars(layer):
+    if _has_foreign_forward(layer):
         return "it has a forward pass of its own, which would be lost"
     return None
+
+
+def _has_foreign_forward(layer: nn.Module) -> bool:
+    """Whether a forward pass was set on the instance by others than `convert_sub_batchnorm`."""
+    forward = vars(layer).get("forward", partial(_by_parts))
+    return getattr(forward, "func", None) is not _by_parts
 
 
 def _name(layer: nn.Module) -> str:
@@ -301,17 +312,13 @@ def _name(layer: nn.Module) -> str:
 
 def _list(obstacles: dict[str, str], consequence: str) -> str:
     """One message for all `obstacles`, which maps paths of layers to reasons."""
-    paths: dict[str, list[str]] = {}
-    for path, why in obstacles.items():
-        paths.setdefault(why, []).append(path or "the model itself")
-    lines = [f"{_some(names)} ({why})" for why, names in paths.items()]
-    return f"{len(obstacles)} layer(s) stay as they are, {consequence}: {'; '.join(lines)}."
-
-
-def _some(names: list[str]) -> str:
-    return (
-        ", ".join(names) if len(names) < 5 else f"{', '.join(names[:3])} and {len(names) - 3} more"
-    )
+    parts = []
+    for why in dict.fromkeys(obstacles.values()):
+        paths = [path or "the model itself" for path, other in obstacles.items() if other == why]
+        if len(paths) > 4:
+            paths[3:] = [f"and {len(paths) - 3} more"]
+        parts.append(f"{', '.join(paths)} ({why})".replace(", and", " and"))
+    return f"{len(obstacles)} layer(s) stay as they are, {consequence}: {'; '.join(parts)}."
 
 
 # Under the name and with the arguments of torch.nn.SyncBatchNorm's; the same for every subclass.

@@ -6,8 +6,6 @@ forward pass of its own, as timm's BatchNormAct2d, keeps this pass. A TorchFunct
 pass exchanges the call of `torch.nn.functional.batch_norm`, which costs some 0.1 ms for each call.
 """
 
-from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -23,101 +21,58 @@ from multibn.torch_backend.layer import dtensors, functional, modules
 from multibn.torch_backend.layer.modules import SyncBatchNorm, call_node
 from multibn.torch_backend.layer.synchronized import moves, running_of
 
-_classes: dict[tuple[type[_BatchNorm], bool], type[SyncBatchNorm]] = {
-    (getattr(nn, f"BatchNorm{n}d"), False): getattr(modules, f"SyncBatchNorm{n}d")
-    for n in (1, 2, 3)
+_TORCHS: dict[type[_BatchNorm], type[SyncBatchNorm]] = {
+    getattr(nn, f"BatchNorm{n}d"): getattr(modules, f"SyncBatchNorm{n}d") for n in (1, 2, 3)
 }
-
-# For torch's checks of dimensions, the class that makes the same check on all ranks.
-_CHECKS: dict[Any, Any] = {
-    original._check_input_dim: synchronized
-    for (original, _), synchronized in list(_classes.items())
-}
+_classes = dict(_TORCHS)
 
 # The attributes of a synchronized layer that its original lacks.
 _ATTRIBUTES = vars(SyncBatchNorm(1)).keys() - vars(nn.BatchNorm1d(1)).keys()
-_ATTRIBUTES |= {"converted_from", "pool", "own_group", "_shares", "_usual", "_num_splits"}
+_ATTRIBUTES |= {"converted_from", "pool", "own_group", "_shares", "_num_splits", "forward"}
 
 # Attributes of these names have another meaning in layers of other classes, which are refused.
 NAMES = sorted({n for n in dir(SyncBatchNorm(1)) if n[0] != "_"} - set(dir(nn.SyncBatchNorm(1))))
 
 
-def derive(layer: _BatchNorm, /) -> None:
+def derive(layer: Any, /) -> SyncBatchNorm:
     """Change the class of `layer` to one that is synchronized; its `configure` must follow."""
     original = type(layer)
     if isinstance(layer, SyncBatchNorm):  # which no longer splits its batch
-        for name in ("_num_splits", "_usual"):
-            layer.__dict__.pop(name, None)
-        return
-    if isinstance(layer, nn.SyncBatchNorm):  # DistributedDataParallel refuses its instances on CPU
-        group = as_communicator(layer.process_group)
-        layer.__dict__.pop("process_group", None)  # a property of the new class
-        layer.__dict__["own_group"] = group
+        del layer._num_splits, layer.forward
+    elif isinstance(layer, nn.SyncBatchNorm):  # DistributedDataParallel refuses this class on CPU
+        group = as_communicator(layer.__dict__.pop("process_group"))  # a property of the new class
         layer.__class__ = SyncBatchNorm  # type: ignore[assignment]
-        layer.__dict__["converted_from"] = original
-        return
-    own = layer.__dict__.pop("forward", None)
-    if isinstance(own, MethodType) and own.__self__ is layer:
-        # Pickle saves a method by its name, which is that of another function in the new class.
-        own = partial(own.__func__, layer)
-    has_own = own is not None or original.forward is not _BatchNorm.forward
-    layer.__class__ = _class(original, has_own)
-    if own is not None:
-        layer.__dict__["own_forward"] = own
+        layer.__dict__.update(own_group=group, converted_from=original)
+    else:
+        layer.__class__ = _class(original)
+    return layer
 
 
 def restore(layer: SyncBatchNorm, original: type[_BatchNorm], /) -> None:
     """Change the class of `layer` to `original`, and remove the attributes that it lacks."""
     group = layer.own_group
-    own = layer.__dict__.pop("own_forward", None)
     for name in _ATTRIBUTES:
         layer.__dict__.pop(name, None)
     layer.__class__ = original  # type: ignore[assignment]
-    if own is not None:
-        layer.__dict__["forward"] = own
     if issubclass(original, nn.SyncBatchNorm):
         layer.__dict__["process_group"] = getattr(group, "known_group", None)
 
 
-def _class(original: type[_BatchNorm], has_own_forward: bool) -> type[SyncBatchNorm]:
-    key = original, has_own_forward
-    if key not in _classes:
-        attributes: dict[str, Any] = {
-            "__doc__": f"{original.__qualname__} with shared statistics.",
-            "__module__": __name__,
-            "converted_from": original,
-        }
+def _class(original: type[_BatchNorm]) -> type[SyncBatchNorm]:
+    if original not in _classes:
+        attributes: dict[str, Any] = {"__module__": __name__, "converted_from": original}
         check = original._check_input_dim
-        if check in _CHECKS:
-            attributes["_usual"] = attributes["_shapes"] = _CHECKS[check]._shapes
-        if has_own_forward:
-            attributes["_check_input_dim"] = _on_all_ranks(check)
-        elif check in _CHECKS:
-            attributes["_check_input_dim"] = _CHECKS[check]._check_input_dim
-        elif check is not _NormBase._check_input_dim:
+        same = [ours for torchs, ours in _TORCHS.items() if torchs._check_input_dim is check]
+        if not same and check is not _NormBase._check_input_dim:
             attributes |= {"_check_input_dim": check, "_usual": ()}
-        bases = (_OwnForward if has_own_forward else _Derived, original)
-        _classes[key] = type(f"Sync{original.__name__}", bases, attributes)
-    return _classes[key]
+        own = _Derived if original.forward is _BatchNorm.forward else _OwnForward
+        _classes[original] = type(f"Sync{original.__name__}", (own, *same, original), attributes)
+    return _classes[original]
 
 
-def _on_all_ranks(check: Any) -> Any:
-    """A class's own check of its input, of which other ranks hear."""
-
-    def _check_input_dim(self: SyncBatchNorm, input: Tensor) -> None:
-        try:
-            check(self, input)
-        except (TypeError, ValueError) as error:
-            if self.training:
-                functional.refuse(error, [input], [self.num_features], self.conversation)
-            raise
-
-    return _check_input_dim
-
-
-def _new(original: type[_BatchNorm], has_own_forward: bool) -> SyncBatchNorm:
+def _new(original: type[_BatchNorm]) -> SyncBatchNorm:
     """A layer without attributes, for copies and pickles."""
-    layer: SyncBatchNorm = object.__new__(_class(original, has_own_forward))
+    layer: SyncBatchNorm = object.__new__(_class(original))
     return layer
 
 
@@ -125,15 +80,14 @@ class _Derived(SyncBatchNorm):
     """Base of the classes that no module has by name. Copies and pickles name the original."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        key = self.converted_from, isinstance(self, _OwnForward)
-        return _new, key, self.__getstate__()
+        return _new, (self.converted_from,), self.__getstate__()
 
 
 class _OwnForward(_Derived):
     """A layer that calls batch norm and does something of its own before or after."""
 
     converted_from: type[_BatchNorm]
-    own_forward: Any = None  # a forward pass that was set on the instance
+    own_forward = True  # for `update_bn_stats`
     _shares = False  # whether a forward pass has called batch norm
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -141,19 +95,17 @@ class _OwnForward(_Derived):
         if any(isinstance(argument, fx.Proxy) for argument in arguments):
             return call_node(self, *args, **kwargs)
         has_dtensor = dtensors.among((*arguments, self.weight))
-        own = self.own_forward
-        forward = partial(self.converted_from.forward, self) if own is None else own
-        if own is not None:  # in an unpickled `own`, a method `forward` is this one
-            self.own_forward = None
+        if not (self.training or has_dtensor):
+            return self.converted_from.forward(self, *args, **kwargs)
+        sharing = _Sharing(self)
         try:
-            if not (self.training or has_dtensor):
-                return forward(*args, **kwargs)
-            sharing = _Sharing(self)
             with sharing:
-                y = forward(*args, **kwargs)
-        finally:
-            if own is not None:
-                self.own_forward = own
+                y = self.converted_from.forward(self, *args, **kwargs)
+        except (TypeError, ValueError) as error:
+            if self.training and not sharing.reached:  # the other ranks will wait for this one
+                x = next((a for a in arguments if isinstance(a, Tensor)), None)
+                functional.refuse(error, [x], [self.num_features], self.conversation)
+            raise
         if self.training and not (sharing.reached or self._shares):
             raise RuntimeError(
                 f"`{self.conversation.name}`, a {self.converted_from.__qualname__}, cannot share "
@@ -164,10 +116,6 @@ class _OwnForward(_Derived):
         if not (self._shares or torch.compiler.is_compiling()):
             self._shares = True
         return y
-
-
-# The order of torch.batch_norm's arguments, which is not torch.nn.functional.batch_norm's.
-_ORDER = "input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"
 
 
 class _Sharing(TorchFunctionMode):
@@ -183,14 +131,7 @@ class _Sharing(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.batch_norm:
-            return self._batch_norm(*args, **kwargs)
-        if func is torch.batch_norm:
-            named = dict(zip(_ORDER, args, strict=False)) | kwargs
-            named.pop("cudnn_enabled", None)
-            return self._batch_norm(**named)
-        return func(*args, **kwargs)
+        return (self._batch_norm if func is F.batch_norm else func)(*args, **kwargs or {})
 
     def _batch_norm(
         self,

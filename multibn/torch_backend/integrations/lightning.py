@@ -10,9 +10,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import LayerSync
 from torch import nn
 
-from multibn._typing import RunningVar, Weighting, check_choice, check_int
+from multibn._typing import check_int
 from multibn.communicators import CommunicatorLike, as_communicator
-from multibn.communicators.outcomes import Nonfinite
 from multibn.torch_backend.convert.convert import convert_sync_batchnorm, revert_sync_batchnorm
 from multibn.torch_backend.precise_bn import (
     Estimator,
@@ -29,8 +28,8 @@ class MultiBNLayerSync(LayerSync):
     have their original classes again (a `SyncBatchNorm` that the model had before becomes a
     `BatchNorm`). Do not pass `sync_batchnorm=True` to the trainer as well.
 
-    The parameters are those of `multibn.torch_backend.convert_sync_batchnorm`. A `weighting`,
-    `running_var` or `nonfinite` that is none of its choices raises ValueError.
+    The parameters are those of `multibn.torch_backend.convert_sync_batchnorm`, and wrong ones raise
+    the same errors.
 
     Examples
     --------
@@ -43,19 +42,9 @@ class MultiBNLayerSync(LayerSync):
     'sample'
     """
 
-    def __init__(
-        self,
-        process_group: CommunicatorLike = None,
-        *,
-        weighting: Weighting = "element",
-        running_var: RunningVar = "unbiased_global",
-        nonfinite: Nonfinite = None,
-    ) -> None:
-        check_choice("weighting", weighting, Weighting)
-        check_choice("running_var", running_var, RunningVar)
-        check_choice("nonfinite", nonfinite, Nonfinite)
-        self.options: dict[str, Any] = {"weighting": weighting, "running_var": running_var}
-        self.options["nonfinite"] = nonfinite
+    def __init__(self, process_group: CommunicatorLike = None, **options: Any) -> None:
+        convert_sync_batchnorm(nn.BatchNorm1d(1), process_group, **options)  # refuses wrong ones
+        self.options = options
         # With None, an nn.SyncBatchNorm keeps its own group.
         self.process_group = None if process_group is None else as_communicator(process_group)
 

@@ -10,10 +10,12 @@ Further arguments of the layer may follow `type`: process_group="machine" shares
 each machine. Without the scope, "PreciseBNHook" is another class in mmpretrain's configs.
 """
 
+import warnings
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import Any
 
 from mmengine.dataset import DefaultSampler
+from mmengine.dist import get_world_size
 from mmengine.hooks import Hook
 from mmengine.model import BaseModel, MMSeparateDistributedDataParallel, is_model_wrapper
 from mmengine.optim import OptimWrapper
@@ -26,18 +28,21 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from multibn._typing import check_choice, check_int
+from multibn._typing import check_int
 from multibn.registry import HOOKS, MODELS
 from multibn.torch_backend.layer.modules import SyncBatchNorm
-from multibn.torch_backend.precise_bn import Estimator, check_arguments, run_pass, second_reader
+from multibn.torch_backend.precise_bn import (
+    Estimator,
+    check_arguments,
+    second_reader,
+    update_bn_stats,
+)
 
 MODELS.register_module(module=SyncBatchNorm)
 
 # Each loop over such a sampler begins anew. Others, such as InfiniteSampler, may share a generator
 # between loops, and the end of a second loop would end the training's.
 _RESTARTING = DefaultSampler, DistributedSampler, RandomSampler, SequentialSampler
-
-_SHOWN = 5  # names of layers in a log message
 
 
 @HOOKS.register_module()
@@ -48,9 +53,9 @@ class PreciseBNHook(Hook):
     CheckpointHook saves. The batches come from a loop of its own over `runner.train_dataloader`.
     Where such a loop could disturb the training's, as with InfiniteSampler, they are the next ones
     of IterBasedTrainLoop's endless stream. They pass through `model.data_preprocessor(batch,
-    training=False)`, without batch augmentations. The model runs as in training, and in the
-    optimizer wrapper's precision. `runner.logger` gets the numbers of updated layers and batches,
-    and the names of layers that keep their statistics.
+    training=False)`, without batch augmentations. The model runs as in training, with mode "loss"
+    unless it has a `train_step` of its own, and in the optimizer wrapper's precision. Layers
+    without an input are named in a warning.
     Collective: every rank runs it at the same time.
 
     Parameters
@@ -59,28 +64,20 @@ class PreciseBNHook(Hook):
         As `multibn.torch_backend.update_bn_stats`; `num_samples` is over all ranks, and a batch
         counts as the loader's `batch_size`. Data with fewer samples is taken whole.
     interval
-        Epochs or iterations from one pass to the next.
-    by_epoch
-        Whether `interval` counts epochs. Default: iterations in IterBasedTrainLoop, else epochs.
-    at_end
-        Whether there is a pass after the last epoch or iteration in any case.
-    mode
-        The `mode` with which the model runs, such as "loss" or "tensor". Default: "loss", as in
-        training; a model that is trained by a `train_step` of its own runs without `mode`.
+        Epochs from one pass to the next, in IterBasedTrainLoop iterations.
 
     Raises
     ------
     TypeError, ValueError
-        If an argument has another type or value than those above. Before the first iteration: if
-        `by_epoch` is True in IterBasedTrainLoop, or if the batches never end and there is neither
-        `num_samples` nor `num_iters`.
+        If an argument has another type or value than those above. Before the first iteration, if
+        the batches never end and there is neither `num_samples` nor `num_iters`.
 
     Examples
     --------
     >>> from mmengine.registry import HOOKS
     >>> hook = HOOKS.build({"type": "multibn.PreciseBNHook", "num_samples": 1024, "interval": 5})
-    >>> hook.interval, hook.by_epoch  # epochs or iterations: the loop decides
-    (5, None)
+    >>> hook.interval  # epochs or iterations: the loop decides
+    5
     """
 
     priority = "ABOVE_NORMAL"
@@ -91,64 +88,40 @@ class PreciseBNHook(Hook):
         interval: int = 1,
         *,
         num_iters: int | None = None,
-        by_epoch: bool | None = None,
-        at_end: bool = False,
-        mode: str | None = None,
         estimator: Estimator = "population",
         progress: bool = True,
     ) -> None:
         check_arguments(num_samples, num_iters, estimator)
         check_int("interval", interval)
-        check_choice("by_epoch", by_epoch, Literal[None, True, False])
-        if not isinstance(mode, str | None):
-            raise TypeError(f"`mode` must be a str, or None for the training's: got {mode!r}.")
         self.num_samples = num_samples
         self.interval = interval
         self.num_iters = num_iters
-        self.by_epoch = by_epoch
-        self.at_end = at_end
-        self.mode = mode
-        self.estimator: Estimator = estimator
-        self.progress = progress
-        self._short_data_logged = False
+        self.options: dict[str, Any] = {"estimator": estimator, "progress": progress}
 
     def before_train(self, runner: Any) -> None:
         """Refuse arguments that cannot work in this train loop."""
-        loop = type(runner.train_loop).__name__
-        if self.by_epoch and isinstance(runner.train_loop, IterBasedTrainLoop):
-            raise ValueError(
-                f"`by_epoch` must be False or None in a loop without epochs: got True in {loop}. "
-                "Count `interval` in iterations."
-            )
         if self.num_samples is None and self.num_iters is None and _stream(runner) is not None:
             raise ValueError(
-                f"`num_samples` or `num_iters` must be an int, as the batches of {loop} never end: "
-                "got None for both."
+                "`num_samples` or `num_iters` must be an int, as the batches of "
+                f"{type(runner.train_loop).__name__} never end: got None for both."
             )
 
     def after_train_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None
     ) -> None:
         # Not after_train_epoch: EMAHook copies buffers in this stage only.
-        by_epoch = self.by_epoch
-        if by_epoch is None:
-            by_epoch = not isinstance(runner.train_loop, IterBasedTrainLoop)
-        if by_epoch:
-            due = self.end_of_epoch(runner.train_dataloader, batch_idx) and (
-                self.every_n_epochs(runner, self.interval)
-                or (self.at_end and self.is_last_train_epoch(runner))
-            )
+        if isinstance(runner.train_loop, IterBasedTrainLoop):
+            due = self.every_n_train_iters(runner, self.interval)
         else:
-            due = self.every_n_train_iters(runner, self.interval) or (
-                self.at_end and self.is_last_train_iter(runner)
-            )
+            is_last = self.end_of_epoch(runner.train_dataloader, batch_idx)
+            due = is_last and self.every_n_epochs(runner, self.interval)
         if due:
             self.update(runner)
 
     def update(self, runner: Any) -> None:
         """Run precise batch norm now. Collective."""
         model = runner.model.module if is_model_wrapper(runner.model) else runner.model
-        options = _options(runner, self.mode)
+        options = _options(runner)
         wrapper = runner.optim_wrapper
         precision = (
             wrapper.optim_context(model) if isinstance(wrapper, OptimWrapper) else nullcontext()
@@ -162,55 +135,31 @@ class PreciseBNHook(Hook):
             else:
                 model(*batch, **options)
 
-        loader = runner.train_dataloader
-        stream = _stream(runner)
-        batch_size = _batch_size(loader)
-        limits = ((self.num_samples, "samples of all ranks"), (self.num_iters, "batches per rank"))
-        amounts = [f"{limit} {unit}" for limit, unit in limits if limit is not None]
-        amount = " or ".join(amounts) or "all training data"
-        runner.logger.info(f"Precise batch norm starts, on {amount}.")
-        with precision:
-            report = run_pass(
+        loader, stream = runner.train_dataloader, _stream(runner)
+        num_samples, num_iters = self.num_samples, self.num_iters
+        if num_samples is not None and (batch_size := _batch_size(loader)):
+            needed = -(-num_samples // (batch_size * get_world_size()))
+            num_samples, num_iters = None, min(needed, num_iters or needed)
+        runner.logger.info(f"Precise batch norm, on {num_iters or 'all'} batches of each rank.")
+        with precision, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`num_.*ended after")  # fewer samples are all taken
+            update_bn_stats(
                 model,
                 second_reader(loader) if stream is None else stream,
-                num_samples=self.num_samples,
-                num_iters=self.num_iters,
-                estimator=self.estimator,
+                num_samples=num_samples,
+                num_iters=num_iters,
                 forward_fn=forward,
-                progress=self.progress,
-                samples_in=None if batch_size is None else lambda batch: batch_size,
-            )
-        if report.updated:
-            runner.logger.info(
-                f"Precise batch norm ends: {len(report.updated)} layer(s) have the statistics of "
-                f"{report.num_batches} batch(es) on each rank."
-            )
-        else:
-            runner.logger.warning("Precise batch norm ends: there was no batch norm to update.")
-        if others := report.unseen + report.others:
-            more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
-            runner.logger.info(
-                "Precise batch norm leaves these layers as they were (frozen, without input, or "
-                f"no batch norm): {', '.join(others[:_SHOWN])}{more}."
-            )
-        if report.early_end and not self._short_data_logged:
-            self._short_data_logged = True
-            runner.logger.info(
-                f"Precise batch norm takes all training data, which is less than {amount}."
+                **self.options,
             )
 
 
-def _options(runner: Any, mode: str | None) -> dict[str, str]:
+def _options(runner: Any) -> dict[str, str]:
     """How the model is called: in its mode "loss", if this is how it is trained."""
     trained = runner.model
     if isinstance(trained, MMSeparateDistributedDataParallel):
         trained = trained.module
-    if mode is None and (
-        is_model_wrapper(trained)
-        or getattr(type(trained), "train_step", None) is BaseModel.train_step
-    ):
-        mode = "loss"
-    return {} if mode is None else {"mode": mode}
+    own_step = getattr(type(trained), "train_step", None) is not BaseModel.train_step
+    return {} if own_step and not is_model_wrapper(trained) else {"mode": "loss"}
 
 
 def _batch_size(loader: Any) -> int | None:

@@ -10,8 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from multibn._typing import RunningVar, Weighting
 from multibn.communicators import Communicator, CommunicatorLike
 from multibn.communicators.outcomes import Nonfinite
-from multibn.engine.population import Pool
-from multibn.engine.statistics import BatchStatistics, channels
+from multibn.engine.statistics import BatchStatistics
 from multibn.engine.step import Input
 from multibn.kernels import generic
 from multibn.torch_backend.layer import compiled, functional
@@ -123,10 +122,10 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
     own_group: Communicator | None = None
     fuse_relu = False  # the value in layers that were converted
     # Inputs that take the short way, by their number of dimensions: all that `_check_input_dim`
-    # need not be asked about, and none for a layer that splits its batch.
+    # need not be asked about.
     _shapes: ClassVar[dict[int, str]] = dict.fromkeys(range(2, 6), "")
     _usual: Collection[int] = _shapes
-    _num_splits = 1  # `convert_sub_batchnorm` sets both
+    _num_splits = 1  # see `convert_sub_batchnorm`
     convert_sync_batchnorm: ClassVar[Callable[..., Any]]  # convert.py sets this method
 
     def __init__(
@@ -196,55 +195,8 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         self, i: Input, num_channels: list[int], conversation: Communicator
     ) -> tuple[Tensor, BatchStatistics]:
         """The output, and the statistics of the batch. Collective."""
-        if self._num_splits > 1 and self.training:
-            return self._normalize_splits(i, num_channels, conversation)
         (result,) = compiled.forward_all([i], num_channels, conversation, weighting=self.weighting)
         return result
-
-    def _normalize_splits(
-        self, i: Input, num_channels: list[int], conversation: Communicator
-    ) -> tuple[Tensor, BatchStatistics]:
-        """Normalize each split by its own statistics; move and return those of the whole batch."""
-        x, running = i.x, i.running
-        if conversation.size > 1:  # whose batches may have unequal numbers of parts
-            raise ValueError(
-                f"`process_group` must be one process for a layer that splits its batch: got "
-                f"{conversation.size}. Build the model with SubBatchNorm1d, 2d or 3d."
-            )
-        functional.check_input(x, *num_channels)
-        if not x.is_meta:
-            functional.check_options(i)
-        shape = channels(x.shape, i.axis)
-        # Each split has two elements per channel, masked ones too, if the batch has: the last batch
-        # may be small.
-        num_splits = max(1, min(self._num_splits, len(x), x.numel() // shape[0] // 2))
-        splits = [
-            [None] * num_splits if t is None else t.tensor_split(num_splits)
-            for t in (x, i.residual, i.mask)
-        ]
-        pool = None
-        if running is not None:
-            dtype = None if x.device.type == "mps" else torch.float64  # a device without float64
-            pool = Pool(torch.zeros(shape, device=x.device, dtype=dtype))
-        inputs = [
-            i._replace(x=part, residual=residual, mask=mask, running=pool)
-            for part, residual, mask in zip(*splits, strict=True)
-        ]
-        results = compiled.forward_all(
-            inputs, num_channels * num_splits, conversation, weighting=self.weighting
-        )
-        y = torch.cat([y for y, _ in results])
-        if pool is None:  # nobody reads the statistics
-            return y, results[0][1]
-        batch, local_count = pool.compute()
-        # With one part, the whole batch is skipped: nothing moves.
-        is_skipped = torch.stack([part.mean for _, part in results]).isnan().any()
-        batch = batch._replace(count=torch.where(is_skipped, 0.0, batch.count))
-        if isinstance(running, Pool):
-            running.add(batch, local_count=local_count)
-        else:
-            torch.ops.multibn.move(*running, *batch[:3], local_count)
-        return y, batch
 
     def _evaluate(
         self, input: Any, residual: Tensor | None, mask: Tensor | None, lengths: Tensor | None

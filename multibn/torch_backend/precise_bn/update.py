@@ -7,14 +7,14 @@ of training, which lag behind the weights, by statistics of many batches under t
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import length_hint
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from multibn._typing import check_choice, check_int
@@ -23,6 +23,7 @@ from multibn.engine.population import Pool
 from multibn.engine.precise import Pass, Words
 from multibn.torch_backend.precise_bn.watched import Estimator, layers_in_training
 from multibn.torch_backend.train.synchrony import participants
+from multibn.torch_backend.train.uneven import tensors_in
 
 _WORDS = Words(
     title="precise batch norm",
@@ -112,30 +113,39 @@ def update_bn_stats(
     tensor([5.])
     """
     check_arguments(num_samples, num_iters, estimator)
-    report = run_pass(
-        model,
-        data_loader,
-        num_samples=num_samples,
-        num_iters=num_iters,
-        estimator=estimator,
-        forward_fn=forward_fn,
-        process_group=process_group,
-        progress=progress,
-    )
-    # Last, after all that is collective: where warnings are errors, one rank alone may raise here.
-    if not report.updated and not report.unseen:
+    inner = _innermost(model)
+    layers = list(layers_in_training(inner, estimator))
+    if not any(layer.tracking for layer in layers):
         warnings.warn(
             "`model` has no batch norm layer in training mode with running statistics: nothing to "
             "update. Call model.train() first.",
             stacklevel=2,
         )
-    if report.early_end:
-        warnings.warn(report.early_end, stacklevel=2)
-    if report.unseen:
+        return
+    known = [n for n in (num_iters, length_hint(data_loader)) if n]
+    run = Pass(layers, participants(model, process_group), _WORDS)
+    with _unchanged(inner), torch.no_grad(), ExitStack() as hooks:
+        if "torch._dynamo" in sys.modules:  # compiled code does not see new hooks
+            hooks.enter_context(torch.compiler.set_stance("force_eager"))
+        for layer in layers:
+            hooks.enter_context(layer.watched(run))
+        _, early_end = run.run(
+            data_loader,
+            partial(_forward if forward_fn is None else forward_fn, inner),
+            progress=progress,
+            total=min(known) if known and num_samples is None else None,
+            num_iters=num_iters,
+            num_samples=num_samples,
+            samples_in=None if num_samples is None else _batch_size,
+        )
+    unseen = [layer.name for layer, has_data in run.write() if not has_data]
+    # Last, after all that is collective: where warnings are errors, one rank alone may raise here.
+    if early_end:
+        warnings.warn(early_end, stacklevel=2)
+    if unseen:
         warnings.warn(
-            f"batch norm layer(s) {', '.join(report.unseen)} saw no data on any rank and keep "
-            "their running statistics. Freeze them with eval(), or pass a `forward_fn` that uses "
-            "them.",
+            f"batch norm layer(s) {', '.join(unseen)} saw no data on any rank and keep their "
+            "running statistics. Freeze them with eval(), or pass a `forward_fn` that uses them.",
             stacklevel=2,
         )
 
@@ -145,66 +155,6 @@ def check_arguments(num_samples: object, num_iters: object, estimator: object) -
     check_choice("estimator", estimator, Estimator)
     check_int("num_samples", num_samples, none="no limit")
     check_int("num_iters", num_iters, none="no limit")
-
-
-class PassReport(NamedTuple):
-    """The modules with running statistics, by name, and the data of a pass on this rank."""
-
-    updated: list[str]  # batch norms with new statistics
-    unseen: list[str]  # batch norms in training mode that had no input on any rank
-    others: list[str]  # frozen batch norms, and instance norms
-    num_batches: int
-    early_end: str  # a sentence, if the loader ended before a limit
-
-
-def run_pass(
-    model: nn.Module,
-    data_loader: Iterable[Any],
-    *,
-    num_samples: int | None,
-    num_iters: int | None,
-    estimator: Estimator,
-    forward_fn: Callable[[Any, Any], object] | None = None,
-    process_group: CommunicatorLike = None,
-    progress: bool,
-    samples_in: Callable[[Any], int] | None = None,
-) -> PassReport:
-    """`update_bn_stats`, with a report in place of warnings. Collective.
-
-    `samples_in` returns the number of samples of a batch.
-    """
-    wrapped, model = model, _innermost(model)
-    layers = list(layers_in_training(model, estimator))
-    tracked = [layer for layer in layers if layer.tracking]
-    parts = {norm for layer in tracked for norm in layer.tracking}
-    others = [
-        name or type(module).__name__
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, "running_mean", None), Tensor) and module not in parts
-    ]
-    if not tracked:
-        return PassReport([], [], others, 0, "")
-    communicator = participants(wrapped, process_group)
-    known = [n for n in (num_iters, length_hint(data_loader)) if n]
-    run = Pass(layers, communicator, _WORDS)
-    with _unchanged(model), torch.no_grad(), ExitStack() as hooks:
-        if "torch._dynamo" in sys.modules:  # compiled code does not see new hooks
-            hooks.enter_context(torch.compiler.set_stance("force_eager"))
-        for layer in layers:
-            hooks.enter_context(layer.watched(run))
-        num_batches, early_end = run.run(
-            data_loader,
-            partial(_forward if forward_fn is None else forward_fn, model),
-            progress=progress,
-            total=min(known) if known and num_samples is None else None,
-            num_iters=num_iters,
-            num_samples=num_samples,
-            samples_in=None if num_samples is None else samples_in or _batch_size,
-        )
-    found = [(layer.name, has_data) for layer, has_data in run.write()]
-    updated = [name for name, has_data in found if has_data]
-    unseen = [name for name, has_data in found if not has_data]
-    return PassReport(updated, unseen, others, num_batches, early_end)
 
 
 def _innermost(model: nn.Module) -> nn.Module:
@@ -220,20 +170,13 @@ def _forward(model: nn.Module, batch: Any) -> None:
 
 
 def _batch_size(batch: Any) -> int:
-    for tensor in _tensors(batch):
-        return int(tensor.shape[0]) if tensor.ndim else 1
-    raise TypeError(
-        f"`num_samples` needs batches with a tensor in them: got {type(batch).__qualname__}. Pass "
-        "`num_iters` instead."
-    )
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, (list, tuple, Mapping)):
-        for value in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _tensors(value)
+    tensors = tensors_in(batch)
+    if not tensors:
+        raise TypeError(
+            "`num_samples` needs batches with a tensor in them: got "
+            f"{type(batch).__qualname__}. Pass `num_iters` instead."
+        )
+    return int(tensors[0].shape[:1].numel())
 
 
 @contextmanager

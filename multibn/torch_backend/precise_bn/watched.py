@@ -18,8 +18,9 @@ from multibn.engine.statistics import aggregate, local_moments
 from multibn.kernels import generic
 from multibn.torch_backend.layer import functional
 from multibn.torch_backend.layer.autograd import without_autocast
+from multibn.torch_backend.layer.sub_batch_norm import _SubBatchNorm
 from multibn.torch_backend.layer.synchronized import Synchronized
-from multibn.torch_backend.train.uneven import map_tensors
+from multibn.torch_backend.train.uneven import map_tensors, tensors_in
 
 Estimator: TypeAlias = Literal["population", "mean_of_var"]
 
@@ -111,39 +112,22 @@ def _call_with_no_sample(
     module: nn.Module, x: Any, args: tuple[Any, ...], options: dict[str, Any]
 ) -> Callable[[], object]:
     """A call of `module` as one with the input `x` was, with no sample in any of its tensors."""
-    seen: list[Tensor] = []
-
-    def note(t: Tensor) -> Tensor:
-        seen.append(t)
-        return t
+    size = next((t.shape[:1] for t in tensors_in(x)), None)
 
     def shorten(t: Tensor) -> Tensor:
-        shortens = seen and t.shape[:1] == seen[0].shape[:1]
-        return t.new_empty((0, *t.shape[1:])) if shortens else t
-
-    map_tensors(note, x)
+        return t.new_empty((0, *t.shape[1:])) if t.shape[:1] == size else t
 
     args, options = map_tensors(shorten, (args, options))
     return partial(module, *args, **options)
 
 
 def layers_in_training(model: nn.Module, estimator: Estimator) -> Iterator[WatchedNorm]:
-    parts: set[Any] = set()
-    module: Any
+    parts: set[nn.Module] = set()
     for name, module in model.named_modules():
-        if _is_sub_batch_norm(module):
+        if isinstance(module, _SubBatchNorm):
             norms = [module.bn, module.split_bn]
             parts.update(norms)
             if module.training and module.split_bn.training:  # see `SubBatchNorm3d.split_bn`
                 yield WatchedNorm(name, module, norms, estimator)
         elif isinstance(module, _BatchNorm) and module.training and module not in parts:
             yield WatchedNorm(name, module, [module], estimator)
-
-
-def _is_sub_batch_norm(module: Any) -> bool:
-    # By its parts, so that SlowFast's own class counts, too.
-    return (
-        isinstance(getattr(module, "bn", None), _BatchNorm)
-        and isinstance(getattr(module, "split_bn", None), _BatchNorm)
-        and hasattr(module, "aggregate_stats")
-    )

@@ -5,11 +5,9 @@ its running statistics, and communicate, a second time (pytorch/pytorch#96136). 
 replays the statistics of the first.
 """
 
-import functools
 import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +17,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from multibn.engine import recompute
 from multibn.torch_backend.layer.sub_batch_norm import Part
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Contexts of the first pass and of its recomputation, for torch.utils.checkpoint.
@@ -29,7 +24,8 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
     `checkpoint(function, x, use_reentrant=False, context_fn=checkpoint_contexts)` gives the numbers
     of `function(x)` bit for bit. All batch norms inside update their running statistics once.
     Layers of multibn communicate once forward and once backward; nn.SyncBatchNorm communicates
-    again in the recomputation.
+    again in the recomputation. torch takes no contexts with `use_reentrant=True`: all layers then
+    update and communicate twice.
 
     Examples
     --------
@@ -45,36 +41,6 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
     """
     first = recompute.recording()
     return first, _Recomputation(first.tape)
-
-
-def recomputed(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` for one call of torch.utils.checkpoint with `use_reentrant=True`.
-
-    `checkpoint(recomputed(function), x, use_reentrant=True)` has the effect of
-    `checkpoint_contexts`, which the reentrant checkpoint does not accept. The first call of the
-    returned function is the first pass, every other call is a recomputation. So make a new one for
-    each call of checkpoint.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from torch.utils.checkpoint import checkpoint
-    >>> from multibn.torch_backend import SyncBatchNorm, recomputed
-    >>> layer = SyncBatchNorm(2)
-    >>> x = torch.randn(4, 2, requires_grad=True)
-    >>> checkpoint(recomputed(layer), x, use_reentrant=True).sum().backward()
-    >>> layer.num_batches_tracked
-    tensor(1)
-    """
-    first, again = checkpoint_contexts()
-    contexts = [first]
-
-    @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with contexts.pop() if contexts else again:
-            return function(*args, **kwargs)
-
-    return run
 
 
 class _Recomputation:

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from multibn._typing import RunningVar
-from multibn.engine import step
 from multibn.engine.population import Pool
 from multibn.kernels import Running
 from multibn.torch_backend.layer.sub_batch_norm import _SubBatchNorm
@@ -72,7 +71,9 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
             convention = layer.running_var_convention
             running = running_of(bn, convention)
             if isinstance(running, Running):  # neither None nor the pool of another step
-                bn.pool = Pool(torch.zeros(running.mean.shape, device=running.mean.device))
+                # Not for the pool to ask, as compiled code cannot: which devices have float64.
+                wide = None if running.mean.device.type == "mps" else torch.float64
+                bn.pool = Pool(torch.zeros_like(running.mean, dtype=wide))
                 entered.append((layer, bn, bn.pool, convention))
     try:
         yield
@@ -87,6 +88,6 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
         if pool.momentum is not None:
             running = running._replace(momentum=pool.momentum)
         batch, local_count = pool.compute()
-        step.move(running, batch, local_count)
+        torch.ops.multibn.move(*running, *batch[:3], local_count)
         if bn is getattr(layer, "split_bn", None):
             layer.aggregate_where(batch.count)

@@ -29,9 +29,9 @@ def normalize_together(
     a gradient. The backward pass begins when autograd has the gradients of all outputs; the
     gradient of an unused output is zeros. Layers in evaluation do not communicate.
 
-    If a layer has hooks, which expect a call of the layer, or splits its batch, or torch.compile
-    compiles the caller, the layers run one by one: the same numbers, with one message for each
-    layer. So hooks must be the same on all ranks.
+    If a layer has hooks or a forward pass of its own, which expect a call of the layer, or
+    torch.compile compiles the caller, the layers run one by one: the same numbers, with one message
+    for each layer. So hooks must be the same on all ranks.
 
     Parameters
     ----------
@@ -45,9 +45,9 @@ def normalize_together(
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As the layers. TypeError if one of `layers` is not a `SyncBatchNorm`, or has a `forward` of
-        its own. ValueError if `layers` is empty, `inputs` or `masks` has another length, or the
-        layers differ in `process_group` or `weighting`.
+        As the layers. TypeError if one of `layers` is not a `SyncBatchNorm`. ValueError if `layers`
+        is empty, `inputs` or `masks` has another length, or the layers differ in `process_group` or
+        `weighting`.
 
     Examples
     --------
@@ -62,9 +62,8 @@ def normalize_together(
     _check(layers, inputs, masks)
     calls = list(zip(layers, inputs, masks, strict=True))
     sharing = [call for call in calls if call[0].training]
-    alone = any(has_hooks(layer) or layer._num_splits > 1 for layer in layers)
-    if not sharing or alone or torch.compiler.is_compiling():
-        return [layer(x, mask=mask) for layer, x, mask in calls]
+    if not sharing or torch.compiler.is_compiling() or any(map(_needs_call, layers)):
+        return [layer(x) if m is None else layer(x, mask=m) for layer, x, m in calls]
     communicator = shared_conversation([layer for layer, _, _ in sharing])
     num_features = [layer.num_features for layer, _, _ in sharing]
     try:
@@ -87,34 +86,31 @@ def normalize_together(
     return [next(trained if layer.training else evaluated) for layer in layers]
 
 
+def _needs_call(layer: SyncBatchNorm) -> bool:
+    own = "forward" in vars(layer) or type(layer).forward is not SyncBatchNorm.forward
+    return own or has_hooks(layer)
+
+
 def _check(
     layers: Sequence[SyncBatchNorm], inputs: Sequence[Tensor], masks: Sequence[Tensor | None]
 ) -> None:
     """Raise unless `layers` can share a message, and there are an input and a mask for each."""
     for layer in layers:
-        is_usual = isinstance(layer, SyncBatchNorm) and "forward" not in vars(layer)
-        if not is_usual or type(layer).forward is not SyncBatchNorm.forward:
+        if not isinstance(layer, SyncBatchNorm):
             raise TypeError(
                 "`layers` must be multibn.torch_backend.SyncBatchNorm layers: got "
-                f"{type(layer).__qualname__}. Convert the model by convert_sync_batchnorm, or call "
-                "the layer by itself."
+                f"{type(layer).__qualname__}. Convert the model by convert_sync_batchnorm."
             )
-    if not layers or len(layers) != len(inputs):
+    if not len(layers) == len(inputs) == len(masks) > 0:
         raise ValueError(
-            "`layers` must be one or more, and `inputs` one for each: got "
-            f"{len(layers)} layers and {len(inputs)} inputs."
+            "`layers` must be one or more, with an input and a mask, which may be None, for each: "
+            f"got {len(layers)} layers, {len(inputs)} inputs and {len(masks)} masks."
         )
-    if len(layers) != len(masks):
-        raise ValueError(
-            "`masks` must be one for each of `layers`, which may be None: got "
-            f"{len(layers)} layers and {len(masks)} masks."
-        )
-    first, *others = layers
-    for other in others:
-        for name, key in (("weighting", str), ("process_group", identity)):
-            mine, theirs = getattr(first, name), getattr(other, name)
-            if mine is not theirs and key(mine) != key(theirs):
+    for name, key in (("weighting", str), ("process_group", identity)):
+        first, *others = (getattr(layer, name) for layer in layers)
+        for other in others:
+            if other is not first and key(other) != key(first):
                 raise ValueError(
-                    f"`layers` must have the same `{name}`: got {mine!r} and {theirs!r}. Call them "
+                    f"`layers` must have the same `{name}`: got {first!r} and {other!r}. Call them "
                     "one by one."
                 )

@@ -56,14 +56,24 @@ class Joined:
         self.leave()
         stand_in: list[Any] = []  # empty until the first batch
 
-        def watched() -> Iterator[Any]:
-            for batch in batches:
-                if not stand_in:  # inside the iterator: Lockstep tells the other ranks of an error
-                    stand_in.append(self._stand_in(batch))
-                yield batch
+        def note(batch: Any) -> int:  # called by Lockstep, which tells the other ranks of an error
+            if not stand_in:
+                stand_in.append(self._stand_in(batch))
+            return 0
 
-        self._steps = Lockstep(watched(), self.communicator, source="the iterator of the batches")
-        return self._run(self._steps, stand_in)
+        self._steps = Lockstep(
+            batches, self.communicator, source="the iterator of the batches", amount=note
+        )
+        for number, step in enumerate(self._steps):
+            if number == 0 and not step.occupied.all():
+                root = int(step.occupied.argmax())
+                is_root = self.communicator.rank == root
+                mine = map_tensors(Tensor.cpu, stand_in[0]) if is_root else None
+                theirs = broadcast_object(mine, self.communicator, root=root)
+                stand_in = stand_in or [theirs]
+            self.absent = step.batch is END
+            yield stand_in[0] if self.absent else step.batch
+        self.absent = False
 
     def leave(self) -> None:
         """End a loop that was left by `break`: no error if all ranks left in the same step."""
@@ -99,19 +109,6 @@ class Joined:
         total = self.communicator.allreduce(np.array([count], dtype=np.float64))
         factor = 0.0 if self.absent else self.communicator.size / max(float(total[0]), 1.0)
         return losses.sum() * factor
-
-    def _run(self, steps: Lockstep, stand_in: list[Any]) -> Iterator[Any]:
-        for number, step in enumerate(steps):
-            if number == 0 and not step.occupied.all():
-                root = int(step.occupied.argmax())
-                mine = (
-                    map_tensors(Tensor.cpu, stand_in[0]) if self.communicator.rank == root else None
-                )
-                theirs = broadcast_object(mine, self.communicator, root=root)
-                stand_in = stand_in or [theirs]
-            self.absent = step.batch is END
-            yield stand_in[0] if self.absent else step.batch
-        self.absent = False
 
 
 @contextmanager
@@ -178,25 +175,23 @@ def join(
 
 
 def _empty(batch: Any) -> Any:
-    tensors = []
-
-    def shorten(x: Tensor) -> Tensor:
-        if x.ndim == 0:
-            return x
-        tensors.append(x)
-        return x.new_empty((0, *x.shape[1:]))
-
-    empty = map_tensors(shorten, batch)
-    if not tensors:
+    if not any(t.ndim for t in tensors_in(batch)):
         raise TypeError(
             "a batch must have a tensor in it, with the samples on its first axis: got "
             f"{type(batch).__qualname__}. Pass `empty`, a function that returns an empty batch "
             "like its argument."
         )
-    return empty
+    return map_tensors(lambda t: t.new_empty((0, *t.shape[1:])) if t.ndim else t, batch)
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+def tensors_in(batch: Any) -> list[Tensor]:
+    """The tensors of a batch, in order, also in tuples, lists and mappings."""
+    found: list[Tensor] = []
+    map_tensors(found.append, batch)
+    return found
+
+
+def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
     """`batch` with each tensor replaced by `function` of it, also in tuples, lists and mappings."""
     if isinstance(batch, Tensor):
         return function(batch)

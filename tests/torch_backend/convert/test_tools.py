@@ -137,11 +137,9 @@ def test_shapes_are_known_without_data(mode: Callable[[], Any], training: bool) 
     assert counting.messages == counting.first_messages == []
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_bad_input_without_data_is_refused(training: bool) -> None:
-    layer = SyncBatchNorm(3, device="meta").train(training)
+def test_bad_input_without_data_is_refused() -> None:
     with pytest.raises(ValueError, match="must have 3 channels in dimension 1"):
-        layer(torch.empty(2, 4, device="meta"))
+        SyncBatchNorm(3, device="meta")(torch.empty(2, 4, device="meta"))
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])

@@ -138,7 +138,7 @@ def test_normalize_together_takes_a_mask_for_each_layer() -> None:
     assert relative_error(y.detach(), layer_of()(x, mask=mask).detach()) < 1e-11
     plain = SyncBatchNorm(2, process_group=ALONE).double()
     assert relative_error(other.detach(), plain(others).detach()) < 1e-11
-    with pytest.raises(ValueError, match="`masks` must be one for each of `layers`, which"):
+    with pytest.raises(ValueError, match="for each: got 2 layers, 2 inputs and 1 masks"):
         normalize_together(layers, [x, others], masks=[mask])
 
 

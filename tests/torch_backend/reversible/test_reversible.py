@@ -21,7 +21,7 @@ import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from multibn.torch_backend import SyncBatchNorm, checkpoint_contexts, recomputed  # noqa: E402
+from multibn.torch_backend import SyncBatchNorm, checkpoint_contexts  # noqa: E402
 from multibn.torch_backend.reversible import ReversibleSequence  # noqa: E402
 from multibn.torch_backend.reversible.engine import Mode  # noqa: E402
 from tests.helpers.memory import measure_memory  # noqa: E402
@@ -485,7 +485,7 @@ class Checkpointed(nn.Module):
 
 
 @NORMS
-@pytest.mark.parametrize("where", ["inside", "around", "around reentrant"])
+@pytest.mark.parametrize("where", ["inside", "around"])
 def test_checkpoints_may_be_inside_or_around(where: str, norm: Make) -> None:
     def pair() -> Pair:
         f, g = mlps(norm, dropout)
@@ -494,9 +494,6 @@ def test_checkpoints_may_be_inside_or_around(where: str, norm: Make) -> None:
     def run(model: Any, xs: Sequence[Tensor]) -> Sequence[Tensor]:
         if model.mode == "reversible" and where == "around":
             return step(Checkpointed(model, checkpoint_contexts), xs)
-        if model.mode == "reversible" and where == "around reentrant":
-            once = recomputed(model)
-            return step(lambda *xs: checkpoint(once, *xs, use_reentrant=True), xs)
         return step(model, xs)
 
     expect_stored_run(run, pair=pair, drop_path=0.2, tolerance=1e-12)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from multibn.communicators import Communicator, Group
+from multibn.communicators import Communicator
 from multibn.communicators.transports.torch_distributed import TorchDistributed
 from multibn.torch_backend import (
     average_gradients,
@@ -183,9 +183,6 @@ def check_the_largest_group_of_layers_takes_part(world: Communicator) -> None:
         assert joined.communicator is counting
     with join(model, alone) as joined:
         assert joined.communicator is alone
-    in_parts = convert_sync_batchnorm(_network(), Group(world, 1))
-    with join(in_parts) as joined:
-        assert joined.communicator is world
     world.allreduce(torch.zeros(1))  # nobody leaves while another group still works
 
 
@@ -251,13 +248,8 @@ def check_differences_of_models_are_found(world: Communicator) -> None:
     culprit = world.size - 1
     if world.rank == culprit:
         model[2].running_mean[1] += 2**-5
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError, match=rf"2\.running_mean by up to 0.0312 on rank {culprit}\."):
         expect_in_sync(model, counting)
-    assert str(caught.value) == (
-        f"1 of 21 arrays are not the same on all {world.size} ranks. They differ from rank 0's: "
-        f"2.running_mean by up to 0.0312 on rank {culprit}. Broadcast them from one rank, or leave "
-        "out by `ignore` what is each rank's own."
-    )
     expect_in_sync(model, world, ignore=["*.running_mean"])
     # Bits that no difference shows, and NaN, are found too.
     with torch.no_grad():
@@ -267,12 +259,9 @@ def check_differences_of_models_are_found(world: Communicator) -> None:
     with pytest.raises(RuntimeError, match=r"2 of 21 .*1\.bias by up to nan on rank 1.*up to 0 on"):
         expect_in_sync(model, world)
     if world.rank == 1:
-        model[5] = nn.Linear(16, 6, dtype=torch.float64)
         del model[0].num_batches_tracked
-    with pytest.raises(RuntimeError, match="built alike on all") as caught:
+    message = (
+        r"built alike.*rank 1 lacks 0\.num_batches_tracked of shape \(\) and dtype torch.int64"
+    )
+    with pytest.raises(RuntimeError, match=message):
         expect_in_sync(model, world)
-    for words in (
-        "rank 1 has 5.bias of shape (6,) and dtype torch.float64",
-        "lacks 0.num_batches_tracked of shape () and dtype torch.int64",
-    ):
-        assert words in str(caught.value)
