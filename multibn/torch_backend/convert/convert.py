@@ -202,8 +202,8 @@ def _find(module: nn.Module, strict: bool, *, splitting: bool = False) -> list[_
         message = _list(obstacles, "their statistics are not shared")
     elif not (layers or any(isinstance(part, Synchronized) for part in module.modules())):
         message = (
-            f"`module` must have a batch norm: got none in {_name(module)}, so that no statistics "
-            "are shared. Group norms and layer norms need no sharing."
+            f"`module` must have a batch norm of torch: got none in {_name(module)}, so that no "
+            "statistics are shared. Group norms and layer norms need no sharing."
         )
     if message and strict:
         raise TypeError(message)
