@@ -90,6 +90,15 @@ def check_pickles_find_one_communicator(world: Communicator) -> None:
     assert isinstance(alone, SingleProcess)
 
 
+def check_a_backend_that_does_not_fit_is_refused(world: Communicator) -> None:
+    for backend, message in (("nccl", "pure_nccl"), ("smoke signals", "'mpi', 'nccl' or 'auto'")):
+        with pytest.raises(ValueError, match=message):
+            MultiNodeBatchNormalization(3, naive(), communication_backend=backend)
+    for backend in ("mpi", "auto"):
+        communicator = ChainerMN(naive(), backend)
+        assert communicator.communication_backend == "mpi"
+
+
 def check_chainermns_link_updates_twice_in_forgotten_blocks(world: Communicator) -> None:
     """The negative control: ours updates once."""
     import chainer

@@ -187,14 +187,13 @@ def test_what_is_no_model_or_has_no_batch_norm_is_named() -> None:
                 TypeError, match=rf"`module` must be a torch\.nn\.Module: got {name}"
             ):
                 function(wrong)  # type: ignore[arg-type]
-    model, message = (
-        nn.Sequential(nn.GroupNorm(1, 3)),
-        r"a batch norm: got none in .*Sequential, so",
-    )
-    with pytest.raises(TypeError, match=message):
-        convert_sync_batchnorm(model, strict=True)
-    with pytest.warns(UserWarning, match=message):
-        assert convert_sync_batchnorm(model) is model
+    keras = type("Functional", (nn.Module,), {"__module__": "keras.src.models.functional"})
+    for model in (nn.Sequential(nn.GroupNorm(1, 3)), keras()):
+        message = rf"a batch norm of torch: got none in \S+\.{type(model).__name__}, so"
+        with pytest.raises(TypeError, match=message):
+            convert_sync_batchnorm(model, strict=True)
+        with pytest.warns(UserWarning, match=message):
+            assert convert_sync_batchnorm(model) is model
     convert_sync_batchnorm(SyncBatchNorm(3), strict=True)
 
 
