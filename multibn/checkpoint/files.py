@@ -181,6 +181,9 @@ def _check_archive(path: Path) -> None:
         # zipfile unpacks the other methods in pieces of any size.
         if not {m.compress_type for m in members} <= {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}:
             raise zipfile.BadZipFile("members must be stored or deflated, as NumPy and torch write")
+        # Of a folder, which a flag makes of any member, torch gives memory that nobody has written.
+        if folders := [m.filename for m in members if m.is_dir() or m.external_attr & 0x10]:
+            raise zipfile.BadZipFile(f"members must be files: {folders[0]!r} is a folder")
         if damaged := archive.testzip():
             raise zipfile.BadZipFile(f"the checksum of {damaged!r} does not fit")
 

@@ -138,6 +138,16 @@ def test_an_archive_with_hidden_members_is_refused(tmp_path: Path) -> None:
     refused(path, r"BadZipFile\('6 of 7 members are found'\)\)\. Copy it again")
 
 
+def test_a_member_that_is_a_folder_is_refused(tmp_path: Path) -> None:
+    """torch.load gives memory that nobody has written for it."""
+    path = make(tmp_path / "a.pt")
+    data = bytearray(path.read_bytes())
+    entry = max(i for i in range(len(data)) if data[i:].startswith(b"PK\x01\x02"))
+    data[entry + 38] |= 0x10  # attributes of MS-DOS
+    path.write_bytes(data)
+    refused(path, r"BadZipFile\(.members must be files: '.*' is a folder")
+
+
 def test_archives_that_would_fill_the_memory_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
