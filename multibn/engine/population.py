@@ -122,7 +122,7 @@ class Pool:
     """The statistics of the batches of one step, as those of their concatenation.
 
     Each batch counts by its elements over all ranks. As its statistics are the same on all ranks,
-    the pool needs no message. `like` is any per-channel array. A copy or a pickle of a pool is
+    the pool needs no message. A batch that is skipped makes the count of all 0. `like` is any per-channel array. A copy or a pickle of a pool is
     None: a copy of a layer has no part in the step of the layer.
     """
 
@@ -143,8 +143,10 @@ class Pool:
         """
         xp, count = array_namespace(self._mean), batch.count
         mean, var = (xp.reshape(v, self._mean.shape) for v in batch[:2])
-        # NaN of a batch that is skipped, whose count is 0.
-        mean, var = xp.where(count > 0, mean, self._mean), xp.where(count > 0, var, 0 * count)
+        # A batch that is empty, or runs again, has a count of 0. So has one that is skipped, but its
+        # NaN stays, and the step moves nothing: a gradient scaler skips the step as well.
+        mean = xp.where(count > 0, mean, self._mean + 0 * mean)
+        var = xp.where(count > 0, var, 0 * count)
         total = self._count + count
         share = count / (total + (total == 0))
         shift = mean - self._mean
@@ -155,8 +157,10 @@ class Pool:
 
     def compute(self) -> tuple[BatchStatistics, Array]:
         """Statistics of all batches together, and this rank's elements per channel."""
-        per_element = 1.0 / generic.at_least_one(self._count)
-        batch = BatchStatistics(self._mean, self._squares * per_element, self._count, per_element)
+        xp = array_namespace(self._mean)
+        count = xp.where(xp.isnan(xp.sum(self._mean)), 0 * self._count, self._count)
+        per_element = 1.0 / generic.at_least_one(count)
+        batch = BatchStatistics(self._mean, self._squares * per_element, count, per_element)
         return batch, self._local_count
 
     def __reduce__(self) -> tuple[type, tuple[()]]:

@@ -41,7 +41,8 @@ def step_statistics(model: nn.Module) -> Iterator[None]:
     for `weighting="element"`; for the other weightings, if all ranks divide theirs alike.
 
     Recomputed passes and layers in evaluation add nothing; evaluation uses the running statistics
-    from before the step. These stay after an exception, or without a batch in training. Inside of
+    from before the step. These stay after an exception, without a batch in training, and where a
+    batch is skipped, see `nonfinite` of `SyncBatchNorm`: a scaler skips that step, too. Inside of
     another step the context does nothing, and a copy of a layer has no part in the step. A compiled
     model is compiled once more for steps.
 
