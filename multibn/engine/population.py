@@ -122,8 +122,9 @@ class Pool:
     """The statistics of the batches of one step, as those of their concatenation.
 
     Each batch counts by its elements over all ranks. As its statistics are the same on all ranks,
-    the pool needs no message. A batch that is skipped makes the count of all 0. `like` is any per-channel array. A copy or a pickle of a pool is
-    None: a copy of a layer has no part in the step of the layer.
+    the pool needs no message. A batch that is skipped makes the count of all 0. `like` is any
+    per-channel array. A copy or a pickle of a pool is None: a copy of a layer has no part in the
+    step of the layer.
     """
 
     # What the step moves at its end, or by how much, where that depends on the last call.
@@ -143,8 +144,8 @@ class Pool:
         """
         xp, count = array_namespace(self._mean), batch.count
         mean, var = (xp.reshape(v, self._mean.shape) for v in batch[:2])
-        # A batch that is empty, or runs again, has a count of 0. So has one that is skipped, but its
-        # NaN stays, and the step moves nothing: a gradient scaler skips the step as well.
+        # A batch that is empty, or runs again, has a count of 0. One that is skipped has NaN, too,
+        # which stays, so that the step moves nothing: a gradient scaler skips the step as well.
         mean = xp.where(count > 0, mean, self._mean + 0 * mean)
         var = xp.where(count > 0, var, 0 * count)
         total = self._count + count
