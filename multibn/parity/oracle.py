@@ -61,7 +61,7 @@ def batch_norm(
     var = _sum(p * (x - mean) ** 2)
     std = np.sqrt(var + eps)
     xhat = (x - mean) / std
-    dweight, dbias = (dy * xhat).sum(0), dy.sum(0)
+    dweight, dbias = _sum(dy * xhat), _sum(dy)
     y = weight * xhat + bias
     dx = weight / std * (dy - p * (dbias + xhat * dweight))
     stops = np.cumsum(counts)[:-1]
