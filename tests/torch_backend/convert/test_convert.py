@@ -203,6 +203,10 @@ class AnyBut3(nn.BatchNorm2d):
             raise ValueError("not three")
 
 
+class Unchecked(nn.modules.batchnorm._BatchNorm):
+    pass
+
+
 @pytest.mark.parametrize(
     "cls, shape, message",
     [
@@ -226,7 +230,7 @@ def test_a_converted_layer_refuses_what_its_class_refuses(
     errors_of_rank_0(call, ValueError, message)
     with pytest.raises(ValueError, match=message):
         convert_sync_batchnorm(cls(3)).eval()(x)
-    for takes_all in (AnyBut3(3), nn.SyncBatchNorm(3)):
+    for takes_all in (AnyBut3(3), nn.SyncBatchNorm(3), Unchecked(3)):
         convert_sync_batchnorm(takes_all)(torch.randn(4, 3))
 
 

@@ -78,6 +78,7 @@ def test_fusions_by_element(mode: str, function: Callable[..., Tensor]) -> None:
 
 
 def test_numbers_of_a_fusion_are_its_mlps_width_and_dropout() -> None:
-    fusion: Any = TwoStreamFusion("ln+concat_linear_0.5_0.1", 8, layer_norm)
-    assert fusion.state_dict()["fuse_fn.1.fc1.weight"].shape == (4, 8)
-    assert fusion.fuse_fn[1].drop.p == 0.1
+    for mode, width, drop in (("ln+concat_linear_0.5_0.1", 4, 0.1), ("ln+concat_linear", 8, 0)):
+        fusion: Any = TwoStreamFusion(mode, 8, layer_norm)
+        assert fusion.state_dict()["fuse_fn.1.fc1.weight"].shape == (width, 8)
+        assert fusion.fuse_fn[1].drop.p == drop
