@@ -238,3 +238,8 @@ def torch_module(module: Any, name: str) -> Any:
     module.add_module(name, module.bn)
     del module.bn
     return module
+
+
+def test_errors_are_relative_to_what_is_right() -> None:
+    got, want = ([{"rank 0/dx": np.full(2, v)}] for v in (10.0, 1.0))
+    assert compare.largest(got, want) == {"dx": 9.0}
