@@ -33,7 +33,7 @@ def run(
     variables: Mapping[str, str] = _VARIABLES,
     **options: Any,
 ) -> list[Written]:
-    """What each rank has measured. Raises WorkerError."""
+    """The measurements of each rank. Raises WorkerError."""
     worker = ["-m", "benchmarks.worker", function, over, json.dumps(options)]
     name = f"{function} over {over}, {size} rank(s)"
     return run_workers(name, LAUNCHERS[over], size, worker, timeout=timeout, variables=variables)

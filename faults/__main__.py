@@ -43,7 +43,7 @@ def _outcomes(setups: Iterable[str], chosen: Sequence[Scenario]) -> Iterator[Out
             yield from outcomes
 
 
-# What becomes of the chosen scenarios: in the setups of multibn's, with other libraries' layers,
+# The outcomes of the chosen scenarios: in the setups of multibn's, with other libraries' layers,
 # and across two network namespaces.
 PARTS: dict[str, Callable[[Sequence[Scenario]], Iterator[Outcome]]] = {
     "multibn": partial(_outcomes, OURS),

@@ -14,7 +14,7 @@ Results = Mapping[str, Any]
 
 
 def row(outcome: Outcome) -> dict[str, Any]:
-    """What the results keep of an outcome."""
+    """The part of an outcome that the results keep."""
     is_peer = outcome.setup.is_peer
     return {
         "scenario": outcome.scenario.name,

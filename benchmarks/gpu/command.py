@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _missing(stand_ins: bool) -> Iterator[str]:
-    """What every part would fail without, beside packages."""
+    """A line for each thing, beside packages, that every part needs and that is missing."""
     if stand_ins:
         return
     if not any(map(shutil.which, ("cc", "gcc", "clang"))):
@@ -174,7 +174,7 @@ def _variables(name: str, stand_ins: bool) -> dict[str, str]:
 
 
 def goals(results: Row) -> list[tuple[str, float, float]]:
-    """What the times are judged by, as far as there are times: a value, and the most it may be."""
+    """Each goal that there are times for: its name, the value, and the most that it may be."""
     rows = [] if results["stand_ins"] else _times(results)
     steps = [row for row in rows if row["time"] == _LAYER]
     judged: list[tuple[str, float, Any, list[float]]] = [

@@ -19,8 +19,8 @@ class Scenario:
     what: str  # for people
     says: str = ""  # a regular expression of every rank's error; "" if the fault must do no harm
     says_under: dict[str, str] = field(default_factory=dict)  # by setups whose words are others
-    # What a launcher, MPI or DistributedDataParallel says in the setups where they see the fault
-    # before multibn can; the ranks need no error of multibn's there.
+    # The words of a launcher, MPI or DistributedDataParallel in the setups where these see the
+    # fault before multibn can; the ranks need no error of multibn's there.
     others_say: dict[str, str] = field(default_factory=dict)
     seconds: float = 1.0  # after `mark` the last rank may end, errors included
     # Over a user's own class, which has no deadline and no notices, ranks wait for ever. Rank 1
@@ -33,7 +33,7 @@ class Scenario:
     without_mpi4py: bool = False  # MPI's program is started without `-m mpi4py`
     per_machine: int = 0  # ranks on each of two machines; 0 for one machine
     delay: float = 0.0  # seconds that the line between the machines takes each way
-    # What an earlier launch does, on that many ranks; it leaves files in `trial.files`.
+    # The work of an earlier launch, on `earlier_size` ranks; that launch leaves files in `trial.files`.
     earlier: Callable[[Trial], None] | None = None
     earlier_size: int = 2
     deadline: float = DEADLINE  # MULTIBN_TIMEOUT
