@@ -33,7 +33,7 @@ class Scenario:
     without_mpi4py: bool = False  # MPI's program is started without `-m mpi4py`
     per_machine: int = 0  # ranks on each of two machines; 0 for one machine
     delay: float = 0.0  # seconds that the line between the machines takes each way
-    # The work of an earlier launch, on `earlier_size` ranks; that launch leaves files in `trial.files`.
+    # The work of an earlier launch, on `earlier_size` ranks, which leaves files in `trial.files`.
     earlier: Callable[[Trial], None] | None = None
     earlier_size: int = 2
     deadline: float = DEADLINE  # MULTIBN_TIMEOUT
