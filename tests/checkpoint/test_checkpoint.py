@@ -109,7 +109,7 @@ def load(path: Path) -> dict[str, Any]:
         return dict(file)
 
 
-def check_equal(got: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_same_bits(got: dict[str, Any], expected: dict[str, Any]) -> None:
     """Bit for bit, whichever library holds them."""
     assert got.keys() == expected.keys()
     for key in got:
@@ -132,7 +132,7 @@ def test_a_file_comes_back_from_torch_with_the_same_bits(
     middle, back = tmp_path / f"model{suffix}", tmp_path / "back.npz"
     convert(source, middle, names={"predictor": ""})
     convert(middle, back, names={"": "predictor"})
-    check_equal(load(back), arrays)
+    assert_same_bits(load(back), arrays)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -175,7 +175,7 @@ def test_every_layer_comes_back_from_chainer_bit_for_bit(layer: nn.Module, name:
     assert {key.rpartition("/")[2] for key in there.state} <= {
         "gamma", "beta", "avg_mean", "avg_var", "N",
     }  # fmt: skip
-    check_equal(chainer_to_torch(there.state).state, state)
+    assert_same_bits(chainer_to_torch(there.state).state, state)
 
 
 def test_a_sub_batch_norm_keeps_the_population_statistics() -> None:
