@@ -23,7 +23,6 @@ _START, _END = 120.0, 6.0  # seconds for ranks to start, and to end
 # launchers take longer.
 _WAITS = DEADLINE + 1.0
 _PEER, _PEER_ENDS = 3.0, 6.0
-_LAUNCHES = 4  # of a fault that the launcher meets before the ranks do
 
 
 @dataclass
@@ -40,7 +39,7 @@ class Job:
         with tempfile.TemporaryDirectory() as files:
             self._launch_earlier(files)
             while left:
-                outcomes = self._launch_heard(left, files)
+                outcomes = self._launch(left, files)
                 yield from outcomes
                 left = left[len(outcomes) :]
 
@@ -55,14 +54,6 @@ class Job:
             if ran.returncode and not self.setup.is_peer:
                 raise RuntimeError(f"{self}: {chosen} on {size} ranks\n{ran.stdout}")
 
-    def _launch_heard(self, left: list[Scenario], files: str) -> list[Outcome]:
-        """Launch, and a few times again while the launcher ends the ranks before one has spoken."""
-        for _ in range(_LAUNCHES):
-            outcomes = self._launch(left, files)
-            if not outcomes[-1].is_unheard:
-                break
-        return outcomes
-
     def _launch(self, left: list[Scenario], files: str) -> list[Outcome]:
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
@@ -71,6 +62,9 @@ class Job:
                 at = command.index("mpi4py")
                 del command[at - 1 : at + 1]
             variables = {"MULTIBN_TIMEOUT": f"{left[0].deadline:g}", **self.setup.variables}
+            # torchrun looks every 0.1 s whether a rank has ended, and then ends all the others,
+            # which may not have spoken by then. With a second, they have.
+            variables["PET_MONITOR_INTERVAL"] = "1"
             with _started(command, directory / "output", variables) as process:
                 reached = self._wait(process, directory, left)
                 status = process.poll()

@@ -84,11 +84,6 @@ class Outcome:
         return max((r.seconds for r in ends if r.how in ("ok", "error")), default=0.0)
 
     @property
-    def is_unheard(self) -> bool:
-        """Whether torchrun, which looks every 0.1 s, has seen a killed rank before others did."""
-        return self.setup.launcher == "torchrun" and all(r.how == "ended" for r in self.ranks)
-
-    @property
     def seen(self) -> str:
         """The first line of what tells the user about the fault."""
         # Rather a rank's own words than what another rank says of it.
