@@ -7,11 +7,10 @@ layer with C channels, the payload is
   what the rank counts for;
 - backward, 2C numbers: `sum_dy`, `sum_dy_xhat`.
 
-Layers that share a message stand one after the other. Lanes follow the payload: zeros that make
-backward messages as long as forward ones, then a fingerprint v and v**2. The fingerprint stands for
-the layer's name, the phase and the dtype: all of W ranks have sent the same v if and only if
-W * sum(v**2) = sum(v)**2 (Cauchy and Schwarz). Equal lengths let ranks in different phases of a
-layer meet, and find that out from the fingerprints.
+Lanes follow the payload: zeros that make backward messages as long as forward ones, then a
+fingerprint v and v**2. The fingerprint stands for the layer's name, the phase and the dtype: all of
+W ranks have sent the same v if and only if W * sum(v**2) = sum(v)**2 (Cauchy and Schwarz). Equal
+lengths let ranks in different phases of a layer meet, and find that out from the fingerprints.
 """
 
 import math
@@ -33,30 +32,22 @@ _FINGERPRINT_BITS = 20
 
 
 class Message(NamedTuple):
-    """Memory of a torch GPU for a message, or for one layer's part of the message.
+    """Memory of a torch GPU for a message.
 
     A kernel that writes a layer's payload writes the rest of the memory, too: zeros before the
-    payload, and lanes behind the payload of the last layer.
+    payload, and lanes behind it.
     """
 
     numbers: Array  # not initialised
     start: int  # of the payload
     fingerprint: float  # the v of the lanes
 
-    def split(self, lengths: Sequence[int]) -> "list[Message]":
-        """The parts of several layers, whose payloads have these lengths."""
-        rest = self.numbers.shape[0] - self.start - sum(lengths)
-        lengths = [self.start + lengths[0], *lengths[1:-1], lengths[-1] + rest]
-        parts = split(self.numbers, lengths)
-        return [Message(v, 0 if n else self.start, self.fingerprint) for n, v in enumerate(parts)]
-
     def write(self, payload: Array) -> "Message":
         """Fill the memory."""
         numbers, start, v = self
         end = start + payload.shape[0]
         numbers[:start], numbers[start:end], numbers[end:] = 0.0, payload, 0.0
-        if end < numbers.shape[0]:
-            numbers[-2], numbers[-1] = v, v * v
+        numbers[-2], numbers[-1] = v, v * v
         return self
 
 
@@ -70,25 +61,19 @@ def backward_payload(num_channels: int, /) -> int:
     return 2 * num_channels
 
 
-def length(*num_channels: int) -> int:
-    """How many numbers a message has in which layers of so many channels share, in either phase."""
-    return sum(map(forward_payload, num_channels)) + _NUM_FINGERPRINTS
+def length(num_channels: int, /) -> int:
+    """How many numbers the message of a layer of so many channels has, in either phase."""
+    return forward_payload(num_channels) + _NUM_FINGERPRINTS
 
 
-def num_lanes(phase: str, num_layers: int = 1) -> int:
-    """How many numbers follow the payload of `num_layers` layers."""
-    padding = num_layers * _NUM_SCALARS if phase == "backward" else 0
-    return padding + _NUM_FINGERPRINTS
+def num_channels(length: int, /) -> int:
+    """How many channels the layer has whose message has this length."""
+    return (length - _NUM_FINGERPRINTS - _NUM_SCALARS) // 2
 
 
-def num_channels(length: int, num_layers: int = 1) -> int:
-    """How many channels the layers have together whose message has this length."""
-    return (length - _NUM_FINGERPRINTS - num_layers * _NUM_SCALARS) // 2
-
-
-def lanes(phase: str, fingerprint: float, num_layers: int = 1) -> list[float]:
+def lanes(phase: str, fingerprint: float, /) -> list[float]:
     """The numbers that follow the payload."""
-    padding = [0.0] * (num_lanes(phase, num_layers) - _NUM_FINGERPRINTS)
+    padding = [0.0] * _NUM_SCALARS if phase == "backward" else []
     return [*padding, fingerprint, fingerprint * fingerprint]
 
 
@@ -108,16 +93,6 @@ def is_refusal(summed: Array, num_lanes: int = 0, /) -> bool:
     The count is the last number of a payload.
     """
     return math.isnan(summed[-1 - num_lanes])
-
-
-def split(payload: Array, lengths: Sequence[int], /) -> list[Array]:
-    """The parts of a payload, one after the other, as views where the library has views."""
-    parts = []
-    start = 0
-    for n in lengths:
-        parts.append(payload[start : start + n])
-        start += n
-    return parts
 
 
 def concat(arrays: Sequence[Array], /) -> Array:

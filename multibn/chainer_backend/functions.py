@@ -260,8 +260,8 @@ class BatchNormalization(FunctionNode):
         self.retain_inputs([n for n, name in enumerate(self.names) if name != "residual"])
         if self.input.relu:
             self.retain_outputs((0,))
-        ((y, self.batch),) = step.forward(
-            [self.filled(inputs)],
+        y, self.batch = step.forward(
+            self.filled(inputs),
             self.communicator,
             weighting=self._weighting,
             needs_gradient=self.needed,
@@ -289,7 +289,7 @@ class BatchNormalization(FunctionNode):
         has_residual = "residual" in self.names
         # Without a residual, `x` has the signs.
         g = Gradient(dy, self.filled(retained), self.batch, y if has_residual else None)
-        ((dx, dresidual, dweight, dbias),) = step.backward([g], self.communicator, means=True)
+        dx, dresidual, dweight, dbias = step.backward(g, self.communicator, means=True)
         if has_residual and dresidual is None:
             dresidual = generic.residual_gradient(g)
         gradients: Any = {"x": dx, "weight": dweight, "bias": dbias, "residual": dresidual}

@@ -105,7 +105,7 @@ def _explained(
     layer: Any, communicator: Any, length: int, built: Built | None, options: dict[str, str]
 ) -> str:
     """As `compare`, of ranks whose first messages differ; most differences are errors."""
-    width = f"{message.num_channels(length, layer.num_layers)} channels"
+    width = f"{message.num_channels(length)} channels"
     which = f"{built} of {Built.num_layers}"
     facts = (_version.__version__, layer.name, width, options, which)
     versions, names, widths, all_options, built_as = zip(*gather(facts, communicator), strict=True)

@@ -7,7 +7,7 @@ rank is doing (see `multibn.message`). All ranks see the same sums, so that all 
 each other in the same moment.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -18,14 +18,12 @@ from multibn.communicators.phase import Phase
 
 
 class Conversation(Forwarding):
-    """A communicator as one layer uses it, or several that share each message.
+    """A communicator as one layer uses it.
 
     `find_name` returns the name of the layer, `options` what else must be equal on all ranks; both
-    are called when the layer first communicates. `built` is which of the process's layers it is,
-    the first one of several; None for a function.
+    are called when the layer first communicates. `built` is which of the process's layers it is;
+    None for a function.
     """
-
-    names: Sequence[str] = ()  # of the layers that share each message, if several do
 
     def __init__(
         self,
@@ -34,10 +32,9 @@ class Conversation(Forwarding):
         *,
         built: Built | None = None,
         options: Callable[[], Mapping[str, object]] = dict,
-        num_layers: int = 1,
     ) -> None:
         self.wrapped = communicator
-        self.built, self.options, self.num_layers = built, options, num_layers
+        self.built, self.options = built, options
         self.forwarding = communicator if isinstance(communicator, Forwarding) else None
         self._find_name = find_name
         self.phases: dict[tuple[str, Any, bool], Phase] = {}
@@ -62,13 +59,8 @@ class Conversation(Forwarding):
         """The same layer's conversation over other processes."""
         if communicator not in self._elsewhere:
             self._elsewhere[communicator] = Conversation(
-                communicator,
-                lambda: self.name,
-                built=self.built,
-                options=self.options,
-                num_layers=self.num_layers,
+                communicator, lambda: self.name, built=self.built, options=self.options
             )
-            self._elsewhere[communicator].names = self.names
         return self._elsewhere[communicator]
 
     def during(self, phase: str, dtype: Any, needs_gradient: bool = True) -> "Phase":

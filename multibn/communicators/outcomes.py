@@ -34,10 +34,9 @@ def skips(communicator: Any, dtype: Any, /) -> bool:
     layer = layer_of(communicator)
     if layer is None:
         return False
-    # "nonfinite" of a layer, "nonfinite of conv1.bn" and so on of several in one message.
-    policies = {v for option, v in layer.options().items() if option.split()[0] == "nonfinite"}
-    is_float16 = {*str(dtype).rpartition(".")[2].split(", ")} == {"float16"}
-    return policies == {"skip"} or (is_float16 and "raise" not in policies)
+    nonfinite = layer.options().get("nonfinite")
+    is_float16 = str(dtype).rpartition(".")[2] == "float16"
+    return nonfinite == "skip" or (is_float16 and nonfinite is None)
 
 
 # The layer that has told of a skipped batch last, how many messages it had sent by then, and the
@@ -52,9 +51,7 @@ def is_finite(numbers: HostArray, /) -> bool:
         return bool(np.isfinite(numbers.sum()))
 
 
-def tell_of_skip(
-    communicator: Any, numbers: HostArray, /, *, num_inputs: int = 1, own: bool = True
-) -> None:
+def tell_of_skip(communicator: Any, numbers: HostArray, /, *, own: bool = True) -> None:
     """Warn that a layer has skipped a batch, unless NaN comes from a layer before, which has told.
 
     `numbers` are this rank's `own` payload, or the sum of all ranks', by which no message can tell
@@ -74,7 +71,7 @@ def tell_of_skip(
     )
     # After a layer that has skipped, nothing but weights and counts is finite.
     num_finite = np.count_nonzero(np.isfinite(numbers) & (numbers != 0))
-    if in_same_step and num_finite <= 2 * num_inputs:
+    if in_same_step and num_finite <= 2:
         silent.add(layer)
         return
     _told = weakref.ref(layer), layer.num_messages, weakref.WeakSet()

@@ -45,7 +45,7 @@ class Phase(Forwarding):
         self.wrapped = layer
         self.name, self.dtype = phase, str(dtype).rpartition(".")[2]
         self.gradients = "with gradients" if needs_gradient else "without gradients"
-        self.num_lanes = message.num_lanes(phase, layer.num_layers)
+        self.num_lanes = len(message.lanes(phase, 0.0))
         self._num_numbers = -1
         self._calls = 0
         self._pinned: dict[Any, list[Any]] = {}
@@ -122,7 +122,7 @@ class Phase(Forwarding):
             if message.is_refusal(payload):
                 outcomes.raise_for_refusal(self, refused=message.is_refusal(mine))
             elif outcomes.skips(self, self.dtype):
-                outcomes.tell_of_skip(self, mine, num_inputs=self.wrapped.num_layers)
+                outcomes.tell_of_skip(self, mine)
             else:
                 outcomes.raise_for_non_finite(self, outcomes.is_finite(mine))
         return payload if x is payload else from_host(payload.copy(), x)
@@ -161,7 +161,7 @@ class Phase(Forwarding):
             # With the length: layers of one name and unlike widths may meet in a message.
             self._place = f"{name} {self.name} {length}"
             self._fingerprint = message.fingerprint(f"{self._place} {self.dtype} {self.gradients}")
-            lanes = message.lanes(self.name, self._fingerprint, layer.num_layers)
+            lanes = message.lanes(self.name, self._fingerprint)
         self._lanes = np.array(lanes)
         self._sent_tail = self._lanes.data
         self._fingerprints = [self._size * v for v in lanes[-2:]]
@@ -239,8 +239,7 @@ class Phase(Forwarding):
                     f"the batch statistics were not finite {where}: the input had NaN, infinity or "
                     "too large values on some rank. Look for their origin in the layers before.",
                 )
-            numbers = summed[: -self.num_lanes]
-            outcomes.tell_of_skip(self, numbers, num_inputs=self.wrapped.num_layers, own=False)
+            outcomes.tell_of_skip(self, summed[: -self.num_lanes], own=False)
         v, square = summed[-2:].tolist()
         # The refused input may be of another dtype, which the fingerprint tells.
         if not message.all_equal(v, square, self._size) and not is_refused:
@@ -256,7 +255,7 @@ class Phase(Forwarding):
                 f"or without gradients. {ALIKE}",
             )
         layer = self.wrapped
-        num_channels = message.num_channels(self._num_numbers + self.num_lanes, layer.num_layers)
+        num_channels = message.num_channels(self._num_numbers + self.num_lanes)
         number = self._place.split()[-3]
         answers = gather(
             (

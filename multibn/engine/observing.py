@@ -1,6 +1,5 @@
 """The batch statistics of each layer in a pass, for those who study them."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from multibn._arrays import array_namespace, values
@@ -61,20 +60,17 @@ class observing(Taping):  # noqa: N801
     def __init__(self) -> None:
         super().__init__([])
 
-    def keep(
-        self, batches: Sequence[BatchStatistics], inputs: Sequence[Input], communicator: Any
-    ) -> None:
+    def keep(self, batch: BatchStatistics, i: Input | None, communicator: Any) -> None:
+        if i is None:
+            return
         layer = layer_of(communicator)
-        names = ["a layer"] if layer is None else layer.names or [layer.name]
-        names = [*names] * (len(inputs) // len(names))  # splits of one layer share a message, too
-        for name, batch, i in zip(names, batches, inputs, strict=bool(inputs)):
-            _, n = masks.weigh(i, sizes(i.x.shape, i.axis)[1], "element")
-            mean, var = generic.local_moments(i.x, i.axis, i.mask, n)
-            count = 0 * batch.count + n
-            own = BatchStatistics(mean, var, count, count / generic.at_least_one(count) ** 2)
-            # Copies: the backward pass reads the layer's own.
-            pair = [BatchStatistics(*map(_copy, each)) for each in (batch, own)]
-            self.tape.append(LayerStatistics(name, *pair))
+        _, n = masks.weigh(i, sizes(i.x.shape, i.axis)[1], "element")
+        mean, var = generic.local_moments(i.x, i.axis, i.mask, n)
+        count = 0 * batch.count + n
+        own = BatchStatistics(mean, var, count, count / generic.at_least_one(count) ** 2)
+        # Copies: the backward pass reads the layer's own.
+        pair = [BatchStatistics(*map(_copy, each)) for each in (batch, own)]
+        self.tape.append(LayerStatistics("a layer" if layer is None else layer.name, *pair))
 
 
 def _copy(v: Array) -> Array:

@@ -79,21 +79,18 @@ class Pass(Taping):
         else:
             layer.estimator.add(sums)
 
-    def keep(
-        self, batches: Sequence[BatchStatistics], inputs: Sequence[Any], communicator: Any
-    ) -> None:
-        """Hear of a message of a step: its layer, what it has summed, and what for."""
+    def keep(self, batch: BatchStatistics, i: Any, communicator: Any) -> None:
+        """Hear of a message of a step: what it has summed, for which input and layer."""
         found = layer_of(communicator)
         built = found and found.built
         for n in reversed(range(len(self._unsure))):  # the layer's latest call sends now
             layer, sums = self._unsure[n]
             if layer_of(layer.communicator).built is built:
-                self._unsure[n] = layer, _unless_skipped(sums, batches)
+                self._unsure[n] = layer, _unless_skipped(sums, batch)
                 break
         if layer := self._own.get(built):
-            x, axis = inputs[0].x, inputs[0].axis
-            sums = layer.estimator.sums_of(x, axis=axis)
-            layer.estimator.add(_unless_skipped(sums, batches))
+            sums = layer.estimator.sums_of(i.x, axis=i.axis)
+            layer.estimator.add(_unless_skipped(sums, batch))
 
     def run(
         self,
@@ -165,12 +162,10 @@ class Pass(Taping):
             )
 
 
-def _unless_skipped(sums: Array, batches: Sequence[BatchStatistics]) -> Array:
+def _unless_skipped(sums: Array, batch: BatchStatistics) -> Array:
     """What a batch adds to a population: nothing, if its layer has skipped the batch."""
     xp = array_namespace(sums)
-    for batch in batches:
-        sums = xp.where(xp.any(xp.isnan(batch.mean)), xp.zeros_like(sums), sums)
-    return sums
+    return xp.where(xp.any(xp.isnan(batch.mean)), xp.zeros_like(sums), sums)
 
 
 def input_of(args: Sequence[Any], kwargs: Mapping[str, Any], /) -> Any:

@@ -10,7 +10,6 @@ outer one replays. A context is in force in the thread that enters it.
 """
 
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 from multibn.engine.statistics import BatchStatistics
@@ -37,11 +36,9 @@ class Taping:
     def __exit__(self, *exception: object) -> None:
         state.stack.remove(self)
 
-    def keep(
-        self, batches: Sequence[BatchStatistics], inputs: Sequence[Input], communicator: Any
-    ) -> None:
-        """Put the statistics of a message's inputs on the tape."""
-        self.tape.entries += batches
+    def keep(self, batch: BatchStatistics, i: Input | None, communicator: Any) -> None:
+        """Put the statistics of an input on the tape."""
+        self.tape.entries.append(batch)
 
 
 class recording(Taping):  # noqa: N801 (read as a verb: `with recording() as tape`)
@@ -130,27 +127,28 @@ def in_recomputing() -> bool:
     return bool(stack) and any(isinstance(entered, replaying) for entered in stack)
 
 
-def replayed(channels: Sequence[tuple[int, ...]]) -> list[BatchStatistics] | None:
-    """The next statistics of the innermost replay, of shapes `channels`; None if nothing replays.
+def replayed(channels: tuple[int, ...]) -> BatchStatistics | None:
+    """The next statistics of the innermost replay, of shape `channels`; None if nothing replays.
 
     All tapes that record inside of that replay get the statistics, too.
     """
     for current in reversed(state.stack):
         if isinstance(current, replaying):
-            batches = [current.next(shape) for shape in channels]
-            record(batches)
-            return batches
+            batch = current.next(channels)
+            record(batch)
+            return batch
     return None
 
 
-def record(
-    batches: Sequence[BatchStatistics], inputs: Sequence[Input] = (), communicator: Any = None
-) -> None:
-    """Put statistics on all tapes that record inside of the innermost replay, if any."""
+def record(batch: BatchStatistics, i: Input | None = None, communicator: Any = None) -> None:
+    """Put statistics on all tapes that record inside of the innermost replay, if any.
+
+    Without an input they are of a pass that runs again.
+    """
     for current in reversed(state.stack):
         if isinstance(current, replaying):
             break
-        current.keep(batches, inputs, communicator)
+        current.keep(batch, i, communicator)
 
 
 class _State(threading.local):

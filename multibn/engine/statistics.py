@@ -16,8 +16,7 @@ communicator::
 This is batch normalization (Ioffe & Szegedy, 2015, arXiv:1502.03167) of the concatenated batch when
 a_i = n_i. There is one allreduce each way, whatever the number of ranks: of 2C+4 numbers as the
 layers use a communicator (see `multibn.message`), of 2C+2 forward and 2C backward over a bare one.
-Layers that are ready at the same time share a message, see `step`. Nothing here makes a GPU
-wait for the host, except where a rank holds at most one value per channel.
+Nothing here makes a GPU wait for the host, except where a rank holds at most one value per channel.
 """
 
 from collections.abc import Sequence
@@ -186,15 +185,18 @@ def raise_for(state: int, communicator: Communicator, payload: Array, x: Array) 
 
 
 def refuse(
-    communicator: Communicator, /, *num_channels: int, like: Array, error: Exception | None = None
+    communicator: Communicator,
+    num_channels: int,
+    /,
+    *,
+    like: Array,
+    error: Exception | None = None,
 ) -> None:
     """Take part in the other ranks' `aggregate` only to tell them that this rank cannot.
 
     For a rank that finds its input to be invalid, before it raises its own `error`, which becomes a
     line on stderr: without it the other ranks would wait for this one. Arrays are made beside
-    `like`.
-    Collective: matches one `aggregate` of `num_channels` channels on the other ranks, or one
-    message of several layers where several numbers are given.
+    `like`. Collective: matches one `aggregate` of `num_channels` channels on the other ranks.
     """
     if communicator.size == 1:
         return
@@ -202,8 +204,8 @@ def refuse(
         announce(str(error))
     xp = array_namespace(like)
     wide = generic.as_wide(xp.zeros((), dtype=xp.float32, device=device(like)))
-    length = sum(map(message.forward_payload, num_channels))
-    payload = xp.full((length,), message.REFUSED, dtype=wide.dtype, device=device(wide))
+    shape = (message.forward_payload(num_channels),)
+    payload = xp.full(shape, message.REFUSED, dtype=wide.dtype, device=device(wide))
     conversation.during(communicator, "forward", like.dtype).allreduce(payload)
     if is_on_host(payload):
         outcomes.raise_for_refusal(communicator, refused=True)

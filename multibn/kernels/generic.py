@@ -271,11 +271,6 @@ def state(summed: Array, count: float | Array, /) -> int:
     return ONE_VALUE if isinstance(count, float) and count <= 1 and bool(total == 1) else RIGHT
 
 
-def has_no_element(summed: Array, /) -> bool:
-    """Whether no element of all ranks counts, as far as the host may ask."""
-    return _is_readable(summed) and not bool(array_namespace(summed).any(values(summed[-1:]) > 0))
-
-
 def _is_readable(v: Array) -> bool:
     """Whether the host may look at numbers now."""
     return is_on_host(v) and not (is_traced(v) or is_abstract(v))
@@ -284,7 +279,7 @@ def _is_readable(v: Array) -> bool:
 def split_sums(summed: Array, shape: tuple[int, ...], /) -> list[Array]:
     """The sums of `dy` and of `dy * xhat` in a backward payload, as per-channel arrays."""
     C, xp = math.prod(shape), array_namespace(summed)
-    return [xp.reshape(v, shape) for v in message.split(summed, (C, C))]
+    return [xp.reshape(v, shape) for v in (summed[:C], summed[C : 2 * C])]
 
 
 def parameter_gradients(

@@ -22,5 +22,4 @@ from multibn.torch_backend.train.micro_batches import step_statistics as step_st
 from multibn.torch_backend.train.synchrony import average_gradients as average_gradients
 from multibn.torch_backend.train.synchrony import check_sync as check_sync
 from multibn.torch_backend.train.synchrony import sync_running_stats as sync_running_stats
-from multibn.torch_backend.train.together import normalize_together as normalize_together
 from multibn.torch_backend.train.uneven import join as join

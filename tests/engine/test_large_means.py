@@ -22,7 +22,7 @@ def moments(x: Any, communicator: Any, **options: Any) -> tuple[Any, Any, int]:
     counting = CountingCommunicator(communicator)
     mask = options.pop("mask", None)
     i = Input(x, None, None, 1e-12, (0, 2), mask=mask)
-    ((y, batch),) = step.forward([i], counting, weighting=options.get("weighting", "element"))
+    y, batch = step.forward(i, counting, weighting=options.get("weighting", "element"))
     return y, batch, len(counting.messages)
 
 
@@ -78,9 +78,6 @@ def layers() -> dict[str, Any]:
     def plain(c: Any) -> Any:
         return tb.SyncBatchNorm(4, 1e-12, momentum=1.0, process_group=c, dtype=torch.float64)
 
-    def together(layer: Any, x: Any) -> Any:
-        return tb.normalize_together([layer, plain(layer.process_group)], [x, x % 8])
-
     def pooled(layer: Any, x: Any) -> Any:
         with tb.step_statistics(layer):
             return layer(x[:3]), layer(x[3:])
@@ -92,7 +89,6 @@ def layers() -> dict[str, Any]:
     return {
         "plain": (plain, lambda layer, x: layer(x)),
         "local counts": (counting_locally, lambda layer, x: layer(x)),
-        "two in a message": (plain, together),
         "residual": (plain, lambda layer, x: layer(x, x % 8)),
         "masked": (plain, lambda layer, x: layer(x, mask=mask(x))),
         "micro-batches": (plain, pooled),
@@ -106,10 +102,7 @@ def layers() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "form",
-    [
-        *("plain", "local counts", "two in a message", "residual", "masked", "micro-batches"),
-        *("compiled", "parts"),
-    ],
+    ["plain", "local counts", "residual", "masked", "micro-batches", "compiled", "parts"],
 )
 @pytest.mark.parametrize("shape", [(6, 4, 5), (6, 4, 40_000)], ids=["small", "by threads"])
 def test_layers_keep_their_digits_at_large_means(form: str, shape: tuple[int, ...]) -> None:

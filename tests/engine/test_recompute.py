@@ -16,11 +16,11 @@ ONES = np.ones(3)
 
 
 def taped(compute: Callable[[], BatchStatistics], channels: tuple[int, ...]) -> BatchStatistics:
-    batches = replayed([channels])
-    if batches is None:
-        batches = [compute()]
-        record(batches)
-    return batches[0]
+    batch = replayed(channels)
+    if batch is None:
+        batch = compute()
+        record(batch)
+    return batch
 
 
 def batch(value: float) -> BatchStatistics:

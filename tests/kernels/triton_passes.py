@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from multibn import kernels
 from multibn.kernels import Gradient, Input, Running, cuda, generic
-from multibn.message import Message, lanes, num_lanes
+from multibn.message import Message, lanes
 from tests.kernels.passes import (
     AXIS,
     DEVICE,
@@ -132,10 +132,7 @@ def test_padding(order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("start", [0, 3, 2000])
 @pytest.mark.parametrize("file", [cuda, generic], ids=["cuda", "generic"])
 def test_a_message_in_memory_of_its_own(start: int, file: Any, launched: list[str]) -> None:
-    """Zeros before the payload, the payload, zeros and the fingerprint after the payload.
-
-    The same for two layers that share a message.
-    """
+    """Zeros before the payload, the payload, zeros and the fingerprint after the payload."""
     i, dy = layer((2, 5, 3, 3))
 
     def written(phase: str, out: Message | None = None) -> Any:
@@ -145,14 +142,12 @@ def test_a_message_in_memory_of_its_own(start: int, file: Any, launched: list[st
 
     for phase, n in (("forward", 12), ("backward", 10)):
         payload = written(phase).tolist()
-        for layers in (1, 2):
-            length = start + layers * n + num_lanes(phase, layers)
-            numbers = torch.full((length,), math.nan, dtype=torch.float64).to(DEVICE)
-            message = Message(numbers, start, 7.0)
-            for part in message.split([n] * layers) if layers > 1 else [message]:
-                assert written(phase, part) is part
-            right = start * [0] + layers * payload + lanes(phase, 7.0, layers)
-            assert numbers.tolist() == right
+        assert len(payload) == n
+        right = start * [0] + payload + lanes(phase, 7.0)
+        numbers = torch.full((len(right),), math.nan, dtype=torch.float64).to(DEVICE)
+        message = Message(numbers, start, 7.0)
+        assert written(phase, message) is message
+        assert numbers.tolist() == right
     assert (launched == []) is (file is generic)
 
 

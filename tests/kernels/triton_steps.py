@@ -12,7 +12,7 @@ from multibn.communicators import outcomes
 from multibn.communicators.base import Handle
 from multibn.communicators.phase import Phase, look_at_unread
 from multibn.kernels import Input, Running, cuda, generic
-from multibn.torch_backend import SyncBatchNorm, normalize_together
+from multibn.torch_backend import SyncBatchNorm
 from tests.kernels.passes import DEVICE
 from tests.kernels.triton_passes import _afresh as _afresh
 from tests.kernels.triton_passes import launched as launched
@@ -69,43 +69,34 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("num_layers", [1, 3])
-def test_the_launches_of_a_step(
-    num_layers: int, launched: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Eleven, of which layers that share messages share the transport's and the copies to the host.
-
-    In the interpreter the two copies are none.
-    """
+def test_the_launches_of_a_step(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eleven. In the interpreter the two copies to the host are none."""
     if DEVICE == "cpu":  # as for tensors on a GPU
         monkeypatch.setattr(kernels, "select", lambda x, *others: cuda)
         monkeypatch.setattr(generic, "is_on_host", lambda a: False)
         monkeypatch.setattr(Phase, "buffer", lambda self, n: self.message(n, torch.empty(0)))
     ranks = Twice()
-    layers = [SyncBatchNorm(3 + k, process_group=ranks).to(DEVICE) for k in range(num_layers)]
+    layer = SyncBatchNorm(3, process_group=ranks).to(DEVICE)
     for _ in range(2):
-        xs = [wide(4, 3 + k, 5).float().requires_grad_() for k in range(num_layers)]
-        dys = [wide(4, 3 + k, 5).float() for k in range(num_layers)]
+        x, dy = wide(4, 3, 5).float().requires_grad_(), wide(4, 3, 5).float()
         launched.clear()
-        for layer in layers:
-            layer.zero_grad()
+        layer.zero_grad()
         with Operations() as operations:
-            ys = normalize_together(layers, xs)
-            torch.autograd.backward(ys, dys)
+            y = layer(x)
+            y.backward(dy)
     each_way = ["mul_"] if DEVICE == "cpu" else ["mul_", "copy_"]
     assert operations.names == 2 * each_way
     assert launched == [
-        *num_layers * ["moments", "merge_moments"], *num_layers * ["finish_forward", "normalize"],
-        *num_layers * ["backward_sums", "merge_sums"], *num_layers * ["input_gradient"],
-    ]  # fmt: skip
-    for x, y, dy in zip(xs, ys, dys, strict=True):
-        both = torch.cat([x, x]).detach().double().requires_grad_()
-        right = torch.nn.functional.batch_norm(both, None, None, training=True)
-        right.backward(torch.cat([dy, dy]).double())
-        assert both.grad is not None
-        assert x.grad is not None
-        torch.testing.assert_close(y.double(), right[:4], rtol=0, atol=1e-5)
-        torch.testing.assert_close(x.grad.double(), both.grad[:4], rtol=0, atol=1e-5)
+        *("moments", "merge_moments", "finish_forward", "normalize"),
+        *("backward_sums", "merge_sums", "input_gradient"),
+    ]
+    both = torch.cat([x, x]).detach().double().requires_grad_()
+    right = torch.nn.functional.batch_norm(both, None, None, training=True)
+    right.backward(torch.cat([dy, dy]).double())
+    assert both.grad is not None
+    assert x.grad is not None
+    torch.testing.assert_close(y.double(), right[:4], rtol=0, atol=1e-5)
+    torch.testing.assert_close(x.grad.double(), both.grad[:4], rtol=0, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter

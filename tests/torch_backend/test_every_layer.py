@@ -32,7 +32,6 @@ from multibn.torch_backend import (  # noqa: E402
     checkpoint_contexts,
     convert_sub_batchnorm,
     convert_sync_batchnorm,
-    normalize_together,
     step_statistics,
 )
 from tests.torch_backend.convert.test_derived import Activated, Copied  # noqa: E402
@@ -52,18 +51,6 @@ class Masked(nn.Module):
         if not isinstance(x, Tensor) or x.is_sparse or not x.is_floating_point() or not x.numel():
             return self.norm(x, mask=torch.ones(len(x), L, dtype=torch.bool))
         return self.norm(x, mask=x.detach()[:, 0] < 1)
-
-
-class Together(nn.Module):
-    """Two layers by one message, the second of them with a ReLU."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(SyncBatchNorm(C, fuse_relu=k == 1, **options) for k in (0, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, z = normalize_together(list(self.layers), [x, x.square()])  # type: ignore[arg-type]
-        return y + z
 
 
 def _convert(layer: nn.Module, process_group: Any, **options: Any) -> Any:
@@ -88,7 +75,6 @@ LAYERS: dict[str, Callable[..., Any]] = {
     "derived and split": lambda **options: _split(Activated(C), **options),
     "masked": lambda **options: Masked(SyncBatchNorm(C, **options)),
     "masked and split": lambda **options: Masked(_split(nn.BatchNorm1d(C), **options)),
-    "together": lambda **options: Together(**options),
 }
 every_layer = pytest.mark.parametrize("name", LAYERS)
 every_sharing_layer = pytest.mark.parametrize("name", [n for n in LAYERS if "split" not in n])
@@ -263,7 +249,7 @@ def test_a_step_is_one_message_each_way_and_evaluation_none(name: str) -> None:
             sent.append(counting.take())
         return sent
 
-    size = {"sub": 2 * 2 * C + 4, "together": 2 * (2 * C + 2) + 2}.get(name, 2 * C + 4)
+    size = 2 * (2 if name == "sub" else 1) * C + 4
     assert run_ranks(2, run) == [[[size], [size], [], []]] * 2
 
 
@@ -419,8 +405,8 @@ def test_a_wrong_input_on_one_rank_is_an_error_on_all(name: str) -> None:
         for training in (True, False) if "derived" not in name else (True,):
             layer.train(training)
             for k, (wrong, kind, message) in enumerate(WRONG_INPUTS):
-                if isinstance(wrong, np.ndarray) and name in ("derived", "together"):
-                    continue  # their classes ask arrays for what only tensors have
+                if isinstance(wrong, np.ndarray) and name == "derived":
+                    continue  # its class asks arrays for what only tensors have
                 if communicator.rank == k % 2:
                     with pytest.raises(kind, match=message):
                         layer(wrong)
@@ -446,7 +432,7 @@ def test_no_layer_keeps_another_tensor_of_the_inputs_size(name: str) -> None:
         layer(x.requires_grad_())
     large = [t for t in saved if t.numel() >= 32 * L and t.dtype != torch.bool]
     pointers = {t.untyped_storage().data_ptr() for t in large}
-    own = int(name.startswith("derived") or name == "together")  # of their operations
+    own = int(name.startswith("derived"))  # of their operations
     own += name == "derived and split"  # in two halves
     assert len(pointers - {x.untyped_storage().data_ptr()}) == own
     masks = {t.untyped_storage().data_ptr() for t in saved if t.dtype == torch.bool}

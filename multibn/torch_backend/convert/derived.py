@@ -104,7 +104,7 @@ class _OwnForward(_Derived):
         except (TypeError, ValueError) as error:
             if self.training and not sharing.reached:  # the other ranks will wait for this one
                 x = next((a for a in arguments if isinstance(a, Tensor)), None)
-                functional.refuse(error, [x], [self.num_features], self.conversation)
+                functional.refuse(error, x, self.num_features, self.conversation)
             raise
         if self.training and not (sharing.reached or self._shares):
             raise RuntimeError(
@@ -164,7 +164,7 @@ class _Sharing(TorchFunctionMode):
         channels = [len(p) for p in (running_mean, weight, bias) if p is not None]
         y, batch = layer.normalize(
             Input(input, weight, bias, eps, axis, running=running),
-            [*channels, layer.num_features][:1],
+            [*channels, layer.num_features][0],
             layer.conversation,
         )
         before, counter = self.count_before, layer.num_batches_tracked

@@ -1,4 +1,4 @@
-"""Batch normalization of several inputs as one autograd node: one message each way.
+"""Batch normalization as an autograd node, with one message each way.
 
 For second derivatives and, in one process, for forward mode and torch.func, the forward pass is
 made of operations that torch can differentiate in any mode, again and again. The ranks share one of
@@ -45,19 +45,13 @@ def without_autocast(x: Any, /) -> AbstractContextManager[Any]:
 
 
 def forward(
-    inputs: Sequence[Input], communicator: Communicator, weighting: Weighting
-) -> list[tuple[Tensor, BatchStatistics]]:
+    i: Input, communicator: Communicator, weighting: Weighting
+) -> tuple[Tensor, BatchStatistics]:
     """As `step.forward`, differentiably through the statistics, which have no gradient."""
-    tensors: list[Tensor | None] = []
-    needed = False
-    for i in inputs:
-        tensors += i.x, i.weight, i.bias, i.residual
-        needed = needed or i.x.requires_grad
-    if not torch.is_grad_enabled():
-        needed = recompute.is_recording()
-    batches: list[BatchStatistics] = []
-    ys = _apply((inputs, communicator, weighting, needed, batches), *tensors)
-    return list(zip(ys, batches, strict=True))
+    needed = i.x.requires_grad if torch.is_grad_enabled() else recompute.is_recording()
+    call = i, communicator, weighting, needed
+    result: tuple[Tensor, BatchStatistics] = _apply(call, i.x, i.weight, i.bias, i.residual)
+    return result
 
 
 # torch saves the arrays of an input for the backward pass, and the node all else that the pass
@@ -71,60 +65,40 @@ _in_order = itemgetter(
 
 
 class _SyncBatchNorm(torch.autograd.Function):
-    """The autograd node. Each half is collective; `batches` gets the statistics."""
+    """The autograd node, of an input and its statistics. Each half is collective."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        call: tuple[Sequence[Input], Communicator, Weighting, bool, list[BatchStatistics]],
-        *tensors: Tensor | None,
-    ) -> tuple[Tensor, ...]:
-        # torch looks at each argument of this function, so that five are in one.
-        inputs, communicator, weighting, needed, batches = call
-        if not inputs[0].x.is_cpu:
-            inputs = list(map(dense, inputs))
-        with without_autocast(inputs[0].x):
-            results = step.forward(inputs, communicator, weighting=weighting, needs_gradient=needed)
-        options: list[Any] = []
-        ys = []
-        saved: list[Tensor | None] = []
-        for n, (y, batch) in enumerate(results):
-            i = inputs[n]
-            # The statistics have no gradient, and torch takes a microsecond to save a tensor.
-            options.append((batch, _kept(i)))
-            saved += i.x, i.weight, i.bias, i.mask
-            saved.append(y if i.relu and i.residual is not None else None)
-            ys.append(y)
-            batches.append(batch)
-        ctx.layers = communicator, weighting, options
-        ctx.save_for_backward(*saved)
-        return tuple(ys)
+        ctx: Any, call: tuple[Input, Communicator, Weighting, bool], *_: Tensor | None
+    ) -> tuple[Tensor, BatchStatistics]:
+        # torch looks at each argument of this function, so that four are in one.
+        i, communicator, weighting, needed = call
+        i = i if i.x.is_cpu else dense(i)
+        with without_autocast(i.x):
+            y, batch = step.forward(i, communicator, weighting=weighting, needs_gradient=needed)
+        # The statistics have no gradient, and torch takes a microsecond to save a tensor.
+        ctx.call = communicator, weighting, batch, _kept(i)
+        output = y if i.relu and i.residual is not None else None
+        ctx.save_for_backward(i.x, i.weight, i.bias, i.mask, output)
+        return y, batch
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        needed = ctx.needs_input_grad
-        communicator, weighting, options = ctx.layers
-        gradients = []
-        for n, dy in enumerate(grad_outputs):
-            x, weight, bias, mask, y = saved[5 * n : 5 * n + 5]
-            batch, kept = options[n]
-            i = Input(*_in_order((*kept, x, weight, bias, mask, None, None)))
-            gradients.append(Gradient(dy, i, batch, y, needed[4 * n + 1]))
-        results: list[Tensor | None] = [None]
-        with without_autocast(saved[0]):
-            if _needs_graph(grad_outputs):
-                grads = _differentiable_backward(gradients, needed[1:], communicator, weighting)
-                return None, *grads
+        x, weight, bias, mask, y = ctx.saved_tensors
+        _, needs_dx, *needs_others = ctx.needs_input_grad
+        communicator, weighting, batch, kept = ctx.call
+        i = Input(*_in_order((*kept, x, weight, bias, mask, None, None)))
+        g = Gradient(grad_outputs[0], i, batch, y, needs_dx)
+        with without_autocast(x):
+            if _needs_graph(g.dy):
+                needed = needs_dx, *needs_others
+                return None, *_differentiable_backward(g, needed, communicator, weighting)
             if torch.is_anomaly_enabled():
-                find_nan(gradients, communicator)
-            for n, (dx, dresidual, dweight, dbias) in enumerate(
-                step.backward(gradients, communicator)
-            ):
-                if dresidual is None and needed[4 * n + 4]:
-                    dresidual = generic.residual_gradient(gradients[n])
-                results += dx, dweight, dbias, dresidual
-        return tuple(results)
+                find_nan(g, communicator)
+            dx, dresidual, dweight, dbias = step.backward(g, communicator)
+            if dresidual is None and needs_others[-1]:
+                dresidual = generic.residual_gradient(g)
+        return None, dx, dweight, dbias, dresidual
 
 
 def dense(i: Input) -> Input:
@@ -142,108 +116,90 @@ def dense(i: Input) -> Input:
 _apply = super(torch.autograd.Function, _SyncBatchNorm).apply
 
 
-def find_nan(gradients: Sequence[Gradient], communicator: Communicator) -> None:
-    """Say on which ranks gradients of outputs have NaN. Collective, as the backward pass is."""
-    if any(g.needs_dx for g in gradients):
-        dys = [generic.masked(g.dy, g.input.mask) for g in gradients]
-        raise_for_nan_gradients(communicator, any(bool(dy.isnan().any()) for dy in dys))
+def find_nan(g: Gradient, communicator: Communicator) -> None:
+    """Say on which ranks the gradient of the output has NaN. Collective, as the backward pass."""
+    if g.needs_dx:
+        dy = generic.masked(g.dy, g.input.mask)
+        raise_for_nan_gradients(communicator, bool(dy.isnan().any()))
 
 
-def _needs_graph(dys: Sequence[Tensor]) -> bool:
+def _needs_graph(dy: Tensor) -> bool:
     """Whether torch is to differentiate the backward pass (`create_graph`), or to batch it."""
     return (
         torch.is_grad_enabled()
         or is_transformed()
-        or any(map(torch._C._functorch.is_legacy_batchedtensor, dys))
+        or torch._C._functorch.is_legacy_batchedtensor(dy)
     )
 
 
 def _differentiable_backward(
-    gradients: Sequence[Gradient],
-    needed: Sequence[bool],
-    communicator: Communicator,
-    weighting: Weighting,
+    g: Gradient, needed: Sequence[bool], communicator: Communicator, weighting: Weighting
 ) -> list[Tensor | None]:
-    """Gradients of each x, weight, bias and residual, as differentiable functions.
+    """Gradients of x, weight, bias and residual, as differentiable functions.
 
     Runs the forward pass again from differentiable operations, its collective included, and lets
     autograd differentiate the result.
     """
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        inputs: list[Input] = []
-        dys: list[Tensor] = []
-        sources: list[Any] = []
-        for n, g in enumerate(gradients):
-            # Views, which are new tensors: if `x` depends on a parameter (a layer used twice),
-            # autograd would otherwise differentiate through `x` too, which the outer graph does.
-            i = g.input
-            if i.relu and g.y is None:  # the output, bit for bit, and so its signs
-                with torch.no_grad():
-                    g = g._replace(y=kernels.select(i.x).normalize(i, g.batch))
-            views: list[Any] = [
-                None if t is None else t.view_as(t) for t in (i.x, i.weight, i.bias)
-            ]
-            x, weight, bias = views
-            inputs.append(i._replace(x=x, weight=weight, bias=bias, relu=False))
-            dys.append(generic.residual_gradient(g))
-            sources += compress(views, needed[4 * n : 4 * n + 3])
-        ys, _ = normalize_all(inputs, communicator, weighting, phase="second order")
-        grads = iter(torch.autograd.grad(ys, sources, dys, create_graph=create_graph))
-    results: list[Tensor | None] = []
-    for n, dy in enumerate(dys):
-        results += [next(grads) if need else None for need in needed[4 * n : 4 * n + 3]]
-        results.append(dy if needed[4 * n + 3] else None)
-    return results
+        i = g.input
+        if i.relu and g.y is None:  # the output, bit for bit, and so its signs
+            with torch.no_grad():
+                g = g._replace(y=kernels.select(i.x).normalize(i, g.batch))
+        dy = generic.residual_gradient(g)
+        # Views, which are new tensors: if `x` depends on a parameter (a layer used twice), autograd
+        # would otherwise differentiate through `x` too, which the outer graph does.
+        views: Any = [None if t is None else t.view_as(t) for t in (i.x, i.weight, i.bias)]
+        x, weight, bias = views
+        viewed = i._replace(x=x, weight=weight, bias=bias, relu=False)
+        y, _ = _normalize(viewed, communicator, weighting, phase="second order")
+        sources = list(compress(views, needed))
+        grads = iter(torch.autograd.grad(y, sources, dy, create_graph=create_graph))
+    return [next(grads) if need else None for need in needed[:3]] + [dy if needed[3] else None]
 
 
 def differentiable_forward(
-    inputs: Sequence[Input], communicator: Communicator, weighting: Weighting
-) -> list[tuple[Tensor, BatchStatistics]]:
-    """Each input normalized, and the statistics of its batch, without a gradient. Collective."""
+    i: Input, communicator: Communicator, weighting: Weighting
+) -> tuple[Tensor, BatchStatistics]:
+    """The input normalized, and the statistics of its batch, without a gradient. Collective."""
     if "torch._dynamo" in sys.modules:  # `disable` would load the compiler, which takes seconds
-        return torch.compiler.disable(_forward_all)(inputs, communicator, weighting)
-    return _forward_all(inputs, communicator, weighting)
+        return torch.compiler.disable(_forward)(i, communicator, weighting)
+    return _forward(i, communicator, weighting)
 
 
-def _forward_all(
-    inputs: Sequence[Input], communicator: Communicator, weighting: Weighting
-) -> list[tuple[Tensor, BatchStatistics]]:
+def _forward(
+    i: Input, communicator: Communicator, weighting: Weighting
+) -> tuple[Tensor, BatchStatistics]:
     # A pass that runs again goes on along its tape, and yet computes the statistics anew: those on
     # the tape have no derivatives.
-    replays = (
-        recompute.replayed([statistics.channels(i.x.shape, i.axis) for i in inputs]) is not None
-    )
-    ys, batches = normalize_all(inputs, communicator, weighting, phase="forward")
-    batches = [BatchStatistics(*[part.detach() for part in batch]) for batch in batches]
+    replays = recompute.replayed(statistics.channels(i.x.shape, i.axis)) is not None
+    y, batch = _normalize(i, communicator, weighting, phase="forward")
+    batch = BatchStatistics(*[part.detach() for part in batch])
     if not replays:
-        recompute.record(batches, inputs, communicator)
-        for i, batch in zip(inputs, batches, strict=True):
-            if i.running is not None:
-                _, count, *_ = statistics.sizes(i.x.shape, i.axis)
-                step.move(i.running, batch, masks.weigh(i, count, "element")[1])
-    return list(zip(ys, batches, strict=True))
+        recompute.record(batch, i, communicator)
+        if i.running is not None:
+            _, count, *_ = statistics.sizes(i.x.shape, i.axis)
+            step.move(i.running, batch, masks.weigh(i, count, "element")[1])
+    return y, batch
 
 
-def normalize_all(
-    inputs: Sequence[Input], communicator: Communicator, weighting: Weighting, *, phase: str
-) -> tuple[list[Tensor], list[BatchStatistics]]:
-    """Each input normalized, and the statistics, both differentiable.
+def _normalize(
+    i: Input, communicator: Communicator, weighting: Weighting, *, phase: str
+) -> tuple[Tensor, BatchStatistics]:
+    """The input normalized, and the statistics, both differentiable.
 
     Collective, and so is each derivative.
     """
-    pure = [i._replace(running=None) for i in inputs]
-    sharing = _Differentiable(communicator, phase, step.announced([i.x for i in inputs]))
-    with without_autocast(inputs[0].x):
-        results = step.share(pure, sharing, weighting=weighting, select=lambda x: generic)
-    return [y for y, _ in results], [batch for _, batch in results]
+    sharing = _Differentiable(communicator, phase, i.x.dtype)
+    with without_autocast(i.x):
+        return step.share(i._replace(running=None), sharing, weighting=weighting, verbs=generic)
 
 
 class _Differentiable:
     """A layer's communicator in one phase, whose allreduce torch can differentiate."""
 
-    def __init__(self, communicator: Communicator, phase: str, dtypes: Any) -> None:
-        self.wrapped, self.phase, self.dtypes = communicator, phase, dtypes
+    def __init__(self, communicator: Communicator, phase: str, dtype: Any) -> None:
+        self.wrapped, self.phase, self.dtype = communicator, phase, dtype
         self.rank, self.size = communicator.rank, communicator.size
         self.repeats = phase == "second order"  # the forward pass, whose outcome has been noted
 
@@ -252,7 +208,7 @@ class _Differentiable:
         return x if self.size == 1 else _AllReduce.apply(_checked(x, self.size), self, self.phase)
 
     def split(self, color: int, key: int = 0) -> Communicator:
-        return _Differentiable(self.wrapped.split(color, key), self.phase, self.dtypes)
+        return _Differentiable(self.wrapped.split(color, key), self.phase, self.dtype)
 
 
 class _AllReduce(torch.autograd.Function):
@@ -261,7 +217,7 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, communicator: _Differentiable, phase: str) -> Tensor:
         ctx.communicator = communicator
-        during = conversation.during(communicator.wrapped, phase, communicator.dtypes)
+        during = conversation.during(communicator.wrapped, phase, communicator.dtype)
         return during.allreduce(x)
 
     @staticmethod

@@ -7,7 +7,7 @@ the gradient, with the operations around the layer. Meta and fake tensors take t
 An operator takes only tensors, numbers and strings, so a communicator is passed as its id.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -41,7 +41,7 @@ def register(communicator: Communicator, /) -> None:
 
 
 def takes(x: Any, /) -> bool:
-    """Whether `forward_all` is to take `x`: in compiled code, and without data."""
+    """Whether `forward` is to take `x`: in compiled code, and without data."""
     return torch.compiler.is_compiling() or _has_no_data(x)
 
 
@@ -49,15 +49,10 @@ def _has_no_data(x: Any) -> bool:
     return isinstance(x, FakeTensor) or getattr(x, "is_meta", False)
 
 
-def forward_all(
-    inputs: Sequence[Input],
-    num_channels: Sequence[int],
-    communicator: Communicator,
-    /,
-    *,
-    weighting: Weighting,
-) -> list[tuple[Tensor, BatchStatistics]]:
-    """As `functional.forward_all`; in compiled code and without data, each input has a message.
+def forward(
+    i: Input, num_channels: int, communicator: Communicator, /, *, weighting: Weighting
+) -> tuple[Tensor, BatchStatistics]:
+    """As `functional.forward`, in compiled code and without data, too.
 
     Under torch.func, in forward mode and with DTensors the pass runs without compilation. Compiled
     code cannot tell whether it runs in a recomputation. There, a batch has a count of 0, by which
@@ -76,38 +71,36 @@ def forward_all(
             "would need the processes of this run. Call model.eval() first, or export a copy of "
             "the model after revert_sync_batchnorm."
         )
-    run: Callable[..., list[tuple[Tensor, BatchStatistics]]] = functional.forward_all
-    if compiling and dtensors.among(inputs[0][:3]):  # no operator takes these and plain tensors
+    run: Callable[..., tuple[Tensor, BatchStatistics]] = functional.forward
+    if compiling and dtensors.among(i[:3]):  # no operator takes these and plain tensors
         torch._dynamo.graph_break(
             msg="a layer does not compile its forward pass with a DTensor, and runs it as it is. "
             "Call torch.compile without fullgraph=True."
         )
-        return torch.compiler.disable(run)(inputs, num_channels, communicator, weighting=weighting)
+        return torch.compiler.disable(run)(i, num_channels, communicator, weighting=weighting)
     # Not by `takes`: where this frame is not compiled, the compiler may yet take that one.
-    if autograd.is_transformed() if compiling else not _has_no_data(inputs[0].x):
-        return run(inputs, num_channels, communicator, weighting=weighting)
-    results = []
-    for i, n in zip(inputs, num_channels, strict=True):
-        if not compiling:
-            functional.check_input(i.x, n)
-        y, *numbers = torch.ops.multibn.forward(*_spread(i), n, id(communicator), weighting, i.relu)
-        batch = BatchStatistics(*numbers)
-        results.append((y, batch))
-        count: Any = i.x.numel() // max(batch.mean.numel(), 1) if i.mask is None else i.mask.sum()
-        if isinstance(i.running, Pool):
-            i.running.add(batch, local_count=count)
-        elif i.running is not None:
-            torch.ops.multibn.move(*i.running, *batch[:3], torch.ones_like(batch.count) * count)
-    return results
+    if autograd.is_transformed() if compiling else not _has_no_data(i.x):
+        return run(i, num_channels, communicator, weighting=weighting)
+    if not compiling:
+        functional.check_input(i.x, num_channels)
+    sharing = num_channels, id(communicator), weighting
+    y, *numbers = torch.ops.multibn.forward(*_spread(i), *sharing, i.relu)
+    batch = BatchStatistics(*numbers)
+    count: Any = i.x.numel() // max(batch.mean.numel(), 1) if i.mask is None else i.mask.sum()
+    if isinstance(i.running, Pool):
+        i.running.add(batch, local_count=count)
+    elif i.running is not None:
+        torch.ops.multibn.move(*i.running, *batch[:3], torch.ones_like(batch.count) * count)
+    return y, batch
 
 
 def mask_of(
-    x: Any, mask: Any, lengths: Any, num_channels: Sequence[int], communicator: Communicator
+    x: Any, mask: Any, lengths: Any, num_channels: int, communicator: Communicator
 ) -> Tensor | None:
-    """As `functional.mask_of`; in compiled code, whose messages have one input, an operator."""
+    """As `functional.mask_of`; in compiled code an operator."""
     if (mask is None and lengths is None) or not torch.compiler.is_compiling():
         return functional.mask_of(x, mask, lengths, num_channels, communicator)
-    checked: Tensor = torch.ops.multibn.mask(x, mask, lengths, num_channels[0], id(communicator))
+    checked: Tensor = torch.ops.multibn.mask(x, mask, lengths, num_channels, id(communicator))
     return checked
 
 
@@ -191,15 +184,14 @@ def _forward_sums(*arguments: Any) -> list[Tensor]:
     """The coefficients of the output, and the numbers of `BatchStatistics`. Collective."""
     i, num_channels, communicator, weighting, needed = _input(*arguments)
 
-    def forward(inputs: Sequence[Input], communicator: Communicator, weighting: Weighting) -> Any:
-        return step.forward(
-            list(map(autograd.dense, inputs)), communicator, weighting=weighting,
-            select=_up_to_elements, needs_gradient=needed,
-        )  # fmt: skip
+    def run(i: Input, communicator: Communicator, weighting: Weighting) -> Any:
+        i, verbs = autograd.dense(i), _up_to_elements(i.x)
+        options: Any = {"weighting": weighting, "verbs": verbs, "needs_gradient": needed}
+        return step.forward(i, communicator, **options)
 
     with torch.no_grad(), without_autocast(i.x):
-        ((coefficients, batch),) = functional.forward_all(
-            [i], [num_channels], _communicators[communicator], weighting=weighting, forward=forward
+        coefficients, batch = functional.forward(
+            i, num_channels, _communicators[communicator], weighting=weighting, run=run
         )
     if recompute.in_recomputing():  # with a count of 0, running statistics do not move
         batch = batch._replace(count=torch.zeros_like(batch.count))
@@ -224,8 +216,8 @@ def _backward_sums(dy: Tensor, *arguments: Any) -> list[Tensor]:
     sharing = _communicators[communicator]
     with torch.no_grad(), without_autocast(i.x):
         if torch.is_anomaly_enabled():
-            autograd.find_nan([g], sharing)
-        ((dx, _, *parameters),) = step.backward([g], sharing, select=_up_to_elements)
+            autograd.find_nan(g, sharing)
+        dx, _, *parameters = step.backward(g, sharing, verbs=_up_to_elements(i.x))
     found: Any = dx if needs_dx else ()
     return [i.x.new_empty(0) if p is None else p for p in parameters] + [v.clone() for v in found]
 
@@ -241,9 +233,7 @@ def _mask_like(x: Tensor, *_: Any) -> Tensor:
 )
 def _mask(x: Tensor, mask: Any, lengths: Any, num_channels: int, communicator: int) -> Tensor:
     """The engine's mask. Collective if it raises."""
-    checked: Any = functional.mask_of(
-        x, mask, lengths, [num_channels], _communicators[communicator]
-    )
+    checked: Any = functional.mask_of(x, mask, lengths, num_channels, _communicators[communicator])
     # New memory, as an operator's output must be, with the strides that the compiler is told.
     return checked.clone(memory_format=torch.contiguous_format)
 

@@ -9,7 +9,7 @@ placements of the input.
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -31,32 +31,24 @@ def among(tensors: Iterable[Any], /) -> bool:
     return module is not None and module.DTensor in [type(t) for t in tensors]
 
 
-def forward_all(
-    function: Callable[..., list[tuple[Tensor, BatchStatistics]]],
-    inputs: Sequence[Input],
-    num_channels: Sequence[int | None],
+def forward(
+    function: Callable[..., tuple[Tensor, BatchStatistics]],
+    i: Input,
+    num_channels: int | None,
     communicator: Communicator,
-) -> list[tuple[Tensor, BatchStatistics]]:
+) -> tuple[Tensor, BatchStatistics]:
     """Apply `function` to the local tensors and the ranks that share. Collective.
 
-    The outputs are DTensors like the inputs.
+    The output is a DTensor like the input.
     """
-    layouts = {_layout(i.x) for i in inputs}
-    if len(layouts) > 1:
-        raise ValueError(
-            "inputs that share a message must be shared over the same dimensions of a mesh: got "
-            f"placements {[getattr(i.x, 'placements', None) for i in inputs]}. Call the layers one "
-            "by one."
-        )
-    ((mesh, sharing),) = layouts
+    mesh, sharing = _layout(i.x)
     if mesh is not None:
         if not isinstance(communicator, Conversation):  # evaluation without running statistics
             communicator = _along(mesh, sharing)
         elif isinstance(communicator.wrapped, DefaultCommunicator):
             communicator = communicator.over(_along(mesh, sharing))
-    local = [_localize(i, mesh, sharing) for i in inputs]
-    results = function(local, num_channels, communicator)
-    return [(_like(i.x, y), batch) for i, (y, batch) in zip(inputs, results, strict=True)]
+    y, batch = function(_localize(i, mesh, sharing), num_channels, communicator)
+    return _like(i.x, y), batch
 
 
 def evaluate(function: Callable[..., Tensor], x: Tensor, /, *parameters: Tensor | None) -> Tensor:

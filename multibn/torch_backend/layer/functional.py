@@ -1,7 +1,7 @@
 """Synchronized batch normalization as a differentiable function of tensors."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -101,13 +101,13 @@ def sync_batch_norm(
         check_eps(eps)
         check_choice("weighting", weighting, Weighting)
         check_choice("nonfinite", nonfinite, Nonfinite)
-        num_channels = [_channels_of(weight, bias)]
+        num_channels = _channels_of(weight, bias)
     except (TypeError, ValueError) as error:
-        refuse(error, [x], [None], communicator)
+        refuse(error, x, None, communicator)
     options |= {"eps": eps, "weighting": weighting}
     mask = mask_of(x, mask, lengths, num_channels, communicator)
     i = Input(x, weight, bias, eps, all_but_channels(x), mask=mask)
-    ((y, batch),) = forward_all([i], num_channels, communicator, weighting=weighting)
+    y, batch = forward(i, num_channels, communicator, weighting=weighting)
     return y, BatchStatistics(*(v.clone() for v in batch))  # the backward pass reads the others
 
 
@@ -127,12 +127,9 @@ def _channels_of(weight: Any, bias: Any) -> int | None:
 
 
 def mask_of(
-    x: Any, mask: Any, lengths: Any, num_channels: Sequence[int | None], communicator: Communicator
+    x: Any, mask: Any, lengths: Any, num_channels: int | None, communicator: Communicator
 ) -> Tensor | None:
-    """The engine's mask for `x`, see `masks.checked`.
-
-    Collective if it raises, see `refuse`: `num_channels` are those of all inputs in a message.
-    """
+    """The engine's mask for `x`, see `masks.checked`. Collective if it raises, see `refuse`."""
     if mask is None and lengths is None:
         return None
     try:
@@ -141,30 +138,28 @@ def mask_of(
         check_dense("`lengths`", lengths)
         return masks.checked(x, mask, lengths, axis=all_but_channels(x))
     except (TypeError, ValueError) as error:
-        refuse(error, [x] * len(num_channels), num_channels, communicator)
+        refuse(error, x, num_channels, communicator)
 
 
-def forward_all(
-    inputs: Sequence[Input],
-    num_channels: Sequence[int | None],
+def forward(
+    i: Input,
+    num_channels: int | None,
     communicator: Communicator,
     /,
     *,
     weighting: Weighting,
-    forward: Callable[..., Any] = autograd.forward,
-) -> list[tuple[Tensor, BatchStatistics]]:
-    """Check several inputs and normalize them, with one message each way. Collective.
+    run: Callable[..., Any] = autograd.forward,
+) -> tuple[Tensor, BatchStatistics]:
+    """Check an input and normalize it, with one message each way. Collective.
 
-    `num_channels` has the required channels of each input, see `check_input`; `forward` is the
-    pass, in which no derivative is asked for by torch.func or in forward mode.
+    `num_channels` are required of the input, see `check_input`; `run` is the pass, in which no
+    derivative is asked for by torch.func or in forward mode.
     """
-    for i in inputs:
-        if dtensors.among(i[:3]):
-            for whole, n in zip(inputs, num_channels, strict=True):
-                if dtensors.among([whole.x]):
-                    check_input(whole.x, n)  # not each rank's part, so that all ranks raise
-            function = partial(forward_all, weighting=weighting)
-            return dtensors.forward_all(function, inputs, num_channels, communicator)
+    if dtensors.among(i[:3]):
+        if dtensors.among([i.x]):
+            check_input(i.x, num_channels)  # not each rank's part, so that all ranks raise
+        function = partial(forward, weighting=weighting)
+        return dtensors.forward(function, i, num_channels, communicator)
     ddp: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if ddp is not None:
         refuse_ddp_join(ddp, communicator)
@@ -174,15 +169,15 @@ def forward_all(
             "layers that compute statistics of a batch. Call model.eval() first, or trace a copy "
             "of the model after revert_sync_batchnorm."
         )
-    for i, n in zip(inputs, num_channels, strict=True):
-        try:
-            check_input(i.x, n)
-            check_options(i)
-        except (TypeError, ValueError) as error:
-            refuse(error, [i.x for i in inputs], num_channels, communicator)
+    try:
+        check_input(i.x, num_channels)
+        check_options(i)
+    except (TypeError, ValueError) as error:
+        refuse(error, i.x, num_channels, communicator)
     if autograd.is_transformed():
-        return autograd.differentiable_forward(inputs, communicator, weighting)
-    return forward(inputs, communicator, weighting)
+        run = autograd.differentiable_forward
+    result: tuple[Tensor, BatchStatistics] = run(i, communicator, weighting)
+    return result
 
 
 def all_but_channels(x: Any, /) -> tuple[int, ...]:
@@ -302,24 +297,19 @@ def refuse_ddp_join(ddp: Any, communicator: Communicator) -> None:
 
 
 def refuse(
-    error: Exception,
-    xs: Sequence[Any],
-    num_channels: Sequence[int | None],
-    communicator: Communicator,
+    error: Exception, x: Any, num_channels: int | None, communicator: Communicator
 ) -> NoReturn:
     """Raise `error`, and let the other ranks raise too. Collective if the channels are known.
 
     The message that the other ranks expect has a length that depends on the channels. Without them
     this rank raises alone.
     """
-    known = [
-        n or (x.shape[1] if isinstance(x, Tensor) and not x.is_nested and x.ndim > 1 else 0)
-        for x, n in zip(xs, num_channels, strict=True)
-    ]
-    if all(known):
-        device = next((x.device for x in xs if isinstance(x, Tensor) and not x.is_meta), None)
-        like = torch.empty(0, device=device)
-        statistics.refuse(communicator, *known, like=like, error=error)
+    is_tensor = isinstance(x, Tensor)
+    if not num_channels and is_tensor and not x.is_nested and x.ndim > 1:
+        num_channels = x.shape[1]
+    if num_channels:
+        like = torch.empty(0, device=x.device if is_tensor and not x.is_meta else None)
+        statistics.refuse(communicator, num_channels, like=like, error=error)
     raise error
 
 

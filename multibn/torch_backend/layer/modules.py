@@ -166,13 +166,9 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
         is_plain = is_dense and self.training and mask is None and lengths is None
         if not is_plain or torch.compiler.is_compiling() or input.ndim not in self._usual:
             return self._forward_special(input, residual, mask=mask, lengths=lengths)
-        ((y, _),) = functional.forward_all(
-            [self._as_input(input, residual)],
-            [self.num_features],
-            self.conversation,
-            weighting=self.weighting,
-        )
-        return y
+        i = self._as_input(input, residual)
+        conversation, weighting = self.conversation, self.weighting
+        return functional.forward(i, self.num_features, conversation, weighting=weighting)[0]
 
     def _forward_special(
         self, input: Any, residual: Tensor | None, *, mask: Tensor | None, lengths: Tensor | None
@@ -187,16 +183,15 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
             return self._evaluate(input, residual, mask, lengths)
         if not self.training:
             conversation = self.alone(input)
-        mask = compiled.mask_of(input, mask, lengths, [self.num_features], conversation)
+        mask = compiled.mask_of(input, mask, lengths, self.num_features, conversation)
         i = self._as_input(input, residual, mask)
-        return self.normalize(i, [self.num_features], conversation)[0]
+        return self.normalize(i, self.num_features, conversation)[0]
 
     def normalize(
-        self, i: Input, num_channels: list[int], conversation: Communicator
+        self, i: Input, num_channels: int, conversation: Communicator
     ) -> tuple[Tensor, BatchStatistics]:
         """The output, and the statistics of the batch. Collective."""
-        (result,) = compiled.forward_all([i], num_channels, conversation, weighting=self.weighting)
-        return result
+        return compiled.forward(i, num_channels, conversation, weighting=self.weighting)
 
     def _evaluate(
         self, input: Any, residual: Tensor | None, mask: Tensor | None, lengths: Tensor | None
@@ -206,7 +201,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
             residual = None if residual is None else residual.to_dense()
             return self._evaluate(input.to_dense(), residual, mask, lengths).to_mkldnn()
         functional.check_input(input, self.num_features)
-        where = compiled.mask_of(input, mask, lengths, [self.num_features], ALONE)
+        where = compiled.mask_of(input, mask, lengths, self.num_features, ALONE)
         x = generic.masked(input, where)  # the gradients of weight and bias would be NaN
         statistics: Any = self.running_mean, self.running_var
         y = functional.normalize_by_running(x, self.weight, self.bias, *statistics, eps=self.eps)
@@ -239,7 +234,7 @@ class SyncBatchNorm(Synchronized, _BatchNorm):
                 self._check_input_dim(input)
         except ValueError as error:
             communicator: Communicator = self.conversation if self.training else ALONE
-            functional.refuse(error, [input], [self.num_features], communicator)
+            functional.refuse(error, input, self.num_features, communicator)
 
     def _check_input_dim(self, input: Tensor) -> None:
         """Accept every input: `forward` checks the rest."""

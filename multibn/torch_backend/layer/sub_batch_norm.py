@@ -107,8 +107,7 @@ class _SubBatchNorm(Synchronized):
         try:
             self._check(input, communicator)
         except (TypeError, ValueError) as error:
-            num_channels = [num_splits * self.num_features]
-            functional.refuse(error, [input], num_channels, communicator)
+            functional.refuse(error, input, num_splits * self.num_features, communicator)
         x = input
         if self.training:  # a view for any strides; sample i is in split i % num_splits, on axis 1
             x = input.unflatten(0, (input.shape[0] // num_splits, num_splits))
@@ -144,9 +143,9 @@ class _SubBatchNorm(Synchronized):
         running: Any = running_of(part, self.running_var_convention)
         i = i._replace(weight=weight, bias=bias, eps=part.eps, running=running)
         # To a pass over all splits together, these are the channels of axis 1.
-        sharing = [i.x.shape[1]], communicator
+        sharing = i.x.shape[1], communicator
         try:
-            ((y, batch),) = compiled.forward_all([i], *sharing, weighting=self.weighting)
+            y, batch = compiled.forward(i, *sharing, weighting=self.weighting)
         except OneValueError as error:
             if not self.training:
                 raise

@@ -1,7 +1,6 @@
 """What all layers that share statistics have: ranks, options, a name, buffers that a step moves."""
 
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -124,35 +123,6 @@ def _name(layer: nn.Module | None) -> str:
     # DistributedDataParallel adds "module" to the path, torch.compile adds "_orig_mod".
     steps = [step for step in path.split(".") if step not in ("module", "_orig_mod")]
     return ".".join(steps) or type(layer).__qualname__
-
-
-# For each first layer, the conversations of that layer with others. They last as long as the layer:
-# a new conversation in each step would compare the ranks in each step.
-_merged: weakref.WeakKeyDictionary[Conversation, dict[tuple[Any, ...], Conversation]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def shared_conversation(layers: Sequence[Synchronized]) -> Conversation:
-    """The communicator for messages of all `layers` together."""
-    parts = [layer.conversation for layer in layers]
-    if len(parts) == 1:
-        return parts[0]
-    known = _merged.setdefault(parts[0], {})
-    key = tuple(weakref.ref(part) for part in parts[1:])
-    if key not in known:
-        names = [part.name for part in parts]
-        options = [(name, part.options) for name, part in zip(names, parts, strict=True)]
-        group, built = parts[0].wrapped, parts[0].built
-        known[key] = Conversation(
-            group,
-            lambda: ", ".join(names),
-            built=built,
-            options=lambda: {f"{k} of {n}": v for n, of in options for k, v in of().items()},
-            num_layers=len(parts),
-        )
-        known[key].names = names
-    return known[key]
 
 
 def running_of(

@@ -36,7 +36,6 @@ from multibn.torch_backend import (
     SubBatchNorm2d,
     SyncBatchNorm,
     convert_sync_batchnorm,
-    normalize_together,
     sync_batch_norm,
 )
 from tests.harness.runs import on
@@ -205,8 +204,8 @@ def check_residual_relu_and_second_order_equal_one_process(world: Communicator) 
             layer(part, wrong)
 
 
-def check_functions_groups_and_shared_messages_take_dtensors(world: Communicator) -> None:
-    """The function, layers that share a message, a group layer, an input still under way."""
+def check_the_function_takes_dtensors(world: Communicator) -> None:
+    """And layers, of an input still under way, and without running statistics."""
     mesh = _mesh(2, 2)
     x = _place(_whole(0), mesh, BOTH)
     expected = _expected(_layer(), 1)[0]
@@ -216,13 +215,6 @@ def check_functions_groups_and_shared_messages_take_dtensors(world: Communicator
     under_way = _place(_whole(0), mesh, [Replicate(), Shard(3)])
     under_way = under_way.redistribute(placements=[Shard(0), Shard(0)], async_op=True)
     _compare({"y": layer(under_way)}, {"y": expected.y[0]}, "under way")
-    pair = [_layer(), _layer()]
-    for y in normalize_together(pair, [x, x]):
-        _compare({"y": y}, {"y": expected.y[0]}, "together")
-    with pytest.raises(
-        ValueError, match=r"shared over the same dimensions .*\[\(Shard\(dim=0\), Shard"
-    ):
-        normalize_together(pair, [x, _place(_whole(0), mesh, [Shard(0), Replicate()])])
     no_buffers = _layer(track_running_stats=False).eval()
     _compare({"y": no_buffers(x)}, {"y": expected.y[0]}, "no running statistics")
 

@@ -32,7 +32,6 @@ from torch.utils import _pytree as pytree  # noqa: E402
 from multibn.torch_backend import (  # noqa: E402
     SubBatchNorm1d,
     SyncBatchNorm,
-    normalize_together,
     sync_batch_norm,
 )
 
@@ -270,19 +269,6 @@ def test_a_bias_alone_can_be_mapped() -> None:
         return sync_batch_norm(X, None, b)[0]
 
     _assert_equal(vmap(function)(X), torch.stack([function(b) for b in X]))
-
-
-def test_layers_together_equal_layers_apart() -> None:
-    layers = [SyncBatchNorm(n, dtype=torch.float64, track_running_stats=False) for n in (C, 2)]
-
-    def together(x: torch.Tensor) -> Any:
-        return normalize_together(layers, [x, x[:, :2] * 3])
-
-    def apart(x: torch.Tensor) -> Any:
-        return [layers[0](x), layers[1](x[:, :2] * 3)]
-
-    for transform in (lambda f: jvp(f, (X,), (V,)), lambda f: hessian(f)(X), lambda f: vmap(f)(XS)):
-        _assert_equal(transform(together), transform(apart))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

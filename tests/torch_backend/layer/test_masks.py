@@ -22,7 +22,6 @@ from multibn.torch_backend import (  # noqa: E402
     SyncBatchNorm,
     convert_sub_batchnorm,
     join,
-    normalize_together,
     sync_batch_norm,
     update_bn_stats,
 )
@@ -128,18 +127,6 @@ def test_the_function_takes_masks_and_lengths() -> None:
     for options in (wrong, wrong | {"mask": mask}):
         with pytest.raises(ValueError, match="`weighting` must be one of 'element', 'sample', 'r"):
             sync_batch_norm(x, **options)
-
-
-def test_normalize_together_takes_a_mask_for_each_layer() -> None:
-    x, _, mask = batch(0)
-    others = torch.randn(4, 2, 5).double()
-    layers = [layer_of(), SyncBatchNorm(2, process_group=ALONE).double()]
-    y, other = normalize_together(layers, [x, others], masks=[mask, None])
-    assert relative_error(y.detach(), layer_of()(x, mask=mask).detach()) < 1e-11
-    plain = SyncBatchNorm(2, process_group=ALONE).double()
-    assert relative_error(other.detach(), plain(others).detach()) < 1e-11
-    with pytest.raises(ValueError, match="for each: got 2 layers, 2 inputs and 1 masks"):
-        normalize_together(layers, [x, others], masks=[mask])
 
 
 class Masked(nn.Module):
@@ -255,20 +242,13 @@ def test_a_mask_that_leaves_nothing_is_an_error_on_every_rank(weighting: Any) ->
     run_ranks(2, train)
 
 
-def test_no_layer_of_a_message_moves_if_a_mask_leaves_nothing_of_another() -> None:
-    layers = [SyncBatchNorm(3) for _ in range(2)]
+def test_no_part_moves_if_a_mask_leaves_nothing_of_another() -> None:
     parts = convert_sub_batchnorm(SyncBatchNorm(3), 2)
-    nothing = torch.zeros(4, L) > 0
     second = (torch.arange(4) > 1)[:, None].expand(4, L)
-    for run in (
-        lambda: normalize_together(layers, [X, X], masks=[None, nothing]),
-        lambda: parts(X, mask=second),
-    ):
-        with pytest.raises(ValueError, match="must leave an element of the batch"):
-            run()
-    for layer in (*layers, parts):
-        assert layer.num_batches_tracked == 0
-        assert not layer.running_mean.any()
+    with pytest.raises(ValueError, match="must leave an element of the batch"):
+        parts(X, mask=second)
+    assert parts.num_batches_tracked == 0
+    assert not parts.running_mean.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.uint16, torch.uint64])

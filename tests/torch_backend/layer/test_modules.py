@@ -18,7 +18,6 @@ from torch import Tensor, nn  # noqa: E402
 from multibn.torch_backend import (  # noqa: E402
     SubBatchNorm1d,
     SyncBatchNorm,
-    normalize_together,
     sync_batch_norm,
 )
 
@@ -100,7 +99,6 @@ def test_nested_tensors_are_refused() -> None:
         lambda x, group: SyncBatchNorm(3, process_group=group)(x),
         lambda x, group: sync_batch_norm(x, torch.ones(3), process_group=group),
         lambda x, group: SubBatchNorm1d(2, 3, process_group=group)(x),
-        lambda x, group: normalize_together([SyncBatchNorm(3, process_group=group)], [x]),
     ]
     message = "the input must be a dense tensor: got a nested one of layout torch.strided"
     for call in calls:

@@ -22,7 +22,6 @@ from multibn.torch_backend import (  # noqa: E402
     SyncBatchNorm,
     convert_sub_batchnorm,
     convert_sync_batchnorm,
-    normalize_together,
     step_statistics,
     sync_batch_norm,
     update_bn_stats,
@@ -53,7 +52,6 @@ FORMS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "plain": lambda layer, x: layer(x),
     "residual": lambda layer, x: layer(x, torch.ones_like(x)),
     "masked": lambda layer, x: layer(x, mask=torch.ones(len(x), 1, 1, dtype=torch.bool)),
-    "together": lambda layer, x: normalize_together([layer, layer], [x, x])[0],
     "compiled": lambda layer, x: torch.compile(layer, backend="aot_eager")(x),
     "transformed": lambda layer, x: torch.func.vmap(lambda v: v)(layer(x)),
 }
@@ -198,15 +196,3 @@ def test_a_population_has_the_batches_that_a_later_layer_skips(is_function: bool
     later = nn.Sequential(nn.Hardtanh(-0.1, 0.1), nn.Threshold(0.1, torch.inf))
     update_bn_stats(nn.Sequential(first, later, _Untracked(is_function)), xs, progress=False)
     torch.testing.assert_close(first.running_mean, torch.cat(xs).mean(0))
-
-
-@pytest.mark.filterwarnings("ignore:rank . of 1 has skipped:RuntimeWarning")
-def test_layers_of_one_message_are_skipped_together() -> None:
-    layers = [SyncBatchNorm(3, momentum=None) for _ in range(2)]
-    good = bad().nan_to_num(posinf=1.0)
-    normalize_together(layers, [good, good])
-    before = [state(layer) for layer in layers]
-    for layer in layers:
-        layer.nonfinite = "skip"  # after the first message, as for a scaler that comes later
-    assert all(y.isnan().all() for y in normalize_together(layers, [bad(), good]))
-    assert_same([state(layer) for layer in layers], before)
