@@ -73,7 +73,7 @@ class _SyncBatchNorm(torch.autograd.Function):
     ) -> tuple[Tensor, BatchStatistics]:
         # torch looks at each argument of this function, so that four are in one.
         i, communicator, weighting, needed = call
-        i = i if i.x.is_cpu else dense(i)
+        i = dense(i)
         with without_autocast(i.x):
             y, batch = step.forward(i, communicator, weighting=weighting, needs_gradient=needed)
         # The statistics have no gradient, and torch takes a microsecond to save a tensor.
@@ -85,18 +85,17 @@ class _SyncBatchNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mask, y = ctx.saved_tensors
-        _, needs_dx, *needs_others = ctx.needs_input_grad
+        _, *needed = ctx.needs_input_grad
         communicator, weighting, batch, kept = ctx.call
         i = Input(*_in_order((*kept, x, weight, bias, mask, None, None)))
-        g = Gradient(grad_outputs[0], i, batch, y, needs_dx)
+        g = Gradient(grad_outputs[0], i, batch, y, needed[0])
         with without_autocast(x):
             if _needs_graph(g.dy):
-                needed = needs_dx, *needs_others
                 return None, *_differentiable_backward(g, needed, communicator, weighting)
             if torch.is_anomaly_enabled():
                 find_nan(g, communicator)
             dx, dresidual, dweight, dbias = step.backward(g, communicator)
-            if dresidual is None and needs_others[-1]:
+            if dresidual is None and needed[3]:
                 dresidual = generic.residual_gradient(g)
         return None, dx, dweight, dbias, dresidual
 
