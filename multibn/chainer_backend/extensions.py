@@ -155,8 +155,6 @@ class FinetunePopulationStatistics(training.Extension):
 class _Norm:
     """A batch normalization link, with the population of its inputs."""
 
-    own_forward = False
-
     def __init__(self, link: Any) -> None:
         self.link = link
         self.estimator = Population(link.avg_mean)
@@ -194,7 +192,7 @@ def _norms(target: chainer.Link) -> list[_Norm]:
 
 
 class _Watch(chainer.LinkHook):
-    """Shows the links' inputs to a pass."""
+    """Notes the links' calls in a pass, and adds the inputs of Chainer's own links."""
 
     name = "FinetunePopulationStatistics"
 
@@ -209,9 +207,8 @@ class _Watch(chainer.LinkHook):
             return
         x = functions.standard_layout(input_of(args.args, args.kwargs))
         layout = norm.link.avg_mean.shape, norm.link.axis
-        elements = {name: args.kwargs.get(name) for name in ("mask", "lengths")}
         try:
-            axis, mask = functions.check_input(x, *layout, SingleProcess(), **elements)
+            axis, _ = functions.check_input(x, *layout, SingleProcess())
         except (TypeError, ValueError):
             return  # the link will raise, and tell the other ranks
         x = chainer.as_array(x)
@@ -220,7 +217,8 @@ class _Watch(chainer.LinkHook):
         empty = chainer.backend.get_array_module(x).empty(shape, x.dtype)
         kwargs = {k: v for k, v in args.kwargs.items() if k == "finetune"}
         self._run.repeat(partial(norm.visit, empty, kwargs))
-        self._run.show(norm, x, axis, mask)
+        if isinstance(norm.link, L.BatchNormalization):
+            norm.estimator.add(norm.estimator.sums_of(x, axis=axis))
 
 
 @contextmanager

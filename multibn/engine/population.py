@@ -89,8 +89,8 @@ class PopulationEstimator:
 
     def __init__(self, like: Array, /) -> None:
         wide = generic.as_wide(like)
-        xp, self._shape = array_namespace(wide), tuple(wide.shape)
-        length = forward_payload(math.prod(self._shape))  # the sum of the batches' payloads
+        xp, self.shape = array_namespace(wide), tuple(wide.shape)
+        length = forward_payload(math.prod(self.shape))  # the sum of the batches' payloads
         self._sums = xp.zeros(length, dtype=wide.dtype, device=device(wide))
 
     def update(self, moments: Moments, /) -> None:
@@ -115,7 +115,7 @@ class PopulationEstimator:
         """
         count = self._sums[-1]
         communicator = SingleProcess() if communicator is None else communicator
-        return total(self._sums, self._shape, count, count, communicator)
+        return total(self._sums, self.shape, count, count, communicator)
 
 
 class Pool:

@@ -10,11 +10,11 @@ from multibn._arrays import array_namespace
 from multibn._progress import progress as show_progress
 from multibn._typing import Array
 from multibn.communicators import Communicator
-from multibn.communicators.outcomes import layer_of, skips
+from multibn.communicators.outcomes import layer_of
 from multibn.engine.lockstep import END, Lockstep, Step
 from multibn.engine.population import PopulationEstimator, running_variance
 from multibn.engine.recompute import Taping
-from multibn.engine.statistics import BatchStatistics
+from multibn.engine.statistics import BatchStatistics, reduced_axes
 
 # New running mean and variance, and whether any rank had data.
 Estimate: TypeAlias = tuple[Array, Array, Any]
@@ -45,10 +45,10 @@ class Pass(Taping):
     """A run of a model without gradients over the batches of all ranks of `communicator`.
 
     `layers` are all that share statistics or have running statistics: each has a `communicator`, an
-    `estimator` as `Population` or None, and `write(mean, var)`. The inputs of a layer are shown by
-    its backend, or, of one that has `own_forward`, are those of its messages: this forward pass may
-    normalize something else than its arguments. A rank without a batch repeats the visits of its
-    last batch, for which the other ranks' layers wait.
+    `estimator` as `Population` or None, and `write(mean, var)`. The inputs of the layers of this
+    package are those of their messages; the backends add those of the frameworks' own layers. A
+    rank without a batch repeats the visits of its last batch, for which the other ranks' layers
+    wait.
     """
 
     def __init__(self, layers: Sequence[Any], communicator: Communicator, words: Words) -> None:
@@ -57,40 +57,26 @@ class Pass(Taping):
         self._visits: list[Callable[[], object]] = []
         self._tracked = [layer for layer in layers if layer.estimator is not None]
         self._estimates: list[Estimate] = []
-        # Of batches that their layers may skip: the layer, and what the batch adds.
-        self._unsure: list[tuple[Any, Array]] = []
-        self._own = {
-            layer_of(layer.communicator).built: layer
-            for layer in self._tracked
-            if layer.own_forward
-        }
+        conversations = [(layer_of(layer.communicator), layer) for layer in self._tracked]
+        self._by_built = {of.built: layer for of, layer in conversations if of is not None}
 
     def repeat(self, visit: Callable[[], object]) -> None:
         """Note a call of a layer that other ranks wait for; `visit` has an empty batch."""
         self._visits.append(visit)
 
-    def show(self, layer: Any, x: Array, axis: tuple[int, ...], mask: Array | None) -> None:
-        """Add the input of a call of `layer`, which has no `own_forward`."""
-        if layer.estimator is None:
-            return
-        sums = layer.estimator.sums_of(x, axis=axis, mask=mask)
-        if skips(layer.communicator, x.dtype):  # as the layer's message will tell
-            self._unsure.append((layer, sums))
-        else:
-            layer.estimator.add(sums)
-
     def keep(self, batch: BatchStatistics, i: Any, communicator: Any) -> None:
-        """Hear of a message of a step: what it has summed, for which input and layer."""
+        """Add the input of a layer's message, unless the layer has skipped the batch."""
         found = layer_of(communicator)
-        built = found and found.built
-        for n in reversed(range(len(self._unsure))):  # the layer's latest call sends now
-            layer, sums = self._unsure[n]
-            if layer_of(layer.communicator).built is built:
-                self._unsure[n] = layer, _unless_skipped(sums, batch)
-                break
-        if layer := self._own.get(built):
-            sums = layer.estimator.sums_of(i.x, axis=i.axis)
-            layer.estimator.add(_unless_skipped(sums, batch))
+        layer = self._by_built.get(found and found.built)
+        if layer is None:
+            return
+        channel_axes = [k for k in range(i.x.ndim) if k not in i.axis]
+        num_splits = batch.mean.ndim - len(layer.estimator.shape)  # axes of a batch's splits
+        axis = reduced_axes(i.x.ndim, channel_axes[num_splits:])
+        sums = layer.estimator.sums_of(i.x, axis=axis, mask=i.mask)
+        xp = array_namespace(sums)
+        is_skipped = xp.any(xp.isnan(batch.mean))
+        layer.estimator.add(xp.where(is_skipped, xp.zeros_like(sums), sums))
 
     def run(
         self,
@@ -126,9 +112,6 @@ class Pass(Taping):
                         for visit in last_pass:
                             visit()
                         self._visits = last_pass
-                for layer, sums in self._unsure:
-                    layer.estimator.add(sums)
-                self._unsure = []
                 num_steps += 1
                 num_batches += step.batch is not END
                 samples += step.amount
@@ -160,12 +143,6 @@ class Pass(Taping):
                 f"got none on rank(s) {np.flatnonzero(~step.occupied).tolist()} of "
                 f"{len(step.occupied)}. Share the data among fewer ranks, {otherwise}."
             )
-
-
-def _unless_skipped(sums: Array, batch: BatchStatistics) -> Array:
-    """What a batch adds to a population: nothing, if its layer has skipped the batch."""
-    xp = array_namespace(sums)
-    return xp.where(xp.any(xp.isnan(batch.mean)), xp.zeros_like(sums), sums)
 
 
 def input_of(args: Sequence[Any], kwargs: Mapping[str, Any], /) -> Any:

@@ -74,7 +74,8 @@ def update_bn_stats(
         for batches of any sizes; the variance is unbiased, times N/(N-1) with N these elements per
         channel. `"mean_of_var"` (mmpretrain): the means over batches and ranks of the batches'
         means and unbiased variances; it leaves out the variance between batches, and all batches
-        have the same weight. A batch of a synchronized layer is that of all its ranks.
+        have the same weight. A batch of a synchronized layer is that of all its ranks, of a layer
+        of `convert_sub_batchnorm` one of its parts.
     forward_fn
         Called as `forward_fn(model, batch)`. Default: `model(batch)`, or `model(batch[0])` for a
         tuple or list.

@@ -11,7 +11,6 @@ from torch.utils.hooks import RemovableHandle
 from multibn.communicators import Communicator, SingleProcess, as_communicator
 from multibn.communicators.conversation import during
 from multibn.communicators.outcomes import skips
-from multibn.engine import masks
 from multibn.engine.population import PopulationEstimator, running_variance
 from multibn.engine.precise import Estimate, Pass, Population, input_of
 from multibn.engine.statistics import aggregate, local_moments
@@ -44,7 +43,7 @@ class MeanOfVar(PopulationEstimator):
 
     def estimate(self, communicator: Communicator, /) -> Estimate:
         sums = communicator.allreduce(self._sums)
-        mean, var = generic.split_sums(sums / sums[-1].clamp(min=1), self._shape)
+        mean, var = generic.split_sums(sums / sums[-1].clamp(min=1), self.shape)
         return mean, var, sums[-1] > 0
 
 
@@ -62,10 +61,8 @@ class WatchedNorm:
         self.name = name or type(module).__name__
         self.module = module
         self.communicator: Communicator = SingleProcess()
-        self.own_forward = False
         if isinstance(module, Synchronized):
             self.communicator = module.conversation
-            self.own_forward = hasattr(module, "own_forward")  # of a converted layer
         elif isinstance(module, nn.SyncBatchNorm):
             self.communicator = as_communicator(module.process_group)
         self.num_features = norms[0].num_features
@@ -79,24 +76,24 @@ class WatchedNorm:
             )
 
     def watched(self, run: Pass) -> RemovableHandle:
-        """Show each input to `run`, with a call with such an empty input."""
+        """Note each call in `run`, and add the inputs of torch's own layers."""
         is_shared = self.communicator.size > 1
+        is_own = isinstance(self.module, Synchronized)
+        # An empty batch needs no mask; a forward pass of a class's own may need its arguments.
+        dropped = () if hasattr(self.module, "own_forward") else ("mask", "lengths")
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x, options = input_of(args, kwargs), kwargs
-            if not self.own_forward:
+            x = input_of(args, kwargs)
+            if not is_own and self.estimator is not None:
                 try:
                     functional.check_input(x, self.num_features)
-                    axis = functional.all_but_channels(x)
-                    where = kwargs.get("mask"), kwargs.get("lengths")
-                    mask = masks.checked(x, *where, axis=axis)
                 except (TypeError, ValueError):
-                    return  # the layer will raise, and tell the other ranks
+                    return  # the layer will raise
                 with without_autocast(x):
-                    run.show(self, x.detach(), axis, mask)
-                options = {k: v for k, v in kwargs.items() if k not in ("mask", "lengths")}
-                options |= {} if mask is None else {"mask": mask.flatten(0, 1)}
+                    sums = self.estimator.sums_of(x.detach(), axis=functional.all_but_channels(x))
+                    self.estimator.add(sums)
             if is_shared:
+                options = {k: v for k, v in kwargs.items() if k not in dropped}
                 run.repeat(_call_with_no_sample(module, x, args, options))
 
         return self.module.register_forward_pre_hook(note, with_kwargs=True)
