@@ -83,12 +83,12 @@ def finish_forward(
         plan is None
         or not fit(plan.device, (plan.payload,), (summed,))
         or not fit(plan.device, plan.shape, (), (weight, bias))
+        or not (running is None or movable(running, plan))
     ):
         return generic.finish_forward(i, summed, rank_weight, count)
     is_many = isinstance(count, float) and count > 1.0
     state = RIGHT if summed.is_cuda and is_many else generic.state(summed, count)
-    moves = running is not None and state == RIGHT
-    moved = running if moves and movable(running, summed, plan.channels, count) else None
+    moved = running if state == RIGHT else None
     shape, C, new = plan.shape, plan.channels, summed.new_empty
     batch = BatchStatistics(new(shape), new(shape), new(()), new(()))
     coefficients = new((5, C), dtype=plan.dtype)
@@ -98,10 +98,7 @@ def finish_forward(
     arguments = summed, *batch, weight, bias, coefficients, *arrays, *numbers
     key = weight is None or weight.dtype, bias is None or bias.dtype, plan.dtype, masked, *key
     launch(steps.finish_forward, programs, arguments, constants, ("forward", *key), _known)
-    y = _normalize(plan, i, coefficients)
-    if moves and moved is None:
-        generic.move(running, *batch[:3], count)
-    return y, batch, state
+    return _normalize(plan, i, coefficients), batch, state
 
 
 def begin_backward(g: Gradient, /, *, out: Message | None = None) -> tuple[Any, ...]:
@@ -109,10 +106,11 @@ def begin_backward(g: Gradient, /, *, out: Message | None = None) -> tuple[Any, 
 
     Also returns what `finish_backward` goes on from.
     """
-    i, plan = g.input, _plan_backward(g)
-    if plan is None:
+    i, about, plan = g.input, g.batch[:2], _plan(g.input)
+    parameters = i.weight, i.bias
+    if plan is None or not fit(plan.device, plan.shape, about, parameters):
         return generic.begin_backward(g, out=out)
-    statistics = g.batch.mean, g.batch.var, i.weight, i.bias
+    statistics = *about, *parameters
     programs, sizes, splits, constants, known = plan.sums
     coefficients = None
     if i.relu and g.y is None:
@@ -135,19 +133,13 @@ def begin_backward(g: Gradient, /, *, out: Message | None = None) -> tuple[Any, 
 def finish_backward(
     g: Gradient, summed: Tensor, begun: Any = None, /
 ) -> tuple[Tensor, Tensor | None]:
-    """As `generic.finish_backward`; one launch, two without what `begin_backward` returned last."""
-    i, (mean, var), x = g.input, g.batch[:2], g.input.x
+    """As `generic.finish_backward`; one launch. `begun` is what `begin_backward` returned last."""
+    x, numbers = g.input.x, (2 * g.batch.mean.numel(),)
     factor = number(g.batch.element_weight, x)
-    fits = factor is not None and fit(x.device, (2 * mean.numel(),), (summed,))
-    if fits and begun is None:
-        plan = _plan_backward(g)
-        if plan is not None:
-            about = mean, var, i.weight, i.bias, i.eps, plan.dtype
-            begun = plan, *_inputs(g), coefficients_of(*about)
-    if not fits or begun is None:
+    if begun is None or factor is None or not fit(x.device, numbers, (summed,)):
         return generic.finish_backward(g, summed)
     plan, inputs, key, coefficients = begun
-    programs, sizes, _, constants, known = plan.elementwise[i.relu]
+    programs, sizes, _, constants, known = plan.elementwise[g.input.relu]
     dx = torch.empty_like(x)
     dresidual = None if g.y is None else torch.empty_like(x)
     arguments = *inputs, coefficients, dx, dresidual, summed, factor, *sizes
@@ -193,14 +185,13 @@ def coefficients_of(
     return coefficients
 
 
-def movable(running: Running, like: Tensor, C: int, local_count: Any) -> bool:
-    """Whether the kernels can move these running statistics by those of C channels."""
+def movable(running: Running, plan: "_Plan") -> bool:
+    """Whether the kernels can move these running statistics."""
     mean, var, counter = running.mean, running.var, running.num_batches
     return (
-        mean.numel() == C
-        and fit(like.device, mean.shape, parameters=(mean, var))
-        and (counter is None or fit(like.device, (), counters=(counter,)))
-        and not (running.convention == "unbiased_local" and isinstance(local_count, Tensor))
+        mean.numel() == plan.channels
+        and fit(plan.device, mean.shape, parameters=(mean, var))
+        and (counter is None or fit(plan.device, (), counters=(counter,)))
         # Not in a loop: this is asked in each step.
         and not (mean.is_inference() or var.is_inference())
         and (counter is None or not counter.is_inference())
@@ -209,7 +200,7 @@ def movable(running: Running, like: Tensor, C: int, local_count: Any) -> bool:
 
 def _moved(
     running: Running | None, local_count: Any, C: int
-) -> tuple[tuple[Any, ...], tuple[int, int], int, dict[str, Any], tuple[Any, ...]]:
+) -> tuple[tuple[Any, ...], tuple[int, Any], int, dict[str, Any], tuple[Any, ...]]:
     """Arrays and numbers of `steps`, how many programs, constants, part of a key."""
     programs, constants = -(-C // _BLOCK), _NOT_MOVED
     if running is None:
@@ -218,15 +209,17 @@ def _moved(
     _increment_version((mean, var) if counter is None else (mean, var, counter))
     momentum, convention = running.momentum, running.convention
     is_global = convention == "unbiased_global"  # the kernel then computes the factor
-    factor = 0.0 if is_global else generic.variance_factor(0.0, local_count, convention)
+    factor: Any = 0.0 if is_global else generic.variance_factor(0.0, local_count, convention)
+    of_mask = isinstance(factor, Tensor)
     cumulative = momentum is None and counter is not None
     block = _BLOCK
     if cumulative:  # one program reads and writes the counter
         programs, block = 1, max(triton.next_power_of_2(C), _BLOCK)
     if cumulative or is_global:
         constants = _STEP | {"CUMULATIVE": cumulative, "UNBIASED": is_global, "BLOCK": block}
-    key = mean.dtype, var.dtype, counter is None, cumulative, is_global, block
-    return (mean, var, counter), (bits(momentum or 0.0), bits(factor)), programs, constants, key
+    key = mean.dtype, var.dtype, counter is None, cumulative, is_global, of_mask, block
+    numbers = bits(momentum or 0.0), factor if of_mask else bits(factor)
+    return (mean, var, counter), numbers, programs, constants, key
 
 
 def _message(out: Message | None, like: Tensor, length: int) -> tuple[Tensor, int, int, int]:
@@ -330,13 +323,6 @@ def _plan(i: Input) -> "_Plan | None":
     if i.residual is not None and i.residual.dtype != x.dtype:
         return None
     return _plan_of(x.shape, x.stride(), x.dtype, i.axis, x.device, i.mask is not None)
-
-
-def _plan_backward(g: Gradient) -> "_Plan | None":
-    """As `_plan`, backward."""
-    i, plan = g.input, _plan(g.input)
-    fits = plan is not None and fit(plan.device, plan.shape, g.batch[:2], (i.weight, i.bias))
-    return plan if fits else None
 
 
 @lru_cache(maxsize=1024)

@@ -138,13 +138,12 @@ def finish_backward(
     g: Gradient, summed: Array, taken: Gradient | None = None
 ) -> tuple[Array, Array | None]:
     """As `generic.finish_backward`."""
-    taken = taken or g
-    library = _library(type(taken.input.x))
-    dx = library.empty_like(taken.input.x)
-    dresidual = None if g.y is None else library.empty_like(dx)
+    if taken is None:
+        return generic.finish_backward(g, summed)
+    new = _library(type(taken.input.x)).empty_like
+    dx = new(taken.input.x)
+    dresidual = None if g.y is None else new(dx)
     done = _core.finish_backward(taken, summed, dx, dresidual)
-    if done is None:
-        _, done = _with_copies(_core.finish_backward, taken, summed, dx, dresidual)
     return generic.finish_backward(g, summed) if done is None else (dx, dresidual)
 
 

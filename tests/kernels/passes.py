@@ -178,7 +178,6 @@ def passes(
     found["sums"] = payload
     summed = payload + backward if sums is None else sums
     found["dx"], found["dresidual"] = kernels.finish_backward(g, summed, *begun)
-    found["dx alone"], _ = kernels.finish_backward(g, summed)
     return found
 
 
@@ -224,12 +223,12 @@ def definition(
     summed = found["sums"] + backward if sums is None else exact(sums)
     sum_dy, sum_dy_xhat = (wide(v.reshape(shape)) for v in np.split(summed, [C]))
     dx = wide(i.weight, 1.0) * invstd * (dy - element_weight * (sum_dy + xhat * sum_dy_xhat))
-    found["dx"] = found["dx alone"] = np.where(mask, dx, 0)
+    found["dx"] = np.where(mask, dx, 0)
     found["dresidual"] = dy if i.relu and i.residual is not None else None
     return found
 
 
-NARROW = "y", "normalized", "dx", "dx alone", "dresidual"
+NARROW = "y", "normalized", "dx", "dresidual"
 
 
 def check(

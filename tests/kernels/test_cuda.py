@@ -117,6 +117,7 @@ def test_the_steps_compile_for_a_gpu(
     types = dict.fromkeys(wide, "*fp64") | dict.fromkeys(("partials", "coefficients"), "*fp32")
     types |= dict.fromkeys(parameters, f"*{parameter}") | {"num_batches": "*i64"}
     types |= {"rank_weight": "*fp64"} | dict.fromkeys(numbers, "i64")
+    types |= {"factor": "*fp64"} if parameter == "fp16" else {}
     optional: dict[str, Any] = {} if parameter else dict.fromkeys((*parameters, "num_batches"))
     step: dict[str, Any] = {"BLOCK": 256}
     merge = {"BLOCK": 32, "SPLITS": 8}

@@ -118,12 +118,15 @@ def test_padding(order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     x = data((6, 4, 5, 17)) + np.float32(1e4)
     whole = x.astype("float64")[1::2, :, 1:, 9:15]
     x = as_torch(order(np.where(mask, x, np.float32(math.nan))))
-    i = Input(x, None, None, 0.1, AXIS, mask=as_torch(mask))
+    running = Running(wide(4), wide(4) ** 2, 0.3, "unbiased_local")
+    old = running.var.clone()
+    i = Input(x, None, None, 0.1, AXIS, running=running, mask=as_torch(mask))
     count = number(72.0)
     y, batch, _ = cuda.finish_forward(i, cuda.begin_forward(i, count, count), count, count)
     np.testing.assert_allclose(exact(batch.mean), whole.mean(AXIS), rtol=0, atol=1e-6)
     np.testing.assert_allclose(exact(batch.var), whole.var(AXIS), rtol=1e-6)
     assert (batch.count.item(), batch.element_weight.item()) == (72, 1 / 72)
+    torch.testing.assert_close(running.var, 0.7 * old + 0.3 * batch.var * (72 / 71))
     assert bool((y[~i.mask.expand_as(y)] == 0).all())  # type: ignore[union-attr]
     i = i._replace(mask=i.mask & False)  # type: ignore[operator]
     assert cuda.begin_forward(i, 0 * count, 0 * count).tolist() == [0] * 10

@@ -59,44 +59,27 @@ static PyObject *get_field(Call *call, PyObject *record, int field)
     return found ? found : Py_None;
 }
 
-/* What an array must be for an argument. */
-enum {
-    LIKE_X,
-    MASK,      /* of the memory order of x */
-    CHANNELS,  /* numbers of the channels */
-    AS_MANY,   /* as many numbers as channels, in any shape */
-    WIDE,      /* float64 numbers of the channels */
-    FORWARD,   /* a message */
-    BACKWARD,
-    ONE,       /* float64 number */
-    COUNTER,   /* int64 number */
-    WRITTEN = 16, /* to be added */
-    OPTIONAL = 32,
-};
+enum { ANY_FLOAT = 0, WRITTEN = 1, OPTIONAL = 2 };
 
-/* An array, or NULL for None in place of an optional one. */
-static Parameter take(Call *call, PyObject *object, int kind)
+/* An array of the dtype, shape and memory order of another, or NULL for None in place of an optional one. */
+static void *take_like(Call *call, PyObject *object, const Array *other, int how)
 {
-    const Activation *x = &call->x;
-    const int64_t C = x->sizes[1];
     Array a;
-    int fits = 0;
-    if (call->refused || (object == Py_None && kind & OPTIONAL))
+    if (call->refused || (object == Py_None && how & OPTIONAL))
+        return NULL;
+    call->refused = !look(object, how & WRITTEN, &a) || !is_like(&a, other);
+    return call->refused ? NULL : a.data;
+}
+
+/* `n` numbers in a row, of any shape; None as above. */
+static Parameter take(Call *call, PyObject *object, int dtype, int64_t n, int how)
+{
+    Array a;
+    if (call->refused || (object == Py_None && how & OPTIONAL))
         return (Parameter){0};
-    if (look(object, kind & WRITTEN, &a))
-        switch (kind & ~(WRITTEN | OPTIONAL)) {
-        case LIKE_X: fits = is_like(&a, &x->a); break;
-        case MASK: fits = is_like(&a, &x->mask); break;
-        case CHANNELS: fits = number_of(a.dtype) >= 0 && is_per_channel(&a, x); break;
-        case AS_MANY: fits = number_of(a.dtype) >= 0 && contiguous(&a) == C; break;
-        case WIDE: fits = a.dtype == FLOAT64 && is_per_channel(&a, x); break;
-        case FORWARD: fits = a.dtype == FLOAT64 && a.ndim == 1 && contiguous(&a) == 2 * C + NUM_SCALARS; break;
-        case BACKWARD: fits = a.dtype == FLOAT64 && a.ndim == 1 && contiguous(&a) == 2 * C; break;
-        case ONE: fits = a.dtype == FLOAT64 && !a.ndim; break;
-        case COUNTER: fits = a.dtype == INT64 && !a.ndim;
-        }
-    call->refused = !fits;
-    return fits ? (Parameter){a.data, number_of(a.dtype)} : (Parameter){0};
+    call->refused = !look(object, how & WRITTEN, &a) || contiguous(&a) != n ||
+                    (dtype == ANY_FLOAT ? number_of(a.dtype) < 0 : a.dtype != dtype);
+    return call->refused ? (Parameter){0} : (Parameter){a.data, number_of(a.dtype)};
 }
 
 /* A number, also in an array. */
@@ -122,7 +105,7 @@ static void read_input(Call *call, PyObject *i)
     call->dtype = number_of(x->a.dtype);
     call->pass = (Pass){
         .x = x->a.data, .C = C, .S = S, .n1 = N, .c1 = C, .parts = parts_of(N, C, S),
-        .mask = take(call, get_field(call, i, Input_mask), MASK | OPTIONAL).at,
+        .mask = take_like(call, get_field(call, i, Input_mask), &x->mask, OPTIONAL),
     };
 }
 
@@ -135,11 +118,12 @@ static int kind_of(Call *call, PyObject *i)
 /* What a pass reads beside the activations; `written` if a pass is to write mean and variance. */
 static void read_statistics(Call *call, PyObject *i, PyObject *batch, int written)
 {
+    const int64_t C = call->pass.C;
     call->statistics = (Statistics){
-        .mean = take(call, get_field(call, batch, Batch_mean), WIDE | written).at,
-        .var = take(call, get_field(call, batch, Batch_var), WIDE | written).at,
-        .weight = take(call, get_field(call, i, Input_weight), CHANNELS | OPTIONAL),
-        .bias = take(call, get_field(call, i, Input_bias), CHANNELS | OPTIONAL),
+        .mean = take(call, get_field(call, batch, Batch_mean), FLOAT64, C, written).at,
+        .var = take(call, get_field(call, batch, Batch_var), FLOAT64, C, written).at,
+        .weight = take(call, get_field(call, i, Input_weight), ANY_FLOAT, C, OPTIONAL),
+        .bias = take(call, get_field(call, i, Input_bias), ANY_FLOAT, C, OPTIONAL),
         .eps = number(call, get_field(call, i, Input_eps)),
     };
     call->pass.mean = call->statistics.mean;

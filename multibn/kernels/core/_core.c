@@ -69,7 +69,7 @@ static int begin_forward(Call *a, double *memory)
 static void read_begin_forward(Call *a, PyObject *const *args)
 {
     read_input(a, args[0]);
-    a->message = take(a, args[1], FORWARD | WRITTEN).at;
+    a->message = take(a, args[1], FLOAT64, 2 * a->pass.C + NUM_SCALARS, WRITTEN).at;
     a->weight = number(a, args[2]);
     a->count = number(a, args[3]);
 }
@@ -80,8 +80,8 @@ static void read_gradient(Call *a, PyObject *tuple)
 {
     PyObject *i = get_field(a, tuple, Gradient_input), *batch = get_field(a, tuple, Gradient_batch);
     read_input(a, i);
-    a->pass.dy = take(a, get_field(a, tuple, Gradient_dy), LIKE_X).at;
-    a->pass.y = take(a, get_field(a, tuple, Gradient_y), LIKE_X | OPTIONAL).at;
+    a->pass.dy = take_like(a, get_field(a, tuple, Gradient_dy), &a->x.a, 0);
+    a->pass.y = take_like(a, get_field(a, tuple, Gradient_y), &a->x.a, OPTIONAL);
     a->pass.kind = a->pass.y ? SIGN_OF_Y : kind_of(a, i);
     read_statistics(a, i, batch, 0);
 }
@@ -114,9 +114,9 @@ static int begin_backward(Call *a, double *memory)
 static void read_begin_backward(Call *a, PyObject *const *args)
 {
     read_gradient(a, args[0]);
-    a->message = take(a, args[1], BACKWARD | WRITTEN).at;
-    a->dweight = take(a, args[2], CHANNELS | WRITTEN | OPTIONAL);
-    a->dbias = take(a, args[3], CHANNELS | WRITTEN | OPTIONAL);
+    a->message = take(a, args[1], FLOAT64, 2 * a->pass.C, WRITTEN).at;
+    a->dweight = take(a, args[2], ANY_FLOAT, a->pass.C, WRITTEN | OPTIONAL);
+    a->dbias = take(a, args[3], ANY_FLOAT, a->pass.C, WRITTEN | OPTIONAL);
 }
 
 FUNCTION(begin_backward, 4)
@@ -133,10 +133,10 @@ static int normalize(Call *a, double *memory)
 static void read_pass(Call *a, PyObject *const *args, int written)
 {
     read_input(a, args[0]);
-    a->pass.y = take(a, get_field(a, args[0], Input_residual), LIKE_X | OPTIONAL).at;
+    a->pass.y = take_like(a, get_field(a, args[0], Input_residual), &a->x.a, OPTIONAL);
     a->pass.kind = kind_of(a, args[0]);
     read_statistics(a, args[0], args[1], written);
-    a->pass.out = take(a, args[2], LIKE_X | WRITTEN).at;
+    a->pass.out = take_like(a, args[2], &a->x.a, WRITTEN);
 }
 
 /* An Input, BatchStatistics, y. */
@@ -161,18 +161,18 @@ static int finish_forward(Call *a, double *memory)
 static void read_finish_forward(Call *a, PyObject *const *args)
 {
     read_pass(a, args, WRITTEN);
-    a->message = take(a, args[3], FORWARD).at;
+    a->message = take(a, args[3], FLOAT64, 2 * a->pass.C + NUM_SCALARS, 0).at;
     a->weight = number(a, args[4]);
     a->count = number(a, args[5]);
-    a->total = take(a, get_field(a, args[1], Batch_count), ONE | WRITTEN).at;
-    a->element_weight = take(a, get_field(a, args[1], Batch_element_weight), ONE | WRITTEN).at;
+    a->total = take(a, get_field(a, args[1], Batch_count), FLOAT64, 1, WRITTEN).at;
+    a->element_weight = take(a, get_field(a, args[1], Batch_element_weight), FLOAT64, 1, WRITTEN).at;
     PyObject *running = get_field(a, args[0], Input_running);
     if (running == Py_None)
         return;
     Running *r = &a->running;
-    r->mean = take(a, get_field(a, running, Running_mean), AS_MANY | WRITTEN);
-    r->var = take(a, get_field(a, running, Running_var), AS_MANY | WRITTEN);
-    r->num_batches = take(a, get_field(a, running, Running_num_batches), COUNTER | WRITTEN | OPTIONAL).at;
+    r->mean = take(a, get_field(a, running, Running_mean), ANY_FLOAT, a->pass.C, WRITTEN);
+    r->var = take(a, get_field(a, running, Running_var), ANY_FLOAT, a->pass.C, WRITTEN);
+    r->num_batches = take(a, get_field(a, running, Running_num_batches), INT64, 1, WRITTEN | OPTIONAL).at;
     PyObject *momentum = get_field(a, running, Running_momentum);
     r->momentum = momentum == Py_None ? -1 : number(a, momentum);
     if (momentum != Py_None && r->momentum < 0) /* -1 stands for the cumulative average */
@@ -211,10 +211,10 @@ static int finish_backward(Call *a, double *memory)
 static void read_finish_backward(Call *a, PyObject *const *args)
 {
     read_gradient(a, args[0]);
-    a->message = take(a, args[1], BACKWARD).at;
+    a->message = take(a, args[1], FLOAT64, 2 * a->pass.C, 0).at;
     a->weight = number(a, get_field(a, get_field(a, args[0], Gradient_batch), Batch_element_weight));
-    a->pass.out = take(a, args[2], LIKE_X | WRITTEN).at;
-    a->pass.more = take(a, args[3], LIKE_X | WRITTEN | OPTIONAL).at;
+    a->pass.out = take_like(a, args[2], &a->x.a, WRITTEN);
+    a->pass.more = take_like(a, args[3], &a->x.a, WRITTEN | OPTIONAL);
 }
 
 FUNCTION(finish_backward, 4)

@@ -109,15 +109,9 @@ static int is_like(const Array *a, const Array *b)
 
 /* The activation of a pass: dense memory in the order (N, C, S), see layout.py. */
 typedef struct {
-    Array a, mask;                        /* a mask has one channel, and the memory order of the activation */
-    int64_t sizes[3];                     /* S, C, N */
-    int64_t channels[MAX_NDIM], num_axes; /* the shape of a per-channel array */
+    Array a, mask;    /* a mask has one channel, and the memory order of the activation */
+    int64_t sizes[3]; /* S, C, N */
 } Activation;
-
-static int is_per_channel(const Array *a, const Activation *x)
-{
-    return a->ndim == x->num_axes && contiguous(a) >= 0 && !memcmp(a->shape, x->channels, a->ndim * sizeof *a->shape);
-}
 
 static int lay_out(Activation *x, PyObject *axis)
 {
@@ -131,12 +125,11 @@ static int lay_out(Activation *x, PyObject *axis)
             return 0;
         reduced[i] = 1;
     }
-    x->num_axes = 0;
     x->mask = *a;
     x->mask.dtype = BOOL;
     for (int i = 0; i < a->ndim; i++) {
         if (!reduced[i])
-            x->mask.shape[i] = 1, x->channels[x->num_axes++] = a->shape[i];
+            x->mask.shape[i] = 1;
         if (!a->shape[i])
             return 0;
         num += a->shape[i] != 1;
