@@ -88,11 +88,10 @@ class Pass(Taping):
         num_iters: int | None = None,
         num_samples: int | None = None,
         samples_in: Callable[[Any], int] | None = None,
-    ) -> tuple[int, str]:
+    ) -> str:
         """Run `forward` on each batch, then compute the statistics. Collective.
 
-        Returns the number of this rank's batches and, if they ended before `num_iters` or
-        `num_samples`, a sentence that says so.
+        Returns a sentence if the batches ended before `num_iters` or `num_samples`, or nothing.
 
         Raises ValueError on all ranks if layers are shared and one rank never has a batch: only a
         forward pass shows in which order that rank must visit the layers.
@@ -125,7 +124,7 @@ class Pass(Taping):
             ended = f"`num_iters` is {num_iters}: {source} ended after {num_batches} on rank {rank}"
         elif num_samples is not None and not enough and num_steps != num_iters:
             ended = f"`num_samples` is {num_samples}: {source} ended after {samples} on all ranks"
-        return num_batches, f"{ended}. The batches that came were used." if ended else ""
+        return f"{ended}. The batches that came were used." if ended else ""
 
     def write(self) -> Iterator[tuple[Any, bool]]:
         """Write the statistics. Yields each layer that has any, and whether a rank had data."""

@@ -23,7 +23,7 @@ from multibn.kernels import generic
 from multibn.kernels.arguments import RIGHT, BatchStatistics, Gradient, Input, Running
 from multibn.kernels.layout import channels, sizes_in_memory
 from multibn.kernels.triton import passes, steps
-from multibn.kernels.triton.launch import bits, launch, require_launcher
+from multibn.kernels.triton.launch import launch, number, require_launcher
 from multibn.message import Message, backward_payload, forward_payload
 
 if torch.cuda.is_available():
@@ -69,8 +69,8 @@ def begin_forward(i: Input, rank_weight: Any, count: Any, /, *, out: Message | N
     arguments = x, i.mask if i.mask is None else _bytes(i.mask), partials, *sizes
     launch(passes.moments, programs, arguments, constants, key, known)
     numbers, *around = _message(out, partials, plan.payload)
-    masked, *share = _share(rank_weight, count)
-    _merge(steps.merge_moments, (partials, numbers, *share, *around), ("merge_moments", masked))
+    arguments = partials, numbers, number(rank_weight), number(count), *around
+    _merge(steps.merge_moments, arguments, ("merge_moments", isinstance(count, Tensor)))
     return numbers if out is None else out
 
 
@@ -92,11 +92,11 @@ def finish_forward(
     shape, C, new = plan.shape, plan.channels, summed.new_empty
     batch = BatchStatistics(new(shape), new(shape), new(()), new(()))
     coefficients = new((5, C), dtype=plan.dtype)
-    masked, *share = _share(rank_weight, count)
     arrays, how, programs, constants, key = _moved(moved, count, C)
-    numbers = *share, bits(i.eps), *how, C
+    numbers = number(rank_weight), number(count), number(i.eps), *how, C
     arguments = summed, *batch, weight, bias, coefficients, *arrays, *numbers
-    key = weight is None or weight.dtype, bias is None or bias.dtype, plan.dtype, masked, *key
+    key = isinstance(count, Tensor), plan.dtype, *key
+    key = weight is None or weight.dtype, bias is None or bias.dtype, *key
     launch(steps.finish_forward, programs, arguments, constants, ("forward", *key), _known)
     return _normalize(plan, i, coefficients), batch, state
 
@@ -124,7 +124,7 @@ def begin_backward(g: Gradient, /, *, out: Message | None = None) -> tuple[Any, 
     coefficients = partials.new_empty((5, plan.channels))
     dweight = None if i.weight is None else torch.empty_like(i.weight)
     dbias = None if i.bias is None else torch.empty_like(i.bias)
-    arguments = partials, *statistics, coefficients, numbers, dweight, dbias, *around, bits(i.eps)
+    arguments = partials, *statistics, coefficients, numbers, dweight, dbias, *around, number(i.eps)
     own_key = i.weight is None or i.weight.dtype, i.bias is None or i.bias.dtype
     _merge(steps.merge_sums, arguments, ("merge_sums", *own_key))
     return numbers if out is None else out, dweight, dbias, (plan, inputs, key, coefficients)
@@ -135,9 +135,9 @@ def finish_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """As `generic.finish_backward`; one launch. `begun` is what `begin_backward` returned last."""
     x, numbers = g.input.x, (2 * g.batch.mean.numel(),)
-    factor = number(g.batch.element_weight, x)
-    if begun is None or factor is None or not fit(x.device, numbers, (summed,)):
+    if begun is None or not fit(x.device, numbers, (summed,)):
         return generic.finish_backward(g, summed)
+    factor = number(g.batch.element_weight)
     plan, inputs, key, coefficients = begun
     programs, sizes, _, constants, known = plan.elementwise[g.input.relu]
     dx = torch.empty_like(x)
@@ -179,7 +179,7 @@ def coefficients_of(
     """The coefficients of the passes."""
     C = mean.numel()
     coefficients = mean.new_empty((5, C), dtype=dtype)
-    arguments = mean, var, weight, bias, coefficients, bits(eps), C
+    arguments = mean, var, weight, bias, coefficients, number(eps), C
     key = "coefficients_of", weight is None or weight.dtype, bias is None or bias.dtype, dtype
     launch(steps.coefficients_of, -(-C // _BLOCK), arguments, _STEP, key, _known)
     return coefficients
@@ -209,17 +209,15 @@ def _moved(
     _increment_version((mean, var) if counter is None else (mean, var, counter))
     momentum, convention = running.momentum, running.convention
     is_global = convention == "unbiased_global"  # the kernel then computes the factor
-    factor: Any = 0.0 if is_global else generic.variance_factor(0.0, local_count, convention)
-    of_mask = isinstance(factor, Tensor)
+    factor = number(0.0 if is_global else generic.variance_factor(0.0, local_count, convention))
     cumulative = momentum is None and counter is not None
     block = _BLOCK
     if cumulative:  # one program reads and writes the counter
         programs, block = 1, max(triton.next_power_of_2(C), _BLOCK)
     if cumulative or is_global:
         constants = _STEP | {"CUMULATIVE": cumulative, "UNBIASED": is_global, "BLOCK": block}
-    key = mean.dtype, var.dtype, counter is None, cumulative, is_global, of_mask, block
-    numbers = bits(momentum or 0.0), factor if of_mask else bits(factor)
-    return (mean, var, counter), numbers, programs, constants, key
+    key = mean.dtype, var.dtype, counter is None, cumulative, is_global, block, type(factor)
+    return (mean, var, counter), (number(momentum or 0.0), factor), programs, constants, key
 
 
 def _message(out: Message | None, like: Tensor, length: int) -> tuple[Tensor, int, int, int]:
@@ -228,16 +226,9 @@ def _message(out: Message | None, like: Tensor, length: int) -> tuple[Tensor, in
     The payload's place in them, their length, and the fingerprint.
     """
     if out is None:
-        return like.new_empty(length, dtype=torch.float64), 0, length, bits(0.0)
+        return like.new_empty(length, dtype=torch.float64), 0, length, number(0.0)
     numbers, start, fingerprint = out
-    return numbers, start, numbers.shape[0], bits(fingerprint)
-
-
-def _share(rank_weight: Any, count: Any) -> tuple[bool, Any, Any]:
-    """Whether the arguments are tensors, as those of a mask are; what a kernel takes for them."""
-    if isinstance(count, Tensor):
-        return True, rank_weight, count
-    return False, bits(rank_weight), bits(count)
+    return numbers, start, numbers.shape[0], number(fingerprint)
 
 
 def _merge(kernel: Any, arguments: tuple[Any, ...], key: tuple[Any, ...]) -> None:
@@ -268,14 +259,6 @@ def fit(
             ):
                 return False
     return 0 not in shape
-
-
-def number(v: float | Tensor, like: Tensor) -> int | Tensor | None:
-    """`v` as a kernel's argument; None if the kernel would have to wait for another device."""
-    if not isinstance(v, Tensor):
-        return bits(v)
-    fits = type(v) is Tensor and v.ndim == 0 and v.dtype == torch.float64
-    return v if fits and v.device == like.device else None
 
 
 def _bytes(mask: Tensor) -> Tensor:

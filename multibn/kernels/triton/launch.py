@@ -10,12 +10,16 @@ import triton
 from triton import knobs
 
 
-@lru_cache(maxsize=1024)
-def bits(v: float) -> int:
-    """The bits of `v` in float64: Triton would pass `v` itself in float32.
+def number(v: Any) -> Any:
+    """What a kernel takes for `v`: a tensor as it is, of another number the bits in float64.
 
-    Those of -0.0 for 0: Triton would pass a small whole number in 32 bits.
+    Triton would pass a float in float32, and the bits of 0 in 32 bits: those of -0.0 stand for it.
     """
+    return v if isinstance(v, torch.Tensor) else _bits(v)
+
+
+@lru_cache(maxsize=1024)
+def _bits(v: float) -> int:
     return _INT64.unpack(_FLOAT64.pack(v or -0.0))[0]
 
 

@@ -130,7 +130,7 @@ def update_bn_stats(
             hooks.enter_context(torch.compiler.set_stance("force_eager"))
         for layer in layers:
             hooks.enter_context(layer.watched(run))
-        _, early_end = run.run(
+        early_end = run.run(
             data_loader,
             partial(_forward if forward_fn is None else forward_fn, inner),
             progress=progress,
