@@ -78,14 +78,3 @@ def test_what_is_needed_and_missing_is_an_error_in_python(kernels: Any) -> None:
         kernels.begin_backward(Gradient(None, i, batch))
     with pytest.raises(TypeError, match="NoneType"):
         kernels.normalize(i._replace(eps=None), batch)  # type: ignore[arg-type]
-
-
-def test_a_momentum_below_0_is_that_of_the_formula() -> None:
-    moved = []
-    for kernels in (host, generic):
-        running: Any = Running(np.zeros(2), np.ones(2), -0.5, "biased", np.array(0))
-        i = Input(np.arange(12.0).reshape(6, 2), None, None, 1e-5, (0,), running=running)
-        kernels.finish_forward(i, kernels.begin_forward(i, 6.0, 6.0), 6.0, 6.0)
-        moved.append([*running.mean, *running.var, int(running.num_batches)])
-    assert moved[0] == moved[1]
-    assert moved[0][0] == -2.5

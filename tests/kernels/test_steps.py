@@ -100,7 +100,7 @@ def moved(
 @pytest.mark.parametrize(
     "momentum, n, convention, total, dtype, of",
     spread(
-        [0.3, 1.0, None],
+        [0.3, 1.0, -0.5, None],
         [None, 0, 3],
         ["unbiased_global", "unbiased_local", "biased"],
         [0.0, 1.5, 6.0],

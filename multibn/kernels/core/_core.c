@@ -174,9 +174,7 @@ static void read_finish_forward(Call *a, PyObject *const *args)
     r->var = take(a, get_field(a, running, Running_var), ANY_FLOAT, a->pass.C, WRITTEN);
     r->num_batches = take(a, get_field(a, running, Running_num_batches), INT64, 1, WRITTEN | OPTIONAL).at;
     PyObject *momentum = get_field(a, running, Running_momentum);
-    r->momentum = momentum == Py_None ? -1 : number(a, momentum);
-    if (momentum != Py_None && r->momentum < 0) /* -1 stands for the cumulative average */
-        a->refused = 1;
+    r->momentum = momentum == Py_None ? NAN : number(a, momentum);
     PyObject *word = get_field(a, running, Running_convention);
     while (r->convention < NUM_CONVENTIONS &&
            !(PyUnicode_Check(word) && !PyUnicode_CompareWithASCIIString(word, CONVENTIONS[r->convention])))

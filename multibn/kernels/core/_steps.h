@@ -104,7 +104,7 @@ static const char *const CONVENTIONS[] = {"unbiased_global", "unbiased_local", "
 /* See `arguments.Running`. */
 typedef struct {
     Parameter mean, var; /* NULL if nothing is to be moved */
-    double momentum;     /* negative for 1/n at the n-th batch */
+    double momentum;     /* NaN for 1/n at the n-th batch */
     int64_t convention, *num_batches;
 } Running;
 
@@ -125,7 +125,7 @@ static void move(const Running *r, const double *mean, const double *var, int64_
     double momentum = r->momentum, factor = 1;
     if (r->num_batches)
         ++*r->num_batches;
-    if (momentum < 0)
+    if (isnan(momentum))
         momentum = r->num_batches ? 1.0 / (*r->num_batches > 1 ? *r->num_batches : 1) : 0;
     if (r->convention == UNBIASED_GLOBAL)
         factor = total / (total > 2 ? total - 1 : 1);
