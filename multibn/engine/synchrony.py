@@ -14,9 +14,7 @@ from multibn.communicators import Communicator, DefaultCommunicator, Group, Sing
 from multibn.communicators.lookup import launched_processes
 from multibn.communicators.objects import gather
 from multibn.communicators.phase import look_at_unread
-from multibn.message import all_equal
 
-_LANES = 8  # 16-bit parts of a digest: sums of their squares are exact in float64
 _AT_MOST = 8  # names, arrays or ranks that an error message lists
 
 
@@ -60,9 +58,9 @@ def check_equal(
 ) -> None:
     """Raise RuntimeError on all ranks unless they hold the same arrays, bit for bit.
 
-    Compares 128-bit digests of copies in host memory. Collective: one allreduce of 32 numbers for
-    any number of equal arrays. If arrays differ, more allreduces describe the difference, one for
-    each array that differs, of its size.
+    Compares 128-bit digests of copies in host memory. Collective: two small allreduces for any
+    number of equal arrays. If arrays differ, more allreduces describe the difference, one for each
+    array that differs, of its size.
 
     `arrays` maps names to arrays of any library and device, or to None for an array without a value
     yet. Names that match a pattern of `ignore`, `"*.running_*"` for example, are not compared.
@@ -71,25 +69,21 @@ def check_equal(
     """
     look_at_unread()
     ignore = list(ignore)
-    chosen = [
-        (name, arrays[name])
-        for name in sorted(arrays)
-        if not any(fnmatchcase(name, pattern) for pattern in ignore)
+    names = [
+        name for name in sorted(arrays) if not any(fnmatchcase(name, pattern) for pattern in ignore)
     ]
-    described = [_described(name, a) for name, a in chosen]
+    described = [_described(name, arrays[name]) for name in names]
     described += [
-        f"{name or 'the layer'} with {_listed(each)}"
+        f"{name or 'the layer'} with " + ", ".join(f"{k}={v}" for k, v in each.items())
         for name, each in sorted((options or {}).items())
     ]
-    copies = [np.zeros(0) if a is None else to_host(a) for _, a in chosen]
+    copies = [np.zeros(0) if a is None else to_host(a) for a in map(arrays.get, names)]
     digests = [_digest(a.tobytes()) for a in copies]
-    alike_built, alike = _agree(
-        [_digest("\n".join(described).encode()), _digest(b"".join(digests))], communicator
-    )
-    if not alike_built:
+    mine = [_digest("\n".join(texts).encode()) for texts in (described, digests)]
+    built, held = zip(*gather(mine, communicator), strict=True)
+    if len({*built}) > 1:
         raise RuntimeError(_how_built(described, communicator))
-    if not alike:
-        names = [name for name, _ in chosen]
+    if len({*held}) > 1:
         raise RuntimeError(_how_different(names, copies, digests, communicator))
 
 
@@ -99,32 +93,19 @@ def _described(name: str, array: Array | None) -> str:
     return f"{name} of shape {tuple(array.shape)} and dtype {array.dtype}"
 
 
-def _listed(options: Mapping[str, object]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in options.items())
-
-
-def _digest(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=2 * _LANES).digest()
-
-
-def _agree(digests: Sequence[bytes], communicator: Communicator) -> npt.NDArray[np.bool_]:
-    """For each of the digests, whether all ranks have the same. Collective: one allreduce."""
-    v = np.frombuffer(b"".join(digests), dtype=np.uint16).astype(np.float64)
-    sums = communicator.allreduce(np.stack([v, v**2]))
-    equal = [all_equal(a, b, communicator.size) for a, b in zip(*sums, strict=True)]
-    return np.all(np.reshape(equal, (-1, _LANES)), axis=1)
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def _how_built(described: Sequence[str], communicator: Communicator) -> str:
     """Which arrays each rank has and rank 0 lacks, and the other way round. Collective."""
-    first = gather(described, communicator)[0]
-    extra = [f"has {line}" for line in described if line not in first]
-    missing = [f"lacks {line}" for line in first if line not in described]
-    lines = [
-        f"rank {rank} {_shortened(findings)}"
-        for rank, findings in enumerate(gather([*extra, *missing][: _AT_MOST + 1], communicator))
-        if findings
-    ]
+    first, *others = gather(described, communicator)
+    lines = []
+    for rank, own in enumerate(others, start=1):
+        findings = [f"has {line}" for line in own if line not in first]
+        findings += [f"lacks {line}" for line in first if line not in own]
+        if findings:
+            lines.append(f"rank {rank} {_shortened(findings)}")
     return (
         f"the model must be built alike on all {communicator.size} ranks. Compared with rank 0, "
         f"{_shortened(lines, '; ')}. Build it from the same configuration, and call it once on "
@@ -135,11 +116,11 @@ def _how_built(described: Sequence[str], communicator: Communicator) -> str:
 def _how_different(
     names: Sequence[str],
     copies: Sequence[npt.NDArray[Any]],
-    digests: Sequence[bytes],
+    digests: Sequence[str],
     communicator: Communicator,
 ) -> str:
     """Which arrays differ from rank 0's, where, and by how much. Collective."""
-    by_rank = gather([digest.hex() for digest in digests], communicator)
+    by_rank = gather(digests, communicator)
     differing = [i for i, texts in enumerate(zip(*by_rank, strict=True)) if len({*texts}) > 1]
     distances = gather([_distance(copies[i], communicator) for i in differing], communicator)
     lines = []

@@ -15,7 +15,7 @@ def _arrays(rank: int) -> dict[str, Any]:
     return {f"{i:02}": rng.normal(size=(3, i)) for i in range(12)}
 
 
-def test_equal_arrays_take_one_small_collective() -> None:
+def test_equal_arrays_take_two_small_collectives() -> None:
     def counts(world: Communicator) -> list[int]:
         counting = CountingCommunicator(world)
         check_equal(_arrays(world.rank), counting)
@@ -23,7 +23,7 @@ def test_equal_arrays_take_one_small_collective() -> None:
         check_equal({}, counting)
         return counting.take()
 
-    assert run_ranks(3, counts) == [[32] * 3] * 3
+    assert run_ranks(3, counts) == [[3, 3 * 72] * 3] * 3  # of each rank, 72 letters
 
 
 def test_every_rank_says_the_same_and_not_too_much() -> None:

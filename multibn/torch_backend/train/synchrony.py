@@ -42,7 +42,7 @@ def check_sync(
     After data-parallel training every rank should have the same parameters and, if the layers share
     batch statistics, the same buffers. Call this function before saving, or once an epoch: it
     copies the model to host memory.
-    Collective: every rank must call it, with one allreduce of 32 numbers if all models are equal.
+    Collective: every rank must call it, with two small allreduces if all models are equal.
 
     Parameters
     ----------
