@@ -9,7 +9,6 @@ import numpy as np
 from torch import Tensor, nn
 
 from multibn.communicators import Communicator, CommunicatorLike
-from multibn.communicators.objects import broadcast_object
 from multibn.engine.lockstep import END, Lockstep
 from multibn.torch_backend.train.synchrony import participants
 
@@ -34,8 +33,7 @@ class Joined:
     def __call__(self, batches: Iterable[Any]) -> Iterator[Any]:
         """This rank's batches, then stand-ins for as long as another rank has any.
 
-        Each step is collective: one allreduce of W+1 numbers for W ranks, and two more in the first
-        step if a rank has no batch at all and must be sent a stand-in. Another loop may follow
+        Each step is collective: one allreduce of W+1 numbers for W ranks. Another loop may follow
         after the end of this one.
 
         Parameters
@@ -46,9 +44,9 @@ class Joined:
         Raises
         ------
         TypeError
-            If no stand-in can be made of a batch, or no stand-in can be sent to another rank.
+            If no stand-in can be made of a batch.
         ValueError
-            On all ranks, if no rank has a batch.
+            On all ranks, if a rank has no batch at all, of which a stand-in could be made.
         RuntimeError
             On the other ranks, if one rank's iterator raised; on all ranks, if some left the loop
             while others had batches.
@@ -66,11 +64,11 @@ class Joined:
         )
         for number, step in enumerate(self._steps):
             if number == 0 and not step.occupied.all():
-                root = int(step.occupied.argmax())
-                is_root = self.communicator.rank == root
-                mine = map_tensors(Tensor.cpu, stand_in[0]) if is_root else None
-                theirs = broadcast_object(mine, self.communicator, root=root)
-                stand_in = stand_in or [theirs]
+                raise ValueError(
+                    "every rank must have at least one batch: got none on rank(s) "
+                    f"{np.flatnonzero(~step.occupied).tolist()} of {len(step.occupied)}. Share the "
+                    "data among fewer ranks."
+                )
             self.absent = step.batch is END
             yield stand_in[0] if self.absent else step.batch
         self.absent = False
@@ -148,7 +146,7 @@ def join(
     -----
     A rank that raises in the body of the loop cannot tell the others, which may wait for it: let
     the launcher end them. The model must accept an empty batch: `x.flatten(1)` does,
-    `x.view(len(x), -1)` raises. A rank that never had a batch gets tensors on the CPU.
+    `x.view(len(x), -1)` raises.
 
     Examples
     --------
