@@ -3,11 +3,11 @@
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from multibn.communicators.base import Communicator
+from multibn import message
 from multibn.communicators.lines import HostArray
 from multibn.communicators.people import fail, for_people
 
@@ -45,17 +45,39 @@ _NOBODY: tuple[Callable[[], Any], int, weakref.WeakSet[Any]] = (lambda: None), 0
 _told = _NOBODY
 
 
-def is_finite(numbers: HostArray, /) -> bool:
-    """Whether the numbers are finite, and their sum is: too large squares make the sum infinite."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        return bool(np.isfinite(numbers.sum()))
+def judge(
+    communicator: Any, dtype: Any, own: HostArray, /, *, is_refused: bool, earlier: object = None
+) -> None:
+    """Raise for a sum that is not finite; return where the batch is to be skipped. Collective.
+
+    `own` is this rank's payload: where it is a refusal itself, the rank has an error of its own.
+    About an `earlier` call the ranks do not ask each other, and `own` is the sum.
+    """
+    name = f"an earlier call, {earlier}," if earlier else name_of(communicator)
+    if is_refused:
+        refuses = not earlier and message.is_refusal(own)
+        where = "another rank" if earlier else _find_ranks(communicator, refuses)
+        if not refuses:
+            fail(
+                RuntimeError,
+                f"rank {communicator.rank} cannot go on: the input of {name} was refused on "
+                f"{where}. The error raised there says why.",
+            )
+    elif skips(communicator, dtype):
+        _tell_of_skip(communicator, own, is_own=not earlier)
+    else:
+        where = "some rank" if earlier else _find_ranks(communicator, not _is_finite(own))
+        fail(
+            FloatingPointError,
+            f"the batch statistics of {name} are not finite: the input has NaN, infinity or too "
+            f"large values on {where}. Look for their origin in the layers before.",
+        )
 
 
-def tell_of_skip(communicator: Any, numbers: HostArray, /, *, own: bool = True) -> None:
+def _tell_of_skip(communicator: Any, numbers: HostArray, *, is_own: bool) -> None:
     """Warn that a layer has skipped a batch, unless NaN comes from a layer before, which has told.
 
-    `numbers` are this rank's `own` payload, or the sum of all ranks', by which no message can tell
-    the ranks. Not collective.
+    Not collective: no message can tell the ranks.
     """
     global _told
     layer = layer_of(communicator)
@@ -75,7 +97,7 @@ def tell_of_skip(communicator: Any, numbers: HostArray, /, *, own: bool = True) 
         silent.add(layer)
         return
     _told = weakref.ref(layer), layer.num_messages, weakref.WeakSet()
-    where = f"rank(s) [{communicator.rank}]" if own and not is_finite(numbers) else "some rank"
+    where = f"rank(s) [{communicator.rank}]" if is_own and not _is_finite(numbers) else "some rank"
     warnings.warn(
         f"rank {communicator.rank} of {communicator.size} has skipped a batch in "
         f"{name_of(communicator)}, as all ranks have: the input had NaN, infinity or too large "
@@ -86,8 +108,22 @@ def tell_of_skip(communicator: Any, numbers: HostArray, /, *, own: bool = True) 
     )
 
 
-def find_ranks(communicator: Any, flag: bool, /) -> list[int]:
-    """The ranks that passed True. Collective, and no message of a layer.
+def raise_for_nan_gradients(communicator: Any, has_nan: bool) -> None:
+    """Raise on all ranks if the gradient of a layer's output has NaN on any of them.
+
+    Without this, the gradient of the input is NaN on all ranks, and nobody is told where NaN came
+    in. Collective, and no message of a layer: for debugging, on all ranks or on none.
+    """
+    if where := _find_ranks(communicator, has_nan):
+        fail(
+            FloatingPointError,
+            f"the gradient of the output of {name_of(communicator)} has NaN on {where}. Look for "
+            "their origin in the layers after, and in the loss.",
+        )
+
+
+def _find_ranks(communicator: Any, flag: bool) -> str:
+    """The ranks that passed True, for people. Collective, and no message of a layer.
 
     For the way to an error: the message has as many numbers as there are ranks.
     """
@@ -95,42 +131,11 @@ def find_ranks(communicator: Any, flag: bool, /) -> list[int]:
         communicator = communicator.wrapped
     flags = np.zeros(communicator.size)
     flags[communicator.rank] = flag
-    return [int(rank) for rank in np.flatnonzero(communicator.allreduce(flags))]
+    ranks = [int(rank) for rank in np.flatnonzero(communicator.allreduce(flags))]
+    return f"rank(s) {ranks} of {communicator.size}" if ranks else ""
 
 
-def raise_for_refusal(communicator: Communicator, *, refused: bool) -> None:
-    """Find out together which ranks refused their input; the others raise. Collective."""
-    ranks = find_ranks(communicator, refused)
-    if not refused:
-        fail(
-            RuntimeError,
-            f"rank {communicator.rank} cannot go on: the input of {name_of(communicator)} was "
-            f"refused on rank(s) {ranks} of {communicator.size}. The error raised there says "
-            "why.",
-        )
-
-
-def raise_for_nan_gradients(communicator: Communicator, has_nan: bool) -> None:
-    """Raise on all ranks if the gradient of a layer's output has NaN on any of them.
-
-    Without this, the gradient of the input is NaN on all ranks, and nobody is told where NaN came
-    in. Collective, and no message of a layer: for debugging, on all ranks or on none.
-    """
-    ranks = find_ranks(communicator, has_nan)
-    if ranks:
-        fail(
-            FloatingPointError,
-            f"the gradient of the output of {name_of(communicator)} has NaN on rank(s) {ranks} of "
-            f"{communicator.size}. Look for their origin in the layers after, and in the loss.",
-        )
-
-
-def raise_for_non_finite(communicator: Communicator, finite: bool) -> NoReturn:
-    """Find out together on which ranks the moments are not finite, and raise. Collective."""
-    ranks = find_ranks(communicator, not finite)
-    fail(
-        FloatingPointError,
-        f"the batch statistics of {name_of(communicator)} are not finite: the input has NaN, "
-        f"infinity or too large values on rank(s) {ranks} of {communicator.size}. Look for "
-        "their origin in the layers before.",
-    )
+def _is_finite(numbers: HostArray) -> bool:
+    """Whether the numbers are finite, and their sum is: too large squares make the sum infinite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(np.isfinite(numbers.sum()))

@@ -119,12 +119,7 @@ class Phase(Forwarding):
             self._check(self._buffer)
         if mine is not None and self.name == "forward" and not np.isfinite(payload).all():
             # The caller does not look at numbers on a GPU, and these are in host memory.
-            if message.is_refusal(payload):
-                outcomes.raise_for_refusal(self, refused=message.is_refusal(mine))
-            elif outcomes.skips(self, self.dtype):
-                outcomes.tell_of_skip(self, mine)
-            else:
-                outcomes.raise_for_non_finite(self, outcomes.is_finite(mine))
+            outcomes.judge(self, self.dtype, mine, is_refused=message.is_refusal(payload))
         return payload if x is payload else from_host(payload.copy(), x)
 
     def __str__(self) -> str:
@@ -226,20 +221,8 @@ class Phase(Forwarding):
         """
         is_refused = self.name == "forward" and message.is_refusal(summed, self.num_lanes)
         if earlier is not None and self.name == "forward" and not np.isfinite(summed).all():
-            where = f"in an earlier call, {earlier}"
-            if is_refused:
-                fail(
-                    RuntimeError,
-                    f"rank {self.rank} cannot go on: {where}, the input was refused on another "
-                    "rank. The error raised there says why.",
-                )
-            if not outcomes.skips(self, self.dtype):
-                fail(
-                    FloatingPointError,
-                    f"the batch statistics were not finite {where}: the input had NaN, infinity or "
-                    "too large values on some rank. Look for their origin in the layers before.",
-                )
-            outcomes.tell_of_skip(self, summed[: -self.num_lanes], own=False)
+            own = summed[: -self.num_lanes]
+            outcomes.judge(self, self.dtype, own, is_refused=is_refused, earlier=earlier)
         v, square = summed[-2:].tolist()
         # The refused input may be of another dtype, which the fingerprint tells.
         if not message.all_equal(v, square, self._size) and not is_refused:

@@ -168,14 +168,10 @@ def raise_for(state: int, communicator: Communicator, payload: Array, x: Array) 
 
     Returns only where the batch is not finite, and to be skipped.
     """
-    if state == kernels.REFUSED:
-        outcomes.raise_for_refusal(communicator, refused=False)
-    if state == kernels.NOT_FINITE:
-        numbers = to_host(values(payload))
-        if outcomes.skips(communicator, x.dtype):
-            outcomes.tell_of_skip(communicator, numbers)
-            return
-        outcomes.raise_for_non_finite(communicator, outcomes.is_finite(numbers))
+    if state in (kernels.REFUSED, kernels.NOT_FINITE):
+        own = to_host(values(payload))
+        outcomes.judge(communicator, x.dtype, own, is_refused=state == kernels.REFUSED)
+        return
     raise OneValueError(
         "normalizing by the statistics of a batch needs more than 1 value per channel over "
         f"all ranks together: got 1 on {communicator.size} rank(s), with an input of shape "
@@ -208,7 +204,7 @@ def refuse(
     payload = xp.full(shape, message.REFUSED, dtype=wide.dtype, device=device(wide))
     conversation.during(communicator, "forward", like.dtype).allreduce(payload)
     if is_on_host(payload):
-        outcomes.raise_for_refusal(communicator, refused=True)
+        outcomes.judge(communicator, like.dtype, to_host(payload), is_refused=True)
 
 
 def not_floating(x: Array) -> TypeError:
