@@ -6,7 +6,7 @@ from weakref import ref
 import numpy as np
 
 from multibn import message
-from multibn._arrays import array_namespace, device, from_host, is_on_host, on_device_of, to_host
+from multibn._arrays import array_namespace, from_host, is_on_host, on_device_of, to_host
 from multibn._typing import Array
 from multibn.communicators import outcomes
 from multibn.communicators.agreement import Known, every_known, sum_of
@@ -30,7 +30,6 @@ class Phase(Forwarding):
     _size: int
     _known: Known
     _place: str
-    _lanes: HostArray
     _fingerprint: float
     _fingerprints: list[float]  # what all ranks together send, if each sends the same
     _buffer: HostArray  # of the line, when the line is open
@@ -49,10 +48,8 @@ class Phase(Forwarding):
         self._num_numbers = -1
         self._calls = 0
         self._pinned: dict[Any, list[Any]] = {}
-        # On a GPU: the dtype of messages, None where they go through host memory, and the numbers
-        # around a payload.
+        # On a GPU: the dtype of messages, None where they go through host memory.
         self._dtypes: dict[Any, Any] = {}
-        self._pieces: dict[Any, tuple[Array, Array]] = {}
 
     def _look_up(self) -> Any:
         return self.wrapped
@@ -71,7 +68,7 @@ class Phase(Forwarding):
             return memory
         if self._lines is None:
             return None
-        return self._payload if self._payload is not None else self._open(self.next_call())
+        return self._payload if self._payload is not None else self._open(self._calls + 1)
 
     def message(self, n: int, like: Array) -> Message | None:
         """Memory on a torch GPU for a message with a payload of `n` numbers; `allreduce` takes it.
@@ -105,16 +102,15 @@ class Phase(Forwarding):
         self._calls += 1
         if self._size == 1:
             return x if x is payload else self._communicator.allreduce(x)
-        call = _Call((self, self._calls))
         if payload is None or x is not payload:
             if self._lines is None or self._communicator.takes(x):
                 return self._allreduce_array(x)
-            payload = self._open(call)
+            payload = self._open(self._calls)
             payload[:] = to_host(x)
         mine = None if x is payload or is_on_host(x) else payload.copy()
         assert self._lines is not None
         self._tail[:] = self._sent_tail
-        self._lines.exchange(self._buffer, self._place, call, self._communicator.timeout)
+        self._lines.exchange(self._buffer, self._place, self, self._communicator.timeout)
         if self._summed_prints.tolist() != self._fingerprints:
             self._check(self._buffer)
         if mine is not None and self.name == "forward" and not np.isfinite(payload).all():
@@ -123,10 +119,11 @@ class Phase(Forwarding):
         return payload if x is payload else from_host(payload.copy(), x)
 
     def __str__(self) -> str:
-        return str(_Call((self, self._calls)))
+        return self._call(self._calls)
 
-    def next_call(self) -> "_Call":
-        return _Call((self, self._calls + 1))
+    def _call(self, number: int) -> str:
+        """A call of the layer, for people."""
+        return f"{for_people(self.wrapped.name)} ({self.name}, {self.dtype}, call {number})"
 
     def _agree(self, n: int, like: Any = None) -> None:
         """Learn that all ranks are in a layer like this one; collective where that is not known.
@@ -150,23 +147,22 @@ class Phase(Forwarding):
         lanes: list[float] = []
         if self._size > 1:
             length = n + self.num_lanes
-            call = self.next_call()
+            call = self._call(self._calls + 1)
             with on_device_of(like):
                 name, self._known = layer.agreed_name(communicator, self._lines, length, call)
             # With the length: layers of one name and unlike widths may meet in a message.
             self._place = f"{name} {self.name} {length}"
             self._fingerprint = message.fingerprint(f"{self._place} {self.dtype} {self.gradients}")
             lanes = message.lanes(self.name, self._fingerprint)
-        self._lanes = np.array(lanes)
-        self._sent_tail = self._lanes.data
+        self._sent_tail = np.array(lanes).data
         self._fingerprints = [self._size * v for v in lanes[-2:]]
         self._communicator, self._num_numbers = communicator, n
-        self._dtypes, self._pieces = {}, {}
+        self._dtypes = {}
 
-    def _open(self, call: object) -> HostArray:
-        """The payload's memory. Collective at the first call for this length."""
+    def _open(self, number: int) -> HostArray:
+        """The payload's memory, for this call. Collective at the first one for this length."""
         assert self._lines is not None
-        n = self._num_numbers
+        n, call = self._num_numbers, self._call(number)
         self._buffer = self._lines.buffer(n + self.num_lanes, call, self._communicator.timeout)
         self._payload = self._buffer[:n]
         self._tail = self._buffer[n:].data
@@ -191,15 +187,12 @@ class Phase(Forwarding):
         if isinstance(x, Message):
             start, numbers = x.start, x.numbers
         else:
-            start = self._num_zeros()
-            sent = to_host(x) if on_host else x
-            key = type(sent), device(sent), start
-            if key not in self._pieces:
-                zeros = from_host(np.zeros(start), sent)
-                self._pieces = {key: (zeros, from_host(self._lanes, sent))}
-            before, after = self._pieces[key]
-            numbers = message.concat([before, sent, after])
-        if isinstance(x, Message) and isinstance(communicator, LineCommunicator):
+            start, sent = self._num_zeros(), to_host(x) if on_host else x
+            around = np.zeros(start + self._num_numbers + self.num_lanes)
+            around[-self.num_lanes :] = self._sent_tail
+            numbers = from_host(around, sent)
+            numbers[start : -self.num_lanes] = sent
+        if self._lines is not None:
             summed = communicator.allreduce_in_place(numbers)
         else:
             summed = sum_of(numbers, communicator, self)
@@ -213,14 +206,14 @@ class Phase(Forwarding):
             known.unread.append((ref(self), self._calls, wait))
         return payload
 
-    def _check(self, summed: HostArray, earlier: "_Call | None" = None) -> None:
+    def _check(self, summed: HostArray, earlier: str = "") -> None:
         """Raise on all ranks unless the messages that were summed belong together.
 
         The caller looks at the numbers of the latest message, this method at those of an `earlier`
         call.
         """
         is_refused = self.name == "forward" and message.is_refusal(summed, self.num_lanes)
-        if earlier is not None and self.name == "forward" and not np.isfinite(summed).all():
+        if earlier and self.name == "forward" and not np.isfinite(summed).all():
             own = summed[: -self.num_lanes]
             outcomes.judge(self, self.dtype, own, is_refused=is_refused, earlier=earlier)
         v, square = summed[-2:].tolist()
@@ -228,9 +221,9 @@ class Phase(Forwarding):
         if not message.all_equal(v, square, self._size) and not is_refused:
             self._raise_for_places(earlier)
 
-    def _raise_for_places(self, earlier: "_Call | None") -> NoReturn:
+    def _raise_for_places(self, earlier: str) -> NoReturn:
         """Ask each other where the ranks are, and raise on all of them. Collective."""
-        if earlier is not None:  # the ranks have gone on since, and may be in the same layer again
+        if earlier:  # the ranks have gone on since, and may be in the same layer again
             fail(
                 RuntimeError,
                 f"the ranks were in different places in an earlier call, {earlier}, on rank "
@@ -239,31 +232,23 @@ class Phase(Forwarding):
             )
         layer = self.wrapped
         num_channels = message.num_channels(self._num_numbers + self.num_lanes)
-        number = self._place.split()[-3]
-        answers = gather(
-            (
-                *(f"{self}", f"{num_channels} channels", f"layer {number} by the first call"),
-                *(f"{self._place} {self.dtype}", f"{self}, {self.gradients}"),
-            ),
-            layer.wrapped,
+        facts = (
+            self.gradients,
+            f"{num_channels} channels",
+            f"layer {self._place.split()[-3]} by the first call",  # models may have equal names
         )
-        if len({place for *_, place, _ in answers}) == 1:
+        calls = f"{self}", *(f"{self}, {fact}" for fact in facts)
+        answers = gather([f"{self._place} {self.dtype}", *calls], layer.wrapped)
+        places, texts, gradients, *others = zip(*answers, strict=True)
+        if len({*places}) == 1:
             fail(
                 RuntimeError,
-                "the ranks differ in whether a backward pass may follow: "
-                f"{by_answer(text for *_, text in answers)}. Those with gradients would wait for "
-                "the others: compute gradients on all ranks or on none, and freeze the same layers "
-                "on all of them.",
+                f"the ranks differ in whether a backward pass may follow: {by_answer(gradients)}. "
+                "Those with gradients would wait for the others: compute gradients on all ranks "
+                "or on none, and freeze the same layers on all of them.",
             )
-        # The fewest words in which they differ: models may have layers of one name.
-        for n in range(1, 4):
-            texts = [", ".join(answer[:n]) for answer in answers]
-            if len(set(texts)) > 1:
-                break
-        fail(
-            RuntimeError,
-            f"the ranks are in different places: {by_answer(texts)}. {ALIKE}",
-        )
+        texts = next(each for each in (texts, *others) if len({*each}) > 1)
+        fail(RuntimeError, f"the ranks are in different places: {by_answer(texts)}. {ALIKE}")
 
 
 def look_at(known: Known, ahead: int, /) -> None:
@@ -280,7 +265,7 @@ def look_at(known: Known, ahead: int, /) -> None:
         phase = reference()
         try:
             if phase is not None:
-                phase._check(summed, _Call((phase, call)))
+                phase._check(summed, phase._call(call))
         except Exception:
             known.unread.clear()  # what follows an error says nothing new
             raise
@@ -293,13 +278,3 @@ def look_at_unread() -> None:
     """
     for known in every_known():
         look_at(known, 0)
-
-
-class _Call(tuple[Phase, int]):
-    """One call of a layer in one phase, by its number; for people."""
-
-    __slots__ = ()
-
-    def __str__(self) -> str:
-        phase, number = self
-        return f"{for_people(phase.wrapped.name)} ({phase.name}, {phase.dtype}, call {number})"

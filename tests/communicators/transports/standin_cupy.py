@@ -36,6 +36,9 @@ class ndarray:
     def __getitem__(self, key: Any) -> "ndarray":
         return ndarray(self._a[key])
 
+    def __setitem__(self, key: Any, value: "ndarray") -> None:
+        self._a[key] = value._a
+
     def __add__(self, other: Any) -> "ndarray":
         return ndarray(self._a + getattr(other, "_a", other))
 
