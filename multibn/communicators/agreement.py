@@ -7,15 +7,12 @@ options, which of the process's layers each is, and the versions of this package
 import gc
 from collections import deque
 from itertools import count
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
-from array_api_compat import is_array_api_obj
 
 from multibn import _version, message
-from multibn._arrays import to_host
-from multibn._typing import Array
 from multibn.communicators.lines import FIRST_MESSAGES, HostArray, Lines
 from multibn.communicators.objects import gather
 from multibn.communicators.people import by_answer, fail, for_people
@@ -85,30 +82,28 @@ def compare(layer: Any, communicator: Any, lines: Lines | None, length: int, cal
     """The layer's name, once all ranks are known to be in the same layer. Collective."""
     # Ranks without lines may be threads of one process, which count each other's layers.
     built = layer.built if lines is not None else None
-    options = {name: str(value) for name, value in layer.options().items()}
+    width = message.num_channels(length)
+    options = {name: f"{name}={value}" for name, value in layer.options().items()}
+    options["channels"] = f"{width} channels"
     facts = f"{_version.__version__} {layer.name} {length} {built} {sorted(options.items())}"
     v = message.fingerprint(facts)
     numbers: HostArray = np.array([v, v * v])
-    text = f"the first message of {call}"
     if lines is None:
-        summed = _sum(numbers, communicator, text)
+        summed = _sum(numbers, communicator)
     else:
+        text = f"the first message of {call}"
         summed = lines.sum(
             numbers, "first message", text, communicator.timeout, number=FIRST_MESSAGES
         )
     if message.all_equal(summed[0], summed[1], communicator.size):
         return str(layer.name)
-    return _explained(layer, communicator, length, built, options)
+    return _explained(layer, communicator, built, options)
 
 
-def _explained(
-    layer: Any, communicator: Any, length: int, built: Built | None, options: dict[str, str]
-) -> str:
+def _explained(layer: Any, communicator: Any, built: Built | None, options: dict[str, str]) -> str:
     """As `compare`, of ranks whose first messages differ; most differences are errors."""
-    width = f"{message.num_channels(length)} channels"
-    which = f"{built} of {Built.num_layers}"
-    facts = (_version.__version__, layer.name, width, options, which)
-    versions, names, widths, all_options, built_as = zip(*gather(facts, communicator), strict=True)
+    facts = _version.__version__, layer.name, f"{built} of {Built.num_layers}", options
+    versions, names, built_as, all_options = zip(*gather(facts, communicator), strict=True)
     if len(set(versions)) > 1:
         fail(
             RuntimeError,
@@ -124,8 +119,6 @@ def _explained(
             f"{by_answer(map(for_people, names))}. All ranks must run the same layers in "
             "the same order.",
         )
-    if len(set(widths)) > 1:
-        _fail_for_building(shortest, widths)
     # A rank that refuses its arguments names none.
     differing = [
         name
@@ -133,9 +126,11 @@ def _explained(
         if len({each[name] for each in all_options if name in each}) > 1
     ]
     if differing:
-        _fail_for_building(
-            shortest,
-            [", ".join(f"{name}={each.get(name)}" for name in differing) for each in all_options],
+        answers = (", ".join(each.get(v, f"no {v}") for v in differing) for each in all_options)
+        fail(
+            ValueError,
+            f"the ranks have built {for_people(shortest)} differently: {by_answer(answers)}. Build "
+            "the same model on all ranks.",
         )
     if built is not None and len(set(built_as)) > 1:
         places = gather(built.place(), communicator)
@@ -150,43 +145,17 @@ def _explained(
     return str(shortest)
 
 
-def _fail_for_building(name: str, answers: Any) -> NoReturn:
-    fail(
-        ValueError,
-        f"the ranks have built {for_people(name)} differently: {by_answer(answers)}. Build "
-        "the same model on all ranks.",
-    )
-
-
-def sum_of(numbers: Array, communicator: Any, message: object) -> Array:
-    """The sum by a communicator without lines, whose messages may be of unlike lengths."""
-    try:
-        return communicator.allreduce(numbers)
-    except ValueError as error:  # NumPy's, where a class adds the arrays of the ranks
-        fail(
-            RuntimeError,
-            f"rank {communicator.rank} cannot sum {message}: {error}. The ranks may be in "
-            "different places: all ranks must run the same layers in the same order.",
-        )
-
-
-def _sum(numbers: HostArray, communicator: Any, message: str) -> HostArray:
+def _sum(numbers: HostArray, communicator: Any) -> HostArray:
     """By a user's own class, perhaps, whose mistakes would seem to be mistakes of the ranks."""
     own = numbers.tolist()
-    summed = sum_of(numbers, communicator, message)
-    found = type(summed).__qualname__
-    if is_array_api_obj(summed):
-        summed = to_host(summed)
-        found = f"{summed.dtype} of shape {summed.shape}"
-    expected = f"float64 of shape {numbers.shape}"
-    if found == expected and summed.tolist() == own:
-        found = "the numbers of this rank"
-    if found != expected:
+    summed: Any = communicator.allreduce(numbers)
+    like = [(type(a), getattr(a, "dtype", None), np.shape(a)) for a in (numbers, summed)]
+    if like[0] != like[1] or summed.tolist() == own:
         fail(
             TypeError,
             f"`allreduce` of {type(communicator).__qualname__} must return the sum over "
-            f"{communicator.size} ranks, an array like its argument, {expected}: got {found} on "
-            f"rank {communicator.rank}. Correct this method.",
+            f"{communicator.size} ranks, an array like its argument, {numbers!r}: got {summed!r} "
+            f"on rank {communicator.rank}. Correct this method.",
         )
     return summed
 

@@ -10,6 +10,7 @@ each other in the same moment.
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from multibn.communicators.agreement import Built, Known, compare, known_of
 from multibn.communicators.base import Communicator, Forwarding
@@ -39,8 +40,8 @@ class Conversation(Forwarding):
         self._find_name = find_name
         self.phases: dict[tuple[str, Any, bool], Phase] = {}
         self._elsewhere: dict[Communicator, Conversation] = {}
-        self._known: Known | None = None  # of the processes, and the layer's names among them
-        self._names: dict[Any, str] = {}
+        # The names that the layer has in each group, by its own name and the messages' length.
+        self._names: WeakKeyDictionary[Known, dict[Any, str]] = WeakKeyDictionary()
 
     @cached_property
     def name(self) -> str:
@@ -82,12 +83,9 @@ class Conversation(Forwarding):
         Collective where the layer has not compared itself for messages of this length.
         """
         known = known_of(communicator, lines)
-        if known is not self._known:
-            self._known, self._names = known, {}
-        names: dict[Any, str] = self._names
-        key: object = length
+        names, key = self._names.setdefault(known, {}), (self.name, length)
         if self.built is None:  # a function, whose conversations last as long as a call
-            names, key = known.names, (self.name, length)
+            names = known.names
         if key not in names:
             names[key] = known.next_name(compare(self, communicator, lines, length, call), length)
         return names[key], known

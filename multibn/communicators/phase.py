@@ -9,7 +9,7 @@ from multibn import message
 from multibn._arrays import array_namespace, from_host, is_on_host, on_device_of, to_host
 from multibn._typing import Array
 from multibn.communicators import outcomes
-from multibn.communicators.agreement import Known, every_known, sum_of
+from multibn.communicators.agreement import Known, every_known
 from multibn.communicators.base import Forwarding, SingleProcess
 from multibn.communicators.lines import HostArray, LineCommunicator, Lines
 from multibn.communicators.objects import gather
@@ -195,7 +195,7 @@ class Phase(Forwarding):
         if self._lines is not None:
             summed = communicator.allreduce_in_place(numbers)
         else:
-            summed = sum_of(numbers, communicator, self)
+            summed = communicator.allreduce(numbers)
         payload = summed[start : -self.num_lanes]
         if on_host:
             self._check(summed)

@@ -84,11 +84,11 @@ def test_unlike_channels_are_named_before_messages_of_unlike_sizes(ones: Any) ->
 @pytest.mark.parametrize(
     "allreduce, found",
     [
-        (lambda x: None, "got NoneType on rank 0"),
-        (lambda x: (2 * x).tolist(), "got list on rank 0"),
-        (lambda x: (2 * x).astype("float32"), "got float32 of shape (2,) on rank 0"),
-        (lambda x: 2 * x[1:], "got float64 of shape (1,) on rank 0"),
-        (lambda x: x.copy(), "got the numbers of this rank on rank 0"),  # a mean, for example
+        (lambda x: None, "got None on"),
+        (lambda x: (2 * x).tolist(), "got ["),
+        (lambda x: (2 * x).astype("float32"), ", dtype=float32) on"),
+        (lambda x: 2 * x[1:], "got array(["),
+        (lambda x: x.copy(), "got array(["),  # a mean, for example
     ],
 )
 def test_a_sum_that_is_none_is_a_mistake_of_the_communicators_class(
@@ -97,10 +97,10 @@ def test_a_sum_that_is_none_is_a_mistake_of_the_communicators_class(
     own = SimpleNamespace(rank=0, size=2, allreduce=allreduce, split=None)
     with pytest.raises(TypeError) as raised:
         _phase(own, "0").allreduce(np.ones(LENGTH))
-    assert str(raised.value) == (
-        "`allreduce` of SimpleNamespace must return the sum over 2 ranks, an array like its "
-        f"argument, float64 of shape (2,): {found}. Correct this method."
-    )
+    error = str(raised.value)
+    assert error.startswith("`allreduce` of SimpleNamespace must return the sum over 2 ranks, an")
+    assert found in error
+    assert error.endswith(" on rank 0. Correct this method.")
 
 
 def test_unlike_layers_are_named_later(ones: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from multibn import observing
 from tests.helpers import require
-from tests.helpers.ranks import ThreadCommunicator, errors_of_rank_0, run_ranks
+from tests.helpers.ranks import errors_of_rank_0
 
 require.need("torch")
 
@@ -242,19 +242,3 @@ def test_a_residual_that_does_not_fit_is_an_error_on_all(
         error,
         message,
     )
-
-
-def test_a_first_message_that_meets_a_later_one_is_an_error_on_all() -> None:
-    """Where the communicator adds arrays, and says that their lengths differ."""
-
-    def run(communicator: ThreadCommunicator) -> str:
-        layers = [SyncBatchNorm(3, process_group=communicator) for _ in range(2)]
-        x = torch.randn(4, 3)
-        layers[0](x)
-        with pytest.raises(RuntimeError) as caught:
-            layers[communicator.rank](x)
-        return str(caught.value)
-
-    for rank, error in enumerate(run_ranks(2, run)):
-        assert f"rank {rank} cannot sum" in error
-        assert "places: all ranks must run the same layers in the same order." in error
