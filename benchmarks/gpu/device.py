@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from multibn import kernels
+from multibn.communicators.conversation import Phase
 from multibn.communicators.lines import LineCommunicator
-from multibn.communicators.phase import Phase
 from multibn.kernels import cuda
 
 STAND_INS = os.environ.get("MULTIBN_GPU_STAND_INS") == "1"

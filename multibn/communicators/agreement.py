@@ -6,6 +6,7 @@ options, which of the process's layers each is, and the versions of this package
 
 import gc
 from collections import deque
+from contextlib import suppress
 from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -66,19 +67,65 @@ class Known:
         # phase, the number of its call, and what waits for a copy.
         self.unread: deque[tuple[Any, int, Any]] = deque()
         self.ahead = 8
-        self._count = 0  # of first messages
+        self.count = 0  # of first messages
 
-    def next_name(self, name: str, length: int) -> str:
-        """A name that no other layer has, whatever its name in its model."""
-        self._count += 1
+    def look(self, ahead: int) -> None:
+        """Look at the messages that GPUs have summed, but for the latest `ahead`.
+
+        A group's messages have one order on all ranks, which raise at the same moment.
+        """
+        while len(self.unread) > ahead:
+            reference, call, wait = self.unread[0]
+            summed = wait()
+            if summed is None:  # a CUDA graph is captured
+                return
+            self.unread.popleft()
+            phase = reference()
+            try:
+                if phase is not None:
+                    phase.check(summed, call)
+            except Exception:
+                self.unread.clear()  # what follows an error says nothing new
+                raise
+
+
+_known: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()
+
+
+def look_at_unread() -> None:
+    """Look at all messages that GPUs have summed: at a run's last ones no later call looks.
+
+    Not collective. Raises as the layers do, on all ranks that took part in a message.
+    """
+    for known in list(_known.values()):
+        known.look(0)
+
+
+def agree(
+    layer: Any, communicator: Any, lines: Lines | None, length: int, call: object
+) -> tuple[str, Known]:
+    """The layer's name among these ranks, no other layer's, and what else they know.
+
+    Collective where the layer has not compared itself for messages of this length.
+    """
+    known = Known()
+    with suppress(TypeError):  # no hash, or no weak references: each layer compares for itself
+        known = _known.setdefault(communicator if lines is None else lines, known)
+    # The conversations of a function last as long as a call.
+    names = known.names if layer.built is None else layer.names.setdefault(known, {})
+    key = layer.name, length
+    if key not in names:
+        name = _compare(layer, communicator, lines, length, call)
+        known.count += 1
         # About a step's messages: these have long arrived, so that the host waits for none. Not
         # fewer than 8, for a layer that is called several times in a row.
-        self.ahead = max(2 * self._count, 8)
-        self.longest = max(self.longest, length)
-        return f"{name} {self._count}"
+        known.ahead = max(2 * known.count, 8)
+        known.longest = max(known.longest, length)
+        names[key] = f"{name} {known.count}"
+    return names[key], known
 
 
-def compare(layer: Any, communicator: Any, lines: Lines | None, length: int, call: object) -> str:
+def _compare(layer: Any, communicator: Any, lines: Lines | None, length: int, call: object) -> str:
     """The layer's name, once all ranks are known to be in the same layer. Collective."""
     # Ranks without lines may be threads of one process, which count each other's layers.
     built = layer.built if lines is not None else None
@@ -101,7 +148,7 @@ def compare(layer: Any, communicator: Any, lines: Lines | None, length: int, cal
 
 
 def _explained(layer: Any, communicator: Any, built: Built | None, options: dict[str, str]) -> str:
-    """As `compare`, of ranks whose first messages differ; most differences are errors."""
+    """As `_compare`, of ranks whose first messages differ; most differences are errors."""
     facts = _version.__version__, layer.name, f"{built} of {Built.num_layers}", options
     versions, names, built_as, all_options = zip(*gather(facts, communicator), strict=True)
     if len(set(versions)) > 1:
@@ -158,19 +205,3 @@ def _sum(numbers: HostArray, communicator: Any) -> HostArray:
             f"on rank {communicator.rank}. Correct this method.",
         )
     return summed
-
-
-_known: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()
-
-
-def known_of(communicator: Any, lines: Lines | None) -> Known:
-    """What has been compared over these lines, or over a communicator that has none."""
-    try:
-        return _known.setdefault(communicator if lines is None else lines, Known())
-    except TypeError:  # no hash, or no weak references: each layer compares for itself
-        return Known()
-
-
-def every_known() -> list[Known]:
-    """Of all groups of this process."""
-    return list(_known.values())

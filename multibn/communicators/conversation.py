@@ -9,13 +9,23 @@ each other in the same moment.
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary, ref
 
-from multibn.communicators.agreement import Built, Known, compare, known_of
-from multibn.communicators.base import Communicator, Forwarding
-from multibn.communicators.lines import Lines
-from multibn.communicators.phase import Phase
+import numpy as np
+
+from multibn import message
+from multibn._arrays import array_namespace, from_host, is_on_host, on_device_of, to_host
+from multibn._typing import Array
+from multibn.communicators import outcomes
+from multibn.communicators.agreement import Built, Known, agree
+from multibn.communicators.base import Communicator, Forwarding, SingleProcess
+from multibn.communicators.lines import HostArray, LineCommunicator, Lines
+from multibn.communicators.objects import gather
+from multibn.communicators.people import by_answer, fail, for_people
+from multibn.communicators.transports.pinned import begin_copy
+from multibn.communicators.watch import ALIKE
+from multibn.message import Message
 
 
 class Conversation(Forwarding):
@@ -41,7 +51,7 @@ class Conversation(Forwarding):
         self.phases: dict[tuple[str, Any, bool], Phase] = {}
         self._elsewhere: dict[Communicator, Conversation] = {}
         # The names that the layer has in each group, by its own name and the messages' length.
-        self._names: WeakKeyDictionary[Known, dict[Any, str]] = WeakKeyDictionary()
+        self.names: WeakKeyDictionary[Known, dict[Any, str]] = WeakKeyDictionary()
 
     @cached_property
     def name(self) -> str:
@@ -75,24 +85,240 @@ class Conversation(Forwarding):
             known = self.phases[key] = Phase(self, *key)
         return known
 
-    def agreed_name(
-        self, communicator: Any, lines: Lines | None, length: int, call: object
-    ) -> tuple[str, Known]:
-        """The layer's name among these ranks, no other layer's, and what else they know.
-
-        Collective where the layer has not compared itself for messages of this length.
-        """
-        known = known_of(communicator, lines)
-        names, key = self._names.setdefault(known, {}), (self.name, length)
-        if self.built is None:  # a function, whose conversations last as long as a call
-            names = known.names
-        if key not in names:
-            names[key] = known.next_name(compare(self, communicator, lines, length, call), length)
-        return names[key], known
-
 
 def during(communicator: Communicator, phase: str, dtype: Any, /) -> Communicator:
     """`Conversation.during` of a layer's communicator; any other communicator as it is."""
     if isinstance(communicator, Conversation):
         return communicator.during(phase, dtype)
     return communicator
+
+
+class Phase(Forwarding):
+    """A layer's communicator in one phase.
+
+    What goes with each message is found out once for each number of numbers, by `_agree`.
+    """
+
+    _communicator: Any = None  # of the latest messages
+    _lines: Lines | None
+    _size: int
+    _known: Known
+    _place: str
+    _fingerprint: float
+    _fingerprints: list[float]  # what all ranks together send, if each sends the same
+    _buffer: HostArray  # of the line, when the line is open
+    _payload: HostArray | None  # the first numbers of the buffer
+    # The others, the last two of these, and what a rank sends there. NumPy takes 1.2 us to copy
+    # four numbers, memoryviews 0.1.
+    _tail: Any
+    _summed_prints: memoryview
+    _sent_tail: memoryview
+
+    def __init__(self, layer: Any, phase: str, dtype: Any, needs_gradient: bool) -> None:
+        self.wrapped: Any = layer
+        self.name, self.dtype = phase, str(dtype).rpartition(".")[2]
+        self.gradients = "with gradients" if needs_gradient else "without gradients"
+        self.num_lanes = len(message.lanes(phase, 0.0))
+        self._num_numbers = -1
+        self._calls = 0
+        self._pinned: dict[Any, list[Any]] = {}
+        # On a GPU: the dtype of messages, None where they go through host memory.
+        self._dtypes: dict[Any, Any] = {}
+
+    def _look_up(self) -> Any:
+        return self.wrapped
+
+    def buffer(self, n: int) -> HostArray | None:
+        """Memory for a payload of `n` numbers, which `allreduce` sends without a copy.
+
+        None where the communicator has no lines. Collective at the first call.
+        """
+        self._agree(n)
+        if self._size == 1:
+            memory = np.empty(n)
+            # A user's own class may do anything, and is called.
+            if self._lines is not None or type(self._communicator) is SingleProcess:
+                self._payload = memory
+            return memory
+        if self._lines is None:
+            return None
+        return self._payload if self._payload is not None else self._open(self._calls + 1)
+
+    def message(self, n: int, like: Array) -> Message | None:
+        """Memory on a torch GPU for a message with a payload of `n` numbers; `allreduce` takes it.
+
+        None where such a message would go through host memory. Collective at the first call.
+        """
+        self._agree(n, like)
+        device = like.device
+        if device not in self._dtypes:
+            takes = self._size > 1 and (self._lines is None or self._communicator.takes(like))
+            self._dtypes[device] = array_namespace(like).float64 if takes else None
+        dtype = self._dtypes[device]
+        if dtype is None:
+            return None
+        start = self._num_zeros()
+        length = start + n + self.num_lanes
+        return Message(like.new_empty(length, dtype=dtype), start, self._fingerprint)
+
+    def allreduce(self, x: Array | Message, /) -> Array:
+        """Sum a payload; raise on all ranks if the ranks are in different places.
+
+        Memory that `buffer` returned is summed in place, and stays valid until the next message; so
+        is a `message`, whose memory is its own.
+        """
+        if isinstance(x, Message):
+            self._calls += 1
+            return self._allreduce_array(x)
+        if self._num_numbers < 0 or x is not self._payload:
+            self._agree(x.shape[0], x)
+        payload = self._payload
+        self._calls += 1
+        if self._size == 1:
+            return x if x is payload else self._communicator.allreduce(x)
+        if payload is None or x is not payload:
+            if self._lines is None or self._communicator.takes(x):
+                return self._allreduce_array(x)
+            payload = self._open(self._calls)
+            payload[:] = to_host(x)
+        mine = None if x is payload or is_on_host(x) else payload.copy()
+        assert self._lines is not None
+        self._tail[:] = self._sent_tail
+        self._lines.exchange(self._buffer, self._place, self, self._communicator.timeout)
+        if self._summed_prints.tolist() != self._fingerprints:
+            self.check(self._buffer)
+        if mine is not None and self.name == "forward" and not np.isfinite(payload).all():
+            # The caller does not look at numbers on a GPU, and these are in host memory.
+            outcomes.judge(self, self.dtype, mine, is_refused=message.is_refusal(payload))
+        return payload if x is payload else from_host(payload.copy(), x)
+
+    def __str__(self) -> str:
+        return self._call(self._calls)
+
+    def _call(self, number: int) -> str:
+        """A call of the layer, for people."""
+        return f"{for_people(self.wrapped.name)} ({self.name}, {self.dtype}, call {number})"
+
+    def _agree(self, n: int, like: Any = None) -> None:
+        """Learn that all ranks are in a layer like this one; collective where that is not known.
+
+        A group that sums on GPUs alone does so on that of `like`.
+        """
+        layer = self.wrapped
+        communicator: Any = (
+            layer.wrapped if layer.forwarding is None else layer.forwarding.resolve()
+        )
+        if (
+            communicator is self._communicator
+            and n == self._num_numbers
+            # torch's default process group may have been made anew.
+            and (self._lines is None or self._lines is communicator.lines)
+        ):
+            return
+        self._num_numbers = -1  # until the ranks have agreed
+        self._lines = communicator.lines if isinstance(communicator, LineCommunicator) else None
+        self._size, self._payload = communicator.size, None
+        lanes: list[float] = []
+        if self._size > 1:
+            length = n + self.num_lanes
+            call = self._call(self._calls + 1)
+            with on_device_of(like):
+                name, self._known = agree(layer, communicator, self._lines, length, call)
+            # With the length: layers of one name and unlike widths may meet in a message.
+            self._place = f"{name} {self.name} {length}"
+            self._fingerprint = message.fingerprint(f"{self._place} {self.dtype} {self.gradients}")
+            lanes = message.lanes(self.name, self._fingerprint)
+        self._sent_tail = np.array(lanes).data
+        self._fingerprints = [self._size * v for v in lanes[-2:]]
+        self._communicator, self._num_numbers = communicator, n
+        self._dtypes = {}
+
+    def _open(self, number: int) -> HostArray:
+        """The payload's memory, for this call. Collective at the first one for this length."""
+        assert self._lines is not None
+        n, call = self._num_numbers, self._call(number)
+        self._buffer = self._lines.buffer(n + self.num_lanes, call, self._communicator.timeout)
+        self._payload = self._buffer[:n]
+        self._tail = self._buffer[n:].data
+        self._summed_prints = self._tail[-2:]
+        return self._payload
+
+    def _num_zeros(self) -> int:
+        """How many zeros stand before a payload that is handed over as an array.
+
+        Without lines, messages of unlike lengths would meet in the transport. The zeros make every
+        message as long as the longest that the ranks have agreed on.
+        """
+        return max(self._known.longest - self._num_numbers - self.num_lanes, 0)
+
+    def _allreduce_array(self, x: Array | Message) -> Array:
+        """Over a communicator that is handed arrays: a GPU's transport, or a user's own class."""
+        on_host = not isinstance(x, Message) and is_on_host(x)
+        known = self._known
+        if len(known.unread) >= known.ahead:
+            known.look(known.ahead - 1)
+        reduce = self._communicator.allreduce
+        if isinstance(x, Message):
+            start, numbers = x.start, x.numbers
+            if self._lines is not None:
+                reduce = self._communicator.allreduce_in_place
+        else:
+            start, sent = self._num_zeros(), to_host(x) if on_host else x
+            around = np.zeros(start + self._num_numbers + self.num_lanes)
+            around[-self.num_lanes :] = self._sent_tail
+            numbers = from_host(around, sent)
+            numbers[start : -self.num_lanes] = sent
+        summed = reduce(numbers)
+        payload = summed[start : -self.num_lanes]
+        if on_host:
+            self.check(summed)
+            return from_host(payload, x)
+        wait = begin_copy(summed, self._pinned)
+        if wait is not None:
+            # Weak: the group's messages keep no model alive.
+            known.unread.append((ref(self), self._calls, wait))
+        return payload
+
+    def check(self, summed: HostArray, number: int = 0) -> None:
+        """Raise on all ranks unless the messages that were summed belong together.
+
+        The caller looks at the numbers of the latest message, this method at those of an earlier
+        call, which has a `number`.
+        """
+        is_refused = self.name == "forward" and message.is_refusal(summed, self.num_lanes)
+        if number and self.name == "forward" and not np.isfinite(summed).all():
+            own, earlier = summed[: -self.num_lanes], self._call(number)
+            outcomes.judge(self, self.dtype, own, is_refused=is_refused, earlier=earlier)
+        v, square = summed[-2:].tolist()
+        # The refused input may be of another dtype, which the fingerprint tells.
+        if not message.all_equal(v, square, self._size) and not is_refused:
+            self._raise_for_places(number)
+
+    def _raise_for_places(self, number: int) -> NoReturn:
+        """Ask each other where the ranks are, and raise on all of them. Collective."""
+        if number:  # the ranks have gone on since, and may be in the same layer again
+            fail(
+                RuntimeError,
+                f"the ranks were in different places in an earlier call, {self._call(number)}, on "
+                f"rank {self.rank}: another rank was in another layer, in another dtype, or alone "
+                f"with or without gradients. {ALIKE}",
+            )
+        layer = self.wrapped
+        num_channels = message.num_channels(self._num_numbers + self.num_lanes)
+        facts = (
+            self.gradients,
+            f"{num_channels} channels",
+            f"layer {self._place.split()[-3]} by the first call",  # models may have equal names
+        )
+        calls = f"{self}", *(f"{self}, {fact}" for fact in facts)
+        answers = gather([f"{self._place} {self.dtype}", *calls], layer.wrapped)
+        places, texts, gradients, *others = zip(*answers, strict=True)
+        if len({*places}) == 1:
+            fail(
+                RuntimeError,
+                f"the ranks differ in whether a backward pass may follow: {by_answer(gradients)}. "
+                "Those with gradients would wait for the others: compute gradients on all ranks "
+                "or on none, and freeze the same layers on all of them.",
+            )
+        texts = next(each for each in (texts, *others) if len({*each}) > 1)
+        fail(RuntimeError, f"the ranks are in different places: {by_answer(texts)}. {ALIKE}")

@@ -12,8 +12,7 @@ from multibn import kernels
 from multibn._arrays import is_on_host, values
 from multibn._typing import Array, Weighting
 from multibn.communicators import Communicator
-from multibn.communicators.conversation import Conversation
-from multibn.communicators.phase import Phase
+from multibn.communicators.conversation import Conversation, Phase
 from multibn.engine import masks, recompute, statistics
 from multibn.engine.population import Pool
 from multibn.kernels import LOST, RIGHT, BatchStatistics, Running, generic
@@ -146,9 +145,7 @@ def _message(
     at the first call.
     """
     if type(communicator) is Conversation:
-        key = phase, x.dtype, needs_gradient
-        known = communicator.phases.get(key)
-        communicator = communicator.during(*key) if known is None else known
+        communicator = communicator.during(phase, x.dtype, needs_gradient)
     if type(communicator) is Phase:
         if type(x) is np.ndarray or getattr(x, "is_cpu", False):
             return communicator, communicator.buffer(length)

@@ -11,9 +11,9 @@ import numpy.typing as npt
 from multibn._arrays import to_host
 from multibn._typing import Array
 from multibn.communicators import Communicator, DefaultCommunicator, Group, SingleProcess
+from multibn.communicators.agreement import look_at_unread
 from multibn.communicators.lookup import launched_processes
 from multibn.communicators.objects import gather
-from multibn.communicators.phase import look_at_unread
 
 _AT_MOST = 8  # names, arrays or ranks that an error message lists
 

@@ -21,7 +21,6 @@ message communicators.base communicators.people communicators.notices
 checkpoint communicators.objects communicators.watch
 communicators.groups communicators.lines
 communicators.agreement communicators.outcomes communicators.transports
-communicators.phase
 communicators.lookup communicators.conversation
 communicators kernels.arguments kernels.layout kernels.core
 kernels.triton.steps

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from multibn import SingleProcess, message
-from multibn.communicators.conversation import Conversation
-from multibn.communicators.phase import Phase
+from multibn.communicators.conversation import Conversation, Phase
 from multibn.communicators.transports.pinned import begin_copy
 from multibn.engine.statistics import Moments, aggregate
 from multibn.engine.synchrony import check_equal

@@ -9,8 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from multibn import kernels
 from multibn.communicators import outcomes
+from multibn.communicators.agreement import look_at_unread
 from multibn.communicators.base import Handle
-from multibn.communicators.phase import Phase, look_at_unread
+from multibn.communicators.conversation import Phase
 from multibn.kernels import Input, Running, cuda, generic
 from multibn.torch_backend import SyncBatchNorm
 from tests.kernels.passes import DEVICE
