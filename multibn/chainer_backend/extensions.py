@@ -27,8 +27,6 @@ _WORDS = Words(
     title="fine-tuning",
     source="`iterator`",
     readers="`iterator` or `converter`",
-    layers="multi-node links",
-    otherwise="chainermn.scatter_dataset for example",
 )
 
 

@@ -36,6 +36,8 @@ class Conversation(Forwarding):
     None for a function.
     """
 
+    silent_since: object = None  # what another layer has told, see `outcomes`
+
     def __init__(
         self,
         communicator: Communicator,

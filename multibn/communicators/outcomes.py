@@ -39,9 +39,8 @@ def skips(communicator: Any, dtype: Any, /) -> bool:
     return nonfinite == "skip" or (is_float16 and nonfinite is None)
 
 
-# The layer that has told of a skipped batch last, how many messages it had sent by then, and the
-# layers that have been silent about theirs since.
-_NOBODY: tuple[Callable[[], Any], int, weakref.WeakSet[Any]] = (lambda: None), 0, weakref.WeakSet()
+# The layer that has told of a skipped batch last, and how many messages it had sent by then.
+_NOBODY: tuple[Callable[[], Any], int] = (lambda: None), 0
 _told = _NOBODY
 
 
@@ -83,20 +82,20 @@ def _tell_of_skip(communicator: Any, numbers: HostArray, *, is_own: bool) -> Non
     layer = layer_of(communicator)
     if getattr(communicator, "repeats", False):
         return
-    find_told, num_messages, silent = _told
+    find_told, num_messages = _told
     told = find_told()
     in_same_step = (
         told is not None
         and told.num_messages == num_messages
         and told.wrapped is layer.wrapped
-        and layer not in silent
+        and layer.silent_since is not _told
     )
     # After a layer that has skipped, nothing but weights and counts is finite.
     num_finite = np.count_nonzero(np.isfinite(numbers) & (numbers != 0))
     if in_same_step and num_finite <= 2:
-        silent.add(layer)
+        layer.silent_since = _told
         return
-    _told = weakref.ref(layer), layer.num_messages, weakref.WeakSet()
+    _told = weakref.ref(layer), layer.num_messages
     where = f"rank(s) [{communicator.rank}]" if is_own and not _is_finite(numbers) else "some rank"
     warnings.warn(
         f"rank {communicator.rank} of {communicator.size} has skipped a batch in "

@@ -40,9 +40,9 @@ class Lockstep(Iterator[Step]):
 
     Each `next` is collective: one allreduce of W+1 numbers for W ranks. The first `next` makes the
     iterator of `batches`, which error messages call `source`; `amount` says how much a batch adds
-    to `Step.amount`. The first `next` raises ValueError on all ranks if none has a batch. Other
-    ranks raise RuntimeError if `batches` or `amount` raises on one rank; all do, in `next` or
-    `leave`, if one rank leaves while another has a batch.
+    to `Step.amount`. The first `next` raises ValueError on all ranks if none has a batch or, with
+    `everywhere`, if one has none. Other ranks raise RuntimeError if `batches` or `amount` raises on
+    one rank; all do, in `next` or `leave`, if one rank leaves while another has a batch.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class Lockstep(Iterator[Step]):
         *,
         source: str,
         amount: Callable[[Any], int] | None = None,
+        everywhere: bool = False,
     ) -> None:
         # `chain` makes the iterator in the first step, which tells the other ranks of an error, and
         # does not ask the iterator again after its end.
@@ -59,6 +60,7 @@ class Lockstep(Iterator[Step]):
         self._communicator = communicator
         self._source = source
         self._amount = amount
+        self._everywhere = everywhere
         self._has_begun = self._is_over = False
 
     def __next__(self) -> Step:
@@ -74,16 +76,17 @@ class Lockstep(Iterator[Step]):
         self._is_over = True  # until the exchange below shows a batch
         state = _State.OUT if batch is END else _State.BATCH
         occupied, total = self._exchange(state, amount, error=error)
-        if occupied.any():
-            self._has_begun, self._is_over = True, False
-            return Step(batch, occupied, total)
-        if not self._has_begun:
+        if not self._has_begun and not (occupied.all() if self._everywhere else occupied.any()):
             raise ValueError(
-                f"there must be at least one batch: got none on any of {len(occupied)} rank(s) "
-                f"from {self._source}. An iterator can be used once only; pass the iterable that "
-                "it came from."
+                f"there must be at least one batch{' on every rank' if self._everywhere else ''}: "
+                f"got none on rank(s) {np.flatnonzero(~occupied).tolist()} of {len(occupied)} from "
+                f"{self._source}. Share the data among fewer ranks. An iterator can be used once "
+                "only; pass the iterable that it came from."
             )
-        raise StopIteration
+        if not occupied.any():
+            raise StopIteration
+        self._has_begun, self._is_over = True, False
+        return Step(batch, occupied, total)
 
     def leave(self) -> None:
         """Tell the other ranks in their next `next` or `leave` that this rank takes no more steps.

@@ -4,14 +4,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
-
 from multibn._arrays import array_namespace
 from multibn._progress import progress as show_progress
 from multibn._typing import Array
 from multibn.communicators import Communicator
 from multibn.communicators.outcomes import layer_of
-from multibn.engine.lockstep import END, Lockstep, Step
+from multibn.engine.lockstep import END, Lockstep
 from multibn.engine.population import PopulationEstimator, running_variance
 from multibn.engine.recompute import Taping
 from multibn.engine.statistics import BatchStatistics, reduced_axes
@@ -37,8 +35,6 @@ class Words(NamedTuple):
     title: str  # of the progress bar
     source: str  # what gives the batches
     readers: str  # what may raise while a batch is read
-    layers: str  # layers that share statistics
-    otherwise: str  # what to do about a rank without a batch
 
 
 class Pass(Taping):
@@ -97,12 +93,13 @@ class Pass(Taping):
         forward pass shows in which order that rank must visit the layers.
         """
         rank, source, readers = self._communicator.rank, self._words.source, self._words.readers
-        steps = Lockstep(batches, self._communicator, source=readers, amount=samples_in)
+        is_shared = any(layer.communicator.size > 1 for layer in self._layers)
+        steps = Lockstep(
+            batches, self._communicator, source=readers, amount=samples_in, everywhere=is_shared
+        )
         num_steps = num_batches = samples = 0
         with show_progress(progress and rank == 0, self._words.title, total) as advance:
             for step in islice(steps, num_iters):
-                if num_steps == 0:
-                    self._check_first(step)
                 last_pass, self._visits = self._visits, []
                 with self:
                     if step.batch is not END:
@@ -132,16 +129,6 @@ class Pass(Taping):
             if any_data:
                 layer.write(mean, var)
             yield layer, bool(any_data)
-
-    def _check_first(self, step: Step) -> None:
-        is_shared = any(layer.communicator.size > 1 for layer in self._layers)
-        if is_shared and not step.occupied.all():
-            _, source, _, layers, otherwise = self._words
-            raise ValueError(
-                f"{source} must give at least one batch on every rank of a model with {layers}: "
-                f"got none on rank(s) {np.flatnonzero(~step.occupied).tolist()} of "
-                f"{len(step.occupied)}. Share the data among fewer ranks, {otherwise}."
-            )
 
 
 def input_of(args: Sequence[Any], kwargs: Mapping[str, Any], /) -> Any:

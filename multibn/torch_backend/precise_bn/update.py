@@ -29,8 +29,6 @@ _WORDS = Words(
     title="precise batch norm",
     source="`data_loader`",
     readers="`data_loader`",
-    layers="synchronized layers",
-    otherwise="or freeze the layers with eval()",
 )
 
 

@@ -59,16 +59,11 @@ class Joined:
                 stand_in.append(self._stand_in(batch))
             return 0
 
+        source = "the iterator of the batches"
         self._steps = Lockstep(
-            batches, self.communicator, source="the iterator of the batches", amount=note
+            batches, self.communicator, source=source, amount=note, everywhere=True
         )
-        for number, step in enumerate(self._steps):
-            if number == 0 and not step.occupied.all():
-                raise ValueError(
-                    "every rank must have at least one batch: got none on rank(s) "
-                    f"{np.flatnonzero(~step.occupied).tolist()} of {len(step.occupied)}. Share the "
-                    "data among fewer ranks."
-                )
+        for step in self._steps:
             self.absent = step.batch is END
             yield stand_in[0] if self.absent else step.batch
         self.absent = False
