@@ -10,17 +10,13 @@ outer one replays. A context is in force in the thread that enters it.
 """
 
 import threading
-from typing import Any
+from typing import Any, TypeAlias
 
 from multibn.engine.statistics import BatchStatistics
 from multibn.kernels import Input
 
-
-class Tape:
-    """The batch statistics of one forward pass, in the order of its layers."""
-
-    def __init__(self) -> None:
-        self.entries: list[BatchStatistics] = []
+# The batch statistics of one forward pass, in the order of its layers.
+Tape: TypeAlias = list[BatchStatistics]
 
 
 class Taping:
@@ -38,11 +34,11 @@ class Taping:
 
     def keep(self, batch: BatchStatistics, i: Input | None, communicator: Any) -> None:
         """Put the statistics of an input on the tape."""
-        self.tape.entries.append(batch)
+        self.tape.append(batch)
 
 
 class recording(Taping):  # noqa: N801 (read as a verb: `with recording() as tape`)
-    """Context manager for a first pass; yields the `Tape` that the pass fills.
+    """Context manager for a first pass; yields the tape, a list that the pass fills.
 
     Examples
     --------
@@ -52,12 +48,12 @@ class recording(Taping):  # noqa: N801 (read as a verb: `with recording() as tap
     >>> layer = SyncBatchNorm(1)
     >>> with recording() as tape:
     ...     y = layer(torch.tensor([[1.0], [3.0]]))
-    >>> tape.entries[0].mean
+    >>> tape[0].mean
     tensor([2.], dtype=torch.float64)
     """
 
     def __init__(self) -> None:
-        super().__init__(Tape())
+        super().__init__([])
 
 
 class replaying(Taping):  # noqa: N801
@@ -91,21 +87,21 @@ class replaying(Taping):  # noqa: N801
         super().__exit__(*exception)
         # torch.utils.checkpoint ends a pass early, by an exception, when it has recomputed all the
         # tensors that it needs.
-        if not any(exception) and self.position < len(self.tape.entries):
+        if not any(exception) and self.position < len(self.tape):
             raise RuntimeError(
-                f"the recomputation has met {self.position} of the {len(self.tape.entries)} batch "
+                f"the recomputation has met {self.position} of the {len(self.tape)} batch "
                 "norms of the first pass. A recomputed block must do the same both times: switch "
                 "between training and evaluation after the backward pass."
             )
 
     def next(self, channels: tuple[int, ...]) -> BatchStatistics:
         """The next statistics on the tape, which must have shape `channels`."""
-        if self.position == len(self.tape.entries):
+        if self.position == len(self.tape):
             raise RuntimeError(
                 f"the recomputation has met more batch norms than the first pass, which had "
                 f"{self.position}. A recomputed block must do the same both times."
             )
-        batch = self.tape.entries[self.position]
+        batch = self.tape[self.position]
         self.position += 1
         if tuple(batch.mean.shape) != channels:
             raise RuntimeError(

@@ -8,7 +8,7 @@ import pytest
 
 from multibn import SingleProcess
 from multibn.engine import BatchStatistics, recording, replaying
-from multibn.engine.recompute import Tape, in_recomputing, record, replayed
+from multibn.engine.recompute import in_recomputing, record, replayed
 from tests.helpers import require
 from tests.helpers.ranks import CountingCommunicator
 
@@ -43,33 +43,32 @@ def test_a_tape_is_replayed_in_order_and_again() -> None:
             assert [taped(never, (3,)).mean[0] for _ in range(2)] == [1, 2]
     assert not in_recomputing()
     assert taped(lambda: batch(3.0), (3,)).mean[0] == 3
-    assert len(tape.entries) == 2
+    assert len(tape) == 2
 
 
 def test_a_checkpoint_may_be_inside_a_checkpoint() -> None:
     """The inner block's first pass is part of both; the outer's second feeds a new inner one."""
     with recording() as outer, recording() as inner:
         taped(lambda: batch(1.0), (3,))
-    assert outer.entries == inner.entries
+    assert outer == inner
     with replaying(outer), recording() as again:
         taped(never, (3,))
-    assert again.entries == outer.entries
+    assert again == outer
     with recording() as around:
         with replaying(inner):
             taped(never, (3,))
         taped(lambda: batch(2.0), (3,))
-    assert [b.mean[0] for b in around.entries] == [2]
+    assert [b.mean[0] for b in around] == [2]
 
 
 def test_a_pass_that_differs_is_an_error() -> None:
-    tape = Tape()
-    tape.entries.append(batch(1.0))
+    tape = [batch(1.0)]
     with replaying(tape):
         with pytest.raises(RuntimeError, match=r"has channels \(4,\) where the first pass had \(3"):
             taped(never, (4,))
         with pytest.raises(RuntimeError, match="met more batch norms than the first pass, which h"):
             taped(never, (3,))
-    tape.entries.append(batch(2.0))
+    tape.append(batch(2.0))
     with (
         pytest.raises(RuntimeError, match=r"met 1 of the 2 batch norms.*after the backward pass\."),
         replaying(tape),
@@ -80,8 +79,7 @@ def test_a_pass_that_differs_is_an_error() -> None:
 
 def test_the_stack_is_restored_after_an_error() -> None:
     """Which comes through, also with batch norms left."""
-    tape = Tape()
-    tape.entries.append(batch(1.0))
+    tape = [batch(1.0)]
     with pytest.raises(KeyError), recording(), replaying(tape):
         raise KeyError
     assert not in_recomputing()
