@@ -96,20 +96,15 @@ class replaying(Taping):  # noqa: N801
 
     def next(self, channels: tuple[int, ...]) -> BatchStatistics:
         """The next statistics on the tape, which must have shape `channels`."""
-        if self.position == len(self.tape):
+        n = self.position
+        of_first = tuple(self.tape[n].mean.shape) if n < len(self.tape) else "none"
+        if of_first != channels:
             raise RuntimeError(
-                f"the recomputation has met more batch norms than the first pass, which had "
-                f"{self.position}. A recomputed block must do the same both times."
+                f"batch norm {n + 1} of the recomputation has channels {channels} where the first "
+                f"pass had {of_first}. A recomputed block must do the same both times."
             )
-        batch = self.tape[self.position]
         self.position += 1
-        if tuple(batch.mean.shape) != channels:
-            raise RuntimeError(
-                f"batch norm {self.position} of the recomputation has channels {channels} where "
-                f"the first pass had {tuple(batch.mean.shape)}. A recomputed block must do the "
-                "same both times."
-            )
-        return batch
+        return self.tape[n]
 
 
 def is_recording() -> bool:

@@ -66,7 +66,8 @@ def test_a_pass_that_differs_is_an_error() -> None:
     with replaying(tape):
         with pytest.raises(RuntimeError, match=r"has channels \(4,\) where the first pass had \(3"):
             taped(never, (4,))
-        with pytest.raises(RuntimeError, match="met more batch norms than the first pass, which h"):
+        taped(never, (3,))
+        with pytest.raises(RuntimeError, match="batch norm 2 of .* where the first pass had none"):
             taped(never, (3,))
     tape.append(batch(2.0))
     with (
