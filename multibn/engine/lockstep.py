@@ -22,7 +22,6 @@ class Step(NamedTuple):
     """One step of a `Lockstep`."""
 
     batch: Any  # this rank's, or `END`
-    occupied: npt.NDArray[np.bool_]  # which ranks have a batch
     amount: int  # sum over the ranks' batches
 
 
@@ -86,7 +85,7 @@ class Lockstep(Iterator[Step]):
         if not occupied.any():
             raise StopIteration
         self._has_begun, self._is_over = True, False
-        return Step(batch, occupied, total)
+        return Step(batch, total)
 
     def leave(self) -> None:
         """Tell the other ranks in their next `next` or `leave` that this rank takes no more steps.

@@ -67,7 +67,7 @@ def test_a_pass_that_differs_is_an_error() -> None:
         with pytest.raises(RuntimeError, match=r"has channels \(4,\) where the first pass had \(3"):
             taped(never, (4,))
         taped(never, (3,))
-        with pytest.raises(RuntimeError, match="batch norm 2 of .* where the first pass had none"):
+        with pytest.raises(RuntimeError, match="the first pass had none"):
             taped(never, (3,))
     tape.append(batch(2.0))
     with (
