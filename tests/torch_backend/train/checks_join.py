@@ -114,11 +114,7 @@ def check_errors_are_raised_on_all_ranks(world: Communicator) -> None:
     cases: list[tuple[Any, type[Exception], str]] = [
         (_Failing(), OSError, "disk"),
         (["no tensor"], TypeError, r"samples on its first axis: got str\. Pass `empty`"),
-        (
-            [],
-            ValueError,
-            rf"one batch: got none on rank\(s\) \[{culprit}\] of {world.size}\. Share",
-        ),
+        ([], ValueError, rf"every rank: got none on rank\(s\) \[{culprit}\] of {world.size}"),
     ]
     for data, kind, message in cases:
         if not guilty and data:
