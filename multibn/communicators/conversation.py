@@ -116,8 +116,8 @@ class Phase(Forwarding):
     _summed_prints: memoryview
     _sent_tail: memoryview
 
-    def __init__(self, layer: Any, phase: str, dtype: Any, needs_gradient: bool) -> None:
-        self.wrapped: Any = layer
+    def __init__(self, layer: Conversation, phase: str, dtype: Any, needs_gradient: bool) -> None:
+        self.wrapped = layer
         self.name, self.dtype = phase, str(dtype).rpartition(".")[2]
         self.gradients = "with gradients" if needs_gradient else "without gradients"
         self.num_lanes = len(message.lanes(phase, 0.0))
