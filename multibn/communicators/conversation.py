@@ -306,12 +306,10 @@ class Phase(Forwarding):
                 f"with or without gradients. {ALIKE}",
             )
         layer = self.wrapped
-        num_channels = message.num_channels(self._num_numbers + self.num_lanes)
-        facts = (
-            self.gradients,
-            f"{num_channels} channels",
-            f"layer {self._place.split()[-3]} by the first call",  # models may have equal names
-        )
+        width = f"{message.num_channels(self._num_numbers + self.num_lanes)} channels"
+        # Models may have layers of one name.
+        which = f"layer {self._place.split()[-3]} by the first call"
+        facts = self.gradients, width, f"{width}, {which}"
         calls = f"{self}", *(f"{self}, {fact}" for fact in facts)
         answers = gather([f"{self._place} {self.dtype}", *calls], layer.wrapped)
         places, texts, gradients, *others = zip(*answers, strict=True)
