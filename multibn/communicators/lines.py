@@ -7,6 +7,7 @@ and moves bytes. All else stands here once: which lines are open, deadlines and 
 """
 
 import atexit
+import math
 import os
 import time
 from abc import ABC, abstractmethod
@@ -29,8 +30,9 @@ from multibn.communicators.watch import Done, Watch, poll
 HostArray: TypeAlias = np.ndarray[Any, Any]
 
 # Lines that are not named by the length of their messages.
-_ANY = 0  # carries arrays of any length and dtype
+_ANY = 0  # carries arrays of any shape and dtype
 FIRST_MESSAGES = -1  # carries the first messages of layers, whose length is fixed
+LARGE = -2  # carries arrays that are too large for the first
 
 
 class Line(Protocol):
@@ -46,6 +48,7 @@ class Transport(ABC):
     rank: int
     size: int
     known: Meeting | None = None  # before the ranks have met
+    most_bytes = math.inf  # of an array that is not `LARGE`
 
     @abstractmethod
     def open_line(
@@ -121,6 +124,8 @@ class Lines:
         """The sum of `a` over the ranks, a new array; arguments as `Watch.wait`. Collective."""
         total = a.copy()
         if self.size > 1:
+            if a.nbytes > self.transport.most_bytes:
+                number = LARGE
             line = self._open.get(number) or self._opened(number, None, text, timeout)
             self.watch.wait(lambda: line.begin(total), place, text, timeout)
         return total
@@ -193,12 +198,15 @@ class LineCommunicator(Handle, ABC):
     @property
     @abstractmethod
     def lines(self) -> Lines | None:
-        """None if a user's own class moves the bytes."""
+        """None where every sum is on a device."""
 
     def allreduce(self, x: Array, /) -> Array:
         if self.takes(x):
             return self.allreduce_on_device(x)
-        return from_host(self.allreduce_host(to_host(x)), x)
+        assert self.lines is not None
+        a = to_host(x)
+        text = f"a sum of {a.dtype} numbers of shape {a.shape}"
+        return from_host(self.lines.sum(a, text, text, self.timeout), x)
 
     def takes(self, x: Array, /) -> bool:
         """Whether `x` is summed on its device; otherwise `x` goes through host memory."""
@@ -211,12 +219,6 @@ class LineCommunicator(Handle, ABC):
     def allreduce_in_place(self, x: Array, /) -> Array:
         """As `allreduce_on_device`; the sum may stand in `x`, whose numbers are then gone."""
         return self.allreduce_on_device(x)
-
-    def allreduce_host(self, a: HostArray, /) -> HostArray:
-        """As `allreduce`, of a contiguous array in host memory."""
-        assert self.lines is not None
-        text = f"a sum of {a.dtype} numbers of shape {a.shape}"
-        return self.lines.sum(a, text, text, self.timeout)
 
 
 def seconds_of_offers(num_ranks: int) -> float:

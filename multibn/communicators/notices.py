@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 class Notice(NamedTuple):
     """What a rank tells the others."""
 
-    state: str  # "waits", "looks" for a lost rank, "failed" or "left"
+    state: str  # "waits", "met", "looks" for a lost rank, "failed" or "left"
     completed: int  # how many collectives the rank has completed
     place: str  # where the rank waits, equal on ranks that will meet
     text: str  # the place for people, or what went wrong
@@ -22,6 +22,9 @@ class Notice(NamedTuple):
         return cls(*json.loads(data))
 
 
+MET = Notice("met", 0, "", "")  # of a rank that waits for no group's first meeting any more
+
+
 class Board(Protocol):
     """Where ranks leave notices for each other; never blocks for long."""
 
@@ -33,10 +36,6 @@ class Board(Protocol):
 
     def close(self) -> None:
         """Finish publishing before the process ends."""
-        return
-
-    def withdraw(self) -> None:
-        """Remove this rank's notice, which means nothing any more."""
         return
 
 

@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 from multibn._environment import pid_space, process_state, this_machine
 from multibn._typing import check_number
-from multibn.communicators.notices import Board, Meeting, Notice, Peer, RankLostError
+from multibn.communicators.notices import MET, Board, Meeting, Notice, Peer, RankLostError
 from multibn.communicators.people import announce
 
 PATIENCE = 0.5  # seconds of waiting before a rank sends a notice
@@ -68,9 +68,9 @@ class Watch:
         """Learn every rank's process. Collective."""
         told = allgather((secrets.token_hex(8), this_machine(), pid_space(), os.getpid()))
         self._peers = [Peer(*each[1:]) for each in told]
-        if self._before:
-            self._before.board.withdraw()
-        else:
+        if self._before and self._meeting:
+            self._before.board.publish(MET)
+        if not self._before:
             self._key, self._members = told[0][0], self._peers
         _watches.add(self)
 

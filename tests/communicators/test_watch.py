@@ -37,9 +37,6 @@ class Board:
     def close(self) -> None:
         """Threads need no end."""
 
-    def withdraw(self) -> None:
-        self._notices.pop(self._rank, None)
-
 
 def _introduced(world: ThreadCommunicator, notices: dict[int, Notice], pid: int = 0) -> Watch:
     watch = Watch(world.rank, world.size)

@@ -62,45 +62,29 @@ static void nap(gate *g, uint32_t goal, double seconds) {
     __atomic_sub_fetch(&g->sleepers, 1, __ATOMIC_SEQ_CST);
 }
 
-static int addresses(PyObject *const *arguments, Py_ssize_t given, void **where, Py_ssize_t wanted,
-                     Py_ssize_t all) {
+/* The first `wanted` of `all` arguments, which are addresses and whole numbers; 0 after an error. */
+static int numbers(PyObject *const *arguments, Py_ssize_t given, Py_ssize_t all, Py_ssize_t wanted,
+                   uintptr_t *found) {
     if (given != all) {
         PyErr_Format(PyExc_TypeError, "%zd arguments instead of %zd", given, all);
         return 0;
     }
-    for (Py_ssize_t i = 0; i < wanted; i++) {
-        where[i] = PyLong_AsVoidPtr(arguments[i]);
-        if (where[i] == NULL && PyErr_Occurred())
-            return 0;
-    }
-    return 1;
-}
-
-/* The first two of `all` arguments. */
-static gate *gate_and_goal(PyObject *const *arguments, Py_ssize_t given, Py_ssize_t all,
-                           uint32_t *goal) {
-    void *where[1];
-    if (!addresses(arguments, given, where, 1, all))
-        return NULL;
-    *goal = (uint32_t)PyLong_AsUnsignedLongMask(arguments[1]);
-    return where[0];
+    for (Py_ssize_t i = 0; i < wanted; i++)
+        found[i] = PyLong_AsUnsignedLongLongMask(arguments[i]);
+    return !PyErr_Occurred();
 }
 
 /* arrive(gate, goal, to, source, nbytes): copy bytes, and count as arrived. The rank whose arrival
    reaches the goal wakes those that sleep. */
 static PyObject *py_arrive(PyObject *self, PyObject *const *arguments, Py_ssize_t given) {
-    uint32_t goal;
-    gate *g = gate_and_goal(arguments, given, 5, &goal);
-    if (g == NULL)
+    uintptr_t n[5];
+    if (!numbers(arguments, given, 5, 5, n))
         return NULL;
-    void *to = PyLong_AsVoidPtr(arguments[2]), *source = PyLong_AsVoidPtr(arguments[3]);
-    size_t nbytes = PyLong_AsSize_t(arguments[4]);
-    if (PyErr_Occurred())
-        return NULL;
-    memcpy(to, source, nbytes);
+    gate *g = (gate *)n[0];
+    memcpy((void *)n[2], (void *)n[3], n[4]);
     /* Releases the bytes above; the chain of arrivals carries those of all ranks to a reader. */
     uint32_t arrived = __atomic_add_fetch(&g->arrived, 1, __ATOMIC_SEQ_CST);
-    if (arrived == goal && __atomic_load_n(&g->sleepers, __ATOMIC_SEQ_CST))
+    if (arrived == (uint32_t)n[1] && __atomic_load_n(&g->sleepers, __ATOMIC_SEQ_CST))
         syscall(SYS_futex, &g->arrived, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
     Py_RETURN_NONE;
 }
@@ -108,10 +92,11 @@ static PyObject *py_arrive(PyObject *self, PyObject *const *arguments, Py_ssize_
 /* wait(gate, goal, seconds, yielding): whether so many have arrived within that time. In the first
    `yielding` seconds the rank keeps its core, and only offers it to others. */
 static PyObject *py_wait(PyObject *self, PyObject *const *arguments, Py_ssize_t given) {
-    uint32_t goal;
-    gate *g = gate_and_goal(arguments, given, 4, &goal);
-    if (g == NULL)
+    uintptr_t n[2];
+    if (!numbers(arguments, given, 4, 2, n))
         return NULL;
+    gate *g = (gate *)n[0];
+    uint32_t goal = (uint32_t)n[1];
     double seconds = PyFloat_AsDouble(arguments[2]), yielding = PyFloat_AsDouble(arguments[3]);
     if (PyErr_Occurred())
         return NULL;
@@ -149,19 +134,14 @@ static PyObject *py_wait(PyObject *self, PyObject *const *arguments, Py_ssize_t 
 /* add(to, rows, stride, num_rows, n): the sum of rows of n float64 numbers, `stride` bytes apart, in
    the order of the rows, so that all ranks get the same bits. */
 static PyObject *py_add(PyObject *self, PyObject *const *arguments, Py_ssize_t given) {
-    void *where[2];
-    if (!addresses(arguments, given, where, 2, 5))
+    uintptr_t n[5];
+    if (!numbers(arguments, given, 5, 5, n))
         return NULL;
-    double *restrict to = where[0];
-    const char *rows = where[1];
-    size_t stride = PyLong_AsSize_t(arguments[2]), num_rows = PyLong_AsSize_t(arguments[3]);
-    size_t n = PyLong_AsSize_t(arguments[4]);
-    if (PyErr_Occurred())
-        return NULL;
-    memcpy(to, rows, n * sizeof(double));
-    for (size_t r = 1; r < num_rows; r++) {
-        const double *restrict row = (const double *)(rows + r * stride);
-        for (size_t i = 0; i < n; i++)
+    double *restrict to = (double *)n[0];
+    memcpy(to, (void *)n[1], n[4] * sizeof(double));
+    for (size_t r = 1; r < n[3]; r++) {
+        const double *restrict row = (const double *)(n[1] + r * n[2]);
+        for (size_t i = 0; i < n[4]; i++)
             to[i] += row[i];
     }
     Py_RETURN_NONE;

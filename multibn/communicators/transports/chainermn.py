@@ -7,16 +7,14 @@ from array_api_compat import is_cupy_array, is_torch_array
 
 from multibn._typing import Array
 from multibn.communicators.base import SingleProcess
-from multibn.communicators.lines import HostArray, Lines
-from multibn.communicators.transports.mpi import MPI, find_comm, lines_of
+from multibn.communicators.transports.mpi import MPI, find_comm
 
 
 class ChainerMN(MPI):
     """The processes of a ChainerMN communicator.
 
     Arrays in host memory travel as `MPI(comm.mpi_comm)` sends them, with its checks and deadlines;
-    those on a GPU by NCCL, or through host memory. Where the class of `comm` overrides `allreduce`,
-    that method sums the arrays in host memory: without a deadline.
+    those on a GPU by NCCL, or through host memory. No `allreduce` of ChainerMN's is called.
 
     Parameters
     ----------
@@ -59,10 +57,6 @@ class ChainerMN(MPI):
         """The ChainerMN communicator."""
         return _find_comm(self._class, self.world_ranks)
 
-    @cached_property
-    def lines(self) -> Lines | None:  # type: ignore[override]
-        return None if self._overrides_allreduce() else lines_of(self.mpi_comm)
-
     def takes(self, x: Array, /) -> bool:
         if self.communication_backend != "nccl":
             return False
@@ -71,12 +65,6 @@ class ChainerMN(MPI):
     def allreduce_on_device(self, x: Array, /) -> Array:
         self.comm._init_comms()  # ChainerMN makes its NCCL communicator when it is first needed
         return sum_by_nccl(self.comm.nccl_comm, x)
-
-    def allreduce_host(self, a: HostArray, /) -> HostArray:
-        if self._overrides_allreduce():
-            summed: HostArray = self.comm.allreduce(a)
-            return summed
-        return super().allreduce_host(a)
 
     def split(self, color: int, key: int = 0) -> "ChainerMN":
         comm = self.comm.split(color, key)
@@ -90,10 +78,6 @@ class ChainerMN(MPI):
 
     def __repr__(self) -> str:
         return f"ChainerMN(communication_backend={self.communication_backend!r})"
-
-    def _overrides_allreduce(self) -> bool:
-        home = next(cls for cls in self._class.__mro__ if "allreduce" in vars(cls))
-        return home.__module__.partition(".")[0] != "chainermn"
 
 
 def select_backend(comm_type: type, communication_backend: str) -> str:

@@ -114,14 +114,7 @@ class Side:
 
     def _connect(self, options: Any) -> None:
         try:
-            group = dist.ProcessGroupGloo(self._store, self._rank, self._size, options)
-            self._group = group
-            # A later group may use the store, and gloo would take old addresses for new ones.
-            if self._store.add("connected", 1) == self._size:
-                for rank in range(self._size):
-                    for device in range(len(self._devices)):
-                        self._store.delete_key(f"{device}/{rank}")
-                self._store.delete_key("connected")
+            self._group = dist.ProcessGroupGloo(self._store, self._rank, self._size, options)
         except Exception as error:
             self._error = error
 

@@ -239,8 +239,6 @@ class _Board(Board):
     """Notices as messages to every other rank; only ranks that have waited long send any.
 
     MPI delivers what was sent, and forgets it with the group.
-
-    An MPI with ULFM refuses messages to and from dead ranks, which mpi4py makes a RuntimeError.
     """
 
     def __init__(self, comm: "Comm") -> None:
@@ -252,23 +250,18 @@ class _Board(Board):
     def publish(self, notice: Notice, /) -> None:
         data = notice.encode()
         for rank in self._others:
-            with suppress(RuntimeError):
-                self._sent.append((self._comm.Isend(data, rank), data))
+            self._sent.append((self._comm.Isend(data, rank), data))
 
     def read(self) -> dict[int, Notice]:
         from mpi4py import MPI as mpi
 
         status = mpi.Status()
         for rank in self._others:
-            with suppress(RuntimeError):
-                while self._comm.Iprobe(rank, status=status):
-                    data = bytearray(status.count)
-                    self._comm.Recv(data, rank)
-                    self._notices[rank] = Notice.decode(bytes(data))
-        for pair in list(self._sent):
-            with suppress(RuntimeError):
-                if pair[0].Test():
-                    self._sent.remove(pair)
+            while self._comm.Iprobe(rank, status=status):
+                data = bytearray(status.count)
+                self._comm.Recv(data, rank)
+                self._notices[rank] = Notice.decode(bytes(data))
+        self._sent = [(request, data) for request, data in self._sent if not request.Test()]
         return self._notices
 
 

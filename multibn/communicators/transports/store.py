@@ -16,7 +16,7 @@ _LAST_ANSWER = 15.0  # at the end of the process: TCP is slow to notice that a n
 # One counter tells how many ranks have notices and, in steps of this number, how often any rank has
 # written one. A look that finds the counter as it was asks for nothing else.
 _WRITTEN = 2**24
-_COUNTER, _WITHDRAWN = "notices", "withdrawn notices"
+_COUNTER = "notices"
 
 
 class StoreBoard:
@@ -37,13 +37,12 @@ class StoreBoard:
         self._ask(self._read)
         return dict(self._notices)
 
+    def clear(self, size: int) -> None:
+        """The last of `size` ranks that calls this leaves no key in the store."""
+        self._ask(lambda: self._clear(size), must=True)
+
     def close(self) -> None:
         _messenger().finish()
-
-    def withdraw(self) -> None:
-        """Remove this rank's notice: a later group may use the store, and have the same name."""
-        if self._number:
-            self._ask(self._withdraw, must=True)
 
     def _ask(self, task: Callable[[], object], *, must: bool = False) -> None:
         def unless_ended() -> None:
@@ -61,24 +60,17 @@ class StoreBoard:
         self._store.set(_key(self._number), text)
         self._store.add(_COUNTER, _WRITTEN)
 
-    def _withdraw(self) -> None:
-        self._store.set(_key(self._number), "")  # another rank may be about to read the key
-        self._number = self._count = 0
-        num_notices = self._store.add(_COUNTER, 0) % _WRITTEN
-        if self._store.add(_WITHDRAWN, 1) == num_notices:
-            for number in range(1, num_notices + 1):
-                self._store.delete_key(_key(number))
-            self._store.delete_key(_COUNTER)
-            self._store.delete_key(_WITHDRAWN)
+    def _clear(self, size: int) -> None:
+        if self._store.add("let go", 1) == size:
+            for key in getattr(self._store, "list_keys", list)():  # of newer torch
+                self._store.delete_key(key)
 
     def _read(self) -> None:
         # Adding nothing would make the key.
         if not self._count and not self._store.check([_COUNTER]):
             return
         count = self._store.add(_COUNTER, 0)
-        if not count:  # withdrawn since the last look, and made again by the addition
-            self._store.delete_key(_COUNTER)
-        if count in (0, self._count):
+        if count == self._count:
             return
         keys = [_key(number) for number in range(1, count % _WRITTEN + 1) if number != self._number]
         if keys and not self._store.check(keys):  # one is being written
@@ -87,8 +79,7 @@ class StoreBoard:
             self._count = count
         for text in self._store.multi_get(keys) if keys else ():
             rank, _, notice = text.partition(b" ")
-            if notice:
-                self._notices[int(rank)] = Notice.decode(notice)
+            self._notices[int(rank)] = Notice.decode(notice)
 
 
 def _key(number: int) -> str:

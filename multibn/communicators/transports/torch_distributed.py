@@ -1,7 +1,9 @@
 """Communicator over torch.distributed: gloo, nccl, or any other backend."""
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, MutableMapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from multibn._environment import ended_ranks
 from multibn._typing import Array
 from multibn.communicators.base import SingleProcess, is_outsiders_marker
 from multibn.communicators.lines import (
+    LARGE,
     HostArray,
     Line,
     LineCommunicator,
@@ -19,10 +22,10 @@ from multibn.communicators.lines import (
     Transport,
     after_fork,
 )
-from multibn.communicators.notices import Meeting
+from multibn.communicators.notices import MET, Meeting
 from multibn.communicators.objects import gather
 from multibn.communicators.transports.gloo import EngineLine, Side, in_group
-from multibn.communicators.transports.shared_memory import Machines
+from multibn.communicators.transports.shared_memory import SMALL, Machine
 from multibn.communicators.transports.store import StoreBoard
 from multibn.communicators.watch import check_timeout
 
@@ -31,10 +34,10 @@ class TorchDistributed(LineCommunicator):
     """The processes of a torch ProcessGroup.
 
     Arrays on a GPU are summed there by a backend for GPUs, NCCL for example; over gloo they go
-    through host memory. Arrays in host memory travel in memory that the ranks of a machine share,
-    and in a gloo group of multibn's own, so that no message of the program can be taken for one of
-    multibn's; in the group itself only where that has a backend for GPUs alone. The group stays the
-    program's: `destroy_process_group(group)` lets go of multibn's, too.
+    through host memory. Arrays in host memory travel in memory that the ranks share if all are on
+    one machine, and otherwise in a gloo group of multibn's own, so that no message of the program
+    can be taken for one of multibn's; in the group itself only where that has a backend for GPUs
+    alone. The group stays the program's: `destroy_process_group(group)` lets go of multibn's, too.
 
     Parameters
     ----------
@@ -200,26 +203,27 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
 class _Transport(Transport):
     """The processes of one group: connections of their own, or the group itself."""
 
+    most_bytes = SMALL
+
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._group = _reference(group)
         self._backends = _backends(group)
-        # A part of the store in which the default group's processes have met, used by no other.
-        store = dist.distributed_c10d._get_default_store()
-        self._store: dist.Store | None = dist.PrefixStore(f"multibn/{group.group_name}", store)
         ranks = dist.get_process_group_ranks(group)
-        self._meetings = _world().meetings(store)
-        self.known = Meeting(group.group_name, ranks, ended_ranks, self._meetings)
-        self._machines: Machines | None = None
-        # Of all ranks, and of the first ranks of all machines.
-        self._sides: dict[tuple[int, ...], Side] = {}
+        self._name, self._meetings = group.group_name, _world().meetings
+        self.known = Meeting(self._name, ranks, ended_ranks, self._meetings)
+        self._machine: Machine | None = None
+        self._side: Side | None = None
         self._board: StoreBoard | None = None
 
     @property
     def board(self) -> StoreBoard:
         if self._board is None:
-            assert self._store is not None
-            self._board = StoreBoard(self._store, self.rank)
+            store = _world().store_of(self._name)
+            self._board = StoreBoard(store, self.rank)
+            self._machine = Machine(dist.PrefixStore("machine", store), self.rank, self.size)
+            store = dist.PrefixStore("side", store)
+            self._side = Side(store, self.rank, self.size, self._group())
         return self._board
 
     def open_line(
@@ -228,22 +232,10 @@ class _Transport(Transport):
         # A network that works for NCCL need not work for gloo.
         if "cpu" not in self._backends or not dist.is_gloo_available():
             return EngineLine(number, self.size, in_group(self._group, self._device()))
-        if self._machines is None:
-            assert self._store is not None
-            store = dist.PrefixStore("machines", self._store)
-            self._machines = Machines(store, self.rank, self.size)
-
-        def between(ranks: Sequence[int]) -> Generator[None, None, Line]:
-            return self._side(tuple(ranks)).open_line(number, timeout)
-
-        return (yield from self._machines.open_line(number, buffer, between))
-
-    def _side(self, ranks: tuple[int, ...]) -> Side:
-        if ranks not in self._sides:
-            assert self._store is not None
-            store = dist.PrefixStore(f"{len(ranks)} ranks", self._store)
-            self._sides[ranks] = Side(store, ranks.index(self.rank), len(ranks), self._group())
-        return self._sides[ranks]
+        assert self._machine is not None
+        assert self._side is not None
+        line = None if number == LARGE else (yield from self._machine.open_line(number, buffer))
+        return line or (yield from self._side.open_line(number, timeout))
 
     def _device(self) -> torch.device:
         """Where the group can sum; a `Phase` makes the activation's GPU the current one."""
@@ -256,20 +248,21 @@ class _Transport(Transport):
     # Torchrun ends the other ranks when it sees that this process has failed: no `abort`.
 
     def close(self, *, failed: bool) -> None:
-        for side in self._sides.values():
-            side.close(failed=failed)
-        self._sides = {}
-        if self._machines is not None:
-            self._machines.close(goodbye=not failed)
-        self._machines = None
+        if self._side is not None:
+            self._side.close(failed=failed)
+        if self._machine is not None:
+            self._machine.close(goodbye=not failed)
+        self._side = self._machine = None
 
     def free(self, *, failed: bool) -> None:
         # Torch prints a trace where the process that keeps the store has ended, and the store may
         # end with the default group.
         if self._board is not None and dist.is_initialized():
-            self._board.withdraw()
-            self._meetings.withdraw()
-        self._board = self._store = None
+            if failed:
+                self._meetings.publish(MET)
+            else:
+                self._board.clear(self.size)
+        self._board = None
 
     def end(self) -> None:
         # A process that ends with gloo's threads running is aborted now and then (3 of 24 in a
@@ -290,16 +283,21 @@ class _World:
         self.groups: MutableMapping[tuple[int, ...], dist.ProcessGroup] = (
             weakref.WeakValueDictionary()
         )
-        self._meetings: StoreBoard | None = None
         # Those among them that all ranks of the default group have made together.
         self.split: set[tuple[int, ...]] = set()
+        self._names = Counter[str]()
 
-    def meetings(self, store: dist.Store) -> StoreBoard:
+    @cached_property
+    def meetings(self) -> StoreBoard:
         """Where ranks say in which group they wait for the others to come for the first time."""
-        if self._meetings is None:
-            prefixed = dist.PrefixStore("multibn/meetings", store)
-            self._meetings = StoreBoard(prefixed, dist.get_rank())
-        return self._meetings
+        return StoreBoard(self.store_of("meetings"), dist.get_rank())
+
+    def store_of(self, name: str) -> dist.Store:
+        """A part of the store in which the default group's processes have met, used by no other."""
+        # A group may have the name of one that was destroyed: torch's hash of its ranks.
+        self._names[name] += 1
+        store = dist.distributed_c10d._get_default_store()
+        return dist.PrefixStore(f"multibn/{name}/{self._names[name]}", store)
 
     def lines_of(self, group: dist.ProcessGroup) -> Lines:
         """The lines of all handles of one process group."""

@@ -4,13 +4,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.helpers import require
+from tests.helpers.ranks import ThreadCommunicator, run_ranks
 
 require.need("torch")
 
@@ -30,22 +30,17 @@ def _opened(side: Side, number: int) -> Line:
 
 
 def _on_ranks(size: int, work: Callable[[Side, int], Any]) -> list[Any]:
-    """What `work(side, rank)` returns on each rank; nothing is left in the store."""
+    """What `work(side, rank)` returns on each rank."""
     store = dist.HashStore()
-    over = threading.Barrier(size)
 
-    def run(rank: int) -> Any:
-        side = Side(dist.PrefixStore("side", store), rank, size, None)
-        result = work(side, rank)
-        over.wait(SECONDS)
+    def run(world: ThreadCommunicator) -> Any:
+        side = Side(store, world.rank, size, None)
+        result = work(side, world.rank)
+        world._exchange(None)
         side.close(failed=False)
         return result
 
-    with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(run, rank) for rank in range(size)]
-        results = [future.result(SECONDS) for future in futures]
-    assert store.num_keys() == 0
-    return results
+    return run_ranks(size, run)
 
 
 @pytest.mark.parametrize(
